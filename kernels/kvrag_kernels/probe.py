@@ -1,4 +1,4 @@
-"""``kvrag::probe_mass``: how much attention each key gets, without probabilities of size ``R × N`` in memory."""
+"""``kvrag::probe_mass``: the most attention that each key gets, without probabilities of size ``R × N`` in memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def probe_mass(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the attention probability that each key gets, summed over heads and rows, in float32.
+    """Return the largest attention probability that each key gets from any row and query head, summed over key heads, in float32.
 
     Parameters
     ----------
@@ -73,24 +73,24 @@ def _compute(
         if done is not None:
             return done
     total = lse.float() if sinks is None else torch.logaddexp(lse.float(), sinks.float()[None, :, None].expand_as(lse))
-    mass = torch.zeros((q.shape[0], k.shape[2]), dtype=torch.float32, device=q.device)
+    most = torch.zeros(k.shape[:3], dtype=torch.float32, device=q.device)
     for b in range(q.shape[0]):
         first = lo if lo is None or lo.dim() == 1 else lo[b]
         limits = Limits.of(hi if hi.dim() == 1 else hi[b], first, prefix, k.shape[2])
-        _add_mass(q[b], k[b], total[b], limits, scale, softcap, mass[b])
-    return mass
+        _raise_to(most[b], q[b], k[b], total[b], limits, scale, softcap)
+    return most.sum(dim=1)
 
 
-def _add_mass(
+def _raise_to(
+    most: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
     total: torch.Tensor,
     limits: Limits,
     scale: float,
     softcap: float,
-    mass: torch.Tensor,
 ) -> None:
-    """Add one batch entry's probabilities to ``mass (N,)``, block by block; a row without keys has the total -inf and gives nothing."""
+    """Raise ``most (H_kv, N)`` to one batch entry's probabilities, block by block; a row without keys has the total -inf and gives nothing."""
     heads, kv_heads = q.shape[0], k.shape[0]
     for block in limits.blocks(heads, heads // kv_heads):
         if not block.pieces:
@@ -103,7 +103,8 @@ def _add_mass(
             s = torch.matmul(packed, k[:, piece].float().transpose(-1, -2)) * scale
             s = softcap * torch.tanh(s / softcap) if softcap else s
             seen = mask[:, offset : offset + s.shape[2]] & (denominator != float("-inf"))
-            mass[piece] += torch.exp(s - denominator).masked_fill_(~seen, 0.0).sum(dim=(0, 1))
+            found = torch.exp(s - denominator).masked_fill_(~seen, 0.0).amax(dim=1)
+            torch.maximum(most[:, piece], found, out=most[:, piece])
             offset += s.shape[2]
 
 

@@ -21,6 +21,11 @@ def scores(q: torch.Tensor, k: torch.Tensor, scale: float, softcap: float) -> to
     return softcap * torch.tanh(s / softcap) if softcap else s
 
 
+def mass(p: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """Return the largest of probabilities ``(B, H, R, N)`` over rows and the query heads of a key head, summed over key heads: ``(B, N)``."""
+    return p.reshape(p.shape[0], kv_heads, -1, p.shape[3]).amax(dim=2).sum(dim=1)
+
+
 def probabilities(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -42,7 +42,7 @@ def probe(
     Returns
     -------
     torch.Tensor
-        Float32 ``(N,)`` on the host: probability per row, summed over layers, heads and suffix rows.
+        Float32 ``(N,)`` on the host: attention mass per row (:class:`~kvrag.model.attention.Mass`), summed over layers.
     """
     rows = rows_of(layout.live)
     layers = probed_layers(span, model.num_layers)

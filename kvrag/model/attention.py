@@ -24,7 +24,11 @@ UNDERSTOOD |= {"output_attentions", "output_router_logits"}
 
 
 class Mass(NamedTuple):
-    """Collects attention mass: probability per key, summed over heads and the last ``rows`` rows, in ``total``, float32 ``(num_keys,)``."""
+    """Collects attention mass of keys in ``total``, float32 ``(num_keys,)``.
+
+    Of a key it is the most that one of the last ``rows`` rows pays to it, in one of the query heads of a key head, summed over key heads. A
+    fact is read by a few heads at a few rows: a sum over all hides it behind keys that get a little from each.
+    """
 
     total: torch.Tensor
     rows: int
@@ -74,16 +78,20 @@ def _by_blocks(
     is_plain = scores.softcap is None and scores.sinks is None
     out = query.new_empty((*query.shape[:3], values.shape[-1]))
     weighed_from = query.shape[2] if mass is None else query.shape[2] - mass.rows
+    most = torch.zeros((*keys.shape[:2], 0 if mass is None else limits.num_keys), device=keys.device)
     kind = (scores.reach, query.shape[1] // keys.shape[1], query.dtype)
     for block in limits.kept.get(kind) or limits.blocks(*kind):
         q, k, v = query[:, :, block.rows], keys[:, :, block.keys], values[:, :, block.keys]
         if block.rows.stop > weighed_from or not is_plain:
             probabilities = _probabilities(q, k, block, scores)
             out[:, :, block.rows] = torch.matmul(probabilities.to(v.dtype), v).reshape(*q.shape[:3], v.shape[-1])
-            if mass is not None and block.rows.stop > weighed_from:
-                mass.total[block.keys] += _collect(probabilities, q.shape, max(0, weighed_from - block.rows.start))
+            if block.rows.stop > weighed_from:
+                found = _largest(probabilities, q.shape[2], max(0, weighed_from - block.rows.start))
+                torch.maximum(most[:, :, block.keys], found, out=most[:, :, block.keys])
         else:
             out[:, :, block.rows] = fused_attention(q, k, v, scores.scale, block.mask)
+    if mass is not None:
+        mass.total.add_(most.sum(dim=(0, 1)))
     return out
 
 
@@ -139,12 +147,10 @@ def _probabilities(q: torch.Tensor, k: torch.Tensor, block: Block, how: _Scores)
     return torch.softmax(torch.cat([scores, extra], dim=-1), dim=-1)[..., :-1]
 
 
-def _collect(probabilities: torch.Tensor, shape: torch.Size, skip: int) -> torch.Tensor:
-    """Sum probabilities over batch, heads and the rows from ``skip`` on: one pass, as a product with zeros and ones."""
-    _, heads, rows, _ = shape
-    counted = (torch.arange(rows, device=probabilities.device) >= skip).float()
-    packed = counted.repeat(heads // probabilities.shape[1])
-    return torch.matmul(packed, probabilities).sum(dim=(0, 1))
+def _largest(probabilities: torch.Tensor, rows: int, skip: int) -> torch.Tensor:
+    """Return the largest probability over the rows from ``skip`` on and the query heads of a key head, ``(B, H_kv, keys)``."""
+    *heads, _, num_keys = probabilities.shape
+    return probabilities.reshape(*heads, -1, rows, num_keys)[:, :, :, skip:].amax(dim=(2, 3))
 
 
 def refuse_unknown(

@@ -155,7 +155,7 @@ class CausalLM:
         logits : torch.Tensor
             ``(B, logits, vocab)`` in the model's dtype; empty where none are asked for.
         mass : torch.Tensor or None
-            Float32 ``(rows.stop,)``: attention probability per key, summed over these layers, heads and the last ``mass_rows`` rows.
+            Float32 ``(rows.stop,)``: attention mass per key (:class:`~kvrag.model.attention.Mass`), summed over these layers.
 
         Raises
         ------
@@ -229,7 +229,7 @@ class CausalLM:
 
         def collect(_: object, __: object, output: tuple[torch.Tensor, torch.Tensor]) -> None:
             if running() is forward:
-                mass.total.add_(output[1][:, :, -mass.rows :].float().sum(dim=(0, 1, 2)))
+                mass.total.add_(output[1][:, :, -mass.rows :].float().amax(dim=2).sum(dim=(0, 1)))
 
         handles = [a.register_forward_hook(collect) for a in self._attentions if id(a) in forward.weighed]
         try:

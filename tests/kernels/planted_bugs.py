@@ -142,6 +142,7 @@ PROBE = {
     "the stage never changes": ("many-keys", "stage = (first / BN & 1) * KV_BYTES", "stage = 0"),
     "rows beyond the last count": ("window-sinks", "return {{0, -1}, infinity()};", "return {{0, -1}, 0.0f};"),
     "sinks take nothing": ("sinks", "p.sinks ? top + log2_fast(exp2_fast(total - top) + exp2_fast(sink - top)) : total", "total"),
+    "probabilities are added": ("many-keys", "float_max(mass[m][h], exp2_fast", "(mass[m][h] + exp2_fast"),
     "limits are ignored": ("dim64", "if (sees(row.limit, p.prefix, key)) mass", "mass"),
     "natural logs": ("dim64", "total = lse * LOG2E", "total = lse"),
     "keys beyond the last are written": ("dim64", "&& key < p.keys) store", ") store"),

@@ -1,4 +1,4 @@
-// The probe: how much attention each key gets from all rows and heads, without probabilities in memory. The rows' log-sum-exps are known
+// The probe: the most attention that each key gets from any row and query head, without probabilities in memory. The rows' log-sum-exps are known
 // from the attention before it, so that a probability is one exponential. One block per tile of BM keys and key head, keys being the left
 // operand; tiles of BN packed rows pass by.
 #include "tiles.cuh"
@@ -67,15 +67,15 @@ KERNEL(probe, Attention, THREADS, 1) {
             UNROLL for (int m = 0; m < SLABS; m++) UNROLL for (int h = 0; h < 2; h++) {
                 const int key = tile * BM + (thread_id() / 32 * SLABS + m) * 16 + h * 8 + lane / 4;
                 const float x = SOFTCAP ? capped(p, s[m][n][2 * h + e]) : s[m][n][2 * h + e];
-                if (sees(row.limit, p.prefix, key)) mass[m][h] += exp2_fast(fused(x, exponent_scale(p), -row.total));
+                if (sees(row.limit, p.prefix, key)) mass[m][h] = float_max(mass[m][h], exp2_fast(fused(x, exponent_scale(p), -row.total)));
             }
         }
     }
     copy_wait<0>();
     UNROLL for (int m = 0; m < SLABS; m++) UNROLL for (int h = 0; h < 2; h++) {
-        float sum = mass[m][h] + shuffle_xor(mass[m][h], 1);
-        sum += shuffle_xor(sum, 2);
+        float most = float_max(mass[m][h], shuffle_xor(mass[m][h], 1));
+        most = float_max(most, shuffle_xor(most, 2));
         const int key = tile * BM + (thread_id() / 32 * SLABS + m) * 16 + h * 8 + lane / 4;
-        if ((lane & 3) == 0 && key < p.keys) store(p.mass + (static_cast<i64>(batch) * p.kv_heads + kv_head) * p.keys + key, sum);
+        if ((lane & 3) == 0 && key < p.keys) store(p.mass + (static_cast<i64>(batch) * p.kv_heads + kv_head) * p.keys + key, most);
     }
 }
