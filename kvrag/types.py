@@ -187,7 +187,7 @@ class Missed:
     """The chunks of one prompt that had no KV, for :mod:`kvrag.precompute.on_miss`.
 
     ``prefix`` is the text to encode them behind, ``namespace`` a digest, and ``erasures`` the number of erasures there before the prompt.
-    ``is_again``: they may have KV behind other prefixes, and the namespace's other texts are to follow.
+    ``is_again``: they may have KV behind other prefixes.
     """
 
     chunks: tuple[MissedChunk, ...]

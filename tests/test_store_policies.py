@@ -163,9 +163,8 @@ def test_a_prefetch_by_texts_and_by_keys(engine_of: MakeEngine) -> None:
     assert in_memory.prefetch(CHUNKS[:1]).found == 2
 
 
-@pytest.mark.parametrize("policy", ["best_effort", "timeout", "wait"])
-def test_a_request_and_a_prefetch_that_is_not_over(engine_of: MakeEngine, held_up: Any, policy: str) -> None:
-    engine = engine_of(store_config=StoreConfig(prefetch=policy, load_timeout_s=0.5 if policy == "timeout" else 1000.0))
+def test_a_request_computes_what_a_prefetch_has_not_read_in_time(engine_of: MakeEngine, held_up: Any) -> None:
+    engine = engine_of(store_config=StoreConfig(load_timeout_s=0.5))
     engine.precompute(CHUNKS)
     full = engine.prefill(ask(0, 1, 2), mode="full")
     key = key_of(engine, 1)
@@ -174,11 +173,9 @@ def test_a_request_and_a_prefetch_that_is_not_over(engine_of: MakeEngine, held_u
     handle = engine.prefetch(CHUNKS[:3])
     while list(engine.store.reads._reads) != [key]:
         time.sleep(0.01)
-    if policy == "wait":
-        threading.Timer(0.3, go_on.set).start()
     result = engine.prefill(ask(0, 1, 2), mode="stitch", repair=ALL)
     assert torch.allclose(result.logits, full.logits, atol=1e-3)
-    assert [hole.key for hole in result.holes] == ([] if policy == "wait" else [key])
+    assert [hole.key for hole in result.holes] == [key]
     go_on.set()
     assert handle.wait(30)
     assert engine.prefill(ask(0, 1, 2), mode="stitch").holes == ()

@@ -1,8 +1,7 @@
 """Write-back: retrieved chunks that had no KV, or none behind a prefix that was learnt, are precomputed after the answer.
 
 They are encoded behind the prefix, one at a time, while no request of the engine runs. Stored KV never comes from the answer, whose rows
-may have been repaired, and never from live text such as questions and other turns of users. Behind a learnt prefix, all other texts of the
-namespace follow: the token ids of their KV tell them, and their digests prove them.
+may have been repaired, and never from live text such as questions and other turns of users.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from kvrag.identity.fingerprint import content_key, context_digest, text_digest
 from kvrag.model.lm import LoadedModel
 from kvrag.precompute.run import Guard, Precompute
 from kvrag.prompt.learn import MAX_LEARNT
-from kvrag.prompt.partial import text_of
 from kvrag.store import Record, TieredStore
 from kvrag.threads import POOL
 from kvrag.types import ChunkIdentity, Missed, MissedChunk, TextEntry
@@ -30,7 +28,6 @@ from kvrag.types import ChunkIdentity, Missed, MissedChunk, TextEntry
 logger = logging.getLogger(__name__)
 
 MAX_WAITING = 256  # chunks that may wait; more are dropped until the next prompt that contains them
-AT_ONCE = 16  # texts that are encoded again with one prefix's forward, while no chunk of a prompt waits
 
 RETRY_S = 60.0
 """Seconds without write-back after a failure: with a full or read-only disk, each miss would cost a forward."""
@@ -96,8 +93,6 @@ class WriteBack:
         self.closed = threading.Event()
         self._changed = threading.Condition()
         self._waiting: deque[Missed] = deque()
-        self._rest: dict[tuple[str, str], Iterator[Missed]] = {}  # by namespace and prefix: the texts that follow
-        self._cursors: dict[tuple[str, str], int] = {}  # and the last one that did
         self._work: Future[None] | None = None
         self._counts: Counter[str] = Counter()
         self._requests = 0
@@ -130,8 +125,6 @@ class WriteBack:
                 self._counts["dropped"] += len(missed.chunks)
                 return
             self._waiting.append(missed)
-            if missed.is_again:
-                self._rest.setdefault((missed.namespace, missed.prefix), self._others(missed.namespace, missed.prefix))
             if self._work is None:
                 try:
                     self._work = POOL.submit(self._store_all, cancel=self.closed)
@@ -162,44 +155,18 @@ class WriteBack:
     def _store_all(self) -> None:
         while True:
             with self._changed:
-                may_go_on = self._rest and time.monotonic() >= self._not_before
-                if self.closed.is_set() or not (self._waiting or may_go_on):
+                if self.closed.is_set() or not self._waiting:
                     self._counts["dropped"] += self._num_waiting()
                     self._waiting.clear()
                     self._work = None
                     self._changed.notify_all()
                     return
-                missed = self._waiting.popleft() if self._waiting else None
-                rest = next(iter(self._rest), ("", ""))
-            missed = missed or self._next_of(rest)
-            counts = self._store(missed) if missed else Counter[str]()
+                missed = self._waiting.popleft()
+            counts = self._store(missed)
             with self._changed:
                 self._counts.update(counts)
                 if counts["failed"] and not counts["stored"]:
                     self._not_before = time.monotonic() + RETRY_S
-
-    def _next_of(self, rest: tuple[str, str]) -> Missed | None:
-        """Return the next texts that are to be encoded behind a learnt prefix; no error gets out."""
-        try:
-            self.wait_for_turn()
-            if found := next(self._rest[rest], None):
-                return found
-        except Exception as error:
-            logger.debug("chunks were not all encoded again behind a learnt prefix", exc_info=error)
-        with self._changed:
-            del self._rest[rest]
-        return None
-
-    def _others(self, namespace: str, prefix: str) -> Iterator[Missed]:
-        """Yield the texts that the namespace has got since the last time."""
-        entries, last = self.store.catalog.texts(namespace, self._cursors.get((namespace, prefix), 0))
-        for at in range(0, len(entries), AT_ONCE):
-            erasures = self.erasures.count(namespace)
-            of = self.store, self.loaded.encoder, self.loaded.fingerprint, namespace
-            texts = [text_of(*of, entry.digest) for entry in entries[at : at + AT_ONCE]]
-            chunks = tuple(MissedChunk(text, is_given=False) for text in texts if text)
-            yield Missed(chunks, prefix, namespace, erasures, is_again=True)
-        self._cursors[namespace, prefix] = last
 
     def _drop_oldest(self, missed: Missed) -> None:
         """Erase the oldest KV of chunks that have some behind more prefixes than can be in use."""

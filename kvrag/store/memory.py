@@ -229,17 +229,14 @@ class Reads:
                 read.wanted += 1
             return read
 
-    def read(self, key: ChunkKey, load: Callable[[], Loaded], policy: str) -> Read | None:
+    def read(self, key: ChunkKey, load: Callable[[], Loaded]) -> Read | None:
         """Return a chunk's read for a request, begun or joined; ``None`` if there is no thread.
 
-        A prefetch that no thread has begun is withdrawn and read at once. With the policy ``"best_effort"``, ``None`` for a chunk that is
-        being prefetched.
+        A prefetch that no thread has begun is withdrawn and read at once.
         """
         with self._lock:
             read = self._mine().get(key)
-            if read is not None and read.wanted and policy == "best_effort":
-                return None
-            if read is None or (read.wanted and policy == "timeout" and read.future.cancel()):
+            if read is None or (read.wanted and read.future.cancel()):
                 read = self._begin(READERS, key, load, 0)
             return read
 

@@ -113,9 +113,7 @@ class Reader:
         for identity, key in keys.items():
             each, late = found.get(identity), Hole(key, "late", None)
             if isinstance(each, Read):
-                is_patient = each.wanted and self.config.prefetch == "wait"
-                deadline = Deadline(float("inf")) if is_patient else reading
-                each = deadline.result(each.future, late, what="a stored chunk")
+                each = reading.result(each.future, late, what="a stored chunk")
             loaded[identity] = each or late
         return [loaded[identity] for identity in identities]
 
@@ -142,7 +140,7 @@ class Reader:
         known = self.catalog.known(rest.values())
         for identity, key in rest.items():
             load = partial(self._load, identity, key)
-            found[identity] = self.reads.read(key, load, self.config.prefetch) if key in known else self._hole(key)
+            found[identity] = self.reads.read(key, load) if key in known else self._hole(key)
         return found
 
     def _load(self, identity: ChunkIdentity, key: ChunkKey) -> Loaded:

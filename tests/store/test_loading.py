@@ -48,9 +48,9 @@ def gate(monkeypatch):
 def slow(handle, gate):
     """A store with six chunks, none of them in memory, whose reads hang."""
 
-    def make(policy="timeout", room=8):
+    def make(room=8):
         fill(handle(), *range(6))
-        return handle(ram=room * SIZE, prefetch=policy)
+        return handle(ram=room * SIZE)
 
     return make
 
@@ -146,7 +146,7 @@ def no_threads(patch):
 
 
 def test_without_threads_a_request_computes_and_nobody_waits(slow, gate, monkeypatch):
-    store = slow("wait")
+    store = slow()
     gate.is_open.set()
     with monkeypatch.context() as patch:
         no_threads(patch)
@@ -183,7 +183,7 @@ def test_it_returns_at_once_and_few_threads_read(slow, gate):
 
 
 def test_nothing_is_read_twice(slow, gate):
-    store, got = slow("wait"), []
+    store, got = slow(), []
     first, second = store.prefetch(CHUNKS[:2]), store.prefetch(CHUNKS[:2])
     assert (first.reads, second.reads) == (2, 2)
     gate.wait_for(2)
@@ -198,7 +198,7 @@ def test_nothing_is_read_twice(slow, gate):
 
 
 def test_with_a_deadline_a_request_reads_what_nobody_has_begun_and_leaves_in_time(slow, gate):
-    store = slow("timeout")
+    store = slow()
     store.prefetch(CHUNKS[:6])
     gate.wait_for(AHEAD)
     assert store.get_many([CHUNKS[0], CHUNKS[5]], timeout_s=0.3) == late(0, 5)
@@ -206,26 +206,6 @@ def test_with_a_deadline_a_request_reads_what_nobody_has_begun_and_leaves_in_tim
     assert sorted(gate.begun) == [0, 1, 5], "the last one by the request itself"
     gate.is_open.set()
     assert is_right(store.get_many(CHUNKS[:6], timeout_s=PATIENT_S), *range(6))
-
-
-def test_best_effort_waits_for_no_read_of_the_prefetch(slow, gate):
-    store = slow("best_effort")
-    handle = store.prefetch(CHUNKS[:4])
-    gate.wait_for(AHEAD)
-    assert store.get_many(CHUNKS[:4], timeout_s=1000) == late(*range(4))
-    gate.is_open.set()
-    assert handle.wait(PATIENT_S)
-    assert is_right(store.get_many(CHUNKS[:5], timeout_s=PATIENT_S), *range(5)), "the fifth is read by the request"
-
-
-def test_wait_waits_beyond_the_deadline(slow, gate):
-    store = slow("wait")
-    store.prefetch(CHUNKS[:4])
-    gate.wait_for(AHEAD)
-    threading.Timer(0.2, gate.is_open.set).start()
-    assert is_right(store.get_many(CHUNKS[:4], timeout_s=0.01), *range(4))
-    gate.is_open.clear()
-    assert store.get_many(CHUNKS[5:6], timeout_s=0.1) == late(5), "nobody has prefetched it"
 
 
 def test_what_nobody_has_begun_can_be_cancelled_unless_another_wants_it(slow, gate):
@@ -273,7 +253,7 @@ def test_closing_withdraws_what_nobody_has_begun(slow, gate):
 
 @pytest.mark.filterwarnings("ignore:This process")
 def test_a_forked_child_waits_for_no_read_of_its_parent(slow, gate):
-    store = slow("wait")
+    store = slow()
     store.prefetch(CHUNKS[:2])
     gate.wait_for(2)
 

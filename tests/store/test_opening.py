@@ -52,13 +52,7 @@ def test_fractions_are_of_what_there_is(opened, root, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"gpu_bytes": -1},
-        {"gpu_fraction": 1.1},
-        {"ram_fraction": -0.1},
-        {"disk_fraction": "half"},
-        {"prefetch": "eager"},
-    ],
+    [{"gpu_bytes": -1}, {"gpu_fraction": 1.1}, {"ram_fraction": -0.1}, {"disk_fraction": "half"}, {"on_miss": "eager"}],
 )
 def test_an_impossible_option_is_named(options):
     with pytest.raises(ConfigError, match=f"StoreConfig.{next(iter(options))}"):
