@@ -23,6 +23,7 @@ from pydantic import TypeAdapter
 
 from kvrag.blend.cost import IN_ROWS, Price
 from kvrag.blend.layout import Layout, place
+from kvrag.blend.select import LEAST_ROWS, LEAST_SHARE
 from kvrag.config import RepairConfig
 from kvrag.errors import OutOfMemoryError
 from kvrag.evaluate import Reference, answered, in_memory
@@ -35,14 +36,12 @@ from kvrag.questions import IS_RIGHT, planted, score
 if TYPE_CHECKING:
     from kvrag.engine import KVRagEngine
 
-VERSION = 2  # of what is measured and of the repair; a change invalidates every kept profile
+VERSION = 3  # of what is measured and of the repair; a change invalidates every kept profile
 TARGET_KL, TARGET_TOP1 = 0.02, 0.97
 TARGET_LOST = 0.02
 ANSWER_TOKENS = 24
-RATIOS = (0.01, 0.02, 0.03, 0.05, 0.10, 0.20, 0.40)
-START = RepairConfig()
-VARIANTS: tuple[dict[str, Any], ...] = ({"shift": 0.5}, {"shift": 0.75}, {"first_k": 4}, {"probe_span": (1 / 3, 0.6)})
-"""Changes to :data:`START`, tried one after the other."""
+START = RepairConfig(recompute_ratio=0.10)
+LOWER, HIGHER = (0.05, 0.03, 0.02), (0.20, 0.40)  # ratios that are tried after it, in this order
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +158,7 @@ def calibrate_repair(
 def search(measure: Callable[[RepairConfig], Trial], reaches: Callable[[Trial], bool]) -> Trial:
     """Find the cheapest repair that reaches the target, without trying all; if none does, return the trial with the least KL.
 
-    First none at all; then, at one ratio, the variants, each of which must gain more than the standard error, so that chance moves nothing,
-    or be cheaper without a loss; then lower ratios as long as they reach the target, or higher ones until one does.
+    First none at all; then :data:`START`; then lower ratios as long as they reach the target, or higher ones until one does.
     """
     trials: list[Trial] = []
 
@@ -170,17 +168,12 @@ def search(measure: Callable[[RepairConfig], Trial], reaches: Callable[[Trial], 
 
     if reaches(none := tried(RepairConfig(strategy="none"))):
         return none
-    best = tried(START)
-    for change in VARIANTS:
-        trial = tried(replace(best.repair, **change))
-        gain = best.mean_kl - trial.mean_kl
-        best = trial if gain > best.kl_error or (gain >= 0 and trial.cost < best.cost) else best
-    at, is_enough = RATIOS.index(START.recompute_ratio), reaches(best)
-    for ratio in reversed(RATIOS[:at]) if is_enough else RATIOS[at + 1 :]:
-        if reaches(tried(replace(best.repair, recompute_ratio=ratio))) != is_enough:
+    is_enough = reaches(tried(START))
+    for ratio in LOWER if is_enough else HIGHER:
+        if reaches(tried(replace(START, recompute_ratio=ratio))) != is_enough:
             break
     if reached := [trial for trial in trials if reaches(trial)]:
-        return min(reached, key=lambda trial: (trial.cost, trial.mean_kl))
+        return min(reached, key=lambda trial: trial.cost)
     return min(trials, key=lambda trial: trial.mean_kl)
 
 
@@ -235,6 +228,14 @@ def _shipped() -> dict[str, Profile]:
 
 def in_words(repair: RepairConfig, origin: object) -> str:
     """Describe a repair and where it comes from, for reports."""
+    return f"{described(repair)} ({origin})"
+
+
+def described(repair: RepairConfig) -> str:
+    """Describe a repair in a few words."""
     if repair.strategy == "none":
-        return f"none ({origin})"
-    return f"{repair.strategy}, ratio {repair.recompute_ratio:g}, first_k {repair.first_k}, shift {repair.shift:g} ({origin})"
+        return "none"
+    share = (
+        f"{LEAST_SHARE:g} and {LEAST_ROWS} rows" if repair.recompute_ratio is None else f"{repair.recompute_ratio:g}"
+    )
+    return f"{repair.strategy}, ratio {share}, first_k {repair.first_k}, shift {repair.shift:g}"

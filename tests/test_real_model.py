@@ -87,7 +87,7 @@ def test_more_repair_is_closer_and_all_of_it_is_exact(mean_kl):
     assert kls[2] < 1e-5
 
 
-@pytest.mark.parametrize("strategy", ["query", "query_hkvd", "query_gain", "hkvd"])
+@pytest.mark.parametrize("strategy", ["query", "query_hkvd", "query_gain", "query_sentences", "hkvd"])
 def test_strategies_beat_random_rows(strategy, mean_kl):
     random = RepairConfig(strategy="random", recompute_ratio=0.15, shift=0.0)
     assert mean_kl(RepairConfig(strategy=strategy, recompute_ratio=0.15, shift=0.0)) < mean_kl(random)
@@ -102,8 +102,7 @@ def test_the_default_is_closer_than_random_rows_no_shift_and_cacheblend(other, m
 
 def test_calibration_finds_less_than_a_full_prefill_and_nearer_than_no_repair(engine, tmp_path, monkeypatch):
     monkeypatch.setenv("KVRAG_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr("kvrag.calibrate.RATIOS", (0.03, 0.40))  # a few of the candidates are enough here
-    monkeypatch.setattr("kvrag.calibrate.VARIANTS", ())
+    monkeypatch.setattr("kvrag.calibrate.LOWER", (0.03,))  # a few of the candidates are enough here
     assert engine.repair == RepairConfig()
     file, texts = _model_file(), [text for path in sorted(CORPUS.glob("*.md")) for text in sections(path)]
     assert file is not None

@@ -132,7 +132,7 @@ def calibrate(
 ) -> None:
     """Find the repair that reaches a target at the least cost, on this model and your texts, and keep it as the default of both.
 
-    Takes minutes for each --chunk-context (default: none), which may be repeated. Exit status 1 if all of them miss the target.
+    Takes minutes for each --chunk-context (default: default), which may be repeated. Exit status 1 if all of them miss the target.
     """
     name_model(ctx, engine, words)
     documents = read_documents(corpus or [example("corpus", otherwise="pass --corpus")])
@@ -140,7 +140,7 @@ def calibrate(
     options["chunks_per_prompt"] = chunks
     found: dict[str, Found] = {}
     with ExitStack() as opened:
-        for context in chunk_context or ["none"]:
+        for context in chunk_context or ["default"]:
             behind = open_engine({**engine, "chunk_context": context})
             found[context] = _calibrated(opened.enter_context(closing(behind)), documents, chunk_tokens, options)
     tables = [
@@ -186,15 +186,7 @@ def _kept(found: Found) -> str:
 
 
 def _cells(trial: Trial) -> tuple[str, ...]:
-    r = trial.repair
-    ends = " to ".join(f"{end:.0%}" for end in r.probe_span)
-    how = f"{r.strategy} {r.recompute_ratio:g}, first_k {r.first_k}, shift {r.shift:g}, layers {ends}"
+    from kvrag.calibrate import described
+
     kl, top1 = f"{trial.mean_kl:.4f} ± {trial.kl_error:.4f}", f"{trial.top1:.1%} ± {trial.top1_error:.1%}"
-    return (
-        "none" if r.strategy == "none" else how,
-        f"{trial.rows:.1%}",
-        kl,
-        top1,
-        f"{trial.lost:.0%}",
-        f"{trial.cost:.1%}",
-    )
+    return (described(trial.repair), f"{trial.rows:.1%}", kl, top1, f"{trial.lost:.0%}", f"{trial.cost:.1%}")
