@@ -183,20 +183,24 @@ class CostModel:
         self._misses = 0
         self._refusals = 0
 
-    def price(self, plan: Plan, config: RepairConfig, store: TieredStore) -> Price:
-        """Return the prices of a plan's layouts."""
-        lm, stored = self._loaded.reusable, list[tuple[str, int]]()
+    def known(self) -> Costs:
+        """Return the costs; measure them, if no process has on this machine, or if requests have shown that they are wrong."""
+        lm = self._loaded.reusable
         with self._lock:
             if self.costs is None:
                 self.costs = costs_of(lm, self._file)
             elif self._is_doubted:
                 self._measure_again(lm)
-            costs = self.costs
+            return self.costs
+
+    def price(self, plan: Plan, config: RepairConfig, store: TieredStore) -> Price:
+        """Return the prices of a plan's layouts."""
+        stored, costs = list[tuple[str, int]](), self.known()
         for identity in plan.identities:
             key = chunk_key(identity)
             tier = next((tier.name for tier in store.tiers if tier.identity(key) is not None), store.name)
             stored.append((tier, len(identity.token_ids)))
-        return Price(costs, config, lm.num_layers, stored)
+        return Price(costs, config, self._loaded.reusable.num_layers, stored)
 
     def learn(self, price: Price, layout: Layout, late: Collection[int], ms: Mapping[str, float]) -> None:
         """Compare prices with the milliseconds by stage of a request that used ``layout``, and could not load the sources ``late``."""

@@ -83,8 +83,8 @@ def _cors(config: ServerConfig) -> dict[str, Any]:
 @asynccontextmanager
 async def _life(app: FastAPI) -> AsyncIterator[None]:
     service: Service = app.state.service
-    loaded = await run_in_threadpool(lambda: service.engine.loaded)
-    if not getattr(loaded.lm, "can_share_forwards", False):
+    await run_in_threadpool(service.engine.warm_up)
+    if not getattr(service.engine.loaded.lm, "can_share_forwards", False):
         logger.warning("answers of this model are decoded one after the other; see docs/support.md")
     app.state.is_loaded = True
     giving_back = asyncio.create_task(_give_memory_back())

@@ -11,11 +11,13 @@ import threading
 
 import httpx
 import pytest
+from server_kit import served
 from typer.testing import CliRunner
 
-from kvrag import ConfigError
+from kvrag import ConfigError, KVRagEngine
 from kvrag.cli.app import app
 from kvrag.cli.serve import bound
+from kvrag.server import ServerConfig
 
 
 @pytest.fixture
@@ -96,3 +98,14 @@ def test_a_port_in_use_is_found_before_the_model_is_loaded(ray, monkeypatch, tmp
 def test_an_address_that_is_not_here_is_said():
     with pytest.raises(ConfigError, match=r"can't listen at 192\.0\.2\.1:80.*--host"):
         bound("192.0.2.1", 80)
+
+
+def test_what_prompts_cost_is_known_before_the_server_is_ready(tiny_dir):
+    engine = KVRagEngine.from_pretrained(tiny_dir)
+    with served(engine, ServerConfig()):
+        assert engine._answering.costs.costs is not None
+    engine.close()
+
+
+def test_a_model_that_is_not_reused_warms_up_too(engine_of):
+    engine_of("gpt2").warm_up()
