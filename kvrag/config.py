@@ -32,7 +32,7 @@ from kvrag.types import KVDtype, MaxContext, Mode, Prove
 T = TypeVar("T")
 
 Strategy = Literal[
-    "none", "all", "random", "first_k", "boundary", "hkvd", "query", "query_hkvd", "query_gain", "query_runs"
+    "none", "all", "random", "first_k", "boundary", "hkvd", "query", "query_hkvd", "query_gain", "query_sentences"
 ]
 STRATEGIES: tuple[str, ...] = get_args(Strategy)
 MODES: tuple[str, ...] = get_args(Mode)
@@ -311,13 +311,14 @@ def _key_source(value: object) -> object:
 class RepairConfig:
     """How stitched KV is repaired."""
 
-    strategy: Strategy = "query_gain"
-    """Which rows are recomputed: ``query_gain`` (those that tell most of the changes in what the question attends to), ``query_runs`` (half
-    of them runs around what the question attends to, so that numbers and names stay whole), ``query`` (those the question attends to),
-    ``hkvd`` (high KV deviation, CacheBlend), ``query_hkvd`` (both), ``first_k`` (heads of chunks, EPIC), ``boundary`` (around each
-    seam), ``random``, ``none`` or ``all``."""
-    recompute_ratio: Fraction = 0.03
-    """Rows to recompute, as a fraction in [0, 1] of the chunk rows that are not exact."""
+    strategy: Strategy = "query_sentences"
+    """Which rows are recomputed: ``query_sentences`` (whole sentences that the question attends to, so that numbers and names stay whole,
+    and rows that tell most of the others), ``query_gain`` (only the latter), ``query`` (rows that the question attends to), ``hkvd``
+    (high KV deviation, CacheBlend), ``query_hkvd`` (both), ``first_k`` (heads of chunks, EPIC), ``boundary`` (around each seam),
+    ``random``, ``none`` or ``all``."""
+    recompute_ratio: Fraction | None = None
+    """Rows to recompute, as a fraction in [0, 1] of the chunk rows that are not exact. ``None``: 4% and 192 rows more, a quarter at most:
+    what a question reads takes a number of rows, however long the prompt is."""
     first_k: Count = 1
     """Rows at the head of every chunk that is not exact, recomputed even where the ratio is smaller; they count towards it."""
     shift: Fraction = 1.0
@@ -341,8 +342,8 @@ class RepairConfig:
 
     @classmethod
     def careful(cls) -> RepairConfig:
-        """Repair a quarter of the rows, half of them as runs: fewer facts are lost, and the first token comes later."""
-        return cls(strategy="query_runs", recompute_ratio=0.25)
+        """Repair a quarter of the rows: fewer facts are lost, and the first token comes later."""
+        return cls(recompute_ratio=0.25)
 
     @classmethod
     def cacheblend(cls, recompute_ratio: float = 0.15) -> RepairConfig:
@@ -400,8 +401,6 @@ class StoreConfig:
     """Budget of the host's memory tier as a fraction of this process's memory; the lesser of this and ``ram_bytes`` wins."""
     disk_fraction: Fraction = 1.0
     """Budget of the disk tier as a fraction of the file system's size (1: no limit); the lesser of this and ``disk_bytes`` wins."""
-    prefetch: Literal["best_effort", "wait", "timeout"] = "timeout"
-    """What a request does about prefetches under way: ``best_effort``: compute; ``wait``; ``timeout``: wait ``load_timeout_s``."""
     kv_dtype: KVDtype = "auto"
     """How KV is kept, on disk and in memory: ``auto`` (as computed), or rounded to ``int8``, ``fp8`` or ``int4`` (docs/quantised.md).
     Rounded KV is never exact, and a model that it harms is refused. An engine does not find KV of another type."""

@@ -128,7 +128,7 @@ class KVRagEngine:
         *,
         kv_dir: str | os.PathLike[str] | None = None,
         prefix: Prefix | None = None,
-        context: str | None = None,
+        context: str | None = "default",
         repair: Repair = None,
         namespace: str = "default",
         store_config: StoreConfig | Mapping[str, Any] | None = None,
@@ -166,7 +166,7 @@ class KVRagEngine:
         tokenizer: Any = None,
         kv_dir: str | os.PathLike[str] | None = None,
         prefix: Prefix | None = None,
-        context: str | None = None,
+        context: str | None = "default",
         repair: Repair = None,
         device: str | torch.device | None = None,
         dtype: str | torch.dtype = "auto",
@@ -192,8 +192,8 @@ class KVRagEngine:
             What precedes the first chunk in your prompts: text, chat messages, a prompt template, or a :class:`~kvrag.TemplatePrefix`;
             ``"learn"``: as the first prompts show it (docs/how-it-works.md). Default: the head of the model's chat template.
         context
-            What chunks are encoded behind besides the prefix, to be like a prompt's later documents: ``"default"``, a text that ships with
-            kvrag, ``"default:250"``, 250 tokens of it, or your own text. ``None``: nothing; a first chunk behind its own prefix is exact.
+            What chunks are encoded behind besides the prefix, to be like a prompt's later documents: ``"default"``, 250 tokens that ship
+            with kvrag, ``"default:1000"``, more of them, or your own text. ``None``: nothing; a first chunk behind its own prefix is exact.
         repair, namespace
             Defaults of the engine's methods; without ``repair``, what :meth:`calibrate` has found for the model and context is used.
         device, dtype, revision
@@ -230,7 +230,7 @@ class KVRagEngine:
         tokenizer: Any = None,
         kv_dir: str | os.PathLike[str] | None = None,
         prefix: Prefix | None = None,
-        context: str | None = None,
+        context: str | None = "default",
         repair: Repair = None,
         device: str | torch.device | None = None,
         dtype: str | torch.dtype = "auto",
@@ -328,6 +328,16 @@ class KVRagEngine:
         """Token ids that chunks are encoded behind, between the prefix and the chunk."""
         lm = self.loaded.lm
         return () if isinstance(lm, PlainLM) else context_ids(self.context, self.loaded.encoder, lm.reuse_window)
+
+    def warm_up(self) -> None:
+        """Load the model, and do what else the first prompt would wait for, once: measure what prompts cost on this machine.
+
+        Notes
+        -----
+        ``mode="auto"`` compares these costs. They are kept for later processes.
+        """
+        if not isinstance(self.loaded.lm, PlainLM):
+            self._answering.costs.known()
 
     def close(self) -> None:
         """Close the store and release the model; prompts and precompute raise :class:`ModelError` afterwards."""

@@ -60,9 +60,9 @@ class EngineFields(BaseModel):
     prefix: Any = Field(default=None, repr=False)
     """What stands before the first chunk in your prompts: text, messages, the prompt template of your chain, a
     :class:`kvrag.TemplatePrefix` that also names the context variable, or ``learn``: what the first prompts show."""
-    context: str | None = Field(default=None, repr=False)
-    """What chunks are encoded behind besides the prefix: ``default`` (a text that ships with kvrag; ``default:250``: 250 tokens of
-    it), your own text, or ``None``."""
+    context: str | None = Field(default="default", repr=False)
+    """What chunks are encoded behind besides the prefix: ``default`` (250 tokens of passages that ship with kvrag; ``default:1000``: more
+    of them), your own text, or ``None``: a first chunk behind its own prefix is exact."""
     logit_bias: dict[int, float] = Field(default_factory=dict)
     """Added to the logits of tokens, by id; from -100 (never) to 100 (always)."""
     namespace: str = "default"

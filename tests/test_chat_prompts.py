@@ -302,7 +302,7 @@ def test_a_date_that_is_pinned_keeps_chunks_exact():
         3
         * "The keys and the values of a chunk depend on what stands before it: that is what a repair has to put right. "
     )
-    with with_template("llama3.2", chat_template_kwargs={"date_string": "1 May"}) as engine:
+    with with_template("llama3.2", chat_template_kwargs={"date_string": "1 May"}, context=None) as engine:
         assert engine.prefix_text.startswith("<s><|im_start|>system\nToday: 1 May\n")
         engine.precompute([text])
         ask = [{"role": "user", "content": [Chunk(text), "\n\nWho?"]}]

@@ -6,7 +6,7 @@ from texts import make_chunks
 
 from kvrag import Chunk, ConfigError, KVRagEngine, RepairConfig
 from kvrag.identity.fingerprint import context_digest
-from kvrag.precompute.encode import CONTEXT_TOKENS, context_ids, shipped
+from kvrag.precompute.encode import CONTEXT_TOKENS, DEFAULT_TOKENS, context_ids, shipped
 from kvrag.types import ChunkIdentity, ChunkKV
 
 CHUNKS = make_chunks(4, words=30, seed=3)
@@ -97,7 +97,8 @@ def test_the_default_is_the_text_that_ships_cut_to_a_share_of_the_window(engine_
     engine = engine_of("llama", context="default")
     encoder = engine.loaded.encoder
     whole = encoder.chunk_ids(f"{shipped().strip()}\n\n")
-    assert engine.context_ids == tuple(whole[:CONTEXT_TOKENS])
+    assert engine.context_ids == tuple(whole[:DEFAULT_TOKENS])
+    assert engine_of("llama", context="default:1000").context_ids == tuple(whole[:CONTEXT_TOKENS])
     assert context_ids("default", encoder, 400) == tuple(whole[:100])
     assert context_ids("default:30", encoder, 400) == tuple(whole[:30])
     assert context_ids("default:9999", encoder, 8000) == tuple(whole[:CONTEXT_TOKENS])
@@ -115,9 +116,9 @@ def test_misses_are_stored_behind_it(engine_of):
 
 
 def test_shared_engines_differ_by_context(tiny_dir):
-    one, other = KVRagEngine.get(tiny_dir), KVRagEngine.get(tiny_dir, context="default")
+    one, other = KVRagEngine.get(tiny_dir), KVRagEngine.get(tiny_dir, context=None)
     assert one is not other
-    assert KVRagEngine.get(tiny_dir, context=None) is one
+    assert KVRagEngine.get(tiny_dir, context="default") is one
 
 
 def test_a_chunk_that_does_not_fit_behind_it_is_reported(engine_of):

@@ -164,7 +164,7 @@ def test_another_live_prefix_is_labelled_warned_about_once_and_repaired_more(eng
     assert not engine.prefill(prompt, mode="full").has_other_prefix
     assert not engine.prefill(ask(0, 1, 2), mode="stitch").has_other_prefix
     with pytest.warns(UserWarning, match="another prefix.*Be brief"):
-        result = engine.prefill(prompt, mode="stitch")
+        result = engine.prefill(prompt, mode="stitch", repair=RepairConfig(recompute_ratio=0.03))
     assert result.has_other_prefix
     with warnings.catch_warnings():
         warnings.simplefilter("error")

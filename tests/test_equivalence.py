@@ -26,7 +26,18 @@ KINDS = [
 ]
 """One of each way to rotate keys, to read them, to mask them and to attend."""
 
-STRATEGIES = ("none", "all", "random", "first_k", "boundary", "hkvd", "query", "query_hkvd", "query_gain", "query_runs")
+STRATEGIES = (
+    "none",
+    "all",
+    "random",
+    "first_k",
+    "boundary",
+    "hkvd",
+    "query",
+    "query_hkvd",
+    "query_gain",
+    "query_sentences",
+)
 TOLERANCE = 1e-3
 
 CHUNKS = make_chunks(4, words=30)

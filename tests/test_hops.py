@@ -13,7 +13,7 @@ HERE = Path(__file__).parent
 
 BUDGETS = {
     # Turns, the scheduler, loading, the clock, the totals and the prefix have modules of their own; a lock in Python costs two moves.
-    "generate, warm": {"modules": 46, "calls": 985, "moves": 353, "threads": 2},
+    "generate, warm": {"modules": 46, "calls": 1_010, "moves": 353, "threads": 2},
     "generate, from disk": {"modules": 54, "moves": 590},
     "precompute, 4 chunks": {"modules": 35, "moves": 715},
     "delete one document": {"modules": 14},

@@ -80,7 +80,7 @@ def test_a_repair_config_out_of_range_is_named(options, message):
 
 
 def test_configs_hold_their_defaults():
-    assert RepairConfig() == RepairConfig("query_gain", 0.03, 1, 1.0)
+    assert RepairConfig() == RepairConfig("query_sentences", None, 1, 1.0)
     blend = RepairConfig.cacheblend()
     assert (blend.strategy, blend.recompute_ratio, blend.first_k, blend.shift) == ("hkvd", 0.15, 0, 0.0)
     assert SamplingConfig(stop="x").stop == ("x",)

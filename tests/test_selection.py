@@ -5,7 +5,7 @@ import torch
 
 from kvrag.blend.layout import Layout, Segment, place, rows_of
 from kvrag.blend.likeness import Likeness
-from kvrag.blend.select import decide, effective_ratio, select_rows
+from kvrag.blend.select import decide, effective_ratio, select_rows, sentence_rows
 from kvrag.config import RepairConfig
 
 #   prefix 0:10 | chunk 10:110 exact | glue 110:112 | chunk 112:212 | glue 212:214 | chunk 214:314 | suffix 314:330
@@ -84,32 +84,55 @@ def likeness_of(layout, seed=0):
     return Likeness(span, rows, owner, torch.ones(len(owner)))
 
 
-def test_runs_take_the_neighbours_of_what_the_question_attends_to():
+def starts_at(*rows, num_tokens=330):
+    """Say at which rows a sentence begins."""
+    starts = torch.zeros(num_tokens, dtype=torch.bool)
+    starts[list(rows)] = True
+    return starts
+
+
+def test_sentences_are_taken_whole_by_the_attention_to_their_best_rows():
     mass = torch.full((330,), 1e-6)
-    mass[150], mass[212] = 1.0, 0.9  # row 212 is glue
-    mass[209] = 0.5  # near its chunk's end
-    config = RepairConfig("query_runs", recompute_ratio=0.16, first_k=0)
-    rows = select_rows(LAYOUT, config, mass=mass, likeness=likeness_of(LAYOUT)).tolist()
-    assert len(rows) == 32
-    assert {*range(146, 155)} <= set(rows)
-    assert {*range(205, 212)} <= set(rows)
+    mass[150], mass[212], mass[130:140] = 1.0, 0.9, 0.01  # row 212 is glue
+    mass[295] = 0.5
+    starts = starts_at(112, 120, 140, 160, 214, 290, 302)
+    config = RepairConfig("query_sentences", recompute_ratio=0.24, first_k=0)
+    rows = select_rows(LAYOUT, config, mass=mass, likeness=likeness_of(LAYOUT), starts=starts).tolist()
+    assert len(rows) == 48
+    assert {*range(140, 160), *range(290, 302)} <= set(rows)  # 32 rows: two thirds
     assert not {212, 213} & set(rows)
 
 
-@pytest.mark.parametrize("ratio", [0.005, 0.01, 0.015, 0.5, 0.99, 1.0])
-def test_runs_keep_the_budget(ratio):
-    config = RepairConfig("query_runs", recompute_ratio=ratio)
-    rows = select_rows(LAYOUT, config, mass=torch.rand(330), likeness=likeness_of(LAYOUT))
+def test_a_sentence_that_does_not_fit_leaves_its_room_to_the_next():
+    mass = torch.full((330,), 1e-6)
+    mass[150], mass[220] = 1.0, 0.5
+    starts = starts_at(112, 140, 160, 214, 224)
+    config = RepairConfig("query_sentences", recompute_ratio=0.09, first_k=0)
+    rows = select_rows(LAYOUT, config, mass=mass, likeness=likeness_of(LAYOUT), starts=starts).tolist()
+    assert len(rows) == 18
+    assert {*range(214, 224)} <= set(rows)
+    assert not {*range(140, 160)} <= set(rows)
+
+
+def test_sentences_are_cut_at_seams_and_where_they_are_too_long():
+    rows = torch.tensor([*range(5, 100), *range(102, 110)])
+    parts = [(int(part[0]), int(part[-1])) for part in sentence_rows(rows, starts_at(20, 104))]
+    assert parts == [(5, 19), (20, 83), (84, 99), (102, 103), (104, 109)]
+
+
+@pytest.mark.parametrize("ratio", [0.005, 0.01, 0.015, 0.5, 0.99, 1.0, None])
+def test_sentences_keep_the_budget(ratio):
+    config = RepairConfig("query_sentences", recompute_ratio=ratio)
+    starts = starts_at(*range(112, 314, 17))
+    rows = select_rows(LAYOUT, config, mass=torch.rand(330), likeness=likeness_of(LAYOUT), starts=starts)
     assert torch.equal(rows, torch.unique(rows))
-    assert len(rows) == max(2, round(ratio * 200))
+    assert len(rows) == max(2, round((0.25 if ratio is None else ratio) * 200))
     assert set(rows.tolist()) <= set(rows_of(LAYOUT.stale).tolist())
 
 
-def test_runs_stay_in_chunks_shorter_than_a_run():
-    layout = place([(3, "chunk", False, 0, False), (2, "chunk", False, 1, False), (4, "live", False, -1, False)])
-    config = RepairConfig("query_runs", recompute_ratio=0.6, first_k=0)
-    rows = select_rows(layout, config, mass=torch.tensor([0, 1.0, 0, 0, 0, 9, 9, 9, 9]), likeness=likeness_of(layout))
-    assert len(rows) == 3
+@pytest.mark.parametrize(("num_rows", "count"), [(100, 25), (1000, 232), (2500, 292), (10_000, 592)])
+def test_the_default_ratio_has_a_number_of_rows_in_it(num_rows, count):
+    assert round(effective_ratio(LAYOUT, RepairConfig(), num_rows) * num_rows) == count
 
 
 def test_query_takes_the_rows_of_most_mass_and_hkvd_those_of_most_deviation():
@@ -131,10 +154,10 @@ def test_random_repeats_with_its_seed():
 
 def test_another_prefix_raises_the_ratio():
     layout = Layout((Segment(0, 10, "live"), Segment(10, 110, "chunk", False, 0, True), Segment(110, 111, "live")))
-    assert effective_ratio(layout, RepairConfig()) == 0.20
-    assert effective_ratio(layout, RepairConfig(recompute_ratio=0.3)) == 0.3
-    assert effective_ratio(layout, RepairConfig(recompute_ratio=0.0)) == 0.0
-    assert effective_ratio(LAYOUT, RepairConfig()) == 0.03
+    assert effective_ratio(layout, RepairConfig(recompute_ratio=0.1), 100) == 0.20
+    assert effective_ratio(layout, RepairConfig(recompute_ratio=0.3), 100) == 0.3
+    assert effective_ratio(layout, RepairConfig(recompute_ratio=0.0), 100) == 0.0
+    assert effective_ratio(LAYOUT, RepairConfig(recompute_ratio=0.1), 200) == 0.1
 
 
 @pytest.mark.parametrize(

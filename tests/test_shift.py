@@ -216,7 +216,7 @@ def test_a_large_budget_is_spent_by_attention_too(monkeypatch):
     layout = chunks_of(20, 20)
     buffer, _ = two_kinds(layout)
     mass = torch.arange(float(layout.num_tokens))
-    config = RepairConfig(recompute_ratio=0.25, first_k=0)
+    config = RepairConfig("query_gain", recompute_ratio=0.25, first_k=0)
     rows = select_rows(layout, config, mass=mass, likeness=Likeness.of(buffer, layout)).tolist()
     best = rows_of(layout.stale)[-14:].tolist()
     assert len(set(rows)) == 10

@@ -118,7 +118,7 @@ def small_window(monkeypatch):
     model = tiny_model("llama")
     model.generation_config.eos_token_id = None
     model.config.max_position_embeddings = 128
-    with_engine = KVRagEngine.from_pretrained(model, tokenizer=tiny_tokenizer(), prove="off")
+    with_engine = KVRagEngine.from_pretrained(model, tokenizer=tiny_tokenizer(), prove="off", context=None)
     yield with_engine
     with_engine.close()
 

@@ -1,6 +1,7 @@
 """Every kind of tokenizer keeps the rule: a chunk's ids are its own, and a prompt's are those of its segments joined."""
 
 import importlib.util
+import itertools
 import json
 import os
 from collections.abc import Callable
@@ -451,3 +452,28 @@ def test_a_line_break_between_chunks_changes_no_seam_of_real_prompts():
     assert share("\n") == 0
     assert share("\n\n") > 0.5  # one token alone, two before a word
     assert share(" ") > 0.4
+
+
+def sentences_of(encoder, ids):
+    """Return the texts between the starts of sentences."""
+    starts = encoder.sentence_starts(ids)
+    cuts = [n for n, is_start in enumerate(starts) if is_start] + [len(ids)]
+    return [encoder.decode(ids[a:b]) for a, b in itertools.pairwise(cuts)]
+
+
+@pytest.mark.parametrize("make", [tiny_tokenizer, tiny_sentencepiece_tokenizer])
+def test_sentences_begin_behind_full_stops_and_lines_and_never_inside_a_number(make):
+    encoder = PromptEncoder(make())
+    ids = encoder.document_ids('It costs 3.14. He said "No." Then he left!\nx = 1.5\n(e.g. here). and so on')
+    found = [text.strip() for text in sentences_of(encoder, ids)]
+    wanted = ["It costs 3.14.", 'He said "No."', "Then he left!", "x = 1.5", "(e.g.", "here).", "and so on"]
+    assert [text for text in found if text] == wanted
+    assert encoder.sentence_starts(ids[:1]) == [True]
+
+
+def test_ideographic_stops_end_a_sentence_without_a_space():
+    text = "見た。聞いた。終"
+    letters = Tokenizer(models.WordLevel({letter: n for n, letter in enumerate(dict.fromkeys(text + "?a\n"))}, "?"))
+    letters.pre_tokenizer, letters.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
+    encoder = PromptEncoder(PreTrainedTokenizerFast(tokenizer_object=letters))
+    assert sentences_of(encoder, encoder.document_ids(text)) == ["見た。", "聞いた。", "終"]

@@ -72,7 +72,11 @@ def setting_of(tmp_path):
         directory = tmp_path / "model"
         if not directory.exists():
             save_tiny_model(directory, name)
-        made.append(KVRagEngine.from_pretrained(directory, kv_dir=tmp_path / "kv", prefix=PREFIX, **options))
+        made.append(
+            KVRagEngine.from_pretrained(
+                directory, kv_dir=tmp_path / "kv", prefix=PREFIX, **{"context": None, **options}
+            )
+        )
         engine, encoder = made[-1], made[-1].loaded.encoder
         assert not engine.precompute(CHUNKS, ids=["a", "b", "c"]).failed
         ids = [list(encoder.chunk_ids(text)) for text in CHUNKS]
@@ -102,7 +106,12 @@ def test_a_prompt_is_covered_as_far_as_it_is_stored(setting_of):
 
 
 def test_what_is_not_exact_is_not_offered(setting_of, tmp_path):
-    setting = setting_of(context="default:50")
+    setting = setting_of()
+    setting.engine.delete(["a", "b", "c"])
+    behind = KVRagEngine.from_pretrained(
+        setting.model, kv_dir=setting.engine.kv_dir, prefix=PREFIX, context="default:50"
+    )
+    assert not behind.precompute(CHUNKS, ids=["a", "b", "c"]).failed
     assert setting.heads().match(setting.prompt(0))[1] == len(setting.head)  # chunks behind a context: the prefix alone
     assert setting.heads("another").match(setting.prompt(0))[1] == 0
     rounded = setting_of(store_config=StoreConfig(kv_dtype="int8"), context=None)
@@ -145,7 +154,7 @@ def test_only_models_that_vllm_can_load_are_exported(engine_of, tmp_path, settin
         export_model(engine_of("llama"), tmp_path / "file")
     long = save_tiny_model(tmp_path / "long", "phi3-longrope")
     with pytest.raises(UnsupportedModelError, match="prompt's length"):
-        export_model(KVRagEngine.from_pretrained(long), tmp_path / "file")
+        export_model(KVRagEngine.from_pretrained(long, context=None), tmp_path / "file")
     with pytest.raises(ConfigError, match="not a file of"):
         Exported.read(__file__)
     setting = setting_of()
@@ -232,7 +241,8 @@ def test_another_model_dtype_or_cache_is_refused(connector, setting_of, tmp_path
     for word, change in changes.items():
         with pytest.raises(ConfigError, match=word):
             connect(connector, setting, **change)
-    other_type = KVRagEngine.from_pretrained(save_tiny_model(tmp_path / "arcee", "arcee"), kv_dir=setting.engine.kv_dir)
+    folder = save_tiny_model(tmp_path / "arcee", "arcee")
+    other_type = KVRagEngine.from_pretrained(folder, kv_dir=setting.engine.kv_dir, context=None)
     export_model(other_type, file := tmp_path / "arcee.st")
     with pytest.raises(ConfigError, match="never tested"):
         connect(connector, Setting(other_type, str(tmp_path / "arcee"), file))
@@ -268,3 +278,9 @@ def test_vllm_answers_with_stored_kv_as_without(setting_of, monkeypatch, capfd, 
     setting.engine.delete(["a"])
     assert llm.reset_prefix_cache()
     assert answer()[0].num_cached_tokens == head
+
+
+def test_an_engine_whose_chunks_vllm_would_not_load_is_not_exported(tmp_path):
+    engine = KVRagEngine.from_pretrained(save_tiny_model(tmp_path / "model", "llama"))
+    with pytest.raises(ConfigError, match=r"behind a context.*context=None"):
+        export_model(engine, tmp_path / "file")

@@ -20,7 +20,7 @@ from kvrag.model.rows import KVBuffer
 LAYERS = (0.25, 0.75)  # where rows are compared, as fractions of all layers
 COMMON = 0.25  # variance of what all rows' changes share
 NOISE = 1.5  # variance of what a row's change shares with none
-STEPS = 64  # in which the most informative rows are chosen
+STEPS = 32  # in which the most informative rows are chosen
 BY_PLACE, FIRST = -0.15, 8  # a row's change grows as (its place in the chunk + FIRST) to this power,
 BY_MASS, LEAST = 0.1, 1e-3  # and as the attention paid to it, relative to the mean and at least LEAST, to this one
 

@@ -146,7 +146,7 @@ def prefill(
         if past and layout.history:
             with clock.stage("history"):
                 past.fill(buffer.layers, layout.history.num_rows)
-        selected, logits = _blend(model, buffer, layout, kvs, torch.tensor(plan.token_ids), config, clock, cancel)
+        selected, logits = _blend(model, buffer, layout, kvs, plan, config, clock, cancel)
     if price is not None:
         with clock.stage("price", least_s=NOTABLE_S):
             costs.learn(price, layout, holes, clock.timings_ms)
@@ -206,13 +206,14 @@ def _blend(
     buffer: KVBuffer,
     layout: Layout,
     kvs: list[ChunkKV],
-    ids: torch.Tensor,
+    plan: Plan,
     config: RepairConfig,
     clock: Clock,
     cancel: threading.Event | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Stitch (and let go of ``kvs``), measure what the strategy needs, select, repair: repaired rows, last row's logits."""
     rotary = selected = likeness = None
+    ids = torch.tensor(plan.token_ids)
     needs = needs_of(layout, config)
     if not needs:  # what will be computed is known: it need not be stitched
         with clock.stage("select"):
@@ -229,7 +230,10 @@ def _blend(
             if "deviation" in needs:
                 change = deviation(model, buffer, layout, ids, check_layer=config.check_layer)
             likeness = Likeness.of(buffer, layout, mass) if "likeness" in needs or config.shift else None
-            selected = select_rows(layout, config, mass=mass, deviation=change, likeness=likeness)
+            starts = None
+            if "sentences" in needs:
+                starts = torch.tensor(plan.encoder.sentence_starts(plan.token_ids))
+            selected = select_rows(layout, config, mass=mass, deviation=change, likeness=likeness, starts=starts)
     with clock.stage("repair" if layout.reused or layout.history else "prefill"), model.turns.unless(cancel):
         logits = repair(model, buffer, layout, ids, selected, shift=config.shift, rotary=rotary, likeness=likeness)
         logits = logits.cpu()  # the request's one wait for a device that ends when all is computed

@@ -28,15 +28,21 @@ Choice = Callable[[Layout], tuple[Layout, str | None]]
 POOL = 512
 """Rows, those with most attention, that ``query_gain`` compares; half of them at most it chooses so, the rest of a budget by attention."""
 
-RUN = 9
-"""Rows of a run: a row counts as much as the most attended one of the four on either side, in its chunk."""
+LEAST_SHARE, LEAST_ROWS, MOST_SHARE = 0.04, 192, 0.25
+"""Of the default budget: a share of the stale rows and a number more, up to another share; what a question reads doesn't grow with them."""
 
-RUNS_SHARE = 0.5
-"""Of a budget, what goes to runs."""
+SENTENCES_SHARE = 2 / 3
+"""Of a budget, what goes to whole sentences at most."""
 
-Signal = Literal["mass", "deviation", "likeness"]
+LONGEST = 64
+"""Rows of a sentence at most; longer ones are several."""
+
+PEAKS = 4
+"""Rows of a sentence, those with most attention, whose mean it counts by."""
+
+Signal = Literal["mass", "deviation", "likeness", "sentences"]
 """``mass``: attention that the question pays to each row; ``deviation``: squared change of each row's values at the check layer;
-``likeness``: how alike rows change."""
+``likeness``: how alike rows change; ``sentences``: where they begin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +61,8 @@ class Signals:
         Of the signals that the strategy needs, those with a number per row, float32 ``(N,)`` on the host.
     likeness
         How alike rows change, if the strategy needs it.
+    starts
+        Whether a sentence begins at each row, bool ``(N,)``, if the strategy needs it.
     config
         Its ``first_k`` and ``seed``.
     """
@@ -65,6 +73,7 @@ class Signals:
     ratio: float
     measured: Mapping[Signal, torch.Tensor | None]
     likeness: Likeness | None
+    starts: torch.Tensor | None
     config: RepairConfig
 
 
@@ -107,22 +116,33 @@ def _telling_rows(signals: Signals) -> torch.Tensor:
     return torch.cat([chosen, rest[: signals.budget - count]])
 
 
-def _runs(signals: Signals) -> torch.Tensor:
-    """Choose runs of rows around those that the question attends to; the rest are rows that tell most of the changes of others.
+def _sentences(signals: Signals) -> torch.Tensor:
+    """Choose whole sentences that the question attends to; the rest of the budget are rows that tell most of the changes of others.
 
     A number or a name is several tokens. With some of them repaired and others not, it is read wrong more often than with none. (SnapKV
-    pools its votes for the same reason, arXiv 2404.14469.) Runs alone cover few places, from which the shift of the others is learned.
+    pools its votes for the same reason, arXiv 2404.14469.) And a question reads a fact against all sentences that are like it.
     """
-    mass, budget = signals.measured["mass"], round(RUNS_SHARE * signals.budget)
+    mass, left, chosen = signals.measured["mass"], int(SENTENCES_SHARE * signals.budget), list[torch.Tensor]()
     assert mass is not None
-    peaks = torch.zeros_like(mass)
-    for chunk in signals.stale:
-        rows = slice(chunk.start, chunk.stop)
-        peaks[rows] = torch.nn.functional.max_pool1d(mass[None, None, rows], RUN, stride=1, padding=RUN // 2)[0, 0]
-    chosen = signals.candidates[torch.argsort(peaks[signals.candidates], descending=True, stable=True)[:budget]]
-    others = signals.candidates[~torch.isin(signals.candidates, chosen)]
-    rest = _telling_rows(replace(signals, candidates=others, budget=signals.budget - budget))
-    return torch.cat([chosen, rest])
+    assert signals.starts is not None
+    sentences = sentence_rows(signals.candidates, signals.starts)
+    scores = torch.stack([mass[rows].topk(min(PEAKS, len(rows))).values.mean() for rows in sentences])
+    for index in torch.argsort(scores, descending=True, stable=True).tolist():
+        rows = sentences[index]
+        if len(rows) <= left:
+            chosen.append(rows)
+            left -= len(rows)
+    taken = torch.cat([signals.candidates[:0], *chosen])
+    others = signals.candidates[~torch.isin(signals.candidates, taken)]
+    rest = _telling_rows(replace(signals, candidates=others, budget=signals.budget - len(taken)))
+    return torch.cat([taken, rest])
+
+
+def sentence_rows(rows: torch.Tensor, starts: torch.Tensor) -> list[torch.Tensor]:
+    """Cut rows, int64 ascending, where a sentence begins, where they are not neighbours, and where a sentence gets too long."""
+    is_cut = starts[rows] | (rows.diff(prepend=rows[:1] - 2) != 1)
+    pieces = torch.tensor_split(rows, torch.nonzero(is_cut)[1:, 0])
+    return [piece[at : at + LONGEST] for piece in pieces for at in range(0, len(piece), LONGEST)]
 
 
 SELECT: dict[str, Callable[[Signals], torch.Tensor]] = {
@@ -133,7 +153,7 @@ SELECT: dict[str, Callable[[Signals], torch.Tensor]] = {
     "query": _top_rows,  # the idea of ProphetKV, arXiv 2602.02579
     "query_hkvd": _top_rows,
     "query_gain": _telling_rows,
-    "query_runs": _runs,
+    "query_sentences": _sentences,
 }
 """By name, what chooses rows besides the heads: int64, any order, without repetition. ``none`` and ``all`` choose nothing."""
 
@@ -142,14 +162,14 @@ NEEDS: dict[str, frozenset[Signal]] = {
     "query": frozenset({"mass"}),
     "query_hkvd": frozenset({"mass", "deviation"}),
     "query_gain": frozenset({"mass", "likeness"}),
-    "query_runs": frozenset({"mass", "likeness"}),
+    "query_sentences": frozenset({"mass", "likeness", "sentences"}),
 }
 """Signals to measure before the rows are chosen; mass and deviation cost a forward each."""
 
 
 def needs_of(layout: Layout, config: RepairConfig) -> frozenset[Signal]:
     """Return the signals to measure before the rows to repair are known."""
-    is_choosing = num_rows_of(_heads(layout, config)) < num_selected(layout, config) < num_rows_of(layout.stale)
+    is_choosing = _num_heads(layout, config) < num_selected(layout, config) < num_rows_of(layout.stale)
     return NEEDS.get(config.strategy, frozenset()) if is_choosing else frozenset()
 
 
@@ -160,6 +180,7 @@ def select_rows(
     mass: torch.Tensor | None = None,
     deviation: torch.Tensor | None = None,
     likeness: Likeness | None = None,
+    starts: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the rows to repair in this prompt: the heads of stale chunks, and the strategy's choice up to the ratio.
 
@@ -171,6 +192,8 @@ def select_rows(
         Strategy, ratio and heads. A ratio of 1 selects every row, whatever the strategy.
     mass, deviation, likeness
         Signals that the strategy needs; the first two float32 ``(N,)``, on the host.
+    starts
+        Whether a sentence begins at each row, bool ``(N,)``, if the strategy needs it.
 
     Returns
     -------
@@ -185,8 +208,8 @@ def select_rows(
     candidates = every[~torch.isin(every, heads)]
     given: dict[Signal, torch.Tensor | None] = {"mass": mass, "deviation": deviation}
     measured = {name: signal for name, signal in given.items() if name in NEEDS.get(config.strategy, ())}
-    budget, ratio = min(len(candidates), count - len(heads)), effective_ratio(layout, config)
-    signals = Signals(layout.stale, candidates, budget, ratio, measured, likeness, config)
+    budget, ratio = min(len(candidates), count - len(heads)), effective_ratio(layout, config, len(every))
+    signals = Signals(layout.stale, candidates, budget, ratio, measured, likeness, starts, config)
     chosen = SELECT[config.strategy](signals) if budget else every[:0]
     rows: torch.Tensor = torch.unique(torch.cat([heads, chosen]))
     return rows
@@ -197,7 +220,11 @@ def num_selected(layout: Layout, config: RepairConfig) -> int:
     num_stale = num_rows_of(layout.stale)
     if config.strategy in ("none", "all"):
         return num_stale if config.strategy == "all" else 0
-    return max(num_rows_of(_heads(layout, config)), round(effective_ratio(layout, config) * num_stale))
+    return max(_num_heads(layout, config), round(effective_ratio(layout, config, num_stale) * num_stale))
+
+
+def _num_heads(layout: Layout, config: RepairConfig) -> int:
+    return sum([min(config.first_k, segment.num_rows) for segment in layout.stale])
 
 
 def _heads(layout: Layout, config: RepairConfig) -> list[Segment]:
@@ -205,11 +232,13 @@ def _heads(layout: Layout, config: RepairConfig) -> list[Segment]:
     return [segment.head(config.first_k) for segment in layout.stale]
 
 
-def effective_ratio(layout: Layout, config: RepairConfig) -> float:
+def effective_ratio(layout: Layout, config: RepairConfig, num_stale: int) -> float:
     """Return the recompute ratio for this prompt: larger where chunks were encoded behind another prefix."""
-    if config.recompute_ratio > 0 and any([segment.is_mismatched for segment in layout.stale]):
-        return max(config.recompute_ratio, config.mismatch_ratio)
-    return config.recompute_ratio
+    ratio = config.recompute_ratio
+    if ratio is None:
+        ratio = min(MOST_SHARE, LEAST_SHARE + LEAST_ROWS / max(1, num_stale))
+    is_mismatched = any([segment.is_mismatched for segment in layout.stale])
+    return max(ratio, config.mismatch_ratio) if ratio > 0 and is_mismatched else ratio
 
 
 def because(cause: str | None, reason: str | None) -> str | None:

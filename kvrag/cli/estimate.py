@@ -17,7 +17,7 @@ from kvrag import estimate as arithmetic
 from kvrag.cli.documents import read_documents, split_documents
 from kvrag.cli.options import ESTIMATE, AsJson, Given, name_model, takes
 from kvrag.cli.output import facts, show
-from kvrag.config import RepairConfig, StoreConfig
+from kvrag.config import StoreConfig
 from kvrag.errors import ConfigError, ModelError, StoreError, require
 from kvrag.estimate import ModelShape, human_bandwidth, human_bytes, preset, shape_from_config
 from kvrag.progress import Progress
@@ -49,7 +49,7 @@ def estimate(
     disk_gbps: Annotated[float | None, typer.Option(help="Read bandwidth of the disk, GB/s (10^9 bytes).")] = None,
     prefill_tps: Annotated[float | None, typer.Option(help="Prefill speed of the model, tokens/s.")] = None,
     measure: Annotated[bool, _MEASURE] = False,
-    recompute_ratio: Annotated[float, _RATIO] = RepairConfig().recompute_ratio,
+    recompute_ratio: Annotated[float, _RATIO] = 0.1,
     as_json: AsJson = False,
 ) -> None:
     """Print the size of KV per token and of a corpus, and the disk bandwidth from which loading beats prefilling."""

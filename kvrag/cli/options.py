@@ -50,7 +50,7 @@ _PREFIX = _of_engine("--prefix", help="Text before the first chunk of your promp
 _SYSTEM = _of_engine("--system", help="System message of your chat prompts; instead of --prefix.")
 _CONTEXT = _of_engine(
     "--chunk-context",
-    help="What chunks are encoded behind: none, default, default:250 (tokens of it), or a text of your own.",
+    help="What chunks are encoded behind: default (250 tokens of passages), default:1000, none, or a text of your own.",
 )
 _VARIABLES = _of_engine(
     "--chat-template-kwargs", metavar="JSON", help='Variables for the chat template, as {"enable_thinking": false}.'
@@ -136,7 +136,7 @@ _RUN = (_option("dtype", Annotated[str, _DTYPE], "auto"), _option("device", Anno
 _PROMPTS = (
     _option("prefix", Annotated[str | None, _PREFIX]),
     _option("system", Annotated[str | None, _SYSTEM]),
-    _option("chunk_context", Annotated[str, _CONTEXT], "none"),
+    _option("chunk_context", Annotated[str, _CONTEXT], "default"),
     _option("chat_template_kwargs", Annotated[str | None, _VARIABLES]),
     _option("namespace", Namespace, "default"),
 )
@@ -225,7 +225,8 @@ def engine_options(engine: Given, *, repair: Given | None = None, limits: Given 
         )
     kept = {"kv_dtype": options.pop("kv_dtype")} if "kv_dtype" in options else {}
     config = StoreConfig(**kept, **key_options(), **(limits or {}))
-    options["context"] = None if context in (None, "none") else context
+    if context is not None:
+        options["context"] = None if context == "none" else context
     if "chat_template_kwargs" in options:
         options["chat_template_kwargs"] = _variables(options["chat_template_kwargs"])
     options["prefix"] = prefix if system is None else [{"role": "system", "content": system}]

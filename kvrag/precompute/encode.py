@@ -21,7 +21,8 @@ from kvrag.prompt.template import PromptEncoder
 from kvrag.types import ChunkKV, LayerKV
 
 _NAMED = re.compile(r"default(?::(\d+))?")
-CONTEXT_TOKENS = 1000  # of a context at most; docs/benchmarks.md has other lengths
+CONTEXT_TOKENS = 1000  # of a context at most
+DEFAULT_TOKENS = 250  # of the text that ships; docs/benchmarks.md has other lengths
 Behind = tuple[KVBuffer, ChunkKV | None]  # what :func:`encode_prefix` returns
 WINDOW_SHARE = 4  # and one of so many tokens of a model's context window
 
@@ -31,18 +32,18 @@ def check_context(context: object) -> str | None:
     is_name = isinstance(context, str) and re.fullmatch(r"[\w:.-]{0,40}", context.strip(), re.ASCII)
     if context is None or (isinstance(context, str) and (not is_name or _NAMED.fullmatch(context))):
         return context
-    raise ConfigError(f"context is {context!r}; pass 'default', 'default:250', passages of your own as text, or None")
+    raise ConfigError(f"context is {context!r}; pass 'default', 'default:1000', passages of your own as text, or None")
 
 
 def context_ids(context: str | None, encoder: PromptEncoder, window: int) -> tuple[int, ...]:
     """Return the token ids that chunks are encoded behind: the first of the text, and at most a share of the model's window.
 
-    ``default:250`` means 250 tokens of the text that ships.
+    ``default`` means 250 tokens of the text that ships, ``default:1000`` as many as it says.
     """
     if context is None:
         return ()
     named = _NAMED.fullmatch(context)
-    text, most = shipped() if named else context, int(named[1] or CONTEXT_TOKENS) if named else CONTEXT_TOKENS
+    text, most = shipped() if named else context, int(named[1] or DEFAULT_TOKENS) if named else CONTEXT_TOKENS
     return tuple(encoder.chunk_ids(f"{text.strip()}\n\n"))[: min(most, CONTEXT_TOKENS, window // WINDOW_SHARE)]
 
 

@@ -119,6 +119,8 @@ class Plan:
     ----------
     pieces
         Joined, their ids are the prompt.
+    encoder
+        Knows where sentences begin.
     kv_dtype
         What the stored KV that is read for them was rounded to.
     fault
@@ -128,6 +130,7 @@ class Plan:
     """
 
     pieces: tuple[PlannedPiece, ...]
+    encoder: PromptEncoder
     kv_dtype: KVDtype = "auto"
     fault: str | None = None
     refusal: str | None = None
@@ -196,7 +199,7 @@ def plan_prompt(
     planned = [piece for piece in draft.planned(finder) if piece.ids]
     if not planned:
         raise InputError("the prompt has no tokens; pass some text")
-    return Plan(tuple(planned), read_dtype, lookup.deadline.fault)
+    return Plan(tuple(planned), encoder, read_dtype, lookup.deadline.fault)
 
 
 def plan_ids(ids: Sequence[int], encoder: PromptEncoder, chat: Chat = PLAIN) -> Plan:
@@ -204,7 +207,7 @@ def plan_ids(ids: Sequence[int], encoder: PromptEncoder, chat: Chat = PLAIN) -> 
     if chat.tools or chat.continues:
         raise InputError("tools and continue_final_message need a prompt of chat messages, and this one is token ids")
     text = str(encoder.tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
-    return Plan((PlannedPiece(Piece(text), tuple(ids)),), refusal=IDS_ALONE)
+    return Plan((PlannedPiece(Piece(text), tuple(ids)),), encoder, refusal=IDS_ALONE)
 
 
 def _split_head(

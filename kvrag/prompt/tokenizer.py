@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, field
 from difflib import SequenceMatcher
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from numbers import Integral
 from typing import Any, Literal
 
@@ -54,6 +54,12 @@ class Piece:
         """Token ids of a first part."""
         return self.part_of[: self.num_ids]
 
+
+_ENDS = re.compile(r"(\n[^\S\n]*|[。！？][”’」』）]*)\Z")
+_STOP = re.compile(r"[.!?…][\"'”’)\]*_]*\Z")
+_CLOSING = re.compile(r"\A[\"'”’)\]*_]+\Z")
+SPACES = ("Ġ", "Ċ", "▁")
+"""What tokenizers write for a space or a line break at a token's beginning; some leave it out where they decode a token alone."""
 
 _locks: weakref.WeakKeyDictionary[Any, threading.RLock] = weakref.WeakKeyDictionary()
 _locks_guard = fork_lock()
@@ -92,6 +98,7 @@ class SegmentTokenizer:
         self._control_ids = frozenset(control.values())
         texts = sorted(control, key=len, reverse=True)
         self._control_text = re.compile(f"({'|'.join(map(re.escape, texts)) or '(?!)'})")
+        self._mark = lru_cache(maxsize=None)(self._marked)
         self.chunk_ids = lru_cache(maxsize=4096)(self.document_ids)
         self.head_ids = lru_cache(maxsize=16)(lambda text: tuple(self.live_ids(text, at_start=True)))
 
@@ -121,6 +128,23 @@ class SegmentTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Turn ids into text, control tokens left out."""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    def sentence_starts(self, ids: Sequence[int]) -> list[bool]:
+        """Return whether each token of a prompt begins a sentence or a line.
+
+        A full stop ends a sentence only where a space follows, so that ``3.14`` stays whole; line breaks and ideographic stops always do.
+        """
+        starts, is_over = [True], False
+        for (_, ends, is_stop, is_closing), (is_apart, *_) in pairwise(map(self._mark, ids)):
+            is_over = is_stop or (is_over and is_closing)
+            starts.append(ends or (is_over and is_apart))
+        return starts
+
+    def _marked(self, token: int) -> tuple[bool, ...]:
+        """Say whether a token begins with a space, ends a sentence in any case, or before a space, and only closes quotes or brackets."""
+        text = self.tokenizer.decode([token], clean_up_tokenization_spaces=False)
+        has_space = text[:1].isspace() or str(self.tokenizer.convert_ids_to_tokens(token)).startswith(SPACES)
+        return has_space, *(bool(pattern.search(text)) for pattern in (_ENDS, _STOP, _CLOSING))
 
     def control_text_after(self, text: str, start: int) -> int:
         """Return where the first control-token text from ``start`` on begins; the text's length where there is none."""

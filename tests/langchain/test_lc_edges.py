@@ -38,7 +38,7 @@ def test_standard_parameters_that_ask_for_nothing_in_process_are_taken_without_a
 @pytest.mark.parametrize("cls", [ChatKVRag, KVRagLLM])
 def test_none_is_what_was_not_given(cls, options):
     defaults = cls(**options)
-    names = cls.model_fields.keys() - {"model", "kv_dir", "max_tokens"}
+    names = cls.model_fields.keys() - {"model", "kv_dir", "max_tokens", "context"}  # no context is a choice
     assert cls(**options, **dict.fromkeys(names)).model_dump() == defaults.model_dump()
 
 
@@ -94,7 +94,7 @@ async def test_a_time_limit_ends_an_answer_in_an_event_loop(options, monkeypatch
 def test_the_response_cache_tells_stores_apart(options, tmp_path):
     """An answer from rounded KV, or from another directory's, is not that of an exact engine."""
     cache, rounded = InMemoryCache(), StoreConfig(kv_dtype="int8", encryption_key=lambda: b"k" * 32)
-    others = {"kv_dir": str(tmp_path / "b")}, {"store_config": StoreConfig(kv_dtype="int8")}, {"context": "default"}
+    others = {"kv_dir": str(tmp_path / "b")}, {"store_config": StoreConfig(kv_dtype="int8")}, {"context": None}
     keys = [str(ChatKVRag(**{**options, **other}, cache=cache)._identifying_params) for other in ({}, *others)]
     assert len(set(keys)) == 4
     secret = ChatKVRag(**options, store_config=rounded)._identifying_params["store_config"]

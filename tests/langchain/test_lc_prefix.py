@@ -15,7 +15,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:chunks were encoded behind anoth
 
 @pytest.mark.parametrize(("kind", "prompt"), [(ChatKVRag, CHAT), (KVRagLLM, TEXT)])
 def test_a_chain_that_names_no_prefix_finds_it_by_itself(options, chunks, kind, prompt):
-    model = kind(**options, prefix="learn", mode="stitch")
+    model = kind(**options, prefix="learn", mode="stitch", context=None)
     model.precompute_kv(chunks)
     chain, documents = create_stuff_documents_chain(model, prompt), [Document(page_content=text) for text in chunks]
     found = []

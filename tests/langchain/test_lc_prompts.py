@@ -92,7 +92,7 @@ def test_the_first_chunk_behind_the_prefix_is_exact(options, chunks, prefix):
 def test_a_string_template_is_shown_as_a_human_message(options, chunks):
     prompt = PromptTemplate.from_template("Read this.\n{context}\n{question}")
     for prefix in (prompt, TemplatePrefix(prompt, "context")):
-        llm = ChatKVRag(**options, prefix=prefix)
+        llm = ChatKVRag(**options, prefix=prefix, context=None)
         llm.precompute_kv(chunks[:1])
         message = (prompt | llm).invoke({"context": chunks[0], "question": "Who?"})
         assert message.response_metadata["kvrag"]["exactness"] == "exact"

@@ -266,7 +266,7 @@ def test_an_agent_with_a_response_format_ends_in_an_object(chat, store, monkeypa
 
 def test_a_prefix_with_tools_makes_the_first_chunk_exact(options, chunks):
     prompt = ChatPromptTemplate([("system", "Answer."), ("human", "{context}\n\n{question}")])
-    llm = ChatKVRag(**options, prefix=TemplatePrefix(prompt, tools=[weather]))
+    llm = ChatKVRag(**options, prefix=TemplatePrefix(prompt, tools=[weather]), context=None)
     llm.precompute_kv(chunks[:1])
     chain = prompt | llm.bind_tools([weather]).bind(mode="stitch")
     made = chain.invoke({"context": chunks[0], "question": "Who?"}).response_metadata["kvrag"]

@@ -58,7 +58,7 @@ def understood(options: Mapping[str, Any], *, of: str) -> dict[str, Any]:
     """
     out, spelt = dict[str, Any](), dict[str, str]()
     for name, value, where in _flat(options):
-        if value is None:
+        if value is None and name != "context":  # None is a context, too: chunks are encoded behind the prefix alone
             continue
         if name in _FIXED:
             fine, remedy = _FIXED[name]

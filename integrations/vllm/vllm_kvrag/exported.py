@@ -93,11 +93,14 @@ def export_model(engine: KVRagEngine, path: str | os.PathLike[str]) -> None:
     Raises
     ------
     ConfigError
-        If the engine's KV is not that of a model that vLLM can load from the same place: a model handed in, changed, or with adapters.
+        If the engine's KV is not that of a model that vLLM can load from the same place: a model handed in, changed, or with adapters. If
+        its chunks are encoded behind a context: none would be exact.
     UnsupportedModelError
         If its KV is not reused, is of other rotations than vLLM's layers have, or depends on the prompt's length.
     """
     loaded, source = engine.loaded, engine.source
+    if engine.context is not None:
+        raise ConfigError("this engine encodes chunks behind a context, so vLLM would load none of them; pass context=None")
     lm = loaded.reusable
     if lm.reuse_window < lm.context_window:
         raise UnsupportedModelError("this model's keys depend on the prompt's length, so there is no one table of them")
