@@ -51,7 +51,7 @@ def pareto() -> Data | None:
         return None
     times, kls = ttft["2500"]["summary"], quality["summary"]
     keys = {f"{ratio:.0%}": (f"ratio {ratio:.2f}", f"prefix/query_gain@{ratio:.2f}") for ratio in (0.02, 0.05, 0.10)}
-    keys["3% (default)"] = ("default", "prefix/query_gain@0.03")
+    keys["3%, the default then"] = ("default", "prefix/query_gain@0.03")
     keys["unrepaired"] = ("unrepaired", "prefix/none")
     keys["unrepaired,\nbehind a context"] = ("unrepaired", "context/none")
     points = {
@@ -62,6 +62,33 @@ def pareto() -> Data | None:
         for name, (time, key) in keys.items()
     }
     return {"points": points, "full_s": round(times["default"]["full_ms"] / 1e3, 4)}
+
+
+def facts() -> Data | None:
+    """Lost answers against TTFT, by method and budget: all tasks of facts/qwen2.5-coder-0.5b.json together."""
+    found = result("facts/qwen2.5-coder-0.5b")
+    if found is None:
+        return None
+    sums: dict[str, dict[str, list[float]]] = {}
+    for methods in found["tasks"].values():
+        for name, row in methods.items():
+            kind, _, budget = name.partition("@")
+            if kind in LOSSES and budget != "auto" and row["right"]:
+                point = sums.setdefault(LOSSES[kind], {}).setdefault(budget or "0", [0.0, 0.0, 0.0, 0.0])
+                sample = (
+                    row["questions"],
+                    row["questions"] * row["sooner_cpu"],
+                    row["right"],
+                    row["lost"] * row["right"],
+                )
+                point[:] = [a + b for a, b in zip(point, sample, strict=True)]
+    return {
+        name: [
+            [float(budget), round(times / count, 3), round(lost / right, 4)]
+            for budget, (count, times, right, lost) in by.items()
+        ]
+        for name, by in sums.items()
+    }
 
 
 def peers() -> Data | None:
@@ -93,11 +120,7 @@ def ttft_length() -> Data | None:
     found = result("ttft")
     if found is None:
         return None
-    lines: dict[str, list[list[float]]] = {
-        "full prefill": [],
-        "kvrag, 3% repaired (default)": [],
-        "kvrag, unrepaired": [],
-    }
+    lines: dict[str, list[list[float]]] = {"full prefill": [], "kvrag, 3% repaired": [], "kvrag, unrepaired": []}
     for length in LENGTHS:
         prompts, default = found[length]["prompts"], DEFAULT_OF.get(length, "default")
         tokens = found[length]["summary"][default]["tokens"]
@@ -148,7 +171,18 @@ CURVES = {
     "KVBoost, selective": (RED, "v"),
     "CacheBlend, 15%": (PURPLE, "D"),
     "kvrag, 3%, stored at first use": (SKY, "^"),
-    "kvrag, 3% (default)": (BLUE, "o"),
+    "kvrag, 3% (default)": (BLUE, "o"),  # the default when this was measured
+    "kvrag, stored at first use": (SKY, "^"),
+    "kvrag, the default": (BLUE, "o"),
+}
+LOSSES = {
+    "sentences": "kvrag",
+    "gainsum": "kvrag before: single rows",
+    "prophetkv": "ProphetKV",
+    "cacheblend": "CacheBlend",
+    "epic": "EPIC",
+    "ape": "APE",
+    "none": "unrepaired, behind the prefix",
 }
 KINDS = {"kvrag": (BLUE, "o"), "transformers": ("#8b949e", "s"), "KVBoost": (RED, "v")}
 PUBLISHED = (PURPLE, "D")
@@ -179,6 +213,20 @@ def draw_pareto(axes: Any, data: Data, theme: dict[str, str]) -> None:
     for axis, ticks in ((axes.xaxis, (0.5, 1, 2, 4)), (axes.yaxis, (0.01, 0.02, 0.05, 0.1))):
         axis.set_ticks(ticks, [str(tick) for tick in ticks])
         axis.set_ticks([], minor=True)
+
+
+def draw_facts(axes: Any, data: Data, theme: dict[str, str]) -> None:
+    """Lines by budget: up is fewer lost, right is sooner."""
+    colors = (BLUE, SKY, PURPLE, RED, ORANGE, "#8b949e", theme["ink"])
+    for (name, points), color, marker in zip(data.items(), colors, "o^Dvs*P", strict=False):
+        shown = sorted(points)
+        axes.plot([p[1] for p in shown], [p[2] for p in shown], color=color, marker=marker, ms=6, lw=1.3, label=name)
+        for budget, x, y in shown:
+            axes.annotate(f"{budget:.0%}", (x, y), xytext=(5, 5), textcoords="offset points", fontsize=8)
+    axes.set(xlabel="first token, times sooner (processor time)", ylabel="right answers that reuse loses")
+    axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
+    axes.invert_yaxis()
+    legend(axes, theme, loc="center left", bbox_to_anchor=(1.01, 0.5))
 
 
 def draw_peers(axes: Any, data: Data, theme: dict[str, str]) -> None:
@@ -268,6 +316,7 @@ PLOTS: dict[str, tuple[Callable[[], Data | None], Callable[[Any, Data, dict[str,
     "pareto": (pareto, draw_pareto),
     "ttft-length": (ttft_length, draw_ttft_length),
     "stages": (stages, draw_stages),
+    "facts": (facts, draw_facts),
     "peers": (peers, draw_peers),
     "warm-up": (warm_up, draw_warm_up),
     "load": (load, draw_load),

@@ -61,15 +61,16 @@ def chat(result: dict[str, Any]) -> str:
 
 
 def ttft(result: dict[str, Any]) -> str:
-    """Time to first token by ratio and by prompt length."""
+    """Time to first token by repair and by prompt length."""
     rows = []
+    former = {"default": "ratio 0.03 (the default then)"} if "ratio 0.02" in result["2500"]["summary"] else {}
     for label in ("5800", "2500", "1000", "500"):
         for name, row in result[label]["summary"].items():
             stages = row["stages_ms"]
             rows.append(
                 [
                     f"{row['tokens']:.0f}",
-                    {"default": "ratio 0.03 (default)"}.get(name, name),
+                    former.get(name, name),
                     f"{row['full_ms']:.0f}",
                     f"{row['ttft_ms']:.0f}",
                     f"**{row['ratio']:.2f}**",
@@ -81,7 +82,7 @@ def ttft(result: dict[str, Any]) -> str:
             )
     header = ["tokens", "configuration", "full prefill, ms", "kvrag, ms", "ratio"]
     header += ["ratio of CPU time", "system, ms", "page faults", *STAGES]
-    return table(header, rows) + source(result, "ttft.json")
+    return table(header, rows) + source(result, "ttft.json" if former else f"ttft-{result['model']}.json")
 
 
 def auto(result: dict[str, Any]) -> str:
@@ -137,39 +138,97 @@ def quality(result: dict[str, Any]) -> str:
 
 
 FACTS = {
-    "gain": "`query_gain`",
-    "runs9": "runs alone",
-    "mix75": "three quarters runs",
-    "mix50": "`query_runs`: half runs",
+    "none": "unrepaired",
+    "sentences": "kvrag, sentences",
+    "gain": "kvrag, single rows",
+    "gainsum": "single rows by summed attention, the default before",
+    "mass": "single rows by attention alone",
+    "runs9": "runs of nine rows",
+    "mix50": "half runs of nine rows",
+    "mix50sum": "half runs, by summed attention",
+    "sentsum": "sentences by summed attention",
+    "sent50": "sentences, half of the budget",
+    "sent80": "sentences, four fifths of the budget",
+    "sentmean": "sentences by their mean",
+    "sentroot": "sentences by their sum over the root of their length",
+    "sentall": "sentences, a probe of all layers",
+    "sentmid": "sentences, a probe of a quarter to 60% of the layers",
+    "sentnoshift": "sentences, without the shift",
+    "prophetkv": "ProphetKV",
+    "cacheblend": "CacheBlend",
+    "epic": "EPIC",
+    "ape": "APE, nothing repaired",
+}
+NAMED = {
+    "sentences@auto": "**kvrag, the default**",
+    "sentences@0.03": "kvrag, `fast`: 3%",
+    "sentences@0.25": "kvrag, `careful`: 25%",
 }
 
 
 def facts(result: dict[str, Any]) -> str:
     """Say of each repair which facts it keeps, how far its answers are, and how much sooner they begin."""
     rows = []
-    for name, found in result["summary"].items():
-        kind, _, budget = name.removeprefix("p.").partition("@")
-        amount = f"{float(budget):.0%} of the rows" if float(budget) <= 1 else f"{budget} rows"
-        behind = "the prefix" if name.startswith("p.") else "prefix and context"
-        low, high = found["lost_ci"]
-        lost = f"{round(found['lost'] * found['right'])} of {found['right']} ({low:.0%} to {high:.0%})"
-        figures = (f"{found['score']:.2f} of {found['full']:.2f}", lost, str(found["won"]), f"{found['kl']:.3f}")
-        same, sooner = f"{found['same']:.0%}", f"{found['sooner_cpu']:.1f}"
-        rows.append([f"{FACTS[kind]}, {amount}", behind, *figures, same, sooner])
-    header = [
-        "repair",
-        "encoded behind",
-        "score",
-        "lost (95% interval)",
-        "won",
-        "KL, own answer",
-        "same answer",
-        "first token, times sooner (processor time)",
-    ]
-    count = next(iter(result["summary"].values()))["questions"]
-    file = f"facts/{result['model']}-{'-'.join(result['tasks'])}.json"
-    lines = f"`tests/benchmarks/results/facts/{result['model']}.jsonl` has a line per question and repair.\n"
-    return table(header, rows) + f"\n{count} questions. " + source(result, file).lstrip() + lines
+    for task, methods in result["tasks"].items():
+        order = sorted(methods, key=lambda name: (name.partition("@")[0] not in ("sentences", "gainsum"), name))
+        for name in order:
+            found, lost, kept = methods[name], "–", "–"
+            if found["right"]:
+                low, high = found["lost_ci"]
+                lost = f"{round(found['lost'] * found['right'])} of {found['right']} ({low:.0%} to {high:.0%})"
+            if found["full"]:
+                kept = f"{found['retention']:.2f} ({found['retention_ci'][0]:.2f} to {found['retention_ci'][1]:.2f})"
+            cells = (kept, lost, str(found["won"]), f"{found['kl']:.3f}", f"{found['same']:.0%}")
+            rows.append(
+                [
+                    f"{task}, {found['questions']}",
+                    method_name(name),
+                    *cells,
+                    f"{found['rows']:.0%}",
+                    f"{found['sooner_cpu']:.1f}",
+                ]
+            )
+    header = ["questions", "repair", "retention (95% interval)", "lost", "won", "KL, own answer", "same answer", "rows"]
+    header.append("first token, times sooner (processor time)")
+    name = (
+        "search"
+        if any("sentroot" in name for methods in result["tasks"].values() for name in methods)
+        else result["model"]
+    )
+    lines = f"`tests/benchmarks/results/facts/{name}.jsonl` has a line per question and repair.\n"
+    return table(header, rows) + source(result, f"facts/{name}.json") + lines
+
+
+SHORT = ("sentences@auto", "sentences@0.03", "sentences@0.25", "prophetkv@0.2", "cacheblend@0.2", "epic@0.2", "ape")
+
+
+def facts_short(result: dict[str, Any]) -> str:
+    """Pick the README's rows of the facts table: all tasks together."""
+    rows, tasks = [], result["tasks"].values()
+    for name in SHORT:
+        found = [methods[name] for methods in tasks if name in methods]
+        if not found:
+            continue
+        count, right = sum(f["questions"] for f in found), sum(f["right"] for f in found)
+        lost = sum(round((f["lost"] or 0) * f["right"]) for f in found)
+        score, full, kl, same, sooner = (
+            sum(f["questions"] * f[key] for f in found) / count for key in ("score", "full", "kl", "same", "sooner_cpu")
+        )
+        cells = (f"{score / full:.2f}", f"{lost} of {right}", str(sum(f["won"] for f in found)), f"{kl:.3f}")
+        rows.append([method_name(name), *cells, f"{same:.0%}", f"{sooner:.1f}×"])
+    header = ["", "retention", "lost", "won", "KL, own answer", "same answer", "first token sooner, by CPU time"]
+    count = sum(methods[SHORT[0]]["questions"] for methods in tasks if SHORT[0] in methods)
+    return table(header, rows) + f"\n{count} questions. " + source(result, f"facts/{result['model']}.json").lstrip()
+
+
+def method_name(name: str) -> str:
+    """Name a method and its budget."""
+    behind = {"p.": ", behind the prefix alone", "c1000.": ", behind 1,000 tokens of a context"}
+    mark = next((mark for mark in behind if name.startswith(mark)), "")
+    plain = name.removeprefix(mark)
+    kind, _, budget = plain.partition("@")
+    share = {"": "", "auto": ", default rows"}.get(budget) if budget in ("", "auto") else f", {float(budget):.0%}"
+    return NAMED.get(plain, f"{FACTS[kind]}{share}") + behind.get(mark, "")
 
 
 def contexts(result: dict[str, Any]) -> str:
@@ -308,7 +367,7 @@ def quality_short(result: dict[str, Any]) -> str:
     keys |= {f"prefix/query_gain@{ratio}": "kvrag" for ratio in ("0.10", "0.20")} | {DEFAULT: "kvrag"}
     for key, who in sorted(keys.items(), key=lambda item: (item[1], summary[item[0]]["rows"])):
         share = summary[key]["rows"]
-        what = f"{share:.0%} of the rows repaired" + (" (default)" if key == DEFAULT else "")
+        what = f"{share:.0%} of the rows repaired" + (" (the default then)" if key == DEFAULT else "")
         cells = _cells(summary[key], cases, *key.split("/"))
         own, _, first, _, same, gold, *_ = cells  # medians and more: the long table
         rows.append([f"{who}, {what if share else 'unrepaired'}", own, first, gold, same])
@@ -319,15 +378,15 @@ def quality_short(result: dict[str, Any]) -> str:
 def ttft_short(result: dict[str, Any]) -> str:
     """Pick the README's rows of the TTFT table."""
     rows = []
-    names = {"default": "3% (default)", "stitch": "3% (default)", "unrepaired": "nothing"}
-    picks = [("5800", "default"), ("5800", "unrepaired"), ("2500", "default"), ("2500", "unrepaired")]
+    names = {"default": "the default", "stitch": "the default", "fast": "`fast`: 3%"}
+    picks = [("5800", "default"), ("5800", "fast"), ("2500", "default"), ("2500", "fast")]
     picks += [("1000", "stitch"), ("500", "stitch")]
     for label, name in picks:
         row = result[label]["summary"][name]
         times = [f"{row['full_ms']:.0f} ms", f"{row['ttft_ms']:.0f} ms", f"**{row['ratio']:.1f}×**"]
         rows.append([f"{row['tokens']:.0f}", names[name], *times, f"{row['cpu_ratio']:.1f}×"])
     header = ["prompt tokens", "repaired", "full prefill", "kvrag, load from disk included", "", "by CPU time"]
-    return table(header, rows) + source(result, "ttft.json")
+    return table(header, rows) + source(result, f"ttft-{result['model']}.json")
 
 
 def memory(result: dict[str, Any]) -> str:
@@ -1081,7 +1140,8 @@ def picture(name: str, alt: str) -> str:
 
 TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "ttft": ("ttft.json", ttft),
-    "ttft-short": ("ttft.json", ttft_short),
+    "ttft-qwen-05b": ("ttft-qwen2.5-coder-0.5b.json", ttft),
+    "ttft-short": ("ttft-qwen2.5-coder-0.5b.json", ttft_short),
     "auto": ("auto.json", auto),
     "quality": ("quality.json", quality),
     "quality-short": ("quality.json", quality_short),
@@ -1089,7 +1149,12 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "ablations": ("ablations.json", ablations),
     "contexts": ("context.json", contexts),
     "contexts-short": ("context_short.json", contexts),
-    "facts": ("facts/qwen2.5-coder-0.5b-needles.json", facts),
+    "facts-qwen-05b": ("facts/qwen2.5-coder-0.5b.json", facts),
+    "facts-search": ("facts/search.json", facts),
+    "facts-short": ("facts/qwen2.5-coder-0.5b.json", facts_short),
+    "facts-qwen-15b": ("facts/qwen2.5-coder-1.5b.json", facts),
+    "facts-gemma": ("facts/gemma3-270m.json", facts),
+    "facts-smollm2": ("facts/smollm2-135m-instruct.json", facts),
     "heads": ("heads.json", heads),
     "speed": ("speed.json", speed),
     "chat": ("chat.json", chat),

@@ -23,7 +23,7 @@ from pydantic import TypeAdapter
 
 from kvrag.blend.cost import IN_ROWS, Price
 from kvrag.blend.layout import Layout, place
-from kvrag.blend.select import LEAST_ROWS, LEAST_SHARE
+from kvrag.blend.select import BASE_ROWS, BASE_SHARE, MOST_SHARE
 from kvrag.config import RepairConfig
 from kvrag.errors import OutOfMemoryError
 from kvrag.evaluate import Reference, answered, in_memory
@@ -41,7 +41,9 @@ TARGET_KL, TARGET_TOP1 = 0.02, 0.97
 TARGET_LOST = 0.02
 ANSWER_TOKENS = 24
 START = RepairConfig(recompute_ratio=0.10)
-LOWER, HIGHER = (0.05, 0.03, 0.02), (0.20, 0.40)  # ratios that are tried after it, in this order
+LOWER = (0.05, 0.03, 0.02)
+HIGHER = (None, 0.20, 0.40)  # None: the default
+"""Ratios that are tried after :data:`START`, in this order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +237,7 @@ def described(repair: RepairConfig) -> str:
     """Describe a repair in a few words."""
     if repair.strategy == "none":
         return "none"
-    share = (
-        f"{LEAST_SHARE:g} and {LEAST_ROWS} rows" if repair.recompute_ratio is None else f"{repair.recompute_ratio:g}"
-    )
-    return f"{repair.strategy}, ratio {share}, first_k {repair.first_k}, shift {repair.shift:g}"
+    share = f"{BASE_SHARE:.0%} and {BASE_ROWS} rows, at most {MOST_SHARE:.0%}"
+    if repair.recompute_ratio is not None:
+        share = f"ratio {repair.recompute_ratio:g}"
+    return f"{repair.strategy}, {share}, first_k {repair.first_k}, shift {repair.shift:g}"

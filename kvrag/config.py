@@ -204,7 +204,7 @@ def check_prove(prove: object) -> None:
 SPELLINGS = {"max_tokens": "max_new_tokens"}
 """Other names that are taken for options of configs: OpenAI's, and LangChain's."""
 ENGINE_OPTIONS = ("kv_dir", "prefix", "context", "namespace", "tokenizer", "prove", "device", "revision")
-_REPAIRING = ("strategy", "ratio", "recompute_ratio", "first_k", "mismatch_ratio", "check_layer", "probe_span", "audit")
+_REPAIRING = ("strategy", "ratio", "recompute_ratio", "first_k", "mismatch_ratio", "probe_span", "audit")
 
 # -- the configs -------------------------------------------------------------------------------------------------------
 
@@ -325,8 +325,6 @@ class RepairConfig:
     """Strength in [0, 1] of the residual shift: what the changes of the repaired rows tell of the other rows', applied to these."""
     mismatch_ratio: Fraction = 0.20
     """Ratio used instead, where larger, for prompts whose prefix differs from the one that the chunks were encoded behind."""
-    check_layer: Positive = 1
-    """Layer at which ``hkvd`` measures deviation; at least 1, because layer 0 can't deviate."""
     probe_span: Annotated[tuple[float, float], BeforeValidator(_span)] = (1 / 3, 0.8)
     """Layers whose attention ``query`` uses, as fractions of all layers, from and to."""
     seed: Count = 0

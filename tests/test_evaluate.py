@@ -9,7 +9,7 @@ from texts import make_chunks
 from typer.testing import CliRunner
 
 from kvrag import Chunk, ConfigError, InputError, KVRagEngine, RepairConfig, UnsupportedModelError
-from kvrag.blend.select import LEAST_SHARE, MOST_SHARE
+from kvrag.blend.select import BASE_SHARE, MOST_SHARE
 from kvrag.cli.app import app
 from kvrag.evaluate import Compared, Evaluation, wilson
 from kvrag.questions import Question, best_chunks, planted, prompt_of, read_question, score
@@ -177,7 +177,7 @@ def test_a_repair_may_be_named(tiny_dir):
         assert KVRagEngine.from_pretrained(tiny_dir, repair=name).repair == config
         assert KVRagEngine.from_pretrained(tiny_dir).explain("x", repair=name).repair.endswith("(given)")
     assert KVRagEngine.from_pretrained(tiny_dir, repair="auto").repair == RepairConfig()
-    assert RepairConfig.fast().recompute_ratio < LEAST_SHARE < MOST_SHARE <= RepairConfig.careful().recompute_ratio
+    assert RepairConfig.fast().recompute_ratio < BASE_SHARE < MOST_SHARE <= RepairConfig.careful().recompute_ratio
     with pytest.raises(ConfigError, match="'auto', 'fast' or 'careful'"):
         KVRagEngine.from_pretrained(tiny_dir, repair="slow")
 

@@ -84,6 +84,7 @@ def test_mass_comes_from_the_layers_asked_for_and_the_rest_is_not_run(lm):
     assert not torch.allclose(single[0], single[1], atol=1e-4)
     for layer, mass in enumerate(single):  # of one row it would be a key head's 1, or more where its query heads differ
         assert lm.shapes[layer].num_heads < float(mass.sum()) < 5 * lm.config.num_attention_heads
+        assert float(mass.max()) <= lm.shapes[layer].num_heads + 1e-4
     _, buffer = filled(lm)
     with rows_of_each_layer(lm) as seen:
         lm.forward(IDS[40:], Rows.span(40, TOKENS), buffer, logits=0, mass_rows=5, mass_layers=range(1))

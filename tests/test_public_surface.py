@@ -66,7 +66,6 @@ def test_a_missing_package_names_the_extra():
         ({"shift": 2}, "shift"),
         ({"first_k": -1}, "first_k"),
         ({"first_k": 1.5}, "first_k"),
-        ({"check_layer": 0}, "check_layer"),
         ({"probe_span": (0.8, 0.3)}, "probe_span is .*two numbers that ascend"),
         ({"probe_span": (0.0, 1.5)}, "probe_span"),
         ({"probe_span": 0.5}, "probe_span"),

@@ -114,6 +114,19 @@ def test_a_sentence_that_does_not_fit_leaves_its_room_to_the_next():
     assert not {*range(140, 160)} <= set(rows)
 
 
+def test_no_sentence_goes_over_from_a_chunk_to_the_next():
+    layout = place([(20, "chunk", False, 0, False), (20, "chunk", False, 1, False), (4, "live", False, -1, False)])
+    mass = torch.full((44,), 1e-6)
+    mass[18] = 1.0
+    config = RepairConfig("query_sentences", recompute_ratio=0.75, first_k=0)
+    starts = starts_at(0, 10, 30, num_tokens=44)
+    sentences = [10, 11, 12, 13, 14, 15, 16, 17, 18, 19]
+    assert set(sentences) <= set(
+        select_rows(layout, config, mass=mass, likeness=likeness_of(layout), starts=starts).tolist()
+    )
+    assert starts[20]
+
+
 def test_sentences_are_cut_at_seams_and_where_they_are_too_long():
     rows = torch.tensor([*range(5, 100), *range(102, 110)])
     parts = [(int(part[0]), int(part[-1])) for part in sentence_rows(rows, starts_at(20, 104))]

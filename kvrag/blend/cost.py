@@ -23,6 +23,7 @@ import torch
 from pydantic import TypeAdapter
 
 from kvrag.blend.layout import Layout, Segment, num_rows_of
+from kvrag.blend.repair import CHECK_LAYER
 from kvrag.blend.select import needs_of, num_selected
 from kvrag.config import RepairConfig
 from kvrag.identity.fingerprint import chunk_key
@@ -130,7 +131,7 @@ class Price:
         if "mass" in needs:
             cost += config.probe_span[1] * costs.of_forward(live, pairs)
         if "deviation" in needs:
-            cost += (config.check_layer + 1) / self.num_layers * costs.of_forward(total, total * total / 2)
+            cost += (CHECK_LAYER + 1) / self.num_layers * costs.of_forward(total, total * total / 2)
         return cost
 
     def cheapest(self, layout: Layout) -> tuple[Layout, str | None]:

@@ -224,15 +224,13 @@ def _blend(
             stitch(buffer, layout, kvs, rotary, skip=None if is_compared else selected)
     kvs.clear()  # the buffer is the second copy of the prompt's KV; don't keep a third while the model runs
     if selected is None:
+        starts = torch.tensor(plan.encoder.sentence_starts(plan.token_ids))
         with clock.stage("select"), model.turns.unless(cancel):
             mass = probe(model, buffer, layout, ids, span=config.probe_span) if "mass" in needs else None
             change = None
             if "deviation" in needs:
-                change = deviation(model, buffer, layout, ids, check_layer=config.check_layer)
+                change = deviation(model, buffer, layout, ids)
             likeness = Likeness.of(buffer, layout, mass) if "likeness" in needs or config.shift else None
-            starts = None
-            if "sentences" in needs:
-                starts = torch.tensor(plan.encoder.sentence_starts(plan.token_ids))
             selected = select_rows(layout, config, mass=mass, deviation=change, likeness=likeness, starts=starts)
     with clock.stage("repair" if layout.reused or layout.history else "prefill"), model.turns.unless(cancel):
         logits = repair(model, buffer, layout, ids, selected, shift=config.shift, rotary=rotary, likeness=likeness)

@@ -16,6 +16,7 @@ from kvrag.model import CausalLM, StopForward
 from kvrag.model.rope import Rotations
 from kvrag.model.rows import KVBuffer, Rows
 
+CHECK_LAYER = 1  # where changes are measured, as in CacheBlend's code; layer 0 can't change
 SHIFT_SKIP = 4  # head rows of a chunk, former sinks that change in their own way: neither learned from nor shifted
 SHIFT_MAX_ROWS = 1024  # that are counted, evenly spread: more would cost memory
 
@@ -53,9 +54,7 @@ def probe(
     return mass.cpu()
 
 
-def deviation(
-    model: CausalLM, buffer: KVBuffer, layout: Layout, token_ids: torch.Tensor, *, check_layer: int = 1
-) -> torch.Tensor:
+def deviation(model: CausalLM, buffer: KVBuffer, layout: Layout, token_ids: torch.Tensor) -> torch.Tensor:
     """Measure how far stored values are from fresh ones at the check layer (CacheBlend's HKVD signal).
 
     All rows pass the layers before the check layer; its fresh keys and values stay in the buffer for all rows, as in the authors' code.
@@ -65,7 +64,7 @@ def deviation(
     torch.Tensor
         Float32 ``(N,)`` on the host: squared difference of V, summed over heads and head dim.
     """
-    layer_index = min(check_layer, model.num_layers - 1)
+    layer_index = min(CHECK_LAYER, model.num_layers - 1)
     found: list[torch.Tensor] = []
 
     def compare(

@@ -28,8 +28,8 @@ Choice = Callable[[Layout], tuple[Layout, str | None]]
 POOL = 512
 """Rows, those with most attention, that ``query_gain`` compares; half of them at most it chooses so, the rest of a budget by attention."""
 
-LEAST_SHARE, LEAST_ROWS, MOST_SHARE = 0.04, 192, 0.25
-"""Of the default budget: a share of the stale rows and a number more, up to another share; what a question reads doesn't grow with them."""
+BASE_SHARE, BASE_ROWS, MOST_SHARE = 0.04, 192, 0.25
+"""Of the default budget: this share of the stale rows plus so many rows, at most that share."""
 
 SENTENCES_SHARE = 2 / 3
 """Of a budget, what goes to whole sentences at most."""
@@ -40,9 +40,9 @@ LONGEST = 64
 PEAKS = 4
 """Rows of a sentence, those with most attention, whose mean it counts by."""
 
-Signal = Literal["mass", "deviation", "likeness", "sentences"]
+Signal = Literal["mass", "deviation", "likeness"]
 """``mass``: attention that the question pays to each row; ``deviation``: squared change of each row's values at the check layer;
-``likeness``: how alike rows change; ``sentences``: where they begin."""
+``likeness``: how alike rows change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +125,7 @@ def _sentences(signals: Signals) -> torch.Tensor:
     mass, left, chosen = signals.measured["mass"], int(SENTENCES_SHARE * signals.budget), list[torch.Tensor]()
     assert mass is not None
     assert signals.starts is not None
+    signals.starts[[chunk.start for chunk in signals.stale]] = True
     sentences = sentence_rows(signals.candidates, signals.starts)
     scores = torch.stack([mass[rows].topk(min(PEAKS, len(rows))).values.mean() for rows in sentences])
     for index in torch.argsort(scores, descending=True, stable=True).tolist():
@@ -162,7 +163,7 @@ NEEDS: dict[str, frozenset[Signal]] = {
     "query": frozenset({"mass"}),
     "query_hkvd": frozenset({"mass", "deviation"}),
     "query_gain": frozenset({"mass", "likeness"}),
-    "query_sentences": frozenset({"mass", "likeness", "sentences"}),
+    "query_sentences": frozenset({"mass", "likeness"}),
 }
 """Signals to measure before the rows are chosen; mass and deviation cost a forward each."""
 
@@ -236,7 +237,7 @@ def effective_ratio(layout: Layout, config: RepairConfig, num_stale: int) -> flo
     """Return the recompute ratio for this prompt: larger where chunks were encoded behind another prefix."""
     ratio = config.recompute_ratio
     if ratio is None:
-        ratio = min(MOST_SHARE, LEAST_SHARE + LEAST_ROWS / max(1, num_stale))
+        ratio = min(MOST_SHARE, BASE_SHARE + BASE_ROWS / max(1, num_stale))
     is_mismatched = any([segment.is_mismatched for segment in layout.stale])
     return max(ratio, config.mismatch_ratio) if ratio > 0 and is_mismatched else ratio
 

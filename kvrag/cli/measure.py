@@ -132,7 +132,7 @@ def calibrate(
 ) -> None:
     """Find the repair that reaches a target at the least cost, on this model and your texts, and keep it as the default of both.
 
-    Takes minutes for each --chunk-context (default: default), which may be repeated. Exit status 1 if all of them miss the target.
+    Takes minutes for each --chunk-context, which may be repeated. Exit status 1 if all of them miss the target.
     """
     name_model(ctx, engine, words)
     documents = read_documents(corpus or [example("corpus", otherwise="pass --corpus")])

@@ -86,7 +86,7 @@ def _by_blocks(
             probabilities = _probabilities(q, k, block, scores)
             out[:, :, block.rows] = torch.matmul(probabilities.to(v.dtype), v).reshape(*q.shape[:3], v.shape[-1])
             if block.rows.stop > weighed_from:
-                found = _largest(probabilities, q.shape[2], max(0, weighed_from - block.rows.start))
+                found = largest(probabilities, k.shape[1], q.shape[2], max(0, weighed_from - block.rows.start))
                 torch.maximum(most[:, :, block.keys], found, out=most[:, :, block.keys])
         else:
             out[:, :, block.rows] = fused_attention(q, k, v, scores.scale, block.mask)
@@ -147,10 +147,13 @@ def _probabilities(q: torch.Tensor, k: torch.Tensor, block: Block, how: _Scores)
     return torch.softmax(torch.cat([scores, extra], dim=-1), dim=-1)[..., :-1]
 
 
-def _largest(probabilities: torch.Tensor, rows: int, skip: int) -> torch.Tensor:
-    """Return the largest probability over the rows from ``skip`` on and the query heads of a key head, ``(B, H_kv, keys)``."""
-    *heads, _, num_keys = probabilities.shape
-    return probabilities.reshape(*heads, -1, rows, num_keys)[:, :, :, skip:].amax(dim=(2, 3))
+def largest(probabilities: torch.Tensor, kv_heads: int, rows: int, skip: int) -> torch.Tensor:
+    """Return the largest probability over the rows from ``skip`` on and the query heads of a key head, ``(B, H_kv, keys)``.
+
+    ``probabilities`` are ``(B, H, R, keys)``, or packed as ``(B, H_kv, H / H_kv · R, keys)``.
+    """
+    by_row = probabilities.reshape(len(probabilities), kv_heads, -1, rows, probabilities.shape[-1])
+    return by_row[:, :, :, skip:].amax(dim=(2, 3))
 
 
 def refuse_unknown(

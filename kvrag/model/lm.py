@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from kvrag.errors import UnsupportedModelError
 from kvrag.identity.model import LiveIdentity
-from kvrag.model.attention import Mass
+from kvrag.model.attention import Mass, largest
 from kvrag.model.candidates import attention_modules, decoder_of
 from kvrag.model.forward import Attentions, BeforeWrite, Forward, StopForward, running, switched
 from kvrag.model.plain import Extend, PlainLM, check_placement, check_supported, context_window, regime_limit
@@ -229,7 +229,8 @@ class CausalLM:
 
         def collect(_: object, __: object, output: tuple[torch.Tensor, torch.Tensor]) -> None:
             if running() is forward:
-                mass.total.add_(output[1][:, :, -mass.rows :].float().amax(dim=2).sum(dim=(0, 1)))
+                found = largest(output[1].float(), self.shapes[0].num_heads, output[1].shape[2], -mass.rows)
+                mass.total.add_(found.sum(dim=(0, 1)))
 
         handles = [a.register_forward_hook(collect) for a in self._attentions if id(a) in forward.weighed]
         try:

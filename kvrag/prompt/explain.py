@@ -111,7 +111,7 @@ def _live_text(plan: Plan) -> str:
 
 
 def prefix_advice(plan: Plan) -> str:
-    """Say what to pass as ``prefix``, to make the first chunk exact."""
+    """Say what to pass as ``prefix``, so that chunks are encoded behind what stands before them."""
     head = head_of(plan) or ""
     if metadata := METADATA.search(head, len(head) - MAX_METADATA):
         line = metadata[0].strip()[:80]
@@ -134,7 +134,7 @@ class Watch:
         self._num_mismatched += plan.has_mismatch
         if plan.has_mismatch and not self._has_warned and (not is_learning or self._num_mismatched > MANY):
             self._has_warned = True
-            what = "chunks were encoded behind another prefix than this prompt has, so none of them is exact and more rows are repaired"
+            what = "chunks were encoded behind another prefix than this prompt has, so more rows are repaired and none is exact"
             learn = "" if is_learning else ", or let the engine find it: prefix='learn'"
             warnings.warn(f"{what}; {prefix_advice(plan)}{learn}", UserWarning, stacklevel=2)
         chunks = [piece for piece in plan.pieces if piece.piece.kind == "chunk"]
@@ -167,7 +167,7 @@ def explain_plan(plan: Plan, mode: Mode, reason: str | None, known: Known) -> Ex
     elif has_asked and (proven := _proven(_live_text(plan), known.scanner, known.texts())):
         notes.append(proven)
     if plan.has_mismatch:
-        notes.append(f"to make the first chunk exact, {prefix_advice(plan)}")
+        notes.append(f"to repair fewer rows, {prefix_advice(plan)}")
     if plan.kv_dtype != "auto" and mode != "full":
         notes.append(f"stored KV is rounded to {plan.kv_dtype}: no answer that uses it is exact")
     return Explanation(spans=spans, prompt_tokens=len(plan.token_ids), mode=mode, notes=notes)

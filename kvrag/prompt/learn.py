@@ -69,7 +69,7 @@ class Learner:
             self._learnt[namespace] = (*learnt, head)
             self._named.setdefault(namespace, {})[head] = None
         if not is_named:
-            what = "was learnt; chunks are encoded again behind it, in the background. Pass it to be exact at once"
+            what = "was learnt; chunks that prompts bring are encoded again behind it. Pass it and precompute once more to have all so"
             logger.warning("prefix=%r %s", head, what)
         return head if not is_named or plan.has_mismatch else None
 

@@ -17,11 +17,12 @@ from __future__ import annotations
 import re
 import threading
 import weakref
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, field
 from difflib import SequenceMatcher
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from numbers import Integral
 from typing import Any, Literal
 
@@ -55,11 +56,9 @@ class Piece:
         return self.part_of[: self.num_ids]
 
 
-_ENDS = re.compile(r"(\n[^\S\n]*|[。！？][”’」』）]*)\Z")
-_STOP = re.compile(r"[.!?…][\"'”’)\]*_]*\Z")
-_CLOSING = re.compile(r"\A[\"'”’)\]*_]+\Z")
+_SENTENCE = re.compile(r"(?:[.!?…][\"'”’)\]*_]*(?=\s)|\n|[。！？][”’」』）]*)\s*")
 SPACES = ("Ġ", "Ċ", "▁")
-"""What tokenizers write for a space or a line break at a token's beginning; some leave it out where they decode a token alone."""
+"""What tokenizers write for a space or a line break at a token's beginning."""
 
 _locks: weakref.WeakKeyDictionary[Any, threading.RLock] = weakref.WeakKeyDictionary()
 _locks_guard = fork_lock()
@@ -98,7 +97,7 @@ class SegmentTokenizer:
         self._control_ids = frozenset(control.values())
         texts = sorted(control, key=len, reverse=True)
         self._control_text = re.compile(f"({'|'.join(map(re.escape, texts)) or '(?!)'})")
-        self._mark = lru_cache(maxsize=None)(self._marked)
+        self._piece = lru_cache(maxsize=None)(self._text_of)
         self.chunk_ids = lru_cache(maxsize=4096)(self.document_ids)
         self.head_ids = lru_cache(maxsize=16)(lambda text: tuple(self.live_ids(text, at_start=True)))
 
@@ -134,17 +133,17 @@ class SegmentTokenizer:
 
         A full stop ends a sentence only where a space follows, so that ``3.14`` stays whole; line breaks and ideographic stops always do.
         """
-        starts, is_over = [True], False
-        for (_, ends, is_stop, is_closing), (is_apart, *_) in pairwise(map(self._mark, ids)):
-            is_over = is_stop or (is_over and is_closing)
-            starts.append(ends or (is_over and is_apart))
-        return starts
+        pieces = list(map(self._piece, ids))
+        places, starts = list(accumulate(map(len, pieces))), [True, *[False] * len(ids)]
+        for end in _SENTENCE.finditer("".join(pieces)):
+            starts[bisect_right(places, end.end())] = True
+        return starts[: len(ids)]
 
-    def _marked(self, token: int) -> tuple[bool, ...]:
-        """Say whether a token begins with a space, ends a sentence in any case, or before a space, and only closes quotes or brackets."""
-        text = self.tokenizer.decode([token], clean_up_tokenization_spaces=False)
-        has_space = text[:1].isspace() or str(self.tokenizer.convert_ids_to_tokens(token)).startswith(SPACES)
-        return has_space, *(bool(pattern.search(text)) for pattern in (_ENDS, _STOP, _CLOSING))
+    def _text_of(self, token: int) -> str:
+        """Return a token's text, with the space before it that some tokenizers leave out where they decode a token alone."""
+        text = str(self.tokenizer.decode([token], clean_up_tokenization_spaces=False))
+        is_apart = str(self.tokenizer.convert_ids_to_tokens(token)).startswith(SPACES)
+        return f" {text}" if is_apart and not text[:1].isspace() else text
 
     def control_text_after(self, text: str, start: int) -> int:
         """Return where the first control-token text from ``start`` on begins; the text's length where there is none."""

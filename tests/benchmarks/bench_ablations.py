@@ -123,8 +123,10 @@ class AblationCase(Case):
         self.segments = [s for s in self.layout.segments if s.kind == "chunk"]
 
     def rows(self, ratio: float) -> torch.Tensor:
-        """The rows that the default repairs at a ratio."""
-        return select_rows(self.layout, RepairConfig(recompute_ratio=ratio), mass=self.mass, likeness=self.likeness)
+        """The rows that the default before, single ones, repairs at a ratio."""
+        return select_rows(
+            self.layout, RepairConfig("query_gain", recompute_ratio=ratio), mass=self.mass, likeness=self.likeness
+        )
 
     def vary_mass(self, ratio: float, mass: torch.Tensor) -> KVBuffer:
         """Repair as the default would, had the probe found this attention."""

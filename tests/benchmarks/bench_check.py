@@ -30,7 +30,7 @@ from kvrag.model.rope import Rotations
 from kvrag.model.rows import KVBuffer, Rows
 from kvrag.verify import kl_divergence
 
-DEFAULT = RepairConfig(recompute_ratio=0.05, first_k=4, shift=0.75)  # that of then
+DEFAULT = RepairConfig("query_gain", recompute_ratio=0.05, first_k=4, shift=0.75)  # that of then
 RATIOS = (0.03, 0.05, 0.07, 0.10, 0.15)
 ESCALATED = 0.10
 TARGETS = (0.35, 0.40, 0.45, 0.50, 0.55)

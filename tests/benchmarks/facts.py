@@ -6,19 +6,20 @@ repairing against that of a full prefill by the same forwards, wall and processo
 
     KVRAG_EVAL_MODELS=... KVRAG_EVAL_DATA=... python tests/benchmarks/facts.py --model qwen2.5-coder-0.5b --tasks needles --count 60
 
-A method is named with its budget: ``gain@0.03`` repairs 3% of the rows, ``gain@200`` two hundred; ``p.`` before it: chunks are encoded
-behind the prefix alone, as by default, else behind a context, too.
+A method is named with its budget: ``gain@0.03`` repairs 3% of the rows, ``gain@200`` two hundred,
+``gain@auto`` as many as the default; ``p.`` before it: chunks are encoded
+behind the prefix alone; ``c1000.``: behind a context of 1,000 tokens.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import islice
 from multiprocessing import get_context
@@ -27,19 +28,21 @@ from typing import Any
 
 import facts_tasks as tasks
 import torch
-from common import bootstrap, machine, parser, write_result
-from facts_methods import METHODS, Method, Seen
+from common import bootstrap, machine, model_path, parser, write_result
+from facts_methods import METHODS, Method, Seen, ape_attention
 from facts_tasks import Question
 
-from kvrag import KVRagEngine
+from kvrag import KVRagEngine, RepairConfig
 from kvrag.blend.layout import Layout, place, rows_of
 from kvrag.blend.likeness import Likeness
 from kvrag.blend.repair import deviation, probe, repair
+from kvrag.blend.select import effective_ratio
 from kvrag.blend.stitch import stitch
 from kvrag.evaluate import wilson
 from kvrag.generate.ending import end_ids
+from kvrag.model import attention
 from kvrag.model.rows import KVBuffer, Rows
-from kvrag.precompute.encode import context_ids, encode_chunks, encode_prefix
+from kvrag.precompute.encode import Behind, context_ids, encode_chunks, encode_prefix
 from kvrag.questions import IS_RIGHT, normalised
 from kvrag.questions import score as questions_score
 from kvrag.verify import kl_divergence
@@ -50,10 +53,7 @@ KL_TOKENS = 24
 def engine_of(name: str, threads: int) -> KVRagEngine:
     """An evaluation model in float32 on so many threads; its KV is kept nowhere."""
     torch.set_num_threads(threads)
-    folder = os.environ.get("KVRAG_EVAL_MODELS")
-    if not folder or not (Path(folder) / name).is_dir():
-        sys.exit(f"the model {name} is missing: set KVRAG_EVAL_MODELS to the folder that holds it")
-    return KVRagEngine.from_pretrained(str(Path(folder) / name), dtype="float32")
+    return KVRagEngine.from_pretrained(model_path(name), dtype="float32")
 
 
 class Clock:
@@ -65,6 +65,22 @@ class Clock:
 
     def __exit__(self, *_: object) -> None:
         self.seconds = (time.perf_counter() - self._wall, time.process_time() - self._cpu)
+
+
+@contextmanager
+def collecting(how: str) -> Iterator[None]:
+    """Measure attention as kvrag does, or as ProphetKV: ``sum`` over rows and heads."""
+    kept = attention.largest, torch.maximum
+
+    def summed(p: torch.Tensor, kv_heads: int, rows: int, skip: int) -> torch.Tensor:
+        return p.reshape(len(p), kv_heads, -1, rows, p.shape[-1])[:, :, :, skip:].sum(dim=(2, 3))
+
+    if how == "sum":  # over blocks of rows, too
+        attention.largest, torch.maximum = summed, torch.add
+    try:
+        yield
+    finally:
+        attention.largest, torch.maximum = kept
 
 
 class Case:
@@ -91,7 +107,7 @@ class Case:
         self._stitched: dict[str, tuple[KVBuffer, Layout, Any, tuple[float, float]]] = {}
         self._masses: dict[Any, tuple[torch.Tensor, tuple[float, float]]] = {}
         self._deviation: dict[str, tuple[torch.Tensor, tuple[float, float], KVBuffer]] = {}
-        self.texts = [self.encoder.decode([i]) for i in self.ids.tolist()]
+        self.starts = torch.tensor(self.encoder.sentence_starts(self.ids.tolist()))
 
     def _rendered(self, text: str) -> str:
         if self.encoder.has_chat_template:
@@ -133,10 +149,8 @@ class Case:
     def stitched(self, encoded: str) -> tuple[KVBuffer, Layout, Any, tuple[float, float]]:
         """The stitched prompt, its layout and rotations, and the seconds of stitching."""
         if encoded not in self._stitched:
-            context = context_ids("default", self.encoder, self.lm.reuse_window) if encoded == "context" else ()
-            _, prefix_kv = encode_prefix(self.lm, self.prefix)
-            behind, _ = encode_prefix(self.lm, [] if encoded == "alone" else self.prefix, context)
-            kvs = [encode_chunks(self.lm, behind, [chunk])[0] for chunk in self.chunks]
+            _, prefix_kv = self.behind("prefix")
+            kvs = [encode_chunks(self.lm, self.behind(encoded)[0], [chunk])[0] for chunk in self.chunks]
             segments: list[Any] = [(len(self.prefix), "prefix", True, 0, False)] if prefix_kv else []
             if prefix_kv is not None:
                 kvs.insert(0, prefix_kv)
@@ -153,6 +167,14 @@ class Case:
             self._stitched[encoded] = buffer, layout, rotary, clock.seconds
         return self._stitched[encoded]
 
+    def behind(self, encoded: str) -> Behind:
+        """What chunks stand behind, computed once per process."""
+        context = () if encoded in ("prefix", "alone") else context_ids(encoded, self.encoder, self.lm.reuse_window)
+        prefix = () if encoded == "alone" else tuple(self.prefix)
+        if (prefix, context) not in _behind:
+            _behind[prefix, context] = encode_prefix(self.lm, prefix, context)
+        return _behind[prefix, context]
+
     def copy(self, source: KVBuffer) -> KVBuffer:
         """Copy a stitched prompt into the scratch buffer."""
         for layer in range(self.lm.num_layers):
@@ -160,14 +182,14 @@ class Case:
             self.scratch.values(layer)[:, :, : source.capacity] = source.values(layer)
         return self.scratch
 
-    def measure(self, method: Method, budget: float) -> dict[str, Any]:
+    def measure(self, method: Method, budget: str) -> dict[str, Any]:
         """Answer by a method, and compare."""
         stitched, layout, rotary, spent = self.stitched(method.encoded)
-        rows_to_repair, times = rows_of(layout.stale), [spent]
-        key = (method.encoded, method.layers)
+        times = [spent]
+        key = (method.encoded, method.layers, method.mass)
         if key not in self._masses:
             buffer = self.copy(stitched)
-            with Clock() as clock:
+            with collecting(method.mass), Clock() as clock:
                 mass = probe(self.lm, buffer, layout, self.ids, span=method.layers)
             self._masses[key] = mass, clock.seconds
         mass, probe_s = self._masses[key]
@@ -186,13 +208,30 @@ class Case:
         elif name not in ("none", "by_head"):
             times.append(probe_s)
         buffer = self.copy(source)
+        with ExitStack() as stack:
+            if method.ape:
+                stack.enter_context(ape_attention(layout))
+            return self.answered(method, budget, buffer, layout, rotary, mass, change, times)
+
+    def answered(
+        self,
+        method: Method,
+        budget: str,
+        buffer: KVBuffer,
+        layout: Layout,
+        rotary: Any,
+        mass: torch.Tensor,
+        change: torch.Tensor | None,
+        times: list[tuple[float, float]],
+    ) -> dict[str, Any]:
+        """Repair and answer."""
+        rows_to_repair = rows_of(layout.stale)
         with Clock() as clock:
             likeness = Likeness.of(buffer, layout, mass)
-            norm = torch.stack(
-                [stitched.values(i)[0].float().norm(dim=-1).mean(0) for i in range(self.lm.num_layers)]
-            ).mean(0)
-            num_rows = round(budget if budget > 1 else budget * len(rows_to_repair))
-            seen = Seen(layout, min(num_rows, len(rows_to_repair)), mass, change, likeness, norm, self.texts)
+            total = len(rows_to_repair)
+            wanted = effective_ratio(layout, RepairConfig(), total) if budget == "auto" else float(budget or 0)
+            num_rows = round(wanted if wanted > 1 else wanted * total)
+            seen = Seen(layout, min(num_rows, total), mass, change, likeness, self.starts)
             rows = method.choose(seen)
             first = repair(
                 self.lm, buffer, layout, self.ids, rows, shift=method.shift, rotary=rotary, likeness=likeness
@@ -278,6 +317,7 @@ def questions(engine: KVRagEngine, task: str, shapes: Sequence[int]) -> Iterator
 
 
 _engine: KVRagEngine | None = None
+_behind: dict[tuple[tuple[int, ...], tuple[int, ...]], Behind] = {}
 
 
 def work(item: tuple[str, int, list[str], str, int, tuple[int, ...]]) -> list[dict[str, Any]]:
@@ -293,7 +333,7 @@ def work(item: tuple[str, int, list[str], str, int, tuple[int, ...]]) -> list[di
         out.append({**about, "method": "full", **case.reference()})
         for name in methods:
             kind, _, budget = name.partition("@")
-            out.append({**about, "method": name, **case.measure(METHODS[kind], float(budget or 0))})
+            out.append({**about, "method": name, **case.measure(METHODS[kind], budget)})
     return out
 
 
@@ -332,6 +372,7 @@ def figures(pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str,
         "full": full,
         "score": reuse,
         "retention": reuse / full if full else None,
+        "retention_ci": _retention_interval(pairs) if full else None,
         "right": len(lost),
         "lost": sum(lost) / len(lost) if lost else None,
         "lost_ci": wilson(round(sum(lost)), len(lost)) if lost else None,
@@ -342,6 +383,15 @@ def figures(pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str,
         "sooner": sooner[0],
         "sooner_cpu": sooner[1],
     }
+
+
+def _retention_interval(pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]], repeats: int = 2000) -> list[float]:
+    """95% bootstrap interval of the reuse's score as a share of the full prefill's."""
+    scores = torch.tensor([(f["score"], r["score"]) for f, r in pairs], dtype=torch.float64)
+    picks = torch.randint(len(pairs), (repeats, len(pairs)), generator=torch.Generator().manual_seed(0))
+    full, reuse = scores[picks].sum(dim=1).unbind(dim=1)
+    ratios = (reuse / full.clamp(min=1e-9)).sort().values
+    return [float(ratios[int(share * repeats)]) for share in (0.025, 0.975)]
 
 
 def show(records: Iterable[dict[str, Any]], kinds: Sequence[str]) -> None:
@@ -369,7 +419,7 @@ def show(records: Iterable[dict[str, Any]], kinds: Sequence[str]) -> None:
 
 
 SIZES = {"hotpotqa": 60, "musique": 60, "examples": 40, "code": 32, "summary": 30}
-QUICK = ["--count", "6", "--methods", "none", "p.gain@0.03", "mix50@200"]
+QUICK = ["--count", "6", "--methods", "none", "gain@0.03", "sentences@auto"]
 
 
 def main() -> None:
@@ -377,7 +427,7 @@ def main() -> None:
     options = parser(__doc__, count=60, start=0, processes=2, threads=1)
     options.add_argument("--model", default="qwen2.5-coder-0.5b")
     options.add_argument("--tasks", nargs="+", default=["needles"], choices=["needles", *SIZES])
-    options.add_argument("--methods", nargs="+", default=["none", "p.gain@0.03", "p.gain@0.1", "mix50@200"])
+    options.add_argument("--methods", nargs="+", default=["none", "gain@0.03", "sentences@auto"])
     options.add_argument(
         "--shapes", nargs="+", type=int, default=[0, 1], help="of needles: places in facts_tasks.SHAPES"
     )
@@ -392,10 +442,18 @@ def main() -> None:
         measure(args, path)
     records = [r for r in read(path) if r["task"] in args.tasks]
     show(records, args.kinds)
-    summary = {name: figures(pairs) for name, pairs in paired(records, args.kinds).items()}
     if not args.show:
-        about = {"machine": machine(), "model": args.model, "tasks": args.tasks, "shapes": args.shapes}
-        write_result(f"facts/{args.model}-{'-'.join(args.tasks)}", {**about, "summary": summary}, args.out)
+        summary = {task: {n: figures(p) for n, p in paired(of, ()).items()} for task, of in by_task(read(path)).items()}
+        write_result(f"facts/{args.model}", {"machine": machine(), "model": args.model, "tasks": summary}, args.out)
+
+
+def by_task(records: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Return the records by task; needles also by the length of their prompts."""
+    found = defaultdict(list)
+    for r in records:
+        length = (" 1k", " 1k", " 1k", " 2.5k", " 2.5k", " 6k")[min(r["shapes"])] if r["task"] == "needles" else ""
+        found[f"{r['task']}{length}"].append(r)
+    return found
 
 
 def measure(args: Any, path: Path) -> None:

@@ -5,29 +5,32 @@ The engine's own stages do the work; a method only chooses rows. Peers are as pu
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from kvrag.blend.layout import Layout, rows_of
 from kvrag.blend.likeness import Likeness
+from kvrag.blend.select import select_rows, sentence_rows
+from kvrag.config import RepairConfig
+from kvrag.model import forward
+from kvrag.model.rows import Limits, Reach
 
 
 @dataclass
 class Seen:
-    """What a method may look at: ``mass``, ``deviation`` and ``norm`` are float32 ``(N,)``; ``texts`` are the prompt's tokens, decoded."""
+    """What a method may look at: ``mass`` and ``deviation`` are float32 ``(N,)``; ``starts``: whether a sentence
+    begins at each row, bool ``(N,)``."""
 
     layout: Layout
     budget: int
     mass: torch.Tensor
     deviation: torch.Tensor | None
     likeness: Likeness
-    norm: torch.Tensor
-    texts: list[str]
-    cache: dict[str, Any] = field(default_factory=dict)
+    starts: torch.Tensor
 
     @property
     def stale(self) -> torch.Tensor:
@@ -55,17 +58,12 @@ def filled(seen: Seen, first: torch.Tensor, budget: int, ranked: torch.Tensor) -
     return torch.unique(torch.cat([first, rest[: max(0, budget - len(first))]]))
 
 
-def pooled(seen: Seen, mass: torch.Tensor, width: int = 9, how: str = "max") -> torch.Tensor:
-    """Signal of each row's neighbourhood, within its chunk."""
-    out, pool = torch.zeros_like(mass), torch.nn.functional.max_pool1d
+def pooled(seen: Seen, width: int) -> torch.Tensor:
+    """Attention to the most attended row of each row's neighbourhood, within its chunk."""
+    out = torch.zeros_like(seen.mass)
     for s in seen.layout.stale:
-        run = mass[s.start : s.stop][None, None]
-        if how == "mean":
-            count = torch.nn.functional.avg_pool1d(torch.ones_like(run), width, 1, width // 2)
-            found = torch.nn.functional.avg_pool1d(run, width, 1, width // 2) / count
-        else:
-            found = pool(run, width, 1, width // 2)
-        out[s.start : s.stop] = found[0, 0]
+        run = seen.mass[s.start : s.stop][None, None]
+        out[s.start : s.stop] = torch.nn.functional.max_pool1d(run, width, 1, width // 2)[0, 0]
     return out
 
 
@@ -99,30 +97,21 @@ def gain(seen: Seen, rows: torch.Tensor, budget: int) -> torch.Tensor:
     return torch.cat([chosen, by[~torch.isin(by, chosen)]])[:budget]
 
 
-def ours(seen: Seen) -> torch.Tensor:
-    """Today's default choice: heads, and ``query_gain``."""
-    first = heads(seen)
-    rest = seen.stale[~torch.isin(seen.stale, first)]
-    return torch.unique(torch.cat([first, gain(seen, rest, max(0, seen.budget - len(first)))]))
-
-
-def runs(width: int = 9, how: str = "max", weigh: bool = False) -> Choose:
+def runs(width: int = 9) -> Choose:
     """Rows by the attention paid to their neighbourhood."""
 
     def choose(seen: Seen) -> torch.Tensor:
-        mass = seen.mass * seen.norm if weigh else seen.mass
-        score = pooled(seen, mass, width, how) + 1e-6 * mass
+        score = pooled(seen, width) + 1e-6 * seen.mass
         return filled(seen, heads(seen), seen.budget, top(score, seen.stale, len(seen.stale)))
 
     return choose
 
 
-def mixed(share: float, width: int = 9, weigh: bool = False) -> Choose:
+def mixed(share: float, width: int = 9) -> Choose:
     """A share of the budget by neighbourhood, the rest by what tells most of others."""
 
     def choose(seen: Seen) -> torch.Tensor:
-        mass = seen.mass * seen.norm if weigh else seen.mass
-        score = pooled(seen, mass, width) + 1e-6 * mass
+        score = pooled(seen, width) + 1e-6 * seen.mass
         first = filled(seen, heads(seen), round(share * seen.budget), top(score, seen.stale, len(seen.stale)))
         rest = seen.stale[~torch.isin(seen.stale, first)]
         return torch.unique(torch.cat([first, gain(seen, rest, seen.budget - len(first))]))
@@ -130,37 +119,71 @@ def mixed(share: float, width: int = 9, weigh: bool = False) -> Choose:
     return choose
 
 
-def spans_of(seen: Seen, pattern: str = r"[.!?\n]\s*$") -> list[torch.Tensor]:
-    """The stale chunks' sentences, as rows."""
-    key = f"spans {pattern}"
-    if key not in seen.cache:
-        found = []
-        for s in seen.layout.stale:
-            start = s.start
-            for row in range(s.start, s.stop):
-                if row + 1 == s.stop or re.search(pattern, seen.texts[row]):
-                    found.append(torch.arange(start, row + 1))
-                    start = row + 1
-        seen.cache[key] = found
-    return list(seen.cache[key])
-
-
-def sentences(power: float = 0.5, weigh: bool = False, most: int = 64) -> Choose:
-    """Whole sentences, by the attention paid to them over a power of their length; the rest by neighbourhood."""
+def by_engine(config: RepairConfig) -> Choose:
+    """A strategy of the engine, at the method's budget."""
 
     def choose(seen: Seen) -> torch.Tensor:
-        mass = seen.mass * seen.norm if weigh else seen.mass
-        spans = sorted(spans_of(seen), key=lambda r: -float(mass[r].sum()) / len(r) ** power)
-        taken, left = [heads(seen)], seen.budget - len(seen.layout.stale)
-        for rows in spans:
-            if len(rows) <= min(left, most):
-                taken.append(rows)
-                left -= len(rows)
-        first = torch.unique(torch.cat(taken))
-        score = pooled(seen, mass) + 1e-6 * mass
-        return filled(seen, first, seen.budget, top(score, seen.stale, len(seen.stale)))
+        given = replace(config, recompute_ratio=seen.budget / len(seen.stale))
+        return select_rows(seen.layout, given, mass=seen.mass, likeness=seen.likeness, starts=seen.starts)
 
     return choose
+
+
+def sentences(share: float, score: Callable[[torch.Tensor], torch.Tensor], most: int = 64) -> Choose:
+    """A share of the budget for whole sentences, by a score of the attention paid to their rows; the rest by what tells most of others."""
+
+    def choose(seen: Seen) -> torch.Tensor:
+        spans, first = sentence_rows(seen.stale, seen.starts), [heads(seen)]
+        left = round(share * seen.budget)
+        for rows in sorted(spans, key=lambda r: -float(score(seen.mass[r]))):
+            if len(rows) <= min(left, most):
+                first.append(rows)
+                left -= len(rows)
+        taken = torch.unique(torch.cat(first))
+        rest = seen.stale[~torch.isin(seen.stale, taken)]
+        return torch.unique(torch.cat([taken, gain(seen, rest, seen.budget - len(taken))]))
+
+    return choose
+
+
+def peak(mass: torch.Tensor) -> torch.Tensor:
+    """Mean of the four rows with most attention."""
+    return mass.topk(min(4, len(mass))).values.mean()
+
+
+APE_TEMPERATURE, APE_SCALE = 0.9, 0.9
+
+
+@contextmanager
+def ape_attention(layout: Layout) -> Iterator[None]:
+    """Attend as APE (arXiv 2502.05431): scores of the chunks' keys over a temperature, their log-sum-exp times a scale.
+
+    Chunks stand one behind the other, as everywhere here, and not at the same positions as in the paper.
+    """
+    chunks, kept = rows_of([s for s in layout.segments if s.kind == "chunk"]), forward.ragged_attention
+
+    def attend(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, limits: Limits, *, scale: float, reach: Reach, **rest: Any
+    ) -> torch.Tensor:
+        if rest.get("mass") is not None or len(limits.hi) == layout.num_tokens:
+            return kept(q, k, v, limits, scale=scale, reach=reach, **rest)
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1)[:, :, : limits.num_keys] for x in (k, v))
+        scores = (q * scale @ k.transpose(-1, -2)).float()
+        keys, is_chunk = torch.arange(limits.num_keys), torch.zeros(limits.num_keys, dtype=torch.bool)
+        is_chunk[chunks] = True
+        lo = limits.lo(reach)
+        seen = (keys <= limits.hi[:, None]) & (keys >= (0 if lo is None else lo[:, None]))
+        inner = (scores / APE_TEMPERATURE).masked_fill(~(seen & is_chunk), -torch.inf)
+        outer = scores.masked_fill(~(seen & ~is_chunk), -torch.inf)
+        share = torch.sigmoid(APE_SCALE * inner.logsumexp(-1) - outer.logsumexp(-1))[..., None]
+        found = share * (inner.softmax(-1).nan_to_num() @ v) + (1 - share) * (outer.softmax(-1).nan_to_num() @ v)
+        return found.to(q.dtype)
+
+    forward.ragged_attention = attend
+    try:
+        yield
+    finally:
+        forward.ragged_attention = kept
 
 
 @dataclass(frozen=True)
@@ -168,31 +191,43 @@ class Method:
     """How a prompt is reused."""
 
     choose: Choose
-    encoded: str = "context"
+    encoded: str = "default"
     shift: float = 1.0
     layers: tuple[float, float] = (1 / 3, 0.8)
+    mass: str = "peak"
+    ape: bool = False
 
 
 PEERS = {
     "none": Method(none),
-    "prophetkv": Method(by_mass, "alone", 0.0, (0.0, 1.0)),
+    "prophetkv": Method(by_mass, "alone", 0.0, (0.0, 1.0), mass="sum"),
     "cacheblend": Method(by_deviation, "alone", 0.0),
     "epic": Method(by_head, "alone", 0.0),
+    "ape": Method(none, "prefix", ape=True),
 }
-IDEAS = {
-    "gain": Method(ours),
+OURS = {
+    "sentences": Method(by_engine(RepairConfig("query_sentences"))),
+    "gain": Method(by_engine(RepairConfig("query_gain"))),
+    "mass": Method(by_engine(RepairConfig("query"))),
+    "gainsum": Method(by_engine(RepairConfig("query_gain")), mass="sum"),
+    "sum": Method(by_engine(RepairConfig("query")), mass="sum"),
     "runs9": Method(runs()),
-    "runs9mean": Method(runs(how="mean")),
-    "runs5": Method(runs(5)),
-    "runs17": Method(runs(17)),
-    "runs9norm": Method(runs(weigh=True)),
     "mix50": Method(mixed(0.5)),
-    "mix75": Method(mixed(0.75)),
-    "sent": Method(sentences()),
-    "sentmean": Method(sentences(1.0)),
-    "runs9noshift": Method(runs(), shift=0.0),
-    "runs9half": Method(runs(), shift=0.5),
-    "runs9all": Method(runs(), layers=(0.0, 1.0)),
+    "mix50sum": Method(mixed(0.5), mass="sum"),
+    "mix50w17": Method(mixed(0.5, 17)),
+    "sent50": Method(sentences(0.5, peak)),
+    "sent80": Method(sentences(0.8, peak)),
+    "sent100": Method(sentences(1.0, peak)),
+    "sentmean": Method(sentences(2 / 3, torch.mean)),
+    "sentroot": Method(sentences(2 / 3, lambda mass: mass.sum() / len(mass) ** 0.5)),
+    "sentsum": Method(sentences(2 / 3, peak), mass="sum"),
+    "sentnoshift": Method(by_engine(RepairConfig("query_sentences")), shift=0.0),
+    "senthalf": Method(by_engine(RepairConfig("query_sentences")), shift=0.5),
+    "sentall": Method(by_engine(RepairConfig("query_sentences")), layers=(0.0, 1.0)),
+    "sentmid": Method(by_engine(RepairConfig("query_sentences")), layers=(0.25, 0.6)),
 }
-BEHIND_PREFIX = {f"p.{name}": replace(method, encoded="prefix") for name, method in IDEAS.items()}
-METHODS = PEERS | IDEAS | BEHIND_PREFIX
+CONTEXTS = {"p.": "prefix", "c1000.": "default:1000"}
+BEHIND = {
+    mark + name: replace(method, encoded=text) for mark, text in CONTEXTS.items() for name, method in OURS.items()
+}
+METHODS = PEERS | OURS | BEHIND

@@ -16,6 +16,7 @@ REPAIR: dict[str, RepairConfig] = {
     "none": RepairConfig(strategy="none"),
     "cacheblend": RepairConfig(strategy="hkvd", recompute_ratio=0.15, first_k=0, **PUBLISHED),
     "epic": RepairConfig(strategy="first_k", recompute_ratio=0.0, first_k=32, **PUBLISHED),
+    # Its attention is a sum over rows and heads; here it is the most of them, which chooses better rows (docs/benchmarks.md).
     "prophetkv": RepairConfig(strategy="query", recompute_ratio=0.20, first_k=0, probe_span=(0.0, 1.0), **PUBLISHED),
 }
 """Ratios and row counts as published; ``mismatch_ratio`` would repair more rows of chunks that were encoded alone."""
@@ -41,7 +42,7 @@ class KVRag:
             options["model"],
             dtype="float32",
             kv_dir=kv_dir,
-            context=options.get("context"),
+            context=options.get("context", "default"),
             repair=REPAIR[options["repair"]],
             store_config=StoreConfig(on_miss=on_miss),
         )

@@ -17,8 +17,8 @@ class KVPrefetchHandler(BaseEventHandler):
     """Loads the KV of what a retriever returns from disk into memory, in the background.
 
     It pays where something slow (a reranker, a rewritten question, a network) stands between retrieval and the answer, and does
-    nothing for a store without ``kv_dir``, which is in memory anyway. What a request does about reads that are still under way is
-    :class:`kvrag.StoreConfig`'s ``prefetch``.
+    nothing for a store without ``kv_dir``, which is in memory anyway. A request waits for reads that are still under way until
+    ``load_timeout_s`` of :class:`kvrag.StoreConfig`.
 
     Parameters
     ----------
