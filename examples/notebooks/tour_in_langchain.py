@@ -85,8 +85,8 @@ print(llm.explain(shouted))
 # %% [markdown]
 # ## How exact is it?
 #
-# One chunk right behind its own prefix is exact. So is a prompt whose every row is repaired, which costs what a full
-# prefill costs. The rest is approximate, and labelled `repaired`.
+# A prompt whose every row is repaired is exact, and costs what a full prefill costs. The rest is approximate, and
+# labelled `repaired`. (With `context=None`, one chunk right behind its own prefix is exact, too.)
 
 # %%
 ROLES = {"system": "system", "human": "user"}
@@ -130,7 +130,7 @@ for ratio in ratios:
 # %%
 figure, axes = plt.subplots(figsize=(5, 3), dpi=80)
 axes.plot([100 * ratio for ratio in ratios], distances, "o-")
-axes.axvline(3, color="grey", linestyle=":", label="default, 3%")
+axes.axvline(3, color="grey", linestyle=":", label="fast, 3%")
 axes.set(xlabel="rows repaired, %", ylabel="KL, nats per token", yscale="log", title="One prompt of four chunks")
 axes.legend()
 figure.tight_layout()
