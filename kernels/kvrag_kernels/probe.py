@@ -90,7 +90,7 @@ def _raise_to(
     scale: float,
     softcap: float,
 ) -> None:
-    """Raise ``most (H_kv, N)`` to one batch entry's probabilities, block by block; a row without keys has the total -inf and gives nothing."""
+    """Raise ``most (H_kv, N)`` to one batch entry's probabilities, block by block; a row without keys (total -inf) gives nothing."""
     heads, kv_heads = q.shape[0], k.shape[0]
     for block in limits.blocks(heads, heads // kv_heads):
         if not block.pieces:

@@ -22,7 +22,7 @@ def scores(q: torch.Tensor, k: torch.Tensor, scale: float, softcap: float) -> to
 
 
 def mass(p: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """Return the largest of probabilities ``(B, H, R, N)`` over rows and the query heads of a key head, summed over key heads: ``(B, N)``."""
+    """Return the largest of ``(B, H, R, N)`` over rows and the query heads of a key head, summed over key heads: ``(B, N)``."""
     return p.reshape(p.shape[0], kv_heads, -1, p.shape[3]).amax(dim=2).sum(dim=1)
 
 

@@ -100,7 +100,9 @@ def export_model(engine: KVRagEngine, path: str | os.PathLike[str]) -> None:
     """
     loaded, source = engine.loaded, engine.source
     if engine.context is not None:
-        raise ConfigError("this engine encodes chunks behind a context, so vLLM would load none of them; pass context=None")
+        raise ConfigError(
+            "this engine encodes chunks behind a context, so vLLM would load none of them; pass context=None"
+        )
     lm = loaded.reusable
     if lm.reuse_window < lm.context_window:
         raise UnsupportedModelError("this model's keys depend on the prompt's length, so there is no one table of them")
