@@ -122,11 +122,12 @@ def _sentences(signals: Signals) -> torch.Tensor:
     A number or a name is several tokens. With some of them repaired and others not, it is read wrong more often than with none. (SnapKV
     pools its votes for the same reason, arXiv 2404.14469.) And a question reads a fact against all sentences that are like it.
     """
-    mass, left, chosen = signals.measured["mass"], int(SENTENCES_SHARE * signals.budget), list[torch.Tensor]()
+    mass, left, chosen = signals.measured["mass"], SENTENCES_SHARE * signals.budget, list[torch.Tensor]()
     assert mass is not None
     assert signals.starts is not None
-    signals.starts[[chunk.start for chunk in signals.stale]] = True
-    sentences = sentence_rows(signals.candidates, signals.starts)
+    starts = signals.starts.clone()
+    starts[[chunk.start for chunk in signals.stale]] = True
+    sentences = sentence_rows(signals.candidates, starts)
     scores = torch.stack([mass[rows].topk(min(PEAKS, len(rows))).values.mean() for rows in sentences])
     for index in torch.argsort(scores, descending=True, stable=True).tolist():
         rows = sentences[index]
