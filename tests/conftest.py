@@ -168,7 +168,7 @@ def poisoned_memory():
         return view
 
     def returned(self, owner):
-        owner.fill_(POISON)
+        owner.numpy().fill(POISON)
         come_back(self, owner)
 
     with pytest.MonkeyPatch.context() as patch:

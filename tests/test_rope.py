@@ -17,7 +17,7 @@ def test_unrotate_inverts_rotate_at_any_rows(name):
     rows = torch.tensor([0, 1, 7, 1500, 1999])
     vectors = torch.randn(2, 5, 16)
     there = torch.zeros_like(vectors)
-    table.add_unit_rotated(there, vectors, rows)
+    table.add_unit_rotated(there, vectors, rows=rows)
     assert torch.allclose(table.unit_unrotate(there, rows), vectors, atol=1e-5)
     assert torch.allclose(there.norm(dim=-1), vectors.norm(dim=-1), atol=1e-4)
     assert torch.allclose(table.unrotate(table.rotate(vectors, rows), rows), vectors, atol=1e-5)
@@ -49,7 +49,7 @@ def test_what_is_added_to_keys_is_rotated_as_they_are(name, dtype):
             target.float()[..., turning] + table.rotate(vectors, rows)[..., turning] / table.magnitude
         )
         expected = expected.to(dtype)
-    table.add_unit_rotated(target, vectors, rows)
+    table.add_unit_rotated(target, vectors, rows=rows)
     assert torch.allclose(target.float(), expected.float(), atol=1e-5 if dtype == torch.float32 else 2**-6)
 
 
@@ -58,7 +58,7 @@ def test_yarn_keeps_its_magnitude_once():
     assert table.magnitude > 1.0
     k = torch.randn(2, 3, 16)
     there = torch.zeros_like(k)
-    table.add_unit_rotated(there, k, slice(4, 7))
+    table.add_unit_rotated(there, k, rows=slice(4, 7))
     assert torch.allclose(table.rotate(k, slice(4, 7)), there * table.magnitude, atol=1e-5)
 
 

@@ -26,7 +26,7 @@ With fewer, they would wait for ever.
 ITEMS_PER_PROCESSOR = 1.5
 """Work items aimed at per multiprocessor: the longest first, they fill the chip best, and partial results stay under 52 MiB."""
 
-PLAN_THREADS, COMBINE_THREADS = 256, 128
+PLAN_THREADS, COMBINE_THREADS, COMBINE_ROWS = 256, 128, 16
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from kvrag_kernels.geometry import COMBINE_THREADS, PLAN_THREADS, Geometry, PlanShape, plan_shape
+from kvrag_kernels.geometry import COMBINE_ROWS, COMBINE_THREADS, PLAN_THREADS, Geometry, PlanShape, plan_shape
 
 _ATTENTION = struct.Struct("12Q 11q 9i 2f 4x")
 """``struct Attention`` of ``csrc/tiles.cuh``."""
@@ -124,7 +124,8 @@ def attend(
     arguments = pack(call, shape, made)
     whole = _with_maps(module, geometry, call, arguments) if geometry.uses_tma else arguments
     module.launch(geometry.kernel, shape.max_items * kv_heads, geometry.threads, geometry.shared_bytes, whole)
-    module.launch("ragged_combine", batch * shape.tiles * kv_heads, COMBINE_THREADS, 0, arguments)
+    combining = batch * shape.tiles * kv_heads * geometry.rows // COMBINE_ROWS
+    module.launch("ragged_combine", combining, COMBINE_THREADS, 0, arguments)
     return out.transpose(1, 2), lse
 
 

@@ -224,8 +224,8 @@ def _blend(
             stitch(buffer, layout, kvs, rotary, skip=None if is_compared else selected)
     kvs.clear()  # the buffer is the second copy of the prompt's KV; don't keep a third while the model runs
     if selected is None:
-        starts = torch.tensor(plan.encoder.sentence_starts(plan.token_ids))
         with clock.stage("select"), model.turns.unless(cancel):
+            starts = torch.tensor(plan.encoder.sentence_starts(plan.token_ids)) if "sentences" in needs else None
             mass = probe(model, buffer, layout, ids, span=config.probe_span) if "mass" in needs else None
             change = None
             if "deviation" in needs:

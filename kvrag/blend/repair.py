@@ -115,10 +115,17 @@ class ResidualShift:
             return
         table = self.rotary[layer]
         change = fresh_keys[0, :, self.picked].float() - keys[0, :, self.at].float()
-        predicted = self.weights @ table.unit_unrotate(change, self.at).to(self.weights.dtype)
-        table.add_unit_rotated(keys[0, :, self.span], predicted.float(), self.span)
-        change = fresh_values[0, :, self.picked].float() - values[0, :, self.at].float()
-        values[0, :, self.span] += self.weights @ change.to(self.weights.dtype)
+        parts = [
+            table.unit_unrotate(change, self.at),
+            fresh_values[0, :, self.picked].float() - values[0, :, self.at].float(),
+        ]
+        if keys.is_cuda:  # passes over all rows cost more there than a wider product
+            parts.append(table.partner(parts[0]))
+        by_row = torch.cat(parts, dim=-1).transpose(0, 1)
+        found = (self.weights @ by_row.flatten(1).to(self.weights.dtype)).view(-1, *by_row.shape[1:]).transpose(0, 1)
+        predicted, of_values, *partner = torch.split(found, [part.shape[-1] for part in parts], dim=-1)
+        table.add_unit_rotated(keys[0, :, self.span], predicted, *partner, rows=self.span)
+        values[0, :, self.span] += of_values
 
 
 def may_shift(layout: Layout, selected: torch.Tensor | None, strength: float) -> bool:
@@ -138,6 +145,8 @@ def residual_shift(
     if not len(picked):
         return None
     picked = picked[:: -(-len(picked) // SHIFT_MAX_ROWS)]
+    if likeness.rows.is_cuda:  # tensor cores read sixteen bytes at once
+        picked = picked[: len(picked) // 8 * 8 or None]
     device, shifted = likeness.rows.device, strength * counted[likeness.span, None].float()
     picked, at, shifted = (x.to(device, non_blocking=True) for x in (picked, rows[picked], shifted))
     return ResidualShift(likeness.span, picked, at, likeness.weights(at).mul_(shifted), rotary)

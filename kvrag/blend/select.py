@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
-from kvrag.blend.layout import Layout, Segment, lay_out, num_rows_of, rows_of
+from kvrag.blend.layout import Layout, Segment, lay_out, mask_of, num_rows_of, rows_of
 from kvrag.blend.likeness import Likeness
 from kvrag.config import RepairConfig
 from kvrag.prompt.plan import Plan
@@ -40,9 +41,9 @@ LONGEST = 64
 PEAKS = 4
 """Rows of a sentence, those with most attention, whose mean it counts by."""
 
-Signal = Literal["mass", "deviation", "likeness"]
+Signal = Literal["mass", "deviation", "likeness", "sentences"]
 """``mass``: attention that the question pays to each row; ``deviation``: squared change of each row's values at the check layer;
-``likeness``: how alike rows change."""
+``likeness``: how alike rows change; ``sentences``: where sentences begin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +113,7 @@ def _telling_rows(signals: Signals) -> torch.Tensor:
     pool, device = by_mass[:POOL], likeness.rows.device
     candidates, weights = (x.to(device, non_blocking=True) for x in (pool, mass[pool]))
     chosen = likeness.most_telling(candidates, weights, count).cpu()
-    rest = by_mass[~torch.isin(by_mass, chosen)]
+    rest = by_mass[~mask_of(chosen, len(mass))[by_mass]]
     return torch.cat([chosen, rest[: signals.budget - count]])
 
 
@@ -128,14 +129,17 @@ def _sentences(signals: Signals) -> torch.Tensor:
     starts = signals.starts.clone()
     starts[[chunk.start for chunk in signals.stale]] = True
     sentences = sentence_rows(signals.candidates, starts)
-    scores = torch.stack([mass[rows].topk(min(PEAKS, len(rows))).values.mean() for rows in sentences])
+    sizes = [len(rows) for rows in sentences]
+    padded = pad_sequence([*torch.split(mass[signals.candidates], sizes)], batch_first=True)
+    peaks = padded.topk(min(PEAKS, max(sizes))).values.sum(dim=1)
+    scores = peaks / torch.tensor(sizes).clamp(max=PEAKS)
     for index in torch.argsort(scores, descending=True, stable=True).tolist():
         rows = sentences[index]
         if len(rows) <= left:
             chosen.append(rows)
             left -= len(rows)
     taken = torch.cat([signals.candidates[:0], *chosen])
-    others = signals.candidates[~torch.isin(signals.candidates, taken)]
+    others = signals.candidates[~mask_of(taken, len(mass))[signals.candidates]]
     rest = _telling_rows(replace(signals, candidates=others, budget=signals.budget - len(taken)))
     return torch.cat([taken, rest])
 
@@ -164,7 +168,7 @@ NEEDS: dict[str, frozenset[Signal]] = {
     "query": frozenset({"mass"}),
     "query_hkvd": frozenset({"mass", "deviation"}),
     "query_gain": frozenset({"mass", "likeness"}),
-    "query_sentences": frozenset({"mass", "likeness"}),
+    "query_sentences": frozenset({"mass", "likeness", "sentences"}),
 }
 """Signals to measure before the rows are chosen; mass and deviation cost a forward each."""
 
@@ -207,7 +211,7 @@ def select_rows(
     if count in (0, len(every)):
         return every[:count]
     heads = rows_of(_heads(layout, config))
-    candidates = every[~torch.isin(every, heads)]
+    candidates = every[~mask_of(heads, layout.num_tokens)[every]]
     given: dict[Signal, torch.Tensor | None] = {"mass": mass, "deviation": deviation}
     measured = {name: signal for name, signal in given.items() if name in NEEDS.get(config.strategy, ())}
     budget, ratio = min(len(candidates), count - len(heads)), effective_ratio(layout, config, len(every))

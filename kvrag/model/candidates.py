@@ -146,7 +146,7 @@ def rotations(base: torch.nn.Module, attention: torch.nn.Module, key_dim: int) -
     found = [NO_ROTATION]
     for name, make, is_complex in _tables(base, attention):
         for rotation in [complex_product] if is_complex else known:
-            found += _fitting(name, make, rotation, key_dim)
+            found += _fitting(name, make, rotation, key_dim, next(base.parameters()).device)
     return found
 
 
@@ -178,9 +178,11 @@ def _layer_types(module: torch.nn.Module) -> Sequence[str | None]:
     return sorted(set(kinds)) or [None]
 
 
-def _fitting(name: str, make: MakeTables, apply: ApplyRotary, key_dim: int) -> Iterator[Rotation]:
+def _fitting(name: str, make: MakeTables, apply: ApplyRotary, key_dim: int, device: torch.device) -> Iterator[Rotation]:
     """Yield the rotations by these tables that have the right shape: at the front of the key, or at its end."""
-    cos, sin = make(torch.arange(2))
+    cos, sin = (
+        table.cpu() for table in make(torch.arange(2, device=device))
+    )  # some leave their frequencies where they are
     magnitude = float(cos[0].abs().max())  # position 0 isn't rotated
     for width in (cos.shape[-1], 2 * cos.shape[-1]):
         if width > key_dim:

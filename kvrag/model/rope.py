@@ -91,18 +91,21 @@ class RotaryTable:
         zero, one = torch.zeros_like(self.cos[:1]), torch.ones_like(self.cos[:1])
         return self.apply(found[None], zero[None], one[None])[0]
 
-    def add_unit_rotated(self, target: torch.Tensor, vectors: torch.Tensor, rows: Index) -> None:
-        """Add ``vectors``, float32 ``(H, T, D)``, to ``target``, any dtype, in place, each rotated to its position: no magnitude."""
-        part = target[..., self.rotating]
+    def add_unit_rotated(
+        self, target: torch.Tensor, vectors: torch.Tensor, partner: torch.Tensor | None = None, *, rows: Index
+    ) -> None:
+        """Add ``vectors``, ``(H, T, D)``, to ``target`` in place, each rotated to its position: no magnitude.
+
+        ``partner`` is what :meth:`partner` returns for them; ``None``: found here.
+        """
         if self.width:
             if self._columns is None:  # a column per dimension that rotates
                 aligned = self.unit_cos, self.unit_sin
                 self._columns = aligned if self.is_aligned else spread(self.apply, *aligned, self.width)
             cos, sin = self._columns
-            if target.dtype == torch.float32:
-                part.addcmul_(cos[rows], vectors[..., self.rotating]).addcmul_(sin[rows], self.partner(vectors))
-            else:  # one rounding, not two
-                part += cos[rows] * vectors[..., self.rotating] + sin[rows] * self.partner(vectors)
+            aside = self.partner(vectors) if partner is None else partner
+            # In float32, so that 16 bits are rounded once.
+            target[..., self.rotating] += (cos[rows] * vectors[..., self.rotating]).addcmul_(sin[rows], aside)
         for fixed in (slice(0, self.start), slice(self.rotating.stop, target.shape[-1])):  # partial rotary
             if fixed.start < fixed.stop:
                 target[..., fixed] += vectors[..., fixed]

@@ -14,6 +14,7 @@ from itertools import accumulate, pairwise
 
 import torch
 
+from kvrag.buffers import copied
 from kvrag.errors import ConfigError
 from kvrag.model import CausalLM
 from kvrag.model.rows import KVBuffer, Rows
@@ -130,6 +131,8 @@ def _encode(
         layers = []
         for layer, (_, values) in enumerate(buffer.layers):
             keys = captured[layer][item, start - offset : stop - offset].transpose(0, 1)
-            layers.append(LayerKV(keys.contiguous().cpu(), values[item, :, start:stop].contiguous().cpu()))
-        found.append(ChunkKV(tuple(layers)))
+            layers.append(LayerKV(keys, values[item, :, start:stop]))
+        found.append(copied(ChunkKV(tuple(layers))))
+    if model.device.type == "cuda":
+        torch.cuda.synchronize(model.device)
     return found

@@ -28,7 +28,6 @@ import torch
 from common import RESULTS, SMALL, items, machine, model_path, small_model, write_result
 
 from kvrag import Chunk, KVRagEngine, RepairConfig, StoreConfig
-from kvrag.types import KVDtype
 
 REPAIRS = {
     "default": RepairConfig(),
@@ -36,8 +35,12 @@ REPAIRS = {
     "careful": RepairConfig.careful(),
     "unrepaired": RepairConfig(strategy="none"),
 }
-KEPT: tuple[KVDtype, ...] = ("auto", "int8")
-"""How the runs of a shape keep KV: as computed, and rounded."""
+KEPT: dict[str, dict[str, Any]] = {
+    "auto": {},
+    "int8": {"kv_dtype": "int8"},
+    "auto, on the device": {"gpu_bytes": 2**34},
+}
+"""How the runs of a shape keep KV: as computed and rounded in the host's memory, and as computed in the device's."""
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen2.5-3b": {
         "model_type": "qwen2",
@@ -214,12 +217,15 @@ class Shaped(NamedTuple):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
         return cls(shape, model, tiny_tokenizer())
 
-    def engine(self, folder: Path, kept: KVDtype) -> KVRagEngine:
-        """Make an engine with room for all in the host's memory, that keeps KV as ``kept``.
+    def engine(self, folder: Path, kept: str) -> KVRagEngine:
+        """Make an engine with room for all in the host's memory, that keeps KV as :data:`KEPT` says.
 
         Its weights are named, not hashed: that would take tens of seconds for each engine, and no other run finds this store.
         """
-        config = StoreConfig(ram_bytes=64 * 2**30, durability="cache", kv_dtype=kept, load_timeout_s=60.0)
+        options = {"ram_bytes": 64 * 2**30, "durability": "cache", "load_timeout_s": 60.0} | KEPT[kept]
+        if not torch.cuda.is_available():
+            options.pop("gpu_bytes", None)
+        config = StoreConfig(**options)
         engine = KVRagEngine.from_pretrained(
             self.model, tokenizer=self.tokenizer, kv_dir=folder / kept, repair=RepairConfig(), store_config=config
         )

@@ -9,6 +9,7 @@ import functools
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -118,7 +119,7 @@ def shift_row(device: torch.device, dtype: torch.dtype, is_dry: bool) -> dict[st
     layout = place([live, *((chunk, "chunk", False, i, False) for i in range(count)), live])  # type: ignore[list-item]
     picked = torch.rand(layout.num_tokens, generator=torch.Generator().manual_seed(0)) < 0.15
     picked[rows_of(layout.live)] = True
-    rows = picked.nonzero()[:, 0].to(device)
+    rows = picked.nonzero()[:, 0]
     fresh = torch.randn(2, 1, heads, len(rows), dim, device=device, dtype=dtype)
     buffer = model.buffer(layout.num_tokens)
     for tensors in buffer.layers:
@@ -127,6 +128,7 @@ def shift_row(device: torch.device, dtype: torch.dtype, is_dry: bool) -> dict[st
     with torch.inference_mode():
         shift = residual_shift(Likeness.of(buffer, layout), layout, rows, 1.0, model.rotary(layout.num_tokens))
         assert shift is not None
+        shift = replace(shift, weights=shift.weights.to(dtype))
 
         def run() -> None:
             for i in range(1, layers):

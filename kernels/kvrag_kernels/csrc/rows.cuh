@@ -117,14 +117,16 @@ DEV void finish(const Attention& p, Rows& w, u32 q_tile, int batch, int kv_head,
 }
 
 #define COMBINE_THREADS 128
+#define COMBINE_ROWS 16  // of a block: a warp waits for memory with each of its rows, so few each
 
 // Merge the partial results of row tiles whose keys were split, by their log-sum-exps (base 2), and apply the sinks.
 KERNEL(ragged_combine, Attention, COMBINE_THREADS, 4) {
-    const int tile = block_x() / p.kv_heads, kv_head = block_x() % p.kv_heads, lane = thread_id() & 31;
+    const int unit = block_x() / (BM / COMBINE_ROWS), begin = block_x() % (BM / COMBINE_ROWS) * COMBINE_ROWS;
+    const int tile = unit / p.kv_heads, kv_head = unit % p.kv_heads, lane = thread_id() & 31;
     const int* t = tile_of(p, tile);
     const int splits = load(t + TILE_SPLITS), slot = load(t + TILE_SLOT), batch = tile / p.tiles;
     if (splits <= 1) return;
-    for (int row = thread_id() / 32; row < BM; row += COMBINE_THREADS / 32) {
+    for (int row = begin + thread_id() / 32; row < begin + COMBINE_ROWS; row += COMBINE_THREADS / 32) {
         const Packed r = unpack(p, tile % p.tiles * BM + row, kv_head);
         if (!r.valid) continue;
         float top = -infinity(), sum = 0.0f, o[D / 32] = {};
