@@ -5,8 +5,10 @@ Torch's own allocator of pinned memory rounds sizes up to powers of two, which m
 
 from __future__ import annotations
 
+import logging
 import mmap
 import weakref
+from contextlib import suppress
 from itertools import accumulate
 
 import numpy as np
@@ -14,6 +16,8 @@ import torch
 
 from kvrag.layers import PLACE_BYTES, layer_of
 from kvrag.types import ChunkKV
+
+logger = logging.getLogger(__name__)
 
 IDLE_BYTES = 256 * 2**20  # most memory kept for reuse
 SMALL_BYTES = 64 * 1024  # less is not worth keeping
@@ -67,7 +71,13 @@ def page_locked(num_bytes: int) -> torch.Tensor:
     """
     array = np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8)
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    if int(runtime.cudaHostRegister(array.ctypes.data, num_bytes, PORTABLE)) == 0:
+    if refusal := int(runtime.cudaHostRegister(array.ctypes.data, num_bytes, PORTABLE)):
+        logger.info(
+            "CUDA locks no %d bytes of host memory (error %d): copies from there wait for the host", num_bytes, refusal
+        )
+        with suppress(RuntimeError):
+            torch.ones(1, device="cuda")  # the next launch would raise the error of the refusal
+    else:
         weakref.finalize(array, runtime.cudaHostUnregister, array.ctypes.data).atexit = False  # the driver may be gone
     return torch.from_numpy(array)
 

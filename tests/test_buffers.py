@@ -2,7 +2,6 @@
 
 import ctypes
 import gc
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -30,15 +29,19 @@ def buffers(monkeypatch):
 
 
 class Driver:
-    """Stands for the CUDA runtime: locks pages, up to a limit, and refuses to lock what is locked."""
+    """Stands for the CUDA runtime: locks pages, up to a limit, and refuses to lock what is locked.
+
+    The next launch of a kernel raises the error of a refusal.
+    """
 
     def __init__(self, limit=2**40):
-        self.locked, self.limit = {}, limit
+        self.locked, self.limit, self.error = {}, limit, 0
 
     def cudaHostRegister(self, address, num_bytes, flags):
         overlaps = any(start < address + num_bytes and address < start + size for start, size in self.locked.items())
         if overlaps or sum(self.locked.values()) + num_bytes > self.limit:
-            return 2
+            self.error = 2
+            return self.error
         assert address % 4096 == 0
         assert flags == 1
         self.locked[address] = num_bytes
@@ -47,6 +50,12 @@ class Driver:
     def cudaHostUnregister(self, address):
         ctypes.string_at(address, self.locked.pop(address))  # a crash, if it were unmapped by now
         return 0
+
+    def ones(self, size, device=None):
+        error, self.error = self.error, 0
+        if error:
+            raise RuntimeError(f"CUDA error {error}")
+        return torch.zeros(size).add_(1)
 
     def holds(self, x: torch.Tensor) -> bool:
         start = x.data_ptr()
@@ -58,6 +67,7 @@ def driver(monkeypatch):
     driver = Driver()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    monkeypatch.setattr(torch, "ones", driver.ones)
     return driver
 
 
@@ -144,10 +154,10 @@ def test_locked_pages_come_back(monkeypatch, buffers, driver):
     assert driver.locked == {}
 
 
-def test_where_no_more_can_be_locked_memory_is_pageable(monkeypatch, buffers):
-    driver = Driver(limit=150_000)
-    monkeypatch.setattr(torch, "cuda", SimpleNamespace(is_available=lambda: True, cudart=lambda: driver))
+def test_where_no_more_can_be_locked_memory_is_pageable(buffers, driver):
+    driver.limit = 150_000
     taken = [buffers.take(100_000) for _ in range(2)]
     assert len(driver.locked) == 1
     for view in taken:
         view[:] = bytes(100_000)
+    assert not driver.error, "the refusal fails no later launch"

@@ -1,6 +1,7 @@
 """The residual shift: what repaired rows say of the others, and what it leaves alone."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from kvrag.blend.layout import Layout, Segment, place, rows_of
 from kvrag.blend.likeness import Likeness
 from kvrag.blend.repair import ResidualShift, may_shift, residual_shift
 from kvrag.blend.select import select_rows
+from kvrag.model import CausalLM
 from kvrag.model.rope import NO_ROTATION, Rotations
 from kvrag.model.rows import KVBuffer, LayerShape
 from kvrag.testing.models import tiny_model
@@ -73,6 +75,28 @@ def test_rows_change_as_the_repaired_rows_do_that_are_like_them():
     assert not found[rows_of([s.head(4) for s in layout.stale])].any(), "heads change in their own way"
     assert bool((found[stale][kinds[stale] == 0] > 0.4).all()), "the first kind changed by 1"
     assert bool((found[stale][kinds[stale] == 1] < -0.4).all()), "the second by -1"
+
+
+def test_sixteen_bits_shift_keys_and_values_alike():
+    """As on a device: rotated by a wider product, not by passes over all rows."""
+    layout, model = chunks_of(40, 40), tiny_model("llama", seed=3)
+    lm, found = CausalLM(model), []
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.manual_seed(5)
+        buffer = lm.buffer(layout.num_tokens)
+        for keys, values in buffer.layers:
+            keys.normal_()
+            values.normal_()
+        rows = torch.sort(torch.cat([torch.arange(10, 22), torch.arange(55, 67), rows_of(layout.live)])).values
+        shift = residual_shift(Likeness.of(buffer, layout), layout, rows, 1.0, lm.rotary(layout.num_tokens))
+        assert shift is not None
+        shift = replace(shift, weights=shift.weights.to(dtype))
+        before = [x.clone() for x in buffer.layers[1]]
+        shift(1, *buffer.layers[1], *(torch.randn(x[:, :, rows].shape) for x in buffer.layers[1]))
+        found.append([after - x for after, x in zip(buffer.layers[1], before, strict=True)])
+    for wide, narrow in zip(*found, strict=True):
+        assert float(narrow.abs().max()) > 0.1
+        torch.testing.assert_close(wide, narrow, atol=0.02, rtol=0.02)
 
 
 def test_a_chunk_learns_from_others_and_more_from_itself():

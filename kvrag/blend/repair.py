@@ -119,7 +119,9 @@ class ResidualShift:
             table.unit_unrotate(change, self.at),
             fresh_values[0, :, self.picked].float() - values[0, :, self.at].float(),
         ]
-        if keys.is_cuda:  # passes over all rows cost more there than a wider product
+        if (
+            self.weights.dtype != torch.float32
+        ):  # on a device: passes over all rows cost more there than a wider product
             parts.append(table.partner(parts[0]))
         by_row = torch.cat(parts, dim=-1).transpose(0, 1)
         found = (self.weights @ by_row.flatten(1).to(self.weights.dtype)).view(-1, *by_row.shape[1:]).transpose(0, 1)
