@@ -83,20 +83,13 @@ def page_locked(num_bytes: int) -> torch.Tensor:
 
 
 def copied(kv: ChunkKV) -> ChunkKV:
-    """Return a copy of a chunk in one buffer, as it will lie on a device, which takes it in few pieces; raises ``MemoryError``.
-
-    Copies from a device may still be under way; the caller waits for them.
-    """
+    """Return a copy of a chunk in one buffer, as it will lie on a device, which takes it in few pieces; raises ``MemoryError``."""
     rows = [layer.tensors for layer in kv.layers]
     sizes = [-(-x.nbytes // PLACE_BYTES) * PLACE_BYTES for row in rows for x in row]
     whole = torch.frombuffer(BUFFERS.take(sum(sizes)), dtype=torch.uint8)
     places, scales = iter(accumulate(sizes, initial=0)), kv.layers[0].scales
     dtype = kv.layers[0].keys.dtype if scales is None else scales.dtype
     own = [
-        [
-            whole[(at := next(places)) : at + x.nbytes].view(x.dtype).view(x.shape).copy_(x, non_blocking=True)
-            for x in row
-        ]
-        for row in rows
+        [whole[(at := next(places)) : at + x.nbytes].view(x.dtype).view(x.shape).copy_(x) for x in row] for row in rows
     ]
     return ChunkKV(tuple([layer_of(dtype, row) for row in own]), kv.kv_dtype)

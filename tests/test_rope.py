@@ -7,6 +7,7 @@ import torch
 from kit import lm_of
 
 from kvrag.model import CausalLM
+from kvrag.model.candidates import rotations
 from kvrag.model.rows import Rows
 from kvrag.testing.models import TINY, tiny_model
 
@@ -104,3 +105,13 @@ def test_low_precision_is_rounded_once():
     k = torch.randn(2, 50, 16).bfloat16()
     exact = table.rotate(k.double().float(), slice(2900, 2950))
     assert torch.equal(table.rotate(k, slice(2900, 2950)), exact.bfloat16())
+
+
+def test_rotations_are_found_whatever_torchs_default_device_is():
+    model = tiny_model("llama")
+    attention = model.model.layers[0].self_attn
+    outside = rotations(model.model, attention, attention.head_dim)
+    with torch.device("meta"):
+        inside = rotations(model.model, attention, attention.head_dim)
+    assert [(r.name, r.width, r.start) for r in inside] == [(r.name, r.width, r.start) for r in outside]
+    assert len(inside) > 1

@@ -92,7 +92,8 @@ class Likeness:
             gain = (weight * (variance + NOISE) + told).masked_fill(taken, -torch.inf)
             rows = gain.topk(min(each, count - start)).indices
             chosen.append(rows)
-            taken[rows], weight[rows] = True, 0
+            taken.index_fill_(0, rows, True)  # an assignment would wait for the device
+            weight.index_fill_(0, rows, 0)
             known, inner = left[rows], left[rows][:, rows]
             inner.diagonal().add_(NOISE)
             left -= known.T @ solve(inner, known)

@@ -180,15 +180,13 @@ def _layer_types(module: torch.nn.Module) -> Sequence[str | None]:
 
 def _fitting(name: str, make: MakeTables, apply: ApplyRotary, key_dim: int, device: torch.device) -> Iterator[Rotation]:
     """Yield the rotations by these tables that have the right shape: at the front of the key, or at its end."""
-    cos, sin = (
-        table.cpu() for table in make(torch.arange(2, device=device))
-    )  # some leave their frequencies where they are
+    cos, sin = make(torch.arange(2, device=device))
     magnitude = float(cos[0].abs().max())  # position 0 isn't rotated
     for width in (cos.shape[-1], 2 * cos.shape[-1]):
         if width > key_dim:
             continue
         try:
-            if apply(torch.ones((1, 1, 2, width)), cos[None], sin[None]).shape != (1, 1, 2, width):
+            if apply(torch.ones((1, 1, 2, width), device=device), cos[None], sin[None]).shape != (1, 1, 2, width):
                 continue
         except (RuntimeError, ValueError, IndexError):
             continue

@@ -14,7 +14,6 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from kvrag.buffers import copied
 from kvrag.errors import ConfigError
 from kvrag.model import CausalLM
 from kvrag.model.rows import KVBuffer, Rows
@@ -126,13 +125,18 @@ def _encode(
     """Run a forward and take the KV of each run out: batch entry, first slot, one past the last one."""
     with model.capture() as captured:
         model.forward(torch.tensor(ids), rows, buffer, logits=0)
-    found, offset = [], rows.stop - captured[0].shape[1]
-    for item, start, stop in runs:
-        layers = []
-        for layer, (_, values) in enumerate(buffer.layers):
-            keys = captured[layer][item, start - offset : stop - offset].transpose(0, 1)
-            layers.append(LayerKV(keys, values[item, :, start:stop]))
-        found.append(copied(ChunkKV(tuple(layers))))
-    if model.device.type == "cuda":
-        torch.cuda.synchronize(model.device)
-    return found
+    offset = rows.stop - captured[0].shape[1]
+    found: list[list[LayerKV]] = [[] for _ in runs]
+    for layer, (_, all_values) in enumerate(buffer.layers):
+        keys, values = _on_host(captured[layer]).transpose(1, 2), _on_host(all_values)
+        for layers, (item, start, stop) in zip(found, runs, strict=True):
+            own_keys = keys[item, :, start - offset : stop - offset]
+            layers.append(LayerKV(own_keys.contiguous(), values[item, :, start:stop].contiguous()))
+    return [ChunkKV(tuple(layers)) for layers in found]
+
+
+def _on_host(x: torch.Tensor) -> torch.Tensor:
+    """Return a layer's tensor on the host: from a CUDA device with one copy to page-locked memory."""
+    if x.device.type != "cuda":
+        return x.cpu()
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x)
