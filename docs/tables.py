@@ -85,6 +85,57 @@ def ttft(result: dict[str, Any]) -> str:
     return table(header, rows) + source(result, "ttft.json" if former else f"ttft-{result['model']}.json")
 
 
+def kernels(result: dict[str, Any]) -> str:
+    """Rates of the attention kernels beside the fastest of torch's own that takes a mask; microseconds of a call in brackets."""
+
+    def cell(row: dict[str, Any], names: list[str]) -> str:
+        times = {name: row["ms"][name] for name in names if isinstance(row["ms"].get(name), float)}
+        if not times:
+            return "–"
+        name = min(times, key=times.__getitem__)
+        return f"{row['useful_tflops'][name]:.0f} ({1e3 * times[name]:,.0f})"
+
+    rows = []
+    for row in sorted(result["attention"], key=lambda row: (-row["ratio"], -row["keys"], row["shape"])):
+        masked = [name for name in row["ms"] if name.startswith("sdpa") and "mask" in name]
+        causal = [name for name in row["ms"] if name.startswith("sdpa") and "causal" in name]
+        shape = f"{row['shape'].split(' ')[0]} heads of {row['dim']}"
+        cells = [cell(row, names) for names in (["kvrag sm90"], ["kvrag mma"], masked, causal)]
+        rows.append([shape, f"{row['keys']:,}", f"{row['ratio']:.0%}", *cells])
+    header = ["shape", "keys", "rows", "`sm90`", "`mma`", "best SDPA with a mask", "best SDPA, causal"]
+    note = f"\nUseful TFLOP/s (µs of a call). An 8192³ matmul reaches {result['matmul_tflops']:.0f} TFLOP/s there, "
+    note += f"a copy on the device {result['copy_gb_s']:,.0f} GB/s. {result['device']}; torch {result['versions']['torch']}; "
+    note += f"commit {result['commit'][:10]}; all in `tests/benchmarks/results/kernels.json`.\n"
+    return table(header, rows) + note
+
+
+def kernels_stitch(result: dict[str, Any]) -> str:
+    """The stitch of all layers beside the chain of torch's own operations."""
+    rows = []
+    for codec in ("16-bit", "int8", "int8 with zeros", "int4 with zeros"):
+        ours, chain = (result["stitch"][f"{codec}, {way}"] for way in ("auto", "torch"))
+        share = f"{ours['gb_s'] / result['copy_gb_s']:.2f}"
+        rows.append([codec, f"{ours['device_ms']:.2f}", f"{ours['gb_s']:,.0f}", share, f"{chain['device_ms']:.0f}"])
+    header = ["kept as", "kernel, ms", "GB/s", "share of a copy's", "torch's operations, ms"]
+    return table(header, rows)
+
+
+def ttft_cuda(result: dict[str, Any]) -> str:
+    """Time to first token on a GPU, by how KV is kept and by length, beside what the device itself was busy."""
+    rows = []
+    for run in result["runs"]:
+        for name, row in run.get("summary", {}).items():
+            work = run["work"][name]
+            copies = sum(each["ms"] for kind, each in work["copies"].items() if "HtoD" in kind)
+            stages = [f"{row['stages_ms'].get(stage, 0):.0f}" for stage in STAGES]
+            times = [f"{row['full_ms']:.0f}", f"{row['ttft_ms']:.0f}", f"**{row['ratio']:.2f}**"]
+            busy = [f"{work['kernels_ms']:.0f}", f"{copies:.0f}"]
+            rows.append([run["kept"], f"{row['tokens']:,.0f}", name, f"{row['repaired']:.0f}", *times, *busy, *stages])
+    header = ["KV kept as", "tokens", "repair", "rows", "full prefill, ms", "kvrag, ms", "ratio"]
+    header += ["kernels, ms", "copies, ms", *STAGES]
+    return table(header, rows) + source(result, "ttft-llama-3.1-8b-cuda*.json")
+
+
 def auto(result: dict[str, Any]) -> str:
     """Time of ``auto`` beside a full prefill, by prompt length and share of stored chunks."""
     cells = {(cell["length"], cell["share"]): cell for cell in result["cells"]}
@@ -1142,6 +1193,10 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "ttft": ("ttft.json", ttft),
     "ttft-qwen-05b": ("ttft-qwen2.5-coder-0.5b.json", ttft),
     "ttft-short": ("ttft-qwen2.5-coder-0.5b.json", ttft_short),
+    "ttft-cuda": ("ttft-llama-3.1-8b-cuda.json", ttft_cuda),
+    "ttft-cuda-first": ("ttft-llama-3.1-8b-cuda-first.json", ttft_cuda),
+    "kernels": ("kernels.json", kernels),
+    "kernels-stitch": ("kernels.json", kernels_stitch),
     "auto": ("auto.json", auto),
     "quality": ("quality.json", quality),
     "quality-short": ("quality.json", quality_short),

@@ -96,7 +96,7 @@ def path() -> str:
 @pytest.mark.parametrize(
     ("capability", "expected"),
     [
-        ((9, 0), "ragged_mma (bfloat16, float16)"),
+        ((9, 0), "ragged_sm90 (bfloat16, float16)"),
         ((8, 6), "ragged_mma (bfloat16, float16)"),
         ((12, 1), "ragged_mma (bfloat16, float16)"),
         ((7, 5), "ragged_mma (float16)"),
