@@ -110,7 +110,7 @@ def kernels(result: dict[str, Any]) -> str:
 
 
 def kernels_stitch(result: dict[str, Any]) -> str:
-    """The stitch of all layers beside the chain of torch's own operations."""
+    """Set the stitch of all layers beside the chain of torch's own operations."""
     rows = []
     for codec in ("16-bit", "int8", "int8 with zeros", "int4 with zeros"):
         ours, chain = (result["stitch"][f"{codec}, {way}"] for way in ("auto", "torch"))

@@ -208,7 +208,7 @@ def _layout(engine: KVRagEngine, prompt: Any) -> Layout:
 
 def profile_file(engine: KVRagEngine) -> Path:
     """Return where the profile of an engine's model, context and rounding is kept."""
-    kv_dtype, context = engine.store_config.read_dtype, context_digest(engine.context_ids)
+    kv_dtype, context = engine.store_config.kv_dtype, context_digest(engine.context_ids)
     parts = {"model": engine.loaded.identity.portable, "context": context, "kv_dtype": kv_dtype}
     name = digest("profile", {**{key: text.encode() for key, text in parts.items()}, "version": bytes([VERSION])})
     return cache_dir() / "profiles" / f"{name}.json"

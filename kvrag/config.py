@@ -400,13 +400,8 @@ class StoreConfig:
     disk_fraction: Fraction = 1.0
     """Budget of the disk tier as a fraction of the file system's size (1: no limit); the lesser of this and ``disk_bytes`` wins."""
     kv_dtype: KVDtype = "auto"
-    """How KV is kept, on disk and in memory: ``auto`` (as computed), or rounded to ``int8``, ``fp8`` or ``int4`` (docs/quantised.md).
+    """How KV is kept, on disk and in every memory: ``auto`` (as computed), or rounded to ``int8``, ``fp8`` or ``int4`` (docs/quantised.md).
     Rounded KV is never exact, and a model that it harms is refused. An engine does not find KV of another type."""
-    ram_dtype: KVDtype | None = None
-    """How the memory tier keeps KV; ``None``: like ``kv_dtype``. ``auto``: decoded once. A rounded type above ``kv_dtype="auto"``: exact
-    KV stays on disk, and every read is rounded, from either tier."""
-    gpu_dtype: KVDtype | None = None
-    """How the tier in the accelerator's memory keeps KV; ``None``: like the tier below. Otherwise as ``ram_dtype``, above either."""
     encryption_key: Annotated[
         KeySource | None,
         BeforeValidator(_key_source),
@@ -422,20 +417,6 @@ class StoreConfig:
             raise ConfigError(f"StoreConfig.low_watermark is {self.low_watermark!r}; {wanted}")
         if self.read_only and self.on_miss == "store":
             raise ConfigError("StoreConfig.on_miss is 'store', and a read_only store takes nothing; drop one of them")
-        below = self.kv_dtype if self.ram_dtype in (None, "auto") else self.ram_dtype
-        is_decoded = self.kv_dtype != "auto" and self.ram_dtype == "auto"  # the memory tier holds no codes then
-        is_twice = self.gpu_dtype not in (None, "auto") and (is_decoded or below not in ("auto", self.gpu_dtype))
-        if is_twice or len({self.kv_dtype, self.ram_dtype} - {"auto", None}) > 1:
-            raise ConfigError(
-                f"StoreConfig.gpu_dtype is {self.gpu_dtype!r} above kv_dtype={self.kv_dtype!r} and ram_dtype={self.ram_dtype!r}; "
-                "KV is rounded once: let each tier keep 'auto' or what the tier below keeps, or keep exact KV below with 'auto'"
-            )
-
-    @property
-    def read_dtype(self) -> KVDtype:
-        """What every KV that is read from the store has been rounded to."""
-        tiers: tuple[KVDtype | None, ...] = (self.kv_dtype, self.ram_dtype, self.gpu_dtype)
-        return next((each for each in tiers if each not in (None, "auto")), None) or "auto"
 
     def __getstate__(self) -> list[Any]:
         """Refuse to be pickled with a function, which may hold a key; without it, chunks would be written unprotected."""

@@ -16,7 +16,6 @@ import torch
 from transformers import PreTrainedModel
 
 from kvrag.blend.clock import NOTABLE_S, Clock
-from kvrag.blend.quantise import convert
 from kvrag.calibrate import Profile, calibrate_repair, in_words, kept_profile
 from kvrag.config import (
     Repair,
@@ -140,7 +139,7 @@ class KVRagEngine:
         self._repair = as_config(RepairConfig, repair, option="repair")
         self.store_config = as_config(StoreConfig, store_config, option="store_config") or StoreConfig()
         check_source(source)
-        self.store: TieredStore = open_store(self.kv_dir, self.store_config, convert=convert)
+        self.store: TieredStore = open_store(self.kv_dir, self.store_config)
         self._resources = ExitStack()
         self._resources.callback(self.store.close)
         weakref.finalize(self, self._resources.close).atexit = False
@@ -151,7 +150,7 @@ class KVRagEngine:
             raise ConfigError("prefix is 'learn', and a read_only store takes nothing; pass the prefix itself")
         self._digest_of = lru_cache(maxsize=1024)(self.store.names.namespace)
         self._digest_of(namespace)
-        self._gate = Gate(self.store_config.read_dtype)
+        self._gate = Gate(self.store_config.kv_dtype)
         self._stats, self._lock, self._is_closed = EngineStats(), fork_lock(), False
         self._loaded: LoadedModel | None = None
         self.profile: tuple[str, Profile | None] = "", None  # the model's fingerprint, and what is kept for it
@@ -286,10 +285,7 @@ class KVRagEngine:
                 raise ModelError("this engine is closed; make another one with KVRagEngine.from_pretrained() or get()")
             if self._loaded is None:
                 self._loaded = load(self.source, make_encoder=PromptEncoder)
-                has_tier = on_accelerator(self.store, self._loaded.lm.device, self.store_config, convert=convert)
-                if not has_tier and self.store_config.gpu_dtype is not None:  # no tier that would round
-                    self.store_config = replace(self.store_config, gpu_dtype=None)
-                    self._gate = Gate(self.store_config.read_dtype)
+                on_accelerator(self.store, self._loaded.lm.device, self.store_config)
                 self.profile = self._loaded.fingerprint, kept_profile(self)
             return self._loaded
 

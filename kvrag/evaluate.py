@@ -181,7 +181,7 @@ def evaluate_reuse(
 def in_memory(engine: KVRagEngine) -> Iterator[KVRagEngine]:
     """Open an engine on the same model whose KV is kept in memory, until the block ends."""
     given = engine.store_config
-    memory = StoreConfig(kv_dtype=given.read_dtype, min_chunk_tokens=given.min_chunk_tokens, ram_bytes=2**62)
+    memory = StoreConfig(kv_dtype=given.kv_dtype, min_chunk_tokens=given.min_chunk_tokens, ram_bytes=2**62)
     options: dict[str, Any] = {"repair": engine.given_repair, "chat_template_kwargs": engine.chat_template_kwargs}
     own = type(engine)(engine.source, prefix=engine.prefix, context=engine.context, store_config=memory, **options)
     with closing(own):

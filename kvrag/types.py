@@ -113,7 +113,7 @@ class LayerKV:
 class ChunkKV:
     """KV of one chunk in all layers, layer 0 first; on the accelerator if it comes from the tier there, else on the host.
 
-    ``kv_dtype`` is what it was rounded to, whether the layers hold the codes or what was decoded from them.
+    ``kv_dtype`` is what it was rounded to; unless ``"auto"``, the layers hold codes.
     """
 
     layers: tuple[LayerKV, ...]

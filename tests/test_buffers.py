@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from kvrag import StoreConfig
-from kvrag.blend.quantise import convert
 from kvrag.buffers import Buffers
 from kvrag.model.rows import KVBuffer, LayerShape
 from kvrag.store import open_store
@@ -124,20 +123,19 @@ def all_locked(driver: Driver, kv: ChunkKV | None) -> bool:
     return kv is not None and all(driver.holds(x) for layer in kv.layers for x in layer.tensors)
 
 
-@pytest.mark.parametrize("options", [{}, {"encryption_key": lambda: KEY}, {"ram_dtype": "int8"}, {"ram_bytes": 0}])
+@pytest.mark.parametrize("options", [{}, {"encryption_key": lambda: KEY}, {"ram_bytes": 0}])
 @pytest.mark.usefixtures("buffers")
 def test_every_byte_of_the_hosts_tier_is_page_locked(tmp_path, driver, options):
-    """What was put, what was read, what was decrypted, and what was rounded in memory."""
+    """What was put, what was read, and what was decrypted."""
     config = StoreConfig(min_free_bytes=0, **options)
-    store = open_store(tmp_path / "kv", config, convert=convert)
+    store = open_store(tmp_path / "kv", config)
     store.put(LONG, make_kv(LONG), text=None)
     assert all_locked(driver, store.get(LONG))
     store.close()
-    store = open_store(tmp_path / "kv", config, convert=convert)
+    store = open_store(tmp_path / "kv", config)
     found = store.get(LONG)
     assert all_locked(driver, found)
-    if "ram_dtype" not in options:
-        assert same_bits(found, make_kv(LONG))
+    assert same_bits(found, make_kv(LONG))
     locked = sum(driver.locked.values())
     assert locked < 2.5 * 1.07 * make_kv(LONG).num_bytes, "two copies at most, and little waste"
     store.close()

@@ -36,13 +36,13 @@ from kvrag import (
     StoreError,
     StoreFormatError,
 )
-from kvrag.blend.quantise import convert, pack
+from kvrag.blend.quantise import pack, unpack
 from kvrag.engine import MAX_KEPT
 from kvrag.identity.fingerprint import chunk_key
 from kvrag.prompt.template import PromptEncoder
 from kvrag.testing.models import save_tiny_model, tiny_model
 from kvrag.threads import POOL
-from kvrag.types import ChunkIdentity, Hole
+from kvrag.types import ChunkIdentity, ChunkKV, Hole, LayerKV
 
 CHUNKS = make_chunks(5, words=30, seed=3)
 
@@ -396,8 +396,9 @@ def test_kv_that_is_not_the_models_is_computed(engine_of, kv_dtype, lie):
     def other(kv):
         if lie == "layers":
             return replace(kv, layers=kv.layers[:-1])
-        exact = convert(kv, "auto").map(lambda x: x[..., : x.shape[-1] // 2] if lie == "width" else x.repeat(2, 1, 1))
-        return pack(replace(exact, kv_dtype="auto"), kv_dtype)
+        read = [unpack(x, kv.num_tokens, device=torch.device("cpu"), dtype=torch.float32) for x in kv.layers]
+        exact = ChunkKV(tuple(LayerKV(*pair) for pair in read))
+        return pack(exact.map(lambda x: x[..., : x.shape[-1] // 2] if lie == "width" else x.repeat(2, 1, 1)), kv_dtype)
 
     engine.store.get_many = lambda ids, **kw: [other(kv) for kv in real(ids, **kw)]
     result = engine.prefill(ask(0, 1, 2), mode="stitch", repair=RepairConfig(strategy="all"))

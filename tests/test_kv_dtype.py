@@ -27,7 +27,7 @@ MakeEngine = Callable[..., KVRagEngine]
 
 
 def make(engine_of: MakeEngine, name: str = "llama", **options: Any) -> KVRagEngine:
-    config = {key: options.pop(key) for key in ("kv_dtype", "ram_dtype", "ram_bytes") if key in options}
+    config = {key: options.pop(key) for key in ("kv_dtype", "ram_bytes") if key in options}
     return engine_of(name, prefix="Read this.\n", store_config=StoreConfig(**config), **options)
 
 
@@ -143,26 +143,14 @@ def test_a_directory_may_hold_both(engine_of):
     assert not any(span.hit for span in make(engine_of).explain(HEAD).spans if span.kind == "chunk")
 
 
-@pytest.mark.parametrize("ram_dtype", [None, "auto"])
-def test_every_tier_gives_the_same_answer(engine_of, kv_dtype, ram_dtype):
+def test_every_tier_gives_the_same_answer(engine_of, kv_dtype):
     make(engine_of, kv_dtype=kv_dtype).precompute(CHUNKS)
-    engine = make(engine_of, kv_dtype=kv_dtype, ram_dtype=ram_dtype)
+    engine = make(engine_of, kv_dtype=kv_dtype)
     from_disk, from_memory = (engine.prefill(PROMPT, mode="stitch") for _ in range(2))
     uncached = make(engine_of, kv_dtype=kv_dtype, ram_bytes=0).prefill(PROMPT, mode="stitch")
     assert torch.equal(from_disk.logits, from_memory.logits)
     assert torch.equal(from_disk.logits, uncached.logits)
     assert from_memory.kv_dtype == kv_dtype
-
-
-def test_memory_above_exact_kv_may_round(engine_of, kv_dtype):
-    exact = make(engine_of)
-    exact.precompute(CHUNKS)
-    rounding = make(engine_of, ram_dtype=kv_dtype)
-    first, second = (rounding.prefill(HEAD, mode="stitch", repair=EXACT_HERE) for _ in range(2))
-    assert torch.equal(first.logits, second.logits), "the first read comes from disk, where the KV is exact"
-    assert (first.exactness, first.kv_dtype, second.kv_dtype) == ("repaired", kv_dtype, kv_dtype)
-    assert rounding.prefill(HEAD, mode="prefix").exactness == "full"
-    assert exact.prefill(HEAD, mode="prefix").exactness == "exact"
 
 
 def test_a_chunk_that_can_not_be_rounded_is_reported(engine_of, monkeypatch):
@@ -216,7 +204,7 @@ def test_a_model_that_does_not_tolerate_a_type_is_refused(tokenizer, tmp_path, m
     plain.close()
     monkeypatch.setattr(kvrag.precompute.quantise_check, "MAX_MEAN_KL", 1e9)
     in_memory = KVRagEngine.from_pretrained(
-        sensitive(), tokenizer=tokenizer, store_config=StoreConfig(ram_dtype="int4"), prove="off"
+        sensitive(), tokenizer=tokenizer, store_config=StoreConfig(kv_dtype="int4"), prove="off"
     )
     assert verdict.top1 < MIN_TOP1
     with pytest.raises(ConfigError, match=rf"for {verdict.top1:.0%} \(at least 80% is needed\)"):

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrag import StoreError
-from kvrag.blend.quantise import CODES, GROUP, convert, group_of, pack, parts, unpack
+from kvrag.blend.quantise import CODES, GROUP, group_of, pack, parts, unpack
 from kvrag.types import ChunkKV, LayerKV
 
 LOSSY = ("int8", "int4", "fp8")
@@ -181,24 +181,20 @@ def test_an_odd_head_dim_is_refused_by_int4_alone():
 def test_kv_is_rounded_once():
     kv = pack(ChunkKV((layer_of(torch.randn(2, 5, 8)),)), "int8")
     with pytest.raises(StoreError, match="rounded to int8 before"):
-        pack(convert(kv, "auto"), "int4")
+        pack(kv, "int4")
     assert pack(kv, "auto") is kv
-    assert convert(kv, "int8") is kv
 
 
 @pytest.mark.parametrize("kv_dtype", LOSSY)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_reading_first_or_while_stitching_gives_the_same_bits(kv_dtype, dtype):
-    """Every tier gives the same bits: a chunk may be read from its codes once, or its first rows each time."""
+def test_the_first_rows_are_read_with_the_bits_of_the_whole(kv_dtype, dtype):
+    """A stitch may take the first rows of a chunk alone."""
     kv = ChunkKV((LayerKV(outlier_keys(77, 34).to(dtype), torch.randn(3, 77, 74).to(dtype)),))
-    packed = pack(kv, kv_dtype)
-    once = convert(packed, "auto")
-    assert once.kv_dtype == kv_dtype
-    assert once.layers[0].scales is None
-    assert convert(once, "auto") is once
+    (layer,) = pack(kv, kv_dtype).layers
+    both = unpack(layer, 77, device=torch.device("cpu"), dtype=dtype)
     for rows in (1, 32, 33, 77):
-        direct = unpack(packed.layers[0], rows, device=torch.device("cpu"), dtype=dtype)
-        for part, whole in zip(direct, (once.layers[0].keys, once.layers[0].values), strict=True):
+        direct = unpack(layer, rows, device=torch.device("cpu"), dtype=dtype)
+        for part, whole in zip(direct, both, strict=True):
             assert part.dtype == dtype
             assert torch.equal(part, whole[:, :rows])
 

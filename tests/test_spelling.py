@@ -84,7 +84,7 @@ def test_an_answers_length_has_two_names():
         (SamplingConfig, {"logit_bias": "x"}, "logit_bias is 'x'; it must be a list, each a pair of a whole number"),
         (SamplingConfig, {"stop_token_ids": [3, -1]}, "stop_token_ids holds -1; it must be a whole number"),
         (SamplingConfig, {"top_k": -5}, "top_k is -5; it must be a whole number of at least -1, or None"),
-        (StoreConfig, {"gpu_dtype": "fp18"}, "did you mean 'fp8'[?] it must be one of auto, int8, int4, fp8, or None"),
+        (StoreConfig, {"kv_dtype": "fp18"}, "did you mean 'fp8'[?] it must be one of auto, int8, int4, fp8"),
         (StoreConfig, {"ram_bytes": "2 gibs"}, "ram_bytes: '2 gibs' is no size; write bytes, or a number with a unit"),
         (StoreConfig, {"shared": 5}, "shared is 5; it must be a string, or None"),
     ],

@@ -31,20 +31,6 @@ LARGEST_CODE = {"int8": 127, "int4": 7, "fp8": 448}
 LARGEST_SCALE = torch.finfo(torch.float16).max
 
 
-def convert(kv: ChunkKV, kv_dtype: KVDtype) -> ChunkKV:
-    """Return a chunk kept as ``kv_dtype``, or the chunk itself where it is; for ``"auto"``, codes are unpacked.
-
-    Raises
-    ------
-    StoreError
-        As :func:`pack`.
-    """
-    is_packed = kv.layers[0].scales is not None
-    if kv_dtype == "auto":
-        return ChunkKV(tuple(map(_unpacked, kv.layers)), kv.kv_dtype) if is_packed else kv
-    return kv if is_packed else pack(kv, kv_dtype)
-
-
 def pack(kv: ChunkKV, kv_dtype: KVDtype) -> ChunkKV:
     """Round a chunk, as computed in float32, float16 or bfloat16 and on any device, to codes; ``"auto"`` returns it as it is.
 
@@ -148,11 +134,6 @@ def unpack(
     group = group_of(floats.shape[2]) if values.dtype == torch.uint8 else floats.shape[2]
     value_scales = _spread(moved[2][:, :num_rows], group, 2, floats.shape[2])
     return torch.addcmul(zeros, _floats(keys), key_scales).to(dtype), (floats * value_scales).to(dtype)
-
-
-def _unpacked(layer: LayerKV) -> LayerKV:
-    assert layer.scales is not None
-    return LayerKV(*unpack(layer, layer.keys.shape[1], device=layer.keys.device, dtype=layer.scales.dtype))
 
 
 def _floats(codes: torch.Tensor) -> torch.Tensor:

@@ -42,7 +42,7 @@ from kvrag.prompt.tokenizer import given_ids
 from kvrag.prompt.tools import TEXT
 from kvrag.store import TieredStore
 from kvrag.threads import Deadline, fork_lock
-from kvrag.types import Accounting, Explanation, GenerationResult, KVDtype, Missed, MissedChunk, TextEntry, TokenLogprob
+from kvrag.types import Accounting, Explanation, GenerationResult, Missed, MissedChunk, TextEntry, TokenLogprob
 
 logger = logging.getLogger(__name__)
 Counted = TypeVar("Counted", bound=Accounting)
@@ -72,11 +72,10 @@ class Answering:
     costs: CostModel = field(init=False)
     _lock: threading.RLock = field(default_factory=fork_lock)
     _spans: dict[str, tuple[SpanIndex, int]] = field(default_factory=dict)
-    _read_dtype: KVDtype = field(init=False)
     _context: str = field(init=False)
 
     def __post_init__(self) -> None:
-        self._read_dtype, self._context = self.store_config.read_dtype, context_digest(self.context_ids)
+        self._context = context_digest(self.context_ids)
         self.costs, self.histories = CostModel(self.loaded), Histories(self.store_config.history_bytes)
 
     def close(self) -> None:
@@ -119,7 +118,6 @@ class Answering:
             ),
             prefixes=request.prefixes,
             min_chunk_tokens=config.min_chunk_tokens,
-            read_dtype=self._read_dtype,
         )
         if isinstance(loaded.lm, PlainLM):
             return plan.without_reuse(loaded.lm.refusal)

@@ -170,13 +170,12 @@ def plan_prompt(
     lookup: Lookup,
     prefixes: Sequence[str],
     min_chunk_tokens: int,
-    read_dtype: KVDtype = "auto",
 ) -> Plan:
     """Cut a prompt into pieces and look every chunk up.
 
     ``chat``: how chat messages are rendered.
     ``prefixes``: texts that chunks were encoded behind; the longest one that the prompt starts with is kept apart from what follows it.
-    Chunks shorter than ``min_chunk_tokens`` are live text. ``read_dtype``: what KV has been rounded to when it is read.
+    Chunks shorter than ``min_chunk_tokens`` are live text.
 
     Raises
     ------
@@ -199,7 +198,7 @@ def plan_prompt(
     planned = [piece for piece in draft.planned(finder) if piece.ids]
     if not planned:
         raise InputError("the prompt has no tokens; pass some text")
-    return Plan(tuple(planned), encoder, read_dtype, lookup.deadline.fault)
+    return Plan(tuple(planned), encoder, lookup.kv_dtype, lookup.deadline.fault)
 
 
 def plan_ids(ids: Sequence[int], encoder: PromptEncoder, chat: Chat = PLAIN) -> Plan:

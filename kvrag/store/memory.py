@@ -12,7 +12,6 @@ import torch
 
 from kvrag.buffers import copied
 from kvrag.config import Retention
-from kvrag.errors import StoreError
 from kvrag.identity.fingerprint import chunk_key
 from kvrag.layers import own_kv
 from kvrag.store.base import EventType, Listener, StoreEvent, StoreStats
@@ -60,20 +59,11 @@ class MemoryTier:
     ----------
     max_bytes, name, device
         The budget, what statistics and events call the tier, and where the tensors are.
-    convert
-        Changes how chunks are kept, and so how they are given; raises ``StoreError`` if it can't. ``None``: as they come.
     """
 
-    def __init__(
-        self,
-        max_bytes: int,
-        *,
-        name: str = "host",
-        device: torch.device | str = "cpu",
-        convert: Callable[[ChunkKV], ChunkKV] | None = None,
-    ) -> None:
+    def __init__(self, max_bytes: int, *, name: str = "host", device: torch.device | str = "cpu") -> None:
         self.max_bytes, self.name, self.device = max_bytes, name, torch.device(device)
-        self._convert, self.listeners, self.reads = convert, list[Listener](), Reads(max_bytes)
+        self.listeners, self.reads = list[Listener](), Reads(max_bytes)
         self._lock, self._entries = fork_lock(), dict[ChunkKey, _Entry]()
         self._num_bytes = self._hits = self._misses = self._now = 0
         self.epoch = 0
@@ -109,13 +99,12 @@ class MemoryTier:
         the chunk was read, the chunk may have been erased, and is not kept.
         """
         try:
-            given = kv if self._convert is None else self._convert(kv)
-            num_bytes, is_new = given.num_bytes, reason == "put"
+            given, num_bytes, is_new = kv, kv.num_bytes, reason == "put"
             if self.device.type != "cpu":
-                given = own_kv(given, device=self.device, copy=is_new)
-            elif (is_new or given is not kv) and num_bytes <= self.max_bytes:  # what was read lies in such memory
-                given = copied(given)
-        except (StoreError, RuntimeError, MemoryError) as error:  # memory is short, or the type can't hold it
+                given = own_kv(kv, device=self.device, copy=is_new)
+            elif is_new and num_bytes <= self.max_bytes:  # what was read lies in such memory
+                given = copied(kv)
+        except (RuntimeError, MemoryError) as error:  # memory is short
             log.debug("a chunk is not kept in the tier %s: %s", self.name, error)
             return kv
         key = chunk_key(identity)

@@ -36,7 +36,7 @@ from kvrag.store.redis import RedisBlobs
 from kvrag.store.tiers import TieredStore
 from kvrag.store.worth import Budget
 from kvrag.threads import fork_lock
-from kvrag.types import ChunkKey, ChunkKV, KVDtype
+from kvrag.types import ChunkKey
 
 log = logging.getLogger(__name__)
 
@@ -46,8 +46,6 @@ OWN = (FORMAT_FILE, OBJECTS, TMP, *["lock", "catalog", "index", "references", "q
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 OBJECT_STORES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "file", "memory")
-Convert = Callable[[ChunkKV, KVDtype], ChunkKV]
-"""Returns a chunk kept as a type: :func:`kvrag.blend.quantise.convert`."""
 
 L = TypeVar("L", int, int | None)
 
@@ -57,16 +55,12 @@ _shared: dict[object, _Parts] = {}
 """What the stores of one directory share, as long as one of them is open."""
 _users = Counter[object]()
 _above: WeakValueDictionary[object, MemoryTier] = WeakValueDictionary()
-"""Tiers of accelerators, by catalog, device, budget and type."""
+"""Tiers of accelerators, by catalog, device and budget."""
 _lock = fork_lock()
 
 
-def open_store(
-    kv_dir: str | os.PathLike[str] | None, config: StoreConfig, *, convert: Convert | None = None
-) -> TieredStore:
+def open_store(kv_dir: str | os.PathLike[str] | None, config: StoreConfig) -> TieredStore:
     """Open the store of an engine in a directory, in memory, or at an address that machines share, for as long as it is open.
-
-    ``convert`` is needed for ``ram_dtype``.
 
     Stores of this process with the same directory, key and memory budget share one catalog and one memory tier. They are released when the
     last one is closed. Raises ``ConfigError`` and ``MissingDependencyError`` about the key or ``shared``, ``StoreFormatError`` if a newer
@@ -78,15 +72,13 @@ def open_store(
             "StoreConfig.shared has no effect without a directory for copies; pass one as kv_dir, or leave shared out"
         )
     if kv_dir is None:
-        if config.ram_dtype not in (None, config.kv_dtype):
-            log.warning("ram_dtype changes nothing without kv_dir: chunks are kept as kv_dtype=%r", config.kv_dtype)
         catalog = Catalog(None, keys, may_have_blobs=lambda: False)
         return TieredStore([], MemoryBlobs(), catalog, config, keys=keys, budget=Budget(ram, 0, 1.0, 1.0))
     if "://" in str(kv_dir) or config.shared is not None:
-        return _open_shared(kv_dir, config, keys, MemoryTier(ram, convert=converter(convert, config.ram_dtype)))
+        return _open_shared(kv_dir, config, keys, MemoryTier(ram))
     root = Path(os.path.abspath(kv_dir))
     read_only = prepare(root, config)
-    key = (os.path.realpath(root), keys.cipher, read_only, config.durability, ram, config.ram_dtype)
+    key = (os.path.realpath(root), keys.cipher, read_only, config.durability, ram)
     durable, folder = config.durability == "durable", root / (f"catalog-{keys.id}" if keys.id else "catalog")
 
     def open_parts() -> _Parts:
@@ -95,7 +87,7 @@ def open_store(
             blobs.sweep()
         has_blobs = (root / OBJECTS).is_dir
         catalog = Catalog(folder, keys, read_only=read_only, durable=durable, may_have_blobs=has_blobs)
-        return MemoryTier(ram, convert=converter(convert, config.ram_dtype)), blobs, catalog
+        return MemoryTier(ram), blobs, catalog
 
     host, blobs, catalog = _join(key, open_parts)
     return TieredStore(
@@ -109,7 +101,7 @@ def _open_shared(kv_dir: str | os.PathLike[str], config: StoreConfig, keys: Keys
     url = address(kv_dir if root is None else config.shared)
     if root is not None and prepare(root, config):
         raise StoreError(f"{root} can't be written to; name a directory for copies of the shared KV store, or none")
-    key = (url, root and os.path.realpath(root), keys.cipher, config.read_only, host.max_bytes, config.ram_dtype)
+    key = (url, root and os.path.realpath(root), keys.cipher, config.read_only, host.max_bytes)
 
     def open_parts() -> _Parts:
         blobs, journal = open_url(url, OBJECTS), f"journal{keys.id and '-'}{keys.id}"
@@ -178,30 +170,17 @@ def _leave(key: object) -> bool:
         return is_last
 
 
-def on_accelerator(
-    store: TieredStore, device: torch.device, config: StoreConfig, *, convert: Convert | None = None
-) -> bool:
+def on_accelerator(store: TieredStore, device: torch.device, config: StoreConfig) -> bool:
     """Put a tier in the memory of an accelerator above a store; ``False`` where there is none, or no budget for one.
 
-    Stores of one directory share it. ``config`` and ``convert`` are as for :func:`open_store`.
+    Stores of one directory share it. ``config`` is as for :func:`open_store`.
     """
     budget = device_budget(config.gpu_bytes, config.gpu_fraction, device)
-    kv_dtype = None if config.gpu_dtype in (None, config.ram_dtype or config.kv_dtype) else config.gpu_dtype
-    key = (store.catalog, device, budget, kv_dtype)
     if budget:
-        above = MemoryTier(budget, name="gpu", device=device, convert=converter(convert, kv_dtype))
+        above = MemoryTier(budget, name="gpu", device=device)
         with _lock:
-            store.put_above(_above.setdefault(key, above))
+            store.put_above(_above.setdefault((store.catalog, device, budget), above))
     return budget > 0
-
-
-def converter(convert: Convert | None, kv_dtype: KVDtype | None) -> Callable[[ChunkKV], ChunkKV] | None:
-    """Return what changes chunks to a type; ``None`` where they stay as they come."""
-    if kv_dtype is None:
-        return None
-    if convert is None:
-        raise StoreError(f"chunks can't be kept as {kv_dtype} in memory here; open the store with convert=")
-    return lambda kv: convert(kv, kv_dtype)
 
 
 def prepare(root: Path, config: StoreConfig) -> bool:

@@ -23,7 +23,7 @@ from kvrag.types import ChunkKey
 class TieredStore(Writer):
     """Chunks in memory tiers above blobs. Safe to use from several threads; blobs and catalog may be shared with other processes.
 
-    Every tier gives the same bits for the same key, but for what a tier rounds. What any process erases is not answered from memory.
+    Every tier gives the same bits for the same key. What any process erases is not answered from memory.
 
     Parameters
     ----------

@@ -19,7 +19,7 @@ from common import items, machine, means, parser, small_engine, write_result
 
 from kvrag import RepairConfig
 from kvrag.blend.layout import Layout
-from kvrag.blend.quantise import convert, pack
+from kvrag.blend.quantise import pack, unpack
 from kvrag.blend.stitch import stitch
 from kvrag.model.rope import Rotations
 from kvrag.precompute.quantise_check import judge
@@ -72,12 +72,17 @@ def distances(
 
 def element_errors(kv: ChunkKV, kv_dtype: KVDtype) -> dict[str, float]:
     """Root mean square error of keys and of values, relative to their own root mean square, mean over layers."""
-    read = convert(pack(kv, kv_dtype), "auto").layers
-    pairs = [(a, b) for a, b in zip(kv.layers, read, strict=True)]
+    pairs = list(zip(kv.layers, read_again(kv, kv_dtype), strict=True))
     return {
-        "keys": sum(relative(a.keys, b.keys) for a, b in pairs) / len(pairs),
-        "values": sum(relative(a.values, b.values) for a, b in pairs) / len(pairs),
+        "keys": sum(relative(layer.keys, keys) for layer, (keys, _) in pairs) / len(pairs),
+        "values": sum(relative(layer.values, values) for layer, (_, values) in pairs) / len(pairs),
     }
+
+
+def read_again(kv: ChunkKV, kv_dtype: KVDtype) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Keys and values of each layer, rounded to a type and read from its codes."""
+    like, packed = kv.layers[0].keys, pack(kv, kv_dtype)
+    return [unpack(layer, kv.num_tokens, device=like.device, dtype=like.dtype) for layer in packed.layers]
 
 
 def relative(x: torch.Tensor, found: torch.Tensor) -> float:
@@ -91,8 +96,8 @@ def outlier_errors() -> dict[str, dict[str, float]]:
     keys[..., :OUTLIERS] *= TIMES_LARGER
     out = {}
     for kv_dtype in TYPES:
-        read = convert(pack(ChunkKV((LayerKV(keys, keys),)), kv_dtype), "auto").layers[0]
-        ours, swapped = (relative(keys[..., OUTLIERS:], x[..., OUTLIERS:]) for x in (read.keys, read.values))
+        (read,) = read_again(ChunkKV((LayerKV(keys, keys),)), kv_dtype)
+        ours, swapped = (relative(keys[..., OUTLIERS:], x[..., OUTLIERS:]) for x in read)
         out[kv_dtype] = {"ours": ours, "swapped": swapped}  # values are rounded token by token: keys there are swapped
     return out
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from kvrag.blend.quantise import convert
+from kvrag.blend.quantise import pack
 from kvrag.config import StoreConfig
 from kvrag.identity.fingerprint import chunk_key
 from kvrag.store import TieredStore, open_store
@@ -85,7 +85,7 @@ class Kind:
 
     def kv(self, identity: ChunkIdentity) -> ChunkKV:
         """Its KV."""
-        return convert(make_kv(identity), self.kv_dtype)
+        return pack(make_kv(identity), self.kv_dtype)
 
     def put(self, store: TieredStore, number: int, **options: Any) -> int:
         """Store a chunk under a text and a document of its own."""

@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors import safe_open
-from stores import CHUNKS, EVERY_KEY, KVS, PATIENT_S, config_of, path_of
+from stores import CHUNKS, EVERY_KEY, KVS, PATIENT_S, path_of
 
-from kvrag.blend.quantise import convert, pack
+from kvrag.blend.quantise import pack
 from kvrag.errors import StoreError
 from kvrag.identity.fingerprint import chunk_key, content_key
-from kvrag.store import open_store
+from kvrag.store import MemoryTier, on_accelerator
 from kvrag.store.check import copy, fsck
 from kvrag.testing.chunks import make_text, same_bits
 from kvrag.types import ChunkKV, LayerKV
@@ -34,20 +34,6 @@ def rounded(kv_dtype):
     return pack(KV, kv_dtype)
 
 
-@pytest.fixture
-def kept(root):
-    """Opens stores that may change how memory keeps chunks."""
-    stores = []
-
-    def open_(directory=root, **options):
-        stores.append(open_store(directory, config_of(**options), convert=convert))
-        return stores[-1]
-
-    yield open_
-    for store in stores:
-        store.close()
-
-
 @pytest.mark.parametrize("in_memory", [True, False])
 @pytest.mark.parametrize("key", EVERY_KEY)
 def test_what_was_put_comes_back_bit_for_bit(opened, root, kv_dtype, rounded, in_memory, key):
@@ -61,6 +47,29 @@ def test_what_was_put_comes_back_bit_for_bit(opened, root, kv_dtype, rounded, in
     if not in_memory:
         again = opened(key=key, ram_bytes=0)
         assert same_bits(again.get_many([identity], timeout_s=PATIENT_S)[0], rounded)
+
+
+@pytest.mark.parametrize("budget", [0, 2**20])
+def test_a_tier_above_gives_the_same_bits(store, kv_dtype, rounded, budget):
+    store.put_above(MemoryTier(budget, name="gpu"))
+    identity = identity_of(kv_dtype)
+    store.put(identity, rounded, text=None)
+    for _ in range(3):
+        assert same_bits(store.get(identity), rounded)
+        assert same_bits(store.get_many([identity], timeout_s=PATIENT_S)[0], rounded)
+    assert store.stats()["gpu"].num_bytes == (rounded.num_bytes if budget else 0)
+
+
+def test_a_tier_on_an_accelerator_gives_kv_as_it_is_kept(store, kv_dtype, rounded):
+    config = replace(store.config, gpu_bytes=2**20, gpu_fraction=1.0)
+    assert on_accelerator(store, torch.device("meta"), config)
+    store.put(identity_of(kv_dtype), rounded, text=None)
+    found = store.get(identity_of(kv_dtype))
+    assert found.kv_dtype == kv_dtype
+    for layer, given in zip(found.layers, rounded.layers, strict=True):
+        for x, y in zip(layer.tensors, given.tensors, strict=True):
+            assert (x.dtype, x.shape, x.device.type) == (y.dtype, y.shape, "meta")
+    assert store.stats()["gpu"].num_bytes == rounded.num_bytes
 
 
 def test_rounded_and_exact_kv_of_a_chunk_are_two_chunks(store, kv_dtype, rounded):
@@ -81,7 +90,7 @@ def test_kv_must_be_kept_as_its_identity_says(store, opened, kv_dtype, rounded):
         (identity_of(kv_dtype), KV),
         (identity_of(other), rounded),
         (identity_of(other), ChunkKV(rounded.layers, other)),
-        (identity_of(kv_dtype), convert(rounded, "auto")),
+        (identity_of(kv_dtype), ChunkKV(KV.layers, kv_dtype)),
         (ME, ChunkKV(rounded.layers)),
     ):
         for each in (store, opened(None)):
@@ -141,50 +150,3 @@ def test_the_tools_know_rounded_chunks(store, opened, tmp_path, kv_dtype, rounde
     target = opened(tmp_path / "target")
     assert copy(store, target) == (1, 0, 0)
     assert same_bits(target.get(identity), rounded)
-
-
-# -- memory tiers that keep chunks otherwise -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("ram_bytes", [0, 2**20])
-def test_memory_may_keep_what_was_read_from_codes(kept, kv_dtype, rounded, ram_bytes):
-    store = kept(ram_dtype="auto", kv_dtype=kv_dtype, ram_bytes=ram_bytes)
-    store.put(identity_of(kv_dtype), rounded, text=None)
-    for _ in range(3):
-        found = store.get(identity_of(kv_dtype))
-        assert same_bits(found, convert(rounded, "auto"))
-        assert found.kv_dtype == kv_dtype, "what was rounded stays so, however it is kept"
-
-
-@pytest.mark.parametrize("ram_bytes", [0, 2**20])
-def test_memory_may_round_what_stays_exact_on_disk(kept, kv_dtype, rounded, ram_bytes):
-    """Every read gives the same bits, from whichever tier: what is read from disk is rounded too."""
-    store = kept(ram_dtype=kv_dtype, ram_bytes=ram_bytes)
-    assert store.put(ME, KV, text=None) == KV.num_bytes
-    for _ in range(3):
-        assert same_bits(store.get(ME), rounded)
-        assert same_bits(store.get_many([ME], timeout_s=PATIENT_S)[0], rounded)
-    assert store.stats()["host"].num_bytes == (rounded.num_bytes if ram_bytes else 0)
-    store.close()
-    assert same_bits(kept().get(ME), KV)
-
-
-def test_a_store_in_memory_alone_says_that_it_does_not_round(kept, kv_dtype, caplog):
-    store = kept(None, ram_dtype=kv_dtype)
-    store.put(ME, KV, text=None)
-    assert same_bits(store.get(ME), KV)
-    assert "ram_dtype changes nothing" in caplog.text
-
-
-def test_what_memory_can_not_round_is_given_as_it_is(kept):
-    huge = ChunkKV((LayerKV(*(torch.tensor([1e30, -1e30, 1.0]).reshape(1, 3, 1),) * 2),))
-    store = kept(ram_dtype="int8")
-    assert store.put(ME, huge, text=None) == huge.num_bytes
-    for _ in range(2):
-        assert same_bits(store.get(ME), huge)
-    assert store.stats()["host"].chunks == 0
-
-
-def test_a_store_that_can_not_convert_says_so(opened):
-    with pytest.raises(StoreError, match="convert="):
-        opened(ram_dtype="int8")

@@ -129,14 +129,15 @@ def test_the_uppermost_tier_is_given_up_for_its_memory(tiers):
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError("no room")])
 @pytest.mark.parametrize("where", ["read", "put"])
 def test_a_tier_without_memory_costs_no_answer(tiers, monkeypatch, error, where):
-    store, gpu, host, _ = tiers()
+    store, gpu, *_ = tiers()
 
     def full(*args, **options):
         raise error
 
     if where == "read":
         fill(store, 0)
-    monkeypatch.setattr(gpu if where == "read" else host, "_convert", full)
+        gpu.device = torch.device("meta")
+    monkeypatch.setattr(memory, "own_kv" if where == "read" else "copied", full)
     assert where == "read" or put(store, 0) == SIZE
     assert same_bits(store.get(CHUNKS[0]), KVS[0])
     assert held(gpu) == ([0] if where == "put" else [])
