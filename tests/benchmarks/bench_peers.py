@@ -1,10 +1,11 @@
-"""Peers in one run: transformers, KVBoost, llama.cpp, published methods and kvrag answer the same prompts, each in its own process.
+"""Peers in one run: transformers, vLLM, KVBoost, llama.cpp, published methods and kvrag answer the same prompts, each in its own process.
 
 All processes are up from the start, and take turns in an order drawn anew for each prompt; everyone has the same number of threads and the
 same token ids. Measured: wall and CPU seconds to the first token, reuse, KL and top-1 agreement at the first token against
 transformers' full prefill, token F1 where there are gold answers, memory, and after how many requests an index has paid.
 
     KVRAG_EVAL_DATA=... python tests/benchmarks/bench_peers.py [--quick] [--threads 2] [--only NAME ...]
+    KVRAG_EVAL_MODELS=... python tests/benchmarks/bench_peers.py --model qwen2.5-coder-0.5b --workloads rag chat
 
 Foreign peers get virtual environments in ``$KVRAG_PEERS`` (default ``~/.cache/kvrag-peers``) at first use. Who can't run
 is in the JSON with the reason.
@@ -24,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 from bench_quality import token_f1
-from common import RESULTS, eval_data, machine, parser, small_model, write_result
+from common import RESULTS, eval_data, machine, model_path, parser, small_model, write_result
 from peers.environments import FOREIGN, Peer, UnavailableError, Worker
 from peers.workloads import Prompt, Words, Workload, all_workloads
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -42,16 +43,27 @@ PEERS = [
         for s in ("none", "selective", "cacheblend")
     ),
     Peer("llama.cpp, prompt cache", "worker_llamacpp.py", {}, "llamacpp"),
+    Peer("vLLM, prefix cache", "worker_vllm.py", {}, "vllm"),
     Peer("CacheBlend, 15%", KVRAG, {"repair": "cacheblend", **ALONE}, index="alone"),
     Peer("EPIC, 32 rows", KVRAG, {"repair": "epic", **ALONE}, index="alone"),
     Peer("ProphetKV, 20%", KVRAG, {"repair": "prophetkv", **ALONE}, index="alone"),
     Peer("kvrag, the default", KVRAG, {"repair": "default"}, index="context"),
+    Peer("kvrag, fast", KVRAG, {"repair": "fast"}, index="context"),
     Peer("kvrag, 10%", KVRAG, {"repair": "10%"}, index="context"),
     Peer("kvrag, unrepaired behind a context", KVRAG, {"repair": "none"}, index="context"),
     Peer("kvrag, stored at first use", KVRAG, {"repair": "default", "on_miss": "store"}, index="first use"),
 ]
 NOT_COMPARED = ("llama.cpp, prompt cache",)
 """Computes with quantised weights and activations: its distance from float32 says nothing about reuse."""
+LARGE = (
+    "transformers, prefix cache",
+    "vLLM, prefix cache",
+    "KVBoost, cacheblend",
+    "CacheBlend, 15%",
+    "kvrag, the default",
+    "kvrag, fast",
+)
+"""Who takes part beside the full prefill with a larger model, which is in memory once for each."""
 COUNTS = {"rag": 12, "chat": 6, "shots": 6, "code": 6}
 QUICK = {"rag": 2, "chat": 2, "shots": 1, "code": 1}
 ANSWER_TOKENS = 10
@@ -89,8 +101,9 @@ def ids_of(prompt: Prompt, encoder: PromptEncoder) -> list[int]:
 class Run:
     """The workers that are up, and what they measured."""
 
-    def __init__(self, peers: Sequence[Peer], threads: int, folder: Path, seed: int) -> None:
-        self.model, self.threads, self.folder = float32_model(folder / "model"), threads, folder
+    def __init__(self, peers: Sequence[Peer], threads: int, folder: Path, seed: int, model: str | None) -> None:
+        self.model = Path(model_path(model)) if model else float32_model(folder / "model")
+        self.threads, self.folder = threads, folder
         self.rng = random.Random(seed)
         self.words, self.encoder = words_of(self.model)
         self.head = self.words.render([{"role": "user", "content": "\0"}]).partition("\0")[0]
@@ -250,16 +263,20 @@ def main() -> None:
         "--quick", action="store_true", help="few short prompts, to see that all works; no JSON without --out"
     )
     options.add_argument("--only", nargs="+", choices=[p.name for p in PEERS], help="peers besides the full prefill")
+    options.add_argument("--model", help="a folder of $KVRAG_EVAL_MODELS, in float32, instead of SmolLM2")
+    options.add_argument("--workloads", nargs="+", choices=list(COUNTS), default=list(COUNTS))
     args = options.parse_args()
     torch.set_num_threads(args.threads)
     where = machine()
-    peers = [p for p in PEERS if not args.only or p.name in (FULL, *args.only)]
+    only = args.only or (LARGE if args.model else [p.name for p in PEERS])
+    peers = [p for p in PEERS if p.name in (FULL, *only)]
     folder = Path(tempfile.mkdtemp(prefix="kvrag-peers-"))
     try:
-        run = Run(peers, args.threads, folder, args.seed)
-        counts = QUICK if args.quick else COUNTS
+        run = Run(peers, args.threads, folder, args.seed, args.model)
+        counts = {name: n for name, n in (QUICK if args.quick else COUNTS).items() if name in args.workloads}
         todo = all_workloads(eval_data(), run.words, counts, args.seed, is_short=args.quick)
-        about = {"machine": where, "model": "SmolLM2-135M-Instruct, float32 from Q4_1; llama.cpp: the Q4_1 file itself"}
+        shown = "SmolLM2-135M-Instruct, float32 from Q4_1; llama.cpp: the Q4_1 file itself"
+        about = {"machine": where, "model": f"{args.model}, float32" if args.model else shown}
         about |= {"threads": args.threads, "seed": args.seed, "counts": counts, "packages": FOREIGN}
         found = dict[str, Any]()
         for workload in todo:
@@ -267,7 +284,11 @@ def main() -> None:
             show(workload.name, found[workload.name])
             if not args.quick or args.out != RESULTS:
                 result = {**about, "missing": run.missing, "workloads": found}
-                print("written:", write_result("peers", result, args.out).name, flush=True)
+                print(
+                    "written:",
+                    write_result(f"peers-{args.model}" if args.model else "peers", result, args.out).name,
+                    flush=True,
+                )
         run.close()
     finally:
         shutil.rmtree(folder, ignore_errors=True)

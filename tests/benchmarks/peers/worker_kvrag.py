@@ -12,6 +12,7 @@ from kvrag import Chunk, KVRagEngine, RepairConfig, StoreConfig
 PUBLISHED: dict[str, Any] = {"shift": 0.0, "mismatch_ratio": 0.0}
 REPAIR: dict[str, RepairConfig] = {
     "default": RepairConfig(),
+    "fast": RepairConfig.fast(),
     "10%": RepairConfig(recompute_ratio=0.10),
     "none": RepairConfig(strategy="none"),
     "cacheblend": RepairConfig(strategy="hkvd", recompute_ratio=0.15, first_k=0, **PUBLISHED),

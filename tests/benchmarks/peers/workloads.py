@@ -178,11 +178,12 @@ def functions() -> list[str]:
 def all_workloads(
     data: list[dict[str, Any]], words: Words, counts: dict[str, int], seed: int, *, is_short: bool = False
 ) -> list[Workload]:
-    """Make every workload, with so many prompts each; short ones have three chunks each, and measure nothing."""
+    """Make the workloads of ``counts``, with so many prompts each; short ones have three chunks each, and measure nothing."""
     rag, shots, functions_each = (3, 3, 3) if is_short else (7, 10, 8)
-    return [
-        reordered_rag(data, words, counts["rag"], seed, rag),
-        growing_chat(data, words, counts["chat"], seed),
-        few_shot(data, words, counts["shots"], seed, shots),
-        code(words, counts["code"], seed, functions_each),
-    ]
+    made = {
+        "rag": lambda count: reordered_rag(data, words, count, seed, rag),
+        "chat": lambda count: growing_chat(data, words, count, seed),
+        "shots": lambda count: few_shot(data, words, count, seed, shots),
+        "code": lambda count: code(words, count, seed, functions_each),
+    }
+    return [made[name](count) for name, count in counts.items()]
