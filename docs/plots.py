@@ -65,8 +65,8 @@ def pareto() -> Data | None:
 
 
 def facts() -> Data | None:
-    """Lost answers against TTFT, by method and budget: all tasks of facts/qwen2.5-coder-0.5b.json together."""
-    found = result("facts/qwen2.5-coder-0.5b")
+    """Lost answers against TTFT, by method and budget: all tasks of facts/published.json together."""
+    found = result("facts/published")
     if found is None:
         return None
     sums: dict[str, dict[str, list[float]]] = {}

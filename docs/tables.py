@@ -109,6 +109,15 @@ def kernels(result: dict[str, Any]) -> str:
     return table(header, rows) + note
 
 
+def kernels_missed(result: dict[str, Any]) -> str:
+    """List the targets that were missed, and count the others."""
+    verdicts = [target["verdict"] for target in result["targets"]]
+    missed = [target for target in result["targets"] if target["verdict"] == "missed"]
+    rows = [[target["target"], target["wanted"], f"{target['got']:.3g}"] for target in missed]
+    note = f"\n{verdicts.count('met')} other targets were met, {verdicts.count('not measured')} were not measured.\n"
+    return table(["missed", "wanted", "measured"], rows) + note
+
+
 def kernels_stitch(result: dict[str, Any]) -> str:
     """Set the stitch of all layers beside the chain of torch's own operations."""
     rows = []
@@ -121,7 +130,7 @@ def kernels_stitch(result: dict[str, Any]) -> str:
 
 
 def ttft_cuda(result: dict[str, Any]) -> str:
-    """Time to first token on a GPU, by how KV is kept and by length, beside what the device itself was busy."""
+    """Time to first token on a GPU, by how KV is kept and by length, and how long the device was busy."""
     rows = []
     for run in result["runs"]:
         for name, row in run.get("summary", {}).items():
@@ -133,7 +142,9 @@ def ttft_cuda(result: dict[str, Any]) -> str:
             rows.append([run["kept"], f"{row['tokens']:,.0f}", name, f"{row['repaired']:.0f}", *times, *busy, *stages])
     header = ["KV kept as", "tokens", "repair", "rows", "full prefill, ms", "kvrag, ms", "ratio"]
     header += ["kernels, ms", "copies, ms", *STAGES]
-    return table(header, rows) + source(result, "ttft-llama-3.1-8b-cuda*.json")
+    mark = "-first" if result["machine"]["commit"].startswith("f1ab3cc") else ""
+    note = "\nTimes are medians of three prompts; kernels and copies are those of one more request, under torch's profiler.\n"
+    return table(header, rows) + note + source(result, f"ttft-llama-3.1-8b-cuda{mark}.json")
 
 
 def auto(result: dict[str, Any]) -> str:
@@ -241,35 +252,33 @@ def facts(result: dict[str, Any]) -> str:
             )
     header = ["questions", "repair", "retention (95% interval)", "lost", "won", "KL, own answer", "same answer", "rows"]
     header.append("first token, times sooner (processor time)")
-    name = (
-        "search"
-        if any("sentroot" in name for methods in result["tasks"].values() for name in methods)
-        else result["model"]
-    )
+    name = result.get("name", result["model"])
     lines = f"`tests/benchmarks/results/facts/{name}.jsonl` has a line per question and repair.\n"
     return table(header, rows) + source(result, f"facts/{name}.json") + lines
 
 
+OURS = ("sentences@auto", "sentences@0.03", "sentences@0.25")
+FEWER = "Published methods answered fewer of these questions, in an earlier run (`facts/published.json`).\n"
 SHORT = ("sentences@auto", "sentences@0.03", "sentences@0.25", "prophetkv@0.2", "cacheblend@0.2", "epic@0.2", "ape")
 
 
 def facts_short(result: dict[str, Any]) -> str:
     """Pick the README's rows of the facts table: all tasks together."""
-    rows, tasks = [], result["tasks"].values()
+    rows, published = [], json.loads((RESULTS / "facts" / "published.json").read_text())
     for name in SHORT:
-        found = [methods[name] for methods in tasks if name in methods]
-        if not found:
-            continue
+        found = [tasks[name] for file in (result, published) for tasks in file["tasks"].values() if name in tasks]
+        if name in OURS:
+            found = [tasks[name] for tasks in result["tasks"].values() if name in tasks]
         count, right = sum(f["questions"] for f in found), sum(f["right"] for f in found)
         lost = sum(round((f["lost"] or 0) * f["right"]) for f in found)
         score, full, kl, same, sooner = (
             sum(f["questions"] * f[key] for f in found) / count for key in ("score", "full", "kl", "same", "sooner_cpu")
         )
         cells = (f"{score / full:.2f}", f"{lost} of {right}", str(sum(f["won"] for f in found)), f"{kl:.3f}")
-        rows.append([method_name(name), *cells, f"{same:.0%}", f"{sooner:.1f}×"])
-    header = ["", "retention", "lost", "won", "KL, own answer", "same answer", "first token sooner, by CPU time"]
-    count = sum(methods[SHORT[0]]["questions"] for methods in tasks if SHORT[0] in methods)
-    return table(header, rows) + f"\n{count} questions. " + source(result, f"facts/{result['model']}.json").lstrip()
+        rows.append([method_name(name), f"{count}", *cells, f"{same:.0%}", f"{sooner:.1f}×"])
+    header = ["", "questions", "retention", "lost", "won", "KL, own answer", "same answer"]
+    header.append("first token sooner, by CPU time")
+    return table(header, rows) + source(result, f"facts/{result['model']}.json") + FEWER
 
 
 def method_name(name: str) -> str:
@@ -951,6 +960,8 @@ def peers(result: dict[str, Any]) -> str:
         text += "\nNot available: " + "; ".join(f"{name} ({why})" for name, why in result["missing"].items()) + ".\n"
     if same := [p["same_ids"] for found in result["workloads"].values() for p in found["prompts"]]:
         text += f"\nIn {sum(same)} of {len(same)} prompts the joined ids are those of the whole text.\n"
+    if (model := result["model"].partition(",")[0]) != "SmolLM2-135M-Instruct":
+        return text + source(result, f"peers-{model}.json")
     pictures = picture("peers", "KL of the first token against time to first token, all peers")
     return pictures + picture("warm-up", "time to first token by request number") + text + source(result, "peers.json")
 
@@ -1196,6 +1207,7 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "ttft-cuda": ("ttft-llama-3.1-8b-cuda.json", ttft_cuda),
     "ttft-cuda-first": ("ttft-llama-3.1-8b-cuda-first.json", ttft_cuda),
     "kernels": ("kernels.json", kernels),
+    "kernels-missed": ("kernels.json", kernels_missed),
     "kernels-stitch": ("kernels.json", kernels_stitch),
     "auto": ("auto.json", auto),
     "quality": ("quality.json", quality),
@@ -1205,6 +1217,7 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "contexts": ("context.json", contexts),
     "contexts-short": ("context_short.json", contexts),
     "facts-qwen-05b": ("facts/qwen2.5-coder-0.5b.json", facts),
+    "facts-published": ("facts/published.json", facts),
     "facts-search": ("facts/search.json", facts),
     "facts-short": ("facts/qwen2.5-coder-0.5b.json", facts_short),
     "facts-qwen-15b": ("facts/qwen2.5-coder-1.5b.json", facts),
@@ -1239,6 +1252,7 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "quantised": ("quantised.json", quantised),
     "quantised-errors": ("quantised.json", quantised_errors),
     "peers": ("peers.json", peers),
+    "peers-qwen-05b": ("peers-qwen2.5-coder-0.5b.json", peers),
     "quantised-sizes": ("store.json", quantised_sizes),
     "overhead": ("overhead.json", overhead),
     "incumbents": ("incumbents.json", incumbents),

@@ -71,15 +71,22 @@ def page_locked(num_bytes: int) -> torch.Tensor:
     """
     array = np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8)
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    if refusal := int(runtime.cudaHostRegister(array.ctypes.data, num_bytes, PORTABLE)):
-        logger.info(
-            "CUDA locks no %d bytes of host memory (error %d): copies from there wait for the host", num_bytes, refusal
-        )
-        with suppress(RuntimeError):
-            torch.ones(1, device="cuda")  # the next launch would raise the error of the refusal
-    else:
-        weakref.finalize(array, runtime.cudaHostUnregister, array.ctypes.data).atexit = False  # the driver may be gone
+    if _is_done(int(runtime.cudaHostRegister(array.ctypes.data, num_bytes, PORTABLE)), "lock"):
+        weakref.finalize(array, _unlock, array.ctypes.data).atexit = False  # the driver may be gone
     return torch.from_numpy(array)
+
+
+def _unlock(address: int) -> None:
+    _is_done(int(torch.cuda.cudart().cudaHostUnregister(address)), "unlock")  # type: ignore[no-untyped-call]
+
+
+def _is_done(error: int, what: str) -> bool:
+    """Whether the driver did it; else its error is told and forgotten, for the next launch of any kernel would raise it."""
+    if error:
+        logger.warning("CUDA refused to %s pages of the host's memory (error %d); their copies are slower", what, error)
+        with suppress(RuntimeError):
+            torch.ones(1, device="cuda")
+    return not error
 
 
 def copied(kv: ChunkKV) -> ChunkKV:

@@ -72,8 +72,8 @@ class Step:
 def steps(part: str, is_dry: bool, out: Path) -> list[Step]:
     """Return the steps of a part, the most telling first; results go to ``out``.
 
-    A process has one kernel to run: after an illegal address nothing else in it would pass. The Hopper kernel, which has run on no
-    device and might hang, comes after the others.
+    A process has one kernel to run: after an illegal address nothing else in it would pass. The Hopper kernel might hang
+    after a change, so it comes after the others.
     """
     return {"a": _kernels, "b": _engine, "c": _at_length}[part](is_dry, out)
 

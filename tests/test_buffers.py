@@ -126,7 +126,7 @@ def all_locked(driver: Driver, kv: ChunkKV | None) -> bool:
 @pytest.mark.parametrize("options", [{}, {"encryption_key": lambda: KEY}, {"ram_bytes": 0}])
 @pytest.mark.usefixtures("buffers")
 def test_every_byte_of_the_hosts_tier_is_page_locked(tmp_path, driver, options):
-    """What was put, what was read, and what was decrypted."""
+    """KV that was put, that was read, and that was decrypted is all locked."""
     config = StoreConfig(min_free_bytes=0, **options)
     store = open_store(tmp_path / "kv", config)
     store.put(LONG, make_kv(LONG), text=None)

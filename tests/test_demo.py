@@ -323,7 +323,7 @@ ABLE = Path(os.environ.get("KVRAG_EVAL_MODELS", "."), "qwen2.5-coder-0.5b")
 
 @pytest.mark.real_model
 @pytest.mark.skipif(not ABLE.is_dir(), reason="no qwen2.5-coder-0.5b in the directory that KVRAG_EVAL_MODELS names")
-def test_a_model_that_can_answer_keeps_its_facts_in_the_demo(tmp_path):
+def test_a_model_that_can_answer_has_as_many_facts_right_in_the_demo(tmp_path):
     args = ["demo", "--model", ABLE, "--kv-dir", tmp_path / "kv", "--questions", "4", "--repeats", "1"]
     done = CliRunner().invoke(app, [str(arg) for arg in args])
     assert done.exit_code == 0, done.output

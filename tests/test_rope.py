@@ -50,7 +50,10 @@ def test_what_is_added_to_keys_is_rotated_as_they_are(name, dtype):
             target.float()[..., turning] + table.rotate(vectors, rows)[..., turning] / table.magnitude
         )
         expected = expected.to(dtype)
+    given = target.clone()
     table.add_unit_rotated(target, vectors, rows=rows)
+    table.add_unit_rotated(given, vectors, table.partner(vectors), rows=rows)
+    assert torch.equal(given, target)
     assert torch.allclose(target.float(), expected.float(), atol=1e-5 if dtype == torch.float32 else 2**-6)
 
 

@@ -119,15 +119,21 @@ class ResidualShift:
             table.unit_unrotate(change, self.at),
             fresh_values[0, :, self.picked].float() - values[0, :, self.at].float(),
         ]
-        if (
-            self.weights.dtype != torch.float32
-        ):  # on a device: passes over all rows cost more there than a wider product
+        if self.weights.dtype != torch.float32:
+            # On a device passes over all rows cost more than a wider product.
             parts.append(table.partner(parts[0]))
         by_row = torch.cat(parts, dim=-1).transpose(0, 1)
         found = (self.weights @ by_row.flatten(1).to(self.weights.dtype)).view(-1, *by_row.shape[1:]).transpose(0, 1)
         predicted, of_values, *partner = torch.split(found, [part.shape[-1] for part in parts], dim=-1)
         table.add_unit_rotated(keys[0, :, self.span], predicted, *partner, rows=self.span)
         values[0, :, self.span] += of_values
+
+    def for_tensor_cores(self, dtype: torch.dtype) -> ResidualShift:
+        """Return the same shift with weights of this dtype, and a multiple of 8 picked rows: the last one again, with a weight of 0."""
+        spare = -len(self.at) % 8
+        weights = torch.nn.functional.pad(self.weights.to(dtype), (0, spare))
+        picked, at = (torch.cat([x, x[-1:].expand(spare)]) for x in (self.picked, self.at))
+        return replace(self, picked=picked, at=at, weights=weights)
 
 
 def may_shift(layout: Layout, selected: torch.Tensor | None, strength: float) -> bool:
@@ -147,8 +153,6 @@ def residual_shift(
     if not len(picked):
         return None
     picked = picked[:: -(-len(picked) // SHIFT_MAX_ROWS)]
-    if likeness.rows.is_cuda:  # tensor cores read sixteen bytes at once
-        picked = picked[: len(picked) // 8 * 8 or None]
     device, shifted = likeness.rows.device, strength * counted[likeness.span, None].float()
     picked, at, shifted = (x.to(device, non_blocking=True) for x in (picked, rows[picked], shifted))
     return ResidualShift(likeness.span, picked, at, likeness.weights(at).mul_(shifted), rotary)
@@ -182,5 +186,5 @@ def repair(
     if rotary is not None and may_shift(layout, selected, shift):
         shifting = residual_shift(likeness or Likeness.of(buffer, layout), layout, rows, shift, rotary)
         if shifting is not None and model.device.type == "cuda":
-            shifting = replace(shifting, weights=shifting.weights.to(model.dtype))
+            shifting = shifting.for_tensor_cores(model.dtype)
     return model.forward(token_ids[rows], Rows.at(rows), buffer, before_write=shifting)[0][0, -1]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from importlib.resources import files
 from itertools import accumulate, pairwise
@@ -128,15 +129,16 @@ def _encode(
     offset = rows.stop - captured[0].shape[1]
     found: list[list[LayerKV]] = [[] for _ in runs]
     for layer, (_, all_values) in enumerate(buffer.layers):
-        keys, values = _on_host(captured[layer]).transpose(1, 2), _on_host(all_values)
+        keys, values = _on_host(captured[layer]).transpose(1, 2), _on_host(all_values[:, :, offset : rows.stop])
         for layers, (item, start, stop) in zip(found, runs, strict=True):
-            own_keys = keys[item, :, start - offset : stop - offset]
-            layers.append(LayerKV(own_keys.contiguous(), values[item, :, start:stop].contiguous()))
+            own = slice(start - offset, stop - offset)
+            layers.append(LayerKV(keys[item, :, own].contiguous(), values[item, :, own].contiguous()))
     return [ChunkKV(tuple(layers)) for layers in found]
 
 
 def _on_host(x: torch.Tensor) -> torch.Tensor:
-    """Return a layer's tensor on the host: from a CUDA device with one copy to page-locked memory."""
-    if x.device.type != "cuda":
-        return x.cpu()
-    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x)
+    """Return a layer's tensor on the host: from a CUDA device by page-locked memory, if there is enough, in one quick copy."""
+    if x.device.type == "cuda":
+        with suppress(RuntimeError):
+            return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x)
+    return x.cpu()

@@ -63,7 +63,7 @@ LARGE = (
     "kvrag, the default",
     "kvrag, fast",
 )
-"""Who takes part beside the full prefill with a larger model, which is in memory once for each."""
+"""Peers beside the full prefill with a larger model, which is in memory once for each."""
 COUNTS = {"rag": 12, "chat": 6, "shots": 6, "code": 6}
 QUICK = {"rag": 2, "chat": 2, "shots": 1, "code": 1}
 ANSWER_TOKENS = 10
@@ -222,7 +222,9 @@ def summarise(found: dict[str, Any], loaded: dict[str, int | None], indexes: dic
             row |= {key: statistics.median(r[key] for r in own), f"{key}_ci": interval([r[key] for r in own])}
             row |= {f"{key}_ratio": statistics.median(ratios), f"{key}_ratio_ci": interval(ratios)}
         row["reuse"] = statistics.mean(mine["reused"] / tokens for mine, _, tokens in pairs)
-        row |= {key: statistics.mean(r[key] for r in own) for key in ("top1", "f1", "said_ttft_s") if key in own[0]}
+        for key in ("top1", "f1", "said_ttft_s"):
+            if given := [r[key] for r in own if key in r]:  # not where a peer made other ids of the text
+                row[key] = statistics.mean(given)
         if kls := [r["kl"] for r in own if "kl" in r]:
             row |= {"kl": statistics.mean(kls), "kl_median": statistics.median(kls), "kl_median_ci": interval(kls)}
         if loaded[name] is not None:
@@ -252,7 +254,7 @@ def show(name: str, workload: dict[str, Any]) -> None:
     )
     for peer, row in workload["summary"].items():
         times = f"{row['wall_s']:6.2f}s {row['cpu_s']:6.2f}s {row['wall_s_ratio']:6.2f} {row['cpu_s_ratio']:6.2f}"
-        kl = f"{row['kl']:7.3f} {row['top1']:6.2f}" if "kl" in row else f"{'–':>7} {'–':>6}"
+        kl = f"{row['kl']:7.3f} {row['top1']:6.2f}" if "top1" in row else f"{'–':>7} {'–':>6}"
         print(f"  {peer:36} {times} {row['reuse']:6.2f} {kl} {row.get('f1', float('nan')):5.2f}")
 
 
@@ -281,7 +283,6 @@ def main() -> None:
         found = dict[str, Any]()
         for workload in todo:
             found[workload.name] = run.measure(workload)
-            show(workload.name, found[workload.name])
             if not args.quick or args.out != RESULTS:
                 result = {**about, "missing": run.missing, "workloads": found}
                 print(
@@ -289,6 +290,7 @@ def main() -> None:
                     write_result(f"peers-{args.model}" if args.model else "peers", result, args.out).name,
                     flush=True,
                 )
+            show(workload.name, found[workload.name])
         run.close()
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -9,7 +9,6 @@ import functools
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -128,7 +127,7 @@ def shift_row(device: torch.device, dtype: torch.dtype, is_dry: bool) -> dict[st
     with torch.inference_mode():
         shift = residual_shift(Likeness.of(buffer, layout), layout, rows, 1.0, model.rotary(layout.num_tokens))
         assert shift is not None
-        shift = replace(shift, weights=shift.weights.to(dtype))
+        shift = shift.for_tensor_cores(dtype)
 
         def run() -> None:
             for i in range(1, layers):

@@ -28,7 +28,7 @@ FOREIGN = {
 }
 """Packages of each foreign environment: the peer, and our own versions of what both use. llama-cpp-python is built, which takes a while."""
 UNWANTED = {"vllm": ["torchvision", "torchaudio", "torchcodec"]}
-"""What a foreign environment has in a build for CUDA alone; language models need none of it."""
+"""Packages that come in a build for CUDA alone; language models need none of them."""
 BUILD_S = 3600
 
 
