@@ -142,9 +142,9 @@ def ttft_cuda(result: dict[str, Any]) -> str:
             rows.append([run["kept"], f"{row['tokens']:,.0f}", name, f"{row['repaired']:.0f}", *times, *busy, *stages])
     header = ["KV kept as", "tokens", "repair", "rows", "full prefill, ms", "kvrag, ms", "ratio"]
     header += ["kernels, ms", "copies, ms", *STAGES]
-    mark = "-first" if result["machine"]["commit"].startswith("f1ab3cc") else ""
+    file = f"{result.get('name', 'ttft-llama-3.1-8b-cuda')}.json"
     note = "\nTimes are medians of three prompts; kernels and copies are those of one more request, under torch's profiler.\n"
-    return table(header, rows) + note + source(result, f"ttft-llama-3.1-8b-cuda{mark}.json")
+    return table(header, rows) + note + source(result, file)
 
 
 def auto(result: dict[str, Any]) -> str:

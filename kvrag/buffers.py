@@ -81,7 +81,7 @@ def _unlock(address: int) -> None:
 
 
 def _is_done(error: int, what: str) -> bool:
-    """Whether the driver did it; else its error is told and forgotten, for the next launch of any kernel would raise it."""
+    """Tell whether the driver did it; else log its error and forget it, for the next launch of any kernel would raise it."""
     if error:
         logger.warning("CUDA refused to %s pages of the host's memory (error %d); their copies are slower", what, error)
         with suppress(RuntimeError):

@@ -58,7 +58,7 @@ class Piece:
 
 _SENTENCE = re.compile(r"(?:[.!?…][\"'”’)\]*_]*(?=\s)|\n|[。！？][”’」』）]*)\s*")
 SPACES = ("Ġ", "Ċ", "▁")
-"""What tokenizers write for a space or a line break at a token's beginning."""
+"""Marks of a space or a line break at a token's beginning, as tokenizers write them."""
 
 _locks: weakref.WeakKeyDictionary[Any, threading.RLock] = weakref.WeakKeyDictionary()
 _locks_guard = fork_lock()

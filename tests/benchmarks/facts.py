@@ -168,7 +168,7 @@ class Case:
         return self._stitched[encoded]
 
     def behind(self, encoded: str) -> Behind:
-        """What chunks stand behind, computed once per process."""
+        """Prefix and context that chunks stand behind, computed once per process."""
         context = () if encoded in ("prefix", "alone") else context_ids(encoded, self.encoder, self.lm.reuse_window)
         prefix = () if encoded == "alone" else tuple(self.prefix)
         if (prefix, context) not in _behind:

@@ -22,7 +22,7 @@ from kvrag.model.rows import Limits, Reach
 
 @dataclass
 class Seen:
-    """What a method may look at: ``mass`` and ``deviation`` are float32 ``(N,)``; ``starts``: whether a sentence
+    """Measurements that a method may look at: ``mass`` and ``deviation`` are float32 ``(N,)``; ``starts``: whether a sentence
     begins at each row, bool ``(N,)``."""
 
     layout: Layout

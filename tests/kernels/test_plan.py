@@ -1,15 +1,18 @@
 """The plan as the device makes it: every tile's keys once, the longest items first, and how well they fill a GPU."""
 
 import heapq
+import re
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
 from emulated import HOPPER, Guarded, emulated_module, geometry_for, needs_compiler
 from kernel_cases import BASE, Case
 
-from kvrag_kernels import launch
+import kvrag_kernels
+from kvrag_kernels import geometry, launch
 
 pytestmark = needs_compiler
 
@@ -77,3 +80,14 @@ def test_items_cover_every_tile_once(limits):
     of_tile = {tile: [slot for t, _, _, slot in items if t == tile] for tile in covered}
     for tile, (*_, slot, splits, _, _) in enumerate(tiles):
         assert of_tile[tile] == ([*range(slot, slot + splits)] if splits > 1 else [-1])
+
+
+def test_the_blocks_that_combine_parts_cover_each_tile_of_rows():
+    text = (Path(kvrag_kernels.__file__).parent / "csrc" / "rows.cuh").read_text()
+    for name in ("COMBINE_THREADS", "COMBINE_ROWS"):
+        assert re.search(rf"#define {name} (\d+)", text)[1] == str(getattr(geometry, name))
+    tiles = [
+        geometry.geometry_of(dim, capability) for dim in geometry.HEAD_DIMS for capability in ((7, 5), (8, 0), (10, 0))
+    ]
+    for tile in [*tiles, *map(geometry.hopper_geometry, geometry.HEAD_DIMS)]:
+        assert tile.rows % geometry.COMBINE_ROWS == 0
