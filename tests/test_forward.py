@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from unittest.mock import patch
 
 import pytest
 import torch
 
-from kvrag.blend.layout import Layout, place
-from kvrag.blend.repair import probe, probed_layers
+from kvrag.blend.layout import Layout, place, rows_of
+from kvrag.blend.repair import REREAD, probe, probed_layers
 from kvrag.model import CausalLM
 from kvrag.model.rows import Rows
 from kvrag.testing.models import tiny_model
@@ -91,18 +92,27 @@ def test_mass_comes_from_the_layers_asked_for_and_the_rest_is_not_run(lm):
     assert lm.is_dense or not seen
 
 
-def test_the_probe_goes_by_its_span(lm):
-    def mass(span):
-        _, buffer = filled(lm)
-        return probe(lm, buffer, LAYOUT, IDS, span=span)
+def probed(lm: CausalLM, span: tuple[float, float] = (0.0, 1.0)) -> torch.Tensor:
+    buffer = lm.buffer(TOKENS + REREAD)
+    lm.forward(IDS, Rows.span(0, TOKENS), buffer, logits=0)
+    return probe(lm, buffer, LAYOUT, IDS, span=span)
 
-    first = mass((0.0, 1 / lm.num_layers))
-    assert not torch.allclose(first, mass((0.0, 1.0)), atol=1e-4)
-    _, buffer = filled(lm)
-    _, expected = lm.forward(
-        IDS[40:], Rows.span(40, TOKENS), buffer, logits=0, mass_rows=TOKENS - 40, mass_layers=range(1)
-    )
-    assert torch.equal(first, expected)
+
+def test_the_probe_goes_by_its_span(lm):
+    assert not torch.allclose(probed(lm, (0.0, 1 / lm.num_layers)), probed(lm), atol=1e-4)
+
+
+@pytest.mark.parametrize("left", [0, 3, 1000])
+def test_the_probe_reads_the_question_twice_as_far_as_there_are_positions(lm, left):
+    again = min(left, LAYOUT.num_suffix)
+    rows = torch.cat([rows_of(LAYOUT.live), torch.arange(TOKENS, TOKENS + again)])
+    ids = torch.cat([IDS, IDS[TOKENS - again :]])
+    buffer = lm.buffer(TOKENS + again)
+    lm.forward(IDS, Rows.span(0, TOKENS), buffer, logits=0)
+    _, expected = lm.forward(ids[rows], Rows.at(rows), buffer, logits=0, mass_rows=LAYOUT.num_suffix + again)
+
+    with patch.object(lm, "reuse_window", TOKENS + left):
+        assert torch.equal(probed(lm), expected[:TOKENS])
 
 
 @pytest.mark.parametrize(

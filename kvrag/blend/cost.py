@@ -23,7 +23,7 @@ import torch
 from pydantic import TypeAdapter
 
 from kvrag.blend.layout import Layout, Segment, num_rows_of
-from kvrag.blend.repair import CHECK_LAYER
+from kvrag.blend.repair import CHECK_LAYER, REREAD
 from kvrag.blend.select import needs_of, num_selected
 from kvrag.config import RepairConfig
 from kvrag.identity.fingerprint import chunk_key
@@ -129,7 +129,8 @@ class Price:
         pairs = sum([s.num_rows * (s.start + s.stop) / 2 for s in layout.live])
         cost = costs.of_forward(live + repaired, pairs + repaired * total)
         if "mass" in needs:
-            cost += config.probe_span[1] * costs.of_forward(live, pairs)
+            again = min(layout.num_suffix, REREAD)
+            cost += config.probe_span[1] * costs.of_forward(live + again, pairs + again * total)
         if "deviation" in needs:
             cost += (CHECK_LAYER + 1) / self.num_layers * costs.of_forward(total, total * total / 2)
         return cost

@@ -15,7 +15,7 @@ from kvrag.blend.cost import CostModel, Price
 from kvrag.blend.layout import Layout, num_rows_of, sources_of
 from kvrag.blend.likeness import Likeness
 from kvrag.blend.load import read
-from kvrag.blend.repair import deviation, may_shift, probe, repair
+from kvrag.blend.repair import REREAD, deviation, may_shift, probe, repair
 from kvrag.blend.select import because, decide_plan, needs_of, select_rows
 from kvrag.blend.slide import SlidingWindow
 from kvrag.blend.stitch import Past, filling, stitch
@@ -141,7 +141,7 @@ def prefill(
     layout, reason, kvs, holes = read(model, store, plan, mode, price, load_timeout_s, clock, history)
     loaded_bytes = sum([t.nbytes for kv in kvs for layer in kv.layers for t in layer.tensors])
     rounded = {s.source: kv_dtype for s in layout.reused if (kv_dtype := kvs[s.source].kv_dtype) != "auto"}
-    buffer = model.buffer(model.context_window if slides else layout.num_tokens + max_new_tokens)
+    buffer = model.buffer(model.context_window if slides else layout.num_tokens + max(max_new_tokens, REREAD))
     with filling(buffer):
         if past and layout.history:
             with clock.stage("history"):

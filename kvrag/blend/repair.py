@@ -19,6 +19,7 @@ from kvrag.model.rows import KVBuffer, Rows
 CHECK_LAYER = 1  # where changes are measured, as in CacheBlend's code; layer 0 can't change
 SHIFT_SKIP = 4  # head rows of a chunk, former sinks that change in their own way: neither learned from nor shifted
 SHIFT_MAX_ROWS = 1024  # that are counted, evenly spread: more would cost memory
+REREAD = 128  # last rows of the prompt that the probe reads a second time, at most; a buffer has so many rows behind its prompt
 
 
 def probed_layers(span: tuple[float, float], num_layers: int) -> range:
@@ -37,21 +38,25 @@ def probe(
 ) -> torch.Tensor:
     """Measure the attention that the suffix pays to every row of the stitched, unrepaired prompt.
 
-    Live rows of the buffer are written on the way; the repair writes them again. ``token_ids`` are those of the whole prompt, int64
-    ``(N,)``; ``span`` names the layers that count, as fractions of all: :attr:`kvrag.RepairConfig.probe_span`.
+    The suffix stands twice in the probe: when its first words are read again, they have seen its last ones, and find more of what the
+    answer needs. Live rows of the buffer, and up to :data:`REREAD` rows behind the prompt, are written on the way; the repair and the
+    decoding write them again. ``token_ids`` are those of the whole prompt, int64 ``(N,)``; ``span`` names the layers that count, as
+    fractions of all: :attr:`kvrag.RepairConfig.probe_span`.
 
     Returns
     -------
     torch.Tensor
         Float32 ``(N,)`` on the host: attention mass per row (:class:`~kvrag.model.attention.Mass`), summed over layers.
     """
-    rows = rows_of(layout.live)
+    live, total, suffix = rows_of(layout.live), layout.num_tokens, layout.num_suffix
+    num_again = max(0, min(suffix, REREAD, model.reuse_window - total))
+    again = torch.arange(total, total + num_again)
+    rows = torch.cat([live, again])
+    ids = token_ids[torch.cat([live, again - num_again])]
     layers = probed_layers(span, model.num_layers)
-    _, mass = model.forward(
-        token_ids[rows], Rows.at(rows), buffer, logits=0, mass_rows=layout.num_suffix, mass_layers=layers
-    )
+    _, mass = model.forward(ids, Rows.at(rows), buffer, logits=0, mass_rows=suffix + num_again, mass_layers=layers)
     assert mass is not None
-    return mass.cpu()
+    return mass[:total].cpu()
 
 
 def deviation(model: CausalLM, buffer: KVBuffer, layout: Layout, token_ids: torch.Tensor) -> torch.Tensor:

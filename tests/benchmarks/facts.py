@@ -35,7 +35,7 @@ from facts_tasks import Question
 from kvrag import KVRagEngine, RepairConfig
 from kvrag.blend.layout import Layout, place, rows_of
 from kvrag.blend.likeness import Likeness
-from kvrag.blend.repair import deviation, probe, repair
+from kvrag.blend.repair import REREAD, deviation, probe, repair
 from kvrag.blend.select import effective_ratio
 from kvrag.blend.stitch import stitch
 from kvrag.evaluate import wilson
@@ -98,7 +98,7 @@ class Case:
             ids += (self.glue if index else []) + chunk
         self.ids = torch.tensor(ids + self.tail)
         self.ends = end_ids(engine.loaded)
-        self.scratch = self.lm.buffer(len(self.ids) + question.max_tokens + 1)
+        self.scratch = self.lm.buffer(len(self.ids) + max(question.max_tokens + 1, REREAD))
         with Clock() as clock:
             first, _ = self.lm.forward(self.ids, Rows.span(0, len(self.ids)), self.scratch)
         self.full_s = clock.seconds
