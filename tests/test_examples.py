@@ -56,7 +56,7 @@ def test_an_example_answers_both_ways_and_reuses(name, tmp_path):
     assert len(full) == len(ours) >= 1
     assert all((how, reused) == ("full", "0") for how, reused, _, _ in full)
     if name in SHORT:
-        assert all(how in ("exact", "repaired") and int(reused) > 32 for how, reused, _, _ in ours), out
+        assert all(how in ("exact", "repaired") and int(reused) > 0 for how, reused, _, _ in ours), out
     else:
         assert all(how == "repaired" and int(reused) > int(total) / 2 for how, reused, total, _ in ours), out
     assert full[0][2] == ours[0][2], "both answer the same prompt"

@@ -8,7 +8,7 @@ repairing against that of a full prefill by the same forwards, wall and processo
 
 A method is named with its budget: ``gain@0.03`` repairs 3% of the rows, ``gain@200`` two hundred,
 ``gain@auto`` as many as the default; ``p.`` before it: chunks are encoded
-behind the prefix alone; ``c1000.``: behind a context of 1,000 tokens.
+behind the prefix alone; ``c1000.``: behind a context of 1,000 tokens; ``int8.``, ``fp8.``, ``int4.``: their KV is rounded.
 """
 
 from __future__ import annotations
@@ -33,8 +33,10 @@ from facts_methods import METHODS, Method, Seen, ape_attention
 from facts_tasks import Question
 
 from kvrag import KVRagEngine, RepairConfig
+from kvrag.blend import repair as stages
 from kvrag.blend.layout import Layout, place, rows_of
 from kvrag.blend.likeness import Likeness
+from kvrag.blend.quantise import pack
 from kvrag.blend.repair import REREAD, deviation, probe, repair
 from kvrag.blend.select import effective_ratio
 from kvrag.blend.stitch import stitch
@@ -45,6 +47,7 @@ from kvrag.model.rows import KVBuffer, Rows
 from kvrag.precompute.encode import Behind, context_ids, encode_chunks, encode_prefix
 from kvrag.questions import IS_RIGHT, normalised
 from kvrag.questions import score as questions_score
+from kvrag.types import KVDtype
 from kvrag.verify import kl_divergence
 
 KL_TOKENS = 24
@@ -69,18 +72,20 @@ class Clock:
 
 @contextmanager
 def collecting(how: str) -> Iterator[None]:
-    """Measure attention as kvrag does, or as ProphetKV: ``sum`` over rows and heads."""
-    kept = attention.largest, torch.maximum
+    """Measure attention as kvrag does, or with one reading of the question (``once``), or as ProphetKV: ``sum`` over rows and heads."""
+    kept = attention.largest, torch.maximum, stages.REREAD
 
     def summed(p: torch.Tensor, kv_heads: int, rows: int, skip: int) -> torch.Tensor:
         return p.reshape(len(p), kv_heads, -1, rows, p.shape[-1])[:, :, :, skip:].sum(dim=(2, 3))
 
+    if how != "peak":
+        stages.REREAD = 0
     if how == "sum":  # over blocks of rows, too
         attention.largest, torch.maximum = summed, torch.add
     try:
         yield
     finally:
-        attention.largest, torch.maximum = kept
+        attention.largest, torch.maximum, stages.REREAD = kept
 
 
 class Case:
@@ -104,9 +109,9 @@ class Case:
         self.full_s = clock.seconds
         self.own = self.greedy(self.scratch, first[0, -1])
         self.full = self.forced(self.scratch, first[0, -1])
-        self._stitched: dict[str, tuple[KVBuffer, Layout, Any, tuple[float, float]]] = {}
+        self._stitched: dict[Any, tuple[KVBuffer, Layout, Any, tuple[float, float]]] = {}
         self._masses: dict[Any, tuple[torch.Tensor, tuple[float, float]]] = {}
-        self._deviation: dict[str, tuple[torch.Tensor, tuple[float, float], KVBuffer]] = {}
+        self._deviation: dict[Any, tuple[torch.Tensor, tuple[float, float], KVBuffer]] = {}
         self.starts = torch.tensor(self.encoder.sentence_starts(self.ids.tolist()))
 
     def _rendered(self, text: str) -> str:
@@ -146,9 +151,10 @@ class Case:
                 break
         return answer[:most]
 
-    def stitched(self, encoded: str) -> tuple[KVBuffer, Layout, Any, tuple[float, float]]:
+    def stitched(self, encoded: str, kv_dtype: KVDtype) -> tuple[KVBuffer, Layout, Any, tuple[float, float]]:
         """The stitched prompt, its layout and rotations, and the seconds of stitching."""
-        if encoded not in self._stitched:
+        key = encoded, kv_dtype
+        if key not in self._stitched:
             _, prefix_kv = self.behind("prefix")
             kvs = [encode_chunks(self.lm, self.behind(encoded)[0], [chunk])[0] for chunk in self.chunks]
             segments: list[Any] = [(len(self.prefix), "prefix", True, 0, False)] if prefix_kv else []
@@ -160,12 +166,13 @@ class Case:
                     (len(chunk), "chunk", index == 0 and encoded == "prefix", index + (prefix_kv is not None), False)
                 )
             segments.append((len(self.tail), "live", False, -1, False))
+            kvs = [pack(kv, kv_dtype) for kv in kvs]
             layout = place(segments)
             rotary, buffer = self.lm.rotary(layout.num_tokens), self.lm.buffer(layout.num_tokens)
             with Clock() as clock:
                 stitch(buffer, layout, kvs, rotary)
-            self._stitched[encoded] = buffer, layout, rotary, clock.seconds
-        return self._stitched[encoded]
+            self._stitched[key] = buffer, layout, rotary, clock.seconds
+        return self._stitched[key]
 
     def behind(self, encoded: str) -> Behind:
         """Prefix and context that chunks stand behind, computed once per process."""
@@ -184,9 +191,10 @@ class Case:
 
     def measure(self, method: Method, budget: str) -> dict[str, Any]:
         """Answer by a method, and compare."""
-        stitched, layout, rotary, spent = self.stitched(method.encoded)
+        stored = method.encoded, method.kv_dtype
+        stitched, layout, rotary, spent = self.stitched(*stored)
         times = [spent]
-        key = (method.encoded, method.layers, method.mass)
+        key = (stored, method.layers, method.mass)
         if key not in self._masses:
             buffer = self.copy(stitched)
             with collecting(method.mass), Clock() as clock:
@@ -195,15 +203,15 @@ class Case:
         mass, probe_s = self._masses[key]
         name, change, source = method.choose.__name__, None, stitched
         if name == "by_deviation":
-            if method.encoded not in self._deviation:
+            if stored not in self._deviation:
                 compared = self.lm.buffer(layout.num_tokens)
                 for layer in range(self.lm.num_layers):
                     compared.keys(layer).copy_(stitched.keys(layer))
                     compared.values(layer).copy_(stitched.values(layer))
                 with Clock() as clock:
                     found = deviation(self.lm, compared, layout, self.ids)
-                self._deviation[method.encoded] = found, clock.seconds, compared
-            change, seconds, source = self._deviation[method.encoded]
+                self._deviation[stored] = found, clock.seconds, compared
+            change, seconds, source = self._deviation[stored]
             times.append(seconds)
         elif name not in ("none", "by_head"):
             times.append(probe_s)
@@ -419,7 +427,7 @@ def show(records: Iterable[dict[str, Any]], kinds: Sequence[str]) -> None:
 
 
 SIZES = {"hotpotqa": 60, "musique": 60, "examples": 40, "code": 32, "summary": 30}
-QUICK = ["--count", "6", "--methods", "none", "gain@0.03", "sentences@auto"]
+QUICK = ["--count", "6", "--methods", "none", "sentences@0.03", "sentences@auto"]
 
 
 def main() -> None:
@@ -427,7 +435,7 @@ def main() -> None:
     options = parser(__doc__, count=60, start=0, processes=2, threads=1)
     options.add_argument("--model", default="qwen2.5-coder-0.5b")
     options.add_argument("--tasks", nargs="+", default=["needles"], choices=["needles", *SIZES])
-    options.add_argument("--methods", nargs="+", default=["none", "gain@0.03", "sentences@auto"])
+    options.add_argument("--methods", nargs="+", default=["sentences@0.03", "sentences@0.25", "sentences@auto"])
     options.add_argument(
         "--shapes", nargs="+", type=int, default=[0, 1], help="of needles: places in facts_tasks.SHAPES"
     )

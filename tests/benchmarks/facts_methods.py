@@ -18,6 +18,7 @@ from kvrag.blend.select import select_rows, sentence_rows
 from kvrag.config import RepairConfig
 from kvrag.model import forward
 from kvrag.model.rows import Limits, Reach
+from kvrag.types import KVDtype
 
 
 @dataclass
@@ -188,10 +189,11 @@ def ape_attention(layout: Layout) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Method:
-    """How a prompt is reused."""
+    """How a prompt is reused: which rows are repaired, what chunks stand behind, and what their KV is rounded to."""
 
     choose: Choose
     encoded: str = "default"
+    kv_dtype: KVDtype = "auto"
     shift: float = 1.0
     layers: tuple[float, float] = (1 / 3, 0.8)
     mass: str = "peak"
@@ -200,9 +202,9 @@ class Method:
 
 PEERS = {
     "none": Method(none),
-    "prophetkv": Method(by_mass, "alone", 0.0, (0.0, 1.0), mass="sum"),
-    "cacheblend": Method(by_deviation, "alone", 0.0),
-    "epic": Method(by_head, "alone", 0.0),
+    "prophetkv": Method(by_mass, "alone", shift=0.0, layers=(0.0, 1.0), mass="sum"),
+    "cacheblend": Method(by_deviation, "alone", shift=0.0),
+    "epic": Method(by_head, "alone", shift=0.0),
     "ape": Method(none, "prefix", ape=True),
 }
 OURS = {
@@ -220,6 +222,7 @@ OURS = {
     "sent100": Method(sentences(1.0, peak)),
     "sentmean": Method(sentences(2 / 3, torch.mean)),
     "sentroot": Method(sentences(2 / 3, lambda mass: mass.sum() / len(mass) ** 0.5)),
+    "sentonce": Method(by_engine(RepairConfig("query_sentences")), mass="once"),
     "sentsum": Method(sentences(2 / 3, peak), mass="sum"),
     "sentnoshift": Method(by_engine(RepairConfig("query_sentences")), shift=0.0),
     "senthalf": Method(by_engine(RepairConfig("query_sentences")), shift=0.5),
@@ -230,4 +233,10 @@ CONTEXTS = {"p.": "prefix", "c1000.": "default:1000"}
 BEHIND = {
     mark + name: replace(method, encoded=text) for mark, text in CONTEXTS.items() for name, method in OURS.items()
 }
-METHODS = PEERS | OURS | BEHIND
+DTYPES: tuple[KVDtype, ...] = "int8", "fp8", "int4"
+ROUNDED = {
+    f"{dtype}.{name}": replace(method, kv_dtype=dtype)
+    for dtype in DTYPES
+    for name, method in {"none": PEERS["none"], "sentences": OURS["sentences"]}.items()
+}
+METHODS = PEERS | OURS | BEHIND | ROUNDED
