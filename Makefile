@@ -9,7 +9,7 @@ ARGS ?=
 export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: setup demo notebooks test test-all lint types check bench bench-ttft bench-auto bench-quality bench-context bench-probe bench-check bench-facts bench-ablations bench-heads bench-speed bench-chat bench-memory bench-seams bench-shared bench-slide bench-store bench-quantised bench-ray bench-masks bench-peers bench-overhead bench-scale incumbents wheel wheel-test support suites fuzz fuzz-reader gpu-check kernel-compile kernel-bugs reliability load load-check docs site changelog clean
+.PHONY: setup demo notebooks test test-all lint types check bench bench-ttft bench-auto bench-facts bench-speed bench-chat bench-memory bench-seams bench-shared bench-slide bench-store bench-ray bench-masks bench-peers bench-overhead bench-scale incumbents wheel wheel-test support suites fuzz fuzz-reader gpu-check kernel-compile kernel-bugs reliability load load-check docs site changelog clean
 
 # Two stamps: .demo has what the demo needs, .ready the tools and compilers of the tests, too.
 $(VENV)/.demo: pyproject.toml constraints.txt
@@ -60,7 +60,7 @@ types: setup ## Check types (strict)
 check: lint types ## What CI runs, but for the site and the wheel
 	$(MAKE) test COVER=1
 
-bench: bench-ttft bench-auto bench-quality bench-context bench-probe bench-check bench-ablations bench-heads bench-speed bench-chat bench-memory bench-seams bench-shared bench-slide bench-store bench-quantised bench-masks bench-overhead ## All benchmarks but the peers; results go to tests/benchmarks/results
+bench: bench-ttft bench-auto bench-speed bench-chat bench-memory bench-seams bench-shared bench-slide bench-store bench-masks bench-overhead ## All benchmarks but the peers; results go to tests/benchmarks/results
 
 bench-ttft: setup ## Time to first token against transformers' own prefill
 	cd tests/benchmarks && ../../$(BIN)/python bench_ttft.py $(ARGS)
@@ -68,20 +68,8 @@ bench-ttft: setup ## Time to first token against transformers' own prefill
 bench-auto: setup ## What mode="auto" costs beside a full prefill, by prompt length and share of stored chunks (an hour on two cores)
 	cd tests/benchmarks && ../../$(BIN)/python bench_auto.py $(ARGS)
 
-bench-quality: setup ## Distance from full prefill, every strategy (about an hour on two cores)
-	cd tests/benchmarks && ../../$(BIN)/python bench_quality.py $(ARGS)
-
-bench-context: setup ## What chunks should be encoded behind (an hour on two cores)
-	cd tests/benchmarks && ../../$(BIN)/python bench_context.py $(ARGS)
-
-bench-probe: setup ## Which layers' attention should choose the rows to repair (ten minutes)
-	cd tests/benchmarks && ../../$(BIN)/python bench_probe.py $(ARGS)
-
 bench-facts: setup ## Which facts survive reuse, on models that answer (KVRAG_EVAL_MODELS); hours, goes on where it was; ARGS=--quick: minutes
 	cd tests/benchmarks && ../../$(BIN)/python facts.py $(ARGS)
-
-bench-check: setup ## Whether a check after repair, or a target of covered attention, pays (twelve minutes of a core)
-	cd tests/benchmarks && ../../$(BIN)/python bench_check.py --chunks 6 $(ARGS) && ../../$(BIN)/python bench_check.py --chunks 3 --count 12 $(ARGS)
 
 bench-speed: setup ## Decode steps and precomputing beside transformers' own (five minutes)
 	cd tests/benchmarks && ../../$(BIN)/python bench_speed.py $(ARGS)
@@ -89,20 +77,11 @@ bench-speed: setup ## Decode steps and precomputing beside transformers' own (fi
 bench-chat: setup ## What a history saves in a chat over documents, and what it costs in quality (half an hour on two cores)
 	cd tests/benchmarks && ../../$(BIN)/python bench_chat.py $(ARGS)
 
-bench-heads: setup ## What rows at the heads of chunks are worth, on passages, few-shot prompts and code (half an hour on two cores)
-	cd tests/benchmarks && ../../$(BIN)/python bench_heads.py $(ARGS)
-
-bench-ablations: setup ## What ideas that the default repair doesn't use would give (half an hour on two cores)
-	cd tests/benchmarks && ../../$(BIN)/python bench_ablations.py $(ARGS)
-
 bench-masks: setup ## What inexact masks do to repaired rows (seconds)
 	cd tests/benchmarks && ../../$(BIN)/python bench_masks.py $(ARGS)
 
 bench-memory: setup ## Peak memory of one request
 	cd tests/benchmarks && ../../$(BIN)/python bench_memory.py $(ARGS)
-
-bench-quantised: setup ## What rounding stored KV costs: errors, and KL from reuse without rounding
-	cd tests/benchmarks && ../../$(BIN)/python bench_quantised.py $(ARGS)
 
 bench-slide: setup ## Perplexity beyond the context window, sliding and truncated
 	cd tests/benchmarks && ../../$(BIN)/python bench_slide.py $(ARGS)

@@ -44,26 +44,6 @@ def result(name: str) -> Data | None:
 # -- what is shown -----------------------------------------------------------------------------------------------------
 
 
-def pareto() -> Data | None:
-    """KL of the own answer against TTFT, about 2,570 tokens: quality.json and ttft.json have the same prompts' shape."""
-    quality, ttft = result("quality"), result("ttft")
-    if quality is None or ttft is None:
-        return None
-    times, kls = ttft["2500"]["summary"], quality["summary"]
-    keys = {f"{ratio:.0%}": (f"ratio {ratio:.2f}", f"prefix/query_gain@{ratio:.2f}") for ratio in (0.02, 0.05, 0.10)}
-    keys["3%, the default then"] = ("default", "prefix/query_gain@0.03")
-    keys["unrepaired"] = ("unrepaired", "prefix/none")
-    keys["unrepaired,\nbehind a context"] = ("unrepaired", "context/none")
-    points = {
-        name: [
-            round(times[time]["ttft_ms"] / 1e3, 4),
-            *(round(kl, 5) for kl in (kls[key]["kl_own"], *kls[key]["kl_own_ci"])),
-        ]
-        for name, (time, key) in keys.items()
-    }
-    return {"points": points, "full_s": round(times["default"]["full_ms"] / 1e3, 4)}
-
-
 def facts() -> Data | None:
     """Lost answers against TTFT, by method and budget: all tasks of facts/published.json together."""
     found = result("facts/published")
@@ -194,27 +174,6 @@ def front(points: dict[str, list[float]]) -> list[list[float]]:
     return [p for i, p in enumerate(ordered) if all(p[1] < q[1] for q in ordered[:i])]
 
 
-def draw_pareto(axes: Any, data: Data, theme: dict[str, str]) -> None:
-    """Scatter with intervals, the front, and the full prefill as a line: its KL is 0."""
-    line = front(data["points"])
-    axes.plot([p[0] for p in line], [p[1] for p in line], color=BLUE, lw=1.2, alpha=0.6, zorder=1)
-    for name, (time, kl, low, high) in data["points"].items():
-        axes.errorbar(time, kl, [[kl - low], [high - kl]], fmt="o", color=BLUE, capsize=3, ms=6)
-        place = (
-            {"xytext": (-6, -12), "ha": "right"} if name == "2%" else {"xytext": (8, 5)}
-        )  # its neighbour's label is there
-        axes.annotate(name, (time, kl), textcoords="offset points", fontsize=9, **place)
-    full = data["full_s"]
-    axes.axvline(full, color=theme["ink"], ls="--", lw=1)
-    axes.annotate(
-        "full prefill\n(KL 0)", (full, 0.05), xytext=(-6, 0), textcoords="offset points", ha="right", fontsize=9
-    )
-    axes.set(xscale="log", yscale="log", xlabel="time to first token, s", ylabel="KL from full prefill, nats per token")
-    for axis, ticks in ((axes.xaxis, (0.5, 1, 2, 4)), (axes.yaxis, (0.01, 0.02, 0.05, 0.1))):
-        axis.set_ticks(ticks, [str(tick) for tick in ticks])
-        axis.set_ticks([], minor=True)
-
-
 def draw_facts(axes: Any, data: Data, theme: dict[str, str]) -> None:
     """Lines by budget: up is fewer lost, right is sooner."""
     colors = (BLUE, SKY, PURPLE, RED, ORANGE, "#8b949e", theme["ink"])
@@ -313,7 +272,6 @@ def legend(axes: Any, theme: dict[str, str], **options: Any) -> None:
 
 
 PLOTS: dict[str, tuple[Callable[[], Data | None], Callable[[Any, Data, dict[str, str]], None]]] = {
-    "pareto": (pareto, draw_pareto),
     "ttft-length": (ttft_length, draw_ttft_length),
     "stages": (stages, draw_stages),
     "facts": (facts, draw_facts),

@@ -19,7 +19,6 @@ BLOCK = re.compile(r"(<!-- table: ([\w-]+) -->\n)(.*?)(<!-- /table -->)", re.DOT
 NOT_MEASURED = "Not measured yet.\n"
 
 STAGES = ("plan", "load", "stitch", "select", "repair")
-METHODS = ("random", "first_k", "boundary", "hkvd", "query", "query_hkvd", "query_gain")
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
@@ -166,39 +165,6 @@ def auto(result: dict[str, Any]) -> str:
     )
 
 
-DEFAULT = "prefix/query_gain@0.03"
-
-
-def quality(result: dict[str, Any]) -> str:
-    """Every strategy and ratio, chunks behind the prefix, then behind prefix and context; first, what is published elsewhere."""
-    summary, cases = result["summary"], result["cases"]
-    named = {
-        "CacheBlend as published, chunks alone, 15%": "alone/cacheblend@0.15",
-        "CacheBlend's repair, chunks behind the prefix, 15%": "prefix/cacheblend@0.15",
-        "none, chunks alone": "alone/none",
-        "none": "prefix/none",
-        "none, behind a context": "context/none",
-    }
-    keys = [key for key in summary if "@" in key and "cacheblend" not in key]
-    for key in sorted(keys, key=lambda key: (key.startswith("context/"), " " in key, "query_gain@" not in key)):
-        where, _, rest = key.partition("/")
-        method, ratio, *change = rest.replace("@", " ").split(" ", 2)
-        named[
-            ", ".join([method, f"{float(ratio):.0%}", *change, *(["behind a context"] if where == "context" else [])])
-        ] = key
-    before = json.loads((RESULTS / "quality_before.json").read_text())
-    former = "the default before, 10%"
-    rows = [[former, *_cells(before["summary"]["prefix/before@0.10"], before["cases"], "prefix", "before@0.10")]]
-    for name, key in named.items():
-        cells = _cells(summary[key], cases, *key.split("/"))
-        rows.append([f"**{name}**" if key == DEFAULT else name, *cells])
-    header = ["strategy", "KL, own answer", "median", "KL, first token", "top-1", "same answer", "KL, gold answer"]
-    header += ["median", "largest"]
-    note = f"\nMeans over {len(cases)} questions, ± half of a 95% bootstrap interval; medians and the largest of one question beside them. "
-    note += "Chunks stand behind the prefix unless a row says otherwise.\n"
-    return table(header, rows) + note + source(result, "quality.json")
-
-
 FACTS = {
     "none": "unrepaired",
     "sentences": "kvrag, sentences",
@@ -291,28 +257,6 @@ def method_name(name: str) -> str:
     return NAMED.get(plain, f"{FACTS[kind]}{share}") + behind.get(mark, "")
 
 
-def contexts(result: dict[str, Any]) -> str:
-    """Compare what chunks may be encoded behind, by share of repaired rows."""
-    summary, first = result["summary"], result["cases"][0]
-    ratios = list(next(iter(first.values())))
-    rows = []
-    for where in first:
-        kind, _, length = where.partition(":")
-        name = "the prefix alone" if kind == "prefix" else f"{length} {CONTEXTS[kind]}"
-        kls = [[summary[f"{where}/{ratio}"][kl] for kl in ("kl_own", "kl_first", "kl_gold")] for ratio in ratios]
-        rows.append([name, *(" / ".join(f"{kl:.3f}" for kl in each) for each in kls)])
-    header = [
-        "encoded behind",
-        *("unrepaired" if not float(ratio) else f"{float(ratio):.0%} of the rows" for ratio in ratios),
-    ]
-    count, prompt = len(result["cases"]), f"{result['chunks']} chunks of {result['chunk_tokens']} tokens"
-    return (
-        table(header, rows)
-        + f"\nMeans over {count} questions, {prompt}: KL of the own answer / of its first token / of the gold answer.\n"
-        + source(result, result.get("name", "context") + ".json")
-    )
-
-
 def speed(result: dict[str, Any]) -> str:
     """Set decode steps beside transformers' ``generate``, and precomputing beside plain forwards."""
     rows, made = [], result["precompute"]
@@ -323,116 +267,6 @@ def speed(result: dict[str, Any]) -> str:
     rows.append([f"precomputing {made['tokens']:,} tokens, s", f"{ours:.1f}", f"{plain:.1f}", f"{made['ratio']:.2f}"])
     note = f"\nMedians of {len(made['rounds'])} turns; of CPU time the ratio is {made['ratio_cpu']:.2f} for precomputing.\n"
     return table(["", "kvrag", "transformers", "ratio"], rows) + note + source(result, "speed.json")
-
-
-def heads(result: dict[str, Any]) -> str:
-    """Compare how many rows are repaired at the head of each chunk, on passages, few-shot prompts and code."""
-    found, rows = result["found"], []
-    columns = [("passages", kl) for kl in ("kl_own", "kl_first", "kl_gold")] + [
-        ("few-shot", "kl_first"),
-        ("code", "kl_first"),
-    ]
-    names = sorted({name for each in found.values() for name in each["summary"]})
-    for name in names:
-        ratio, first_k = name.split("/")
-        cells = [found[work]["summary"].get(name, {}).get(kl) for work, kl in columns]
-        label = f"{float(ratio):.0%}, {first_k}"
-        rows.append(
-            [f"**{label}**" if name == "0.03/1" else label, *("–" if kl is None else f"{kl:.3f}" for kl in cells)]
-        )
-    header = [
-        "of the rows, first_k",
-        "passages: own answer",
-        "first token",
-        "gold answer",
-        "few-shot: first token",
-        "code: first token",
-    ]
-    counts = ", ".join(f"{len(each['prompts'])} of {work}" for work, each in found.items())
-    return table(header, rows) + f"\nMean KL; {counts}.\n" + source(result, "heads.json")
-
-
-CONTEXTS = {
-    "shipped": "tokens of the text that ships",
-    "corpus": "tokens of passages of other questions",
-    "repeated": "tokens of one sentence, repeated",
-    "gap": "positions without text",
-    "mean": "tokens of the text that ships, the mean of two",
-}
-
-
-def probe(result: dict[str, Any]) -> str:
-    """Compare the spans of layers that the probe may go by, the default first."""
-    summary = result["summary"]
-    default = "0.33-0.80"
-    spans = sorted({name.split("@")[0] for name in summary}, key=lambda span: (span != default, span))
-    rows, ratios = [], sorted({name.split("@")[1] for name in summary})
-    for span in spans:
-        cells = [_kl(summary[f"{span}@{ratio}"], key) for ratio in ratios for key in ("kl_own", "kl_gold")]
-        name = span.replace("-", " to ")
-        rows.append([f"**{name}**" if span == default else name, *cells])
-    header = ["layers, of 1", *(f"KL {answer}, {float(ratio):.0%}" for ratio in ratios for answer in ("own", "gold"))]
-    count = len(result["cases"])
-    return table(header, rows) + f"\nMeans over {count} questions.\n" + source(result, "probe.json")
-
-
-def ablations(result: dict[str, Any]) -> str:
-    """Compare ideas with the default repair, at each share of rows."""
-    summary = result["summary"]
-    ratios = sorted({name.split("@")[1] for name in summary})
-    names = list(dict.fromkeys(name.split("@")[0] for name in summary))
-    rows = []
-    for name in names:
-        found = [summary[f"{name}@{ratio}"] for ratio in ratios]
-        kls = (" / ".join(f"{row[kl]:.3f}" for kl in ("kl_own", "kl_first", "kl_gold")) for row in found)
-        rows.append(
-            [f"**{name}**" if name == "default" else name, *kls, *(f"{row['top1_first']:.2f}" for row in found)]
-        )
-    header = [
-        "variant",
-        *(f"{float(ratio):.0%} of the rows" for ratio in ratios),
-        *(f"top-1, {float(ratio):.0%}" for ratio in ratios),
-    ]
-    count = len(result["cases"])
-    return (
-        table(header, rows)
-        + f"\nMeans over {count} questions: KL of the own answer / of its first token / of the gold answer.\n"
-        + source(result, "ablations.json")
-    )
-
-
-def _kl(row: dict[str, Any], key: str) -> str:
-    low, high = row[f"{key}_ci"]
-    return f"{row[key]:.3f} ± {(high - low) / 2:.3f}"
-
-
-def _cells(row: dict[str, Any], cases: list[dict[str, Any]], where: str, name: str) -> list[str]:
-    each = {kl: [case[where][name][kl] for case in cases] for kl in ("kl_own", "kl_gold")}
-    return [
-        _kl(row, "kl_own"),
-        f"{statistics.median(each['kl_own']):.3f}",
-        f"{row['kl_first']:.3f}",
-        f"{row['top1_first']:.2f}",
-        f"{row['same_answer']:.2f}",
-        _kl(row, "kl_gold"),
-        f"{statistics.median(each['kl_gold']):.3f}",
-        f"{max(each['kl_gold']):.2f}",
-    ]
-
-
-def quality_short(result: dict[str, Any]) -> str:
-    """Pick the README's rows of the quality table."""
-    summary, cases, rows = result["summary"], result["cases"], []
-    keys = {"alone/cacheblend@0.15": "CacheBlend as published", "context/none": "kvrag, chunks behind a context"}
-    keys |= {f"prefix/query_gain@{ratio}": "kvrag" for ratio in ("0.10", "0.20")} | {DEFAULT: "kvrag"}
-    for key, who in sorted(keys.items(), key=lambda item: (item[1], summary[item[0]]["rows"])):
-        share = summary[key]["rows"]
-        what = f"{share:.0%} of the rows repaired" + (" (the default then)" if key == DEFAULT else "")
-        cells = _cells(summary[key], cases, *key.split("/"))
-        own, _, first, _, same, gold, *_ = cells  # medians and more: the long table
-        rows.append([f"{who}, {what if share else 'unrepaired'}", own, first, gold, same])
-    header = ["", "KL, own answer", "KL, first token", "KL, gold answer", "same answer"]
-    return table(header, rows) + f"\nMeans over {len(cases)} questions. " + source(result, "quality.json").lstrip()
 
 
 def ttft_short(result: dict[str, Any]) -> str:
@@ -907,43 +741,6 @@ def quantised(result: dict[str, Any]) -> str:
     return table(header, rows) + note + source(result, "quantised.json")
 
 
-def _pair(row: dict[str, float]) -> list[str]:
-    """Mean and worst quarter of the own answer's and the first token's KL."""
-    return [f"{row[kl]:.4f} / {row[f'{kl}_worst']:.4f}" for kl in ("kl_own", "kl_first")]
-
-
-def check(result: dict[str, Any]) -> str:
-    """List what a check after repair tells of the divergence, and what escalating by it brings."""
-    found, cases = result["summary"]["6"]["escalation"], result["cases"]["6"]
-    perfect = {"perfect: kl_own": "the own answer's KL itself", "perfect: kl_first": "the first token's KL itself"}
-    rows = []
-    for name, row in found["checks"].items():
-        kls = ("kl_own", "kl_first", "kl_gold")
-        rhos = ["–" if name == f"perfect: {kl}" else f"{row[f'rho_{kl}']:+.2f}" for kl in kls]
-        rows.append([perfect.get(name, name), *rhos, *_pair(row)])
-    rows += [
-        [f"none: one ratio for all, {name}, {found[name]['rows']:.1%}", "–", "–", "–", *_pair(found[name])]
-        for name in ("same rows in the end", "same rows computed")
-    ]
-    header = ["check", "ρ, own answer", "ρ, first token", "ρ, gold answer", "KL, own answer", "KL, first token"]
-    note = f"\n{len(cases)} questions with 6 chunks. KL: mean / mean of the worst quarter.\n"
-    return table(header, rows) + note + source(result, "check.json")
-
-
-def check_targets(result: dict[str, Any]) -> str:
-    """Set a target of covered attention beside one ratio for all, at equal rows."""
-    rows = []
-    for which, chunks in (("6", "6"), ("all", " or ".join(sorted(result["cases"])))):
-        for target, row in result["summary"][which]["targets"].items():
-            cells = [cell for pair in zip(_pair(row["target"]), _pair(row["uniform"]), strict=True) for cell in pair]
-            rows.append([chunks, f"{float(target):.0%}", f"{row['target']['rows']:.1%}", *cells])
-    header = ["chunks", "attention covered", "rows", "KL, own answer", "one ratio for all"]
-    header += ["KL, first token", "one ratio for all"]
-    counts = ", ".join(f"{len(cases)} with {chunks} chunks" for chunks, cases in result["cases"].items())
-    note = f"\nQuestions: {counts}. KL: mean / mean of the worst quarter.\n"
-    return table(header, rows) + note + source(result, "check.json")
-
-
 def peers(result: dict[str, Any]) -> str:
     """Compare everyone that was asked the same prompts, workload by workload, with the plots of the first one."""
     text = ""
@@ -1210,12 +1007,6 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "kernels-missed": ("kernels.json", kernels_missed),
     "kernels-stitch": ("kernels.json", kernels_stitch),
     "auto": ("auto.json", auto),
-    "quality": ("quality.json", quality),
-    "quality-short": ("quality.json", quality_short),
-    "probe": ("probe.json", probe),
-    "ablations": ("ablations.json", ablations),
-    "contexts": ("context.json", contexts),
-    "contexts-short": ("context_short.json", contexts),
     "facts-qwen-05b": ("facts/qwen2.5-coder-0.5b.json", facts),
     "facts-published": ("facts/published.json", facts),
     "facts-search": ("facts/search.json", facts),
@@ -1223,11 +1014,8 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "facts-qwen-15b": ("facts/qwen2.5-coder-1.5b.json", facts),
     "facts-gemma": ("facts/gemma3-270m.json", facts),
     "facts-smollm2": ("facts/smollm2-135m-instruct.json", facts),
-    "heads": ("heads.json", heads),
     "speed": ("speed.json", speed),
     "chat": ("chat.json", chat),
-    "check": ("check.json", check),
-    "check-targets": ("check.json", check_targets),
     "memory": ("memory.json", memory),
     "seams": ("seams.json", seams),
     "slide": ("slide.json", slide),

@@ -1,8 +1,8 @@
 """What a history saves in a chat over documents, and what it costs in quality, beside stitching the documents again in every turn.
 
-Questions and chunks of bench_quality.py; five turns, the first with the documents. Per turn: the share of the prompt's tokens that is
-computed or repaired, and the time to first token, by a full prefill, with reuse of chunks alone, and with histories. In turn 2: the KL to a
-full prefill at the first token and over ten tokens of the full prefill's own answer.
+MuSiQue questions over ten chunks of 250 tokens; five turns, the first with the documents. Per turn: the share of the prompt's tokens
+that is computed or repaired, and the time to first token, by a full prefill, with reuse of chunks alone, and with histories.
+In turn 2: the KL to a full prefill at the first token and over ten tokens of the full prefill's own answer.
 
     KVRAG_EVAL_DATA=... python tests/benchmarks/bench_chat.py [--count 8] [--threads N]
 """

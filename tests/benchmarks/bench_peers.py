@@ -18,19 +18,20 @@ import shutil
 import statistics
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from bench_quality import token_f1
 from common import RESULTS, eval_data, machine, model_path, parser, small_model, write_result
 from peers.environments import FOREIGN, Peer, UnavailableError, Worker
 from peers.workloads import Prompt, Words, Workload, all_workloads
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvrag.prompt.template import PromptEncoder
+from kvrag.questions import normalised
 from kvrag.verify import kl_divergence
 
 FULL = "transformers, full prefill"
@@ -182,7 +183,7 @@ class Run:
         for name, reply in row.items():
             path, answer = reply.pop("path"), reply.pop("text").strip().split("\n")[0]
             if prompt.golds:
-                reply["f1"] = token_f1(answer, list(prompt.golds))
+                reply["f1"] = token_f1(answer, prompt.golds)
             if reply.get("same_ids", True) and name not in NOT_COMPARED:
                 logits = torch.from_numpy(np.load(path))
                 reply["kl"] = max(0.0, float(kl_divergence(reference, logits)))
@@ -199,6 +200,15 @@ class Run:
         """End all processes."""
         for worker in self.workers.values():
             worker.close()
+
+
+def token_f1(answer: str, golds: Sequence[str]) -> float:
+    """Largest word F1 with any gold answer."""
+    words, best = normalised(answer), 0.0
+    for gold in map(normalised, golds):
+        same = (Counter(words) & Counter(gold)).total()
+        best = max(best, 2 * same / max(1, len(words) + len(gold)))
+    return best
 
 
 def interval(values: Sequence[float], repeats: int = 2000) -> tuple[float, float]:

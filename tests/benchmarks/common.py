@@ -11,11 +11,7 @@ import platform
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from functools import cache
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -76,20 +72,6 @@ def small_engine(threads: int) -> KVRagEngine:
     return KVRagEngine.from_pretrained(small_model(), dtype="float32", repair=RepairConfig())
 
 
-@cache
-def process_engine() -> KVRagEngine:
-    """The engine of this process, on one thread."""
-    return small_engine(1)
-
-
-def in_processes(
-    measure: Callable[[Item], dict[str, Any]], todo: Sequence[Item], processes: int
-) -> Iterator[dict[str, Any]]:
-    """Measure items in so many processes, and yield the results in order as they come."""
-    with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
-        yield from pool.map(measure, todo)
-
-
 def bootstrap(values: list[float], repeats: int = 2000) -> tuple[float, float]:
     """95% interval of the mean."""
     generator = torch.Generator().manual_seed(0)
@@ -97,12 +79,6 @@ def bootstrap(values: list[float], repeats: int = 2000) -> tuple[float, float]:
     picks = torch.randint(len(data), (repeats, len(data)), generator=generator)
     means = data[picks].mean(dim=1).sort().values
     return float(means[int(0.025 * repeats)]), float(means[int(0.975 * repeats)])
-
-
-def means(rows: list[dict[str, Any]], intervals: tuple[str, ...] = ("kl_own", "kl_gold")) -> dict[str, Any]:
-    """Means over questions of every figure, and 95% intervals of some."""
-    out: dict[str, Any] = {key: sum(row[key] for row in rows) / len(rows) for key in rows[0]}
-    return out | {f"{key}_ci": bootstrap([row[key] for row in rows]) for key in intervals if key in rows[0]}
 
 
 @dataclass(frozen=True)
