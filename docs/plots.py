@@ -162,7 +162,7 @@ LOSSES = {
     "cacheblend": "CacheBlend",
     "epic": "EPIC",
     "ape": "APE",
-    "none": "unrepaired, behind the prefix",
+    "none": "unrepaired",
 }
 KINDS = {"kvrag": (BLUE, "o"), "transformers": ("#8b949e", "s"), "KVBoost": (RED, "v")}
 PUBLISHED = (PURPLE, "D")

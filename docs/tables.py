@@ -718,28 +718,54 @@ def quantised_errors(result: dict[str, Any]) -> str:
 
 
 def quantised(result: dict[str, Any]) -> str:
-    """KL of rounded reuse by type and repair."""
-    rows = []
-    for name, row in result["summary"].items():
-        kind, _, repair = name.partition("/")
-        if repair == "error":
-            continue
-        low, high = row["kl_own_ci"]
-        gate = f"{result['gate'][kind]['mean_kl']:.5f}" if kind in result["gate"] and repair == "none" else "–"
-        rounding = "–" if kind == "auto" else f"{row['kl_own']:.5f} ± {(high - low) / 2:.5f}"
-        same = "–" if kind == "auto" else f"{row['same_first']:.2f}"
-        rows.append([kind, repair, rounding, same, f"{row['kl_own_from_full']:.4f}", gate])
-    header = [
-        "type",
-        "repair",
-        "KL from reuse without rounding",
-        "same first token",
-        "KL from full prefill",
-        "gate's KL",
-    ]
-    note = f"\nMeans over {len(result['cases'])} MuSiQue questions of {result['chunks']} chunks, ± half of a 95% bootstrap interval.\n"
-    return table(header, rows) + note + source(result, "quantised.json")
+    """Compare answers from rounded KV with those from KV as computed, on the same questions."""
+    name = f"facts/{result['model']}"
+    methods = {"as computed": "sentences@auto"} | {
+        dtype: f"{dtype}.sentences@auto" for dtype in ("int8", "fp8", "int4")
+    }
+    rows = on_same_questions({label: (name, method) for label, method in methods.items()})
+    return table(["questions", "stored KV", *SAME_QUESTIONS], rows) + source(result, f"{name}.json")
 
+
+def facts_once(result: dict[str, Any]) -> str:
+    """Compare the default with a probe that reads the question once, on the same questions."""
+    name = f"facts/{result['model']}"
+    rows = on_same_questions(
+        {"once": ("facts/once", "sentences@auto"), "**twice, the default**": (name, "sentences@auto")}
+    )
+    once = json.loads((RESULTS / "facts" / "once.json").read_text())
+    said = source(once, "facts/once.json").lstrip()
+    return table(["questions", "the question is read", *SAME_QUESTIONS], rows) + source(result, f"{name}.json") + said
+
+
+SAME_QUESTIONS = ("lost", "won", "KL, own answer", "median", "KL, first token", "same answer")
+
+
+def on_same_questions(sides: dict[str, tuple[str, str]]) -> list[list[str]]:
+    """Return a row per task and side, over the questions that every side answered; a side is a file of lines and a method in it."""
+    found: dict[str, dict[tuple[Any, ...], tuple[dict[str, Any], dict[str, Any]]]] = {}
+    for label, (file, method) in sides.items():
+        lines = [json.loads(line) for line in (RESULTS / f"{file}.jsonl").read_text().splitlines()]
+        full = {_question(line): line for line in lines if line["method"] == "full"}
+        found[label] = {_question(r): (full[_question(r)], r) for r in lines if r["method"] == method}
+    common = set.intersection(*(set(by) for by in found.values()))
+    rows = []
+    for task in dict.fromkeys(sorted(question[0] for question in common)):
+        for label, by in found.items():
+            pairs = [by[question] for question in sorted(common) if question[0] == task]
+            right = [r for f, r in pairs if f["score"] >= 0.5]
+            lost = sum(r["score"] < 0.5 for r in right)
+            won = sum(f["score"] < 0.5 <= r["score"] for f, r in pairs)
+            kl = [r["kl"] for _, r in pairs]
+            cells = [f"{lost} of {len(right)}", str(won), f"{statistics.fmean(kl):.3f}", f"{statistics.median(kl):.3f}"]
+            cells.append(f"{statistics.fmean(r['kl_first'] for _, r in pairs):.3f}")
+            rows.append([f"{task}, {len(pairs)}", label, *cells, f"{statistics.fmean(r['same'] for _, r in pairs):.0%}"])
+    return rows
+
+
+def _question(line: dict[str, Any]) -> tuple[Any, ...]:
+    """Name the question that a line of results is about."""
+    return line["task"], line["number"], *line["shapes"]
 
 def peers(result: dict[str, Any]) -> str:
     """Compare everyone that was asked the same prompts, workload by workload, with the plots of the first one."""
@@ -1008,6 +1034,7 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "kernels-stitch": ("kernels.json", kernels_stitch),
     "auto": ("auto.json", auto),
     "facts-qwen-05b": ("facts/qwen2.5-coder-0.5b.json", facts),
+    "facts-once": ("facts/qwen2.5-coder-0.5b.json", facts_once),
     "facts-published": ("facts/published.json", facts),
     "facts-search": ("facts/search.json", facts),
     "facts-short": ("facts/qwen2.5-coder-0.5b.json", facts_short),
@@ -1037,7 +1064,7 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "serving": ("serving.json", serving),
     "load-figures": ("load.json", load_figures),
     "suites": ("suites.json", suites),
-    "quantised": ("quantised.json", quantised),
+    "quantised": ("facts/qwen2.5-coder-0.5b.json", quantised),
     "quantised-errors": ("quantised.json", quantised_errors),
     "peers": ("peers.json", peers),
     "peers-qwen-05b": ("peers-qwen2.5-coder-0.5b.json", peers),

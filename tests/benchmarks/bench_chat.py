@@ -4,7 +4,7 @@ MuSiQue questions over ten chunks of 250 tokens; five turns, the first with the 
 that is computed or repaired, and the time to first token, by a full prefill, with reuse of chunks alone, and with histories.
 In turn 2: the KL to a full prefill at the first token and over ten tokens of the full prefill's own answer.
 
-    KVRAG_EVAL_DATA=... python tests/benchmarks/bench_chat.py [--count 8] [--threads N]
+    KVRAG_EVAL_MODELS=... KVRAG_EVAL_DATA=... python tests/benchmarks/bench_chat.py [--model NAME] [--count 8] [--threads N]
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from typing import Any
 
 import torch
-from common import items, machine, parser, small_model, write_result
+from common import items, machine, model_path, parser, write_result
 
 from kvrag import KVRagEngine, StoreConfig
 from kvrag.generate.histories import Histories
@@ -29,10 +29,10 @@ FOLLOW_UPS = (
 ANSWER, OWN = 24, 10
 
 
-def engine(history_bytes: int) -> KVRagEngine:
-    """SmolLM2-135M-Instruct in float32, with so much room for histories; its chunks are kept in memory."""
+def engine(model: str, history_bytes: int) -> KVRagEngine:
+    """Load an evaluation model in float32, with so much room for histories; its chunks are kept in memory."""
     return KVRagEngine.from_pretrained(
-        small_model(), dtype="float32", store_config=StoreConfig(history_bytes=history_bytes)
+        model_path(model), dtype="float32", store_config=StoreConfig(history_bytes=history_bytes)
     )
 
 
@@ -90,24 +90,26 @@ def copying(used: KVRagEngine, num_tokens: int = 2500, repeats: int = 7) -> dict
     return {name: round(statistics.median(seconds) * 1e3, 2) for name, seconds in took.items()}
 
 
-def run(count: int, threads: int) -> dict[str, Any]:
+def run(model: str, count: int, threads: int) -> dict[str, Any]:
     """Hold the chats, one per question."""
     torch.set_num_threads(threads)
-    engines = {"plain": engine(0), "history": engine(2**32)}
+    engines = {"plain": engine(model, 0), "history": engine(model, 2**32)}
     rows = []
     for number, item in enumerate(items(engines["plain"].tokenizer, count=count)):
         for each in engines.values():
             each.precompute(item.chunks)
         rows.append(turns(engines, item.messages))
         print(f"chat {number + 1} of {count}", flush=True)
-    about = {"machine": machine(), "model": "SmolLM2-135M-Instruct", "answer_tokens": ANSWER}
+    about = {"machine": machine(), "model": model, "answer_tokens": ANSWER}
     return {**about, "copying_2500_ms": copying(engines["plain"]), "chats": rows}
 
 
 def main() -> None:
     """Run, and write ``results/chat.json``."""
-    options = parser(__doc__, count=8, threads=2).parse_args()
-    print(write_result("chat", run(options.count, options.threads), options.out))
+    options = parser(__doc__, count=8, threads=2)
+    options.add_argument("--model", default="qwen2.5-coder-0.5b")
+    args = options.parse_args()
+    print(write_result("chat", run(args.model, args.count, args.threads), args.out))
 
 
 if __name__ == "__main__":
