@@ -718,13 +718,27 @@ def quantised_errors(result: dict[str, Any]) -> str:
 
 
 def quantised(result: dict[str, Any]) -> str:
-    """Compare answers from rounded KV with those from KV as computed, on the same questions."""
-    name = f"facts/{result['model']}"
-    methods = {"as computed": "sentences@auto"} | {
-        dtype: f"{dtype}.sentences@auto" for dtype in ("int8", "fp8", "int4")
-    }
-    rows = on_same_questions({label: (name, method) for label, method in methods.items()})
-    return table(["questions", "stored KV", *SAME_QUESTIONS], rows) + source(result, f"{name}.json")
+    """KL of rounded reuse by type and repair."""
+    rows = []
+    for name, row in result["summary"].items():
+        kind, _, repair = name.partition("/")
+        if repair == "error":
+            continue
+        low, high = row["kl_own_ci"]
+        gate = f"{result['gate'][kind]['mean_kl']:.5f}" if kind in result["gate"] and repair == "none" else "–"
+        rounding = "–" if kind == "auto" else f"{row['kl_own']:.5f} ± {(high - low) / 2:.5f}"
+        same = "–" if kind == "auto" else f"{row['same_first']:.2f}"
+        rows.append([kind, repair, rounding, same, f"{row['kl_own_from_full']:.4f}", gate])
+    header = [
+        "type",
+        "repair",
+        "KL from reuse without rounding",
+        "same first token",
+        "KL from full prefill",
+        "gate's KL",
+    ]
+    note = f"\nMeans over {len(result['cases'])} MuSiQue questions of {result['chunks']} chunks, ± half of a 95% bootstrap interval.\n"
+    return table(header, rows) + note + source(result, "quantised.json")
 
 
 def facts_once(result: dict[str, Any]) -> str:
@@ -1064,7 +1078,7 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "serving": ("serving.json", serving),
     "load-figures": ("load.json", load_figures),
     "suites": ("suites.json", suites),
-    "quantised": ("facts/qwen2.5-coder-0.5b.json", quantised),
+    "quantised": ("quantised.json", quantised),
     "quantised-errors": ("quantised.json", quantised_errors),
     "peers": ("peers.json", peers),
     "peers-qwen-05b": ("peers-qwen2.5-coder-0.5b.json", peers),
