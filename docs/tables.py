@@ -773,13 +773,16 @@ def on_same_questions(sides: dict[str, tuple[str, str]]) -> list[list[str]]:
             kl = [r["kl"] for _, r in pairs]
             cells = [f"{lost} of {len(right)}", str(won), f"{statistics.fmean(kl):.3f}", f"{statistics.median(kl):.3f}"]
             cells.append(f"{statistics.fmean(r['kl_first'] for _, r in pairs):.3f}")
-            rows.append([f"{task}, {len(pairs)}", label, *cells, f"{statistics.fmean(r['same'] for _, r in pairs):.0%}"])
+            rows.append(
+                [f"{task}, {len(pairs)}", label, *cells, f"{statistics.fmean(r['same'] for _, r in pairs):.0%}"]
+            )
     return rows
 
 
 def _question(line: dict[str, Any]) -> tuple[Any, ...]:
     """Name the question that a line of results is about."""
     return line["task"], line["number"], *line["shapes"]
+
 
 def peers(result: dict[str, Any]) -> str:
     """Compare everyone that was asked the same prompts, workload by workload, with the plots of the first one."""
