@@ -74,7 +74,7 @@ bench-facts: setup ## Which facts survive reuse, on models that answer (KVRAG_EV
 bench-speed: setup ## Decode steps and precomputing beside transformers' own (five minutes)
 	cd tests/benchmarks && ../../$(BIN)/python bench_speed.py $(ARGS)
 
-bench-chat: setup ## What a history saves in a chat over documents, and what it costs in quality (half an hour on two cores)
+bench-chat: setup ## What a history saves in a chat over documents, and what it costs in quality
 	cd tests/benchmarks && ../../$(BIN)/python bench_chat.py $(ARGS)
 
 bench-masks: setup ## What inexact masks do to repaired rows (seconds)

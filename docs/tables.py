@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from kvrag.questions import IS_RIGHT
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "tests" / "benchmarks" / "results"
 BLOCK = re.compile(r"(<!-- table: ([\w-]+) -->\n)(.*?)(<!-- /table -->)", re.DOTALL)
@@ -174,6 +176,7 @@ FACTS = {
     "runs9": "runs of nine rows",
     "mix50": "half runs of nine rows",
     "mix50sum": "half runs, by summed attention",
+    "sentonce": "sentences, the question read once",
     "sentsum": "sentences by summed attention",
     "sent50": "sentences, half of the budget",
     "sent80": "sentences, four fifths of the budget",
@@ -224,7 +227,7 @@ def facts(result: dict[str, Any]) -> str:
 
 
 OURS = ("sentences@auto", "sentences@0.03", "sentences@0.25")
-FEWER = "Published methods answered fewer of these questions, in an earlier run (`facts/published.json`).\n"
+FEWER = "The default answered more questions than the other rows; published methods in an earlier run (`facts/published.json`).\n"
 SHORT = ("sentences@auto", "sentences@0.03", "sentences@0.25", "prophetkv@0.2", "cacheblend@0.2", "epic@0.2", "ape")
 
 
@@ -250,6 +253,7 @@ def facts_short(result: dict[str, Any]) -> str:
 def method_name(name: str) -> str:
     """Name a method and its budget."""
     behind = {"p.": ", behind the prefix alone", "c1000.": ", behind 1,000 tokens of a context"}
+    behind |= {f"{dtype}.": f", KV as {dtype}" for dtype in ("int8", "fp8", "int4")}
     mark = next((mark for mark in behind if name.startswith(mark)), "")
     plain = name.removeprefix(mark)
     kind, _, budget = plain.partition("@")
@@ -752,6 +756,14 @@ def facts_once(result: dict[str, Any]) -> str:
     return table(["questions", "the question is read", *SAME_QUESTIONS], rows) + source(result, f"{name}.json") + said
 
 
+def facts_rows(result: dict[str, Any]) -> str:
+    """Compare shares of rows on the questions that all of them answered."""
+    name = f"facts/{result['model']}"
+    shares = {"**the default**": "auto", "25%": "0.25", "30%": "0.3", "40%": "0.4"}
+    rows = on_same_questions({label: (name, f"sentences@{share}") for label, share in shares.items()})
+    return table(["questions", "rows", *SAME_QUESTIONS], rows) + source(result, f"{name}.json")
+
+
 SAME_QUESTIONS = ("lost", "won", "KL, own answer", "median", "KL, first token", "same answer")
 
 
@@ -764,12 +776,12 @@ def on_same_questions(sides: dict[str, tuple[str, str]]) -> list[list[str]]:
         found[label] = {_question(r): (full[_question(r)], r) for r in lines if r["method"] == method}
     common = set.intersection(*(set(by) for by in found.values()))
     rows = []
-    for task in dict.fromkeys(sorted(question[0] for question in common)):
+    for task in sorted({question[0] for question in common}):
         for label, by in found.items():
             pairs = [by[question] for question in sorted(common) if question[0] == task]
-            right = [r for f, r in pairs if f["score"] >= 0.5]
-            lost = sum(r["score"] < 0.5 for r in right)
-            won = sum(f["score"] < 0.5 <= r["score"] for f, r in pairs)
+            right = [r for f, r in pairs if f["score"] >= IS_RIGHT]
+            lost = sum(r["score"] < IS_RIGHT for r in right)
+            won = sum(f["score"] < IS_RIGHT <= r["score"] for f, r in pairs)
             kl = [r["kl"] for _, r in pairs]
             cells = [f"{lost} of {len(right)}", str(won), f"{statistics.fmean(kl):.3f}", f"{statistics.median(kl):.3f}"]
             cells.append(f"{statistics.fmean(r['kl_first'] for _, r in pairs):.3f}")
@@ -1051,6 +1063,7 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "kernels-stitch": ("kernels.json", kernels_stitch),
     "auto": ("auto.json", auto),
     "facts-qwen-05b": ("facts/qwen2.5-coder-0.5b.json", facts),
+    "facts-rows": ("facts/qwen2.5-coder-0.5b.json", facts_rows),
     "facts-once": ("facts/qwen2.5-coder-0.5b.json", facts_once),
     "facts-published": ("facts/published.json", facts),
     "facts-search": ("facts/search.json", facts),

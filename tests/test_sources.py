@@ -54,6 +54,16 @@ def test_sources_add_up_to_the_account(kept, mode, strategy):
     assert mode != "prefix" or set(found) == {"exact", "computed"}
 
 
+def test_rows_are_chosen_whatever_room_the_answer_has(kept):
+    """The probe writes behind the prompt, where the answer's rows will be."""
+    answers = [
+        kept.generate(PROMPT, mode="stitch", repair=RepairConfig(recompute_ratio=0.2), max_new_tokens=n)
+        for n in (1, 64)
+    ]
+    assert answers[0].sources == answers[1].sources
+    assert answers[0].token_ids == answers[1].token_ids[:1]
+
+
 def test_each_row_is_named_by_what_happened_to_it(kept):
     result = kept.prefill(PROMPT, mode="stitch", repair=RepairConfig(strategy="first_k", recompute_ratio=0.01))
     kinds = [source for source, _ in result.sources]
