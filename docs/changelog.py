@@ -25,9 +25,14 @@ def merge(section: str, heading: str, entry: str) -> str:
     """Add an entry under a heading of a version's section, which is made where it is missing."""
     found = re.search(rf"^### {heading}\n\n(?:(?!^### ).*\n?)*", section, re.MULTILINE)
     if found:
-        return section[: found.start()] + found[0].rstrip() + f"\n{entry}\n\n" + section[found.end() :]
+        return (
+            section[: found.start()] + found[0].rstrip() + f"\n{entry}\n\n" + section[found.end() :]
+        )
     later = list(KINDS.values())[list(KINDS.values()).index(heading) + 1 :]
-    at = min((section.find(f"### {each}\n") for each in later if f"### {each}\n" in section), default=len(section))
+    at = min(
+        (section.find(f"### {each}\n") for each in later if f"### {each}\n" in section),
+        default=len(section),
+    )
     return section[:at].rstrip() + f"\n\n### {heading}\n\n{entry}\n\n" + section[at:]
 
 
@@ -47,8 +52,12 @@ def main(root: Path) -> int:
         words = " ".join(fragment.read_text("utf-8").split())
         kind = fragment.name.split(".")[-2]
         if kind not in KINDS:
-            raise SystemExit(f"{fragment.name}: a fragment is NAME.KIND.md, and a kind is one of {', '.join(KINDS)}")
-        entry = textwrap.fill(words, 150, initial_indent="* ", subsequent_indent="  ", break_on_hyphens=False)
+            raise SystemExit(
+                f"{fragment.name}: a fragment is NAME.KIND.md, and a kind is one of {', '.join(KINDS)}"
+            )
+        entry = textwrap.fill(
+            words, 150, initial_indent="* ", subsequent_indent="  ", break_on_hyphens=False
+        )
         section = merge(section, KINDS[kind], entry)
     file.write_text(f"{before}\n{section.rstrip()}\n" + (f"\n{older}" if older else ""), "utf-8")
     for fragment in fragments:

@@ -20,7 +20,14 @@ RESULTS = ROOT / "tests" / "benchmarks" / "results"
 FOLDER = ROOT / "docs" / "plots"
 DATA = re.compile(r"<!-- data: (.*?) -->")
 
-BLUE, ORANGE, GREEN, PURPLE, SKY, RED = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00"
+BLUE, ORANGE, GREEN, PURPLE, SKY, RED = (
+    "#0072B2",
+    "#E69F00",
+    "#009E73",
+    "#CC79A7",
+    "#56B4E9",
+    "#D55E00",
+)
 """Okabe and Ito's colours, which colour-blind readers tell apart; all are readable on white and on near-black."""
 THEMES = {
     "light": {"ink": "#1f2328", "grid": "#d0d7de", "blue": BLUE},
@@ -54,7 +61,9 @@ def facts() -> Data | None:
         for name, row in methods.items():
             kind, _, budget = name.partition("@")
             if kind in LOSSES and budget != "auto" and row["right"]:
-                point = sums.setdefault(LOSSES[kind], {}).setdefault(budget or "0", [0.0, 0.0, 0.0, 0.0])
+                point = sums.setdefault(LOSSES[kind], {}).setdefault(
+                    budget or "0", [0.0, 0.0, 0.0, 0.0]
+                )
                 sample = (
                     row["questions"],
                     row["questions"] * row["sooner_cpu"],
@@ -78,7 +87,10 @@ def peers() -> Data | None:
         return None
     summary = found["workloads"]["reordered RAG"]["summary"]
     points = {
-        name: [round(row["cpu_s"], 4), *(round(kl, 6) for kl in (row["kl_median"], *row["kl_median_ci"]))]
+        name: [
+            round(row["cpu_s"], 4),
+            *(round(kl, 6) for kl in (row["kl_median"], *row["kl_median_ci"])),
+        ]
         for name, row in summary.items()
         if "kl" in row
     }
@@ -100,14 +112,26 @@ def ttft_length() -> Data | None:
     found = result("ttft")
     if found is None:
         return None
-    lines: dict[str, list[list[float]]] = {"full prefill": [], "kvrag, 3% repaired": [], "kvrag, unrepaired": []}
+    lines: dict[str, list[list[float]]] = {
+        "full prefill": [],
+        "kvrag, 3% repaired": [],
+        "kvrag, unrepaired": [],
+    }
     for length in LENGTHS:
         prompts, default = found[length]["prompts"], DEFAULT_OF.get(length, "default")
         tokens = found[length]["summary"][default]["tokens"]
-        series = dict(zip(lines, ((default, "full_ms"), (default, "ttft_ms"), ("unrepaired", "ttft_ms")), strict=True))
+        series = dict(
+            zip(
+                lines,
+                ((default, "full_ms"), (default, "ttft_ms"), ("unrepaired", "ttft_ms")),
+                strict=True,
+            )
+        )
         for line, (name, key) in series.items():
             if name in prompts[0]:
-                quartiles = statistics.quantiles([p[name][key] / 1e3 for p in prompts], n=4, method="inclusive")
+                quartiles = statistics.quantiles(
+                    [p[name][key] / 1e3 for p in prompts], n=4, method="inclusive"
+                )
                 lines[line].append([tokens, *(round(q, 4) for q in quartiles)])
     return lines
 
@@ -119,9 +143,14 @@ def stages() -> Data | None:
         return None
     bars: Data = {}
     for length in LENGTHS:
-        for label, name in (("3% repaired", DEFAULT_OF.get(length, "default")), ("unrepaired", "unrepaired")):
+        for label, name in (
+            ("3% repaired", DEFAULT_OF.get(length, "default")),
+            ("unrepaired", "unrepaired"),
+        ):
             if rows := [prompt[name] for prompt in found[length]["prompts"] if name in prompt]:
-                mean = {s: statistics.mean(r["stages_ms"].get(s, 0.0) for r in rows) for s in STAGES}
+                mean = {
+                    s: statistics.mean(r["stages_ms"].get(s, 0.0) for r in rows) for s in STAGES
+                }
                 tokens = found[length]["summary"][name]["tokens"]
                 bars[f"{tokens:,.0f} tokens, {label}"] = {s: round(ms, 1) for s, ms in mean.items()}
     return bars
@@ -179,10 +208,22 @@ def draw_facts(axes: Any, data: Data, theme: dict[str, str]) -> None:
     colors = (BLUE, SKY, PURPLE, RED, ORANGE, "#8b949e", theme["ink"])
     for (name, points), color, marker in zip(data.items(), colors, "o^Dvs*P", strict=False):
         shown = sorted(points)
-        axes.plot([p[1] for p in shown], [p[2] for p in shown], color=color, marker=marker, ms=6, lw=1.3, label=name)
+        axes.plot(
+            [p[1] for p in shown],
+            [p[2] for p in shown],
+            color=color,
+            marker=marker,
+            ms=6,
+            lw=1.3,
+            label=name,
+        )
         for budget, x, y in shown:
-            axes.annotate(f"{budget:.0%}", (x, y), xytext=(5, 5), textcoords="offset points", fontsize=8)
-    axes.set(xlabel="first token, times sooner (processor time)", ylabel="right answers that reuse loses")
+            axes.annotate(
+                f"{budget:.0%}", (x, y), xytext=(5, 5), textcoords="offset points", fontsize=8
+            )
+    axes.set(
+        xlabel="first token, times sooner (processor time)", ylabel="right answers that reuse loses"
+    )
     axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
     axes.invert_yaxis()
     legend(axes, theme, loc="center left", bbox_to_anchor=(1.01, 0.5))
@@ -191,17 +232,30 @@ def draw_facts(axes: Any, data: Data, theme: dict[str, str]) -> None:
 def draw_peers(axes: Any, data: Data, theme: dict[str, str]) -> None:
     """Scatter on an axis that is linear near 0, where the exact ones are, and the front."""
     line = front(data["points"])
-    axes.plot([p[0] for p in line], [p[1] for p in line], color=theme["ink"], lw=1, alpha=0.5, zorder=1)
-    for place, (name, (time, kl, low, high)) in enumerate(sorted(data["points"].items(), key=lambda p: p[1])):
+    axes.plot(
+        [p[0] for p in line], [p[1] for p in line], color=theme["ink"], lw=1, alpha=0.5, zorder=1
+    )
+    for place, (name, (time, kl, low, high)) in enumerate(
+        sorted(data["points"].items(), key=lambda p: p[1])
+    ):
         color, marker = KINDS.get(name.split(",")[0], PUBLISHED)
         errors = [[max(0.0, kl - low)], [max(0.0, high - kl)]]
-        axes.errorbar(time, kl, errors, fmt=marker, color=color, capsize=3, ms=6, label=f"{place + 1}  {name}")
+        axes.errorbar(
+            time, kl, errors, fmt=marker, color=color, capsize=3, ms=6, label=f"{place + 1}  {name}"
+        )
         offset = (
             6,
             5
-            + 9 * (sum(k < 1e-4 and n != name for n, (_, k, *_) in data["points"].items()) and kl < 1e-4) * (place % 3),
+            + 9
+            * (
+                sum(k < 1e-4 and n != name for n, (_, k, *_) in data["points"].items())
+                and kl < 1e-4
+            )
+            * (place % 3),
         )
-        axes.annotate(str(place + 1), (time, kl), xytext=offset, textcoords="offset points", fontsize=9)
+        axes.annotate(
+            str(place + 1), (time, kl), xytext=offset, textcoords="offset points", fontsize=9
+        )
     axes.set_yscale("symlog", linthresh=1e-3, linscale=0.5)
     axes.set_ylim(-3e-4, None)
     axes.set(xlabel="time to first token, CPU s", ylabel="KL of the first token, nats")
@@ -212,7 +266,9 @@ def draw_warm_up(axes: Any, data: Data, theme: dict[str, str]) -> None:
     """Lines by request number."""
     for name, values in data.items():
         color, marker = CURVES[name]
-        axes.plot(range(1, len(values) + 1), values, color=color, marker=marker, ms=4, lw=1.4, label=name)
+        axes.plot(
+            range(1, len(values) + 1), values, color=color, marker=marker, ms=4, lw=1.4, label=name
+        )
     axes.set(xlabel="request number", ylabel="time to first token, CPU s", ylim=(0, None))
     axes.xaxis.get_major_locator().set_params(integer=True)
     legend(axes, theme, loc="center left", bbox_to_anchor=(1.01, 0.5))
@@ -220,10 +276,17 @@ def draw_warm_up(axes: Any, data: Data, theme: dict[str, str]) -> None:
 
 def draw_ttft_length(axes: Any, data: Data, theme: dict[str, str]) -> None:
     """Lines with quartiles on logarithmic axes."""
-    for (name, line), color, marker in zip(data.items(), (theme["ink"], BLUE, ORANGE), "sov", strict=True):
+    for (name, line), color, marker in zip(
+        data.items(), (theme["ink"], BLUE, ORANGE), "sov", strict=True
+    ):
         tokens, low, mid, high = zip(*line, strict=True)
-        errors = [[m - a for m, a in zip(mid, low, strict=True)], [b - m for m, b in zip(mid, high, strict=True)]]
-        axes.errorbar(tokens, mid, errors, color=color, marker=marker, ms=5, lw=1.5, capsize=3, label=name)
+        errors = [
+            [m - a for m, a in zip(mid, low, strict=True)],
+            [b - m for m, b in zip(mid, high, strict=True)],
+        ]
+        axes.errorbar(
+            tokens, mid, errors, color=color, marker=marker, ms=5, lw=1.5, capsize=3, label=name
+        )
         for x, y in zip(tokens, mid, strict=True):
             label = f"{y:.{1 if y >= 1 else 2}f}"
             axes.annotate(label, (x, y), xytext=(7, -11), textcoords="offset points", fontsize=8)
@@ -245,7 +308,14 @@ def draw_stages(axes: Any, data: Data, theme: dict[str, str]) -> None:
         axes.barh(list(data), widths, left=left, color=color, label=stage, height=0.65)
         left = [a + b for a, b in zip(left, widths, strict=True)]
     for place, end in enumerate(left):
-        axes.annotate(f"{end:,.0f}", (end, place), xytext=(5, 0), textcoords="offset points", va="center", fontsize=9)
+        axes.annotate(
+            f"{end:,.0f}",
+            (end, place),
+            xytext=(5, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=9,
+        )
     axes.set(xlabel="time to first token, ms", xlim=(0, 1.1 * max(left)))
     axes.invert_yaxis()
     axes.grid(False, axis="y")
@@ -254,7 +324,9 @@ def draw_stages(axes: Any, data: Data, theme: dict[str, str]) -> None:
 
 def draw_load(axes: Any, data: Data, theme: dict[str, str]) -> None:
     """Lines by clients on logarithmic axes: p95, and the median thin below it."""
-    for (name, line), color, marker in zip(data.items(), (BLUE, theme["ink"], ORANGE), "osv", strict=False):
+    for (name, line), color, marker in zip(
+        data.items(), (BLUE, theme["ink"], ORANGE), "osv", strict=False
+    ):
         clients, median, p95 = zip(*line, strict=True)
         axes.plot(clients, p95, color=color, marker=marker, ms=5, lw=1.5, label=f"{name}, p95")
         axes.plot(clients, median, color=color, lw=0.9, ls="--", label=f"{name}, median")
@@ -290,11 +362,28 @@ def svg(name: str, data: Data, theme: str) -> str:
 
     colors = THEMES[theme]
     ink = dict.fromkeys(
-        ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), colors["ink"]
+        ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"),
+        colors["ink"],
     )
-    style = {"svg.fonttype": "none", "svg.hashsalt": name, "font.family": "sans-serif", "font.size": 10, **ink}
-    style |= {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": colors["grid"]}
-    style |= {"grid.linewidth": 0.5, "axes.axisbelow": True, "axes.facecolor": "none", "figure.facecolor": "none"}
+    style = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": name,
+        "font.family": "sans-serif",
+        "font.size": 10,
+        **ink,
+    }
+    style |= {
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "grid.color": colors["grid"],
+    }
+    style |= {
+        "grid.linewidth": 0.5,
+        "axes.axisbelow": True,
+        "axes.facecolor": "none",
+        "figure.facecolor": "none",
+    }
     with mpl.rc_context(style):
         figure, axes = plt.subplots(figsize=(7.6, 4.0), layout="constrained")
         PLOTS[name][1](axes, data, colors)

@@ -33,7 +33,9 @@ def source(result: dict[str, Any], file: str) -> str:
     """Say where figures come from."""
     m = result["machine"]
     device = m["gpu"] or f"{m['cpu']}, {m['threads']} thread(s)"
-    versions = ", ".join(f"{name} {version}" for name, version in m["versions"].items() if name != "kvrag")
+    versions = ", ".join(
+        f"{name} {version}" for name, version in m["versions"].items() if name != "kvrag"
+    )
     return f"\n{result['model']}; {device}; {versions}; commit {m['commit'][:10]}; all repeats in `tests/benchmarks/results/{file}`.\n"
 
 
@@ -46,25 +48,43 @@ def chat(result: dict[str, Any]) -> str:
         def middle(name: str, what: str, each: list[dict[str, Any]] = each) -> float:
             return statistics.median(row[name][what] for row in each)
 
-        ratios = [middle("full", "ttft_ms") / middle(name, "ttft_ms") for name in ("stitch", "history")]
+        ratios = [
+            middle("full", "ttft_ms") / middle(name, "ttft_ms") for name in ("stitch", "history")
+        ]
         made = [f"{middle(name, 'made'):.1%}" for name in ("stitch", "history")]
-        rows.append([str(turn + 1), f"{middle('full', 'prompt_tokens'):.0f}", *made, *(f"{r:.1f}×" for r in ratios)])
+        rows.append(
+            [
+                str(turn + 1),
+                f"{middle('full', 'prompt_tokens'):.0f}",
+                *made,
+                *(f"{r:.1f}×" for r in ratios),
+            ]
+        )
     words = []
     for name, label in (("stitch", "stitched again"), ("history", "going on")):
-        own, first = (statistics.fmean(c[1]["kl"][name][what] for c in chats) for what in ("kl_own", "kl_first"))
+        own, first = (
+            statistics.fmean(c[1]["kl"][name][what] for c in chats)
+            for what in ("kl_own", "kl_first")
+        )
         words.append(f"{label} {own:.3f} / {first:.3f}")
     header = ["turn", "tokens", "computed or repaired: chunks alone", "with histories"]
     header += ["first token sooner: chunks alone", "with histories"]
     copied = result["copying_2500_ms"]
     note = f"\nMedians of {len(chats)} chats. Mean KL to a full prefill in turn 2, own answer / first token: {'; '.join(words)}. "
-    note += f"Keeping 2,500 rows took {copied['keep']:.0f} ms, copying them {copied['copy']:.0f} ms.\n"
+    note += (
+        f"Keeping 2,500 rows took {copied['keep']:.0f} ms, copying them {copied['copy']:.0f} ms.\n"
+    )
     return table(header, rows) + note + source(result, "chat.json")
 
 
 def ttft(result: dict[str, Any]) -> str:
     """Time to first token by repair and by prompt length."""
     rows = []
-    former = {"default": "ratio 0.03 (the default then)"} if "ratio 0.02" in result["2500"]["summary"] else {}
+    former = (
+        {"default": "ratio 0.03 (the default then)"}
+        if "ratio 0.02" in result["2500"]["summary"]
+        else {}
+    )
     for label in ("5800", "2500", "1000", "500"):
         for name, row in result[label]["summary"].items():
             stages = row["stages_ms"]
@@ -83,7 +103,9 @@ def ttft(result: dict[str, Any]) -> str:
             )
     header = ["tokens", "configuration", "full prefill, ms", "kvrag, ms", "ratio"]
     header += ["ratio of CPU time", "system, ms", "page faults", *STAGES]
-    return table(header, rows) + source(result, "ttft.json" if former else f"ttft-{result['model']}.json")
+    return table(header, rows) + source(
+        result, "ttft.json" if former else f"ttft-{result['model']}.json"
+    )
 
 
 def kernels(result: dict[str, Any]) -> str:
@@ -97,13 +119,23 @@ def kernels(result: dict[str, Any]) -> str:
         return f"{row['useful_tflops'][name]:.0f} ({1e3 * times[name]:,.0f})"
 
     rows = []
-    for row in sorted(result["attention"], key=lambda row: (-row["ratio"], -row["keys"], row["shape"])):
+    for row in sorted(
+        result["attention"], key=lambda row: (-row["ratio"], -row["keys"], row["shape"])
+    ):
         masked = [name for name in row["ms"] if name.startswith("sdpa") and "mask" in name]
         causal = [name for name in row["ms"] if name.startswith("sdpa") and "causal" in name]
         shape = f"{row['shape'].split(' ')[0]} heads of {row['dim']}"
         cells = [cell(row, names) for names in (["kvrag sm90"], ["kvrag mma"], masked, causal)]
         rows.append([shape, f"{row['keys']:,}", f"{row['ratio']:.0%}", *cells])
-    header = ["shape", "keys", "rows", "`sm90`", "`mma`", "best SDPA with a mask", "best SDPA, causal"]
+    header = [
+        "shape",
+        "keys",
+        "rows",
+        "`sm90`",
+        "`mma`",
+        "best SDPA with a mask",
+        "best SDPA, causal",
+    ]
     note = f"\nUseful TFLOP/s (µs of a call). An 8192³ matmul reaches {result['matmul_tflops']:.0f} TFLOP/s there, "
     note += f"a copy on the device {result['copy_gb_s']:,.0f} GB/s. {result['device']}; torch {result['versions']['torch']}; "
     note += f"commit {result['commit'][:10]}; all in `tests/benchmarks/results/kernels.json`.\n"
@@ -125,7 +157,15 @@ def kernels_stitch(result: dict[str, Any]) -> str:
     for codec in ("16-bit", "int8", "int8 with zeros", "int4 with zeros"):
         ours, chain = (result["stitch"][f"{codec}, {way}"] for way in ("auto", "torch"))
         share = f"{ours['gb_s'] / result['copy_gb_s']:.2f}"
-        rows.append([codec, f"{ours['device_ms']:.2f}", f"{ours['gb_s']:,.0f}", share, f"{chain['device_ms']:.0f}"])
+        rows.append(
+            [
+                codec,
+                f"{ours['device_ms']:.2f}",
+                f"{ours['gb_s']:,.0f}",
+                share,
+                f"{chain['device_ms']:.0f}",
+            ]
+        )
     header = ["kept as", "kernel, ms", "GB/s", "share of a copy's", "torch's operations, ms"]
     return table(header, rows)
 
@@ -140,7 +180,17 @@ def ttft_cuda(result: dict[str, Any]) -> str:
             stages = [f"{row['stages_ms'].get(stage, 0):.0f}" for stage in STAGES]
             times = [f"{row['full_ms']:.0f}", f"{row['ttft_ms']:.0f}", f"**{row['ratio']:.2f}**"]
             busy = [f"{work['kernels_ms']:.0f}", f"{copies:.0f}"]
-            rows.append([run["kept"], f"{row['tokens']:,.0f}", name, f"{row['repaired']:.0f}", *times, *busy, *stages])
+            rows.append(
+                [
+                    run["kept"],
+                    f"{row['tokens']:,.0f}",
+                    name,
+                    f"{row['repaired']:.0f}",
+                    *times,
+                    *busy,
+                    *stages,
+                ]
+            )
     header = ["KV kept as", "tokens", "repair", "rows", "full prefill, ms", "kvrag, ms", "ratio"]
     header += ["kernels, ms", "copies, ms", *STAGES]
     file = f"{result.get('name', 'ttft-llama-3.1-8b-cuda')}.json"
@@ -155,9 +205,15 @@ def auto(result: dict[str, Any]) -> str:
     rows = []
     for length in sorted({length for length, _ in cells}):
         row = [cells[length, share] for share in shares]
-        times = [f"{each['ratio_ms']:.2f} ({each['ratio_cpu_ms']:.2f}), {each['exactness']}" for each in row]
+        times = [
+            f"{each['ratio_ms']:.2f} ({each['ratio_cpu_ms']:.2f}), {each['exactness']}"
+            for each in row
+        ]
         rows.append([f"{row[0]['tokens']}", f"{row[0]['full_ms']:.0f}", *times])
-    most, repeats = max(cell["ratio_ms"] for cell in result["cells"]), len(result["cells"][0]["runs"])
+    most, repeats = (
+        max(cell["ratio_ms"] for cell in result["cells"]),
+        len(result["cells"][0]["runs"]),
+    )
     note = f"\nTime of `auto` as a share of the full prefill's, of CPU time in brackets, and the answer's label; medians of {repeats}. "
     note += f"The most is {most:.2f}; the limit is {result['limit']}.\n"
     return (
@@ -201,7 +257,9 @@ def facts(result: dict[str, Any]) -> str:
     """Say of each repair which facts it keeps, how far its answers are, and how much sooner they begin."""
     rows = []
     for task, methods in result["tasks"].items():
-        order = sorted(methods, key=lambda name: (name.partition("@")[0] not in ("sentences", "gainsum"), name))
+        order = sorted(
+            methods, key=lambda name: (name.partition("@")[0] not in ("sentences", "gainsum"), name)
+        )
         for name in order:
             found, lost, kept = methods[name], "–", "–"
             if found["right"]:
@@ -219,7 +277,16 @@ def facts(result: dict[str, Any]) -> str:
                     f"{found['sooner_cpu']:.1f}",
                 ]
             )
-    header = ["questions", "repair", "retention (95% interval)", "lost", "won", "KL, own answer", "same answer", "rows"]
+    header = [
+        "questions",
+        "repair",
+        "retention (95% interval)",
+        "lost",
+        "won",
+        "KL, own answer",
+        "same answer",
+        "rows",
+    ]
     header.append("first token, times sooner (processor time)")
     name = result.get("name", result["model"])
     lines = f"`tests/benchmarks/results/facts/{name}.jsonl` has a line per question and repair.\n"
@@ -228,22 +295,41 @@ def facts(result: dict[str, Any]) -> str:
 
 OURS = ("sentences@auto", "sentences@0.03", "sentences@0.25")
 FEWER = "The default answered more questions than the other rows; published methods in an earlier run (`facts/published.json`).\n"
-SHORT = ("sentences@auto", "sentences@0.03", "sentences@0.25", "prophetkv@0.2", "cacheblend@0.2", "epic@0.2", "ape")
+SHORT = (
+    "sentences@auto",
+    "sentences@0.03",
+    "sentences@0.25",
+    "prophetkv@0.2",
+    "cacheblend@0.2",
+    "epic@0.2",
+    "ape",
+)
 
 
 def facts_short(result: dict[str, Any]) -> str:
     """Pick the README's rows of the facts table: all tasks together."""
     rows, published = [], json.loads((RESULTS / "facts" / "published.json").read_text())
     for name in SHORT:
-        found = [tasks[name] for file in (result, published) for tasks in file["tasks"].values() if name in tasks]
+        found = [
+            tasks[name]
+            for file in (result, published)
+            for tasks in file["tasks"].values()
+            if name in tasks
+        ]
         if name in OURS:
             found = [tasks[name] for tasks in result["tasks"].values() if name in tasks]
         count, right = sum(f["questions"] for f in found), sum(f["right"] for f in found)
         lost = sum(round((f["lost"] or 0) * f["right"]) for f in found)
         score, full, kl, same, sooner = (
-            sum(f["questions"] * f[key] for f in found) / count for key in ("score", "full", "kl", "same", "sooner_cpu")
+            sum(f["questions"] * f[key] for f in found) / count
+            for key in ("score", "full", "kl", "same", "sooner_cpu")
         )
-        cells = (f"{score / full:.2f}", f"{lost} of {right}", str(sum(f["won"] for f in found)), f"{kl:.3f}")
+        cells = (
+            f"{score / full:.2f}",
+            f"{lost} of {right}",
+            str(sum(f["won"] for f in found)),
+            f"{kl:.3f}",
+        )
         rows.append([method_name(name), f"{count}", *cells, f"{same:.0%}", f"{sooner:.1f}×"])
     header = ["", "questions", "retention", "lost", "won", "KL, own answer", "same answer"]
     header.append("first token sooner, by CPU time")
@@ -257,7 +343,11 @@ def method_name(name: str) -> str:
     mark = next((mark for mark in behind if name.startswith(mark)), "")
     plain = name.removeprefix(mark)
     kind, _, budget = plain.partition("@")
-    share = {"": "", "auto": ", default rows"}.get(budget) if budget in ("", "auto") else f", {float(budget):.0%}"
+    share = (
+        {"": "", "auto": ", default rows"}.get(budget)
+        if budget in ("", "auto")
+        else f", {float(budget):.0%}"
+    )
     return NAMED.get(plain, f"{FACTS[kind]}{share}") + behind.get(mark, "")
 
 
@@ -266,9 +356,18 @@ def speed(result: dict[str, Any]) -> str:
     rows, made = [], result["precompute"]
     for d in result["decode"]:
         steps = (f"{statistics.median(d[side]):.1f}" for side in ("ours_ms", "generate_ms"))
-        rows.append([f"a decode step behind {d['tokens']:,} tokens, ms", *steps, f"{d['ratio']:.2f}"])
+        rows.append(
+            [f"a decode step behind {d['tokens']:,} tokens, ms", *steps, f"{d['ratio']:.2f}"]
+        )
     plain, ours = (statistics.median(each[side][0] for each in made["rounds"]) for side in (0, 1))
-    rows.append([f"precomputing {made['tokens']:,} tokens, s", f"{ours:.1f}", f"{plain:.1f}", f"{made['ratio']:.2f}"])
+    rows.append(
+        [
+            f"precomputing {made['tokens']:,} tokens, s",
+            f"{ours:.1f}",
+            f"{plain:.1f}",
+            f"{made['ratio']:.2f}",
+        ]
+    )
     note = f"\nMedians of {len(made['rounds'])} turns; of CPU time the ratio is {made['ratio_cpu']:.2f} for precomputing.\n"
     return table(["", "kvrag", "transformers", "ratio"], rows) + note + source(result, "speed.json")
 
@@ -283,7 +382,14 @@ def ttft_short(result: dict[str, Any]) -> str:
         row = result[label]["summary"][name]
         times = [f"{row['full_ms']:.0f} ms", f"{row['ttft_ms']:.0f} ms", f"**{row['ratio']:.1f}×**"]
         rows.append([f"{row['tokens']:.0f}", names[name], *times, f"{row['cpu_ratio']:.1f}×"])
-    header = ["prompt tokens", "repaired", "full prefill", "kvrag, load from disk included", "", "by CPU time"]
+    header = [
+        "prompt tokens",
+        "repaired",
+        "full prefill",
+        "kvrag, load from disk included",
+        "",
+        "by CPU time",
+    ]
     return table(header, rows) + source(result, f"ttft-{result['model']}.json")
 
 
@@ -299,9 +405,9 @@ def memory(result: dict[str, Any]) -> str:
         ]
         for mode, r in result["requests"].items()
     ]
-    return table(["mode", "prompt tokens", "the prompt's KV", "peak above the model", "limit"], rows) + source(
-        result, "memory.json"
-    )
+    return table(
+        ["mode", "prompt tokens", "the prompt's KV", "peak above the model", "limit"], rows
+    ) + source(result, "memory.json")
 
 
 def seams(result: dict[str, Any]) -> str:
@@ -317,8 +423,17 @@ def seams(result: dict[str, Any]) -> str:
                 f"{row['loss_whole']:.2f} → {row['loss_joined']:.2f}",
             ]
         text = json.dumps(row["separator"])
-        rows.append([f"{name}, `{text}`", f"{row['changed_seams']} of {row['seams']}", tokens, *cells])
-    header = ["between chunks", "seams changed", "tokens changed", "KL, gold answer", "KL, first token", "loss of gold"]
+        rows.append(
+            [f"{name}, `{text}`", f"{row['changed_seams']} of {row['seams']}", tokens, *cells]
+        )
+    header = [
+        "between chunks",
+        "seams changed",
+        "tokens changed",
+        "KL, gold answer",
+        "KL, first token",
+        "loss of gold",
+    ]
     measured = max(len(row.get("cases", ())) for row in result["separators"].values())
     note = f"\nCounts over {result['prompts']} prompts, KL and loss over {measured}.\n"
     return table(header, rows) + note + source(result, "seams.json")
@@ -327,7 +442,12 @@ def seams(result: dict[str, Any]) -> str:
 def slide(result: dict[str, Any]) -> str:
     """Perplexity in a small window, by method."""
     rows = [
-        [name, f"{row['perplexity']:.2f}", *(f"{q:.2f}" for q in row["quarters"]), f"{row['tokens_per_s']:.0f}"]
+        [
+            name,
+            f"{row['perplexity']:.2f}",
+            *(f"{q:.2f}" for q in row["quarters"]),
+            f"{row['tokens_per_s']:.0f}",
+        ]
         for name, row in result["methods"].items()
     ]
     header = ["method", "perplexity", "1st quarter", "2nd", "3rd", "4th", "tokens/s"]
@@ -344,11 +464,31 @@ def support(result: dict[str, Any]) -> str:
             continue
         windows = ", ".join(str(w) for w in newest["windows"]) or "–"
         worst = max(error for run in runs.values() for error in run.get("errors", {}).values())
-        versions = ", ".join(v if run["reuse"] == "exact" else f"not {v}" for v, run in runs.items())
+        versions = ", ".join(
+            v if run["reuse"] == "exact" else f"not {v}" for v, run in runs.items()
+        )
         notes = "; ".join(dict.fromkeys(note for run in runs.values() for note in run["notes"]))
         reuse = f"exact ({notes})" if notes else "exact"
-        rows.append([f"`{name}`", newest["architecture"], newest["rope"], windows, reuse, f"{worst:.0e}", versions])
-    header = ["row", "architecture", "RoPE", "window", "reuse", "largest difference", "transformers"]
+        rows.append(
+            [
+                f"`{name}`",
+                newest["architecture"],
+                newest["rope"],
+                windows,
+                reuse,
+                f"{worst:.0e}",
+                versions,
+            ]
+        )
+    header = [
+        "row",
+        "architecture",
+        "RoPE",
+        "window",
+        "reuse",
+        "largest difference",
+        "transformers",
+    ]
     return table(header, rows) + f"\n{len(rows)} rows. " + _runs(result)
 
 
@@ -360,22 +500,40 @@ def support_refused(result: dict[str, Any]) -> str:
         if newest["reuse"] == "exact":
             continue
         answers = {"no": "no"}.get(newest.get("answers", ""), "yes, as `generate`")
-        rows.append([f"`{name}`", newest["architecture"], newest["why"].replace("|", "\\|"), answers, ", ".join(runs)])
+        rows.append(
+            [
+                f"`{name}`",
+                newest["architecture"],
+                newest["why"].replace("|", "\\|"),
+                answers,
+                ", ".join(runs),
+            ]
+        )
     return table(["row", "architecture", "why not", "answered", "transformers"], rows)
 
 
 def _by_name(result: dict[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
     """Row name → version of transformers, oldest first → row."""
-    order = sorted(result["runs"], key=lambda version: [int(part) for part in re.findall(r"\d+", version)])
-    names = dict.fromkeys(name for version in reversed(order) for name in result["runs"][version]["rows"])
+    order = sorted(
+        result["runs"], key=lambda version: [int(part) for part in re.findall(r"\d+", version)]
+    )
+    names = dict.fromkeys(
+        name for version in reversed(order) for name in result["runs"][version]["rows"]
+    )
     return {
-        name: {v: result["runs"][v]["rows"][name] for v in order if name in result["runs"][v]["rows"]} for name in names
+        name: {
+            v: result["runs"][v]["rows"][name] for v in order if name in result["runs"][v]["rows"]
+        }
+        for name in names
     }
 
 
 def _runs(result: dict[str, Any]) -> str:
     machines = [run["machine"] for run in result["runs"].values()]
-    said = "; ".join(f"transformers {m['versions']['transformers']} at commit {m['commit'][:10]}" for m in machines)
+    said = "; ".join(
+        f"transformers {m['versions']['transformers']} at commit {m['commit'][:10]}"
+        for m in machines
+    )
     return f"float32 on {machines[-1]['cpu']}; {said}; all in `tests/benchmarks/results/support.json`.\n"
 
 
@@ -385,20 +543,36 @@ def fuzz(result: dict[str, Any]) -> str:
     rows = [
         ["cases", f"{result['cases']:,}, of {len(result['by_model'])} architectures"],
         ["failed", str(result["failed"])],
-        ["compared with transformers", f"{result['comparisons']:,} prefills labelled exact or full"],
-        ["largest difference of logits", f"{result['largest']:.1e} (allowed {result['tolerance']:g})"],
+        [
+            "compared with transformers",
+            f"{result['comparisons']:,} prefills labelled exact or full",
+        ],
+        [
+            "largest difference of logits",
+            f"{result['largest']:.1e} (allowed {result['tolerance']:g})",
+        ],
         ["without a result: an expert's choice hangs on a rounding", str(result["ties"])],
-        ["labelled repaired", f"{sum(n for label, n in labels.items() if label.endswith('repaired')):,}"],
+        [
+            "labelled repaired",
+            f"{sum(n for label, n in labels.items() if label.endswith('repaired')):,}",
+        ],
     ]
     m = result["machine"]
-    versions = ", ".join(f"{name} {version}" for name, version in m["versions"].items() if name != "kvrag")
-    return table(["", ""], rows) + f"\nSeed {result['seed']}; {m['cpu']}; {versions}; commit {m['commit'][:10]}.\n"
+    versions = ", ".join(
+        f"{name} {version}" for name, version in m["versions"].items() if name != "kvrag"
+    )
+    return (
+        table(["", ""], rows)
+        + f"\nSeed {result['seed']}; {m['cpu']}; {versions}; commit {m['commit'][:10]}.\n"
+    )
 
 
 def machine_of(result: dict[str, Any], file: str) -> str:
     """Say where figures come from that need no model; scenarios were run at commits of their own."""
     m = result["machine"]
-    ran = {row["commit"][:10] for row in result.get("scenarios", {}).values() if "commit" in row} or {m["commit"][:10]}
+    ran = {
+        row["commit"][:10] for row in result.get("scenarios", {}).values() if "commit" in row
+    } or {m["commit"][:10]}
     at = f"commit{'s' if ran - {min(ran)} else ''} {', '.join(sorted(ran))}"
     return f"\n{m['cpu']}, {m['cores']} cores; {at}; everything in `tests/benchmarks/results/{file}`.\n"
 
@@ -410,7 +584,9 @@ def store(result: dict[str, Any]) -> str:
         place, durability, _ = name.split("/")
         times = [f"{r[f'{kind}_ms']:.1f}" for kind in ("plain", "file", "put")]
         size = f"{r['bytes'] / 1e6:.0f} MB"
-        rows.append([size, place, durability, *times, f"**{r['file_ratio']:.2f}**", f"{r['put_ratio']:.2f}"])
+        rows.append(
+            [size, place, durability, *times, f"**{r['file_ratio']:.2f}**", f"{r['put_ratio']:.2f}"]
+        )
     header = ["blob", "file system", "durability", "plain, ms", "chunk's file", "whole put"]
     return table([*header, "ratio, file", "ratio, put"], rows) + machine_of(result, "store.json")
 
@@ -422,14 +598,28 @@ def store_reads(result: dict[str, Any]) -> str:
         place, state, _ = name.split("/")
         times = [f"{r[f'{kind}_ms']:.1f}" for kind in ("plain", "layers", "get")]
         ratios = [f"**{r['layers_ratio']:.2f}**", f"{r['get_ratio']:.2f}"]
-        rows.append([f"{r['bytes'] / 1e6:.0f} MB", place, state, *times, *ratios, f"{r['first_layer_ms']:.2f}"])
+        rows.append(
+            [
+                f"{r['bytes'] / 1e6:.0f} MB",
+                place,
+                state,
+                *times,
+                *ratios,
+                f"{r['first_layer_ms']:.2f}",
+            ]
+        )
     header = ["blob", "file system", "page cache", "plain, ms", "layer by layer", "whole chunk"]
-    return table([*header, "ratio, layers", "ratio, chunk", "first layer, ms"], rows) + machine_of(result, "store.json")
+    return table([*header, "ratio, layers", "ratio, chunk", "first layer, ms"], rows) + machine_of(
+        result, "store.json"
+    )
 
 
 def fuzz_reader(result: dict[str, Any]) -> str:
     """Count inputs that a fuzzer made up, by what reads them."""
-    rows = [[name, f"{count:,}", f"{result['accepted'].get(name, 0):,}"] for name, count in result["by_target"].items()]
+    rows = [
+        [name, f"{count:,}", f"{result['accepted'].get(name, 0):,}"]
+        for name, count in result["by_target"].items()
+    ]
     rows.append(["all", f"{result['inputs']:,}", f"{sum(result['accepted'].values()):,}"])
     text = table(["what is read", "inputs", "accepted and proven"], rows)
     said = f"{result['fuzzer']}, {result['covered_edges']} edges; failures: {result['failures']}; "
@@ -450,7 +640,11 @@ def store_index(result: dict[str, Any]) -> str:
 
 
 def _said(value: Any) -> str:
-    return ", ".join(f"{count} by {name}" for name, count in value.items()) if isinstance(value, dict) else f"{value:,}"
+    return (
+        ", ".join(f"{count} by {name}" for name, count in value.items())
+        if isinstance(value, dict)
+        else f"{value:,}"
+    )
 
 
 NOT_COUNTS = ("failures", "seconds", "skipped", "form", "commit")
@@ -458,7 +652,11 @@ NOT_COUNTS = ("failures", "seconds", "skipped", "form", "commit")
 
 def masks(result: dict[str, Any]) -> str:
     """Compare masks by their errors and by the keys that rows see or miss."""
-    names = {"exact": "kvrag's, exact", "aligned": "causal, aligned bottom-right", "blocks": "blocks of 32 × 32"}
+    names = {
+        "exact": "kvrag's, exact",
+        "aligned": "causal, aligned bottom-right",
+        "blocks": "blocks of 32 × 32",
+    }
     rows = [
         [
             found["shape"],
@@ -518,18 +716,31 @@ def load(result: dict[str, Any]) -> str:
                 continue
             times = [" / ".join(f"{level['ttft_s'][p]:.2f}" for p in ("p50", "p95", "p99"))]
             times.append(" / ".join(f"{level['gap_ms'][p]:.0f}" for p in ("p50", "p95", "p99")))
-            rates = [f"{level['tokens_per_s']:.1f}", f"{level['requests_per_s']:.2f}", f"{level['open_at_once']}"]
+            rates = [
+                f"{level['tokens_per_s']:.1f}",
+                f"{level['requests_per_s']:.2f}",
+                f"{level['open_at_once']}",
+            ]
             equal = f"{level['equal']} of {level['requests']}"
             rows.append([name, SERVERS[part], *times, *rates, equal])
             if part != "kvrag" and (ours := found.get((name, "kvrag"))):
                 for what in _behind(ours, level):
                     behind.setdefault(f"{what}, beside {SERVERS[part]}", []).append(name)
-    header = ["load", "server", "first token, s", "between pieces, ms", "tokens/s", "requests/s", "open at once"]
+    header = [
+        "load",
+        "server",
+        "first token, s",
+        "between pieces, ms",
+        "tokens/s",
+        "requests/s",
+        "open at once",
+    ]
     said = f"\np50 / p95 / p99. {result['prompts']} prompts out of {result['chunks']} chunks, "
     said += f"answers of at most {result['max_tokens']} tokens. "
     said += "Equal: to the same server's answer to one client. "
     agreed = (
-        f"{name.replace('full', SERVERS['full'])} {same} of {of}" for name, (same, of) in result["agreement"].items()
+        f"{name.replace('full', SERVERS['full'])} {same} of {of}"
+        for name, (same, of) in result["agreement"].items()
     )
     said += f"Single answers that two servers have in common: {', '.join(agreed)}. "
     sizes = (f"{SERVERS[part]} {row['peak_bytes'] / 1e9:.2f} GB" for part, row in parts.items())
@@ -537,8 +748,12 @@ def load(result: dict[str, Any]) -> str:
     said += f"Peak memory: {', '.join(sizes)}. Measured at commits "
     said += ", ".join(sorted({level["commit"][:10] for level in found.values()}))
     said += f".\n\nWhere kvrag is behind by more than 2%: {losses or 'nowhere'}.\n"
-    picture = '\n<picture><source media="(prefers-color-scheme: dark)" srcset="plots/load-dark.svg">'
-    picture += '<img alt="time to first token against clients" src="plots/load-light.svg"></picture>\n'
+    picture = (
+        '\n<picture><source media="(prefers-color-scheme: dark)" srcset="plots/load-dark.svg">'
+    )
+    picture += (
+        '<img alt="time to first token against clients" src="plots/load-light.svg"></picture>\n'
+    )
     return (
         table([*header, "equal"], rows)
         + said
@@ -549,7 +764,9 @@ def load(result: dict[str, Any]) -> str:
 
 def _level(level: dict[str, Any]) -> str:
     return (
-        f"{level['size']:g} client{'s' * (level['size'] > 1)}" if level["kind"] == "closed" else f"{level['size']:g}/s"
+        f"{level['size']:g} client{'s' * (level['size'] > 1)}"
+        if level["kind"] == "closed"
+        else f"{level['size']:g}/s"
     )
 
 
@@ -569,7 +786,10 @@ def ray_kill(result: dict[str, Any]) -> str:
     rows = [
         ["chunks", f"{result['chunks']:,}"],
         ["workers killed", str(result["kills"])],
-        ["stored, and skipped by who took the batch again", f"{result['stored']:,} + {result['skipped']:,}"],
+        [
+            "stored, and skipped by who took the batch again",
+            f"{result['stored']:,} + {result['skipped']:,}",
+        ],
         ["failed", str(result["failed"])],
         [
             "in the store, in the catalog, documents",
@@ -593,7 +813,11 @@ def ray_scale(result: dict[str, Any]) -> str:
         f"as quick as one on one core, and **{result['ratio_same_cores']:.2f} times** as quick as one that has a second core "
         "for Ray's own processes.\n"
     )
-    return table(["workers, cores", "chunks per second"], rows) + said + machine_of(result, "ray_scale.json")
+    return (
+        table(["workers, cores", "chunks per second"], rows)
+        + said
+        + machine_of(result, "ray_scale.json")
+    )
 
 
 def serving(result: dict[str, Any]) -> str:
@@ -603,7 +827,11 @@ def serving(result: dict[str, Any]) -> str:
             name,
             *(
                 ", ".join(form.format(run[what]) for run in result[name])
-                for what, form in (("hit_rate", "{:.2f}"), ("requests_per_s", "{:.2f}"), ("median_s", "{:.2f}"))
+                for what, form in (
+                    ("hit_rate", "{:.2f}"),
+                    ("requests_per_s", "{:.2f}"),
+                    ("median_s", "{:.2f}"),
+                )
             ),
         ]
         for name in ("chunks", "load")
@@ -621,7 +849,11 @@ def serving(result: dict[str, Any]) -> str:
 
 def shared(result: dict[str, Any]) -> str:
     """Set reading through kvrag beside the server's own client, for each kind of server."""
-    names = {"redis": "redis-server, redis-py", "objects": "a directory in memory, obstore", "s3": "moto (S3), obstore"}
+    names = {
+        "redis": "redis-server, redis-py",
+        "objects": "a directory in memory, obstore",
+        "s3": "moto (S3), obstore",
+    }
     rows = [
         [
             names[tier],
@@ -652,7 +884,10 @@ def shared_catalog(result: dict[str, Any]) -> str:
             "in Redis; in the copy of each machine",
             f"{result['redis_bytes'] / 1e6:.0f} MB; {result['database_bytes'] / 1e9:.1f} GB",
         ],
-        ["until a new machine has begun; memory for it", f"{result['begin_s']:.0f} s; {result['begin_memory_mb']} MB"],
+        [
+            "until a new machine has begun; memory for it",
+            f"{result['begin_s']:.0f} s; {result['begin_memory_mb']} MB",
+        ],
         ["its look-up of 20 chunks", f"{result['lookup_ms']:.2f} ms"],
     ]
     return table(["what", "result"], rows) + machine_of(result, "shared_catalog.json")
@@ -665,9 +900,14 @@ def load_figures(result: dict[str, Any]) -> str:
         return NOT_MEASURED
     for d in figures["decode"]:
         what = f"decode throughput of 8 streams over one's, {d['prompt_tokens']:,} tokens, {d['where']}"
-        rows.append([what, f"{d['ratio']:.2f}× (prefills included: {d['ratio_whole']:.2f}×)", "≥ 3×"])
+        rows.append(
+            [what, f"{d['ratio']:.2f}× (prefills included: {d['ratio_whole']:.2f}×)", "≥ 3×"]
+        )
     p95 = {
-        part: next((x["ttft_s"]["p95"] for x in row["levels"] if (x["kind"], x["size"]) == ("closed", 8)), None)
+        part: next(
+            (x["ttft_s"]["p95"] for x in row["levels"] if (x["kind"], x["size"]) == ("closed", 8)),
+            None,
+        )
         for part, row in parts.items()
         if part in ("kvrag", "full")
     }
@@ -678,18 +918,30 @@ def load_figures(result: dict[str, Any]) -> str:
         low, high = r["share_ci"]
         said = f"{r['share']:+.1%} ({low:+.1%} to {high:+.1%}) of {r['engine_ms']:.0f} ms"
         goal = "< 3%" if mode == "auto" else ""
-        rows.append([f"server over engine, first token at {r['tokens']:,.0f} tokens, mode {mode}", said, goal])
+        rows.append(
+            [
+                f"server over engine, first token at {r['tokens']:,.0f} tokens, mode {mode}",
+                said,
+                goal,
+            ]
+        )
     last = figures["turns"][-1]
     said = f"{last['computed_share']:.1%} of {last['prompt_tokens']:,}"
     rows.append([f"computed tokens of a chat's turn {len(figures['turns'])}", said, "< 10%"])
-    return table(["", "measured", "goal"], rows) + source({**result, "machine": figures["machine"]}, "load.json")
+    return table(["", "measured", "goal"], rows) + source(
+        {**result, "machine": figures["machine"]}, "load.json"
+    )
 
 
 def suites(result: dict[str, Any]) -> str:
     """Count the outcomes of LangChain's public suites."""
     outcomes = ("passed", "failed", "skipped", "xfailed")
     rows = [
-        [name, *(str(row[each]) for each in outcomes), "; ".join(f"{n} × {why}" for why, n in row["reasons"].items())]
+        [
+            name,
+            *(str(row[each]) for each in outcomes),
+            "; ".join(f"{n} × {why}" for why, n in row["reasons"].items()),
+        ]
         for name, row in result["suites"].items()
     ]
     versions = ", ".join(f"{name} {version}" for name, version in result["packages"].items())
@@ -717,7 +969,14 @@ def quantised_errors(result: dict[str, Any]) -> str:
         factor = f"{outliers['swapped'] / outliers['ours']:.1f}×"
         cells = (errors["keys"], errors["values"], outliers["ours"], outliers["swapped"])
         rows.append([kind, *(f"{value:.4f}" for value in cells), factor])
-    header = ["type", "its keys", "its values", "outlier channels, per channel", "outlier channels, per token", ""]
+    header = [
+        "type",
+        "its keys",
+        "its values",
+        "outlier channels, per channel",
+        "outlier channels, per token",
+        "",
+    ]
     return table(header, rows) + source(result, "quantised.json")
 
 
@@ -729,7 +988,11 @@ def quantised(result: dict[str, Any]) -> str:
         if repair == "error":
             continue
         low, high = row["kl_own_ci"]
-        gate = f"{result['gate'][kind]['mean_kl']:.5f}" if kind in result["gate"] and repair == "none" else "–"
+        gate = (
+            f"{result['gate'][kind]['mean_kl']:.5f}"
+            if kind in result["gate"] and repair == "none"
+            else "–"
+        )
         rounding = "–" if kind == "auto" else f"{row['kl_own']:.5f} ± {(high - low) / 2:.5f}"
         same = "–" if kind == "auto" else f"{row['same_first']:.2f}"
         rows.append([kind, repair, rounding, same, f"{row['kl_own_from_full']:.4f}", gate])
@@ -749,18 +1012,27 @@ def facts_once(result: dict[str, Any]) -> str:
     """Compare the default with a probe that reads the question once, on the same questions."""
     name = f"facts/{result['model']}"
     rows = on_same_questions(
-        {"once": ("facts/once", "sentences@auto"), "**twice, the default**": (name, "sentences@auto")}
+        {
+            "once": ("facts/once", "sentences@auto"),
+            "**twice, the default**": (name, "sentences@auto"),
+        }
     )
     once = json.loads((RESULTS / "facts" / "once.json").read_text())
     said = source(once, "facts/once.json").lstrip()
-    return table(["questions", "the question is read", *SAME_QUESTIONS], rows) + source(result, f"{name}.json") + said
+    return (
+        table(["questions", "the question is read", *SAME_QUESTIONS], rows)
+        + source(result, f"{name}.json")
+        + said
+    )
 
 
 def facts_rows(result: dict[str, Any]) -> str:
     """Compare shares of rows on the questions that all of them answered."""
     name = f"facts/{result['model']}"
     shares = {"**the default**": "auto", "25%": "0.25", "30%": "0.3", "40%": "0.4"}
-    rows = on_same_questions({label: (name, f"sentences@{share}") for label, share in shares.items()})
+    rows = on_same_questions(
+        {label: (name, f"sentences@{share}") for label, share in shares.items()}
+    )
     return table(["questions", "rows", *SAME_QUESTIONS], rows) + source(result, f"{name}.json")
 
 
@@ -773,7 +1045,9 @@ def on_same_questions(sides: dict[str, tuple[str, str]]) -> list[list[str]]:
     for label, (file, method) in sides.items():
         lines = [json.loads(line) for line in (RESULTS / f"{file}.jsonl").read_text().splitlines()]
         full = {_question(line): line for line in lines if line["method"] == "full"}
-        found[label] = {_question(r): (full[_question(r)], r) for r in lines if r["method"] == method}
+        found[label] = {
+            _question(r): (full[_question(r)], r) for r in lines if r["method"] == method
+        }
     common = set.intersection(*(set(by) for by in found.values()))
     rows = []
     for task in sorted({question[0] for question in common}):
@@ -783,10 +1057,20 @@ def on_same_questions(sides: dict[str, tuple[str, str]]) -> list[list[str]]:
             lost = sum(r["score"] < IS_RIGHT for r in right)
             won = sum(f["score"] < IS_RIGHT <= r["score"] for f, r in pairs)
             kl = [r["kl"] for _, r in pairs]
-            cells = [f"{lost} of {len(right)}", str(won), f"{statistics.fmean(kl):.3f}", f"{statistics.median(kl):.3f}"]
+            cells = [
+                f"{lost} of {len(right)}",
+                str(won),
+                f"{statistics.fmean(kl):.3f}",
+                f"{statistics.median(kl):.3f}",
+            ]
             cells.append(f"{statistics.fmean(r['kl_first'] for _, r in pairs):.3f}")
             rows.append(
-                [f"{task}, {len(pairs)}", label, *cells, f"{statistics.fmean(r['same'] for _, r in pairs):.0%}"]
+                [
+                    f"{task}, {len(pairs)}",
+                    label,
+                    *cells,
+                    f"{statistics.fmean(r['same'] for _, r in pairs):.0%}",
+                ]
             )
     return rows
 
@@ -801,7 +1085,11 @@ def peers(result: dict[str, Any]) -> str:
     text = ""
     for name, found in result["workloads"].items():
         tokens = [prompt["tokens"] for prompt in found["prompts"]]
-        length = f"{min(tokens):,}" if min(tokens) == max(tokens) else f"{min(tokens):,} to {max(tokens):,}"
+        length = (
+            f"{min(tokens):,}"
+            if min(tokens) == max(tokens)
+            else f"{min(tokens):,} to {max(tokens):,}"
+        )
         count, chunks = len(tokens), found["chunks"]
         text += f"\n**{name[0].upper()}{name[1:]}**: {count} prompts of {length} tokens; "
         text += f"{chunks['used']} of {chunks['pool']} chunks used.\n\n"
@@ -809,20 +1097,35 @@ def peers(result: dict[str, Any]) -> str:
     text += "\nMedians over prompts, with 95% bootstrap intervals of the median in brackets; reuse, top-1 and F1 are means. "
     text += "Ratios are full prefill ÷ peer, prompt by prompt.\n"
     if result["missing"]:
-        text += "\nNot available: " + "; ".join(f"{name} ({why})" for name, why in result["missing"].items()) + ".\n"
+        text += (
+            "\nNot available: "
+            + "; ".join(f"{name} ({why})" for name, why in result["missing"].items())
+            + ".\n"
+        )
     if same := [p["same_ids"] for found in result["workloads"].values() for p in found["prompts"]]:
-        text += f"\nIn {sum(same)} of {len(same)} prompts the joined ids are those of the whole text.\n"
+        text += (
+            f"\nIn {sum(same)} of {len(same)} prompts the joined ids are those of the whole text.\n"
+        )
     if (model := result["model"].partition(",")[0]) != "SmolLM2-135M-Instruct":
         return text + source(result, f"peers-{model}.json")
     pictures = picture("peers", "KL of the first token against time to first token, all peers")
-    return pictures + picture("warm-up", "time to first token by request number") + text + source(result, "peers.json")
+    return (
+        pictures
+        + picture("warm-up", "time to first token by request number")
+        + text
+        + source(result, "peers.json")
+    )
 
 
 def _peers_of(summary: dict[str, Any]) -> str:
     rows = []
     for name, row in summary.items():
         kl = f"{row['kl_median']:.3f} {_interval(row, 'kl_median', 3)}" if "kl" in row else "–"
-        pays = {None: "never"}.get(row["break_even"], f"{row['break_even'] or 0:,.1f}") if "break_even" in row else "–"
+        pays = (
+            {None: "never"}.get(row["break_even"], f"{row['break_even'] or 0:,.1f}")
+            if "break_even" in row
+            else "–"
+        )
         rows.append(
             [
                 f"**{name}**" if name.startswith("kvrag") else name,
@@ -860,7 +1163,9 @@ def _interval(row: dict[str, Any], key: str, digits: int) -> str:
 
 
 PREDICTED = "Llama-3.1-8B", 32768
-NOTHING_MEASURED = "\nPredicted, not measured; everything in `tests/benchmarks/results/roofline.json`.\n"
+NOTHING_MEASURED = (
+    "\nPredicted, not measured; everything in `tests/benchmarks/results/roofline.json`.\n"
+)
 HIDDEN_BY = {
     "copy": "probe and repair",
     "probe": "copy of its layers",
@@ -871,28 +1176,45 @@ HIDDEN_BY = {
 
 def _predicted(result: dict[str, Any], **wanted: Any) -> dict[tuple[Any, ...], dict[str, Any]]:
     """Return the predictions with these values, by shape, tokens, device, kind of wire and ratio."""
-    rows = [r for r in result["predictions"] if all(r[name] == value for name, value in wanted.items())]
+    rows = [
+        r for r in result["predictions"] if all(r[name] == value for name, value in wanted.items())
+    ]
     return {tuple(r[n] for n in ("shape", "tokens", "device", "wire", "ratio")): r for r in rows}
 
 
 def roofline(result: dict[str, Any]) -> str:
     """Set one schedule after the other beside the full prefill: an 8B shape at 32k on an H100."""
     found = _predicted(result, device="H100")
-    columns = [(wire, ratio) for ratio in (0.03, 0.10) for wire in ("bf16", "int8", "int4", "device")]
+    columns = [
+        (wire, ratio) for ratio in (0.03, 0.10) for wire in ("bf16", "int8", "int4", "device")
+    ]
     rows = []
     for index, name in enumerate(result["schedules"]):
         cells = [found[(*PREDICTED, "H100", *column)] for column in columns]
         speeds = [(r["ttft_ms"][index], r["full_ms"] / r["ttft_ms"][index]) for r in cells]
         rows.append([name, *(f"{ms:.0f} ms, {speed:.1f}×" for ms, speed in speeds)])
-    header = ["", *(f"{wire.replace('device', 'on the device')}, {ratio:.0%}" for wire, ratio in columns)]
+    header = [
+        "",
+        *(f"{wire.replace('device', 'on the device')}, {ratio:.0%}" for wire, ratio in columns),
+    ]
     return table(header, rows) + NOTHING_MEASURED
 
 
 def roofline_devices(result: dict[str, Any]) -> str:
     """List the rates that predictions go by, and where they are from."""
     rates = ("linear", "prefill", "attention", "float32", "copy", "link")
-    rows = [[d["name"], *(f"{d[rate]:,.0f}" for rate in rates), d["source"]] for d in result["devices"]]
-    header = ["device", "linear layers", "prefill's attention", "repaired rows' attention", "float32", "copy", "link"]
+    rows = [
+        [d["name"], *(f"{d[rate]:,.0f}" for rate in rates), d["source"]] for d in result["devices"]
+    ]
+    header = [
+        "device",
+        "linear layers",
+        "prefill's attention",
+        "repaired rows' attention",
+        "float32",
+        "copy",
+        "link",
+    ]
     return table([*header, "source"], rows) + "\nTFLOP/s; copy and link in GB/s.\n"
 
 
@@ -903,33 +1225,61 @@ def roofline_stages(result: dict[str, Any]) -> str:
     for index, (name, work) in enumerate(result["work"].items()):
         flop = sum(work[kind] for kind in ("flop", "attention_flop", "float32_flop")) / 1e12
         moved = [
-            f"{work[f'{where}_bytes'] / 1e9:.2f}" if work[f"{where}_bytes"] else "–" for where in ("link", "device")
+            f"{work[f'{where}_bytes'] / 1e9:.2f}" if work[f"{where}_bytes"] else "–"
+            for where in ("link", "device")
         ]
-        computed, host = f"{flop:.2f}" if flop else "–", f"{work['host_ms']:.1f}" if work["host_ms"] else "–"
+        computed, host = (
+            f"{flop:.2f}" if flop else "–",
+            f"{work['host_ms']:.1f}" if work["host_ms"] else "–",
+        )
         times = [f"{row[which][index]:.1f}" for which in ("stages_ms", "last_stages_ms")]
         rows.append([name, *moved, computed, host, *times, HIDDEN_BY.get(name, "–")])
-    header = ["stage", "GB over the link", "GB on the device", "TFLOP", "host's ms", "ms today", "ms, all changes"]
+    header = [
+        "stage",
+        "GB over the link",
+        "GB on the device",
+        "TFLOP",
+        "host's ms",
+        "ms today",
+        "ms, all changes",
+    ]
     return table([*header, "can hide behind"], rows) + NOTHING_MEASURED
 
 
 def roofline_lengths(result: dict[str, Any]) -> str:
     """Set today and all changes beside the full prefill, by device, shape and length."""
-    rows, today = [], next(i for i, name in enumerate(result["schedules"]) if name.endswith("today"))
+    rows, today = (
+        [],
+        next(i for i, name in enumerate(result["schedules"]) if name.endswith("today")),
+    )
     for (shape, tokens, device, wire, _), r in _predicted(result, ratio=0.03).items():
         if wire == "bf16":
             both = [r, _predicted(result, ratio=0.03)[shape, tokens, device, "int8", 0.03]]
             times = [
-                f"{x['ttft_ms'][i]:.0f} ms, {x['full_ms'] / x['ttft_ms'][i]:.1f}×" for i in (today, -1) for x in both
+                f"{x['ttft_ms'][i]:.0f} ms, {x['full_ms'] / x['ttft_ms'][i]:.1f}×"
+                for i in (today, -1)
+                for x in both
             ]
             rows.append([device, shape, f"{tokens:,}", f"{r['full_ms']:.0f} ms", *times])
-    header = ["device", "shape", "tokens", "full prefill", "today, bf16", "today, int8", "all changes, bf16"]
+    header = [
+        "device",
+        "shape",
+        "tokens",
+        "full prefill",
+        "today, bf16",
+        "today, int8",
+        "all changes, bf16",
+    ]
     rows.sort(key=lambda row: [[d["name"] for d in result["devices"]].index(row[0]), row[1]])
     return table([*header, "all changes, int8"], rows) + NOTHING_MEASURED
 
 
 def scale_constants(result: dict[str, Any]) -> str:
     """List what the simulation goes by, and where it is from."""
-    rows = [[name, f"{value:.4g}", unit, kind, source] for name, value, unit, kind, source in result["constants"]]
+    rows = [
+        [name, f"{value:.4g}", unit, kind, source]
+        for name, value, unit, kind, source in result["constants"]
+    ]
     return table(["constant", "value", "unit", "kind", "source"], rows)
 
 
@@ -940,8 +1290,22 @@ def scale_loading(result: dict[str, Any]) -> str:
         sizes = " / ".join(f"{size:,}" for size in r["sizes"])
         ms = [f"{t:.1f}" if t < r["compute_ms"] else f"**{t:.0f}**" for t in r["load_ms"].values()]
         of = [f"{r['chunk_gb'] * 1e3:.0f} MB", f"{r['chunk_gb'] * chunks / 1e3:.0f} TB", sizes]
-        rows.append([f"{r['model']}, {r['kind']}", *of, f"{r['compute_ms']:.1f}", f"{r['break_even_gb_s']:.1f}", *ms])
-    header = ["model, KV", "a chunk", "the corpus", "chunks in GPU / host / disk of a replica", "computing, ms"]
+        rows.append(
+            [
+                f"{r['model']}, {r['kind']}",
+                *of,
+                f"{r['compute_ms']:.1f}",
+                f"{r['break_even_gb_s']:.1f}",
+                *ms,
+            ]
+        )
+    header = [
+        "model, KV",
+        "a chunk",
+        "the corpus",
+        "chunks in GPU / host / disk of a replica",
+        "computing, ms",
+    ]
     return table([*header, "break-even, GB/s", *result["loading"][0]["load_ms"]], rows)
 
 
@@ -949,7 +1313,10 @@ def scale_hits(result: dict[str, Any]) -> str:
     """Set the share of chunks that each tier has, and the network's GB/s, by workload and routing."""
     rows: dict[str, list[str]] = {}
     for r in result["runs"]:
-        shares = [*(r["hits"][tier] for tier in ("gpu", "host", "disk")), r["hits"]["redis"] + r["hits"]["objects"]]
+        shares = [
+            *(r["hits"][tier] for tier in ("gpu", "host", "disk")),
+            r["hits"]["redis"] + r["hits"]["objects"],
+        ]
         cell = " / ".join(f"{share:.0%}"[:-1] for share in shares) + f"; {r['network_gb_s']:.2f}"
         rows.setdefault(f"{r['workload']}, {r['routing']}", []).append(cell)
     header = [f"{r['model'].removeprefix('Llama-3.1-')} {r['kind']}" for r in result["loading"]]
@@ -963,8 +1330,14 @@ def _paid(r: dict[str, Any], ms: str, dollars: str) -> str:
 
 def scale_costs(result: dict[str, Any]) -> str:
     """Set time and cost beside those of computing everything, by model and workload."""
-    rows, found = [], {(r["model"], r["kind"], r["workload"], r["routing"]): r for r in result["runs"]}
-    columns = [("zipf", "random"), *((name, "rendezvous") for name in ("zipf", "drift", "documents", "flat"))]
+    rows, found = (
+        [],
+        {(r["model"], r["kind"], r["workload"], r["routing"]): r for r in result["runs"]},
+    )
+    columns = [
+        ("zipf", "random"),
+        *((name, "rendezvous") for name in ("zipf", "drift", "documents", "flat")),
+    ]
     for row in result["loading"]:
         each = [found[row["model"], row["kind"], *column] for column in columns]
         fastest = [_paid(r, "fastest", "fastest") for r in each]
@@ -977,15 +1350,35 @@ def scale_shared(result: dict[str, Any]) -> str:
     """Say what shared stores cost, and from how many requests a second the object store's costs are less than what it saves."""
     rows, hour = [], {name: value for name, value, *_ in result["constants"]}["redis_hour"]
     plan = result["plan"]
-    rate, runs = plan["rate"] * plan["replicas"], [r for r in result["runs"] if r["workload"] == "zipf"]
-    for row, r in zip(result["loading"], [r for r in runs if r["routing"] == "rendezvous"], strict=True):
+    rate, runs = (
+        plan["rate"] * plan["replicas"],
+        [r for r in result["runs"] if r["workload"] == "zipf"],
+    )
+    for row, r in zip(
+        result["loading"], [r for r in runs if r["routing"] == "rendezvous"], strict=True
+    ):
         cost = r["dollars"]
         even = rate * cost["objects"] / (cost["fastest"] - cost["on_gpu"])
         in_redis = row["chunk_gb"] * plan["chunks"] * hour / (rate * 3.6)
-        cells = [_paid(r, name, of) for name, of in (("full", "full"), ("fastest", "fastest"), ("least_gpu", "on_gpu"))]
-        shared = [f"${cost['objects']:.3f}", f"{even:.0f} requests/s", f"${in_redis:.2f}", f"${cost['zones']:.2f}"]
+        cells = [
+            _paid(r, name, of)
+            for name, of in (("full", "full"), ("fastest", "fastest"), ("least_gpu", "on_gpu"))
+        ]
+        shared = [
+            f"${cost['objects']:.3f}",
+            f"{even:.0f} requests/s",
+            f"${in_redis:.2f}",
+            f"${cost['zones']:.2f}",
+        ]
         rows.append([f"{row['model']}, {row['kind']}", *cells, *shared])
-    header = ["model, KV", "computing everything", "fastest", "least GPU time", "object store", "saves more from"]
+    header = [
+        "model, KV",
+        "computing everything",
+        "fastest",
+        "least GPU time",
+        "object store",
+        "saves more from",
+    ]
     return table([*header, "all in Redis", "misses across zones"], rows)
 
 
@@ -1000,7 +1393,9 @@ def scale_changes(result: dict[str, Any]) -> str:
         ]
         rows.setdefault(r["change"], []).extend(cells)
     header = [
-        f"{m}: {what}" for m in ("8B", "70B") for what in ("computing", "fastest", "least GPU time", "shared store")
+        f"{m}: {what}"
+        for m in ("8B", "70B")
+        for what in ("computing", "fastest", "least GPU time", "shared store")
     ]
     return table(["change", *header], [[name, *cells] for name, cells in rows.items()])
 
@@ -1010,9 +1405,20 @@ def scale_prompts(result: dict[str, Any]) -> str:
     rows = []
     for r in result["prompts"]:
         full = r["full_ms"]
-        ms = [f"{t:.0f} ms, {full / t:.1f}×" if t < full else f"**{t:.0f} ms**" for t in r["from_host_ms"]]
+        ms = [
+            f"{t:.0f} ms, {full / t:.1f}×" if t < full else f"**{t:.0f} ms**"
+            for t in r["from_host_ms"]
+        ]
         rows.append([r["model"], str(r["chunks"]), f"{full:.0f} ms", *ms])
-    header = ["model", "chunks", "full prefill", "today, 3%", "today, 15%", "all changes, 3%", "all changes, 15%"]
+    header = [
+        "model",
+        "chunks",
+        "full prefill",
+        "today, 3%",
+        "today, 15%",
+        "all changes, 3%",
+        "all changes, 15%",
+    ]
     return table(header, rows)
 
 
@@ -1020,7 +1426,12 @@ def overhead(result: dict[str, Any]) -> str:
     """Set each adapter's time to first token beside the engine's own."""
     rows = []
     for r in result["rows"]:
-        cells = [f"{r['ttft_ms']:.0f}", f"{r['more_ms']:+.0f}", f"{r['more_cpu_ms']:+.0f}", f"{r['host_ms']:.2f}"]
+        cells = [
+            f"{r['ttft_ms']:.0f}",
+            f"{r['more_ms']:+.0f}",
+            f"{r['more_cpu_ms']:+.0f}",
+            f"{r['host_ms']:.2f}",
+        ]
         rows.append([r["name"], *cells, f"{r['host_share']:.2%}"])
     header = [
         "",
@@ -1041,9 +1452,16 @@ def incumbents(result: dict[str, Any]) -> str:
         theirs, own = row["theirs"], row["ours"]
         seen = theirs["what"] + ("" if theirs["is_fault"] else " (no longer a fault)")
         rows.append(
-            [f"`{row['package']}`", row["name"], seen, own["what"] + (" (**fault**)" if own["is_fault"] else "")]
+            [
+                f"`{row['package']}`",
+                row["name"],
+                seen,
+                own["what"] + (" (**fault**)" if own["is_fault"] else ""),
+            ]
         )
-    return table(["beside", "", "there", "kvrag's adapter"], rows) + source(result, "incumbents.json")
+    return table(["beside", "", "there", "kvrag's adapter"], rows) + source(
+        result, "incumbents.json"
+    )
 
 
 def picture(name: str, alt: str) -> str:

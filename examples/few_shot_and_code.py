@@ -20,12 +20,20 @@ def compare(name: str, messages: list, llm: ChatKVRag) -> None:
     """Answer a prompt by a full prefill and with reuse."""
     llm.invoke(messages)  # the first request of a process measures what the model costs here
     answers = {"full": llm.bind(mode="full").invoke(messages), "kvrag": llm.invoke(messages)}
-    show(name, **{side: (answer.content, answer.response_metadata["kvrag"]) for side, answer in answers.items()})
+    show(
+        name,
+        **{
+            side: (answer.content, answer.response_metadata["kvrag"])
+            for side, answer in answers.items()
+        },
+    )
 
 
 # Few-shot: sections of a document and their titles; the four that are most like the new text become examples.
 pages = sorted(HANDBOOK.parent.glob("0[1-2]*.md"))
-sections = [part.strip().split("\n", 1) for page in pages for part in page.read_text().split("\n## ")[1:]]
+sections = [
+    part.strip().split("\n", 1) for page in pages for part in page.read_text().split("\n## ")[1:]
+]
 pool = [{"title": title, "text": " ".join(body.split()[:90])} for title, body in sections]
 example = PromptTemplate.from_template("Text: {text}\nTitle: {title}")
 selector = SemanticSimilarityExampleSelector.from_examples(
@@ -42,13 +50,21 @@ llm = ChatKVRag(model=MODEL, kv_dir=KV_DIR, max_tokens=12)
 # What the prompt shows is what needs KV: the formatted examples, not their fields.
 llm.precompute_kv([example.format(**shot) for shot in pool])
 new = HANDBOOK.read_text().split("\n## ")[3].split("\n", 1)[1]
-compare("Which title does the text about the rooms get?", [("human", few_shot.format(text=new.strip()))], llm)
+compare(
+    "Which title does the text about the rooms get?",
+    [("human", few_shot.format(text=new.strip()))],
+    llm,
+)
 
 # Code: functions of a module, each a chunk, in the order in which they were found.
 source = HANDBOOK.parents[1] / "demo" / "report.py"
-splitter = RecursiveCharacterTextSplitter.from_language(Language.PYTHON, chunk_size=1200, chunk_overlap=0)
+splitter = RecursiveCharacterTextSplitter.from_language(
+    Language.PYTHON, chunk_size=1200, chunk_overlap=0
+)
 functions = splitter.create_documents([source.read_text()])
-prompt = ChatPromptTemplate([("system", "Answer questions about the code."), ("human", "{context}\n\n{question}")])
+prompt = ChatPromptTemplate(
+    [("system", "Answer questions about the code."), ("human", "{context}\n\n{question}")]
+)
 coder = ChatKVRag(model=MODEL, kv_dir=KV_DIR, prefix=prompt, max_tokens=16)
 coder.precompute_kv(functions)
 store = InMemoryVectorStore.from_documents(functions, embeddings)

@@ -18,14 +18,21 @@ from langchain_kvrag import ChatKVRag, KVRagVectorStore
 from local import EMBEDDINGS, HANDBOOK, KV_DIR, MODEL, show
 
 prompt = ChatPromptTemplate(
-    [("system", "Answer the question with words from the documents.\n\n{context}"), MessagesPlaceholder("messages")]
+    [
+        ("system", "Answer the question with words from the documents.\n\n{context}"),
+        MessagesPlaceholder("messages"),
+    ]
 )
 llm = ChatKVRag(model=MODEL, kv_dir=KV_DIR, prefix=TemplatePrefix(prompt, "context"), max_tokens=16)
 
-splitter = RecursiveCharacterTextSplitter.from_language(Language.MARKDOWN, chunk_size=1000, chunk_overlap=0)
+splitter = RecursiveCharacterTextSplitter.from_language(
+    Language.MARKDOWN, chunk_size=1000, chunk_overlap=0
+)
 texts = splitter.split_text(HANDBOOK.read_text())
 documents = [Document(text, id=f"handbook#{number}") for number, text in enumerate(texts)]
-store = KVRagVectorStore.from_documents(documents, HuggingFaceEmbeddings(model_name=EMBEDDINGS), llm=llm)
+store = KVRagVectorStore.from_documents(
+    documents, HuggingFaceEmbeddings(model_name=EMBEDDINGS), llm=llm
+)
 
 
 def chat_with(model: Runnable) -> CompiledStateGraph:
@@ -36,7 +43,9 @@ def chat_with(model: Runnable) -> CompiledStateGraph:
         asked = [message.content for message in state["messages"] if message.type == "human"]
         found = store.similarity_search(" ".join(asked[-2:]), k=4)
         context = "\n\n".join(document.page_content for document in found)
-        return {"messages": (prompt | model).invoke({"context": context, "messages": state["messages"]})}
+        return {
+            "messages": (prompt | model).invoke({"context": context, "messages": state["messages"]})
+        }
 
     graph = StateGraph(MessagesState).add_node(answer).add_edge(START, "answer")
     return graph.compile(checkpointer=InMemorySaver())
@@ -44,11 +53,18 @@ def chat_with(model: Runnable) -> CompiledStateGraph:
 
 def ask(chat: CompiledStateGraph, question: str, thread: str) -> tuple[str, dict]:
     """Say something in a thread, and return the answer and how it was made."""
-    said = chat.invoke({"messages": [("human", question)]}, {"configurable": {"thread_id": thread}})["messages"][-1]
+    said = chat.invoke(
+        {"messages": [("human", question)]}, {"configurable": {"thread_id": thread}}
+    )["messages"][-1]
     return said.content, said.response_metadata["kvrag"]
 
 
 full, kvrag = chat_with(llm.bind(mode="full")), chat_with(llm)
-ask(kvrag, "Who is the archivist?", "another thread")  # the first request measures what the model costs here
-for question in ("In which year was the Corvin chart made?", "On which day is it shown to the public?"):
+ask(
+    kvrag, "Who is the archivist?", "another thread"
+)  # the first request measures what the model costs here
+for question in (
+    "In which year was the Corvin chart made?",
+    "On which day is it shown to the public?",
+):
     show(question, full=ask(full, question, "a"), kvrag=ask(kvrag, question, "a"))

@@ -14,15 +14,22 @@ from langchain_kvrag import ChatKVRag, KVRagVectorStore
 from local import EMBEDDINGS, HANDBOOK, KV_DIR, MODEL, show
 
 prompt = ChatPromptTemplate(
-    [("system", "Answer the question with words from the documents."), ("human", "{context}\n\n{question}")]
+    [
+        ("system", "Answer the question with words from the documents."),
+        ("human", "{context}\n\n{question}"),
+    ]
 )
 llm = ChatKVRag(model=MODEL, kv_dir=KV_DIR, prefix=prompt, max_tokens=16)
 
 # Ids that stay the same let a second run replace documents instead of adding them again.
-splitter = RecursiveCharacterTextSplitter.from_language(Language.MARKDOWN, chunk_size=1000, chunk_overlap=0)
+splitter = RecursiveCharacterTextSplitter.from_language(
+    Language.MARKDOWN, chunk_size=1000, chunk_overlap=0
+)
 texts = splitter.split_text(HANDBOOK.read_text())
 documents = [Document(text, id=f"handbook#{number}") for number, text in enumerate(texts)]
-store = KVRagVectorStore.from_documents(documents, HuggingFaceEmbeddings(model_name=EMBEDDINGS), llm=llm)
+store = KVRagVectorStore.from_documents(
+    documents, HuggingFaceEmbeddings(model_name=EMBEDDINGS), llm=llm
+)
 
 
 def join(found: list[Document]) -> str:
@@ -34,7 +41,15 @@ retriever = store.as_retriever(search_kwargs={"k": 4})
 to_prompt = {"context": retriever | join, "question": RunnablePassthrough()} | prompt
 kvrag, full = to_prompt | llm, to_prompt | llm.bind(mode="full")
 
-kvrag.invoke("Who is the archivist?")  # the first request of a process measures what the model costs here
+kvrag.invoke(
+    "Who is the archivist?"
+)  # the first request of a process measures what the model costs here
 question = "How many seats does the Lindqvist Room have?"
 answers = {"full": full.invoke(question), "kvrag": kvrag.invoke(question)}
-show(question, **{name: (answer.content, answer.response_metadata["kvrag"]) for name, answer in answers.items()})
+show(
+    question,
+    **{
+        name: (answer.content, answer.response_metadata["kvrag"])
+        for name, answer in answers.items()
+    },
+)

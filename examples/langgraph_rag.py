@@ -18,14 +18,21 @@ from langchain_kvrag import ChatKVRag, KVRagVectorStore
 from local import EMBEDDINGS, HANDBOOK, KV_DIR, MODEL, show
 
 prompt = ChatPromptTemplate(
-    [("system", "Answer the question with words from the documents."), ("human", "{context}\n\n{question}")]
+    [
+        ("system", "Answer the question with words from the documents."),
+        ("human", "{context}\n\n{question}"),
+    ]
 )
 llm = ChatKVRag(model=MODEL, kv_dir=KV_DIR, prefix=prompt, max_tokens=40)
 
-splitter = RecursiveCharacterTextSplitter.from_language(Language.MARKDOWN, chunk_size=1000, chunk_overlap=0)
+splitter = RecursiveCharacterTextSplitter.from_language(
+    Language.MARKDOWN, chunk_size=1000, chunk_overlap=0
+)
 texts = splitter.split_text(HANDBOOK.read_text())
 documents = [Document(text, id=f"handbook#{number}") for number, text in enumerate(texts)]
-store = KVRagVectorStore.from_documents(documents, HuggingFaceEmbeddings(model_name=EMBEDDINGS), llm=llm)
+store = KVRagVectorStore.from_documents(
+    documents, HuggingFaceEmbeddings(model_name=EMBEDDINGS), llm=llm
+)
 
 
 @tool(response_format="content_and_artifact")
@@ -38,15 +45,25 @@ def search(query: str) -> tuple[str, list[Document]]:
 def looked_up(question: str, found: str, answer: str) -> list[BaseMessage]:
     """Show the model a search that went well: a small one learns from two of them what to search for."""
     call = {"name": "search", "args": {"query": question.rstrip("?")}, "id": answer[:4]}
-    said = AIMessage("", tool_calls=[call]), ToolMessage(found, tool_call_id=call["id"]), AIMessage(answer)
+    said = (
+        AIMessage("", tool_calls=[call]),
+        ToolMessage(found, tool_call_id=call["id"]),
+        AIMessage(answer),
+    )
     return [HumanMessage(question), *said]
 
 
 SHOTS = [
     *looked_up(
-        "What does a visitor's card cost?", "Visitors pay 6 euros for three months.", "6 euros for three months."
+        "What does a visitor's card cost?",
+        "Visitors pay 6 euros for three months.",
+        "6 euros for three months.",
     ),
-    *looked_up("Who founded the library?", "The library was founded by Marta Lindqvist.", "Marta Lindqvist."),
+    *looked_up(
+        "Who founded the library?",
+        "The library was founded by Marta Lindqvist.",
+        "Marta Lindqvist.",
+    ),
 ]
 
 
@@ -62,14 +79,27 @@ def graph_of(model: ChatKVRag) -> CompiledStateGraph:
         asked, found = state["messages"][0], state["messages"][-1]
         return {"messages": answerer.invoke({"context": found.content, "question": asked.content})}
 
-    graph = StateGraph(MessagesState).add_sequence([look_up, ("search", ToolNode([search])), answer])
+    graph = StateGraph(MessagesState).add_sequence(
+        [look_up, ("search", ToolNode([search])), answer]
+    )
     return graph.add_edge(START, "look_up").compile()
 
 
 graphs = {"full": graph_of(llm.model_copy(update={"mode": "full"})), "kvrag": graph_of(llm)}
-graphs["kvrag"].invoke({"messages": [("human", "Who is the archivist?")]})  # the first request measures the costs here
+graphs["kvrag"].invoke(
+    {"messages": [("human", "Who is the archivist?")]}
+)  # the first request measures the costs here
 
 question = "How many seats does the Lindqvist Room have?"
-said = {name: graph.invoke({"messages": [("human", question)]})["messages"] for name, graph in graphs.items()}
+said = {
+    name: graph.invoke({"messages": [("human", question)]})["messages"]
+    for name, graph in graphs.items()
+}
 print("searched for:", said["kvrag"][1].tool_calls[0]["args"])
-show(question, **{name: (steps[-1].content, steps[-1].response_metadata["kvrag"]) for name, steps in said.items()})
+show(
+    question,
+    **{
+        name: (steps[-1].content, steps[-1].response_metadata["kvrag"])
+        for name, steps in said.items()
+    },
+)

@@ -32,9 +32,13 @@ Settings.llm = llm = KVRagLLM(model=MODEL, kv_dir=KV_DIR, prefix=prefix, max_new
 
 documents = SimpleDirectoryReader(input_files=[HANDBOOK]).load_data()
 for document in documents:  # its path is of no use to the model, nor for finding it
-    document.excluded_llm_metadata_keys = document.excluded_embed_metadata_keys = list(document.metadata)
+    document.excluded_llm_metadata_keys = document.excluded_embed_metadata_keys = list(
+        document.metadata
+    )
 context = StorageContext.from_defaults(vector_store=KVRagVectorStore(content="llm"))
-index = VectorStoreIndex.from_documents(documents, storage_context=context, transformations=[MarkdownNodeParser()])
+index = VectorStoreIndex.from_documents(
+    documents, storage_context=context, transformations=[MarkdownNodeParser()]
+)
 
 
 def chat_with(model: KVRagLLM) -> BaseChatEngine:
@@ -48,8 +52,16 @@ def chat_with(model: KVRagLLM) -> BaseChatEngine:
     )
 
 
-chat_with(llm).chat("When is the library closed?")  # the first request of a process measures what the model costs here
+chat_with(llm).chat(
+    "When is the library closed?"
+)  # the first request of a process measures what the model costs here
 sides = {"full": chat_with(llm.model_copy(update={"mode": "full"})), "kvrag": chat_with(llm)}
 for question in ("Who is the archivist?", "Who is the archivist's deputy?"):
     answers = {name: side.chat(question) for name, side in sides.items()}
-    show(question, **{name: (answer, answer.metadata["kvrag"]["calls"][-1]) for name, answer in answers.items()})
+    show(
+        question,
+        **{
+            name: (answer, answer.metadata["kvrag"]["calls"][-1])
+            for name, answer in answers.items()
+        },
+    )

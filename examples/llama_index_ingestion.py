@@ -21,7 +21,9 @@ Settings.embed_model = HuggingFaceEmbedding(EMBEDDINGS)
 Settings.llm = llm = KVRagLLM(model=MODEL, kv_dir=KV_DIR, namespace="ingestion", max_new_tokens=16)
 llm.engine.clear(namespace="ingestion")  # the index below begins empty, too
 
-collection = chromadb.EphemeralClient(ChromaSettings(anonymized_telemetry=False)).create_collection("handbook")
+collection = chromadb.EphemeralClient(ChromaSettings(anonymized_telemetry=False)).create_collection(
+    "handbook"
+)
 pipeline = IngestionPipeline(
     transformations=[SentenceSplitter(chunk_size=256, chunk_overlap=0), Settings.embed_model],
     docstore=SimpleDocumentStore(),
@@ -37,19 +39,28 @@ def ingest(what: str, pages: dict[str, str]) -> None:
     pipeline.run(documents=[Document(text=text, id_=name) for name, text in pages.items()])
     after = set(llm.engine.document_ids())
     print(
-        f"{what}: KV of {len(after - before)} nodes came, of {len(before - after)} went, {len(after)} have it; ", end=""
+        f"{what}: KV of {len(after - before)} nodes came, of {len(before - after)} went, {len(after)} have it; ",
+        end="",
     )
     print("in step" if after == set(collection.get(include=[])["ids"]) else "NOT in step")
 
 
 def ask(question: str) -> None:
     """Answer by a full prefill and with reuse."""
-    full = KVRagLLM(model=MODEL, kv_dir=KV_DIR, namespace="ingestion", max_new_tokens=16, mode="full")
+    full = KVRagLLM(
+        model=MODEL, kv_dir=KV_DIR, namespace="ingestion", max_new_tokens=16, mode="full"
+    )
     answers = {
         name: index.as_query_engine(similarity_top_k=2, llm=use).query(question)
         for name, use in (("full", full), ("kvrag", llm))
     }
-    show(question, **{name: (answer, answer.metadata["kvrag"]["calls"][-1]) for name, answer in answers.items()})
+    show(
+        question,
+        **{
+            name: (answer, answer.metadata["kvrag"]["calls"][-1])
+            for name, answer in answers.items()
+        },
+    )
 
 
 title, *sections = HANDBOOK.read_text().split("\n## ")

@@ -37,4 +37,6 @@ def show(question: str, **sides: tuple[Any, Mapping[str, Any]]) -> None:
         total = made["cached_tokens"] + made["repaired_tokens"] + made["computed_tokens"]
         reused = f"{made['cached_tokens']} of {total} tokens reused"
         first = f"first token after {made['ttft_ms']:,.0f} ms"
-        print(f"  {name:<6} {first:<28} {made['exactness']:<9} {reused:<26} {' '.join(str(answer).split())}")
+        print(
+            f"  {name:<6} {first:<28} {made['exactness']:<9} {reused:<26} {' '.join(str(answer).split())}"
+        )

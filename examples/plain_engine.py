@@ -19,9 +19,13 @@ def prompt_of(sections: list[str], question: str) -> list[dict[str, str]]:
 
 title, *parts = HANDBOOK.read_text().split("\n## ")
 chunks = [f"## {part.strip()}" for part in parts]
-engine = KVRagEngine.from_pretrained(MODEL, kv_dir=KV_DIR, prefix=prompt_of(["{context}"], "{question}"))
+engine = KVRagEngine.from_pretrained(
+    MODEL, kv_dir=KV_DIR, prefix=prompt_of(["{context}"], "{question}")
+)
 report = engine.precompute(chunks, ids=[f"handbook#{number}" for number in range(len(chunks))])
-print(f"{report.stored} chunks computed, {report.skipped} found on disk, {report.stored_bytes / 2**20:.0f} MiB written")
+print(
+    f"{report.stored} chunks computed, {report.skipped} found on disk, {report.stored_bytes / 2**20:.0f} MiB written"
+)
 
 rooms, loans, charts, water = chunks[2], chunks[4], chunks[7], chunks[8]
 # The first request measures what the model costs here.
@@ -32,5 +36,7 @@ full = engine.generate(prompt, mode="full", max_new_tokens=16)
 reused = engine.generate(prompt, max_new_tokens=16)
 show(question, full=(full.text, asdict(full)), kvrag=(reused.text, asdict(reused)))
 
-print(f"\n{engine.explain(prompt)}")  # engine.verify([prompt]) measures how far reuse is from a full prefill
+print(
+    f"\n{engine.explain(prompt)}"
+)  # engine.verify([prompt]) measures how far reuse is from a full prefill
 engine.close()

@@ -40,7 +40,11 @@ if TYPE_CHECKING:
     from kvrag.dataset import precompute_dataset
     from kvrag.engine import KVRagEngine
     from kvrag.hooks import delete_kv, precompute_kv, sync_kv
-    from kvrag.model.flash import flash_attention_tier, install_flash_attention, uninstall_flash_attention
+    from kvrag.model.flash import (
+        flash_attention_tier,
+        install_flash_attention,
+        uninstall_flash_attention,
+    )
     from kvrag.prompt.prefix import TemplatePrefix
 
 __version__ = "0.2.0"
@@ -85,7 +89,11 @@ _LAZY = {
     "kvrag.dataset": ("precompute_dataset",),
     "kvrag.engine": ("KVRagEngine",),
     "kvrag.hooks": ("delete_kv", "precompute_kv", "sync_kv"),
-    "kvrag.model.flash": ("flash_attention_tier", "install_flash_attention", "uninstall_flash_attention"),
+    "kvrag.model.flash": (
+        "flash_attention_tier",
+        "install_flash_attention",
+        "uninstall_flash_attention",
+    ),
     "kvrag.prompt.prefix": ("TemplatePrefix",),
 }
 """Modules that are imported at first use of one of their names: ``import kvrag`` imports neither torch nor transformers."""

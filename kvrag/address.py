@@ -7,7 +7,9 @@ from typing import Any
 
 HIDDEN = "***"
 _USERINFO = re.compile(r"(?<=://)([^\s:@/]*)(:?)[^\s\"']*@")  # in a sentence
-_WHOLE_USERINFO = re.compile(r"(?<=://)([^:@/]*)(:?).*@", re.DOTALL)  # in an address: a password may hold anything
+_WHOLE_USERINFO = re.compile(
+    r"(?<=://)([^:@/]*)(:?).*@", re.DOTALL
+)  # in an address: a password may hold anything
 _QUERY = re.compile(r"(?<==)[^&\s\"'#]+")
 
 

@@ -83,7 +83,11 @@ def _unlock(address: int) -> None:
 def _is_done(error: int, what: str) -> bool:
     """Tell whether the driver did it; else log its error and forget it, for the next launch of any kernel would raise it."""
     if error:
-        logger.warning("CUDA refused to %s pages of the host's memory (error %d); their copies are slower", what, error)
+        logger.warning(
+            "CUDA refused to %s pages of the host's memory (error %d); their copies are slower",
+            what,
+            error,
+        )
         with suppress(RuntimeError):
             torch.ones(1, device="cuda")
     return not error
@@ -97,6 +101,10 @@ def copied(kv: ChunkKV) -> ChunkKV:
     places, scales = iter(accumulate(sizes, initial=0)), kv.layers[0].scales
     dtype = kv.layers[0].keys.dtype if scales is None else scales.dtype
     own = [
-        [whole[(at := next(places)) : at + x.nbytes].view(x.dtype).view(x.shape).copy_(x) for x in row] for row in rows
+        [
+            whole[(at := next(places)) : at + x.nbytes].view(x.dtype).view(x.shape).copy_(x)
+            for x in row
+        ]
+        for row in rows
     ]
     return ChunkKV(tuple([layer_of(dtype, row) for row in own]), kv.kv_dtype)

@@ -66,7 +66,9 @@ class Trial:
 
     def reaches(self, max_mean_kl: float, min_top1: float, max_lost: float = TARGET_LOST) -> bool:
         """Whether both means are within the limits by their standard errors, and few enough facts are lost."""
-        is_close = self.mean_kl + self.kl_error <= max_mean_kl and self.top1 - self.top1_error >= min_top1
+        is_close = (
+            self.mean_kl + self.kl_error <= max_mean_kl and self.top1 - self.top1_error >= min_top1
+        )
         return is_close and self.lost <= max_lost
 
 
@@ -90,7 +92,11 @@ class Profile:
         return self.kept.reaches(self.max_mean_kl, self.min_top1)
 
     def __str__(self) -> str:
-        kl, top1, missed = self.kept.mean_kl, self.kept.top1, "" if self.is_reached else ", which misses the target"
+        kl, top1, missed = (
+            self.kept.mean_kl,
+            self.kept.top1,
+            "" if self.is_reached else ", which misses the target",
+        )
         return f"calibrated on {self.prompts} prompts: mean KL {kl:.3f}, top-1 {top1:.0%}{missed}"
 
 
@@ -134,9 +140,18 @@ def calibrate_repair(
     check_show(show_progress)
     asked = planted(engine, chunks, prompts, chunks_per_prompt, seed)
     with in_memory(engine) as own:
-        own.precompute(list(dict.fromkeys(text for each in asked for text in each.chunks)), show_progress=show_progress)
+        own.precompute(
+            list(dict.fromkeys(text for each in asked for text in each.chunks)),
+            show_progress=show_progress,
+        )
         references = list(
-            answered(own, asked, ANSWER_TOKENS, what="answering by full prefill", show_progress=show_progress)
+            answered(
+                own,
+                asked,
+                ANSWER_TOKENS,
+                what="answering by full prefill",
+                show_progress=show_progress,
+            )
         )
         number = count(1)
 
@@ -150,7 +165,14 @@ def calibrate_repair(
 
         kept = search(measure, lambda trial: trial.reaches(max_mean_kl, min_top1))
     versions = {name: version(name) for name in ("kvrag", "torch", "transformers")}
-    about = (prompts, chunks_per_prompt, seed, engine.source.name, versions, datetime.now(UTC).date().isoformat())
+    about = (
+        prompts,
+        chunks_per_prompt,
+        seed,
+        engine.source.name,
+        versions,
+        datetime.now(UTC).date().isoformat(),
+    )
     profile = Profile(kept, max_mean_kl, min_top1, *about)
     engine.profile = engine.loaded.fingerprint, profile
     keep(profile_file(engine), json.dumps(asdict(profile)))
@@ -179,38 +201,55 @@ def search(measure: Callable[[RepairConfig], Trial], reaches: Callable[[Trial], 
     return min(trials, key=lambda trial: trial.mean_kl)
 
 
-def _trial(engine: KVRagEngine, references: Sequence[Reference], repair: RepairConfig, progress: Progress) -> Trial:
+def _trial(
+    engine: KVRagEngine, references: Sequence[Reference], repair: RepairConfig, progress: Progress
+) -> Trial:
     """Measure a repair on all prompts."""
     num_layers, figures, lost = engine.loaded.reusable.num_layers, [], 0
     for reference in references:
         found = engine.score(reference.prompt, reference.token_ids, mode="stitch", repair=repair)
         is_same = found.logits.argmax(-1) == reference.logits.argmax(-1)
         layout, total = _layout(engine, reference.prompt), found.prompt_tokens
-        costs = found.repaired_tokens / total, Price(IN_ROWS, repair, num_layers).of_forwards(layout) / total
+        costs = (
+            found.repaired_tokens / total,
+            Price(IN_ROWS, repair, num_layers).of_forwards(layout) / total,
+        )
         kl = kl_divergence(reference.logits, found.logits).mean()
         figures.append((*costs, float(kl), float(is_same.double().mean())))
         if reference.is_right and not is_same.all():
-            answer = engine.generate(reference.prompt, max_new_tokens=ANSWER_TOKENS, mode="stitch", repair=repair)
+            answer = engine.generate(
+                reference.prompt, max_new_tokens=ANSWER_TOKENS, mode="stitch", repair=repair
+            )
             lost += score(answer.text, reference.question.answers) < IS_RIGHT
         progress.advance()
     rows, cost, kls, tops = zip(*figures, strict=True)
     errors = [stdev(values) / len(values) ** 0.5 for values in (kls, tops)]
     share = lost / max(1, sum(reference.is_right for reference in references))
-    return Trial(repair, fmean(rows), fmean(cost), fmean(kls), errors[0], fmean(tops), errors[1], share)
+    return Trial(
+        repair, fmean(rows), fmean(cost), fmean(kls), errors[0], fmean(tops), errors[1], share
+    )
 
 
 def _layout(engine: KVRagEngine, prompt: Any) -> Layout:
     spans = engine.explain(prompt, mode="stitch").spans
     if not all(span.hit for span in spans if span.kind == "chunk"):
-        raise OutOfMemoryError("the KV of the chunks does not fit into memory; calibrate with fewer prompts or chunks")
-    return place((s.stop - s.start, s.kind if s.hit else "live", s.exact, n, False) for n, s in enumerate(spans))
+        raise OutOfMemoryError(
+            "the KV of the chunks does not fit into memory; calibrate with fewer prompts or chunks"
+        )
+    return place(
+        (s.stop - s.start, s.kind if s.hit else "live", s.exact, n, False)
+        for n, s in enumerate(spans)
+    )
 
 
 def profile_file(engine: KVRagEngine) -> Path:
     """Return where the profile of an engine's model, context and rounding is kept."""
     kv_dtype, context = engine.store_config.kv_dtype, context_digest(engine.context_ids)
     parts = {"model": engine.loaded.identity.portable, "context": context, "kv_dtype": kv_dtype}
-    name = digest("profile", {**{key: text.encode() for key, text in parts.items()}, "version": bytes([VERSION])})
+    name = digest(
+        "profile",
+        {**{key: text.encode() for key, text in parts.items()}, "version": bytes([VERSION])},
+    )
     return cache_dir() / "profiles" / f"{name}.json"
 
 

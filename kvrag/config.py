@@ -9,7 +9,16 @@ import difflib
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
-from typing import Annotated, Any, Literal, TypeVar, cast, dataclass_transform, get_args, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    TypeVar,
+    cast,
+    dataclass_transform,
+    get_args,
+    get_type_hints,
+)
 
 from pydantic import (
     BeforeValidator,
@@ -32,13 +41,24 @@ from kvrag.types import KVDtype, MaxContext, Mode, Prove
 T = TypeVar("T")
 
 Strategy = Literal[
-    "none", "all", "random", "first_k", "boundary", "hkvd", "query", "query_hkvd", "query_gain", "query_sentences"
+    "none",
+    "all",
+    "random",
+    "first_k",
+    "boundary",
+    "hkvd",
+    "query",
+    "query_hkvd",
+    "query_gain",
+    "query_sentences",
 ]
 STRATEGIES: tuple[str, ...] = get_args(Strategy)
 MODES: tuple[str, ...] = get_args(Mode)
 KV_DTYPES: tuple[KVDtype, ...] = get_args(KVDtype)
 
-KeySource = Callable[[], bytes] | str  # a function that returns the key, or "env:NAME"; never the key itself
+KeySource = (
+    Callable[[], bytes] | str
+)  # a function that returns the key, or "env:NAME"; never the key itself
 
 # -- how a config is made and checked ----------------------------------------------------------------------------------
 
@@ -88,18 +108,26 @@ def _fault_of(cls: type, error: ValidationError, given: Mapping[str, Any]) -> Co
     name = known[int(where)] if is_positional else str(where)
     if isinstance(cause, ConfigError):
         said = str(cause)
-        return cause if said.startswith(cls.__name__) else ConfigError(f"{cls.__name__}.{name}: {said}")
+        return (
+            cause
+            if said.startswith(cls.__name__)
+            else ConfigError(f"{cls.__name__}.{name}: {said}")
+        )
     if fault["type"] == "unexpected_keyword_argument":
         return unknown_option(name, known, of=cls.__name__)
     if name not in known:
         return ConfigError(f"{cls.__name__}: {fault['msg']}")
     schema, inside = _meant(TypeAdapter(cls).json_schema()["properties"][name], fault["loc"][1:])
     value = fault["input"] if inside else given[name]
-    choices = [choice for arm in (schema, *schema.get("anyOf", ())) for choice in arm.get("enum", ())]
+    choices = [
+        choice for arm in (schema, *schema.get("anyOf", ())) for choice in arm.get("enum", ())
+    ]
     near = difflib.get_close_matches(str(value), choices, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     wanted = str(cause) if cause is not None else f"{hint}it must be {_wanted(schema)}"
-    return ConfigError(f"{cls.__name__}.{name} {'holds' if inside else 'is'} {shown(value)}; {wanted}")
+    return ConfigError(
+        f"{cls.__name__}.{name} {'holds' if inside else 'is'} {shown(value)}; {wanted}"
+    )
 
 
 def _meant(schema: dict[str, Any], path: Sequence[int | str]) -> tuple[dict[str, Any], bool]:
@@ -126,7 +154,12 @@ def _wanted(schema: Mapping[str, Any]) -> str:
         return f"a pair of {' and '.join(map(_wanted, schema['prefixItems']))}"
     if "items" in schema:
         return f"a list, each {_wanted(schema['items'])}"
-    kinds = {"integer": "a whole number", "boolean": "True or False", "string": "a string", "null": "None"}
+    kinds = {
+        "integer": "a whole number",
+        "boolean": "True or False",
+        "string": "a string",
+        "null": "None",
+    }
     kind = kinds.get(schema.get("type", ""), "a number")
     low, high = schema.get("minimum"), schema.get("maximum")
     if low is None:
@@ -144,13 +177,18 @@ def as_config(cls: type[T], value: Any, *, option: str) -> T | None:
     if isinstance(value, str) and value in named:
         return cast(T | None, named[value])
     choices = [f"a kvrag.{cls.__name__}", "a dict of its options", *map(repr, named)]
-    raise ConfigError(f"{option} is {shown(value)}; pass {', '.join(choices[:-1])} or {choices[-1]}")
+    raise ConfigError(
+        f"{option} is {shown(value)}; pass {', '.join(choices[:-1])} or {choices[-1]}"
+    )
 
 
 def option_fields(cls: type, *names: str) -> dict[str, Any]:
     """Return ``{name: (type, field)}`` of a config's fields, without ranges: for ``pydantic.create_model`` and command lines."""
     hints, declared = get_type_hints(cls), cls.__pydantic_fields__  # type: ignore[attr-defined]
-    about = {name: {"default": declared[name].default, "description": declared[name].description} for name in names}
+    about = {
+        name: {"default": declared[name].default, "description": declared[name].description}
+        for name in names
+    }
     return {name: (hints[name], Field(**about[name])) for name in names}
 
 
@@ -168,10 +206,17 @@ def _homes(of: str) -> dict[str, str]:
         "repair=RepairConfig({}=...)": _names(RepairConfig),
         "{}=... to the engine": ENGINE_OPTIONS,
     }
-    return {name: form.format(name) for form, names in forms.items() if f"{of}(" not in form for name in names}
+    return {
+        name: form.format(name)
+        for form, names in forms.items()
+        if f"{of}(" not in form
+        for name in names
+    }
 
 
-def refuse_misplaced(given: Iterable[str], own: Iterable[str], *, of: str, misspelt: bool = True) -> None:
+def refuse_misplaced(
+    given: Iterable[str], own: Iterable[str], *, of: str, misspelt: bool = True
+) -> None:
     """Raise :class:`ConfigError` on options of a :class:`StoreConfig` that were passed to ``of``, and would be dropped or fail late.
 
     Without ``encryption_key``, for instance, KV that was to be encrypted would be written plain. With ``misspelt``, names close to
@@ -192,19 +237,40 @@ def check_mode(mode: str, max_context: str = "raise") -> None:
     if mode not in MODES:
         raise ConfigError(f"mode is {mode!r}; it must be one of {', '.join(MODES)}")
     if max_context not in get_args(MaxContext):
-        raise ConfigError(f"max_context is {max_context!r}; it must be 'raise' or 'slide' (the oldest tokens leave)")
+        raise ConfigError(
+            f"max_context is {max_context!r}; it must be 'raise' or 'slide' (the oldest tokens leave)"
+        )
 
 
 def check_prove(prove: object) -> None:
     """Raise :class:`ConfigError` unless ``prove`` is one of :data:`~kvrag.types.Prove`."""
     if prove not in get_args(Prove):
-        raise ConfigError(f"prove is {prove!r}; it must be 'auto' (prove reuse on this model, once) or 'off'")
+        raise ConfigError(
+            f"prove is {prove!r}; it must be 'auto' (prove reuse on this model, once) or 'off'"
+        )
 
 
 SPELLINGS = {"max_tokens": "max_new_tokens"}
 """Other names that are taken for options of configs: OpenAI's, and LangChain's."""
-ENGINE_OPTIONS = ("kv_dir", "prefix", "context", "namespace", "tokenizer", "prove", "device", "revision")
-_REPAIRING = ("strategy", "ratio", "recompute_ratio", "first_k", "mismatch_ratio", "probe_span", "audit")
+ENGINE_OPTIONS = (
+    "kv_dir",
+    "prefix",
+    "context",
+    "namespace",
+    "tokenizer",
+    "prove",
+    "device",
+    "revision",
+)
+_REPAIRING = (
+    "strategy",
+    "ratio",
+    "recompute_ratio",
+    "first_k",
+    "mismatch_ratio",
+    "probe_span",
+    "audit",
+)
 
 # -- the configs -------------------------------------------------------------------------------------------------------
 
@@ -220,8 +286,22 @@ Switch = Annotated[bool, Field(strict=True)]
 
 
 RESERVED = (
-    *("messages", "conversation", "tools", "add_generation_prompt", "continue_final_message", "tokenize", "documents"),
-    *("chat_template", "return_dict", "return_tensors", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+    *(
+        "messages",
+        "conversation",
+        "tools",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tokenize",
+        "documents",
+    ),
+    *(
+        "chat_template",
+        "return_dict",
+        "return_tensors",
+        "return_assistant_tokens_mask",
+        "tokenizer_kwargs",
+    ),
     *("padding", "truncation", "max_length"),
 )
 """Arguments of ``apply_chat_template`` that are no variables of a template, and its documents, which kvrag takes as chunks."""
@@ -237,8 +317,14 @@ def check_template_kwargs(value: object) -> dict[str, Any]:
         )
     for name in value:
         if name in RESERVED:
-            where = "put documents into messages, as kvrag.Chunk" if name == "documents" else "it is kvrag's own to set"
-            raise ConfigError(f"chat_template_kwargs holds {name!r}, which is no variable of a chat template: {where}")
+            where = (
+                "put documents into messages, as kvrag.Chunk"
+                if name == "documents"
+                else "it is kvrag's own to set"
+            )
+            raise ConfigError(
+                f"chat_template_kwargs holds {name!r}, which is no variable of a chat template: {where}"
+            )
     return dict(value)
 
 
@@ -251,7 +337,9 @@ def check_flag(value: object, option: str) -> bool:
 
 def _span(value: object) -> object:
     pair = tuple(value) if isinstance(value, (tuple, list)) else ()
-    are_numbers = len(pair) == 2 and all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in pair)
+    are_numbers = len(pair) == 2 and all(
+        isinstance(v, (int, float)) and not isinstance(v, bool) for v in pair
+    )
     if not are_numbers or not 0 <= pair[0] < pair[1] <= 1:
         raise ValueError("it must be two numbers that ascend in [0, 1]")
     return pair
@@ -264,7 +352,9 @@ def _stop_strings(value: object) -> object:
     items = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
     for item in items:
         if not isinstance(item, str) or not item:
-            raise ConfigError(f"SamplingConfig.stop holds {item!r}; every stop must be a non-empty string")
+            raise ConfigError(
+                f"SamplingConfig.stop holds {item!r}; every stop must be a non-empty string"
+            )
     return items
 
 
@@ -272,7 +362,9 @@ def _seed(value: object) -> object:
     """Accept what torch's generators accept, and -1, which means as in other libraries that a seed is drawn."""
     is_seed = isinstance(value, int) and not isinstance(value, bool) and -1 <= value < 2**64
     if value is not None and not is_seed:
-        raise ValueError("it must be a whole number from 0 to 2**64 - 1, or None or -1 for one that is drawn")
+        raise ValueError(
+            "it must be a whole number from 0 to 2**64 - 1, or None or -1 for one that is drawn"
+        )
     return None if value == -1 else value
 
 
@@ -349,7 +441,11 @@ class RepairConfig:
         return cls(strategy="hkvd", recompute_ratio=recompute_ratio, first_k=0, shift=0.0)
 
 
-REPAIRS: dict[str, RepairConfig | None] = {"auto": None, "fast": RepairConfig.fast(), "careful": RepairConfig.careful()}
+REPAIRS: dict[str, RepairConfig | None] = {
+    "auto": None,
+    "fast": RepairConfig.fast(),
+    "careful": RepairConfig.careful(),
+}
 """What ``repair`` may be besides a config; ``auto``: what :meth:`kvrag.KVRagEngine.calibrate` has found, else the default."""
 Repair = RepairConfig | Mapping[str, Any] | Literal["auto", "fast", "careful"] | None
 
@@ -377,9 +473,9 @@ class StoreConfig:
     """Change nothing in the directory."""
     event_log: str | None = None
     """File that events of stored chunks are appended to, as JSON lines; ``None``: none."""
-    on_event: Annotated[Callable[[Any], None] | None, BeforeValidator(_callback), WithJsonSchema({"type": "null"})] = (
-        None
-    )
+    on_event: Annotated[
+        Callable[[Any], None] | None, BeforeValidator(_callback), WithJsonSchema({"type": "null"})
+    ] = None
     """Called with each :class:`kvrag.store.StoreEvent`; must return quickly, and not use the store."""
     history_bytes: Size = 0
     """Budget of finished requests' KV, in bytes of the model's device: a prompt that begins as an earlier one, such as the next turn of a
@@ -416,12 +512,16 @@ class StoreConfig:
             wanted = f"it must be a number in [0, {self.high_watermark:g}]"
             raise ConfigError(f"StoreConfig.low_watermark is {self.low_watermark!r}; {wanted}")
         if self.read_only and self.on_miss == "store":
-            raise ConfigError("StoreConfig.on_miss is 'store', and a read_only store takes nothing; drop one of them")
+            raise ConfigError(
+                "StoreConfig.on_miss is 'store', and a read_only store takes nothing; drop one of them"
+            )
 
     def __getstate__(self) -> list[Any]:
         """Refuse to be pickled with a function, which may hold a key; without it, chunks would be written unprotected."""
         if callable(self.encryption_key):
-            raise ConfigError("a StoreConfig whose encryption_key is a function can't be pickled; use 'env:NAME'")
+            raise ConfigError(
+                "a StoreConfig whose encryption_key is a function can't be pickled; use 'env:NAME'"
+            )
         return [getattr(self, f.name) for f in fields(self)]
 
     def __copy__(self, _: dict[int, Any] | None = None) -> StoreConfig:

@@ -44,7 +44,12 @@ class Workers:
     def options(self) -> dict[str, Any]:
         """Return the options of ``map_batches``; raises ``MissingDependencyError``."""
         ray = require("ray", extra="ray", purpose="precompute_dataset")
-        have, gpus, count, cpus = ray.cluster_resources(), self.num_gpus, self.concurrency, self.num_cpus
+        have, gpus, count, cpus = (
+            ray.cluster_resources(),
+            self.num_gpus,
+            self.concurrency,
+            self.num_cpus,
+        )
         if gpus is None:
             gpus = 1.0 if have.get("GPU") else 0.0
         if count is None:
@@ -67,9 +72,14 @@ class Worker:
         Arguments of :meth:`KVRagEngine.from_pretrained`, and of :meth:`KVRagEngine.precompute`.
     """
 
-    def __init__(self, columns: tuple[str, str | None], options: Mapping[str, Any], run: Mapping[str, Any]) -> None:
+    def __init__(
+        self, columns: tuple[str, str | None], options: Mapping[str, Any], run: Mapping[str, Any]
+    ) -> None:
         self._columns, self._run = columns, run
-        config = as_config(StoreConfig, options.get("store_config"), option="store_config") or StoreConfig()
+        config = (
+            as_config(StoreConfig, options.get("store_config"), option="store_config")
+            or StoreConfig()
+        )
         unread = replace(config, ram_bytes=0)  # a worker reads nothing of what it stores
         self._engine = KVRagEngine.from_pretrained(**{**options, "store_config": unread})
 
@@ -78,14 +88,23 @@ class Worker:
         arrow = require("pyarrow", extra="ray", purpose="the report of precompute_dataset")
         text, name = self._columns
         texts, ids = list(batch[text]), None if name is None else list(batch[name])
-        report = asdict(self._engine.precompute(texts, ids=ids, **{"show_progress": False, **self._run}))
-        row = {"worker": f"{socket.gethostname()}:{os.getpid()}", "chunks": len(texts), **report, "ended": time.time()}
+        report = asdict(
+            self._engine.precompute(texts, ids=ids, **{"show_progress": False, **self._run})
+        )
+        row = {
+            "worker": f"{socket.gethostname()}:{os.getpid()}",
+            "chunks": len(texts),
+            **report,
+            "ended": time.time(),
+        }
         # Their type must be known where there are none, too.
         pairs = arrow.list_(arrow.struct([("id", arrow.string()), ("reason", arrow.string())]))
         for what in ("failed", "short"):
             row[what] = [dict(zip(("id", "reason"), each, strict=True)) for each in row[what]]
         types = {"failed": pairs, "short": pairs}
-        return arrow.table({each: arrow.array([value], types.get(each)) for each, value in row.items()})
+        return arrow.table(
+            {each: arrow.array([value], types.get(each)) for each, value in row.items()}
+        )
 
 
 def precompute_dataset(
@@ -120,11 +139,21 @@ def precompute_dataset(
         ``ended`` (seconds since 1970, UTC). Nothing is computed before it is used: ``precompute_dataset(...).write_parquet("report")``.
     """
     if not isinstance(model, (str, os.PathLike)):
-        raise ConfigError("model is a loaded model, which can't be sent to workers; pass its hub id or path")
+        raise ConfigError(
+            "model is a loaded model, which can't be sent to workers; pass its hub id or path"
+        )
     if kv_dir is None:
-        raise ConfigError("kv_dir is None, and KV in the workers' memory would be lost with them; pass a shared store")
+        raise ConfigError(
+            "kv_dir is None, and KV in the workers' memory would be lost with them; pass a shared store"
+        )
     options = {**options, "model": os.fspath(model), "kv_dir": check_kv_dir(kv_dir)}
-    KVRagEngine.from_pretrained(**options).close()  # what can't be used is said here, before workers start
-    how = {"batch_size": CHUNKS_PER_CALL, "batch_format": "numpy", **(workers or Workers()).options()}
+    KVRagEngine.from_pretrained(
+        **options
+    ).close()  # what can't be used is said here, before workers start
+    how = {
+        "batch_size": CHUNKS_PER_CALL,
+        "batch_format": "numpy",
+        **(workers or Workers()).options(),
+    }
     with_what = {"columns": (text, id), "options": options, "run": dict(run or {})}
     return ds.map_batches(Worker, fn_constructor_kwargs=with_what, **how)

@@ -75,13 +75,17 @@ _OPTIONS = (
 )
 
 _DEFAULT = RepairConfig()
-_sampling = lru_cache(maxsize=64, typed=True)(SamplingConfig)  # checking options anew costs more than looking them up
+_sampling = lru_cache(maxsize=64, typed=True)(
+    SamplingConfig
+)  # checking options anew costs more than looking them up
 _SAMPLING = tuple(field.name for field in fields(SamplingConfig))
 
 
 def _options_in(arguments: Mapping[str, Any], *others: str) -> dict[str, Any]:
     """Return the options among a method's arguments, which are its ``locals()`` as long as it has no other local names."""
-    return {name: value for name, value in arguments.items() if name not in ("self", "prompt", *others)}
+    return {
+        name: value for name, value in arguments.items() if name not in ("self", "prompt", *others)
+    }
 
 
 class KVRagEngine:
@@ -117,7 +121,9 @@ class KVRagEngine:
     >>> engine.generate([{"role": "user", "content": f"{chunks[3]}\n\n{chunks[1]}\n\nWho?"}]).text  # doctest: +SKIP
     """
 
-    _shared: ClassVar[weakref.WeakValueDictionary[tuple[object, ...], KVRagEngine]] = weakref.WeakValueDictionary()
+    _shared: ClassVar[weakref.WeakValueDictionary[tuple[object, ...], KVRagEngine]] = (
+        weakref.WeakValueDictionary()
+    )
     _recent: ClassVar[dict[KVRagEngine, None]] = {}  # the latest engines of get(), oldest first
     _shared_lock = fork_lock()
 
@@ -137,23 +143,32 @@ class KVRagEngine:
         self.kv_dir = documents.check_kv_dir(kv_dir)
         self.chat_template_kwargs = check_template_kwargs(chat_template_kwargs)
         self._repair = as_config(RepairConfig, repair, option="repair")
-        self.store_config = as_config(StoreConfig, store_config, option="store_config") or StoreConfig()
+        self.store_config = (
+            as_config(StoreConfig, store_config, option="store_config") or StoreConfig()
+        )
         check_source(source)
         self.store: TieredStore = open_store(self.kv_dir, self.store_config)
         self._resources = ExitStack()
         self._resources.callback(self.store.close)
         weakref.finalize(self, self._resources.close).atexit = False
         self._erasures, self.context = erasures_of(self.kv_dir), check_context(context)
-        self._prefix_texts: dict[str, dict[str, None]] = {}  # by namespace, those that were precomputed with, or learnt
+        self._prefix_texts: dict[
+            str, dict[str, None]
+        ] = {}  # by namespace, those that were precomputed with, or learnt
         self._learner, self.prefix = learning(prefix, self._prefix_texts)
         if self._learner and self.store_config.read_only:
-            raise ConfigError("prefix is 'learn', and a read_only store takes nothing; pass the prefix itself")
+            raise ConfigError(
+                "prefix is 'learn', and a read_only store takes nothing; pass the prefix itself"
+            )
         self._digest_of = lru_cache(maxsize=1024)(self.store.names.namespace)
         self._digest_of(namespace)
         self._gate = Gate(self.store_config.kv_dtype)
         self._stats, self._lock, self._is_closed = EngineStats(), fork_lock(), False
         self._loaded: LoadedModel | None = None
-        self.profile: tuple[str, Profile | None] = "", None  # the model's fingerprint, and what is kept for it
+        self.profile: tuple[str, Profile | None] = (
+            "",
+            None,
+        )  # the model's fingerprint, and what is kept for it
         self._query_side: Answering | None = None
         self._write_back: WriteBack | None = None
 
@@ -217,9 +232,19 @@ class KVRagEngine:
             If an option has an invalid value, has no effect, or belongs in ``store_config``, or CUDA is requested and absent.
         """
         refuse_misplaced(hf_kwargs, _OPTIONS, of="KVRagEngine.from_pretrained")
-        source = ModelSource(model, tokenizer, revision, dtype, device, hf_kwargs, extra_keys or {}, prove)
-        own = {"kv_dir": kv_dir, "prefix": prefix, "context": context, "repair": repair, "namespace": namespace}
-        return cls(source, **own, store_config=store_config, chat_template_kwargs=chat_template_kwargs)  # type: ignore[arg-type]
+        source = ModelSource(
+            model, tokenizer, revision, dtype, device, hf_kwargs, extra_keys or {}, prove
+        )
+        own = {
+            "kv_dir": kv_dir,
+            "prefix": prefix,
+            "context": context,
+            "repair": repair,
+            "namespace": namespace,
+        }
+        return cls(
+            source, **own, store_config=store_config, chat_template_kwargs=chat_template_kwargs
+        )  # type: ignore[arg-type]
 
     @classmethod
     def get(
@@ -246,14 +271,30 @@ class KVRagEngine:
         Of engines that nobody else holds, the latest :data:`MAX_KEPT` are kept.
         """
         refuse_misplaced(hf_kwargs, _OPTIONS, of="KVRagEngine.get")
-        source = ModelSource(model, tokenizer, revision, dtype, device, hf_kwargs, extra_keys or {}, prove)
+        source = ModelSource(
+            model, tokenizer, revision, dtype, device, hf_kwargs, extra_keys or {}, prove
+        )
         repair = as_config(RepairConfig, repair, option="repair")
         store_config = as_config(StoreConfig, store_config, option="store_config")
         where = documents.check_kv_dir(kv_dir), namespace
         behind = repr(prefix), check_context(context)
         variables = repr(sorted(check_template_kwargs(chat_template_kwargs).items()))
-        key = (source.key, tuple(sorted(source.extra_keys.items())), *where, *behind, repair, store_config, variables)
-        own = {"kv_dir": kv_dir, "prefix": prefix, "context": context, "repair": repair, "namespace": namespace}
+        key = (
+            source.key,
+            tuple(sorted(source.extra_keys.items())),
+            *where,
+            *behind,
+            repair,
+            store_config,
+            variables,
+        )
+        own = {
+            "kv_dir": kv_dir,
+            "prefix": prefix,
+            "context": context,
+            "repair": repair,
+            "namespace": namespace,
+        }
         own |= {"store_config": store_config, "chat_template_kwargs": chat_template_kwargs}
         with cls._shared_lock:
             engine = cls._shared.get(key) or cls(source, **own)  # type: ignore[arg-type]
@@ -282,7 +323,9 @@ class KVRagEngine:
         """The model and its tokenizer; loads them."""
         with self._lock:
             if self._is_closed:
-                raise ModelError("this engine is closed; make another one with KVRagEngine.from_pretrained() or get()")
+                raise ModelError(
+                    "this engine is closed; make another one with KVRagEngine.from_pretrained() or get()"
+                )
             if self._loaded is None:
                 self._loaded = load(self.source, make_encoder=PromptEncoder)
                 on_accelerator(self.store, self._loaded.lm.device, self.store_config)
@@ -294,7 +337,9 @@ class KVRagEngine:
         """The repair of requests that name none: as given, else that of the model's profile (:meth:`calibrate`), else the default."""
         if self._repair is not None:
             return self._repair
-        if self.profile[0] != (now := self.loaded.identity.fingerprint):  # adapters may have been switched
+        if self.profile[0] != (
+            now := self.loaded.identity.fingerprint
+        ):  # adapters may have been switched
             self.profile = now, kept_profile(self)
         return self.profile[1].kept.repair if self.profile[1] else _DEFAULT
 
@@ -323,7 +368,11 @@ class KVRagEngine:
     def context_ids(self) -> tuple[int, ...]:
         """Token ids that chunks are encoded behind, between the prefix and the chunk."""
         lm = self.loaded.lm
-        return () if isinstance(lm, PlainLM) else context_ids(self.context, self.loaded.encoder, lm.reuse_window)
+        return (
+            ()
+            if isinstance(lm, PlainLM)
+            else context_ids(self.context, self.loaded.encoder, lm.reuse_window)
+        )
 
     def warm_up(self) -> None:
         """Load the model, and do what else the first prompt would wait for, once: measure what prompts cost on this machine.
@@ -390,11 +439,17 @@ class KVRagEngine:
         self._prefix_texts.setdefault(space, {})[text] = None
         if gone := documents.replaced_ids(self.store, items, space):
             self.delete(gone, namespace=namespace)
-        run = Precompute(loaded, self.store, self.store_config, space, text, self.context_ids, retention)
+        run = Precompute(
+            loaded, self.store, self.store_config, space, text, self.context_ids, retention
+        )
         return run.run(items, batch_size=batch_size, show_progress=show_progress)
 
     def prefetch(
-        self, texts: Sequence[str] = (), *, keys: Sequence[ChunkKey] = (), namespace: str | None = None
+        self,
+        texts: Sequence[str] = (),
+        *,
+        keys: Sequence[ChunkKey] = (),
+        namespace: str | None = None,
     ) -> Prefetch:
         """Start reading chunks into memory for an upcoming prompt, and return at once.
 
@@ -403,8 +458,13 @@ class KVRagEngine:
         """
         wanted: list[ChunkIdentity | ChunkKey] = []
         if texts:
-            prompt: list[str | Chunk] = [self._prefix_in(self._namespace(namespace)), *map(Chunk, texts)]
-            wanted += self._answering.plan(self._request(prompt, mode="full", namespace=namespace)).identities
+            prompt: list[str | Chunk] = [
+                self._prefix_in(self._namespace(namespace)),
+                *map(Chunk, texts),
+            ]
+            wanted += self._answering.plan(
+                self._request(prompt, mode="full", namespace=namespace)
+            ).identities
         if keys:
             space, model = self._namespace(namespace), self.loaded.fingerprint
             wanted += documents.chosen_keys(self.store.catalog, space, (), keys, model=model)
@@ -415,7 +475,11 @@ class KVRagEngine:
         return self._write_back is None or self._write_back.flush(timeout_s)
 
     def delete(
-        self, ids: Sequence[str] | None = None, *, collection: str | None = None, namespace: str | None = None
+        self,
+        ids: Sequence[str] | None = None,
+        *,
+        collection: str | None = None,
+        namespace: str | None = None,
     ) -> int:
         """Delete documents, by default a whole collection, and erase KV that no other document refers to; return how many chunks."""
         space = self._namespace(namespace)
@@ -460,7 +524,9 @@ class KVRagEngine:
         if self._query_side is not None:
             self._query_side.forget(space)
 
-    def document_ids(self, *, collection: str | None = None, namespace: str | None = None) -> list[str]:
+    def document_ids(
+        self, *, collection: str | None = None, namespace: str | None = None
+    ) -> list[str]:
         """Return the ids of all documents (of a collection) that were precomputed and not deleted, including evicted ones."""
         found = self.store.catalog.documents(self._namespace(namespace))
         return found if collection is None else documents.members(found, collection)
@@ -518,7 +584,9 @@ class KVRagEngine:
             If the prompt does not fit, even without reuse.
         """
         produce = self._produce(prompt, **_options_in(locals()))
-        return produce(lambda _: None, threading.Event())  # in the caller's thread, where Ctrl-C ends it
+        return produce(
+            lambda _: None, threading.Event()
+        )  # in the caller's thread, where Ctrl-C ends it
 
     @parameters_of(generate)
     def stream(self, prompt: Prompt, **options: Any) -> TokenStream:
@@ -559,7 +627,9 @@ class KVRagEngine:
         with answering.prefilled(request, max_new_tokens=1, clock=clock) as (done, _):
             logits = done.logits.float()
         ttft_ms = (time.perf_counter() - clock.start) * 1e3
-        return self._stats.count(PrefillResult(**done.accounting(clock), logits=logits, ttft_ms=ttft_ms))
+        return self._stats.count(
+            PrefillResult(**done.accounting(clock), logits=logits, ttft_ms=ttft_ms)
+        )
 
     @checks_names
     def score(
@@ -581,13 +651,18 @@ class KVRagEngine:
         options = _options_in(locals(), "continuation")
         request, answering = self._prepared(clock := Clock(), prompt, options)
         ids = self.loaded.encoder.continuation_ids(continuation, self.loaded.lm.vocab_size)
-        with answering.prefilled(request, max_new_tokens=len(ids), clock=clock) as (done, _), clock.stage("score"):
+        with (
+            answering.prefilled(request, max_new_tokens=len(ids), clock=clock) as (done, _),
+            clock.stage("score"),
+        ):
             logits = [done.logits[None]]
             if len(ids) > 1:
                 logits.append(done.extend(torch.tensor(ids[:-1])).cpu())
             scores = torch.cat(logits).float()
         loss = float(torch.nn.functional.cross_entropy(scores, torch.tensor(ids)))
-        return self._stats.count(ScoreResult(**done.accounting(clock), logits=scores, loss=loss, continuation_ids=ids))
+        return self._stats.count(
+            ScoreResult(**done.accounting(clock), logits=scores, loss=loss, continuation_ids=ids)
+        )
 
     @checks_names
     @parameters_of(prefill)
@@ -617,7 +692,9 @@ class KVRagEngine:
 
     def _namespace(self, namespace: str | None) -> str:
         """Digest of a namespace, or of the engine's."""
-        return self._digest_of(self.namespace if namespace is None else documents.check_namespace(namespace))
+        return self._digest_of(
+            self.namespace if namespace is None else documents.check_namespace(namespace)
+        )
 
     def _prefix_in(self, space: str) -> str:
         return (*(self._learner.learnt(space) if self._learner else ()), self.prefix_text)[0]
@@ -630,14 +707,18 @@ class KVRagEngine:
             if self._query_side is None:
                 self._gate.admit(loaded)
                 config, ids = self.store_config, self.context_ids
-                if (config.on_miss == "store" or self._learner) and not isinstance(loaded.lm, PlainLM):
+                if (config.on_miss == "store" or self._learner) and not isinstance(
+                    loaded.lm, PlainLM
+                ):
                     self._write_back = WriteBack(loaded, self.store, config, self._erasures, ids)
                 own = self._write_back, ids, self._stats, self._learner
                 self._query_side = Answering(loaded, self.store, config, *own, self._erasures)
                 self._resources.callback(self._query_side.close)
             return self._query_side
 
-    def _prepared(self, clock: Clock, prompt: Prompt, options: Mapping[str, Any]) -> tuple[Request, Answering]:
+    def _prepared(
+        self, clock: Clock, prompt: Prompt, options: Mapping[str, Any]
+    ) -> tuple[Request, Answering]:
         """Make a request of a prompt; the clock tells what it took to load the model, if none was loaded, and all else."""
         if self._loaded is None:
             with clock.stage("load_model", least_s=NOTABLE_S):
@@ -658,7 +739,10 @@ class KVRagEngine:
         form: Form | None = None,
         **asked: Any,
     ) -> Request:
-        checked, space = check_options(mode, repair, max_context) or self.repair, self._namespace(namespace)
+        checked, space = (
+            check_options(mode, repair, max_context) or self.repair,
+            self._namespace(namespace),
+        )
         return Request(
             *(prompt, mode, checked, space),
             prefixes=(self.prefix_text, *self._prefix_texts.get(space, ())),

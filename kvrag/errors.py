@@ -70,7 +70,9 @@ class MissingDependencyError(KVRagError, ImportError):
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error means that memory ran out: torch has a type for it on accelerators, a plain RuntimeError on the CPU."""
     return (
-        isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "allocate memory" in str(error)
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or "allocate memory" in str(error)
     )
 
 

@@ -12,7 +12,11 @@ from typing import Any
 from kvrag.errors import ConfigError, ModelError
 from kvrag.types import KVDtype
 
-ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes per element of the dtypes that kvrag runs in
+ITEMSIZE = {
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+}  # bytes per element of the dtypes that kvrag runs in
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +82,16 @@ def shape_from_config(config: Mapping[str, Any]) -> ModelShape:
             f"the config does not tell the shape of its KV ({error}); it needs num_hidden_layers, num_attention_heads "
             "and hidden_size"
         ) from error
-    given = config.get("dtype") or config.get("torch_dtype") or text.get("dtype")  # transformers renamed it
+    given = (
+        config.get("dtype") or config.get("torch_dtype") or text.get("dtype")
+    )  # transformers renamed it
     dtype = str(given).removeprefix("torch.")
-    return ModelShape(int(num_layers), int(num_kv_heads), int(head_dim), dtype if dtype in ITEMSIZE else "bfloat16")
+    return ModelShape(
+        int(num_layers),
+        int(num_kv_heads),
+        int(head_dim),
+        dtype if dtype in ITEMSIZE else "bfloat16",
+    )
 
 
 def itemsize(dtype: str) -> int:
@@ -92,10 +103,14 @@ def itemsize(dtype: str) -> int:
 
 def kv_bytes_per_token(shape: ModelShape, dtype: str | None = None) -> int:
     """Return the bytes of one token's KV over all layers: ``2 · L · H_kv · D · itemsize``; default dtype: the checkpoint's."""
-    return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * itemsize(dtype or shape.dtype)
+    return (
+        2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * itemsize(dtype or shape.dtype)
+    )
 
 
-def kept_bytes_per_token(shape: ModelShape, kv_dtype: KVDtype, *, chunk_tokens: int, dtype: str | None = None) -> float:
+def kept_bytes_per_token(
+    shape: ModelShape, kv_dtype: KVDtype, *, chunk_tokens: int, dtype: str | None = None
+) -> float:
     """Return the bytes of one token's KV as it is kept: with rounded types, codes and the token's share of the scales.
 
     Parameters

@@ -171,8 +171,12 @@ def evaluate_reuse(
     with in_memory(engine) as own:
         texts = list(dict.fromkeys(text for question in asked for text in question.chunks))
         report = own.precompute(texts, show_progress=show_progress)
-        found = answered(own, asked, max_new_tokens, what="comparing answers", show_progress=show_progress)
-        rows = [compare(own, reference, mode=mode, repair=repair) for reference in found]  # in turns
+        found = answered(
+            own, asked, max_new_tokens, what="comparing answers", show_progress=show_progress
+        )
+        rows = [
+            compare(own, reference, mode=mode, repair=repair) for reference in found
+        ]  # in turns
         how = own.explain(prompt_of(own, asked[0]), mode=mode, repair=repair).repair
     return Evaluation(rows, how, report.stored, report.stored_bytes, report.seconds)
 
@@ -181,9 +185,16 @@ def evaluate_reuse(
 def in_memory(engine: KVRagEngine) -> Iterator[KVRagEngine]:
     """Open an engine on the same model whose KV is kept in memory, until the block ends."""
     given = engine.store_config
-    memory = StoreConfig(kv_dtype=given.kv_dtype, min_chunk_tokens=given.min_chunk_tokens, ram_bytes=2**62)
-    options: dict[str, Any] = {"repair": engine.given_repair, "chat_template_kwargs": engine.chat_template_kwargs}
-    own = type(engine)(engine.source, prefix=engine.prefix, context=engine.context, store_config=memory, **options)
+    memory = StoreConfig(
+        kv_dtype=given.kv_dtype, min_chunk_tokens=given.min_chunk_tokens, ram_bytes=2**62
+    )
+    options: dict[str, Any] = {
+        "repair": engine.given_repair,
+        "chat_template_kwargs": engine.chat_template_kwargs,
+    }
+    own = type(engine)(
+        engine.source, prefix=engine.prefix, context=engine.context, store_config=memory, **options
+    )
     with closing(own):
         yield own
 
@@ -207,7 +218,12 @@ class Reference:
 
 
 def answered(
-    engine: KVRagEngine, questions: Sequence[Question], max_new_tokens: int, *, what: str, show_progress: bool | None
+    engine: KVRagEngine,
+    questions: Sequence[Question],
+    max_new_tokens: int,
+    *,
+    what: str,
+    show_progress: bool | None,
 ) -> Iterator[Reference]:
     """Answer questions by full prefill, one by one, as the caller comes to them; progress says ``what`` is done."""
     with Progress(what, len(questions), unit="prompts", show=show_progress) as progress:
@@ -215,7 +231,9 @@ def answered(
             prompt = prompt_of(engine, question)
             found = engine.generate(prompt, mode="full", max_new_tokens=max_new_tokens)
             logits = engine.score(prompt, found.token_ids, mode="full").logits
-            yield Reference(question, prompt, found.token_ids, found.text, logits, found.ttft_ms, max_new_tokens)
+            yield Reference(
+                question, prompt, found.token_ids, found.text, logits, found.ttft_ms, max_new_tokens
+            )
             progress.advance()
 
 

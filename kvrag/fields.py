@@ -94,7 +94,9 @@ class EngineFields(BaseModel):
                 if name in data:  # not left to pydantic, which would repeat a key in its message
                     data[name] = config.as_config(kind, data[name], option=name)
             if "chat_template_kwargs" in data:
-                data["chat_template_kwargs"] = config.check_template_kwargs(data["chat_template_kwargs"])
+                data["chat_template_kwargs"] = config.check_template_kwargs(
+                    data["chat_template_kwargs"]
+                )
             super().__init__(**data)
             self.check_model_kwargs()
             config.check_prove(self.prove)
@@ -105,13 +107,25 @@ class EngineFields(BaseModel):
         own, of = type(self).model_fields, type(self).__name__
         for name in self.model_kwargs:
             if name in own:
-                raise ConfigError(f"model_kwargs of {of} holds {name!r}, an option of its own; pass {of}({name}=...)")
+                raise ConfigError(
+                    f"model_kwargs of {of} holds {name!r}, an option of its own; pass {of}({name}=...)"
+                )
         config.refuse_misplaced(self.model_kwargs, own, of=f"model_kwargs of {of}", misspelt=False)
 
     def engine_options(self) -> dict[str, Any]:
         """Return the options of :meth:`kvrag.KVRagEngine.get`, but for the prefix."""
         names = (
-            *("tokenizer", "kv_dir", "context", "namespace", "repair", "store_config", "dtype", "device", "prove"),
+            *(
+                "tokenizer",
+                "kv_dir",
+                "context",
+                "namespace",
+                "repair",
+                "store_config",
+                "dtype",
+                "device",
+                "prove",
+            ),
             "chat_template_kwargs",
         )
         return {**self.model_kwargs, **{name: getattr(self, name) for name in names}}

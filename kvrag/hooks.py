@@ -58,12 +58,22 @@ def precompute_kv(
     prefix, namespace, batch_size, show_progress, retention, collection
         As for :meth:`kvrag.engine.KVRagEngine.precompute`, and the same errors.
     """
-    for name, value, choices in (("content", content, ("text", "llm")), ("on_error", on_error, ("raise", "warn"))):
+    for name, value, choices in (
+        ("content", content, ("text", "llm")),
+        ("on_error", on_error, ("raise", "warn")),
+    ):
         if value not in choices:
             raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(choices)}")
-    options = {"prefix": prefix, "batch_size": batch_size, "show_progress": show_progress, "retention": retention}
+    options = {
+        "prefix": prefix,
+        "batch_size": batch_size,
+        "show_progress": show_progress,
+        "retention": retention,
+    }
     try:
-        report = _precompute(engine_of(llm), _named(items, ids, content), namespace, collection, **options)
+        report = _precompute(
+            engine_of(llm), _named(items, ids, content), namespace, collection, **options
+        )
         error = refused(report)
     except KVRagError as fault:
         report, error = PrecomputeReport(0, 0, [("", str(fault))], 0, 0.0), fault
@@ -77,22 +87,36 @@ def precompute_kv(
 def refused(report: PrecomputeReport) -> KVRagError | None:
     """Return the error that says which chunks could not be stored, if there are any."""
     what = "chunk(s) could not be stored, and will be computed at query time; the first one"
-    return StoreError(f"{len(report.failed)} {what}, {': '.join(report.failed[0])}") if report.failed else None
+    return (
+        StoreError(f"{len(report.failed)} {what}, {': '.join(report.failed[0])}")
+        if report.failed
+        else None
+    )
 
 
 def changed_ids(
-    named: Iterable[tuple[str, str]], *, llm: Any, namespace: str | None = None, collection: str | None = None
+    named: Iterable[tuple[str, str]],
+    *,
+    llm: Any,
+    namespace: str | None = None,
+    collection: str | None = None,
 ) -> list[str]:
     """Return the ids, of documents given as ``(id, text)``, that have KV of another text, which must go whatever becomes of the new one."""
     engine = engine_of(llm)
     # What can't be encoded is another text than what is stored.
     texts = {name: text.strip().encode("utf-8", "replace").decode() for name, text in named}
     items = list(zip(in_collection(texts, collection), texts.values(), strict=True))
-    changed = set(replaced_ids(engine.store, items, engine.store.names.namespace(namespace or engine.namespace)))
+    changed = set(
+        replaced_ids(
+            engine.store, items, engine.store.names.namespace(namespace or engine.namespace)
+        )
+    )
     return [name for name, (stored, _) in zip(texts, items, strict=True) if stored in changed]
 
 
-def delete_kv(items: Any, *, llm: Any, namespace: str | None = None, collection: str | None = None) -> int:
+def delete_kv(
+    items: Any, *, llm: Any, namespace: str | None = None, collection: str | None = None
+) -> int:
     """Delete documents and erase KV that no other document refers to; return the number of chunks erased.
 
     ``items`` are ids, LangChain documents, LlamaIndex nodes, a vector store or an index; the rest is as for :func:`precompute_kv`.
@@ -139,13 +163,24 @@ def sync_kv(
         As for :func:`precompute_kv`.
     """
     engine = engine_of(llm)
-    live_items = list(live_items) if _is_many(live_items) and not isinstance(live_items, str) else live_items
+    live_items = (
+        list(live_items) if _is_many(live_items) and not isinstance(live_items, str) else live_items
+    )
     named = _named(live_items, ids, content or "text")
-    if content is None and _is_stored(engine, shown := _named(live_items, ids, "llm"), namespace, collection):
+    if content is None and _is_stored(
+        engine, shown := _named(live_items, ids, "llm"), namespace, collection
+    ):
         named = shown
     if any(name is None for name, _ in named):
-        raise InputError("sync_kv needs an id for every item, to tell which documents to delete; pass ids=[...]")
-    options = {"prefix": prefix, "batch_size": batch_size, "show_progress": show_progress, "retention": retention}
+        raise InputError(
+            "sync_kv needs an id for every item, to tell which documents to delete; pass ids=[...]"
+        )
+    options = {
+        "prefix": prefix,
+        "batch_size": batch_size,
+        "show_progress": show_progress,
+        "retention": retention,
+    }
     report = _precompute(engine, named, namespace, collection, **options)
     live = set(in_collection((str(name) for name, _ in named), collection))
     gone = sorted(set(engine.document_ids(collection=collection, namespace=namespace)) - live)
@@ -158,7 +193,9 @@ MAX_PREFETCHES = 4  # prefetches that are planned at the same time; further ones
 _prefetches = threading.BoundedSemaphore(MAX_PREFETCHES)
 
 
-def prefetch_kv(items: Any, *, llm: Any, namespace: str | None = None, content: Content = "text") -> None:
+def prefetch_kv(
+    items: Any, *, llm: Any, namespace: str | None = None, content: Content = "text"
+) -> None:
     """Start reading the KV of retrieved documents in the background; return at once, and never raise."""
 
     def run() -> None:
@@ -167,7 +204,11 @@ def prefetch_kv(items: Any, *, llm: Any, namespace: str | None = None, content: 
             if texts:
                 engine_of(llm).prefetch(texts, namespace=namespace)
         except Exception:  # a prefetch only saves time
-            logger.warning("the KV of %d retrieved documents could not be prefetched", len(items), exc_info=True)
+            logger.warning(
+                "the KV of %d retrieved documents could not be prefetched",
+                len(items),
+                exc_info=True,
+            )
         finally:
             _prefetches.release()
 
@@ -190,12 +231,25 @@ def engine_of(llm: Any) -> KVRagEngine:
 
 
 def _is_stored(
-    engine: KVRagEngine, named: list[tuple[str | None, str]], namespace: str | None, collection: str | None
+    engine: KVRagEngine,
+    named: list[tuple[str | None, str]],
+    namespace: str | None,
+    collection: str | None,
 ) -> bool:
     """Return whether one of these texts is what its document has stored."""
-    catalog, space = engine.store.catalog, engine.store.names.namespace(namespace or engine.namespace)
-    found = ((in_collection([name], collection)[0], text_entry(text)) for name, text in named if name is not None)
-    return any(entry is not None and entry.digest in catalog.document_texts(space, name) for name, entry in found)
+    catalog, space = (
+        engine.store.catalog,
+        engine.store.names.namespace(namespace or engine.namespace),
+    )
+    found = (
+        (in_collection([name], collection)[0], text_entry(text))
+        for name, text in named
+        if name is not None
+    )
+    return any(
+        entry is not None and entry.digest in catalog.document_texts(space, name)
+        for name, entry in found
+    )
 
 
 def _named(items: Any, ids: Sequence[str] | None, content: Content) -> list[tuple[str | None, str]]:
@@ -204,7 +258,9 @@ def _named(items: Any, ids: Sequence[str] | None, content: Content) -> list[tupl
     given = [ids] if isinstance(ids, str) else ids
     names = [name for name, _ in pairs] if given is None else list(given)
     if len(names) != len(pairs):
-        raise InputError(f"{len(pairs)} items came with {len(names)} ids; pass one id per item, or none")
+        raise InputError(
+            f"{len(pairs)} items came with {len(names)} ids; pass one id per item, or none"
+        )
     return [(name, text) for name, (_, text) in zip(names, pairs, strict=True)]
 
 
@@ -218,12 +274,18 @@ def _precompute(
     """Precompute, report documents without text as too short, and delete what they were before."""
     kept = [(name, text) for name, text in named if not isinstance(text, str) or text.strip()]
     names, texts = [name for name, _ in kept], [text for _, text in kept]
-    report = engine.precompute(texts, ids=names, namespace=namespace, collection=collection, **options)
+    report = engine.precompute(
+        texts, ids=names, namespace=namespace, collection=collection, **options
+    )
     emptied = {str(name) for name, text in named if name is not None and not text.strip()}
     stored = set(engine.document_ids(namespace=namespace) if emptied else ())
     if gone := stored & set(in_collection(emptied, collection)):
         engine.delete(sorted(gone), namespace=namespace)
-    empty = [(str(name or ""), "no text") for name, text in named if isinstance(text, str) and not text.strip()]
+    empty = [
+        (str(name or ""), "no text")
+        for name, text in named
+        if isinstance(text, str) and not text.strip()
+    ]
     tell_short(engine.store, empty)
     return replace(report, short=[*report.short, *empty])
 
@@ -243,7 +305,9 @@ _HOLDER_MARKS = ("similarity_search", "docstore", "get_nodes")
 
 
 def _is_many(items: Any) -> bool:
-    return isinstance(items, Iterable) and not any(hasattr(items, mark) for mark in (*_HOLDER_MARKS, *_ITEM_MARKS))
+    return isinstance(items, Iterable) and not any(
+        hasattr(items, mark) for mark in (*_HOLDER_MARKS, *_ITEM_MARKS)
+    )
 
 
 def _pair(item: Any, content: Content) -> tuple[str | None, str]:
@@ -254,7 +318,9 @@ def _pair(item: Any, content: Content) -> tuple[str | None, str]:
         return item.id, item.page_content
     if hasattr(item, "node_id") and hasattr(item, "get_content"):  # LlamaIndex
         return item.node_id, item.get_content(metadata_mode="none" if content == "text" else "llm")
-    raise InputError(f"an item is of type {type(item).__name__}; pass texts, LangChain documents or LlamaIndex nodes")
+    raise InputError(
+        f"an item is of type {type(item).__name__}; pass texts, LangChain documents or LlamaIndex nodes"
+    )
 
 
 def documents_in(holder: Any) -> list[Any]:
@@ -288,10 +354,15 @@ def _langchain_documents(holder: Any) -> list[Any] | None:
 def _qdrant_documents(holder: Any) -> list[Any]:
     points, offset, key = list[Any](), None, holder.content_payload_key
     while True:
-        page, offset = holder.client.scroll(holder.collection_name, limit=1000, offset=offset, with_payload=True)
+        page, offset = holder.client.scroll(
+            holder.collection_name, limit=1000, offset=offset, with_payload=True
+        )
         points += page
         if offset is None:
-            return [SimpleNamespace(id=str(point.id), page_content=point.payload.get(key, "")) for point in points]
+            return [
+                SimpleNamespace(id=str(point.id), page_content=point.payload.get(key, ""))
+                for point in points
+            ]
 
 
 def _llama_index_nodes(holder: Any) -> list[Any] | None:

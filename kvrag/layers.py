@@ -22,13 +22,27 @@ FP8 = torch.float8_e4m3fn
 CODES: dict[KVDtype, torch.dtype] = {"int8": torch.int8, "int4": torch.uint8, "fp8": FP8}
 # What safetensors calls the dtypes that keys and values may have, and all.
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-NAMES = {dtype: name for name, dtype in FLOATS.items()} | {torch.int8: "I8", torch.uint8: "U8", FP8: "F8_E4M3"}
+NAMES = {dtype: name for name, dtype in FLOATS.items()} | {
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    FP8: "F8_E4M3",
+}
 MAX_LAYERS = 512  # more are neither written nor read
-PLACE_BYTES = 16  # on a device tensors begin at multiples of this, which is what its kernels read at once
-SCAN_BYTES = 1280 * 1024  # looked at and hashed at once: fits the processor's cache, holds whole values of any dtype
+PLACE_BYTES = (
+    16  # on a device tensors begin at multiples of this, which is what its kernels read at once
+)
+SCAN_BYTES = (
+    1280 * 1024
+)  # looked at and hashed at once: fits the processor's cache, holds whole values of any dtype
 # Bits of positive infinity; NaN has more. With the sign bit, 0x8000, they are those of the negative ones.
 INFINITY = {torch.float16: 0x7C00, torch.bfloat16: 0x7F80}
-TENSORS = ("keys", "values", "scales of keys", "zeros of keys", "scales of values")  # as messages call them
+TENSORS = (
+    "keys",
+    "values",
+    "scales of keys",
+    "zeros of keys",
+    "scales of values",
+)  # as messages call them
 TENSOR = '"layer.%03d.%s":{"dtype":"%s","shape":[%d,%d,%d],"data_offsets":[%d,%d]}'
 Shape = tuple[int, int, int]  # (H_kv, T, D)
 Shapes = tuple[tuple[Shape, Shape], ...]  # those of keys and values, per layer
@@ -63,7 +77,9 @@ def parts(kv_dtype: KVDtype, dtype: torch.dtype, keys: Shape, values: Shape) -> 
         key_channels, scales = 1, (1, 1)
     elif kv_dtype == "int4":
         if dim % 2 or value_dim % 2:
-            raise StoreError(f"int4 packs two channels into a byte; the head dim {dim} or {value_dim} is odd; use int8")
+            raise StoreError(
+                f"int4 packs two channels into a byte; the head dim {dim} or {value_dim} is odd; use int8"
+            )
         packed, groups = 2, -(-tokens // GROUP)
         scales = (tokens, -(-value_dim // group_of(value_dim)))
     return (
@@ -98,7 +114,11 @@ def layout_of(kv_dtype: KVDtype, dtype: torch.dtype, shapes: Shapes) -> Layout:
 
 def group_of(dim: int) -> int:
     """Return how many neighbouring channels of int4 values share a scale: a divisor of the head dim in [16, 32] where there is one."""
-    return next((size for size in range(GROUP, GROUP // 2 - 1, -1) if dim % size == 0), GROUP) if dim > GROUP else dim
+    return (
+        next((size for size in range(GROUP, GROUP // 2 - 1, -1) if dim % size == 0), GROUP)
+        if dim > GROUP
+        else dim
+    )
 
 
 def layer_of(dtype: torch.dtype, tensors: Sequence[torch.Tensor]) -> LayerKV:
@@ -111,8 +131,14 @@ def view_layer(dtype: torch.dtype, layer: Sequence[Part], data: torch.Tensor) ->
     """See the bytes of a layer, uint8, as its tensors."""
     tensors, start = [], 0
     for part in layer:
-        own, start, size = data[start : start + part.num_bytes], start + part.num_bytes, part.dtype.itemsize
-        if own.data_ptr() % size or own.storage_offset() % size:  # scales behind an odd number of codes
+        own, start, size = (
+            data[start : start + part.num_bytes],
+            start + part.num_bytes,
+            part.dtype.itemsize,
+        )
+        if (
+            own.data_ptr() % size or own.storage_offset() % size
+        ):  # scales behind an odd number of codes
             own = own.clone()
         tensors.append(own.view(part.dtype).view(part.shape))
     return layer_of(dtype, tensors)
@@ -120,7 +146,11 @@ def view_layer(dtype: torch.dtype, layer: Sequence[Part], data: torch.Tensor) ->
 
 def shapes_of(identity: ChunkIdentity, kv: ChunkKV) -> tuple[torch.dtype, Shapes]:
     """Return the dtype and the shapes of a chunk's keys and values; raises ``StoreError`` if they are not those of one chunk."""
-    tokens, kv_dtype, shapes = len(identity.token_ids), identity.kv_dtype, list[tuple[Shape, Shape]]()
+    tokens, kv_dtype, shapes = (
+        len(identity.token_ids),
+        identity.kv_dtype,
+        list[tuple[Shape, Shape]](),
+    )
     if not tokens or not 0 < len(kv.layers) <= MAX_LAYERS:
         raise StoreError(
             f"the chunk has {tokens} tokens and {len(kv.layers)} layers and can't be stored; a file holds at most {MAX_LAYERS} layers, "
@@ -134,10 +164,16 @@ def shapes_of(identity: ChunkIdentity, kv: ChunkKV) -> tuple[torch.dtype, Shapes
     dtype = first.keys.dtype if first.scales is None else first.scales.dtype
     for index, layer in enumerate(kv.layers):
         found = [(tensor.dtype, tuple(tensor.shape)) for tensor in layer.tensors]
-        sizes = [(*shape[:-1], packed * shape[-1]) for _, shape in found[:2] if len(shape) == 3 and shape[1] == tokens]
+        sizes = [
+            (*shape[:-1], packed * shape[-1])
+            for _, shape in found[:2]
+            if len(shape) == 3 and shape[1] == tokens
+        ]
         is_right = len(sizes) == 2 and min(map(min, sizes)) > 0 and dtype in FLOATS.values()
         is_right = is_right and (layer.scales is None or layer.scales.dtype == dtype)
-        if not is_right or found != [(part.dtype, part.shape) for part in parts(kv_dtype, dtype, *sizes)]:
+        if not is_right or found != [
+            (part.dtype, part.shape) for part in parts(kv_dtype, dtype, *sizes)
+        ]:
             raise StoreError(
                 f"layer {index} of the chunk can't be stored as {kv_dtype!r}: its tensors are {found}; pass keys and values of shape "
                 f"(heads, {tokens}, head dim), one row per token, all one of float32, float16 and bfloat16, or what "
@@ -150,10 +186,14 @@ def shapes_of(identity: ChunkIdentity, kv: ChunkKV) -> tuple[torch.dtype, Shapes
 def bytes_of(layers: Iterable[Sequence[torch.Tensor]]) -> list[memoryview]:
     """See the bytes of contiguous tensors on the host, for as long as the caller keeps them; torch's own ways cost three times as much."""
     tensors = [tensor for layer in layers for tensor in layer]
-    return [memoryview((ctypes.c_char * x.nbytes).from_address(x.data_ptr())).cast("B") for x in tensors]
+    return [
+        memoryview((ctypes.c_char * x.nbytes).from_address(x.data_ptr())).cast("B") for x in tensors
+    ]
 
 
-def scanned(index: int, tensors: Sequence[torch.Tensor], look: Callable[..., object] = len) -> list[memoryview]:
+def scanned(
+    index: int, tensors: Sequence[torch.Tensor], look: Callable[..., object] = len
+) -> list[memoryview]:
     """Return the bytes of a layer in pieces, after a look at each; raises ``StoreError`` if a value is not finite: it would spread."""
     pieces = []
     for name, tensor, view in zip(TENSORS, tensors, bytes_of([tensors]), strict=False):
@@ -180,8 +220,13 @@ def own_kv(kv: ChunkKV, *, device: torch.device | str = "cpu", copy: bool = Fals
             layers += [whole.map(lambda x, i=i: x[i]) for i in range(len(run))]  # type: ignore[misc]
         return ChunkKV(tuple(layers), kv.kv_dtype)
     for layer in kv.layers:
-        own = [x.detach().to(device, copy=copy, memory_format=row_major).contiguous() for x in layer.tensors]
-        layers.append(layer_of(layer.keys.dtype if layer.scales is None else layer.scales.dtype, own))
+        own = [
+            x.detach().to(device, copy=copy, memory_format=row_major).contiguous()
+            for x in layer.tensors
+        ]
+        layers.append(
+            layer_of(layer.keys.dtype if layer.scales is None else layer.scales.dtype, own)
+        )
     return ChunkKV(tuple(layers), kv.kv_dtype)
 
 
@@ -196,13 +241,18 @@ def runs_alike(shapes: Sequence[object], most: int = MAX_LAYERS) -> list[range]:
     return runs
 
 
-def together(layers: Sequence[LayerKV], device: torch.device | str, *, copy: bool = False) -> LayerKV:
+def together(
+    layers: Sequence[LayerKV], device: torch.device | str, *, copy: bool = False
+) -> LayerKV:
     """Return layers of one shape as one, on a device: each tensor has them as its first dimension.
 
     What lies there with the same distance from layer to layer is seen as it is, unless ``copy``. Else all is copied to memory of its own,
     what is contiguous on both sides with one copy, which does not wait where the bytes are in pinned memory.
     """
-    rows, is_there = [layer.tensors for layer in layers], layers[0].keys.device == torch.device(device) and not copy
+    rows, is_there = (
+        [layer.tensors for layer in layers],
+        layers[0].keys.device == torch.device(device) and not copy,
+    )
     seen = [_as_one(column) for column in zip(*rows, strict=True)] if is_there else []
     tensors = [x for x in seen if x is not None]
     dtype = layers[0].keys.dtype if layers[0].scales is None else layers[0].scales.dtype
@@ -215,15 +265,23 @@ def _as_one(column: Sequence[torch.Tensor]) -> torch.Tensor | None:
     places = [x.data_ptr() for x in column]
     gap = places[1] - places[0] if len(column) > 1 else first.nbytes
     step, rest = divmod(gap, first.itemsize)
-    is_even = places == [*range(places[0], places[0] + gap * len(column), gap or 1)][: len(column)] and not rest
+    is_even = (
+        places == [*range(places[0], places[0] + gap * len(column), gap or 1)][: len(column)]
+        and not rest
+    )
     memory = first.untyped_storage()
-    is_one = memory.data_ptr() <= min(places) and max(places) + first.nbytes <= memory.data_ptr() + memory.nbytes()
+    is_one = (
+        memory.data_ptr() <= min(places)
+        and max(places) + first.nbytes <= memory.data_ptr() + memory.nbytes()
+    )
     if not (gap > 0 and is_even and is_one and all(x.stride() == stride for x in column)):
         return None
     return first.as_strided((len(column), *first.shape), (step, *stride), first.storage_offset())
 
 
-def _gathered(rows: Sequence[Sequence[torch.Tensor]], device: torch.device | str) -> list[torch.Tensor]:
+def _gathered(
+    rows: Sequence[Sequence[torch.Tensor]], device: torch.device | str
+) -> list[torch.Tensor]:
     """Copy the tensors of layers to a device, layer after layer, each to a multiple of :data:`PLACE_BYTES`."""
     offsets = [*accumulate((-(-x.nbytes // PLACE_BYTES) * PLACE_BYTES for x in rows[0]), initial=0)]
     step = offsets.pop()
@@ -237,7 +295,9 @@ def _gathered(rows: Sequence[Sequence[torch.Tensor]], device: torch.device | str
     for x, offset in zip(rows[0], offsets, strict=True):
         (heads, count, dim), size = x.shape, x.itemsize
         strides = step // size, count * dim, dim, 1
-        views.append(whole.view(x.dtype).as_strided((len(rows), heads, count, dim), strides, offset // size))
+        views.append(
+            whole.view(x.dtype).as_strided((len(rows), heads, count, dim), strides, offset // size)
+        )
     return views
 
 
@@ -248,7 +308,12 @@ def _stretches(
     starts, first = [x.data_ptr() for x in tensors], 0
     while first < len(tensors):
         # Neighbours by chance, in two memories, must not be copied as one: the driver refuses a copy from two pinned ones.
-        memory, begin, place, stop = tensors[first].untyped_storage(), starts[first], places[first], first + 1
+        memory, begin, place, stop = (
+            tensors[first].untyped_storage(),
+            starts[first],
+            places[first],
+            first + 1,
+        )
         end, limit = begin + sizes[first], memory.data_ptr() + memory.nbytes()
         while (
             stop < len(tensors)
@@ -270,6 +335,8 @@ def _is_finite(view: memoryview, dtype: torch.dtype) -> bool:
     infinity = INFINITY.get(dtype)
     if infinity is None:
         values = torch.from_numpy(np.frombuffer(view, np.float32))
-        return math.isfinite(values.sum().item()) or bool(values.isfinite().all())  # a sum hides no infinity and no NaN
+        return math.isfinite(values.sum().item()) or bool(
+            values.isfinite().all()
+        )  # a sum hides no infinity and no NaN
     signed = np.frombuffer(view, np.int16)
     return bool(signed.max() < infinity and signed.view(np.uint16).max() < 0x8000 | infinity)

@@ -43,7 +43,9 @@ _CLOCK = "{desc}: {elapsed}"
 def check_show(show: object) -> None:
     """Raise :class:`ConfigError` unless ``show_progress`` is ``True``, ``False`` or ``None``."""
     if show is not None and not isinstance(show, bool):
-        raise ConfigError(f"show_progress is {show!r}; pass True, False, or None: shown if it takes long")
+        raise ConfigError(
+            f"show_progress is {show!r}; pass True, False, or None: shown if it takes long"
+        )
 
 
 class Progress:
@@ -65,7 +67,13 @@ class Progress:
     """
 
     def __init__(
-        self, what: str, total: int | None = None, *, unit: str = "items", done: int = 0, show: bool | None = None
+        self,
+        what: str,
+        total: int | None = None,
+        *,
+        unit: str = "items",
+        done: int = 0,
+        show: bool | None = None,
     ) -> None:
         check_show(show)
         self._what = what
@@ -75,7 +83,11 @@ class Progress:
         self._done = done
         self._is_asked = show is True
         self._is_bar = self._is_asked or _is_terminal()
-        self._is_shown = show is not False and not os.environ.get("TQDM_DISABLE") and (self._is_bar or _takes_lines())
+        self._is_shown = (
+            show is not False
+            and not os.environ.get("TQDM_DISABLE")
+            and (self._is_bar or _takes_lines())
+        )
         self._lock = threading.Lock()
         self._over = threading.Event()
         self._start = time.monotonic()
@@ -129,7 +141,13 @@ class Progress:
 
     def _opened(self) -> Any:
         form = _CLOCK if self._total is None else _BAR
-        bar = tqdm(desc=self._what, total=self._total, initial=self._first, unit=f" {self._unit}", bar_format=form)
+        bar = tqdm(
+            desc=self._what,
+            total=self._total,
+            initial=self._first,
+            unit=f" {self._unit}",
+            bar_format=form,
+        )
         bar.start_t -= time.monotonic() - self._start  # what came before the bar counts
         bar.update(self._done - self._first)
         bar.refresh()

@@ -22,10 +22,35 @@ if TYPE_CHECKING:
     from kvrag.engine import KVRagEngine
 
 IS_RIGHT = 0.5  # score from which on an answer counts as right
-CHUNKS_PER_PROMPT = 2  # distinct ones that are precomputed: each stands in several prompts, beside others
+CHUNKS_PER_PROMPT = (
+    2  # distinct ones that are precomputed: each stands in several prompts, beside others
+)
 INSTRUCTION = "Answer with a few words and nothing else."
-NAMES = ("Amber", "Birch", "Cobalt", "Dune", "Ember", "Falcon", "Granite", "Harbor", "Indigo", "Juniper", "Kestrel")
-PLACES = ("archive", "bridge", "clinic", "depot", "foundry", "gallery", "hangar", "library", "museum", "orchard")
+NAMES = (
+    "Amber",
+    "Birch",
+    "Cobalt",
+    "Dune",
+    "Ember",
+    "Falcon",
+    "Granite",
+    "Harbor",
+    "Indigo",
+    "Juniper",
+    "Kestrel",
+)
+PLACES = (
+    "archive",
+    "bridge",
+    "clinic",
+    "depot",
+    "foundry",
+    "gallery",
+    "hangar",
+    "library",
+    "museum",
+    "orchard",
+)
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _SENTENCE = re.compile(r"(?<=[.!?])\s")
@@ -55,14 +80,20 @@ def planted(
 ) -> list[Question]:
     """Plant a fact in each of some chunks, and draw prompts of such chunks, in random order, that ask for one of the facts."""
     encoder, least, draw = engine.encoder, engine.store_config.min_chunk_tokens, random.Random(seed)
-    texts = [text for text in dict.fromkeys(chunk.strip() for chunk in chunks) if len(encoder.chunk_ids(text)) >= least]
+    texts = [
+        text
+        for text in dict.fromkeys(chunk.strip() for chunk in chunks)
+        if len(encoder.chunk_ids(text)) >= least
+    ]
     places = [f"{name} {place}" for name, place in product(NAMES, PLACES)]
     if not 1 <= chunks_per_prompt <= min(len(texts), len(places)) or count < 2:
         raise InputError(
             f"{count} prompts of {chunks_per_prompt} chunks can't be made of {len(texts)} chunks of at least {least} tokens; pass more "
             f"text, and ask for at least 2 prompts of 1 to {len(places)} chunks"
         )
-    pool = draw.sample(texts, min(len(texts), len(places), CHUNKS_PER_PROMPT * max(count, chunks_per_prompt)))
+    pool = draw.sample(
+        texts, min(len(texts), len(places), CHUNKS_PER_PROMPT * max(count, chunks_per_prompt))
+    )
     facts = [(place, _code(draw)) for place in draw.sample(places, len(pool))]
     told = [
         _with(text, f"The access code of the {place} is {code}.", draw)
@@ -72,7 +103,11 @@ def planted(
     for _ in range(count):
         drawn = draw.sample(range(len(pool)), chunks_per_prompt)
         place, code = facts[draw.choice(drawn)]
-        found.append(Question(f"What is the access code of the {place}?", tuple(told[i] for i in drawn), (code,)))
+        found.append(
+            Question(
+                f"What is the access code of the {place}?", tuple(told[i] for i in drawn), (code,)
+            )
+        )
     return found
 
 
@@ -81,7 +116,11 @@ def _code(draw: random.Random) -> str:
     number = draw.randint(10_000, 9_999_999)
     letters = "".join(draw.sample("ABCDEFGHKLMNPRSTUVWXYZ", 2))
     return draw.choice(
-        (f"{number}", f"{number % 900 + 100}-{number // 7 + 1000}", f"{letters}{number % 90 + 10}-{number // 9}")
+        (
+            f"{number}",
+            f"{number % 900 + 100}-{number // 7 + 1000}",
+            f"{letters}{number % 90 + 10}-{number // 9}",
+        )
     )
 
 
@@ -92,7 +131,9 @@ def _with(text: str, fact: str, draw: random.Random) -> str:
     return f"{text[:at]} {fact}{text[at:]}"
 
 
-def read_question(given: Mapping[str, Any], chunks: Sequence[str], chunks_per_prompt: int) -> Question:
+def read_question(
+    given: Mapping[str, Any], chunks: Sequence[str], chunks_per_prompt: int
+) -> Question:
     """Read a question of the caller's."""
     text = given.get("question")
     answers = given.get("answers", given.get("answer"))
@@ -102,7 +143,9 @@ def read_question(given: Mapping[str, Any], chunks: Sequence[str], chunks_per_pr
         raise InputError(
             f"a question is {dict(given)!r:.200}; it needs 'question', a text, and 'answers', a list of texts, and may have 'chunks', too"
         )
-    return Question(text, tuple(own or best_chunks(text, chunks, chunks_per_prompt)), tuple(answers))
+    return Question(
+        text, tuple(own or best_chunks(text, chunks, chunks_per_prompt)), tuple(answers)
+    )
 
 
 def _are_texts(value: object) -> bool:
@@ -114,8 +157,15 @@ def best_chunks(question: str, chunks: Sequence[str], count: int) -> list[str]:
     texts = list(dict.fromkeys(chunks))
     words = [Counter(normalised(text)) for text in texts]
     known = Counter(word for each in words for word in each)
-    rare = {word: math.log(1 + len(texts) / known[word]) for word in set(normalised(question)) if known[word]}
-    worth = [sum(rare[word] for word in rare if word in each) / (1 + math.log(1 + each.total())) for each in words]
+    rare = {
+        word: math.log(1 + len(texts) / known[word])
+        for word in set(normalised(question))
+        if known[word]
+    }
+    worth = [
+        sum(rare[word] for word in rare if word in each) / (1 + math.log(1 + each.total()))
+        for each in words
+    ]
     order = sorted(range(len(texts)), key=lambda index: -worth[index])
     return [texts[index] for index in order[:count]]
 

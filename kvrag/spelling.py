@@ -9,7 +9,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from kvrag.errors import ConfigError
 
 DIRECTORY_NAMES = (
-    *("kv_path", "kv_cache_dir", "kv_cache", "cache_path", "store_dir", "store_path", "storage_dir", "directory"),
+    *(
+        "kv_path",
+        "kv_cache_dir",
+        "kv_cache",
+        "cache_path",
+        "store_dir",
+        "store_path",
+        "storage_dir",
+        "directory",
+    ),
     *("persist_dir", "persist_directory"),
 )
 """What other libraries call the directory that ours call ``kv_dir``."""
@@ -18,13 +27,26 @@ _MEANT = {
     "recompute_ratio": ("ratio", "recompute", "repair_ratio", "blend_ratio"),
     "strategy": ("method", "selection", "algorithm"),
     "first_k": ("heads", "sink_tokens", "num_sink_tokens"),
-    "max_new_tokens": ("max_tokens", "max_length", "max_output_tokens", "max_completion_tokens", "n_predict"),
+    "max_new_tokens": (
+        "max_tokens",
+        "max_length",
+        "max_output_tokens",
+        "max_completion_tokens",
+        "n_predict",
+    ),
     "top_k": ("top_n", "k"),
     "temperature": ("temp",),
     "repetition_penalty": ("repeat_penalty",),
     "stop": ("stop_sequences", "stop_strings", "stop_words", "stops", "until"),
     "stop_token_ids": ("eos_token_id", "eos_token_ids"),
-    "kv_dtype": ("quantization", "quantisation", "quantize", "dtype", "kv_cache_dtype", "cache_dtype"),
+    "kv_dtype": (
+        "quantization",
+        "quantisation",
+        "quantize",
+        "dtype",
+        "kv_cache_dtype",
+        "cache_dtype",
+    ),
     "ram_bytes": ("memory", "memory_bytes", "host_bytes", "cpu_bytes", "max_memory"),
     "disk_bytes": ("max_bytes", "size_limit", "max_size", "capacity"),
     "gpu_bytes": ("vram", "vram_bytes"),
@@ -50,7 +72,9 @@ def parse_bytes(value: object) -> object:
         return value
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", value.strip(), re.IGNORECASE)
     if found is None:
-        raise ConfigError(f"{value!r} is no size; write bytes, or a number with a unit, as 50MB or 2GiB")
+        raise ConfigError(
+            f"{value!r} is no size; write bytes, or a number with a unit, as 50MB or 2GiB"
+        )
     base = 1024 if found[3] else 1000
     return int(float(found[1]) * base ** " KMGT".index(found[2].upper() or " "))
 
@@ -94,7 +118,9 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 def _shared_words(name: str, other: str) -> int:
     """Count the words of two names that are the same, or begin alike."""
     theirs = list(_words(other))
-    return sum(any(word == each or _begin_alike(word, each) for each in theirs) for word in _words(name))
+    return sum(
+        any(word == each or _begin_alike(word, each) for each in theirs) for word in _words(name)
+    )
 
 
 def _words(name: str) -> Iterator[str]:

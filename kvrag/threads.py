@@ -25,7 +25,9 @@ R = TypeVar("R")
 
 MAX_IDLE = 4  # threads of a pool that are kept for the next action
 EXIT_WAIT_S = 10.0  # how long the end of the process waits for actions under way
-EXIT_GRACE_S = 1.0  # after this, an action that has a cancel event and goes on all the same gets a SystemExit
+EXIT_GRACE_S = (
+    1.0  # after this, an action that has a cancel event and goes on all the same gets a SystemExit
+)
 
 _forkable: weakref.WeakSet[Any] = weakref.WeakSet()
 _threaded: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -82,7 +84,9 @@ class Pool:
         self._num_idle = 0  # threads that will take a job: they wait for one, or are about to
         self._is_over = False
 
-    def submit(self, action: Callable[[], T], *, cancel: threading.Event | None = None) -> Future[T]:
+    def submit(
+        self, action: Callable[[], T], *, cancel: threading.Event | None = None
+    ) -> Future[T]:
         """Run an action in another thread; ``cancel`` is set at interpreter exit, for an action that looks at it.
 
         Raises
@@ -143,7 +147,9 @@ class Pool:
                     result = job.action()
                 except BaseException as raised:
                     error = raised
-            with self._changed:  # before the result is there: whoever submits again at once finds this thread
+            with (
+                self._changed
+            ):  # before the result is there: whoever submits again at once finds this thread
                 self._num_idle += 1
                 self._threads[thread] = None
             if error is not None:
@@ -195,7 +201,9 @@ def _end_all() -> None:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, error)
 
 
-POOL = Pool("kvrag")  # shared by all of kvrag: one thread for each action under way, and a few that wait for the next
+POOL = Pool(
+    "kvrag"
+)  # shared by all of kvrag: one thread for each action under way, and a few that wait for the next
 
 
 class Deadline:

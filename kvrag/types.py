@@ -94,7 +94,11 @@ class LayerKV:
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """All tensors, in the order in which they are stored."""
         s = self.scales
-        return (self.keys, self.values) if s is None else (self.keys, self.values, s.keys, s.zeros, s.values)
+        return (
+            (self.keys, self.values)
+            if s is None
+            else (self.keys, self.values, s.keys, s.zeros, s.values)
+        )
 
     @property
     def num_bytes(self) -> int:
@@ -292,7 +296,9 @@ class Accounting:
 
     def __repr__(self) -> str:
         """Say what came out, then how it was made, without token ids and what is as usual."""
-        told = [each for each in fields(self) if each.repr and getattr(self, each.name) != each.default]
+        told = [
+            each for each in fields(self) if each.repr and getattr(self, each.name) != each.default
+        ]
         told.sort(key=lambda each: each.name not in ("text", "loss"))
         shown = {each.name: getattr(self, each.name) for each in told}
         shown["timings_ms"] = {name: round(ms, 1) for name, ms in self.timings_ms.items()}
@@ -408,7 +414,9 @@ class Explanation:
         return sum(span.hit for span in self.spans if span.kind == "chunk")
 
     def __str__(self) -> str:
-        lines = [f"{self.prompt_tokens} tokens, {self.hits} chunk(s) with KV, would run in mode {self.mode!r}"]
+        lines = [
+            f"{self.prompt_tokens} tokens, {self.hits} chunk(s) with KV, would run in mode {self.mode!r}"
+        ]
         for span in self.spans:
             head = " ".join(span.text.split())[:48]
             state = ("exact" if span.exact else "hit") if span.hit else "computed"

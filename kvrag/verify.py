@@ -59,7 +59,11 @@ def verify_prompts(
         raise InputError("verify needs a list of at least one prompt")
     check_show(show_progress)
     engine.loaded  # noqa: B018 - loading it shows progress of its own
-    options = {"repair": repair, "namespace": namespace, "chat_template_kwargs": chat_template_kwargs}
+    options = {
+        "repair": repair,
+        "namespace": namespace,
+        "chat_template_kwargs": chat_template_kwargs,
+    }
     rows, seams = [], SeamCount()
     with Progress("verifying", len(prompts), unit="prompts", show=show_progress) as progress:
         for prompt in prompts:
@@ -69,13 +73,26 @@ def verify_prompts(
             progress.advance()
     is_reused = any(row.kv_reuse_ratio > 0 for row in rows)
     if not is_reused:
-        logger.warning("no prompt reused any KV, so there was nothing to verify; see explain() for the reason")
+        logger.warning(
+            "no prompt reused any KV, so there was nothing to verify; see explain() for the reason"
+        )
     mean_kl, top1, greedy = (
-        sum(float(getattr(row, name)) for row in rows) / len(rows) for name in ("kl", "top1", "greedy")
+        sum(float(getattr(row, name)) for row in rows) / len(rows)
+        for name in ("kl", "top1", "greedy")
     )
     return VerifyReport(
         is_reused and mean_kl <= max_mean_kl and top1 >= min_top1,
-        *(mean_kl, top1, greedy, rows, seams.seams, seams.changed_seams, seams.tokens, seams.changed_tokens, repaired),
+        *(
+            mean_kl,
+            top1,
+            greedy,
+            rows,
+            seams.seams,
+            seams.changed_seams,
+            seams.tokens,
+            seams.changed_tokens,
+            repaired,
+        ),
         f"mean_kl of at most {max_mean_kl:g} nats and top1_agreement of at least {min_top1:g}, at the first token; not the greedy answers",
     )
 
@@ -85,7 +102,8 @@ def _compare(
 ) -> tuple[VerifyRow, SeamCount, str]:
     reused, full = (engine.prefill(prompt, mode=m, **options) for m in (mode, "full"))
     answers = [
-        engine.generate(prompt, mode=m, max_new_tokens=max_new_tokens, **options).token_ids for m in (mode, "full")
+        engine.generate(prompt, mode=m, max_new_tokens=max_new_tokens, **options).token_ids
+        for m in (mode, "full")
     ]
     row = VerifyRow(
         kl=float(kl_divergence(full.logits, reused.logits)),
@@ -98,7 +116,9 @@ def _compare(
     return row, seams_of(explained.spans, full.prompt_ids, engine.loaded.encoder), explained.repair
 
 
-def seams_of(spans: Sequence[ExplainedSpan], token_ids: Sequence[int], tokenizer: SegmentTokenizer) -> SeamCount:
+def seams_of(
+    spans: Sequence[ExplainedSpan], token_ids: Sequence[int], tokenizer: SegmentTokenizer
+) -> SeamCount:
     """Count where the ids of a prompt, given with its spans, differ from those of its whole text, tokenised at once."""
     whole = tokenizer.live_ids("".join(span.text for span in spans), at_start=True)
     return count_seams([token_ids[span.start : span.stop] for span in spans], whole)

@@ -35,7 +35,9 @@ MISTRAL = (  # the system message moves into the last user message
     "{% elif m.role == 'user' %}[INST] {% if loop.last and ns.system %}{{ ns.system }}\n\n{% endif %}{{ m.content }} [/INST]"
     "{% elif m.role == 'assistant' %} {{ m.content }}</s>{% endif %}{% endfor %}"
 )
-SHOUTING = "{% for m in messages %}{{ m.role | upper }}: {{ m.content | upper | tojson }}\n{% endfor %}"
+SHOUTING = (
+    "{% for m in messages %}{{ m.role | upper }}: {{ m.content | upper | tojson }}\n{% endfor %}"
+)
 TWICE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}Again: {{ messages[-1].content }}\n"
 
 TEMPLATES = {
@@ -50,7 +52,11 @@ TEMPLATES = {
 CUTTING = "{% for m in messages %}{{ m.role }}: {{ m.content[:20] }}\n{% endfor %}"
 
 
-CALL = {"id": "call00001", "type": "function", "function": {"name": "look", "arguments": '{"where": "box"}'}}
+CALL = {
+    "id": "call00001",
+    "type": "function",
+    "function": {"name": "look", "arguments": '{"where": "box"}'},
+}
 
 
 def encoder_of(template):

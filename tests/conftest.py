@@ -23,7 +23,9 @@ from kvrag.testing.tokenizers import tiny_tokenizer
 
 torch.set_num_threads(1)
 
-sequence.DEFAULT_MAX_NEW_TOKENS = 64  # tiny models never end an answer; tests/test_lengths.py has the true one
+sequence.DEFAULT_MAX_NEW_TOKENS = (
+    64  # tiny models never end an answer; tests/test_lengths.py has the true one
+)
 
 SPREAD = {
     "contract/test_langchain_chains.py::test_what_reaches_the_model_whole_is_reused": 3,
@@ -151,7 +153,9 @@ def no_stopwatch():
 @pytest.fixture(scope="session", autouse=True)
 def poisoned_memory():
     """Fill memory that nobody has written with NaN, integers with their largest: a test that reads it fails always, not now and then."""
-    torch.use_deterministic_algorithms(True, warn_only=True)  # torch then fills what `empty` returns
+    torch.use_deterministic_algorithms(
+        True, warn_only=True
+    )  # torch then fills what `empty` returns
     numpy_empty, take, come_back = np.empty, Buffers.take, Buffers._come_back
 
     def empty(*args, **options):
@@ -216,7 +220,11 @@ def engine_of(tokenizer, tmp_path):
         if isinstance(model, str):
             options.setdefault("kv_dir", tmp_path / f"kv-{model}")
             model = tiny_model(model, seed=seed)
-        made.append(KVRagEngine.from_pretrained(model, **{"tokenizer": tokenizer, "context": None, **options}))
+        made.append(
+            KVRagEngine.from_pretrained(
+                model, **{"tokenizer": tokenizer, "context": None, **options}
+            )
+        )
         return made[-1]
 
     yield make

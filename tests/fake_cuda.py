@@ -25,7 +25,16 @@ from kvrag.model import CausalLM
 CUDA = torch.device("cuda", 0)
 
 READS = {"item", "tolist", "__bool__", "__int__", "__float__", "__index__", "numpy", "__array__"}
-BY_VALUE = {"nonzero", "masked_select", "unique", "equal", "allclose", "unique_consecutive", "argwhere", "bincount"}
+BY_VALUE = {
+    "nonzero",
+    "masked_select",
+    "unique",
+    "equal",
+    "allclose",
+    "unique_consecutive",
+    "argwhere",
+    "bincount",
+}
 """Operations whose result's shape or Python value depends on the values of their input."""
 WITH_CHECKS = {"linalg_solve", "linalg_cholesky", "linalg_inv", "cholesky"}
 """Operations that read on the host whether they succeeded; their ``_ex`` forms don't."""
@@ -93,7 +102,12 @@ class FakeCuda(TorchFunctionMode):
             return func(*args, **kwargs)
         if name in READS | BY_VALUE | WITH_CHECKS:
             self.note(f"wait: {name}")
-        if name == "repeat_interleave" and len(args) > 1 and torch.is_tensor(args[1]) and "output_size" not in kwargs:
+        if (
+            name == "repeat_interleave"
+            and len(args) > 1
+            and torch.is_tensor(args[1])
+            and "output_size" not in kwargs
+        ):
             self.note("wait: repeat_interleave")
         if name in ("__getitem__", "__setitem__"):
             self._indexed(name, *args)
@@ -108,12 +122,19 @@ class FakeCuda(TorchFunctionMode):
                 self.note(f"wait: {name} by a mask")
             elif not isinstance(each, OnDevice) and each.dim():
                 self.note("upload, waits", each.nbytes)
-        if torch.is_tensor(value) and isinstance(x, OnDevice) and not isinstance(value, OnDevice) and value.dim():
+        if (
+            torch.is_tensor(value)
+            and isinstance(x, OnDevice)
+            and not isinstance(value, OnDevice)
+            and value.dim()
+        ):
             self.note("upload, waits", value.nbytes)
 
     def _check_devices(self, name: str, given: list[torch.Tensor]) -> None:
         if any(not isinstance(x, OnDevice) and x.dim() for x in given):
-            raise RuntimeError(f"{name}: expected all tensors to be on the same device, found cuda:0 and cpu")
+            raise RuntimeError(
+                f"{name}: expected all tensors to be on the same device, found cuda:0 and cpu"
+            )
 
     def _moved(self, name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         x, *rest = args
@@ -135,7 +156,9 @@ class FakeCuda(TorchFunctionMode):
         out = torch.Tensor.to(x.as_subclass(torch.Tensor), *rest, **{**kwargs, "copy": True})
         return _put(out) if kind == "cuda" else out
 
-    def _copied(self, to: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    def _copied(
+        self, to: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
+    ) -> torch.Tensor:
         if isinstance(to, OnDevice) != isinstance(source, OnDevice):
             way = "upload" if isinstance(to, OnDevice) else "download"
             self.note(way if non_blocking else f"{way}, waits", source.nbytes)
@@ -222,7 +245,9 @@ def install(patch: pytest.MonkeyPatch) -> FakeCuda:
             running.pop()
 
     patch.setattr(torch.cuda, "synchronize", lambda *_: fake.note("wait: synchronize"))
-    patch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=2**40))
+    patch.setattr(
+        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=2**40)
+    )
     patch.setattr(torch.cuda, "current_stream", lambda *_: running[-1])
     patch.setattr(torch.cuda, "stream", on)
     for name in ("ragged_attention", "ragged_plan", "probe_mass", "stitch"):

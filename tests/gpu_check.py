@@ -36,7 +36,15 @@ TESTS, BENCHMARKS = ROOT / "tests", ROOT / "tests" / "benchmarks"
 STAND_INS = TESTS / "stand_ins"
 """Modules in the place of packages that a bare machine lacks."""
 KERNELS_NEED = ("torch", "pytest")
-ENGINE_NEEDS = (*KERNELS_NEED, "transformers", "tokenizers", "safetensors", "numpy", "tqdm", "pydantic")
+ENGINE_NEEDS = (
+    *KERNELS_NEED,
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "numpy",
+    "tqdm",
+    "pydantic",
+)
 
 PARTS = ("a", "b", "c")
 PART_SECONDS = 570.0
@@ -81,7 +89,16 @@ def steps(part: str, is_dry: bool, out: Path) -> list[Step]:
 def _pytest(*arguments: str, alone: bool = True) -> tuple[str, ...]:
     """Return a pytest command; ``alone``: without the tests' fixtures, which need transformers."""
     fixtures = ("--confcutdir=tests/kernels",) if alone else ()
-    plain = ("-c", os.devnull, "--rootdir=.", "-p", "no:cacheprovider", "-v", "-o", "faulthandler_timeout=25")
+    plain = (
+        "-c",
+        os.devnull,
+        "--rootdir=.",
+        "-p",
+        "no:cacheprovider",
+        "-v",
+        "-o",
+        "faulthandler_timeout=25",
+    )
     return (sys.executable, "-m", "pytest", *plain, *fixtures, *arguments)
 
 
@@ -92,7 +109,16 @@ def _on_gpu(kernel: str, *arguments: str) -> tuple[str, ...]:
 def _bench(name: str, kernel: str, limit: float, is_dry: bool, out: Path, *options: str) -> Step:
     """Return a step of the kernels' benchmark; it stops a few seconds before its limit, with what it has written."""
     dry = ("--dry-run",) if is_dry else ()
-    command = (sys.executable, "bench_kernels.py", "--seconds", f"{limit - 8:g}", *options, *dry, "--out", str(out))
+    command = (
+        sys.executable,
+        "bench_kernels.py",
+        "--seconds",
+        f"{limit - 8:g}",
+        *options,
+        *dry,
+        "--out",
+        str(out),
+    )
     return Step(name, command, limit, folder=BENCHMARKS, environment={"KVRAG_KERNEL": kernel})
 
 
@@ -110,7 +136,13 @@ def _kernels(is_dry: bool, out: Path) -> list[Step]:
         attention = ("-k", "not parts_come_to and not each_key_gets", "--head-dim")
         for dim, limit in DIMS.items():
             name = f"{kernel}, head dim {dim}"
-            yield Step(name, _on_gpu(kernel, *attention, str(dim)), limit, environment=settings, proves=proves)
+            yield Step(
+                name,
+                _on_gpu(kernel, *attention, str(dim)),
+                limit,
+                environment=settings,
+                proves=proves,
+            )
 
     return [
         Step("torch path", _pytest("tests/kernels/test_torch_path.py"), 40),
@@ -125,7 +157,16 @@ def _kernels(is_dry: bool, out: Path) -> list[Step]:
 
 
 def _engine(is_dry: bool, out: Path) -> list[Step]:
-    options = ("--tokens", "6000", "31000", "--count", "3", *(["--dry-run"] if is_dry else []), "--out", str(out))
+    options = (
+        "--tokens",
+        "6000",
+        "31000",
+        "--count",
+        "3",
+        *(["--dry-run"] if is_dry else []),
+        "--out",
+        str(out),
+    )
     ttft = (sys.executable, "bench_ttft.py", *options, "--shape")
     exact = _pytest("-m", "gpu", "tests/test_equivalence.py", alone=False)
     return [
@@ -145,7 +186,13 @@ def _at_length(is_dry: bool, out: Path) -> list[Step]:
         for kernel in ("mma", "sm90"):
             chosen = _on_gpu(kernel, "-k", f"({' or '.join(SANITIZED)}) and not dtype1")
             own = settings | {"KVRAG_KERNEL": kernel}
-            yield Step(f"{tool}, {kernel}", (*sanitizer, tool, *chosen), 55, environment=own, is_optional=True)
+            yield Step(
+                f"{tool}, {kernel}",
+                (*sanitizer, tool, *chosen),
+                55,
+                environment=own,
+                is_optional=True,
+            )
 
     return [
         _bench("full kernel benchmark, mma", "mma", 170, is_dry, out, *full, *WITHOUT_FLEX),
@@ -162,27 +209,38 @@ def _at_length(is_dry: bool, out: Path) -> list[Step]:
 def pytest_addoption(parser: Any) -> None:
     """Add the options that pick tests."""
     parser.addoption("--kernel", help="the kernel that attends: mma or sm90")
-    parser.addoption("--head-dim", type=int, help="of the attention's cases; tests without cases count as 128")
+    parser.addoption(
+        "--head-dim", type=int, help="of the attention's cases; tests without cases count as 128"
+    )
 
 
 def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
     """Keep the tests that :func:`is_picked` picks."""
     chosen = config.getoption("--kernel"), config.getoption("--head-dim")
-    picked = [i for i in items if is_picked(getattr(getattr(i, "callspec", None), "params", {}), *chosen)]
+    picked = [
+        i for i in items if is_picked(getattr(getattr(i, "callspec", None), "params", {}), *chosen)
+    ]
     config.hook.pytest_deselected(items=[item for item in items if item not in picked])
     items[:] = picked
 
 
 def is_picked(params: dict[str, Any], kernel: str, dim: int | None) -> bool:
     """Whether a test with these parameters is of a kernel and head dim; those that name neither run with each, by ``KVRAG_KERNEL``."""
-    return params.get("mode", kernel) == kernel and dim in (None, getattr(params.get("case"), "dim", 128))
+    return params.get("mode", kernel) == kernel and dim in (
+        None,
+        getattr(params.get("case"), "dim", 128),
+    )
 
 
 def capability() -> tuple[int, int] | None:
     """Compute capability of the CUDA device that torch sees; ``None`` without one."""
     import torch
 
-    return torch.cuda.get_device_capability() if torch.cuda.is_available() and torch.version.cuda else None
+    return (
+        torch.cuda.get_device_capability()
+        if torch.cuda.is_available() and torch.version.cuda
+        else None
+    )
 
 
 # -- running -----------------------------------------------------------------------------------------------------------
@@ -197,13 +255,22 @@ def missing(step: Step) -> list[str]:
 
 def stood_in() -> dict[str, str]:
     """Return the packages that are missing and have a stand-in here, and its folder."""
-    return {f.stem: str(STAND_INS) for f in STAND_INS.glob("*.py") if importlib.util.find_spec(f.stem) is None}
+    return {
+        f.stem: str(STAND_INS)
+        for f in STAND_INS.glob("*.py")
+        if importlib.util.find_spec(f.stem) is None
+    }
 
 
 def run(step: Step, seconds: float, log: Path) -> dict[str, Any]:
     """Run one step for at most so many seconds; returns what became of it. Its output is added to ``log``."""
     if absent := missing(step):
-        return {"step": step.name, "outcome": "left out", "why": f"not here: {', '.join(absent)}", "seconds": 0.0}
+        return {
+            "step": step.name,
+            "outcome": "left out",
+            "why": f"not here: {', '.join(absent)}",
+            "seconds": 0.0,
+        }
     if seconds < 1:
         return {"step": step.name, "outcome": "left out", "why": "no time was left", "seconds": 0.0}
     with log.open("ab") as stream:
@@ -215,20 +282,35 @@ def run(step: Step, seconds: float, log: Path) -> dict[str, Any]:
     outcome["seconds"] = round(time.monotonic() - start, 2)
     with log.open("rb") as stream:
         stream.seek(begin)
-        printed = re.sub(r"\nExtension modules:.*", "", stream.read().decode(errors="replace"))  # of an aborted Python
-    if counts := re.findall(r"(\d+) (passed|failed|skipped|deselected|errors?)\b", printed.rpartition("\n=")[2]):
+        printed = re.sub(
+            r"\nExtension modules:.*", "", stream.read().decode(errors="replace")
+        )  # of an aborted Python
+    if counts := re.findall(
+        r"(\d+) (passed|failed|skipped|deselected|errors?)\b", printed.rpartition("\n=")[2]
+    ):
         outcome["tests"] = {what: int(count) for count, what in counts}
     return outcome | ({"why": why, "tail": printed[-TAIL:]} if why else {})
 
 
 def _why_not(step: Step, seconds: float, log: Any) -> str:
     """Run the command, and say why it did not pass: nothing where it did."""
-    paths = [str(ROOT), str(ROOT / "kernels"), str(TESTS), os.environ.get("PYTHONPATH", ""), *stood_in().values()]
+    paths = [
+        str(ROOT),
+        str(ROOT / "kernels"),
+        str(TESTS),
+        os.environ.get("PYTHONPATH", ""),
+        *stood_in().values(),
+    ]
     always = {"PYTHONPATH": os.pathsep.join(p for p in paths if p), "HF_HUB_OFFLINE": "1"}
     always |= {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
     environment = os.environ | always | step.environment
     process = subprocess.Popen(
-        step.command, cwd=step.folder, env=environment, stdout=log, stderr=log, start_new_session=True
+        step.command,
+        cwd=step.folder,
+        env=environment,
+        stdout=log,
+        stderr=log,
+        start_new_session=True,
     )
     try:
         code = process.wait(timeout=seconds)
@@ -251,7 +333,10 @@ def run_all(todo: Sequence[Step], seconds: float, log: Path) -> Iterator[dict[st
         print(f"── {step.name}", flush=True)
         outcome = run(step, min(step.limit, end - time.monotonic()), log)
         print(outcome.get("tail", ""), flush=True)
-        print(f"── {step.name}: {outcome['outcome']} {outcome.get('why', '')} [{outcome['seconds']:.1f} s]", flush=True)
+        print(
+            f"── {step.name}: {outcome['outcome']} {outcome.get('why', '')} [{outcome['seconds']:.1f} s]",
+            flush=True,
+        )
         if step.is_optional and outcome["outcome"] == "left out":
             outcome["is_optional"] = True
         yield outcome | ({"proves": step.proves} if step.proves else {})
@@ -263,7 +348,11 @@ def proven(outcomes: Sequence[dict[str, Any]], facts: dict[str, str]) -> dict[st
     for kernel in sorted({o["proves"] for o in outcomes if "proves" in o}):
         own = [o for o in outcomes if o.get("proves") == kernel]
         tests = [o["tests"] for o in own if "tests" in o]
-        if all(o["outcome"] == "passed" for o in own) and tests and all(t.get("passed") for t in tests):
+        if (
+            all(o["outcome"] == "passed" for o in own)
+            and tests
+            and all(t.get("passed") for t in tests)
+        ):
             found[kernel] = facts
     return found
 
@@ -272,7 +361,9 @@ def facts() -> dict[str, str]:
     """Say on what device, with what and when the check ran."""
     import torch
 
-    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    git = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     return {
         "gpu": gpu,
@@ -282,12 +373,18 @@ def facts() -> dict[str, str]:
     }
 
 
-def run_part(part: str, todo: Sequence[Step], seconds: float, out: Path, *, is_dry: bool) -> list[dict[str, Any]]:
+def run_part(
+    part: str, todo: Sequence[Step], seconds: float, out: Path, *, is_dry: bool
+) -> list[dict[str, Any]]:
     """Run the steps of a part; after each, ``gpu-check-PART.json`` says what became of those so far."""
     out.mkdir(parents=True, exist_ok=True)
     log = out / f"gpu-check-{part}.log"
     log.write_bytes(b"")
-    report: dict[str, Any] = {"measured": not is_dry, "python": platform.python_version(), "steps": []}
+    report: dict[str, Any] = {
+        "measured": not is_dry,
+        "python": platform.python_version(),
+        "steps": [],
+    }
     if stood_in():
         report["stand_ins"] = sorted(stood_in())
     for outcome in run_all(todo, seconds, log):
@@ -298,37 +395,62 @@ def run_part(part: str, todo: Sequence[Step], seconds: float, out: Path, *, is_d
     return list(report["steps"])
 
 
-def main(arguments: Sequence[str] | None = None, todo: Callable[[str, bool, Path], list[Step]] = steps) -> int:
+def main(
+    arguments: Sequence[str] | None = None, todo: Callable[[str, bool, Path], list[Step]] = steps
+) -> int:
     """Run the parts, and write what became of each step; returns 1 where one failed, or was left out and may not be."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", metavar="PART", help="a, b or c; default: all, one after the other")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--dry-run", action="store_true", help="small shapes on the CPU: a check of the steps, no measurement"
+        "parts", nargs="*", metavar="PART", help="a, b or c; default: all, one after the other"
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="small shapes on the CPU: a check of the steps, no measurement",
     )
     parser.add_argument("--only", nargs="+", default=[], help="steps whose names begin so")
-    parser.add_argument("--seconds", type=float, default=PART_SECONDS, help="for the steps of a part together")
     parser.add_argument(
-        "--out", type=Path, help="folder for all that is written; default: results/, or a new one with --dry-run"
+        "--seconds", type=float, default=PART_SECONDS, help="for the steps of a part together"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="folder for all that is written; default: results/, or a new one with --dry-run",
     )
     args = parser.parse_args(arguments)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))  # steps may be aborted
+    resource.setrlimit(
+        resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1])
+    )  # steps may be aborted
     if unknown := set(args.parts) - set(PARTS):
         parser.error(f"there is no part {', '.join(sorted(unknown))}; parts are {', '.join(PARTS)}")
     device = capability() if not args.dry_run and todo is steps else HOPPER
     if device is None:
-        print("torch sees no CUDA device here, so there is nothing to prove; --dry-run checks the steps")
+        print(
+            "torch sees no CUDA device here, so there is nothing to prove; --dry-run checks the steps"
+        )
         return 2
-    out = (args.out or (Path(tempfile.mkdtemp(prefix="kvrag-")) if args.dry_run else BENCHMARKS / "results")).resolve()
+    out = (
+        args.out
+        or (Path(tempfile.mkdtemp(prefix="kvrag-")) if args.dry_run else BENCHMARKS / "results")
+    ).resolve()
     outcomes = list[dict[str, Any]]()
     for part in args.parts or PARTS:
-        chosen = [s for s in todo(part, args.dry_run, out) if not args.only or s.name.startswith(tuple(args.only))]
+        chosen = [
+            s
+            for s in todo(part, args.dry_run, out)
+            if not args.only or s.name.startswith(tuple(args.only))
+        ]
         if device != HOPPER:  # it has no such kernel
             chosen = [s for s in chosen if "sm90" not in s.name]
         patience = 4 if args.dry_run else 1  # a check of the steps may wait for a busy machine
         chosen = [replace(s, limit=s.limit * patience) for s in chosen]
         outcomes += run_part(part, chosen, args.seconds * patience, out, is_dry=args.dry_run)
     for outcome in outcomes:
-        print(f"{outcome['outcome']:9} {outcome['seconds']:7.1f} s  {outcome['step']}  {outcome.get('why', '')}")
+        print(
+            f"{outcome['outcome']:9} {outcome['seconds']:7.1f} s  {outcome['step']}  {outcome.get('why', '')}"
+        )
     print(f"results: {out}")
     return int(any(o["outcome"] != "passed" and not o.get("is_optional") for o in outcomes))
 

@@ -19,9 +19,27 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-FOLDERS = [Path(spec.origin).parent for name in ("kvrag", "kvrag_kernels") if (spec := find_spec(name)) and spec.origin]
+FOLDERS = [
+    Path(spec.origin).parent
+    for name in ("kvrag", "kvrag_kernels")
+    if (spec := find_spec(name)) and spec.origin
+]
 OWN = tuple(f"{folder}{os.sep}" for folder in FOLDERS)
-WORDS = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa", "lambda", "mu", "nu")
+WORDS = (
+    "alpha",
+    "beta",
+    "gamma",
+    "delta",
+    "epsilon",
+    "zeta",
+    "eta",
+    "theta",
+    "iota",
+    "kappa",
+    "lambda",
+    "mu",
+    "nu",
+)
 
 
 class Hops:
@@ -57,7 +75,9 @@ class Hops:
             action()
         finally:
             self._is_on = False
-        by_module = {"/".join(Path(name).parts[-3:]): count for name, count in self._calls.most_common()}
+        by_module = {
+            "/".join(Path(name).parts[-3:]): count for name, count in self._calls.most_common()
+        }
         counts = {"modules": len(by_module), "calls": self._calls.total(), "moves": self._moves}
         return counts | {"threads": len(self._threads), "by_module": by_module}
 
@@ -73,7 +93,9 @@ def main() -> dict[str, dict[str, Any]]:
     torch.set_num_threads(1)
     found, luck = {}, random.Random(0)
     texts = [" ".join(luck.choice(WORDS) for _ in range(120)) for _ in range(4)]
-    prompt = [{"role": "user", "content": "\n\n".join([texts[2], texts[0], texts[1]]) + "\n\nWhich?"}]
+    prompt = [
+        {"role": "user", "content": "\n\n".join([texts[2], texts[0], texts[1]]) + "\n\nWhich?"}
+    ]
     with tempfile.TemporaryDirectory() as folder:
         os.environ["KVRAG_CACHE_DIR"] = f"{folder}/cache"
         model = save_tiny_model(Path(folder) / "model")
@@ -88,7 +110,9 @@ def main() -> dict[str, dict[str, Any]]:
             assert result.cached_tokens > 0
 
         engine = opened()
-        found["precompute, 4 chunks"] = hops.measure(lambda: engine.precompute(texts, ids=list("abcd")))
+        found["precompute, 4 chunks"] = hops.measure(
+            lambda: engine.precompute(texts, ids=list("abcd"))
+        )
         generate()
         found["generate, warm"] = hops.measure(generate)
         engine.close()

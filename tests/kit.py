@@ -95,20 +95,31 @@ def assert_reuse_is_exact(engine: KVRagEngine, tolerance: float = 1e-3) -> None:
     """Promises 1 and 2: all rows repaired, or one chunk behind its prefix, is a full prefill; and requests change no fingerprint."""
     chunks, before = make_chunks(3, words=30), engine.loaded.fingerprint
     engine.precompute(chunks)
-    moved = [engine.prefix_text, Chunk(chunks[2]), "\n\n", Chunk(chunks[0]), "\n\nWho keeps the ledger?"]
+    moved = [
+        engine.prefix_text,
+        Chunk(chunks[2]),
+        "\n\n",
+        Chunk(chunks[0]),
+        "\n\nWho keeps the ledger?",
+    ]
     alone = [engine.prefix_text, Chunk(chunks[1]), "\n\nWho keeps the ledger?"]
     for prompt, strategy in ((moved, "all"), (alone, "none")):
         reused = engine.prefill(prompt, mode="stitch", repair=RepairConfig(strategy=strategy))
         assert reused.exactness == "exact"
         assert reused.cached_tokens + reused.repaired_tokens > 30
-        assert float((reused.logits - engine.prefill(prompt, mode="full").logits).abs().max()) < tolerance
+        assert (
+            float((reused.logits - engine.prefill(prompt, mode="full").logits).abs().max())
+            < tolerance
+        )
     assert engine.loaded.fingerprint == before
 
 
 class Forwards:
     """Counts forwards of the model, and may slow them down or let them fail."""
 
-    def __init__(self, monkeypatch: Any, *, seconds: float = 0.0, error: Exception | None = None) -> None:
+    def __init__(
+        self, monkeypatch: Any, *, seconds: float = 0.0, error: Exception | None = None
+    ) -> None:
         self.count = 0
         lock, original = threading.Lock(), CausalLM.forward
 
@@ -133,7 +144,11 @@ def scripted(patch: pytest.MonkeyPatch, engine: KVRagEngine, *answers: str) -> N
 
     The last answer is given to all further prompts.
     """
-    encoder, head, texts = engine.loaded.encoder, engine.loaded.lm.model.lm_head, chain(answers, repeat(answers[-1]))
+    encoder, head, texts = (
+        engine.loaded.encoder,
+        engine.loaded.lm.model.lm_head,
+        chain(answers, repeat(answers[-1])),
+    )
     ids: Iterator[int] = iter(())
     plan = Answering.plan
 

@@ -17,14 +17,28 @@ def documents(count: int, *, has_metadata: bool = False, seed: int = 0) -> list[
     out = []
     for i, text in enumerate(chunks(count, seed=seed)):
         metadata = {"file_path": f"/data/note-{i}.txt", "file_size": 12} if has_metadata else {}
-        out.append(Document(text=text, id_=f"doc-{i}", metadata=metadata, excluded_llm_metadata_keys=["file_size"]))
+        out.append(
+            Document(
+                text=text,
+                id_=f"doc-{i}",
+                metadata=metadata,
+                excluded_llm_metadata_keys=["file_size"],
+            )
+        )
     return out
 
 
 @contextmanager
 def settings(llm: KVRagLLM | None = None) -> Iterator[None]:
     """Use an LLM and a mock embedding as defaults, and put back what was there."""
-    names = ("_llm", "_embed_model", "_node_parser", "_transformations", "_callback_manager", "_prompt_helper")
+    names = (
+        "_llm",
+        "_embed_model",
+        "_node_parser",
+        "_transformations",
+        "_callback_manager",
+        "_prompt_helper",
+    )
     before = {name: getattr(Settings, name) for name in names}
     tokenizer = llama_index.core.global_tokenizer
     Settings.embed_model = MockEmbedding(embed_dim=4)
@@ -44,7 +58,9 @@ def record_prompts(monkeypatch: Any) -> list[str]:
     for name in ("generate", "stream", "astream"):
         original = getattr(KVRagEngine, name)
 
-        def recording(self: KVRagEngine, prompt: str, _original: Any = original, **options: Any) -> Any:
+        def recording(
+            self: KVRagEngine, prompt: str, _original: Any = original, **options: Any
+        ) -> Any:
             seen.append(prompt)
             return _original(self, prompt, **options)
 
@@ -60,7 +76,9 @@ def hit_texts(engine: KVRagEngine, prompts: list[str]) -> set[str]:
 
 def make_llm(source: Any, kv_dir: Any, **options: Any) -> KVRagLLM:
     """Make an LLM for tests: reuse always, short answers, and no context, so that a first chunk is exact."""
-    return KVRagLLM(source, kv_dir=kv_dir, **{"mode": "stitch", "max_new_tokens": 6, "context": None, **options})
+    return KVRagLLM(
+        source, kv_dir=kv_dir, **{"mode": "stitch", "max_new_tokens": 6, "context": None, **options}
+    )
 
 
 Make = Callable[..., KVRagLLM]

@@ -26,7 +26,13 @@ CLASSES = {
     "TestStores": "vector store",
     "TestRetrievers": "retriever",
 }
-PACKAGES = ("langchain-core", "langchain-tests", "langchain-chroma", "langchain-qdrant", "faiss-cpu")
+PACKAGES = (
+    "langchain-core",
+    "langchain-tests",
+    "langchain-chroma",
+    "langchain-qdrant",
+    "faiss-cpu",
+)
 OUTCOMES = ("passed", "failed", "skipped", "xfailed")
 
 
@@ -53,14 +59,20 @@ def suite_of(nodeid: str) -> str | None:
     if match is None or match[1] not in CLASSES:
         return None
     is_store = match[1] in ("TestStores", "TestRetrievers")
-    return f"{CLASSES[match[1]]}: {match[2] or 'no test left out'}" if is_store else CLASSES[match[1]]
+    return (
+        f"{CLASSES[match[1]]}: {match[2] or 'no test left out'}" if is_store else CLASSES[match[1]]
+    )
 
 
 def reason_of(report: pytest.TestReport) -> str:
     """Return why a test did not pass, in a line."""
     if hasattr(report, "wasxfail"):
         return str(report.wasxfail).removeprefix("reason: ")
-    told = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longreprtext).splitlines()[-1]
+    told = (
+        report.longrepr[2]
+        if isinstance(report.longrepr, tuple)
+        else str(report.longreprtext).splitlines()[-1]
+    )
     return str(told).removeprefix("Skipped: ").removeprefix("E ").strip()[:200]
 
 
@@ -72,9 +84,24 @@ def main() -> int:
 
     seen = Outcomes()
     files = [str(HERE / "langchain" / file) for file in FILES]
-    pytest.main([*files, "-q", "--benchmark-disable", "--no-cov", "-p", "no:xdist", "-k", " or ".join(CLASSES)], [seen])
+    pytest.main(
+        [
+            *files,
+            "-q",
+            "--benchmark-disable",
+            "--no-cov",
+            "-p",
+            "no:xdist",
+            "-k",
+            " or ".join(CLASSES),
+        ],
+        [seen],
+    )
     suites: dict[str, Any] = {
-        name: {**{outcome: counts[outcome] for outcome in OUTCOMES}, "reasons": dict(seen.reasons[name])}
+        name: {
+            **{outcome: counts[outcome] for outcome in OUTCOMES},
+            "reasons": dict(seen.reasons[name]),
+        }
         for name, counts in sorted(seen.counts.items())
     }
     packages = {name: importlib.metadata.version(name) for name in PACKAGES}

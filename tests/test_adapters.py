@@ -19,7 +19,9 @@ from kvrag.model.load import load
 from kvrag.model.source import ModelSource
 from kvrag.testing.models import save_tiny_model, tiny_model
 
-peft = pytest.importorskip("peft", reason="the package peft is not installed: adapters can't be loaded here")
+peft = pytest.importorskip(
+    "peft", reason="the package peft is not installed: adapters can't be loaded here"
+)
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
@@ -32,7 +34,9 @@ def follows_peft() -> str:
     return ""
 
 
-needs_integration = pytest.mark.skipif(bool(follows_peft()), reason=f"transformers refuses this peft: {follows_peft()}")
+needs_integration = pytest.mark.skipif(
+    bool(follows_peft()), reason=f"transformers refuses this peft: {follows_peft()}"
+)
 
 CHUNKS = make_chunks(3, words=30)
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -41,7 +45,9 @@ TOLERANCE = 1e-3
 
 def lora(**options: Any) -> Any:
     """A LoRA that changes something from the start: its B is not zero."""
-    return peft.LoraConfig(**{"r": 4, "target_modules": TARGETS, "init_lora_weights": False, **options})
+    return peft.LoraConfig(
+        **{"r": 4, "target_modules": TARGETS, "init_lora_weights": False, **options}
+    )
 
 
 def with_adapter(seed: int = 0, name: str = "a", **options: Any) -> Any:
@@ -77,10 +83,13 @@ def test_an_adapter_is_known_by_content_not_by_name(tokenizer, plain):
 
 
 @pytest.mark.parametrize(
-    "options", [{"lora_alpha": 16}, {"use_rslora": True}, {"target_modules": ["q_proj"]}, {"use_dora": True}]
+    "options",
+    [{"lora_alpha": 16}, {"use_rslora": True}, {"target_modules": ["q_proj"]}, {"use_dora": True}],
 )
 def test_scaling_and_kind_count(options, tokenizer):
-    assert fingerprint_of(with_adapter(**options), tokenizer) != fingerprint_of(with_adapter(), tokenizer)
+    assert fingerprint_of(with_adapter(**options), tokenizer) != fingerprint_of(
+        with_adapter(), tokenizer
+    )
 
 
 def test_what_adds_nothing_does_not_count(tokenizer, plain):
@@ -98,16 +107,24 @@ def test_the_base_weights_are_the_same_with_and_without_an_adapter():
 
 
 KINDS: dict[str, Callable[[], Any]] = {
-    "ADALORA": lambda: peft.AdaLoraConfig(target_modules=TARGETS, init_r=4, total_step=10, init_lora_weights=False),
+    "ADALORA": lambda: peft.AdaLoraConfig(
+        target_modules=TARGETS, init_r=4, total_step=10, init_lora_weights=False
+    ),
     "BOFT": lambda: peft.BOFTConfig(target_modules=TARGETS, boft_block_size=4, init_weights=False),
     "HRA": lambda: peft.HRAConfig(target_modules=TARGETS, r=4, init_weights=False),
-    "IA3": lambda: peft.IA3Config(target_modules=["k_proj", "v_proj"], feedforward_modules=[], init_ia3_weights=False),
+    "IA3": lambda: peft.IA3Config(
+        target_modules=["k_proj", "v_proj"], feedforward_modules=[], init_ia3_weights=False
+    ),
     "LN_TUNING": lambda: peft.LNTuningConfig(target_modules=["input_layernorm"]),
     "LOHA": lambda: peft.LoHaConfig(target_modules=TARGETS, r=4, init_weights=False),
     "LOKR": lambda: peft.LoKrConfig(target_modules=TARGETS, r=4, init_weights=False),
     "LORA": lora,
-    "OFT": lambda: peft.OFTConfig(target_modules=TARGETS, oft_block_size=4, r=0, init_weights=False),
-    "TRAINABLE_TOKENS": lambda: peft.TrainableTokensConfig(token_indices=[5, 40, 41], init_weights=False),
+    "OFT": lambda: peft.OFTConfig(
+        target_modules=TARGETS, oft_block_size=4, r=0, init_weights=False
+    ),
+    "TRAINABLE_TOKENS": lambda: peft.TrainableTokensConfig(
+        token_indices=[5, 40, 41], init_weights=False
+    ),
     "VERA": lambda: peft.VeraConfig(target_modules=["q_proj", "o_proj"], r=4, init_weights=False),
 }
 
@@ -159,7 +176,9 @@ def reuses(engine: KVRagEngine) -> bool:
     full = engine.prefill(PROMPT, mode="full")
     assert float((reused.logits - full.logits).abs().max()) < TOLERANCE
     exact = engine.prefill(PROMPT, mode="prefix")
-    assert float((exact.logits - full.logits).abs().max()) < TOLERANCE, "KV of another adapter was used"
+    assert float((exact.logits - full.logits).abs().max()) < TOLERANCE, (
+        "KV of another adapter was used"
+    )
     return reused.cached_tokens + reused.repaired_tokens > 0
 
 
@@ -187,7 +206,9 @@ def test_switching_to_and_fro_hashes_each_adapter_once(engine_of, monkeypatch):
     for name in ("adapters_digest", "weights_digest"):
         real = getattr(kvrag.identity.model, name)
         monkeypatch.setattr(
-            kvrag.identity.model, name, lambda m, real=real, name=name: (calls.append(name), real(m))[1]
+            kvrag.identity.model,
+            name,
+            lambda m, real=real, name=name: (calls.append(name), real(m))[1],
         )
     seen = []
     for name in ("b", "a", "b", "a"):
@@ -227,7 +248,9 @@ def test_merging_is_followed_there_and_back(engine_of):
     assert not reuses(engine)
     model.unmerge_adapter()
     assert engine.loaded.fingerprint != merged
-    reuses(engine)  # the weights went through two roundings: the same model or not, the answer is right
+    reuses(
+        engine
+    )  # the weights went through two roundings: the same model or not, the answer is right
 
 
 def test_merged_weights_that_were_taken_out_again_are_not_the_old_ones(engine_of):
@@ -249,7 +272,9 @@ def test_a_layer_that_is_disabled_while_merged_is_neither(engine_of, plain):
     merged = engine.loaded.fingerprint
     model.base_model.disable_adapter_layers()
     assert engine.loaded.fingerprint != merged
-    assert engine.precompute(CHUNKS).stored == 0, "the weights changed in the forward: nothing may be stored for them"
+    assert engine.precompute(CHUNKS).stored == 0, (
+        "the weights changed in the forward: nothing may be stored for them"
+    )
     assert engine.precompute(CHUNKS).stored == len(CHUNKS)
     assert reuses(engine)
 
@@ -261,7 +286,9 @@ def test_a_merged_model_is_known_by_its_weights(tokenizer, engine_of):
     merged = model.merge_and_unload()
     assert not reuses(engine)
     assert engine.loaded.fingerprint == fingerprint_of(merged, tokenizer)
-    assert engine.loaded.fingerprint == fingerprint_of(with_adapter(seed=1, name="z").merge_and_unload(), tokenizer)
+    assert engine.loaded.fingerprint == fingerprint_of(
+        with_adapter(seed=1, name="z").merge_and_unload(), tokenizer
+    )
 
 
 def two_active(model: Any) -> None:
@@ -323,7 +350,9 @@ def test_adapters_that_change_during_a_precompute_store_nothing_wrong(engine_of,
     monkeypatch.setattr(kvrag.precompute.run, "encode_chunks", switching)
     report = engine.precompute(CHUNKS)
     assert report.stored == 0
-    assert {reason.split(" while ")[0] for _, reason in report.failed} == {"the model's adapters or weights changed"}
+    assert {reason.split(" while ")[0] for _, reason in report.failed} == {
+        "the model's adapters or weights changed"
+    }
     model.set_adapter("a")
     reuses(engine)  # the prefix, which was computed before: what comes out is right
     assert not engine.explain(PROMPT).hits
@@ -388,7 +417,9 @@ def test_a_directory_with_an_adapter_is_loaded_with_it(adapter_dir, tmp_path):
     assert engine.loaded.fingerprint == first
     engine.close()
     settings = two / "adapter_config.json"
-    settings.write_text(settings.read_text().replace(str(tmp_path / "base"), str(tmp_path / "gone")))
+    settings.write_text(
+        settings.read_text().replace(str(tmp_path / "base"), str(tmp_path / "gone"))
+    )
     with pytest.raises(ModelError, match="could not load"):
         KVRagEngine.from_pretrained(two)
 
@@ -419,8 +450,14 @@ def test_an_adapter_with_biases_is_known_by_the_weights_it_left(tmp_path):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (lambda: peft.PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"), "PROMPT_TUNING"),
-        (lambda: peft.PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"), "PREFIX_TUNING"),
+        (
+            lambda: peft.PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"),
+            "PROMPT_TUNING",
+        ),
+        (
+            lambda: peft.PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"),
+            "PREFIX_TUNING",
+        ),
         (lambda: lora(alora_invocation_tokens=[5, 6], task_type="CAUSAL_LM"), "activated LoRA"),
     ],
 )

@@ -63,12 +63,18 @@ def path(request, monkeypatch):
 
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("softcap", [None, 5.0])
-@pytest.mark.parametrize(("window", "chunk"), [(None, None), (1, None), (17, None), (1000, None), (None, 23), (17, 40)])
+@pytest.mark.parametrize(
+    ("window", "chunk"), [(None, None), (1, None), (17, None), (1000, None), (None, 23), (17, 40)]
+)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (3, 1)])
-@pytest.mark.parametrize(("rows", "keys"), [(1, 1), (1, 50), (7, 64), (BLOCK_ROWS + 3, 400), (300, 300)])
+@pytest.mark.parametrize(
+    ("rows", "keys"), [(1, 1), (1, 50), (7, 64), (BLOCK_ROWS + 3, 400), (300, 300)]
+)
 def test_rows_see_exactly_their_keys(rows, keys, heads, kv_heads, window, chunk, softcap):
     q, k, v, hi = random_case(heads, kv_heads, rows, keys, batch=2)
-    out = ragged_attention(q, k, v, Limits(hi, keys), scale=0.3, reach=Reach(window, chunk), softcap=softcap)
+    out = ragged_attention(
+        q, k, v, Limits(hi, keys), scale=0.3, reach=Reach(window, chunk), softcap=softcap
+    )
     expected, _ = reference(q, k, v, hi, 0.3, window, chunk, softcap)
     assert torch.allclose(out.double(), expected, atol=1e-5)
 
@@ -90,17 +96,24 @@ def test_mass_is_the_most_that_one_of_the_last_rows_pays(mass_rows):
     out = ragged_attention(q, k, v, Limits(hi, 400), scale=0.25, mass=mass)
     expected, p = reference(q, k, v, hi, 0.25)
     assert torch.allclose(out.double(), expected, atol=1e-5)
-    assert torch.allclose(mass.total.double(), mass_of(p[:, :, -mass_rows:], k.shape[1]).sum(dim=0), atol=1e-4)
+    assert torch.allclose(
+        mass.total.double(), mass_of(p[:, :, -mass_rows:], k.shape[1]).sum(dim=0), atol=1e-4
+    )
 
 
 def test_fast_paths_equal_the_general_path():
     """One fused causal call where the rows are the whole prompt; blocks otherwise."""
     q, k, v, _ = random_case(6, 2, 200, 200)
     whole = Limits(torch.arange(200), 200)
-    fast = [ragged_attention(q, k, v, whole, scale=0.25, reach=reach) for reach in (EVERYTHING, Reach(200))]
+    fast = [
+        ragged_attention(q, k, v, whole, scale=0.25, reach=reach)
+        for reach in (EVERYTHING, Reach(200))
+    ]
     assert not whole.kept
     for reach in (Reach(chunk=64), Reach(199)):
-        assert not torch.allclose(ragged_attention(q, k, v, whole, scale=0.25, reach=reach), fast[0], atol=1e-5)
+        assert not torch.allclose(
+            ragged_attention(q, k, v, whole, scale=0.25, reach=reach), fast[0], atol=1e-5
+        )
     general = ragged_attention(q, k, v, whole, scale=0.25, mass=Mass(torch.zeros(200), 200))
     assert torch.allclose(fast[0], general, atol=1e-5)
     assert torch.equal(*fast)

@@ -55,7 +55,9 @@ def test_it_counts_how_far_reuse_is_from_a_full_prefill_of_the_same_ids(engine):
     kls, same = [], []
     for prompt in PROMPTS:
         answer(engine, prompt)
-        reused, full = (engine.prefill(prompt, mode=mode, repair=ALL).logits for mode in ("stitch", "full"))
+        reused, full = (
+            engine.prefill(prompt, mode=mode, repair=ALL).logits for mode in ("stitch", "full")
+        )
         kls.append(float(kl_divergence(full, reused)))
         same.append(bool(full.argmax() == reused.argmax()))
     stats = engine.stats()["audit"]
@@ -78,7 +80,13 @@ def test_it_counts_how_far_reuse_is_from_a_full_prefill_of_the_same_ids(engine):
 )
 def test_only_what_was_repaired_is_audited(engine, order, mode, repair):
     answer(engine, ask(*order), repair, mode)
-    assert engine.stats()["audit"] == {"requests": 0, "skipped": 0, "mean_kl": 0.0, "top1": 0.0, "max_kl": 0.0}
+    assert engine.stats()["audit"] == {
+        "requests": 0,
+        "skipped": 0,
+        "mean_kl": 0.0,
+        "top1": 0.0,
+        "max_kl": 0.0,
+    }
 
 
 def test_prompts_are_drawn_by_a_generator_with_a_fixed_seed(engine):
@@ -121,7 +129,9 @@ def test_a_failing_audit_is_logged_once_and_costs_nothing(engine, monkeypatch, c
 
 
 def test_without_a_thread_answers_come_all_the_same(engine, monkeypatch):
-    monkeypatch.setattr("kvrag.generate.audit.AUDITS.submit", raising(RuntimeError, "can't start new thread"))
+    monkeypatch.setattr(
+        "kvrag.generate.audit.AUDITS.submit", raising(RuntimeError, "can't start new thread")
+    )
     assert answer(engine, PROMPTS[0]).exactness == "repaired"
     assert counted(engine) == (0, 1)
 
@@ -144,7 +154,9 @@ def test_one_prompt_waits_at_most(engine, monkeypatch):
 
 def test_an_audit_that_can_not_begin_costs_no_answer(engine, monkeypatch):
     """As where an adapter that can't be reused is added while an answer is decoded."""
-    monkeypatch.setattr(LoadedModel, "fingerprint", property(raising(UnsupportedModelError, "an adapter")))
+    monkeypatch.setattr(
+        LoadedModel, "fingerprint", property(raising(UnsupportedModelError, "an adapter"))
+    )
     assert answer(engine, PROMPTS[0]).exactness == "repaired"
     assert counted(engine) == (0, 1)
 
@@ -153,7 +165,10 @@ def test_no_memory_is_taken_while_a_request_runs(engine, monkeypatch):
     audit, taken = Audit(), []
     monkeypatch.setattr(CausalLM, "buffer", lambda *args: taken.append(args))
     with scheduler_of(engine.loaded).turn(0):
-        assert audit._prefilled(engine.loaded, torch.tensor([1, 2, 3]), scheduler_of(engine.loaded)) is None
+        assert (
+            audit._prefilled(engine.loaded, torch.tensor([1, 2, 3]), scheduler_of(engine.loaded))
+            is None
+        )
     assert not taken
 
 
@@ -183,7 +198,9 @@ def test_closing_ends_it_without_a_word(engine, caplog):
 
 def offered(engine):
     """What a request offers: here while its caller still holds the model."""
-    with engine._answering.prefilled(engine._request(PROMPTS[0], mode="stitch"), max_new_tokens=1) as (done, _):
+    with engine._answering.prefilled(
+        engine._request(PROMPTS[0], mode="stitch"), max_new_tokens=1
+    ) as (done, _):
         return done, 1.0, scheduler_of(engine.loaded)
 
 
@@ -212,7 +229,9 @@ engine.precompute({CHUNKS!r})
 print(engine.generate({PROMPTS[0]!r}, mode="stitch", max_new_tokens=2).exactness)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stdout, "Fatal" in done.stderr) == (0, "repaired\n", False), done.stderr
+    assert (done.returncode, done.stdout, "Fatal" in done.stderr) == (0, "repaired\n", False), (
+        done.stderr
+    )
 
 
 def test_one_engine_counts_its_own_answers(engine, engine_of):

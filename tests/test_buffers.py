@@ -37,7 +37,10 @@ class Driver:
         self.locked, self.limit, self.error = {}, limit, 0
 
     def cudaHostRegister(self, address, num_bytes, flags):
-        overlaps = any(start < address + num_bytes and address < start + size for start, size in self.locked.items())
+        overlaps = any(
+            start < address + num_bytes and address < start + size
+            for start, size in self.locked.items()
+        )
         if overlaps or sum(self.locked.values()) + num_bytes > self.limit:
             self.error = 2
             return self.error

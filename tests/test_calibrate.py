@@ -38,7 +38,11 @@ class Bench:
     def __call__(self, repair: RepairConfig) -> Trial:
         ratio = 0.0 if repair.strategy == "none" else repair.recompute_ratio or 0.15
         kl = 0.2 if not ratio else self.kl_at_1 / ratio
-        kl -= sum(gain for (name, value), gain in self.gains.items() if ratio and getattr(repair, name) == value)
+        kl -= sum(
+            gain
+            for (name, value), gain in self.gains.items()
+            if ratio and getattr(repair, name) == value
+        )
         self.trials.append(Trial(repair, ratio, ratio, kl, self.error, 1.0, 0.0))
         return self.trials[-1]
 
@@ -75,7 +79,9 @@ def test_where_none_reaches_the_target_the_least_kl_is_kept():
     assert bench.find(0.001).repair == replace(START, recompute_ratio=HIGHER[-1])
 
 
-@pytest.mark.parametrize("options", [{"prompts": 1}, {"chunks_per_prompt": 9}, {"chunks_per_prompt": 0}])
+@pytest.mark.parametrize(
+    "options", [{"prompts": 1}, {"chunks_per_prompt": 9}, {"chunks_per_prompt": 0}]
+)
 def test_too_little_text_is_refused(engine, options):
     with pytest.raises(InputError, match="can't be made of 8 chunks"):
         engine.calibrate([*CHUNKS, CHUNKS[0], "too short"], **{**SMALL, **options})
@@ -99,7 +105,11 @@ def test_a_profile_is_used_by_every_engine_on_the_model_and_context(tiny_dir, tm
     assert opened(extra_keys={"team": "search"}).repair == profile.kept.repair
     given = RepairConfig(recompute_ratio=0.11)
     assert opened(repair=given).repair == given
-    for other in ({"context": None}, {"store_config": StoreConfig(kv_dtype="int8")}, {"dtype": "bfloat16"}):
+    for other in (
+        {"context": None},
+        {"store_config": StoreConfig(kv_dtype="int8")},
+        {"dtype": "bfloat16"},
+    ):
         assert opened(**other).repair == RepairConfig(), other
     assert list(engine.store.catalog.keys()) == [], "nothing of it is left in the user's store"
 
@@ -120,7 +130,8 @@ def test_explain_and_verify_say_where_the_repair_comes_from(tiny_dir):
     engine.precompute(CHUNKS)
     prompt, given = PROMPT, RepairConfig(recompute_ratio=0.11)
     assert (
-        engine.explain(prompt).repair == "query_sentences, 4% and 192 rows, at most 25%, first_k 1, shift 1 (default)"
+        engine.explain(prompt).repair
+        == "query_sentences, 4% and 192 rows, at most 25%, first_k 1, shift 1 (default)"
     )
     profile = engine.calibrate(CHUNKS, **SMALL, **ANY)
     kl = f"{profile.kept.mean_kl:.3f}"
@@ -153,8 +164,18 @@ def test_a_damaged_profile_is_none_and_unknown_fields_are_ignored(tiny_dir):
     file, text = profile_file(engine), json.dumps(asdict(profile))
     assert file.read_text() == text
     fields = json.loads(text)
-    wrong = {**fields, "kept": {**fields["kept"], "repair": {**fields["kept"]["repair"], "recompute_ratio": 7}}}
-    for damaged in ("", text[:-9], "[]", json.dumps({**fields, "kept": {}}), json.dumps(wrong), "\x00"):
+    wrong = {
+        **fields,
+        "kept": {**fields["kept"], "repair": {**fields["kept"]["repair"], "recompute_ratio": 7}},
+    }
+    for damaged in (
+        "",
+        text[:-9],
+        "[]",
+        json.dumps({**fields, "kept": {}}),
+        json.dumps(wrong),
+        "\x00",
+    ):
         file.write_text(damaged)
         assert KVRagEngine.from_pretrained(tiny_dir).repair == RepairConfig()
     file.write_text(json.dumps({**fields, "of a newer version": 1}))
@@ -200,7 +221,10 @@ def test_weights_that_change_in_place_lose_the_profile_and_find_it_again(engine_
 def test_short_chunks_that_the_engine_stores_are_calibrated(engine_of):
     engine = engine_of("llama", store_config=StoreConfig(min_chunk_tokens=4))
     short = [chunk[:40] for chunk in CHUNKS]
-    assert max(len(engine.loaded.encoder.chunk_ids(text)) for text in short) < StoreConfig().min_chunk_tokens
+    assert (
+        max(len(engine.loaded.encoder.chunk_ids(text)) for text in short)
+        < StoreConfig().min_chunk_tokens
+    )
     assert engine.calibrate(short, **SMALL, **ANY).is_reached
 
 
@@ -228,13 +252,22 @@ def test_the_command_prints_every_candidate_and_what_was_kept(tiny_dir, tmp_path
     assert not found["reached"]
     assert len(found["trials"]) == len(missed.stderr.strip().splitlines()) == 5
     assert found["profile"]["kept"] in found["trials"]
-    assert KVRagEngine.from_pretrained(tiny_dir).repair == RepairConfig(**found["profile"]["kept"]["repair"])
+    assert KVRagEngine.from_pretrained(tiny_dir).repair == RepairConfig(
+        **found["profile"]["kept"]["repair"]
+    )
     contexts = ("--chunk-context", "default", "--chunk-context", "default:40")
     reached = run(*options, *contexts, "--target-kl", 10, "--min-top1", 0)
     assert reached.exit_code == 0, reached.output
-    shown = "".join(c for c in reached.stdout if c not in "│ \n")  # the path of a cache folds wherever a line ends
-    assert all(word in shown for word in ("meanKL", "top-1", "computed", "targetreached", "profiles", "'default:40'"))
-    told = run("--model", tiny_dir, "--kv-dir", tmp_path / "kv", command="explain", input="Who?").stdout
+    shown = "".join(
+        c for c in reached.stdout if c not in "│ \n"
+    )  # the path of a cache folds wherever a line ends
+    assert all(
+        word in shown
+        for word in ("meanKL", "top-1", "computed", "targetreached", "profiles", "'default:40'")
+    )
+    told = run(
+        "--model", tiny_dir, "--kv-dir", tmp_path / "kv", command="explain", input="Who?"
+    ).stdout
     assert "repair: none (calibrated on 3 prompts: mean KL" in told
     for context in ("default", "default:40"):
         assert KVRagEngine.from_pretrained(tiny_dir, context=context).repair.strategy == "none"
@@ -245,7 +278,9 @@ def test_the_command_names_what_it_lacks(tiny_dir, tmp_path, monkeypatch):
     refused = run(tiny_dir, "--corpus", tmp_path / "nowhere")
     assert refused.exit_code == 2
     assert "nowhere" in refused.stderr
-    monkeypatch.setattr("kvrag.cli.documents.__file__", str(tmp_path / "site-packages" / "kvrag" / "cli" / "x.py"))
+    monkeypatch.setattr(
+        "kvrag.cli.documents.__file__", str(tmp_path / "site-packages" / "kvrag" / "cli" / "x.py")
+    )
     monkeypatch.chdir(tmp_path)
     bare = run(tiny_dir)
     assert bare.exit_code == 2

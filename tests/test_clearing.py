@@ -22,14 +22,17 @@ MakeEngine = Callable[..., KVRagEngine]
 def test_everything_is_erased_and_answers_go_on(engine_of: MakeEngine, kv_dir: bool) -> None:
     events: list[StoreEvent] = []
     options: dict[str, Any] = {} if kv_dir else {"kv_dir": None}
-    engine = engine_of(prefix="Read this.\n", store_config=StoreConfig(on_event=events.append), **options)
+    engine = engine_of(
+        prefix="Read this.\n", store_config=StoreConfig(on_event=events.append), **options
+    )
     engine.precompute(CHUNKS[:2], ids=["a", "b"])
     engine.precompute(CHUNKS[2:], ids=["c"], namespace="other")
     assert engine.prefill(PROMPT, mode="stitch").cached_tokens > 0
     assert engine.clear() == 5, "three chunks, and the prefix in two namespaces"
-    assert {event.medium for event in events if event.type == "AllBlocksCleared"} == {"disk", "host"}.difference(
-        () if kv_dir else ("disk",)
-    )
+    assert {event.medium for event in events if event.type == "AllBlocksCleared"} == {
+        "disk",
+        "host",
+    }.difference(() if kv_dir else ("disk",))
     assert engine.document_ids() == engine.document_ids(namespace="other") == []
     assert engine.prefill(PROMPT, mode="stitch").exactness == "full"
     assert all(tier.chunks == 0 for tier in engine.stats()["store"].values())
@@ -37,13 +40,17 @@ def test_everything_is_erased_and_answers_go_on(engine_of: MakeEngine, kv_dir: b
     assert engine.prefill(PROMPT, mode="stitch").cached_tokens > 0
 
 
-@pytest.mark.parametrize("options", [{}, {"encryption_key": lambda: b"s" * 32}], ids=["plain", "encrypted"])
+@pytest.mark.parametrize(
+    "options", [{}, {"encryption_key": lambda: b"s" * 32}], ids=["plain", "encrypted"]
+)
 @pytest.mark.parametrize("kv_dir", [True, False], ids=["on disk", "in memory"])
 def test_a_namespace_is_erased_with_and_without_ids(
     engine_of: MakeEngine, kv_dir: bool, options: dict[str, Any]
 ) -> None:
     config = StoreConfig(**options)
-    engine = engine_of(prefix="Read this.\n", store_config=config, **({} if kv_dir else {"kv_dir": None}))
+    engine = engine_of(
+        prefix="Read this.\n", store_config=config, **({} if kv_dir else {"kv_dir": None})
+    )
     engine.precompute(CHUNKS[:1], ids=["a"])
     engine.precompute(CHUNKS[:1], ids=["a"], namespace="other")
     engine.precompute(CHUNKS[1:], namespace="other")

@@ -64,7 +64,9 @@ def refused(result: Result, *words: str) -> None:
 # -- precompute, ask, explain, verify, stats: one life of a store -------------------------------------------------------
 
 
-def test_precompute_stores_then_skips_and_stats_counts_without_a_model(run, notes, monkeypatch, tiny_dir):
+def test_precompute_stores_then_skips_and_stats_counts_without_a_model(
+    run, notes, monkeypatch, tiny_dir
+):
     monkeypatch.setattr("kvrag.cli.output.WIDTH", 400)  # no cell is folded
     first = json.loads(run("precompute", notes, "--chunk-tokens", 100, "--json").stdout)
     assert (first["stored"], first["skipped"], first["failed"]) == (4, 0, [])
@@ -73,7 +75,9 @@ def test_precompute_stores_then_skips_and_stats_counts_without_a_model(run, note
     assert again.exit_code == 0, again.output
     assert "4 of" in again.stdout  # chunks
     stats = json.loads(run("stats", "--json").stdout)
-    assert stats["tiers"]["disk"]["chunks"] == sum(group["chunks"] for group in stats["groups"]) == 5  # with the prefix
+    assert (
+        stats["tiers"]["disk"]["chunks"] == sum(group["chunks"] for group in stats["groups"]) == 5
+    )  # with the prefix
     assert stats["tiers"]["disk"]["num_bytes"] == first["stored_bytes"]
     assert {(group["name"], group["documents"]) for group in stats["groups"]} == {("default", 4)}
     shown = run("stats").stdout
@@ -98,9 +102,13 @@ def test_documents_are_listed_with_their_sizes(run, notes):
 def test_explain_takes_the_context_of_a_question_as_ask_does(run, notes):
     run("precompute", notes, "--chunk-tokens", 100)
     asked = json.loads(
-        run("ask", "Who keeps it?", "-c", notes, "--mode", "stitch", "--max-new-tokens", 1, "--json").stdout
+        run(
+            "ask", "Who keeps it?", "-c", notes, "--mode", "stitch", "--max-new-tokens", 1, "--json"
+        ).stdout
     )
-    found = json.loads(run("explain", "Who keeps it?", "-c", notes, "--mode", "stitch", "--json").stdout)
+    found = json.loads(
+        run("explain", "Who keeps it?", "-c", notes, "--mode", "stitch", "--json").stdout
+    )
     assert found["hits"] > 0
     assert found["prompt_tokens"] == asked["prompt_tokens"]
 
@@ -118,7 +126,9 @@ def test_ask_finds_the_chunks_in_its_context(run, notes):
     assert "repaired" in shown.stderr
 
 
-@pytest.mark.parametrize("prefix", [("--system", "Answer in one word."), ("--prefix", "Documents:\n\n")])
+@pytest.mark.parametrize(
+    "prefix", [("--system", "Answer in one word."), ("--prefix", "Documents:\n\n")]
+)
 def test_a_prefix_is_said_on_both_sides(run, notes, prefix):
     prefix = (*prefix, "--chunk-context", "none")
     run("precompute", notes, "--chunk-tokens", 100, *prefix)
@@ -142,10 +152,15 @@ def test_explain_reads_a_file_or_standard_input(run, notes, tmp_path):
     assert "no known chunk text" in run("explain", input="[nothing known] here").stdout
 
 
-def test_verify_passes_with_every_row_repaired_and_fails_on_an_impossible_threshold(run, notes, tmp_path):
+def test_verify_passes_with_every_row_repaired_and_fails_on_an_impossible_threshold(
+    run, notes, tmp_path
+):
     run("precompute", notes, "--chunk-tokens", 100)
     prompts = tmp_path / "prompts.jsonl"
-    rows = [f"{CHUNKS[1]}\n{CHUNKS[0]}\nWho?", [{"role": "user", "content": f"{CHUNKS[3]} {CHUNKS[2]} What?"}]]
+    rows = [
+        f"{CHUNKS[1]}\n{CHUNKS[0]}\nWho?",
+        [{"role": "user", "content": f"{CHUNKS[3]} {CHUNKS[2]} What?"}],
+    ]
     rows.append(["Read: ", {"chunk": CHUNKS[0]}, " Who?"])
     prompts.write_text("\n".join(json.dumps(row) for row in rows) + "\n\n", "utf-8")
     options = ("--max-new-tokens", 2)
@@ -219,14 +234,28 @@ def test_commands_that_load_a_model_change_nothing_else(run, root, notes):
 
 
 def test_precompute_keeps_to_the_limits_of_the_application(run, notes):
-    first = json.loads(run("precompute", notes, "--chunk-tokens", 100, "--kv-dir", "unlimited", "--json").stdout)
+    first = json.loads(
+        run("precompute", notes, "--chunk-tokens", 100, "--kv-dir", "unlimited", "--json").stdout
+    )
     assert (first["stored"], first["failed"]) == (4, [])
     limit = first["stored_bytes"] * 2 // 3
-    done = run("precompute", notes, "--chunk-tokens", 100, "--disk-bytes", limit, "--min-free-bytes", 0, "--json")
+    done = run(
+        "precompute",
+        notes,
+        "--chunk-tokens",
+        100,
+        "--disk-bytes",
+        limit,
+        "--min-free-bytes",
+        0,
+        "--json",
+    )
     assert done.exit_code in (0, 1), done.output
     kept = json.loads(run("stats", "--json").stdout)["tiers"]["disk"]
     assert 0 < kept["num_bytes"] <= limit
-    none = run("precompute", notes, "--chunk-tokens", 100, "--kv-dir", "full", "--min-free-bytes", 2**62)
+    none = run(
+        "precompute", notes, "--chunk-tokens", 100, "--kv-dir", "full", "--min-free-bytes", 2**62
+    )
     assert none.exit_code == 1, none.output
 
 
@@ -245,7 +274,9 @@ def test_precompute_asks_for_the_priority_and_the_durability_given(run, root, no
         real(blobs, path, durable=durable)
 
     monkeypatch.setattr(FileBlobs, "__init__", init)
-    done = run("precompute", notes, "--chunk-tokens", 100, "--priority", 60, "--durability", "cache")
+    done = run(
+        "precompute", notes, "--chunk-tokens", 100, "--priority", 60, "--durability", "cache"
+    )
     assert done.exit_code == 0, done.output
     assert asked == [False]
     store = open_store(root, StoreConfig())
@@ -294,9 +325,14 @@ def test_a_store_is_checked_copied_and_emptied(run, notes, tmp_path):
     assert (partial["copied"], partial["unknown"]) == (1, [])
     assert run("export", tmp_path / "none", "--document", "nobody").exit_code == 1
     assert not (tmp_path / "none").exists()
-    assert json.loads(run("rm", "--document", first, "--json").stdout)["erased_chunks"] == {first: 1}
+    assert json.loads(run("rm", "--document", first, "--json").stdout)["erased_chunks"] == {
+        first: 1
+    }
     assert run("rm", "--document", first).exit_code == 1
-    assert "is not known here" in run("rm", "--document", first, "--document", f"{notes.as_posix()}#1").stdout
+    assert (
+        "is not known here"
+        in run("rm", "--document", first, "--document", f"{notes.as_posix()}#1").stdout
+    )
     assert json.loads(run("import", tmp_path / "copy", "--json").stdout)["copied"] == 2
     refused(run("rm"), "nothing is named")
     refused(run("rm", "--all", "--document", first), "--all erases every document")
@@ -308,7 +344,10 @@ def test_a_store_is_checked_copied_and_emptied(run, notes, tmp_path):
 
 def test_the_package_runs_as_a_module(root):
     done = subprocess.run(
-        [sys.executable, "-m", "kvrag", "stats", "--kv-dir", str(root)], capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "kvrag", "stats", "--kv-dir", str(root)],
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 2
     assert f"there is no KV store {str(root)!r}" in done.stderr
@@ -319,7 +358,18 @@ def test_the_package_runs_as_a_module(root):
 
 def test_estimate_of_a_preset():
     result = CliRunner().invoke(
-        app, ["estimate", "-m", "llama-3.1-8b", "--disk-gbps", "6.5", "--prefill-tps", "31000", "--chunks", "1000"]
+        app,
+        [
+            "estimate",
+            "-m",
+            "llama-3.1-8b",
+            "--disk-gbps",
+            "6.5",
+            "--prefill-tps",
+            "31000",
+            "--chunks",
+            "1000",
+        ],
     )
     assert result.exit_code == 0, result.output
     assert "128 KiB" in result.stdout
@@ -327,7 +377,9 @@ def test_estimate_of_a_preset():
 
 
 def test_estimate_reads_a_config_and_counts_a_corpus(run, notes):
-    estimate = json.loads(run("estimate", "--corpus", notes, "--chunk-tokens", 100, "--json").stdout)
+    estimate = json.loads(
+        run("estimate", "--corpus", notes, "--chunk-tokens", 100, "--json").stdout
+    )
     assert estimate["bytes_per_token"] == 2 * 4 * 2 * 16 * 4  # layers, heads, head dim, float32
     assert estimate["corpus"]["chunks"] == 4
     assert estimate["corpus_bytes"] == estimate["bytes_per_token"] * estimate["corpus"]["tokens"]
@@ -342,13 +394,20 @@ def test_estimate_of_rounded_kv(run):
     assert int4["corpus_bytes"] < 0.32 * exact["corpus_bytes"]
     shown = run("estimate", "-m", "llama-3.1-8b", "--kv-dtype", "int4").stdout
     assert "int4 codes and their scales" in shown
-    refused(run("estimate", "-m", "llama-3.1-8b", "--kv-dtype", "int5"), "it must be one of auto, int8, int4, fp8")
+    refused(
+        run("estimate", "-m", "llama-3.1-8b", "--kv-dtype", "int5"),
+        "it must be one of auto, int8, int4, fp8",
+    )
 
 
 def test_rounded_kv_from_precompute_to_answer(run, notes):
     """The type is named in every command on a store; another one finds nothing, and says what is there."""
-    exact = json.loads(run("precompute", notes, "--chunk-tokens", 100, "--namespace", "exact", "--json").stdout)
-    stored = json.loads(run("precompute", notes, "--chunk-tokens", 100, "--kv-dtype", "int8", "--json").stdout)
+    exact = json.loads(
+        run("precompute", notes, "--chunk-tokens", 100, "--namespace", "exact", "--json").stdout
+    )
+    stored = json.loads(
+        run("precompute", notes, "--chunk-tokens", 100, "--kv-dtype", "int8", "--json").stdout
+    )
     assert stored["stored"] == exact["stored"] > 0
     assert stored["stored_bytes"] < exact["stored_bytes"] / 3
     options = ("--context", notes, "--mode", "stitch", "--max-new-tokens", 2)
@@ -357,7 +416,9 @@ def test_rounded_kv_from_precompute_to_answer(run, notes):
     assert "rounded to int8" in run("ask", "Who?", *options, "--kv-dtype", "int8").stderr
     assert json.loads(run("ask", "Who?", *options, "--json").stdout)["exactness"] == "full"
     found = json.loads(run("explain", "-", "--json", input=f"{CHUNKS[1]}\n\nWho?").stdout)
-    assert ["kept with kv_dtype='int8'" in (span["reason"] or "") for span in found["spans"]].count(True) == 1
+    assert ["kept with kv_dtype='int8'" in (span["reason"] or "") for span in found["spans"]].count(
+        True
+    ) == 1
 
 
 def test_estimate_measures_what_is_not_given(run, tmp_path, monkeypatch):
@@ -366,7 +427,9 @@ def test_estimate_measures_what_is_not_given(run, tmp_path, monkeypatch):
     assert values["prefill_tokens_per_s"] > 0
     assert values["disk_bytes_per_s"] > 0
     assert values["speedup"] > 0
-    assert not [p for p in (tmp_path / "kv").rglob("*") if p.is_file()], "the measurement leaves nothing behind"
+    assert not [p for p in (tmp_path / "kv").rglob("*") if p.is_file()], (
+        "the measurement leaves nothing behind"
+    )
 
 
 # -- refusals -----------------------------------------------------------------------------------------------------------
@@ -424,7 +487,10 @@ def test_fresh_deletes_a_store_and_nothing_else(run, tmp_path):
     precious = tmp_path / "docs"
     precious.mkdir()
     (precious / "thesis.md").write_text("Years of work.")
-    refused(run("demo", "--framework", "none", "--corpus", precious, "--kv-dir", precious, "--fresh"), "not a KV store")
+    refused(
+        run("demo", "--framework", "none", "--corpus", precious, "--kv-dir", precious, "--fresh"),
+        "not a KV store",
+    )
     assert (precious / "thesis.md").exists()
 
 
@@ -433,7 +499,15 @@ def test_debug_shows_where_an_error_comes_from(run, monkeypatch, where):
     args = ["stats", "--kv-dir", "nowhere"]
     if where == "environment":
         monkeypatch.setenv("KVRAG_DEBUG", "1")
-    result = run(*(["--debug", *args] if where == "before" else [*args, "--debug"] if where == "after" else args))
+    result = run(
+        *(
+            ["--debug", *args]
+            if where == "before"
+            else [*args, "--debug"]
+            if where == "after"
+            else args
+        )
+    )
     assert isinstance(result.exception, KVRagError)
 
 
@@ -453,7 +527,9 @@ def test_a_missing_framework_names_its_extra(run, monkeypatch):
 
 @pytest.mark.parametrize("package", ["typer", "rich"])
 def test_without_its_packages_the_command_line_says_what_to_install(package, monkeypatch, capsys):
-    monkeypatch.setattr(kvrag, "cli", sys.modules["kvrag.cli"])  # importing anew sets it: later tests want the old one
+    monkeypatch.setattr(
+        kvrag, "cli", sys.modules["kvrag.cli"]
+    )  # importing anew sets it: later tests want the old one
     for name in [name for name in sys.modules if name.startswith("kvrag.cli")]:
         monkeypatch.delitem(sys.modules, name)
     hide(package, monkeypatch)
@@ -487,13 +563,23 @@ for args in (["--help"], ["demo", "--help"], ["estimate", "-m", "qwen2.5-3b"]):
 heavy = [name for name in ("torch", "transformers", "faiss", "langchain_core", "llama_index") if name in sys.modules]
 assert not heavy, heavy
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("4096", 4096), ("50MB", 50_000_000), ("2GiB", 2**31), ("1.5 kb", 1500), ("0", 0), ("-1", None), ("lots", None)],
+    [
+        ("4096", 4096),
+        ("50MB", 50_000_000),
+        ("2GiB", 2**31),
+        ("1.5 kb", 1500),
+        ("0", 0),
+        ("-1", None),
+        ("lots", None),
+    ],
 )
 def test_sizes_have_units(text, size):
     if size is None:
@@ -506,11 +592,17 @@ def test_sizes_have_units(text, size):
 def test_a_size_is_read_on_the_line_and_in_the_environment(run, notes, monkeypatch):
     assert run("precompute", notes, "--chunk-tokens", 100, "--disk-bytes", "50MB").exit_code == 0
     monkeypatch.setenv("KVRAG_DISK_BYTES", "1 KB")
-    failed = json.loads(run("precompute", notes, "--chunk-tokens", 99, "--namespace", "b", "--json").stdout)["failed"]
+    failed = json.loads(
+        run("precompute", notes, "--chunk-tokens", 99, "--namespace", "b", "--json").stdout
+    )["failed"]
     assert "don't fit" in failed[0][1]
     assert run("gc", "--disk-bytes", "1MiB").exit_code == 0
 
 
 def test_a_folder_of_the_users_own_files_is_not_made_a_store(run, notes):
-    refused(run("precompute", notes, "--kv-dir", notes.parent), "holds 'notes.md' and is no KV store", "kv_dir")
+    refused(
+        run("precompute", notes, "--kv-dir", notes.parent),
+        "holds 'notes.md' and is no KV store",
+        "kv_dir",
+    )
     assert [path.name for path in notes.parent.iterdir()] == ["notes.md"]

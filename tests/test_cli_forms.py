@@ -27,7 +27,9 @@ def place(tmp_path, monkeypatch, tiny_dir):
     for name in ("KVRAG_MODEL", "KVRAG_KV_DIR", "KVRAG_DEBUG"):
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "notes.md").write_text("\n\n".join([*CHUNKS, f"{SIGNS} {CHUNKS[0]}"]), "utf-8")
-    (tmp_path / "prompt.json").write_text(json.dumps([{"role": "user", "content": f"{CHUNKS[0]}\n\nWho?"}]))
+    (tmp_path / "prompt.json").write_text(
+        json.dumps([{"role": "user", "content": f"{CHUNKS[0]}\n\nWho?"}])
+    )
     (tmp_path / "prompts.jsonl").write_text(json.dumps(f"{CHUNKS[1]}\n{CHUNKS[0]} Who?"))
     return tmp_path
 
@@ -45,12 +47,21 @@ FORMS = {
     "explain": ["prompt.json"],
     "verify": ["prompts.jsonl", "--max-new-tokens", "1", "--strategy", "all"],
     "estimate": [],
-    "calibrate --corpus notes.md --chunk-tokens 40": ["--prompts", "2", "--chunks", "2", "--target-kl", "9"],
+    "calibrate --corpus notes.md --chunk-tokens 40": [
+        "--prompts",
+        "2",
+        "--chunks",
+        "2",
+        "--target-kl",
+        "9",
+    ],
 }
 """Commands that take a model, and what follows it."""
 
 
-@pytest.mark.parametrize("how", ["first", "option", "short", "environment", "both", "over the environment"])
+@pytest.mark.parametrize(
+    "how", ["first", "option", "short", "environment", "both", "over the environment"]
+)
 @pytest.mark.parametrize("command", FORMS)
 def test_a_model_comes_first_or_is_named(command, how, place, tiny_dir, monkeypatch):
     run("precompute", tiny_dir, "notes.md")
@@ -59,7 +70,9 @@ def test_a_model_comes_first_or_is_named(command, how, place, tiny_dir, monkeypa
     if how in ("first", "both", "over the environment"):
         args = [tiny_dir, *args]
     if how in ("environment", "both", "over the environment"):
-        monkeypatch.setenv("KVRAG_MODEL", "./nowhere" if how == "over the environment" else tiny_dir)
+        monkeypatch.setenv(
+            "KVRAG_MODEL", "./nowhere" if how == "over the environment" else tiny_dir
+        )
     if how in ("option", "short"):
         args += ["--model" if how == "option" else "-m", tiny_dir]
     done = run(command, *args, "--json")
@@ -109,7 +122,10 @@ def test_which_argument_is_the_model(words, source, most, model, rest, place):
 
 
 def test_a_model_that_is_missing_is_asked_for(place):
-    for words, said in ((["notes.md"], "'notes.md' is no model"), ([], "pass a model, as in: kvrag precompute MODEL")):
+    for words, said in (
+        (["notes.md"], "'notes.md' is no model"),
+        ([], "pass a model, as in: kvrag precompute MODEL"),
+    ):
         with pytest.raises(InputError, match=said):
             name_model(Context(None), {}, words, most=None)
     assert "pass a model and a question" in run("ask", "Who?").stderr
@@ -128,13 +144,18 @@ def test_other_names_of_options_are_understood_and_not_shown(place, tiny_dir):
     assert len(told[0]) <= 2
     refused = run("ask", tiny_dir, "Who?", "--ratio", "7")
     assert "RepairConfig.recompute_ratio is 7" in refused.stderr
-    assert run("estimate", "qwen2.5-3b", "--ratio=0.5", "--prefill-tps", 5, "--disk-gbps", 1).exit_code == 0
+    assert (
+        run("estimate", "qwen2.5-3b", "--ratio=0.5", "--prefill-tps", 5, "--disk-gbps", 1).exit_code
+        == 0
+    )
     for command in ("ask", "explain", "verify", "estimate"):
         helped = run(command, "--help", env={"COLUMNS": "200"}).stdout
         assert "--recompute-ratio" in helped
         assert "MODEL" in helped
         assert not [name for name in SPELLINGS if f" {name} " in helped]
-    assert "too many" in run("ask", tiny_dir, "a", "--", "--ratio").stderr, "behind -- nothing is an option"
+    assert "too many" in run("ask", tiny_dir, "a", "--", "--ratio").stderr, (
+        "behind -- nothing is an option"
+    )
 
 
 # -- every kind of terminal ------------------------------------------------------------------------------------------------------
@@ -142,7 +163,13 @@ def test_other_names_of_options_are_understood_and_not_shown(place, tiny_dir):
 
 @pytest.mark.parametrize("encoding", ["ascii", "cp1252", "ascii:strict"])
 def test_commands_write_to_terminals_of_any_encoding(place, tiny_dir, encoding):
-    env = {**os.environ, "PYTHONIOENCODING": encoding, "LANG": "C", "PYTHONUTF8": "0", "KVRAG_KV_DIR": "kv"}
+    env = {
+        **os.environ,
+        "PYTHONIOENCODING": encoding,
+        "LANG": "C",
+        "PYTHONUTF8": "0",
+        "KVRAG_KV_DIR": "kv",
+    }
     script = """
 import sys
 from kvrag.cli import app
@@ -171,7 +198,9 @@ for line in sys.argv[1:]:
         "ask|--help",
         "stats|--kv-dir|nowhere-Käse",
     ]
-    done = subprocess.run([sys.executable, "-c", script, *lines], env=env, cwd=place, capture_output=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", script, *lines], env=env, cwd=place, capture_output=True, timeout=300
+    )
     assert b"UnicodeEncodeError" not in done.stderr, done.stderr.decode("utf-8", "replace")[-2000:]
     assert b"Traceback" not in done.stderr, done.stderr.decode("utf-8", "replace")[-2000:]
     name = encoding.partition(":")[0]
@@ -179,7 +208,9 @@ for line in sys.argv[1:]:
     shown = done.stderr.decode(name)
     assert "How the answer was made" in shown
     assert (
-        b"layers x 2 KV heads" in done.stdout if name == "ascii" else "layers × 2 KV heads" in done.stdout.decode(name)
+        b"layers x 2 KV heads" in done.stdout
+        if name == "ascii"
+        else "layers × 2 KV heads" in done.stdout.decode(name)
     )
 
 
@@ -195,7 +226,10 @@ def test_files_of_windows_editors_and_input_of_any_terminal_are_read(place, tiny
     assert "role" not in "".join(span["text"] for span in spans)
     piped = json.loads(run("explain", tiny_dir, "--json", input=content.encode()).stdout)
     assert piped["spans"] == spans
-    assert "standard input is not UTF-8 text" in run("explain", tiny_dir, input="Käse".encode("latin-1")).stderr
+    assert (
+        "standard input is not UTF-8 text"
+        in run("explain", tiny_dir, input="Käse".encode("latin-1")).stderr
+    )
 
 
 # -- faults ----------------------------------------------------------------------------------------------------------------------
@@ -237,7 +271,8 @@ def test_a_fault_of_the_input_is_a_sentence(args, place, tiny_dir):
 
 
 @pytest.mark.parametrize(
-    ("given", "said"), [("{", "is no JSON"), ("[1]", "is [1]; pass a dict"), ('{"tools": []}', "holds 'tools'")]
+    ("given", "said"),
+    [("{", "is no JSON"), ("[1]", "is [1]; pass a dict"), ('{"tools": []}', "holds 'tools'")],
 )
 def test_a_fault_of_template_variables_is_the_one_that_is_said(given, said, place, tiny_dir):
     done = run("ask", tiny_dir, "Who?", "--chat-template-kwargs", given)
@@ -252,7 +287,9 @@ def test_a_fault_of_the_system_names_the_file(place, monkeypatch):
     monkeypatch.setattr("kvrag.cli.store._check_is_store", fail)
     done = run("stats")
     assert done.exit_code == 2
-    assert done.stderr.startswith("kvrag: 'kv/lock': Permission denied; check the path and its rights")
+    assert done.stderr.startswith(
+        "kvrag: 'kv/lock': Permission denied; check the path and its rights"
+    )
     assert isinstance(run("--debug", "stats").exception, PermissionError)
 
 

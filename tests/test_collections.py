@@ -32,11 +32,16 @@ def test_a_text_that_changes_is_replaced_in_its_collection_alone(engine):
     engine.precompute(CHUNKS[:1], ids=["a"], collection="manuals")
     engine.precompute(CHUNKS[1:2], ids=["a"], collection="letters")
     assert engine.precompute(CHUNKS[2:3], ids=["a"], collection="manuals").stored == 1
-    assert [engine.explain([{"role": "user", "content": chunk}]).hits for chunk in CHUNKS[:3]] == [0, 1, 1]
+    assert [engine.explain([{"role": "user", "content": chunk}]).hits for chunk in CHUNKS[:3]] == [
+        0,
+        1,
+        1,
+    ]
 
 
 @pytest.mark.parametrize(
-    "call", ["precompute", "delete", "retain", "document_ids", "precompute_kv", "delete_kv", "sync_kv"]
+    "call",
+    ["precompute", "delete", "retain", "document_ids", "precompute_kv", "delete_kv", "sync_kv"],
 )
 @pytest.mark.parametrize("nothing", ["", "/", "//", 7])
 def test_what_is_no_name_is_refused_and_nothing_happens(engine, call, nothing):
@@ -56,7 +61,9 @@ def test_what_is_no_name_is_refused_and_nothing_happens(engine, call, nothing):
 
 
 def test_a_document_of_a_collection_needs_an_id(engine):
-    with pytest.raises(InputError, match="document 0 has no id, and is to be in the collection 'manuals'"):
+    with pytest.raises(
+        InputError, match="document 0 has no id, and is to be in the collection 'manuals'"
+    ):
         engine.precompute(CHUNKS[:1], collection="manuals")
     with pytest.raises(InputError, match="document 1 has no id"):
         precompute_kv(CHUNKS[:2], llm=engine, ids=["a", None], collection="manuals")

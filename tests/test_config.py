@@ -55,7 +55,9 @@ def test_an_option_of_the_store_is_never_dropped(name, make, tiny_dir, tokenizer
         ({"device": "toaster"}, "toaster"),
     ],
 )
-def test_a_loaded_model_takes_no_option_that_would_change_nothing(options, message, make, tokenizer):
+def test_a_loaded_model_takes_no_option_that_would_change_nothing(
+    options, message, make, tokenizer
+):
     with pytest.raises(ConfigError, match=message):
         make(tiny_model(), tokenizer=tokenizer, **options)
 
@@ -65,12 +67,16 @@ def test_a_loaded_model_on_another_device_is_named(tokenizer, monkeypatch):
     monkeypatch.setattr(type(model), "device", torch.device("cuda:1"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for device in ("cpu", "cuda:0"):
-        with pytest.raises(ConfigError, match=f"device is '{device}', and the loaded model is on cuda:1"):
+        with pytest.raises(
+            ConfigError, match=f"device is '{device}', and the loaded model is on cuda:1"
+        ):
             KVRagEngine.from_pretrained(model, tokenizer=tokenizer, device=device)
     KVRagEngine.from_pretrained(model, tokenizer=tokenizer, device="cuda").close()
 
 
-@pytest.mark.parametrize("options", [{"dtype": "float32", "device": "cpu"}, {"dtype": torch.float32}, {}])
+@pytest.mark.parametrize(
+    "options", [{"dtype": "float32", "device": "cpu"}, {"dtype": torch.float32}, {}]
+)
 def test_what_holds_of_a_loaded_model_may_be_said(options, tokenizer):
     KVRagEngine.from_pretrained(tiny_model(), tokenizer=tokenizer, **options).close()
 
@@ -83,7 +89,11 @@ def test_where_a_tokenizer_is_may_be_said_beside_a_loaded_model(tiny_dir):
 
 
 def test_options_of_transformers_are_not_taken_for_ours(tiny_dir):
-    refuse_misplaced(HUGGING_FACE.split(), ["kv_dir", "prefix", "dtype", "device", "revision", "namespace"], of="x")
+    refuse_misplaced(
+        HUGGING_FACE.split(),
+        ["kv_dir", "prefix", "dtype", "device", "revision", "namespace"],
+        of="x",
+    )
     KVRagEngine.from_pretrained(tiny_dir, local_files_only=True, use_cache=True).close()
 
 
@@ -108,8 +118,18 @@ def test_a_misspelt_option_of_a_config_is_named_with_the_nearest(config, name, n
 
 
 def test_configs_are_still_copied_and_pickled():
-    for config in (StoreConfig(ram_bytes=5), RepairConfig(first_k=2), SamplingConfig(seed=3), Retention(90)):
-        copies = (pickle.loads(pickle.dumps(config)), copy.copy(config), copy.deepcopy(config), replace(config))
+    for config in (
+        StoreConfig(ram_bytes=5),
+        RepairConfig(first_k=2),
+        SamplingConfig(seed=3),
+        Retention(90),
+    ):
+        copies = (
+            pickle.loads(pickle.dumps(config)),
+            copy.copy(config),
+            copy.deepcopy(config),
+            replace(config),
+        )
         assert copies == (config,) * 4
 
 
@@ -117,12 +137,21 @@ def test_configs_are_still_copied_and_pickled():
     ("options", "message"),
     [
         ({"ram_bytes": -1}, "ram_bytes is -1; it must be a whole number of at least 0"),
-        ({"disk_bytes": 1.5}, "disk_bytes is 1.5; it must be a whole number of at least 0, or None"),
+        (
+            {"disk_bytes": 1.5},
+            "disk_bytes is 1.5; it must be a whole number of at least 0, or None",
+        ),
         ({"gpu_fraction": 2}, r"gpu_fraction is 2; it must be a number in \[0, 1\]"),
-        ({"load_timeout_s": float("nan")}, "load_timeout_s is nan; it must be a number of at least 0"),
+        (
+            {"load_timeout_s": float("nan")},
+            "load_timeout_s is nan; it must be a number of at least 0",
+        ),
         ({"low_watermark": 0.99}, r"low_watermark is 0.99; it must be a number in \[0, 0.95\]"),
         ({"durability": "durably"}, "did you mean 'durable'[?] it must be one of durable, cache"),
-        ({"kv_dtype": "int3"}, "kv_dtype is 'int3'; did you mean 'int8'[?] it must be one of auto, int8, int4, fp8"),
+        (
+            {"kv_dtype": "int3"},
+            "kv_dtype is 'int3'; did you mean 'int8'[?] it must be one of auto, int8, int4, fp8",
+        ),
         ({"read_only": 1}, "read_only is 1; it must be True or False"),
         ({"read_only": True, "on_miss": "store"}, "a read_only store takes nothing"),
         ({"event_log": 5}, "event_log is 5; it must be a string, or None"),
@@ -160,7 +189,9 @@ def test_a_positional_value_is_named_by_its_field():
 
 
 def test_a_config_is_taken_as_a_dict_too():
-    assert as_config(StoreConfig, {"ram_bytes": 5}, option="store_config") == StoreConfig(ram_bytes=5)
+    assert as_config(StoreConfig, {"ram_bytes": 5}, option="store_config") == StoreConfig(
+        ram_bytes=5
+    )
     assert as_config(StoreConfig, None, option="store_config") is None
     with pytest.raises(
         ConfigError,
@@ -178,7 +209,9 @@ def test_every_option_has_a_schema_and_a_help(config):
     assert not schema["additionalProperties"]
     assert set(schema["properties"]) == {f.name for f in fields(config)}
     assert all(field["description"] for field in schema["properties"].values())
-    assert TypeAdapter(config).validate_python(TypeAdapter(config).dump_python(config())) == config()
+    assert (
+        TypeAdapter(config).validate_python(TypeAdapter(config).dump_python(config())) == config()
+    )
 
 
 def test_options_can_be_offered_elsewhere_without_their_ranges():
@@ -189,10 +222,16 @@ def test_options_can_be_offered_elsewhere_without_their_ranges():
 
 
 @pytest.mark.parametrize("retention", [90, "90"])
-def test_a_retention_of_another_type_is_refused_before_anything_is_computed(retention, engine, monkeypatch):
-    monkeypatch.setattr(engine.loaded.lm, "forward", lambda *args, **kwargs: pytest.fail("a forward ran"))
+def test_a_retention_of_another_type_is_refused_before_anything_is_computed(
+    retention, engine, monkeypatch
+):
+    monkeypatch.setattr(
+        engine.loaded.lm, "forward", lambda *args, **kwargs: pytest.fail("a forward ran")
+    )
     with pytest.raises(ConfigError, match=r"retention is .*90.*pass a kvrag\.Retention"):
-        engine.precompute(["A text that is long enough to be a chunk of its own. " * 8], retention=retention)
+        engine.precompute(
+            ["A text that is long enough to be a chunk of its own. " * 8], retention=retention
+        )
 
 
 @pytest.mark.parametrize("kind", ["memory", "tiered"])

@@ -12,7 +12,17 @@ from kvrag.types import ChunkIdentity, ChunkKV
 CHUNKS = make_chunks(4, words=30, seed=3)
 OWN = "The bridge was closed in winter.\n\nNobody kept count of the barges."
 NO_REPAIR, ALL = RepairConfig(strategy="none"), RepairConfig(strategy="all")
-KINDS = ["llama", "mistral", "gemma2", "gemma3_text", "qwen2_moe", "phi3", "gptj", "bloom", "smollm3"]
+KINDS = [
+    "llama",
+    "mistral",
+    "gemma2",
+    "gemma3_text",
+    "qwen2_moe",
+    "phi3",
+    "gptj",
+    "bloom",
+    "smollm3",
+]
 
 
 def stored(engine: KVRagEngine) -> dict[str, ChunkKV]:
@@ -41,7 +51,8 @@ def test_kv_is_that_of_a_prompt_with_the_context_before_the_chunk(engine_of, nam
     ids = list(engine.context_ids)
     start = len(engine.tokenizer(engine.prefix_text, add_special_tokens=False)["input_ids"])
     assert (
-        ids == reused.prompt_ids[start : start + len(ids)] or ids == reused.prompt_ids[start + 1 : start + 1 + len(ids)]
+        ids == reused.prompt_ids[start : start + len(ids)]
+        or ids == reused.prompt_ids[start + 1 : start + 1 + len(ids)]
     )
     assert reused.cached_tokens > 20
     assert (reused.logits - full.logits).abs().max() < TOLERANCE
@@ -55,33 +66,48 @@ def test_it_is_said_that_no_chunk_is_exact_and_full_repair_is(engine_of):
     assert [(span.hit, span.exact) for span in spans] == [(True, False)] * 2
     assert "behind a context" in spans[0].reason
     assert engine.prefill(prompt, mode="stitch", repair=NO_REPAIR).exactness == "repaired"
-    full, repaired = engine.prefill(prompt, mode="full"), engine.prefill(prompt, mode="stitch", repair=ALL)
+    full, repaired = (
+        engine.prefill(prompt, mode="full"),
+        engine.prefill(prompt, mode="stitch", repair=ALL),
+    )
     assert (repaired.logits - full.logits).abs().max() < TOLERANCE
 
 
 def test_prefixes_are_encoded_without_it(engine_of, tmp_path):
-    with_context, without = (engine_of("llama", context=context, kv_dir=None) for context in (OWN, None))
+    with_context, without = (
+        engine_of("llama", context=context, kv_dir=None) for context in (OWN, None)
+    )
     for engine in (with_context, without):
         engine.precompute(CHUNKS[:1])
     ids = str(tuple(with_context.loaded.encoder.live_ids(with_context.prefix_text, at_start=True)))
-    for one, other in zip(stored(with_context)[ids].layers, stored(without)[ids].layers, strict=True):
+    for one, other in zip(
+        stored(with_context)[ids].layers, stored(without)[ids].layers, strict=True
+    ):
         assert (one.keys - other.keys).abs().max() < 1e-5
         assert (one.values - other.values).abs().max() < 1e-5
 
 
-def test_each_context_has_keys_of_its_own_and_another_one_is_used_where_there_is_no_better(engine_of, tmp_path):
+def test_each_context_has_keys_of_its_own_and_another_one_is_used_where_there_is_no_better(
+    engine_of, tmp_path
+):
     """A change of the context never answers with KV as if it were the other's; what is there is reused all the same."""
-    first, second = (engine_of("llama", context=context, kv_dir=tmp_path) for context in (OWN, "default"))
+    first, second = (
+        engine_of("llama", context=context, kv_dir=tmp_path) for context in (OWN, "default")
+    )
     assert first.precompute(CHUNKS[:2]).stored == 2
     prompt = question(second, Chunk(CHUNKS[0]))
     assert second.prefill(prompt, mode="stitch", repair=NO_REPAIR).cached_tokens > 20
     assert second.precompute(CHUNKS[:2]).stored == 2
     assert second.precompute(CHUNKS[:2]).skipped == 2
-    used = {identity.context for identity in second._answering.plan(second._request(prompt)).identities}
+    used = {
+        identity.context for identity in second._answering.plan(second._request(prompt)).identities
+    }
     assert used == {"", context_digest(second.context_ids)}  # the prefix has none
 
 
-@pytest.mark.parametrize("context", ["", " \n", 7, b"text", ["default"], "corpus", "defualt", "default:many", "none"])
+@pytest.mark.parametrize(
+    "context", ["", " \n", 7, b"text", ["default"], "corpus", "defualt", "default:many", "none"]
+)
 def test_a_wrong_context_is_refused(tiny_dir, context):
     with pytest.raises(ConfigError, match="context is"):
         KVRagEngine.from_pretrained(tiny_dir, context=context)
@@ -112,7 +138,10 @@ def test_misses_are_stored_behind_it(engine_of):
     prompt = question(engine, Chunk(CHUNKS[2]))
     engine.generate(prompt, max_new_tokens=1)
     assert engine.flush_write_back(60)
-    assert {identity.context for identity in identities(engine)} == {"", context_digest(engine.context_ids)}
+    assert {identity.context for identity in identities(engine)} == {
+        "",
+        context_digest(engine.context_ids),
+    }
 
 
 def test_shared_engines_differ_by_context(tiny_dir):

@@ -45,7 +45,11 @@ def forward_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def costs(engine: KVRagEngine) -> list[tuple[int, float]]:
     """Tokens and milliseconds of every chunk but the prefix, shortest first."""
     found = engine.store.catalog.usages()[1]
-    return sorted((each.num_tokens, each.usage.cost_ms) for each in found if each.usage.priority != PREFIX_PRIORITY)
+    return sorted(
+        (each.num_tokens, each.usage.cost_ms)
+        for each in found
+        if each.usage.priority != PREFIX_PRIORITY
+    )
 
 
 def kept(engine: KVRagEngine) -> list[str]:
@@ -58,7 +62,9 @@ def kept(engine: KVRagEngine) -> list[str]:
 def test_of_two_alike_the_one_that_took_longer_survives(
     engine_of: MakeEngine, forward_s: list[float], order: tuple[str, str]
 ) -> None:
-    texts = {name: f"{CHUNKS[0]} {digit}" for name, digit in (("cheap", 1), ("dear", 2), ("third", 3))}
+    texts = {
+        name: f"{CHUNKS[0]} {digit}" for name, digit in (("cheap", 1), ("dear", 2), ("third", 3))
+    }
     engine = engine_of(prefix="Read.")
     for name in order:
         forward_s[:] = [{"cheap": 0.2, "dear": 0.3}[name]]
@@ -74,7 +80,9 @@ def test_of_two_alike_the_one_that_took_longer_survives(
     assert kept(engine) == ["dear", "third"]
 
 
-def test_the_time_of_a_forward_is_split_by_tokens(engine_of: MakeEngine, forward_s: list[float]) -> None:
+def test_the_time_of_a_forward_is_split_by_tokens(
+    engine_of: MakeEngine, forward_s: list[float]
+) -> None:
     engine = engine_of(prefix="Read.")
     forward_s[:] = [6.0, 1.0]
     engine.precompute([CHUNKS[0], CHUNKS[1] + CHUNKS[2], CHUNKS[3] * 3], batch_size=2)
@@ -98,7 +106,10 @@ def test_the_prefix_has_a_time_of_its_own(
     forward_s[:] = [2.0]
     engine.precompute(CHUNKS[:1])
     uses = [each.usage for each in engine.store.catalog.usages()[1]]
-    assert sorted((usage.priority, usage.cost_ms) for usage in uses) == [(35, 2000.0), (PREFIX_PRIORITY, 7000.0)]
+    assert sorted((usage.priority, usage.cost_ms) for usage in uses) == [
+        (35, 2000.0),
+        (PREFIX_PRIORITY, 7000.0),
+    ]
 
 
 def test_a_cost_that_the_user_gives_stands(engine_of: MakeEngine, forward_s: list[float]) -> None:
@@ -107,7 +118,10 @@ def test_a_cost_that_the_user_gives_stands(engine_of: MakeEngine, forward_s: lis
     engine.precompute(CHUNKS[:1], retention=Retention(60, duration_s=100, cost_ms=7))
     engine.precompute(CHUNKS[1:2], retention=Retention(60))
     assert sorted(cost for _, cost in costs(engine)) == pytest.approx([7.0, 2000.0])
-    assert {each.usage.priority_now() for each in engine.store.catalog.usages()[1]} == {60, PREFIX_PRIORITY}
+    assert {each.usage.priority_now() for each in engine.store.catalog.usages()[1]} == {
+        60,
+        PREFIX_PRIORITY,
+    }
 
 
 def test_a_forward_that_ran_out_of_memory_is_not_counted(

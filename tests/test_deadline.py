@@ -51,15 +51,22 @@ def test_an_index_that_hangs_is_said_to_hang(
     assert result.fallback_reason == "the store did not answer within 0.3 s"
     told = engine.explain(prompt)
     assert told.notes == ["the store did not answer within 0.3 s"]
-    assert [s.reason for s in told.spans if s.kind == "chunk"] == ["the store did not answer within 0.3 s"]
+    assert [s.reason for s in told.spans if s.kind == "chunk"] == [
+        "the store did not answer within 0.3 s"
+    ]
     assert engine.prefill(prompt, mode="full").fallback_reason is None
 
 
-def test_an_index_that_fails_is_said_to_fail(engine_of: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_index_that_fails_is_said_to_fail(
+    engine_of: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = engine_of()
     engine.precompute(CHUNKS)
     monkeypatch.setattr(engine.store, "known", lambda keys: 1 / 0)
-    assert engine.prefill(ask(0), mode="stitch").fallback_reason == "the store failed (division by zero)"
+    assert (
+        engine.prefill(ask(0), mode="stitch").fallback_reason
+        == "the store failed (division by zero)"
+    )
 
 
 @pytest.mark.parametrize("mode", ["stitch", "prefix", "auto"])
@@ -88,7 +95,10 @@ def test_holes_come_first_where_the_rest_does_not_pay(engine_of: MakeEngine) -> 
     engine.precompute(CHUNKS)
     real, config = engine.store.get_many, RepairConfig(strategy="none")
     assert engine.prefill(ask(0, 1, 2), repair=config).fallback_reason is None
-    engine.store.get_many = lambda ids, **kw: [*real(ids, **kw)[:-1], Hole(chunk_key(ids[-1]), "late", None)]  # type: ignore[method-assign]
+    engine.store.get_many = lambda ids, **kw: [
+        *real(ids, **kw)[:-1],
+        Hole(chunk_key(ids[-1]), "late", None),
+    ]  # type: ignore[method-assign]
     result = engine.prefill(ask(0, 1, 2), repair=config)
     assert len(result.holes) == 1
     first, second = str(result.fallback_reason).split("; estimated: ")
@@ -137,12 +147,17 @@ def test_planning_and_loading_share_one_budget(
 
 
 def test_a_budget_that_planning_has_spent_is_not_given_again_to_loading(
-    engine_of: MakeEngine, monkeypatch: pytest.MonkeyPatch, timeouts: list[float], go_on: threading.Event
+    engine_of: MakeEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    timeouts: list[float],
+    go_on: threading.Event,
 ) -> None:
     engine = engine_of(store_config=StoreConfig(load_timeout_s=0.5))
     engine.precompute(CHUNKS)
     real = engine.store.catalog.texts
-    monkeypatch.setattr(engine.store.catalog, "texts", lambda *args: (time.sleep(0.3), real(*args))[1])
+    monkeypatch.setattr(
+        engine.store.catalog, "texts", lambda *args: (time.sleep(0.3), real(*args))[1]
+    )
     monkeypatch.setattr(engine.store.catalog, "variants", lambda _: go_on.wait(20))
     prompt = [engine.prefix_text, Chunk(CHUNKS[0]), Chunk("not stored " * 30), "Who?"]
     result = engine.prefill(prompt, mode="stitch")

@@ -52,7 +52,8 @@ def test_what_looks_like_a_stop_string_is_held_back_then_shown(tokenizer):
     for delta in deltas[:-1]:
         shown += delta
         assert (
-            not any(shown.endswith(part) for part in ("S", "ST", "STO")) or shown.endswith(("a STO", "b STO")) is False
+            not any(shown.endswith(part) for part in ("S", "ST", "STO"))
+            or shown.endswith(("a STO", "b STO")) is False
         )
 
 
@@ -92,7 +93,9 @@ def test_no_stop_tokens_may_be_said_as_none():
     assert SamplingConfig(stop_token_ids=None) == SamplingConfig()
 
 
-@pytest.mark.parametrize("off", [{"top_k": 0}, {"top_k": -1}, {"top_p": 1.0}, {"top_p": 1}, {"min_p": 0.0}, {}])
+@pytest.mark.parametrize(
+    "off", [{"top_k": 0}, {"top_k": -1}, {"top_p": 1.0}, {"top_p": 1}, {"min_p": 0.0}, {}]
+)
 def test_filters_at_their_neutral_values_are_off(off):
     sampler = sampler_of(SamplingConfig(temperature=5.0, seed=1, **off))
     assert {sampler.next(torch.tensor([1.0, 2.0, 3.0, 0.0])) for _ in range(100)} == {0, 1, 2, 3}
@@ -117,6 +120,7 @@ def test_a_seed_is_any_that_torch_takes_and_minus_one_draws_one():
 @pytest.mark.parametrize("seed", [2**64, -2, 1.5, True, "7"])
 def test_a_seed_that_no_generator_takes_is_refused_in_a_sentence(seed):
     with pytest.raises(
-        ConfigError, match=r"SamplingConfig.seed is .*whole number from 0 to 2\*\*64 - 1, or None or -1"
+        ConfigError,
+        match=r"SamplingConfig.seed is .*whole number from 0 to 2\*\*64 - 1, or None or -1",
     ):
         SamplingConfig(seed=seed)

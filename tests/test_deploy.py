@@ -28,8 +28,12 @@ STAND_IN = Path(__file__).parent / "stand_ins" / "compose.py"
 CHUNKS = make_chunks(6, words=40, seed=5)
 FRESH_S = 1.0
 
-pytestmark = pytest.mark.skipif(not DEPLOY.is_dir(), reason="the files are not here: run from a checkout")
-needs_redis = pytest.mark.skipif(shutil.which("redis-server") is None, reason="redis-server is not installed")
+pytestmark = pytest.mark.skipif(
+    not DEPLOY.is_dir(), reason="the files are not here: run from a checkout"
+)
+needs_redis = pytest.mark.skipif(
+    shutil.which("redis-server") is None, reason="redis-server is not installed"
+)
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
@@ -58,8 +62,13 @@ def test_the_image_is_made_of_all_that_the_package_is_built_from():
 
 
 def test_gpus_are_given_to_services_that_there_are():
-    base, cuda = (yaml.safe_load((DEPLOY / name).read_text()) for name in ("compose.yaml", "compose.cuda.yaml"))
-    assert set(cuda["services"]) == {name for name, service in base["services"].items() if "build" in service}
+    base, cuda = (
+        yaml.safe_load((DEPLOY / name).read_text())
+        for name in ("compose.yaml", "compose.cuda.yaml")
+    )
+    assert set(cuda["services"]) == {
+        name for name, service in base["services"].items() if "build" in service
+    }
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------
@@ -73,21 +82,35 @@ class Project:
         (folder / "documents").mkdir(parents=True)
         for number, chunk in enumerate(CHUNKS):
             (folder / "documents" / f"{number}.txt").write_text(chunk)
-        secrets = {"KVRAG_API_KEYS": "app=opensesame", "KVRAG_ENCRYPTION_KEY": "5a" * 32, "REDIS_PASSWORD": "hush"}
+        secrets = {
+            "KVRAG_API_KEYS": "app=opensesame",
+            "KVRAG_ENCRYPTION_KEY": "5a" * 32,
+            "REDIS_PASSWORD": "hush",
+        }
         settings = {"KVRAG_MODEL": model, **secrets}
-        (folder / ".env").write_text("".join(f"{name}={value}\n" for name, value in settings.items()))
+        (folder / ".env").write_text(
+            "".join(f"{name}={value}\n" for name, value in settings.items())
+        )
         (folder / "bin").mkdir()
         docker = folder / "bin" / "docker"
         docker.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{STAND_IN}" "{folder}" "$@"\n')
         docker.chmod(0o755)
         path = f"{docker.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}"
         kept = {name: value for name, value in os.environ.items() if not name.startswith("KVRAG_")}
-        self.env = kept | {"PATH": path, "COMPOSE_FILE": str(DEPLOY / "compose.yaml"), "OMP_NUM_THREADS": "1"}
+        self.env = kept | {
+            "PATH": path,
+            "COMPOSE_FILE": str(DEPLOY / "compose.yaml"),
+            "OMP_NUM_THREADS": "1",
+        }
 
     def bash(self, script):
         """Run lines in a shell that stops at the first fault."""
         done = subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", script], cwd=self.folder, env=self.env, capture_output=True, text=True
+            ["bash", "-euo", "pipefail", "-c", script],
+            cwd=self.folder,
+            env=self.env,
+            capture_output=True,
+            text=True,
         )
         assert done.returncode == 0, done.stdout + done.stderr + script
         return done.stdout
@@ -102,20 +125,29 @@ class Project:
         """Ask a server of OpenAI's API."""
         headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(f"http://127.0.0.1:{self.port(service)}{path}", data, headers)
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port(service)}{path}", data, headers
+        )
         with urllib.request.urlopen(request, timeout=60) as response:
             return json.load(response)
 
     def answer(self, service, numbers=(0, 1, 2)):
         """Ask about some documents; return the text and how many tokens were reused."""
-        found = self.ask(service, "/v1/chat/completions", question(numbers) | {"kvrag": {"mode": "stitch"}})
+        found = self.ask(
+            service, "/v1/chat/completions", question(numbers) | {"kvrag": {"mode": "stitch"}}
+        )
         return found["choices"][0]["message"]["content"], found["kvrag"][0]["cached_tokens"]
 
 
 def question(numbers):
     """A request about some documents."""
     content = "\n\n".join([*(CHUNKS[number] for number in numbers), "What is it about?"])
-    return {"model": "kvrag", "messages": [{"role": "user", "content": content}], "max_tokens": 8, "temperature": 0}
+    return {
+        "model": "kvrag",
+        "messages": [{"role": "user", "content": content}],
+        "max_tokens": 8,
+        "temperature": 0,
+    }
 
 
 @pytest.fixture
@@ -127,7 +159,9 @@ def project(tmp_path, tiny_dir):
 
 def blocks(title):
     """The shell blocks of a section of the runbook."""
-    section = re.search(rf"^## {title}\n(.*?)(?=^## |\Z)", RUNBOOK.read_text(), re.MULTILINE | re.DOTALL)
+    section = re.search(
+        rf"^## {title}\n(.*?)(?=^## |\Z)", RUNBOOK.read_text(), re.MULTILINE | re.DOTALL
+    )
     return re.findall(r"```bash\n(.*?)```", section[1], re.DOTALL)
 
 
@@ -146,16 +180,24 @@ def test_two_servers_share_kv_and_each_loss_costs_time_only(project):
     assert 0 < project.answer("kvrag-2")[1] < reused
 
     if shutil.which("caddy") is not None:
-        client = openai.OpenAI(base_url=f"http://127.0.0.1:{project.port('balancer')}/v1", api_key="opensesame")
+        client = openai.OpenAI(
+            base_url=f"http://127.0.0.1:{project.port('balancer')}/v1", api_key="opensesame"
+        )
         numbers = [tuple(random.Random(seed).sample(range(1, 6), 3)) for seed in range(24)]
         with ThreadPoolExecutor(4) as pool:
             asked = [
-                pool.submit(client.chat.completions.create, **question(each), extra_body={"kvrag": {"mode": "stitch"}})
+                pool.submit(
+                    client.chat.completions.create,
+                    **question(each),
+                    extra_body={"kvrag": {"mode": "stitch"}},
+                )
                 for each in numbers
             ]
             asked[4].result()
             os.kill(project.pid("kvrag-1"), signal.SIGKILL)
-            answers = [each.result() for each in asked]  # what was under way is asked again, by the client
+            answers = [
+                each.result() for each in asked
+            ]  # what was under way is asked again, by the client
         assert all(each.usage.prompt_tokens_details.cached_tokens > 0 for each in answers)
     else:
         os.kill(project.pid("kvrag-1"), signal.SIGKILL)
@@ -173,7 +215,11 @@ def test_two_servers_share_kv_and_each_loss_costs_time_only(project):
 
 def document_of(project, number):
     """Id of a document that the command line has stored."""
-    return next(name for name in project.ask("kvrag-1", "/v1/kv/documents")["data"] if f"{number}.txt" in name)
+    return next(
+        name
+        for name in project.ask("kvrag-1", "/v1/kv/documents")["data"]
+        if f"{number}.txt" in name
+    )
 
 
 @needs_redis

@@ -9,7 +9,11 @@ from kvrag import Chunk, KVRagEngine, RepairConfig
 from kvrag.blend.repair import probed_layers
 
 CHUNKS = make_chunks(6, words=60, seed=23)
-PROMPT = ["Read this.\n", *(part for text in CHUNKS for part in (Chunk(text), "\n")), "Who built the tower?"]
+PROMPT = [
+    "Read this.\n",
+    *(part for text in CHUNKS for part in (Chunk(text), "\n")),
+    "Who built the tower?",
+]
 
 
 @pytest.fixture
@@ -62,9 +66,13 @@ def test_layers_are_copied_beside_the_forwards_that_wait_for_them(engine, device
     assert ranges
     assert kinds(device, "launch: stitch") == ["launch: stitch"] * len(ranges)
     first = order.index("launch: ragged_attention")
-    assert max(order.index(kind) for kind in ranges) < first, "all copies are asked for before the first forward"
+    assert max(order.index(kind) for kind in ranges) < first, (
+        "all copies are asked for before the first forward"
+    )
     names = [kind.split(" on ")[0] for kind in ranges]
-    waited = [kind.removeprefix("order: main after ") for kind in order[1:] if kind.startswith("order")]
+    waited = [
+        kind.removeprefix("order: main after ") for kind in order[1:] if kind.startswith("order")
+    ]
     assert set(waited) == set(names)
     layers = engine.loaded.lm.num_layers
     assert waited[:1] == names[:1]
@@ -80,17 +88,23 @@ def test_a_request_that_fails_waits_for_its_copies(engine, device, monkeypatch):
     monkeypatch.setattr("kvrag.blend.prefill.probe", fail)
     with device, pytest.raises(ValueError, match="the probe failed"):
         engine.prefill(PROMPT, mode="stitch")
-    assert kinds(device, "wait: event") == [kinds(device, "event")[-1].replace("event", "wait: event").split(" on ")[0]]
+    assert kinds(device, "wait: event") == [
+        kinds(device, "event")[-1].replace("event", "wait: event").split(" on ")[0]
+    ]
 
 
 @pytest.mark.parametrize(("kv_dtype", "each"), [("auto", 1), ("int8", 3)])
-def test_chunks_cross_the_wire_as_they_are_kept_and_in_few_copies(engine_of, monkeypatch, kv_dtype, each):
+def test_chunks_cross_the_wire_as_they_are_kept_and_in_few_copies(
+    engine_of, monkeypatch, kv_dtype, each
+):
     """A copy for each chunk and range of layers, of the bytes that are stored; nothing is widened before.
 
     Here codes take one for each layer: scales of a few heads end where the device's loads of 16 bytes may not begin.
     """
     config = {"kv_dtype": kv_dtype}
-    engine = engine_of(prefix="Read this.\n", store_config=config, repair=RepairConfig(strategy="none", shift=0.0))
+    engine = engine_of(
+        prefix="Read this.\n", store_config=config, repair=RepairConfig(strategy="none", shift=0.0)
+    )
     report = engine.precompute(CHUNKS)
     assert not report.failed
     fake = install(monkeypatch)

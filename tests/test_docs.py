@@ -24,12 +24,16 @@ ROOT = Path(__file__).parents[1]
 PAGES = [page for page in sorted((ROOT / "docs").rglob("*.md")) if page.parent.name != "changes"]
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *PAGES]
 
-pytestmark = pytest.mark.skipif(not (ROOT / "docs").is_dir(), reason="the documents are not here: run from a checkout")
+pytestmark = pytest.mark.skipif(
+    not (ROOT / "docs").is_dir(), reason="the documents are not here: run from a checkout"
+)
 
 
 @pytest.mark.parametrize("script", ["tables.py", "plots.py"])
 def test_tables_and_plots_are_in_step_with_the_results(script):
-    done = subprocess.run([sys.executable, ROOT / "docs" / script, "--check"], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, ROOT / "docs" / script, "--check"], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout
 
 
@@ -48,11 +52,15 @@ def test_links_inside_the_repository_lead_somewhere(document):
 
 def test_the_architecture_names_every_room_and_module_and_no_other():
     rows = [
-        line.split("|")[1:3] for line in (ROOT / "docs" / "architecture.md").read_text().splitlines() if "|" in line
+        line.split("|")[1:3]
+        for line in (ROOT / "docs" / "architecture.md").read_text().splitlines()
+        if "|" in line
     ]
     facade = next(told for room, told in rows if room.strip() == "facade")
     code = [path for path in (ROOT / "kvrag").iterdir() if not path.name.startswith("_")]
-    assert set(re.findall(r"`(\w+)`", facade)) == {path.stem for path in code if path.suffix == ".py"}
+    assert set(re.findall(r"`(\w+)`", facade)) == {
+        path.stem for path in code if path.suffix == ".py"
+    }
     rooms = {name for room, _ in rows for name in re.findall(r"`(\w+)/`", room)}
     assert rooms == {path.name for path in code if path.is_dir()}
 
@@ -67,7 +75,11 @@ def test_commands_that_install_kvrag_work_before_there_is_a_release(document):
 
 def test_tests_named_as_promises_exist():
     text = (ROOT / "docs" / "promises.md").read_text()
-    functions = {n for f in (ROOT / "tests").rglob("test_*.py") for n in re.findall(r"def (test_\w+)", f.read_text())}
+    functions = {
+        n
+        for f in (ROOT / "tests").rglob("test_*.py")
+        for n in re.findall(r"def (test_\w+)", f.read_text())
+    }
     assert set(re.findall(r"::(test_\w+)", text)) <= functions
     for path in re.findall(r"`(tests/[\w/.]+)", text):
         assert (ROOT / path).exists(), path
@@ -76,8 +88,12 @@ def test_tests_named_as_promises_exist():
 def test_the_support_table_has_every_architecture_of_the_tests():
     from kvrag.testing.models import REFUSED, TINY
 
-    runs = json.loads((ROOT / "tests" / "benchmarks" / "results" / "support.json").read_text())["runs"]
-    newest = runs[max(runs, key=lambda version: [int(part) for part in version.split(".")[:3]])]["rows"]
+    runs = json.loads((ROOT / "tests" / "benchmarks" / "results" / "support.json").read_text())[
+        "runs"
+    ]
+    newest = runs[max(runs, key=lambda version: [int(part) for part in version.split(".")[:3]])][
+        "rows"
+    ]
     assert set(TINY) | set(REFUSED) <= set(newest), "run `make docs`"
     exact = {name for name, row in newest.items() if row["reuse"] == "exact"}
     assert len(exact) >= 25
@@ -88,10 +104,15 @@ def test_the_support_table_has_every_architecture_of_the_tests():
 # -- code blocks -------------------------------------------------------------------------------------------------------
 
 BLOCK = re.compile(
-    r"(?:<!-- not run: (?P<why>[^\n]+) -->\n)?```python\n(?P<code>.*?)```\n(?:\n```text\n(?P<out>.*?)```)?", re.DOTALL
+    r"(?:<!-- not run: (?P<why>[^\n]+) -->\n)?```python\n(?P<code>.*?)```\n(?:\n```text\n(?P<out>.*?)```)?",
+    re.DOTALL,
 )
 """A Python block, why it is not run, and what it must print; in that, ``…`` stands for anything."""
-RUN = [page for page in DOCUMENTS if page.name in ("README.md", "migration.md") or page.parent.name == "how-to"]
+RUN = [
+    page
+    for page in DOCUMENTS
+    if page.name in ("README.md", "migration.md") or page.parent.name == "how-to"
+]
 RUN = [page for page in RUN if "```python" in page.read_text()]
 """Pages whose blocks run from top to bottom in one namespace, on a tiny model in the place of the one they name."""
 TUTORIALS = sorted((ROOT / "docs").glob("tutorial*.md"))
@@ -107,7 +128,9 @@ def run_page(page, models, directory, monkeypatch, **names):
     """Run a page's blocks, with each model's name replaced, and return the tokens that its answers took from stored KV."""
     reused = []
     count = EngineStats.count
-    monkeypatch.setattr(EngineStats, "count", lambda self, r: (reused.append(r.cached_tokens), count(self, r))[1])
+    monkeypatch.setattr(
+        EngineStats, "count", lambda self, r: (reused.append(r.cached_tokens), count(self, r))[1]
+    )
     monkeypatch.chdir(directory)
     monkeypatch.setattr(os, "environ", os.environ.copy())
     text, engines = page.read_text(), set(KVRagEngine._recent)
@@ -118,14 +141,21 @@ def run_page(page, models, directory, monkeypatch, **names):
             code = block["code"]
             for name, local in models.items():
                 code = code.replace(f'"{name}"', repr(str(local)))
-            code = compile("\n" * text.count("\n", 0, block.start("code")) + code, page.name, "exec")
+            code = compile(
+                "\n" * text.count("\n", 0, block.start("code")) + code, page.name, "exec"
+            )
             with redirect_stdout(StringIO()) as printed:
                 exec(code, names)
             if block["out"]:
                 wanted = re.escape(block["out"].strip()).replace("…", ".*")
-                assert re.fullmatch(wanted, printed.getvalue().strip(), re.DOTALL), printed.getvalue()
+                assert re.fullmatch(wanted, printed.getvalue().strip(), re.DOTALL), (
+                    printed.getvalue()
+                )
     finally:
-        for engine in {*KVRagEngine._recent, *(v for v in names.values() if isinstance(v, KVRagEngine))} - engines:
+        for engine in {
+            *KVRagEngine._recent,
+            *(v for v in names.values() if isinstance(v, KVRagEngine)),
+        } - engines:
             engine.close()
     return sum(reused)
 
@@ -144,8 +174,15 @@ def test_code_blocks_run(page, tiny_dir, tokenizer, tmp_path, monkeypatch):
     chunks = [WORDS.format(n=n) * 2 for n in range(4)]
     for n, chunk in enumerate(chunks):
         (tmp_path / "data" / f"{n}.txt").write_text(chunk)
-    given = {"splits": [Document(chunk, id=f"split-{n}") for n, chunk in enumerate(chunks)], "chunks": chunks}
-    given |= {"embeddings": DeterministicFakeEmbedding(size=8), "model": tiny_model(), "tokenizer": tokenizer}
+    given = {
+        "splits": [Document(chunk, id=f"split-{n}") for n, chunk in enumerate(chunks)],
+        "chunks": chunks,
+    }
+    given |= {
+        "embeddings": DeterministicFakeEmbedding(size=8),
+        "model": tiny_model(),
+        "tokenizer": tokenizer,
+    }
     reused = run_page(page, {"Qwen/Qwen2.5-3B-Instruct": tiny_dir}, tmp_path, monkeypatch, **given)
     assert reused > 0 or page.name in WITHOUT_ANSWERS, "no answer used stored KV"
 
@@ -162,7 +199,11 @@ def test_the_tutorial_prints_what_it_shows(page, tmp_path, monkeypatch):
 
 
 def test_few_blocks_are_not_run():
-    found = {(page.name, block["why"]) for page in [*RUN, *TUTORIALS] for block in BLOCK.finditer(page.read_text())}
+    found = {
+        (page.name, block["why"])
+        for page in [*RUN, *TUTORIALS]
+        for block in BLOCK.finditer(page.read_text())
+    }
     left_out = sorted(each for each in found if each[1])
     print(*left_out, sep="\n")
     assert len(left_out) <= NOT_RUN
@@ -181,7 +222,9 @@ def test_the_site_is_built_without_a_warning_and_asks_no_other_host(tmp_path):
     """Strict: every page is in the navigation, every link and anchor leads somewhere, every docstring is understood."""
     pytest.importorskip("mkdocs")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"NO_COLOR": "1"})
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"NO_COLOR": "1"}
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     loads = re.compile(
         r"""(?:<(?:script|img|iframe|source|use)\b[^>]*?\s(?:src|srcset|href)|<link\b[^>]*?\shref)=["']?(?:https?:)?//[^"'>\s]+"""
@@ -198,25 +241,39 @@ def test_the_site_is_built_without_a_warning_and_asks_no_other_host(tmp_path):
         ("llama-index", "llama_index.llms.kvrag"),
         ("llama-index", "llama_index.vector_stores.kvrag"),
     ):
-        api, names = (tmp_path / "api" / f"{page}.html").read_text(), importlib.import_module(module).__all__
+        api, names = (
+            (tmp_path / "api" / f"{page}.html").read_text(),
+            importlib.import_module(module).__all__,
+        )
         assert {name for name in names if f'id="{module}.{name}"' not in api} <= {"__version__"}
         assert not re.search(r":(?:class|meth|func):", api)
 
 
 def test_a_release_gives_the_readme_links_that_lead_somewhere_from_an_index(tmp_path):
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text())
-    step = next(step["run"] for step in workflow["jobs"]["build"]["steps"] if "README.md" in step.get("run", ""))
+    step = next(
+        step["run"]
+        for step in workflow["jobs"]["build"]["steps"]
+        if "README.md" in step.get("run", "")
+    )
     readme = Path(shutil.copy(ROOT / "README.md", tmp_path))
     place = {"GITHUB_REPOSITORY": "someone/kvrag", "GITHUB_REF_NAME": "v1.0"}
     subprocess.run(["bash", "-c", step], cwd=tmp_path, env=os.environ | place, check=True)
     links = re.findall(r"\]\(([^)]+)\)", readme.read_text())
     assert len(links) > 20
     assert [link for link in links if not link.startswith(("https://", "#"))] == []
-    assert "](https://raw.githubusercontent.com/someone/kvrag/v1.0/docs/pictures/overview.svg)" in readme.read_text()
+    assert (
+        "](https://raw.githubusercontent.com/someone/kvrag/v1.0/docs/pictures/overview.svg)"
+        in readme.read_text()
+    )
 
 
 def test_fragments_go_into_the_section_of_the_present_version(tmp_path, capsys):
-    fragments = {"new.feature": "A *new*\nthing.", "mended.fix": "A fault.", "other.fix": "Another."}
+    fragments = {
+        "new.feature": "A *new*\nthing.",
+        "mended.fix": "A fault.",
+        "other.fix": "Another.",
+    }
     (tmp_path / "docs" / "changes").mkdir(parents=True)
     for name, text in fragments.items():
         (tmp_path / "docs" / "changes" / f"{name}.md").write_text(text)
@@ -227,7 +284,9 @@ def test_fragments_go_into_the_section_of_the_present_version(tmp_path, capsys):
     run = runpy.run_path(str(ROOT / "docs" / "changelog.py"), run_name="imported")["main"]
     assert run(tmp_path) == run(tmp_path) == 0
     section = "## 2.0\n\n### Added\n\n* A *new* thing.\n\n### Fixed\n\n* A fault.\n* Another.\n"
-    assert file.read_text() == f"# Changelog\n\nWords.\n\n{section}\n## 1.0\n\n### Added\n\n* Old.\n"
+    assert (
+        file.read_text() == f"# Changelog\n\nWords.\n\n{section}\n## 1.0\n\n### Added\n\n* Old.\n"
+    )
     (tmp_path / "docs" / "changes" / "more.feature.md").write_text("More.")
     run(tmp_path)
     assert "* A *new* thing.\n* More.\n\n### Fixed\n" in file.read_text()
@@ -251,7 +310,9 @@ def test_the_fragments_that_are_there_go_into_the_changelog(tmp_path):
     assert (tmp_path / "docs" / "changes" / "odd.changed.md").exists()
 
 
-@pytest.mark.parametrize("script", sorted((ROOT / "tests" / "benchmarks").glob("*.py")), ids=lambda script: script.stem)
+@pytest.mark.parametrize(
+    "script", sorted((ROOT / "tests" / "benchmarks").glob("*.py")), ids=lambda script: script.stem
+)
 def test_benchmarks_find_what_they_measure(script, monkeypatch):
     monkeypatch.syspath_prepend(script.parent)
     assert runpy.run_path(str(script), run_name="imported")["__doc__"]

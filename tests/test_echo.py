@@ -26,7 +26,9 @@ def expected(engine, ids):
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "bloom", "qwen2"])
 @pytest.mark.parametrize("size", [1, 7, 10_000])
-def test_each_token_has_the_models_own_value_however_it_is_sliced(engine_of, name, size, monkeypatch):
+def test_each_token_has_the_models_own_value_however_it_is_sliced(
+    engine_of, name, size, monkeypatch
+):
     engine = engine_of(name)
     monkeypatch.setattr(logprobs, "SLICE_BYTES", 4 * size * engine.loaded.lm.vocab_size)
     result = engine.generate(TEXT, max_new_tokens=3, logprobs=2, prompt_logprobs=2)
@@ -37,13 +39,19 @@ def test_each_token_has_the_models_own_value_however_it_is_sliced(engine_of, nam
     assert [each.token_id for each in result.prompt_logprobs] == ids
     assert [each.logprob for each in rest] == pytest.approx(want, abs=1e-4)
     for at, each in enumerate(rest):
-        assert [value for _, value in each.top] == pytest.approx(values[at].topk(2).values.tolist(), abs=1e-4)
+        assert [value for _, value in each.top] == pytest.approx(
+            values[at].topk(2).values.tolist(), abs=1e-4
+        )
     plain = engine.generate(TEXT, max_new_tokens=3, logprobs=2)
     assert result.text == plain.text
     assert [each.logprob for each in result.logprobs] == pytest.approx(
         [each.logprob for each in plain.logprobs], abs=1e-4
     )
-    assert (result.prompt_tokens, result.computed_tokens, result.cached_tokens) == (len(ids), len(ids), 0)
+    assert (result.prompt_tokens, result.computed_tokens, result.cached_tokens) == (
+        len(ids),
+        len(ids),
+        0,
+    )
     assert (result.exactness, plain.prompt_logprobs) == ("full", None)
 
 
@@ -52,8 +60,13 @@ def test_prompts_of_every_form_have_them(engine):
     of_chat = engine.generate(CHAT, max_new_tokens=1, prompt_logprobs=0).prompt_logprobs
     of_ids = engine.generate(list(ids), max_new_tokens=1, prompt_logprobs=0).prompt_logprobs
     assert [each.token_id for each in of_chat] == list(ids)
-    assert [each.logprob for each in of_chat[1:]] == pytest.approx([each.logprob for each in of_ids[1:]], abs=1e-4)
-    assert len(engine.generate([int(ids[0])], max_new_tokens=1, prompt_logprobs=0).prompt_logprobs) == 1
+    assert [each.logprob for each in of_chat[1:]] == pytest.approx(
+        [each.logprob for each in of_ids[1:]], abs=1e-4
+    )
+    assert (
+        len(engine.generate([int(ids[0])], max_new_tokens=1, prompt_logprobs=0).prompt_logprobs)
+        == 1
+    )
 
 
 def test_what_does_not_fit_or_is_no_number_is_refused(engine):
@@ -78,6 +91,10 @@ def test_offsets_are_places_in_the_prompts_text(tokenizer):
     ids = [tokenizer.bos_token_id, *tokenizer("Who reads?", add_special_tokens=False).input_ids]
     told = [TokenLogprob(ids[0], math.nan), *[TokenLogprob(token, -1.0) for token in ids[1:]]]
     written = Writer(tokenizer, is_chat=False, echo="Who reads?").write(told)
-    assert (written["token_logprobs"][0], written["top_logprobs"][0], written["text_offset"][0]) == (None, None, 0)
+    assert (
+        written["token_logprobs"][0],
+        written["top_logprobs"][0],
+        written["text_offset"][0],
+    ) == (None, None, 0)
     for token, at in zip(written["tokens"][1:], written["text_offset"][1:], strict=True):
         assert "Who reads?"[at : at + len(token)] == token

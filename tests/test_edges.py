@@ -30,7 +30,9 @@ def test_reuse_that_auto_drops_has_a_reason_and_is_counted_as_a_fallback(engine)
     prompt = about(*CHUNKS[:2])
     result, explained = engine.generate(prompt, max_new_tokens=1), engine.explain(prompt)
     assert (result.exactness, explained.mode) == ("exact", "prefix")
-    assert result.fallback_reason.startswith("repaired reuse would not pay; estimated: reuse as much as ")
+    assert result.fallback_reason.startswith(
+        "repaired reuse would not pay; estimated: reuse as much as "
+    )
     assert result.fallback_reason in explained.notes
     assert engine.stats()["fallbacks"] == engine.stats()["requests_exact"] == 1
     assert "2 chunk(s) with KV, would run in mode 'prefix'" in str(explained)
@@ -49,7 +51,9 @@ def test_a_directory_that_is_made_again_is_a_store_again(engine, tmp_path):
 
 def test_a_chunk_that_was_not_stored_is_an_error_unless_a_warning_will_do(engine):
     long = " ".join(make_chunks(1, words=1500))
-    with pytest.raises(StoreError, match=r"1 chunk.s. could not be stored.*the first one, b: .*context window"):
+    with pytest.raises(
+        StoreError, match=r"1 chunk.s. could not be stored.*the first one, b: .*context window"
+    ):
         precompute_kv([CHUNKS[0], long], ids=["a", "b"], llm=engine)
     assert engine.document_ids() == ["a"], "the others are stored"
     with pytest.warns(UserWarning, match="not all KV was precomputed: 1 chunk"):
@@ -68,7 +72,10 @@ def test_chunks_that_are_too_short_are_told_apart_from_stored_ones(engine):
 def test_a_full_disk_ends_a_precompute_early_and_says_what_is_missing(engine, monkeypatch):
     chunks = make_chunks(20)
     size = engine.precompute(chunks[:1]).stored_bytes
-    full, forwards = raising(OSError, errno.ENOSPC, "No space left on device"), Forwards(monkeypatch)
+    full, forwards = (
+        raising(OSError, errno.ENOSPC, "No space left on device"),
+        Forwards(monkeypatch),
+    )
     monkeypatch.setattr(engine.store.blobs, "write", full)
     report = engine.precompute(chunks, batch_size=1)
     assert forwards.count <= 3, "the first one, and what was under way when it was refused"
@@ -82,7 +89,9 @@ def test_a_full_disk_ends_a_precompute_early_and_says_what_is_missing(engine, mo
 
 @pytest.mark.parametrize("batch_size", [1, 3])
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
-def test_a_chunk_that_can_not_be_stored_keeps_no_other_from_it(engine_of, monkeypatch, caplog, kv_dtype, batch_size):
+def test_a_chunk_that_can_not_be_stored_keeps_no_other_from_it(
+    engine_of, monkeypatch, caplog, kv_dtype, batch_size
+):
     engine = engine_of(store_config=StoreConfig(kv_dtype=kv_dtype))
     real = kvrag.precompute.run.encode_chunks
 
@@ -97,11 +106,15 @@ def test_a_chunk_that_can_not_be_stored_keeps_no_other_from_it(engine_of, monkey
     report = engine.precompute(make_chunks(6), batch_size=batch_size)
     assert (report.stored, len(report.failed)) == (5, 1)
     assert "not finite" in report.failed[0][1]
-    assert f"chunk {report.failed[0][0]} (" in caplog.text, "its key, as where a stored one is rejected"
+    assert f"chunk {report.failed[0][0]} (" in caplog.text, (
+        "its key, as where a stored one is rejected"
+    )
 
 
 def test_a_prompt_without_a_chunk_reuses_the_stored_prefix(engine_of, monkeypatch):
-    engine = engine_of(prefix="Answer from the notes of the harbour archive, in one short sentence.\n\n")
+    engine = engine_of(
+        prefix="Answer from the notes of the harbour archive, in one short sentence.\n\n"
+    )
     engine.precompute(CHUNKS[:1])
     prompt = f"{engine.prefix_text}Hello, who are you?"
     result = engine.prefill(prompt)
@@ -117,17 +130,23 @@ def test_a_prompt_without_a_chunk_reuses_the_stored_prefix(engine_of, monkeypatc
     assert float((result.logits - engine.prefill(prompt, mode="full").logits).abs().max()) < 1e-4
 
 
-TEXT = (
-    f'title: The harbour\n\nA **first** "line" & more,\nand _its_ end. The rest. {CHUNKS[0]} And the ending of it all.'
-)
+TEXT = f'title: The harbour\n\nA **first** "line" & more,\nand _its_ end. The rest. {CHUNKS[0]} And the ending of it all.'
 REWRITTEN = {
     "escaped, as by repr()": (lambda text: str([text]), json.dumps),
     "HTML's escapes": (html.escape,),
     "backslashes": (lambda text: re.sub(r"([*_.&])", r"\\\1", text),),
-    "quoted or indented": (lambda t: re.sub("(?m)^", "> ", t), lambda t: re.sub("(?m)^(?=.)", "    ", t)),
-    "numbers before": (lambda text: "\n".join(f"{n}: {line}" for n, line in enumerate(text.splitlines(), 1)),),
+    "quoted or indented": (
+        lambda t: re.sub("(?m)^", "> ", t),
+        lambda t: re.sub("(?m)^(?=.)", "    ", t),
+    ),
+    "numbers before": (
+        lambda text: "\n".join(f"{n}: {line}" for n, line in enumerate(text.splitlines(), 1)),
+    ),
     "line ends": (lambda text: text.replace("\n", "\r\n"),),
-    "white space changed": (lambda t: t.replace("A **", "A  **"), lambda t: "\n".join(textwrap.wrap(t))),
+    "white space changed": (
+        lambda t: t.replace("A **", "A  **"),
+        lambda t: "\n".join(textwrap.wrap(t)),
+    ),
     "upper-cased or lower-cased": (str.upper, str.lower),
     "other signs": (lambda text: text.replace('"', "\u201d").replace("notes", "no\u00adtes"),),
     "without the metadata": (lambda text: text.partition("\n\n")[2],),
@@ -139,12 +158,16 @@ REWRITTEN = {
 """Words of each cause, and what brings it about."""
 
 
-@pytest.mark.parametrize(("words", "rewritten"), [(w, each) for w, many in REWRITTEN.items() for each in many])
+@pytest.mark.parametrize(
+    ("words", "rewritten"), [(w, each) for w, many in REWRITTEN.items() for each in many]
+)
 def test_a_rewritten_chunk_is_explained_by_its_cause_also_beside_others(engine, words, rewritten):
     engine.precompute([TEXT, CHUNKS[1]])
     assert [words in note for note in engine.explain(about(rewritten(TEXT))).notes] == [True]
     beside = engine.explain(about(CHUNKS[1], rewritten(TEXT)))
-    assert any(words in note for note in beside.notes) == any(words in cause for cause, *_ in CAUSES)
+    assert any(words in note for note in beside.notes) == any(
+        words in cause for cause, *_ in CAUSES
+    )
     assert not engine.explain(about(CHUNKS[1])).notes[1:], "nothing is made up"
 
 
@@ -164,7 +187,9 @@ def test_a_rewritten_chunk_is_warned_of_once(engine, words, recwarn):
     assert engine.stats()["requests_without_hits"] == 2
 
 
-def test_prompts_that_have_nothing_to_do_with_the_store_are_warned_of_late_and_never_after_a_hit(engine, recwarn):
+def test_prompts_that_have_nothing_to_do_with_the_store_are_warned_of_late_and_never_after_a_hit(
+    engine, recwarn
+):
     engine.generate(about("Good morning."), max_new_tokens=1)
     engine.precompute(CHUNKS[:1])
     for _ in range(MANY - 1):
@@ -185,7 +210,10 @@ def test_advice_on_the_prefix_can_be_pasted_and_holds_no_documents_text(engine_o
     cases = (
         (CHUNKS[0], ""),
         (f"{rules}\n\n{CHUNKS[0]}", f"prefix={rules + chr(10) * 2!r}"),
-        (f"{rules}\n\nfile_path: /data/a.txt\n\n{CHUNKS[0]}", "'file_path: /data/a.txt' stands before the chunk"),
+        (
+            f"{rules}\n\nfile_path: /data/a.txt\n\n{CHUNKS[0]}",
+            "'file_path: /data/a.txt' stands before the chunk",
+        ),
     )
     for prompt, advice in cases:
         said = str(engine.explain(f"{prompt}\n\n{CHUNKS[1]}\n\nWho?"))
@@ -196,7 +224,11 @@ def test_advice_on_the_prefix_can_be_pasted_and_holds_no_documents_text(engine_o
 def test_an_engine_that_was_closed_says_so_and_loads_nothing_again(engine):
     engine.precompute(CHUNKS[:1])
     engine.close()
-    for use in (lambda: engine.generate("Who?"), lambda: engine.precompute(CHUNKS), lambda: engine.explain("Who?")):
+    for use in (
+        lambda: engine.generate("Who?"),
+        lambda: engine.precompute(CHUNKS),
+        lambda: engine.explain("Who?"),
+    ):
         with pytest.raises(ModelError, match="this engine is closed"):
             use()
     with pytest.raises(ModelError, match="this engine is closed"):

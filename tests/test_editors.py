@@ -42,19 +42,27 @@ def shown(path: str) -> jedi.api.classes.Signature:
 @pytest.mark.parametrize("path", CLASSES)
 def test_a_constructor_shows_its_fields_with_their_types(path):
     params = {param.name: param for param in shown(path).params}
-    frameworks = {*BaseLLM.model_fields, *BaseChatModel.model_fields, *FunctionCallingLLM.model_fields}
+    frameworks = {
+        *BaseLLM.model_fields,
+        *BaseChatModel.model_fields,
+        *FunctionCallingLLM.model_fields,
+    }
     own = CLASSES[path].model_fields.keys() - frameworks
     assert OURS <= own <= set(params)
     for name in OURS:
         assert ":" in params[name].to_string(), f"{name} has no type"
-    assert not [name for name, param in params.items() if param.kind == inspect.Parameter.VAR_KEYWORD]
+    assert not [
+        name for name, param in params.items() if param.kind == inspect.Parameter.VAR_KEYWORD
+    ]
 
 
 @pytest.mark.parametrize("path", CLASSES)
 def test_a_constructor_has_the_same_names_at_run_time(path):
     params = inspect.signature(CLASSES[path]).parameters
     assert set(CLASSES[path].model_fields) <= set(params)
-    assert not [name for name, param in params.items() if param.kind == inspect.Parameter.VAR_KEYWORD]
+    assert not [
+        name for name, param in params.items() if param.kind == inspect.Parameter.VAR_KEYWORD
+    ]
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -64,10 +72,14 @@ def test_a_method_names_its_options_with_their_types(path, name):
     untyped = [each for each in params if params[each].annotation is inspect.Parameter.empty]
     assert untyped == ["self"]
     assert not [each for each in params if params[each].kind == inspect.Parameter.VAR_KEYWORD]
-    if name != "explain":  # no option of the function's is missing in the method, and its default is the same
+    if (
+        name != "explain"
+    ):  # no option of the function's is missing in the method, and its default is the same
         wanted = dict(inspect.signature(getattr(kvrag, name)).parameters)
         del wanted["llm"]
-        defaults: dict[str, Any] = {each: param.default for each, param in params.items() if each != "self"}
+        defaults: dict[str, Any] = {
+            each: param.default for each, param in params.items() if each != "self"
+        }
         assert defaults == {each: param.default for each, param in wanted.items()}
 
 
@@ -83,4 +95,7 @@ def test_the_fields_of_sampling_are_those_of_its_config():
     for cls in CLASSES.values():
         for name in names & cls.model_fields.keys():
             field = cls.model_fields[name]
-            assert (field.default, field.description) == (declared[name].default, declared[name].description), name
+            assert (field.default, field.description) == (
+                declared[name].default,
+                declared[name].description,
+            ), name

@@ -36,19 +36,29 @@ def engine_of(tokenizer, eos_token_id, **changes) -> KVRagEngine:
         ([END, PAD], {}, {END, PAD}),
         (PAD, {}, {PAD, END}),  # the tokenizer ends elsewhere
         (PAD, {"eos_token": "<pad>"}, {PAD, END}),  # the template alone knows
-        (PAD, {"eos_token": "<pad>", "chat_template": TURNS.replace("CLOSE", " \n<|im_start|>")}, {PAD, START}),
+        (
+            PAD,
+            {"eos_token": "<pad>", "chat_template": TURNS.replace("CLOSE", " \n<|im_start|>")},
+            {PAD, START},
+        ),
         (PAD, {"eos_token": "<pad>", "chat_template": TURNS.replace("CLOSE", "")}, {PAD}),
         (PAD, {"eos_token": "<pad>", "chat_template": TURNS.replace("CLOSE", "\nUser:")}, {PAD}),
         (PAD, {"eos_token": "<pad>", "chat_template": REFUSING}, {PAD}),
         (PAD, {"eos_token": "<pad>", "chat_template": None}, {PAD}),
     ],
 )
-def test_an_answer_ends_at_every_token_that_anything_calls_an_end(eos_token_id, changes, wanted, tokenizer, caplog):
+def test_an_answer_ends_at_every_token_that_anything_calls_an_end(
+    eos_token_id, changes, wanted, tokenizer, caplog
+):
     engine = engine_of(tokenizer, eos_token_id, **changes)
     with caplog.at_level(logging.WARNING):
         assert end_ids(engine.loaded) == wanted
         assert end_ids(engine.loaded) == wanted
-    own = set() if eos_token_id is None else {*(eos_token_id if isinstance(eos_token_id, list) else [eos_token_id])}
+    own = (
+        set()
+        if eos_token_id is None
+        else {*(eos_token_id if isinstance(eos_token_id, list) else [eos_token_id])}
+    )
     said = [message for message in caplog.messages if "answers of this model end at" in message]
     assert len(said) == int(bool(own) and wanted > own)
     for token in wanted:

@@ -55,13 +55,17 @@ def ask(*order: int, question: str = "Who?") -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize(
-    ("mode", "exactness"), [("full", "full"), ("prefix", "exact"), ("stitch", "repaired"), ("auto", "repaired")]
+    ("mode", "exactness"),
+    [("full", "full"), ("prefix", "exact"), ("stitch", "repaired"), ("auto", "repaired")],
 )
 def test_every_token_is_accounted_for_once(engine, mode, exactness):
     engine.precompute(CHUNKS)
     result = engine.generate(ask(0, 1, 2, 3, 4), mode=mode, max_new_tokens=3)
     assert result.exactness == exactness
-    assert result.cached_tokens + result.repaired_tokens + result.computed_tokens == result.prompt_tokens
+    assert (
+        result.cached_tokens + result.repaired_tokens + result.computed_tokens
+        == result.prompt_tokens
+    )
     assert result.prompt_tokens == len(result.prompt_ids)
     assert result.kv_reuse_ratio == result.cached_tokens / result.prompt_tokens
     assert (result.kv_reuse_ratio > 0) == (mode != "full")
@@ -84,7 +88,9 @@ def test_auto_prefills_short_prompts_in_full_and_says_why(engine):
 
 def test_ratio_zero_with_query_repairs_only_heads(engine):
     engine.precompute(CHUNKS)
-    result = engine.prefill(ask(0, 1, 2), mode="stitch", repair=RepairConfig(recompute_ratio=0.0, first_k=4))
+    result = engine.prefill(
+        ask(0, 1, 2), mode="stitch", repair=RepairConfig(recompute_ratio=0.0, first_k=4)
+    )
     assert result.repaired_tokens == 8
 
 
@@ -123,7 +129,9 @@ def test_a_second_engine_starts_warm_from_disk(tiny_dir, tmp_path):
 
 def test_score_matches_plain_transformers(engine):
     engine.precompute(CHUNKS)
-    score = engine.score(ask(1, 2), "the keeper brings it", mode="stitch", repair=RepairConfig(strategy="all"))
+    score = engine.score(
+        ask(1, 2), "the keeper brings it", mode="stitch", repair=RepairConfig(strategy="all")
+    )
     ids = score.prompt_ids + score.continuation_ids
     with torch.inference_mode():
         plain = engine.loaded.lm.model(torch.tensor([ids])).logits[0, score.prompt_tokens - 1 : -1]
@@ -141,7 +149,9 @@ def test_verify_passes_exact_reuse_and_fails_a_threshold(engine):
     assert (report.top1_agreement, report.greedy_agreement, len(report.rows)) == (1.0, 1.0, 2)
     assert report.mean_kl < 1e-6
     assert "mean_kl of at most 0.1 nats and top1_agreement of at least 0.8" in repr(report)
-    assert not engine.verify([ask(3, 1, 0)], repair=RepairConfig(strategy="none"), max_mean_kl=1e-9).passed
+    assert not engine.verify(
+        [ask(3, 1, 0)], repair=RepairConfig(strategy="none"), max_mean_kl=1e-9
+    ).passed
     with pytest.raises(InputError, match="at least one prompt"):
         engine.verify([])
 
@@ -242,7 +252,9 @@ def test_a_batch_is_written_while_the_next_one_is_computed(engine, monkeypatch):
     assert engine.precompute(CHUNKS[:4], batch_size=2).stored == 4
     assert waited == [True] * 2
 
-    monkeypatch.setattr(kvrag.precompute.run.POOL, "submit", raising(RuntimeError, "can't start new thread"))
+    monkeypatch.setattr(
+        kvrag.precompute.run.POOL, "submit", raising(RuntimeError, "can't start new thread")
+    )
     assert engine.precompute(CHUNKS[4:]).stored == 1, "written in the same thread"
 
 
@@ -263,7 +275,9 @@ def test_kv_whose_catalog_was_lost_is_adopted_without_a_forward(tiny_dir, tmp_pa
 
 
 def test_short_chunks_stay_live_and_long_ones_are_reported(engine):
-    report = engine.precompute(["a short note about the archive", "word " * 5000], ids=["short", "long"])
+    report = engine.precompute(
+        ["a short note about the archive", "word " * 5000], ids=["short", "long"]
+    )
     assert (report.stored, report.skipped, report.short[0][0]) == (0, 0, "short")
     assert report.failed[0][0] == "long"
     assert "context window" in report.failed[0][1]
@@ -281,7 +295,9 @@ def test_precompute_halves_its_batch_when_memory_runs_out(engine, monkeypatch):
     assert engine.precompute(CHUNKS, batch_size=4).stored == len(CHUNKS)
 
 
-@pytest.mark.parametrize("fault", [OSError(28, "No space left on device"), RuntimeError("No space left on device")])
+@pytest.mark.parametrize(
+    "fault", [OSError(28, "No space left on device"), RuntimeError("No space left on device")]
+)
 def test_a_store_that_can_not_write_is_reported_and_the_rest_goes_on(engine, monkeypatch, fault):
     """Chunks of one batch, of which one can't be written."""
     real, calls = engine.store.blobs.write, []
@@ -305,7 +321,10 @@ def test_deleting_the_last_document_erases_the_kv(engine):
     engine.precompute([CHUNKS[0], CHUNKS[0], CHUNKS[1]], ids=["a", "b", "c"])
     assert engine.document_ids() == ["a", "b", "c"]
     assert engine.delete(["a"]) == 0
-    assert engine.prefill(ask(0), mode="stitch").cached_tokens > len(engine.loaded.encoder.chunk_ids(CHUNKS[0])) - 1
+    assert (
+        engine.prefill(ask(0), mode="stitch").cached_tokens
+        > len(engine.loaded.encoder.chunk_ids(CHUNKS[0])) - 1
+    )
     assert engine.delete(["b", "unknown"]) == 1
     assert engine.explain(ask(0, 1)).hits == 1
 
@@ -316,7 +335,15 @@ def test_deleting_the_last_document_erases_the_kv(engine):
 def test_explain_tells_hits_and_misses(engine):
     engine.precompute(CHUNKS[:2])
     explanation = engine.explain(
-        [engine.prefix_text, Chunk(CHUNKS[0]), "\n\n", Chunk(CHUNKS[4]), "\n\n", Chunk("tiny"), " ?"]
+        [
+            engine.prefix_text,
+            Chunk(CHUNKS[0]),
+            "\n\n",
+            Chunk(CHUNKS[4]),
+            "\n\n",
+            Chunk("tiny"),
+            " ?",
+        ]
     )
     chunks = [s for s in explanation.spans if s.kind == "chunk"]
     assert [(s.hit, s.exact) for s in chunks] == [(True, True), (False, False), (False, False)]
@@ -330,7 +357,9 @@ def test_explain_tells_hits_and_misses(engine):
 def test_a_store_made_by_another_model_is_all_misses(tiny_dir, tmp_path):
     first = KVRagEngine.from_pretrained(tiny_dir, kv_dir=tmp_path / "kv")
     first.precompute(CHUNKS)
-    other = KVRagEngine.from_pretrained(save_tiny_model(tmp_path / "other", seed=1), kv_dir=tmp_path / "kv")
+    other = KVRagEngine.from_pretrained(
+        save_tiny_model(tmp_path / "other", seed=1), kv_dir=tmp_path / "kv"
+    )
     assert other.prefill(ask(0, 1), mode="stitch").exactness == "full"
     assert "no KV of this model" in str(other.explain(ask(0, 1)))
     first.close()
@@ -355,7 +384,9 @@ def _break(engine: KVRagEngine, monkeypatch: pytest.MonkeyPatch, how: str) -> No
     elif how == "texts":
         monkeypatch.setattr(engine.store.catalog, "texts", fail)
     else:
-        monkeypatch.setattr(engine.store, "get_many", lambda identities, **_: [hole(i) for i in identities])
+        monkeypatch.setattr(
+            engine.store, "get_many", lambda identities, **_: [hole(i) for i in identities]
+        )
 
 
 @pytest.mark.parametrize("how", ["get", "known", "texts", "late"])
@@ -396,9 +427,17 @@ def test_kv_that_is_not_the_models_is_computed(engine_of, kv_dtype, lie):
     def other(kv):
         if lie == "layers":
             return replace(kv, layers=kv.layers[:-1])
-        read = [unpack(x, kv.num_tokens, device=torch.device("cpu"), dtype=torch.float32) for x in kv.layers]
+        read = [
+            unpack(x, kv.num_tokens, device=torch.device("cpu"), dtype=torch.float32)
+            for x in kv.layers
+        ]
         exact = ChunkKV(tuple(LayerKV(*pair) for pair in read))
-        return pack(exact.map(lambda x: x[..., : x.shape[-1] // 2] if lie == "width" else x.repeat(2, 1, 1)), kv_dtype)
+        return pack(
+            exact.map(
+                lambda x: x[..., : x.shape[-1] // 2] if lie == "width" else x.repeat(2, 1, 1)
+            ),
+            kv_dtype,
+        )
 
     engine.store.get_many = lambda ids, **kw: [other(kv) for kv in real(ids, **kw)]
     result = engine.prefill(ask(0, 1, 2), mode="stitch", repair=RepairConfig(strategy="all"))
@@ -503,7 +542,9 @@ def test_out_of_memory_retries_without_reuse_then_gives_up_with_a_sentence(engin
     assert modes == ["stitch", "full"]
 
     monkeypatch.setattr(
-        kvrag.generate.sequence, "prefill", raising(RuntimeError, "DefaultCPUAllocator: can't allocate memory")
+        kvrag.generate.sequence,
+        "prefill",
+        raising(RuntimeError, "DefaultCPUAllocator: can't allocate memory"),
     )
     with pytest.raises(OutOfMemoryError, match="fewer chunks"):
         engine.generate(ask(0, 1))
@@ -514,7 +555,9 @@ def test_memory_of_a_failed_attempt_is_free_before_the_next(engine, monkeypatch)
     real, buffers = engine.loaded.lm.buffer, []
 
     def buffer(capacity, **kwargs):
-        assert not [b for b in buffers if b() is not None], "the failed attempt's buffer is still there"
+        assert not [b for b in buffers if b() is not None], (
+            "the failed attempt's buffer is still there"
+        )
         made = real(capacity, **kwargs)
         buffers.append(weakref.ref(made))
         return made
@@ -538,7 +581,9 @@ def test_the_last_engine_frees_the_weights(tiny_dir):
 def test_one_model_in_two_engines_takes_turns(tokenizer):
     model = tiny_model()
     engines = [KVRagEngine.from_pretrained(model, tokenizer=tokenizer, namespace=n) for n in "ab"]
-    at_once(*(lambda e=e: [e.generate(ask(0, 1), max_new_tokens=3) for _ in range(8)] for e in engines))
+    at_once(
+        *(lambda e=e: [e.generate(ask(0, 1), max_new_tokens=3) for _ in range(8)] for e in engines)
+    )
     assert model.config._attn_implementation == "sdpa"
 
 
@@ -570,7 +615,9 @@ def test_a_store_that_hangs_costs_its_deadline_once(what, engine_of, monkeypatch
     def wait(*_, **__):
         hang.wait(20)
 
-    monkeypatch.setattr(*((engine.store, "known") if what == "known" else (engine.store.catalog, "texts")), wait)
+    monkeypatch.setattr(
+        *((engine.store, "known") if what == "known" else (engine.store.catalog, "texts")), wait
+    )
     start = time.perf_counter()
     answer = engine.generate(ask(0, 1, 2), mode="stitch", max_new_tokens=4)
     assert time.perf_counter() - start < 5
@@ -588,12 +635,17 @@ def test_prefix_mode_reads_no_more_than_it_uses(engine_of):
 @pytest.mark.parametrize(
     ("options", "remedy"),
     [
-        ({"kv_dir": None, "store_config": StoreConfig(ram_bytes=250_000)}, "ram_bytes or ram_fraction, or pass kv_dir"),
+        (
+            {"kv_dir": None, "store_config": StoreConfig(ram_bytes=250_000)},
+            "ram_bytes or ram_fraction, or pass kv_dir",
+        ),
         ({"store_config": StoreConfig(disk_bytes=250_000)}, "disk_bytes or disk_fraction"),
     ],
     ids=["memory", "disk"],
 )
-def test_chunks_that_later_ones_evict_are_reported_with_the_budget_that_is_too_small(options, remedy, engine_of):
+def test_chunks_that_later_ones_evict_are_reported_with_the_budget_that_is_too_small(
+    options, remedy, engine_of
+):
     report = engine_of(**options).precompute(CHUNKS)
     assert report.stored + len(report.failed) == len(CHUNKS)
     assert report.failed
@@ -642,14 +694,18 @@ def test_get_shares_one_engine_and_engines_share_weights(tiny_dir, tmp_path):
     assert other.loaded is one.loaded
     one.close()
     assert KVRagEngine.get(tiny_dir, kv_dir=tmp_path) is not one
-    assert other.precompute(CHUNKS[:1]).stored == 1, "the store is open as long as one engine uses it"
+    assert other.precompute(CHUNKS[:1]).stored == 1, (
+        "the store is open as long as one engine uses it"
+    )
 
 
 def test_an_engine_per_namespace_costs_no_files_and_the_oldest_are_freed(tiny_dir, tmp_path):
     used = KVRagEngine.get(tiny_dir, kv_dir=tmp_path, namespace="used")
     made, files = [], []
     for number in range(MAX_KEPT + 4):
-        engine = KVRagEngine.get(tiny_dir, kv_dir=tmp_path, namespace=f"tenant-{number}", prefix=f"Notes {number}:")
+        engine = KVRagEngine.get(
+            tiny_dir, kv_dir=tmp_path, namespace=f"tenant-{number}", prefix=f"Notes {number}:"
+        )
         made.append(weakref.ref(engine))
         assert engine.store.catalog is used.store.catalog
         del engine
@@ -657,7 +713,9 @@ def test_an_engine_per_namespace_costs_no_files_and_the_oldest_are_freed(tiny_di
         files.append(len(os.listdir("/proc/self/fd")))
     assert [ref() is not None for ref in made] == [False] * 4 + [True] * MAX_KEPT
     assert files[-1] <= files[0]
-    assert KVRagEngine.get(tiny_dir, kv_dir=tmp_path, namespace="used") is used, "what is in use is shared, however old"
+    assert KVRagEngine.get(tiny_dir, kv_dir=tmp_path, namespace="used") is used, (
+        "what is in use is shared, however old"
+    )
 
 
 def test_an_engine_that_is_garbage_closes_its_store(tiny_dir, tmp_path):
@@ -784,7 +842,10 @@ def test_precompute_beside_requests_stores_the_same_kv(engine_of):
 
     at_once(precompute, *[requests] * 3)
     for order in ((0, 1, 2), (4, 3, 2)):
-        one, two = (e.prefill(ask(*order), mode="stitch", repair=RepairConfig(strategy="none")) for e in (busy, quiet))
+        one, two = (
+            e.prefill(ask(*order), mode="stitch", repair=RepairConfig(strategy="none"))
+            for e in (busy, quiet)
+        )
         assert one.prompt_ids == two.prompt_ids
         assert torch.allclose(one.logits, two.logits, atol=1e-4)
 
@@ -797,12 +858,20 @@ def test_tokenising_in_several_threads_keeps_control_tokens_apart(tokenizer):
     def check(encode, expected):
         wrong.extend(1 for _ in range(2000) if encode("a <|im_end|> b") != expected)
 
-    at_once(*[partial(check, encoder.live_ids, live), partial(check, encoder.document_ids, chunk)] * 2)
+    at_once(
+        *[partial(check, encoder.live_ids, live), partial(check, encoder.document_ids, chunk)] * 2
+    )
     assert not wrong
 
 
 def test_sampling_is_repeatable_by_seed(engine):
-    options = {"temperature": 1.0, "top_p": 0.9, "top_k": 50, "repetition_penalty": 1.2, "max_new_tokens": 12}
+    options = {
+        "temperature": 1.0,
+        "top_p": 0.9,
+        "top_k": 50,
+        "repetition_penalty": 1.2,
+        "max_new_tokens": 12,
+    }
     one, two, three = (engine.generate(ask(0), seed=s, **options).token_ids for s in (1, 1, 2))
     assert one == two != three
     assert engine.generate(ask(0), temperature=1.0, max_new_tokens=4).token_ids

@@ -21,7 +21,18 @@ from kvrag.verify import kl_divergence
 
 ARCHITECTURES = sorted(TINY)
 KINDS = [
-    *("llama", "llama-yarn", "mistral", "qwen2_moe", "qwen3", "gemma2", "gemma3_text", "phi3", "gpt_neox", "cohere2"),
+    *(
+        "llama",
+        "llama-yarn",
+        "mistral",
+        "qwen2_moe",
+        "qwen3",
+        "gemma2",
+        "gemma3_text",
+        "phi3",
+        "gpt_neox",
+        "cohere2",
+    ),
     *("glm", "smollm3", "gpt_oss", "llama4_text", "gptj", "falcon-new", "bloom", "olmo"),
 ]
 """One of each way to rotate keys, to read them, to mask them and to attend."""
@@ -50,14 +61,19 @@ MakeEngine = Callable[..., KVRagEngine]
 
 
 @contextmanager
-def engines(tokenizer: Any, folders: pytest.TempPathFactory, chunks: list[str]) -> Iterator[MakeEngine]:
+def engines(
+    tokenizer: Any, folders: pytest.TempPathFactory, chunks: list[str]
+) -> Iterator[MakeEngine]:
     """Engines by architecture, with all chunks stored: made once, and only asked."""
     made: dict[tuple[str, int, str], KVRagEngine] = {}
 
     def get(name: str, batch_size: int = 4, kv_dtype: Any = "auto") -> KVRagEngine:
         key = name, batch_size, kv_dtype
         if key not in made:
-            options: dict[str, Any] = {"kv_dir": folders.mktemp("kv"), "store_config": StoreConfig(kv_dtype=kv_dtype)}
+            options: dict[str, Any] = {
+                "kv_dir": folders.mktemp("kv"),
+                "store_config": StoreConfig(kv_dtype=kv_dtype),
+            }
             options |= {"tokenizer": tokenizer, "prove": "off", "context": None}
             made[key] = KVRagEngine.from_pretrained(tiny_model(name), **options)
             made[key].precompute(chunks, batch_size=batch_size)
@@ -93,7 +109,9 @@ def distance(engine: KVRagEngine, prompt: Any, **options: Any) -> float:
     """Largest difference of first-token logits between reuse and full prefill of the same ids."""
     reused, full = engine.prefill(prompt, **options), engine.prefill(prompt, mode="full")
     assert reused.prompt_ids == full.prompt_ids
-    assert reused.cached_tokens + reused.repaired_tokens > 0, "nothing was reused: the comparison would prove nothing"
+    assert reused.cached_tokens + reused.repaired_tokens > 0, (
+        "nothing was reused: the comparison would prove nothing"
+    )
     return float((reused.logits - full.logits).abs().max())
 
 
@@ -109,10 +127,17 @@ def own_attention(engine: KVRagEngine) -> Iterator[Any]:
     model.config._attn_implementation = before
 
 
-def plain_answer(engine: KVRagEngine, prompt_ids: list[int], count: int, *, use_cache: bool = True) -> list[int]:
+def plain_answer(
+    engine: KVRagEngine, prompt_ids: list[int], count: int, *, use_cache: bool = True
+) -> list[int]:
     """What transformers' own ``generate`` answers, greedily."""
     prompt = torch.tensor([prompt_ids])
-    options = {"max_new_tokens": count, "do_sample": False, "pad_token_id": 0, "use_cache": use_cache}
+    options = {
+        "max_new_tokens": count,
+        "do_sample": False,
+        "pad_token_id": 0,
+        "use_cache": use_cache,
+    }
     with own_attention(engine) as model:
         plain = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
     return plain[0, prompt.shape[1] :].tolist()
@@ -138,7 +163,10 @@ def run_stages(engine: KVRagEngine, prompt: Any, repair: RepairConfig) -> Prefil
 def test_repairing_every_row_equals_full_prefill(name, batch_size, stored):
     engine = stored(name, batch_size)
     for order in ORDERS:
-        assert distance(engine, ask(order), mode="stitch", repair=RepairConfig(strategy="all")) < TOLERANCE
+        assert (
+            distance(engine, ask(order), mode="stitch", repair=RepairConfig(strategy="all"))
+            < TOLERANCE
+        )
 
 
 @pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s != "none"])
@@ -158,7 +186,10 @@ def test_one_chunk_behind_its_own_prefix_equals_full_prefill(name, batch_size, s
         prompt = ask((index,))
         result = engine.prefill(prompt, mode="stitch", repair=RepairConfig(strategy="none"))
         assert (result.exactness, result.repaired_tokens) == ("exact", 0)
-        assert distance(engine, prompt, mode="stitch", repair=RepairConfig(strategy="none")) < TOLERANCE
+        assert (
+            distance(engine, prompt, mode="stitch", repair=RepairConfig(strategy="none"))
+            < TOLERANCE
+        )
         assert distance(engine, ask((index, 0, 1)), mode="prefix") < TOLERANCE
 
 
@@ -170,10 +201,16 @@ def largest_change_before_the_difference(engine: KVRagEngine) -> float:
     repair = RepairConfig(strategy="random", recompute_ratio=0.3, shift=0.0)
     one, two = (run_stages(engine, ask((2, 0, last)), repair) for last in (3, 4))
     assert one.num_repaired > 20
-    common = next(i for i, (a, b) in enumerate(zip(one.token_ids, two.token_ids, strict=True)) if a != b)
+    common = next(
+        i for i, (a, b) in enumerate(zip(one.token_ids, two.token_ids, strict=True)) if a != b
+    )
     assert common > 150
     return max(
-        float((getattr(one.buffer, read)(layer) - getattr(two.buffer, read)(layer))[:, :, :common].abs().max())
+        float(
+            (getattr(one.buffer, read)(layer) - getattr(two.buffer, read)(layer))[:, :, :common]
+            .abs()
+            .max()
+        )
         for layer in range(engine.loaded.lm.num_layers)
         for read in ("keys", "values")
     )
@@ -188,8 +225,13 @@ def test_repaired_rows_never_see_the_future(name, stored):
 def test_no_chunk_row_depends_on_the_question_but_by_selection(name, stored):
     engine = stored(name)
     repair = RepairConfig(strategy="random", recompute_ratio=0.3, shift=0.5)
-    one, two = (run_stages(engine, ask((2, 0, 3), question), repair) for question in ("Who?", "Why, and when?"))
-    common = next(i for i, (a, b) in enumerate(zip(one.token_ids, two.token_ids, strict=False)) if a != b)
+    one, two = (
+        run_stages(engine, ask((2, 0, 3), question), repair)
+        for question in ("Who?", "Why, and when?")
+    )
+    common = next(
+        i for i, (a, b) in enumerate(zip(one.token_ids, two.token_ids, strict=False)) if a != b
+    )
     for layer in range(engine.loaded.lm.num_layers):
         first, second = one.buffer.values(layer), two.buffer.values(layer)
         assert torch.allclose(first[:, :, :common], second[:, :, :common], atol=1e-5, rtol=0)
@@ -213,7 +255,8 @@ MODES = ("auto", "full", "prefix", "stitch")
 
 
 @pytest.mark.parametrize(
-    ("name", "mode"), [*(("llama", mode) for mode in MODES), *zip(KINDS[1:], itertools.cycle(MODES), strict=False)]
+    ("name", "mode"),
+    [*(("llama", mode) for mode in MODES), *zip(KINDS[1:], itertools.cycle(MODES), strict=False)],
 )
 def test_an_empty_store_answers_like_plain_transformers(name, mode, engine_of):
     engine = engine_of(name)
@@ -226,7 +269,9 @@ def test_an_empty_store_answers_like_plain_transformers(name, mode, engine_of):
 def test_an_exact_answer_is_plain_transformers_answer(name, stored):
     """Decoding goes on from stitched KV: every token after the first depends on it too."""
     engine = stored(name)
-    answer = engine.generate(ask((2, 0, 1)), mode="stitch", repair=RepairConfig(strategy="all"), max_new_tokens=12)
+    answer = engine.generate(
+        ask((2, 0, 1)), mode="stitch", repair=RepairConfig(strategy="all"), max_new_tokens=12
+    )
     assert answer.cached_tokens + answer.repaired_tokens > 0
     assert answer.token_ids == plain_answer(engine, answer.prompt_ids, 12)
 
@@ -261,7 +306,9 @@ def test_every_strategy_runs_with_and_without_shift(strategy, shift, engine_of):
 def test_shift_changes_only_rows_that_are_left_alone(engine_of):
     engine = engine_of("llama")
     engine.precompute(CHUNKS)
-    repair = RepairConfig(strategy="random", recompute_ratio=0.2, first_k=4)  # heads are never shifted
+    repair = RepairConfig(
+        strategy="random", recompute_ratio=0.2, first_k=4
+    )  # heads are never shifted
     plain = run_stages(engine, ask((3, 0, 2)), replace(repair, shift=0.0))
     shifted = run_stages(engine, ask((3, 0, 2)), replace(repair, shift=1.0))
     assert_shift_left_computed_rows_alone(engine, ask((3, 0, 2)), plain, shifted)
@@ -270,7 +317,9 @@ def test_shift_changes_only_rows_that_are_left_alone(engine_of):
 def assert_shift_left_computed_rows_alone(
     engine: KVRagEngine, prompt: Any, plain: Prefilled, shifted: Prefilled
 ) -> None:
-    moved = (plain.buffer.values(1) - shifted.buffer.values(1)).abs().amax(dim=(0, 1, 3))[: len(plain.token_ids)] > 1e-6
+    moved = (plain.buffer.values(1) - shifted.buffer.values(1)).abs().amax(dim=(0, 1, 3))[
+        : len(plain.token_ids)
+    ] > 1e-6
     exact = sum(s.stop - s.start for s in engine.explain(prompt, mode="stitch").spans if s.exact)
     assert int(moved.sum()) == len(plain.token_ids) - plain.num_live - plain.num_repaired - exact
 
@@ -288,7 +337,9 @@ def test_chunks_moved_by_more_than_a_thousand_rows_are_exact_after_full_repair(n
         assert sum(start > 1000 for start in starts) >= len(moved)
         reused = engine.prefill(prompt, mode="stitch", repair=RepairConfig(strategy="all"))
         assert reused.repaired_tokens > 1000
-        with own_attention(engine) as model:  # not our full prefill, which would share a mistake about windows
+        with own_attention(
+            engine
+        ) as model:  # not our full prefill, which would share a mistake about windows
             plain = model(torch.tensor([reused.prompt_ids]), logits_to_keep=1).logits[0, -1]
         assert float((reused.logits - plain).abs().max()) < TOLERANCE
 
@@ -317,7 +368,9 @@ def test_an_answer_that_outgrows_longropes_regime_is_plain_transformers_answer(s
     size = engine.prefill(start, mode="full").prompt_tokens
     answer = engine.generate(start, mode="stitch", max_new_tokens=limit - size + 8)
     assert answer.prompt_tokens < limit < answer.prompt_tokens + len(answer.token_ids)
-    assert answer.token_ids == plain_answer(engine, answer.prompt_ids, len(answer.token_ids), use_cache=False)
+    assert answer.token_ids == plain_answer(
+        engine, answer.prompt_ids, len(answer.token_ids), use_cache=False
+    )
 
 
 @pytest.mark.gpu
@@ -329,7 +382,9 @@ def test_cuda_equals_full_prefill(name, dtype, engine_of, tokenizer):
     engine.precompute(CHUNKS)
     reference = engine_of(name).prefill(ask((3, 1, 0, 2)), mode="full").logits
     full = engine.prefill(ask((3, 1, 0, 2)), mode="full").logits
-    all_rows = engine.prefill(ask((3, 1, 0, 2)), mode="stitch", repair=RepairConfig(strategy="all")).logits
+    all_rows = engine.prefill(
+        ask((3, 1, 0, 2)), mode="stitch", repair=RepairConfig(strategy="all")
+    ).logits
     # torch's own error in this dtype, against float32 on the CPU, bounds ours
     bound = max(TOLERANCE, 3 * float((full - reference).abs().max()))
     assert float((all_rows - full).abs().max()) < bound

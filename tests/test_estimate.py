@@ -41,7 +41,13 @@ def test_float32_doubles_and_the_checkpoints_dtype_is_the_default():
 
 
 @pytest.mark.parametrize(
-    "name", ["Llama-3.1-8B", "meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Meta-Llama-3.1-8B", "llama-3.1-8b"]
+    "name",
+    [
+        "Llama-3.1-8B",
+        "meta-llama/Llama-3.1-8B-Instruct",
+        "meta-llama/Meta-Llama-3.1-8B",
+        "llama-3.1-8b",
+    ],
 )
 def test_a_preset_is_found_by_the_names_people_use(name):
     assert preset(name) == ModelShape(32, 8, 128)
@@ -62,7 +68,9 @@ def test_shape_from_config_computes_what_a_config_leaves_out():
     no_gqa = {k: v for k, v in CONFIG.items() if k != "num_key_value_heads"}
     assert shape_from_config(no_gqa).num_kv_heads == 9
     assert shape_from_config({**CONFIG, "head_dim": 128}).head_dim == 128
-    assert shape_from_config({**CONFIG, "num_key_value_heads": None, "head_dim": None}) == ModelShape(30, 9, 64)
+    assert shape_from_config(
+        {**CONFIG, "num_key_value_heads": None, "head_dim": None}
+    ) == ModelShape(30, 9, 64)
 
 
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
@@ -72,12 +80,14 @@ def test_shape_from_config_reads_the_dtype_old_and_new(key):
 
 
 def test_shape_from_config_finds_the_text_part():
-    assert shape_from_config({"model_type": "mm", "torch_dtype": "float16", "text_config": CONFIG}) == ModelShape(
-        30, 3, 64, "float16"
-    )
+    assert shape_from_config(
+        {"model_type": "mm", "torch_dtype": "float16", "text_config": CONFIG}
+    ) == ModelShape(30, 3, 64, "float16")
 
 
-@pytest.mark.parametrize("config", [{}, {"num_hidden_layers": 2}, {**CONFIG, "num_attention_heads": 0}])
+@pytest.mark.parametrize(
+    "config", [{}, {"num_hidden_layers": 2}, {**CONFIG, "num_attention_heads": 0}]
+)
 def test_a_config_that_does_not_tell_is_refused(config):
     if config.get("num_attention_heads") == 0:
         config = {**config, "head_dim": None}
@@ -121,7 +131,11 @@ def test_speedup_is_one_at_break_even_and_bounded_by_the_repair():
 @pytest.mark.parametrize(
     ("write", "numbers", "expected"),
     [
-        (human_bytes, (0, 512, 1023, 23040, 131072, 64 * 2**20), "0 B|512 B|1023 B|22.5 KiB|128 KiB|64 MiB"),
+        (
+            human_bytes,
+            (0, 512, 1023, 23040, 131072, 64 * 2**20),
+            "0 B|512 B|1023 B|22.5 KiB|128 KiB|64 MiB",
+        ),
         (human_bytes, (12.5 * 2**40, 2000 * 2**40), "12.5 TiB|2000 TiB"),
         (human_bandwidth, (500, 3.2e6, 2.949e9, 4e12), "500 B/s|3.2 MB/s|2.95 GB/s|4000 GB/s"),
     ],

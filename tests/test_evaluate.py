@@ -19,9 +19,23 @@ SMALL = {"count": 3, "chunks_per_prompt": 2, "max_new_tokens": 4}
 
 
 def compared(full=1.0, reuse=1.0, **options):
-    values = {"question": "Who?", "answers": ("Ada",), "full": "Ada", "reuse": "Bob", "kl": 0.1, "is_same": False}
-    times = {"full_ttft_ms": 100.0, "reuse_ttft_ms": 20.0, "prompt_tokens": 90, "repaired_tokens": 9}
-    return Compared(**values, **times, full_score=full, reuse_score=reuse, exactness="repaired", **options)
+    values = {
+        "question": "Who?",
+        "answers": ("Ada",),
+        "full": "Ada",
+        "reuse": "Bob",
+        "kl": 0.1,
+        "is_same": False,
+    }
+    times = {
+        "full_ttft_ms": 100.0,
+        "reuse_ttft_ms": 20.0,
+        "prompt_tokens": 90,
+        "repaired_tokens": 9,
+    }
+    return Compared(
+        **values, **times, full_score=full, reuse_score=reuse, exactness="repaired", **options
+    )
 
 
 # -- questions ----------------------------------------------------------------------------------------------------------
@@ -48,7 +62,9 @@ def test_a_planted_fact_takes_nothing_from_its_chunk(engine):
             assert text.replace(fact, "").replace(" ", "") in originals
 
 
-@pytest.mark.parametrize("options", [{"count": 1}, {"chunks_per_prompt": 9}, {"chunks_per_prompt": 0}])
+@pytest.mark.parametrize(
+    "options", [{"count": 1}, {"chunks_per_prompt": 9}, {"chunks_per_prompt": 0}]
+)
 def test_too_little_text_is_refused(engine, options):
     with pytest.raises(InputError, match="can't be made of 8 chunks"):
         engine.evaluate([*CHUNKS, CHUNKS[0], "too short"], **{**SMALL, **options})
@@ -73,7 +89,12 @@ def test_a_question_that_lacks_a_part_is_named(wrong):
 def test_a_question_of_ones_own_takes_its_chunks_or_those_that_share_its_words():
     own = read_question({"question": "Who?", "answer": "Ada", "chunks": ["x", "y"]}, CHUNKS, 2)
     assert own == Question("Who?", ("x", "y"), ("Ada",))
-    texts = ["The cat sat.", "A lighthouse stands at Skerry.", "The dog ran.", "Skerry has a lighthouse keeper."]
+    texts = [
+        "The cat sat.",
+        "A lighthouse stands at Skerry.",
+        "The dog ran.",
+        "Skerry has a lighthouse keeper.",
+    ]
     assert best_chunks("Who keeps the lighthouse at Skerry?", texts, 2) == [texts[1], texts[3]]
     assert best_chunks("zzz", texts, 9) == texts
 
@@ -152,7 +173,10 @@ def test_no_repair_differs_and_says_so(engine):
 
 
 def test_given_questions_are_asked_with_their_chunks(engine):
-    asked = [{"question": f"What is {n}?", "answers": ["x"], "chunks": CHUNKS[n : n + 2]} for n in range(2)]
+    asked = [
+        {"question": f"What is {n}?", "answers": ["x"], "chunks": CHUNKS[n : n + 2]}
+        for n in range(2)
+    ]
     found = engine.evaluate([], asked, max_new_tokens=2)
     assert [row.question for row in found.rows] == ["What is 0?", "What is 1?"]
     with pytest.raises(InputError, match="nothing to ask"):
@@ -175,9 +199,18 @@ def test_a_refused_model_is_not_evaluated(engine_of):
 def test_a_repair_may_be_named(tiny_dir):
     for name, config in {"fast": RepairConfig.fast(), "careful": RepairConfig.careful()}.items():
         assert KVRagEngine.from_pretrained(tiny_dir, repair=name).repair == config
-        assert KVRagEngine.from_pretrained(tiny_dir).explain("x", repair=name).repair.endswith("(given)")
+        assert (
+            KVRagEngine.from_pretrained(tiny_dir)
+            .explain("x", repair=name)
+            .repair.endswith("(given)")
+        )
     assert KVRagEngine.from_pretrained(tiny_dir, repair="auto").repair == RepairConfig()
-    assert RepairConfig.fast().recompute_ratio < BASE_SHARE < MOST_SHARE <= RepairConfig.careful().recompute_ratio
+    assert (
+        RepairConfig.fast().recompute_ratio
+        < BASE_SHARE
+        < MOST_SHARE
+        <= RepairConfig.careful().recompute_ratio
+    )
     with pytest.raises(ConfigError, match="'auto', 'fast' or 'careful'"):
         KVRagEngine.from_pretrained(tiny_dir, repair="slow")
 
@@ -195,8 +228,21 @@ def corpus(tmp_path):
     return tmp_path / "notes.md"
 
 
-def test_the_command_prints_totals_and_writes_a_page_that_needs_no_other(tiny_dir, corpus, tmp_path):
-    options = ("--corpus", corpus, "--count", 3, "--chunks", 2, "--chunk-tokens", 40, "--max-new-tokens", 4)
+def test_the_command_prints_totals_and_writes_a_page_that_needs_no_other(
+    tiny_dir, corpus, tmp_path
+):
+    options = (
+        "--corpus",
+        corpus,
+        "--count",
+        3,
+        "--chunks",
+        2,
+        "--chunk-tokens",
+        40,
+        "--max-new-tokens",
+        4,
+    )
     done = run(tiny_dir, *options, "--html", tmp_path / "report.html", "--repair", "careful")
     assert done.exit_code == 0, done.output
     assert "by full prefill" in done.output
@@ -217,8 +263,21 @@ def test_the_command_prints_totals_and_writes_a_page_that_needs_no_other(tiny_di
 
 def test_the_command_reads_questions(tiny_dir, corpus, tmp_path):
     file = tmp_path / "asked.jsonl"
-    file.write_text('{"question": "Who?", "answers": ["Ada"]}\n\n{"question": "What?", "answer": "<b>x</b>"}\n')
-    options = ("--corpus", corpus, "--questions", file, "--chunks", 2, "--chunk-tokens", 40, "--max-new-tokens", 2)
+    file.write_text(
+        '{"question": "Who?", "answers": ["Ada"]}\n\n{"question": "What?", "answer": "<b>x</b>"}\n'
+    )
+    options = (
+        "--corpus",
+        corpus,
+        "--questions",
+        file,
+        "--chunks",
+        2,
+        "--chunk-tokens",
+        40,
+        "--max-new-tokens",
+        2,
+    )
     done = run(tiny_dir, *options, "--html", tmp_path / "report.html")
     assert done.exit_code == 0, done.output
     assert "&lt;b&gt;x&lt;/b&gt;" in (tmp_path / "report.html").read_text()

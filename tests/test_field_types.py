@@ -134,7 +134,9 @@ PARSED: dict[str, Any] = {
     "NamedTuple": Pair,
     "TypedDict": Mapped,
     "alias": A[int, Field(alias="the alias")],
-    "described": A[int, Field(description="d", examples=[1], deprecated=True, json_schema_extra={"x-own": 1})],
+    "described": A[
+        int, Field(description="d", examples=[1], deprecated=True, json_schema_extra={"x-own": 1})
+    ],
     "JsonValue": pydantic.JsonValue,
 }
 """Whatever a model says under their schema is an object of the class."""
@@ -203,7 +205,10 @@ def test_an_answer_is_an_object_of_the_class(name, chat, llm, caplog):
 @pytest.mark.parametrize("name", CHECKED)
 def test_what_only_the_class_can_check_is_compiled(name, chat, llm):
     cls = class_of(CHECKED[name])
-    for schema in (*schemas(cls, chat, llm), chat.bind_tools([cls]).kwargs["tools"][0]["function"]["parameters"]):
+    for schema in (
+        *schemas(cls, chat, llm),
+        chat.bind_tools([cls]).kwargs["tools"][0]["function"]["parameters"],
+    ):
         constraint(schema)
 
 
@@ -216,15 +221,21 @@ def test_a_class_has_the_last_word_on_an_answer(method, chat, monkeypatch):
     done = asking.invoke("?")
     assert done["parsed"] is None
     assert "valid complex" in str(done["parsing_error"])
-    assert done["raw"].response_metadata["finish_reason"] == ("stop" if method == "json_schema" else "tool_calls")
-    with pytest.raises(OutputParserException, match=r"(?s)no number.*does not fit Made.*valid complex"):
+    assert done["raw"].response_metadata["finish_reason"] == (
+        "stop" if method == "json_schema" else "tool_calls"
+    )
+    with pytest.raises(
+        OutputParserException, match=r"(?s)no number.*does not fit Made.*valid complex"
+    ):
         chat.with_structured_output(class_of(complex), method=method).invoke("?")
 
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
 def test_a_schema_has_the_last_word_on_an_answer(method, chat, monkeypatch):
     schema = {"title": "Made", "description": "A thing.", "type": "object", "required": ["v"]}
-    schema["properties"] = {"v": {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}}
+    schema["properties"] = {
+        "v": {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
+    }
     for answer, fits in (('{"v": [1, 2]}', True), ('{"v": [1, 1]}', False)):
         call = f'{{"name": "Made", "arguments": {answer}}}'
         scripted(monkeypatch, chat.engine, answer if method == "json_schema" else call)
@@ -232,7 +243,9 @@ def test_a_schema_has_the_last_word_on_an_answer(method, chat, monkeypatch):
         if fits:
             assert asking.invoke("?") == {"v": [1, 2]}
             continue
-        with pytest.raises(OutputParserException, match=r"does not fit the schema: .*non-unique.*'uniqueItems'"):
+        with pytest.raises(
+            OutputParserException, match=r"does not fit the schema: .*non-unique.*'uniqueItems'"
+        ):
             asking.invoke("?")
         assert list(asking.stream("?"))[-1] == {"v": [1, 1]}, "pieces are not checked"
 
@@ -249,7 +262,9 @@ def test_strict_classes_take_what_json_can_say(method, chat, monkeypatch):
 
     answer = '{"day": "2024-02-29", "tags": ["a"], "color": "red"}'
     scripted(
-        monkeypatch, chat.engine, answer if method == "json_schema" else f'{{"name": "Made", "arguments": {answer}}}'
+        monkeypatch,
+        chat.engine,
+        answer if method == "json_schema" else f'{{"name": "Made", "arguments": {answer}}}',
     )
     made = chat.with_structured_output(Made, method=method).invoke("?")
     assert made == Made(day=datetime.date(2024, 2, 29), tags={"a"}, color=Color.RED)
@@ -268,7 +283,9 @@ def test_every_adapter_gives_an_object_of_a_class_of_many_kinds(chat, llm):
     assert isinstance(chat.with_structured_output(Made).invoke("?", **options), Made)
     assert isinstance(llm.structured_predict(Made, PromptTemplate("?"), llm_kwargs=options), Made)
     schema = Made.model_json_schema()
-    result = chat.engine.generate("?", response_format=wanted(schema), max_new_tokens=400, temperature=2.0, seed=3)
+    result = chat.engine.generate(
+        "?", response_format=wanted(schema), max_new_tokens=400, temperature=2.0, seed=3
+    )
     Made.model_validate_json(result.text)
 
 
@@ -277,7 +294,9 @@ MODEL = pathlib.Path(os.environ.get("KVRAG_EVAL_MODELS", "."), "qwen2.5-coder-0.
 
 @pytest.mark.real_model
 @pytest.mark.slow
-@pytest.mark.skipif(not MODEL.exists(), reason="no qwen2.5-coder-0.5b in the directory that KVRAG_EVAL_MODELS names")
+@pytest.mark.skipif(
+    not MODEL.exists(), reason="no qwen2.5-coder-0.5b in the directory that KVRAG_EVAL_MODELS names"
+)
 def test_a_real_model_answers_in_classes_of_many_kinds():
     class Visit(BaseModel):
         """A visit of an archive."""
@@ -288,9 +307,13 @@ def test_a_real_model_answers_in_classes_of_many_kinds():
         tags: set[str] = Field(max_length=3)
 
     said = "On 2024-02-29 Ida read the file notes/harbour.txt by two red lamps and one blue lamp. Tags: harbour, ledger. Answer in JSON."
-    chat, llm = ChatKVRag(model=str(MODEL), max_tokens=150), KVRagLLM(str(MODEL), max_new_tokens=150)
+    chat, llm = (
+        ChatKVRag(model=str(MODEL), max_tokens=150),
+        KVRagLLM(str(MODEL), max_new_tokens=150),
+    )
     answers = [
-        chat.with_structured_output(Visit, method=method).invoke(said) for method in ("json_schema", "function_calling")
+        chat.with_structured_output(Visit, method=method).invoke(said)
+        for method in ("json_schema", "function_calling")
     ]
     answers.append(llm.structured_predict(Visit, PromptTemplate("{said}"), said=said))
     for visit in answers:

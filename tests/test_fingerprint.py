@@ -13,7 +13,13 @@ from transformers import GPTQConfig
 import kvrag.identity.fingerprint
 from kvrag import ConfigError
 from kvrag.config import KV_DTYPES, StoreConfig
-from kvrag.identity.describe import attention_text, config_text, quantisation_text, rope_text, tokenizer_digest
+from kvrag.identity.describe import (
+    attention_text,
+    config_text,
+    quantisation_text,
+    rope_text,
+    tokenizer_digest,
+)
 from kvrag.identity.fingerprint import (
     ModelIdentity,
     canonical,
@@ -60,13 +66,24 @@ def test_canonical_bytes_are_those_of_format_4():
 def test_keys_are_those_of_format_4():
     assert kvrag.identity.fingerprint.FORMAT_VERSION == 4
     assert chunk_key(IDENTITY) == "9546392707e0d27b99b14a695be6833e8aeaa9466f0f7cd8cedaa86c4539b766"
-    assert content_key(IDENTITY) == "2954c176142cd4766bcf86f1148c898404b65b7f542981d74913625f73692e36"
+    assert (
+        content_key(IDENTITY) == "2954c176142cd4766bcf86f1148c898404b65b7f542981d74913625f73692e36"
+    )
 
 
 def test_digests_are_those_of_format_4():
-    assert namespace_digest("default") == "sha256:58da2ee63bee290b687f519e3785e855b0a1d530af84b41fbf32d43e6634f303"
-    assert ids_digest([1, 2]) == "sha256:a9481d6e1528210943911686157a5a9627ab7cd6ef2e89d78c14120b36634af2"
-    assert MODEL.fingerprint == "sha256:fb4139aa0c4696b3938a5f7a4cccfd776634b2565d4f89b475d3038ad1267e4b"
+    assert (
+        namespace_digest("default")
+        == "sha256:58da2ee63bee290b687f519e3785e855b0a1d530af84b41fbf32d43e6634f303"
+    )
+    assert (
+        ids_digest([1, 2])
+        == "sha256:a9481d6e1528210943911686157a5a9627ab7cd6ef2e89d78c14120b36634af2"
+    )
+    assert (
+        MODEL.fingerprint
+        == "sha256:fb4139aa0c4696b3938a5f7a4cccfd776634b2565d4f89b475d3038ad1267e4b"
+    )
 
 
 # -- fields of a chunk's identity ------------------------------------------------------------------------------------------
@@ -88,7 +105,9 @@ def test_digests_are_those_of_format_4():
 def test_every_field_of_a_chunks_identity_participates(change):
     changed = replace(IDENTITY, **change)
     assert chunk_key(changed) != chunk_key(IDENTITY)
-    assert (content_key(changed) == content_key(IDENTITY)) is (change.keys() <= {"prefix", "context"})
+    assert (content_key(changed) == content_key(IDENTITY)) is (
+        change.keys() <= {"prefix", "context"}
+    )
 
 
 def test_format_version_participates(monkeypatch):
@@ -103,7 +122,9 @@ def test_no_field_can_imitate_another():
     assert canonical({"ab": b"c"}) != canonical({"a": b"bc"})
     assert canonical({"a": b"1", "b": b"2"}) == canonical({"b": b"2", "a": b"1"})
     assert digest("x", {"a": b""}) != digest("y", {"a": b""})
-    swapped = [replace(IDENTITY, prefix=prefix, context=context) for prefix, context in ("ab", "ba")]
+    swapped = [
+        replace(IDENTITY, prefix=prefix, context=context) for prefix, context in ("ab", "ba")
+    ]
     assert chunk_key(swapped[0]) != chunk_key(swapped[1])
 
 
@@ -122,7 +143,10 @@ def test_no_field_can_imitate_another():
         ("dtype", "torch.bfloat16"),
         ("quantisation", '{"bits":4}'),
         ("adapters", "sha256:1"),
-        *(("extra_keys", keys) for keys in ({}, {"team": "sales"}, {"group": "search"}, {"team": "search", "x": ""})),
+        *(
+            ("extra_keys", keys)
+            for keys in ({}, {"team": "sales"}, {"group": "search"}, {"team": "search", "x": ""})
+        ),
     ],
 )
 def test_every_field_of_a_models_identity_participates(field, value):
@@ -142,10 +166,18 @@ def fingerprint_of(model: Any, tokenizer: Any) -> str:
 
 
 def test_weights_dtype_architecture_and_tokenizer_tell_models_apart(tokenizer):
-    models = [tiny_model(), tiny_model(seed=1), tiny_model(dtype=torch.float16), tiny_model("qwen2")]
+    models = [
+        tiny_model(),
+        tiny_model(seed=1),
+        tiny_model(dtype=torch.float16),
+        tiny_model("qwen2"),
+    ]
     more_words = tiny_tokenizer()
     add_word(more_words)
-    found = [*(fingerprint_of(model, tokenizer) for model in models), fingerprint_of(tiny_model(), more_words)]
+    found = [
+        *(fingerprint_of(model, tokenizer) for model in models),
+        fingerprint_of(tiny_model(), more_words),
+    ]
     assert len(set(found)) == 5
     assert fingerprint_of(tiny_model(), tiny_tokenizer()) == found[0], "the same model twice"
 
@@ -158,7 +190,11 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
     [
         (rope_text, "rope_parameters", [{"rope_theta": 5e5}, {"rope_theta": 1e4}]),
         (config_text, "rms_norm_eps", [1e-6, 1e-3]),
-        (quantisation_text, "quantization_config", [GPTQ, {**GPTQ, "group_size": 64}, {**GPTQ, "bits": 8}, None]),
+        (
+            quantisation_text,
+            "quantization_config",
+            [GPTQ, {**GPTQ, "group_size": 64}, {**GPTQ, "bits": 8}, None],
+        ),
         (quantisation_text, "quantization_config", [GPTQConfig(bits=bits) for bits in (4, 8)]),
     ],
 )
@@ -284,7 +320,9 @@ def test_extra_keys_tell_kv_apart_but_share_the_weights(tiny_dir):
     with pytest.raises(ConfigError, match="extra_keys"):
         ModelSource(tiny_dir, extra_keys={"a": 1})
     kept = load(ModelSource(tiny_dir, revision="kept", extra_keys={"a": "b"}))
-    assert load(ModelSource(tiny_dir, revision="kept")).lm is kept.lm, "whoever has other keys keeps the weights loaded"
+    assert load(ModelSource(tiny_dir, revision="kept")).lm is kept.lm, (
+        "whoever has other keys keeps the weights loaded"
+    )
 
 
 def test_dtype_names_are_understood(tiny_dir):
@@ -295,7 +333,11 @@ def test_dtype_names_are_understood(tiny_dir):
 
 # -- a collision of digests --------------------------------------------------------------------------------------------------
 
-CONFIGS = {"memory": (False, StoreConfig()), "disk": (True, StoreConfig(ram_bytes=0)), "both": (True, StoreConfig())}
+CONFIGS = {
+    "memory": (False, StoreConfig()),
+    "disk": (True, StoreConfig(ram_bytes=0)),
+    "both": (True, StoreConfig()),
+}
 
 
 def open_as(tier: str, path: Path) -> TieredStore:
@@ -339,7 +381,9 @@ def test_a_collision_of_digests_is_caught_by_the_stored_identity(tier, tmp_path)
 @pytest.mark.parametrize("tier", CONFIGS)
 def test_a_chunk_whose_key_is_taken_is_not_lost_silently(tier, tmp_path):
     """Storing it may fail or replace the other one, but nothing is ever read back as what it is not."""
-    first, second = (ChunkIdentity("model", "namespace", "prefix", ids) for ids in ((1, 2, 3), (7, 8, 9)))
+    first, second = (
+        ChunkIdentity("model", "namespace", "prefix", ids) for ids in ((1, 2, 3), (7, 8, 9))
+    )
     store = open_as(tier, tmp_path)
     kvs = {first: constant_kv(1.0), second: constant_kv(2.0)}
     for identity, kv in kvs.items():

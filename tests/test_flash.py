@@ -84,7 +84,9 @@ def test_generate_writes_the_same_text(name, cache):
 def test_the_kernels_package_computes_it(monkeypatch):
     model = tiny_model("mistral").eval()
     install_flash_attention(model)
-    calls, plans = (noted(monkeypatch, kvrag_kernels, name) for name in ("ragged_attention", "ragged_plan"))
+    calls, plans = (
+        noted(monkeypatch, kvrag_kernels, name) for name in ("ragged_attention", "ragged_plan")
+    )
     logits_of(model, {"input_ids": ids_of(1)})
     assert len(calls) == model.config.num_hidden_layers
     assert len(plans) == 1, "layers alike share their limits"
@@ -156,7 +158,9 @@ def test_chunked_attention_is_served_without_padding_alone():
     model = tiny_model("llama4_text").eval()
     want = logits_of(model, {"input_ids": ids_of(1)})
     install_flash_attention(model)
-    torch.testing.assert_close(logits_of(model, {"input_ids": ids_of(1)}), want, atol=2e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        logits_of(model, {"input_ids": ids_of(1)}), want, atol=2e-4, rtol=1e-4
+    )
     with pytest.raises(InputError, match="chunked attention"):
         logits_of(model, padded("left"))
 
@@ -170,7 +174,10 @@ def test_a_prompt_in_pieces_is_the_whole_prompt(kind):
     install_flash_attention(model)
     cache = kind(config=model.config, **({"max_cache_len": 96} if kind is StaticCache else {}))
     with torch.no_grad():
-        parts = [model(input_ids=part, past_key_values=cache).logits for part in ids.split([50, 1, 39], dim=1)]
+        parts = [
+            model(input_ids=part, past_key_values=cache).logits
+            for part in ids.split([50, 1, 39], dim=1)
+        ]
     torch.testing.assert_close(torch.cat(parts, dim=1), want, atol=2e-4, rtol=1e-4)
 
 

@@ -24,7 +24,9 @@ PADDED = torch.ones_like(IDS).index_fill(1, torch.arange(9), 0)
 
 
 @contextmanager
-def paused_at(owner: Any, name: str, call: int = 3) -> Iterator[Callable[[Callable[[], Any]], None]]:
+def paused_at(
+    owner: Any, name: str, call: int = 3
+) -> Iterator[Callable[[Callable[[], Any]], None]]:
     """Stop the first thread that makes this call for that time, until the test has done something else."""
     real, there, go_on, calls = getattr(owner, name), threading.Event(), threading.Event(), [0]
 
@@ -121,7 +123,9 @@ def test_a_users_thread_is_left_alone_while_a_model_is_looked_at_and_proven(step
 
     def use():
         while not stop.is_set():
-            wrong[0] += any(not torch.equal(a, b) for a, b in zip(own_logits(model), expected, strict=True))
+            wrong[0] += any(
+                not torch.equal(a, b) for a, b in zip(own_logits(model), expected, strict=True)
+            )
             runs[0] += 1
 
     thread = threading.Thread(target=use)
@@ -151,7 +155,9 @@ def test_a_forked_process_does_not_wait_for_a_lock_that_nobody_holds():
             try:
                 status = 2 if not turns_of(model).acquire(timeout=5) else 1
                 after, _ = lm.forward(IDS[0], Rows.span(0, 70), lm.buffer(70), logits=5)
-                own = all(torch.equal(a, b) for a, b in zip(own_logits(model), expected, strict=True))
+                own = all(
+                    torch.equal(a, b) for a, b in zip(own_logits(model), expected, strict=True)
+                )
                 status = 0 if torch.equal(after, alone) and own else status
             finally:
                 os._exit(status)

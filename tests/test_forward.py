@@ -58,7 +58,9 @@ def test_the_last_layer_attends_for_the_rows_that_are_looked_at(lm, logits):
         assert torch.equal(buffer.keys(layer), whole.keys(layer))
         assert torch.equal(buffer.values(layer), whole.values(layer))
     last = TOKENS if lm.is_dense else logits
-    assert [seen[layer] for layer in range(lm.num_layers)] == [TOKENS] * (lm.num_layers - 1) + [last]
+    assert [seen[layer] for layer in range(lm.num_layers)] == [TOKENS] * (lm.num_layers - 1) + [
+        last
+    ]
 
 
 def test_a_forward_without_logits_ends_in_the_last_layer_and_writes_all_kv(lm):
@@ -70,25 +72,33 @@ def test_a_forward_without_logits_ends_in_the_last_layer_and_writes_all_kv(lm):
     assert mass is None
     assert lm.is_dense or lm.num_layers - 1 not in seen
     assert all(torch.equal(buffer.keys(layer), whole.keys(layer)) for layer in range(lm.num_layers))
-    assert all(torch.equal(buffer.values(layer), whole.values(layer)) for layer in range(lm.num_layers))
+    assert all(
+        torch.equal(buffer.values(layer), whole.values(layer)) for layer in range(lm.num_layers)
+    )
 
 
 def test_mass_comes_from_the_layers_asked_for_and_the_rest_is_not_run(lm):
     def mass_of(layers):
         _, buffer = filled(lm)
-        _, mass = lm.forward(IDS[40:], Rows.span(40, TOKENS), buffer, logits=0, mass_rows=5, mass_layers=layers)
+        _, mass = lm.forward(
+            IDS[40:], Rows.span(40, TOKENS), buffer, logits=0, mass_rows=5, mass_layers=layers
+        )
         assert mass is not None
         return mass
 
     single = [mass_of(range(layer, layer + 1)) for layer in range(lm.num_layers)]
     assert torch.allclose(torch.stack(single).sum(dim=0), mass_of(None), atol=1e-4)
     assert not torch.allclose(single[0], single[1], atol=1e-4)
-    for layer, mass in enumerate(single):  # of one row it would be a key head's 1, or more where its query heads differ
+    for layer, mass in enumerate(
+        single
+    ):  # of one row it would be a key head's 1, or more where its query heads differ
         assert lm.shapes[layer].num_heads < float(mass.sum()) < 5 * lm.config.num_attention_heads
         assert float(mass.max()) <= lm.shapes[layer].num_heads + 1e-4
     _, buffer = filled(lm)
     with rows_of_each_layer(lm) as seen:
-        lm.forward(IDS[40:], Rows.span(40, TOKENS), buffer, logits=0, mass_rows=5, mass_layers=range(1))
+        lm.forward(
+            IDS[40:], Rows.span(40, TOKENS), buffer, logits=0, mass_rows=5, mass_layers=range(1)
+        )
     assert lm.is_dense or not seen
 
 
@@ -109,7 +119,9 @@ def test_the_probe_reads_the_question_twice_as_far_as_there_are_positions(lm, le
     ids = torch.cat([IDS, IDS[TOKENS - again :]])
     buffer = lm.buffer(TOKENS + again)
     lm.forward(IDS, Rows.span(0, TOKENS), buffer, logits=0)
-    _, expected = lm.forward(ids[rows], Rows.at(rows), buffer, logits=0, mass_rows=LAYOUT.num_suffix + again)
+    _, expected = lm.forward(
+        ids[rows], Rows.at(rows), buffer, logits=0, mass_rows=LAYOUT.num_suffix + again
+    )
 
     with patch.object(lm, "reuse_window", TOKENS + left):
         assert torch.equal(probed(lm), expected[:TOKENS])

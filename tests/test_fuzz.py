@@ -78,7 +78,9 @@ def summary():
         from common import machine, write_result
 
         values = {"seed": SEED, "tolerance": TOLERANCE, **vars(made)}
-        counters = {name: dict(sorted(v.items())) for name, v in values.items() if isinstance(v, Counter)}
+        counters = {
+            name: dict(sorted(v.items())) for name, v in values.items() if isinstance(v, Counter)
+        }
         write_result("fuzz", {"machine": machine(), **values, **counters})
 
 
@@ -136,9 +138,14 @@ class World:
             self.model = tiny_model("fuzz", seed=draw.randrange(10**6))
         self.model.config._attn_implementation = "eager"  # the reference: see kvrag/model/proof.py
         self.engine = KVRagEngine.from_pretrained(
-            self.model, tokenizer=tokenizer, prefix=PREFIX, store_config=StoreConfig(min_chunk_tokens=1)
+            self.model,
+            tokenizer=tokenizer,
+            prefix=PREFIX,
+            store_config=StoreConfig(min_chunk_tokens=1),
         )
-        assert isinstance(self.engine.loaded.lm, CausalLM), f"{self.name} is refused: {self.engine.loaded.lm.refusal}"
+        assert isinstance(self.engine.loaded.lm, CausalLM), (
+            f"{self.name} is refused: {self.engine.loaded.lm.refusal}"
+        )
         self.chunks = [f"{i}: {words(draw, 1, 40)}." for i in range(5)]
         self.engine.precompute(self.chunks, batch_size=draw.choice([1, 2, 5]))
 
@@ -146,7 +153,10 @@ class World:
         """Chunks in any order, some of them twice, behind the right prefix, another one or none, with and without glue."""
         prompt: list[str | Chunk] = [draw.choice([PREFIX, PREFIX, OTHER_PREFIX, ""])]
         for _ in range(draw.randint(1, 6)):
-            prompt += [Chunk(draw.choice(self.chunks)), draw.choice(["", "\n", "\n\n", f"\n{words(draw, 1, 5)}\n"])]
+            prompt += [
+                Chunk(draw.choice(self.chunks)),
+                draw.choice(["", "\n", "\n\n", f"\n{words(draw, 1, 5)}\n"]),
+            ]
         return [part for part in [*prompt, words(draw, 1, 8)] if part != ""]
 
     def reference(self, ids: list[int]) -> torch.Tensor:
@@ -169,11 +179,17 @@ class World:
 def run_case(number: int, world: World, summary: Summary) -> None:
     """Compare one prompt's results, in every mode and with one random repair, with transformers' own forward."""
     draw = random.Random(f"{SEED}/case/{number}")
-    prompt, shift, first_k = world.prompt(draw), draw.choice([0.0, 0.5, 1.0]), draw.choice([0, 1, 4])
+    prompt, shift, first_k = (
+        world.prompt(draw),
+        draw.choice([0.0, 0.5, 1.0]),
+        draw.choice([0, 1, 4]),
+    )
     strategy = draw.choice(STRATEGIES)
     thorough = draw.choice([s for s in STRATEGIES if s != "none"])
     every = RepairConfig(thorough, recompute_ratio=1.0, first_k=first_k, shift=shift)
-    some = RepairConfig(strategy, recompute_ratio=draw.choice([0.0, 0.05, 0.3, 0.9]), first_k=first_k, shift=shift)
+    some = RepairConfig(
+        strategy, recompute_ratio=draw.choice([0.0, 0.05, 0.3, 0.9]), first_k=first_k, shift=shift
+    )
     again = f"KVRAG_FUZZ_SEED={SEED} KVRAG_FUZZ_ONLY={number} python -m pytest tests/test_fuzz.py"
     expected: torch.Tensor | None = None
     for mode, repair in (("stitch", every), ("prefix", None), ("stitch", some), ("auto", some)):
@@ -183,9 +199,16 @@ def run_case(number: int, world: World, summary: Summary) -> None:
             expected = world.reference(result.prompt_ids)
         distance = float((result.logits - expected).abs().max())
         assert distance == distance, f"not finite: {what}"
-        assert result.cached_tokens + result.repaired_tokens + result.computed_tokens == result.prompt_tokens, what
+        assert (
+            result.cached_tokens + result.repaired_tokens + result.computed_tokens
+            == result.prompt_tokens
+        ), what
         assert result.exactness != "repaired" or repair is some, f"should be exact: {what}"
-        if result.exactness != "repaired" and distance >= TOLERANCE and world.is_tied(result.prompt_ids, expected):
+        if (
+            result.exactness != "repaired"
+            and distance >= TOLERANCE
+            and world.is_tied(result.prompt_ids, expected)
+        ):
             summary.ties += 1
         elif result.exactness != "repaired":
             assert distance < TOLERANCE, f"off by {distance:.3g}: {what}"
@@ -202,7 +225,11 @@ MODELS = [int(ONLY) // CASES_PER_MODEL] if ONLY else range(-(-CASES // CASES_PER
 
 @pytest.mark.filterwarnings("ignore:chunks were encoded behind another prefix")
 @pytest.mark.parametrize(
-    "number", [*MODELS[:QUICK_MODELS], *(pytest.param(n, marks=pytest.mark.slow) for n in MODELS[QUICK_MODELS:])]
+    "number",
+    [
+        *MODELS[:QUICK_MODELS],
+        *(pytest.param(n, marks=pytest.mark.slow) for n in MODELS[QUICK_MODELS:]),
+    ],
 )
 def test_what_is_labelled_exact_is_what_transformers_computes(number, tokenizer, summary):
     start = time.perf_counter()

@@ -67,14 +67,36 @@ ELSEWHERE = {
         "temperature",
     ),  # tests of their own, below or in test_limits.py
     *("early_stopping", "length_penalty"),  # of beams alone
-    *("use_cache", "cache_implementation", "cache_config", "max_cache_len", "prefill_chunk_size"),  # how it is computed
+    *(
+        "use_cache",
+        "cache_implementation",
+        "cache_config",
+        "max_cache_len",
+        "prefill_chunk_size",
+    ),  # how it is computed
     *("compile_config", "disable_compile", "continuous_batching_config", "low_memory"),
-    *("output_attentions", "output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate"),
+    *(
+        "output_attentions",
+        "output_hidden_states",
+        "output_scores",
+        "output_logits",
+        "return_dict_in_generate",
+    ),
     *("pad_token_id", "bos_token_id", "decoder_start_token_id"),  # of batches, and of empty prompts
     *("transformers_version",),
     # Guesses of the next tokens, which greedy decoding proves or drops.
-    *("is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
-    *("prompt_lookup_num_tokens", "max_matching_ngram_size", "assistant_early_exit", "assistant_lookbehind"),
+    *(
+        "is_assistant",
+        "num_assistant_tokens",
+        "num_assistant_tokens_schedule",
+        "assistant_confidence_threshold",
+    ),
+    *(
+        "prompt_lookup_num_tokens",
+        "max_matching_ngram_size",
+        "assistant_early_exit",
+        "assistant_lookbehind",
+    ),
     *("target_lookbehind", "assistant_ensemble_weight", "speculation_type", "use_mtp"),
 }
 
@@ -88,7 +110,9 @@ def loaded_engine(tokenizer) -> KVRagEngine:
 def engine(loaded_engine) -> Iterator[KVRagEngine]:
     model = loaded_engine.source.model
     before = model.generation_config
-    model.generation_config = GenerationConfig(eos_token_id=sorted(end_ids(loaded_engine.loaded)), pad_token_id=0)
+    model.generation_config = GenerationConfig(
+        eos_token_id=sorted(end_ids(loaded_engine.loaded)), pad_token_id=0
+    )
     yield loaded_engine
     model.generation_config = before
 
@@ -136,9 +160,14 @@ def test_a_greedy_answer_is_that_of_generate_under_each_option(name, engine):
 
 
 def test_a_watermark_that_is_written_as_json_is_followed(engine):
-    engine.source.model.generation_config.watermarking_config = {"bias": 20.0, "seeding_scheme": "selfhash"}
+    engine.source.model.generation_config.watermarking_config = {
+        "bias": 20.0,
+        "seeding_scheme": "selfhash",
+    }
     answer = ours(engine)
-    engine.source.model.generation_config.watermarking_config = WatermarkingConfig(bias=20.0, seeding_scheme="selfhash")
+    engine.source.model.generation_config.watermarking_config = WatermarkingConfig(
+        bias=20.0, seeding_scheme="selfhash"
+    )
     assert answer == theirs(engine)
 
 
@@ -148,9 +177,13 @@ def test_end_tokens_are_where_the_scores_are(engine, monkeypatch):
     given = list[GenerationConfig]()
     monkeypatch.setattr(type(model), "device", torch.device("meta"))
     monkeypatch.setattr(
-        type(model), "_get_logits_processor", lambda _, generation_config, **options: given.append(generation_config)
+        type(model),
+        "_get_logits_processor",
+        lambda _, generation_config, **options: given.append(generation_config),
     )
-    processors_of(model, SamplingConfig(min_new_tokens=3), PROMPT, max_new_tokens=5, eos_ids=frozenset({2}))
+    processors_of(
+        model, SamplingConfig(min_new_tokens=3), PROMPT, max_new_tokens=5, eos_ids=frozenset({2})
+    )
     assert given[0]._eos_token_tensor.device.type == "meta"
 
 
@@ -170,7 +203,12 @@ def test_scores_that_tokens_are_drawn_by_are_those_of_generate(name, engine):
     ids = torch.tensor([PROMPT])
     torch.manual_seed(0)
     told = {"output_scores": True, "output_logits": True, "return_dict_in_generate": True}
-    options = {"max_new_tokens": 3, "do_sample": True, "temperature": 0.1, "repetition_penalty": 1.3}
+    options = {
+        "max_new_tokens": 3,
+        "do_sample": True,
+        "temperature": 0.1,
+        "repetition_penalty": 1.3,
+    }
     out = model.generate(ids, attention_mask=torch.ones_like(ids), **options, **told)
     config = SamplingConfig(temperature=0.1, repetition_penalty=1.3)
     made = processors_of(model, config, PROMPT, max_new_tokens=3, eos_ids=end_ids(engine.loaded))
@@ -187,7 +225,9 @@ def test_values_of_a_request_win_over_the_config_and_neutral_ones_switch_it_off(
     kinds = [
         [
             type(p).__name__
-            for p in processors_of(model, SamplingConfig(temperature=0.5, **given), PROMPT, max_new_tokens=3)
+            for p in processors_of(
+                model, SamplingConfig(temperature=0.5, **given), PROMPT, max_new_tokens=3
+            )
         ]
         for given in ({}, off)
     ]
@@ -202,7 +242,9 @@ def test_values_of_a_request_win_over_the_config_and_neutral_ones_switch_it_off(
 
 def test_sampling_takes_no_default_that_nobody_asked_for(engine):
     """``generate`` draws from the 50 likeliest tokens where no config says so."""
-    made = processors_of(engine.source.model, SamplingConfig(temperature=0.5), PROMPT, max_new_tokens=3)
+    made = processors_of(
+        engine.source.model, SamplingConfig(temperature=0.5), PROMPT, max_new_tokens=3
+    )
     assert [type(p).__name__ for p in made] == ["TemperatureLogitsWarper"]
 
 
@@ -241,7 +283,9 @@ def test_processors_are_made_by_generate_where_its_private_way_is_gone(engine, m
     real = type(model)._get_logits_processor
 
     def other(self: Any, generation_config: Any, *values: Any, **options: Any) -> Any:
-        if "encoder_input_ids" in options and "prefix_allowed_tokens_fn" not in options:  # as kvrag calls it
+        if (
+            "encoder_input_ids" in options and "prefix_allowed_tokens_fn" not in options
+        ):  # as kvrag calls it
             raise TypeError("unexpected keyword argument")
         return real(self, generation_config, *values, **options)
 

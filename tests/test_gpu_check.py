@@ -21,9 +21,24 @@ ROOT = Path(__file__).parent.parent
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 def test_make_passes_its_arguments_on():
     # Called by make itself, as in CI, make would say where it is.
-    outside = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
-    command = ["make", "--no-print-directory", "-n", "gpu-check", "PART=b", "DRY_RUN=1", "OUT=here", "ARGS=--only ttft"]
-    done = subprocess.run(command, cwd=ROOT, env=outside, capture_output=True, text=True, check=True)
+    outside = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")
+    }
+    command = [
+        "make",
+        "--no-print-directory",
+        "-n",
+        "gpu-check",
+        "PART=b",
+        "DRY_RUN=1",
+        "OUT=here",
+        "ARGS=--only ttft",
+    ]
+    done = subprocess.run(
+        command, cwd=ROOT, env=outside, capture_output=True, text=True, check=True
+    )
     (line,) = done.stdout.splitlines()
     assert line.endswith("tests/gpu_check.py b --dry-run --out here --only ttft")
 
@@ -37,18 +52,28 @@ def test_steps_name_files_that_exist_and_leave_each_other_time(part, tmp_path):
         for step in steps:
             files = [a for a in step.command[1:] if a.endswith(".py")]
             assert files
-            assert all((step.folder / f).is_file() for f in files) or (step.is_optional and "diagnosis" in step.name)
-        writers = [s for s in steps if any(a.startswith(("bench_", "tests/kernels/diagnose")) for a in s.command)]
+            assert all((step.folder / f).is_file() for f in files) or (
+                step.is_optional and "diagnosis" in step.name
+            )
+        writers = [
+            s
+            for s in steps
+            if any(a.startswith(("bench_", "tests/kernels/diagnose")) for a in s.command)
+        ]
         assert writers
         assert all(("--dry-run" in s.command) == is_dry for s in writers)
         assert all(s.command[s.command.index("--out") + 1] == str(tmp_path) for s in writers)
-    assert gpu_check.PART_SECONDS <= 575, "a command on a remote machine may be ended after 600 s, start-up included"
+    assert gpu_check.PART_SECONDS <= 575, (
+        "a command on a remote machine may be ended after 600 s, start-up included"
+    )
 
 
 def test_each_kernel_runs_in_processes_of_its_own_and_the_riskier_one_comes_last():
     names = [s.name for s in gpu_check.steps("a", False, Path("out"))]
     assert names.index("sm90, diagnosis") + 1 == names.index("sm90, head dim 64")
-    assert max(i for i, n in enumerate(names) if n.startswith("mma")) < names.index("sm90, diagnosis")
+    assert max(i for i, n in enumerate(names) if n.startswith("mma")) < names.index(
+        "sm90, diagnosis"
+    )
     for part in "ac":
         for step in gpu_check.steps(part, False, Path("out")):
             for kernel in ("mma", "sm90"):
@@ -59,15 +84,26 @@ def test_each_kernel_runs_in_processes_of_its_own_and_the_riskier_one_comes_last
 def test_every_test_of_the_kernels_is_in_a_process_and_each_mode_in_one_kernels(monkeypatch):
     """Each pair of kernel and case in one process, and nothing of one kernel in the other's."""
     monkeypatch.syspath_prepend(str(ROOT / "tests" / "kernels"))
-    cases = [case for name in ("CASES", "LONG") for case in getattr(importlib.import_module("kernel_cases"), name)]
-    commands = [s.command for s in gpu_check.steps("a", False, Path("out")) if "--head-dim" in s.command]
+    cases = [
+        case
+        for name in ("CASES", "LONG")
+        for case in getattr(importlib.import_module("kernel_cases"), name)
+    ]
+    commands = [
+        s.command for s in gpu_check.steps("a", False, Path("out")) if "--head-dim" in s.command
+    ]
     picks = [(c[c.index("--kernel") + 1], int(c[c.index("--head-dim") + 1])) for c in commands]
     for params in [{"case": case, "mode": mode} for case in cases for mode in ("sm90", "mma")]:
         picked = [kernel for kernel, dim in picks if gpu_check.is_picked(params, kernel, dim)]
         assert picked == [params["mode"]], params
-    assert sorted(kernel for kernel, dim in picks if gpu_check.is_picked({}, kernel, dim)) == ["mma", "sm90"]
+    assert sorted(kernel for kernel, dim in picks if gpu_check.is_picked({}, kernel, dim)) == [
+        "mma",
+        "sm90",
+    ]
     # By name: what is neither the stitch's nor the probe's is the attention's.
-    names = set(re.findall(r"def (test_\w+)", (ROOT / "tests" / "kernels" / "test_gpu.py").read_text()))
+    names = set(
+        re.findall(r"def (test_\w+)", (ROOT / "tests" / "kernels" / "test_gpu.py").read_text())
+    )
     chosen = {
         s.name: s.command[s.command.index("-k") + 1]
         for s in gpu_check.steps("a", False, Path("out"))
@@ -77,11 +113,15 @@ def test_every_test_of_the_kernels_is_in_a_process_and_each_mode_in_one_kernels(
     assert chosen["mma, head dim 64"] == f"not {chosen['stitch']} and not {chosen['probe']}"
 
 
-def python(name: str, code: str, limit: float = 30, needs: tuple[str, ...] = (), **options: Any) -> Step:
+def python(
+    name: str, code: str, limit: float = 30, needs: tuple[str, ...] = (), **options: Any
+) -> Step:
     return Step(name, (sys.executable, "-c", code), limit, needs, **options)
 
 
-def checked(out: Path, *todo: Step, options: tuple[str, ...] = ()) -> tuple[int, list[dict[str, Any]]]:
+def checked(
+    out: Path, *todo: Step, options: tuple[str, ...] = ()
+) -> tuple[int, list[dict[str, Any]]]:
     """Run steps as part a; returns the exit status and what the JSON says of them."""
     status = gpu_check.main(["a", "--out", str(out), *options], lambda *_: list(todo))
     return status, json.loads((out / "gpu-check-a.json").read_text())["steps"]
@@ -117,8 +157,12 @@ FAULT = "import ctypes, sys; print('x' * 5000 + 'last words', flush=True); ctype
 def test_after_a_fault_log_and_json_have_what_was_printed(tmp_path):
     """The log all of it, as it came; the JSON the last 3,000 characters, in which an aborted Python says where it stood."""
     hang = "import time\ndef waits_for_a_barrier():\n    print('waits', flush=True); time.sleep(100)\nwaits_for_a_barrier()"
-    late = f"assert 'last words' in open({str(tmp_path / 'gpu-check-a.log')!r}).read(); print('came')"
-    status, found = checked(tmp_path, python("fault", FAULT), python("hang", hang, limit=4), python("late", late))
+    late = (
+        f"assert 'last words' in open({str(tmp_path / 'gpu-check-a.log')!r}).read(); print('came')"
+    )
+    status, found = checked(
+        tmp_path, python("fault", FAULT), python("hang", hang, limit=4), python("late", late)
+    )
     assert status == 1
     fault, hung, after = found
     assert "last words" in fault["tail"]
@@ -129,7 +173,13 @@ def test_after_a_fault_log_and_json_have_what_was_printed(tmp_path):
     assert "tail" not in after
     log = (tmp_path / "gpu-check-a.log").read_text()
     assert "x" * 5000 in log
-    assert log.index("── fault") < log.index("── hang") < log.index("waits") < log.index("── late") < log.index("came")
+    assert (
+        log.index("── fault")
+        < log.index("── hang")
+        < log.index("waits")
+        < log.index("── late")
+        < log.index("came")
+    )
 
 
 def test_a_check_that_is_killed_leaves_what_it_has(tmp_path):
@@ -164,12 +214,27 @@ TESTED = "print('= 2 passed, 1 skipped in 1.00s =')"
     [
         ([python("diagnosis", "", proves="sm90"), python("tests", TESTED, proves="sm90")], True),
         (
-            [python("diagnosis", "", proves="sm90"), python("tests", "print('= 3 skipped in 1s =')", proves="sm90")],
+            [
+                python("diagnosis", "", proves="sm90"),
+                python("tests", "print('= 3 skipped in 1s =')", proves="sm90"),
+            ],
             False,
         ),
         ([python("diagnosis", "", proves="sm90")], False),
-        ([python("diagnosis", "raise SystemExit(1)", proves="sm90"), python("tests", TESTED, proves="sm90")], False),
-        ([python("diagnosis", "", needs=("no_such",), proves="sm90"), python("tests", TESTED, proves="sm90")], False),
+        (
+            [
+                python("diagnosis", "raise SystemExit(1)", proves="sm90"),
+                python("tests", TESTED, proves="sm90"),
+            ],
+            False,
+        ),
+        (
+            [
+                python("diagnosis", "", needs=("no_such",), proves="sm90"),
+                python("tests", TESTED, proves="sm90"),
+            ],
+            False,
+        ),
     ],
     ids=["all pass", "skipped", "no tests", "a failure", "left out"],
 )
@@ -210,11 +275,17 @@ sys.meta_path.insert(0, Missing())
 def test_a_machine_without_kvrags_own_packages_can_run_all_of_it(tmp_path, monkeypatch):
     """Transformers and pytest bring all else; what hashes stored bytes has a stand-in, and so has what keeps the catalog."""
     (tmp_path / "sitecustomize.py").write_text(BARE)
-    monkeypatch.setattr(gpu_check, "stood_in", lambda: dict.fromkeys(("diskcache", "xxhash"), str(gpu_check.STAND_INS)))
+    monkeypatch.setattr(
+        gpu_check,
+        "stood_in",
+        lambda: dict.fromkeys(("diskcache", "xxhash"), str(gpu_check.STAND_INS)),
+    )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     code = "import diskcache, xxhash; assert 'stand_ins' in xxhash.__file__ and 'stand_ins' in diskcache.__file__"
     assert gpu_check.run(python("bare", code), 60, tmp_path / "log")["outcome"] == "passed"
-    ttft = next(s for s in gpu_check.steps("b", True, tmp_path / "out") if s.name == "ttft, 3B shape")
+    ttft = next(
+        s for s in gpu_check.steps("b", True, tmp_path / "out") if s.name == "ttft, 3B shape"
+    )
     assert gpu_check.run(ttft, 300, tmp_path / "log")["outcome"] == "passed"
 
 
@@ -223,7 +294,9 @@ def test_the_stand_ins_have_all_that_is_asked_of_them(package):
     sources = "\n".join(file.read_text() for file in (ROOT / "kvrag").rglob("*.py"))
     asked = set(re.findall(rf"\b{package}\.(\w+)", sources))
     asked |= {
-        n.strip() for names in re.findall(rf"from {package}\.core import (.+)", sources) for n in names.split(",")
+        n.strip()
+        for names in re.findall(rf"from {package}\.core import (.+)", sources)
+        for n in names.split(",")
     }
     path = str(gpu_check.STAND_INS)
     code = f"import sys; sys.path.insert(0, {path!r}); import {package}; assert {asked!r} <= set(dir({package})) | {{'core'}}"
@@ -238,7 +311,12 @@ def test_the_sanitizers_have_cases():
     command = [sys.executable, *sorted(chosen)[0], "--collect-only", "-qq"]
     path = os.pathsep.join(map(str, (ROOT, ROOT / "kernels", ROOT / "tests")))
     done = subprocess.run(
-        command, cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=True
+        command,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert "long-window" in done.stdout
     assert "-mma]" in done.stdout
@@ -253,7 +331,11 @@ def test_results_are_written_before_the_next_step(tmp_path):
 
 
 def test_only_some_steps(tmp_path):
-    todo = [python("kernels", ""), python("kernel benchmark", ""), python("ttft", "raise SystemExit(1)")]
+    todo = [
+        python("kernels", ""),
+        python("kernel benchmark", ""),
+        python("ttft", "raise SystemExit(1)"),
+    ]
     status, found = checked(tmp_path, *todo, options=("--only", "kernel"))
     assert status == 0
     assert len(found) == 2
@@ -274,11 +356,21 @@ def test_a_part_that_does_not_exist_is_refused(capsys):
 def test_a_dry_run_goes_through_every_part_and_says_that_nothing_was_measured(tmp_path):
     """Of the step with time to first token: all that it has goes to one folder."""
     assert gpu_check.main(["b", "--dry-run", "--out", str(tmp_path), "--only", "ttft, 8B"]) == 0
-    assert {f.name for f in tmp_path.iterdir()} == {"gpu-check-b.json", "gpu-check-b.log", "ttft-llama-3.1-8b-cpu.json"}
+    assert {f.name for f in tmp_path.iterdir()} == {
+        "gpu-check-b.json",
+        "gpu-check-b.log",
+        "ttft-llama-3.1-8b-cpu.json",
+    }
     result = json.loads((tmp_path / "ttft-llama-3.1-8b-cpu.json").read_text())
-    assert result["measured"] is json.loads((tmp_path / "gpu-check-b.json").read_text())["measured"] is False
+    assert (
+        result["measured"]
+        is json.loads((tmp_path / "gpu-check-b.json").read_text())["measured"]
+        is False
+    )
     assert [(run["kept"], run["length"]) for run in result["runs"]] == [
-        (kept, length) for kept in ("auto", "int8", "auto, on the device") for length in (1000, 1500)
+        (kept, length)
+        for kept in ("auto", "int8", "auto, on the device")
+        for length in (1000, 1500)
     ]
     for run in result["runs"]:
         assert set(run["summary"]) == set(run["work"]) == {"default", "unrepaired", "ratio 0.10"}
@@ -291,7 +383,9 @@ def test_a_dry_run_goes_through_every_part_and_says_that_nothing_was_measured(tm
 
 def test_a_dry_run_of_the_kernels_benchmark_has_every_part(tmp_path):
     command = [sys.executable, "bench_kernels.py", "--dry-run", "--out", str(tmp_path)]
-    subprocess.run(command, cwd=ROOT / "tests" / "benchmarks", capture_output=True, text=True, check=True)
+    subprocess.run(
+        command, cwd=ROOT / "tests" / "benchmarks", capture_output=True, text=True, check=True
+    )
     result = json.loads((tmp_path / "kernels.json").read_text())
     assert result["measured"] is False
     assert result["targets"] == result["failed"] == result["left_out"] == []
@@ -310,8 +404,19 @@ def test_a_dry_run_of_the_kernels_benchmark_has_every_part(tmp_path):
 @pytest.mark.slow
 def test_a_second_process_adds_to_the_kernels_benchmark(tmp_path):
     """A kernel that ends its process takes no other's figures with it."""
-    command = [sys.executable, "bench_kernels.py", "--dry-run", "--out", str(tmp_path), "--name", "k", "--parts"]
-    run = functools.partial(subprocess.run, cwd=ROOT / "tests" / "benchmarks", capture_output=True, check=True)
+    command = [
+        sys.executable,
+        "bench_kernels.py",
+        "--dry-run",
+        "--out",
+        str(tmp_path),
+        "--name",
+        "k",
+        "--parts",
+    ]
+    run = functools.partial(
+        subprocess.run, cwd=ROOT / "tests" / "benchmarks", capture_output=True, check=True
+    )
     run([*command, "attention"])
     first = json.loads((tmp_path / "k.json").read_text())
     assert "stitch" not in first
@@ -322,4 +427,6 @@ def test_a_second_process_adds_to_the_kernels_benchmark(tmp_path):
         assert set(after["ms"]) - set(before["ms"]) == {"flex attention"}
     (tmp_path / "k.json").write_text("{")
     run([*command, "attention", "--add"])
-    assert len(json.loads((tmp_path / "k.json").read_text())["attention"]) == 2, "what can't be read is made anew"
+    assert len(json.loads((tmp_path / "k.json").read_text())["attention"]) == 2, (
+        "what can't be read is made anew"
+    )

@@ -30,7 +30,10 @@ def layers_of(ids, offset=0):
 
 
 def filled(past, num_rows):
-    buffer = [(torch.full((1, 2, num_rows, 3), -1.0), torch.full((1, 2, num_rows, 5), -1.0)) for _ in range(2)]
+    buffer = [
+        (torch.full((1, 2, num_rows, 3), -1.0), torch.full((1, 2, num_rows, 5), -1.0))
+        for _ in range(2)
+    ]
     past.fill(buffer, num_rows)
     return buffer
 
@@ -45,7 +48,10 @@ class TestTree:
         draw, histories, kept = random.Random(3), Histories(2**30), []
         for _ in range(300):
             base = draw.choice(kept) if kept and draw.random() < 0.7 else []
-            ids = [*base[: draw.randint(0, len(base))], *(draw.randint(0, 3) for _ in range(draw.randint(1, 30)))]
+            ids = [
+                *base[: draw.randint(0, len(base))],
+                *(draw.randint(0, 3) for _ in range(draw.randint(1, 30))),
+            ]
             keep(histories, ids)
             kept.append(ids)
             asked = [
@@ -53,7 +59,10 @@ class TestTree:
                 *(draw.randint(0, 3) for _ in range(draw.randint(1, 9))),
             ]
             common = max(
-                next((i for i, (a, b) in enumerate(zip(asked, k, strict=False)) if a != b), min(len(asked), len(k)))
+                next(
+                    (i for i, (a, b) in enumerate(zip(asked, k, strict=False)) if a != b),
+                    min(len(asked), len(k)),
+                )
                 for k in kept
             )
             common = min(common, len(asked) - 1)
@@ -65,9 +74,10 @@ class TestTree:
                     assert keys[0, 0, :, 0].tolist() == asked[:common]
                     assert values[0, 0, :, 0].tolist() == list(range(common))
         distinct = {tuple(ids[: i + 1]) for ids in kept for i in range(len(ids))}
-        assert histories.stats() == {"tokens": len(distinct), "bytes": len(distinct) * 2 * 2 * (3 + 5) * 4}, (
-            "nothing is kept twice"
-        )
+        assert histories.stats() == {
+            "tokens": len(distinct),
+            "bytes": len(distinct) * 2 * 2 * (3 + 5) * 4,
+        }, "nothing is kept twice"
 
     def test_the_last_row_is_left_to_compute(self):
         histories = Histories(2**20)
@@ -82,9 +92,15 @@ class TestTree:
             keep(histories, [name] * 20)
             assert histories.stats()["bytes"] <= 100 * row
             assert histories.find("", [0] * 21).num_rows == 20, "it is used all the time"
-        assert [histories.find("", [name] * 21) is not None for name in range(8)] == [True, *[False] * 3, *[True] * 4]
+        assert [histories.find("", [name] * 21) is not None for name in range(8)] == [
+            True,
+            *[False] * 3,
+            *[True] * 4,
+        ]
         keep(histories, [9] * 101)
-        assert histories.find("", [9] * 101) is None, "there is no room for it, and nothing goes for it"
+        assert histories.find("", [9] * 101) is None, (
+            "there is no room for it, and nothing goes for it"
+        )
         assert histories.stats()["tokens"] == 100
 
     def test_leaves_go_before_what_stands_before_them(self):
@@ -166,7 +182,12 @@ def chat(engine, turns, *, tokens=6, first="", **options):
     return results
 
 
-QUESTIONS = ["Who keeps the lamp by the river?", "And the ledger?", "Where is it in winter?", "Thank you. Why?"]
+QUESTIONS = [
+    "Who keeps the lamp by the river?",
+    "And the ledger?",
+    "Where is it in winter?",
+    "Thank you. Why?",
+]
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -180,7 +201,10 @@ def test_a_chat_is_answered_as_without(engine_of, name):
         assert result.history_tokens >= before.prompt_tokens - 8, (
             "but for the template's tail and what is tokenised otherwise"
         )
-        assert result.cached_tokens + result.repaired_tokens + result.computed_tokens == result.prompt_tokens
+        assert (
+            result.cached_tokens + result.repaired_tokens + result.computed_tokens
+            == result.prompt_tokens
+        )
         assert result.cached_tokens >= result.history_tokens
         assert result.exactness == "exact"
     logits = [e.prefill(QUESTIONS[0] * 3).logits for e in (plain, engine)]
@@ -226,7 +250,9 @@ def test_new_documents_are_stitched_behind_a_history(engine_of):
     repaired = engine.prefill(text, mode="stitch", repair=everything)
     assert repaired.history_tokens > 0
     assert repaired.repaired_tokens > 0
-    torch.testing.assert_close(repaired.logits, plain.prefill(text, mode="full").logits, atol=1e-4, rtol=1e-3)
+    torch.testing.assert_close(
+        repaired.logits, plain.prefill(text, mode="full").logits, atol=1e-4, rtol=1e-3
+    )
 
 
 def test_another_question_over_the_same_documents_gets_its_own_answer(engine_of):
@@ -245,7 +271,9 @@ def test_another_question_over_the_same_documents_gets_its_own_answer(engine_of)
 def test_nothing_approximate_gets_into_the_store(engine_of):
     engine = engine_of("llama", store_config=StoreConfig(history_bytes=2**26, on_miss="store"))
     engine.precompute(CHUNKS)
-    chunks = engine.stats()["store"]["memory"].chunks if "memory" in engine.stats()["store"] else None
+    chunks = (
+        engine.stats()["store"]["memory"].chunks if "memory" in engine.stats()["store"] else None
+    )
     chat(engine, QUESTIONS, first="\n\n".join(CHUNKS[:3]) + "\n\n", mode="stitch")
     engine.flush_write_back(30)
     assert chunks is None or engine.stats()["store"]["memory"].chunks == chunks
@@ -267,7 +295,10 @@ def test_an_erasure_by_another_process_counts(engine_of, tmp_path, erase):
     one.precompute(CHUNKS, ids=list("abcdef"))
     chat(one, QUESTIONS[:1])
     assert one.generate([{"role": "user", "content": QUESTIONS[0]}]).history_tokens > 0
-    whose = {"document": ["--document", "a"], "namespace": ["--all", "--yes", "--namespace", "default"]}
+    whose = {
+        "document": ["--document", "a"],
+        "namespace": ["--all", "--yes", "--namespace", "default"],
+    }
     command = [sys.executable, "-m", "kvrag", "rm", "--kv-dir", tmp_path / "kv"]
     subprocess.run([*command, *whose.get(erase, ["--all", "--yes"])], check=True)
     assert one.generate([{"role": "user", "content": QUESTIONS[0]}]).history_tokens == 0
@@ -302,7 +333,9 @@ def test_a_fault_costs_the_next_turn_time_and_nothing_else(engine_of, monkeypatc
     engine = engine_of("llama", store_config=KEPT)
     expected = chat(engine_of("llama"), QUESTIONS[:2])
     with monkeypatch.context() as patch:
-        patch.setattr(torch.Tensor, "clone", lambda *_: (_ for _ in ()).throw(RuntimeError("out of memory")))
+        patch.setattr(
+            torch.Tensor, "clone", lambda *_: (_ for _ in ()).throw(RuntimeError("out of memory"))
+        )
         got = chat(engine, QUESTIONS[:2])
     assert [r.token_ids for r in got] == [r.token_ids for r in expected]
     assert "could not be kept (out of memory)" in caplog.text
@@ -337,8 +370,14 @@ def test_who_asks_for_another_repair_does_not_get_rows_of_this_one(engine_of):
         each.precompute(CHUNKS)
     prompt = "\n\n".join([*CHUNKS[:3], QUESTIONS[0]])
     answer = engine.generate(prompt, mode="stitch", max_new_tokens=6).text
-    more, options = f"{prompt}{answer}\n\n{QUESTIONS[1]}", {"mode": "stitch", "repair": {"strategy": "all"}}
-    assert engine.prefill(more, mode="stitch").history_tokens > len(plain.prefill(prompt).prompt_ids) - 1
+    more, options = (
+        f"{prompt}{answer}\n\n{QUESTIONS[1]}",
+        {"mode": "stitch", "repair": {"strategy": "all"}},
+    )
+    assert (
+        engine.prefill(more, mode="stitch").history_tokens
+        > len(plain.prefill(prompt).prompt_ids) - 1
+    )
     results = [each.prefill(more, **options) for each in (engine, plain)]
     assert [r.exactness for r in results] == ["exact", "exact"]
     torch.testing.assert_close(results[0].logits, results[1].logits, atol=1e-4, rtol=1e-3)
@@ -348,7 +387,9 @@ def test_who_asks_for_another_repair_does_not_get_rows_of_this_one(engine_of):
 def test_a_request_that_runs_during_an_erasure_is_not_kept(engine_of, erase):
     engine = engine_of("llama", store_config=KEPT)
     engine.precompute(CHUNKS, ids=list("abcdef"))
-    stream = engine.stream([{"role": "user", "content": "\n\n".join(CHUNKS[:3])}], max_new_tokens=40)
+    stream = engine.stream(
+        [{"role": "user", "content": "\n\n".join(CHUNKS[:3])}], max_new_tokens=40
+    )
     next(stream)
     engine.delete(["a"]) if erase == "delete" else engine.clear()
     list(stream)

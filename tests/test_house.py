@@ -1,4 +1,4 @@
-"""The cut of the house: who may import whom, and how large files, functions and rooms may be.
+"""The cut of the house: who may import whom, how large files, functions and rooms may be, and how they are written.
 
 A violation fails, unless :data:`KNOWN` names it; ``python tests/test_house.py`` prints all of them in that form.
 """
@@ -6,8 +6,9 @@ A violation fails, unless :data:`KNOWN` names it; ``python tests/test_house.py``
 import ast
 import importlib.util
 import pprint
+import re
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -23,7 +24,9 @@ SOURCES = {"kvrag": ROOT / "kvrag"} | {
     if (ROOT / "integrations" / name).is_dir()
 }
 
-pytestmark = pytest.mark.skipif(not (ROOT / "kvrag").is_dir(), reason="the code is not here: run from a checkout")
+pytestmark = pytest.mark.skipif(
+    not (ROOT / "kvrag").is_dir(), reason="the code is not here: run from a checkout"
+)
 
 RANKS = (
     {
@@ -84,42 +87,88 @@ LIMITS = {
     "lines of tests, per 100 lines of code": 155,
     "median lines of a function": 10,
 }
-"""Goals for the whole. Size is counted in syntax nodes, so that packing statements into a line saves nothing. Of ``tests/``,
-``tests/benchmarks`` does not count: it measures, and proves nothing. Code is ``kvrag/``, and for the tests also ``kernels/``, which they
-prove too."""
-FILE_LINES = 360
-FUNCTION_LINES = 40
+"""Goals for the whole. Of ``tests/``, ``tests/benchmarks`` does not count: it measures, and proves nothing. Code is ``kvrag/``, and
+for the tests also ``kernels/``, which they prove too."""
+FILE_NODES = 2_600
+"""Size is counted in syntax nodes, so that packing statements into a line saves nothing."""
+FUNCTION_NODES = 400
+STYLE = {
+    "nodes per code line": 9.0,
+    "tuple assignments per 1,000 code lines": 4.0,
+    "conditional expressions per 1,000 code lines": 18.0,
+    "walruses per 1,000 code lines": 3.0,
+    "pronouns per 1,000 words of docstrings": 10.0,
+    "public classes named alike": 0,
+    "lines over 100 characters": 0,
+}
+"""Goals for how the code of ``kvrag/`` is written; packages of the field that read well keep them."""
+PRONOUNS = {
+    "what",
+    "who",
+    "whose",
+    "whoever",
+    "whatever",
+    "those",
+    "others",
+    "one",
+    "ones",
+    "nobody",
+    "none",
+    "each",
+}
+"""Words that make a reader look for the noun they stand for."""
 ROOM_FILES = 12
 """Besides ``__init__``."""
 
-LONGER_FILES = {
-    "kvrag/engine.py": 750,
-    "kvrag/config.py": 520,
-    "kvrag/types.py": 500,
-    "kvrag/testing/store.py": 410,
-    "integrations/llama_index/llama_index/llms/kvrag/base.py": 380,
-}
-"""Files that may be longer than :data:`FILE_LINES`, and how long: the public surface, each mostly docstrings, and the store's contract."""
-LONGER_FUNCTIONS: dict[str, int] = {
-    "kvrag/engine.py::KVRagEngine.from_pretrained": 62,
-    "kvrag/engine.py::KVRagEngine.get": 42,
-    "kvrag/engine.py::KVRagEngine.precompute": 48,
-    "kvrag/engine.py::KVRagEngine.generate": 55,
-    "kvrag/engine.py::KVRagEngine._produce": 50,
-    "kvrag/blend/prefill.py::prefill": 62,
-    "kvrag/hooks.py::precompute_kv": 48,
-    "kvrag/model/lm.py::CausalLM.forward": 60,
-    "kvrag/verify.py::verify_prompts": 56,
-    "kvrag/calibrate.py::calibrate_repair": 64,
-    "kvrag/evaluate.py::evaluate_reuse": 52,
-}
-"""Functions that may be longer than :data:`FUNCTION_LINES`: most of these lines are the signature and docstring of what users call, or
-every stage."""
 LARGER_ROOMS: dict[str, int] = {"generate": 16, "model": 14, "server": 14, "store": 14}
 """Rooms that may hold more files than :data:`ROOM_FILES`."""
 
-KNOWN: dict[str, dict[str, int] | set[str]] = {
+KNOWN: dict[str, dict[str, float] | set[str]] = {
     "totals": {"nodes of kvrag": 196_000, "nodes of kvrag/store": 36_000},
+    "large files": {
+        "kvrag/blend/cost.py": 3_100,
+        "kvrag/cli/store.py": 2_800,
+        "kvrag/config.py": 3_700,
+        "kvrag/engine.py": 4_800,
+        "kvrag/generate/sequence.py": 3_200,
+        "kvrag/layers.py": 3_250,
+        "kvrag/model/proof.py": 3_300,
+        "kvrag/model/traits.py": 2_650,
+        "kvrag/precompute/run.py": 2_750,
+        "kvrag/prompt/plan.py": 3_050,
+        "kvrag/store/catalog/changes.py": 2_750,
+        "kvrag/store/format.py": 2_800,
+        "kvrag/testing/store.py": 4_600,
+    },
+    "large functions": {
+        "kvrag/blend/cost.py::measured": 420,
+        "kvrag/blend/prefill.py::prefill": 580,
+        "kvrag/cli/ask.py::_prove": 450,
+        "kvrag/cli/estimate.py::estimate": 500,
+        "kvrag/cli/measure.py::calibrate": 480,
+        "kvrag/cli/measure.py::evaluate": 460,
+        "kvrag/cli/precompute.py::precompute": 470,
+        "kvrag/cli/serve.py::serve": 420,
+        "kvrag/engine.py::KVRagEngine.__init__": 430,
+        "kvrag/engine.py::KVRagEngine._produce": 420,
+        "kvrag/engine.py::KVRagEngine.get": 420,
+        "kvrag/generate/histories.py::Histories._add": 430,
+        "kvrag/generate/sequence.py::Answering.answer": 410,
+        "kvrag/layers.py::shapes_of": 420,
+        "kvrag/model/attention.py::_by_blocks": 470,
+        "kvrag/model/traits.py::_watched": 410,
+        "kvrag/server/completions.py::_events": 440,
+        "kvrag/store/opening.py::_open_shared": 420,
+    },
+    "style": {
+        "nodes per code line": 9.4,
+        "tuple assignments per 1,000 code lines": 20.5,
+        "conditional expressions per 1,000 code lines": 33,
+        "walruses per 1,000 code lines": 5.4,
+        "pronouns per 1,000 words of docstrings": 41,
+        "public classes named alike": 7,
+        "lines over 100 characters": 1_660,
+    },
     "undrawn rooms": {"testing"},
 }
 """Violations so far. The table goes when it is empty."""
@@ -140,7 +189,11 @@ def name_of(path: Path) -> str:
 @cache
 def files() -> dict[Path, ast.Module]:
     """Parsed files of the package and of the adapters."""
-    return {path: ast.parse(path.read_text()) for root in SOURCES.values() for path in sorted(root.rglob("*.py"))}
+    return {
+        path: ast.parse(path.read_text())
+        for root in SOURCES.values()
+        for path in sorted(root.rglob("*.py"))
+    }
 
 
 @cache
@@ -148,7 +201,11 @@ def public_homes() -> dict[str, str]:
     """Room in which each public name lives, by what ``kvrag/__init__.py`` imports or maps it to."""
     import kvrag
 
-    return {name: f"{getattr(kvrag, name).__module__}.x".split(".")[1] for name in kvrag.__all__ if name[0] != "_"}
+    return {
+        name: f"{getattr(kvrag, name).__module__}.x".split(".")[1]
+        for name in kvrag.__all__
+        if name[0] != "_"
+    }
 
 
 @cache
@@ -159,8 +216,16 @@ def imports() -> dict[Path, set[tuple[str, str]]]:
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):
                 modules = [alias.name.split(".") for alias in node.names]
-                found[path] |= {(parts[1], parts[-1]) for parts in modules if parts[0] == "kvrag" and len(parts) > 1}
-            elif isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").split(".")[0] == "kvrag":
+                found[path] |= {
+                    (parts[1], parts[-1])
+                    for parts in modules
+                    if parts[0] == "kvrag" and len(parts) > 1
+                }
+            elif (
+                isinstance(node, ast.ImportFrom)
+                and not node.level
+                and (node.module or "").split(".")[0] == "kvrag"
+            ):
                 parts = (node.module or "").split(".")[1:]
                 for alias in node.names:
                     room = parts[0] if parts else public_homes().get(alias.name, alias.name)
@@ -184,7 +249,12 @@ def against_the_ranks() -> set[str]:
             theirs = rank_of(room)
             if room == mine or room.startswith("__"):
                 continue
-            if rank is None or theirs is None or theirs > rank or (theirs == rank and not {mine, room} <= FACADE):
+            if (
+                rank is None
+                or theirs is None
+                or theirs > rank
+                or (theirs == rank and not {mine, room} <= FACADE)
+            ):
                 found.add(f"{name_of(path)} -> {room}")
     return found
 
@@ -216,7 +286,11 @@ def private_attributes() -> set[str]:
     found, others = set(), {*dir(torch.nn.Module()), *dir(NamedTuple("Any", []))}
     for path, tree in files().items():
         for node in ast.walk(tree):
-            if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+            if (
+                isinstance(node, ast.Attribute)
+                and node.attr.startswith("_")
+                and not node.attr.startswith("__")
+            ):
                 rooms = definers[node.attr] if node.attr not in others else ()
                 if rooms and room_of(path) not in rooms:
                     found.add(f"{name_of(path)} -> .{node.attr}")
@@ -232,16 +306,22 @@ def nodes(path: Path) -> int:
     return sum(1 for _ in ast.walk(files()[path]))
 
 
-def long_files() -> dict[str, int]:
-    """Lines of files over their limit; the adapters' count too."""
-    sizes = {name_of(path): lines(path) for path in files()}
-    return {name: size for name, size in sizes.items() if size > LONGER_FILES.get(name, FILE_LINES)}
+def large_files() -> dict[str, int]:
+    """Nodes of files over the limit; the adapters' count too."""
+    return {name_of(path): size for path in files() if (size := nodes(path)) > FILE_NODES}
+
+
+class Size(NamedTuple):
+    """Lines and syntax nodes of a function, with the functions nested in it."""
+
+    lines: int
+    nodes: int
 
 
 @cache
-def functions() -> dict[str, int]:
-    """Lines of every function of the package, from ``def`` to its end, what is nested in it included."""
-    found: dict[str, int] = {}
+def functions() -> dict[str, Size]:
+    """Size of every function of the package."""
+    found: dict[str, Size] = {}
 
     def visit(node: ast.AST, where: str) -> None:
         for child in ast.iter_child_nodes(node):
@@ -249,7 +329,8 @@ def functions() -> dict[str, int]:
             if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 name = f"{where}{'::' if where.endswith('.py') else '.'}{child.name}"
                 if not isinstance(child, ast.ClassDef):
-                    found[name] = (child.end_lineno or child.lineno) - child.lineno + 1
+                    height = (child.end_lineno or child.lineno) - child.lineno + 1
+                    found[name] = Size(height, sum(1 for _ in ast.walk(child)))
             visit(child, name)
 
     for path, tree in files().items():
@@ -258,30 +339,95 @@ def functions() -> dict[str, int]:
     return found
 
 
-def long_functions() -> dict[str, int]:
-    return {name: size for name, size in functions().items() if size > LONGER_FUNCTIONS.get(name, FUNCTION_LINES)}
+def large_functions() -> dict[str, int]:
+    """Nodes of functions over the limit."""
+    return {name: size.nodes for name, size in functions().items() if size.nodes > FUNCTION_NODES}
+
+
+def _is_packed(node: ast.AST) -> bool:
+    return (
+        isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Tuple)
+        and isinstance(node.value, ast.Tuple)
+    )
+
+
+def style() -> dict[str, float]:
+    """Figures of how ``kvrag/`` is written."""
+    count: Counter[str] = Counter()
+    classes: Counter[str] = Counter()
+    for path, tree in files().items():
+        if not path.is_relative_to(ROOT / "kvrag"):
+            continue
+        count["nodes"] += nodes(path)
+        written = path.read_text().splitlines()
+        count["long"] += sum(len(line) > 100 for line in written)
+        count["code"] += sum(bool(line.strip()) and line.strip()[0] != "#" for line in written)
+        for node in ast.walk(tree):
+            count["tuple assignments"] += _is_packed(node)
+            count["conditional expressions"] += isinstance(node, ast.IfExp)
+            count["walruses"] += isinstance(node, ast.NamedExpr)
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                classes[node.name] += 1
+            if not isinstance(
+                node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+            ):
+                continue
+            said = ast.get_docstring(node)
+            if said is None:
+                continue
+            words = re.findall(r"[a-z']+", said.lower())
+            count["code"] -= (node.body[0].end_lineno or 0) - node.body[0].lineno + 1
+            count["words"] += len(words)
+            count["pronouns"] += sum(word in PRONOUNS for word in words)
+    return {
+        "nodes per code line": count["nodes"] / count["code"],
+        **{
+            f"{name} per 1,000 code lines": 1000 * count[name] / count["code"]
+            for name in ("tuple assignments", "conditional expressions", "walruses")
+        },
+        "pronouns per 1,000 words of docstrings": 1000 * count["pronouns"] / count["words"],
+        "public classes named alike": sum(number > 1 for number in classes.values()),
+        "lines over 100 characters": count["long"],
+    }
+
+
+def dense() -> dict[str, float]:
+    """Figures of style over their goals."""
+    return {name: round(found, 1) for name, found in style().items() if found > STYLE[name]}
 
 
 def large_rooms() -> dict[str, int]:
     """Files of rooms over their limit, ``__init__`` not counted."""
     counts = {
-        folder.name: len({*folder.glob("*.py")} - {folder / "__init__.py"}) for folder in (ROOT / "kvrag").iterdir()
+        folder.name: len({*folder.glob("*.py")} - {folder / "__init__.py"})
+        for folder in (ROOT / "kvrag").iterdir()
     }
-    return {room: count for room, count in counts.items() if count > LARGER_ROOMS.get(room, ROOM_FILES)}
+    return {
+        room: count for room, count in counts.items() if count > LARGER_ROOMS.get(room, ROOM_FILES)
+    }
 
 
 def totals() -> dict[str, int]:
     """Figures of the whole that are over their limits."""
     own = [path for path in files() if path.is_relative_to(ROOT / "kvrag")]
     code = sum(map(lines, own))
-    tests = sum(lines(path) for path in (ROOT / "tests").rglob("*.py") if "benchmarks" not in path.parts)
-    kernels = sum(lines(path) for path in (ROOT / "kernels").rglob("*") if path.suffix in (".py", ".cu", ".cuh"))
+    tests = sum(
+        lines(path) for path in (ROOT / "tests").rglob("*.py") if "benchmarks" not in path.parts
+    )
+    kernels = sum(
+        lines(path)
+        for path in (ROOT / "kernels").rglob("*")
+        if path.suffix in (".py", ".cu", ".cuh")
+    )
     found = {
         "nodes of kvrag": sum(map(nodes, own)),
         "files of kvrag": len(own),
         "nodes of kvrag/store": sum(nodes(path) for path in own if room_of(path) == "store"),
         "lines of tests, per 100 lines of code": round(100 * tests / (code + kernels)),
-        "median lines of a function": round(statistics.median(functions().values())),
+        "median lines of a function": round(
+            statistics.median(size.lines for size in functions().values())
+        ),
     }
     return {what: figure for what, figure in found.items() if figure > LIMITS[what]}
 
@@ -290,8 +436,9 @@ CHECKS = {
     "ranks": against_the_ranks,
     "private imports": private_imports,
     "private attributes": private_attributes,
-    "long files": long_files,
-    "long functions": long_functions,
+    "large files": large_files,
+    "large functions": large_functions,
+    "style": dense,
     "large rooms": large_rooms,
     "totals": totals,
 }
@@ -309,9 +456,12 @@ def test_the_house_keeps_its_cut(name):
 
 def test_exceptions_are_needed():
     """What is small again loses its exception."""
-    assert all(lines(ROOT / name) > FILE_LINES for name in LONGER_FILES)
-    assert all(functions().get(name, 0) > FUNCTION_LINES for name in LONGER_FUNCTIONS)
-    assert all(len(list((ROOT / "kvrag" / room).glob("*.py"))) - 1 > ROOM_FILES for room in LARGER_ROOMS)
+    for name, check in CHECKS.items():
+        found, known = check(), KNOWN.get(name, {})
+        assert set(known) <= set(found), name
+    assert all(
+        len(list((ROOT / "kvrag" / room).glob("*.py"))) - 1 > ROOM_FILES for room in LARGER_ROOMS
+    )
 
 
 def test_tests_that_run_in_part_exist():
@@ -326,13 +476,16 @@ def test_tests_that_run_in_part_exist():
 
 
 def test_every_module_has_a_rank():
-    assert {room for path in files() if rank_of(room := room_of(path)) is None} - ANYONE <= set(KNOWN.get("rooms", ()))
+    assert {room for path in files() if rank_of(room := room_of(path)) is None} - ANYONE <= set(
+        KNOWN.get("rooms", ())
+    )
 
 
 def test_every_room_says_how_it_flows():
     """A room's docstring draws its flow with arrows, and names what the room may import."""
     for room in sorted(
-        {room_of(path) for path in files()} & {path.name for path in (ROOT / "kvrag").iterdir() if path.is_dir()}
+        {room_of(path) for path in files()}
+        & {path.name for path in (ROOT / "kvrag").iterdir() if path.is_dir()}
     ):
         said = ast.get_docstring(files()[ROOT / "kvrag" / room / "__init__.py"]) or ""
         is_drawn = any(arrow in said for arrow in ("->", "→", "─▶", "-->")) and "mport" in said
@@ -340,4 +493,8 @@ def test_every_room_says_how_it_flows():
 
 
 if __name__ == "__main__":
-    pprint.pprint({name: found for name, check in CHECKS.items() if (found := check())}, width=118, compact=True)
+    pprint.pprint(
+        {name: found for name, check in CHECKS.items() if (found := check())},
+        width=118,
+        compact=True,
+    )

@@ -72,7 +72,10 @@ ANEW = [new_parameter, new_data, new_module]
 
 @pytest.mark.parametrize(
     ("change", "context"),
-    [*((c, torch.no_grad) for c in (*IN_PLACE, *ANEW)), *((c, torch.inference_mode) for c in IN_PLACE)],
+    [
+        *((c, torch.no_grad) for c in (*IN_PLACE, *ANEW)),
+        *((c, torch.inference_mode) for c in IN_PLACE),
+    ],
 )
 def test_a_change_of_the_weights_is_noticed(change, context, tokenizer, digests):
     model = tiny_model()
@@ -95,7 +98,9 @@ def test_what_is_taken_back_has_its_content_for_identity(tokenizer, digests):
     changed = identity.fingerprint
     model.lm_head = kept
     assert identity.fingerprint != changed
-    assert identity.fingerprint == watched(tiny_model(), tokenizer).fingerprint, "the very tensors of the origin"
+    assert identity.fingerprint == watched(tiny_model(), tokenizer).fingerprint, (
+        "the very tensors of the origin"
+    )
     assert len(digests) == 1
 
 
@@ -197,7 +202,9 @@ def test_engines_with_other_extra_keys_share_weights_and_no_kv(tiny_dir, tmp_pat
 
 
 def test_a_model_of_two_ropes_names_the_regime_that_its_kv_holds_for(tokenizer):
-    long, plain = (load(ModelSource(tiny_model(name), tokenizer)) for name in ("phi3-longrope", "phi3"))
+    long, plain = (
+        load(ModelSource(tiny_model(name), tokenizer)) for name in ("phi3-longrope", "phi3")
+    )
     assert long.identity._identity.regime == f"up to {long.reusable.reuse_window} tokens"
     assert plain.identity._identity.regime == ""
 
@@ -221,9 +228,19 @@ def test_the_weights_of_a_model_are_hashed_once_for_all_its_engines(monkeypatch,
 def test_tensor_bytes_are_those_of_the_values():
     wide = torch.arange(12.0).reshape(3, 4)
     assert tensor_bytes(wide.T) == tensor_bytes(wide.T.contiguous())
-    others = [wide, wide.T, wide.to(torch.float64), wide.reshape(4, 3), wide + 1, torch.zeros(0), torch.tensor(1.0)]
+    others = [
+        wide,
+        wide.T,
+        wide.to(torch.float64),
+        wide.reshape(4, 3),
+        wide + 1,
+        torch.zeros(0),
+        torch.tensor(1.0),
+    ]
     assert len({tensor_bytes(tensor) for tensor in others}) == len(others)
-    assert tensor_bytes(torch.zeros(2, dtype=torch.bfloat16)) != tensor_bytes(torch.zeros(2, dtype=torch.float16))
+    assert tensor_bytes(torch.zeros(2, dtype=torch.bfloat16)) != tensor_bytes(
+        torch.zeros(2, dtype=torch.float16)
+    )
 
 
 def test_shared_tensors_are_read_once_and_count_under_every_name(monkeypatch):

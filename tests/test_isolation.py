@@ -26,12 +26,16 @@ KEYS: dict[str, dict[str, bytes]] = {
     "none": {},
     **({"A": {"encryption_key": A}, "B": {"encryption_key": B}} if HAS_CRYPTOGRAPHY else {}),
 }
-needs_cryptography = pytest.mark.skipif(not HAS_CRYPTOGRAPHY, reason="cryptography is not installed")
+needs_cryptography = pytest.mark.skipif(
+    not HAS_CRYPTOGRAPHY, reason="cryptography is not installed"
+)
 Open = Callable[..., KVRagEngine]
 
 
 def config_of(keys: str, **options: Any) -> StoreConfig:
-    sources: dict[str, Any] = {option: functools.partial(bytes, key) for option, key in KEYS[keys].items()}
+    sources: dict[str, Any] = {
+        option: functools.partial(bytes, key) for option, key in KEYS[keys].items()
+    }
     return StoreConfig(durability="cache", **sources, **options)
 
 
@@ -45,7 +49,9 @@ def open_engine(tiny_dir: str, tmp_path: Path) -> Iterator[Open]:
             made.pop().close()
         config = config_of(keys, **options)
         made.append(
-            KVRagEngine.from_pretrained(tiny_dir, kv_dir=tmp_path / "kv", namespace=namespace, store_config=config)
+            KVRagEngine.from_pretrained(
+                tiny_dir, kv_dir=tmp_path / "kv", namespace=namespace, store_config=config
+            )
         )
         return made[-1]
 
@@ -57,7 +63,10 @@ def open_engine(tiny_dir: str, tmp_path: Path) -> Iterator[Open]:
 def prompts() -> list[Any]:
     """Chunks that are found by scanning, and chunks that are named."""
     body = "\n\n".join(CHUNKS)
-    return [[{"role": "user", "content": f"{body}\n\nWho?"}], ["Notes: ", *map(Chunk, CHUNKS), "\nWho?"]]
+    return [
+        [{"role": "user", "content": f"{body}\n\nWho?"}],
+        ["Notes: ", *map(Chunk, CHUNKS), "\nWho?"],
+    ]
 
 
 def hits(engine: KVRagEngine, prompt: Any) -> int:
@@ -97,7 +106,9 @@ def test_answers_with_keys_are_those_without(open_engine: Open, tiny_dir: str, k
 
 
 @pytest.mark.parametrize("keys", KEYS)
-def test_documents_come_and_go_as_without_keys(open_engine: Open, tmp_path: Path, keys: str) -> None:
+def test_documents_come_and_go_as_without_keys(
+    open_engine: Open, tmp_path: Path, keys: str
+) -> None:
     engine = open_engine(keys)
     engine.precompute(CHUNKS[:2], ids=["a", "b"])
     assert engine.precompute(CHUNKS[:2], ids=["a", "b"]).skipped == 2
@@ -124,7 +135,9 @@ def test_a_lost_key_costs_time_and_nothing_else(open_engine: Open) -> None:
 
 
 @pytest.mark.parametrize("keys", KEYS)
-def test_neither_keys_nor_texts_are_logged(open_engine: Open, caplog: pytest.LogCaptureFixture, keys: str) -> None:
+def test_neither_keys_nor_texts_are_logged(
+    open_engine: Open, caplog: pytest.LogCaptureFixture, keys: str
+) -> None:
     with caplog.at_level(logging.DEBUG, logger="kvrag"):
         open_engine(keys).precompute(CHUNKS, ids=["a", "b", "c"])
         engine = open_engine("none" if keys != "none" else list(KEYS)[-1])
@@ -143,7 +156,9 @@ def test_get_shares_engines_by_the_name_of_the_key(
     monkeypatch.setenv("KVRAG_TEST_A", A.hex())
     monkeypatch.setenv("KVRAG_TEST_B", B.hex())
     configs = [StoreConfig(encryption_key=f"env:KVRAG_TEST_{name}") for name in "AAB"]
-    first, same, other = (KVRagEngine.get(tiny_dir, kv_dir=tmp_path, store_config=config) for config in configs)
+    first, same, other = (
+        KVRagEngine.get(tiny_dir, kv_dir=tmp_path, store_config=config) for config in configs
+    )
     assert first is same
     assert first is not other
     first.close()

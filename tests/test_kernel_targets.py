@@ -22,7 +22,11 @@ def made_up(speed: float) -> dict[str, Any]:
             "flex attention": 1e-2,
             "sdpa cudnn, mask": 1e-2,
         }
-        times |= {"sdpa efficient, mask": "RuntimeError: no", "sdpa flash, causal": 1e-2, "sdpa cudnn, causal": 1e-2}
+        times |= {
+            "sdpa efficient, mask": "RuntimeError: no",
+            "sdpa flash, causal": 1e-2,
+            "sdpa cudnn, causal": 1e-2,
+        }
         rates = {"kvrag sm90": 800 * speed, "kvrag mma": 800 * speed}
         error = {"kvrag sm90": 1e-3 / speed, "kvrag mma": 1e-3 / speed, "sdpa": 1e-3}
         error = {"rms_error": error, "max_error": error}
@@ -61,7 +65,12 @@ def test_every_target_has_a_verdict():
         assert f"sm90, 32/8 hd128 N=32768 15% uniform: {what}, stretch goal" in names
     assert "mma, 32/8 hd128 N=8192 100% uniform: × sdpa flash, causal" in names
     assert "sm90, 32/8 hd128 N=8192 100% uniform: × sdpa cudnn, causal" in names
-    for what in ("share of the device copy", "the eager chain", "one at a time", "one causal prefill"):
+    for what in (
+        "share of the device copy",
+        "the eager chain",
+        "one at a time",
+        "one causal prefill",
+    ):
         assert what in names
 
 
@@ -122,7 +131,10 @@ def test_on_hopper_the_kernel_that_did_not_load_keeps_its_targets():
     hoppers = {verdict for target, verdict in on_hopper.items() if target.startswith("sm90")}
     assert hoppers == {"not measured"}
     assert len(on_hopper) == len(verdicts(made_up(5.0)))
-    elsewhere = without_hoppers_kernel(made_up(5.0)) | {"capability": [8, 0], "device": "NVIDIA A100"}
+    elsewhere = without_hoppers_kernel(made_up(5.0)) | {
+        "capability": [8, 0],
+        "device": "NVIDIA A100",
+    }
     assert not [v for v in verdicts(elsewhere) if v["target"].startswith("sm90")]
 
 
@@ -134,6 +146,8 @@ def test_rates_are_wanted_in_numbers_on_an_h100_and_as_shares_everywhere():
     found = {v["target"]: v["verdict"] for v in verdicts(result)}
     assert found[f"{shape}: share of the matmul's TFLOP/s"] == "met"
     assert found[f"{shape}: useful TFLOP/s"] == "missed"
-    other = {v["target"] for v in verdicts(result | {"device": "NVIDIA A100", "capability": [8, 0]})}
+    other = {
+        v["target"] for v in verdicts(result | {"device": "NVIDIA A100", "capability": [8, 0]})
+    }
     assert f"{shape}: useful TFLOP/s" not in other
     assert f"{shape}: share of the matmul's TFLOP/s" in other

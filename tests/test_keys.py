@@ -22,8 +22,14 @@ OTHER = bytes(range(1, 33))
 
 def test_derived_keys_are_those_of_the_rfc():
     """Golden values: a change of one is a change of the format. RFC 5869 defines them; the next test computes them by a library."""
-    assert derive(KEY, "cipher").hex() == "393dc1e87848668d6f7579717a64d7e52a900940a4844bb89c06721206ff69a1"
-    assert derive(KEY, "blob x", salt=OTHER).hex() == "aa3cc9a8954cd10004405971b6ad0b03ccb6a40748dd9ea5ebc6551426bed79d"
+    assert (
+        derive(KEY, "cipher").hex()
+        == "393dc1e87848668d6f7579717a64d7e52a900940a4844bb89c06721206ff69a1"
+    )
+    assert (
+        derive(KEY, "blob x", salt=OTHER).hex()
+        == "aa3cc9a8954cd10004405971b6ad0b03ccb6a40748dd9ea5ebc6551426bed79d"
+    )
     assert key_id(KEY) == "23d5402fd68d4496"
 
 
@@ -36,7 +42,12 @@ def test_derivation_is_hkdf(salt):
 
 
 def test_each_purpose_and_each_key_gives_another_key():
-    found = {derive(key, purpose, salt=salt) for key in (KEY, OTHER) for purpose in ("a", "b") for salt in (b"", KEY)}
+    found = {
+        derive(key, purpose, salt=salt)
+        for key in (KEY, OTHER)
+        for purpose in ("a", "b")
+        for salt in (b"", KEY)
+    }
     assert len(found) == 8
     assert KEY not in found
 
@@ -57,13 +68,20 @@ def test_a_variable_holds_hex_or_base64(monkeypatch, text):
 
 @pytest.mark.parametrize(
     ("text", "fault"),
-    [(None, "gives no key"), ("", "gives no key"), ("pass word!", "gives no key"), ("ab" * 31, "31 bytes")],
+    [
+        (None, "gives no key"),
+        ("", "gives no key"),
+        ("pass word!", "gives no key"),
+        ("ab" * 31, "31 bytes"),
+    ],
 )
 def test_a_variable_without_a_key_is_named_and_its_value_is_not(monkeypatch, text, fault):
     monkeypatch.delenv("KVRAG_TEST_KEY", raising=False)
     if text is not None:
         monkeypatch.setenv("KVRAG_TEST_KEY", text)
-    with pytest.raises(ConfigError, match=f"KVRAG_TEST_KEY.*encryption_key.*{fault}.*openssl rand -hex 32") as caught:
+    with pytest.raises(
+        ConfigError, match=f"KVRAG_TEST_KEY.*encryption_key.*{fault}.*openssl rand -hex 32"
+    ) as caught:
         read_key("env:KVRAG_TEST_KEY")
     assert not text or text not in str(caught.value)
 
@@ -78,7 +96,9 @@ def test_a_function_that_raises_is_named_and_what_it_says_is_not():
     def broken():
         raise ZeroDivisionError(KEY.hex())
 
-    with pytest.raises(ConfigError, match=r"StoreConfig\.encryption_key raises ZeroDivisionError") as caught:
+    with pytest.raises(
+        ConfigError, match=r"StoreConfig\.encryption_key raises ZeroDivisionError"
+    ) as caught:
         Keys.of(StoreConfig(encryption_key=broken))
     assert KEY.hex() not in str(caught.value)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
@@ -86,7 +106,9 @@ def test_a_function_that_raises_is_named_and_what_it_says_is_not():
 
 @pytest.mark.parametrize("value", [KEY, KEY.hex(), "env:", 7])
 def test_a_key_itself_is_refused_and_not_repeated(value):
-    with pytest.raises(ConfigError, match=f"encryption_key is of type {type(value).__name__}.*'env:NAME'") as caught:
+    with pytest.raises(
+        ConfigError, match=f"encryption_key is of type {type(value).__name__}.*'env:NAME'"
+    ) as caught:
         StoreConfig(encryption_key=value)
     shown = "".join(traceback.format_exception(caught.value))
     assert KEY.hex() not in shown
@@ -96,7 +118,9 @@ def test_a_key_itself_is_refused_and_not_repeated(value):
 def test_configs_with_keys_are_neither_shown_nor_pickled():
     config = StoreConfig(encryption_key=functools.partial(bytes, KEY))
     assert repr(KEY) not in repr(config)
-    with pytest.raises(ConfigError, match="encryption_key is a function can't be pickled; use 'env:NAME'"):
+    with pytest.raises(
+        ConfigError, match="encryption_key is a function can't be pickled; use 'env:NAME'"
+    ):
         pickle.dumps(config)
     with pytest.raises(PydanticSerializationError) as caught:
         TypeAdapter(StoreConfig).dump_json(config)
@@ -124,6 +148,9 @@ def test_without_a_key_names_are_plain_digests():
 
 
 def test_every_key_calls_namespaces_otherwise():
-    configs = [StoreConfig(encryption_key=key and functools.partial(bytes, key)) for key in (None, KEY, OTHER)]
+    configs = [
+        StoreConfig(encryption_key=key and functools.partial(bytes, key))
+        for key in (None, KEY, OTHER)
+    ]
     found = {Keys.of(config).namespace(name) for config in configs for name in ("default", "other")}
     assert len(found) == 6

@@ -13,14 +13,29 @@ import kvrag.precompute.quantise_check
 from kvrag import Chunk, ConfigError, KVRagEngine, RepairConfig, StoreConfig
 from kvrag.estimate import ModelShape, kept_bytes_per_token
 from kvrag.identity.fingerprint import chunk_key, ids_digest, namespace_digest
-from kvrag.precompute.quantise_check import Gate, Verdict, _same_top, draw_parts, judge, kept_verdict
+from kvrag.precompute.quantise_check import (
+    Gate,
+    Verdict,
+    _same_top,
+    draw_parts,
+    judge,
+    kept_verdict,
+)
 from kvrag.testing.models import tiny_model
 from kvrag.types import ChunkIdentity
 from kvrag.verify import MIN_TOP1, kl_divergence
 
 LOSSY = ("int8", "int4", "fp8")
 CHUNKS = make_chunks(4, words=30, seed=5)
-PROMPT = ["Read this.\n", Chunk(CHUNKS[2]), "\n", Chunk(CHUNKS[0]), "\n", Chunk(CHUNKS[3]), "\nWho?"]
+PROMPT = [
+    "Read this.\n",
+    Chunk(CHUNKS[2]),
+    "\n",
+    Chunk(CHUNKS[0]),
+    "\n",
+    Chunk(CHUNKS[3]),
+    "\nWho?",
+]
 HEAD = ["Read this.\n", Chunk(CHUNKS[1]), "\nWho?"]
 EXACT_HERE = RepairConfig(strategy="none")
 MakeEngine = Callable[..., KVRagEngine]
@@ -47,13 +62,21 @@ def test_an_answer_from_rounded_kv_is_never_exact(engine_of, kv_dtype):
         for repair in (EXACT_HERE, RepairConfig(strategy="all"), RepairConfig()):
             result = engine.prefill(prompt, mode="stitch", repair=repair)
             assert result.cached_tokens > 0
-            assert (result.exactness, result.kv_dtype, result.fallback_reason) == ("repaired", kv_dtype, None)
+            assert (result.exactness, result.kv_dtype, result.fallback_reason) == (
+                "repaired",
+                kv_dtype,
+                None,
+            )
         full = engine.prefill(prompt, mode="full")
         assert (full.exactness, full.kv_dtype) == ("full", "auto")
 
 
 def test_without_rounding_the_same_prompts_are_exact(engine_of, monkeypatch):
-    monkeypatch.setattr(kvrag.precompute.quantise_check, "judge", lambda *_: pytest.fail("there is nothing to judge"))
+    monkeypatch.setattr(
+        kvrag.precompute.quantise_check,
+        "judge",
+        lambda *_: pytest.fail("there is nothing to judge"),
+    )
     for kv_dtype, is_exact in (("auto", True), ("int8", False)):
         engine = make(engine_of, kv_dtype=kv_dtype)
         if not is_exact:
@@ -74,11 +97,17 @@ def test_where_every_row_was_computed_nothing_rounded_is_left(engine_of):
     engine.precompute(CHUNKS)
     ids = engine.loaded.encoder.live_ids("Read this.\n", at_start=True)
     identity = ChunkIdentity(
-        engine.loaded.fingerprint, namespace_digest("default"), ids_digest(()), tuple(ids), kv_dtype="int4"
+        engine.loaded.fingerprint,
+        namespace_digest("default"),
+        ids_digest(()),
+        tuple(ids),
+        kv_dtype="int4",
     )
     assert engine.store.delete([chunk_key(identity)]) == 1
     prompt = ["Read this.\n", "And this.\n", *PROMPT[1:]]
-    result = engine.prefill(prompt, mode="stitch", repair=RepairConfig(strategy="all", mismatch_ratio=1.0))
+    result = engine.prefill(
+        prompt, mode="stitch", repair=RepairConfig(strategy="all", mismatch_ratio=1.0)
+    )
     assert result.repaired_tokens > 0
     assert (result.cached_tokens, result.exactness, result.kv_dtype) == (0, "exact", "auto")
     assert float((result.logits - engine.prefill(prompt, mode="full").logits).abs().max()) < 1e-3
@@ -89,7 +118,10 @@ def test_mode_prefix_takes_exact_kv_only(engine_of, kv_dtype):
     engine.precompute(CHUNKS)
     result = engine.prefill(PROMPT, mode="prefix")
     assert (result.exactness, result.loaded_bytes) == ("full", 0)
-    assert result.fallback_reason == f"mode 'prefix' reuses exact KV only, and this store's is rounded to {kv_dtype}"
+    assert (
+        result.fallback_reason
+        == f"mode 'prefix' reuses exact KV only, and this store's is rounded to {kv_dtype}"
+    )
     explained = engine.explain(PROMPT, mode="prefix")
     assert (explained.mode, explained.notes[0]) == ("full", result.fallback_reason)
 
@@ -126,7 +158,8 @@ def test_kv_of_another_type_is_not_used_and_explained(engine_of):
         reasons = [span.reason for span in engine.explain(PROMPT).spans if span.kind == "chunk"]
         assert len(reasons) == 3
         assert all(
-            r is not None and r.startswith(f"kept with kv_dtype='int8', and {asked!r} is asked for") for r in reasons
+            r is not None and r.startswith(f"kept with kv_dtype='int8', and {asked!r} is asked for")
+            for r in reasons
         )
     assert make(engine_of, kv_dtype="int8").prefill(PROMPT, mode="stitch").kv_dtype == "int8"
 
@@ -185,7 +218,11 @@ def sensitive() -> Any:
 
 def test_a_model_that_does_not_tolerate_a_type_is_refused(tokenizer, tmp_path, monkeypatch):
     engine = KVRagEngine.from_pretrained(
-        sensitive(), tokenizer=tokenizer, kv_dir=tmp_path / "kv", store_config=StoreConfig(kv_dtype="int4"), prove="off"
+        sensitive(),
+        tokenizer=tokenizer,
+        kv_dir=tmp_path / "kv",
+        store_config=StoreConfig(kv_dtype="int4"),
+        prove="off",
     )
     verdict = judge(engine.loaded, engine.loaded.reusable, "int4")
     assert verdict.mean_kl > 0.1
@@ -199,7 +236,9 @@ def test_a_model_that_does_not_tolerate_a_type_is_refused(tokenizer, tmp_path, m
             engine.generate(PROMPT, max_new_tokens=1)
     assert engine.store.catalog.keys() == []
     engine.close()
-    plain = KVRagEngine.from_pretrained(sensitive(), tokenizer=tokenizer, kv_dir=tmp_path / "kv", prove="off")
+    plain = KVRagEngine.from_pretrained(
+        sensitive(), tokenizer=tokenizer, kv_dir=tmp_path / "kv", prove="off"
+    )
     assert plain.precompute(CHUNKS).stored == 4
     plain.close()
     monkeypatch.setattr(kvrag.precompute.quantise_check, "MAX_MEAN_KL", 1e9)
@@ -268,7 +307,9 @@ def test_a_model_that_changed_is_judged_anew(engine_of):
 
 def test_a_head_dim_that_int4_can_not_hold_is_said_at_once(engine_of, monkeypatch):
     monkeypatch.setattr(
-        kvrag.precompute.quantise_check, "pack", raising(kvrag.StoreError, "the head dim 63 is odd; use int8")
+        kvrag.precompute.quantise_check,
+        "pack",
+        raising(kvrag.StoreError, "the head dim 63 is odd; use int8"),
     )
     with pytest.raises(ConfigError, match="can't be kept as int4: the head dim 63 is odd"):
         make(engine_of, "mistral", kv_dtype="int4", namespace="n").precompute(CHUNKS)

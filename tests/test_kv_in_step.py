@@ -26,7 +26,11 @@ from langchain_core.embeddings import DeterministicFakeEmbedding
 from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 from llama_index.core.schema import NodeRelationship, RelatedNodeInfo, TextNode
 from llama_index.core.vector_stores import MetadataFilter, MetadataFilters, SimpleVectorStore
-from llama_index.core.vector_stores.types import BasePydanticVectorStore, VectorStoreQuery, VectorStoreQueryResult
+from llama_index.core.vector_stores.types import (
+    BasePydanticVectorStore,
+    VectorStoreQuery,
+    VectorStoreQueryResult,
+)
 from pydantic import Field
 
 import langchain_kvrag
@@ -71,7 +75,8 @@ class LangChain:
         self.kind = kind
         self.options: dict[str, Any] = {"llm": engine, "namespace": namespace, "on_error": "raise"}
         self.store = langchain_kvrag.KVRagVectorStore(
-            **({"embedding": self.embedding} if kind == "own" else {"inner": self.inner()}), **self.options
+            **({"embedding": self.embedding} if kind == "own" else {"inner": self.inner()}),
+            **self.options,
         )
 
     def inner(self) -> VectorStore:
@@ -80,13 +85,20 @@ class LangChain:
         if self.kind == "chroma":
             module = pytest.importorskip("langchain_chroma")
             return module.Chroma(f"kvrag-{uuid.uuid4().hex}", self.embedding)
-        module, client = pytest.importorskip("langchain_qdrant"), pytest.importorskip("qdrant_client")
+        module, client = (
+            pytest.importorskip("langchain_qdrant"),
+            pytest.importorskip("qdrant_client"),
+        )
         made, models = client.QdrantClient(":memory:"), client.models
-        made.create_collection("kvrag", models.VectorParams(size=6, distance=models.Distance.COSINE))
+        made.create_collection(
+            "kvrag", models.VectorParams(size=6, distance=models.Distance.COSINE)
+        )
         return module.QdrantVectorStore(made, "kvrag", self.embedding)
 
     def documents(self, items: Sequence[Item]) -> list[Document]:
-        return [Document(text, id=name, metadata={"colour": colour}) for name, text, _, colour in items]
+        return [
+            Document(text, id=name, metadata={"colour": colour}) for name, text, _, colour in items
+        ]
 
     def add(self, items: Sequence[Item]) -> None:
         self.store.add_documents(self.documents(items))
@@ -116,7 +128,9 @@ class LangChain:
     def reload(self, folder: Path) -> None:
         if self.kind == "own":
             self.store.save_local(folder)
-            self.store = langchain_kvrag.KVRagVectorStore.load_local(folder, self.embedding, **self.options)
+            self.store = langchain_kvrag.KVRagVectorStore.load_local(
+                folder, self.embedding, **self.options
+            )
             return
         inner = self.store.inner
         if self.kind == "memory":
@@ -182,7 +196,9 @@ class Mute(Listing):
         raise NotImplementedError
 
     def delete(self, ref_doc_id: str, **_: Any) -> None:
-        for gone in [node for node in self.rows.values() if node.ref_doc_id == ref_doc_id is not None]:
+        for gone in [
+            node for node in self.rows.values() if node.ref_doc_id == ref_doc_id is not None
+        ]:
             del self.rows[gone.node_id]
 
     def delete_nodes(self, node_ids: Any = None, filters: Any = None, **_: Any) -> None:
@@ -211,7 +227,13 @@ class LlamaIndex:
         found = []
         for name, text, document, colour in items:
             links = {NodeRelationship.SOURCE: RelatedNodeInfo(node_id=document)} if document else {}
-            made = TextNode(text=text, id_=name, relationships=links, metadata={"colour": colour}, embedding=[0.1] * 6)
+            made = TextNode(
+                text=text,
+                id_=name,
+                relationships=links,
+                metadata={"colour": colour},
+                embedding=[0.1] * 6,
+            )
             found.append(made)
         self.texts |= {name: text for name, text, *_ in items}
         return found
@@ -236,7 +258,9 @@ class LlamaIndex:
 
     def delete_colour(self, colour: str) -> None:
         if self.kind != "mute":  # whose KV stays, and a warning says so
-            self.store.delete_nodes(filters=MetadataFilters(filters=[MetadataFilter(key="colour", value=colour)]))
+            self.store.delete_nodes(
+                filters=MetadataFilters(filters=[MetadataFilter(key="colour", value=colour)])
+            )
 
     def clear(self) -> None:
         self.store.clear()
@@ -309,7 +333,10 @@ class Changes(RuleBasedStateMachine):
         self.side = side
 
     def do(
-        self, action: Callable[..., None], *args: Any, then: Callable[..., Coroutine[Any, Any, None]] | None
+        self,
+        action: Callable[..., None],
+        *args: Any,
+        then: Callable[..., Coroutine[Any, Any, None]] | None,
     ) -> None:
         with suppress(Exception):
             if then is None:
@@ -329,7 +356,9 @@ class Changes(RuleBasedStateMachine):
             return
         self.side.fill(new)
         llm, namespace = self.side.options["llm"], self.side.options["namespace"]
-        precompute_kv([text for _, text, *_ in new], ids=[i for i, *_ in new], llm=llm, namespace=namespace)
+        precompute_kv(
+            [text for _, text, *_ in new], ids=[i for i, *_ in new], llm=llm, namespace=namespace
+        )
 
     @rule(chosen=st.lists(ids, max_size=2, unique=True), is_async=st.booleans())
     def delete_by_id(self, chosen: list[str], is_async: bool) -> None:
@@ -510,7 +539,9 @@ def test_a_store_that_can_not_be_asked_is_believed_of_ids_and_else_told_of_once(
     side = make("LangChain, InMemoryVectorStore", engine)
     namespace = side.options["namespace"]
     store = langchain_kvrag.KVRagVectorStore(Unlisted(side.embedding), **side.options)
-    store.add_documents(side.documents([(i, text, None, "red") for i, text in zip(IDS, LONG, strict=True)]))
+    store.add_documents(
+        side.documents([(i, text, None, "red") for i, text in zip(IDS, LONG, strict=True)])
+    )
     store.delete(IDS[:1])
     assert engine.document_ids(namespace=namespace) == sorted(IDS[1:])
     for _ in range(2):

@@ -16,7 +16,8 @@ from kvrag.prompt.prefix import LearnPrefix
 
 CHUNKS = make_chunks(6, words=30, seed=41)
 HEADS = [
-    f"Rule {n}: answer from these notes of the {place}.\n---\n" for n, place in enumerate(("harbour", "mill", "inn"))
+    f"Rule {n}: answer from these notes of the {place}.\n---\n"
+    for n, place in enumerate(("harbour", "mill", "inn"))
 ]
 REPAIR = RepairConfig(strategy="none")
 
@@ -32,7 +33,9 @@ def asked(head, n, question=None, *, chunks=CHUNKS):
 
 
 def answer(engine, prompt, **options):
-    result = engine.generate(prompt, max_new_tokens=1, **{"mode": "stitch", "repair": REPAIR, **options})
+    result = engine.generate(
+        prompt, max_new_tokens=1, **{"mode": "stitch", "repair": REPAIR, **options}
+    )
     assert engine.flush_write_back(60.0)
     return result
 
@@ -47,19 +50,25 @@ def heads_of_kv(engine, text):
 
 
 @pytest.mark.parametrize("context", [None, "default:20"])
-def test_a_head_that_comes_with_different_prompts_is_learnt_and_then_exact(engine_of, caplog, context):
+def test_a_head_that_comes_with_different_prompts_is_learnt_and_then_exact(
+    engine_of, caplog, context
+):
     engine = engine_of(prefix="learn", context=context)
     engine.precompute(CHUNKS)
     with caplog.at_level(logging.WARNING):
         for n in range(LEARN_AFTER):
             result = answer(engine, asked(HEADS[0], n))
-            assert (result.has_other_prefix, result.exactness) == (True, "repaired"), "honest until then"
+            assert (result.has_other_prefix, result.exactness) == (True, "repaired"), (
+                "honest until then"
+            )
         told = [r.message for r in caplog.records if "was learnt" in r.message]
         assert len(told) == 1
         assert f"prefix={HEADS[0]!r} was learnt" in told[0]
         for n, text in enumerate(CHUNKS):
             prompt = f"{HEADS[0]}{text}\n---\nQuestion {n}?"
-            answer(engine, prompt)  # a chunk that no prompt has brought yet is encoded again after its first
+            answer(
+                engine, prompt
+            )  # a chunk that no prompt has brought yet is encoded again after its first
             result, full = answer(engine, prompt), engine.prefill(prompt, mode="full")
             assert not result.has_other_prefix
             assert result.exactness == ("exact" if context is None else "repaired")
@@ -74,14 +83,24 @@ def test_a_head_that_comes_with_different_prompts_is_learnt_and_then_exact(engin
     assert not answer(engine, f"{HEADS[0]}{new[0]}\n\nWho?").has_other_prefix
 
 
-QUESTIONS = ["Where is the key of the archive?", "Who keeps the ledger?", "Which table stands at the window?"]
+QUESTIONS = [
+    "Where is the key of the archive?",
+    "Who keeps the ledger?",
+    "Which table stands at the window?",
+]
 
 
 @pytest.mark.parametrize(
     "prompts",
     [
-        pytest.param([f"Question: {QUESTIONS[n]}\n{CHUNKS[n]}\nAnswer:" for n in range(3)] * 2, id="question first"),
-        pytest.param([f"Question: {QUESTIONS[0]}\nNotes:\n{CHUNKS[n]}\nAnswer:" for n in range(6)], id="asked again"),
+        pytest.param(
+            [f"Question: {QUESTIONS[n]}\n{CHUNKS[n]}\nAnswer:" for n in range(3)] * 2,
+            id="question first",
+        ),
+        pytest.param(
+            [f"Question: {QUESTIONS[0]}\nNotes:\n{CHUNKS[n]}\nAnswer:" for n in range(6)],
+            id="asked again",
+        ),
         pytest.param([asked(HEADS[0], 0)] * 6, id="the same prompt"),
         pytest.param(
             [f"{QUESTIONS[0]}\nNotes:\n{CHUNKS[0]}\n{'Go on. ' * n}\nAnswer:" for n in range(6)],
@@ -114,10 +133,15 @@ def test_several_templates_in_turns_are_learnt_up_to_a_number(engine, monkeypatc
     monkeypatch.setattr("kvrag.precompute.on_miss.MAX_LEARNT", 2)
     engine.precompute(CHUNKS)
     with pytest.warns(UserWarning, match="encoded behind another prefix"):
-        runs = [[answer(engine, asked(head, n)) for head in HEADS] for n in range(LEARN_AFTER + 2 * len(CHUNKS))]
+        runs = [
+            [answer(engine, asked(head, n)) for head in HEADS]
+            for n in range(LEARN_AFTER + 2 * len(CHUNKS))
+        ]
     assert learnt(engine) == tuple(HEADS[:2])
     assert [result.has_other_prefix for result in runs[-1]] == [False, False, True]
-    assert {len(heads_of_kv(engine, text)) for text in CHUNKS} == {2}, "the KV of before has gone: it was the oldest"
+    assert {len(heads_of_kv(engine, text)) for text in CHUNKS} == {2}, (
+        "the KV of before has gone: it was the oldest"
+    )
 
 
 def test_the_prefix_until_then_stays_where_prompts_begin_with_it(engine_of):
@@ -130,7 +154,9 @@ def test_the_prefix_until_then_stays_where_prompts_begin_with_it(engine_of):
     engine.precompute(CHUNKS[5:])
     for head in (HEADS[1], HEADS[0], HEADS[0]):
         result = answer(engine, f"{head}{CHUNKS[5]}\n\nWho?")
-    assert not result.has_other_prefix, "what was precomputed later follows behind each prefix in use"
+    assert not result.has_other_prefix, (
+        "what was precomputed later follows behind each prefix in use"
+    )
 
 
 def test_namespaces_learn_by_themselves(engine):
@@ -159,7 +185,9 @@ def test_another_process_begins_with_what_was_learnt(engine_of, caplog, monkeypa
     assert not caplog.records
     wanted = noted(monkeypatch, type(again._answering), "plan")
     assert again.prefetch([CHUNKS[2]]).found == 2
-    assert [piece.is_mismatched for piece in wanted[0].pieces] == [False, False], "behind the learnt prefix"
+    assert [piece.is_mismatched for piece in wanted[0].pieces] == [False, False], (
+        "behind the learnt prefix"
+    )
     assert wanted[0].pieces[0].piece.text == HEADS[0]
     assert again.delete(["d0"]) == 2, "each document's KV behind both prefixes goes with it"
     assert kept_texts(again) == set(CHUNKS[1:])
@@ -171,7 +199,11 @@ def kept_texts(engine):
 
 def test_a_deletion_meanwhile_brings_nothing_back(engine, monkeypatch):
     engine.precompute(CHUNKS, ids=[f"d{n}" for n in range(6)])
-    reached, go_on, original = threading.Event(), threading.Event(), kvrag.precompute.run.encode_chunks
+    reached, go_on, original = (
+        threading.Event(),
+        threading.Event(),
+        kvrag.precompute.run.encode_chunks,
+    )
 
     def encode(*given):
         reached.set()
@@ -204,7 +236,9 @@ def test_an_engine_that_is_closed_meanwhile_encodes_no_more(engine_of, monkeypat
         return original(*given)
 
     monkeypatch.setattr(kvrag.precompute.run, "encode_chunks", encode)
-    engine.generate(asked(HEADS[0], LEARN_AFTER - 1, chunks=chunks), max_new_tokens=1, mode="stitch")
+    engine.generate(
+        asked(HEADS[0], LEARN_AFTER - 1, chunks=chunks), max_new_tokens=1, mode="stitch"
+    )
     assert begun.wait(60)
     work = engine._write_back._work
     engine.close()
@@ -221,7 +255,9 @@ def test_a_store_that_refuses_costs_nothing_but_exactness(engine, monkeypatch, c
 
 
 def test_learning_is_refused_where_it_can_do_nothing(engine_of, engine):
-    with pytest.raises(ConfigError, match=r"prefix is 'learn', and a read_only store takes nothing"):
+    with pytest.raises(
+        ConfigError, match=r"prefix is 'learn', and a read_only store takes nothing"
+    ):
         engine_of(prefix="learn", store_config=StoreConfig(read_only=True))
     for given in ("learn", LearnPrefix()):
         with pytest.raises(ConfigError, match="only an engine can learn its prefix"):

@@ -28,10 +28,14 @@ def engine(request, tokenizer, monkeypatch) -> KVRagEngine:
 
 
 def ids_of(number: int) -> list[int]:
-    return torch.randint(5, 300, (number,), generator=torch.Generator().manual_seed(number)).tolist()
+    return torch.randint(
+        5, 300, (number,), generator=torch.Generator().manual_seed(number)
+    ).tolist()
 
 
-@pytest.mark.parametrize(("prompt", "wanted"), [(10, LIMIT), (WINDOW - LIMIT, LIMIT), (80, 16), (95, 1)])
+@pytest.mark.parametrize(
+    ("prompt", "wanted"), [(10, LIMIT), (WINDOW - LIMIT, LIMIT), (80, 16), (95, 1)]
+)
 def test_an_answer_takes_what_the_window_leaves_up_to_the_limit(prompt, wanted, engine):
     result = engine.generate(ids_of(prompt), logit_bias={2: -100})
     assert (len(result.token_ids), result.finish_reason) == (wanted, "length")
@@ -59,13 +63,18 @@ def test_a_prompt_that_leaves_no_token_and_a_number_that_does_not_fit_are_refuse
 def test_the_models_own_limit_is_a_default_too(name, value, prompt, wanted, engine):
     setattr(engine.loaded.lm.model.generation_config, name, value)
     assert len(engine.generate(ids_of(prompt), logit_bias={2: -100}).token_ids) == wanted
-    assert len(engine.generate(ids_of(prompt), logit_bias={2: -100}, max_new_tokens=3).token_ids) == 3
+    assert (
+        len(engine.generate(ids_of(prompt), logit_bias={2: -100}, max_new_tokens=3).token_ids) == 3
+    )
 
 
 def test_a_window_that_slides_cuts_no_answer(engine):
     if isinstance(engine.loaded.lm, PlainLM):
         pytest.skip("it can't slide")
-    assert len(engine.generate(ids_of(80), logit_bias={2: -100}, max_context="slide").token_ids) == LIMIT
+    assert (
+        len(engine.generate(ids_of(80), logit_bias={2: -100}, max_context="slide").token_ids)
+        == LIMIT
+    )
 
 
 def test_an_answer_of_no_given_length_forbids_no_reuse(engine):
@@ -77,7 +86,9 @@ def test_an_answer_of_no_given_length_forbids_no_reuse(engine):
     lm.reuse_window = 1000
     answering = engine._answering
     most = LIMIT
-    assert answering._length_of(1000 - most + 1, None, slides=False) == most  # nothing is left to save
+    assert (
+        answering._length_of(1000 - most + 1, None, slides=False) == most
+    )  # nothing is left to save
     sequence.DEFAULT_MAX_NEW_TOKENS = 900  # the fixture puts it back
     assert answering._length_of(1000 - WORTH_REUSE, None, slides=False) == WORTH_REUSE
     assert answering._length_of(1000 - WORTH_REUSE + 1, None, slides=False) == 900

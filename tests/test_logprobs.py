@@ -17,14 +17,18 @@ PROMPT = "One two three"
 
 
 def test_they_are_of_the_models_own_logits(engine):
-    got = engine.generate(PROMPT, max_new_tokens=6, temperature=1.5, seed=3, repetition_penalty=1.3, logprobs=3)
+    got = engine.generate(
+        PROMPT, max_new_tokens=6, temperature=1.5, seed=3, repetition_penalty=1.3, logprobs=3
+    )
     scored = engine.score(PROMPT, got.token_ids)
     want = torch.log_softmax(scored.logits, dim=-1)
     assert [each.token_id for each in got.logprobs] == got.token_ids
     for row, each in zip(want, got.logprobs, strict=True):
         assert each.logprob == pytest.approx(float(row[each.token_id]), abs=1e-4)
         assert [token for token, _ in each.top] == row.topk(3).indices.tolist()
-        assert [value for _, value in each.top] == pytest.approx(row.topk(3).values.tolist(), abs=1e-4)
+        assert [value for _, value in each.top] == pytest.approx(
+            row.topk(3).values.tolist(), abs=1e-4
+        )
 
 
 def test_without_asking_there_are_none_and_the_answer_is_the_same(engine):
@@ -50,18 +54,28 @@ def test_a_stream_tells_each_once_and_in_order(engine):
 def test_penalties_count_the_answer_alone_and_presence_counts_once():
     """OpenAI's formula: ``logit - count * frequency - (count > 0) * presence``."""
     config = SamplingConfig(frequency_penalty=0.5, presence_penalty=1.0)
-    ids, logits = torch.tensor([[5, 5, 7, 7, 7, 9]]), torch.zeros(1, 12)  # three of the prompt, three of the answer
+    ids, logits = (
+        torch.tensor([[5, 5, 7, 7, 7, 9]]),
+        torch.zeros(1, 12),
+    )  # three of the prompt, three of the answer
     found = Penalties(config, num_prompt=3)(ids, logits)[0]
-    assert {token: value for token, value in enumerate(found.tolist()) if value} == {7: -2.0, 9: -1.5}
+    assert {token: value for token, value in enumerate(found.tolist()) if value} == {
+        7: -2.0,
+        9: -1.5,
+    }
 
 
-@pytest.mark.parametrize("options", [{"frequency_penalty": 1.5}, {"presence_penalty": 1.5}, {"logit_bias": {7: 3.5}}])
+@pytest.mark.parametrize(
+    "options", [{"frequency_penalty": 1.5}, {"presence_penalty": 1.5}, {"logit_bias": {7: 3.5}}]
+)
 def test_penalties_and_biases_have_openais_formula(engine, options):
     """Greedy: each token is the largest of the logits that a full prefill gives, changed by hand."""
     ids = engine.generate(PROMPT, max_new_tokens=12, **options).token_ids
     logits = engine.score(PROMPT, ids).logits
     for at, token in enumerate(ids):
-        counts = torch.bincount(torch.tensor(ids[:at], dtype=torch.long), minlength=logits.shape[-1])
+        counts = torch.bincount(
+            torch.tensor(ids[:at], dtype=torch.long), minlength=logits.shape[-1]
+        )
         changed = logits[at] - options.get("frequency_penalty", 0) * counts
         changed -= options.get("presence_penalty", 0) * (counts > 0)
         changed[7] += options.get("logit_bias", {}).get(7, 0)
@@ -71,7 +85,9 @@ def test_penalties_and_biases_have_openais_formula(engine, options):
 
 def test_a_bias_forbids_and_forces(engine):
     first = engine.generate(PROMPT, max_new_tokens=1).token_ids[0]
-    assert first not in engine.generate(PROMPT, max_new_tokens=5, logit_bias={first: -100}).token_ids
+    assert (
+        first not in engine.generate(PROMPT, max_new_tokens=5, logit_bias={first: -100}).token_ids
+    )
     assert engine.generate(PROMPT, max_new_tokens=5, logit_bias={9: 100}).token_ids == [9] * 5
 
 
@@ -105,11 +121,16 @@ class Pieces:
 
 @pytest.mark.parametrize(
     "tokenizer",
-    [Pieces(["▁A", "<0xE2>", "<0x82>", "<0xAC>", "!"]), Pieces(["ĠA", "â", "Ĥ", "¬", "!"], "ByteLevel(...)")],
+    [
+        Pieces(["▁A", "<0xE2>", "<0x82>", "<0xAC>", "!"]),
+        Pieces(["ĠA", "â", "Ĥ", "¬", "!"], "ByteLevel(...)"),
+    ],
     ids=["sentencepiece", "byte-level"],
 )
 def test_tokens_are_bytes_and_partial_characters_stay_apart(tokenizer):
-    told = [TokenLogprob(token, -1.0, ((token, -1.0), (99, -math.inf))) for token in (1, 2, 3, 4, 5, 0)]
+    told = [
+        TokenLogprob(token, -1.0, ((token, -1.0), (99, -math.inf))) for token in (1, 2, 3, 4, 5, 0)
+    ]
     chat = Writer(tokenizer, is_chat=True).write(told)["content"]
     assert b"".join(bytes(each["bytes"]) for each in chat) == " A€!<|end|>".encode()
     assert [each["token"] for each in chat][:3] == [" A", "bytes:\\xe2", "bytes:\\x82"]

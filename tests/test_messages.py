@@ -24,7 +24,10 @@ def shown(encoder, messages, marks=("Quokka seven", "Numbat eight")):
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_a_message_is_shown_or_refused_by_name(template, role):
     name = {"name": "look"} if role == "function" else {}
-    messages = [{"role": "user", "content": "Quokka seven"}, {"role": role, "content": "Numbat eight", **name}]
+    messages = [
+        {"role": "user", "content": "Quokka seven"},
+        {"role": role, "content": "Numbat eight", **name},
+    ]
     encoder = encoder_of(template)
     made = outcome(lambda: encoder.render(messages))
     if isinstance(made, InputError):
@@ -37,7 +40,8 @@ def test_a_message_is_shown_or_refused_by_name(template, role):
 @pytest.mark.parametrize("role", ["narrator", "asistant", "User"])
 def test_a_role_that_leaves_no_trace_is_named_with_those_that_do(role):
     with pytest.raises(
-        InputError, match=f"leaves out message 1 of 2, whose role is '{role}'.*assistant, system, tool, user"
+        InputError,
+        match=f"leaves out message 1 of 2, whose role is '{role}'.*assistant, system, tool, user",
     ):
         encoder_of("qwen2.5").render([{"role": role, "content": "x"}, *ASK])
     if role != "narrator":
@@ -48,7 +52,9 @@ def test_a_role_that_leaves_no_trace_is_named_with_those_that_do(role):
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_short_texts_are_not_taken_for_others(template):
     """A text that stands by chance elsewhere in the rendering proves nothing."""
-    made = outcome(lambda: encoder_of(template).render([{"role": "narrator", "content": "s"}, *ASK]))
+    made = outcome(
+        lambda: encoder_of(template).render([{"role": "narrator", "content": "s"}, *ASK])
+    )
     assert isinstance(made, InputError) or "narrator" in made.lower()
 
 
@@ -56,7 +62,9 @@ def test_short_texts_are_not_taken_for_others(template):
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_a_synonym_is_shown_as_what_it_stands_for(template, synonym):
     def rendered(role):
-        return str(outcome(lambda: encoder_of(template).render([{"role": role, "content": "Who?"}, *ASK])))
+        return str(
+            outcome(lambda: encoder_of(template).render([{"role": role, "content": "Who?"}, *ASK]))
+        )
 
     assert rendered(synonym) == rendered(SYNONYMS[synonym])
 
@@ -101,7 +109,14 @@ def test_functions_of_openais_first_form_are_calls_of_tools(template):
 
 
 def test_fields_that_say_nothing_are_accepted(recwarn):
-    empty = {"tool_calls": None, "function_call": None, "refusal": None, "audio": None, "annotations": [], "name": None}
+    empty = {
+        "tool_calls": None,
+        "function_call": None,
+        "refusal": None,
+        "audio": None,
+        "annotations": [],
+        "name": None,
+    }
     encoder = encoder_of("llama3.2").with_variables({"date_string": "1 May"})
     said = [*ASK, {"role": "assistant", "content": "No."}, *ASK]
     assert encoder.render([*ASK, {**said[1], **empty}, *ASK]) == encoder.render(said)
@@ -109,7 +124,11 @@ def test_fields_that_say_nothing_are_accepted(recwarn):
 
 
 @pytest.mark.parametrize(
-    "message", [{"content": None, "refusal": "I can't."}, {"content": [{"type": "refusal", "refusal": "I can't."}]}]
+    "message",
+    [
+        {"content": None, "refusal": "I can't."},
+        {"content": [{"type": "refusal", "refusal": "I can't."}]},
+    ],
 )
 def test_a_refusal_is_what_was_said(message):
     encoder = encoder_of("qwen2.5")
@@ -126,7 +145,9 @@ def test_what_is_not_text_is_refused(name):
 @pytest.mark.parametrize("field", ["name", "mood"])
 def test_a_field_that_the_template_does_not_read_is_named_once(field):
     encoder, messages = encoder_of("qwen2.5"), [{"role": "user", "content": "x", field: "Ann"}]
-    with pytest.warns(UserWarning, match=f"the field '{field}', which the model's chat template does not read"):
+    with pytest.warns(
+        UserWarning, match=f"the field '{field}', which the model's chat template does not read"
+    ):
         encoder.render(messages)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -136,7 +157,11 @@ def test_a_field_that_the_template_does_not_read_is_named_once(field):
 def test_an_earlier_answers_thoughts_may_be_left_out():
     thinking = [
         *ASK,
-        {"role": "assistant", "content": "<think>deep</think>\n\nYes.", "reasoning_content": "deep"},
+        {
+            "role": "assistant",
+            "content": "<think>deep</think>\n\nYes.",
+            "reasoning_content": "deep",
+        },
         *ASK,
     ]
     assert "deep" not in encoder_of("qwen3").render(thinking)

@@ -13,7 +13,11 @@ PACKAGES = Path(__file__).parents[1] / "packages"
 IMPORTS = {
     "langchain-kvrag": ("langchain", "langchain_kvrag", "ChatKVRag"),
     "llama-index-llms-kvrag": ("llama-index", "llama_index.llms.kvrag", "KVRagLLM"),
-    "llama-index-vector-stores-kvrag": ("llama-index", "llama_index.vector_stores.kvrag", "KVRagVectorStore"),
+    "llama-index-vector-stores-kvrag": (
+        "llama-index",
+        "llama_index.vector_stores.kvrag",
+        "KVRagVectorStore",
+    ),
 }
 
 

@@ -13,7 +13,8 @@ from kvrag.types import ChunkKV
 
 PREFIX = list(range(20, 33))
 CHUNKS = [
-    [int(t) for t in torch.randint(5, 200, (n,), generator=torch.Generator().manual_seed(n))] for n in (19, 3, 24, 1)
+    [int(t) for t in torch.randint(5, 200, (n,), generator=torch.Generator().manual_seed(n))]
+    for n in (19, 3, 24, 1)
 ]
 NOT_PACKED = {"bloom", "codegen", "falcon", "falcon-multi-head", "falcon-new", "gptj", "mpt"}
 """Attention that takes a mask and nothing else."""
@@ -61,7 +62,8 @@ def test_a_chunk_does_not_see_its_neighbours():
 
 
 @pytest.mark.parametrize(
-    ("device", "path", "is_packed"), [("cpu", "torch", False), ("cuda", "mma", True), ("cuda", "torch", False)]
+    ("device", "path", "is_packed"),
+    [("cpu", "torch", False), ("cuda", "mma", True), ("cuda", "torch", False)],
 )
 def test_the_device_and_its_kernel_say_which_way(device, path, is_packed, monkeypatch):
     import kvrag.precompute.encode as module
@@ -87,7 +89,10 @@ def test_rows_see_the_prefix_and_their_own_run():
     assert rows.positions.tolist() == [3, 4, 3, 4, 5, 6]
     plan = Limits(torch.arange(3, 9), 9, rows.positions, rows.first, rows.prefix)
     v = torch.eye(9)[None, None]
-    seen = ragged_attention(torch.zeros(1, 1, 6, 9), torch.zeros(1, 1, 9, 9), v, plan, scale=1.0)[0, 0] > 0
+    seen = (
+        ragged_attention(torch.zeros(1, 1, 6, 9), torch.zeros(1, 1, 9, 9), v, plan, scale=1.0)[0, 0]
+        > 0
+    )
     want = [
         [1, 1, 1, 1, 0, 0, 0, 0, 0],
         [1, 1, 1, 1, 1, 0, 0, 0, 0],

@@ -88,7 +88,10 @@ def test_a_store_that_cannot_be_opened_or_asked_shows_no_password(whole, tmp_pat
         KVRagEngine.from_pretrained("./nowhere", store_config=whole)
     assert SECRET not in str(refused.value)
     for where, config in ((whole, StoreConfig()), (tmp_path / "copies", StoreConfig(shared=whole))):
-        with pytest.raises((KVRagError, OSError)) as failed, closing(open_store(where, config)) as store:
+        with (
+            pytest.raises((KVRagError, OSError)) as failed,
+            closing(open_store(where, config)) as store,
+        ):
             store.listed()
         assert SECRET not in raised(failed.value)
 
@@ -105,7 +108,9 @@ def test_an_engine_and_its_answers_show_no_password(whole, tiny_dir):
 
 @pytest.mark.parametrize("whole", ADDRESSES[:3])
 def test_the_adapters_show_no_password(whole):
-    chat = pytest.importorskip("langchain_kvrag").ChatKVRag(model="./m", kv_dir=whole, store_config={"shared": whole})
+    chat = pytest.importorskip("langchain_kvrag").ChatKVRag(
+        model="./m", kv_dir=whole, store_config={"shared": whole}
+    )
     dumpd = pytest.importorskip("langchain_core.load").dumpd
     shown = f"{chat!r} {chat} {dumpd(chat)} {chat.model_dump_json(exclude={'model'})} {chat._identifying_params}"
     assert SECRET not in f"{shown} {chat._get_ls_params()} {chat.lc_attributes}"

@@ -31,18 +31,29 @@ def bench(workloads):
 def words(workloads):
     """Every character is a token."""
     as_ids, as_text = lambda text: list(map(ord, text)), lambda ids: "".join(map(chr, ids))
-    return workloads.Words(as_ids, as_text, lambda messages: "".join(f"[{m['role']}]{m['content']}|" for m in messages))
+    return workloads.Words(
+        as_ids, as_text, lambda messages: "".join(f"[{m['role']}]{m['content']}|" for m in messages)
+    )
 
 
 def question(n):
     texts = [f"passage {n}.{i} says much and, last of all, answer{n}." for i in range(4)]
-    return {"question": f"who {n}?", "answers": [f"answer{n}"], "ctxs": [{"text": text} for text in texts]}
+    return {
+        "question": f"who {n}?",
+        "answers": [f"answer{n}"],
+        "ctxs": [{"text": text} for text in texts],
+    }
 
 
 def test_segments_joined_are_the_prompt_and_chunks_are_of_the_pool(workloads, words):
     counts, data = {"rag": 3, "chat": 3, "shots": 3, "code": 2}, [question(n) for n in range(30)]
     made = workloads.all_workloads(data, words, counts, seed=0)
-    assert [workload.name for workload in made] == ["reordered RAG", "growing chat", "few-shot", "code"]
+    assert [workload.name for workload in made] == [
+        "reordered RAG",
+        "growing chat",
+        "few-shot",
+        "code",
+    ]
     for workload in made:
         for prompt in workload.prompts:
             assert prompt.text.startswith("[user]")
@@ -67,14 +78,21 @@ def test_an_index_pays_after_what_it_took_over_what_a_request_saves(bench):
         "maker": reply | {"wall_s": 1.0, "cpu_s": 2.0},
         "sharer": reply | {"wall_s": 8.0, "cpu_s": 9.0},
     }
-    found = {"prompts": [{"tokens": 100, "peers": peers}] * 3, "index": {"maker": {"index": {"cpu_s": 30.0}}}}
+    found = {
+        "prompts": [{"tokens": 100, "peers": peers}] * 3,
+        "index": {"maker": {"index": {"cpu_s": 30.0}}},
+    }
     found["tokens"] = {"used": 1000, "pool": 4000}
     loaded = dict.fromkeys(peers, 100)
     out = bench["summarise"](found, loaded, {bench["FULL"]: "", "maker": "one", "sharer": "one"})
     assert out["maker"]["break_even"] == pytest.approx(30 * 4 / 6)
     assert out["sharer"]["index_cpu_s"] == out["maker"]["index_cpu_s"]
     assert out["sharer"]["break_even"] is None
-    assert (out["maker"]["wall_s_ratio"], out["maker"]["reuse"], out["maker"]["memory"]) == (4.0, 0.5, 200)
+    assert (out["maker"]["wall_s_ratio"], out["maker"]["reuse"], out["maker"]["memory"]) == (
+        4.0,
+        0.5,
+        200,
+    )
 
 
 def test_a_worker_replies_in_lines_whatever_its_libraries_print(bench, tmp_path):
@@ -87,7 +105,9 @@ def test_a_worker_replies_in_lines_whatever_its_libraries_print(bench, tmp_path)
         "    def answer(self, ids): print('noise'); return {'ids': ids}\n"
         "serve(Echo)\n"
     )
-    worker = environments.Worker(environments.Peer("echo", str(script), {}), {}, 1, tmp_path / "log")
+    worker = environments.Worker(
+        environments.Peer("echo", str(script), {}), {}, 1, tmp_path / "log"
+    )
     assert "rss" in worker.ready()
     assert worker.ask("answer", ids=[1, 2])["ids"] == [1, 2]
     with pytest.raises(environments.UnavailableError, match="unknown"):

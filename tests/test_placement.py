@@ -10,10 +10,14 @@ from kvrag import KVRagEngine, UnsupportedModelError
 from kvrag.model.load import check_placement
 from kvrag.testing.models import tiny_model
 
-accelerate = pytest.importorskip("accelerate", reason="the package accelerate is not installed: no device_map here")
+accelerate = pytest.importorskip(
+    "accelerate", reason="the package accelerate is not installed: no device_map here"
+)
 
 
-PLACES = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head", "model.layers.0"), "cpu")
+PLACES = dict.fromkeys(
+    ("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head", "model.layers.0"), "cpu"
+)
 PLACES |= {f"model.layers.{i}": "disk" for i in (1, 2, 3)}
 
 
@@ -34,7 +38,9 @@ def test_a_map_to_one_device_is_accepted(is_loaded, tokenizer, tiny_dir):
 
 
 def test_a_model_that_is_partly_on_disk_is_refused(tokenizer, tmp_path):
-    model = accelerate.dispatch_model(tiny_model(), PLACES, offload_dir=str(tmp_path), force_hooks=True)
+    model = accelerate.dispatch_model(
+        tiny_model(), PLACES, offload_dir=str(tmp_path), force_hooks=True
+    )
     with pytest.raises(UnsupportedModelError, match=r"several places \(cpu, disk\).*device_map"):
         KVRagEngine.from_pretrained(model, tokenizer=tokenizer)
 
@@ -46,7 +52,9 @@ def test_a_model_that_is_offloaded_between_forwards_is_refused(tokenizer):
 
 
 def test_a_model_loaded_in_several_places_is_refused_after_loading(tiny_dir, tmp_path):
-    engine = KVRagEngine.from_pretrained(tiny_dir, device_map=PLACES, offload_folder=str(tmp_path), namespace="x")
+    engine = KVRagEngine.from_pretrained(
+        tiny_dir, device_map=PLACES, offload_folder=str(tmp_path), namespace="x"
+    )
     with pytest.raises(UnsupportedModelError, match="several places"):
         engine.prefill("The archive opens at nine.")
 
@@ -66,6 +74,8 @@ def test_every_spread_is_refused(model):
         check_placement(model)
 
 
-@pytest.mark.parametrize("model", [fake("cuda:0", "cuda:0"), fake("cuda:0", device_map={"": 0, "x": 0}), fake("cpu")])
+@pytest.mark.parametrize(
+    "model", [fake("cuda:0", "cuda:0"), fake("cuda:0", device_map={"": 0, "x": 0}), fake("cpu")]
+)
 def test_one_place_is_accepted(model):
     check_placement(model)

@@ -7,7 +7,14 @@ import torch
 from texts import make_chunks
 from transformers import AutoConfig, AutoModel, AutoModelForSeq2SeqLM
 
-from kvrag import Chunk, ContextLengthError, KVRagEngine, ModelError, UnsupportedModelError, precompute_kv
+from kvrag import (
+    Chunk,
+    ContextLengthError,
+    KVRagEngine,
+    ModelError,
+    UnsupportedModelError,
+    precompute_kv,
+)
 from kvrag.model.load import refuse
 from kvrag.model.plain import NO_LIMIT, PlainLM
 from kvrag.testing.models import REFUSED, tiny_model
@@ -38,7 +45,9 @@ def test_a_refused_model_answers_like_plain_transformers(plain):
     pieces = list(stream)
     answer = stream.result
     prompt = torch.tensor([answer.prompt_ids])
-    expected = plain.loaded.lm.model.generate(prompt, max_new_tokens=24, do_sample=False, pad_token_id=0)
+    expected = plain.loaded.lm.model.generate(
+        prompt, max_new_tokens=24, do_sample=False, pad_token_id=0
+    )
     assert answer.token_ids == expected[0, prompt.shape[1] :].tolist()
     assert "".join(pieces) == answer.text
     assert (answer.exactness, answer.cached_tokens, answer.repaired_tokens) == ("full", 0, 0)
@@ -70,12 +79,17 @@ def test_stop_strings_and_sampling_work_without_reuse(gpt2):
     stop = text[5:8]
     cut = gpt2.generate("Who?", max_new_tokens=24, stop=stop)
     assert (cut.text, cut.finish_reason) == (text[: text.index(stop)], "stop")
-    drawn = [gpt2.generate("Who?", max_new_tokens=24, temperature=1.0, seed=s).token_ids for s in (1, 1, 2)]
+    drawn = [
+        gpt2.generate("Who?", max_new_tokens=24, temperature=1.0, seed=s).token_ids
+        for s in (1, 1, 2)
+    ]
     assert drawn[0] == drawn[1] != drawn[2]
 
 
 def test_precompute_says_that_nothing_can_be_stored_and_stores_nothing(gpt2):
-    with pytest.raises(UnsupportedModelError, match=r"KV of this model is not reused: .*nothing can be stored"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"KV of this model is not reused: .*nothing can be stored"
+    ):
         gpt2.precompute(CHUNKS, ids=["a", "b"])
     assert gpt2.document_ids() == []
     with pytest.warns(UserWarning, match="KV of this model is not reused"):
@@ -87,7 +101,9 @@ def test_explain_gives_the_reason(gpt2):
     explanation = gpt2.explain(PROMPT)
     assert (explanation.mode, explanation.hits) == ("full", 0)
     assert "KV of this model is not reused" in str(explanation)
-    assert [s.reason is not None for s in explanation.spans] == [s.kind == "chunk" for s in explanation.spans]
+    assert [s.reason is not None for s in explanation.spans] == [
+        s.kind == "chunk" for s in explanation.spans
+    ]
     assert explanation.prompt_tokens == gpt2.prefill(PROMPT).prompt_tokens
 
 
@@ -95,7 +111,10 @@ def test_training_mode_and_attention_are_left_as_they_were(tokenizer):
     model = tiny_model("gpt2").train()
     before = model.config._attn_implementation
     engine = KVRagEngine.from_pretrained(model, tokenizer=tokenizer)
-    assert engine.generate("Who?", max_new_tokens=8).token_ids == engine.generate("Who?", max_new_tokens=8).token_ids
+    assert (
+        engine.generate("Who?", max_new_tokens=8).token_ids
+        == engine.generate("Who?", max_new_tokens=8).token_ids
+    )
     assert model.training
     assert model.config._attn_implementation == before
 
@@ -108,7 +127,9 @@ def test_a_model_on_disk_is_refused_and_served_too(tokenizer, tmp_path):
 
 
 def test_angles_that_grow_with_the_prompt_are_transformers_own(tokenizer, monkeypatch):
-    monkeypatch.setitem(REFUSED, "short-ntk", {**REFUSED["llama-dynamic-ntk"], "max_position_embeddings": 96})
+    monkeypatch.setitem(
+        REFUSED, "short-ntk", {**REFUSED["llama-dynamic-ntk"], "max_position_embeddings": 96}
+    )
     model = tiny_model("short-ntk")
     engine = KVRagEngine.from_pretrained(model, tokenizer=tokenizer)
     answer = engine.generate(PROMPT, max_new_tokens=24)
@@ -138,7 +159,14 @@ def test_the_context_window_is_the_configs(name, options, window):
 
 
 def test_models_that_are_no_causal_lm_are_refused_by_name(tokenizer, tmp_path):
-    small = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": VOCAB_SIZE}
+    small = {
+        "d_model": 16,
+        "d_kv": 8,
+        "d_ff": 16,
+        "num_layers": 1,
+        "num_heads": 2,
+        "vocab_size": VOCAB_SIZE,
+    }
     t5 = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model("t5", **small))
     with pytest.raises(ModelError, match="'t5' is an encoder-decoder"):
         KVRagEngine.from_pretrained(t5, tokenizer=tokenizer)

@@ -43,7 +43,9 @@ def test_prices_count_every_pass():
     assert rows(RepairConfig(strategy="none")) == 20
     assert rows(RepairConfig(strategy="all")) == 220
     probed = pytest.approx(0.8 * (20 + 16))
-    assert rows(FIVE) - 20 - 10 == probed, "the probe reads the question twice, and ends at 0.8 of the layers"
+    assert rows(FIVE) - 20 - 10 == probed, (
+        "the probe reads the question twice, and ends at 0.8 of the layers"
+    )
     assert rows(replace(FIVE, strategy="hkvd")) == 20 + 10 + 330 * 2 // 30
     for ratio in (0.0, 0.04):
         assert rows(replace(FIVE, recompute_ratio=ratio)) == 20 + 8, "nothing asks for a probe"
@@ -90,7 +92,11 @@ def test_repair_must_save_a_tenth():
 
 
 def test_a_chunk_that_is_exact_in_one_place_and_stale_in_another_stays_exact():
-    twice = [(100, "chunk", True, 1, False), (100, "chunk", False, 2, False), (100, "chunk", False, 1, False)]
+    twice = [
+        (100, "chunk", True, 1, False),
+        (100, "chunk", False, 2, False),
+        (100, "chunk", False, 1, False),
+    ]
     layout = place([(10, "prefix", True, 0, False), *twice, (16, "live", False, -1, False)])
     exact, _ = Price(COSTS, RepairConfig(strategy="all"), 30, HOST).cheapest(layout)
     assert [(s.start, s.exact) for s in exact.reused] == [(0, True), (10, True)]
@@ -109,7 +115,9 @@ def test_chunks_are_computed_where_loading_costs_more():
     assert not slow.cheapest(LONG)[0].reused
     head = LONG.only_exact_head()
     assert slow.cheapest(head)[0].reused == []
-    assert Price(costs, ONCE, 30, HOST).cheapest(head) == (head, None), "exact reuse needs to save nothing but time"
+    assert Price(costs, ONCE, 30, HOST).cheapest(head) == (head, None), (
+        "exact reuse needs to save nothing but time"
+    )
 
 
 def asked(engine, *order):
@@ -121,7 +129,10 @@ def asked(engine, *order):
 
 def took(price, layout, factor=1.0):
     """Return stages as they are predicted, times a factor."""
-    return {"repair" if layout.stale else "prefill": factor * (price.of_forwards(layout) + bool(layout.stale) * 10)}
+    return {
+        "repair" if layout.stale else "prefill": factor
+        * (price.of_forwards(layout) + bool(layout.stale) * 10)
+    }
 
 
 def test_a_slow_tier_is_learned_at_once_and_tried_again(engine_of, monkeypatch):
@@ -168,7 +179,9 @@ def test_a_price_that_is_about_right_stays(engine_of):
 
 @pytest.mark.parametrize("wrong", [5.0, 0.2])
 @pytest.mark.parametrize("is_reused", [True, False])
-def test_prices_of_a_busy_moment_are_measured_again(engine_of, monkeypatch, caplog, wrong, is_reused):
+def test_prices_of_a_busy_moment_are_measured_again(
+    engine_of, monkeypatch, caplog, wrong, is_reused
+):
     """Forwards that were five times too slow, or too quick, when they were measured are right two requests later."""
     true = replace(COSTS, row=2)
     measurements = [true]
@@ -183,7 +196,9 @@ def test_prices_of_a_busy_moment_are_measured_again(engine_of, monkeypatch, capl
     assert "prices are measured again" in caplog.text
     _, price, _ = asked(engine, 0, 1, 2)
     assert price.costs == true
-    assert price.of_forwards(layout) == pytest.approx(really["repair" if is_reused else "prefill"] - 10 * is_reused)
+    assert price.of_forwards(layout) == pytest.approx(
+        really["repair" if is_reused else "prefill"] - 10 * is_reused
+    )
     model.learn(price, layout, (), really)
     asked(engine, 0, 1, 2)
     assert measurements == [], "measured once"
@@ -191,7 +206,9 @@ def test_prices_of_a_busy_moment_are_measured_again(engine_of, monkeypatch, capl
 
 def test_a_machine_that_is_never_as_measured_is_measured_ever_more_seldom(engine_of, monkeypatch):
     count = []
-    monkeypatch.setattr("kvrag.blend.cost.measured", lambda _: (count.append(1), replace(COSTS, row=2))[1])
+    monkeypatch.setattr(
+        "kvrag.blend.cost.measured", lambda _: (count.append(1), replace(COSTS, row=2))[1]
+    )
     engine = engine_of()
     engine.precompute(CHUNKS)
     engine._answering.costs.costs = replace(COSTS, row=2)
@@ -216,7 +233,10 @@ def test_requests_are_answered_as_the_costs_say(engine_of, monkeypatch):
     engine = engine_of()
     engine.precompute(CHUNKS)
     model, ask = engine._answering.costs, prompt(2, 0, 1)
-    for each, kind, exactness in ((COSTS.each, "stitch", "repaired"), ({"request": 1e6}, "prefix", "exact")):
+    for each, kind, exactness in (
+        (COSTS.each, "stitch", "repaired"),
+        ({"request": 1e6}, "prefix", "exact"),
+    ):
         model.costs = costs = Costs(1, 1, 0, each)
         told = engine.explain(ask)
         assert told.mode == kind

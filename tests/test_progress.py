@@ -12,7 +12,8 @@ from kvrag import ConfigError, precompute_kv, progress, sync_kv
 from kvrag.progress import Progress
 
 TEXTS = [
-    f"chunk number {i}: the quick brown fox jumps over the lazy dog, again and again and again" * 3 for i in range(3)
+    f"chunk number {i}: the quick brown fox jumps over the lazy dog, again and again and again" * 3
+    for i in range(3)
 ]
 
 
@@ -87,7 +88,9 @@ def test_what_fails_says_where_it_ended(stderr_of):
 
     with pytest.raises(OSError, match="full"):
         fail()
-    assert stream.getvalue().splitlines()[-1] == "computing KV: 0 of 4 chunks after 0 s, ended early"
+    assert (
+        stream.getvalue().splitlines()[-1] == "computing KV: 0 of 4 chunks after 0 s, ended early"
+    )
 
 
 def test_configured_logging_gets_the_lines(stderr_of, caplog):
@@ -132,7 +135,9 @@ def test_a_short_wait_shows_nothing(stderr_of, monkeypatch):
 def test_many_threads_lose_no_count(stderr_of):
     stream = stderr_of(is_terminal=False, has_handlers=True)
     with Progress("computing KV", 800, unit="chunks", show=True) as bar:
-        threads = [threading.Thread(target=lambda: [bar.advance() for _ in range(100)]) for _ in range(8)]
+        threads = [
+            threading.Thread(target=lambda: [bar.advance() for _ in range(100)]) for _ in range(8)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -150,7 +155,9 @@ def test_a_program_that_configures_no_logging_sees_lines():
             while not bar._has_line:
                 time.sleep(0.001)
     """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100
+    )
     assert "computing KV: 1 of 2 chunks" in done.stderr
     assert done.stdout == ""
 
@@ -161,7 +168,10 @@ def _langchain_store(engine, show, **options):
     from langchain_kvrag import KVRagVectorStore
 
     return KVRagVectorStore(
-        embedding=DeterministicFakeEmbedding(size=8), llm=engine, show_progress=show, on_error="raise"
+        embedding=DeterministicFakeEmbedding(size=8),
+        llm=engine,
+        show_progress=show,
+        on_error="raise",
     )
 
 
@@ -172,7 +182,9 @@ def _from_documents(engine, show):
     from langchain_kvrag import KVRagVectorStore
 
     documents = [Document(text) for text in TEXTS]
-    KVRagVectorStore.from_documents(documents, DeterministicFakeEmbedding(size=8), llm=engine, show_progress=show)
+    KVRagVectorStore.from_documents(
+        documents, DeterministicFakeEmbedding(size=8), llm=engine, show_progress=show
+    )
 
 
 def _langchain_transform(engine, show):
@@ -180,7 +192,9 @@ def _langchain_transform(engine, show):
 
     from langchain_kvrag import KVPrecompute
 
-    KVPrecompute(engine, show_progress=show, on_error="raise").transform_documents([Document(text) for text in TEXTS])
+    KVPrecompute(engine, show_progress=show, on_error="raise").transform_documents(
+        [Document(text) for text in TEXTS]
+    )
 
 
 def _nodes():
@@ -204,7 +218,9 @@ def _llama_index_transform(engine, show):
 WAYS = {
     "engine.precompute": lambda engine, show: engine.precompute(TEXTS, show_progress=show),
     "precompute_kv": lambda engine, show: precompute_kv(TEXTS, llm=engine, show_progress=show),
-    "sync_kv": lambda engine, show: sync_kv(TEXTS, ids=["a", "b", "c"], llm=engine, show_progress=show),
+    "sync_kv": lambda engine, show: sync_kv(
+        TEXTS, ids=["a", "b", "c"], llm=engine, show_progress=show
+    ),
     "LangChain add_texts": lambda engine, show: _langchain_store(engine, show).add_texts(TEXTS),
     "LangChain from_documents": _from_documents,
     "LangChain KVPrecompute": _langchain_transform,

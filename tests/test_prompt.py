@@ -26,7 +26,11 @@ def test_cutting_keeps_every_character():
 
 def test_white_space_of_a_given_chunk_belongs_to_the_live_text(encoder):
     pieces = merge_live(encoder.pieces(["head", Chunk("\n body \n"), "tail"]))
-    assert [(p.text, p.kind) for p in pieces] == [("head\n ", "live"), ("body", "chunk"), (" \ntail", "live")]
+    assert [(p.text, p.kind) for p in pieces] == [
+        ("head\n ", "live"),
+        ("body", "chunk"),
+        (" \ntail", "live"),
+    ]
 
 
 @pytest.mark.parametrize("chunk", [Chunk(""), Chunk("  "), Chunk(None)])
@@ -74,7 +78,9 @@ def test_what_is_no_prompt_is_named(prompt, message, encoder):
 
 
 def test_empty_content_is_an_empty_message(encoder):
-    assert encoder.render([{"role": "assistant", "content": None}]).startswith("<|im_start|>assistant\n<|im_end|>")
+    assert encoder.render([{"role": "assistant", "content": None}]).startswith(
+        "<|im_start|>assistant\n<|im_end|>"
+    )
 
 
 # -- prefixes ------------------------------------------------------------------------------------------------------------
@@ -99,7 +105,11 @@ def test_a_prefix_may_be_text_or_messages(encoder):
 def test_a_prefix_may_be_a_langchain_template(encoder):
     prompts = pytest.importorskip("langchain_core.prompts")
     chat = prompts.ChatPromptTemplate.from_messages(
-        [("system", "Be brief."), ("placeholder", "{history}"), ("human", "Read:\n{context}\n\nQ: {question}")]
+        [
+            ("system", "Be brief."),
+            ("placeholder", "{history}"),
+            ("human", "Read:\n{context}\n\nQ: {question}"),
+        ]
     )
     assert prefix_text(chat, encoder) == f"<|im_start|>system\nBe brief.<|im_end|>\n{HEAD}Read:\n"
     plain = prompts.PromptTemplate.from_template("Notes: {docs}\n{question}")
@@ -116,7 +126,9 @@ def test_a_prefix_may_be_a_langchain_template(encoder):
 def test_a_prefix_may_be_a_llama_index_template(encoder):
     prompts = pytest.importorskip("llama_index.core.prompts")
     plain = prompts.PromptTemplate("Context:\n{context_str}\nQ: {query_str}")
-    assert prefix_text(plain, encoder) == f"{HEAD}Context:\n"  # LlamaIndex sends it as one user message
+    assert (
+        prefix_text(plain, encoder) == f"{HEAD}Context:\n"
+    )  # LlamaIndex sends it as one user message
     core = pytest.importorskip("llama_index.core.llms")
     chat = prompts.ChatPromptTemplate(
         [

@@ -35,7 +35,9 @@ def test_reuse_is_proven_for_every_accepted_architecture(name):
     proof = prove(CausalLM(tiny_model(name)))
     assert proof.passed, proof.failure
     assert proof.max_error < 1e-3
-    assert all(check.limit <= 1e-3 for check in proof.checks), "in float32 no room for rounding is needed"
+    assert all(check.limit <= 1e-3 for check in proof.checks), (
+        "in float32 no room for rounding is needed"
+    )
     assert proof.fault > 10e-3, "a planted mistake must be seen"
     assert not [n for n in proof.notes if "window" in n], "every window of these models is crossed"
     assert len(proof.checks) == 7
@@ -96,7 +98,9 @@ def test_a_dropped_option_of_attention_is_found(name, option, monkeypatch):
     import kvrag.model.forward as forward
 
     real = forward.ragged_attention
-    monkeypatch.setattr(forward, "ragged_attention", lambda *a, **k: real(*a, **{**k, option: None}))
+    monkeypatch.setattr(
+        forward, "ragged_attention", lambda *a, **k: real(*a, **{**k, option: None})
+    )
     assert "0" in failed(prove(CausalLM(tiny_model(name))))
 
 
@@ -186,11 +190,16 @@ def test_weights_that_are_not_finite_prove_nothing():
 
 def test_a_window_longer_than_the_prompt_is_said_not_to_be_crossed():
     model = tiny_model("mistral")
-    for owner in (model.config, *(module for module in model.modules() if hasattr(module, "sliding_window"))):
+    for owner in (
+        model.config,
+        *(module for module in model.modules() if hasattr(module, "sliding_window")),
+    ):
         owner.sliding_window = 2048
     proof = prove(CausalLM(model))
     assert proof.passed
-    assert proof.notes == (f"the sliding window of 2048 was not crossed: the proof's prompt has {proof.tokens} tokens",)
+    assert proof.notes == (
+        f"the sliding window of 2048 was not crossed: the proof's prompt has {proof.tokens} tokens",
+    )
 
 
 def test_a_short_context_window_gets_a_short_prompt():
@@ -244,7 +253,9 @@ def test_a_failed_proof_refuses_reuse_and_answers_in_full(count, tokenizer, capl
 
 def test_kv_that_was_stored_before_is_not_used_by_a_refused_model(count, tokenizer, tmp_path):
     model = tiny_model()
-    trusting = KVRagEngine.from_pretrained(model, tokenizer=tokenizer, kv_dir=tmp_path / "kv", prove="off")
+    trusting = KVRagEngine.from_pretrained(
+        model, tokenizer=tokenizer, kv_dir=tmp_path / "kv", prove="off"
+    )
     trusting.precompute(CHUNKS)
     assert trusting.prefill(PROMPT, mode="stitch").cached_tokens > 0
     count(BAD)
@@ -278,7 +289,15 @@ def test_a_passed_proof_is_kept_and_a_damaged_one_is_made_again(count):
     assert kept_proof(file) == GOOD
     assert not list(file.parent.glob("*.tmp"))
     nan = GOOD.to_dict() | {"checks": [{**GOOD.to_dict()["checks"][0], "error": float("nan")}]}
-    damaged = ["", "{", "[]", "null", json.dumps({"checks": []}), json.dumps(BAD.to_dict()), json.dumps(nan)]
+    damaged = [
+        "",
+        "{",
+        "[]",
+        "null",
+        json.dumps({"checks": []}),
+        json.dumps(BAD.to_dict()),
+        json.dumps(nan),
+    ]
     for made, text in enumerate(damaged, start=2):
         file.write_text(text)
         assert kept_proof(file) is None
@@ -288,7 +307,9 @@ def test_a_passed_proof_is_kept_and_a_damaged_one_is_made_again(count):
 
 
 @pytest.mark.parametrize("is_good", [False, True])
-def test_a_proof_that_failed_or_cannot_be_written_is_made_again(is_good, count, tmp_path, monkeypatch):
+def test_a_proof_that_failed_or_cannot_be_written_is_made_again(
+    is_good, count, tmp_path, monkeypatch
+):
     calls, lm = count(GOOD if is_good else BAD), CausalLM(tiny_model())
     if is_good:
         (tmp_path / "file").write_text("")
@@ -304,10 +325,19 @@ def test_all_that_a_proof_depends_on_is_in_its_name(monkeypatch):
     names = [proof_file(lm, "one"), proof_file(lm, "two")]
     names.append(proof_file(CausalLM(tiny_model(dtype=torch.bfloat16)), "one"))
     eager = tiny_model()
-    eager.config._attn_implementation = "eager" if lm.model.config._attn_implementation != "eager" else "sdpa"
+    eager.config._attn_implementation = (
+        "eager" if lm.model.config._attn_implementation != "eager" else "sdpa"
+    )
     names.append(proof_file(CausalLM(eager), "one"))
-    for version in ("kvrag.__version__", "torch.__version__", "transformers.__version__", "PROOF_VERSION"):
-        with monkeypatch.context() as patch:  # as load.py knows it: importing peft makes the module transformers anew
+    for version in (
+        "kvrag.__version__",
+        "torch.__version__",
+        "transformers.__version__",
+        "PROOF_VERSION",
+    ):
+        with (
+            monkeypatch.context() as patch
+        ):  # as load.py knows it: importing peft makes the module transformers anew
             patch.setattr(f"kvrag.model.load.{version}", "another")
             names.append(proof_file(lm, "one"))
     assert len(set(names)) == len(names)
@@ -318,12 +348,16 @@ def test_all_that_a_proof_depends_on_is_in_its_name(monkeypatch):
 
 
 def test_proving_can_be_switched_off(count, tmp_path):
-    own_dir = save_tiny_model(tmp_path / "model")  # not loaded, and so not proven, by any other test
+    own_dir = save_tiny_model(
+        tmp_path / "model"
+    )  # not loaded, and so not proven, by any other test
     calls = count(BAD)
     engine = KVRagEngine.from_pretrained(own_dir, prove="off")
     assert isinstance(engine.loaded.lm, CausalLM)
     assert calls == []
-    assert isinstance(KVRagEngine.from_pretrained(own_dir, kv_dir=tmp_path / "kv").loaded.lm, PlainLM), "not shared"
+    assert isinstance(
+        KVRagEngine.from_pretrained(own_dir, kv_dir=tmp_path / "kv").loaded.lm, PlainLM
+    ), "not shared"
     with pytest.raises(ConfigError, match="prove is 'always'; it must be 'auto'"):
         KVRagEngine.from_pretrained(own_dir, prove="always")
     with pytest.raises(ConfigError, match="did you mean 'prove'"):

@@ -14,13 +14,40 @@ from kvrag.errors import KVRagError, require
 def test_the_public_names_are_pinned():
     assert sorted(kvrag.__all__) == sorted(
         [
-            *("Chunk", "ConfigError", "ContextLengthError", "Explanation", "GenerationResult", "InputError"),
-            *("KVRagEngine", "KVRagError", "MissingDependencyError", "ModelError", "OutOfMemoryError"),
-            *("PrecomputeReport", "PrefillResult", "RepairConfig", "Retention", "SamplingConfig", "ScoreResult"),
+            *(
+                "Chunk",
+                "ConfigError",
+                "ContextLengthError",
+                "Explanation",
+                "GenerationResult",
+                "InputError",
+            ),
+            *(
+                "KVRagEngine",
+                "KVRagError",
+                "MissingDependencyError",
+                "ModelError",
+                "OutOfMemoryError",
+            ),
+            *(
+                "PrecomputeReport",
+                "PrefillResult",
+                "RepairConfig",
+                "Retention",
+                "SamplingConfig",
+                "ScoreResult",
+            ),
             "StoreConfig",
             *("StoreError", "StoreFormatError", "SyncReport", "TemplatePrefix", "ToolCall"),
             "UnsupportedModelError",
-            *("VerifyReport", "__version__", "delete_kv", "precompute_dataset", "precompute_kv", "sync_kv"),
+            *(
+                "VerifyReport",
+                "__version__",
+                "delete_kv",
+                "precompute_dataset",
+                "precompute_kv",
+                "sync_kv",
+            ),
             *("flash_attention_tier", "install_flash_attention", "uninstall_flash_attention"),
         ]
     )
@@ -81,7 +108,12 @@ def test_a_repair_config_out_of_range_is_named(options, message):
 def test_configs_hold_their_defaults():
     assert RepairConfig() == RepairConfig("query_sentences", None, 1, 1.0)
     blend = RepairConfig.cacheblend()
-    assert (blend.strategy, blend.recompute_ratio, blend.first_k, blend.shift) == ("hkvd", 0.15, 0, 0.0)
+    assert (blend.strategy, blend.recompute_ratio, blend.first_k, blend.shift) == (
+        "hkvd",
+        0.15,
+        0,
+        0.0,
+    )
     assert SamplingConfig(stop="x").stop == ("x",)
     assert SamplingConfig(stop=None).stop == ()
     assert len(set(STRATEGIES)) == 10

@@ -22,13 +22,19 @@ def rounded(layer: LayerKV, kv_dtype: str) -> LayerKV:
     return pack(ChunkKV((layer,)), kv_dtype).layers[0]
 
 
-def unpacked(layer: LayerKV, kv_dtype: str, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
-    return unpack(rounded(layer, kv_dtype), layer.keys.shape[1], device=torch.device("cpu"), dtype=dtype)
+def unpacked(
+    layer: LayerKV, kv_dtype: str, dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return unpack(
+        rounded(layer, kv_dtype), layer.keys.shape[1], device=torch.device("cpu"), dtype=dtype
+    )
 
 
 def groups_of(x: torch.Tensor, size: int, dim: int, fold: str) -> torch.Tensor:
     """The smallest or largest of each group of neighbours, repeated for each of its members."""
-    folded = torch.cat([getattr(part, fold)(dim, keepdim=True).expand_as(part) for part in x.split(size, dim)], dim)
+    folded = torch.cat(
+        [getattr(part, fold)(dim, keepdim=True).expand_as(part) for part in x.split(size, dim)], dim
+    )
     assert folded.shape == x.shape
     return folded
 
@@ -51,11 +57,13 @@ def bounds(layer: LayerKV, kv_dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
         value_bound = torch.maximum(v.abs() / 16, value_scale / 1024)
     else:
         codes, largest = (255, 127) if kv_dtype == "int8" else (15, 7)
-        rows, group = (GROUP, group_of(v.shape[2])) if kv_dtype == "int4" else (k.shape[1], v.shape[2])
+        rows, group = (
+            (GROUP, group_of(v.shape[2])) if kv_dtype == "int4" else (k.shape[1], v.shape[2])
+        )
         low, high = groups_of(k, rows, 1, "amin"), groups_of(k, rows, 1, "amax")
-        key_bound = ((high - low) / codes + off_zero(torch.maximum(low.abs(), high.abs())) / largest) * (
-            1 + 2.0**-10
-        ) / 2 + TINY
+        key_bound = (
+            (high - low) / codes + off_zero(torch.maximum(low.abs(), high.abs())) / largest
+        ) * (1 + 2.0**-10) / 2 + TINY
         value_bound = groups_of(v.abs(), group, 2, "amax") / largest * (1 + 2.0**-10) / 2 + TINY
     return key_bound + k.abs() * float_noise, value_bound + v.abs() * float_noise
 
@@ -76,7 +84,9 @@ def outlier_keys(tokens: int = 250, dim: int = 64, seed: int = 0) -> torch.Tenso
     return keys
 
 
-shapes = st.tuples(st.integers(1, 3), st.integers(1, 70), st.sampled_from([2, 6, 16, 20, 34, 64, 74, 80]))
+shapes = st.tuples(
+    st.integers(1, 3), st.integers(1, 70), st.sampled_from([2, 6, 16, 20, 34, 64, 74, 80])
+)
 
 
 @st.composite
@@ -87,9 +97,13 @@ def layers(draw: st.DrawFn) -> LayerKV:
     made = []
     for _ in range(2):
         x = torch.randn(shape, generator=random) * 10.0 ** draw(st.integers(-9, 4))
-        x += draw(st.sampled_from([0.0, 1.0, -300.0])) * torch.randn(shape[0], 1, shape[2], generator=random)
+        x += draw(st.sampled_from([0.0, 1.0, -300.0])) * torch.randn(
+            shape[0], 1, shape[2], generator=random
+        )
         if draw(st.booleans()):
-            x[:, :, draw(st.integers(0, shape[2] - 1))] = draw(st.sampled_from([0.0, 1e-8, 7.3, -4000.0]))
+            x[:, :, draw(st.integers(0, shape[2] - 1))] = draw(
+                st.sampled_from([0.0, 1e-8, 7.3, -4000.0])
+            )
         if draw(st.booleans()):
             x[:, draw(st.integers(0, shape[1] - 1))] = 0.0
         made.append(x)
@@ -160,7 +174,9 @@ def test_what_is_not_finite_is_refused_before_it_is_rounded(kv_dtype, bad, name)
         rounded(layer, kv_dtype)
 
 
-@pytest.mark.parametrize(("kv_dtype", "value"), [("int8", 2e7), ("int4", 1e6), ("fp8", 1e8), ("int8", 3e38)])
+@pytest.mark.parametrize(
+    ("kv_dtype", "value"), [("int8", 2e7), ("int4", 1e6), ("fp8", 1e8), ("int8", 3e38)]
+)
 @pytest.mark.parametrize("name", ["keys", "values"])
 def test_what_float16_scales_can_not_hold_is_refused(kv_dtype, value, name):
     x, good = torch.ones(1, 4, 8), torch.ones(1, 4, 8)
@@ -208,12 +224,15 @@ def test_rounding_is_a_function_of_the_values(kv_dtype):
         rounded(layer_of(x.transpose(0, 1).contiguous().transpose(0, 1)), kv_dtype),
     )
     assert all(
-        torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(one.tensors, two.tensors, strict=True)
+        torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+        for a, b in zip(one.tensors, two.tensors, strict=True)
     )
 
 
 @pytest.mark.parametrize("kv_dtype", LOSSY)
-@pytest.mark.parametrize(("tokens", "dim", "value_dim"), [(1, 2, 4), (31, 64, 64), (33, 80, 34), (250, 128, 74)])
+@pytest.mark.parametrize(
+    ("tokens", "dim", "value_dim"), [(1, 2, 4), (31, 64, 64), (33, 80, 34), (250, 128, 74)]
+)
 def test_parts_are_what_is_made(kv_dtype, tokens, dim, value_dim):
     layer = LayerKV(torch.randn(2, tokens, dim), torch.randn(3, tokens, value_dim))
     made = rounded(layer, kv_dtype)
@@ -226,7 +245,18 @@ def test_parts_are_what_is_made(kv_dtype, tokens, dim, value_dim):
 
 @pytest.mark.parametrize(
     ("dim", "group"),
-    [(2, 2), (20, 20), (32, 32), (34, 17), (64, 32), (72, 24), (74, 32), (80, 20), (96, 32), (128, 32)],
+    [
+        (2, 2),
+        (20, 20),
+        (32, 32),
+        (34, 17),
+        (64, 32),
+        (72, 24),
+        (74, 32),
+        (80, 20),
+        (96, 32),
+        (128, 32),
+    ],
 )
 def test_groups_of_channels_divide_the_head_where_they_can(dim, group):
     assert group_of(dim) == group
@@ -250,5 +280,7 @@ def test_the_stitch_kernel_reads_the_same_values(kv_dtype):
     scales = packed.scales
     assert scales is not None
     assert torch.equal(kvrag_kernels.Stored(packed.values, scales.values).read(), values)
-    assert torch.equal(kvrag_kernels.Stored(packed.keys, scales.keys, zeros=scales.zeros).read(), keys)
+    assert torch.equal(
+        kvrag_kernels.Stored(packed.keys, scales.keys, zeros=scales.zeros).read(), keys
+    )
     assert kvrag_kernels.TOKEN_GROUP == GROUP

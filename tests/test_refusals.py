@@ -46,7 +46,9 @@ def test_a_refusal_gives_the_true_reason(name):
 def test_what_has_no_name_on_the_list_is_refused_all_the_same(name, monkeypatch):
     """Names only save reading the weights: structure and the probe find out by themselves."""
     monkeypatch.setattr(support, "_BY_NAME", {})
-    with pytest.raises(UnsupportedModelError, match="before the first layer" if name in ("gpt2", "opt") else ""):
+    with pytest.raises(
+        UnsupportedModelError, match="before the first layer" if name in ("gpt2", "opt") else ""
+    ):
         CausalLM(tiny_model(name))
 
 
@@ -54,7 +56,11 @@ def test_what_has_no_name_on_the_list_is_refused_all_the_same(name, monkeypatch)
     ("model_type", "reason"),
     [
         *(("t5", "encoder-decoder"), ("bart", "encoder-decoder")),
-        *(("llava", "images or sound"), ("qwen2_vl", "images or sound"), ("gemma3", "images or sound")),
+        *(
+            ("llava", "images or sound"),
+            ("qwen2_vl", "images or sound"),
+            ("gemma3", "images or sound"),
+        ),
         *(("recurrent_gemma", "running state"), ("mamba2", "running state")),
     ],
 )
@@ -81,7 +87,11 @@ def test_keys_and_values_that_mix_neighbours_are_refused(name, reason):
     """A convolution over the tokens before: each row's keys depend on more than its own hidden state."""
     model = tiny_model()
     attention = model.model.layers[2].self_attn
-    setattr(attention, name, _Attention(getattr(attention, name), lambda out: out + 0.3 * out.roll(1, dims=1)))
+    setattr(
+        attention,
+        name,
+        _Attention(getattr(attention, name), lambda out: out + 0.3 * out.roll(1, dims=1)),
+    )
     with pytest.raises(UnsupportedModelError, match=reason):
         CausalLM(model)
 
@@ -90,7 +100,9 @@ def test_angles_that_depend_on_the_length_are_refused_whatever_their_name():
     model = tiny_model()
     rotary = model.model.rotary_emb
     plain = rotary.forward
-    rotary.forward = lambda x, position_ids: plain(x, position_ids * (1.0 + position_ids.max() / 1e4))
+    rotary.forward = lambda x, position_ids: plain(
+        x, position_ids * (1.0 + position_ids.max() / 1e4)
+    )
     with pytest.raises(UnsupportedModelError, match="change with the prompt's length"):
         CausalLM(model)
 
@@ -117,12 +129,28 @@ def test_a_model_whose_forward_fails_is_refused():
     ("options", "visible", "reach"),
     [
         ({}, lambda q, k: k <= q, EVERYTHING),
-        ({"sliding_window": 50}, lambda q, k: k <= q, EVERYTHING),  # a window that the model doesn't apply
-        ({}, lambda q, k: (k <= q) & (k > q - 50), Reach(window=50)),  # one that it applies without saying so
-        ({"attention_chunk_size": 64}, lambda q, k: (k <= q) & (k // 64 == q // 64), Reach(chunk=64)),
+        (
+            {"sliding_window": 50},
+            lambda q, k: k <= q,
+            EVERYTHING,
+        ),  # a window that the model doesn't apply
+        (
+            {},
+            lambda q, k: (k <= q) & (k > q - 50),
+            Reach(window=50),
+        ),  # one that it applies without saying so
+        (
+            {"attention_chunk_size": 64},
+            lambda q, k: (k <= q) & (k // 64 == q // 64),
+            Reach(chunk=64),
+        ),
         ({}, lambda q, k: k >= 0, None),  # sees the future
         ({}, lambda q, k: (k <= q) & (k % 2 == q % 2), None),  # strided
-        ({"sliding_window": 50}, lambda q, k: (k <= q) & ((k > q - 50) | (k < 4)), None),  # a window with first tokens
+        (
+            {"sliding_window": 50},
+            lambda q, k: (k <= q) & ((k > q - 50) | (k < 4)),
+            None,
+        ),  # a window with first tokens
     ],
 )
 def test_a_mask_is_read_from_its_function_or_refused(options, visible, reach):

@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 from texts import make_chunks
 
-from kvrag import InputError, KVRagEngine, Retention, StoreConfig, StoreError, precompute_kv, sync_kv
+from kvrag import (
+    InputError,
+    KVRagEngine,
+    Retention,
+    StoreConfig,
+    StoreError,
+    precompute_kv,
+    sync_kv,
+)
 from kvrag.prompt.spans import text_entry
 from kvrag.types import ChunkKey
 
@@ -19,7 +27,9 @@ MakeEngine = Callable[..., KVRagEngine]
 WHERE = pytest.mark.parametrize("options", [{}, {"kv_dir": None}], ids=["disk", "memory"])
 
 
-def worth(engine: KVRagEngine, texts: slice = slice(None), *, namespace: str = "default") -> list[int]:
+def worth(
+    engine: KVRagEngine, texts: slice = slice(None), *, namespace: str = "default"
+) -> list[int]:
     """Priorities of the chunks that are stored in a namespace, in the order of the texts, and the prefix's last."""
     catalog, space = engine.store.catalog, engine.store.names.namespace(namespace)
     found = {}
@@ -27,7 +37,11 @@ def worth(engine: KVRagEngine, texts: slice = slice(None), *, namespace: str = "
         if record.namespace == space:
             entries = catalog.key_texts(record.key)
             found[entries[0] if entries else None] = engine.store.retention(record.key)
-    return [(found[entry] or Retention()).priority for entry in [*ENTRIES[texts], None] if entry in found]
+    return [
+        (found[entry] or Retention()).priority
+        for entry in [*ENTRIES[texts], None]
+        if entry in found
+    ]
 
 
 def cost(engine: KVRagEngine, key: str) -> float | None:
@@ -37,7 +51,11 @@ def cost(engine: KVRagEngine, key: str) -> float | None:
 
 def held(engine: KVRagEngine) -> set[int]:
     """Priorities of what is in the host's memory; a store in memory alone has no copies above it."""
-    return {entry.usage.priority_now() for tier in engine.store.tiers for entry in tier._entries.values()}
+    return {
+        entry.usage.priority_now()
+        for tier in engine.store.tiers
+        for entry in tier._entries.values()
+    }
 
 
 @WHERE
@@ -68,10 +86,20 @@ def test_chunks_may_be_named_by_their_keys_and_collections(engine_of: MakeEngine
     engine.precompute(CHUNKS[:2], ids=["manuals/a", "manuals/cars/b"])
     engine.precompute(CHUNKS[:1], ids=["manuals/a"], namespace="other")
     keys = engine.store.catalog.keys()
-    assert engine.retain(keys=[*keys, "unknown"], retention=Retention(10)) == 3, "two chunks and the prefix"
-    others = [key for key in keys if engine.store.retention(key) != Retention(10, cost_ms=cost(engine, key))]
+    assert engine.retain(keys=[*keys, "unknown"], retention=Retention(10)) == 3, (
+        "two chunks and the prefix"
+    )
+    others = [
+        key
+        for key in keys
+        if engine.store.retention(key) != Retention(10, cost_ms=cost(engine, key))
+    ]
     assert len(others) == 2
-    assert engine.retain(keys=others[0], retention=Retention(11)) == engine.retain(retention=Retention(11)) == 0
+    assert (
+        engine.retain(keys=others[0], retention=Retention(11))
+        == engine.retain(retention=Retention(11))
+        == 0
+    )
     assert worth(engine, namespace="other") == [35, 85]
     assert engine.retain(collection="manuals", retention=Retention(50)) == 2
     assert engine.retain(collection="manuals", retention=Retention(60), namespace="other") == 1
@@ -81,7 +109,9 @@ def test_chunks_may_be_named_by_their_keys_and_collections(engine_of: MakeEngine
 
 
 @WHERE
-def test_precomputing_again_says_it_anew_if_it_says_anything(engine_of: MakeEngine, options: dict[str, object]) -> None:
+def test_precomputing_again_says_it_anew_if_it_says_anything(
+    engine_of: MakeEngine, options: dict[str, object]
+) -> None:
     engine = engine_of(**options)
     engine.precompute(CHUNKS[:2], retention=Retention(20))
     report = engine.precompute(CHUNKS[:3], retention=Retention(90))
@@ -101,7 +131,9 @@ def test_a_store_that_can_not_be_changed_fails_no_precompute(
     reader = engine_of(kv_dir=tmp_path, store_config=StoreConfig(read_only=True))
     for retention in (None, Retention(90)):
         report = reader.precompute(CHUNKS[:2], retention=retention)
-        assert (report.stored, len(report.failed)) == (0, 2), "a new reference to the first is refused too"
+        assert (report.stored, len(report.failed)) == (0, 2), (
+            "a new reference to the first is refused too"
+        )
     assert worth(engine_of(kv_dir=tmp_path), slice(0, 1))[0] == 20
 
 

@@ -30,7 +30,9 @@ def test_rotation_depends_on_the_distance_only(name):
     table = lm_of(name).rotary(3000)[0]
     q, k = torch.randn(1, 1, 16), torch.randn(1, 1, 16)
     scores = [
-        float((table.rotate(q, torch.tensor([at + 37])) * table.rotate(k, torch.tensor([at]))).sum())
+        float(
+            (table.rotate(q, torch.tensor([at + 37])) * table.rotate(k, torch.tensor([at]))).sum()
+        )
         for at in (0, 900, 2900)
     ]
     assert scores[0] == pytest.approx(scores[1], abs=2e-3)
@@ -41,20 +43,27 @@ def test_rotation_depends_on_the_distance_only(name):
 @pytest.mark.parametrize("name", sorted(TINY))
 def test_what_is_added_to_keys_is_rotated_as_they_are(name, dtype):
     table = lm_of(name).rotary(500)[0]
-    target, vectors, rows = torch.randn(2, 40, 16).to(dtype), torch.randn(2, 40, 16), slice(300, 340)
+    target, vectors, rows = (
+        torch.randn(2, 40, 16).to(dtype),
+        torch.randn(2, 40, 16),
+        slice(300, 340),
+    )
     expected = (target.float() + table.rotate(vectors, rows) / table.magnitude).to(dtype)
     if table.start or table.width < 16:  # what does not rotate has no magnitude
         turning = table.rotating
         expected = target.float() + vectors
         expected[..., turning] = (
-            target.float()[..., turning] + table.rotate(vectors, rows)[..., turning] / table.magnitude
+            target.float()[..., turning]
+            + table.rotate(vectors, rows)[..., turning] / table.magnitude
         )
         expected = expected.to(dtype)
     given = target.clone()
     table.add_unit_rotated(target, vectors, rows=rows)
     table.add_unit_rotated(given, vectors, table.partner(vectors), rows=rows)
     assert torch.equal(given, target)
-    assert torch.allclose(target.float(), expected.float(), atol=1e-5 if dtype == torch.float32 else 2**-6)
+    assert torch.allclose(
+        target.float(), expected.float(), atol=1e-5 if dtype == torch.float32 else 2**-6
+    )
 
 
 def test_yarn_keeps_its_magnitude_once():
@@ -94,7 +103,10 @@ def test_cached_keys_rotated_back_are_the_captured_ones(name):
     assert all(trait.source is not None for trait in lm.traits)
     lm.traits = [replace(trait, source=None) for trait in lm.traits]
     rotated_back = captured()
-    assert all(torch.allclose(hooked[layer], rotated_back[layer], atol=1e-5) for layer in range(lm.num_layers))
+    assert all(
+        torch.allclose(hooked[layer], rotated_back[layer], atol=1e-5)
+        for layer in range(lm.num_layers)
+    )
 
 
 @pytest.mark.parametrize("name", ["olmo", "nanochat", "llama4_text", "codegen"])
@@ -116,5 +128,7 @@ def test_rotations_are_found_whatever_torchs_default_device_is():
     outside = rotations(model.model, attention, attention.head_dim)
     with torch.device("meta"):
         inside = rotations(model.model, attention, attention.head_dim)
-    assert [(r.name, r.width, r.start) for r in inside] == [(r.name, r.width, r.start) for r in outside]
+    assert [(r.name, r.width, r.start) for r in inside] == [
+        (r.name, r.width, r.start) for r in outside
+    ]
     assert len(inside) > 1

@@ -150,10 +150,15 @@ def test_what_a_plain_models_cache_takes_is_guessed(engine_of, monkeypatch):
 
 
 def test_the_weights_of_every_model_take_room(engine_of, monkeypatch):
-    for name in ("_weights", "_schedulers"):  # of other tests' models some may be collected meanwhile
+    for name in (
+        "_weights",
+        "_schedulers",
+    ):  # of other tests' models some may be collected meanwhile
         monkeypatch.setattr(scheduler, name, type(getattr(scheduler, name))())
     one = engine_of("llama", seed=3)
     before = scheduler_of(one.loaded).max_bytes
     other = engine_of("qwen2", seed=3)
     footprint = other.loaded.lm.model.get_memory_footprint()
-    assert scheduler_of(other.loaded).max_bytes == pytest.approx(before - scheduler.SHARE * footprint, abs=2)
+    assert scheduler_of(other.loaded).max_bytes == pytest.approx(
+        before - scheduler.SHARE * footprint, abs=2
+    )

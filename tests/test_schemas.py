@@ -23,8 +23,19 @@ ENFORCED = {
     "format uuid4": {"type": "string", "format": "uuid4"},
     "format base64": {"type": "string", "format": "base64"},
     "format date-time": {"type": "string", "format": "date-time"},
-    "annotations": {**NUMBER, "default": 1, "examples": [2], "deprecated": True, "x-own": 1, "title": "T"},
-    "propertyNames enum": {"type": "object", "propertyNames": {"enum": ["a", "b"]}, "additionalProperties": NUMBER},
+    "annotations": {
+        **NUMBER,
+        "default": 1,
+        "examples": [2],
+        "deprecated": True,
+        "x-own": 1,
+        "title": "T",
+    },
+    "propertyNames enum": {
+        "type": "object",
+        "propertyNames": {"enum": ["a", "b"]},
+        "additionalProperties": NUMBER,
+    },
     "propertyNames const": {"type": "object", "propertyNames": {"const": "a"}, "minProperties": 1},
     "propertyNames $ref": {
         "type": "object",
@@ -32,19 +43,51 @@ ENFORCED = {
         "minProperties": 1,
         **LETTERS,
     },
-    "propertyNames pattern": {"type": "object", "propertyNames": {"pattern": "^[a-c]+$"}, "minProperties": 1},
-    "propertyNames length": {"type": "object", "propertyNames": {"minLength": 2, "maxLength": 3}, "minProperties": 1},
+    "propertyNames pattern": {
+        "type": "object",
+        "propertyNames": {"pattern": "^[a-c]+$"},
+        "minProperties": 1,
+    },
+    "propertyNames length": {
+        "type": "object",
+        "propertyNames": {"minLength": 2, "maxLength": 3},
+        "minProperties": 1,
+    },
     "minProperties": {"type": "object", "minProperties": 2, "additionalProperties": NUMBER},
     "maxProperties": {"type": "object", "maxProperties": 1, "additionalProperties": NUMBER},
-    "minProperties of known": {"type": "object", "properties": TWO, "required": ["a"], "minProperties": 1},
-    "one of two": {"type": "object", "properties": TWO, "additionalProperties": False, "minProperties": 1},
-    "patternProperties": {"type": "object", "patternProperties": {"^a": NUMBER}, "additionalProperties": False},
-    "unevaluatedProperties": {"type": "object", "properties": TWO, "unevaluatedProperties": False, "minProperties": 1},
+    "minProperties of known": {
+        "type": "object",
+        "properties": TWO,
+        "required": ["a"],
+        "minProperties": 1,
+    },
+    "one of two": {
+        "type": "object",
+        "properties": TWO,
+        "additionalProperties": False,
+        "minProperties": 1,
+    },
+    "patternProperties": {
+        "type": "object",
+        "patternProperties": {"^a": NUMBER},
+        "additionalProperties": False,
+    },
+    "unevaluatedProperties": {
+        "type": "object",
+        "properties": TWO,
+        "unevaluatedProperties": False,
+        "minProperties": 1,
+    },
     "pattern of a decimal": {"type": "string", "pattern": r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"},
     "pattern and length": {"type": "string", "pattern": "^[a-z]+$", "minLength": 2, "maxLength": 3},
     "multipleOf": {"type": "integer", "multipleOf": 7, "minimum": 1},
     "oneOf told apart": {"oneOf": [{"const": "a"}, {"const": 1}]},
-    "allOf": {"allOf": [{"type": "object", "required": ["a"]}, {"properties": TWO, "additionalProperties": False}]},
+    "allOf": {
+        "allOf": [
+            {"type": "object", "required": ["a"]},
+            {"properties": TWO, "additionalProperties": False},
+        ]
+    },
     "recursive": {
         "$ref": "#/$defs/n",
         "$defs": {"n": {"type": "array", "items": {"$ref": "#/$defs/n"}, "maxItems": 1}},
@@ -52,7 +95,11 @@ ENFORCED = {
     "$ref to the root": {"type": "array", "items": {"$ref": "#"}, "maxItems": 1},
     "$ref to an anchor": {"$ref": "#here", "$defs": {"x": {"$anchor": "here", "type": "boolean"}}},
     "$id": {"$id": "https://a.example/b", "$ref": "#/$defs/letter", **LETTERS},
-    "$id in a $ref": {"$id": "https://a.example/b", "$ref": "https://a.example/b#/$defs/letter", **LETTERS},
+    "$id in a $ref": {
+        "$id": "https://a.example/b",
+        "$ref": "https://a.example/b#/$defs/letter",
+        **LETTERS,
+    },
     "draft 7": {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "definitions": {"a": NUMBER},
@@ -60,11 +107,18 @@ ENFORCED = {
     },
     "names of keywords as properties": {
         "type": "object",
-        "properties": {"format": NUMBER, "pattern": NUMBER, "propertyNames": {"enum": ["x"]}, "$ref": NUMBER},
+        "properties": {
+            "format": NUMBER,
+            "pattern": NUMBER,
+            "propertyNames": {"enum": ["x"]},
+            "$ref": NUMBER,
+        },
         "required": ["format", "pattern", "propertyNames", "$ref"],
         "additionalProperties": False,
     },
-    "keywords in values": {"enum": [{"$ref": "#/x", "format": "path"}, {"propertyNames": {"enum": ["a"]}}]},
+    "keywords in values": {
+        "enum": [{"$ref": "#/x", "format": "path"}, {"propertyNames": {"enum": ["a"]}}]
+    },
 }
 """Each answer has what the keyword asks for."""
 
@@ -74,25 +128,46 @@ NAMED = {
     "format beside pattern": ({"type": "string", "format": "own", "pattern": "^a$"}, "own"),
     "if": ({**NUMBER, "if": {"minimum": 3}, "then": {"maximum": 5}, "else": {}}, "if.*then"),
     "not": ({**NUMBER, "not": {"const": 3}}, "not"),
-    "dependentRequired": ({"type": "object", "dependentRequired": {"a": ["b"]}}, "dependentRequired"),
-    "dependentSchemas": ({"type": "object", "dependentSchemas": {"a": {"required": ["b"]}}}, "dependentSchemas"),
+    "dependentRequired": (
+        {"type": "object", "dependentRequired": {"a": ["b"]}},
+        "dependentRequired",
+    ),
+    "dependentSchemas": (
+        {"type": "object", "dependentSchemas": {"a": {"required": ["b"]}}},
+        "dependentSchemas",
+    ),
     "dependencies": ({"type": "object", "dependencies": {"a": ["b"]}}, "dependencies"),
-    "contains": ({"type": "array", "contains": {"const": 1}, "minContains": 2}, "contains.*minContains"),
-    "unevaluatedItems": ({"type": "array", "prefixItems": [NUMBER], "unevaluatedItems": False}, "unevaluatedItems"),
+    "contains": (
+        {"type": "array", "contains": {"const": 1}, "minContains": 2},
+        "contains.*minContains",
+    ),
+    "unevaluatedItems": (
+        {"type": "array", "prefixItems": [NUMBER], "unevaluatedItems": False},
+        "unevaluatedItems",
+    ),
     "unevaluatedProperties": (
         {"allOf": [{"properties": TWO}], "unevaluatedProperties": False},
         "unevaluatedProperties",
     ),
-    "propertyNames format": ({"type": "object", "propertyNames": {"format": "uuid"}}, "propertyNames"),
+    "propertyNames format": (
+        {"type": "object", "propertyNames": {"format": "uuid"}},
+        "propertyNames",
+    ),
     "propertyNames beside properties": (
         {"type": "object", "properties": TWO, "propertyNames": {"maxLength": 3}},
         "Names",
     ),
-    "minProperties of optional": ({"type": "object", "properties": TWO, "minProperties": 1}, "min/maxProperties"),
+    "minProperties of optional": (
+        {"type": "object", "properties": TWO, "minProperties": 1},
+        "min/maxProperties",
+    ),
     "oneOf not told apart": ({"oneOf": [NUMBER, {"type": "number"}]}, "oneOf"),
     "look-around": ({"type": "string", "pattern": "^(?!a).*$"}, r"pattern '\^\(\?!a\)"),
     "reference to a group": ({"type": "string", "pattern": r"^(a|b)\1$"}, "pattern"),
-    "look-around of names": ({"type": "object", "patternProperties": {"^(?=a)": NUMBER}}, "patternProperties"),
+    "look-around of names": (
+        {"type": "object", "patternProperties": {"^(?=a)": NUMBER}},
+        "patternProperties",
+    ),
     "$dynamicRef": ({"$dynamicRef": "#x"}, "dynamicRef"),
 }
 """Decoding can't enforce them; a warning says so."""
@@ -104,7 +179,10 @@ REFUSED = {
     "no number": ({"type": "integer", "minimum": 3, "maximum": 1}, "minimum"),
     "no value": ({"enum": []}, "empty"),
     "no pattern": ({"type": "string", "pattern": "["}, "regex"),
-    "closed": ({"properties": {}, "required": ["b"], "additionalProperties": False, "type": "object"}, "'b'"),
+    "closed": (
+        {"properties": {}, "required": ["b"], "additionalProperties": False, "type": "object"},
+        "'b'",
+    ),
 }
 
 
@@ -129,7 +207,9 @@ def test_what_is_not_enforced_is_named_once_and_the_rest_holds(name, caplog):
     constraint(schema)
     (record,) = caplog.records
     assert record.levelname == "WARNING"
-    assert re.search(f"more than decoding can enforce .*{named}.*validate them", record.getMessage())
+    assert re.search(
+        f"more than decoding can enforce .*{named}.*validate them", record.getMessage()
+    )
 
 
 def test_names_that_are_numbers_are_their_texts():
@@ -179,22 +259,50 @@ KEYWORDS = (
         "required",
         "items",
     ),
-    *("additionalProperties", "patternProperties", "propertyNames", "unevaluatedProperties", "minProperties"),
-    *("maxProperties", "format", "pattern", "uniqueItems", "prefixItems", "contains", "minLength", "multipleOf"),
+    *(
+        "additionalProperties",
+        "patternProperties",
+        "propertyNames",
+        "unevaluatedProperties",
+        "minProperties",
+    ),
+    *(
+        "maxProperties",
+        "format",
+        "pattern",
+        "uniqueItems",
+        "prefixItems",
+        "contains",
+        "minLength",
+        "multipleOf",
+    ),
 )
 
 
 @pytest.mark.parametrize("keyword", KEYWORDS)
 def test_a_value_of_the_wrong_type_is_never_more_than_a_refusal(keyword):
-    around = {"type": "object", "properties": {"a": NUMBER}, "propertyNames": {"minLength": 1}, "maxProperties": 3}
+    around = {
+        "type": "object",
+        "properties": {"a": NUMBER},
+        "propertyNames": {"minLength": 1},
+        "maxProperties": 3,
+    }
     for value in (None, True, -1, 1.5, "a", [], [[]], [{}], {}, {"a": [1]}, [None, 2]):
-        for schema in ({keyword: value}, {**around, keyword: value}, {"allOf": [{"pattern": "(?!a)", keyword: value}]}):
+        for schema in (
+            {keyword: value},
+            {**around, keyword: value},
+            {"allOf": [{"pattern": "(?!a)", keyword: value}]},
+        ):
             with contextlib.suppress(ConfigError):
                 constraint(schema)
 
 
 def test_tools_take_the_same_schemas(engine, caplog):
-    given = {"type": "object", "properties": {"tags": NAMED["uniqueItems"][0]}, "required": ["tags"]}
+    given = {
+        "type": "object",
+        "properties": {"tags": NAMED["uniqueItems"][0]},
+        "required": ["tags"],
+    }
     names = {
         "type": "object",
         "propertyNames": {"enum": ["a"]},
@@ -211,5 +319,7 @@ def test_tools_take_the_same_schemas(engine, caplog):
 
 
 def test_an_answer_that_breaks_what_is_not_enforced_is_given_all_the_same(engine):
-    result = engine.generate(ASK, response_format=wanted({"const": 3, "not": {"const": 3}}), max_new_tokens=9)
+    result = engine.generate(
+        ASK, response_format=wanted({"const": 3, "not": {"const": 3}}), max_new_tokens=9
+    )
     assert (json.loads(result.text), result.finish_reason) == (3, "stop")

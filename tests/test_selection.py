@@ -24,7 +24,9 @@ LAYOUT = place(
 
 def test_a_layout_covers_the_prompt_without_gap():
     assert LAYOUT.segments[0].start == 0
-    assert all(a.stop == b.start for a, b in zip(LAYOUT.segments, LAYOUT.segments[1:], strict=False))
+    assert all(
+        a.stop == b.start for a, b in zip(LAYOUT.segments, LAYOUT.segments[1:], strict=False)
+    )
     assert (LAYOUT.num_tokens, LAYOUT.num_live, LAYOUT.num_suffix) == (330, 20, 16)
     assert [s.start for s in LAYOUT.stale] == [112, 214]
     assert not LAYOUT.is_exact
@@ -50,7 +52,9 @@ def test_only_the_leading_exact_segments_remain_in_prefix_mode():
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.05, 0.15, 0.5, 1.0])
-@pytest.mark.parametrize("strategy", ["random", "first_k", "boundary", "hkvd", "query", "query_hkvd"])
+@pytest.mark.parametrize(
+    "strategy", ["random", "first_k", "boundary", "hkvd", "query", "query_hkvd"]
+)
 def test_selected_rows_keep_the_budget_and_lie_in_stale_chunks(strategy, ratio):
     torch.manual_seed(0)
     config = RepairConfig(strategy=strategy, recompute_ratio=ratio, first_k=4)
@@ -97,7 +101,9 @@ def test_sentences_are_taken_whole_by_the_attention_to_their_best_rows():
     mass[295] = 0.5
     starts = starts_at(112, 120, 140, 160, 214, 290, 302)
     config = RepairConfig("query_sentences", recompute_ratio=0.24, first_k=0)
-    rows = select_rows(LAYOUT, config, mass=mass, likeness=likeness_of(LAYOUT), starts=starts).tolist()
+    rows = select_rows(
+        LAYOUT, config, mass=mass, likeness=likeness_of(LAYOUT), starts=starts
+    ).tolist()
     assert len(rows) == 48
     assert {*range(140, 160), *range(290, 302)} <= set(rows)  # 32 rows: two thirds
     assert not {212, 213} & set(rows)
@@ -108,14 +114,22 @@ def test_a_sentence_that_does_not_fit_leaves_its_room_to_the_next():
     mass[150], mass[220] = 1.0, 0.5
     starts = starts_at(112, 140, 160, 214, 224)
     config = RepairConfig("query_sentences", recompute_ratio=0.09, first_k=0)
-    rows = select_rows(LAYOUT, config, mass=mass, likeness=likeness_of(LAYOUT), starts=starts).tolist()
+    rows = select_rows(
+        LAYOUT, config, mass=mass, likeness=likeness_of(LAYOUT), starts=starts
+    ).tolist()
     assert len(rows) == 18
     assert {*range(214, 224)} <= set(rows)
     assert not {*range(140, 160)} <= set(rows)
 
 
 def test_no_sentence_goes_over_from_a_chunk_to_the_next():
-    layout = place([(20, "chunk", False, 0, False), (20, "chunk", False, 1, False), (4, "live", False, -1, False)])
+    layout = place(
+        [
+            (20, "chunk", False, 0, False),
+            (20, "chunk", False, 1, False),
+            (4, "live", False, -1, False),
+        ]
+    )
     mass = torch.full((44,), 1e-6)
     mass[18] = 1.0
     config = RepairConfig("query_sentences", recompute_ratio=0.75, first_k=0)
@@ -137,13 +151,17 @@ def test_sentences_are_cut_at_seams_and_where_they_are_too_long():
 def test_sentences_keep_the_budget(ratio):
     config = RepairConfig("query_sentences", recompute_ratio=ratio)
     starts = starts_at(*range(112, 314, 17))
-    rows = select_rows(LAYOUT, config, mass=torch.rand(330), likeness=likeness_of(LAYOUT), starts=starts)
+    rows = select_rows(
+        LAYOUT, config, mass=torch.rand(330), likeness=likeness_of(LAYOUT), starts=starts
+    )
     assert torch.equal(rows, torch.unique(rows))
     assert len(rows) == max(2, round((0.25 if ratio is None else ratio) * 200))
     assert set(rows.tolist()) <= set(rows_of(LAYOUT.stale).tolist())
 
 
-@pytest.mark.parametrize(("num_rows", "count"), [(100, 25), (1000, 232), (2500, 292), (10_000, 592)])
+@pytest.mark.parametrize(
+    ("num_rows", "count"), [(100, 25), (1000, 232), (2500, 292), (10_000, 592)]
+)
 def test_the_default_ratio_has_a_number_of_rows_in_it(num_rows, count):
     assert round(effective_ratio(LAYOUT, RepairConfig(), num_rows) * num_rows) == count
 
@@ -161,12 +179,20 @@ def test_query_takes_the_rows_of_most_mass_and_hkvd_those_of_most_deviation():
 
 
 def test_random_repeats_with_its_seed():
-    one, two, other = (select_rows(LAYOUT, RepairConfig(strategy="random", seed=s)).tolist() for s in (1, 1, 2))
+    one, two, other = (
+        select_rows(LAYOUT, RepairConfig(strategy="random", seed=s)).tolist() for s in (1, 1, 2)
+    )
     assert one == two != other
 
 
 def test_another_prefix_raises_the_ratio():
-    layout = Layout((Segment(0, 10, "live"), Segment(10, 110, "chunk", False, 0, True), Segment(110, 111, "live")))
+    layout = Layout(
+        (
+            Segment(0, 10, "live"),
+            Segment(10, 110, "chunk", False, 0, True),
+            Segment(110, 111, "live"),
+        )
+    )
     assert effective_ratio(layout, RepairConfig(recompute_ratio=0.1), 100) == 0.20
     assert effective_ratio(layout, RepairConfig(recompute_ratio=0.3), 100) == 0.3
     assert effective_ratio(layout, RepairConfig(recompute_ratio=0.0), 100) == 0.0
@@ -175,7 +201,11 @@ def test_another_prefix_raises_the_ratio():
 
 @pytest.mark.parametrize(
     ("mode", "kinds"),
-    [("full", ["live"]), ("prefix", ["prefix", "chunk", "live"]), ("stitch", [s.kind for s in LAYOUT.segments])],
+    [
+        ("full", ["live"]),
+        ("prefix", ["prefix", "chunk", "live"]),
+        ("stitch", [s.kind for s in LAYOUT.segments]),
+    ],
 )
 def test_modes_decide_how_much_is_reused(mode, kinds):
     layout, reason = decide(LAYOUT, mode)
@@ -186,7 +216,8 @@ def test_modes_decide_how_much_is_reused(mode, kinds):
 def test_only_auto_asks_what_is_cheapest():
     cheap = LAYOUT.only_exact_head()
     asked = {
-        mode: decide(LAYOUT, mode, lambda layout: (cheap, "asked")) for mode in ("full", "prefix", "stitch", "auto")
+        mode: decide(LAYOUT, mode, lambda layout: (cheap, "asked"))
+        for mode in ("full", "prefix", "stitch", "auto")
     }
     assert [mode for mode, (_, reason) in asked.items() if reason == "asked"] == ["auto"]
     assert asked["auto"][0] is cheap

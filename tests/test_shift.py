@@ -37,25 +37,37 @@ def chunks_of(*lengths: int) -> Layout:
 def two_kinds(layout: Layout) -> tuple[KVBuffer, torch.Tensor]:
     """A prompt whose stored rows are alike in two kinds, in turn; live rows are not written yet."""
     shapes = [LayerShape(HEADS, DIM, DIM)] * LAYERS
-    buffer = KVBuffer.empty(shapes, layout.num_tokens, dtype=torch.float32, device=torch.device("cpu"))
+    buffer = KVBuffer.empty(
+        shapes, layout.num_tokens, dtype=torch.float32, device=torch.device("cpu")
+    )
     kinds = torch.arange(layout.num_tokens) % 2
     for keys, values in buffer.layers:
         keys.fill_(float("nan"))
         rows = rows_of(layout.stale)
-        keys[:, :, rows] = (kinds[rows] * 2.0 - 1)[:, None] + 0.01 * torch.randn(HEADS, len(rows), DIM)
+        keys[:, :, rows] = (kinds[rows] * 2.0 - 1)[:, None] + 0.01 * torch.randn(
+            HEADS, len(rows), DIM
+        )
         values.copy_(keys)
     return buffer, kinds
 
 
 def shift_of(
-    layout: Layout, buffer: KVBuffer, selected: Sequence[int], strength: float = 1.0, mass: torch.Tensor | None = None
+    layout: Layout,
+    buffer: KVBuffer,
+    selected: Sequence[int],
+    strength: float = 1.0,
+    mass: torch.Tensor | None = None,
 ) -> tuple[ResidualShift | None, torch.Tensor]:
-    rows = torch.sort(torch.cat([torch.tensor(selected, dtype=torch.int64), rows_of(layout.live)])).values
+    rows = torch.sort(
+        torch.cat([torch.tensor(selected, dtype=torch.int64), rows_of(layout.live)])
+    ).values
     rotary: Rotations = [NO_ROTATION.at(torch.arange(layout.num_tokens))] * LAYERS
     return residual_shift(Likeness.of(buffer, layout, mass), layout, rows, strength, rotary), rows
 
 
-def changes(layout: Layout, buffer: KVBuffer, selected: Sequence[int], kinds: torch.Tensor) -> torch.Tensor:
+def changes(
+    layout: Layout, buffer: KVBuffer, selected: Sequence[int], kinds: torch.Tensor
+) -> torch.Tensor:
     """How far each row of layer 1 is shifted where the repaired rows of the first kind change by 1, and of the second by -1."""
     shift, rows = shift_of(layout, buffer, selected)
     assert shift is not None
@@ -71,7 +83,9 @@ def test_rows_change_as_the_repaired_rows_do_that_are_like_them():
     buffer, kinds = two_kinds(layout)
     found = changes(layout, buffer, [*range(10, 22), *range(55, 67)], kinds)
     stale = rows_of([Segment(s.start + 4, s.stop, "chunk") for s in layout.stale])
-    assert not found[rows_of([s.head(4) for s in layout.stale])].any(), "heads change in their own way"
+    assert not found[rows_of([s.head(4) for s in layout.stale])].any(), (
+        "heads change in their own way"
+    )
     assert bool((found[stale][kinds[stale] == 0] > 0.4).all()), "the first kind changed by 1"
     assert bool((found[stale][kinds[stale] == 1] < -0.4).all()), "the second by -1"
 
@@ -86,8 +100,12 @@ def test_sixteen_bits_shift_keys_and_values_alike(name):
         for keys, values in buffer.layers:
             keys.normal_()
             values.normal_()
-        rows = torch.sort(torch.cat([torch.arange(10, 22), torch.arange(55, 66), rows_of(layout.live)])).values
-        shift = residual_shift(Likeness.of(buffer, layout), layout, rows, 1.0, lm.rotary(layout.num_tokens))
+        rows = torch.sort(
+            torch.cat([torch.arange(10, 22), torch.arange(55, 66), rows_of(layout.live)])
+        ).values
+        shift = residual_shift(
+            Likeness.of(buffer, layout), layout, rows, 1.0, lm.rotary(layout.num_tokens)
+        )
         assert shift is not None
         if dtype != torch.float32:
             count, shift = len(shift.at), shift.for_tensor_cores(dtype)
@@ -115,7 +133,9 @@ def test_few_rows_move_others_less_than_many_do():
         torch.manual_seed(0)
         layout = chunks_of(60)
         buffer, kinds = two_kinds(layout)
-        moved.append(float(changes(layout, buffer, range(10, 10 + count), kinds)[50:60].abs().mean()))
+        moved.append(
+            float(changes(layout, buffer, range(10, 10 + count), kinds)[50:60].abs().mean())
+        )
     assert 0 < moved[0] < moved[1] < moved[2] < 1
 
 
@@ -125,7 +145,9 @@ def test_the_weights_are_those_of_the_formula(is_read):
     torch.manual_seed(0)
     layout = chunks_of(9, 7)
     shapes = [LayerShape(HEADS, DIM, DIM)] * LAYERS
-    buffer = KVBuffer.empty(shapes, layout.num_tokens, dtype=torch.float32, device=torch.device("cpu"))
+    buffer = KVBuffer.empty(
+        shapes, layout.num_tokens, dtype=torch.float32, device=torch.device("cpu")
+    )
     for tensors in buffer.layers:
         for tensor in tensors:
             tensor.normal_()
@@ -135,7 +157,9 @@ def test_the_weights_are_those_of_the_formula(is_read):
     shift, _ = shift_of(layout, buffer, selected, mass=mass if is_read else None)
     assert shift is not None
     span = range(layout.stale[0].start, layout.stale[-1].stop)
-    owner = {row: i for i, chunk in enumerate(layout.stale) for row in range(chunk.start, chunk.stop)}
+    owner = {
+        row: i for i, chunk in enumerate(layout.stale) for row in range(chunk.start, chunk.stop)
+    }
     mean = float(mass[list(owner)].mean())
 
     def size(row: int) -> float:
@@ -155,7 +179,11 @@ def test_the_weights_are_those_of_the_formula(is_read):
     for row, weights in zip(span, shift.weights, strict=True):
         expected = np.zeros(4)
         if row in owner and row - layout.stale[owner[row]].start >= 4:
-            expected = np.linalg.solve(inner, [alike(row, b) for b in selected]) * size(row) / [*map(size, selected)]
+            expected = (
+                np.linalg.solve(inner, [alike(row, b) for b in selected])
+                * size(row)
+                / [*map(size, selected)]
+            )
         np.testing.assert_allclose(weights.numpy(), expected, atol=1e-5)
 
 
@@ -208,7 +236,12 @@ def test_rows_that_tell_most_are_of_every_kind():
     buffer, kinds = two_kinds(layout)
     stale = rows_of(layout.stale)
     found = Likeness.of(buffer, layout).most_telling(stale, torch.ones(20), 4)
-    assert {(int(kinds[row]), bool(row < 14)) for row in found} == {(0, True), (0, False), (1, True), (1, False)}
+    assert {(int(kinds[row]), bool(row < 14)) for row in found} == {
+        (0, True),
+        (0, False),
+        (1, True),
+        (1, False),
+    }
 
 
 def test_rows_are_chosen_as_the_formula_says():
@@ -216,7 +249,10 @@ def test_rows_are_chosen_as_the_formula_says():
     torch.manual_seed(0)
     layout = chunks_of(9, 7)
     buffer = KVBuffer.empty(
-        [LayerShape(HEADS, DIM, DIM)] * LAYERS, layout.num_tokens, dtype=torch.float32, device=torch.device("cpu")
+        [LayerShape(HEADS, DIM, DIM)] * LAYERS,
+        layout.num_tokens,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
     )
     for tensors in buffer.layers:
         for tensor in tensors:
@@ -233,7 +269,11 @@ def test_rows_are_chosen_as_the_formula_says():
         return float(weight @ left)
 
     for _ in range(5):
-        chosen.append(min((i for i in range(len(stale)) if i not in chosen), key=lambda i: error([*chosen, i])))
+        chosen.append(
+            min(
+                (i for i in range(len(stale)) if i not in chosen), key=lambda i: error([*chosen, i])
+            )
+        )
     assert alike.most_telling(stale, mass, 5).tolist() == stale[chosen].tolist()
 
 
@@ -246,7 +286,9 @@ def test_a_large_budget_is_spent_by_attention_too(monkeypatch):
     rows = select_rows(layout, config, mass=mass, likeness=Likeness.of(buffer, layout)).tolist()
     best = rows_of(layout.stale)[-14:].tolist()
     assert len(set(rows)) == 10
-    assert sum(row in best[-8:] for row in rows) >= 4, "four of the eight with most attention, for what they tell"
+    assert sum(row in best[-8:] for row in rows) >= 4, (
+        "four of the eight with most attention, for what they tell"
+    )
     assert set(rows) <= set(best), "and six more by attention"
 
 
@@ -261,7 +303,14 @@ def test_on_a_budget_of_nothing_only_heads_are_repaired():
 
 @pytest.mark.parametrize(
     ("selected", "strength", "expected"),
-    [(None, 0.5, True), (None, 0.0, False), (0, 0.5, False), (3, 0.5, True), (9, 0.5, False), (3, 0.0, False)],
+    [
+        (None, 0.5, True),
+        (None, 0.0, False),
+        (0, 0.5, False),
+        (3, 0.5, True),
+        (9, 0.5, False),
+        (3, 0.0, False),
+    ],
 )
 def test_rows_may_be_shifted_where_some_are_repaired_and_some_are_not(selected, strength, expected):
     rows = None if selected is None else torch.arange(selected)
@@ -270,7 +319,18 @@ def test_rows_may_be_shifted_where_some_are_repaired_and_some_are_not(selected, 
 
 
 NAMES = [
-    *("llama", "llama-yarn", "qwen3", "gemma2", "gemma3_text", "phi3", "gpt_neox", "gptj", "glm", "cohere2"),
+    *(
+        "llama",
+        "llama-yarn",
+        "qwen3",
+        "gemma2",
+        "gemma3_text",
+        "phi3",
+        "gpt_neox",
+        "gptj",
+        "glm",
+        "cohere2",
+    ),
     *("smollm3", "gpt_oss", "nanochat"),
 ]
 """One of each way to turn in pairs: with a magnitude, a part of the head, neighbours, some layers, the other way round."""
@@ -286,18 +346,28 @@ def stored(tokenizer, tmp_path_factory):
 def test_the_promises_hold_with_launches(name, stored, monkeypatch):
     """Let the op stitch, as on a CUDA device; here its torch path computes."""
     launches, real = list[int](), kvrag_kernels.stitch
-    monkeypatch.setattr(kvrag_kernels, "stitch", lambda *given, **how: (launches.append(1), real(*given, **how)))
+    monkeypatch.setattr(
+        kvrag_kernels, "stitch", lambda *given, **how: (launches.append(1), real(*given, **how))
+    )
     monkeypatch.setattr(stitching, "_has_kernel", lambda *_: True)
     engine = stored(name)
     for order in ((3, 1, 0, 2), (2, 2, 0)):
-        assert distance(engine, ask(order), mode="stitch", repair=RepairConfig(strategy="all")) < TOLERANCE
-    assert distance(engine, ask((1,)), mode="stitch", repair=RepairConfig(strategy="none")) < TOLERANCE
+        assert (
+            distance(engine, ask(order), mode="stitch", repair=RepairConfig(strategy="all"))
+            < TOLERANCE
+        )
+    assert (
+        distance(engine, ask((1,)), mode="stitch", repair=RepairConfig(strategy="none")) < TOLERANCE
+    )
     assert change_before(engine) < 1e-5
     assert launches
 
 
 def test_the_tiny_models_have_other_layers_to_compare_than_the_first():
-    assert {int(share * tiny_model().config.num_hidden_layers) for share in likeness.LAYERS} == {1, 3}
+    assert {int(share * tiny_model().config.num_hidden_layers) for share in likeness.LAYERS} == {
+        1,
+        3,
+    }
 
 
 @pytest.mark.parametrize("strategy", ["query", "query_gain"])
@@ -308,7 +378,9 @@ def test_requests_shift_by_what_their_question_reads(engine_of, monkeypatch, str
     engine.precompute(texts)
     monkeypatch.setattr(Likeness, "of", lambda *args: found.append(args[2]) or of(*args))
     prompt = [{"role": "user", "content": "\n\n".join([texts[2], texts[0], texts[1], "Who?"])}]
-    result = engine.prefill(prompt, mode="stitch", repair=RepairConfig(strategy=strategy, recompute_ratio=0.2))
+    result = engine.prefill(
+        prompt, mode="stitch", repair=RepairConfig(strategy=strategy, recompute_ratio=0.2)
+    )
     assert result.repaired_tokens
     assert [mass.shape for mass in found] == [(result.prompt_tokens,)]
     assert found[0].sum() > 0

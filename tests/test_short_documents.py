@@ -26,7 +26,10 @@ def documents():
 
 
 def nodes():
-    return [TextNode(text=text, id_=name, embedding=[0.1] * 4) for name, text in zip(IDS, TEXTS, strict=True)]
+    return [
+        TextNode(text=text, id_=name, embedding=[0.1] * 4)
+        for name, text in zip(IDS, TEXTS, strict=True)
+    ]
 
 
 WAYS = {
@@ -35,7 +38,9 @@ WAYS = {
     "LangChain store": lambda engine: LangChainStore(
         embedding=DeterministicFakeEmbedding(size=4), llm=engine
     ).add_documents(documents()),
-    "LangChain transformer": lambda engine: LangChainPrecompute(engine).transform_documents(documents()),
+    "LangChain transformer": lambda engine: LangChainPrecompute(engine).transform_documents(
+        documents()
+    ),
     "LlamaIndex store": lambda engine: LlamaIndexStore(llm=engine).add(nodes()),
     "LlamaIndex transformation": lambda engine: LlamaIndexPrecompute(engine)(nodes()),
 }
@@ -72,7 +77,9 @@ def test_explain_says_that_a_text_is_short(ids, engine):
     explained = engine.explain(prompt)
     (short,) = [span for span in explained.spans if span.text == NOTED]
     assert (short.kind, short.hit, short.stop - short.start) == ("chunk", False, count)
-    assert short.reason == f"{count} tokens, fewer than min_chunk_tokens=32: computed with each prompt"
+    assert (
+        short.reason == f"{count} tokens, fewer than min_chunk_tokens=32: computed with each prompt"
+    )
     assert explained.hits == 1
 
 

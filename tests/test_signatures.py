@@ -25,8 +25,13 @@ ENGINE = {
 }
 
 CALLS: dict[str, tuple[str, set[str]]] = {
-    **{f"KVRagEngine.get('x').{name}": ("kvrag", ANSWER) for name in ("generate", "stream", "agenerate", "astream")},
-    **{f"KVRagEngine.get('x').{name}": ("kvrag", REUSE) for name in ("prefill", "score", "explain")},
+    **{
+        f"KVRagEngine.get('x').{name}": ("kvrag", ANSWER)
+        for name in ("generate", "stream", "agenerate", "astream")
+    },
+    **{
+        f"KVRagEngine.get('x').{name}": ("kvrag", REUSE) for name in ("prefill", "score", "explain")
+    },
     **{f"KVRagEngine.{name}": ("kvrag", ENGINE) for name in ("get", "from_pretrained")},
 }
 """What users call, the module that the name before the first dot is imported from, and the keywords that it must show."""
@@ -43,12 +48,16 @@ follow_imports = silent
 @pytest.fixture(scope="module")
 def checked(tmp_path_factory) -> dict[str, str]:
     """What mypy says that each call takes; it reads type hints as Pylance and PyCharm do."""
-    lines = [f"from {module} import {name.partition('.')[0]}" for name, (module, _) in CALLS.items()]
+    lines = [
+        f"from {module} import {name.partition('.')[0]}" for name, (module, _) in CALLS.items()
+    ]
     path = tmp_path_factory.mktemp("typed") / "calls.py"
     path.write_text("\n".join([*lines, *[f"reveal_type({name})" for name in CALLS]]))
     config = path.with_name("mypy.ini")
     config.write_text(MYPY)
-    out, errors, _ = api.run([f"--config-file={config}", f"--cache-dir={path.parent / 'cache'}", str(path)])
+    out, errors, _ = api.run(
+        [f"--config-file={config}", f"--cache-dir={path.parent / 'cache'}", str(path)]
+    )
     found = re.findall(r'Revealed type is "(.*)"', out)
     assert len(found) == len(CALLS), out + errors
     return dict(zip(CALLS, found, strict=True))
@@ -57,7 +66,9 @@ def checked(tmp_path_factory) -> dict[str, str]:
 @pytest.mark.parametrize("name", CALLS)
 def test_a_type_checker_reads_every_option(name, checked):
     assert set(re.findall(r"(\w+): ", checked[name])) >= CALLS[name][1]
-    assert "**" not in checked[name] or CALLS[name][1] == ENGINE  # which takes what from_pretrained takes, too
+    assert (
+        "**" not in checked[name] or CALLS[name][1] == ENGINE
+    )  # which takes what from_pretrained takes, too
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -66,7 +77,9 @@ def test_an_editor_that_only_reads_finds_every_option(name):
     script = jedi.Script(f"from {module} import {name.partition('.')[0]}\n{name}(")
     (found,) = script.get_signatures()
     assert {parameter.name for parameter in found.params} >= wanted
-    kept = [parameter for parameter in found.params if parameter.kind == inspect.Parameter.VAR_KEYWORD]
+    kept = [
+        parameter for parameter in found.params if parameter.kind == inspect.Parameter.VAR_KEYWORD
+    ]
     assert not kept or wanted == ENGINE
 
 
@@ -86,22 +99,38 @@ def test_the_running_program_shows_every_option_with_its_type(name):
 
 
 def test_what_a_method_returns_is_its_own():
-    returned = {name: inspect.signature(method_of(name)).return_annotation for name in ("stream", "astream", "explain")}
-    assert returned == {"stream": "TokenStream", "astream": "AsyncTokenStream", "explain": "Explanation"}
+    returned = {
+        name: inspect.signature(method_of(name)).return_annotation
+        for name in ("stream", "astream", "explain")
+    }
+    assert returned == {
+        "stream": "TokenStream",
+        "astream": "AsyncTokenStream",
+        "explain": "Explanation",
+    }
     assert inspect.iscoroutinefunction(KVRagEngine.agenerate)
 
 
 def test_the_defaults_that_are_shown_are_those_of_the_config():
-    shown = {name: p.default for name, p in inspect.signature(KVRagEngine.generate).parameters.items()}
-    assert SamplingConfig(**{field.name: shown[field.name] for field in fields(SamplingConfig)}) == SamplingConfig()
+    shown = {
+        name: p.default for name, p in inspect.signature(KVRagEngine.generate).parameters.items()
+    }
+    assert (
+        SamplingConfig(**{field.name: shown[field.name] for field in fields(SamplingConfig)})
+        == SamplingConfig()
+    )
 
 
 def test_both_lists_of_the_options_of_an_answer_are_the_same():
-    shown, followed = (inspect.signature(method) for method in (KVRagEngine.generate, KVRagEngine._produce))
+    shown, followed = (
+        inspect.signature(method) for method in (KVRagEngine.generate, KVRagEngine._produce)
+    )
     assert shown.parameters == followed.parameters
 
 
-@pytest.mark.parametrize("name", ["generate", "stream", "agenerate", "astream", "prefill", "score", "explain"])
+@pytest.mark.parametrize(
+    "name", ["generate", "stream", "agenerate", "astream", "prefill", "score", "explain"]
+)
 async def test_an_option_that_does_not_exist_is_refused_by_name(name, tokenizer):
     engine = KVRagEngine.from_pretrained(tiny_model("llama"), tokenizer=tokenizer)
     given = ("a", "b") if name == "score" else ("a",)

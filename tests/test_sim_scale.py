@@ -21,7 +21,9 @@ ROOT = Path(__file__).parents[1]
 SMALL = sim.Plan(chunks=4000, replicas=8, requests=16_000, looked_at=8, window=400)
 SETUP = sim.Setup(sim.LLAMA_8B)
 
-pytestmark = pytest.mark.skipif(not (ROOT / "docs").is_dir(), reason="the documents are not here: run from a checkout")
+pytestmark = pytest.mark.skipif(
+    not (ROOT / "docs").is_dir(), reason="the documents are not here: run from a checkout"
+)
 
 
 @pytest.fixture(scope="module", params=sim.WORKLOADS)
@@ -59,7 +61,9 @@ def test_hit_rates_are_those_of_ches_approximation():
         for _ in range(100):
             middle = (low + high) / 2
             low, high = (middle, high) if (1 - np.exp(-p * middle)).sum() < size else (low, middle)
-        assert (distances < size).mean() == pytest.approx((p * (1 - np.exp(-p * low))).sum(), abs=0.02)
+        assert (distances < size).mean() == pytest.approx(
+            (p * (1 - np.exp(-p * low))).sum(), abs=0.02
+        )
 
 
 def test_every_chunk_of_every_request_comes_from_exactly_one_tier(traces):
@@ -83,13 +87,18 @@ def test_popularity_drifts_where_it_is_said_to():
     same = {}
     for workload in ("zipf", "drift"):
         rows = sim.requests(SMALL, workload, np.random.default_rng(3))
-        tops = [np.argsort(-np.bincount(part.ravel()))[:50].tolist() for part in (rows[:4000], rows[-4000:])]
+        tops = [
+            np.argsort(-np.bincount(part.ravel()))[:50].tolist()
+            for part in (rows[:4000], rows[-4000:])
+        ]
         same[workload] = len(set(tops[0]) & set(tops[1]))
     assert same["drift"] < 25 < 40 < same["zipf"]
 
 
 def test_a_larger_cache_never_hits_less(traces):
-    setups = [replace(SETUP, kind=kind) for kind in ("bf16", "int8", "int4")]  # a chunk takes less and less
+    setups = [
+        replace(SETUP, kind=kind) for kind in ("bf16", "int8", "int4")
+    ]  # a chunk takes less and less
     for trace in traces.values():
         local = [sim.tiers_of(trace, setup) for setup in setups]
         assert all((larger <= smaller).all() for smaller, larger in pairwise(local))
@@ -116,9 +125,13 @@ def test_no_replica_gets_much_more_than_its_share(workload):
 
     def most(bound):
         to = sim.route(replace(plan, bound=bound), rows, "rendezvous", np.random.default_rng(2))
-        return max(np.bincount(part).max() for part in to.reshape(-1, plan.window)) / (plan.window / plan.replicas)
+        return max(np.bincount(part).max() for part in to.reshape(-1, plan.window)) / (
+            plan.window / plan.replicas
+        )
 
-    assert most(1.25) <= 1.6, "by choice 1.25, and a few requests that had no place with either choice"
+    assert most(1.25) <= 1.6, (
+        "by choice 1.25, and a few requests that had no place with either choice"
+    )
     if workload == "zipf":
         assert most(1e9) > 2
 
@@ -131,7 +144,9 @@ def test_times_are_those_worked_out_by_hand():
     assert 2 * sim.LLAMA_8B.parameters * 2634 / (989.4e12 / 2) * 1e3 == pytest.approx(74.3, abs=0.1)
     assert 74.3 < bf16.full_ms() < 80
     assert bf16.wait_ms("objects", 1) == pytest.approx(150 + 67.1 / 0.0875, rel=0.01)
-    assert bf16.wait_ms("redis", 8) == pytest.approx(8 * bf16.wait_ms("redis", 1) / 4, rel=0.05), "four at a time"
+    assert bf16.wait_ms("redis", 8) == pytest.approx(8 * bf16.wait_ms("redis", 1) / 4, rel=0.05), (
+        "four at a time"
+    )
     assert bf16.wait_ms("gpu", 5) == bf16.wait_ms("host", 5) == bf16.wait_ms("disk", 0) == 0
     assert sim.VALUES["readers"] == READERS._max_threads
 
@@ -146,7 +161,9 @@ def test_fastest_is_never_slower_than_computing_and_costs_follow_times(traces):
             assert ms["on_gpu"] <= ms["fastest"]
             assert dollars["full"] == pytest.approx(ms["full"] * sim.VALUES["gpu_hour"] / 3600)
         four = sim.outcome(trace, sim.Setup(sim.LLAMA_70B, 4), SMALL)
-        assert four["dollars"]["full"] == pytest.approx(four["ms"]["full"] * 4 * sim.VALUES["gpu_hour"] / 3600)
+        assert four["dollars"]["full"] == pytest.approx(
+            four["ms"]["full"] * 4 * sim.VALUES["gpu_hour"] / 3600
+        )
 
 
 def test_the_result_is_of_these_constants():

@@ -23,7 +23,18 @@ from kvrag.testing.tokenizers import tiny_tokenizer
 
 WINDOW = 64
 BLOCK = (WINDOW - SINKS) // BLOCKS
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "phi", "gpt_neox", "cohere", "glm")
+ARCHITECTURES = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "gemma",
+    "gemma2",
+    "phi",
+    "gpt_neox",
+    "cohere",
+    "glm",
+)
 HANDLERS = {"gpt_neox": "gpt_neox", "phi": "model"}
 
 
@@ -47,7 +58,9 @@ class Reference:
                 self.evict()
             piece, ids = ids.split([room := min(WINDOW - self.length, len(ids)), len(ids) - room])
             at = torch.arange(self.length, self.length + len(piece))[None]
-            found.append(self.model(piece[None], position_ids=at, past_key_values=self.cache).logits[0])
+            found.append(
+                self.model(piece[None], position_ids=at, past_key_values=self.cache).logits[0]
+            )
             self.length += len(piece)
         return torch.cat(found)
 
@@ -58,7 +71,9 @@ class Reference:
                 keys, torch.tensor([[-BLOCK]])
             )  # a turn by a negative angle: no way back and forth
             rest = keys[:, :, SINKS + BLOCK :]
-            is_sliced = self.model.config.model_type == "phi"  # its attention hands over only what turns
+            is_sliced = (
+                self.model.config.model_type == "phi"
+            )  # its attention hands over only what turns
             part = rest[..., : cos.shape[-1]] if is_sliced else rest
             turned = self.module.apply_rotary_pos_emb(part, part, cos, sin)[1]
             turned = torch.cat([turned, rest[..., turned.shape[-1] :]], dim=-1)
@@ -86,7 +101,9 @@ def test_layers_without_positions_and_of_two_kinds_slide_too():
         window(ids)
         before, tables = [(k.clone(), v.clone()) for k, v in kv.layers], lm.rotary(WINDOW)
         window(ids[:1])
-        for (old_keys, old_values), (keys, values), table in zip(before, kv.layers, tables, strict=True):
+        for (old_keys, old_values), (keys, values), table in zip(
+            before, kv.layers, tables, strict=True
+        ):
             old, new = slice(SINKS + BLOCK, WINDOW), slice(SINKS, WINDOW - BLOCK)
             wanted = table.rotate(table.unrotate(old_keys[0, :, old], old), new)
             torch.testing.assert_close(keys[0, :, new], wanted)
@@ -98,7 +115,10 @@ def test_keys_that_were_turned_again_and_again_stay_near_those_that_were_not():
     lm = CausalLM(tiny_model("llama", dtype=torch.bfloat16))
     window = SlidingWindow(lm, kv := lm.buffer(WINDOW))
     window(ids_of(WINDOW))
-    free = [t.unrotate(k[0].float(), slice(0, WINDOW)) for (k, _), t in zip(kv.layers, lm.rotary(WINDOW), strict=True)]
+    free = [
+        t.unrotate(k[0].float(), slice(0, WINDOW))
+        for (k, _), t in zip(kv.layers, lm.rotary(WINDOW), strict=True)
+    ]
     for _ in range(BLOCKS - 1):  # as long as a row can stay
         window._evict()
     left = window._length
@@ -118,18 +138,27 @@ def small_window(monkeypatch):
     model = tiny_model("llama")
     model.generation_config.eos_token_id = None
     model.config.max_position_embeddings = 128
-    with_engine = KVRagEngine.from_pretrained(model, tokenizer=tiny_tokenizer(), prove="off", context=None)
+    with_engine = KVRagEngine.from_pretrained(
+        model, tokenizer=tiny_tokenizer(), prove="off", context=None
+    )
     yield with_engine
     with_engine.close()
 
 
-LONG = "The keeper of the ledger walks to the harbour at dawn, and counts the ships that came by night. " * 6
+LONG = (
+    "The keeper of the ledger walks to the harbour at dawn, and counts the ships that came by night. "
+    * 6
+)
 SHORT = "Who keeps the ledger?"
 SLIDE = {"max_context": "slide"}
 
 
 def test_it_is_off_by_default(small_window):
-    for prompt, options in ((LONG, {}), (SHORT, {"max_new_tokens": 200}), (LONG, {"max_context": "raise"})):
+    for prompt, options in (
+        (LONG, {}),
+        (SHORT, {"max_new_tokens": 200}),
+        (LONG, {"max_context": "raise"}),
+    ):
         with pytest.raises(ContextLengthError, match="context window of 128; retrieve"):
             small_window.generate(prompt, **options)
     with pytest.raises(ConfigError, match="max_context is 'roll'; it must be 'raise' or 'slide'"):
@@ -164,7 +193,8 @@ def test_a_long_prompt_is_answered_and_labelled(small_window):
     assert result.evicted_tokens == -(-(rows - 128) // block) * block
     assert sum(count for _, count in result.sources) == result.prompt_tokens
     assert (
-        f"exceed the context window of 128; {result.evicted_tokens} of the oldest tokens left" in result.fallback_reason
+        f"exceed the context window of 128; {result.evicted_tokens} of the oldest tokens left"
+        in result.fallback_reason
     )
     assert small_window.prefill(LONG, **SLIDE).evicted_tokens > 0
     assert small_window.explain(LONG, **SLIDE).mode == "full"
@@ -174,7 +204,9 @@ def test_an_answer_outgrows_a_prompt_that_was_reused(small_window):
     chunk = make_chunks(1, words=15)[0]
     small_window.precompute([chunk])
     prompt = f"{small_window.prefix_text}{chunk}\n\nWho?"
-    fits = small_window.generate(prompt, mode="stitch", max_new_tokens=4, repair=RepairConfig(strategy="none"))
+    fits = small_window.generate(
+        prompt, mode="stitch", max_new_tokens=4, repair=RepairConfig(strategy="none")
+    )
     slid = small_window.generate(
         prompt, mode="stitch", max_new_tokens=200, repair=RepairConfig(strategy="none"), **SLIDE
     )
@@ -183,9 +215,16 @@ def test_an_answer_outgrows_a_prompt_that_was_reused(small_window):
     assert slid.token_ids[:4] == fits.token_ids
     assert slid.token_ids == reference_answer(small_window, slid.prompt_ids, 200)
     assert (slid.exactness, slid.evicted_tokens > 0) == ("repaired", True)
-    assert slid.fallback_reason == f"{slid.evicted_tokens} of the oldest tokens left the context window"
-    early = small_window.generate(prompt, mode="stitch", max_new_tokens=200, stop_token_ids=slid.token_ids[:1], **SLIDE)
-    assert (early.exactness, early.evicted_tokens) == ("exact", 0), "it could have slid, and did not"
+    assert (
+        slid.fallback_reason
+        == f"{slid.evicted_tokens} of the oldest tokens left the context window"
+    )
+    early = small_window.generate(
+        prompt, mode="stitch", max_new_tokens=200, stop_token_ids=slid.token_ids[:1], **SLIDE
+    )
+    assert (early.exactness, early.evicted_tokens) == ("exact", 0), (
+        "it could have slid, and did not"
+    )
 
 
 def test_a_continuation_is_scored_in_the_window(small_window):
@@ -206,7 +245,10 @@ def test_streams_slide_and_can_be_cancelled(small_window):
     with small_window.stream(LONG, max_new_tokens=10**6, **SLIDE) as endless:
         next(iter(endless))
     settle()  # leaving it ends the decoding
-    assert asyncio.run(small_window.agenerate(LONG, max_new_tokens=30, **SLIDE)).token_ids == whole.token_ids[:30]
+    assert (
+        asyncio.run(small_window.agenerate(LONG, max_new_tokens=30, **SLIDE)).token_ids
+        == whole.token_ids[:30]
+    )
 
 
 def test_a_long_prefill_is_cancelled_between_pieces(small_window):
@@ -220,7 +262,10 @@ def test_requests_that_slide_run_beside_others(small_window):
     prompts, found = [LONG, SHORT, LONG[40:], SHORT + " Why?"], {}
     alone = [small_window.generate(p, max_new_tokens=120, **SLIDE).token_ids for p in prompts]
     asks = [
-        lambda p=p: found.update({p: small_window.generate(p, max_new_tokens=120, **SLIDE).token_ids}) for p in prompts
+        lambda p=p: found.update(
+            {p: small_window.generate(p, max_new_tokens=120, **SLIDE).token_ids}
+        )
+        for p in prompts
     ]
     at_once(*asks)
     assert [found[p] for p in prompts] == alone
@@ -231,7 +276,9 @@ def test_a_chat_of_fifty_turns_goes_on_in_flat_memory(small_window, monkeypatch)
     monkeypatch.setattr(
         CausalLM,
         "buffer",
-        lambda lm, capacity, **options: capacities.append(capacity) or buffer(lm, capacity, **options),
+        lambda lm, capacity, **options: (
+            capacities.append(capacity) or buffer(lm, capacity, **options)
+        ),
     )
     messages, text = [], ""
     for turn in range(50):
@@ -244,7 +291,9 @@ def test_a_chat_of_fifty_turns_goes_on_in_flat_memory(small_window, monkeypatch)
     assert messages[-1].evicted_tokens >= messages[-1].prompt_tokens - 128
 
 
-@pytest.mark.parametrize(("name", "why"), [("gpt2", "learned embedding"), ("phi3-longrope", "other angles beyond")])
+@pytest.mark.parametrize(
+    ("name", "why"), [("gpt2", "learned embedding"), ("phi3-longrope", "other angles beyond")]
+)
 def test_models_whose_keys_cannot_be_moved_say_so(name, why):
     model = tiny_model(name)
     engine = KVRagEngine.from_pretrained(model, tokenizer=tiny_tokenizer(), prove="off")
@@ -263,13 +312,23 @@ def test_the_benchmark_scores_the_same_tokens_by_every_method(monkeypatch, tmp_p
     found, _ = bench.truncate(lm, ids[:81], 64, 48)
     logits, _ = lm.forward(ids[16:80], Rows.span(0, 64), lm.buffer(64), logits=16)
     torch.testing.assert_close(found[0], bench.losses(logits[0], ids[65:81]))
-    monkeypatch.setattr(bench, "eval_data", lambda: [{"ctxs": [{"text": text} for text in make_chunks(4, words=60)]}])
     monkeypatch.setattr(
-        bench, "small_engine", lambda _: KVRagEngine.from_pretrained(lm.model, tokenizer=tiny_tokenizer())
+        bench,
+        "eval_data",
+        lambda: [{"ctxs": [{"text": text} for text in make_chunks(4, words=60)]}],
     )
-    monkeypatch.setattr(sys, "argv", ["bench_slide", "--tokens", "150", "--window", "64", "--out", str(tmp_path)])
+    monkeypatch.setattr(
+        bench,
+        "small_engine",
+        lambda _: KVRagEngine.from_pretrained(lm.model, tokenizer=tiny_tokenizer()),
+    )
+    monkeypatch.setattr(
+        sys, "argv", ["bench_slide", "--tokens", "150", "--window", "64", "--out", str(tmp_path)]
+    )
     bench.main()
-    assert json.loads((tmp_path / "slide.json").read_text())["methods"].keys() == bench.METHODS.keys()
+    assert (
+        json.loads((tmp_path / "slide.json").read_text())["methods"].keys() == bench.METHODS.keys()
+    )
 
 
 def test_rows_that_moved_are_no_history(small_window):
@@ -279,4 +338,6 @@ def test_rows_that_moved_are_no_history(small_window):
     assert first.evicted_tokens > 0
     again = small_window.generate(LONG[:100], max_new_tokens=120, **SLIDE)
     assert again.history_tokens == 0
-    assert again.token_ids == first.token_ids, "KV in the window is not that of the prompt's rows any more"
+    assert again.token_ids == first.token_ids, (
+        "KV in the window is not that of the prompt's rows any more"
+    )

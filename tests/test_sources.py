@@ -15,12 +15,18 @@ from kvrag.generate import sequence
 
 CHUNKS = make_chunks(4, words=30)
 PREFIX = "Read this.\n"
-PROMPT = [PREFIX, *(part for text in CHUNKS for part in (Chunk(text), "\n")), "Who built the tower?"]
+PROMPT = [
+    PREFIX,
+    *(part for text in CHUNKS for part in (Chunk(text), "\n")),
+    "Who built the tower?",
+]
 
 
 @pytest.fixture(scope="module")
 def kept(tiny_dir, tmp_path_factory):
-    engine = KVRagEngine.from_pretrained(tiny_dir, kv_dir=tmp_path_factory.mktemp("kv"), context=None, prefix=PREFIX)
+    engine = KVRagEngine.from_pretrained(
+        tiny_dir, kv_dir=tmp_path_factory.mktemp("kv"), context=None, prefix=PREFIX
+    )
     engine.precompute(CHUNKS)
     yield engine
     engine.close()
@@ -39,7 +45,9 @@ def check(result):
     assert found.count("repaired") == result.repaired_tokens
     assert found.count("computed") == result.computed_tokens
     assert all(count > 0 for _, count in result.sources)
-    assert all(a != b for (a, _), (b, _) in itertools.pairwise(result.sources)), "runs of the same source are one"
+    assert all(a != b for (a, _), (b, _) in itertools.pairwise(result.sources)), (
+        "runs of the same source are one"
+    )
     assert found[-1] == "computed"
     if result.exactness == "exact":
         assert "reused" not in found
@@ -49,7 +57,9 @@ def check(result):
 @pytest.mark.parametrize("mode", ["auto", "full", "prefix", "stitch"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_sources_add_up_to_the_account(kept, mode, strategy):
-    found = check(kept.prefill(PROMPT, mode=mode, repair=RepairConfig(strategy=strategy, recompute_ratio=0.2)))
+    found = check(
+        kept.prefill(PROMPT, mode=mode, repair=RepairConfig(strategy=strategy, recompute_ratio=0.2))
+    )
     assert mode != "full" or set(found) == {"computed"}
     assert mode != "prefix" or set(found) == {"exact", "computed"}
 
@@ -57,7 +67,9 @@ def test_sources_add_up_to_the_account(kept, mode, strategy):
 def test_rows_are_chosen_whatever_room_the_answer_has(kept):
     """The probe writes behind the prompt, where the answer's rows will be."""
     answers = [
-        kept.generate(PROMPT, mode="stitch", repair=RepairConfig(recompute_ratio=0.2), max_new_tokens=n)
+        kept.generate(
+            PROMPT, mode="stitch", repair=RepairConfig(recompute_ratio=0.2), max_new_tokens=n
+        )
         for n in (1, 64)
     ]
     assert answers[0].sources == answers[1].sources
@@ -65,7 +77,9 @@ def test_rows_are_chosen_whatever_room_the_answer_has(kept):
 
 
 def test_each_row_is_named_by_what_happened_to_it(kept):
-    result = kept.prefill(PROMPT, mode="stitch", repair=RepairConfig(strategy="first_k", recompute_ratio=0.01))
+    result = kept.prefill(
+        PROMPT, mode="stitch", repair=RepairConfig(strategy="first_k", recompute_ratio=0.01)
+    )
     kinds = [source for source, _ in result.sources]
     assert kinds == ["exact", *["computed", "repaired", "reused"] * 3, "computed"]
     head = len(kept.tokenizer(PREFIX)["input_ids"]) + len(kept.tokenizer(CHUNKS[0])["input_ids"])
@@ -73,21 +87,32 @@ def test_each_row_is_named_by_what_happened_to_it(kept):
 
 
 @pytest.mark.parametrize(
-    "repair", [RepairConfig(recompute_ratio=0.2), RepairConfig(recompute_ratio=0.2, shift=0.0)], ids=repr
+    "repair",
+    [RepairConfig(recompute_ratio=0.2), RepairConfig(recompute_ratio=0.2, shift=0.0)],
+    ids=repr,
 )
 def test_exact_rows_are_a_full_prefills_and_reused_ones_are_not(kept, repair, monkeypatch):
     seen, real = [], sequence.prefill
 
     def noting(*args, **options):
         made = real(*args, **options)
-        seen.append([torch.cat([x[0, :, : len(made.token_ids)] for x in layer]) for layer in made.buffer.layers])
+        seen.append(
+            [
+                torch.cat([x[0, :, : len(made.token_ids)] for x in layer])
+                for layer in made.buffer.layers
+            ]
+        )
         return made
 
     monkeypatch.setattr(sequence, "prefill", noting)
     found = rows(kept.prefill(PROMPT, mode="stitch", repair=repair))
     kept.prefill(PROMPT, mode="full")
-    change = torch.stack([(a - b).abs().amax(dim=(0, 2)) for a, b in zip(*seen, strict=True)]).amax(dim=0)
-    by_source = {source: change[torch.tensor([each == source for each in found])] for source in set(found)}
+    change = torch.stack([(a - b).abs().amax(dim=(0, 2)) for a, b in zip(*seen, strict=True)]).amax(
+        dim=0
+    )
+    by_source = {
+        source: change[torch.tensor([each == source for each in found])] for source in set(found)
+    }
     assert by_source["exact"].max() < 1e-4
     assert by_source["reused"].min() > 1e-4
     assert by_source.keys() == {"exact", "reused", "repaired", "computed"}
@@ -124,18 +149,31 @@ def test_answers_and_scores_tell_it_too(kept):
 
 
 def test_rows_of_an_earlier_turn_are_exact_as_far_as_they_are():
-    after = Layout((Segment(0, 10, "history"), Segment(10, 14, "chunk", source=0), Segment(14, 16, "live")))
+    after = Layout(
+        (Segment(0, 10, "history"), Segment(10, 14, "chunk", source=0), Segment(14, 16, "live"))
+    )
     runs = sources_of(after, torch.tensor([10]), num_exact=6)
     assert runs == (("exact", 6), ("reused", 4), ("repaired", 1), ("reused", 3), ("computed", 2))
     exact = Layout((Segment(0, 10, "history", exact=True), Segment(10, 12, "live")))
-    assert sources_of(exact, torch.tensor([], dtype=torch.int64), num_exact=20) == (("exact", 10), ("computed", 2))
+    assert sources_of(exact, torch.tensor([], dtype=torch.int64), num_exact=20) == (
+        ("exact", 10),
+        ("computed", 2),
+    )
 
 
 @settings(deadline=None, max_examples=100)
-@given(st.lists(st.tuples(st.integers(1, 9), st.sampled_from(["exact", "stale", "live"])), min_size=1), st.data())
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.sampled_from(["exact", "stale", "live"])), min_size=1),
+    st.data(),
+)
 def test_every_layout_is_covered_once(segments, data):
     kinds = {"exact": ("chunk", True), "stale": ("chunk", False), "live": ("live", False)}
-    layout = place([(n, *kinds[kind], -1 if kind == "live" else at, False) for at, (n, kind) in enumerate(segments)])
+    layout = place(
+        [
+            (n, *kinds[kind], -1 if kind == "live" else at, False)
+            for at, (n, kind) in enumerate(segments)
+        ]
+    )
     stale = [row for s in layout.stale for row in range(s.start, s.stop)]
     chosen = sorted(data.draw(st.sets(st.sampled_from(stale)) if stale else st.just(set())))
     want = ["computed"] * layout.num_tokens

@@ -35,7 +35,9 @@ def found(index: SpanIndex, prompt: str) -> list[str]:
 def naive(prompt: str, texts: list[str]) -> list[Span]:
     """Slow reference: every place of every text, then the overlap rule by comparing all pairs."""
     stripped = {text.strip() for text in texts if len(text.strip()) >= ANCHOR_CHARS}
-    places = [(i, i + len(t)) for t in stripped for i in range(len(prompt)) if prompt.startswith(t, i)]
+    places = [
+        (i, i + len(t)) for t in stripped for i in range(len(prompt)) if prompt.startswith(t, i)
+    ]
     kept: list[tuple[int, int]] = []
     for start, stop in sorted(places, key=lambda p: (p[0] - p[1], p[0])):
         if all(stop <= a or b <= start for a, b in kept):
@@ -82,7 +84,9 @@ def test_a_text_below_the_anchor_has_no_entry(size):
     assert text_entry("  " + "x" * size + "\n") is None
 
 
-@pytest.mark.parametrize("size", [ANCHOR_CHARS, ANCHOR_CHARS + 1, 2 * ANCHOR_CHARS - 1, 2 * ANCHOR_CHARS])
+@pytest.mark.parametrize(
+    "size", [ANCHOR_CHARS, ANCHOR_CHARS + 1, 2 * ANCHOR_CHARS - 1, 2 * ANCHOR_CHARS]
+)
 def test_the_shortest_texts_that_have_an_entry_are_found(size):
     text = (LOREM + OTHER)[:size].strip().ljust(size, ".")
     assert found(index_of(text), f"a {text} b {text}") == [text, text]
@@ -131,7 +135,9 @@ def test_a_registered_text_takes_few_bytes():
         for part in range(4):
             index.add(text_entry(f"{n}: {LOREM}") for n in range(part, num, 4))
         assert len(index) == num
-        assert tracemalloc.get_traced_memory()[0] < 100 * num  # the texts themselves have 100 characters and more
+        assert (
+            tracemalloc.get_traced_memory()[0] < 100 * num
+        )  # the texts themselves have 100 characters and more
     finally:
         tracemalloc.stop()
     assert found(index, f"77: {LOREM}") == [f"77: {LOREM}"]
@@ -230,7 +236,11 @@ def cases(draw) -> tuple[list[str], str]:
     for _ in range(draw(st.integers(0, 6))):
         text = draw(st.sampled_from(texts))
         cut = draw(st.integers(0, len(text)))
-        prompt += draw(st.sampled_from([text, text, text[:cut], text[cut:], text.strip(), "a" * cut, "\n\n", "x"]))
+        prompt += draw(
+            st.sampled_from(
+                [text, text, text[:cut], text[cut:], text.strip(), "a" * cut, "\n\n", "x"]
+            )
+        )
     return texts, prompt
 
 

@@ -4,7 +4,15 @@ import dataclasses
 
 import pytest
 
-from kvrag import ConfigError, KVRagEngine, ModelError, RepairConfig, Retention, SamplingConfig, StoreConfig
+from kvrag import (
+    ConfigError,
+    KVRagEngine,
+    ModelError,
+    RepairConfig,
+    Retention,
+    SamplingConfig,
+    StoreConfig,
+)
 from kvrag.config import as_config, unknown_option
 from kvrag.server.config import ServerConfig
 from kvrag.spelling import SYNONYMS, nearest, parse_bytes
@@ -33,7 +41,9 @@ CONFIGS = (RepairConfig, StoreConfig, SamplingConfig, Retention)
 )
 def test_the_option_that_was_meant_is_named(config, name, meant):
     for make in (lambda: config(**{name: 1}), lambda: as_config(config, {name: 1}, option="it")):
-        with pytest.raises(ConfigError, match=f"{config.__name__} has no option '{name}'; did you mean '{meant}'"):
+        with pytest.raises(
+            ConfigError, match=f"{config.__name__} has no option '{name}'; did you mean '{meant}'"
+        ):
             make()
 
 
@@ -55,7 +65,10 @@ def test_an_option_of_another_config_is_sent_there(config, name, place):
 
 
 def test_what_every_synonym_means_exists():
-    known = {field.name for config in CONFIGS for field in dataclasses.fields(config)} | {"kv_dir", "model"}
+    known = {field.name for config in CONFIGS for field in dataclasses.fields(config)} | {
+        "kv_dir",
+        "model",
+    }
     assert set(SYNONYMS.values()) <= known
     assert nearest("zzz", sorted(known)) is None
     assert "known options: " in str(unknown_option("zzz", known, of="x"))
@@ -79,13 +92,41 @@ def test_an_answers_length_has_two_names():
 @pytest.mark.parametrize(
     ("config", "options", "words"),
     [
-        (SamplingConfig, {"logit_bias": {1: 200}}, r"logit_bias holds 200; it must be a number in \[-100, 100\]"),
-        (SamplingConfig, {"logit_bias": {-1: 2}}, "logit_bias holds -1; it must be a whole number of at least 0"),
-        (SamplingConfig, {"logit_bias": "x"}, "logit_bias is 'x'; it must be a list, each a pair of a whole number"),
-        (SamplingConfig, {"stop_token_ids": [3, -1]}, "stop_token_ids holds -1; it must be a whole number"),
-        (SamplingConfig, {"top_k": -5}, "top_k is -5; it must be a whole number of at least -1, or None"),
-        (StoreConfig, {"kv_dtype": "fp18"}, "did you mean 'fp8'[?] it must be one of auto, int8, int4, fp8"),
-        (StoreConfig, {"ram_bytes": "2 gibs"}, "ram_bytes: '2 gibs' is no size; write bytes, or a number with a unit"),
+        (
+            SamplingConfig,
+            {"logit_bias": {1: 200}},
+            r"logit_bias holds 200; it must be a number in \[-100, 100\]",
+        ),
+        (
+            SamplingConfig,
+            {"logit_bias": {-1: 2}},
+            "logit_bias holds -1; it must be a whole number of at least 0",
+        ),
+        (
+            SamplingConfig,
+            {"logit_bias": "x"},
+            "logit_bias is 'x'; it must be a list, each a pair of a whole number",
+        ),
+        (
+            SamplingConfig,
+            {"stop_token_ids": [3, -1]},
+            "stop_token_ids holds -1; it must be a whole number",
+        ),
+        (
+            SamplingConfig,
+            {"top_k": -5},
+            "top_k is -5; it must be a whole number of at least -1, or None",
+        ),
+        (
+            StoreConfig,
+            {"kv_dtype": "fp18"},
+            "did you mean 'fp8'[?] it must be one of auto, int8, int4, fp8",
+        ),
+        (
+            StoreConfig,
+            {"ram_bytes": "2 gibs"},
+            "ram_bytes: '2 gibs' is no size; write bytes, or a number with a unit",
+        ),
         (StoreConfig, {"shared": 5}, "shared is 5; it must be a string, or None"),
     ],
 )
@@ -107,7 +148,8 @@ SIZES = [field.name for field in dataclasses.fields(StoreConfig) if field.name.e
 
 @pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize(
-    ("text", "size"), [("2GiB", 2 * 2**30), ("50MB", 50 * 10**6), ("1.5 kb", 1500), ("7", 7), (" 1T ", 10**12)]
+    ("text", "size"),
+    [("2GiB", 2 * 2**30), ("50MB", 50 * 10**6), ("1.5 kb", 1500), ("7", 7), (" 1T ", 10**12)],
 )
 def test_every_size_takes_a_unit(name, text, size):
     made = StoreConfig(**{name: text})
@@ -142,7 +184,9 @@ def test_a_path_where_nothing_is_says_so(path, words, tiny_dir):
         with pytest.raises(ModelError, match=words) as refused:
             make(path)
         assert "hub that can be reached" not in str(refused.value)
-    with pytest.raises(ModelError, match=words.replace("model does", "tokenizer does").replace("of the model", "")):
+    with pytest.raises(
+        ModelError, match=words.replace("model does", "tokenizer does").replace("of the model", "")
+    ):
         KVRagEngine.from_pretrained(tiny_dir, tokenizer=path)
 
 

@@ -50,7 +50,9 @@ def test_recorded_steps_give_the_same_logits(name, recordings, monkeypatch):
     got = answered(model)
     torch.testing.assert_close(got, want, atol=2e-5, rtol=1e-4)
     is_kept = prefilled(model).token_ids is not None  # longrope computes its prompts again
-    assert len(recordings) == (0 if is_kept else 3), "one for every eight of the tokens after the first four"
+    assert len(recordings) == (0 if is_kept else 3), (
+        "one for every eight of the tokens after the first four"
+    )
 
 
 def test_a_step_that_cannot_be_recorded_is_launched(monkeypatch, caplog):

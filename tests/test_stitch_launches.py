@@ -33,7 +33,13 @@ def prompt_on(name: str = "llama") -> tuple[CausalLM, Layout, list[ChunkKV]]:
     """Live text around three chunks, the last of which gives up its last row to be computed."""
     model = lm_of(name)
     prefix, _ = encode_prefix(model, [1, 2, 3])
-    segments = [(3, "live", -1), (17, "chunk", 2), (5, "live", -1), (12, "chunk", 0), (9, "chunk", 1)]
+    segments = [
+        (3, "live", -1),
+        (17, "chunk", 2),
+        (5, "live", -1),
+        (12, "chunk", 0),
+        (9, "chunk", 1),
+    ]
     layout = place((n, kind, False, source, False) for n, kind, source in segments)
     return model, layout, encode_padded(model, prefix, CHUNKS)
 
@@ -77,7 +83,9 @@ def by_torch(model: CausalLM, layout: Layout, kvs: Sequence[ChunkKV]) -> KVBuffe
     return buffer
 
 
-def assert_same(model: CausalLM, buffer: KVBuffer, expected: KVBuffer, rows: Any = slice(None)) -> None:
+def assert_same(
+    model: CausalLM, buffer: KVBuffer, expected: KVBuffer, rows: Any = slice(None)
+) -> None:
     for layer in range(model.num_layers):
         torch.testing.assert_close(
             buffer.keys(layer)[:, :, rows], expected.keys(layer)[:, :, rows], atol=2e-6, rtol=1e-6
@@ -106,8 +114,15 @@ def test_rounded_kv_travels_as_codes(name, kv_dtype, launches):
 def test_long_chunks_of_int4_have_several_groups_of_tokens(launches):
     model = lm_of()
     prefix, _ = encode_prefix(model, [1, 2, 3])
-    kvs = [pack(kv, "int4") for kv in encode_padded(model, prefix, [list(range(30, 130)), list(range(40, 80))])]
-    segments = [(3, "live", False, -1, False), (70, "chunk", False, 0, False), (40, "chunk", False, 1, False)]
+    kvs = [
+        pack(kv, "int4")
+        for kv in encode_padded(model, prefix, [list(range(30, 130)), list(range(40, 80))])
+    ]
+    segments = [
+        (3, "live", False, -1, False),
+        (70, "chunk", False, 0, False),
+        (40, "chunk", False, 1, False),
+    ]
     layout = place([*segments, (2, "live", False, -1, False)])
     buffer = stitched(model, layout, kvs)
     assert [x.shape[2] for x in launches[0]["key_scales"]] == [3, 2]
@@ -124,7 +139,8 @@ def test_what_one_call_can_not_say_is_left_to_torch(launches):
     scales = odd.layers[0].scales
     assert scales is not None
     layers = tuple(
-        replace(layer, scales=replace(scales, values=scales.values.expand(-1, -1, 3))) for layer in odd.layers
+        replace(layer, scales=replace(scales, values=scales.values.expand(-1, -1, 3)))
+        for layer in odd.layers
     )
     assert not module._is_uniform(buffer, layout.reused, [ChunkKV(layers, "int4")] * 3)
     assert launches == []
@@ -162,7 +178,12 @@ class Wire(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         given = [x for x in args if isinstance(x, torch.Tensor)]
-        if isinstance(made, torch.Tensor) and made.device == META and given and given[-1].device != META:
+        if (
+            isinstance(made, torch.Tensor)
+            and made.device == META
+            and given
+            and given[-1].device != META
+        ):
             self.sizes.append(given[-1].nbytes)
         return made
 
@@ -175,7 +196,9 @@ def loaded(kvs: Sequence[ChunkKV], kv_dtype: Any, layers_per_read: int = 99) -> 
         data = bytearray().join(blobs.Encoded(identity, packed))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(blobs, "STEP_BYTES", layers_per_read * packed.layers[0].num_bytes)
-            yield blobs.Blob(lambda start, length, data=data: memoryview(data)[start : start + length]).load()
+            yield blobs.Blob(
+                lambda start, length, data=data: memoryview(data)[start : start + length]
+            ).load()
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8", "int4"])
@@ -184,13 +207,21 @@ def test_a_stored_chunk_moves_with_one_copy_per_launch(kv_dtype, monkeypatch, la
     monkeypatch.setattr(module, "LAYERS_PER_LAUNCH", 2)
     model = lm_of()
     prefix, _ = encode_prefix(model, [1, 2, 3])
-    layout = place([(64, "chunk", False, 0, False), (32, "chunk", False, 1, False), (1, "live", False, -1, False)])
+    layout = place(
+        [
+            (64, "chunk", False, 0, False),
+            (32, "chunk", False, 1, False),
+            (1, "live", False, -1, False),
+        ]
+    )
     kvs = [*loaded(encode_padded(model, prefix, [[*range(30, 94)], [*range(40, 72)]]), kv_dtype)]
     arena = KVBuffer.empty(model.shapes, layout.num_tokens, dtype=torch.bfloat16, device=META)
     table, wire = model.rotary(layout.num_tokens), Wire()
     with pytest.MonkeyPatch.context() as patch, wire:
         patch.setattr(module, "_angles", lambda _: angles)
-        angles = module.Angles(*(torch.empty(1, layout.num_tokens, 8, device=META) for _ in range(2)), [0] * 4, False)
+        angles = module.Angles(
+            *(torch.empty(1, layout.num_tokens, 8, device=META) for _ in range(2)), [0] * 4, False
+        )
         stitch(arena, layout, kvs, table)
     assert len(launches) == 2
     assert len(wire.sizes) == 2 * len(kvs)
@@ -198,7 +229,12 @@ def test_a_stored_chunk_moves_with_one_copy_per_launch(kv_dtype, monkeypatch, la
 
 
 def moved_bytes(kvs: Sequence[ChunkKV], layers: range, rows: Sequence[int]) -> list[int]:
-    layout = place([*((n, "chunk", False, i, False) for i, n in enumerate(rows)), (1, "live", False, -1, False)])  # type: ignore[list-item]
+    layout = place(
+        [
+            *((n, "chunk", False, i, False) for i, n in enumerate(rows)),
+            (1, "live", False, -1, False),
+        ]
+    )  # type: ignore[list-item]
     with Wire() as wire:
         move(layers, layout.reused, kvs, META)
     return wire.sizes
@@ -212,7 +248,11 @@ def chunk_of(tokens: int) -> ChunkKV:
 def test_copies_are_as_few_as_memory_allows():
     """A blob is read in pieces, and a layer of an odd length leaves the next one where no wide access can begin."""
     kv = chunk_of(16)
-    assert [len(moved_bytes([*loaded([kv], "int8", n)], range(4), [16])) for n in (4, 2, 1)] == [1, 2, 4]
+    assert [len(moved_bytes([*loaded([kv], "int8", n)], range(4), [16])) for n in (4, 2, 1)] == [
+        1,
+        2,
+        4,
+    ]
     assert len(moved_bytes([*loaded([chunk_of(15)], "int8")], range(4), [15])) == 4
     apart = [kv.map(torch.clone)]
     assert len(moved_bytes(apart, range(4), [16])) == 8
@@ -231,7 +271,9 @@ def test_what_is_cut_short_is_not_moved_whole():
 def test_neighbours_in_two_memories_are_two_copies():
     """As two pinned blocks may be by chance, which no copy can span."""
     memory = memoryview(bytearray(64))
-    halves = [torch.frombuffer(memory[i : i + 32], dtype=torch.int8).view(1, 1, 32) for i in (0, 32)]
+    halves = [
+        torch.frombuffer(memory[i : i + 32], dtype=torch.int8).view(1, 1, 32) for i in (0, 32)
+    ]
     assert halves[0].data_ptr() + 32 == halves[1].data_ptr()
     with Wire() as wire:
         together([LayerKV(*halves)], META)
@@ -245,9 +287,13 @@ def test_layers_come_together_with_their_values(kv_dtype):
     for i, layer in enumerate(kv.layers):
         for whole, part in zip(one.tensors, layer.tensors, strict=True):
             assert torch.equal(whole[i].float(), part.float())
-    assert all(x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0 for x in one.tensors)
+    assert all(
+        x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0 for x in one.tensors
+    )
     again = together([one.map(lambda x, i=i: x[i]) for i in range(4)], "cpu")
-    assert [(x.data_ptr(), x.stride()) for x in again.tensors] == [(x.data_ptr(), x.stride()) for x in one.tensors]
+    assert [(x.data_ptr(), x.stride()) for x in again.tensors] == [
+        (x.data_ptr(), x.stride()) for x in one.tensors
+    ]
 
 
 def test_layers_that_are_not_equally_far_apart_are_copied():
@@ -255,7 +301,10 @@ def test_layers_that_are_not_equally_far_apart_are_copied():
     for picked in ((0, 1, 3), (3, 2, 1), (0, 0, 0)):
         one = together([LayerKV(x[i], x[i] + 1) for i in picked], "cpu")
         assert torch.equal(one.keys, x[list(picked)])
-    assert together([LayerKV(x[i], x[i + 1]) for i in (0, 2, 4)], "cpu").keys.data_ptr() == x.data_ptr()
+    assert (
+        together([LayerKV(x[i], x[i + 1]) for i in (0, 2, 4)], "cpu").keys.data_ptr()
+        == x.data_ptr()
+    )
 
 
 def test_a_chunk_of_the_accelerator_lies_as_a_launch_reads_it():
@@ -264,11 +313,16 @@ def test_a_chunk_of_the_accelerator_lies_as_a_launch_reads_it():
     with Wire() as wire:
         own = own_kv(kv, device=META)
     assert wire.sizes == [kv.num_bytes]
-    assert [x.shape for layer in own.layers for x in layer.tensors] == [x.shape for y in kv.layers for x in y.tensors]
+    assert [x.shape for layer in own.layers for x in layer.tensors] == [
+        x.shape for y in kv.layers for x in y.tensors
+    ]
     other = LayerKV(*(torch.zeros(2, 16, 64).bfloat16() for _ in range(2)))
     mixed = own_kv(ChunkKV((*kv.layers[:2], other, *kv.layers[2:])), device=META)
     steps = [layer.keys.untyped_storage().nbytes() for layer in mixed.layers]
-    assert steps == [2 * kv.layers[0].num_bytes] * 2 + [other.num_bytes] + [2 * kv.layers[0].num_bytes] * 2
+    assert (
+        steps
+        == [2 * kv.layers[0].num_bytes] * 2 + [other.num_bytes] + [2 * kv.layers[0].num_bytes] * 2
+    )
 
 
 def test_layers_of_one_shape_are_placed_together(monkeypatch):
@@ -288,12 +342,17 @@ def test_layers_of_one_shape_are_placed_together(monkeypatch):
         ("cpu", 64, 64, 32, False),
     ],
 )
-def test_the_op_stitches_where_it_has_a_kernel(device, key_dim, value_dim, width, found, monkeypatch):
+def test_the_op_stitches_where_it_has_a_kernel(
+    device, key_dim, value_dim, width, found, monkeypatch
+):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
     x, y = (
         SimpleNamespace(
-            device=torch.device(device), is_cuda=device == "cuda", shape=(1, 2, 9, dim), dtype=torch.float16
+            device=torch.device(device),
+            is_cuda=device == "cuda",
+            shape=(1, 2, 9, dim),
+            dtype=torch.float16,
         )
         for dim in (key_dim, value_dim)
     )
@@ -314,7 +373,9 @@ def test_pairs_are_read_off_the_rotation(name, is_neighbours):
 
 def test_a_rotation_of_another_kind_is_left_to_torch():
     rotation = lm_of().traits[0].rotation
-    odd = replace(rotation, apply=lambda keys, cos, sin: keys * cos[:, None] + keys.flip(-1) * sin[:, None])
+    odd = replace(
+        rotation, apply=lambda keys, cos, sin: keys * cos[:, None] + keys.flip(-1) * sin[:, None]
+    )
     inner = replace(rotation, start=1, width=rotation.width - 2)
     positions = torch.arange(9)
     assert rotation.at(positions).pairs() is not None

@@ -54,7 +54,9 @@ def held_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], threadi
     go_on.set()
 
 
-def test_a_late_chunk_is_a_hole_and_the_answer_is_right(engine_of: MakeEngine, held_up: Any) -> None:
+def test_a_late_chunk_is_a_hole_and_the_answer_is_right(
+    engine_of: MakeEngine, held_up: Any
+) -> None:
     engine = engine_of(store_config=StoreConfig(ram_bytes=0, load_timeout_s=0.3))
     engine.precompute(CHUNKS)
     full = engine.prefill(ask(0, 1, 2), mode="full")
@@ -71,7 +73,9 @@ def test_a_late_chunk_is_a_hole_and_the_answer_is_right(engine_of: MakeEngine, h
     assert result.loaded_bytes > 0
 
 
-def test_a_chunk_damaged_in_one_layer_is_a_hole_and_the_answer_is_right(engine_of: MakeEngine, tmp_path: Path) -> None:
+def test_a_chunk_damaged_in_one_layer_is_a_hole_and_the_answer_is_right(
+    engine_of: MakeEngine, tmp_path: Path
+) -> None:
     engine = engine_of(store_config=StoreConfig(ram_bytes=0))
     engine.precompute(CHUNKS)
     full = engine.prefill(ask(0, 1, 2), mode="full")
@@ -123,13 +127,17 @@ def test_the_uppermost_tier_is_given_up_when_memory_runs_out(
     assert torch.allclose(result.logits, full.logits, atol=1e-3)
     assert result.fallback_reason == ("memory ran out with reuse" if mode == "stitch" else None)
     monkeypatch.setattr(
-        kvrag.generate.sequence, "prefill", lambda *args, **kwargs: (_ for _ in ()).throw(MemoryError("none"))
+        kvrag.generate.sequence,
+        "prefill",
+        lambda *args, **kwargs: (_ for _ in ()).throw(MemoryError("none")),
     )
     with pytest.raises(OutOfMemoryError):
         engine.prefill(ask(0, 1), mode="full")
 
 
-def test_precompute_reports_what_the_disk_does_not_take(engine_of: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_precompute_reports_what_the_disk_does_not_take(
+    engine_of: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = engine_of()
     engine.precompute(CHUNKS[:3], ids=list("abc"))
 
@@ -163,7 +171,9 @@ def test_a_prefetch_by_texts_and_by_keys(engine_of: MakeEngine) -> None:
     assert in_memory.prefetch(CHUNKS[:1]).found == 2
 
 
-def test_a_request_computes_what_a_prefetch_has_not_read_in_time(engine_of: MakeEngine, held_up: Any) -> None:
+def test_a_request_computes_what_a_prefetch_has_not_read_in_time(
+    engine_of: MakeEngine, held_up: Any
+) -> None:
     engine = engine_of(store_config=StoreConfig(load_timeout_s=0.5))
     engine.precompute(CHUNKS)
     full = engine.prefill(ask(0, 1, 2), mode="full")
@@ -187,7 +197,9 @@ def _wait_for_prefetches() -> None:
     hooks._prefetches.release(hooks.MAX_PREFETCHES)
 
 
-def test_only_so_many_prefetches_are_planned_at_once(engine: KVRagEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_so_many_prefetches_are_planned_at_once(
+    engine: KVRagEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     go_on, begun = threading.Event(), []
 
     def slow(texts: Any, **_: Any) -> None:
@@ -209,7 +221,9 @@ def test_only_so_many_prefetches_are_planned_at_once(engine: KVRagEngine, monkey
     assert 2 <= len(begun) <= 5
 
 
-def test_precompute_says_how_much_chunks_are_worth_keeping(engine_of: MakeEngine, tmp_path: Path) -> None:
+def test_precompute_says_how_much_chunks_are_worth_keeping(
+    engine_of: MakeEngine, tmp_path: Path
+) -> None:
     engine = engine_of(kv_dir=tmp_path)
     engine.precompute([CHUNKS[0]], retention=Retention(60))
     engine.precompute([CHUNKS[1]])

@@ -28,7 +28,9 @@ SCHEMA = {
 }
 
 
-@pytest.mark.parametrize("options", [{}, {"temperature": 5.0, "seed": 1}, {"temperature": 1.0, "top_k": 1, "seed": 2}])
+@pytest.mark.parametrize(
+    "options", [{}, {"temperature": 5.0, "seed": 1}, {"temperature": 1.0, "top_k": 1, "seed": 2}]
+)
 @pytest.mark.parametrize("prompt", [ASK, "Who?"], ids=["chat", "text"])
 def test_an_answer_has_its_schema(options, prompt, engine):
     result = engine.generate(prompt, response_format=wanted(SCHEMA), max_new_tokens=80, **options)
@@ -41,12 +43,18 @@ def test_an_answer_has_its_schema(options, prompt, engine):
 
 
 @pytest.mark.parametrize(
-    "make", [tiny_tokenizer, *(lambda p=p: tiny_sentencepiece_tokenizer(p) for p in ("normalizer", "always", "never"))]
+    "make",
+    [
+        tiny_tokenizer,
+        *(lambda p=p: tiny_sentencepiece_tokenizer(p) for p in ("normalizer", "always", "never")),
+    ],
 )
 @pytest.mark.parametrize("seed", range(4))
 def test_every_kind_of_tokenizer_and_a_wider_head(make, seed):
     tokenizer = make()
-    constraint = grammar.constraint_of(answer_form(None, None, wanted(SCHEMA)), tokenizer, frozenset({2}))
+    constraint = grammar.constraint_of(
+        answer_form(None, None, wanted(SCHEMA)), tokenizer, frozenset({2})
+    )
     luck = torch.Generator().manual_seed(seed)
     sampler, ids = Sampler(SamplingConfig(), [], constraint=constraint), []
     while not sampler.is_complete:
@@ -80,12 +88,17 @@ def test_json_mode_and_a_budget_that_ends_first(engine, monkeypatch):
 
 @pytest.mark.parametrize("choice", ["required", "now", {"function": {"name": "search"}}])
 async def test_a_call_that_is_required_is_made(choice, engine):
-    limits = {**TOOL["function"]["parameters"], "properties": {"query": {"type": "string", "maxLength": 3}}}
+    limits = {
+        **TOOL["function"]["parameters"],
+        "properties": {"query": {"type": "string", "maxLength": 3}},
+    }
     tools = [{"function": {**TOOL["function"], "parameters": limits}}, OTHER]
     result = await engine.agenerate(ASK, tools=tools, tool_choice=choice, max_new_tokens=100)
     (call,) = result.tool_calls
     assert (result.text, result.finish_reason) == ("", "tool_calls")
-    assert call.name in {"required": ("search", "now"), "now": ("now",)}.get(str(choice), ("search",))
+    assert call.name in {"required": ("search", "now"), "now": ("now",)}.get(
+        str(choice), ("search",)
+    )
     jsonschema.validate(call.arguments, limits if call.name == "search" else {"maxProperties": 0})
 
 
@@ -101,7 +114,10 @@ def test_tools_and_a_schema_together_leave_both_open(engine, monkeypatch):
 
 async def test_answers_at_once_keep_to_their_own_forms(engine):
     schemas = [{"const": n} for n in range(4)]
-    answers = [engine.agenerate(ASK, response_format=wanted(schema), max_new_tokens=9) for schema in schemas]
+    answers = [
+        engine.agenerate(ASK, response_format=wanted(schema), max_new_tokens=9)
+        for schema in schemas
+    ]
     assert [result.text for result in await asyncio.gather(*answers)] == ["0", "1", "2", "3"]
 
 
@@ -110,8 +126,12 @@ def test_what_cannot_be_compiled_is_refused_by_name(engine, monkeypatch):
         engine.generate(ASK, response_format=wanted({"type": "strange"}))
     monkeypatch.setattr("llguidance.hf.from_tokenizer", raising(ValueError, "Only fast tokenizers"))
     with pytest.raises(ConfigError, match="need a fast tokenizer"):
-        grammar.constraint_of(answer_form(None, None, {"type": "json_object"}), tiny_tokenizer(), frozenset({2}))
-    constraint = grammar.constraint_of(answer_form(None, None, wanted({"const": 1})), engine.tokenizer, frozenset({2}))
+        grammar.constraint_of(
+            answer_form(None, None, {"type": "json_object"}), tiny_tokenizer(), frozenset({2})
+        )
+    constraint = grammar.constraint_of(
+        answer_form(None, None, wanted({"const": 1})), engine.tokenizer, frozenset({2})
+    )
     constraint.take(5)
     assert not constraint.is_complete
     with pytest.raises(InputError, match="can't go on in its form"):

@@ -70,7 +70,9 @@ def test_ctrl_c_in_generate_stops_decoding_while_the_traceback_is_kept(engine, m
         interrupt.wait(60)
         os.kill(os.getpid(), 2)
 
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores the signal
+    before = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a shell's background job ignores the signal
     thread = threading.Thread(target=press)
     thread.start()
     try:
@@ -163,7 +165,9 @@ def test_the_reason_why_auto_drops_reuse_is_kept_and_counted(engine, order):
     """Behind its prefix the first chunk is exact and stays; the others would cost more than they save."""
     engine.precompute(CHUNKS)
     text = "\n\n".join(CHUNKS[i] for i in order)
-    result = engine.prefill([{"role": "user", "content": f"{text}\n\nWho?"}], repair=RepairConfig(strategy="all"))
+    result = engine.prefill(
+        [{"role": "user", "content": f"{text}\n\nWho?"}], repair=RepairConfig(strategy="all")
+    )
     is_dropped = len(order) > 1
     assert result.exactness == "exact"
     assert result.cached_tokens > 0

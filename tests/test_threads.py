@@ -38,7 +38,9 @@ def started(monkeypatch, pool):
     """Names of the threads that were started."""
     names: list[str] = []
     real = threading.Thread.start
-    monkeypatch.setattr(threading.Thread, "start", lambda thread: (names.append(thread.name), real(thread))[1])
+    monkeypatch.setattr(
+        threading.Thread, "start", lambda thread: (names.append(thread.name), real(thread))[1]
+    )
     return names
 
 
@@ -94,7 +96,11 @@ def test_who_waits_for_work_helps(pool, go_on):
     results = pool.ahead(work, range(4))
     assert entered.wait(WAIT_S)
     assert list(results) == [0, 1, 2, 3]
-    assert [number for number, doer in doers.items() if doer is threading.main_thread()] == [1, 2, 3]
+    assert [number for number, doer in doers.items() if doer is threading.main_thread()] == [
+        1,
+        2,
+        3,
+    ]
 
 
 def test_a_fault_of_work_done_ahead_is_raised_in_its_place_and_ends_it(pool):
@@ -165,11 +171,18 @@ def test_a_limited_pool_keeps_the_rest_waiting_and_they_can_be_cancelled(go_on):
 
     busy = [pool.submit(hang) for _ in range(2)]
     assert all(begun.acquire(timeout=WAIT_S) for _ in range(2))
-    waiting, dropped = pool.submit(lambda: threading.current_thread().name), pool.submit(lambda: pytest.fail("it ran"))
+    waiting, dropped = (
+        pool.submit(lambda: threading.current_thread().name),
+        pool.submit(lambda: pytest.fail("it ran")),
+    )
     assert dropped.cancel()
     assert not waiting.done()
     go_on.set()
-    assert [waiting.result(WAIT_S), *(future.result(WAIT_S) for future in busy)] == ["two", True, True]
+    assert [waiting.result(WAIT_S), *(future.result(WAIT_S) for future in busy)] == [
+        "two",
+        True,
+        True,
+    ]
     assert dropped.cancelled()
     assert len(pool._threads) == 2
 
@@ -202,7 +215,9 @@ def test_without_threads_the_answer_is_computed(engine_of, pool, monkeypatch):
         patch.setattr(pool, "_is_over", True)
         result = engine.prefill(question)
     assert result.exactness == "full"
-    assert result.fallback_reason == "the store could not be asked (the interpreter is about to exit)"
+    assert (
+        result.fallback_reason == "the store could not be asked (the interpreter is about to exit)"
+    )
     assert engine.prefill(question).exactness != "full"
 
 
@@ -246,7 +261,8 @@ begun.wait(60)
 
 
 @pytest.mark.parametrize(
-    ("what", "wait_s", "said"), [("polite", 60, "polite\n"), ("deaf", 60, "deaf\n"), ("hung", 0.5, "")]
+    ("what", "wait_s", "said"),
+    [("polite", 60, "polite\n"), ("deaf", 60, "deaf\n"), ("hung", 0.5, "")],
 )
 def test_at_exit_what_runs_is_cancelled_and_joined_within_a_bound(what, wait_s, said):
     script = [sys.executable, "-c", AT_EXIT, what, str(wait_s)]

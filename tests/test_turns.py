@@ -18,7 +18,10 @@ from kvrag.model.turns import ModelTurns, lost_s
 from kvrag.testing.models import TINY
 
 CHUNKS = make_chunks(5, words=42)
-PROMPTS = [f"{' '.join(CHUNKS[i:] + CHUNKS[:i])} Who reads {i}?" for i in range(3)] + ["Who?", "word " * 40]
+PROMPTS = [f"{' '.join(CHUNKS[i:] + CHUNKS[:i])} Who reads {i}?" for i in range(3)] + [
+    "Who?",
+    "word " * 40,
+]
 IDS, MANY = torch.arange(5, 45), 60
 
 
@@ -54,7 +57,10 @@ def test_answers_are_those_of_requests_alone(engine_of, abreast, name):
     alone = [engine.generate(prompt, **options).token_ids for prompt in PROMPTS]
     sizes = abreast(len(PROMPTS))
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
-        together = [r.token_ids for r in pool.map(lambda prompt: engine.generate(prompt, **options), PROMPTS)]
+        together = [
+            r.token_ids
+            for r in pool.map(lambda prompt: engine.generate(prompt, **options), PROMPTS)
+        ]
     assert together == alone
     assert sum(sizes) == sum(len(ids) - 1 for ids in alone)
     assert max(sizes) > 3 if engine.loaded.lm.can_share_forwards else max(sizes) == 1
@@ -66,7 +72,9 @@ def test_sampling_with_a_seed_is_the_same_in_company(engine_of, abreast):
     alone = [engine.generate(PROMPTS[0], **each).token_ids for each in options]
     abreast(len(options))
     with ThreadPoolExecutor(len(options)) as pool:
-        assert [r.token_ids for r in pool.map(lambda each: engine.generate(PROMPTS[0], **each), options)] == alone
+        assert [
+            r.token_ids for r in pool.map(lambda each: engine.generate(PROMPTS[0], **each), options)
+        ] == alone
 
 
 def test_one_request_that_fails_takes_no_other_along(engine_of, abreast, monkeypatch):
@@ -82,7 +90,10 @@ def test_one_request_that_fails_takes_no_other_along(engine_of, abreast, monkeyp
 
     monkeypatch.setattr(engine.loaded.lm, "_run", run)
     with ThreadPoolExecutor(3) as pool:
-        got = [r.token_ids for r in pool.map(lambda prompt: engine.generate(prompt, max_new_tokens=8), PROMPTS[:3])]
+        got = [
+            r.token_ids
+            for r in pool.map(lambda prompt: engine.generate(prompt, max_new_tokens=8), PROMPTS[:3])
+        ]
     assert got == want
 
 
@@ -96,7 +107,9 @@ def eager(monkeypatch):
         serve_(self)
 
     def update(self, *args, **options):
-        for _ in range(50):  # tiny models have done their layers before another thread gets the interpreter
+        for _ in range(
+            50
+        ):  # tiny models have done their layers before another thread gets the interpreter
             if self._turns is not None and not self._turns.wishes and not self._turns.is_stepping:
                 time.sleep(1e-4)
         return update_(self, *args, **options)
@@ -140,7 +153,9 @@ def test_a_forward_that_gives_way_computes_what_it_computes_alone(engine_of, eag
                 break
         company = [engine.prefill(PROMPTS[0], mode="stitch").logits]
         engine.precompute(CHUNKS[4:])
-        company.append(engine.prefill(PROMPTS[0], mode="stitch", repair={"strategy": "none"}).logits)
+        company.append(
+            engine.prefill(PROMPTS[0], mode="stitch", repair={"strategy": "none"}).logits
+        )
         stop.set()
         steps = beside.result(60)
     assert all(torch.equal(a, b) for a, b in zip(alone, company, strict=True))
@@ -189,7 +204,9 @@ class TestModelTurns:
             return [-item for item in items]
 
         with ThreadPoolExecutor(8) as pool:
-            steps = pool.map(lambda i: shared.step(i, double if i % 2 else negate, limit=8), range(100))
+            steps = pool.map(
+                lambda i: shared.step(i, double if i % 2 else negate, limit=8), range(100)
+            )
             assert list(steps) == [2 * i if i % 2 else -i for i in range(100)]
 
     def test_who_has_the_model_does_its_own_steps(self):

@@ -48,7 +48,9 @@ def connector(monkeypatch):
     if not HAS_VLLM:
         for name, members in MODULES.items():
             for end in [m.start() for m in re.finditer(r"\.|$", name)]:
-                monkeypatch.setitem(sys.modules, name[:end], sys.modules.get(name[:end]) or ModuleType(name[:end]))
+                monkeypatch.setitem(
+                    sys.modules, name[:end], sys.modules.get(name[:end]) or ModuleType(name[:end])
+                )
             vars(sys.modules[name]).update(members)
         monkeypatch.delitem(sys.modules, "vllm_kvrag.connector", raising=False)
     return importlib.import_module("vllm_kvrag.connector")
@@ -57,7 +59,10 @@ def connector(monkeypatch):
 def test_the_connector_has_vllms_signatures(connector):
     base = connector.KVConnectorBase_V1
     for name, parameters in RECORDED.items():
-        assert tuple(inspect.signature(getattr(connector.KVRagConnector, name)).parameters) == parameters
+        assert (
+            tuple(inspect.signature(getattr(connector.KVRagConnector, name)).parameters)
+            == parameters
+        )
         if HAS_VLLM:
             assert tuple(inspect.signature(getattr(base, name)).parameters) == parameters
     if HAS_VLLM:
@@ -80,7 +85,9 @@ def setting_of(tmp_path):
         engine, encoder = made[-1], made[-1].loaded.encoder
         assert not engine.precompute(CHUNKS, ids=["a", "b", "c"]).failed
         ids = [list(encoder.chunk_ids(text)) for text in CHUNKS]
-        found = Setting(engine, str(directory), tmp_path / "model.st", ids, list(encoder.head_ids(PREFIX)))
+        found = Setting(
+            engine, str(directory), tmp_path / "model.st", ids, list(encoder.head_ids(PREFIX))
+        )
         export_model(engine, found.file)
         return found
 
@@ -93,9 +100,14 @@ def test_a_prompt_is_covered_as_far_as_it_is_stored(setting_of):
     setting = setting_of()
     heads, whole = setting.heads(), len(setting.head) + len(setting.ids[1])
     assert heads.match(setting.prompt(1))[1] == whole
-    parts, count = heads.match([*setting.head, *setting.ids[1][:20], 7, 7, 7])  # the chunk's beginning, and another end
+    parts, count = heads.match(
+        [*setting.head, *setting.ids[1][:20], 7, 7, 7]
+    )  # the chunk's beginning, and another end
     assert count == len(setting.head) + 20
-    assert [identity.token_ids for identity in parts] == [tuple(setting.head), tuple(setting.ids[1])]
+    assert [identity.token_ids for identity in parts] == [
+        tuple(setting.head),
+        tuple(setting.ids[1]),
+    ]
     assert heads.match(setting.head)[1] == len(setting.head)
     assert heads.match([*setting.ids[1], *setting.head]) == ((), 0)
     assert heads.match([]) == ((), 0)
@@ -112,12 +124,16 @@ def test_what_is_not_exact_is_not_offered(setting_of, tmp_path):
         setting.model, kv_dir=setting.engine.kv_dir, prefix=PREFIX, context="default:50"
     )
     assert not behind.precompute(CHUNKS, ids=["a", "b", "c"]).failed
-    assert setting.heads().match(setting.prompt(0))[1] == len(setting.head)  # chunks behind a context: the prefix alone
+    assert setting.heads().match(setting.prompt(0))[1] == len(
+        setting.head
+    )  # chunks behind a context: the prefix alone
     assert setting.heads("another").match(setting.prompt(0))[1] == 0
     rounded = setting_of(store_config=StoreConfig(kv_dtype="int8"), context=None)
     rounded.engine.delete(["a", "b", "c"])
     assert not rounded.engine.precompute(CHUNKS).failed
-    assert rounded.heads().match(rounded.prompt(0))[1] == len(setting.head)  # that of the first engine
+    assert rounded.heads().match(rounded.prompt(0))[1] == len(
+        setting.head
+    )  # that of the first engine
     assert Heads(setting.engine.store, "sha256:other", "default").match(setting.prompt(0))[1] == 0
 
 
@@ -128,15 +144,22 @@ def test_erased_chunks_are_gone_and_new_ones_are_found(setting_of):
     heads._next = float("inf")  # its list is old from now on
     setting.engine.delete(["a"])
     assert setting.heads().match(prompt)[1] == heads.match(prompt)[1] == len(setting.head)
-    setting.engine.precompute([CHUNKS[0], "Another chunk, of which there was none before. " * 3], ids=["a", "d"])
+    setting.engine.precompute(
+        [CHUNKS[0], "Another chunk, of which there was none before. " * 3], ids=["a", "d"]
+    )
     assert heads.match(prompt)[1] > len(setting.head)
-    new = [*setting.head, *setting.engine.loaded.encoder.chunk_ids("Another chunk, of which there was none")]
+    new = [
+        *setting.head,
+        *setting.engine.loaded.encoder.chunk_ids("Another chunk, of which there was none"),
+    ]
     assert heads.match(new)[1] == len(setting.head)
     heads._next = 0.0
     assert heads.match(new)[1] > len(setting.head) + 5
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-yarn", "phi", "glm", "gptj", "smollm3", "gemma3_text"])
+@pytest.mark.parametrize(
+    "name", ["llama", "llama-yarn", "phi", "glm", "gptj", "smollm3", "gemma3_text"]
+)
 def test_rotations_are_the_models_own(setting_of, name):
     """Halves and neighbours, all dimensions and some, several kinds, none."""
     setting = setting_of(name)
@@ -146,7 +169,9 @@ def test_rotations_are_the_models_own(setting_of, name):
     for turn, table in zip(turns, own, strict=True):
         keys = torch.randn(2, 100, 16)
         expected = table.rotate(keys, slice(500, 600)) if table.width else keys
-        assert torch.allclose(keys if turn is None else turn.rotate(keys, slice(500, 600)), expected, atol=1e-5)
+        assert torch.allclose(
+            keys if turn is None else turn.rotate(keys, slice(500, 600)), expected, atol=1e-5
+        )
 
 
 def test_only_models_that_vllm_can_load_are_exported(engine_of, tmp_path, setting_of):
@@ -182,17 +207,26 @@ def test_loaded_rows_are_those_of_a_full_prefill(connector, setting_of, name, co
     model.set_attn_implementation("eager")  # some versions' SDPA leaves soft caps out
     prompt = setting.prompt(0)
     own = connect(connector, setting)
-    layers = {f"model.layers.{i}.self_attn.attn": Layer(2, 16) for i in range(model.config.num_hidden_layers)}
+    layers = {
+        f"model.layers.{i}.self_attn.attn": Layer(2, 16)
+        for i in range(model.config.num_hidden_layers)
+    }
     blocks = torch.randperm(BLOCKS)[: len(prompt) // BLOCK + 1].tolist()
     count = schedule(own, request_of(prompt), blocks, computed)
     stop = len(setting.head) + len(setting.ids[0])
     assert computed + count == stop
-    own.start_load_kv(SimpleNamespace(no_compile_layers={**layers, "model.layers.0.mlp.experts": object()}))
+    own.start_load_kv(
+        SimpleNamespace(no_compile_layers={**layers, "model.layers.0.mlp.experts": object()})
+    )
     with torch.no_grad():  # a cache without a config drops nothing, whatever the layers' windows
-        expected = model(torch.tensor([prompt]), use_cache=True, past_key_values=DynamicCache()).past_key_values
+        expected = model(
+            torch.tensor([prompt]), use_cache=True, past_key_values=DynamicCache()
+        ).past_key_values
     for layer, (keys, values, *_) in zip(layers.values(), expected, strict=True):
         for found, computed_by_model in zip(layer.rows(blocks), (keys[0], values[0]), strict=True):
-            assert torch.allclose(found[:, computed:stop], computed_by_model[:, computed:stop], atol=2e-5)
+            assert torch.allclose(
+                found[:, computed:stop], computed_by_model[:, computed:stop], atol=2e-5
+            )
             assert not found[:, :computed].any()
             assert not found[:, stop:].any()
     assert own.get_block_ids_with_load_errors() == set()
@@ -213,11 +247,18 @@ def test_a_chunk_that_is_gone_by_then_is_left_to_vllm(connector, setting_of):
 def test_requests_whose_kv_is_their_own_are_left_alone(connector, setting_of):
     setting = setting_of()
     own, prompt = connect(connector, setting), setting.prompt(0)
-    for other in ({"lora_request": 1}, {"mm_features": [1]}, {"cache_salt": "salt"}, {"prompt_embeds": 1}):
+    for other in (
+        {"lora_request": 1},
+        {"mm_features": [1]},
+        {"cache_salt": "salt"},
+        {"prompt_embeds": 1},
+    ):
         assert schedule(own, request_of(prompt, **other), []) == 0
     assert own._get_connector_metadata().loads == []
     stored = [*setting.head, *setting.ids[0]]
-    assert schedule(own, request_of(stored), list(range(20))) == len(stored) - 1  # vLLM computes one at least
+    assert (
+        schedule(own, request_of(stored), list(range(20))) == len(stored) - 1
+    )  # vLLM computes one at least
     assert own.get_num_new_matched_tokens(request_of(stored), len(stored) - 1) == (0, False)
     own.request_finished(request_of(stored), [])
     assert own._found == {}
@@ -255,14 +296,29 @@ def test_vllm_answers_with_stored_kv_as_without(setting_of, monkeypatch, capfd, 
 
     # vLLM's attention on CPUs has no head dim of 16; Mistral's window is refused, and newer ones have none.
     window = {"sliding_window": None} if name == "mistral" else {}
-    monkeypatch.setitem(TINY, "wide", {"model_type": name, **TINY[name], "hidden_size": 128, "head_dim": 32, **window})
+    monkeypatch.setitem(
+        TINY,
+        "wide",
+        {"model_type": name, **TINY[name], "hidden_size": 128, "head_dim": 32, **window},
+    )
     setting, sampling = setting_of("wide"), SamplingParams(temperature=0, max_tokens=8, logprobs=5)
-    options = {"dtype": "float32", "max_model_len": 1024, "enforce_eager": True, "kv_cache_memory_bytes": 2**26}
+    options = {
+        "dtype": "float32",
+        "max_model_len": 1024,
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": 2**26,
+    }
     llm = LLM(setting.model, **options, max_num_seqs=4, kv_transfer_config=transfer_of(setting))
-    prompts = [setting.prompt(0), [*setting.head, *setting.ids[1][:50], 70, 71, 72], setting.prompt(2)]
+    prompts = [
+        setting.prompt(0),
+        [*setting.head, *setting.ids[1][:50], 70, 71, 72],
+        setting.prompt(2),
+    ]
 
     def answer(**own: Any) -> Any:
-        return llm.generate([{"prompt_token_ids": prompt, **own} for prompt in prompts], sampling, use_tqdm=False)
+        return llm.generate(
+            [{"prompt_token_ids": prompt, **own} for prompt in prompts], sampling, use_tqdm=False
+        )
 
     alone, head = answer(cache_salt="own"), len(setting.head)  # which the connector leaves to vLLM
     assert [each.num_cached_tokens for each in alone] == [0, 0, 0]

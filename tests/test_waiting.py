@@ -46,7 +46,12 @@ class FakeTime:
 def slow(monkeypatch):
     """Make what each stage does take 1, 2, 4, ... seconds of a fake clock; return these by stage."""
     clock, took = FakeTime(), {}
-    for module in ("kvrag.engine", "kvrag.blend.clock", "kvrag.generate.sampling", "kvrag.generate.sequence"):
+    for module in (
+        "kvrag.engine",
+        "kvrag.blend.clock",
+        "kvrag.generate.sampling",
+        "kvrag.generate.sequence",
+    ):
         monkeypatch.setattr(f"{module}.time", clock)
     costs = Costs(1.0, 1.0, 0.0, {"request": 0.0})
     monkeypatch.setattr("kvrag.blend.cost.costs_of", lambda *_: costs)
@@ -121,7 +126,9 @@ def shown(monkeypatch):
 
 def test_loading_proving_and_measuring_show_progress(shown, tmp_path, monkeypatch):
     monkeypatch.setenv("KVRAG_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr("kvrag.blend.cost.costs_of", lambda lm, file: kvrag.blend.cost.measure_and_keep(lm, file))
+    monkeypatch.setattr(
+        "kvrag.blend.cost.costs_of", lambda lm, file: kvrag.blend.cost.measure_and_keep(lm, file)
+    )
     directory = save_tiny_model(tmp_path / "a-model")
     with closing(KVRagEngine.from_pretrained(directory, context=None)) as engine:
         engine.loaded  # noqa: B018

@@ -76,18 +76,26 @@ def test_a_changed_file_is_hashed_again(change, tmp_path, reads):
 
 
 @pytest.mark.parametrize("case", ["changed while read", "changed a moment ago", "small"])
-def test_what_may_change_unseen_and_what_is_small_is_not_remembered(case, tmp_path, cache, monkeypatch):
+def test_what_may_change_unseen_and_what_is_small_is_not_remembered(
+    case, tmp_path, cache, monkeypatch
+):
     file = make_file(tmp_path / "model.safetensors", size=1 if case == "small" else SIZE)
-    if case == "changed a moment ago":  # a second change within one tick of the clock would leave no trace
+    if (
+        case == "changed a moment ago"
+    ):  # a second change within one tick of the clock would leave no trace
         monkeypatch.setattr(weights, "_RACE_NS", 2 * 10**9)
     elif case == "changed while read":
         real = weights.hashlib.file_digest
-        monkeypatch.setattr(weights.hashlib, "file_digest", lambda *args: (os.utime(file), real(*args))[1])
+        monkeypatch.setattr(
+            weights.hashlib, "file_digest", lambda *args: (os.utime(file), real(*args))[1]
+        )
     files_digest([file])
     assert not cache.exists()
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"\x00\xff", b"not a digest", b"0" * 63, b"0" * 65, b"0" * 64 + b"\n"])
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"\x00\xff", b"not a digest", b"0" * 63, b"0" * 65, b"0" * 64 + b"\n"]
+)
 def test_a_damaged_entry_is_computed_again(content, tmp_path, cache, reads):
     file = make_file(tmp_path / "model.safetensors")
     expected = files_digest([file])
@@ -131,9 +139,13 @@ def test_the_cache_follows_the_users_conventions(monkeypatch, tmp_path):
 def test_no_home_is_no_fault(tmp_path, monkeypatch):
     monkeypatch.delenv(CACHE_VARIABLE)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(weights.Path, "home", raising(RuntimeError, "Could not determine home directory."))
+    monkeypatch.setattr(
+        weights.Path, "home", raising(RuntimeError, "Could not determine home directory.")
+    )
     engine = KVRagEngine.from_pretrained(save_tiny_model(tmp_path / "model"))
-    assert engine.generate("Who?", max_new_tokens=1).token_ids, "the proof was made, and kept for this process"
+    assert engine.generate("Who?", max_new_tokens=1).token_ids, (
+        "the proof was made, and kept for this process"
+    )
     assert cache_dir().stat().st_mode & 0o777 == 0o700
 
 
@@ -190,7 +202,9 @@ def test_a_hub_model_is_known_by_its_commit_and_what_is_taken_from_it():
         of("org/model", "c1", use_safetensors=False),
     ]
     assert len(set(found)) == 5
-    assert of("other-name/model", "c1", token="secret", device_map="cpu", subfolder=None) == found[0]
+    assert (
+        of("other-name/model", "c1", token="secret", device_map="cpu", subfolder=None) == found[0]
+    )
 
 
 def test_what_is_not_known_well_enough_is_hashed_in_memory(tmp_path):
@@ -204,7 +218,10 @@ def test_what_is_not_known_well_enough_is_hashed_in_memory(tmp_path):
 def test_subfolders_hold_different_models(tmp_path):
     for name, seed in (("a", 0), ("b", 1)):
         save_tiny_model(tmp_path / name, seed=seed)
-    prints = [load(ModelSource(tmp_path, hf_kwargs={"subfolder": name})).fingerprint for name in ("a", "b")]
+    prints = [
+        load(ModelSource(tmp_path, hf_kwargs={"subfolder": name})).fingerprint
+        for name in ("a", "b")
+    ]
     assert prints[0] != prints[1]
 
 

@@ -32,7 +32,11 @@ def engine(engine_of):
 
 
 def given(engine: KVRagEngine, *texts: str, question: str = "Who?") -> list[str | Chunk]:
-    return [engine.prefix_text, *[part for text in texts for part in (Chunk(text), "\n\n")], question]
+    return [
+        engine.prefix_text,
+        *[part for text in texts for part in (Chunk(text), "\n\n")],
+        question,
+    ]
 
 
 def answer(engine: KVRagEngine, prompt: Any, **options: Any) -> Any:
@@ -42,7 +46,11 @@ def answer(engine: KVRagEngine, prompt: Any, **options: Any) -> Any:
 
 
 def identities(engine: KVRagEngine, *texts: str) -> Any:
-    return [i for text in texts for i in engine.store.identities(engine._namespace(None), text_digest(text))]
+    return [
+        i
+        for text in texts
+        for i in engine.store.identities(engine._namespace(None), text_digest(text))
+    ]
 
 
 class Paused:
@@ -70,7 +78,13 @@ def test_what_is_written_back_is_what_precompute_stores(engine, engine_of, tmp_p
     repair = RepairConfig(strategy="query", recompute_ratio=0.5, shift=1.0)
     result = answer(engine, given(engine, CHUNKS[0], CHUNKS[1], CHUNKS[2]), repair=repair)
     assert result.computed_tokens > 100
-    assert engine.stats()["write_back"] == {"stored": 2, "skipped": 0, "failed": 0, "dropped": 0, "waiting": 0}
+    assert engine.stats()["write_back"] == {
+        "stored": 2,
+        "skipped": 0,
+        "failed": 0,
+        "dropped": 0,
+        "waiting": 0,
+    }
     other = engine_of("llama", kv_dir=tmp_path / "other")
     other.precompute(CHUNKS, batch_size=1)
     for identity in identities(other, *CHUNKS[:3]):
@@ -100,7 +114,10 @@ def test_only_answers_with_reuse_write_back(engine, engine_of):
     answer(engine, given(engine, "Too short."))
     assert engine.flush_write_back(PATIENT_S)
     assert engine.store.catalog.keys() == []
-    for other in (engine_of("llama"), engine_of("gpt2", store_config=STORE)):  # by default; and of a refused model
+    for other in (
+        engine_of("llama"),
+        engine_of("gpt2", store_config=STORE),
+    ):  # by default; and of a refused model
         answer(other, prompt, mode="auto")
         assert other.store.catalog.keys() == []
         assert "write_back" not in other.stats()
@@ -150,7 +167,9 @@ def test_a_prefix_that_was_precomputed_with_is_kept_to(engine):
     engine.precompute(CHUNKS[3:], prefix="Notes of the archive:\n")
     result = answer(engine, ["Notes of the archive:\n", Chunk(CHUNKS[0]), "\nWho?"])
     assert result.computed_tokens > 64
-    assert answer(engine, ["Notes of the archive:\n", Chunk(CHUNKS[0]), "\nWho?"]).exactness == "exact"
+    assert (
+        answer(engine, ["Notes of the archive:\n", Chunk(CHUNKS[0]), "\nWho?"]).exactness == "exact"
+    )
 
 
 def test_registered_texts_without_kv_come_back(engine):
@@ -171,7 +190,9 @@ def test_a_chunk_whose_first_part_is_reused_is_stored_if_the_rest_pays(engine, l
     text = CHUNKS[0][:120] + (CHUNKS[1] if is_stored else " and so on")
     answer(engine, given(engine, text[:length] if length is None else text))
     assert bool(identities(engine, text)) == is_stored
-    assert sum(len(span.text) for span in engine.explain(given(engine, text)).spans if span.hit) > 100
+    assert (
+        sum(len(span.text) for span in engine.explain(given(engine, text)).spans if span.hit) > 100
+    )
 
 
 # -- when it is stored -----------------------------------------------------------------------------------------------------
@@ -192,7 +213,9 @@ def test_it_waits_until_no_request_runs(engine, monkeypatch):
 
 def test_the_answer_does_not_wait_for_it(engine, monkeypatch):
     paused = Paused(monkeypatch)
-    first, again = (engine.generate(given(engine, CHUNKS[0]), max_new_tokens=2, mode="stitch") for _ in range(2))
+    first, again = (
+        engine.generate(given(engine, CHUNKS[0]), max_new_tokens=2, mode="stitch") for _ in range(2)
+    )
     assert paused.reached.wait(PATIENT_S)
     assert first.token_ids == again.token_ids
     assert not engine.flush_write_back(0.0)
@@ -213,7 +236,13 @@ def test_without_room_or_a_thread_chunks_are_dropped_and_counted(what, engine, m
                 SimpleNamespace(submit=raising(RuntimeError, "can't start new thread")),
             )
         answer(engine, given(engine, CHUNKS[0], CHUNKS[1]))
-    assert engine.stats()["write_back"] == {"stored": 0, "skipped": 0, "failed": 0, "dropped": 2, "waiting": 0}
+    assert engine.stats()["write_back"] == {
+        "stored": 0,
+        "skipped": 0,
+        "failed": 0,
+        "dropped": 2,
+        "waiting": 0,
+    }
     answer(engine, given(engine, CHUNKS[0]))
     assert engine.stats()["write_back"]["stored"] == 1
 
@@ -225,7 +254,9 @@ def test_faults_are_counted_and_logged_and_the_engine_goes_on(engine, monkeypatc
     assert "the disk is full" in caplog.text
     assert engine.stats()["write_back"]["failed"] == 1
     answer(engine, given(engine, CHUNKS[1]))
-    assert engine.stats()["write_back"]["dropped"] == 1, "not again right away: each try costs a forward"
+    assert engine.stats()["write_back"]["dropped"] == 1, (
+        "not again right away: each try costs a forward"
+    )
     monkeypatch.setattr(kvrag.precompute.on_miss, "RETRY_S", 0.0)
     write_back = engine._answering.write_back
     assert write_back is not None
@@ -249,7 +280,9 @@ def unstored(engine: KVRagEngine) -> None:
     engine.store.delete([chunk_key(identities(engine, CHUNKS[0])[0])])
 
 
-def paused_at_a_miss(engine: KVRagEngine, monkeypatch: pytest.MonkeyPatch, *, after: bool) -> Paused:
+def paused_at_a_miss(
+    engine: KVRagEngine, monkeypatch: pytest.MonkeyPatch, *, after: bool
+) -> Paused:
     """Answer a prompt with such a document, and hold its write-back up."""
     unstored(engine)
     paused = Paused(monkeypatch, after=after)
@@ -339,7 +372,11 @@ engine = KVRagEngine.from_pretrained({tiny_dir!r}, kv_dir={str(tmp_path)!r}, sto
 engine.generate([engine.prefix_text, Chunk({CHUNKS[0]!r}), "Who?"], max_new_tokens=2)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert (done.returncode, "Fatal" in done.stderr, "Traceback" in done.stderr) == (0, False, False), done.stderr
+    assert (done.returncode, "Fatal" in done.stderr, "Traceback" in done.stderr) == (
+        0,
+        False,
+        False,
+    ), done.stderr
 
 
 def test_one_counter_serves_a_directory_whatever_its_name(tmp_path):

@@ -3,8 +3,34 @@
 import torch
 
 WORDS = [
-    *("archive", "reader", "keeper", "table", "window", "box", "key", "value", "chunk", "repair", "order", "question"),
-    *("answer", "model", "token", "layer", "head", "row", "prompt", "river", "stone", "letter", "harbour", "winter"),
+    *(
+        "archive",
+        "reader",
+        "keeper",
+        "table",
+        "window",
+        "box",
+        "key",
+        "value",
+        "chunk",
+        "repair",
+        "order",
+        "question",
+    ),
+    *(
+        "answer",
+        "model",
+        "token",
+        "layer",
+        "head",
+        "row",
+        "prompt",
+        "river",
+        "stone",
+        "letter",
+        "harbour",
+        "winter",
+    ),
     *("lamp", "ledger", "garden", "copper", "signal", "thread"),
 ]
 
@@ -13,4 +39,6 @@ def make_chunks(count: int, *, words: int = 40, seed: int = 0) -> list[str]:
     """Distinct chunk texts of about ``3 × words`` tiny tokens."""
     generator = torch.Generator().manual_seed(seed)
     picks = torch.randint(len(WORDS), (count, words), generator=generator).tolist()
-    return [f"Note {seed}-{i}: " + " ".join(WORDS[j] for j in row) + "." for i, row in enumerate(picks)]
+    return [
+        f"Note {seed}-{i}: " + " ".join(WORDS[j] for j in row) + "." for i, row in enumerate(picks)
+    ]

@@ -52,7 +52,9 @@ MODULES: dict[str, dict[str, Any]] = {
     },
     "vllm.logger": {"init_logger": lambda name: SimpleNamespace(warning=lambda *_: None)},
     "vllm.v1.kv_cache_interface": {"FullAttentionSpec": type("FullAttentionSpec", (), {})},
-    "vllm.model_executor.models.utils": {"extract_layer_index": lambda name: int(re.findall(r"\.(\d+)\.", name)[0])},
+    "vllm.model_executor.models.utils": {
+        "extract_layer_index": lambda name: int(re.findall(r"\.(\d+)\.", name)[0])
+    },
 }
 
 
@@ -92,16 +94,30 @@ class Layer:
 def config_of(setting: Setting, **changes) -> SimpleNamespace:
     extra = {"kv_dir": str(setting.engine.kv_dir), "model": str(setting.file)}
     config = setting.engine.loaded.lm.model.config
-    model = {"model": setting.model, "hf_config": config, "dtype": torch.float32, "quantization": None}
+    model = {
+        "model": setting.model,
+        "hf_config": config,
+        "dtype": torch.float32,
+        "quantization": None,
+    }
     own = (
-        {"cache_dtype": "auto", "world_size": 1, "speculative_config": None, "kv_load_failure_policy": "recompute"}
+        {
+            "cache_dtype": "auto",
+            "world_size": 1,
+            "speculative_config": None,
+            "kv_load_failure_policy": "recompute",
+        }
         | model
         | changes
     )
-    transfer = SimpleNamespace(get_from_extra_config=lambda name, default: extra.get(name, default), **own)
+    transfer = SimpleNamespace(
+        get_from_extra_config=lambda name, default: extra.get(name, default), **own
+    )
     one = SimpleNamespace(block_size=BLOCK, **own)
     parts = {"model_config": one, "cache_config": one, "parallel_config": one}
-    return SimpleNamespace(kv_transfer_config=transfer, speculative_config=own["speculative_config"], **parts)
+    return SimpleNamespace(
+        kv_transfer_config=transfer, speculative_config=own["speculative_config"], **parts
+    )
 
 
 def connect(connector, setting: Setting, **changes) -> Any:
@@ -113,7 +129,9 @@ def connect(connector, setting: Setting, **changes) -> Any:
 
 def request_of(ids: list[int], **own) -> SimpleNamespace:
     none = {"lora_request": None, "mm_features": [], "cache_salt": None, "prompt_embeds": None}
-    return SimpleNamespace(request_id="r", prompt_token_ids=ids, num_prompt_tokens=len(ids), **(none | own))
+    return SimpleNamespace(
+        request_id="r", prompt_token_ids=ids, num_prompt_tokens=len(ids), **(none | own)
+    )
 
 
 def schedule(own: Any, request: SimpleNamespace, blocks: list[int], computed: int = 0) -> int:
@@ -133,7 +151,10 @@ def transfer_of(setting: Setting) -> Any:
         kv_connector_module_path="vllm_kvrag.connector",
         kv_role="kv_consumer",
         kv_load_failure_policy="recompute",
-        kv_connector_extra_config={"kv_dir": str(setting.engine.kv_dir), "model": str(setting.file)},
+        kv_connector_extra_config={
+            "kv_dir": str(setting.engine.kv_dir),
+            "model": str(setting.file),
+        },
     )
 
 

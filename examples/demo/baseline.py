@@ -29,7 +29,11 @@ class FullPrefill:
 
 
 def full_prefill(
-    model: PreTrainedModel, prompt_ids: Sequence[int], *, max_new_tokens: int = 1, eos_ids: frozenset[int] = frozenset()
+    model: PreTrainedModel,
+    prompt_ids: Sequence[int],
+    *,
+    max_new_tokens: int = 1,
+    eos_ids: frozenset[int] = frozenset(),
 ) -> FullPrefill:
     """Prefill a prompt and decode greedily with the model's own attention and cache."""
     start, cpu = time.perf_counter(), time.process_time()
@@ -41,6 +45,11 @@ def full_prefill(
         seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
         while len(answer) < max_new_tokens and answer[-1] not in eos_ids:
             last = torch.tensor([answer[-1:]], device=model.device)
-            out = model(input_ids=last, past_key_values=out.past_key_values, use_cache=True, logits_to_keep=1)
+            out = model(
+                input_ids=last,
+                past_key_values=out.past_key_values,
+                use_cache=True,
+                logits_to_keep=1,
+            )
             answer.append(int(out.logits[0, -1].argmax()))
     return FullPrefill(seconds * 1e3, cpu / seconds, answer, answer[-1] not in eos_ids)

@@ -32,7 +32,11 @@ class DirectPipeline:
         self._chunks: list[str] = []
         self._index: Any = None
         self.engine = KVRagEngine.get(
-            config.model, kv_dir=config.kv_dir, prefix=_messages("{context}", ""), store_config=STORE, **config.options
+            config.model,
+            kv_dir=config.kv_dir,
+            prefix=_messages("{context}", ""),
+            store_config=STORE,
+            **config.options,
         )
 
     def index(self, chunks: Sequence[DocumentChunk]) -> PrecomputeReport:
@@ -46,7 +50,9 @@ class DirectPipeline:
 
     def ask(self, question: str, *, max_new_tokens: int) -> Answer:
         """Retrieve chunks and answer from them."""
-        _, nearest = self._index.search(self._embeddings.embed([question]), min(self._config.top_k, len(self._chunks)))
+        _, nearest = self._index.search(
+            self._embeddings.embed([question]), min(self._config.top_k, len(self._chunks))
+        )
         context = join_chunks([self._chunks[position] for position in nearest[0]])
         prompt = _messages(context, question)
         result = self.engine.generate(prompt, max_new_tokens=max_new_tokens)

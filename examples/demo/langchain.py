@@ -34,7 +34,11 @@ class LangChainPipeline:
         self._embeddings = LangChainEmbeddings(config.embeddings)
         self._to_prompt: Runnable[str, Any] | None = None
         self.llm = ChatKVRag(
-            model=config.model, kv_dir=config.kv_dir, prefix=self._prompt, store_config=STORE, **config.options
+            model=config.model,
+            kv_dir=config.kv_dir,
+            prefix=self._prompt,
+            store_config=STORE,
+            **config.options,
         )
         self.engine = self.llm.engine
 
@@ -45,7 +49,10 @@ class LangChainPipeline:
         report = self.llm.precompute_kv(documents)
         store = KVRagVectorStore.from_documents(documents, self._embeddings, llm=self.llm)
         retriever = store.as_retriever(search_kwargs={"k": self._config.top_k})
-        self._to_prompt = {"context": retriever | _join, "question": RunnablePassthrough()} | self._prompt
+        self._to_prompt = {
+            "context": retriever | _join,
+            "question": RunnablePassthrough(),
+        } | self._prompt
         return report
 
     def ask(self, question: str, *, max_new_tokens: int) -> Answer:
@@ -57,7 +64,11 @@ class LangChainPipeline:
         roles = {"human": "user", "system": "system"}
         messages = [{"role": roles[m.type], "content": m.content} for m in prompt.to_messages()]
         made = message.response_metadata
-        return answer_of(str(message.content), messages, {**made["kvrag"], "finish_reason": made["finish_reason"]})
+        return answer_of(
+            str(message.content),
+            messages,
+            {**made["kvrag"], "finish_reason": made["finish_reason"]},
+        )
 
 
 class LangChainEmbeddings(Embeddings):

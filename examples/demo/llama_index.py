@@ -32,7 +32,9 @@ class LlamaIndexPipeline:
     name = "LlamaIndex"
 
     def __init__(self, config: DemoConfig) -> None:
-        self._template = ChatPromptTemplate([ChatMessage(SYSTEM, role="system"), ChatMessage(HUMAN, role="user")])
+        self._template = ChatPromptTemplate(
+            [ChatMessage(SYSTEM, role="system"), ChatMessage(HUMAN, role="user")]
+        )
         self._embeddings = LlamaIndexEmbeddings(config.embeddings)
         self._top_k = config.top_k
         self._retriever: Any = None
@@ -52,7 +54,9 @@ class LlamaIndexPipeline:
         report = self.llm.precompute_kv(nodes)
         index = VectorStoreIndex(
             nodes,
-            storage_context=StorageContext.from_defaults(vector_store=KVRagVectorStore(llm=self.llm)),
+            storage_context=StorageContext.from_defaults(
+                vector_store=KVRagVectorStore(llm=self.llm)
+            ),
             embed_model=self._embeddings,
         )
         self._retriever = index.as_retriever(similarity_top_k=self._top_k)
@@ -60,10 +64,14 @@ class LlamaIndexPipeline:
 
     def ask(self, question: str, *, max_new_tokens: int) -> Answer:
         """Retrieve chunks and answer from them."""
-        context = join_chunks([found.node.get_content() for found in self._retriever.retrieve(question)])
+        context = join_chunks(
+            [found.node.get_content() for found in self._retriever.retrieve(question)]
+        )
         messages = self._template.format_messages(context=context, question=question)
         response = self.llm.chat(messages, max_new_tokens=max_new_tokens)
-        prompt = [{"role": message.role.value, "content": message.content or ""} for message in messages]
+        prompt = [
+            {"role": message.role.value, "content": message.content or ""} for message in messages
+        ]
         return answer_of(response.message.content or "", prompt, response.raw["kvrag"])
 
 

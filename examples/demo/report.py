@@ -50,14 +50,30 @@ def correctness(rows: list[Row]) -> str:
 
 def timings(rows: list[Row]) -> Table:
     """Milliseconds to the first token and where each prompt's KV came from, with medians."""
-    table = Table(title="Time to the first token, and how the prompt's KV was made", title_justify="left")
+    table = Table(
+        title="Time to the first token, and how the prompt's KV was made", title_justify="left"
+    )
     table.add_column("#", justify="right", no_wrap=True)
-    for name in ("full prefill", "kvrag", "its load", "ratio", "prompt", "reused", "repaired", "computed"):
+    for name in (
+        "full prefill",
+        "kvrag",
+        "its load",
+        "ratio",
+        "prompt",
+        "reused",
+        "repaired",
+        "computed",
+    ):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("how", no_wrap=True)
     for number, row in enumerate(rows, start=1):
         made = row.answer
-        counts = (made.prompt_tokens, made.cached_tokens, made.repaired_tokens, made.computed_tokens)
+        counts = (
+            made.prompt_tokens,
+            made.cached_tokens,
+            made.repaired_tokens,
+            made.computed_tokens,
+        )
         table.add_row(
             str(number),
             _ms(row.full.ttft_ms),
@@ -89,7 +105,9 @@ def answers(rows: list[Row]) -> Table:
     table.add_column("kvrag", ratio=4)
     for number, row in enumerate(rows, start=1):
         # Text objects: what a model writes may look like rich's markup.
-        table.add_row(str(number), Text(row.question.text), Text(row.full_text), Text(row.answer.text))
+        table.add_row(
+            str(number), Text(row.question.text), Text(row.full_text), Text(row.answer.text)
+        )
     return table
 
 

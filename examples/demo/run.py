@@ -133,28 +133,42 @@ def run_demo(
     )
     chunks = [chunk for chunk in split if chunk.num_tokens >= MIN_TOKENS]
     ids, tokens = [chunk.id for chunk in chunks], sum(chunk.num_tokens for chunk in chunks)
-    progress.say(f"{len(documents)} documents, {len(chunks)} chunks, {tokens} tokens; precomputing what has no KV yet")
-    with progress.stage("indexing", lambda: f"{len({*ids} & {*engine.document_ids()})} of {len(ids)} chunks have KV"):
+    progress.say(
+        f"{len(documents)} documents, {len(chunks)} chunks, {tokens} tokens; precomputing what has no KV yet"
+    )
+    with progress.stage(
+        "indexing", lambda: f"{len({*ids} & {*engine.document_ids()})} of {len(ids)} chunks have KV"
+    ):
         indexed = pipeline.index(chunks)
     how = f"{indexed.skipped} chunks found on disk, {indexed.stored} computed ({indexed.seconds:.1f} s)"
     progress.say(f"{how}, all indexed")
     rows = _answer_all(pipeline, questions, kv_dir, sizes, progress)
-    again = None if indexed.skipped else engine.precompute([chunk.text for chunk in chunks], ids=ids)
+    again = (
+        None if indexed.skipped else engine.precompute([chunk.text for chunk in chunks], ids=ids)
+    )
     per_token = loaded.reusable.kv_bytes_per_token
     return DemoReport(rows, len(chunks), tokens, indexed, again, per_token, machine)
 
 
 def _answer_all(
-    pipeline: Pipeline, questions: Sequence[Question], kv_dir: Path, sizes: Sizes, progress: Progress
+    pipeline: Pipeline,
+    questions: Sequence[Question],
+    kv_dir: Path,
+    sizes: Sizes,
+    progress: Progress,
 ) -> list[Row]:
     with progress.stage("warming up: one question both ways, not counted"):
         _ask_both(pipeline, questions[0], kv_dir, max_new_tokens=1)
-    progress.say(f"asking {len(questions)} questions, by kvrag and by full prefill in turns, best of {sizes.repeats}")
+    progress.say(
+        f"asking {len(questions)} questions, by kvrag and by full prefill in turns, best of {sizes.repeats}"
+    )
     rows = []
     for number, question in enumerate(questions, start=1):
         with progress.stage(f"question {number} of {len(questions)}: {escape(question.text)}"):
             row = _ask_both(pipeline, question, kv_dir, max_new_tokens=sizes.max_new_tokens)
-            for _ in range(sizes.repeats - 1):  # further runs are for the clock alone: the answers are greedy
+            for _ in range(
+                sizes.repeats - 1
+            ):  # further runs are for the clock alone: the answers are greedy
                 row = _faster(row, _ask_both(pipeline, question, kv_dir, max_new_tokens=1))
         rows.append(row)
         times = f"full {row.full.ttft_ms:.0f} ms, kvrag {row.answer.ttft_ms:.0f} ms"
@@ -184,7 +198,12 @@ def _ask_both(pipeline: Pipeline, question: Question, kv_dir: Path, *, max_new_t
     assert len(ids) == answer.prompt_tokens, "both runs must answer the same prompt"
     eos_ids = end_ids(loaded)
     full = full_prefill(loaded.lm.model, ids, max_new_tokens=max_new_tokens, eos_ids=eos_ids)
-    return Row(question, answer, full, whole_words(loaded.encoder.decode(full.token_ids), is_cut=full.is_cut))
+    return Row(
+        question,
+        answer,
+        full,
+        whole_words(loaded.encoder.decode(full.token_ids), is_cut=full.is_cut),
+    )
 
 
 def _faster(row: Row, other: Row) -> Row:
@@ -193,7 +212,9 @@ def _faster(row: Row, other: Row) -> Row:
     if other.answer.ttft_ms < answer.ttft_ms:
         answer = replace(answer, ttft_ms=other.answer.ttft_ms, load_ms=other.answer.load_ms)
     best = min(full, other.full, key=lambda run: run.ttft_ms)
-    return replace(row, answer=answer, full=replace(full, ttft_ms=best.ttft_ms, num_busy=best.num_busy))
+    return replace(
+        row, answer=answer, full=replace(full, ttft_ms=best.ttft_ms, num_busy=best.num_busy)
+    )
 
 
 def _forget_pages(kv_dir: Path) -> None:

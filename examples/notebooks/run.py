@@ -43,7 +43,12 @@ def run(source: Path) -> None:
     notebook = notebook_of(source.read_text("utf-8"))
     where = {"metadata": {"path": str(FOLDER)}}
     NotebookClient(
-        notebook, timeout=1800, kernel_name="python3", record_timing=False, coalesce_streams=True, resources=where
+        notebook,
+        timeout=1800,
+        kernel_name="python3",
+        record_timing=False,
+        coalesce_streams=True,
+        resources=where,
     ).execute()
     notebook.metadata.pop("language_info", None)
     for cell in notebook.cells:
@@ -51,7 +56,9 @@ def run(source: Path) -> None:
         if cell.cell_type == "code":
             cell.outputs = [out for out in cell.outputs if out.get("name") != "stderr"]
             if found := PATHS.search(str(cell.outputs)):
-                raise SystemExit(f"{source.name}: an output holds {found[0]!r}, a path of this machine: {cell.outputs}")
+                raise SystemExit(
+                    f"{source.name}: an output holds {found[0]!r}, a path of this machine: {cell.outputs}"
+                )
     nbformat.write(notebook, source.with_suffix(".ipynb"))
 
 

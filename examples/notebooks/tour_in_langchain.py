@@ -10,7 +10,9 @@
 import sys
 import tempfile
 
-sys.path.append("..")  # the examples' folder: local.py has the paths of the models and of the documents
+sys.path.append(
+    ".."
+)  # the examples' folder: local.py has the paths of the models and of the documents
 
 import matplotlib.pyplot as plt
 from langchain_core.documents import Document
@@ -32,16 +34,25 @@ from local import EMBEDDINGS, HANDBOOK, MODEL, show
 
 # %%
 prompt = ChatPromptTemplate(
-    [("system", "Answer the question with words from the documents."), ("human", "{context}\n\n{question}")]
+    [
+        ("system", "Answer the question with words from the documents."),
+        ("human", "{context}\n\n{question}"),
+    ]
 )
 llm = ChatKVRag(model=MODEL, kv_dir=tempfile.mkdtemp(), prefix=prompt, max_tokens=16)
-splitter = RecursiveCharacterTextSplitter.from_language(Language.MARKDOWN, chunk_size=1000, chunk_overlap=0)
+splitter = RecursiveCharacterTextSplitter.from_language(
+    Language.MARKDOWN, chunk_size=1000, chunk_overlap=0
+)
 texts = splitter.split_text(HANDBOOK.read_text())
 documents = [Document(text, id=f"handbook#{number}") for number, text in enumerate(texts)]
-store = KVRagVectorStore.from_documents(documents, HuggingFaceEmbeddings(model_name=EMBEDDINGS), llm=llm)
+store = KVRagVectorStore.from_documents(
+    documents, HuggingFaceEmbeddings(model_name=EMBEDDINGS), llm=llm
+)
 
 disk = llm.engine.stats()["store"]["disk"]
-print(f"{len(documents)} documents; on disk: {disk.chunks} chunks with the prefix, {disk.num_bytes / 2**20:.0f} MiB")
+print(
+    f"{len(documents)} documents; on disk: {disk.chunks} chunks with the prefix, {disk.num_bytes / 2**20:.0f} MiB"
+)
 
 # %% [markdown]
 # ## Ask
@@ -54,11 +65,19 @@ retriever = store.as_retriever(search_kwargs={"k": 4})
 join = lambda found: "\n\n".join(document.page_content for document in reversed(found))  # noqa: E731
 to_prompt = {"context": retriever | join, "question": RunnablePassthrough()} | prompt
 sides = {"full": to_prompt | llm.bind(mode="full"), "kvrag": to_prompt | llm}
-sides["kvrag"].invoke("Who is the archivist?")  # the first request of a process measures what the model costs here
+sides["kvrag"].invoke(
+    "Who is the archivist?"
+)  # the first request of a process measures what the model costs here
 
 for question in ("How many seats does the Lindqvist Room have?", "When was the last real flood?"):
     answers = {name: side.invoke(question) for name, side in sides.items()}
-    show(question, **{name: (answer.content, answer.response_metadata["kvrag"]) for name, answer in answers.items()})
+    show(
+        question,
+        **{
+            name: (answer.content, answer.response_metadata["kvrag"])
+            for name, answer in answers.items()
+        },
+    )
 
 # %% [markdown]
 # LangChain's own accounting counts what was reused as read from a cache, so tracing tools show it:
@@ -94,10 +113,14 @@ ROLES = {"system": "system", "human": "user"}
 
 def as_chat(value) -> list[dict[str, str]]:
     """Return a prompt in the form of the engine below the model class."""
-    return [{"role": ROLES[message.type], "content": message.content} for message in value.to_messages()]
+    return [
+        {"role": ROLES[message.type], "content": message.content} for message in value.to_messages()
+    ]
 
 
-alone = as_chat(prompt.invoke({"context": documents[2].page_content, "question": "How many seats are there?"}))
+alone = as_chat(
+    prompt.invoke({"context": documents[2].page_content, "question": "How many seats are there?"})
+)
 many = as_chat(value)
 engine = llm.engine
 for name, chat, repair in (
@@ -106,9 +129,14 @@ for name, chat, repair in (
     ("four chunks, the default", many, RepairConfig()),
     ("four chunks, no repair", many, RepairConfig(strategy="none")),
 ):
-    full, made = engine.prefill(chat, mode="full"), engine.prefill(chat, mode="stitch", repair=repair)
+    full, made = (
+        engine.prefill(chat, mode="full"),
+        engine.prefill(chat, mode="stitch", repair=repair),
+    )
     off = float((full.logits - made.logits).abs().max())
-    print(f"{name:<31} {made.exactness:<9} {made.cached_tokens:>4} tokens reused, logits differ by up to {off:.4f}")
+    print(
+        f"{name:<31} {made.exactness:<9} {made.cached_tokens:>4} tokens reused, logits differ by up to {off:.4f}"
+    )
 
 # %% [markdown]
 # ## Repair against distance
@@ -125,12 +153,19 @@ for ratio in ratios:
     repair = RepairConfig(recompute_ratio=ratio) if ratio else RepairConfig(strategy="none")
     scored = engine.score(many, own, mode="stitch", repair=repair)
     distances.append(float(kl_divergence(reference, scored.logits).mean()))
-    print(f"{ratio:>5.0%} of the rows: {scored.repaired_tokens:>3} repaired, KL {distances[-1]:.5f}")
+    print(
+        f"{ratio:>5.0%} of the rows: {scored.repaired_tokens:>3} repaired, KL {distances[-1]:.5f}"
+    )
 
 # %%
 figure, axes = plt.subplots(figsize=(5, 3), dpi=80)
 axes.plot([100 * ratio for ratio in ratios], distances, "o-")
 axes.axvline(3, color="grey", linestyle=":", label="fast, 3%")
-axes.set(xlabel="rows repaired, %", ylabel="KL, nats per token", yscale="log", title="One prompt of four chunks")
+axes.set(
+    xlabel="rows repaired, %",
+    ylabel="KL, nats per token",
+    yscale="log",
+    title="One prompt of four chunks",
+)
 axes.legend()
 figure.tight_layout()

@@ -12,7 +12,9 @@ import sys
 import tempfile
 from statistics import median
 
-sys.path.append("..")  # the examples' folder: local.py has the paths of the model and of the documents
+sys.path.append(
+    ".."
+)  # the examples' folder: local.py has the paths of the model and of the documents
 
 import matplotlib.pyplot as plt
 import torch
@@ -21,7 +23,9 @@ from kvrag import KVRagEngine, RepairConfig
 from kvrag.verify import kl_divergence
 from local import HANDBOOK, MODEL
 
-print(f"{os.cpu_count()} cores, {torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f} before the first cell")
+print(
+    f"{os.cpu_count()} cores, {torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f} before the first cell"
+)
 
 # %% [markdown]
 # ## What the index costs
@@ -38,7 +42,9 @@ def prompt_of(sections, question="When was the last real flood?"):
 
 
 chunks = [f"## {part.strip()}" for part in HANDBOOK.read_text().split("\n## ")[1:]]
-engine = KVRagEngine.from_pretrained(MODEL, kv_dir=tempfile.mkdtemp(), prefix=prompt_of(["{context}"]))
+engine = KVRagEngine.from_pretrained(
+    MODEL, kv_dir=tempfile.mkdtemp(), prefix=prompt_of(["{context}"])
+)
 model = engine.loaded  # read first: its time is not the index's
 report = engine.precompute(chunks)
 disk = engine.stats()["store"]["disk"]
@@ -54,7 +60,10 @@ print(f"{model.reusable.kv_bytes_per_token / 1024:.1f} KiB per token, in float32
 # %%
 REPEATS = 3
 long = prompt_of(chunks[:8])
-ways = {"full prefill": {"mode": "full"}, "nothing": {"mode": "stitch", "repair": RepairConfig(strategy="none")}}
+ways = {
+    "full prefill": {"mode": "full"},
+    "nothing": {"mode": "stitch", "repair": RepairConfig(strategy="none")},
+}
 ways |= {
     f"{ratio:.0%}": {"mode": "stitch", "repair": RepairConfig(recompute_ratio=ratio)}
     for ratio in (0.01, 0.03, 0.1, 0.2, 0.4)
@@ -77,7 +86,8 @@ times, results = times_of(long, ways)
 own = engine.generate(long, mode="full", max_new_tokens=12).token_ids
 reference = engine.score(long, own, mode="full").logits
 distances = {
-    name: float(kl_divergence(reference, engine.score(long, own, **way).logits).mean()) for name, way in ways.items()
+    name: float(kl_divergence(reference, engine.score(long, own, **way).logits).mean())
+    for name, way in ways.items()
 }
 print(
     f"{results['full prefill'].prompt_tokens} tokens\n\nrepaired      first token   against full   KL, nats per token"
@@ -109,7 +119,9 @@ figure.tight_layout()
 # both ways would cost here, and prefills in full where reuse can't pay; the result says why.
 
 # %%
-FOREIGN = HANDBOOK.with_name("10-operating-a-service.md").read_text().split("\n## ")[1:]  # of these, there is no KV
+FOREIGN = (
+    HANDBOOK.with_name("10-operating-a-service.md").read_text().split("\n## ")[1:]
+)  # of these, there is no KV
 
 
 def compare(known, foreign):
@@ -118,13 +130,16 @@ def compare(known, foreign):
     by_way, made = times_of(prompt, {mode: {"mode": mode} for mode in ("full", "stitch", "auto")})
     auto = made["auto"]
     row = "   ".join(f"{by_way[mode]:>6.0f} ms" for mode in ("full", "stitch", "auto"))
-    how = f"{auto.exactness}, {auto.cached_tokens} tokens reused" + f" ({auto.fallback_reason})" * bool(
-        auto.fallback_reason
+    how = (
+        f"{auto.exactness}, {auto.cached_tokens} tokens reused"
+        + f" ({auto.fallback_reason})" * bool(auto.fallback_reason)
     )
     print(f"{known:>5} and {foreign} {auto.prompt_tokens:>8}    {row}   {how}")
 
 
-print("sections with\nand without KV  tokens         full      stitch        auto   how auto was made")
+print(
+    "sections with\nand without KV  tokens         full      stitch        auto   how auto was made"
+)
 for known, foreign in ((13, 0), (4, 0), (1, 0), (4, 4), (1, 4)):
     compare(known, foreign)
 

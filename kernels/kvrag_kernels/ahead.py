@@ -40,7 +40,9 @@ def _forms(dim: int, dtype: torch.dtype) -> Iterator[tuple[str, ...]]:
         for rotary in (int(share * dim) for share in ROTATED):
             angles = torch.empty((1, 1, rotary // 2))
             for interleaved in (False, True):
-                call = Stitching([keys], [values], [out], [out], [0], angles, angles, [0], interleaved)
+                call = Stitching(
+                    [keys], [values], [out], [out], [0], angles, angles, [0], interleaved
+                )
                 options = stitch_launch.defines(call)
                 if options is not None:  # it wants rotated channels in sixteens
                     yield options
@@ -81,6 +83,8 @@ def build(archs: Sequence[str] = ARCHS, dims: Sequence[int] = HEAD_DIMS) -> dict
     """
     compiler = nvrtc.find()
     return {
-        arch: sum(1 for v in [*variants(arch, dims), *stitch_variants(arch, dims)] if v.cubin(compiler))
+        arch: sum(
+            1 for v in [*variants(arch, dims), *stitch_variants(arch, dims)] if v.cubin(compiler)
+        )
         for arch in archs
     }

@@ -82,8 +82,14 @@ class CudaModule:
         self._module, self._context = ctypes.c_void_p(), ctypes.c_void_p()
         with torch.cuda.device(device):
             number, library = ctypes.c_int(), _library()
-            _check(library.cuDeviceGet(ctypes.byref(number), ctypes.c_int(device)), f"finding device {device}")
-            _check(library.cuDevicePrimaryCtxRetain(ctypes.byref(self._context), number), "retaining torch's context")
+            _check(
+                library.cuDeviceGet(ctypes.byref(number), ctypes.c_int(device)),
+                f"finding device {device}",
+            )
+            _check(
+                library.cuDevicePrimaryCtxRetain(ctypes.byref(self._context), number),
+                "retaining torch's context",
+            )
             self._make_current()
             _check(library.cuModuleLoadData(ctypes.byref(self._module), cubin), "loading a kernel")
 
@@ -97,7 +103,9 @@ class CudaModule:
     def registers(self, kernel: str) -> int:
         """Return the registers that a thread of a kernel has at its launch."""
         count = ctypes.c_int()
-        code = _library().cuFuncGetAttribute(ctypes.byref(count), _NUM_REGISTERS, self._function(kernel, 0))
+        code = _library().cuFuncGetAttribute(
+            ctypes.byref(count), _NUM_REGISTERS, self._function(kernel, 0)
+        )
         _check(code, f"asking for the registers of {kernel}")
         return count.value
 
@@ -106,11 +114,15 @@ class CudaModule:
         if key not in self._functions:
             function = ctypes.c_void_p()
             _check(
-                _library().cuModuleGetFunction(ctypes.byref(function), self._module, kernel.encode()),
+                _library().cuModuleGetFunction(
+                    ctypes.byref(function), self._module, kernel.encode()
+                ),
                 f"finding {kernel}",
             )
             if shared_bytes > DEFAULT_SHARED_BYTES:
-                code = _library().cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED_BYTES, shared_bytes)
+                code = _library().cuFuncSetAttribute(
+                    function, _MAX_DYNAMIC_SHARED_BYTES, shared_bytes
+                )
                 _check(code, f"reserving {shared_bytes} bytes of shared memory for {kernel}")
             self._functions[key] = function
         return self._functions[key]
@@ -132,10 +144,15 @@ class CudaModule:
             u32(1, 1, 1, 1),
             *(ctypes.c_int(x) for x in (0, _SWIZZLE_128_BYTES, _PROMOTE_TO_256_BYTES, 0)),
         )
-        _check(code, f"describing keys of shape {tuple(x.shape)} and strides {x.stride()} to the copy unit")
+        _check(
+            code,
+            f"describing keys of shape {tuple(x.shape)} and strides {x.stride()} to the copy unit",
+        )
         return buffer.raw[start : start + 128]
 
-    def launch(self, kernel: str, blocks: int, threads: int, shared_bytes: int, arguments: bytes) -> None:
+    def launch(
+        self, kernel: str, blocks: int, threads: int, shared_bytes: int, arguments: bytes
+    ) -> None:
         """Launch a one-dimensional grid on torch's current stream of the device; capturable into a CUDA graph."""
         self._make_current()
         function = self._function(kernel, shared_bytes)
@@ -144,6 +161,16 @@ class CudaModule:
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
         u = ctypes.c_uint
         code = _library().cuLaunchKernel(
-            function, u(blocks), u(1), u(1), u(threads), u(1), u(1), u(shared_bytes), stream, pointers, None
+            function,
+            u(blocks),
+            u(1),
+            u(1),
+            u(threads),
+            u(1),
+            u(1),
+            u(shared_bytes),
+            stream,
+            pointers,
+            None,
         )
         _check(code, f"launching {kernel}")

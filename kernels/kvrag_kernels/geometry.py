@@ -84,14 +84,18 @@ _TILES_LIGHT = {
 _TILES_SM75 = {64: (128, 64, 4), 96: (64, 32, 4), 128: (64, 32, 4), 256: (64, 16, 4)}
 
 
-def geometry_of(dim: int, capability: tuple[int, int] = (8, 0), *, has_softcap: bool = False) -> Geometry:
+def geometry_of(
+    dim: int, capability: tuple[int, int] = (8, 0), *, has_softcap: bool = False
+) -> Geometry:
     """Return the tile sizes for a head dim: 99 KiB of shared memory suffice from sm_80 on, 64 KiB on sm_75.
 
     A soft cap may change the warps, never the tile: one plan serves layers with and without it.
     """
     if capability < (8, 0):
         return Geometry(dim, *_TILES_SM75[dim])
-    return Geometry(dim, *(_TILES | _TILES_LIGHT if has_softcap or capability >= (10, 0) else _TILES)[dim])
+    return Geometry(
+        dim, *(_TILES | _TILES_LIGHT if has_softcap or capability >= (10, 0) else _TILES)[dim]
+    )
 
 
 _TILES_TMA = {64: (128, 128, 8), 96: (128, 128, 8), 128: (128, 128, 8), 256: (128, 64, 8)}
@@ -104,7 +108,11 @@ def hopper_geometry(dim: int) -> Geometry:
 
 def supports(dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> bool:
     """Whether a kernel exists: sm_75 has no bfloat16 tensor cores, and Volta no ldmatrix."""
-    return dim in HEAD_DIMS and dtype in DTYPES and capability >= ((8, 0) if dtype == torch.bfloat16 else OLDEST)
+    return (
+        dim in HEAD_DIMS
+        and dtype in DTYPES
+        and capability >= ((8, 0) if dtype == torch.bfloat16 else OLDEST)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,10 +152,19 @@ class PlanShape:
 
         Plans with tiles of different sizes differ in length, so that none is taken for another: all else is a multiple of 4.
         """
-        return 8 + 8 * self.batch * self.tiles + 4 * self.max_items + {16: 0, 32: 1, 64: 2, 128: 3}[self.keys]
+        return (
+            8
+            + 8 * self.batch * self.tiles
+            + 4 * self.max_items
+            + {16: 0, 32: 1, 64: 2, 128: 3}[self.keys]
+        )
 
 
-def plan_shape(geometry: Geometry, batch: int, rows: int, heads: int, kv_heads: int, processors: int) -> PlanShape:
+def plan_shape(
+    geometry: Geometry, batch: int, rows: int, heads: int, kv_heads: int, processors: int
+) -> PlanShape:
     """Return the room for a plan on a device with so many multiprocessors."""
     tiles = -(-rows * (heads // kv_heads) // geometry.rows)
-    return PlanShape(batch, tiles, max(1, int(ITEMS_PER_PROCESSOR * processors) // kv_heads), geometry.keys)
+    return PlanShape(
+        batch, tiles, max(1, int(ITEMS_PER_PROCESSOR * processors) // kv_heads), geometry.keys
+    )

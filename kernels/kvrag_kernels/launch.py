@@ -9,7 +9,14 @@ from typing import Protocol
 
 import torch
 
-from kvrag_kernels.geometry import COMBINE_ROWS, COMBINE_THREADS, PLAN_THREADS, Geometry, PlanShape, plan_shape
+from kvrag_kernels.geometry import (
+    COMBINE_ROWS,
+    COMBINE_THREADS,
+    PLAN_THREADS,
+    Geometry,
+    PlanShape,
+    plan_shape,
+)
 
 _ATTENTION = struct.Struct("12Q 11q 9i 2f 4x")
 """``struct Attention`` of ``csrc/tiles.cuh``."""
@@ -29,7 +36,9 @@ class Module(Protocol):
 
     processors: int
 
-    def launch(self, kernel: str, blocks: int, threads: int, shared_bytes: int, arguments: bytes) -> None:
+    def launch(
+        self, kernel: str, blocks: int, threads: int, shared_bytes: int, arguments: bytes
+    ) -> None:
         """Launch a one-dimensional grid on the current stream."""
 
     def tensor_map(self, x: torch.Tensor, box_rows: int) -> bytes:
@@ -55,7 +64,8 @@ def prepare(call: Call) -> Call:
     """Return the call with rows that 16-byte copies can read, int32 limits, float32 sinks and a prefix within the keys."""
     # A clone, not `contiguous`: that leaves a contiguous tensor where it is, 16 bytes or not.
     q, k, v = (
-        x if _is_aligned(x) else x.clone(memory_format=torch.contiguous_format) for x in (call.q, call.k, call.v)
+        x if _is_aligned(x) else x.clone(memory_format=torch.contiguous_format)
+        for x in (call.q, call.k, call.v)
     )
     hi, lo = (x if x is None else _int32(x) for x in (call.hi, call.lo))
     sinks = None if call.sinks is None else call.sinks.float().contiguous()
@@ -65,7 +75,10 @@ def prepare(call: Call) -> Call:
 
 def mapped(call: Call, empty: Empty = torch.empty) -> Call:
     """Return a prepared call with keys and values that tensor maps can describe."""
-    k, v = (x if can_map(x) else empty(x.shape, dtype=x.dtype, device=x.device).copy_(x) for x in (call.k, call.v))
+    k, v = (
+        x if can_map(x) else empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
+        for x in (call.k, call.v)
+    )
     return replace(call, k=k, v=v)
 
 
@@ -86,7 +99,9 @@ def shape_of(module: Module, geometry: Geometry, call: Call) -> PlanShape:
     return plan_shape(geometry, batch, rows, heads, call.k.shape[1], module.processors)
 
 
-def make_plan(module: Module, geometry: Geometry, call: Call, empty: Empty = torch.empty) -> torch.Tensor:
+def make_plan(
+    module: Module, geometry: Geometry, call: Call, empty: Empty = torch.empty
+) -> torch.Tensor:
     """Launch the planning kernel: an int32 tensor on the device, good for every layer with the same shapes and limits.
 
     Where :func:`attend` has nothing to launch there is nothing to plan either, and nobody reads what is returned.
@@ -105,7 +120,11 @@ def _has_work(call: Call) -> bool:
 
 
 def attend(
-    module: Module, geometry: Geometry, call: Call, plan: torch.Tensor | None = None, empty: Empty = torch.empty
+    module: Module,
+    geometry: Geometry,
+    call: Call,
+    plan: torch.Tensor | None = None,
+    empty: Empty = torch.empty,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run the attention kernels; ``call`` is a prepared one. See :func:`kvrag_kernels.ragged_attention` for the results."""
     batch, heads, rows, dim = call.q.shape
@@ -117,13 +136,17 @@ def attend(
     shape = shape_of(module, geometry, call)
     if plan is None or plan.numel() != shape.ints:
         plan = make_plan(module, geometry, call, empty)
-    part_out = empty((shape.max_slots, kv_heads, geometry.rows, dim), dtype=torch.float32, device=device)
+    part_out = empty(
+        (shape.max_slots, kv_heads, geometry.rows, dim), dtype=torch.float32, device=device
+    )
     part_lse = empty(part_out.shape[:3], dtype=torch.float32, device=device)
     call = mapped(call, empty) if geometry.uses_tma else call
     made = {"out": out, "lse": lse, "plan": plan, "part_out": part_out, "part_lse": part_lse}
     arguments = pack(call, shape, made)
     whole = _with_maps(module, geometry, call, arguments) if geometry.uses_tma else arguments
-    module.launch(geometry.kernel, shape.max_items * kv_heads, geometry.threads, geometry.shared_bytes, whole)
+    module.launch(
+        geometry.kernel, shape.max_items * kv_heads, geometry.threads, geometry.shared_bytes, whole
+    )
     combining = batch * shape.tiles * kv_heads * geometry.rows // COMBINE_ROWS
     module.launch("ragged_combine", combining, COMBINE_THREADS, 0, arguments)
     return out.transpose(1, 2), lse
@@ -139,7 +162,10 @@ def map_sizes(x: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return what a tensor map says of ``(B, H, N, D)``, innermost first: four sizes in elements, three strides in bytes."""
     batch, heads, rows, dim = x.shape
     sizes = (rows, heads, batch)
-    strides = (s if n > 1 else dim for s, n in zip((x.stride(2), x.stride(1), x.stride(0)), sizes, strict=True))
+    strides = (
+        s if n > 1 else dim
+        for s, n in zip((x.stride(2), x.stride(1), x.stride(0)), sizes, strict=True)
+    )
     return (dim, *sizes), tuple(s * x.element_size() for s in strides)
 
 

@@ -54,7 +54,9 @@ class Nvrtc:
     """
 
     def __init__(self, path: str) -> None:
-        for builtins in sorted(Path(path).parent.glob("libnvrtc-builtins.so*")) if os.sep in path else ():
+        for builtins in (
+            sorted(Path(path).parent.glob("libnvrtc-builtins.so*")) if os.sep in path else ()
+        ):
             if ".alt." not in builtins.name:
                 ctypes.CDLL(
                     str(builtins), mode=ctypes.RTLD_GLOBAL
@@ -85,7 +87,11 @@ class Nvrtc:
         wanted = int(arch[3:].removesuffix("a"))
         if arch.endswith("a") and wanted in self.archs():
             return arch
-        known = [a for a in self.archs() if a // 10 == wanted // 10 and a <= wanted and not arch.endswith("a")]
+        known = [
+            a
+            for a in self.archs()
+            if a // 10 == wanted // 10 and a <= wanted and not arch.endswith("a")
+        ]
         if not known:
             raise CompileError(
                 f"NVRTC {self.version[0]}.{self.version[1]} knows no architecture that {arch} runs; install a newer one"
@@ -112,7 +118,11 @@ class Nvrtc:
         flags = [f"--gpu-architecture={arch}", *FLAGS, *options]
         program = ctypes.c_void_p()
         text = source.encode()
-        self._check(self._library.nvrtcCreateProgram(ctypes.byref(program), text, b"kernel.cu", 0, None, None))
+        self._check(
+            self._library.nvrtcCreateProgram(
+                ctypes.byref(program), text, b"kernel.cu", 0, None, None
+            )
+        )
         try:
             array = (ctypes.c_char_p * len(flags))(*(f.encode() for f in flags))
             code = self._library.nvrtcCompileProgram(program, len(flags), array)
@@ -141,7 +151,10 @@ _ENTRY = re.compile(
 
 def parse_usage(log: str) -> dict[str, Usage]:
     """Read registers and spills per kernel from ptxas's report."""
-    return {name: Usage(int(used), int(stores) + int(loads)) for name, stores, loads, used in _ENTRY.findall(log)}
+    return {
+        name: Usage(int(used), int(stores) + int(loads))
+        for name, stores, loads, used in _ENTRY.findall(log)
+    }
 
 
 def candidates() -> Iterator[str]:
@@ -150,7 +163,9 @@ def candidates() -> Iterator[str]:
     By path before by name: only a path says where its builtins lie.
     """
     folders = [Path(p) / "nvidia" for p in sys.path if p and (Path(p) / "nvidia").is_dir()]
-    yield from _libraries((folder / "cu*" / "lib", folder / "cuda_nvrtc" / "lib") for folder in folders)
+    yield from _libraries(
+        (folder / "cu*" / "lib", folder / "cuda_nvrtc" / "lib") for folder in folders
+    )
     if torch.version.cuda:
         yield f"libnvrtc.so.{torch.version.cuda.partition('.')[0]}"
     for home in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"):
@@ -161,8 +176,12 @@ def candidates() -> Iterator[str]:
 def _libraries(groups: Iterable[tuple[Path, ...]]) -> Iterator[str]:
     for patterns in groups:
         for pattern in patterns:
-            for folder in sorted(Path(pattern.anchor or ".").glob(str(pattern.relative_to(pattern.anchor)))):
-                yield from (str(x) for x in sorted(folder.glob("libnvrtc.so.*")) if ".alt." not in x.name)
+            for folder in sorted(
+                Path(pattern.anchor or ".").glob(str(pattern.relative_to(pattern.anchor)))
+            ):
+                yield from (
+                    str(x) for x in sorted(folder.glob("libnvrtc.so.*")) if ".alt." not in x.name
+                )
 
 
 def installed() -> Iterator[Nvrtc]:

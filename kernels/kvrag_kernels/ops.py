@@ -16,7 +16,9 @@ _LIBRARY.define(
     "ragged_attention(Tensor q, Tensor k, Tensor v, Tensor hi, Tensor? lo=None, SymInt prefix=0, *, float scale, "
     "float softcap=0.0, Tensor? sinks=None, Tensor? plan=None) -> (Tensor, Tensor)"
 )
-_LIBRARY.define("ragged_plan(Tensor q, Tensor k, Tensor hi, Tensor? lo=None, SymInt prefix=0) -> Tensor")
+_LIBRARY.define(
+    "ragged_plan(Tensor q, Tensor k, Tensor hi, Tensor? lo=None, SymInt prefix=0) -> Tensor"
+)
 
 
 def ragged_attention(
@@ -81,7 +83,11 @@ def ragged_attention(
 
 
 def ragged_plan(
-    q: torch.Tensor, k: torch.Tensor, hi: torch.Tensor, lo: torch.Tensor | None = None, prefix: int = 0
+    q: torch.Tensor,
+    k: torch.Tensor,
+    hi: torch.Tensor,
+    lo: torch.Tensor | None = None,
+    prefix: int = 0,
 ) -> torch.Tensor:
     """Plan :func:`ragged_attention` once for all layers of a forward, on the device: which tiles each row needs, split evenly.
 
@@ -122,16 +128,24 @@ def check_attention(
             "k and v the same heads and keys"
         )
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
-        raise ValueError(f"{q.shape[1]} query heads are not a multiple of {k.shape[1]} key heads; repeat or drop heads")
+        raise ValueError(
+            f"{q.shape[1]} query heads are not a multiple of {k.shape[1]} key heads; repeat or drop heads"
+        )
     if not (q.dtype == k.dtype == v.dtype) or not q.dtype.is_floating_point:
-        raise ValueError(f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}; convert them to one floating point dtype")
+        raise ValueError(
+            f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}; convert them to one floating point dtype"
+        )
     for name, limit in (("hi", hi), ("lo", lo)):
-        if limit is not None and (limit.dtype.is_floating_point or tuple(limit.shape) not in _limit_shapes(q)):
+        if limit is not None and (
+            limit.dtype.is_floating_point or tuple(limit.shape) not in _limit_shapes(q)
+        ):
             raise ValueError(
                 f"{name} is {limit.dtype} of shape {tuple(limit.shape)}; it needs integers of one of the shapes {_limit_shapes(q)}"
             )
     if sinks is not None and tuple(sinks.shape) != (q.shape[1],):
-        raise ValueError(f"sinks has shape {tuple(sinks.shape)}; it needs one score per query head: ({q.shape[1]},)")
+        raise ValueError(
+            f"sinks has shape {tuple(sinks.shape)}; it needs one score per query head: ({q.shape[1]},)"
+        )
     if not scale > 0 or softcap < 0:
         raise ValueError(
             f"scale is {scale} and softcap {softcap}; scale must be positive and softcap at least 0 (0: none)"
@@ -189,14 +203,22 @@ def _compute(
 
 
 def _plan(
-    q: torch.Tensor, k: torch.Tensor, hi: torch.Tensor, lo: torch.Tensor | None = None, prefix: int = 0
+    q: torch.Tensor,
+    k: torch.Tensor,
+    hi: torch.Tensor,
+    lo: torch.Tensor | None = None,
+    prefix: int = 0,
 ) -> torch.Tensor:
     made = runtime.make_plan(launch.Call(q, k, k, hi, lo, prefix, 1.0)) if q.is_cuda else None
     return q.new_empty(0, dtype=torch.int32) if made is None else made
 
 
 def _fake_plan(
-    q: torch.Tensor, k: torch.Tensor, hi: torch.Tensor, lo: torch.Tensor | None = None, prefix: int = 0
+    q: torch.Tensor,
+    k: torch.Tensor,
+    hi: torch.Tensor,
+    lo: torch.Tensor | None = None,
+    prefix: int = 0,
 ) -> torch.Tensor:
     return q.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=torch.int32)
 

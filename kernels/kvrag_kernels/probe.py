@@ -51,8 +51,12 @@ def probe_mass(
     check_attention(q, k, k, hi, lo, scale, softcap, sinks)
     check_devices(q, lse=lse)
     if lse.shape != q.shape[:3]:
-        raise ValueError(f"lse has the shape {tuple(lse.shape)}; rows and heads of q need {tuple(q.shape[:3])}")
-    result = torch.ops.kvrag.probe_mass(q, k, lse, hi, lo, prefix, scale=scale, softcap=softcap, sinks=sinks)
+        raise ValueError(
+            f"lse has the shape {tuple(lse.shape)}; rows and heads of q need {tuple(q.shape[:3])}"
+        )
+    result = torch.ops.kvrag.probe_mass(
+        q, k, lse, hi, lo, prefix, scale=scale, softcap=softcap, sinks=sinks
+    )
     return cast(torch.Tensor, result)
 
 
@@ -72,7 +76,11 @@ def _compute(
         done = runtime.probe(launch.Call(q, k, k, hi, lo, prefix, scale, softcap, sinks), lse)
         if done is not None:
             return done
-    total = lse.float() if sinks is None else torch.logaddexp(lse.float(), sinks.float()[None, :, None].expand_as(lse))
+    total = (
+        lse.float()
+        if sinks is None
+        else torch.logaddexp(lse.float(), sinks.float()[None, :, None].expand_as(lse))
+    )
     most = torch.zeros(k.shape[:3], dtype=torch.float32, device=q.device)
     for b in range(q.shape[0]):
         first = lo if lo is None or lo.dim() == 1 else lo[b]

@@ -42,7 +42,9 @@ def probabilities(
     seen = seen[:, None] if seen.dim() == 3 else seen
     s = scores(q, k, scale, softcap).masked_fill(~seen, NEGATIVE)
     lse = torch.logsumexp(s, dim=-1)
-    total = lse if sinks is None else torch.logaddexp(lse, sinks.double()[None, :, None].expand_as(lse))
+    total = (
+        lse if sinks is None else torch.logaddexp(lse, sinks.double()[None, :, None].expand_as(lse))
+    )
     p = torch.exp(s - total[..., None]).masked_fill(~seen, 0.0)
     return p, lse
 
@@ -64,7 +66,9 @@ def attention(
     return p @ v.double().repeat_interleave(q.shape[1] // v.shape[1], dim=1), lse
 
 
-def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool) -> torch.Tensor:
+def rotated(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool
+) -> torch.Tensor:
     """Rotate the first ``R`` channels of ``x (H_kv, T, D)`` by ``cos, sin (T, R / 2)``, in float64, one pair at a time."""
     x, half = x.double().clone(), cos.shape[1]
     for i in range(half):

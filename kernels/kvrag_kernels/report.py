@@ -31,12 +31,16 @@ def info() -> dict[str, Any]:
     for i in range(torch.cuda.device_count() if torch.version.cuda else 0):
         capability = torch.cuda.get_device_capability(i)
         path = _path(capability, compiler, missing)
-        devices.append({"name": torch.cuda.get_device_name(i), "arch": arch_of(capability), "attention": path})
+        devices.append(
+            {"name": torch.cuda.get_device_name(i), "arch": arch_of(capability), "attention": path}
+        )
     return {
         "mode": mode(),
         "devices": devices,
         "attention_elsewhere": "torch",
-        "nvrtc": f"{compiler.version[0]}.{compiler.version[1]} ({compiler.path})" if compiler else missing,
+        "nvrtc": f"{compiler.version[0]}.{compiler.version[1]} ({compiler.path})"
+        if compiler
+        else missing,
         "cache": str(nvrtc.cache_folder() or "none: this user has no home; set KVRAG_CACHE"),
         "failures": list(runtime.modules.failures),
     }

@@ -16,7 +16,16 @@ import torch
 
 from kvrag_kernels import launch, nvrtc, selftest, stitch_launch
 from kvrag_kernels.driver import CudaModule, DriverError
-from kvrag_kernels.geometry import DTYPES, HEAD_DIMS, HOPPER, OLDEST, Geometry, geometry_of, hopper_geometry, supports
+from kvrag_kernels.geometry import (
+    DTYPES,
+    HEAD_DIMS,
+    HOPPER,
+    OLDEST,
+    Geometry,
+    geometry_of,
+    hopper_geometry,
+    supports,
+)
 from kvrag_kernels.stitch_launch import Stitching
 
 T = TypeVar("T")
@@ -97,13 +106,27 @@ class Modules:
         self._best: dict[tuple[object, ...], Best | None] = {}
         self.failures: list[str] = []
 
-    def best(self, kind: Callable[..., list[Variant]], q: torch.Tensor, v: torch.Tensor, softcap: float) -> Best | None:
+    def best(
+        self, kind: Callable[..., list[Variant]], q: torch.Tensor, v: torch.Tensor, softcap: float
+    ) -> Best | None:
         """Return the first variant of a kind that works for a call; after the first such call, by one look-up."""
-        key = (kind, q.shape[3], v.shape[3], q.dtype, softcap > 0, q.device, os.environ.get("KVRAG_KERNEL"))
+        key = (
+            kind,
+            q.shape[3],
+            v.shape[3],
+            q.dtype,
+            softcap > 0,
+            q.device,
+            os.environ.get("KVRAG_KERNEL"),
+        )
         known = self._best  # a failure in another thread puts a new one in its place
         if key not in known:
-            loaded = ((variant, self.get(variant, q.device.index)) for variant in kind(q, v, softcap))
-            known[key] = next(((variant, module) for variant, module in loaded if module is not None), None)
+            loaded = (
+                (variant, self.get(variant, q.device.index)) for variant in kind(q, v, softcap)
+            )
+            known[key] = next(
+                ((variant, module) for variant, module in loaded if module is not None), None
+            )
         return known[key]
 
     def get(self, variant: Variant, device: int) -> CudaModule | None:
@@ -133,7 +156,9 @@ class Modules:
                 selftest.check(module, variant.geometry, variant.options, device)
             return module
         except (nvrtc.CompileError, DriverError, OSError) as error:
-            self._warn(f"the kernel {variant.source} can't be used for {variant.arch}, {_instead(variant)}: {error}")
+            self._warn(
+                f"the kernel {variant.source} can't be used for {variant.arch}, {_instead(variant)}: {error}"
+            )
             return None
 
     def give_up(self, variant: Variant, device: int, error: DriverError) -> None:
@@ -141,7 +166,9 @@ class Modules:
         with self._lock:
             self._loaded[variant, device] = None
             self._best = {}
-        self._warn(f"a launch of {variant.source} for {variant.arch} failed, {_instead(variant)}: {error}")
+        self._warn(
+            f"a launch of {variant.source} for {variant.arch} failed, {_instead(variant)}: {error}"
+        )
 
     def _warn(self, message: str) -> None:
         self.failures.append(message)
@@ -183,7 +210,11 @@ def _may_use_kernels(q: torch.Tensor, v: torch.Tensor) -> bool:
 
 
 def _variant(
-    source: str, geometry: Geometry, dtype: torch.dtype, has_softcap: bool, capability: tuple[int, int]
+    source: str,
+    geometry: Geometry,
+    dtype: torch.dtype,
+    has_softcap: bool,
+    capability: tuple[int, int],
 ) -> Variant:
     arch = arch_of(capability) + ("a" if geometry.uses_tma else "")
     return Variant(source, geometry.defines(dtype, has_softcap=has_softcap), arch, geometry)
@@ -206,25 +237,39 @@ def tier(dim: int, dtype: torch.dtype, device: torch.device) -> str:
     return "torch" if best is None else best[0].source.removeprefix("ragged_").removesuffix(".cu")
 
 
-def attend(call: launch.Call, plan: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor] | None:
+def attend(
+    call: launch.Call, plan: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Run the attention kernels on a call, or return ``None`` where torch has to compute."""
     return _run(
-        attention_variants, call, lambda module, tiles: launch.attend(module, tiles, launch.prepare(call), plan)
+        attention_variants,
+        call,
+        lambda module, tiles: launch.attend(module, tiles, launch.prepare(call), plan),
     )
 
 
 def make_plan(call: launch.Call) -> torch.Tensor | None:
     """Make the plan of a request, or return ``None`` where torch computes and needs none."""
-    return _run(attention_variants, call, lambda module, tiles: launch.make_plan(module, tiles, launch.prepare(call)))
+    return _run(
+        attention_variants,
+        call,
+        lambda module, tiles: launch.make_plan(module, tiles, launch.prepare(call)),
+    )
 
 
 def probe(call: launch.Call, lse: torch.Tensor) -> torch.Tensor | None:
     """Run the probe's kernel, or return ``None`` where torch has to compute."""
     rows = lse.float().contiguous()
-    return _run(probe_variants, call, lambda module, tiles: launch.probe(module, tiles, launch.prepare(call), rows))
+    return _run(
+        probe_variants,
+        call,
+        lambda module, tiles: launch.probe(module, tiles, launch.prepare(call), rows),
+    )
 
 
-def _run(kind: Callable[..., list[Variant]], call: launch.Call, run: Callable[[CudaModule, Geometry], T]) -> T | None:
+def _run(
+    kind: Callable[..., list[Variant]], call: launch.Call, run: Callable[[CudaModule, Geometry], T]
+) -> T | None:
     """Return what the first variant that works returns; one that fails is given up."""
     while (best := modules.best(kind, call.q, call.v, call.softcap)) is not None:
         variant, module = best
@@ -239,7 +284,13 @@ def _run(kind: Callable[..., list[Variant]], call: launch.Call, run: Callable[[C
 
 def has_stitch(dim: int, rotary: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the stitch kernel has a form for a head dim, of which so many channels are rotated, and a buffer's dtype on a device."""
-    if device.type != "cuda" or torch.version.cuda is None or mode() == "torch" or dim % 16 or rotary % 16:
+    if (
+        device.type != "cuda"
+        or torch.version.cuda is None
+        or mode() == "torch"
+        or dim % 16
+        or rotary % 16
+    ):
         return False
     oldest = {torch.float16: OLDEST, torch.bfloat16: (8, 0)}.get(dtype)
     return oldest is not None and torch.cuda.get_device_capability(device) >= oldest

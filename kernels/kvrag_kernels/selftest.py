@@ -27,7 +27,9 @@ def call_of(geometry: Geometry, options: Sequence[str], device: torch.device | s
     generator = torch.Generator("cpu").manual_seed(0)
     rows, keys = geometry.rows // 2 + 9, 4 * geometry.keys + 5
     q, k, v = (
-        torch.randn((1, heads, n, geometry.dim), generator=generator, device="cpu").to(device, dtype)
+        torch.randn((1, heads, n, geometry.dim), generator=generator, device="cpu").to(
+            device, dtype
+        )
         for heads, n in ((4, rows), (2, keys), (2, keys))
     )
     hi = torch.randperm(keys, generator=generator, device="cpu")[:rows].sort().values.int()
@@ -45,7 +47,9 @@ def check(module: CudaModule, geometry: Geometry, options: Sequence[str], device
     """
     registers = module.registers(geometry.kernel)
     if geometry.uses_tma and registers != HOPPER_REGISTERS:
-        raise DriverError(f"{geometry.kernel} has {registers} registers a thread and needs {HOPPER_REGISTERS}")
+        raise DriverError(
+            f"{geometry.kernel} has {registers} registers a thread and needs {HOPPER_REGISTERS}"
+        )
     call = call_of(geometry, options, torch.device("cuda", device))
     with torch.cuda.device(device):
         got = launch.attend(module, geometry, launch.prepare(call), empty=poisoned)

@@ -115,19 +115,30 @@ def check(call: Stitching) -> None:
         Naming what does not fit.
     """
     layers, segments, cos, sin = len(call.out_keys), len(call.starts), call.cos, call.sin
-    if not (len(call.keys) == len(call.values) == segments and len(call.out_values) == len(call.tables) == layers):
+    if not (
+        len(call.keys) == len(call.values) == segments
+        and len(call.out_values) == len(call.tables) == layers
+    ):
         raise ValueError(
             f"{len(call.keys)} keys and {len(call.values)} values were given for {segments} starts, {len(call.tables)} tables and "
             f"{len(call.out_values)} value buffers for {layers} key buffers; each segment needs its keys, values and a start, each layer "
             "a table and two buffers"
         )
-    if cos.shape != sin.shape or cos.dim() != 3 or cos.dtype != torch.float32 or sin.dtype != torch.float32:
+    if (
+        cos.shape != sin.shape
+        or cos.dim() != 3
+        or cos.dtype != torch.float32
+        or sin.dtype != torch.float32
+    ):
         raise ValueError(
             f"cos is {cos.dtype} {tuple(cos.shape)} and sin {sin.dtype} {tuple(sin.shape)}; both need float32 (tables, rows, R / 2)"
         )
     if not layers:
         return
-    for name, parts, outs in (("keys", call.keys, call.out_keys), ("values", call.values, call.out_values)):
+    for name, parts, outs in (
+        ("keys", call.keys, call.out_keys),
+        ("values", call.values, call.out_values),
+    ):
         if len({(x.dtype, x.dim(), *x.shape[::2]) for x in outs}) > 1 or outs[0].dim() != 3:
             raise ValueError(
                 f"buffers of {name} have the shapes {[tuple(x.shape) for x in outs]}; one call takes layers alike, (H_kv, capacity, D)"
@@ -144,7 +155,9 @@ def check(call: Stitching) -> None:
             raise ValueError(
                 f"keys of segment {i} have {k.num_rows} rows and its values {v.num_rows}; they go to the same rows"
             )
-    needed = max((start + k.num_rows for start, k in zip(call.starts, call.keys, strict=True)), default=0)
+    needed = max(
+        (start + k.num_rows for start, k in zip(call.starts, call.keys, strict=True)), default=0
+    )
     for layer, table in enumerate(call.tables):
         has_rows = cos.shape[1] >= needed and 2 * cos.shape[2] <= call.out_keys[layer].shape[2]
         if table >= cos.shape[0] or (table >= 0 and not has_rows):
@@ -164,7 +177,11 @@ def _check_part(name: str, part: Stored, layers: int, out: torch.Tensor) -> None
         raise ValueError(
             f"{name} are {data.dtype}; stored KV is one of {', '.join(map(str, CODECS))}, or of the buffer's dtype"
         )
-    if data.dim() != 4 or (data.shape[0], data.shape[1], part.dim) != (layers, out.shape[0], out.shape[2]):
+    if data.dim() != 4 or (data.shape[0], data.shape[1], part.dim) != (
+        layers,
+        out.shape[0],
+        out.shape[2],
+    ):
         raise ValueError(
             f"{name} have the shape {tuple(data.shape)}, and their {layers} buffers {tuple(out.shape)}: layers, heads or head dims differ"
         )
@@ -175,21 +192,27 @@ def _check_part(name: str, part: Stored, layers: int, out: torch.Tensor) -> None
         )
     if scales is not None:
         counts = (1, part.num_rows, -(-part.num_rows // TOKEN_GROUP))
-        fits = scales.dim() == 4 and scales.shape[:2] == data.shape[:2] and scales.shape[2] in counts
+        fits = (
+            scales.dim() == 4 and scales.shape[:2] == data.shape[:2] and scales.shape[2] in counts
+        )
         if scales.dtype != torch.float16 or not fits or part.dim % max(1, scales.shape[3]):
             raise ValueError(
                 f"{name} have scales {scales.dtype} {tuple(scales.shape)}; they need float16 (L, H_kv, G, a divisor of D), G being 1, T, "
                 f"or the number of groups of {TOKEN_GROUP} tokens"
             )
     if zeros is not None and (
-        scales is None or zeros.dtype != torch.float16 or zeros.shape != (*scales.shape[:3], part.dim)
+        scales is None
+        or zeros.dtype != torch.float16
+        or zeros.shape != (*scales.shape[:3], part.dim)
     ):
         raise ValueError(
             f"{name} have zeros {zeros.dtype} {tuple(zeros.shape)}; they need scales (L, H_kv, G, C), and float16 (L, H_kv, G, D)"
         )
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool) -> torch.Tensor:
+def rotate(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool
+) -> torch.Tensor:
     """Rotate the first ``2 · len(cos[0])`` channels of float ``x (H_kv, T, D)`` by ``cos, sin (T, R / 2)``.
 
     An angle of zero leaves its pair as it is, to the bit: ``x · 1 - y · 0`` would turn some negative zeros.
@@ -200,7 +223,10 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved
     else:
         a, b = x[..., :half], x[..., half : 2 * half]
     is_still = (cos == 1) & (sin == 0)
-    turned = torch.where(is_still, a, a * cos - b * sin), torch.where(is_still, b, b * cos + a * sin)
+    turned = (
+        torch.where(is_still, a, a * cos - b * sin),
+        torch.where(is_still, b, b * cos + a * sin),
+    )
     rotated = torch.stack(turned, dim=-1).flatten(-2) if interleaved else torch.cat(turned, dim=-1)
     return torch.cat([rotated, x[..., 2 * half :]], dim=-1)
 
@@ -211,12 +237,21 @@ def stitch_in_torch(call: Stitching) -> None:
     for k, v, start in zip(call.keys, call.values, call.starts, strict=True):
         rows = slice(start, start + k.num_rows)
         k, v = (part.map(lambda x: x.to(device, non_blocking=True)) for part in (k, v))
-        for i, (table, out_k, out_v) in enumerate(zip(call.tables, call.out_keys, call.out_values, strict=True)):
+        for i, (table, out_k, out_v) in enumerate(
+            zip(call.tables, call.out_keys, call.out_values, strict=True)
+        ):
             new_k, new_v = (part.map(lambda x, i=i: x[i]).read() for part in (k, v))  # type: ignore[misc]
             if table >= 0:
                 new_k = rotate(
-                    new_k.float(), call.cos[table, rows], call.sin[table, rows], interleaved=call.interleaved
+                    new_k.float(),
+                    call.cos[table, rows],
+                    call.sin[table, rows],
+                    interleaved=call.interleaved,
                 )
             for out, new in ((out_k, new_k.to(out_k.dtype)), (out_v, new_v.to(out_v.dtype))):
                 # By a mask, not by indices: their number would have to be known on the host, which a CUDA graph can't ask.
-                out[:, rows] = new if call.skip is None else torch.where(call.skip[rows, None], out[:, rows], new)
+                out[:, rows] = (
+                    new
+                    if call.skip is None
+                    else torch.where(call.skip[rows, None], out[:, rows], new)
+                )

@@ -11,7 +11,13 @@ import torch
 from kvrag_kernels.launch import Empty, Module
 
 FP8 = torch.float8_e4m3fn
-CODECS = {torch.bfloat16: "same", torch.float16: "same", torch.int8: "int8", torch.uint8: "int4", FP8: "fp8"}
+CODECS = {
+    torch.bfloat16: "same",
+    torch.float16: "same",
+    torch.int8: "int8",
+    torch.uint8: "int4",
+    FP8: "fp8",
+}
 """How stored elements are read, by dtype; ``uint8`` holds two signed 4-bit integers, offset by 8, the lower one first."""
 
 TOKEN_GROUP = 32
@@ -63,11 +69,17 @@ class Stored:
     @property
     def tokens(self) -> int:
         """Neighbouring rows that share a row of scales; 1 where all rows do, for there is only one."""
-        return TOKEN_GROUP if self.scales is not None and self.scales.shape[-2] not in (1, self.num_rows) else 1
+        return (
+            TOKEN_GROUP
+            if self.scales is not None and self.scales.shape[-2] not in (1, self.num_rows)
+            else 1
+        )
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Stored:
         """Return the part with every tensor changed."""
-        return Stored(*(x if x is None else change(x) for x in (self.data, self.scales, self.zeros)))  # type: ignore[arg-type]
+        return Stored(
+            *(x if x is None else change(x) for x in (self.data, self.scales, self.zeros))
+        )  # type: ignore[arg-type]
 
     def read(self) -> torch.Tensor:
         """Return the values in float32, ``(…, T, D)``; of unscaled data as they are stored."""
@@ -81,7 +93,9 @@ class Stored:
 
     def _each_row(self, shared: torch.Tensor) -> torch.Tensor:
         """Repeat what a group of rows shares; what all share is broadcast anyway."""
-        return shared.float().repeat_interleave(self.tokens, dim=-2)[..., : max(1, self.num_rows), :]
+        return shared.float().repeat_interleave(self.tokens, dim=-2)[
+            ..., : max(1, self.num_rows), :
+        ]
 
 
 @dataclass(frozen=True)
@@ -121,9 +135,17 @@ def defines(call: Stitching) -> tuple[str, ...] | None:
     if not len(kinds) == len(key_groups) == len(value_groups) == len(dtypes) == 1:
         return None
     ((stored, dim),), (dtype,) = kinds, dtypes
-    is_fit = stored in CODECS and dtype in (torch.bfloat16, torch.float16) and dim % 16 == call.rotary % 16 == 0
+    is_fit = (
+        stored in CODECS
+        and dtype in (torch.bfloat16, torch.float16)
+        and dim % 16 == call.rotary % 16 == 0
+    )
     is_fit = is_fit and call.cos.data_ptr() % WIDE == call.sin.data_ptr() % WIDE == 0
-    if not is_fit or len({x.device for x in (*outs, *used, *beside)}) > 1 or not _can_copy(parts, outs):
+    if (
+        not is_fit
+        or len({x.device for x in (*outs, *used, *beside)}) > 1
+        or not _can_copy(parts, outs)
+    ):
         return None
     options = {
         "D": dim,
@@ -144,7 +166,9 @@ def _can_copy(parts: Iterable[Stored], outs: Iterable[torch.Tensor]) -> bool:
         scales, zeros = part.scales, part.zeros
         if not _is_aligned(part.data, _PIECE_BYTES[CODECS[part.data.dtype]]):
             return False
-        if scales is not None and not (_is_aligned(scales, WIDE) if part.group == 1 else _has_rows(scales)):
+        if scales is not None and not (
+            _is_aligned(scales, WIDE) if part.group == 1 else _has_rows(scales)
+        ):
             return False
         if zeros is not None and not _is_aligned(zeros, WIDE):
             return False
@@ -183,12 +207,19 @@ def _side(part: Stored) -> list[int]:
     found = [0 if x is None else x.data_ptr() for x in (data, part.scales, part.zeros)]
     found += [s * size for s in data.stride()[:3]]
     for x in (part.scales, part.zeros):
-        found += (0, 0, 0) if x is None else (x.stride(0), x.stride(1), x.stride(2) if x.shape[2] > 1 else 0)
+        found += (
+            (0, 0, 0)
+            if x is None
+            else (x.stride(0), x.stride(1), x.stride(2) if x.shape[2] > 1 else 0)
+        )
     return [*found, part.tokens.bit_length() - 1]
 
 
 def run(
-    module: Module, call: Stitching, to_device: Callable[[torch.Tensor], torch.Tensor], empty: Empty = torch.empty
+    module: Module,
+    call: Stitching,
+    to_device: Callable[[torch.Tensor], torch.Tensor],
+    empty: Empty = torch.empty,
 ) -> None:
     """Launch the kernel once for all layers and segments; ``to_device`` copies the table, which is made in memory of ``empty``."""
     tiles = -(-max((k.num_rows for k in call.keys), default=0) // TILE_ROWS)

@@ -42,7 +42,9 @@ class Limits:
     def of(cls, hi: torch.Tensor, lo: torch.Tensor | None, prefix: int, num_keys: int) -> Limits:
         """Clamp the limits to the keys."""
         first = torch.zeros_like(hi, dtype=torch.int64) if lo is None else lo.long().clamp(min=0)
-        return cls(hi.long().clamp(max=num_keys - 1), first, max(0, min(prefix, num_keys)), num_keys)
+        return cls(
+            hi.long().clamp(max=num_keys - 1), first, max(0, min(prefix, num_keys)), num_keys
+        )
 
     def mask(self, block: Block) -> torch.Tensor:
         """Return what the block's rows see of its pieces, bool ``(rows, keys)``."""
@@ -56,7 +58,9 @@ class Limits:
         for start, bounds in enumerate(_bounds(self.hi, self.lo, size)):
             hi_min, hi_max, lo_min, lo_max = bounds
             first = max(lo_min, self.prefix)
-            pieces = tuple(p for p in (slice(0, self.prefix), slice(first, hi_max + 1)) if p.start < p.stop)
+            pieces = tuple(
+                p for p in (slice(0, self.prefix), slice(first, hi_max + 1)) if p.start < p.stop
+            )
             is_full = hi_max < first or (hi_min == hi_max and lo_max <= first)
             yield Block(slice(start * size, min((start + 1) * size, len(self.hi))), pieces, is_full)
 
@@ -83,11 +87,15 @@ def attend(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         return out, lse
     is_shared = hi.dim() == 1 and (lo is None or lo.dim() == 1)
     for b in [slice(0, batch)] if is_shared else [slice(i, i + 1) for i in range(batch)]:
-        limits = Limits.of(_row_of(hi, b), None if lo is None else _row_of(lo, b), call.prefix, k.shape[2])
+        limits = Limits.of(
+            _row_of(hi, b), None if lo is None else _row_of(lo, b), call.prefix, k.shape[2]
+        )
         _attend(q[b], k[b], v[b], limits, call.scale, call.softcap, out[b], lse[b])
     if sinks is not None:
         share = torch.sigmoid(lse - sinks.float()[None, :, None])
-        share = share.masked_fill(lse == -torch.inf, 0.0)  # no key and a sink of -inf would leave NaN
+        share = share.masked_fill(
+            lse == -torch.inf, 0.0
+        )  # no key and a sink of -inf would leave NaN
         out.copy_(out * share[..., None])
     return out, lse
 
@@ -115,7 +123,9 @@ def _attend(
             out[:, :, block.rows], lse[:, :, block.rows] = 0.0, float("-inf")
             continue
         packed = q[:, :, block.rows].reshape(batch, k.shape[1], groups * shape[2], q.shape[3])
-        keys, values = (x[:, :, block.pieces[0]] if len(block.pieces) == 1 else _join(x, block) for x in (k, v))
+        keys, values = (
+            x[:, :, block.pieces[0]] if len(block.pieces) == 1 else _join(x, block) for x in (k, v)
+        )
         mask = None if block.is_full else limits.mask(block).repeat(groups, 1)
         attend_block = _fused if _can_fuse(packed, values, softcap) else _explicit
         o, s = attend_block(packed, keys, values, mask, scale, softcap)
@@ -129,16 +139,29 @@ def _join(x: torch.Tensor, block: Block) -> torch.Tensor:
 def _can_fuse(q: torch.Tensor, v: torch.Tensor, softcap: float) -> bool:
     """Whether torch's CPU flash kernel, the only one of its SDPA kernels that returns the log-sum-exp with a mask, applies."""
     has_op = hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu")
-    return has_op and q.device.type == "cpu" and not softcap and q.shape[3] == v.shape[3] and q.dtype != torch.float64
+    return (
+        has_op
+        and q.device.type == "cpu"
+        and not softcap
+        and q.shape[3] == v.shape[3]
+        and q.dtype != torch.float64
+    )
 
 
 def _fused(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float, softcap: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One flash call on the CPU: ``(B, H_kv, rows, D_v)`` and its log-sum-exp."""
     bias = None
     if mask is not None:
-        bias = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, float("-inf"))
+        bias = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(
+            ~mask, float("-inf")
+        )
     op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     out, lse = op(q, k, v, 0.0, False, attn_mask=bias, scale=scale)
     if mask is None:
@@ -148,7 +171,12 @@ def _fused(
 
 
 def _explicit(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float, softcap: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Scores, float32 softmax, product: for soft caps and for devices without a fused call that returns the log-sum-exp."""
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32

@@ -141,7 +141,9 @@ class Price:
         Prices are nearly linear in the chunks, so each is loaded or computed by its own price; then what is left, repaired, stands against
         what needs no repair.
         """
-        without = [Segment(s.start, s.stop, "live") if s in layout.stale else s for s in layout.segments]
+        without = [
+            Segment(s.start, s.stop, "live") if s in layout.stale else s for s in layout.segments
+        ]
         reuse, exact = self._lean(layout), self._lean(Layout(tuple(without)))
         price, other = self.of(reuse), self.of(exact)
         if layout.stale and (not reuse.stale or price >= MARGIN * other):
@@ -150,7 +152,10 @@ class Price:
         if not count:
             return reuse, None
         estimates = self._estimates({"with them": self.of(layout), "without": price})
-        return reuse, f"{count} stored chunk(s) would cost more to load than to compute; {estimates}"
+        return (
+            reuse,
+            f"{count} stored chunk(s) would cost more to load than to compute; {estimates}",
+        )
 
     def _refusal(self, layout: Layout, exact: Layout) -> str:
         """Say why repaired reuse does not pay, with what it and the alternatives would cost."""
@@ -162,15 +167,22 @@ class Price:
         return f"repaired reuse would not pay; {self._estimates(costs)}{is_close}"
 
     def _estimates(self, costs: Mapping[str, float]) -> str:
-        return "estimated: " + ", ".join(f"{name} {self.costs.in_words(cost)}" for name, cost in costs.items())
+        return "estimated: " + ", ".join(
+            f"{name} {self.costs.in_words(cost)}" for name, cost in costs.items()
+        )
 
     def _lean(self, layout: Layout) -> Layout:
         """Return the layout without what costs more to load than to compute; mostly no tier is that slow."""
         costs = self.costs
-        if max([costs.of(tier) for tier, _ in self.stored], default=0.0) + costs.of("stitch") < costs.row / 2:
+        if (
+            max([costs.of(tier) for tier, _ in self.stored], default=0.0) + costs.of("stitch")
+            < costs.row / 2
+        ):
             return layout
         price, sources = self.of(layout), {segment.source for segment in layout.reused}
-        return layout.without({source for source in sources if self.of(layout.without({source})) < price})
+        return layout.without(
+            {source for source in sources if self.of(layout.without({source})) < price}
+        )
 
 
 class CostModel:
@@ -200,11 +212,15 @@ class CostModel:
         stored, costs = list[tuple[str, int]](), self.known()
         for identity in plan.identities:
             key = chunk_key(identity)
-            tier = next((tier.name for tier in store.tiers if tier.identity(key) is not None), store.name)
+            tier = next(
+                (tier.name for tier in store.tiers if tier.identity(key) is not None), store.name
+            )
             stored.append((tier, len(identity.token_ids)))
         return Price(costs, config, self._loaded.reusable.num_layers, stored)
 
-    def learn(self, price: Price, layout: Layout, late: Collection[int], ms: Mapping[str, float]) -> None:
+    def learn(
+        self, price: Price, layout: Layout, late: Collection[int], ms: Mapping[str, float]
+    ) -> None:
         """Compare prices with the milliseconds by stage of a request that used ``layout``, and could not load the sources ``late``."""
         with self._lock:
             costs = self.costs or IN_ROWS
@@ -235,7 +251,9 @@ class CostModel:
             with suppress(OSError):  # the next process measures anew
                 self._file.unlink(missing_ok=True)
         self._refusals = self._refusals + 1 if is_refused else 0
-        self._is_doubted = self._misses >= self._patience or self._refusals >= REFUSALS * self._patience
+        self._is_doubted = (
+            self._misses >= self._patience or self._refusals >= REFUSALS * self._patience
+        )
         if self._misses >= self._patience:
             words = "a prompt took %.0f ms to compute, for which %.0f ms were predicted; prices are measured again"
             logger.warning(words, took, predicted)
@@ -274,7 +292,10 @@ def measure_and_keep(lm: CausalLM, file: Path) -> Costs:
         with Progress("measuring what prompts cost on this machine"):
             costs = measured(lm)
     except Exception as error:  # out of memory, or a model that takes no random tokens
-        logger.info("the costs of this model can't be measured (%s); mode 'auto' goes by the number of rows", error)
+        logger.info(
+            "the costs of this model can't be measured (%s); mode 'auto' goes by the number of rows",
+            error,
+        )
         return IN_ROWS
     keep(file, json.dumps(asdict(costs)))
     return costs
@@ -295,12 +316,16 @@ def measured(lm: CausalLM) -> Costs:
             break
         rows *= 4 if times[rows] < ENOUGH_MS / 4 else 2
     spent = sum(times.values())
-    for _ in range(1, ROUNDS if spent < PATIENCE_MS else 2):  # the first runs are slower, and others may be at work
+    for _ in range(
+        1, ROUNDS if spent < PATIENCE_MS else 2
+    ):  # the first runs are slower, and others may be at work
         times = {rows: min(ms, taken(rows)) for rows, ms in times.items()}
     few, many = min(times), max(times)
     row = (times[many] - times[few] - pair * (many**2 - few**2) / 2) / (many - few)
     if row <= 0:
-        raise ArithmeticError(f"forwards of {few} and {many} rows took {times[few]:.2f} and {times[many]:.2f} ms")
+        raise ArithmeticError(
+            f"forwards of {few} and {many} rows took {times[few]:.2f} and {times[many]:.2f} ms"
+        )
     forward = max(0.0, times[few] - row * few)
     guessed = {name: lm.kv_bytes_per_token / speed for name, speed in BYTES_PER_MS.items()}
     return Costs(forward, row, pair, guessed | {"request": forward})
@@ -310,10 +335,22 @@ def _pair_ms(lm: CausalLM) -> float:
     """Return what it costs, in all layers, that a row sees a key."""
     shape, config, rows = lm.shapes[0], lm.config.get_text_config(), min(1024, lm.reuse_window)
     heads = getattr(config, "num_attention_heads", shape.num_heads)
-    sizes = (heads, shape.key_dim), (shape.num_heads, shape.key_dim), (shape.num_heads, shape.value_dim)
-    query, keys, values = (torch.ones(1, n, rows, dim, dtype=lm.dtype, device=lm.device) for n, dim in sizes)
-    limits, cap = Limits(torch.arange(rows, device=lm.device), rows), getattr(config, "attn_logit_softcapping", None)
-    best = min(_ms(lambda: ragged_attention(query, keys, values, limits, scale=1.0, softcap=cap)) for _ in range(3))
+    sizes = (
+        (heads, shape.key_dim),
+        (shape.num_heads, shape.key_dim),
+        (shape.num_heads, shape.value_dim),
+    )
+    query, keys, values = (
+        torch.ones(1, n, rows, dim, dtype=lm.dtype, device=lm.device) for n, dim in sizes
+    )
+    limits, cap = (
+        Limits(torch.arange(rows, device=lm.device), rows),
+        getattr(config, "attn_logit_softcapping", None),
+    )
+    best = min(
+        _ms(lambda: ragged_attention(query, keys, values, limits, scale=1.0, softcap=cap))
+        for _ in range(3)
+    )
     return best * lm.num_layers / (rows * rows / 2)
 
 

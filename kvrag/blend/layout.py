@@ -116,7 +116,9 @@ class Layout:
             num_rows = cut.start
         if all(s.exact for s in self.segments if s.start < num_rows):
             return self
-        rest = [replace(s, start=max(s.start, num_rows)) for s in self.segments if s.stop > num_rows]
+        rest = [
+            replace(s, start=max(s.start, num_rows)) for s in self.segments if s.stop > num_rows
+        ]
         return Layout((Segment(0, num_rows, "history", num_rows <= num_exact), *rest))
 
     def only_live(self) -> Layout:
@@ -128,7 +130,14 @@ class Layout:
 
         An exact chunk stays exact without its prefix's KV: the prefix is computed then, as in a full prefill.
         """
-        return Layout(tuple([Segment(s.start, s.stop, "live") if s.source in sources else s for s in self.segments]))
+        return Layout(
+            tuple(
+                [
+                    Segment(s.start, s.stop, "live") if s.source in sources else s
+                    for s in self.segments
+                ]
+            )
+        )
 
 
 def place(segments: Iterable[tuple[int, Kind, bool, int, bool]]) -> Layout:
@@ -155,7 +164,13 @@ def lay_out(plan: Plan) -> Layout:
     sources = {identity: index for index, identity in enumerate(plan.identities)}
     entries: list[tuple[int, Kind, bool, int, bool]] = []
     for piece in plan.pieces:
-        kind: Kind = "live" if piece.identity is None else "prefix" if piece.piece.kind == "live" else "chunk"
+        kind: Kind = (
+            "live"
+            if piece.identity is None
+            else "prefix"
+            if piece.piece.kind == "live"
+            else "chunk"
+        )
         source = -1 if piece.identity is None else sources[piece.identity]
         entries.append((len(piece.ids), kind, piece.is_exact, source, piece.is_mismatched))
     return place(entries)
@@ -185,12 +200,19 @@ def sources_of(
     codes = torch.zeros(layout.num_tokens, dtype=torch.uint8)
     for segment in layout.segments:
         if segment.kind != "live":
-            codes[segment.start : segment.stop] = 2 if segment.exact and segment.source not in rounded else 1
+            codes[segment.start : segment.stop] = (
+                2 if segment.exact and segment.source not in rounded else 1
+            )
     if layout.history:
         codes[: min(num_exact, layout.history.stop)] = 2
     codes[repaired] = 3
     values, counts = torch.unique_consecutive(codes, return_counts=True)
-    return tuple([(_SOURCES[code], rows) for code, rows in zip(values.tolist(), counts.tolist(), strict=True)])
+    return tuple(
+        [
+            (_SOURCES[code], rows)
+            for code, rows in zip(values.tolist(), counts.tolist(), strict=True)
+        ]
+    )
 
 
 def mask_of(rows: torch.Tensor, num_rows: int) -> torch.Tensor:

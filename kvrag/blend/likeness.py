@@ -21,8 +21,14 @@ LAYERS = (0.25, 0.75)  # where rows are compared, as fractions of all layers
 COMMON = 0.25  # variance of what all rows' changes share
 NOISE = 1.5  # variance of what a row's change shares with none
 STEPS = 32  # in which the most informative rows are chosen
-BY_PLACE, FIRST = -0.15, 8  # a row's change grows as (its place in the chunk + FIRST) to this power,
-BY_MASS, LEAST = 0.1, 1e-3  # and as the attention paid to it, relative to the mean and at least LEAST, to this one
+BY_PLACE, FIRST = (
+    -0.15,
+    8,
+)  # a row's change grows as (its place in the chunk + FIRST) to this power,
+BY_MASS, LEAST = (
+    0.1,
+    1e-3,
+)  # and as the attention paid to it, relative to the mean and at least LEAST, to this one
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +55,13 @@ class Likeness:
             place[chunk.start : chunk.stop] = torch.arange(FIRST, FIRST + chunk.num_rows)
         size = place.clamp_(min=1).pow_(BY_PLACE)
         if mass is not None:
-            size *= (mass / mass[owner >= 0].mean()).clamp_(min=LEAST).pow_(BY_MASS).nan_to_num_(1.0)
-        layers = [buffer.values(layer) for layer in sorted({int(share * len(buffer.layers)) for share in LAYERS})]
+            size *= (
+                (mass / mass[owner >= 0].mean()).clamp_(min=LEAST).pow_(BY_MASS).nan_to_num_(1.0)
+            )
+        layers = [
+            buffer.values(layer)
+            for layer in sorted({int(share * len(buffer.layers)) for share in LAYERS})
+        ]
         sides = owner[span], size[span], rows_of(layout.stale) - span.start
         owner, size, stale = (x.to(layers[0].device, non_blocking=True) for x in sides)
         found = list[torch.Tensor]()
@@ -68,7 +79,9 @@ class Likeness:
         rows = slice(None) if those is None else those - self.span.start
         found = (self.rows[rows] @ self.rows[to].T).clamp_(min=0).add_(COMMON)
         found *= 1 + (self.owner[rows, None] == self.owner[to]).int()
-        return found.masked_fill_((self.owner[rows] < 0)[:, None], 0)  # what is there may not be written yet
+        return found.masked_fill_(
+            (self.owner[rows] < 0)[:, None], 0
+        )  # what is there may not be written yet
 
     def weights(self, at: torch.Tensor) -> torch.Tensor:
         """Return what predicts all rows' changes from those of the rows ``at``, float32 ``(S, M)``: ``K_sa (K_aa + noise)^-1``, scaled."""
@@ -77,7 +90,9 @@ class Likeness:
         found: torch.Tensor = solve(known, self.covariance(at).T)
         return found.T.mul(self.size[:, None] / self.size[at - self.span.start]).contiguous()
 
-    def most_telling(self, candidates: torch.Tensor, mass: torch.Tensor, count: int) -> torch.Tensor:
+    def most_telling(
+        self, candidates: torch.Tensor, mass: torch.Tensor, count: int
+    ) -> torch.Tensor:
         """Choose, of ``candidates``, the ``count`` rows whose repair leaves least error: int64 ``(count,)``, as they were chosen.
 
         Greedy, in at most :data:`STEPS` steps: a repaired row has no error, and the variance of the others falls by what it tells of
@@ -85,7 +100,11 @@ class Likeness:
         KV alone. ``candidates`` are rows of stale chunks, int64 ``(C,)`` positions in the prompt.
         """
         left, weight = self.covariance(candidates, candidates), mass.clamp(min=0).sqrt()
-        taken, each, chosen = torch.zeros_like(candidates, dtype=torch.bool), -(-count // STEPS), list[torch.Tensor]()
+        taken, each, chosen = (
+            torch.zeros_like(candidates, dtype=torch.bool),
+            -(-count // STEPS),
+            list[torch.Tensor](),
+        )
         for start in range(0, count, each):
             variance = left.diagonal()
             told = (weight @ left.square() - weight * variance.square()) / (variance + NOISE)

@@ -68,7 +68,9 @@ def _load(
             kvs[source] = kv
         else:  # anyone who can write to a store that is not encrypted can lie
             holes[source] = Hole(key := chunk_key(identity), "damaged", None)
-            logger.warning("a stored chunk does not match the model's layers; recomputing. Delete it: %s", key)
+            logger.warning(
+                "a stored chunk does not match the model's layers; recomputing. Delete it: %s", key
+            )
     return kvs, holes
 
 

@@ -67,10 +67,22 @@ class Prefilled:
     def accounting(self, clock: Clock) -> dict[str, Any]:
         """Return the fields of :class:`~kvrag.types.Accounting`, as they are by now: rows may leave while the answer is decoded."""
         total, found = len(self.token_ids), dict[str, Any]()
-        if self.window and (evicted := self.window.evicted_tokens):  # approximate, though nothing stored was used
-            reason = because(self.fallback_reason, f"{evicted} of the oldest tokens left the context window")
+        if self.window and (
+            evicted := self.window.evicted_tokens
+        ):  # approximate, though nothing stored was used
+            reason = because(
+                self.fallback_reason, f"{evicted} of the oldest tokens left the context window"
+            )
             found = {"exactness": "repaired", "fallback_reason": reason, "evicted_tokens": evicted}
-        same = ("exactness", "loaded_bytes", "fallback_reason", "has_other_prefix", "holes", "kv_dtype", "sources")
+        same = (
+            "exactness",
+            "loaded_bytes",
+            "fallback_reason",
+            "has_other_prefix",
+            "holes",
+            "kv_dtype",
+            "sources",
+        )
         return {name: getattr(self, name) for name in same} | {
             "prompt_ids": self.token_ids,
             "prompt_tokens": total,
@@ -104,7 +116,9 @@ def outcome_of(
     return "prefix" if layout.is_exact and plan.kv_dtype == "auto" else "stitch", reason
 
 
-def _price(plan: Plan, mode: Mode, config: RepairConfig, store: TieredStore, costs: CostModel) -> Price | None:
+def _price(
+    plan: Plan, mode: Mode, config: RepairConfig, store: TieredStore, costs: CostModel
+) -> Price | None:
     """Return what ``auto`` goes by; other modes, and plans without stored KV, ask for no prices."""
     return costs.price(plan, config, store) if mode == "auto" and plan.identities else None
 
@@ -138,10 +152,16 @@ def prefill(
         price = _price(plan, mode, config, store, costs)
     past = None if mode == "full" else find_past()
     history = (past.num_rows, past.num_exact) if past else None
-    layout, reason, kvs, holes = read(model, store, plan, mode, price, load_timeout_s, clock, history)
+    layout, reason, kvs, holes = read(
+        model, store, plan, mode, price, load_timeout_s, clock, history
+    )
     loaded_bytes = sum([t.nbytes for kv in kvs for layer in kv.layers for t in layer.tensors])
-    rounded = {s.source: kv_dtype for s in layout.reused if (kv_dtype := kvs[s.source].kv_dtype) != "auto"}
-    buffer = model.buffer(model.context_window if slides else layout.num_tokens + max(max_new_tokens, REREAD))
+    rounded = {
+        s.source: kv_dtype for s in layout.reused if (kv_dtype := kvs[s.source].kv_dtype) != "auto"
+    }
+    buffer = model.buffer(
+        model.context_window if slides else layout.num_tokens + max(max_new_tokens, REREAD)
+    )
     with filling(buffer):
         if past and layout.history:
             with clock.stage("history"):
@@ -151,7 +171,9 @@ def prefill(
         with clock.stage("price", least_s=NOTABLE_S):
             costs.learn(price, layout, holes, clock.timings_ms)
     kv_dtype, exactness = _outcome(layout, set(rounded.values()), len(selected))
-    num_exact = layout.num_tokens if exactness != "repaired" else _num_exact(layout, kv_dtype, history)
+    num_exact = (
+        layout.num_tokens if exactness != "repaired" else _num_exact(layout, kv_dtype, history)
+    )
     window = SlidingWindow(model, buffer, layout.num_tokens) if slides else None
     return Prefilled(
         extend=window or model.extension(buffer, layout.num_tokens),
@@ -185,7 +207,9 @@ def _outcome(layout: Layout, dtypes: set[KVDtype], num_repaired: int) -> tuple[K
     if not layout.reused and not layout.history:
         return "auto", "full"
     is_exact = layout.history is None or layout.history.exact
-    kv_dtype: KVDtype = dtypes.pop() if dtypes and num_rows_of(layout.reused) > num_repaired else "auto"
+    kv_dtype: KVDtype = (
+        dtypes.pop() if dtypes and num_rows_of(layout.reused) > num_repaired else "auto"
+    )
     return kv_dtype, "exact" if kv_dtype == "auto" and is_exact and num_repaired == num_rows_of(
         layout.stale
     ) else "repaired"
@@ -198,7 +222,9 @@ def _without_reuse(model: PlainLM, plan: Plan, max_new_tokens: int, clock: Clock
         logits, extend = model.prefill(ids, max_new_tokens=max_new_tokens)
         logits = logits.cpu()
     sources: tuple[tuple[Source, int], ...] = (("computed", len(ids)),)
-    return Prefilled(extend, None, logits, plan.token_ids, 0, len(ids), "full", model.refusal, sources=sources)
+    return Prefilled(
+        extend, None, logits, plan.token_ids, 0, len(ids), "full", model.refusal, sources=sources
+    )
 
 
 def _blend(
@@ -220,25 +246,54 @@ def _blend(
             selected = select_rows(layout, config)
     if layout.reused:
         with clock.stage("stitch"):
-            rotary, is_compared = model.rotary(layout.num_tokens), may_shift(layout, selected, config.shift)
+            rotary, is_compared = (
+                model.rotary(layout.num_tokens),
+                may_shift(layout, selected, config.shift),
+            )
             stitch(buffer, layout, kvs, rotary, skip=None if is_compared else selected)
     kvs.clear()  # the buffer is the second copy of the prompt's KV; don't keep a third while the model runs
     if selected is None:
         with clock.stage("select"), model.turns.unless(cancel):
-            starts = torch.tensor(plan.encoder.sentence_starts(plan.token_ids)) if "sentences" in needs else None
-            mass = probe(model, buffer, layout, ids, span=config.probe_span) if "mass" in needs else None
+            starts = (
+                torch.tensor(plan.encoder.sentence_starts(plan.token_ids))
+                if "sentences" in needs
+                else None
+            )
+            mass = (
+                probe(model, buffer, layout, ids, span=config.probe_span)
+                if "mass" in needs
+                else None
+            )
             change = None
             if "deviation" in needs:
                 change = deviation(model, buffer, layout, ids)
-            likeness = Likeness.of(buffer, layout, mass) if "likeness" in needs or config.shift else None
-            selected = select_rows(layout, config, mass=mass, deviation=change, likeness=likeness, starts=starts)
-    with clock.stage("repair" if layout.reused or layout.history else "prefill"), model.turns.unless(cancel):
-        logits = repair(model, buffer, layout, ids, selected, shift=config.shift, rotary=rotary, likeness=likeness)
+            likeness = (
+                Likeness.of(buffer, layout, mass) if "likeness" in needs or config.shift else None
+            )
+            selected = select_rows(
+                layout, config, mass=mass, deviation=change, likeness=likeness, starts=starts
+            )
+    with (
+        clock.stage("repair" if layout.reused or layout.history else "prefill"),
+        model.turns.unless(cancel),
+    ):
+        logits = repair(
+            model,
+            buffer,
+            layout,
+            ids,
+            selected,
+            shift=config.shift,
+            rotary=rotary,
+            likeness=likeness,
+        )
         logits = logits.cpu()  # the request's one wait for a device that ends when all is computed
     return selected, logits
 
 
-def _in_window(model: CausalLM, plan: Plan, clock: Clock, cancel: threading.Event | None) -> Prefilled:
+def _in_window(
+    model: CausalLM, plan: Plan, clock: Clock, cancel: threading.Event | None
+) -> Prefilled:
     """Prefill a prompt that is longer than the context window, in a window that slides."""
     ids, buffer = torch.tensor(plan.token_ids), model.buffer(model.context_window)
     window = SlidingWindow(model, buffer)
@@ -246,5 +301,14 @@ def _in_window(model: CausalLM, plan: Plan, clock: Clock, cancel: threading.Even
         logits = window.prefill(ids, cancel).cpu()
     made: tuple[tuple[Source, int], ...] = (("computed", len(ids)),)
     return Prefilled(
-        window, buffer, logits, plan.token_ids, 0, len(ids), "full", plan.refusal, sources=made, window=window
+        window,
+        buffer,
+        logits,
+        plan.token_ids,
+        0,
+        len(ids),
+        "full",
+        plan.refusal,
+        sources=made,
+        window=window,
     )

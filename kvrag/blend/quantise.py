@@ -42,8 +42,12 @@ def pack(kv: ChunkKV, kv_dtype: KVDtype) -> ChunkKV:
     if kv_dtype == "auto":
         return kv
     if kv.kv_dtype != "auto":
-        raise StoreError(f"the chunk was rounded to {kv.kv_dtype} before; round the KV that was computed, once")
-    return ChunkKV(tuple(_pack_layer(layer, kv_dtype, i) for i, layer in enumerate(kv.layers)), kv_dtype)
+        raise StoreError(
+            f"the chunk was rounded to {kv.kv_dtype} before; round the KV that was computed, once"
+        )
+    return ChunkKV(
+        tuple(_pack_layer(layer, kv_dtype, i) for i, layer in enumerate(kv.layers)), kv_dtype
+    )
 
 
 def _pack_layer(layer: LayerKV, kv_dtype: KVDtype, index: int) -> LayerKV:
@@ -52,13 +56,17 @@ def _pack_layer(layer: LayerKV, kv_dtype: KVDtype, index: int) -> LayerKV:
     for name, tensor in (("keys", keys), ("values", values)):
         low, high = torch.aminmax(tensor)
         if not (math.isfinite(low.item()) and math.isfinite(high.item())):
-            raise StoreError(f"{name} of layer {index} hold a value that is not finite; compute the chunk again")
+            raise StoreError(
+                f"{name} of layer {index} hold a value that is not finite; compute the chunk again"
+            )
     if kv_dtype == "fp8":
         key_codes, key_scales, zeros = _float_codes(keys, centred=True)
         value_codes, value_scales, _ = _float_codes(values, centred=False)
     else:
         largest = LARGEST_CODE[kv_dtype]
-        key_codes, key_scales, zeros = _key_codes(keys, largest, GROUP if kv_dtype == "int4" else keys.shape[1])
+        key_codes, key_scales, zeros = _key_codes(
+            keys, largest, GROUP if kv_dtype == "int4" else keys.shape[1]
+        )
         group = group_of(values.shape[2]) if kv_dtype == "int4" else values.shape[2]
         value_codes, value_scales = _value_codes(values, largest, group)
     for name, scales in (("keys", key_scales), ("values", value_scales)):
@@ -66,20 +74,29 @@ def _pack_layer(layer: LayerKV, kv_dtype: KVDtype, index: int) -> LayerKV:
             raise StoreError(
                 f"{name} of layer {index} are too large for {kv_dtype}, whose scales are float16; keep them as 'auto'"
             )
-    codes = [_nibbles(c) if kv_dtype == "int4" else c.to(CODES[kv_dtype]) for c in (key_codes, value_codes)]
+    codes = [
+        _nibbles(c) if kv_dtype == "int4" else c.to(CODES[kv_dtype])
+        for c in (key_codes, value_codes)
+    ]
     made = layer_of(layer.keys.dtype, (*codes, key_scales, zeros, value_scales))
     assert [tuple(t.shape) for t in made.tensors] == [part.shape for part in wanted]
     return made
 
 
-def _key_codes(x: torch.Tensor, largest: int, group: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _key_codes(
+    x: torch.Tensor, largest: int, group: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Round each channel of each group of tokens between its own smallest and largest value, using all ``2 · largest + 2`` codes."""
     codes, scales, zeros = [], [], []
     for rows in torch.split(x, group, dim=1):
         low, high = rows.amin(1, keepdim=True), rows.amax(1, keepdim=True)
-        step = high / (2 * largest + 1) - low / (2 * largest + 1)  # one by one: their difference may overflow
+        step = high / (2 * largest + 1) - low / (
+            2 * largest + 1
+        )  # one by one: their difference may overflow
         zero = _half(low + (largest + 1) * step)
-        scale = _scale(torch.maximum((high - zero.float()) / largest, (zero.float() - low) / (largest + 1)))
+        scale = _scale(
+            torch.maximum((high - zero.float()) / largest, (zero.float() - low) / (largest + 1))
+        )
         codes.append(((rows - zero.float()) / scale.float()).round().clamp(-largest - 1, largest))
         scales.append(scale)
         zeros.append(zero)
@@ -88,11 +105,21 @@ def _key_codes(x: torch.Tensor, largest: int, group: int) -> tuple[torch.Tensor,
 
 def _value_codes(x: torch.Tensor, largest: int, group: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Round each group of channels of each token by its largest magnitude."""
-    scale = torch.cat([_scale(part.abs().amax(2, keepdim=True) / largest) for part in torch.split(x, group, dim=2)], 2)
-    return (x / _spread(scale.float(), group, 2, x.shape[2])).round().clamp(-largest, largest), scale
+    scale = torch.cat(
+        [
+            _scale(part.abs().amax(2, keepdim=True) / largest)
+            for part in torch.split(x, group, dim=2)
+        ],
+        2,
+    )
+    return (x / _spread(scale.float(), group, 2, x.shape[2])).round().clamp(
+        -largest, largest
+    ), scale
 
 
-def _float_codes(x: torch.Tensor, *, centred: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _float_codes(
+    x: torch.Tensor, *, centred: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Round to 8-bit floats around the middle of each channel (or around zero), scaled so that the head's largest is the largest code."""
     zero = _half((x.amin(1, keepdim=True) / 2 + x.amax(1, keepdim=True) / 2) * centred)
     rest = x - zero.float()
@@ -108,7 +135,9 @@ def _half(x: torch.Tensor) -> torch.Tensor:
 def _scale(x: torch.Tensor) -> torch.Tensor:
     """Round positive numbers up to float16, to its smallest at least; numbers too large for it become infinite."""
     half = x.half()
-    bits = half.view(torch.int16) + (half.float() < x).to(torch.int16)  # the next float16 is the next integer
+    bits = half.view(torch.int16) + (half.float() < x).to(
+        torch.int16
+    )  # the next float16 is the next integer
     return bits.clamp_min(1).view(torch.float16)
 
 
@@ -124,16 +153,22 @@ def unpack(
 
     Codes are moved there as they are, unpacked there in float32, and rounded to ``dtype`` once.
     """
-    keys, values = (x[:, :num_rows].to(device, non_blocking=True) for x in (layer.keys, layer.values))
+    keys, values = (
+        x[:, :num_rows].to(device, non_blocking=True) for x in (layer.keys, layer.values)
+    )
     scales = layer.scales
     if scales is None:
         return keys.to(dtype), values.to(dtype)
-    moved = [x.to(device, non_blocking=True).float() for x in (scales.zeros, scales.keys, scales.values)]
+    moved = [
+        x.to(device, non_blocking=True).float() for x in (scales.zeros, scales.keys, scales.values)
+    ]
     zeros, key_scales = (_spread(x, GROUP, 1, num_rows) for x in moved[:2])
     floats = _floats(values)
     group = group_of(floats.shape[2]) if values.dtype == torch.uint8 else floats.shape[2]
     value_scales = _spread(moved[2][:, :num_rows], group, 2, floats.shape[2])
-    return torch.addcmul(zeros, _floats(keys), key_scales).to(dtype), (floats * value_scales).to(dtype)
+    return torch.addcmul(zeros, _floats(keys), key_scales).to(dtype), (floats * value_scales).to(
+        dtype
+    )
 
 
 def _floats(codes: torch.Tensor) -> torch.Tensor:

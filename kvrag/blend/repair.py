@@ -54,12 +54,16 @@ def probe(
     rows = torch.cat([live, again])
     ids = token_ids[torch.cat([live, again - num_again])]
     layers = probed_layers(span, model.num_layers)
-    _, mass = model.forward(ids, Rows.at(rows), buffer, logits=0, mass_rows=suffix + num_again, mass_layers=layers)
+    _, mass = model.forward(
+        ids, Rows.at(rows), buffer, logits=0, mass_rows=suffix + num_again, mass_layers=layers
+    )
     assert mass is not None
     return mass[:total].cpu()
 
 
-def deviation(model: CausalLM, buffer: KVBuffer, layout: Layout, token_ids: torch.Tensor) -> torch.Tensor:
+def deviation(
+    model: CausalLM, buffer: KVBuffer, layout: Layout, token_ids: torch.Tensor
+) -> torch.Tensor:
     """Measure how far stored values are from fresh ones at the check layer (CacheBlend's HKVD signal).
 
     All rows pass the layers before the check layer; its fresh keys and values stay in the buffer for all rows, as in the authors' code.
@@ -73,7 +77,11 @@ def deviation(model: CausalLM, buffer: KVBuffer, layout: Layout, token_ids: torc
     found: list[torch.Tensor] = []
 
     def compare(
-        layer: int, keys: torch.Tensor, values: torch.Tensor, fresh_keys: torch.Tensor, fresh_values: torch.Tensor
+        layer: int,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        fresh_keys: torch.Tensor,
+        fresh_values: torch.Tensor,
     ) -> None:
         if layer == layer_index:
             found.append((fresh_values.float() - values.float()).square().sum(dim=(0, 1, 3)))
@@ -81,7 +89,9 @@ def deviation(model: CausalLM, buffer: KVBuffer, layout: Layout, token_ids: torc
             values.copy_(fresh_values)
             raise StopForward
 
-    model.forward(token_ids, Rows.span(0, layout.num_tokens), buffer, logits=0, before_write=compare)
+    model.forward(
+        token_ids, Rows.span(0, layout.num_tokens), buffer, logits=0, before_write=compare
+    )
     return found[0].cpu()
 
 
@@ -113,7 +123,12 @@ class ResidualShift:
     rotary: Rotations
 
     def __call__(
-        self, layer: int, keys: torch.Tensor, values: torch.Tensor, fresh_keys: torch.Tensor, fresh_values: torch.Tensor
+        self,
+        layer: int,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        fresh_keys: torch.Tensor,
+        fresh_values: torch.Tensor,
     ) -> None:
         """Shift the buffers in place; the fresh rows land afterwards, so repaired rows are not shifted."""
         if layer == 0:  # its keys and values depend on the token alone
@@ -128,8 +143,14 @@ class ResidualShift:
             # On a device passes over all rows cost more than a wider product.
             parts.append(table.partner(parts[0]))
         by_row = torch.cat(parts, dim=-1).transpose(0, 1)
-        found = (self.weights @ by_row.flatten(1).to(self.weights.dtype)).view(-1, *by_row.shape[1:]).transpose(0, 1)
-        predicted, of_values, *partner = torch.split(found, [part.shape[-1] for part in parts], dim=-1)
+        found = (
+            (self.weights @ by_row.flatten(1).to(self.weights.dtype))
+            .view(-1, *by_row.shape[1:])
+            .transpose(0, 1)
+        )
+        predicted, of_values, *partner = torch.split(
+            found, [part.shape[-1] for part in parts], dim=-1
+        )
         table.add_unit_rotated(keys[0, :, self.span], predicted, *partner, rows=self.span)
         values[0, :, self.span] += of_values
 
@@ -189,7 +210,9 @@ def repair(
         return model.forward(token_ids, Rows.span(0, len(rows)), buffer)[0][0, -1]
     shifting = None
     if rotary is not None and may_shift(layout, selected, shift):
-        shifting = residual_shift(likeness or Likeness.of(buffer, layout), layout, rows, shift, rotary)
+        shifting = residual_shift(
+            likeness or Likeness.of(buffer, layout), layout, rows, shift, rotary
+        )
         if shifting is not None and model.device.type == "cuda":
             shifting = shifting.for_tensor_cores(model.dtype)
     return model.forward(token_ids[rows], Rows.at(rows), buffer, before_write=shifting)[0][0, -1]

@@ -20,7 +20,9 @@ from kvrag.config import RepairConfig
 from kvrag.prompt.plan import Plan
 from kvrag.types import Hole, Mode
 
-_NOT_STORED = frozenset({"no stored KV for this prompt", "no stored KV for the head of this prompt"})
+_NOT_STORED = frozenset(
+    {"no stored KV for this prompt", "no stored KV for the head of this prompt"}
+)
 """Reasons that do not hold where KV is stored and could not be looked up or loaded."""
 
 Choice = Callable[[Layout], tuple[Layout, str | None]]
@@ -87,26 +89,38 @@ def _random(signals: Signals) -> torch.Tensor:
 
 def _first_rows(signals: Signals) -> torch.Tensor:
     """Choose the head of each chunk, ``max(first_k, ratio · T)`` rows (EPIC / LegoLink, arXiv 2410.15332)."""
-    counts = [max(signals.config.first_k, math.ceil(signals.ratio * s.num_rows)) for s in signals.stale]
+    counts = [
+        max(signals.config.first_k, math.ceil(signals.ratio * s.num_rows)) for s in signals.stale
+    ]
     return rows_of([s.head(n) for s, n in zip(signals.stale, counts, strict=True)])
 
 
 def _seam_rows(signals: Signals) -> torch.Tensor:
     """Choose the last ``ratio · T - first_k`` rows before each seam (KVBoost's "selective"); the rest of the budget is the heads."""
-    counts = [max(0, math.ceil(signals.ratio * s.num_rows) - signals.config.first_k) for s in signals.stale]
-    return rows_of([Segment(s.stop - n, s.stop, "chunk") for s, n in zip(signals.stale, counts, strict=True)])
+    counts = [
+        max(0, math.ceil(signals.ratio * s.num_rows) - signals.config.first_k)
+        for s in signals.stale
+    ]
+    return rows_of(
+        [Segment(s.stop - n, s.stop, "chunk") for s, n in zip(signals.stale, counts, strict=True)]
+    )
 
 
 def _top_rows(signals: Signals) -> torch.Tensor:
     """Choose the rows with the highest product of the signals; ties go to the lower row."""
-    given = [signal[signals.candidates] for signal in signals.measured.values() if signal is not None]
+    given = [
+        signal[signals.candidates] for signal in signals.measured.values() if signal is not None
+    ]
     order = torch.argsort(torch.stack(given).prod(dim=0), descending=True, stable=True)
     return signals.candidates[order[: signals.budget]]
 
 
 def _telling_rows(signals: Signals) -> torch.Tensor:
     """Choose the rows that tell most of the changes in what the question attends to."""
-    likeness, by_mass = signals.likeness, _top_rows(replace(signals, budget=len(signals.candidates)))
+    likeness, by_mass = (
+        signals.likeness,
+        _top_rows(replace(signals, budget=len(signals.candidates))),
+    )
     mass, count = signals.measured["mass"], min(signals.budget, POOL // 2)
     assert likeness is not None
     assert mass is not None
@@ -123,7 +137,11 @@ def _sentences(signals: Signals) -> torch.Tensor:
     A number or a name is several tokens. With some of them repaired and others not, it is read wrong more often than with none. (SnapKV
     pools its votes for the same reason, arXiv 2404.14469.) And a question reads a fact against all sentences that are like it.
     """
-    mass, left, chosen = signals.measured["mass"], SENTENCES_SHARE * signals.budget, list[torch.Tensor]()
+    mass, left, chosen = (
+        signals.measured["mass"],
+        SENTENCES_SHARE * signals.budget,
+        list[torch.Tensor](),
+    )
     assert mass is not None
     assert signals.starts is not None
     starts = signals.starts.clone()
@@ -175,7 +193,9 @@ NEEDS: dict[str, frozenset[Signal]] = {
 
 def needs_of(layout: Layout, config: RepairConfig) -> frozenset[Signal]:
     """Return the signals to measure before the rows to repair are known."""
-    is_choosing = _num_heads(layout, config) < num_selected(layout, config) < num_rows_of(layout.stale)
+    is_choosing = (
+        _num_heads(layout, config) < num_selected(layout, config) < num_rows_of(layout.stale)
+    )
     return NEEDS.get(config.strategy, frozenset()) if is_choosing else frozenset()
 
 
@@ -213,8 +233,13 @@ def select_rows(
     heads = rows_of(_heads(layout, config))
     candidates = every[~mask_of(heads, layout.num_tokens)[every]]
     given: dict[Signal, torch.Tensor | None] = {"mass": mass, "deviation": deviation}
-    measured = {name: signal for name, signal in given.items() if name in NEEDS.get(config.strategy, ())}
-    budget, ratio = min(len(candidates), count - len(heads)), effective_ratio(layout, config, len(every))
+    measured = {
+        name: signal for name, signal in given.items() if name in NEEDS.get(config.strategy, ())
+    }
+    budget, ratio = (
+        min(len(candidates), count - len(heads)),
+        effective_ratio(layout, config, len(every)),
+    )
     signals = Signals(layout.stale, candidates, budget, ratio, measured, likeness, starts, config)
     chosen = SELECT[config.strategy](signals) if budget else every[:0]
     rows: torch.Tensor = torch.unique(torch.cat([heads, chosen]))
@@ -226,7 +251,9 @@ def num_selected(layout: Layout, config: RepairConfig) -> int:
     num_stale = num_rows_of(layout.stale)
     if config.strategy in ("none", "all"):
         return num_stale if config.strategy == "all" else 0
-    return max(_num_heads(layout, config), round(effective_ratio(layout, config, num_stale) * num_stale))
+    return max(
+        _num_heads(layout, config), round(effective_ratio(layout, config, num_stale) * num_stale)
+    )
 
 
 def _num_heads(layout: Layout, config: RepairConfig) -> int:
@@ -249,7 +276,10 @@ def effective_ratio(layout: Layout, config: RepairConfig, num_stale: int) -> flo
 
 def because(cause: str | None, reason: str | None) -> str | None:
     """Join what went wrong in the store, if anything did, with why less is reused than was asked for."""
-    return "; ".join(filter(None, (cause, None if cause and reason in _NOT_STORED else reason))) or None
+    return (
+        "; ".join(filter(None, (cause, None if cause and reason in _NOT_STORED else reason)))
+        or None
+    )
 
 
 def in_words(holes: Sequence[Hole]) -> str | None:
@@ -270,7 +300,10 @@ def decide_plan(
     if history is not None:
         layout = layout.behind(*history)
     if mode == "prefix" and plan.kv_dtype != "auto":
-        refusal = refusal or f"mode 'prefix' reuses exact KV only, and this store's is rounded to {plan.kv_dtype}"
+        refusal = (
+            refusal
+            or f"mode 'prefix' reuses exact KV only, and this store's is rounded to {plan.kv_dtype}"
+        )
     if refusal is not None:
         return layout.only_live(), refusal
     layout, reason = decide(layout, mode, cheapest)
@@ -299,8 +332,15 @@ def decide(layout: Layout, mode: Mode, cheapest: Choice | None = None) -> tuple[
     if mode == "full":
         return layout.only_live(), None
     if not layout.reused:
-        return (layout, None) if layout.history else (layout.only_live(), "no stored KV for this prompt")
+        return (
+            (layout, None)
+            if layout.history
+            else (layout.only_live(), "no stored KV for this prompt")
+        )
     if mode == "prefix":
         head = layout.only_exact_head()
-        return head, None if head.reused or head.history else "no stored KV for the head of this prompt"
+        return (
+            head,
+            None if head.reused or head.history else "no stored KV for the head of this prompt",
+        )
     return (layout, None) if cheapest is None or mode == "stitch" else cheapest(layout)

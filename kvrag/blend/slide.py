@@ -27,7 +27,9 @@ class SlidingWindow:
     that have left.
     """
 
-    def __init__(self, model: CausalLM, kv: KVBuffer, length: int = 0, *, sinks: int = SINKS) -> None:
+    def __init__(
+        self, model: CausalLM, kv: KVBuffer, length: int = 0, *, sinks: int = SINKS
+    ) -> None:
         self.evicted_tokens = 0
         self._model, self._kv, self._length, self._sinks = model, kv, length, sinks
         self._block = max(1, (kv.capacity - sinks) // BLOCKS)
@@ -70,8 +72,12 @@ class SlidingWindow:
         """Let the oldest rows behind the sinks leave, and move the others down; their keys are rounded once, at their new places."""
         old = slice(self._sinks + self._block, self._length)
         new = slice(self._sinks, self._length - self._block)
-        for (keys, values), table in zip(self._kv.layers, self._model.rotary(self._length), strict=True):
-            moved = keys[0, :, old].to(torch.float32, copy=True)  # not a view: a layer without positions turns nothing
+        for (keys, values), table in zip(
+            self._kv.layers, self._model.rotary(self._length), strict=True
+        ):
+            moved = keys[0, :, old].to(
+                torch.float32, copy=True
+            )  # not a view: a layer without positions turns nothing
             keys[0, :, new] = table.rotate(table.unrotate(moved, old), new).to(keys.dtype)
             values[0, :, new] = values[0, :, old].clone()
         self._length, self._step = new.stop, None

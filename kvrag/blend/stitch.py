@@ -48,7 +48,12 @@ class Past:
 
 @torch.inference_mode()
 def stitch(
-    buffer: KVBuffer, layout: Layout, kvs: Sequence[ChunkKV], rotary: Rotations, *, skip: torch.Tensor | None = None
+    buffer: KVBuffer,
+    layout: Layout,
+    kvs: Sequence[ChunkKV],
+    rotary: Rotations,
+    *,
+    skip: torch.Tensor | None = None,
 ) -> None:
     """Copy the KV of every reused segment into the buffer; codes are unpacked, and position-free keys rotated to their rows.
 
@@ -64,7 +69,9 @@ def stitch(
         Rows that the next forward computes, int64: they may be left unwritten.
     """
     segments, (keys, values) = layout.reused, buffer.layers[0]
-    has_kernel = bool(segments) and _has_kernel(keys, values, rotary) and _is_uniform(buffer, segments, kvs)
+    has_kernel = (
+        bool(segments) and _has_kernel(keys, values, rotary) and _is_uniform(buffer, segments, kvs)
+    )
     angles = _angles(rotary) if has_kernel else None
     if angles is None:
         _stitch_by_torch(buffer, segments, kvs, rotary)
@@ -75,10 +82,19 @@ def stitch(
         with _beside(keys.device) as stream:
             arrivals = list[torch.cuda.Event]()
             for layers in ranges(buffer):
-                place(buffer, layers, segments, move(layers, segments, kvs, keys.device), angles, computed)
+                place(
+                    buffer,
+                    layers,
+                    segments,
+                    move(layers, segments, kvs, keys.device),
+                    angles,
+                    computed,
+                )
                 arrivals += [stream.record_event()] * len(layers) if stream else []
         buffer.arrivals, buffer.sources = arrivals, (tuple(kvs), angles, computed)
-    if keys.is_cuda and not buffer.arrivals:  # the next read may reuse the pinned memory that these copies are from
+    if (
+        keys.is_cuda and not buffer.arrivals
+    ):  # the next read may reuse the pinned memory that these copies are from
         torch.cuda.current_stream(keys.device).synchronize()
 
 
@@ -114,10 +130,14 @@ def _copies(device: torch.device) -> torch.cuda.Stream:
 
 def ranges(buffer: KVBuffer) -> list[range]:
     """Cut the layers into those that are moved and placed together: neighbours of one shape."""
-    return runs_alike([(keys.shape, values.shape) for keys, values in buffer.layers], LAYERS_PER_LAUNCH)
+    return runs_alike(
+        [(keys.shape, values.shape) for keys, values in buffer.layers], LAYERS_PER_LAUNCH
+    )
 
 
-def move(layers: range, segments: Sequence[Segment], kvs: Sequence[ChunkKV], device: torch.device) -> list[LayerKV]:
+def move(
+    layers: range, segments: Sequence[Segment], kvs: Sequence[ChunkKV], device: torch.device
+) -> list[LayerKV]:
     """Bring the KV of some layers to the device, on the current stream, with a copy for each contiguous piece of a chunk.
 
     Nothing is converted on the way. The host's copies read pinned memory after the return; ``kvs`` has to live until they are done.
@@ -183,7 +203,9 @@ def _first_rows(kv: LayerKV, num_rows: int) -> LayerKV:
     return LayerKV(kv.keys[..., :num_rows, :], kv.values[..., :num_rows, :], s)
 
 
-def _stitch_by_torch(buffer: KVBuffer, segments: Sequence[Segment], kvs: Sequence[ChunkKV], rotary: Rotations) -> None:
+def _stitch_by_torch(
+    buffer: KVBuffer, segments: Sequence[Segment], kvs: Sequence[ChunkKV], rotary: Rotations
+) -> None:
     """Copy what is stored, then rotate all keys of a layer at once; live rows between the segments are written later."""
     parts = [(kvs[s.source].layers, slice(s.start, s.stop), s.stop - s.start) for s in segments]
     for index, (table, (keys, values)) in enumerate(zip(rotary, buffer.layers, strict=True)):
@@ -213,7 +235,9 @@ def _has_kernel(keys: torch.Tensor, values: torch.Tensor, rotary: Rotations) -> 
     import kvrag_kernels
 
     width = max(table.width for table in rotary)
-    return keys.shape == values.shape and kvrag_kernels.has_stitch(keys.shape[-1], width, keys.dtype, keys.device)
+    return keys.shape == values.shape and kvrag_kernels.has_stitch(
+        keys.shape[-1], width, keys.dtype, keys.device
+    )
 
 
 def _is_uniform(buffer: KVBuffer, segments: Sequence[Segment], kvs: Sequence[ChunkKV]) -> bool:
@@ -222,8 +246,15 @@ def _is_uniform(buffer: KVBuffer, segments: Sequence[Segment], kvs: Sequence[Chu
     kinds = {(x.keys.dtype, x.values.dtype) for s in segments for x in kvs[s.source].layers}
     known = {*CODES.values(), torch.bfloat16, torch.float16, dtype}
     firsts = [run.start for run in ranges(buffer)]  # the others of a run have the same shapes
-    rounded = [(i, x.scales) for s in segments for i in firsts if (x := kvs[s.source].layers[i]).scales is not None]
-    odd = [i for i, scales in rounded if scales and buffer.values(i).shape[-1] % scales.values.shape[2]]
+    rounded = [
+        (i, x.scales)
+        for s in segments
+        for i in firsts
+        if (x := kvs[s.source].layers[i]).scales is not None
+    ]
+    odd = [
+        i for i, scales in rounded if scales and buffer.values(i).shape[-1] % scales.values.shape[2]
+    ]
     return not odd and len(kinds) == 1 and kinds <= {(each, each) for each in known}
 
 
@@ -232,7 +263,16 @@ def _angles(rotary: Rotations) -> Angles | None:
     tables = {id(table): table for table in rotary if table.width}
     pairs = [table.pairs() for table in tables.values()]
     found = [pair for pair in pairs if pair is not None]
-    if not found or len(found) < len(pairs) or len({(cos.shape, kind) for cos, _, kind in found}) > 1:
+    if (
+        not found
+        or len(found) < len(pairs)
+        or len({(cos.shape, kind) for cos, _, kind in found}) > 1
+    ):
         return None
     kinds = [list(tables).index(id(table)) if table.width else -1 for table in rotary]
-    return Angles(torch.stack([c for c, _, _ in found]), torch.stack([s for _, s, _ in found]), kinds, found[0][2])
+    return Angles(
+        torch.stack([c for c, _, _ in found]),
+        torch.stack([s for _, s, _ in found]),
+        kinds,
+        found[0][2],
+    )

@@ -30,7 +30,9 @@ except ModuleNotFoundError as error:
     if (error.name or "").partition(".")[0] not in ("typer", "rich"):
         raise
     # The console script imports this module before it calls main(), so this is the place to say it.
-    sys.stderr.write(f"the command line needs {error.name!r}; install kvrag[cli]: pip install 'kvrag[cli]'\n")
+    sys.stderr.write(
+        f"the command line needs {error.name!r}; install kvrag[cli]: pip install 'kvrag[cli]'\n"
+    )
     raise SystemExit(2) from None
 
 
@@ -77,7 +79,11 @@ class Commands(typer.core.TyperGroup):
 
 def _sentence(error: Exception) -> str:
     """Say an error; one of the system with the file that it is about."""
-    if isinstance(error, OSError) and not isinstance(error, KVRagError) and error.filename is not None:
+    if (
+        isinstance(error, OSError)
+        and not isinstance(error, KVRagError)
+        and error.filename is not None
+    ):
         return f"{error.filename!r}: {error.strerror or error}; check the path and its rights"
     return redacted(str(error)) or type(error).__name__
 
@@ -87,16 +93,28 @@ def demo(context: typer.Context) -> None:
     examples = example("demo/main.py", otherwise="run it in a checkout").parent.parent
     sys.path.insert(0, str(examples))
     try:
-        importlib.import_module("demo.main").command.main(context.args, prog_name="kvrag demo", standalone_mode=False)
+        importlib.import_module("demo.main").command.main(
+            context.args, prog_name="kvrag demo", standalone_mode=False
+        )
     finally:
         sys.path.remove(str(examples))
 
 
 app = typer.Typer(
-    name="kvrag", cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
+    name="kvrag",
+    cls=Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
 )
 # All options of the demo, --help too, are read by the demo itself.
-app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})(demo)
+app.command(
+    context_settings={
+        "allow_extra_args": True,
+        "ignore_unknown_options": True,
+        "help_option_names": [],
+    }
+)(demo)
 for command in (
     precompute,
     ask,
@@ -126,13 +144,17 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-_VERSION = typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+_VERSION = typer.Option(
+    "--version", callback=_show_version, is_eager=True, help="Show the version and exit."
+)
 
 
 @app.callback()
 def _options(
     version: Annotated[bool, _VERSION] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks (also KVRAG_DEBUG=1).")] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show tracebacks (also KVRAG_DEBUG=1).")
+    ] = False,
 ) -> None:
     """Prefill each RAG chunk once, and reuse its KV in every prompt."""
 

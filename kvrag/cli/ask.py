@@ -12,7 +12,17 @@ import typer
 from rich.table import Table
 
 from kvrag.cli.documents import STDIN, read_documents, read_prompt, read_prompts
-from kvrag.cli.options import ENGINE, REPAIR, SAMPLING, AsJson, Given, ModeName, name_model, open_engine, takes
+from kvrag.cli.options import (
+    ENGINE,
+    REPAIR,
+    SAMPLING,
+    AsJson,
+    Given,
+    ModeName,
+    name_model,
+    open_engine,
+    takes,
+)
 from kvrag.cli.output import console, facts, grid, progress, say, show
 from kvrag.errors import InputError, UnsupportedModelError
 from kvrag.estimate import human_bytes
@@ -22,17 +32,26 @@ if TYPE_CHECKING:
     from kvrag.prompt.template import Prompt, PromptEncoder
     from kvrag.types import Chunk, ExplainedSpan, GenerationResult, VerifyReport
 
-_CONTEXT = typer.Option("--context", "-c", help="Files or folders whose text stands before the question.")
-_PROMPT_FILE = typer.Option("--prompt-file", help="The whole prompt: text, or JSON messages; - is standard input.")
-_QUESTION = typer.Argument(metavar="[MODEL] QUESTION", help="The model, and the question; or use --prompt-file.")
+_CONTEXT = typer.Option(
+    "--context", "-c", help="Files or folders whose text stands before the question."
+)
+_PROMPT_FILE = typer.Option(
+    "--prompt-file", help="The whole prompt: text, or JSON messages; - is standard input."
+)
+_QUESTION = typer.Argument(
+    metavar="[MODEL] QUESTION", help="The model, and the question; or use --prompt-file."
+)
 _PROMPT = typer.Argument(
     metavar="[MODEL] [PROMPT]",
     help="The model, and a file of the prompt, text or JSON messages; - is standard input. With --context, the question.",
 )
 _PROMPTS = typer.Argument(
-    metavar="[MODEL] [PROMPTS...]", help="The model, which is proven; or text or .jsonl files of prompts, too."
+    metavar="[MODEL] [PROMPTS...]",
+    help="The model, which is proven; or text or .jsonl files of prompts, too.",
 )
-_MAX_ERROR = typer.Option(help="Of a model's proof: the largest difference of logits. Default: the proof's own.")
+_MAX_ERROR = typer.Option(
+    help="Of a model's proof: the largest difference of logits. Default: the proof's own."
+)
 
 
 @takes(engine=ENGINE, repair=REPAIR, sampling=SAMPLING)
@@ -50,7 +69,9 @@ def ask(
     """Answer a question; chunks that were precomputed are found in its context by themselves."""
     asked = name_model(ctx, engine, words, most=1 if prompt_file is None else 0)
     if not asked and prompt_file is None:
-        raise InputError("pass a model and a question, as in: kvrag ask MODEL 'Who?'; or --prompt-file")
+        raise InputError(
+            "pass a model and a question, as in: kvrag ask MODEL 'Who?'; or --prompt-file"
+        )
     question = asked[0] if asked else None
     given = None if prompt_file is None else read_prompt(prompt_file)
     texts = list(read_documents(context).values()) if context else []
@@ -61,14 +82,19 @@ def ask(
             if not as_json:
                 say(piece, end="")
     if as_json:
-        show({name: value for name, value in asdict(stream.result).items() if name != "prompt_ids"}, as_json=True)
+        show(
+            {name: value for name, value in asdict(stream.result).items() if name != "prompt_ids"},
+            as_json=True,
+        )
     else:
         say("")
         # The answer alone stands on standard output.
         console(err=True).print(facts("How the answer was made", _accounting(stream.result)))
 
 
-def _prompt_of(question: str | None, texts: list[str], encoder: PromptEncoder, engine: Given) -> Prompt:
+def _prompt_of(
+    question: str | None, texts: list[str], encoder: PromptEncoder, engine: Given
+) -> Prompt:
     """Put the context before the question: as messages if the model has a chat template and no prefix is given as text."""
     body: list[str | Chunk] = [part for text in texts for part in (*encoder.guarded(text), "\n\n")]
     body.append(f"Question: {question}" if texts else str(question))
@@ -115,12 +141,24 @@ def explain(
         found = opened.explain(asked, mode=mode)  # type: ignore[arg-type]  # the engine refuses other modes
     title = f"{found.prompt_tokens} tokens, {found.hits} chunk(s) with KV, would run in mode {found.mode!r}"
     spans = grid(title, ">tokens|kind|KV|text|reason", map(_span_cells, found.spans))
-    show({**asdict(found), "hits": found.hits}, spans, *found.notes, f"repair: {found.repair}", as_json=as_json)
+    show(
+        {**asdict(found), "hits": found.hits},
+        spans,
+        *found.notes,
+        f"repair: {found.repair}",
+        as_json=as_json,
+    )
 
 
 def _span_cells(span: ExplainedSpan) -> tuple[str, ...]:
     state = ("exact" if span.exact else "hit") if span.hit else "computed"
-    return f"{span.start}-{span.stop}", span.kind, state, " ".join(span.text.split())[:48], span.reason or ""
+    return (
+        f"{span.start}-{span.stop}",
+        span.kind,
+        state,
+        " ".join(span.text.split())[:48],
+        span.reason or "",
+    )
 
 
 @takes(engine=ENGINE, repair=REPAIR)
@@ -129,8 +167,12 @@ def verify(
     engine: Given,
     repair: Given,
     words: Annotated[list[str] | None, _PROMPTS] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Length of the greedy answers compared.")] = 16,
-    max_kl: Annotated[float, typer.Option(help="Largest mean KL at the first token, in nats.")] = 0.1,
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, help="Length of the greedy answers compared.")
+    ] = 16,
+    max_kl: Annotated[
+        float, typer.Option(help="Largest mean KL at the first token, in nats.")
+    ] = 0.1,
     min_top1: Annotated[float, typer.Option(help="Smallest share of equal first tokens.")] = 0.8,
     mode: ModeName = "stitch",
     max_error: Annotated[float | None, _MAX_ERROR] = None,
@@ -145,7 +187,12 @@ def verify(
         _prove(engine["model"], engine, max_error, as_json=as_json)
         return
     prompts = read_prompts([Path(name) for name in files])
-    options: Given = {"mode": mode, "max_new_tokens": max_new_tokens, "max_mean_kl": max_kl, "min_top1": min_top1}
+    options: Given = {
+        "mode": mode,
+        "max_new_tokens": max_new_tokens,
+        "max_mean_kl": max_kl,
+        "min_top1": min_top1,
+    }
     with closing(open_engine(engine, repair=repair)) as opened:
         report = opened.verify(prompts, **options)
     show(asdict(report), *_tables(report, max_kl, min_top1), as_json=as_json, ok=report.passed)
@@ -176,13 +223,17 @@ def _prove(model: str, engine: Given, max_error: float | None, *, as_json: bool)
         from kvrag.model.load import load
         from kvrag.model.proof import prove
         from kvrag.model.source import ModelSource
-    loaded = load(ModelSource(model, dtype=engine["dtype"], device=engine.get("device"), prove="off"))
+    loaded = load(
+        ModelSource(model, dtype=engine["dtype"], device=engine.get("device"), prove="off")
+    )
     about: dict[str, Any] = {
         "model": model,
         "architecture": loaded.lm.model.config.get_text_config().model_type,
         "dtype": str(loaded.lm.dtype).removeprefix("torch."),
         "device": str(loaded.lm.device),
-        "versions": ", ".join(f"{name} {version(name)}" for name in ("kvrag", "torch", "transformers")),
+        "versions": ", ".join(
+            f"{name} {version(name)}" for name in ("kvrag", "torch", "transformers")
+        ),
     }
     try:
         reusable = loaded.reusable
@@ -199,12 +250,21 @@ def _prove(model: str, engine: Given, max_error: float | None, *, as_json: bool)
         "a planted mistake would differ by": f"{proof.fault:.2g} in logits",
     }
     if not proof.is_conclusive:
-        about["caution"] = "roundings hide a planted mistake in this dtype; prove the model in float32 as well"
+        about["caution"] = (
+            "roundings hide a planted mistake in this dtype; prove the model in float32 as well"
+        )
     about |= {f"note {number}": note for number, note in enumerate(proof.notes, start=1)}
-    limit = "" if max_error is None else f" (largest difference of logits {proof.max_error:.1e}, at most {max_error:g})"
+    limit = (
+        ""
+        if max_error is None
+        else f" (largest difference of logits {proof.max_error:.1e}, at most {max_error:g})"
+    )
     about["result"] = ("passed" if is_passed else "FAILED") + limit
     verdict = ("FAILED", "ok")
-    rows = [(c.promise, c.claim, c.unit, f"{c.error:.1e}", f"{c.limit:.1e}", verdict[c.passed]) for c in proof.checks]
+    rows = [
+        (c.promise, c.claim, c.unit, f"{c.error:.1e}", f"{c.limit:.1e}", verdict[c.passed])
+        for c in proof.checks
+    ]
     columns = "promise|claim|unit|>largest difference|>allowed|"
     checks = grid("Reuse on this model against transformers' own forward", columns, rows)
     found = {**about, "passed": is_passed, "proof": proof.to_dict()}

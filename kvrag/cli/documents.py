@@ -25,10 +25,17 @@ CountTokens = Callable[[str], int]
 Range = tuple[int, int]
 """A part of the text, in characters: ``text[start:stop]``."""
 
-SUFFIXES = (".md", ".markdown", ".rst", ".txt")  # files taken from a folder; a file given by name may have any
+SUFFIXES = (
+    ".md",
+    ".markdown",
+    ".rst",
+    ".txt",
+)  # files taken from a folder; a file given by name may have any
 
 _PARTS = (
-    re.compile(r"(?:#{1,6} .*\n\s*\n)*\S.*(?:\n[ \t]*\S.*)*"),  # a paragraph, with the headings above it
+    re.compile(
+        r"(?:#{1,6} .*\n\s*\n)*\S.*(?:\n[ \t]*\S.*)*"
+    ),  # a paragraph, with the headings above it
     re.compile(r"(?=\S).*?(?:[.!?](?=\s)|\Z)", re.DOTALL),  # a sentence
     re.compile(r"\S+"),
 )
@@ -55,13 +62,17 @@ def read_documents(paths: Iterable[Path]) -> dict[str, str]:
     for path in paths:
         if not path.exists():
             raise InputError(f"there is no file or folder {str(path)!r}; check the path")
-        inside = (file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
+        inside = (
+            file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file()
+        )
         for file in sorted(inside) if path.is_dir() else [path]:
             text = read_text(file)
             if text.strip():
                 texts[file.as_posix()] = text
     if not texts:
-        raise InputError(f"no text was found; name files, or folders with files that end in {', '.join(SUFFIXES)}")
+        raise InputError(
+            f"no text was found; name files, or folders with files that end in {', '.join(SUFFIXES)}"
+        )
     return texts
 
 
@@ -70,7 +81,9 @@ def example(name: str, *, otherwise: str) -> Path:
     for base in (Path(__file__).resolve().parents[2], Path.cwd()):
         if (found := base / "examples" / name).exists():
             return found
-    raise InputError(f"this needs examples/{name} of kvrag's source, which is not in the package; {otherwise}")
+    raise InputError(
+        f"this needs examples/{name} of kvrag's source, which is not in the package; {otherwise}"
+    )
 
 
 def read_text(file: Path) -> str:
@@ -80,10 +93,14 @@ def read_text(file: Path) -> str:
     except UnicodeDecodeError:
         raise InputError(f"{str(file)!r} is not UTF-8 text; convert it, or leave it out") from None
     except OSError as error:
-        raise InputError(f"{str(file)!r} can't be read: {error.strerror or error}; check the path") from error
+        raise InputError(
+            f"{str(file)!r} can't be read: {error.strerror or error}; check the path"
+        ) from error
 
 
-def split_documents(documents: dict[str, str], count_tokens: CountTokens, *, chunk_tokens: int) -> list[DocumentChunk]:
+def split_documents(
+    documents: dict[str, str], count_tokens: CountTokens, *, chunk_tokens: int
+) -> list[DocumentChunk]:
     """Split documents into chunks of about ``chunk_tokens`` tokens."""
     return [
         DocumentChunk(f"{path}#{number}", body, count_tokens(body))
@@ -98,10 +115,14 @@ def split_text(text: str, count_tokens: CountTokens, *, chunk_tokens: int = 250)
     Only a paragraph of more than one and a half times as many tokens is cut inside.
     """
     if chunk_tokens < 1:
-        raise ConfigError(f"chunk_tokens is {chunk_tokens}; it must be a whole number of at least 1")
+        raise ConfigError(
+            f"chunk_tokens is {chunk_tokens}; it must be a whole number of at least 1"
+        )
     chunks: list[str] = []
     start = stop = size = 0
-    for part in _parts(text, (0, len(text)), _PARTS, lambda part: count_tokens(part) > chunk_tokens * 3 // 2):
+    for part in _parts(
+        text, (0, len(text)), _PARTS, lambda part: count_tokens(part) > chunk_tokens * 3 // 2
+    ):
         tokens = count_tokens(text[slice(*part)])
         # Join neighbours for as long as that brings the chunk's size nearer to the target.
         if size and abs(size + tokens - chunk_tokens) > abs(chunk_tokens - size):
@@ -152,7 +173,9 @@ def read_prompts(files: list[Path]) -> list[Prompt]:
         else:
             prompts.append(read_prompt(file))
     if not prompts:
-        raise InputError("these files hold no prompt; write one JSON prompt per line of a .jsonl file")
+        raise InputError(
+            "these files hold no prompt; write one JSON prompt per line of a .jsonl file"
+        )
     return prompts
 
 
@@ -164,7 +187,9 @@ def read_lines(file: Path, what: str) -> Iterator[tuple[str, Any]]:
             try:
                 yield where, json.loads(line)
             except ValueError as error:
-                raise InputError(f"{where} is not JSON ({error}); write one JSON {what} per line") from None
+                raise InputError(
+                    f"{where} is not JSON ({error}); write one JSON {what} per line"
+                ) from None
 
 
 def read_questions(file: Path) -> list[dict[str, Any]]:

@@ -30,11 +30,15 @@ _CHARS_PER_TOKEN = 4  # usual for English text; used where no tokenizer is at ha
 _BLOCK, _NUM_BLOCKS = 2**20, 128
 """Bytes, and blocks, of the file that measures a disk."""
 
-_MODEL = typer.Argument(metavar="[MODEL]", help="Preset, hub id, directory, .gguf file; may be set by KVRAG_MODEL.")
+_MODEL = typer.Argument(
+    metavar="[MODEL]", help="Preset, hub id, directory, .gguf file; may be set by KVRAG_MODEL."
+)
 _CONFIG_ONLY = typer.Option("--config-only", help="Load no tokenizer and no weights.")
 _CORPUS = typer.Option("--corpus", help="Count these files or folders instead of --chunks.")
 _RATIO = typer.Option(min=0, max=1, help="Share of the rows to repair.")
-_MEASURE = typer.Option("--measure", help="Measure what isn't given: loads the model, writes to --kv-dir.")
+_MEASURE = typer.Option(
+    "--measure", help="Measure what isn't given: loads the model, writes to --kv-dir."
+)
 
 
 @takes(engine=ESTIMATE)
@@ -46,8 +50,12 @@ def estimate(
     chunks: Annotated[int, typer.Option(min=1, help="Chunks of the corpus.")] = 1000,
     chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a chunk.")] = 250,
     corpus: Annotated[list[Path] | None, _CORPUS] = None,
-    disk_gbps: Annotated[float | None, typer.Option(help="Read bandwidth of the disk, GB/s (10^9 bytes).")] = None,
-    prefill_tps: Annotated[float | None, typer.Option(help="Prefill speed of the model, tokens/s.")] = None,
+    disk_gbps: Annotated[
+        float | None, typer.Option(help="Read bandwidth of the disk, GB/s (10^9 bytes).")
+    ] = None,
+    prefill_tps: Annotated[
+        float | None, typer.Option(help="Prefill speed of the model, tokens/s.")
+    ] = None,
     measure: Annotated[bool, _MEASURE] = False,
     recompute_ratio: Annotated[float, _RATIO] = 0.1,
     as_json: AsJson = False,
@@ -55,7 +63,9 @@ def estimate(
     """Print the size of KV per token and of a corpus, and the disk bandwidth from which loading beats prefilling."""
     name_model(ctx, engine, words)
     if config_only and measure:
-        raise ConfigError("--config-only loads nothing and --measure loads the model; pass one of them")
+        raise ConfigError(
+            "--config-only loads nothing and --measure loads the model; pass one of them"
+        )
     for flag, given in (("--disk-gbps", disk_gbps), ("--prefill-tps", prefill_tps)):
         if given is not None and not 0 < given < float("inf"):
             raise ConfigError(f"{flag} is {given}; it must be a number above 0")
@@ -66,8 +76,16 @@ def estimate(
     if corpus:
         counted = _count(model, corpus, config_only, chunk_tokens)
     tokens = counted["tokens"]
-    per_token = arithmetic.kept_bytes_per_token(shape, kept, chunk_tokens=round(tokens / counted["chunks"]), dtype=name)
-    speeds = _speeds(engine, per_token, (prefill_tps, disk_gbps and disk_gbps * 1e9), recompute_ratio, measure=measure)
+    per_token = arithmetic.kept_bytes_per_token(
+        shape, kept, chunk_tokens=round(tokens / counted["chunks"]), dtype=name
+    )
+    speeds = _speeds(
+        engine,
+        per_token,
+        (prefill_tps, disk_gbps and disk_gbps * 1e9),
+        recompute_ratio,
+        measure=measure,
+    )
     about = {"model": model, **asdict(shape), "dtype": name, "kv_dtype": kept, "corpus": counted}
     about |= {"bytes_per_token": per_token, "corpus_bytes": round(per_token * tokens), **speeds}
     sizes = facts(f"KV of {model}", _size_rows(shape, name, kept, per_token, counted))
@@ -94,7 +112,11 @@ def _count(model: str, paths: list[Path], config_only: bool, chunk_tokens: int) 
         return len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
     found = split_documents(documents, count, chunk_tokens=chunk_tokens)
-    how = "counted with the model's tokenizer" if tokenizer else f"guessed at {_CHARS_PER_TOKEN} characters per token"
+    how = (
+        "counted with the model's tokenizer"
+        if tokenizer
+        else f"guessed at {_CHARS_PER_TOKEN} characters per token"
+    )
     tokens = sum(chunk.num_tokens for chunk in found)
     return {"chunks": len(found), "tokens": tokens, "source": f"{len(documents)} files, {how}"}
 
@@ -113,7 +135,9 @@ def shape_of(model: str) -> ModelShape:
         try:
             return shape_from_config(json.loads((path / "config.json").read_text("utf-8")))
         except (OSError, ValueError) as error:
-            raise ModelError(f"{str(path)!r} holds no readable config.json ({error}); check the path") from error
+            raise ModelError(
+                f"{str(path)!r} holds no readable config.json ({error}); check the path"
+            ) from error
     known = None if path.is_dir() or path.suffix == ".gguf" else preset(model)
     if known is not None:
         return known
@@ -124,7 +148,9 @@ def shape_of(model: str) -> ModelShape:
     from kvrag.model.source import ModelSource, base_directory, hub_options, trying
 
     source = ModelSource(model)
-    config = trying(source, lambda: AutoConfig.from_pretrained(base_directory(source), **hub_options(source)))
+    config = trying(
+        source, lambda: AutoConfig.from_pretrained(base_directory(source), **hub_options(source))
+    )
     return shape_from_config(config.to_dict())
 
 
@@ -132,7 +158,11 @@ def shape_of(model: str) -> ModelShape:
 
 
 def _size_rows(shape: ModelShape, dtype: str, kept: str, per_token: float, corpus: Given) -> Given:
-    formula = "2 · layers · KV heads · head dim · bytes" if kept == "auto" else f"{kept} codes and their scales"
+    formula = (
+        "2 · layers · KV heads · head dim · bytes"
+        if kept == "auto"
+        else f"{kept} codes and their scales"
+    )
     chunks, tokens, source = corpus.values()
     rows = {
         "shape": f"{shape.num_layers} layers × {shape.num_kv_heads} KV heads × {shape.head_dim}, {dtype}",
@@ -149,7 +179,9 @@ def _size_rows(shape: ModelShape, dtype: str, kept: str, per_token: float, corpu
 def _speed_rows(speeds: Given, ratio: float) -> Given:
     prefill, disk, even, speedup = speeds.values()
     if prefill is None:
-        return {"prefill": "unknown: pass --prefill-tps, or --measure; break-even = bytes per token · tokens/s"}
+        return {
+            "prefill": "unknown: pass --prefill-tps, or --measure; break-even = bytes per token · tokens/s"
+        }
     rows = {
         "prefill": f"{prefill:,.0f} tokens/s",
         "break-even": f"{human_bandwidth(even)} (bytes per token · tokens/s): a faster disk beats prefilling",
@@ -160,7 +192,9 @@ def _speed_rows(speeds: Given, ratio: float) -> Given:
         **rows,
         "disk": f"{human_bandwidth(disk)}, {disk / even:.3g} × break-even",
         "bound": f"{speedup:.2g} × faster to the first token at best: load, then repair {ratio:.0%} of the rows",
-        "so": "reuse pays" if speedup > 1 else "prefilling is as fast: use a memory tier or a faster disk, or no reuse",
+        "so": "reuse pays"
+        if speedup > 1
+        else "prefilling is as fast: use a memory tier or a faster disk, or no reuse",
     }
 
 
@@ -168,7 +202,12 @@ def _speed_rows(speeds: Given, ratio: float) -> Given:
 
 
 def _speeds(
-    engine: Given, per_token: float, given: tuple[float | None, float | None], ratio: float, *, measure: bool
+    engine: Given,
+    per_token: float,
+    given: tuple[float | None, float | None],
+    ratio: float,
+    *,
+    measure: bool,
 ) -> dict[str, float | None]:
     """Return tokens/s, bytes/s, and what follows; ``given`` are the first two, measured where ``None`` and asked for."""
     prefill, disk = given
@@ -180,7 +219,9 @@ def _speeds(
             from kvrag.model.load import load
             from kvrag.model.source import ModelSource
 
-            source = ModelSource(engine["model"], dtype=engine["dtype"], device=engine.get("device"))
+            source = ModelSource(
+                engine["model"], dtype=engine["dtype"], device=engine.get("device")
+            )
             prefill = prefill_tokens_per_s(load(source).lm.model)
     return {
         "prefill_tokens_per_s": prefill,
@@ -217,7 +258,9 @@ def read_bandwidth(directory: Path) -> float:
         with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
             file.writelines([block] * _NUM_BLOCKS)
             os.fsync(file.fileno())
-            if hasattr(os, "posix_fadvise"):  # not on macOS; read from the disk, not from the page cache
+            if hasattr(
+                os, "posix_fadvise"
+            ):  # not on macOS; read from the disk, not from the page cache
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             file.seek(0)
             begin = time.perf_counter()
@@ -226,4 +269,6 @@ def read_bandwidth(directory: Path) -> float:
             return _NUM_BLOCKS * _BLOCK / (time.perf_counter() - begin)
     except OSError as error:
         why = error.strerror or error
-        raise StoreError(f"{str(directory)!r} can't be written to: {why}; choose another --kv-dir") from error
+        raise StoreError(
+            f"{str(directory)!r} can't be written to: {why}; choose another --kv-dir"
+        ) from error

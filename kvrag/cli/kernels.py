@@ -12,10 +12,14 @@ from kvrag.cli.output import facts, progress, show
 from kvrag.errors import ConfigError, KVRagError
 
 app = typer.Typer(
-    name="kernels", no_args_is_help=True, help="The CUDA kernels: which path computes here, and building them ahead."
+    name="kernels",
+    no_args_is_help=True,
+    help="The CUDA kernels: which path computes here, and building them ahead.",
 )
 _ARCH = typer.Option("--arch", help="As sm_90; may be repeated. Default: those of common GPUs.")
-_HEAD_DIM = typer.Option("--head-dim", help="As 128; may be repeated. Default: every supported one.")
+_HEAD_DIM = typer.Option(
+    "--head-dim", help="As 128; may be repeated. Default: every supported one."
+)
 
 
 @app.command()
@@ -28,7 +32,10 @@ def info(as_json: AsJson = False) -> None:
     except ValueError as error:
         raise ConfigError(str(error)) from error
     devices = [f"{d['name']} ({d['arch']}): {d['attention']}" for d in found["devices"]]
-    lines = {"devices": devices or ["no CUDA device: torch computes"], "failures": found["failures"] or ["none"]}
+    lines = {
+        "devices": devices or ["no CUDA device: torch computes"],
+        "failures": found["failures"] or ["none"],
+    }
     rows = found | {name: "\n".join(each) for name, each in lines.items()}
     show(found, facts("Kernels", rows), as_json=as_json)
 
@@ -52,10 +59,14 @@ def build(
     for name in arch or []:
         if not re.fullmatch(r"sm_\d{2,3}", name) or capability_of(name) < OLDEST:
             known = ", ".join(ARCHS)
-            raise ConfigError(f"--arch is {name!r}; pass one of {known}, or another from compute capability 7.5 on")
+            raise ConfigError(
+                f"--arch is {name!r}; pass one of {known}, or another from compute capability 7.5 on"
+            )
     for dim in head_dim or []:
         if dim not in HEAD_DIMS:
-            raise ConfigError(f"--head-dim is {dim}; it must be one of {', '.join(map(str, HEAD_DIMS))}")
+            raise ConfigError(
+                f"--head-dim is {dim}; it must be one of {', '.join(map(str, HEAD_DIMS))}"
+            )
     try:
         with progress("compiling kernels"):
             made = build_kernels(arch or ARCHS, head_dim or HEAD_DIMS)

@@ -16,7 +16,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvrag.cli.documents import example, read_documents, read_questions, split_documents
-from kvrag.cli.options import CALIBRATE, EVALUATE, REPAIR, AsJson, Contexts, Given, name_model, open_engine, takes
+from kvrag.cli.options import (
+    CALIBRATE,
+    EVALUATE,
+    REPAIR,
+    AsJson,
+    Contexts,
+    Given,
+    name_model,
+    open_engine,
+    takes,
+)
 from kvrag.cli.output import facts, grid, say, show
 from kvrag.cli.report import page
 
@@ -27,8 +37,12 @@ if TYPE_CHECKING:
 
 _ANSWERS = "question|right answer|full prefill|reuse|"
 _CANDIDATES = "candidate|>repaired|>mean KL (nats)|>top-1|>lost|>computed"  # numbers of rows as shares of the prompt's
-_MODEL = typer.Argument(metavar="[MODEL]", help="Hub id, directory, or .gguf file; may be set by KVRAG_MODEL.")
-_CORPUS = typer.Option("--corpus", help="Text files or folders; default: the example documents of a checkout.")
+_MODEL = typer.Argument(
+    metavar="[MODEL]", help="Hub id, directory, or .gguf file; may be set by KVRAG_MODEL."
+)
+_CORPUS = typer.Option(
+    "--corpus", help="Text files or folders; default: the example documents of a checkout."
+)
 _CHUNKS = typer.Option(min=1, help="Chunks per prompt: as many as you retrieve.")
 _CHUNK_TOKENS = typer.Option(min=1, help="Size of a chunk aimed for, in tokens.")
 _SEED = typer.Option(min=0, help="Seed of the prompts.")
@@ -38,7 +52,9 @@ _QUESTIONS = typer.Option(
     help='JSON lines: {"question": ..., "answers": [...]}, and "chunks": [...] if you have retrieved them.',
 )
 _HTML = typer.Option("--html", help="Write a page with tables and plots to this file, too.")
-_COUNT = typer.Option(min=2, help="Facts to plant in chunks and to ask for, where there are no --questions.")
+_COUNT = typer.Option(
+    min=2, help="Facts to plant in chunks and to ask for, where there are no --questions."
+)
 
 
 @takes(engine=EVALUATE, repair=REPAIR)
@@ -53,7 +69,9 @@ def evaluate(
     count: Annotated[int, _COUNT] = 30,
     chunks: Annotated[int, _CHUNKS] = 6,
     chunk_tokens: Annotated[int, _CHUNK_TOKENS] = 250,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Upper bound of an answer's tokens.")] = 32,
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, help="Upper bound of an answer's tokens.")
+    ] = 32,
     seed: Annotated[int, _SEED] = 0,
     as_json: AsJson = False,
 ) -> None:
@@ -68,8 +86,15 @@ def evaluate(
         html.touch()  # a path that can't be written to is found now, not after minutes
     with closing(open_engine(engine, repair=repair)) as opened:
         encoder = opened.loaded.encoder
-        split = split_documents(documents, lambda text: len(encoder.chunk_ids(text)), chunk_tokens=chunk_tokens)
-        options: Given = {"count": count, "chunks_per_prompt": chunks, "max_new_tokens": max_new_tokens, "seed": seed}
+        split = split_documents(
+            documents, lambda text: len(encoder.chunk_ids(text)), chunk_tokens=chunk_tokens
+        )
+        options: Given = {
+            "count": count,
+            "chunks_per_prompt": chunks,
+            "max_new_tokens": max_new_tokens,
+            "seed": seed,
+        }
         found = opened.evaluate([chunk.text for chunk in split], asked, **options)
     title = f"{engine['model']} on {', '.join(map(str, corpus or ('the example documents',)))}"
     totals = _totals(found)
@@ -78,14 +103,26 @@ def evaluate(
         say(f"wrote {html}", err=True)
     changed = [row for row in found.rows if row.is_lost or row.is_won]
     tables = (
-        [grid("Answers that differ in what they have right", _ANSWERS, map(_answer_cells, changed))] if changed else []
+        [grid("Answers that differ in what they have right", _ANSWERS, map(_answer_cells, changed))]
+        if changed
+        else []
     )
     show({**asdict(found), **_figures(found)}, *tables, facts(title, totals), as_json=as_json)
 
 
 def _figures(found: Evaluation) -> dict[str, float | None]:
     """Return what an evaluation comes to, in numbers; JSON knows no NaN."""
-    names = ("full_score", "reuse_score", "retention", "lost", "num_right", "num_lost", "mean_kl", "same", "speedup")
+    names = (
+        "full_score",
+        "reuse_score",
+        "retention",
+        "lost",
+        "num_right",
+        "num_lost",
+        "mean_kl",
+        "same",
+        "speedup",
+    )
     values = {name: getattr(found, name) for name in names}
     return {name: None if math.isnan(value) else value for name, value in values.items()}
 
@@ -122,7 +159,9 @@ def calibrate(
     words: Annotated[list[str] | None, _MODEL] = None,
     corpus: Annotated[list[Path] | None, _CORPUS] = None,
     chunk_context: Contexts = None,
-    target_kl: Annotated[float, typer.Option(min=0, help="Largest mean KL per answer token, in nats.")] = 0.02,
+    target_kl: Annotated[
+        float, typer.Option(min=0, help="Largest mean KL per answer token, in nats.")
+    ] = 0.02,
     min_top1: Annotated[float, _MIN_TOP1] = 0.97,
     prompts: Annotated[int, typer.Option(min=2, help="Prompts to make of the corpus.")] = 24,
     chunks: Annotated[int, _CHUNKS] = 6,
@@ -136,13 +175,20 @@ def calibrate(
     """
     name_model(ctx, engine, words)
     documents = read_documents(corpus or [example("corpus", otherwise="pass --corpus")])
-    options: Given = {"max_mean_kl": target_kl, "min_top1": min_top1, "prompts": prompts, "seed": seed}
+    options: Given = {
+        "max_mean_kl": target_kl,
+        "min_top1": min_top1,
+        "prompts": prompts,
+        "seed": seed,
+    }
     options["chunks_per_prompt"] = chunks
     found: dict[str, Found] = {}
     with ExitStack() as opened:
         for context in chunk_context or ["default"]:
             behind = open_engine({**engine, "chunk_context": context})
-            found[context] = _calibrated(opened.enter_context(closing(behind)), documents, chunk_tokens, options)
+            found[context] = _calibrated(
+                opened.enter_context(closing(behind)), documents, chunk_tokens, options
+            )
     tables = [
         grid(f"Chunks behind the context {name[:40]!r}", _CANDIDATES, map(_cells, f.trials))
         for name, f in found.items()
@@ -150,9 +196,17 @@ def calibrate(
     reached = {name: f.profile.kept.cost for name, f in found.items() if f.profile.is_reached}
     best = min(reached, key=lambda name: reached[name], default=None)
     kept = {f"behind {name[:40]!r}": _kept(f) for name, f in found.items()}
-    kept["least cost"] = f"behind {best[:40]!r}" if best else "the target was MISSED; what has the least KL is kept"
+    kept["least cost"] = (
+        f"behind {best[:40]!r}" if best else "the target was MISSED; what has the least KL is kept"
+    )
     values = {name: {**asdict(f), "reached": name in reached} for name, f in found.items()}
-    show({"contexts": values, "best": best}, *tables, facts("What was kept", kept), as_json=as_json, ok=bool(best))
+    show(
+        {"contexts": values, "best": best},
+        *tables,
+        facts("What was kept", kept),
+        as_json=as_json,
+        ok=bool(best),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,12 +218,16 @@ class Found:
     file: Path
 
 
-def _calibrated(engine: KVRagEngine, documents: dict[str, str], chunk_tokens: int, options: Given) -> Found:
+def _calibrated(
+    engine: KVRagEngine, documents: dict[str, str], chunk_tokens: int, options: Given
+) -> Found:
     from kvrag.calibrate import profile_file
 
     encoder = engine.loaded.encoder
     trials: list[Trial] = []
-    split = split_documents(documents, lambda text: len(encoder.chunk_ids(text)), chunk_tokens=chunk_tokens)
+    split = split_documents(
+        documents, lambda text: len(encoder.chunk_ids(text)), chunk_tokens=chunk_tokens
+    )
 
     def note(trial: Trial) -> None:
         trials.append(trial)
@@ -188,5 +246,15 @@ def _kept(found: Found) -> str:
 def _cells(trial: Trial) -> tuple[str, ...]:
     from kvrag.calibrate import described
 
-    kl, top1 = f"{trial.mean_kl:.4f} ± {trial.kl_error:.4f}", f"{trial.top1:.1%} ± {trial.top1_error:.1%}"
-    return (described(trial.repair), f"{trial.rows:.1%}", kl, top1, f"{trial.lost:.0%}", f"{trial.cost:.1%}")
+    kl, top1 = (
+        f"{trial.mean_kl:.4f} ± {trial.kl_error:.4f}",
+        f"{trial.top1:.1%} ± {trial.top1_error:.1%}",
+    )
+    return (
+        described(trial.repair),
+        f"{trial.rows:.1%}",
+        kl,
+        top1,
+        f"{trial.lost:.0%}",
+        f"{trial.cost:.1%}",
+    )

@@ -25,7 +25,14 @@ from kvrag import spelling
 from kvrag.address import address
 from kvrag.cli.documents import SUFFIXES
 from kvrag.cli.output import progress
-from kvrag.config import RepairConfig, SamplingConfig, StoreConfig, as_config, check_template_kwargs, option_fields
+from kvrag.config import (
+    RepairConfig,
+    SamplingConfig,
+    StoreConfig,
+    as_config,
+    check_template_kwargs,
+    option_fields,
+)
 from kvrag.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
@@ -40,11 +47,18 @@ Group = tuple[inspect.Parameter, ...]
 KEY_VARIABLE = "KVRAG_ENCRYPTION_KEY"
 """Holds the store's key; it has no option, because the arguments of a process can be seen by others."""
 
-_ENGINE, _REPAIR, _STORE = "Model and store", "Reuse and repair", "Limits of the store (those of your application)"
+_ENGINE, _REPAIR, _STORE = (
+    "Model and store",
+    "Reuse and repair",
+    "Limits of the store (those of your application)",
+)
 
 _of_engine = functools.partial(typer.Option, rich_help_panel=_ENGINE)
 _MODEL = _of_engine(
-    "--model", "-m", envvar="KVRAG_MODEL", help="Hub id, directory, or .gguf file, where the first argument is none."
+    "--model",
+    "-m",
+    envvar="KVRAG_MODEL",
+    help="Hub id, directory, or .gguf file, where the first argument is none.",
 )
 _PREFIX = _of_engine("--prefix", help="Text before the first chunk of your prompts, as rendered.")
 _SYSTEM = _of_engine("--system", help="System message of your chat prompts; instead of --prefix.")
@@ -53,7 +67,9 @@ _CONTEXT = _of_engine(
     help="What chunks are encoded behind: default (250 tokens of passages), default:1000, none, or a text of your own.",
 )
 _VARIABLES = _of_engine(
-    "--chat-template-kwargs", metavar="JSON", help='Variables for the chat template, as {"enable_thinking": false}.'
+    "--chat-template-kwargs",
+    metavar="JSON",
+    help='Variables for the chat template, as {"enable_thinking": false}.',
 )
 _DTYPE = _of_engine("--dtype", help="auto (float32 on a CPU), float32, bfloat16 or float16.")
 _DEVICE = _of_engine("--device", help="cpu or cuda; default: CUDA if there is one.")
@@ -63,7 +79,9 @@ _NAMED = typer.Option(
     envvar="KVRAG_REPAIR",
     rich_help_panel=_REPAIR,
 )
-_MODE = typer.Option(help="auto, full (no reuse), prefix (exact reuse only) or stitch.", rich_help_panel=_REPAIR)
+_MODE = typer.Option(
+    help="auto, full (no reuse), prefix (exact reuse only) or stitch.", rich_help_panel=_REPAIR
+)
 
 _KV_DIR = _of_engine(
     "--kv-dir",
@@ -73,7 +91,9 @@ _KV_DIR = _of_engine(
     help="Directory of the KV store, or a shared one's address.",
 )
 KVDir = Annotated[str, _KV_DIR]
-Namespace = Annotated[str, _of_engine("--namespace", help="Chunks of one namespace are never found from another.")]
+Namespace = Annotated[
+    str, _of_engine("--namespace", help="Chunks of one namespace are never found from another.")
+]
 ModeName = Annotated[str, _MODE]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of tables.")]
 
@@ -91,8 +111,15 @@ def takes(**groups: Group) -> Callable[[Callable[..., None]], Callable[..., None
                 options[group] = {name: value for name, value in found.items() if value is not None}
             command(**options)
 
-        own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name not in groups]
-        parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in (*own, *(p for group in groups.values() for p in group))]
+        own = [
+            p
+            for p in inspect.signature(command, eval_str=True).parameters.values()
+            if p.name not in groups
+        ]
+        parameters = [
+            p.replace(kind=p.KEYWORD_ONLY)
+            for p in (*own, *(p for group in groups.values() for p in group))
+        ]
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in parameters}
         return run
@@ -109,13 +136,21 @@ def parse_bytes(text: str) -> int:
 
 
 def _option(name: str, annotation: Any, default: Any = None) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default
+    )
 
 
-def _field(config: type, name: str, panel: str, *, flag: str = "", env: bool = False) -> inspect.Parameter:
+def _field(
+    config: type, name: str, panel: str, *, flag: str = "", env: bool = False
+) -> inspect.Parameter:
     """Make an option of a config's field; not given, it leaves the config's default."""
     hint, field = option_fields(config, name)[name]
-    kind = next((part for part in get_args(hint) if part is not NoneType), hint) if NoneType in get_args(hint) else hint
+    kind = (
+        next((part for part in get_args(hint) if part is not NoneType), hint)
+        if NoneType in get_args(hint)
+        else hint
+    )
     is_size = name.endswith("_bytes")
     summary = " ".join(field.description.replace("``", "").split()).partition(". ")[0].rstrip(".")
     option = typer.Option(
@@ -131,8 +166,14 @@ def _field(config: type, name: str, panel: str, *, flag: str = "", env: bool = F
     return _option(name, Annotated[(str if get_origin(kind) is Literal else kind) | None, option])
 
 
-_STORED = (_option("kv_dir", KVDir, DEFAULT_KV_DIR), _field(StoreConfig, "kv_dtype", _ENGINE, env=True))
-_RUN = (_option("dtype", Annotated[str, _DTYPE], "auto"), _option("device", Annotated[str | None, _DEVICE]))
+_STORED = (
+    _option("kv_dir", KVDir, DEFAULT_KV_DIR),
+    _field(StoreConfig, "kv_dtype", _ENGINE, env=True),
+)
+_RUN = (
+    _option("dtype", Annotated[str, _DTYPE], "auto"),
+    _option("device", Annotated[str | None, _DEVICE]),
+)
 _PROMPTS = (
     _option("prefix", Annotated[str | None, _PREFIX]),
     _option("system", Annotated[str | None, _SYSTEM]),
@@ -151,7 +192,8 @@ REPAIR: Group = (
     *(_field(RepairConfig, name, _REPAIR) for name in ("strategy", "recompute_ratio")),
 )
 LIMITS: Group = tuple(
-    _field(StoreConfig, name, _STORE, env=True) for name in ("shared", "disk_bytes", "min_free_bytes", "durability")
+    _field(StoreConfig, name, _STORE, env=True)
+    for name in ("shared", "disk_bytes", "min_free_bytes", "durability")
 )
 _HISTORY = typer.Option(
     parser=parse_bytes,
@@ -161,10 +203,14 @@ _HISTORY = typer.Option(
     rich_help_panel=_STORE,
 )
 SERVED: Group = (*LIMITS, _option("history_bytes", Annotated[int, _HISTORY], "1GiB"))
-SAMPLING: Group = tuple(_field(SamplingConfig, name, "Answer") for name in ("max_new_tokens", "temperature"))
+SAMPLING: Group = tuple(
+    _field(SamplingConfig, name, "Answer") for name in ("max_new_tokens", "temperature")
+)
 
 
-def name_model(ctx: typer.Context, engine: Given, words: list[str] | None, *, most: int | None = 0) -> list[str]:
+def name_model(
+    ctx: typer.Context, engine: Given, words: list[str] | None, *, most: int | None = 0
+) -> list[str]:
     """Put MODEL, the first argument, into the options of an engine, and return the other arguments.
 
     MODEL may be left out where ``--model`` or ``KVRAG_MODEL`` names it. With ``--model``, no argument is one. With ``KVRAG_MODEL``, the
@@ -174,7 +220,9 @@ def name_model(ctx: typer.Context, engine: Given, words: list[str] | None, *, mo
     words = list(words or ())
     is_named = engine.get("model") is not None
     if not is_named and words and _is_text_file(words[0]):
-        raise InputError(f"{words[0]!r} is no model; pass MODEL before it, name it by --model, or set KVRAG_MODEL")
+        raise InputError(
+            f"{words[0]!r} is no model; pass MODEL before it, name it by --model, or set KVRAG_MODEL"
+        )
     if is_on_command_line(ctx, "model"):
         is_first = False
     elif is_named:
@@ -182,19 +230,29 @@ def name_model(ctx: typer.Context, engine: Given, words: list[str] | None, *, mo
     else:
         is_first = True
     if is_first and not words:
-        raise InputError(f"pass a model, as in: kvrag {ctx.info_name} MODEL ...; or set KVRAG_MODEL")
+        raise InputError(
+            f"pass a model, as in: kvrag {ctx.info_name} MODEL ...; or set KVRAG_MODEL"
+        )
     if is_first:
         engine["model"] = words.pop(0)
     if most is not None and len(words) > most:
-        raise InputError(f"{words[most]!r} is one argument too many; text of several words needs quotation marks")
+        raise InputError(
+            f"{words[most]!r} is one argument too many; text of several words needs quotation marks"
+        )
     return words
 
 
 def _is_model(word: str) -> bool:
     path = Path(word)
     if path.exists():
-        return path.suffix == ".gguf" or any((path / f"{name}config.json").is_file() for name in ("", "adapter_"))
-    return re.fullmatch(r"[\w.-]+/[\w.-]+", word) is not None and not word.startswith(".") and not _is_text_file(word)
+        return path.suffix == ".gguf" or any(
+            (path / f"{name}config.json").is_file() for name in ("", "adapter_")
+        )
+    return (
+        re.fullmatch(r"[\w.-]+/[\w.-]+", word) is not None
+        and not word.startswith(".")
+        and not _is_text_file(word)
+    )
 
 
 def _is_text_file(word: str) -> bool:
@@ -213,12 +271,18 @@ def key_options() -> Given:
     return {"encryption_key": f"env:{KEY_VARIABLE}"} if os.environ.get(KEY_VARIABLE) else {}
 
 
-def engine_options(engine: Given, *, repair: Given | None = None, limits: Given | None = None) -> Given:
+def engine_options(
+    engine: Given, *, repair: Given | None = None, limits: Given | None = None
+) -> Given:
     """Return the arguments of :meth:`KVRagEngine.from_pretrained` for the options of these groups."""
     options = dict(engine)
-    prefix, system, context = (options.pop(name, None) for name in ("prefix", "system", "chunk_context"))
+    prefix, system, context = (
+        options.pop(name, None) for name in ("prefix", "system", "chunk_context")
+    )
     if prefix is not None and system is not None:
-        raise ConfigError("--prefix and --system both say what stands before the first chunk; pass one of them")
+        raise ConfigError(
+            "--prefix and --system both say what stands before the first chunk; pass one of them"
+        )
     if prefix == "learn":
         raise ConfigError(
             "--prefix is 'learn', and one command sees too few prompts; pass the text that kvrag explain prints"
@@ -251,7 +315,9 @@ def _variables(text: str) -> Given:
     return check_template_kwargs(variables)
 
 
-def open_engine(engine: Given, *, repair: Given | None = None, limits: Given | None = None) -> KVRagEngine:
+def open_engine(
+    engine: Given, *, repair: Given | None = None, limits: Given | None = None
+) -> KVRagEngine:
     """Open an engine from the options of these groups and load its model, with a sign of life."""
     options = engine_options(engine, repair=repair, limits=limits)
     with progress("starting ..."):

@@ -106,7 +106,11 @@ def grid(title: str, columns: str, rows: Iterable[Iterable[object]]) -> Table:
     for name in columns.split("|"):
         is_number = name.startswith(">")
         justify: Any = "right" if is_number else "left"
-        table.add_column(name.removeprefix(">"), justify=justify, no_wrap=is_number, overflow="fold")
+        table.add_column(
+            name.removeprefix(">"), justify=justify, no_wrap=is_number, overflow="fold"
+        )
     for row in rows:
-        table.add_row(*(Text(str(cell)) for cell in row))  # document text may look like rich's markup
+        table.add_row(
+            *(Text(str(cell)) for cell in row)
+        )  # document text may look like rich's markup
     return table

@@ -13,12 +13,23 @@ from typing import Annotated, Any
 import typer
 
 from kvrag.cli.documents import CountTokens, DocumentChunk, read_documents, split_documents
-from kvrag.cli.options import ENGINE, LIMITS, AsJson, Given, engine_options, name_model, open_engine, takes
+from kvrag.cli.options import (
+    ENGINE,
+    LIMITS,
+    AsJson,
+    Given,
+    engine_options,
+    name_model,
+    open_engine,
+    takes,
+)
 from kvrag.cli.output import facts, show
 from kvrag.errors import ConfigError, InputError, require
 from kvrag.estimate import human_bytes
 
-_PATHS = typer.Argument(metavar="[MODEL] PATHS...", help="The model, and text or markdown files, or folders of them.")
+_PATHS = typer.Argument(
+    metavar="[MODEL] PATHS...", help="The model, and text or markdown files, or folders of them."
+)
 _PRIORITY = typer.Option(
     min=0,
     max=100,
@@ -30,8 +41,12 @@ _RAY = typer.Option(
     help="Share the work among the machines of the Ray cluster RAY_ADDRESS, or of one started here.",
     rich_help_panel=_ON_RAY,
 )
-_WORKERS = typer.Option(min=1, help="Processes; default: one for each GPU, or core.", rich_help_panel=_ON_RAY)
-_REPORT = typer.Option(help="Parquet file for the report: a row for each batch.", rich_help_panel=_ON_RAY)
+_WORKERS = typer.Option(
+    min=1, help="Processes; default: one for each GPU, or core.", rich_help_panel=_ON_RAY
+)
+_REPORT = typer.Option(
+    help="Parquet file for the report: a row for each batch.", rich_help_panel=_ON_RAY
+)
 
 
 @takes(engine=ENGINE, limits=LIMITS)
@@ -40,7 +55,9 @@ def precompute(
     limits: Given,
     ctx: typer.Context,
     words: Annotated[list[str] | None, _PATHS] = None,
-    chunk_tokens: Annotated[int, typer.Option(min=1, help="Size of a chunk aimed for, in tokens.")] = 250,
+    chunk_tokens: Annotated[
+        int, typer.Option(min=1, help="Size of a chunk aimed for, in tokens.")
+    ] = 250,
     batch_size: Annotated[int, typer.Option(min=1, help="Chunks per forward.")] = 8,
     priority: Annotated[int | None, _PRIORITY] = None,
     ray: Annotated[bool, _RAY] = False,
@@ -52,16 +69,23 @@ def precompute(
     from kvrag import Retention
 
     if not ray and (workers, report) != (None, None):
-        raise ConfigError("--workers and --report have no effect without --ray; pass it, or leave them out")
+        raise ConfigError(
+            "--workers and --report have no effect without --ray; pass it, or leave them out"
+        )
     paths = name_model(ctx, engine, words, most=None)
     if not paths:
-        raise InputError("no file or folder is named; pass some, as in: kvrag precompute MODEL docs/")
+        raise InputError(
+            "no file or folder is named; pass some, as in: kvrag precompute MODEL docs/"
+        )
     documents = read_documents(map(Path, paths))
 
     def split(count_tokens: CountTokens) -> list[DocumentChunk]:
         return split_documents(documents, count_tokens, chunk_tokens=chunk_tokens)
 
-    run: Given = {"batch_size": batch_size, "retention": None if priority is None else Retention(priority)}
+    run: Given = {
+        "batch_size": batch_size,
+        "retention": None if priority is None else Retention(priority),
+    }
     if ray:
         options = engine_options(engine, limits=limits)
         chunks = split(_counter(options))
@@ -72,7 +96,11 @@ def precompute(
             chunks = split(lambda text: len(encoder.chunk_ids(text)))
             texts, ids = [chunk.text for chunk in chunks], [chunk.id for chunk in chunks]
             done = asdict(opened.precompute(texts, ids=ids, show_progress=None, **run))
-    counts = {"documents": len(documents), "chunks": len(chunks), "tokens": sum(chunk.num_tokens for chunk in chunks)}
+    counts = {
+        "documents": len(documents),
+        "chunks": len(chunks),
+        "tokens": sum(chunk.num_tokens for chunk in chunks),
+    }
     table = facts(f"KV in {engine['kv_dir']}", _rows(counts, done))
     show(counts | done, table, as_json=as_json, ok=not done["failed"])
 
@@ -113,19 +141,26 @@ def _on_ray(
 ) -> dict[str, Any]:
     """Store chunks on a Ray cluster; return the sums of the report, and write it to a file if one is given."""
     ray = require("ray", extra="ray", purpose="kvrag precompute --ray")
-    pyarrow, parquet = (require(name, extra="ray", purpose="its report") for name in ("pyarrow", "pyarrow.parquet"))
+    pyarrow, parquet = (
+        require(name, extra="ray", purpose="its report") for name in ("pyarrow", "pyarrow.parquet")
+    )
     from kvrag.dataset import Workers, precompute_dataset
 
     rows, start = [{"id": chunk.id, "text": chunk.text} for chunk in chunks], time.perf_counter()
     with redirect_stdout(sys.stderr):  # where Ray prints what happens to workers
         ray.init(ignore_reinit_error=True, log_to_driver=False, logging_level="error")
         ray.data.DataContext.get_current().enable_progress_bars = not is_quiet
-        report = precompute_dataset(ray.data.from_items(rows), **options, workers=Workers(workers), run=run)
+        report = precompute_dataset(
+            ray.data.from_items(rows), **options, workers=Workers(workers), run=run
+        )
         table = pyarrow.concat_tables(ray.get(report.to_arrow_refs()))
         ray.shutdown()
     if file is not None:
         parquet.write_table(table, file)
     done = table.to_pylist()
-    named = {what: [(each["id"], each["reason"]) for row in done for each in row[what]] for what in ("failed", "short")}
+    named = {
+        what: [(each["id"], each["reason"]) for row in done for each in row[what]]
+        for what in ("failed", "short")
+    }
     sums = {what: sum(row[what] for row in done) for what in ("stored", "skipped", "stored_bytes")}
     return {**sums, **named, "seconds": time.perf_counter() - start}

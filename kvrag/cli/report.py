@@ -36,7 +36,9 @@ def page(title: str, totals: Mapping[str, str], rows: Sequence[Compared]) -> str
     """Return the page as HTML."""
     return _PAGE.substitute(
         title=escape(title),
-        totals="".join(f"<tr><th>{escape(name)}<td>{escape(value)}</tr>" for name, value in totals.items()),
+        totals="".join(
+            f"<tr><th>{escape(name)}<td>{escape(value)}</tr>" for name, value in totals.items()
+        ),
         times=_times(rows),
         divergence=_divergence(rows),
         rows="".join(_row(row) for row in sorted(rows, key=lambda row: (not row.is_lost, -row.kl))),
@@ -44,25 +46,35 @@ def page(title: str, totals: Mapping[str, str], rows: Sequence[Compared]) -> str
 
 
 def _row(row: Compared) -> str:
-    result = "lost" if row.is_lost else "won" if row.is_won else "same answer" if row.is_same else "other words"
+    result = (
+        "lost"
+        if row.is_lost
+        else "won"
+        if row.is_won
+        else "same answer"
+        if row.is_same
+        else "other words"
+    )
     cells = (row.question, " / ".join(row.answers), row.full, row.reuse, f"{row.kl:.4f}", result)
-    return f'<tr class="{result.split()[0]}">{"".join(f"<td>{escape(cell)}" for cell in cells)}</tr>'
+    return (
+        f'<tr class="{result.split()[0]}">{"".join(f"<td>{escape(cell)}" for cell in cells)}</tr>'
+    )
 
 
 def _times(rows: Sequence[Compared]) -> str:
     most = max(max(row.full_ttft_ms, row.reuse_ttft_ms) for row in rows)
     points = [(row.full_ttft_ms / most, row.reuse_ttft_ms / most, row.question) for row in rows]
     ends = [_place(0, 0), _place(1, 1)]
-    line = (
-        f'<line x1="{ends[0][0]:.1f}" y1="{ends[0][1]:.1f}" x2="{ends[1][0]:.1f}" y2="{ends[1][1]:.1f}" stroke="#999"/>'
-    )
+    line = f'<line x1="{ends[0][0]:.1f}" y1="{ends[0][1]:.1f}" x2="{ends[1][0]:.1f}" y2="{ends[1][1]:.1f}" stroke="#999"/>'
     return _plot(f"{line}{_dots(points)}", "full prefill, ms", "reuse, ms", most, most)
 
 
 def _divergence(rows: Sequence[Compared]) -> str:
     ordered = sorted(rows, key=lambda row: row.kl)
     most = max(ordered[-1].kl, 1e-6)
-    points = [((n + 1) / len(ordered), row.kl / most, row.question) for n, row in enumerate(ordered)]
+    points = [
+        ((n + 1) / len(ordered), row.kl / most, row.question) for n, row in enumerate(ordered)
+    ]
     return _plot(_dots(points), "questions", "KL, nats", len(ordered), most)
 
 

@@ -13,7 +13,16 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from kvrag.cli.options import ENGINE, REPAIR, SERVED, Given, engine_options, name_model, open_engine, takes
+from kvrag.cli.options import (
+    ENGINE,
+    REPAIR,
+    SERVED,
+    Given,
+    engine_options,
+    name_model,
+    open_engine,
+    takes,
+)
 from kvrag.errors import ConfigError, require
 
 logger = logging.getLogger(__name__)
@@ -28,15 +37,21 @@ _RAY = typer.Option(
     rich_help_panel=_ON_RAY,
 )
 _REPLICAS = typer.Option(
-    help="Replicas, or the least and the most, as 2-8. Default: 1.", metavar="N[-M]", rich_help_panel=_ON_RAY
+    help="Replicas, or the least and the most, as 2-8. Default: 1.",
+    metavar="N[-M]",
+    rich_help_panel=_ON_RAY,
 )
 _TOKENS = typer.Option(
-    min=1, help="Most tokens of an answer; requests without a limit get as many as the window leaves, up to this."
+    min=1,
+    help="Most tokens of an answer; requests without a limit get as many as the window leaves, up to this.",
 )
 _ORIGIN = typer.Option(
-    "--cors-origin", help="Origin of web pages that may call the API, as https://chat.example.com, or *; repeatable."
+    "--cors-origin",
+    help="Origin of web pages that may call the API, as https://chat.example.com, or *; repeatable.",
 )
-_MODEL = typer.Argument(metavar="[MODEL]", help="Hub id, directory, or .gguf file; may be set by KVRAG_MODEL.")
+_MODEL = typer.Argument(
+    metavar="[MODEL]", help="Hub id, directory, or .gguf file; may be set by KVRAG_MODEL."
+)
 
 
 @takes(engine=ENGINE, repair=REPAIR, limits=SERVED)
@@ -47,15 +62,25 @@ def serve(
     ctx: typer.Context,
     words: Annotated[list[str] | None, _MODEL] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any that is free.")] = 8000,
-    model_name: Annotated[str | None, typer.Option(help="Name that clients ask for; default: the model's own.")] = None,
-    max_waiting: Annotated[int, typer.Option(min=0, help="Requests that may wait; more are refused with 503.")] = 256,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any that is free.")
+    ] = 8000,
+    model_name: Annotated[
+        str | None, typer.Option(help="Name that clients ask for; default: the model's own.")
+    ] = None,
+    max_waiting: Annotated[
+        int, typer.Option(min=0, help="Requests that may wait; more are refused with 503.")
+    ] = 256,
     max_tokens: Annotated[int, _TOKENS] = 4096,
     cors_origin: Annotated[list[str] | None, _ORIGIN] = None,
-    log_format: Annotated[Literal["text", "json"], typer.Option(help="How lines of the log are written.")] = "text",
+    log_format: Annotated[
+        Literal["text", "json"], typer.Option(help="How lines of the log are written.")
+    ] = "text",
     ray: Annotated[bool, _RAY] = False,
     replicas: Annotated[str | None, _REPLICAS] = None,
-    insecure: Annotated[bool, typer.Option("--insecure", help="Listen beyond this machine without API keys.")] = False,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Listen beyond this machine without API keys.")
+    ] = False,
 ) -> None:
     """Serve the OpenAI API: chat and text completions over chunks that were precomputed, and /v1/kv to precompute more."""
     name_model(ctx, engine, words)
@@ -77,10 +102,18 @@ def serve(
     config = ServerConfig(api_keys=keys, **given)
     listening = bound(host, port)  # before the model is loaded, which takes long
     with listening, closing(open_engine(engine, repair=repair, limits=limits)) as opened:
-        _run(uvicorn, create_app(opened, config), listening, drain_s=config.drain_s, log_format=log_format)
+        _run(
+            uvicorn,
+            create_app(opened, config),
+            listening,
+            drain_s=config.drain_s,
+            log_format=log_format,
+        )
 
 
-def _run(uvicorn: Any, app: Any, listening: socket.socket, *, drain_s: float, log_format: str) -> None:
+def _run(
+    uvicorn: Any, app: Any, listening: socket.socket, *, drain_s: float, log_format: str
+) -> None:
     """Answer requests at a socket until a signal ends it."""
     # uvicorn raises the signal again when all is answered; the store is still to be closed then.
     signal.signal(signal.SIGTERM, lambda *_: None)
@@ -98,7 +131,9 @@ def bound(host: str, port: int) -> socket.socket:
     It does not listen yet, so clients are refused rather than kept waiting until the model is loaded.
     """
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM
+        )[0]
         made = socket.socket(family, kind, protocol)
         if os.name == "posix":
             made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -114,7 +149,9 @@ def bound(host: str, port: int) -> socket.socket:
             remedy = "stop what listens there, or pass another --port (0: any that is free)"
         elif error.errno == errno.EACCES:
             remedy = "pass a --port above 1023"
-        raise ConfigError(f"kvrag serve can't listen at {where}: {error.strerror or error}; {remedy}") from None
+        raise ConfigError(
+            f"kvrag serve can't listen at {where}: {error.strerror or error}; {remedy}"
+        ) from None
     return made
 
 
@@ -126,7 +163,13 @@ def _server_of(uvicorn: Any, options: Any, app: Any) -> Any:
             await super().startup(sockets)
             if self.started:
                 host, port = self.servers[0].sockets[0].getsockname()[:2]
-                shown = "localhost" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
+                shown = (
+                    "localhost"
+                    if host in ("0.0.0.0", "::")
+                    else f"[{host}]"
+                    if ":" in host
+                    else host
+                )
                 logger.info("ask it in a browser: http://%s:%d/", shown, port)
 
         def handle_exit(self, sig: int, frame: object) -> None:
@@ -136,16 +179,24 @@ def _server_of(uvicorn: Any, options: Any, app: Any) -> Any:
     return Server(options)
 
 
-def _on_ray(options: Given, server: Given, host: str, port: int, replicas: str, log_format: str) -> None:
+def _on_ray(
+    options: Given, server: Given, host: str, port: int, replicas: str, log_format: str
+) -> None:
     """Serve on a Ray cluster until a signal ends it."""
     if log_format != "text":
-        raise ConfigError("--log-format has no effect with --ray, which writes the logs itself; leave it out")
-    ray, serve = (require(name, extra="ray", purpose="kvrag serve --ray") for name in ("ray", "ray.serve"))
+        raise ConfigError(
+            "--log-format has no effect with --ray, which writes the logs itself; leave it out"
+        )
+    ray, serve = (
+        require(name, extra="ray", purpose="kvrag serve --ray") for name in ("ray", "ray.serve")
+    )
     from kvrag.serving import ServingConfig, build
 
     least, _, most = replicas.partition("-")
     if not (least.isdigit() and (most or least).isdigit()):
-        raise ConfigError(f"--replicas is {replicas!r}; pass a number, or the least and the most, as 2-8")
+        raise ConfigError(
+            f"--replicas is {replicas!r}; pass a number, or the least and the most, as 2-8"
+        )
     store, repair = asdict(options.pop("store_config")), options.pop("repair")
     own = {name: options.pop(name) for name in ("model", "kv_dir")}
     config = ServingConfig(

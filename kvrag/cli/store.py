@@ -31,16 +31,30 @@ from kvrag.estimate import human_bytes
 if TYPE_CHECKING:
     from kvrag.store import TieredStore
 
-Documents = Annotated[list[str] | None, typer.Option("--document", help="Id of a document; may be repeated.")]
+Documents = Annotated[
+    list[str] | None, typer.Option("--document", help="Id of a document; may be repeated.")
+]
 _COLLECTION = typer.Option(help="All documents whose ids begin with NAME/; may be repeated.")
-_ALL = typer.Option("--all", help="Everything of every namespace, or of --namespace if that is given.")
-_DISK_BYTES = typer.Option(parser=parse_bytes, metavar="SIZE", help="Evict what is worth least until this is left.")
-_FOREIGN = typer.Option("--foreign", help="Remove files of other keys too, and plain ones where there is a key.")
+_ALL = typer.Option(
+    "--all", help="Everything of every namespace, or of --namespace if that is given."
+)
+_DISK_BYTES = typer.Option(
+    parser=parse_bytes, metavar="SIZE", help="Evict what is worth least until this is left."
+)
+_FOREIGN = typer.Option(
+    "--foreign", help="Remove files of other keys too, and plain ones where there is a key."
+)
 _SAMPLE = typer.Option(metavar="N/T", help="Verify every byte of the n-th of t parts.")
 _TARGET = typer.Argument(help="Directory of the copy: a store by itself, made if absent.")
-_SOURCE = typer.Argument(help="Directory of a store, such as kvrag export makes; it is not changed.")
-_PLAIN_COPY = typer.Option("--plain", help="Write the copy without the key of the environment; of --namespace alone.")
-_PLAIN_SOURCE = typer.Option("--plain", help="The source was written without a key; imports --namespace alone.")
+_SOURCE = typer.Argument(
+    help="Directory of a store, such as kvrag export makes; it is not changed."
+)
+_PLAIN_COPY = typer.Option(
+    "--plain", help="Write the copy without the key of the environment; of --namespace alone."
+)
+_PLAIN_SOURCE = typer.Option(
+    "--plain", help="The source was written without a key; imports --namespace alone."
+)
 
 
 def _check_is_store(kv_dir: str) -> None:
@@ -51,7 +65,9 @@ def _check_is_store(kv_dir: str) -> None:
     if path.exists() and not path.is_dir():
         raise StoreError(f"{kv_dir!r} is a file; --kv-dir must name the directory of a KV store")
     if not (path / "format.json").is_file():
-        fault = f"{kv_dir!r} is not a KV store" if path.exists() else f"there is no KV store {kv_dir!r}"
+        fault = (
+            f"{kv_dir!r} is not a KV store" if path.exists() else f"there is no KV store {kv_dir!r}"
+        )
         raise StoreError(f"{fault}; check --kv-dir, or run kvrag precompute first")
 
 
@@ -61,13 +77,21 @@ def _existing_store(kv_dir: str, **options: Any) -> Iterator[TieredStore]:
     _check_is_store(kv_dir)
     from kvrag.store import open_store
 
-    limits = {"ram_bytes": 0, "min_free_bytes": 0, "high_watermark": 1.0, "low_watermark": 1.0, **options}
+    limits = {
+        "ram_bytes": 0,
+        "min_free_bytes": 0,
+        "high_watermark": 1.0,
+        "low_watermark": 1.0,
+        **options,
+    }
     with closing(open_store(kv_dir, StoreConfig(**limits, **key_options()))) as store:
         yield store
 
 
 def _counts(report: dict[str, Any]) -> dict[str, object]:
-    return {name.replace("_", " "): count for name, count in report.items() if isinstance(count, int)}
+    return {
+        name.replace("_", " "): count for name, count in report.items() if isinstance(count, int)
+    }
 
 
 def stats(kv_dir: KVDir = DEFAULT_KV_DIR, as_json: AsJson = False) -> None:
@@ -76,9 +100,15 @@ def stats(kv_dir: KVDir = DEFAULT_KV_DIR, as_json: AsJson = False) -> None:
         tiers = {name: asdict(tier) for name, tier in store.stats().items()}
         groups = _groups(store)
         name_of = {store.names.namespace("default"): "default"}
-        spaces = {group["namespace"]: sorted(store.catalog.documents(group["namespace"])) for group in groups}
+        spaces = {
+            group["namespace"]: sorted(store.catalog.documents(group["namespace"]))
+            for group in groups
+        }
     for group in groups:
-        group |= {"name": name_of.get(group["namespace"]), "documents": len(spaces[group["namespace"]])}
+        group |= {
+            "name": name_of.get(group["namespace"]),
+            "documents": len(spaces[group["namespace"]]),
+        }
     rows = [
         (
             group["model_name"] or group["model"][7:19],
@@ -90,13 +120,26 @@ def stats(kv_dir: KVDir = DEFAULT_KV_DIR, as_json: AsJson = False) -> None:
         )
         for group in groups
     ]
-    held = [(name_of.get(space, space[-12:]), len(ids), _some(ids)) for space, ids in spaces.items()]
+    held = [
+        (name_of.get(space, space[-12:]), len(ids), _some(ids)) for space, ids in spaces.items()
+    ]
     sizes = [(name, tier["chunks"], human_bytes(tier["num_bytes"])) for name, tier in tiers.items()]
     by_tier = grid(f"Tiers of {kv_dir}", "tier|>chunks|>size", sizes)
-    by_model = grid("What is stored", "model|namespace|>tokens of the prefix|>chunks|>tokens|>size", rows)
+    by_model = grid(
+        "What is stored", "model|namespace|>tokens of the prefix|>chunks|>tokens|>size", rows
+    )
     by_name = grid("Documents", "namespace|>documents|some of them", held)
-    found = [{"namespace": space, "name": name_of.get(space), "documents": ids} for space, ids in spaces.items()]
-    show({"tiers": tiers, "groups": groups, "namespaces": found}, by_tier, by_model, by_name, as_json=as_json)
+    found = [
+        {"namespace": space, "name": name_of.get(space), "documents": ids}
+        for space, ids in spaces.items()
+    ]
+    show(
+        {"tiers": tiers, "groups": groups, "namespaces": found},
+        by_tier,
+        by_model,
+        by_name,
+        as_json=as_json,
+    )
 
 
 def _groups(store: TieredStore) -> list[dict[str, Any]]:
@@ -133,15 +176,28 @@ def _some(ids: list[str]) -> str:
     return ", ".join([*ids[:5], *([f"and {rest} more"] if rest > 0 else [])])
 
 
-def documents(kv_dir: KVDir = DEFAULT_KV_DIR, namespace: Namespace = "default", as_json: AsJson = False) -> None:
+def documents(
+    kv_dir: KVDir = DEFAULT_KV_DIR, namespace: Namespace = "default", as_json: AsJson = False
+) -> None:
     """List the documents of a namespace, with the chunks, tokens and bytes of each; chunks of several count for each of them."""
     found: list[dict[str, Any]] = []
     with _existing_store(kv_dir) as store:
         catalog, space = store.catalog, store.names.namespace(namespace)
         for doc_id in sorted(catalog.documents(space)):
-            records = [record for key in catalog.document_keys(space, doc_id) if (record := catalog.get(key))]
+            records = [
+                record
+                for key in catalog.document_keys(space, doc_id)
+                if (record := catalog.get(key))
+            ]
             sizes = sum(r.num_tokens for r in records), sum(r.num_bytes for r in records)
-            found.append({"document": doc_id, "chunks": len(records), "tokens": sizes[0], "num_bytes": sizes[1]})
+            found.append(
+                {
+                    "document": doc_id,
+                    "chunks": len(records),
+                    "tokens": sizes[0],
+                    "num_bytes": sizes[1],
+                }
+            )
     rows = [(d["document"], d["chunks"], d["tokens"], human_bytes(d["num_bytes"])) for d in found]
     title = f"{len(found)} document(s) in the namespace {namespace!r} of {kv_dir}"
     show(
@@ -153,7 +209,9 @@ def documents(kv_dir: KVDir = DEFAULT_KV_DIR, namespace: Namespace = "default", 
 
 def fsck(
     kv_dir: KVDir = DEFAULT_KV_DIR,
-    verify_data: Annotated[bool, typer.Option("--verify-data", help="Read and verify every byte.")] = False,
+    verify_data: Annotated[
+        bool, typer.Option("--verify-data", help="Read and verify every byte.")
+    ] = False,
     sample: Annotated[str, _SAMPLE] = "",
     as_json: AsJson = False,
 ) -> None:
@@ -162,13 +220,19 @@ def fsck(
 
     n, slash, t = sample.partition("/")
     if sample and not (slash and n.isdecimal() and t.isdecimal()):
-        raise ConfigError(f"--sample is {sample!r}; give n/t, for instance 1/10, then 2/10 the next day")
+        raise ConfigError(
+            f"--sample is {sample!r}; give n/t, for instance 1/10, then 2/10 the next day"
+        )
     with _existing_store(kv_dir) as store:
         keys = check.sample(sorted(store.listed()), int(n), int(t)) if sample else None
         report = check.fsck(store, keys, verify_data=verify_data)
     tables = [facts(f"Check of {kv_dir}", _counts(asdict(report)))]
     if report.rejected:
-        tables.append(grid("Rejected", "chunk|because", [(key[:12], reason) for key, reason in report.rejected]))
+        tables.append(
+            grid(
+                "Rejected", "chunk|because", [(key[:12], reason) for key, reason in report.rejected]
+            )
+        )
     show({**asdict(report), "ok": report.ok}, *tables, as_json=as_json, ok=report.ok)
 
 
@@ -197,7 +261,9 @@ def rm(
     document: Documents = None,
     collection: Annotated[list[str] | None, _COLLECTION] = None,
     everything: Annotated[bool, _ALL] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Don't ask whether --all is meant.")] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", "-y", help="Don't ask whether --all is meant.")
+    ] = False,
     kv_dir: KVDir = DEFAULT_KV_DIR,
     namespace: Namespace = "default",
     as_json: AsJson = False,
@@ -205,22 +271,31 @@ def rm(
     """Erase documents with the KV that no other document refers to, for every model and prefix. Exit status 1 if none was known."""
     if everything:
         if document or collection:
-            raise InputError("--all erases every document; pass it without the options that name some")
+            raise InputError(
+                "--all erases every document; pass it without the options that name some"
+            )
         is_named = is_on_command_line(context, "namespace")
         _rm_all(kv_dir, namespace if is_named else None, yes=yes, as_json=as_json)
         return
     if not document and not collection:
-        raise InputError("nothing is named to erase; pass --document ID, --collection NAME or --all")
+        raise InputError(
+            "nothing is named to erase; pass --document ID, --collection NAME or --all"
+        )
     with _existing_store(kv_dir) as store:
         from kvrag.precompute.documents import members
 
         space = store.names.namespace(namespace)
         known = store.catalog.documents(space)
         below = [name for each in collection or () for name in members(known, each)]
-        erased = {name: store.forget(space, name) for name in dict.fromkeys([*(document or ()), *below])}
+        erased = {
+            name: store.forget(space, name) for name in dict.fromkeys([*(document or ()), *below])
+        }
     unknown = [name for name in erased if name not in known]
     states = {name: f"erased, with {chunks} chunk(s)" for name, chunks in erased.items()}
-    lines = [f"{name}: {state}" for name, state in (states | dict.fromkeys(unknown, "is not known here")).items()]
+    lines = [
+        f"{name}: {state}"
+        for name, state in (states | dict.fromkeys(unknown, "is not known here")).items()
+    ]
     found = {"erased_chunks": erased, "unknown": unknown}
     show(found, *lines, as_json=as_json, ok=len(unknown) < len(erased))
 
@@ -229,11 +304,17 @@ def _rm_all(kv_dir: str, namespace: str | None, *, yes: bool, as_json: bool) -> 
     of_what = "every namespace" if namespace is None else f"the namespace {namespace!r}"
     with _existing_store(kv_dir) as store:
         space = None if namespace is None else store.names.namespace(namespace)
-        records = [record for record in map(store.catalog.get, store.catalog.keys()) if record is not None]
+        records = [
+            record for record in map(store.catalog.get, store.catalog.keys()) if record is not None
+        ]
         chunks = sum(space in (None, record.namespace) for record in records)
         is_known = space is None or chunks > 0 or bool(store.catalog.documents(space))
         if not yes:
-            typer.confirm(f"Erase everything in {kv_dir}, {chunks} chunk(s) of {of_what}?", abort=True, err=True)
+            typer.confirm(
+                f"Erase everything in {kv_dir}, {chunks} chunk(s) of {of_what}?",
+                abort=True,
+                err=True,
+            )
         erased = store.clear(space)
     what = "everything" if namespace is None else f"everything of {of_what}"
     state = f"erased, with {erased} chunk(s)" if is_known else "nothing is known here"
@@ -260,10 +341,18 @@ def export(
         unknown = [name for name in asked if name not in known]
         if asked and len(unknown) == len(asked):
             fail(_no_such(unknown, namespace))
-        keys = sorted({key for name in asked for key in store.catalog.document_keys(space, name)}) if asked else None
-        with closing(open_store(target, StoreConfig(ram_bytes=0, **({} if plain else key_options())))) as other:
+        keys = (
+            sorted({key for name in asked for key in store.catalog.document_keys(space, name)})
+            if asked
+            else None
+        )
+        with closing(
+            open_store(target, StoreConfig(ram_bytes=0, **({} if plain else key_options())))
+        ) as other:
             counts = check.copy(store, other, keys, namespaces=[namespace])
-    _report_copy(f"Copied to {target}", counts, {"unknown": unknown} if asked else {}, as_json=as_json)
+    _report_copy(
+        f"Copied to {target}", counts, {"unknown": unknown} if asked else {}, as_json=as_json
+    )
     if unknown:
         fail(_no_such(unknown, namespace))
 
@@ -283,12 +372,17 @@ def import_(
 
     written = StoreConfig(ram_bytes=0, read_only=True, **({} if plain else key_options()))
     config = StoreConfig(ram_bytes=0, **limits, **key_options())
-    with closing(open_store(source, written)) as other, closing(open_store(kv_dir, config)) as store:
+    with (
+        closing(open_store(source, written)) as other,
+        closing(open_store(kv_dir, config)) as store,
+    ):
         counts = check.copy(other, store, namespaces=[namespace])
     _report_copy(f"Imported into {kv_dir}", counts, {}, as_json=as_json)
 
 
-def _report_copy(title: str, counts: tuple[int, int, int], more: dict[str, list[str]], *, as_json: bool) -> None:
+def _report_copy(
+    title: str, counts: tuple[int, int, int], more: dict[str, list[str]], *, as_json: bool
+) -> None:
     """Print what was copied; exit status 1 if something could not be read."""
     named = dict(zip(("copied", "there_already", "unreadable"), counts, strict=True))
     show(named | more, facts(title, _counts(named)), as_json=as_json, ok=not named["unreadable"])

@@ -36,7 +36,9 @@ class Audit:
         self._has_warned = False
         self._latest: Future[None] | None = None
 
-    def offer(self, loaded: LoadedModel, done: Prefilled, share: float, scheduler: Scheduler) -> None:
+    def offer(
+        self, loaded: LoadedModel, done: Prefilled, share: float, scheduler: Scheduler
+    ) -> None:
         """Audit an answered prompt if it was repaired and is drawn; return at once. ``scheduler`` is that of the requests."""
         if done.exactness != "repaired" or self._draws.random() >= share:
             return
@@ -47,7 +49,9 @@ class Audit:
             ids, fingerprint = torch.tensor(done.token_ids), loaded.fingerprint
             work = partial(self._audit, loaded, fingerprint, ids, done.logits, scheduler)
             self._latest = AUDITS.submit(work, cancel=self._closed)
-        except Exception as error:  # too many threads, an adapter that can't be reused: the answer has been given
+        except (
+            Exception
+        ) as error:  # too many threads, an adapter that can't be reused: the answer has been given
             self._skip(error)
 
     def close(self) -> None:
@@ -58,16 +62,27 @@ class Audit:
         """Return the prompts audited and skipped, mean and largest KL(full ‖ reuse) at the first token in nats, and top-1 agreement."""
         with self._lock:
             count = max(self._audited, 1)
-            means = {"mean_kl": self._sum_kl / count, "top1": self._same / count, "max_kl": self._max_kl}
+            means = {
+                "mean_kl": self._sum_kl / count,
+                "top1": self._same / count,
+                "max_kl": self._max_kl,
+            }
             return {"requests": self._audited, "skipped": self._skipped, **means}
 
     def _audit(
-        self, loaded: LoadedModel, fingerprint: str, ids: torch.Tensor, reused: torch.Tensor, scheduler: Scheduler
+        self,
+        loaded: LoadedModel,
+        fingerprint: str,
+        ids: torch.Tensor,
+        reused: torch.Tensor,
+        scheduler: Scheduler,
     ) -> None:
         """Prefill a prompt in full and count; no error gets out."""
         try:
             full = self._prefilled(loaded, ids, scheduler)
-            if full is None or loaded.fingerprint != fingerprint:  # an adapter was switched meanwhile
+            if (
+                full is None or loaded.fingerprint != fingerprint
+            ):  # an adapter was switched meanwhile
                 self._skip()
                 return
             kl, is_same = float(kl_divergence(full, reused)), bool(full.argmax() == reused.argmax())
@@ -78,7 +93,9 @@ class Audit:
             self._audited, self._same = self._audited + 1, self._same + is_same
             self._sum_kl, self._max_kl = self._sum_kl + kl, max(self._max_kl, kl)
 
-    def _prefilled(self, loaded: LoadedModel, ids: torch.Tensor, scheduler: Scheduler) -> torch.Tensor | None:
+    def _prefilled(
+        self, loaded: LoadedModel, ids: torch.Tensor, scheduler: Scheduler
+    ) -> torch.Tensor | None:
         """Return the last row's logits ``(vocab,)``; ``None`` where a request came, or the engine was closed."""
 
         def look(*tensors: object) -> None:
@@ -98,4 +115,6 @@ class Audit:
             self._skipped += 1
             if error is not None and not self._has_warned and not self._closed.is_set():
                 self._has_warned = True
-                logger.warning("a prompt was not audited (%s); further failures are counted only", error)
+                logger.warning(
+                    "a prompt was not audited (%s); further failures are counted only", error
+                )

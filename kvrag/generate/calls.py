@@ -18,7 +18,9 @@ _CALL = re.compile(r"\s*<tool_call>\s*(.*?)\s*(?:</tool_call>|(?=<tool_call>)|$)
 _JSON = re.compile(
     r"\s*(`{1,2}|```[a-z]*\s*)?(\[\s*)?(\{.*)?", re.DOTALL
 )  # what may become an object, or a list of them
-_FENCED = re.compile(r"\s*```[a-z]*\s*(.*?)\s*```\s*", re.DOTALL)  # as Qwen's models for code write it
+_FENCED = re.compile(
+    r"\s*```[a-z]*\s*(.*?)\s*```\s*", re.DOTALL
+)  # as Qwen's models for code write it
 
 
 class TextCalls:
@@ -39,7 +41,10 @@ class TextCalls:
             return ""
         at = self._held.find(_OPEN)
         if at < 0:
-            at = next((n for n in range(len(self._held)) if _OPEN.startswith(self._held[n:])), len(self._held))
+            at = next(
+                (n for n in range(len(self._held)) if _OPEN.startswith(self._held[n:])),
+                len(self._held),
+            )
         at = len(self._held[:at].rstrip())  # white space before a call belongs to it
         shown, self._held = self._held[:at], self._held[at:]
         return shown
@@ -82,7 +87,9 @@ class ParsedCalls:
         except Exception:  # it can't read the answer, or gave up before: what was held back is text
             self._parser, self.found = None, ()
             return self._shown(self._text[self._num_shown :])
-        chunks = [e["text"] for e in events if e["type"] == "region_chunk" and e["field"] == "content"]
+        chunks = [
+            e["text"] for e in events if e["type"] == "region_chunk" and e["field"] == "content"
+        ]
         return "".join(map(self._shown, chunks))
 
     def _shown(self, text: str) -> str:
@@ -95,11 +102,19 @@ def calls_in(
 ) -> tuple[Callable[[Sequence[int]], str], Calls]:
     """Return how an answer with tools is decoded, and what finds the calls in it; constrained ones are always JSON."""
     tokenizer = encoder.tokenizer
-    if form.choice != "auto" or form.schema is not None or not getattr(tokenizer, "response_template", None):
+    if (
+        form.choice != "auto"
+        or form.schema is not None
+        or not getattr(tokenizer, "response_template", None)
+    ):
         return encoder.decode, TextCalls(form.tools)
 
     def decode(ids: Sequence[int]) -> str:  # with the control tokens that are a parser's marks
-        return str(tokenizer.decode([i for i in ids if i not in eos_ids], clean_up_tokenization_spaces=False))
+        return str(
+            tokenizer.decode(
+                [i for i in ids if i not in eos_ids], clean_up_tokenization_spaces=False
+            )
+        )
 
     parser = tokenizer.get_response_parser(prefix=decode(prompt_ids), tools=list(form.tools))
     return decode, ParsedCalls(parser)
@@ -113,7 +128,9 @@ def as_call(value: Any) -> ToolCall | None:
     arguments = _loaded(arguments) if isinstance(arguments, str) else arguments
     if not isinstance(name, str) or not isinstance(arguments, dict):
         return None
-    return ToolCall(uuid4().hex[:9], name, arguments)  # Mistral's templates take ids of nine characters alone
+    return ToolCall(
+        uuid4().hex[:9], name, arguments
+    )  # Mistral's templates take ids of nine characters alone
 
 
 def _loaded(text: str) -> Any:

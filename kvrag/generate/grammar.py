@@ -17,7 +17,12 @@ from kvrag.prompt.tools import Form, name_of
 
 logger = logging.getLogger(__name__)
 
-_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "lenient": True}
+_STYLE = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "lenient": True,
+}
 """JSON as ``json.dumps`` writes it: a small model that may write white space writes nothing else. Unknown keywords are left out."""
 
 _tables: weakref.WeakKeyDictionary[Any, dict[frozenset[int], Any]] = weakref.WeakKeyDictionary()
@@ -33,8 +38,12 @@ class Constraint:
         """Return scores ``(1, vocab)`` with those of tokens that may not come next at minus infinity."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         if self._matcher.is_error():
-            raise InputError(f"the answer can't go on in its form: {self._matcher.get_error()[:500]}")
-        allowed = np.unpackbits(bits, count=scores.shape[-1], bitorder="little")  # ids behind the tokenizer's are none
+            raise InputError(
+                f"the answer can't go on in its form: {self._matcher.get_error()[:500]}"
+            )
+        allowed = np.unpackbits(
+            bits, count=scores.shape[-1], bitorder="little"
+        )  # ids behind the tokenizer's are none
         return scores.masked_fill(torch.from_numpy(allowed == 0).to(scores.device), float("-inf"))
 
     def take(self, token: int) -> None:
@@ -56,15 +65,21 @@ def constraint_of(form: Form, tokenizer: Any, eos_ids: frozenset[int]) -> Constr
     """
     if form.schema is None and form.choice == "auto":
         return None
-    library = require("llguidance", extra="structured", purpose="response_format and required calls")
+    library = require(
+        "llguidance", extra="structured", purpose="response_format and required calls"
+    )
     table, missed = _table(tokenizer, eos_ids), list[str]()
     try:
         schema = json.dumps(_schema(form, missed), allow_nan=False)
-        matcher = library.LLMatcher(table, library.LLMatcher.grammar_from_json_schema(schema), log_level=0)
+        matcher = library.LLMatcher(
+            table, library.LLMatcher.grammar_from_json_schema(schema), log_level=0
+        )
     except ValueError as error:  # it holds what JSON can't say, such as NaN
         raise _unusable(str(error) or "it is no JSON") from None
     except (AttributeError, KeyError, TypeError) as error:
-        raise _unusable(f"a keyword holds a value of another type than it takes ({error})") from None
+        raise _unusable(
+            f"a keyword holds a value of another type than it takes ({error})"
+        ) from None
     if matcher.is_error():
         raise _unusable(matcher.get_error())
     if missed := [*missed, *matcher.get_grammar_warnings()]:
@@ -95,10 +110,19 @@ def _schema(form: Form, missed: list[str]) -> dict[str, Any]:
     for tool in form.tools:
         if form.choice in ("auto", "required", name := name_of(tool)):
             call = {"name": {"const": name}, "arguments": {"$ref": f"#/$defs/{len(parts)}"}}
-            ways.append({"type": "object", "properties": call, "required": [*call], "additionalProperties": False})
+            ways.append(
+                {
+                    "type": "object",
+                    "properties": call,
+                    "required": [*call],
+                    "additionalProperties": False,
+                }
+            )
             given = tool["function"].get("parameters") or {}
             parts.append({"additionalProperties": False, **given, "type": "object"})
-    definitions = {str(at): schema_part(part, f"#/$defs/{at}", missed) for at, part in enumerate(parts)}
+    definitions = {
+        str(at): schema_part(part, f"#/$defs/{at}", missed) for at, part in enumerate(parts)
+    }
     return {"anyOf": ways, "$defs": definitions, "x-guidance": _STYLE}
 
 
@@ -106,7 +130,9 @@ def _table(tokenizer: Any, eos_ids: frozenset[int]) -> Any:
     """Return llguidance's table of a tokenizer, which takes up to a second to make and is kept."""
     tables = _tables.setdefault(tokenizer, {})
     if eos_ids not in tables:
-        make = require("llguidance.hf", extra="structured", purpose="answers in a given form").from_tokenizer
+        make = require(
+            "llguidance.hf", extra="structured", purpose="answers in a given form"
+        ).from_tokenizer
         try:
             tables[eos_ids] = make(tokenizer, eos_token=sorted(eos_ids))
         except ValueError as error:

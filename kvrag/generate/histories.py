@@ -59,7 +59,9 @@ class Histories:
     def _at_fork_reinit(self) -> None:
         self._lock = threading.Lock()
         self._roots: dict[Hashable, _Node] = {}
-        self._nodes: dict[_Node, None] = {}  # the least recently used first; a node is used after those above it
+        self._nodes: dict[
+            _Node, None
+        ] = {}  # the least recently used first; a node is used after those above it
         self._num_bytes = 0
 
     def stats(self) -> dict[str, int]:
@@ -70,7 +72,10 @@ class Histories:
     def clear(self, is_meant: Callable[[Hashable], bool] = lambda _: True) -> int:
         """Forget the trees of these spaces, by default all, and return how many bytes that was."""
         with self._lock:
-            before, gone = self._num_bytes, [self._roots.pop(space) for space in [*self._roots] if is_meant(space)]
+            before, gone = (
+                self._num_bytes,
+                [self._roots.pop(space) for space in [*self._roots] if is_meant(space)],
+            )
             while gone:
                 node = gone.pop()
                 gone += node.children
@@ -79,14 +84,21 @@ class Histories:
             return before - self._num_bytes
 
     def find(
-        self, space: Hashable, token_ids: Sequence[int], *, only_exact: bool = False, repair: Hashable = None
+        self,
+        space: Hashable,
+        token_ids: Sequence[int],
+        *,
+        only_exact: bool = False,
+        repair: Hashable = None,
     ) -> Past | None:
         """Return the rows to begin a prompt with; ``None`` where there are none. The last row is left to compute.
 
         Approximate rows are those that the same ``repair`` made: who asks for a better one doesn't get another's.
         """
         with self._lock:
-            path = self._walk(space, np.asarray(token_ids[:-1]), only_exact=only_exact, repair=repair)
+            path = self._walk(
+                space, np.asarray(token_ids[:-1]), only_exact=only_exact, repair=repair
+            )
             exact = sum(count for node, count in path if node.is_exact)
             parts = tuple((node.layers, count) for node, count in path)
         return Past(parts, exact, sum(count for _, count in parts)) if parts else None
@@ -117,7 +129,9 @@ class Histories:
                 self._add(node, ids, layers, at, num_prompt=num_prompt, repair=repair)
             self._evict()
 
-    def _walk(self, space: Hashable, ids: np.ndarray, *, only_exact: bool, repair: Hashable) -> list[tuple[_Node, int]]:
+    def _walk(
+        self, space: Hashable, ids: np.ndarray, *, only_exact: bool, repair: Hashable
+    ) -> list[tuple[_Node, int]]:
         node, at, path = self._roots.get(space), 0, list[tuple[_Node, int]]()
         while node is not None:
             fitting = [
@@ -134,16 +148,33 @@ class Histories:
         return path
 
     def _add(
-        self, node: _Node, ids: np.ndarray, layers: Layers, at: int, *, num_prompt: int, repair: Hashable = None
+        self,
+        node: _Node,
+        ids: np.ndarray,
+        layers: Layers,
+        at: int,
+        *,
+        num_prompt: int,
+        repair: Hashable = None,
     ) -> tuple[_Node, int]:
         """Add what is missing of ``ids[at:]`` below a node, exact rows if ``num_prompt`` is 0; return the last node, and where it ends."""
         is_exact = num_prompt == 0
         while at < len(ids):
-            known = [(c.match(ids[at:]), c) for c in node.children if c.is_exact == is_exact and c.repair == repair]
+            known = [
+                (c.match(ids[at:]), c)
+                for c in node.children
+                if c.is_exact == is_exact and c.repair == repair
+            ]
             count, child = max(known, key=lambda each: each[0], default=(0, None))
-            if child is None or not count or (not is_exact and count < min(len(child.ids), len(ids) - at)):
+            if (
+                child is None
+                or not count
+                or (not is_exact and count < min(len(child.ids), len(ids) - at))
+            ):
                 break
-            if not is_exact and count == len(ids) - at:  # nothing is missing, as of an answer that was broken off
+            if (
+                not is_exact and count == len(ids) - at
+            ):  # nothing is missing, as of an answer that was broken off
                 self._use(child)
                 return child, len(ids)
             self._use(child)
@@ -151,7 +182,10 @@ class Histories:
         needed = max(1, num_prompt + 1 - at)
         if len(ids) - at < needed or self._size(layers, len(ids) - at) > self.max_bytes:
             return node, at
-        copied = [(keys[:, :, at : len(ids)].clone(), values[:, :, at : len(ids)].clone()) for keys, values in layers]
+        copied = [
+            (keys[:, :, at : len(ids)].clone(), values[:, :, at : len(ids)].clone())
+            for keys, values in layers
+        ]
         added = _Node(node, ids[at:].copy(), copied, is_exact, needed, repair)
         node.children.append(added)
         self._use(added)

@@ -16,10 +16,14 @@ import torch
 from kvrag.blend.prefill import Prefilled
 from kvrag.types import Source, TokenLogprob
 
-_BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # SentencePiece's spelling of a byte that is no character alone
+_BYTE = re.compile(
+    r"<0x([0-9A-F]{2})>"
+)  # SentencePiece's spelling of a byte that is no character alone
 _PRINTED = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _UNPRINTED = [byte for byte in range(256) if byte not in _PRINTED]
-_BYTE_OF = {chr(byte): byte for byte in _PRINTED} | {chr(256 + at): byte for at, byte in enumerate(_UNPRINTED)}
+_BYTE_OF = {chr(byte): byte for byte in _PRINTED} | {
+    chr(256 + at): byte for at, byte in enumerate(_UNPRINTED)
+}
 """Byte of each character that byte-level tokenizers (GPT-2's and its heirs) write for one."""
 
 SLICE_BYTES = 2**26
@@ -61,7 +65,14 @@ def read_on(
         logits = rows[-1]
     whole = [*done.token_ids, *ids]
     sources: tuple[tuple[Source, int], ...] = (("computed", len(whole)),)
-    grown = replace(done, token_ids=whole, logits=logits, num_live=len(whole), num_exact=len(whole), sources=sources)
+    grown = replace(
+        done,
+        token_ids=whole,
+        logits=logits,
+        num_live=len(whole),
+        num_exact=len(whole),
+        sources=sources,
+    )
     return grown, tuple(told)
 
 
@@ -93,7 +104,12 @@ class Writer:
             pairs = [*each.top, (each.token_id, each.logprob)]
             top = {self._spelt(token): _finite(value) for token, value in pairs}
             own = _finite(each.logprob)
-            values = self._spelt(each.token_id), own, None if own is None else top, max(0, self._offset)
+            values = (
+                self._spelt(each.token_id),
+                own,
+                None if own is None else top,
+                max(0, self._offset),
+            )
             for name, value in zip(names, values, strict=True):
                 out[name].append(value)
             self._offset += len(self._characters.decode(self.bytes_of(each.token_id)))
@@ -101,14 +117,22 @@ class Writer:
 
     def _unseen(self, logprobs: Iterable[TokenLogprob]) -> int:
         """Return how many characters of the tokens stand before the prompt's text: a begin token's name, or a tokenizer's own space."""
-        text = b"".join([self.bytes_of(each.token_id) for each in logprobs]).decode("utf-8", "replace")
+        text = b"".join([self.bytes_of(each.token_id) for each in logprobs]).decode(
+            "utf-8", "replace"
+        )
         return max(0, text.find(self._echo))
 
     def _chat(self, each: TokenLogprob) -> dict[str, Any]:
-        return self._entry(each.token_id, each.logprob) | {"top_logprobs": [self._entry(*pair) for pair in each.top]}
+        return self._entry(each.token_id, each.logprob) | {
+            "top_logprobs": [self._entry(*pair) for pair in each.top]
+        }
 
     def _entry(self, token: int, value: float) -> dict[str, Any]:
-        return {"token": self._spelt(token), "logprob": _finite(value), "bytes": list(self.bytes_of(token))}
+        return {
+            "token": self._spelt(token),
+            "logprob": _finite(value),
+            "bytes": list(self.bytes_of(token)),
+        }
 
     def _spelt(self, token: int) -> str:
         r"""Return a token as text, and one that ends inside a character as OpenAI does: ``bytes:\xe2\x82``."""

@@ -12,7 +12,13 @@ from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel, WatermarkingConfig
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    WatermarkingConfig,
+)
 
 from kvrag.config import SamplingConfig
 from kvrag.errors import ConfigError
@@ -51,11 +57,15 @@ class Penalties(LogitsProcessor):  # type: ignore[misc]
         """Return other scores ``(1, vocab)``."""
         size = scores.shape[-1]
         if over := [token for token in self._bias if token >= size]:
-            raise ConfigError(f"SamplingConfig.logit_bias names token {over[0]}; this model's ids are below {size}")
+            raise ConfigError(
+                f"SamplingConfig.logit_bias names token {over[0]}; this model's ids are below {size}"
+            )
         counts = torch.bincount(input_ids[0, self._start :], minlength=size)
         scores = scores - self._frequency * counts - self._presence * (counts > 0)
         if self._bias:
-            scores[0, list(self._bias)] += torch.tensor([*self._bias.values()], device=scores.device)
+            scores[0, list(self._bias)] += torch.tensor(
+                [*self._bias.values()], device=scores.device
+            )
         return scores
 
 
@@ -68,8 +78,12 @@ def processors_of(
     eos_ids: frozenset[int] = frozenset(),
 ) -> LogitsProcessorList:
     """Make the processors of one answer, which may have ``max_new_tokens`` and ends at ``eos_ids``; they work on the model's device."""
-    merged = merged_config(model.generation_config, config, len(prompt_ids), max_new_tokens, eos_ids)
-    merged._eos_token_tensor = torch.tensor(sorted(eos_ids), device=model.device) if eos_ids else None
+    merged = merged_config(
+        model.generation_config, config, len(prompt_ids), max_new_tokens, eos_ids
+    )
+    merged._eos_token_tensor = (
+        torch.tensor(sorted(eos_ids), device=model.device) if eos_ids else None
+    )
     _warn_of_what_is_not_done(model)
     own = LogitsProcessorList()
     if config.frequency_penalty or config.presence_penalty or config.logit_bias:
@@ -132,7 +146,13 @@ def _made_by_generate(
         return input_ids
 
     mask = torch.ones_like(ids)
-    model.generate(ids, attention_mask=mask, generation_config=merged, logits_processor=own, custom_generate=take)
+    model.generate(
+        ids,
+        attention_mask=mask,
+        generation_config=merged,
+        logits_processor=own,
+        custom_generate=take,
+    )
     return found[0]
 
 

@@ -16,7 +16,9 @@ from kvrag.types import Mode
 logger = logging.getLogger(__name__)
 
 
-def retry_without_reuse(attempt: Callable[..., Prefilled], mode: Mode, release: Callable[[], int]) -> Prefilled:
+def retry_without_reuse(
+    attempt: Callable[..., Prefilled], mode: Mode, release: Callable[[], int]
+) -> Prefilled:
     """Run a prefill; when memory runs out, once more without reuse, where ``release`` has freed the store's memory."""
     done, reason = _attempt(attempt, mode)
     if done is not None:

@@ -60,7 +60,9 @@ class Sampler:
         else:
             probabilities = torch.softmax(scores[0], dim=-1).cpu()
             token = int(torch.multinomial(probabilities, 1, generator=self._generator))
-        if self._num_ids == self._ids.shape[1]:  # doubled: a token must not cost a pass over all before it
+        if (
+            self._num_ids == self._ids.shape[1]
+        ):  # doubled: a token must not cost a pass over all before it
             self._ids = torch.cat([self._ids, self._ids.new_zeros(1, 1 + self._num_ids)], dim=1)
         self._ids[0, self._num_ids] = token
         self._num_ids += 1
@@ -73,7 +75,9 @@ class Sampler:
     def _processed(self, scores: torch.Tensor) -> torch.Tensor:
         """Return scores ``(1, vocab)`` after the constraint and the processors; what these leave of the form's tokens, else all of them."""
         if self._constraint:
-            scores = self._constraint.masked(scores)  # first: a filter must not leave forbidden tokens alone
+            scores = self._constraint.masked(
+                scores
+            )  # first: a filter must not leave forbidden tokens alone
         if not self._processors:
             return scores
         scores = scores.to(self._ids.device)
@@ -97,11 +101,17 @@ class Sampler:
 
 
 def sampler_of(
-    loaded: LoadedModel, config: SamplingConfig, done: Prefilled, eos_ids: frozenset[int], constraint: Constraint | None
+    loaded: LoadedModel,
+    config: SamplingConfig,
+    done: Prefilled,
+    eos_ids: frozenset[int],
+    constraint: Constraint | None,
 ) -> Sampler:
     """Return the sampler of an answer to a prefilled prompt."""
     model, ids = loaded.lm.model, done.token_ids
-    processors = processors_of(model, config, ids, max_new_tokens=done.max_new_tokens, eos_ids=eos_ids)
+    processors = processors_of(
+        model, config, ids, max_new_tokens=done.max_new_tokens, eos_ids=eos_ids
+    )
     return Sampler(config, ids, processors, constraint=constraint, device=model.device)
 
 

@@ -65,7 +65,12 @@ class Scheduler:
     @contextmanager
     def turn(self, num_bytes: int, cancel: threading.Event | None = None) -> Iterator[None]:
         """Wait for room for so many bytes, and keep it until the context ends; raises ``CancelledError`` if ``cancel`` is set before."""
-        changed, waiting, running, mine = self._changed, self._waiting, self._running, object()  # a fork replaces them
+        changed, waiting, running, mine = (
+            self._changed,
+            self._waiting,
+            self._running,
+            object(),
+        )  # a fork replaces them
 
         def is_next() -> bool:
             used = sum(running.values())

@@ -12,7 +12,17 @@ from kvrag.errors import require
 
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
-_PARTS = ("items", "additionalItems", "additionalProperties", "contains", "if", "then", "else", "not", "propertyNames")
+_PARTS = (
+    "items",
+    "additionalItems",
+    "additionalProperties",
+    "contains",
+    "if",
+    "then",
+    "else",
+    "not",
+    "propertyNames",
+)
 """Keywords that hold schemas: by name, in a list, or one (``items`` of old drafts holds a list)."""
 
 _JOINED = ("allOf", "anyOf", "oneOf", "$ref", "if", "dependentSchemas")
@@ -50,7 +60,9 @@ def schema_part(schema: Any, root: str, missed: list[str]) -> Any:
     def change(part: Any) -> Any:
         if not isinstance(part, Mapping):
             return part
-        out = _take_names({**part}, schema)  # before its parts are changed: names may be given by reference
+        out = _take_names(
+            {**part}, schema
+        )  # before its parts are changed: names may be given by reference
         out = _with_parts(out, change)
         ref = str(out.get("$ref", "")).removeprefix(own)
         if ref == "#" or ref.startswith("#/"):
@@ -63,7 +75,9 @@ def schema_part(schema: Any, root: str, missed: list[str]) -> Any:
         return out
 
     changed = change(schema)
-    return {key: value for key, value in changed.items() if key != "$id"}  # it would be the root of its references
+    return {
+        key: value for key, value in changed.items() if key != "$id"
+    }  # it would be the root of its references
 
 
 def _with_parts(schema: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
@@ -86,10 +100,14 @@ def _take_names(out: dict[str, Any], root: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(names, Mapping) or "properties" in out or "patternProperties" in out:
         return out
     values = out.get("additionalProperties", True)
-    closed = {key: value for key, value in out.items() if key != "propertyNames"} | {"additionalProperties": False}
+    closed = {key: value for key, value in out.items() if key != "propertyNames"} | {
+        "additionalProperties": False
+    }
     allowed = [names["const"]] if "const" in names else names.get("enum")
     if isinstance(allowed, list):
-        keys = [name if isinstance(name, str) else json.dumps(name) for name in allowed]  # JSON's are texts
+        keys = [
+            name if isinstance(name, str) else json.dumps(name) for name in allowed
+        ]  # JSON's are texts
         return closed | {"properties": dict.fromkeys(keys, values)}
     rest = names.keys() - {"type", "title", "description", "minLength", "maxLength"}
     if rest == {"pattern"}:
@@ -107,7 +125,11 @@ def _resolved(schema: Any, root: Mapping[str, Any]) -> Any:
         return schema
     found: Any = root
     for name in ref[2:].split("/"):
-        found = found.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+        found = (
+            found.get(name.replace("~1", "/").replace("~0", "~"))
+            if isinstance(found, Mapping)
+            else None
+        )
     return found
 
 
@@ -152,7 +174,9 @@ def _take_patterns(out: dict[str, Any], missed: list[str]) -> None:
     for key in [*named] if isinstance(named, Mapping) else ():
         if not _is_compiled(key):
             missed.append(f"patternProperties {key!r}")
-            out["patternProperties"] = {name: part for name, part in out["patternProperties"].items() if name != key}
+            out["patternProperties"] = {
+                name: part for name, part in out["patternProperties"].items() if name != key
+            }
 
 
 @lru_cache(maxsize=1024)

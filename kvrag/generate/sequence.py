@@ -42,14 +42,20 @@ from kvrag.prompt.tokenizer import given_ids
 from kvrag.prompt.tools import TEXT
 from kvrag.store import TieredStore
 from kvrag.threads import Deadline, fork_lock
-from kvrag.types import Accounting, Explanation, GenerationResult, Missed, MissedChunk, TextEntry, TokenLogprob
+from kvrag.types import (
+    Accounting,
+    Explanation,
+    GenerationResult,
+    Missed,
+    MissedChunk,
+    TextEntry,
+    TokenLogprob,
+)
 
 logger = logging.getLogger(__name__)
 Counted = TypeVar("Counted", bound=Accounting)
 
-WORTH_REUSE = (
-    256  # tokens that an answer of no given length may be cut to, where a longer one would forbid any reuse (longrope)
-)
+WORTH_REUSE = 256  # tokens that an answer of no given length may be cut to, where a longer one would forbid any reuse (longrope)
 
 
 @dataclass(slots=True)
@@ -76,7 +82,10 @@ class Answering:
 
     def __post_init__(self) -> None:
         self._context = context_digest(self.context_ids)
-        self.costs, self.histories = CostModel(self.loaded), Histories(self.store_config.history_bytes)
+        self.costs, self.histories = (
+            CostModel(self.loaded),
+            Histories(self.store_config.history_bytes),
+        )
 
     def close(self) -> None:
         """Do nothing more in the background, and forget earlier requests."""
@@ -93,7 +102,9 @@ class Answering:
             spans, cursor = self._spans[namespace]
         nothing: tuple[list[TextEntry], int] = ([], cursor)
         new, cursor = deadline.ask(
-            lambda: self.store.catalog.texts(namespace, cursor), nothing, what="the KV store's catalog"
+            lambda: self.store.catalog.texts(namespace, cursor),
+            nothing,
+            what="the KV store's catalog",
         )
         if new:
             spans.add(new)
@@ -114,7 +125,12 @@ class Answering:
             chat=request.chat,
             scanner=scanner,
             lookup=Lookup(
-                self.store, loaded.identity.fingerprint, request.namespace, deadline, config.kv_dtype, self._context
+                self.store,
+                loaded.identity.fingerprint,
+                request.namespace,
+                deadline,
+                config.kv_dtype,
+                self._context,
             ),
             prefixes=request.prefixes,
             min_chunk_tokens=config.min_chunk_tokens,
@@ -169,8 +185,15 @@ class Answering:
             plan = self.plan(request, deadline)
             again = self._learn(request, plan)
         limit = self._length_of(len(plan.token_ids), max_new_tokens, request.slides)
-        total, stores = self._check_length(len(plan.token_ids), limit, request.slides), self._stores_missed
-        missed = _missed(request, plan, erasures, again, stores=stores) if stores or again is not None else None
+        total, stores = (
+            self._check_length(len(plan.token_ids), limit, request.slides),
+            self._stores_missed,
+        )
+        missed = (
+            _missed(request, plan, erasures, again, stores=stores)
+            if stores or again is not None
+            else None
+        )
         plan, slides = self._checked(plan, request, total)
         attempt = partial(
             prefill,
@@ -186,7 +209,9 @@ class Answering:
         )
         num_bytes = kv_bytes(self.loaded, min(total, self.loaded.lm.context_window))
         with clock.waiting(scheduler_of(self.loaded).turn(num_bytes, cancel)):
-            done = retry_without_reuse(attempt, "full" if plan.refusal else request.mode, self._release)
+            done = retry_without_reuse(
+                attempt, "full" if plan.refusal else request.mode, self._release
+            )
             try:
                 yield replace(done, missed=missed, max_new_tokens=limit), clock
             finally:
@@ -199,12 +224,17 @@ class Answering:
         """As :meth:`prefilled`, with log-probabilities of the prompt's tokens if they are wanted: without reuse then."""
         if config.prompt_logprobs is None:
             length = config.max_new_tokens
-            with self.prefilled(request, max_new_tokens=length, clock=clock, cancel=cancel) as (done, _):
+            with self.prefilled(request, max_new_tokens=length, clock=clock, cancel=cancel) as (
+                done,
+                _,
+            ):
                 yield done, None
             return
         ids = self.plan(request).token_ids
         limit = self._length_of(len(ids), config.max_new_tokens, slides=False)
-        first = replace(request, prompt=ids[:1], mode="full", form=TEXT, continues=False, slides=False)
+        first = replace(
+            request, prompt=ids[:1], mode="full", form=TEXT, continues=False, slides=False
+        )
         room = len(ids) - 1 + limit
         with self.prefilled(first, max_new_tokens=room, clock=clock, cancel=cancel) as (done, _):
             with clock.stage("score"):
@@ -221,18 +251,26 @@ class Answering:
         again = learner.see(request.namespace, plan, request.prefixes[0]) if learner else None
         if request.mode in ("auto", "stitch") and again is None:
             known, stores = partial(self._known, request.namespace), self._stores_missed
-            self.stats.watch.notice(plan, known, is_stored_later=stores, is_learning=learner is not None)
+            self.stats.watch.notice(
+                plan, known, is_stored_later=stores, is_learning=learner is not None
+            )
         return again
 
     def _past(self, request: Request, plan: Plan) -> Past | None:
         """Return rows of earlier requests that a prompt begins with."""
         if request.mode == "full" or plan.refusal or (space := self._space(request)) is None:
             return None
-        return self.histories.find(space, plan.token_ids, only_exact=request.mode == "prefix", repair=request.repair)
+        return self.histories.find(
+            space, plan.token_ids, only_exact=request.mode == "prefix", repair=request.repair
+        )
 
     def forget(self, namespace: str | None) -> None:
         """Forget earlier requests of a namespace, by its digest, or of all."""
-        self.histories.clear(lambda space: namespace is None or cast(tuple[str, str, Hashable], space)[1] == namespace)
+        self.histories.clear(
+            lambda space: (
+                namespace is None or cast(tuple[str, str, Hashable], space)[1] == namespace
+            )
+        )
 
     def _space(self, request: Request) -> Hashable:
         """Return what KV depends on besides token ids. After an erasure, by any process, nothing that was there before is found.
@@ -242,11 +280,15 @@ class Answering:
         erased = self.store.catalog.erased(request.namespace) if self.histories.max_bytes else None
         return erased and (self.loaded.fingerprint, request.namespace, erased)
 
-    def _remember(self, request: Request, space: Hashable, done: Prefilled, answer: Sequence[int]) -> None:
+    def _remember(
+        self, request: Request, space: Hashable, done: Prefilled, answer: Sequence[int]
+    ) -> None:
         """Keep a finished request's KV; a fault costs the next turn time, nothing else."""
         rows = [*done.token_ids, *answer[:-1]]  # no forward has seen the last token
         is_off = space is None or request.mode == "full"
-        if is_off or done.buffer is None or refusal_of(self.loaded.lm, len(rows)):  # if that, rows have left the window
+        if (
+            is_off or done.buffer is None or refusal_of(self.loaded.lm, len(rows))
+        ):  # if that, rows have left the window
             return
         try:
             is_exact, num_prompt = done.num_exact == len(done.token_ids), len(done.token_ids)
@@ -256,7 +298,9 @@ class Answering:
                 num_exact=num_exact,
                 num_prompt=num_prompt,
                 repair=request.repair,
-                is_valid=lambda: space == self._space(request),  # since then documents were erased, or weights changed
+                is_valid=lambda: (
+                    space == self._space(request)
+                ),  # since then documents were erased, or weights changed
             )
         except (RuntimeError, MemoryError) as error:
             self.histories.clear()
@@ -294,24 +338,42 @@ class Answering:
             raise error
         return total
 
-    def _prepared(self, request: Request, eos_ids: frozenset[int], clock: Clock) -> tuple[Constraint | None, Hashable]:
+    def _prepared(
+        self, request: Request, eos_ids: frozenset[int], clock: Clock
+    ) -> tuple[Constraint | None, Hashable]:
         """Return what holds an answer to its form, and the space of its history: an erasure from here on counts."""
         with clock.stage("prepare", least_s=NOTABLE_S):
             tokenizer = self.loaded.encoder.tokenizer
-            constraint = None if request.form == TEXT else constraint_of(request.form, tokenizer, eos_ids)
+            constraint = (
+                None if request.form == TEXT else constraint_of(request.form, tokenizer, eos_ids)
+            )
             return constraint, self._space(request)
 
     def answer(
-        self, request: Request, config: SamplingConfig, clock: Clock, emit: Emit, cancel: threading.Event
+        self,
+        request: Request,
+        config: SamplingConfig,
+        clock: Clock,
+        emit: Emit,
+        cancel: threading.Event,
     ) -> GenerationResult:
         """Prefill and decode by a ``clock`` that runs since the caller asked; ``emit`` takes text, ``cancel`` ends it before a forward."""
         encoder, form, eos_ids = self.loaded.encoder, request.form, end_ids(self.loaded)
         constraint, space = self._prepared(request, eos_ids, clock)
         with self.scored(request, config, clock, cancel) as (done, told), clock.stage("decode"):
-            read = calls_in(form, encoder, done.token_ids, eos_ids) if form.tools else (encoder.decode, None)
+            read = (
+                calls_in(form, encoder, done.token_ids, eos_ids)
+                if form.tools
+                else (encoder.decode, None)
+            )
             sampler = sampler_of(self.loaded, config, done, eos_ids, constraint)
             answer = decode(
-                *(done.extend, done.logits, sampler, TextStream(read[0], config.stop + own_stops(self.loaded))),
+                *(
+                    done.extend,
+                    done.logits,
+                    sampler,
+                    TextStream(read[0], config.stop + own_stops(self.loaded)),
+                ),
                 max_new_tokens=done.max_new_tokens,
                 eos_ids=eos_ids.union(config.stop_token_ids),
                 emit=emit,
@@ -323,7 +385,9 @@ class Answering:
         if self.write_back and done.missed:
             self.write_back.offer(done.missed)
         if request.repair.audit:
-            self.stats.audit.offer(self.loaded, done, request.repair.audit, scheduler_of(self.loaded))
+            self.stats.audit.offer(
+                self.loaded, done, request.repair.audit, scheduler_of(self.loaded)
+            )
         return GenerationResult(
             **done.accounting(clock),
             text=answer.text,
@@ -338,7 +402,9 @@ class Answering:
         )
 
 
-def _missed(request: Request, plan: Plan, erasures: int, again: str | None, *, stores: bool) -> Missed | None:
+def _missed(
+    request: Request, plan: Plan, erasures: int, again: str | None, *, stores: bool
+) -> Missed | None:
     """Return what may be stored of a prompt: registered and explicit chunks behind a prefix of the application's, no live text.
 
     ``again``: a learnt prefix that chunks are to have KV behind, too; ``stores``: whether those without any get some.
@@ -346,9 +412,19 @@ def _missed(request: Request, plan: Plan, erasures: int, again: str | None, *, s
     chunks = plan.missed
     if again is not None:
         known = [p.piece for p in plan.pieces if p.piece.kind == "chunk" and p.identity is not None]
-        chunks = (chunks if stores else []) + [MissedChunk(piece.text, piece.is_given) for piece in known]
+        chunks = (chunks if stores else []) + [
+            MissedChunk(piece.text, piece.is_given) for piece in known
+        ]
     if request.mode == "full" or not chunks:
         return None
     head = plan.pieces[0].piece.text if again is None else again
-    prefix = head if head in (again, *request.prefixes) else request.prefixes[0]  # nothing is encoded behind a question
-    return Missed(tuple(dict.fromkeys(chunks)), prefix, request.namespace, erasures, is_again=again is not None)
+    prefix = (
+        head if head in (again, *request.prefixes) else request.prefixes[0]
+    )  # nothing is encoded behind a question
+    return Missed(
+        tuple(dict.fromkeys(chunks)),
+        prefix,
+        request.namespace,
+        erasures,
+        is_again=again is not None,
+    )

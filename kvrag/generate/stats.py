@@ -12,7 +12,14 @@ from kvrag.types import Accounting
 
 Counted = TypeVar("Counted", bound=Accounting)
 
-SUMMED = ("prompt_tokens", "cached_tokens", "history_tokens", "repaired_tokens", "computed_tokens", "loaded_bytes")
+SUMMED = (
+    "prompt_tokens",
+    "cached_tokens",
+    "history_tokens",
+    "repaired_tokens",
+    "computed_tokens",
+    "loaded_bytes",
+)
 
 
 class Figures(dict[str, Any]):

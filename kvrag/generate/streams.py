@@ -41,7 +41,10 @@ class _Stream:
     def result(self) -> GenerationResult:
         """The finished :class:`~kvrag.types.GenerationResult`; available once the stream has ended."""
         if self._result is None:
-            over, early = "was cancelled before its first token", "has not ended; read it to its end first"
+            over, early = (
+                "was cancelled before its first token",
+                "has not ended; read it to its end first",
+            )
             raise RuntimeError(f"the stream {over if self._is_over else early}")
         return self._result
 

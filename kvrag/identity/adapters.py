@@ -16,7 +16,19 @@ from kvrag.errors import UnsupportedModelError
 from kvrag.identity.fingerprint import canonical, digest
 from kvrag.identity.weights import tensor_bytes
 
-PROVEN = ("ADALORA", "BOFT", "HRA", "IA3", "LN_TUNING", "LOHA", "LOKR", "LORA", "OFT", "TRAINABLE_TOKENS", "VERA")
+PROVEN = (
+    "ADALORA",
+    "BOFT",
+    "HRA",
+    "IA3",
+    "LN_TUNING",
+    "LOHA",
+    "LOKR",
+    "LORA",
+    "OFT",
+    "TRAINABLE_TOKENS",
+    "VERA",
+)
 """Values of ``peft_type`` whose layers treat each row independently of the others, each covered by ``tests/test_adapters.py``."""
 
 BASE_CHILDREN = ("base_layer", "original_module", "token_adapter")
@@ -61,7 +73,9 @@ def adapter_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield the names and modules of the adapters' layers."""
     if "peft" in sys.modules:
         types = layer_types()
-        yield from ((name, module) for name, module in model.named_modules() if isinstance(module, types))
+        yield from (
+            (name, module) for name, module in model.named_modules() if isinstance(module, types)
+        )
 
 
 def plain_name(name: str) -> str:
@@ -96,7 +110,12 @@ def adapters_digest(model: torch.nn.Module) -> str:
 def settings_of(layer: Any, adapter: str) -> Iterator[tuple[str, Any]]:
     """Yield everything that a layer keeps under an adapter's name: plain values, tensors and modules."""
     for name, value in vars(layer).items():
-        if type(value) is dict and adapter in value and not name.startswith("_") and name not in _STATE:
+        if (
+            type(value) is dict
+            and adapter in value
+            and not name.startswith("_")
+            and name not in _STATE
+        ):
             yield name, value[adapter]
     for name, value in layer._modules.items():
         if name not in BASE_CHILDREN and hasattr(value, "__contains__") and adapter in value:
@@ -108,14 +127,23 @@ def _content(layer: Any, adapter: str) -> bytes:
     fields = dict[str, bytes]()
     for name, value in settings_of(layer, adapter):
         if isinstance(value, torch.nn.Module):
-            fields |= {f"{name}.{inner}": tensor_bytes(tensor) for inner, tensor in value.state_dict().items()}
+            fields |= {
+                f"{name}.{inner}": tensor_bytes(tensor)
+                for inner, tensor in value.state_dict().items()
+            }
         elif isinstance(value, torch.Tensor):
             fields[name] = tensor_bytes(value)
         else:  # other objects by their type, because their repr may contain an address
-            fields[name] = (repr(value) if isinstance(value, PLAIN) else type(value).__qualname__).encode()
+            fields[name] = (
+                repr(value) if isinstance(value, PLAIN) else type(value).__qualname__
+            ).encode()
     if not fields:
         return b""
     for name, value in vars(layer).items():
-        if isinstance(value, (bool, int, float, str)) and not name.startswith("_") and name not in _STATE:
+        if (
+            isinstance(value, (bool, int, float, str))
+            and not name.startswith("_")
+            and name not in _STATE
+        ):
             fields[f"layer.{name}"] = repr(value).encode()
     return canonical(fields)

@@ -12,14 +12,33 @@ if TYPE_CHECKING:
     import torch
 
 _VOLATILE = {
-    *("_name_or_path", "_attn_implementation", "transformers_version", "dtype", "torch_dtype", "quantization_config"),
+    *(
+        "_name_or_path",
+        "_attn_implementation",
+        "transformers_version",
+        "dtype",
+        "torch_dtype",
+        "quantization_config",
+    ),
     *("use_cache", "output_attentions", "output_hidden_states", "return_dict"),
 }
 """Config entries that don't change KV or are fields of their own."""
 
 _ROPE = (
-    *("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq", "partial_rotary_factor", "rotary_pct"),
-    *("rotary_dim", "no_rope_layers", "original_max_position_embeddings", "max_position_embeddings"),
+    *(
+        "rope_parameters",
+        "rope_scaling",
+        "rope_theta",
+        "rope_local_base_freq",
+        "partial_rotary_factor",
+        "rotary_pct",
+    ),
+    *(
+        "rotary_dim",
+        "no_rope_layers",
+        "original_max_position_embeddings",
+        "max_position_embeddings",
+    ),
 )
 """Config entries about RoPE, under their current and older names."""
 
@@ -35,7 +54,9 @@ def config_text(config: Any) -> str:
 def rope_text(config: Any) -> str:
     """RoPE parameters as JSON."""
     text = config.get_text_config()
-    return _json({name: value for name in _ROPE if (value := getattr(text, name, None)) is not None})
+    return _json(
+        {name: value for name in _ROPE if (value := getattr(text, name, None)) is not None}
+    )
 
 
 def attention_text(model: torch.nn.Module) -> str:
@@ -46,7 +67,9 @@ def attention_text(model: torch.nn.Module) -> str:
             settings = {
                 key: value
                 for key, value in vars(module).items()
-                if not key.startswith("_") and key not in _NO_EFFECT and isinstance(value, (bool, int, float, str))
+                if not key.startswith("_")
+                and key not in _NO_EFFECT
+                and isinstance(value, (bool, int, float, str))
             }
             layers.append([name, type(module).__name__, settings])
     return _json([type(model).__name__, layers])
@@ -55,7 +78,11 @@ def attention_text(model: torch.nn.Module) -> str:
 def quantisation_text(config: Any) -> str:
     """Quantisation method and parameters as JSON; empty for plain weights."""
     found = getattr(config, "quantization_config", None)
-    return "" if found is None else _json(_settled(found if isinstance(found, dict) else found.to_dict()))
+    return (
+        ""
+        if found is None
+        else _json(_settled(found if isinstance(found, dict) else found.to_dict()))
+    )
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
@@ -73,7 +100,9 @@ def tokenizer_digest(tokenizer: Any) -> str:
     else:
         parts["class"] = type(tokenizer).__name__
         parts["vocabulary"] = tokenizer.get_vocab()
-        parts["added"] = {str(index): repr(token) for index, token in tokenizer.added_tokens_decoder.items()}
+        parts["added"] = {
+            str(index): repr(token) for index, token in tokenizer.added_tokens_decoder.items()
+        }
         parts["files"] = _vocabulary_files(tokenizer)
     return hashlib.sha256(_json(parts).encode()).hexdigest()
 
@@ -85,12 +114,16 @@ def _vocabulary_files(tokenizer: Any) -> list[str]:
             tokenizer.save_vocabulary(folder)
         except NotImplementedError:
             return []
-        return sorted(hashlib.sha256(file.read_bytes()).hexdigest() for file in Path(folder).iterdir())
+        return sorted(
+            hashlib.sha256(file.read_bytes()).hexdigest() for file in Path(folder).iterdir()
+        )
 
 
 def _settled(value: Any) -> Any:
     if isinstance(value, dict):
-        return {str(name): _settled(inner) for name, inner in value.items() if name not in _VOLATILE}
+        return {
+            str(name): _settled(inner) for name, inner in value.items() if name not in _VOLATILE
+        }
     return [_settled(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
 

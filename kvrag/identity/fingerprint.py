@@ -15,7 +15,9 @@ from functools import lru_cache
 
 from kvrag.types import ChunkIdentity, ChunkKey
 
-FORMAT_VERSION = 4  # version of the stored bytes and of the keys; any change of either needs a new number
+FORMAT_VERSION = (
+    4  # version of the stored bytes and of the keys; any change of either needs a new number
+)
 
 
 def canonical(fields: Mapping[str, bytes]) -> bytes:
@@ -32,7 +34,9 @@ def canonical(fields: Mapping[str, bytes]) -> bytes:
 
 def key_digest(domain: str, fields: Mapping[str, bytes]) -> str:
     """SHA-256 (64 hex digits) of the canonical fields under a domain tag."""
-    return hashlib.sha256(canonical({**fields, "\0domain": f"kvrag/{FORMAT_VERSION}/{domain}".encode()})).hexdigest()
+    return hashlib.sha256(
+        canonical({**fields, "\0domain": f"kvrag/{FORMAT_VERSION}/{domain}".encode()})
+    ).hexdigest()
 
 
 def digest(domain: str, fields: Mapping[str, bytes]) -> str:
@@ -66,8 +70,13 @@ class ModelIdentity:
     def fingerprint(self) -> str:
         """Digest of all fields, ``sha256:...``: the ``model`` of every :class:`~kvrag.types.ChunkIdentity`."""
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        extra_keys = canonical({name: value.encode() for name, value in fields.pop("extra_keys").items()})
-        return digest("model", {"extra_keys": extra_keys, **{name: text.encode() for name, text in fields.items()}})
+        extra_keys = canonical(
+            {name: value.encode() for name, value in fields.pop("extra_keys").items()}
+        )
+        return digest(
+            "model",
+            {"extra_keys": extra_keys, **{name: text.encode() for name, text in fields.items()}},
+        )
 
 
 def ids_bytes(token_ids: Sequence[int]) -> bytes:
@@ -98,12 +107,19 @@ def text_digest(text: str) -> str:
 def content_key(identity: ChunkIdentity) -> str:
     """Key of a chunk without its prefix and context."""
     names = ("model", "namespace", "kv_dtype")
-    fields = {"ids": ids_bytes(identity.token_ids), **{name: getattr(identity, name).encode() for name in names}}
+    fields = {
+        "ids": ids_bytes(identity.token_ids),
+        **{name: getattr(identity, name).encode() for name in names},
+    }
     return key_digest("content", fields)
 
 
 @lru_cache(maxsize=4096)  # one request asks for the same few keys several times
 def chunk_key(identity: ChunkIdentity) -> ChunkKey:
     """Key of a chunk behind its prefix and context."""
-    fields = {"content": content_key(identity), "prefix": identity.prefix, "context": identity.context}
+    fields = {
+        "content": content_key(identity),
+        "prefix": identity.prefix,
+        "context": identity.context,
+    }
     return ChunkKey(key_digest("chunk", {name: text.encode() for name, text in fields.items()}))

@@ -28,7 +28,13 @@ from kvrag.identity.adapters import (
     settings_of,
     state_of,
 )
-from kvrag.identity.describe import attention_text, config_text, quantisation_text, rope_text, tokenizer_digest
+from kvrag.identity.describe import (
+    attention_text,
+    config_text,
+    quantisation_text,
+    rope_text,
+    tokenizer_digest,
+)
 from kvrag.identity.fingerprint import ModelIdentity, digest
 from kvrag.identity.weights import content_digest, leaves
 
@@ -41,7 +47,12 @@ _NUM_REMEMBERED = 8
 
 
 def describe(
-    model: Any, tokenizer: Any, weights: str, *, regime: str = "", extra_keys: Mapping[str, str] | None = None
+    model: Any,
+    tokenizer: Any,
+    weights: str,
+    *,
+    regime: str = "",
+    extra_keys: Mapping[str, str] | None = None,
 ) -> ModelIdentity:
     """Identify a loaded model and its tokenizer; ``weights`` is the identity of the weights without adapters."""
     return ModelIdentity(
@@ -67,8 +78,13 @@ def weights_digest(model: torch.nn.Module) -> str:
     added, moving = tuple(f"{name}." for name in _added_by_adapters(model)), _moving_buffers(model)
     kept = {
         plain_name(name): tensor
-        for name, tensor in {**dict(model.named_buffers()), **model.state_dict(keep_vars=True)}.items()
-        if isinstance(tensor, torch.Tensor) and name not in moving and not f"{name}.".startswith(added)
+        for name, tensor in {
+            **dict(model.named_buffers()),
+            **model.state_dict(keep_vars=True),
+        }.items()
+        if isinstance(tensor, torch.Tensor)
+        and name not in moving
+        and not f"{name}.".startswith(added)
     }
     look, known = _Look(list(kept.values())), _HASHED.get(model)
     look.count()
@@ -92,8 +108,14 @@ def _moving_buffers(model: torch.nn.Module) -> set[str]:
     found = set()
     for name, module in model.named_modules():
         kinds = getattr(module, "rope_type", "default")
-        if {"dynamic", "longrope"}.intersection(kinds.values() if isinstance(kinds, dict) else (kinds,)):
-            own = [buffer for buffer in module._buffers if buffer.endswith("inv_freq") and "original" not in buffer]
+        if {"dynamic", "longrope"}.intersection(
+            kinds.values() if isinstance(kinds, dict) else (kinds,)
+        ):
+            own = [
+                buffer
+                for buffer in module._buffers
+                if buffer.endswith("inv_freq") and "original" not in buffer
+            ]
             found |= {f"{name}.{buffer}" for buffer in own}
     return found
 
@@ -110,7 +132,10 @@ class LiveIdentity:
         self._moving = _moving_buffers(model)
         self._identity, self._fingerprint = identity, identity.fingerprint
         weights, adapters = self._look()
-        self._weights, self._adapters = _Digests(weights, identity.weights), _Digests(adapters, identity.adapters)
+        self._weights, self._adapters = (
+            _Digests(weights, identity.weights),
+            _Digests(adapters, identity.adapters),
+        )
 
     @property
     def fingerprint(self) -> str:
@@ -121,11 +146,18 @@ class LiveIdentity:
             if weights is None or adapters is None:
                 check_adapters(self._model)
                 weights = weights or self._weights.add(base, weights_digest(self._model))
-                adapters = self._adapters.add(added, adapters_digest(self._model)) if adapters is None else adapters
+                adapters = (
+                    self._adapters.add(added, adapters_digest(self._model))
+                    if adapters is None
+                    else adapters
+                )
             if (weights, adapters) != (self._identity.weights, self._identity.adapters):
                 self._identity = replace(self._identity, weights=weights, adapters=adapters)
                 self._fingerprint = self._identity.fingerprint
-                logger.info("the model's weights or adapters changed; its fingerprint is now %s", self._fingerprint)
+                logger.info(
+                    "the model's weights or adapters changed; its fingerprint is now %s",
+                    self._fingerprint,
+                )
             return self._fingerprint
 
     @property
@@ -176,7 +208,11 @@ class _Look:
         """Note the counts of in-place changes, the addresses, and a sample of the values. Changes through ``.data`` are not counted."""
         plain: list[torch.Tensor] = []
         for tensor in self.tensors:
-            plain += [leaf for _, leaf in leaves(tensor)] if hasattr(tensor, "__tensor_flatten__") else (tensor,)
+            plain += (
+                [leaf for _, leaf in leaves(tensor)]
+                if hasattr(tensor, "__tensor_flatten__")
+                else (tensor,)
+            )
         for leaf in plain:
             self.notes.append((0 if leaf.is_inference() else leaf._version, leaf.data_ptr()))
         self.values = sample(plain)
@@ -194,7 +230,9 @@ class _Digests:
         tensors = [id(tensor) for tensor in look.tensors]
         for refs, known, found in reversed(self._known):
             is_alike = (known.notes, known.values) == (look.notes, look.values)
-            if is_alike and [id(ref()) for ref in refs] == tensors:  # a dead one is None, whose id no tensor has
+            if (
+                is_alike and [id(ref()) for ref in refs] == tensors
+            ):  # a dead one is None, whose id no tensor has
                 return found
         return None
 
@@ -210,7 +248,12 @@ class _Digests:
 def _note(layer: Any) -> object:
     """Describe what a layer does with its adapters, tensors left out."""
     names, note = state_of(layer)
-    found = ((key, value) for name in names for key, value in settings_of(layer, name) if isinstance(value, PLAIN))
+    found = (
+        (key, value)
+        for name in names
+        for key, value in settings_of(layer, name)
+        if isinstance(value, PLAIN)
+    )
     plain = [(key, repr(value) if isinstance(value, list) else value) for key, value in found]
     return names, note, tuple(layer.merged_adapters), plain
 
@@ -228,4 +271,6 @@ def sample(tensors: list[torch.Tensor]) -> bytes:
             flat = flat if flat.is_contiguous() else flat.contiguous()
             group = groups.setdefault((tensor.device, tensor.dtype), [])
             group.append(flat.as_strided((count,), (size // count,)))
-    return b"".join([torch.cat(group).view(torch.uint8).cpu().numpy().tobytes() for group in groups.values()])
+    return b"".join(
+        [torch.cat(group).view(torch.uint8).cpu().numpy().tobytes() for group in groups.values()]
+    )

@@ -29,14 +29,31 @@ WEIGHT_FILES = ("*.safetensors", "*.bin", "*.gguf", "*.index.json", "adapter_con
 """Files of a model's directory that are hashed: the weights, how shards fit together, and code that comes with the model."""
 
 NEUTRAL = {
-    *("attn_implementation", "cache_dir", "config", "device_map", "force_download", "local_files_only", "max_memory"),
-    *("low_cpu_mem_usage", "offload_buffers", "offload_folder", "proxies", "quantization_config", "token"),
+    *(
+        "attn_implementation",
+        "cache_dir",
+        "config",
+        "device_map",
+        "force_download",
+        "local_files_only",
+        "max_memory",
+    ),
+    *(
+        "low_cpu_mem_usage",
+        "offload_buffers",
+        "offload_folder",
+        "proxies",
+        "quantization_config",
+        "token",
+    ),
     "trust_remote_code",
 }
 """Options of ``from_pretrained`` that don't choose weights, or whose effect is in the loaded model's config."""
 
 CACHE_VARIABLE = "KVRAG_CACHE_DIR"  # environment variable with the directory of what kvrag remembers for this user
-_LARGE = 2**20  # digests of smaller files are not remembered: reading them takes no longer than looking them up
+_LARGE = (
+    2**20
+)  # digests of smaller files are not remembered: reading them takes no longer than looking them up
 _MAX_REMEMBERED = 1000
 _RACE_NS = 2_000_000_000  # a file changed this recently may change again within one tick of the file system's clock
 
@@ -47,7 +64,9 @@ def source_identity(path: str, *, commit: str | None, options: Mapping[str, Any]
     ``path`` is a local file or directory, or a model's name on the hub with its ``commit``; ``options`` are those of ``from_pretrained``.
     """
     try:
-        chosen = json.dumps({k: v for k, v in options.items() if k not in NEUTRAL and v is not None}, sort_keys=True)
+        chosen = json.dumps(
+            {k: v for k, v in options.items() if k not in NEUTRAL and v is not None}, sort_keys=True
+        )
     except (TypeError, ValueError):  # an option that is an object
         return None
     if os.path.isdir(path):
@@ -58,7 +77,11 @@ def source_identity(path: str, *, commit: str | None, options: Mapping[str, Any]
         origin = files_digest([Path(path)])
     else:
         origin = f"commit:{commit}" if commit else None
-    return digest("weights", {"origin": origin.encode(), "options": chosen.encode()}) if origin else None
+    return (
+        digest("weights", {"origin": origin.encode(), "options": chosen.encode()})
+        if origin
+        else None
+    )
 
 
 def files_digest(files: Iterable[Path]) -> str:
@@ -66,15 +89,22 @@ def files_digest(files: Iterable[Path]) -> str:
     start = time.perf_counter()
     found = [_file_digest(file) for file in files]
     if (hashed := sum(num_bytes for _, num_bytes in found)) >= _LARGE:
-        logger.info("hashed %.1f MB of weights in %.2f s", hashed / 1e6, time.perf_counter() - start)
-    return "files:" + hashlib.sha256("".join(sorted(content for content, _ in found)).encode()).hexdigest()
+        logger.info(
+            "hashed %.1f MB of weights in %.2f s", hashed / 1e6, time.perf_counter() - start
+        )
+    return (
+        "files:"
+        + hashlib.sha256("".join(sorted(content for content, _ in found)).encode()).hexdigest()
+    )
 
 
 def _file_digest(file: Path) -> tuple[str, int]:
     """SHA-256 (hex) of a file's content, and the number of bytes read; remembered under path, size, times and inode of the file."""
     stamp = _stamp(file)
     folder = cache_dir() / "file-digests"
-    kept = folder / hashlib.sha256(json.dumps([os.path.realpath(file), *stamp]).encode()).hexdigest()
+    kept = (
+        folder / hashlib.sha256(json.dumps([os.path.realpath(file), *stamp]).encode()).hexdigest()
+    )
     if stamp[0] >= _LARGE:
         with contextlib.suppress(OSError, ValueError):
             if re.fullmatch(r"[0-9a-f]{64}", known := kept.read_text("ascii")):
@@ -84,7 +114,9 @@ def _file_digest(file: Path) -> tuple[str, int]:
     is_settled = time.time_ns() - max(stamp[1], stamp[2]) > _RACE_NS
     if stamp[0] >= _LARGE and is_settled and _stamp(file) == stamp and keep(kept, found):
         with contextlib.suppress(OSError):  # another process may prune too
-            oldest_last = sorted(folder.iterdir(), key=lambda each: each.stat().st_mtime_ns, reverse=True)
+            oldest_last = sorted(
+                folder.iterdir(), key=lambda each: each.stat().st_mtime_ns, reverse=True
+            )
             for old in oldest_last[_MAX_REMEMBERED:]:
                 old.unlink()
     return found, stamp[0]
@@ -111,7 +143,9 @@ def cache_dir() -> Path:
 
 @cache
 def _private_folder() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="kvrag-")  # private, because what is remembered is trusted
+    return tempfile.TemporaryDirectory(
+        prefix="kvrag-"
+    )  # private, because what is remembered is trusted
 
 
 def keep(file: Path, text: str) -> bool:
@@ -119,7 +153,9 @@ def keep(file: Path, text: str) -> bool:
     try:
         for folder in (cache_dir(), file.parent):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".tmp", delete=False, encoding="utf-8") as part:
+        with tempfile.NamedTemporaryFile(
+            "w", dir=file.parent, suffix=".tmp", delete=False, encoding="utf-8"
+        ) as part:
             try:
                 part.write(text)
                 part.flush()
@@ -167,7 +203,9 @@ def leaves(tensor: Any) -> Iterator[tuple[str, torch.Tensor]]:
 def raw(tensor: torch.Tensor) -> memoryview:
     """Bytes of a plain tensor; copied to the host if they are elsewhere."""
     try:
-        return tensor.view(torch.uint8).numpy().data.cast("B")  # half the time of the general way below
+        return (
+            tensor.view(torch.uint8).numpy().data.cast("B")
+        )  # half the time of the general way below
     except (RuntimeError, TypeError):
         pass  # on a device, not contiguous, without dimensions or values
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
@@ -175,7 +213,9 @@ def raw(tensor: torch.Tensor) -> memoryview:
 
 def tensor_bytes(tensor: torch.Tensor) -> bytes:
     """SHA-256 of a tensor's type, shape and values, the same wherever it is and however it is laid out."""
-    total = hashlib.sha256(f"{type(tensor).__name__ if is_packed(tensor) else ''}{tuple(tensor.shape)}".encode())
+    total = hashlib.sha256(
+        f"{type(tensor).__name__ if is_packed(tensor) else ''}{tuple(tensor.shape)}".encode()
+    )
     for name, leaf in leaves(tensor):
         total.update(f"\0{name}{leaf.dtype}{tuple(leaf.shape)}".encode())
         total.update(raw(leaf))
@@ -188,7 +228,13 @@ def content_digest(tensors: Mapping[str, torch.Tensor]) -> str:
     for name, tensor in sorted(tensors.items()):
         place: object = name
         if not is_packed(tensor) and tensor.numel():
-            place = (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+            place = (
+                tensor.device,
+                tensor.data_ptr(),
+                tensor.dtype,
+                tuple(tensor.shape),
+                tensor.stride(),
+            )
         content = seen[place] = seen.get(place) or tensor_bytes(tensor)
         total.update(len(name).to_bytes(4, "little") + name.encode() + content)
     return total.hexdigest()

@@ -64,29 +64,46 @@ def ragged_attention(
     """
     is_plain = softcap is None and sinks is None
     if limits.padding is not None and mass is None and is_plain and reach.is_whole(limits.num_keys):
-        options: dict[str, Any] = {"is_causal": True, "scale": scale, "enable_gqa": query.shape[1] != keys.shape[1]}
+        options: dict[str, Any] = {
+            "is_causal": True,
+            "scale": scale,
+            "enable_gqa": query.shape[1] != keys.shape[1],
+        }
         whole = F.pad(query, (0, 0, limits.padding, 0)) if limits.padding else query
-        return F.scaled_dot_product_attention(whole, keys, values, **options)[:, :, limits.padding :]
+        return F.scaled_dot_product_attention(whole, keys, values, **options)[
+            :, :, limits.padding :
+        ]
     by_way = _by_kernel if limits.prefix or _has_kernel(query, values) else _by_blocks
     return by_way(query, keys, values, limits, _Scores(scale, reach, softcap, sinks), mass)
 
 
 def _by_blocks(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, limits: Limits, scores: _Scores, mass: Mass | None
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    limits: Limits,
+    scores: _Scores,
+    mass: Mass | None,
 ) -> torch.Tensor:
     """Attend block by block: fused where nobody needs the probabilities."""
     is_plain = scores.softcap is None and scores.sinks is None
     out = query.new_empty((*query.shape[:3], values.shape[-1]))
     weighed_from = query.shape[2] if mass is None else query.shape[2] - mass.rows
-    most = torch.zeros((*keys.shape[:2], 0 if mass is None else limits.num_keys), device=keys.device)
+    most = torch.zeros(
+        (*keys.shape[:2], 0 if mass is None else limits.num_keys), device=keys.device
+    )
     kind = (scores.reach, query.shape[1] // keys.shape[1], query.dtype)
     for block in limits.kept.get(kind) or limits.blocks(*kind):
         q, k, v = query[:, :, block.rows], keys[:, :, block.keys], values[:, :, block.keys]
         if block.rows.stop > weighed_from or not is_plain:
             probabilities = _probabilities(q, k, block, scores)
-            out[:, :, block.rows] = torch.matmul(probabilities.to(v.dtype), v).reshape(*q.shape[:3], v.shape[-1])
+            out[:, :, block.rows] = torch.matmul(probabilities.to(v.dtype), v).reshape(
+                *q.shape[:3], v.shape[-1]
+            )
             if block.rows.stop > weighed_from:
-                found = largest(probabilities, k.shape[1], q.shape[2], max(0, weighed_from - block.rows.start))
+                found = largest(
+                    probabilities, k.shape[1], q.shape[2], max(0, weighed_from - block.rows.start)
+                )
                 torch.maximum(most[:, :, block.keys], found, out=most[:, :, block.keys])
         else:
             out[:, :, block.rows] = fused_attention(q, k, v, scores.scale, block.mask)
@@ -105,24 +122,41 @@ def _has_kernel(query: torch.Tensor, values: torch.Tensor) -> bool:
 
 
 def _by_kernel(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, limits: Limits, scores: _Scores, mass: Mass | None
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    limits: Limits,
+    scores: _Scores,
+    mass: Mass | None,
 ) -> torch.Tensor:
     """Attend in one launch for all rows, and collect mass in a second one; on other devices the same ops compute with torch."""
     import kvrag_kernels
 
     hi, lo, tiles = limits.for_kernel(query, keys, scores.reach)
-    options: dict[str, Any] = {"scale": scores.scale, "softcap": scores.softcap or 0.0, "sinks": scores.sinks}
-    out, lse = kvrag_kernels.ragged_attention(query, keys, values, hi, lo, limits.prefix, plan=tiles, **options)
+    options: dict[str, Any] = {
+        "scale": scores.scale,
+        "softcap": scores.softcap or 0.0,
+        "sinks": scores.sinks,
+    }
+    out, lse = kvrag_kernels.ragged_attention(
+        query, keys, values, hi, lo, limits.prefix, plan=tiles, **options
+    )
     if mass is not None:
         last = slice(-min(mass.rows, query.shape[2]), None)
         first = None if lo is None else lo[last]
-        found = kvrag_kernels.probe_mass(query[:, :, last], keys, lse[:, :, last], hi[last], first, **options)
+        found = kvrag_kernels.probe_mass(
+            query[:, :, last], keys, lse[:, :, last], hi[last], first, **options
+        )
         mass.total.add_(found.sum(dim=0)[: limits.num_keys])
     return out
 
 
 def fused_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, mask: torch.Tensor | None = None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One SDPA call with the heads of a group packed as rows, so that K and V are never repeated; without a mask rows see all keys."""
     batch, heads, rows, dim = q.shape
@@ -138,7 +172,9 @@ def _probabilities(q: torch.Tensor, k: torch.Tensor, block: Block, how: _Scores)
     scores = torch.matmul(packed * how.scale, k.transpose(-1, -2)).float()
     if how.softcap is not None:
         scores = how.softcap * torch.tanh(scores / how.softcap)
-    if block.mask is not None:  # only where a limit cuts: most of a probe's keys are seen by every row
+    if (
+        block.mask is not None
+    ):  # only where a limit cuts: most of a probe's keys are seen by every row
         scores[..., block.sure :] += block.mask[:, block.sure :]
     if how.sinks is None:
         return torch.softmax(scores, dim=-1)
@@ -157,11 +193,17 @@ def largest(probabilities: torch.Tensor, kv_heads: int, rows: int, skip: int) ->
 
 
 def refuse_unknown(
-    module: torch.nn.Module, others: Mapping[str, object], then: str = "the model is answered by full computation"
+    module: torch.nn.Module,
+    others: Mapping[str, object],
+    then: str = "the model is answered by full computation",
 ) -> None:
     """Raise ``UnsupportedModelError`` for options that may change the attention; ``then`` says what is left."""
     known = UNDERSTOOD | {"is_causal"}
-    unknown = [name for name, given in others.items() if name not in known and given is not None and given is not False]
+    unknown = [
+        name
+        for name, given in others.items()
+        if name not in known and given is not None and given is not False
+    ]
     if others.get("is_causal") is False or not getattr(module, "is_causal", True):
         unknown.append("is_causal=False")
     if unknown:

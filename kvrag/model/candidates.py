@@ -32,9 +32,26 @@ from kvrag.model.rope import (
 )
 
 ATTENTION_NAMES = ("self_attn", "attention", "attn", "self_attention")
-STATEFUL_NAMES = ("mamba", "linear_attn", "conv", "short_conv", "recurrent", "temporal_block", "ssm")
+STATEFUL_NAMES = (
+    "mamba",
+    "linear_attn",
+    "conv",
+    "short_conv",
+    "recurrent",
+    "temporal_block",
+    "ssm",
+)
 """Parts of a layer that carry a state from token to token."""
-SOURCE_NAMES = ("k_norm", "k_layernorm", "key_layernorm", "k_proj", "qkv_proj", "query_key_value", "Wqkv", "c_attn")
+SOURCE_NAMES = (
+    "k_norm",
+    "k_layernorm",
+    "key_layernorm",
+    "k_proj",
+    "qkv_proj",
+    "query_key_value",
+    "Wqkv",
+    "c_attn",
+)
 """Last modules that shape keys before they are rotated; a norm comes after its projection."""
 
 Layout = Callable[[torch.Tensor], torch.Tensor]
@@ -49,7 +66,11 @@ class KeySource:
     layout: Layout
 
     def attach(
-        self, attention: torch.nn.Module, layer: int, captured: dict[int, torch.Tensor], is_ours: Callable[[], bool]
+        self,
+        attention: torch.nn.Module,
+        layer: int,
+        captured: dict[int, torch.Tensor],
+        is_ours: Callable[[], bool],
     ) -> RemovableHandle:
         """Note the keys of this attention module's forwards in ``captured``, of those that are ours."""
 
@@ -72,13 +93,19 @@ def attention_modules(model: PreTrainedModel) -> list[torch.nn.Module]:
     """Return the attention module of every decoder layer, in order; raises ``UnsupportedModelError`` if some have none."""
     best: list[torch.nn.Module] = []
     mixers: set[str] = set()
-    for stack in (module for module in decoder_of(model).modules() if isinstance(module, torch.nn.ModuleList)):
+    for stack in (
+        module for module in decoder_of(model).modules() if isinstance(module, torch.nn.ModuleList)
+    ):
         found = {layer: _attention_of(layer) for layer in stack}
         with_attention = [attention for attention in found.values() if attention is not None]
         if len(with_attention) > len(best):
             best = with_attention
             mixers = {name for layer in stack for name in STATEFUL_NAMES if hasattr(layer, name)}
-            mixers |= {type(layer).__name__ for layer, attention in found.items() if attention is None and not mixers}
+            mixers |= {
+                type(layer).__name__
+                for layer, attention in found.items()
+                if attention is None and not mixers
+            }
     if not best:
         raise UnsupportedModelError(
             f"{type(model).__name__} has no decoder layers with attention: there are no keys and values per token to store"
@@ -104,7 +131,9 @@ def key_sources(
     ``outputs`` are those of its submodules, by name; ``heads`` and ``dim`` are of the keys as they reach the cache; ``groups`` are the key
     heads before they are repeated.
     """
-    if getattr(attention, "clip_qkv", None) or getattr(getattr(attention, "config", None), "clip_qkv", None):
+    if getattr(attention, "clip_qkv", None) or getattr(
+        getattr(attention, "config", None), "clip_qkv", None
+    ):
         return  # clipping comes after the projection and shows only on large keys: read the keys at the cache
     for name in SOURCE_NAMES:
         if name in outputs:
@@ -127,9 +156,13 @@ def _layouts(output: torch.Tensor, heads: int, dim: int, groups: int) -> Iterato
         return
     first = total - 2 * heads  # queries, then keys, then values
     if first >= heads:
-        yield lambda out: out[..., first * dim : (first + heads) * dim].reshape(*out.shape[:2], heads, dim)
+        yield lambda out: out[..., first * dim : (first + heads) * dim].reshape(
+            *out.shape[:2], heads, dim
+        )
     for count in {groups, heads}:
-        if total % count == 0 and heads % count == 0:  # each group's queries, key and value side by side
+        if (
+            total % count == 0 and heads % count == 0
+        ):  # each group's queries, key and value side by side
             yield partial(_grouped, groups=count, repeats=heads // count, dim=dim)
 
 
@@ -141,7 +174,9 @@ def _grouped(output: torch.Tensor, *, groups: int, repeats: int, dim: int) -> to
 def rotations(base: torch.nn.Module, attention: torch.nn.Module, key_dim: int) -> list[Rotation]:
     """List the ways in which an attention module of a headless model could rotate keys of this head dim, or not rotate them."""
     module = sys.modules[type(attention).__module__]
-    functions = [f for n, f in vars(module).items() if "apply_rotary" in n and inspect.isfunction(f)]
+    functions = [
+        f for n, f in vars(module).items() if "apply_rotary" in n and inspect.isfunction(f)
+    ]
     known = [adapted for adapted in map(adapt, functions) if adapted is not None]
     found = [NO_ROTATION]
     for name, make, is_complex in _tables(base, attention):
@@ -150,7 +185,9 @@ def rotations(base: torch.nn.Module, attention: torch.nn.Module, key_dim: int) -
     return found
 
 
-def _tables(base: torch.nn.Module, attention: torch.nn.Module) -> Iterator[tuple[str, MakeTables, bool]]:
+def _tables(
+    base: torch.nn.Module, attention: torch.nn.Module
+) -> Iterator[tuple[str, MakeTables, bool]]:
     """Yield every source of tables once: ``(name, tables, whether they are complex)``."""
     device = next(base.parameters()).device
     candidates = [*attention.modules(), *(m for n, m in base.named_children() if "rot" in n)]
@@ -158,7 +195,9 @@ def _tables(base: torch.nn.Module, attention: torch.nn.Module) -> Iterator[tuple
         for kind in _layer_types(module):
             kinds = [] if kind is None else [kind]
             try:
-                made = module(torch.empty((1, 1), device=device), torch.arange(2, device=device)[None], *kinds)
+                made = module(
+                    torch.empty((1, 1), device=device), torch.arange(2, device=device)[None], *kinds
+                )
                 is_complex = isinstance(made, torch.Tensor) and made.is_complex()
                 is_sine_first = not made[0][0, 0].any()  # of position 0 (GPT-J)
                 tables = partial(from_module, module, kinds, is_complex, is_sine_first)
@@ -174,11 +213,15 @@ def _tables(base: torch.nn.Module, attention: torch.nn.Module) -> Iterator[tuple
 def _layer_types(module: torch.nn.Module) -> Sequence[str | None]:
     if "layer_type" not in inspect.signature(type(module).forward).parameters:
         return [None]
-    kinds = getattr(module, "layer_types", None) or getattr(module.config, "layer_types", None) or []
+    kinds = (
+        getattr(module, "layer_types", None) or getattr(module.config, "layer_types", None) or []
+    )
     return sorted(set(kinds)) or [None]
 
 
-def _fitting(name: str, make: MakeTables, apply: ApplyRotary, key_dim: int, device: torch.device) -> Iterator[Rotation]:
+def _fitting(
+    name: str, make: MakeTables, apply: ApplyRotary, key_dim: int, device: torch.device
+) -> Iterator[Rotation]:
     """Yield the rotations by these tables that have the right shape: at the front of the key, or at its end."""
     cos, sin = make(torch.arange(2, device=device))
     magnitude = float(cos[0].abs().max())  # position 0 isn't rotated
@@ -186,12 +229,18 @@ def _fitting(name: str, make: MakeTables, apply: ApplyRotary, key_dim: int, devi
         if width > key_dim:
             continue
         try:
-            if apply(torch.ones((1, 1, 2, width), device=device), cos[None], sin[None]).shape != (1, 1, 2, width):
+            if apply(torch.ones((1, 1, 2, width), device=device), cos[None], sin[None]).shape != (
+                1,
+                1,
+                2,
+                width,
+            ):
                 continue
         except (RuntimeError, ValueError, IndexError):
             continue
         is_aligned = width == cos.shape[-1] and all(
-            torch.allclose(a, b, atol=1e-6) for a, b in zip(spread(apply, cos, sin, width), (cos, sin), strict=True)
+            torch.allclose(a, b, atol=1e-6)
+            for a, b in zip(spread(apply, cos, sin, width), (cos, sin), strict=True)
         )
         for start in dict.fromkeys((0, key_dim - width)):
             yield Rotation(name, make, apply, magnitude, width, start, is_aligned)

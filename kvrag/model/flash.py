@@ -53,7 +53,9 @@ class _Forward:
         kind = (reach, query.shape, keys.shape, query.dtype)
         if kind not in self.limits:
             if self.bounds is not None and reach.chunk is not None:
-                raise InputError("chunked attention can't take a padded batch; pass prompts one at a time")
+                raise InputError(
+                    "chunked attention can't take a padded batch; pass prompts one at a time"
+                )
             self._check(reach)
             hi, lo = self.rows, reach.lo(self.rows, self.rows)
             if self.bounds is not None:
@@ -89,7 +91,10 @@ def _rows_mask(
     rows = torch.arange(q_length, device=device) + q_offset
     sample = torch.linspace(0, q_length - 1, min(q_length, _SAMPLE), device=device).long()
     keys = torch.arange(kv_length, device=device)[None] + kv_offset
-    seen = [mask_function(b, 0, rows[sample][:, None], keys).expand(len(sample), kv_length) for b in range(batch_size)]
+    seen = [
+        mask_function(b, 0, rows[sample][:, None], keys).expand(len(sample), kv_length)
+        for b in range(batch_size)
+    ]
     mask = rows[None, None, :, None].clone()
     forward = _Forward(rows, _bounds(attention_mask), int(kv_offset), torch.stack(seen), sample)
     mask.kvrag = forward  # type: ignore[attr-defined]
@@ -134,12 +139,18 @@ def _rows_attention(
             f"kvrag's attention is not installed in the model of this {name}; call install_flash_attention(model)"
         )
     if forward is None:
-        raise InputError(f"{name} got a 4-D mask; pass a 2-D attention mask, or call uninstall_flash_attention(model)")
+        raise InputError(
+            f"{name} got a 4-D mask; pass a 2-D attention mask, or call uninstall_flash_attention(model)"
+        )
     if dropout or (torch.is_grad_enabled() and query.requires_grad):
-        raise InputError("kvrag's attention has no gradient and no dropout; run the model under torch.inference_mode()")
+        raise InputError(
+            "kvrag's attention has no gradient and no dropout; run the model under torch.inference_mode()"
+        )
     hi, lo, plan = cast(_Forward, forward).limits_of(reach, query, key)
     scale, cap = query.shape[-1] ** -0.5 if scaling is None else scaling, softcap or 0.0
-    out, _ = kvrag_kernels.ragged_attention(query, key, value, hi, lo, scale=scale, softcap=cap, sinks=s_aux, plan=plan)
+    out, _ = kvrag_kernels.ragged_attention(
+        query, key, value, hi, lo, scale=scale, softcap=cap, sinks=s_aux, plan=plan
+    )
     return out.transpose(1, 2), None
 
 
@@ -163,7 +174,9 @@ def install_flash_attention(model: PreTrainedModel) -> int:
         return len(attention_modules(model))
     lm = CausalLM(model)
     if lm.is_dense:
-        raise UnsupportedModelError(f"{type(model).__name__} asks for no attention function: its own can't be replaced")
+        raise UnsupportedModelError(
+            f"{type(model).__name__} asks for no attention function: its own can't be replaced"
+        )
     modules = attention_modules(model)
     with turns_of(model):
         _reaches.update({m: trait.reach for m, trait in zip(modules, lm.traits, strict=True)})
@@ -194,4 +207,6 @@ def flash_attention_tier(model: PreTrainedModel | None = None) -> str:
         config = model.config.get_text_config(decoder=True)
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return kvrag_kernels.tier(dim, model.dtype, model.device)
-    return kvrag_kernels.tier(128, torch.bfloat16, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    return kvrag_kernels.tier(
+        128, torch.bfloat16, torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    )

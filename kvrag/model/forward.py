@@ -80,22 +80,41 @@ class Forward(Cache):  # type: ignore[misc]
     ) -> None:
         super().__init__(layers=[])
         self.hi = rows.indices(attentions.device)
-        self.limits = Limits(self.hi, rows.stop, rows.positions, rows.first, rows.prefix, rows.is_fixed)
+        self.limits = Limits(
+            self.hi, rows.stop, rows.positions, rows.first, rows.prefix, rows.is_fixed
+        )
         self.positions = self.hi if rows.positions is None else rows.positions
-        self.reach, self.final, self.is_dense = attentions.reach, attentions.final, attentions.is_dense
+        self.reach, self.final, self.is_dense = (
+            attentions.reach,
+            attentions.final,
+            attentions.is_dense,
+        )
         self.mass, self.outputs = mass, outputs
         self.weighed: Sequence[int] = ()
         self.observed: Observed | None = None
-        self._rows, self._kv, self._before_write, self._tells_offsets = rows, kv, before_write, attentions.tells_offsets
+        self._rows, self._kv, self._before_write, self._tells_offsets = (
+            rows,
+            kv,
+            before_write,
+            attentions.tells_offsets,
+        )
         self._turns = turns
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: object, **__: object
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *_: object,
+        **__: object,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the fresh rows of a layer in place and return every row up to the forward's last."""
         if self._turns is not None and self._turns.wishes:
             self._turns.give_way()
-        stop, slots = self._rows.stop, self._rows.slots if isinstance(self._rows.slots, slice) else self.hi
+        stop, slots = (
+            self._rows.stop,
+            self._rows.slots if isinstance(self._rows.slots, slice) else self.hi,
+        )
         if self._kv.arrivals:
             self._kv.wait_for(layer_idx)
         keys, values = self._kv.layers[layer_idx]
@@ -110,14 +129,23 @@ class Forward(Cache):  # type: ignore[misc]
         """Return how many rows stand before the fresh ones, where these are contiguous."""
         if isinstance(self._rows.slots, slice):
             return int(self._rows.slots.start)
-        return self.hi - torch.arange(len(self.hi), device=self.hi.device) if self._tells_offsets else self._rows.stop
+        return (
+            self.hi - torch.arange(len(self.hi), device=self.hi.device)
+            if self._tells_offsets
+            else self._rows.stop
+        )
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Return the visible length and offset 0: a row's index is its position."""
         return self._rows.stop, 0
 
     def attend(
-        self, module: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: Mapping[str, Any]
+        self,
+        module: int,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scores: Mapping[str, Any],
     ) -> torch.Tensor:
         """Attend in the module of this ``id``; ``scores`` are options of :func:`ragged_attention`.
 
@@ -133,19 +161,28 @@ class Forward(Cache):  # type: ignore[misc]
             out = query.new_zeros((*query.shape[:3], values.shape[-1]))
             if wanted:
                 last = query[:, :, total - wanted :]
-                out[:, :, total - wanted :] = ragged_attention(last, keys, values, self.limits.last(wanted), **options)
+                out[:, :, total - wanted :] = ragged_attention(
+                    last, keys, values, self.limits.last(wanted), **options
+                )
         if module == self.final and not self.outputs:
             raise StopForward
         return out
 
-    def dense_mask(self, batch_size: int, mask_function: MaskFunction, dtype: torch.dtype) -> torch.Tensor:
+    def dense_mask(
+        self, batch_size: int, mask_function: MaskFunction, dtype: torch.dtype
+    ) -> torch.Tensor:
         """Evaluate the model's own mask at the rows' positions: ``(B, 1, R, N)``, 0 where a key is seen, else the lowest number."""
         keys = torch.arange(self.limits.num_keys, device=self.hi.device)[None]
         visible = mask_function(0, 0, self.hi[:, None], keys).expand(len(self.hi), keys.shape[1])
         mask = torch.zeros(visible.shape, dtype=dtype, device=keys.device)
-        mask = mask.masked_fill_(~visible, torch.finfo(dtype).min)[None, None].expand(batch_size, 1, -1, -1)
+        mask = mask.masked_fill_(~visible, torch.finfo(dtype).min)[None, None].expand(
+            batch_size, 1, -1, -1
+        )
         if self.observed is not None:
-            self.observed.made[id(mask)] = mask, mask_function  # the tensor is kept, so that its id stays its own
+            self.observed.made[id(mask)] = (
+                mask,
+                mask_function,
+            )  # the tensor is kept, so that its id stays its own
         return mask
 
 
@@ -189,7 +226,9 @@ def switched(model: PreTrainedModel, what: Forward | str) -> Iterator[None]:
     Inside a forward that gives way, another one may run.
     """
     config, own, outer = model.config, _own_of(model), _current.running
-    if config._attn_implementation != ATTENTION:  # else it is within another one, or a forked process found it so
+    if (
+        config._attn_implementation != ATTENTION
+    ):  # else it is within another one, or a forked process found it so
         own.attention = config._attn_implementation or EAGER
         own.is_dense = isinstance(what, Forward) and what.is_dense
     config._attn_implementation = ATTENTION
@@ -235,20 +274,30 @@ def _attention(
     if not others.keys() <= UNDERSTOOD or not getattr(module, "is_causal", True):
         refuse_unknown(module, others)
     if forward.observed is not None:
-        forward.observed.masks[id(module)] = forward.observed.made.get(id(attention_mask), (None, None))[1]
+        forward.observed.masks[id(module)] = forward.observed.made.get(
+            id(attention_mask), (None, None)
+        )[1]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = forward.attend(id(module), query, key, value, {"scale": scale, "softcap": softcap, "sinks": s_aux})
+    out = forward.attend(
+        id(module), query, key, value, {"scale": scale, "softcap": softcap, "sinks": s_aux}
+    )
     return out.transpose(1, 2), None
 
 
-def _attention_of(module: Any, name: str | None) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
+def _attention_of(
+    module: Any, name: str | None
+) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
     """Return transformers' attention of this name; ``None``: the model's own."""
     name = _own[id(module.config)].attention if name is None else name
     by_default = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    return cast(Callable[..., tuple[torch.Tensor, torch.Tensor | None]], _ATTENTIONS.get(name, by_default))
+    return cast(
+        Callable[..., tuple[torch.Tensor, torch.Tensor | None]], _ATTENTIONS.get(name, by_default)
+    )
 
 
-def _mask(batch_size: int, *, mask_function: MaskFunction, config: Any = None, **options: Any) -> torch.Tensor | None:
+def _mask(
+    batch_size: int, *, mask_function: MaskFunction, config: Any = None, **options: Any
+) -> torch.Tensor | None:
     """Make no mask where kvrag's attention needs none, and the model's own one for any other forward."""
     forward = _current.running
     if not isinstance(forward, Forward):

@@ -16,7 +16,14 @@ from kvrag.identity.model import LiveIdentity
 from kvrag.model.attention import Mass, largest
 from kvrag.model.candidates import attention_modules, decoder_of
 from kvrag.model.forward import Attentions, BeforeWrite, Forward, StopForward, running, switched
-from kvrag.model.plain import Extend, PlainLM, check_placement, check_supported, context_window, regime_limit
+from kvrag.model.plain import (
+    Extend,
+    PlainLM,
+    check_placement,
+    check_supported,
+    context_window,
+    regime_limit,
+)
 from kvrag.model.rope import Rotations
 from kvrag.model.rows import KVBuffer, Rows
 from kvrag.model.steps import Extension, NextRow, NextRows
@@ -57,7 +64,9 @@ class CausalLM:
         self.dtype: torch.dtype = model.dtype
         self.vocab_size = int(model.config.vocab_size)
         self.context_window = context_window(model.config)
-        self.reuse_window = min(self.context_window, regime_limit(model.config) or self.context_window)
+        self.reuse_window = min(
+            self.context_window, regime_limit(model.config) or self.context_window
+        )
         self._base, self._attentions = decoder_of(model), attention_modules(model)
         self.num_layers = len(self._attentions)
         self._accepted = {True: accepted(model), False: accepted(self._base)}
@@ -75,12 +84,18 @@ class CausalLM:
         positions = torch.tensor(sample_positions(self.context_window), device=self.device)
         with self.turns:
             seen = observe(self.model, self._attentions, positions)
-            self.traits: list[LayerTraits] = find_traits(self.model, self._attentions, seen, positions)
+            self.traits: list[LayerTraits] = find_traits(
+                self.model, self._attentions, seen, positions
+            )
         self.is_dense = not seen.masks
         reach = {id(a): t.reach for a, t in zip(self._attentions, self.traits, strict=True)}
         tells_offsets = bool(getattr(self.config, "attn_temperature_tuning", False))
-        self._switch = Attentions(self.device, reach, next(reversed(seen.masks), None), tells_offsets, self.is_dense)
-        self._can_pack = "position_ids" in self._accepted[False] and not (self.is_dense or tells_offsets)
+        self._switch = Attentions(
+            self.device, reach, next(reversed(seen.masks), None), tells_offsets, self.is_dense
+        )
+        self._can_pack = "position_ids" in self._accepted[False] and not (
+            self.is_dense or tells_offsets
+        )
         self._rotations = list(dict.fromkeys(trait.rotation for trait in self.traits))
         self._kinds = [self._rotations.index(trait.rotation) for trait in self.traits]
         self._check_angles(positions)
@@ -99,7 +114,12 @@ class CausalLM:
         """Allocate the KV of one request, or of a batch of chunks."""
         keeps_ids = self.reuse_window < self.context_window and batch == 1
         return KVBuffer.empty(
-            self.shapes, capacity, dtype=self.dtype, device=self.device, batch=batch, keeps_ids=keeps_ids
+            self.shapes,
+            capacity,
+            dtype=self.dtype,
+            device=self.device,
+            batch=batch,
+            keeps_ids=keeps_ids,
         )
 
     def rotary(self, num_positions: int) -> Rotations:
@@ -163,20 +183,32 @@ class CausalLM:
             If the rows are of several requests or chunks, and this model can't compute them together.
         """
         if rows.first is not None and not self._can_pack:
-            raise ValueError("this model computes one request at a time; see CausalLM.can_share_forwards")
+            raise ValueError(
+                "this model computes one request at a time; see CausalLM.can_share_forwards"
+            )
         ids = token_ids if token_ids.dim() == 2 else token_ids[None]
         if kv.token_ids is not None:
             ids, rows = self._outgrow(ids, rows, kv.token_ids)
         mass = Mass(torch.zeros(rows.stop, device=self.device), mass_rows) if mass_rows else None
         forward = Forward(
-            rows, kv, self._switch, mass=mass, outputs=logits, before_write=before_write, turns=self.turns
+            rows,
+            kv,
+            self._switch,
+            mass=mass,
+            outputs=logits,
+            before_write=before_write,
+            turns=self.turns,
         )
         if mass_rows:
-            forward.weighed = [id(self._attentions[i]) for i in mass_layers or range(self.num_layers)]
+            forward.weighed = [
+                id(self._attentions[i]) for i in mass_layers or range(self.num_layers)
+            ]
             forward.final = self._switch.final if logits else forward.weighed[-1]
         with self.turns:
             out = self._run(ids.to(self.device, non_blocking=True), forward, logits)
-            if self._captured is not None:  # of steps between its layers, too; those of this forward come last
+            if (
+                self._captured is not None
+            ):  # of steps between its layers, too; those of this forward come last
                 self._capture_cached(kv, rows, self._captured)
         return out, None if mass is None else mass.total
 
@@ -200,7 +232,9 @@ class CausalLM:
         """
         return Extension(self, kv, length)
 
-    def _outgrow(self, ids: torch.Tensor, rows: Rows, known: torch.Tensor) -> tuple[torch.Tensor, Rows]:
+    def _outgrow(
+        self, ids: torch.Tensor, rows: Rows, known: torch.Tensor
+    ) -> tuple[torch.Tensor, Rows]:
         """Where an answer outgrows the angles that its prompt has (longrope), compute all rows again, as transformers does."""
         is_contiguous = isinstance(rows.slots, slice)
         known[rows.slots if is_contiguous else rows.slots.cpu()] = ids[0].cpu()  # type: ignore[union-attr]
@@ -209,12 +243,20 @@ class CausalLM:
 
     def _run(self, ids: torch.Tensor, forward: Forward, logits: int) -> torch.Tensor:
         positions = forward.positions[None].expand(ids.shape[0], -1)
-        options: dict[str, Any] = {"position_ids": positions, "logits_to_keep": logits, **dict.fromkeys(CACHE, forward)}
+        options: dict[str, Any] = {
+            "position_ids": positions,
+            "logits_to_keep": logits,
+            **dict.fromkeys(CACHE, forward),
+        }
         if self.is_dense:  # ALiBi is made from the mask of padding
             options["attention_mask"] = positions.new_ones((ids.shape[0], forward.limits.num_keys))
-        options = {name: value for name, value in options.items() if name in self._accepted[bool(logits)]}
+        options = {
+            name: value for name, value in options.items() if name in self._accepted[bool(logits)]
+        }
         run = self.model if logits else self._base
-        weighing = self._weighing(forward) if self.is_dense and forward.mass is not None else nullcontext()
+        weighing = (
+            self._weighing(forward) if self.is_dense and forward.mass is not None else nullcontext()
+        )
         with switched(self.model, forward), weighing, suppress(StopForward):
             out = run(input_ids=ids, use_cache=True, **options)
             if logits:
@@ -229,10 +271,14 @@ class CausalLM:
 
         def collect(_: object, __: object, output: tuple[torch.Tensor, torch.Tensor]) -> None:
             if running() is forward:
-                found = largest(output[1].float(), self.shapes[0].num_heads, output[1].shape[2], -mass.rows)
+                found = largest(
+                    output[1].float(), self.shapes[0].num_heads, output[1].shape[2], -mass.rows
+                )
                 mass.total.add_(found.sum(dim=(0, 1)))
 
-        handles = [a.register_forward_hook(collect) for a in self._attentions if id(a) in forward.weighed]
+        handles = [
+            a.register_forward_hook(collect) for a in self._attentions if id(a) in forward.weighed
+        ]
         try:
             yield
         finally:
@@ -250,7 +296,10 @@ class CausalLM:
 
             sources = [trait.source for trait in self.traits]
             layers = [(layer, source) for layer, source in enumerate(sources) if source is not None]
-            handles = [source.attach(self._attentions[layer], layer, captured, is_ours) for layer, source in layers]
+            handles = [
+                source.attach(self._attentions[layer], layer, captured, is_ours)
+                for layer, source in layers
+            ]
             self._captured = captured
             try:
                 yield captured
@@ -293,5 +342,7 @@ class LoadedModel:
     def reusable(self) -> CausalLM:
         """The model, if its KV is reused; else raises ``UnsupportedModelError``, which says why."""
         if isinstance(self.lm, PlainLM):
-            raise UnsupportedModelError(f"{self.lm.refusal}; it answers by full prefill, and nothing can be stored")
+            raise UnsupportedModelError(
+                f"{self.lm.refusal}; it answers by full prefill, and nothing can be stored"
+            )
         return self.lm

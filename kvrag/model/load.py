@@ -52,7 +52,9 @@ logger = logging.getLogger(__name__)
 PROOF_VERSION = 3  # of the checks; a change invalidates every kept proof
 
 
-_loaded: weakref.WeakValueDictionary[tuple[object, ...], LoadedModel] = weakref.WeakValueDictionary()
+_loaded: weakref.WeakValueDictionary[tuple[object, ...], LoadedModel] = (
+    weakref.WeakValueDictionary()
+)
 """What is in use, by source; the last engine that lets go of a model frees it."""
 _load_lock = threading.Lock()
 
@@ -102,13 +104,19 @@ def _load(source: ModelSource, make_encoder: Callable[[Any], Any] | None) -> Loa
 
 def _label(source: ModelSource) -> str:
     """Return a name for a line of progress: of a local model, without the folders that it is in."""
-    return os.path.basename(os.path.normpath(source.name)) if os.path.exists(source.name) else source.name
+    return (
+        os.path.basename(os.path.normpath(source.name))
+        if os.path.exists(source.name)
+        else source.name
+    )
 
 
 def _load_weights(source: ModelSource) -> PreTrainedModel:
     options = loading_options(source)
     with _without_bars(source):
-        model = trying(source, lambda: AutoModelForCausalLM.from_pretrained(directory(source), **options))
+        model = trying(
+            source, lambda: AutoModelForCausalLM.from_pretrained(directory(source), **options)
+        )
     check_generates(model)
     check_placement(model)
     device = resolve_device(source)
@@ -158,9 +166,13 @@ def _origin(source: ModelSource, model: PreTrainedModel) -> str | None:
     commit = getattr(model.config, "_commit_hash", None)
     if getattr(model, "peft_config", None):
         biases = {getattr(config, "bias", "none") for config in model.peft_config.values()}
-        if biases != {"none"} or not os.path.exists(path):  # an adapter's biases replace the model's own
+        if biases != {"none"} or not os.path.exists(
+            path
+        ):  # an adapter's biases replace the model's own
             return None
-    return source_identity(base if base != directory(source) else path, commit=commit, options=source.hf_kwargs)
+    return source_identity(
+        base if base != directory(source) else path, commit=commit, options=source.hf_kwargs
+    )
 
 
 def accept(model: PreTrainedModel) -> CausalLM | PlainLM:
@@ -173,7 +185,9 @@ def accept(model: PreTrainedModel) -> CausalLM | PlainLM:
         return CausalLM(model)
     except UnsupportedModelError as error:
         method = json.loads(quantisation_text(model.config) or "{}").get("quant_method")
-        if method and error.__cause__ is not None:  # it ran into something: these weights can't answer in any way
+        if (
+            method and error.__cause__ is not None
+        ):  # it ran into something: these weights can't answer in any way
             raise UnsupportedModelError(
                 f"{type(model).__name__} quantised by {method} fails in its first forward on {model.device.type} ({error.__cause__}); "
                 "check that it runs without kvrag there, or load it without quantisation"
@@ -181,7 +195,9 @@ def accept(model: PreTrainedModel) -> CausalLM | PlainLM:
         return refuse(model, str(error))
     except Exception as error:  # custom code may do anything when it is probed; what it can't do, it is not asked to
         logger.debug("probing %s failed", type(model).__name__, exc_info=True)
-        return refuse(model, f"its layers could not be probed ({type(error).__name__}: {str(error)[:200]})")
+        return refuse(
+            model, f"its layers could not be probed ({type(error).__name__}: {str(error)[:200]})"
+        )
 
 
 def refuse(model: PreTrainedModel, reason: str) -> PlainLM:
@@ -201,14 +217,22 @@ def proven(lm: CausalLM, fingerprint: str) -> CausalLM | PlainLM:
             proof = prove(lm)
     except Exception as error:  # out of memory, or code that fails where the structure looked right
         logger.debug("the proof failed to run", exc_info=True)
-        return refuse(lm.model, f"its proof could not run ({type(error).__name__}: {str(error)[:200]})")
+        return refuse(
+            lm.model, f"its proof could not run ({type(error).__name__}: {str(error)[:200]})"
+        )
     if proof.failure is not None:
         return refuse(lm.model, proof.failure)
     if not proof.is_conclusive:
         words = "in %s this model amplifies roundings so much that its proof could miss a mistake; prove it in float32 as well: %s"
         logger.warning(words, lm.dtype, "kvrag verify MODEL --dtype float32")
-    logger.info("reuse is proven for this model in %.2f s (largest difference %.1e)", proof.seconds, proof.max_error)
-    keep(file, json.dumps(proof.to_dict()))  # where it can't be written, it is proven again next time
+    logger.info(
+        "reuse is proven for this model in %.2f s (largest difference %.1e)",
+        proof.seconds,
+        proof.max_error,
+    )
+    keep(
+        file, json.dumps(proof.to_dict())
+    )  # where it can't be written, it is proven again next time
     return lm
 
 

@@ -31,14 +31,22 @@ _STATE = "keeps a running state instead of keys and values per token, so a chunk
 _MIXED = "mixes attention with layers that keep a running state over all tokens before, so a chunk's part of it can't be stored and moved"
 
 _BY_NAME: dict[str, str] = {
-    **dict.fromkeys(("biogpt", "ctrl", "gpt2", "gpt_bigcode", "gpt_neo", "openai-gpt", "opt", "xglm"), _LEARNED),
+    **dict.fromkeys(
+        ("biogpt", "ctrl", "gpt2", "gpt_bigcode", "gpt_neo", "openai-gpt", "opt", "xglm"), _LEARNED
+    ),
     **dict.fromkeys(("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"), _STATE),
     **dict.fromkeys(("bamba", "jamba", "nemotron_h", "recurrent_gemma", "zamba", "zamba2"), _MIXED),
 }
 """Known families that would fail the proof at load anyway, but only after their weights have been read."""
 
 _STATEFUL_LAYERS = ("linear_attention", "mamba", "conv", "recurrent", "moe_mamba", "ssm")
-_OTHER_INPUTS = ("vision_config", "audio_config", "image_token_id", "image_token_index", "audio_token_id")
+_OTHER_INPUTS = (
+    "vision_config",
+    "audio_config",
+    "image_token_id",
+    "image_token_index",
+    "audio_token_id",
+)
 
 
 def check_supported(config: Any) -> None:
@@ -52,7 +60,9 @@ def refusal(config: Any) -> str | None:
     """Return why a model of this config is refused, as the rest of a sentence about it, or ``None``."""
     if getattr(config, "is_encoder_decoder", False):
         return "is an encoder-decoder: its decoder attends to an encoded input, not to a prompt's own keys and values"
-    if config.get_text_config() is not config or any(getattr(config, name, None) is not None for name in _OTHER_INPUTS):
+    if config.get_text_config() is not config or any(
+        getattr(config, name, None) is not None for name in _OTHER_INPUTS
+    ):
         return "takes images or sound beside text, and those attend in both directions; load its text model on its own, as a causal LM"
     if config.model_type == "falcon" and config.alibi:
         return "adds ALiBi once in one of transformers' own attentions and twice in the one that takes a mask; kvrag can run only that"
@@ -104,7 +114,9 @@ def context_window(config: Any, unlimited: int = UNLIMITED) -> int:
     """Return the largest number of tokens of prompt and answer together; ``unlimited`` where the config names none (ALiBi)."""
     names = ("max_position_embeddings", "max_seq_len", "n_positions", "max_sequence_length")
     found = (getattr(config, name, None) for name in names)
-    return next((value for value in found if isinstance(value, int) and value > 0), unlimited)  # XLNet writes -1
+    return next(
+        (value for value in found if isinstance(value, int) and value > 0), unlimited
+    )  # XLNet writes -1
 
 
 def check_generates(model_or_config: Any) -> None:
@@ -133,11 +145,15 @@ class PlainLM:
         self.vocab_size = int(self.config.vocab_size)
         self.context_window = context_window(self.config, NO_LIMIT)
         rope = getattr(self.config, "rope_parameters", None) or {}
-        if rope.get("rope_type") == "dynamic":  # stretches its angles beyond the length that it was trained at
+        if (
+            rope.get("rope_type") == "dynamic"
+        ):  # stretches its angles beyond the length that it was trained at
             self.context_window = int(self.context_window * float(rope.get("factor", 1.0)))
 
     @torch.inference_mode()
-    def prefill(self, token_ids: torch.Tensor, *, max_new_tokens: int) -> tuple[torch.Tensor, Extend]:
+    def prefill(
+        self, token_ids: torch.Tensor, *, max_new_tokens: int
+    ) -> tuple[torch.Tensor, Extend]:
         """Run a prompt, ids ``(N,)`` int64: logits ``(vocab,)`` of its last row, and what goes on from there."""
         run = _Run(self, token_ids.to(self.device)[None], max_new_tokens)
         logits = run.forward()
@@ -156,12 +172,17 @@ class _Run:
         model = self._model
         with turns_of(model), evaluating(model):
             is_step = self._kwargs.get("use_cache") and not self._is_first
-            options = {"next_sequence_length": 1 if is_step else None, "is_first_iteration": self._is_first}
+            options = {
+                "next_sequence_length": 1 if is_step else None,
+                "is_first_iteration": self._is_first,
+            }
             inputs = model.prepare_inputs_for_generation(self._ids, **options, **self._kwargs)
             out = model(**inputs, return_dict=True)
         self._kwargs = model._update_model_kwargs_for_generation(out, self._kwargs)
         self._is_first = False
-        return cast(torch.Tensor, out.logits[0, -1].clone())  # a view would keep the logits of every row
+        return cast(
+            torch.Tensor, out.logits[0, -1].clone()
+        )  # a view would keep the logits of every row
 
     @torch.inference_mode()
     def extend(self, ids: torch.Tensor) -> torch.Tensor:
@@ -178,10 +199,21 @@ def _prepared(model: PreTrainedModel, ids: torch.Tensor, max_new_tokens: int) ->
     found: dict[str, Any] = {}
 
     def take(_: PreTrainedModel, input_ids: torch.Tensor, **arguments: Any) -> torch.Tensor:
-        loop = {"logits_processor", "stopping_criteria", "generation_config", "synced_gpus", "streamer"}
+        loop = {
+            "logits_processor",
+            "stopping_criteria",
+            "generation_config",
+            "synced_gpus",
+            "streamer",
+        }
         found.update({name: arguments[name] for name in arguments.keys() - loop})
         return input_ids
 
-    options = {"max_new_tokens": max_new_tokens, "do_sample": False, "num_beams": 1, "pad_token_id": 0}
+    options = {
+        "max_new_tokens": max_new_tokens,
+        "do_sample": False,
+        "num_beams": 1,
+        "pad_token_id": 0,
+    }
     model.generate(ids, attention_mask=torch.ones_like(ids), custom_generate=take, **options)
     return found

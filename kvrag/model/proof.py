@@ -62,7 +62,11 @@ class Check:
 
     def allowing(self, noise: Measured) -> Check:
         """Return the check with room for rounding; keys that are only rotated have theirs already."""
-        rounding = 0.0 if self.promise == "4" else NOISE_FACTOR * (noise.logits if self.unit == "logits" else noise.kv)
+        rounding = (
+            0.0
+            if self.promise == "4"
+            else NOISE_FACTOR * (noise.logits if self.unit == "logits" else noise.kv)
+        )
         return replace(self, limit=max(self.limit, rounding))
 
     @property
@@ -128,9 +132,20 @@ class _Trial:
 
     def __init__(self, lm: CausalLM, seed: int, attention: str | None = None) -> None:
         self._lm, self._attention, self._seed = lm, attention, seed
-        sizes = {size for trait in lm.traits for size in (trait.reach.window, trait.reach.chunk) if size is not None}
+        sizes = {
+            size
+            for trait in lm.traits
+            for size in (trait.reach.window, trait.reach.chunk)
+            if size is not None
+        }
         self._windows = sorted(sizes)
-        lengths = [3, max(12, max((w for w in self._windows if w <= CROSSABLE_WINDOW), default=0) + 8), 3, 10, 4]
+        lengths = [
+            3,
+            max(12, max((w for w in self._windows if w <= CROSSABLE_WINDOW), default=0) + 8),
+            3,
+            10,
+            4,
+        ]
         while sum(lengths) > lm.context_window - 1 and max(lengths) > 2:
             lengths = [max(2, length // 2) for length in lengths]
         *ids, self._other = _draw(lm, sum(lengths) + 1, seed).tolist()
@@ -142,11 +157,16 @@ class _Trial:
     def prove(self) -> Proof:
         """Run the checks."""
         ids, moved = self._ids, torch.arange(self._moved.start, self._moved.stop)
-        note = f"the sliding window of {{}} was not crossed: the proof's prompt has {len(ids)} tokens"
+        note = (
+            f"the sliding window of {{}} was not crossed: the proof's prompt has {len(ids)} tokens"
+        )
         notes = tuple(note.format(window) for window in self._windows if window >= len(ids))
         own = self._run_own()
         stored = encode(self._lm, [ids[self._prefix], ids[self._first], ids[self._moved]])
-        every, full = self._blend(ids, stored, moved), self._blend(ids, [], torch.empty(0, dtype=torch.int64))
+        every, full = (
+            self._blend(ids, stored, moved),
+            self._blend(ids, [], torch.empty(0, dtype=torch.int64)),
+        )
         first, fault = self._first_chunk(stored, own)
         checks: tuple[Check, ...] = (
             Check("0", "a full prefill gives transformers' own logits", gap(full.logits, own.logits), LIMIT, "logits"),
@@ -166,10 +186,15 @@ class _Trial:
         """Run the prompt through transformers alone, in one piece or more; ``moved``: from embeddings moved by a rounding each."""
         model, cache, batch = self._lm.model, DynamicCache(), self._ids.to(self._lm.device)[None]
         name = "inputs_embeds" if moved else "input_ids"
-        with turns_of(model), evaluating(model) if self._attention is None else switched(model, self._attention):
+        with (
+            turns_of(model),
+            evaluating(model) if self._attention is None else switched(model, self._attention),
+        ):
             keep = {"logits_to_keep": COMPARED_ROWS} if "logits_to_keep" in accepted(model) else {}
             given = self._moved_embeddings(batch) if moved else batch
-            run = partial(model, use_cache=True, **dict.fromkeys(CACHE & accepted(model), cache), **keep)
+            run = partial(
+                model, use_cache=True, **dict.fromkeys(CACHE & accepted(model), cache), **keep
+            )
             parts = [run(**{name: part}).logits[0] for part in given.tensor_split(pieces, dim=1)]
         logits = torch.cat(parts)[-COMPARED_ROWS:].float().cpu()
         return Measured(logits, [(layer.keys[0], layer.values[0]) for layer in cache.layers])
@@ -177,16 +202,27 @@ class _Trial:
     def _moved_embeddings(self, ids: torch.Tensor) -> torch.Tensor:
         """Return embeddings moved by one unit in the last place each: a rounding that the model then amplifies."""
         found: torch.Tensor = self._lm.model.get_input_embeddings()(ids)
-        signs = torch.randint(0, 2, found.shape, generator=torch.Generator().manual_seed(self._seed)) * 2 - 1
-        return (found.float() * (1 + torch.finfo(found.dtype).eps * signs.to(found.device))).to(found.dtype)
+        signs = (
+            torch.randint(0, 2, found.shape, generator=torch.Generator().manual_seed(self._seed))
+            * 2
+            - 1
+        )
+        return (found.float() * (1 + torch.finfo(found.dtype).eps * signs.to(found.device))).to(
+            found.dtype
+        )
 
     def _noise(self, own: Measured) -> Measured:
         """Measure how far transformers is from itself."""
         others = [self._run_own(pieces=2)]
         others += [self._run_own(moved=True)] if "inputs_embeds" in accepted(self._lm.model) else []
-        return Measured(max(gap(o.logits, own.logits) for o in others), max(kv_gap(o.kv, own.kv) for o in others))
+        return Measured(
+            max(gap(o.logits, own.logits) for o in others),
+            max(kv_gap(o.kv, own.kv) for o in others),
+        )
 
-    def _blend(self, ids: torch.Tensor, stored: list[Pairs], selected: torch.Tensor, plant: bool = False) -> Measured:
+    def _blend(
+        self, ids: torch.Tensor, stored: list[Pairs], selected: torch.Tensor, plant: bool = False
+    ) -> Measured:
         """Stitch what is stored and compute the selected and all other rows; ``plant``: the first chunk's keys are one row off."""
         kv = _blank(self._lm, len(ids))
         rotary = self._lm.rotary(len(ids))
@@ -197,19 +233,29 @@ class _Trial:
             is_computed[span] = False
             for layer, (keys, values) in enumerate(layers):
                 rotated = rotary[layer].rotate(keys, span)
-                kv.keys(layer)[0, :, span] = rotated.roll(1, dims=1) if plant and span == self._first else rotated
+                kv.keys(layer)[0, :, span] = (
+                    rotated.roll(1, dims=1) if plant and span == self._first else rotated
+                )
                 kv.values(layer)[0, :, span] = values
         is_computed[selected] = True
         rows = is_computed.nonzero()[:, 0].to(self._lm.device)
         compute = Rows.span(0, len(ids)) if not stored else Rows.at(rows)
-        logits, _ = self._lm.forward(ids[rows.cpu()], compute, kv, logits=min(len(rows), COMPARED_ROWS))
-        return Measured(logits[0].float().cpu(), [(keys[0], values[0]) for keys, values in kv.layers])
+        logits, _ = self._lm.forward(
+            ids[rows.cpu()], compute, kv, logits=min(len(rows), COMPARED_ROWS)
+        )
+        return Measured(
+            logits[0].float().cpu(), [(keys[0], values[0]) for keys, values in kv.layers]
+        )
 
     def _first_chunk(self, stored: list[Pairs], own: Measured) -> tuple[float, float]:
         """Compare prefix, first chunk and glue, unrepaired, with transformers; and the same with a planted mistake."""
         head, nothing = self._ids[: self._glue.stop], torch.empty(0, dtype=torch.int64)
-        reference = own.logits[len(head) - 1 - len(self._ids)]  # from the end: what follows the head doesn't matter
-        sound, faulty = (self._blend(head, stored, nothing, plant).logits[-1] for plant in (False, True))
+        reference = own.logits[
+            len(head) - 1 - len(self._ids)
+        ]  # from the end: what follows the head doesn't matter
+        sound, faulty = (
+            self._blend(head, stored, nothing, plant).logits[-1] for plant in (False, True)
+        )
         return gap(sound, reference), gap(faulty, reference)
 
     def _future(self, stored: list[Pairs], moved: torch.Tensor) -> float:
@@ -229,7 +275,9 @@ class _Trial:
         tokens = self._ids[:8].to(lm.device)
         start = max(0, min(FAR, lm.reuse_window - len(tokens) - 1))
         positions = torch.arange(start, start + len(tokens), device=lm.device)
-        if "position_ids" not in accepted(lm.model):  # a model that takes no positions rotates no keys
+        if "position_ids" not in accepted(
+            lm.model
+        ):  # a model that takes no positions rotates no keys
             return 0.0, limit
         cache = DynamicCache()
         given = dict.fromkeys(CACHE & accepted(lm.model), cache)
@@ -238,10 +286,17 @@ class _Trial:
             first = captured[0]
             captured.clear()
             with evaluating(lm.model):
-                lm.model(input_ids=tokens[None], use_cache=True, position_ids=positions[None], **given)
+                lm.model(
+                    input_ids=tokens[None], use_cache=True, position_ids=positions[None], **given
+                )
         rotary, cached = lm.rotary(start + len(tokens)), [layer.keys[0] for layer in cache.layers]
-        found = {n: rotary[n].rotate(keys[0].transpose(0, 1), positions) for n, keys in {**captured, 0: first}.items()}
-        return max(gap(keys, cached[n]) / float(cached[n].abs().max()) for n, keys in found.items()), limit
+        found = {
+            n: rotary[n].rotate(keys[0].transpose(0, 1), positions)
+            for n, keys in {**captured, 0: first}.items()
+        }
+        return max(
+            gap(keys, cached[n]) / float(cached[n].abs().max()) for n, keys in found.items()
+        ), limit
 
 
 def encode(lm: CausalLM, parts: list[torch.Tensor]) -> list[Pairs]:
@@ -254,7 +309,10 @@ def encode(lm: CausalLM, parts: list[torch.Tensor]) -> list[Pairs]:
         lm.forward(ids, Rows.span(0, start + longest), kv, logits=0)
 
     def taken(i: int, rows: slice) -> Pairs:
-        return [(captured[n][i, rows].transpose(0, 1), values[i, :, rows]) for n, (_, values) in enumerate(kv.layers)]
+        return [
+            (captured[n][i, rows].transpose(0, 1), values[i, :, rows])
+            for n, (_, values) in enumerate(kv.layers)
+        ]
 
     behind = [taken(i, slice(start, start + len(chunk))) for i, chunk in enumerate(chunks)]
     return [taken(0, slice(0, start)), *behind]
@@ -278,7 +336,9 @@ def _draw(lm: CausalLM, count: int, seed: int) -> torch.Tensor:
         elif str(name).endswith(("_token_id", "_token_index")):
             ids = value if isinstance(value, list) else [value]
             allowed[[i for i in ids if isinstance(i, int) and 0 <= i < lm.vocab_size]] = 0
-    return torch.multinomial(allowed, count, replacement=True, generator=torch.Generator().manual_seed(seed))
+    return torch.multinomial(
+        allowed, count, replacement=True, generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def gap(logits: torch.Tensor, reference: torch.Tensor) -> float:

@@ -64,14 +64,18 @@ class RotaryTable:
         self.cos, self.sin, self.apply = cos, sin, rotation.apply
         self.magnitude, self.width, self.start = rotation.magnitude, rotation.width, rotation.start
         self.rotation, self.is_aligned = rotation, rotation.is_aligned
-        self.unit_cos, self.unit_sin = (x if self.magnitude == 1.0 else x / self.magnitude for x in (cos, sin))
+        self.unit_cos, self.unit_sin = (
+            x if self.magnitude == 1.0 else x / self.magnitude for x in (cos, sin)
+        )
         self.rotating = slice(self.start, self.start + self.width)
         self._columns: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def rotate(self, keys: torch.Tensor, rows: Index) -> torch.Tensor:
         """Rotate position-free keys ``(H, T, D)`` to the positions ``rows``; float32 inside, cast back once."""
         if self.width == keys.shape[-1]:  # as a rule; a prompt has hundreds of parts
-            return self.apply(keys.float()[None], self.cos[rows][None], self.sin[rows][None])[0].to(keys.dtype)
+            return self.apply(keys.float()[None], self.cos[rows][None], self.sin[rows][None])[0].to(
+                keys.dtype
+            )
         return self._apply(keys, self.cos[rows], self.sin[rows])
 
     def unrotate(self, keys: torch.Tensor, rows: Index) -> torch.Tensor:
@@ -92,7 +96,12 @@ class RotaryTable:
         return self.apply(found[None], zero[None], one[None])[0]
 
     def add_unit_rotated(
-        self, target: torch.Tensor, vectors: torch.Tensor, partner: torch.Tensor | None = None, *, rows: Index
+        self,
+        target: torch.Tensor,
+        vectors: torch.Tensor,
+        partner: torch.Tensor | None = None,
+        *,
+        rows: Index,
     ) -> None:
         """Add ``vectors``, ``(H, T, D)``, to ``target`` in place, each rotated to its position: no magnitude.
 
@@ -101,12 +110,19 @@ class RotaryTable:
         if self.width:
             if self._columns is None:  # a column per dimension that rotates
                 aligned = self.unit_cos, self.unit_sin
-                self._columns = aligned if self.is_aligned else spread(self.apply, *aligned, self.width)
+                self._columns = (
+                    aligned if self.is_aligned else spread(self.apply, *aligned, self.width)
+                )
             cos, sin = self._columns
             aside = self.partner(vectors) if partner is None else partner
             # In float32, so that 16 bits are rounded once.
-            target[..., self.rotating] += (cos[rows] * vectors[..., self.rotating]).addcmul_(sin[rows], aside)
-        for fixed in (slice(0, self.start), slice(self.rotating.stop, target.shape[-1])):  # partial rotary
+            target[..., self.rotating] += (cos[rows] * vectors[..., self.rotating]).addcmul_(
+                sin[rows], aside
+            )
+        for fixed in (
+            slice(0, self.start),
+            slice(self.rotating.stop, target.shape[-1]),
+        ):  # partial rotary
             if fixed.start < fixed.stop:
                 target[..., fixed] += vectors[..., fixed]
 
@@ -119,7 +135,11 @@ class RotaryTable:
             _PAIRINGS[self.rotation] = self._pairing()
         if (pairing := _PAIRINGS[self.rotation]) is None:
             return None
-        columns = (self.cos, self.sin) if self.is_aligned else spread(self.apply, self.cos, self.sin, self.width)
+        columns = (
+            (self.cos, self.sin)
+            if self.is_aligned
+            else spread(self.apply, self.cos, self.sin, self.width)
+        )
         first = slice(0, None, 2) if pairing.is_neighbours else slice(0, self.width // 2)
         cos, sin = (x[:, first].contiguous() for x in columns)
         return cos, sin * pairing.sign, pairing.is_neighbours
@@ -132,20 +152,38 @@ class RotaryTable:
         found = self.partner(count[None, None])[0, 0]
         sign = -float(found[0].sign())  # some rotate the other way (nanochat)
         is_halves = torch.equal(found * sign, torch.cat([-count[half:], count[:half]]))
-        is_neighbours = torch.equal(found * sign, torch.stack([-count[1::2], count[::2]], dim=1).flatten())
+        is_neighbours = torch.equal(
+            found * sign, torch.stack([-count[1::2], count[::2]], dim=1).flatten()
+        )
         if not (is_halves or is_neighbours):
             return None
-        columns = (self.cos, self.sin) if self.is_aligned else spread(self.apply, self.cos, self.sin, self.width)
-        first, second = (slice(0, half), slice(half, None)) if is_halves else (slice(0, None, 2), slice(1, None, 2))
-        return Pairing(is_neighbours, sign) if all(torch.equal(x[:3, first], x[:3, second]) for x in columns) else None
+        columns = (
+            (self.cos, self.sin)
+            if self.is_aligned
+            else spread(self.apply, self.cos, self.sin, self.width)
+        )
+        first, second = (
+            (slice(0, half), slice(half, None))
+            if is_halves
+            else (slice(0, None, 2), slice(1, None, 2))
+        )
+        return (
+            Pairing(is_neighbours, sign)
+            if all(torch.equal(x[:3, first], x[:3, second]) for x in columns)
+            else None
+        )
 
     def _apply(self, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         if not self.width:
             return keys
         if self.width == keys.shape[-1]:
             return self.apply(keys.float()[None], cos[None], sin[None])[0].to(keys.dtype)
-        rotated = self.apply(keys[..., self.rotating].float()[None], cos[None], sin[None])[0].to(keys.dtype)
-        return torch.cat([keys[..., : self.start], rotated, keys[..., self.rotating.stop :]], dim=-1)
+        rotated = self.apply(keys[..., self.rotating].float()[None], cos[None], sin[None])[0].to(
+            keys.dtype
+        )
+        return torch.cat(
+            [keys[..., : self.start], rotated, keys[..., self.rotating.stop :]], dim=-1
+        )
 
 
 Rotations = Sequence[RotaryTable]
@@ -157,10 +195,14 @@ def _no_tables(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return empty, empty
 
 
-NO_ROTATION = Rotation("none", _no_tables, lambda keys, _cos, _sin: keys, 1.0, 0, 0, True)  # keys without positions
+NO_ROTATION = Rotation(
+    "none", _no_tables, lambda keys, _cos, _sin: keys, 1.0, 0, 0, True
+)  # keys without positions
 
 
-def spread(apply: ApplyRotary, cos: torch.Tensor, sin: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+def spread(
+    apply: ApplyRotary, cos: torch.Tensor, sin: torch.Tensor, width: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the cosine and sine of each rotating dimension, ``(N, width)`` each, as ``apply`` uses the tables ``(N, R)``."""
     ones = torch.ones((1, 1, len(cos), width), dtype=cos.dtype, device=cos.device)
     zeros = torch.zeros_like(cos)[None]
@@ -185,15 +227,23 @@ def complex_product(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) ->
 
 
 def from_module(
-    module: torch.nn.Module, kinds: Sequence[str], is_complex: bool, is_sine_first: bool, positions: torch.Tensor
+    module: torch.nn.Module,
+    kinds: Sequence[str],
+    is_complex: bool,
+    is_sine_first: bool,
+    positions: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the tables of a rotary module; ``kinds``: the layer type, where it asks for one."""
-    made = module(torch.empty((1, 1), dtype=torch.float32, device=positions.device), positions[None], *kinds)
+    made = module(
+        torch.empty((1, 1), dtype=torch.float32, device=positions.device), positions[None], *kinds
+    )
     cos, sin = (made.real, made.imag) if is_complex else reversed(made) if is_sine_first else made
     return cos[0].float(), sin[0].float()
 
 
-def from_sinusoids(buffer: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def from_sinusoids(
+    buffer: torch.Tensor, positions: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the tables of a buffer of sinusoids, sine first (GPT-J before transformers 5.24)."""
     sin, cos = buffer.to(positions.device)[positions].float().chunk(2, dim=-1)
     return cos, sin

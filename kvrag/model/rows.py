@@ -15,9 +15,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-BLOCK_ROWS = 64  # enough to fill a core, few enough that cutting keys at the block's last limit saves work
+BLOCK_ROWS = (
+    64  # enough to fill a core, few enough that cutting keys at the block's last limit saves work
+)
 ALIGNMENT = 64  # bytes: a line of the processor's cache
-MAX_BLOCKED = 2**22  # rows x keys beyond which rows behind a short head are quicker as a whole prompt than by blocks
+MAX_BLOCKED = (
+    2**22
+)  # rows x keys beyond which rows behind a short head are quicker as a whole prompt than by blocks
 MAX_CACHED_MASK = 2**24  # elements of one forward's mask that are kept for all its layers
 
 
@@ -33,7 +37,11 @@ class Reach:
 
     def lo(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return the first slot that rows in these slots, at these positions, see, shaped as ``slots``."""
-        first = torch.zeros_like(slots) if self.window is None else (slots - self.window + 1).clamp_(min=0)
+        first = (
+            torch.zeros_like(slots)
+            if self.window is None
+            else (slots - self.window + 1).clamp_(min=0)
+        )
         return first if self.chunk is None else torch.maximum(first, slots - positions % self.chunk)
 
     def is_whole(self, num_keys: int) -> bool:
@@ -62,7 +70,9 @@ class KVBuffer:
     """
 
     def __init__(
-        self, layers: Sequence[tuple[torch.Tensor, torch.Tensor]], token_ids: torch.Tensor | None = None
+        self,
+        layers: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        token_ids: torch.Tensor | None = None,
     ) -> None:
         self.layers, self.token_ids = layers, token_ids
         self.arrivals: Sequence[torch.cuda.Event] = ()
@@ -80,7 +90,9 @@ class KVBuffer:
         keeps_ids: bool = False,
     ) -> KVBuffer:
         """Allocate ``capacity`` rows, uninitialised until written; attention sees none before. ``shapes`` has one per layer."""
-        sizes = [(batch, s.num_heads, capacity, dim) for s in shapes for dim in (s.key_dim, s.value_dim)]
+        sizes = [
+            (batch, s.num_heads, capacity, dim) for s in shapes for dim in (s.key_dim, s.value_dim)
+        ]
         tensors = _allocate(sizes, dtype, device)
         ids = torch.zeros(capacity, dtype=torch.int64) if keeps_ids else None
         return cls(list(zip(tensors[::2], tensors[1::2], strict=True)), ids)
@@ -106,7 +118,9 @@ class KVBuffer:
         return self.layers[layer][1]
 
 
-def _allocate(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
+def _allocate(
+    shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device
+) -> list[torch.Tensor]:
     """Allocate tensors; on the host together, by numpy, which asks for huge pages: touching them first costs a fraction."""
     if device.type != "cpu":
         return [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
@@ -114,7 +128,10 @@ def _allocate(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: tor
     ends = [*accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0)]
     whole = torch.from_numpy(np.empty(ends[-1] + ALIGNMENT, np.uint8))
     whole = whole[-whole.data_ptr() % ALIGNMENT :]
-    return [whole[at : at + size].view(dtype).view(shape) for at, size, shape in zip(ends, sizes, shapes, strict=False)]
+    return [
+        whole[at : at + size].view(dtype).view(shape)
+        for at, size, shape in zip(ends, sizes, shapes, strict=False)
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +217,9 @@ class Limits:
 
     def __post_init__(self) -> None:
         before, size = self.num_keys - len(self.hi), len(self.hi) * self.num_keys
-        is_long = size > MAX_BLOCKED and before <= self.num_keys // 8 and self.hi.device.type == "cpu"
+        is_long = (
+            size > MAX_BLOCKED and before <= self.num_keys // 8 and self.hi.device.type == "cpu"
+        )
         if self.first is None and (before == 0 or (is_long and self.hi[0] == before)):
             self.padding = before
 
@@ -229,7 +248,9 @@ class Limits:
         self.kept[(reach, groups, dtype)] = self.kept[kind]
         return self.kept[kind]
 
-    def _on_host(self, reach: Reach, lo: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _on_host(
+        self, reach: Reach, lo: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the limits for the host to read: those of a single row, as of every decode step, follow from their number of keys."""
         if len(self.hi) > 1 or self.positions is not None or self.first is not None:
             return self.hi, lo
@@ -237,15 +258,25 @@ class Limits:
         return last.hi, last.lo(reach)
 
     def _block(
-        self, rows: slice, keys: slice, sure: int, lo: torch.Tensor | None, groups: int, dtype: torch.dtype
+        self,
+        rows: slice,
+        keys: slice,
+        sure: int,
+        lo: torch.Tensor | None,
+        groups: int,
+        dtype: torch.dtype,
     ) -> Block:
-        if rows.stop - rows.start == 1 and not self.is_fixed:  # one row that sees all its keys needs no mask
+        if (
+            rows.stop - rows.start == 1 and not self.is_fixed
+        ):  # one row that sees all its keys needs no mask
             return Block(rows, keys, None, sure)
         j = torch.arange(keys.start, keys.stop, device=self.hi.device)
         hidden = j > self.hi[rows, None]
         if lo is not None and not sure:
             hidden |= j < lo[rows, None]
-        mask = torch.zeros(hidden.shape, dtype=dtype, device=j.device).masked_fill_(hidden, float("-inf"))
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=j.device).masked_fill_(
+            hidden, float("-inf")
+        )
         return Block(rows, keys, mask.repeat(groups, 1), sure)
 
     def last(self, count: int) -> Limits:
@@ -261,7 +292,10 @@ class Limits:
         kind = (limits, query.shape, keys.shape[1:], query.dtype, query.device)
         if kind not in self.for_kernels:
             lo = self.lo(reach)
-            hi, lo = self.hi.to(query.device).int(), None if lo is None else lo.to(query.device).int()
+            hi, lo = (
+                self.hi.to(query.device).int(),
+                None if lo is None else lo.to(query.device).int(),
+            )
             tiles = kvrag_kernels.ragged_plan(query, keys, hi, lo, self.prefix)
             self.for_kernels[kind] = KernelLimits(hi, lo, tiles)
         return self.for_kernels[kind]
@@ -274,6 +308,12 @@ def _cut(last: list[int], first: list[int] | None) -> list[tuple[slice, slice, i
         if i < len(last) and i - start < BLOCK_ROWS and first[i] <= last[i - 1] < last[i]:
             continue
         keys = slice(first[start], last[i - 1] + 1)
-        cuts.append((slice(start, i), keys, last[start] + 1 - keys.start if first[i - 1] == keys.start else 0))
+        cuts.append(
+            (
+                slice(start, i),
+                keys,
+                last[start] + 1 - keys.start if first[i - 1] == keys.start else 0,
+            )
+        )
         start = i
     return cuts

@@ -39,29 +39,49 @@ class ModelSource:
     revision: str | None = None
     dtype: str | torch.dtype = "auto"
     device: str | torch.device | None = None
-    hf_kwargs: dict[str, Any] = field(default_factory=dict, repr=False)  # may hold tokens, and proxies with passwords
+    hf_kwargs: dict[str, Any] = field(
+        default_factory=dict, repr=False
+    )  # may hold tokens, and proxies with passwords
     extra_keys: Mapping[str, str] = field(default_factory=dict)
     prove: Prove = "auto"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", unwrap(self.model))
-        if "torch_dtype" in self.hf_kwargs:  # transformers' old name, which it ignores beside the new one
+        if (
+            "torch_dtype" in self.hf_kwargs
+        ):  # transformers' old name, which it ignores beside the new one
             if self.dtype != "auto":
-                raise ConfigError(f"dtype is {self.dtype!r}, and torch_dtype was given too; pass dtype alone")
+                raise ConfigError(
+                    f"dtype is {self.dtype!r}, and torch_dtype was given too; pass dtype alone"
+                )
             object.__setattr__(self, "dtype", self.hf_kwargs["torch_dtype"])
-            object.__setattr__(self, "hf_kwargs", {k: v for k, v in self.hf_kwargs.items() if k != "torch_dtype"})
+            object.__setattr__(
+                self, "hf_kwargs", {k: v for k, v in self.hf_kwargs.items() if k != "torch_dtype"}
+            )
         if not isinstance(self.extra_keys, Mapping):
-            raise ConfigError(f"extra_keys is {self.extra_keys!r}; pass a dict of names and values, both strings")
+            raise ConfigError(
+                f"extra_keys is {self.extra_keys!r}; pass a dict of names and values, both strings"
+            )
         for item in self.extra_keys.items():
             if not all(isinstance(part, str) for part in item):
-                raise ConfigError(f"extra_keys holds {item[0]!r}: {item[1]!r}; names and values must be strings")
+                raise ConfigError(
+                    f"extra_keys holds {item[0]!r}: {item[1]!r}; names and values must be strings"
+                )
 
     @property
     def key(self) -> tuple[object, ...]:
         """What identifies the loaded weights in this process; extra keys tell KV apart, not weights."""
         device, dtype = str(resolve_device(self)), str(resolve_dtype(self))
         options = tuple(sorted((name, _option(value)) for name, value in self.hf_kwargs.items()))
-        return (_spelling(self.model), _spelling(self.tokenizer), self.revision, dtype, device, options, self.prove)
+        return (
+            _spelling(self.model),
+            _spelling(self.tokenizer),
+            self.revision,
+            dtype,
+            device,
+            options,
+            self.prove,
+        )
 
     @property
     def name(self) -> str:
@@ -96,9 +116,13 @@ def resolve_device(source: ModelSource) -> torch.device:
         if device.type != "cuda":
             torch.empty(1, device=device).cpu()  # a device that torch knows may still not be here
     except (RuntimeError, TypeError, AssertionError, NotImplementedError) as error:
-        raise ConfigError(f"device is {source.device!r}, which torch can't use here; use 'cpu' or 'cuda'") from error
+        raise ConfigError(
+            f"device is {source.device!r}, which torch can't use here; use 'cpu' or 'cuda'"
+        ) from error
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device 'cuda' was requested, but torch finds no CUDA device here; pass device='cpu'")
+        raise ConfigError(
+            "device 'cuda' was requested, but torch finds no CUDA device here; pass device='cpu'"
+        )
     return device
 
 
@@ -108,7 +132,9 @@ def resolve_dtype(source: ModelSource) -> str | torch.dtype:
         return torch.float32 if resolve_device(source).type == "cpu" else "auto"
     dtype = getattr(torch, source.dtype, None) if isinstance(source.dtype, str) else source.dtype
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ConfigError(f"dtype is {source.dtype!r}; use 'auto', 'float32', 'bfloat16' or 'float16'")
+        raise ConfigError(
+            f"dtype is {source.dtype!r}; use 'auto', 'float32', 'bfloat16' or 'float16'"
+        )
     return dtype
 
 
@@ -116,8 +142,12 @@ def check_given(source: ModelSource, model: PreTrainedModel) -> None:
     """Raise ``ConfigError`` for a loaded model without a tokenizer, or with options for loading or that contradict it."""
     if source.tokenizer is None:
         raise ConfigError("a loaded model needs its tokenizer: pass tokenizer=...")
-    usable = _HUB_OPTIONS if isinstance(source.tokenizer, (str, os.PathLike)) else ()  # they tell where its files are
-    idle = [name for name in source.hf_kwargs if name not in usable] + ["revision"] * (source.revision is not None)
+    usable = (
+        _HUB_OPTIONS if isinstance(source.tokenizer, (str, os.PathLike)) else ()
+    )  # they tell where its files are
+    idle = [name for name in source.hf_kwargs if name not in usable] + ["revision"] * (
+        source.revision is not None
+    )
     if idle:
         what = f"{idle[0]!r} is given with a model that is loaded already, and would have no effect"
         raise ConfigError(f"{what}: leave it out, or pass it to the function that loads the model")
@@ -147,7 +177,15 @@ def base_directory(source: ModelSource) -> str:
     return str(trying(source, lambda: json.loads(adapter.read_text())["base_model_name_or_path"]))
 
 
-_HUB_OPTIONS = {"cache_dir", "code_revision", "force_download", "local_files_only", "proxies", "subfolder", "token"}
+_HUB_OPTIONS = {
+    "cache_dir",
+    "code_revision",
+    "force_download",
+    "local_files_only",
+    "proxies",
+    "subfolder",
+    "token",
+}
 _HUB_OPTIONS |= {"trust_remote_code"}
 """Options of ``from_pretrained`` that say where to look, for config and tokenizer as well as for weights."""
 
@@ -185,12 +223,22 @@ def check_path(path: str, what: str) -> None:
     named = shown(path)
     if path.endswith(".gguf"):
         if not os.path.isfile(path):
-            fault = "is a directory; name the file in it" if is_there else "does not exist; check the path"
+            fault = (
+                "is a directory; name the file in it"
+                if is_there
+                else "does not exist; check the path"
+            )
             raise ModelError(f"the GGUF file {named} of the {what} {fault}")
     elif is_there and not os.path.isdir(path):
-        raise ModelError(f"the {what} {named} is a file; pass the directory that holds config.json, or a .gguf file")
+        raise ModelError(
+            f"the {what} {named} is a file; pass the directory that holds config.json, or a .gguf file"
+        )
     elif not is_there and _HUB_NAME.fullmatch(path) is None:
-        remedy = "'~' is not expanded here, write the directory out" if path.startswith("~") else "check the path"
+        remedy = (
+            "'~' is not expanded here, write the directory out"
+            if path.startswith("~")
+            else "check the path"
+        )
         raise ModelError(
             f"the directory {named} of the {what} does not exist; {remedy}, or pass a hub id such as 'owner/name'"
         )
@@ -198,7 +246,9 @@ def check_path(path: str, what: str) -> None:
 
 def _check_directory(path: str) -> None:
     """Raise ``ModelError`` for a directory that holds no model."""
-    if not os.path.isdir(path) or any(os.path.isfile(os.path.join(path, name)) for name in _CONFIGS):
+    if not os.path.isdir(path) or any(
+        os.path.isfile(os.path.join(path, name)) for name in _CONFIGS
+    ):
         return
     held = sorted(os.listdir(path))
     ggufs = [name for name in held if name.endswith(".gguf")]
@@ -222,7 +272,9 @@ def trying(source: ModelSource, action: Callable[[], T]) -> T:
         raise ConfigError(f"transformers refuses an option for {source.name!r}: {error}") from error
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         is_here = not isinstance(source.model, PreTrainedModel) and os.path.exists(source.model)
-        fault = "the files of this directory are damaged, or are no causal language model's; check them"
+        fault = (
+            "the files of this directory are damaged, or are no causal language model's; check them"
+        )
         if not is_here:
             fault = "there is no such directory here, and no such model of the hub that can be reached; check the name and the connection"
         raise ModelError(
@@ -234,7 +286,9 @@ def check_source(source: ModelSource) -> None:
     """Raise ``ModelError`` or ``ConfigError`` for what can be seen without loading weights: no such model or device, no causal LM."""
     if not isinstance(source.model, (str, os.PathLike, PreTrainedModel)):
         what = f"model is of type {type(source.model).__name__}"
-        raise ConfigError(f"{what}; pass a hub id, a directory, a .gguf file, a loaded PreTrainedModel or a PeftModel")
+        raise ConfigError(
+            f"{what}; pass a hub id, a directory, a .gguf file, a loaded PreTrainedModel or a PeftModel"
+        )
     check_prove(source.prove)
     resolve_device(source)
     resolve_dtype(source)
@@ -254,4 +308,9 @@ def check_source(source: ModelSource) -> None:
     _check_directory(os.path.join(path, source.hf_kwargs.get("subfolder") or ""))
     if base_directory(source) != path:
         require("peft", extra="adapters", purpose="loading adapters")
-    check_generates(trying(source, lambda: AutoConfig.from_pretrained(base_directory(source), **hub_options(source))))
+    check_generates(
+        trying(
+            source,
+            lambda: AutoConfig.from_pretrained(base_directory(source), **hub_options(source)),
+        )
+    )

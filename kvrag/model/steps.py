@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_TOGETHER = 64  # requests whose next rows are computed in one forward
-EAGER_STEPS = 4  # before the first recording, which takes as long as some steps: many answers are short
+EAGER_STEPS = (
+    4  # before the first recording, which takes as long as some steps: many answers are short
+)
 BUCKET = 256  # slots by which a recording reaches beyond its first step's row, at most
 
 Step = Callable[[], torch.Tensor]
@@ -40,7 +42,9 @@ def by_graph(step: Step) -> Step:
         step()
     current.wait_stream(beside)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may allocate meanwhile
+    with torch.cuda.graph(
+        graph, capture_error_mode="thread_local"
+    ):  # other threads may allocate meanwhile
         logits = step()
 
     def replay() -> torch.Tensor:
@@ -75,14 +79,25 @@ class NextRows(Forward):
 
     def __init__(self, requests: Sequence[tuple[KVBuffer, int]], attentions: Attentions) -> None:
         first, position = requests[0]
-        super().__init__(Rows.span(position, position + 1), first, attentions, outputs=len(requests))
+        super().__init__(
+            Rows.span(position, position + 1), first, attentions, outputs=len(requests)
+        )
         self.requests = requests
-        self.positions = torch.tensor([position for _, position in requests], device=attentions.device)
-        self._each = [Limits(torch.tensor([p], device=attentions.device), p + 1) for _, p in requests]
+        self.positions = torch.tensor(
+            [position for _, position in requests], device=attentions.device
+        )
+        self._each = [
+            Limits(torch.tensor([p], device=attentions.device), p + 1) for _, p in requests
+        ]
         self._layer = 0
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: object, **__: object
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *_: object,
+        **__: object,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write each fresh row into its request's buffer; the attention that follows looks there."""
         self._layer = layer_idx
@@ -92,13 +107,22 @@ class NextRows(Forward):
         return key_states, value_states
 
     def attend(
-        self, module: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: Mapping[str, Any]
+        self,
+        module: int,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scores: Mapping[str, Any],
     ) -> torch.Tensor:
         """Attend request by request; the outputs lie as the model reads them, row by row."""
         reach, outs = self.reach.get(module, EVERYTHING), []
         is_plain = scores["softcap"] is None and scores["sinks"] is None
-        for (kv, position), limits, row in zip(self.requests, self._each, query.unsqueeze(3).unbind(2), strict=True):
-            own_keys, own_values = (side.narrow(2, 0, position + 1) for side in kv.layers[self._layer])
+        for (kv, position), limits, row in zip(
+            self.requests, self._each, query.unsqueeze(3).unbind(2), strict=True
+        ):
+            own_keys, own_values = (
+                side.narrow(2, 0, position + 1) for side in kv.layers[self._layer]
+            )
             if is_plain and reach.is_whole(position + 1):
                 out = fused_attention(row, own_keys, own_values, scores["scale"])
             else:
@@ -111,14 +135,21 @@ class Extension:
     """Computes the rows that follow the first ``length`` of a request's buffer: ``ids (R,) -> logits (R, vocab)``."""
 
     def __init__(self, model: CausalLM, kv: KVBuffer, length: int) -> None:
-        self._model, self._kv, self._length, self._steps = model, kv, length, cast(RecordedSteps | None, None)
+        self._model, self._kv, self._length, self._steps = (
+            model,
+            kv,
+            length,
+            cast(RecordedSteps | None, None),
+        )
         self._num_steps = 0
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
         """Compute rows; one by itself together with those of other requests, where the model can."""
         start, self._length = self._length, self._length + len(ids)
         if len(ids) > 1:
-            return self._model.forward(ids, Rows.span(start, self._length), self._kv, logits=len(ids))[0][0]
+            return self._model.forward(
+                ids, Rows.span(start, self._length), self._kv, logits=len(ids)
+            )[0][0]
         row = NextRow(ids, self._kv, start, lambda: self._alone(ids, start))
         limit = MAX_TOGETHER if self._model.can_share_forwards else 1
         return self._model.turns.step(row, self._model.step, limit=limit)
@@ -130,9 +161,14 @@ class Extension:
             try:
                 self._steps = self._steps or RecordedSteps(model, self._kv, position)
                 return self._steps(ids, position)
-            except RuntimeError as error:  # an operation that can't be recorded, or no memory for it
+            except (
+                RuntimeError
+            ) as error:  # an operation that can't be recorded, or no memory for it
                 model.records = False
-                logger.warning("decode steps of this model can't be recorded (%s); they are launched one by one", error)
+                logger.warning(
+                    "decode steps of this model can't be recorded (%s); they are launched one by one",
+                    error,
+                )
         return model.forward(ids, Rows.span(position, position + 1), self._kv)[0][0]
 
 
@@ -149,9 +185,13 @@ class RecordedSteps:
         How to record.
     """
 
-    def __init__(self, model: CausalLM, kv: KVBuffer, length: int, record: Record = by_graph) -> None:
+    def __init__(
+        self, model: CausalLM, kv: KVBuffer, length: int, record: Record = by_graph
+    ) -> None:
         self._model, self._kv, self._record = model, kv, record
-        self._ids, self._at = (torch.zeros(1, dtype=torch.int64, device=model.device) for _ in range(2))
+        self._ids, self._at = (
+            torch.zeros(1, dtype=torch.int64, device=model.device) for _ in range(2)
+        )
         self._stop, self._replay = 0, cast(Step | None, None)
         for keys, values in kv.layers:
             keys[:, :, length:], values[:, :, length:] = 0, 0

@@ -23,8 +23,19 @@ from kvrag.model.plain import UNLIMITED, context_window
 from kvrag.model.rope import NO_ROTATION, RotaryTable, Rotation
 from kvrag.model.rows import EVERYTHING, KVBuffer, LayerShape, Reach, Rows
 
-STATES = (0, 0, 1, 0, 1, 1, 0, 1)  # hidden state of each row: neighbours differ, so a mix of neighbours shows
-CACHE = frozenset({"cache", "past_key_values"})  # what models call their cache: the first from transformers 5.24 on
+STATES = (
+    0,
+    0,
+    1,
+    0,
+    1,
+    1,
+    0,
+    1,
+)  # hidden state of each row: neighbours differ, so a mix of neighbours shows
+CACHE = frozenset(
+    {"cache", "past_key_values"}
+)  # what models call their cache: the first from transformers 5.24 on
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +67,17 @@ class _Recorder(Forward):
         self._name = type(model).__name__
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: object, **__: object
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *_: object,
+        **__: object,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if layer_idx in self._seen.kv:
-            raise UnsupportedModelError(f"{self._name} writes the KV of layer {layer_idx} twice in one forward")
+            raise UnsupportedModelError(
+                f"{self._name} writes the KV of layer {layer_idx} twice in one forward"
+            )
         self._seen.kv[layer_idx] = (key_states, value_states)
         return key_states, value_states
 
@@ -70,7 +88,9 @@ def sample_positions(context: int) -> list[int]:
     return sorted({0, 1, 2 + last // 7, 3 + last // 3, 4 + last // 2, last - 2, last - 1, last})
 
 
-def observe(model: PreTrainedModel, attentions: list[torch.nn.Module], positions: torch.Tensor) -> Seen:
+def observe(
+    model: PreTrainedModel, attentions: list[torch.nn.Module], positions: torch.Tensor
+) -> Seen:
     """Run the forward and note all that is needed; the caller holds the model's lock. Raises ``UnsupportedModelError`` if it fails."""
     seen, decoder, name = Seen(), decoder_of(model), type(model).__name__
     states = torch.tensor(STATES[: len(positions)], device=positions.device)
@@ -90,7 +110,15 @@ def observe(model: PreTrainedModel, attentions: list[torch.nn.Module], positions
             decoder(**inputs, use_cache=True)
     except UnsupportedModelError:
         raise
-    except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+    except (
+        ArithmeticError,
+        AssertionError,
+        AttributeError,
+        LookupError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
         if is_out_of_memory(error):
             raise
         raise UnsupportedModelError(
@@ -105,7 +133,9 @@ def accepted(module: torch.nn.Module) -> frozenset[str]:
 
 
 @contextmanager
-def _watched(attention: torch.nn.Module, layer: int, states: torch.Tensor, seen: Seen) -> Iterator[None]:
+def _watched(
+    attention: torch.nn.Module, layer: int, states: torch.Tensor, seen: Seen
+) -> Iterator[None]:
     """Give the attention its two hidden states, and note its submodules' outputs and whether it returns its weights."""
     outputs: dict[str, torch.Tensor] = {}
     seen.outputs.append(outputs)
@@ -113,14 +143,18 @@ def _watched(attention: torch.nn.Module, layer: int, states: torch.Tensor, seen:
     def is_ours() -> bool:
         return isinstance(running(), _Recorder)
 
-    def give(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+    def give(
+        _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, Any] | None:
         if not is_ours():
             return None
         hidden = args[0] if args else kwargs["hidden_states"]
         if layer == 0:
             seen.first_input.append(hidden)
         hidden = hidden[:, (states > 0).int() * 2]  # row 0 is of state 0, row 2 of state 1
-        return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
+        return (
+            ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
+        )
 
     def note(name: str) -> Callable[..., None]:
         def keep(_: torch.nn.Module, __: object, output: object) -> None:
@@ -154,7 +188,9 @@ def find_traits(
             f"{name} adds its absolute position to each token before the first layer, so KV fits one position only"
         )
     if any(tensor.dim() != 4 for pair in seen.kv.values() for tensor in pair):
-        raise UnsupportedModelError(f"{name} keeps KV in its own shape; kvrag needs (batch, heads, tokens, head dim)")
+        raise UnsupportedModelError(
+            f"{name} keeps KV in its own shape; kvrag needs (batch, heads, tokens, head dim)"
+        )
     if sorted(seen.kv) != list(range(len(attentions))):
         raise UnsupportedModelError(
             f"{name} has {len(attentions)} layers of attention, but {len(seen.kv)} of them keep KV of their own; kvrag can't move what "
@@ -171,7 +207,9 @@ def find_traits(
             )
         shape = LayerShape(keys.shape[1], keys.shape[3], values.shape[3])
         source = _source_of(model, attention, seen.outputs[layer], keys, table)
-        traits.append(LayerTraits(shape, rotation, source, _reach_of(model, layer, attention, seen)))
+        traits.append(
+            LayerTraits(shape, rotation, source, _reach_of(model, layer, attention, seen))
+        )
     return traits
 
 
@@ -182,7 +220,10 @@ def _tolerance(values: torch.Tensor) -> float:
 def _differs_within_states(rows: torch.Tensor) -> float:
     """Largest difference among rows ``(H, T, D)`` of the same hidden state."""
     states = torch.tensor(STATES[: rows.shape[1]], device=rows.device)
-    return max(float((part - part[:, :1]).abs().max()) for part in (rows[:, states == 0], rows[:, states == 1]))
+    return max(
+        float((part - part[:, :1]).abs().max())
+        for part in (rows[:, states == 0], rows[:, states == 1])
+    )
 
 
 def _explain(
@@ -197,7 +238,10 @@ def _explain(
     dim, tolerance, exact = keys.shape[-1], _tolerance(keys), keys[0].float()
 
     def listed() -> list[tuple[Rotation, RotaryTable]]:
-        return [(rotation, rotation.at(positions)) for rotation in rotations(decoder_of(model), attention, dim)]
+        return [
+            (rotation, rotation.at(positions))
+            for rotation in rotations(decoder_of(model), attention, dim)
+        ]
 
     def error_of(candidate: tuple[Rotation, RotaryTable]) -> float:
         return _differs_within_states(candidate[1].unrotate(exact, slice(0, exact.shape[1])))
@@ -208,7 +252,9 @@ def _explain(
         best = min(listed(), key=error_of)
         found.append(best)
     if error_of(best) > tolerance:
-        names = list(dict.fromkeys(rotation.name for rotation, _ in found if rotation is not NO_ROTATION))
+        names = list(
+            dict.fromkeys(rotation.name for rotation, _ in found if rotation is not NO_ROTATION)
+        )
         raise UnsupportedModelError(
             f"the keys of layer {layer} of {type(model).__name__} depend on their position in a way that its rotary tables "
             f"({', '.join(names) or 'it has none'}) don't undo, for example by a normalisation after the rotation; kvrag can't move them"
@@ -241,11 +287,15 @@ def _reach_of(model: PreTrainedModel, layer: int, attention: torch.nn.Module, se
     if not seen.masks:  # attention that can't be replaced gets its own mask in every forward
         if seen.returns_weights.get(layer):
             return EVERYTHING
-        raise UnsupportedModelError(f"{where} neither asks for an attention function nor returns attention weights")
+        raise UnsupportedModelError(
+            f"{where} neither asks for an attention function nor returns attention weights"
+        )
     mask = seen.masks.get(id(attention))
     reach = None if mask is None else read_mask(mask, model.config, seen.kv[layer][0].device)
     if reach is None:
-        raise UnsupportedModelError(f"{where} has an attention mask that is neither causal, nor sliding, nor in chunks")
+        raise UnsupportedModelError(
+            f"{where} has an attention mask that is neither causal, nor sliding, nor in chunks"
+        )
     return reach
 
 
@@ -261,11 +311,19 @@ def read_mask(mask: MaskFunction, config: Any, device: torch.device) -> Reach | 
         return mask(0, 0, at, torch.arange(num_keys, device=device)).expand(num_keys)
 
     def agrees(reach: Reach, row: int) -> bool:
-        keys, at = torch.arange(row + 8, device=device), torch.tensor([row], device=device)  # 8 of the future, unseen
+        keys, at = (
+            torch.arange(row + 8, device=device),
+            torch.tensor([row], device=device),
+        )  # 8 of the future, unseen
         return bool((visible(row, row + 8) == (keys <= row) & (keys >= reach.lo(at, at))).all())
 
-    limits = {getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)}
-    sizes = [int(n) for n in (*limits, int(visible(far, far + 1).sum())) if isinstance(n, int) and n]
+    limits = {
+        getattr(config, "sliding_window", None),
+        getattr(config, "attention_chunk_size", None),
+    }
+    sizes = [
+        int(n) for n in (*limits, int(visible(far, far + 1).sum())) if isinstance(n, int) and n
+    ]
     rows = {0, 1, far // 2, far, *(k * n + d for n in sizes for k in (1, 2) for d in (-1, 0, 1))}
     for reach in (EVERYTHING, *(Reach(window=n) for n in sizes), *(Reach(chunk=n) for n in sizes)):
         if all(agrees(reach, row) for row in rows if 0 <= row <= far):

@@ -84,7 +84,11 @@ class ModelTurns:
         try:  # an interrupt may come at any moment from here on
             with self._guard:
                 if self._holder in (None, waiting.thread):
-                    self._holder, self._depth, waiting.has_it = waiting.thread, self._depth + 1, True
+                    self._holder, self._depth, waiting.has_it = (
+                        waiting.thread,
+                        self._depth + 1,
+                        True,
+                    )
                     return True
                 self._queue.append(waiting)
             waiting.event.wait(timeout)
@@ -99,7 +103,9 @@ class ModelTurns:
     def _leave(self, waiting: _Waiting) -> bool:
         """Wait no more; return whether the model was not handed over meanwhile."""
         with self._guard, suppress(ValueError):  # a step that was done at this moment is gone
-            waiters: list[Any] | deque[Any] = self.wishes if isinstance(waiting, _Wish) else self._queue
+            waiters: list[Any] | deque[Any] = (
+                self.wishes if isinstance(waiting, _Wish) else self._queue
+            )
             waiters.remove(waiting)
         return not waiting.has_it
 

@@ -47,7 +47,9 @@ def in_collection(ids: Iterable[str | None], collection: str | None) -> list[str
     return found
 
 
-def chosen_documents(catalog: Catalog, namespace: str, ids: Sequence[str] | None, collection: str | None) -> list[str]:
+def chosen_documents(
+    catalog: Catalog, namespace: str, ids: Sequence[str] | None, collection: str | None
+) -> list[str]:
     """Return the stored ids of documents, each once; raise as :func:`in_collection`.
 
     Without ``ids``, these are all documents of the collection, if one is given; an empty list is no document. ``namespace`` is a digest.
@@ -58,7 +60,12 @@ def chosen_documents(catalog: Catalog, namespace: str, ids: Sequence[str] | None
 
 
 def chosen_keys(
-    catalog: Catalog, namespace: str, ids: Iterable[str], keys: Iterable[ChunkKey], *, model: str | None = None
+    catalog: Catalog,
+    namespace: str,
+    ids: Iterable[str],
+    keys: Iterable[ChunkKey],
+    *,
+    model: str | None = None,
 ) -> list[ChunkKey]:
     """Return the keys of all KV of some documents, and those of ``keys`` that belong to the namespace, and to the model if one is given."""
     found = [key for doc_id in ids for key in catalog.document_keys(namespace, doc_id)]
@@ -78,12 +85,17 @@ def members(doc_ids: Iterable[str], collection: str) -> list[str]:
 def below_collection(collection: str) -> str:
     """Return what the ids of a collection's documents begin with; raises ``InputError`` for what is no name: it would mean all, or none."""
     if not isinstance(collection, str) or not collection.strip("/"):
-        raise InputError(f"collection is {collection!r}; pass the part of the document ids before a slash")
+        raise InputError(
+            f"collection is {collection!r}; pass the part of the document ids before a slash"
+        )
     return collection.rstrip("/") + "/"
 
 
 def check_items(
-    texts: Sequence[str], ids: Sequence[str | None] | None, collection: str | None, batch_size: object
+    texts: Sequence[str],
+    ids: Sequence[str | None] | None,
+    collection: str | None,
+    batch_size: object,
 ) -> list[Item]:
     """Check the arguments of :meth:`kvrag.engine.KVRagEngine.precompute`; return ``(id in its collection, stripped text)`` of each text."""
     if not isinstance(batch_size, int) or batch_size < 1:
@@ -93,7 +105,9 @@ def check_items(
     texts = [texts] if isinstance(texts, str) else list(texts)
     names = [ids] if isinstance(ids, str) else [None] * len(texts) if ids is None else list(ids)
     if len(names) != len(texts):
-        raise InputError(f"{len(texts)} texts came with {len(names)} ids; pass one id per text, or none")
+        raise InputError(
+            f"{len(texts)} texts came with {len(names)} ids; pass one id per text, or none"
+        )
     found, seen = list[Item](), dict[str, str]()
     for number, (name, text) in enumerate(zip(names, texts, strict=True)):
         try:
@@ -104,7 +118,9 @@ def check_items(
             if not isinstance(name, str):
                 raise InputError(f"chunk {number} has the id {name!r}; ids must be strings")
             if seen.setdefault(name, body) != body:
-                raise InputError(f"the id {name!r} has two different texts; give each text its own id")
+                raise InputError(
+                    f"the id {name!r} has two different texts; give each text its own id"
+                )
         found.append((name, body))
     if collection is None:
         return found

@@ -33,7 +33,9 @@ def check_context(context: object) -> str | None:
     is_name = isinstance(context, str) and re.fullmatch(r"[\w:.-]{0,40}", context.strip(), re.ASCII)
     if context is None or (isinstance(context, str) and (not is_name or _NAMED.fullmatch(context))):
         return context
-    raise ConfigError(f"context is {context!r}; pass 'default', 'default:1000', passages of your own as text, or None")
+    raise ConfigError(
+        f"context is {context!r}; pass 'default', 'default:1000', passages of your own as text, or None"
+    )
 
 
 def context_ids(context: str | None, encoder: PromptEncoder, window: int) -> tuple[int, ...]:
@@ -44,8 +46,13 @@ def context_ids(context: str | None, encoder: PromptEncoder, window: int) -> tup
     if context is None:
         return ()
     named = _NAMED.fullmatch(context)
-    text, most = shipped() if named else context, int(named[1] or DEFAULT_TOKENS) if named else CONTEXT_TOKENS
-    return tuple(encoder.chunk_ids(f"{text.strip()}\n\n"))[: min(most, CONTEXT_TOKENS, window // WINDOW_SHARE)]
+    text, most = (
+        shipped() if named else context,
+        int(named[1] or DEFAULT_TOKENS) if named else CONTEXT_TOKENS,
+    )
+    return tuple(encoder.chunk_ids(f"{text.strip()}\n\n"))[
+        : min(most, CONTEXT_TOKENS, window // WINDOW_SHARE)
+    ]
 
 
 @cache
@@ -55,7 +62,9 @@ def shipped() -> str:
 
 
 @torch.inference_mode()
-def encode_prefix(model: CausalLM, prefix_ids: Sequence[int], context_ids: Sequence[int] = ()) -> Behind:
+def encode_prefix(
+    model: CausalLM, prefix_ids: Sequence[int], context_ids: Sequence[int] = ()
+) -> Behind:
     """Encode the prefix, ``P`` tokens, and a context behind it; return a buffer of both for :func:`encode_chunks`, and the prefix's KV.
 
     For an empty prefix the KV is ``None``.
@@ -69,7 +78,9 @@ def encode_prefix(model: CausalLM, prefix_ids: Sequence[int], context_ids: Seque
 
 
 @torch.inference_mode()
-def encode_chunks(model: CausalLM, prefix: KVBuffer, chunks: Sequence[Sequence[int]]) -> list[ChunkKV]:
+def encode_chunks(
+    model: CausalLM, prefix: KVBuffer, chunks: Sequence[Sequence[int]]
+) -> list[ChunkKV]:
     """Encode several chunks, none empty, in one forward, each as if it stood alone behind the prefix, whose buffer stays as it is.
 
     On a CUDA device the chunks are packed one after the other behind one copy of the prefix, and limits per row keep them apart. Elsewhere,
@@ -78,7 +89,12 @@ def encode_chunks(model: CausalLM, prefix: KVBuffer, chunks: Sequence[Sequence[i
     ``prefix`` is the buffer of :func:`encode_prefix`. The KV is in the given order, contiguous on the host, in the model's dtype.
     """
     longest = prefix.capacity + max(map(len, chunks))
-    is_packed = len(chunks) > 1 and model.device.type == "cuda" and model.can_pack(longest) and _has_kernel(model)
+    is_packed = (
+        len(chunks) > 1
+        and model.device.type == "cuda"
+        and model.can_pack(longest)
+        and _has_kernel(model)
+    )
     return (encode_packed if is_packed else encode_padded)(model, prefix, chunks)
 
 
@@ -89,7 +105,9 @@ def _has_kernel(model: CausalLM) -> bool:
     return kvrag_kernels.tier(model.shapes[0].key_dim, model.dtype, model.device) != "torch"
 
 
-def encode_padded(model: CausalLM, prefix: KVBuffer, chunks: Sequence[Sequence[int]]) -> list[ChunkKV]:
+def encode_padded(
+    model: CausalLM, prefix: KVBuffer, chunks: Sequence[Sequence[int]]
+) -> list[ChunkKV]:
     """Encode chunks as a batch, padded on the right: attention is causal, so no row of a chunk sees padding; see :func:`encode_chunks`."""
     start, longest = prefix.capacity, max(map(len, chunks))
     padded = [[*ids, *([0] * (longest - len(ids)))] for ids in chunks]
@@ -98,7 +116,9 @@ def encode_padded(model: CausalLM, prefix: KVBuffer, chunks: Sequence[Sequence[i
     return _encode(model, padded, Rows.span(start, start + longest), buffer, runs)
 
 
-def encode_packed(model: CausalLM, prefix: KVBuffer, chunks: Sequence[Sequence[int]]) -> list[ChunkKV]:
+def encode_packed(
+    model: CausalLM, prefix: KVBuffer, chunks: Sequence[Sequence[int]]
+) -> list[ChunkKV]:
     """Encode chunks one after the other in one sequence, without padding and with one copy of the prefix; see :func:`encode_chunks`."""
     ends = list(accumulate(map(len, chunks), initial=prefix.capacity))
     buffer = _behind(model, prefix, ends[-1], 1)
@@ -110,7 +130,9 @@ def encode_packed(model: CausalLM, prefix: KVBuffer, chunks: Sequence[Sequence[i
 def _behind(model: CausalLM, prefix: KVBuffer, capacity: int, batch: int) -> KVBuffer:
     """Return a buffer that begins with the prefix's rows."""
     buffer, length = model.buffer(capacity, batch=batch), prefix.capacity
-    for (keys, values), (prefix_keys, prefix_values) in zip(buffer.layers, prefix.layers, strict=True):
+    for (keys, values), (prefix_keys, prefix_values) in zip(
+        buffer.layers, prefix.layers, strict=True
+    ):
         keys[:, :, :length] = prefix_keys
         values[:, :, :length] = prefix_values
     return buffer
@@ -129,10 +151,15 @@ def _encode(
     offset = rows.stop - captured[0].shape[1]
     found: list[list[LayerKV]] = [[] for _ in runs]
     for layer, (_, all_values) in enumerate(buffer.layers):
-        keys, values = _on_host(captured[layer]).transpose(1, 2), _on_host(all_values[:, :, offset : rows.stop])
+        keys, values = (
+            _on_host(captured[layer]).transpose(1, 2),
+            _on_host(all_values[:, :, offset : rows.stop]),
+        )
         for layers, (item, start, stop) in zip(found, runs, strict=True):
             own = slice(start - offset, stop - offset)
-            layers.append(LayerKV(keys[item, :, own].contiguous(), values[item, :, own].contiguous()))
+            layers.append(
+                LayerKV(keys[item, :, own].contiguous(), values[item, :, own].contiguous())
+            )
     return [ChunkKV(tuple(layers)) for layers in found]
 
 

@@ -89,7 +89,13 @@ class WriteBack:
         erasures: Erasures,
         context: Sequence[int] = (),
     ) -> None:
-        self.loaded, self.store, self.config, self.erasures, self.context = loaded, store, config, erasures, context
+        self.loaded, self.store, self.config, self.erasures, self.context = (
+            loaded,
+            store,
+            config,
+            erasures,
+            context,
+        )
         self.closed = threading.Event()
         self._changed = threading.Condition()
         self._waiting: deque[Missed] = deque()
@@ -121,14 +127,20 @@ class WriteBack:
         """Queue the chunks that a prompt missed, and return at once."""
         with self._changed:
             room = MAX_WAITING - self._num_waiting()
-            if self.closed.is_set() or len(missed.chunks) > room or time.monotonic() < self._not_before:
+            if (
+                self.closed.is_set()
+                or len(missed.chunks) > room
+                or time.monotonic() < self._not_before
+            ):
                 self._counts["dropped"] += len(missed.chunks)
                 return
             self._waiting.append(missed)
             if self._work is None:
                 try:
                     self._work = POOL.submit(self._store_all, cancel=self.closed)
-                except RuntimeError as error:  # too many threads, or the interpreter is about to exit
+                except (
+                    RuntimeError
+                ) as error:  # too many threads, or the interpreter is about to exit
                     logger.warning("missed chunks are not stored: %s", error)
                     self._counts["dropped"] += len(self._waiting.pop().chunks)
 
@@ -146,7 +158,9 @@ class WriteBack:
     def stats(self) -> dict[str, int]:
         """Return the chunks ``stored``, ``skipped``, ``failed`` and ``dropped`` so far, and those ``waiting``."""
         with self._changed:
-            counts = {name: self._counts[name] for name in ("stored", "skipped", "failed", "dropped")}
+            counts = {
+                name: self._counts[name] for name in ("stored", "skipped", "failed", "dropped")
+            }
             return counts | {"waiting": self._num_waiting()}
 
     def _num_waiting(self) -> int:
@@ -172,7 +186,9 @@ class WriteBack:
         """Erase the oldest KV of chunks that have some behind more prefixes than can be in use."""
         context = context_digest(self.context)
         for chunk in missed.chunks:
-            found = [v.key for v in self.variants(missed.namespace, chunk.text) if v.context == context]
+            found = [
+                v.key for v in self.variants(missed.namespace, chunk.text) if v.context == context
+            ]
             if len(found) > MAX_LEARNT:
                 self.store.delete(found[:-MAX_LEARNT])
 
@@ -229,7 +245,11 @@ class _MissGuard(Guard):
 
     def refusal(self, entry: TextEntry | None) -> str:
         """Refuse a text whose last document another process erased."""
-        is_gone = entry is not None and entry.digest in self._registered and not self._is_registered(entry.digest)
+        is_gone = (
+            entry is not None
+            and entry.digest in self._registered
+            and not self._is_registered(entry.digest)
+        )
         return "its last document was erased meanwhile" if is_gone else ""
 
     def is_wanted(self, chunk: MissedChunk) -> bool:

@@ -34,8 +34,15 @@ logger = logging.getLogger(__name__)
 MAX_MEAN_KL = 0.1  # default threshold of ``verify`` and of this check: mean KL from the reference, in nats per token
 MIN_TOP1 = 0.8  # default threshold of ``verify`` and of this check: share of tokens with the same most likely token
 VERSION = 2  # version of the comparison; a change invalidates every kept verdict
-AS_LIKELY = 0.5  # a token counts as the best one if it has at least this part of the best one's probability
-MAX_TOKENS = (16, 64, 64, 32)  # most tokens of the prompt's parts: a second or two for a small model on a CPU
+AS_LIKELY = (
+    0.5  # a token counts as the best one if it has at least this part of the best one's probability
+)
+MAX_TOKENS = (
+    16,
+    64,
+    64,
+    32,
+)  # most tokens of the prompt's parts: a second or two for a small model on a CPU
 
 PREFIX = "Read the passages and answer the question.\n\n"
 PASSAGES = (
@@ -134,18 +141,29 @@ def judge(loaded: LoadedModel, lm: CausalLM, kv_dtype: KVDtype) -> Verdict:
     stored = [kv, *encode_chunks(lm, buffer, chunks)]
     kinds = (("prefix", True, 0), ("chunk", True, 1), ("chunk", False, 2), ("live", False, -1))
     lengths = [len(ids) for ids in (prefix, *chunks, tail)]
-    layout = place((n, kind, exact, source, False) for n, (kind, exact, source) in zip(lengths, kinds, strict=True))  # type: ignore[misc]
+    layout = place(
+        (n, kind, exact, source, False)
+        for n, (kind, exact, source) in zip(lengths, kinds, strict=True)
+    )  # type: ignore[misc]
     reference = _answers(lm, layout, stored, tail)
     rounded = _answers(lm, layout, [pack(each, kv_dtype) for each in stored], tail)
-    return Verdict(float(kl_divergence(reference, rounded).mean()), _same_top(reference, rounded), len(tail))
+    return Verdict(
+        float(kl_divergence(reference, rounded).mean()), _same_top(reference, rounded), len(tail)
+    )
 
 
 def draw_parts(loaded: LoadedModel, lm: CausalLM) -> list[list[int]]:
     """Return the token ids of prefix, two passages, and the question with its answer, cut to the model's window."""
     encoder = loaded.encoder
-    texts = [encoder.live_ids(PREFIX, at_start=True), *map(encoder.chunk_ids, PASSAGES), encoder.live_ids(QUESTION)]
+    texts = [
+        encoder.live_ids(PREFIX, at_start=True),
+        *map(encoder.chunk_ids, PASSAGES),
+        encoder.live_ids(QUESTION),
+    ]
     share = min(1.0, (lm.reuse_window - 1) / sum(MAX_TOKENS))
-    return [list(ids[: max(1, int(most * share))]) for ids, most in zip(texts, MAX_TOKENS, strict=True)]
+    return [
+        list(ids[: max(1, int(most * share))]) for ids, most in zip(texts, MAX_TOKENS, strict=True)
+    ]
 
 
 def _answers(lm: CausalLM, layout: Layout, kvs: Sequence[ChunkKV], tail: list[int]) -> torch.Tensor:
@@ -153,7 +171,9 @@ def _answers(lm: CausalLM, layout: Layout, kvs: Sequence[ChunkKV], tail: list[in
     buffer = lm.buffer(layout.num_tokens)
     stitch(buffer, layout, kvs, lm.rotary(layout.num_tokens))
     start = layout.num_tokens - len(tail)
-    logits, _ = lm.forward(torch.tensor(tail), Rows.span(start, layout.num_tokens), buffer, logits=len(tail))
+    logits, _ = lm.forward(
+        torch.tensor(tail), Rows.span(start, layout.num_tokens), buffer, logits=len(tail)
+    )
     return logits[0].float().cpu()
 
 

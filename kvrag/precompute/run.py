@@ -103,17 +103,28 @@ class Precompute:
         *,
         guard: Guard | None = None,
     ) -> None:
-        self._loaded, self._store, self._config, self._guard = loaded, store, config, guard or Guard()
+        self._loaded, self._store, self._config, self._guard = (
+            loaded,
+            store,
+            config,
+            guard or Guard(),
+        )
         self._lm = loaded.lm if isinstance(loaded.lm, CausalLM) else loaded.reusable  # which raises
         self._retention = retention
         self._is_asked_for = guard is None  # else chunks of prompts
         ids = tuple(loaded.encoder.live_ids(prefix, at_start=True))
-        identity = ChunkIdentity(loaded.identity.fingerprint, namespace, ids_digest(()), ids, config.kv_dtype)
+        identity = ChunkIdentity(
+            loaded.identity.fingerprint, namespace, ids_digest(()), ids, config.kv_dtype
+        )
         self._prefix, self._context = NewChunk((None,), None, identity), tuple(context)
-        self._prefix_retention = Retention(max(PREFIX_PRIORITY, retention.priority if retention else 0))
+        self._prefix_retention = Retention(
+            max(PREFIX_PRIORITY, retention.priority if retention else 0)
+        )
         self._prefix_kv: KVBuffer | None = None
         self._is_refused, self._token_bytes = False, 0.0  # by the store; of the KV as it is kept
-        self._write: Future[None] | None = None  # one batch is written while the next one is computed
+        self._write: Future[None] | None = (
+            None  # one batch is written while the next one is computed
+        )
         self._linked: list[NewChunk] = []
         self._done: list[NewChunk] = []
         self.stored = self.skipped = self.stored_bytes = 0
@@ -130,10 +141,14 @@ class Precompute:
         start = time.perf_counter()
         chunks = self._distinct(items)
         todo = [chunk for chunk in chunks if self._is_missing(chunk)]
-        todo.sort(key=lambda chunk: len(chunk.identity.token_ids))  # neighbours of similar length need little padding
+        todo.sort(
+            key=lambda chunk: len(chunk.identity.token_ids)
+        )  # neighbours of similar length need little padding
         self._retain_linked()
         done = len(chunks) - len(todo)
-        with Progress("computing KV", len(chunks), unit="chunks", done=done, show=show_progress) as progress:
+        with Progress(
+            "computing KV", len(chunks), unit="chunks", done=done, show=show_progress
+        ) as progress:
             try:
                 for first in range(0, len(todo), batch_size):
                     if self._is_refused:
@@ -149,7 +164,9 @@ class Precompute:
         if self._is_asked_for:
             tell_short(self._store, self.short)
         seconds = time.perf_counter() - start
-        return PrecomputeReport(self.stored, self.skipped, self.failed, self.stored_bytes, seconds, self.short)
+        return PrecomputeReport(
+            self.stored, self.skipped, self.failed, self.stored_bytes, seconds, self.short
+        )
 
     def _distinct(self, items: Sequence[Item]) -> list[NewChunk]:
         """Return a chunk for each distinct text, with all its document ids."""
@@ -159,11 +176,17 @@ class Precompute:
         prefix, context = ids_digest(self._prefix.identity.token_ids), context_digest(self._context)
         behind = replace(self._prefix.identity, prefix=prefix, context=context)
         encode, found = self._loaded.encoder.chunk_ids, named.items()
-        return [NewChunk(tuple(ids), text_entry(text), replace(behind, token_ids=encode(text))) for text, ids in found]
+        return [
+            NewChunk(tuple(ids), text_entry(text), replace(behind, token_ids=encode(text)))
+            for text, ids in found
+        ]
 
     def _is_missing(self, chunk: NewChunk) -> bool:
         """Whether a chunk must be computed; if it is stored already, its documents are added."""
-        length, before = len(chunk.identity.token_ids), len(self._prefix.identity.token_ids) + len(self._context)
+        length, before = (
+            len(chunk.identity.token_ids),
+            len(self._prefix.identity.token_ids) + len(self._context),
+        )
         if length < self._config.min_chunk_tokens or chunk.entry is None:
             reason = f"{length} tokens, fewer than {self._config.min_chunk_tokens} (StoreConfig.min_chunk_tokens)"
             if length >= self._config.min_chunk_tokens:
@@ -173,7 +196,10 @@ class Precompute:
                 self._store.register(chunk.identity.namespace, chunk.entry, chunk.doc_ids)
             return False
         if length >= self._lm.reuse_window - before:
-            self._fail(chunk, f"{length} tokens behind {before} of prefix and context exceed the context window")
+            self._fail(
+                chunk,
+                f"{length} tokens behind {before} of prefix and context exceed the context window",
+            )
             return False
         with self._guard.storing():
             if reason := self._guard.refusal(chunk.entry):
@@ -193,7 +219,9 @@ class Precompute:
         key = chunk_key(self._prefix.identity)
         try:
             if self._linked:
-                self._store.retain([chunk_key(chunk.identity) for chunk in self._linked], self._retention)
+                self._store.retain(
+                    [chunk_key(chunk.identity) for chunk in self._linked], self._retention
+                )
             held = self._store.retention(key) or Retention()
             if self._prefix_retention.priority > held.priority and self._store.known([key]):
                 self._store.retain([key], self._prefix_retention)
@@ -206,7 +234,10 @@ class Precompute:
         # The forward may have seen another adapter.
         if self._loaded.identity.fingerprint != self._prefix.identity.model:
             for chunk in chunks:
-                self._fail(chunk, "the model's adapters or weights changed while it was computed; precompute again")
+                self._fail(
+                    chunk,
+                    "the model's adapters or weights changed while it was computed; precompute again",
+                )
         elif kvs:
             self._finish_write()
             try:
@@ -231,7 +262,9 @@ class Precompute:
         try:
             prefix = self._encode_prefix()
             start, token_ids = time.perf_counter(), [chunk.identity.token_ids for chunk in chunks]
-            kvs = encode_chunks(self._lm, prefix, token_ids)  # on the host: nothing is still being computed
+            kvs = encode_chunks(
+                self._lm, prefix, token_ids
+            )  # on the host: nothing is still being computed
             return kvs, 1e3 * (time.perf_counter() - start) / sum(map(len, token_ids)), ""
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
@@ -241,17 +274,26 @@ class Precompute:
     def _encode_prefix(self) -> KVBuffer:
         """Encode the prefix once per run, and store its KV: prompts that start with it reuse it exactly."""
         if self._prefix_kv is None:
-            start, behind, kept = time.perf_counter(), (self._prefix.identity, self._context), self._kept
+            start, behind, kept = (
+                time.perf_counter(),
+                (self._prefix.identity, self._context),
+                self._kept,
+            )
             known, ids = kept.get(self._lm, {}).get(behind), self._prefix.identity.token_ids
             self._prefix_kv, kv = found = known or encode_prefix(self._lm, ids, self._context)
-            if self._lm.device.type == "cpu" and self._loaded.identity.fingerprint == self._prefix.identity.model:
+            if (
+                self._lm.device.type == "cpu"
+                and self._loaded.identity.fingerprint == self._prefix.identity.model
+            ):
                 kept[self._lm] = {behind: found}
             retention = replace(self._prefix_retention, cost_ms=1e3 * (time.perf_counter() - start))
             if kv is not None and self._loaded.identity.fingerprint == self._prefix.identity.model:
                 try:
                     kv = self._new(self._prefix, kv, retention).kv
                     with self._guard.storing():
-                        self.stored_bytes += self._store.put(self._prefix.identity, kv, text=None, retention=retention)
+                        self.stored_bytes += self._store.put(
+                            self._prefix.identity, kv, text=None, retention=retention
+                        )
                 except StoreError as error:
                     logger.warning("the prefix's KV was not stored: %s", error)
         return self._prefix_kv
@@ -261,7 +303,9 @@ class Precompute:
         with self._guard.storing():
             for chunk, kv in zip(chunks, kvs, strict=True):
                 cost_ms = ms_per_token * len(chunk.identity.token_ids)
-                own = replace(retention, cost_ms=cost_ms) if retention.cost_ms is None else retention
+                own = (
+                    replace(retention, cost_ms=cost_ms) if retention.cost_ms is None else retention
+                )
                 try:
                     if reason := self._guard.refusal(chunk.entry):
                         raise StoreError(reason)
@@ -294,18 +338,21 @@ class Precompute:
             remedy = "ram_bytes or ram_fraction, or pass kv_dir"
         for chunk in [chunk for key, chunk in keys.items() if key not in known]:
             self.stored -= 1
-            self._fail(chunk, f"evicted by later chunks, because the store is too small; raise StoreConfig.{remedy}")
+            self._fail(
+                chunk,
+                f"evicted by later chunks, because the store is too small; raise StoreConfig.{remedy}",
+            )
 
     def _give_up(self, rest: list[NewChunk]) -> None:
         """Report chunks that are not computed, because the store has refused a shorter one, and how much room they want."""
         size = self._token_bytes * sum(len(chunk.identity.token_ids) for chunk in rest)
-        reason = (
-            f"not computed: the store refuses chunks, and the {len(rest)} that are left take {size / 2**20:.1f} MiB"
-        )
+        reason = f"not computed: the store refuses chunks, and the {len(rest)} that are left take {size / 2**20:.1f} MiB"
         logger.warning("precompute ends early: %s", reason)
         self.failed += [(chunk.label, reason) for chunk in rest]
 
     def _fail(self, chunk: NewChunk, reason: str) -> None:
         """Report a chunk that was not stored and is computed at query time."""
-        logger.warning("chunk %s (%s) was not stored: %s", chunk_key(chunk.identity)[:12], chunk.label, reason)
+        logger.warning(
+            "chunk %s (%s) was not stored: %s", chunk_key(chunk.identity)[:12], chunk.label, reason
+        )
         self.failed.append((chunk.label, reason))

@@ -47,15 +47,27 @@ def _without(pattern: str, by: str = "") -> Undo:
 CAUSES: tuple[tuple[str, Undo, Undo | None], ...] = (
     ("escaped, as by repr(), str() of a list, or JSON: join their texts instead", _unescaped, None),
     ("with HTML's escapes: turn them off in the template", html.unescape, None),
-    ("with backslashes before punctuation, as in Markdown", _without(r"\\([^a-zA-Z0-9\s])", r"\1"), None),
+    (
+        "with backslashes before punctuation, as in Markdown",
+        _without(r"\\([^a-zA-Z0-9\s])", r"\1"),
+        None,
+    ),
     ("quoted or indented, line by line", _without(r"(?m)^[ \t>|]+"), None),
     ("with numbers before their lines", _without(r"(?m)^ *\d+[:.|)]? ?"), None),
     ("with other line ends (CRLF)", _without(r"\r\n", "\n"), None),
     ("with their white space changed, as by wrapping lines", _lines, _lines),
     ("upper-cased or lower-cased, as by a postprocessor", str.casefold, str.casefold),
     ("with other signs for the same, such as quotes (Unicode)", _signs, _signs),
-    ("without the metadata they were precomputed with: pass content='text'", str, _without(_METADATA_FIRST)),
-    ("without their HTML or Markdown", _lines, lambda text: _lines(_without(r"<[^<>\n]*>|[*_`#]+")(text))),
+    (
+        "without the metadata they were precomputed with: pass content='text'",
+        str,
+        _without(_METADATA_FIRST),
+    ),
+    (
+        "without their HTML or Markdown",
+        _lines,
+        lambda text: _lines(_without(r"<[^<>\n]*>|[*_`#]+")(text)),
+    ),
 )
 """What applications do to texts: in words, what undoes it in the prompt, and, where that is not enough, in a stored text too."""
 
@@ -72,7 +84,11 @@ class Known:
         """Read the latest texts."""
 
         def read() -> list[str]:
-            return [text for entry in self.scanner.some(MAX_READ) if (text := self.text_of(entry.digest))]
+            return [
+                text
+                for entry in self.scanner.some(MAX_READ)
+                if (text := self.text_of(entry.digest))
+            ]
 
         return Deadline(self.config.load_timeout_s).ask(read, [], what="the KV store")
 
@@ -89,21 +105,37 @@ def _proven(text: str, scanner: SpanIndex, texts: Sequence[str]) -> str | None:
 
 def likely_cause(text: str, known: Known, *, reads: bool = True) -> tuple[str, bool]:
     """Say why no known chunk was found in a prompt's text, and whether that is sure. Stored texts are read only if it ``reads``."""
-    scanner, texts, least = known.scanner, known.texts() if reads else [], known.config.min_chunk_tokens
+    scanner, texts, least = (
+        known.scanner,
+        known.texts() if reads else [],
+        known.config.min_chunk_tokens,
+    )
     if not len(scanner):
-        return f"no chunk of {least} tokens or more is stored in this namespace: precompute the texts first", True
+        return (
+            f"no chunk of {least} tokens or more is stored in this namespace: precompute the texts first",
+            True,
+        )
     if proven := _proven(text, scanner, texts):
         return proven, True
     if scanner.head_places(text):
         why = "its white space was changed, or it was edited or cut"
         return f"a known chunk begins in this prompt and goes on otherwise: {why}", True
     if scanner.tail_places(text):
-        return "a known chunk ends in this prompt, cut at its beginning: precompute the part that is shown", True
+        return (
+            "a known chunk ends in this prompt, cut at its beginning: precompute the part that is shown",
+            True,
+        )
     lines = [line.strip() for line in text.splitlines() if len(line.strip()) >= ANCHOR_CHARS]
     if any([line in each for each in texts for line in lines]):
-        return "parts of known chunks stand in this prompt: precompute what is shown, not their parents", True
+        return (
+            "parts of known chunks stand in this prompt: precompute what is shown, not their parents",
+            True,
+        )
     unsure = f"rewritten, or shorter than {least} tokens or {ANCHOR_CHARS} characters and so computed with each prompt"
-    return f"no known chunk text stands in this prompt: it is {unsure}, or was precomputed in another namespace", False
+    return (
+        f"no known chunk text stands in this prompt: it is {unsure}, or was precomputed in another namespace",
+        False,
+    )
 
 
 def _live_text(plan: Plan) -> str:
@@ -126,27 +158,41 @@ class Watch:
         self.num_without_hits = self._num_mismatched = 0
         self._has_hit = self._has_warned = False
 
-    def notice(self, plan: Plan, known: Callable[[], Known], *, is_stored_later: bool, is_learning: bool) -> None:
+    def notice(
+        self, plan: Plan, known: Callable[[], Known], *, is_stored_later: bool, is_learning: bool
+    ) -> None:
         """Look at one plan whose request asks for reuse, for :func:`likely_cause`; what is stored after the answer is no miss.
 
         Of another prefix, an engine that learns its prefix is told only when it should have learnt it.
         """
         self._num_mismatched += plan.has_mismatch
-        if plan.has_mismatch and not self._has_warned and (not is_learning or self._num_mismatched > MANY):
+        if (
+            plan.has_mismatch
+            and not self._has_warned
+            and (not is_learning or self._num_mismatched > MANY)
+        ):
             self._has_warned = True
             what = "chunks were encoded behind another prefix than this prompt has, so more rows are repaired and none is exact"
             learn = "" if is_learning else ", or let the engine find it: prefix='learn'"
             warnings.warn(f"{what}; {prefix_advice(plan)}{learn}", UserWarning, stacklevel=2)
         chunks = [piece for piece in plan.pieces if piece.piece.kind == "chunk"]
         self._has_hit |= (is_hit := any([piece.identity is not None for piece in chunks]))
-        if is_hit or is_stored_later or plan.fault or plan.refusal or not len((about := known()).scanner):
+        if (
+            is_hit
+            or is_stored_later
+            or plan.fault
+            or plan.refusal
+            or not len((about := known()).scanner)
+        ):
             return
         self.num_without_hits += 1
         if self._has_hit or self.num_without_hits > MANY:
             return
         missed = next((piece.reason for piece in chunks if piece.missed), None)
         is_last = self.num_without_hits == MANY
-        cause, is_sure = (missed, True) if missed else likely_cause(_live_text(plan), about, reads=is_last)
+        cause, is_sure = (
+            (missed, True) if missed else likely_cause(_live_text(plan), about, reads=is_last)
+        )
         if is_sure or is_last:
             self._has_hit = True  # once is enough
             what = f"no stored chunk is reused, though there are some: {cause}"

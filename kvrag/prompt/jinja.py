@@ -56,7 +56,9 @@ def facts_of(source: str) -> TemplateFacts | None:
         if _reads_role(comparison):
             roles.update(_texts(comparison))
     return TemplateFacts(
-        roles=frozenset(roles - {"role"}), variables=frozenset(find_undeclared_variables(tree)), names=frozenset(names)
+        roles=frozenset(roles - {"role"}),
+        variables=frozenset(find_undeclared_variables(tree)),
+        names=frozenset(names),
     )
 
 

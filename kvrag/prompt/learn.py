@@ -18,11 +18,11 @@ from kvrag.threads import fork_lock
 logger = logging.getLogger(__name__)
 
 LEARN_AFTER = 3
-MAX_LEARNT = (
-    4  # prefixes of a namespace, and so the KV of one chunk: that many templates an application may have in use
-)
+MAX_LEARNT = 4  # prefixes of a namespace, and so the KV of one chunk: that many templates an application may have in use
 MAX_METADATA = 2000  # characters
-MAX_HEADS = 256  # heads that may yet be learnt and are remembered; the one that came first is forgotten
+MAX_HEADS = (
+    256  # heads that may yet be learnt and are remembered; the one that came first is forgotten
+)
 
 METADATA = re.compile(r"(?m)(?:^[\w .-]{1,40}: \S.*\n)+(?:\s*|[\w .-]{1,40}: )\Z")
 """What frameworks show of a chunk before its text, a line for each entry; the last one may begin the text's own line."""
@@ -63,8 +63,12 @@ class Learner:
         with self._lock:
             if head in (learnt := self.learnt(namespace)):
                 return head if plan.has_mismatch else None
-            is_named = head == first or (plan.pieces[0].identity is not None and plan.pieces[0].piece.text == head)
-            if len(learnt) == MAX_LEARNT or not (is_named or self._is_constant(namespace, head, plan)):
+            is_named = head == first or (
+                plan.pieces[0].identity is not None and plan.pieces[0].piece.text == head
+            )
+            if len(learnt) == MAX_LEARNT or not (
+                is_named or self._is_constant(namespace, head, plan)
+            ):
                 return None
             self._learnt[namespace] = (*learnt, head)
             self._named.setdefault(namespace, {})[head] = None
@@ -88,7 +92,9 @@ class Learner:
         return len(firsts) == LEARN_AFTER
 
 
-def learning(prefix: Prefix | None, named: dict[str, dict[str, None]]) -> tuple[Learner | None, Prefix | None]:
+def learning(
+    prefix: Prefix | None, named: dict[str, dict[str, None]]
+) -> tuple[Learner | None, Prefix | None]:
     """Return a learner, if that is asked for, and the prefix until then."""
     asked = LearnPrefix() if isinstance(prefix, str) and prefix == LEARN else prefix
     return (Learner(named), asked.first) if isinstance(asked, LearnPrefix) else (None, prefix)

@@ -50,7 +50,10 @@ class Marks:
 
 
 def prove_shown(
-    messages: Sequence[Message], render: Callable[[Sequence[Message]], str], rendered: str, facts: TemplateFacts | None
+    messages: Sequence[Message],
+    render: Callable[[Sequence[Message]], str],
+    rendered: str,
+    facts: TemplateFacts | None,
 ) -> None:
     """Raise :class:`InputError` if a message has left no trace in its rendering; names the message, and what to do."""
     marks, probe, owners = Marks(), list[Message](), list[int]()
@@ -60,7 +63,11 @@ def prove_shown(
     try:
         found = [int(number) for number in marks.split(render(probe))[1::2]]
     except InputError:  # it looks into the texts: then these themselves must be there
-        found = [n for n, text in enumerate(marks.texts) if "".join(text.split()) in "".join(rendered.split())]
+        found = [
+            n
+            for n, text in enumerate(marks.texts)
+            if "".join(text.split()) in "".join(rendered.split())
+        ]
     lost = sorted(set(range(len(owners))) - set(found))
     if lost:
         raise _left_out(messages, owners[lost[0]], facts)
@@ -87,7 +94,8 @@ def _marked(message: Message, marks: Marks) -> Message:
         made["content"] = marks.add(message["content"])
     if calls := message.get("tool_calls"):
         made["tool_calls"] = [
-            {**call, "function": {**call["function"], "name": marks.add(call["function"]["name"])}} for call in calls
+            {**call, "function": {**call["function"], "name": marks.add(call["function"]["name"])}}
+            for call in calls
         ]
     return made
 
@@ -99,7 +107,9 @@ def _left_out(messages: Sequence[Message], index: int, facts: TemplateFacts | No
         close = get_close_matches(role.lower(), known, n=1)
         remedy = f"the template knows the roles {', '.join(known)}"
         remedy += (
-            f"; did you mean {close[0]!r}?" if close else f"; use one of them, or {'put its text into a user message'}"
+            f"; did you mean {close[0]!r}?"
+            if close
+            else f"; use one of them, or {'put its text into a user message'}"
         )
     return InputError(
         f"the model's chat template leaves out message {index + 1} of {len(messages)}, whose role is {role!r}: {remedy}"

@@ -84,19 +84,31 @@ def describe(value: object) -> str:
 
 def _plain_message(message: Message, hold: Hold) -> dict[str, Any]:
     if not isinstance(message, Mapping):
-        raise InputError(f"a chat message is {describe(message)}; pass a dict with 'role' and 'content'")
-    if "role" not in message or not (message.keys() & {"content", "tool_calls", "function_call", "refusal"}):
-        raise InputError(f"a chat message has the keys {list(message)}; it needs 'role' and 'content'")
+        raise InputError(
+            f"a chat message is {describe(message)}; pass a dict with 'role' and 'content'"
+        )
+    if "role" not in message or not (
+        message.keys() & {"content", "tool_calls", "function_call", "refusal"}
+    ):
+        raise InputError(
+            f"a chat message has the keys {list(message)}; it needs 'role' and 'content'"
+        )
     role = message["role"]
     if not isinstance(role, str):
         raise InputError(f"the role of a chat message is {role!r}; pass a string such as 'user'")
-    made = {name: value for name, value in message.items() if value is not None}  # null says nothing
+    made = {
+        name: value for name, value in message.items() if value is not None
+    }  # null says nothing
     for name in _NOT_TEXT:
         if made.get(name):
-            raise InputError(f"a {role} message holds {name}; kvrag reads text only, leave them out")
+            raise InputError(
+                f"a {role} message holds {name}; kvrag reads text only, leave them out"
+            )
     for name, value in made.items():
         if name != "content" and isinstance(value, Chunk):
-            raise InputError(f"{name!r} of a {role} message is a kvrag.Chunk; put chunks into its content")
+            raise InputError(
+                f"{name!r} of a {role} message is a kvrag.Chunk; put chunks into its content"
+            )
     if not made.get("tool_calls"):
         made.pop("tool_calls", None)
     refusal = made.pop("refusal", "")
@@ -113,7 +125,11 @@ def _content_text(content: object, role: str, hold: Hold) -> str:
         content = [content]
     if not isinstance(content, Sequence) or isinstance(content, bytes):
         raise InputError(f"the content of a {role} message is {describe(content)}; pass a string")
-    return content if isinstance(content, str) else "".join([_part_text(part, hold) for part in content])
+    return (
+        content
+        if isinstance(content, str)
+        else "".join([_part_text(part, hold) for part in content])
+    )
 
 
 def _part_text(part: object, hold: Hold) -> str:
@@ -133,7 +149,9 @@ def _part_text(part: object, hold: Hold) -> str:
         raise InputError(
             f"the {field!r} of a content part of type {kind!r} is {describe(part.get(field))}; pass a string"
         )
-    raise InputError(f"a message holds a content part of type {kind!r}; kvrag reads text only, remove the part")
+    raise InputError(
+        f"a message holds a content part of type {kind!r}; kvrag reads text only, remove the part"
+    )
 
 
 def _held(chunk: Chunk, hold: Hold) -> str:

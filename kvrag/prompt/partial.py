@@ -48,7 +48,11 @@ class PartFinder:
         if not any(places):
             return list(pieces)
         stored = self._stored(
-            [p.text[a : a + ANCHOR_CHARS] for p, starts in zip(pieces, places, strict=True) for a in starts]
+            [
+                p.text[a : a + ANCHOR_CHARS]
+                for p, starts in zip(pieces, places, strict=True)
+                for a in starts
+            ]
         )
         out: list[Piece] = []
         looks = MAX_LOOKS
@@ -84,7 +88,10 @@ class PartFinder:
         entries = {head: self.scanner.texts_like(head, limit=MAX_TEXTS) for head in distinct}
         every = {entry.digest: entry for found in entries.values() for entry in found}
         ids = self.stored_ids(list(every.values())) if every else {}
-        return {head: [(e, run) for e in found for run in ids.get(e.digest, ())] for head, found in entries.items()}
+        return {
+            head: [(e, run) for e in found for run in ids.get(e.digest, ())]
+            for head, found in entries.items()
+        }
 
     def _first_part(
         self,
@@ -101,7 +108,10 @@ class PartFinder:
         chunks = stored.get(text[start : start + ANCHOR_CHARS])
         if not chunks:
             return None
-        whole, text = text, text[start : min(stop, start + max(entry.num_chars for entry, _ in chunks))]
+        whole, text = (
+            text,
+            text[start : min(stop, start + max(entry.num_chars for entry, _ in chunks))],
+        )
         chunk, count = self._longest(text, [ids for _, ids in chunks])
         for end in range(count, max(count - MAX_BACK_OFF, self.min_tokens) - 1, -1):
             ids, body = chunk[:end], self.encoder.decode(chunk[:end])
@@ -125,13 +135,19 @@ class PartFinder:
             width *= 4
 
 
-def text_of(store: TieredStore, encoder: PromptEncoder, model: str, namespace: str, digest: str) -> str | None:
+def text_of(
+    store: TieredStore, encoder: PromptEncoder, model: str, namespace: str, digest: str
+) -> str | None:
     """Return the text of a digest, which a store does not keep, from the token ids of its KV by a model's fingerprint."""
-    found = (identity for identity in store.identities(namespace, digest) if identity.model == model)
+    found = (
+        identity for identity in store.identities(namespace, digest) if identity.model == model
+    )
     texts = (encoder.decode(identity.token_ids) for identity in found)
     return next((text for text in texts if text_digest(text) == digest), None)
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:
     """Return the number of equal ids at the beginning."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )

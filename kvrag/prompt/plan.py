@@ -25,7 +25,9 @@ from kvrag.types import ChunkIdentity, ChunkKey, KVDtype, MissedChunk, TextEntry
 OTHER_TEXT = "other text stands between the prefix and this chunk: repaired"
 OTHER_CONTEXT = "encoded behind a context, which this prompt does not have: repaired"
 OTHER_PREFIX = "encoded behind another prefix than this prompt has: repaired with a larger ratio"
-IDS_ALONE = "the prompt is token ids, in which no chunks are looked for; pass text, messages or segments"
+IDS_ALONE = (
+    "the prompt is token ids, in which no chunks are looked for; pass text, messages or segments"
+)
 NEAR_SEAM = 64  # characters after a seam whose token ids may depend on what stands before it
 REST_OF_CHUNK = "the rest of a chunk whose first part is that of a stored chunk"
 
@@ -66,7 +68,9 @@ class Lookup:
                 for dtype in dtypes:
                     identity = replace(self.identity(ids, ""), kv_dtype=dtype)
                     if variants := self.store.catalog.variants(content_key(identity)):
-                        found[ids] = replace(identity, prefix=variants[-1].prefix, context=variants[-1].context)
+                        found[ids] = replace(
+                            identity, prefix=variants[-1].prefix, context=variants[-1].context
+                        )
                         break
             return found
 
@@ -78,10 +82,14 @@ class Lookup:
 
         def find(digest: str) -> list[TokenIds]:
             found = self.store.identities(self.namespace, digest)
-            own_ids = [i.token_ids for i in found if replace(i, prefix="", context="", token_ids=()) == own]
+            own_ids = [
+                i.token_ids for i in found if replace(i, prefix="", context="", token_ids=()) == own
+            ]
             return list(dict.fromkeys(own_ids))
 
-        return self.deadline.ask(lambda: {e.digest: find(e.digest) for e in entries}, nothing, what="the KV store")
+        return self.deadline.ask(
+            lambda: {e.digest: find(e.digest) for e in entries}, nothing, what="the KV store"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +151,9 @@ class Plan:
     @property
     def missed(self) -> list[MissedChunk]:
         """Chunks without KV of their own, each once."""
-        return list(dict.fromkeys([piece.missed for piece in self.pieces if piece.missed is not None]))
+        return list(
+            dict.fromkeys([piece.missed for piece in self.pieces if piece.missed is not None])
+        )
 
     @property
     def has_mismatch(self) -> bool:
@@ -157,7 +167,10 @@ class Plan:
 
     def without_reuse(self, reason: str) -> Plan:
         """Return the same prompt with nothing to reuse, and why, at every chunk."""
-        pieces = [PlannedPiece(p.piece, p.ids, reason=reason if p.piece.kind == "chunk" else None) for p in self.pieces]
+        pieces = [
+            PlannedPiece(p.piece, p.ids, reason=reason if p.piece.kind == "chunk" else None)
+            for p in self.pieces
+        ]
         return replace(self, pieces=tuple(pieces), refusal=reason)
 
 
@@ -186,12 +199,18 @@ def plan_prompt(
     head, rest = _split_head(merge_live(encoder.pieces(prompt, chat)), prefixes, encoder)
     hidden = set[str]()
     while True:
-        spans = {i: scanner.scan(p.text, without=hidden) for i, p in enumerate(rest) if p.kind == "live"}
+        spans = {
+            i: scanner.scan(p.text, without=hidden) for i, p in enumerate(rest) if p.kind == "live"
+        }
         pieces = cut(rest, spans)
         if any([p.kind == "live" and scanner.head_places(p.text) for p in pieces]):
             pieces = finder.cut_live(pieces)
         draft = _Draft(head, pieces, encoder, lookup, min_chunk_tokens)
-        new = {p.digest for p in draft.without_kv if p.digest and scanner.scan(p.text, without={*hidden, p.digest})}
+        new = {
+            p.digest
+            for p in draft.without_kv
+            if p.digest and scanner.scan(p.text, without={*hidden, p.digest})
+        }
         if not new:
             break
         hidden |= new  # a text without KV must not hide shorter ones that have it
@@ -204,7 +223,9 @@ def plan_prompt(
 def plan_ids(ids: Sequence[int], encoder: PromptEncoder, chat: Chat = PLAIN) -> Plan:
     """Plan a prompt of token ids: they are taken as they are, and no chunks are looked for in them."""
     if chat.tools or chat.continues:
-        raise InputError("tools and continue_final_message need a prompt of chat messages, and this one is token ids")
+        raise InputError(
+            "tools and continue_final_message need a prompt of chat messages, and this one is token ids"
+        )
     text = str(encoder.tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
     return Plan((PlannedPiece(Piece(text), tuple(ids)),), encoder, refusal=IDS_ALONE)
 
@@ -242,20 +263,33 @@ class _Draft:
     """A prompt cut in one way: its pieces with their ids, and what the store has of them."""
 
     def __init__(
-        self, head: Piece | None, rest: list[Piece], encoder: PromptEncoder, lookup: Lookup, min_tokens: int
+        self,
+        head: Piece | None,
+        rest: list[Piece],
+        encoder: PromptEncoder,
+        lookup: Lookup,
+        min_tokens: int,
     ) -> None:
         self._encoder, self._lookup, self._min_tokens = encoder, lookup, min_tokens
         if head is None and rest and rest[0].kind == "live":
             head, rest = rest[0], rest[1:]
-        elif head is not None and not (any([piece.kind == "chunk" for piece in rest]) or self._is_stored(head)):
+        elif head is not None and not (
+            any([piece.kind == "chunk" for piece in rest]) or self._is_stored(head)
+        ):
             head, rest = Piece("".join([p.text for p in (head, *rest)])), []
         self._head, self._head_ids = head or Piece(""), self._ids_of(head)
         encode: dict[str, Any] = {"live": encoder.live_ids, "chunk": encoder.chunk_ids}
-        self._rest: list[tuple[Piece, TokenIds]] = [(p, p.ids or tuple(encode[p.kind](p.text))) for p in rest]
+        self._rest: list[tuple[Piece, TokenIds]] = [
+            (p, p.ids or tuple(encode[p.kind](p.text))) for p in rest
+        ]
         self._prefix = ids_digest(self._head_ids)
         self._found: dict[TokenIds, ChunkIdentity] = {}
         self._head_identity = lookup.identity(self._head_ids, ids_digest(()))
-        runs = [p.part_of or ids for p, ids in self._rest if p.kind == "chunk" and len(ids) >= min_tokens]
+        runs = [
+            p.part_of or ids
+            for p, ids in self._rest
+            if p.kind == "chunk" and len(ids) >= min_tokens
+        ]
         self._has_head = self._head_identity in self._look_up(runs, self._head_identity)
 
     def _ids_of(self, head: Piece | None) -> TokenIds:
@@ -267,11 +301,18 @@ class _Draft:
     @property
     def without_kv(self) -> list[Piece]:
         """Chunks that have no KV to use, behind any prefix."""
-        return [p for p, ids in self._rest if p.kind == "chunk" and self._usable(p.part_of or ids) is None]
+        return [
+            p
+            for p, ids in self._rest
+            if p.kind == "chunk" and self._usable(p.part_of or ids) is None
+        ]
 
     def _look_up(self, runs: Iterable[TokenIds], *others: ChunkIdentity) -> set[ChunkIdentity]:
         """Find KV of runs of ids, behind this prefix or else elsewhere, and return those identities that are known."""
-        behind, new = (self._prefix, self._lookup.context), [ids for ids in runs if ids not in self._found]
+        behind, new = (
+            (self._prefix, self._lookup.context),
+            [ids for ids in runs if ids not in self._found],
+        )
         own = {ids: self._lookup.identity(ids, *behind) for ids in new}
         known = self._lookup.known([*own.values(), *others])
         self._found |= {ids: identity for ids, identity in own.items() if identity in known}
@@ -284,19 +325,27 @@ class _Draft:
 
     def planned(self, finder: PartFinder) -> list[PlannedPiece]:
         """Return the pieces with the KV to use for them; a chunk without KV may begin like a stored one."""
-        long = [(p, ids) for p, ids in self._rest if p.kind == "chunk" and len(ids) >= self._min_tokens]
+        long = [
+            (p, ids) for p, ids in self._rest if p.kind == "chunk" and len(ids) >= self._min_tokens
+        ]
         pieces = [p for p, ids in long if not p.part_of and self._usable(ids) is None]
         parts = dict(zip(pieces, finder.cut_chunks(pieces), strict=True)) if pieces else {}
         if runs := [part.part_of for part, *_ in parts.values() if part.part_of]:
             self._look_up(runs)
-        missing = None if self._has_head else self._lookup.deadline.fault or "no stored KV for this prefix"
+        missing = (
+            None
+            if self._has_head
+            else self._lookup.deadline.fault or "no stored KV for this prefix"
+        )
         identity = self._head_identity if self._has_head else None
         out = [PlannedPiece(self._head, self._head_ids, identity, self._has_head, reason=missing)]
         for index, (piece, ids) in enumerate(self._rest):
             out += self._planned(piece, ids, parts.get(piece, [piece]), is_next_to_head=index == 0)
         return out
 
-    def _planned(self, piece: Piece, ids: TokenIds, parts: list[Piece], *, is_next_to_head: bool) -> list[PlannedPiece]:
+    def _planned(
+        self, piece: Piece, ids: TokenIds, parts: list[Piece], *, is_next_to_head: bool
+    ) -> list[PlannedPiece]:
         """Plan one piece; two come of a chunk without KV whose first part is that of a stored one."""
         if piece.kind == "live":
             return [PlannedPiece(piece, ids)]
@@ -308,16 +357,25 @@ class _Draft:
         missed = None if piece.part_of else MissedChunk(piece.text, piece.is_given)
         first, *others = parts
         if others and (planned := self._stored(first, first.ids, is_next_to_head)) is not None:
-            rest = [PlannedPiece(p, self._encoder.chunk_ids(p.text), reason=REST_OF_CHUNK) for p in others]
+            rest = [
+                PlannedPiece(p, self._encoder.chunk_ids(p.text), reason=REST_OF_CHUNK)
+                for p in others
+            ]
             pays = sum([len(other.ids) for other in rest]) >= self._min_tokens
             return [replace(planned, missed=missed if pays else None), *rest]
         return [PlannedPiece(piece, ids, reason=self._why_missing(piece, ids), missed=missed)]
 
     def _why_missing(self, piece: Piece, ids: TokenIds) -> str:
         if (other := self._found.get(ids)) is not None:
-            asked = f"kept with kv_dtype={other.kv_dtype!r}, and {self._lookup.kv_dtype!r} is asked for"
+            asked = (
+                f"kept with kv_dtype={other.kv_dtype!r}, and {self._lookup.kv_dtype!r} is asked for"
+            )
             return f"{asked}: precompute it again, or ask for that"
-        known = "not precomputed" if piece.is_given else "the text is known, but there is no KV of this model for it"
+        known = (
+            "not precomputed"
+            if piece.is_given
+            else "the text is known, but there is no KV of this model for it"
+        )
         return self._lookup.deadline.fault or f"{known}: precompute it with this model"
 
     def _stored(self, piece: Piece, ids: TokenIds, is_next_to_head: bool) -> PlannedPiece | None:
@@ -325,10 +383,19 @@ class _Draft:
         stored = piece.part_of or ids
         if (identity := self._usable(stored)) is None:
             return None
-        part = f"first {len(ids)} of {len(stored)} tokens of a stored chunk" if len(stored) > len(ids) else None
+        part = (
+            f"first {len(ids)} of {len(stored)} tokens of a stored chunk"
+            if len(stored) > len(ids)
+            else None
+        )
         is_mismatched = identity.prefix != self._prefix
         other = OTHER_PREFIX if is_mismatched else None if is_next_to_head else OTHER_TEXT
         why = other or (OTHER_CONTEXT if identity.context else None)
         return PlannedPiece(
-            piece, ids, identity, why is None, is_mismatched, "; ".join(filter(None, (part, why))) or None
+            piece,
+            ids,
+            identity,
+            why is None,
+            is_mismatched,
+            "; ".join(filter(None, (part, why))) or None,
         )

@@ -59,7 +59,9 @@ def prefix_text(prefix: Prefix | None, encoder: PromptEncoder) -> str:
     """
     mark = _MARK.format("context")
     if isinstance(prefix, LearnPrefix) or (isinstance(prefix, str) and prefix == LEARN):
-        raise ConfigError(f"only an engine can learn its prefix; pass prefix={LEARN!r} where it is made, and none here")
+        raise ConfigError(
+            f"only an engine can learn its prefix; pass prefix={LEARN!r} where it is made, and none here"
+        )
     if isinstance(prefix, TemplatePrefix):
         encoder = copy(encoder)
         encoder.tools = answer_form(prefix.tools).tools
@@ -87,7 +89,11 @@ def _no_chunk(_text: str) -> str:
 def _from_template(prefix: Any, encoder: PromptEncoder) -> str:
     template = prefix.template if isinstance(prefix, TemplatePrefix) else prefix
     names = _variables(template)
-    known = [prefix.variable] if isinstance(prefix, TemplatePrefix) else [n for n in _CONTEXT_NAMES if n in names]
+    known = (
+        [prefix.variable]
+        if isinstance(prefix, TemplatePrefix)
+        else [n for n in _CONTEXT_NAMES if n in names]
+    )
     if len(known) != 1:
         raise ConfigError(
             f"can't tell which of the template's variables {sorted(names)} takes the chunks; pass "
@@ -96,7 +102,9 @@ def _from_template(prefix: Any, encoder: PromptEncoder) -> str:
     (variable,) = known
     if variable not in names:
         raise ConfigError(f"the template has no variable {variable!r}; it has {sorted(names)}")
-    head = _before(_render(template, {name: _MARK.format(name) for name in names}, encoder), variable)
+    head = _before(
+        _render(template, {name: _MARK.format(name) for name in names}, encoder), variable
+    )
     for name in names:
         if _MARK.format(name) in head:
             raise ConfigError(
@@ -110,7 +118,9 @@ def _variables(template: Any) -> list[str]:
     for attribute in ("input_variables", "template_vars"):
         names = getattr(template, attribute, None)
         if names is not None:
-            filled_in = getattr(template, "kwargs", None) or {}  # LlamaIndex lists partial variables, too
+            filled_in = (
+                getattr(template, "kwargs", None) or {}
+            )  # LlamaIndex lists partial variables, too
             return [name for name in names if name not in filled_in]
     raise ConfigError(
         f"prefix is of type {type(template).__name__}; pass text, chat messages, or a prompt template of LangChain or LlamaIndex"
@@ -119,17 +129,27 @@ def _variables(template: Any) -> list[str]:
 
 def _render(template: Any, values: dict[str, Any], encoder: PromptEncoder) -> str:
     """Render a template of either framework; chat templates go through the model's chat template."""
-    if hasattr(template, "kvrag_render"):  # an adapter's: it knows what its framework and its LLM add
+    if hasattr(
+        template, "kvrag_render"
+    ):  # an adapter's: it knows what its framework and its LLM add
         return str(template.kvrag_render(values, encoder))
     if hasattr(template, "format_prompt"):  # LangChain
         list_types = getattr(template, "input_types", {}) or {}
-        values = {n: ([] if n in list_types and list_types[n] is not str else v) for n, v in values.items()}
+        values = {
+            n: ([] if n in list_types and list_types[n] is not str else v)
+            for n, v in values.items()
+        }
         value = template.format_prompt(**values)
         if not hasattr(value, "messages"):
             return str(value.to_string())
         messages = [(getattr(m, "role", m.type), m.content) for m in value.to_messages()]
-    elif hasattr(template, "format_messages") and encoder.has_chat_template:  # LlamaIndex shows chat models messages
-        messages = [(m.role.value, m.content or "") for m in _selected(template, True).format_messages(**values)]
+    elif (
+        hasattr(template, "format_messages") and encoder.has_chat_template
+    ):  # LlamaIndex shows chat models messages
+        messages = [
+            (m.role.value, m.content or "")
+            for m in _selected(template, True).format_messages(**values)
+        ]
     else:
         return str(_selected(template, False).format(**values))
     return encoder.render([{"role": role, "content": content} for role, content in messages])
@@ -144,5 +164,7 @@ def _selected(template: Any, is_chat: bool) -> Any:
 def _before(rendered: str, variable: str) -> str:
     head, mark, _ = rendered.partition(_MARK.format(variable))
     if not mark:
-        raise ConfigError(f"the rendered prompt does not hold the variable {variable!r}; check the template")
+        raise ConfigError(
+            f"the rendered prompt does not hold the variable {variable!r}; check the template"
+        )
     return head

@@ -29,10 +29,14 @@ long run of one character, have so many; then the shortest registered texts are 
 MAX_WASTED_CHARS = 1 << 24
 """Characters that one scan hashes for places that look right at both ends and turn out different in the middle."""
 
-MIN_OVERFLOW = 1024  # new entries that are kept beside the sorted table, at least, before it is sorted again
+MIN_OVERFLOW = (
+    1024  # new entries that are kept beside the sorted table, at least, before it is sorted again
+)
 
 _BASE = 0x9E3779B97F4A7C15
-_POWERS = np.array([pow(_BASE, ANCHOR_CHARS - 1 - i, 1 << 64) for i in range(ANCHOR_CHARS)], dtype=np.uint64)
+_POWERS = np.array(
+    [pow(_BASE, ANCHOR_CHARS - 1 - i, 1 << 64) for i in range(ANCHOR_CHARS)], dtype=np.uint64
+)
 
 Hashes = NDArray[np.uint64]
 Integers = NDArray[np.int64]
@@ -104,7 +108,11 @@ class SpanIndex:
                 digest = self._digest_of(text[start:stop])
             except UnicodeEncodeError:  # a prompt may hold what no registered text can
                 return None
-            return digest if any(t.holds(windows[start], stop - start, digest) for t in tables) else None
+            return (
+                digest
+                if any(t.holds(windows[start], stop - start, digest) for t in tables)
+                else None
+            )
 
         return _verified(starts, lengths, len(text), known_digest, without)
 
@@ -129,7 +137,12 @@ class SpanIndex:
     def texts_like(self, text: str, *, limit: int) -> list[TextEntry]:
         """Return the longest registered texts that may begin like a text, by the hash of their first :data:`ANCHOR_CHARS` characters."""
         head = _window_hashes(text[:ANCHOR_CHARS]) if len(text) >= ANCHOR_CHARS else ()
-        found = [entry for window in head for table in self._tables for entry in table.entries_of(window, limit)]
+        found = [
+            entry
+            for window in head
+            for table in self._tables
+            for entry in table.entries_of(window, limit)
+        ]
         return sorted(found, key=lambda entry: -entry.num_chars)[:limit]
 
 
@@ -147,14 +160,21 @@ class _Table:
         heads = np.fromiter((entry.head for entry in entries), np.uint64, len(entries))
         tails = np.fromiter((entry.tail for entry in entries), np.uint64, len(entries))
         lengths = np.fromiter((entry.num_chars for entry in entries), np.int64, len(entries))
-        digests = np.frombuffer(bytes.fromhex("".join(entry.digest for entry in entries)), np.uint64).reshape(-1, 4)
+        digests = np.frombuffer(
+            bytes.fromhex("".join(entry.digest for entry in entries)), np.uint64
+        ).reshape(-1, 4)
         return cls(heads, tails, lengths, digests)._sorted()
 
     def joined(self, other: _Table) -> _Table:
         """Return the entries of both."""
-        heads, tails = np.concatenate([self.heads, other.heads]), np.concatenate([self.tails, other.tails])
+        heads, tails = (
+            np.concatenate([self.heads, other.heads]),
+            np.concatenate([self.tails, other.tails]),
+        )
         lengths = np.concatenate([self.lengths, other.lengths])
-        return _Table(heads, tails, lengths, np.concatenate([self.digests, other.digests]))._sorted()
+        return _Table(
+            heads, tails, lengths, np.concatenate([self.digests, other.digests])
+        )._sorted()
 
     def _sorted(self) -> _Table:
         table = self.take(np.lexsort((*self.digests.T, -self.lengths, self.heads)))
@@ -172,7 +192,9 @@ class _Table:
         return bool((self.digests[rows][self.lengths[rows] == length] == words).all(axis=1).any())
 
     def _with_head(self, head: np.uint64 | int) -> slice:
-        first, stop = (int(np.searchsorted(self.heads, np.uint64(head), side)) for side in ("left", "right"))
+        first, stop = (
+            int(np.searchsorted(self.heads, np.uint64(head), side)) for side in ("left", "right")
+        )
         return slice(first, stop)
 
     def rows_of(self, heads: Hashes) -> tuple[Integers, Integers]:
@@ -195,7 +217,13 @@ class _Table:
     def entries(self, rows: slice) -> list[TextEntry]:
         """Return the given rows as entries."""
         table = self.take(np.arange(*rows.indices(len(self.heads))))
-        columns = zip(table.digests, table.heads.tolist(), table.tails.tolist(), table.lengths.tolist(), strict=True)
+        columns = zip(
+            table.digests,
+            table.heads.tolist(),
+            table.tails.tolist(),
+            table.lengths.tolist(),
+            strict=True,
+        )
         return [TextEntry(digest.tobytes().hex(), *numbers) for digest, *numbers in columns]
 
     def candidates(self, windows: Hashes) -> Integers:

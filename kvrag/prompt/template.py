@@ -62,7 +62,9 @@ class PromptEncoder(SegmentTokenizer):
 
     def __init__(self, tokenizer: Any) -> None:
         super().__init__(tokenizer)
-        self._shown = lru_cache(maxsize=8)(lambda _source, has_tools: what_is_shown(self._applied, has_tools))
+        self._shown = lru_cache(maxsize=8)(
+            lambda _source, has_tools: what_is_shown(self._applied, has_tools)
+        )
         self._proven = set[object]()
         self._warned = set[str]()
 
@@ -80,11 +82,17 @@ class PromptEncoder(SegmentTokenizer):
         InputError
             If the prompt is empty or is none of the accepted forms.
         """
-        if isinstance(prompt, Sequence) and prompt and all([isinstance(m, Mapping) for m in prompt]):
+        if (
+            isinstance(prompt, Sequence)
+            and prompt
+            and all([isinstance(m, Mapping) for m in prompt])
+        ):
             pieces = self.chat_pieces(prompt, chat)  # type: ignore[arg-type]
         elif chat.tools or chat.continues:
             what = "tools need" if chat.tools else "continue_final_message needs"
-            raise InputError(f"{what} a prompt of chat messages, and this one is {describe(prompt)}; pass messages")
+            raise InputError(
+                f"{what} a prompt of chat messages, and this one is {describe(prompt)}; pass messages"
+            )
         elif isinstance(prompt, str):
             pieces = [Piece(prompt)]
         elif isinstance(prompt, Sequence) and all([isinstance(s, (str, Chunk)) for s in prompt]):
@@ -101,7 +109,11 @@ class PromptEncoder(SegmentTokenizer):
         return pieces
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]] | str, *, tools: Tools = (), add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]] | str,
+        *,
+        tools: Tools = (),
+        add_generation_prompt: bool = True,
     ) -> str:
         """Render chat messages, and OpenAI's tool dicts, with the model's chat template; what it leaves out of tools is written as text.
 
@@ -115,7 +127,9 @@ class PromptEncoder(SegmentTokenizer):
             raise InputError(
                 "tools need a prompt of chat messages, and this one is text; pass messages, or leave tools out"
             )
-        pieces = self.chat_pieces(messages, Chat(tools), add_generation_prompt=add_generation_prompt)
+        pieces = self.chat_pieces(
+            messages, Chat(tools), add_generation_prompt=add_generation_prompt
+        )
         for piece in pieces:
             at = self.control_text_after(piece.text, 0)
             if piece.kind == "chunk" and at < len(piece.text):
@@ -126,7 +140,11 @@ class PromptEncoder(SegmentTokenizer):
         return "".join([piece.text for piece in pieces])
 
     def chat_pieces(
-        self, messages: Sequence[Mapping[str, Any]], chat: Chat = PLAIN, *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        chat: Chat = PLAIN,
+        *,
+        add_generation_prompt: bool = True,
     ) -> list[Piece]:
         """Render chat messages with the model's chat template, each chunk in them a piece of its own.
 
@@ -148,7 +166,9 @@ class PromptEncoder(SegmentTokenizer):
             _check_last(plain)
         render = partial(self._shown_whole, chat=chat, add_generation_prompt=add_generation_prompt)
         if chat.tools or any([m["role"] == "tool" or m.get("tool_calls") for m in plain]):
-            rendered = render_tools(render, plain, chat.tools, self._shown(source, bool(chat.tools)))
+            rendered = render_tools(
+                render, plain, chat.tools, self._shown(source, bool(chat.tools))
+            )
         else:
             rendered = render(plain, ())
         return self._cut_at(marks, rendered)
@@ -191,7 +211,12 @@ class PromptEncoder(SegmentTokenizer):
         return merge_live(pieces)
 
     def _shown_whole(
-        self, messages: Sequence[Mapping[str, Any]], tools: Tools, *, chat: Chat, add_generation_prompt: bool
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Tools,
+        *,
+        chat: Chat,
+        add_generation_prompt: bool,
     ) -> str:
         """Render messages, and prove that none is left out; once for messages of the same kinds."""
         render = partial(
@@ -202,7 +227,10 @@ class PromptEncoder(SegmentTokenizer):
         )
         rendered = render(messages, tools)
         kinds = tuple(
-            [(m["role"], bool(m["content"].strip()), len(m.get("tool_calls", ())), says_name(m)) for m in messages]
+            [
+                (m["role"], bool(m["content"].strip()), len(m.get("tool_calls", ())), says_name(m))
+                for m in messages
+            ]
         )
         options = repr(chat.variables), chat.continues, add_generation_prompt, bool(tools)
         key = self.template_source(tools), kinds, options
@@ -233,9 +261,13 @@ class PromptEncoder(SegmentTokenizer):
             return str(self.tokenizer.apply_chat_template(list(messages), tokenize=False, **given))
         except Exception as error:  # jinja's errors share no useful base class
             roles = [message["role"] for message in messages]
-            raise InputError(f"the model's chat template refuses messages with roles {roles}: {error}") from error
+            raise InputError(
+                f"the model's chat template refuses messages with roles {roles}: {error}"
+            ) from error
 
-    def _warn_of_unused(self, messages: Sequence[Mapping[str, Any]], chat: Chat, facts: TemplateFacts | None) -> None:
+    def _warn_of_unused(
+        self, messages: Sequence[Mapping[str, Any]], chat: Chat, facts: TemplateFacts | None
+    ) -> None:
         """Warn, once of each, of variables and fields of messages that the template does not read."""
         if facts is None:
             return

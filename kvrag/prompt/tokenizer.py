@@ -99,7 +99,9 @@ class SegmentTokenizer:
         self._control_text = re.compile(f"({'|'.join(map(re.escape, texts)) or '(?!)'})")
         self._piece = lru_cache(maxsize=None)(self._text_of)
         self.chunk_ids = lru_cache(maxsize=4096)(self.document_ids)
-        self.head_ids = lru_cache(maxsize=16)(lambda text: tuple(self.live_ids(text, at_start=True)))
+        self.head_ids = lru_cache(maxsize=16)(
+            lambda text: tuple(self.live_ids(text, at_start=True))
+        )
 
     def live_ids(self, text: str, *, at_start: bool = False) -> list[int]:
         """Tokenise live text: control tokens are recognised.
@@ -119,14 +121,24 @@ class SegmentTokenizer:
 
     def continuation_ids(self, continuation: object, vocab_size: int) -> list[int]:
         """Return the token ids of text that follows a prompt, or ids as they are given; raises :class:`InputError` on anything else."""
-        ids = self.live_ids(continuation) if isinstance(continuation, str) else given_ids(continuation, vocab_size)
+        ids = (
+            self.live_ids(continuation)
+            if isinstance(continuation, str)
+            else given_ids(continuation, vocab_size)
+        )
         if not ids:
-            raise InputError(f"the continuation is {continuation!r}; pass text, or token ids below {vocab_size}")
+            raise InputError(
+                f"the continuation is {continuation!r}; pass text, or token ids below {vocab_size}"
+            )
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """Turn ids into text, control tokens left out."""
-        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        return str(
+            self.tokenizer.decode(
+                list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+        )
 
     def sentence_starts(self, ids: Sequence[int]) -> list[bool]:
         """Return whether each token of a prompt begins a sentence or a line.
@@ -156,8 +168,12 @@ class SegmentTokenizer:
         ids = self._continued(text, as_text=True)
         if not self._control_ids.isdisjoint(ids):
             parts = self._control_text.split(text)  # odd ones are control-token text
-            ids = self._joined(c for n, part in enumerate(parts) for c in (part if n % 2 else [part]))
-            if not self._control_ids.isdisjoint(ids):  # a spelling that only the tokenizer's normaliser makes one
+            ids = self._joined(
+                c for n, part in enumerate(parts) for c in (part if n % 2 else [part])
+            )
+            if not self._control_ids.isdisjoint(
+                ids
+            ):  # a spelling that only the tokenizer's normaliser makes one
                 ids = self._joined(text)
         return tuple(ids)
 
@@ -168,7 +184,10 @@ class SegmentTokenizer:
         """Tokenise text that something stands before: without a dummy prefix."""
         if self.has_dummy_prefix and text:
             for anchor in ANCHORS:
-                head, both = self._encode(anchor, as_text=as_text), self._encode(anchor + text, as_text=as_text)
+                head, both = (
+                    self._encode(anchor, as_text=as_text),
+                    self._encode(anchor + text, as_text=as_text),
+                )
                 if head and both[: len(head)] == head:
                     return both[len(head) :]
         return self._encode(text, as_text=as_text)
@@ -177,7 +196,11 @@ class SegmentTokenizer:
         if not text:
             return []
         with self._lock:
-            return list(self.tokenizer(text, add_special_tokens=False, split_special_tokens=as_text)["input_ids"])
+            return list(
+                self.tokenizer(text, add_special_tokens=False, split_special_tokens=as_text)[
+                    "input_ids"
+                ]
+            )
 
 
 def control_tokens(tokenizer: Any) -> dict[str, int]:
@@ -189,8 +212,14 @@ def control_tokens(tokenizer: Any) -> dict[str, int]:
     template = str(getattr(tokenizer, "chat_template", None) or "")
     added = tokenizer.added_tokens_decoder
     found = {str(t.content): int(i) for i, t in added.items() if t.special or t.content in template}
-    found |= dict(zip(map(str, tokenizer.all_special_tokens), tokenizer.all_special_ids, strict=True))
-    return {text: i for text, i in found.items() if i != tokenizer.unk_token_id and len(text.strip()) > 1}
+    found |= dict(
+        zip(map(str, tokenizer.all_special_tokens), tokenizer.all_special_ids, strict=True)
+    )
+    return {
+        text: i
+        for text, i in found.items()
+        if i != tokenizer.unk_token_id and len(text.strip()) > 1
+    }
 
 
 def given_ids(value: object, vocab_size: int) -> list[int] | None:
@@ -259,7 +288,9 @@ def count_seams(segments: Sequence[Sequence[int]], whole: Sequence[int]) -> Seam
     changed_tokens = 0
     for kind, start, stop, *_ in SequenceMatcher(None, ours, whole, autojunk=False).get_opcodes():
         if kind != "equal":
-            across = [s for s in seams if start < s < stop] or [s for s in seams if s in (start, stop)]
+            across = [s for s in seams if start < s < stop] or [
+                s for s in seams if s in (start, stop)
+            ]
             changed.update(across)
             changed_tokens += stop - start if across else 0
     return SeamCount(len(seams), len(changed), len(ours), changed_tokens)

@@ -44,11 +44,15 @@ def answer_form(tools: Any = None, tool_choice: Any = None, response_format: Any
     choice, allowed = _choice(tool_choice)
     if allowed is not None:
         if unknown := [name for name in allowed if name not in names]:
-            raise ConfigError(f"tool_choice allows {unknown[0]!r}, which is none of the tools; they are {names}")
+            raise ConfigError(
+                f"tool_choice allows {unknown[0]!r}, which is none of the tools; they are {names}"
+            )
         checked = tuple([tool for tool in checked if name_of(tool) in allowed])
         names = [name_of(tool) for tool in checked]
     if choice not in (None, "auto", "none", *(("required", *names) if names else ())):
-        raise ConfigError(f"tool_choice is {tool_choice!r}; it must be 'auto', 'none', 'required', or one of {names}")
+        raise ConfigError(
+            f"tool_choice is {tool_choice!r}; it must be 'auto', 'none', 'required', or one of {names}"
+        )
     shown = () if choice == "none" else checked
     return Form(shown, choice if shown and choice else "auto", _checked_schema(response_format))
 
@@ -85,7 +89,11 @@ def name_of(tool: Mapping[str, Any]) -> str:
 
 def _checked_tool(tool: Any) -> Mapping[str, Any]:
     function = tool.get("function") if isinstance(tool, Mapping) else None
-    name, schema = (function.get("name"), function.get("parameters")) if isinstance(function, Mapping) else ("", None)
+    name, schema = (
+        (function.get("name"), function.get("parameters"))
+        if isinstance(function, Mapping)
+        else ("", None)
+    )
     if not re.fullmatch(r"[\w.-]+", str(name or "")) or not isinstance(schema or {}, Mapping):
         raise ConfigError(
             f"tools holds {str(tool)[:200]}; pass dicts {{'type': 'function', 'function': {{'name': ..., 'parameters': JSON schema}}}}, "
@@ -111,8 +119,15 @@ def _checked_schema(response_format: Any) -> Mapping[str, Any] | None:
 
 # -- what a template shows ---------------------------------------------------------------------------------------------
 
-_PROBE = {"type": "function", "function": {"name": "probe_tool", "description": "", "parameters": {}}}
-_CALL = {"type": "function", "id": "probe0001", "function": {"name": "probe_call", "arguments": {"key": "probe_value"}}}
+_PROBE = {
+    "type": "function",
+    "function": {"name": "probe_tool", "description": "", "parameters": {}},
+}
+_CALL = {
+    "type": "function",
+    "id": "probe0001",
+    "function": {"name": "probe_call", "arguments": {"key": "probe_value"}},
+}
 _ASKED: tuple[Message, ...] = ({"role": "user", "content": "probe"},)
 _CALLED: tuple[Message, ...] = (
     {"role": "assistant", "content": "", "tool_calls": [_CALL]},
@@ -133,7 +148,9 @@ def what_is_shown(render: Render, has_tools: bool) -> tuple[bool, bool]:
     return "probe_tool" in texts[0], "probe_value" in texts[1] and "probe_result" in texts[1]
 
 
-def render_tools(render: Render, messages: Sequence[Message], tools: Tools, shown: tuple[bool, bool]) -> str:
+def render_tools(
+    render: Render, messages: Sequence[Message], tools: Tools, shown: tuple[bool, bool]
+) -> str:
     """Render messages and tools in the best way that a template takes, of which ``shown`` is :func:`what_is_shown`."""
     refusals = []
     for way in _ways(messages, tools, *shown):
@@ -156,7 +173,10 @@ def _ways(
     system = "\n\n".join([*[message["content"] for message in plain[:num_system]], text])
     yield [{"role": "system", "content": system}, *plain[num_system:]], ()
     user = next((at for at, message in enumerate(plain) if message["role"] == "user"), len(plain))
-    asked = [{**message, "content": f"{text}\n\n{message['content']}"} for message in plain[user : user + 1]]
+    asked = [
+        {**message, "content": f"{text}\n\n{message['content']}"}
+        for message in plain[user : user + 1]
+    ]
     yield [*plain[:user], *asked, *plain[user + 1 :]], ()
 
 
@@ -181,8 +201,13 @@ def written_out(messages: Sequence[Message]) -> list[Message]:
             result = f"<tool_response>\n{content}\n</tool_response>"
             out.append({"role": "user", "content": "\n".join([*earlier, result])})
         elif calls := message.get("tool_calls"):
-            asked = [{name: call["function"][name] for name in ("name", "arguments")} for call in calls]
-            said = [f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>" for call in asked]
+            asked = [
+                {name: call["function"][name] for name in ("name", "arguments")} for call in calls
+            ]
+            said = [
+                f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>"
+                for call in asked
+            ]
             rest = {key: value for key, value in message.items() if key != "tool_calls"}
             out.append({**rest, "content": "\n".join([*filter(None, [content]), *said])})
         else:

@@ -19,7 +19,11 @@ class Admission:
 
     def __init__(self, max_running: int, max_waiting: int, max_per_key: int | None = None) -> None:
         self._max_per_key, self._of_tenant = max_per_key, Counter[str]()
-        self._turns, self._max_running, self._max_waiting = asyncio.Semaphore(max_running), max_running, max_waiting
+        self._turns, self._max_running, self._max_waiting = (
+            asyncio.Semaphore(max_running),
+            max_running,
+            max_waiting,
+        )
         self._seconds, self.running, self.waiting, self.is_draining = 1.0, 0, 0, False
 
     @property
@@ -30,10 +34,19 @@ class Admission:
     def check(self, tenant: str | None = None) -> None:
         """Raise ``APIError`` if no more requests are taken, or no more of this tenant's."""
         if self.is_draining:
-            raise self._refusal("the server is shutting down; ask another one, or come again", "draining")
+            raise self._refusal(
+                "the server is shutting down; ask another one, or come again", "draining"
+            )
         if self._turns.locked() and self.waiting >= self._max_waiting:
-            raise self._refusal(f"{self.running} requests run and {self.waiting} wait; come again later", "overloaded")
-        if tenant is not None and self._max_per_key is not None and self._of_tenant[tenant] >= self._max_per_key:
+            raise self._refusal(
+                f"{self.running} requests run and {self.waiting} wait; come again later",
+                "overloaded",
+            )
+        if (
+            tenant is not None
+            and self._max_per_key is not None
+            and self._of_tenant[tenant] >= self._max_per_key
+        ):
             message = f"{self._of_tenant[tenant]} requests of this key are under way; wait for one of them"
             raise self._refusal(message, "rate_limit_exceeded", 429)
 

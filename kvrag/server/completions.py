@@ -38,7 +38,9 @@ Piece = tuple[int, str | GenerationResult]
 
 Body = ChatRequest | TextRequest
 
-logging.getLogger("sse_starlette.sse").setLevel(logging.INFO)  # below, it writes the text of every event
+logging.getLogger("sse_starlette.sse").setLevel(
+    logging.INFO
+)  # below, it writes the text of every event
 
 router = APIRouter()
 
@@ -52,21 +54,29 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
 @router.post("/v1/completions")
 async def completions(body: TextRequest, request: Request) -> Response:
     """Continue text."""
-    return await _complete(TEXT, body, request, [text_prompt(prompt, body.kvrag) for prompt in body.prompts])
+    return await _complete(
+        TEXT, body, request, [text_prompt(prompt, body.kvrag) for prompt in body.prompts]
+    )
 
 
 def chat_prompt(messages: Sequence[Message], reuse: Reuse) -> Prompt:
     """Return the messages as the engine takes them, with the documents before the last user message's text."""
     dicts: list[dict[str, Any]] = [
-        message.model_dump(exclude_unset=True) | {"content": message.content} for message in messages
+        message.model_dump(exclude_unset=True) | {"content": message.content}
+        for message in messages
     ]
     if reuse.documents:
-        users = [message for message in dicts if SYNONYMS.get(message["role"], message["role"]) == "user"]
+        users = [
+            message for message in dicts if SYNONYMS.get(message["role"], message["role"]) == "user"
+        ]
         if not users:
             message = "kvrag.documents go before the last user message, and there is none; send one, or leave them out"
             raise APIError(400, message, "invalid_value", param="kvrag.documents")
         content = users[-1]["content"] or ""
-        users[-1]["content"] = [*_chunks(reuse), *([content] if isinstance(content, str) else content)]
+        users[-1]["content"] = [
+            *_chunks(reuse),
+            *([content] if isinstance(content, str) else content),
+        ]
     return dicts
 
 
@@ -75,9 +85,7 @@ def text_prompt(prompt: str | list[int], reuse: Reuse) -> Prompt:
     if not reuse.documents:
         return prompt
     if not isinstance(prompt, str):
-        message = (
-            "kvrag.documents go before text, and this prompt is token ids; send it as text, or leave the documents out"
-        )
+        message = "kvrag.documents go before text, and this prompt is token ids; send it as text, or leave the documents out"
         raise APIError(400, message, "unsupported_parameter", param="kvrag.documents")
     return [*_chunks(reuse), prompt]
 
@@ -87,14 +95,20 @@ def _chunks(reuse: Reuse) -> list[str | Chunk]:
     return [part for text in texts if text.strip() for part in (Chunk(text), "\n\n")]
 
 
-async def _complete(shape: Shape, body: Body, request: Request, prompts: Sequence[Prompt]) -> Response:
+async def _complete(
+    shape: Shape, body: Body, request: Request, prompts: Sequence[Prompt]
+) -> Response:
     service = service_of(request)
     service.check_model(body.model)
     record: Record = request.state.record
     record.model, record.is_stream = service.name, body.stream
     echo = _echo(service, body, prompts)
     pieces = _pieces(service, body, request, prompts, echo)
-    head = {"id": f"{shape.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": service.name}
+    head = {
+        "id": f"{shape.prefix}-{uuid.uuid4().hex}",
+        "created": int(time.time()),
+        "model": service.name,
+    }
     if not body.stream:
         async with aclosing(pieces):
             results = await _unless_gone(request, asyncio.create_task(_results(pieces)), None)
@@ -214,7 +228,9 @@ def _as_asked(body: Body, result: GenerationResult, echo: str | None) -> Generat
     if echo is None:
         return result
     if body.limit == 0:
-        result = replace(result, text="", token_ids=[], logprobs=None if result.logprobs is None else ())
+        result = replace(
+            result, text="", token_ids=[], logprobs=None if result.logprobs is None else ()
+        )
     logprobs = result.logprobs
     if logprobs is not None:
         logprobs = (result.prompt_logprobs or ()) + logprobs
@@ -269,7 +285,9 @@ async def _events(
 
     def event(choices: list[dict[str, Any]], **more: Any) -> ServerSentEvent:
         usage = {"usage": None} if wants_usage else {}
-        return ServerSentEvent(json.dumps({**head, "object": kind, "choices": choices, **usage, **more}))
+        return ServerSentEvent(
+            json.dumps({**head, "object": kind, "choices": choices, **usage, **more})
+        )
 
     begun = set()
     try:
@@ -284,10 +302,14 @@ async def _events(
                     results[index] = piece
                     if calls := [{"index": at, **call} for at, call in enumerate(calls_of(piece))]:
                         yield event([{**shape.delta(index, ""), "delta": {"tool_calls": calls}}])
-                    yield event([shape.delta(index, "", piece.finish_reason, told.of(index, piece))])
+                    yield event(
+                        [shape.delta(index, "", piece.finish_reason, told.of(index, piece))]
+                    )
         if wants_usage:
             tokenizer = told.tokenizer if body.kvrag.trace else None
-            yield event([], **usage_of([results[index] for index in sorted(results)], body.n, tokenizer))
+            yield event(
+                [], **usage_of([results[index] for index in sorted(results)], body.n, tokenizer)
+            )
     except Exception as error:
         fault = as_api_error(error)
         record.code = fault.code
@@ -295,7 +317,9 @@ async def _events(
     yield ServerSentEvent("[DONE]")
 
 
-async def _chained(first: asyncio.Task[Piece], pieces: AsyncGenerator[Piece, None]) -> AsyncGenerator[Piece]:
+async def _chained(
+    first: asyncio.Task[Piece], pieces: AsyncGenerator[Piece, None]
+) -> AsyncGenerator[Piece]:
     try:
         yield await first
         async for piece in pieces:

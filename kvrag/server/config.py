@@ -59,15 +59,25 @@ class ServerConfig:
         object.__setattr__(self, "max_body_bytes", parse_bytes(self.max_body_bytes))
         for name in ("max_running", "max_body_bytes", "max_tokens", "timeout_s", "drain_s"):
             if getattr(self, name) <= 0:
-                raise ConfigError(f"ServerConfig.{name} is {getattr(self, name)!r}; it must be above 0")
+                raise ConfigError(
+                    f"ServerConfig.{name} is {getattr(self, name)!r}; it must be above 0"
+                )
         if self.max_per_key is not None and self.max_per_key < 1:
-            raise ConfigError(f"ServerConfig.max_per_key is {self.max_per_key!r}; it must be above 0, or None")
+            raise ConfigError(
+                f"ServerConfig.max_per_key is {self.max_per_key!r}; it must be above 0, or None"
+            )
         if self.max_waiting < 0:
-            raise ConfigError(f"ServerConfig.max_waiting is {self.max_waiting!r}; it must not be below 0")
+            raise ConfigError(
+                f"ServerConfig.max_waiting is {self.max_waiting!r}; it must not be below 0"
+            )
         if not all(key and tenant for key, tenant in self.api_keys.items()):
-            raise ConfigError("ServerConfig.api_keys has an empty key or tenant; give each key a tenant")
+            raise ConfigError(
+                "ServerConfig.api_keys has an empty key or tenant; give each key a tenant"
+            )
         if isinstance(self.cors_origins, str):
-            raise ConfigError(f"ServerConfig.cors_origins is {self.cors_origins!r}; pass a list of origins")
+            raise ConfigError(
+                f"ServerConfig.cors_origins is {self.cors_origins!r}; pass a list of origins"
+            )
         for origin in self.cors_origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 wanted = "write scheme and host, as https://chat.example.com or http://localhost:3000, without a path, or '*'"
@@ -85,9 +95,13 @@ class ServerConfig:
 def keys_of_environment() -> dict[str, str]:
     """Return the tenant of each key in :data:`KEYS_VARIABLE`; raises ``ConfigError``."""
     found = {}
-    for pair in filter(None, (part.strip() for part in os.environ.get(KEYS_VARIABLE, "").split(","))):
+    for pair in filter(
+        None, (part.strip() for part in os.environ.get(KEYS_VARIABLE, "").split(","))
+    ):
         tenant, mark, key = pair.partition("=")
         if not (mark and tenant and key):
-            raise ConfigError(f"{KEYS_VARIABLE} has an entry without a tenant or a key; write tenant=key,tenant=key")
+            raise ConfigError(
+                f"{KEYS_VARIABLE} has an entry without a tenant or a key; write tenant=key,tenant=key"
+            )
         found[key] = tenant
     return found

@@ -23,7 +23,10 @@ async def precompute(body: PrecomputeRequest, request: Request) -> dict[str, Any
     """Compute and store the KV of documents."""
     service = service_of(request)
     namespace = service.namespace(request.state.tenant)
-    texts, ids = [document.text for document in body.documents], [document.id for document in body.documents]
+    texts, ids = (
+        [document.text for document in body.documents],
+        [document.id for document in body.documents],
+    )
     async with service.admission.turn(request.state.tenant):
         run = partial(
             service.engine.precompute,
@@ -42,7 +45,9 @@ async def documents(request: Request, collection: str | None = None) -> dict[str
     """List the ids of the documents that have KV."""
     service = service_of(request)
     namespace = service.namespace(request.state.tenant)
-    found = await run_in_threadpool(service.engine.document_ids, collection=collection, namespace=namespace)
+    found = await run_in_threadpool(
+        service.engine.document_ids, collection=collection, namespace=namespace
+    )
     return {"object": "list", "data": found}
 
 
@@ -51,7 +56,9 @@ async def delete(body: DeleteRequest, request: Request) -> dict[str, int]:
     """Delete documents, and erase the KV that no other one needs."""
     service = service_of(request)
     namespace = service.namespace(request.state.tenant)
-    gone = await run_in_threadpool(service.engine.delete, body.ids, collection=body.collection, namespace=namespace)
+    gone = await run_in_threadpool(
+        service.engine.delete, body.ids, collection=body.collection, namespace=namespace
+    )
     return {"erased_chunks": gone}
 
 

@@ -49,8 +49,16 @@ _STATUS: tuple[tuple[type[BaseException], int, str], ...] = (
     (asyncio.TimeoutError, 504, "timeout"),
     (ClientDisconnect, 499, "client_left"),
 )
-_WORDS = {"timeout": "the answer took too long; ask for fewer tokens", "client_left": "the client left"}
-_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error", 503: "overloaded_error"}
+_WORDS = {
+    "timeout": "the answer took too long; ask for fewer tokens",
+    "client_left": "the client left",
+}
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 
 
 class APIError(Exception):
@@ -71,8 +79,12 @@ class APIError(Exception):
     @property
     def body(self) -> dict[str, Any]:
         """What the client reads."""
-        kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+        kind = _TYPES.get(
+            self.status, "server_error" if self.status >= 500 else "invalid_request_error"
+        )
+        return {
+            "error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        }
 
     @property
     def response(self) -> JSONResponse:
@@ -87,13 +99,19 @@ def as_api_error(error: BaseException) -> APIError:
         return error
     for kind, status, code in _STATUS:
         if isinstance(error, kind):
-            return APIError(status, in_api_words(str(error)) or _WORDS.get(code, "the request failed"), code)
+            return APIError(
+                status, in_api_words(str(error)) or _WORDS.get(code, "the request failed"), code
+            )
     own = str(error) if isinstance(error, KVRagError) else None
     # Messages of others may quote the prompt, so the log has their type and the way there.
     logger.error(
-        "a request failed: %s\n%s", own or type(error).__name__, "".join(traceback.format_tb(error.__traceback__))
+        "a request failed: %s\n%s",
+        own or type(error).__name__,
+        "".join(traceback.format_tb(error.__traceback__)),
     )
-    return APIError(500, own or "the server failed on this request; its log has the error", "server_error")
+    return APIError(
+        500, own or "the server failed on this request; its log has the error", "server_error"
+    )
 
 
 def _answer(request: Request, error: APIError) -> JSONResponse:
@@ -127,7 +145,8 @@ async def _on_http(request: Request, error: Exception) -> JSONResponse:
 def in_api_words(message: str) -> str:
     """Return a message of the engine's with the names that options have in the API."""
     renamed = _OPTION.sub(
-        lambda found: _NAMES.get(found[1] or "", "" if found[0].endswith(".") else "the request"), message
+        lambda found: _NAMES.get(found[1] or "", "" if found[0].endswith(".") else "the request"),
+        message,
     )
     return _REPAIR.sub("kvrag.repair", renamed)
 
@@ -142,7 +161,9 @@ def first_fault(errors: Sequence[Fault], body: Any) -> APIError:
     own = [(place, error) for place, error in faults if _field((place, error)) == first]
     depth = max(len(place) for place, _ in own)
     deepest = [(place, error) for place, error in own if len(place) == depth]
-    meant = [(place, error) for place, error in deepest if not error["type"].endswith("_type")] or deepest
+    meant = [
+        (place, error) for place, error in deepest if not error["type"].endswith("_type")
+    ] or deepest
     return _described(*meant[0], [str(error["msg"]) for _, error in meant], body)
 
 
@@ -157,7 +178,9 @@ def _place(loc: Iterable[Any], body: Any) -> list[str]:
     parts = list(loc)
     for at, part in enumerate(parts):
         is_last = at == len(parts) - 1
-        if isinstance(value, Mapping) and (part in value or (is_last and isinstance(part, str) and not _is_type(part))):
+        if isinstance(value, Mapping) and (
+            part in value or (is_last and isinstance(part, str) and not _is_type(part))
+        ):
             value = value.get(part)
         elif isinstance(value, list) and isinstance(part, int) and part < len(value):
             value = value[part]
@@ -168,7 +191,14 @@ def _place(loc: Iterable[Any], body: Any) -> list[str]:
 
 
 def _is_type(name: str) -> bool:
-    return re.fullmatch(r"[a-z_]+", name) is None or name in ("str", "int", "dict", "list", "bool", "float")
+    return re.fullmatch(r"[a-z_]+", name) is None or name in (
+        "str",
+        "int",
+        "dict",
+        "list",
+        "bool",
+        "float",
+    )
 
 
 def _described(place: Sequence[str], error: Fault, messages: Sequence[str], body: Any) -> APIError:
@@ -177,13 +207,19 @@ def _described(place: Sequence[str], error: Fault, messages: Sequence[str], body
     param = ".".join(place) or None
     if kind == "json_invalid":
         at = error["loc"][-1]
-        sentence = f"the body is no JSON ({error['ctx']['error']} at character {at}); send one JSON object"
+        sentence = (
+            f"the body is no JSON ({error['ctx']['error']} at character {at}); send one JSON object"
+        )
         return APIError(400, sentence, "invalid_json")
     if kind in _OF_FIELDS:
         name = ".".join([*place, error["ctx"]["field"]])
-        return APIError(400, f"{param}: {error['msg']}" if param else error["msg"], kind, param=name)
+        return APIError(
+            400, f"{param}: {error['msg']}" if param else error["msg"], kind, param=name
+        )
     if kind == "extra_forbidden":
-        return APIError(400, f"unknown parameter {param!r}; leave it out", "unknown_parameter", param=param)
+        return APIError(
+            400, f"unknown parameter {param!r}; leave it out", "unknown_parameter", param=param
+        )
     if kind == "value_error":
         sentence = str(error["msg"]).removeprefix("Value error, ")
         return APIError(400, f"{param or 'the body'}: {sentence}", "invalid_value", param=param)
@@ -193,7 +229,9 @@ def _described(place: Sequence[str], error: Fault, messages: Sequence[str], body
         return APIError(400, f"{param} is missing; send it", "missing_parameter", param=param)
     wanted = " or ".join(dict.fromkeys(_WANTED.sub("", each) for each in messages))
     verb = "have" if " should have " in messages[0] else "be"
-    sentence = f"{param} is {_shown(error['input'])}; it should {verb} {wanted}".replace("dictionary", "object")
+    sentence = f"{param} is {_shown(error['input'])}; it should {verb} {wanted}".replace(
+        "dictionary", "object"
+    )
     return APIError(400, sentence, "invalid_value", param=param)
 
 

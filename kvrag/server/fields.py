@@ -14,8 +14,24 @@ from pydantic_core import PydanticCustomError
 
 HINTS: dict[str, tuple[str, ...]] = {
     "who asks, and how it is booked": (
-        *("user", "user_id", "metadata", "store", "service_tier", "safety_identifier", "request_id", "priority"),
-        *("session_id", "chat_id", "conversation_id", "message_id", "prompt_cache_key", "prompt_cache_retention"),
+        *(
+            "user",
+            "user_id",
+            "metadata",
+            "store",
+            "service_tier",
+            "safety_identifier",
+            "request_id",
+            "priority",
+        ),
+        *(
+            "session_id",
+            "chat_id",
+            "conversation_id",
+            "message_id",
+            "prompt_cache_key",
+            "prompt_cache_retention",
+        ),
         *("api_type", "api_server", "legacy_api"),
     ),
     "how a server uses its memory and its machine": (
@@ -30,13 +46,24 @@ HINTS: dict[str, tuple[str, ...]] = {
             "num_gpu",
             "main_gpu",
         ),
-        *("num_thread", "low_vram", "use_mmap", "use_mlock", "truncation_length", "prediction", "speculative_ngram"),
+        *(
+            "num_thread",
+            "low_vram",
+            "use_mmap",
+            "use_mlock",
+            "truncation_length",
+            "prediction",
+            "speculative_ngram",
+        ),
     ),
     "how much a model thinks and says, for models of others": ("verbosity", "include_reasoning"),
     "in which order methods of sampling follow each other: kvrag has its own": (
         *("samplers", "sampler_order", "sampler_priority", "temperature_last"),
     ),
-    "what else an answer tells of itself, which kvrag does in its own way": ("timings_per_token", "return_progress"),
+    "what else an answer tells of itself, which kvrag does in its own way": (
+        "timings_per_token",
+        "return_progress",
+    ),
     "how special tokens, which no answer shows, are spelt": ("spaces_between_special_tokens",),
     "options of a method that is off, and is refused where it is on": (
         *(
@@ -47,8 +74,21 @@ HINTS: dict[str, tuple[str, ...]] = {
             "dry_sequence_breakers",
             "dry_penalty_last_n",
         ),
-        *("xtc_threshold", "smoothing_curve", "dynatemp_low", "dynatemp_high", "dynatemp_min", "dynatemp_max"),
-        *("dynatemp_exponent", "adaptive_decay", "negative_prompt", "length_penalty", "early_stopping"),
+        *(
+            "xtc_threshold",
+            "smoothing_curve",
+            "dynatemp_low",
+            "dynatemp_high",
+            "dynatemp_min",
+            "dynatemp_max",
+        ),
+        *(
+            "dynatemp_exponent",
+            "adaptive_decay",
+            "negative_prompt",
+            "length_penalty",
+            "early_stopping",
+        ),
     ),
 }
 """Fields that change no answer, whatever they hold, by what they are about."""
@@ -78,7 +118,13 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 """Values, besides ``null``, at which fields ask for nothing, where these are not ``false``, ``0`` and empty values."""
 
 ONLY_WITH: dict[str, str] = dict.fromkeys(
-    ("rep_pen_range", "repetition_penalty_range", "repeat_last_n", "rep_pen_slope", "repetition_decay"),
+    (
+        "rep_pen_range",
+        "repetition_penalty_range",
+        "repeat_last_n",
+        "rep_pen_slope",
+        "repetition_decay",
+    ),
     "repetition_penalty",
 )
 """Fields that do nothing as long as another one is neutral (1)."""
@@ -128,7 +174,9 @@ _NOTHING: tuple[Any, ...] = (None, "", [], {})
 
 def asks_for_nothing(value: Any) -> bool:
     """Whether a value is null, false, zero or empty."""
-    return any(value == nothing for nothing in _NOTHING) or (isinstance(value, (bool, int, float)) and not value)
+    return any(value == nothing for nothing in _NOTHING) or (
+        isinstance(value, (bool, int, float)) and not value
+    )
 
 
 def understood(data: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
@@ -175,7 +223,9 @@ def _is_neutral(name: str, given: Mapping[str, Any]) -> bool:
 def _refusal(name: str, known: Collection[str]) -> PydanticCustomError:
     if name in REMEDIES or name in NEUTRAL:
         remedy = REMEDIES.get(name, "leave it out")
-        return fault("unsupported_parameter", f"{name} is not supported with this value; {remedy}", name)
+        return fault(
+            "unsupported_parameter", f"{name} is not supported with this value; {remedy}", name
+        )
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
     hint = f"did you mean {near[0]!r}?" if near else "leave it out"
     return fault("unknown_parameter", f"unknown parameter {name!r}; {hint}", name)

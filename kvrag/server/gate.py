@@ -41,7 +41,10 @@ class Gate:
         async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode("latin-1"))]
+                message["headers"] = [
+                    *message.get("headers", ()),
+                    (b"x-request-id", request_id.encode("latin-1")),
+                ]
             await send(message)
 
         try:
@@ -59,7 +62,11 @@ class Gate:
             route = scope.get("route")  # the path of one, not what was asked for: that has no end
             record.endpoint = getattr(route, "path", "none")
             self._count(record)
-            record.log(self._tracer.write(record, {name.decode("latin-1"): headers[name] for name in headers}))
+            record.log(
+                self._tracer.write(
+                    record, {name.decode("latin-1"): headers[name] for name in headers}
+                )
+            )
 
     def _plain(self, scope: Scope) -> Scope:
         """Return a request as the routes know it: no slash at the end of its path, GET for HEAD, and JSON where no type is named.
@@ -68,7 +75,11 @@ class Gate:
         leave for it, so requests of pages need the right type, or an origin that is allowed.
         """
         path = scope["path"]
-        plain = {**scope, "path": path.rstrip("/") or "/", "raw_path": scope.get("raw_path", b"").rstrip(b"/") or b"/"}
+        plain = {
+            **scope,
+            "path": path.rstrip("/") or "/",
+            "raw_path": scope.get("raw_path", b"").rstrip(b"/") or b"/",
+        }
         if scope["method"] == "HEAD":  # servers leave the body out, as they know what was asked
             plain["method"] = "GET"
         headers = dict(scope["headers"])
@@ -81,7 +92,12 @@ class Gate:
         """Whether a request comes from no page, from the server's own, or from one that may call it."""
         origin = headers.get(b"origin", b"").decode("latin-1")
         own = origin.partition("://")[2] == headers.get(b"host", b"").decode("latin-1")
-        return not origin or own or origin in self._config.cors_origins or "*" in self._config.cors_origins
+        return (
+            not origin
+            or own
+            or origin in self._config.cors_origins
+            or "*" in self._config.cors_origins
+        )
 
     def _tenant(self, path: str, headers: dict[bytes, str]) -> str | None:
         """Return whose key it is, or raise ``APIError``."""
@@ -97,7 +113,9 @@ class Gate:
     def _limited(self, headers: dict[bytes, str], receive: Receive) -> Receive:
         """Return ``receive`` that raises ``APIError`` when a body outgrows the limit, whatever its length was said to be."""
         limit, length = self._config.max_body_bytes, headers.get(b"content-length", "0")
-        error = APIError(413, f"the body has more than {limit} bytes; send less", "request_too_large")
+        error = APIError(
+            413, f"the body has more than {limit} bytes; send less", "request_too_large"
+        )
         if length.isdigit() and int(length) > limit:
             raise error
         seen = 0
@@ -115,5 +133,11 @@ class Gate:
 
 def _is_too_slow(error: BaseException) -> bool:
     """Return whether an error comes of a client that read nothing for too long; others are wrapped around that one."""
-    inner = error.exceptions if isinstance(error, BaseExceptionGroup) else [error.__cause__] if error.__cause__ else ()
+    inner = (
+        error.exceptions
+        if isinstance(error, BaseExceptionGroup)
+        else [error.__cause__]
+        if error.__cause__
+        else ()
+    )
     return isinstance(error, SendTimeoutError) or any([_is_too_slow(each) for each in inner])

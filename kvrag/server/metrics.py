@@ -37,7 +37,11 @@ class _OfStore(Collector):
         for tier, stats in self._engine.store.stats().items():
             held.add_metric([tier], stats.num_bytes)
             chunks.add_metric([tier], stats.chunks)
-            for result, count in (("hit", stats.hits), ("miss", stats.misses), ("rejected", stats.rejected)):
+            for result, count in (
+                ("hit", stats.hits),
+                ("miss", stats.misses),
+                ("rejected", stats.rejected),
+            ):
                 looked_up.add_metric([tier, result], count)
         yield from (held, chunks, looked_up)
 
@@ -54,22 +58,38 @@ class Metrics:
         def gauge(name: str, about: str, value: Callable[[], float]) -> None:
             Gauge(f"kvrag_{name}", about, registry=own).set_function(value)
 
-        self._ttft = _histogram("time_to_first_token", "From a request's arrival to its first text.", _SECONDS, own)
-        self._step = _histogram("inter_token_latency", "Between two pieces of an answer.", _STEP_SECONDS, own)
+        self._ttft = _histogram(
+            "time_to_first_token", "From a request's arrival to its first text.", _SECONDS, own
+        )
+        self._step = _histogram(
+            "inter_token_latency", "Between two pieces of an answer.", _STEP_SECONDS, own
+        )
         self._queue = _histogram("request_queue_time", "Waiting for a turn.", _SECONDS, own)
-        self._whole = _histogram("e2e_request_latency", "From a request's arrival to its end.", _SECONDS, own)
+        self._whole = _histogram(
+            "e2e_request_latency", "From a request's arrival to its end.", _SECONDS, own
+        )
         self._responses = counter("requests", "Requests that have ended.", "endpoint", "code")
-        self._refused = counter("request_rejected", "Requests that were not taken, by error code.", "reason")
+        self._refused = counter(
+            "request_rejected", "Requests that were not taken, by error code.", "reason"
+        )
         self._timeouts = counter("request_timeouts", "Answers that took too long.")
-        self._left = counter("requests_cancelled", "Answers that their clients did not wait for.", "reason")
-        self._tokens = counter("prompt_tokens_by_source", "Tokens of prompts, by where their KV came from.", "source")
+        self._left = counter(
+            "requests_cancelled", "Answers that their clients did not wait for.", "reason"
+        )
+        self._tokens = counter(
+            "prompt_tokens_by_source", "Tokens of prompts, by where their KV came from.", "source"
+        )
         self._answers = counter("answers", "Answers, by how they were made.", "exactness")
         self._generated = counter("generation_tokens", "Tokens of answers.")
         self._fallbacks = counter("fallbacks", "Answers with less reuse than asked for.")
         self._loaded = counter("loaded_bytes", "Bytes of KV that were loaded for prompts.")
         gauge("requests_running", "Requests that are answered.", lambda: admission.running)
         gauge("requests_waiting", "Requests that wait.", lambda: admission.waiting)
-        gauge("running_kv_bytes", "Bytes of KV that running requests hold.", lambda: engine.load.kv_bytes)
+        gauge(
+            "running_kv_bytes",
+            "Bytes of KV that running requests hold.",
+            lambda: engine.load.kv_bytes,
+        )
         self._removed = counter("store_evictions", "Chunks that left a tier.", "tier", "reason")
         engine.store.listen(self._hear)
         own.register(_OfStore(engine))
@@ -129,5 +149,7 @@ class Timer:
         self._latest[choice] = now
 
 
-def _histogram(name: str, about: str, buckets: tuple[float, ...], registry: CollectorRegistry) -> Histogram:
+def _histogram(
+    name: str, about: str, buckets: tuple[float, ...], registry: CollectorRegistry
+) -> Histogram:
     return Histogram(f"kvrag_{name}_seconds", about, buckets=buckets, registry=registry)

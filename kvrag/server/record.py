@@ -17,7 +17,12 @@ logger = logging.getLogger("kvrag.server")
 
 Ending = Literal["answered", "client_left", "client_too_slow", "timeout", "broken_off"]
 SUMMED = ("prompt_tokens", "cached_tokens", "repaired_tokens", "computed_tokens")
-_POLLED = ("/health", "/ready", "/metrics", "none")  # asked for every few seconds, or by those who look for holes
+_POLLED = (
+    "/health",
+    "/ready",
+    "/metrics",
+    "none",
+)  # asked for every few seconds, or by those who look for holes
 _OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
 _PROVIDER = "kvrag"
 
@@ -59,14 +64,23 @@ class Record:
                 "completion_tokens": sum(len(result.token_ids) for result in results),
                 "exactness": _joined(result.exactness for result in results),
                 "finish_reason": _joined(result.finish_reason for result in results),
-                "fallback_reason": _joined(result.fallback_reason or "" for result in results) or None,
+                "fallback_reason": _joined(result.fallback_reason or "" for result in results)
+                or None,
                 "stages_ms": {name: round(ms, 3) for name, ms in stages.items()},
             }
         names = ("request_id", "tenant", "method", "endpoint", "status", "code", "ended", "model")
         known = {name: getattr(self, name) for name in names} | {"stream": self.is_stream or None}
-        times = {"queue_ms": self.queue_s, "ttft_ms": self.ttft_s, "total_ms": time.perf_counter() - self.start_s}
-        rounded = {name: round(seconds * 1e3, 3) for name, seconds in times.items() if seconds is not None}
-        return {name: value for name, value in {**known, **rounded, **made}.items() if value is not None}
+        times = {
+            "queue_ms": self.queue_s,
+            "ttft_ms": self.ttft_s,
+            "total_ms": time.perf_counter() - self.start_s,
+        }
+        rounded = {
+            name: round(seconds * 1e3, 3) for name, seconds in times.items() if seconds is not None
+        }
+        return {
+            name: value for name, value in {**known, **rounded, **made}.items() if value is not None
+        }
 
     def log(self, trace_id: str | None = None) -> None:
         """Write the request's line: as a warning if the server failed, for debugging only if it was no more than a poll."""
@@ -91,7 +105,9 @@ class JsonLines(logging.Formatter):
         fields = getattr(record, "kvrag", None) or {"message": record.getMessage()}
         if record.exc_info:
             fields = {**fields, "traceback": self.formatException(record.exc_info)}
-        return json.dumps({"time": when, "level": record.levelname.lower(), "logger": record.name, **fields})
+        return json.dumps(
+            {"time": when, "level": record.levelname.lower(), "logger": record.name, **fields}
+        )
 
 
 class Tracer:
@@ -103,7 +119,11 @@ class Tracer:
         except ImportError:
             self._trace = None
         else:
-            self._trace, self._extract, self._tracer = trace, propagate.extract, trace.get_tracer("kvrag")
+            self._trace, self._extract, self._tracer = (
+                trace,
+                propagate.extract,
+                trace.get_tracer("kvrag"),
+            )
 
     def write(self, record: Record, headers: Mapping[str, str]) -> str | None:
         """Write a request's span, which continues the client's trace, and one for each stage; return the trace's id, if it is kept."""
@@ -117,7 +137,9 @@ class Tracer:
 
         operation = _OPERATIONS.get(record.endpoint)
         span = self._tracer.start_span(
-            f"{operation} {record.model}" if operation and record.model else f"{record.method} {record.endpoint}",
+            f"{operation} {record.model}"
+            if operation and record.model
+            else f"{record.method} {record.endpoint}",
             context=self._extract(dict(headers)),
             kind=api.SpanKind.SERVER,
             start_time=at(record.start_s),
@@ -127,13 +149,19 @@ class Tracer:
         span.set_attributes(_attributes(record, operation))
         if record.status >= 500 or record.ended != "answered":
             span.set_status(api.StatusCode.ERROR, record.code or record.ended)
-        stages = [(index, *stage) for index, result in enumerate(record.results) for stage in result.stages]
+        stages = [
+            (index, *stage)
+            for index, result in enumerate(record.results)
+            for stage in result.stages
+        ]
         if record.queue_s is not None:
             stages.insert(0, (0, "queue", record.start_s, record.start_s + record.queue_s))
         inside = api.set_span_in_context(span)
         for index, name, start_s, end_s in stages:
             own = {"kvrag.choice": index}
-            child = self._tracer.start_span(f"kvrag.{name}", context=inside, start_time=at(start_s), attributes=own)
+            child = self._tracer.start_span(
+                f"kvrag.{name}", context=inside, start_time=at(start_s), attributes=own
+            )
             child.end(end_time=at(end_s))
         span.end(end_time=end)
         return format(span.get_span_context().trace_id, "032x")
@@ -155,7 +183,9 @@ def _attributes(record: Record, operation: str | None) -> dict[str, Any]:
     }
     if record.results:
         fields, totals = record.fields(), record.totals()
-        found |= {f"kvrag.{name}": value for name, value in totals.items() if name != "prompt_tokens"}
+        found |= {
+            f"kvrag.{name}": value for name, value in totals.items() if name != "prompt_tokens"
+        }
         found |= {f"kvrag.{name}": fields.get(name) for name in ("exactness", "fallback_reason")}
         found |= {
             "gen_ai.response.model": record.model,

@@ -61,11 +61,19 @@ def without_nulls(value: Any, levels: int = 1) -> Any:
         return [without_nulls(each, levels) for each in value]
     if not isinstance(value, dict) or not levels:
         return value
-    return {name: without_nulls(each, levels - 1) for name, each in value.items() if each is not None}
+    return {
+        name: without_nulls(each, levels - 1) for name, each in value.items() if each is not None
+    }
 
 
 def _inside(value: Any) -> Iterable[Any]:
-    return (*value, *value.values()) if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return (
+        (*value, *value.values())
+        if isinstance(value, dict)
+        else value
+        if isinstance(value, list)
+        else ()
+    )
 
 
 class Document(_Body):
@@ -102,7 +110,9 @@ class StreamOptions(_Foreign):
 
 def _or_none(*nothing: Any) -> BeforeValidator:
     """Return a validator that takes values at which a field asks for nothing as ``None``."""
-    return BeforeValidator(lambda value: None if value in nothing and not isinstance(value, bool) else value)
+    return BeforeValidator(
+        lambda value: None if value in nothing and not isinstance(value, bool) else value
+    )
 
 
 _shallow = BeforeValidator(lambda value: without_nulls(value, levels=2))
@@ -140,7 +150,9 @@ class Completion(_Foreign):
 
 def _no_tokens(body: Completion) -> PydanticCustomError:
     name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    return fault("invalid_value", f"{name} is 0, and an answer has a token at least; send 1 or more", name)
+    return fault(
+        "invalid_value", f"{name} is 0, and an answer has a token at least; send 1 or more", name
+    )
 
 
 class Message(BaseModel):
@@ -177,7 +189,9 @@ class ChatRequest(Completion):
     def variables(self) -> dict[str, Any]:
         """What the chat template is rendered with: ``enable_thinking`` and ``reasoning_effort`` are its own names for them."""
         named = {"enable_thinking": self.enable_thinking, "reasoning_effort": self.reasoning_effort}
-        return {name: value for name, value in named.items() if value is not None} | self.chat_template_kwargs
+        return {
+            name: value for name, value in named.items() if value is not None
+        } | self.chat_template_kwargs
 
     @property
     def num_logprobs(self) -> int | None:
@@ -191,9 +205,7 @@ class ChatRequest(Completion):
         if self.limit == 0:
             raise _no_tokens(self)
         if not (self.add_generation_prompt or self.continue_final_message):
-            message = (
-                "add_generation_prompt is false, so nothing would be answered; send continue_final_message with it"
-            )
+            message = "add_generation_prompt is false, so nothing would be answered; send continue_final_message with it"
             raise fault("unsupported_parameter", message, "add_generation_prompt")
         return self
 
@@ -206,7 +218,9 @@ class TextRequest(Completion):
 
     prompt: str | Annotated[list[str] | list[Token] | list[Tokens], Field(min_length=1)]
     echo: bool = False
-    logprobs: Annotated[int | None, Field(ge=0, le=20), BeforeValidator(lambda v: None if v is False else v)] = None
+    logprobs: Annotated[
+        int | None, Field(ge=0, le=20), BeforeValidator(lambda v: None if v is False else v)
+    ] = None
 
     @property
     def num_logprobs(self) -> int | None:

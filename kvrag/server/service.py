@@ -25,12 +25,22 @@ from kvrag.server.schema import ChatRequest, Reuse, TextRequest
 from kvrag.types import GenerationResult
 
 _SAMPLING = (
-    *("top_p", "top_k", "repetition_penalty", "stop", "frequency_penalty", "presence_penalty", "logit_bias"),
+    *(
+        "top_p",
+        "top_k",
+        "repetition_penalty",
+        "stop",
+        "frequency_penalty",
+        "presence_penalty",
+        "logit_bias",
+    ),
     "stop_token_ids",
     *("tools", "tool_choice", "response_format"),
 )
 
-PRECOMPUTES = 4  # threads of requests that precompute: what others ask for must not wait until one is free
+PRECOMPUTES = (
+    4  # threads of requests that precompute: what others ask for must not wait until one is free
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +58,9 @@ class Service:
     def name(self) -> str:
         """Name of the model, as clients say it; of one on this machine, its own, and not the way to it."""
         source = self.engine.source.name
-        return self.config.model_name or (Path(source).resolve().name if os.path.exists(source) else source)
+        return self.config.model_name or (
+            Path(source).resolve().name if os.path.exists(source) else source
+        )
 
     def check_model(self, name: str | None) -> None:
         """Raise ``APIError`` if a client asks for a model that isn't here; ``None``: the one that is."""
@@ -75,7 +87,9 @@ class Service:
         start = partial(self.engine.astream, prompt, **options)
         return Fitting(lambda most: start(max_new_tokens=most), self.config.max_tokens)
 
-    def options(self, body: ChatRequest | TextRequest, index: int, *, tenant: str | None) -> dict[str, Any]:
+    def options(
+        self, body: ChatRequest | TextRequest, index: int, *, tenant: str | None
+    ) -> dict[str, Any]:
         """Return the engine's options for the choice ``index`` of a request, but for the length of its answer."""
         limit = body.limit
         most = self.config.max_tokens
@@ -87,11 +101,16 @@ class Service:
                 "invalid_value",
                 param="max_tokens",
             )
-        given = {name: value for name in _SAMPLING if (value := getattr(body, name, None)) is not None}
+        given = {
+            name: value for name in _SAMPLING if (value := getattr(body, name, None)) is not None
+        }
         if body.num_logprobs is not None:
             given["logprobs"] = body.num_logprobs
         if isinstance(body, ChatRequest):
-            given |= {"chat_template_kwargs": body.variables, "continue_final_message": body.continue_final_message}
+            given |= {
+                "chat_template_kwargs": body.variables,
+                "continue_final_message": body.continue_final_message,
+            }
         elif body.echo:
             given["prompt_logprobs"] = body.num_logprobs
         if body.min_tokens:

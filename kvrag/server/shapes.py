@@ -22,7 +22,9 @@ class Shape:
     prefix: str
     is_chat: bool
 
-    def whole(self, index: int, result: GenerationResult, tokenizer: Any, echo: str = "") -> dict[str, Any]:
+    def whole(
+        self, index: int, result: GenerationResult, tokenizer: Any, echo: str = ""
+    ) -> dict[str, Any]:
         """Return a finished choice, whose text begins with ``echo``."""
         writer = Writer(tokenizer, is_chat=self.is_chat, echo=echo)
         logprobs = result.logprobs and writer.write(result.logprobs)
@@ -34,12 +36,22 @@ class Shape:
         return {"index": index, **own, "logprobs": logprobs, "finish_reason": result.finish_reason}
 
     def delta(
-        self, index: int, text: str | None, finish_reason: str | None = None, logprobs: dict[str, Any] | None = None
+        self,
+        index: int,
+        text: str | None,
+        finish_reason: str | None = None,
+        logprobs: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Return a piece of a choice; ``None``: its beginning."""
         own: dict[str, Any] = {"text": text or ""}
         if self.is_chat:
-            own = {"delta": {"role": "assistant", "content": ""} if text is None else {"content": text} if text else {}}
+            own = {
+                "delta": {"role": "assistant", "content": ""}
+                if text is None
+                else {"content": text}
+                if text
+                else {}
+            }
         return {"index": index, **own, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
@@ -92,14 +104,18 @@ def usage_of(results: Sequence[GenerationResult], n: int, tokenizer: Any = None)
         "total_tokens": num_in + num_out,
         "prompt_tokens_details": details,
     }
-    return {"usage": usage, "kvrag": [_made(r) | ({} if tokenizer is None else _trace(r, tokenizer)) for r in results]}
+    return {
+        "usage": usage,
+        "kvrag": [_made(r) | ({} if tokenizer is None else _trace(r, tokenizer)) for r in results],
+    }
 
 
 def _made(result: GenerationResult) -> dict[str, Any]:
     """Return how an answer was made, as plain JSON values."""
     counts = ("cached_tokens", "history_tokens", "repaired_tokens", "computed_tokens")
     made = {
-        name: getattr(result, name) for name in ("exactness", *counts, "evicted_tokens", "fallback_reason", "kv_dtype")
+        name: getattr(result, name)
+        for name in ("exactness", *counts, "evicted_tokens", "fallback_reason", "kv_dtype")
     }
     return made | {"ttft_ms": result.ttft_ms, "timings_ms": dict(result.timings_ms)}
 
@@ -109,8 +125,13 @@ def _trace(result: GenerationResult, tokenizer: Any) -> dict[str, Any]:
 
     The texts of the tokens, joined, are the prompt: a token that ends inside a character is empty, and the one that ends it has it.
     """
-    writer, characters = Writer(tokenizer, is_chat=True), codecs.getincrementaldecoder("utf-8")("replace")
+    writer, characters = (
+        Writer(tokenizer, is_chat=True),
+        codecs.getincrementaldecoder("utf-8")("replace"),
+    )
     tokens = [characters.decode(writer.bytes_of(token)) for token in result.prompt_ids]
     zero = min([start for _, start, _ in result.stages], default=0.0)
-    stages = [[name, (start - zero) * 1e3, (end - zero) * 1e3] for name, start, end in result.stages]
+    stages = [
+        [name, (start - zero) * 1e3, (end - zero) * 1e3] for name, start, end in result.stages
+    ]
     return {"tokens": tokens, "sources": [list(run) for run in result.sources], "stages": stages}

@@ -42,7 +42,9 @@ class ServingConfig:
     """
 
     model: str
-    kv_dir: str | None = field(default=None, repr=False)  # these may hold an address with a password
+    kv_dir: str | None = field(
+        default=None, repr=False
+    )  # these may hold an address with a password
     engine: Mapping[str, Any] = field(default_factory=dict)
     store: Mapping[str, Any] = field(default_factory=dict, repr=False)
     repair: Mapping[str, Any] | None = None
@@ -56,7 +58,9 @@ class ServingConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv_dir", address(self.kv_dir))
-        object.__setattr__(self, "store", {name: address(value) for name, value in self.store.items()})
+        object.__setattr__(
+            self, "store", {name: address(value) for name, value in self.store.items()}
+        )
         least, most = self.least_and_most
         if self.kv_dir is None:
             raise ConfigError(
@@ -75,7 +79,9 @@ class ServingConfig:
     @property
     def least_and_most(self) -> tuple[int, int]:
         """The range of replicas."""
-        least, most = (self.replicas, self.replicas) if isinstance(self.replicas, int) else self.replicas
+        least, most = (
+            (self.replicas, self.replicas) if isinstance(self.replicas, int) else self.replicas
+        )
         return least, most
 
     @property
@@ -150,6 +156,10 @@ def _config(options: Mapping[str, Any]) -> ServingConfig:
         if name not in known:
             raise unknown_option(name, known, of="kvrag.serving")
     if "model" not in options:
-        raise ConfigError("kvrag.serving has no model; pass its hub id or path as the option 'model'")
+        raise ConfigError(
+            "kvrag.serving has no model; pass its hub id or path as the option 'model'"
+        )
     replicas = options.get("replicas", 1)
-    return ServingConfig(**{**options, "replicas": tuple(replicas) if isinstance(replicas, list) else replicas})
+    return ServingConfig(
+        **{**options, "replicas": tuple(replicas) if isinstance(replicas, list) else replicas}
+    )

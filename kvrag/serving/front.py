@@ -24,7 +24,18 @@ ATTEMPTS = 5  # replicas that a request is passed to, one after the other
 LOST = (RayActorError, ReplicaUnavailableError)
 """A replica that has died, or whose machine has."""
 PASSED_ON = (
-    *("type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "headers", "client", "server"),
+    *(
+        "type",
+        "http_version",
+        "method",
+        "scheme",
+        "path",
+        "raw_path",
+        "query_string",
+        "headers",
+        "client",
+        "server",
+    ),
 )
 """What of an ASGI scope can be sent to another process."""
 
@@ -49,16 +60,27 @@ class Front:
         async for part in request.stream():
             body += part
             if len(body) > (most := self._server.max_body_bytes):
-                return APIError(413, f"the body has more than {most} bytes; send less", "request_too_large").response
+                return APIError(
+                    413, f"the body has more than {most} bytes; send less", "request_too_large"
+                ).response
         keys = await asyncio.to_thread(self.keys, request.headers.get("authorization", ""), body)
         scope = {name: request.scope[name] for name in PASSED_ON if name in request.scope}
-        messages = self._passed({**scope, "root_path": "", "headers": list(scope["headers"])}, body, keys)
+        messages = self._passed(
+            {**scope, "root_path": "", "headers": list(scope["headers"])}, body, keys
+        )
         try:
             start = await anext(messages)
         except (*LOST, BackPressureError):
-            told = APIError(503, "no replica answers; come again later", "no_replica", headers={"Retry-After": "1"})
+            told = APIError(
+                503,
+                "no replica answers; come again later",
+                "no_replica",
+                headers={"Retry-After": "1"},
+            )
             return told.response
-        response = StreamingResponse((message.get("body", b"") async for message in messages), start["status"])
+        response = StreamingResponse(
+            (message.get("body", b"") async for message in messages), start["status"]
+        )
         named = [(bytes(name), bytes(value)) for name, value in start.get("headers", ())]
         # Ray's proxy has given the request its id, and adds it to the response.
         response.raw_headers = [each for each in named if each[0] != b"x-request-id"]
@@ -70,7 +92,11 @@ class Front:
         The first texts stay the same in all turns of a chat: the replica that has the chat's history gets them all.
         """
         try:
-            tenant = self._server.tenant_of(authorization.partition(" ")[2].strip()) if self._server.api_keys else None
+            tenant = (
+                self._server.tenant_of(authorization.partition(" ")[2].strip())
+                if self._server.api_keys
+                else None
+            )
             namespace = self._engine.namespace + ("" if tenant is None else f"/{tenant}")
             found = texts(json.loads(body))
             spans = self._known(self._engine.store.names.namespace(namespace))
@@ -78,7 +104,12 @@ class Front:
                 if chunks := spans.scan(text):
                     return [chunk.digest for chunk in chunks]
             return [text_digest(text) for is_question, text in found if is_question][:1]
-        except (KVRagError, OSError, ValueError, RecursionError):  # the replica says what is wrong with it
+        except (
+            KVRagError,
+            OSError,
+            ValueError,
+            RecursionError,
+        ):  # the replica says what is wrong with it
             return []
 
     def _known(self, namespace: str) -> SpanIndex:
@@ -89,7 +120,9 @@ class Front:
         self._spans[namespace] = spans, cursor
         return spans
 
-    async def _passed(self, scope: Mapping[str, Any], body: bytes, keys: list[str]) -> AsyncIterator[dict[str, Any]]:
+    async def _passed(
+        self, scope: Mapping[str, Any], body: bytes, keys: list[str]
+    ) -> AsyncIterator[dict[str, Any]]:
         """Pass a request to one replica after the other until one has answered it.
 
         Nothing of an answer that isn't streamed is sent before it is complete. Of one that is, another replica repeats what was sent, which
@@ -100,7 +133,9 @@ class Front:
             count = 0
             try:
                 answer = self._replica.answer.options(stream=True)
-                async for message in cast(AsyncIterator[dict[str, Any]], answer.remote(scope, body, keys=keys)):
+                async for message in cast(
+                    AsyncIterator[dict[str, Any]], answer.remote(scope, body, keys=keys)
+                ):
                     said = saying(message)
                     count += said is not None
                     if count > len(sent):
@@ -113,7 +148,9 @@ class Front:
                         return
                 return
             except LOST:
-                logger.warning("a replica was lost; another one is asked (attempt %d of %d)", attempt, ATTEMPTS)
+                logger.warning(
+                    "a replica was lost; another one is asked (attempt %d of %d)", attempt, ATTEMPTS
+                )
                 if attempt == ATTEMPTS:
                     if not sent:
                         raise
@@ -130,14 +167,22 @@ def texts(body: Any) -> list[tuple[bool, str]]:
             content = message.get("content")
             parts = content if isinstance(content, list) else [{"text": content}]
             text = "".join(
-                part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)
+                part["text"]
+                for part in parts
+                if isinstance(part, dict) and isinstance(part.get("text"), str)
             )
             found.append((message.get("role") == "user", text))
     prompts, reuse = body.get("prompt"), body.get("kvrag")
-    found += [(True, each) for each in (prompts if isinstance(prompts, list) else [prompts]) if isinstance(each, str)]
+    found += [
+        (True, each)
+        for each in (prompts if isinstance(prompts, list) else [prompts])
+        if isinstance(each, str)
+    ]
     documents = reuse.get("documents") if isinstance(reuse, dict) else None
     listed = documents if isinstance(documents, list) else []
-    found.append((False, "\n\n".join(str(each.get("text")) for each in listed if isinstance(each, dict))))
+    found.append(
+        (False, "\n\n".join(str(each.get("text")) for each in listed if isinstance(each, dict)))
+    )
     return [(is_question, text) for is_question, text in found if text]
 
 

@@ -41,7 +41,9 @@ class Replica:
         await asyncio.to_thread(warm, self._engine, config.warm_s)
         self._publishing = asyncio.create_task(self._publish())
 
-    async def answer(self, scope: Message, body: bytes, *, keys: Sequence[str] = ()) -> AsyncIterator[Message]:
+    async def answer(
+        self, scope: Message, body: bytes, *, keys: Sequence[str] = ()
+    ) -> AsyncIterator[Message]:
         """Yield the messages of a response; ``keys`` are the router's. Who is no longer listened to stops."""
         messages: asyncio.Queue[MutableMapping[str, Any] | None] = asyncio.Queue(BACKLOG)
         has_left, parts = asyncio.Event(), [body]
@@ -62,14 +64,18 @@ class Replica:
         try:
             while (message := await messages.get()) is not None:
                 if message["type"] == "http.response.start":
-                    message["headers"] = [*message["headers"], (b"x-kvrag-replica", self._name.encode())]
+                    message["headers"] = [
+                        *message["headers"],
+                        (b"x-kvrag-replica", self._name.encode()),
+                    ]
                 yield dict(message)
             await answering
         finally:
             has_left.set()
             while not answering.done():  # nobody takes its messages any more, which it may wait for
                 await asyncio.wait(
-                    {answering, asyncio.ensure_future(messages.get())}, return_when=asyncio.FIRST_COMPLETED
+                    {answering, asyncio.ensure_future(messages.get())},
+                    return_when=asyncio.FIRST_COMPLETED,
                 )
 
     def record_autoscaling_stats(self) -> dict[str, float]:
@@ -90,7 +96,9 @@ class Replica:
                 for sample in metric.samples:
                     name = sample.name
                     if name not in self._gauges:
-                        self._gauges[name] = Gauge(name, metric.documentation, tag_keys=tuple(sample.labels))
+                        self._gauges[name] = Gauge(
+                            name, metric.documentation, tag_keys=tuple(sample.labels)
+                        )
                     self._gauges[name].set(sample.value, sample.labels)
             await asyncio.sleep(PUBLISH_S)
 

@@ -24,7 +24,9 @@ def by_owner(keys: Iterable[str], replicas: Iterable[str]) -> list[str]:
     """
     replicas, keys = sorted(replicas), sorted(set(keys))
     owned = (
-        Counter(max(replicas, key=lambda replica: _hash(key, replica)) for key in keys) if replicas else Counter[str]()
+        Counter(max(replicas, key=lambda replica: _hash(key, replica)) for key in keys)
+        if replicas
+        else Counter[str]()
     )
     return sorted(replicas, key=lambda replica: (-owned[replica], _hash(*keys, replica)))
 
@@ -51,14 +53,19 @@ class ChunkRouter(RequestRouter):
     """Ray Serve's request router by :func:`ranked`; a request's ``keys`` are its argument of that name."""
 
     async def choose_replicas(
-        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+        self,
+        candidate_replicas: list[RunningReplica],
+        pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
         """Return the replicas, those to be asked first in front."""
         keys = [] if pending_request is None else pending_request.kwargs.get("keys", [])
         if pending_request is not None:
             pending_request.routing_context.should_backoff = True  # once none of them has taken it
         by_name = {each.replica_id.unique_id: each for each in candidate_replicas}
-        loads = {name: self.replica_queue_len_cache.get(each.replica_id) or 0 for name, each in by_name.items()}
+        loads = {
+            name: self.replica_queue_len_cache.get(each.replica_id) or 0
+            for name, each in by_name.items()
+        }
         return [[by_name[name] for name in rank] for rank in ranked(keys, loads)]
 
 

@@ -158,7 +158,9 @@ class Listener:
                 known = {name: value for name, value in asdict(event).items() if value is not None}
                 flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
                 # One write in append mode: lines of several processes do not mix.
-                with open(self.path, "ab", 0, opener=lambda path, _: os.open(path, flags, 0o600)) as file:
+                with open(
+                    self.path, "ab", 0, opener=lambda path, _: os.open(path, flags, 0o600)
+                ) as file:
                     file.write(json.dumps(known).encode() + b"\n")
         except Exception as error:
             if not self.has_warned:

@@ -28,7 +28,12 @@ KEY = re.compile(r"[0-9a-f]{64}")
 SUFFIX, OBJECTS, TMP = ".safetensors", "objects", "tmp"
 ABSENT = (FileNotFoundError, NotADirectoryError)
 ABANDONED_S = 3600.0  # files in tmp/ that did not change for so long have no writer
-NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)  # of file systems without hard links
+NO_LINKS = (
+    errno.EPERM,
+    errno.EOPNOTSUPP,
+    errno.ENOSYS,
+    errno.EMLINK,
+)  # of file systems without hard links
 MAX_VIEWS = 512  # written with one call; the kernel takes twice as many
 
 
@@ -76,7 +81,12 @@ class FileBlobs:
             if os.access(final, os.F_OK, dir_fd=folder, follow_symlinks=False):
                 return 0
             try:
-                with open(draft, "xb", 0, opener=lambda name, flags: os.open(name, flags, 0o600, dir_fd=tmp)) as file:
+                with open(
+                    draft,
+                    "xb",
+                    0,
+                    opener=lambda name, flags: os.open(name, flags, 0o600, dir_fd=tmp),
+                ) as file:
                     written = _write(file.fileno(), parts, is_synced=self._durable)
                     if self._durable:
                         getattr(os, "fdatasync", os.fsync)(file.fileno())  # macOS has no fdatasync
@@ -114,7 +124,11 @@ class FileBlobs:
         """Return the keys of all files that have the name of a blob, whatever they are; raises ``OSError``."""
         found = set[ChunkKey]()
         for shard in self._names(OBJECTS):
-            names = (name.removesuffix(SUFFIX) for name in self._names(OBJECTS, shard) if name.endswith(SUFFIX))
+            names = (
+                name.removesuffix(SUFFIX)
+                for name in self._names(OBJECTS, shard)
+                if name.endswith(SUFFIX)
+            )
             found.update(ChunkKey(key) for key in names if KEY.fullmatch(key) and key[:2] == shard)
         return found
 
@@ -140,7 +154,10 @@ class FileBlobs:
         with suppress(OSError), self._folder(TMP) as tmp:
             for name in os.listdir(tmp):
                 with suppress(OSError):
-                    if abs(time.time() - os.stat(name, dir_fd=tmp, follow_symlinks=False).st_ctime) > ABANDONED_S:
+                    if (
+                        abs(time.time() - os.stat(name, dir_fd=tmp, follow_symlinks=False).st_ctime)
+                        > ABANDONED_S
+                    ):
                         os.unlink(name, dir_fd=tmp)
                         swept += 1
         return swept

@@ -59,7 +59,9 @@ def sample(keys: Sequence[ChunkKey], part: int, parts: int) -> list[ChunkKey]:
     return [key for key in keys if int(key[:8], 16) % parts == part - 1]
 
 
-def fsck(store: TieredStore, keys: Sequence[ChunkKey] | None = None, *, verify_data: bool = False) -> FsckReport:
+def fsck(
+    store: TieredStore, keys: Sequence[ChunkKey] | None = None, *, verify_data: bool = False
+) -> FsckReport:
     """Check the headers of all chunks of a store, and every byte of some (``keys``) or of all; what fails its proof is erased."""
     report, wanted = FsckReport(), set(keys or ())
     for key in sorted(store.listed()):
@@ -132,10 +134,19 @@ def copy(
     there already, and could not be read, or are of another namespace.
     """
     names = {source.names.namespace(name): target.names.namespace(name) for name in namespaces}
-    catalog, holders, counts, is_same = source.catalog, _holders(source), [0, 0, 0], source.names == target.names
+    catalog, holders, counts, is_same = (
+        source.catalog,
+        _holders(source),
+        [0, 0, 0],
+        source.names == target.names,
+    )
     for key in sorted(catalog.keys() if keys is None else keys):
         identity = source.identity(key)
-        space = names.get(identity.namespace, identity.namespace if is_same else None) if identity else None
+        space = (
+            names.get(identity.namespace, identity.namespace if is_same else None)
+            if identity
+            else None
+        )
         if identity is None or space is None or (kv := source.get(identity)) is None:
             counts[2] += 1
             continue
@@ -143,7 +154,9 @@ def copy(
         put = partial(target.put, there, kv, retention=kept, reason="import")
         texts, written = list[TextEntry | None](catalog.key_texts(key)), 0
         for text in texts or [None]:
-            for doc_id in holders.get((identity.namespace, text.digest), [None]) if text else [None]:
+            for doc_id in (
+                holders.get((identity.namespace, text.digest), [None]) if text else [None]
+            ):
                 written += put(text=text, doc_id=doc_id)
         counts[0 if written else 1] += 1
     return counts[0], counts[1], counts[2]
@@ -152,7 +165,9 @@ def copy(
 def _holders(store: TieredStore) -> dict[tuple[str, str], list[str | None]]:
     """Return the documents that refer to each text."""
     found: dict[tuple[str, str], list[str | None]] = {}
-    for namespace in {record.namespace for record in map(store.catalog.get, store.catalog.keys()) if record}:
+    for namespace in {
+        record.namespace for record in map(store.catalog.get, store.catalog.keys()) if record
+    }:
         for doc_id in store.catalog.documents(namespace):
             for digest in store.catalog.document_texts(namespace, doc_id):
                 found.setdefault((namespace, digest), []).append(doc_id)

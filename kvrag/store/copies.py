@@ -77,11 +77,16 @@ class CopiedBlobs:
 
     def _use(self, key: ChunkKey) -> None:
         with self._lock:
-            self._sizes[key] = self._sizes.pop(key, 0)  # of another process's, its size is known at the next look
+            self._sizes[key] = self._sizes.pop(
+                key, 0
+            )  # of another process's, its size is known at the next look
 
     def _copy(self, key: ChunkKey, data: Bytes) -> None:
         """Keep a copy, for which others go; none for a while where there was no room."""
-        if len(data) > (self._room.budget.max_bytes or 2**62) or time.monotonic() < self._full_until:
+        if (
+            len(data) > (self._room.budget.max_bytes or 2**62)
+            or time.monotonic() < self._full_until
+        ):
             return
         try:
             self._room.make_room(len(data), priority=100)
@@ -105,4 +110,7 @@ class CopiedBlobs:
             there = self.local.sizes()
             mine = {key: there.pop(key) for key in self._sizes if key in there}
             self._sizes, self._unlisted = there | mine, 0
-            return 0, [Sized(each, 0, size, Usage(last=n)) for n, (each, size) in enumerate(self._sizes.items())]
+            return 0, [
+                Sized(each, 0, size, Usage(last=n))
+                for n, (each, size) in enumerate(self._sizes.items())
+            ]

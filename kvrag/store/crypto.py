@@ -41,15 +41,24 @@ def read_key(source: Callable[[], bytes] | str) -> bytes:
     where, remedy = "StoreConfig.encryption_key", f"give at least {MIN_KEY_BYTES} random bytes"
     if isinstance(source, str):
         name = source.removeprefix("env:")
-        where, remedy = f"the environment variable {name} ({where})", "set it to the output of: openssl rand -hex 32"
+        where, remedy = (
+            f"the environment variable {name} ({where})",
+            "set it to the output of: openssl rand -hex 32",
+        )
         key = _decoded(os.environ.get(name, ""))
     else:
         try:
             key = source()
         except Exception as error:  # the user's own code; its message may hold anything
-            raise ConfigError(f"the function of {where} raises {type(error).__name__}; {remedy}") from error
+            raise ConfigError(
+                f"the function of {where} raises {type(error).__name__}; {remedy}"
+            ) from error
     if not isinstance(key, bytes) or len(key) < MIN_KEY_BYTES:
-        what = f"a key of {len(key)} bytes, which can be guessed" if isinstance(key, bytes) and key else "no key"
+        what = (
+            f"a key of {len(key)} bytes, which can be guessed"
+            if isinstance(key, bytes) and key
+            else "no key"
+        )
         raise ConfigError(f"{where} gives {what}; {remedy}")
     return key
 
@@ -60,7 +69,9 @@ def _decoded(text: str) -> bytes:
     with suppress(ValueError):
         return bytes.fromhex(text)
     with suppress(ValueError):
-        return base64.b64decode(text.replace("-", "+").replace("_", "/") + "=" * (-len(text) % 4), validate=True)
+        return base64.b64decode(
+            text.replace("-", "+").replace("_", "/") + "=" * (-len(text) % 4), validate=True
+        )
     return b""
 
 
@@ -80,7 +91,11 @@ class Keys:
         if config.encryption_key is None:
             return cls()
         key = read_key(config.encryption_key)
-        require("cryptography.hazmat.primitives.ciphers", extra="crypto", purpose="encryption of the KV store")
+        require(
+            "cryptography.hazmat.primitives.ciphers",
+            extra="crypto",
+            purpose="encryption of the KV store",
+        )
         return cls(derive(key, "addresses"), derive(key, "cipher"))
 
     @property
@@ -96,7 +111,9 @@ class Keys:
 
     def __reduce__(self) -> NoReturn:
         """Refuse to be pickled."""
-        raise ConfigError("the keys of a store can't be pickled; open the store again where they are needed")
+        raise ConfigError(
+            "the keys of a store can't be pickled; open the store again where they are needed"
+        )
 
 
 def encrypt(key: bytes, nonce: int, views: Iterable[memoryview]) -> tuple[list[memoryview], bytes]:
@@ -124,7 +141,10 @@ def decrypt(key: bytes, nonce: int, data: memoryview, tag: bytes) -> memoryview 
 def _cipher(key: bytes, nonce: int, tag: bytes | None = None) -> Any:
     from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
-    return Cipher(algorithms.AES(key), modes.GCM(nonce.to_bytes(NONCE_BYTES, "big"), tag, min_tag_length=TAG_BYTES))
+    return Cipher(
+        algorithms.AES(key),
+        modes.GCM(nonce.to_bytes(NONCE_BYTES, "big"), tag, min_tag_length=TAG_BYTES),
+    )
 
 
 class Seal:

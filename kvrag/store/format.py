@@ -46,15 +46,27 @@ from kvrag.types import ChunkIdentity, ChunkKV, HoleReason, LayerKV
 ALIGNMENT = 4096  # data starts at a multiple of this, so that it can be read with direct I/O
 HEAD_BYTES = 16 * 1024  # read first: most headers are not longer
 STEP_BYTES = 4 * 2**20  # bytes of layers that a thread hashes or reads at once
-MAX_HEADER_BYTES = 4 * 2**20  # longer ones are neither written nor read: enough for half a million token ids
+MAX_HEADER_BYTES = (
+    4 * 2**20
+)  # longer ones are neither written nor read: enough for half a million token ids
 HEADER_NONCE, SALT_BYTES = 2**32 - 1, 32
 KIND = {"format": "kvrag", "version": str(FORMAT_VERSION)}
 NAMED = ("model", "namespace", "prefix", "context", "kv_dtype")
 START = '{"__metadata__":'
 NO_DIGEST = b"0" * 32
-FAULTS = (ValueError, TypeError, KeyError, AttributeError, RecursionError, struct.error, StoreError)  # of no header
+FAULTS = (
+    ValueError,
+    TypeError,
+    KeyError,
+    AttributeError,
+    RecursionError,
+    struct.error,
+    StoreError,
+)  # of no header
 dump, parse = json.JSONEncoder(separators=(",", ":")).encode, json.JSONDecoder().raw_decode
-Read = Callable[[int, int], Bytes | None]  # ``length`` bytes from ``offset`` on, as Blobs.read gives them
+Read = Callable[
+    [int, int], Bytes | None
+]  # ``length`` bytes from ``offset`` on, as Blobs.read gives them
 
 
 class BlobRejected(Exception):
@@ -139,9 +151,13 @@ class Encoded:
             self._layers = [layer.tensors for layer in own_kv(kv).layers]
             self.head_bytes = len(self.head())
         except (MemoryError, RuntimeError) as error:
-            raise StoreError(f"memory is short for the chunk ({error}); free some, then try again") from error
+            raise StoreError(
+                f"memory is short for the chunk ({error}); free some, then try again"
+            ) from error
         if self.head_bytes > MAX_HEADER_BYTES:
-            raise StoreError(f"the chunk of {len(identity.token_ids)} tokens is too long for one file; split it")
+            raise StoreError(
+                f"the chunk of {len(identity.token_ids)} tokens is too long for one file; split it"
+            )
 
     def __iter__(self) -> Iterator[Bytes]:
         """Return all parts in their order."""
@@ -164,7 +180,10 @@ class Encoded:
             yield from (bytes_of(self._layers[run.start : run.stop]) for run in runs)
             digests = [digest for run in proofs for digest in run]
         else:
-            key, digests = derive(self._cipher, f"blob {chunk_key(self.header.identity)}", salt=self._salt), []
+            key, digests = (
+                derive(self._cipher, f"blob {chunk_key(self.header.identity)}", salt=self._salt),
+                [],
+            )
             for index, layer in enumerate(self._layers):
                 pieces, tag = encrypt(key, index, scanned(index, layer))
                 digests.append(tag)
@@ -185,7 +204,9 @@ class Blob:
     ``identity`` says whose KV it must be (``None``: anyone's), ``cipher`` with which key it must be encrypted (``None``: with none).
     """
 
-    def __init__(self, read: Read, identity: ChunkIdentity | None = None, cipher: bytes | None = None) -> None:
+    def __init__(
+        self, read: Read, identity: ChunkIdentity | None = None, cipher: bytes | None = None
+    ) -> None:
         self._read = read
         head = self._bytes(0, HEAD_BYTES)
         self._start = 8 + int.from_bytes(head[:8], "little")
@@ -206,12 +227,16 @@ class Blob:
         layers, runs = self.header.layout.layers, _runs(self.header.layout.offsets)
         done = POOL.ahead(self._run, runs) if runs[1:] else map(self._run, runs)
         proven = (data for run in done for data in run)
-        yield from (view_layer(self.header.dtype, *each) for each in zip(layers, proven, strict=True))
+        yield from (
+            view_layer(self.header.dtype, *each) for each in zip(layers, proven, strict=True)
+        )
 
     def _run(self, run: range) -> list[torch.Tensor]:
         """Read some layers, and prove them: bytes of one tensor unless they are encrypted. Behind the last one, the blob must end."""
         start, end = (offsets := self.header.layout.offsets)[run.start], offsets[run.stop]
-        data = memoryview(self._bytes(self._start + start, end - start + (end == offsets[-1]), run.start))
+        data = memoryview(
+            self._bytes(self._start + start, end - start + (end == offsets[-1]), run.start)
+        )
         if len(data) != end - start:
             raise BlobRejected("it has the wrong length", layer=run.start)
         if data.readonly:  # torch wants to be able to write
@@ -221,7 +246,9 @@ class Blob:
         for index in run:
             place = slice(offsets[index] - start, offsets[index + 1] - start)
             plain = self._proven(index, data[place])
-            proven.append(whole[place] if self._key is None else torch.frombuffer(plain, dtype=torch.uint8))
+            proven.append(
+                whole[place] if self._key is None else torch.frombuffer(plain, dtype=torch.uint8)
+            )
         return proven
 
     def _bytes(self, start: int, length: int, layer: int | None = None) -> Bytes:
@@ -255,10 +282,15 @@ def _parse(head: bytes, cipher: bytes | None) -> tuple[Header, bytes | None]:
         if metadata.get("cipher_key") != (None if cipher is None else key_id(cipher)):
             raise Foreign("it is not protected by the key that the store was opened with", "absent")
         if cipher is not None:
-            salt, sealed = bytes.fromhex(metadata["salt"]), memoryview(base64.b64decode(metadata["sealed"]))
+            salt, sealed = (
+                bytes.fromhex(metadata["salt"]),
+                memoryview(base64.b64decode(metadata["sealed"])),
+            )
             key = derive(cipher, f"blob {metadata['key']}", salt=salt)
             plain = decrypt(key, HEADER_NONCE, sealed[:-TAG_BYTES], bytes(sealed[-TAG_BYTES:]))
-            if plain is None or len(salt) != SALT_BYTES:  # zeros behind a salt would derive the same key
+            if (
+                plain is None or len(salt) != SALT_BYTES
+            ):  # zeros behind a salt would derive the same key
                 raise ValueError("forged")
             metadata, _ = parse(str(plain, "ascii"), len(START))
         header = _decode(metadata)
@@ -278,10 +310,16 @@ def _decode(metadata: dict[str, Any]) -> Header:
     token_ids = struct.unpack(f"<{count}I", ids)
     digests = tuple(raw[place : place + TAG_BYTES] for place in range(0, len(raw), TAG_BYTES))
     sizes = [*map(int, metadata["shapes"].replace(";", ",").split(",", 4 * MAX_LAYERS))]
-    if not count or TAG_BYTES * len(sizes) != 4 * len(raw) or not 0 < min(sizes) <= max(sizes) < 2**32:
+    if (
+        not count
+        or TAG_BYTES * len(sizes) != 4 * len(raw)
+        or not 0 < min(sizes) <= max(sizes) < 2**32
+    ):
         raise ValueError("not a chunk")
     layers = zip(*(sizes[place::4] for place in range(4)), strict=True)
-    shapes = tuple(((heads, count, dim), (v_heads, count, v_dim)) for heads, dim, v_heads, v_dim in layers)
+    shapes = tuple(
+        ((heads, count, dim), (v_heads, count, v_dim)) for heads, dim, v_heads, v_dim in layers
+    )
     identity = ChunkIdentity(token_ids=token_ids, **names)
     return Header(identity, FLOATS[metadata["dtype"]], shapes, digests)
 
@@ -291,9 +329,17 @@ def _head(header: Header, cipher: bytes | None, salt: bytes) -> bytes:
     text = header.encode()
     if cipher is not None:
         owner, end = chunk_key(header.identity), header.num_bytes
-        sealed, tag = encrypt(derive(cipher, f"blob {owner}", salt=salt), HEADER_NONCE, [memoryview(text)])
+        sealed, tag = encrypt(
+            derive(cipher, f"blob {owner}", salt=salt), HEADER_NONCE, [memoryview(text)]
+        )
         inner = base64.b64encode(b"".join([*sealed, tag])).decode()
-        metadata = {**KIND, "cipher_key": key_id(cipher), "key": owner, "salt": salt.hex(), "sealed": inner}
+        metadata = {
+            **KIND,
+            "cipher_key": key_id(cipher),
+            "key": owner,
+            "salt": salt.hex(),
+            "sealed": inner,
+        }
         layers = {"dtype": "U8", "shape": [end], "data_offsets": [0, end]}
         text = f'{START}{dump(metadata)},"layers":{dump(layers)}}}'.encode()
     text += b" " * (-(8 + len(text)) % ALIGNMENT)

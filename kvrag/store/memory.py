@@ -21,7 +21,9 @@ from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, Hole
 
 log = logging.getLogger(__name__)
 
-SHARE = 16  # one byte of so many leaves at least, so that not every chunk that comes has to rank all
+SHARE = (
+    16  # one byte of so many leaves at least, so that not every chunk that comes has to rank all
+)
 READERS = Pool("kvrag-read", 4)  # threads that read for requests
 
 AHEAD = Pool("kvrag-read-ahead", 2)
@@ -30,14 +32,18 @@ AHEAD = Pool("kvrag-read-ahead", 2)
 Loaded = ChunkKV | Hole
 
 
-def tell(listeners: list[Listener], medium: str, keys: Iterable[ChunkKey], reason: str, *size: int) -> None:
+def tell(
+    listeners: list[Listener], medium: str, keys: Iterable[ChunkKey], reason: str, *size: int
+) -> None:
     """Report a change of a tier, one event per chunk; to listeners of several stores that are the same, once.
 
     ``size`` is the number of tokens and bytes of what was stored.
     """
     known = list(listeners)
     for hashes in [()] if reason == "cleared" else [(key,) for key in keys] if known else []:
-        kind: EventType = "BlockStored" if size else "BlockRemoved" if hashes else "AllBlocksCleared"
+        kind: EventType = (
+            "BlockStored" if size else "BlockRemoved" if hashes else "AllBlocksCleared"
+        )
         event = StoreEvent(kind, medium, hashes, reason, *size)
         for number, each in enumerate(known):
             if each not in known[:number]:
@@ -61,7 +67,9 @@ class MemoryTier:
         The budget, what statistics and events call the tier, and where the tensors are.
     """
 
-    def __init__(self, max_bytes: int, *, name: str = "host", device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, max_bytes: int, *, name: str = "host", device: torch.device | str = "cpu"
+    ) -> None:
         self.max_bytes, self.name, self.device = max_bytes, name, torch.device(device)
         self.listeners, self.reads = list[Listener](), Reads(max_bytes)
         self._lock, self._entries = fork_lock(), dict[ChunkKey, _Entry]()
@@ -91,7 +99,13 @@ class MemoryTier:
             return list(self._entries)
 
     def keep(
-        self, identity: ChunkIdentity, kv: ChunkKV, usage: Usage, *, epoch: int, reason: str = "promoted"
+        self,
+        identity: ChunkIdentity,
+        kv: ChunkKV,
+        usage: Usage,
+        *,
+        epoch: int,
+        reason: str = "promoted",
     ) -> ChunkKV:
         """Keep a chunk if there is, or can be made, room for it, and return it as this tier gives it; as it came if it can't be kept so.
 
@@ -109,7 +123,11 @@ class MemoryTier:
             return kv
         key = chunk_key(identity)
         with self._lock:
-            gone = self._take(key, _Entry(identity, given, usage, num_bytes)) if epoch == self.epoch else None
+            gone = (
+                self._take(key, _Entry(identity, given, usage, num_bytes))
+                if epoch == self.epoch
+                else None
+            )
         if gone is not None:
             tell(self.listeners, self.name, [key], reason, len(identity.token_ids), num_bytes)
             tell(self.listeners, self.name, gone, "evicted")
@@ -143,7 +161,11 @@ class MemoryTier:
     def _take(self, key: ChunkKey, new: _Entry) -> list[ChunkKey] | None:
         """Take a chunk, and return what had to leave for it; ``None`` if it finds no room, and then nothing has left."""
         self._now += 1
-        must, hits, going = self._num_bytes + new.num_bytes - self.max_bytes, new.usage.hits, list[Sized]()
+        must, hits, going = (
+            self._num_bytes + new.num_bytes - self.max_bytes,
+            new.usage.hits,
+            list[Sized](),
+        )
         if (known := self._entries.get(key)) is not None:
             must, hits = must - known.num_bytes, max(hits, known.usage.recent_hits(self._now))
         new.usage = new.usage._replace(hits=hits, last=self._now)
@@ -151,7 +173,9 @@ class MemoryTier:
             there = [(k, e) for k, e in self._entries.items() if k != key]
             others = [Sized(k, len(e.identity.token_ids), e.num_bytes, e.usage) for k, e in there]
             priority, should = new.usage.priority_now(), max(must, self._num_bytes // SHARE)
-            if (found := leaving(others, self._now, priority=priority, must=must, should=should)) is None:
+            if (
+                found := leaving(others, self._now, priority=priority, must=must, should=should)
+            ) is None:
                 return None
             going = found
         gone = [each.key for each in going]
@@ -212,7 +236,11 @@ class Reads:
         """Begin to prefetch a chunk, or join its read; ``None`` if there is no room, or no thread."""
         with self._lock:
             read = self._mine().get(key)
-            if read is None and num_bytes + sum(each.num_bytes for each in self._reads.values()) <= self._max_bytes:
+            if (
+                read is None
+                and num_bytes + sum(each.num_bytes for each in self._reads.values())
+                <= self._max_bytes
+            ):
                 read = self._begin(AHEAD, key, load, num_bytes)
             if read is not None:
                 read.wanted += 1
@@ -239,7 +267,9 @@ class Reads:
             self._pid, self._reads = os.getpid(), {}
         return self._reads
 
-    def _begin(self, pool: Pool, key: ChunkKey, load: Callable[[], Loaded], num_bytes: int) -> Read | None:
+    def _begin(
+        self, pool: Pool, key: ChunkKey, load: Callable[[], Loaded], num_bytes: int
+    ) -> Read | None:
         def end(_: object) -> None:
             with self._lock:
                 if self._reads.get(key) is read:

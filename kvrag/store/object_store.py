@@ -43,13 +43,19 @@ class ObjectBlobs:
     is_far = True  # to ask twice costs more than to be sent what is not needed
 
     def __init__(self, url: str, folder: str) -> None:
-        self._obstore: Any = require("obstore", extra="objects", purpose="a KV store in an object store")
+        self._obstore: Any = require(
+            "obstore", extra="objects", purpose="a KV store in an object store"
+        )
         self._head = f"{folder}/"
         limit = timedelta(seconds=ANSWER_S)
         options: dict[str, Any] = {}
         if not url.startswith(("file:", "memory:")):
             options = {
-                "client_options": {"timeout": limit, "connect_timeout": limit / 4, "allow_http": True},
+                "client_options": {
+                    "timeout": limit,
+                    "connect_timeout": limit / 4,
+                    "allow_http": True,
+                },
                 "retry_config": {"max_retries": 3, "retry_timeout": limit},
             }
         else:
@@ -94,7 +100,11 @@ class ObjectBlobs:
 
     def delete(self, keys: Collection[ChunkKey]) -> set[ChunkKey]:
         """Delete objects, and return those that were there."""
-        return {key for key, was_there in zip(keys, POOL.ahead(self._delete, list(keys)), strict=True) if was_there}
+        return {
+            key
+            for key, was_there in zip(keys, POOL.ahead(self._delete, list(keys)), strict=True)
+            if was_there
+        }
 
     def keys(self) -> set[ChunkKey]:
         """Return all keys."""
@@ -137,7 +147,10 @@ def _check_process() -> None:
     global _first_process
     _first_process = _first_process or os.getpid()
     if _first_process != os.getpid():
-        raise OSError(errno.EIO, "object store: obstore can't be used in a forked process; start it by 'spawn'")
+        raise OSError(
+            errno.EIO,
+            "object store: obstore can't be used in a forked process; start it by 'spawn'",
+        )
 
 
 def _outage(error: Exception) -> OSError:

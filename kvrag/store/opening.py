@@ -41,7 +41,12 @@ from kvrag.types import ChunkKey
 log = logging.getLogger(__name__)
 
 FORMAT_FILE = "format.json"
-OWN = (FORMAT_FILE, OBJECTS, TMP, *["lock", "catalog", "index", "references", "quarantine", "llama_index"])
+OWN = (
+    FORMAT_FILE,
+    OBJECTS,
+    TMP,
+    *["lock", "catalog", "index", "references", "quarantine", "llama_index"],
+)
 """How the names of all that a store puts into its directory begin."""
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
@@ -67,55 +72,81 @@ def open_store(kv_dir: str | os.PathLike[str] | None, config: StoreConfig) -> Ti
     kvrag wrote the store, and ``StoreError`` if the directory can't be used; one that can't be written to is opened for reading.
     """
     keys, ram = Keys.of(config), lesser(config.ram_bytes, config.ram_fraction, host_memory)
-    if config.shared is not None and (kv_dir is None or ("://" in str(kv_dir) and address(kv_dir) != config.shared)):
+    if config.shared is not None and (
+        kv_dir is None or ("://" in str(kv_dir) and address(kv_dir) != config.shared)
+    ):
         raise ConfigError(
             "StoreConfig.shared has no effect without a directory for copies; pass one as kv_dir, or leave shared out"
         )
     if kv_dir is None:
         catalog = Catalog(None, keys, may_have_blobs=lambda: False)
-        return TieredStore([], MemoryBlobs(), catalog, config, keys=keys, budget=Budget(ram, 0, 1.0, 1.0))
+        return TieredStore(
+            [], MemoryBlobs(), catalog, config, keys=keys, budget=Budget(ram, 0, 1.0, 1.0)
+        )
     if "://" in str(kv_dir) or config.shared is not None:
         return _open_shared(kv_dir, config, keys, MemoryTier(ram))
     root = Path(os.path.abspath(kv_dir))
     read_only = prepare(root, config)
     key = (os.path.realpath(root), keys.cipher, read_only, config.durability, ram)
-    durable, folder = config.durability == "durable", root / (f"catalog-{keys.id}" if keys.id else "catalog")
+    durable, folder = (
+        config.durability == "durable",
+        root / (f"catalog-{keys.id}" if keys.id else "catalog"),
+    )
 
     def open_parts() -> _Parts:
         blobs = FileBlobs(root, durable=durable)
         if not read_only:
             blobs.sweep()
         has_blobs = (root / OBJECTS).is_dir
-        catalog = Catalog(folder, keys, read_only=read_only, durable=durable, may_have_blobs=has_blobs)
+        catalog = Catalog(
+            folder, keys, read_only=read_only, durable=durable, may_have_blobs=has_blobs
+        )
         return MemoryTier(ram), blobs, catalog
 
     host, blobs, catalog = _join(key, open_parts)
     return TieredStore(
-        [host], blobs, catalog, config, keys=keys, budget=_budget(root, config), is_last=partial(_leave, key)
+        [host],
+        blobs,
+        catalog,
+        config,
+        keys=keys,
+        budget=_budget(root, config),
+        is_last=partial(_leave, key),
     )
 
 
-def _open_shared(kv_dir: str | os.PathLike[str], config: StoreConfig, keys: Keys, host: MemoryTier) -> TieredStore:
+def _open_shared(
+    kv_dir: str | os.PathLike[str], config: StoreConfig, keys: Keys, host: MemoryTier
+) -> TieredStore:
     """Open a store that machines share, with copies in a directory of this one unless ``kv_dir`` is the address itself."""
     root = None if "://" in str(kv_dir) else Path(os.path.abspath(kv_dir))
     url = address(kv_dir if root is None else config.shared)
     if root is not None and prepare(root, config):
-        raise StoreError(f"{root} can't be written to; name a directory for copies of the shared KV store, or none")
+        raise StoreError(
+            f"{root} can't be written to; name a directory for copies of the shared KV store, or none"
+        )
     key = (url, root and os.path.realpath(root), keys.cipher, config.read_only, host.max_bytes)
 
     def open_parts() -> _Parts:
         blobs, journal = open_url(url, OBJECTS), f"journal{keys.id and '-'}{keys.id}"
         if isinstance(blobs, RedisBlobs):
             blobs.check()
-        rows = partial(SharedRows, journal=Journal(open_url(url, journal), open_url(url, f"{journal}-snapshots")))
+        rows = partial(
+            SharedRows,
+            journal=Journal(open_url(url, journal), open_url(url, f"{journal}-snapshots")),
+        )
         folder = None
         if root is not None:
             blobs = CopiedBlobs(blobs, FileBlobs(root, durable=False), _budget(root, config))
-            folder = root / f"catalog-{hashlib.sha256(f'{url} {keys.id}'.encode()).hexdigest()[:16]}"
+            folder = (
+                root / f"catalog-{hashlib.sha256(f'{url} {keys.id}'.encode()).hexdigest()[:16]}"
+            )
             rows = partial(rows, changed=partial(_forget_copies, blobs))
         catalog = Catalog(folder, keys, read_only=config.read_only, rows=rows)
         if isinstance(blobs, CopiedBlobs) and [folder] == list(blobs.local.root.glob("catalog*")):
-            with suppress(OSError, StoreError):  # copies that a killed process has left of what is erased
+            with suppress(
+                OSError, StoreError
+            ):  # copies that a killed process has left of what is erased
                 blobs.forget(blobs.local.keys() - catalog.present())
         return host, blobs, catalog
 
@@ -194,7 +225,9 @@ def prepare(root: Path, config: StoreConfig) -> bool:
     if config.read_only:
         return True
     there = root.glob("*") if version is None else ()
-    if others := [path.name for path in there if not path.name.startswith((".", "lost+found", *OWN))]:
+    if others := [
+        path.name for path in there if not path.name.startswith((".", "lost+found", *OWN))
+    ]:
         what = f"the directory {root} holds {others[0]!r} and is no KV store"
         raise StoreError(f"{what}; name one that is empty, or does not exist yet, as kv_dir")
     try:
@@ -211,7 +244,9 @@ def prepare(root: Path, config: StoreConfig) -> bool:
             raise StoreError(
                 f"the KV store {root} can't be used: {error}; choose a directory that can be written to"
             ) from error
-        log.warning("the KV store %s can't be written to (%s); it is opened for reading only", root, error)
+        log.warning(
+            "the KV store %s can't be written to (%s); it is opened for reading only", root, error
+        )
         return True
     return False
 
@@ -241,7 +276,10 @@ def _close_to_others(root: Path) -> None:
         status = path.lstat()
         if stat.S_ISDIR(status.st_mode) and status.st_mode & 0o077:
             path.chmod(status.st_mode & 0o700)
-            log.warning("others had access to the KV store's directory %s; its rights were taken from them", path)
+            log.warning(
+                "others had access to the KV store's directory %s; its rights were taken from them",
+                path,
+            )
 
 
 def lesser(limit: L, fraction: float, total: Callable[[], int]) -> int | L:
@@ -271,5 +309,8 @@ def device_budget(limit: int | None, fraction: float, device: torch.device) -> i
         part = int(fraction * torch.cuda.get_device_properties(device).total_memory)
         return part if limit is None else min(limit, part)
     if limit is None:
-        log.warning("no memory tier on %s: nobody knows how much memory it has; set StoreConfig.gpu_bytes", device)
+        log.warning(
+            "no memory tier on %s: nobody knows how much memory it has; set StoreConfig.gpu_bytes",
+            device,
+        )
     return limit or 0

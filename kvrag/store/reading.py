@@ -38,11 +38,28 @@ class Reader:
     """The half of a :class:`~kvrag.store.tiers.TieredStore` that reads."""
 
     def __init__(
-        self, tiers: Sequence[MemoryTier], blobs: Blobs, catalog: Catalog, config: StoreConfig, keys: Keys
+        self,
+        tiers: Sequence[MemoryTier],
+        blobs: Blobs,
+        catalog: Catalog,
+        config: StoreConfig,
+        keys: Keys,
     ) -> None:
-        self.catalog, self.blobs, self.config, self.keys, self.names = catalog, blobs, config, keys, keys
+        self.catalog, self.blobs, self.config, self.keys, self.names = (
+            catalog,
+            blobs,
+            config,
+            keys,
+            keys,
+        )
         self.read_only = config.read_only or catalog.read_only
-        self.name = "host" if isinstance(blobs, MemoryBlobs) else "disk" if isinstance(blobs, FileBlobs) else "shared"
+        self.name = (
+            "host"
+            if isinstance(blobs, MemoryBlobs)
+            else "disk"
+            if isinstance(blobs, FileBlobs)
+            else "shared"
+        )
         """Name of the blobs' tier, for statistics and events."""
         said_to = config.on_event, config.event_log
         self.listeners = [Listener(*said_to)] if any(each is not None for each in said_to) else []
@@ -50,7 +67,9 @@ class Reader:
         for tier in reversed(tiers):
             self.put_above(tier)
         self._lock, self._counts, self._has_warned = fork_lock(), Counter[str](), False
-        self._followed: int | None = None  # the catalog's generation when memory was last compared with it
+        self._followed: int | None = (
+            None  # the catalog's generation when memory was last compared with it
+        )
 
     def put_above(self, tier: MemoryTier) -> None:
         """Add an uppermost memory tier."""
@@ -108,8 +127,15 @@ class Reader:
         keys = {identity: chunk_key(identity) for identity in identities}
         look_s = max(timeout_s, LOOK_S)
         look = Deadline(look_s)
-        found = look.ask(partial(self._look, keys), dict[ChunkIdentity, Loaded | Read | None](), what="the KV store")
-        reading, loaded = Deadline(max(0.0, look.left_s - look_s + timeout_s)), dict[ChunkIdentity, Loaded]()
+        found = look.ask(
+            partial(self._look, keys),
+            dict[ChunkIdentity, Loaded | Read | None](),
+            what="the KV store",
+        )
+        reading, loaded = (
+            Deadline(max(0.0, look.left_s - look_s + timeout_s)),
+            dict[ChunkIdentity, Loaded](),
+        )
         for identity, key in keys.items():
             each, late = found.get(identity), Hole(key, "late", None)
             if isinstance(each, Read):
@@ -127,11 +153,15 @@ class Reader:
                 continue
             found += 1
             if all(tier.identity(record.key) != identity for tier in self.tiers[:1]):
-                read = self.reads.ahead(record.key, partial(self._load, identity, record.key), record.num_bytes)
+                read = self.reads.ahead(
+                    record.key, partial(self._load, identity, record.key), record.num_bytes
+                )
                 reads += [] if read is None else [read]
         return Prefetch(found, reads)
 
-    def _look(self, keys: Mapping[ChunkIdentity, ChunkKey]) -> dict[ChunkIdentity, Loaded | Read | None]:
+    def _look(
+        self, keys: Mapping[ChunkIdentity, ChunkKey]
+    ) -> dict[ChunkIdentity, Loaded | Read | None]:
         """Return what is in memory, holes for what is not stored, and reads, begun, of the rest; ``None`` for what nobody can read."""
         self._follow()
         found: dict[ChunkIdentity, Loaded | Read | None]
@@ -165,7 +195,9 @@ class Reader:
                 return self._lift(identity, kv, epochs[:number])
         return None
 
-    def _from_blob(self, key: ChunkKey, take: Callable[[Blob], T], identity: ChunkIdentity | None = None) -> T | Hole:
+    def _from_blob(
+        self, key: ChunkKey, take: Callable[[Blob], T], identity: ChunkIdentity | None = None
+    ) -> T | Hole:
         """Take something from the blob of a chunk that the catalog knows; one that is not what it should be is forgotten."""
         row = self.catalog.revisions(self.catalog.known([key]))
         if not row:
@@ -195,7 +227,11 @@ class Reader:
         read: Callable[[int, int], Bytes | None] = partial(self._read, key)
         if identity is not None and getattr(self.blobs, "is_far", False):
             record = self.catalog.get(key)
-            read = self._at_once(key) if record is not None and record.num_bytes <= AT_ONCE_BYTES else read
+            read = (
+                self._at_once(key)
+                if record is not None and record.num_bytes <= AT_ONCE_BYTES
+                else read
+            )
         blob = Blob(read, identity, self.keys.cipher)
         if chunk_key(blob.header.identity) != key:
             raise BlobRejected("it belongs to another chunk")
@@ -226,7 +262,9 @@ class Reader:
             return
         [key] = row
         if fault.hole == "damaged":
-            log.warning("the stored chunk %s is rejected: %s; computing instead", key[:12], fault.reason)
+            log.warning(
+                "the stored chunk %s is rejected: %s; computing instead", key[:12], fault.reason
+            )
         if not self.read_only:
             with suppress(OSError):
                 gone = self.blobs.delete([key]) if fault.hole == "damaged" else set()
@@ -237,7 +275,9 @@ class Reader:
         """Return the tiers, each with what says later whether something was erased meanwhile."""
         return [(tier, tier.epoch) for tier in self.tiers]
 
-    def _lift(self, identity: ChunkIdentity, kv: ChunkKV, epochs: list[tuple[MemoryTier, int]]) -> ChunkKV:
+    def _lift(
+        self, identity: ChunkIdentity, kv: ChunkKV, epochs: list[tuple[MemoryTier, int]]
+    ) -> ChunkKV:
         """Keep a chunk in some tiers, lowest first; return it as the uppermost gives it."""
         usage = self.catalog.usage(chunk_key(identity)) if epochs else Usage()
         for tier, epoch in reversed(epochs):
@@ -255,7 +295,9 @@ class Reader:
             tier.drop([key for key in keys if key not in known], "evicted")
         self._followed = generation
 
-    def _drop(self, keys: Collection[ChunkKey], reason: str, gone: Collection[ChunkKey] | None = None) -> None:
+    def _drop(
+        self, keys: Collection[ChunkKey], reason: str, gone: Collection[ChunkKey] | None = None
+    ) -> None:
         for tier in self.tiers:
             tier.drop(keys, reason)
         tell(self.listeners, self.name, sorted(keys if gone is None else gone), reason)

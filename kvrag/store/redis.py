@@ -17,7 +17,9 @@ from kvrag.store.base import Bytes
 from kvrag.types import ChunkKey
 
 CONNECT_S, ANSWER_S = 2.0, 5.0  # waited for a connection, and for each answer
-KEPT_S = 30 * 24 * 3600.0  # for a blob that was given no other time: a server evicts only what has an end
+KEPT_S = (
+    30 * 24 * 3600.0
+)  # for a blob that was given no other time: a server evicts only what has an end
 PER_CALL = 512  # keys in one call
 
 
@@ -48,7 +50,11 @@ class RedisBlobs:
             if not url.startswith("unix:") and set(user) & set("@/#?"):
                 raise ValueError("a password that is not escaped would be taken for a host")
             self._client: Any = self._redis.Redis.from_url(
-                url, protocol=2, socket_connect_timeout=CONNECT_S, socket_timeout=ANSWER_S, health_check_interval=30
+                url,
+                protocol=2,
+                socket_connect_timeout=CONNECT_S,
+                socket_timeout=ANSWER_S,
+                health_check_interval=30,
             )
         self._head, self._is_endless = f"kvrag:{folder}:", is_endless
 
@@ -56,7 +62,9 @@ class RedisBlobs:
         """Return bytes of a string; they and whether it is there come in one round trip."""
         if length == 0:
             return b"" if self._call("EXISTS", key) else None
-        if start == 0 and length is None:  # which the server sends as it is; of a range it makes a copy
+        if (
+            start == 0 and length is None
+        ):  # which the server sends as it is; of a range it makes a copy
             return self._whole(key)
         with self._faults():
             pipe = self._client.pipeline(transaction=False)
@@ -97,7 +105,9 @@ class RedisBlobs:
         """Raise :class:`~kvrag.errors.StoreError` if the server may let go of names that have no end: the journal must stay whole."""
         try:
             policy = self._client.config_get("maxmemory-policy").get("maxmemory-policy", "")
-        except self._redis.RedisError:  # who runs the server may not let clients ask, or it can't be reached now
+        except (
+            self._redis.RedisError
+        ):  # who runs the server may not let clients ask, or it can't be reached now
             return
         if policy.startswith("allkeys"):
             raise StoreError(
@@ -132,11 +142,17 @@ class RedisBlobs:
         try:
             yield
         except self._redis.RedisError as error:
-            is_full = isinstance(error, self._redis.exceptions.OutOfMemoryError) or str(error).startswith("OOM")
-            raise OSError(errno.ENOSPC if is_full else errno.EIO, f"Redis: {redacted(str(error))}") from None
+            is_full = isinstance(error, self._redis.exceptions.OutOfMemoryError) or str(
+                error
+            ).startswith("OOM")
+            raise OSError(
+                errno.ENOSPC if is_full else errno.EIO, f"Redis: {redacted(str(error))}"
+            ) from None
         except ValueError:  # its message may quote a part of the password
             form = "redis://user:password@host:port/0, and / and # in a password as %2F and %23"
-            raise StoreError(f"the address of the Redis server can't be used; write {form}") from None
+            raise StoreError(
+                f"the address of the Redis server can't be used; write {form}"
+            ) from None
 
 
 def _value(sock: socket.socket, until: float) -> Bytes | None:
@@ -148,7 +164,10 @@ def _value(sock: socket.socket, until: float) -> Bytes | None:
     if line == b"$-1":
         return None
     if not re.fullmatch(rb"\$\d{1,10}", line):
-        raise OSError(errno.EIO, f"Redis: {line.decode('ascii', 'replace') if line[:1] == b'-' else 'no value'}")
+        raise OSError(
+            errno.EIO,
+            f"Redis: {line.decode('ascii', 'replace') if line[:1] == b'-' else 'no value'}",
+        )
     whole, got = BUFFERS.take(int(line[1:]) + 2), len(rest)
     whole[:got] = rest[: len(whole)]
     while got < len(whole):

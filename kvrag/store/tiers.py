@@ -88,7 +88,9 @@ class TieredStore(Writer):
             going = self.catalog.revisions(self.catalog.only_held_by(namespace, doc_id))
             known |= self.catalog.known(going)
             self.delete_blobs(going)
-            is_over = self.catalog.unlink(namespace, doc_id, going) and not self.catalog.state().dormant
+            is_over = (
+                self.catalog.unlink(namespace, doc_id, going) and not self.catalog.state().dormant
+            )
         self._drop(known, "deleted")
         self.catalog.scrub()
         return len(known)
@@ -161,7 +163,9 @@ class TieredStore(Writer):
         rows = self.catalog.revisions(keys)
         gone = self.delete_blobs(keys)
         self.catalog.remove(rows)
-        with refusal("stored chunks can't be erased"):  # what a writer confirms meanwhile may have gone before
+        with refusal(
+            "stored chunks can't be erased"
+        ):  # what a writer confirms meanwhile may have gone before
             left = [(key, row) for key, row in self.catalog.revisions(gone).items() if row]
             if found := {key: row for key, row in left if self._read(key, 0, 1) is None}:
                 self.catalog.remove(found)

@@ -18,7 +18,9 @@ from kvrag.errors import ConfigError, StoreError
 from kvrag.types import ChunkKey
 
 HALF_LIFE = 4096  # accesses of the store after which a hit counts half
-TOKEN_MS = 1.0  # assumed cost of a token where none was measured in the whole store; only ratios matter
+TOKEN_MS = (
+    1.0  # assumed cost of a token where none was measured in the whole store; only ratios matter
+)
 PROBE = 4  # chunks that leave for free space before it is checked whether any came of it: snapshots and open files keep theirs
 PASSES = 8  # times that room is made for one chunk: others may take it
 RETRY_S = 600.0  # seconds for which nothing more leaves for free space after none came of it
@@ -29,7 +31,9 @@ Known = Annotated[float, Field(ge=-1, le=MOST)]
 def check_retention(value: object, *, is_needed: bool = False) -> None:
     """Raise :class:`ConfigError` unless ``value`` is a :class:`Retention`, or ``None`` where that is not needed."""
     if not isinstance(value, Retention) and (is_needed or value is not None):
-        raise ConfigError(f"retention is {value!r}; pass a kvrag.Retention, for example Retention(priority=90)")
+        raise ConfigError(
+            f"retention is {value!r}; pass a kvrag.Retention, for example Retention(priority=90)"
+        )
 
 
 class Usage(NamedTuple):
@@ -48,14 +52,23 @@ class Usage(NamedTuple):
 
     def retained(self, retention: Retention) -> Usage:
         """With another priority, from now on."""
-        until = -1.0 if retention.duration_s is None else min(time.time() + retention.duration_s, MOST)
+        until = (
+            -1.0 if retention.duration_s is None else min(time.time() + retention.duration_s, MOST)
+        )
         cost = self.cost_ms if retention.cost_ms is None else float(retention.cost_ms)
         return self._replace(priority=retention.priority, until=until, cost_ms=cost)
 
     def retention(self) -> Retention | None:
         """Return what :meth:`retained` would be told now, with the time that is left of the priority; ``None`` for the default."""
-        left, cost = None if self.until < 0 else self.until - time.time(), None if self.cost_ms < 0 else self.cost_ms
-        found = Retention(cost_ms=cost) if left is not None and left <= 0 else Retention(self.priority, left, cost)
+        left, cost = (
+            None if self.until < 0 else self.until - time.time(),
+            None if self.cost_ms < 0 else self.cost_ms,
+        )
+        found = (
+            Retention(cost_ms=cost)
+            if left is not None and left <= 0
+            else Retention(self.priority, left, cost)
+        )
         return None if found == Retention() else found
 
     def touched(self, hits: int, now: int) -> Usage:
@@ -92,13 +105,17 @@ def token_ms(chunks: Iterable[Sized]) -> float:
     return sum(chunk.usage.cost_ms for chunk in known) / tokens if tokens else TOKEN_MS
 
 
-def leaving(chunks: list[Sized], now: int, *, priority: int, must: int, should: int) -> list[Sized] | None:
+def leaving(
+    chunks: list[Sized], now: int, *, priority: int, must: int, should: int
+) -> list[Sized] | None:
     """Choose what leaves, what is worth least first and nothing above a priority; ``None`` if all of it is less than ``must`` bytes.
 
     ``should`` bytes leave if there are as many. Else half will do, but ``must``: it is no reason to take everything.
     """
     mean = token_ms(chunks)
-    ranks = ((each.usage.priority_now(), each.worth(now, mean), each.usage.last, each) for each in chunks)
+    ranks = (
+        (each.usage.priority_now(), each.worth(now, mean), each.usage.last, each) for each in chunks
+    )
     going = [rank[-1] for rank in sorted(ranks) if rank[0] <= priority]
     there = sum(chunk.num_bytes for chunk in going)
     if there < must:
@@ -161,7 +178,9 @@ class Evictor:
                 why = "evicting chunks has freed no space on its disk (snapshots, or open files?)"
                 break
             now, chunks = self.usages()
-            must, should, disk = self.budget.excess(sum(chunk.num_bytes for chunk in chunks), free, need)
+            must, should, disk = self.budget.excess(
+                sum(chunk.num_bytes for chunk in chunks), free, need
+            )
             if not (must if turn else should):
                 return
             going = leaving(chunks, now, priority=priority, must=must, should=should)
@@ -171,7 +190,10 @@ class Evictor:
             for part in (going[:PROBE], going[PROBE:]):
                 with suppress(OSError):
                     self.evict([chunk.key for chunk in part])
-                if disk and self._free() <= free + sum(chunk.num_bytes for chunk in going[:PROBE]) // 4:
+                if (
+                    disk
+                    and self._free() <= free + sum(chunk.num_bytes for chunk in going[:PROBE]) // 4
+                ):
                     self.in_vain_until = time.monotonic() + RETRY_S
                     break
         raise StoreError(

@@ -32,7 +32,9 @@ class _Job:
     new: NewKV
     encoded: Encoded
     record: Record
-    revision: int | None = None  # of the note that it is being written; ``None`` if another writer was first
+    revision: int | None = (
+        None  # of the note that it is being written; ``None`` if another writer was first
+    )
     written: int = 0
     result: int | StoreError | None = None
 
@@ -77,10 +79,14 @@ class Writer(Reader):
         try:
             if jobs:
                 priority = min((job.new.retention or Retention()).priority for job in jobs)
-                self._evictor.make_room(sum(job.record.num_bytes for job in jobs), priority=priority)
+                self._evictor.make_room(
+                    sum(job.record.num_bytes for job in jobs), priority=priority
+                )
         except StoreError as error:
             if len(chunks) > 1:  # some may fit
-                return [written for chunk in chunks for written in self.put_all([chunk], reason=reason)]
+                return [
+                    written for chunk in chunks for written in self.put_all([chunk], reason=reason)
+                ]
             return [error]
         for _ in range(ATTEMPTS):
             # The blobs of chunks that others erase stay for the next attempt: another writer may count on them.
@@ -99,7 +105,12 @@ class Writer(Reader):
         """Return how a chunk is to be written; 0 if it is stored already, or why it can't be."""
         try:
             self._check_writable()
-            if all([self._is_linked(chunk_key(new.identity), new.text, doc_id) for doc_id in new.doc_ids]):
+            if all(
+                [
+                    self._is_linked(chunk_key(new.identity), new.text, doc_id)
+                    for doc_id in new.doc_ids
+                ]
+            ):
                 return 0
             encoded = Encoded(new.identity, new.kv, self.keys.cipher)
         except StoreError as error:
@@ -115,13 +126,19 @@ class Writer(Reader):
             write_all = map if self._far is None else POOL.ahead
             list(write_all(self._write_body, [job for job in jobs if job.result is None]))
             left = [job for job in jobs if job.result is None]
-            there = self.catalog.confirm({job.record.key: job.revision or 0 for job in left}) if left else ()
+            there = (
+                self.catalog.confirm({job.record.key: job.revision or 0 for job in left})
+                if left
+                else ()
+            )
             for job in left:
                 job.result = job.written if job.record.key in there else None
 
     def _write_body(self, job: _Job) -> None:
         with _results_of([job]):
-            job.written = job.record.num_bytes if self._write_blob(job.record.key, job.encoded) else 0
+            job.written = (
+                job.record.num_bytes if self._write_blob(job.record.key, job.encoded) else 0
+            )
 
     def _take_back(self, job: _Job) -> None:
         """Leave nothing of a chunk that could not be written."""
@@ -136,7 +153,11 @@ class Writer(Reader):
         """Tell of a chunk that was written, say when it may go, and keep it in memory."""
         (identity, kv, _, _, retention), record = job.new, job.record
         usage = Usage() if retention is None else Usage().retained(retention)
-        if retention is not None and retention.duration_s is not None and hasattr(self.blobs, "expire"):
+        if (
+            retention is not None
+            and retention.duration_s is not None
+            and hasattr(self.blobs, "expire")
+        ):
             with suppress(OSError):
                 self.blobs.expire(record.key, retention.duration_s)
         tell(self.listeners, self.name, [record.key], reason, record.num_tokens, record.num_bytes)
@@ -150,7 +171,9 @@ class Writer(Reader):
         try:
             self.blob(key, encoded.header.identity)
         except BlobRejected as fault:
-            if fault.hole != "absent" or isinstance(fault, (Foreign, OtherVersion)):  # what is gone may be back by now
+            if fault.hole != "absent" or isinstance(
+                fault, (Foreign, OtherVersion)
+            ):  # what is gone may be back by now
                 self.blobs.delete([key])
             return self.blobs.write(key, encoded)
         return 0
@@ -205,7 +228,9 @@ class Writer(Reader):
         if self._is_closed:
             raise StoreError("the KV store is closed; open it again")
         if self.read_only:
-            remedy = "open it without read_only, make its directory writable, or free space on its disk"
+            remedy = (
+                "open it without read_only, make its directory writable, or free space on its disk"
+            )
             raise StoreError(f"the KV store is open for reading only; {remedy}")
 
 
@@ -217,7 +242,9 @@ def refusal(what: str) -> Iterator[None]:
     except StoreError:
         raise
     except (OSError, MemoryError) as error:
-        remedy = "make sure that its directory exists, is writable and has free space, then try again"
+        remedy = (
+            "make sure that its directory exists, is writable and has free space, then try again"
+        )
         raise StoreError(f"{what}: {str(error) or 'memory is short'}; {remedy}") from error
 
 

@@ -13,13 +13,22 @@ NAMESPACE = namespace_digest("default")
 
 
 def make_identity(
-    number: int = 0, *, model: str = "model", namespace: str = NAMESPACE, prefix: str = "prefix", tokens: int = 3
+    number: int = 0,
+    *,
+    model: str = "model",
+    namespace: str = NAMESPACE,
+    prefix: str = "prefix",
+    tokens: int = 3,
 ) -> ChunkIdentity:
     """Identity of a small chunk; different numbers give different token ids."""
-    return ChunkIdentity(model, namespace, prefix, tuple(range(1000 * number, 1000 * number + tokens)))
+    return ChunkIdentity(
+        model, namespace, prefix, tuple(range(1000 * number, 1000 * number + tokens))
+    )
 
 
-def make_kv(identity: ChunkIdentity, *, dtype: torch.dtype = torch.float32, layers: int = 2) -> ChunkKV:
+def make_kv(
+    identity: ChunkIdentity, *, dtype: torch.dtype = torch.float32, layers: int = 2
+) -> ChunkKV:
     """Random KV of an identity, the same for the same one: two heads, keys and values of different width."""
     random = torch.Generator().manual_seed(int(chunk_key(identity)[:15], 16))
 
@@ -41,7 +50,11 @@ def same_bits(a: ChunkKV | None, b: ChunkKV | None) -> bool:
         return False
     if [len(layer.tensors) for layer in a.layers] != [len(layer.tensors) for layer in b.layers]:
         return False
-    pairs = [(x, y) for p, q in zip(a.layers, b.layers, strict=True) for x, y in zip(p.tensors, q.tensors, strict=True)]
+    pairs = [
+        (x, y)
+        for p, q in zip(a.layers, b.layers, strict=True)
+        for x, y in zip(p.tensors, q.tensors, strict=True)
+    ]
     return a.kv_dtype == b.kv_dtype and all(
         x.dtype == y.dtype
         and x.shape == y.shape

@@ -25,7 +25,12 @@ _COMMON: dict[str, Any] = {
 }
 
 _LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 1024}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 1024,
+}
 _LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 _LONGROPE = {
     "rope_type": "longrope",
@@ -73,12 +78,18 @@ TINY: dict[str, dict[str, Any]] = {
     "llama-linear": {"model_type": "llama", "rope_parameters": _LINEAR},
     "llama-llama3-rope": {
         "model_type": "llama",
-        "rope_parameters": {**_LLAMA3, "rope_theta": 10000.0, "original_max_position_embeddings": 512},
+        "rope_parameters": {
+            **_LLAMA3,
+            "rope_theta": 10000.0,
+            "original_max_position_embeddings": 512,
+        },
     },
     "llama-yarn": {"model_type": "llama", "rope_parameters": _YARN},
     "mistral": {"sliding_window": 48},
     "ministral": {"sliding_window": 48, "layer_types": _ALTERNATING},
-    "ministral3": {"rope_parameters": {**_YARN, "llama_4_scaling_beta": 0.5, "max_position_embeddings": 4096}},
+    "ministral3": {
+        "rope_parameters": {**_YARN, "llama_4_scaling_beta": 0.5, "max_position_embeddings": 4096}
+    },
     "qwen2": {},
     "qwen2-linear": {"model_type": "qwen2", "rope_parameters": _LINEAR},
     "qwen2-yarn": {"model_type": "qwen2", "rope_parameters": _YARN},
@@ -131,7 +142,12 @@ TINY: dict[str, dict[str, Any]] = {
         "attn_scale": 0.5,
         "attn_temperature_tuning": True,
     },
-    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32, "moe_num_shared_experts": 1},
+    "ernie4_5_moe": {
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "moe_intermediate_size": 32,
+        "moe_num_shared_experts": 1,
+    },
     "dots1": _ROUTED_EXPERTS,
     "glm4_moe": {**_ROUTED_EXPERTS, "use_qk_norm": True},
     # Keys that rotate in part, in pairs of neighbours, or come out of a fused projection
@@ -170,7 +186,10 @@ REFUSED: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
     "falcon-alibi": {**_FALCON, "alibi": True},
-    "llama-dynamic-ntk": {"model_type": "llama", "rope_parameters": {**_LINEAR, "rope_type": "dynamic"}},
+    "llama-dynamic-ntk": {
+        "model_type": "llama",
+        "rope_parameters": {**_LINEAR, "rope_type": "dynamic"},
+    },
     "hunyuan_v1_dense": {},
     "deepseek_v2": _MLA,
     "deepseek_v3": _MLA,
@@ -191,7 +210,9 @@ REFUSED: dict[str, dict[str, Any]] = {
 """Name → config options of refused models; :func:`tiny_model` builds them, too."""
 
 
-def tiny_model(name: str = "llama", *, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def tiny_model(
+    name: str = "llama", *, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> PreTrainedModel:
     """Build a random causal LM of about 0.2 M parameters.
 
     Parameters
@@ -204,7 +225,11 @@ def tiny_model(name: str = "llama", *, seed: int = 0, dtype: torch.dtype = torch
         Of the weights.
     """
     own = (TINY | REFUSED)[name]
-    options = {key: value for key, value in {**_COMMON, **own}.items() if not (key in _COMMON and value is None)}
+    options = {
+        key: value
+        for key, value in {**_COMMON, **own}.items()
+        if not (key in _COMMON and value is None)
+    }
     model_type = options.pop("model_type", name)
     torch.manual_seed(seed)
     config = AutoConfig.for_model(model_type, **options)
@@ -221,7 +246,9 @@ def tiny_model(name: str = "llama", *, seed: int = 0, dtype: torch.dtype = torch
     return model.eval()
 
 
-def save_tiny_model(directory: str | os.PathLike[str], name: str = "llama", *, seed: int = 0) -> str:
+def save_tiny_model(
+    directory: str | os.PathLike[str], name: str = "llama", *, seed: int = 0
+) -> str:
     """Write a tiny model and :func:`~kvrag.testing.tokenizers.tiny_tokenizer` to a directory, as users have models; returns its path."""
     tiny_model(name, seed=seed).save_pretrained(directory)
     tiny_tokenizer().save_pretrained(directory)

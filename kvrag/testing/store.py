@@ -83,7 +83,11 @@ class BlobsContract:
         for key in KEYS[:3]:
             blobs.write(key, [b"x"])
         assert other.delete([KEYS[0], KEYS[1], KEYS[3]]) == set(KEYS[:2])
-        assert (blobs.read(KEYS[0]), blobs.keys(), blobs.delete([KEYS[0]])) == (None, {KEYS[2]}, set())
+        assert (blobs.read(KEYS[0]), blobs.keys(), blobs.delete([KEYS[0]])) == (
+            None,
+            {KEYS[2]},
+            set(),
+        )
         assert blobs.write(KEYS[0], [b"again"]) == 5
         assert other.read(KEYS[0]) == b"again"
         blobs.close()
@@ -91,7 +95,9 @@ class BlobsContract:
 
     def test_writers_of_one_key_agree(self, blobs: Blobs, other: Blobs) -> None:
         with ThreadPoolExecutor(6) as pool:
-            written = pool.map(lambda handle: handle.write(KEYS[0], [b"same" * 10_000]), (blobs, other) * 3)
+            written = pool.map(
+                lambda handle: handle.write(KEYS[0], [b"same" * 10_000]), (blobs, other) * 3
+            )
         assert sorted(written) == [0, 0, 0, 0, 0, 40_000]
         assert blobs.read(KEYS[0]) == b"same" * 10_000
 
@@ -126,10 +132,16 @@ class StoreContract:
         return make_kv(identity, dtype=self.dtype)
 
     def put(
-        self, store: TieredStore, identity: ChunkIdentity, text: str | None = None, doc_id: str | None = None
+        self,
+        store: TieredStore,
+        identity: ChunkIdentity,
+        text: str | None = None,
+        doc_id: str | None = None,
     ) -> ChunkKey:
         """Store the KV of an identity and return its key."""
-        store.put(identity, self.kv(identity), text=make_text(text) if text else None, doc_id=doc_id)
+        store.put(
+            identity, self.kv(identity), text=make_text(text) if text else None, doc_id=doc_id
+        )
         return chunk_key(identity)
 
     def has(self, store: TieredStore, identity: ChunkIdentity) -> bool:
@@ -144,13 +156,17 @@ class StoreContract:
     def test_an_empty_store_has_nothing(self, store: TieredStore) -> None:
         identity = make_identity()
         assert not self.has(store, identity)
-        assert store.get_many([identity], timeout_s=PATIENT_S) == [Hole(chunk_key(identity), "absent", None)]
+        assert store.get_many([identity], timeout_s=PATIENT_S) == [
+            Hole(chunk_key(identity), "absent", None)
+        ]
         assert not store.link(identity, text=make_text("a"), doc_id="doc")
         assert store.delete([chunk_key(identity)]) == store.forget(NAMESPACE, "doc") == 0
         assert store.catalog.keys() == []
         assert store.catalog.texts(NAMESPACE, 0) == ([], 0)
 
-    def test_what_was_put_comes_back_bit_for_bit_from_every_tier(self, store: TieredStore, other: TieredStore) -> None:
+    def test_what_was_put_comes_back_bit_for_bit_from_every_tier(
+        self, store: TieredStore, other: TieredStore
+    ) -> None:
         identity = make_identity()
         kv = self.kv(identity)
         assert store.put(identity, kv, text=make_text("a"), doc_id="doc") == kv.num_bytes
@@ -162,9 +178,16 @@ class StoreContract:
             assert self.has(other, identity)
         assert other.identities(NAMESPACE, make_text("a").digest) == [identity]
 
-    def test_special_values_slices_and_strides_are_stored_as_they_look(self, store: TieredStore) -> None:
-        tiny, wide = torch.finfo(self.dtype).smallest_normal / 2, torch.arange(60, dtype=self.dtype).reshape(5, 3, 4)
-        row = torch.tensor([0.0, -0.0, tiny, torch.finfo(self.dtype).max], dtype=self.dtype).reshape(1, 1, 4)
+    def test_special_values_slices_and_strides_are_stored_as_they_look(
+        self, store: TieredStore
+    ) -> None:
+        tiny, wide = (
+            torch.finfo(self.dtype).smallest_normal / 2,
+            torch.arange(60, dtype=self.dtype).reshape(5, 3, 4),
+        )
+        row = torch.tensor(
+            [0.0, -0.0, tiny, torch.finfo(self.dtype).max], dtype=self.dtype
+        ).reshape(1, 1, 4)
         for layer in (LayerKV(row, -row), LayerKV(wide[1:3], wide.transpose(0, 1)[:, :3])):
             identity, kv = make_identity(tokens=layer.keys.shape[1]), ChunkKV((layer,))
             store.put(identity, kv, text=None)
@@ -185,7 +208,9 @@ class StoreContract:
         changed: Any = (9, 9, 9) if field == "token_ids" else "other"
         assert store.get(replace(make_identity(), **{field: changed})) is None
 
-    def test_get_many_answers_in_order_and_loads_repeats_once(self, store: TieredStore, other: TieredStore) -> None:
+    def test_get_many_answers_in_order_and_loads_repeats_once(
+        self, store: TieredStore, other: TieredStore
+    ) -> None:
         here, gone, also = make_identity(1), make_identity(2), make_identity(3)
         for identity in (here, also):
             self.put(store, identity)
@@ -206,11 +231,17 @@ class StoreContract:
         assert all(self.has(other, make_identity(number)) for number in range(3))
 
     @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-    def test_what_is_not_finite_or_of_another_length_is_refused(self, store: TieredStore, bad: float) -> None:
+    def test_what_is_not_finite_or_of_another_length_is_refused(
+        self, store: TieredStore, bad: float
+    ) -> None:
         kv = self.kv(make_identity())
         kv.layers[-1].values[1, 2, 0] = bad
         longer = self.kv(make_identity(tokens=4))
-        for refused, why in ((kv, "not finite"), (longer, "one row per token"), (ChunkKV(()), "no layers")):
+        for refused, why in (
+            (kv, "not finite"),
+            (longer, "one row per token"),
+            (ChunkKV(()), "no layers"),
+        ):
             with pytest.raises(StoreError, match=why):
                 store.put(make_identity(), refused, text=make_text("a"), doc_id="doc")
         assert not self.has(store, make_identity())
@@ -230,7 +261,9 @@ class StoreContract:
 
         with ThreadPoolExecutor(4) as pool:
             assert all(pool.map(work, range(4)))
-        assert sorted(store.catalog.keys()) == sorted(chunk_key(identity) for identity in identities)
+        assert sorted(store.catalog.keys()) == sorted(
+            chunk_key(identity) for identity in identities
+        )
         assert len(store.catalog.texts(NAMESPACE, 0)[0]) == len(identities)
 
     def test_statistics_count(self, store: TieredStore) -> None:
@@ -246,13 +279,23 @@ class StoreContract:
 
     # -- the catalog -----------------------------------------------------------------------------------------------------
 
-    def test_the_catalog_describes_what_was_put(self, store: TieredStore, other: TieredStore) -> None:
+    def test_the_catalog_describes_what_was_put(
+        self, store: TieredStore, other: TieredStore
+    ) -> None:
         identity = make_identity()
         record = other.catalog.get(self.put(store, identity, "a", "doc"))
         assert record is not None
         assert (record.key, record.content) == (chunk_key(identity), content_key(identity))
-        assert (record.model, record.namespace, record.prefix) == (identity.model, identity.namespace, identity.prefix)
-        assert (record.context, record.num_tokens, record.num_bytes) == ("", 3, self.kv(identity).num_bytes)
+        assert (record.model, record.namespace, record.prefix) == (
+            identity.model,
+            identity.namespace,
+            identity.prefix,
+        )
+        assert (record.context, record.num_tokens, record.num_bytes) == (
+            "",
+            3,
+            self.kv(identity).num_bytes,
+        )
         assert other.catalog.key_texts(record.key) == [make_text("a")]
 
     def test_variants_are_listed_oldest_first(self, store: TieredStore, other: TieredStore) -> None:
@@ -282,14 +325,23 @@ class StoreContract:
         assert store.forget(NAMESPACE, "doc") == 2
         assert not other.catalog.knows_text(NAMESPACE, make_text("a").digest)
         self.put(store, make_identity(), "a", "doc")
-        assert other.catalog.texts(NAMESPACE, newer)[0] == [make_text("a")], "what comes back is announced again"
+        assert other.catalog.texts(NAMESPACE, newer)[0] == [make_text("a")], (
+            "what comes back is announced again"
+        )
 
     # -- documents and erasing -------------------------------------------------------------------------------------------
 
-    def test_what_one_erases_the_other_does_not_answer_with(self, store: TieredStore, other: TieredStore) -> None:
+    def test_what_one_erases_the_other_does_not_answer_with(
+        self, store: TieredStore, other: TieredStore
+    ) -> None:
         identities = [make_identity(number) for number in range(4)]
-        keys = [self.put(store, identity, f"text {n}", f"doc {n}") for n, identity in enumerate(identities)]
-        assert all(self.has(handle, identity) for identity in identities for handle in (store, other))
+        keys = [
+            self.put(store, identity, f"text {n}", f"doc {n}")
+            for n, identity in enumerate(identities)
+        ]
+        assert all(
+            self.has(handle, identity) for identity in identities for handle in (store, other)
+        )
         assert other.delete([keys[0], keys[0]]) == 1
         assert not self.has(store, identities[0])
         assert store.delete(keys[:1]) == 0
@@ -303,7 +355,9 @@ class StoreContract:
         self.put(store, identities[0])
         assert self.has(other, identities[0]), "it may come back"
 
-    def test_kv_lives_as_long_as_one_document_refers_to_its_text(self, store: TieredStore, other: TieredStore) -> None:
+    def test_kv_lives_as_long_as_one_document_refers_to_its_text(
+        self, store: TieredStore, other: TieredStore
+    ) -> None:
         self.put(store, make_identity(1), "a", "one")
         self.put(other, make_identity(1), "a", "two")
         self.put(store, make_identity(1, prefix="other"), "a")
@@ -326,7 +380,9 @@ class StoreContract:
         self.put(store, make_identity(), "b", "two")
         assert store.forget(NAMESPACE, "two") == 0
         assert store.catalog.texts(NAMESPACE, 0)[0] == [make_text("a")]
-        assert other.link(make_identity(), text=make_text("a"), doc_id="three"), "a document without KV"
+        assert other.link(make_identity(), text=make_text("a"), doc_id="three"), (
+            "a document without KV"
+        )
         assert store.catalog.document_keys(NAMESPACE, "three") == [key]
         assert store.forget(NAMESPACE, "one") == 0
         assert self.has(store, make_identity())
@@ -340,9 +396,14 @@ class StoreContract:
         assert store.forget(NAMESPACE, doc_id) == 1
         assert store.catalog.documents(NAMESPACE) == []
 
-    def test_nothing_is_left_of_what_was_cleared(self, store: TieredStore, other: TieredStore) -> None:
+    def test_nothing_is_left_of_what_was_cleared(
+        self, store: TieredStore, other: TieredStore
+    ) -> None:
         space = namespace_digest("other")
-        mine, theirs = make_identity(1), [make_identity(number, namespace=space) for number in (1, 2, 3)]
+        mine, theirs = (
+            make_identity(1),
+            [make_identity(number, namespace=space) for number in (1, 2, 3)],
+        )
         key = self.put(store, mine, "a", "one")
         self.put(store, theirs[0], "a", "one")
         self.put(store, theirs[1], "b")
@@ -373,13 +434,19 @@ class StoreContract:
 
     # -- retention -------------------------------------------------------------------------------------------------------
 
-    def test_retention_is_kept_with_what_is_left_and_updated(self, store: TieredStore, other: TieredStore) -> None:
+    def test_retention_is_kept_with_what_is_left_and_updated(
+        self, store: TieredStore, other: TieredStore
+    ) -> None:
         given = [None, Retention(80, HOUR_S, cost_ms=12.5), Retention(20)]
         for number, retention in enumerate(given):
             identity = make_identity(number)
             store.put(identity, self.kv(identity), text=None, retention=retention)
         plain, pinned, lasting, unknown = KEYS
-        assert [other.retention(key) for key in (plain, lasting, unknown)] == [None, Retention(20), None]
+        assert [other.retention(key) for key in (plain, lasting, unknown)] == [
+            None,
+            Retention(20),
+            None,
+        ]
         found = other.retention(pinned)
         assert found is not None
         assert (found.priority, found.cost_ms) == (80, 12.5)

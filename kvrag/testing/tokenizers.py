@@ -5,7 +5,16 @@ from __future__ import annotations
 import json
 from typing import Literal
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from transformers import PreTrainedTokenizerFast
 
 VOCAB_SIZE = 400
@@ -51,7 +60,9 @@ def tiny_tokenizer(*, add_bos: bool = True) -> PreTrainedTokenizerFast:
 
 
 def tiny_sentencepiece_tokenizer(
-    prepend: Literal["normalizer", "always", "first", "never"] = "normalizer", *, add_bos: bool = True
+    prepend: Literal["normalizer", "always", "first", "never"] = "normalizer",
+    *,
+    add_bos: bool = True,
 ) -> PreTrainedTokenizerFast:
     """Build a SentencePiece-like BPE tokenizer of :data:`VOCAB_SIZE` ids: 0 ``<unk>``, 1 BOS, 2 EOS, all bytes, then pieces of words.
 
@@ -64,7 +75,9 @@ def tiny_sentencepiece_tokenizer(
         Whether encoding with special tokens puts BOS first.
     """
     vocabulary, merges = sentencepiece_parts()
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    tokenizer = Tokenizer(
+        models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    )
     spaces = normalizers.Replace(" ", "▁")
     tail = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     if prepend == "normalizer":
@@ -73,12 +86,22 @@ def tiny_sentencepiece_tokenizer(
         tokenizer.normalizer = spaces
     else:
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=prepend, split=False)
-    tokenizer.decoder = decoders.Sequence([*tail, *([] if prepend == "never" else [decoders.Strip(" ", 1, 0)])])
-    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in ("<unk>", "<s>", "</s>")])
+    tokenizer.decoder = decoders.Sequence(
+        [*tail, *([] if prepend == "never" else [decoders.Strip(" ", 1, 0)])]
+    )
+    tokenizer.add_special_tokens(
+        [AddedToken(t, special=True, normalized=False) for t in ("<unk>", "<s>", "</s>")]
+    )
     if add_bos:
-        tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", 1)]
+        )
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>", pad_token="</s>"
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        pad_token="</s>",
     )
 
 
@@ -93,4 +116,6 @@ def sentencepiece_parts() -> tuple[dict[str, int], list[tuple[str, str]]]:
     trained.train_from_iterator([_TEXT.replace("\n", " ")], trainer)
     model = json.loads(trained.to_str())["model"]
     pieces = [*first, *sorted(model["vocab"], key=model["vocab"].get)]
-    return {piece: index for index, piece in enumerate(pieces)}, [(left, right) for left, right in model["merges"]]
+    return {piece: index for index, piece in enumerate(pieces)}, [
+        (left, right) for left, right in model["merges"]
+    ]

@@ -47,10 +47,15 @@ def turns(engines: dict[str, KVRagEngine], messages: list[dict[str, str]]) -> li
             row |= divergence(engines, talk)
         for name in ("full", "stitch", "history"):
             used = engines["history" if name == "history" else "plain"]
-            result = used.generate(talk, mode="full" if name == "full" else "stitch", max_new_tokens=ANSWER)
+            result = used.generate(
+                talk, mode="full" if name == "full" else "stitch", max_new_tokens=ANSWER
+            )
             made = (result.repaired_tokens + result.computed_tokens) / result.prompt_tokens
             row[name] = {"ttft_ms": round(result.ttft_ms, 1), "made": round(made, 4)}
-            row[name] |= {"prompt_tokens": result.prompt_tokens, "history_tokens": result.history_tokens}
+            row[name] |= {
+                "prompt_tokens": result.prompt_tokens,
+                "history_tokens": result.history_tokens,
+            }
         talk.append({"role": "assistant", "content": result.text})
         found.append(row)
     return found

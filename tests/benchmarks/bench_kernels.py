@@ -55,7 +55,9 @@ class Report:
     def __init__(self, result: dict[str, Any], file: Path | None, seconds: float) -> None:
         self.result, self._file, self._end = result, file, time.monotonic() + seconds
 
-    def run(self, name: str, action: Callable[[], object], *, seconds: float = PART_SECONDS) -> None:
+    def run(
+        self, name: str, action: Callable[[], object], *, seconds: float = PART_SECONDS
+    ) -> None:
         """Run a part if there is so much time left for it; a part that fails is told and does not end the run."""
         if time.monotonic() + seconds > self._end:
             self.result["left_out"].append(f"{name}: no time was left")
@@ -78,7 +80,11 @@ PARTS = ("attention", "stitch", "shift", "precompute", "flex")
 
 
 def measure(
-    report: Report, shapes: list[Shape], device: torch.device, dtype: torch.dtype, parts: Collection[str]
+    report: Report,
+    shapes: list[Shape],
+    device: torch.device,
+    dtype: torch.dtype,
+    parts: Collection[str],
 ) -> None:
     """Measure the parts, what matters most first."""
     result, is_dry = report.result, not report.result["measured"]
@@ -93,15 +99,30 @@ def measure(
         report.run("yardsticks", lambda: result.update(yardsticks(device, dtype, is_dry)))
     for shape in shapes if "attention" in parts else []:
         report.run(shape.name, functools.partial(attend, shape))
-    for name, row_of in (("stitch", stitch_row), ("shift", shift_row), ("precompute", precompute_row)):
+    for name, row_of in (
+        ("stitch", stitch_row),
+        ("shift", shift_row),
+        ("precompute", precompute_row),
+    ):
         if name in parts:
-            report.run(name, lambda name=name, row_of=row_of: result.update({name: row_of(device, dtype, is_dry)}))  # type: ignore[misc]
+            report.run(
+                name,
+                lambda name=name, row_of=row_of: result.update(
+                    {name: row_of(device, dtype, is_dry)}
+                ),
+            )  # type: ignore[misc]
     # It compiles anew for most shapes: those that have a target first.
-    for shape in sorted(shapes, key=lambda s: (s.keys < 8192, s.ratio == 1.0, -s.dim)) if "flex" in parts else []:
+    for shape in (
+        sorted(shapes, key=lambda s: (s.keys < 8192, s.ratio == 1.0, -s.dim))
+        if "flex" in parts
+        else []
+    ):
         for row in result["attention"]:
             if row["shape"] == shape.name:
                 add = functools.partial(add_flex, row, shape, device, dtype)
-                report.run(f"flex attention, {shape.name}", add, seconds=1.0 if is_dry else FLEX_SECONDS)
+                report.run(
+                    f"flex attention, {shape.name}", add, seconds=1.0 if is_dry else FLEX_SECONDS
+                )
 
 
 def started(file: Path | None, facts: dict[str, Any]) -> dict[str, Any]:
@@ -112,7 +133,11 @@ def started(file: Path | None, facts: dict[str, Any]) -> dict[str, Any]:
     except (OSError, ValueError):  # there is none, or it was being written
         known = {}
     same = ("measured", "device", "versions")
-    return known if [known.get(name) for name in same] == [facts[name] for name in same] else facts | empty
+    return (
+        known
+        if [known.get(name) for name in same] == [facts[name] for name in same]
+        else facts | empty
+    )
 
 
 def main() -> int:
@@ -121,25 +146,40 @@ def main() -> int:
     parser.add_argument("--shapes", choices=("short", "full"), default="short")
     parser.add_argument("--dry-run", action="store_true", help="small shapes on the CPU")
     parser.add_argument(
-        "--parts", nargs="+", choices=PARTS, default=PARTS, help="FlexAttention compiles for a minute a shape"
+        "--parts",
+        nargs="+",
+        choices=PARTS,
+        default=PARTS,
+        help="FlexAttention compiles for a minute a shape",
     )
     parser.add_argument("--name", default="kernels", help="of the JSON")
-    parser.add_argument("--add", action="store_true", help="add to the JSON: what it has is not measured again")
     parser.add_argument(
-        "--seconds", type=float, default=3600.0, help="for all parts: one begins only if it can be over by then"
+        "--add", action="store_true", help="add to the JSON: what it has is not measured again"
     )
     parser.add_argument(
-        "--out", type=Path, help="folder for the JSON; default: results/ after a run on a GPU, none after a dry run"
+        "--seconds",
+        type=float,
+        default=3600.0,
+        help="for all parts: one begins only if it can be over by then",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="folder for the JSON; default: results/ after a run on a GPU, none after a dry run",
     )
     args = parser.parse_args()
     is_dry = args.dry_run or not torch.cuda.is_available()
-    device, dtype = (torch.device("cpu"), torch.float32) if is_dry else (torch.device("cuda"), torch.bfloat16)
+    device, dtype = (
+        (torch.device("cpu"), torch.float32) if is_dry else (torch.device("cuda"), torch.bfloat16)
+    )
     facts: dict[str, Any] = {
         "measured": not is_dry,
         "device": platform.processor() if is_dry else torch.cuda.get_device_name(),
         "capability": None if is_dry else list(torch.cuda.get_device_capability()),
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
-        "paths": {name: kvrag_kernels.info()[name] for name in ("mode", "devices", "attention_elsewhere")},
+        "paths": {
+            name: kvrag_kernels.info()[name] for name in ("mode", "devices", "attention_elsewhere")
+        },
     }
     folder = args.out or (None if is_dry else Path(__file__).parent / "results")
     file = folder and folder / f"{args.name}.json"

@@ -33,7 +33,11 @@ def masks(rows: torch.Tensor, num_keys: int) -> dict[str, torch.Tensor]:
     j = torch.arange(num_keys)
     aligned = j <= (num_keys - len(rows) + torch.arange(len(rows)))[:, None]
     last = rows[(torch.arange(len(rows)) // BLOCK * BLOCK + BLOCK - 1).clamp(max=len(rows) - 1)]
-    return {"exact": j <= rows[:, None], "aligned": aligned, "blocks": j < (last // BLOCK * BLOCK)[:, None]}
+    return {
+        "exact": j <= rows[:, None],
+        "aligned": aligned,
+        "blocks": j < (last // BLOCK * BLOCK)[:, None],
+    }
 
 
 def measure(shape: Shape) -> dict[str, Any]:
@@ -52,7 +56,9 @@ def measure(shape: Shape) -> dict[str, Any]:
             out = ragged_attention(q, k, v, rows.int(), scale=scale)[0]
         else:
             repeated = (x.repeat_interleave(groups, 1) for x in (k, v))
-            out = F.scaled_dot_product_attention(q, *repeated, attn_mask=mask, scale=scale).nan_to_num()
+            out = F.scaled_dot_product_attention(
+                q, *repeated, attn_mask=mask, scale=scale
+            ).nan_to_num()
         error = (out.double() - want).abs()
         found[name] = {
             "max_error": float(error.max()),
@@ -70,7 +76,9 @@ def main() -> None:
     for shape in SHAPES:
         found.append(measure(shape))
         print(found[-1], flush=True)
-    write_result("masks", {"machine": machine(), "dtype": "float32", "seed": 0, "shapes": found}, args.out)
+    write_result(
+        "masks", {"machine": machine(), "dtype": "float32", "seed": 0, "shapes": found}, args.out
+    )
 
 
 if __name__ == "__main__":

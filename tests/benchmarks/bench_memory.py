@@ -36,7 +36,9 @@ def child(folder: str, mode: str) -> None:
     """One request in this process; prints its measurements as JSON."""
     from kvrag import KVRagEngine, RepairConfig
 
-    engine = KVRagEngine.from_pretrained(small_model(), dtype="float32", kv_dir=folder, repair=RepairConfig())
+    engine = KVRagEngine.from_pretrained(
+        small_model(), dtype="float32", kv_dir=folder, repair=RepairConfig()
+    )
     item = items(engine.tokenizer, count=1)[0]
     if mode == "precompute":
         engine.precompute(item.chunks, batch_size=4)
@@ -62,7 +64,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for mode in ("precompute", "stitch", "full"):
             done = subprocess.run(
-                [sys.executable, __file__, "--child", folder, mode], capture_output=True, text=True, check=True
+                [sys.executable, __file__, "--child", folder, mode],
+                capture_output=True,
+                text=True,
+                check=True,
             )
             if mode == "precompute":
                 continue
@@ -74,7 +79,11 @@ def main() -> None:
                 f"{mode}: {row['tokens']} tokens, KV {row['kv'] / 1e6:.0f} MB, peak above the loaded model "
                 f"{row['above_model'] / 1e6:.0f} MB (allowed {row['allowed'] / 1e6:.0f} MB)"
             )
-    write_result("memory", {"machine": machine(), "model": "SmolLM2-135M-Instruct", "requests": rows}, args.out)
+    write_result(
+        "memory",
+        {"machine": machine(), "model": "SmolLM2-135M-Instruct", "requests": rows},
+        args.out,
+    )
     if rows["stitch"]["above_model"] > rows["stitch"]["allowed"]:
         sys.exit("peak memory is above its limit")
 

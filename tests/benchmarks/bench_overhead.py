@@ -78,7 +78,10 @@ def host_only(engine: KVRagEngine, asks: dict[str, Ask]) -> dict[str, float]:
         return TokenStream(produce)
 
     with mock.patch.object(engine, "stream", at_once):
-        return {name: statistics.median(first(ask)[0] for _ in range(HOST_REPEATS)) for name, ask in asks.items()}
+        return {
+            name: statistics.median(first(ask)[0] for _ in range(HOST_REPEATS))
+            for name, ask in asks.items()
+        }
 
 
 def main() -> None:
@@ -100,13 +103,28 @@ def main() -> None:
     rows = []
     for name in names:
         wall, cpu = (statistics.median(each[name][i] for each in rounds) for i in (0, 1))
-        more, more_cpu = (statistics.median(each[name][i] - each[names[0]][i] for each in rounds) for i in (0, 1))
+        more, more_cpu = (
+            statistics.median(each[name][i] - each[names[0]][i] for each in rounds) for i in (0, 1)
+        )
         part = host[name] - host[names[0]]
-        row = {"name": name, "ttft_ms": wall, "cpu_ms": cpu, "more_ms": more, "more_cpu_ms": more_cpu, "host_ms": part}
+        row = {
+            "name": name,
+            "ttft_ms": wall,
+            "cpu_ms": cpu,
+            "more_ms": more,
+            "more_cpu_ms": more_cpu,
+            "host_ms": part,
+        }
         rows.append(row | {"share": more / base, "host_share": part / base})
         print(row, f"{part / base:.2%}")
     tokens = engine.prefill([{"role": "user", "content": "\n\n".join(chunks)}]).prompt_tokens
-    found = {"machine": machine(), "model": "SmolLM2-135M-Instruct", "tokens": tokens, "limit": LIMIT, "rows": rows}
+    found = {
+        "machine": machine(),
+        "model": "SmolLM2-135M-Instruct",
+        "tokens": tokens,
+        "limit": LIMIT,
+        "rows": rows,
+    }
     write_result("overhead", found | {"rounds": rounds, "host": host}, args.out)
     if max(row["host_share"] for row in rows) > LIMIT:
         raise SystemExit("an adapter's own part is above its limit")

@@ -52,7 +52,12 @@ PEERS = [
     Peer("kvrag, fast", KVRAG, {"repair": "fast"}, index="context"),
     Peer("kvrag, 10%", KVRAG, {"repair": "10%"}, index="context"),
     Peer("kvrag, unrepaired behind a context", KVRAG, {"repair": "none"}, index="context"),
-    Peer("kvrag, stored at first use", KVRAG, {"repair": "default", "on_miss": "store"}, index="first use"),
+    Peer(
+        "kvrag, stored at first use",
+        KVRAG,
+        {"repair": "default", "on_miss": "store"},
+        index="first use",
+    ),
 ]
 NOT_COMPARED = ("llama.cpp, prompt cache",)
 """Computes with quantised weights and activations: its distance from float32 says nothing about reuse."""
@@ -87,14 +92,20 @@ def words_of(model: Path) -> tuple[Words, PromptEncoder]:
     """The model's tokenizer, for the workloads, and as kvrag uses it."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     encoder = PromptEncoder(tokenizer)
-    return Words(lambda text: tokenizer(text)["input_ids"], tokenizer.decode, encoder.render), encoder
+    return Words(
+        lambda text: tokenizer(text)["input_ids"], tokenizer.decode, encoder.render
+    ), encoder
 
 
 def ids_of(prompt: Prompt, encoder: PromptEncoder) -> list[int]:
     """Ids of the segments, joined."""
     ids: list[int] = []
     for index, segment in enumerate(prompt.segments):
-        own = encoder.chunk_ids if segment.is_chunk else lambda text, at=not index: encoder.live_ids(text, at_start=at)
+        own = (
+            encoder.chunk_ids
+            if segment.is_chunk
+            else lambda text, at=not index: encoder.live_ids(text, at_start=at)
+        )
         ids += own(segment.text)
     return ids
 
@@ -102,7 +113,9 @@ def ids_of(prompt: Prompt, encoder: PromptEncoder) -> list[int]:
 class Run:
     """The workers that are up, and what they measured."""
 
-    def __init__(self, peers: Sequence[Peer], threads: int, folder: Path, seed: int, model: str | None) -> None:
+    def __init__(
+        self, peers: Sequence[Peer], threads: int, folder: Path, seed: int, model: str | None
+    ) -> None:
         self.model = Path(model_path(model)) if model else float32_model(folder / "model")
         self.threads, self.folder = threads, folder
         self.rng = random.Random(seed)
@@ -131,7 +144,9 @@ class Run:
     def start(self, peer: Peer, number: int) -> None:
         """Start a process, which loads the model."""
         log = self.folder / f"{number}.log"
-        self.workers[peer.name] = Worker(peer, {"model": str(self.model), "gguf": small_model()}, self.threads, log)
+        self.workers[peer.name] = Worker(
+            peer, {"model": str(self.model), "gguf": small_model()}, self.threads, log
+        )
 
     def warm_up(self, worker: Worker) -> None:
         """Wait until the model is loaded, and let it answer once untimed."""
@@ -145,23 +160,31 @@ class Run:
         """Let a peer forget the last workload and index the chunks of the next."""
         place = self.folder / f"{workload.name}-{worker.peer.index}"
         head = {"head": self.words.ids(self.head), "head_text": self.head}
-        return worker.ask("begin", chunks=workload.used, **head, kv_dir=str(place), forget_peak=True)
+        return worker.ask(
+            "begin", chunks=workload.used, **head, kv_dir=str(place), forget_peak=True
+        )
 
     def measure(self, workload: Workload) -> dict[str, Any]:
         """Index a workload's chunks with every peer, then let all answer each prompt in turns."""
         indexed = {
-            name: self.attempt(name, lambda w=w: self.begin(w, workload)) for name, w in list(self.workers.items())
+            name: self.attempt(name, lambda w=w: self.begin(w, workload))
+            for name, w in list(self.workers.items())
         }
         rows = []
         for number, prompt in enumerate(workload.prompts):
             start, row = time.perf_counter(), self.compare(prompt)
             rows.append(row)
             full = row["peers"][FULL]["wall_s"]
-            took = ", ".join(f"{name} {full / r['wall_s']:.2f}x" for name, r in row["peers"].items() if name != FULL)
+            took = ", ".join(
+                f"{name} {full / r['wall_s']:.2f}x"
+                for name, r in row["peers"].items()
+                if name != FULL
+            )
             said = f"{workload.name} {number + 1}/{len(workload.prompts)}, {row['tokens']} tokens, {full:.2f} s"
             print(f"{said}: {took} [{time.perf_counter() - start:.0f} s]", flush=True)
         count = {
-            what: sum(len(self.encoder.chunk_ids(c)) for c in getattr(workload, what)) for what in ("used", "pool")
+            what: sum(len(self.encoder.chunk_ids(c)) for c in getattr(workload, what))
+            for what in ("used", "pool")
         }
         found = {"prompts": rows, "index": {n: i for n, i in indexed.items() if i}, "tokens": count}
         found["chunks"] = {"used": len(workload.used), "pool": len(workload.pool)}
@@ -170,13 +193,19 @@ class Run:
     def compare(self, prompt: Prompt) -> dict[str, Any]:
         """Let all answer one prompt, in an order drawn anew, and compare their first token with the full prefill's."""
         ids = ids_of(prompt, self.encoder)
-        request = {"ids": ids, "text": prompt.text, "segments": [(s.text, s.is_chunk) for s in prompt.segments]}
+        request = {
+            "ids": ids,
+            "text": prompt.text,
+            "segments": [(s.text, s.is_chunk) for s in prompt.segments],
+        }
         request["count"] = ANSWER_TOKENS if prompt.golds else 1
         order, row = list(self.workers), dict[str, dict[str, Any]]()
         self.rng.shuffle(order)
         for name in order:
             path = str(self.folder / f"{order.index(name)}.npy")
-            reply = self.attempt(name, lambda n=name, p=path: self.workers[n].ask("answer", **request, logits=p))
+            reply = self.attempt(
+                name, lambda n=name, p=path: self.workers[n].ask("answer", **request, logits=p)
+            )
             if reply:
                 row[name] = reply | {"path": path}
         reference = torch.from_numpy(np.load(row[FULL]["path"]))
@@ -219,24 +248,39 @@ def interval(values: Sequence[float], repeats: int = 2000) -> tuple[float, float
     return float(low), float(high)
 
 
-def summarise(found: dict[str, Any], loaded: dict[str, int | None], indexes: dict[str, str]) -> dict[str, Any]:
+def summarise(
+    found: dict[str, Any], loaded: dict[str, int | None], indexes: dict[str, str]
+) -> dict[str, Any]:
     """Medians with intervals of times, ratios and KL; means of shares; memory; and when the index of the whole pool has paid."""
     out: dict[str, Any] = {}
     scale = found["tokens"]["pool"] / max(1, found["tokens"]["used"])
     for name in found["prompts"][0]["peers"]:
-        pairs = [(p["peers"][name], p["peers"][FULL], p["tokens"]) for p in found["prompts"] if name in p["peers"]]
+        pairs = [
+            (p["peers"][name], p["peers"][FULL], p["tokens"])
+            for p in found["prompts"]
+            if name in p["peers"]
+        ]
         own = [mine for mine, _, _ in pairs]
         row: dict[str, Any] = {}
         for key in ("wall_s", "cpu_s"):
             ratios = [full[key] / mine[key] for mine, full, _ in pairs]
-            row |= {key: statistics.median(r[key] for r in own), f"{key}_ci": interval([r[key] for r in own])}
+            row |= {
+                key: statistics.median(r[key] for r in own),
+                f"{key}_ci": interval([r[key] for r in own]),
+            }
             row |= {f"{key}_ratio": statistics.median(ratios), f"{key}_ratio_ci": interval(ratios)}
         row["reuse"] = statistics.mean(mine["reused"] / tokens for mine, _, tokens in pairs)
         for key in ("top1", "f1", "said_ttft_s"):
-            if given := [r[key] for r in own if key in r]:  # not where a peer made other ids of the text
+            if given := [
+                r[key] for r in own if key in r
+            ]:  # not where a peer made other ids of the text
                 row[key] = statistics.mean(given)
         if kls := [r["kl"] for r in own if "kl" in r]:
-            row |= {"kl": statistics.mean(kls), "kl_median": statistics.median(kls), "kl_median_ci": interval(kls)}
+            row |= {
+                "kl": statistics.mean(kls),
+                "kl_median": statistics.median(kls),
+                "kl_median_ci": interval(kls),
+            }
         if loaded[name] is not None:
             row["memory"] = max(r["peak"] for r in own) - loaded[name]
         index = index_of(name, found["index"], indexes)
@@ -248,7 +292,9 @@ def summarise(found: dict[str, Any], loaded: dict[str, int | None], indexes: dic
     return out
 
 
-def index_of(name: str, replies: dict[str, Any], indexes: dict[str, str]) -> dict[str, float] | None:
+def index_of(
+    name: str, replies: dict[str, Any], indexes: dict[str, str]
+) -> dict[str, float] | None:
     """What precomputing took: the peer's own, or that of the peer that made the index which it shares."""
     shared = indexes[name]
     for other in (name, *(n for n in replies if shared and indexes[n] == shared)):
@@ -272,10 +318,16 @@ def main() -> None:
     """Start everyone, run all workloads, and write the JSON."""
     options = parser(__doc__, threads=torch.get_num_threads(), seed=0)
     options.add_argument(
-        "--quick", action="store_true", help="few short prompts, to see that all works; no JSON without --out"
+        "--quick",
+        action="store_true",
+        help="few short prompts, to see that all works; no JSON without --out",
     )
-    options.add_argument("--only", nargs="+", choices=[p.name for p in PEERS], help="peers besides the full prefill")
-    options.add_argument("--model", help="a folder of $KVRAG_EVAL_MODELS, in float32, instead of SmolLM2")
+    options.add_argument(
+        "--only", nargs="+", choices=[p.name for p in PEERS], help="peers besides the full prefill"
+    )
+    options.add_argument(
+        "--model", help="a folder of $KVRAG_EVAL_MODELS, in float32, instead of SmolLM2"
+    )
     options.add_argument("--workloads", nargs="+", choices=list(COUNTS), default=list(COUNTS))
     args = options.parse_args()
     torch.set_num_threads(args.threads)
@@ -285,7 +337,11 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="kvrag-peers-"))
     try:
         run = Run(peers, args.threads, folder, args.seed, args.model)
-        counts = {name: n for name, n in (QUICK if args.quick else COUNTS).items() if name in args.workloads}
+        counts = {
+            name: n
+            for name, n in (QUICK if args.quick else COUNTS).items()
+            if name in args.workloads
+        }
         todo = all_workloads(eval_data(), run.words, counts, args.seed, is_short=args.quick)
         shown = "SmolLM2-135M-Instruct, float32 from Q4_1; llama.cpp: the Q4_1 file itself"
         about = {"machine": where, "model": f"{args.model}, float32" if args.model else shown}
@@ -297,7 +353,9 @@ def main() -> None:
                 result = {**about, "missing": run.missing, "workloads": found}
                 print(
                     "written:",
-                    write_result(f"peers-{args.model}" if args.model else "peers", result, args.out).name,
+                    write_result(
+                        f"peers-{args.model}" if args.model else "peers", result, args.out
+                    ).name,
                     flush=True,
                 )
             show(workload.name, found[workload.name])

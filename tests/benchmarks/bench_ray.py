@@ -52,13 +52,19 @@ WORDS = [
 ]
 
 
-def run(rows: list[dict[str, str]], model: str, kv_dir: str, workers: int, batch_size: int) -> list[dict[str, Any]]:
+def run(
+    rows: list[dict[str, str]], model: str, kv_dir: str, workers: int, batch_size: int
+) -> list[dict[str, Any]]:
     """Precompute on so many workers, and return the report."""
     import ray
 
     ds = ray.data.from_items(rows, override_num_blocks=max(8, len(rows) // 32))
     own, how = {"batch_size": batch_size}, Workers(workers, num_cpus=0.5)
-    return list(precompute_dataset(ds, model, kv_dir=kv_dir, dtype="float32", workers=how, run=own).take_all())
+    return list(
+        precompute_dataset(
+            ds, model, kv_dir=kv_dir, dtype="float32", workers=how, run=own
+        ).take_all()
+    )
 
 
 @contextmanager
@@ -81,14 +87,21 @@ def cluster(cores: int) -> Iterator[None]:
 def throughput(report: list[dict[str, Any]]) -> float:
     """Chunks per second while workers worked."""
     begun = min(row["ended"] - row["seconds"] for row in report)
-    return float(sum(row["chunks"] for row in report) / (max(row["ended"] for row in report) - begun))
+    return float(
+        sum(row["chunks"] for row in report) / (max(row["ended"] for row in report) - begun)
+    )
 
 
 def scale(count: int, rounds: int, folder: Path) -> dict[str, Any]:
     """Measure one worker and two."""
     engine = small_engine(1)
-    texts = [text for item in items(engine.tokenizer, count=-(-count // 10)) for text in item.chunks][:count]
-    rows, found = [{"id": str(number), "text": text} for number, text in enumerate(texts)], dict[str, list[float]]()
+    texts = [
+        text for item in items(engine.tokenizer, count=-(-count // 10)) for text in item.chunks
+    ][:count]
+    rows, found = (
+        [{"id": str(number), "text": text} for number, text in enumerate(texts)],
+        dict[str, list[float]](),
+    )
     for number in range(3 * rounds):
         workers, cores = ((1, 1), (2, 2), (1, 2))[(number + number // 3) % 3]
         kv_dir = folder / f"kv{number}"
@@ -116,7 +129,9 @@ class Killer(threading.Thread):
 
     def run(self) -> None:
         while not self._over.wait(self._rng.uniform(4, 12)):
-            if workers := [pid for pid in pids("ray::MapWorker") if cpu_seconds(pid) > 8]:  # it has begun to work
+            if workers := [
+                pid for pid in pids("ray::MapWorker") if cpu_seconds(pid) > 8
+            ]:  # it has begun to work
                 os.kill(self._rng.choice(workers), signal.SIGKILL)
                 self.kills += 1
                 print(f"killed a worker ({self.kills})", flush=True)
@@ -144,20 +159,29 @@ def blobs(store: TieredStore) -> dict[str, bytes]:
 
 def kill(count: int, seed: int, folder: Path) -> dict[str, Any]:
     """Precompute while workers are killed, and compare with a single process."""
-    torch.set_num_threads(1)  # as the workers have: with another number, sums are made in another order
+    torch.set_num_threads(
+        1
+    )  # as the workers have: with another number, sums are made in another order
     rng, model = random.Random(seed), save_tiny_model(folder / "tiny")
-    texts = [f"Chunk {number}: {' '.join(rng.choices(WORDS, k=rng.randint(16, 32)))}." for number in range(count)]
+    texts = [
+        f"Chunk {number}: {' '.join(rng.choices(WORDS, k=rng.randint(16, 32)))}."
+        for number in range(count)
+    ]
     rows = [{"id": str(number), "text": text} for number, text in enumerate(texts)]
     with redis_server(folder) as url:
         killer, start = Killer(seed), time.perf_counter()
         killer.start()
-        report = run(rows, model, url, 2, 1)  # alone in its forward, a chunk has the same bits whatever its batch is
+        report = run(
+            rows, model, url, 2, 1
+        )  # alone in its forward, a chunk has the same bits whatever its batch is
         killer.stop()
         seconds = time.perf_counter() - start
         with closing(KVRagEngine.from_pretrained(model, kv_dir=url, dtype="float32")) as engine:
             theirs, known = blobs(engine.store), len(engine.store.catalog.present())
             documents = len(engine.document_ids())
-    with closing(KVRagEngine.from_pretrained(model, kv_dir=folder / "single", dtype="float32")) as engine:
+    with closing(
+        KVRagEngine.from_pretrained(model, kv_dir=folder / "single", dtype="float32")
+    ) as engine:
         start = time.perf_counter()
         engine.precompute(texts, ids=[row["id"] for row in rows], batch_size=1)
         single_s, mine = time.perf_counter() - start, blobs(engine.store)
@@ -194,7 +218,9 @@ def main() -> None:
                 sys.exit(f"--only {part}: there are scale and kill")
         print(result)
         write_result(
-            f"ray_{part}", {"machine": machine(), "ray": ray.__version__, "seed": args.seed, **result}, args.out
+            f"ray_{part}",
+            {"machine": machine(), "ray": ray.__version__, "seed": args.seed, **result},
+            args.out,
         )
 
 

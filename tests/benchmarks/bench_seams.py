@@ -21,7 +21,13 @@ from kvrag.prompt.template import PromptEncoder
 from kvrag.prompt.tokenizer import SeamCount, count_seams
 from kvrag.verify import kl_divergence
 
-SEPARATORS = {"empty line": "\n\n", "line break": "\n", "numbered": "\n\n[{n}] ", "rule": "\n\n---\n\n", "space": " "}
+SEPARATORS = {
+    "empty line": "\n\n",
+    "line break": "\n",
+    "numbered": "\n\n[{n}] ",
+    "rule": "\n\n---\n\n",
+    "space": " ",
+}
 """Name → text between two chunks."""
 
 
@@ -67,21 +73,38 @@ def distance(prompt: list[str | Chunk], item: Item, engine: KVRagEngine) -> dict
 def main() -> None:
     """Count over all questions; measure distances over some."""
     options = parser(__doc__)
-    options.add_argument("--prompts", type=int, default=10, help="prompts whose distance is measured")
-    options.add_argument("--distances", nargs="*", default=["empty line", "space"], choices=SEPARATORS)
+    options.add_argument(
+        "--prompts", type=int, default=10, help="prompts whose distance is measured"
+    )
+    options.add_argument(
+        "--distances", nargs="*", default=["empty line", "space"], choices=SEPARATORS
+    )
     args = options.parse_args()
     engine = small_engine(torch.get_num_threads())
     encoder = engine.loaded.encoder
-    everything, some = items(engine.tokenizer, count=len(eval_data())), items(engine.tokenizer, count=args.prompts)
+    everything, some = (
+        items(engine.tokenizer, count=len(eval_data())),
+        items(engine.tokenizer, count=args.prompts),
+    )
     rows: dict[str, Any] = {}
     for name, separator in SEPARATORS.items():
-        counts = sum((count(segments(item, encoder, separator), encoder) for item in everything), SeamCount())
+        counts = sum(
+            (count(segments(item, encoder, separator), encoder) for item in everything), SeamCount()
+        )
         rows[name] = {"separator": separator, **asdict(counts)}
         if name in args.distances:
             cases = [distance(segments(item, encoder, separator), item, engine) for item in some]
-            rows[name] |= {"cases": cases, **{key: mean(case[key] for case in cases) for key in cases[0]}}
+            rows[name] |= {
+                "cases": cases,
+                **{key: mean(case[key] for case in cases) for key in cases[0]},
+            }
         print(name, {key: value for key, value in rows[name].items() if key != "cases"}, flush=True)
-    result = {"machine": machine(), "model": "SmolLM2-135M-Instruct", "prompts": len(everything), "separators": rows}
+    result = {
+        "machine": machine(),
+        "model": "SmolLM2-135M-Instruct",
+        "prompts": len(everything),
+        "separators": rows,
+    }
     write_result("seams", result, args.out)
 
 

@@ -43,7 +43,9 @@ class ByLoad(Front):
 def call(path: str, body: dict[str, Any] | None = None) -> tuple[str, Any]:
     """Ask the application; return the replica that answered, and its answer."""
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(f"http://127.0.0.1:{PORT}{path}", data, {"content-type": "application/json"})
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{PORT}{path}", data, {"content-type": "application/json"}
+    )
     with urllib.request.urlopen(request, timeout=300) as response:
         return response.headers["x-kvrag-replica"], json.load(response)
 
@@ -60,7 +62,9 @@ def memory_looks() -> dict[str, tuple[int, int]]:
     return found
 
 
-def load(prompts: list[str], at: int = -1, then: Callable[[], None] = lambda: None) -> list[dict[str, Any]]:
+def load(
+    prompts: list[str], at: int = -1, then: Callable[[], None] = lambda: None
+) -> list[dict[str, Any]]:
     """Ask all prompts by so many clients, and do something after ``at`` of them."""
     done: list[dict[str, Any]] = []
 
@@ -73,7 +77,9 @@ def load(prompts: list[str], at: int = -1, then: Callable[[], None] = lambda: No
             "temperature": 0,
         }
         try:
-            replica, answer = call("/v1/chat/completions", body | {"kvrag": {"mode": "stitch", "trace": True}})
+            replica, answer = call(
+                "/v1/chat/completions", body | {"kvrag": {"mode": "stitch", "trace": True}}
+            )
         except OSError as error:
             done.append({"lost": str(error)})
             return
@@ -133,7 +139,9 @@ def main() -> None:
             engine.loaded  # noqa: B018 - its prefix is the chat template's
 
         def prompts() -> list[str]:
-            made = [[*rng.sample(item.chunks, len(item.chunks)), item.question] for item in questions]
+            made = [
+                [*rng.sample(item.chunks, len(item.chunks)), item.question] for item in questions
+            ]
             rng.shuffle(made)
             return ["\n\n".join(parts) for parts in made]
 
@@ -146,14 +154,23 @@ def main() -> None:
             "replicas": 2,
             "num_cpus": 0.5,
         }
-        for name, front in (("chunks", Front), ("load", ByLoad), ("chunks", Front), ("load", ByLoad)):
+        for name, front in (
+            ("chunks", Front),
+            ("load", ByLoad),
+            ("chunks", Front),
+            ("load", ByLoad),
+        ):
             serve_with(front, application | {"warm_s": 0.0})
             load(prompts())  # memory fills
             before, start = memory_looks(), time.perf_counter()
             done = [each for _ in range(args.rounds - 1) for each in load(prompts())]
             rate, wall = hit_rate(before, memory_looks()), time.perf_counter() - start
             shares = [sum(each["replica"] == r for each in done) for r in before]
-            figures = {"hit_rate": rate, "requests_per_s": len(done) / wall, "requests_by_replica": shares}
+            figures = {
+                "hit_rate": rate,
+                "requests_per_s": len(done) / wall,
+                "requests_by_replica": shares,
+            }
             figures["median_s"] = statistics.median(each["s"] for each in done)
             print(name, figures, flush=True)
             found.setdefault(name, []).append(figures)
@@ -172,7 +189,9 @@ def main() -> None:
             "requests": len(before_kill) + len(during) + len(after),
             "lost": sum("lost" in each for each in (*before_kill, *during, *after)),
             "reused_before": statistics.mean(each["reused"] for each in before_kill),
-            "reused_during": statistics.mean(each["reused"] for each in during if "lost" not in each),
+            "reused_during": statistics.mean(
+                each["reused"] for each in during if "lost" not in each
+            ),
             "reused_after": statistics.mean(each["reused"] for each in after),
             "memory_hit_rate_after": hit_rate(looks, memory_looks()),
             "slowest_s": max(each["s"] for each in during if "lost" not in each),
@@ -189,7 +208,13 @@ def main() -> None:
     }
     write_result(
         "serving",
-        {**result, "store_bytes": store_bytes, "memory_share": SHARE, "chunks_per_prompt": CHUNKS, **found},
+        {
+            **result,
+            "store_bytes": store_bytes,
+            "memory_share": SHARE,
+            "chunks_per_prompt": CHUNKS,
+            **found,
+        },
         args.out,
     )
     serve.shutdown()

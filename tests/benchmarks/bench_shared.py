@@ -54,7 +54,8 @@ def redis_server(folder: Path) -> Iterator[str]:
         sys.exit("neither redis-server nor valkey-server is installed")
     port = random.randrange(20_000, 60_000)
     server = subprocess.Popen(
-        [program, "--port", str(port), "--save", "", "--dir", str(folder)], stdout=subprocess.DEVNULL
+        [program, "--port", str(port), "--save", "", "--dir", str(folder)],
+        stdout=subprocess.DEVNULL,
     )
     time.sleep(1.0)
     try:
@@ -68,12 +69,16 @@ def redis_server(folder: Path) -> Iterator[str]:
 def s3() -> Iterator[str]:
     """Run moto, with a bucket."""
     port = random.randrange(20_000, 60_000)
-    server = subprocess.Popen([sys.executable, "-m", "moto.server", "-p", str(port)], stderr=subprocess.DEVNULL)
+    server = subprocess.Popen(
+        [sys.executable, "-m", "moto.server", "-p", str(port)], stderr=subprocess.DEVNULL
+    )
     own = {"ENDPOINT_URL": f"http://127.0.0.1:{port}", "ALLOW_HTTP": "true", "REGION": "us-east-1"}
     own |= {"ACCESS_KEY_ID": "testing", "SECRET_ACCESS_KEY": "testing"}
     os.environ |= {f"AWS_{name}": value for name, value in own.items()}
     time.sleep(5.0)
-    urllib.request.urlopen(urllib.request.Request(f"http://127.0.0.1:{port}/bucket", method="PUT")).close()
+    urllib.request.urlopen(
+        urllib.request.Request(f"http://127.0.0.1:{port}/bucket", method="PUT")
+    ).close()
     try:
         yield "s3://bucket/kv"
     finally:
@@ -90,7 +95,9 @@ def clients(url: str) -> Callable[[str], Any]:
         return lambda key: client.get(f"kvrag:objects:{key}")
     import obstore
 
-    store = obstore.store.from_url(url, **({"client_options": {"allow_http": True}} if url.startswith("s3") else {}))
+    store = obstore.store.from_url(
+        url, **({"client_options": {"allow_http": True}} if url.startswith("s3") else {})
+    )
     return lambda key: obstore.get(store, f"objects/{key}").bytes()
 
 
@@ -121,7 +128,10 @@ def measure(url: str, rounds: int) -> dict[str, Any]:
         time.sleep(1.1)  # the look-up has to ask whether something was erased
         lookups = [timed(lambda: store.known(keys)) for _ in range(50)]
     ratios = [client / own for client, own in zip(found["client"], found["kvrag"], strict=True)]
-    per_s = {name: round(CHUNKS * SIZE / statistics.median(times) / 1e9, 3) for name, times in found.items()}
+    per_s = {
+        name: round(CHUNKS * SIZE / statistics.median(times) / 1e9, 3)
+        for name, times in found.items()
+    }
     return {
         "gb_per_s": per_s,
         "ratio": round(statistics.median(ratios), 3),
@@ -151,9 +161,16 @@ def fill(url: str, chunks: int) -> dict[str, Any]:
         for tenth in range(10):
             start = time.perf_counter()
             for first in range(tenth * chunks // 10, (tenth + 1) * chunks // 10, 8):
-                rows = [rows_of(number) for number in range(first, min(first + 8, (tenth + 1) * chunks // 10))]
+                rows = [
+                    rows_of(number)
+                    for number in range(first, min(first + 8, (tenth + 1) * chunks // 10))
+                ]
                 catalog.confirm(
-                    {row[0].key: note for row, note in zip(rows, catalog.begin(rows), strict=True) if note is not None}
+                    {
+                        row[0].key: note
+                        for row, note in zip(rows, catalog.begin(rows), strict=True)
+                        if note is not None
+                    }
                 )
             took.append(time.perf_counter() - start)
             print(f"{(tenth + 1) * chunks // 10} chunks: {took[-1]:.0f} s", flush=True)
@@ -226,7 +243,9 @@ def main() -> None:
             "ms",
         )
     what = {"bytes": SIZE, "chunks": CHUNKS, "target": TARGET}
-    print("written:", write_result("shared", {"machine": machine(), **what, "tiers": rows}, args.out))
+    print(
+        "written:", write_result("shared", {"machine": machine(), **what, "tiers": rows}, args.out)
+    )
 
 
 if __name__ == "__main__":

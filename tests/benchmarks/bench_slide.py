@@ -95,7 +95,12 @@ def main() -> None:
     args = parser(__doc__, tokens=20_000, window=1024, threads=1).parse_args()
     engine = small_engine(args.threads)
     lm, ids = engine.loaded.reusable, text_ids(engine.tokenizer, args.tokens)
-    result = {"machine": machine(), "model": "SmolLM2-135M-Instruct", "tokens": len(ids), "window": args.window}
+    result = {
+        "machine": machine(),
+        "model": "SmolLM2-135M-Instruct",
+        "tokens": len(ids),
+        "window": args.window,
+    }
     rows: dict[str, Any] = {}
     for method in METHODS:
         rows[method] = measure(lm, ids, args.window, method)

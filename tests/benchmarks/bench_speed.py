@@ -37,7 +37,10 @@ def seconds(work: Callable[[], Any]) -> tuple[float, float]:
 
 def decode(engine: KVRagEngine, prompt: str, repeats: int) -> dict[str, Any]:
     """Milliseconds of a decode step, ours and transformers'."""
-    model, ids = engine.loaded.lm.model, torch.tensor([engine.prefill(prompt, mode="full").prompt_ids])
+    model, ids = (
+        engine.loaded.lm.model,
+        torch.tensor([engine.prefill(prompt, mode="full").prompt_ids]),
+    )
     ours, theirs = list[float](), list[float]()
 
     def generate(count: int) -> float:
@@ -45,7 +48,9 @@ def decode(engine: KVRagEngine, prompt: str, repeats: int) -> dict[str, Any]:
         mask = torch.ones_like(ids)
         with torch.inference_mode():
             return seconds(
-                lambda: model.generate(ids, attention_mask=mask, min_new_tokens=count, max_new_tokens=count, **options)
+                lambda: model.generate(
+                    ids, attention_mask=mask, min_new_tokens=count, max_new_tokens=count, **options
+                )
             )[0]
 
     def loop() -> float:
@@ -109,7 +114,9 @@ def main() -> None:
     found: dict[str, Any] = {"machine": machine(), "model": "SmolLM2-135M-Instruct", "decode": []}
     (item,) = items(memory.tokenizer, count=1)
     for count in (2, 10):
-        found["decode"].append(decode(memory, "\n\n".join([*item.chunks[:count], item.question]), args.repeats))
+        found["decode"].append(
+            decode(memory, "\n\n".join([*item.chunks[:count], item.question]), args.repeats)
+        )
         print(found["decode"][-1], flush=True)
     texts = [chunk for each in items(memory.tokenizer, count=2) for chunk in each.chunks][:CHUNKS]
     with tempfile.TemporaryDirectory() as folder:

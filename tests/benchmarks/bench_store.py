@@ -53,7 +53,9 @@ def chunk(num_bytes: int, number: int) -> tuple[ChunkIdentity, ChunkKV]:
     """Make bfloat16 KV of about this size."""
     tokens = num_bytes // (LAYERS * 2 * HEADS * DIM * 2)
     flat = torch.randn(LAYERS, 2, HEADS, tokens, DIM).to(torch.bfloat16)
-    return make_identity(number, tokens=tokens), ChunkKV(tuple(LayerKV(layer[0], layer[1]) for layer in flat))
+    return make_identity(number, tokens=tokens), ChunkKV(
+        tuple(LayerKV(layer[0], layer[1]) for layer in flat)
+    )
 
 
 def timed(work: Callable[[], Any]) -> float:
@@ -89,7 +91,9 @@ def plain_read(path: Path, view: memoryview) -> None:
     os.close(fd)
 
 
-def take_turns(works: dict[str, Callable[[], Any]], rounds: int, before: Callable[[], None]) -> dict[str, list[float]]:
+def take_turns(
+    works: dict[str, Callable[[], Any]], rounds: int, before: Callable[[], None]
+) -> dict[str, list[float]]:
     """Seconds of each work in each round; the first round, which fills caches, is left out."""
     times: dict[str, list[float]] = {name: [] for name in works}
     luck = random.Random(0)
@@ -163,7 +167,9 @@ def reads(folder: Path, size: int, rounds: int, *, warm: bool) -> dict[str, floa
 
 def contiguous(kv: ChunkKV) -> memoryview:
     """Return the bytes of all tensors, one after the other."""
-    flat = torch.cat([torch.cat([layer.keys.flatten(), layer.values.flatten()]) for layer in kv.layers])
+    flat = torch.cat(
+        [torch.cat([layer.keys.flatten(), layer.values.flatten()]) for layer in kv.layers]
+    )
     return flat.view(torch.uint8).numpy().data
 
 
@@ -209,7 +215,16 @@ def lookups(folder: Path, rows: int) -> dict[str, float]:
 
 def record(number: int) -> Record:
     """Row of a chunk that is nowhere."""
-    return Record(chunk_key(make_identity(number)), f"content {number}", "model", "namespace", "prefix", "", 512, 10**6)
+    return Record(
+        chunk_key(make_identity(number)),
+        f"content {number}",
+        "model",
+        "namespace",
+        "prefix",
+        "",
+        512,
+        10**6,
+    )
 
 
 def opening(folder: Path, chunks: int) -> dict[str, float]:
@@ -256,8 +271,12 @@ def sizes(folder: Path) -> dict[str, dict[str, float]]:
 
 def size_on_disk(store: TieredStore, identity: ChunkIdentity, shape: ModelShape) -> int:
     """Bytes of the file of a chunk of a model."""
-    flat = torch.randn(2, shape.num_kv_heads, len(identity.token_ids), shape.head_dim).to(torch.bfloat16)
-    kv = ChunkKV((LayerKV(flat[0], flat[1]),) * shape.num_layers)  # the size does not depend on the values
+    flat = torch.randn(2, shape.num_kv_heads, len(identity.token_ids), shape.head_dim).to(
+        torch.bfloat16
+    )
+    kv = ChunkKV(
+        (LayerKV(flat[0], flat[1]),) * shape.num_layers
+    )  # the size does not depend on the values
     store.put(identity, pack(kv, identity.kv_dtype), text=make_text("a"), doc_id="doc")
     blob = store.blobs.read(chunk_key(identity))
     assert blob is not None
@@ -271,27 +290,49 @@ def measure_blobs(result: dict[str, Any], places: dict[str, Path], rounds: int) 
         for size in (8, 64):
             for durability in ("durable", "cache"):
                 with tempfile.TemporaryDirectory(dir=parent) as folder:
-                    row = writes(Path(folder), size * MB, rounds, replace(CONFIG, durability=durability))
+                    row = writes(
+                        Path(folder), size * MB, rounds, replace(CONFIG, durability=durability)
+                    )
                 result["writes"][f"{place}/{durability}/{size}"] = row
-                print(place, durability, size, {name: round(value, 2) for name, value in row.items()}, flush=True)
+                print(
+                    place,
+                    durability,
+                    size,
+                    {name: round(value, 2) for name, value in row.items()},
+                    flush=True,
+                )
             for state in ("warm",) if place == "memory" else ("warm", "cold"):
                 with tempfile.TemporaryDirectory(dir=parent) as folder:
                     row = reads(Path(folder), size * MB, rounds, warm=state == "warm")
                 result["reads"][f"{place}/{state}/{size}"] = row
-                print(place, state, size, {name: round(value, 2) for name, value in row.items()}, flush=True)
+                print(
+                    place,
+                    state,
+                    size,
+                    {name: round(value, 2) for name, value in row.items()},
+                    flush=True,
+                )
 
 
 def main() -> None:
     """Measure what is asked for, write the result beside what was measured before, and say which targets are missed."""
     options = parser(__doc__, rows=100_000, rounds=31)
-    options.add_argument("--folder", type=Path, help="on another file system; default: in memory, and on the disk")
     options.add_argument(
-        "--only", nargs="+", choices=PARTS, default=PARTS, help="keep the others as they were measured"
+        "--folder", type=Path, help="on another file system; default: in memory, and on the disk"
+    )
+    options.add_argument(
+        "--only",
+        nargs="+",
+        choices=PARTS,
+        default=PARTS,
+        help="keep the others as they were measured",
     )
     args = options.parse_args()
     torch.set_num_threads(1)
     places = (
-        {"given": args.folder} if args.folder else {"memory": Path("/dev/shm"), "disk": Path(tempfile.gettempdir())}
+        {"given": args.folder}
+        if args.folder
+        else {"memory": Path("/dev/shm"), "disk": Path(tempfile.gettempdir())}
     )
     before = args.out / "store.json"
     known = json.loads(before.read_text()) if before.exists() and args.only != PARTS else {}
@@ -304,7 +345,11 @@ def main() -> None:
             result["index"] = {"diskcache": lookups(Path(folder), args.rows)}
             print(result["index"], flush=True)
         if "sizes" in args.only:
-            result["sizes"] = {"machine": machine(), "targets": SIZE_TARGETS, "shares": sizes(Path(folder))}
+            result["sizes"] = {
+                "machine": machine(),
+                "targets": SIZE_TARGETS,
+                "shares": sizes(Path(folder)),
+            }
         if "opening" in args.only:
             result["opening"] = opening(Path(folder), OPEN_CHUNKS)
             print(result["opening"], flush=True)

@@ -65,7 +65,13 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 
-DRY_RUN = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 400, "head_dim": 16}
+DRY_RUN = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "vocab_size": 400,
+    "head_dim": 16,
+}
 """What makes a shape small enough to check this script in seconds: no measurement."""
 
 
@@ -85,7 +91,12 @@ def measured(action: Callable[[], Any]) -> tuple[dict[str, float], Any]:
     system = after.ru_stime - before.ru_stime
     cpu = after.ru_utime - before.ru_utime + system
     faults = after.ru_minflt - before.ru_minflt
-    return {"ms": wall * 1e3, "cpu_ms": cpu * 1e3, "system_ms": system * 1e3, "faults": faults}, result
+    return {
+        "ms": wall * 1e3,
+        "cpu_ms": cpu * 1e3,
+        "system_ms": system * 1e3,
+        "faults": faults,
+    }, result
 
 
 def full_prefill(engine: KVRagEngine, ids: list[int]) -> int:
@@ -110,19 +121,29 @@ def drop_page_cache(folder: Path) -> int:
 
 
 def compare(
-    engine: KVRagEngine, prompts: list[Any], configs: dict[str, dict[str, Any]], folder: Path | None, warm_up: int = 1
+    engine: KVRagEngine,
+    prompts: list[Any],
+    configs: dict[str, dict[str, Any]],
+    folder: Path | None,
+    warm_up: int = 1,
 ) -> dict[str, Any]:
     """Time every configuration beside the full prefill, prompt by prompt."""
     rows: list[dict[str, Any]] = []
     for index, prompt in enumerate([*prompts[:warm_up], *prompts]):
-        ids = engine.prefill(prompt, mode="full").prompt_ids  # also brings the weights back into the caches
+        ids = engine.prefill(
+            prompt, mode="full"
+        ).prompt_ids  # also brings the weights back into the caches
         row: dict[str, Any] = {}
         before = measured(lambda ids=ids: full_prefill(engine, ids))[0]
-        turn = index % len(configs)  # whoever comes first has the full prefill's data in the caches: take turns at that
+        turn = index % len(
+            configs
+        )  # whoever comes first has the full prefill's data in the caches: take turns at that
         for name, options in [*list(configs.items())[turn:], *list(configs.items())[:turn]]:
             if folder is not None:
                 drop_page_cache(folder)
-            took, result = measured(lambda options=options, prompt=prompt: engine.prefill(prompt, **options))
+            took, result = measured(
+                lambda options=options, prompt=prompt: engine.prefill(prompt, **options)
+            )
             assert result.prompt_ids == ids, "the comparison must be of the same token ids"
             row[name] = {
                 "ttft_ms": took["ms"],
@@ -135,14 +156,21 @@ def compare(
                 "loaded_bytes": result.loaded_bytes,
             }
         after = measured(lambda ids=ids: full_prefill(engine, ids))[0]
-        for name in configs:  # the full prefill is timed on both sides of the configurations of its prompt
-            row[name] |= {f"full_{what}": (before[what] + after[what]) / 2 for what in ("ms", "cpu_ms", "system_ms")}
+        for (
+            name
+        ) in configs:  # the full prefill is timed on both sides of the configurations of its prompt
+            row[name] |= {
+                f"full_{what}": (before[what] + after[what]) / 2
+                for what in ("ms", "cpu_ms", "system_ms")
+            }
         row["full_prefills"] = [before, after]
         row["tokens"] = len(ids)
         if index >= warm_up:
             rows.append(row)
             line = ", ".join(f"{n} {row[n]['full_ms'] / row[n]['ttft_ms']:.2f}x" for n in configs)
-            print(f"  prompt {len(rows)}/{len(prompts)}, {row['tokens']} tokens: {line}", flush=True)
+            print(
+                f"  prompt {len(rows)}/{len(prompts)}, {row['tokens']} tokens: {line}", flush=True
+            )
     return {"prompts": rows, "summary": {name: summarise(name, rows) for name in configs}}
 
 
@@ -156,8 +184,13 @@ def summarise(name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
         "ttft_ms": statistics.median(r["ttft_ms"] for r in own),
         "ratio": statistics.median(r["full_ms"] / r["ttft_ms"] for r in own),
         "cpu_ratio": statistics.median(r["full_cpu_ms"] / r["cpu_ms"] for r in own),
-        **{name: statistics.median(r[name] for r in own) for name in ("full_cpu_ms", "cpu_ms", "system_ms", "faults")},
-        "stages_ms": {s: statistics.median(r["stages_ms"].get(s, 0.0) for r in own) for s in stages},
+        **{
+            name: statistics.median(r[name] for r in own)
+            for name in ("full_cpu_ms", "cpu_ms", "system_ms", "faults")
+        },
+        "stages_ms": {
+            s: statistics.median(r["stages_ms"].get(s, 0.0) for r in own) for s in stages
+        },
         "repaired": statistics.median(r["repaired"] for r in own),
         "exactness": sorted({r["exactness"] for r in own}),
     }
@@ -177,12 +210,23 @@ def show(title: str, summary: dict[str, Any]) -> None:
 def real_model_run(path: str, name: str, count: int, folder: Path) -> dict[str, Any]:
     """A real model on MuSiQue prompts: all repairs at 2,500 tokens, then whole passages and short prompts."""
     engine = KVRagEngine.from_pretrained(
-        path, dtype="float32", kv_dir=folder / "kv", repair=RepairConfig(), store_config=StoreConfig(ram_bytes=0)
+        path,
+        dtype="float32",
+        kv_dir=folder / "kv",
+        repair=RepairConfig(),
+        store_config=StoreConfig(ram_bytes=0),
     )
     out: dict[str, Any] = {"model": name, "dtype": "float32"}
-    repairs: dict[str, dict[str, Any]] = {k: {"mode": "stitch", "repair": repair} for k, repair in REPAIRS.items()}
+    repairs: dict[str, dict[str, Any]] = {
+        k: {"mode": "stitch", "repair": repair} for k, repair in REPAIRS.items()
+    }
     modes = {mode: {"mode": mode} for mode in ("stitch", "auto")}
-    kinds = ("2500", 10, 250, repairs), ("5800", 10, 1000, repairs), ("1000", 6, 150, modes), ("500", 3, 150, modes)
+    kinds = (
+        ("2500", 10, 250, repairs),
+        ("5800", 10, 1000, repairs),
+        ("1000", 6, 150, modes),
+        ("500", 3, 150, modes),
+    )
     for label, chunks, tokens, configs in kinds:
         few = max(1, count // 2) if label == "5800" else count
         todo = items(engine.tokenizer, count=few, num_chunks=chunks, chunk_tokens=tokens)
@@ -190,7 +234,10 @@ def real_model_run(path: str, name: str, count: int, folder: Path) -> dict[str, 
         assert not report.failed
         print(f"prompts of about {label} tokens")
         out[label] = compare(engine, [item.messages for item in todo], configs, folder / "kv")
-        show(f"prompts of about {label} tokens, blobs from disk, page cache dropped", out[label]["summary"])
+        show(
+            f"prompts of about {label} tokens, blobs from disk, page cache dropped",
+            out[label]["summary"],
+        )
     engine.close()
     return out
 
@@ -210,7 +257,9 @@ class Shaped(NamedTuple):
         from kvrag.testing.tokenizers import tiny_tokenizer
 
         options = SHAPES[shape] | (DRY_RUN if is_dry else {})
-        device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+        device, dtype = (
+            ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+        )
         torch.manual_seed(0)
         with torch.device(device):
             config = AutoConfig.for_model(options.pop("model_type"), **options)
@@ -222,20 +271,32 @@ class Shaped(NamedTuple):
 
         Its weights are named, not hashed: that would take tens of seconds for each engine, and no other run finds this store.
         """
-        options = {"ram_bytes": 64 * 2**30, "durability": "cache", "load_timeout_s": 60.0} | KEPT[kept]
+        options = {"ram_bytes": 64 * 2**30, "durability": "cache", "load_timeout_s": 60.0} | KEPT[
+            kept
+        ]
         if not torch.cuda.is_available():
             options.pop("gpu_bytes", None)
         config = StoreConfig(**options)
         engine = KVRagEngine.from_pretrained(
-            self.model, tokenizer=self.tokenizer, kv_dir=folder / kept, repair=RepairConfig(), store_config=config
+            self.model,
+            tokenizer=self.tokenizer,
+            kv_dir=folder / kept,
+            repair=RepairConfig(),
+            store_config=config,
         )
-        with mock.patch("kvrag.model.load.weights_digest", return_value=f"random weights of {self.name}"):
+        with mock.patch(
+            "kvrag.model.load.weights_digest", return_value=f"random weights of {self.name}"
+        ):
             engine.loaded  # noqa: B018 - loads
         return engine
 
 
 def shape_run(
-    shaped: Shaped, lengths: list[int], count: int, folder: Path, tell: Callable[[dict[str, Any]], None]
+    shaped: Shaped,
+    lengths: list[int],
+    count: int,
+    folder: Path,
+    tell: Callable[[dict[str, Any]], None],
 ) -> None:
     """Time prompts of random words from the host's memory: honest timings, meaningless answers.
 
@@ -244,22 +305,41 @@ def shape_run(
     chunks = random_chunks(shaped.tokenizer, max(lengths) // 500, 500)
     repairs = {"default": RepairConfig(), "unrepaired": RepairConfig(strategy="none")}
     repairs["ratio 0.10"] = RepairConfig(recompute_ratio=0.10)
-    configs: dict[str, dict[str, Any]] = {name: {"mode": "stitch", "repair": r} for name, r in repairs.items()}
+    configs: dict[str, dict[str, Any]] = {
+        name: {"mode": "stitch", "repair": r} for name, r in repairs.items()
+    }
     for kept in KEPT:
         name = f"kept as {kept}"
         try:
             with closing(shaped.engine(folder, kept)) as engine:
                 report = engine.precompute(chunks, batch_size=4)
-                print(f"{name}: precomputed {report.stored} chunks, {report.stored_bytes / 1e9:.2f} GB", flush=True)
+                print(
+                    f"{name}: precomputed {report.stored} chunks, {report.stored_bytes / 1e9:.2f} GB",
+                    flush=True,
+                )
                 for tier in engine.store.tiers:
                     tier.release()  # what is read from the disk lands in pinned memory, what was put may not
                 for length in lengths:
                     name = f"kept as {kept}, {length} tokens"
                     prompts = orders(engine.prefix_text, chunks[: length // 500], count)
-                    found = compare(engine, prompts, configs, None, warm_up=min(2, count))  # which promotes
+                    found = compare(
+                        engine, prompts, configs, None, warm_up=min(2, count)
+                    )  # which promotes
                     show(f"{shaped.name}, {name}", found["summary"])
-                    work = {n: work_of(partial(engine.prefill, prompts[0], **c)) for n, c in configs.items()}
-                    tell({"name": name, "kept": kept, "length": length, **pinned(engine), "work": work, **found})
+                    work = {
+                        n: work_of(partial(engine.prefill, prompts[0], **c))
+                        for n, c in configs.items()
+                    }
+                    tell(
+                        {
+                            "name": name,
+                            "kept": kept,
+                            "length": length,
+                            **pinned(engine),
+                            "work": work,
+                            **found,
+                        }
+                    )
         except Exception as error:
             print(f"{name}: {type(error).__name__}: {error}", flush=True)
             tell({"name": name, "failed": f"{type(error).__name__}: {str(error)[:300]}"})
@@ -273,7 +353,9 @@ def pinned(engine: KVRagEngine) -> dict[str, int]:
     tensors = [t for kv in kvs if kv for layer in kv.layers for t in layer.tensors]
     return {
         "memory_bytes": sum(t.nbytes for t in tensors),
-        "pinned_bytes": sum(t.nbytes for t in tensors if torch.cuda.is_available() and t.is_pinned()),
+        "pinned_bytes": sum(
+            t.nbytes for t in tensors if torch.cuda.is_available() and t.is_pinned()
+        ),
     }
 
 
@@ -284,7 +366,10 @@ def work_of(action: Callable[[], Any]) -> dict[str, Any]:
     """
     from torch.profiler import ProfilerActivity, profile
 
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+    activities = [
+        ProfilerActivity.CPU,
+        *([ProfilerActivity.CUDA] if torch.cuda.is_available() else []),
+    ]
     try:
         with profile(activities=activities) as profiler:
             action()
@@ -306,7 +391,19 @@ def work_of(action: Callable[[], Any]) -> dict[str, Any]:
 
 def random_chunks(tokenizer: Any, count: int, tokens: int) -> list[str]:
     """Texts of random words, about ``tokens`` tiny tokens each."""
-    words = ["river", "stone", "letter", "harbour", "winter", "lamp", "ledger", "garden", "copper", "signal", "thread"]
+    words = [
+        "river",
+        "stone",
+        "letter",
+        "harbour",
+        "winter",
+        "lamp",
+        "ledger",
+        "garden",
+        "copper",
+        "signal",
+        "thread",
+    ]
     generator = torch.Generator().manual_seed(0)
     per_word = len(tokenizer(" ".join(words))["input_ids"]) / len(words)
 
@@ -330,21 +427,35 @@ def _between(chunks: list[str]) -> list[Any]:
 
 def main() -> int:
     """Run and write JSON; returns 1 where a run failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--count", type=int, default=10, help="prompts")
     parser.add_argument(
-        "--shape", choices=sorted(SHAPES), help="random weights of this shape instead of the real small model"
+        "--shape",
+        choices=sorted(SHAPES),
+        help="random weights of this shape instead of the real small model",
     )
     parser.add_argument("--model", help="a folder of $KVRAG_EVAL_MODELS instead of SmolLM2")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[6000], help="lengths of prompts with --shape")
-    parser.add_argument("--dry-run", action="store_true", help="with --shape: a tiny one, to check this script")
-    parser.add_argument("--out", type=Path, help="folder for the JSON; default: results/, or none after a dry run")
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", default=[6000], help="lengths of prompts with --shape"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="with --shape: a tiny one, to check this script"
+    )
+    parser.add_argument(
+        "--out", type=Path, help="folder for the JSON; default: results/, or none after a dry run"
+    )
     args = parser.parse_args()
     if args.dry_run and not args.shape:
         parser.error("--dry-run needs --shape")
     out = args.out or (None if args.dry_run else RESULTS)
     name = f"ttft-{args.model or SMALL}"
-    name = f"ttft-{args.shape}-{'cuda' if torch.cuda.is_available() else 'cpu'}" if args.shape else name
+    name = (
+        f"ttft-{args.shape}-{'cuda' if torch.cuda.is_available() else 'cpu'}"
+        if args.shape
+        else name
+    )
     result: dict[str, Any] = {"machine": machine()}
 
     def write() -> None:
@@ -358,12 +469,17 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="kvrag-bench-") as folder:
         if args.shape:
             shaped = Shaped.of(args.shape, is_dry=args.dry_run)
-            result |= {"model": f"{args.shape} shape, random weights", "dtype": str(shaped.model.dtype)}
+            result |= {
+                "model": f"{args.shape} shape, random weights",
+                "dtype": str(shaped.model.dtype),
+            }
             result |= {"measured": not args.dry_run, "runs": []}
             lengths, count = ([1000, 1500], 1) if args.dry_run else (args.tokens, args.count)
             shape_run(shaped, lengths, count, Path(folder), tell)
         else:
-            path, shown = (model_path(args.model), args.model) if args.model else (small_model(), SMALL)
+            path, shown = (
+                (model_path(args.model), args.model) if args.model else (small_model(), SMALL)
+            )
             result |= real_model_run(path, shown, args.count, Path(folder))
             write()
     return int(any("failed" in run for run in result.get("runs", ())))

@@ -53,13 +53,17 @@ def eval_data() -> list[dict[str, Any]]:
     folder = os.environ.get("KVRAG_EVAL_DATA")
     path = Path(folder or ".") / "musique_dev.json"
     if not folder or not path.is_file():
-        sys.exit("evaluation data is missing: set KVRAG_EVAL_DATA to the folder that holds musique_dev.json")
+        sys.exit(
+            "evaluation data is missing: set KVRAG_EVAL_DATA to the folder that holds musique_dev.json"
+        )
     return list(json.loads(path.read_text()))
 
 
 def parser(doc: str | None, **numbers: int) -> argparse.ArgumentParser:
     """Make a parser with ``--out``, and an option for each of ``numbers`` with its default."""
-    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name, default in numbers.items():
         made.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
     made.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON")
@@ -100,7 +104,9 @@ class Item:
         return [{"role": "user", "content": "\n\n".join(self.chunks) + self.tail}]
 
 
-def items(tokenizer: Any, *, count: int, num_chunks: int = 10, chunk_tokens: int = 250, seed: int = 0) -> list[Item]:
+def items(
+    tokenizer: Any, *, count: int, num_chunks: int = 10, chunk_tokens: int = 250, seed: int = 0
+) -> list[Item]:
     """Build ``count`` items, evenly spread over the data, each with ``num_chunks`` chunks of ``chunk_tokens`` tokens."""
     data = eval_data()
     step = max(1, len(data) // count)
@@ -117,7 +123,11 @@ def items(tokenizer: Any, *, count: int, num_chunks: int = 10, chunk_tokens: int
 def machine() -> dict[str, Any]:
     """Describe machine, versions and commit."""
     cpu = next(
-        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
+        (
+            line.split(":")[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if "model name" in line
+        ),
         platform.processor(),
     )
     dirty = git("status", "--porcelain", "--", "kvrag")
@@ -148,7 +158,9 @@ def pids(title: str) -> list[int]:
 def git(*arguments: str) -> str:
     """Return what git says of the checkout, or nothing where there is no git or none of its folders."""
     try:
-        done = subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=Path(__file__).parents[2])
+        done = subprocess.run(
+            ["git", *arguments], capture_output=True, text=True, cwd=Path(__file__).parents[2]
+        )
     except FileNotFoundError:
         return ""
     return done.stdout.strip()

@@ -92,12 +92,19 @@ class Case:
     """One question, prefilled in full once."""
 
     def __init__(self, engine: KVRagEngine, question: Question) -> None:
-        self.lm, self.encoder, self.question = engine.loaded.reusable, engine.loaded.encoder, question
+        self.lm, self.encoder, self.question = (
+            engine.loaded.reusable,
+            engine.loaded.encoder,
+            question,
+        )
         mark = "\u2063CHUNKS\u2063"
         head, tail = self._rendered(f"{mark}\n\n{question.tail}").split(mark)
         self.prefix = self.encoder.live_ids(head, at_start=True)
         self.chunks = [list(self.encoder.chunk_ids(c)) for c in question.chunks]
-        self.glue, self.tail = self.encoder.live_ids(question.separator), self.encoder.live_ids(tail)
+        self.glue, self.tail = (
+            self.encoder.live_ids(question.separator),
+            self.encoder.live_ids(tail),
+        )
         ids = list(self.prefix)
         for index, chunk in enumerate(self.chunks):
             ids += (self.glue if index else []) + chunk
@@ -132,11 +139,16 @@ class Case:
             return first[None]
         start = len(self.ids)
         rest, _ = self.lm.forward(
-            torch.tensor(answer[:-1]), Rows.span(start, start + len(answer) - 1), buffer, logits=len(answer) - 1
+            torch.tensor(answer[:-1]),
+            Rows.span(start, start + len(answer) - 1),
+            buffer,
+            logits=len(answer) - 1,
         )
         return torch.cat([first[None], rest[0]])
 
-    def greedy(self, buffer: KVBuffer, first: torch.Tensor, known: torch.Tensor | None = None) -> list[int]:
+    def greedy(
+        self, buffer: KVBuffer, first: torch.Tensor, known: torch.Tensor | None = None
+    ) -> list[int]:
         """The greedy answer; with ``known``, logits of the own answer's tokens, computed only from where it leaves that answer."""
         answer, most = [int(first.argmax())], self.question.max_tokens
         for row, token in zip(known[1:], self.own, strict=False) if known is not None else ():
@@ -147,23 +159,37 @@ class Case:
             at = len(self.ids) + len(answer) - 1
             step, _ = self.lm.forward(torch.tensor(answer[-1:]), Rows.span(at, at + 1), buffer)
             answer.append(int(step[0, -1].argmax()))
-            if not self.encoder.has_chat_template and "\n" in self.encoder.decode(answer).strip(" "):
+            if not self.encoder.has_chat_template and "\n" in self.encoder.decode(answer).strip(
+                " "
+            ):
                 break
         return answer[:most]
 
-    def stitched(self, encoded: str, kv_dtype: KVDtype) -> tuple[KVBuffer, Layout, Any, tuple[float, float]]:
+    def stitched(
+        self, encoded: str, kv_dtype: KVDtype
+    ) -> tuple[KVBuffer, Layout, Any, tuple[float, float]]:
         """The stitched prompt, its layout and rotations, and the seconds of stitching."""
         key = encoded, kv_dtype
         if key not in self._stitched:
             _, prefix_kv = self.behind("prefix")
-            kvs = [encode_chunks(self.lm, self.behind(encoded)[0], [chunk])[0] for chunk in self.chunks]
-            segments: list[Any] = [(len(self.prefix), "prefix", True, 0, False)] if prefix_kv else []
+            kvs = [
+                encode_chunks(self.lm, self.behind(encoded)[0], [chunk])[0] for chunk in self.chunks
+            ]
+            segments: list[Any] = (
+                [(len(self.prefix), "prefix", True, 0, False)] if prefix_kv else []
+            )
             if prefix_kv is not None:
                 kvs.insert(0, prefix_kv)
             for index, chunk in enumerate(self.chunks):
                 segments.append((len(self.glue) if index else 0, "live", False, -1, False))
                 segments.append(
-                    (len(chunk), "chunk", index == 0 and encoded == "prefix", index + (prefix_kv is not None), False)
+                    (
+                        len(chunk),
+                        "chunk",
+                        index == 0 and encoded == "prefix",
+                        index + (prefix_kv is not None),
+                        False,
+                    )
                 )
             segments.append((len(self.tail), "live", False, -1, False))
             kvs = [pack(kv, kv_dtype) for kv in kvs]
@@ -176,7 +202,11 @@ class Case:
 
     def behind(self, encoded: str) -> Behind:
         """Prefix and context that chunks stand behind, computed once per process."""
-        context = () if encoded in ("prefix", "alone") else context_ids(encoded, self.encoder, self.lm.reuse_window)
+        context = (
+            ()
+            if encoded in ("prefix", "alone")
+            else context_ids(encoded, self.encoder, self.lm.reuse_window)
+        )
         prefix = () if encoded == "alone" else tuple(self.prefix)
         if (prefix, context) not in _behind:
             _behind[prefix, context] = encode_prefix(self.lm, prefix, context)
@@ -237,12 +267,23 @@ class Case:
         with Clock() as clock:
             likeness = Likeness.of(buffer, layout, mass)
             total = len(rows_to_repair)
-            wanted = effective_ratio(layout, RepairConfig(), total) if budget == "auto" else float(budget or 0)
+            wanted = (
+                effective_ratio(layout, RepairConfig(), total)
+                if budget == "auto"
+                else float(budget or 0)
+            )
             num_rows = round(wanted if wanted > 1 else wanted * total)
             seen = Seen(layout, min(num_rows, total), mass, change, likeness, self.starts)
             rows = method.choose(seen)
             first = repair(
-                self.lm, buffer, layout, self.ids, rows, shift=method.shift, rotary=rotary, likeness=likeness
+                self.lm,
+                buffer,
+                layout,
+                self.ids,
+                rows,
+                shift=method.shift,
+                rotary=rotary,
+                likeness=likeness,
             )
         times.append(clock.seconds)
         known = self.forced(buffer, first)
@@ -320,7 +361,11 @@ def questions(engine: KVRagEngine, task: str, shapes: Sequence[int]) -> Iterator
     elif task in ("hotpotqa", "musique"):
         yield from tasks.corpus(task)
     else:
-        made = {"examples": tasks.examples, "code": partial(tasks.code, cut), "summary": tasks.summaries}
+        made = {
+            "examples": tasks.examples,
+            "code": partial(tasks.code, cut),
+            "summary": tasks.summaries,
+        }
         yield from made[task]()
 
 
@@ -371,7 +416,8 @@ def figures(pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str,
     """What a method comes to: means over questions, with 95% intervals of what is lost (Wilson) and of the KL (bootstrap)."""
     count = len(pairs)
     full, reuse, blind = (
-        sum(x) / count for x in zip(*[(f["score"], r["score"], f["blind"]) for f, r in pairs], strict=True)
+        sum(x) / count
+        for x in zip(*[(f["score"], r["score"], f["blind"]) for f, r in pairs], strict=True)
     )
     lost = [float(not is_right(r)) for f, r in pairs if is_right(f)]
     sooner = [sorted(f["ttft_s"][i] / r["ttft_s"][i] for f, r in pairs)[count // 2] for i in (0, 1)]
@@ -386,17 +432,24 @@ def figures(pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str,
         "lost_ci": wilson(round(sum(lost)), len(lost)) if lost else None,
         "won": sum(is_right(r) for f, r in pairs if not is_right(f)),
         "pgr": (reuse - blind) / (full - blind) if full > blind else None,
-        **{name: sum(r[name] for _, r in pairs) / count for name in ("kl", "kl_first", "same", "rows")},
+        **{
+            name: sum(r[name] for _, r in pairs) / count
+            for name in ("kl", "kl_first", "same", "rows")
+        },
         "kl_ci": bootstrap([r["kl"] for _, r in pairs]),
         "sooner": sooner[0],
         "sooner_cpu": sooner[1],
     }
 
 
-def _retention_interval(pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]], repeats: int = 2000) -> list[float]:
+def _retention_interval(
+    pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]], repeats: int = 2000
+) -> list[float]:
     """95% bootstrap interval of the reuse's score as a share of the full prefill's."""
     scores = torch.tensor([(f["score"], r["score"]) for f, r in pairs], dtype=torch.float64)
-    picks = torch.randint(len(pairs), (repeats, len(pairs)), generator=torch.Generator().manual_seed(0))
+    picks = torch.randint(
+        len(pairs), (repeats, len(pairs)), generator=torch.Generator().manual_seed(0)
+    )
     full, reuse = scores[picks].sum(dim=1).unbind(dim=1)
     ratios = (reuse / full.clamp(min=1e-9)).sort().values
     return [float(ratios[int(share * repeats)]) for share in (0.025, 0.975)]
@@ -423,7 +476,13 @@ def show(records: Iterable[dict[str, Any]], kinds: Sequence[str]) -> None:
     print(f"{'method':16}", *(f"{name:>10}" for name in names))
     for method, pairs in paired(records, kinds).items():
         found = figures(pairs)
-        print(f"{method:16}", *(f"{found[name] if found[name] is not None else float('nan'):10.4g}" for name in names))
+        print(
+            f"{method:16}",
+            *(
+                f"{found[name] if found[name] is not None else float('nan'):10.4g}"
+                for name in names
+            ),
+        )
 
 
 SIZES = {"hotpotqa": 60, "musique": 60, "examples": 40, "code": 32, "summary": 30}
@@ -435,13 +494,23 @@ def main() -> None:
     options = parser(__doc__, count=60, start=0, processes=2, threads=1)
     options.add_argument("--model", default="qwen2.5-coder-0.5b")
     options.add_argument("--tasks", nargs="+", default=["needles"], choices=["needles", *SIZES])
-    options.add_argument("--methods", nargs="+", default=["sentences@0.03", "sentences@0.25", "sentences@auto"])
     options.add_argument(
-        "--shapes", nargs="+", type=int, default=[0, 1], help="of needles: places in facts_tasks.SHAPES"
+        "--methods", nargs="+", default=["sentences@0.03", "sentences@0.25", "sentences@auto"]
+    )
+    options.add_argument(
+        "--shapes",
+        nargs="+",
+        type=int,
+        default=[0, 1],
+        help="of needles: places in facts_tasks.SHAPES",
     )
     options.add_argument("--kinds", nargs="*", default=[], help="kinds of questions in the table")
-    options.add_argument("--show", action="store_true", help="print the table of what is there, and measure nothing")
-    options.add_argument("--quick", action="store_true", help="six questions, three methods: minutes")
+    options.add_argument(
+        "--show", action="store_true", help="print the table of what is there, and measure nothing"
+    )
+    options.add_argument(
+        "--quick", action="store_true", help="six questions, three methods: minutes"
+    )
     args = options.parse_args()
     args = options.parse_args([*sys.argv[1:], *QUICK]) if args.quick else args
     path = args.out / "facts" / f"{args.model}.jsonl"
@@ -451,15 +520,26 @@ def main() -> None:
     records = [r for r in read(path) if r["task"] in args.tasks]
     show(records, args.kinds)
     if not args.show:
-        summary = {task: {n: figures(p) for n, p in paired(of, ()).items()} for task, of in by_task(read(path)).items()}
-        write_result(f"facts/{args.model}", {"machine": machine(), "model": args.model, "tasks": summary}, args.out)
+        summary = {
+            task: {n: figures(p) for n, p in paired(of, ()).items()}
+            for task, of in by_task(read(path)).items()
+        }
+        write_result(
+            f"facts/{args.model}",
+            {"machine": machine(), "model": args.model, "tasks": summary},
+            args.out,
+        )
 
 
 def by_task(records: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     """Return the records by task; needles also by the length of their prompts."""
     found = defaultdict(list)
     for r in records:
-        length = (" 1k", " 1k", " 1k", " 2.5k", " 2.5k", " 6k")[min(r["shapes"])] if r["task"] == "needles" else ""
+        length = (
+            (" 1k", " 1k", " 1k", " 2.5k", " 2.5k", " 6k")[min(r["shapes"])]
+            if r["task"] == "needles"
+            else ""
+        )
         found[f"{r['task']}{length}"].append(r)
     return found
 
@@ -469,9 +549,17 @@ def measure(args: Any, path: Path) -> None:
     done = defaultdict(set)
     for r in read(path):
         done[_key(r)].add(r["method"])
-    every = [(t, n) for t in args.tasks for n in range(args.start, min(args.start + args.count, SIZES.get(t, 10**6)))]
+    every = [
+        (t, n)
+        for t in args.tasks
+        for n in range(args.start, min(args.start + args.count, SIZES.get(t, 10**6)))
+    ]
     missing = {key: [m for m in args.methods if m not in done[*key, *args.shapes]] for key in every}
-    todo = [(*key, names, args.model, args.threads, tuple(args.shapes)) for key, names in missing.items() if names]
+    todo = [
+        (*key, names, args.model, args.threads, tuple(args.shapes))
+        for key, names in missing.items()
+        if names
+    ]
     start = time.perf_counter()
     with ProcessPoolExecutor(args.processes, get_context("spawn")) as pool, path.open("a") as file:
         for index, records in enumerate(pool.map(work, todo), 1):

@@ -113,7 +113,9 @@ def mixed(share: float, width: int = 9) -> Choose:
 
     def choose(seen: Seen) -> torch.Tensor:
         score = pooled(seen, width) + 1e-6 * seen.mass
-        first = filled(seen, heads(seen), round(share * seen.budget), top(score, seen.stale, len(seen.stale)))
+        first = filled(
+            seen, heads(seen), round(share * seen.budget), top(score, seen.stale, len(seen.stale))
+        )
         rest = seen.stale[~torch.isin(seen.stale, first)]
         return torch.unique(torch.cat([first, gain(seen, rest, seen.budget - len(first))]))
 
@@ -125,12 +127,16 @@ def by_engine(config: RepairConfig) -> Choose:
 
     def choose(seen: Seen) -> torch.Tensor:
         given = replace(config, recompute_ratio=seen.budget / len(seen.stale))
-        return select_rows(seen.layout, given, mass=seen.mass, likeness=seen.likeness, starts=seen.starts)
+        return select_rows(
+            seen.layout, given, mass=seen.mass, likeness=seen.likeness, starts=seen.starts
+        )
 
     return choose
 
 
-def sentences(share: float, score: Callable[[torch.Tensor], torch.Tensor], most: int = 64) -> Choose:
+def sentences(
+    share: float, score: Callable[[torch.Tensor], torch.Tensor], most: int = 64
+) -> Choose:
     """A share of the budget for whole sentences, by a score of the attention paid to their rows; the rest by what tells most of others."""
 
     def choose(seen: Seen) -> torch.Tensor:
@@ -161,23 +167,41 @@ def ape_attention(layout: Layout) -> Iterator[None]:
 
     Chunks stand one behind the other, as everywhere here, and not at the same positions as in the paper.
     """
-    chunks, kept = rows_of([s for s in layout.segments if s.kind == "chunk"]), forward.ragged_attention
+    chunks, kept = (
+        rows_of([s for s in layout.segments if s.kind == "chunk"]),
+        forward.ragged_attention,
+    )
 
     def attend(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, limits: Limits, *, scale: float, reach: Reach, **rest: Any
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        limits: Limits,
+        *,
+        scale: float,
+        reach: Reach,
+        **rest: Any,
     ) -> torch.Tensor:
         if rest.get("mass") is not None or len(limits.hi) == layout.num_tokens:
             return kept(q, k, v, limits, scale=scale, reach=reach, **rest)
-        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1)[:, :, : limits.num_keys] for x in (k, v))
+        k, v = (
+            x.repeat_interleave(q.shape[1] // k.shape[1], dim=1)[:, :, : limits.num_keys]
+            for x in (k, v)
+        )
         scores = (q * scale @ k.transpose(-1, -2)).float()
-        keys, is_chunk = torch.arange(limits.num_keys), torch.zeros(limits.num_keys, dtype=torch.bool)
+        keys, is_chunk = (
+            torch.arange(limits.num_keys),
+            torch.zeros(limits.num_keys, dtype=torch.bool),
+        )
         is_chunk[chunks] = True
         lo = limits.lo(reach)
         seen = (keys <= limits.hi[:, None]) & (keys >= (0 if lo is None else lo[:, None]))
         inner = (scores / APE_TEMPERATURE).masked_fill(~(seen & is_chunk), -torch.inf)
         outer = scores.masked_fill(~(seen & ~is_chunk), -torch.inf)
         share = torch.sigmoid(APE_SCALE * inner.logsumexp(-1) - outer.logsumexp(-1))[..., None]
-        found = share * (inner.softmax(-1).nan_to_num() @ v) + (1 - share) * (outer.softmax(-1).nan_to_num() @ v)
+        found = share * (inner.softmax(-1).nan_to_num() @ v) + (1 - share) * (
+            outer.softmax(-1).nan_to_num() @ v
+        )
         return found.to(q.dtype)
 
     forward.ragged_attention = attend
@@ -231,7 +255,9 @@ OURS = {
 }
 CONTEXTS = {"p.": "prefix", "c1000.": "default:1000"}
 BEHIND = {
-    mark + name: replace(method, encoded=text) for mark, text in CONTEXTS.items() for name, method in OURS.items()
+    mark + name: replace(method, encoded=text)
+    for mark, text in CONTEXTS.items()
+    for name, method in OURS.items()
 }
 DTYPES: tuple[KVDtype, ...] = "int8", "fp8", "int4"
 ROUNDED = {

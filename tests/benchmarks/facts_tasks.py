@@ -135,17 +135,23 @@ def data(name: str) -> list[dict[str, Any]]:
     folder = os.environ.get("KVRAG_EVAL_DATA")
     path = Path(folder or ".") / f"{name}.json"
     if not folder or not path.is_file():
-        sys.exit(f"evaluation data is missing: set KVRAG_EVAL_DATA to the folder that holds {path.name}")
+        sys.exit(
+            f"evaluation data is missing: set KVRAG_EVAL_DATA to the folder that holds {path.name}"
+        )
     return list(json.loads(path.read_text()))
 
 
 @cache
 def passages() -> tuple[str, ...]:
     """Passages that no question of ours is about, as hay."""
-    return tuple(p["text"] for row in data("musique_whole") for p in row["passages"] if not p["gold"])
+    return tuple(
+        p["text"] for row in data("musique_whole") for p in row["passages"] if not p["gold"]
+    )
 
 
-def hay(draw: random.Random, cut: Cut, chunks: int, tokens: int, needles: dict[int, list[str]]) -> tuple[str, ...]:
+def hay(
+    draw: random.Random, cut: Cut, chunks: int, tokens: int, needles: dict[int, list[str]]
+) -> tuple[str, ...]:
     """Chunks of passages of about so many tokens, with sentences put between those of a chunk."""
     texts, found = cycle(draw.sample(passages(), len(passages()))), []
     for index in range(chunks):
@@ -172,7 +178,10 @@ def _value(draw: random.Random, kind: int) -> str:
 
 
 def _places(draw: random.Random, number: int) -> list[str]:
-    return [f"{a} {b}" for a, b in zip(draw.sample(FIRST, number), draw.sample(SECOND, number), strict=True)]
+    return [
+        f"{a} {b}"
+        for a, b in zip(draw.sample(FIRST, number), draw.sample(SECOND, number), strict=True)
+    ]
 
 
 def needle(
@@ -181,7 +190,10 @@ def needle(
     """One of many keys: each chunk has a code of its own."""
     places, kinds = _places(draw, min(chunks, 12)), number
     values = [_value(draw, kinds) for _ in places]
-    needles = {i: [f"The access code of the {p} is {v}."] for i, (p, v) in enumerate(zip(places, values, strict=True))}
+    needles = {
+        i: [f"The access code of the {p} is {v}."]
+        for i, (p, v) in enumerate(zip(places, values, strict=True))
+    }
     at = draw.randrange(len(places))
     tail = f"{WITHIN}\nQuestion: What is the access code of the {places[at]}?"
     return hay(draw, cut, chunks, tokens, needles), tail, (values[at],)
@@ -194,9 +206,14 @@ def values(
     mine, *others = _places(draw, 4)
     found = [_value(draw, number) for _ in range(3)]
     homes = draw.sample(range(chunks), min(chunks, 3 + len(others)))
-    needles = {i: [f"One of the access codes of the {mine} is {v}."] for i, v in zip(homes, found, strict=False)}
+    needles = {
+        i: [f"One of the access codes of the {mine} is {v}."]
+        for i, v in zip(homes, found, strict=False)
+    }
     for i, other in zip(homes[3:], others, strict=False):
-        needles.setdefault(i, []).append(f"One of the access codes of the {other} is {_value(draw, number)}.")
+        needles.setdefault(i, []).append(
+            f"One of the access codes of the {other} is {_value(draw, number)}."
+        )
     tail = f"Answer with a list and nothing else.\nQuestion: What are all three access codes of the {mine}?"
     return hay(draw, cut, chunks, tokens, needles), tail, tuple(found)
 
@@ -208,8 +225,13 @@ def hops(
     size = max(2, min(chunks // 2, 5))
     people, places = draw.sample(PEOPLE, size), draw.sample(CITIES, size)
     codes = [_value(draw, number) for _ in places]
-    told = [f"{who} works in the office in {where}." for who, where in zip(people, places, strict=True)]
-    told += [f"The door code of the office in {where} is {code}." for where, code in zip(places, codes, strict=True)]
+    told = [
+        f"{who} works in the office in {where}." for who, where in zip(people, places, strict=True)
+    ]
+    told += [
+        f"The door code of the office in {where} is {code}."
+        for where, code in zip(places, codes, strict=True)
+    ]
     homes = draw.sample(range(chunks), min(chunks, len(told)))
     needles: dict[int, list[str]] = {}
     for home, sentence in zip(cycle(homes), told, strict=False):
@@ -228,7 +250,9 @@ def tracking(
     told = [f"VAR {names[0]} = {numbers[0]}.", f"VAR {names[1]} = VAR {names[0]}."]
     told += [f"VAR {names[2]} = {numbers[1]}.", f"VAR {names[3]} = VAR {names[2]}."]
     needles: dict[int, list[str]] = {}
-    for home, sentence in zip(cycle(sorted(draw.sample(range(chunks), min(chunks, 4)))), told, strict=False):
+    for home, sentence in zip(
+        cycle(sorted(draw.sample(range(chunks), min(chunks, 4)))), told, strict=False
+    ):
         needles.setdefault(home, []).append(sentence)
     tail = f"Answer with a number and nothing else.\nQuestion: What is the numeric value of VAR {names[1]}?"
     return hay(draw, cut, chunks, tokens, needles), tail, (numbers[0],)
@@ -240,7 +264,10 @@ def tally(
     """Count over chunks: how many of the places are closed."""
     places = _places(draw, min(chunks, 8))
     closed = draw.sample(range(len(places)), draw.randint(1, min(5, len(places) - 1)))
-    needles = {i: [f"Today the {p} is {'closed' if i in closed else 'open'}."] for i, p in enumerate(places)}
+    needles = {
+        i: [f"Today the {p} is {'closed' if i in closed else 'open'}."]
+        for i, p in enumerate(places)
+    }
     tail = f"Answer with a number and nothing else.\nQuestion: Of these, how many are closed today: the {', the '.join(places)}?"
     return hay(draw, cut, chunks, tokens, needles), tail, (str(len(closed)),)
 
@@ -254,8 +281,13 @@ def needle_questions(cut: Cut, shapes: tuple[tuple[int, int], ...]) -> Iterator[
     """Questions without end, of each kind in turn; of single needles twice as many."""
     kinds = ("needle", "values", "hops", "needle", "tracking", "tally")
     for number in count():
-        kind, (chunks, tokens) = kinds[number % len(kinds)], shapes[number // len(kinds) % len(shapes)]
-        texts, tail, golds = NEEDLES[kind](random.Random(f"{kind} {number}"), cut, chunks, tokens, number // len(kinds))
+        kind, (chunks, tokens) = (
+            kinds[number % len(kinds)],
+            shapes[number // len(kinds) % len(shapes)],
+        )
+        texts, tail, golds = NEEDLES[kind](
+            random.Random(f"{kind} {number}"), cut, chunks, tokens, number // len(kinds)
+        )
         yield Question(
             kind,
             number,
@@ -275,7 +307,9 @@ def corpus(name: str) -> Iterator[Question]:
         found = [f"{p['title']}\n{p['text']}" for p in row["passages"]]
         random.Random(number).shuffle(found)
         tail = f"{WITHIN}\nQuestion: {row['question']}"
-        yield Question(name, number, tuple(found), tail, tuple(row["answers"]), "f1", is_multi_hop=True)
+        yield Question(
+            name, number, tuple(found), tail, tuple(row["answers"]), "f1", is_multi_hop=True
+        )
 
 
 def examples() -> Iterator[Question]:
@@ -285,12 +319,17 @@ def examples() -> Iterator[Question]:
         names = {"city": CITIES, "person": PEOPLE, "word": WORDS, "place": SECOND}
         marks = dict(zip(names, draw.sample(("ZUK", "MIP", "TAV", "ROL", "BEX"), 4), strict=True))
         kinds = [draw.choice(list(names)) for _ in range(24)]
-        lines = [f"Input: {draw.choice(names[kind])} {draw.randint(2, 99)}\nLabel: {marks[kind]}" for kind in kinds]
+        lines = [
+            f"Input: {draw.choice(names[kind])} {draw.randint(2, 99)}\nLabel: {marks[kind]}"
+            for kind in kinds
+        ]
         chunks = tuple("\n\n".join(lines[start : start + 4]) for start in range(0, 24, 4))
         kind = draw.choice(kinds)
         asked = f"Input: {draw.choice(names[kind])} {draw.randint(2, 99)}"
         tail = f"Give the label of this input as in the examples, nothing else.\n{asked}\nLabel:"
-        yield Question("examples", number, chunks, tail, (marks[kind],), is_multi_hop=True, max_tokens=8)
+        yield Question(
+            "examples", number, chunks, tail, (marks[kind],), is_multi_hop=True, max_tokens=8
+        )
 
 
 def code(cut: Cut) -> Iterator[Question]:
@@ -299,7 +338,9 @@ def code(cut: Cut) -> Iterator[Question]:
         source = inspect.getsource(importlib.import_module(name))
         tree, lines = ast.parse(source), source.splitlines()
         nodes = [
-            n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and 8 <= (n.end_lineno or 0) - n.lineno <= 60
+            n
+            for n in ast.walk(tree)
+            if isinstance(n, ast.FunctionDef) and 8 <= (n.end_lineno or 0) - n.lineno <= 60
         ]
         if len(nodes) < 8:
             continue
@@ -313,7 +354,10 @@ def code(cut: Cut) -> Iterator[Question]:
         wanted = body[at].strip()
         order = texts[:]
         draw.shuffle(order)
-        tail = "Write the next line of this function of the file above, and nothing else:\n\n" + "\n".join(body[:at])
+        tail = (
+            "Write the next line of this function of the file above, and nothing else:\n\n"
+            + "\n".join(body[:at])
+        )
         yield Question("code", number, tuple(order), tail, (wanted,), "line", max_tokens=32)
 
 
@@ -322,5 +366,11 @@ def summaries() -> Iterator[Question]:
     for number, row in enumerate(data("hotpotqa")[:30]):
         found = tuple(f"{p['title']}\n{p['text']}" for p in row["passages"][:8])
         yield Question(
-            "summary", number, found, "Summarise the passages above in one paragraph.", (), "rouge", max_tokens=96
+            "summary",
+            number,
+            found,
+            "Summarise the passages above in one paragraph.",
+            (),
+            "rouge",
+            max_tokens=96,
         )

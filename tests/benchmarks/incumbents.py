@@ -31,7 +31,9 @@ from kvrag.testing.tokenizers import tiny_tokenizer
 
 TOKENS = 24
 QUESTION = "Who keeps the ledger of the archive?"
-TEMPLATE = "{{ bos_token }}{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+TEMPLATE = (
+    "{{ bos_token }}{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+)
 GIVES_UP_S = 60.0
 """Seconds after which the streamer of ``HuggingFacePipeline`` raises."""
 
@@ -85,7 +87,11 @@ class Side:
         """Return a part of an answer that takes several tokens, to stop at."""
         parts = [answer[start : start + 4] for start in range(2, len(answer) - 4)]
         several = (part for part in parts if part.isascii() and part not in QUESTION)
-        return next(part for part in several if len(self.tokenizer(part, add_special_tokens=False)["input_ids"]) > 1)
+        return next(
+            part
+            for part in several
+            if len(self.tokenizer(part, add_special_tokens=False)["input_ids"]) > 1
+        )
 
 
 def fault() -> None:
@@ -127,7 +133,10 @@ def first_tokens(side: Side) -> Seen:
 def repeats_the_prompt(side: Side) -> Seen:
     """Whether an answer begins with its question."""
     answer = side.chat.invoke(QUESTION).content
-    return Seen("the answer holds the prompt" if QUESTION in answer else "the answer alone", QUESTION in answer)
+    return Seen(
+        "the answer holds the prompt" if QUESTION in answer else "the answer alone",
+        QUESTION in answer,
+    )
 
 
 def usage(side: Side) -> Seen:
@@ -135,7 +144,9 @@ def usage(side: Side) -> Seen:
     message = side.chat.invoke(QUESTION)
     given = sorted(message.response_metadata)
     used = dict(message.usage_metadata or {})
-    what = f"{used['total_tokens']} tokens in `usage_metadata`" if used else "`usage_metadata` is None"
+    what = (
+        f"{used['total_tokens']} tokens in `usage_metadata`" if used else "`usage_metadata` is None"
+    )
     return Seen(f"{what}, {len(given)} entries of `response_metadata`", not used)
 
 
@@ -153,7 +164,9 @@ def asynchronous(side: Side) -> Seen:
         try:
             said.append(asyncio.run(ask()))
         except (NotImplementedError, AttributeError) as error:
-            return Seen(f"`a{'stream' if ask is stream else 'invoke'}` raises {name_of(error)}", True)
+            return Seen(
+                f"`a{'stream' if ask is stream else 'invoke'}` raises {name_of(error)}", True
+            )
     return Seen("both answer", said[0] != said[1])
 
 
@@ -169,7 +182,8 @@ def stops(side: Side) -> Seen:
         if stop in ask(QUESTION, stop=[stop]).removeprefix(QUESTION):
             ignored.append(f"`{way}`")
     return Seen(
-        f"ignored by {' and '.join(ignored)}" if ignored else "end the answer, and are not in it", bool(ignored)
+        f"ignored by {' and '.join(ignored)}" if ignored else "end the answer, and are not in it",
+        bool(ignored),
     )
 
 
@@ -188,7 +202,10 @@ def tools(side: Side) -> Seen:
 
     _, text = side.shown(lambda: side.chat.bind_tools([find_ledger]).invoke(QUESTION))
     is_shown = "find_ledger" in text
-    return Seen("the prompt lists the tool" if is_shown else "the prompt has no word of the tool", not is_shown)
+    return Seen(
+        "the prompt lists the tool" if is_shown else "the prompt has no word of the tool",
+        not is_shown,
+    )
 
 
 def tool_results(side: Side) -> Seen:
@@ -196,7 +213,11 @@ def tool_results(side: Side) -> Seen:
     from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 
     call = {"name": "find_ledger", "args": {"year": 1901}, "id": "1"}
-    turns = [HumanMessage(QUESTION), AIMessage("", tool_calls=[call]), ToolMessage("On the shelf.", tool_call_id="1")]
+    turns = [
+        HumanMessage(QUESTION),
+        AIMessage("", tool_calls=[call]),
+        ToolMessage("On the shelf.", tool_call_id="1"),
+    ]
     try:
         _, text = side.shown(lambda: side.chat.invoke(turns))
     except ValueError as error:
@@ -383,7 +404,10 @@ def ours(directory: str) -> tuple[Side, Side]:
     from llama_index.llms.kvrag import KVRagLLM
 
     chat = langchain_kvrag.ChatKVRag(model=directory, max_tokens=TOKENS)
-    text, llm = langchain_kvrag.KVRagLLM(model=directory, max_tokens=TOKENS), KVRagLLM(directory, max_new_tokens=TOKENS)
+    text, llm = (
+        langchain_kvrag.KVRagLLM(model=directory, max_tokens=TOKENS),
+        KVRagLLM(directory, max_new_tokens=TOKENS),
+    )
     loaded = chat.engine.loaded
     of = {"model": loaded.lm.model, "tokenizer": loaded.encoder.tokenizer}
     return Side(chat, text, **of, more={"max_tokens": 2}), Side(llm, llm, **of)
@@ -396,8 +420,13 @@ def theirs(directory: str) -> tuple[Side, Side]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     options = {"max_new_tokens": TOKENS, "do_sample": False}  # a pipeline samples by default
-    pipe = HuggingFacePipeline.from_model_id(directory, task="text-generation", pipeline_kwargs=options)
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(directory), AutoTokenizer.from_pretrained(directory)
+    pipe = HuggingFacePipeline.from_model_id(
+        directory, task="text-generation", pipeline_kwargs=options
+    )
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(directory),
+        AutoTokenizer.from_pretrained(directory),
+    )
     llm = HuggingFaceLLM(model=model, tokenizer=tokenizer, max_new_tokens=TOKENS)
     chat = ChatHuggingFace(llm=pipe, model_id=directory)
     first = Side(chat, pipe, pipe.pipeline.model, pipe.pipeline.tokenizer, {"max_new_tokens": 2})
@@ -411,7 +440,9 @@ PACKAGES = ("langchain-huggingface", "llama-index-llms-huggingface")
 def main() -> None:
     """Look for every fault on both sides, print a table, and write the JSON."""
     options = parser(__doc__)
-    options.add_argument("--quick", action="store_true", help="leave out what takes minutes; writes nothing")
+    options.add_argument(
+        "--quick", action="store_true", help="leave out what takes minutes; writes nothing"
+    )
     args = options.parse_args()
     threading.excepthook = lambda _: None  # of the incumbents' threads, whose errors nobody sees
     rows: list[dict[str, Any]] = []
@@ -421,15 +452,23 @@ def main() -> None:
             for row in looked_for:
                 if row.is_slow and args.quick:
                     continue
-                found = {name: seen_by(row, side) for name, side in (("theirs", incumbent), ("ours", own))}
+                found = {
+                    name: seen_by(row, side)
+                    for name, side in (("theirs", incumbent), ("ours", own))
+                }
                 for name, seen in found.items():
                     kind = "FAULT" if seen.is_fault else "good"
                     print(f"{package} | {row.name} | {name} | {kind}: {seen.what}", flush=True)
-                rows.append({"package": package, "name": row.name} | {k: v._asdict() for k, v in found.items()})
+                rows.append(
+                    {"package": package, "name": row.name}
+                    | {k: v._asdict() for k, v in found.items()}
+                )
     about = machine()
     about["versions"] |= {name: importlib.metadata.version(name) for name in PACKAGES}
     if not args.quick:
-        write_result("incumbents", {"machine": about, "model": "a tiny random Llama", "rows": rows}, args.out)
+        write_result(
+            "incumbents", {"machine": about, "model": "a tiny random Llama", "rows": rows}, args.out
+        )
 
 
 if __name__ == "__main__":

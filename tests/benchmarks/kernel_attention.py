@@ -74,7 +74,9 @@ def tried(run: Run, device: torch.device) -> float | str:
         return f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
 
 
-def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, backend: str, **options: Any) -> torch.Tensor:
+def sdpa(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, backend: str, **options: Any
+) -> torch.Tensor:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     with sdpa_kernel(getattr(SDPBackend, backend)):
@@ -87,7 +89,9 @@ def flex(inputs: list[list[torch.Tensor]], rows: torch.Tensor) -> tuple[Run, flo
 
     keys = inputs[0][1].shape[2]
     start = time.perf_counter()
-    mask = create_block_mask(lambda b, h, i, j: j <= rows[i], None, None, len(rows), keys, device=rows.device.type)
+    mask = create_block_mask(
+        lambda b, h, i, j: j <= rows[i], None, None, len(rows), keys, device=rows.device.type
+    )
     if rows.is_cuda:
         torch.cuda.synchronize()
     built = (time.perf_counter() - start) * 1e3
@@ -117,23 +121,35 @@ def ours(mode: str, shape: Shape, inputs: list[list[torch.Tensor]], hi: torch.Te
     return run
 
 
-def contenders(shape: Shape, inputs: list[list[torch.Tensor]], rows: torch.Tensor) -> dict[str, Run]:
+def contenders(
+    shape: Shape, inputs: list[list[torch.Tensor]], rows: torch.Tensor
+) -> dict[str, Run]:
     """Ours and everything else of torch's that gives the same answer. A mask is made before, as a bias: in SDPA's favour."""
     dtype = inputs[0][0].dtype
-    runs = {name: ours(mode, shape, inputs, rows.int()) for name, mode in kernels_of(shape, dtype, rows.device).items()}
+    runs = {
+        name: ours(mode, shape, inputs, rows.int())
+        for name, mode in kernels_of(shape, dtype, rows.device).items()
+    }
     if len(rows) * shape.keys <= MAX_MASK:
         bias = torch.zeros(len(rows), shape.keys, dtype=dtype, device=rows.device)
-        bias.masked_fill_(rows[:, None] < torch.arange(shape.keys, device=rows.device), float("-inf"))
+        bias.masked_fill_(
+            rows[:, None] < torch.arange(shape.keys, device=rows.device), float("-inf")
+        )
         groups = shape.heads // shape.kv_heads
         backends = ["CUDNN_ATTENTION", "EFFICIENT_ATTENTION"] if rows.is_cuda else []
         if len(rows) * shape.keys * shape.heads <= MAX_SCORES:
             backends.append("MATH")
         for backend in backends:
             name = backend.split("_")[0].lower()
-            runs[f"sdpa {name}, mask"] = lambda i, b=backend: sdpa(*inputs[i], b, attn_mask=bias, enable_gqa=True)  # type: ignore[misc]
+            runs[f"sdpa {name}, mask"] = lambda i, b=backend: sdpa(
+                *inputs[i], b, attn_mask=bias, enable_gqa=True
+            )  # type: ignore[misc]
             runs[f"sdpa {name}, mask, K and V repeated"] = (
                 lambda i, b=backend: sdpa(  # type: ignore[misc]
-                    inputs[i][0], *(x.repeat_interleave(groups, 1) for x in inputs[i][1:]), b, attn_mask=bias
+                    inputs[i][0],
+                    *(x.repeat_interleave(groups, 1) for x in inputs[i][1:]),
+                    b,
+                    attn_mask=bias,
                 )
             )
     if shape.ratio == 1.0:
@@ -144,7 +160,9 @@ def contenders(shape: Shape, inputs: list[list[torch.Tensor]], rows: torch.Tenso
     return runs
 
 
-def errors(shape: Shape, inputs: list[torch.Tensor], rows: torch.Tensor) -> dict[str, dict[str, float]]:
+def errors(
+    shape: Shape, inputs: list[torch.Tensor], rows: torch.Tensor
+) -> dict[str, dict[str, float]]:
     """Errors against float64 over 64 of the rows, largest and root mean square: ours, SDPA's in the same dtype, two inexact masks'."""
     q, k, v = inputs
     picked = torch.linspace(0, len(rows) - 1, min(64, len(rows)), device=rows.device).long()
@@ -152,7 +170,9 @@ def errors(shape: Shape, inputs: list[torch.Tensor], rows: torch.Tensor) -> dict
     want, _ = reference.attention(q[:, :, picked], k, v, rows[picked], scale=scale)
     j = torch.arange(shape.keys, device=rows.device)
     aligned = j <= (shape.keys - len(rows) + torch.arange(len(rows), device=rows.device))[:, None]
-    last = rows[(torch.arange(len(rows), device=rows.device) // 32 * 32 + 31).clamp(max=len(rows) - 1)]
+    last = rows[
+        (torch.arange(len(rows), device=rows.device) // 32 * 32 + 31).clamp(max=len(rows) - 1)
+    ]
     blocks = (j // 32) < (last // 32)[:, None]
     groups = shape.heads // shape.kv_heads
     found: dict[str, torch.Tensor] = {}
@@ -160,10 +180,17 @@ def errors(shape: Shape, inputs: list[torch.Tensor], rows: torch.Tensor) -> dict
         with kernel_mode(mode):
             found[name] = ragged_attention(*inputs, rows.int(), scale=scale)[0][:, :, picked]
     k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
-    found["sdpa"] = F.scaled_dot_product_attention(q[:, :, picked], k, v, attn_mask=j <= rows[picked, None])
+    found["sdpa"] = F.scaled_dot_product_attention(
+        q[:, :, picked], k, v, attn_mask=j <= rows[picked, None]
+    )
     k, v = k.float(), v.float()
-    for name, mask in (("causal mask aligned bottom-right", aligned), ("32 × 32 block mask", blocks)):
-        found[name] = F.scaled_dot_product_attention(q[:, :, picked].float(), k, v, attn_mask=mask[picked]).nan_to_num()
+    for name, mask in (
+        ("causal mask aligned bottom-right", aligned),
+        ("32 × 32 block mask", blocks),
+    ):
+        found[name] = F.scaled_dot_product_attention(
+            q[:, :, picked].float(), k, v, attn_mask=mask[picked]
+        ).nan_to_num()
     off = {name: (x.double() - want).abs() for name, x in found.items()}
     return {
         "max_error": {name: float(x.max()) for name, x in off.items()},
@@ -171,11 +198,18 @@ def errors(shape: Shape, inputs: list[torch.Tensor], rows: torch.Tensor) -> dict
     }
 
 
-def inputs_of(shape: Shape, device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, list[list[torch.Tensor]]]:
+def inputs_of(
+    shape: Shape, device: torch.device, dtype: torch.dtype
+) -> tuple[torch.Tensor, list[list[torch.Tensor]]]:
     """Return the rows to compute and, several times, queries, keys and values."""
     rows = shape.rows().to(device)
-    sizes = [(1, shape.heads, len(rows), shape.dim), *[(1, shape.kv_heads, shape.keys, shape.dim)] * 2]
-    return rows, [[torch.randn(s, device=device, dtype=dtype) for s in sizes] for _ in range(COPIES)]
+    sizes = [
+        (1, shape.heads, len(rows), shape.dim),
+        *[(1, shape.kv_heads, shape.keys, shape.dim)] * 2,
+    ]
+    return rows, [
+        [torch.randn(s, device=device, dtype=dtype) for s in sizes] for _ in range(COPIES)
+    ]
 
 
 def attention_row(
@@ -187,7 +221,9 @@ def attention_row(
     runs = contenders(shape, inputs, rows)
     times = {name: tried(run, device) for name, run in runs.items() if name not in known["ms"]}
     still = kernels_of(shape, dtype, device)
-    times |= {n: "given up: see failures" for n in times if n.startswith("kvrag") and n not in still}
+    times |= {
+        n: "given up: see failures" for n in times if n.startswith("kvrag") and n not in still
+    }
     row = known | {
         "shape": shape.name,
         "dim": shape.dim,

@@ -60,7 +60,9 @@ def precompute_row(device: torch.device, dtype: torch.dtype, is_dry: bool) -> di
             "tokens": tokens,
             "packed_ms": median_ms(lambda: encode_chunks(lm, prefix, chunks), device),
             "one_at_a_time_ms": median_ms(one_at_a_time, device),
-            "causal_prefill_ms": median_ms(lambda: model(stream, use_cache=True, logits_to_keep=1), device),
+            "causal_prefill_ms": median_ms(
+                lambda: model(stream, use_cache=True, logits_to_keep=1), device
+            ),
         }
 
 

@@ -32,7 +32,9 @@ class Shape:
             holes = torch.randperm(body, generator=torch.Generator().manual_seed(0))[:count]
         elif self.pattern == "heads":
             per_chunk = max(1, round(self.ratio * 512)) if count else 0
-            holes = torch.cat([torch.arange(s, min(s + per_chunk, body)) for s in range(0, body, 512)])
+            holes = torch.cat(
+                [torch.arange(s, min(s + per_chunk, body)) for s in range(0, body, 512)]
+            )
         else:
             holes = torch.arange(body - count, body)
         return torch.cat([holes.sort().values, torch.arange(body, self.keys)])
@@ -42,10 +44,29 @@ class Shape:
         return 4 * self.heads * self.dim * int((self.rows() + 1).sum())
 
 
-MODELS = ((9, 3, 64), (14, 2, 64), (16, 2, 128), (28, 4, 128), (32, 8, 128), (32, 32, 128), (32, 32, 96), (8, 4, 256))
-_FIRST = [Shape(32, 8, 128, n, 0.15) for n in (32768, 8192)]  # with the first targets: a run may be cut short
-_FIRST += [Shape(14, 2, 64, 32768, 0.15), Shape(16, 2, 128, 8192, 0.15), Shape(32, 8, 128, 8192, 1.0)]
-_REST = [Shape(*m, n, 0.15) for m in ((14, 2, 64), (16, 2, 128), (32, 8, 128)) for n in (2048, 8192, 32768)]
+MODELS = (
+    (9, 3, 64),
+    (14, 2, 64),
+    (16, 2, 128),
+    (28, 4, 128),
+    (32, 8, 128),
+    (32, 32, 128),
+    (32, 32, 96),
+    (8, 4, 256),
+)
+_FIRST = [
+    Shape(32, 8, 128, n, 0.15) for n in (32768, 8192)
+]  # with the first targets: a run may be cut short
+_FIRST += [
+    Shape(14, 2, 64, 32768, 0.15),
+    Shape(16, 2, 128, 8192, 0.15),
+    Shape(32, 8, 128, 8192, 1.0),
+]
+_REST = [
+    Shape(*m, n, 0.15)
+    for m in ((14, 2, 64), (16, 2, 128), (32, 8, 128))
+    for n in (2048, 8192, 32768)
+]
 SHORT = list(dict.fromkeys([*_FIRST, *_REST]))
 _LONG = [
     *(Shape(*m, n, 0.15) for m in MODELS for n in (2048, 8192, 32768)),

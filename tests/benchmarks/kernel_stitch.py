@@ -32,8 +32,14 @@ def times_of(run: Callable[[], object], device: torch.device, calls: int = 1) ->
     while the device is kept busy until the host has launched; of a chain with more launches than the device's queue takes, some of
     the host's time remains in it. On a CPU both are one.
     """
-    wall = statistics.median([_wall(run, device) for _ in range(RUNS + 1)][1:])  # the first call compiles
-    on_device = wall if device.type != "cuda" else statistics.median(_on_device(run, wall) for _ in range(RUNS))
+    wall = statistics.median(
+        [_wall(run, device) for _ in range(RUNS + 1)][1:]
+    )  # the first call compiles
+    on_device = (
+        wall
+        if device.type != "cuda"
+        else statistics.median(_on_device(run, wall) for _ in range(RUNS))
+    )
     return {"device_ms": on_device / calls, "wall_ms": wall / calls}
 
 
@@ -65,12 +71,15 @@ def stitch_row(device: torch.device, dtype: torch.dtype, is_dry: bool) -> dict[s
     layers, heads, dim, chunk, count = (2, 2, 64, 40, 2) if is_dry else (32, 8, 128, 512, 16)
     angles = torch.rand(1, chunk * count, dim // 2, device=device) * 6
     places = [
-        [torch.empty(heads, chunk * count, dim, device=device, dtype=dtype) for _ in range(layers)] for _ in range(2)
+        [torch.empty(heads, chunk * count, dim, device=device, dtype=dtype) for _ in range(layers)]
+        for _ in range(2)
     ]
     starts, tables = [i * chunk for i in range(count)], [0] * layers
     found: dict[str, Any] = {}
     for codec in STITCHED:
-        keys, values, options = stored_parts(codec, count, (layers, heads, chunk, dim), device, dtype)
+        keys, values, options = stored_parts(
+            codec, count, (layers, heads, chunk, dim), device, dtype
+        )
         read = [*keys, *values, *(x for side in options.values() for x in side)]
         moved = sum(x.nbytes for x in [*read, *(x for side in places for x in side)])
         for mode in ("auto", "torch"):
@@ -83,7 +92,11 @@ def stitch_row(device: torch.device, dtype: torch.dtype, is_dry: bool) -> dict[s
 
 
 def stored_parts(
-    codec: str, count: int, shape: tuple[int, int, int, int], device: torch.device, dtype: torch.dtype
+    codec: str,
+    count: int,
+    shape: tuple[int, int, int, int],
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> tuple[Tensors, Tensors, dict[str, Tensors]]:
     """Return keys, values, and the scales and zeros of a codec, each chunk with its own."""
     *outer, rows, dim = shape
@@ -92,10 +105,19 @@ def stored_parts(
         return [torch.rand(*outer, *size, device=device).half() for _ in range(count)]
 
     if codec == "16-bit":
-        keys, values = ([torch.randn(shape, device=device, dtype=dtype) for _ in range(count)] for _ in range(2))
+        keys, values = (
+            [torch.randn(shape, device=device, dtype=dtype) for _ in range(count)] for _ in range(2)
+        )
         return keys, values, {}
     if codec.startswith("int4"):
-        kind, low, high, width, groups, channels = torch.uint8, 0, 256, dim // 2, -(-rows // TOKEN_GROUP), dim // 32
+        kind, low, high, width, groups, channels = (
+            torch.uint8,
+            0,
+            256,
+            dim // 2,
+            -(-rows // TOKEN_GROUP),
+            dim // 32,
+        )
     else:
         kind, low, high, width, groups, channels = torch.int8, -127, 128, dim, 1, 1
     size = (*outer, rows, width)
@@ -125,7 +147,9 @@ def shift_row(device: torch.device, dtype: torch.dtype, is_dry: bool) -> dict[st
         for tensor in tensors:
             tensor.normal_()
     with torch.inference_mode():
-        shift = residual_shift(Likeness.of(buffer, layout), layout, rows, 1.0, model.rotary(layout.num_tokens))
+        shift = residual_shift(
+            Likeness.of(buffer, layout), layout, rows, 1.0, model.rotary(layout.num_tokens)
+        )
         assert shift is not None
         shift = shift.for_tensor_cores(dtype)
 
@@ -139,7 +163,9 @@ def shift_row(device: torch.device, dtype: torch.dtype, is_dry: bool) -> dict[st
         }
 
 
-def _model_of(layers: int, heads: int, dim: int, rows: int, device: torch.device, dtype: torch.dtype) -> Any:
+def _model_of(
+    layers: int, heads: int, dim: int, rows: int, device: torch.device, dtype: torch.dtype
+) -> Any:
     """A model with real heads and little else: for its rotation and the shape of its buffer."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 

@@ -23,7 +23,10 @@ SHARE_OF_MATMUL = {  # head dim, keys: share of an 8192³ matmul's TFLOP/s, by k
     (64, 32768): {"mma": 0.28, "sm90": 0.41},
 }
 TIMES_MASKED_SDPA, TIMES_FLEX = (2.0, 1.5), (1.3, 1.0)  # what is wanted, and the floor
-CAUSAL = {"mma": ("sdpa flash, causal", 0.9), "sm90": ("sdpa cudnn, causal", 0.85)}  # share of another kernel's speed
+CAUSAL = {
+    "mma": ("sdpa flash, causal", 0.9),
+    "sm90": ("sdpa cudnn, causal", 0.85),
+}  # share of another kernel's speed
 MICROSECONDS_AT_2K = (15.0, 25.0)
 TIMES_SDPA_ERROR = 1.5
 SHARE_OF_COPY, TIMES_EAGER_STITCH = 0.85, 4.0
@@ -46,17 +49,27 @@ class Verdict:
 
     def row(self) -> dict[str, Any]:
         """Return the verdict for the JSON: ``met``, ``missed`` or ``not measured``."""
-        is_met = self.got is not None and (self.got <= self.wanted if self.is_limit else self.got >= self.wanted)
+        is_met = self.got is not None and (
+            self.got <= self.wanted if self.is_limit else self.got >= self.wanted
+        )
         verdict = "not measured" if self.got is None else "met" if is_met else "missed"
         bound = "at most" if self.is_limit else "at least"
-        row = {"target": self.target, "wanted": f"{bound} {self.wanted:g}", "got": self.got, "verdict": verdict}
+        row = {
+            "target": self.target,
+            "wanted": f"{bound} {self.wanted:g}",
+            "got": self.got,
+            "verdict": verdict,
+        }
         return row if self.by_wall is None else row | {"by_wall_time": self.by_wall}
 
 
 def verdicts(result: dict[str, Any]) -> list[dict[str, Any]]:
     """Return a verdict for every target, from what a run measured."""
     found = [
-        v for row in result.get("attention", []) for kernel in ("mma", "sm90") for v in of_shape(row, kernel, result)
+        v
+        for row in result.get("attention", [])
+        for kernel in ("mma", "sm90")
+        for v in of_shape(row, kernel, result)
     ]
     return [v.row() for v in [*found, *of_stitch(result), *of_precompute(result)]]
 
@@ -70,14 +83,22 @@ def of_shape(row: dict[str, Any], kernel: str, result: dict[str, Any]) -> list[V
     ours = _number(times.get(f"kvrag {kernel}"))
     found = list(_of_rate(row, kernel, result)) if row["ratio"] == 0.15 else []
     if row["keys"] >= 8192 and row["ratio"] == 0.15:
-        masked = [t for n, t in times.items() if n.startswith("sdpa") and "mask" in n and _number(t)]
+        masked = [
+            t for n, t in times.items() if n.startswith("sdpa") and "mask" in n and _number(t)
+        ]
         best = _over(min(masked) if masked else None, ours)
         flex = _over(_number(times.get("flex attention")), ours)
-        found += _with_floor(f"{name}: × the best SDPA with a mask", TIMES_MASKED_SDPA, best, kernel)
-        found += _with_floor(f"{name}: × FlexAttention, its mask not counted", TIMES_FLEX, flex, kernel)
+        found += _with_floor(
+            f"{name}: × the best SDPA with a mask", TIMES_MASKED_SDPA, best, kernel
+        )
+        found += _with_floor(
+            f"{name}: × FlexAttention, its mask not counted", TIMES_FLEX, flex, kernel
+        )
     if row["keys"] == 2048 and row["ratio"] == 0.15:
         got = None if ours is None else ours * 1e3
-        found += _with_floor(f"{name}: µs per layer", MICROSECONDS_AT_2K, got, kernel, is_limit=True)
+        found += _with_floor(
+            f"{name}: µs per layer", MICROSECONDS_AT_2K, got, kernel, is_limit=True
+        )
     if row["ratio"] == 1.0:
         other, share = CAUSAL[kernel]
         found.append(Verdict(f"{name}: × {other}", share, _over(_number(times.get(other)), ours)))
@@ -105,7 +126,12 @@ def _of_rate(row: dict[str, Any], kernel: str, result: dict[str, Any]) -> Iterat
 
 
 def _with_floor(
-    name: str, wanted: tuple[float, float], got: float | None, kernel: str, *, is_limit: bool = False
+    name: str,
+    wanted: tuple[float, float],
+    got: float | None,
+    kernel: str,
+    *,
+    is_limit: bool = False,
 ) -> Iterator[Verdict]:
     """Yield what is wanted, and of ``mma`` its floor too."""
     yield Verdict(name, wanted[0], got, is_limit=is_limit)
@@ -120,10 +146,24 @@ def of_stitch(result: dict[str, Any]) -> list[Verdict]:
     for codec in STITCHED:
         ours, chain = rows.get(f"{codec}, auto", {}), rows.get(f"{codec}, torch", {})
         by_wall = _over(ours.get("moved_bytes"), (ours.get("wall_ms") or 0.0) * 1e6)
-        name, shares = f"stitch, {codec}, all layers", (_over(ours.get("gb_s"), copy), _over(by_wall, copy))
-        found.append(Verdict(f"{name}: share of the device copy's GB/s", SHARE_OF_COPY, shares[0], by_wall=shares[1]))
-        faster, by_wall = (_over(chain.get(time), ours.get(time)) for time in ("device_ms", "wall_ms"))
-        found.append(Verdict(f"{name}: × the eager chain", TIMES_EAGER_STITCH, faster, by_wall=by_wall))
+        name, shares = (
+            f"stitch, {codec}, all layers",
+            (_over(ours.get("gb_s"), copy), _over(by_wall, copy)),
+        )
+        found.append(
+            Verdict(
+                f"{name}: share of the device copy's GB/s",
+                SHARE_OF_COPY,
+                shares[0],
+                by_wall=shares[1],
+            )
+        )
+        faster, by_wall = (
+            _over(chain.get(time), ours.get(time)) for time in ("device_ms", "wall_ms")
+        )
+        found.append(
+            Verdict(f"{name}: × the eager chain", TIMES_EAGER_STITCH, faster, by_wall=by_wall)
+        )
     return found
 
 
@@ -131,10 +171,14 @@ def of_precompute(result: dict[str, Any]) -> list[Verdict]:
     """Return the verdicts of packed precompute."""
     rows = result.get("precompute", {})
     packed = _number(rows.get("packed_ms"))
-    one, causal = (_over(_number(rows.get(name)), packed) for name in ("one_at_a_time_ms", "causal_prefill_ms"))
+    one, causal = (
+        _over(_number(rows.get(name)), packed) for name in ("one_at_a_time_ms", "causal_prefill_ms")
+    )
     return [
         Verdict("precompute of 512-token chunks: × one at a time", TIMES_ONE_CHUNK, one),
-        Verdict("precompute: share of one causal prefill's tokens/s", SHARE_OF_CAUSAL_PREFILL, causal),
+        Verdict(
+            "precompute: share of one causal prefill's tokens/s", SHARE_OF_CAUSAL_PREFILL, causal
+        ),
     ]
 
 

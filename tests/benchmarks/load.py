@@ -57,7 +57,10 @@ class Level:
 
 
 LEVELS = (
-    *(Level("closed", clients, count) for clients, count in ((1, 12), (2, 8), (4, 8), (8, 24), (16, 16), (32, 32))),
+    *(
+        Level("closed", clients, count)
+        for clients, count in ((1, 12), (2, 8), (4, 8), (8, 24), (16, 16), (32, 32))
+    ),
     *(Level("open", rate, 16) for rate in (0.5, 1, 2, 4)),
 )
 FEW = tuple(level for level in LEVELS if level.name in ("1 clients", "8 clients"))
@@ -76,7 +79,12 @@ class Plan:
 
     def body(self, part: str, prompt: int) -> dict[str, Any]:
         """Return the request for one of the prompts."""
-        body = {"model": NAME, "messages": self.messages[prompt], "max_tokens": self.max_tokens, "temperature": 0}
+        body = {
+            "model": NAME,
+            "messages": self.messages[prompt],
+            "max_tokens": self.max_tokens,
+            "temperature": 0,
+        }
         body |= {"stream": True}
         if part.startswith("transformers"):
             return body | {"model": self.model}
@@ -89,9 +97,13 @@ def real_plan(folder: Path) -> Plan:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     file = Path(small_model())
-    model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, dtype=torch.float32
+    )
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    model.config.__dict__.pop("quantization_config", None)  # it is float32 now, and can be saved as such
+    model.config.__dict__.pop(
+        "quantization_config", None
+    )  # it is float32 now, and can be saved as such
     plain = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
     plain.load_state_dict(model.state_dict())
     plain.generation_config = model.generation_config
@@ -106,10 +118,18 @@ def real_plan(folder: Path) -> Plan:
 
     rag = reordered_rag(eval_data()[:24], Words(ids, tokenizer.decode, render), 12, 0, 10)
     texts = [
-        prompt.text.replace("Answer the question after reading the passages, within 5 words.", QUESTION)
+        prompt.text.replace(
+            "Answer the question after reading the passages, within 5 words.", QUESTION
+        )
         for prompt in rag.prompts
     ]
-    return Plan(str(folder / "model"), [[{"role": "user", "content": text}] for text in texts], rag.used, 32, LEVELS)
+    return Plan(
+        str(folder / "model"),
+        [[{"role": "user", "content": text}] for text in texts],
+        rag.used,
+        32,
+        LEVELS,
+    )
 
 
 def tiny_plan(folder: Path) -> Plan:
@@ -121,7 +141,10 @@ def tiny_plan(folder: Path) -> Plan:
         random.Random(0),
     )
     chunks = [" ".join(rng.choices(words, k=30)) for _ in range(6)]
-    messages = [[{"role": "user", "content": "\n".join([*rng.sample(chunks, 3), "Which one?"])}] for _ in range(3)]
+    messages = [
+        [{"role": "user", "content": "\n".join([*rng.sample(chunks, 3), "Which one?"])}]
+        for _ in range(3)
+    ]
     return Plan(save_tiny_model(folder / "model"), messages, chunks, 8, QUICK)
 
 
@@ -130,14 +153,34 @@ def start(part: str, plan: Plan, folder: Path) -> Server:
     env = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     log = folder / f"{part}.log"
     if part.startswith("transformers"):
-        command = [str(Path(sys.executable).with_name("transformers")), "serve", plan.model, "--device", "cpu"]
+        command = [
+            str(Path(sys.executable).with_name("transformers")),
+            "serve",
+            plan.model,
+            "--device",
+            "cpu",
+        ]
         command += ["--dtype", "float32", "--host", "127.0.0.1", "--port", "0"]
-        return Server([*command, *(["--continuous-batching"] if part.endswith("batching") else [])], log, env)
-    command = [sys.executable, "-m", "kvrag", "serve", plan.model, "--dtype", "float32", "--port", "0"]
+        return Server(
+            [*command, *(["--continuous-batching"] if part.endswith("batching") else [])], log, env
+        )
+    command = [
+        sys.executable,
+        "-m",
+        "kvrag",
+        "serve",
+        plan.model,
+        "--dtype",
+        "float32",
+        "--port",
+        "0",
+    ]
     return Server([*command, "--model-name", NAME, "--kv-dir", str(folder / "kv")], log, env)
 
 
-async def run_level(part: str, plan: Plan, port: int, level: Level) -> tuple[list[tuple[int, float, Answer]], int]:
+async def run_level(
+    part: str, plan: Plan, port: int, level: Level
+) -> tuple[list[tuple[int, float, Answer]], int]:
     """Send a level's requests; returns prompt, time it was due and answer of each, and how many were open at once."""
     rng = random.Random(f"{level.kind} {level.size}")
     prompts = [index % len(plan.messages) for index in range(level.requests)]
@@ -172,7 +215,10 @@ async def run_level(part: str, plan: Plan, port: int, level: Level) -> tuple[lis
 
 
 def judged(
-    level: Level, part: str, found: tuple[list[tuple[int, float, Answer]], int], singles: dict[int, str]
+    level: Level,
+    part: str,
+    found: tuple[list[tuple[int, float, Answer]], int],
+    singles: dict[int, str],
 ) -> dict[str, Any]:
     """Make figures of a level's answers; ``singles`` gets the answers of the first level, which one client asked for."""
     done, most = found
@@ -202,7 +248,9 @@ def judged(
         "size": level.size,
         "commit": machine()["commit"],
         "requests": level.requests,
-        "failed": [answer.error or f"status {answer.status}" for *_, answer in done if not answer.is_done],
+        "failed": [
+            answer.error or f"status {answer.status}" for *_, answer in done if not answer.is_done
+        ],
         "open_at_once": most,
         "wall_s": round(wall, 3),
         "requests_per_s": round(len(good) / wall, 4),
@@ -217,7 +265,8 @@ def judged(
 def waited(before: dict[str, float], after: dict[str, float]) -> float | None:
     """Mean seconds that requests waited for their turn, as kvrag's own metrics say."""
     total, count = (
-        after.get(f"kvrag_request_queue_time_seconds_{n}", 0) - before.get(f"kvrag_request_queue_time_seconds_{n}", 0)
+        after.get(f"kvrag_request_queue_time_seconds_{n}", 0)
+        - before.get(f"kvrag_request_queue_time_seconds_{n}", 0)
         for n in ("sum", "count")
     )
     return round(total / count, 4) if count else None
@@ -227,19 +276,37 @@ def tell(part: str, level: Level, row: dict[str, Any]) -> None:
     """Print a level's figures in a line."""
     rates = f"TTFT p50 {row['ttft_s'].get('p50', 0):.2f} s, p95 {row['ttft_s'].get('p95', 0):.2f} s, {row['tokens_per_s']:.1f} tokens/s"
     failed = f", FAILED: {row['failed'][0]}" if row["failed"] else ""
-    print(f"{level.name:>14}, {part}: {rates}, {row['equal']} of {level.requests} equal{failed}", flush=True)
+    print(
+        f"{level.name:>14}, {part}: {rates}, {row['equal']} of {level.requests} equal{failed}",
+        flush=True,
+    )
 
 
-def measure(parts: list[str], plan: Plan, folder: Path, known: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def measure(
+    parts: list[str], plan: Plan, folder: Path, known: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
     """Start the servers, go through the levels, and yield all results so far after each of them; ``known`` rows of the other kind stay."""
     with ExitStack() as stack:
         servers = {part: stack.enter_context(start(part, plan, folder)) for part in parts}
-        old = {part: known.get(part, {"levels": [], "singles": [], "peak_bytes": 0}) for part in parts}
+        old = {
+            part: known.get(part, {"levels": [], "singles": [], "peak_bytes": 0}) for part in parts
+        }
         kinds = {level.kind for level in plan.levels}
-        levels = {part: [row for row in found["levels"] if row["kind"] not in kinds] for part, found in old.items()}
-        singles = {part: {i: text for i, text in enumerate(found["singles"]) if text} for part, found in old.items()}
-        for part, server in servers.items():  # one that is not measured: buffers grow, kernels are chosen
-            warm = plan.body(part, 0) | {"messages": [{"role": "user", "content": "\n".join(plan.chunks[:2])}]}
+        levels = {
+            part: [row for row in found["levels"] if row["kind"] not in kinds]
+            for part, found in old.items()
+        }
+        singles = {
+            part: {i: text for i, text in enumerate(found["singles"]) if text}
+            for part, found in old.items()
+        }
+        for (
+            part,
+            server,
+        ) in servers.items():  # one that is not measured: buffers grow, kernels are chosen
+            warm = plan.body(part, 0) | {
+                "messages": [{"role": "user", "content": "\n".join(plan.chunks[:2])}]
+            }
             asyncio.run(ask(server.port, warm))
         idle = {part: server.size() for part, server in servers.items()}
         for level in plan.levels:
@@ -247,7 +314,12 @@ def measure(parts: list[str], plan: Plan, folder: Path, known: dict[str, Any]) -
                 if part.endswith("batching") and level not in FEW + QUICK:
                     continue
                 before = server.metrics() if not part.startswith("transformers") else {}
-                row = judged(level, part, asyncio.run(run_level(part, plan, server.port, level)), singles[part])
+                row = judged(
+                    level,
+                    part,
+                    asyncio.run(run_level(part, plan, server.port, level)),
+                    singles[part],
+                )
                 if before:
                     row["queue_s"] = waited(before, server.metrics())
                 levels[part].append(row)
@@ -268,7 +340,10 @@ def agreement(parts: dict[str, Any]) -> dict[str, list[int]]:
     """Count equal single answers of each pair of servers."""
     names = [part for part in parts if part != "figures"]
     pairs = ((a, b) for index, a in enumerate(names) for b in names[index + 1 :])
-    both = {f"{a} and {b}": list(zip(parts[a]["singles"], parts[b]["singles"], strict=True)) for a, b in pairs}
+    both = {
+        f"{a} and {b}": list(zip(parts[a]["singles"], parts[b]["singles"], strict=True))
+        for a, b in pairs
+    }
     return {name: [sum(x == y for x, y in texts), len(texts)] for name, texts in both.items()}
 
 
@@ -284,10 +359,20 @@ def precompute(plan: Plan, folder: Path) -> None:
 
 def main() -> None:
     """Run the parts asked for, and write what is found after each level."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default=",".join(BY_THEMSELVES), help=f"parts, with commas: {', '.join(PARTS)}")
-    parser.add_argument("--kind", choices=("closed", "open"), help="ask in this way alone; rows of the other one stay")
-    parser.add_argument("--quick", action="store_true", help="tiny model and few requests: no measurement")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", default=",".join(BY_THEMSELVES), help=f"parts, with commas: {', '.join(PARTS)}"
+    )
+    parser.add_argument(
+        "--kind",
+        choices=("closed", "open"),
+        help="ask in this way alone; rows of the other one stay",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="tiny model and few requests: no measurement"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON")
     args = parser.parse_args()
     chosen = args.only.split(",")
@@ -302,28 +387,45 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="kvrag-load-") as name:
         folder = Path(name)
         plan = (tiny_plan if args.quick else real_plan)(folder)
-        plan = replace(plan, levels=tuple(level for level in plan.levels if args.kind in (None, level.kind)))
+        plan = replace(
+            plan, levels=tuple(level for level in plan.levels if args.kind in (None, level.kind))
+        )
         precompute(plan, folder)
 
         def write(found: dict[str, Any]) -> None:
             known.update(found)
-            prompts = {"prompts": len(plan.messages), "chunks": len(plan.chunks), "max_tokens": plan.max_tokens}
+            prompts = {
+                "prompts": len(plan.messages),
+                "chunks": len(plan.chunks),
+                "max_tokens": plan.max_tokens,
+            }
             kept = {part: known[part] for part in PARTS if part in known}
             whole = {
                 "machine": machine(),
                 "model": "tiny" if args.quick else "SmolLM2-135M-Instruct",
                 "dtype": "float32",
             }
-            write_result("load", whole | prompts | {"agreement": agreement(kept), "parts": kept}, args.out)
+            write_result(
+                "load", whole | prompts | {"agreement": agreement(kept), "parts": kept}, args.out
+            )
 
         if servers := [part for part in chosen if part != "figures"]:
             for found in measure(servers, plan, folder, known if args.kind else {}):
                 write(found)
         if "figures" in chosen:
             with start("kvrag", plan, folder) as server:
-                write({"figures": {"machine": machine(), **figures(plan, server, folder, is_quick=args.quick)}})
+                write(
+                    {
+                        "figures": {
+                            "machine": machine(),
+                            **figures(plan, server, folder, is_quick=args.quick),
+                        }
+                    }
+                )
     minutes = (time.monotonic() - start_s) / 60
-    failed = sum(len(level["failed"]) for part in known.values() for level in part.get("levels", ()))
+    failed = sum(
+        len(level["failed"]) for part in known.values() for level in part.get("levels", ())
+    )
     print(f"{minutes:.1f} minutes; written: {path.name}; failed requests: {failed}")
     if failed:
         sys.exit("requests failed")

@@ -61,13 +61,18 @@ class Answer:
     @property
     def said(self) -> tuple[Any, ...]:
         """What must be the same whenever the same is asked."""
-        functions = {index: [call["function"] for call in calls] for index, calls in sorted(self.calls.items())}
+        functions = {
+            index: [call["function"] for call in calls]
+            for index, calls in sorted(self.calls.items())
+        }
         return sorted(self.texts.items()), sorted(self.reasons.items()), functions, self.tokens
 
     def take(self, data: dict[str, Any], now: float) -> None:
         """Add an event, or a whole answer."""
         if "error" in data:
-            self.error = str(data["error"].get("message") if isinstance(data["error"], dict) else data["error"])
+            self.error = str(
+                data["error"].get("message") if isinstance(data["error"], dict) else data["error"]
+            )
             return
         if self.id and data["id"] != self.id:
             self.error = f"an event of {data['id']} came for {self.id}"
@@ -97,7 +102,12 @@ class Rude:
 
 
 async def ask(
-    port: int, body: dict[str, Any], *, key: str | None = None, path: str = CHAT, rude: Rude | None = None
+    port: int,
+    body: dict[str, Any],
+    *,
+    key: str | None = None,
+    path: str = CHAT,
+    rude: Rude | None = None,
 ) -> Answer:
     """Send one request over a connection of its own, and read the answer, whole or as events, to its end.
 
@@ -105,7 +115,9 @@ async def ask(
     """
     answer, rude = Answer(sent=time.perf_counter()), rude or Rude()
     try:
-        reader, writer = await asyncio.open_connection(HOST, port, limit=2**16 if not rude.pause_s else 2**10)
+        reader, writer = await asyncio.open_connection(
+            HOST, port, limit=2**16 if not rude.pause_s else 2**10
+        )
     except OSError as error:
         answer.error = f"no connection: {error}"
         return answer
@@ -129,7 +141,12 @@ async def ask(
 
 def _request(port: int, body: dict[str, Any], key: str | None, path: str) -> bytes:
     content = json.dumps(body).encode()
-    lines = [f"POST {path} HTTP/1.1", f"Host: {HOST}:{port}", "Content-Type: application/json", "Connection: close"]
+    lines = [
+        f"POST {path} HTTP/1.1",
+        f"Host: {HOST}:{port}",
+        "Content-Type: application/json",
+        "Connection: close",
+    ]
     lines += [f"Content-Length: {len(content)}", *([f"Authorization: Bearer {key}"] if key else [])]
     return "\r\n".join([*lines, "", ""]).encode() + content
 
@@ -140,7 +157,9 @@ async def _head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
     return int(status.split()[1]), {name.lower(): value.strip() for name, _, value in pairs}
 
 
-async def _body(reader: asyncio.StreamReader, headers: dict[str, str], pause_s: float) -> AsyncIterator[bytes]:
+async def _body(
+    reader: asyncio.StreamReader, headers: dict[str, str], pause_s: float
+) -> AsyncIterator[bytes]:
     """Yield the body's parts, by ``Content-Length`` or in HTTP's chunks."""
     if "chunked" not in headers.get("transfer-encoding", ""):
         yield await reader.readexactly(int(headers.get("content-length", 0)))
@@ -186,10 +205,18 @@ class Server:
         Seconds within which it must answer ``/health``.
     """
 
-    def __init__(self, command: Sequence[str], log: Path, env: dict[str, str] | None = None, wait_s: float = 180):
+    def __init__(
+        self,
+        command: Sequence[str],
+        log: Path,
+        env: dict[str, str] | None = None,
+        wait_s: float = 180,
+    ):
         self.log = log
         self._output = log.open("wb")
-        self.process = subprocess.Popen(command, stdout=self._output, stderr=self._output, env=os.environ | (env or {}))
+        self.process = subprocess.Popen(
+            command, stdout=self._output, stderr=self._output, env=os.environ | (env or {})
+        )
         self.port = self._await(wait_s)
 
     def _await(self, wait_s: float) -> int:
@@ -204,7 +231,9 @@ class Server:
                     pass
             time.sleep(0.1)
         self.kill()
-        raise RuntimeError(f"the server did not start:\n{self.log.read_text(errors='replace')[-3000:]}")
+        raise RuntimeError(
+            f"the server did not start:\n{self.log.read_text(errors='replace')[-3000:]}"
+        )
 
     def __enter__(self) -> Server:
         return self
@@ -239,8 +268,12 @@ class Server:
 
     def post(self, path: str, body: dict[str, Any], key: str | None = None) -> tuple[int, str]:
         """Send JSON that asks for no completion, and return status and body; status 0 where the server is gone."""
-        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-        request = urllib.request.Request(f"http://{HOST}:{self.port}{path}", json.dumps(body).encode(), headers)
+        headers = {"Content-Type": "application/json"} | (
+            {"Authorization": f"Bearer {key}"} if key else {}
+        )
+        request = urllib.request.Request(
+            f"http://{HOST}:{self.port}{path}", json.dumps(body).encode(), headers
+        )
         try:
             with urllib.request.urlopen(request, timeout=600) as response:
                 return response.status, response.read().decode()
@@ -251,22 +284,33 @@ class Server:
 
     def metrics(self) -> dict[str, float]:
         """Return ``/metrics``: value by name and labels, as they are written there."""
-        lines = (line for line in self.get("/metrics").splitlines() if line and not line.startswith("#"))
+        lines = (
+            line for line in self.get("/metrics").splitlines() if line and not line.startswith("#")
+        )
         return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
 
     def size(self) -> dict[str, int]:
         """Return its resident bytes, now and at their peak, threads and open files (Linux)."""
         folder = Path(f"/proc/{self.process.pid}")
         status = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines())
-        kilobytes = {"rss": status.get("VmRSS", "0"), "peak": status.get("VmHWM", "0")}  # neither where it has ended
+        kilobytes = {
+            "rss": status.get("VmRSS", "0"),
+            "peak": status.get("VmHWM", "0"),
+        }  # neither where it has ended
         found = {name: 1024 * int(value.split()[0]) for name, value in kilobytes.items()}
-        return found | {"threads": int(status["Threads"]), "files": len(list((folder / "fd").iterdir()))}
+        return found | {
+            "threads": int(status["Threads"]),
+            "files": len(list((folder / "fd").iterdir())),
+        }
 
 
 def quantiles(values: Sequence[float]) -> dict[str, float]:
     """Return p50, p95 and p99: the least value that so many of the values don't exceed."""
     ordered = sorted(values)
-    places = {name: min(len(ordered) - 1, -(-len(ordered) * share // 100) - 1) for name, share in SHARES.items()}
+    places = {
+        name: min(len(ordered) - 1, -(-len(ordered) * share // 100) - 1)
+        for name, share in SHARES.items()
+    }
     return {name: round(ordered[place], 4) for name, place in places.items()} if ordered else {}
 
 

@@ -14,8 +14,15 @@ import torch
 from load_client import Answer, Server, ask
 
 NAME = "load"
-LONG = "Retell everything that the passages say, one sentence after the other, and leave nothing out."
-TURNS = ("Which passage is the longest?", "Name one person in them.", "Where was that?", "Say it again in other words.")
+LONG = (
+    "Retell everything that the passages say, one sentence after the other, and leave nothing out."
+)
+TURNS = (
+    "Which passage is the longest?",
+    "Name one person in them.",
+    "Where was that?",
+    "Say it again in other words.",
+)
 
 
 class Plan(Protocol):
@@ -33,10 +40,19 @@ def figures(plan: Plan, server: Server, folder: Path, *, is_quick: bool) -> dict
     engine = KVRagEngine.from_pretrained(plan.model, dtype="float32", kv_dir=folder / "kv")
     tokens, repeats, lengths = (24, 2, (2,)) if is_quick else (160, 12, (2, 10))
     found: dict[str, Any] = {"turns": asyncio.run(turns(plan, server.port, 4 if is_quick else 48))}
-    print("a chat's share of computed tokens:", [turn["computed_share"] for turn in found["turns"]], flush=True)
-    found["overhead"] = {mode: overhead(plan, server.port, engine, mode, repeats) for mode in ("auto", "full")}
+    print(
+        "a chat's share of computed tokens:",
+        [turn["computed_share"] for turn in found["turns"]],
+        flush=True,
+    )
+    found["overhead"] = {
+        mode: overhead(plan, server.port, engine, mode, repeats) for mode in ("auto", "full")
+    }
     for mode, row in found["overhead"].items():
-        print(f"server over engine, {mode}: {row['share']:+.1%} of {row['engine_ms']:.0f} ms", flush=True)
+        print(
+            f"server over engine, {mode}: {row['share']:+.1%} of {row['engine_ms']:.0f} ms",
+            flush=True,
+        )
     found["decode"] = []
     for chunks in lengths:
         for where in ("socket", "engine"):
@@ -55,7 +71,9 @@ def decoding(plan: Plan, target: Any, chunks: int, tokens: int) -> dict[str, Any
     tokens over all time, prefills included.
     """
     rng = random.Random(chunks)
-    prompts = ["\n".join([*rng.sample(plan.chunks, min(chunks, len(plan.chunks))), LONG]) for _ in range(8)]
+    prompts = [
+        "\n".join([*rng.sample(plan.chunks, min(chunks, len(plan.chunks))), LONG]) for _ in range(8)
+    ]
     few = [run_streams(target, [prompt], tokens) for prompt in prompts[:2]]
     many = [run_streams(target, prompts, tokens) for _ in range(2)]
     one, eight = (statistics.mean(run["steady"] for run in runs) for runs in (few, many))
@@ -76,14 +94,19 @@ def run_streams(target: Any, prompts: list[str], tokens: int) -> dict[str, Any]:
     start = time.perf_counter()
     bodies = [[{"role": "user", "content": prompt}] for prompt in prompts]
     is_port = isinstance(target, int)
-    found = asyncio.run(_over_the_socket(target, bodies, tokens)) if is_port else _in_threads(target, bodies, tokens)
+    found = (
+        asyncio.run(_over_the_socket(target, bodies, tokens))
+        if is_port
+        else _in_threads(target, bodies, tokens)
+    )
     wall = time.perf_counter() - start
     counts, times = [count for count, _, _ in found], [pieces for _, _, pieces in found]
     # A piece may hold several tokens, where characters are made of them.
     per_piece = [count / len(pieces) for count, pieces in zip(counts, times, strict=True)]
     first, last = max(pieces[0] for pieces in times), min(pieces[-1] for pieces in times)
     inside = sum(
-        each * sum(first < moment <= last for moment in pieces) for each, pieces in zip(per_piece, times, strict=True)
+        each * sum(first < moment <= last for moment in pieces)
+        for each, pieces in zip(per_piece, times, strict=True)
     )
     return {
         "streams": len(prompts),
@@ -96,11 +119,15 @@ def run_streams(target: Any, prompts: list[str], tokens: int) -> dict[str, Any]:
     }
 
 
-async def _over_the_socket(port: int, bodies: list[Any], tokens: int) -> list[tuple[int, int, list[float]]]:
+async def _over_the_socket(
+    port: int, bodies: list[Any], tokens: int
+) -> list[tuple[int, int, list[float]]]:
     options = {"model": NAME, "max_tokens": tokens, "temperature": 0, "stream": True}
     options |= {"stream_options": {"include_usage": True}}
     answers = await asyncio.gather(*(ask(port, {**options, "messages": body}) for body in bodies))
-    return [(checked(answer).tokens, answer.usage["prompt_tokens"], answer.pieces) for answer in answers]
+    return [
+        (checked(answer).tokens, answer.usage["prompt_tokens"], answer.pieces) for answer in answers
+    ]
 
 
 def checked(answer: Answer) -> Answer:
@@ -132,7 +159,13 @@ def overhead(plan: Plan, port: int, engine: Any, mode: str, repeats: int) -> dic
     The engine is this process's: ``generate`` of one token, from the call to its return. The server is asked for a stream, from sending to
     the first text. Both read the chunks from memory after a first time.
     """
-    body = {"model": NAME, "max_tokens": 2, "temperature": 0, "stream": True, "kvrag": {"mode": mode}}
+    body = {
+        "model": NAME,
+        "max_tokens": 2,
+        "temperature": 0,
+        "stream": True,
+        "kvrag": {"mode": mode},
+    }
     body |= {"stream_options": {"include_usage": True}}
 
     def by_engine(messages: Any) -> tuple[float, int]:
@@ -156,9 +189,15 @@ def overhead(plan: Plan, port: int, engine: Any, mode: str, repeats: int) -> dic
             raise RuntimeError("the server's prompt is not the engine's")
         if index >= 0:
             rows.append(
-                {"engine_ms": took["by_engine"][0], "server_ms": took["by_server"][0], "tokens": took["by_server"][1]}
+                {
+                    "engine_ms": took["by_engine"][0],
+                    "server_ms": took["by_server"][0],
+                    "tokens": took["by_server"][1],
+                }
             )
-    shares = torch.tensor([row["server_ms"] / row["engine_ms"] - 1 for row in rows], dtype=torch.float64)
+    shares = torch.tensor(
+        [row["server_ms"] / row["engine_ms"] - 1 for row in rows], dtype=torch.float64
+    )
     picks = torch.randint(len(rows), (2000, len(rows)), generator=torch.Generator().manual_seed(0))
     medians = shares[picks].median(dim=1).values.sort().values
     return {
@@ -177,11 +216,24 @@ async def turns(plan: Plan, port: int, tokens: int) -> list[dict[str, Any]]:
     for question in (None, *TURNS):
         if question:
             messages = [*messages, {"role": "user", "content": question}]
-        body = {"model": NAME, "messages": messages, "max_tokens": tokens, "temperature": 0, "stream": True}
+        body = {
+            "model": NAME,
+            "messages": messages,
+            "max_tokens": tokens,
+            "temperature": 0,
+            "stream": True,
+        }
         answer = checked(await ask(port, body | {"stream_options": {"include_usage": True}}))
         messages = [*messages, {"role": "assistant", "content": answer.texts[0]}]
         origin, prompt = answer.account[0], answer.usage["prompt_tokens"]
         named = {name: count for name, count in origin.items() if name.endswith("_tokens")}
         share = round(origin["computed_tokens"] / prompt, 4)
-        found.append({"prompt_tokens": prompt, **named, "computed_share": share, "ttft_s": round(answer.ttft_s, 4)})
+        found.append(
+            {
+                "prompt_tokens": prompt,
+                **named,
+                "computed_share": share,
+                "ttft_s": round(answer.ttft_s, 4),
+            }
+        )
     return found

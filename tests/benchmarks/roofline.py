@@ -16,7 +16,11 @@ from typing import Any
 
 CHUNK, SUFFIX, GLUE = 512, 64, 2
 """Tokens of a chunk, of the question, and between two chunks: all but the first are computed in every request."""
-TOKENS, WIRES, RATIOS = (6000, 8192, 16384, 31000, 32768), ("bf16", "int8", "int4", "device"), (0.03, 0.10)
+TOKENS, WIRES, RATIOS = (
+    (6000, 8192, 16384, 31000, 32768),
+    ("bf16", "int8", "int4", "device"),
+    (0.03, 0.10),
+)
 """``device``: the accelerator's own tier, where nothing comes over the link."""
 
 
@@ -45,11 +49,19 @@ class Shape:
     def kv_bytes(self, tokens: int, wire: str = "bf16") -> float:
         """Bytes of stored KV, scales included: as docs/quantised.md keeps them in chunks of :data:`CHUNK`."""
         d = self.dim
-        per_head = {"bf16": 4 * d, "int8": 2 * d + 2 + 4 * d / CHUNK, "int4": d + 4 * d / 32 + 2 * d / 32, "device": 0}
+        per_head = {
+            "bf16": 4 * d,
+            "int8": 2 * d + 2 + 4 * d / CHUNK,
+            "int4": d + 4 * d / 32 + 2 * d / 32,
+            "device": 0,
+        }
         return tokens * self.layers * self.kv_heads * per_head[wire]
 
 
-SHAPES = (Shape("Llama-3.1-8B", 4096, 14336, 32, 32, 8, 128), Shape("Qwen2.5-3B", 2048, 11008, 36, 16, 2, 128))
+SHAPES = (
+    Shape("Llama-3.1-8B", 4096, 14336, 32, 32, 8, 128),
+    Shape("Qwen2.5-3B", 2048, 11008, 36, 16, 2, 128),
+)
 
 
 @dataclass(frozen=True)
@@ -76,7 +88,9 @@ HOPPER += "repaired rows' attention: the kernel's target; float32 and link: data
 H100 = Device("H100", 798 * SUSTAINED, 539, 500, 67, 3000, 64 * LINK, HOPPER)
 H200 = Device("H200", 788 * SUSTAINED, 539, 500, 67, 4300, 64 * LINK, HOPPER)
 MMA = replace(H200, name="H200, mma kernel", attention=300.0)
-RTX_4090 = Device("RTX 4090", 124, 124, 124, 82.6, 1008, 32 * LINK, "data sheet, of 165.2 TFLOP/s the same share")
+RTX_4090 = Device(
+    "RTX 4090", 124, 124, 124, 82.6, 1008, 32 * LINK, "data sheet, of 165.2 TFLOP/s the same share"
+)
 DEVICES = (H100, H200, MMA, RTX_4090)
 
 
@@ -122,7 +136,11 @@ class Work:
 
     def ms(self, on: Device) -> float:
         """Milliseconds, where FLOPs of several kinds take turns and everything else runs beside them."""
-        computing = self.flop / on.linear + self.attention_flop / on.attention + self.float32_flop / on.float32
+        computing = (
+            self.flop / on.linear
+            + self.attention_flop / on.attention
+            + self.float32_flop / on.float32
+        )
         moving = max(self.device_bytes / on.copy, self.link_bytes / on.link)
         return max(computing / 1e9, moving / 1e6, self.host_ms)
 
@@ -133,15 +151,25 @@ def full_prefill_ms(shape: Shape, tokens: int, on: Device) -> float:
     return linear / on.linear / 1e9 + attention / on.prefill / 1e9
 
 
-def stages(shape: Shape, tokens: int, wire: str, ratio: float, schedule: Schedule = TODAY) -> dict[str, Work]:
+def stages(
+    shape: Shape, tokens: int, wire: str, ratio: float, schedule: Schedule = TODAY
+) -> dict[str, Work]:
     """Return the work of each stage of a request whose chunks are all stored; ``ratio`` of the prompt's rows are repaired."""
     chunks, kv = tokens / CHUNK, shape.kv_bytes(tokens)
     live, rows = SUFFIX + GLUE * chunks, ratio * tokens
-    learned, width = min(rows, 1024.0), 2 * shape.kv_heads * shape.dim  # rows that the shift counts; keys and values
+    learned, width = (
+        min(rows, 1024.0),
+        2 * shape.kv_heads * shape.dim,
+    )  # rows that the shift counts; keys and values
     shift, weights = 2 * tokens * learned * width * (shape.layers - 1), 2.0 * shape.parameters
     tensors = shape.layers * (2 if wire == "bf16" else 5)
-    copies, probed = 0.0 if wire == "device" else chunks * (schedule.ranges or tensors), schedule.probed
-    seen = rows * tokens / 2 + live * tokens  # keys that the repaired and the live rows see, rows spread evenly
+    copies, probed = (
+        0.0 if wire == "device" else chunks * (schedule.ranges or tensors),
+        schedule.probed,
+    )
+    seen = (
+        rows * tokens / 2 + live * tokens
+    )  # keys that the repaired and the live rows see, rows spread evenly
     reading = shape.kv_bytes(tokens, wire) or kv
     return {
         "plan": Work(host_ms=tokens * schedule.plan_us / 1e3),
@@ -173,29 +201,63 @@ def ttft_ms(ms: dict[str, float], schedule: Schedule, layers: int) -> float:
 
     With copies beside computing, the probe waits for its own layers, the repair for the others, and everything for the first one.
     """
-    repair = max(ms["repair, linear"] + ms["repair, attention"] + ms["repair, shift"], ms["repair, host"])
+    repair = max(
+        ms["repair, linear"] + ms["repair, attention"] + ms["repair, shift"], ms["repair, host"]
+    )
     if not schedule.is_pipelined:
         return ms["plan"] + ms["copy"] + ms["stitch"] + ms["probe"] + ms["select"] + repair
     s, rest = schedule.probed, 1 - schedule.probed
-    chosen = ms["plan"] + ms["copy"] / layers + max(s * ms["copy"], ms["probe"] + s * ms["stitch"]) + ms["select"]
+    chosen = (
+        ms["plan"]
+        + ms["copy"] / layers
+        + max(s * ms["copy"], ms["probe"] + s * ms["stitch"])
+        + ms["select"]
+    )
     return chosen + max(rest * ms["copy"], repair + rest * ms["stitch"])
 
 
 def prediction(shape: Shape, tokens: int, wire: str, ratio: float, on: Device) -> dict[str, Any]:
     """Return a full prefill's time, and of every schedule that of the whole, of today's and the last also each stage's: milliseconds."""
-    found = [{n: w.ms(on) for n, w in stages(shape, tokens, wire, ratio, each).items()} for each in SCHEDULES]
-    ttft = [round(ttft_ms(ms, each, shape.layers), 1) for ms, each in zip(found, SCHEDULES, strict=True)]
-    first, last = ([round(value, 1) for value in ms.values()] for ms in (found[SCHEDULES.index(TODAY)], found[-1]))
-    row = {"shape": shape.name, "device": on.name, "tokens": tokens, "wire": wire, "ratio": ratio, "ttft_ms": ttft}
-    return row | {"full_ms": round(full_prefill_ms(shape, tokens, on), 1), "stages_ms": first, "last_stages_ms": last}
+    found = [
+        {n: w.ms(on) for n, w in stages(shape, tokens, wire, ratio, each).items()}
+        for each in SCHEDULES
+    ]
+    ttft = [
+        round(ttft_ms(ms, each, shape.layers), 1) for ms, each in zip(found, SCHEDULES, strict=True)
+    ]
+    first, last = (
+        [round(value, 1) for value in ms.values()]
+        for ms in (found[SCHEDULES.index(TODAY)], found[-1])
+    )
+    row = {
+        "shape": shape.name,
+        "device": on.name,
+        "tokens": tokens,
+        "wire": wire,
+        "ratio": ratio,
+        "ttft_ms": ttft,
+    }
+    return row | {
+        "full_ms": round(full_prefill_ms(shape, tokens, on), 1),
+        "stages_ms": first,
+        "last_stages_ms": last,
+    }
 
 
 def main(out: Path = Path(__file__).parent / "results") -> None:
     predictions = [prediction(*each) for each in product(SHAPES, TOKENS, WIRES, RATIOS, DEVICES)]
-    facts = {"measured": False, "schedules": [s.name for s in SCHEDULES], "devices": [asdict(d) for d in DEVICES]}
-    facts["work"] = {name: asdict(work) for name, work in stages(SHAPES[0], 32768, "int8", 0.03).items()}
+    facts = {
+        "measured": False,
+        "schedules": [s.name for s in SCHEDULES],
+        "devices": [asdict(d) for d in DEVICES],
+    }
+    facts["work"] = {
+        name: asdict(work) for name, work in stages(SHAPES[0], 32768, "int8", 0.03).items()
+    }
     rows = ",\n".join(map(json.dumps, predictions))
-    (out / "roofline.json").write_text(f'{json.dumps(facts, indent=1)[:-2]},\n "predictions": [\n{rows}]\n}}\n')
+    (out / "roofline.json").write_text(
+        f'{json.dumps(facts, indent=1)[:-2]},\n "predictions": [\n{rows}]\n}}\n'
+    )
 
 
 if __name__ == "__main__":

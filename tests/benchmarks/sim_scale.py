@@ -27,37 +27,119 @@ Ints = NDArray[np.int64]
 Trace = tuple[Ints, Ints]
 LLAMA_8B, QWEN_3B = SHAPES
 LLAMA_70B = Shape("Llama-3.1-70B", 8192, 28672, 80, 64, 8, 128)
-MODELS = ((LLAMA_8B, 1), (LLAMA_70B, 4))  # GPUs of a replica; kvrag runs a model on one device today
+MODELS = (
+    (LLAMA_8B, 1),
+    (LLAMA_70B, 4),
+)  # GPUs of a replica; kvrag runs a model on one device today
 KINDS = {"bf16": "auto", "int8": "int8", "int4": "int4"}
 TIERS = ("gpu", "host", "disk", "redis", "objects")
 WORKLOADS, ROUTINGS = ("zipf", "drift", "documents", "flat"), ("random", "rendezvous")
 NEVER = 2**62  # the distance of what was never asked for before
 
 STORE, SHARED = (json.loads((RESULTS / f"{name}.json").read_text()) for name in ("store", "shared"))
-COLD, WARM, SERVER = STORE["reads"]["disk/cold/64"], STORE["reads"]["memory/warm/64"], SHARED["tiers"]["redis"]
+COLD, WARM, SERVER = (
+    STORE["reads"]["disk/cold/64"],
+    STORE["reads"]["memory/warm/64"],
+    SHARED["tiers"]["redis"],
+)
 PROVEN, REDIS = WARM["bytes"] / WARM["get_ms"] / 1e6, SERVER["gb_per_s"]["kvrag"]
 AWS = "AWS us-east-1, on demand"
 CONSTANTS: dict[str, tuple[float, str, str, str]] = {  # name: value, unit, kind, source
     "tflops": (989.4, "TFLOP/s a GPU", "data sheet", "NVIDIA H100 SXM, dense bf16"),
-    "utilisation": (0.5, "of that", "assumed", "TensorRT-LLM 1.0's published runs come to 0.43 (8B) and 0.46 (70B)"),
-    "gpu_gb": (20, "GB a GPU", "assumed", "a quarter of 80 GB; weights and running requests have the rest"),
-    "host_gb": (200, "GB a GPU", "assumed", "of 256 GiB in AWS's p5.4xlarge, and as many a GPU in p5.48xlarge"),
+    "utilisation": (
+        0.5,
+        "of that",
+        "assumed",
+        "TensorRT-LLM 1.0's published runs come to 0.43 (8B) and 0.46 (70B)",
+    ),
+    "gpu_gb": (
+        20,
+        "GB a GPU",
+        "assumed",
+        "a quarter of 80 GB; weights and running requests have the rest",
+    ),
+    "host_gb": (
+        200,
+        "GB a GPU",
+        "assumed",
+        "of 256 GiB in AWS's p5.4xlarge, and as many a GPU in p5.48xlarge",
+    ),
     "disk_gb": (3500, "GB a GPU", "assumed", "of 3.84 TB of NVMe a GPU in the same"),
-    "pcie": (H100.link, "GB/s a GPU", "assumed", "64 by data sheet (PCIe 5 x16), of which docs/gpu.md assumes 0.78"),
-    "nvme": (6.5, "GB/s a GPU", "data sheet", "Samsung PM9A3 (PCIe 4), sequential reads, as announced in 2020"),
-    "nvme_share": (COLD["get_ratio"], "of that", "measured", "store.json: 64 MB read cold, beside a plain file"),
-    "proof": (PROVEN, "GB/s a thread", "measured", "store.json: 64 MB from memory, proven; on two cores, no GPU"),
+    "pcie": (
+        H100.link,
+        "GB/s a GPU",
+        "assumed",
+        "64 by data sheet (PCIe 5 x16), of which docs/gpu.md assumes 0.78",
+    ),
+    "nvme": (
+        6.5,
+        "GB/s a GPU",
+        "data sheet",
+        "Samsung PM9A3 (PCIe 4), sequential reads, as announced in 2020",
+    ),
+    "nvme_share": (
+        COLD["get_ratio"],
+        "of that",
+        "measured",
+        "store.json: 64 MB read cold, beside a plain file",
+    ),
+    "proof": (
+        PROVEN,
+        "GB/s a thread",
+        "measured",
+        "store.json: 64 MB from memory, proven; on two cores, no GPU",
+    ),
     "readers": (4, "threads", "kvrag", "`READERS` in kvrag/store/memory.py"),
-    "redis": (REDIS, "GB/s a thread", "measured", "shared.json: 6 MB from a redis-server on the same two cores"),
-    "redis_s": (SERVER["lookup_ms"] / 1e3, "s a request", "measured", "shared.json: a look-up of 20 chunks"),
-    "objects": (0.0875, "GB/s a thread", "vendor", "Amazon S3 User Guide, performance guidelines: 85 to 90 MB/s"),
-    "objects_s": (0.15, "s a request", "vendor", "Amazon S3 User Guide: roughly 100 to 200 ms to the first byte"),
+    "redis": (
+        REDIS,
+        "GB/s a thread",
+        "measured",
+        "shared.json: 6 MB from a redis-server on the same two cores",
+    ),
+    "redis_s": (
+        SERVER["lookup_ms"] / 1e3,
+        "s a request",
+        "measured",
+        "shared.json: a look-up of 20 chunks",
+    ),
+    "objects": (
+        0.0875,
+        "GB/s a thread",
+        "vendor",
+        "Amazon S3 User Guide, performance guidelines: 85 to 90 MB/s",
+    ),
+    "objects_s": (
+        0.15,
+        "s a request",
+        "vendor",
+        "Amazon S3 User Guide: roughly 100 to 200 ms to the first byte",
+    ),
     "link": (12.5, "GB/s a GPU", "data sheet", "100 Gb/s, AWS's p5.4xlarge"),
-    "gpu_hour": (6.88, "$ a GPU", "price", f"{AWS}, March 2026: p5.4xlarge; p5.48xlarge is 55.04 for eight"),
-    "redis_hour": (6.981 / 450, "$ a GB", "price", f"{AWS}, October 2026: cache.r7g.16xlarge, 6.981 for 419 GiB"),
-    "s3_month": (0.022, "$ a GB", "price", f"{AWS}, September 2026: S3 Standard, from 50 to 500 TB"),
+    "gpu_hour": (
+        6.88,
+        "$ a GPU",
+        "price",
+        f"{AWS}, March 2026: p5.4xlarge; p5.48xlarge is 55.04 for eight",
+    ),
+    "redis_hour": (
+        6.981 / 450,
+        "$ a GB",
+        "price",
+        f"{AWS}, October 2026: cache.r7g.16xlarge, 6.981 for 419 GiB",
+    ),
+    "s3_month": (
+        0.022,
+        "$ a GB",
+        "price",
+        f"{AWS}, September 2026: S3 Standard, from 50 to 500 TB",
+    ),
     "s3_get": (4e-7, "$ a read", "price", f"{AWS}: S3 Standard, 0.0004 for 1,000"),
-    "zones": (0.02, "$ a GB", "price", f"{AWS}: between zones, 0.01 each way; within one zone none"),
+    "zones": (
+        0.02,
+        "$ a GB",
+        "price",
+        f"{AWS}: between zones, 0.01 each way; within one zone none",
+    ),
 }
 VALUES = {name: constant[0] for name, constant in CONSTANTS.items()}
 
@@ -118,9 +200,13 @@ def route(plan: Plan, rows: Ints, routing: str, rng: np.random.Generator) -> Int
         first = rng.integers(plan.replicas, size=plan.chunks)
         second = (first + rng.integers(1, plan.replicas, size=plan.chunks)) % plan.replicas
         owners = first[rows]
-        votes = np.stack([(owners == owners[:, [j]]).sum(axis=1) for j in range(rows.shape[1])], axis=1)
+        votes = np.stack(
+            [(owners == owners[:, [j]]).sum(axis=1) for j in range(rows.shape[1])], axis=1
+        )
         deciding = rows[np.arange(len(rows)), votes.argmax(axis=1)]
-        slots = np.arange(len(rows)) // plan.window * plan.replicas  # a counter for each window and replica
+        slots = (
+            np.arange(len(rows)) // plan.window * plan.replicas
+        )  # a counter for each window and replica
         taken, left = np.zeros(slots[-1] + plan.replicas, np.int64), np.arange(len(rows))
         for choice in (first[deciding], second[deciding]):
             slot = (slots + choice)[left]
@@ -139,10 +225,16 @@ def stack_distances(ids: Ints) -> Ints:
     last = np.full(n, -1)
     last[order[1:][again]] = order[:-1][again]
     size, half = 1 << max(0, n - 1).bit_length(), 1
-    values, where, repeats = np.append(last, np.full(size - n, -1)), np.arange(size), np.zeros(size, np.int64)
+    values, where, repeats = (
+        np.append(last, np.full(size - n, -1)),
+        np.arange(size),
+        np.zeros(size, np.int64),
+    )
     while half < size:
         order = np.argsort(values.reshape(-1, 2 * half), axis=1, kind="stable")
-        values, where = (np.take_along_axis(a.reshape(-1, 2 * half), order, 1).ravel() for a in (values, where))
+        values, where = (
+            np.take_along_axis(a.reshape(-1, 2 * half), order, 1).ravel() for a in (values, where)
+        )
         repeats[where] += np.where(order < half, 0, half - np.cumsum(order < half, axis=1)).ravel()
         half *= 2
     return np.where(last < 0, NEVER, np.arange(n) - last - 1 - repeats[:n])
@@ -150,7 +242,9 @@ def stack_distances(ids: Ints) -> Ints:
 
 def simulate(plan: Plan, workload: str, routing: str) -> Trace:
     """Return, of the chunks of requests that count, the distances in their replica's caches, and ranks by how often all are asked for."""
-    rng = np.random.default_rng([plan.seed, WORKLOADS.index(workload)])  # both routings get the same requests
+    rng = np.random.default_rng(
+        [plan.seed, WORKLOADS.index(workload)]
+    )  # both routings get the same requests
     rows = requests(plan, workload, rng)
     to, ranks, found = route(plan, rows, routing, rng), np.empty(plan.chunks, np.int64), []
     ranks[np.argsort(-np.bincount(rows.ravel(), minlength=plan.chunks))] = np.arange(plan.chunks)
@@ -183,7 +277,14 @@ class Setup:  # a model, how its KV is kept, and where
         flop = VALUES["tflops"] * self.utilisation * self.gpus
         rates = [rate * self.gpus for rate in (H100.float32, H100.copy, H100.link)]
         return Device(
-            f"{self.gpus} H100", flop, flop, flop, rates[0], rates[1], rates[2], "data sheet, utilisation assumed"
+            f"{self.gpus} H100",
+            flop,
+            flop,
+            flop,
+            rates[0],
+            rates[1],
+            rates[2],
+            "data sheet, utilisation assumed",
         )
 
     def sizes(self) -> list[int]:
@@ -202,7 +303,10 @@ class Setup:  # a model, how its KV is kept, and where
     def full_ms(self) -> float:
         """Milliseconds of a full prefill."""
         tokens = self.chunks * (CHUNK + roofline.GLUE) + roofline.SUFFIX
-        return max(roofline.full_prefill_ms(self.shape, tokens, self.device), self.shape.layers * roofline.LAYER_MS)
+        return max(
+            roofline.full_prefill_ms(self.shape, tokens, self.device),
+            self.shape.layers * roofline.LAYER_MS,
+        )
 
     def reuse_ms(self, on_gpu: int, in_memory: int) -> float:
         """Milliseconds from memory to the first token; the chunks that are in neither place are computed."""
@@ -233,20 +337,37 @@ def outcome(trace: Trace, setup: Setup, plan: Plan) -> dict[str, Any]:
     # GPU time is read, and the GPU (on_gpu) works for others meanwhile.
     tier, base = tiers_of(trace, setup), setup.chunks + 1
     mixes, times = np.unique((base**tier).sum(axis=1), return_counts=True)
-    share, counts = times / times.sum(), [[int(mix // base**t % base) for t in range(len(TIERS))] for mix in mixes]
+    share, counts = (
+        times / times.sum(),
+        [[int(mix // base**t % base) for t in range(len(TIERS))] for mix in mixes],
+    )
     ways = [list(setup.ways(each)) for each in counts]
     least, on_gpu = share @ [min(each, key=lambda way: way[1]) for each in ways]
     ms = {"full": setup.full_ms(), "fastest": share @ [min(each)[0] for each in ways]}
     ms |= {"least_gpu": least, "on_gpu": on_gpu}
-    a_second, thousands = setup.gpus * VALUES["gpu_hour"] / 3600, setup.rate * plan.replicas * 30 * 86.4  # a month
+    a_second, thousands = (
+        setup.gpus * VALUES["gpu_hour"] / 3600,
+        setup.rate * plan.replicas * 30 * 86.4,
+    )  # a month
     hits = {name: float((tier == t).mean()) for t, name in enumerate(TIERS)}
     fetched_gb = (hits["redis"] + hits["objects"]) * setup.chunks * setup.chunk_gb  # a request
-    corpus = plan.chunks * (ms["full"] / setup.chunks / 1e3 * a_second + setup.chunk_gb * VALUES["s3_month"])
-    dollars = {name: time * a_second for name, time in ms.items()}  # 1,000 requests of a millisecond are a second
-    dollars["objects"] = corpus / thousands + hits["objects"] * setup.chunks * 1000 * VALUES["s3_get"]
+    corpus = plan.chunks * (
+        ms["full"] / setup.chunks / 1e3 * a_second + setup.chunk_gb * VALUES["s3_month"]
+    )
+    dollars = {
+        name: time * a_second for name, time in ms.items()
+    }  # 1,000 requests of a millisecond are a second
+    dollars["objects"] = (
+        corpus / thousands + hits["objects"] * setup.chunks * 1000 * VALUES["s3_get"]
+    )
     dollars["redis"] = setup.redis_gb * VALUES["redis_hour"] * 720 / thousands
     dollars["zones"] = fetched_gb * 1000 * VALUES["zones"]
-    about = {"model": setup.shape.name, "kind": setup.kind, "hits": hits, "network_gb_s": setup.rate * fetched_gb}
+    about = {
+        "model": setup.shape.name,
+        "kind": setup.kind,
+        "hits": hits,
+        "network_gb_s": setup.rate * fetched_gb,
+    }
     return about | {"ms": ms, "dollars": dollars}
 
 
@@ -265,10 +386,18 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 def loading(setup: Setup) -> dict[str, Any]:
     """Sizes of chunks, and the time of loading all of a request beside computing them, for each."""
-    compute, rates = setup.full_ms() / setup.chunks, {"host": setup.device.link, "10 Gb/s": 1.25, "100 Gb/s": 12.5}
+    compute, rates = (
+        setup.full_ms() / setup.chunks,
+        {"host": setup.device.link, "10 Gb/s": 1.25, "100 Gb/s": 12.5},
+    )
     load = {name: setup.chunk_gb * 1e3 / rate for name, rate in rates.items()}
     load |= {tier: setup.wait_ms(tier, setup.chunks) / setup.chunks for tier in TIERS[2:]}
-    about = {"model": setup.shape.name, "kind": setup.kind, "chunk_gb": setup.chunk_gb, "sizes": setup.sizes()}
+    about = {
+        "model": setup.shape.name,
+        "kind": setup.kind,
+        "chunk_gb": setup.chunk_gb,
+        "sizes": setup.sizes(),
+    }
     even = break_even_bandwidth(setup.chunk_gb, 1e3 / compute)
     return about | {"compute_ms": compute, "break_even_gb_s": even, "load_ms": load}
 
@@ -284,13 +413,23 @@ def main() -> None:
             runs.append({"workload": workload, "routing": routing} | outcome(trace, each, plan))
         if (workload, routing) == ("zipf", "rendezvous"):
             for (shape, gpus), (name, change) in product(MODELS, CHANGES.items()):
-                changes.append({"change": name} | outcome(trace, Setup(shape, gpus, **change), plan))
-    for setup in (Setup(*model, chunks=chunks) for model, chunks in product(((QWEN_3B, 1), *MODELS), (5, 20))):
-        cases = [replace(setup, ratio=r, schedule=s) for s, r in product((TODAY, SCHEDULES[-1]), (0.03, 0.15))]
+                changes.append(
+                    {"change": name} | outcome(trace, Setup(shape, gpus, **change), plan)
+                )
+    for setup in (
+        Setup(*model, chunks=chunks) for model, chunks in product(((QWEN_3B, 1), *MODELS), (5, 20))
+    ):
+        cases = [
+            replace(setup, ratio=r, schedule=s)
+            for s, r in product((TODAY, SCHEDULES[-1]), (0.03, 0.15))
+        ]
         about = {"model": setup.shape.name, "chunks": setup.chunks, "full_ms": setup.full_ms()}
         prompts.append(about | {"from_host_ms": [case.reuse_ms(0, case.chunks) for case in cases]})
     result = {"machine": machine(), "measured": False, "plan": asdict(plan) | {"rate": Setup.rate}}
-    result |= {"constants": [[name, *constant] for name, constant in CONSTANTS.items()], "prompts": prompts}
+    result |= {
+        "constants": [[name, *constant] for name, constant in CONSTANTS.items()],
+        "prompts": prompts,
+    }
     result |= {"loading": [loading(setup) for setup in setups], "runs": runs, "changes": changes}
     short = json.loads(json.dumps(result), parse_float=lambda number: float(f"{float(number):.4g}"))
     print("written:", write_result("scale", short, args.out))

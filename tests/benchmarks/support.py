@@ -39,8 +39,14 @@ ORDERS = ((0, 1, 2, 3), (3, 1, 0, 2), (2, 2, 0))
 EVERY, NONE = RepairConfig(strategy="all"), RepairConfig(strategy="none")
 
 NEVER = {
-    "t5": ("T5ForConditionalGeneration", "encoder-decoder: not a causal LM, so it is not answered either"),
-    "llava": ("LlavaForConditionalGeneration", "images beside text: not a causal LM, so it is not answered either"),
+    "t5": (
+        "T5ForConditionalGeneration",
+        "encoder-decoder: not a causal LM, so it is not answered either",
+    ),
+    "llava": (
+        "LlavaForConditionalGeneration",
+        "images beside text: not a causal LM, so it is not answered either",
+    ),
 }
 """What is no causal LM; :func:`refuse_by_name` proves that it is said so."""
 
@@ -81,7 +87,9 @@ def rope_of(lm: CausalLM) -> str:
 def accepted_row(name: str) -> dict[str, Any]:
     """Measure one architecture of the tests."""
     model = tiny_model(name)
-    engine = KVRagEngine.from_pretrained(model, tokenizer=tiny_tokenizer(), prefix=PREFIX, context=None, prove="off")
+    engine = KVRagEngine.from_pretrained(
+        model, tokenizer=tiny_tokenizer(), prefix=PREFIX, context=None, prove="off"
+    )
     row: dict[str, Any] = {"architecture": type(model).__name__}
     lm = engine.loaded.lm
     if isinstance(lm, PlainLM):
@@ -89,7 +97,9 @@ def accepted_row(name: str) -> dict[str, Any]:
     sizes = {size for trait in lm.traits for size in (trait.reach.window, trait.reach.chunk)}
     row |= {"rope": rope_of(lm), "windows": sorted(size for size in sizes if size is not None)}
     proof = prove(lm)
-    model.config._attn_implementation = "eager"  # what the rest is compared with: see kvrag/proof.py
+    model.config._attn_implementation = (
+        "eager"  # what the rest is compared with: see kvrag/proof.py
+    )
     engine.precompute([*CHUNKS, *FAR])
     far: list[str | Chunk] = [PREFIX + "\n\n".join(FAR) + "\n\n", Chunk(CHUNKS[0]), "\n\nWhere?"]
     errors = {
@@ -112,11 +122,18 @@ def refused_row(name: str) -> dict[str, Any]:
     engine = KVRagEngine.from_pretrained(model, tokenizer=tiny_tokenizer())
     answer = engine.generate(prompt((0,)), mode="stitch", max_new_tokens=12)
     ids = torch.tensor([answer.prompt_ids])
-    plain = model.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=0)[0, ids.shape[1] :].tolist()
+    plain = model.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=0)[
+        0, ids.shape[1] :
+    ].tolist()
     assert answer.token_ids == plain, f"{name} answers otherwise than transformers"
     assert answer.fallback_reason is not None, f"{name} is accepted now: move it to TINY"
     why = answer.fallback_reason.removeprefix("KV of this model is not reused: ")
-    return {"architecture": type(model).__name__, "reuse": "refused", "why": why, "answers": "as generate"}
+    return {
+        "architecture": type(model).__name__,
+        "reuse": "refused",
+        "why": why,
+        "answers": "as generate",
+    }
 
 
 def refuse_by_name(name: str) -> dict[str, Any]:
@@ -144,7 +161,9 @@ def main() -> None:
     runs[transformers.__version__] = {"machine": machine(), "rows": rows}
     write_result("support", {"tolerance": TOLERANCE, "runs": dict(sorted(runs.items()))})
     exact = [name for name, row in rows.items() if row["reuse"] == "exact"]
-    print(f"transformers {transformers.__version__}: {len(exact)} exact, {len(rows) - len(exact)} refused")
+    print(
+        f"transformers {transformers.__version__}: {len(exact)} exact, {len(rows) - len(exact)} refused"
+    )
     for name in TINY:
         if name not in exact:
             print(f"  {name}: {rows[name]['why']} {rows[name].get('errors', '')}")

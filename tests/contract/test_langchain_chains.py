@@ -24,7 +24,10 @@ from langchain_classic.retrievers import (
     MultiQueryRetriever,
     ParentDocumentRetriever,
 )
-from langchain_classic.retrievers.document_compressors import CrossEncoderReranker, LLMChainExtractor
+from langchain_classic.retrievers.document_compressors import (
+    CrossEncoderReranker,
+    LLMChainExtractor,
+)
 from langchain_classic.retrievers.document_compressors.cross_encoder import BaseCrossEncoder
 from langchain_core.caches import InMemoryCache
 from langchain_core.documents import Document
@@ -42,7 +45,9 @@ from texts import make_chunks
 
 from langchain_kvrag import ChatKVRag, KVRagLLM, KVRagVectorStore
 
-pytestmark = pytest.mark.filterwarnings("ignore:chunks were encoded behind another prefix", "ignore:no stored chunk")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:chunks were encoded behind another prefix", "ignore:no stored chunk"
+)
 
 _BODIES = make_chunks(6, words=32)
 TEXTS = [
@@ -71,13 +76,20 @@ class Parts(NamedTuple):
 
 @pytest.fixture(scope="module")
 def options(tiny_dir, tmp_path_factory):
-    return {"model": tiny_dir, "kv_dir": str(tmp_path_factory.mktemp("kv")), "max_tokens": 4, "temperature": 0.0}
+    return {
+        "model": tiny_dir,
+        "kv_dir": str(tmp_path_factory.mktemp("kv")),
+        "max_tokens": 4,
+        "temperature": 0.0,
+    }
 
 
 @pytest.fixture(scope="module")
 def store(options):
     documents = [Document(text, metadata={"source": f"file {i}"}) for i, text in enumerate(TEXTS)]
-    return KVRagVectorStore.from_documents(documents, DeterministicFakeEmbedding(size=8), llm=ChatKVRag(**options))
+    return KVRagVectorStore.from_documents(
+        documents, DeterministicFakeEmbedding(size=8), llm=ChatKVRag(**options)
+    )
 
 
 @pytest.fixture
@@ -86,7 +98,9 @@ def parts(store, options):
 
     def make(kind: type = ChatKVRag, **more: Any) -> Parts:
         retriever = store.as_retriever(search_kwargs={"k": K})
-        return Parts(kind(**{**options, "mode": "stitch", **more}), retriever, retriever.invoke(QUESTION))
+        return Parts(
+            kind(**{**options, "mode": "stitch", **more}), retriever, retriever.invoke(QUESTION)
+        )
 
     return make
 
@@ -97,7 +111,9 @@ def join(documents: list[Document]) -> str:
 
 def shown(parts: Parts, render: Callable[[list[Document]], Any], prompt: Any = CHAT) -> Any:
     """Return a chain whose context is made from the documents by a function."""
-    return {"context": parts.retriever | render, "input": RunnablePassthrough()} | prompt | parts.model
+    return (
+        {"context": parts.retriever | render, "input": RunnablePassthrough()} | prompt | parts.model
+    )
 
 
 def stuff(parts: Parts, prompt: Any = CHAT, retriever: Any = None, **options: Any) -> Any:
@@ -108,11 +124,15 @@ def stuff(parts: Parts, prompt: Any = CHAT, retriever: Any = None, **options: An
 
 
 def retrieval_qa(parts: Parts, kind: str = "stuff", **options: Any) -> Any:
-    return RetrievalQA.from_chain_type(parts.model, chain_type=kind, retriever=parts.retriever, **options)
+    return RetrievalQA.from_chain_type(
+        parts.model, chain_type=kind, retriever=parts.retriever, **options
+    )
 
 
 def map_reduce(parts: Parts) -> Any:
-    prompt = PromptTemplate.from_template("{summaries}\n\n{question}")  # LangChain's own for LLMs is long
+    prompt = PromptTemplate.from_template(
+        "{summaries}\n\n{question}"
+    )  # LangChain's own for LLMs is long
     return retrieval_qa(parts, "map_reduce", chain_type_kwargs={"combine_prompt": prompt})
 
 
@@ -125,13 +145,17 @@ class Scored(RegexParser):
 
 def map_rerank(parts: Parts) -> Any:
     parser = Scored(regex="", output_keys=["answer", "score"])
-    prompt = PromptTemplate(template="{context}\n{question}", input_variables=["context"], output_parser=parser)
+    prompt = PromptTemplate(
+        template="{context}\n{question}", input_variables=["context"], output_parser=parser
+    )
     return retrieval_qa(parts, "map_rerank", chain_type_kwargs={"prompt": prompt})
 
 
 def with_history(parts: Parts) -> Any:
     history = [HumanMessage("Who?"), AIMessage("The keeper.")]
-    rephrase = ChatPromptTemplate([("placeholder", "{chat_history}"), ("human", "Rephrase: {input}")])
+    rephrase = ChatPromptTemplate(
+        [("placeholder", "{chat_history}"), ("human", "Rephrase: {input}")]
+    )
     retriever = create_history_aware_retriever(parts.model, parts.retriever, rephrase)
     chain = create_retrieval_chain(retriever, create_stuff_documents_chain(parts.model, CHAT))
     return RunnableLambda(lambda question: {"input": question, "chat_history": history}) | chain
@@ -139,7 +163,12 @@ def with_history(parts: Parts) -> Any:
 
 def conversational(parts: Parts) -> Any:
     chain = ConversationalRetrievalChain.from_llm(parts.model, parts.retriever)
-    return RunnableLambda(lambda question: {"question": question, "chat_history": [("Who?", "The keeper.")]}) | chain
+    return (
+        RunnableLambda(
+            lambda question: {"question": question, "chat_history": [("Who?", "The keeper.")]}
+        )
+        | chain
+    )
 
 
 def parents(parts: Parts) -> Any:
@@ -164,14 +193,20 @@ class Backwards(BaseCrossEncoder):
 def reranked(parts: Parts) -> Any:
     compressor = CrossEncoderReranker(model=Backwards(), top_n=K - 1)
     return stuff(
-        parts, retriever=ContextualCompressionRetriever(base_compressor=compressor, base_retriever=parts.retriever)
+        parts,
+        retriever=ContextualCompressionRetriever(
+            base_compressor=compressor, base_retriever=parts.retriever
+        ),
     )
 
 
 def extracted(parts: Parts) -> Any:
     compressor = LLMChainExtractor.from_llm(parts.model)
     return stuff(
-        parts, retriever=ContextualCompressionRetriever(base_compressor=compressor, base_retriever=parts.retriever)
+        parts,
+        retriever=ContextualCompressionRetriever(
+            base_compressor=compressor, base_retriever=parts.retriever
+        ),
     )
 
 
@@ -200,20 +235,28 @@ def answered_by(tool: Any) -> Callable[[Parts], Any]:
 
 
 def of_documents(parts: Parts) -> Any:
-    return StructuredTool.from_function(lambda query: parts.retriever.invoke(query), name="find", description="Find.")
+    return StructuredTool.from_function(
+        lambda query: parts.retriever.invoke(query), name="find", description="Find."
+    )
 
 
 def graph(parts: Parts) -> Any:
     """Retrieve in one node of a LangGraph, answer in the next."""
 
     def retrieve(state: Any) -> Any:
-        return {"messages": [("system", join(parts.retriever.invoke(state["messages"][-1].content)))]}
+        return {
+            "messages": [("system", join(parts.retriever.invoke(state["messages"][-1].content)))]
+        }
 
     def answer(state: Any) -> Any:
         return {"messages": [parts.model.invoke(state["messages"])]}
 
     made = StateGraph(MessagesState).add_node(retrieve).add_node(answer)
-    edges = made.add_edge("__start__", "retrieve").add_edge("retrieve", "answer").add_edge("answer", "__end__")
+    edges = (
+        made.add_edge("__start__", "retrieve")
+        .add_edge("retrieve", "answer")
+        .add_edge("answer", "__end__")
+    )
     return RunnableLambda(lambda question: {"messages": [("human", question)]}) | edges.compile()
 
 
@@ -230,13 +273,20 @@ def agent(parts: Parts) -> Any:
 
 def tool_agent(parts: Parts) -> Any:
     """An agent that searches first and answers from the tool's result; the call is made up, as this model makes none."""
-    tool = create_retriever_tool(parts.retriever, "find", "Find notes.", response_format="content_and_artifact")
+    tool = create_retriever_tool(
+        parts.retriever, "find", "Find notes.", response_format="content_and_artifact"
+    )
 
     @wrap_model_call
     def searches_first(request: Any, handler: Any) -> Any:
         if request.messages[-1].type == "tool":
             return handler(request)
-        return AIMessage("", tool_calls=[{"name": "find", "args": {"query": request.messages[-1].content}, "id": "1"}])
+        return AIMessage(
+            "",
+            tool_calls=[
+                {"name": "find", "args": {"query": request.messages[-1].content}, "id": "1"}
+            ],
+        )
 
     made = create_agent(parts.model, [tool], middleware=[searches_first])
     return RunnableLambda(lambda question: {"messages": [("human", question)]}) | made
@@ -258,7 +308,9 @@ def blocks(documents: list[Document]) -> list[dict[str, Any]]:
 
 
 def with_blocks(parts: Parts) -> Any:
-    made = RunnableLambda(lambda found: [HumanMessage([*blocks(found), {"type": "text", "text": QUESTION}])])
+    made = RunnableLambda(
+        lambda found: [HumanMessage([*blocks(found), {"type": "text", "text": QUESTION}])]
+    )
     return parts.retriever | made | parts.model
 
 
@@ -292,7 +344,10 @@ BOTH: dict[str, tuple[Callable[[Parts], Any], list[int]]] = {
     "create_stuff_documents_chain, chat prompt": (stuff, ALL),
     "create_stuff_documents_chain, text prompt": (lambda parts: stuff(parts, TEXT), ALL),
     "document_prompt and separator": (documented("[{source}] {page_content}", "\n---\n"), ALL),
-    "Source and Content, as in the tutorial": (documented("Source: {source}\nContent: {page_content}"), ALL),
+    "Source and Content, as in the tutorial": (
+        documented("Source: {source}\nContent: {page_content}"),
+        ALL,
+    ),
     "expression with format_docs": (lambda parts: shown(parts, join), ALL),
     "expression with a parser": (lambda parts: shown(parts, join) | StrOutputParser(), ALL),
     "RetrievalQA, stuff": (retrieval_qa, ALL),
@@ -302,20 +357,29 @@ BOTH: dict[str, tuple[Callable[[Parts], Any], list[int]]] = {
     "history-aware retriever": (with_history, [0, K]),
     "ConversationalRetrievalChain": (conversational, [0, K]),
     "MultiQueryRetriever": (
-        lambda parts: stuff(parts, retriever=MultiQueryRetriever.from_llm(parts.retriever, parts.model)),
+        lambda parts: stuff(
+            parts, retriever=MultiQueryRetriever.from_llm(parts.retriever, parts.model)
+        ),
         [0, K],
     ),
     "EnsembleRetriever": (
-        lambda parts: stuff(parts, retriever=EnsembleRetriever(retrievers=[parts.retriever] * 2, weights=[0.5, 0.5])),
+        lambda parts: stuff(
+            parts, retriever=EnsembleRetriever(retrievers=[parts.retriever] * 2, weights=[0.5, 0.5])
+        ),
         ALL,
     ),
     "ParentDocumentRetriever": (parents, ALL),
     "ContextualCompressionRetriever, best five": (reranked, [K - 1]),
     "order of LongContextReorder": (lambda parts: shown(parts, ends_first), ALL),
-    "create_retriever_tool": (answered_by(lambda p: create_retriever_tool(p.retriever, "find", "Find.")), ALL),
+    "create_retriever_tool": (
+        answered_by(lambda p: create_retriever_tool(p.retriever, "find", "Find.")),
+        ALL,
+    ),
     "create_retriever_tool, content and artifact": (
         answered_by(
-            lambda p: create_retriever_tool(p.retriever, "find", "Find.", response_format="content_and_artifact")
+            lambda p: create_retriever_tool(
+                p.retriever, "find", "Find.", response_format="content_and_artifact"
+            )
         ),
         ALL,
     ),
@@ -324,7 +388,9 @@ BOTH: dict[str, tuple[Callable[[Parts], Any], list[int]]] = {
     "mustache, unescaped": (mustache("{{{context}}}\n\n{{input}}"), ALL),
     "mustache, escaped: not the one with quotes": (mustache("{{context}}\n\n{{input}}"), [K - 1]),
     "braces in the template": (
-        lambda parts: shown(parts, join, PromptTemplate.from_template('Say {{"a": 1}}. {context}\n{input}')),
+        lambda parts: shown(
+            parts, join, PromptTemplate.from_template('Say {{"a": 1}}. {context}\n{input}')
+        ),
         ALL,
     ),
     "few-shot template": (few_shot, ALL),
@@ -368,7 +434,10 @@ WAYS: dict[str, tuple[Callable[[Any], Any], list[int]]] = {
     "stream": (lambda chain: asyncio.to_thread(lambda: list(chain.stream(QUESTION))), [K]),
     "astream": (streamed, [K]),
     "astream_events": (events, [K]),
-    "transform": (lambda chain: asyncio.to_thread(lambda: list(chain.transform(iter([QUESTION])))), [K]),
+    "transform": (
+        lambda chain: asyncio.to_thread(lambda: list(chain.transform(iter([QUESTION])))),
+        [K],
+    ),
 }
 """Ways to run a chain."""
 
@@ -385,7 +454,10 @@ def test_an_answer_says_how_much_was_reused(parts):
     """Of the usage that LangChain sums up, what was read from stored KV; repaired rows are not."""
     made = parts(mode="auto")
     message = shown(made, join).invoke(QUESTION)
-    info, read = message.response_metadata["kvrag"], message.usage_metadata["input_token_details"]["cache_read"]
+    info, read = (
+        message.response_metadata["kvrag"],
+        message.usage_metadata["input_token_details"]["cache_read"],
+    )
     tokens = sum(len(made.model.get_token_ids(text.strip())) for text in TEXTS)
     assert info["exactness"] == "repaired"
     assert read == info["cached_tokens"] > 0.75 * tokens
@@ -401,12 +473,22 @@ def as_json(documents: list[Document]) -> str:
 
 
 def summarised(parts: Parts) -> Any:
-    return shown(parts, lambda documents: "Six notes on keepers, boxes and ledgers, all of them made up.")
+    return shown(
+        parts, lambda documents: "Six notes on keepers, boxes and ledgers, all of them made up."
+    )
 
 
 REWRITTEN: dict[str, tuple[Callable[[Parts], Any], list[int], str]] = {
-    "repr of the list": (lambda parts: shown(parts, lambda found: found), [0], r"escaped, as by repr\(\)"),
-    "json.dumps": (lambda parts: shown(parts, as_json), [0], r"escaped, as by repr\(\), str\(\) of a list, or JSON"),
+    "repr of the list": (
+        lambda parts: shown(parts, lambda found: found),
+        [0],
+        r"escaped, as by repr\(\)",
+    ),
+    "json.dumps": (
+        lambda parts: shown(parts, as_json),
+        [0],
+        r"escaped, as by repr\(\), str\(\) of a list, or JSON",
+    ),
     "a tool that returns documents": (answered_by(of_documents), [0], r"escaped, as by repr\(\)"),
     "upper case": (lambda parts: shown(parts, upper), [0], "upper-cased or lower-cased"),
     "a summary": (summarised, [0], "no known chunk text stands in this prompt"),

@@ -11,22 +11,41 @@ from texts import make_chunks
 from langchain_kvrag import ChatKVRag, KVRagLLM
 
 CHUNKS = make_chunks(8, words=32)
-MESSAGES = [SystemMessage("Be short."), HumanMessage("Who?"), AIMessage("The keeper."), HumanMessage("Where?")]
+MESSAGES = [
+    SystemMessage("Be short."),
+    HumanMessage("Who?"),
+    AIMessage("The keeper."),
+    HumanMessage("Where?"),
+]
 
 
 @pytest.fixture(scope="module")
 def options(tiny_dir, tmp_path_factory):
-    options = {"model": tiny_dir, "kv_dir": str(tmp_path_factory.mktemp("kv")), "max_tokens": 6, "mode": "stitch"}
+    options = {
+        "model": tiny_dir,
+        "kv_dir": str(tmp_path_factory.mktemp("kv")),
+        "max_tokens": 6,
+        "mode": "stitch",
+    }
     ChatKVRag(**options).precompute_kv(CHUNKS)
     return options
 
 
 @pytest.mark.parametrize("kind", [ChatKVRag, KVRagLLM])
 def test_messages_are_counted_as_the_model_is_shown_them(options, kind):
-    model, tools = kind(**options), [{"name": "find", "description": "Find a ledger.", "parameters": {}}]
+    model, tools = (
+        kind(**options),
+        [{"name": "find", "description": "Find a ledger.", "parameters": {}}],
+    )
     [[answer]] = ChatKVRag(**options).generate([MESSAGES]).generations
-    assert model.get_num_tokens_from_messages(MESSAGES) == answer.message.usage_metadata["input_tokens"]
-    assert model.get_num_tokens_from_messages(MESSAGES, tools) > model.get_num_tokens_from_messages(MESSAGES) + 20
+    assert (
+        model.get_num_tokens_from_messages(MESSAGES)
+        == answer.message.usage_metadata["input_tokens"]
+    )
+    assert (
+        model.get_num_tokens_from_messages(MESSAGES, tools)
+        > model.get_num_tokens_from_messages(MESSAGES) + 20
+    )
     limit = model.get_num_tokens_from_messages(MESSAGES) - 1
     trimmed = trim_messages(MESSAGES, max_tokens=limit, token_counter=model, include_system=True)
     assert (trimmed[0], trimmed[-1]) == (MESSAGES[0], MESSAGES[-1])
@@ -69,7 +88,11 @@ async def test_requests_at_once_are_counted_apart(options):
 
     def made(message):
         info = message.response_metadata["kvrag"]
-        return message.content, message.usage_metadata, [info[k] for k in ("repaired_tokens", "computed_tokens")]
+        return (
+            message.content,
+            message.usage_metadata,
+            [info[k] for k in ("repaired_tokens", "computed_tokens")],
+        )
 
     alone = [made(model.invoke(prompt)) for prompt in prompts]
     together = await asyncio.gather(*map(model.ainvoke, prompts))

@@ -51,7 +51,9 @@ from texts import make_chunks
 
 from llama_index.vector_stores.kvrag import KVRagVectorStore
 
-pytestmark = pytest.mark.filterwarnings("ignore:chunks were encoded behind another prefix", "ignore:no stored chunk")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:chunks were encoded behind another prefix", "ignore:no stored chunk"
+)
 _BODIES = make_chunks(6, words=32)
 TEXTS = [
     f"A plain line.\n{_BODIES[0]}",
@@ -69,7 +71,9 @@ QUESTION = "Who keeps the ledger?"
 def documents(**metadata: Any) -> list[Document]:
     """Documents as ``SimpleDirectoryReader`` gives them: ``file_path`` is shown to the LLM, ``file_size`` is not."""
     return [
-        Document(text=text, id_=f"doc-{i}", metadata=metadata, excluded_llm_metadata_keys=["file_size"])
+        Document(
+            text=text, id_=f"doc-{i}", metadata=metadata, excluded_llm_metadata_keys=["file_size"]
+        )
         for i, text in enumerate(TEXTS)
     ]
 
@@ -104,7 +108,9 @@ def ask(made: Any) -> Any:
 
 
 def tool(index: Any) -> QueryEngineTool:
-    return QueryEngineTool.from_defaults(engine(index), name="notes", description="Notes on keepers.")
+    return QueryEngineTool.from_defaults(
+        engine(index), name="notes", description="Notes on keepers."
+    )
 
 
 class OneQuestion(BaseQuestionGenerator):
@@ -127,7 +133,10 @@ class Scored(BaseRetriever):
     """Gives the documents scores of 1, 0.9, 0.8 and so on."""
 
     def _retrieve(self, query_bundle: Any) -> list[NodeWithScore]:
-        return [NodeWithScore(node=TextNode(text=text), score=1 - i / 10) for i, text in enumerate(TEXTS)]
+        return [
+            NodeWithScore(node=TextNode(text=text), score=1 - i / 10)
+            for i, text in enumerate(TEXTS)
+        ]
 
 
 def postprocessed(*steps: Any) -> Any:
@@ -153,7 +162,9 @@ LONG = " ".join(make_chunks(6, words=36, seed=3))
 def windows(*, is_window_stored: bool) -> Any:
     """Sentences are searched, and shown with a sentence on either side."""
     nodes = SentenceWindowNodeParser(window_size=1).get_nodes_from_documents([Document(text=LONG)])
-    Settings.llm.precompute_kv([node.metadata["window"] for node in nodes] if is_window_stored else nodes)
+    Settings.llm.precompute_kv(
+        [node.metadata["window"] for node in nodes] if is_window_stored else nodes
+    )
     step = MetadataReplacementPostProcessor(target_metadata_key="window")
     return VectorStoreIndex(nodes).as_query_engine(similarity_top_k=K, node_postprocessors=[step])
 
@@ -167,7 +178,9 @@ def merged(index: Any) -> Any:
     leaves = get_leaf_nodes(nodes)
     assert len(leaves) == K
     base = VectorStoreIndex(leaves, storage_context=context).as_retriever(similarity_top_k=K)
-    return RetrieverQueryEngine.from_args(AutoMergingRetriever(base, context, simple_ratio_thresh=0.0))
+    return RetrieverQueryEngine.from_args(
+        AutoMergingRetriever(base, context, simple_ratio_thresh=0.0)
+    )
 
 
 def refreshed(index: Any) -> Any:
@@ -229,30 +242,60 @@ CHAINS: dict[str, tuple[Callable[[Any], Any], list[int]]] = {
     "generation, which shows no chunk": (mode("generation"), [0]),
     "no_text, which asks no model": (mode("no_text"), []),
     "context_only, which asks no model": (mode("context_only"), []),
-    "a template of one's own": (mode("compact", text_qa_template=PromptTemplate("{context_str}\n{query_str}")), [K]),
+    "a template of one's own": (
+        mode("compact", text_qa_template=PromptTemplate("{context_str}\n{query_str}")),
+        [K],
+    ),
     "a rich template": (
         mode("compact", text_qa_template=RichPromptTemplate("{{ context_str }}\n{{ query_str }}")),
         [K],
     ),
-    "metadata shown before each text": (lambda index: engine(indexed(file_path="a.txt", file_size=3)), [K]),
-    "metadata shown and stored": (lambda index: engine(indexed("llm", file_path="a.txt", file_size=3)), [K]),
+    "metadata shown before each text": (
+        lambda index: engine(indexed(file_path="a.txt", file_size=3)),
+        [K],
+    ),
+    "metadata shown and stored": (
+        lambda index: engine(indexed("llm", file_path="a.txt", file_size=3)),
+        [K],
+    ),
     "citations": (lambda index: CitationQueryEngine.from_args(index, similarity_top_k=K), [K]),
-    "a summary index": (lambda index: SummaryIndex.from_documents(documents()).as_query_engine(), [K]),
+    "a summary index": (
+        lambda index: SummaryIndex.from_documents(documents()).as_query_engine(),
+        [K],
+    ),
     "sub-questions": (
-        lambda index: SubQuestionQueryEngine.from_defaults([tool(index)], question_gen=OneQuestion(), use_async=False),
+        lambda index: SubQuestionQueryEngine.from_defaults(
+            [tool(index)], question_gen=OneQuestion(), use_async=False
+        ),
         [K, 0],
     ),
     "router": (
-        lambda index: RouterQueryEngine(EmbeddingSingleSelector.from_defaults(Settings.embed_model), [tool(index)] * 2),
+        lambda index: RouterQueryEngine(
+            EmbeddingSingleSelector.from_defaults(Settings.embed_model), [tool(index)] * 2
+        ),
         [K],
     ),
-    "HyDE": (lambda index: TransformQueryEngine(engine(index), HyDEQueryTransform(include_original=True)), [0, K]),
+    "HyDE": (
+        lambda index: TransformQueryEngine(
+            engine(index), HyDEQueryTransform(include_original=True)
+        ),
+        [0, K],
+    ),
     "query fusion": (fused, [0, K]),
     "long-context reorder": (lambda index: postprocessed(LongContextReorder()), [K]),
-    "similarity cutoff": (lambda index: postprocessed(SimilarityPostprocessor(similarity_cutoff=0.75)), [3]),
-    "LLM rerank": (lambda index: postprocessed(LLMRerank(parse_choice_select_answer_fn=best_three, top_n=3)), [K, 3]),
+    "similarity cutoff": (
+        lambda index: postprocessed(SimilarityPostprocessor(similarity_cutoff=0.75)),
+        [3],
+    ),
+    "LLM rerank": (
+        lambda index: postprocessed(LLMRerank(parse_choice_select_answer_fn=best_three, top_n=3)),
+        [K, 3],
+    ),
     "sentence window, windows stored": (lambda index: windows(is_window_stored=True), [K]),
-    "sentence window, sentences stored": (lambda index: windows(is_window_stored=False), [2 + 4 * 3 + 2]),
+    "sentence window, sentences stored": (
+        lambda index: windows(is_window_stored=False),
+        [2 + 4 * 3 + 2],
+    ),
     "auto-merging": (merged, [K]),
     "chat: context": (chat("context"), [K, K]),
     "chat: condense_plus_context": (chat("condense_plus_context"), [K, 0, K]),
@@ -261,7 +304,10 @@ CHAINS: dict[str, tuple[Callable[[Any], Any], list[int]]] = {
     "a changed document": (refreshed, [K]),
     "a deleted document": (without_one, [K - 1]),
     "a pipeline's upserts": (upserted, [K - 1]),
-    "an index that was loaded": (lambda index: loaded(index, lambda at: KVRagVectorStore.storage_context(at)), [K]),
+    "an index that was loaded": (
+        lambda index: loaded(index, lambda at: KVRagVectorStore.storage_context(at)),
+        [K],
+    ),
     "an index that was loaded plain": (
         lambda index: loaded(index, lambda at: StorageContext.from_defaults(persist_dir=at)),
         [K],
@@ -283,13 +329,20 @@ def upper(index: Any) -> Any:
 
     class Upper(BaseNodePostprocessor):
         def _postprocess_nodes(self, nodes: Any, query_bundle: Any = None) -> Any:
-            return [NodeWithScore(node=TextNode(text=n.node.get_content().upper()), score=1.0) for n in nodes]
+            return [
+                NodeWithScore(node=TextNode(text=n.node.get_content().upper()), score=1.0)
+                for n in nodes
+            ]
 
     return postprocessed(Upper())
 
 
 REWRITTEN: dict[str, tuple[Callable[[Any], Any], list[int], str]] = {
-    "simple_summarize shows repr() of a list": (mode("simple_summarize"), [0], r"escaped, as by repr\(\)"),
+    "simple_summarize shows repr() of a list": (
+        mode("simple_summarize"),
+        [0],
+        r"escaped, as by repr\(\)",
+    ),
     "citations of small pieces: beginnings of chunks": (
         lambda index: CitationQueryEngine.from_args(
             index, similarity_top_k=K, citation_chunk_size=60, citation_chunk_overlap=0
@@ -323,19 +376,30 @@ async def asked(index: Any, way: str) -> tuple[str, Any]:
         if is_chat
         else engine(index, streaming=bool(is_streaming))
     )
-    response = await getattr(made, method)(QUESTION) if method[0] == "a" else getattr(made, method)(QUESTION)
+    response = (
+        await getattr(made, method)(QUESTION)
+        if method[0] == "a"
+        else getattr(made, method)(QUESTION)
+    )
     if method == "astream_chat":
         return await read(response.async_response_gen()), response
     if method == "aquery" and is_streaming:
         return await read(response.response_gen), response
-    return "".join(response.response_gen) if is_streaming or method == "stream_chat" else str(response), response
+    return "".join(response.response_gen) if is_streaming or method == "stream_chat" else str(
+        response
+    ), response
 
 
-WAYS = [("query", "aquery", "query streaming", "aquery streaming"), ("chat", "achat", "stream_chat", "astream_chat")]
+WAYS = [
+    ("query", "aquery", "query streaming", "aquery streaming"),
+    ("chat", "achat", "stream_chat", "astream_chat"),
+]
 
 
 @pytest.mark.parametrize("ways", WAYS, ids=["query engine", "chat engine"])
-async def test_every_way_of_asking_reuses_the_same_and_says_so_in_the_response(index, requests, ways):
+async def test_every_way_of_asking_reuses_the_same_and_says_so_in_the_response(
+    index, requests, ways
+):
     answers = {}
     for way in ways:
         answers[way], response = await asked(index, way)
@@ -354,15 +418,24 @@ async def test_every_way_of_asking_reuses_the_same_and_says_so_in_the_response(i
 def test_a_response_counts_all_calls_that_made_it_and_no_others(llm, index):
     tools = [
         tool(index),
-        QueryEngineTool.from_defaults(engine(index, streaming=True), name="other", description="Other."),
+        QueryEngineTool.from_defaults(
+            engine(index, streaming=True), name="other", description="Other."
+        ),
     ]
     llm.complete("Who?")
-    response = ask(SubQuestionQueryEngine.from_defaults(tools, question_gen=OneQuestion(), use_async=True))
+    response = ask(
+        SubQuestionQueryEngine.from_defaults(tools, question_gen=OneQuestion(), use_async=True)
+    )
     account = response.metadata["kvrag"]
-    assert [call["exactness"] for call in account["calls"]] == ["repaired", "exact"]  # the last shows no chunk
+    assert [call["exactness"] for call in account["calls"]] == [
+        "repaired",
+        "exact",
+    ]  # the last shows no chunk
     assert account["exactness"] == "repaired"
     assert account["computed_tokens"] == sum(call["computed_tokens"] for call in account["calls"])
-    assert engine(index, response_mode="no_text").query(QUESTION).metadata.keys().isdisjoint({"kvrag"})
+    assert (
+        engine(index, response_mode="no_text").query(QUESTION).metadata.keys().isdisjoint({"kvrag"})
+    )
     refined = ask(engine(index, response_mode="refine", streaming=True))
     assert str(refined)
     assert len(refined.metadata["kvrag"]["calls"]) == K

@@ -35,7 +35,11 @@ def stopped_by(llm: KVRagLLM) -> bool:
 
 
 def options(llm: KVRagLLM) -> dict[str, Any]:
-    return {name: value for name, value in llm.to_payload().items() if name in ("temperature", "top_k", "top_p")}
+    return {
+        name: value
+        for name, value in llm.to_payload().items()
+        if name in ("temperature", "top_k", "top_p")
+    }
 
 
 Check = Callable[[KVRagLLM], bool]
@@ -52,7 +56,9 @@ UNDERSTOOD: dict[str, list[tuple[Any, Check]]] = {
             lambda llm: shown(llm, is_chat=True) == "M:Who?",
         )
     ],
-    "completion_to_prompt": [(lambda completion: f"C:{completion}", lambda llm: shown(llm) == "C:Who?")],
+    "completion_to_prompt": [
+        (lambda completion: f"C:{completion}", lambda llm: shown(llm) == "C:Who?")
+    ],
     "output_parser": [(PARSER, lambda llm: llm.output_parser is PARSER)],
     "pydantic_program_mode": [("llm", lambda llm: llm.pydantic_program_mode == "llm")],
     "query_wrapper_prompt": [
@@ -68,12 +74,17 @@ UNDERSTOOD: dict[str, list[tuple[Any, Check]]] = {
     "device_map": [
         ("auto", lambda llm: llm.device is None and not llm.model_kwargs),
         ("cpu", lambda llm: llm.device == "cpu"),
-        ("balanced", lambda llm: llm.device is None and llm.model_kwargs == {"device_map": "balanced"}),
+        (
+            "balanced",
+            lambda llm: llm.device is None and llm.model_kwargs == {"device_map": "balanced"},
+        ),
         ({"": 0}, lambda llm: llm.device is None and llm.model_kwargs == {"device_map": {"": 0}}),
     ],
     "stopping_ids": [(None, lambda llm: not stopped_by(llm)), (range(5, 4096), stopped_by)],
     "tokenizer_outputs_to_remove": [(["token_type_ids"], lambda llm: shown(llm) == PLAIN)],
-    "model_kwargs": [({"torch_dtype": torch.bfloat16}, lambda llm: llm.engine.source.dtype == torch.bfloat16)],
+    "model_kwargs": [
+        ({"torch_dtype": torch.bfloat16}, lambda llm: llm.engine.source.dtype == torch.bfloat16)
+    ],
     "generate_kwargs": [
         (
             {"temperature": 0.7, "top_k": 50, "top_p": 0.95},
@@ -89,7 +100,9 @@ UNDERSTOOD: dict[str, list[tuple[Any, Check]]] = {
 """Values of its fields, and what must hold of an LLM that was given them."""
 
 REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
-    "tokenizer_kwargs": [({"tokenizer_kwargs": {"max_length": 9}}, r"pass tokenizer=AutoTokenizer.from_pretrained")],
+    "tokenizer_kwargs": [
+        ({"tokenizer_kwargs": {"max_length": 9}}, r"pass tokenizer=AutoTokenizer.from_pretrained")
+    ],
     "generate_kwargs": [({"generate_kwargs": {"num_beams": 2}}, "no option 'num_beams'")],
     "model_kwargs": [({"model_kwargs": {"dtype": "float16"}}, r"pass KVRagLLM\(dtype=")],
     "device_map": [({"device": "cpu", "device_map": "cuda"}, "pass device alone")],
@@ -99,19 +112,29 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
 
 
 def test_every_field_is_in_a_table():
-    assert incumbent.model_fields.keys() - UNDERSTOOD.keys() == {"tokenizer_kwargs"} <= REFUSED.keys()
-    parameters = inspect.signature(incumbent.__init__).parameters.keys() - {"self", "model", "tokenizer"}
+    assert (
+        incumbent.model_fields.keys() - UNDERSTOOD.keys() == {"tokenizer_kwargs"} <= REFUSED.keys()
+    )
+    parameters = inspect.signature(incumbent.__init__).parameters.keys() - {
+        "self",
+        "model",
+        "tokenizer",
+    }
     assert parameters <= UNDERSTOOD.keys() | REFUSED.keys()
 
 
-@pytest.mark.parametrize(("name", "case"), [(name, i) for name, cases in UNDERSTOOD.items() for i in range(len(cases))])
+@pytest.mark.parametrize(
+    ("name", "case"), [(name, i) for name, cases in UNDERSTOOD.items() for i in range(len(cases))]
+)
 def test_it_is_understood(tiny_dir, name, case):
     value, check = UNDERSTOOD[name][case]
     model = {} if name == "model_name" else {"model": tiny_dir}
     assert check(KVRagLLM(**model, context=None, **{name: value}))
 
 
-@pytest.mark.parametrize(("name", "case"), [(name, i) for name, cases in REFUSED.items() for i in range(len(cases))])
+@pytest.mark.parametrize(
+    ("name", "case"), [(name, i) for name, cases in REFUSED.items() for i in range(len(cases))]
+)
 def test_or_refused_with_a_remedy(tiny_dir, name, case):
     given, message = REFUSED[name][case]
     with pytest.raises(ConfigError, match=message):
@@ -119,13 +142,18 @@ def test_or_refused_with_a_remedy(tiny_dir, name, case):
 
 
 def test_a_window_that_is_larger_than_the_models_is_not_used_and_said_so(tiny_dir):
-    with pytest.warns(UserWarning, match="context_window is 9999, and the model's, which holds, is 4096"):
+    with pytest.warns(
+        UserWarning, match="context_window is 9999, and the model's, which holds, is 4096"
+    ):
         assert KVRagLLM(tiny_dir, context_window=9999).metadata.context_window == 4096
 
 
 def test_ready_objects_under_its_names_serialise(tiny_dir):
     llm = KVRagLLM(
-        model=tiny_dir, tokenizer=AutoTokenizer.from_pretrained(tiny_dir), stopping_ids=[7], is_chat_model=False
+        model=tiny_dir,
+        tokenizer=AutoTokenizer.from_pretrained(tiny_dir),
+        stopping_ids=[7],
+        is_chat_model=False,
     )
     again = KVRagLLM.from_dict(json.loads(llm.to_json()))
     assert (again.stop_token_ids, again.is_chat_model, again.tokenizer) == ([7], False, tiny_dir)

@@ -6,7 +6,13 @@ from typing import Any, Literal
 import pytest
 from kit import scripted
 from llama_index.core import ChatPromptTemplate, PromptTemplate, VectorStoreIndex
-from llama_index.core.agent.workflow import AgentStream, AgentWorkflow, FunctionAgent, ReActAgent, ToolCallResult
+from llama_index.core.agent.workflow import (
+    AgentStream,
+    AgentWorkflow,
+    FunctionAgent,
+    ReActAgent,
+    ToolCallResult,
+)
 from llama_index.core.base.llms.types import ChatMessage, ImageBlock, TextBlock, ToolCallBlock
 from llama_index.core.bridge.pydantic import BaseModel, field_validator
 from llama_index.core.query_engine import RouterQueryEngine
@@ -17,7 +23,9 @@ from transformers import AutoTokenizer
 from kvrag import ConfigError, InputError, TemplatePrefix, precompute_kv
 from llama_index.llms.kvrag import KVRagLLM
 
-pytestmark = pytest.mark.filterwarnings("ignore:chunks were encoded behind another prefix", "ignore:no stored chunk")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:chunks were encoded behind another prefix", "ignore:no stored chunk"
+)
 K = 6
 
 
@@ -72,12 +80,17 @@ async def test_an_answer_calls_tools_in_every_way_of_asking(llm, monkeypatch, wa
     responses = await ask(llm, way, allow_parallel_tool_calls=True)
     last = responses[-1]
     calls = llm.get_tool_calls_from_response(last)
-    assert [(call.tool_name, call.tool_kwargs) for call in calls] == [("search", {"query": "the ledger"}), ("now", {})]
+    assert [(call.tool_name, call.tool_kwargs) for call in calls] == [
+        ("search", {"query": "the ledger"}),
+        ("now", {}),
+    ]
     assert len({call.tool_id for call in calls}) == 2
     assert last.message.content == "Let me see."
     assert last.raw["kvrag"]["finish_reason"] == "tool_calls"
     assert "".join(response.delta or "" for response in responses) in ("", "Let me see.")
-    assert all(not llm.get_tool_calls_from_response(r, error_on_no_tool_call=False) for r in responses[:-1])
+    assert all(
+        not llm.get_tool_calls_from_response(r, error_on_no_tool_call=False) for r in responses[:-1]
+    )
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -85,7 +98,9 @@ async def test_an_answer_calls_tools_in_every_way_of_asking(llm, monkeypatch, wa
 async def test_a_call_that_is_required_comes_whatever_the_model_prefers(llm, way, choice):
     options = {"temperature": 5.0, "seed": 3, "max_tokens": 400}
     picked = FunctionTool.from_defaults(_open, name="search")
-    (call,) = llm.get_tool_calls_from_response((await ask(llm, way, picked, **choice, **options))[-1])
+    (call,) = llm.get_tool_calls_from_response(
+        (await ask(llm, way, picked, **choice, **options))[-1]
+    )
     assert call.tool_name == "search"
     assert call.tool_kwargs["place"] in ("archive", "harbour")
 
@@ -95,7 +110,9 @@ def _open(place: Literal["archive", "harbour"]) -> str:
     return place
 
 
-def test_one_call_is_kept_where_parallel_ones_are_not_allowed_and_that_is_said(llm, monkeypatch, caplog):
+def test_one_call_is_kept_where_parallel_ones_are_not_allowed_and_that_is_said(
+    llm, monkeypatch, caplog
+):
     scripted(monkeypatch, llm.engine, f"{CALL}\n{CALL}", "None.")
     response = llm.predict_and_call([SEARCH], "Who?")
     assert (response.response, len(response.sources)) == ("Notes on the ledger.", 1)
@@ -109,16 +126,24 @@ def history(assistant: ChatMessage) -> list[ChatMessage]:
     return [ChatMessage("Who?"), assistant, result]
 
 
-OPENAI = {"id": "c1", "type": "function", "function": {"name": "search", "arguments": '{"query": "the ledger"}'}}
+OPENAI = {
+    "id": "c1",
+    "type": "function",
+    "function": {"name": "search", "arguments": '{"query": "the ledger"}'},
+}
 ASSISTANTS = {
     "blocks": ChatMessage(
         role="assistant",
         blocks=[
             TextBlock(text="So:"),
-            ToolCallBlock(tool_call_id="c1", tool_name="search", tool_kwargs={"query": "the ledger"}),
+            ToolCallBlock(
+                tool_call_id="c1", tool_name="search", tool_kwargs={"query": "the ledger"}
+            ),
         ],
     ),
-    "another LLM's memory": ChatMessage(role="assistant", content="So:", additional_kwargs={"tool_calls": [OPENAI]}),
+    "another LLM's memory": ChatMessage(
+        role="assistant", content="So:", additional_kwargs={"tool_calls": [OPENAI]}
+    ),
 }
 
 
@@ -127,7 +152,12 @@ def test_calls_and_results_of_a_history_are_shown(llm, requests, name):
     llm.chat(history(ASSISTANTS[name]), max_tokens=1)
     llm.chat(history(ASSISTANTS[name]), tools=[SEARCH], max_tokens=1)
     for prompt in requests.prompts:
-        parts = ("Who?", "So:", '{"name": "search", "arguments": {"query": "the ledger"}}', "A keeper.")
+        parts = (
+            "Who?",
+            "So:",
+            '{"name": "search", "arguments": {"query": "the ledger"}}',
+            "A keeper.",
+        )
         assert [prompt.count(part) for part in parts] == [1] * 4
     assert ["Find notes." in prompt for prompt in requests.prompts] == [False, True]
 
@@ -138,7 +168,9 @@ def test_what_can_not_be_shown_is_refused(llm, tiny_dir, tmp_path):
         llm.chat([ChatMessage("Who?"), image])
     with pytest.raises(ConfigError, match="tool_choice is 'find'"):
         llm.chat_with_tools([SEARCH], "Who?", tool_choice="find")
-    with pytest.raises(InputError, match="tools need the model's chat template; leave messages_to_prompt out"):
+    with pytest.raises(
+        InputError, match="tools need the model's chat template; leave messages_to_prompt out"
+    ):
         make_llm(tiny_dir, None, messages_to_prompt=str).chat_with_tools([SEARCH], "Who?")
     tokenizer = AutoTokenizer.from_pretrained(tiny_dir)
     tokenizer.chat_template = None
@@ -148,12 +180,19 @@ def test_what_can_not_be_shown_is_refused(llm, tiny_dir, tmp_path):
         plain.chat(history(ASSISTANTS["blocks"]))
 
 
-def test_a_template_that_refuses_system_messages_shows_tools_with_the_first_question(tiny_dir, requests):
+def test_a_template_that_refuses_system_messages_shows_tools_with_the_first_question(
+    tiny_dir, requests
+):
     tokenizer = AutoTokenizer.from_pretrained(tiny_dir)
     refusal = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
     tokenizer.chat_template = refusal + tokenizer.chat_template
     llm = make_llm(tiny_dir, None, tokenizer=tokenizer)
-    llm.chat_with_tools([SEARCH], "Who?", chat_history=[ChatMessage(role="system", content="Be brief.")], max_tokens=1)
+    llm.chat_with_tools(
+        [SEARCH],
+        "Who?",
+        chat_history=[ChatMessage(role="system", content="Be brief.")],
+        max_tokens=1,
+    )
     (prompt,) = requests.prompts
     assert [prompt.count(part) for part in ("Find notes.", "Be brief.", "Who?")] == [1] * 3
 
@@ -172,11 +211,15 @@ def test_chunks_behind_tools_are_exact_where_the_prefix_has_the_tools(llm):
 
 def notes(index: Any, **options: Any) -> QueryEngineTool:
     return QueryEngineTool.from_defaults(
-        index.as_query_engine(similarity_top_k=K, **options), name="notes", description="Notes on keepers."
+        index.as_query_engine(similarity_top_k=K, **options),
+        name="notes",
+        description="Notes on keepers.",
     )
 
 
-THOUGHT = 'Thought: I need the notes.\nAction: notes\nAction Input: {"input": "Who keeps the ledger?"}'
+THOUGHT = (
+    'Thought: I need the notes.\nAction: notes\nAction Input: {"input": "Who keeps the ledger?"}'
+)
 ANSWER = "Thought: I can answer without using any more tools.\nAnswer: The keeper."
 AGENTS = {
     "FunctionAgent": (FunctionAgent, called("notes", input="Who keeps the ledger?"), "The keeper."),
@@ -186,7 +229,9 @@ AGENTS = {
 
 @pytest.mark.parametrize("streaming", [True, False])
 @pytest.mark.parametrize("name", AGENTS)
-async def test_an_agent_asks_a_query_engine_and_answers(llm, index, requests, monkeypatch, name, streaming):
+async def test_an_agent_asks_a_query_engine_and_answers(
+    llm, index, requests, monkeypatch, name, streaming
+):
     kind, first, last = AGENTS[name]
     scripted(monkeypatch, llm.engine, first, "A keeper keeps it.", last)
     agent = kind(tools=[notes(index)], llm=llm, streaming=streaming)
@@ -207,7 +252,9 @@ async def test_an_agent_asks_a_query_engine_and_answers(llm, index, requests, mo
 
 async def test_tools_results_are_reused_where_they_hold_chunks(llm, index, requests, monkeypatch):
     """A tool that returns the retrieved texts themselves, as a retriever tool does."""
-    find = FunctionTool.from_defaults(lambda query: "\n\n".join(chunks(K)), name="find", description="Find.")
+    find = FunctionTool.from_defaults(
+        lambda query: "\n\n".join(chunks(K)), name="find", description="Find."
+    )
     scripted(monkeypatch, llm.engine, called("find", query="x"), "The keeper.")
     output = await FunctionAgent(tools=[find], llm=llm).run("Who?")
     assert (str(output), requests.reused) == ("The keeper.", [0, K])
@@ -238,7 +285,9 @@ PROMPT = PromptTemplate("Where is the {thing}? Think {{hard}}.")
 PLACE = Place(name="harbour", is_open=True)
 
 
-async def predicted(llm: KVRagLLM, way: str, output_cls: type[BaseModel] = Place, **options: Any) -> list[Any]:
+async def predicted(
+    llm: KVRagLLM, way: str, output_cls: type[BaseModel] = Place, **options: Any
+) -> list[Any]:
     out = getattr(llm, way)(output_cls, PROMPT, llm_kwargs=options, thing="ledger")
     if way.startswith("a"):
         out = await out
@@ -246,10 +295,16 @@ async def predicted(llm: KVRagLLM, way: str, output_cls: type[BaseModel] = Place
     return list(out) if "stream" in way else [out]
 
 
-@pytest.mark.parametrize("way", [f"{a}{stream}structured_predict" for a in ("", "a") for stream in ("", "stream_")])
+@pytest.mark.parametrize(
+    "way", [f"{a}{stream}structured_predict" for a in ("", "a") for stream in ("", "stream_")]
+)
 @pytest.mark.parametrize("is_chat", [True, False])
-async def test_objects_are_predicted_in_every_way_of_asking(tiny_dir, monkeypatch, requests, way, is_chat):
-    llm = make_llm(tiny_dir, None, max_new_tokens=120, system_prompt="Be brief.", is_chat_model=is_chat)
+async def test_objects_are_predicted_in_every_way_of_asking(
+    tiny_dir, monkeypatch, requests, way, is_chat
+):
+    llm = make_llm(
+        tiny_dir, None, max_new_tokens=120, system_prompt="Be brief.", is_chat_model=is_chat
+    )
     scripted(monkeypatch, llm.engine, PLACE.model_dump_json().replace(":", ": ").replace(",", ", "))
     objects = await predicted(llm, way)
     assert objects[-1] == PLACE
@@ -274,27 +329,39 @@ def test_objects_have_no_properties_but_their_classes_own(llm):
         places: list[Place]
 
     schema = llm._program(Both, PROMPT, None)[1]["response_format"]["json_schema"]["schema"]
-    assert [part["additionalProperties"] for part in (schema, schema["$defs"]["Place"])] == [False, False]
+    assert [part["additionalProperties"] for part in (schema, schema["$defs"]["Place"])] == [
+        False,
+        False,
+    ]
 
 
 def test_another_program_of_the_users_is_used(llm, monkeypatch):
     llm.pydantic_program_mode = "function"
     scripted(monkeypatch, llm.engine, called("Place", **PLACE.model_dump()))
     monkeypatch.setattr(
-        KVRagLLM, "_prepare_chat_with_tools", lambda self, tools, **kw: pytest.fail(tools[0].metadata.name)
+        KVRagLLM,
+        "_prepare_chat_with_tools",
+        lambda self, tools, **kw: pytest.fail(tools[0].metadata.name),
     )
     with pytest.raises(pytest.fail.Exception, match="Place"):
         llm.structured_predict(Place, PROMPT, thing="x")
 
 
-def test_a_query_engine_answers_with_an_object_and_reuses_as_without(llm, index, requests, monkeypatch):
+def test_a_query_engine_answers_with_an_object_and_reuses_as_without(
+    llm, index, requests, monkeypatch
+):
     index.as_query_engine(similarity_top_k=K).query("Who?")
     scripted(monkeypatch, llm.engine, '{"name": "harbour", "is_open": true}')
-    response = index.as_query_engine(llm=llm.as_structured_llm(Place), similarity_top_k=K).query("Who?")
+    response = index.as_query_engine(llm=llm.as_structured_llm(Place), similarity_top_k=K).query(
+        "Who?"
+    )
     assert response.response == PLACE
     assert requests.reused == [K, K]
     assert response.metadata["kvrag"]["exactness"] == "repaired"
-    assert requests.prompts[0].partition(chunks(1)[0])[0] == requests.prompts[1].partition(chunks(1)[0])[0]
+    assert (
+        requests.prompts[0].partition(chunks(1)[0])[0]
+        == requests.prompts[1].partition(chunks(1)[0])[0]
+    )
 
 
 def test_a_router_chooses_by_a_call_that_is_required(llm, index, requests, monkeypatch):
@@ -307,5 +374,9 @@ def test_a_router_chooses_by_a_call_that_is_required(llm, index, requests, monke
     )
     engine = RouterQueryEngine.from_defaults([notes(index), notes(index)], llm=llm)
     response = engine.query("Who?")
-    assert (str(response), response.metadata["selector_result"].ind, requests.reused) == ("It.", 1, [0, K])
+    assert (str(response), response.metadata["selector_result"].ind, requests.reused) == (
+        "It.",
+        1,
+        [0, K],
+    )
     assert len(response.metadata["kvrag"]["calls"]) == 2

@@ -8,7 +8,10 @@ from kvrag.testing.models import tiny_model
 from kvrag.testing.tokenizers import tiny_tokenizer
 from langchain_kvrag import ChatKVRag
 
-PROMPT = "The keeper of the ledger walks to the harbour at dawn, and counts the ships that came by night. " * 6
+PROMPT = (
+    "The keeper of the ledger walks to the harbour at dawn, and counts the ships that came by night. "
+    * 6
+)
 SLIDE = {"max_context": "slide"}
 
 
@@ -25,7 +28,10 @@ def test_langchain(window_of_128, tmp_path):
     chat = ChatKVRag(model=window_of_128, kv_dir=str(tmp_path), max_tokens=8)
     with pytest.raises(ContextLengthError, match="context window of 128"):
         chat.invoke(PROMPT)
-    for message in (chat.invoke(PROMPT, **SLIDE), ChatKVRag(**{**dict(chat), **SLIDE}).invoke(PROMPT)):
+    for message in (
+        chat.invoke(PROMPT, **SLIDE),
+        ChatKVRag(**{**dict(chat), **SLIDE}).invoke(PROMPT),
+    ):
         assert message.response_metadata["kvrag"]["evicted_tokens"] > 0
     chat.engine.close()
 
@@ -35,6 +41,9 @@ def test_llama_index(window_of_128, tmp_path):
         llm = make_llm(window_of_128, tmp_path, max_new_tokens=8)
         with pytest.raises(ContextLengthError, match="context window of 128"):
             llm.complete(PROMPT)
-        found = [llm.complete(PROMPT, **SLIDE), make_llm(window_of_128, tmp_path, **SLIDE).complete(PROMPT)]
+        found = [
+            llm.complete(PROMPT, **SLIDE),
+            make_llm(window_of_128, tmp_path, **SLIDE).complete(PROMPT),
+        ]
         assert all(answer.raw["kvrag"]["evicted_tokens"] > 0 for answer in found)
         llm.engine.close()

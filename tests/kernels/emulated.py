@@ -14,7 +14,9 @@ from kvrag_kernels import launch, reference
 from kvrag_kernels.geometry import Geometry, geometry_of, hopper_geometry
 
 T = TypeVar("T")
-needs_compiler = pytest.mark.skipif(COMPILER is None, reason="the emulator needs g++ to compile the kernels' source")
+needs_compiler = pytest.mark.skipif(
+    COMPILER is None, reason="the emulator needs g++ to compile the kernels' source"
+)
 
 EVERY_BUG = "KVRAG_PLANTED"
 """Environment variable; ``all``: plant every bug (``make kernel-bugs``, which takes a quarter of an hour), else a sample."""
@@ -66,10 +68,14 @@ def attend(
     inputs: dict[str, Any] = inputs_of(case, dtype) | changed
     sinks = inputs.pop("sinks")
     q, k, v, hi, lo = (inputs[n] for n in ("q", "k", "v", "hi", "lo"))
-    call = launch.prepare(launch.Call(q, k, v, hi, lo, case.prefix, case.scale, case.softcap, sinks))
+    call = launch.prepare(
+        launch.Call(q, k, v, hi, lo, case.prefix, case.scale, case.softcap, sinks)
+    )
     guarded = Guarded(module, [call.q, call.k, call.v, call.hi, call.lo, call.sinks])
     got = launch.attend(module, geometry_for(case, arch), call, empty=guarded)
-    want = reference.attention(q, k, v, hi, lo, case.prefix, scale=case.scale, softcap=case.softcap, sinks=sinks)
+    want = reference.attention(
+        q, k, v, hi, lo, case.prefix, scale=case.scale, softcap=case.softcap, sinks=sinks
+    )
     return *got, *want
 
 

@@ -42,10 +42,14 @@ def limits_of(case: Case, generator: torch.Generator) -> tuple[torch.Tensor, tor
         return hi[torch.randperm(rows, generator=generator)], None
     if case.limits == "window":
         return hi, hi - 40
-    if case.limits == "empty":  # every third row sees nothing; so does the whole first block of rows
+    if (
+        case.limits == "empty"
+    ):  # every third row sees nothing; so does the whole first block of rows
         lo = torch.where(torch.arange(rows) % 3 == 0, hi + 1, torch.zeros_like(hi))
         return torch.where(torch.arange(rows) < 40, torch.full_like(hi, -1), hi), lo
-    if case.limits == "chunks":  # rows are keys prefix..; chunks of 29 keys each see themselves and the prefix
+    if (
+        case.limits == "chunks"
+    ):  # rows are keys prefix..; chunks of 29 keys each see themselves and the prefix
         hi = torch.arange(case.prefix, case.prefix + rows, dtype=torch.int32)
         return hi, (hi - case.prefix) // 29 * 29 + case.prefix
     if case.limits == "per_batch":
@@ -60,8 +64,14 @@ def limits_of(case: Case, generator: torch.Generator) -> tuple[torch.Tensor, tor
 def inputs_of(case: Case, dtype: torch.dtype) -> dict[str, torch.Tensor | None]:
     """Return ``q, k, v, hi, lo, sinks`` of a case; what lies around the keys in their buffer is NaN."""
     g = torch.Generator().manual_seed(case.seed + case.dim + 7 * case.rows + 13 * case.keys)
-    shape_q, shape_k = (case.batch, case.heads, case.rows, case.dim), (case.batch, case.kv_heads, case.keys, case.dim)
-    q, k, v = ((torch.randn(s, generator=g) * f).to(dtype) for s, f in ((shape_q, 1.5), (shape_k, 1.0), (shape_k, 1.0)))
+    shape_q, shape_k = (
+        (case.batch, case.heads, case.rows, case.dim),
+        (case.batch, case.kv_heads, case.keys, case.dim),
+    )
+    q, k, v = (
+        (torch.randn(s, generator=g) * f).to(dtype)
+        for s, f in ((shape_q, 1.5), (shape_k, 1.0), (shape_k, 1.0))
+    )
     hi, lo = limits_of(case, g)
     q, k, v = (_laid_out(x, case.layout) for x in (q, k, v))
     sinks = torch.randn(case.heads, generator=g) if case.has_sinks else None
@@ -89,7 +99,10 @@ def _laid_out(x: torch.Tensor, layout: str) -> torch.Tensor:
 BASE = Case("holes")
 CASES = [
     *(replace(BASE, name=f"dim{d}", dim=d, rows=21, keys=83) for d in (64, 96, 128, 256)),
-    *(replace(BASE, name=f"gqa{h}-{g}", heads=h, kv_heads=g, rows=45) for h, g in ((3, 1), (4, 4), (6, 2), (14, 2))),
+    *(
+        replace(BASE, name=f"gqa{h}-{g}", heads=h, kv_heads=g, rows=45)
+        for h, g in ((3, 1), (4, 4), (6, 2), (14, 2))
+    ),
     replace(BASE, name="one-row", rows=1, keys=1),
     replace(BASE, name="decode", rows=1, keys=257, limits="causal"),
     replace(BASE, name="causal", rows=150, keys=150, limits="causal"),
@@ -124,10 +137,21 @@ CASES = [
 ]
 LONG = [
     replace(BASE, name="long", rows=60, keys=1000),
-    replace(BASE, name="long-window", rows=60, keys=1000, limits="window", prefix=4, has_sinks=True),
+    replace(
+        BASE, name="long-window", rows=60, keys=1000, limits="window", prefix=4, has_sinks=True
+    ),
     replace(BASE, name="dense-window", rows=200, keys=220, limits="window"),
     replace(BASE, name="long-batch", rows=60, keys=700, batch=2, limits="per_batch", dim=128),
     replace(BASE, name="long-wide", rows=30, keys=500, dim=256, heads=8, kv_heads=1),
     replace(BASE, name="long-empty", rows=100, keys=600, limits="empty"),
-    replace(BASE, name="long-chunks", rows=600, keys=700, prefix=100, limits="chunks", heads=2, kv_heads=1),
+    replace(
+        BASE,
+        name="long-chunks",
+        rows=600,
+        keys=700,
+        prefix=100,
+        limits="chunks",
+        heads=2,
+        kv_heads=1,
+    ),
 ]

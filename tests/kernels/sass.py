@@ -30,12 +30,18 @@ def disassemble(cubin: bytes, kernel: str) -> list[str]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        text = subprocess.run([str(program()), "-c", file.name], capture_output=True, text=True, check=True).stdout
+        text = subprocess.run(
+            [str(program()), "-c", file.name], capture_output=True, text=True, check=True
+        ).stdout
     body = re.search(
-        rf"^\s*\.section\s+\.text\.{kernel},.*?\n(.*?)(?=^\s*\.section\s|\Z)", text, re.DOTALL | re.MULTILINE
+        rf"^\s*\.section\s+\.text\.{kernel},.*?\n(.*?)(?=^\s*\.section\s|\Z)",
+        text,
+        re.DOTALL | re.MULTILINE,
     )
     assert body, f"{kernel} is not in the cubin"
-    found = re.findall(r"^(?:\s+/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;.*|(\.L_x_\d+:))$", body[1], re.MULTILINE)
+    found = re.findall(
+        r"^(?:\s+/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;.*|(\.L_x_\d+:))$", body[1], re.MULTILINE
+    )
     return [instruction or label for instruction, label in found]
 
 
@@ -74,7 +80,12 @@ def count(variant: runtime.Variant, compiler: nvrtc.Nvrtc) -> dict[str, int]:
     code = disassemble(made.cubin, kernel)
     usage = made.usage[kernel]
     total = sum(not line.endswith(":") for line in code)
-    return {"registers": usage.registers, "spills": usage.spill_bytes, "loop": len(main_loop(code)), "all": total}
+    return {
+        "registers": usage.registers,
+        "spills": usage.spill_bytes,
+        "loop": len(main_loop(code)),
+        "all": total,
+    }
 
 
 def name_of(variant: runtime.Variant) -> str:

@@ -52,7 +52,9 @@ CASES = [
     StitchCase("kept-int8", kept="int8", dim=128, rotary=64),
     StitchCase("kept-int8-skip", kept="int8", has_skip=True, interleaved=True, tables=(0, -1)),
     StitchCase("kept-int4", kept="int4", dim=80, rotary=32, lengths=(5, 73, 32), tables=(1, -1)),
-    StitchCase("kept-int4-skip", kept="int4", has_skip=True, dtype=torch.float16, lengths=(33, 70, 0)),
+    StitchCase(
+        "kept-int4-skip", kept="int4", has_skip=True, dtype=torch.float16, lengths=(33, 70, 0)
+    ),
     StitchCase("kept-fp8", kept="fp8", dim=96, rotary=96, tables=(-1, 0)),
     StitchCase("kept-fp8-short", kept="fp8", lengths=(1, 64, 0)),
 ]
@@ -72,7 +74,9 @@ def quantise(x: torch.Tensor, case: StitchCase) -> tuple[torch.Tensor, torch.Ten
     scales = (x.abs().amax(-1 if case.codec == "token" else -2, keepdim=True) / most).half()
     scaled = x / scales
     return (
-        scaled.clamp(-448, 448).to(FP8) if case.codec == "fp8" else scaled.round().clamp(-127, 127).to(torch.int8)
+        scaled.clamp(-448, 448).to(FP8)
+        if case.codec == "fp8"
+        else scaled.round().clamp(-127, 127).to(torch.int8)
     ), scales
 
 
@@ -81,13 +85,19 @@ def kept_parts(case: StitchCase, length: int, g: torch.Generator) -> tuple[Store
     layers = []
     for _ in range(case.layers):
         keys, values = torch.randn(2, case.heads, length + 6, case.dim, generator=g)
-        keys = keys * 10 ** torch.randn(case.dim, generator=g) + 20 * torch.randn(case.dim, generator=g)
+        keys = keys * 10 ** torch.randn(case.dim, generator=g) + 20 * torch.randn(
+            case.dim, generator=g
+        )
         layers.append(LayerKV(keys.to(case.dtype), values.to(case.dtype)))
     packed = pack(ChunkKV(tuple(layers)), case.kept).layers
-    keys, values, key_scales, zeros, scales = (torch.stack(x) for x in zip(*(y.tensors for y in packed), strict=True))
+    keys, values, key_scales, zeros, scales = (
+        torch.stack(x) for x in zip(*(y.tensors for y in packed), strict=True)
+    )
     groups = slice(0, -(-length // GROUP) if zeros.shape[2] > 1 else 1)
     stored = Stored(keys[:, :, :length], key_scales[:, :, groups], zeros[:, :, groups])
-    return stored, Stored(values[:, :, :length], scales[:, :, :length] if scales.shape[2] > 1 else scales)
+    return stored, Stored(
+        values[:, :, :length], scales[:, :, :length] if scales.shape[2] > 1 else scales
+    )
 
 
 def read_back(k: Stored, v: Stored, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -117,7 +127,9 @@ def stitching_of(case: StitchCase) -> Stitching:
     parts = _parts(case, g)
     outs = [
         [
-            torch.full((1, CAPACITY, case.heads, case.dim), float("nan"), dtype=case.dtype)[0].transpose(0, 1)
+            torch.full((1, CAPACITY, case.heads, case.dim), float("nan"), dtype=case.dtype)[
+                0
+            ].transpose(0, 1)
             for _ in range(case.layers)
         ]
         for _ in range(2)
@@ -188,5 +200,11 @@ def _assert_bits(call: Stitching, case: StitchCase) -> None:
     """What is only copied keeps its bits: values, and keys whose angle is zero."""
     for layer, k, v, rows, _ in placed(call):
         is_still = case.zero_angles or call.tables[layer] < 0
-        for part, out in [(v, call.out_values[layer]), *([(k, call.out_keys[layer])] if is_still else [])]:
-            assert torch.equal(out[:, rows].contiguous().view(torch.int16), part.data.contiguous().view(torch.int16))
+        for part, out in [
+            (v, call.out_values[layer]),
+            *([(k, call.out_keys[layer])] if is_still else []),
+        ]:
+            assert torch.equal(
+                out[:, rows].contiguous().view(torch.int16),
+                part.data.contiguous().view(torch.int16),
+            )

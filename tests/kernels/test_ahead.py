@@ -25,12 +25,22 @@ from kvrag_kernels.stitch import stitch_in_torch
 @pytest.mark.parametrize("kept", ["auto", "int8", "int4", "fp8"])
 def test_every_way_of_keeping_kv_is_built_for_every_kind_of_rotation(kept, arch):
     """Repairs too, whose launches skip rows, and layers that don't turn."""
-    built = {v.options for v in ahead.stitch_variants(arch) if v.source == "stitch.cu" and v.arch == arch}
+    built = {
+        v.options for v in ahead.stitch_variants(arch) if v.source == "stitch.cu" and v.arch == arch
+    }
     sizes = [(dim, dim // n) for dim in HEAD_DIMS for n in (1, 2, 4) if dim // n % 16 == 0]
     for dtype in (d for d in DTYPES if supports(64, d, runtime.capability_of(arch))):
         for dim, rotary in sizes:
             for interleaved in (False, True):
-                case = StitchCase("", kept=kept, dim=dim, rotary=rotary, interleaved=interleaved, dtype=dtype, heads=1)
+                case = StitchCase(
+                    "",
+                    kept=kept,
+                    dim=dim,
+                    rotary=rotary,
+                    interleaved=interleaved,
+                    dtype=dtype,
+                    heads=1,
+                )
                 case = replace(case, lengths=(33,), starts=(0,))
                 assert stitch_launch.defines(stitching_of(case)) in built
                 plain = replace(case, layers=1, tables=(-1,), has_skip=True)
@@ -51,9 +61,20 @@ def test_what_the_engine_launches_was_built(name, kv_dtype, monkeypatch):
     monkeypatch.setattr(import_module("kvrag_kernels.stitch"), "stitch_in_torch", note)
     model = CausalLM(wide(name))
     prefix, _ = encode_prefix(model, [1, 2, 3])
-    kvs = [pack(kv.map(torch.Tensor.bfloat16), kv_dtype) for kv in encode_padded(model, prefix, [list(range(30, 76))])]
-    layout = place([(3, "live", False, -1, False), (46, "chunk", False, 0, False), (2, "live", False, -1, False)])
-    buffer = KVBuffer.empty(model.shapes, layout.num_tokens, dtype=torch.bfloat16, device=torch.device("cpu"))
+    kvs = [
+        pack(kv.map(torch.Tensor.bfloat16), kv_dtype)
+        for kv in encode_padded(model, prefix, [list(range(30, 76))])
+    ]
+    layout = place(
+        [
+            (3, "live", False, -1, False),
+            (46, "chunk", False, 0, False),
+            (2, "live", False, -1, False),
+        ]
+    )
+    buffer = KVBuffer.empty(
+        model.shapes, layout.num_tokens, dtype=torch.bfloat16, device=torch.device("cpu")
+    )
     stitching.stitch(buffer, layout, kvs, model.rotary(layout.num_tokens))
     built = {v.options for v in ahead.stitch_variants("sm_90", (64,))}
     assert asked
@@ -92,6 +113,10 @@ def test_building_fills_the_cache(tmp_path, monkeypatch):
     expected = {"sm_80": 8 + 48, "sm_90": 12 + 48}
     assert kvrag_kernels.build(("sm_80", "sm_90"), (96,)) == expected
     assert len(list((tmp_path / "kernels").iterdir())) == len(compiled) == sum(expected.values())
-    assert {a: compiled.count(a) for a in ("sm_80", "sm_90", "sm_90a")} == {"sm_80": 56, "sm_90": 56, "sm_90a": 4}
+    assert {a: compiled.count(a) for a in ("sm_80", "sm_90", "sm_90a")} == {
+        "sm_80": 56,
+        "sm_90": 56,
+        "sm_90a": 4,
+    }
     assert kvrag_kernels.build(("sm_80",), (96,)) == {"sm_80": 56}
     assert len(compiled) == sum(expected.values())

@@ -101,7 +101,10 @@ def path() -> str:
         ((12, 1), "ragged_mma (bfloat16, float16)"),
         ((7, 5), "ragged_mma (float16)"),
         ((7, 0), "torch, because the kernels need sm_75 or newer and this is sm_70"),
-        ((13, 0), "torch, because NVRTC 13.0 knows no architecture that sm_130 runs; install a newer one"),
+        (
+            (13, 0),
+            "torch, because NVRTC 13.0 knows no architecture that sm_130 runs; install a newer one",
+        ),
     ],
 )
 def test_each_device_has_its_path(capability, expected, play):
@@ -148,7 +151,9 @@ def test_what_is_named_is_what_the_runtime_tries_first(mode, play, monkeypatch):
     for capability in ((9, 0), (8, 0), (10, 0)):
         play(capability, 80, 90, 100)
         monkeypatch.setenv("KVRAG_KERNEL", mode)
-        q: Any = SimpleNamespace(is_cuda=True, device="cuda:0", dtype=torch.bfloat16, shape=(1, 1, 1, 64))
+        q: Any = SimpleNamespace(
+            is_cuda=True, device="cuda:0", dtype=torch.bfloat16, shape=(1, 1, 1, 64)
+        )
         first, *_ = runtime.attention_variants(q, q, 0.0)
         assert path().split()[0] == first.source.removesuffix(".cu")
 

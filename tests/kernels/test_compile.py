@@ -54,7 +54,9 @@ def stop_without(what: str, package: str) -> NoReturn:
 def compiler_for(major: int, arch: str) -> nvrtc.Nvrtc:
     compiler = compilers().get(major)
     if compiler is None:
-        stop_without(f"NVRTC {major}", "nvidia-cuda-nvrtc-cu12" if major == 12 else "nvidia-cuda-nvrtc")
+        stop_without(
+            f"NVRTC {major}", "nvidia-cuda-nvrtc-cu12" if major == 12 else "nvidia-cuda-nvrtc"
+        )
     if int(arch[3:].removesuffix("a")) not in compiler.archs():
         pytest.skip(f"NVRTC {compiler.version} does not compile for {arch}")
     return compiler
@@ -62,7 +64,11 @@ def compiler_for(major: int, arch: str) -> nvrtc.Nvrtc:
 
 def turn(variants: Iterable[T], major: int, *, of: int = 2, start: int = 0) -> list[T]:
     """Those that a compiler takes: every second, or less of them."""
-    return list(variants) if os.environ.get(EVERY_PAIR) == "all" else list(variants)[(start + major) % of :: of]
+    return (
+        list(variants)
+        if os.environ.get(EVERY_PAIR) == "all"
+        else list(variants)[(start + major) % of :: of]
+    )
 
 
 def assert_fits(compiler: nvrtc.Nvrtc, source: str, options: tuple[str, ...], arch: str) -> None:
@@ -93,14 +99,18 @@ def disassembler():
 def test_a_tile_softens_while_the_tile_before_it_is_added_to_the_outputs(dim, major):
     """All exponentials stand between the wait for the scores and the wait for the outputs: ptxas would put the second wait first."""
     (variant,) = (v for v in sass.variants("sm_90a") if f"-DD={dim}" in v.options)
-    made = compiler_for(major, "sm_90a").compile(nvrtc.flat(variant.source), variant.options, variant.arch)
+    made = compiler_for(major, "sm_90a").compile(
+        nvrtc.flat(variant.source), variant.options, variant.arch
+    )
     code = sass.disassemble(made.cubin, "ragged_sm90")
     waits = [i for i, line in enumerate(code) if "WARPGROUP.DEPBAR" in line]
     (scores,) = (i for i in waits if "gsb0, 0x1" in code[i])
     outputs = next(i for i in waits if i > scores)
     assert "gsb0, 0x0" in code[outputs]
     assert variant.geometry is not None
-    of_thread = variant.geometry.keys // 2 + 2  # its part of 16 rows, and a factor of each of its two rows
+    of_thread = (
+        variant.geometry.keys // 2 + 2
+    )  # its part of 16 rows, and a factor of each of its two rows
     assert sum("MUFU.EX2" in line for line in code[scores:outputs]) == of_thread
 
 
@@ -137,11 +147,17 @@ def test_no_variant_spills(kind, major):
 @pytest.mark.parametrize("major", [12, 13])
 def test_relatives_of_the_architectures_compile_too(major):
     """Compute capabilities that are no common GPU's take the same tiles: a variant of every head dim that holds the most registers."""
-    relatives = [f"sm_{a}" for a in compiler_for(major, "sm_80").archs() if a >= 75 and f"sm_{a}" not in ARCHS]
+    relatives = [
+        f"sm_{a}"
+        for a in compiler_for(major, "sm_80").archs()
+        if a >= 75 and f"sm_{a}" not in ARCHS
+    ]
     assert relatives
     for arch in turn(relatives, major):
         for variant in runtime.variants(arch):
-            if variant.source == "ragged_mma.cu" and {"-DBF16=1", "-DSOFTCAP=1"} <= set(variant.options):
+            if variant.source == "ragged_mma.cu" and {"-DBF16=1", "-DSOFTCAP=1"} <= set(
+                variant.options
+            ):
                 assert_fits(compiler_for(major, arch), variant.source, variant.options, arch)
 
 

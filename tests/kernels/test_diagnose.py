@@ -54,7 +54,9 @@ def test_a_wrong_element_is_told_with_what_came_in_its_place():
 @needs_compiler
 def test_a_wait_without_end_is_told():
     (first, *_) = (
-        line for line in examined([("EMPTY_K, i), WARPS)", "EMPTY_K, i), WARPS + 1)")])["gave_up"] if "copies" in line
+        line
+        for line in examined([("EMPTY_K, i), WARPS)", "EMPTY_K, i), WARPS + 1)")])["gave_up"]
+        if "copies" in line
     )
     assert first == "block 0, thread 256 (copies): waited in vain until keys' stage is free, tile 2"
 
@@ -63,7 +65,9 @@ def test_a_wait_without_end_is_told():
 def test_the_dry_run_checks_the_script(wrong, tmp_path, monkeypatch, capsys):
     if wrong:
         attend = diagnosis.torch_path.attend
-        monkeypatch.setattr(diagnosis.torch_path, "attend", lambda call: [x.roll(1, dims=2) for x in attend(call)])
+        monkeypatch.setattr(
+            diagnosis.torch_path, "attend", lambda call: [x.roll(1, dims=2) for x in attend(call)]
+        )
         monkeypatch.setattr(diagnosis, "SWEEP", ())
     assert diagnosis.main(["--dry-run", "--out", str(tmp_path)]) == int(wrong)
     report = json.loads((tmp_path / "diagnose_sm90.json").read_text())

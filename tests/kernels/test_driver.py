@@ -37,7 +37,9 @@ class Driver:
             elif name == "cuTensorMapEncodeTiled":
                 self.maps.append(args)
             elif name == "cuLaunchKernel":
-                assert getattr(self._of_thread, "context", None) == 4711, "CUDA_ERROR_INVALID_CONTEXT"
+                assert getattr(self._of_thread, "context", None) == 4711, (
+                    "CUDA_ERROR_INVALID_CONTEXT"
+                )
                 self.launched.append(tuple(a.value for a in args[1:8]))
             return 0
 
@@ -49,7 +51,9 @@ def played(monkeypatch):
     played = Driver()
     monkeypatch.setattr(driver, "_library", lambda: played)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132)
+    )
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=17))
     return played
 
@@ -58,7 +62,10 @@ def test_a_thread_that_has_called_nothing_of_cuda_can_launch(played):
     module = driver.CudaModule(b"cubin", 0)
     module.launch("kernel", 3, 128, 64 * 1024, b"arguments")
     at_once(*[lambda: module.launch("kernel", 5, 128, 64 * 1024, b"arguments")] * 2)
-    assert played.launched == [(3, 1, 1, 128, 1, 1, 64 * 1024), *[(5, 1, 1, 128, 1, 1, 64 * 1024)] * 2]
+    assert played.launched == [
+        (3, 1, 1, 128, 1, 1, 64 * 1024),
+        *[(5, 1, 1, 128, 1, 1, 64 * 1024)] * 2,
+    ]
     assert played.calls.count("cuFuncSetAttribute") == 1
     before = played.calls.count("cuCtxSetCurrent")
     module.launch("kernel", 3, 128, 64 * 1024, b"arguments")
@@ -73,7 +80,9 @@ def test_a_hopper_kernel_that_would_wait_for_registers_is_not_run(played):
     assert played.launched == []
 
 
-def test_a_kernel_that_writes_nothing_fails_the_self_test_wherever_its_memory_was_before(monkeypatch):
+def test_a_kernel_that_writes_nothing_fails_the_self_test_wherever_its_memory_was_before(
+    monkeypatch,
+):
     """Memory that is given again holds what an earlier kernel got right; the self-test must not take it for this kernel's."""
     geometry = hopper_geometry(64)
     options = geometry.defines(torch.float16)
@@ -86,7 +95,9 @@ def test_a_kernel_that_writes_nothing_fails_the_self_test_wherever_its_memory_wa
         kept = earlier.get(tuple(shape)) if isinstance(shape, tuple) else None
         return empty(shape, **options) if kept is None else kept.clone()
 
-    idle = SimpleNamespace(processors=4, registers=lambda _: HOPPER_REGISTERS, launch=lambda *_: None)
+    idle = SimpleNamespace(
+        processors=4, registers=lambda _: HOPPER_REGISTERS, launch=lambda *_: None
+    )
     idle.tensor_map = lambda *_: bytes(128)
     cpu = torch.device("cpu")
     monkeypatch.setattr(torch, "empty", given_again)
@@ -110,7 +121,9 @@ def test_rows_off_their_16_bytes_are_moved():
     off = torch.arange(2 * 5 * 64 + 1, dtype=torch.float32).to(torch.bfloat16)[1:].view(shape)
     assert off.is_contiguous()
     assert off.data_ptr() % 16
-    call = launch.prepare(launch.Call(off, off, off, torch.zeros(5, dtype=torch.int32), None, 0, 1.0))
+    call = launch.prepare(
+        launch.Call(off, off, off, torch.zeros(5, dtype=torch.int32), None, 0, 1.0)
+    )
     for x in (call.q, call.k, call.v):
         assert x.data_ptr() % 16 == 0
         assert torch.equal(x, off)

@@ -33,7 +33,9 @@ MMA, TURING = 900, 750
 both_kernels = pytest.mark.parametrize("arch", [MMA, HOPPER], ids=["mma", "sm90"])
 
 
-def run(case: Case, arch: int, dtype: torch.dtype = torch.bfloat16, **options: Any) -> tuple[torch.Tensor, ...]:
+def run(
+    case: Case, arch: int, dtype: torch.dtype = torch.bfloat16, **options: Any
+) -> tuple[torch.Tensor, ...]:
     """Return what :func:`emulated.attend` does; in ``unseen``, keys and values that no row sees are NaN."""
     module = emulated_module(case, dtype, arch=arch, **options)
     changed: dict[str, Any] = {}
@@ -66,10 +68,16 @@ def test_rows_see_exactly_their_keys(case, arch):
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_float16(dim, arch):
     """Turing has no copy unit, and smaller tiles."""
-    check(replace(BY_NAME["window-sinks"], dim=dim, rows=60, keys=300 if arch == HOPPER else 150), arch, torch.float16)
+    check(
+        replace(BY_NAME["window-sinks"], dim=dim, rows=60, keys=300 if arch == HOPPER else 150),
+        arch,
+        torch.float16,
+    )
 
 
-@pytest.mark.parametrize(("arch", "processors"), [(MMA, 1), (MMA, 5), (MMA, 64), (HOPPER, 1), (HOPPER, 64)])
+@pytest.mark.parametrize(
+    ("arch", "processors"), [(MMA, 1), (MMA, 5), (MMA, 64), (HOPPER, 1), (HOPPER, 64)]
+)
 @pytest.mark.parametrize("case", [*LONG, UNSEEN, BY_NAME["batch"]], ids=lambda c: c.name)
 def test_keys_split_over_blocks_are_combined(case, arch, processors):
     check(case, arch, processors=processors, min_item=1)
@@ -93,7 +101,9 @@ def test_one_plan_serves_every_layer():
     case = BY_NAME["long"]
     module, geometry = emulated_module(case, torch.bfloat16, min_item=1), geometry_of(case.dim)
     inputs: dict[str, Any] = inputs_of(case, torch.bfloat16)
-    call = launch.prepare(launch.Call(inputs["q"], inputs["k"], inputs["v"], inputs["hi"], None, 0, case.scale))
+    call = launch.prepare(
+        launch.Call(inputs["q"], inputs["k"], inputs["v"], inputs["hi"], None, 0, case.scale)
+    )
     empty = Guarded(module, [call.q, call.k, call.v, call.hi])
     plan = launch.make_plan(module, geometry, call, empty)
     items, slots = plan[:2].tolist()
@@ -113,7 +123,9 @@ def test_the_error_is_at_most_that_of_torch():
     qkv = (inputs[n] for n in ("q", "k", "v"))
     theirs = F.scaled_dot_product_attention(*qkv, attn_mask=mask, scale=case.scale, enable_gqa=True)
     assert (out.double() - want).abs().max() <= 1.5 * (theirs.double() - want).abs().max()
-    assert (out.double() - want).square().mean() <= 1.5**2 * (theirs.double() - want).square().mean()
+    assert (out.double() - want).square().mean() <= 1.5**2 * (
+        theirs.double() - want
+    ).square().mean()
 
 
 def far_apart(x: torch.Tensor | None) -> torch.Tensor:
@@ -140,17 +152,24 @@ def test_keys_that_are_expanded_are_made_whole():
     case = replace(BASE, batch=2)
     inputs: dict[str, Any] = inputs_of(case, torch.bfloat16)
     same = {n: inputs[n][:1].expand(2, -1, -1, -1) for n in ("k", "v")}
-    got = attend(case, torch.bfloat16, emulated_module(case, torch.bfloat16, arch=HOPPER), HOPPER, **same)
+    got = attend(
+        case, torch.bfloat16, emulated_module(case, torch.bfloat16, arch=HOPPER), HOPPER, **same
+    )
     assert_equals_reference(*got, atol=TOLERANCE[torch.bfloat16])
 
 
 def check_itself(case: Case, planted: list[tuple[str, str]]) -> None:
-    module, geometry = emulated_module(case, torch.bfloat16, arch=HOPPER, replace=planted), hopper_geometry(case.dim)
+    module, geometry = (
+        emulated_module(case, torch.bfloat16, arch=HOPPER, replace=planted),
+        hopper_geometry(case.dim),
+    )
     defines = geometry.defines(torch.bfloat16, has_softcap=case.softcap > 0)
     call = launch.prepare(selftest.call_of(geometry, defines, "cpu"))
     assert call.softcap == case.softcap
     guarded = Guarded(module, [call.q, call.k, call.v, call.hi, call.lo])
-    selftest.compare(call, *(x.float() for x in launch.attend(module, geometry, call, empty=guarded)))
+    selftest.compare(
+        call, *(x.float() for x in launch.attend(module, geometry, call, empty=guarded))
+    )
 
 
 @pytest.mark.parametrize("dim", [64, 96, 256])
@@ -177,7 +196,9 @@ def check_with(name: str, arch: int, planted: list[tuple[str, str]]) -> None:
         check(BY_NAME[name], arch, replace=planted)
 
 
-BUGS = {(MMA, bug): row for bug, row in MMA_BUGS.items()} | {(HOPPER, bug): row for bug, row in HOPPER_BUGS.items()}
+BUGS = {(MMA, bug): row for bug, row in MMA_BUGS.items()} | {
+    (HOPPER, bug): row for bug, row in HOPPER_BUGS.items()
+}
 
 
 @pytest.mark.parametrize(("arch", "bug"), sampled(BUGS))
@@ -187,6 +208,8 @@ def test_planted_bugs_are_caught(arch, bug):
         check_with(name, arch, [(old, new)])
 
 
-@pytest.mark.parametrize(("arch", "name"), sorted({(arch, name) for (arch, _), (name, *_) in BUGS.items()}))
+@pytest.mark.parametrize(
+    ("arch", "name"), sorted({(arch, name) for (arch, _), (name, *_) in BUGS.items()})
+)
 def test_without_a_bug_the_same_checks_pass(arch, name):
     check_with(name, arch, [])

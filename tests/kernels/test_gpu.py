@@ -16,13 +16,30 @@ from kvrag_kernels.stitch_launch import Stitching
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available() or torch.version.cuda is None, reason="needs a CUDA device"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.version.cuda is None, reason="needs a CUDA device"
+    ),
     pytest.mark.filterwarnings("error:.*torch computes instead:RuntimeWarning"),
 ]
 
 LARGE = [
-    replace(BASE, name=f"large-{dim}-{heads}-{kv}", dim=dim, heads=heads, kv_heads=kv, rows=900, keys=5000)
-    for dim, heads, kv in ((64, 9, 3), (64, 14, 2), (128, 16, 2), (128, 32, 8), (96, 8, 8), (256, 8, 4))
+    replace(
+        BASE,
+        name=f"large-{dim}-{heads}-{kv}",
+        dim=dim,
+        heads=heads,
+        kv_heads=kv,
+        rows=900,
+        keys=5000,
+    )
+    for dim, heads, kv in (
+        (64, 9, 3),
+        (64, 14, 2),
+        (128, 16, 2),
+        (128, 32, 8),
+        (96, 8, 8),
+        (256, 8, 4),
+    )
 ]
 
 
@@ -51,7 +68,9 @@ def test_rows_see_exactly_their_keys(case, dtype, mode, monkeypatch):
     assert plan.numel(), "torch computed in place of the kernel"
     for given in (None, plan):
         out, lse = ragged_attention(**inputs, **options, plan=given)
-        torch.testing.assert_close(out.double(), want, atol=1.5e-2 if dtype == torch.bfloat16 else 2e-3, rtol=0)
+        torch.testing.assert_close(
+            out.double(), want, atol=1.5e-2 if dtype == torch.bfloat16 else 2e-3, rtol=0
+        )
         torch.testing.assert_close(lse.double(), want_lse, atol=2e-5, rtol=1e-5)
     assert runtime.modules.failures == [], "a kernel was given up"
 
@@ -66,13 +85,17 @@ def test_the_error_is_at_most_that_of_torch(case):
     groups = case.heads // case.kv_heads
     k, v = (inputs[n].repeat_interleave(groups, dim=1) for n in ("k", "v"))
     theirs = F.scaled_dot_product_attention(inputs["q"], k, v, attn_mask=mask, scale=case.scale)
-    assert (ours.double() - want).square().mean() <= 1.5**2 * (theirs.double() - want).square().mean()
+    assert (ours.double() - want).square().mean() <= 1.5**2 * (
+        theirs.double() - want
+    ).square().mean()
     assert (ours.double() - want).abs().max() <= 1.5 * (theirs.double() - want).abs().max()
 
 
 def test_the_same_call_gives_the_same_bits():
     inputs, options = on_device(LARGE[3], torch.float16)
-    assert torch.equal(ragged_attention(**inputs, **options)[0], ragged_attention(**inputs, **options)[0])
+    assert torch.equal(
+        ragged_attention(**inputs, **options)[0], ragged_attention(**inputs, **options)[0]
+    )
 
 
 def test_a_captured_graph_follows_its_inputs():
@@ -101,7 +124,9 @@ def test_each_key_gets_its_probability(case):
     _, lse = ragged_attention(**inputs, v=v, **options, sinks=sinks)
     p, _ = reference.probabilities(**inputs, **options, sinks=sinks)
     got = probe_mass(**inputs, lse=lse, **options, sinks=sinks)
-    torch.testing.assert_close(got.double(), reference.mass(p, inputs["k"].shape[1]), atol=2e-3, rtol=1e-3)
+    torch.testing.assert_close(
+        got.double(), reference.mass(p, inputs["k"].shape[1]), atol=2e-3, rtol=1e-3
+    )
 
 
 @pytest.mark.parametrize("case", STITCH_CASES, ids=lambda c: c.name)
@@ -113,7 +138,15 @@ def test_parts_come_to_their_rows(case):
     outs = ([o.cuda() for o in side] for side in (host.out_keys, host.out_values))
     skip = None if host.skip is None else host.skip.cuda()
     call = Stitching(
-        keys, values, *outs, case.starts, host.cos.cuda(), host.sin.cuda(), case.tables, case.interleaved, skip
+        keys,
+        values,
+        *outs,
+        case.starts,
+        host.cos.cuda(),
+        host.sin.cuda(),
+        case.tables,
+        case.interleaved,
+        skip,
     )
     before = len(runtime.modules.failures)
     stitch(**as_options(call))

@@ -20,7 +20,9 @@ PROCESSORS = 132  # of an H100
 ROWS = 64  # of the question, behind the rows to repair
 
 
-def planned(case: Case, hi: torch.Tensor, lo: torch.Tensor | None = None) -> tuple[list[list[int]], list[list[int]]]:
+def planned(
+    case: Case, hi: torch.Tensor, lo: torch.Tensor | None = None
+) -> tuple[list[list[int]], list[list[int]]]:
     """Return the plan's tiles and items; the kernel reads no queries nor keys, whose memory is one element."""
     module, geometry = (
         emulated_module(case, torch.bfloat16, arch=HOPPER, processors=PROCESSORS),
@@ -28,7 +30,8 @@ def planned(case: Case, hi: torch.Tensor, lo: torch.Tensor | None = None) -> tup
     )
     one = torch.zeros(1, dtype=torch.bfloat16)
     q, k = (
-        one.expand(case.batch, heads, n, case.dim) for heads, n in ((case.heads, len(hi)), (case.kv_heads, case.keys))
+        one.expand(case.batch, heads, n, case.dim)
+        for heads, n in ((case.heads, len(hi)), (case.kv_heads, case.keys))
     )
     call = launch.Call(q, k, k, hi, lo, case.prefix, case.scale)
     plan = launch.make_plan(module, geometry, call, Guarded(module, [hi, lo]))
@@ -39,7 +42,9 @@ def planned(case: Case, hi: torch.Tensor, lo: torch.Tensor | None = None) -> tup
 
 
 def repaired(keys: int, share: float = 0.15) -> torch.Tensor:
-    picked = torch.randperm(keys - ROWS, generator=torch.Generator().manual_seed(0))[: int(share * keys)]
+    picked = torch.randperm(keys - ROWS, generator=torch.Generator().manual_seed(0))[
+        : int(share * keys)
+    ]
     return torch.cat([picked.sort().values, torch.arange(keys - ROWS, keys)]).int()
 
 
@@ -87,7 +92,9 @@ def test_the_blocks_that_combine_parts_cover_each_tile_of_rows():
     for name in ("COMBINE_THREADS", "COMBINE_ROWS"):
         assert re.search(rf"#define {name} (\d+)", text)[1] == str(getattr(geometry, name))
     tiles = [
-        geometry.geometry_of(dim, capability) for dim in geometry.HEAD_DIMS for capability in ((7, 5), (8, 0), (10, 0))
+        geometry.geometry_of(dim, capability)
+        for dim in geometry.HEAD_DIMS
+        for capability in ((7, 5), (8, 0), (10, 0))
     ]
     for tile in [*tiles, *map(geometry.hopper_geometry, geometry.HEAD_DIMS)]:
         assert tile.rows % geometry.COMBINE_ROWS == 0

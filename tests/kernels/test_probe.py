@@ -15,16 +15,25 @@ from kvrag_kernels import launch, probe_mass, ragged_attention, reference
 MORE = [
     replace(BASE, name="many-keys", rows=70, keys=300),
     replace(BASE, name="many-wide", rows=40, keys=150, dim=256, heads=8),
-    replace(BASE, name="many-batches", rows=40, keys=150, batch=2, limits="per_batch", has_sinks=True),
+    replace(
+        BASE, name="many-batches", rows=40, keys=150, batch=2, limits="per_batch", has_sinks=True
+    ),
 ]
 BY_NAME = {c.name: c for c in [*CASES, *MORE]}
 
 
-def prepared(case: Case, dtype: torch.dtype) -> tuple[dict[str, Any], dict[str, Any], torch.Tensor, torch.Tensor]:
+def prepared(
+    case: Case, dtype: torch.dtype
+) -> tuple[dict[str, Any], dict[str, Any], torch.Tensor, torch.Tensor]:
     """Return inputs, options, the log-sum-exps, and the mass to expect."""
     inputs: dict[str, Any] = inputs_of(case, dtype)
     v = inputs.pop("v")
-    options = {"prefix": case.prefix, "scale": case.scale, "softcap": case.softcap, "sinks": inputs.pop("sinks")}
+    options = {
+        "prefix": case.prefix,
+        "scale": case.scale,
+        "softcap": case.softcap,
+        "sinks": inputs.pop("sinks"),
+    }
     p, lse = reference.probabilities(**inputs, **options)
     assert ragged_attention(**inputs, v=v, **options)[1].shape == lse.shape
     return inputs, options, lse.float(), reference.mass(p, v.shape[1])
@@ -38,11 +47,21 @@ def test_each_key_gets_its_probability(case):
     torch.testing.assert_close(got.double(), want, atol=1e-4, rtol=1e-5)
 
 
-def emulated(case: Case, planted: list[tuple[str, str]], dtype: torch.dtype = torch.bfloat16, arch: int = 900) -> None:
+def emulated(
+    case: Case, planted: list[tuple[str, str]], dtype: torch.dtype = torch.bfloat16, arch: int = 900
+) -> None:
     inputs, options, lse, want = prepared(case, dtype)
     sinks = options.pop("sinks")
     call = launch.prepare(
-        launch.Call(inputs["q"], inputs["k"], inputs["k"], inputs["hi"], inputs["lo"], **options, sinks=sinks)
+        launch.Call(
+            inputs["q"],
+            inputs["k"],
+            inputs["k"],
+            inputs["hi"],
+            inputs["lo"],
+            **options,
+            sinks=sinks,
+        )
     )
     geometry = geometry_for(case, arch)
     defines = geometry.defines(dtype, has_softcap=case.softcap > 0)
@@ -77,7 +96,9 @@ def test_torch_finds_no_fault_in_the_op():
     inputs, options, lse, _ = prepared(BASE, torch.float32)
     args = (inputs["q"], inputs["k"], lse, inputs["hi"])
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(torch.ops.kvrag.probe_mass.default, args, {"scale": options["scale"]}, test_utils=checks)
+    torch.library.opcheck(
+        torch.ops.kvrag.probe_mass.default, args, {"scale": options["scale"]}, test_utils=checks
+    )
 
 
 def test_log_sums_of_other_rows_are_refused():

@@ -13,7 +13,14 @@ from kit import at_once, raising
 
 import kvrag_kernels
 from kvrag_kernels import driver, launch, nvrtc, reference, runtime
-from kvrag_kernels.geometry import ARCHS, HEAD_DIMS, geometry_of, hopper_geometry, plan_shape, supports
+from kvrag_kernels.geometry import (
+    ARCHS,
+    HEAD_DIMS,
+    geometry_of,
+    hopper_geometry,
+    plan_shape,
+    supports,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +83,9 @@ def test_sources_need_no_include_path():
     for file in nvrtc.CSRC.glob("*.cu"):
         text = nvrtc.flat(file.name)
         included = [line for line in text.splitlines() if line.startswith("#include")]
-        assert included == ['#include "emu.h"', '#include "emu_sm90.h"'][: 1 + ("sm90" in file.name)]
+        assert (
+            included == ['#include "emu.h"', '#include "emu_sm90.h"'][: 1 + ("sm90" in file.name)]
+        )
         assert text.count("struct __align__(16) Quad") == 1
 
 
@@ -126,7 +135,12 @@ class FakeCuda:
     """Answers what the runtime asks a tensor on a device."""
 
     def __init__(self, x: torch.Tensor) -> None:
-        self.shape, self.dtype, self.is_cuda, self.device = x.shape, x.dtype, True, torch.device("cuda", 0)
+        self.shape, self.dtype, self.is_cuda, self.device = (
+            x.shape,
+            x.dtype,
+            True,
+            torch.device("cuda", 0),
+        )
 
 
 @pytest.fixture
@@ -141,7 +155,10 @@ def test_the_path_is_chosen_by_shape_dtype_and_mode(monkeypatch):
     q: Any = FakeCuda(torch.empty(1, 4, 3, 128, dtype=torch.bfloat16))
     monkeypatch.setenv("KVRAG_KERNEL", "sm90")
     best, other = runtime.attention_variants(q, q, 0.0)
-    assert [(v.source, v.arch) for v in (best, other)] == [("ragged_sm90.cu", "sm_90a"), ("ragged_mma.cu", "sm_90")]
+    assert [(v.source, v.arch) for v in (best, other)] == [
+        ("ragged_sm90.cu", "sm_90a"),
+        ("ragged_mma.cu", "sm_90"),
+    ]
     assert {"-DD=128", "-DBF16=1", "-DSOFTCAP=0"} <= set(best.options)
     assert all("-DSOFTCAP=1" in v.options for v in runtime.attention_variants(q, q, 30.0))
     assert runtime.attention_variants(q, FakeCuda(torch.empty(1, 4, 3, 64)), 0.0) == []
@@ -161,7 +178,10 @@ def test_the_path_is_chosen_by_shape_dtype_and_mode(monkeypatch):
 def test_the_hopper_kernel_is_the_default_once_a_gpu_has_proven_it(monkeypatch, tmp_path):
     q: Any = FakeCuda(torch.empty(1, 4, 3, 128, dtype=torch.bfloat16))
     assert runtime.proven() <= {"sm90"}
-    for written, first in (("{}", "ragged_mma.cu"), ('{"sm90": {"gpu": "H100"}}', "ragged_sm90.cu")):
+    for written, first in (
+        ("{}", "ragged_mma.cu"),
+        ('{"sm90": {"gpu": "H100"}}', "ragged_sm90.cu"),
+    ):
         monkeypatch.setattr(runtime, "PROVEN", tmp_path / "proven.json")
         runtime.PROVEN.write_text(written)
         runtime.proven.cache_clear()
@@ -176,7 +196,9 @@ def test_a_call_like_one_before_is_one_look_up(monkeypatch):
     """Layer after layer: what computes is worked out for the first one, and anew after a failure or in another mode."""
     asked: list[str] = []
     monkeypatch.setattr(runtime.Modules, "_load", lambda _, variant, device: variant.source)
-    monkeypatch.setattr(runtime, "takes_hopper", lambda _: asked.append("asked") or runtime.mode() == "sm90")
+    monkeypatch.setattr(
+        runtime, "takes_hopper", lambda _: asked.append("asked") or runtime.mode() == "sm90"
+    )
     q: Any = FakeCuda(torch.empty(1, 4, 3, 128, dtype=torch.bfloat16))
 
     def computes() -> str:
@@ -191,7 +213,9 @@ def test_a_call_like_one_before_is_one_look_up(monkeypatch):
     assert [computes() for _ in range(3)] == ["ragged_sm90.cu"] * 3
     assert len(asked) == 2
     with pytest.warns(RuntimeWarning, match="no room"):
-        runtime.modules.give_up(runtime.attention_variants(q, q, 0.0)[0], 0, driver.DriverError("no room"))
+        runtime.modules.give_up(
+            runtime.attention_variants(q, q, 0.0)[0], 0, driver.DriverError("no room")
+        )
     assert computes() == "ragged_mma.cu"
 
 
@@ -199,8 +223,13 @@ def test_plans_of_different_tiles_are_never_taken_for_each_other():
     """What a kernel falls back to may have other tiles, and a plan tells its own by nothing but its length."""
     for dim in HEAD_DIMS:
         for rows in (1, 40, 500, 5000):
-            geometries = {g.keys: g for g in (hopper_geometry(dim), geometry_of(dim), geometry_of(dim, (7, 5)))}
-            sizes = {plan_shape(g, 1, rows, 32, 8, processors=132).ints for g in geometries.values()}
+            geometries = {
+                g.keys: g
+                for g in (hopper_geometry(dim), geometry_of(dim), geometry_of(dim, (7, 5)))
+            }
+            sizes = {
+                plan_shape(g, 1, rows, 32, 8, processors=132).ints for g in geometries.values()
+            }
             assert len(sizes) == len(geometries)
 
 
@@ -271,11 +300,15 @@ def test_a_launch_that_fails_leaves_the_work_to_the_next_kernel_and_then_to_torc
 @pytest.mark.parametrize("code", [700, 715, 716, 717, 718, 719])
 def test_a_fault_of_an_earlier_kernel_is_not_taken_for_a_launch_that_fails(code, monkeypatch):
     """The driver tells it at whatever call comes next; torch could not compute either."""
-    call = launch.Call(*(inputs_of(BASE, torch.bfloat16)[n] for n in ("q", "k", "v", "hi")), None, 0, BASE.scale)
+    call = launch.Call(
+        *(inputs_of(BASE, torch.bfloat16)[n] for n in ("q", "k", "v", "hi")), None, 0, BASE.scale
+    )
     variants = runtime.attention_variants(FakeCuda(call.q), call.v, 0.0)
     monkeypatch.setattr(runtime, "attention_variants", lambda *_: variants)
     monkeypatch.setattr(driver, "_library", lambda: SimpleNamespace(cuGetErrorString=lambda *_: 0))
-    module = SimpleNamespace(processors=4, launch=lambda *_: driver._check(code, "launching ragged_plan"))
+    module = SimpleNamespace(
+        processors=4, launch=lambda *_: driver._check(code, "launching ragged_plan")
+    )
     monkeypatch.setattr(runtime.Modules, "_load", lambda *_: module)
     monkeypatch.setattr(torch.cuda, "device", lambda _: warnings.catch_warnings(record=False))
     with pytest.raises(driver.DeviceFault, match=f"CUresult {code}.* start the process anew"):
@@ -288,11 +321,15 @@ def test_a_kernel_that_is_wrong_on_the_device_is_not_used(monkeypatch):
     monkeypatch.setattr(nvrtc, "find", lambda: None)
     monkeypatch.setattr(runtime.Variant, "cubin", lambda *_: b"cubin")
     monkeypatch.setattr(runtime, "CudaModule", lambda *_: "module")
-    monkeypatch.setattr(runtime.selftest, "check", raising(driver.DriverError, "a small case came out wrong by 1"))
+    monkeypatch.setattr(
+        runtime.selftest, "check", raising(driver.DriverError, "a small case came out wrong by 1")
+    )
     q: Any = FakeCuda(torch.empty(1, 4, 3, 128, dtype=torch.bfloat16))
     monkeypatch.setenv("KVRAG_KERNEL", "sm90")
     best, other = runtime.attention_variants(q, q, 0.0)
-    with pytest.warns(RuntimeWarning, match=r"ragged_mma.cu computes instead: a small case came out wrong"):
+    with pytest.warns(
+        RuntimeWarning, match=r"ragged_mma.cu computes instead: a small case came out wrong"
+    ):
         assert runtime.modules.get(best, 0) is None
     assert runtime.modules.get(other, 0) == "module"
     assert runtime.has_kernel(q, q)
@@ -315,13 +352,17 @@ def test_the_host_side_of_a_launch_is_the_one_that_the_device_gets():
     module = emulated_module(case, torch.bfloat16)
     for dtype in (torch.int64, torch.int16):
         call = launch.prepare(
-            launch.Call(inputs["q"], inputs["k"], inputs["v"], inputs["hi"].to(dtype), None, -3, case.scale)
+            launch.Call(
+                inputs["q"], inputs["k"], inputs["v"], inputs["hi"].to(dtype), None, -3, case.scale
+            )
         )
         assert call.hi.dtype == torch.int32
         assert call.prefix == 0
         guarded = Guarded(module, [call.q, call.k, call.v, call.hi])
         out, _ = launch.attend(module, geometry_of(case.dim), call, empty=guarded)
-        want, _ = reference.attention(inputs["q"], inputs["k"], inputs["v"], inputs["hi"], scale=case.scale)
+        want, _ = reference.attention(
+            inputs["q"], inputs["k"], inputs["v"], inputs["hi"], scale=case.scale
+        )
         torch.testing.assert_close(out.double(), want, atol=1.5e-2, rtol=0)
 
 
@@ -340,7 +381,10 @@ def test_no_rows_and_no_batch_need_no_launch(batch, rows, geometry):
 
 
 def test_no_batch_needs_no_launch_of_the_probe():
-    q, k = torch.empty(0, 4, 3, 64, dtype=torch.bfloat16), torch.empty(0, 2, 5, 64, dtype=torch.bfloat16)
+    q, k = (
+        torch.empty(0, 4, 3, 64, dtype=torch.bfloat16),
+        torch.empty(0, 2, 5, 64, dtype=torch.bfloat16),
+    )
     call = launch.prepare(launch.Call(q, k, k, torch.zeros(3, dtype=torch.int32), None, 0, 1.0))
     assert launch.probe(Refuses(), geometry_of(64), call, torch.empty(0, 4, 3)).shape == (0, 5)
 
@@ -358,7 +402,11 @@ def test_an_architecture_newer_than_the_compiler_takes_its_nearest(monkeypatch):
     compiler = nvrtc.Nvrtc.__new__(nvrtc.Nvrtc)
     compiler.version = (13, 0)
     monkeypatch.setattr(nvrtc.Nvrtc, "archs", lambda _: (75, 80, 86, 120))
-    assert [compiler.nearest(a) for a in ("sm_86", "sm_89", "sm_121")] == ["sm_86", "sm_86", "sm_120"]
+    assert [compiler.nearest(a) for a in ("sm_86", "sm_89", "sm_121")] == [
+        "sm_86",
+        "sm_86",
+        "sm_120",
+    ]
     with pytest.raises(nvrtc.CompileError, match="no architecture that sm_90 runs"):
         compiler.nearest("sm_90")
     monkeypatch.setattr(nvrtc.Nvrtc, "archs", lambda _: (80, 90))

@@ -10,7 +10,15 @@ import torch
 from emulated import needs_compiler, reserve, sampled
 from emulator.build import EmulatedModule
 from planted_bugs import STITCH
-from stitch_cases import CASES, StitchCase, as_options, assert_stitched, placed, read_back, stitching_of
+from stitch_cases import (
+    CASES,
+    StitchCase,
+    as_options,
+    assert_stitched,
+    placed,
+    read_back,
+    stitching_of,
+)
 
 from kvrag_kernels import reference, runtime, stitch, stitch_launch
 from kvrag_kernels.stitch import rotate
@@ -33,7 +41,9 @@ def run_emulated(call: Stitching, planted: list[tuple[str, str]], seed: int = 0)
     inputs = [x for p in [*call.keys, *call.values] for x in (p.data, p.scales, p.zeros)]
 
     def to_device(table: torch.Tensor) -> torch.Tensor:
-        module.allow([*inputs, table, call.cos, call.sin, call.skip], [*call.out_keys, *call.out_values])
+        module.allow(
+            [*inputs, table, call.cos, call.sin, call.skip], [*call.out_keys, *call.out_values]
+        )
         run_emulated.table = table  # as the allocator would, it lives until the launch is over
         return table
 
@@ -90,7 +100,9 @@ def test_turned_keys_are_one_rounding_from_reading_first(case):
     step = torch.finfo(case.dtype).eps
     for layer, k, v, rows, kept in placed(call):
         first = read_back(k, v, case.dtype)[0].float()
-        want = rotate(first, call.cos[layer, rows], call.sin[layer, rows], interleaved=call.interleaved)
+        want = rotate(
+            first, call.cos[layer, rows], call.sin[layer, rows], interleaved=call.interleaved
+        )
         # of either element of a pair, and of the result
         bound = step * (first.abs().amax(2, keepdim=True) * 2 + want.abs())
         got = call.out_keys[layer][:, rows].float()
@@ -148,18 +160,27 @@ def test_the_reference_rotates_like_complex_numbers(interleaved):
     x, angles = torch.randn(2, 5, 8), torch.randn(5, 4)
     turned = reference.rotated(x, angles.cos(), angles.sin(), interleaved=interleaved)
     pairs = x.unflatten(2, (4, 2)) if interleaved else x.unflatten(2, (2, 4)).transpose(2, 3)
-    want = torch.view_as_complex(pairs.contiguous().double()) * torch.polar(torch.ones(5, 4).double(), angles.double())
-    got = turned.unflatten(2, (4, 2)) if interleaved else turned.unflatten(2, (2, 4)).transpose(2, 3)
+    want = torch.view_as_complex(pairs.contiguous().double()) * torch.polar(
+        torch.ones(5, 4).double(), angles.double()
+    )
+    got = (
+        turned.unflatten(2, (4, 2)) if interleaved else turned.unflatten(2, (2, 4)).transpose(2, 3)
+    )
     torch.testing.assert_close(torch.view_as_complex(got.contiguous()), want, atol=1e-6, rtol=0)
     torch.testing.assert_close(
-        rotate(x, angles.cos(), angles.sin(), interleaved=interleaved).double(), turned, atol=1e-6, rtol=0
+        rotate(x, angles.cos(), angles.sin(), interleaved=interleaved).double(),
+        turned,
+        atol=1e-6,
+        rtol=0,
     )
 
 
 def test_what_the_kernel_has_no_form_for_is_left_to_torch():
     call = stitching_of(CASES[0])
     assert stitch_launch.defines(call) is not None
-    assert stitch_launch.defines(replace(call, cos=call.cos[..., :20], sin=call.sin[..., :20])) is None
+    assert (
+        stitch_launch.defines(replace(call, cos=call.cos[..., :20], sin=call.sin[..., :20])) is None
+    )
     mixed = [*call.keys[:-1], stitching_of(BY_NAME["float16"]).keys[-1]]
     assert stitch_launch.defines(replace(call, keys=mixed)) is None
     wide = [torch.empty(o.shape, dtype=torch.float32) for o in call.out_keys]
@@ -178,13 +199,17 @@ def with_strides(call: Stitching, **pads: int) -> Stitching:
     """The same call with rows that don't follow each other."""
 
     def padded(p: Stored) -> Stored:
-        return replace(p, **{n: wider(x, pad) for n, pad in pads.items() if (x := getattr(p, n)) is not None})
+        return replace(
+            p, **{n: wider(x, pad) for n, pad in pads.items() if (x := getattr(p, n)) is not None}
+        )
 
     return replace(call, keys=[*map(padded, call.keys)], values=[*map(padded, call.values)])
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", ["kept-int8-skip", "kept-int4-skip", "kept-fp8", "half", "int8-token"])
+@pytest.mark.parametrize(
+    "name", ["kept-int8-skip", "kept-int4-skip", "kept-fp8", "half", "int8-token"]
+)
 def test_rows_may_lie_apart(name):
     call = with_strides(stitching_of(BY_NAME[name]), data=16, scales=8, zeros=8)
     assert not call.keys[1].data.is_contiguous()
@@ -213,24 +238,37 @@ def moved_by(x: torch.Tensor, count: int) -> torch.Tensor:
 def test_memory_that_begins_between_wide_accesses_is_left_to_torch(name):
     call = stitching_of(BY_NAME[name])
     whole = call.keys[0]
-    tensors = {n: x.contiguous() for n in ("data", "scales", "zeros") if (x := getattr(whole, n)) is not None}
+    tensors = {
+        n: x.contiguous()
+        for n in ("data", "scales", "zeros")
+        if (x := getattr(whole, n)) is not None
+    }
     first = replace(whole, **tensors)
     for count, is_found in ((0, True), (1, False)):
         changes: list[dict[str, Any]] = [
             {"cos": moved_by(call.cos, count)},
             {"sin": moved_by(call.sin, count)},
-            {"out_values": [moved_by(call.out_values[0].contiguous(), count), *call.out_values[1:]]},
+            {
+                "out_values": [
+                    moved_by(call.out_values[0].contiguous(), count),
+                    *call.out_values[1:],
+                ]
+            },
         ]
         shifted = [replace(first, **{n: moved_by(x, count)}) for n, x in tensors.items()]
         changes += [{"keys": [part, *call.keys[1:]]} for part in shifted]
         for changed in changes:
-            assert (stitch_launch.defines(replace(call, **changed)) is not None) is is_found, changed.keys()
+            assert (stitch_launch.defines(replace(call, **changed)) is not None) is is_found, (
+                changed.keys()
+            )
 
 
 def test_scales_by_twos_are_left_to_torch():
     whole = stitching_of(BY_NAME["int4"])
     by_twos = [
-        replace(p, scales=torch.stack([p.scales] * 2, dim=-1)[..., 0]) for p in whole.keys if p.scales is not None
+        replace(p, scales=torch.stack([p.scales] * 2, dim=-1)[..., 0])
+        for p in whole.keys
+        if p.scales is not None
     ]
     assert stitch_launch.defines(whole) is not None
     assert stitch_launch.defines(replace(whole, keys=by_twos)) is None
@@ -265,10 +303,16 @@ def test_the_table_has_a_line_per_segment_and_layer(name):
             want = [0 if x is None else x.data_ptr() for x in (part.data, part.scales, part.zeros)]
             want += [s * size for s in part.data.stride()[:3]]
             for x in (part.scales, part.zeros):
-                want += [0] * 3 if x is None else [*x.stride()[:2], x.stride(2) if x.shape[2] > 1 else 0]
+                want += (
+                    [0] * 3
+                    if x is None
+                    else [*x.stride()[:2], x.stride(2) if x.shape[2] > 1 else 0]
+                )
             assert found == [*want, {1: 0, 32: 5}[part.tokens]]
     places = numbers[28 * len(call.keys) :]
-    for i, (k, v, table) in enumerate(zip(call.out_keys, call.out_values, call.tables, strict=True)):
+    for i, (k, v, table) in enumerate(
+        zip(call.out_keys, call.out_values, call.tables, strict=True)
+    ):
         strides = [[x.data_ptr(), *x.stride()[:2]] for x in (k, v)]
         assert places[8 * i : 8 * (i + 1)] == [*strides[0], table, *strides[1], -1]
 
@@ -353,12 +397,19 @@ def test_refusals_name_what_does_not_fit(message):
 def test_scales_have_to_divide_the_channels():
     options = as_options(stitching_of(BY_NAME["int8-token"]))
     with pytest.raises(ValueError, match="a divisor of D"):
-        stitch(**(options | {"key_scales": [s.expand(-1, -1, -1, 63) for s in options["key_scales"]]}))
+        stitch(
+            **(options | {"key_scales": [s.expand(-1, -1, -1, 63) for s in options["key_scales"]]})
+        )
 
 
 def test_scales_and_zeros_are_for_the_same_groups_of_tokens():
     options = as_options(stitching_of(BY_NAME["kept-int4"]))
     with pytest.raises(ValueError, match="the number of groups of 32 tokens"):
-        stitch(**(options | {"key_scales": [s[:, :, :2].expand(-1, -1, 2, -1) for s in options["key_scales"]]}))
+        stitch(
+            **(
+                options
+                | {"key_scales": [s[:, :, :2].expand(-1, -1, 2, -1) for s in options["key_scales"]]}
+            )
+        )
     with pytest.raises(ValueError, match="have zeros"):
         stitch(**(options | {"key_zeros": [z[:, :, :1] for z in options["key_zeros"]]}))

@@ -27,8 +27,17 @@ CHUNKS = [list(range(30, 76)), list(range(60, 69)), list(range(100, 140))]
 def prompt_of(model: CausalLM, kv_dtype: Any) -> tuple[Layout, list[ChunkKV]]:
     """Three chunks, the first of which is cut, as the store keeps them in bfloat16 or rounded from it."""
     prefix, _ = encode_prefix(model, [1, 2, 3])
-    segments = [(3, "live", -1), (39, "chunk", 0), (5, "live", -1), (9, "chunk", 1), (40, "chunk", 2), (2, "live", -1)]
-    kvs = [pack(kv.map(torch.Tensor.bfloat16), kv_dtype) for kv in encode_padded(model, prefix, CHUNKS)]
+    segments = [
+        (3, "live", -1),
+        (39, "chunk", 0),
+        (5, "live", -1),
+        (9, "chunk", 1),
+        (40, "chunk", 2),
+        (2, "live", -1),
+    ]
+    kvs = [
+        pack(kv.map(torch.Tensor.bfloat16), kv_dtype) for kv in encode_padded(model, prefix, CHUNKS)
+    ]
     return place((n, kind, False, source, False) for n, kind, source in segments), kvs
 
 
@@ -52,7 +61,9 @@ def test_the_kernel_stitches_for_the_engine(name, kv_dtype, computed_by):
     found: list[KVBuffer] = []
     for compute in (lambda call: run_emulated(call, []), stitch_in_torch):
         computed_by(compute)
-        buffer = KVBuffer.empty(model.shapes, layout.num_tokens, dtype=torch.bfloat16, device=torch.device("cpu"))
+        buffer = KVBuffer.empty(
+            model.shapes, layout.num_tokens, dtype=torch.bfloat16, device=torch.device("cpu")
+        )
         for layer in range(model.num_layers):
             buffer.keys(layer).fill_(7.0), buffer.values(layer).fill_(7.0)
         skipped = torch.tensor([4, 50])

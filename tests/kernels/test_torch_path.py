@@ -15,7 +15,9 @@ def run(case: Case, dtype: torch.dtype = torch.float32, **changed: Any) -> tuple
     return *ragged_attention(**inputs, **options), *reference.attention(**inputs, **options)
 
 
-def assert_close(out: torch.Tensor, lse: torch.Tensor, want: torch.Tensor, want_lse: torch.Tensor, atol: float) -> None:
+def assert_close(
+    out: torch.Tensor, lse: torch.Tensor, want: torch.Tensor, want_lse: torch.Tensor, atol: float
+) -> None:
     assert out.shape == want.shape
     assert lse.dtype == torch.float32
     torch.testing.assert_close(out.double(), want, atol=atol, rtol=0)
@@ -63,10 +65,15 @@ def test_parts_of_the_keys_merge_by_their_log_sums():
     inputs = inputs_of(BASE, torch.float32)
     q, k, v, hi = (inputs[n] for n in ("q", "k", "v", "hi"))
     whole, lse = ragged_attention(q, k, v, hi, scale=0.1)
-    parts = [ragged_attention(q, k[:, :, a:b], v[:, :, a:b], hi - a, scale=0.1) for a, b in ((0, 60), (60, 131))]
+    parts = [
+        ragged_attention(q, k[:, :, a:b], v[:, :, a:b], hi - a, scale=0.1)
+        for a, b in ((0, 60), (60, 131))
+    ]
     merged = torch.logaddexp(parts[0][1], parts[1][1])
     torch.testing.assert_close(merged, lse)
-    torch.testing.assert_close(sum(torch.exp(s - merged)[..., None] * o for o, s in parts), whole, atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        sum(torch.exp(s - merged)[..., None] * o for o, s in parts), whole, atol=1e-5, rtol=0
+    )
 
 
 def test_the_output_is_stored_row_by_row():
@@ -104,18 +111,23 @@ def test_torch_finds_no_fault_in_the_op():
     inputs = inputs_of(CASES[0], torch.float32)
     args = tuple(inputs[n] for n in ("q", "k", "v", "hi"))
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(torch.ops.kvrag.ragged_attention.default, args, {"scale": 0.1}, test_utils=checks)
+    torch.library.opcheck(
+        torch.ops.kvrag.ragged_attention.default, args, {"scale": 0.1}, test_utils=checks
+    )
 
 
 def test_blocks_stay_small_and_cut_their_keys():
     limits = torch_path.Limits.of(torch.arange(0, 100_000, 10), None, 0, 100_000)
     blocks = list(limits.blocks(heads=32, groups=4))
     assert all(
-        (b.rows.stop - b.rows.start) * 32 * 100_000 <= torch_path.MAX_SCORES or b.rows.stop - b.rows.start == 1
+        (b.rows.stop - b.rows.start) * 32 * 100_000 <= torch_path.MAX_SCORES
+        or b.rows.stop - b.rows.start == 1
         for b in blocks
     )
     assert [b.pieces[-1].stop for b in blocks[:2]] == [1, 11]
-    few = list(torch_path.Limits.of(torch.arange(0, 4000, 10), None, 0, 4000).blocks(heads=4, groups=4))
+    few = list(
+        torch_path.Limits.of(torch.arange(0, 4000, 10), None, 0, 4000).blocks(heads=4, groups=4)
+    )
     assert [b.pieces for b in few[:2]] == [(slice(0, 1271),), (slice(0, 2551),)]
     window = torch_path.Limits.of(torch.tensor([500, 501]), torch.tensor([400, 401]), 8, 1000)
     assert next(window.blocks(1, 1)).pieces == (slice(0, 8), slice(400, 502))
@@ -133,7 +145,10 @@ def test_blocks_stay_small_and_cut_their_keys():
         ({"sinks": torch.zeros(2)}, "one score per query head"),
         ({"sinks": torch.zeros(4, device="meta")}, "sinks is on meta and q on cpu; move it"),
         ({"hi": torch.zeros(37, dtype=torch.int32, device="meta")}, "hi is on meta and q on cpu"),
-        ({"plan": torch.zeros(8, dtype=torch.int32, device="meta")}, "plan is on meta and q on cpu"),
+        (
+            {"plan": torch.zeros(8, dtype=torch.int32, device="meta")},
+            "plan is on meta and q on cpu",
+        ),
         ({"scale": 0.0}, "scale must be positive"),
         ({"softcap": -1.0}, "softcap at least 0"),
     ],
@@ -144,10 +159,14 @@ def test_refusals_name_what_is_wrong(changed, message):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("changed", [{}, {"softcap": 20.0}, {"sinks": True}, {"per_batch": True}], ids=str)
+@pytest.mark.parametrize(
+    "changed", [{}, {"softcap": 20.0}, {"sinks": True}, {"per_batch": True}], ids=str
+)
 def test_a_batch_of_none_gives_none(changed, dtype):
     """As no rows and no keys do; what comes before it may have left nothing to compute."""
-    q, k, v = (torch.empty(0, *shape, dtype=dtype) for shape in ((4, 3, 64), (2, 5, 64), (2, 5, 32)))
+    q, k, v = (
+        torch.empty(0, *shape, dtype=dtype) for shape in ((4, 3, 64), (2, 5, 64), (2, 5, 32))
+    )
     hi = torch.zeros((0, 3) if changed.get("per_batch") else 3, dtype=torch.int64)
     options = {
         "scale": 0.1,

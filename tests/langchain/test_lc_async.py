@@ -70,7 +70,9 @@ async def test_cancelling_stops_decoding(options, monkeypatch, kind, call):
         async for _ in model.astream("Tell me everything.", max_tokens=3000):
             pass
 
-    work: Awaitable[Any] = model.ainvoke("Tell me everything.", max_tokens=3000) if call == "ainvoke" else read()
+    work: Awaitable[Any] = (
+        model.ainvoke("Tell me everything.", max_tokens=3000) if call == "ainvoke" else read()
+    )
     task = asyncio.ensure_future(work)
     await asyncio.sleep(0.2)
     task.cancel()
@@ -86,7 +88,9 @@ async def test_exceptions_reach_the_caller(options, monkeypatch, kind):
     with pytest.raises(ConfigError, match="'foo'"):
         await model.ainvoke("hi", foo=1)
 
-    monkeypatch.setattr(type(model.engine.loaded.lm), "forward", raising(RuntimeError, "the device is on fire"))
+    monkeypatch.setattr(
+        type(model.engine.loaded.lm), "forward", raising(RuntimeError, "the device is on fire")
+    )
     with pytest.raises(RuntimeError, match="on fire"):
         await asyncio.wait_for(model.ainvoke("hi"), 20)
     with pytest.raises(RuntimeError, match="on fire"):

@@ -29,7 +29,9 @@ def test_retrieved_chunks_are_loaded(retriever, chat):
     settle()
     assert in_memory(chat) == 1 + len(documents)  # and the prefix
     before = chat.engine.stats()["store"]["disk"].hits
-    message = chat.invoke("\n\n".join(d.page_content for d in documents) + "\n\nWho?", mode="stitch")
+    message = chat.invoke(
+        "\n\n".join(d.page_content for d in documents) + "\n\nWho?", mode="stitch"
+    )
     assert message.response_metadata["kvrag"]["exactness"] == "repaired"
     assert chat.engine.stats()["store"]["disk"].hits == before
 
@@ -84,14 +86,20 @@ def test_the_transformer_warns_or_raises(chat):
 
 def test_the_transformer_passes_collection_and_worth_on(chat, chunks):
     document = Document(page_content=chunks[0], id="a")
-    KVPrecompute(chat, collection="manuals", retention=Retention(60)).transform_documents([document])
+    KVPrecompute(chat, collection="manuals", retention=Retention(60)).transform_documents(
+        [document]
+    )
     engine = chat.engine
     assert engine.document_ids() == ["manuals/a"]
-    (key,) = engine.store.catalog.document_keys(engine.store.names.namespace(engine.namespace), "manuals/a")
+    (key,) = engine.store.catalog.document_keys(
+        engine.store.names.namespace(engine.namespace), "manuals/a"
+    )
     told = engine.store.retention(key)
     assert told is not None
     assert told.priority == 60
     with pytest.warns(UserWarning, match="has no id, and is to be in the collection"):
-        KVPrecompute(chat, collection="manuals").transform_documents([Document(page_content=chunks[1])])
+        KVPrecompute(chat, collection="manuals").transform_documents(
+            [Document(page_content=chunks[1])]
+        )
     with pytest.raises(InputError, match="collection is"):
         KVPrecompute(chat, collection="")

@@ -17,7 +17,15 @@ from langchain_core.messages import HumanMessage, SystemMessage
 from langchain_core.runnables import ConfigurableField
 from pydantic import TypeAdapter, ValidationError
 
-from kvrag import ConfigError, ContextLengthError, InputError, KVRagEngine, ModelError, RepairConfig, StoreConfig
+from kvrag import (
+    ConfigError,
+    ContextLengthError,
+    InputError,
+    KVRagEngine,
+    ModelError,
+    RepairConfig,
+    StoreConfig,
+)
 from kvrag.testing.models import tiny_model
 from langchain_kvrag import ChatKVRag, KVRagLLM
 
@@ -79,7 +87,9 @@ def test_options_of_the_class_are_refused_among_those_of_the_model(tiny_dir, nam
 
 
 def test_configs_in_dicts_are_read_by_the_same_rules(tiny_dir):
-    assert ChatKVRag(model=tiny_dir, store_config={"ram_bytes": 5}).store_config == StoreConfig(ram_bytes=5)
+    assert ChatKVRag(model=tiny_dir, store_config={"ram_bytes": 5}).store_config == StoreConfig(
+        ram_bytes=5
+    )
     with pytest.raises(ConfigError, match="did you mean 'encryption_key'"):
         ChatKVRag(model=tiny_dir, store_config={"encription_key": "env:KK"})
     with pytest.raises(ConfigError, match="did you mean 'recompute_ratio'"):
@@ -126,7 +136,10 @@ def test_usage_and_metadata(chat, chunks):
     assert usage["output_tokens"] == 8
     assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
     assert usage["input_token_details"] == {"cache_read": made["cached_tokens"]}
-    assert made["cached_tokens"] + made["repaired_tokens"] + made["computed_tokens"] == usage["input_tokens"]
+    assert (
+        made["cached_tokens"] + made["repaired_tokens"] + made["computed_tokens"]
+        == usage["input_tokens"]
+    )
     assert made["exactness"] == "repaired"
     assert made["kv_reuse_ratio"] == made["cached_tokens"] / usage["input_tokens"] > 0.5
     assert made["fallback_reason"] is None
@@ -183,7 +196,10 @@ def test_streaming_equals_invoke(chat, chunks):
     assert whole.content == message.content
     assert whole.usage_metadata == message.usage_metadata
     assert whole.response_metadata["finish_reason"] == "length"
-    assert whole.response_metadata["kvrag"]["cached_tokens"] == message.response_metadata["kvrag"]["cached_tokens"]
+    assert (
+        whole.response_metadata["kvrag"]["cached_tokens"]
+        == message.response_metadata["kvrag"]["cached_tokens"]
+    )
     assert [piece.chunk_position for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
 
 
@@ -194,7 +210,10 @@ def test_stop_strings_across_tokens_are_removed(chat):
     message = chat.invoke("Tell me.", max_tokens=30, stop=[stop])
     assert message.content == expected
     assert message.response_metadata["finish_reason"] == "stop"
-    assert "".join(piece.content for piece in chat.stream("Tell me.", max_tokens=30, stop=[stop])) == expected
+    assert (
+        "".join(piece.content for piece in chat.stream("Tell me.", max_tokens=30, stop=[stop]))
+        == expected
+    )
     configured = chat.model_copy(update={"stop": [stop]})
     assert configured.invoke("Tell me.", max_tokens=30).content == expected
     assert configured.invoke("Tell me.", max_tokens=30, stop=[]).content == text
@@ -253,7 +272,9 @@ def test_errors_reach_the_caller(chat, monkeypatch):
     with pytest.raises(InputError):
         list(chat.stream([]))
 
-    monkeypatch.setattr(type(chat.engine.loaded.lm), "forward", raising(RuntimeError, "the device is on fire"))
+    monkeypatch.setattr(
+        type(chat.engine.loaded.lm), "forward", raising(RuntimeError, "the device is on fire")
+    )
     with pytest.raises(RuntimeError, match="on fire"):
         chat.invoke("hi")
     with pytest.raises(RuntimeError, match="on fire"):
@@ -283,14 +304,26 @@ def test_the_response_cache_tells_models_apart(options):
 
 @pytest.mark.parametrize("cls", [ChatKVRag, KVRagLLM])
 def test_copies_and_pickles_are_the_same_model(options, cls):
-    llm = cls(**options, repair=RepairConfig(recompute_ratio=0.5), store_config=StoreConfig(ram_bytes=5), stop=["x"])
-    for other in (copy.copy(llm), copy.deepcopy(llm), llm.model_copy(deep=True), pickle.loads(pickle.dumps(llm))):
+    llm = cls(
+        **options,
+        repair=RepairConfig(recompute_ratio=0.5),
+        store_config=StoreConfig(ram_bytes=5),
+        stop=["x"],
+    )
+    for other in (
+        copy.copy(llm),
+        copy.deepcopy(llm),
+        llm.model_copy(deep=True),
+        pickle.loads(pickle.dumps(llm)),
+    ):
         assert other.model_dump() == llm.model_dump()
         assert other._identifying_params == llm._identifying_params
         assert other.engine is llm.engine
     assert not llm.is_lc_serializable()
     dumped = dumps(llm)
-    assert json.loads(dumped)["type"] == "not_implemented"  # as for other local models: weights have no such form
+    assert (
+        json.loads(dumped)["type"] == "not_implemented"
+    )  # as for other local models: weights have no such form
     with pytest.raises(NotImplementedError):
         loads(dumped, allowed_objects="core")
 
@@ -299,10 +332,14 @@ def test_copies_share_a_loaded_model_and_pickles_refuse_it(tokenizer):
     llm = ChatKVRag.from_pretrained_model(tiny_model(), tokenizer)
     for other in (copy.deepcopy(llm), llm.model_copy(deep=True)):
         assert (other.model, other.tokenizer) == (llm.model, tokenizer)
-    with pytest.raises(ConfigError, match="given a loaded model can't be pickled; name it by its path"):
+    with pytest.raises(
+        ConfigError, match="given a loaded model can't be pickled; name it by its path"
+    ):
         pickle.dumps(llm)
     with pytest.raises(ConfigError, match="encryption_key is a function can't be pickled"):
-        pickle.dumps(ChatKVRag(model="x", store_config=StoreConfig(encryption_key=lambda: b"k" * 32)))
+        pickle.dumps(
+            ChatKVRag(model="x", store_config=StoreConfig(encryption_key=lambda: b"k" * 32))
+        )
 
 
 # -- profile -------------------------------------------------------------------------------------------------------------
@@ -312,10 +349,16 @@ def test_the_profile_is_read_from_the_models_files(tiny_dir, tmp_path, tokenizer
     profile = ChatKVRag(model=tiny_dir).profile
     config = json.loads(Path(tiny_dir, "config.json").read_text())
     assert profile["max_input_tokens"] == config["max_position_embeddings"]
-    assert (profile["text_inputs"], profile["text_outputs"], profile["image_inputs"]) == (True, True, False)
+    assert (profile["text_inputs"], profile["text_outputs"], profile["image_inputs"]) == (
+        True,
+        True,
+        False,
+    )
     calls = ChatKVRag.bind_tools is not BaseChatModel.bind_tools
     assert profile["tool_calling"] is calls
-    assert profile["structured_output"] is False  # else an agent with tools would bind the schema to every call
+    assert (
+        profile["structured_output"] is False
+    )  # else an agent with tools would bind the schema to every call
     plain = Path(shutil.copytree(tiny_dir, tmp_path / "plain"))
     (plain / "chat_template.jinja").unlink(missing_ok=True)
     settings = json.loads((plain / "tokenizer_config.json").read_text())
@@ -332,7 +375,10 @@ def test_the_profile_is_read_from_the_models_files(tiny_dir, tmp_path, tokenizer
     mine = {"max_input_tokens": 77}
     assert ChatKVRag(model=tiny_dir, profile=mine).profile == mine
     # It changes no answer of a call.
-    assert ChatKVRag(model=tiny_dir, profile=mine)._get_llm_string() == ChatKVRag(model=tiny_dir)._get_llm_string()
+    assert (
+        ChatKVRag(model=tiny_dir, profile=mine)._get_llm_string()
+        == ChatKVRag(model=tiny_dir)._get_llm_string()
+    )
 
 
 # -- keeping KV ----------------------------------------------------------------------------------------------------------

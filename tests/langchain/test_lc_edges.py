@@ -24,7 +24,13 @@ def test_standard_parameters_that_ask_for_nothing_in_process_are_taken_without_a
         "n": 1,
         "stream_usage": True,
     }
-    inherited = {"cache": False, "callbacks": [], "tags": ["a"], "metadata": {"b": 1}, "verbose": False}
+    inherited = {
+        "cache": False,
+        "callbacks": [],
+        "tags": ["a"],
+        "metadata": {"b": 1},
+        "verbose": False,
+    }
     if cls is ChatKVRag:
         inherited |= {"rate_limiter": None, "disable_streaming": False}
     with warnings.catch_warnings():
@@ -38,13 +44,20 @@ def test_standard_parameters_that_ask_for_nothing_in_process_are_taken_without_a
 @pytest.mark.parametrize("cls", [ChatKVRag, KVRagLLM])
 def test_none_is_what_was_not_given(cls, options):
     defaults = cls(**options)
-    names = cls.model_fields.keys() - {"model", "kv_dir", "max_tokens", "context"}  # no context is a choice
+    names = cls.model_fields.keys() - {
+        "model",
+        "kv_dir",
+        "max_tokens",
+        "context",
+    }  # no context is a choice
     assert cls(**options, **dict.fromkeys(names)).model_dump() == defaults.model_dump()
 
 
 def test_another_server_is_refused_by_name(options):
     for name in ("base_url", "api_base", "endpoint_url"):
-        with pytest.raises(ConfigError, match=f"takes no {name}='http://a': the model runs in this process"):
+        with pytest.raises(
+            ConfigError, match=f"takes no {name}='http://a': the model runs in this process"
+        ):
             ChatKVRag(**options, **{name: "http://a"})
 
 
@@ -94,8 +107,15 @@ async def test_a_time_limit_ends_an_answer_in_an_event_loop(options, monkeypatch
 def test_the_response_cache_tells_stores_apart(options, tmp_path):
     """An answer from rounded KV, or from another directory's, is not that of an exact engine."""
     cache, rounded = InMemoryCache(), StoreConfig(kv_dtype="int8", encryption_key=lambda: b"k" * 32)
-    others = {"kv_dir": str(tmp_path / "b")}, {"store_config": StoreConfig(kv_dtype="int8")}, {"context": None}
-    keys = [str(ChatKVRag(**{**options, **other}, cache=cache)._identifying_params) for other in ({}, *others)]
+    others = (
+        {"kv_dir": str(tmp_path / "b")},
+        {"store_config": StoreConfig(kv_dtype="int8")},
+        {"context": None},
+    )
+    keys = [
+        str(ChatKVRag(**{**options, **other}, cache=cache)._identifying_params)
+        for other in ({}, *others)
+    ]
     assert len(set(keys)) == 4
     secret = ChatKVRag(**options, store_config=rounded)._identifying_params["store_config"]
     assert "encryption_key" not in secret
@@ -112,7 +132,9 @@ def test_string_prompts_have_no_chat_head(llm, chat, chunks):
 
 
 def test_thoughts_of_earlier_turns_are_left_out(chat):
-    thought = AIMessage([{"type": "reasoning", "reasoning": "Hm."}, {"type": "text", "text": "The keeper."}])
+    thought = AIMessage(
+        [{"type": "reasoning", "reasoning": "Hm."}, {"type": "text", "text": "The keeper."}]
+    )
     said = AIMessage([{"type": "text", "text": "The keeper."}])
     rest = ("human", "Who?"), ("human", "Sure?")
     shown = [chat.explain([rest[0], message, rest[1]]).spans for message in (thought, said)]
@@ -136,7 +158,11 @@ class ChromaLike(InMemoryVectorStore):
     def get(self, ids=None, include=None):
         assert include == ["documents"]
         rows = [row for name, row in self._rows.items() if ids is None or name in ids]
-        return {"ids": [row["id"] for row in rows], "documents": [row["text"] for row in rows], "metadatas": None}
+        return {
+            "ids": [row["id"] for row in rows],
+            "documents": [row["text"] for row in rows],
+            "metadatas": None,
+        }
 
     def delete(self, ids=None, where=None):
         for name, row in list(self._rows.items()):
@@ -161,7 +187,9 @@ class QdrantLike(ChromaLike):
 
 
 @pytest.mark.parametrize("kind", [ChromaLike, QdrantLike])
-def test_stores_of_other_packages_are_listed_and_their_deletions_followed(chat, embedding, chunks, kind):
+def test_stores_of_other_packages_are_listed_and_their_deletions_followed(
+    chat, embedding, chunks, kind
+):
     inner = kind(embedding)
     inner.add_texts(chunks[:3], [{"of": "x"}, {"of": "y"}, {"of": "y"}], ids=["a", "b", "c"])
     assert chat.precompute_kv(inner).stored == 3

@@ -20,7 +20,9 @@ from langchain_kvrag import KVRagVectorStore
 def own(embedding):
     texts = [f"text {i}" for i in range(10)]
     metadatas = [{"n": i, "even": i % 2 == 0} for i in range(10)]
-    return KVRagVectorStore.from_texts(texts, embedding, metadatas, ids=[f"id{i}" for i in range(10)])
+    return KVRagVectorStore.from_texts(
+        texts, embedding, metadatas, ids=[f"id{i}" for i in range(10)]
+    )
 
 
 def test_searches(own, embedding):
@@ -29,14 +31,18 @@ def test_searches(own, embedding):
     assert scores[0] == pytest.approx(0, abs=1e-4)
     assert list(scores) == sorted(scores)
     vectors = np.array(embedding.embed_documents([d.page_content for d in documents]))
-    assert np.allclose(scores, ((vectors - np.array(embedding.embed_query("text 3"))) ** 2).sum(-1), atol=1e-3)
+    assert np.allclose(
+        scores, ((vectors - np.array(embedding.embed_query("text 3"))) ** 2).sum(-1), atol=1e-3
+    )
     assert own.similarity_search("text 3", k=0) == []
     assert len(own.similarity_search("text 3", k=99)) == 10
     assert own.similarity_search_by_vector(embedding.embed_query("text 4"), k=1)[0].id == "id4"
     relevant = own.similarity_search_with_relevance_scores("text 3", k=10)
     assert all(0 <= score <= 1 for _, score in relevant)
     assert relevant[0][1] == pytest.approx(1, abs=1e-3)
-    assert own.as_retriever(search_type="mmr", search_kwargs={"k": 3}).invoke("text 3")[0].id == "id3"
+    assert (
+        own.as_retriever(search_type="mmr", search_kwargs={"k": 3}).invoke("text 3")[0].id == "id3"
+    )
 
 
 SHARED = {"k": 3, "fetch_k": 9, "lambda_mult": 0.3, "filter": {"even": True}}
@@ -44,7 +50,8 @@ SHARED = {"k": 3, "fetch_k": 9, "lambda_mult": 0.3, "filter": {"even": True}}
 
 @pytest.mark.parametrize("metric", ["l2", "ip"])
 @pytest.mark.parametrize(
-    ("kind", "least"), [("similarity", None), ("similarity", 0.5), ("mmr", None), ("similarity_score_threshold", 0.5)]
+    ("kind", "least"),
+    [("similarity", None), ("similarity", 0.5), ("mmr", None), ("similarity_score_threshold", 0.5)],
 )
 def test_retrievers_take_each_others_options(kind, least, metric, embedding):
     texts, metadatas = [f"text {i}" for i in range(10)], [{"even": i % 2 == 0} for i in range(10)]
@@ -53,11 +60,17 @@ def test_retrievers_take_each_others_options(kind, least, metric, embedding):
     found = store.as_retriever(search_type=kind, search_kwargs=options).invoke("text 4")
     assert found
     assert all(document.metadata["even"] for document in found)
-    if kind == "similarity" and least is not None:  # in the metric's own units, as in other FAISS stores
+    if (
+        kind == "similarity" and least is not None
+    ):  # in the metric's own units, as in other FAISS stores
         scored = store.similarity_search_with_score("text 4", k=3, filter={"even": True})
-        kept = [d.id for d, score in scored if (score <= least if metric == "l2" else score >= least)]
+        kept = [
+            d.id for d, score in scored if (score <= least if metric == "l2" else score >= least)
+        ]
         assert [document.id for document in found] == kept
-    with pytest.raises(ConfigError, match="the search has no option 'fetchk'; did you mean 'fetch_k'"):
+    with pytest.raises(
+        ConfigError, match="the search has no option 'fetchk'; did you mean 'fetch_k'"
+    ):
         store.as_retriever(search_kwargs={"fetchk": 3}).invoke("text 4")
 
 
@@ -71,7 +84,9 @@ def test_filters_find_k_where_k_exist(own):
     assert found({"even": True, "n": [3, 4]}) == {4}
     assert found(lambda metadata: metadata["n"] > 7) == {8, 9}
     assert found({"absent": 1}) == set()
-    retriever = own.as_retriever(search_type="mmr", search_kwargs={"k": 2, "filter": {"even": False}})
+    retriever = own.as_retriever(
+        search_type="mmr", search_kwargs={"k": 2, "filter": {"even": False}}
+    )
     assert all(not d.metadata["even"] for d in retriever.invoke("text 1"))
     with pytest.raises(ConfigError, match="operators"):
         own.similarity_search("text 1", filter={"n": {"$gt": 3}})
@@ -85,11 +100,16 @@ def test_returned_documents_are_copies(own):
 def test_saving_and_loading(own, embedding, tmp_path):
     own.delete(["id0", "id5"])
     own.save_local(tmp_path / "store")
-    assert sorted(p.name for p in (tmp_path / "store").iterdir()) == ["documents.json", "index.faiss"]
+    assert sorted(p.name for p in (tmp_path / "store").iterdir()) == [
+        "documents.json",
+        "index.faiss",
+    ]
     again = KVRagVectorStore.load_local(tmp_path / "store", embedding)
     assert again.kv_documents() == own.kv_documents()
     for query in ("text 1", "text 7"):
-        assert again.similarity_search_with_score(query, k=8) == own.similarity_search_with_score(query, k=8)
+        assert again.similarity_search_with_score(query, k=8) == own.similarity_search_with_score(
+            query, k=8
+        )
     again.add_texts(["text 1 changed"], ids=["id1"])
     assert len(again.kv_documents()) == 8
     empty = KVRagVectorStore(embedding=embedding)
@@ -98,7 +118,9 @@ def test_saving_and_loading(own, embedding, tmp_path):
 
 
 def test_loading_keeps_kv_in_step(chat, embedding, chunks, tmp_path):
-    KVRagVectorStore.from_texts(chunks[:2], embedding, ids=["a", "b"], llm=chat).save_local(tmp_path)
+    KVRagVectorStore.from_texts(chunks[:2], embedding, ids=["a", "b"], llm=chat).save_local(
+        tmp_path
+    )
     again = KVRagVectorStore.load_local(tmp_path, embedding, llm=chat)
     assert kept(chat, chunks) == [0, 1]
     again.delete(["a"])

@@ -17,7 +17,9 @@ from transformers.pipelines.text_generation import TextGenerationPipeline  # noq
 
 @pytest.fixture(scope="module")
 def pipe(tiny_dir):
-    return pipeline("text-generation", tiny_dir, max_new_tokens=3, do_sample=True, return_full_text=False)
+    return pipeline(
+        "text-generation", tiny_dir, max_new_tokens=3, do_sample=True, return_full_text=False
+    )
 
 
 UNDERSTOOD: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -27,9 +29,15 @@ UNDERSTOOD: dict[str, tuple[Any, dict[str, Any]]] = {
     "device": (-1, {"device": "cpu"}),
     "device_map": ("cpu", {"device": "cpu"}),
     "batch_size": (4, {}),
-    "model_kwargs": ({"attn_implementation": "sdpa"}, {"model_kwargs": {"attn_implementation": "sdpa"}}),
+    "model_kwargs": (
+        {"attn_implementation": "sdpa"},
+        {"model_kwargs": {"attn_implementation": "sdpa"}},
+    ),
     "pipeline_kwargs": ({"max_new_tokens": 7, "top_k": 3}, {"max_tokens": 7, "top_k": 3}),
-    "generate_kwargs": ({"max_new_tokens": 7, "do_sample": False}, {"max_tokens": 7, "temperature": 0.0}),
+    "generate_kwargs": (
+        {"max_new_tokens": 7, "do_sample": False},
+        {"max_tokens": 7, "temperature": 0.0},
+    ),
     "temperature": (0.5, {"temperature": 0.5}),
     "stop": ("x", {"stop": ["x"]}),
     "stop_sequences": (["x"], {"stop": ["x"]}),
@@ -91,7 +99,11 @@ BASES |= {*BaseChatModel.model_fields, *BaseLLM.model_fields}
 
 def test_every_option_of_the_incumbents_is_looked_at():
     signature = inspect.signature(huggingface.HuggingFacePipeline.from_model_id).parameters
-    theirs = {*huggingface.HuggingFacePipeline.model_fields, *huggingface.ChatHuggingFace.model_fields, *signature}
+    theirs = {
+        *huggingface.HuggingFacePipeline.model_fields,
+        *huggingface.ChatHuggingFace.model_fields,
+        *signature,
+    }
     assert theirs <= {*UNDERSTOOD, *REFUSED, *BASES}
     generation = set(inspect.signature(TextGenerationPipeline._sanitize_parameters).parameters)
     assert generation <= {*UNDERSTOOD, *REFUSED, *BASES, *ONLY_IN_PIPELINES}
@@ -102,7 +114,10 @@ def test_what_is_understood(tiny_dir, name):
     given, expected = UNDERSTOOD[name]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for made in (ChatKVRag(model_id=tiny_dir, **{name: given}), KVRagLLM.from_model_id(tiny_dir, **{name: given})):
+        for made in (
+            ChatKVRag(model_id=tiny_dir, **{name: given}),
+            KVRagLLM.from_model_id(tiny_dir, **{name: given}),
+        ):
             plain = type(made)(model=tiny_dir)
             assert made.model_dump() == {**plain.model_dump(), **expected}
 
@@ -139,23 +154,33 @@ def test_what_is_given_twice_is_refused(tiny_dir, options):
 
 
 def test_what_is_given_twice_and_says_the_same_is_fine(tiny_dir):
-    made = ChatKVRag(model=tiny_dir, model_id=tiny_dir, temperature=0.5, pipeline_kwargs={"temperature": 0.5})
+    made = ChatKVRag(
+        model=tiny_dir, model_id=tiny_dir, temperature=0.5, pipeline_kwargs={"temperature": 0.5}
+    )
     assert (made.model, made.temperature) == (tiny_dir, 0.5)
 
 
 @pytest.mark.parametrize("cls", [ChatKVRag, KVRagLLM])
 def test_a_pipeline_is_taken_with_what_it_was_told(pipe, cls):
     wrapped = huggingface.HuggingFacePipeline(pipeline=pipe)
-    for made in (cls(pipeline=pipe), cls(llm=wrapped), cls(llm=huggingface.ChatHuggingFace(llm=wrapped).llm)):
+    for made in (
+        cls(pipeline=pipe),
+        cls(llm=wrapped),
+        cls(llm=huggingface.ChatHuggingFace(llm=wrapped).llm),
+    ):
         assert made.engine.loaded.lm.model is pipe.model
         assert (made.max_tokens, made.temperature) == (3, 1.0)
         assert cls(pipeline=pipe, model_id=None, seed=1).invoke("Who?")
-    with pytest.raises(ConfigError, match="max_tokens twice, as max_tokens and as max_new_tokens, of the pipeline"):
+    with pytest.raises(
+        ConfigError, match="max_tokens twice, as max_tokens and as max_new_tokens, of the pipeline"
+    ):
         cls(max_tokens=5, pipeline=pipe)
 
 
 def test_a_pipeline_that_repeats_prompts_is_refused(tiny_dir, pipe):
-    repeating = pipeline("text-generation", pipe.model, tokenizer=pipe.tokenizer, return_full_text=True)
+    repeating = pipeline(
+        "text-generation", pipe.model, tokenizer=pipe.tokenizer, return_full_text=True
+    )
     with pytest.raises(ConfigError, match="return_full_text=True: answers never hold the prompt"):
         KVRagLLM(llm=huggingface.HuggingFacePipeline(pipeline=repeating))
     padded = pipeline("text-generation", pipe.model, tokenizer=pipe.tokenizer, prefix="Always so: ")
@@ -166,9 +191,17 @@ def test_a_pipeline_that_repeats_prompts_is_refused(tiny_dir, pipe):
 def test_a_call_is_spelt_as_theirs(tiny_dir):
     llm = KVRagLLM(model=tiny_dir, max_tokens=8)
     expected = llm.invoke("Tell me.", max_tokens=2)
-    assert llm.bind(skip_prompt=True, pipeline_kwargs={"max_new_tokens": 2}).invoke("Tell me.") == expected
-    assert llm.invoke("Tell me.", generate_kwargs={"max_new_tokens": 2, "do_sample": False}) == expected
-    with pytest.raises(ConfigError, match="a call takes no skip_prompt=False: answers never hold the prompt"):
+    assert (
+        llm.bind(skip_prompt=True, pipeline_kwargs={"max_new_tokens": 2}).invoke("Tell me.")
+        == expected
+    )
+    assert (
+        llm.invoke("Tell me.", generate_kwargs={"max_new_tokens": 2, "do_sample": False})
+        == expected
+    )
+    with pytest.raises(
+        ConfigError, match="a call takes no skip_prompt=False: answers never hold the prompt"
+    ):
         llm.invoke("Tell me.", skip_prompt=False)
     with pytest.raises(ConfigError, match="in pipeline_kwargs has no option 'typical_p'"):
         llm.invoke("Tell me.", pipeline_kwargs={"typical_p": 0.5})

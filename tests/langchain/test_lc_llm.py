@@ -15,7 +15,9 @@ from kvrag import ConfigError
 from kvrag.testing.models import tiny_model
 from langchain_kvrag import KVRagLLM
 
-CHAT = ChatPromptTemplate.from_messages([("system", "Be brief."), ("human", "{context}\n\n{question}")])
+CHAT = ChatPromptTemplate.from_messages(
+    [("system", "Be brief."), ("human", "{context}\n\n{question}")]
+)
 TEXT = PromptTemplate.from_template("Read this.\n{context}\n{question}")
 
 
@@ -35,15 +37,20 @@ class Recorder(BaseCallbackHandler):
 
 def test_strings_stay_raw(llm):
     result = llm.generate(["Tell me."])
-    assert result.generations[0][0].generation_info["usage_metadata"]["input_tokens"] == 1 + llm.get_num_tokens(
-        "Tell me."
-    )
+    assert result.generations[0][0].generation_info["usage_metadata"][
+        "input_tokens"
+    ] == 1 + llm.get_num_tokens("Tell me.")
     assert result.generations[0][0].text == llm.engine.generate("Tell me.", max_new_tokens=8).text
 
 
-@pytest.mark.parametrize("call", ["invoke", "stream", "batch", "generate_prompt", "ainvoke", "astream", "abatch"])
+@pytest.mark.parametrize(
+    "call", ["invoke", "stream", "batch", "generate_prompt", "ainvoke", "astream", "abatch"]
+)
 async def test_chat_prompts_go_through_the_chat_template(llm, call):
-    asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "some\n\nWho?"}]
+    asked = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "some\n\nWho?"},
+    ]
     expected = llm.engine.generate(asked, max_new_tokens=8).text
     value = CHAT.invoke({"context": "some", "question": "Who?"})
     answers: dict[str, Callable[[], Any]] = {
@@ -75,7 +82,11 @@ def test_generation_info_and_llm_output(llm, chunks):
     result = llm.generate([prompt, "Tell me."])
     first, second = (generations[0].generation_info for generations in result.generations)
     assert first["kvrag"]["exactness"] == "exact"
-    assert first["kvrag"]["cached_tokens"] == first["usage_metadata"]["input_token_details"]["cache_read"] > 0
+    assert (
+        first["kvrag"]["cached_tokens"]
+        == first["usage_metadata"]["input_token_details"]["cache_read"]
+        > 0
+    )
     assert second["kvrag"]["exactness"] == "full"
     assert first["finish_reason"] == "length"
     assert (first["model_name"], first["model_provider"]) == (llm.model_name, "kvrag")
@@ -83,7 +94,9 @@ def test_generation_info_and_llm_output(llm, chunks):
     assert json.dumps(first)
     usage = result.llm_output["token_usage"]
     assert usage["completion_tokens"] == 16
-    assert usage["prompt_tokens"] == sum(info["usage_metadata"]["input_tokens"] for info in (first, second))
+    assert usage["prompt_tokens"] == sum(
+        info["usage_metadata"]["input_tokens"] for info in (first, second)
+    )
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
 
 
@@ -110,13 +123,17 @@ def test_errors_and_unknown_options(llm):
         llm.invoke("hi", max_toks=3)
     with pytest.raises(ConfigError, match="'foo'"):
         list(llm.stream("hi", foo=1))
-    assert [type(e) for e in llm.batch(["hi", "ho"], return_exceptions=True, foo=1)] == [ConfigError] * 2
+    assert [type(e) for e in llm.batch(["hi", "ho"], return_exceptions=True, foo=1)] == [
+        ConfigError
+    ] * 2
 
 
 def test_another_model_for_one_call(llm, other_tiny_dir):
     result = llm.generate(["Tell me."], model=other_tiny_dir)
     assert result.llm_output["model_name"] == Path(other_tiny_dir).name
-    assert result.generations[0][0].text == KVRagLLM(model=other_tiny_dir, max_tokens=8).invoke("Tell me.")
+    assert result.generations[0][0].text == KVRagLLM(model=other_tiny_dir, max_tokens=8).invoke(
+        "Tell me."
+    )
     assert llm._get_ls_params(model="x") == {
         **llm._get_ls_params(),
         "ls_provider": "kvrag",

@@ -2,7 +2,14 @@
 
 import pytest
 from chat_templates import TEMPLATES, outcome
-from langchain_core.messages import AIMessage, ChatMessage, FunctionMessage, HumanMessage, SystemMessage, ToolMessage
+from langchain_core.messages import (
+    AIMessage,
+    ChatMessage,
+    FunctionMessage,
+    HumanMessage,
+    SystemMessage,
+    ToolMessage,
+)
 from transformers import AutoTokenizer
 
 from kvrag import Chunk, ConfigError, InputError
@@ -17,7 +24,11 @@ HISTORIES = {
     "developer": [ChatMessage("Numbat eight", role="developer"), ASK],
     "narrator": [ChatMessage("Numbat eight", role="narrator"), ASK],
     "ai": [ASK, AIMessage("Numbat eight"), HumanMessage("And then?")],
-    "call": [ASK, AIMessage("", tool_calls=[CALL]), ToolMessage("Numbat eight", tool_call_id="call00001")],
+    "call": [
+        ASK,
+        AIMessage("", tool_calls=[CALL]),
+        ToolMessage("Numbat eight", tool_call_id="call00001"),
+    ],
     "text and call": [
         ASK,
         AIMessage("Numbat eight", tool_calls=[CALL]),
@@ -28,7 +39,11 @@ HISTORIES = {
         AIMessage("", invalid_tool_calls=[BROKEN]),
         ToolMessage("Numbat eight", tool_call_id="call00001"),
     ],
-    "unread": [ASK, AIMessage("", invalid_tool_calls=[{**BROKEN, "name": None, "args": "Numbat eight"}]), ASK],
+    "unread": [
+        ASK,
+        AIMessage("", invalid_tool_calls=[{**BROKEN, "name": None, "args": "Numbat eight"}]),
+        ASK,
+    ],
     "function": [
         ASK,
         AIMessage("", additional_kwargs={"function_call": {"name": "look", "arguments": "{}"}}),
@@ -47,7 +62,9 @@ def with_template(tiny_dir, template):
 @pytest.mark.parametrize("history", HISTORIES)
 @pytest.mark.parametrize("template", ["qwen2.5", "llama3.2", "gemma", "mistral"])
 def test_a_message_is_shown_or_refused_by_name(options, tiny_dir, template, history):
-    chat = ChatKVRag(**options, tokenizer=with_template(tiny_dir, template), chat_template_kwargs={})
+    chat = ChatKVRag(
+        **options, tokenizer=with_template(tiny_dir, template), chat_template_kwargs={}
+    )
     messages = HISTORIES[history]
     encoder = chat.engine.encoder
     text = outcome(lambda: encoder.render(chat_messages(messages)))
@@ -61,7 +78,9 @@ def test_a_message_is_shown_or_refused_by_name(options, tiny_dir, template, hist
     assert "Quokka seven" in text
     if "call" in history:
         assert "look" in text
-    assert chat.invoke(messages).usage_metadata["input_tokens"] == chat.get_num_tokens_from_messages(messages)
+    assert chat.invoke(messages).usage_metadata[
+        "input_tokens"
+    ] == chat.get_num_tokens_from_messages(messages)
 
 
 def test_a_broken_call_is_shown_as_it_was(options, tiny_dir):
@@ -107,7 +126,10 @@ def test_variables_reach_the_chat_template(options, tiny_dir, kind):
         result = llm.generate_prompt([llm._convert_input([ASK])], **more)
         return result.llm_output["token_usage"]["prompt_tokens"]
 
-    plain, quiet = kind(**options, tokenizer=tokenizer), kind(**options, tokenizer=tokenizer, chat_template_kwargs=off)
+    plain, quiet = (
+        kind(**options, tokenizer=tokenizer),
+        kind(**options, tokenizer=tokenizer, chat_template_kwargs=off),
+    )
     assert tokens(plain) < tokens(quiet) == tokens(plain, chat_template_kwargs=off)
     assert plain._identifying_params != quiet._identifying_params
     assert "think" in quiet.explain([ASK]).spans[-1].text

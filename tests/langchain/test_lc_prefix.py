@@ -7,7 +7,9 @@ from langchain_core.prompts import ChatPromptTemplate, PromptTemplate
 
 from langchain_kvrag import ChatKVRag, KVRagLLM
 
-CHAT = ChatPromptTemplate.from_messages([("system", "Use the notes."), ("human", "{context}\n\n{input}")])
+CHAT = ChatPromptTemplate.from_messages(
+    [("system", "Use the notes."), ("human", "{context}\n\n{input}")]
+)
 TEXT = PromptTemplate.from_template("Use the notes.\n{context}\n\n{input}")
 
 pytestmark = pytest.mark.filterwarnings("ignore:chunks were encoded behind another prefix")
@@ -17,12 +19,19 @@ pytestmark = pytest.mark.filterwarnings("ignore:chunks were encoded behind anoth
 def test_a_chain_that_names_no_prefix_finds_it_by_itself(options, chunks, kind, prompt):
     model = kind(**options, prefix="learn", mode="stitch", context=None)
     model.precompute_kv(chunks)
-    chain, documents = create_stuff_documents_chain(model, prompt), [Document(page_content=text) for text in chunks]
+    chain, documents = (
+        create_stuff_documents_chain(model, prompt),
+        [Document(page_content=text) for text in chunks],
+    )
     found = []
     for n in range(5):
         asked = {"context": documents[n:] + documents[:n], "input": f"Question {n}: who reads?"}
-        value = prompt.invoke({**asked, "context": "\n\n".join(d.page_content for d in asked["context"])})
-        found.append(next(span for span in model.explain(value).spans if span.kind == "chunk").exact)
+        value = prompt.invoke(
+            {**asked, "context": "\n\n".join(d.page_content for d in asked["context"])}
+        )
+        found.append(
+            next(span for span in model.explain(value).spans if span.kind == "chunk").exact
+        )
         assert isinstance(chain.invoke(asked), str)
         assert model.engine.flush_write_back(60)
     assert found == [False, False, False, True, True]

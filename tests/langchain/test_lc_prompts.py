@@ -35,7 +35,14 @@ def test_roles():
         ChatMessage("c", role="critic"),
     ]
     out = chat_messages(history)
-    assert [m["role"] for m in out] == ["system", "user", "assistant", "tool", "assistant", "critic"]
+    assert [m["role"] for m in out] == [
+        "system",
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+        "critic",
+    ]
     assert out[1]["name"] == "Ann"
     assert out[2]["tool_calls"][0]["function"] == {"name": "find", "arguments": {"q": "x"}}
     assert out[3]["tool_call_id"] == "1"
@@ -85,7 +92,10 @@ def test_the_first_chunk_behind_the_prefix_is_exact(options, chunks, prefix):
     assert [(span.hit, span.exact) for span in spans] == [(True, True), (True, False)]
     message = (PROMPT | llm).invoke({"context": chunks[0], "question": "Who?"})
     assert message.response_metadata["kvrag"]["exactness"] == "exact"
-    assert message.content == (PROMPT | llm).invoke({"context": chunks[0], "question": "Who?"}, mode="full").content
+    assert (
+        message.content
+        == (PROMPT | llm).invoke({"context": chunks[0], "question": "Who?"}, mode="full").content
+    )
     llm.engine.close()
 
 

@@ -24,7 +24,9 @@ def call(name: str, **arguments: object) -> str:
     return json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
 
 
-JOKE = json.dumps({"setup": "Why do cats sit on keyboards?", "punchline": "To keep an eye on the mouse."})
+JOKE = json.dumps(
+    {"setup": "Why do cats sit on keyboards?", "punchline": "To keep an eye on the mouse."}
+)
 MAGIC = call("magic_function", input=3)
 SCRIPTS = {
     "test_tool_calling": [MAGIC],
@@ -54,7 +56,10 @@ class Contract:
 
     @pytest.fixture(autouse=True)
     def _directories(self, tiny_dir, other_tiny_dir, monkeypatch):
-        self._tiny_dir, self._other = tiny_dir, Path(other_tiny_dir).name  # results name a path by its last part
+        self._tiny_dir, self._other = (
+            tiny_dir,
+            Path(other_tiny_dir).name,
+        )  # results name a path by its last part
         monkeypatch.chdir(Path(other_tiny_dir).parent)
 
     @property
@@ -69,7 +74,9 @@ class Contract:
     supports_json_mode = True
     # kvrag reads text only, and refuses other blocks by name.
     supports_image_inputs = supports_image_urls = supports_image_tool_message = False
-    supports_pdf_inputs = supports_pdf_tool_message = supports_audio_inputs = supports_video_inputs = False
+    supports_pdf_inputs = supports_pdf_tool_message = supports_audio_inputs = (
+        supports_video_inputs
+    ) = False
     supports_anthropic_inputs = False  # its test sends images, too
     enable_vcr_tests = False  # they record what services answer, and none is asked
 

@@ -38,7 +38,9 @@ class Qwen:
     supports_json_mode = True
     # kvrag reads text only, and refuses other blocks by name.
     supports_image_inputs = supports_image_urls = supports_image_tool_message = False
-    supports_pdf_inputs = supports_pdf_tool_message = supports_audio_inputs = supports_video_inputs = False
+    supports_pdf_inputs = supports_pdf_tool_message = supports_audio_inputs = (
+        supports_video_inputs
+    ) = False
     supports_anthropic_inputs = False  # its test sends images, too
     enable_vcr_tests = False  # they record what services answer, and none is asked
 

@@ -62,7 +62,9 @@ def chat(options):
 # -- calls ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", FORMS, ids=["pydantic", "TypedDict", "function", "@tool", "StructuredTool", "schema"])
+@pytest.mark.parametrize(
+    "form", FORMS, ids=["pydantic", "TypedDict", "function", "@tool", "StructuredTool", "schema"]
+)
 def test_tools_of_every_form_are_shown_and_can_be_called(form, chat):
     bound = chat.bind_tools([form], tool_choice=True)
     (shown,) = bound.kwargs["tools"]
@@ -72,7 +74,9 @@ def test_tools_of_every_form_are_shown_and_can_be_called(form, chat):
     assert properties["place"]["description"] == "Where."
     assert message.content == '{"name'  # as far as it goes to where it was stopped
     assert shown["function"]["name"] in chat.explain("Oslo?", tools=[form]).spans[0].text
-    assert message.usage_metadata["input_tokens"] == chat.explain("Oslo?", tools=[form]).prompt_tokens
+    assert (
+        message.usage_metadata["input_tokens"] == chat.explain("Oslo?", tools=[form]).prompt_tokens
+    )
 
 
 def test_calls_are_the_messages_streamed_or_not(chat, monkeypatch):
@@ -86,13 +90,18 @@ def test_calls_are_the_messages_streamed_or_not(chat, monkeypatch):
         assert each.content == "Let me see."
         assert [(call["name"], call["args"]) for call in each.tool_calls] == [("weather", ARGS)] * 2
         assert len({call["id"] for call in each.tool_calls}) == 2
-        assert (each.invalid_tool_calls, each.response_metadata["finish_reason"]) == ([], "tool_calls")
+        assert (each.invalid_tool_calls, each.response_metadata["finish_reason"]) == (
+            [],
+            "tool_calls",
+        )
     assert all("tool_call" not in str(chunk.content) for chunk in chunks)
     assert [c["index"] for c in whole.tool_call_chunks] == [0, 1]
 
 
 @pytest.mark.parametrize(("parallel", "count"), [(None, 2), (True, 2), (False, 1)])
-def test_several_calls_are_kept_unless_they_are_not_allowed(parallel, count, chat, monkeypatch, caplog):
+def test_several_calls_are_kept_unless_they_are_not_allowed(
+    parallel, count, chat, monkeypatch, caplog
+):
     scripted(monkeypatch, chat.engine, f"{CALL}\n{CALL}")
     bound = chat.bind_tools([weather], parallel_tool_calls=parallel)
     chunks = list(bound.stream("Oslo?", max_tokens=240))
@@ -109,26 +118,41 @@ async def test_what_cannot_be_read_is_an_invalid_call(chat, monkeypatch):
         whole = chunk if whole is None else whole + chunk
     for each in (message, whole):
         assert each.tool_calls == []
-        assert [call["args"] for call in each.invalid_tool_calls] == ["<tool_call>{'place': Oslo</tool_call>"]
+        assert [call["args"] for call in each.invalid_tool_calls] == [
+            "<tool_call>{'place': Oslo</tool_call>"
+        ]
         assert each.content == "<tool_call>{'place': Oslo</tool_call>"
     assert chat.invoke("Oslo?").invalid_tool_calls == []  # without tools it is text
 
 
 def test_choices_of_langchains_forms(chat):
-    for given, known in ((None, None), ("auto", "auto"), ("any", "required"), (True, "required"), (False, None)):
+    for given, known in (
+        (None, None),
+        ("auto", "auto"),
+        ("any", "required"),
+        (True, "required"),
+        (False, None),
+    ):
         assert chat.bind_tools([weather], tool_choice=given).kwargs["tool_choice"] == known
     with pytest.raises(ConfigError, match=r"tool_choice is 'wether'.*\['weather'\]"):
         chat.bind_tools([weather], tool_choice="wether").invoke("Oslo?")
-    assert chat.bind_tools([weather], tool_choice="none").invoke("Oslo?", max_tokens=1).usage_metadata == (
-        chat.invoke("Oslo?", max_tokens=1).usage_metadata
-    )
+    assert chat.bind_tools([weather], tool_choice="none").invoke(
+        "Oslo?", max_tokens=1
+    ).usage_metadata == (chat.invoke("Oslo?", max_tokens=1).usage_metadata)
 
 
 def test_histories_with_calls_reach_the_prompt(chat):
     call = {"name": "weather", "args": ARGS, "id": "c1", "type": "tool_call"}
-    blocks = [{"type": "text", "text": "I look."}, {"type": "tool_use", "id": "c1", "name": "weather", "input": ARGS}]
+    blocks = [
+        {"type": "text", "text": "I look."},
+        {"type": "tool_use", "id": "c1", "name": "weather", "input": ARGS},
+    ]
     for content in ("I look.", blocks):
-        history = [HumanMessage("Oslo?"), AIMessage(content, tool_calls=[call]), ToolMessage("Sun.", tool_call_id="c1")]
+        history = [
+            HumanMessage("Oslo?"),
+            AIMessage(content, tool_calls=[call]),
+            ToolMessage("Sun.", tool_call_id="c1"),
+        ]
         text = chat.bind_tools([weather]).bound.explain(history, tools=None).spans[0].text
         assert text.count(f"I look.\n{CALL}") == 1
         assert text.count("<tool_response>\nSun.\n</tool_response>") == 1
@@ -148,9 +172,13 @@ def test_an_answer_of_a_class_needs_no_luck(method, strict, chat):
         sides: int = Field(ge=3, le=5)
         name: str = Field(max_length=3, pattern="^[a-z]+$")
 
-    found = chat.with_structured_output(Shape, method=method, strict=strict).invoke("Which?", temperature=2.0, seed=1)
+    found = chat.with_structured_output(Shape, method=method, strict=strict).invoke(
+        "Which?", temperature=2.0, seed=1
+    )
     assert isinstance(found, Shape)
-    raw = chat.with_structured_output(Shape, method=method, strict=strict, include_raw=True).invoke("Which?")
+    raw = chat.with_structured_output(Shape, method=method, strict=strict, include_raw=True).invoke(
+        "Which?"
+    )
     assert isinstance(raw["raw"], AIMessage)
     assert isinstance(raw["parsed"], Shape)
     assert raw["parsing_error"] is None
@@ -164,21 +192,37 @@ def test_a_class_is_all_that_an_object_of_it_may_hold(strict, chat):
         legs: list[Weather]
         notes: dict[str, str] = {}
 
-    asked = chat.with_structured_output(Trip, strict=strict).first.kwargs["response_format"]["json_schema"]["schema"]
+    asked = chat.with_structured_output(Trip, strict=strict).first.kwargs["response_format"][
+        "json_schema"
+    ]["schema"]
     leg = asked["properties"]["legs"]["items"]
-    assert {asked.get("additionalProperties"), leg.get("additionalProperties")} == {None if strict is False else False}
+    assert {asked.get("additionalProperties"), leg.get("additionalProperties")} == {
+        None if strict is False else False
+    }
     given = Trip.model_json_schema()
-    assert chat.with_structured_output(given).first.kwargs["response_format"]["json_schema"]["schema"] == given
+    assert (
+        chat.with_structured_output(given).first.kwargs["response_format"]["json_schema"]["schema"]
+        == given
+    )
 
 
 def test_schemas_of_the_other_forms_give_dicts_and_json_mode_any(chat, monkeypatch):
     said = '{"place": "Oslo"}'
     scripted(monkeypatch, chat.engine, said)
     plain = {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]}
-    for schema in (WeatherDict, plain, {"title": "where", **plain}, {"name": "where", "parameters": plain}):
+    for schema in (
+        WeatherDict,
+        plain,
+        {"title": "where", **plain},
+        {"name": "where", "parameters": plain},
+    ):
         assert chat.with_structured_output(schema).invoke("Where?") == json.loads(said)
-    assert chat.with_structured_output(None, method="json_mode").invoke("Where?") == json.loads(said)
-    assert chat.with_structured_output(Weather, method="json_mode").invoke("Where?") == Weather(place="Oslo")
+    assert chat.with_structured_output(None, method="json_mode").invoke("Where?") == json.loads(
+        said
+    )
+    assert chat.with_structured_output(Weather, method="json_mode").invoke("Where?") == Weather(
+        place="Oslo"
+    )
     *_, last = chat.with_structured_output(Weather).stream("Where?")
     assert last == Weather(place="Oslo")
     with pytest.raises(ConfigError, match="method is 'magic'"):
@@ -188,14 +232,21 @@ def test_schemas_of_the_other_forms_give_dicts_and_json_mode_any(chat, monkeypat
 
 
 def test_an_answer_that_is_cut_is_a_parsing_error(chat):
-    cut = chat.model_copy(update={"max_tokens": 3}).with_structured_output(Weather, include_raw=True).invoke("Where?")
+    cut = (
+        chat.model_copy(update={"max_tokens": 3})
+        .with_structured_output(Weather, include_raw=True)
+        .invoke("Where?")
+    )
     assert cut["parsed"] is None
     assert cut["parsing_error"] is not None
     assert cut["raw"].response_metadata["finish_reason"] == "length"
 
 
 def test_the_llm_takes_a_format_per_call(options):
-    wanted = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object", "maxProperties": 0}}}
+    wanted = {
+        "type": "json_schema",
+        "json_schema": {"name": "n", "schema": {"type": "object", "maxProperties": 0}},
+    }
     assert KVRagLLM(**options).invoke("Which?", response_format=wanted) == "{}"
 
 
@@ -210,7 +261,9 @@ def store(chat, embedding, chunks):
 def retrieval_tool(store, kind):
     retriever = store.as_retriever(search_kwargs={"k": 3})
     if kind == "create_retriever_tool":
-        return create_retriever_tool(retriever, "archive", "Search the archive.", document_separator="\n\n")
+        return create_retriever_tool(
+            retriever, "archive", "Search the archive.", document_separator="\n\n"
+        )
 
     @tool(response_format="content_and_artifact")
     def archive(query: str) -> tuple[str, list[Document]]:
@@ -235,7 +288,9 @@ def test_an_agents_retrieved_chunks_are_reused(kind, chat, store, monkeypatch):
     assert made["exactness"] == "repaired"
     assert chat.explain(messages[:-1]).hits == 3
     assert made["cached_tokens"] > 3 * 42
-    assert made["has_other_prefix"]  # the question stands before the chunks, and they were encoded without it
+    assert made[
+        "has_other_prefix"
+    ]  # the question stands before the chunks, and they were encoded without it
 
 
 async def test_a_graph_of_langgraph_runs_the_same_loop(chat, store, monkeypatch):
@@ -258,8 +313,15 @@ async def test_a_graph_of_langgraph_runs_the_same_loop(chat, store, monkeypatch)
 
 
 def test_an_agent_with_a_response_format_ends_in_an_object(chat, store, monkeypatch):
-    scripted(monkeypatch, chat.engine, SEARCH[12:-13], '{"name": "Weather", "arguments": {"place": "Oslo", "days": 2}}')
-    agent = create_agent(chat, [retrieval_tool(store, "content_and_artifact")], response_format=Weather)
+    scripted(
+        monkeypatch,
+        chat.engine,
+        SEARCH[12:-13],
+        '{"name": "Weather", "arguments": {"place": "Oslo", "days": 2}}',
+    )
+    agent = create_agent(
+        chat, [retrieval_tool(store, "content_and_artifact")], response_format=Weather
+    )
     done = agent.invoke({"messages": [HumanMessage("Who keeps the ledger?")]})
     assert done["structured_response"] == Weather(place="Oslo", days=2)
 

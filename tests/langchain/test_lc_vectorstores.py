@@ -16,7 +16,11 @@ from langchain_core.embeddings import DeterministicFakeEmbedding, Embeddings
 from langchain_core.indexing import InMemoryRecordManager, aindex, index
 from langchain_core.language_models import FakeListLLM
 from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
-from langchain_tests.integration_tests import RetrieversIntegrationTests, VectorStoreIntegrationTests, vectorstores
+from langchain_tests.integration_tests import (
+    RetrieversIntegrationTests,
+    VectorStoreIntegrationTests,
+    vectorstores,
+)
 from texts import make_chunks
 
 from kvrag import ConfigError, InputError, Retention, StoreError
@@ -31,7 +35,9 @@ class Normalised(Embeddings):
         self.inner = inner
 
     def embed_documents(self, texts: list[str]) -> list[list[float]]:
-        return [(np.array(v) / np.linalg.norm(v)).tolist() for v in self.inner.embed_documents(texts)]
+        return [
+            (np.array(v) / np.linalg.norm(v)).tolist() for v in self.inner.embed_documents(texts)
+        ]
 
     def embed_query(self, text: str) -> list[float]:
         return self.embed_documents([text])[0]
@@ -50,7 +56,9 @@ class FirstWord(Embeddings):
 
 
 def long_document(page_content: str, **options: Any) -> Document:
-    return Document(page_content=f"{page_content} {make_chunks(1, seed=len(page_content))[0]}", **options)
+    return Document(
+        page_content=f"{page_content} {make_chunks(1, seed=len(page_content))[0]}", **options
+    )
 
 
 def chroma(embeddings: Embeddings) -> VectorStore:
@@ -98,9 +106,13 @@ class TestStores(VectorStoreIntegrationTests):
     @pytest.fixture(params=[*OWN, *OTHERS, *BARE])
     def vectorstore(self, request, kept_llm, monkeypatch):
         """A store whose KV is exactly that of the documents in it, whatever a test did."""
-        if request.param.startswith("Qdrant") and re.search(r"documents|get_by_ids(?!_missing)", request.node.name):
+        if request.param.startswith("Qdrant") and re.search(
+            r"documents|get_by_ids(?!_missing)", request.node.name
+        ):
             request.applymarker(
-                pytest.mark.xfail(reason="Qdrant takes UUIDs, and the suite's ids are none", strict=True)
+                pytest.mark.xfail(
+                    reason="Qdrant takes UUIDs, and the suite's ids are none", strict=True
+                )
             )
         monkeypatch.setattr(vectorstores, "Document", long_document)
         namespace = request.node.nodeid
@@ -137,7 +149,9 @@ def store(request, chat, embedding):
 
 
 def kept_here(llm, namespace, texts):
-    return [i for i, text in enumerate(texts) if llm.explain(f"{text}\n\n?", namespace=namespace).hits]
+    return [
+        i for i, text in enumerate(texts) if llm.explain(f"{text}\n\n?", namespace=namespace).hits
+    ]
 
 
 # -- over stores of other packages ---------------------------------------------------------------------------------------
@@ -164,7 +178,11 @@ FILTERS: dict[str, Callable[[], Any]] = {
     "InMemoryVectorStore": lambda: lambda document: document.metadata["n"] == 1,
     "Chroma": lambda: {"n": 1},
     "Qdrant": lambda: qdrant_models().Filter(
-        must=[qdrant_models().FieldCondition(key="metadata.n", match=qdrant_models().MatchValue(value=1))]
+        must=[
+            qdrant_models().FieldCondition(
+                key="metadata.n", match=qdrant_models().MatchValue(value=1)
+            )
+        ]
     ),
 }
 
@@ -193,12 +211,16 @@ def test_all_searches_of_another_store_are_there(name):
     for method, given, options in calls:
         found, expected = (getattr(each, method)(given, **options) for each in (store, inner))
         if "score" in method:  # which Qdrant computes in any order
-            assert [score for _, score in found] == pytest.approx([score for _, score in expected], abs=1e-5)
+            assert [score for _, score in found] == pytest.approx(
+                [score for _, score in expected], abs=1e-5
+            )
             found, expected = ([document for document, _ in each] for each in (found, expected))
         assert found == expected != []
     assert [d.metadata["n"] for d in store.similarity_search(query, filter=FILTERS[name]())] == [1]
     for kind, options in kinds.items():
-        found = store.as_retriever(search_type=kind, search_kwargs={"k": 2, **options}).invoke(query)
+        found = store.as_retriever(search_type=kind, search_kwargs={"k": 2, **options}).invoke(
+            query
+        )
         assert found[0].page_content == query
     assert store.as_retriever().vectorstore is store  # documents that are added through it have KV
 
@@ -210,13 +232,17 @@ def test_what_only_another_store_has_is_there_but_for_changes_behind_the_back_of
     assert store._collection.count() == 1
     assert [len(vector) for _, vector in store.similarity_search_with_vectors("text1")] == [6]
     for name in ("update_document", "delete_collection", "reset_collection", "add_images"):
-        with pytest.raises(AttributeError, match=f"{name} of Chroma .* and not their KV; use .*sync_kv"):
+        with pytest.raises(
+            AttributeError, match=f"{name} of Chroma .* and not their KV; use .*sync_kv"
+        ):
             getattr(store, name)
     with pytest.raises(AttributeError, match="no attribute 'absent'"):
         _ = store.absent
     own = copy.copy(KVRagVectorStore(embedding=embedding))
     assert own.embeddings is embedding
-    assert inspect.signature(own.asimilarity_search) == inspect.signature(VectorStore.asimilarity_search).replace(
+    assert inspect.signature(own.asimilarity_search) == inspect.signature(
+        VectorStore.asimilarity_search
+    ).replace(
         parameters=list(inspect.signature(VectorStore.asimilarity_search).parameters.values())[1:]
     )
 
@@ -238,7 +264,9 @@ def test_kv_comes_and_goes_with_documents(store, chat, chunks):
 
 
 async def test_kv_comes_and_goes_in_an_event_loop(store, chat, chunks):
-    await store.aadd_documents([Document(page_content=c, id=str(i)) for i, c in enumerate(chunks[:3])])
+    await store.aadd_documents(
+        [Document(page_content=c, id=str(i)) for i, c in enumerate(chunks[:3])]
+    )
     assert kept(chat, chunks) == [0, 1, 2]
     await store.adelete(["1"])
     assert kept(chat, chunks) == [0, 2]
@@ -288,7 +316,9 @@ def test_deleting_everything(chat, embedding, chunks):
 
 
 def test_namespaces_are_apart(chat, embedding, chunks):
-    store = KVRagVectorStore.from_texts(chunks[:1], embedding, llm=chat, namespace="tenant", ids=["a"])
+    store = KVRagVectorStore.from_texts(
+        chunks[:1], embedding, llm=chat, namespace="tenant", ids=["a"]
+    )
     assert kept(chat, chunks) == []
     assert chat.explain(chunks[0], namespace="tenant").hits == 1
     store.delete(["a"])
@@ -298,15 +328,23 @@ def test_namespaces_are_apart(chat, embedding, chunks):
 @pytest.mark.parametrize("is_wrapped", [False, True], ids=["own", "wrapped"])
 def test_stores_of_one_namespace_have_collections(chat, embedding, chunks, is_wrapped):
     def make(**options):
-        inner: dict[str, Any] = {"inner": InMemoryVectorStore(embedding)} if is_wrapped else {"embedding": embedding}
+        inner: dict[str, Any] = (
+            {"inner": InMemoryVectorStore(embedding)} if is_wrapped else {"embedding": embedding}
+        )
         return KVRagVectorStore(**inner, llm=chat, **options)
 
-    manuals, letters = make(collection="manuals", retention=Retention(60)), make(collection="letters")
+    manuals, letters = (
+        make(collection="manuals", retention=Retention(60)),
+        make(collection="letters"),
+    )
     (named,) = manuals.add_texts(chunks[:1])  # by an id that nobody chose
     manuals.add_texts(chunks[1:2], ids=["a"])
     letters.add_texts(chunks[2:3], ids=["a"])
     assert set(chat.engine.document_ids()) == {f"manuals/{named}", "manuals/a", "letters/a"}
-    index, space = chat.engine.store.catalog, chat.engine.store.names.namespace(chat.engine.namespace)
+    index, space = (
+        chat.engine.store.catalog,
+        chat.engine.store.names.namespace(chat.engine.namespace),
+    )
     (key,) = index.document_keys(space, "manuals/a")
     told = chat.engine.store.retention(key)
     assert told is not None
@@ -325,8 +363,19 @@ def test_index_keeps_kv_in_step(store, chat, chunks, cleanup):
     records.create_schema()
 
     def run(*numbers):
-        documents = [Document(page_content=chunks[n], metadata={"source": f"s{n % 2}"}) for n in numbers]
-        return dict(index(documents, records, store, cleanup=cleanup, source_id_key="source", key_encoder="sha256"))
+        documents = [
+            Document(page_content=chunks[n], metadata={"source": f"s{n % 2}"}) for n in numbers
+        ]
+        return dict(
+            index(
+                documents,
+                records,
+                store,
+                cleanup=cleanup,
+                source_id_key="source",
+                key_encoder="sha256",
+            )
+        )
 
     assert run(0, 1, 2)["num_added"] == 3
     assert kept(chat, chunks) == [0, 1, 2]
@@ -345,8 +394,12 @@ async def test_aindex_shares_the_kv_of_one_text_in_two_sources(store, chat, chun
     await records.acreate_schema()
 
     async def run(*sources):
-        documents = [Document(page_content=chunks[0], metadata={"source": source}) for source in sources]
-        await aindex(documents, records, store, cleanup="full", source_id_key="source", key_encoder="sha256")
+        documents = [
+            Document(page_content=chunks[0], metadata={"source": source}) for source in sources
+        ]
+        await aindex(
+            documents, records, store, cleanup="full", source_id_key="source", key_encoder="sha256"
+        )
 
     await run("x", "y")
     assert len(chat.engine.document_ids()) == 2

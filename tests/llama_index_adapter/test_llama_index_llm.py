@@ -16,14 +16,29 @@ from llama_index_kit import record_prompts, settings
 from transformers import AutoTokenizer
 
 import kvrag.engine
-from kvrag import ConfigError, ContextLengthError, InputError, KVRagEngine, RepairConfig, StoreConfig
+from kvrag import (
+    ConfigError,
+    ContextLengthError,
+    InputError,
+    KVRagEngine,
+    RepairConfig,
+    StoreConfig,
+)
 from kvrag.testing.models import tiny_model
 from llama_index.llms.kvrag import KVPrecompute, KVRagLLM
 
 pytestmark = pytest.mark.filterwarnings("ignore:chunks were encoded behind another prefix")
 PROMPT = "Who keeps the copper ledger in the harbour?"
-MESSAGES = [ChatMessage(role="system", content="Be brief."), ChatMessage(role="user", content=PROMPT)]
-METHODS = [f"{a}{stream}{kind}" for a in ("", "a") for stream in ("", "stream_") for kind in ("complete", "chat")]
+MESSAGES = [
+    ChatMessage(role="system", content="Be brief."),
+    ChatMessage(role="user", content=PROMPT),
+]
+METHODS = [
+    f"{a}{stream}{kind}"
+    for a in ("", "a")
+    for stream in ("", "stream_")
+    for kind in ("complete", "chat")
+]
 
 
 def run(llm: KVRagLLM, method: str, **kwargs: Any) -> list[Any]:
@@ -69,7 +84,14 @@ def test_the_model_has_the_names_that_other_llms_use(tiny_dir, name):
 
 
 def test_options_of_services_that_ask_for_nothing_in_process_are_taken(make):
-    llm = make(max_retries=3, api_key="secret", reuse_client=True, default_headers={}, timeout=None, api_base=None)
+    llm = make(
+        max_retries=3,
+        api_key="secret",
+        reuse_client=True,
+        default_headers={},
+        timeout=None,
+        api_base=None,
+    )
     assert llm.to_dict() == make().to_dict()
     assert "secret" not in f"{llm!r} {llm.to_dict()}"
     assert make(additional_kwargs={"top_k": 3}, generate_kwargs={"top_p": 0.5}).generate_kwargs == {
@@ -81,7 +103,10 @@ def test_options_of_services_that_ask_for_nothing_in_process_are_taken(make):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"model": "x", "api_base": "http://a"}, "takes no api_base: the model runs in this process"),
+        (
+            {"model": "x", "api_base": "http://a"},
+            "takes no api_base: the model runs in this process",
+        ),
         ({"model": "x", "timeout": 60.0}, r"takes no timeout: use asyncio.wait_for\(llm.acomplete"),
         ({"model": "x", "additional_kwargs": {"max_token": 3}}, "max_token"),
         ({}, "no model"),
@@ -90,9 +115,18 @@ def test_options_of_services_that_ask_for_nothing_in_process_are_taken(make):
         ({"model": "x", "temperature": -1}, "temperature"),
         ({"model": "x", "mode": "fast"}, "mode is 'fast'"),
         ({"model": "x", "generate_kwargs": {"max_token": 3}}, "max_token"),
-        ({"model": "x", "encryption_key": "env:KK"}, r"'encryption_key'.*store_config=StoreConfig\("),
-        ({"model": "x", "model_kwargs": {"disk_bytes": 5}}, r"'disk_bytes'.*store_config=StoreConfig\("),
-        ({"model": "x", "model_kwargs": {"kv_dir": "y"}}, r"holds 'kv_dir'.*pass KVRagLLM\(kv_dir="),
+        (
+            {"model": "x", "encryption_key": "env:KK"},
+            r"'encryption_key'.*store_config=StoreConfig\(",
+        ),
+        (
+            {"model": "x", "model_kwargs": {"disk_bytes": 5}},
+            r"'disk_bytes'.*store_config=StoreConfig\(",
+        ),
+        (
+            {"model": "x", "model_kwargs": {"kv_dir": "y"}},
+            r"holds 'kv_dir'.*pass KVRagLLM\(kv_dir=",
+        ),
     ],
 )
 def test_impossible_options_are_refused_at_once(options, message):
@@ -124,9 +158,15 @@ def test_the_serialised_form_makes_the_same_llm(make):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"prefix": PromptTemplate("Notes: {context_str}")}, "pass its text, which is llm.engine.prefix_text"),
+        (
+            {"prefix": PromptTemplate("Notes: {context_str}")},
+            "pass its text, which is llm.engine.prefix_text",
+        ),
         ({"model_kwargs": {"token": "secret"}}, "'token' in model_kwargs"),
-        ({"model_kwargs": {"quantization_config": object()}}, "'quantization_config' in model_kwargs"),
+        (
+            {"model_kwargs": {"quantization_config": object()}},
+            "'quantization_config' in model_kwargs",
+        ),
     ],
 )
 def test_what_would_make_another_llm_is_not_serialised(make, options, message):
@@ -273,7 +313,10 @@ def test_unknown_options_of_a_call_are_refused_by_name(llm, method):
 
 
 def test_mode_repair_and_namespace_of_a_call_are_honoured(llm):
-    text = "The keeper brings the box to the table by the window, and the reader answers with a letter in winter. " * 2
+    text = (
+        "The keeper brings the box to the table by the window, and the reader answers with a letter in winter. "
+        * 2
+    )
     llm.precompute_kv([text], prefix="")
 
     def accounting(**options):
@@ -290,9 +333,15 @@ def test_mode_repair_and_namespace_of_a_call_are_honoured(llm):
 
 def test_do_sample_of_transformers_is_a_temperature(make):
     greedy = text_of(make().complete(PROMPT))
-    assert text_of(make(temperature=5.0, generate_kwargs={"do_sample": False}).complete(PROMPT)) == greedy
+    assert (
+        text_of(make(temperature=5.0, generate_kwargs={"do_sample": False}).complete(PROMPT))
+        == greedy
+    )
     assert make(generate_kwargs={"do_sample": True})._defaults()["temperature"] == 1.0
-    assert make(generate_kwargs={"do_sample": True, "temperature": 0.5})._defaults()["temperature"] == 0.5
+    assert (
+        make(generate_kwargs={"do_sample": True, "temperature": 0.5})._defaults()["temperature"]
+        == 0.5
+    )
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -338,12 +387,20 @@ def test_the_system_prompt_is_said_once(make, monkeypatch):
 
 def test_several_system_messages_are_joined(llm, monkeypatch):
     seen = record_prompts(monkeypatch)
-    llm.chat([ChatMessage(role="developer", content="One."), *MESSAGES, ChatMessage(role="chatbot", content="Well")])
+    llm.chat(
+        [
+            ChatMessage(role="developer", content="One."),
+            *MESSAGES,
+            ChatMessage(role="chatbot", content="Well"),
+        ]
+    )
     assert seen[0].startswith("<|im_start|>system\nOne.\n\nBe brief.<|im_end|>\n<|im_start|>user\n")
     assert "<|im_start|>assistant\nWell<|im_end|>" in seen[0]
 
 
-def test_a_template_without_system_messages_gets_it_in_the_first_user_message(tiny_dir, make, monkeypatch):
+def test_a_template_without_system_messages_gets_it_in_the_first_user_message(
+    tiny_dir, make, monkeypatch
+):
     tokenizer = AutoTokenizer.from_pretrained(tiny_dir)
     refusal = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
     tokenizer.chat_template = refusal + tokenizer.chat_template
@@ -364,7 +421,9 @@ def test_a_model_without_chat_template_reads_plain_lines(tiny_dir, make, monkeyp
 
 
 def test_images_are_refused(llm):
-    message = ChatMessage(role="user", blocks=[TextBlock(text="See:"), ImageBlock(image=b"\x89PNG\r\n")])
+    message = ChatMessage(
+        role="user", blocks=[TextBlock(text="See:"), ImageBlock(image=b"\x89PNG\r\n")]
+    )
     with pytest.raises(InputError, match="image block; kvrag reads text only"):
         llm.chat([message])
 
@@ -395,7 +454,9 @@ def test_a_prompt_that_is_too_long_is_refused(llm, method):
         run(llm, method, max_tokens=5000)
 
 
-@pytest.mark.parametrize("handlers", [[], [LlamaDebugHandler(print_trace_on_end=False)]], ids=["", "debugging"])
+@pytest.mark.parametrize(
+    "handlers", [[], [LlamaDebugHandler(print_trace_on_end=False)]], ids=["", "debugging"]
+)
 def test_leaving_a_stream_stops_the_decoding(make, monkeypatch, handlers):
     llm = make(callback_manager=CallbackManager(handlers))
     llm.complete(PROMPT)
@@ -409,7 +470,9 @@ def test_leaving_a_stream_stops_the_decoding(make, monkeypatch, handlers):
     assert forwards.settled() < 60
 
 
-@pytest.mark.parametrize("handlers", [[], [LlamaDebugHandler(print_trace_on_end=False)]], ids=["", "debugging"])
+@pytest.mark.parametrize(
+    "handlers", [[], [LlamaDebugHandler(print_trace_on_end=False)]], ids=["", "debugging"]
+)
 async def test_leaving_an_async_stream_stops_the_decoding(make, monkeypatch, handlers):
     llm = make(callback_manager=CallbackManager(handlers))
     await llm.acomplete(PROMPT)
@@ -432,14 +495,20 @@ async def test_leaving_an_async_stream_stops_the_decoding(make, monkeypatch, han
 def test_settings_take_the_llm_and_its_tokenizer(llm, tokenizer):
     with settings(llm):
         assert Settings.llm is llm
-        assert Settings.tokenizer("a copper lamp") == tokenizer("a copper lamp", add_special_tokens=False)["input_ids"]
+        assert (
+            Settings.tokenizer("a copper lamp")
+            == tokenizer("a copper lamp", add_special_tokens=False)["input_ids"]
+        )
     with settings():
         Settings.llm = llm
         assert Settings.llm is llm
 
 
 def test_explain_tells_what_is_known(llm):
-    text = "The keeper brings the box to the table by the window, and the reader answers with a letter in winter. " * 2
+    text = (
+        "The keeper brings the box to the table by the window, and the reader answers with a letter in winter. "
+        * 2
+    )
     assert llm.explain(f"{text}\n\n{PROMPT}").hits == 0
     assert llm.precompute_kv([text]).stored == 1
     assert llm.explain(f"{text}\n\n{PROMPT}").hits == 1

@@ -27,7 +27,11 @@ def with_template(tiny_dir, template):
 
 def shown(llm, messages):
     prompt = chat_prompt(llm, messages, llm.engine.encoder, ())
-    return prompt if isinstance(prompt, str) else "".join(p.text for p in llm.engine.encoder.pieces(prompt))
+    return (
+        prompt
+        if isinstance(prompt, str)
+        else "".join(p.text for p in llm.engine.encoder.pieces(prompt))
+    )
 
 
 @pytest.mark.parametrize("role", list(MessageRole))
@@ -47,10 +51,20 @@ def test_a_message_is_shown_or_refused_by_name(make, tiny_dir, template, role):
 def test_what_openai_keeps_beside_the_text_is_shown(make, tiny_dir, template):
     llm = make(tokenizer=with_template(tiny_dir, template))
     called = ChatMessage(role="assistant", additional_kwargs={"function_call": FUNCTION})
-    text = shown(llm, [ASK, called, ChatMessage("Numbat eight", role="function", additional_kwargs={"name": "look"})])
+    text = shown(
+        llm,
+        [
+            ASK,
+            called,
+            ChatMessage("Numbat eight", role="function", additional_kwargs={"name": "look"}),
+        ],
+    )
     assert "look" in text
     assert "Numbat eight" in text
-    both = [TextBlock(text="Let me see."), ToolCallBlock(tool_call_id="a", tool_name="look", tool_kwargs={})]
+    both = [
+        TextBlock(text="Let me see."),
+        ToolCallBlock(tool_call_id="a", tool_name="look", tool_kwargs={}),
+    ]
     text = shown(llm, [ASK, ChatMessage(role="assistant", blocks=both), ASK])
     assert "Let me see." in text
     assert "look" in text
@@ -63,7 +77,9 @@ def test_a_citable_block_is_a_chunk(llm):
     explained = llm.explain([ChatMessage(blocks=[block, TextBlock(text="Who?")])])
     assert [span.text for span in explained.spans if span.kind == "chunk"] == ["a <s> b"]
     assert (
-        llm.chat([ChatMessage(blocks=[block, TextBlock(text="Who?")])]).raw["usage"]["prompt_tokens"]
+        llm.chat([ChatMessage(blocks=[block, TextBlock(text="Who?")])]).raw["usage"][
+            "prompt_tokens"
+        ]
         == explained.prompt_tokens
     )
 
@@ -72,12 +88,17 @@ def test_a_citable_block_is_a_chunk(llm):
 def test_blank_text_of_a_citable_block_is_nothing(llm, blank):
     block = CitableBlock(title="Notes", source="a.txt", content=[TextBlock(text=blank)])
     asked = llm.chat([ChatMessage(blocks=[block, TextBlock(text="Who?")])]).raw["usage"]
-    assert asked["prompt_tokens"] == llm.chat([ChatMessage("Notes\nWho?")]).raw["usage"]["prompt_tokens"]
+    assert (
+        asked["prompt_tokens"]
+        == llm.chat([ChatMessage("Notes\nWho?")]).raw["usage"]["prompt_tokens"]
+    )
 
 
 def test_thoughts_are_left_to_the_template(make, tiny_dir):
     llm = make(tokenizer=with_template(tiny_dir, "qwen3"))
-    thinking = ChatMessage(role="assistant", blocks=[ThinkingBlock(content="deep"), TextBlock(text="Yes.")])
+    thinking = ChatMessage(
+        role="assistant", blocks=[ThinkingBlock(content="deep"), TextBlock(text="Yes.")]
+    )
     assert "deep" in shown(llm, [ASK, thinking])
     assert "deep" not in shown(llm, [ASK, thinking, ASK])
 
@@ -98,4 +119,6 @@ def test_variables_reach_the_chat_template(make, tiny_dir):
 
 def test_the_last_message_is_continued(llm):
     last = ChatMessage("The keeper", role="assistant")
-    assert llm.explain([ASK, last], continue_final_message=True).spans[-1].text.endswith("The keeper")
+    assert (
+        llm.explain([ASK, last], continue_final_message=True).spans[-1].text.endswith("The keeper")
+    )

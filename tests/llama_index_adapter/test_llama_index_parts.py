@@ -15,10 +15,14 @@ TOP_K = 4
 
 def test_the_readmes_recipe_has_nodes_with_metadata_exact_right_behind_the_prefix(llm, monkeypatch):
     context = StorageContext.from_defaults(vector_store=KVRagVectorStore(content="llm"))
-    index = VectorStoreIndex.from_documents(documents(6, has_metadata=True), storage_context=context)
+    index = VectorStoreIndex.from_documents(
+        documents(6, has_metadata=True), storage_context=context
+    )
     seen = record_prompts(monkeypatch)
     nodes = index.as_query_engine(similarity_top_k=TOP_K).query(QUESTION).source_nodes
-    assert hit_texts(llm.engine, seen) == {scored.node.get_content(metadata_mode=MetadataMode.LLM) for scored in nodes}
+    assert hit_texts(llm.engine, seen) == {
+        scored.node.get_content(metadata_mode=MetadataMode.LLM) for scored in nodes
+    }
     assert [span.exact for span in llm.engine.explain(seen[0]).spans if span.kind == "chunk"] == [
         True,
         *[False] * (TOP_K - 1),

@@ -34,7 +34,9 @@ def test_retrieved_nodes_are_loaded(llm, index):
     settle()
     assert in_memory(llm) == 1 + TOP_K  # and the prefix
     reads = llm.engine.stats()["store"]["disk"].hits
-    nodes = index.as_query_engine(similarity_top_k=TOP_K).query("Who keeps the ledger?").source_nodes
+    nodes = (
+        index.as_query_engine(similarity_top_k=TOP_K).query("Who keeps the ledger?").source_nodes
+    )
     settle()
     assert len(nodes) == TOP_K
     assert llm.engine.stats()["cached_tokens"] > 0

@@ -21,16 +21,22 @@ QUESTION = "Who keeps the ledger?"
 RULES = "Answer from these notes only.\n"
 
 
-def first_chunk_is_exact(llm: KVRagLLM, monkeypatch: pytest.MonkeyPatch, **engine_options: Any) -> bool:
+def first_chunk_is_exact(
+    llm: KVRagLLM, monkeypatch: pytest.MonkeyPatch, **engine_options: Any
+) -> bool:
     """Index three documents, ask, and look at the first chunk in the prompt."""
-    index = VectorStoreIndex.from_documents(documents(3, has_metadata=engine_options.pop("has_metadata", False)))
+    index = VectorStoreIndex.from_documents(
+        documents(3, has_metadata=engine_options.pop("has_metadata", False))
+    )
     content = engine_options.pop("content", "text")
     llm.precompute_kv(index, content=content)
     seen = record_prompts(monkeypatch)
     index.as_query_engine(llm=llm, similarity_top_k=3, **engine_options).query(QUESTION)
     assert len(seen) == 1
     assert len(hit_texts(llm.engine, seen)) == 3
-    spans = [span for span in llm.engine.explain(seen[0], mode="stitch").spans if span.kind == "chunk"]
+    spans = [
+        span for span in llm.engine.explain(seen[0], mode="stitch").spans if span.kind == "chunk"
+    ]
     return spans[0].exact
 
 
@@ -58,17 +64,24 @@ def test_one_chunk_alone_is_answered_exactly(make):
 def test_a_system_prompt_is_part_of_the_prefix(make, monkeypatch):
     llm = make(system_prompt="You are a keeper.")
     assert first_chunk_is_exact(llm, monkeypatch)
-    assert llm.engine.prefix_text.startswith("<|im_start|>system\nYou are a keeper.\n\nYou are an expert")
+    assert llm.engine.prefix_text.startswith(
+        "<|im_start|>system\nYou are a keeper.\n\nYou are an expert"
+    )
 
 
 def test_a_model_without_chat_template_gets_the_text_prompt(tiny_dir, make, monkeypatch):
-    llm = make(tokenizer=without_chat_template(tiny_dir), completion_to_prompt=lambda completion: f"### {completion}")
+    llm = make(
+        tokenizer=without_chat_template(tiny_dir),
+        completion_to_prompt=lambda completion: f"### {completion}",
+    )
     assert first_chunk_is_exact(llm, monkeypatch)
     assert llm.engine.prefix_text == "### Context information is below.\n---------------------\n"
 
 
 @pytest.mark.parametrize(("content", "is_exact"), [("text", False), ("llm", True)])
-def test_metadata_before_the_text_is_glue_unless_it_is_precomputed_too(make, monkeypatch, content, is_exact):
+def test_metadata_before_the_text_is_glue_unless_it_is_precomputed_too(
+    make, monkeypatch, content, is_exact
+):
     assert first_chunk_is_exact(make(), monkeypatch, has_metadata=True, content=content) == is_exact
 
 
@@ -84,14 +97,18 @@ TEMPLATES = {
     ),
     "partial": PromptTemplate("{tone}\n{context_str}\n{query_str}").partial_format(tone="Be kind."),
     "renamed": PromptTemplate(
-        RULES + "{notes}\n{question}", template_var_mappings={"context_str": "notes", "query_str": "question"}
+        RULES + "{notes}\n{question}",
+        template_var_mappings={"context_str": "notes", "query_str": "question"},
     ),
-    "selector": SelectorPromptTemplate(TEXT, conditionals=[(lambda llm: llm.metadata.is_chat_model, CHAT)]),
+    "selector": SelectorPromptTemplate(
+        TEXT, conditionals=[(lambda llm: llm.metadata.is_chat_model, CHAT)]
+    ),
 }
 
 
 @pytest.mark.parametrize(
-    ("name", "is_named"), [*((name, False) for name in TEMPLATES), ("text", True), ("selector", True)]
+    ("name", "is_named"),
+    [*((name, False) for name in TEMPLATES), ("text", True), ("selector", True)],
 )
 def test_templates_of_the_user_give_the_prefix(make, monkeypatch, name, is_named):
     template = TEMPLATES[name]
@@ -145,14 +162,20 @@ ENGINES = {
     "tree_summarize": lambda retriever, llm: (
         RetrieverQueryEngine.from_args(retriever, llm, response_mode="tree_summarize").query
     ),
-    "refine": lambda retriever, llm: RetrieverQueryEngine.from_args(retriever, llm, response_mode="refine").query,
+    "refine": lambda retriever, llm: (
+        RetrieverQueryEngine.from_args(retriever, llm, response_mode="refine").query
+    ),
     "context chat": lambda retriever, llm: ContextChatEngine.from_defaults(retriever, llm=llm).chat,
-    "citation": lambda retriever, llm: CitationQueryEngine.from_args(None, llm, retriever=retriever).query,
+    "citation": lambda retriever, llm: (
+        CitationQueryEngine.from_args(None, llm, retriever=retriever).query
+    ),
 }
 
 
 @pytest.mark.parametrize("kind", ENGINES)
-def test_engines_with_templates_of_their_own_find_their_prefix_by_themselves(make, monkeypatch, kind):
+def test_engines_with_templates_of_their_own_find_their_prefix_by_themselves(
+    make, monkeypatch, kind
+):
     llm, retriever = make(prefix="learn").apply_settings(), Turning(chunks(4))
     llm.precompute_kv(retriever.nodes)
     ask, seen = ENGINES[kind](retriever, llm), record_prompts(monkeypatch)

@@ -25,7 +25,11 @@ from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.schema import MetadataMode, NodeRelationship, RelatedNodeInfo, TextNode
 from llama_index.core.storage.docstore import SimpleDocumentStore
 from llama_index.core.vector_stores import MetadataFilter, MetadataFilters, SimpleVectorStore
-from llama_index.core.vector_stores.types import BasePydanticVectorStore, VectorStoreQuery, VectorStoreQueryResult
+from llama_index.core.vector_stores.types import (
+    BasePydanticVectorStore,
+    VectorStoreQuery,
+    VectorStoreQueryResult,
+)
 from llama_index_kit import chunks, documents, hit_texts, make_llm, record_prompts, settings
 
 from kvrag import ConfigError, InputError, KVRagEngine, Retention, StoreError
@@ -42,7 +46,9 @@ def store(llm):
 
 def node(text: str, *, id_: str, document: str | None = None, **metadata: Any) -> TextNode:
     links = {NodeRelationship.SOURCE: RelatedNodeInfo(node_id=document)} if document else {}
-    return TextNode(text=text, id_=id_, relationships=links, metadata=metadata, embedding=[0.1, 0.2, 0.3, 0.4])
+    return TextNode(
+        text=text, id_=id_, relationships=links, metadata=metadata, embedding=[0.1, 0.2, 0.3, 0.4]
+    )
 
 
 def kept(llm: KVRagLLM, texts: list[str], **options: Any) -> list[bool]:
@@ -87,7 +93,9 @@ class ListingStore(BasePydanticVectorStore):
 
     def query(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
         nodes = list(self.rows.values())[: query.similarity_top_k]
-        return VectorStoreQueryResult(nodes=nodes, ids=[n.node_id for n in nodes], similarities=[1.0] * len(nodes))
+        return VectorStoreQueryResult(
+            nodes=nodes, ids=[n.node_id for n in nodes], similarities=[1.0] * len(nodes)
+        )
 
 
 class ForgetfulStore(ListingStore):
@@ -105,7 +113,9 @@ class ForgetfulStore(ListingStore):
 
 def test_an_index_keeps_kv_in_step(llm, store, monkeypatch):
     docs = documents(4)
-    index = VectorStoreIndex.from_documents(docs, storage_context=StorageContext.from_defaults(vector_store=store))
+    index = VectorStoreIndex.from_documents(
+        docs, storage_context=StorageContext.from_defaults(vector_store=store)
+    )
     assert len(in_step(llm, store)) == 4
 
     late = Document(text=chunks(1, seed=9)[0], id_="late")
@@ -118,7 +128,10 @@ def test_an_index_keeps_kv_in_step(llm, store, monkeypatch):
     changed = Document(text=chunks(1, seed=8)[0], id_="doc-1")
     assert index.refresh_ref_docs([changed, docs[2]]) == [True, False]
     assert len(in_step(llm, store)) == 4
-    assert kept(llm, [d.text for d in (docs[0], docs[1], docs[2], docs[3], late, changed)]) == [False] * 2 + [True] * 4
+    assert (
+        kept(llm, [d.text for d in (docs[0], docs[1], docs[2], docs[3], late, changed)])
+        == [False] * 2 + [True] * 4
+    )
 
     seen = record_prompts(monkeypatch)
     index.as_query_engine(similarity_top_k=4).query("Who?")
@@ -153,7 +166,9 @@ def test_deletion_by_document_works_after_a_restart(tiny_dir, tmp_path):
 
         llm = Settings.llm = open_llm()
         store = KVRagVectorStore.from_persist_dir(str(tmp_path / "index"))
-        context = StorageContext.from_defaults(vector_store=store, persist_dir=str(tmp_path / "index"))
+        context = StorageContext.from_defaults(
+            vector_store=store, persist_dir=str(tmp_path / "index")
+        )
         index = load_index_from_storage(context)
         assert kept(llm, [d.text for d in docs]) == [True, True]
         index.delete_ref_doc("doc-0")
@@ -210,7 +225,9 @@ def test_a_node_that_comes_back_unchanged_is_not_computed_again(llm, store, monk
     same = node(chunks(1)[0], id_="a", document="d")
     store.add([same])
     stored = llm.engine.store.stats()["disk"].chunks
-    monkeypatch.setattr(KVRagEngine, "delete", lambda *args, **kwargs: pytest.fail("KV was deleted"))
+    monkeypatch.setattr(
+        KVRagEngine, "delete", lambda *args, **kwargs: pytest.fail("KV was deleted")
+    )
     store.add([same])
     assert llm.engine.store.stats()["disk"].chunks == stored
 
@@ -225,7 +242,9 @@ def test_metadata_is_not_part_of_the_kv_unless_asked_for(llm, store):
 
 def test_delete_nodes_by_id_and_by_filter(llm, store):
     texts = chunks(4)
-    store.add([node(t, id_=f"n{i}", colour="red" if i < 2 else "blue") for i, t in enumerate(texts)])
+    store.add(
+        [node(t, id_=f"n{i}", colour="red" if i < 2 else "blue") for i, t in enumerate(texts)]
+    )
     store.delete_nodes(["n0"])
     assert in_step(llm, store) == {"n1", "n2", "n3"}
     blue = MetadataFilters(filters=[MetadataFilter(key="colour", value="blue")])
@@ -260,7 +279,9 @@ def test_a_store_that_does_not_tell_what_it_deletes_is_reported(llm):
     store = KVRagVectorStore(ForgetfulStore())
     store.add([node(chunks(1)[0], id_="a", colour="red")])
     with pytest.warns(UserWarning, match="can't list the nodes that the filters match"):
-        store.delete_nodes(filters=MetadataFilters(filters=[MetadataFilter(key="colour", value="red")]))
+        store.delete_nodes(
+            filters=MetadataFilters(filters=[MetadataFilter(key="colour", value="red")])
+        )
 
 
 def test_namespaces_are_kept_apart(llm):
@@ -276,7 +297,9 @@ def test_namespaces_are_kept_apart(llm):
 
 def worth(llm: KVRagLLM, doc_id: str) -> int:
     engine = llm.engine
-    (key,) = engine.store.catalog.document_keys(engine.store.names.namespace(engine.namespace), doc_id)
+    (key,) = engine.store.catalog.document_keys(
+        engine.store.names.namespace(engine.namespace), doc_id
+    )
     return (engine.store.retention(key) or Retention()).priority
 
 
@@ -314,10 +337,12 @@ def test_the_transformation_passes_collection_and_worth_on(llm):
     step([node(chunks(1)[0], id_="a")])
     assert llm.engine.document_ids() == ["manuals/a"]
     assert worth(llm, "manuals/a") == 60
-    assert step.to_dict() != KVPrecompute(collection="manuals").to_dict() != KVPrecompute().to_dict()
-    assert KVPrecompute.from_dict(KVPrecompute(retention=Retention(60, 5.0)).model_dump()).retention == Retention(
-        60, 5.0
+    assert (
+        step.to_dict() != KVPrecompute(collection="manuals").to_dict() != KVPrecompute().to_dict()
     )
+    assert KVPrecompute.from_dict(
+        KVPrecompute(retention=Retention(60, 5.0)).model_dump()
+    ).retention == Retention(60, 5.0)
 
 
 def test_an_engine_will_do_as_llm(engine):
@@ -371,12 +396,15 @@ def test_wrong_parts_are_refused(llm):
 
 def test_precompute_kv_as_the_last_transformation(llm):
     docs = documents(3)
-    nodes = IngestionPipeline(transformations=[SentenceSplitter(), KVPrecompute()]).run(documents=docs)
+    nodes = IngestionPipeline(transformations=[SentenceSplitter(), KVPrecompute()]).run(
+        documents=docs
+    )
     assert [n.text for n in nodes] == [d.text for d in docs]
     assert all(n.metadata == {} for n in nodes)
     assert set(llm.engine.document_ids()) == {n.node_id for n in nodes}
     index = VectorStoreIndex.from_documents(
-        documents(1, seed=5), transformations=[SentenceSplitter(), KVPrecompute(show_progress=False)]
+        documents(1, seed=5),
+        transformations=[SentenceSplitter(), KVPrecompute(show_progress=False)],
     )
     index.insert(documents(1, seed=6)[0])
     assert kept(llm, chunks(1, seed=5) + chunks(1, seed=6)) == [True, True]
@@ -408,9 +436,9 @@ def test_a_cache_of_a_pipeline_knows_whom_the_kv_is_for(llm, monkeypatch):
     cache, docs = IngestionCache(), documents(2)
 
     def ingest(**options):
-        IngestionPipeline(transformations=[SentenceSplitter(), KVPrecompute(**options)], cache=cache).run(
-            documents=docs
-        )
+        IngestionPipeline(
+            transformations=[SentenceSplitter(), KVPrecompute(**options)], cache=cache
+        ).run(documents=docs)
 
     ingest()
     llm.engine.delete(llm.engine.document_ids())
@@ -428,7 +456,9 @@ def test_a_cache_of_a_pipeline_knows_whom_the_kv_is_for(llm, monkeypatch):
 def test_an_ingestion_survives_a_fault_of_kv(llm, monkeypatch):
     monkeypatch.setattr(KVRagEngine, "precompute", raising(RuntimeError, "no such kernel"))
     with pytest.warns(UserWarning, match=r"was not precomputed .* no such kernel"):
-        nodes = IngestionPipeline(transformations=[SentenceSplitter(), KVPrecompute()]).run(documents=documents(2))
+        nodes = IngestionPipeline(transformations=[SentenceSplitter(), KVPrecompute()]).run(
+            documents=documents(2)
+        )
     assert len(nodes) == 2
     with pytest.raises(RuntimeError, match="no such kernel"):
         KVPrecompute(on_error="raise")(nodes)
@@ -482,5 +512,9 @@ def test_an_index_that_was_loaded_deletes_kv_too(llm, tmp_path):
     assert kept(llm, shown) == [True, False, True]
     # Without a word on the content, what was stored with its metadata stays so.
     report = llm.sync_kv(index)
-    assert (report.precompute.stored, report.removed, kept(llm, shown)) == (0, 0, [True, False, True])
+    assert (report.precompute.stored, report.removed, kept(llm, shown)) == (
+        0,
+        0,
+        [True, False, True],
+    )
     assert llm.sync_kv(index, content="text").precompute.stored == 2

@@ -22,7 +22,8 @@ def run(folder: Path) -> Outcome:
     store.close()
     for index, years in enumerate(JUMPS):
         outcome.check(
-            wait(fork(lambda y=years, i=index: _live(root, y, i))) == 0, f"a process {years} years away failed"
+            wait(fork(lambda y=years, i=index: _live(root, y, i))) == 0,
+            f"a process {years} years away failed",
         )
         outcome.add("jumps")
     store = LIMITED.open(root)
@@ -33,7 +34,10 @@ def run(folder: Path) -> Outcome:
     texts, cursor = store.catalog.texts(NAMESPACE, 0)
     outcome.check(len(texts) == len(expected), "texts are missing")
     put(store, 97)
-    outcome.check(len(store.catalog.texts(NAMESPACE, cursor)[0]) == 1, "a new text is not announced after the jumps")
+    outcome.check(
+        len(store.catalog.texts(NAMESPACE, cursor)[0]) == 1,
+        "a new text is not announced after the jumps",
+    )
     for number in range(201, 240):
         if number % 5:
             put(store, number)
@@ -56,6 +60,10 @@ def _live(root: Path, years: int, index: int) -> int:
     for number in _numbers(index):
         put(store, number)
     new, _ = store.catalog.texts(NAMESPACE, cursor)
-    ok = len(new) == 3 and state(store, 1) == "readable" and all(state(store, n) == "readable" for n in _numbers(index))
+    ok = (
+        len(new) == 3
+        and state(store, 1) == "readable"
+        and all(state(store, n) == "readable" for n in _numbers(index))
+    )
     store.close()
     return 0 if ok else 1

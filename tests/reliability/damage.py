@@ -31,13 +31,19 @@ def _blob(kind: Kind) -> bytearray:
 def _is_miss(raw: bytearray, kind: Kind) -> bool:
     view = memoryview(raw)
     try:
-        Blob(lambda start, length: view[start : start + length], kind.identity(1, tokens=TOKENS), kind.cipher).load()
+        Blob(
+            lambda start, length: view[start : start + length],
+            kind.identity(1, tokens=TOKENS),
+            kind.cipher,
+        ).load()
     except BlobRejected:
         return True
     return False
 
 
-def flips(folder: Path, *, count: int, seed: int = 0, kind: Kind = PLAIN, header_step: int = 1) -> Outcome:
+def flips(
+    folder: Path, *, count: int, seed: int = 0, kind: Kind = PLAIN, header_step: int = 1
+) -> Outcome:
     """Flip one bit at a time: of the header every one, or one of ``header_step``, and random ones of the whole file."""
     outcome, rng = Outcome(skipped=kind.needs), random.Random(seed)
     if outcome.skipped:
@@ -146,7 +152,10 @@ def hostile(folder: Path) -> Outcome:
         outcome.add("plants")
     outcome.check(not ran.exists(), "a pickle was run")
     outcome.check(secret.read_bytes() == b"secret" * 1000, "a file outside was written to")
-    outcome.counts |= {"slowest_rejection_ms": round(slowest * 1e3, 2), "slowest_cpu_ms": round(slowest_cpu * 1e3, 2)}
+    outcome.counts |= {
+        "slowest_rejection_ms": round(slowest * 1e3, 2),
+        "slowest_cpu_ms": round(slowest_cpu * 1e3, 2),
+    }
     _hostile_names(folder, outcome)
     return outcome
 
@@ -158,7 +167,13 @@ def _hostile_names(folder: Path, outcome: Outcome) -> None:
     victim = folder / "victim.safetensors"
     victim.write_text("x")
     rows, row = store.catalog._rows, json.loads(store.catalog._rows.get(f"c {key(1)}"))
-    names = ("../victim", "../../victim", "/." + str(victim.with_suffix("")), "a" * 63 + "/", "A" * 64)
+    names = (
+        "../victim",
+        "../../victim",
+        "/." + str(victim.with_suffix("")),
+        "a" * 63 + "/",
+        "A" * 64,
+    )
     for name, value in itertools.product(names, (row, "of no form")):
         rows.change(partial(rows.set, f"c {name}", value))
         outcome.check(store.identity(ChunkKey(name)) is None, f"{name!r} is a chunk")

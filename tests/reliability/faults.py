@@ -18,9 +18,43 @@ from kvrag.store import Retention, TieredStore
 from kvrag.testing.chunks import NAMESPACE, make_kv
 
 CALLS = (
-    *("openat", "pwrite64", "pwritev", "pwritev2", "writev", "pread64", "preadv", "preadv2", "write", "fallocate"),
-    *("fdatasync", "fsync", "link", "linkat", "unlink", "unlinkat", "mkdir", "mkdirat", "newfstatat", "fstat", "stat"),
-    *("lstat", "ftruncate", "flock", "fcntl", "rename", "renameat", "renameat2", "statfs", "getdents64", "mmap"),
+    *(
+        "openat",
+        "pwrite64",
+        "pwritev",
+        "pwritev2",
+        "writev",
+        "pread64",
+        "preadv",
+        "preadv2",
+        "write",
+        "fallocate",
+    ),
+    *(
+        "fdatasync",
+        "fsync",
+        "link",
+        "linkat",
+        "unlink",
+        "unlinkat",
+        "mkdir",
+        "mkdirat",
+        "newfstatat",
+        "fstat",
+        "stat",
+    ),
+    *(
+        "lstat",
+        "ftruncate",
+        "flock",
+        "fcntl",
+        "rename",
+        "renameat",
+        "renameat2",
+        "statfs",
+        "getdents64",
+        "mmap",
+    ),
 )
 TRANSFERS = ("pwrite64", "pwritev", "pwritev2", "write", "writev", "preadv", "preadv2", "pread64")
 MAKE_ERRORS = ("ENOSPC", "EIO", "EINTR", "EACCES")
@@ -29,7 +63,9 @@ KEPT, VICTIM, NEW = (1, 2, 5), 3, 10
 ACKNOWLEDGED, REFUSED = 10, 11
 
 
-def opened(work: Callable[[TieredStore], object], **config: Any) -> Callable[[Path], Callable[[], object]]:
+def opened(
+    work: Callable[[TieredStore], object], **config: Any
+) -> Callable[[Path], Callable[[], object]]:
     """Return what opens a store, and returns what does the work on it."""
 
     def open_(root: Path) -> Callable[[], object]:
@@ -63,8 +99,12 @@ def can_inject() -> str:
     """Return why faults can't be injected here; nothing if they can."""
     if not shutil.which("strace"):
         return "strace is not installed"
-    done = subprocess.run(["strace", "-o", "/dev/null", "-e", "inject=getppid:error=EIO", "true"], capture_output=True)
-    return "" if done.returncode == 0 else "strace may not trace here: " + done.stderr.decode()[-100:]
+    done = subprocess.run(
+        ["strace", "-o", "/dev/null", "-e", "inject=getppid:error=EIO", "true"], capture_output=True
+    )
+    return (
+        "" if done.returncode == 0 else "strace may not trace here: " + done.stderr.decode()[-100:]
+    )
 
 
 def traced(root: Path, operation: str, option: str, log: Path) -> int:
@@ -84,7 +124,9 @@ def traced(root: Path, operation: str, option: str, log: Path) -> int:
 
     pid = fork(child)
     os.read(ready_out, 1)
-    strace = attach(pid, ["-f", "-e", f"trace={','.join('?' + call for call in CALLS)}", *option.split()], log)
+    strace = attach(
+        pid, ["-f", "-e", f"trace={','.join('?' + call for call in CALLS)}", *option.split()], log
+    )
     os.write(go_in, b"1")
     status = wait(pid)
     strace.wait(20)
@@ -118,7 +160,9 @@ def cases(folder: Path, root: Path) -> list[tuple[str, str]]:
                 faults = [f"error={name}" for name in MAKE_ERRORS] + ["signal=KILL"]
                 faults += ["retval=7"] if call in TRANSFERS else []
                 found += [
-                    (operation, f"-e inject={call}:{fault}:when={number}") for fault in faults if _fair(call, fault)
+                    (operation, f"-e inject={call}:{fault}:when={number}")
+                    for fault in faults
+                    if _fair(call, fault)
                 ]
     return found
 
@@ -155,24 +199,41 @@ def judge(root: Path, operation: str, option: str, status: int, outcome: Outcome
     """Open the store again, without faults, and prove it."""
     what = f"{operation} {option}"
     outcome.check(status in (ACKNOWLEDGED, REFUSED, -9), f"{what}: the process ended with {status}")
-    outcome.add({ACKNOWLEDGED: "acknowledged", REFUSED: "refused", -9: "killed"}.get(status, "other"))
+    outcome.add(
+        {ACKNOWLEDGED: "acknowledged", REFUSED: "refused", -9: "killed"}.get(status, "other")
+    )
     store = PLAIN.open(root, **(BUDGET if operation == "evict" else {}))
     is_lie = "retval" in option
     if operation == "evict":
         store.make_room()
-        stored = [number for number in (*KEPT, VICTIM, NEW + 1) if state(store, number) == "readable"]
-        outcome.check(sum(make_kv(identity(number)).num_bytes for number in stored) <= FULL, f"{what}: over the budget")
+        stored = [
+            number for number in (*KEPT, VICTIM, NEW + 1) if state(store, number) == "readable"
+        ]
+        outcome.check(
+            sum(make_kv(identity(number)).num_bytes for number in stored) <= FULL,
+            f"{what}: over the budget",
+        )
     agree(store, outcome, what, may_lose=is_lie)
     for number in KEPT:
         found = state(store, number)
         may_miss = is_lie or operation == "clear"
-        outcome.check(found == "readable" or (may_miss and found == "missing"), f"{what}: chunk {number} is {found}")
+        outcome.check(
+            found == "readable" or (may_miss and found == "missing"),
+            f"{what}: chunk {number} is {found}",
+        )
     for number in (NEW, VICTIM):
         found = state(store, number)
         outcome.check(found != "wrong", f"{what}: chunk {number} is {found}")
         outcome.add(found)
     if status == ACKNOWLEDGED and not is_lie:
-        outcome.check(operation != "put" or state(store, NEW) == "readable", f"{what}: acknowledged and lost")
-        outcome.check(operation not in ERASES or state(store, VICTIM) == "missing", f"{what}: erased and still there")
-        outcome.check(operation != "clear" or not store.blobs.keys(), f"{what}: cleared and still there")
+        outcome.check(
+            operation != "put" or state(store, NEW) == "readable", f"{what}: acknowledged and lost"
+        )
+        outcome.check(
+            operation not in ERASES or state(store, VICTIM) == "missing",
+            f"{what}: erased and still there",
+        )
+        outcome.check(
+            operation != "clear" or not store.blobs.keys(), f"{what}: cleared and still there"
+        )
     store.close()

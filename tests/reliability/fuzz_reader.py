@@ -32,7 +32,17 @@ WORDS = (
         "version",
         "BF16",
     ),
-    *("kv_dtype", "context", "int8", "key_scales", "cipher_key", "sealed", "salt", "9223372036854775808", "null"),
+    *(
+        "kv_dtype",
+        "context",
+        "int8",
+        "key_scales",
+        "cipher_key",
+        "sealed",
+        "salt",
+        "9223372036854775808",
+        "null",
+    ),
 )
 
 
@@ -42,15 +52,27 @@ def fuzz(runs: int, corpus: Path, report: Path, seed: int) -> None:
 
     sys.path.insert(0, str(HERE.parent / "store"))
     with atheris.instrument_imports(
-        include=["kvrag.store", "kvrag.identity.fingerprint", "kvrag.store.crypto", "kvrag.blend.quantise"]
+        include=[
+            "kvrag.store",
+            "kvrag.identity.fingerprint",
+            "kvrag.store.crypto",
+            "kvrag.blend.quantise",
+        ]
     ):
         import reader_target
-    counts: dict[str, Any] = {"inputs": 0, "by_target": Counter(), "accepted": Counter(), "slowest_cpu_ms": 0.0}
+    counts: dict[str, Any] = {
+        "inputs": 0,
+        "by_target": Counter(),
+        "accepted": Counter(),
+        "slowest_cpu_ms": 0.0,
+    }
 
     def one(data: bytes) -> None:
         start = time.process_time()
         name, is_accepted = reader_target.run(data[0] if data else 0, data[1:])
-        counts["slowest_cpu_ms"] = max(counts["slowest_cpu_ms"], round((time.process_time() - start) * 1e3, 1))
+        counts["slowest_cpu_ms"] = max(
+            counts["slowest_cpu_ms"], round((time.process_time() - start) * 1e3, 1)
+        )
         counts["inputs"] += 1
         counts["by_target"][name] += 1
         counts["accepted"][name] += is_accepted
@@ -63,13 +85,17 @@ def fuzz(runs: int, corpus: Path, report: Path, seed: int) -> None:
     words = corpus.parent / "words"
     words.write_text("".join(f'"{word}"\n' for word in WORDS))
     limits = ["-timeout=120", "-rss_limit_mb=2048", "-max_len=6000", "-len_control=0"]
-    atheris.Setup([sys.argv[0], f"-runs={runs}", f"-seed={seed}", f"-dict={words}", *limits, str(corpus)], one)
+    atheris.Setup(
+        [sys.argv[0], f"-runs={runs}", f"-seed={seed}", f"-dict={words}", *limits, str(corpus)], one
+    )
     atheris.Fuzz()
 
 
 def main() -> None:
     """Run the fuzzer in a process of its own, and write down what it did."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--runs", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path)
@@ -84,7 +110,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="kvrag-") as name:
         folder, start = Path(name), time.monotonic()
         (folder / "corpus").mkdir()
-        command = [sys.executable, __file__, f"--runs={args.runs}", f"--seed={args.seed}", f"--in-folder={folder}"]
+        command = [
+            sys.executable,
+            __file__,
+            f"--runs={args.runs}",
+            f"--seed={args.seed}",
+            f"--in-folder={folder}",
+        ]
         done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
         if done.returncode or not (folder / "report.json").exists():
             sys.exit(done.stderr[-8000:] + "\nthe reader failed on an input; see above")
@@ -92,8 +124,15 @@ def main() -> None:
         covered = re.findall(r"DONE +cov: (\d+)", done.stderr)
         corpus = len(list((folder / "corpus").iterdir()))
     result["by_target"] = dict(sorted(result["by_target"].items(), key=lambda each: -each[1]))
-    result |= {"failures": 0, "covered_edges": int(covered[-1]) if covered else None, "corpus": corpus}
-    result |= {"seconds": round(time.monotonic() - start), "fuzzer": f"atheris {importlib.metadata.version('atheris')}"}
+    result |= {
+        "failures": 0,
+        "covered_edges": int(covered[-1]) if covered else None,
+        "corpus": corpus,
+    }
+    result |= {
+        "seconds": round(time.monotonic() - start),
+        "fuzzer": f"atheris {importlib.metadata.version('atheris')}",
+    }
     print(result)
     write_result("fuzz_reader", {"machine": machine(), **result}, args.out or RESULTS)
 

@@ -87,16 +87,23 @@ def check(events: list[Event], outcome: Outcome, *, patience_s: float) -> None:
         puts = [(begin, end) for operation, _, begin, end, _ in mine if operation == "put"]
         erasures = [(begin, end) for operation, _, begin, end, _ in mine if operation == "forget"]
         ended_put, begun_put = _Latest((end, begin) for begin, end in puts), _Latest(puts)
-        ended_erasure, begun_erasure = _Latest((end, begin) for begin, end in erasures), _Latest(erasures)
+        ended_erasure, begun_erasure = (
+            _Latest((end, begin) for begin, end in erasures),
+            _Latest(erasures),
+        )
         for operation, _, begin, end, result in mine:
             if operation != "get":
                 continue
             outcome.check(result != "wrong", f"wrong bytes of chunk {number}")
             stored, erased = ended_put.before(begin), ended_erasure.before(begin)
             is_explained = stored == NEVER or begun_erasure.before(end) > stored
-            outcome.check(result != "missing" or is_explained, f"chunk {number} was stored, and is missing")
+            outcome.check(
+                result != "missing" or is_explained, f"chunk {number} was stored, and is missing"
+            )
             is_stored = begun_put.before(end) > erased
-            outcome.check(result != "readable" or is_stored, f"chunk {number} was erased, and is read")
+            outcome.check(
+                result != "readable" or is_stored, f"chunk {number} was erased, and is read"
+            )
 
 
 NEVER = -1
@@ -157,14 +164,18 @@ def inheritance(folder: Path, *, rounds: int) -> Outcome:
     try:
         for number in range(rounds):
             for method in METHODS if number == 0 else METHODS[:1]:
-                codes = start_together(folder, {method: 2}, _put_one, root, 10 * number + len(method))
+                codes = start_together(
+                    folder, {method: 2}, _put_one, root, 10 * number + len(method)
+                )
                 outcome.check(set(codes) == {0}, f"{method}: a process failed: {codes}")
                 outcome.add(method, len(codes))
     finally:
         stop.set()
         for thread in threads:
             thread.join()
-    outcome.check(put(store, 103) > 0 and state(store, 103) == "readable", "the parent's store is broken")
+    outcome.check(
+        put(store, 103) > 0 and state(store, 103) == "readable", "the parent's store is broken"
+    )
     agree(store, outcome, "in the parent", is_whole=True)
     store.close()
     return outcome

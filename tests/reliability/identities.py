@@ -13,13 +13,21 @@ from world import CONFIG, PLAIN, PROTECTED, Kind, Outcome, path_of
 
 from kvrag.config import KV_DTYPES
 from kvrag.identity import fingerprint
-from kvrag.identity.fingerprint import FORMAT_VERSION, ModelIdentity, chunk_key, ids_digest, namespace_digest
+from kvrag.identity.fingerprint import (
+    FORMAT_VERSION,
+    ModelIdentity,
+    chunk_key,
+    ids_digest,
+    namespace_digest,
+)
 from kvrag.store import TieredStore
 from kvrag.store.crypto import Keys
 from kvrag.testing.chunks import make_kv, make_text, same_bits
 from kvrag.types import ChunkIdentity
 
-MODEL = ModelIdentity(*(f.name for f in fields(ModelIdentity) if f.name != "extra_keys"), extra_keys={"a": "b"})
+MODEL = ModelIdentity(
+    *(f.name for f in fields(ModelIdentity) if f.name != "extra_keys"), extra_keys={"a": "b"}
+)
 PREFIX, IDS = (1, 2, 3), (10, 11, 12)
 
 
@@ -96,7 +104,11 @@ def _kv_dtypes() -> Iterator[tuple[str, ChunkIdentity]]:
 
 def reads(store: TieredStore, wanted: ChunkIdentity) -> bool:
     """Whether a chunk is read, or adopted where its file lies."""
-    return store.get(wanted) is not None or store.link(wanted, text=None, doc_id=None) or store.get(wanted) is not None
+    return (
+        store.get(wanted) is not None
+        or store.link(wanted, text=None, doc_id=None)
+        or store.get(wanted) is not None
+    )
 
 
 def run(folder: Path) -> Outcome:
@@ -124,15 +136,23 @@ def run(folder: Path) -> Outcome:
     return outcome
 
 
-KEYS = {"no key": CONFIG} | {f"key {n}": replace(CONFIG, encryption_key=lambda n=n: bytes([n]) * 32) for n in (1, 2)}
+KEYS = {"no key": CONFIG} | {
+    f"key {n}": replace(CONFIG, encryption_key=lambda n=n: bytes([n]) * 32) for n in (1, 2)
+}
 """Configs of stores whose files none of the others may read."""
 
 
 def _other_keys(root: Path, outcome: Outcome) -> None:
     """Write with each key and read with each other: under its own name, and under the one that the reader asks for."""
     for writer, reader in permutations(KEYS, 2):
-        place, names = root / writer / reader, {kind: Keys.of(config) for kind, config in KEYS.items()}
-        mine, asked = (replace(identity(), namespace=names[kind].namespace("mine")) for kind in (writer, reader))
+        place, names = (
+            root / writer / reader,
+            {kind: Keys.of(config) for kind, config in KEYS.items()},
+        )
+        mine, asked = (
+            replace(identity(), namespace=names[kind].namespace("mine"))
+            for kind in (writer, reader)
+        )
         store = Kind(KEYS[writer]).open(place)
         store.put(mine, make_kv(mine), text=make_text("a"), doc_id="doc")
         store.close()
@@ -140,11 +160,15 @@ def _other_keys(root: Path, outcome: Outcome) -> None:
         wanted.parent.mkdir(mode=0o700, exist_ok=True)
         shutil.copyfile(path_of(place, chunk_key(mine)), wanted)
         other = Kind(KEYS[reader]).open(place)
-        outcome.check(not reads(other, asked), f"what was written with {writer} is read with {reader}")
+        outcome.check(
+            not reads(other, asked), f"what was written with {writer} is read with {reader}"
+        )
         outcome.check(not reads(other, mine), f"{writer}: read under its own name with {reader}")
         other.close()
         again = Kind(KEYS[writer]).open(place)
-        outcome.check(same_bits(again.get(mine), make_kv(mine)), f"{writer}: its chunk is gone after {reader}")
+        outcome.check(
+            same_bits(again.get(mine), make_kv(mine)), f"{writer}: its chunk is gone after {reader}"
+        )
         again.close()
         outcome.add("pairs_of_keys")
 
@@ -157,13 +181,22 @@ def _other_version(root: Path, outcome: Outcome) -> None:
     start = 8 + int.from_bytes(raw[:8], "little")
     tensors = json.loads(raw[8:start])
     metadata = tensors.pop("__metadata__")
-    others = (FORMAT_VERSION - 1, FORMAT_VERSION + 1, 10 * FORMAT_VERSION, f"0{FORMAT_VERSION}", f"{FORMAT_VERSION}.0")
+    others = (
+        FORMAT_VERSION - 1,
+        FORMAT_VERSION + 1,
+        10 * FORMAT_VERSION,
+        f"0{FORMAT_VERSION}",
+        f"{FORMAT_VERSION}.0",
+    )
     for version in (FORMAT_VERSION, *others):
         path.write_bytes(_framed(metadata | {"version": str(version)}, tensors) + raw[start:])
         store = PLAIN.open(root)
         is_read = reads(store, me)
         store.close()
-        outcome.check(is_read == (version == FORMAT_VERSION), f"a file of version {version}: read is {is_read}")
+        outcome.check(
+            is_read == (version == FORMAT_VERSION),
+            f"a file of version {version}: read is {is_read}",
+        )
         outcome.add("versions")
     path.write_bytes(raw)
     before = chunk_key(me)

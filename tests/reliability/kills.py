@@ -70,7 +70,9 @@ def run(folder: Path, *, kills: int, seed: int = 0, kind: Kind = PLAIN) -> Outco
     return outcome
 
 
-def on_one_store(folder: Path, kills: int, rng: random.Random, kind: Kind, outcome: Outcome) -> None:
+def on_one_store(
+    folder: Path, kills: int, rng: random.Random, kind: Kind, outcome: Outcome
+) -> None:
     """Kill so often on a new store."""
     folder.mkdir()
     root = folder / "store"
@@ -81,7 +83,10 @@ def on_one_store(folder: Path, kills: int, rng: random.Random, kind: Kind, outco
     while left > 0:
         start += 400
         work = [partial(writer, kind, root, me, start, journals[me]) for me in range(WRITERS)]
-        work += [partial(reader, kind, root, journals, wrong, start), partial(eraser, kind, root, start, erased)]
+        work += [
+            partial(reader, kind, root, journals, wrong, start),
+            partial(eraser, kind, root, start, erased),
+        ]
         pids = [fork(each) for each in (*work, partial(evictor, kind, root, start))]
         ended = kill_after(pids, rng, 0.1, 0.35)
         outcome.check(set(ended) == {-9}, f"a process failed before it was killed: {ended}")
@@ -95,7 +100,12 @@ def on_one_store(folder: Path, kills: int, rng: random.Random, kind: Kind, outco
 
 
 def check(
-    kind: Kind, root: Path, journals: list[Journal], erased: Journal, outcome: Outcome, rng: random.Random
+    kind: Kind,
+    root: Path,
+    journals: list[Journal],
+    erased: Journal,
+    outcome: Outcome,
+    rng: random.Random,
 ) -> None:
     """Open the store as the next process would, and prove what it says."""
     outcome.add("drafts_left_by_kills", len([*(root / "tmp").glob("*")]))
@@ -104,13 +114,19 @@ def check(
     known = [number for journal in journals for number in journal.read()]
     for number in {*rng.sample(known, min(SAMPLE, len(known))), *known[-5:]}:
         outcome.check(
-            kind.state(store, number) == "readable", f"acknowledged chunk {number} is {kind.state(store, number)}"
+            kind.state(store, number) == "readable",
+            f"acknowledged chunk {number} is {kind.state(store, number)}",
         )
         outcome.add("checked")
     done, documents = erased.read(), set(store.catalog.documents(NAMESPACE))
     for number in {number for number in done[-40:] if done.count(number) == 2}:
-        outcome.check(kind.state(store, number) == "missing", f"erased chunk {number} is {kind.state(store, number)}")
-        outcome.check(f"doc {number}" not in documents, f"erased document {number} is registered again")
+        outcome.check(
+            kind.state(store, number) == "missing",
+            f"erased chunk {number} is {kind.state(store, number)}",
+        )
+        outcome.check(
+            f"doc {number}" not in documents, f"erased document {number} is registered again"
+        )
     outcome.check(store.stats()["disk"].rejected == 0, "a killed writer left a damaged blob")
     store.close()
 
@@ -118,7 +134,12 @@ def check(
 def final(kind: Kind, root: Path, journals: list[Journal], outcome: Outcome) -> None:
     """Prove every acknowledged chunk."""
     store = kind.open(root)
-    lost = [number for journal in journals for number in journal.read() if kind.state(store, number) != "readable"]
+    lost = [
+        number
+        for journal in journals
+        for number in journal.read()
+        if kind.state(store, number) != "readable"
+    ]
     outcome.add("lost", len(lost))
     outcome.check(not lost, f"acknowledged chunks are lost: {lost[:5]}")
     store.close()

@@ -46,12 +46,21 @@ def run(folder: Path, *, limit: int | None, seed: int = 0) -> Outcome:
         disk = folder / durability
         disk.mkdir()
         log = folder / "log"
-        outcome.check(record(lambda k=kind, d=disk: work(d / "store", k), log) == 0, "the recorded process failed")
+        outcome.check(
+            record(lambda k=kind, d=disk: work(d / "store", k), log) == 0,
+            "the recorded process failed",
+        )
         recording = Recording(log, disk)
         same = folder / "same"
         same.mkdir()
-        rebuild(recording.root, recording.survivors(len(recording.changes), random.Random(), 1.0, torn=False), same)
-        outcome.check(_files(same) == _files(disk), "the replay of everything is not what is on the disk")
+        rebuild(
+            recording.root,
+            recording.survivors(len(recording.changes), random.Random(), 1.0, torn=False),
+            same,
+        )
+        outcome.check(
+            _files(same) == _files(disk), "the replay of everything is not what is on the disk"
+        )
         shutil.rmtree(same)
         outcome.add("changes", len(recording.changes))
         _cut(recording, kind, folder / "cut", outcome, limit=limit, seed=seed)
@@ -61,11 +70,21 @@ def run(folder: Path, *, limit: int | None, seed: int = 0) -> Outcome:
 def _files(folder: Path) -> dict[str, bytes]:
     """Content of all files but SQLite's shared memory, which is not written by calls and means nothing after a power cut."""
     return {
-        str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.suffix != ".db-shm"
+        str(p.relative_to(folder)): p.read_bytes()
+        for p in folder.rglob("*")
+        if p.is_file() and p.suffix != ".db-shm"
     }
 
 
-def _cut(recording: Recording, kind: Kind, folder: Path, outcome: Outcome, *, limit: int | None, seed: int) -> None:
+def _cut(
+    recording: Recording,
+    kind: Kind,
+    folder: Path,
+    outcome: Outcome,
+    *,
+    limit: int | None,
+    seed: int,
+) -> None:
     luck = random.Random(seed)
     cases = [(end, share) for end in range(len(recording.changes) + 1) for share in SHARES]
     if limit is not None:
@@ -97,11 +116,20 @@ def _judge(root: Path, kind: Kind, notes: list[str], outcome: Outcome, what: str
         outcome.add(found)
         outcome.check(found != "wrong", f"{what}: chunk {number} is wrong")
         if is_durable and said == "put":
-            outcome.check(found == "readable", f"{what}: chunk {number} was acknowledged and is {found}")
-            outcome.check(f"doc {number}" in store.catalog.documents(NAMESPACE), f"{what}: document {number} is lost")
+            outcome.check(
+                found == "readable", f"{what}: chunk {number} was acknowledged and is {found}"
+            )
+            outcome.check(
+                f"doc {number}" in store.catalog.documents(NAMESPACE),
+                f"{what}: document {number} is lost",
+            )
         if is_durable and said == "erased":
             outcome.check(found == "missing", f"{what}: chunk {number} was erased and is {found}")
     if is_durable:
-        outcome.check(store.stats()["disk"].rejected == 0, f"{what}: a chunk had its name before its bytes")
-    outcome.check(put(store, 8) > 0 and state(store, 8) == "readable", f"{what}: it takes no more chunks")
+        outcome.check(
+            store.stats()["disk"].rejected == 0, f"{what}: a chunk had its name before its bytes"
+        )
+    outcome.check(
+        put(store, 8) > 0 and state(store, 8) == "readable", f"{what}: it takes no more chunks"
+    )
     store.close()

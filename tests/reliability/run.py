@@ -34,7 +34,9 @@ SHORT: dict[str, Scenario] = {
     "kills, all at once": partial(kills.run, kills=60, kind=ALL_AT_ONCE),
     "system calls": partial(faults.run, limit=200),
     "bit flips": partial(damage.flips, count=20_000),
-    "bit flips, with a key and rounded KV": partial(damage.flips, count=2000, kind=PROTECTED, header_step=7),
+    "bit flips, with a key and rounded KV": partial(
+        damage.flips, count=2000, kind=PROTECTED, header_step=7
+    ),
     "bit flips, rounded KV": partial(damage.flips, count=2000, kind=ROUNDED, header_step=7),
     "hostile files": damage.hostile,
     "identities": identities.run,
@@ -42,8 +44,12 @@ SHORT: dict[str, Scenario] = {
     "read-only": space.read_only,
     "directory lost": space.vanished,
     "power cuts": partial(powercuts.run, limit=60),
-    "histories": partial(history.run, processes={"fork": 6, "spawn": 1, "forkserver": 1}, seconds=6),
-    "first openings": partial(history.openings, processes={"fork": 6, "spawn": 1, "forkserver": 1}, rounds=2),
+    "histories": partial(
+        history.run, processes={"fork": 6, "spawn": 1, "forkserver": 1}, seconds=6
+    ),
+    "first openings": partial(
+        history.openings, processes={"fork": 6, "spawn": 1, "forkserver": 1}, rounds=2
+    ),
     "starts amid writes": partial(history.inheritance, rounds=2),
     "clocks": clocks.run,
 }
@@ -57,8 +63,12 @@ LONG: dict[str, Scenario] = {
     "bit flips, with a key and rounded KV": partial(damage.flips, count=10_000, kind=PROTECTED),
     "bit flips, rounded KV": partial(damage.flips, count=10_000, kind=ROUNDED),
     "power cuts": partial(powercuts.run, limit=600),
-    "histories": partial(history.run, processes={"fork": 4, "spawn": 2, "forkserver": 2}, seconds=180),
-    "first openings": partial(history.openings, processes={"fork": 4, "spawn": 2, "forkserver": 2}, rounds=10),
+    "histories": partial(
+        history.run, processes={"fork": 4, "spawn": 2, "forkserver": 2}, seconds=180
+    ),
+    "first openings": partial(
+        history.openings, processes={"fork": 4, "spawn": 2, "forkserver": 2}, rounds=10
+    ),
     "starts amid writes": partial(history.inheritance, rounds=20),
 }
 RAM_DISK = Path("/dev/shm")
@@ -67,9 +77,15 @@ RAM_DISK = Path("/dev/shm")
 def run(name: str, scenario: Scenario) -> dict[str, Any]:
     """Run one scenario in a folder of its own."""
     start = time.monotonic()
-    with tempfile.TemporaryDirectory(dir=RAM_DISK if RAM_DISK.is_dir() else None, prefix="kvrag-") as folder:
+    with tempfile.TemporaryDirectory(
+        dir=RAM_DISK if RAM_DISK.is_dir() else None, prefix="kvrag-"
+    ) as folder:
         outcome = scenario(Path(folder))
-    result = {"failures": outcome.failures, **outcome.counts, "seconds": round(time.monotonic() - start, 1)}
+    result = {
+        "failures": outcome.failures,
+        **outcome.counts,
+        "seconds": round(time.monotonic() - start, 1),
+    }
     if outcome.skipped:
         result["skipped"] = outcome.skipped
     print(f"{name}: {result}", flush=True)
@@ -81,9 +97,13 @@ def main(doc: str | None, short: dict[str, Scenario], long: dict[str, Scenario],
     sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
     from common import RESULTS, machine, write_result
 
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--short", action="store_true")
-    parser.add_argument("--only", action="append", choices=list(long), help="keep the others as they were")
+    parser.add_argument(
+        "--only", action="append", choices=list(long), help="keep the others as they were"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     warm_up()
@@ -100,7 +120,11 @@ def main(doc: str | None, short: dict[str, Scenario], long: dict[str, Scenario],
         if not args.only or name in args.only:
             results[name] = run(name, scenario) | {"form": form, "commit": here["commit"][:10]}
             # After each one: what a long run has found is not lost with what it has yet to find.
-            kept = {other: (known | results)[other] for other in chosen if other in known or other in results}
+            kept = {
+                other: (known | results)[other]
+                for other in chosen
+                if other in known or other in results
+            }
             write_result(file, {"machine": here, "scenarios": kept}, args.out)
     if any(result["failures"] for result in results.values()):
         sys.exit("a promise was broken")

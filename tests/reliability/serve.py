@@ -57,14 +57,18 @@ MALFORMED: tuple[Any, ...] = (
 )
 
 
-def answers(folder: Path, *, requests: int, clients: int, different: int, limit: float | None = None) -> Outcome:
+def answers(
+    folder: Path, *, requests: int, clients: int, different: int, limit: float | None = None
+) -> Outcome:
     """Ask so many times with so many clients at once, some of whom leave; judge everything that came and what is counted."""
     outcome, tiny = Outcome(), Tiny(folder)
     with tiny.start() as server:
         precompute_all(server, outcome)
         singles = Singles(asks(different)).run(server, outcome)
         before = server.metrics()
-        load = Load(server, singles, outcome, clients, leaving=0.05).run(lambda sent: sent >= requests)
+        load = Load(server, singles, outcome, clients, leaving=0.05).run(
+            lambda sent: sent >= requests
+        )
         load.judge()
         load.judge_metrics(before)
         outcome.check(len(load.done) == requests, f"{requests - len(load.done)} requests are lost")
@@ -96,21 +100,32 @@ def kills(folder: Path, *, rounds: int) -> Outcome:
         for index, answer in load.done:
             if answer.is_done:
                 outcome.add("answered before the kill")
-                outcome.check(not (wrong := singles.wrong(index, answer)), f"before a kill: request {index}: {wrong}")
+                outcome.check(
+                    not (wrong := singles.wrong(index, answer)),
+                    f"before a kill: request {index}: {wrong}",
+                )
         outcome.add("kills")
         with tiny.start() as server:
             for index, each in enumerate(singles.asks):
                 answer = asyncio.run(each.send(server.port, stream=False))
-                outcome.check(not (wrong := singles.wrong(index, answer)), f"after a kill: request {index}: {wrong}")
+                outcome.check(
+                    not (wrong := singles.wrong(index, answer)),
+                    f"after a kill: request {index}: {wrong}",
+                )
                 now = answer.usage.get("prompt_tokens_details", {}).get("cached_tokens")
-                outcome.check(now == cached[index], f"after a kill {now} tokens are reused, not {cached[index]}")
+                outcome.check(
+                    now == cached[index],
+                    f"after a kill {now} tokens are reused, not {cached[index]}",
+                )
         status, said = run_cli("fsck", "--kv-dir", str(tiny.kv_dir), "--verify-data", "--json")
         outcome.check(status == 0, f"fsck found damage: {said[-500:]}")
     return outcome
 
 
 def _more_documents(server: Server, number: int) -> None:
-    precompute(server, "ann", make_chunks(40, words=40, seed=1000 + number), start=1000 * (number + 1))
+    precompute(
+        server, "ann", make_chunks(40, words=40, seed=1000 + number), start=1000 * (number + 1)
+    )
 
 
 def _beside(first: Callable[[], None], second: Callable[[], None]) -> None:
@@ -143,8 +158,13 @@ def _fill_up(tiny: Tiny, disk: Path) -> Outcome:
         more = make_chunks(4, words=200, seed=77)
         status, said = precompute(server, "bob", more, start=100)
         stored = set(json.loads(server.get("/v1/kv/documents", KEYS["bob"]))["data"])
-        is_told = ("error" in json.loads(said)) if status >= 400 else bool(json.loads(said)["failed"])
-        outcome.check(is_told and "space" in said.lower(), f"precomputing ended with {status}, and said {said[:300]}")
+        is_told = (
+            ("error" in json.loads(said)) if status >= 400 else bool(json.loads(said)["failed"])
+        )
+        outcome.check(
+            is_told and "space" in said.lower(),
+            f"precomputing ended with {status}, and said {said[:300]}",
+        )
         outcome.check("bob-100" not in stored, "a document is listed that could not be stored")
         outcome.counts["status of precomputing"] = status
         load = Load(server, singles, outcome, 16).run(lambda sent: sent >= 100)
@@ -153,7 +173,8 @@ def _fill_up(tiny: Tiny, disk: Path) -> Outcome:
         status, said = precompute(server, "bob", more, start=100)
         stored = set(json.loads(server.get("/v1/kv/documents", KEYS["bob"]))["data"])
         outcome.check(
-            status == 200 and "bob-100" in stored, f"it does not store when there is room again: {said[:300]}"
+            status == 200 and "bob-100" in stored,
+            f"it does not store when there is room again: {said[:300]}",
         )
         singles.run(server, outcome)
     status, said = run_cli("fsck", "--kv-dir", str(tiny.kv_dir), "--verify-data", "--json")
@@ -172,11 +193,18 @@ def slow_clients(folder: Path, *, requests: int) -> Outcome:
         long = Ask(
             "cy",
             CHAT,
-            {"model": "tiny", "messages": [{"role": "user", "content": "Go on."}], "max_tokens": 3000, "n": 2},
+            {
+                "model": "tiny",
+                "messages": [{"role": "user", "content": "Go on."}],
+                "max_tokens": 3000,
+                "n": 2,
+            },
         )
 
         async def all_at_once() -> Answer:
-            stuck = asyncio.create_task(long.send(server.port, stream=True, rude=Rude(leave_after=40, pause_s=0.5)))
+            stuck = asyncio.create_task(
+                long.send(server.port, stream=True, rude=Rude(leave_after=40, pause_s=0.5))
+            )
             await asyncio.gather(
                 asyncio.to_thread(slow.run, lambda sent: sent >= 8),
                 asyncio.to_thread(quick.run, lambda sent: sent >= requests),
@@ -210,7 +238,11 @@ def soak(folder: Path, *, seconds: float, clients: int = 64, limit: float | None
             under_load = max([under_load, *(size["rss"] for size in load.sizes)])
             at_rest.append(server.size())
         growth(at_rest, outcome, limit=limit)
-    outcome.counts |= {"streams": clients, "for_s": round(seconds), "megabytes under load": round(under_load / 1e6)}
+    outcome.counts |= {
+        "streams": clients,
+        "for_s": round(seconds),
+        "megabytes under load": round(under_load / 1e6),
+    }
     return outcome
 
 
@@ -235,7 +267,10 @@ def sigterm(folder: Path, *, rounds: int) -> Outcome:
         for index, answer in load.done:
             if answer.sent < told[0] - 0.2 or answer.status == 200:
                 outcome.add("taken and answered")
-                outcome.check(not (wrong := singles.wrong(index, answer)), f"taken, and then: request {index}: {wrong}")
+                outcome.check(
+                    not (wrong := singles.wrong(index, answer)),
+                    f"taken, and then: request {index}: {wrong}",
+                )
             elif answer.status == 503:
                 outcome.add("told to go elsewhere")
             else:
@@ -252,8 +287,27 @@ def malformed(folder: Path, *, requests: int) -> Outcome:
         singles = Singles(asks(8)).run(server, outcome)
         # Another tenant's: what is harmless may be prefilled in full, and its exact rows would stand in for repaired ones.
         others = asks(16)[8:]
-        fields = ("messages", "prompt", "max_tokens", "temperature", "top_p", "n", "stop", "seed", "stream", "tools")
-        fields += ("response_format", "kvrag", "stream_options", "model", "tool_choice", "logit_bias", "made_up")
+        fields = (
+            "messages",
+            "prompt",
+            "max_tokens",
+            "temperature",
+            "top_p",
+            "n",
+            "stop",
+            "seed",
+            "stream",
+            "tools",
+        )
+        fields += (
+            "response_format",
+            "kvrag",
+            "stream_options",
+            "model",
+            "tool_choice",
+            "logit_bias",
+            "made_up",
+        )
 
         async def send(number: int) -> None:
             each = others[number % len(others)]

@@ -31,7 +31,11 @@ TOOL = {
     "function": {
         "name": "look_up",
         "description": "Finds a keeper.",
-        "parameters": {"type": "object", "properties": {"box": {"enum": ["red", "blue"]}}, "required": ["box"]},
+        "parameters": {
+            "type": "object",
+            "properties": {"box": {"enum": ["red", "blue"]}},
+            "required": ["box"],
+        },
     },
 }
 
@@ -47,7 +51,9 @@ class Ask:
     async def send(self, port: int, *, stream: bool, rude: Rude | None = None) -> Answer:
         """Send it."""
         form = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
-        return await ask(port, {**self.body, **form}, key=KEYS[self.tenant], path=self.path, rude=rude)
+        return await ask(
+            port, {**self.body, **form}, key=KEYS[self.tenant], path=self.path, rude=rude
+        )
 
 
 def chunks_of(tenant: str) -> list[str]:
@@ -64,7 +70,12 @@ def asks(count: int, tokens: int = 12) -> list[Ask]:
     made = []
     for index in range(count):
         tenant = sorted(KEYS)[index // 8 % len(KEYS)]
-        body = {"model": "tiny", "temperature": 0, "max_tokens": tokens, "kvrag": {"mode": "stitch"}}
+        body = {
+            "model": "tiny",
+            "temperature": 0,
+            "max_tokens": tokens,
+            "kvrag": {"mode": "stitch"},
+        }
         body |= _kind(index, random.Random(index).sample(chunks_of(tenant), 3))
         made.append(Ask(tenant, TEXT if "prompt" in body else CHAT, body))
     return made
@@ -98,14 +109,28 @@ class Tiny:
 
     def start(self, *options: str) -> Server:
         """Start it; on the same store each time."""
-        command = [sys.executable, "-m", "kvrag", "serve", self.model, "--kv-dir", str(self.kv_dir), "--port", "0"]
+        command = [
+            sys.executable,
+            "-m",
+            "kvrag",
+            "serve",
+            self.model,
+            "--kv-dir",
+            str(self.kv_dir),
+            "--port",
+            "0",
+        ]
         keys = ",".join(f"{tenant}={key}" for tenant, key in KEYS.items())
         env = {"KVRAG_API_KEYS": keys, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        env |= {"XDG_CACHE_HOME": str(self.folder / "cache")}  # nothing that a run remembers is another one's
+        env |= {
+            "XDG_CACHE_HOME": str(self.folder / "cache")
+        }  # nothing that a run remembers is another one's
         return Server([*command, "--model-name", "tiny", *options], self.folder / "server.log", env)
 
 
-def precompute(server: Server, tenant: str, texts: Sequence[str], start: int = 0) -> tuple[int, str]:
+def precompute(
+    server: Server, tenant: str, texts: Sequence[str], start: int = 0
+) -> tuple[int, str]:
     """Store documents of a tenant's; returns status and body."""
     documents = [{"id": f"{tenant}-{start + i}", "text": text} for i, text in enumerate(texts)]
     return server.post("/v1/kv/precompute", {"documents": documents}, KEYS[tenant])
@@ -128,12 +153,20 @@ class Singles:
     def run(self, server: Server, outcome: Outcome) -> Singles:
         """Ask one after the other, whole and as a stream; the first time keep what is said, later compare."""
         for index, each in enumerate(self.asks):
-            whole, stream = (asyncio.run(each.send(server.port, stream=form)) for form in (False, True))
-            outcome.check(whole.is_done and whole.status == 200, f"single {index}: {whole.status} {whole.error}")
+            whole, stream = (
+                asyncio.run(each.send(server.port, stream=form)) for form in (False, True)
+            )
+            outcome.check(
+                whole.is_done and whole.status == 200,
+                f"single {index}: {whole.status} {whole.error}",
+            )
             if index >= len(self.answers):
                 self.answers.append(whole)
             for form, answer in (("whole", whole), ("stream", stream)):
-                outcome.check(self.wrong(index, answer) == "", f"single {index}, {form}: {self.wrong(index, answer)}")
+                outcome.check(
+                    self.wrong(index, answer) == "",
+                    f"single {index}, {form}: {self.wrong(index, answer)}",
+                )
         return self
 
     def wrong(self, index: int, answer: Answer) -> str:
@@ -166,12 +199,16 @@ class Load:
     sizes: list[dict[str, int]] = field(default_factory=list)
     is_over: bool = False
 
-    def run(self, is_enough: Callable[[int], bool], meanwhile: Callable[[], None] | None = None) -> Load:
+    def run(
+        self, is_enough: Callable[[int], bool], meanwhile: Callable[[], None] | None = None
+    ) -> Load:
         """Ask until there is enough, as judged by the number of requests sent; do something of your own after a while."""
         asyncio.run(self._run(is_enough, meanwhile))
         return self
 
-    async def _run(self, is_enough: Callable[[int], bool], meanwhile: Callable[[], None] | None) -> None:
+    async def _run(
+        self, is_enough: Callable[[int], bool], meanwhile: Callable[[], None] | None
+    ) -> None:
         rng, sent = random.Random(self.seed), 0
 
         async def client() -> None:
@@ -181,7 +218,9 @@ class Load:
                 index, stream = rng.randrange(len(self.singles.asks)), rng.random() < 0.6
                 leaves = stream and rng.random() < self.leaving
                 rude = Rude(rng.randrange(1, 8) if leaves else None, self.pause_s)
-                answer = await self.singles.asks[index].send(self.server.port, stream=stream, rude=rude)
+                answer = await self.singles.asks[index].send(
+                    self.server.port, stream=stream, rude=rude
+                )
                 self.done.append((index, answer))
                 if answer.status == 0:
                     return  # the server is gone
@@ -206,7 +245,9 @@ class Load:
             self.outcome.check(not wrong, f"request {index}: {wrong}")
             ids[answer.id] += 1
             ids.update(call["id"] for calls in answer.calls.values() for call in calls)
-        self.outcome.check(max(ids.values(), default=1) == 1, f"an id came twice: {ids.most_common(1)}")
+        self.outcome.check(
+            max(ids.values(), default=1) == 1, f"an id came twice: {ids.most_common(1)}"
+        )
 
     def judge_metrics(self, before: dict[str, float]) -> None:
         """Compare the server's counters with what came here; an answer whose client left may be counted, or not."""
@@ -216,16 +257,25 @@ class Load:
         after = self.server.metrics()
 
         def grown(name: str) -> float:
-            return sum(value - before.get(key, 0) for key, value in after.items() if key.startswith(name))
+            return sum(
+                value - before.get(key, 0) for key, value in after.items() if key.startswith(name)
+            )
 
         seen = sum(answer.status == 200 for answer in whole + left)
-        counted = sum(grown(f'kvrag_requests_total{{code="200",endpoint="{path}"}}') for path in (CHAT, TEXT))
+        counted = sum(
+            grown(f'kvrag_requests_total{{code="200",endpoint="{path}"}}') for path in (CHAT, TEXT)
+        )
         self.outcome.check(counted == seen, f"{counted:.0f} responses are counted, {seen} came")
         most = {"tokens": 60 * 2 * len(left), "answers": 2 * len(left)}
         came = {"tokens": sum(a.tokens for a in whole), "answers": sum(len(a.texts) for a in whole)}
-        for name, metric in (("tokens", "kvrag_generation_tokens_total"), ("answers", "kvrag_answers_total")):
+        for name, metric in (
+            ("tokens", "kvrag_generation_tokens_total"),
+            ("answers", "kvrag_answers_total"),
+        ):
             is_right = came[name] <= grown(metric) <= came[name] + most[name]
-            self.outcome.check(is_right, f"{grown(metric):.0f} {name} are counted, {came[name]} came")
+            self.outcome.check(
+                is_right, f"{grown(metric):.0f} {name} are counted, {came[name]} came"
+            )
 
 
 def settle(server: Server, outcome: Outcome, wait_s: float = 30.0) -> None:
@@ -243,16 +293,25 @@ def growth(sizes: Sequence[dict[str, int]], outcome: Outcome, *, limit: float | 
 
     ``limit``: by what share memory may grow; ``None`` where there were too few requests to tell.
     """
-    warm, last = sizes[len(sizes) // 3 : len(sizes) // 3 + max(1, len(sizes) // 10)], sizes[-max(1, len(sizes) // 10) :]
+    warm, last = (
+        sizes[len(sizes) // 3 : len(sizes) // 3 + max(1, len(sizes) // 10)],
+        sizes[-max(1, len(sizes) // 10) :],
+    )
     found = {
-        name: (median(s[name] for s in warm), median(s[name] for s in last)) for name in ("rss", "threads", "files")
+        name: (median(s[name] for s in warm), median(s[name] for s in last))
+        for name in ("rss", "threads", "files")
     }
-    outcome.counts |= {"megabytes": round(found["rss"][1] / 1e6), "threads": round(found["threads"][1])}
+    outcome.counts |= {
+        "megabytes": round(found["rss"][1] / 1e6),
+        "threads": round(found["threads"][1]),
+    }
     outcome.counts |= {"growth": round(found["rss"][1] / found["rss"][0] - 1, 4)}
     if limit is None:
         return
     rss, share = found["rss"], found["rss"][1] / found["rss"][0] - 1
-    outcome.check(share <= limit, f"memory grew by {share:.1%}, from {rss[0]:,} to {rss[1]:,} bytes")
+    outcome.check(
+        share <= limit, f"memory grew by {share:.1%}, from {rss[0]:,} to {rss[1]:,} bytes"
+    )
     for name, room in (("threads", 2), ("files", 8)):  # connections come and go
         before, after = found[name]
         outcome.check(after <= before + room, f"there were {before} {name}, and there are {after}")
@@ -261,5 +320,7 @@ def growth(sizes: Sequence[dict[str, int]], outcome: Outcome, *, limit: float | 
 def run_cli(*arguments: str) -> tuple[int, str]:
     """Run ``kvrag`` and return its exit status and what it printed."""
     command = [sys.executable, "-m", "kvrag", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"}
+    )
     return done.returncode, done.stdout + done.stderr

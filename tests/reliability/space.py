@@ -28,7 +28,9 @@ def on_a_small_disk(folder: Path, scenario: Callable[[Path], Outcome]) -> Outcom
     """Run a scenario on a file system of its own."""
     disk = folder / "disk"
     disk.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={SIZE}", "tmpfs", disk], capture_output=True)
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={SIZE}", "tmpfs", disk], capture_output=True
+    )
     if done.returncode:
         return Outcome(skipped="file systems may not be mounted here")
     try:
@@ -55,7 +57,10 @@ def _fill(disk: Path) -> Outcome:
             fault = error
             break
     outcome.check(fault is not None, "the disk never was full")
-    outcome.check("No space left" in str(fault) or "full" in str(fault), f"the error does not say why: {fault}")
+    outcome.check(
+        "No space left" in str(fault) or "full" in str(fault),
+        f"the error does not say why: {fault}",
+    )
     _fill_the_rest(disk)
     before = used(disk)
     for number in FILLERS[len(acknowledged) : len(acknowledged) + 30]:
@@ -68,9 +73,14 @@ def _fill(disk: Path) -> Outcome:
     outcome.check(used(disk) <= before, f"{used(disk) - before} bytes leaked by refused writes")
     outcome.counts["stored"] = len(acknowledged)
     for number in acknowledged:
-        outcome.check(state(store, number) == "readable", f"chunk {number} can't be read on a full disk")
+        outcome.check(
+            state(store, number) == "readable", f"chunk {number} can't be read on a full disk"
+        )
     tiered = TIERED.open(root)
-    outcome.check(TIERED.state(tiered, acknowledged[0]) == "readable", "memory above does not answer on a full disk")
+    outcome.check(
+        TIERED.state(tiered, acknowledged[0]) == "readable",
+        "memory above does not answer on a full disk",
+    )
     tiered.close()
     _recover(disk, store, acknowledged, outcome)
     return outcome
@@ -89,12 +99,21 @@ def _fill_the_rest(disk: Path) -> None:
 
 def _recover(disk: Path, store: TieredStore, acknowledged: list[int], outcome: Outcome) -> None:
     first, second, third, *rest = acknowledged
-    outcome.check(store.forget(NAMESPACE, f"doc {first}") == 1, "a document can't be erased on a full disk")
+    outcome.check(
+        store.forget(NAMESPACE, f"doc {first}") == 1, "a document can't be erased on a full disk"
+    )
     outcome.check(state(store, first) == "missing", "an erased chunk is still there")
     outcome.check(store.delete([key(second)]) == 1, "a chunk can't be erased on a full disk")
-    outcome.check(store.retain([key(third)], Retention(priority=0)) == 1, "nothing can be retained on a full disk")
-    outcome.check(put(store, 1) > 0 and state(store, 1) == "readable", "it does not heal when there is room")
-    outcome.check(all(state(store, number) == "readable" for number in rest), "something else was lost")
+    outcome.check(
+        store.retain([key(third)], Retention(priority=0)) == 1,
+        "nothing can be retained on a full disk",
+    )
+    outcome.check(
+        put(store, 1) > 0 and state(store, 1) == "readable", "it does not heal when there is room"
+    )
+    outcome.check(
+        all(state(store, number) == "readable" for number in rest), "something else was lost"
+    )
     store.close()
     (disk / "filler").unlink()
     # The same disk with a budget: what is there makes room by itself.
@@ -102,7 +121,9 @@ def _recover(disk: Path, store: TieredStore, acknowledged: list[int], outcome: O
     for number in FILLERS[1000 // 5 : 1000 // 5 + 60]:
         put(small, number)
         outcome.check(small.stats()["disk"].num_bytes <= 6 * 10**6, "the budget does not hold")
-    outcome.check(state(small, FILLERS[1000 // 5 + 59]) == "readable", "the newest chunk was evicted")
+    outcome.check(
+        state(small, FILLERS[1000 // 5 + 59]) == "readable", "the newest chunk was evicted"
+    )
     outcome.check(state(small, third) == "missing", "the chunk of the lowest priority stayed")
     small.close()
 
@@ -125,13 +146,18 @@ def _made_read_only(disk: Path) -> Outcome:
     _refuse(store, outcome, "readable")
     _refuse(tiered, outcome, "readable")
     shipped = PLAIN.open(root)
-    outcome.check(shipped.read_only, "a store that can't be written to is not open for reading only")
     outcome.check(
-        all(state(shipped, number) == "readable" for number in range(1, 5)), "it can't be read when opened anew"
+        shipped.read_only, "a store that can't be written to is not open for reading only"
+    )
+    outcome.check(
+        all(state(shipped, number) == "readable" for number in range(1, 5)),
+        "it can't be read when opened anew",
     )
     shipped.close()
     subprocess.run(["mount", "-o", "remount,rw", disk], check=True, capture_output=True)
-    outcome.check(put(store, 9) > 0 and state(store, 9) == "readable", "it does not take writes again")
+    outcome.check(
+        put(store, 9) > 0 and state(store, 9) == "readable", "it does not take writes again"
+    )
     outcome.check(TIERED.put(tiered, 8) > 0, "memory above does not take writes again")
     tiered.close()
     agree(store, outcome, "after it was read-only")
@@ -160,7 +186,9 @@ def _refuse(store: Any, outcome: Outcome, expected: str) -> None:
         shares.append((time.process_time() - cpu) / (time.monotonic() - began))
         outcome.check(judge(found, 1) == expected, f"chunk 1 is {judge(found, 1)}")
     share = statistics.median(shares)
-    outcome.counts["share_of_a_core"] = max(round(share, 4), outcome.counts.get("share_of_a_core", 0.0))
+    outcome.counts["share_of_a_core"] = max(
+        round(share, 4), outcome.counts.get("share_of_a_core", 0.0)
+    )
     outcome.check(share < 0.5, f"{share:.0%} of a core was used")
 
 
@@ -177,7 +205,9 @@ def vanished(folder: Path) -> Outcome:
     _refuse(tiered, outcome, "missing")  # nobody can tell what was erased
     outcome.check(not root.exists(), "the directory was made again")
     (folder / "away").rename(root)
-    outcome.check(all(state(store, number) == "readable" for number in range(1, 5)), "it does not heal")
+    outcome.check(
+        all(state(store, number) == "readable" for number in range(1, 5)), "it does not heal"
+    )
     outcome.check(put(store, 9) > 0, "it does not take writes again")
     outcome.check(TIERED.state(tiered, 1) == "readable", "memory above does not heal")
     outcome.check(TIERED.put(tiered, 8) > 0, "memory above does not take writes again")

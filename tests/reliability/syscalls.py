@@ -14,7 +14,20 @@ from pathlib import Path
 from world import fork, wait
 
 CHANGES = (
-    *("open", "openat", "creat", "close", "dup", "dup2", "dup3", "write", "writev", "pwrite64", "pwritev", "pwritev2"),
+    *(
+        "open",
+        "openat",
+        "creat",
+        "close",
+        "dup",
+        "dup2",
+        "dup3",
+        "write",
+        "writev",
+        "pwrite64",
+        "pwritev",
+        "pwritev2",
+    ),
     *(
         "ftruncate",
         "truncate",
@@ -38,9 +51,13 @@ SECTOR = 512
 
 def attach(pid: int, options: list[str], log: Path) -> subprocess.Popen[bytes]:
     """Let strace trace a process that is there, and return when it does."""
-    strace = subprocess.Popen(["strace", "-q", "-o", str(log), *options, "-p", str(pid)], stderr=subprocess.DEVNULL)
+    strace = subprocess.Popen(
+        ["strace", "-q", "-o", str(log), *options, "-p", str(pid)], stderr=subprocess.DEVNULL
+    )
     deadline = time.monotonic() + 10
-    while "TracerPid:\t0" in Path(f"/proc/{pid}/status").read_text() and time.monotonic() < deadline:
+    while (
+        "TracerPid:\t0" in Path(f"/proc/{pid}/status").read_text() and time.monotonic() < deadline
+    ):
         time.sleep(0.002)
     return strace
 
@@ -121,9 +138,15 @@ class Recording:
         rest = STRING.sub("@", args)
         words = [word.strip() for word in rest.split(",")]
         if call in ("open", "openat", "creat"):
-            self._opened(self._at(words[0] if call == "openat" else "AT_FDCWD", strings[0]), rest, result)
+            self._opened(
+                self._at(words[0] if call == "openat" else "AT_FDCWD", strings[0]), rest, result
+            )
         elif call in ("write", "writev", "pwrite64", "pwritev", "pwritev2"):
-            places = {"pwrite64": -1, "pwritev": -1, "pwritev2": -2}  # of the offset among the arguments
+            places = {
+                "pwrite64": -1,
+                "pwritev": -1,
+                "pwritev2": -2,
+            }  # of the offset among the arguments
             offset = int(words[places[call]]) if call in places else None
             self._written(int(words[0]), b"".join(strings)[:result], offset)
         elif call in ("ftruncate", "fallocate"):
@@ -135,12 +158,20 @@ class Recording:
         elif call == "close":
             self._open.pop(int(words[0]), None)
         elif call in ("mkdir", "mkdirat"):
-            self._enter(self._at(words[0] if call == "mkdirat" else "AT_FDCWD", strings[0]), Node(is_folder=True))
+            self._enter(
+                self._at(words[0] if call == "mkdirat" else "AT_FDCWD", strings[0]),
+                Node(is_folder=True),
+            )
         elif call in ("unlink", "unlinkat", "rmdir"):
             self._enter(self._at(words[0] if call == "unlinkat" else "AT_FDCWD", strings[0]), None)
         elif call in ("link", "linkat", "rename", "renameat", "renameat2"):
-            ends = (words[0], words[2]) if call.endswith(("at", "at2")) else ("AT_FDCWD", "AT_FDCWD")
-            self._linked(*(self._at(end, name) for end, name in zip(ends, strings, strict=True)), moves=call[0] == "r")
+            ends = (
+                (words[0], words[2]) if call.endswith(("at", "at2")) else ("AT_FDCWD", "AT_FDCWD")
+            )
+            self._linked(
+                *(self._at(end, name) for end, name in zip(ends, strings, strict=True)),
+                moves=call[0] == "r",
+            )
         elif call not in HARMLESS:
             raise NotImplementedError(f"{call} is not modelled")
 
@@ -184,7 +215,9 @@ class Recording:
             self._open[fd] = (node, position + len(content))
         self._note_change("data", node, offset=offset, content=content)
 
-    def _linked(self, source: tuple[Node, bytes] | None, target: tuple[Node, bytes] | None, *, moves: bool) -> None:
+    def _linked(
+        self, source: tuple[Node, bytes] | None, target: tuple[Node, bytes] | None, *, moves: bool
+    ) -> None:
         if source is None or target is None:
             assert source is target, "something was moved out of the store, or into it"
             return
@@ -204,7 +237,9 @@ class Recording:
                 folder.entries[name] = node
         self.changes.append(Change("entry", names[0][0], names))
 
-    def _note_change(self, kind: str, node: Node | None, *, offset: int = 0, content: bytes = b"") -> None:
+    def _note_change(
+        self, kind: str, node: Node | None, *, offset: int = 0, content: bytes = b""
+    ) -> None:
         if node is not None:
             self.changes.append(Change(kind, node, offset=offset, content=content))
 
@@ -260,7 +295,9 @@ def rebuild(root: Node, changes: list[Change], folder: Path) -> None:
     _write(root, os.fsencode(folder), entries, content)
 
 
-def _write(node: Node, path: bytes, entries: dict[Node, dict[bytes, Node]], content: dict[Node, bytearray]) -> None:
+def _write(
+    node: Node, path: bytes, entries: dict[Node, dict[bytes, Node]], content: dict[Node, bytearray]
+) -> None:
     for name, inner in entries.get(node, {}).items():
         place = path + b"/" + name
         if inner.is_folder:

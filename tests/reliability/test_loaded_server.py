@@ -24,13 +24,15 @@ from world import Outcome
 BENCHMARKS = Path(load_client.__file__).parent
 QUICK = ("malformed requests", "answers", "kills")
 LONG = pytest.mark.skipif(
-    "KVRAG_LOAD" not in os.environ, reason="takes minutes; `make load-check ARGS=--short`, `make load`"
+    "KVRAG_LOAD" not in os.environ,
+    reason="takes minutes; `make load-check ARGS=--short`, `make load`",
 )
 
 
 @pytest.mark.filterwarnings("ignore:This process")
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in QUICK else LONG) for name in serve.SHORT]
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name in QUICK else LONG) for name in serve.SHORT],
 )
 def test_a_loaded_server_keeps_its_promises(name):
     result = run(name, serve.SHORT[name])
@@ -48,9 +50,17 @@ def test_the_load_run_goes_through_all_its_parts(tmp_path):
     assert list(found["parts"]) == ["kvrag", "full", "transformers", "figures"]
     for part in ("kvrag", "full", "transformers"):
         levels = found["parts"][part]["levels"]
-        assert [(level["kind"], level["size"]) for level in levels] == [("closed", 1), ("closed", 4), ("open", 20)]
+        assert [(level["kind"], level["size"]) for level in levels] == [
+            ("closed", 1),
+            ("closed", 4),
+            ("open", 20),
+        ]
         assert all(level["equal"] == level["requests"] == len(level["raw"]) for level in levels)
-        assert all(row["ttft_s"] > 0 and row["total_s"] >= row["ttft_s"] for level in levels for row in level["raw"])
+        assert all(
+            row["ttft_s"] > 0 and row["total_s"] >= row["ttft_s"]
+            for level in levels
+            for row in level["raw"]
+        )
     sys.path.insert(0, str(BENCHMARKS.parents[1] / "docs"))
     import tables
 
@@ -78,7 +88,9 @@ def ask_a_stand_in(events, *, end=b"data: [DONE]\n\n", rude=None):
     async def both():
         async def handle(reader, writer):
             await reader.readuntil(b"\r\n\r\n")
-            writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
+            writer.write(
+                b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+            )
             parts = [b"data: " + json.dumps(each).encode() + b"\n\n" for each in events]
             for part in (*parts, *([end] if end else [])):
                 writer.write(b"%x\r\n%s\r\n" % (len(part), part))
@@ -94,8 +106,18 @@ def ask_a_stand_in(events, *, end=b"data: [DONE]\n\n", rude=None):
 
 def test_the_client_puts_a_stream_together():
     answer = ask_a_stand_in(GOOD)
-    assert (answer.status, answer.is_done, answer.error, answer.texts) == (200, True, "", {0: "Hello"})
-    assert (answer.reasons, answer.tokens, len(answer.pieces), len(answer.gaps_ms)) == ({0: "stop"}, 2, 2, 1)
+    assert (answer.status, answer.is_done, answer.error, answer.texts) == (
+        200,
+        True,
+        "",
+        {0: "Hello"},
+    )
+    assert (answer.reasons, answer.tokens, len(answer.pieces), len(answer.gaps_ms)) == (
+        {0: "stop"},
+        2,
+        2,
+        1,
+    )
     assert answer.sent < answer.pieces[0] <= answer.ended
 
 
@@ -106,9 +128,15 @@ BAD = {
     "a piece twice": ([*GOOD[:2], *GOOD[1:]], b"data: [DONE]\n\n"),
     "an end twice": ([*GOOD[:3], *GOOD[2:]], b"data: [DONE]\n\n"),
     "an error": ([GOOD[0], {"error": {"message": "no"}}], b"data: [DONE]\n\n"),
-    "another usage": ([*GOOD[:3], {**GOOD[3], "usage": {**USAGE, "prompt_tokens": 8}}], b"data: [DONE]\n\n"),
+    "another usage": (
+        [*GOOD[:3], {**GOOD[3], "usage": {**USAGE, "prompt_tokens": 8}}],
+        b"data: [DONE]\n\n",
+    ),
     "more reused than asked": (
-        [*GOOD[:3], {**GOOD[3], "usage": {**USAGE, "prompt_tokens_details": {"cached_tokens": 10}}}],
+        [
+            *GOOD[:3],
+            {**GOOD[3], "usage": {**USAGE, "prompt_tokens_details": {"cached_tokens": 10}}},
+        ],
         b"data: [DONE]\n\n",
     ),
 }
@@ -124,7 +152,9 @@ def test_a_wrong_answer_is_seen(name):
 
 def test_lost_and_repeated_answers_are_seen():
     single = ask_a_stand_in(GOOD)
-    load = serving.Load(SimpleNamespace(), serving.Singles([None], [single]), outcome := Outcome(), 1)
+    load = serving.Load(
+        SimpleNamespace(), serving.Singles([None], [single]), outcome := Outcome(), 1
+    )
     load.done = [(0, single), (0, deepcopy(single)), (0, Answer(error="no connection"))]
     load.judge()
     assert [what for what in outcome.failures if "came twice" in what]
@@ -148,11 +178,17 @@ def test_growth_is_seen():
 
 def test_counters_that_do_not_add_up_are_seen():
     text = 'kvrag_requests_total{code="200",endpoint="/v1/chat/completions"}'
-    after = {text: 1, "kvrag_generation_tokens_total": 2, 'kvrag_answers_total{exactness="exact"}': 1}
+    after = {
+        text: 1,
+        "kvrag_generation_tokens_total": 2,
+        'kvrag_answers_total{exactness="exact"}': 1,
+    }
     idle = {"kvrag_requests_running": 0, "kvrag_requests_waiting": 0}
     for change, count in (({}, 0), ({text: 2}, 1), ({"kvrag_generation_tokens_total": 4}, 1)):
         server = SimpleNamespace(metrics=lambda change=change: {**after, **idle, **change})
-        load = serving.Load(server, serving.Singles([]), outcome := Outcome(), 1, done=[(0, ask_a_stand_in(GOOD))])
+        load = serving.Load(
+            server, serving.Singles([]), outcome := Outcome(), 1, done=[(0, ask_a_stand_in(GOOD))]
+        )
         load.judge_metrics({})
         assert len(outcome.failures) == count
 
@@ -187,4 +223,6 @@ def test_poisson_arrivals_wait_for_no_answer_and_are_the_same_for_all(monkeypatc
 
 def test_a_server_that_does_not_start_says_why(tmp_path):
     with pytest.raises(RuntimeError, match="no such thing"):
-        load_client.Server([sys.executable, "-c", "raise SystemExit('no such thing')"], tmp_path / "log")
+        load_client.Server(
+            [sys.executable, "-c", "raise SystemExit('no such thing')"], tmp_path / "log"
+        )

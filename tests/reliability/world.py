@@ -90,7 +90,9 @@ class Kind:
     def put(self, store: TieredStore, number: int, **options: Any) -> int:
         """Store a chunk under a text and a document of its own."""
         me = self.identity(number)
-        return store.put(me, self.kv(me), text=make_text(str(number)), doc_id=f"doc {number}", **options)
+        return store.put(
+            me, self.kv(me), text=make_text(str(number)), doc_id=f"doc {number}", **options
+        )
 
     def judge(self, kv: ChunkKV | None, number: int) -> str:
         """Say whether what was read for a chunk is ``readable``, with the right bits, ``missing``, or ``wrong``."""
@@ -148,7 +150,9 @@ def wait(pid: int) -> int:
 METHODS = ("fork", "spawn", "forkserver")
 
 
-def start_together(folder: Path, processes: dict[str, int], work: Callable[..., None], *args: Any) -> list[int]:
+def start_together(
+    folder: Path, processes: dict[str, int], work: Callable[..., None], *args: Any
+) -> list[int]:
     """Start processes in each of :data:`METHODS`, as many as are asked for, let them begin at once, and return their exit codes.
 
     ``work`` is a function of a module; it gets ``args`` and the number of its process. What the parent has open is open in forked
@@ -217,14 +221,25 @@ def kill_after(pids: list[int], rng: random.Random, low: float, high: float) -> 
     return [wait(pid) for pid in pids]
 
 
-def agree(store: TieredStore, outcome: Outcome, where: str, *, is_whole: bool = False, may_lose: bool = False) -> None:
+def agree(
+    store: TieredStore,
+    outcome: Outcome,
+    where: str,
+    *,
+    is_whole: bool = False,
+    may_lose: bool = False,
+) -> None:
     """Check that every file has a row, and with ``is_whole`` that every row has its file, and that nothing waits to be written.
 
     Whoever is killed may leave rows without a file, which are misses, and a lost catalog files without rows, which it knows; clearing up
     leaves none of these files, and nothing that is pending. With ``may_lose``, what was written last to the catalog may be lost without
     its knowing.
     """
-    files, rows, pending = store.blobs.keys(), set(store.catalog.keys()), set(store.catalog.keys(pending=True))
+    files, rows, pending = (
+        store.blobs.keys(),
+        set(store.catalog.keys()),
+        set(store.catalog.keys(pending=True)),
+    )
     is_known = files <= rows | pending or may_lose or store.catalog.state().dormant
     outcome.check(is_known, f"{where}: a file has no row")
     outcome.check(not rows & pending, f"{where}: a chunk is stored, and waits to be written")
@@ -232,8 +247,14 @@ def agree(store: TieredStore, outcome: Outcome, where: str, *, is_whole: bool = 
         outcome.check(files == rows and not pending, f"{where}: files and rows differ")
         return
     gc(store)
-    outcome.check(store.blobs.keys() <= set(store.catalog.keys()), f"{where}: a file has no row after clearing up")
-    outcome.check(not store.catalog.keys(pending=True), f"{where}: a chunk waits to be written after clearing up")
+    outcome.check(
+        store.blobs.keys() <= set(store.catalog.keys()),
+        f"{where}: a file has no row after clearing up",
+    )
+    outcome.check(
+        not store.catalog.keys(pending=True),
+        f"{where}: a chunk waits to be written after clearing up",
+    )
 
 
 class Journal:

@@ -17,7 +17,10 @@ SCHEMA = {
     "required": ["name"],
     "additionalProperties": False,
 }
-TOOL = {"type": "function", "function": {"name": "look_up", "description": "Finds a keeper.", "parameters": SCHEMA}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "look_up", "description": "Finds a keeper.", "parameters": SCHEMA},
+}
 
 
 class Sent(NamedTuple):
@@ -119,7 +122,13 @@ CLIENTS = (
                 SYSTEM,
                 {"role": "user", "content": [{"type": "text", "text": "<task>\nWho?\n</task>"}]},
                 {"role": "assistant", "content": "<read_file>a.py</read_file>", "tool_calls": None},
-                {"role": "user", "content": [{"type": "text", "text": "[result]"}, {"type": "text", "text": "ok"}]},
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "text", "text": "[result]"},
+                        {"type": "text", "text": "ok"},
+                    ],
+                },
             ],
             "temperature": 0,
             "max_tokens": 4,
@@ -243,7 +252,14 @@ CLIENTS = (
         "ragas",
         "src/ragas/llms/base.py, by LangChain's ChatOpenAI",
         CHAT,
-        {"model": ID, "messages": [USER], "n": 3, "temperature": 0.3, "stream": False, "max_completion_tokens": 4},
+        {
+            "model": ID,
+            "messages": [USER],
+            "n": 3,
+            "temperature": 0.3,
+            "stream": False,
+            "max_completion_tokens": 4,
+        },
     ),
     Sent(
         "ragas, structured",
@@ -328,7 +344,13 @@ CLIENTS = (
         "aider",
         "aider/models.py, by litellm",
         CHAT,
-        {"model": ID, "messages": [SYSTEM, USER], "stream": True, "temperature": 0, "max_tokens": 4},
+        {
+            "model": ID,
+            "messages": [SYSTEM, USER],
+            "stream": True,
+            "temperature": 0,
+            "max_tokens": 4,
+        },
     ),
     Sent(
         "Vercel AI SDK",
@@ -350,7 +372,14 @@ CLIENTS = (
         "LlamaIndex, OpenAILike",
         "llama_index/llms/openai/base.py",
         CHAT,
-        {"messages": [USER], "stream": False, "model": ID, "temperature": 0.1, "max_tokens": 4, "tool_choice": "none"},
+        {
+            "messages": [USER],
+            "stream": False,
+            "model": ID,
+            "temperature": 0.1,
+            "max_tokens": 4,
+            "tool_choice": "none",
+        },
     ),
     Sent(
         "vLLM's own clients",

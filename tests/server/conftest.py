@@ -18,7 +18,9 @@ def chunks():
 @pytest.fixture(scope="module")
 def shared(tiny_dir, tmp_path_factory, chunks):
     """An engine that knows the chunks, its application and its address."""
-    engine = KVRagEngine.from_pretrained(tiny_dir, kv_dir=tmp_path_factory.mktemp("kv"), context=None)
+    engine = KVRagEngine.from_pretrained(
+        tiny_dir, kv_dir=tmp_path_factory.mktemp("kv"), context=None
+    )
     engine.precompute(chunks)
     with served(engine, ServerConfig(model_name="tiny", timeout_s=60)) as (app, url):
         yield engine, app, url

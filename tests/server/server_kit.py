@@ -14,7 +14,9 @@ from kvrag.server import create_app
 def served(engine, config=None, *, send_buffer=None):
     """Serve an engine on a free port; give the application and its address. ``send_buffer``: bytes that a connection's socket holds."""
     app = create_app(engine, config)
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", timeout_graceful_shutdown=5))
+    server = uvicorn.Server(
+        uvicorn.Config(app, port=0, log_level="warning", timeout_graceful_shutdown=5)
+    )
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
@@ -23,7 +25,9 @@ def served(engine, config=None, *, send_buffer=None):
             time.sleep(0.01)
         listening = server.servers[0].sockets[0]
         if send_buffer:
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)  # connections have their listener's
+            listening.setsockopt(
+                socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer
+            )  # connections have their listener's
         yield app, f"http://127.0.0.1:{listening.getsockname()[1]}"
     finally:
         server.should_exit = True

@@ -25,14 +25,26 @@ FAULTS = {
     "an unknown field": ({**ASK, "max_tokenz": 3}, 400, "max_tokenz"),
     "no messages": ({**ASK, "messages": []}, 400, "messages"),
     "a field that would do nothing": ({**ASK, "suffix": "x"}, 400, None),
-    "an image": ({**ASK, "messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, None),
+    "an image": (
+        {**ASK, "messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        400,
+        None,
+    ),
     "another model": ({**ASK, "model": "other"}, 404, "model"),
     "no such temperature": ({**ASK, "temperature": 3}, 400, "temperature"),
     "too many tokens": ({**ASK, "max_tokens": 10**6}, 400, None),
-    "a prompt that is too long": ({**ASK, "messages": [{"role": "user", "content": "word " * 5000}]}, 400, None),
+    "a prompt that is too long": (
+        {**ASK, "messages": [{"role": "user", "content": "word " * 5000}]},
+        400,
+        None,
+    ),
     "no such mode": ({**ASK, "kvrag": {"mode": "fast"}}, 400, "kvrag.mode"),
     "no such repair": ({**ASK, "kvrag": {"repair": {"strategy": "fast"}}}, 400, None),
-    "a role that is a number": ({**ASK, "messages": [{"role": 3, "content": "x"}]}, 400, "messages.0.role"),
+    "a role that is a number": (
+        {**ASK, "messages": [{"role": 3, "content": "x"}]},
+        400,
+        "messages.0.role",
+    ),
 }
 
 
@@ -41,7 +53,9 @@ FAULTS = {
 def test_a_fault_has_a_status_and_openais_shape(http, fault, stream):
     body, status, param = FAULTS[fault]
     content = body if isinstance(body, bytes) else json.dumps({**body, "stream": stream})
-    response = http.post("/v1/chat/completions", content=content, headers={"content-type": "application/json"})
+    response = http.post(
+        "/v1/chat/completions", content=content, headers={"content-type": "application/json"}
+    )
     assert response.status_code == status
     error = response.json()["error"]
     assert error.keys() == {"message", "type", "param", "code"}
@@ -86,7 +100,9 @@ def test_an_error_after_the_first_byte_is_an_event(http, app, engine, monkeypatc
 
     monkeypatch.setattr(app.state.service.engine, "astream", lambda *_, **__: Failing())
     with http.stream("POST", "/v1/chat/completions", json={**ASK, "stream": True}) as response:
-        events = [json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {")]
+        events = [
+            json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {")
+        ]
     assert response.status_code == 200
     assert events[1]["choices"][0]["delta"]["content"] == "some"
     assert events[-1]["error"]["code"] == "server_error"
@@ -200,17 +216,24 @@ class TestKeys:
     @staticmethod
     def url(tiny_dir):
         engine = KVRagEngine.from_pretrained(tiny_dir, context=None)
-        with served(engine, ServerConfig(model_name="tiny", api_keys={"ka": "a", "kb": "b"})) as (_, url):
+        with served(engine, ServerConfig(model_name="tiny", api_keys={"ka": "a", "kb": "b"})) as (
+            _,
+            url,
+        ):
             yield url
         engine.close()
 
     @pytest.mark.parametrize(
-        "headers", [{}, {"Authorization": "Bearer kc"}, {"Authorization": "Basic ka"}, {"api-key": "ka"}]
+        "headers",
+        [{}, {"Authorization": "Bearer kc"}, {"Authorization": "Basic ka"}, {"api-key": "ka"}],
     )
     def test_without_a_known_one_nothing_is_answered(self, url, headers):
         for path in ("/v1/models", "/v1/kv/stats", "/v1/kv/documents"):
             response = httpx.get(url + path, headers=headers)
-            assert (response.status_code, response.json()["error"]["code"]) == (401, "invalid_api_key")
+            assert (response.status_code, response.json()["error"]["code"]) == (
+                401,
+                "invalid_api_key",
+            )
         assert httpx.get(f"{url}/health").status_code == 200
 
     def test_each_has_its_own_documents(self, url, chunks):
@@ -220,21 +243,37 @@ class TestKeys:
         assert made["stored"] == 1
         listed = [httpx.get(f"{url}/v1/kv/documents", headers=who).json()["data"] for who in (a, b)]
         assert listed == [["one"], []]
-        ask = {**ASK, "messages": [{"role": "user", "content": f"{chunks[0]}\n\nWho?"}], "kvrag": {"mode": "stitch"}}
+        ask = {
+            **ASK,
+            "messages": [{"role": "user", "content": f"{chunks[0]}\n\nWho?"}],
+            "kvrag": {"mode": "stitch"},
+        }
         cached = [
-            httpx.post(f"{url}/v1/chat/completions", json=ask, headers=who, timeout=60).json()["kvrag"][0][
-                "cached_tokens"
-            ]
+            httpx.post(f"{url}/v1/chat/completions", json=ask, headers=who, timeout=60).json()[
+                "kvrag"
+            ][0]["cached_tokens"]
             for who in (a, b)
         ]
         assert cached[0] > 50
         assert cached[1] < 30
-        assert httpx.post(f"{url}/v1/kv/delete", json={"ids": ["one"]}, headers=b).json()["erased_chunks"] == 0
-        assert httpx.post(f"{url}/v1/kv/delete", json={"ids": ["one"]}, headers=a).json()["erased_chunks"] == 1
+        assert (
+            httpx.post(f"{url}/v1/kv/delete", json={"ids": ["one"]}, headers=b).json()[
+                "erased_chunks"
+            ]
+            == 0
+        )
+        assert (
+            httpx.post(f"{url}/v1/kv/delete", json={"ids": ["one"]}, headers=a).json()[
+                "erased_chunks"
+            ]
+            == 1
+        )
 
 
 def test_explain_says_what_is_found(http, chunks):
-    got = http.post("/v1/kv/explain", json={"messages": [{"role": "user", "content": f"{chunks[0]}\n\nWho?"}]}).json()
+    got = http.post(
+        "/v1/kv/explain", json={"messages": [{"role": "user", "content": f"{chunks[0]}\n\nWho?"}]}
+    ).json()
     assert [span["hit"] for span in got["spans"] if span["kind"] == "chunk"] == [True]
     assert http.post("/v1/kv/explain", json={"prompt": chunks[0]}).json()["prompt_tokens"] > 50
     assert http.post("/v1/kv/explain", json={}).status_code == 400
@@ -252,7 +291,10 @@ def sample(http, name, **labels):
     """The value of a metric, and 0 where there is none yet."""
     families = text_string_to_metric_families(http.get("/metrics").text)
     samples = [
-        s for family in families for s in family.samples if s.name == name and labels.items() <= s.labels.items()
+        s
+        for family in families
+        for s in family.samples
+        if s.name == name and labels.items() <= s.labels.items()
     ]
     return sum(s.value for s in samples)
 
@@ -263,7 +305,12 @@ def test_metrics_count_what_was_answered(http, client, chunks):
             source: sample(http, "kvrag_prompt_tokens_by_source_total", source=source)
             for source in ("cached", "computed")
         }
-        names = ("time_to_first_token", "request_queue_time", "e2e_request_latency", "inter_token_latency")
+        names = (
+            "time_to_first_token",
+            "request_queue_time",
+            "e2e_request_latency",
+            "inter_token_latency",
+        )
         times = {name: sample(http, f"kvrag_{name}_seconds_count") for name in names}
         codes = {
             code: sample(http, "kvrag_requests_total", endpoint="/v1/chat/completions", code=code)
@@ -323,27 +370,42 @@ def test_a_model_whose_requests_take_turns_says_so(engine_of, name, is_said, cap
 
 def test_the_next_turn_of_a_chat_goes_on_with_the_last(engine_of):
     engine = engine_of("llama", store_config=StoreConfig(history_bytes=2**24))
-    with served(engine, ServerConfig(model_name="tiny")) as (_, url), httpx.Client(base_url=url, timeout=60) as http:
+    with (
+        served(engine, ServerConfig(model_name="tiny")) as (_, url),
+        httpx.Client(base_url=url, timeout=60) as http,
+    ):
         messages, counts = [{"role": "user", "content": "Who keeps the lamp?"}], []
         for _ in range(3):
             body = {"model": "tiny", "messages": messages, "max_tokens": 5}
             answer = http.post("/v1/chat/completions", json=body).json()
             counts.append((answer["kvrag"][0]["history_tokens"], answer["usage"]["prompt_tokens"]))
-            messages = [*messages, answer["choices"][0]["message"], {"role": "user", "content": "And then?"}]
+            messages = [
+                *messages,
+                answer["choices"][0]["message"],
+                {"role": "user", "content": "And then?"},
+            ]
     assert counts[0][0] == 0
     assert all(now[0] >= before[1] - 8 for before, now in pairwise(counts)), counts
     assert engine.stats()["histories"]["tokens"] > 0
 
 
 def test_a_model_on_this_machine_is_called_by_its_own_name(tiny_dir):
-    with served(KVRagEngine.from_pretrained(tiny_dir), ServerConfig()) as (_, url), httpx.Client(base_url=url) as http:
-        assert [card["id"] for card in http.get("/v1/models").json()["data"]] == [Path(tiny_dir).name]
+    with (
+        served(KVRagEngine.from_pretrained(tiny_dir), ServerConfig()) as (_, url),
+        httpx.Client(base_url=url) as http,
+    ):
+        assert [card["id"] for card in http.get("/v1/models").json()["data"]] == [
+            Path(tiny_dir).name
+        ]
 
 
 def test_a_prompt_longer_than_the_window_is_refused_or_slides(tokenizer):
     model = tiny_model("llama")
     model.config.max_position_embeddings = 128
-    body = {"model": "tiny", "messages": [{"role": "user", "content": "The keeper counts the ships. " * 30}]}
+    body = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "The keeper counts the ships. " * 30}],
+    }
     with (
         closing(KVRagEngine.from_pretrained(model, tokenizer=tokenizer)) as engine,
         served(engine, ServerConfig(model_name="tiny")) as (_, url),
@@ -351,13 +413,20 @@ def test_a_prompt_longer_than_the_window_is_refused_or_slides(tokenizer):
         refused = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
         slides = {**body, "max_tokens": 8, "kvrag": {"max_context": "slide"}}
         answered = httpx.post(f"{url}/v1/chat/completions", json=slides, timeout=60)
-    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (
+        400,
+        "context_length_exceeded",
+    )
     assert answered.json()["kvrag"][0]["evicted_tokens"] > 0
 
 
 def test_requests_that_precompute_hold_up_no_others(shared, http):
     engine, _, _ = shared
-    body = {"documents": [{"text": "The keeper of the ledger counts the ships that came by night. " * 8}]}
+    body = {
+        "documents": [
+            {"text": "The keeper of the ledger counts the ships that came by night. " * 8}
+        ]
+    }
     with ThreadPoolExecutor(48) as pool:
         with engine.loaded.lm.turns:
             waiting = [pool.submit(http.post, "/v1/kv/precompute", json=body) for _ in range(48)]

@@ -33,9 +33,16 @@ def answer_of(http, path, body):
     assert response.status_code == 200, response.text
     if not body.get("stream"):
         return [choice.get("text", choice.get("message")) for choice in response.json()["choices"]]
-    events = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
+    events = [
+        json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")
+    ]
     assert not [event for event in events if "error" in event], response.text
-    ends = [choice["finish_reason"] for event in events for choice in event["choices"] if choice["finish_reason"]]
+    ends = [
+        choice["finish_reason"]
+        for event in events
+        for choice in event["choices"]
+        if choice["finish_reason"]
+    ]
     assert len(ends) == body.get("n", 1)
     return events
 
@@ -52,7 +59,12 @@ def test_the_documentation_lists_the_clients():
 
 def test_the_documentation_lists_the_fields():
     text = DOC.read_text()
-    names = {name for names in HINTS.values() for name in names} | {*NEUTRAL, *ALIASES, *ONLY_WITH, *REMEDIES}
+    names = {name for names in HINTS.values() for name in names} | {
+        *NEUTRAL,
+        *ALIASES,
+        *ONLY_WITH,
+        *REMEDIES,
+    }
     assert sorted(name for name in names if f"`{name}`" not in text) == []
 
 
@@ -94,7 +106,11 @@ def test_a_field_that_is_null_is_not_given(route):
 
 
 NULLS = {
-    "a message": {"messages": [USER | dict.fromkeys(("name", "refusal", "audio", "tool_calls", "function_call"))]},
+    "a message": {
+        "messages": [
+            USER | dict.fromkeys(("name", "refusal", "audio", "tool_calls", "function_call"))
+        ]
+    },
     "a call": {
         "messages": [
             USER,
@@ -102,15 +118,28 @@ NULLS = {
                 "role": "assistant",
                 "content": None,
                 "tool_calls": [
-                    {"id": "a", "type": "function", "index": None, "function": {"name": "f", "arguments": "{}"}}
+                    {
+                        "id": "a",
+                        "type": "function",
+                        "index": None,
+                        "function": {"name": "f", "arguments": "{}"},
+                    }
                 ],
             },
             {"role": "tool", "tool_call_id": "a", "content": "Ann", "name": None},
         ]
     },
-    "a part": {"messages": [{"role": "user", "content": [{"type": "text", "text": "Who?", "cache_control": None}]}]},
-    "a tool": {"tools": [{**TOOL, "function": {**TOOL["function"], "strict": None, "description": None}}]},
-    "a tool without parameters": {"tools": [{"type": "function", "function": {"name": "f", "parameters": None}}]},
+    "a part": {
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "Who?", "cache_control": None}]}
+        ]
+    },
+    "a tool": {
+        "tools": [{**TOOL, "function": {**TOOL["function"], "strict": None, "description": None}}]
+    },
+    "a tool without parameters": {
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": None}}]
+    },
     "a form": {"response_format": {"type": "text", "json_schema": None}},
     "a schema's form": {
         "max_tokens": 40,
@@ -138,7 +167,10 @@ def test_nulls_inside_are_not_given(http, where):
 
 def test_nulls_of_a_schema_are_its_own():
     """A null in a JSON schema is a value."""
-    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": [None], "default": None}}}
+    form = {
+        "type": "json_schema",
+        "json_schema": {"name": "a", "schema": {"enum": [None], "default": None}},
+    }
     read = schema.ChatRequest.model_validate(ASK | {"response_format": form})
     assert read.response_format == form
 
@@ -154,8 +186,14 @@ KNOWN = {name for model, _ in ROUTES.values() for name in model.model_fields} | 
 names = st.text(min_size=1, max_size=12).filter(lambda name: name not in KNOWN)
 nothings = st.sampled_from([None, False, 0, 0.0, "", [], {}])
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=5,
 )
 
@@ -179,7 +217,10 @@ def test_an_unknown_field_that_asks_for_something_is_refused_by_name(route, name
 
 
 @pytest.mark.parametrize("route", ROUTES)
-@given(name=st.sampled_from(sorted(name for group in HINTS.values() for name in group)), value=json_values)
+@given(
+    name=st.sampled_from(sorted(name for group in HINTS.values() for name in group)),
+    value=json_values,
+)
 def test_a_hint_changes_nothing_whatever_it_holds(route, name, value):
     model, body = ROUTES[route]
     assert read(model, body | {name: value}) == read(model, body)
@@ -230,7 +271,12 @@ def test_what_changes_an_answer_is_refused_by_name(http, name, stream):
 def test_other_servers_names_of_fields_mean_the_same(http):
     (text,) = answer_of(http, TEXT, PROMPT | {"max_tokens": 9})
     mine = PROMPT | {"repetition_penalty": 5.0, "stop": [text[2:4]], "max_tokens": 9}
-    theirs = {"repeat_penalty": 5.0, "stopping_strings": [text[2:4]], "n_predict": 9, "max_tokens": None}
+    theirs = {
+        "repeat_penalty": 5.0,
+        "stopping_strings": [text[2:4]],
+        "n_predict": 9,
+        "max_tokens": None,
+    }
     assert answer_of(http, TEXT, PROMPT | theirs) == answer_of(http, TEXT, mine) != [text]
 
 
@@ -246,8 +292,16 @@ def test_a_seed_of_any_size_is_taken_or_refused(http, seed):
 
 
 def test_minus_one_is_no_seed_and_no_limit(http):
-    assert schema.TextRequest.model_validate(PROMPT | {"seed": -1, "max_tokens": -1, "top_k": -1}).limit is None
-    sampled = {tuple(answer_of(http, TEXT, PROMPT | {"seed": -1, "temperature": 2, "max_tokens": 8})) for _ in range(4)}
+    assert (
+        schema.TextRequest.model_validate(
+            PROMPT | {"seed": -1, "max_tokens": -1, "top_k": -1}
+        ).limit
+        is None
+    )
+    sampled = {
+        tuple(answer_of(http, TEXT, PROMPT | {"seed": -1, "temperature": 2, "max_tokens": 8}))
+        for _ in range(4)
+    }
     assert len(sampled) > 1
 
 
@@ -318,7 +372,11 @@ class TestPages:
 
     def test_answers_and_refusals_can_be_read_by_the_page(self, url):
         for key, status in (("ka", 200), ("kb", 401)):
-            headers = {"Origin": self.ORIGIN, "Authorization": f"Bearer {key}", "Content-Type": "text/plain"}
+            headers = {
+                "Origin": self.ORIGIN,
+                "Authorization": f"Bearer {key}",
+                "Content-Type": "text/plain",
+            }
             response = httpx.post(url + CHAT, content=json.dumps(ASK), headers=headers, timeout=60)
             assert response.status_code == status
             assert response.headers["access-control-allow-origin"] == self.ORIGIN
@@ -327,7 +385,9 @@ class TestPages:
         response = httpx.options(shared[2] + CHAT, headers=self.asked(self.ORIGIN))
         assert "access-control-allow-origin" not in response.headers
 
-    @pytest.mark.parametrize("origins", ["https://a.example", ["a.example"], ["https://a.example/chat"]])
+    @pytest.mark.parametrize(
+        "origins", ["https://a.example", ["a.example"], ["https://a.example/chat"]]
+    )
     def test_an_origin_that_is_none_is_refused(self, origins):
         with pytest.raises(ConfigError, match="cors_origins"):
             ServerConfig(cors_origins=origins)
@@ -337,7 +397,11 @@ WRONG = {
     "no JSON": (b'{"model": "tiny",', "JSON", None),
     "no body": (b"", "send one JSON object", None),
     "a list": ([1], "send one JSON object", None),
-    "a union, its type": (ASK | {"stop": 3}, "stop is 3; it should be a valid string or a valid list", "stop"),
+    "a union, its type": (
+        ASK | {"stop": 3},
+        "stop is 3; it should be a valid string or a valid list",
+        "stop",
+    ),
     "a union, inside": (ASK | {"stop": ["a", 3]}, "stop.1 is 3", "stop.1"),
     "a union, its length": (ASK | {"stop": ["a"] * 17}, "at most 16 items", "stop"),
     "a part": (
@@ -345,9 +409,17 @@ WRONG = {
         "messages.0.content.0 is 3",
         "messages.0.content.0",
     ),
-    "a message": (ASK | {"messages": [{"content": "x"}]}, "messages.0.role is missing", "messages.0.role"),
+    "a message": (
+        ASK | {"messages": [{"content": "x"}]},
+        "messages.0.role is missing",
+        "messages.0.role",
+    ),
     "a typo": (ASK | {"max_tokenz": 3}, "did you mean 'max_tokens'?", "max_tokenz"),
-    "deep inside": (ASK | {"kvrag": {"documents": [{"txt": "x"}]}}, "kvrag.documents.0", "kvrag.documents.0.text"),
+    "deep inside": (
+        ASK | {"kvrag": {"documents": [{"txt": "x"}]}},
+        "kvrag.documents.0",
+        "kvrag.documents.0.text",
+    ),
     "an object's option": (
         ASK | {"stream_options": {"include_obfuscation": True}},
         "include_obfuscation",
@@ -356,7 +428,11 @@ WRONG = {
     "too many tokens": (ASK | {"max_tokens": 10**6}, "--max-tokens", "max_tokens"),
     "no tokens": (ASK | {"max_tokens": 0}, "max_tokens is 0", "max_tokens"),
     "a mode": (ASK | {"kvrag": {"mode": "fast"}}, "'stitch'", "kvrag.mode"),
-    "an image": (ASK | {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "image_url", None),
+    "an image": (
+        ASK | {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "image_url",
+        None,
+    ),
 }
 
 
@@ -364,7 +440,9 @@ WRONG = {
 def test_a_fault_is_said_in_a_sentence_of_openais_form(http, wrong):
     body, sentence, param = WRONG[wrong]
     content = body if isinstance(body, bytes) else json.dumps(body)
-    error = http.post(CHAT, content=content, headers={"Content-Type": "application/json"}).json()["error"]
+    error = http.post(CHAT, content=content, headers={"Content-Type": "application/json"}).json()[
+        "error"
+    ]
     assert sentence in error["message"]
     assert error["param"] == param
     assert error["type"] == "invalid_request_error"
@@ -380,11 +458,15 @@ def test_messages_name_fields_as_the_api_does(http):
     ]
     for body in faults:
         response = http.post(TEXT, json=body)
-        assert not re.search(r"SamplingConfig|RepairConfig|new_tokens", response.text), response.text
+        assert not re.search(r"SamplingConfig|RepairConfig|new_tokens", response.text), (
+            response.text
+        )
         assert response.status_code in (200, 400)
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(name=names | st.sampled_from(sorted(KNOWN)), value=json_values)
 def test_no_field_of_any_value_is_a_fault_of_the_server(http, name, value):
     response = http.post(TEXT, json=PROMPT | {"max_tokens": 1} | {name: value})
@@ -398,9 +480,9 @@ def test_text_under_other_names_is_shown(http):
         {"type": "refusal", "refusal": " it?"},
     ]
     whole = ASK | {"messages": [{"role": "user", "content": "Who keeps it?"}]}
-    assert answer_of(http, CHAT, ASK | {"messages": [{"role": "user", "content": parts}]}) == answer_of(
-        http, CHAT, whole
-    )
+    assert answer_of(
+        http, CHAT, ASK | {"messages": [{"role": "user", "content": parts}]}
+    ) == answer_of(http, CHAT, whole)
 
 
 def test_one_call_at_most_where_a_client_takes_no_more(http, app, monkeypatch):
@@ -412,7 +494,9 @@ def test_one_call_at_most_where_a_client_takes_no_more(http, app, monkeypatch):
     real = completions._as_asked
     calls = tuple(ToolCall(f"call_{n}", "look_up", {"name": str(n)}) for n in range(2))
     monkeypatch.setattr(
-        completions, "_as_asked", lambda body, result, echo: real(body, replace(result, tool_calls=calls), echo)
+        completions,
+        "_as_asked",
+        lambda body, result, echo: real(body, replace(result, tool_calls=calls), echo),
     )
     for is_parallel, count in ((True, 2), (None, 2), (False, 1)):
         body = ASK | {"tools": [TOOL], "parallel_tool_calls": is_parallel}
@@ -428,20 +512,36 @@ def test_token_ids_are_prompts_as_they_are(http, engine):
     for wrong in ([], [[]], [1, "a"], [10**9], [[10**9]], [-1], [1.5]):
         refused = http.post(TEXT, json=PROMPT | {"prompt": wrong})
         assert refused.status_code == 400, wrong
-        assert "prompt" in refused.json()["error"]["message"] or "token" in refused.json()["error"]["message"]
+        assert (
+            "prompt" in refused.json()["error"]["message"]
+            or "token" in refused.json()["error"]["message"]
+        )
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("limit", [0, 3])
 @pytest.mark.parametrize("prompt", ["Who keeps the lamp?", [5, 6, 7, 9]], ids=["text", "ids"])
-def test_echo_has_the_prompts_tokens_before_the_answers(http, client, engine, prompt, limit, stream):
-    body = PROMPT | {"prompt": prompt, "max_tokens": limit, "echo": True, "logprobs": 2, "n": 2, "stream": stream}
+def test_echo_has_the_prompts_tokens_before_the_answers(
+    http, client, engine, prompt, limit, stream
+):
+    body = PROMPT | {
+        "prompt": prompt,
+        "max_tokens": limit,
+        "echo": True,
+        "logprobs": 2,
+        "n": 2,
+        "stream": stream,
+    }
     response = http.post(TEXT, json=body)
     assert response.status_code == 200, response.text
     want = engine.generate(prompt, max_new_tokens=max(1, limit), logprobs=2, prompt_logprobs=2)
     shown = prompt if isinstance(prompt, str) else engine.tokenizer.decode(prompt)
     if stream:
-        events = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
+        events = [
+            json.loads(line[6:])
+            for line in response.text.splitlines()
+            if line.startswith("data: {")
+        ]
         choices = [choice for event in events for choice in event["choices"] if choice["text"]]
     else:
         choices = response.json()["choices"]
@@ -456,7 +556,9 @@ def test_echo_has_the_prompts_tokens_before_the_answers(http, client, engine, pr
         assert told["token_logprobs"][1:] == pytest.approx(values, abs=1e-4)
         assert len(told["tokens"]) == len(want.prompt_ids) + limit == len(told["text_offset"])
         for token, at in zip(told["tokens"], told["text_offset"], strict=True):
-            assert token.startswith(("bytes:", "<s>")) or choice["text"][at : at + len(token)] == token
+            assert (
+                token.startswith(("bytes:", "<s>")) or choice["text"][at : at + len(token)] == token
+            )
 
 
 def test_echo_without_logprobs_is_the_prompts_text_and_the_answer(http):
@@ -472,7 +574,9 @@ def test_echo_without_logprobs_is_the_prompts_text_and_the_answer(http):
 def test_an_answer_goes_on_with_the_last_message(http):
     begun = ASK | {"messages": [USER, {"role": "assistant", "content": "The keeper"}]}
     onward = begun | {"continue_final_message": True, "add_generation_prompt": False}
-    counts = [http.post(CHAT, json=body).json()["usage"]["prompt_tokens"] for body in (begun, onward)]
+    counts = [
+        http.post(CHAT, json=body).json()["usage"]["prompt_tokens"] for body in (begun, onward)
+    ]
     assert counts[1] < counts[0]
     refused = http.post(CHAT, json=begun | {"add_generation_prompt": False}).json()["error"]
     assert refused["param"] == "add_generation_prompt"
@@ -483,9 +587,16 @@ NAMED = {"type": "function", "function": {"name": "count"}}
 CHOICES = {
     "one, as OpenAI's chats name it": (NAMED, {"count"}),
     "one, as OpenAI's responses name it": ({"type": "function", "name": "count"}, {"count"}),
-    "allowed": ({"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NAMED]}}, {"count"}),
+    "allowed": (
+        {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NAMED]}},
+        {"count"},
+    ),
     "allowed, flat": (
-        {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "count"}]},
+        {
+            "type": "allowed_tools",
+            "mode": "required",
+            "tools": [{"type": "function", "name": "count"}],
+        },
         {"count"},
     ),
     "any": ({"type": "required"}, {"count", "look_up"}),
@@ -534,5 +645,14 @@ def test_without_a_limit_an_answer_has_what_the_window_leaves_up_to_the_servers(
                     body = endless | {"prompt": [5] * num, "logprobs": 0}
                     response = http.post(TEXT, json=body)
                     found = re.findall(r'"tokens": ?\[([^\]]*)\]', response.text)
-                    counts[most, num] = sum(each.count('"') // 2 for each in found) or response.status_code
-    assert counts == {(20, 10): 20, (20, 120): 8, (20, 128): 400, (4096, 10): 118, (4096, 120): 8, (4096, 128): 400}
+                    counts[most, num] = (
+                        sum(each.count('"') // 2 for each in found) or response.status_code
+                    )
+    assert counts == {
+        (20, 10): 20,
+        (20, 120): 8,
+        (20, 128): 400,
+        (4096, 10): 118,
+        (4096, 120): 8,
+        (4096, 128): 400,
+    }

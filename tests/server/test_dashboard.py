@@ -10,7 +10,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 FILE = Path(__file__).parents[2] / "docs" / "grafana.json"
 
-pytestmark = pytest.mark.skipif(not FILE.is_file(), reason="the docs are not here: run from a checkout")
+pytestmark = pytest.mark.skipif(
+    not FILE.is_file(), reason="the docs are not here: run from a checkout"
+)
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +65,9 @@ def test_grafana_can_import_it(dashboard):
         assert len({target["refId"] for target in panel["targets"]}) == len(panel["targets"])
         assert all(text.count("(") == text.count(")") for text in expressions({"panels": [panel]}))
     for one, other in combinations([panel["gridPos"] for panel in panels], 2):
-        apart = [one[a] + one[s] <= other[a] or other[a] + other[s] <= one[a] for a, s in (("x", "w"), ("y", "h"))]
+        apart = [
+            one[a] + one[s] <= other[a] or other[a] + other[s] <= one[a]
+            for a, s in (("x", "w"), ("y", "h"))
+        ]
         assert any(apart)
         assert one["x"] + one["w"] <= 24

@@ -24,7 +24,9 @@ def http():
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = THINKS
     engine = KVRagEngine.from_pretrained(tiny_model(), tokenizer=tokenizer, prove="off")
-    with TestClient(create_app(engine, ServerConfig(model_name=ID)), raise_server_exceptions=False) as client:
+    with TestClient(
+        create_app(engine, ServerConfig(model_name=ID)), raise_server_exceptions=False
+    ) as client:
         yield client
     engine.close()
 
@@ -44,7 +46,11 @@ def refusal(http, path, body):
 
 @pytest.mark.parametrize("role", ["user", "human"])
 def test_documents_go_before_the_last_user_message(http, role):
-    messages = [USER, {"role": role, "content": "And then?"}, {"role": "assistant", "content": "Well,"}]
+    messages = [
+        USER,
+        {"role": role, "content": "And then?"},
+        {"role": "assistant", "content": "Well,"},
+    ]
     text = shown(http, CHAT, ASK | {"messages": messages, "kvrag": {"documents": DOCUMENTS}})
     assert f"{DOCUMENTS[0]['text']}\n\nAnd then?" in text
 
@@ -52,7 +58,10 @@ def test_documents_go_before_the_last_user_message(http, role):
 @pytest.mark.parametrize("path", [CHAT, "/v1/kv/explain"])
 @pytest.mark.parametrize("roles", [["system"], ["assistant"], ["system", "assistant", "tool"]])
 def test_documents_that_have_no_place_are_refused(http, path, roles):
-    body = {"messages": [{"role": role, "content": "x"} for role in roles], "kvrag": {"documents": DOCUMENTS}}
+    body = {
+        "messages": [{"role": role, "content": "x"} for role in roles],
+        "kvrag": {"documents": DOCUMENTS},
+    }
     error = refusal(http, path, body)
     assert error["param"] == "kvrag.documents"
     assert "there is none" in error["message"]
@@ -66,15 +75,21 @@ def test_a_blank_document_is_none(http, body, blank):
     assert shown(http, path, body | {"kvrag": {"documents": both}}) == shown(
         http, path, body | {"kvrag": {"documents": DOCUMENTS}}
     )
-    assert shown(http, path, body | {"kvrag": {"documents": [{"text": blank}]}}) == shown(http, path, body)
+    assert shown(http, path, body | {"kvrag": {"documents": [{"text": blank}]}}) == shown(
+        http, path, body
+    )
 
 
-@pytest.mark.parametrize("part", [None, {"type": "text", "text": None}, {"type": None, "text": "Ann"}, {"text": "Ann"}])
+@pytest.mark.parametrize(
+    "part", [None, {"type": "text", "text": None}, {"type": None, "text": "Ann"}, {"text": "Ann"}]
+)
 def test_nulls_of_parts_say_nothing(http, part):
     text = "" if part is None else part["text"] or ""
     asked = [{"role": "user", "content": [{"type": "text", "text": "Who?"}, part]}]
     plain = [{"role": "user", "content": f"Who?{text}"}]
-    assert shown(http, CHAT, ASK | {"messages": asked}) == shown(http, CHAT, ASK | {"messages": plain})
+    assert shown(http, CHAT, ASK | {"messages": asked}) == shown(
+        http, CHAT, ASK | {"messages": plain}
+    )
 
 
 @pytest.mark.parametrize(
@@ -94,11 +109,17 @@ def test_a_part_whose_text_is_lost_is_refused(http, part, named):
 
 @pytest.mark.parametrize("refused", [5, ["x"], {"a": 1}, True])
 def test_a_refusal_that_is_no_text_is_refused(http, refused):
-    error = refusal(http, CHAT, ASK | {"messages": [USER, {"role": "assistant", "refusal": refused}, USER]})
+    error = refusal(
+        http, CHAT, ASK | {"messages": [USER, {"role": "assistant", "refusal": refused}, USER]}
+    )
     assert "the refusal of a assistant message" in error["message"]
 
 
-OFF = ({"think": False}, {"enable_thinking": False}, {"chat_template_kwargs": {"enable_thinking": False}})
+OFF = (
+    {"think": False},
+    {"enable_thinking": False},
+    {"chat_template_kwargs": {"enable_thinking": False}},
+)
 
 
 @pytest.mark.parametrize("off", OFF, ids=str)
@@ -112,7 +133,9 @@ def test_empty_texts_ask_for_nothing(http, nothing):
     assert shown(http, CHAT, ASK | nothing) == shown(http, CHAT, ASK)
 
 
-@pytest.mark.parametrize("name", ["temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty"])
+@pytest.mark.parametrize(
+    "name", ["temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty"]
+)
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity"])
 def test_numbers_that_are_none_are_refused(http, name, value):
     raw = f'{{"messages": [{{"role": "user", "content": "a"}}], "{name}": {value}}}'
@@ -126,7 +149,10 @@ def test_numbers_that_are_none_are_refused(http, name, value):
         {},
         {"chat_template_kwargs": {"enable_thinking": False}},
         {"tools": [TOOL]},
-        {"messages": [USER, {"role": "assistant", "content": "The keeper"}], "continue_final_message": True},
+        {
+            "messages": [USER, {"role": "assistant", "content": "The keeper"}],
+            "continue_final_message": True,
+        },
     ],
     ids=["plain", "variables", "tools", "continued"],
 )
@@ -150,5 +176,7 @@ def test_no_limit_by_another_name_is_none(http, alias):
 
 def test_a_refusal_repeats_nothing_of_kvrags_own(http):
     """What stands for a document while messages are rendered is no text of the client's."""
-    error = refusal(http, CHAT, ASK | {"continue_final_message": True, "kvrag": {"documents": DOCUMENTS}})
+    error = refusal(
+        http, CHAT, ASK | {"continue_final_message": True, "kvrag": {"documents": DOCUMENTS}}
+    )
     assert re.search("[0-9]{10}", error["message"]) is None

@@ -16,7 +16,12 @@ from server_kit import served
 from kvrag.generate import sequence
 from kvrag.server import ServerConfig, completions
 
-ASK = {"model": "tiny", "messages": [{"role": "user", "content": "Who?"}], "max_tokens": 2, "temperature": 0}
+ASK = {
+    "model": "tiny",
+    "messages": [{"role": "user", "content": "Who?"}],
+    "max_tokens": 2,
+    "temperature": 0,
+}
 LONG = ASK | {"max_tokens": 400, "logit_bias": {"9": 100}}  # it never ends early
 
 
@@ -30,7 +35,9 @@ def until(condition, seconds=20):
 def samples(url, name, **labels):
     found = text_string_to_metric_families(httpx.get(f"{url}/metrics").text)
     all_samples = [sample for family in found for sample in family.samples]
-    return sum(s.value for s in all_samples if s.name == name and labels.items() <= s.labels.items())
+    return sum(
+        s.value for s in all_samples if s.name == name and labels.items() <= s.labels.items()
+    )
 
 
 def opened(url, body, *, small=False):
@@ -102,7 +109,9 @@ def test_leaving_while_queueing_gives_the_place_up(engine, steps, stream):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_leaving_while_prefilling_leaves_nothing_to_decode(url, app, engine, steps, stream, monkeypatch):
+def test_leaving_while_prefilling_leaves_nothing_to_decode(
+    url, app, engine, steps, stream, monkeypatch
+):
     begun, gate, real = threading.Event(), threading.Event(), sequence.prefill
 
     def prefill(*args, **options):
@@ -127,10 +136,15 @@ def test_a_client_that_reads_nothing_holds_nobody_up_and_is_left(engine, monkeyp
         "logprobs": True,
         "top_logprobs": 20,
     }  # most of a megabyte: more than the sockets take
-    with served(engine, ServerConfig(model_name="tiny", max_running=1), send_buffer=2**15) as (app, url):
+    with served(engine, ServerConfig(model_name="tiny", max_running=1), send_buffer=2**15) as (
+        app,
+        url,
+    ):
         peer = opened(url, ask, small=True)
         until(lambda: app.state.service.admission.running)
-        until(lambda: not app.state.service.admission.running, 120)  # the work is done, the client has read nothing
+        until(
+            lambda: not app.state.service.admission.running, 120
+        )  # the work is done, the client has read nothing
         assert httpx.post(f"{url}/v1/chat/completions", json=ASK, timeout=30).is_success
         until(lambda: samples(url, "kvrag_requests_cancelled_total", reason="client_too_slow") == 1)
         peer.close()
@@ -183,10 +197,17 @@ def test_one_key_has_no_more_than_its_share(engine, steps):
         first = pool.submit(ask, "ka")
         until(lambda: len(steps.made) == 1)
         refused = ask("ka")
-        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (
+            429,
+            "rate_limit_exceeded",
+        )
         assert int(refused.headers["retry-after"]) >= 1
         steps.gate.set()
-        assert [ask("kb").status_code, first.result().status_code, ask("ka").status_code] == [200, 200, 200]
+        assert [ask("kb").status_code, first.result().status_code, ask("ka").status_code] == [
+            200,
+            200,
+            200,
+        ]
 
 
 def test_timeouts_wait_in_the_queue_too_and_are_counted(engine, steps):

@@ -34,7 +34,9 @@ CHAT = {
     "kvrag": {"mode": "auto", "repair": {"strategy": "query"}, "documents": [{"text": "One."}]},
     "user": "me",
 }
-TEXT = {name: CHAT[name] for name in ("model", "max_tokens", "temperature", "stop", "n", "kvrag")} | {
+TEXT = {
+    name: CHAT[name] for name in ("model", "max_tokens", "temperature", "stop", "n", "kvrag")
+} | {
     "prompt": "One",
     "logprobs": 1,
 }
@@ -47,9 +49,50 @@ BODIES = {
 }
 PATTERNS = ("(" * 50, "(?<=a", "[z-a]", "\\", "(a+)+$")
 VALUES = [
-    *(None, True, False, 0, -1, 1, 2**31, 2**63, -(2**63), 2**64, 10**400, 1e308, -1e308, 0.5, math.nan, math.inf),
-    *("", "x", "\x00", "\ud800", "\udfff", "🙂", "a" * 100_000, "<|im_end|>", "-1", "NaN", "null", "{{ 1 / 0 }}"),
-    *([], {}, [[]], [{}], {"": ""}, [None], ["x"] * 10_000, {"type": "x"}, {"type": None}, {"\ud800": 1}),
+    *(
+        None,
+        True,
+        False,
+        0,
+        -1,
+        1,
+        2**31,
+        2**63,
+        -(2**63),
+        2**64,
+        10**400,
+        1e308,
+        -1e308,
+        0.5,
+        math.nan,
+        math.inf,
+    ),
+    *(
+        "",
+        "x",
+        "\x00",
+        "\ud800",
+        "\udfff",
+        "🙂",
+        "a" * 100_000,
+        "<|im_end|>",
+        "-1",
+        "NaN",
+        "null",
+        "{{ 1 / 0 }}",
+    ),
+    *(
+        [],
+        {},
+        [[]],
+        [{}],
+        {"": ""},
+        [None],
+        ["x"] * 10_000,
+        {"type": "x"},
+        {"type": None},
+        {"\ud800": 1},
+    ),
     [{"role": "user"}],
     [{"role": "tool", "tool_call_id": 3, "content": "x"}],
     [{"role": "assistant", "tool_calls": [{"function": {"name": None, "arguments": "{"}}]}],
@@ -90,7 +133,9 @@ SCHEMAS = [
 
 
 def nested(depth, kind):
-    return b'{"a":' * depth + b"1" + b"}" * depth if kind == "object" else b"[" * depth + b"]" * depth
+    return (
+        b'{"a":' * depth + b"1" + b"}" * depth if kind == "object" else b"[" * depth + b"]" * depth
+    )
 
 
 def nested_list(depth):
@@ -100,7 +145,13 @@ def nested_list(depth):
 def places(value, path=()):
     """All paths inside a value, its own too."""
     yield path
-    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    inner = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for key, each in inner:
         yield from places(each, (*path, key))
 
@@ -125,22 +176,40 @@ def malformed(rng):
             if not isinstance(body, dict):
                 break
     elif kind == 5:  # a place that there isn't
-        body = body | {rng.choice(["max_tokenz", "", "\ud800", "__proto__", "echo", "best_of"]): rng.choice(VALUES)}
+        body = body | {
+            rng.choice(["max_tokenz", "", "\ud800", "__proto__", "echo", "best_of"]): rng.choice(
+                VALUES
+            )
+        }
     elif kind in (6, 7):  # a schema that can't be, for a tool or for the answer
         path, schema = "/v1/chat/completions", rng.choice(SCHEMAS)
         tool = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
         form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
-        own = rng.choice([{"tools": tool, "tool_choice": "required"}, {"tools": tool}, {"response_format": form}])
-        body = {name: CHAT[name] for name in ("model", "messages", "max_tokens", "temperature")} | own
+        own = rng.choice(
+            [{"tools": tool, "tool_choice": "required"}, {"tools": tool}, {"response_format": form}]
+        )
+        body = {
+            name: CHAT[name] for name in ("model", "messages", "max_tokens", "temperature")
+        } | own
     if kind == 8:
         deep = nested(rng.choice((100, 900, 5_000, 200_000)), rng.choice(("object", "list")))
-        name = rng.choice(["messages", "tools", "response_format", "kvrag", "prompt", "logit_bias", "documents"])
-        raw = b'{"model":"tiny","messages":[{"role":"user","content":"x"}],"' + name.encode() + b'":' + deep + b"}"
+        name = rng.choice(
+            ["messages", "tools", "response_format", "kvrag", "prompt", "logit_bias", "documents"]
+        )
+        raw = (
+            b'{"model":"tiny","messages":[{"role":"user","content":"x"}],"'
+            + name.encode()
+            + b'":'
+            + deep
+            + b"}"
+        )
         return "POST", path, headers, raw if rng.random() < 0.7 else deep
     raw = json.dumps(body).encode()
     if kind == 9:  # bytes that are no JSON, or of another encoding
         cut = rng.randrange(len(raw))
-        flipped = bytes(byte ^ (1 << rng.randrange(8)) if rng.random() < 0.02 else byte for byte in raw)
+        flipped = bytes(
+            byte ^ (1 << rng.randrange(8)) if rng.random() < 0.02 else byte for byte in raw
+        )
         others = [
             b"",
             b"\xff\xfe",
@@ -164,10 +233,19 @@ def malformed(rng):
         headers = {"Content-Type": rng.choice(wrong)}
         if rng.random() < 0.3:
             headers |= rng.choice(
-                [{"Content-Encoding": "gzip"}, {"Authorization": "\xff" * 9}, {"x-request-id": "\xe9" * 300}]
+                [
+                    {"Content-Encoding": "gzip"},
+                    {"Authorization": "\xff" * 9},
+                    {"x-request-id": "\xe9" * 300},
+                ]
             )
     elif kind == 11:
-        return rng.choice(["GET", "PUT", "DELETE", "PATCH", "OPTIONS", "HEAD", "TRACE"]), path, headers, raw
+        return (
+            rng.choice(["GET", "PUT", "DELETE", "PATCH", "OPTIONS", "HEAD", "TRACE"]),
+            path,
+            headers,
+            raw,
+        )
     return "POST", path, headers, raw
 
 
@@ -187,7 +265,9 @@ def connection(url):
 NUM = 1_000
 
 
-def test_a_thousand_malformed_requests_are_the_clients_faults_and_change_nothing(connection, app, client):
+def test_a_thousand_malformed_requests_are_the_clients_faults_and_change_nothing(
+    connection, app, client
+):
     ask = {name: CHAT[name] for name in ("model", "messages", "temperature")}
     before = client.chat.completions.create(**ask, max_tokens=4).choices[0].message.content
     rng, statuses = random.Random(7), []
@@ -208,7 +288,13 @@ def test_a_thousand_malformed_requests_are_the_clients_faults_and_change_nothing
 
 
 @pytest.mark.parametrize(
-    "raw", [b"\x16\x03\x01\x02\x00", b"GET\r\n\r\n", b"POST /v1/completions HTTP/9.9\r\n\r\n", b"\x00" * 70_000]
+    "raw",
+    [
+        b"\x16\x03\x01\x02\x00",
+        b"GET\r\n\r\n",
+        b"POST /v1/completions HTTP/9.9\r\n\r\n",
+        b"\x00" * 70_000,
+    ],
 )
 def test_what_is_no_http_is_hung_up_on(url, http, raw):
     address = urlsplit(url)
@@ -221,7 +307,9 @@ def test_what_is_no_http_is_hung_up_on(url, http, raw):
 
 @pytest.mark.parametrize(("num", "n"), [(10_000, 1), (17, 2), (0, 1)])
 def test_a_request_asks_for_a_few_answers_at_most(http, num, n):
-    response = http.post("/v1/completions", json={"model": "tiny", "prompt": ["x"] * num, "max_tokens": 1, "n": n})
+    response = http.post(
+        "/v1/completions", json={"model": "tiny", "prompt": ["x"] * num, "max_tokens": 1, "n": n}
+    )
     assert response.status_code == 400
 
 
@@ -238,7 +326,15 @@ def test_a_request_asks_for_a_few_answers_at_most(http, num, n):
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools"),
         ({"stream_options": {"include_usage": 7}}, "stream_options"),
         ({"tools": nested_list(65)}, "nests"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"const": math.nan}}}}, "JSON schema"),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"schema": {"const": math.nan}},
+                }
+            },
+            "JSON schema",
+        ),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "UTF-8"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

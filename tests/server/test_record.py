@@ -39,7 +39,11 @@ def lines():
 def post(url, body, *, key=None, path="/v1/chat/completions", headers=()):
     """Status, headers and text of an answer, by a client that logs nothing."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    own = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {}), **dict(headers)}
+    own = {
+        "Content-Type": "application/json",
+        **({"Authorization": f"Bearer {key}"} if key else {}),
+        **dict(headers),
+    }
     try:
         with urlopen(Request(url + path, data=data, headers=own), timeout=60) as response:
             return response.status, response.headers, response.read().decode()
@@ -48,7 +52,12 @@ def post(url, body, *, key=None, path="/v1/chat/completions", headers=()):
 
 
 def ask(text, **options):
-    return {"model": "tiny", "messages": [{"role": "user", "content": text}], "max_tokens": 4, **options}
+    return {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": text}],
+        "max_tokens": 4,
+        **options,
+    }
 
 
 def until_logged(lines, request_id, seconds=10):
@@ -67,10 +76,26 @@ def test_a_request_is_one_line_with_how_it_was_answered(lines, url, chunks, stre
     body = ask(text, temperature=0, stream=stream)
     assert post(url, body, headers={"x-request-id": f"mine-{stream}"}.items())[0] == 200
     line = until_logged(lines, f"mine-{stream}")
-    assert (line["level"], line["logger"], line["endpoint"]) == ("info", "kvrag.server", "/v1/chat/completions")
-    assert (line["status"], line["ended"], line["model"], line["method"]) == (200, "answered", "tiny", "POST")
-    assert (line["exactness"], line["finish_reason"], line["completion_tokens"]) == ("repaired", "length", 4)
-    assert line["cached_tokens"] + line["repaired_tokens"] + line["computed_tokens"] == line["prompt_tokens"]
+    assert (line["level"], line["logger"], line["endpoint"]) == (
+        "info",
+        "kvrag.server",
+        "/v1/chat/completions",
+    )
+    assert (line["status"], line["ended"], line["model"], line["method"]) == (
+        200,
+        "answered",
+        "tiny",
+        "POST",
+    )
+    assert (line["exactness"], line["finish_reason"], line["completion_tokens"]) == (
+        "repaired",
+        "length",
+        4,
+    )
+    assert (
+        line["cached_tokens"] + line["repaired_tokens"] + line["computed_tokens"]
+        == line["prompt_tokens"]
+    )
     assert line["cached_tokens"] > 50
     assert {"plan", "load", "stitch", "select", "repair", "decode"} <= line["stages_ms"].keys()
     assert 0 <= line["queue_ms"] <= line["ttft_ms"] <= line["total_ms"]
@@ -96,13 +121,25 @@ def test_no_text_or_key_is_ever_logged(lines, tiny_dir, tmp_path, monkeypatch, c
     config = ServerConfig(model_name="tiny", api_keys={KEY: "a"})
     with served(engine, config) as (app, url):
         answers = [
-            post(url, {"documents": [{"id": "1", "text": document}]}, key=KEY, path="/v1/kv/precompute"),
+            post(
+                url,
+                {"documents": [{"id": "1", "text": document}]},
+                key=KEY,
+                path="/v1/kv/precompute",
+            ),
             post(url, ask(f"{document}\n\n{SECRET}?"), key=KEY),
-            post(url, ask(f"{document}\n\n{SECRET}?", stream=True, stop=[SECRET], logprobs=True), key=KEY),
+            post(
+                url,
+                ask(f"{document}\n\n{SECRET}?", stream=True, stop=[SECRET], logprobs=True),
+                key=KEY,
+            ),
             post(url, ask("x", kvrag={"documents": [{"text": document}]}), key=KEY),
             post(url, {"messages": ask(document)["messages"]}, key=KEY, path="/v1/kv/explain"),
             post(
-                url, {"model": "tiny", "prompt": [SECRET, document], "max_tokens": 2}, key=KEY, path="/v1/completions"
+                url,
+                {"model": "tiny", "prompt": [SECRET, document], "max_tokens": 2},
+                key=KEY,
+                path="/v1/completions",
             ),
             post(url, ask(SECRET), key=f"{KEY}-wrong"),
             post(url, ask(SECRET, model=SECRET), key=KEY),
@@ -113,7 +150,12 @@ def test_no_text_or_key_is_ever_logged(lines, tiny_dir, tmp_path, monkeypatch, c
             post(url, ask(SECRET, response_format={"type": SECRET}), key=KEY),
             post(
                 url,
-                ask(SECRET, tools=[{"type": "function", "function": {"name": SECRET, "parameters": SECRET}}]),
+                ask(
+                    SECRET,
+                    tools=[
+                        {"type": "function", "function": {"name": SECRET, "parameters": SECRET}}
+                    ],
+                ),
                 key=KEY,
             ),
             post(url, ask(SECRET + " word" * 5000), key=KEY),
@@ -140,12 +182,16 @@ def test_no_text_or_key_is_ever_logged(lines, tiny_dir, tmp_path, monkeypatch, c
     assert {200, 400, 401, 404} <= set(statuses)
     said = lines()
     assert len([line for line in said if line["logger"] == "kvrag.server"]) >= len(answers)
-    assert any("fail" in json.dumps(line) for line in said)  # the way to a failure is there, its message is not
+    assert any(
+        "fail" in json.dumps(line) for line in said
+    )  # the way to a failure is there, its message is not
     made = json.loads(answers[1][2])["choices"][0]["message"]["content"]
     everything = json.dumps(said) + capfd.readouterr().err
     assert SECRET.lower() not in everything.lower()
     assert json.dumps(made)[1:-1] not in json.dumps(said)
-    assert not [line for line in said if "choices" in line.get("message", "")]  # an event of a stream
+    assert not [
+        line for line in said if "choices" in line.get("message", "")
+    ]  # an event of a stream
 
 
 @pytest.fixture(scope="module")
@@ -169,9 +215,15 @@ def spans(exporter, lines, url):
 
     def send(body, request_id, path="/v1/chat/completions", **headers):
         exporter.clear()
-        status = post(url, body, path=path, headers={"x-request-id": request_id, **headers}.items())[0]
+        status = post(
+            url, body, path=path, headers={"x-request-id": request_id, **headers}.items()
+        )[0]
         line = until_logged(lines, request_id)
-        ours = [span for span in exporter.get_finished_spans() if span.instrumentation_scope.name == "kvrag"]
+        ours = [
+            span
+            for span in exporter.get_finished_spans()
+            if span.instrumentation_scope.name == "kvrag"
+        ]
         return {span.name: span for span in ours}, status, line
 
     return send
@@ -211,7 +263,10 @@ def test_spans_have_the_stages_at_their_times_and_continue_the_clients_trace(spa
 def test_spans_of_faults_and_of_other_endpoints(spans):
     found, status, _ = spans(ask("x", temperature=9), "s2")
     (root,) = found.values()
-    assert (root.attributes["http.response.status_code"], root.attributes["error.type"]) == (400, "invalid_value")
+    assert (root.attributes["http.response.status_code"], root.attributes["error.type"]) == (
+        400,
+        "invalid_value",
+    )
     assert status == 400
     found, _, _ = spans({"prompt": "One"}, "s3", path="/v1/kv/explain")
     assert [*found] == ["POST /v1/kv/explain"]
@@ -241,7 +296,9 @@ def test_the_password_of_a_shared_store_is_never_written(lines, tiny_dir, tmp_pa
         warnings.simplefilter("always")
         try:
             engine = KVRagEngine.from_pretrained(
-                tiny_dir, kv_dir=tmp_path / "kv", store_config=StoreConfig(shared=address, load_timeout_s=0.5)
+                tiny_dir,
+                kv_dir=tmp_path / "kv",
+                store_config=StoreConfig(shared=address, load_timeout_s=0.5),
             )
             said = repr(engine) + repr(engine.store_config)
             with served(engine, ServerConfig(model_name="tiny")) as (_, url):
@@ -256,5 +313,10 @@ def test_the_password_of_a_shared_store_is_never_written(lines, tiny_dir, tmp_pa
             said += json.dumps([text for *_, text in answers])
         except StoreError as error:
             said = repr(error)
-    written = [said, json.dumps(lines()), capfd.readouterr().err, *[str(each.message) for each in warned]]
+    written = [
+        said,
+        json.dumps(lines()),
+        capfd.readouterr().err,
+        *[str(each.message) for each in warned],
+    ]
     assert not [text for text in written if SECRET.lower() in text.lower()]

@@ -22,7 +22,17 @@ from kvrag.server import ServerConfig
 
 @pytest.fixture
 def process(tiny_dir, tmp_path):
-    command = [sys.executable, "-m", "kvrag", "serve", str(tiny_dir), "--kv-dir", str(tmp_path / "kv"), "--port", "0"]
+    command = [
+        sys.executable,
+        "-m",
+        "kvrag",
+        "serve",
+        str(tiny_dir),
+        "--kv-dir",
+        str(tmp_path / "kv"),
+        "--port",
+        "0",
+    ]
     with subprocess.Popen(
         command, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
     ) as process:
@@ -36,7 +46,12 @@ def test_a_running_answer_is_finished_after_sigterm(process, tiny_dir):
     threading.Thread(target=process.stderr.read, daemon=True).start()
     with httpx.Client(base_url=address, timeout=60) as http:
         name = http.get("/v1/models").json()["data"][0]["id"]
-        ask = {"model": name, "messages": [{"role": "user", "content": "Who?"}], "max_tokens": 200, "stream": True}
+        ask = {
+            "model": name,
+            "messages": [{"role": "user", "content": "Who?"}],
+            "max_tokens": 200,
+            "stream": True,
+        }
         with http.stream("POST", "/v1/chat/completions", json=ask | {"temperature": 0}) as response:
             lines = response.iter_lines()
             first = next(lines)
@@ -49,9 +64,21 @@ def test_a_running_answer_is_finished_after_sigterm(process, tiny_dir):
 
 def test_the_log_is_lines_of_json(tiny_dir, tmp_path):
     """Uvicorn's and kvrag's; what may quote a prompt is not in it, nor beside it."""
-    command = [sys.executable, "-m", "kvrag", "serve", str(tiny_dir), "--kv-dir", str(tmp_path / "kv"), "--port", "0"]
+    command = [
+        sys.executable,
+        "-m",
+        "kvrag",
+        "serve",
+        str(tiny_dir),
+        "--kv-dir",
+        str(tmp_path / "kv"),
+        "--port",
+        "0",
+    ]
     lines = []
-    with subprocess.Popen([*command, "--log-format", "json"], stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [*command, "--log-format", "json"], stderr=subprocess.PIPE, text=True
+    ) as process:
         try:
             for line in process.stderr:
                 if line.startswith("{"):  # before: progress of loading
@@ -61,9 +88,17 @@ def test_the_log_is_lines_of_json(tiny_dir, tmp_path):
             name = httpx.get(f"{found[0]}/v1/models").json()["data"][0]["id"]
             chunk = {"text": " ".join(f"word{n}" for n in range(60))}
             httpx.post(f"{found[0]}/v1/kv/precompute", json={"documents": [chunk]}, timeout=60)
-            system = {"role": "system", "content": "Swordfish"}  # a prefix that the chunk was not precomputed behind
-            ask = {"model": name, "messages": [system, {"role": "user", "content": f"{chunk['text']} Who?"}]}
-            assert httpx.post(f"{found[0]}/v1/chat/completions", json={**ask, "max_tokens": 2}, timeout=60).is_success
+            system = {
+                "role": "system",
+                "content": "Swordfish",
+            }  # a prefix that the chunk was not precomputed behind
+            ask = {
+                "model": name,
+                "messages": [system, {"role": "user", "content": f"{chunk['text']} Who?"}],
+            }
+            assert httpx.post(
+                f"{found[0]}/v1/chat/completions", json={**ask, "max_tokens": 2}, timeout=60
+            ).is_success
             process.send_signal(signal.SIGTERM)
             rest = process.stderr.read()
         finally:
@@ -85,7 +120,9 @@ def test_listening_beyond_this_machine_asks_for_keys(tiny_dir, monkeypatch):
 @pytest.mark.parametrize("ray", [[], ["--ray", "--kv-dir", "kv"]])
 def test_a_port_in_use_is_found_before_the_model_is_loaded(ray, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("kvrag.cli.serve.open_engine", lambda *_, **__: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(
+        "kvrag.cli.serve.open_engine", lambda *_, **__: pytest.fail("the model was loaded")
+    )
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         result = CliRunner().invoke(app, ["serve", "no/model", "--port", str(port), *ray])

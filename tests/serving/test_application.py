@@ -17,7 +17,12 @@ CHUNKS = make_chunks(4, words=42)
 
 @pytest.fixture
 def options(tiny_dir, tmp_path):
-    return {"model": tiny_dir, "kv_dir": str(tmp_path / "kv"), "server": {"model_name": "tiny"}, "warm_s": 0.0}
+    return {
+        "model": tiny_dir,
+        "kv_dir": str(tmp_path / "kv"),
+        "server": {"model_name": "tiny"},
+        "warm_s": 0.0,
+    }
 
 
 @pytest.mark.parametrize(
@@ -36,20 +41,36 @@ def options(tiny_dir, tmp_path):
     ],
 )
 def test_wrong_options_are_refused_before_anything_starts(options, wrong, words):
-    given = {name: value for name, value in {**options, **wrong}.items() if (name, value) != ("model", None)}
+    given = {
+        name: value
+        for name, value in {**options, **wrong}.items()
+        if (name, value) != ("model", None)
+    }
     with pytest.raises(ConfigError, match=words):
         build(given)
 
 
 def test_the_application_is_what_was_asked_for(options):
-    app = build(options | {"replicas": [1, 3], "fronts": 2, "num_cpus": 0.25, "autoscaling": {"upscale_delay_s": 1.0}})
+    app = build(
+        options
+        | {
+            "replicas": [1, 3],
+            "fronts": 2,
+            "num_cpus": 0.25,
+            "autoscaling": {"upscale_delay_s": 1.0},
+        }
+    )
     assert app._bound_deployment.name == "Front"
     assert app._bound_deployment.num_replicas == 2
     replica = app._bound_deployment.init_args[0]._bound_deployment
     scaling = replica._deployment_config.autoscaling_config
     assert (scaling.min_replicas, scaling.max_replicas, scaling.upscale_delay_s) == (1, 3, 1.0)
     assert scaling.policy.policy_function == "kvrag.serving.router:by_queue"
-    fixed = build(ServingConfig(**options | {"replicas": 2}))._bound_deployment.init_args[0]._bound_deployment
+    fixed = (
+        build(ServingConfig(**options | {"replicas": 2}))
+        ._bound_deployment.init_args[0]
+        ._bound_deployment
+    )
     assert fixed.num_replicas == 2
 
 
@@ -64,7 +85,9 @@ def test_the_application_is_what_was_asked_for(options):
         (["precompute", ".", "--report", "r"], "without --ray"),
     ],
 )
-def test_options_that_would_have_no_effect_are_refused(tiny_dir, tmp_path, monkeypatch, given, words):
+def test_options_that_would_have_no_effect_are_refused(
+    tiny_dir, tmp_path, monkeypatch, given, words
+):
     monkeypatch.setenv("KVRAG_MODEL", tiny_dir)
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(app, given)

@@ -50,7 +50,9 @@ def blobs(engine):
     return {key: bytes(engine.store.blobs.read(key)) for key in engine.store.listed()}
 
 
-def test_chunks_are_stored_once_and_to_the_bit_although_a_worker_is_killed(tiny_dir, kv_dir, tmp_path):
+def test_chunks_are_stored_once_and_to_the_bit_although_a_worker_is_killed(
+    tiny_dir, kv_dir, tmp_path
+):
     """By the command line: files, a report, and a second run that finds everything there."""
     notes = tmp_path / "notes.md"
     notes.write_text("\n\n".join(CHUNKS), "utf-8")
@@ -68,19 +70,39 @@ def test_chunks_are_stored_once_and_to_the_bit_although_a_worker_is_killed(tiny_
     )
     killer = threading.Thread(target=kill)
     killer.start()
-    on_ray = ["precompute", str(notes), *options, "--kv-dir", str(kv_dir), "--ray", "--workers", "2"]
-    done = CliRunner().invoke(app, [*on_ray, "--report", str(tmp_path / "report.parquet"), "--json"])
+    on_ray = [
+        "precompute",
+        str(notes),
+        *options,
+        "--kv-dir",
+        str(kv_dir),
+        "--ray",
+        "--workers",
+        "2",
+    ]
+    done = CliRunner().invoke(
+        app, [*on_ray, "--report", str(tmp_path / "report.parquet"), "--json"]
+    )
     is_over.set()
     killer.join()
     assert done.exit_code == 0, done.output
-    said, rows = json.loads(done.stdout), parquet.read_table(tmp_path / "report.parquet").to_pylist()
+    said, rows = (
+        json.loads(done.stdout),
+        parquet.read_table(tmp_path / "report.parquet").to_pylist(),
+    )
     assert killed
-    assert sum(row["chunks"] for row in rows) == said["chunks"] == said["stored"] + said["skipped"] + len(said["short"])
+    assert (
+        sum(row["chunks"] for row in rows)
+        == said["chunks"]
+        == said["stored"] + said["skipped"] + len(said["short"])
+    )
     assert len({row["worker"] for row in rows}) >= 2
     again = CliRunner().invoke(app, [*on_ray, "--json"])
     assert json.loads(again.stdout)["skipped"] == said["stored"] + said["skipped"]
     CliRunner().invoke(app, ["precompute", str(notes), *options, "--kv-dir", str(tmp_path / "one")])
-    one, many = (KVRagEngine.from_pretrained(tiny_dir, kv_dir=each) for each in (tmp_path / "one", kv_dir))
+    one, many = (
+        KVRagEngine.from_pretrained(tiny_dir, kv_dir=each) for each in (tmp_path / "one", kv_dir)
+    )
     assert sorted(one.document_ids()) == sorted(many.document_ids())
     assert blobs(one) == blobs(many)
     one.close()
@@ -89,7 +111,9 @@ def test_chunks_are_stored_once_and_to_the_bit_although_a_worker_is_killed(tiny_
 
 def ask(body, path="/v1/chat/completions"):
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(f"http://127.0.0.1:{PORT}{path}", data, {"content-type": "application/json"})
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{PORT}{path}", data, {"content-type": "application/json"}
+    )
     with urllib.request.urlopen(request, timeout=120) as response:
         return response.headers["x-kvrag-replica"], json.load(response)
 
@@ -111,14 +135,23 @@ def test_a_replica_is_killed_under_load_and_no_request_is_lost(tiny_dir, tmp_pat
 
     def asked(number):
         content = f"{chunks[number % 16]}\n\n{chunks[(number + 1) % 16]}\n\nWho?"
-        body = {"model": "tiny", "messages": [{"role": "user", "content": content}], "max_tokens": 8, "temperature": 0}
+        body = {
+            "model": "tiny",
+            "messages": [{"role": "user", "content": content}],
+            "max_tokens": 8,
+            "temperature": 0,
+        }
         replica, answer = ask(body | {"kvrag": {"mode": "stitch", "trace": True}})
         if number == 24:
             os.kill(pids("ray::ServeReplica:default:Replica")[0], signal.SIGKILL)
         expected = engine.generate(
             [{"role": "user", "content": content}], max_new_tokens=8, temperature=0.0, mode="stitch"
         )
-        return replica, answer["choices"][0]["message"]["content"] == expected.text, answer["kvrag"][0]["cached_tokens"]
+        return (
+            replica,
+            answer["choices"][0]["message"]["content"] == expected.text,
+            answer["kvrag"][0]["cached_tokens"],
+        )
 
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(asked, range(96)))
@@ -131,7 +164,9 @@ def test_a_replica_is_killed_under_load_and_no_request_is_lost(tiny_dir, tmp_pat
         assert time.monotonic() < deadline, "no replica took the place of the one that was killed"
         time.sleep(0.5)
     assert now != before
-    by_chunks = {number: asked(number)[0] for number in range(16)}  # where nobody has much to do, the owner answers
+    by_chunks = {
+        number: asked(number)[0] for number in range(16)
+    }  # where nobody has much to do, the owner answers
     assert by_chunks == {number: asked(number)[0] for number in range(16)}
     assert set(by_chunks.values()) == now
     engine.close()

@@ -32,18 +32,36 @@ def cluster(monkeypatch):
     ("have", "given", "workers", "cpus", "gpus"),
     [
         ({"CPU": 8.0}, {}, (8, 8), 7 / 8, None),
-        ({"CPU": 2.0}, {"concurrency": 2}, (2, 2), 0.5, None),  # two of a whole core would leave none to who reads
+        (
+            {"CPU": 2.0},
+            {"concurrency": 2},
+            (2, 2),
+            0.5,
+            None,
+        ),  # two of a whole core would leave none to who reads
         ({"CPU": 1.0}, {}, (1, 1), 0.5, None),
         ({"CPU": 64.0, "GPU": 4.0}, {}, (4, 4), 1.0, 1.0),
         ({"CPU": 64.0, "GPU": 4.0}, {"num_gpus": 0.5}, (8, 8), 1.0, 0.5),
-        ({"CPU": 64.0, "GPU": 4.0}, {"num_gpus": 0, "concurrency": (2, 6), "num_cpus": 3}, (2, 6), 3, None),
+        (
+            {"CPU": 64.0, "GPU": 4.0},
+            {"num_gpus": 0, "concurrency": (2, 6), "num_cpus": 3},
+            (2, 6),
+            3,
+            None,
+        ),
     ],
 )
-def test_there_is_a_worker_for_each_gpu_or_core(cluster, tiny_dir, tmp_path, have, given, workers, cpus, gpus):
+def test_there_is_a_worker_for_each_gpu_or_core(
+    cluster, tiny_dir, tmp_path, have, given, workers, cpus, gpus
+):
     cluster(**have)
     asked = precompute_dataset(Asked(), tiny_dir, kv_dir=tmp_path / "kv", workers=Workers(**given))
     pool = asked.options["compute"]
-    assert ((pool.min_size, pool.max_size), asked.options["num_cpus"], asked.options["num_gpus"]) == (
+    assert (
+        (pool.min_size, pool.max_size),
+        asked.options["num_cpus"],
+        asked.options["num_gpus"],
+    ) == (
         workers,
         cpus,
         gpus,
@@ -53,7 +71,9 @@ def test_there_is_a_worker_for_each_gpu_or_core(cluster, tiny_dir, tmp_path, hav
 def test_a_worker_stores_batches_and_reports_each(cluster, tiny_dir, tmp_path):
     cluster(CPU=2.0)
     run = {"batch_size": 2, "collection": "books"}
-    asked = precompute_dataset(Asked(), tiny_dir, kv_dir=tmp_path, text="body", id="name", run=run, namespace="mine")
+    asked = precompute_dataset(
+        Asked(), tiny_dir, kv_dir=tmp_path, text="body", id="name", run=run, namespace="mine"
+    )
     assert asked.fn is Worker
     worker = Worker(**asked.options["fn_constructor_kwargs"])
     batch = {
@@ -66,7 +86,9 @@ def test_a_worker_stores_batches_and_reports_each(cluster, tiny_dir, tmp_path):
     assert (first["chunks"], first["stored"], first["skipped"], first["failed"]) == (4, 3, 0, [])
     assert [each["id"] for each in first["short"]] == ["books/d"]
     assert (again["stored"], again["skipped"], again["stored_bytes"]) == (0, 3, 0)
-    assert worker(batch).schema == worker({name: values[:0] for name, values in batch.items()}).schema
+    assert (
+        worker(batch).schema == worker({name: values[:0] for name, values in batch.items()}).schema
+    )
     engine = KVRagEngine.from_pretrained(tiny_dir, kv_dir=tmp_path, namespace="mine")
     assert sorted(engine.document_ids()) == ["books/a", "books/b", "books/c"]
     engine.close()
@@ -75,7 +97,9 @@ def test_a_worker_stores_batches_and_reports_each(cluster, tiny_dir, tmp_path):
 def test_without_a_column_chunks_have_no_id(cluster, tiny_dir, tmp_path):
     cluster(CPU=2.0)
     asked = precompute_dataset(Asked(), tiny_dir, kv_dir=tmp_path, id=None)
-    [row] = Worker(**asked.options["fn_constructor_kwargs"])({"text": np.array(CHUNKS, object)}).to_pylist()
+    [row] = Worker(**asked.options["fn_constructor_kwargs"])(
+        {"text": np.array(CHUNKS, object)}
+    ).to_pylist()
     assert row["stored"] == 3
 
 

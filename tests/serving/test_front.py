@@ -75,7 +75,10 @@ def ask(handle, options, body, *, path="/v1/chat/completions", headers=()):
         made = [replica for replica, _ in handle.replicas if isinstance(replica, Replica)]
 
         async def receive():
-            return {"type": "http.request", "body": body if isinstance(body, bytes) else json.dumps(body).encode()}
+            return {
+                "type": "http.request",
+                "body": body if isinstance(body, bytes) else json.dumps(body).encode(),
+            }
 
         sent = []
 
@@ -86,7 +89,11 @@ def ask(handle, options, body, *, path="/v1/chat/completions", headers=()):
         await response(scope, asyncio.Event().wait, send)
         for replica in made:
             replica.__del__()
-        return response.status_code, dict(response.headers), b"".join(m.get("body", b"") for m in sent)
+        return (
+            response.status_code,
+            dict(response.headers),
+            b"".join(m.get("body", b"") for m in sent),
+        )
 
     return asyncio.run(run())
 
@@ -102,12 +109,21 @@ def options(tiny_dir, tmp_path_factory):
 
 
 def body(*, stream=False, **more):
-    return {"model": "tiny", "messages": QUESTION, "max_tokens": 6, "temperature": 0, "stream": stream, **more}
+    return {
+        "model": "tiny",
+        "messages": QUESTION,
+        "max_tokens": 6,
+        "temperature": 0,
+        "stream": stream,
+        **more,
+    }
 
 
 def told(data):
     """The text of a stream's events."""
-    events = [json.loads(line[5:]) for line in data.decode().split("\n") if line.startswith("data: {")]
+    events = [
+        json.loads(line[5:]) for line in data.decode().split("\n") if line.startswith("data: {")
+    ]
     return "".join(c["delta"].get("content") or "" for e in events for c in e["choices"])
 
 
@@ -177,21 +193,30 @@ def test_a_stream_that_is_repeated_with_other_words_ends_with_an_error(options):
 
 def test_signs_of_life_are_neither_compared_nor_repeated(options):
     handle = Handle(
-        ([START, PING, event("a"), event("b")], 3), ([START, PING, PING, event("a"), PING, event("b")], None)
+        ([START, PING, event("a"), event("b")], 3),
+        ([START, PING, PING, event("a"), PING, event("b")], None),
     )
     _, _, data = ask(handle, options, body(stream=True))
     assert data.count(b"ping") == 2
-    assert [saying({"type": "", "body": part}) for part in data.split(b"\r\n\r\n") if b"data" in part] == [["a"], ["b"]]
+    assert [
+        saying({"type": "", "body": part}) for part in data.split(b"\r\n\r\n") if b"data" in part
+    ] == [["a"], ["b"]]
 
 
 def test_where_no_replica_lives_the_client_is_told_to_come_again(options, monkeypatch):
     monkeypatch.setattr(front, "ATTEMPTS", 2)
     handle = Handle(([START], 0), ([START], 0))
     status, headers, data = ask(handle, options, body())
-    assert (status, headers["retry-after"], json.loads(data)["error"]["code"]) == (503, "1", "no_replica")
+    assert (status, headers["retry-after"], json.loads(data)["error"]["code"]) == (
+        503,
+        "1",
+        "no_replica",
+    )
     handle = Handle(([START, event("a")], 1), ([START, event("a")], 2))
     assert b"replica_lost" in ask(handle, options, body(stream=True))[2]
-    handle = Handle(([START], 0), error=BackPressureError(num_queued_requests=9, max_queued_requests=9))
+    handle = Handle(
+        ([START], 0), error=BackPressureError(num_queued_requests=9, max_queued_requests=9)
+    )
     assert ask(handle, options, body())[0] == 503
 
 
@@ -204,9 +229,17 @@ def test_the_first_text_with_chunks_says_where_a_chat_goes(options):
     first, second = [text_digest(CHUNKS[0])], [text_digest(CHUNKS[1])]
     asked = {"role": "user", "content": [{"type": "text", "text": f"{CHUNKS[0]} Who?"}]}
     assert keys(asked) == first
-    assert keys({"role": "system", "content": "x"}, asked, {"role": "user", "content": CHUNKS[1]}) == first
-    assert keys({"role": "user", "content": "Who?"}, kvrag={"documents": [{"text": CHUNKS[1]}]}) == second
-    assert keys({"role": "system", "content": "x"}, {"role": "user", "content": "Who?"}) == [text_digest("Who?")]
+    assert (
+        keys({"role": "system", "content": "x"}, asked, {"role": "user", "content": CHUNKS[1]})
+        == first
+    )
+    assert (
+        keys({"role": "user", "content": "Who?"}, kvrag={"documents": [{"text": CHUNKS[1]}]})
+        == second
+    )
+    assert keys({"role": "system", "content": "x"}, {"role": "user", "content": "Who?"}) == [
+        text_digest("Who?")
+    ]
     assert keys({"role": "user", "content": 3}, "nothing") == []
     assert found.keys("", json.dumps({"prompt": ["a", CHUNKS[1]]}).encode()) == second
 
@@ -221,7 +254,9 @@ def test_what_is_no_request_has_no_keys(options, data):
 def test_each_tenant_has_chunks_of_its_own(options, monkeypatch):
     monkeypatch.setenv("KVRAG_API_KEYS", "a=secret,b=other")
     found = Front(Handle(), options)
-    engine = KVRagEngine.from_pretrained(options["model"], kv_dir=options["kv_dir"], namespace="default/a")
+    engine = KVRagEngine.from_pretrained(
+        options["model"], kv_dir=options["kv_dir"], namespace="default/a"
+    )
     engine.precompute([CHUNKS[3]])
     engine.close()
     data = json.dumps({"prompt": CHUNKS[3]}).encode()

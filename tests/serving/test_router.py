@@ -36,7 +36,8 @@ def test_the_owner_of_most_chunks_is_first():
     owned = [key for key in KEYS if by_owner([key], REPLICAS)[0] == "replica3"][:3]
     others = [key for key in KEYS if by_owner([key], REPLICAS)[0] != "replica3"]
     one_each = [
-        next(key for key in others if by_owner([key], REPLICAS)[0] == each) for each in ("replica0", "replica1")
+        next(key for key in others if by_owner([key], REPLICAS)[0] == each)
+        for each in ("replica0", "replica1")
     ]
     assert by_owner([*one_each, *owned], REPLICAS)[0] == "replica3"
 
@@ -63,11 +64,15 @@ def test_without_chunks_all_are_equals():
 
 
 def test_ray_is_given_the_replicas_in_that_order():
-    router = ChunkRouter.__new__(ChunkRouter)  # the base class wants a cluster; only its memory of loads is used
+    router = ChunkRouter.__new__(
+        ChunkRouter
+    )  # the base class wants a cluster; only its memory of loads is used
     loads = {"replica1": 50}
     router._replica_queue_len_cache = SimpleNamespace(get=lambda each: loads.get(each.unique_id))
     candidates = [SimpleNamespace(replica_id=SimpleNamespace(unique_id=name)) for name in REPLICAS]
-    request = SimpleNamespace(kwargs={"keys": KEYS[:3]}, routing_context=SimpleNamespace(should_backoff=False))
+    request = SimpleNamespace(
+        kwargs={"keys": KEYS[:3]}, routing_context=SimpleNamespace(should_backoff=False)
+    )
     found = asyncio.run(router.choose_replicas(candidates, request))
     expected = ranked(KEYS[:3], {**dict.fromkeys(REPLICAS, 0), **loads})
     assert [[each.replica_id.unique_id for each in rank] for rank in found] == expected
@@ -80,7 +85,10 @@ def test_ray_is_given_the_replicas_in_that_order():
 @pytest.mark.parametrize(
     ("stats", "wanted"),
     [
-        ({"running": {"a": 4.0, "b": 4.0}, "waiting": {"a": 6.0, "b": 2.0}}, 4),  # twice as many would run it all
+        (
+            {"running": {"a": 4.0, "b": 4.0}, "waiting": {"a": 6.0, "b": 2.0}},
+            4,
+        ),  # twice as many would run it all
         (
             {"running": {"a": 4.0, "b": 4.0}, "waiting": {"a": 0.0, "b": 0.0}},
             1,
@@ -92,7 +100,11 @@ def test_ray_is_given_the_replicas_in_that_order():
 def test_what_waits_for_room_asks_for_replicas(stats, wanted):
     config = SimpleNamespace(get_target_ongoing_requests=lambda: 8)
     context = SimpleNamespace(
-        current_num_replicas=2, target_num_replicas=2, total_num_requests=8.0, aggregated_metrics=stats, config=config
+        current_num_replicas=2,
+        target_num_replicas=2,
+        total_num_requests=8.0,
+        aggregated_metrics=stats,
+        config=config,
     )
     context.policy_state = {}
     assert by_queue(context)[0] == wanted

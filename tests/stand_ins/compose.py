@@ -56,7 +56,9 @@ def image(dockerfile: Path) -> tuple[dict[str, str], list[str], list[str]]:
     """Return the environment, the entry point and the command of a Dockerfile's last stage."""
     last = dockerfile.read_text().rpartition("\nFROM ")[2]
     found = dict(re.findall(r"^(ENV|ENTRYPOINT|CMD) (.+)$", last, re.MULTILINE))
-    env = dict(pair.partition("=")[::2] for pair in found["ENV"].split() if not pair.startswith("PATH="))
+    env = dict(
+        pair.partition("=")[::2] for pair in found["ENV"].split() if not pair.startswith("PATH=")
+    )
     return env, json.loads(found["ENTRYPOINT"]), json.loads(found["CMD"])
 
 
@@ -66,7 +68,9 @@ class Compose:
     def __init__(self, file: Path, folder: Path) -> None:
         self.folder, given = folder, variables(folder / ".env")
         raw = yaml.safe_load(file.read_text())
-        self.file = filled({name: part for name, part in raw.items() if not name.startswith("x-")}, given)
+        self.file = filled(
+            {name: part for name, part in raw.items() if not name.startswith("x-")}, given
+        )
         self.services: dict[str, Any] = self.file["services"]
         self.image = image(file.parent / "Dockerfile")
         self.ports = self._kept("ports", lambda: {name: free_port() for name in self.services})
@@ -97,9 +101,15 @@ class Compose:
 
     def volume(self, source: str) -> Path:
         """Return the folder of a volume."""
-        return self.folder / source if source.startswith((".", "/")) else self.folder / "volumes" / source
+        return (
+            self.folder / source
+            if source.startswith((".", "/"))
+            else self.folder / "volumes" / source
+        )
 
-    def process(self, name: str, *arguments: str, entrypoint: str = "") -> tuple[list[str], dict[str, str], Path]:
+    def process(
+        self, name: str, *arguments: str, entrypoint: str = ""
+    ) -> tuple[list[str], dict[str, str], Path]:
         """Return the command, the environment and the directory of a service's process."""
         service = self.services[name]
         env, (own_env, entry, command) = {}, self.image
@@ -114,17 +124,28 @@ class Compose:
         config = self.folder / "Caddyfile"
         if name == "balancer":
             content = self.file["configs"]["caddyfile"]["content"]
-            config.write_text("\n".join(self.here(name, line) for line in content.splitlines()) + "\n")
+            config.write_text(
+                "\n".join(self.here(name, line) for line in content.splitlines()) + "\n"
+            )
         cwd = self.volume("redis") if name == "redis" else self.folder
-        shell = {v: value for v, value in os.environ.items() if not v.startswith(("KVRAG_", "REDIS", "HF_HOME"))}
-        argv = [str(config) if each == "/etc/caddy/Caddyfile" else self.here(name, each) for each in full]
+        shell = {
+            v: value
+            for v, value in os.environ.items()
+            if not v.startswith(("KVRAG_", "REDIS", "HF_HOME"))
+        }
+        argv = [
+            str(config) if each == "/etc/caddy/Caddyfile" else self.here(name, each)
+            for each in full
+        ]
         return argv, shell | env, cwd
 
     def is_healthy(self, name: str) -> bool:
         """Run a service's health check; one without any is healthy."""
         check = [
             self.here(name, each)
-            for each in self.services[name].get("healthcheck", {"test": ["CMD", "true"]})["test"][1:]
+            for each in self.services[name].get("healthcheck", {"test": ["CMD", "true"]})["test"][
+                1:
+            ]
         ]
         if check[0] == "redis-cli":
             check[1:1] = ["-p", str(self.ports[name])]
@@ -141,7 +162,10 @@ class Compose:
             self.up([each for each in depends if each not in self.running])
             argv, env, cwd = self.process(name)
             cwd.mkdir(parents=True, exist_ok=True)
-            state = {"argv": argv, "env": {v: value for v, value in env.items() if os.environ.get(v) != value}}
+            state = {
+                "argv": argv,
+                "env": {v: value for v, value in env.items() if os.environ.get(v) != value},
+            }
             if name in self.running:
                 if self.running[name]["state"] == state and is_alive(self.running[name]["pid"]):
                     continue
@@ -151,7 +175,13 @@ class Compose:
                 continue
             with (self.folder / f"{name}.log").open("a") as log:
                 made = subprocess.Popen(
-                    argv, env=env, cwd=cwd, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
+                    argv,
+                    env=env,
+                    cwd=cwd,
+                    stdout=log,
+                    stderr=log,
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,
                 )
             self.running[name] = {"pid": made.pid, "state": state}
             self.save()
@@ -197,12 +227,17 @@ def is_alive(pid: int) -> bool:
 def main(folder: Path, words: list[str]) -> int:
     """Do what a line of the shell says."""
     project = Compose(Path(os.environ["COMPOSE_FILE"]), folder)
-    flags, names = [word for word in words if word.startswith("--")], [word for word in words if word[0] != "-"]
+    flags, names = (
+        [word for word in words if word.startswith("--")],
+        [word for word in words if word[0] != "-"],
+    )
     match words:
         case ["volume", "rm", name]:
             shutil.rmtree(project.volume(name.removeprefix("kvrag_")))
         case ["compose", "up", *_]:
-            every = [name for name, service in project.services.items() if not service.get("profiles")]
+            every = [
+                name for name, service in project.services.items() if not service.get("profiles")
+            ]
             assert set(flags) <= {"--build", "--detach", "--wait", "--no-deps"}, flags
             project.up(names[2:] or every)
         case ["compose", "rm", "--stop", "--force", name]:

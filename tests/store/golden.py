@@ -39,7 +39,9 @@ def even_kv():
         numbers = torch.arange(heads * TOKENS * dim) * (2 * seed + 37) % 101
         return ((numbers - 50) / 16).reshape(heads, TOKENS, dim)
 
-    return ChunkKV(tuple(LayerKV(tensor(i, 2, KEY_DIM), tensor(i + 5, 1, VALUE_DIM)) for i in range(2)))
+    return ChunkKV(
+        tuple(LayerKV(tensor(i, 2, KEY_DIM), tensor(i + 5, 1, VALUE_DIM)) for i in range(2))
+    )
 
 
 def chunks(kind):
@@ -49,7 +51,9 @@ def chunks(kind):
     found = [(replace(me, kv_dtype="int4"), pack(kv, "int4"))]
     if not kind:
         found += [(CHUNKS[1], KVS[1]), (replace(CHUNKS[1], context="behind"), KVS[1])]
-        found += [(replace(me, kv_dtype=kv_dtype), pack(kv, kv_dtype)) for kv_dtype in ("int8", "fp8")]
+        found += [
+            (replace(me, kv_dtype=kv_dtype), pack(kv, kv_dtype)) for kv_dtype in ("int8", "fp8")
+        ]
         for number, dtype in enumerate((torch.bfloat16, torch.float16)):
             half = make_identity(8 + number, tokens=TOKENS)
             found.append((half, kv.map(lambda x, dtype=dtype: x.to(dtype))))

@@ -39,7 +39,11 @@ class Sound:
     @classmethod
     def of(cls, kv_dtype: KVDtype = "auto", key: str | None = None) -> Sound:
         """Write a chunk that is kept so, encrypted or not."""
-        cipher, identity, kv = Keys.of(config_of(key)).cipher, replace(ME, kv_dtype=kv_dtype), pack(KV, kv_dtype)
+        cipher, identity, kv = (
+            Keys.of(config_of(key)).cipher,
+            replace(ME, kv_dtype=kv_dtype),
+            pack(KV, kv_dtype),
+        )
         return cls(identity, kv, cipher, blob_of(identity, kv, cipher))
 
     @property
@@ -53,7 +57,9 @@ ENCRYPTED = [Sound.of("auto", "cipher"), Sound.of("int4", "cipher")] if HAS_CRYP
 SEAL = Seal(SECRETS["cipher"]) if HAS_CRYPTOGRAPHY else None
 RECORD = record_of(ME, KV.num_bytes)
 ENTRY = ledger.Entry("ab" * 32, 1, 2**64 - 1, 77)
-CHUNK = ledger.Chunk("content", "model", "namespace", "prefix", "", 3, KV.num_bytes, ["ab"], Usage(hits=1.0), False)
+CHUNK = ledger.Chunk(
+    "content", "model", "namespace", "prefix", "", 3, KV.num_bytes, ["ab"], Usage(hits=1.0), False
+)
 VALUES: list[Any] = [
     CHUNK,
     ledger.Text(ENTRY, 7, [RECORD.key], 1),
@@ -69,7 +75,9 @@ FORMS = [ledger.CHUNK, ledger.TEXT, ledger.STATE, ledger.RANGE, ledger.PAGE, led
 def _load(raw: bytes, chunk: Sound) -> tuple[Blob, ChunkKV] | None:
     """Read bytes as the blob of a chunk."""
     try:
-        blob = Blob(lambda offset, length: raw[offset : offset + length], chunk.identity, chunk.cipher)
+        blob = Blob(
+            lambda offset, length: raw[offset : offset + length], chunk.identity, chunk.cipher
+        )
         kv = blob.load()
     except BlobRejected:
         return None
@@ -85,7 +93,9 @@ def file(data: bytes) -> bool:
         return False
     kv = found[1]
     assert data[1:].startswith(head_of(chunk.raw)) <= same_bits(kv, chunk.kv)
-    assert {tensor.shape[1] for layer in kv.layers for tensor in layer.tensors[:2]} == {len(ME.token_ids)}
+    assert {tensor.shape[1] for layer in kv.layers for tensor in layer.tensors[:2]} == {
+        len(ME.token_ids)
+    }
     return True
 
 
@@ -108,7 +118,9 @@ def header_in_order(data: bytes) -> bool:
     except (BlobRejected, OtherVersion, Foreign):
         return False
     assert header.encode() == raw[8:].rstrip()
-    assert {shape[1] for layer in header.shapes for shape in layer} == {len(header.identity.token_ids)}
+    assert {shape[1] for layer in header.shapes for shape in layer} == {
+        len(header.identity.token_ids)
+    }
     assert record_of(header.identity, header.num_bytes).num_bytes > 0
     return True
 
@@ -123,7 +135,13 @@ def row(data: bytes) -> bool:
         assert 0 <= chunk.usage.priority_now() <= 100
     assert state is None or 0 <= state.generation < 2**62
     spans = SpanIndex()  # every prompt is scanned for all texts: none may be the end of that
-    spans.add([TextEntry(*entry) for entry in [*(page or {}).values(), text and text.entry] if entry is not None])
+    spans.add(
+        [
+            TextEntry(*entry)
+            for entry in [*(page or {}).values(), text and text.entry]
+            if entry is not None
+        ]
+    )
     spans.scan("a" * ANCHOR_CHARS)
     return any(value is not None for value in found)
 
@@ -152,7 +170,11 @@ SEEDS: dict[str, list[bytes]] = {
     "header in order": [chunk.said for chunk in PLAIN],
     "row": [value.encode() for value in SAID],
 }
-TARGETS: dict[str, Callable[[bytes], bool]] = {"file": file, "header in order": header_in_order, "row": row}
+TARGETS: dict[str, Callable[[bytes], bool]] = {
+    "file": file,
+    "header in order": header_in_order,
+    "row": row,
+}
 NEED_CRYPTOGRAPHY = {"encrypted file": encrypted_file, "sealed row": sealed_row}
 if SEAL is not None:
     SEEDS["encrypted file"] = _numbered([chunk.raw for chunk in ENCRYPTED])

@@ -23,7 +23,10 @@ KEYS = [chunk_key(identity) for identity in CHUNKS]
 KVS = [make_kv(identity) for identity in CHUNKS]
 SIZE = KVS[0].num_bytes
 
-SECRETS = {name: bytes([number]) * 16 + bytes(range(16)) for number, name in enumerate(("cipher", "wrong"), 1)}
+SECRETS = {
+    name: bytes([number]) * 16 + bytes(range(16))
+    for number, name in enumerate(("cipher", "wrong"), 1)
+}
 """Encryption keys of the tests; each of their halves can be searched for."""
 
 needs_cryptography = pytest.mark.skipif(
@@ -81,7 +84,9 @@ def held(tier):
 def files(root):
     """Numbers of the chunks that have a file; anything else as its path."""
     found = {path.stem: path for path in (root / "objects").rglob("*") if path.suffix}
-    return sorted((KEYS.index(key) if key in KEYS else str(path) for key, path in found.items()), key=str)
+    return sorted(
+        (KEYS.index(key) if key in KEYS else str(path) for key, path in found.items()), key=str
+    )
 
 
 def path_of(root, identity):
@@ -118,7 +123,11 @@ def in_order(fields):
 
 def listing(root):
     """All that can be seen of a directory's files without reading them."""
-    return {str(p): (s.st_mtime_ns, s.st_size, s.st_mode) for p in sorted(root.rglob("*")) for s in [p.lstat()]}
+    return {
+        str(p): (s.st_mtime_ns, s.st_size, s.st_mode)
+        for p in sorted(root.rglob("*"))
+        for s in [p.lstat()]
+    }
 
 
 def forms_of(value):
@@ -130,14 +139,25 @@ def forms_of(value):
 def everything_in(root):
     """Names and bytes of all files below a directory."""
     paths = sorted(root.rglob("*"))
-    return b"\n".join(str(p.relative_to(root)).encode() + (p.read_bytes() if p.is_file() else b"") for p in paths)
+    return b"\n".join(
+        str(p.relative_to(root)).encode() + (p.read_bytes() if p.is_file() else b"") for p in paths
+    )
 
 
 def traces_of(identity, kv, text, doc_id):
     """What a stored document could be recognised by, in all forms."""
-    names = [doc_id, text.digest, identity.namespace.partition(":")[2], str(text.head), str(text.tail)]
+    names = [
+        doc_id,
+        text.digest,
+        identity.namespace.partition(":")[2],
+        str(text.head),
+        str(text.tail),
+    ]
     data = [ids_bytes(identity.token_ids), kv.layers[0].keys.numpy().tobytes()[:24]]
-    return [*(name.encode() for name in names), *(form for value in data for form in forms_of(value))]
+    return [
+        *(name.encode() for name in names),
+        *(form for value in data for form in forms_of(value)),
+    ]
 
 
 class Killed(BaseException):

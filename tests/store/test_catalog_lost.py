@@ -4,7 +4,21 @@ import shutil
 from contextlib import suppress
 
 import pytest
-from stores import CHUNKS, EVERY_KEY, KEYS, KVS, PATIENT_S, SIZE, ended, files, fill, in_child, listing, present, put
+from stores import (
+    CHUNKS,
+    EVERY_KEY,
+    KEYS,
+    KVS,
+    PATIENT_S,
+    SIZE,
+    ended,
+    files,
+    fill,
+    in_child,
+    listing,
+    present,
+    put,
+)
 
 from kvrag.errors import StoreError
 from kvrag.identity.fingerprint import chunk_key
@@ -48,7 +62,9 @@ def test_a_lost_catalog_heals_at_the_next_call(handle, root, loss, key):
     loss(root)
     for each in (one, two):
         assert present(each) == []
-        assert each.get(CHUNKS[1]) is None, "its row is gone: nobody could tell whether it was erased"
+        assert each.get(CHUNKS[1]) is None, (
+            "its row is gone: nobody could tell whether it was erased"
+        )
         assert each.catalog.documents(NAMESPACE) == []
     assert put(two, 1) == 0, "adopted: nothing is written"
     assert put(one, 3) > 0
@@ -61,7 +77,10 @@ def test_a_lost_catalog_heals_at_the_next_call(handle, root, loss, key):
 def test_dormant_blobs_are_adopted_without_their_tensors(handle, root):
     one = fill(handle(), 1)
     lose(root)
-    two, events = handle(on_event=lambda event: events.append((event.type, event.medium, event.reason))), []
+    two, events = (
+        handle(on_event=lambda event: events.append((event.type, event.medium, event.reason))),
+        [],
+    )
     assert two.link(CHUNKS[1], text=make_text("text 1"), doc_id="new")
     assert not two.link(CHUNKS[2], text=make_text("text 2"), doc_id="new")
     assert events == [("BlockStored", "disk", "adopted")]
@@ -77,7 +96,11 @@ def test_what_is_no_sound_blob_is_not_adopted(handle, root, damage):
     fill(handle(), 1, 2)
     lose(root)
     path = next(root.glob(f"**/{KEYS[1]}.safetensors"))
-    raw = path.read_bytes() if damage == "truncated" else next(root.glob(f"**/{KEYS[2]}.safetensors")).read_bytes()
+    raw = (
+        path.read_bytes()
+        if damage == "truncated"
+        else next(root.glob(f"**/{KEYS[2]}.safetensors")).read_bytes()
+    )
     path.write_bytes(raw[:100] if damage == "truncated" else raw)
     store = handle()
     assert not store.link(CHUNKS[1], text=None, doc_id=None)
@@ -169,7 +192,9 @@ def test_an_erasure_in_whose_midst_the_catalog_is_lost_erases(handle, root, monk
     assert not store.link(CHUNKS[1], text=None, doc_id=None)
 
 
-def test_a_directory_that_vanished_is_empty_refuses_puts_and_heals_when_it_is_there_again(handle, root):
+def test_a_directory_that_vanished_is_empty_refuses_puts_and_heals_when_it_is_there_again(
+    handle, root
+):
     store = fill(handle(), 1)
     shutil.rmtree(root)
     assert store.get(CHUNKS[1]) is None
@@ -203,12 +228,20 @@ def test_a_link_in_its_place_is_not_followed(handle, opened, root, tmp_path, pla
     fill(handle(), 1).close()
     (root / place).rename(tmp_path / "elsewhere")
     (root / place).symlink_to(tmp_path / "elsewhere")
-    before = listing(tmp_path / "elsewhere") if place == "catalog" else (tmp_path / "elsewhere").read_bytes()
+    before = (
+        listing(tmp_path / "elsewhere")
+        if place == "catalog"
+        else (tmp_path / "elsewhere").read_bytes()
+    )
     with suppress(StoreError):
         store = opened()
         put(store, 2)
         store.close()
-    after = listing(tmp_path / "elsewhere") if place == "catalog" else (tmp_path / "elsewhere").read_bytes()
+    after = (
+        listing(tmp_path / "elsewhere")
+        if place == "catalog"
+        else (tmp_path / "elsewhere").read_bytes()
+    )
     assert after == before
 
 

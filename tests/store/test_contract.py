@@ -7,7 +7,16 @@ from pathlib import Path
 import torch
 
 from kvrag.config import StoreConfig
-from kvrag.store import Blobs, Catalog, FileBlobs, Keys, MemoryBlobs, MemoryTier, TieredStore, open_store
+from kvrag.store import (
+    Blobs,
+    Catalog,
+    FileBlobs,
+    Keys,
+    MemoryBlobs,
+    MemoryTier,
+    TieredStore,
+    open_store,
+)
 from kvrag.store.base import Bytes
 from kvrag.testing.store import BlobsContract, StoreContract
 from kvrag.types import ChunkKey
@@ -79,7 +88,9 @@ class TestHostAboveFilesInBfloat16(StoreContract):
     dtype = torch.bfloat16
 
     def make_store(self, directory: Path) -> TieredStore:
-        return TieredStore([MemoryTier(2**22)], FileBlobs(directory), Catalog(directory / "catalog"))
+        return TieredStore(
+            [MemoryTier(2**22)], FileBlobs(directory), Catalog(directory / "catalog")
+        )
 
 
 class TestOpenedTwice(StoreContract):
@@ -98,7 +109,9 @@ class TestAcceleratorAboveHostAboveFiles(StoreContract):
 class TestTiersWithoutRoom(StoreContract):
     def make_store(self, directory: Path) -> TieredStore:
         tiers = [MemoryTier(1, name="gpu"), MemoryTier(0)]
-        return TieredStore(tiers, FileBlobs(directory, durable=False), Catalog(directory / "catalog"))
+        return TieredStore(
+            tiers, FileBlobs(directory, durable=False), Catalog(directory / "catalog")
+        )
 
 
 class TestHostAboveAToyServer(StoreContract):
@@ -109,4 +122,9 @@ class TestHostAboveAToyServer(StoreContract):
 class TestEncrypted(StoreContract):
     def make_store(self, directory: Path) -> TieredStore:
         keys = Keys.of(KEY)
-        return TieredStore([MemoryTier(2**22)], FileBlobs(directory), Catalog(directory / "catalog", keys), keys=keys)
+        return TieredStore(
+            [MemoryTier(2**22)],
+            FileBlobs(directory),
+            Catalog(directory / "catalog", keys),
+            keys=keys,
+        )

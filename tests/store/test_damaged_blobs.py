@@ -7,7 +7,20 @@ import socket
 
 import pytest
 import torch
-from stores import CHUNKS, EVERY_KEY, KEYS, KVS, PATIENT_S, SECRETS, blob_of, config_of, fill, flip, path_of, put
+from stores import (
+    CHUNKS,
+    EVERY_KEY,
+    KEYS,
+    KVS,
+    PATIENT_S,
+    SECRETS,
+    blob_of,
+    config_of,
+    fill,
+    flip,
+    path_of,
+    put,
+)
 
 from kvrag.store import Keys
 from kvrag.store.format import Blob, BlobRejected, Foreign, OtherVersion
@@ -253,7 +266,9 @@ def test_a_file_that_is_planted_under_another_name_makes_way(filled, root, tmp_p
     assert (tmp_path / "planted").read_bytes() == b"no chunk"
 
 
-@pytest.mark.parametrize("key", ["", "../../etc/passwd", "A" * 64, "a" * 63, "a" * 65, "a" * 64 + "\n"])
+@pytest.mark.parametrize(
+    "key", ["", "../../etc/passwd", "A" * 64, "a" * 63, "a" * 65, "a" * 64 + "\n"]
+)
 def test_no_key_leaves_the_folder(filled, key):
     assert filled.known([key]) == set()
     assert filled.delete([key]) == 0

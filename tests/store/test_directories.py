@@ -8,7 +8,19 @@ import stat
 from contextlib import suppress
 
 import pytest
-from stores import CHUNKS, EVERY_KEY, KEYS, KVS, PATIENT_S, fill, flip, listing, path_of, present, put
+from stores import (
+    CHUNKS,
+    EVERY_KEY,
+    KEYS,
+    KVS,
+    PATIENT_S,
+    fill,
+    flip,
+    listing,
+    path_of,
+    present,
+    put,
+)
 
 from kvrag.errors import StoreError
 from kvrag.identity.fingerprint import FORMAT_VERSION
@@ -76,7 +88,9 @@ def test_a_root_that_others_could_read_is_made_private(shipped, opened, key):
     assert mode(shipped) == 0o700
 
 
-def test_a_root_that_holds_other_things_keeps_its_mode_and_what_is_new_in_it_is_private(root, opened):
+def test_a_root_that_holds_other_things_keeps_its_mode_and_what_is_new_in_it_is_private(
+    root, opened
+):
     root.mkdir()
     (root / "notes.txt").write_text("mine")
     with pytest.raises(StoreError, match=r"holds 'notes.txt' and is no KV store"):
@@ -95,7 +109,11 @@ def test_a_root_that_holds_other_things_keeps_its_mode_and_what_is_new_in_it_is_
 
 
 def test_a_strangers_files_among_the_blobs_are_no_blobs(shipped, opened, key):
-    strangers = [shipped / "objects" / "README", shipped / "objects" / "zz", path_of(shipped, CHUNKS[0]).parent / "x"]
+    strangers = [
+        shipped / "objects" / "README",
+        shipped / "objects" / "zz",
+        path_of(shipped, CHUNKS[0]).parent / "x",
+    ]
     strangers.append(path_of(shipped, CHUNKS[1]).parent / f"{KEYS[0]}.safetensors.bak")
     for path in strangers:
         path.write_text("mine")

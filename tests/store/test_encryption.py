@@ -69,7 +69,12 @@ def test_nothing_of_a_document_can_be_read_in_an_encrypted_store(filled, root, k
     store.close()
     seen += everything_in(root)
     plain = replace(me, namespace=NAMESPACE)
-    traces = [*traces_of(plain, make_kv(me), TEXT, DOCUMENT), b"token_ids", b"Kardiologie", me.prefix.encode() * 2]
+    traces = [
+        *traces_of(plain, make_kv(me), TEXT, DOCUMENT),
+        b"token_ids",
+        b"Kardiologie",
+        me.prefix.encode() * 2,
+    ]
     found = [trace for trace in traces if trace in seen]
     if key is not None:
         assert found == []
@@ -82,11 +87,21 @@ def test_no_key_is_ever_on_the_disk_nor_in_a_log(filled, root, opened, caplog):
         store, me = filled("cipher")
         assert opened(key="wrong").get(me) is None
         store.close()
-    secrets = [SECRETS["cipher"], store.keys.cipher, store.names.address, derive(store.keys.cipher, "rows 1")]
+    secrets = [
+        SECRETS["cipher"],
+        store.keys.cipher,
+        store.names.address,
+        derive(store.keys.cipher, "rows 1"),
+    ]
     with safe_open(path_of(root, me), framework="pt") as file:
         salt = bytes.fromhex(file.metadata()["salt"])
     secrets.append(derive(store.keys.cipher, f"blob {chunk_key(me)}", salt=salt))
-    seen = everything_in(root) + caplog.text.encode() + repr(store.config).encode() + repr(store.keys).encode()
+    seen = (
+        everything_in(root)
+        + caplog.text.encode()
+        + repr(store.config).encode()
+        + repr(store.keys).encode()
+    )
     assert [form for secret in secrets for form in forms_of(secret) if form in seen] == []
 
 
@@ -107,7 +122,9 @@ def test_no_nonce_comes_twice_under_one_key(opened, monkeypatch):
     keys, nonces, real = [], [], (algorithms.AES, modes.GCM)
     monkeypatch.setattr(algorithms, "AES", lambda key: keys.append(bytes(key)) or real[0](key))
     monkeypatch.setattr(
-        modes, "GCM", lambda nonce, *rest, **more: nonces.append(nonce) or real[1](nonce, *rest, **more)
+        modes,
+        "GCM",
+        lambda nonce, *rest, **more: nonces.append(nonce) or real[1](nonce, *rest, **more),
     )
     store = opened(key="cipher")
     for _ in range(3):
@@ -193,9 +210,12 @@ def test_rows_that_were_moved_or_written_by_others_are_absent(filled, opened, ro
     store.put(other, make_kv(other), text=None)
     [path] = root.glob("catalog-*/cache.db")
     with closing(sqlite3.connect(path)) as database, database:
-        rows = dict(database.execute("SELECT key, value FROM Cache WHERE key LIKE 'c %'").fetchall())
+        rows = dict(
+            database.execute("SELECT key, value FROM Cache WHERE key LIKE 'c %'").fetchall()
+        )
         database.execute(
-            "UPDATE Cache SET value = ? WHERE key = ?", (rows[f"c {chunk_key(other)}"], f"c {chunk_key(me)}")
+            "UPDATE Cache SET value = ? WHERE key = ?",
+            (rows[f"c {chunk_key(other)}"], f"c {chunk_key(me)}"),
         )
         database.execute("UPDATE Cache SET value = '[1]' WHERE key = ?", (f"c {chunk_key(other)}",))
     assert store.catalog.get(chunk_key(me)) is store.catalog.get(chunk_key(other)) is None
@@ -223,7 +243,13 @@ def test_a_file_that_was_not_written_with_the_key_is_a_miss(opened, root, tmp_pa
 def test_a_planted_file_does_not_keep_a_chunk_from_being_stored(opened, root, planted):
     store, path = opened(key="cipher", ram_bytes=0), path_of(root, CHUNKS[1])
     raw = blob_of(CHUNKS[1], make_kv(CHUNKS[7]), None if planted != "wrong" else SECRETS["wrong"])
-    raw = b"noise" if planted == "noise" else raw.replace(b'"4"', b'"3"') if planted == "other version" else raw
+    raw = (
+        b"noise"
+        if planted == "noise"
+        else raw.replace(b'"4"', b'"3"')
+        if planted == "other version"
+        else raw
+    )
     path.parent.mkdir(parents=True)
     path.write_bytes(raw)
     for _ in range(2):
@@ -264,7 +290,9 @@ def test_no_field_of_an_encrypted_header_can_be_changed_or_left_out(opened, root
     head = json.loads(raw[8 : 8 + length])
     value = head["__metadata__"].pop(field)
     if change != "none":
-        head["__metadata__"][field] = "" if change == "empty" else value[:-1] + ("0" if value[-1] != "0" else "1")
+        head["__metadata__"][field] = (
+            "" if change == "empty" else value[:-1] + ("0" if value[-1] != "0" else "1")
+        )
     text = json.dumps(head, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % 4096)
     path_of(root, me).write_bytes(struct.pack("<Q", len(text)) + text + raw[8 + length :])
@@ -283,7 +311,9 @@ def test_a_config_whose_key_is_missing_opens_nothing(root, monkeypatch):
 
 def test_without_the_package_encryption_names_the_extra_and_writes_nothing(root, monkeypatch):
     monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers", None)
-    with pytest.raises(MissingDependencyError, match=r"encryption of the KV store.*kvrag\[crypto\]"):
+    with pytest.raises(
+        MissingDependencyError, match=r"encryption of the KV store.*kvrag\[crypto\]"
+    ):
         open_store(root, config_of("cipher"))
     assert not root.exists()
 
@@ -301,9 +331,16 @@ def test_memory_that_is_short_for_encryption_is_the_stores_fault(opened, monkeyp
     """For the header, and for the layers."""
     store, real, sizes = opened(key="cipher"), np.empty, []
     with monkeypatch.context() as patch:
-        refused = lambda size, dtype: real(2**62 if len(sizes) >= after else size, sizes.append(size) or dtype)  # noqa: E731
+
+        def refused(size, dtype):
+            is_refused = len(sizes) >= after
+            sizes.append(size)
+            return real(2**62 if is_refused else size, dtype)
+
         patch.setattr("kvrag.store.crypto.np", SimpleNamespace(empty=refused, uint8=np.uint8))
-        with pytest.raises(StoreError, match="memory is short for the chunk" if not after else "can't be written"):
+        with pytest.raises(
+            StoreError, match="memory is short for the chunk" if not after else "can't be written"
+        ):
             put(store, 1)
     assert (present(store), store.blobs.keys()) == ([], set())
     assert put(store, 1) > 0

@@ -73,11 +73,17 @@ def test_a_document_of_an_evicted_chunk_is_known_until_it_is_forgotten(handle, r
     assert f"doc {gone}" not in store.catalog.documents(NAMESPACE)
 
 
-def test_what_can_not_be_erased_is_an_error_stays_whole_and_can_be_erased_again(filled, handle, root, monkeypatch):
+def test_what_can_not_be_erased_is_an_error_stays_whole_and_can_be_erased_again(
+    filled, handle, root, monkeypatch
+):
     def refuse(*args, **kwargs):
         raise OSError(30, "Read-only file system")
 
-    for erase in (lambda: filled.forget(NAMESPACE, SECRET), lambda: filled.delete([chunk_key(LONG)]), filled.clear):
+    for erase in (
+        lambda: filled.forget(NAMESPACE, SECRET),
+        lambda: filled.delete([chunk_key(LONG)]),
+        filled.clear,
+    ):
         with monkeypatch.context() as patch:
             patch.setattr("kvrag.store.blobs.os.unlink", refuse)
             with pytest.raises(StoreError, match=r"can't be erased: .*Read-only.*try again"):
@@ -178,7 +184,9 @@ READS = {
 
 @pytest.mark.parametrize("is_own", [True, False], ids=["by this store", "by another process"])
 @pytest.mark.parametrize("how", READS)
-def test_what_is_erased_during_a_read_is_not_answered_afterwards(handle, erase, monkeypatch, how, is_own):
+def test_what_is_erased_during_a_read_is_not_answered_afterwards(
+    handle, erase, monkeypatch, how, is_own
+):
     store, other = handle(gpu=2**20), handle()
     fill(other, 1)
     real = FileBlobs.read
@@ -196,7 +204,9 @@ def test_what_is_erased_during_a_read_is_not_answered_afterwards(handle, erase, 
     assert [held(tier) for tier in store.tiers] == [[], []]
 
 
-def test_a_chunk_that_is_erased_while_it_is_promoted_from_memory_is_not_kept(handle, erase, monkeypatch):
+def test_a_chunk_that_is_erased_while_it_is_promoted_from_memory_is_not_kept(
+    handle, erase, monkeypatch
+):
     store = fill(handle(gpu=2**20), 1)
     gpu, host = store.tiers
     real = host.get
@@ -212,7 +222,9 @@ def test_a_chunk_that_is_erased_while_it_is_promoted_from_memory_is_not_kept(han
     assert (held(gpu), held(host)) == ([], [])
 
 
-def test_rows_whose_blobs_are_gone_go_unless_they_are_stored_again_meanwhile(handle, root, monkeypatch):
+def test_rows_whose_blobs_are_gone_go_unless_they_are_stored_again_meanwhile(
+    handle, root, monkeypatch
+):
     store, other = fill(handle(ram=0), *range(9)), handle()
     real = store.catalog.remove
     for number in range(9):
@@ -232,7 +244,9 @@ def test_rows_whose_blobs_are_gone_go_unless_they_are_stored_again_meanwhile(han
     assert present(store) == files(root) == [1]
 
 
-def test_what_is_stored_again_while_it_is_erased_keeps_row_and_file_together(handle, root, monkeypatch):
+def test_what_is_stored_again_while_it_is_erased_keeps_row_and_file_together(
+    handle, root, monkeypatch
+):
     erasing, other = fill(handle(ram=0), 1), handle(ram=0)
     real = erasing.blobs.delete
 
@@ -252,7 +266,9 @@ def test_what_is_stored_again_while_it_is_erased_keeps_row_and_file_together(han
     assert present(other) == files(root) == []
 
 
-def test_a_writer_whose_row_was_erased_leaves_the_blob_that_another_one_counts_on(handle, root, monkeypatch):
+def test_a_writer_whose_row_was_erased_leaves_the_blob_that_another_one_counts_on(
+    handle, root, monkeypatch
+):
     slow, other = handle(ram=0), handle(ram=0)
     write, confirm = slow.blobs.write, slow.catalog.confirm
 
@@ -273,7 +289,9 @@ def test_a_writer_whose_row_was_erased_leaves_the_blob_that_another_one_counts_o
     assert same_bits(slow.get(ME), KVS[1])
 
 
-def test_a_writer_whose_chunk_was_erased_does_not_confirm_what_another_one_has_only_begun(handle, root, monkeypatch):
+def test_a_writer_whose_chunk_was_erased_does_not_confirm_what_another_one_has_only_begun(
+    handle, root, monkeypatch
+):
     """Who trusts the row would find no blob."""
     slow, other = handle(ram=0), handle(ram=0)
     write = slow.blobs.write
@@ -356,7 +374,9 @@ def test_a_namespace_leaves_every_tier_and_only_that(handle):
     store = fill(handle(gpu=2**20, on_event=seen.append), 0, 1)
     space = namespace_digest("other")
     theirs = [make_identity(number, namespace=space) for number in range(3)]
-    for number, (text, doc_id) in enumerate([(make_text("0"), "doc 0"), (None, None), (make_text("2"), None)]):
+    for number, (text, doc_id) in enumerate(
+        [(make_text("0"), "doc 0"), (None, None), (make_text("2"), None)]
+    ):
         store.put(theirs[number], make_kv(theirs[number]), text=text, doc_id=doc_id)
     store.get_many([*CHUNKS[:2], *theirs], timeout_s=PATIENT_S)
     store.retain([KEYS[0]], Retention(90))

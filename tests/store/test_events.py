@@ -10,7 +10,9 @@ from stores import CHUNKS, KEYS, SIZE, fill, path_of
 
 @pytest.fixture
 def make(opened):
-    return lambda **options: opened(disk_bytes=4 * SIZE, ram_bytes=0, high_watermark=1.0, low_watermark=1.0, **options)
+    return lambda **options: opened(
+        disk_bytes=4 * SIZE, ram_bytes=0, high_watermark=1.0, low_watermark=1.0, **options
+    )
 
 
 def test_events_are_named_after_vllms(make, root, tmp_path):
@@ -30,11 +32,21 @@ def test_events_are_named_after_vllms(make, root, tmp_path):
         ("AllBlocksCleared", "cleared"),
     ]
     lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
-    assert [(line["type"], line["medium"]) for line in lines] == [(event.type, event.medium) for event in events]
+    assert [(line["type"], line["medium"]) for line in lines] == [
+        (event.type, event.medium) for event in events
+    ]
     times = [line.pop("ts") for line in lines]
-    stored = {"type": "BlockStored", "medium": "disk", "block_hashes": [KEYS[0]], "reason": "put", "block_size": 3}
+    stored = {
+        "type": "BlockStored",
+        "medium": "disk",
+        "block_hashes": [KEYS[0]],
+        "reason": "put",
+        "block_size": 3,
+    }
     assert lines[0] == {**stored, "num_bytes": SIZE}
-    assert all(begin - 1 < moment < time.time() + 1 for moment in times), "clocks may be set back a little"
+    assert all(begin - 1 < moment < time.time() + 1 for moment in times), (
+        "clocks may be set back a little"
+    )
     assert stat.S_IMODE((tmp_path / "events.jsonl").stat().st_mode) == 0o600
 
 
@@ -52,6 +64,6 @@ def test_stores_that_share_memory_hear_of_it_each_once_until_they_are_closed(ope
 def test_a_listener_that_fails_costs_nothing_but_one_warning(make, caplog, tmp_path, event_log):
     store = make(on_event=lambda event: 1 / 0, event_log=str(tmp_path / event_log))
     fill(store, 0, 1)
-    assert [record.message for record in caplog.records if "could not be reported" in record.message] == [
-        "an event of the KV store could not be reported: division by zero"
-    ]
+    assert [
+        record.message for record in caplog.records if "could not be reported" in record.message
+    ] == ["an event of the KV store could not be reported: division by zero"]

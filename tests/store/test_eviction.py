@@ -21,7 +21,9 @@ def make(opened):
     """Opens stores with room for so many chunks on the disk, and none in memory."""
 
     def make(chunks=4, **options):
-        return opened(**{"disk_bytes": chunks and chunks * SIZE, "ram_bytes": 0, **EXACT, **options})
+        return opened(
+            **{"disk_bytes": chunks and chunks * SIZE, "ram_bytes": 0, **EXACT, **options}
+        )
 
     return make
 
@@ -33,7 +35,9 @@ def free(monkeypatch):
     class Free:
         bytes, counts = 0, True
 
-    monkeypatch.setattr(FileBlobs, "free_bytes", lambda blobs: Free.bytes - SIZE * len(blobs.keys()) * Free.counts)
+    monkeypatch.setattr(
+        FileBlobs, "free_bytes", lambda blobs: Free.bytes - SIZE * len(blobs.keys()) * Free.counts
+    )
     return Free
 
 
@@ -252,7 +256,9 @@ def test_hits_reach_other_processes_and_outlive_this_one(make, handle):
         store.get(CHUNKS[1])
     store.close()
     other = handle()
-    assert other.catalog.usage(KEYS[1]).recent_hits(other.catalog.usages()[0]) == pytest.approx(40, rel=0.02)
+    assert other.catalog.usage(KEYS[1]).recent_hits(other.catalog.usages()[0]) == pytest.approx(
+        40, rel=0.02
+    )
     assert other.catalog.usage(KEYS[2]).hits == 0
 
 
@@ -262,7 +268,13 @@ def test_hits_reach_other_processes_and_outlive_this_one(make, handle):
 @pytest.mark.parametrize(
     "row",
     [
-        *(None, [1] * 7, [35, -1.0, float("nan"), 0, -1.0], [35, -1.0, 1e300, 0, -1.0], [35, 1e300, 0.0, 0, -1.0]),
+        *(
+            None,
+            [1] * 7,
+            [35, -1.0, float("nan"), 0, -1.0],
+            [35, -1.0, 1e300, 0, -1.0],
+            [35, 1e300, 0.0, 0, -1.0],
+        ),
         *([101, -1.0, 0.0, 0, -1.0], [-1, -1.0, 0.0, 0, -1.0], [10**9, -1.0, 0.0, 0, -1.0]),
         *([35, -1.0, -1.0, 0, -1.0], [35, -1.0, 0.0, -1, -1.0], [35, -1.0, 0.0, 0, -2.0]),
     ],

@@ -73,14 +73,20 @@ def test_a_write_that_fails_takes_back_only_what_was_its_own(handle, monkeypatch
 
 def cut(views, most):
     """The first so many bytes of some views."""
-    return [view[: max(0, most - sum(map(len, views[:number])))] for number, view in enumerate(views)]
+    return [
+        view[: max(0, most - sum(map(len, views[:number])))] for number, view in enumerate(views)
+    ]
 
 
 @pytest.mark.parametrize("most", [1, 700, 5000])
 def test_short_writes_and_short_reads_are_continued(store, monkeypatch, most):
     write, read = os.pwritev, os.preadv
-    monkeypatch.setattr(blobs.os, "pwritev", lambda fd, views, offset: write(fd, cut(views, most), offset))
-    monkeypatch.setattr(blobs.os, "preadv", lambda fd, views, offset: read(fd, [views[0][:most]], offset))
+    monkeypatch.setattr(
+        blobs.os, "pwritev", lambda fd, views, offset: write(fd, cut(views, most), offset)
+    )
+    monkeypatch.setattr(
+        blobs.os, "preadv", lambda fd, views, offset: read(fd, [views[0][:most]], offset)
+    )
     fill(store, 1)
     assert same_bits(store.get(ME), KVS[1])
 
@@ -103,7 +109,9 @@ def test_file_systems_without_hard_links_will_do(opened, root, monkeypatch, numb
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.ESTALE, errno.EMFILE])
 @pytest.mark.parametrize("name", ["preadv", "open"])
-def test_a_read_that_fails_is_a_miss_is_logged_once_and_keeps_the_chunk(store, root, monkeypatch, caplog, name, number):
+def test_a_read_that_fails_is_a_miss_is_logged_once_and_keeps_the_chunk(
+    store, root, monkeypatch, caplog, name, number
+):
     fill(store, 1)
     with monkeypatch.context() as patch:
         patch.setattr(blobs.os, name, failing(number)(None))
@@ -117,7 +125,9 @@ def test_a_read_that_fails_is_a_miss_is_logged_once_and_keeps_the_chunk(store, r
 
 
 @pytest.mark.parametrize("name", ["preadv", "open"])
-def test_what_could_not_be_read_for_a_while_is_erased_with_its_document(store, root, monkeypatch, name):
+def test_what_could_not_be_read_for_a_while_is_erased_with_its_document(
+    store, root, monkeypatch, name
+):
     fill(store, 1, 2)
     with monkeypatch.context() as patch:
         patch.setattr(blobs.os, name, failing(errno.EMFILE)(None))
@@ -193,17 +203,24 @@ def test_a_newer_format_is_refused_and_an_older_one_taken_over(opened, root):
         (root / "format.json").write_text(json.dumps({"format": "kvrag", "version": version}))
         with pytest.raises(StoreFormatError, match="update kvrag"):
             opened()
-    (root / "format.json").write_text(json.dumps({"format": "kvrag", "version": FORMAT_VERSION - 1}))
+    (root / "format.json").write_text(
+        json.dumps({"format": "kvrag", "version": FORMAT_VERSION - 1})
+    )
     assert same_bits(opened().get(ME), KVS[1])
     assert json.loads((root / "format.json").read_text())["version"] == FORMAT_VERSION
 
 
-@pytest.mark.parametrize("content", [b"\0\0", b"", b"[1]", b"[" * 100_000, b'{"format": "kvrag", "version": "1"}'])
+@pytest.mark.parametrize(
+    "content", [b"\0\0", b"", b"[1]", b"[" * 100_000, b'{"format": "kvrag", "version": "1"}']
+)
 def test_a_damaged_format_file_is_written_again(opened, root, content):
     fill(opened(), 1).close()
     (root / "format.json").write_bytes(content)
     assert same_bits(opened().get(ME), KVS[1])
-    assert json.loads((root / "format.json").read_text()) == {"format": "kvrag", "version": FORMAT_VERSION}
+    assert json.loads((root / "format.json").read_text()) == {
+        "format": "kvrag",
+        "version": FORMAT_VERSION,
+    }
 
 
 def test_a_store_without_a_directory_refuses_what_does_not_fit(tmp_path, opened):

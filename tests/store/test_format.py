@@ -52,7 +52,9 @@ def test_data_starts_at_a_page_and_lies_layer_after_layer(path):
     assert (8 + length) % 4096 == 0
     places = json.loads(raw[8 : 8 + length])
     del places["__metadata__"]
-    assert list(places) == [f"layer.{i:03d}.{name}" for i in range(2) for name in ("keys", "values")]
+    assert list(places) == [
+        f"layer.{i:03d}.{name}" for i in range(2) for name in ("keys", "values")
+    ]
     ends = [place["data_offsets"] for place in places.values()]
     assert [start for start, _ in ends] == [0, *(stop for _, stop in ends[:-1])]
     assert len(raw) == 8 + length + ends[-1][1]
@@ -95,10 +97,16 @@ def test_more_layers_than_the_format_has_are_not_written(store):
 def test_layers_of_any_size_come_back(monkeypatch, sizes, step_bytes):
     """In one read or in many; not contiguous, too; layers may differ in heads and widths."""
     monkeypatch.setattr(format, "STEP_BYTES", step_bytes)
-    strided = [(torch.randn(1, 3, sizes[0]), torch.randn(sizes[1] + 1, 3, 1).permute(2, 1, 0)) for _ in range(5)]
+    strided = [
+        (torch.randn(1, 3, sizes[0]), torch.randn(sizes[1] + 1, 3, 1).permute(2, 1, 0))
+        for _ in range(5)
+    ]
     layers = (KV.layers[0], *(LayerKV(keys, values) for keys, values in strided), KV.layers[1])
     raw = blob_of(ME, ChunkKV(layers))
-    assert same_bits(read(raw, ME), ChunkKV(tuple(LayerKV(each.keys, each.values.contiguous()) for each in layers)))
+    assert same_bits(
+        read(raw, ME),
+        ChunkKV(tuple(LayerKV(each.keys, each.values.contiguous()) for each in layers)),
+    )
 
 
 def test_layers_are_read_and_proven_one_by_one(monkeypatch):
@@ -128,7 +136,12 @@ def test_layers_are_read_and_proven_one_by_one(monkeypatch):
 def is_accepted(values):
     """Whether a chunk with these values can be stored."""
     try:
-        list(Encoded(make_identity(tokens=1), ChunkKV((LayerKV(torch.zeros(1, 1, 1, dtype=values.dtype), values),))))
+        list(
+            Encoded(
+                make_identity(tokens=1),
+                ChunkKV((LayerKV(torch.zeros(1, 1, 1, dtype=values.dtype), values),)),
+            )
+        )
     except StoreError as error:
         return not re.search("values of layer 0 .* not finite", str(error))
     return True

@@ -15,12 +15,16 @@ from kvrag.store import open_store
 from kvrag.store.check import fsck, gc
 from kvrag.testing.chunks import make_identity, make_text, same_bits
 
-OLD = sorted(p.name for p in DATA.glob("store-v*") if not p.name.startswith(f"store-v{FORMAT_VERSION}"))
+OLD = sorted(
+    p.name for p in DATA.glob("store-v*") if not p.name.startswith(f"store-v{FORMAT_VERSION}")
+)
 PRESENT = ["", pytest.param("encrypted", marks=needs_cryptography)]
 
 
 def files_of(root):
-    return {str(p.relative_to(root)): p.read_bytes() for p in (root / "objects").rglob("*.safetensors")}
+    return {
+        str(p.relative_to(root)): p.read_bytes() for p in (root / "objects").rglob("*.safetensors")
+    }
 
 
 @pytest.fixture
@@ -30,7 +34,11 @@ def copied(tmp_path):
 
 
 def test_there_is_a_golden_store_of_every_kind():
-    missing = [folder(FORMAT_VERSION, kind).name for kind in KINDS if not folder(FORMAT_VERSION, kind).is_dir()]
+    missing = [
+        folder(FORMAT_VERSION, kind).name
+        for kind in KINDS
+        if not folder(FORMAT_VERSION, kind).is_dir()
+    ]
     assert missing == [], "make them with tests/store/golden.py"
     assert {f"store-v{version}" for version in range(1, FORMAT_VERSION)} <= set(OLD)
 
@@ -44,7 +52,9 @@ def test_a_golden_store_of_this_version_is_read(copied, kind, read_only, no_pick
     namespace = wanted[0][0].namespace
     assert set(store.catalog.keys()) == {chunk_key(identity) for identity, _ in wanted}
     assert sorted(store.catalog.documents(namespace)) == ["golden", "other"]
-    assert store.catalog.texts(namespace, 0)[0] == [make_text(f"golden {number}") for number in range(len(wanted))]
+    assert store.catalog.texts(namespace, 0)[0] == [
+        make_text(f"golden {number}") for number in range(len(wanted))
+    ]
     for identity, kv in wanted:
         assert same_bits(store.get(identity), kv)
     assert store.stats()["disk"].rejected == 0
@@ -66,7 +76,9 @@ def test_its_blobs_are_adopted_where_its_catalog_is_lost(copied, kind):
 def test_this_version_still_writes_the_same_bytes(tmp_path):
     fill(tmp_path / "new", "")
     assert files_of(tmp_path / "new") == files_of(folder(FORMAT_VERSION, ""))
-    assert (tmp_path / "new" / "format.json").read_bytes() == (folder(FORMAT_VERSION, "") / "format.json").read_bytes()
+    assert (tmp_path / "new" / "format.json").read_bytes() == (
+        folder(FORMAT_VERSION, "") / "format.json"
+    ).read_bytes()
 
 
 @needs_cryptography
@@ -75,7 +87,10 @@ def test_an_encrypted_store_still_writes_the_same_but_what_a_salt_changes(tmp_pa
     new, old = files_of(tmp_path / "new"), files_of(folder(FORMAT_VERSION, "encrypted"))
     assert new.keys() == old.keys()
     for name in new:
-        heads = [json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")]) for raw in (new[name], old[name])]
+        heads = [
+            json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
+            for raw in (new[name], old[name])
+        ]
         for head in heads:
             assert len(head["__metadata__"].pop("salt")) == 64
             head["__metadata__"]["sealed"] = len(head["__metadata__"]["sealed"])
@@ -87,7 +102,9 @@ def test_int4_codes_are_packed_as_the_format_says():
     """Two codes in a byte, offset by 8, the lower one first: what other readers of the files rely on."""
     identity = replace(make_identity(7, tokens=33), kv_dtype="int4")
     with safe_open(path_of(folder(FORMAT_VERSION, ""), identity), framework="pt") as file:
-        codes, scales, zeros = (file.get_tensor(f"layer.000.{name}") for name in ("keys", "key_scales", "key_zeros"))
+        codes, scales, zeros = (
+            file.get_tensor(f"layer.000.{name}") for name in ("keys", "key_scales", "key_zeros")
+        )
     low, high = (codes & 15).float() - 8, (codes >> 4).float() - 8
     found = torch.stack([low, high], -1).flatten(-2)
     groups = [0] * 32 + [1]
@@ -110,7 +127,9 @@ def test_an_older_store_is_left_alone_reported_and_computed_again(copied, name, 
     store.clear()
     assert listing(root / "objects") == before, "neither read nor erased"
     assert store.put(identity, kv, text=None) == kv.num_bytes
-    assert gc(store).other_versions == len(before) - len({p for p in before if not p.endswith(".safetensors")})
+    assert gc(store).other_versions == len(before) - len(
+        {p for p in before if not p.endswith(".safetensors")}
+    )
     assert same_bits(store.get(identity), kv)
     assert fsck(store, verify_data=True).other_versions == 0
     store.close()

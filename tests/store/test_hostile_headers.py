@@ -20,7 +20,10 @@ def said(raw, tensors=None, **changes):
     """The blob with other things said in its header, digest and padding put in order."""
     fields = json.loads(head_of(raw)[8:])
     metadata = {**fields.pop("__metadata__"), **changes}
-    return in_order({"__metadata__": metadata, **(fields if tensors is None else tensors)}) + raw[len(head_of(raw)) :]
+    return (
+        in_order({"__metadata__": metadata, **(fields if tensors is None else tensors)})
+        + raw[len(head_of(raw)) :]
+    )
 
 
 def open_blob(raw, identity=None):
@@ -98,7 +101,12 @@ def otherwise(tensors):
     yield {**tensors, "layer.002.keys": tensors[names[-1]]}
     yield {name: tensors[name] for name in reversed(names)}
     yield {name.replace("001", "002"): tensor for name, tensor in tensors.items()}
-    fields = [("shape", [2, 3, 4.0]), ("shape", [True, 3, 4]), ("shape", [3, 2, 4]), ("dtype", "BF16")]
+    fields = [
+        ("shape", [2, 3, 4.0]),
+        ("shape", [True, 3, 4]),
+        ("shape", [3, 2, 4]),
+        ("dtype", "BF16"),
+    ]
     for field, value in (*fields, ("data_offsets", [0, 48]), ("data_offsets", [96, 97])):
         yield {**tensors, names[0]: {**tensors[names[0]], field: value}}
 

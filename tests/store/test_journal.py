@@ -29,7 +29,12 @@ class Turns:
 
     def __init__(self, seed, risk):
         self.rng, self._risk = random.Random(seed), risk
-        self._changed, self._waiting, self._next, self._running = threading.Condition(), set(), None, 0
+        self._changed, self._waiting, self._next, self._running = (
+            threading.Condition(),
+            set(),
+            None,
+            0,
+        )
         self._dead, self._last, self._restless = set(), None, self.rng.choice((0.05, 0.2, 1.0))
 
     def step(self):
@@ -159,7 +164,9 @@ class Machine:
         def parts():
             names = sorted(self.rows)
             for start in range(0, len(names), 2):
-                yield {name: self.rows[name] for name in names[start : start + 2] if name in self.rows}
+                yield {
+                    name: self.rows[name] for name in names[start : start + 2] if name in self.rows
+                }
                 if rng.random() < 0.5:
                     self.follow()
 
@@ -173,7 +180,10 @@ class Machine:
                     self.snapshot(rng)
                 else:
                     some = rng.sample(NAMES, 2)
-                    rows = {name: None if rng.random() < 0.3 else f"{id(self)} {number}" for name in some}
+                    rows = {
+                        name: None if rng.random() < 0.3 else f"{id(self)} {number}"
+                        for name in some
+                    }
                     self.append(rows, is_whole=rng.random() < 0.1)
             except (Behind, OSError):
                 pass
@@ -183,7 +193,11 @@ def said(entries):
     """The rows that the chain of all entries says."""
     digest, number, rows = "", 1, {}
     while True:
-        chain = [data for data in entries.history.get(journal._key(number), []) if number == 1 or after(data) == digest]
+        chain = [
+            data
+            for data in entries.history.get(journal._key(number), [])
+            if number == 1 or after(data) == digest
+        ]
         if not chain:
             return rows
         digest, number = journal._digest(chain[0]), number + 1
@@ -205,7 +219,9 @@ def test_who_begins_has_what_all_entries_say(seed, risk, monkeypatch):
     stepped = Stepped(entries, turns), Stepped(snapshots, turns)
     machines = [Machine(*stepped) for _ in range(MACHINES)]
     lives = [random.Random(f"{seed} {number}") for number in range(MACHINES)]
-    turns.run([lambda own=own, rng=rng: own.live(rng) for own, rng in zip(machines, lives, strict=True)])
+    turns.run(
+        [lambda own=own, rng=rng: own.live(rng) for own, rng in zip(machines, lives, strict=True)]
+    )
     new = Machine(entries, snapshots)
     assert new.follow(), "it can't begin"
     assert new.rows == said(entries)

@@ -16,14 +16,28 @@ from kvrag.testing.chunks import NAMESPACE, make_text, same_bits
 
 STEPS = [
     *((FileBlobs, name) for name in ("read", "write", "delete", "keys")),
-    *((Catalog, name) for name in ("link", "begin", "confirm", "remove", "unlink", "clear", "retain", "no_dormant")),
+    *(
+        (Catalog, name)
+        for name in (
+            "link",
+            "begin",
+            "confirm",
+            "remove",
+            "unlink",
+            "clear",
+            "retain",
+            "no_dormant",
+        )
+    ),
     *((blobs_module.os, name) for name in ("open", "pwritev", "link", "unlink", "mkdir")),
 ]
 """What a kill may come before or after."""
 
 ACTIONS = {
     "put": lambda store: put(store, 2),
-    "put of a known text": lambda store: store.put(CHUNKS[2], KVS[2], text=make_text("text 1"), doc_id="doc 1"),
+    "put of a known text": lambda store: store.put(
+        CHUNKS[2], KVS[2], text=make_text("text 1"), doc_id="doc 1"
+    ),
     "link": lambda store: store.link(CHUNKS[1], text=make_text("text 1"), doc_id="new"),
     "delete": lambda store: store.delete([KEYS[1]]),
     "forget": lambda store: store.forget(NAMESPACE, "doc 1"),
@@ -107,7 +121,9 @@ def test_a_kill_at_any_step_costs_time_only(root, handle, monkeypatch, name, los
 
 
 @pytest.mark.parametrize("key", EVERY_KEY)
-def test_a_chunk_whose_writer_died_is_unknown_and_goes_with_its_document(handle, root, monkeypatch, key):
+def test_a_chunk_whose_writer_died_is_unknown_and_goes_with_its_document(
+    handle, root, monkeypatch, key
+):
     """Its blob may be there already: neither a read, nor a lost catalog, may bring it back after its document was erased."""
     doomed = handle(key=key)
     with monkeypatch.context() as patch:
@@ -131,7 +147,9 @@ def test_a_chunk_whose_writer_died_is_taken_over_by_the_next(handle, monkeypatch
         with pytest.raises(Killed):
             put(doomed, 1)
     store = handle()
-    assert store.put(CHUNKS[1], KVS[1], text=make_text("text 1"), doc_id="other") == 0, "its blob is there"
+    assert store.put(CHUNKS[1], KVS[1], text=make_text("text 1"), doc_id="other") == 0, (
+        "its blob is there"
+    )
     assert present(store) == [1]
     assert store.forget(NAMESPACE, "doc 1") == 0, "the other document has it too"
     assert same_bits(store.get(CHUNKS[1]), KVS[1])
@@ -178,7 +196,12 @@ def write_for_ever(store):
             store.delete([KEYS[number]])
         if rng.random() < 0.1:
             store.forget(NAMESPACE, f"doc {rng.randrange(3)}")
-        store.put(CHUNKS[number], KVS[number], text=make_text(str(number)), doc_id=f"doc {rng.randrange(3)}")
+        store.put(
+            CHUNKS[number],
+            KVS[number],
+            text=make_text(str(number)),
+            doc_id=f"doc {rng.randrange(3)}",
+        )
 
 
 def test_a_killed_writer_leaves_whole_chunks_or_none(handle, root, monkeypatch):
@@ -192,7 +215,9 @@ def test_a_killed_writer_leaves_whole_chunks_or_none(handle, root, monkeypatch):
         store = handle(ram=0)
         for number in present(store):
             kv = store.get(CHUNKS[number])
-            assert kv is None or same_bits(kv, KVS[number]), "killed between the blob's erasure and the row's"
+            assert kv is None or same_bits(kv, KVS[number]), (
+                "killed between the blob's erasure and the row's"
+            )
         is_sound(store)
         store.blobs.sweep()
         assert os.listdir(root / "tmp") == []

@@ -57,7 +57,9 @@ def slow(handle, gate):
 
 def is_right(got, *numbers):
     """Whether those chunks came, bit for bit."""
-    return len(got) == len(numbers) and all(same_bits(kv, KVS[number]) for kv, number in zip(got, numbers, strict=True))
+    return len(got) == len(numbers) and all(
+        same_bits(kv, KVS[number]) for kv, number in zip(got, numbers, strict=True)
+    )
 
 
 def late(*numbers):
@@ -187,7 +189,9 @@ def test_nothing_is_read_twice(slow, gate):
     first, second = store.prefetch(CHUNKS[:2]), store.prefetch(CHUNKS[:2])
     assert (first.reads, second.reads) == (2, 2)
     gate.wait_for(2)
-    thread = threading.Thread(target=lambda: got.extend(store.get_many(CHUNKS[:2], timeout_s=PATIENT_S)))
+    thread = threading.Thread(
+        target=lambda: got.extend(store.get_many(CHUNKS[:2], timeout_s=PATIENT_S))
+    )
     thread.start()
     gate.is_open.set()
     thread.join(PATIENT_S)
@@ -259,9 +263,9 @@ def test_a_forked_child_waits_for_no_read_of_its_parent(slow, gate):
 
     def child():
         gate.shut = set()
-        return is_right(store.get_many(CHUNKS[:2], timeout_s=PATIENT_S), 0, 1) and store.prefetch(CHUNKS[3:4]).wait(
-            PATIENT_S
-        )
+        return is_right(store.get_many(CHUNKS[:2], timeout_s=PATIENT_S), 0, 1) and store.prefetch(
+            CHUNKS[3:4]
+        ).wait(PATIENT_S)
 
     assert ended(in_child(child)) == 0
     gate.is_open.set()

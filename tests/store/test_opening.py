@@ -30,7 +30,9 @@ def test_a_total_that_nobody_knows_limits_nothing(opened, monkeypatch):
         raise OSError("no such file system")
 
     assert lesser(7, 0.5, unknown) == 7
-    monkeypatch.setattr("kvrag.store.opening.os.sysconf", lambda name: (_ for _ in ()).throw(ValueError("unknown")))
+    monkeypatch.setattr(
+        "kvrag.store.opening.os.sysconf", lambda name: (_ for _ in ()).throw(ValueError("unknown"))
+    )
     assert opened(ram_bytes=100).tiers[0].max_bytes == 100
 
 
@@ -44,7 +46,9 @@ def test_fractions_are_of_what_there_is(opened, root, monkeypatch, tmp_path):
     assert opened(ram_bytes=100).tiers[0].max_bytes == 100
     limit.write_text("max\n")
     assert host_memory() > 4096
-    monkeypatch.setattr(opening.shutil, "disk_usage", lambda path: SimpleNamespace(total=int(2.5 * SIZE)))
+    monkeypatch.setattr(
+        opening.shutil, "disk_usage", lambda path: SimpleNamespace(total=int(2.5 * SIZE))
+    )
     store = opened(disk_fraction=0.9, high_watermark=1.0, low_watermark=1.0)
     fill(store, 0, 1, 2)
     assert store.stats()["disk"].chunks == 2
@@ -52,7 +56,13 @@ def test_fractions_are_of_what_there_is(opened, root, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(
     "options",
-    [{"gpu_bytes": -1}, {"gpu_fraction": 1.1}, {"ram_fraction": -0.1}, {"disk_fraction": "half"}, {"on_miss": "eager"}],
+    [
+        {"gpu_bytes": -1},
+        {"gpu_fraction": 1.1},
+        {"ram_fraction": -0.1},
+        {"disk_fraction": "half"},
+        {"on_miss": "eager"},
+    ],
 )
 def test_an_impossible_option_is_named(options):
     with pytest.raises(ConfigError, match=f"StoreConfig.{next(iter(options))}"):

@@ -39,7 +39,9 @@ def write_all(store, name):
     written = 0
     for number in order:
         identity = IDENTITIES[number]
-        written += store.put(identity, make_kv(identity), text=make_text(str(number)), doc_id=name) > 0
+        written += (
+            store.put(identity, make_kv(identity), text=make_text(str(number)), doc_id=name) > 0
+        )
         assert same_bits(store.get(identity), make_kv(identity))
         store.catalog.texts(NAMESPACE, 0)
     return written
@@ -48,7 +50,9 @@ def write_all(store, name):
 def test_two_processes_write_each_chunk_once_and_agree(opened, root):
     """The other one leaves while a read of its own hangs, which must not hinder its exit."""
     command = [sys.executable, "-c", WRITER, root]
-    other = subprocess.Popen(command, cwd=HERE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    other = subprocess.Popen(
+        command, cwd=HERE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     store = opened()
     deadline = time.monotonic() + 60
     while not store.catalog.keys() and other.poll() is None:
@@ -88,7 +92,14 @@ def test_a_forked_child_shares_the_store_and_not_its_parents_memory(opened):
 
 def test_a_forked_child_may_close_its_store(opened, root):
     store = fill(opened(), 0)
-    assert ended(in_child(lambda: store.close() is None and present(open_store(root, store.config)) == [0])) == 0
+    assert (
+        ended(
+            in_child(
+                lambda: store.close() is None and present(open_store(root, store.config)) == [0]
+            )
+        )
+        == 0
+    )
     assert same_bits(store.get(IDENTITIES[0]), KVS[0])
     assert put(store, 1) > 0
 
@@ -99,7 +110,9 @@ def test_a_forked_child_inherits_no_connection_of_any_thread(opened, root):
     """SQLite would think that it holds its parent's locks."""
     store, looked, stop = fill(opened(), 0), threading.Event(), threading.Event()
     ending = threading.Thread(target=present, args=[store])
-    living = threading.Thread(target=lambda: (present(store), looked.set(), stop.wait()), daemon=True)
+    living = threading.Thread(
+        target=lambda: (present(store), looked.set(), stop.wait()), daemon=True
+    )
     for thread in (ending, living):
         thread.start()
     ending.join()
@@ -151,6 +164,8 @@ def test_a_spawned_process_reads_what_this_one_wrote(opened, root):
         "import sys; from stores import *; from kvrag.store import open_store; from kvrag.testing.chunks import same_bits\n"
         "assert same_bits(open_store(sys.argv[1], config_of()).get(CHUNKS[1]), KVS[1])"
     )
-    done = subprocess.run([sys.executable, "-c", code, root], cwd=HERE, capture_output=True, text=True, timeout=90)
+    done = subprocess.run(
+        [sys.executable, "-c", code, root], cwd=HERE, capture_output=True, text=True, timeout=90
+    )
     assert done.returncode == 0, done.stderr
     assert os.listdir(root / "tmp") == []

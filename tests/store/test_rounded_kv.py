@@ -80,7 +80,9 @@ def test_rounded_and_exact_kv_of_a_chunk_are_two_chunks(store, kv_dtype, rounded
     store.put(other, rounded, text=make_text("a"), doc_id="doc")
     assert same_bits(store.get(ME), KV)
     assert same_bits(store.get(other), rounded)
-    assert store.forget(ME.namespace, "doc") == 2, "a document holds on to its text, however that is kept"
+    assert store.forget(ME.namespace, "doc") == 2, (
+        "a document holds on to its text, however that is kept"
+    )
 
 
 def test_kv_must_be_kept_as_its_identity_says(store, opened, kv_dtype, rounded):
@@ -113,7 +115,10 @@ def test_a_blob_opens_as_a_plain_safetensors_file(store, root, kv_dtype, rounded
 
 def test_scales_behind_an_odd_number_of_codes_are_read(store):
     random = torch.Generator().manual_seed(0)
-    layers = [LayerKV(torch.randn(1, 3, 2, generator=random), torch.randn(1, 3, 4, generator=random)) for _ in range(3)]
+    layers = [
+        LayerKV(torch.randn(1, 3, 2, generator=random), torch.randn(1, 3, 4, generator=random))
+        for _ in range(3)
+    ]
     kv = pack(ChunkKV(tuple(layers)), "int4")
     assert sum(t.nbytes for t in kv.layers[0].tensors[:2]) % 2 == 1
     store.put(identity_of("int4"), kv, text=None)

@@ -75,7 +75,9 @@ DAMAGES = {
     "truncated": truncated,
     "holes": holes,
     "dropped table": execute("DROP TABLE Cache"),
-    "other columns": execute("DROP TABLE Cache", "CREATE TABLE Cache (key, raw, mode, filename, value)"),
+    "other columns": execute(
+        "DROP TABLE Cache", "CREATE TABLE Cache (key, raw, mode, filename, value)"
+    ),
     "trigger": execute("CREATE TRIGGER t AFTER INSERT ON Cache BEGIN DELETE FROM Cache; END"),
     "trigger of a known name": execute(
         "DROP TRIGGER Settings_count_insert",
@@ -89,12 +91,16 @@ DAMAGES = {
     "other word in a setting": execute(
         "UPDATE Settings SET value = 'least-recently-used' WHERE key = 'eviction_policy'"
     ),
-    "word in a setting": execute("UPDATE Settings SET value = '0; DROP TABLE Cache' WHERE key = 'sqlite_mmap_size'"),
+    "word in a setting": execute(
+        "UPDATE Settings SET value = '0; DROP TABLE Cache' WHERE key = 'sqlite_mmap_size'"
+    ),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
-def test_a_damaged_catalog_is_moved_aside_and_begun_anew(filled, opened, root, damage, no_pickle, caplog):
+def test_a_damaged_catalog_is_moved_aside_and_begun_anew(
+    filled, opened, root, damage, no_pickle, caplog
+):
     """Its chunks are dormant then: unknown, and adopted where they are stored again."""
     filled.close()
     damage(root)
@@ -166,7 +172,9 @@ def test_a_store_that_is_opened_on_a_full_disk_is_read(filled, opened, root, mon
     monkeypatch.setattr(diskcache, "Cache", full)
     with pytest.raises(StoreError, match="disk is full"):
         opened(ram_bytes=SIZE)
-    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=0, f_frsize=1, f_flag=0))
+    monkeypatch.setattr(
+        os, "statvfs", lambda path: SimpleNamespace(f_bavail=0, f_frsize=1, f_flag=0)
+    )
     store = opened(ram_bytes=SIZE)
     assert same_bits(store.get(CHUNKS[1]), KVS[1])
     with pytest.raises(StoreError, match="reading only"):
@@ -180,9 +188,15 @@ def test_an_open_store_is_read_where_its_disk_becomes_read_only(opened, root, mo
     store, real = fill(opened(ram_bytes=0), *NUMBERS), rows.locked
     store.catalog._rows._let_go()
     with monkeypatch.context() as patch:
-        patch.setattr(rows, "locked", lambda path: (failing(30)(real) if path.parent == root else real)(path))
+        patch.setattr(
+            rows, "locked", lambda path: (failing(30)(real) if path.parent == root else real)(path)
+        )
         assert present(store) == []
-        patch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=2**40, f_frsize=1, f_flag=os.ST_RDONLY))
+        patch.setattr(
+            os,
+            "statvfs",
+            lambda path: SimpleNamespace(f_bavail=2**40, f_frsize=1, f_flag=os.ST_RDONLY),
+        )
         assert same_bits(store.get(CHUNKS[1]), KVS[1])
         with pytest.raises(StoreError, match="Read-only"):
             put(store, 9)
@@ -217,7 +231,9 @@ PICKLE = pickle.dumps(print)
 )
 @pytest.mark.parametrize("kinds", ["%", "c %", "t %", "s"])
 @pytest.mark.parametrize("key", EVERY_KEY)
-def test_planted_rows_are_absent_and_run_nothing(opened, root, tmp_path, row, kinds, key, no_pickle):
+def test_planted_rows_are_absent_and_run_nothing(
+    opened, root, tmp_path, row, kinds, key, no_pickle
+):
     store = fill(opened(key=key, ram_bytes=0), *NUMBERS)
     victim = tmp_path / "victim"
     victim.write_bytes(PICKLE)
@@ -226,7 +242,12 @@ def test_planted_rows_are_absent_and_run_nothing(opened, root, tmp_path, row, ki
     with closing(sqlite3.connect(path)) as connection, connection:
         names = [name]
         if name == "value":
-            names = [name for (name,) in connection.execute("SELECT key FROM Cache WHERE key LIKE ?", (kinds,))]
+            names = [
+                name
+                for (name,) in connection.execute(
+                    "SELECT key FROM Cache WHERE key LIKE ?", (kinds,)
+                )
+            ]
             connection.execute("DELETE FROM Cache WHERE key LIKE ?", (kinds,))
         filename = filename and filename.replace("/{victim}", str(victim))
         connection.executemany(PLANTED, [(name, raw, mode, filename, value) for name in names])
@@ -251,7 +272,11 @@ def test_a_row_of_any_length_is_in_the_database(filled, root):
     table, long = filled.catalog._rows, "x" * 2**20
     table.change(lambda: table.set("a", long))
     assert table.get("a") == f'"{long}"'
-    assert {path.name for path in (root / "catalog").iterdir()} <= {"cache.db", "cache.db-wal", "cache.db-shm"}
+    assert {path.name for path in (root / "catalog").iterdir()} <= {
+        "cache.db",
+        "cache.db-wal",
+        "cache.db-shm",
+    }
 
 
 # -- what is assumed of diskcache ----------------------------------------------------------------------------------------
@@ -264,10 +289,14 @@ def test_the_examination_sees_all_that_diskcache_makes_of_an_empty_folder():
     assert {kind for kind, _ in kinds} == {"table", "index", "trigger"}
     words = {"eviction_policy": "none", "sqlite_journal_mode": "wal"}
     names = {*diskcache.DEFAULT_SETTINGS, *SETTINGS, "count", "size", "hits", "misses"}
-    assert dict(own(CHOICES)) == {**dict.fromkeys(names, 0), **words}, "whole numbers may differ: they are set anew"
+    assert dict(own(CHOICES)) == {**dict.fromkeys(names, 0), **words}, (
+        "whole numbers may differ: they are set anew"
+    )
 
 
-def test_a_sound_database_is_kept_not_mapped_never_evicts_and_overwrites_what_is_erased(filled, opened, root):
+def test_a_sound_database_is_kept_not_mapped_never_evicts_and_overwrites_what_is_erased(
+    filled, opened, root
+):
     filled.close()
     store = opened()
     assert (present(store), (root / "catalog.damaged").exists()) == (list(NUMBERS), False)

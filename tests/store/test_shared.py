@@ -115,7 +115,9 @@ def ask(engine, mode="stitch"):
 def test_what_one_machine_precomputes_all_others_stitch(engine_of, redis_url, tmp_path):
     first = engine_of(kv_dir=redis_url)
     assert first.precompute(CHUNKS, ids=list("abcd")).stored == 4
-    second = engine_of(kv_dir=tmp_path / "copies", store_config=StoreConfig(shared=redis_url, min_free_bytes=0))
+    second = engine_of(
+        kv_dir=tmp_path / "copies", store_config=StoreConfig(shared=redis_url, min_free_bytes=0)
+    )
     answers = [ask(engine) for engine in (first, second, second)]
     assert answers[0].cached_tokens > 100
     assert len({(tuple(answer.token_ids), answer.cached_tokens) for answer in answers}) == 1
@@ -166,7 +168,11 @@ def test_a_journal_that_was_lost_and_begun_anew_is_another_one(tmp_path, count):
     numbers = range(1, 1 + count)
     for number in numbers:
         put(new, number)
-    assert set(old.catalog.keys()) == set(new.catalog.keys()) == {chunk_key(make_identity(n)) for n in numbers}
+    assert (
+        set(old.catalog.keys())
+        == set(new.catalog.keys())
+        == {chunk_key(make_identity(n)) for n in numbers}
+    )
     put(old, 9)
     assert new.known([chunk_key(make_identity(9))])
 
@@ -188,7 +194,9 @@ def test_who_can_not_know_what_was_erased_answers_with_nothing(tmp_path, monkeyp
 
 def test_a_number_that_is_free_because_its_entry_was_erased_is_not_taken(tmp_path, monkeypatch):
     url = f"file://{tmp_path}/bucket"
-    behind, ahead = (open_store(tmp_path / name, StoreConfig(shared=url, min_free_bytes=0)) for name in "ab")
+    behind, ahead = (
+        open_store(tmp_path / name, StoreConfig(shared=url, min_free_bytes=0)) for name in "ab"
+    )
     put(behind, 0)
     for number in range(1, 5):
         put(ahead, number)
@@ -196,9 +204,17 @@ def test_a_number_that_is_free_because_its_entry_was_erased_is_not_taken(tmp_pat
     rows, tried = behind.catalog._rows, []
     follow, append = rows._follow, rows._journal.append
     monkeypatch.setattr(rows, "_follow", lambda: follow() if tried else None)
-    monkeypatch.setattr(rows._journal, "append", lambda *args, **options: tried.append(1) or append(*args, **options))
+    monkeypatch.setattr(
+        rows._journal,
+        "append",
+        lambda *args, **options: tried.append(1) or append(*args, **options),
+    )
     put(behind, 5)
-    assert set(ahead.catalog.keys()) == set(behind.catalog.keys()) == {chunk_key(make_identity(n)) for n in range(6)}
+    assert (
+        set(ahead.catalog.keys())
+        == set(behind.catalog.keys())
+        == {chunk_key(make_identity(n)) for n in range(6)}
+    )
 
 
 @pytest.mark.parametrize("others", [0, 1])
@@ -210,7 +226,12 @@ def test_copies_of_what_was_erased_while_nobody_looked_leave_at_the_next_opening
     with closing(open_store(copies, StoreConfig(shared=url))) as store:
         for number in range(2):
             identity = make_identity(number)
-            store.put(identity, make_kv(identity), text=make_text(f"text {number}"), doc_id=f"doc {number}")
+            store.put(
+                identity,
+                make_kv(identity),
+                text=make_text(f"text {number}"),
+                doc_id=f"doc {number}",
+            )
         kept = {path: path.read_bytes() for path in copies.glob("objects/**/*.safetensors")}
         store.forget(identity.namespace, "doc 1")
     for path, data in kept.items():  # as if the process had been killed amid that
@@ -241,7 +262,9 @@ def test_hits_are_written_to_the_journal_from_time_to_time_alone(tmp_path, monke
 
 def test_copies_keep_to_their_budget_and_a_full_disk_costs_copies_alone(tmp_path, monkeypatch):
     one = make_kv(make_identity(0))
-    config = StoreConfig(shared=f"file://{tmp_path}/bucket", min_free_bytes=0, ram_bytes=0, disk_bytes=50_000)
+    config = StoreConfig(
+        shared=f"file://{tmp_path}/bucket", min_free_bytes=0, ram_bytes=0, disk_bytes=50_000
+    )
     store = open_store(tmp_path / "copies", config)
     for number in range(12):
         store.put(make_identity(number), make_kv(make_identity(number)), text=None)
@@ -257,9 +280,12 @@ def test_copies_keep_to_their_budget_and_a_full_disk_costs_copies_alone(tmp_path
 
 def test_copies_leave_the_disk_its_free_space(tmp_path, monkeypatch):
     size = [150_000]
-    monkeypatch.setattr(blobs.FileBlobs, "free_bytes", lambda copies: size[0] - sum(copies.sizes().values()))
+    monkeypatch.setattr(
+        blobs.FileBlobs, "free_bytes", lambda copies: size[0] - sum(copies.sizes().values())
+    )
     store = open_store(
-        tmp_path / "copies", StoreConfig(shared=f"file://{tmp_path}/bucket", min_free_bytes=120_000, ram_bytes=0)
+        tmp_path / "copies",
+        StoreConfig(shared=f"file://{tmp_path}/bucket", min_free_bytes=120_000, ram_bytes=0),
     )
     for number in range(12):
         put(store, number)
@@ -273,7 +299,9 @@ def test_copies_leave_the_disk_its_free_space(tmp_path, monkeypatch):
 
 def test_processes_share_the_budget_of_their_copies(tmp_path, monkeypatch):
     monkeypatch.setattr(copies, "LISTINGS", 4)
-    config = StoreConfig(shared=f"file://{tmp_path}/bucket", min_free_bytes=0, ram_bytes=0, disk_bytes=40_000)
+    config = StoreConfig(
+        shared=f"file://{tmp_path}/bucket", min_free_bytes=0, ram_bytes=0, disk_bytes=40_000
+    )
     stores = []
     for _ in range(3):
         stores.append(open_store(tmp_path / "copies", config))
@@ -287,11 +315,18 @@ def test_processes_share_the_budget_of_their_copies(tmp_path, monkeypatch):
 
 def test_many_machines_write_at_once(tmp_path):
     url = f"file://{tmp_path}/bucket"
-    stores = [open_store(tmp_path / str(n), StoreConfig(shared=url, min_free_bytes=0)) for n in range(4)]
+    stores = [
+        open_store(tmp_path / str(n), StoreConfig(shared=url, min_free_bytes=0)) for n in range(4)
+    ]
 
     def put(of):
         store, number = of
-        store.put(make_identity(number), make_kv(make_identity(number)), text=make_text(f"t{number % 5}"), doc_id="d")
+        store.put(
+            make_identity(number),
+            make_kv(make_identity(number)),
+            text=make_text(f"t{number % 5}"),
+            doc_id="d",
+        )
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(put, [(stores[n % 4], n // 2) for n in range(48)]))

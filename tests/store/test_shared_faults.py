@@ -44,7 +44,9 @@ def put(store, number):
 
 
 @pytest.mark.parametrize("fault", ["cut", "half-open", "wrong bytes", "lost"])
-def test_a_fault_of_the_network_costs_time_and_nothing_else(engine_of, own_redis, tmp_path, fault, monkeypatch):
+def test_a_fault_of_the_network_costs_time_and_nothing_else(
+    engine_of, own_redis, tmp_path, fault, monkeypatch
+):
     monkeypatch.setattr(redis_blobs, "ANSWER_S", 0.5)
     server, url = own_redis
     engine = engine_of(kv_dir=url, store_config=StoreConfig(ram_bytes=0, load_timeout_s=3.0))
@@ -94,13 +96,17 @@ def far(request, own_redis, monkeypatch):
 
 @pytest.mark.parametrize("has_copies", [False, True])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_bad_network_costs_no_more_than_the_deadline(engine_of, far, tmp_path, fault, has_copies, monkeypatch):
+def test_a_bad_network_costs_no_more_than_the_deadline(
+    engine_of, far, tmp_path, fault, has_copies, monkeypatch
+):
     monkeypatch.setattr(redis_blobs, "ANSWER_S", 2.0)
     monkeypatch.setattr(object_blobs, "ANSWER_S", 2.0)
     monkeypatch.setattr(shared, "AGAIN_S", 0.2)
     url, network = far
     at = {"kv_dir": tmp_path / "copies"} if has_copies else {"kv_dir": url}
-    config = StoreConfig(ram_bytes=0, load_timeout_s=3.0, shared=url if has_copies else None, min_free_bytes=0)
+    config = StoreConfig(
+        ram_bytes=0, load_timeout_s=3.0, shared=url if has_copies else None, min_free_bytes=0
+    )
     engine = engine_of(**at, store_config=config)
     engine.precompute(CHUNKS, ids=list("abcd"))
     full, stitched = ask(engine, "full"), ask(engine)
@@ -109,7 +115,11 @@ def test_a_bad_network_costs_no_more_than_the_deadline(engine_of, far, tmp_path,
     start = time.monotonic()
     answer = ask(engine)
     took_s = time.monotonic() - start
-    is_known = has_copies and fault not in ("cut", "half-open", "slow")  # who can ask the journal may use copies
+    is_known = has_copies and fault not in (
+        "cut",
+        "half-open",
+        "slow",
+    )  # who can ask the journal may use copies
     assert (answer.token_ids, answer.cached_tokens) in (
         (full.token_ids, 0),
         (stitched.token_ids, stitched.cached_tokens),
@@ -141,11 +151,16 @@ def test_an_error_instead_of_a_value_is_named_and_ends_no_later_read(own_redis):
     assert bytes(blobs.read("b" * 64)) == b"value"
 
 
-def test_a_value_from_redis_that_comes_slowly_has_one_deadline_for_all_of_it(own_redis, monkeypatch):
+def test_a_value_from_redis_that_comes_slowly_has_one_deadline_for_all_of_it(
+    own_redis, monkeypatch
+):
     monkeypatch.setattr(redis_blobs, "ANSWER_S", 0.5)
     port = own_redis[1].rpartition(":")[2].partition("/")[0]
     with proxy_of(int(port)) as network:
-        blobs, data = redis_blobs.RedisBlobs(f"redis://127.0.0.1:{network.port}/0", "objects"), os.urandom(100_000)
+        blobs, data = (
+            redis_blobs.RedisBlobs(f"redis://127.0.0.1:{network.port}/0", "objects"),
+            os.urandom(100_000),
+        )
         blobs.write("a" * 64, [data])
         network.become("slow")  # a piece every 0.05 s: no single wait is too long
         with pytest.raises(OSError, match="too long"):
@@ -177,7 +192,9 @@ def test_a_damaged_copy_harms_no_shared_blob(tmp_path, damage):
 
 
 def test_a_thread_that_can_follow_again_ends_the_pause_of_one_that_could_not(tmp_path, monkeypatch):
-    stores = [open_store(f"file://{tmp_path}/bucket", StoreConfig(min_free_bytes=0)) for _ in range(2)]
+    stores = [
+        open_store(f"file://{tmp_path}/bucket", StoreConfig(min_free_bytes=0)) for _ in range(2)
+    ]
     put(stores[0], 0)
     assert stores[1].known([chunk_key(make_identity(0))])
     rows = stores[1].catalog._rows
@@ -194,7 +211,9 @@ def test_a_thread_that_can_follow_again_ends_the_pause_of_one_that_could_not(tmp
 
 def test_an_entry_that_its_writer_could_not_check_is_followed_by_all(tmp_path, monkeypatch):
     """Others may have followed it, and built on it, when its writer gives up."""
-    store, other = (open_store(f"file://{tmp_path}/bucket", StoreConfig(min_free_bytes=n)) for n in (0, 1))
+    store, other = (
+        open_store(f"file://{tmp_path}/bucket", StoreConfig(min_free_bytes=n)) for n in (0, 1)
+    )
     put(store, 0)
     rows, is_at = store.catalog._rows, journal.Journal._is_at
 
@@ -210,12 +229,18 @@ def test_an_entry_that_its_writer_could_not_check_is_followed_by_all(tmp_path, m
             rows.change(lambda: rows.set("x", 1))
     put(other, 1)
     put(store, 2)
-    for each in (store, other, open_store(tmp_path / "new", StoreConfig(shared=f"file://{tmp_path}/bucket"))):
+    for each in (
+        store,
+        other,
+        open_store(tmp_path / "new", StoreConfig(shared=f"file://{tmp_path}/bucket")),
+    ):
         assert len(each.catalog.keys()) == 3
         assert each.catalog._rows.get("x") == "1"
 
 
-@pytest.mark.parametrize("wrong", [3, [1], ["", False, 3], ["", False, {"c x": 3}], [None, False, {}], ["", 1, {}], {}])
+@pytest.mark.parametrize(
+    "wrong", [3, [1], ["", False, 3], ["", False, {"c x": 3}], [None, False, {}], ["", 1, {}], {}]
+)
 def test_what_is_no_entry_counts_as_a_fault_of_the_journal(tmp_path, wrong, monkeypatch):
     monkeypatch.setattr(shared, "AGAIN_S", 0.0)
     store = open_store(f"file://{tmp_path}/bucket", StoreConfig(min_free_bytes=0))
@@ -272,7 +297,10 @@ def test_what_the_server_let_go_is_precomputed_again(engine_of, redis_url, tmp_p
 def test_a_follower_that_is_late_sets_nothing_back(tmp_path):
     """Two processes on one directory of copies: what one has followed further, the other leaves."""
     url = f"file://{tmp_path}/bucket"
-    far, near = (open_store(tmp_path / name, StoreConfig(shared=url, min_free_bytes=0)) for name in ("far", "near"))
+    far, near = (
+        open_store(tmp_path / name, StoreConfig(shared=url, min_free_bytes=0))
+        for name in ("far", "near")
+    )
     put(far, 0)
     key = chunk_key(make_identity(0))
     assert near.known([key])
@@ -293,7 +321,10 @@ def test_a_forked_process_computes_where_obstore_would_wait_for_ever(tmp_path, c
     put(store, 0)
 
     def child():
-        for reader in (store, open_store(f"file://{tmp_path}/bucket", StoreConfig(min_free_bytes=0))):
+        for reader in (
+            store,
+            open_store(f"file://{tmp_path}/bucket", StoreConfig(min_free_bytes=0)),
+        ):
             assert reader.get(make_identity(0)) is None
         return "spawn" in caplog.text
 

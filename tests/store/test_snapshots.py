@@ -33,7 +33,11 @@ def opened(url, tmp_path):
     stores = []
 
     def open_():
-        stores.append(open_store(tmp_path / f"machine {len(stores)}", StoreConfig(shared=url, min_free_bytes=0)))
+        stores.append(
+            open_store(
+                tmp_path / f"machine {len(stores)}", StoreConfig(shared=url, min_free_bytes=0)
+            )
+        )
         return stores[-1]
 
     yield open_
@@ -67,14 +71,20 @@ def blobs_of(url, folder):
 
 
 def test_a_machine_that_was_away_begins_with_a_snapshot(tmp_path, url):
-    stores = [open_store(tmp_path / name, StoreConfig(shared=url, min_free_bytes=0)) for name in "ab"]
+    stores = [
+        open_store(tmp_path / name, StoreConfig(shared=url, min_free_bytes=0)) for name in "ab"
+    ]
     assert not stores[1].known([chunk_key(make_identity(0))])
     for number in range(6):
         stores[0].put(make_identity(number), make_kv(make_identity(number)), text=None)
         stores[0].catalog.scrub()
-    assert len(list((tmp_path / "bucket" / "journal").iterdir())) == 2, "only the first and the last entry are left"
+    assert len(list((tmp_path / "bucket" / "journal").iterdir())) == 2, (
+        "only the first and the last entry are left"
+    )
     for store in (stores[1], open_store(url, StoreConfig())):
-        assert store.known([chunk_key(make_identity(n)) for n in range(11)]) == set(stores[0].catalog.keys())
+        assert store.known([chunk_key(make_identity(n)) for n in range(11)]) == set(
+            stores[0].catalog.keys()
+        )
         store.put(make_identity(10), make_kv(make_identity(10)), text=None)
     assert len(stores[0].catalog.keys()) == 7
 
@@ -118,7 +128,9 @@ def test_what_changes_while_a_snapshot_is_written_is_in_it(opened, small_parts, 
             yield part
             for _ in range(2):
                 number = rng.randrange(12)
-                put(other, number) if rng.random() < 0.5 else other.forget(NAMESPACE, f"doc {number}")
+                put(other, number) if rng.random() < 0.5 else other.forget(
+                    NAMESPACE, f"doc {number}"
+                )
             writer.catalog.state()  # which follows
 
     with monkeypatch.context() as patch:
@@ -140,12 +152,16 @@ def test_a_snapshot_that_is_late_is_given_up(opened, url, small_parts):
 
     with pytest.raises(journal.Behind):
         slow.catalog._rows._journal.snapshot(place, late())
-    assert all(b"late" not in zlib.decompress(each) for each in blobs_of(url, "journal-snapshots").values())
+    assert all(
+        b"late" not in zlib.decompress(each) for each in blobs_of(url, "journal-snapshots").values()
+    )
     assert rows_of(opened()) == rows_of(slow) == rows_of(other)
 
 
 @pytest.mark.parametrize("when", ["while it is written", "when it is read"])
-def test_a_catalog_that_is_cleared_beside_a_snapshot_is_empty(opened, url, small_parts, monkeypatch, when):
+def test_a_catalog_that_is_cleared_beside_a_snapshot_is_empty(
+    opened, url, small_parts, monkeypatch, when
+):
     writer, other = opened(), opened()
     for number in range(4):
         put(writer, number)
@@ -191,7 +207,9 @@ def test_a_damaged_part_is_found(opened, url, small_parts, fault):
         put(opened(), 9)
 
 
-def test_who_reads_a_snapshot_that_goes_meanwhile_begins_with_the_next_one(opened, small_parts, monkeypatch):
+def test_who_reads_a_snapshot_that_goes_meanwhile_begins_with_the_next_one(
+    opened, small_parts, monkeypatch
+):
     store, times = opened(), []
     put(store, 0)
     store.catalog._rows._snapshot()
@@ -210,7 +228,9 @@ def test_who_reads_a_snapshot_that_goes_meanwhile_begins_with_the_next_one(opene
     assert len(times) == 3
 
 
-def test_a_copy_that_is_replaced_while_it_is_read_is_not_written_down(opened, small_parts, tmp_path):
+def test_a_copy_that_is_replaced_while_it_is_read_is_not_written_down(
+    opened, small_parts, tmp_path
+):
     store = opened()
     for number in range(6):
         put(store, number)
@@ -222,7 +242,9 @@ def test_a_copy_that_is_replaced_while_it_is_read_is_not_written_down(opened, sm
         list(parts)
 
 
-def test_a_copy_that_is_replaced_before_it_is_read_is_not_written_down(opened, small_parts, tmp_path, monkeypatch):
+def test_a_copy_that_is_replaced_before_it_is_read_is_not_written_down(
+    opened, small_parts, tmp_path, monkeypatch
+):
     store = opened()
     for number in range(6):
         put(store, number)
@@ -249,7 +271,9 @@ def test_a_fork_amid_a_snapshot_inherits_no_connection(opened, small_parts):
 
     def child():
         there = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
-        return not [path for path in there if os.path.exists(path) and "cache.db" in os.readlink(path)]
+        return not [
+            path for path in there if os.path.exists(path) and "cache.db" in os.readlink(path)
+        ]
 
     assert ended(in_child(child)) == 0
     with pytest.raises(OSError, match="can't be read"):
@@ -270,7 +294,12 @@ def test_names_leave_although_another_snapshot_began_before_the_erasure(opened, 
 
     with suppress(journal.Behind):
         rows._journal.snapshot(shared._place_of(rows._cache), late())
-    said = b"".join(map(zlib.decompress, (blobs_of(url, "journal") | blobs_of(url, "journal-snapshots")).values()))
+    said = b"".join(
+        map(
+            zlib.decompress,
+            (blobs_of(url, "journal") | blobs_of(url, "journal-snapshots")).values(),
+        )
+    )
     assert b"doc 0" in said
     assert b"doc 1" not in said
 
@@ -290,7 +319,9 @@ def test_more_rows_have_fewer_snapshots():
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_machines_that_write_erase_and_take_snapshots_all_have_the_same_rows(opened, small_parts, monkeypatch, seed):
+def test_machines_that_write_erase_and_take_snapshots_all_have_the_same_rows(
+    opened, small_parts, monkeypatch, seed
+):
     monkeypatch.setattr(shared, "_interval", lambda _: 3)
     rng, stores = random.Random(seed), [opened() for _ in range(3)]
     for _ in range(40):

@@ -51,7 +51,9 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(n=who, chunk=chunks, text=st.none() | names, doc=st.none() | docs)
     def put(self, n, chunk, text, doc):
-        written = self.stores[n].put(chunk, make_kv(chunk), text=text and make_text(text), doc_id=doc)
+        written = self.stores[n].put(
+            chunk, make_kv(chunk), text=text and make_text(text), doc_id=doc
+        )
         is_there = chunk in self.stored or chunk in self.dormant
         assert written == (0 if is_there else make_kv(chunk).num_bytes)
         self.add(chunk, text, doc)
@@ -118,10 +120,19 @@ class StoreMachine(RuleBasedStateMachine):
             assert len(set(found)) == len(found)
             held = {text for texts in self.stored.values() for text in texts}
             findable = {make_text(text).digest for text in held}
-            assert findable <= set(found) <= findable | {make_text(text).digest for _, text in self.references}
-            assert catalog.totals() == (len(self.stored), sum(make_kv(chunk).num_bytes for chunk in self.stored))
+            assert (
+                findable
+                <= set(found)
+                <= findable | {make_text(text).digest for _, text in self.references}
+            )
+            assert catalog.totals() == (
+                len(self.stored),
+                sum(make_kv(chunk).num_bytes for chunk in self.stored),
+            )
             assert all(tier.stats().num_bytes <= tier.max_bytes for tier in store.tiers)
-        assert self.stores[0].blobs.keys() == {chunk_key(chunk) for chunk in {*self.stored, *self.dormant}}
+        assert self.stores[0].blobs.keys() == {
+            chunk_key(chunk) for chunk in {*self.stored, *self.dormant}
+        }
 
     def teardown(self):
         for store in self.stores:

@@ -4,7 +4,19 @@ import json
 import os
 
 import pytest
-from stores import CHUNKS, KEYS, KVS, SECRETS, SIZE, config_of, files, fill, flip, needs_cryptography, path_of
+from stores import (
+    CHUNKS,
+    KEYS,
+    KVS,
+    SECRETS,
+    SIZE,
+    config_of,
+    files,
+    fill,
+    flip,
+    needs_cryptography,
+    path_of,
+)
 from typer.testing import CliRunner
 
 from kvrag.cli.app import app
@@ -60,12 +72,20 @@ def test_rm_erases_documents(filled):
 
 
 def test_rm_asks_before_it_erases_everything(filled):
-    assert "7 chunk(s) of every namespace?" in run("rm", "--all", "--kv-dir", filled, input="n\n", code=1)
+    assert "7 chunk(s) of every namespace?" in run(
+        "rm", "--all", "--kv-dir", filled, input="n\n", code=1
+    )
     run("rm", "--all", "--kv-dir", filled, code=1)  # nobody to ask
-    for also in (["--document", "doc 1"], ["--collection", "c"], ["--namespace", "mine", "--document", "doc 1"]):
+    for also in (
+        ["--document", "doc 1"],
+        ["--collection", "c"],
+        ["--namespace", "mine", "--document", "doc 1"],
+    ):
         run("rm", "--all", "--yes", *also, "--kv-dir", filled, code=2)
     assert count(filled) == 7
-    assert "everything: erased, with 7 chunk(s)" in run("rm", "--all", "--kv-dir", filled, input="y\n")
+    assert "everything: erased, with 7 chunk(s)" in run(
+        "rm", "--all", "--kv-dir", filled, input="y\n"
+    )
     assert count(filled) == 0
 
 
@@ -94,7 +114,17 @@ def test_export_and_import(filled, tmp_path, opened):
     out = run("import", tmp_path / "all", "--kv-dir", tmp_path / "new", "--json", code=1)
     assert out == {"copied": 5, "there_already": 1, "unreadable": 1}
     assert path.read_bytes() == raw, "the source is not changed"
-    run("import", filled, "--kv-dir", tmp_path / "small", "--disk-bytes", 3 * SIZE, "--min-free-bytes", 0, code=0)
+    run(
+        "import",
+        filled,
+        "--kv-dir",
+        tmp_path / "small",
+        "--disk-bytes",
+        3 * SIZE,
+        "--min-free-bytes",
+        0,
+        code=0,
+    )
     assert 1 <= count(tmp_path / "small") <= 3
 
 
@@ -103,11 +133,15 @@ def test_an_export_of_unknown_documents_is_refused(filled, tmp_path):
     assert "'nope': no such document is in the namespace 'default'" in said.replace("\n", " ")
     assert not (tmp_path / "part").exists()
     options = ("--document", "nope", "--document", "doc 3", "--document", "nor this")
-    assert "no such documents are" in run("export", tmp_path / "part", "--kv-dir", filled, *options, code=1)
+    assert "no such documents are" in run(
+        "export", tmp_path / "part", "--kv-dir", filled, *options, code=1
+    )
     assert count(tmp_path / "part") == 1
 
 
-@pytest.mark.parametrize("command", [["fsck"], ["gc"], ["stats"], ["rm", "--document", "x"], ["export", "target"]])
+@pytest.mark.parametrize(
+    "command", [["fsck"], ["gc"], ["stats"], ["rm", "--document", "x"], ["export", "target"]]
+)
 def test_what_is_no_store_is_not_made_one(tmp_path, command):
     run(*command, "--kv-dir", tmp_path / "nowhere", code=2)
     run("import", tmp_path / "nowhere", "--kv-dir", tmp_path / "new", code=2)
@@ -131,11 +165,21 @@ def test_commands_take_the_key_from_the_environment(root, tmp_path, monkeypatch)
     assert run("fsck", "--verify-data", "--json", "--kv-dir", root)["verified"] == 3
     [group] = run("stats", "--json", "--kv-dir", root)["groups"]
     assert (group["chunks"], group["namespace"][:12]) == (3, "hmac-sha256:")
-    assert run("export", tmp_path / "copy", "--document", "doc 2", "--json", "--kv-dir", root)["copied"] == 1
-    assert run("rm", "--document", "doc 1", "--json", "--kv-dir", root)["erased_chunks"] == {"doc 1": 1}
+    assert (
+        run("export", tmp_path / "copy", "--document", "doc 2", "--json", "--kv-dir", root)[
+            "copied"
+        ]
+        == 1
+    )
+    assert run("rm", "--document", "doc 1", "--json", "--kv-dir", root)["erased_chunks"] == {
+        "doc 1": 1
+    }
     assert run("import", tmp_path / "copy", "--json", "--kv-dir", root)["there_already"] == 1
     assert run("export", tmp_path / "plain", "--plain", "--json", "--kv-dir", root)["copied"] == 2
-    assert run("import", tmp_path / "plain", "--plain", "--json", "--kv-dir", root)["there_already"] == 2
+    assert (
+        run("import", tmp_path / "plain", "--plain", "--json", "--kv-dir", root)["there_already"]
+        == 2
+    )
     assert run("gc", "--json", "--kv-dir", root)["foreign"] == 0
     monkeypatch.delenv("KVRAG_ENCRYPTION_KEY")
     assert run("gc", "--foreign", "--json", "--kv-dir", root)["foreign"] == 2

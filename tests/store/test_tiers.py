@@ -44,7 +44,10 @@ def test_a_hit_is_kept_in_every_tier_above(tiers):
     host.release()
     assert same_bits(store.get(CHUNKS[0]), KVS[0])
     assert (held(gpu), held(host)) == ([0], [0])
-    assert of(log, 0)[-2:] == [("host", "BlockStored", "promoted"), ("gpu", "BlockStored", "promoted")]
+    assert of(log, 0)[-2:] == [
+        ("host", "BlockStored", "promoted"),
+        ("gpu", "BlockStored", "promoted"),
+    ]
     store.get(CHUNKS[0])
     assert (store.stats()["gpu"].hits, store.stats()["disk"].hits) == (1, 1)
     assert list(store.stats()) == ["gpu", "host", "disk"]
@@ -76,7 +79,9 @@ def test_a_priority_a_duration_and_a_cost_go_along_to_every_tier(tiers, monkeypa
     for number in (4, 5, 6):
         put(store, number)
         store.get(CHUNKS[number])
-    assert (0 in held(gpu), 0 in held(host)) == (False, False), "a priority that is over must not hold memory"
+    assert (0 in held(gpu), 0 in held(host)) == (False, False), (
+        "a priority that is over must not hold memory"
+    )
 
 
 def test_retention_is_updated_in_every_tier(tiers):
@@ -113,7 +118,12 @@ def test_the_budgets_hold_whatever_is_read(tiers):
         kv = store.get(CHUNKS[step * 3 % 8])
         assert kv is None or same_bits(kv, KVS[step * 3 % 8])
         for tier, most in ((gpu, 2), (host, 3)):
-            assert tier.stats().num_bytes == SIZE * tier.stats().chunks == SIZE * len(held(tier)) <= most * SIZE
+            assert (
+                tier.stats().num_bytes
+                == SIZE * tier.stats().chunks
+                == SIZE * len(held(tier))
+                <= most * SIZE
+            )
 
 
 def test_the_uppermost_tier_is_given_up_for_its_memory(tiers):
@@ -126,7 +136,9 @@ def test_the_uppermost_tier_is_given_up_for_its_memory(tiers):
     assert same_bits(store.get(CHUNKS[0]), KVS[0])
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError("no room")])
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError("no room")]
+)
 @pytest.mark.parametrize("where", ["read", "put"])
 def test_a_tier_without_memory_costs_no_answer(tiers, monkeypatch, error, where):
     store, gpu, *_ = tiers()
@@ -169,7 +181,9 @@ def test_there_is_no_tier_for_a_model_on_the_cpu_nor_without_a_budget(opened):
 def test_a_device_that_does_not_say_how_much_memory_it_has_takes_bytes(opened, kind, caplog):
     store, device = opened(), torch.device(kind)
     for fraction in (0.1, 1.0):
-        assert not on_accelerator(store, device, store_config(store, gpu_bytes=None, gpu_fraction=fraction))
+        assert not on_accelerator(
+            store, device, store_config(store, gpu_bytes=None, gpu_fraction=fraction)
+        )
         assert f"no memory tier on {kind}" in caplog.messages[-1]
     caplog.clear()
     assert on_accelerator(store, device, store_config(store))
@@ -206,12 +220,27 @@ def test_stores_of_one_directory_share_their_tiers_and_their_catalog(opened, tmp
         ([{"cost_ms": 100.0}, {"cost_ms": 10.0}, {"cost_ms": 50.0}], [0, 2]),
         ([{"hits": 3.0}, {}, {}], [0, 2]),
         ([{"cost_ms": 10.0, "hits": 2.0}, {"cost_ms": 35.0}, {"cost_ms": 99.0}], [1, 2]),
-        ([{"priority": 60, "cost_ms": 1.0}, {"priority": 50, "cost_ms": 1e3, "hits": 5.0}, {"priority": 50}], [0, 2]),
+        (
+            [
+                {"priority": 60, "cost_ms": 1.0},
+                {"priority": 50, "cost_ms": 1e3, "hits": 5.0},
+                {"priority": 50},
+            ],
+            [0, 2],
+        ),
         ([{"priority": 60}, {"priority": 60}, {"priority": 50, "cost_ms": 1e9}], [0, 1]),
         ([{"cost_ms": 2.0}, {}, {"cost_ms": 20.0}], [1, 2]),
         ([{}, {}, {}], [1, 2]),
     ],
-    ids=["dear", "hit often", "hits times cost", "priority", "higher priorities", "average for unknown", "recent"],
+    ids=[
+        "dear",
+        "hit often",
+        "hits times cost",
+        "priority",
+        "higher priorities",
+        "average for unknown",
+        "recent",
+    ],
 )
 def test_what_is_worth_least_leaves(comes, stays):
     tier = MemoryTier(2 * SIZE)
@@ -264,7 +293,9 @@ def test_many_chunks_leave_by_few_rankings(monkeypatch):
     tier, rankings, real = MemoryTier(64 * SIZE), [], memory.leaving
     for number in range(64):
         keep(tier, number, cost_ms=1.0 + number)
-    monkeypatch.setattr(memory, "leaving", lambda *args, **how: rankings.append(args) or real(*args, **how))
+    monkeypatch.setattr(
+        memory, "leaving", lambda *args, **how: rankings.append(args) or real(*args, **how)
+    )
     for number in range(100, 112):
         keep(tier, number, cost_ms=1000.0)
     assert len(rankings) == 3, "one for four chunks of sixty-four"

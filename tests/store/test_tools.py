@@ -127,8 +127,12 @@ def test_gc_evicts_what_is_over_the_budget(opened, filled, key):
 
 
 @needs_cryptography
-@pytest.mark.parametrize(("mine", "other"), [(None, "cipher"), ("cipher", None), ("cipher", "wrong")])
-def test_what_other_keys_protect_is_counted_and_left_alone_unless_it_is_asked_for(opened, root, mine, other):
+@pytest.mark.parametrize(
+    ("mine", "other"), [(None, "cipher"), ("cipher", None), ("cipher", "wrong")]
+)
+def test_what_other_keys_protect_is_counted_and_left_alone_unless_it_is_asked_for(
+    opened, root, mine, other
+):
     def identity_of(key, number):
         return make_identity(number, namespace=Keys.of(config_of(key)).namespace("default"))
 
@@ -156,7 +160,10 @@ def test_copies_hold_the_same(filled, opened, tmp_path, root, key):
     other = opened(tmp_path / "copy", key=key)
     assert copy(filled, other) == (7, 0, 1)
     assert copy(filled, other, filled.catalog.document_keys(NAMESPACE, "second")) == (0, 1, 0)
-    assert set(other.catalog.documents(NAMESPACE)) == {*(f"doc {n}" for n in NUMBERS if n != 5), "second"}
+    assert set(other.catalog.documents(NAMESPACE)) == {
+        *(f"doc {n}" for n in NUMBERS if n != 5),
+        "second",
+    }
     assert all(same_bits(other.get(CHUNKS[n]), KVS[n]) for n in NUMBERS if n != 5)
     assert other.forget(NAMESPACE, "doc 0") == 0
     assert other.forget(NAMESPACE, "second") == 1
@@ -179,7 +186,9 @@ def test_a_copy_with_another_key_is_called_otherwise(opened, tmp_path, old, new)
     assert target.catalog.keys() == [chunk_key(mine)]
 
 
-def test_copies_keep_priority_duration_and_cost_and_what_is_there_its_own(filled, opened, tmp_path, key, monkeypatch):
+def test_copies_keep_priority_duration_and_cost_and_what_is_there_its_own(
+    filled, opened, tmp_path, key, monkeypatch
+):
     clock = [time.time()]
     monkeypatch.setattr(time, "time", lambda: clock[0])
     keys = KEYS[:4]
@@ -197,7 +206,9 @@ def test_copies_keep_priority_duration_and_cost_and_what_is_there_its_own(filled
     assert other.retention(keys[2]) == Retention(70)
 
 
-def test_a_copy_is_announced_as_an_import_and_its_source_is_not_changed(filled, opened, tmp_path, root, key):
+def test_a_copy_is_announced_as_an_import_and_its_source_is_not_changed(
+    filled, opened, tmp_path, root, key
+):
     events = []
     filled.close()
     flip(path_of(root, CHUNKS[5]), -1)

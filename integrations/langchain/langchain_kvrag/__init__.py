@@ -23,4 +23,11 @@ from langchain_kvrag.vectorstores import KVRagVectorStore  # noqa: E402
 PrecomputeKV = KVPrecompute
 """Another name."""
 
-__all__ = ["ChatKVRag", "KVPrecompute", "KVPrefetchHandler", "KVRagLLM", "KVRagVectorStore", "PrecomputeKV"]
+__all__ = [
+    "ChatKVRag",
+    "KVPrecompute",
+    "KVPrefetchHandler",
+    "KVRagLLM",
+    "KVRagVectorStore",
+    "PrecomputeKV",
+]

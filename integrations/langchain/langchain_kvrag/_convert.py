@@ -17,7 +17,11 @@ from langchain_core.messages import (
     convert_to_messages,
 )
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
-from langchain_core.prompts import ChatPromptTemplate, HumanMessagePromptTemplate, StringPromptTemplate
+from langchain_core.prompts import (
+    ChatPromptTemplate,
+    HumanMessagePromptTemplate,
+    StringPromptTemplate,
+)
 from langchain_core.utils.function_calling import convert_to_openai_tool
 
 from kvrag import Chunk, GenerationResult, InputError, TemplatePrefix
@@ -72,14 +76,22 @@ def _add_calls(out: dict[str, Any], message: AIMessage) -> None:
     unread = message.invalid_tool_calls
     # Arguments stay a dict: chat templates turn them into JSON themselves.
     calls = [
-        {"type": "function", "id": call["id"], "function": {"name": call["name"], "arguments": call["args"] or ""}}
+        {
+            "type": "function",
+            "id": call["id"],
+            "function": {"name": call["name"], "arguments": call["args"] or ""},
+        }
         for call in (*message.tool_calls, *unread)
         if call["name"]
     ]
     if calls:
         out["tool_calls"] = calls
         out.pop("function_call", None)
-    lost = [call["args"] for call in unread if not call["name"] and call["args"] and call["args"] not in message.text]
+    lost = [
+        call["args"]
+        for call in unread
+        if not call["name"] and call["args"] and call["args"] not in message.text
+    ]
     if lost:
         content = out["content"] if isinstance(out["content"], list) else [out["content"]]
         out["content"] = [*content, *lost]
@@ -87,7 +99,11 @@ def _add_calls(out: dict[str, Any], message: AIMessage) -> None:
 
 def _parts(block: Any) -> list[Any]:
     """Return a content block as parts of the engine's: of a plain-text document, what it is called, and its text as a chunk."""
-    if not isinstance(block, Mapping) or block.get("type") != "text-plain" or not isinstance(block.get("text"), str):
+    if (
+        not isinstance(block, Mapping)
+        or block.get("type") != "text-plain"
+        or not isinstance(block.get("text"), str)
+    ):
         return [block]
     about = [f"{block[name]}\n" for name in ("title", "context") if block.get(name)]
     return [*about, *_chunk(block["text"])]
@@ -100,7 +116,11 @@ def _chunk(text: str) -> list[Chunk]:
 
 def _thoughts(message: AIMessage) -> str:
     """Return what a message's blocks tell of thoughts; the chat template decides whether a later turn sees them."""
-    blocks = [block for block in message.content if isinstance(block, Mapping) and block.get("type") in _THOUGHTS]
+    blocks = [
+        block
+        for block in message.content
+        if isinstance(block, Mapping) and block.get("type") in _THOUGHTS
+    ]
     texts = [block.get("reasoning") or block.get("thinking") for block in blocks]
     return "\n".join([text for text in texts if isinstance(text, str)])
 
@@ -108,9 +128,13 @@ def _thoughts(message: AIMessage) -> str:
 def _is_left_out(block: Any, message: BaseMessage) -> bool:
     """Whether a block is a thought, which is no part of the text, or repeats one of the message's calls."""
     kind = block.get("type") if isinstance(block, Mapping) else None
-    calls = (*message.tool_calls, *message.invalid_tool_calls) if isinstance(message, AIMessage) else ()
+    calls = (
+        (*message.tool_calls, *message.invalid_tool_calls) if isinstance(message, AIMessage) else ()
+    )
     repeated = {call["id"] for call in calls}
-    return kind in _THOUGHTS or (kind in _CALLS and (block.get("call_id") or block.get("id")) in repeated)
+    return kind in _THOUGHTS or (
+        kind in _CALLS and (block.get("call_id") or block.get("id")) in repeated
+    )
 
 
 def _role(message: BaseMessage) -> str:
@@ -139,12 +163,16 @@ def engine_prefix(prefix: Any, *, is_chat: bool) -> Prefix | None:
         return LearnPrefix(None if is_chat else "")
     if isinstance(prefix, TemplatePrefix):
         tools = [convert_to_openai_tool(tool) for tool in prefix.tools]
-        return TemplatePrefix(engine_prefix(prefix.template, is_chat=is_chat), prefix.variable, tools)
+        return TemplatePrefix(
+            engine_prefix(prefix.template, is_chat=is_chat), prefix.variable, tools
+        )
     if is_chat and isinstance(prefix, StringPromptTemplate):
         return ChatPromptTemplate.from_messages([HumanMessagePromptTemplate(prompt=prefix)])
     if isinstance(prefix, BaseMessage):
         prefix = [prefix]
-    if isinstance(prefix, (list, tuple)) and not all(isinstance(message, Mapping) for message in prefix):
+    if isinstance(prefix, (list, tuple)) and not all(
+        isinstance(message, Mapping) for message in prefix
+    ):
         return chat_messages(convert_to_messages(prefix))
     return prefix
 
@@ -168,7 +196,11 @@ def short_name(name: str) -> str:
 def llm_output(results: Sequence[GenerationResult], model_name: str) -> dict[str, Any]:
     """Return what ``LLMResult`` tells of all its answers."""
     num_in, num_out = sum(r.prompt_tokens for r in results), sum(len(r.token_ids) for r in results)
-    usage = {"prompt_tokens": num_in, "completion_tokens": num_out, "total_tokens": num_in + num_out}
+    usage = {
+        "prompt_tokens": num_in,
+        "completion_tokens": num_out,
+        "total_tokens": num_in + num_out,
+    }
     cached = sum(r.cached_tokens for r in results)
     return {"model_name": short_name(model_name), "token_usage": {**usage, "cached_tokens": cached}}
 

@@ -100,7 +100,9 @@ class KVRagModel(EngineFields):
         for name in unknown:
             fault = unknown_option(name, known, of=cls.__name__)
             warnings.warn(
-                f"{fault}. It is ignored; model_kwargs takes options of from_pretrained.", UserWarning, stacklevel=4
+                f"{fault}. It is ignored; model_kwargs takes options of from_pretrained.",
+                UserWarning,
+                stacklevel=4,
             )
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
@@ -123,8 +125,12 @@ class KVRagModel(EngineFields):
         """Return the engine, or the one of another model that was named for a single call."""
         self.check_model_kwargs()  # again: the dict may have been changed since
         is_other = model is not None and model != self.model
-        tokenizer = os.fspath(self.tokenizer) if isinstance(self.tokenizer, os.PathLike) else self.tokenizer
-        is_plain = self.prefix is None and not self._shows_messages  # string prompts have no head of a chat template
+        tokenizer = (
+            os.fspath(self.tokenizer) if isinstance(self.tokenizer, os.PathLike) else self.tokenizer
+        )
+        is_plain = (
+            self.prefix is None and not self._shows_messages
+        )  # string prompts have no head of a chat template
         options = {
             **self.engine_options(),
             "tokenizer": None if is_other else tokenizer,
@@ -214,7 +220,9 @@ class KVRagModel(EngineFields):
         """Refuse to be pickled with a loaded model, whose weights would be written too."""
         if not isinstance(self.model, (str, os.PathLike)):
             of = type(self).__name__
-            raise ConfigError(f"a {of} that was given a loaded model can't be pickled; name it by its path or hub id")
+            raise ConfigError(
+                f"a {of} that was given a loaded model can't be pickled; name it by its path or hub id"
+            )
         state: dict[Any, Any] = super().__getstate__()
         return state
 
@@ -222,7 +230,10 @@ class KVRagModel(EngineFields):
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> Any:
         params = super()._get_ls_params(stop=stop or self.stop, **kwargs)  # type: ignore[misc]
-        params |= {"ls_provider": PROVIDER, "ls_model_name": short_name(params.get("ls_model_name") or self.model_name)}
+        params |= {
+            "ls_provider": PROVIDER,
+            "ls_model_name": short_name(params.get("ls_model_name") or self.model_name),
+        }
         return params
 
     @property
@@ -240,7 +251,9 @@ class KVRagModel(EngineFields):
             "context": self.context,
             "namespace": self.namespace,
             "kv_dir": check_kv_dir(self.kv_dir),
-            "store_config": None if config is None else repr(replace(config, on_event=None)),  # its key is not shown
+            "store_config": None
+            if config is None
+            else repr(replace(config, on_event=None)),  # its key is not shown
             "mode": self.mode,
             "max_context": self.max_context,
             "chat_template_kwargs": self.chat_template_kwargs,
@@ -250,11 +263,15 @@ class KVRagModel(EngineFields):
 
     def _resolve_model_profile(self) -> ModelProfile:
         return profile_of(
-            ModelSource(self.model, self.tokenizer, self.revision, hf_kwargs=self.model_kwargs), type(self)
+            ModelSource(self.model, self.tokenizer, self.revision, hf_kwargs=self.model_kwargs),
+            type(self),
         )
 
     def _combine_llm_outputs(self, _llm_outputs: list[dict[str, Any] | None], /) -> dict[str, Any]:
-        usage, told = Counter[str](), [output for output in _llm_outputs if output]  # answers of a cache tell nothing
+        usage, told = (
+            Counter[str](),
+            [output for output in _llm_outputs if output],
+        )  # answers of a cache tell nothing
         for output in told:
             usage.update(output["token_usage"])
         return {**told[-1], "token_usage": dict(usage)} if told else {}
@@ -266,7 +283,9 @@ class KVRagModel(EngineFields):
             return list(custom(text))
         return list(self.engine.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def get_num_tokens_from_messages(self, messages: Sequence[BaseMessage], tools: Sequence[Tool] | None = None) -> int:
+    def get_num_tokens_from_messages(
+        self, messages: Sequence[BaseMessage], tools: Sequence[Tool] | None = None
+    ) -> int:
         """Count the tokens that the model is shown for messages and tools: with its chat template, where that takes them."""
         encoder = self.engine.encoder
         if getattr(self, "custom_get_token_ids", None) is None:
@@ -311,7 +330,9 @@ class KVRagModel(EngineFields):
             collection=collection,
         )
 
-    def delete_kv(self, items: Any, *, namespace: str | None = None, collection: str | None = None) -> int:
+    def delete_kv(
+        self, items: Any, *, namespace: str | None = None, collection: str | None = None
+    ) -> int:
         """Delete the KV of documents, given themselves or by id; options as for :func:`kvrag.delete_kv`."""
         return kvrag.delete_kv(items, llm=self, namespace=namespace, collection=collection)
 

@@ -34,7 +34,9 @@ class FaissStore(VectorStore):
     def __init__(self, embedding: Embeddings, *, metric: Metric = "l2") -> None:
         if metric not in ("l2", "ip"):
             raise ConfigError(f"metric is {metric!r}; it must be 'l2' or 'ip'")
-        self._faiss: Any = require("faiss", extra="langchain", purpose="the vector store of langchain_kvrag")
+        self._faiss: Any = require(
+            "faiss", extra="langchain", purpose="the vector store of langchain_kvrag"
+        )
         self._embedding, self._metric, self._lock = embedding, metric, threading.RLock()
         self._index: Any = None  # made with the first vectors, which bring the dimension
         self._documents, self._numbers, self._next = dict[int, Document](), dict[str, int](), 0
@@ -44,7 +46,9 @@ class FaissStore(VectorStore):
         return self._embedding
 
     @classmethod
-    def from_texts(cls, texts: list[str], embedding: Embeddings, metadatas: Any = None, **kwargs: Any) -> Self:
+    def from_texts(
+        cls, texts: list[str], embedding: Embeddings, metadatas: Any = None, **kwargs: Any
+    ) -> Self:
         store = cls(embedding)
         store.add_texts(texts, metadatas, **kwargs)
         return store
@@ -56,22 +60,30 @@ class FaissStore(VectorStore):
             raise InputError(f"{what}; pass one id per document, or none")
         if not documents:
             return []
-        names = [str(name or d.id or uuid.uuid4()) for name, d in zip(given, documents, strict=True)]
-        vectors = np.array(self._embedding.embed_documents([document.page_content for document in documents]))
+        names = [
+            str(name or d.id or uuid.uuid4()) for name, d in zip(given, documents, strict=True)
+        ]
+        vectors = np.array(
+            self._embedding.embed_documents([document.page_content for document in documents])
+        )
         rows = {name: row for row, name in enumerate(names)}  # of equal ids, the last one stays
         with self._lock:
             self._check_dimension(vectors.shape[1])
             self._remove(rows)
             self._index.add_with_ids(vectors[[*rows.values()]], self._next + np.arange(len(rows)))
             for name, row in rows.items():
-                self._documents[self._next] = documents[row].model_copy(update={"id": name}, deep=True)
+                self._documents[self._next] = documents[row].model_copy(
+                    update={"id": name}, deep=True
+                )
                 self._numbers[name] = self._next
                 self._next += 1
         return names
 
     def delete(self, ids: list[str] | None = None, **_: Any) -> bool:
         if ids is None:
-            raise InputError("No ids provided to delete; to empty the store, pass those of kv_documents()")
+            raise InputError(
+                "No ids provided to delete; to empty the store, pass those of kv_documents()"
+            )
         with self._lock:
             self._remove(ids)
         return True
@@ -85,11 +97,15 @@ class FaissStore(VectorStore):
     def _check_dimension(self, num: int) -> None:
         """Make the index at first use; refuse vectors of another model before anything is changed."""
         if self._index is None:
-            metric = self._faiss.METRIC_L2 if self._metric == "l2" else self._faiss.METRIC_INNER_PRODUCT
+            metric = (
+                self._faiss.METRIC_L2 if self._metric == "l2" else self._faiss.METRIC_INNER_PRODUCT
+            )
             self._index = self._faiss.index_factory(num, "IDMap2,Flat", metric)
         if num != self._index.d:
             what = f"the embedding model gives vectors of {num} dimensions the index has {self._index.d}"
-            remedy = "use the embedding model that the index was built with, or build the index again"
+            remedy = (
+                "use the embedding model that the index was built with, or build the index again"
+            )
             raise InputError(f"{what}; {remedy}")
 
     def documents(self) -> list[Document]:
@@ -104,20 +120,37 @@ class FaissStore(VectorStore):
     def similarity_search(self, query: str, k: int = 4, **kwargs: Any) -> list[Document]:
         return self.similarity_search_by_vector(self._embedding.embed_query(query), k, **kwargs)
 
-    def similarity_search_by_vector(self, embedding: list[float], k: int = 4, **kwargs: Any) -> list[Document]:
+    def similarity_search_by_vector(
+        self, embedding: list[float], k: int = 4, **kwargs: Any
+    ) -> list[Document]:
         return [document for document, *_ in self._nearest(embedding, k, **kwargs)]
 
-    def similarity_search_with_score(self, query: str, k: int = 4, **kwargs: Any) -> list[tuple[Document, float]]:
-        return [found[:2] for found in self._nearest(self._embedding.embed_query(query), k, **kwargs)]
+    def similarity_search_with_score(
+        self, query: str, k: int = 4, **kwargs: Any
+    ) -> list[tuple[Document, float]]:
+        return [
+            found[:2] for found in self._nearest(self._embedding.embed_query(query), k, **kwargs)
+        ]
 
-    def max_marginal_relevance_search(self, query: str, *args: Any, **kwargs: Any) -> list[Document]:
-        return self.max_marginal_relevance_search_by_vector(self._embedding.embed_query(query), *args, **kwargs)
+    def max_marginal_relevance_search(
+        self, query: str, *args: Any, **kwargs: Any
+    ) -> list[Document]:
+        return self.max_marginal_relevance_search_by_vector(
+            self._embedding.embed_query(query), *args, **kwargs
+        )
 
     def max_marginal_relevance_search_by_vector(
-        self, embedding: list[float], k: int = 4, fetch_k: int = 20, lambda_mult: float = 0.5, **kwargs: Any
+        self,
+        embedding: list[float],
+        k: int = 4,
+        fetch_k: int = 20,
+        lambda_mult: float = 0.5,
+        **kwargs: Any,
     ) -> list[Document]:
         near = self._nearest(embedding, fetch_k, **kwargs)
-        chosen = maximal_marginal_relevance(np.array(embedding), [vector for *_, vector in near], lambda_mult, k)
+        chosen = maximal_marginal_relevance(
+            np.array(embedding), [vector for *_, vector in near], lambda_mult, k
+        )
         return [near[i][0] for i in chosen]
 
     def _nearest(
@@ -137,16 +170,32 @@ class FaissStore(VectorStore):
         which retrievers pass to every kind of search, ask an exact one for nothing.
         """
         for name in unknown:
-            raise unknown_option(name, ("k", "filter", "score_threshold", "fetch_k", "lambda_mult"), of="the search")
+            raise unknown_option(
+                name, ("k", "filter", "score_threshold", "fetch_k", "lambda_mult"), of="the search"
+            )
         with self._lock:
-            documents = {n: d for n, d in self._documents.items() if filter is None or _matches(d.metadata, filter)}
+            documents = {
+                n: d
+                for n, d in self._documents.items()
+                if filter is None or _matches(d.metadata, filter)
+            }
             if k < 1 or not documents:
                 return []
             self._check_dimension(len(embedding))
-            params = self._faiss.SearchParameters(sel=self._faiss.IDSelectorBatch(list(documents))) if filter else None
-            found = self._index.search_and_reconstruct(np.array([embedding]), min(k, len(documents)), params=params)
+            params = (
+                self._faiss.SearchParameters(sel=self._faiss.IDSelectorBatch(list(documents)))
+                if filter
+                else None
+            )
+            found = self._index.search_and_reconstruct(
+                np.array([embedding]), min(k, len(documents)), params=params
+            )
             rows = zip(*(column[0].tolist() for column in found), strict=True)
-            near = [(documents[n].model_copy(deep=True), score, vector) for score, n, vector in rows if n >= 0]
+            near = [
+                (documents[n].model_copy(deep=True), score, vector)
+                for score, n, vector in rows
+                if n >= 0
+            ]
         if score_threshold is None:
             return near
         sign = 1 if self._metric == "l2" else -1
@@ -172,7 +221,9 @@ class FaissStore(VectorStore):
             except (TypeError, ValueError) as error:
                 what = f"a document's metadata can't be written as JSON ({error})"
                 raise InputError(f"{what}; keep plain values in it") from error
-            index = b"" if self._index is None else self._faiss.serialize_index(self._index).tobytes()
+            index = (
+                b"" if self._index is None else self._faiss.serialize_index(self._index).tobytes()
+            )
         Path(folder).mkdir(parents=True, exist_ok=True)
         for name, data in ((_INDEX_FILE, index), (_ROWS_FILE, text.encode())):
             part = Path(folder, f"{name}.{uuid.uuid4().hex}.part")
@@ -189,12 +240,19 @@ class FaissStore(VectorStore):
             head = json.loads(Path(folder, _ROWS_FILE).read_bytes())
             data = np.frombuffer(Path(folder, _INDEX_FILE).read_bytes(), dtype=np.uint8)
             if head["format"] > FORMAT:
-                newer = f"{os.fspath(folder)!r} was saved by a newer kvrag (format {head['format']})"
+                newer = (
+                    f"{os.fspath(folder)!r} was saved by a newer kvrag (format {head['format']})"
+                )
                 raise StoreFormatError(f"{newer}; update kvrag")
             store = cls(embedding, metric=head["metric"])
-            store._index, store._next = store._faiss.deserialize_index(data) if data.size else None, int(head["next"])
+            store._index, store._next = (
+                store._faiss.deserialize_index(data) if data.size else None,
+                int(head["next"]),
+            )
             for row in head["documents"]:
-                document = Document(id=row["id"], page_content=row["text"], metadata=row["metadata"])
+                document = Document(
+                    id=row["id"], page_content=row["text"], metadata=row["metadata"]
+                )
                 store._documents[row["number"]], store._numbers[row["id"]] = document, row["number"]
             known = store._faiss.vector_to_array(store._index.id_map).tolist() if data.size else []
             if sorted(known) != sorted(store._documents):
@@ -214,6 +272,8 @@ def _matches(metadata: dict[str, Any], where: Any) -> bool:
         if name.startswith("$") or isinstance(wanted, dict):
             what = f"the filter holds {name!r}: {wanted!r}; operators are not known here"
             raise ConfigError(f"{what}, pass values, lists of them, or a function of the metadata")
-        if metadata.get(name) not in (wanted if isinstance(wanted, (list, tuple, set)) else [wanted]):
+        if metadata.get(name) not in (
+            wanted if isinstance(wanted, (list, tuple, set)) else [wanted]
+        ):
             return False
     return True

@@ -43,7 +43,10 @@ def held_ids(store: VectorStore, ids: Sequence[str] | None = None) -> set[str] |
     if ids is not None:
         try:
             found = store.get_by_ids(ids)
-            return {str(document.metadata["_id"] if document.id is None else document.id) for document in found}
+            return {
+                str(document.metadata["_id"] if document.id is None else document.id)
+                for document in found
+            }
         except Exception:  # not implemented, or an id that it doesn't take
             logger.debug("%s was not asked by id", type(store).__name__, exc_info=True)
     try:

@@ -16,7 +16,9 @@ from transformers.utils import cached_file
 from kvrag.model.plain import context_window
 from kvrag.model.source import ModelSource, base_directory, directory, hub_options
 
-_OTHER_KINDS = [f"{kind}_{way}" for kind in ("image", "audio", "video") for way in ("inputs", "outputs")]
+_OTHER_KINDS = [
+    f"{kind}_{way}" for kind in ("image", "audio", "video") for way in ("inputs", "outputs")
+]
 
 
 def profile_of(source: ModelSource, cls: type) -> ModelProfile:
@@ -52,13 +54,17 @@ def _has_template(source: ModelSource) -> bool | None:
     given = source.tokenizer
     if given is not None and not isinstance(given, (str, os.PathLike)):
         return bool(getattr(given, "chat_template", None))
-    if given is None and (isinstance(source.model, PreTrainedModel) or os.fspath(source.model).endswith(".gguf")):
+    if given is None and (
+        isinstance(source.model, PreTrainedModel) or os.fspath(source.model).endswith(".gguf")
+    ):
         return None
     home, is_known = os.fspath(given or directory(source)), False
     options = {**hub_options(source, own_files=given is None), "local_files_only": True}
     for name in ("chat_template.jinja", "tokenizer_config.json"):
         with suppress(OSError, ValueError):
             path, is_known = cached_file(home, name, **options), True
-            if name.endswith(".jinja") or json.loads(Path(str(path)).read_text()).get("chat_template"):
+            if name.endswith(".jinja") or json.loads(Path(str(path)).read_text()).get(
+                "chat_template"
+            ):
                 return True
     return False if is_known else None

@@ -16,7 +16,17 @@ _NAMES = {
     "min_tokens": "min_new_tokens",
     "torch_dtype": "dtype",
 }
-_SAMPLED = ("max_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "seed", "stop", "do_sample", "dtype")
+_SAMPLED = (
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "repetition_penalty",
+    "seed",
+    "stop",
+    "do_sample",
+    "dtype",
+)
 """Of kvrag's names, those that may stand in ``pipeline_kwargs`` and ``generate_kwargs``."""
 
 _PIPELINE, _PARTS = ", of the pipeline", ("model", "tokenizer")
@@ -28,7 +38,9 @@ _UNUSED = ("max_retries", "api_key")
 _FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     **dict.fromkeys(("base_url", "api_base", "endpoint_url"), ((), _LOCAL)),
     **dict.fromkeys(("num_beams", "num_return_sequences", "n"), ((1,), _ONE)),
-    **dict.fromkeys(("logprobs", "top_logprobs"), ((False, 0), "engine.generate(logprobs=...) returns them")),
+    **dict.fromkeys(
+        ("logprobs", "top_logprobs"), ((False, 0), "engine.generate(logprobs=...) returns them")
+    ),
     "return_full_text": ((False,), _NO_PROMPT),
     "skip_prompt": ((True,), _NO_PROMPT),
     "task": (("text-generation",), "only causal language models are run"),
@@ -44,7 +56,11 @@ _FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
 
 def named(options: Mapping[str, Any], kind: str) -> Any:
     """Return the option of one call that kvrag calls ``kind``, however it is spelt, or ``None``."""
-    given = [value for name, value in options.items() if _NAMES.get(name, name) == kind and value is not None]
+    given = [
+        value
+        for name, value in options.items()
+        if _NAMES.get(name, name) == kind and value is not None
+    ]
     return given[0] if given else None
 
 
@@ -58,7 +74,9 @@ def understood(options: Mapping[str, Any], *, of: str) -> dict[str, Any]:
     """
     out, spelt = dict[str, Any](), dict[str, str]()
     for name, value, where in _flat(options):
-        if value is None and name != "context":  # None is a context, too: chunks are encoded behind the prefix alone
+        if (
+            value is None and name != "context"
+        ):  # None is a context, too: chunks are encoded behind the prefix alone
             continue
         if name in _FIXED:
             fine, remedy = _FIXED[name]
@@ -71,7 +89,9 @@ def understood(options: Mapping[str, Any], *, of: str) -> dict[str, Any]:
         if where and kind not in (*_SAMPLED, *(_PARTS if where == _PIPELINE else ())):
             raise unknown_option(name, _SAMPLED, of=f"{of}{where}")
         if kind in out and out[kind] != value:
-            raise ConfigError(f"{of} has {kind} twice, as {spelt[kind]} and as {name}{where}; pass one of them")
+            raise ConfigError(
+                f"{of} has {kind} twice, as {spelt[kind]} and as {name}{where}; pass one of them"
+            )
         out[kind] = value
         spelt.setdefault(kind, name + where)
     _take_sampling(out)
@@ -100,17 +120,29 @@ def _flat(options: Mapping[str, Any], where: str = "") -> Iterator[tuple[str, An
 
 def _of_pipeline(pipeline: Any) -> dict[str, Any]:
     """Return a transformers pipeline's parts, and what it was told about answers."""
-    told = {**getattr(pipeline, "_generate_kwargs", {}), **pipeline._forward_params, **pipeline._preprocess_params}
+    told = {
+        **getattr(pipeline, "_generate_kwargs", {}),
+        **pipeline._forward_params,
+        **pipeline._preprocess_params,
+    }
     kind = pipeline._postprocess_params.get("return_type")
     full = {} if kind is None else {"return_full_text": kind.name != "NEW_TEXT"}
-    return {**told, **full, "task": pipeline.task, "model": pipeline.model, "tokenizer": pipeline.tokenizer}
+    return {
+        **told,
+        **full,
+        "task": pipeline.task,
+        "model": pipeline.model,
+        "tokenizer": pipeline.tokenizer,
+    }
 
 
 def _take_sampling(out: dict[str, Any]) -> None:
     """Take ``do_sample`` for a temperature: 0 if it is false, 1 if it is true and none was given."""
     is_sampling, temperature = out.pop("do_sample", None), out.get("temperature")
     if is_sampling is not None and temperature is not None and bool(temperature) != is_sampling:
-        raise ConfigError(f"do_sample is {is_sampling}, and temperature is {temperature!r}; pass one of them")
+        raise ConfigError(
+            f"do_sample is {is_sampling}, and temperature is {temperature!r}; pass one of them"
+        )
     if is_sampling is not None and temperature is None:
         out["temperature"] = float(is_sampling)
 
@@ -119,7 +151,9 @@ def _take_device(out: dict[str, Any]) -> None:
     """Take ``device_map`` for a device, unless it splits the model; -1 is the CPU."""
     wanted = out.pop("device_map", None)
     if wanted is not None and out.get("device") is not None:
-        raise ConfigError(f"device is {out['device']!r}, and device_map is {wanted!r}; pass one of them")
+        raise ConfigError(
+            f"device is {out['device']!r}, and device_map is {wanted!r}; pass one of them"
+        )
     if isinstance(wanted, dict) or wanted in ("balanced", "balanced_low_0", "sequential"):
         out["model_kwargs"] = {**(out.get("model_kwargs") or {}), "device_map": wanted}
     elif wanted not in (None, "auto"):  # "auto": CUDA if there is one, as without it

@@ -26,7 +26,11 @@ def timed(stream: TokenStream, seconds: float | None) -> Iterator[str]:
 async def atimed(stream: AsyncTokenStream, seconds: float | None) -> AsyncIterator[str]:
     """As :func:`timed`, in an event loop."""
     late = threading.Event()
-    timer = None if seconds is None else asyncio.get_running_loop().call_later(seconds, _stop, stream, late)
+    timer = (
+        None
+        if seconds is None
+        else asyncio.get_running_loop().call_later(seconds, _stop, stream, late)
+    )
     try:
         async for text in stream:
             yield text
@@ -41,7 +45,9 @@ def _stop(stream: TokenStream | AsyncTokenStream, late: threading.Event) -> None
     stream.cancel()
 
 
-def _check_end(stream: TokenStream | AsyncTokenStream, seconds: float | None, *, is_late: bool) -> None:
+def _check_end(
+    stream: TokenStream | AsyncTokenStream, seconds: float | None, *, is_late: bool
+) -> None:
     """Raise ``TimeoutError`` where a stream ended because its time was over, rather than by itself at the last moment."""
     try:
         is_late = is_late and stream.result.finish_reason == "cancelled"

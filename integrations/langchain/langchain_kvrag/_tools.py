@@ -58,7 +58,8 @@ def with_allowed_calls(result: GenerationResult, options: Mapping[str, Any]) -> 
     if options.get("parallel_tool_calls") is not False or len(result.tool_calls) < 2:
         return result
     logger.warning(
-        "the answer calls %d tools; parallel calls are not allowed, so the first is kept", len(result.tool_calls)
+        "the answer calls %d tools; parallel calls are not allowed, so the first is kept",
+        len(result.tool_calls),
     )
     return replace(result, tool_calls=result.tool_calls[:1])
 
@@ -71,8 +72,12 @@ def broken_calls(result: GenerationResult, options: Mapping[str, Any]) -> list[s
 def calls_of(result: GenerationResult, broken: Sequence[str]) -> dict[str, Any]:
     """Return an answer's calls as fields of ``AIMessage``."""
     return {
-        "tool_calls": [tool_call(name=c.name, args=c.arguments, id=c.id) for c in result.tool_calls],
-        "invalid_tool_calls": [invalid_tool_call(args=text, error="this is not a call in JSON") for text in broken],
+        "tool_calls": [
+            tool_call(name=c.name, args=c.arguments, id=c.id) for c in result.tool_calls
+        ],
+        "invalid_tool_calls": [
+            invalid_tool_call(args=text, error="this is not a call in JSON") for text in broken
+        ],
     }
 
 
@@ -80,7 +85,10 @@ def call_chunks(result: GenerationResult, broken: Sequence[str]) -> dict[str, An
     """Return an answer's calls as a field of ``AIMessageChunk``; each is whole, as calls are read when the answer has ended."""
     calls = [(c.name, json.dumps(c.arguments, ensure_ascii=False), c.id) for c in result.tool_calls]
     all_calls = [*calls, *((None, text, None) for text in broken)]
-    chunks = [tool_call_chunk(name=n, args=args, id=i, index=at) for at, (n, args, i) in enumerate(all_calls)]
+    chunks = [
+        tool_call_chunk(name=n, args=args, id=i, index=at)
+        for at, (n, args, i) in enumerate(all_calls)
+    ]
     return {"tool_call_chunks": chunks}
 
 
@@ -123,9 +131,13 @@ def _checked(value: Any, shape: Any, *, partial: bool) -> Any:
 def _validated(value: Any, schema: dict[str, Any]) -> Any:
     library = require("jsonschema", extra="structured", purpose="answers of a JSON schema")
     kind = library.validators.validator_for(schema, default=library.Draft202012Validator)
-    fault = library.exceptions.best_match(kind(schema, registry=library.validators.SPECIFICATIONS).iter_errors(value))
+    fault = library.exceptions.best_match(
+        kind(schema, registry=library.validators.SPECIFICATIONS).iter_errors(value)
+    )
     if fault is not None:
-        raise _unfit(value, "the schema", f"{fault.message} (at {fault.json_path}, {fault.validator!r})")
+        raise _unfit(
+            value, "the schema", f"{fault.message} (at {fault.json_path}, {fault.validator!r})"
+        )
     return value
 
 
@@ -138,10 +150,17 @@ def structured(
     llm: BaseChatModel, schema: Any, method: Method, *, include_raw: bool, strict: bool | None
 ) -> Runnable[LanguageModelInput, Any]:
     """Return a chain of the model and a parser of its answers; see :meth:`langchain_kvrag.ChatKVRag.with_structured_output`."""
-    about = {"ls_structured_output_format": {"kwargs": {"method": method, "strict": strict}, "schema": schema}}
+    about = {
+        "ls_structured_output_format": {
+            "kwargs": {"method": method, "strict": strict},
+            "schema": schema,
+        }
+    }
     is_class = isinstance(schema, type) and is_basemodel_subclass(schema)
     if schema is None and method != "json_mode":
-        raise ConfigError(f"with_structured_output(method={method!r}) needs a schema; pass a class or a dict")
+        raise ConfigError(
+            f"with_structured_output(method={method!r}) needs a schema; pass a class or a dict"
+        )
     parser: _CallParser | _AnswerParser
     if method == "function_calling":
         (tool,) = tool_dicts([schema], strict)
@@ -152,7 +171,9 @@ def structured(
             function["parameters"] = _with_twins(function["parameters"])
         asking = llm.bind_tools([tool], tool_choice=function["name"], **about)
         parser = _CallParser(
-            key_name=function["name"], first_tool_only=True, shape=schema if is_class else function["parameters"]
+            key_name=function["name"],
+            first_tool_only=True,
+            shape=schema if is_class else function["parameters"],
         )
     elif method in ("json_schema", "json_mode"):
         wanted = _json_schema(schema, strict) if method == "json_schema" else None
@@ -162,10 +183,14 @@ def structured(
         asking = llm.bind(response_format=asked, **about)
         parser = _AnswerParser(shape=schema if is_class else wanted or {})
     else:
-        raise ConfigError(f"method is {method!r}; it must be 'json_schema', 'function_calling' or 'json_mode'")
+        raise ConfigError(
+            f"method is {method!r}; it must be 'json_schema', 'function_calling' or 'json_mode'"
+        )
     if not include_raw:
         return asking | parser
-    parsed = RunnablePassthrough.assign(parsed=itemgetter("raw") | parser, parsing_error=lambda _: None)
+    parsed = RunnablePassthrough.assign(
+        parsed=itemgetter("raw") | parser, parsing_error=lambda _: None
+    )
     failed = RunnablePassthrough.assign(parsed=lambda _: None)
     return RunnableMap(raw=asking) | parsed.with_fallbacks([failed], exception_key="parsing_error")
 
@@ -184,7 +209,10 @@ def _recursive(schema: Any) -> dict[str, Any] | None:
         return None
     found = schema.model_json_schema()
     parts = found.get("$defs", {})
-    refs = {name: set(re.findall(r'"#/\$defs/([^"]+)"', json.dumps(part))) for name, part in parts.items()}
+    refs = {
+        name: set(re.findall(r'"#/\$defs/([^"]+)"', json.dumps(part)))
+        for name, part in parts.items()
+    }
     while ends := {name for name, others in refs.items() if not others & refs.keys()}:
         refs = {name: others for name, others in refs.items() if name not in ends}
     if not refs:
@@ -201,7 +229,11 @@ def _closed(schema: Any) -> Any:
         return schema
     out = {key: _closed(value) for key, value in schema.items()}
     names_some = any(isinstance(out.get(key), dict) for key in ("properties", "patternProperties"))
-    return {"additionalProperties": False, **out} if out.get("type") == "object" and names_some else out
+    return (
+        {"additionalProperties": False, **out}
+        if out.get("type") == "object" and names_some
+        else out
+    )
 
 
 def _with_twins(schema: Any) -> Any:
@@ -210,4 +242,8 @@ def _with_twins(schema: Any) -> Any:
         return [_with_twins(each) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    return {key: _with_twins(value) for key, value in schema.items() if (key, value) != ("uniqueItems", True)}
+    return {
+        key: _with_twins(value)
+        for key, value in schema.items()
+        if (key, value) != ("uniqueItems", True)
+    }

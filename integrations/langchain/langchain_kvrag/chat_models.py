@@ -101,7 +101,9 @@ class ChatKVRag(KVRagModel, BaseChatModel):
         """
         if parallel_tool_calls is not None:
             kwargs["parallel_tool_calls"] = parallel_tool_calls
-        return self.bind(tools=tool_dicts(tools, strict), tool_choice=choice_of(tool_choice), **kwargs)
+        return self.bind(
+            tools=tool_dicts(tools, strict), tool_choice=choice_of(tool_choice), **kwargs
+        )
 
     def with_structured_output(  # type: ignore[override]  # the base class takes these as **kwargs
         self,
@@ -187,7 +189,9 @@ class ChatKVRag(KVRagModel, BaseChatModel):
             stream.cancel()  # the caller may have left early
 
 
-def _chat_result(engine: KVRagEngine, result: GenerationResult, options: Mapping[str, Any]) -> ChatResult:
+def _chat_result(
+    engine: KVRagEngine, result: GenerationResult, options: Mapping[str, Any]
+) -> ChatResult:
     message = AIMessage(
         content=result.text,
         usage_metadata=usage_of(result),
@@ -198,7 +202,9 @@ def _chat_result(engine: KVRagEngine, result: GenerationResult, options: Mapping
     return ChatResult(generations=[ChatGeneration(message=message)], llm_output=output)
 
 
-def _last_chunk(engine: KVRagEngine, result: GenerationResult, options: Mapping[str, Any]) -> ChatGenerationChunk:
+def _last_chunk(
+    engine: KVRagEngine, result: GenerationResult, options: Mapping[str, Any]
+) -> ChatGenerationChunk:
     """Carry the calls and the accounting; LangChain sums the usage of all chunks, so it is in this one only."""
     return ChatGenerationChunk(
         message=AIMessageChunk(

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any
 
-from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun, Callbacks
+from langchain_core.callbacks import (
+    AsyncCallbackManagerForLLMRun,
+    CallbackManagerForLLMRun,
+    Callbacks,
+)
 from langchain_core.language_models import BaseLLM, LanguageModelInput
 from langchain_core.outputs import Generation, GenerationChunk, LLMResult
 from langchain_core.prompt_values import ChatPromptValue, PromptValue, StringPromptValue
@@ -44,8 +48,15 @@ class KVRagLLM(KVRagModel, BaseLLM):
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Explanation:
         """Explain which parts of a prompt are known chunks with KV; options of :meth:`kvrag.KVRagEngine.explain`."""
-        options = {"mode": mode, "repair": repair, "namespace": namespace, "max_context": max_context}
-        prompt = self._rendered(self._convert_input(input), {"chat_template_kwargs": chat_template_kwargs})
+        options = {
+            "mode": mode,
+            "repair": repair,
+            "namespace": namespace,
+            "max_context": max_context,
+        }
+        prompt = self._rendered(
+            self._convert_input(input), {"chat_template_kwargs": chat_template_kwargs}
+        )
         return self.engine.explain(prompt.to_string(), **self._explained(options))
 
     @property
@@ -58,12 +69,16 @@ class KVRagLLM(KVRagModel, BaseLLM):
         """Render a chat prompt; a model without a template gets the plain "Human: ..." lines of any ``BaseLLM``."""
         if not isinstance(prompt, ChatPromptValue):
             return prompt
-        encoder = self.engine.encoder.with_variables(check_template_kwargs(options.get("chat_template_kwargs")))
+        encoder = self.engine.encoder.with_variables(
+            check_template_kwargs(options.get("chat_template_kwargs"))
+        )
         if not getattr(encoder.tokenizer, "chat_template", None):
             return prompt
         return StringPromptValue(text=encoder.render(chat_messages(prompt.to_messages())))
 
-    def _all_rendered(self, prompts: Sequence[PromptValue], options: Mapping[str, Any]) -> list[PromptValue]:
+    def _all_rendered(
+        self, prompts: Sequence[PromptValue], options: Mapping[str, Any]
+    ) -> list[PromptValue]:
         return [self._rendered(prompt, options) for prompt in prompts]
 
     def generate_prompt(
@@ -74,7 +89,9 @@ class KVRagLLM(KVRagModel, BaseLLM):
         **kwargs: Any,
     ) -> LLMResult:
         """Answer prompts; see ``BaseLLM.generate_prompt``."""
-        return super().generate_prompt(self._all_rendered(prompts, kwargs), stop=stop, callbacks=callbacks, **kwargs)
+        return super().generate_prompt(
+            self._all_rendered(prompts, kwargs), stop=stop, callbacks=callbacks, **kwargs
+        )
 
     async def agenerate_prompt(
         self,
@@ -123,8 +140,14 @@ class KVRagLLM(KVRagModel, BaseLLM):
     ) -> LLMResult:
         engine = self._engine(named(kwargs, "model"))
         options, timeout_s = self._options(stop, kwargs), self._time_limit(kwargs)
-        emit = run_manager.on_llm_new_token if run_manager and self.streaming and len(prompts) == 1 else None
-        return _llm_result(engine, [self._answer(engine, prompt, options, timeout_s, emit) for prompt in prompts])
+        emit = (
+            run_manager.on_llm_new_token
+            if run_manager and self.streaming and len(prompts) == 1
+            else None
+        )
+        return _llm_result(
+            engine, [self._answer(engine, prompt, options, timeout_s, emit) for prompt in prompts]
+        )
 
     async def _agenerate(
         self,
@@ -135,9 +158,14 @@ class KVRagLLM(KVRagModel, BaseLLM):
     ) -> LLMResult:
         engine = await self._aengine(named(kwargs, "model"))
         options, timeout_s = self._options(stop, kwargs), self._time_limit(kwargs)
-        emit = run_manager.on_llm_new_token if run_manager and self.streaming and len(prompts) == 1 else None
+        emit = (
+            run_manager.on_llm_new_token
+            if run_manager and self.streaming and len(prompts) == 1
+            else None
+        )
         return _llm_result(
-            engine, [await self._aanswer(engine, prompt, options, timeout_s, emit) for prompt in prompts]
+            engine,
+            [await self._aanswer(engine, prompt, options, timeout_s, emit) for prompt in prompts],
         )
 
     def _stream(

@@ -58,7 +58,9 @@ class KVPrecompute(BaseDocumentTransformer):
             "collection": collection,
         }
 
-    def transform_documents(self, documents: Sequence[Document], **kwargs: Any) -> Sequence[Document]:
+    def transform_documents(
+        self, documents: Sequence[Document], **kwargs: Any
+    ) -> Sequence[Document]:
         """Precompute and return the same documents; keyword options override those of the constructor."""
         precompute_kv(documents, llm=self.llm, **{**self._options, **kwargs})
         return documents

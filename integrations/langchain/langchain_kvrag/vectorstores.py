@@ -25,11 +25,15 @@ _CHANGES = re.compile("a?(add|clear|delete|drop|remove|reset|update|upsert)(_|$)
 """Names of methods that change documents."""
 
 
-def _checked_texts(texts: Iterable[str], ids: Iterable[str] | None) -> tuple[list[str], list[str] | None]:
+def _checked_texts(
+    texts: Iterable[str], ids: Iterable[str] | None
+) -> tuple[list[str], list[str] | None]:
     """Return texts and ids as lists of one length; raise :class:`InputError` for others, of which LangChain drops the rest."""
     listed, names = as_list(texts) or [], as_list(ids)
     if names is not None and len(names) != len(listed):
-        raise InputError(f"{len(listed)} texts came with {len(names)} ids; pass one id per text, or none")
+        raise InputError(
+            f"{len(listed)} texts came with {len(names)} ids; pass one id per text, or none"
+        )
     return listed, names
 
 
@@ -110,7 +114,9 @@ class KVRagVectorStore(VectorStore):
         show_progress: bool | None = None,
     ) -> None:
         if (inner is None) == (embedding is None):
-            raise ConfigError("pass either a vector store to wrap, or embedding=... for an own FAISS index")
+            raise ConfigError(
+                "pass either a vector store to wrap, or embedding=... for an own FAISS index"
+            )
         if inner is not None and not isinstance(inner, VectorStore):
             raise ConfigError(
                 f"inner is of type {type(inner).__name__}; pass a LangChain VectorStore, or embedding=..."
@@ -119,7 +125,9 @@ class KVRagVectorStore(VectorStore):
             engine_of(llm)
         in_collection((), collection)  # raises if it is not a name
         check_show(show_progress)
-        self.inner: VectorStore = FaissStore(embedding, metric=metric) if embedding is not None else inner  # type: ignore[assignment]
+        self.inner: VectorStore = (
+            FaissStore(embedding, metric=metric) if embedding is not None else inner
+        )  # type: ignore[assignment]
         self.llm = llm
         self.namespace = namespace
         self.retention = retention
@@ -286,7 +294,9 @@ class KVRagVectorStore(VectorStore):
         self._has_warned = True
         what = f"{type(self.inner).__name__} can't list its documents, so the KV of those that were deleted stays"
         warnings.warn(
-            f"{what}; delete by ids, or run sync_kv with the documents that are left", UserWarning, stacklevel=4
+            f"{what}; delete by ids, or run sync_kv with the documents that are left",
+            UserWarning,
+            stacklevel=4,
         )
 
     # -- files of the own index ----------------------------------------------------------------------------------------
@@ -294,11 +304,15 @@ class KVRagVectorStore(VectorStore):
     def save_local(self, folder: str | os.PathLike[str]) -> None:
         """Write the own index to a folder: a FAISS file and JSON, no pickles. KV is in the model's ``kv_dir``."""
         if not isinstance(self.inner, FaissStore):
-            raise ConfigError(f"the documents are in a {type(self.inner).__name__}; save them with its own methods")
+            raise ConfigError(
+                f"the documents are in a {type(self.inner).__name__}; save them with its own methods"
+            )
         self.inner.save(folder)
 
     @classmethod
-    def load_local(cls, folder: str | os.PathLike[str], embeddings: Embeddings, **kwargs: Any) -> Self:
+    def load_local(
+        cls, folder: str | os.PathLike[str], embeddings: Embeddings, **kwargs: Any
+    ) -> Self:
         """Read what :meth:`save_local` wrote; keyword options are those of the constructor (``llm=...``).
 
         Nothing is precomputed; ``llm.precompute_kv(store)`` computes the KV that is missing in the model's ``kv_dir``.
@@ -317,7 +331,9 @@ class KVRagVectorStore(VectorStore):
         """The inner store's embedding model."""
         return self.inner.embeddings
 
-    similarity_search = _of_inner("similarity_search")  # here as well, as the base class has it abstract
+    similarity_search = _of_inner(
+        "similarity_search"
+    )  # here as well, as the base class has it abstract
 
     def __getattr__(self, name: str) -> Any:
         """Return what the inner store has besides LangChain's methods, but for what would change documents behind their KV's back."""
@@ -331,7 +347,9 @@ class KVRagVectorStore(VectorStore):
                 type(self.inner).__name__,
                 "add_documents and delete, or store.inner's method and then llm.sync_kv(store)",
             )
-            raise AttributeError(f"{name} of {of} would change documents, and not their KV; use {way}")
+            raise AttributeError(
+                f"{name} of {of} would change documents, and not their KV; use {way}"
+            )
         return found
 
 

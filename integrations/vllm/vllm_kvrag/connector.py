@@ -10,7 +10,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+)
 from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -65,27 +69,37 @@ class KVRagConnector(KVConnectorBase_V1):
     vLLM computes with another model, dtype or cache than the stored KV is of.
     """
 
-    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         option = self._kv_transfer_config.get_from_extra_config
         self._path, kv_dir = option("model", None), option("kv_dir", None)
         if not (self._path and kv_dir):
-            raise ConfigError("kv_connector_extra_config needs kv_dir, and model, the file of vllm_kvrag.export_model")
+            raise ConfigError(
+                "kv_connector_extra_config needs kv_dir, and model, the file of vllm_kvrag.export_model"
+            )
         self._exported = Exported.read(self._path)
         if reason := refusal(vllm_config, kv_cache_config, self._exported):
             raise ConfigError(f"vLLM can't use this store: {reason}")
         self._block_size = vllm_config.cache_config.block_size
-        config = as_config(StoreConfig, option("store_config", {"read_only": True}), option="store_config")
+        config = as_config(
+            StoreConfig, option("store_config", {"read_only": True}), option="store_config"
+        )
         self._store = open_store(kv_dir, config or StoreConfig())
         self._heads = Heads(self._store, self._exported.fingerprint, option("namespace", "default"))
-        self._found = dict[str, tuple[Parts, int]]()  # by request: what the store has of it, and its first row to load
+        self._found = dict[
+            str, tuple[Parts, int]
+        ]()  # by request: what the store has of it, and its first row to load
         self._loads: list[Load] = []
         self._turns: list[Turn | None] = []
         self._failed = set[int]()
 
     # -- the scheduler ---------------------------------------------------------------------------------------------------
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int, bool]:
         """Return how many tokens behind the computed ones have KV in the store; they are loaded within the step."""
         has_own_kv = request.lora_request or request.mm_features or request.cache_salt
         if has_own_kv or request.prompt_embeds is not None or not request.prompt_token_ids:
@@ -95,7 +109,9 @@ class KVRagConnector(KVConnectorBase_V1):
         # One token is left to compute: its logits are the answer's beginning.
         return max(0, min(count, request.num_prompt_tokens - 1) - num_computed_tokens), False
 
-    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
         """Note what the next step loads, now that it has its blocks."""
         parts, start = self._found.pop(request.request_id, ((), 0))
         if num_external_tokens > 0:
@@ -107,7 +123,9 @@ class KVRagConnector(KVConnectorBase_V1):
         loads, self._loads = self._loads, []
         return Loads(loads)
 
-    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
         """Forget a request that ended before it was admitted; its blocks are free."""
         self._found.pop(request.request_id, None)
         return False, None
@@ -121,27 +139,43 @@ class KVRagConnector(KVConnectorBase_V1):
         for load in metadata.loads:
             rows = list(cut(load.parts, load.start, load.stop))
             kvs = [self._store.get(identity) for identity, _, _ in rows]
-            found = [(kv, first, last) for kv, (_, first, last) in zip(kvs, rows, strict=True) if kv is not None]
-            if len(found) < len(rows):  # erased or damaged since the scheduler asked: vLLM computes them
+            found = [
+                (kv, first, last)
+                for kv, (_, first, last) in zip(kvs, rows, strict=True)
+                if kv is not None
+            ]
+            if len(found) < len(
+                rows
+            ):  # erased or damaged since the scheduler asked: vLLM computes them
                 logger.warning("stored KV of a prompt is gone; vLLM computes it")
-                self._failed.update(load.blocks[load.start // self._block_size : -(-load.stop // self._block_size)])
+                self._failed.update(
+                    load.blocks[load.start // self._block_size : -(-load.stop // self._block_size)]
+                )
                 continue
             for name, layer in forward_context.no_compile_layers.items():
                 if hasattr(layer, "kv_cache"):
                     self._fill(layer, extract_layer_index(name), load, found)
 
-    def _fill(self, layer: Any, index: int, load: Load, found: list[tuple[ChunkKV, int, int]]) -> None:
+    def _fill(
+        self, layer: Any, index: int, load: Load, found: list[tuple[ChunkKV, int, int]]
+    ) -> None:
         """Write the rows of one layer to vLLM's cache, as its attention writes those that it computes."""
         device = layer.kv_cache.device
         if not self._turns:
             self._turns = read_turns(self._path, device)
         layers = [(kv.layers[index], first, last) for kv, first, last in found]
-        keys = torch.cat([each.keys[:, first:last] for each, first, last in layers], dim=1).to(device)
-        values = torch.cat([each.values[:, first:last] for each, first, last in layers], dim=1).to(device)
+        keys = torch.cat([each.keys[:, first:last] for each, first, last in layers], dim=1).to(
+            device
+        )
+        values = torch.cat([each.values[:, first:last] for each, first, last in layers], dim=1).to(
+            device
+        )
         if (turn := self._turns[index]) is not None:
             keys = turn.rotate(keys, slice(load.start, load.stop))
         rows = [x.transpose(0, 1).contiguous() for x in (keys, values)]  # (T, H, D)
-        layer.impl.do_kv_cache_update(layer, *rows, layer.kv_cache, load.slots(self._block_size).to(device))
+        layer.impl.do_kv_cache_update(
+            layer, *rows, layer.kv_cache, load.slots(self._block_size).to(device)
+        )
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks that could not be filled in this step."""
@@ -151,7 +185,9 @@ class KVRagConnector(KVConnectorBase_V1):
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Return: everything was loaded before the forward."""
 
-    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
         """Save nothing: what is in the store comes from kvrag."""
 
     def wait_for_save(self) -> None:
@@ -162,9 +198,15 @@ class KVRagConnector(KVConnectorBase_V1):
         self._store.close()
 
 
-def refusal(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, exported: Exported) -> str | None:
+def refusal(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, exported: Exported
+) -> str | None:
     """Say why vLLM's cache can't take the KV of an exported model; ``None`` if it can."""
-    model, cache, transfer = vllm_config.model_config, vllm_config.cache_config, vllm_config.kv_transfer_config
+    model, cache, transfer = (
+        vllm_config.model_config,
+        vllm_config.cache_config,
+        vllm_config.kv_transfer_config,
+    )
     rope = rope_text(model.hf_config.get_text_config())
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     # Of windows alone, vLLM frees the blocks before the window, and could not compute what fails to load.
@@ -175,15 +217,33 @@ def refusal(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, exported: E
             exported.model_type in TESTED,
             f"it was never tested with {exported.model_type}, but with {', '.join(TESTED)}",
         ),
-        (is_same, "the model's weights are not those that were exported; name the same model, or the same directory"),
-        (rope == exported.rope, f"the model's RoPE parameters are {rope}, and {exported.rope} were exported"),
-        (str(model.dtype) == exported.dtype, f"it computes in {model.dtype}, and the stored KV is in {exported.dtype}"),
+        (
+            is_same,
+            "the model's weights are not those that were exported; name the same model, or the same directory",
+        ),
+        (
+            rope == exported.rope,
+            f"the model's RoPE parameters are {rope}, and {exported.rope} were exported",
+        ),
+        (
+            str(model.dtype) == exported.dtype,
+            f"it computes in {model.dtype}, and the stored KV is in {exported.dtype}",
+        ),
         (model.quantization is None, f"the model is quantised ({model.quantization})"),
-        (cache.cache_dtype == "auto", f"kv_cache_dtype is {cache.cache_dtype!r}; leave it at 'auto'"),
+        (
+            cache.cache_dtype == "auto",
+            f"kv_cache_dtype is {cache.cache_dtype!r}; leave it at 'auto'",
+        ),
         (vllm_config.parallel_config.world_size == 1, "the model is split among several devices"),
-        (vllm_config.speculative_config is None, "it decodes speculatively, and a draft model has layers of its own"),
+        (
+            vllm_config.speculative_config is None,
+            "it decodes speculatively, and a draft model has layers of its own",
+        ),
         (is_full, "its cache is not one group of full attention"),
         # A chunk may be erased, or found to be damaged, after the scheduler has counted on it.
-        (transfer.kv_load_failure_policy == "recompute", "kv_load_failure_policy must be 'recompute'"),
+        (
+            transfer.kv_load_failure_policy == "recompute",
+            "kv_load_failure_policy must be 'recompute'",
+        ),
     ]
     return next((reason for holds, reason in reasons if not holds), None)

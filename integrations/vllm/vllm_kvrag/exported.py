@@ -54,8 +54,12 @@ class Exported:
             with safe_open(path, "pt") as file:
                 found = json.loads((file.metadata() or {})[FORMAT])
         except Exception as error:
-            raise ConfigError(f"{path} is not a file of vllm_kvrag.export_model ({error}); write it again") from error
-        return cls(**{**found, "kinds": tuple(found["kinds"]), "neighbours": tuple(found["neighbours"])})
+            raise ConfigError(
+                f"{path} is not a file of vllm_kvrag.export_model ({error}); write it again"
+            ) from error
+        return cls(
+            **{**found, "kinds": tuple(found["kinds"]), "neighbours": tuple(found["neighbours"])}
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +74,15 @@ class Turn:
         """Rotate position-free keys ``(H, T, D)`` to these positions; float32 inside, cast back once."""
         cos, sin, width = self.cos[positions], self.sin[positions], 2 * self.cos.shape[1]
         found = keys[..., :width].float()
-        first, second = (found[..., 0::2], found[..., 1::2]) if self.is_neighbours else found.chunk(2, dim=-1)
+        first, second = (
+            (found[..., 0::2], found[..., 1::2]) if self.is_neighbours else found.chunk(2, dim=-1)
+        )
         turned = first * cos - second * sin, second * cos + first * sin
-        out = torch.stack(turned, dim=-1).flatten(-2) if self.is_neighbours else torch.cat(turned, dim=-1)
+        out = (
+            torch.stack(turned, dim=-1).flatten(-2)
+            if self.is_neighbours
+            else torch.cat(turned, dim=-1)
+        )
         return torch.cat([out.to(keys.dtype), keys[..., width:]], dim=-1)
 
 
@@ -105,11 +115,15 @@ def export_model(engine: KVRagEngine, path: str | os.PathLike[str]) -> None:
         )
     lm = loaded.reusable
     if lm.reuse_window < lm.context_window:
-        raise UnsupportedModelError("this model's keys depend on the prompt's length, so there is no one table of them")
+        raise UnsupportedModelError(
+            "this model's keys depend on the prompt's length, so there is no one table of them"
+        )
     weights = _origin(source.model, lm.model.config, source.hf_kwargs)
     identity = describe(lm.model, engine.tokenizer, weights or "", extra_keys=source.extra_keys)
     if identity.fingerprint != loaded.fingerprint or identity.adapters or identity.quantisation:
-        raise ConfigError("only a plain model, loaded by its name or directory, without adapters, can be exported")
+        raise ConfigError(
+            "only a plain model, loaded by its name or directory, without adapters, can be exported"
+        )
     rotations = lm.rotary(lm.reuse_window)
     tables = {id(table): table for table in rotations if table.width}
     turns = [_turn(table) for table in tables.values()]
@@ -118,13 +132,19 @@ def export_model(engine: KVRagEngine, path: str | os.PathLike[str]) -> None:
     kinds = tuple(numbers.get(id(table), NO_ROTATION) for table in rotations)
     about = loaded.fingerprint, config.model_type, str(lm.dtype), weights or "", rope_text(config)
     exported = Exported(*about, kinds, tuple(turn.is_neighbours for turn in turns))
-    tensors = {f"{name}.{kind}": getattr(turn, name) for kind, turn in enumerate(turns) for name in ("cos", "sin")}
+    tensors = {
+        f"{name}.{kind}": getattr(turn, name)
+        for kind, turn in enumerate(turns)
+        for name in ("cos", "sin")
+    }
     save_file(tensors, path, metadata={FORMAT: json.dumps(asdict(exported))})
 
 
 def _turn(table: RotaryTable) -> Turn:
     if (pairs := table.pairs()) is None:
-        raise UnsupportedModelError("this model's keys rotate neither in halves nor in pairs of neighbours")
+        raise UnsupportedModelError(
+            "this model's keys rotate neither in halves nor in pairs of neighbours"
+        )
     cos, sin, is_neighbours = pairs
     return Turn(cos.cpu(), sin.cpu(), is_neighbours)
 
@@ -133,11 +153,15 @@ def weights_of(model: str, config: Any) -> set[str]:
     """Return what the weights of a model may be called that is loaded from a directory, or from the hub by name."""
     folder, found = Path(model), {_origin(model, config, {})}
     if folder.parent.name == "snapshots" and SNAPSHOT.fullmatch(folder.name):
-        found.add(source_identity("", commit=folder.name, options={}))  # the hub's cache: the name says the commit
+        found.add(
+            source_identity("", commit=folder.name, options={})
+        )  # the hub's cache: the name says the commit
     return {name for name in found if name is not None}
 
 
 def _origin(model: object, config: Any, options: Mapping[str, Any]) -> str | None:
     if not isinstance(model, (str, os.PathLike)):
         return None
-    return source_identity(os.fspath(model), commit=getattr(config, "_commit_hash", None), options=options)
+    return source_identity(
+        os.fspath(model), commit=getattr(config, "_commit_hash", None), options=options
+    )

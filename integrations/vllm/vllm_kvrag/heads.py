@@ -43,7 +43,10 @@ class Heads:
         wanted = struct.pack(f">{len(ids)}I", *ids)
         place = bisect_left(self._order, wanted)
         # Of sorted runs, a neighbour of the prompt's place has the longest beginning in common with it.
-        found = [(_common(run, wanted), self._parts[run]) for run in self._order[max(0, place - 1) : place + 1]]
+        found = [
+            (_common(run, wanted), self._parts[run])
+            for run in self._order[max(0, place - 1) : place + 1]
+        ]
         count, parts = max(found, key=lambda each: each[0], default=(0, ()))
         used = tuple(identity for identity, _, _ in cut(parts, 0, count))
         known = self._store.known([chunk_key(identity) for identity in used])
@@ -65,19 +68,37 @@ class Heads:
     def _list(self) -> None:
         """Read the token ids of new chunks from their headers, and put what belongs together in a row."""
         catalog = self._store.catalog
-        records = [record for record in map(catalog.get, catalog.keys()) if record and self._is_ours(record)]
+        records = [
+            record
+            for record in map(catalog.get, catalog.keys())
+            if record and self._is_ours(record)
+        ]
         found = [(r, self._identities.get(r.key) or self._store.identity(r.key)) for r in records]
-        exact = {r.key: (r, each) for r, each in found if each is not None and each.kv_dtype == "auto"}
+        exact = {
+            r.key: (r, each) for r, each in found if each is not None and each.kv_dtype == "auto"
+        }
         self._identities = {key: identity for key, (_, identity) in exact.items()}
         nothing = ids_digest(())
-        first = {ids_digest(each.token_ids): each for record, each in exact.values() if record.prefix == nothing}
+        first = {
+            ids_digest(each.token_ids): each
+            for record, each in exact.values()
+            if record.prefix == nothing
+        }
         rows: list[Parts] = [(each,) for each in first.values()]
-        rows += [(first[record.prefix], each) for record, each in exact.values() if record.prefix in first]
+        rows += [
+            (first[record.prefix], each)
+            for record, each in exact.values()
+            if record.prefix in first
+        ]
         self._parts = {_run(parts): parts for parts in rows}
         self._order = sorted(self._parts)
 
     def _is_ours(self, record: Record) -> bool:
-        return (record.model, record.namespace, record.context) == (self._model, self._namespace, "")
+        return (record.model, record.namespace, record.context) == (
+            self._model,
+            self._namespace,
+            "",
+        )
 
 
 def cut(parts: Parts, start: int, stop: int) -> Iterator[tuple[ChunkIdentity, int, int]]:

@@ -14,7 +14,17 @@ from typing import Any
 from kvrag.config import Retention
 from kvrag.store.base import Record
 from kvrag.store.catalog.hits import Hits
-from kvrag.store.catalog.ledger import PAGE, PER_PAGE, RANGE, STATE, Chunk, Entry, State, Text, one_step
+from kvrag.store.catalog.ledger import (
+    PAGE,
+    PER_PAGE,
+    RANGE,
+    STATE,
+    Chunk,
+    Entry,
+    State,
+    Text,
+    one_step,
+)
 from kvrag.store.catalog.rows import Rows
 from kvrag.store.crypto import Keys, Seal
 from kvrag.store.worth import Usage
@@ -46,7 +56,9 @@ class Catalog(Hits):
         self._seal = None if keys is None or keys.cipher is None else Seal(keys.cipher)
         self._may_have_blobs = may_have_blobs
         super().__init__()
-        self._rows = rows(folder, self._seal, read_only=read_only, durable=durable, begin=self._begin)
+        self._rows = rows(
+            folder, self._seal, read_only=read_only, durable=durable, begin=self._begin
+        )
         self.read_only = self._rows.read_only
 
     def link(self, key: ChunkKey, text: TextEntry | None, doc_id: str | None) -> bool:
@@ -65,7 +77,9 @@ class Catalog(Hits):
         """Note a text without chunks, and the documents that refer to it."""
         named = [doc_id for doc_id in doc_ids if doc_id is not None]
         is_known = self.knows_text(namespace, text.digest)
-        if not is_known or not all([text.digest in self.document_texts(namespace, doc_id) for doc_id in named]):
+        if not is_known or not all(
+            [text.digest in self.document_texts(namespace, doc_id) for doc_id in named]
+        ):
             self._rows.change(partial(self._register, namespace, text, doc_ids))
 
     def _register(self, namespace: str, text: TextEntry, doc_ids: Sequence[str | None]) -> None:
@@ -81,13 +95,19 @@ class Catalog(Hits):
         return [self._note(*chunk) for chunk in chunks]
 
     def _note(
-        self, record: Record, text: TextEntry | None, doc_ids: Sequence[str | None], retention: Retention | None
+        self,
+        record: Record,
+        text: TextEntry | None,
+        doc_ids: Sequence[str | None],
+        retention: Retention | None,
     ) -> int | None:
         if all([self.link(record.key, text, doc_id) for doc_id in doc_ids]):
             return None
         blank = Chunk._make([*astuple(record)[1:], [], Usage(), True, secrets.randbits(60)])
         chunk = self._chunk(record.key) or blank
-        chunk = chunk if retention is None else chunk._replace(usage=chunk.usage.retained(retention))
+        chunk = (
+            chunk if retention is None else chunk._replace(usage=chunk.usage.retained(retention))
+        )
         for doc_id in doc_ids:
             chunk = self._attach(record.key, chunk, text, doc_id)
         return chunk.revision
@@ -106,8 +126,13 @@ class Catalog(Hits):
             there.add(key)
             if chunk.pending:
                 variants, usage = f"i {chunk.content}", chunk.usage._replace(last=accesses)
-                self._rows.set(f"c {key}", chunk._replace(usage=usage, pending=False, revision=secrets.randbits(60)))
-                self._rows.set(variants, [*(other for other in self._strings(variants) if other != key), key])
+                self._rows.set(
+                    f"c {key}",
+                    chunk._replace(usage=usage, pending=False, revision=secrets.randbits(60)),
+                )
+                self._rows.set(
+                    variants, [*(other for other in self._strings(variants) if other != key), key]
+                )
                 sizes.append(chunk.num_bytes)
         if sizes:
             self._count(len(sizes), sum(sizes))
@@ -158,7 +183,9 @@ class Catalog(Hits):
         state = self.state()
         if namespace is None:
             self._rows.clear()
-            self._rows.set("s", state._replace(generation=state.generation + 1, chunks=0, num_bytes=0))
+            self._rows.set(
+                "s", state._replace(generation=state.generation + 1, chunks=0, num_bytes=0)
+            )
             self._mark("")
             return state.chunks
         count = self.remove(self.revisions(self.present(namespace)))
@@ -215,11 +242,17 @@ class Catalog(Hits):
 
     def _has(self, chunk: Chunk, text: TextEntry | None, doc_id: str | None) -> bool:
         """Whether :meth:`_attach` would change nothing."""
-        if text is None or text.digest not in chunk.digests or not self.knows_text(chunk.namespace, text.digest):
+        if (
+            text is None
+            or text.digest not in chunk.digests
+            or not self.knows_text(chunk.namespace, text.digest)
+        ):
             return text is None
         return doc_id is None or text.digest in self.document_texts(chunk.namespace, doc_id)
 
-    def _attach(self, key: ChunkKey, chunk: Chunk, text: TextEntry | None, doc_id: str | None) -> Chunk:
+    def _attach(
+        self, key: ChunkKey, chunk: Chunk, text: TextEntry | None, doc_id: str | None
+    ) -> Chunk:
         """Write a chunk's row, let its text and its document know each other, and return the row."""
         if text is not None:
             self._refer(chunk.namespace, text, doc_id, key)
@@ -231,7 +264,10 @@ class Catalog(Hits):
         """Let a text know its chunks, and a document its text."""
         digest = text.digest
         known = self._text(namespace, digest) or self._announce(namespace, Entry(*astuple(text)))
-        held, refs = [digest] if doc_id is None else self.document_texts(namespace, doc_id), known.refs
+        held, refs = (
+            [digest] if doc_id is None else self.document_texts(namespace, doc_id),
+            known.refs,
+        )
         if doc_id is not None and digest not in held:
             self._rows.set(self._name("z", namespace, json.dumps(doc_id)), [*held, digest])
             refs += 1
@@ -252,7 +288,9 @@ class Catalog(Hits):
         """Remove a chunk's row, and texts that have neither another chunk nor a document."""
         self._rows.delete(f"c {key}")
         for text in self._texts(chunk.namespace, chunk.digests):
-            self._settle(chunk.namespace, text._replace(keys=[other for other in text.keys if other != key]))
+            self._settle(
+                chunk.namespace, text._replace(keys=[other for other in text.keys if other != key])
+            )
         variants = f"i {chunk.content}"
         self._keep(variants, [other for other in self._strings(variants) if other != key])
 
@@ -266,7 +304,10 @@ class Catalog(Hits):
                     left = [other for other in chunk.digests if other != digest]
                     self._rows.set(f"c {key}", chunk._replace(digests=left))
             self._settle(namespace, text._replace(refs=refs, keys=text.keys if refs else []))
-        self._keep(self._name("z", namespace, json.dumps(doc_id)), [digest for digest in held if digest not in digests])
+        self._keep(
+            self._name("z", namespace, json.dumps(doc_id)),
+            [digest for digest in held if digest not in digests],
+        )
 
     def _settle(self, namespace: str, text: Text) -> None:
         """Write a text's row, or remove it where nothing holds on to it."""
@@ -276,4 +317,7 @@ class Catalog(Hits):
             return
         self._rows.delete(row)
         page = f"l {namespace} {text.number // PER_PAGE}"
-        self._keep(page, {n: entry for n, entry in (self._read(PAGE, page) or {}).items() if n != text.number})
+        self._keep(
+            page,
+            {n: entry for n, entry in (self._read(PAGE, page) or {}).items() if n != text.number},
+        )

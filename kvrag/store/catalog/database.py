@@ -36,10 +36,23 @@ SETTINGS = {
     "disk_min_file_size": 2**62,
 }
 SCHEMA = "SELECT type, name, tbl_name, sql FROM sqlite_master ORDER BY type, name"
-CHOICES = "SELECT key, CASE typeof(value) WHEN 'integer' THEN 0 ELSE value END FROM Settings ORDER BY key"
+CHOICES = (
+    "SELECT key, CASE typeof(value) WHEN 'integer' THEN 0 ELSE value END FROM Settings ORDER BY key"
+)
 
 FAULTS = (sqlite3.Error, OSError, diskcache.Timeout)
-OUTAGES = ("BUSY", "LOCKED", "FULL", "READONLY", "IOERR", "CANTOPEN", "PERM", "NOMEM", "AUTH", "PROTOCOL")
+OUTAGES = (
+    "BUSY",
+    "LOCKED",
+    "FULL",
+    "READONLY",
+    "IOERR",
+    "CANTOPEN",
+    "PERM",
+    "NOMEM",
+    "AUTH",
+    "PROTOCOL",
+)
 """SQLite errors that say nothing against the file's content."""
 
 
@@ -65,7 +78,9 @@ def make(folder: Path) -> None:
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     with suppress(FileExistsError):
-        (folder / DBNAME).touch(mode=0o600, exist_ok=False)  # SQLite gives its other files this mode
+        (folder / DBNAME).touch(
+            mode=0o600, exist_ok=False
+        )  # SQLite gives its other files this mode
         sync(folder, folder.parent)
 
 
@@ -99,9 +114,13 @@ def put_aside_if_damaged(folder: Path) -> None:
 
     Raises ``sqlite3.Error`` if it can't be read now, which says nothing about its content.
     """
-    path = folder / DBNAME  # SQLite may take a page that could not be read, once, for damage: look twice
+    path = (
+        folder / DBNAME
+    )  # SQLite may take a page that could not be read, once, for damage: look twice
     if os.path.lexists(path) and _fault_at(path) and (fault := _fault_at(path)):
-        log.warning("the catalog %s is damaged (%s); it is moved aside and begun anew", folder, fault)
+        log.warning(
+            "the catalog %s is damaged (%s); it is moved aside and begun anew", folder, fault
+        )
         aside = folder.with_name(folder.name + ".damaged")
         shutil.rmtree(aside, ignore_errors=True)
         folder.rename(aside)
@@ -116,12 +135,16 @@ def _fault_at(path: Path) -> str | None:
             for pragma in ("trusted_schema = OFF", "cell_size_check = ON", "mmap_size = 0"):
                 database.execute(f"PRAGMA {pragma}")
             ((verdict,),) = database.execute("PRAGMA quick_check(1)").fetchall()
-            if outage := re.search(r"error code=(\d+)", str(verdict)):  # a page could not be read, which is no damage
+            if outage := re.search(
+                r"error code=(\d+)", str(verdict)
+            ):  # a page could not be read, which is no damage
                 raise sqlite3.OperationalError(f"error {outage[1]}")
             if verdict != "ok":
                 return str(verdict)
             schema = database.execute(SCHEMA).fetchall()
-            is_own = not schema or (schema == own(SCHEMA) and database.execute(CHOICES).fetchall() == own(CHOICES))
+            is_own = not schema or (
+                schema == own(SCHEMA) and database.execute(CHOICES).fetchall() == own(CHOICES)
+            )
             return None if is_own else "it has a foreign schema, or foreign settings"
     except sqlite3.Error as error:
         if getattr(error, "sqlite_errorname", "IOERR").removeprefix("SQLITE_").startswith(OUTAGES):

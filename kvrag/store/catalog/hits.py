@@ -45,14 +45,18 @@ class Hits(Ledger):
         state = state._replace(accesses=state.accesses + sum(touched.values()))
         for key, hits in touched.items():
             if chunk := self._chunk(key):
-                self._rows.set(f"c {key}", chunk._replace(usage=chunk.usage.touched(hits, state.accesses)))
+                self._rows.set(
+                    f"c {key}", chunk._replace(usage=chunk.usage.touched(hits, state.accesses))
+                )
         self._rows.set("s", state)
 
     def usages(self) -> tuple[int, list[Sized]]:
         """Return the number of accesses so far, and what eviction must know of every stored chunk; raises ``StoreError``."""
         self.flush()
         keys = [ChunkKey(key) for key in self._rows.names("c ")]
-        found = [self._sized(keys[first : first + AT_ONCE]) for first in range(0, len(keys), AT_ONCE)]
+        found = [
+            self._sized(keys[first : first + AT_ONCE]) for first in range(0, len(keys), AT_ONCE)
+        ]
         return self.state().accesses, [each for some in found for each in some]
 
     @one_step  # one look instead of one for each

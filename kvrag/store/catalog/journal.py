@@ -67,7 +67,9 @@ class Journal:
             if (data := self._snapshots.read(number)) is not None:
                 digest, parts = _head(data)
                 if parts.keys() <= there:
-                    found = [self._part(*part) for part in parts.items()]  # before anything is changed here
+                    found = [
+                        self._part(*part) for part in parts.items()
+                    ]  # before anything is changed here
                     return Place(int(number, 16), digest), map(_rows, found)
         self._entries.write(_key(1), [_dump([secrets.token_hex(16), False, {}])])
         if (data := self._entries.read(_key(1))) is None:
@@ -80,7 +82,9 @@ class Journal:
         while True:
             numbers, count = range(place.number + 1, place.number + 1 + count), AHEAD
             *found, last = POOL.ahead(self._entries.read, map(_key, (*numbers, place.number)))
-            if not self._is_at(place, last):  # what seems to follow may stand where others have erased
+            if not self._is_at(
+                place, last
+            ):  # what seems to follow may stand where others have erased
                 raise Behind
             for number, data in zip(numbers, found, strict=True):
                 if data is None:
@@ -98,7 +102,9 @@ class Journal:
         follows nothing, so nobody takes it.
         """
         data, key = _dump(Entry(place.digest, is_whole, rows)), _key(place.number + 1)
-        if not self._entries.write(key, [data]) or not self._is_at(place, self._entries.read(_key(place.number))):
+        if not self._entries.write(key, [data]) or not self._is_at(
+            place, self._entries.read(_key(place.number))
+        ):
             raise Behind
         return Place(place.number + 1, _digest(data))
 
@@ -139,7 +145,9 @@ class Journal:
         for key in sorted(key for key in entries if _key(1) < key < number):
             self._entries.delete([key])
 
-    def _write_parts(self, parts: dict[ChunkKey, str], place: Place, rows: Iterable[Changed]) -> Place:
+    def _write_parts(
+        self, parts: dict[ChunkKey, str], place: Place, rows: Iterable[Changed]
+    ) -> Place:
         """Write the parts of a snapshot, note their digests, and return the place whose rows they are."""
         name, end, changed = f"{place.number:016x}{secrets.token_hex(16)}", place, Changed()
 
@@ -202,7 +210,9 @@ def _entry(data: Any) -> Entry:
 def _head(data: Any) -> tuple[str, dict[ChunkKey, str]]:
     """Return the digest of a snapshot's entry, and the parts with theirs; raises ``OSError`` for what is no head."""
     match _load(data):
-        case [str() as digest, dict() as parts] if all(isinstance(each, str) for each in parts.values()):
+        case [str() as digest, dict() as parts] if all(
+            isinstance(each, str) for each in parts.values()
+        ):
             return digest, parts
     raise OSError(DAMAGED)
 
@@ -223,4 +233,6 @@ def _load(data: Any) -> Any:
 
 
 def _are_rows(rows: Any) -> bool:
-    return isinstance(rows, dict) and all(text is None or isinstance(text, str) for text in rows.values())
+    return isinstance(rows, dict) and all(
+        text is None or isinstance(text, str) for text in rows.values()
+    )

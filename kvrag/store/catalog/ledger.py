@@ -134,7 +134,9 @@ class Ledger:
         """Return the keys of all chunks, or a namespace's, stored or being written; raises ``StoreError`` rather than leave one out."""
         if namespace is None:
             return {ChunkKey(key) for key in self._rows.change(lambda: self._rows.names("c "))}
-        return {key for key, chunk in self._rows.change(self._chunks) if chunk.namespace == namespace}
+        return {
+            key for key, chunk in self._rows.change(self._chunks) if chunk.namespace == namespace
+        }
 
     def revisions(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, int]:
         """Return what tells each chunk, stored or being written, from itself written again; 0 for a row of no form."""
@@ -142,7 +144,9 @@ class Ledger:
 
     def variants(self, content: str) -> list[Record]:
         """Return the stored chunks with this content key (behind any prefix and context), oldest first."""
-        return [record for key in self._strings(f"i {content}") if (record := self.get(ChunkKey(key)))]
+        return [
+            record for key in self._strings(f"i {content}") if (record := self.get(ChunkKey(key)))
+        ]
 
     def texts(self, namespace: str, after: int) -> tuple[list[TextEntry], int]:
         """Return the texts of a namespace that came after cursor ``after`` (0: all), and the new cursor.
@@ -153,10 +157,15 @@ class Ledger:
         if last in (0, after):
             return [], after
         # A cursor beyond the end is that of a catalog that was lost since: begin again.
-        start, found = max(first, after + 1 if after < last else 0, last - MOST_TEXTS), list[TextEntry]()
+        start, found = (
+            max(first, after + 1 if after < last else 0, last - MOST_TEXTS),
+            list[TextEntry](),
+        )
         for page in range(start // PER_PAGE, last // PER_PAGE + 1):
             texts = self._read(PAGE, f"l {namespace} {page}") or {}
-            found += [TextEntry(*texts[number]) for number in sorted(texts) if start <= number <= last]
+            found += [
+                TextEntry(*texts[number]) for number in sorted(texts) if start <= number <= last
+            ]
         return found, last
 
     def knows_text(self, namespace: str, digest: str) -> bool:
@@ -171,7 +180,11 @@ class Ledger:
     def key_texts(self, key: ChunkKey) -> list[TextEntry]:
         """Return the texts that a stored chunk is the KV of."""
         chunk = self._stored(key)
-        return [] if chunk is None else [TextEntry(*text.entry) for text in self._texts(chunk.namespace, chunk.digests)]
+        return (
+            []
+            if chunk is None
+            else [TextEntry(*text.entry) for text in self._texts(chunk.namespace, chunk.digests)]
+        )
 
     def documents(self, namespace: str) -> list[str]:
         """Return the ids of all documents of a namespace, whether or not their chunks are stored now."""
@@ -188,7 +201,11 @@ class Ledger:
 
     def document_keys(self, namespace: str, doc_id: str) -> list[ChunkKey]:
         """Return the keys of all stored chunks of a document's texts."""
-        found = (key for digest in self.document_texts(namespace, doc_id) for key in self.text_keys(namespace, digest))
+        found = (
+            key
+            for digest in self.document_texts(namespace, doc_id)
+            for key in self.text_keys(namespace, digest)
+        )
         return list(dict.fromkeys(found))
 
     def only_held_by(self, namespace: str, doc_id: str) -> set[ChunkKey]:
@@ -199,7 +216,13 @@ class Ledger:
             texts = self._texts(namespace, chunk.digests) if (chunk := self._chunk(key)) else []
             return not any(text.refs > (text.entry.digest in mine) for text in texts)
 
-        return {key for text in self._texts(namespace, mine) if text.refs <= 1 for key in text.keys if is_free(key)}
+        return {
+            key
+            for text in self._texts(namespace, mine)
+            if text.refs <= 1
+            for key in text.keys
+            if is_free(key)
+        }
 
     def state(self) -> State:
         """Return the totals; its generation changes with each erasure or eviction by any process."""
@@ -235,7 +258,11 @@ class Ledger:
         return None if (chunk := self._chunk(key)) is None or chunk.pending else chunk
 
     def _chunks(self) -> list[tuple[ChunkKey, Chunk]]:
-        return [(key, chunk) for key in map(ChunkKey, self._rows.names("c ")) if (chunk := self._chunk(key))]
+        return [
+            (key, chunk)
+            for key in map(ChunkKey, self._rows.names("c "))
+            if (chunk := self._chunk(key))
+        ]
 
     def _text(self, namespace: str, digest: str) -> Text | None:
         return self._read(TEXT, self._name("t", namespace, digest))

@@ -22,7 +22,15 @@ import diskcache
 from diskcache.core import DBNAME
 
 from kvrag.errors import StoreError
-from kvrag.store.catalog.database import BUSY_S, FAULTS, SETTINGS, Strings, locked, make, put_aside_if_damaged
+from kvrag.store.catalog.database import (
+    BUSY_S,
+    FAULTS,
+    SETTINGS,
+    Strings,
+    locked,
+    make,
+    put_aside_if_damaged,
+)
 from kvrag.store.crypto import Seal
 from kvrag.threads import at_thread_end, fork_lock
 
@@ -30,7 +38,9 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 FILES = (DBNAME, f"{DBNAME}-wal")
-ROOM = 2**20  # free bytes without which a database can't be opened: its journal and its shared memory need some
+ROOM = (
+    2**20
+)  # free bytes without which a database can't be opened: its journal and its shared memory need some
 
 
 class Rows:
@@ -54,8 +64,16 @@ class Rows:
         durable: bool = True,
         begin: Callable[[Rows, bool], None],
     ) -> None:
-        self.read_only, self._seal, self._begin, self._mine = read_only, seal, begin, threading.local()
-        self._settings = {**SETTINGS, "sqlite_synchronous": 2 if durable and folder is not None else 1}
+        self.read_only, self._seal, self._begin, self._mine = (
+            read_only,
+            seal,
+            begin,
+            threading.local(),
+        )
+        self._settings = {
+            **SETTINGS,
+            "sqlite_synchronous": 2 if durable and folder is not None else 1,
+        }
         self._source = folder if read_only else None
         self._private = tempfile.mkdtemp(prefix="kvrag-") if read_only or folder is None else ""
         self._folder = Path(self._private, "catalog") if self._private or folder is None else folder
@@ -74,7 +92,11 @@ class Rows:
             self.close()
             if folder is None or not self._is_stuck():
                 raise self._fault("opened", error) from error
-            log.warning("the catalog %s is opened for reading only: its disk takes no writes (%s)", folder, error)
+            log.warning(
+                "the catalog %s is opened for reading only: its disk takes no writes (%s)",
+                folder,
+                error,
+            )
             Rows.__init__(self, folder, seal, read_only=True, begin=begin)
         _all.add(self)
         at_thread_end(self)
@@ -87,7 +109,10 @@ class Rows:
     def names(self, prefix: str) -> list[str]:
         """Return the rest of all names that begin with ``prefix``, in their order, as :meth:`get` does; goes through all rows."""
         # Not by iterkeys(): it sorts all that follow for each hundred names.
-        return self._look(lambda cache: sorted(name[len(prefix) :] for name in cache if name.startswith(prefix)), [])
+        return self._look(
+            lambda cache: sorted(name[len(prefix) :] for name in cache if name.startswith(prefix)),
+            [],
+        )
 
     def set(self, name: str, value: Any) -> None:
         """Insert or replace a row, inside :meth:`change`."""
@@ -130,7 +155,9 @@ class Rows:
     @contextmanager
     def _transaction(self, cache: Any, file: object) -> Iterator[None]:
         try:
-            with cache.transact(retry=False):  # diskcache's own retry never ends on a full or read-only disk
+            with cache.transact(
+                retry=False
+            ):  # diskcache's own retry never ends on a full or read-only disk
                 self._check(file)
                 self._mine.cache = cache
                 yield
@@ -147,7 +174,9 @@ class Rows:
 
     def scrub(self) -> None:
         """Leave nothing of erased rows in the database's journal, as far as other readers allow."""
-        self._look(lambda cache: cache.reset("sqlite_wal_checkpoint", "TRUNCATE", update=False), None)
+        self._look(
+            lambda cache: cache.reset("sqlite_wal_checkpoint", "TRUNCATE", update=False), None
+        )
 
     def close(self) -> None:
         """Close the database; idempotent. A closed one is empty and can't be changed."""
@@ -184,12 +213,16 @@ class Rows:
             if self._is_stuck():
                 with suppress(StoreError):
                     with self._looking:
-                        copied = self._copied or Rows(self._folder, self._seal, read_only=True, begin=lambda *_: None)
+                        copied = self._copied or Rows(
+                            self._folder, self._seal, read_only=True, begin=lambda *_: None
+                        )
                         self._copied = copied
                     return copied._look(action, default)
             if not self._has_warned:
                 self._has_warned = True
-                log.warning("the catalog %s can't be read (%s); it counts as empty", self._folder, error)
+                log.warning(
+                    "the catalog %s can't be read (%s); it counts as empty", self._folder, error
+                )
             return default
 
     def _healed(self) -> Any:
@@ -204,7 +237,9 @@ class Rows:
         """Whether SQLite can't open the database because it can write nothing there: the copy of it can be read."""
         with suppress(OSError):
             disk = os.statvfs(self._folder)
-            return not self._private and (disk.f_bavail * disk.f_frsize < ROOM or bool(disk.f_flag & os.ST_RDONLY))
+            return not self._private and (
+                disk.f_bavail * disk.f_frsize < ROOM or bool(disk.f_flag & os.ST_RDONLY)
+            )
         return False
 
     def _there(self) -> object:
@@ -231,7 +266,9 @@ class Rows:
             if there != known:
                 put_aside_if_damaged(self._folder)
             make(self._folder)
-            cache = diskcache.Cache(str(self._folder), timeout=BUSY_S, disk=Strings, **self._settings)
+            cache = diskcache.Cache(
+                str(self._folder), timeout=BUSY_S, disk=Strings, **self._settings
+            )
             file = self._there() if self._source is None else there
             is_other = self._source is None and known not in (None, file)
             if is_other or not len(cache):

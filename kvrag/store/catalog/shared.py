@@ -86,11 +86,15 @@ class SharedRows(Rows):
                 self._follow()
                 with suppress(Behind):
                     return super().change(partial(self._noted, action))
-                time.sleep(random.uniform(0, min(PAUSE_S, 0.002 * 2**attempt)))  # or who was first is first again
+                time.sleep(
+                    random.uniform(0, min(PAUSE_S, 0.002 * 2**attempt))
+                )  # or who was first is first again
             except StoreError:
                 raise
             except OSError as error:
-                raise StoreError(f"the shared KV store can't be changed: {error}; try again later") from error
+                raise StoreError(
+                    f"the shared KV store can't be changed: {error}; try again later"
+                ) from error
         raise StoreError("the shared KV store is changed by too many at once; try again later")
 
     def delete(self, name: str) -> None:
@@ -110,11 +114,15 @@ class SharedRows(Rows):
         is_small = self._look(len, AT_ONCE + 1) <= AT_ONCE
         with suppress(OSError):
             for _ in range(ROUNDS if is_small else 0):
-                self.change(partial(self._note, {"": None}))  # the last entry stays: let it be one that names nothing
+                self.change(
+                    partial(self._note, {"": None})
+                )  # the last entry stays: let it be one that names nothing
                 with suppress(Behind):
                     self._snapshot()
                     break
-                time.sleep(random.uniform(0, PAUSE_S))  # what others write down may have begun before the erasure
+                time.sleep(
+                    random.uniform(0, PAUSE_S)
+                )  # what others write down may have begun before the erasure
 
     def close(self) -> None:
         """Close the copy; idempotent."""
@@ -165,7 +173,9 @@ class SharedRows(Rows):
             except OSError as error:
                 self._again_s = time.monotonic() + AGAIN_S
                 if not self._is_cut_off:
-                    log.warning("the shared KV store can't be reached (%s); it counts as empty", error)
+                    log.warning(
+                        "the shared KV store can't be reached (%s); it counts as empty", error
+                    )
                 self._is_cut_off = True
                 return False
             self._again_s, self._is_cut_off = 0.0, False
@@ -192,7 +202,9 @@ class SharedRows(Rows):
                 here = place
         except Behind:
             with suppress(Behind):
-                self._take(super()._look(_place_of, Place(0, "")), *self._journal.begin(), is_whole=True)
+                self._take(
+                    super()._look(_place_of, Place(0, "")), *self._journal.begin(), is_whole=True
+                )
             return False
         return True
 

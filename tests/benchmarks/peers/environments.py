@@ -46,13 +46,18 @@ def python_of(environment: str | None) -> str:
         return str(python)
     print(f"making the environment of {environment} in {folder}, once; log: {log}", flush=True)
     CACHE.mkdir(parents=True, exist_ok=True)
-    steps = [[sys.executable, "-m", "venv", folder], [python, "-m", "pip", "install", *FOREIGN[environment]]]
+    steps = [
+        [sys.executable, "-m", "venv", folder],
+        [python, "-m", "pip", "install", *FOREIGN[environment]],
+    ]
     if environment in UNWANTED:
         steps.append([python, "-m", "pip", "uninstall", "--yes", *UNWANTED[environment]])
     with log.open("w") as out:
         for step in steps:
             try:
-                subprocess.run(step, stdout=out, stderr=subprocess.STDOUT, check=True, timeout=BUILD_S)
+                subprocess.run(
+                    step, stdout=out, stderr=subprocess.STDOUT, check=True, timeout=BUILD_S
+                )
             except (OSError, subprocess.SubprocessError) as error:
                 raise UnavailableError(
                     f"{' '.join(map(str, step[2:5]))} failed ({type(error).__name__}), see {log}"
@@ -79,19 +84,30 @@ class Worker:
         options = json.dumps({**peer.options, **models, "threads": threads})
         root = HERE.parents[2]
         folders = (
-            [root, root / "kernels", HERE, os.environ.get("PYTHONPATH", "")] if peer.environment is None else [HERE]
+            [root, root / "kernels", HERE, os.environ.get("PYTHONPATH", "")]
+            if peer.environment is None
+            else [HERE]
         )
         quiet = {
             "TRANSFORMERS_VERBOSITY": "error",
             "HF_HUB_DISABLE_PROGRESS_BARS": "1",
             "TOKENIZERS_PARALLELISM": "false",
         }
-        env = os.environ | quiet | {"PYTHONPATH": os.pathsep.join(map(str, folders)), "OMP_NUM_THREADS": str(threads)}
+        env = (
+            os.environ
+            | quiet
+            | {"PYTHONPATH": os.pathsep.join(map(str, folders)), "OMP_NUM_THREADS": str(threads)}
+        )
         command = [python_of(peer.environment), str(HERE / peer.script), options]
         self.peer, self.log = peer, log
         with log.open("w") as errors:
             self.process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=env
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env=env,
             )
 
     def ready(self) -> dict[str, Any]:

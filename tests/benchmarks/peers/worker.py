@@ -44,7 +44,9 @@ def forget_peak() -> None:
 
 def shared_prefix(a: list[int], b: list[int]) -> int:
     """Count the tokens that two prompts begin with alike."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
 
 
 def save(logits: Any, path: str | None) -> None:

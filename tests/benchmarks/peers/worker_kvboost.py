@@ -21,7 +21,11 @@ class Boost:
         model = AutoModelForCausalLM.from_pretrained(options["model"], dtype=torch.float32).eval()
         tokenizer = AutoTokenizer.from_pretrained(options["model"])
         self.engine = KVBoost(
-            model, tokenizer, max_cache_bytes=4 * 2**30, recompute_strategy=options["strategy"], device="cpu"
+            model,
+            tokenizer,
+            max_cache_bytes=4 * 2**30,
+            recompute_strategy=options["strategy"],
+            device="cpu",
         )
 
     def begin(self, chunks: list[str], head_text: str, **_: Any) -> dict[str, Any]:
@@ -32,12 +36,17 @@ class Boost:
             self.engine.warm(text)
         return {"index": clock.read()}
 
-    def answer(self, ids: list[int], text: str, count: int, logits: str | None = None, **_: Any) -> dict[str, Any]:
+    def answer(
+        self, ids: list[int], text: str, count: int, logits: str | None = None, **_: Any
+    ) -> dict[str, Any]:
         """Time until the first token is handed over; the rest of the answer, and what it stores then, is off the clock."""
         took: dict[str, float] = {}
         clock = Clock()
         result = self.engine.generate(
-            text, max_new_tokens=count, do_sample=False, on_token=lambda _: took or took.update(clock.read())
+            text,
+            max_new_tokens=count,
+            do_sample=False,
+            on_token=lambda _: took or took.update(clock.read()),
         )
         save(result.first_token_logits, logits)
         same_ids = self.engine.tokenizer.encode(text) == ids

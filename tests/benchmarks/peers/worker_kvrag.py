@@ -18,7 +18,9 @@ REPAIR: dict[str, RepairConfig] = {
     "cacheblend": RepairConfig(strategy="hkvd", recompute_ratio=0.15, first_k=0, **PUBLISHED),
     "epic": RepairConfig(strategy="first_k", recompute_ratio=0.0, first_k=32, **PUBLISHED),
     # Its attention is a sum over rows and heads; here it is the most of them, which chooses better rows (docs/benchmarks.md).
-    "prophetkv": RepairConfig(strategy="query", recompute_ratio=0.20, first_k=0, probe_span=(0.0, 1.0), **PUBLISHED),
+    "prophetkv": RepairConfig(
+        strategy="query", recompute_ratio=0.20, first_k=0, probe_span=(0.0, 1.0), **PUBLISHED
+    ),
 }
 """Ratios and row counts as published; ``mismatch_ratio`` would repair more rows of chunks that were encoded alone."""
 
@@ -55,7 +57,12 @@ class KVRag:
         return {"index": clock.read() if report.stored else None, "bytes": report.stored_bytes}
 
     def answer(
-        self, ids: list[int], segments: list[tuple[str, bool]], count: int, logits: str | None = None, **_: Any
+        self,
+        ids: list[int],
+        segments: list[tuple[str, bool]],
+        count: int,
+        logits: str | None = None,
+        **_: Any,
     ) -> dict[str, Any]:
         """Time the prefill, then, off the clock, answer if asked to, and store what was missed."""
         prompt = [Chunk(text) if is_chunk else text for text, is_chunk in segments]
@@ -69,9 +76,19 @@ class KVRag:
         if count > 1 or store:
             text = self.engine.generate(prompt, mode=mode, max_new_tokens=count).text
         self.engine.flush_write_back()
-        found = {"reused": result.cached_tokens, "repaired": result.repaired_tokens, "made": result.exactness}
+        found = {
+            "reused": result.cached_tokens,
+            "repaired": result.repaired_tokens,
+            "made": result.exactness,
+        }
         stages = {name: round(ms, 2) for name, ms in result.timings_ms.items()}
-        return {**took, **found, "same_ids": result.prompt_ids == ids, "stages_ms": stages, "text": text}
+        return {
+            **took,
+            **found,
+            "same_ids": result.prompt_ids == ids,
+            "stages_ms": stages,
+            "text": text,
+        }
 
 
 if __name__ == "__main__":

@@ -16,7 +16,9 @@ class LlamaCpp:
 
     def __init__(self, options: dict[str, Any]) -> None:
         threads = options["threads"]
-        self.llama = Llama(options["gguf"], n_ctx=8192, n_threads=threads, n_threads_batch=threads, verbose=False)
+        self.llama = Llama(
+            options["gguf"], n_ctx=8192, n_threads=threads, n_threads_batch=threads, verbose=False
+        )
 
     def begin(self, **_: Any) -> dict[str, Any]:
         """Forget everything."""
@@ -27,7 +29,10 @@ class LlamaCpp:
     def answer(self, ids: list[int], count: int, **_: Any) -> dict[str, Any]:
         """Time until the first logits are there, and decode greedily."""
         took: dict[str, float] = {}
-        kept = [self.llama._input_ids[: self.llama.n_tokens].tolist(), *map(list, self.llama.cache.cache_state)]
+        kept = [
+            self.llama._input_ids[: self.llama.n_tokens].tolist(),
+            *map(list, self.llama.cache.cache_state),
+        ]
         reused = max(shared_prefix(known, ids) for known in kept)
         clock = Clock()
 
@@ -37,7 +42,11 @@ class LlamaCpp:
             return scores
 
         done = self.llama.create_completion(
-            ids, max_tokens=count, temperature=0.0, repeat_penalty=1.0, logits_processor=LogitsProcessorList([first])
+            ids,
+            max_tokens=count,
+            temperature=0.0,
+            repeat_penalty=1.0,
+            logits_processor=LogitsProcessorList([first]),
         )
         return {**took, "reused": min(reused, len(ids) - 1), "text": done["choices"][0]["text"]}
 

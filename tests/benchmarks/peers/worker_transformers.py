@@ -16,7 +16,9 @@ class Transformers:
 
     def __init__(self, options: dict[str, Any]) -> None:
         torch.set_num_threads(options["threads"])
-        self.model = AutoModelForCausalLM.from_pretrained(options["model"], dtype=torch.float32).eval()
+        self.model = AutoModelForCausalLM.from_pretrained(
+            options["model"], dtype=torch.float32
+        ).eval()
         self.tokenizer = AutoTokenizer.from_pretrained(options["model"])
         self.keeps = options["keeps"]
         self.kept: list[tuple[list[int], DynamicCache]] = []
@@ -31,20 +33,26 @@ class Transformers:
     @torch.inference_mode()
     def prefill(self, ids: list[int]) -> tuple[torch.Tensor, int]:
         """Return the logits of the first token and how many tokens were reused."""
-        known, found = max(self.kept, key=lambda kept: shared_prefix(kept[0], ids), default=([], None))
+        known, found = max(
+            self.kept, key=lambda kept: shared_prefix(kept[0], ids), default=([], None)
+        )
         reused = min(shared_prefix(known, ids), len(ids) - 1)
         self.cache = DynamicCache()
         if found is not None and reused:
             for index, layer in enumerate(found.layers):
                 self.cache.update(layer.keys[:, :, :reused], layer.values[:, :, :reused], index)
         rest = torch.tensor([ids[reused:]])
-        logits = self.model(rest, past_key_values=self.cache, use_cache=True, logits_to_keep=1).logits[0, -1]
+        logits = self.model(
+            rest, past_key_values=self.cache, use_cache=True, logits_to_keep=1
+        ).logits[0, -1]
         if self.keeps:
             self.kept = [*self.kept[:1], *self.kept[1:][-(KEPT - 1) :], (ids, self.cache)]
         return logits, reused
 
     @torch.inference_mode()
-    def answer(self, ids: list[int], count: int, logits: str | None = None, **_: Any) -> dict[str, Any]:
+    def answer(
+        self, ids: list[int], count: int, logits: str | None = None, **_: Any
+    ) -> dict[str, Any]:
         """Time the first token, then decode greedily."""
         clock = Clock()
         first, reused = self.prefill(ids)
@@ -54,7 +62,11 @@ class Transformers:
         while len(out) < count and out[-1] != self.tokenizer.eos_token_id:
             step = self.model(torch.tensor([out[-1:]]), past_key_values=self.cache, use_cache=True)
             out.append(int(step.logits[0, -1].argmax()))
-        return {**took, "reused": reused, "text": self.tokenizer.decode(out, skip_special_tokens=True)}
+        return {
+            **took,
+            "reused": reused,
+            "text": self.tokenizer.decode(out, skip_special_tokens=True),
+        }
 
 
 if __name__ == "__main__":

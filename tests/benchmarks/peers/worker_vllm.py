@@ -8,7 +8,11 @@ from __future__ import annotations
 import os
 from typing import Any
 
-os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_LOGGING_LEVEL": "ERROR"}
+os.environ |= {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "2",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
 
 import numpy as np
 from vllm import LLM, SamplingParams
@@ -41,7 +45,9 @@ class VLLM:
         prompt = {"prompt_token_ids": ids}
         return self.llm.generate([prompt], SamplingParams(**GREEDY, **options), use_tqdm=False)[0]
 
-    def answer(self, ids: list[int], count: int, logits: str | None = None, **_: Any) -> dict[str, Any]:
+    def answer(
+        self, ids: list[int], count: int, logits: str | None = None, **_: Any
+    ) -> dict[str, Any]:
         """Time a request of one token; then ask for the rest and for the logarithms of all probabilities."""
         clock = Clock()
         first = self.ask(ids, max_tokens=1)

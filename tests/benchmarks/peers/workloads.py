@@ -16,8 +16,31 @@ from typing import Any
 
 INSTRUCTION = "Answer the question after reading the passages, within 5 words."
 MODULES = (
-    *("bisect", "calendar", "colorsys", "csv", "difflib", "fileinput", "fnmatch", "fractions", "gettext", "glob"),
-    *("heapq", "mimetypes", "netrc", "posixpath", "pprint", "quopri", "random", "reprlib", "sched", "shlex", "shutil"),
+    *(
+        "bisect",
+        "calendar",
+        "colorsys",
+        "csv",
+        "difflib",
+        "fileinput",
+        "fnmatch",
+        "fractions",
+        "gettext",
+        "glob",
+    ),
+    *(
+        "heapq",
+        "mimetypes",
+        "netrc",
+        "posixpath",
+        "pprint",
+        "quopri",
+        "random",
+        "reprlib",
+        "sched",
+        "shlex",
+        "shutil",
+    ),
     *("statistics", "string", "tarfile", "textwrap", "tokenize", "zipfile"),
 )
 
@@ -78,7 +101,9 @@ class Words:
         start = max(0, min(start, len(ids) - tokens))
         return self.text(ids[start : start + tokens]).strip()
 
-    def prompt(self, messages: list[dict[str, str]], chunks: Sequence[str], golds: Sequence[str] = ()) -> Prompt:
+    def prompt(
+        self, messages: list[dict[str, str]], chunks: Sequence[str], golds: Sequence[str] = ()
+    ) -> Prompt:
         """Render messages and cut the text at the chunks, which stand in it in this order."""
         segments, rest = [], self.render(messages)
         for chunk in chunks:
@@ -101,7 +126,9 @@ def gold(row: dict[str, Any]) -> str:
     return str(row["answers"][0])
 
 
-def reordered_rag(data: list[dict[str, Any]], words: Words, count: int, seed: int, chunks_each: int) -> Workload:
+def reordered_rag(
+    data: list[dict[str, Any]], words: Words, count: int, seed: int, chunks_each: int
+) -> Workload:
     """Passages of 250 tokens out of 200, by popularity (zipf), in random order, two of the question's own among them."""
     rng, rows = random.Random(seed), data[::2]
     own = [[words.around(c["text"], gold(row), 250) for c in row["ctxs"][:10]] for row in rows]
@@ -111,7 +138,12 @@ def reordered_rag(data: list[dict[str, Any]], words: Words, count: int, seed: in
     for index in range(count):
         row, mine = rows[index % len(rows)], own[index % len(rows)]
         best = sorted(mine, key=lambda chunk, row=row: gold(row).lower() not in chunk.lower())[:2]
-        chunks = best + [chunk for chunk in zipf(pool, chunks_each, rng) if chunk not in best][: chunks_each - 2]
+        chunks = (
+            best
+            + [chunk for chunk in zipf(pool, chunks_each, rng) if chunk not in best][
+                : chunks_each - 2
+            ]
+        )
         rng.shuffle(chunks)
         content = "\n".join(chunks) + f"\n{INSTRUCTION}\nQuestion: {row['question']}"
         prompts.append(words.prompt([{"role": "user", "content": content}], chunks, row["answers"]))
@@ -130,14 +162,18 @@ def growing_chat(data: list[dict[str, Any]], words: Words, count: int, seed: int
     return Workload("growing chat", prompts, list(dict.fromkeys(chunks)))
 
 
-def few_shot(data: list[dict[str, Any]], words: Words, count: int, seed: int, chunks_each: int) -> Workload:
+def few_shot(
+    data: list[dict[str, Any]], words: Words, count: int, seed: int, chunks_each: int
+) -> Workload:
     """Solved examples out of some twenty, another choice and order for each question, then a passage and its question."""
     rng, shots = random.Random(seed), []
     for row in data:
         holding = [c["text"] for c in row["ctxs"] if gold(row).lower() in c["text"].lower()]
         if holding:
             passage = words.around(holding[0], gold(row), 120)
-            shots.append((f"Passage: {passage}\nQuestion: {row['question']}\nAnswer:", row["answers"]))
+            shots.append(
+                (f"Passage: {passage}\nQuestion: {row['question']}\nAnswer:", row["answers"])
+            )
     pool = [f"{task} {answers[0]}" for task, answers in shots[count:]]
     prompts = []
     for task, answers in shots[:count]:
@@ -157,7 +193,9 @@ def code(words: Words, count: int, seed: int, chunks_each: int) -> Workload:
         chunks = zipf(pool, chunks_each, rng)
         lines = task.splitlines()
         half = "\n".join(lines[: len(lines) // 2])
-        content = "\n".join(chunks) + f"\nComplete this function in the style of the code above:\n{half}"
+        content = (
+            "\n".join(chunks) + f"\nComplete this function in the style of the code above:\n{half}"
+        )
         prompts.append(words.prompt([{"role": "user", "content": content}], chunks))
     return Workload("code", prompts, pool)
 
@@ -176,7 +214,12 @@ def functions() -> list[str]:
 
 
 def all_workloads(
-    data: list[dict[str, Any]], words: Words, counts: dict[str, int], seed: int, *, is_short: bool = False
+    data: list[dict[str, Any]],
+    words: Words,
+    counts: dict[str, int],
+    seed: int,
+    *,
+    is_short: bool = False,
 ) -> list[Workload]:
     """Make the workloads of ``counts``, with so many prompts each; short ones have three chunks each, and measure nothing."""
     rag, shots, functions_each = (3, 3, 3) if is_short else (7, 10, 8)

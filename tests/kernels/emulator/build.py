@@ -24,7 +24,17 @@ class EmulatorError(AssertionError):
 
 def compile_source(text: str, options: Sequence[str], arch: int = 900) -> ctypes.CDLL:
     """Compile a kernel's flat source; a library that was built before is loaded again."""
-    flags = ["-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-DKV_EMU", f"-DEMU_ARCH={arch}", f"-I{HERE}", *options]
+    flags = [
+        "-std=c++17",
+        "-O1",
+        "-w",
+        "-shared",
+        "-fPIC",
+        "-DKV_EMU",
+        f"-DEMU_ARCH={arch}",
+        f"-I{HERE}",
+        *options,
+    ]
     headers = [path.read_text() for path in sorted(HERE.glob("*.h"))]
     digest = hashlib.sha256("\0".join([text, *headers, *flags]).encode()).hexdigest()[:24]
     library = _BUILT / f"{digest}.so"
@@ -33,7 +43,11 @@ def compile_source(text: str, options: Sequence[str], arch: int = 900) -> ctypes
         with tempfile.TemporaryDirectory(dir=_BUILT) as folder:
             source, made = Path(folder) / "kernel.cpp", Path(folder) / "kernel.so"
             source.write_text(text)
-            done = subprocess.run([str(COMPILER), *flags, str(source), "-o", str(made)], capture_output=True, text=True)
+            done = subprocess.run(
+                [str(COMPILER), *flags, str(source), "-o", str(made)],
+                capture_output=True,
+                text=True,
+            )
             if done.returncode:
                 raise RuntimeError(f"the emulator's build failed:\n{done.stderr[:4000]}")
             made.replace(library)
@@ -93,14 +107,20 @@ class EmulatedModule:
     def tensor_map(self, x: torch.Tensor, box_rows: int) -> bytes:
         """Encode what ``emu_sm90.h`` reads in place of the driver's map."""
         sizes, strides = launch.map_sizes(x)
-        assert all(s % 16 == 0 and 0 < s < 2**40 for s in strides), "the driver would refuse these strides"
+        assert all(s % 16 == 0 and 0 < s < 2**40 for s in strides), (
+            "the driver would refuse these strides"
+        )
         assert x.data_ptr() % 16 == 0, "the driver would refuse this address"
         return struct.pack("Q 7q I 4x", x.data_ptr(), *sizes, *strides, box_rows).ljust(128, b"\0")
 
-    def launch(self, kernel: str, blocks: int, threads: int, shared_bytes: int, arguments: bytes) -> None:
+    def launch(
+        self, kernel: str, blocks: int, threads: int, shared_bytes: int, arguments: bytes
+    ) -> None:
         """Run a kernel's blocks one after the other."""
         run = getattr(self._library, kernel)
-        assert getattr(self._library, f"{kernel}_params")() == len(arguments), "the struct and its packing differ"
+        assert getattr(self._library, f"{kernel}_params")() == len(arguments), (
+            "the struct and its packing differ"
+        )
         grid = (ctypes.c_uint * 3)(blocks, 1, 1)
         if run(arguments, grid, ctypes.c_uint(shared_bytes), ctypes.c_uint(self._seed)):
             raise EmulatorError(self._library.emu_error().decode())

@@ -40,7 +40,9 @@ class TestKVRagVectorStore(VectorStoreIntegrationTests):
 class TestRetriever(RetrieversIntegrationTests):
     @property
     def retriever_constructor(self):
-        store = KVRagVectorStore.from_texts(["foo", "bar", "baz", "boo"], DeterministicFakeEmbedding(size=6))
+        store = KVRagVectorStore.from_texts(
+            ["foo", "bar", "baz", "boo"], DeterministicFakeEmbedding(size=6)
+        )
         return lambda k=2: store.as_retriever(search_kwargs={"k": k})
 
     @property

@@ -17,6 +17,10 @@ class TestChatKVRag(ChatModelUnitTests):
 
     @property
     def chat_model_params(self):
-        return {"model": self._tiny_dir, "max_retries": None, "api_key": None}  # no service is asked
+        return {
+            "model": self._tiny_dir,
+            "max_retries": None,
+            "api_key": None,
+        }  # no service is asked
 
     has_tool_calling = has_structured_output = False  # of which a random model knows nothing

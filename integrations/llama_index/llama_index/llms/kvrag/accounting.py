@@ -9,7 +9,12 @@ from contextlib import aclosing, closing, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from llama_index.core.base.response.schema import AsyncStreamingResponse, PydanticResponse, Response, StreamingResponse
+from llama_index.core.base.response.schema import (
+    AsyncStreamingResponse,
+    PydanticResponse,
+    Response,
+    StreamingResponse,
+)
 from llama_index.core.bridge.pydantic import Field
 from llama_index.core.chat_engine.types import AgentChatResponse, StreamingAgentChatResponse
 from llama_index.core.instrumentation import get_dispatcher  # type: ignore[attr-defined]  # not re-exported by name
@@ -27,7 +32,9 @@ class Account:
 
     def __init__(self) -> None:
         self._calls: list[dict[str, Any]] = []
-        self._response: weakref.ref[Any] | None = None  # weak: a stream that its reader drops must be closed at once
+        self._response: weakref.ref[Any] | None = (
+            None  # weak: a stream that its reader drops must be closed at once
+        )
         self._lock = threading.Lock()
 
     def enter(self, call: dict[str, Any]) -> None:
@@ -75,15 +82,21 @@ class KVAccounting(BaseSpanHandler[AccountedSpan]):
     part of, across threads and tasks.
     """
 
-    def new_span(self, id_: str, *args: Any, parent_span_id: str | None = None, **kwargs: Any) -> AccountedSpan:
+    def new_span(
+        self, id_: str, *args: Any, parent_span_id: str | None = None, **kwargs: Any
+    ) -> AccountedSpan:
         """Begin a call."""
         return AccountedSpan(id_=id_, parent_id=parent_span_id)
 
-    def prepare_to_exit_span(self, id_: str, *args: Any, result: Any = None, **kwargs: Any) -> AccountedSpan | None:
+    def prepare_to_exit_span(
+        self, id_: str, *args: Any, result: Any = None, **kwargs: Any
+    ) -> AccountedSpan | None:
         """End a call; its response gets the account, at once or when its stream has been read."""
         span = self.open_spans.get(id_)
         if span is not None and isinstance(result, _RESPONSES):
-            if isinstance(result, _STREAMS) and isinstance(result.response_gen, (Generator, AsyncGenerator)):
+            if isinstance(result, _STREAMS) and isinstance(
+                result.response_gen, (Generator, AsyncGenerator)
+            ):
                 read: Any = _read if isinstance(result.response_gen, Generator) else _aread
                 result.response_gen = read(result.response_gen, self.accounts(id_))
             span.account.belongs_to(result)
@@ -125,7 +138,9 @@ def _within(accounts: tuple[Account, ...]) -> Iterator[None]:
         _reading.reset(token)
 
 
-def _read(stream: Generator[str, None, None], accounts: tuple[Account, ...]) -> Generator[str, None, None]:
+def _read(
+    stream: Generator[str, None, None], accounts: tuple[Account, ...]
+) -> Generator[str, None, None]:
     with closing(stream):
         while True:
             with _within(accounts):
@@ -135,7 +150,9 @@ def _read(stream: Generator[str, None, None], accounts: tuple[Account, ...]) -> 
             yield piece
 
 
-async def _aread(stream: AsyncGenerator[str, None], accounts: tuple[Account, ...]) -> AsyncGenerator[str, None]:
+async def _aread(
+    stream: AsyncGenerator[str, None], accounts: tuple[Account, ...]
+) -> AsyncGenerator[str, None]:
     async with aclosing(stream):
         while True:
             with _within(accounts):

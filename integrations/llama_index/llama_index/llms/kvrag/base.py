@@ -43,8 +43,21 @@ from kvrag.prompt.tools import FORM, answer_form
 from kvrag.types import MaxContext, Mode
 from llama_index.llms.kvrag.accounting import account_for_responses
 from llama_index.llms.kvrag.options import constructor_options, request_options, short_name
-from llama_index.llms.kvrag.prompts import calls_tools, chat_prompt, completion_text, engine_prefix, is_chat, tool_dicts
-from llama_index.llms.kvrag.responses import AsyncResponseStream, ResponseStream, as_chat, as_completion, whole
+from llama_index.llms.kvrag.prompts import (
+    calls_tools,
+    chat_prompt,
+    completion_text,
+    engine_prefix,
+    is_chat,
+    tool_dicts,
+)
+from llama_index.llms.kvrag.responses import (
+    AsyncResponseStream,
+    ResponseStream,
+    as_chat,
+    as_completion,
+    whole,
+)
 from llama_index.llms.kvrag.tools import ToolCallingLLM
 
 _REQUEST_FIELDS = (
@@ -97,9 +110,13 @@ class KVRagLLM(ToolCallingLLM):
     >>> index.as_query_engine(similarity_top_k=8).query("What changed in 2024?")  # doctest: +SKIP
     """
 
-    model_config = ConfigDict(protected_namespaces=("pydantic_model_",), arbitrary_types_allowed=True)
+    model_config = ConfigDict(
+        protected_namespaces=("pydantic_model_",), arbitrary_types_allowed=True
+    )
 
-    model: ModelLike = Field(kw_only=False, description="Hub id, local directory, .gguf file or a loaded model.")
+    model: ModelLike = Field(
+        kw_only=False, description="Hub id, local directory, .gguf file or a loaded model."
+    )
     model_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="For from_pretrained; also revision.", exclude=True
     )
@@ -107,27 +124,37 @@ class KVRagLLM(ToolCallingLLM):
         default=None,
         description="Upper bound of answer tokens; default: what the context window leaves, up to the model's own limit or 1,024.",
     )
-    stop: str | list[str] | None = Field(default=None, description="Strings that end the answer; not part of it.")
+    stop: str | list[str] | None = Field(
+        default=None, description="Strings that end the answer; not part of it."
+    )
     stop_token_ids: list[int] | None = Field(
         default=None, description="Tokens that end the answer, besides the model's."
     )
-    context_window: int | None = Field(default=None, description="At most the model's, which is the default.", gt=0)
+    context_window: int | None = Field(
+        default=None, description="At most the model's, which is the default.", gt=0
+    )
     is_chat_model: bool | None = Field(
-        default=None, description="Whether prompts are chat messages; default: if the model has a chat template."
+        default=None,
+        description="Whether prompts are chat messages; default: if the model has a chat template.",
     )
     generate_kwargs: dict[str, Any] = Field(
-        default_factory=dict, description="Request options in another place, as other Hugging Face LLMs take them."
+        default_factory=dict,
+        description="Request options in another place, as other Hugging Face LLMs take them.",
     )
 
     if not TYPE_CHECKING:  # editors would show **options in place of the fields
 
         def __init__(self, model: Any = None, **options: Any) -> None:
-            super().__init__(**constructor_options({"model": model, **options}, type(self).model_fields))
+            super().__init__(
+                **constructor_options({"model": model, **options}, type(self).model_fields)
+            )
             self._check_request(self._defaults())
             account_for_responses()
 
     @classmethod
-    def from_pretrained_model(cls, model: PreTrainedModel, tokenizer: Any, **options: Any) -> KVRagLLM:
+    def from_pretrained_model(
+        cls, model: PreTrainedModel, tokenizer: Any, **options: Any
+    ) -> KVRagLLM:
         """Use a model and a tokenizer that are loaded already; options as for the class."""
         return cls(**{"model": model, "tokenizer": tokenizer, **options})
 
@@ -141,7 +168,9 @@ class KVRagLLM(ToolCallingLLM):
     @property
     def engine(self) -> KVRagEngine:
         """The engine, one per process for the same options; its weights are loaded at first use."""
-        return KVRagEngine.get(self.model, prefix=engine_prefix(self.prefix, self), **self.engine_options())
+        return KVRagEngine.get(
+            self.model, prefix=engine_prefix(self.prefix, self), **self.engine_options()
+        )
 
     def precompute_kv(
         self,
@@ -172,7 +201,9 @@ class KVRagLLM(ToolCallingLLM):
             collection=collection,
         )
 
-    def delete_kv(self, items: Any, *, namespace: str | None = None, collection: str | None = None) -> int:
+    def delete_kv(
+        self, items: Any, *, namespace: str | None = None, collection: str | None = None
+    ) -> int:
         """Delete the KV of nodes or node ids; see :func:`kvrag.delete_kv`."""
         return delete_kv(items, llm=self, namespace=namespace, collection=collection)
 
@@ -255,7 +286,8 @@ class KVRagLLM(ToolCallingLLM):
         loaded, window = engine.loaded, engine.loaded.lm.context_window
         if self.context_window and self.context_window > window:
             warnings.warn(
-                f"context_window is {self.context_window}, and the model's, which holds, is {window}", stacklevel=2
+                f"context_window is {self.context_window}, and the model's, which holds, is {window}",
+                stacklevel=2,
             )
         return LLMMetadata(
             context_window=min(self.context_window or window, window),
@@ -267,7 +299,11 @@ class KVRagLLM(ToolCallingLLM):
 
     def to_payload(self) -> dict[str, Any]:
         """Describe the LLM for observability without loading it: every call in an event loop asks for this."""
-        return {"class_name": self.class_name(), "model_name": short_name(self.model), **self._defaults()}
+        return {
+            "class_name": self.class_name(),
+            "model_name": short_name(self.model),
+            **self._defaults(),
+        }
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
         """Show a loaded model by its name."""
@@ -277,7 +313,9 @@ class KVRagLLM(ToolCallingLLM):
     # -- requests --------------------------------------------------------------------------------------------------
 
     def _defaults(self) -> dict[str, Any]:
-        return request_options({name: getattr(self, name) for name in _REQUEST_FIELDS}, self.generate_kwargs)
+        return request_options(
+            {name: getattr(self, name) for name in _REQUEST_FIELDS}, self.generate_kwargs
+        )
 
     def _check_request(self, options: dict[str, Any]) -> None:
         """Raise on an option that does not exist or has an impossible value, before anything is loaded."""
@@ -298,7 +336,11 @@ class KVRagLLM(ToolCallingLLM):
         self, prompt: str, formatted: bool, overrides: dict[str, Any]
     ) -> tuple[KVRagEngine, str, dict[str, Any]]:
         engine, options = self._request(overrides)
-        return engine, prompt if formatted else completion_text(self, prompt, _encoder(engine, options)), options
+        return (
+            engine,
+            prompt if formatted else completion_text(self, prompt, _encoder(engine, options)),
+            options,
+        )
 
     def _of_chat(
         self, messages: Sequence[ChatMessage], overrides: dict[str, Any]
@@ -306,7 +348,11 @@ class KVRagLLM(ToolCallingLLM):
         engine, options = self._request(overrides)
         continues = bool(options.get("continue_final_message"))
         shown = answer_form(options.get("tools"), options.get("tool_choice")).tools
-        return engine, chat_prompt(self, messages, _encoder(engine, options), shown, continues=continues), options
+        return (
+            engine,
+            chat_prompt(self, messages, _encoder(engine, options), shown, continues=continues),
+            options,
+        )
 
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
@@ -315,7 +361,9 @@ class KVRagLLM(ToolCallingLLM):
         return whole(engine.generate(text, **options), as_completion)
 
     @llm_completion_callback()
-    def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
+    def stream_complete(
+        self, prompt: str, formatted: bool = False, **kwargs: Any
+    ) -> CompletionResponseGen:
         """As :meth:`complete`, piece by piece; the last response holds the accounting."""
         engine, text, options = self._of_prompt(prompt, formatted, kwargs)
         return ResponseStream(engine.stream(text, **options), as_completion)
@@ -333,13 +381,17 @@ class KVRagLLM(ToolCallingLLM):
         return ResponseStream(engine.stream(text, **options), as_chat)
 
     @llm_completion_callback()
-    async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
+    async def acomplete(
+        self, prompt: str, formatted: bool = False, **kwargs: Any
+    ) -> CompletionResponse:
         """As :meth:`complete`; the event loop is not blocked, and cancelling stops the decoding."""
         engine, text, options = await asyncio.to_thread(self._of_prompt, prompt, formatted, kwargs)
         return whole(await engine.agenerate(text, **options), as_completion)
 
     @llm_completion_callback()
-    async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:
+    async def astream_complete(
+        self, prompt: str, formatted: bool = False, **kwargs: Any
+    ) -> CompletionResponseAsyncGen:
         """As :meth:`stream_complete`, for an event loop."""
         engine, text, options = await asyncio.to_thread(self._of_prompt, prompt, formatted, kwargs)
         return AsyncResponseStream(engine.astream(text, **options), as_completion)
@@ -351,7 +403,9 @@ class KVRagLLM(ToolCallingLLM):
         return whole(await engine.agenerate(text, **options), as_chat)
 
     @llm_chat_callback()
-    async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
+    async def astream_chat(
+        self, messages: Sequence[ChatMessage], **kwargs: Any
+    ) -> ChatResponseAsyncGen:
         """As :meth:`stream_chat`, for an event loop."""
         engine, text, options = await asyncio.to_thread(self._of_chat, messages, kwargs)
         return AsyncResponseStream(engine.astream(text, **options), as_chat)
@@ -370,6 +424,8 @@ def _num_output(options: dict[str, Any], engine: KVRagEngine) -> int:
     return DEFAULT_NUM_OUTPUTS if given is None else given
 
 
-@lru_cache(maxsize=8)  # for one question LlamaIndex counts the tokens of the same context four times
+@lru_cache(
+    maxsize=8
+)  # for one question LlamaIndex counts the tokens of the same context four times
 def _ids_of(tokenizer: Any, text: str) -> tuple[int, ...]:
     return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -69,7 +69,9 @@ def constructor_options(options: Mapping[str, Any], known: Iterable[str]) -> dic
     wrapper = out.get("query_wrapper_prompt")
     if isinstance(wrapper, str):
         wrapper = PromptTemplate(wrapper)
-    if wrapper is not None:  # the incumbent's default wraps nothing, and would take the place of the chat template
+    if (
+        wrapper is not None
+    ):  # the incumbent's default wraps nothing, and would take the place of the chat template
         out["query_wrapper_prompt"] = None if wrapper.get_template() == "{query_str}" else wrapper
     _take_store_config(out)
     names = set(known)
@@ -92,7 +94,9 @@ def _take_device(out: dict[str, Any]) -> None:
     if not isinstance(device_map, str) or device_map in _SPLITTING:
         out["model_kwargs"] = {**(out.get("model_kwargs") or {}), "device_map": device_map}
     elif out.get("device") not in (None, device_map):
-        raise ConfigError(f"device is {out['device']!r}, and device_map is {device_map!r}; pass device alone")
+        raise ConfigError(
+            f"device is {out['device']!r}, and device_map is {device_map!r}; pass device alone"
+        )
     else:
         out["device"] = device_map
 
@@ -115,10 +119,18 @@ def portable(config: StoreConfig) -> dict[str, Any]:
     ConfigError
         If it holds a function, which has no such form.
     """
-    given = {f.name: getattr(config, f.name) for f in fields(config) if getattr(config, f.name) != f.default}
+    given = {
+        f.name: getattr(config, f.name)
+        for f in fields(config)
+        if getattr(config, f.name) != f.default
+    }
     for name, value in given.items():
         if callable(value):
-            remedy = "use 'env:NAME' instead" if name == "encryption_key" else "use event_log instead, or"
+            remedy = (
+                "use 'env:NAME' instead"
+                if name == "encryption_key"
+                else "use event_log instead, or"
+            )
             raise ConfigError(
                 f"the store_config of this {OWNER} has a function for {name}, so it can't be serialised or pickled; {remedy} create the "
                 f"{OWNER} again where it is needed"

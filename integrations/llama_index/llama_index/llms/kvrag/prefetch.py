@@ -43,7 +43,9 @@ class KVPrefetchHandler(BaseEventHandler):
     namespace: str | None = None
     content: Content = "text"
 
-    def __init__(self, llm: Any = None, *, namespace: str | None = None, content: Content = "text") -> None:
+    def __init__(
+        self, llm: Any = None, *, namespace: str | None = None, content: Content = "text"
+    ) -> None:
         fields = {"llm": resolve_kv_llm(llm), "namespace": namespace, "content": content}
         super().__init__(**fields)
 

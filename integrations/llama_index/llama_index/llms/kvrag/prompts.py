@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from llama_index.core.base.llms.generic_utils import messages_to_prompt as generic_messages_to_prompt
+from llama_index.core.base.llms.generic_utils import (
+    messages_to_prompt as generic_messages_to_prompt,
+)
 from llama_index.core.base.llms.types import (
     CacheControl,
     CachePoint,
@@ -50,9 +52,13 @@ def _has_template(encoder: PromptEncoder) -> bool:
 def completion_text(llm: LLM, prompt: str, encoder: PromptEncoder) -> str:
     """Render a raw prompt: one user message for chat models, unless the user brought a wrapping of their own."""
     wrap = llm.completion_to_prompt or default_completion_to_prompt
-    has_own_wrapping = wrap is not default_completion_to_prompt or llm.query_wrapper_prompt is not None
+    has_own_wrapping = (
+        wrap is not default_completion_to_prompt or llm.query_wrapper_prompt is not None
+    )
     if is_chat(llm, encoder) and _has_template(encoder) and not has_own_wrapping:
-        return encoder.render(_accepted(llm._extend_messages([ChatMessage(role="user", content=prompt)]), encoder))
+        return encoder.render(
+            _accepted(llm._extend_messages([ChatMessage(role="user", content=prompt)]), encoder)
+        )
     return llm._extend_prompt(wrap(prompt))
 
 
@@ -66,22 +72,34 @@ def _own_text(llm: LLM, messages: Sequence[ChatMessage]) -> str:
     """Render messages with the user's own function, else as plain lines."""
     render = llm.messages_to_prompt or generic_messages_to_prompt
     if render is generic_messages_to_prompt and any(map(_calls_in, messages)):
-        raise InputError("a message calls tools, which a model without chat template can't be shown; leave it out")
+        raise InputError(
+            "a message calls tools, which a model without chat template can't be shown; leave it out"
+        )
     return render(messages)
 
 
 def tool_dicts(tools: Sequence[Any]) -> list[Any]:
     """Return tools as OpenAI's dicts, which the engine takes."""
-    return [t.metadata.to_openai_tool(skip_length_check=True) if isinstance(t, BaseTool) else t for t in tools]
+    return [
+        t.metadata.to_openai_tool(skip_length_check=True) if isinstance(t, BaseTool) else t
+        for t in tools
+    ]
 
 
 def chat_prompt(
-    llm: LLM, messages: Sequence[ChatMessage], encoder: PromptEncoder, tools: Tools, *, continues: bool = False
+    llm: LLM,
+    messages: Sequence[ChatMessage],
+    encoder: PromptEncoder,
+    tools: Tools,
+    *,
+    continues: bool = False,
 ) -> str | list[Message]:
     """Return messages as the engine takes them: rendered, or, where it needs them, those that the model's chat template takes."""
     if calls_tools(llm, encoder):
         plain = _accepted(messages, encoder, tools)
-        has_chunk = any([isinstance(part, Chunk) for message in plain for part in message["content"]])
+        has_chunk = any(
+            [isinstance(part, Chunk) for message in plain for part in message["content"]]
+        )
         return plain if tools or continues or has_chunk else encoder.render(plain)
     if tools:
         raise InputError(
@@ -105,7 +123,11 @@ def plain_message(message: ChatMessage) -> Message:
     """
     role, more = message.role.value, message.additional_kwargs
     parts = [part for block in message.blocks for part in _parts(block, role)]
-    thoughts = [block.content for block in message.blocks if isinstance(block, ThinkingBlock) and block.content]
+    thoughts = [
+        block.content
+        for block in message.blocks
+        if isinstance(block, ThinkingBlock) and block.content
+    ]
     content = "\n".join(parts) if all([isinstance(part, str) for part in parts]) else _joined(parts)
     plain: Message = {"role": role, "content": content}
     plain |= {name: more[name] for name in _BESIDE if more.get(name)}
@@ -126,7 +148,9 @@ def _parts(block: Any, role: str) -> list[Any]:
             return [block.title, *[Chunk(text) for text in texts if text.strip()]]
     if isinstance(block, (*_HINTS, ThinkingBlock, ToolCallBlock)):
         return []
-    raise InputError(f"a {role} message holds a {block.block_type} block; kvrag reads text only, remove the block")
+    raise InputError(
+        f"a {role} message holds a {block.block_type} block; kvrag reads text only, remove the block"
+    )
 
 
 def _joined(parts: Sequence[Any]) -> list[Any]:
@@ -137,13 +161,18 @@ def _joined(parts: Sequence[Any]) -> list[Any]:
 def _calls_in(message: ChatMessage) -> list[Any]:
     """Return a message's calls in OpenAI's form; memories of other LLMs keep them beside the blocks."""
     if blocks := [block for block in message.blocks if isinstance(block, ToolCallBlock)]:
-        made = [(b.tool_call_id or "", {"name": b.tool_name, "arguments": b.tool_kwargs}) for b in blocks]
+        made = [
+            (b.tool_call_id or "", {"name": b.tool_name, "arguments": b.tool_kwargs})
+            for b in blocks
+        ]
         return [{"id": id_, "type": "function", "function": function} for id_, function in made]
     beside = message.additional_kwargs.get("tool_calls") or ()
     return [call if isinstance(call, Mapping) else call.model_dump() for call in beside]
 
 
-def _accepted(messages: Sequence[ChatMessage], encoder: PromptEncoder, tools: Tools = ()) -> list[Message]:
+def _accepted(
+    messages: Sequence[ChatMessage], encoder: PromptEncoder, tools: Tools = ()
+) -> list[Message]:
     """Return the messages as the model's chat template takes them.
 
     LlamaIndex's default prompts hold a system message and ``LLM.system_prompt`` adds another: many templates refuse the
@@ -161,10 +190,15 @@ def _accepted(messages: Sequence[ChatMessage], encoder: PromptEncoder, tools: To
 
 def _with_one_system(messages: Sequence[Message]) -> list[Message]:
     """Join the system messages at the head."""
-    count = next((i for i, message in enumerate(messages) if message["role"] not in _SYSTEM), len(messages))
+    count = next(
+        (i for i, message in enumerate(messages) if message["role"] not in _SYSTEM), len(messages)
+    )
     if count < 2:
         return list(messages)
-    return [{"role": messages[0]["role"], "content": _contents(messages[:count])}, *messages[count:]]
+    return [
+        {"role": messages[0]["role"], "content": _contents(messages[:count])},
+        *messages[count:],
+    ]
 
 
 def _contents(messages: Sequence[Message]) -> list[Any]:
@@ -190,9 +224,13 @@ class LLMTemplate:
     @property
     def template_vars(self) -> list[str]:
         """Variables under the names that callers use, without those that are filled in."""
-        names = {inner: outer for outer, inner in (self.template.template_var_mappings or {}).items()}
+        names = {
+            inner: outer for outer, inner in (self.template.template_var_mappings or {}).items()
+        }
         filled_in = self.template.kwargs or {}
-        return [names.get(name, name) for name in self.template.template_vars if name not in filled_in]
+        return [
+            names.get(name, name) for name in self.template.template_vars if name not in filled_in
+        ]
 
     def kvrag_render(self, values: Mapping[str, Any], encoder: PromptEncoder) -> str:
         """Render as ``LLM.predict`` does."""
@@ -217,7 +255,9 @@ def engine_prefix(prefix: Any, llm: LLM) -> Any:
     if prefix is None:
         prefix = TemplatePrefix(DEFAULT_TEXT_QA_PROMPT_SEL, "context_str")
     if isinstance(prefix, TemplatePrefix):
-        return TemplatePrefix(_of_llm(prefix.template, llm), prefix.variable, tool_dicts(prefix.tools))
+        return TemplatePrefix(
+            _of_llm(prefix.template, llm), prefix.variable, tool_dicts(prefix.tools)
+        )
     if isinstance(prefix, Sequence) and not isinstance(prefix, str):
         return [plain_message(m) if isinstance(m, ChatMessage) else m for m in prefix]
     return _of_llm(prefix, llm)

@@ -29,9 +29,13 @@ class Shape(Protocol[ResponseT]):
         ...
 
 
-def as_completion(text: str, delta: str | None, result: GenerationResult | None) -> CompletionResponse:
+def as_completion(
+    text: str, delta: str | None, result: GenerationResult | None
+) -> CompletionResponse:
     """Make a completion response; usage and accounting come with the result."""
-    return CompletionResponse(text=text, delta=delta, raw=_raw(result), additional_kwargs=_usage(result))
+    return CompletionResponse(
+        text=text, delta=delta, raw=_raw(result), additional_kwargs=_usage(result)
+    )
 
 
 def as_chat(text: str, delta: str | None, result: GenerationResult | None) -> ChatResponse:
@@ -41,7 +45,9 @@ def as_chat(text: str, delta: str | None, result: GenerationResult | None) -> Ch
         for call in (result.tool_calls if result else ())
     ]
     message = ChatMessage(role=MessageRole.ASSISTANT, blocks=[TextBlock(text=text), *calls])
-    return ChatResponse(message=message, delta=delta, raw=_raw(result), additional_kwargs=_usage(result))
+    return ChatResponse(
+        message=message, delta=delta, raw=_raw(result), additional_kwargs=_usage(result)
+    )
 
 
 def whole(result: GenerationResult, shape: Shape[ResponseT]) -> ResponseT:

@@ -36,7 +36,9 @@ class SerialisedLLM(EngineFields, FunctionCallingLLM):
             If that would leave out what decides which KV is found or how it is stored: a template as ``prefix``, an object or a token in
             ``model_kwargs``, or a function in ``store_config``.
         """
-        self._serialise_store_config(self.store_config)  # its own exception, which pydantic would wrap
+        self._serialise_store_config(
+            self.store_config
+        )  # its own exception, which pydantic would wrap
         if self.prefix is not None and not isinstance(self.prefix, str):
             raise ConfigError(
                 "a prefix that is no text can't be serialised; pass its text, which is llm.engine.prefix_text"

@@ -41,20 +41,36 @@ class ToolCallingLLM(SerialisedLLM):
         tool_required: bool = False,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        asked = [ChatMessage(user_msg) if isinstance(user_msg, str) else user_msg] if user_msg is not None else []
+        asked = (
+            [ChatMessage(user_msg) if isinstance(user_msg, str) else user_msg]
+            if user_msg is not None
+            else []
+        )
         choice = kwargs.pop("tool_choice", None) or ("required" if tool_required else None)
         messages = [*(chat_history or ()), *asked]
-        return {"messages": messages, "tools": tool_dicts(tools) or None, "tool_choice": choice, **kwargs}
+        return {
+            "messages": messages,
+            "tools": tool_dicts(tools) or None,
+            "tool_choice": choice,
+            **kwargs,
+        }
 
     def _validate_chat_with_tools_response(
-        self, response: ChatResponse, tools: Sequence[BaseTool], allow_parallel_tool_calls: bool = False, **kwargs: Any
+        self,
+        response: ChatResponse,
+        tools: Sequence[BaseTool],
+        allow_parallel_tool_calls: bool = False,
+        **kwargs: Any,
     ) -> ChatResponse:
         others = _calls(response)[1:]
         if others and not allow_parallel_tool_calls:
             logger.warning(
-                "the answer calls %d tools; parallel calls are not allowed, so the first is kept", len(others) + 1
+                "the answer calls %d tools; parallel calls are not allowed, so the first is kept",
+                len(others) + 1,
             )
-            response.message.blocks = [block for block in response.message.blocks if block not in others]
+            response.message.blocks = [
+                block for block in response.message.blocks if block not in others
+            ]
         return response
 
     def get_tool_calls_from_response(
@@ -67,13 +83,20 @@ class ToolCallingLLM(SerialisedLLM):
                 f"the answer calls no tool; pass tool_required=True, or raise max_new_tokens: {response.message.content!r}"
             )
         made = [
-            {"tool_id": c.tool_call_id or "", "tool_name": c.tool_name, "tool_kwargs": c.tool_kwargs} for c in calls
+            {
+                "tool_id": c.tool_call_id or "",
+                "tool_name": c.tool_name,
+                "tool_kwargs": c.tool_kwargs,
+            }
+            for c in calls
         ]
         return [ToolSelection.model_validate(parts) for parts in made]
 
     # -- objects: pydantic models ----------------------------------------------------------------------------------
 
-    def structured_predict(self, output_cls: Any, prompt: Any, llm_kwargs: Any = None, **prompt_args: Any) -> Any:
+    def structured_predict(
+        self, output_cls: Any, prompt: Any, llm_kwargs: Any = None, **prompt_args: Any
+    ) -> Any:
         """Predict an object; :class:`~kvrag.InputError` if ``max_new_tokens`` ends the answer before its JSON does."""
         program, options = self._program(output_cls, prompt, llm_kwargs)
         return program(llm_kwargs=options, **prompt_args)
@@ -85,7 +108,9 @@ class ToolCallingLLM(SerialisedLLM):
         program, options = self._program(output_cls, prompt, llm_kwargs)
         return await program.acall(llm_kwargs=options, **prompt_args)
 
-    def _structured_stream_call(self, output_cls: Any, prompt: Any, llm_kwargs: Any = None, **prompt_args: Any) -> Any:
+    def _structured_stream_call(
+        self, output_cls: Any, prompt: Any, llm_kwargs: Any = None, **prompt_args: Any
+    ) -> Any:
         program, options = self._program(output_cls, prompt, llm_kwargs)
         return program.stream_call(llm_kwargs=options, **prompt_args)
 
@@ -96,16 +121,26 @@ class ToolCallingLLM(SerialisedLLM):
         return await program.astream_call(llm_kwargs=options, **prompt_args)
 
     def _program(
-        self, output_cls: type[BaseModel], prompt: BasePromptTemplate, llm_kwargs: dict[str, Any] | None
+        self,
+        output_cls: type[BaseModel],
+        prompt: BasePromptTemplate,
+        llm_kwargs: dict[str, Any] | None,
     ) -> tuple[Any, dict[str, Any]]:
         """Return LlamaIndex's program, and the LLM's options: unless the user chose a program, the form of the answer."""
         options = llm_kwargs or {}
         if self.pydantic_program_mode != PydanticProgramMode.DEFAULT:
-            return get_program_for_llm(output_cls, prompt, self, self.pydantic_program_mode), options
-        schema = {"name": output_cls.__name__, "schema": output_cls.model_json_schema(schema_generator=_Closed)}
+            return get_program_for_llm(
+                output_cls, prompt, self, self.pydantic_program_mode
+            ), options
+        schema = {
+            "name": output_cls.__name__,
+            "schema": output_cls.model_json_schema(schema_generator=_Closed),
+        }
         form = {"type": "json_schema", "json_schema": schema}
         # A copy: the program puts its parser into the prompt.
-        program = LLMTextCompletionProgram(_SchemaAtTheEnd(output_cls), output_cls, prompt.model_copy(), self)
+        program = LLMTextCompletionProgram(
+            _SchemaAtTheEnd(output_cls), output_cls, prompt.model_copy(), self
+        )
         return program, {**options, "response_format": form}
 
 
@@ -122,11 +157,17 @@ class _Closed(GenerateJsonSchema):
 
     def set_schema(self, schema: SetSchema) -> JsonSchemaValue:
         """Allow an item twice: a set forgets its twin, and decoding could not hold it back."""
-        return {key: part for key, part in super().set_schema(schema).items() if key != "uniqueItems"}
+        return {
+            key: part for key, part in super().set_schema(schema).items() if key != "uniqueItems"
+        }
 
     def frozenset_schema(self, schema: FrozenSetSchema) -> JsonSchemaValue:
         """As :meth:`set_schema`."""
-        return {key: part for key, part in super().frozenset_schema(schema).items() if key != "uniqueItems"}
+        return {
+            key: part
+            for key, part in super().frozenset_schema(schema).items()
+            if key != "uniqueItems"
+        }
 
 
 class _SchemaAtTheEnd(PydanticOutputParser[Any]):
@@ -137,7 +178,10 @@ class _SchemaAtTheEnd(PydanticOutputParser[Any]):
 
     def format_messages(self, messages: list[ChatMessage]) -> list[ChatMessage]:
         *before, last = messages
-        return [*before, last.model_copy(update={"blocks": [*last.blocks, TextBlock(text=self.format(""))]})]
+        return [
+            *before,
+            last.model_copy(update={"blocks": [*last.blocks, TextBlock(text=self.format(""))]}),
+        ]
 
     def parse(self, text: str) -> Any:
         try:
@@ -145,7 +189,9 @@ class _SchemaAtTheEnd(PydanticOutputParser[Any]):
         except ValidationError as error:
             if error.errors()[0]["type"] != "json_invalid":
                 raise
-            raise InputError(f"the answer ends before its JSON does; raise max_new_tokens: {text!r}") from None
+            raise InputError(
+                f"the answer ends before its JSON does; raise max_new_tokens: {text!r}"
+            ) from None
 
 
 def _calls(response: ChatResponse) -> list[ToolCallBlock]:

@@ -34,7 +34,9 @@ def resolve_kv_llm(llm: Any) -> KVRagLLM | KVRagEngine:
         try:
             llm = Settings.llm
         except (ImportError, ValueError) as error:  # LlamaIndex's default LLM is another package
-            raise ConfigError("no LLM to precompute KV for; set Settings.llm = KVRagLLM(...), or pass llm=") from error
+            raise ConfigError(
+                "no LLM to precompute KV for; set Settings.llm = KVRagLLM(...), or pass llm="
+            ) from error
     if not isinstance(llm, (KVRagLLM, KVRagEngine)):
         raise ConfigError(
             f"the LLM is of type {type(llm).__name__}, which can't use KV; set Settings.llm = KVRagLLM(...), or pass one"
@@ -51,16 +53,22 @@ def precompute_nodes(
     only costs time.
     """
     try:
-        compute = llm.precompute_kv if isinstance(llm, KVRagLLM) else partial(precompute_kv, llm=llm)
+        compute = (
+            llm.precompute_kv if isinstance(llm, KVRagLLM) else partial(precompute_kv, llm=llm)
+        )
         report = compute(nodes, **options)
     except Exception as error:
         if on_error == "raise":
             raise
         warnings.warn(
-            f"KV of nodes was not precomputed and will be computed at query time: {error}", UserWarning, stacklevel=3
+            f"KV of nodes was not precomputed and will be computed at query time: {error}",
+            UserWarning,
+            stacklevel=3,
         )
         return PrecomputeReport(0, 0, [(node.node_id, str(error)) for node in nodes], 0, 0.0)
-    logger.info("KV of %d node(s): %d stored, %d skipped", len(nodes), report.stored, report.skipped)
+    logger.info(
+        "KV of %d node(s): %d stored, %d skipped", len(nodes), report.stored, report.skipped
+    )
     return report
 
 
@@ -86,8 +94,19 @@ class PrecomputeFields(BaseComponent):
 
     def precompute(self, nodes: Sequence[BaseNode]) -> None:
         """Precompute the KV of nodes with these options."""
-        names = ("namespace", "prefix", "content", "batch_size", "show_progress", "on_error", "retention", "collection")
-        precompute_nodes(nodes, llm=resolve_kv_llm(self.llm), **{name: getattr(self, name) for name in names})
+        names = (
+            "namespace",
+            "prefix",
+            "content",
+            "batch_size",
+            "show_progress",
+            "on_error",
+            "retention",
+            "collection",
+        )
+        precompute_nodes(
+            nodes, llm=resolve_kv_llm(self.llm), **{name: getattr(self, name) for name in names}
+        )
 
 
 class KVPrecompute(PrecomputeFields, TransformComponent):
@@ -126,12 +145,19 @@ class KVPrecompute(PrecomputeFields, TransformComponent):
         llm = resolve_kv_llm(self.llm)
         engine = engine_of(llm)
         # Whatever erases KV makes another generation: nodes that went through before pass again.
-        found = {"generation": str(engine.store.catalog.state().generation), "kept": str(engine.store_config.kv_dtype)}
+        found = {
+            "generation": str(engine.store.catalog.state().generation),
+            "kept": str(engine.store_config.kv_dtype),
+        }
         if isinstance(llm, KVRagLLM):
             names = {"model", "kv_dir", "namespace", "dtype", "context", "system_prompt"}
             told = {name: str(value) for name, value in llm.model_dump(include=names).items()}
             return found | told | {"prefix": repr(llm.prefix)}
-        return found | {"model": engine.source.name, "namespace": engine.namespace, "dtype": str(engine.source.dtype)}
+        return found | {
+            "model": engine.source.name,
+            "namespace": engine.namespace,
+            "dtype": str(engine.source.dtype),
+        }
 
     def __call__(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
         """Precompute the nodes' KV."""

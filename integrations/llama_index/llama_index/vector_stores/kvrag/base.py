@@ -68,7 +68,9 @@ class KVRagVectorStore(PrecomputeFields, BasePydanticVectorStore):
     _refs: dict[str, RefTable] = PrivateAttr(default_factory=dict)
     _has_warned: bool = PrivateAttr(default=False)
 
-    def __init__(self, inner: BasePydanticVectorStore | None = None, *, llm: Any = None, **options: Any) -> None:
+    def __init__(
+        self, inner: BasePydanticVectorStore | None = None, *, llm: Any = None, **options: Any
+    ) -> None:
         inner = SimpleVectorStore() if inner is None else inner
         if not isinstance(inner, BasePydanticVectorStore):
             raise ConfigError(
@@ -78,15 +80,21 @@ class KVRagVectorStore(PrecomputeFields, BasePydanticVectorStore):
         options.setdefault("is_embedding_query", inner.is_embedding_query)
         refuse_unknown(options, type(self))
         in_collection((), options.get("collection"))  # raises if it is not a name
-        super().__init__(**{"inner": inner, "llm": None if llm is None else resolve_kv_llm(llm), **options})
+        super().__init__(
+            **{"inner": inner, "llm": None if llm is None else resolve_kv_llm(llm), **options}
+        )
 
     @classmethod
-    def from_persist_dir(cls, persist_dir: str, *, llm: Any = None, **options: Any) -> KVRagVectorStore:
+    def from_persist_dir(
+        cls, persist_dir: str, *, llm: Any = None, **options: Any
+    ) -> KVRagVectorStore:
         """Load what a storage context has persisted of the default inner store."""
         return cls(SimpleVectorStore.from_persist_dir(persist_dir), llm=llm, **options)
 
     @classmethod
-    def storage_context(cls, persist_dir: str, *, llm: Any = None, **options: Any) -> StorageContext:
+    def storage_context(
+        cls, persist_dir: str, *, llm: Any = None, **options: Any
+    ) -> StorageContext:
         """Load a persisted context with this store in it, for ``load_index_from_storage``.
 
         ``StorageContext.from_defaults(persist_dir=...)`` makes a plain store of the same file: what is deleted from that leaves its KV.
@@ -121,10 +129,15 @@ class KVRagVectorStore(PrecomputeFields, BasePydanticVectorStore):
     def _keep(self, nodes: Sequence[BaseNode]) -> None:
         latest = list({node.node_id: node for node in nodes}.values())
         # First, so that KV without an entry can't arise. Nodes without a document are one of their own.
-        self._table().add(self._space(), ((node.node_id, node.ref_doc_id or node.node_id) for node in latest))
+        self._table().add(
+            self._space(), ((node.node_id, node.ref_doc_id or node.node_id) for node in latest)
+        )
         if self.inner.stores_text and latest:
             # Its texts are those that prompts will show: Chroma keeps the first text of an id.
-            held = {node.node_id: node for node in held_nodes(self.inner, [node.node_id for node in latest]) or []}
+            held = {
+                node.node_id: node
+                for node in held_nodes(self.inner, [node.node_id for node in latest]) or []
+            }
             latest = [held.get(node.node_id, node) for node in latest]
         self._forget(self._changed(latest), keep_refs=True)
         self.precompute(latest)
@@ -133,7 +146,9 @@ class KVRagVectorStore(PrecomputeFields, BasePydanticVectorStore):
         """Return the ids of nodes that were used before, with another text."""
         mode = MetadataMode.NONE if self.content == "text" else MetadataMode.LLM
         named = [(node.node_id, node.get_content(metadata_mode=mode)) for node in nodes]
-        return changed_ids(named, llm=self._engine(), namespace=self.namespace, collection=self.collection)
+        return changed_ids(
+            named, llm=self._engine(), namespace=self.namespace, collection=self.collection
+        )
 
     # -- nodes go --------------------------------------------------------------------------------------------------
     #
@@ -142,7 +157,10 @@ class KVRagVectorStore(PrecomputeFields, BasePydanticVectorStore):
 
     def delete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
         """Delete a document's nodes, and their KV."""
-        self._going(partial(self._of_document, ref_doc_id), partial(self.inner.delete, ref_doc_id, **delete_kwargs))
+        self._going(
+            partial(self._of_document, ref_doc_id),
+            partial(self.inner.delete, ref_doc_id, **delete_kwargs),
+        )
 
     async def adelete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
         """As :meth:`delete`."""
@@ -150,16 +168,23 @@ class KVRagVectorStore(PrecomputeFields, BasePydanticVectorStore):
         await self._agoing(partial(self._of_document, ref_doc_id), going)
 
     def delete_nodes(
-        self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None, **delete_kwargs: Any
+        self,
+        node_ids: list[str] | None = None,
+        filters: MetadataFilters | None = None,
+        **delete_kwargs: Any,
     ) -> None:
         """Delete nodes, and their KV; a string is one id."""
         ids = _as_list(node_ids)
         self._going(
-            partial(self._matching, ids, filters), partial(self.inner.delete_nodes, ids, filters, **delete_kwargs)
+            partial(self._matching, ids, filters),
+            partial(self.inner.delete_nodes, ids, filters, **delete_kwargs),
         )
 
     async def adelete_nodes(
-        self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None, **delete_kwargs: Any
+        self,
+        node_ids: list[str] | None = None,
+        filters: MetadataFilters | None = None,
+        **delete_kwargs: Any,
     ) -> None:
         """As :meth:`delete_nodes`."""
         ids = _as_list(node_ids)
@@ -184,7 +209,9 @@ class KVRagVectorStore(PrecomputeFields, BasePydanticVectorStore):
         finally:
             self._forget_gone(ids, is_done)
 
-    async def _agoing(self, which: Callable[[], list[str] | None], delete: Callable[[], Awaitable[None]]) -> None:
+    async def _agoing(
+        self, which: Callable[[], list[str] | None], delete: Callable[[], Awaitable[None]]
+    ) -> None:
         ids = await asyncio.to_thread(which)
         is_done = False
         try:
@@ -204,12 +231,20 @@ class KVRagVectorStore(PrecomputeFields, BasePydanticVectorStore):
         # A node without a document is its own in the table alone: no store deletes it by that name.
         return [node_id for node_id in known if node_id != ref_doc_id] or None
 
-    def _matching(self, node_ids: list[str] | None, filters: MetadataFilters | None) -> list[str] | None:
+    def _matching(
+        self, node_ids: list[str] | None, filters: MetadataFilters | None
+    ) -> list[str] | None:
         """Return the nodes that a deletion may remove."""
-        return list(node_ids) if node_ids and filters is None else held_ids(self.inner, node_ids or None, filters)
+        return (
+            list(node_ids)
+            if node_ids and filters is None
+            else held_ids(self.inner, node_ids or None, filters)
+        )
 
     def _all(self) -> list[str]:
-        return list(dict.fromkeys([*self._table().nodes(self._space()), *(held_ids(self.inner) or [])]))
+        return list(
+            dict.fromkeys([*self._table().nodes(self._space()), *(held_ids(self.inner) or [])])
+        )
 
     def _forget_gone(self, node_ids: list[str] | None, is_done: bool) -> None:
         """Delete the KV of nodes that are gone; an inner store that can't be asked is believed if its deletion is done."""
@@ -235,12 +270,16 @@ class KVRagVectorStore(PrecomputeFields, BasePydanticVectorStore):
         if not node_ids:
             return
         try:
-            self._engine().delete(list(node_ids), collection=self.collection, namespace=self.namespace)
+            self._engine().delete(
+                list(node_ids), collection=self.collection, namespace=self.namespace
+            )
         except Exception as error:
             if self.on_error == "raise":
                 raise
             warnings.warn(
-                f"the KV of deleted nodes could not be deleted: {error}; run sync_kv", UserWarning, stacklevel=5
+                f"the KV of deleted nodes could not be deleted: {error}; run sync_kv",
+                UserWarning,
+                stacklevel=5,
             )
             return
         if not keep_refs:
@@ -250,7 +289,9 @@ class KVRagVectorStore(PrecomputeFields, BasePydanticVectorStore):
 
     def __getattr__(self, name: str) -> Any:
         """Find what is the inner store's own, such as a collection; only what is not found here comes to this."""
-        if name.startswith("_") or "inner" not in self.__dict__:  # pydantic's, or a copy that is being made
+        if (
+            name.startswith("_") or "inner" not in self.__dict__
+        ):  # pydantic's, or a copy that is being made
             return super().__getattr__(name)  # type: ignore[misc]
         return getattr(self.inner, name)
 
@@ -262,7 +303,9 @@ class KVRagVectorStore(PrecomputeFields, BasePydanticVectorStore):
         """Query the inner store."""
         return await self.inner.aquery(query, **kwargs)
 
-    def get_nodes(self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None) -> list[BaseNode]:
+    def get_nodes(
+        self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None
+    ) -> list[BaseNode]:
         """Ask the inner store."""
         return self.inner.get_nodes(node_ids, filters)
 

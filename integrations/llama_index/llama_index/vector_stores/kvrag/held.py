@@ -21,7 +21,9 @@ _DOCUMENT = "document_id"  # LlamaIndex writes it into the metadata of every nod
 
 
 def held_ids(
-    store: BasePydanticVectorStore, node_ids: Sequence[str] | None = None, filters: MetadataFilters | None = None
+    store: BasePydanticVectorStore,
+    node_ids: Sequence[str] | None = None,
+    filters: MetadataFilters | None = None,
 ) -> list[str] | None:
     """Return the ids of the nodes in a store: all, or of ``node_ids``, or that filters match; ``None`` if it can't say."""
     if isinstance(store, SimpleVectorStore):
@@ -34,13 +36,17 @@ def held_ids(
 
 
 def held_nodes(
-    store: BasePydanticVectorStore, node_ids: Sequence[str] | None = None, filters: MetadataFilters | None = None
+    store: BasePydanticVectorStore,
+    node_ids: Sequence[str] | None = None,
+    filters: MetadataFilters | None = None,
 ) -> list[BaseNode] | None:
     """Return nodes as a store holds them, as :func:`held_ids`."""
     if node_ids is None:
         parts: list[list[str] | None] = [None]
     else:
-        parts = [list(node_ids[first : first + AT_ONCE]) for first in range(0, len(node_ids), AT_ONCE)]
+        parts = [
+            list(node_ids[first : first + AT_ONCE]) for first in range(0, len(node_ids), AT_ONCE)
+        ]
     try:
         return [node for part in parts for node in store.get_nodes(part, filters)]
     except Exception:  # not implemented, or not for these filters
@@ -51,8 +57,14 @@ def held_nodes(
 def ids_of_document(store: BasePydanticVectorStore, ref_doc_id: str) -> list[str] | None:
     """Return the ids of a document's nodes in a store, as :func:`held_ids`."""
     if isinstance(store, SimpleVectorStore):
-        return [node for node, document in store.data.text_id_to_ref_doc_id.items() if document == ref_doc_id]
-    return held_ids(store, filters=MetadataFilters(filters=[MetadataFilter(key=_DOCUMENT, value=ref_doc_id)]))
+        return [
+            node
+            for node, document in store.data.text_id_to_ref_doc_id.items()
+            if document == ref_doc_id
+        ]
+    return held_ids(
+        store, filters=MetadataFilters(filters=[MetadataFilter(key=_DOCUMENT, value=ref_doc_id)])
+    )
 
 
 def _in_simple_store(
@@ -64,7 +76,10 @@ def _in_simple_store(
     if filters is None or not chosen:
         return chosen
     query = VectorStoreQuery(
-        query_embedding=rows[chosen[0]], similarity_top_k=len(chosen), node_ids=chosen, filters=filters
+        query_embedding=rows[chosen[0]],
+        similarity_top_k=len(chosen),
+        node_ids=chosen,
+        filters=filters,
     )
     try:
         return list(store.query(query).ids or [])

@@ -41,12 +41,16 @@ class RefTable:
         Collection that the nodes are in, which has entries of its own.
     """
 
-    def __init__(self, kv_dir: str | os.PathLike[str] | None, collection: str | None = None) -> None:
+    def __init__(
+        self, kv_dir: str | os.PathLike[str] | None, collection: str | None = None
+    ) -> None:
         self._given = kv_dir, collection
         self._below = "" if collection is None else f" {below_collection(collection)}"
         root = None if kv_dir is None or "://" in str(kv_dir) else os.path.abspath(kv_dir)
         self._path = None if root is None else Path(root, "llama_index", "refs.sqlite")
-        self._memory = sqlite3.connect(":memory:", check_same_thread=False) if root is None else None
+        self._memory = (
+            sqlite3.connect(":memory:", check_same_thread=False) if root is None else None
+        )
         self._lock = threading.Lock()
 
     def __deepcopy__(self, memo: object) -> RefTable:
@@ -60,7 +64,10 @@ class RefTable:
     def add(self, namespace: str, documents: Iterable[tuple[str, str]]) -> None:
         """Remember ``(node_id, ref_doc_id)`` pairs."""
         space = self._space(namespace)
-        self._run("INSERT OR REPLACE INTO refs VALUES (?, ?, ?)", [(space, node, doc) for node, doc in documents])
+        self._run(
+            "INSERT OR REPLACE INTO refs VALUES (?, ?, ?)",
+            [(space, node, doc) for node, doc in documents],
+        )
 
     def nodes(self, namespace: str, document: str | None = None) -> list[str]:
         """Return the nodes of a document, or all."""
@@ -72,7 +79,9 @@ class RefTable:
     def remove(self, namespace: str, nodes: Iterable[str]) -> None:
         """Forget nodes."""
         space = self._space(namespace)
-        self._run("DELETE FROM refs WHERE namespace = ? AND node = ?", [(space, node) for node in nodes])
+        self._run(
+            "DELETE FROM refs WHERE namespace = ? AND node = ?", [(space, node) for node in nodes]
+        )
 
     def _space(self, namespace: str) -> str:
         return namespace_digest(namespace) + self._below
@@ -91,9 +100,13 @@ class RefTable:
                 return _transact(db, statement, values)
         except (OSError, sqlite3.Error) as error:
             logger.warning(
-                "the table %s can't be used (%s); run sync_kv to erase KV of deleted nodes", self._path, error
+                "the table %s can't be used (%s); run sync_kv to erase KV of deleted nodes",
+                self._path,
+                error,
             )
-            if type(error) is sqlite3.DatabaseError and self._path is not None:  # damaged, and it would stay so
+            if (
+                type(error) is sqlite3.DatabaseError and self._path is not None
+            ):  # damaged, and it would stay so
                 self._path.unlink(missing_ok=True)
             return []
 
