@@ -1,11 +1,13 @@
-"""kvrag: prefill each RAG chunk once, when the index is built, and reuse its KV in every prompt and any order.
+"""kvrag: prefill RAG chunks once, when the index is built, and reuse their KV in any prompt.
 
 ::
 
-    index time   text ──chunk text──▶ token ids ──fingerprint──▶ key ──precompute──▶ ChunkKV ──▶ store
-    query time   prompt ─▶ spans ─▶ plan ─▶ layout ─▶ store (load) ─▶ stitch ─▶ selection ─▶ repair ─▶ decode ─▶ text
+    index time   text ──chunk text──▶ token ids ──fingerprint──▶ key ──precompute──▶ KV ──▶ store
+    query time   prompt ─▶ spans ─▶ plan ─▶ layout ─▶ store (load)
+                        ─▶ stitch ─▶ selection ─▶ repair ─▶ decode ─▶ text
 
-Start with :class:`KVRagEngine`, or with ``langchain_kvrag`` for LangChain and ``llama_index.llms.kvrag`` for LlamaIndex.
+Chunks may come in any order. Start with :class:`KVRagEngine`, or with ``langchain_kvrag`` for
+LangChain and ``llama_index.llms.kvrag`` for LlamaIndex.
 """
 
 import importlib
@@ -96,7 +98,10 @@ _LAZY = {
     ),
     "kvrag.prompt.prefix": ("TemplatePrefix",),
 }
-"""Modules that are imported at first use of one of their names: ``import kvrag`` imports neither torch nor transformers."""
+"""Modules imported at first use of their names.
+
+``import kvrag`` imports neither torch nor transformers.
+"""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""``python -m kvrag``: the command line, where its script is not on the path."""
+"""Command line as ``python -m kvrag``, for when the script is not on the path."""
 
 from kvrag.cli.app import main
 

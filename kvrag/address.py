@@ -1,4 +1,4 @@
-"""Addresses of shared stores, whose passwords are shown nowhere."""
+"""Addresses of shared stores that never show their passwords."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from typing import Any
 
 HIDDEN = "***"
 _USERINFO = re.compile(r"(?<=://)([^\s:@/]*)(:?)[^\s\"']*@")  # in a sentence
-_WHOLE_USERINFO = re.compile(
-    r"(?<=://)([^:@/]*)(:?).*@", re.DOTALL
-)  # in an address: a password may hold anything
+# In an address: a password may hold any character.
+_WHOLE_USERINFO = re.compile(r"(?<=://)([^:@/]*)(:?).*@", re.DOTALL)
 _QUERY = re.compile(r"(?<==)[^&\s\"'#]+")
 
 
 class Address(str):
-    """An address as text without its password, which :meth:`revealed` has.
+    """An address that reads as text without its password; :meth:`revealed` returns the whole.
 
-    It is equal to, and hashed as, the whole address, so two passwords are two addresses. Whatever prints, logs or writes it has the text.
+    It compares and hashes as the whole address, so addresses with different passwords differ.
+    Printing, logging or writing it shows only the text without the password.
     """
 
     __slots__ = ("_whole",)
     _whole: str
 
     def __new__(cls, whole: str) -> Address:
-        """Take an address with its password; one that is an :class:`Address` already stays as it is."""
+        """Create from an address with its password; an :class:`Address` is returned unchanged."""
         if isinstance(whole, Address):
             return whole
         made = super().__new__(cls, _without_query(_WHOLE_USERINFO.sub(_hide, whole)))
@@ -44,17 +44,17 @@ class Address(str):
         return hash(self._whole)
 
     def __reduce_ex__(self, _: Any) -> tuple[type[Address], tuple[str]]:
-        """Keep the password where processes of one application exchange addresses."""
+        """Keep the password, so that processes of an application can exchange addresses."""
         return Address, (self._whole,)
 
 
 def address(value: Any) -> Any:
-    """Return a text that is an address as an :class:`Address`; all else, such as a path, as it is."""
+    """Return a string with ``://`` as an :class:`Address`; return any other value unchanged."""
     return Address(value) if isinstance(value, str) and "://" in value else value
 
 
 def revealed(value: str) -> str:
-    """Return a whole address, or a path, which has nothing to hide."""
+    """Return an address with its password; return a plain string, such as a path, unchanged."""
     return value.revealed() if isinstance(value, Address) else value
 
 
@@ -64,7 +64,10 @@ def shown(value: object) -> str:
 
 
 def redacted(text: str) -> str:
-    """Return a text without the passwords of addresses in it: before the ``@``, and the values behind a ``?``."""
+    """Return a text without the passwords of the addresses in it.
+
+    These are the passwords before ``@``, and the values behind ``?``.
+    """
     return _without_query(_USERINFO.sub(_hide, text))
 
 

@@ -1,6 +1,8 @@
-"""The host's memory for stored KV: used again, and page-locked on machines with CUDA, so that copies to a device run beside the host.
+"""Reusable host memory for stored KV.
 
-Torch's own allocator of pinned memory rounds sizes up to powers of two, which may be twice the KV; here it is a sixteenth at most.
+It is page-locked on machines with CUDA, so that copies to a device run asynchronously. Torch's own
+allocator of pinned memory rounds sizes up to powers of two, up to twice the size of the KV; here
+the overhead is at most a sixteenth.
 """
 
 from __future__ import annotations
@@ -19,20 +21,24 @@ from kvrag.types import ChunkKV
 
 logger = logging.getLogger(__name__)
 
-IDLE_BYTES = 256 * 2**20  # most memory kept for reuse
-SMALL_BYTES = 64 * 1024  # less is not worth keeping
+IDLE_BYTES = 256 * 2**20  # maximum memory kept for reuse
+SMALL_BYTES = 64 * 1024  # smaller buffers are not worth keeping
 PORTABLE = 1  # cudaHostRegisterPortable: page-locked for all devices
 
 
 class Buffers:
-    """Memory for KV, used again when nobody uses it any more: a fresh page costs as much as reading it, and a page-locked one more."""
+    """Pool of memory for KV; a buffer returns to it when its last view is gone.
+
+    A fresh page costs as much as reading its content, and a page-locked page costs more.
+    """
 
     def __init__(self) -> None:
-        # By size. No lock: a buffer may come back at any moment, in a thread that holds any lock, or in a forked child.
+        # By size. No lock: a buffer may come back at any moment, in a thread that holds any lock,
+        # or in a forked child.
         self._idle: dict[int, list[torch.Tensor]] = {}
 
     def take(self, num_bytes: int) -> memoryview:
-        """Return so many writable bytes, not initialised; raises ``MemoryError``."""
+        """Return ``num_bytes`` writable bytes, not initialised; raises ``MemoryError``."""
         if num_bytes < SMALL_BYTES:
             return memoryview(bytearray(num_bytes))
         step = 2 ** (num_bytes.bit_length() - 1) // 16  # chunks of similar length share buffers
@@ -54,7 +60,7 @@ class Buffers:
 
 
 BUFFERS = Buffers()
-"""What all stores of this process take their memory from."""
+"""Pool of all stores of this process."""
 
 
 def _pageable(num_bytes: int) -> torch.Tensor:
@@ -62,12 +68,14 @@ def _pageable(num_bytes: int) -> torch.Tensor:
 
 
 def page_locked(num_bytes: int) -> torch.Tensor:
-    """Return memory that the device reads without the host's help, uint8; ordinary memory where the driver refuses to lock more.
+    """Return page-locked memory, uint8, that the device reads without the host's help.
+
+    It is ordinary memory if the driver refuses to lock more.
 
     Raises
     ------
     OSError
-        If there is no memory.
+        If memory can't be allocated.
     """
     array = np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8)
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
@@ -81,7 +89,10 @@ def _unlock(address: int) -> None:
 
 
 def _is_done(error: int, what: str) -> bool:
-    """Tell whether the driver did it; else log its error and forget it, for the next launch of any kernel would raise it."""
+    """Whether the driver succeeded.
+
+    If not, log its error and clear it, because the next kernel launch would raise it.
+    """
     if error:
         logger.warning(
             "CUDA refused to %s pages of the host's memory (error %d); their copies are slower",
@@ -94,7 +105,10 @@ def _is_done(error: int, what: str) -> bool:
 
 
 def copied(kv: ChunkKV) -> ChunkKV:
-    """Return a copy of a chunk in one buffer, as it will lie on a device, which takes it in few pieces; raises ``MemoryError``."""
+    """Return a copy of a chunk in a single buffer; raises ``MemoryError``.
+
+    The buffer is laid out as on a device, so that the transfer takes few copies.
+    """
     rows = [layer.tensors for layer in kv.layers]
     sizes = [-(-x.nbytes // PLACE_BYTES) * PLACE_BYTES for row in rows for x in row]
     whole = torch.frombuffer(BUFFERS.take(sum(sizes)), dtype=torch.uint8)

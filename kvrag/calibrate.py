@@ -1,7 +1,8 @@
-"""Find the repair that reaches a target on a model and a corpus at the least cost, and keep it as the default of such engines.
+"""Find the cheapest repair that reaches a target on a model and a corpus, and keep it as default.
 
-What is kept, a profile, stands beside the model's proof, under a name of what is the same on every machine: the model, what its chunks are
-encoded behind, and how their KV is rounded. Profiles that ship with the package, in ``profiles.json``, have the same names.
+The result, a profile, is kept in the cache directory beside the model's proof. Its name depends on
+facts that are the same on every machine: the model, the context of its chunks, and the rounding of
+their KV. The profiles that ship with the package, in ``profiles.json``, have the same names.
 """
 
 from __future__ import annotations
@@ -36,23 +37,25 @@ from kvrag.questions import IS_RIGHT, planted, score
 if TYPE_CHECKING:
     from kvrag.engine import KVRagEngine
 
-VERSION = 3  # of what is measured and of the repair; a change invalidates every kept profile
+VERSION = 3  # of the measurement and of the repair; a change invalidates all kept profiles
 TARGET_KL, TARGET_TOP1 = 0.02, 0.97
 TARGET_LOST = 0.02
 ANSWER_TOKENS = 24
 START = RepairConfig(recompute_ratio=0.10)
 LOWER = (0.05, 0.03, 0.02)
 HIGHER = (None, 0.20, 0.40)  # None: the default
-"""Ratios that are tried after :data:`START`, in this order."""
+"""Recompute ratios tried after :data:`START`, in this order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A repair, and what it came to over the prompts.
+    """A repair, and its measured quality and cost over the prompts.
 
-    ``mean_kl`` is KL(full ‖ reuse) in nats per token of the model's own answer, ``top1`` the share of these tokens with the same most
-    likely one, each with the standard error of its mean. ``rows`` are the rows repaired, ``cost`` the rows computed in all, both divided by
-    those of the prompt. ``lost`` is the share of the planted facts that full prefill has right and reuse wrong.
+    ``mean_kl`` is KL(full ‖ reuse) in nats per token of the model's own answer. ``top1`` is the
+    share of these tokens with the same most likely token. ``kl_error`` and ``top1_error`` are the
+    standard errors of the two means. ``rows`` are the repaired rows and ``cost`` all computed rows,
+    both divided by the prompt's rows. ``lost`` is the share of the planted facts right by full
+    prefill that reuse answers wrong.
     """
 
     repair: RepairConfig
@@ -65,7 +68,7 @@ class Trial:
     lost: float = 0.0
 
     def reaches(self, max_mean_kl: float, min_top1: float, max_lost: float = TARGET_LOST) -> bool:
-        """Whether both means are within the limits by their standard errors, and few enough facts are lost."""
+        """Whether both means are within the limits by a standard error, and few facts are lost."""
         is_close = (
             self.mean_kl + self.kl_error <= max_mean_kl and self.top1 - self.top1_error >= min_top1
         )
@@ -74,7 +77,10 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """The trial that was kept for a model, and what it was found with. ``date``: ISO 8601, UTC."""
+    """Profile of a model: the trial kept for it, and the settings that found it.
+
+    ``date``: ISO 8601, UTC.
+    """
 
     kept: Trial
     max_mean_kl: float
@@ -112,28 +118,32 @@ def calibrate_repair(
     on_trial: Callable[[Trial], None] = lambda _: None,
     show_progress: bool | None = None,
 ) -> Profile:
-    """Find the repair of least cost that reaches a target on your chunks, keep it, and use it unless ``repair`` is given.
+    """Find the cheapest repair that reaches a target on your chunks, and keep it as the default.
 
-    Prompts are made of chunks in random order and a question about one of them; their KV is kept in memory only. Takes minutes.
+    The engine uses it unless ``repair`` is given. Calibration prompts hold chunks in random order
+    and a question about a chunk; their KV is kept in memory only. Takes minutes.
 
     Parameters
     ----------
     engine, chunks
-        Chunk texts as your application splits them.
+        The engine, and chunk texts as your application splits them.
     max_mean_kl, min_top1
-        The target: mean KL from the full prefill in nats per token, and share of equal most likely tokens, over the model's own answers.
-        Both must be reached with the standard errors of the means to spare.
+        The target: mean KL from the full prefill in nats per token, and share of equal most likely
+        tokens, over the model's own answers. Both must be reached with a standard error to spare.
     prompts, chunks_per_prompt, seed
-        How many prompts, of how many chunks (as many as your application retrieves), drawn by which seed.
+        Number of prompts, chunks per prompt (as many as your application retrieves), and the seed
+        of the draw.
     on_trial
-        Called with each :class:`Trial`.
+        Called with every :class:`Trial`.
     show_progress
-        ``None``: show what takes long, as a bar on a terminal, as lines elsewhere; ``True``: a bar; ``False``: nothing.
+        ``None``: for a long run, show a bar on a terminal and lines elsewhere; ``True``: show a
+        bar; ``False``: show nothing.
 
     Raises
     ------
     InputError
-        If there are too few chunks or prompts; :class:`ContextLengthError` if the prompts exceed the model's window.
+        If there are too few chunks or prompts; :class:`ContextLengthError` if the prompts exceed
+        the model's context window.
     UnsupportedModelError
         If this model's KV can't be reused.
     """
@@ -180,9 +190,10 @@ def calibrate_repair(
 
 
 def search(measure: Callable[[RepairConfig], Trial], reaches: Callable[[Trial], bool]) -> Trial:
-    """Find the cheapest repair that reaches the target, without trying all; if none does, return the trial with the least KL.
+    """Find the cheapest repair that reaches the target, without trying all repairs.
 
-    First none at all; then :data:`START`; then lower ratios as long as they reach the target, or higher ones until one does.
+    Try no repair, then :data:`START`, then lower ratios as long as they reach the target, or higher
+    ratios until the target is reached. If it is never reached, return the trial with the least KL.
     """
     trials: list[Trial] = []
 
@@ -243,7 +254,7 @@ def _layout(engine: KVRagEngine, prompt: Any) -> Layout:
 
 
 def profile_file(engine: KVRagEngine) -> Path:
-    """Return where the profile of an engine's model, context and rounding is kept."""
+    """Return the path of the profile for an engine's model, context and rounding."""
     kv_dtype, context = engine.store_config.kv_dtype, context_digest(engine.context_ids)
     parts = {"model": engine.loaded.identity.portable, "context": context, "kv_dtype": kv_dtype}
     name = digest(
@@ -254,7 +265,10 @@ def profile_file(engine: KVRagEngine) -> Path:
 
 
 def kept_profile(engine: KVRagEngine) -> Profile | None:
-    """Read this user's profile for an engine, else the one that ships under the same name; a damaged file is none."""
+    """Read this user's profile for an engine, else the shipped profile of the same name.
+
+    A damaged file counts as absent.
+    """
     file = profile_file(engine)
     with suppress(OSError, ValueError):
         return TypeAdapter(Profile).validate_json(file.read_bytes())
@@ -268,7 +282,7 @@ def _shipped() -> dict[str, Profile]:
 
 
 def in_words(repair: RepairConfig, origin: object) -> str:
-    """Describe a repair and where it comes from, for reports."""
+    """Describe a repair and its origin, for reports."""
     return f"{described(repair)} ({origin})"
 
 

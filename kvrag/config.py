@@ -1,6 +1,7 @@
-"""The public configs: frozen pydantic dataclasses, from whose fields the command line and the adapters derive their options.
+"""The public configs: frozen pydantic dataclasses.
 
-A wrong value or an unknown option is a :class:`~kvrag.errors.ConfigError` that names the field, the value and the range.
+The command line and the adapters derive their options from the fields. A wrong value or an unknown
+option raises a :class:`~kvrag.errors.ConfigError` that names the field, the value and the range.
 """
 
 from __future__ import annotations
@@ -56,16 +57,18 @@ STRATEGIES: tuple[str, ...] = get_args(Strategy)
 MODES: tuple[str, ...] = get_args(Mode)
 KV_DTYPES: tuple[KVDtype, ...] = get_args(KVDtype)
 
-KeySource = (
-    Callable[[], bytes] | str
-)  # a function that returns the key, or "env:NAME"; never the key itself
+# A function that returns the key, or "env:NAME"; never the key itself.
+KeySource = Callable[[], bytes] | str
 
-# -- how a config is made and checked ----------------------------------------------------------------------------------
+# -- making and checking configs -------------------------------------------------------------------
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(Field,))
 def config_class(cls: type[T]) -> type[T]:
-    """Make a frozen, hashable pydantic dataclass that raises :class:`ConfigError`; field docstrings become descriptions."""
+    """Make a frozen, hashable pydantic dataclass that raises :class:`ConfigError`.
+
+    Field docstrings become descriptions.
+    """
     options = ConfigDict(extra="forbid", use_attribute_docstrings=True)
     made: Any = dataclass(frozen=True, slots=True, config=options)(cls)
     validate = made.__init__
@@ -88,7 +91,10 @@ def _names(cls: Any) -> list[str]:
 
 
 def _renamed(of: str, options: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """Return options under their own names, where another one is as common; raises ``ConfigError`` where both are given."""
+    """Replace the aliases in :data:`SPELLINGS` by the options' own names.
+
+    Raises ``ConfigError`` where both are given.
+    """
     named = dict(options)
     for other, name in SPELLINGS.items():
         if name not in known or other not in named:
@@ -100,7 +106,7 @@ def _renamed(of: str, options: Mapping[str, Any], known: Collection[str]) -> dic
 
 
 def _fault_of(cls: type, error: ValidationError, given: Mapping[str, Any]) -> ConfigError:
-    """Turn the first fault that pydantic found into a sentence."""
+    """Turn the first fault that pydantic found into a ``ConfigError``."""
     fault = error.errors(include_url=False)[0]
     cause = fault.get("ctx", {}).get("error")
     known, where = _names(cls), (*fault["loc"], "")[0]
@@ -131,7 +137,10 @@ def _fault_of(cls: type, error: ValidationError, given: Mapping[str, Any]) -> Co
 
 
 def _meant(schema: dict[str, Any], path: Sequence[int | str]) -> tuple[dict[str, Any], bool]:
-    """Follow the path of a fault into a field's schema: return that of the value at fault, and whether it is inside another."""
+    """Follow the path of a fault into a field's schema.
+
+    Return the schema of the value at fault, and whether that value is inside another.
+    """
     inside = False
     for step in path:
         arms = [schema, *schema.get("anyOf", ())]
@@ -168,7 +177,10 @@ def _wanted(schema: Mapping[str, Any]) -> str:
 
 
 def as_config(cls: type[T], value: Any, *, option: str) -> T | None:
-    """Take a config, a mapping of its options, its name if it is one of :data:`REPAIRS`, or ``None``; else raise :class:`ConfigError`."""
+    """Return a config for a config, a mapping of its options, or a name in :data:`REPAIRS`.
+
+    ``None`` is returned unchanged. Raises :class:`ConfigError` for any other value.
+    """
     if value is None or isinstance(value, cls):
         return value
     if isinstance(value, Mapping):
@@ -183,7 +195,10 @@ def as_config(cls: type[T], value: Any, *, option: str) -> T | None:
 
 
 def option_fields(cls: type, *names: str) -> dict[str, Any]:
-    """Return ``{name: (type, field)}`` of a config's fields, without ranges: for ``pydantic.create_model`` and command lines."""
+    """Return ``{name: (type, field)}`` of a config's fields, without ranges.
+
+    The result suits ``pydantic.create_model`` and command lines.
+    """
     hints, declared = get_type_hints(cls), cls.__pydantic_fields__  # type: ignore[attr-defined]
     about = {
         name: {"default": declared[name].default, "description": declared[name].description}
@@ -193,12 +208,12 @@ def option_fields(cls: type, *names: str) -> dict[str, Any]:
 
 
 def unknown_option(name: str, known: Iterable[str], *, of: str) -> ConfigError:
-    """Build the error for an option that does not exist, with the one that was meant, here or in another config."""
+    """Build the error for an unknown option; it suggests the nearest option of any config."""
     return _unknown(name, known, of=of, elsewhere=_homes(of))
 
 
 def _homes(of: str) -> dict[str, str]:
-    """Return where options of others than ``of`` are passed, by name."""
+    """Return how to pass the options of configs other than ``of``, by name."""
     forms = {
         "retention=Retention({}=...)": _names(Retention),
         "generate(..., {}=...)": _names(SamplingConfig),
@@ -217,10 +232,11 @@ def _homes(of: str) -> dict[str, str]:
 def refuse_misplaced(
     given: Iterable[str], own: Iterable[str], *, of: str, misspelt: bool = True
 ) -> None:
-    """Raise :class:`ConfigError` on options of a :class:`StoreConfig` that were passed to ``of``, and would be dropped or fail late.
+    """Raise :class:`ConfigError` on options of a :class:`StoreConfig` that were passed to ``of``.
 
-    Without ``encryption_key``, for instance, KV that was to be encrypted would be written plain. With ``misspelt``, names close to
-    ``own`` ones are refused too, and those of a :class:`RepairConfig`.
+    They would be dropped or fail late. A dropped ``encryption_key``, for instance, would leave KV
+    unencrypted. With ``misspelt``, misspelt names of ``own`` and names of :class:`RepairConfig`
+    options are refused too.
     """
     own, stored = list(own), set(_names(StoreConfig))
     for name in given:
@@ -233,17 +249,21 @@ def refuse_misplaced(
 
 
 def check_mode(mode: str, max_context: str = "raise") -> None:
-    """Raise :class:`ConfigError` unless ``mode`` is one of :data:`MODES`, and ``max_context`` one of :data:`~kvrag.types.MaxContext`."""
+    """Raise :class:`ConfigError` for an unknown mode or ``max_context``.
+
+    See :data:`MODES` and :data:`~kvrag.types.MaxContext`.
+    """
     if mode not in MODES:
         raise ConfigError(f"mode is {mode!r}; it must be one of {', '.join(MODES)}")
     if max_context not in get_args(MaxContext):
         raise ConfigError(
-            f"max_context is {max_context!r}; it must be 'raise' or 'slide' (the oldest tokens leave)"
+            f"max_context is {max_context!r}; it must be 'raise' or 'slide' (the oldest tokens "
+            "leave)"
         )
 
 
 def check_prove(prove: object) -> None:
-    """Raise :class:`ConfigError` unless ``prove`` is one of :data:`~kvrag.types.Prove`."""
+    """Raise :class:`ConfigError` unless ``prove`` is in :data:`~kvrag.types.Prove`."""
     if prove not in get_args(Prove):
         raise ConfigError(
             f"prove is {prove!r}; it must be 'auto' (prove reuse on this model, once) or 'off'"
@@ -251,7 +271,7 @@ def check_prove(prove: object) -> None:
 
 
 SPELLINGS = {"max_tokens": "max_new_tokens"}
-"""Other names that are taken for options of configs: OpenAI's, and LangChain's."""
+"""Aliases of config options, from OpenAI and LangChain."""
 ENGINE_OPTIONS = (
     "kv_dir",
     "prefix",
@@ -272,11 +292,11 @@ _REPAIRING = (
     "audit",
 )
 
-# -- the configs -------------------------------------------------------------------------------------------------------
+# -- the configs -----------------------------------------------------------------------------------
 
 Count = Annotated[int, Field(strict=True, ge=0)]
 Size = Annotated[Count, BeforeValidator(parse_bytes)]
-"""Bytes, as a number, or as a text with a unit: ``"50MB"``, ``"2GiB"``."""
+"""Bytes, as a number or a string with a unit: ``"50MB"``, ``"2GiB"``."""
 Positive = Annotated[int, Field(strict=True, ge=1)]
 Fraction = Annotated[float, Field(strict=True, ge=0, le=1)]
 NonNegative = Annotated[float, Field(strict=True, ge=0)]
@@ -304,16 +324,23 @@ RESERVED = (
     ),
     *("padding", "truncation", "max_length"),
 )
-"""Arguments of ``apply_chat_template`` that are no variables of a template, and its documents, which kvrag takes as chunks."""
+"""Arguments of ``apply_chat_template`` that aren't template variables.
+
+``documents`` is refused as well: kvrag takes documents as chunks.
+"""
 
 
 def check_template_kwargs(value: object) -> dict[str, Any]:
-    """Return variables for the chat template; raises :class:`ConfigError` if they are no mapping, or one has a name of kvrag's own."""
+    """Return variables for the chat template as a dict.
+
+    Raises :class:`ConfigError` if they are not a mapping, or if a name is in :data:`RESERVED`.
+    """
     if value is None:
         return {}
     if not isinstance(value, Mapping) or not all([isinstance(name, str) for name in value]):
         raise ConfigError(
-            f"chat_template_kwargs is {value!r}; pass a dict of variables for the chat template, as {{'enable_thinking': False}}"
+            f"chat_template_kwargs is {value!r}; pass a dict of variables for the chat template, "
+            f"as {{'enable_thinking': False}}"
         )
     for name in value:
         if name in RESERVED:
@@ -323,13 +350,14 @@ def check_template_kwargs(value: object) -> dict[str, Any]:
                 else "it is kvrag's own to set"
             )
             raise ConfigError(
-                f"chat_template_kwargs holds {name!r}, which is no variable of a chat template: {where}"
+                f"chat_template_kwargs holds {name!r}, which is no variable of a chat template: "
+                f"{where}"
             )
     return dict(value)
 
 
 def check_flag(value: object, option: str) -> bool:
-    """Return a flag; raises :class:`ConfigError` if it is none. ``None`` is false."""
+    """Return a flag, ``False`` for ``None``; raises :class:`ConfigError` if it is not a boolean."""
     if value is not None and not isinstance(value, bool):
         raise ConfigError(f"{option} is {value!r}; pass True or False")
     return bool(value)
@@ -346,7 +374,7 @@ def _span(value: object) -> object:
 
 
 def _stop_strings(value: object) -> object:
-    """Accept ``None``, one string or an iterable of strings."""
+    """Accept a string, an iterable of strings, or no value."""
     if value is None:
         return ()
     items = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
@@ -359,7 +387,7 @@ def _stop_strings(value: object) -> object:
 
 
 def _seed(value: object) -> object:
-    """Accept what torch's generators accept, and -1, which means as in other libraries that a seed is drawn."""
+    """Accept the seeds of torch's generators, and -1, which draws a seed as in other libraries."""
     is_seed = isinstance(value, int) and not isinstance(value, bool) and -1 <= value < 2**64
     if value is not None and not is_seed:
         raise ValueError(
@@ -373,7 +401,7 @@ def _none_as_empty(value: object) -> object:
 
 
 def _pairs(value: object) -> object:
-    """Accept ``None``, and a dict for its items."""
+    """Accept pairs, a dict, which becomes its items, or no value."""
     return tuple(value.items()) if isinstance(value, Mapping) else value or ()
 
 
@@ -384,60 +412,73 @@ def _callback(value: object) -> object:
 
 
 def _address(value: object, check: ValidatorFunctionWrapHandler) -> object:
-    """Take an address, whose password is shown nowhere from here on."""
+    """Turn an address into an :class:`Address`, which never shows its password."""
     return value if isinstance(value, Address) else address(check(value))
 
 
 def _key_source(value: object) -> object:
-    """Refuse what does not say where a key comes from; the value may be a key, so it is not repeated."""
+    """Refuse a key source that is neither a function nor ``"env:NAME"``.
+
+    The message doesn't repeat the value, which may be a key.
+    """
     is_variable = isinstance(value, str) and value.startswith("env:") and len(value) > len("env:")
     if value is not None and not is_variable and not callable(value):
         kind = type(value).__name__
         raise ConfigError(
-            f"StoreConfig.encryption_key is of type {kind}; it must be a function that returns the key, 'env:NAME', or None, never a key"
+            f"StoreConfig.encryption_key is of type {kind}; it must be a function that returns the "
+            "key, 'env:NAME', or None, never a key"
         )
     return value
 
 
 @config_class
 class RepairConfig:
-    """How stitched KV is repaired."""
+    """Options for repairing stitched KV."""
 
     strategy: Strategy = "query_sentences"
-    """Which rows are recomputed: ``query_sentences`` (whole sentences that the question attends to, so that numbers and names stay whole,
-    and rows that tell most of the others), ``query_gain`` (only the latter), ``query`` (rows that the question attends to), ``hkvd``
-    (high KV deviation, CacheBlend), ``query_hkvd`` (both), ``first_k`` (heads of chunks, EPIC), ``boundary`` (around each seam),
-    ``random``, ``none`` or ``all``."""
+    """Strategy that chooses the rows to recompute: ``query_sentences`` (whole sentences that the
+    question attends to, so that numbers and names stay whole, and rows that predict the most of
+    other rows' changes), ``query_gain`` (only the latter), ``query`` (rows that the question
+    attends to), ``hkvd`` (high KV deviation, CacheBlend), ``query_hkvd`` (both), ``first_k`` (heads
+    of chunks, EPIC), ``boundary`` (around every seam), ``random``, ``none`` or ``all``."""
     recompute_ratio: Fraction | None = None
-    """Rows to recompute, as a fraction in [0, 1] of the chunk rows that are not exact. ``None``: 4% and 192 rows more, a quarter at most:
-    what a question reads takes a number of rows, however long the prompt is."""
+    """Rows to recompute, as a fraction in [0, 1] of the chunk rows that are not exact. ``None``: 4%
+    plus 192 rows, at most a quarter, because a question reads about the same number of rows in a
+    prompt of any length."""
     first_k: Count = 1
-    """Rows at the head of every chunk that is not exact, recomputed even where the ratio is smaller; they count towards it."""
+    """Rows at the head of every chunk that is not exact, recomputed even where the ratio is
+    smaller; they count towards it."""
     shift: Fraction = 1.0
-    """Strength in [0, 1] of the residual shift: what the changes of the repaired rows tell of the other rows', applied to these."""
+    """Strength in [0, 1] of the residual shift, which adds to the unrepaired rows the change that
+    the repaired rows predict for them."""
     mismatch_ratio: Fraction = 0.20
-    """Ratio used instead, where larger, for prompts whose prefix differs from the one that the chunks were encoded behind."""
+    """Recompute ratio, where larger than the usual ratio, for prompts with chunks that were encoded
+    behind a different prefix."""
     probe_span: Annotated[tuple[float, float], BeforeValidator(_span)] = (1 / 3, 0.8)
-    """Layers whose attention ``query`` uses, as fractions of all layers, from and to."""
+    """Range of layers whose attention the ``query`` strategies use, as fractions of all layers."""
     seed: Count = 0
-    """Seed of ``random``."""
+    """Seed of the ``random`` strategy."""
     audit: Fraction = 0.0
-    """Share of repaired answers whose prompt is prefilled in full afterwards, in the background and while no request runs;
-    ``engine.stats()["audit"]`` counts how far reuse was from it."""
+    """Share of repaired answers to audit: their prompts are prefilled in full afterwards, in the
+    background while no request runs. ``engine.stats()["audit"]`` reports how far reuse was from
+    full prefill."""
 
     @classmethod
     def fast(cls) -> RepairConfig:
-        """Repair 3% of the rows: the first token comes soonest, and more facts are lost."""
+        """Repair 3% of the rows: the shortest time to first token, and more lost facts."""
         return cls(recompute_ratio=0.03)
 
     @classmethod
     def careful(cls) -> RepairConfig:
-        """Repair a quarter of the rows: fewer facts are lost, and the first token comes later."""
+        """Repair a quarter of the rows: fewer lost facts, and a longer time to first token."""
         return cls(recompute_ratio=0.25)
 
     @classmethod
     def cacheblend(cls, recompute_ratio: float = 0.15) -> RepairConfig:
-        """CacheBlend as published (arXiv 2405.16444): HKVD rows, no chunk heads, no shift."""
+        """Repair like CacheBlend as published: HKVD rows, no chunk heads, no shift.
+
+        See arXiv 2405.16444.
+        """
         return cls(strategy="hkvd", recompute_ratio=recompute_ratio, first_k=0, shift=0.0)
 
 
@@ -446,66 +487,90 @@ REPAIRS: dict[str, RepairConfig | None] = {
     "fast": RepairConfig.fast(),
     "careful": RepairConfig.careful(),
 }
-"""What ``repair`` may be besides a config; ``auto``: what :meth:`kvrag.KVRagEngine.calibrate` has found, else the default."""
+"""Names that ``repair`` may have instead of a config.
+
+``auto``: the result of :meth:`kvrag.KVRagEngine.calibrate`, else the default.
+"""
 Repair = RepairConfig | Mapping[str, Any] | Literal["auto", "fast", "careful"] | None
 
 
 @config_class
 class StoreConfig:
-    """Budgets, limits and the key of the KV store. Sizes are numbers of bytes, or texts with a unit: ``"50MB"``, ``"2GiB"``."""
+    """Budgets, limits and the key of the KV store.
+
+    Sizes are numbers of bytes, or strings with a unit: ``"50MB"``, ``"2GiB"``.
+    """
 
     ram_bytes: Size = 2 * 2**30
-    """Budget of the host's memory tier, in bytes. The lowest priority leaves first, then what was not used for longest."""
+    """Budget of the host memory tier, in bytes. Chunks with the lowest priority leave first, then
+    chunks that save the least computing time per byte."""
     disk_bytes: Size | None = None
-    """Budget of the disk tier, in bytes of KV; ``None``: no limit. The lowest priority leaves first, then the least time saved per byte."""
+    """Budget of the disk tier, in bytes of KV; ``None``: no limit. Chunks with the lowest priority
+    leave first, then chunks that save the least computing time per byte."""
     min_free_bytes: Size = 256 * 2**20
-    """Bytes of the file system that the store leaves free for others. Chunks are evicted, or not stored, to keep them free. 0: none."""
+    """Bytes of the file system that the store leaves free. Chunks are evicted, or not stored, to
+    keep them free. 0: no limit."""
     high_watermark: Fraction = 0.95
-    """Fraction of ``disk_bytes`` above which eviction begins. For ``min_free_bytes`` it begins when they are not free."""
+    """Fraction of ``disk_bytes`` above which eviction begins. For ``min_free_bytes``, eviction
+    begins when less is free."""
     low_watermark: Fraction = 0.85
-    """Fraction of ``disk_bytes`` at which eviction ends; at most ``high_watermark``. For ``min_free_bytes``, when the difference of the
-    two, as a fraction of what is stored, is free as well."""
+    """Fraction of ``disk_bytes`` at which eviction ends; at most ``high_watermark``. For
+    ``min_free_bytes``, eviction ends when a further fraction of the stored bytes, ``high_watermark
+    - low_watermark``, is free."""
     shared: Annotated[str | None, WrapValidator(_address)] = None
-    """Address of a store that machines share, as ``redis://host:port/0`` or ``s3://bucket/prefix``; ``kv_dir`` holds copies then."""
+    """Address of a store that machines share, as ``redis://host:port/0`` or ``s3://bucket/prefix``;
+    ``kv_dir`` then holds copies."""
     durability: Literal["durable", "cache"] = "durable"
-    """``durable``: stored chunks survive a power cut; ``cache``: the latest may be lost, which saves waiting for the disk."""
+    """Durability of stored chunks: ``durable`` chunks survive a power cut; with ``cache``, the
+    latest may be lost, which saves waiting for the disk."""
     read_only: Switch = False
     """Change nothing in the directory."""
     event_log: str | None = None
-    """File that events of stored chunks are appended to, as JSON lines; ``None``: none."""
+    """File that events of stored chunks are appended to, as JSON lines; ``None``: no log."""
     on_event: Annotated[
         Callable[[Any], None] | None, BeforeValidator(_callback), WithJsonSchema({"type": "null"})
     ] = None
-    """Called with each :class:`kvrag.store.StoreEvent`; must return quickly, and not use the store."""
+    """Function called with every :class:`kvrag.store.StoreEvent`; it must return quickly and must
+    not use the store."""
     history_bytes: Size = 0
-    """Budget of finished requests' KV, in bytes of the model's device: a prompt that begins as an earlier one, such as the next turn of a
-    chat, computes only what is new. 0: none is kept."""
+    """Budget of finished requests' KV, in bytes of the model's device: a prompt that begins like an
+    earlier request, such as the next turn of a chat, computes only its new rows. 0: keep no KV of
+    requests."""
     load_timeout_s: NonNegative = 10.0
-    """Seconds that a request waits for the store in all. Chunks that are not loaded by then are computed."""
+    """Seconds that a request waits for the store in all. Chunks that are not loaded by then are
+    computed."""
     min_chunk_tokens: Positive = 32
-    """Shorter chunks are not stored: a row that must be repaired anyway saves nothing."""
+    """Minimum tokens of a stored chunk. Shorter chunks are always computed: rows that must be
+    repaired anyway save nothing."""
     on_miss: Literal["compute", "store"] = "compute"
-    """What to do with chunks of a prompt that are not stored. ``compute``: compute them for this answer alone. ``store``: after the
-    answer, precompute them in the background, without a document id. Live text, such as a user's turn, is never stored."""
+    """Treatment of a prompt's chunks that are not stored. ``compute``: compute them for this answer
+    alone. ``store``: after the answer, precompute them in the background, without a document id.
+    Live text, such as a user's message, is never stored."""
     gpu_bytes: Size | None = 0
-    """Budget of the tier in the accelerator's memory, in bytes; ``None``: no limit, 0: no such tier. Out of memory empties it."""
+    """Budget of the accelerator memory tier, in bytes; ``None``: no limit, 0: no such tier. The
+    tier is emptied when memory runs out."""
     gpu_fraction: Fraction = 0.1
-    """The same as a fraction of that memory, on CUDA and ROCm; the lesser wins."""
+    """Budget of the accelerator memory tier as a fraction of that memory, on CUDA and ROCm; the
+    lesser of this and ``gpu_bytes`` wins."""
     ram_fraction: Fraction = 0.5
-    """Budget of the host's memory tier as a fraction of this process's memory; the lesser of this and ``ram_bytes`` wins."""
+    """Budget of the host memory tier as a fraction of the memory available to this process; the
+    lesser of this and ``ram_bytes`` wins."""
     disk_fraction: Fraction = 1.0
-    """Budget of the disk tier as a fraction of the file system's size (1: no limit); the lesser of this and ``disk_bytes`` wins."""
+    """Budget of the disk tier as a fraction of the file system's size (1: no limit); the lesser of
+    this and ``disk_bytes`` wins."""
     kv_dtype: KVDtype = "auto"
-    """How KV is kept, on disk and in every memory: ``auto`` (as computed), or rounded to ``int8``, ``fp8`` or ``int4`` (docs/quantised.md).
-    Rounded KV is never exact, and a model that it harms is refused. An engine does not find KV of another type."""
+    """Type of stored KV, on disk and in every memory tier: ``auto`` (as computed), or rounded to
+    ``int8``, ``fp8`` or ``int4`` (docs/quantised.md). Rounded KV is never exact. A model whose
+    answers the rounding harms is refused. An engine does not find KV of another type."""
     encryption_key: Annotated[
         KeySource | None,
         BeforeValidator(_key_source),
         WithJsonSchema({"anyOf": [{"type": "string", "pattern": "^env:."}, {"type": "null"}]}),
     ] = Field(default=None, repr=False)
-    """Key of the store: a function that returns at least 32 bytes, or ``"env:NAME"``, a variable that holds them as hex digits or base64.
-    Blobs are encrypted with AES-256-GCM, the catalog with AES-SIV, names are HMACs (needs the extra ``crypto``). It is read when the store
-    is opened. A store written with another key gives no hits."""
+    """Key of the store: a function that returns at least 32 bytes, or ``"env:NAME"``, an
+    environment variable that holds them as hex digits or base64. Blobs are encrypted with
+    AES-256-GCM, the catalog with AES-SIV, and names are HMACs (needs the extra ``crypto``). The key
+    is read when the store is opened. A store written with another key gives no hits."""
 
     def __post_init__(self) -> None:
         if self.low_watermark > self.high_watermark:
@@ -513,11 +578,15 @@ class StoreConfig:
             raise ConfigError(f"StoreConfig.low_watermark is {self.low_watermark!r}; {wanted}")
         if self.read_only and self.on_miss == "store":
             raise ConfigError(
-                "StoreConfig.on_miss is 'store', and a read_only store takes nothing; drop one of them"
+                "StoreConfig.on_miss is 'store', and a read_only store takes nothing; drop one of "
+                "them"
             )
 
     def __getstate__(self) -> list[Any]:
-        """Refuse to be pickled with a function, which may hold a key; without it, chunks would be written unprotected."""
+        """Refuse pickling if the key is a function.
+
+        The function may hold the key, and without the function chunks would be written unencrypted.
+        """
         if callable(self.encryption_key):
             raise ConfigError(
                 "a StoreConfig whose encryption_key is a function can't be pickled; use 'env:NAME'"
@@ -537,56 +606,69 @@ Given = Annotated[float, Field(strict=True, ge=0, le=MOST)]
 
 @config_class
 class Retention:
-    """How much a chunk is worth keeping."""
+    """Priority, duration and cost of a stored chunk, for eviction."""
 
     priority: Annotated[int, Field(strict=True, ge=0, le=100)] = DEFAULT_PRIORITY
-    """0 to 100; the lowest leaves first. System prompts 80 to 90, documents 35 to 60, one-off texts 20 to 30."""
+    """Priority from 0 to 100; chunks with the lowest leave first. Typical: system prompts 80 to 90,
+    documents 35 to 60, temporary texts 20 to 30."""
     duration_s: Given | None = None
-    """After this many seconds the priority is :data:`DEFAULT_PRIORITY` again; ``None``: never."""
+    """Seconds until the priority returns to :data:`DEFAULT_PRIORITY`; ``None``: never."""
     cost_ms: Given | None = None
-    """Milliseconds that computing it took; ``None``: what precompute measured, else as much per token as the store's other chunks."""
+    """Milliseconds that computing the chunk took; ``None``: the time measured by precompute, else
+    the mean cost per token of the store's other chunks."""
 
 
 DEFAULT_MAX_NEW_TOKENS = 1024
-"""Most tokens of an answer to a request that names no number. Not the whole window: the answer's KV is reserved in advance."""
+"""Maximum tokens of an answer if the request gives no number.
+
+It is not the whole context window, because the answer's KV is reserved in advance.
+"""
 
 GREEDY_BELOW = 1e-3
-"""Temperatures below are greedy: divided by them, logits exceed what float32 can tell apart."""
+"""Temperatures below this are greedy: divided by them, logits exceed float32's precision."""
 
 
 @config_class
 class SamplingConfig:
-    """How answer tokens are chosen; names and meaning as in ``transformers.GenerationConfig``."""
+    """Options for choosing answer tokens, named as in ``transformers.GenerationConfig``."""
 
     max_new_tokens: Positive | None = None
-    """Upper bound of answer tokens. ``None``: as the model's generation config says, else 1,024, and fewer where the context window leaves
-    fewer behind the prompt. A number that does not fit is an error."""
+    """Maximum number of answer tokens. ``None``: as in the model's generation config, else 1,024;
+    in both cases no more than the context window leaves behind the prompt. A given number that does
+    not fit is an error."""
     temperature: NonNegative = 0.0
-    """0 is greedy decoding, and so is what is below 0.001."""
+    """Sampling temperature; 0 and values below 0.001 decode greedily."""
     top_p: Fraction | None = None
-    """Nucleus filter, used when sampling: the likeliest tokens that have this probability together. 1 is off."""
+    """Nucleus filter, used when sampling: keep the likeliest tokens up to this cumulative
+    probability. 1 is off."""
     top_k: Annotated[int, Field(strict=True, ge=-1)] | None = None
-    """Top-k filter, used when sampling: the likeliest tokens, this many. 0 and -1 are off."""
+    """Top-k filter, used when sampling: keep this many of the likeliest tokens. 0 and -1 are
+    off."""
     min_p: Fraction | None = None
-    """Filter, used when sampling: tokens of at least this share of the likeliest token's probability. 0 is off."""
+    """Min-p filter, used when sampling: keep tokens with at least this share of the likeliest
+    token's probability. 0 is off."""
     repetition_penalty: Annotated[float, Field(strict=True, ge=1e-6)] | None = None
-    """``None`` takes the model's own generation config."""
+    """Repetition penalty; ``None`` takes the model's own generation config."""
     min_new_tokens: Count | None = None
-    """The answer does not end by the model's own end tokens before it has this many tokens."""
+    """Minimum number of tokens before the model's own end tokens can end the answer."""
     seed: Annotated[int | None, BeforeValidator(_seed)] = None
-    """Seed for sampling, below 2**64; ``None`` or -1 draws one."""
+    """Seed for sampling, below 2**64; ``None`` or -1 draws a seed."""
     frequency_penalty: Penalty = 0.0
-    """Taken off a token's logit for each time that the answer has it; from -2 to 2, as OpenAI's."""
+    """Subtract this from a token's logit per occurrence in the answer; from -2 to 2, as in OpenAI's
+    API."""
     presence_penalty: Penalty = 0.0
-    """Taken off the logits of tokens that the answer has."""
+    """Subtract this from the logits of tokens that occur in the answer."""
     logit_bias: Annotated[tuple[tuple[Count, Bias], ...], BeforeValidator(_pairs)] = ()
-    """Added to the logits of tokens: a dict of their ids, or pairs; from -100 (never) to 100 (always)."""
+    """Values added to the logits of tokens: a dict by token id, or pairs; from -100 (never) to 100
+    (always)."""
     logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
-    """Return each token's log-probability, and those of so many likeliest ones. They are of the model's own logits, float32: before
-    temperature, filters, penalties and biases."""
+    """Return the log-probability of every answer token, and of this many of the likeliest tokens in
+    its place. They come from the model's own logits, float32, before temperature, filters,
+    penalties and biases."""
     prompt_logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
-    """Return the log-probabilities of the prompt's tokens, too, and those of so many likeliest ones in their places. The prompt is
-    prefilled in full then: rows that are reused have none."""
+    """Return the log-probability of every prompt token, too, and of this many of the likeliest
+    tokens in its place. The prompt is then prefilled in full, because reused rows have no
+    logits."""
     stop: Annotated[tuple[str, ...], BeforeValidator(_stop_strings)] = ()
     """Strings that end the answer; they are not part of it."""
     stop_token_ids: Annotated[tuple[Count, ...], BeforeValidator(_none_as_empty)] = ()
@@ -594,5 +676,5 @@ class SamplingConfig:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the likeliest token is taken each time."""
+        """Whether decoding always takes the likeliest token."""
         return self.temperature < GREEDY_BELOW

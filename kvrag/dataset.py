@@ -1,7 +1,9 @@
-"""Precompute on many machines, with Ray Data: a worker for each GPU, or each core, stores chunks in one KV store.
+"""Precompute on many machines, with Ray Data.
 
-Workers take batches of chunks as they come, and store what has no KV yet. A worker that dies is started again, and its batch with it; what
-that had stored is skipped. So a run can be broken off and repeated at any time, and gives the KV that one process would have given.
+Workers, by default as many as GPUs or CPU cores, store chunks in the same KV store. They take
+batches of chunks as they come, and skip stored chunks. If a worker dies, it is restarted and its
+batch runs again. A run can be interrupted and repeated at any time, and gives the same KV as a
+single process.
 """
 
 from __future__ import annotations
@@ -22,19 +24,21 @@ if TYPE_CHECKING:
     from ray.data import Dataset
 
 CHUNKS_PER_CALL = 32
-"""Chunks that a worker is given at once: it sorts them by length, so that forwards take chunks of similar length."""
+"""Chunks per batch. A worker sorts them by length, so that forwards take similar lengths."""
 
 
 @dataclass(frozen=True)
 class Workers:
-    """How the work of :func:`precompute_dataset` is shared; the arguments are Ray's.
+    """Workers of :func:`precompute_dataset`; the arguments are Ray's.
 
     Parameters
     ----------
     concurrency
-        Workers, or ``(least, most)``. Default: one for each GPU of the cluster; without any, one for each core.
+        Number of workers, or ``(least, most)``. Default: the cluster's number of GPUs; without
+        GPUs, its number of CPU cores.
     num_cpus, num_gpus
-        Of each worker. Default: a GPU if the cluster has any; else a core, or as much less as leaves one core to reading the dataset.
+        CPU cores and GPUs per worker. Default: a GPU if the cluster has any; a core, or less if
+        needed to leave a core for reading the dataset.
     """
 
     concurrency: int | tuple[int, int] | None = None
@@ -42,7 +46,7 @@ class Workers:
     num_gpus: float | None = None
 
     def options(self) -> dict[str, Any]:
-        """Return the options of ``map_batches``; raises ``MissingDependencyError``."""
+        """Return the options of ``map_batches``; raises ``MissingDependencyError`` without Ray."""
         ray = require("ray", extra="ray", purpose="precompute_dataset")
         have, gpus, count, cpus = (
             ray.cluster_resources(),
@@ -62,12 +66,12 @@ class Workers:
 
 
 class Worker:
-    """What each actor runs: an engine that stores the chunks of batches.
+    """Actor with an engine that stores the chunks of batches.
 
     Parameters
     ----------
     columns
-        Names of the columns of texts and, unless it is ``None``, of ids.
+        Names of the text and id columns; the latter is ``None`` without ids.
     options, run
         Arguments of :meth:`KVRagEngine.from_pretrained`, and of :meth:`KVRagEngine.precompute`.
     """
@@ -80,11 +84,11 @@ class Worker:
             as_config(StoreConfig, options.get("store_config"), option="store_config")
             or StoreConfig()
         )
-        unread = replace(config, ram_bytes=0)  # a worker reads nothing of what it stores
+        unread = replace(config, ram_bytes=0)  # a worker never reads its stored chunks
         self._engine = KVRagEngine.from_pretrained(**{**options, "store_config": unread})
 
     def __call__(self, batch: dict[str, Any]) -> Any:
-        """Store a batch's chunks, and return the row of the report."""
+        """Store a batch of chunks, and return its row of the report."""
         arrow = require("pyarrow", extra="ray", purpose="the report of precompute_dataset")
         text, name = self._columns
         texts, ids = list(batch[text]), None if name is None else list(batch[name])
@@ -97,7 +101,7 @@ class Worker:
             **report,
             "ended": time.time(),
         }
-        # Their type must be known where there are none, too.
+        # Empty lists need an explicit type.
         pairs = arrow.list_(arrow.struct([("id", arrow.string()), ("reason", arrow.string())]))
         for what in ("failed", "short"):
             row[what] = [dict(zip(("id", "reason"), each, strict=True)) for each in row[what]]
@@ -118,25 +122,35 @@ def precompute_dataset(
     run: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Dataset:
-    """Compute and store the KV of a dataset's chunks, on all machines of a Ray cluster; raises ``ConfigError`` on a loaded model.
+    """Compute and store the KV of a dataset's chunks, on all machines of a Ray cluster.
 
     Parameters
     ----------
     ds, text, id
-        A chunk in each row, and the columns of its text and its id, which must be its own; ``None``: chunks have no id.
+        Dataset with a chunk per row, and the names of its text and id columns. Ids must be unique;
+        ``None``: chunks have no id.
     model, kv_dir, **options
-        As for :meth:`KVRagEngine.from_pretrained`. For several machines ``kv_dir`` must be a shared store's address, or a directory
-        that all of them see. Models and keys are named, not passed: a hub id or a path, and ``encryption_key="env:NAME"``.
+        As for :meth:`KVRagEngine.from_pretrained`. For several machines ``kv_dir`` must be a shared
+        store's address, or a directory that all of them see. Pass names of models and keys, not
+        objects: a hub id or a path, and ``encryption_key="env:NAME"``.
     workers
-        How many there are, and what each of them needs; default: :class:`Workers`' own.
+        Number of workers, and their CPU cores and GPUs; default: the defaults of :class:`Workers`.
     run
-        More arguments of :meth:`KVRagEngine.precompute`, as ``batch_size``, ``prefix``, ``collection``, ``retention``.
+        More arguments of :meth:`KVRagEngine.precompute`, such as ``batch_size``, ``prefix``,
+        ``collection``, ``retention``.
 
     Returns
     -------
     Dataset
-        A row for each batch, with the fields of :class:`~kvrag.PrecomputeReport`, the number of ``chunks``, the ``worker``, and when it
-        ``ended`` (seconds since 1970, UTC). Nothing is computed before it is used: ``precompute_dataset(...).write_parquet("report")``.
+        A row per batch, with the fields of :class:`~kvrag.PrecomputeReport`, the number of
+        ``chunks``, the ``worker``, and its end time ``ended`` (seconds since 1970, UTC). It is
+        lazy: chunks are computed when it is used, as in
+        ``precompute_dataset(...).write_parquet("report")``.
+
+    Raises
+    ------
+    ConfigError
+        If ``model`` is a loaded model, ``kv_dir`` is missing, or an option has an invalid value.
     """
     if not isinstance(model, (str, os.PathLike)):
         raise ConfigError(
@@ -144,12 +158,12 @@ def precompute_dataset(
         )
     if kv_dir is None:
         raise ConfigError(
-            "kv_dir is None, and KV in the workers' memory would be lost with them; pass a shared store"
+            "kv_dir is None, and KV in the workers' memory would be lost with them; pass a shared "
+            "store"
         )
     options = {**options, "model": os.fspath(model), "kv_dir": check_kv_dir(kv_dir)}
-    KVRagEngine.from_pretrained(
-        **options
-    ).close()  # what can't be used is said here, before workers start
+    # Wrong options raise here, before workers start.
+    KVRagEngine.from_pretrained(**options).close()
     how = {
         "batch_size": CHUNKS_PER_CALL,
         "batch_format": "numpy",

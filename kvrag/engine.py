@@ -1,4 +1,4 @@
-"""The facade: what users and adapters call. It is long because it documents the public surface."""
+"""The facade that users and adapters call. It is long because it documents the public surface."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ from kvrag.types import (
 )
 from kvrag.verify import verify_prompts
 
-MAX_KEPT = 16  # engines that :meth:`KVRagEngine.get` keeps although nobody else holds them
+MAX_KEPT = 16  # engines that :meth:`KVRagEngine.get` keeps without any other reference to them
 
 _OPTIONS = (
     *("tokenizer", "revision", "dtype", "device", "prove", "extra_keys"),
@@ -75,50 +75,62 @@ _OPTIONS = (
 )
 
 _DEFAULT = RepairConfig()
-_sampling = lru_cache(maxsize=64, typed=True)(
-    SamplingConfig
-)  # checking options anew costs more than looking them up
+# Looking options up costs less than checking them again.
+_sampling = lru_cache(maxsize=64, typed=True)(SamplingConfig)
 _SAMPLING = tuple(field.name for field in fields(SamplingConfig))
 
 
 def _options_in(arguments: Mapping[str, Any], *others: str) -> dict[str, Any]:
-    """Return the options among a method's arguments, which are its ``locals()`` as long as it has no other local names."""
+    """Return the options among a method's arguments.
+
+    ``arguments`` is the method's ``locals()``, taken before it has any other local name.
+    """
     return {
         name: value for name, value in arguments.items() if name not in ("self", "prompt", *others)
     }
 
 
 class KVRagEngine:
-    r"""Prefills chunks once, reuses their KV in any order, and reports how each answer was computed.
+    r"""Prefills chunks once, reuses their KV in any order, and reports how answers were computed.
 
-    Create one with :meth:`from_pretrained`, or share one per process with :meth:`get`. Weights are loaded at first use. All methods are
-    thread-safe; requests take turns forward by forward.
+    Create an engine with :meth:`from_pretrained`, or share an engine within the process with
+    :meth:`get`. Weights are loaded at first use. All methods are thread-safe; concurrent requests
+    take turns forward by forward.
 
     Parameters of several methods:
 
-    ``namespace``: chunks of one namespace are never found from another (default: the engine's). ``mode``: ``"auto"``, ``"full"`` (no
-    reuse), ``"prefix"`` (exact reuse of the prompt's head only) or ``"stitch"``. ``repair``: a :class:`RepairConfig` (default: the
-    engine's). ``collection``: a prefix of document ids; with ``"manuals"``, the id ``"install"`` means ``"manuals/install"``.
+    ``namespace``: chunks of a namespace are never found from another namespace (default: the
+    engine's). ``mode``: ``"auto"``, ``"full"`` (no reuse), ``"prefix"`` (exact reuse of the
+    prompt's head only) or ``"stitch"``. ``repair``: a :class:`RepairConfig` (default: the
+    engine's). ``collection``: a prefix of document ids; with ``"manuals"``, the id ``"install"``
+    means ``"manuals/install"``.
 
-    ``max_context``: ``"raise"``, an error where prompt and answer exceed the model's context window, or ``"slide"``: the oldest tokens but
-    the first few leave it, and the answer is labelled (``evicted_tokens``).
+    ``max_context``: ``"raise"`` raises an error where prompt and answer exceed the model's context
+    window. ``"slide"`` evicts the oldest tokens except the first few, and labels the answer
+    (``evicted_tokens``).
 
-    ``tools``: functions that the answer may call, as OpenAI's dicts; the prompt must be chat messages. ``tool_choice``: ``"auto"``,
-    ``"none"``, ``"required"``, or a tool's name. ``response_format``: ``{"type": "json_object"}``, or ``{"type": "json_schema",
-    "json_schema": {"name": ..., "schema": ...}}``. What these two ask for, the answer has (needs the extra ``structured``), but where
-    ``max_new_tokens`` ends it.
+    ``tools``: functions that the answer may call, as OpenAI's dicts; the prompt must be chat
+    messages. ``tool_choice``: ``"auto"``, ``"none"``, ``"required"``, or a tool's name.
+    ``response_format``: ``{"type": "json_object"}``, or ``{"type": "json_schema", "json_schema":
+    {"name": ..., "schema": ...}}``. Decoding is constrained so that the answer satisfies
+    ``tool_choice`` and ``response_format`` unless ``max_new_tokens`` ends it early (needs the extra
+    ``structured``).
 
-    ``chat_template_kwargs``: variables for the chat template, for instance ``{"enable_thinking": False}``; they are added to the engine's.
-    ``continue_final_message``: the answer goes on with the last message, which must be an assistant's.
+    ``chat_template_kwargs``: variables for the chat template, for instance ``{"enable_thinking":
+    False}``; they are added to the engine's. ``continue_final_message``: the answer continues the
+    last message, which must be an assistant's.
 
-    Invalid options raise :class:`ConfigError`, invalid prompts, texts and ids :class:`InputError`. Methods that change the store raise
-    :class:`StoreError` if it can't be written to.
+    Invalid options raise :class:`ConfigError`; invalid prompts, texts and ids raise
+    :class:`InputError`. Methods that change the store raise :class:`StoreError` if it can't be
+    written to.
 
     Examples
     --------
-    >>> engine = KVRagEngine.from_pretrained("Qwen/Qwen2.5-0.5B-Instruct", kv_dir="./kv")  # doctest: +SKIP
+    >>> model = "Qwen/Qwen2.5-0.5B-Instruct"
+    >>> engine = KVRagEngine.from_pretrained(model, kv_dir="./kv")  # doctest: +SKIP
     >>> engine.precompute(chunks)  # doctest: +SKIP
-    >>> engine.generate([{"role": "user", "content": f"{chunks[3]}\n\n{chunks[1]}\n\nWho?"}]).text  # doctest: +SKIP
+    >>> text = f"{chunks[3]}\n\n{chunks[1]}\n\nWho?"  # doctest: +SKIP
+    >>> engine.generate([{"role": "user", "content": text}]).text  # doctest: +SKIP
     """
 
     _shared: ClassVar[weakref.WeakValueDictionary[tuple[object, ...], KVRagEngine]] = (
@@ -152,9 +164,8 @@ class KVRagEngine:
         self._resources.callback(self.store.close)
         weakref.finalize(self, self._resources.close).atexit = False
         self._erasures, self.context = erasures_of(self.kv_dir), check_context(context)
-        self._prefix_texts: dict[
-            str, dict[str, None]
-        ] = {}  # by namespace, those that were precomputed with, or learnt
+        # By namespace: the prefixes of past precompute calls, and the learned prefixes.
+        self._prefix_texts: dict[str, dict[str, None]] = {}
         self._learner, self.prefix = learning(prefix, self._prefix_texts)
         if self._learner and self.store_config.read_only:
             raise ConfigError(
@@ -165,10 +176,8 @@ class KVRagEngine:
         self._gate = Gate(self.store_config.kv_dtype)
         self._stats, self._lock, self._is_closed = EngineStats(), fork_lock(), False
         self._loaded: LoadedModel | None = None
-        self.profile: tuple[str, Profile | None] = (
-            "",
-            None,
-        )  # the model's fingerprint, and what is kept for it
+        # The model's fingerprint, and the profile kept for it.
+        self.profile: tuple[str, Profile | None] = ("", None)
         self._query_side: Answering | None = None
         self._write_back: WriteBack | None = None
 
@@ -192,35 +201,46 @@ class KVRagEngine:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **hf_kwargs: Any,
     ) -> KVRagEngine:
-        """Create an engine. Weights are loaded at first use and shared by all engines of this process with the same source.
+        """Create an engine. Weights are loaded at first use.
+
+        All engines of this process with the same source share the weights.
 
         Parameters
         ----------
         model
-            Hub id, local directory, ``.gguf`` file, or a loaded ``PreTrainedModel`` (which needs ``tokenizer``).
+            Hub id, local directory, ``.gguf`` file, or a loaded ``PreTrainedModel`` (which needs
+            ``tokenizer``).
         tokenizer
             A tokenizer, its id or directory; default: the model's.
         kv_dir
-            Directory of the KV store, shared by all engines on it; default: chunks are kept in memory only.
+            Directory of the KV store, shared by all engines that use it; default: keep chunks in
+            memory only.
         prefix
-            What precedes the first chunk in your prompts: text, chat messages, a prompt template, or a :class:`~kvrag.TemplatePrefix`;
-            ``"learn"``: as the first prompts show it (docs/how-it-works.md). Default: the head of the model's chat template.
+            The prompt's start, up to the first chunk: text, chat messages, a prompt template, or a
+            :class:`~kvrag.TemplatePrefix`. ``"learn"``: learn it from the first prompts
+            (docs/how-it-works.md). Default: the head of the model's chat template.
         context
-            What chunks are encoded behind besides the prefix, to be like a prompt's later documents: ``"default"``, 250 tokens that ship
-            with kvrag, ``"default:1000"``, more of them, or your own text. ``None``: nothing; a first chunk behind its own prefix is exact.
+            Text between the prefix and the chunk at index time, so that a chunk is encoded like a
+            prompt's later documents: ``"default"`` (250 tokens of passages that ship with kvrag),
+            ``"default:1000"`` (1,000 tokens of them), or your own text. ``None``: no context; the
+            first chunk of a prompt is then exact behind its own prefix.
         repair, namespace
-            Defaults of the engine's methods; without ``repair``, what :meth:`calibrate` has found for the model and context is used.
+            Defaults of the engine's methods. Without ``repair``, the result of :meth:`calibrate`
+            for the model and context is used.
         device, dtype, revision
-            Default: CUDA if there is one, else the CPU; float32 on the CPU, else the checkpoint's; the hub's latest.
+            Default: CUDA if available, else the CPU; float32 on the CPU, else the checkpoint's
+            dtype; the hub's latest revision.
         store_config
             Budgets, limits and key of the store.
         prove
-            ``"auto"``: prove on the loaded model that reuse is exact (once; the proof is kept on disk). If that fails, prompts are
-            prefilled in full, and every result gives the reason. ``"off"``: check the model's structure only.
+            ``"auto"``: prove on the loaded model that reuse is exact (once; the proof is kept on
+            disk). If the proof fails, prompts are prefilled in full, and every result gives the
+            reason. ``"off"``: check the model's structure only.
         extra_keys
-            Your own names and values: KV is shared only where they are equal.
+            Your own names and values; KV is shared only where they are equal.
         chat_template_kwargs
-            Variables for the chat template in all prompts, and in the prefix; a date that is pinned here keeps chunks exact tomorrow.
+            Variables for the chat template, in all prompts and in the prefix. If the template
+            writes the date, pin it here to keep chunks exact tomorrow.
         **hf_kwargs
             For ``AutoModelForCausalLM.from_pretrained``; not with a loaded model.
 
@@ -229,22 +249,23 @@ class KVRagEngine:
         ModelError, StoreError
             If the model can't be found or is not a causal LM; if ``kv_dir`` can't be used.
         ConfigError
-            If an option has an invalid value, has no effect, or belongs in ``store_config``, or CUDA is requested and absent.
+            If an option has an invalid value, has no effect, or belongs in ``store_config``, or if
+            CUDA is requested and absent.
         """
         refuse_misplaced(hf_kwargs, _OPTIONS, of="KVRagEngine.from_pretrained")
         source = ModelSource(
             model, tokenizer, revision, dtype, device, hf_kwargs, extra_keys or {}, prove
         )
-        own = {
-            "kv_dir": kv_dir,
-            "prefix": prefix,
-            "context": context,
-            "repair": repair,
-            "namespace": namespace,
-        }
         return cls(
-            source, **own, store_config=store_config, chat_template_kwargs=chat_template_kwargs
-        )  # type: ignore[arg-type]
+            source,
+            kv_dir=kv_dir,
+            prefix=prefix,
+            context=context,
+            repair=repair,
+            namespace=namespace,
+            store_config=store_config,
+            chat_template_kwargs=chat_template_kwargs,
+        )
 
     @classmethod
     def get(
@@ -266,9 +287,9 @@ class KVRagEngine:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **hf_kwargs: Any,
     ) -> KVRagEngine:
-        """Return the shared engine of this process for the arguments of :meth:`from_pretrained`.
+        """Return this process's shared engine for the arguments of :meth:`from_pretrained`.
 
-        Of engines that nobody else holds, the latest :data:`MAX_KEPT` are kept.
+        The :data:`MAX_KEPT` engines requested last stay alive without any other reference to them.
         """
         refuse_misplaced(hf_kwargs, _OPTIONS, of="KVRagEngine.get")
         source = ModelSource(
@@ -306,25 +327,28 @@ class KVRagEngine:
             return engine
 
     def __copy__(self, _: object = None) -> KVRagEngine:
-        """Return the engine itself: it is shared by all who use it, and copies of a chain that holds it are some of them."""
+        """Return the engine itself, so that copies of a chain share its engine."""
         return self
 
     __deepcopy__ = __copy__
 
     def __reduce__(self) -> NoReturn:
-        """Refuse to be sent to another process, which has no such weights and no such store open."""
+        """Refuse pickling: another process has neither the loaded weights nor the open store."""
         raise ConfigError(
-            "a KVRagEngine can't be sent to another process or pickled: it holds a loaded model and an open store. Make it there: call "
-            "KVRagEngine.get(...) with the same arguments in the function that runs in the process; what was precomputed is found in kv_dir"
+            "a KVRagEngine can't be sent to another process or pickled: it holds a loaded model "
+            "and an open store. Make it there: call "
+            "KVRagEngine.get(...) with the same arguments in the function that runs in the "
+            "process; what was precomputed is found in kv_dir"
         )
 
     @property
     def loaded(self) -> LoadedModel:
-        """The model and its tokenizer; loads them."""
+        """Model and tokenizer; loads them at first use."""
         with self._lock:
             if self._is_closed:
                 raise ModelError(
-                    "this engine is closed; make another one with KVRagEngine.from_pretrained() or get()"
+                    "this engine is closed; make another one with KVRagEngine.from_pretrained() or "
+                    "get()"
                 )
             if self._loaded is None:
                 self._loaded = load(self.source, make_encoder=PromptEncoder)
@@ -334,34 +358,40 @@ class KVRagEngine:
 
     @property
     def repair(self) -> RepairConfig:
-        """The repair of requests that name none: as given, else that of the model's profile (:meth:`calibrate`), else the default."""
+        """Repair of requests without ``repair``.
+
+        The engine's own ``repair`` if given, else the repair of the model's profile
+        (:meth:`calibrate`), else the default.
+        """
         if self._repair is not None:
             return self._repair
-        if self.profile[0] != (
-            now := self.loaded.identity.fingerprint
-        ):  # adapters may have been switched
+        # The fingerprint changes when adapters are switched.
+        if self.profile[0] != (now := self.loaded.identity.fingerprint):
             self.profile = now, kept_profile(self)
         return self.profile[1].kept.repair if self.profile[1] else _DEFAULT
 
     @property
     def given_repair(self) -> RepairConfig | None:
-        """The repair that the engine was made with; ``None``: that of the model's profile, or the default."""
+        """Repair given at creation; ``None``: the repair of the model's profile, or the default."""
         return self._repair
 
     @property
     def tokenizer(self) -> Any:
-        """The model's tokenizer."""
+        """Tokenizer of the model."""
         return self.loaded.encoder.tokenizer
 
     @cached_property
     def encoder(self) -> PromptEncoder:
-        """Renders prompts and tokenises them, with the engine's variables for the chat template; loads the model."""
+        """Prompt encoder with the engine's chat template variables; loads the model.
+
+        It renders prompts and tokenises them.
+        """
         encoder: PromptEncoder = self.loaded.encoder
         return encoder.with_variables(self.chat_template_kwargs)
 
     @cached_property
     def prefix_text(self) -> str:
-        """The text that chunks are encoded behind unless :meth:`precompute` is given another one."""
+        """Text that chunks are encoded behind if :meth:`precompute` is given no other prefix."""
         return prefix_text(self.prefix, self.encoder)
 
     @cached_property
@@ -375,7 +405,7 @@ class KVRagEngine:
         )
 
     def warm_up(self) -> None:
-        """Load the model, and do what else the first prompt would wait for, once: measure what prompts cost on this machine.
+        """Load the model and measure the costs of prompts on this machine, before the first prompt.
 
         Notes
         -----
@@ -385,7 +415,10 @@ class KVRagEngine:
             self._answering.costs.known()
 
     def close(self) -> None:
-        """Close the store and release the model; prompts and precompute raise :class:`ModelError` afterwards."""
+        """Close the store and release the model.
+
+        Prompts and precompute raise :class:`ModelError` afterwards.
+        """
         with self._shared_lock:
             self._recent.pop(self, None)
             for key in [k for k, engine in self._shared.items() if engine is self]:
@@ -405,27 +438,34 @@ class KVRagEngine:
         show_progress: bool | None = None,
         retention: Retention | None = None,
     ) -> PrecomputeReport:
-        """Compute and store the KV of chunks. Stored chunks are skipped, so an interrupted run can be repeated.
+        """Compute and store the KV of chunks.
+
+        Stored chunks are skipped, so an interrupted run can be repeated.
 
         Parameters
         ----------
         texts
             Chunk texts; leading and trailing white space is ignored.
         ids
-            Document ids, one per text; KV is kept until the last document that refers to it is deleted (:meth:`delete`).
+            Document ids, one per text. KV is kept until the last document that refers to it is
+            deleted (:meth:`delete`).
         prefix, batch_size
             The text before the first chunk (default: the engine's); chunks per forward.
         show_progress
-            ``None``: a bar on a terminal and lines elsewhere, if it takes long; ``True``: a bar; ``False``: nothing.
+            ``None``: for a long run, show a bar on a terminal and lines elsewhere; ``True``: show
+            a bar; ``False``: show nothing.
         retention
-            Priority and duration, for stored chunks too. Default: priority 35, and stored chunks keep their own.
+            Priority and duration, applied to stored chunks as well. Default: new chunks get
+            priority 35, and stored chunks keep their own retention.
 
         Raises
         ------
         InputError
-            If a text is not a string or empty, one id has several texts, or a document of a collection has none; nothing is stored.
+            If a text is empty or not a string, if an id has different texts, or if a document of a
+            collection has no id; nothing is stored.
         UnsupportedModelError, ConfigError
-            If this model's KV can't be reused, or does not tolerate the store's rounding (``StoreConfig.kv_dtype``).
+            If this model's KV can't be reused, or does not tolerate the store's rounding
+            (``StoreConfig.kv_dtype``).
         """
         items = documents.check_items(texts, ids, collection, batch_size)
         check_show(show_progress)
@@ -453,8 +493,10 @@ class KVRagEngine:
     ) -> Prefetch:
         """Start reading chunks into memory for an upcoming prompt, and return at once.
 
-        Chunks are given by their ``texts`` as in the prompt, with which the prefix is read, or by ``keys`` of this model and namespace;
-        other keys are ignored. The :class:`Prefetch` has ``found`` (how many chunks, including the prefix), ``wait()`` and ``cancel()``.
+        Chunks are given by their ``texts`` as in the prompt, or by ``keys`` of this model and
+        namespace; other keys are ignored. With ``texts``, the prefix is read as well. The
+        :class:`Prefetch` has ``found`` (the number of chunks, including the prefix), ``wait()``
+        and ``cancel()``.
         """
         wanted: list[ChunkIdentity | ChunkKey] = []
         if texts:
@@ -471,7 +513,10 @@ class KVRagEngine:
         return self.store.prefetch(wanted)
 
     def flush_write_back(self, timeout_s: float | None = None) -> bool:
-        """Wait until missed chunks are stored (``StoreConfig(on_miss="store")``); return whether they are."""
+        """Wait until missed chunks are stored (``StoreConfig(on_miss="store")``).
+
+        Return ``False`` if ``timeout_s`` seconds pass before that.
+        """
         return self._write_back is None or self._write_back.flush(timeout_s)
 
     def delete(
@@ -481,7 +526,10 @@ class KVRagEngine:
         collection: str | None = None,
         namespace: str | None = None,
     ) -> int:
-        """Delete documents, by default a whole collection, and erase KV that no other document refers to; return how many chunks."""
+        """Delete documents, and erase KV that no other document refers to.
+
+        Without ``ids``, delete the whole collection. Return the number of chunks erased.
+        """
         space = self._namespace(namespace)
         chosen = documents.chosen_documents(self.store.catalog, space, ids, collection)
         with self._erasures.erasing(space):
@@ -497,10 +545,11 @@ class KVRagEngine:
         retention: Retention,
         namespace: str | None = None,
     ) -> int:
-        """Update the retention of stored chunks, of all models and prefixes; return the number of chunks found.
+        """Update the retention of stored chunks, of all models and prefixes.
 
-        Chunks are given by document ``ids`` and ``collection``, as for :meth:`delete`, or by ``keys`` of this namespace; other keys are
-        ignored. ``retention`` counts from now; without a cost, chunks keep theirs.
+        Chunks are given by document ``ids`` and ``collection``, as for :meth:`delete`, or by
+        ``keys`` of this namespace; other keys are ignored. The duration of ``retention`` starts
+        now; without a cost, chunks keep theirs. Return the number of chunks found.
         """
         checked = as_config(Retention, retention, option="retention")
         if checked is None:
@@ -510,9 +559,9 @@ class KVRagEngine:
         return self.store.retain(documents.chosen_keys(catalog, space, chosen, keys), checked)
 
     def clear(self, *, namespace: str | None = None) -> int:
-        """Erase all documents and KV, of one namespace or by default of **every** one; return the number of chunks erased.
+        """Erase all documents and KV of a namespace, by default of **every** namespace.
 
-        KV that was encrypted with another key is not touched.
+        KV that was encrypted with another key is not touched. Return the number of chunks erased.
         """
         space = None if namespace is None else self._namespace(namespace)
         with self._erasures.erasing(EVERYWHERE if space is None else space):
@@ -520,14 +569,20 @@ class KVRagEngine:
             return self.store.clear(space)
 
     def _forget(self, space: str | None) -> None:
-        """Forget earlier requests of a namespace (``None``: all): documents that are erased may have been in them."""
+        """Drop the cached KV of a namespace's earlier requests (``None``: of all namespaces).
+
+        It may hold text of the documents being erased.
+        """
         if self._query_side is not None:
             self._query_side.forget(space)
 
     def document_ids(
         self, *, collection: str | None = None, namespace: str | None = None
     ) -> list[str]:
-        """Return the ids of all documents (of a collection) that were precomputed and not deleted, including evicted ones."""
+        """Return the ids of all documents (of a collection) that were precomputed and not deleted.
+
+        Documents with evicted KV are included.
+        """
         found = self.store.catalog.documents(self._namespace(namespace))
         return found if collection is None else documents.members(found, collection)
 
@@ -567,11 +622,20 @@ class KVRagEngine:
         ----------
         prompt
             Text, chat messages, segments (``str`` and :class:`~kvrag.types.Chunk`), or token ids.
-        max_new_tokens, temperature, top_p, top_k, min_p, repetition_penalty, frequency_penalty, presence_penalty, logit_bias
-            How tokens are chosen, as in :class:`~kvrag.config.SamplingConfig`; temperature 0 is greedy.
-        min_new_tokens, stop, stop_token_ids, seed, logprobs, prompt_logprobs
-            When the answer ends, and what is returned with it; see there, too.
-        tools, tool_choice, response_format, chat_template_kwargs, continue_final_message, mode, repair, namespace, max_context
+        max_new_tokens, min_new_tokens, stop, stop_token_ids
+            When the answer ends; see :class:`~kvrag.config.SamplingConfig`.
+        temperature, top_p, top_k, min_p, seed
+            How tokens are sampled; see :class:`~kvrag.config.SamplingConfig`. Temperature 0 is
+            greedy.
+        repetition_penalty, frequency_penalty, presence_penalty, logit_bias
+            How logits are changed; see :class:`~kvrag.config.SamplingConfig`.
+        logprobs, prompt_logprobs
+            Log-probabilities to return; see :class:`~kvrag.config.SamplingConfig`.
+        tools, tool_choice, response_format
+            See :class:`KVRagEngine`.
+        chat_template_kwargs, continue_final_message
+            See :class:`KVRagEngine`.
+        mode, repair, namespace, max_context
             See :class:`KVRagEngine`.
 
         Raises
@@ -584,18 +648,23 @@ class KVRagEngine:
             If the prompt does not fit, even without reuse.
         """
         produce = self._produce(prompt, **_options_in(locals()))
-        return produce(
-            lambda _: None, threading.Event()
-        )  # in the caller's thread, where Ctrl-C ends it
+        # Run in the caller's thread, so that Ctrl-C ends it.
+        return produce(lambda _: None, threading.Event())
 
     @parameters_of(generate)
     def stream(self, prompt: Prompt, **options: Any) -> TokenStream:
-        """Stream an answer: iterate over its text, then read ``.result``. Options as for :meth:`generate`."""
+        """Stream an answer: iterate over its text, then read ``.result``.
+
+        Options as for :meth:`generate`.
+        """
         return TokenStream(self._produce(prompt, **options))
 
     @parameters_of(generate)
     async def agenerate(self, prompt: Prompt, **options: Any) -> GenerationResult:
-        """As :meth:`generate`, without blocking the event loop; cancelling the task stops decoding."""
+        """Answer a prompt like :meth:`generate`, without blocking the event loop.
+
+        Cancelling the task stops decoding.
+        """
         stream = AsyncTokenStream(self._produce(prompt, **options))
         async for _ in stream:
             pass
@@ -603,7 +672,7 @@ class KVRagEngine:
 
     @parameters_of(generate)
     def astream(self, prompt: Prompt, **options: Any) -> AsyncTokenStream:
-        """As :meth:`stream`, for ``async for``."""
+        """Stream an answer like :meth:`stream`, for ``async for``."""
         return AsyncTokenStream(self._produce(prompt, **options))
 
     @checks_names
@@ -621,7 +690,10 @@ class KVRagEngine:
         namespace: str | None = None,
         max_context: MaxContext = "raise",
     ) -> PrefillResult:
-        """Prefill a prompt and return the logits of its first answer token, float32 ``(vocab,)`` on the CPU."""
+        """Prefill a prompt and return the logits of its first answer token.
+
+        Logits are float32 ``(vocab,)`` on the CPU.
+        """
         options = _options_in(locals())
         request, answering = self._prepared(clock := Clock(), prompt, options)
         with answering.prefilled(request, max_new_tokens=1, clock=clock) as (done, _):
@@ -647,7 +719,10 @@ class KVRagEngine:
         namespace: str | None = None,
         max_context: MaxContext = "raise",
     ) -> ScoreResult:
-        """Score a continuation, text or token ids: logits ``(T, vocab)`` that predict its tokens, and their mean loss in nats."""
+        """Score a continuation of a prompt, given as text or token ids.
+
+        Return the logits ``(T, vocab)`` that predict its tokens, and the tokens' mean loss in nats.
+        """
         options = _options_in(locals(), "continuation")
         request, answering = self._prepared(clock := Clock(), prompt, options)
         ids = self.loaded.encoder.continuation_ids(continuation, self.loaded.lm.vocab_size)
@@ -667,7 +742,10 @@ class KVRagEngine:
     @checks_names
     @parameters_of(prefill)
     def explain(self, prompt: Prompt, **options: Any) -> Explanation:
-        """Report which spans of a prompt are known chunks, which of them have stored KV, and why the others don't."""
+        """Report which spans of a prompt are known chunks, and which of these have stored KV.
+
+        Spans without stored KV come with the reason.
+        """
         request = self._request(prompt, **options)
         given = as_config(RepairConfig, options.get("repair"), option="repair") or self._repair
         repair = in_words(request.repair, "given" if given else self.profile[1] or "default")
@@ -678,7 +756,11 @@ class KVRagEngine:
     calibrate = calibrate_repair
 
     def stats(self) -> dict[str, Any]:
-        """Return totals over requests, counters of the audit, of the write-back, if any, and of each tier and the load; as JSON."""
+        """Return statistics that can be written as JSON.
+
+        They hold totals over requests, counters of the audit, the write-back (if used), the KV of
+        earlier requests (if kept) and every tier, and the current load.
+        """
         extra = {} if self._write_back is None else {"write_back": self._write_back.stats()}
         if self._query_side is not None and self.store_config.history_bytes:
             extra["histories"] = self._query_side.histories.stats()
@@ -687,11 +769,11 @@ class KVRagEngine:
 
     @property
     def load(self) -> Load:
-        """Requests that run and wait on the model's device, and the bytes of KV that they have reserved."""
+        """Running and waiting requests on the model's device, and the bytes of KV reserved."""
         return scheduler_of(self._loaded).load if self._loaded else Load(0, 0, 0)
 
     def _namespace(self, namespace: str | None) -> str:
-        """Digest of a namespace, or of the engine's."""
+        """Return the digest of a namespace; ``None``: of the engine's namespace."""
         return self._digest_of(
             self.namespace if namespace is None else documents.check_namespace(namespace)
         )
@@ -701,7 +783,7 @@ class KVRagEngine:
 
     @property
     def _answering(self) -> Answering:
-        """The query-time half; loads the model."""
+        """Query-time half of the engine; loads the model."""
         with self._lock:
             loaded = self.loaded  # first: the gate depends on the model's device
             if self._query_side is None:
@@ -719,7 +801,10 @@ class KVRagEngine:
     def _prepared(
         self, clock: Clock, prompt: Prompt, options: Mapping[str, Any]
     ) -> tuple[Request, Answering]:
-        """Make a request of a prompt; the clock tells what it took to load the model, if none was loaded, and all else."""
+        """Turn a prompt into a request.
+
+        The clock records the time to load the model, if it was not loaded, and to prepare.
+        """
         if self._loaded is None:
             with clock.stage("load_model", least_s=NOTABLE_S):
                 self.loaded  # noqa: B018 - loads it
@@ -753,7 +838,7 @@ class KVRagEngine:
         )
 
     @checks_names
-    def _produce(  # the list is that of generate: editors that follow **options by reading find it here
+    def _produce(  # repeats generate's parameters, for editors that resolve **options from here
         self,
         prompt: Prompt,
         *,
@@ -782,7 +867,7 @@ class KVRagEngine:
         namespace: str | None = None,
         max_context: MaxContext = "raise",
     ) -> Produce:
-        """Check the options now, in the caller's thread, and return the work for the request's own thread."""
+        """Check the options in the caller's thread; return the work for the request's thread."""
         options, clock = _options_in(locals(), "tools", "tool_choice", "response_format"), Clock()
         sampling = {name: options.pop(name) for name in _SAMPLING}
         options["repair"] = check_options(mode, repair, max_context)

@@ -1,4 +1,4 @@
-"""The exceptions that kvrag raises.
+"""Exceptions raised by kvrag.
 
 ::
 
@@ -7,13 +7,14 @@
     ├── InputError             (ValueError)    a prompt, chunk or document is invalid
     │   └── ContextLengthError                 prompt and answer exceed the model's context window
     ├── ModelError             (RuntimeError)  a model can't be found or loaded
-    │   └── UnsupportedModelError              the model's KV can't be reused, so none can be stored
+    │   └── UnsupportedModelError              the model's KV can't be reused, and is not stored
     ├── StoreError             (OSError)       the store's directory can't be used
     │   └── StoreFormatError                   the store was written by a newer version of kvrag
-    ├── OutOfMemoryError       (MemoryError)   the request does not fit into memory, even without reuse
+    ├── OutOfMemoryError       (MemoryError)   the request exceeds memory, even without reuse
     └── MissingDependencyError (ImportError)   an optional package is not installed
 
-Messages name the cause and the remedy. A stored chunk that can't be read raises none of these: it is a miss, and is recomputed.
+Messages name the cause and the remedy. A stored chunk that can't be read raises no error: it counts
+as a miss, and is recomputed.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class InputError(KVRagError, ValueError):
 class ContextLengthError(InputError):
     """The prompt and the requested answer exceed the model's context window.
 
-    ``room``: the most tokens that an answer to this prompt could have; 0: none.
+    ``room``: maximum number of tokens of an answer to this prompt; 0: no room.
     """
 
     room: int = 0
@@ -68,7 +69,10 @@ class MissingDependencyError(KVRagError, ImportError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error means that memory ran out: torch has a type for it on accelerators, a plain RuntimeError on the CPU."""
+    """Return whether an error means that memory ran out.
+
+    Torch has its own error type on accelerators, and raises a plain RuntimeError on the CPU.
+    """
     return (
         isinstance(error, MemoryError)
         or type(error).__name__ == "OutOfMemoryError"
@@ -77,9 +81,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def require(module: str, *, extra: str, purpose: str) -> ModuleType:
-    """Import a module that the ``extra`` of the distribution installs; ``purpose`` ends the sentence "... is needed for".
+    """Import a module that an ``extra`` of the distribution installs.
 
-    Raises ``MissingDependencyError``, which names the extra, if that fails.
+    ``purpose`` ends the sentence "... is needed for". Raises ``MissingDependencyError``, which
+    names the extra, if the import fails.
     """
     try:
         return importlib.import_module(module)

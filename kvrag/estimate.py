@@ -1,6 +1,6 @@
-"""What KV costs and when loading it beats computing it: arithmetic on a model's shape. No weights, no torch.
+"""Estimate the size of KV, and when loading it beats computing it, from a model's shape.
 
-Tensor letters as in :mod:`kvrag.types`; bytes are bytes, ``GB`` is 10^9, ``KiB`` is 2^10.
+No weights, no torch. Tensor letters as in :mod:`kvrag.types`; ``GB`` is 10^9 bytes, ``KiB`` 2^10.
 """
 
 from __future__ import annotations
@@ -12,20 +12,24 @@ from typing import Any
 from kvrag.errors import ConfigError, ModelError
 from kvrag.types import KVDtype
 
+# Bytes per element of the dtypes that kvrag runs in.
 ITEMSIZE = {
     "float32": 4,
     "bfloat16": 2,
     "float16": 2,
-}  # bytes per element of the dtypes that kvrag runs in
+}
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The part of a config that decides the size of KV; ``dtype`` is the checkpoint's, a key of :data:`ITEMSIZE`."""
+    """The part of a config that determines the size of KV.
+
+    ``dtype`` is the checkpoint's, a key of :data:`ITEMSIZE`.
+    """
 
     num_layers: int  # L
     num_kv_heads: int  # H_kv, per layer
-    head_dim: int  # D, elements of one key, and of one value
+    head_dim: int  # D, elements of a key, and of a value
     dtype: str = "bfloat16"
 
 
@@ -47,11 +51,14 @@ PRESETS: dict[str, ModelShape] = {
     "smollm2-135m": ModelShape(30, 3, 64),
     "smollm2-360m": ModelShape(32, 5, 64),
 }
-"""Shapes of known checkpoints, so that an estimate needs neither files nor network."""
+"""Shapes of known checkpoints, so that an estimate needs no files and no network."""
 
 
 def preset(name: str) -> ModelShape | None:
-    """Return the preset that a name means, or ``None``: case, the organisation and "-instruct" do not count."""
+    """Return the preset of a model name, or ``None``.
+
+    Case, the organisation and the endings "-instruct", "-it" and "-chat" are ignored.
+    """
     plain = name.lower().rsplit("/", 1)[-1].removeprefix("meta-")
     for ending in ("-instruct", "-it", "-chat"):
         plain = plain.removesuffix(ending)
@@ -59,18 +66,19 @@ def preset(name: str) -> ModelShape | None:
 
 
 def shape_from_config(config: Mapping[str, Any]) -> ModelShape:
-    """Read the shape from a parsed ``config.json``, or from the text part of a multimodal one.
+    """Read the shape from a parsed ``config.json``, or from its text part if it is multimodal.
 
     Raises
     ------
     ModelError
-        If the config does not tell, or its layers don't keep one key and one value per head (latent attention, state
-        spaces).
+        If the config lacks the needed sizes, or its layers don't keep a key and a value per head
+        (latent attention, state spaces).
     """
     text = config.get("text_config") or config
     if text.get("kv_lora_rank") or text.get("ssm_cfg") or text.get("state_size"):
         raise ModelError(
-            f"architecture {text.get('model_type')!r} does not keep plain keys and values; kvrag can't hold its KV"
+            f"architecture {text.get('model_type')!r} does not keep plain keys and values; kvrag "
+            "can't hold its KV"
         )
     try:
         num_heads = int(text["num_attention_heads"])
@@ -79,12 +87,12 @@ def shape_from_config(config: Mapping[str, Any]) -> ModelShape:
         num_layers = text["num_hidden_layers"]
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise ModelError(
-            f"the config does not tell the shape of its KV ({error}); it needs num_hidden_layers, num_attention_heads "
+            f"the config does not tell the shape of its KV ({error}); it needs num_hidden_layers, "
+            "num_attention_heads "
             "and hidden_size"
         ) from error
-    given = (
-        config.get("dtype") or config.get("torch_dtype") or text.get("dtype")
-    )  # transformers renamed it
+    # Transformers renamed torch_dtype to dtype.
+    given = config.get("dtype") or config.get("torch_dtype") or text.get("dtype")
     dtype = str(given).removeprefix("torch.")
     return ModelShape(
         int(num_layers),
@@ -95,14 +103,17 @@ def shape_from_config(config: Mapping[str, Any]) -> ModelShape:
 
 
 def itemsize(dtype: str) -> int:
-    """Return the bytes of one element; raise :class:`ConfigError` if kvrag does not run in this dtype."""
+    """Return the bytes per element; raises :class:`ConfigError` if kvrag can't run in ``dtype``."""
     if dtype not in ITEMSIZE:
         raise ConfigError(f"dtype is {dtype!r}; it must be one of auto, {', '.join(ITEMSIZE)}")
     return ITEMSIZE[dtype]
 
 
 def kv_bytes_per_token(shape: ModelShape, dtype: str | None = None) -> int:
-    """Return the bytes of one token's KV over all layers: ``2 · L · H_kv · D · itemsize``; default dtype: the checkpoint's."""
+    """Return the bytes of KV per token over all layers: ``2 · L · H_kv · D · itemsize``.
+
+    Default dtype: the checkpoint's.
+    """
     return (
         2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * itemsize(dtype or shape.dtype)
     )
@@ -111,16 +122,18 @@ def kv_bytes_per_token(shape: ModelShape, dtype: str | None = None) -> int:
 def kept_bytes_per_token(
     shape: ModelShape, kv_dtype: KVDtype, *, chunk_tokens: int, dtype: str | None = None
 ) -> float:
-    """Return the bytes of one token's KV as it is kept: with rounded types, codes and the token's share of the scales.
+    """Return the bytes of stored KV per token.
+
+    With rounded types, these are the codes and the token's share of the scales.
 
     Parameters
     ----------
     shape, kv_dtype
-        The model, and how its KV is kept: :class:`kvrag.StoreConfig`.
+        Shape of the model; type of the stored KV as in :class:`kvrag.StoreConfig`.
     chunk_tokens
-        Tokens of a chunk, which share scales.
+        Tokens per chunk, which share scales.
     dtype
-        Of the KV as computed; default: the checkpoint's.
+        Dtype of the computed KV; default: the checkpoint's.
 
     Raises
     ------
@@ -129,7 +142,7 @@ def kept_bytes_per_token(
     """
     if kv_dtype == "auto":
         return kv_bytes_per_token(shape, dtype)
-    import torch  # here alone: the layout of codes and scales has one definition
+    import torch  # only here: the layout of codes and scales is defined once, in kvrag.layers
 
     from kvrag.layers import parts
 
@@ -139,9 +152,10 @@ def kept_bytes_per_token(
 
 
 def break_even_bandwidth(bytes_per_token: float, prefill_tokens_per_s: float) -> float:
-    """Return the bytes per second above which loading a token's KV takes less time than prefilling the token.
+    """Return the bandwidth, bytes per second, above which loading KV is faster than prefill.
 
-    Measure ``prefill_tokens_per_s`` at the length of a real prompt: longer ones are slower per token, because attention grows.
+    Measure ``prefill_tokens_per_s`` at the length of a real prompt: longer prompts are slower per
+    token, because attention grows.
     """
     return bytes_per_token * prefill_tokens_per_s
 
@@ -149,17 +163,18 @@ def break_even_bandwidth(bytes_per_token: float, prefill_tokens_per_s: float) ->
 def reuse_speedup(
     bytes_per_token: float, prefill_tokens_per_s: float, bandwidth: float, repair_ratio: float = 0.0
 ) -> float:
-    """Return full prefill's time divided by that of loading, then repairing, the same tokens.
+    """Return the time of full prefill divided by the time to load and repair the same tokens.
 
-    The two follow each other, and nothing is charged for the question itself: an upper bound, to compare with 1. ``bandwidth`` of the
-    tier is in bytes per second; ``repair_ratio`` is the fraction of the tokens that are computed again.
+    Loading and repair run in sequence, and the question costs no time: the result is an upper
+    bound, to compare with 1. ``bandwidth`` of the tier is in bytes per second; ``repair_ratio`` is
+    the fraction of the tokens that are recomputed.
     """
     load = break_even_bandwidth(bytes_per_token, prefill_tokens_per_s) / bandwidth
     return 1.0 / (load + repair_ratio) if load + repair_ratio else float("inf")
 
 
 def human_bytes(number: float) -> str:
-    """Write bytes with three digits and a binary unit.
+    """Format bytes with three digits and a binary unit.
 
     Examples
     --------
@@ -176,7 +191,7 @@ def human_bytes(number: float) -> str:
 
 
 def human_bandwidth(number: float) -> str:
-    """Write bytes per second with three digits and a decimal unit, as disks and links are sold.
+    """Format bytes per second with three digits and a decimal unit, as disks and links are sold.
 
     Examples
     --------

@@ -1,6 +1,7 @@
-"""Answer questions about your documents by full prefill and with reuse, and compare: which facts survive, and what it saves.
+"""Answer questions about your documents by full prefill and with reuse, and compare the answers.
 
-The KV of their chunks is kept in memory, apart from the engine's store.
+The comparison shows which facts survive and how much time reuse saves. The KV of the chunks is kept
+in memory, apart from the engine's store.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ if TYPE_CHECKING:
 class Compared:
     """A question, answered by full prefill and with reuse.
 
-    ``full_score`` and ``reuse_score`` are 1 where the answer holds a right one, else its word F1. ``kl`` is KL(full ‖ reuse) in nats per
-    token of the full prefill's answer; ``is_same``: whether both answers have the same tokens. Times are to the first token, with the
-    load from memory.
+    ``full_score`` and ``reuse_score`` are 1 where the answer contains a right answer, else its word
+    F1. ``kl`` is KL(full ‖ reuse) in nats per token of the full prefill's answer; ``is_same``:
+    whether both answers have the same tokens. Times are to the first token, including the load from
+    memory.
     """
 
     question: str
@@ -61,9 +63,10 @@ class Compared:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What reuse does to answers about some documents. ``repair`` says which repair was used, and where it comes from.
+    """Result of :func:`evaluate_reuse`.
 
-    ``chunk_bytes`` and ``chunk_seconds`` are what the KV of ``num_chunks`` chunks takes in bytes, and took to compute.
+    ``repair`` describes the repair used, and its origin. ``chunk_bytes`` is the size of the KV of
+    ``num_chunks`` chunks, and ``chunk_seconds`` the time to compute it.
     """
 
     rows: list[Compared]
@@ -84,27 +87,30 @@ class Evaluation:
 
     @property
     def retention(self) -> float:
-        """Score of reuse, divided by that of full prefill."""
+        """Score of reuse divided by the score of full prefill; NaN where the latter is 0."""
         return self.reuse_score / self.full_score if self.full_score else math.nan
 
     @property
     def num_right(self) -> int:
-        """Questions that full prefill answers right."""
+        """Number of questions that full prefill answers right."""
         return sum(row.full_score >= IS_RIGHT for row in self.rows)
 
     @property
     def num_lost(self) -> int:
-        """Of these, the questions that reuse answers wrong."""
+        """Number of questions that full prefill answers right and reuse answers wrong."""
         return sum(row.is_lost for row in self.rows)
 
     @property
     def lost(self) -> float:
-        """Share of the questions right by full prefill that reuse answers wrong; NaN where none is right."""
+        """Share of the questions right by full prefill that reuse answers wrong.
+
+        NaN where full prefill answers no question right.
+        """
         return self.num_lost / self.num_right if self.num_right else math.nan
 
     @property
     def lost_interval(self) -> tuple[float, float]:
-        """Wilson's 95% interval of :attr:`lost`."""
+        """Wilson 95% interval of :attr:`lost`."""
         return wilson(self.num_lost, self.num_right) if self.num_right else (0.0, 1.0)
 
     @property
@@ -114,12 +120,12 @@ class Evaluation:
 
     @property
     def same(self) -> float:
-        """Share of questions whose two answers have the same tokens."""
+        """Share of questions with the same tokens in both answers."""
         return fmean(row.is_same for row in self.rows)
 
     @property
     def speedup(self) -> float:
-        """Median of how many times sooner the first token comes with reuse."""
+        """Median ratio of time to first token, full prefill ÷ reuse."""
         return median(row.full_ttft_ms / row.reuse_ttft_ms for row in self.rows)
 
 
@@ -136,28 +142,34 @@ def evaluate_reuse(
     seed: int = 0,
     show_progress: bool | None = None,
 ) -> Evaluation:
-    """Answer questions about your chunks by full prefill and with reuse, in turns, and compare. Takes minutes.
+    """Answer questions about your chunks by full prefill and with reuse, and compare the answers.
+
+    The two modes alternate question by question. Takes minutes.
 
     Parameters
     ----------
     engine, chunks
-        Chunk texts as your application splits them.
+        The engine, and chunk texts as your application splits them.
     questions
-        Each with ``question`` and ``answers`` (or ``answer``), and ``chunks``, the texts that its prompt holds; without these, the chunks
-        that share most rare words with the question. ``None``: facts are planted in chunks, and asked for.
+        Mappings with ``question`` and ``answers`` (or ``answer``), and optionally ``chunks``, the
+        chunk texts of the prompt. Default of ``chunks``: the chunks that share most rare words with
+        the question. ``None``: facts are planted in chunks, and the questions ask for them.
     count, chunks_per_prompt, seed
-        How many facts are planted, how many chunks a prompt holds (as many as your application retrieves), and the seed of the draw.
+        Number of planted-fact questions, chunks per prompt (as many as your application retrieves),
+        and the seed of the draw.
     repair, mode
-        Of the answers with reuse.
+        Options of the answers with reuse.
     max_new_tokens
-        Upper bound of an answer's tokens.
+        Maximum number of answer tokens.
     show_progress
-        ``None``: show what takes long, as a bar on a terminal, as lines elsewhere; ``True``: a bar; ``False``: nothing.
+        ``None``: for a long run, show a bar on a terminal and lines elsewhere; ``True``: show a
+        bar; ``False``: show nothing.
 
     Raises
     ------
     InputError
-        If there are too few chunks, or a question lacks a part; :class:`ContextLengthError` if a prompt exceeds the model's window.
+        If there are too few chunks, or a question lacks a part; :class:`ContextLengthError` if a
+        prompt exceeds the model's context window.
     UnsupportedModelError
         If this model's KV can't be reused.
     """
@@ -174,16 +186,15 @@ def evaluate_reuse(
         found = answered(
             own, asked, max_new_tokens, what="comparing answers", show_progress=show_progress
         )
-        rows = [
-            compare(own, reference, mode=mode, repair=repair) for reference in found
-        ]  # in turns
+        # Lazily: full prefill and reuse alternate question by question.
+        rows = [compare(own, reference, mode=mode, repair=repair) for reference in found]
         how = own.explain(prompt_of(own, asked[0]), mode=mode, repair=repair).repair
     return Evaluation(rows, how, report.stored, report.stored_bytes, report.seconds)
 
 
 @contextmanager
 def in_memory(engine: KVRagEngine) -> Iterator[KVRagEngine]:
-    """Open an engine on the same model whose KV is kept in memory, until the block ends."""
+    """Open an engine on the same model that keeps its KV in memory; close it after the block."""
     given = engine.store_config
     memory = StoreConfig(
         kv_dtype=given.kv_dtype, min_chunk_tokens=given.min_chunk_tokens, ram_bytes=2**62
@@ -201,7 +212,10 @@ def in_memory(engine: KVRagEngine) -> Iterator[KVRagEngine]:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """A question's prompt, and the answer of full prefill: tokens, text, float32 logits ``(T, vocab)`` that predict it, and its time."""
+    """Prompt of a question, and its answer by full prefill.
+
+    ``logits``, float32 ``(T, vocab)``, predict the answer's ``token_ids``.
+    """
 
     question: Question
     prompt: Any
@@ -225,7 +239,10 @@ def answered(
     what: str,
     show_progress: bool | None,
 ) -> Iterator[Reference]:
-    """Answer questions by full prefill, one by one, as the caller comes to them; progress says ``what`` is done."""
+    """Answer questions by full prefill, lazily, as the caller iterates.
+
+    ``what`` names the work in the progress display.
+    """
     with Progress(what, len(questions), unit="prompts", show=show_progress) as progress:
         for question in questions:
             prompt = prompt_of(engine, question)
@@ -238,7 +255,7 @@ def answered(
 
 
 def compare(engine: KVRagEngine, reference: Reference, *, mode: Mode, repair: Repair) -> Compared:
-    """Answer a question with reuse, and compare with full prefill."""
+    """Answer a question with reuse, and compare the answer with full prefill's."""
     prompt = reference.prompt
     options: dict[str, Any] = {"mode": mode, "repair": repair}
     found = engine.generate(prompt, max_new_tokens=reference.max_new_tokens, **options)
@@ -262,7 +279,7 @@ def compare(engine: KVRagEngine, reference: Reference, *, mode: Mode, repair: Re
 
 
 def wilson(hits: int, count: int, z: float = 1.96) -> tuple[float, float]:
-    """Return Wilson's 95% interval of a share, ``hits`` of ``count``."""
+    """Return the Wilson interval of the share ``hits / count``, by default at 95%."""
     share, spread = hits / count, z * z / count
     middle = share + spread / 2
     width = z * math.sqrt(share * (1 - share) / count + spread / (4 * count))

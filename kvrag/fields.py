@@ -1,4 +1,4 @@
-"""The options of an engine and of its answers as pydantic fields, for the frameworks' model classes to inherit."""
+"""Options of an engine and its answers as pydantic fields, for the frameworks' model classes."""
 
 from __future__ import annotations
 
@@ -20,15 +20,17 @@ if TYPE_CHECKING:
     ModelLike = str | os.PathLike[str] | PreTrainedModel
     Device = str | torch.device | None
     Dtype = str | torch.dtype
-else:  # pydantic is not to check these, nor to write a schema of them
+else:  # pydantic must neither check these nor put them into a schema
     ModelLike = Device = Dtype = Any
 
 
 class EngineFields(BaseModel):
-    """Options that the model classes of LangChain and LlamaIndex share; a wrong one is a :class:`~kvrag.ConfigError`.
+    """Options shared by the model classes of LangChain and LlamaIndex.
 
-    Fields are written down one by one, those of :class:`~kvrag.config.SamplingConfig` once more: editors and type checkers read them from
-    here. ``__init__`` is hidden from them, here and in subclasses, as they would show its ``**data`` instead.
+    A wrong option raises :class:`~kvrag.ConfigError`. The fields of
+    :class:`~kvrag.config.SamplingConfig` are repeated here, because editors and type checkers read
+    them from here. ``__init__`` is hidden from these tools, here and in subclasses; they would show
+    its ``**data`` instead.
     """
 
     model_config: ClassVar[ConfigDict] = ConfigDict(
@@ -36,56 +38,66 @@ class EngineFields(BaseModel):
     )
 
     temperature: float = 0.0
-    """0 is greedy decoding, and so is what is below 0.001."""
+    """Sampling temperature; 0 and values below 0.001 decode greedily."""
     top_p: float | None = None
-    """Nucleus filter, used when sampling: the likeliest tokens that have this probability together. 1 is off."""
+    """Nucleus filter, used when sampling: keep the likeliest tokens up to this cumulative
+    probability. 1 is off."""
     top_k: int | None = None
-    """Top-k filter, used when sampling: the likeliest tokens, this many. 0 and -1 are off."""
+    """Top-k filter, used when sampling: keep this many of the likeliest tokens. 0 and -1 are
+    off."""
     min_p: float | None = None
-    """Filter, used when sampling: tokens of at least this share of the likeliest token's probability. 0 is off."""
+    """Min-p filter, used when sampling: keep tokens with at least this share of the likeliest
+    token's probability. 0 is off."""
     repetition_penalty: float | None = None
-    """``None`` takes the model's own generation config."""
+    """Repetition penalty; ``None`` takes the model's own generation config."""
     min_new_tokens: int | None = None
-    """The answer does not end by the model's own end tokens before it has this many tokens."""
+    """Minimum number of tokens before the model's own end tokens can end the answer."""
     seed: int | None = None
-    """Seed for sampling, below 2**64; ``None`` or -1 draws one."""
+    """Seed for sampling, below 2**64; ``None`` or -1 draws a seed."""
     frequency_penalty: float = 0.0
-    """Taken off a token's logit for each time that the answer has it; from -2 to 2, as OpenAI's."""
+    """Subtract this from a token's logit per occurrence in the answer; from -2 to 2, as in OpenAI's
+    API."""
     presence_penalty: float = 0.0
-    """Taken off the logits of tokens that the answer has."""
+    """Subtract this from the logits of tokens that occur in the answer."""
     tokenizer: Any = Field(default=None, repr=False)
     """A tokenizer, its id or directory; default: the model's."""
     kv_dir: Annotated[str | os.PathLike[str] | None, SkipValidation, AfterValidator(address)] = None
-    """Directory of the KV store; default: chunks are kept in memory only."""
+    """Directory of the KV store; default: keep chunks in memory only."""
     prefix: Any = Field(default=None, repr=False)
-    """What stands before the first chunk in your prompts: text, messages, the prompt template of your chain, a
-    :class:`kvrag.TemplatePrefix` that also names the context variable, or ``learn``: what the first prompts show."""
+    """Prompt's start, up to the first chunk: text, messages, the prompt template of your chain, a
+    :class:`kvrag.TemplatePrefix` that also names the context variable, or ``learn`` (learn it from
+    the first prompts)."""
     context: str | None = Field(default="default", repr=False)
-    """What chunks are encoded behind besides the prefix: ``default`` (250 tokens of passages that ship with kvrag; ``default:1000``: more
-    of them), your own text, or ``None``: a first chunk behind its own prefix is exact."""
+    """Text between the prefix and the chunk at index time: ``default`` (250 tokens of passages that
+    ship with kvrag), ``default:1000`` (1,000 tokens of them), your own text, or ``None``: the first
+    chunk of a prompt is then exact behind its own prefix."""
     logit_bias: dict[int, float] = Field(default_factory=dict)
-    """Added to the logits of tokens, by id; from -100 (never) to 100 (always)."""
+    """Values added to the logits of tokens, by token id; from -100 (never) to 100 (always)."""
     namespace: str = "default"
-    """Chunks of one namespace are never found from another."""
+    """Namespace of the chunks; they are never found from another namespace."""
     repair: RepairConfig | None = None
-    """How stitched KV is repaired: a config, ``auto`` (the default: as calibrated for the model, else as :class:`kvrag.RepairConfig` says),
-    ``fast`` or ``careful``."""
+    """Repair of stitched KV: a config, ``auto`` (the default: as calibrated for the model, else the
+    defaults of :class:`kvrag.RepairConfig`), ``fast`` or ``careful``."""
     store_config: StoreConfig | None = None
     """Budgets, limits and the key of the KV store."""
     mode: Annotated[Mode, SkipValidation] = "auto"
-    """``auto``, ``full`` (no reuse), ``prefix`` (exact reuse only) or ``stitch``."""
+    """Mode of reuse: ``auto``, ``full`` (no reuse), ``prefix`` (exact reuse of the prompt's head
+    only) or ``stitch``."""
     max_context: Annotated[MaxContext, SkipValidation] = "raise"
-    """``raise``: an error where prompt and answer exceed the context window; ``slide``: the oldest tokens leave it (``evicted_tokens``)."""
+    """Behaviour where prompt and answer exceed the context window: ``raise`` raises an error;
+    ``slide`` evicts the oldest tokens (``evicted_tokens``)."""
     chat_template_kwargs: Annotated[dict[str, Any], SkipValidation] = Field(default_factory=dict)
-    """Variables for the model's chat template, for instance ``{"enable_thinking": False}``; also per call."""
+    """Variables for the model's chat template, for instance ``{"enable_thinking": False}``; also
+    per call."""
     dtype: Dtype = "auto"
-    """``auto``: float32 on CPU, else the checkpoint's."""
+    """Dtype of the model; ``auto``: float32 on the CPU, else the checkpoint's."""
     device: Device = None
-    """``cpu``, ``cuda``, ...; default: CUDA if there is one."""
+    """Device: ``cpu``, ``cuda``, ...; default: CUDA if available, else the CPU."""
     prove: Annotated[Prove, SkipValidation] = "auto"
-    """``auto``: prove once that reuse is exact for this model, else answer by full prefill; or ``off``."""
+    """Proof of reuse; ``auto``: prove once that reuse is exact for this model, else answer by full
+    prefill; ``off``: check the model's structure only."""
     model_kwargs: dict[str, Any] = Field(default_factory=dict, repr=False)  # may hold tokens
-    """For ``AutoModelForCausalLM.from_pretrained``."""
+    """Arguments for ``AutoModelForCausalLM.from_pretrained``."""
 
     if not TYPE_CHECKING:
 
@@ -103,17 +115,18 @@ class EngineFields(BaseModel):
             config.check_mode(self.mode, self.max_context)
 
     def check_model_kwargs(self) -> None:
-        """Raise :class:`ConfigError` where ``model_kwargs`` holds an option of this class or of the store."""
+        """Refuse ``model_kwargs`` with an option of this class or the store, by ``ConfigError``."""
         own, of = type(self).model_fields, type(self).__name__
         for name in self.model_kwargs:
             if name in own:
                 raise ConfigError(
-                    f"model_kwargs of {of} holds {name!r}, an option of its own; pass {of}({name}=...)"
+                    f"model_kwargs of {of} holds {name!r}, an option of its own; pass "
+                    f"{of}({name}=...)"
                 )
         config.refuse_misplaced(self.model_kwargs, own, of=f"model_kwargs of {of}", misspelt=False)
 
     def engine_options(self) -> dict[str, Any]:
-        """Return the options of :meth:`kvrag.KVRagEngine.get`, but for the prefix."""
+        """Return the options of :meth:`kvrag.KVRagEngine.get` except the prefix."""
         names = (
             *(
                 "tokenizer",

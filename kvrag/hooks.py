@@ -1,4 +1,4 @@
-"""Index-time hooks that accept the frameworks' objects: texts, documents, nodes, a vector store or an index.
+"""Index-time hooks for texts and for the frameworks' documents, nodes, vector stores and indexes.
 
 LangChain and LlamaIndex are not imported here: their objects are recognised by their attributes.
 """
@@ -48,15 +48,20 @@ def precompute_kv(
     Parameters
     ----------
     items
-        Texts, LangChain documents, LlamaIndex nodes or documents (in any iterable), a LangChain vector store, or a LlamaIndex index.
-    llm, ids
-        A :class:`~kvrag.engine.KVRagEngine` or a framework class that has one; document ids, one per item, default: the items' own.
+        Texts, LangChain documents, LlamaIndex nodes or documents (in any iterable), a LangChain
+        vector store, or a LlamaIndex index.
+    llm
+        A :class:`~kvrag.engine.KVRagEngine`, or a framework object with an engine.
+    ids
+        Document ids, one per item; default: the items' own.
     content
-        For LlamaIndex nodes: ``"text"`` alone, or ``"llm"``, the text with the metadata that the LLM sees.
+        For LlamaIndex nodes: ``"text"`` is the text alone, ``"llm"`` the text with the metadata
+        that the LLM sees.
     on_error
-        ``"raise"`` errors, also when all is done but a chunk could not be stored; or ``"warn"``: without KV, prompts are prefilled in full.
+        ``"raise"``: raise errors; if single chunks can't be stored, raise after the rest is done.
+        ``"warn"``: warn instead; chunks without KV are prefilled with the prompt.
     prefix, namespace, batch_size, show_progress, retention, collection
-        As for :meth:`kvrag.engine.KVRagEngine.precompute`, and the same errors.
+        As for :meth:`kvrag.engine.KVRagEngine.precompute`, with the same errors.
     """
     for name, value, choices in (
         ("content", content, ("text", "llm")),
@@ -85,7 +90,7 @@ def precompute_kv(
 
 
 def refused(report: PrecomputeReport) -> KVRagError | None:
-    """Return the error that says which chunks could not be stored, if there are any."""
+    """Return an error that counts the chunks that could not be stored, if there are any."""
     what = "chunk(s) could not be stored, and will be computed at query time; the first one"
     return (
         StoreError(f"{len(report.failed)} {what}, {': '.join(report.failed[0])}")
@@ -101,9 +106,13 @@ def changed_ids(
     namespace: str | None = None,
     collection: str | None = None,
 ) -> list[str]:
-    """Return the ids, of documents given as ``(id, text)``, that have KV of another text, which must go whatever becomes of the new one."""
+    """Return the ids of documents whose stored KV belongs to a different text.
+
+    Documents are given as ``(id, text)``. The old KV must be deleted even if storing the new text
+    fails.
+    """
     engine = engine_of(llm)
-    # What can't be encoded is another text than what is stored.
+    # Characters that can't be encoded are replaced: such a text differs from the stored text.
     texts = {name: text.strip().encode("utf-8", "replace").decode() for name, text in named}
     items = list(zip(in_collection(texts, collection), texts.values(), strict=True))
     changed = set(
@@ -117,10 +126,11 @@ def changed_ids(
 def delete_kv(
     items: Any, *, llm: Any, namespace: str | None = None, collection: str | None = None
 ) -> int:
-    """Delete documents and erase KV that no other document refers to; return the number of chunks erased.
+    """Delete documents and erase KV that no other document refers to.
 
-    ``items`` are ids, LangChain documents, LlamaIndex nodes, a vector store or an index; the rest is as for :func:`precompute_kv`.
-    ``KVRagEngine.delete(collection=...)`` deletes a whole collection.
+    ``items`` are ids, LangChain documents, LlamaIndex nodes, a vector store or an index; the other
+    arguments are as for :func:`precompute_kv`. ``KVRagEngine.delete(collection=...)`` deletes a
+    whole collection. Return the number of chunks erased.
     """
     engine = engine_of(llm)
     items = list(items) if _is_many(items) and not isinstance(items, str) else items
@@ -133,7 +143,8 @@ def delete_kv(
         ids = [name for name in names if name is not None]
         if len(ids) < len(names):
             raise InputError(
-                f"{len(names) - len(ids)} of {len(names)} items have no id; pass ids, or items that have one"
+                f"{len(names) - len(ids)} of {len(names)} items have no id; pass ids, or items "
+                "that have one"
             )
     return engine.delete(ids, collection=collection, namespace=namespace)
 
@@ -151,14 +162,17 @@ def sync_kv(
     retention: Retention | None = None,
     collection: str | None = None,
 ) -> SyncReport:
-    """Synchronise the store with a set of documents: precompute missing ones and delete the others.
+    """Synchronise the store with a set of documents.
+
+    Precompute missing documents, and delete all other documents from the store.
 
     Parameters
     ----------
     live_items
-        All documents that should have KV in this namespace, or in this collection of it; each needs an id.
+        All documents that should have KV in this namespace, or in this collection of the namespace.
+        Every document needs an id.
     content
-        As for :func:`precompute_kv`; default: what the documents were stored with.
+        As for :func:`precompute_kv`; default: the content that the documents were stored with.
     llm, ids, prefix, namespace, batch_size, show_progress, retention, collection
         As for :func:`precompute_kv`.
     """
@@ -188,7 +202,7 @@ def sync_kv(
     return SyncReport(added=report.stored, removed=len(gone), precompute=report)
 
 
-MAX_PREFETCHES = 4  # prefetches that are planned at the same time; further ones are dropped
+MAX_PREFETCHES = 4  # prefetches planned at the same time; more are dropped
 
 _prefetches = threading.BoundedSemaphore(MAX_PREFETCHES)
 
@@ -196,7 +210,10 @@ _prefetches = threading.BoundedSemaphore(MAX_PREFETCHES)
 def prefetch_kv(
     items: Any, *, llm: Any, namespace: str | None = None, content: Content = "text"
 ) -> None:
-    """Start reading the KV of retrieved documents in the background; return at once, and never raise."""
+    """Start reading the KV of retrieved documents in the background.
+
+    Return at once, and never raise.
+    """
 
     def run() -> None:
         try:
@@ -221,11 +238,12 @@ def prefetch_kv(
 
 
 def engine_of(llm: Any) -> KVRagEngine:
-    """Return the engine behind an engine or one of the framework classes."""
+    """Return the engine itself, or the engine of a framework object."""
     engine = llm if isinstance(llm, KVRagEngine) else getattr(llm, "engine", None)
     if not isinstance(engine, KVRagEngine):
         raise ConfigError(
-            f"llm is of type {type(llm).__name__}; pass a KVRagEngine, ChatKVRag or KVRagLLM (other models can't use KV)"
+            f"llm is of type {type(llm).__name__}; pass a KVRagEngine, ChatKVRag or KVRagLLM "
+            "(other models can't use KV)"
         )
     return engine
 
@@ -236,7 +254,7 @@ def _is_stored(
     namespace: str | None,
     collection: str | None,
 ) -> bool:
-    """Return whether one of these texts is what its document has stored."""
+    """Whether any of these texts is stored for its document."""
     catalog, space = (
         engine.store.catalog,
         engine.store.names.namespace(namespace or engine.namespace),
@@ -253,7 +271,7 @@ def _is_stored(
 
 
 def _named(items: Any, ids: Sequence[str] | None, content: Content) -> list[tuple[str | None, str]]:
-    """Return ``(id or None, text)`` of items, with the ids given or their own."""
+    """Return ``(id, text)`` pairs of items, with the given ids, or with their own, if any."""
     pairs = _pairs(items, content)
     given = [ids] if isinstance(ids, str) else ids
     names = [name for name, _ in pairs] if given is None else list(given)
@@ -271,7 +289,7 @@ def _precompute(
     collection: str | None,
     **options: Any,
 ) -> PrecomputeReport:
-    """Precompute, report documents without text as too short, and delete what they were before."""
+    """Precompute documents; report empty documents as too short, and delete their old KV."""
     kept = [(name, text) for name, text in named if not isinstance(text, str) or text.strip()]
     names, texts = [name for name, _ in kept], [text for _, text in kept]
     report = engine.precompute(
@@ -291,17 +309,20 @@ def _precompute(
 
 
 def _pairs(items: Any, content: Content) -> list[tuple[str | None, str]]:
-    """Return ``(id or None, text)`` of each item."""
+    """Return ``(id, text)`` pairs of items; an id may be missing."""
     if isinstance(items, str) or any(hasattr(items, mark) for mark in _ITEM_MARKS):
         items = [items]
     return [_pair(item, content) for item in (items if _is_many(items) else documents_in(items))]
 
 
 _ITEM_MARKS = ("page_content", "node_id", "node")
-"""Attributes of one LangChain document, one LlamaIndex node, one scored node."""
+"""Attributes of a LangChain document, a LlamaIndex node, a scored node."""
 
 _HOLDER_MARKS = ("similarity_search", "docstore", "get_nodes")
-"""Attributes of vector stores and indexes; LlamaIndex's stores are pydantic models, and those can be iterated over."""
+"""Attributes of vector stores and indexes.
+
+LlamaIndex's stores are pydantic models, which are iterable, so iterability alone is no test.
+"""
 
 
 def _is_many(items: Any) -> bool:
@@ -319,12 +340,16 @@ def _pair(item: Any, content: Content) -> tuple[str | None, str]:
     if hasattr(item, "node_id") and hasattr(item, "get_content"):  # LlamaIndex
         return item.node_id, item.get_content(metadata_mode="none" if content == "text" else "llm")
     raise InputError(
-        f"an item is of type {type(item).__name__}; pass texts, LangChain documents or LlamaIndex nodes"
+        f"an item is of type {type(item).__name__}; pass texts, LangChain documents or LlamaIndex "
+        "nodes"
     )
 
 
 def documents_in(holder: Any) -> list[Any]:
-    """List the documents of a vector store or index; raise :class:`InputError` if it can't list them."""
+    """List the documents of a vector store or index.
+
+    Raises :class:`InputError` if it can't list them.
+    """
     if hasattr(holder, "kv_documents"):  # kvrag's own vector stores
         return list(holder.kv_documents())
     for read in (_langchain_documents, _llama_index_nodes):
@@ -332,12 +357,17 @@ def documents_in(holder: Any) -> list[Any]:
         if documents is not None:
             return documents
     raise InputError(
-        f"{type(holder).__name__} can't list its documents; pass the documents or nodes themselves, with their ids in it"
+        f"{type(holder).__name__} can't list its documents; pass the documents or nodes "
+        "themselves, with their ids in it"
     )
 
 
 def _langchain_documents(holder: Any) -> list[Any] | None:
-    """Read LangChain's ``InMemoryVectorStore`` (``store``), Chroma (``get``), Qdrant, and the community FAISS class (``docstore``)."""
+    """Read the documents of a LangChain vector store.
+
+    ``InMemoryVectorStore`` (``store``), Chroma (``get``), Qdrant, and the community FAISS class
+    (``docstore``).
+    """
     rows = getattr(holder, "store", None)
     if isinstance(rows, dict) and hasattr(holder, "similarity_search"):
         return list(holder.get_by_ids(list(rows)))
@@ -366,7 +396,7 @@ def _qdrant_documents(holder: Any) -> list[Any]:
 
 
 def _llama_index_nodes(holder: Any) -> list[Any] | None:
-    """Read a LlamaIndex index: its document store, or a vector store that keeps the text."""
+    """Read the nodes of a LlamaIndex index: its document store, or a vector store with text."""
     documents = getattr(getattr(holder, "docstore", None), "docs", None)
     if documents:
         return list(documents.values())

@@ -1,4 +1,4 @@
-"""The tensors of a layer: which there are, how they become bytes, and which bytes are refused."""
+"""Tensors of a layer: their shapes, their conversion to bytes, and the checks on these bytes."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ import torch
 from kvrag.errors import StoreError
 from kvrag.types import ChunkIdentity, ChunkKV, KVDtype, LayerKV, Scales
 
-GROUP = 32  # tokens that share a scale of int4 keys, and the most channels that share one of int4 values
+# Tokens that share a scale of int4 keys; most channels that share a scale of int4 values.
+GROUP = 32
 FP8 = torch.float8_e4m3fn
-# Dtype of the codes; uint8 holds two 4-bit integers, offset by 8, the lower one first.
+# Dtype of the codes; uint8 holds two 4-bit integers, offset by 8, the lower integer first.
 CODES: dict[KVDtype, torch.dtype] = {"int8": torch.int8, "int4": torch.uint8, "fp8": FP8}
-# What safetensors calls the dtypes that keys and values may have, and all.
+# Safetensors' names of the dtypes of keys and values, and of all stored dtypes.
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 NAMES = {dtype: name for name, dtype in FLOATS.items()} | {
     torch.int8: "I8",
@@ -28,29 +29,28 @@ NAMES = {dtype: name for name, dtype in FLOATS.items()} | {
     FP8: "F8_E4M3",
 }
 MAX_LAYERS = 512  # more are neither written nor read
-PLACE_BYTES = (
-    16  # on a device tensors begin at multiples of this, which is what its kernels read at once
-)
-SCAN_BYTES = (
-    1280 * 1024
-)  # looked at and hashed at once: fits the processor's cache, holds whole values of any dtype
-# Bits of positive infinity; NaN has more. With the sign bit, 0x8000, they are those of the negative ones.
+# Alignment of tensors on a device: its kernels read this many bytes at once.
+PLACE_BYTES = 16
+# Bytes checked and hashed at once: fits the processor's cache, and holds whole values of any dtype.
+SCAN_BYTES = 1280 * 1024
+# Bits of positive infinity; NaN has larger bits. Negative values also have the sign bit 0x8000.
 INFINITY = {torch.float16: 0x7C00, torch.bfloat16: 0x7F80}
+# Names in messages.
 TENSORS = (
     "keys",
     "values",
     "scales of keys",
     "zeros of keys",
     "scales of values",
-)  # as messages call them
+)
 TENSOR = '"layer.%03d.%s":{"dtype":"%s","shape":[%d,%d,%d],"data_offsets":[%d,%d]}'
 Shape = tuple[int, int, int]  # (H_kv, T, D)
-Shapes = tuple[tuple[Shape, Shape], ...]  # those of keys and values, per layer
+Shapes = tuple[tuple[Shape, Shape], ...]  # of keys and values, per layer
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Name, dtype and shape of one stored tensor of a layer."""
+    """Name, dtype and shape of a stored tensor of a layer."""
 
     name: str
     dtype: torch.dtype
@@ -58,15 +58,16 @@ class Part:
 
     @property
     def num_bytes(self) -> int:
-        """Its size."""
+        """Size of the tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 @functools.lru_cache(maxsize=256)
 def parts(kv_dtype: KVDtype, dtype: torch.dtype, keys: Shape, values: Shape) -> tuple[Part, ...]:
-    """Return the tensors that a layer is stored as, in the order of :attr:`~kvrag.types.LayerKV.tensors`.
+    """Return the stored tensors of a layer, in the order of :attr:`~kvrag.types.LayerKV.tensors`.
 
-    ``dtype`` and shapes are those of its keys and values. Raises ``StoreError`` if the type can't hold these shapes.
+    ``dtype``, ``keys`` and ``values`` are the dtype and shapes of its keys and values. Raises
+    ``StoreError`` if the type can't hold these shapes.
     """
     if kv_dtype == "auto":
         return Part("keys", dtype, keys), Part("values", dtype, values)
@@ -78,7 +79,8 @@ def parts(kv_dtype: KVDtype, dtype: torch.dtype, keys: Shape, values: Shape) -> 
     elif kv_dtype == "int4":
         if dim % 2 or value_dim % 2:
             raise StoreError(
-                f"int4 packs two channels into a byte; the head dim {dim} or {value_dim} is odd; use int8"
+                f"int4 packs two channels into a byte; the head dim {dim} or {value_dim} is odd; "
+                "use int8"
             )
         packed, groups = 2, -(-tokens // GROUP)
         scales = (tokens, -(-value_dim // group_of(value_dim)))
@@ -92,7 +94,11 @@ def parts(kv_dtype: KVDtype, dtype: torch.dtype, keys: Shape, values: Shape) -> 
 
 
 class Layout(NamedTuple):
-    """The tensors of each layer, where each layer begins in the data and where the last one ends, and the header's JSON of them."""
+    """Layout of a blob's data.
+
+    ``layers`` are the tensors per layer. ``offsets`` are the start of every layer in the data, and
+    the end of the last layer. ``json`` is the tensors' part of the header.
+    """
 
     layers: tuple[tuple[Part, ...], ...]
     offsets: tuple[int, ...]
@@ -101,7 +107,7 @@ class Layout(NamedTuple):
 
 @functools.lru_cache(maxsize=32)
 def layout_of(kv_dtype: KVDtype, dtype: torch.dtype, shapes: Shapes) -> Layout:
-    """Lay out a blob's tensors; chunks of one model and length share the result."""
+    """Lay out a blob's tensors; chunks of the same model and length share the result."""
     layers = tuple(parts(kv_dtype, dtype, keys, values) for keys, values in shapes)
     offsets, tensors, end = [0], list[str](), 0
     for i, layer in enumerate(layers):
@@ -113,7 +119,10 @@ def layout_of(kv_dtype: KVDtype, dtype: torch.dtype, shapes: Shapes) -> Layout:
 
 
 def group_of(dim: int) -> int:
-    """Return how many neighbouring channels of int4 values share a scale: a divisor of the head dim in [16, 32] where there is one."""
+    """Return how many neighbouring channels of int4 values share a scale.
+
+    The largest divisor of the head dim in [16, 32] if it has any, else 32; at most the head dim.
+    """
     return (
         next((size for size in range(GROUP, GROUP // 2 - 1, -1) if dim % size == 0), GROUP)
         if dim > GROUP
@@ -122,13 +131,13 @@ def group_of(dim: int) -> int:
 
 
 def layer_of(dtype: torch.dtype, tensors: Sequence[torch.Tensor]) -> LayerKV:
-    """Put a layer's tensors together; ``dtype`` is that of its keys and values."""
+    """Build a layer from its tensors; ``dtype`` is the dtype of its keys and values."""
     keys, values, *scales = tensors
     return LayerKV(keys, values, Scales(dtype, *scales) if scales else None)
 
 
 def view_layer(dtype: torch.dtype, layer: Sequence[Part], data: torch.Tensor) -> LayerKV:
-    """See the bytes of a layer, uint8, as its tensors."""
+    """View the bytes of a layer, uint8, as its tensors."""
     tensors, start = [], 0
     for part in layer:
         own, start, size = (
@@ -136,16 +145,18 @@ def view_layer(dtype: torch.dtype, layer: Sequence[Part], data: torch.Tensor) ->
             start + part.num_bytes,
             part.dtype.itemsize,
         )
-        if (
-            own.data_ptr() % size or own.storage_offset() % size
-        ):  # scales behind an odd number of codes
+        # Scales behind an odd number of codes are not aligned.
+        if own.data_ptr() % size or own.storage_offset() % size:
             own = own.clone()
         tensors.append(own.view(part.dtype).view(part.shape))
     return layer_of(dtype, tensors)
 
 
 def shapes_of(identity: ChunkIdentity, kv: ChunkKV) -> tuple[torch.dtype, Shapes]:
-    """Return the dtype and the shapes of a chunk's keys and values; raises ``StoreError`` if they are not those of one chunk."""
+    """Return the dtype and the shapes of a chunk's keys and values.
+
+    Raises ``StoreError`` if the tensors don't form a chunk of this identity.
+    """
     tokens, kv_dtype, shapes = (
         len(identity.token_ids),
         identity.kv_dtype,
@@ -153,12 +164,14 @@ def shapes_of(identity: ChunkIdentity, kv: ChunkKV) -> tuple[torch.dtype, Shapes
     )
     if not tokens or not 0 < len(kv.layers) <= MAX_LAYERS:
         raise StoreError(
-            f"the chunk has {tokens} tokens and {len(kv.layers)} layers and can't be stored; a file holds at most {MAX_LAYERS} layers, "
+            f"the chunk has {tokens} tokens and {len(kv.layers)} layers and can't be stored; a "
+            f"file holds at most {MAX_LAYERS} layers, "
             "and nothing with no layers or no tokens"
         )
     if kv.kv_dtype != kv_dtype:
         raise StoreError(
-            f"the chunk is to be stored as {kv_dtype!r} and its KV is {kv.kv_dtype!r}; pass it through kvrag.blend.quantise.pack"
+            f"the chunk is to be stored as {kv_dtype!r} and its KV is {kv.kv_dtype!r}; pass it "
+            "through kvrag.blend.quantise.pack"
         )
     first, packed = kv.layers[0], 2 if kv_dtype == "int4" else 1
     dtype = first.keys.dtype if first.scales is None else first.scales.dtype
@@ -175,8 +188,10 @@ def shapes_of(identity: ChunkIdentity, kv: ChunkKV) -> tuple[torch.dtype, Shapes
             (part.dtype, part.shape) for part in parts(kv_dtype, dtype, *sizes)
         ]:
             raise StoreError(
-                f"layer {index} of the chunk can't be stored as {kv_dtype!r}: its tensors are {found}; pass keys and values of shape "
-                f"(heads, {tokens}, head dim), one row per token, all one of float32, float16 and bfloat16, or what "
+                f"layer {index} of the chunk can't be stored as {kv_dtype!r}: its tensors are "
+                f"{found}; pass keys and values of shape "
+                f"(heads, {tokens}, head dim), one row per token, all one of float32, float16 and "
+                "bfloat16, or what "
                 "kvrag.blend.quantise.pack makes of them"
             )
         shapes.append((sizes[0], sizes[1]))
@@ -184,7 +199,10 @@ def shapes_of(identity: ChunkIdentity, kv: ChunkKV) -> tuple[torch.dtype, Shapes
 
 
 def bytes_of(layers: Iterable[Sequence[torch.Tensor]]) -> list[memoryview]:
-    """See the bytes of contiguous tensors on the host, for as long as the caller keeps them; torch's own ways cost three times as much."""
+    """View the bytes of contiguous tensors on the host, as long as the caller keeps the tensors.
+
+    Torch's own conversions take three times as long.
+    """
     tensors = [tensor for layer in layers for tensor in layer]
     return [
         memoryview((ctypes.c_char * x.nbytes).from_address(x.data_ptr())).cast("B") for x in tensors
@@ -194,7 +212,10 @@ def bytes_of(layers: Iterable[Sequence[torch.Tensor]]) -> list[memoryview]:
 def scanned(
     index: int, tensors: Sequence[torch.Tensor], look: Callable[..., object] = len
 ) -> list[memoryview]:
-    """Return the bytes of a layer in pieces, after a look at each; raises ``StoreError`` if a value is not finite: it would spread."""
+    """Return the bytes of a layer in pieces, and call ``look`` on every piece.
+
+    Raises ``StoreError`` if a value is not finite, because attention would spread it.
+    """
     pieces = []
     for name, tensor, view in zip(TENSORS, tensors, bytes_of([tensors]), strict=False):
         for start in range(0, len(view), SCAN_BYTES):
@@ -209,9 +230,10 @@ def scanned(
 
 
 def own_kv(kv: ChunkKV, *, device: torch.device | str = "cpu", copy: bool = False) -> ChunkKV:
-    """Return a chunk with contiguous tensors on a device; with ``copy``, none of them is shared with ``kv``.
+    """Return a chunk with contiguous tensors on a device.
 
-    On an accelerator, neighbouring layers of one shape are :func:`together`.
+    With ``copy``, it shares no tensor with ``kv``. On an accelerator, neighbouring layers of the
+    same shape are views of a stack (:func:`together`).
     """
     layers, row_major = list[LayerKV](), torch.contiguous_format
     if torch.device(device).type != "cpu":
@@ -231,7 +253,7 @@ def own_kv(kv: ChunkKV, *, device: torch.device | str = "cpu", copy: bool = Fals
 
 
 def runs_alike(shapes: Sequence[object], most: int = MAX_LAYERS) -> list[range]:
-    """Cut layers into runs of neighbours of one shape, each of at most so many."""
+    """Cut layers into runs of neighbours of the same shape, of at most ``most`` layers."""
     runs = list[range]()
     for i, shape in enumerate(shapes):
         if runs and shapes[runs[-1].start] == shape and len(runs[-1]) < most:
@@ -244,10 +266,11 @@ def runs_alike(shapes: Sequence[object], most: int = MAX_LAYERS) -> list[range]:
 def together(
     layers: Sequence[LayerKV], device: torch.device | str, *, copy: bool = False
 ) -> LayerKV:
-    """Return layers of one shape as one, on a device: each tensor has them as its first dimension.
+    """Stack layers of the same shape on a device; layers become the tensors' first dimension.
 
-    What lies there with the same distance from layer to layer is seen as it is, unless ``copy``. Else all is copied to memory of its own,
-    what is contiguous on both sides with one copy, which does not wait where the bytes are in pinned memory.
+    Tensors that already lie there at an equal distance from layer to layer become views, unless
+    ``copy``. Otherwise all tensors are copied to new memory. Runs of bytes that are contiguous on
+    both sides take a single copy, which is asynchronous from pinned memory.
     """
     rows, is_there = (
         [layer.tensors for layer in layers],
@@ -260,7 +283,10 @@ def together(
 
 
 def _as_one(column: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """See a tensor of each layer as one, ``(L, …)``; ``None`` where they are not in one memory, equally far apart."""
+    """View the tensors of ``L`` layers as a single tensor ``(L, …)``.
+
+    Return ``None`` if they don't lie in the same memory at equal distances.
+    """
     first, stride = column[0], column[0].stride()
     places = [x.data_ptr() for x in column]
     gap = places[1] - places[0] if len(column) > 1 else first.nbytes
@@ -282,7 +308,7 @@ def _as_one(column: Sequence[torch.Tensor]) -> torch.Tensor | None:
 def _gathered(
     rows: Sequence[Sequence[torch.Tensor]], device: torch.device | str
 ) -> list[torch.Tensor]:
-    """Copy the tensors of layers to a device, layer after layer, each to a multiple of :data:`PLACE_BYTES`."""
+    """Copy the tensors of layers to a device, layer after layer, aligned to :data:`PLACE_BYTES`."""
     offsets = [*accumulate((-(-x.nbytes // PLACE_BYTES) * PLACE_BYTES for x in rows[0]), initial=0)]
     step = offsets.pop()
     whole = torch.empty(len(rows) * step, dtype=torch.uint8, device=device)
@@ -304,10 +330,14 @@ def _gathered(
 def _stretches(
     tensors: Sequence[torch.Tensor], sizes: Sequence[int], places: Sequence[int]
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield the bytes of contiguous tensors, and the place that they go to; those that are neighbours here and there come as one."""
+    """Yield the destination offset and the bytes of contiguous tensors.
+
+    Tensors that are neighbours in the source and in the destination are merged.
+    """
     starts, first = [x.data_ptr() for x in tensors], 0
     while first < len(tensors):
-        # Neighbours by chance, in two memories, must not be copied as one: the driver refuses a copy from two pinned ones.
+        # Don't merge tensors of two memories that are neighbours by chance: the driver refuses a
+        # copy that spans two pinned allocations.
         memory, begin, place, stop = (
             tensors[first].untyped_storage(),
             starts[first],
@@ -327,16 +357,18 @@ def _stretches(
 
 
 def _is_finite(view: memoryview, dtype: torch.dtype) -> bool:
-    """Whether every value is finite, by their bits: torch would convert half-precision numbers one by one."""
-    if dtype == FP8:  # no infinity, and NaN in either sign: all bits but that of the sign
+    """Whether every value is finite.
+
+    Half precision is checked by bits: torch would convert the numbers individually.
+    """
+    if dtype == FP8:  # no infinity; NaN has all bits set except the sign
         return bool(((np.frombuffer(view, np.uint8) & 0x7F) != 0x7F).all())
     if dtype in (torch.int8, torch.uint8):
         return True
     infinity = INFINITY.get(dtype)
     if infinity is None:
         values = torch.from_numpy(np.frombuffer(view, np.float32))
-        return math.isfinite(values.sum().item()) or bool(
-            values.isfinite().all()
-        )  # a sum hides no infinity and no NaN
+        # A finite sum has no infinity and no NaN in it.
+        return math.isfinite(values.sum().item()) or bool(values.isfinite().all())
     signed = np.frombuffer(view, np.int16)
     return bool(signed.max() < infinity and signed.view(np.uint16).max() < 0x8000 | infinity)

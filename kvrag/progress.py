@@ -1,17 +1,18 @@
-"""Progress of what takes long: a bar on a terminal, a line now and then elsewhere.
+"""Progress of long work: a bar on a terminal, a line now and then elsewhere.
 
 ::
 
-    with Progress("precompute", total=117, unit="chunks") as progress:   # counted: says what is left
+    with Progress("precompute", total=117, unit="chunks") as progress:   # counted, with time left
         progress.advance(8)
 
-    with Progress("loading Qwen2.5-0.5B"):                               # a wait whose length nobody knows
+    with Progress("loading Qwen2.5-0.5B"):                               # of unknown length
         ...
 
-``show`` is what users pass as ``show_progress``: ``None`` shows what takes longer than a moment, as a bar if stderr is a terminal, else as
-lines (the first after :data:`FIRST_LINE_S`, then one every :data:`LINE_S`); ``True`` shows a bar at once, wherever stderr goes; ``False``
-shows nothing. Lines go to the logger ``kvrag.progress``, level INFO, and to stderr where logging is not configured at all. With
-``TQDM_DISABLE=1`` in the environment nothing is shown.
+``show`` is the user's ``show_progress``. By default, only long work is shown, as a bar if stderr is
+a terminal, else as lines (the first after :data:`FIRST_LINE_S`, then every :data:`LINE_S`).
+``True`` shows a bar at once, wherever stderr goes. ``False`` shows nothing. Lines go to the logger
+``kvrag.progress``, level INFO, or to stderr if logging is not configured at all. If
+``TQDM_DISABLE`` is set in the environment, nothing is shown.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from kvrag.threads import POOL
 logger = logging.getLogger(__name__)
 
 BAR_AFTER_S = 0.5  # a shorter wait needs no bar
-BAR_S = 1.0  # between two updates of a bar's clock
+BAR_S = 1.0  # seconds between updates of a bar's clock
 FIRST_LINE_S = 5.0
 LINE_S = 30.0
 
@@ -41,7 +42,7 @@ _CLOCK = "{desc}: {elapsed}"
 
 
 def check_show(show: object) -> None:
-    """Raise :class:`ConfigError` unless ``show_progress`` is ``True``, ``False`` or ``None``."""
+    """Raise :class:`ConfigError` for an invalid ``show_progress``."""
     if show is not None and not isinstance(show, bool):
         raise ConfigError(
             f"show_progress is {show!r}; pass True, False, or None: shown if it takes long"
@@ -49,21 +50,23 @@ def check_show(show: object) -> None:
 
 
 class Progress:
-    """Shows how far a piece of work has come, from ``with`` to its end. Any thread may advance it.
+    """Shows the progress of a piece of work within a ``with`` block. Any thread may advance it.
 
     Parameters
     ----------
     what
-        The work, as a user knows it.
+        Name of the work, for users.
     total, unit, done
-        How much there is to do, in which unit (plural), and how much of it needs no work; without ``total``, the time is shown alone.
+        Amount of work, its unit (plural), and the amount already done. Without ``total``, only the
+        time is shown.
     show
-        ``None``: what takes long, in the form that suits stderr; ``True``: a bar; ``False``: nothing.
+        ``None``: show long work, as a bar or as lines, whichever suits stderr; ``True``: show a
+        bar; ``False``: show nothing.
 
     Raises
     ------
     ConfigError
-        If ``show`` is something else.
+        If ``show`` has another value.
     """
 
     def __init__(
@@ -100,7 +103,7 @@ class Progress:
             return self
         if self._is_asked:
             self._show()
-        with suppress(RuntimeError):  # no thread can be had: the bar moves when work is done
+        with suppress(RuntimeError):  # without a thread, the bar moves only when work is done
             POOL.submit(self._watch, cancel=self._over)
         return self
 
@@ -121,7 +124,7 @@ class Progress:
                 self._bar.update(count)
 
     def _watch(self) -> None:
-        """Show the work as it stands, until it ends."""
+        """Update the display until the work ends."""
         wait_s = BAR_AFTER_S if self._is_bar else FIRST_LINE_S
         while not self._over.wait(wait_s):
             self._show()
@@ -148,13 +151,13 @@ class Progress:
             unit=f" {self._unit}",
             bar_format=form,
         )
-        bar.start_t -= time.monotonic() - self._start  # what came before the bar counts
+        bar.start_t -= time.monotonic() - self._start  # count the time before the bar was shown
         bar.update(self._done - self._first)
         bar.refresh()
         return bar
 
     def _line(self, state: str) -> str:
-        """Say how far the work is: ``precompute: 40 of 117 chunks after 132 s, about 254 s left``."""
+        """Format progress: ``precompute: 40 of 117 chunks after 132 s, about 254 s left``."""
         seconds = time.monotonic() - self._start
         if self._total is None:
             return f"{self._what}: {seconds:.0f} s {state}"
@@ -172,7 +175,7 @@ def _is_terminal() -> bool:
 
 
 def _takes_lines() -> bool:
-    """Whether a line is wanted: an application that configured logging without INFO wants none."""
+    """Whether to write lines: not if the application configured logging without INFO."""
     return not logger.hasHandlers() or logger.isEnabledFor(logging.INFO)
 
 

@@ -1,6 +1,6 @@
-"""Questions about documents, with answers that are known: those of the caller, or facts planted in the documents' chunks.
+"""Questions about documents with known answers: the caller's, or facts planted in chunks.
 
-A planted fact is a code for a place. It stands in one chunk, and one question asks for it.
+A planted fact is the access code of a place. It stands in a single chunk.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from kvrag.types import Chunk
 if TYPE_CHECKING:
     from kvrag.engine import KVRagEngine
 
-IS_RIGHT = 0.5  # score from which on an answer counts as right
-CHUNKS_PER_PROMPT = (
-    2  # distinct ones that are precomputed: each stands in several prompts, beside others
-)
+IS_RIGHT = 0.5  # minimum score of an answer that counts as right
+# Distinct chunks precomputed per prompt; with more chunks per prompt, they recur among prompts.
+CHUNKS_PER_PROMPT = 2
 INSTRUCTION = "Answer with a few words and nothing else."
 NAMES = (
     "Amber",
@@ -59,7 +58,7 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)  # left out, so that ha
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question, the chunks that its prompt holds, in order, and answers that are right."""
+    """A question, the chunks of its prompt, in order, and its right answers."""
 
     text: str
     chunks: tuple[str, ...]
@@ -67,7 +66,7 @@ class Question:
 
 
 def prompt_of(engine: KVRagEngine, question: Question) -> Any:
-    """Make a prompt of a question: a chat message where the model has a template for it."""
+    """Turn a question into a prompt: a chat message if the model has a chat template."""
     parts = [part for text in question.chunks for part in (Chunk(text), "\n\n")]
     asked = f"{INSTRUCTION}\nQuestion: {question.text}"
     if engine.encoder.has_chat_template:
@@ -78,7 +77,10 @@ def prompt_of(engine: KVRagEngine, question: Question) -> Any:
 def planted(
     engine: KVRagEngine, chunks: Sequence[str], count: int, chunks_per_prompt: int, seed: int
 ) -> list[Question]:
-    """Plant a fact in each of some chunks, and draw prompts of such chunks, in random order, that ask for one of the facts."""
+    """Plant facts in chunks, and draw prompts of such chunks that ask for a fact.
+
+    A chunk holds a single fact. Chunks come in random order.
+    """
     encoder, least, draw = engine.encoder, engine.store_config.min_chunk_tokens, random.Random(seed)
     texts = [
         text
@@ -88,7 +90,8 @@ def planted(
     places = [f"{name} {place}" for name, place in product(NAMES, PLACES)]
     if not 1 <= chunks_per_prompt <= min(len(texts), len(places)) or count < 2:
         raise InputError(
-            f"{count} prompts of {chunks_per_prompt} chunks can't be made of {len(texts)} chunks of at least {least} tokens; pass more "
+            f"{count} prompts of {chunks_per_prompt} chunks can't be made of {len(texts)} chunks "
+            f"of at least {least} tokens; pass more "
             f"text, and ask for at least 2 prompts of 1 to {len(places)} chunks"
         )
     pool = draw.sample(
@@ -112,7 +115,7 @@ def planted(
 
 
 def _code(draw: random.Random) -> str:
-    """Draw a code of one of three kinds: digits, groups of digits, letters and digits."""
+    """Draw a code: digits, groups of digits, or letters and digits."""
     number = draw.randint(10_000, 9_999_999)
     letters = "".join(draw.sample("ABCDEFGHKLMNPRSTUVWXYZ", 2))
     return draw.choice(
@@ -125,7 +128,7 @@ def _code(draw: random.Random) -> str:
 
 
 def _with(text: str, fact: str, draw: random.Random) -> str:
-    """Put a sentence between two of a text, or at its end."""
+    """Insert a sentence between two sentences of a text, or at its end."""
     ends = [found.start() for found in _SENTENCE.finditer(text)] or [len(text)]
     at = draw.choice(ends)
     return f"{text[:at]} {fact}{text[at:]}"
@@ -134,14 +137,15 @@ def _with(text: str, fact: str, draw: random.Random) -> str:
 def read_question(
     given: Mapping[str, Any], chunks: Sequence[str], chunks_per_prompt: int
 ) -> Question:
-    """Read a question of the caller's."""
+    """Read a question that the caller passed as a mapping."""
     text = given.get("question")
     answers = given.get("answers", given.get("answer"))
     answers = [answers] if isinstance(answers, str) else answers
     own = given.get("chunks") or []
     if not isinstance(text, str) or not answers or not _are_texts(answers) or not _are_texts(own):
         raise InputError(
-            f"a question is {dict(given)!r:.200}; it needs 'question', a text, and 'answers', a list of texts, and may have 'chunks', too"
+            f"a question is {dict(given)!r:.200}; it needs 'question', a text, and 'answers', a "
+            "list of texts, and may have 'chunks', too"
         )
     return Question(
         text, tuple(own or best_chunks(text, chunks, chunks_per_prompt)), tuple(answers)
@@ -153,7 +157,7 @@ def _are_texts(value: object) -> bool:
 
 
 def best_chunks(question: str, chunks: Sequence[str], count: int) -> list[str]:
-    """Return the chunks that share most rare words with a question, the best first."""
+    """Return the ``count`` chunks that share most rare words with a question, the best first."""
     texts = list(dict.fromkeys(chunks))
     words = [Counter(normalised(text)) for text in texts]
     known = Counter(word for each in words for word in each)
@@ -171,12 +175,12 @@ def best_chunks(question: str, chunks: Sequence[str], count: int) -> list[str]:
 
 
 def normalised(text: str) -> list[str]:
-    """Return the words of a text as SQuAD compares them: lower case, without punctuation and articles."""
+    """Return the words of a text as in SQuAD: lower case, without punctuation and articles."""
     return _ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split()
 
 
 def score(answer: str, right: Sequence[str]) -> float:
-    """Return 1 where an answer holds one of the right ones, else its largest word F1 with any."""
+    """Return 1 if an answer contains a right answer, else its largest word F1 with any of them."""
     words = normalised(answer)
     return max((_score(words, normalised(each)) for each in right), default=0.0)
 

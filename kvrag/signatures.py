@@ -1,4 +1,4 @@
-"""Signatures that editors, type checkers and ``inspect`` read in full, of functions that share a long list of options."""
+"""Full signatures, for editors, type checkers and ``inspect``, of functions that share options."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def checks_names(function: Callable[P, T]) -> Callable[P, T]:
-    """Make a function raise :class:`ConfigError`, with the nearest name that exists, on a keyword that it doesn't take."""
+    """Make a function raise :class:`ConfigError` on an unknown keyword, with the nearest name."""
     known = list(inspect.signature(function).parameters)
     of = getattr(function, "__qualname__", "").partition(".")[0]  # of a method, the class
 
@@ -29,7 +29,10 @@ def checks_names(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def parameters_of(source: Callable[P, Any]) -> Callable[[Callable[..., T]], Callable[P, T]]:
-    """Give a function that takes ``**options`` the parameters of another, for editors, type checkers and ``inspect``."""
+    """Give a function that takes ``**options`` the parameters of ``source``.
+
+    Editors, type checkers and ``inspect`` show them.
+    """
 
     def decorate(function: Callable[..., T]) -> Callable[P, T]:
         own: Any = function

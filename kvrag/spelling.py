@@ -1,4 +1,4 @@
-"""How options are spelt: sizes with units, other libraries' names of ours, and the option that a misspelt name means."""
+"""Spelling of options: sizes with units, other libraries' names, and suggestions for typos."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DIRECTORY_NAMES = (
     ),
     *("persist_dir", "persist_directory"),
 )
-"""What other libraries call the directory that ours call ``kv_dir``."""
+"""Other libraries' names for ``kv_dir``."""
 
 _MEANT = {
     "recompute_ratio": ("ratio", "recompute", "repair_ratio", "blend_ratio"),
@@ -57,16 +57,18 @@ _MEANT = {
     "model": ("model_name", "model_id", "model_path", "model_name_or_path"),
 }
 SYNONYMS = {name: meant for meant, names in _MEANT.items() for name in names}
-"""Other names of options, those that users of other libraries know, and the option that each means."""
+"""Map from other libraries' option names to kvrag's."""
 
 
 def parse_bytes(value: object) -> object:
-    """Read a size: ``"50MB"`` is 50·10^6 bytes, ``"2GiB"`` 2·2^30; what is no text is returned as it is.
+    """Read a size: ``"50MB"`` is 50·10^6 bytes, ``"2GiB"`` 2·2^30.
+
+    A value that is not a string is returned unchanged.
 
     Raises
     ------
     ConfigError
-        If the text is no size.
+        If a string is not a size.
     """
     if not isinstance(value, str):
         return value
@@ -82,14 +84,14 @@ def parse_bytes(value: object) -> object:
 def unknown_option(
     name: str, known: Iterable[str], *, of: str, elsewhere: Mapping[str, str] | None = None
 ) -> ConfigError:
-    """Build the error for an option that does not exist, with the one that was meant.
+    """Build the error for an unknown option, with a suggestion.
 
     Parameters
     ----------
     name, known, of
-        The name given, those that exist, in the order of their likelihood, and the owner of both.
+        The unknown name; the existing names, the likeliest first; their function or config.
     elsewhere
-        Where to pass options of others, by their names.
+        How to pass options of other functions and configs, by name.
     """
     known = list(known)
     meant = SYNONYMS.get(name, name)
@@ -106,7 +108,10 @@ def unknown_option(
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name that is spelt most alike, else the first of those that share most words; ``None`` if none does."""
+    """Return the known name with the most similar spelling, else with the most words in common.
+
+    Ties go to the first name. Return ``None`` if no name shares a word.
+    """
     known = list(known)
     if alike := difflib.get_close_matches(name, known, n=1):
         return alike[0]
@@ -116,7 +121,7 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 
 def _shared_words(name: str, other: str) -> int:
-    """Count the words of two names that are the same, or begin alike."""
+    """Count the words of ``name`` that are equal to a word of ``other``, or begin like it."""
     theirs = list(_words(other))
     return sum(
         any(word == each or _begin_alike(word, each) for each in theirs) for word in _words(name)

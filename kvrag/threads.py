@@ -1,7 +1,8 @@
-"""The only module that makes threads: run actions in other threads, take turns, and wait for results within a time budget.
+"""The only module that starts threads: pools of daemon threads, and deadlines for their results.
 
-The threads are daemons, so a read that hangs does not keep the process alive, as it would in a pool of the standard library. A daemon
-that is inside torch when the interpreter goes away would abort the process, so at exit all actions are cancelled and joined first.
+A read that hangs does not keep the process alive, as it would in a pool of the standard library. A
+daemon inside torch at interpreter exit would abort the process, so all actions are cancelled and
+joined first.
 """
 
 from __future__ import annotations
@@ -23,35 +24,40 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 R = TypeVar("R")
 
-MAX_IDLE = 4  # threads of a pool that are kept for the next action
-EXIT_WAIT_S = 10.0  # how long the end of the process waits for actions under way
-EXIT_GRACE_S = (
-    1.0  # after this, an action that has a cancel event and goes on all the same gets a SystemExit
-)
+MAX_IDLE = 4  # idle threads that a pool keeps for the next action
+EXIT_WAIT_S = 10.0  # longest wait for running actions at process exit
+# Seconds at exit until a running action that has a cancel event and ignores it gets a SystemExit.
+EXIT_GRACE_S = 1.0
 
 _forkable: weakref.WeakSet[Any] = weakref.WeakSet()
 _threaded: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def renew_after_fork(thing: Any) -> None:
-    """Have ``thing._at_fork_reinit()`` called in a forked child, where the threads that it knows of are gone."""
+    """Register ``thing._at_fork_reinit()`` to run in a forked child, where its threads are gone."""
     _forkable.add(thing)
 
 
 def at_thread_end(thing: Any) -> None:
-    """Have ``thing.at_thread_end()`` called in each of a pool's threads before it ends, for what the thread keeps there."""
+    """Register ``thing.at_thread_end()`` to run in every pool thread before it ends.
+
+    It releases the state that ``thing`` holds for the thread.
+    """
     _threaded.add(thing)
 
 
 def fork_lock() -> threading.RLock:
-    """Return a re-entrant lock that is free in a forked child, whichever thread of the parent held it."""
+    """Return a re-entrant lock that is free in a forked child, even if the parent held it."""
     lock = threading.RLock()
     _forkable.add(lock)
     return lock
 
 
 def _after_fork() -> None:
-    """Begin anew in a forked child: the parent's other threads are gone, and what they held would stay held."""
+    """Reset locks and pools in a forked child.
+
+    The parent's other threads are gone, and the locks that they held would stay held.
+    """
     for each in list(_forkable):
         each._at_fork_reinit()  # the standard library's locks have this method too
 
@@ -67,9 +73,11 @@ class _Job(NamedTuple):
 
 
 class Pool:
-    """Daemon threads that run actions; fresh after a fork; cancelled and joined, within a bound, at interpreter exit.
+    """Pool of daemon threads that run actions.
 
-    At most ``max_threads`` actions run at the same time, and more wait. ``None``: each runs at once, in a new thread if none is idle.
+    After a fork the pool is empty. At interpreter exit its actions are cancelled and joined, within
+    a time limit. At most ``max_threads`` actions run at the same time, and more wait. ``None``:
+    actions run at once, in an idle thread or else a new thread.
     """
 
     def __init__(self, name: str, max_threads: int | None = None) -> None:
@@ -81,18 +89,20 @@ class Pool:
         self._changed = threading.Condition(threading.Lock())
         self._jobs: deque[_Job] = deque()
         self._threads: dict[threading.Thread, _Job | None] = {}
-        self._num_idle = 0  # threads that will take a job: they wait for one, or are about to
+        self._num_idle = 0  # threads that wait for a job, or are about to
         self._is_over = False
 
     def submit(
         self, action: Callable[[], T], *, cancel: threading.Event | None = None
     ) -> Future[T]:
-        """Run an action in another thread; ``cancel`` is set at interpreter exit, for an action that looks at it.
+        """Run an action in another thread.
+
+        ``cancel`` is set at interpreter exit, so that an action that checks the event can stop.
 
         Raises
         ------
         RuntimeError
-            If no thread can be had: too many run, or the interpreter is about to exit.
+            If no thread can be started: too many run, or the interpreter is about to exit.
         """
         job = _Job(action, Future(), cancel)
         with self._changed:
@@ -109,7 +119,10 @@ class Pool:
         return job.future
 
     def ahead(self, work: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
-        """Begin to do the work of each item in another thread, and return the results in order; who waits for one helps."""
+        """Map items in a background thread and yield results in order.
+
+        The consumer helps while it waits.
+        """
         left = deque((item, Future[R]()) for item in items)
         futures = deque(future for _, future in left)
 
@@ -134,7 +147,7 @@ class Pool:
                 left.clear()
 
         if len(left) > 1:
-            with suppress(RuntimeError):  # no thread can be had
+            with suppress(RuntimeError):  # no thread can be started
                 self.submit(lambda: all(iter(step, False)))
         return results()
 
@@ -147,21 +160,20 @@ class Pool:
                     result = job.action()
                 except BaseException as raised:
                     error = raised
-            with (
-                self._changed
-            ):  # before the result is there: whoever submits again at once finds this thread
+            # Before the result is set, so that an immediate next submit finds this thread idle.
+            with self._changed:
                 self._num_idle += 1
                 self._threads[thread] = None
             if error is not None:
                 job.future.set_exception(error)
             elif not job.future.cancelled():
                 job.future.set_result(result)
-            del job, result, error  # they may hold chunks, and the next job may be long in coming
+            del job, result, error  # they may hold chunks, and the next job may come much later
         for each in list(_threaded):
             each.at_thread_end()
 
     def _next(self, thread: threading.Thread) -> _Job | None:
-        """Wait for a job; ``None`` where the thread is not needed any more."""
+        """Wait for a job; return ``None`` if the thread is no longer needed."""
         with self._changed:
             while not self._jobs and not self._is_over and self._num_idle <= MAX_IDLE:
                 self._changed.wait()
@@ -173,7 +185,7 @@ class Pool:
             return job
 
     def end(self) -> dict[threading.Thread, _Job | None]:
-        """Take no more jobs, cancel those that there are, and return the threads with what they run."""
+        """Refuse new jobs and cancel all jobs; return the threads with their running jobs."""
         with self._changed:
             self._is_over = True
             threads = dict(self._threads)
@@ -189,7 +201,10 @@ class Pool:
 
 @atexit.register
 def _end_all() -> None:
-    """Cancel what runs and join it; what can be cancelled and does not look at its event is ended when it returns to Python."""
+    """Cancel all actions and join their threads.
+
+    An action that ignores its cancel event gets a ``SystemExit`` when it returns to Python.
+    """
     start, pools = time.monotonic(), [each for each in list(_forkable) if isinstance(each, Pool)]
     running = {thread: job for pool in pools for thread, job in pool.end().items()}
     for end in (start + EXIT_GRACE_S, start + EXIT_WAIT_S):
@@ -201,23 +216,28 @@ def _end_all() -> None:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, error)
 
 
-POOL = Pool(
-    "kvrag"
-)  # shared by all of kvrag: one thread for each action under way, and a few that wait for the next
+# Shared by all of kvrag: a thread per running action, and a few idle threads.
+POOL = Pool("kvrag")
 
 
 class Deadline:
-    """A time budget of some seconds for several results; after a late one or a failure, the rest get their defaults at once."""
+    """Time budget in seconds for several results.
+
+    After a late result or a failure, all further results are their defaults, at once.
+    """
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self.left_s = float(seconds)
-        """What is left of the budget, in seconds; only waiting counts."""
+        """Seconds left of the budget; only waiting counts."""
         self.fault: str | None = None
-        """Why the rest gets no answers, in words; ``None`` as long as it does."""
+        """Description of the first failure, if any; from then on only defaults are returned."""
 
     def ask(self, action: Callable[[], T], default: T, *, what: str) -> T:
-        """Run an action in another thread and return its result; the default if it is late, raises, or no thread can be had."""
+        """Run an action in another thread and return its result.
+
+        Return the default if the result is late, the action raises, or no thread can be started.
+        """
         if self.fault is not None:
             return default
         try:
@@ -228,7 +248,11 @@ class Deadline:
         return self.result(future, default, what=what)
 
     def result(self, future: Future[T], default: T, *, what: str) -> T:
-        """Return a future's result if it comes in time; else log why, set ``fault``, and return the default. Its thread is left alone."""
+        """Return a future's result if it comes in time.
+
+        Otherwise log the reason, set ``fault``, and return the default. The future's thread keeps
+        running.
+        """
         start = time.monotonic()
         try:
             return future.result(0 if self.fault else min(self.left_s, threading.TIMEOUT_MAX))

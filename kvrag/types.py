@@ -1,6 +1,7 @@
-"""The values that the stages pass to each other: small, frozen classes.
+"""Small, frozen classes for the values passed between stages.
 
-Tensor letters: ``L`` layers, ``H_kv`` key/value heads, ``T`` tokens of a chunk, ``N`` tokens of a prompt, ``D`` head dim.
+Tensor letters: ``L`` layers, ``H_kv`` key/value heads, ``T`` tokens of a chunk, ``N`` tokens of a
+prompt, ``D`` head dim.
 """
 
 from __future__ import annotations
@@ -13,42 +14,62 @@ if TYPE_CHECKING:  # configs and errors are read by commands that need no torch
     import torch
 
 ChunkKey = NewType("ChunkKey", str)
-"""Key of one stored chunk: 64 lower-case hex digits (SHA-256), see :mod:`kvrag.identity.fingerprint`."""
+"""Key of a stored chunk: 64 lower-case hex digits (SHA-256).
+
+See :mod:`kvrag.identity.fingerprint`.
+"""
 
 Exactness = Literal["exact", "repaired", "full"]
 Mode = Literal["auto", "full", "prefix", "stitch"]
 Source = Literal["exact", "reused", "repaired", "computed"]
-"""Where a row's KV came from: a full prefill's own, kept; an approximation, kept; kept, and computed again; computed."""
+"""Origin of a row's KV.
+
+``"exact"``: reused, and equal to a full prefill's; ``"reused"``: reused, and approximate;
+``"repaired"``: stored, and recomputed; ``"computed"``: not stored, and computed.
+"""
 
 FinishReason = Literal["stop", "length", "cancelled", "tool_calls"]
 MaxContext = Literal["raise", "slide"]
-"""Where prompt and answer exceed the context window: raise an error, or let the oldest rows leave (:mod:`kvrag.blend.slide`)."""
+"""Behaviour where prompt and answer exceed the context window.
+
+Raise an error, or evict the oldest rows (:mod:`kvrag.blend.slide`).
+"""
 Prove = Literal["auto", "off"]
-"""``"auto"``: reuse is proven once per model and environment; ``"off"``: only the model's structure is checked."""
+"""Proof of reuse.
+
+``"auto"``: prove reuse once per model and environment; ``"off"``: check only the model's structure.
+"""
 
 Stage = tuple[str, float, float]
-"""Name of a stage, and when it began and ended: seconds on ``time.perf_counter``'s clock."""
+"""Name, start and end of a stage: seconds on ``time.perf_counter``'s clock."""
 
 HoleReason = Literal["late", "absent", "damaged", "unreadable"]
-"""Why a stored chunk was not loaded."""
+"""Reason why a stored chunk was not loaded."""
 
 KVDtype = Literal["auto", "int8", "int4", "fp8"]
-"""How keys and values are stored: ``"auto"`` as computed, else rounded to codes (:mod:`kvrag.blend.quantise`)."""
+"""Type of stored keys and values.
+
+``"auto"``: as computed; else rounded to codes (:mod:`kvrag.blend.quantise`).
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A chunk of a document, given explicitly as one segment of a prompt. White space at its ends belongs to the text around it."""
+    """A chunk of a document, given explicitly as a segment of a prompt.
+
+    White space at its ends belongs to the text around it.
+    """
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkIdentity:
-    """Everything that determines the KV of a chunk: two chunks with the same identity have the same KV.
+    """Identity of a chunk's KV: two chunks with the same identity have the same KV.
 
-    ``model`` is the fingerprint of the model, ``namespace`` a digest, ``prefix`` the digest of the token ids that the chunk was encoded
-    behind, ``context`` that of what else it was encoded behind (empty: nothing), ``kv_dtype`` how the KV is stored.
+    ``model`` is the fingerprint of the model, ``namespace`` a digest, ``prefix`` the digest of the
+    token ids of the prefix that the chunk was encoded behind, ``context`` the digest of the context
+    between prefix and chunk (empty: no context), and ``kv_dtype`` the type of the stored KV.
     """
 
     model: str
@@ -61,16 +82,20 @@ class ChunkIdentity:
 
 @dataclass(frozen=True, slots=True)
 class Scales:
-    """Scales that turn the codes of one layer back into keys and values, float16. See :mod:`kvrag.blend.quantise`.
+    """Scales that turn the codes of a layer back into keys and values, float16.
+
+    See :mod:`kvrag.blend.quantise`.
 
     Parameters
     ----------
     dtype
         Original dtype of the keys and values.
     keys, zeros
-        Scale of the codes of keys and what is added then: ``(H_kv, G, D)`` for ``G`` groups of tokens; ``keys`` may be ``(H_kv, 1, 1)``.
+        Scales of the keys' codes, and zeros added after scaling: ``(H_kv, G, D)`` for ``G`` groups
+        of tokens; ``keys`` may be ``(H_kv, 1, 1)``.
     values
-        ``(H_kv, T, C)`` for ``C`` groups of channels, or ``(H_kv, 1, 1)``.
+        Scales of the values' codes: ``(H_kv, T, C)`` for ``C`` groups of channels, or
+        ``(H_kv, 1, 1)``.
     """
 
     dtype: torch.dtype
@@ -81,9 +106,10 @@ class Scales:
 
 @dataclass(frozen=True, slots=True)
 class LayerKV:
-    """Keys and values of one layer; with ``scales``, their codes.
+    """Keys and values of a layer; with ``scales``, their codes.
 
-    Keys, ``(H_kv, T, D)``, are position-free (after the key norm, before RoPE); values are ``(H_kv, T, D_v)``.
+    Keys, ``(H_kv, T, D)``, are position-free (after the key norm, before RoPE). Values are
+    ``(H_kv, T, D_v)``.
     """
 
     keys: torch.Tensor
@@ -92,7 +118,7 @@ class LayerKV:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """All tensors, in the order in which they are stored."""
+        """All tensors, in storage order."""
         s = self.scales
         return (
             (self.keys, self.values)
@@ -106,7 +132,7 @@ class LayerKV:
         return sum([tensor.nbytes for tensor in self.tensors])
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> LayerKV:
-        """Return the layer with every tensor changed."""
+        """Return a layer with ``change`` applied to every tensor."""
         s = self.scales
         if s is not None:
             s = replace(s, keys=change(s.keys), zeros=change(s.zeros), values=change(s.values))
@@ -115,9 +141,10 @@ class LayerKV:
 
 @dataclass(frozen=True, slots=True)
 class ChunkKV:
-    """KV of one chunk in all layers, layer 0 first; on the accelerator if it comes from the tier there, else on the host.
+    """KV of a chunk in all layers, layer 0 first.
 
-    ``kv_dtype`` is what it was rounded to; unless ``"auto"``, the layers hold codes.
+    The tensors are on the accelerator if they come from its tier, else on the host. ``kv_dtype`` is
+    the type that the KV was rounded to; unless it is ``"auto"``, the layers hold codes.
     """
 
     layers: tuple[LayerKV, ...]
@@ -129,7 +156,7 @@ class ChunkKV:
         return int(self.layers[0].keys.shape[1])
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> ChunkKV:
-        """Return the chunk with every tensor changed."""
+        """Return a chunk with ``change`` applied to every tensor."""
         return ChunkKV(tuple(layer.map(change) for layer in self.layers), self.kv_dtype)
 
     @property
@@ -140,10 +167,10 @@ class ChunkKV:
 
 @dataclass(frozen=True, slots=True)
 class Hole:
-    """A stored chunk that a request could not load whole and computed instead.
+    """A stored chunk that a request could not load completely and computed instead.
 
-    ``reason``: not loaded in time, not in the store any more, wrong bytes, or a failed read. ``layer``: the first layer that was not read;
-    ``None`` if the header was not read either.
+    ``reason``: not loaded in time, no longer in the store, wrong bytes, or a failed read.
+    ``layer``: the first layer that was not read; ``None`` if the header was not read either.
     """
 
     key: ChunkKey
@@ -157,10 +184,12 @@ class Hole:
 
 @dataclass(frozen=True, slots=True)
 class TextEntry:
-    """What the span scanner needs to find a chunk's text in a prompt; the text itself is not stored.
+    """Hashes with which the span scanner finds a chunk's text in a prompt.
 
-    ``digest``: SHA-256 of the stripped text, hex; ``head``, ``tail``: rolling hashes (uint64) of its first and last
-    :data:`kvrag.prompt.spans.ANCHOR_CHARS` characters; ``num_chars``: its length in characters (code points).
+    The text itself is not stored. ``digest``: SHA-256 of the stripped text, hex; ``head``,
+    ``tail``: rolling hashes (uint64) of its first and last
+    :data:`kvrag.prompt.spans.ANCHOR_CHARS` characters; ``num_chars``: its length in characters
+    (code points).
     """
 
     digest: str
@@ -171,7 +200,7 @@ class TextEntry:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A known chunk's place in a rendered prompt, in characters: ``text[start:stop]``."""
+    """Place of a known chunk in a rendered prompt, in characters: ``text[start:stop]``."""
 
     start: int
     stop: int
@@ -180,7 +209,10 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class MissedChunk:
-    """A chunk of a prompt that has no KV. ``is_given``: it is an explicit :class:`Chunk`; else the text of a document."""
+    """A chunk of a prompt that has no KV.
+
+    ``is_given``: whether it is an explicit :class:`Chunk`; else it is the text of a document.
+    """
 
     text: str
     is_given: bool
@@ -188,10 +220,11 @@ class MissedChunk:
 
 @dataclass(frozen=True, slots=True)
 class Missed:
-    """The chunks of one prompt that had no KV, for :mod:`kvrag.precompute.on_miss`.
+    """Chunks of a prompt that had no KV, for :mod:`kvrag.precompute.on_miss`.
 
-    ``prefix`` is the text to encode them behind, ``namespace`` a digest, and ``erasures`` the number of erasures there before the prompt.
-    ``is_again``: they may have KV behind other prefixes.
+    ``prefix`` is the text to encode them behind, ``namespace`` a digest, and ``erasures`` the
+    number of erasures in the namespace before the prompt. ``is_again``: whether they may have KV
+    behind other prefixes.
     """
 
     chunks: tuple[MissedChunk, ...]
@@ -203,14 +236,15 @@ class Missed:
 
 @dataclass(frozen=True, slots=True)
 class PrecomputeReport:
-    """What :meth:`KVRagEngine.precompute` did.
+    """Report of :meth:`KVRagEngine.precompute`.
 
     Parameters
     ----------
     stored, skipped
-        Chunks computed and written; chunks that are stored already.
+        Number of chunks computed and written; number of chunks stored already.
     failed, short
-        ``(id, reason)`` of each chunk that has no KV and is computed at query time: what could not be stored, and what is too short to be.
+        ``(id, reason)`` of chunks that could not be stored; ``(id, reason)`` of chunks too short to
+        store. Both are computed at query time.
     stored_bytes, seconds
         Bytes of KV written; wall time.
     """
@@ -225,7 +259,7 @@ class PrecomputeReport:
 
 @dataclass(frozen=True, slots=True)
 class SyncReport:
-    """What :func:`kvrag.sync_kv` did: chunks added, documents removed, and the precompute report."""
+    """Report of :func:`kvrag.sync_kv`: chunks added, documents removed, the precompute report."""
 
     added: int
     removed: int
@@ -234,42 +268,47 @@ class SyncReport:
 
 @dataclass(frozen=True, slots=True)
 class Accounting:
-    """How the KV of a prompt was made. ``cached_tokens + repaired_tokens + computed_tokens == prompt_tokens``.
+    """Origin of a prompt's KV, in rows (tokens).
+
+    ``cached_tokens + repaired_tokens + computed_tokens == prompt_tokens``.
 
     Parameters
     ----------
     prompt_ids, prompt_tokens
         Token ids of the prompt, and their number ``N``.
     cached_tokens
-        Rows whose stored KV was used, possibly with the residual shift.
+        Rows with reused KV, possibly with the residual shift.
     repaired_tokens
         Rows with stored KV that were recomputed.
     computed_tokens
         Rows without stored KV: prefix, glue, missing chunks, the question.
     history_tokens
-        Of the cached rows, those of an earlier request (``StoreConfig.history_bytes``).
+        Cached rows that come from an earlier request (``StoreConfig.history_bytes``).
     exactness
-        ``"exact"``: reuse that equals a full prefill, but for the dtype's rounding; ``"repaired"``: approximate reuse, or rows left the
-        context window; ``"full"``: none.
+        ``"exact"``: reuse that equals a full prefill up to the dtype's rounding; ``"repaired"``:
+        approximate reuse, or rows left the context window; ``"full"``: no reuse.
     timings_ms
         Milliseconds per stage.
     stages
-        When each began and ended, as the process' clock has it (:data:`Stage`).
+        Start and end of every stage (:data:`Stage`).
     loaded_bytes
         Bytes of KV loaded from the store.
     fallback_reason
-        Why there was less reuse than requested, why this model's KV is never reused, or that rows left the window; else ``None``.
+        Reason for less reuse than requested, for a model whose KV is never reused, or for rows that
+        left the context window; else ``None``.
     has_other_prefix
-        Whether chunks were used that had been encoded behind another prefix than this prompt's; they are not exact.
+        Whether the prompt used chunks encoded behind a prefix that differs from its own; they are
+        not exact.
     holes
         Stored chunks that could not be loaded and were recomputed.
     kv_dtype
-        How the reused KV is stored. Unless ``"auto"``, it was rounded, and the answer is not exact.
+        Type of the reused KV. Unless ``"auto"``, it was rounded, and the answer is not exact.
     sources
-        Where each row's KV came from, as runs: ``(source, rows)`` from the prompt's first row to its last. ``exact`` and ``reused`` rows
-        together are the cached ones.
+        Origin of every row's KV, as runs ``(source, rows)`` from the prompt's first row to its
+        last. ``exact`` and ``reused`` rows together are the cached rows.
     evicted_tokens
-        Rows of prompt and answer that left the context window (``max_context="slide"``): what followed didn't see them.
+        Rows of prompt and answer that left the context window (``max_context="slide"``). Later rows
+        did not attend to them.
     """
 
     prompt_ids: list[int] = field(repr=False)
@@ -295,7 +334,7 @@ class Accounting:
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
     def __repr__(self) -> str:
-        """Say what came out, then how it was made, without token ids and what is as usual."""
+        """Show the output, then the accounting, without token ids and fields at their defaults."""
         told = [
             each for each in fields(self) if each.repr and getattr(self, each.name) != each.default
         ]
@@ -304,12 +343,15 @@ class Accounting:
         shown["timings_ms"] = {name: round(ms, 1) for name, ms in self.timings_ms.items()}
         for name in {"ttft_ms", "total_ms", "tokens_per_s"} & shown.keys():
             shown[name] = round(shown[name], 1)
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+        return (
+            f"{type(self).__name__}("
+            f"{', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class PrefillResult(Accounting):
-    """A prefilled prompt. ``logits``: float32 CPU tensor ``(vocab,)`` of the first answer token."""
+    """A prefilled prompt; ``logits`` of its first answer token, float32 ``(vocab,)`` on the CPU."""
 
     logits: torch.Tensor = field(repr=False)
     ttft_ms: float
@@ -319,8 +361,8 @@ class PrefillResult(Accounting):
 class ScoreResult(Accounting):
     """A scored continuation.
 
-    Row ``t`` of ``logits`` (float32 CPU tensor ``(T, vocab)``) predicts token ``t`` of ``continuation_ids``; ``loss`` is their mean
-    negative log-likelihood in nats per token.
+    Row ``t`` of ``logits`` (float32 CPU tensor ``(T, vocab)``) predicts token ``t`` of
+    ``continuation_ids``; ``loss`` is their mean negative log-likelihood in nats per token.
     """
 
     logits: torch.Tensor = field(repr=False)
@@ -330,7 +372,10 @@ class ScoreResult(Accounting):
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call of a tool that an answer holds. ``id`` tells the calls of a conversation apart; results refer to it."""
+    """A tool call in an answer.
+
+    ``id`` is unique within a conversation; the tool's result refers to it.
+    """
 
     id: str
     name: str
@@ -339,7 +384,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Natural logarithm of the probability that the model gave to a token of an answer, and to the likeliest ones in its place."""
+    """Natural log-probability of an answer token, and of the likeliest tokens in its place."""
 
     token_id: int
     logprob: float
@@ -353,22 +398,23 @@ class GenerationResult(Accounting):
     Parameters
     ----------
     text
-        The answer, stop string and calls of tools removed. A call that can't be read stays in it.
+        The answer without its stop string and tool calls. A malformed tool call stays in the text.
     token_ids
-        Its token ids, including those of a stop string or end-of-sequence token.
+        Token ids of the answer, including the stop string or end-of-sequence token.
     finish_reason
-        ``"stop"`` (end-of-sequence, stop string, or the end of the form that was asked for), ``"tool_calls"`` (the same, with calls),
-        ``"length"`` or ``"cancelled"``.
+        ``"stop"`` (end-of-sequence, stop string, or the end of the requested format),
+        ``"tool_calls"`` (the same, with tool calls), ``"length"`` or ``"cancelled"``.
     ttft_ms
-        Wall time from the call to the first token, including planning, loading, stitching and repair.
+        Wall time from the call to the first token, including planning, loading, stitching and
+        repair.
     total_ms, tokens_per_s
         Wall time of the whole call; decoding speed after the first token.
     tool_calls
-        The tools that the answer calls.
+        Tool calls in the answer.
     logprobs
-        One for each of ``token_ids``, if they were asked for.
+        Log-probabilities of ``token_ids``, if requested.
     prompt_logprobs
-        One for each of ``prompt_ids``, if they were asked for; the first has ``nan``, as nothing predicts it.
+        Log-probabilities of ``prompt_ids``, if requested. The first is ``nan``: no row predicts it.
     """
 
     text: str
@@ -384,9 +430,10 @@ class GenerationResult(Accounting):
 
 @dataclass(frozen=True, slots=True)
 class ExplainedSpan:
-    """One segment of a prompt as :meth:`KVRagEngine.explain` reports it.
+    """A segment of a prompt as reported by :meth:`KVRagEngine.explain`.
 
-    ``hit``: stored KV will be used; ``exact``: it needs no repair; ``reason``: why not, or ``None``.
+    ``hit``: stored KV will be used; ``exact``: it needs no repair; ``reason``: why the span is not
+    a hit or not exact, or ``None``.
     """
 
     kind: Literal["prefix", "chunk", "live"]
@@ -400,7 +447,10 @@ class ExplainedSpan:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Spans, hits and reasons of misses for one prompt, and how it would be repaired and why so; can be printed."""
+    """Spans of a prompt, with hits and the reasons of misses, and its repair; can be printed.
+
+    ``repair`` describes the repair and where it comes from.
+    """
 
     spans: list[ExplainedSpan]
     prompt_tokens: int
@@ -415,7 +465,8 @@ class Explanation:
 
     def __str__(self) -> str:
         lines = [
-            f"{self.prompt_tokens} tokens, {self.hits} chunk(s) with KV, would run in mode {self.mode!r}"
+            f"{self.prompt_tokens} tokens, {self.hits} chunk(s) with KV, would run in mode "
+            f"{self.mode!r}"
         ]
         for span in self.spans:
             head = " ".join(span.text.split())[:48]
@@ -427,7 +478,11 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True)
 class VerifyRow:
-    """Reuse against full prefill for one prompt: KL in nats at the first token, and the two greedy answers."""
+    """Comparison of reuse with full prefill for a prompt.
+
+    ``kl`` is in nats at the first answer token; ``top1`` and ``greedy`` say whether the first
+    tokens and the greedy answers are equal.
+    """
 
     kl: float
     top1: bool
@@ -438,12 +493,16 @@ class VerifyRow:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """Agreement of reuse with full prefill over some prompts.
+    """Agreement of reuse with full prefill over several prompts.
 
-    ``mean_kl`` is KL(full ‖ reuse) at the first answer token in nats; ``top1_agreement`` and ``greedy_agreement`` are the shares of prompts
-    with the same first token and the same greedy answer; ``passed`` compares the first two with their thresholds, as ``passed_by`` says.
-    The greedy answers are for information, and so is this: both sides run the ids of the prompt's segments, joined. At ``changed_seams``
-    of ``seams`` places where segments meet, the prompt's whole text has other ids; this concerns ``changed_tokens`` of ``prompt_tokens``.
+    ``mean_kl`` is KL(full ‖ reuse) at the first answer token in nats. ``top1_agreement`` and
+    ``greedy_agreement`` are the shares of prompts with the same first token and the same greedy
+    answer. ``passed`` compares the first two figures with their thresholds, as described in
+    ``passed_by``; it ignores the greedy answers, and is false without any reuse.
+
+    Both runs use the ids of the prompt's segments, joined. Tokenising the prompt's whole text at
+    once gives different ids at ``changed_seams`` of ``seams`` places where segments meet, which
+    affects ``changed_tokens`` of ``prompt_tokens``. These counts are for information.
     """
 
     passed: bool

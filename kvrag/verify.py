@@ -35,20 +35,23 @@ def verify_prompts(
     min_top1: float = MIN_TOP1,
     show_progress: bool | None = None,
 ) -> VerifyReport:
-    """Run each prompt with reuse and by full prefill of the same ids, and compare. Without any reuse, the report does not pass.
+    """Run prompts with reuse and by full prefill of the same ids, and compare the results.
+
+    Without any reuse, the report does not pass.
 
     Parameters
     ----------
     engine, prompts
-        At least one prompt; their chunks should be precomputed.
+        The engine, and a non-empty list of prompts; their chunks should be precomputed.
     mode, repair, namespace, chat_template_kwargs
         Options of the run with reuse.
     max_new_tokens
-        Length of the greedy answers compared.
+        Maximum length of the greedy answers compared.
     max_mean_kl, min_top1
         Thresholds on the mean KL at the first token (nats) and on the agreement of the first token.
     show_progress
-        ``None``: show what takes long, as a bar on a terminal, as lines elsewhere; ``True``: a bar; ``False``: nothing.
+        ``None``: for a long run, show a bar on a terminal and lines elsewhere; ``True``: show a
+        bar; ``False``: show nothing.
 
     Raises
     ------
@@ -58,7 +61,7 @@ def verify_prompts(
     if isinstance(prompts, str) or not prompts:
         raise InputError("verify needs a list of at least one prompt")
     check_show(show_progress)
-    engine.loaded  # noqa: B018 - loading it shows progress of its own
+    engine.loaded  # noqa: B018 - loading shows its own progress
     options = {
         "repair": repair,
         "namespace": namespace,
@@ -93,7 +96,8 @@ def verify_prompts(
             seams.changed_tokens,
             repaired,
         ),
-        f"mean_kl of at most {max_mean_kl:g} nats and top1_agreement of at least {min_top1:g}, at the first token; not the greedy answers",
+        f"mean_kl of at most {max_mean_kl:g} nats and top1_agreement of at least {min_top1:g}, at "
+        "the first token; not the greedy answers",
     )
 
 
@@ -119,6 +123,6 @@ def _compare(
 def seams_of(
     spans: Sequence[ExplainedSpan], token_ids: Sequence[int], tokenizer: SegmentTokenizer
 ) -> SeamCount:
-    """Count where the ids of a prompt, given with its spans, differ from those of its whole text, tokenised at once."""
+    """Count differences between a prompt's ids and the ids of its whole text tokenised at once."""
     whole = tokenizer.live_ids("".join(span.text for span in spans), at_start=True)
     return count_seams([token_ids[span.start : span.stop] for span in spans], whole)

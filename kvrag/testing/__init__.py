@@ -1,1 +1,1 @@
-"""For tests, ours and yours: tiny models and a tokenizer without downloads, and the contract that a store must keep."""
+"""Test helpers for kvrag and its users: tiny models, tokenizers and a store's contract tests."""

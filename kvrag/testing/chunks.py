@@ -1,4 +1,4 @@
-"""Small made-up chunks for tests of stores: no model needed."""
+"""Small made-up chunks for tests of stores, without a model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def make_identity(
     prefix: str = "prefix",
     tokens: int = 3,
 ) -> ChunkIdentity:
-    """Identity of a small chunk; different numbers give different token ids."""
+    """Return the identity of a small chunk; different numbers give different token ids."""
     return ChunkIdentity(
         model, namespace, prefix, tuple(range(1000 * number, 1000 * number + tokens))
     )
@@ -29,7 +29,10 @@ def make_identity(
 def make_kv(
     identity: ChunkIdentity, *, dtype: torch.dtype = torch.float32, layers: int = 2
 ) -> ChunkKV:
-    """Random KV of an identity, the same for the same one: two heads, keys and values of different width."""
+    """Return random KV that is determined by the identity.
+
+    It has two heads, and keys and values of different width.
+    """
     random = torch.Generator().manual_seed(int(chunk_key(identity)[:15], 16))
 
     def tensor(dim: int) -> torch.Tensor:
@@ -39,7 +42,7 @@ def make_kv(
 
 
 def make_text(name: str) -> TextEntry:
-    """Entry of a text that is made up by its name."""
+    """Return the entry of a made-up text; different names give different entries."""
     digest = hashlib.sha256(name.encode()).hexdigest()
     return TextEntry(digest, int(digest[:16], 16), int(digest[16:32], 16), len(name))
 

@@ -1,4 +1,4 @@
-"""Tiny random models of each accepted architecture, built from a config: nothing is downloaded."""
+"""Tiny random models of every accepted architecture, built from a config without downloads."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ TINY: dict[str, dict[str, Any]] = {
     },
     "dots1": _ROUTED_EXPERTS,
     "glm4_moe": {**_ROUTED_EXPERTS, "use_qk_norm": True},
-    # Keys that rotate in part, in pairs of neighbours, or come out of a fused projection
+    # Keys with partial or interleaved RoPE, or from a fused projection
     "phi": {"partial_rotary_factor": 0.5, "qk_layernorm": True},
     "phi3": {"sliding_window": None, "partial_rotary_factor": 0.5},
     "phi3-longrope": {
@@ -170,7 +170,7 @@ TINY: dict[str, dict[str, Any]] = {
     "glm4": {"partial_rotary_factor": 0.5},
     "ernie4_5": {},
     "helium": {},
-    # Attention that takes a mask and nothing else
+    # Attention that takes only a mask
     "gptj": {"rotary_dim": 8},
     "codegen": {"rotary_dim": 8},
     "falcon": _FALCON,
@@ -179,10 +179,13 @@ TINY: dict[str, dict[str, Any]] = {
     "bloom": {},
     "mpt": {},
 }
-"""Name → config options beside the common ones (``None`` leaves a common one out); ``model_type`` defaults to the name."""
+"""Name → config options, in addition to the common options.
+
+``None`` removes a common option; ``model_type`` defaults to the name.
+"""
 
 REFUSED: dict[str, dict[str, Any]] = {
-    # Models whose KV can't be moved: each is refused with its own reason.
+    # Models whose KV can't be reused at other positions; every refusal has its own reason.
     "gpt2": {},
     "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
     "falcon-alibi": {**_FALCON, "alibi": True},
@@ -220,9 +223,10 @@ def tiny_model(
     name
         A key of :data:`TINY` or :data:`REFUSED`.
     seed
-        Seed of the weights. Weights are larger than usual, so that attention is far from uniform and a mistake shows.
+        Seed of the weights. Weights are larger than usual, so that attention is far from uniform
+        and a mistake shows.
     dtype
-        Of the weights.
+        Dtype of the weights.
     """
     own = (TINY | REFUSED)[name]
     options = {
@@ -241,7 +245,7 @@ def tiny_model(
         for parameter in model.parameters():
             if parameter.dim() == 3:  # experts
                 parameter.normal_(std=0.15)
-            elif parameter.dim() == 1:  # norms and biases: ones and zeros would hide what they do
+            elif parameter.dim() == 1:  # norms and biases: ones and zeros would hide their effect
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
     return model.eval()
 
@@ -249,7 +253,10 @@ def tiny_model(
 def save_tiny_model(
     directory: str | os.PathLike[str], name: str = "llama", *, seed: int = 0
 ) -> str:
-    """Write a tiny model and :func:`~kvrag.testing.tokenizers.tiny_tokenizer` to a directory, as users have models; returns its path."""
+    """Write a tiny model and its tokenizer to a directory, and return the directory's path.
+
+    The tokenizer is :func:`~kvrag.testing.tokenizers.tiny_tokenizer`.
+    """
     tiny_model(name, seed=seed).save_pretrained(directory)
     tiny_tokenizer().save_pretrained(directory)
     return os.fspath(directory)

@@ -1,4 +1,4 @@
-"""The contracts of blobs and of stores as tests: subclass them to prove a tier of your own.
+"""Contracts of blobs and stores as tests: subclass them to test a tier of your own.
 
 ::
 
@@ -8,9 +8,10 @@
 
     class TestStoreOnMyBlobs(StoreContract):
         def make_store(self, directory):
-            return TieredStore([MemoryTier(2**22)], MyBlobs(directory), Catalog(directory / "catalog"))
+            tiers, catalog = [MemoryTier(2**22)], Catalog(directory / "catalog")
+            return TieredStore(tiers, MyBlobs(directory), catalog)
 
-Both are asked for two handles on one directory: what one of them does, the other one sees.
+The tests open two handles on the same directory: both must see every change.
 """
 
 from __future__ import annotations
@@ -38,25 +39,25 @@ KEYS = [chunk_key(make_identity(number)) for number in range(4)]
 
 
 class BlobsContract:
-    """What every kind of blobs promises."""
+    """Contract of :class:`~kvrag.store.Blobs`."""
 
     has_other: bool = True
-    """Whether a second handle on the directory sees the first one's blobs."""
+    """Whether a second handle on the directory sees the first handle's blobs."""
 
     def make_blobs(self, directory: Path) -> Blobs:
-        """Open blobs; ``directory`` tells which, and may be used or ignored."""
+        """Open the blobs of ``directory``, as a path or merely as a name."""
         raise NotImplementedError
 
     @pytest.fixture
     def blobs(self, tmp_path: Path) -> Iterator[Blobs]:
-        """Give the blobs under test."""
+        """Yield the blobs under test."""
         blobs = self.make_blobs(tmp_path / "store")
         yield blobs
         blobs.close()
 
     @pytest.fixture
     def other(self, tmp_path: Path, blobs: Blobs) -> Iterator[Blobs]:
-        """Give another handle on them."""
+        """Yield a second handle on the blobs."""
         other = self.make_blobs(tmp_path / "store") if self.has_other else blobs
         yield other
         other.close()
@@ -103,32 +104,32 @@ class BlobsContract:
 
 
 class StoreContract:
-    """What every store promises."""
+    """Contract of :class:`~kvrag.store.TieredStore`."""
 
     dtype: torch.dtype = torch.float32
     has_other: bool = True
-    """Whether a second handle on the directory sees the first one's chunks."""
+    """Whether a second handle on the directory sees the first handle's chunks."""
 
     def make_store(self, directory: Path) -> TieredStore:
-        """Open a store with room for a few megabytes; ``directory`` tells which."""
+        """Open the store of ``directory``, with room for a few megabytes."""
         raise NotImplementedError
 
     @pytest.fixture
     def store(self, tmp_path: Path) -> Iterator[TieredStore]:
-        """Give the store under test."""
+        """Yield the store under test."""
         store = self.make_store(tmp_path / "store")
         yield store
         store.close()
 
     @pytest.fixture
     def other(self, tmp_path: Path, store: TieredStore) -> Iterator[TieredStore]:
-        """Give another handle on it."""
+        """Yield a second handle on the store."""
         other = self.make_store(tmp_path / "store") if self.has_other else store
         yield other
         other.close()
 
     def kv(self, identity: ChunkIdentity) -> ChunkKV:
-        """KV of an identity in the dtype under test."""
+        """Return the KV of an identity in the dtype under test."""
         return make_kv(identity, dtype=self.dtype)
 
     def put(
@@ -145,13 +146,13 @@ class StoreContract:
         return chunk_key(identity)
 
     def has(self, store: TieredStore, identity: ChunkIdentity) -> bool:
-        """Whether a store gives the KV of an identity; it must be the right one."""
+        """Whether a store returns KV for an identity; fail if the KV is wrong."""
         kv, known = store.get(identity), store.known([chunk_key(identity)])
         assert (kv is not None) == bool(known)
         assert kv is None or same_bits(kv, self.kv(identity))
         return kv is not None
 
-    # -- chunks ----------------------------------------------------------------------------------------------------------
+    # -- chunks ------------------------------------------------------------------------------------
 
     def test_an_empty_store_has_nothing(self, store: TieredStore) -> None:
         identity = make_identity()
@@ -170,7 +171,7 @@ class StoreContract:
         identity = make_identity()
         kv = self.kv(identity)
         assert store.put(identity, kv, text=make_text("a"), doc_id="doc") == kv.num_bytes
-        kv.layers[0].keys.zero_()  # a change of the caller's tensors does not reach the store
+        kv.layers[0].keys.zero_()  # changing the caller's tensors must not change the store
         for each in (store, store, other, other):
             assert self.has(each, identity)
         for tier in other.tiers:
@@ -277,7 +278,7 @@ class StoreContract:
         assert (stats[-1].chunks, stats[-1].num_bytes) == (2, 2 * num_bytes)
         assert all(tier.num_bytes == tier.chunks * num_bytes <= 2 * num_bytes for tier in stats)
 
-    # -- the catalog -----------------------------------------------------------------------------------------------------
+    # -- the catalog -------------------------------------------------------------------------------
 
     def test_the_catalog_describes_what_was_put(
         self, store: TieredStore, other: TieredStore
@@ -329,7 +330,7 @@ class StoreContract:
             "what comes back is announced again"
         )
 
-    # -- documents and erasing -------------------------------------------------------------------------------------------
+    # -- documents and erasing ---------------------------------------------------------------------
 
     def test_what_one_erases_the_other_does_not_answer_with(
         self, store: TieredStore, other: TieredStore
@@ -432,7 +433,7 @@ class StoreContract:
         assert store.clear() == 1
         assert store.blobs.keys() == set()
 
-    # -- retention -------------------------------------------------------------------------------------------------------
+    # -- retention ---------------------------------------------------------------------------------
 
     def test_retention_is_kept_with_what_is_left_and_updated(
         self, store: TieredStore, other: TieredStore

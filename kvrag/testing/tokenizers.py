@@ -1,4 +1,7 @@
-"""Tokenizers without downloads, trained on a paragraph: byte-level BPE with a chat template, and SentencePiece's kind."""
+"""Tiny tokenizers trained on a paragraph, without downloads.
+
+Byte-level BPE with a chat template, and a SentencePiece-like tokenizer.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +22,26 @@ from transformers import PreTrainedTokenizerFast
 
 VOCAB_SIZE = 400
 
-_TEXT = """The archive opens at nine and closes at five. A reader asks for a box, and the keeper brings it to the table by the window.
-Retrieval finds the chunks that answer a question; the model reads them in the order in which they arrive, and answers in words.
-The keys and the values of a chunk depend on what stands before it: that is what a repair has to put right."""
+_TEXT = (
+    "The archive opens at nine and closes at five. A reader asks for a box, and the keeper brings "
+    "it to the table by the window.\n"
+    "Retrieval finds the chunks that answer a question; the model reads them in the order in which "
+    "they arrive, and answers in words.\n"
+    "The keys and the values of a chunk depend on what stands before it: that is what a repair has "
+    "to put right."
+)
 
 _CHAT_TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] | trim }}<|im_end|>\n{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{{ m['content'] | trim }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
 
 def tiny_tokenizer(*, add_bos: bool = True) -> PreTrainedTokenizerFast:
-    """Build a byte-level BPE tokenizer of :data:`VOCAB_SIZE` ids: 0 pad, 1 BOS, 2 EOS (``<|im_end|>``), 3 ``<|im_start|>``.
+    """Build a byte-level BPE tokenizer of :data:`VOCAB_SIZE` ids.
+
+    0 is pad, 1 BOS, 2 EOS (``<|im_end|>``), 3 ``<|im_start|>``.
 
     Parameters
     ----------
@@ -64,13 +75,16 @@ def tiny_sentencepiece_tokenizer(
     *,
     add_bos: bool = True,
 ) -> PreTrainedTokenizerFast:
-    """Build a SentencePiece-like BPE tokenizer of :data:`VOCAB_SIZE` ids: 0 ``<unk>``, 1 BOS, 2 EOS, all bytes, then pieces of words.
+    """Build a SentencePiece-like BPE tokenizer of :data:`VOCAB_SIZE` ids.
+
+    0 is ``<unk>``, 1 BOS, 2 EOS; then come all bytes, then pieces of words.
 
     Parameters
     ----------
     prepend
-        Where the dummy prefix comes from: a normaliser (Llama 2, Phi 3), Metaspace after every control token, Metaspace at the very
-        start only (non-legacy Llama), or nowhere (Gemma).
+        Source of the dummy prefix: ``"normalizer"``, a normaliser (Llama 2, Phi 3); ``"always"``,
+        Metaspace after every control token; ``"first"``, Metaspace at the very start only
+        (non-legacy Llama); ``"never"``, no dummy prefix (Gemma).
     add_bos
         Whether encoding with special tokens puts BOS first.
     """
@@ -106,7 +120,10 @@ def tiny_sentencepiece_tokenizer(
 
 
 def sentencepiece_parts() -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Vocabulary and merges of :func:`tiny_sentencepiece_tokenizer`, for tokenizer classes that take them."""
+    """Return the vocabulary and merges of :func:`tiny_sentencepiece_tokenizer`.
+
+    They are for tokenizer classes that take them as arguments.
+    """
     trained = Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
     alphabet = [*map(chr, range(33, 127)), "▁"]
