@@ -1,14 +1,15 @@
-"""Where KV is kept between requests: content-addressed, proven at every read.
+"""Store of KV between requests: content-addressed, and verified at every read.
 
 ::
 
     engine → opening → tiers → writing → reading ──→ memory (host, gpu)
-                                             ├─────→ catalog (diskcache; shared: a copy that follows a journal)
+                                             ├─────→ catalog (diskcache; shared: follows a journal)
                                              ├─────→ format → crypto
-                                             └─────→ blobs (files; shared: copies → redis, object_store)
+                                             └─────→ blobs (files, or copies → redis, object_store)
     cli → check → tiers
 
-Imports ``types errors config threads layers`` and ``identity``; nothing else of kvrag.
+Imports ``types errors config threads layers buffers address`` and ``identity``; nothing else of
+kvrag.
 """
 
 from kvrag.config import Retention

@@ -1,7 +1,8 @@
-"""What the parts of the store agree on: blobs, records, statistics and events.
+"""Interfaces of the store: blobs, records, statistics and events.
 
-``Blobs`` holds bytes under a key, the catalog (:mod:`kvrag.store.catalog`) knows who has what, and
-:class:`~kvrag.store.tiers.TieredStore` puts memory above both. A fault of stored data is a miss, never an error and never an answer.
+``Blobs`` holds bytes under a key, the catalog (:mod:`kvrag.store.catalog`) lists the stored chunks
+with their texts and documents, and :class:`~kvrag.store.tiers.TieredStore` puts memory above both.
+A fault of stored data is a miss, never an error and never an answer.
 """
 
 from __future__ import annotations
@@ -23,36 +24,39 @@ Bytes = bytes | bytearray | memoryview
 
 
 class Blobs(Protocol):
-    """Bytes under a key, on a disk, in memory or on another machine. Safe to use from several threads.
+    """Bytes under a key, on a disk, in memory or on another machine. Thread-safe.
 
-    To write a key twice is to write it once. Keys are 64 lower-case hex digits.
-    A shared tier (Redis, an object store) implements these five methods; prove it with :class:`kvrag.testing.store.BlobsContract`.
+    Writing a key twice has the effect of writing it once. Keys are 64 lower-case hex digits. A
+    shared tier (Redis, an object store) implements these five methods; check it with
+    :class:`kvrag.testing.store.BlobsContract`.
     """
 
     def read(self, key: ChunkKey, start: int = 0, length: int | None = None) -> Bytes | None:
-        """Return ``length`` bytes from ``start`` on (all that follow for ``None``), fewer at the end; ``None`` if the key is absent.
+        """Return ``length`` bytes from ``start`` on, fewer at the end.
 
-        Raises ``OSError`` if it can't be read now: the store takes that for a miss, and keeps what it knows of the chunk.
+        Without a length, all bytes from ``start`` on; ``None`` if the key is absent. Raises
+        ``OSError`` if the bytes can't be read now: the store counts a miss and keeps the chunk's
+        row.
         """
 
     def write(self, key: ChunkKey, parts: Iterable[Bytes]) -> int:
-        """Store the parts one after the other and return the bytes written; 0 if the key is there already.
+        """Store the parts in order and return the bytes written; 0 if the key exists already.
 
-        Raises ``OSError`` if they can't be written; nothing is left of them then.
+        Raises ``OSError`` if the parts can't be written; nothing of them is left then.
         """
 
     def delete(self, keys: Collection[ChunkKey]) -> set[ChunkKey]:
-        """Erase keys and return those that were there; raises ``OSError`` if one is still there."""
+        """Erase keys and return the keys that existed; raises ``OSError`` if a key still exists."""
 
     def keys(self) -> set[ChunkKey]:
-        """Return all keys; may be slow. Raises ``OSError`` rather than leave one out."""
+        """Return all keys; may be slow. Raises ``OSError`` rather than omit a key."""
 
     def close(self) -> None:
         """Release resources; idempotent."""
 
 
 class MemoryBlobs:
-    """Blobs in the memory of this process; the methods are those of :class:`Blobs`."""
+    """Blobs in the memory of this process; see :class:`Blobs`."""
 
     def __init__(self) -> None:
         self._blobs: dict[ChunkKey, memoryview] = {}
@@ -63,12 +67,12 @@ class MemoryBlobs:
         return None if blob is None else blob[start : None if length is None else start + length]
 
     def write(self, key: ChunkKey, parts: Iterable[Bytes]) -> int:
-        """Keep a copy of the parts."""
+        """Store a copy of the parts."""
         blob = memoryview(bytearray().join(parts))
         return len(blob) if self._blobs.setdefault(key, blob) is blob else 0
 
     def delete(self, keys: Collection[ChunkKey]) -> set[ChunkKey]:
-        """Forget blobs."""
+        """Delete blobs and return the keys that existed."""
         return {key for key in keys if self._blobs.pop(key, None) is not None}
 
     def keys(self) -> set[ChunkKey]:
@@ -76,15 +80,16 @@ class MemoryBlobs:
         return set(self._blobs)
 
     def close(self) -> None:
-        """Forget everything."""
+        """Delete all blobs."""
         self._blobs.clear()
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What the catalog knows of a stored chunk: the :class:`~kvrag.types.ChunkIdentity`, and the size of its KV.
+    """Catalog record of a stored chunk: its identity without token ids, and the size of its KV.
 
-    ``content`` is :func:`kvrag.identity.fingerprint.content_key`, which the variants of one chunk behind other prefixes and contexts share.
+    ``content`` is :func:`kvrag.identity.fingerprint.content_key`, which the variants of a chunk
+    behind other prefixes and contexts share.
     """
 
     key: ChunkKey
@@ -98,7 +103,7 @@ class Record:
 
 
 class NewKV(NamedTuple):
-    """A chunk to store: whose KV it is, the text that finds it, if any, the documents that refer to that, and its retention."""
+    """Chunk to store: identity, KV, text that finds it, documents of the text, and retention."""
 
     identity: ChunkIdentity
     kv: ChunkKV
@@ -109,7 +114,10 @@ class NewKV(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
-    """Size of one tier, and its counters since the store was opened; ``rejected`` counts blobs that failed their proof."""
+    """Size of a tier, and its counters since the store was opened.
+
+    ``rejected`` counts blobs that failed verification.
+    """
 
     chunks: int
     num_bytes: int
@@ -123,10 +131,12 @@ EventType = Literal["BlockStored", "BlockRemoved", "AllBlocksCleared"]
 
 @dataclass(frozen=True, slots=True)
 class StoreEvent:
-    """A change of what is stored in a tier, the ``medium``: ``"gpu"``, ``"host"`` or ``"disk"``. Names are those of vLLM's KV cache events.
+    """Change of the chunks stored in a tier; named like vLLM's KV cache events.
 
-    ``reason`` is ``"put"``, ``"adopted"``, ``"import"`` or ``"promoted"``; ``"evicted"``, ``"deleted"`` or ``"rejected"``; ``"cleared"``.
-    ``block_hashes`` are the chunks' keys, ``block_size`` and ``num_bytes`` the size of a stored one, and ``ts`` seconds since 1970 (UTC).
+    ``medium`` is the tier: ``"gpu"``, ``"host"``, ``"disk"`` or ``"shared"``. ``reason`` is
+    ``"put"``, ``"adopted"``, ``"import"`` or ``"promoted"``; ``"evicted"``, ``"deleted"`` or
+    ``"rejected"``; ``"cleared"``. ``block_hashes`` are the chunks' keys, ``block_size`` and
+    ``num_bytes`` the tokens and bytes of a stored chunk, and ``ts`` seconds since 1970 (UTC).
     """
 
     type: EventType
@@ -140,9 +150,10 @@ class StoreEvent:
 
 @dataclass(slots=True)
 class Listener:
-    """A callback that events are passed to, and a file, with mode 0600, that they are appended to as JSON lines.
+    """Callback for events, and a file with mode 0600 to which they are appended as JSON lines.
 
-    ``on_event`` is called in the thread that made the change; it must be quick and must not use the store. A fault is logged once.
+    ``on_event`` is called in the thread that made the change; it must be quick and must not use the
+    store. Only the first fault is logged.
     """
 
     on_event: Callable[[StoreEvent], None] | None
@@ -150,14 +161,14 @@ class Listener:
     has_warned: bool = field(default=False, compare=False)
 
     def hear(self, event: StoreEvent) -> None:
-        """Pass an event on; never raises."""
+        """Pass on an event; never raises."""
         try:
             if self.on_event is not None:
                 self.on_event(event)
             if self.path is not None:
                 known = {name: value for name, value in asdict(event).items() if value is not None}
                 flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
-                # One write in append mode: lines of several processes do not mix.
+                # A single write in append mode: lines of several processes do not mix.
                 with open(
                     self.path, "ab", 0, opener=lambda path, _: os.open(path, flags, 0o600)
                 ) as file:

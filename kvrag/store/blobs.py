@@ -1,7 +1,8 @@
 """Blobs in a directory.
 
-A file is ``objects/<key[:2]>/<key>.safetensors`` below the store's root, private, and reached without following a link. It is written to
-``tmp/``, synced and then linked to its name, so a name always stands for a whole file.
+A blob is the file ``objects/<key[:2]>/<key>.safetensors`` below the store's root. It is private,
+and opened without following links. It is written to ``tmp/``, synced and then linked to its name,
+so a name always stands for a complete file.
 """
 
 from __future__ import annotations
@@ -33,26 +34,26 @@ NO_LINKS = (
     errno.EOPNOTSUPP,
     errno.ENOSYS,
     errno.EMLINK,
-)  # of file systems without hard links
-MAX_VIEWS = 512  # written with one call; the kernel takes twice as many
+)  # errors of file systems without hard links
+MAX_VIEWS = 512  # written with a single call; the kernel takes twice as many
 
 
 class FileBlobs:
-    """Blobs as files of a directory, which processes may share; the methods are those of :class:`kvrag.store.base.Blobs`.
+    """Blobs as files of a directory that processes may share; see :class:`kvrag.store.base.Blobs`.
 
     Parameters
     ----------
     root
-        The store's directory; made, with mode 0700, at the first write.
+        Directory of the store; created, with mode 0700, at the first write.
     durable
-        Whether a blob that was written survives a power cut.
+        Whether a written blob survives a power cut.
     """
 
     def __init__(self, root: str | os.PathLike[str], *, durable: bool = True) -> None:
         self.root, self._durable = Path(root), durable
 
     def read(self, key: ChunkKey, start: int = 0, length: int | None = None) -> Bytes | None:
-        """Return bytes of a file, none of what is no regular file."""
+        """Return bytes of a file; empty if it is not a regular file."""
         try:
             with self._shard(key) as folder:
                 fd = os.open(key + SUFFIX, os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
@@ -75,7 +76,7 @@ class FileBlobs:
             os.close(fd)
 
     def write(self, key: ChunkKey, parts: Iterable[Bytes]) -> int:
-        """Write a file and give it its name, unless that is taken."""
+        """Write a file and link it to its name, unless the name exists."""
         draft, final = secrets.token_hex(16), key + SUFFIX
         with self._shard(key, make=True) as folder, self._folder(TMP, make=True) as tmp:
             if os.access(final, os.F_OK, dir_fd=folder, follow_symlinks=False):
@@ -103,13 +104,13 @@ class FileBlobs:
                     os.unlink(draft, dir_fd=tmp)
             try:
                 self._sync(folder)
-            except OSError:  # after a failed sync nobody knows what is on the disk
+            except OSError:  # after a failed sync the disk's content is unknown
                 os.unlink(final, dir_fd=folder)
                 raise
         return written
 
     def delete(self, keys: Collection[ChunkKey]) -> set[ChunkKey]:
-        """Remove files, and empty folders with the name of one."""
+        """Remove files, and empty directories with a blob's name."""
         gone = set()
         for key in keys:
             with suppress(*ABSENT, IsADirectoryError), self._shard(key) as folder:
@@ -121,7 +122,7 @@ class FileBlobs:
         return gone
 
     def keys(self) -> set[ChunkKey]:
-        """Return the keys of all files that have the name of a blob, whatever they are; raises ``OSError``."""
+        """Return the keys of all files named like a blob, of any file type; raises ``OSError``."""
         found = set[ChunkKey]()
         for shard in self._names(OBJECTS):
             names = (
@@ -133,7 +134,7 @@ class FileBlobs:
         return found
 
     def sizes(self) -> dict[ChunkKey, int]:
-        """Return the size of each file, in bytes, those written longest ago first."""
+        """Return the sizes of all files in bytes, oldest write first."""
         found = list[tuple[float, ChunkKey, int]]()
         for key in self.keys():
             with suppress(OSError), self._shard(key) as folder:
@@ -142,14 +143,14 @@ class FileBlobs:
         return {key: size for _, key, size in sorted(found)}
 
     def close(self) -> None:
-        """Do nothing: no file is kept open."""
+        """Do nothing: files are not kept open."""
 
     def free_bytes(self) -> int:
-        """Bytes that this user may still write on the file system; raises ``OSError``."""
+        """Return the bytes that this user may still write on the disk; raises ``OSError``."""
         return shutil.disk_usage(self.root).free
 
     def sweep(self) -> int:
-        """Remove what dead writers left in ``tmp/``, and return how many files that was."""
+        """Remove files that dead writers left in ``tmp/``, and return their number."""
         swept = 0
         with suppress(OSError), self._folder(TMP) as tmp:
             for name in os.listdir(tmp):
@@ -163,14 +164,20 @@ class FileBlobs:
         return swept
 
     def _shard(self, key: ChunkKey, *, make: bool = False) -> AbstractContextManager[int]:
-        """Open the folder of a key; what is no key has none: it could be the path of any file."""
+        """Open the shard directory of a key.
+
+        Raises ``FileNotFoundError`` for a malformed key, which could be the path of any file.
+        """
         if not KEY.fullmatch(key):
             raise FileNotFoundError(errno.ENOENT, "it is no key of a blob", key)
         return self._folder(OBJECTS, key[:2], make=make)
 
     @contextmanager
     def _folder(self, *names: str, make: bool = False) -> Iterator[int]:
-        """Open a folder below the root, one component after the other; with ``make``, make what is absent, private."""
+        """Open a directory below the root, component by component.
+
+        With ``make``, missing directories are created, private.
+        """
         if make:
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         fd = os.open(self.root, os.O_DIRECTORY)
@@ -188,7 +195,7 @@ class FileBlobs:
             os.close(fd)
 
     def _names(self, *names: str) -> list[str]:
-        """Names in a folder; none if there is none."""
+        """Return the names in a directory; empty if the directory is missing."""
         with suppress(*ABSENT), self._folder(*names) as folder:
             return os.listdir(folder)
         return []
@@ -199,23 +206,24 @@ class FileBlobs:
 
 
 def _write(fd: int, parts: Iterable[Bytes], *, is_synced: bool) -> int:
-    """Write parts one after the other, and return how many bytes they are; a head that is known last is written last.
+    """Write parts in order and return their number of bytes.
 
-    With ``is_synced``, the disk begins with what is written while the rest is made.
+    The head of :class:`Encoded` is known last and written last. With ``is_synced``, the disk begins
+    to write while later parts are made.
     """
     if not isinstance(parts, Encoded):
         return _put(fd, map(memoryview, parts), 0)
     end = parts.head_bytes
     for views in parts.body():
         start, end = end, _put(fd, views, end)
-        if is_synced and hasattr(os, "posix_fadvise"):  # what is not written yet stays in memory
+        if is_synced and hasattr(os, "posix_fadvise"):  # starts writing; dirty pages stay in memory
             os.posix_fadvise(fd, start, end - start, os.POSIX_FADV_DONTNEED)
     _put(fd, [memoryview(parts.head())], 0)
     return end
 
 
 def _put(fd: int, views: Iterable[memoryview], start: int) -> int:
-    """Write some memory with few calls, from an offset on, and return where it ends."""
+    """Write views from an offset on, with few calls, and return the end."""
     left = deque(views)
     while left:
         count = os.pwritev(fd, [*islice(left, MAX_VIEWS)], start)

@@ -1,4 +1,7 @@
-"""Check a store, clean it up, copy it. Nothing is ever mended: what fails its proof is erased, and computed again."""
+"""Check, clean up and copy a store.
+
+Nothing is repaired: a chunk that fails verification is erased, and computed again.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,13 @@ from kvrag.types import ChunkKey, TextEntry
 
 @dataclass(slots=True)
 class FsckReport:
-    """What a check found: chunks whose headers were checked, those of which every byte was, and ``(key, reason)`` of what was erased.
+    """Result of a check.
 
-    Files of another version of the format, or ``foreign`` ones, with another key, may be damaged unseen; :func:`gc` removes them, if asked.
-    Intact files without a row (``dormant``) and rows without a file were erased.
+    ``checked`` counts the chunks with a checked header, ``verified`` the chunks with every byte
+    checked. ``rejected`` lists blobs as ``(key, reason)``; damaged blobs were erased.
+    ``other_versions`` and ``foreign`` count files of another version of the format or another key,
+    which may be damaged unseen; see :func:`gc`. Intact files without a row (``dormant``) and rows
+    without a file (``unknown_rows``) were erased.
     """
 
     checked: int = 0
@@ -33,15 +39,17 @@ class FsckReport:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing was damaged."""
+        """Whether no blob was rejected."""
         return not self.rejected
 
 
 @dataclass(slots=True)
 class GcReport:
-    """What was removed: files of dead writers, of other versions and without a row, rows of dead writers, and chunks over budget.
+    """Numbers of files, rows and chunks that a cleanup removed.
 
-    ``foreign`` counts files of other keys, which go only if that was asked for.
+    ``swept`` counts files of dead writers, ``other_versions`` files of other versions, ``dormant``
+    files without a row, ``pending`` rows of dead writers, ``evicted`` chunks over budget, and
+    ``foreign`` files of other keys, which are removed only on request.
     """
 
     swept: int = 0
@@ -53,7 +61,7 @@ class GcReport:
 
 
 def sample(keys: Sequence[ChunkKey], part: int, parts: int) -> list[ChunkKey]:
-    """Return the ``part``-th (from 1) of ``parts`` samples of the keys: together they are all, and never overlap."""
+    """Return the ``part``-th (from 1) of ``parts`` disjoint samples that together hold all keys."""
     if not 1 <= part <= parts:
         raise StoreError(f"the sample {part}/{parts} does not exist; give n/t with 1 <= n <= t")
     return [key for key in keys if int(key[:8], 16) % parts == part - 1]
@@ -62,7 +70,10 @@ def sample(keys: Sequence[ChunkKey], part: int, parts: int) -> list[ChunkKey]:
 def fsck(
     store: TieredStore, keys: Sequence[ChunkKey] | None = None, *, verify_data: bool = False
 ) -> FsckReport:
-    """Check the headers of all chunks of a store, and every byte of some (``keys``) or of all; what fails its proof is erased."""
+    """Check the headers of all chunks, and every byte of the chunks in ``keys``.
+
+    With ``verify_data``, every byte of all chunks is checked. Damaged chunks are erased.
+    """
     report, wanted = FsckReport(), set(keys or ())
     for key in sorted(store.listed()):
         try:
@@ -87,10 +98,12 @@ def fsck(
 
 
 def gc(store: TieredStore, *, with_foreign: bool = False) -> GcReport:
-    """Remove what nobody needs: files of dead writers, dormant ones and those of other versions, and what is over budget.
+    """Remove unused data, and evict chunks over budget.
 
-    With ``with_foreign``, also chunks and catalogs of other keys, or of none; whether others use them can't be seen. Raises ``StoreError``
-    if the store is open for reading only.
+    Unused are files of dead writers, pending rows, dormant blobs (without a row), blobs of other
+    versions of the format, and damaged catalogs. With ``with_foreign``, chunks and catalogs of
+    other keys, or without a key, are removed, too; their use by other stores can't be seen. Raises
+    ``StoreError`` if the store is open for reading only.
     """
     if store.read_only:
         raise StoreError("the KV store is open for reading only; make its directory writable")
@@ -104,7 +117,7 @@ def gc(store: TieredStore, *, with_foreign: bool = False) -> GcReport:
     report = GcReport(other_versions=len(store.delete_blobs(found[OtherVersion])))
     report.foreign = len(store.delete_blobs(found[Foreign])) if with_foreign else 0
     pending = catalog.keys(pending=True)
-    store.delete(pending)  # a writer that lives writes it again
+    store.delete(pending)  # a live writer writes its chunk again
     report.pending, report.dormant = len(pending), store.erase_dormant()
     before = catalog.totals()[0]
     with suppress(StoreError):
@@ -127,11 +140,13 @@ def copy(
     *,
     namespaces: Sequence[str] = (),
 ) -> tuple[int, int, int]:
-    """Copy chunks (default: all) with their texts, documents and retention; every byte is proven on the way, whoever wrote the source.
+    """Copy chunks (default: all) with their texts, documents and retention.
 
-    A chunk that is there already keeps the retention that it has. Hits are not copied: they are those of another store. ``namespaces`` are
-    the names of those to copy, where the stores have different keys: their digests differ then. Returns how many chunks were copied, were
-    there already, and could not be read, or are of another namespace.
+    Every byte is verified, so the source need not be trusted. A chunk that the target has keeps its
+    retention. Hits are not copied: they belong to the source. ``namespaces`` names the namespaces
+    to copy between stores with different keys, as their digests differ. Returns the numbers of
+    chunks that were copied, that the target had already, and that were unreadable or of another
+    namespace.
     """
     names = {source.names.namespace(name): target.names.namespace(name) for name in namespaces}
     catalog, holders, counts, is_same = (
@@ -163,7 +178,7 @@ def copy(
 
 
 def _holders(store: TieredStore) -> dict[tuple[str, str], list[str | None]]:
-    """Return the documents that refer to each text."""
+    """Return the documents that refer to the texts, by namespace and digest."""
     found: dict[tuple[str, str], list[str | None]] = {}
     for namespace in {
         record.namespace for record in map(store.catalog.get, store.catalog.keys()) if record

@@ -1,4 +1,4 @@
-"""Copies, in a directory of this machine, of blobs that machines share."""
+"""Local copies, in a directory, of blobs that machines share."""
 
 from __future__ import annotations
 
@@ -12,29 +12,33 @@ from kvrag.store.worth import Budget, Evictor, Sized, Usage
 from kvrag.threads import fork_lock
 from kvrag.types import ChunkKey
 
-LISTINGS = 16  # times that the directory is looked through while the whole budget is copied
-FULL_S = 10.0  # without copies after one that found no room
+LISTINGS = 16  # listings of the directory while bytes for the whole budget are copied
+FULL_S = 10.0  # seconds without copies after a copy found no room
 
 
 class CopiedBlobs:
-    """Shared blobs; each that is read or written here is copied to a directory. The methods are those of :class:`kvrag.store.base.Blobs`.
+    """Shared blobs, copied to a directory when they are read or written here.
+
+    The methods are as in :class:`kvrag.store.base.Blobs`.
 
     Parameters
     ----------
     shared, local
-        Where blobs are, and where copies of them are kept. A fault of the disk costs copies, nothing else.
+        The shared blobs, and the directory of their copies. A fault of the disk costs copies,
+        nothing else.
     budget
-        Of the copies of all processes. Those that this one has not used for longest go first; for what finds no room there is no copy.
+        Limits of the copies of all processes. The copies that this process has not used for longest
+        are evicted first; a blob that finds no room is not copied.
     """
 
     def __init__(self, shared: Blobs, local: FileBlobs, budget: Budget) -> None:
         self.shared, self.local, self._sizes = shared, local, local.sizes()
         self._room = Evictor(budget, self._totals, self._usages, local.free_bytes, self.forget)
+        # _unlisted: bytes that were copied since the directory was listed.
         self._unlisted, self._full_until, self._lock = 0, 0.0, fork_lock()
-        # The first: bytes that were copied since the directory was looked through.
 
     def read(self, key: ChunkKey, start: int = 0, length: int | None = None) -> Bytes | None:
-        """Return bytes of the copy, which is made if there is none."""
+        """Return bytes of the copy, which is made if it is missing."""
         with suppress(OSError):
             if (data := self.local.read(key, start, length)) is not None:
                 self._use(key)
@@ -45,19 +49,19 @@ class CopiedBlobs:
         return memoryview(whole)[start : None if length is None else start + length]
 
     def write(self, key: ChunkKey, parts: Iterable[Bytes]) -> int:
-        """Write a shared blob, and its copy."""
+        """Write a shared blob and its copy."""
         data = b"".join(parts)
-        if written := self.shared.write(key, [data]):  # what is there already may be something else
+        if written := self.shared.write(key, [data]):  # an existing blob may have other bytes
             self._copy(key, data)
         return written
 
     def delete(self, keys: Collection[ChunkKey]) -> set[ChunkKey]:
-        """Erase copies, and then the shared blobs."""
+        """Erase copies, then the shared blobs."""
         self.forget(keys)
         return self.shared.delete(keys)
 
     def forget(self, keys: Collection[ChunkKey]) -> None:
-        """Erase copies; raises ``OSError`` if one is still there."""
+        """Erase copies; raises ``OSError`` if a copy still exists."""
         self.local.delete(keys)
         with self._lock:
             for key in keys:
@@ -68,7 +72,7 @@ class CopiedBlobs:
         return self.shared.keys()
 
     def expire(self, key: ChunkKey, seconds: float) -> None:
-        """Let a shared blob go after a time, where there is such a thing."""
+        """Let a shared blob expire after a time, if its tier supports that."""
         getattr(self.shared, "expire", lambda *_: None)(key, seconds)
 
     def close(self) -> None:
@@ -77,12 +81,11 @@ class CopiedBlobs:
 
     def _use(self, key: ChunkKey) -> None:
         with self._lock:
-            self._sizes[key] = self._sizes.pop(
-                key, 0
-            )  # of another process's, its size is known at the next look
+            # The size of another process's copy is known at the next listing.
+            self._sizes[key] = self._sizes.pop(key, 0)
 
     def _copy(self, key: ChunkKey, data: Bytes) -> None:
-        """Keep a copy, for which others go; none for a while where there was no room."""
+        """Keep a copy, and evict copies for it; after a copy without room, skip copies a while."""
         if (
             len(data) > (self._room.budget.max_bytes or 2**62)
             or time.monotonic() < self._full_until
@@ -105,7 +108,7 @@ class CopiedBlobs:
             return len(self._sizes), sum(self._sizes.values())
 
     def _usages(self) -> tuple[int, list[Sized]]:
-        """Return all copies, also those of other processes, which count as used before this one's."""
+        """Return all copies; copies of other processes count as used before this process's."""
         with self._lock:
             there = self.local.sizes()
             mine = {key: there.pop(key) for key in self._sizes if key in there}

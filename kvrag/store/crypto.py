@@ -1,7 +1,9 @@
-"""The encryption key of a store: read once when it is opened, kept in memory only, and never used as it is.
+"""Encryption keys of a store.
 
-Each purpose has a key of its own, derived from it: names of namespaces and files (HMAC), rows of the catalog (AES-SIV) and blobs
-(AES-256-GCM). Without a key, names are plain digests, and nothing here costs anything.
+The store's key is read once, when the store is opened, kept in memory only, and never used
+directly. Derived keys serve a single purpose: names of namespaces and files (HMAC), rows of the
+catalog (AES-SIV) and blobs (AES-256-GCM). Without a key, names are plain digests, and nothing here
+costs anything.
 """
 
 from __future__ import annotations
@@ -26,18 +28,24 @@ TAG_BYTES, NONCE_BYTES = 16, 12
 
 
 def derive(key: bytes, purpose: str, *, salt: bytes = b"") -> bytes:
-    """Derive 32 bytes for one purpose: HKDF-SHA256 (RFC 5869) with one block of output; ``salt`` may be public."""
+    """Derive 32 bytes for a purpose: HKDF-SHA256 (RFC 5869) with a single block of output.
+
+    ``salt`` may be public.
+    """
     extracted = hmac.digest(salt or bytes(32), key, "sha256")
     return hmac.digest(extracted, f"kvrag/{FORMAT_VERSION}/{purpose}".encode() + b"\x01", "sha256")
 
 
 def key_id(key: bytes) -> str:
-    """Public name of a key, 16 hex digits; it says nothing about the key."""
+    """Return the public name of a key, 16 hex digits; it reveals nothing about the key."""
     return derive(key, "key id")[:8].hex()
 
 
 def read_key(source: Callable[[], bytes] | str) -> bytes:
-    """Return the key of a function or ``"env:NAME"``; raises ``ConfigError``, which does not repeat what it gives, if it gives none."""
+    """Return the key from a function or from ``"env:NAME"``.
+
+    Raises ``ConfigError``, without quoting the key, if it is missing or too short.
+    """
     where, remedy = "StoreConfig.encryption_key", f"give at least {MIN_KEY_BYTES} random bytes"
     if isinstance(source, str):
         name = source.removeprefix("env:")
@@ -64,7 +72,7 @@ def read_key(source: Callable[[], bytes] | str) -> bytes:
 
 
 def _decoded(text: str) -> bytes:
-    """Decode hex, or base64 of either alphabet."""
+    """Decode hex, or base64 of either alphabet; empty if the text is neither."""
     text = "".join(text.split())
     with suppress(ValueError):
         return bytes.fromhex(text)
@@ -77,9 +85,10 @@ def _decoded(text: str) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """The keys derived from a store's encryption key, or none; and the names of namespaces that follow from them.
+    """Keys derived from a store's encryption key, if any, and the digests of namespaces.
 
-    ``address`` is the key of the namespaces' digests, and so of all file names, ``cipher`` that of blobs and rows.
+    ``address`` is the key of the namespaces' digests, and so of all file names; ``cipher`` is the
+    key of blobs and rows.
     """
 
     address: bytes | None = field(default=None, repr=False)
@@ -87,7 +96,11 @@ class Keys:
 
     @classmethod
     def of(cls, config: StoreConfig) -> Keys:
-        """Read the key of a config; raises ``ConfigError`` if it can't be had, ``MissingDependencyError`` without ``cryptography``."""
+        """Read the key of a config and derive keys from it.
+
+        Raises ``ConfigError`` if there is no valid key, and ``MissingDependencyError`` without
+        ``cryptography``.
+        """
         if config.encryption_key is None:
             return cls()
         key = read_key(config.encryption_key)
@@ -100,11 +113,11 @@ class Keys:
 
     @property
     def id(self) -> str:
-        """Public name of the key; empty without one."""
+        """Public name of the key; empty without a key."""
         return "" if self.cipher is None else key_id(self.cipher)
 
     def namespace(self, name: str) -> str:
-        """Digest of a namespace's name, ``sha256:...`` or ``hmac-sha256:...``."""
+        """Return the digest of a namespace's name, ``sha256:...`` or ``hmac-sha256:...``."""
         if self.address is None:
             return namespace_digest(name)
         return "hmac-sha256:" + hmac.digest(self.address, name.encode(), "sha256").hex()
@@ -117,7 +130,10 @@ class Keys:
 
 
 def encrypt(key: bytes, nonce: int, views: Iterable[memoryview]) -> tuple[list[memoryview], bytes]:
-    """Encrypt some bytes as one message; return as many bytes in as many parts, and the tag. No nonce may come twice with one key."""
+    """Encrypt views as a single message; return parts of the same sizes, and the tag.
+
+    A key must not be used twice with the same nonce.
+    """
     encryptor, parts = _cipher(key, nonce).encryptor(), []
     for view in views:
         parts.append(np.empty(len(view), np.uint8).data)
@@ -127,7 +143,7 @@ def encrypt(key: bytes, nonce: int, views: Iterable[memoryview]) -> tuple[list[m
 
 
 def decrypt(key: bytes, nonce: int, data: memoryview, tag: bytes) -> memoryview | None:
-    """Decrypt some bytes; ``None`` if the tag is wrong."""
+    """Decrypt bytes; return ``None`` if the tag is wrong."""
     from cryptography.exceptions import InvalidTag
 
     decryptor, out = _cipher(key, nonce, tag).decryptor(), BUFFERS.take(len(data))
@@ -148,9 +164,10 @@ def _cipher(key: bytes, nonce: int, tag: bytes | None = None) -> Any:
 
 
 class Seal:
-    """Encrypts names and values of the catalog with AES-SIV: equal names give equal bytes, so rows are found by them.
+    """Encrypt names and values of the catalog with AES-SIV.
 
-    A value is bound to the name of its row: one that was moved to another row counts as absent.
+    Equal names give equal bytes, so rows are found by their encrypted names. A value is bound to
+    the name of its row: a value that was moved to another row counts as absent.
     """
 
     def __init__(self, key: bytes) -> None:
@@ -159,11 +176,11 @@ class Seal:
         self._siv = AESSIV(derive(key, "rows 1") + derive(key, "rows 2"))
 
     def seal(self, text: str, bound: str) -> str:
-        """Encrypt a text; base64."""
+        """Encrypt a text; return base64."""
         return base64.urlsafe_b64encode(self._siv.encrypt(text.encode(), [bound.encode()])).decode()
 
     def open(self, sealed: str, bound: str) -> str | None:
-        """Decrypt a text; ``None`` if it was not encrypted with this key, or is bound to another name."""
+        """Decrypt a text; ``None`` if it has another key or is bound to another name."""
         from cryptography.exceptions import InvalidTag
 
         try:

@@ -1,12 +1,16 @@
-"""One chunk, one blob: a safetensors file that says itself whose KV it holds, read through any ``read(offset, length)``.
+"""Encode chunks as blobs: safetensors files that hold the KV and the identity of a chunk.
 
 ::
 
     u64 length | header | layer 0 keys | layer 0 values | (scales of layer 0) | layer 1 keys | ...
 
-The header is JSON, padded with spaces. It counts only if writing it again gives the same bytes, so nothing in it is left unchecked; each
-layer must have the xxh3-128 digest that the header gives. With a key, layers and header are encrypted (AES-256-GCM), and the header stands
-in another one. Each blob has a key of its own, derived with a random salt, so nonces can be places, and layers' tags stand for digests.
+A blob is read through any ``read(offset, length)``. The header is JSON, padded with spaces. It is
+valid only if encoding it again gives the same bytes, so all of it is checked. The layers must match
+the xxh3-128 digests in the header.
+
+With a key, layers and header are encrypted (AES-256-GCM), and the encrypted header is embedded in a
+plain outer header. The key of a blob is derived with a random salt, so layer indices can serve as
+nonces. GCM tags replace the digests of the layers.
 """
 
 from __future__ import annotations
@@ -46,9 +50,8 @@ from kvrag.types import ChunkIdentity, ChunkKV, HoleReason, LayerKV
 ALIGNMENT = 4096  # data starts at a multiple of this, so that it can be read with direct I/O
 HEAD_BYTES = 16 * 1024  # read first: most headers are not longer
 STEP_BYTES = 4 * 2**20  # bytes of layers that a thread hashes or reads at once
-MAX_HEADER_BYTES = (
-    4 * 2**20
-)  # longer ones are neither written nor read: enough for half a million token ids
+# Longer headers are neither written nor read: enough for half a million token ids.
+MAX_HEADER_BYTES = 4 * 2**20
 HEADER_NONCE, SALT_BYTES = 2**32 - 1, 32
 KIND = {"format": "kvrag", "version": str(FORMAT_VERSION)}
 NAMED = ("model", "namespace", "prefix", "context", "kv_dtype")
@@ -62,15 +65,17 @@ FAULTS = (
     RecursionError,
     struct.error,
     StoreError,
-)  # of no header
+)  # raised for a malformed header
 dump, parse = json.JSONEncoder(separators=(",", ":")).encode, json.JSONDecoder().raw_decode
-Read = Callable[
-    [int, int], Bytes | None
-]  # ``length`` bytes from ``offset`` on, as Blobs.read gives them
+# ``length`` bytes from ``offset`` on, as Blobs.read returns them.
+Read = Callable[[int, int], Bytes | None]
 
 
 class BlobRejected(Exception):
-    """A blob is not the proven KV of the chunk asked for; ``hole`` says so in a word, ``layer`` is the first that was not read."""
+    """The blob is not the verified KV of the requested chunk.
+
+    ``hole`` is the reason in a word, ``layer`` the first layer that was not read.
+    """
 
     def __init__(self, reason: str, hole: HoleReason = "damaged", layer: int | None = None) -> None:
         super().__init__(reason)
@@ -78,18 +83,22 @@ class BlobRejected(Exception):
 
 
 class OtherVersion(BlobRejected):
-    """The blob has another version of the format; it is left alone."""
+    """The blob has another version of the format; reads leave it in place."""
 
 
 class Foreign(BlobRejected):
-    """The blob is encrypted with another key, or not at all where there is a key; it is left alone."""
+    """The blob's key is not the store's, or only the blob or the store has a key.
+
+    Reads leave the blob in place.
+    """
 
 
 @dataclass(frozen=True)
 class Header:
-    """Everything in a blob but its tensors; ``digests`` are the xxh3-128 of each layer's bytes, or the GCM tags of encrypted ones.
+    """Contents of a blob without its tensors.
 
-    ``dtype`` and ``shapes`` are those of keys and values, or of what their codes stand for.
+    ``digests`` are the xxh3-128 of the layers' bytes, or the GCM tags of encrypted layers.
+    ``dtype`` and ``shapes`` describe keys and values, before quantisation if the blob holds codes.
     """
 
     identity: ChunkIdentity
@@ -99,16 +108,16 @@ class Header:
 
     @property
     def layout(self) -> Layout:
-        """Where which tensors are."""
+        """Layout of the tensors."""
         return layout_of(self.identity.kv_dtype, self.dtype, self.shapes)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors."""
+        """Size of all tensors in bytes."""
         return self.layout.offsets[-1]
 
     def encode(self) -> bytes:
-        """Return the plain header's JSON, with a digest of itself."""
+        """Return the plain header as JSON, with a digest of itself."""
         sizes = (f"{keys[0]},{keys[2]},{values[0]},{values[2]}" for keys, values in self.shapes)
         metadata = {
             "header_digest": NO_DIGEST.decode(),
@@ -124,22 +133,23 @@ class Header:
 
 
 def record_of(of: ChunkIdentity, num_bytes: int) -> Record:
-    """Return what the catalog keeps of a chunk."""
+    """Return the catalog record of a chunk."""
     key, content, tokens = chunk_key(of), content_key(of), len(of.token_ids)
     return Record(key, content, of.model, of.namespace, of.prefix, of.context, tokens, num_bytes)
 
 
 def _runs(offsets: Sequence[int]) -> list[range]:
-    """Cut the layers of a blob into runs that are hashed or read at once."""
+    """Split the layers of a blob into runs that are hashed or read at once."""
     layers = len(offsets) - 1
     count = max(1, STEP_BYTES * layers // offsets[-1])
     return [range(start, min(start + count, layers)) for start in range(0, layers, count)]
 
 
 class Encoded:
-    """The bytes of a chunk's blob, hashed or encrypted while they are written.
+    """Bytes of a chunk's blob, hashed or encrypted while they are written.
 
-    So its head is known last. Who can writes the body first, behind ``head_bytes`` bytes. With ``cipher``, all is encrypted. Raises
+    The digests, and so the head, are known last. A writer that can seek writes the body first,
+    after a gap of ``head_bytes`` bytes. With ``cipher``, header and layers are encrypted. Raises
     ``StoreError`` if the chunk can't be stored.
     """
 
@@ -160,20 +170,22 @@ class Encoded:
             )
 
     def __iter__(self) -> Iterator[Bytes]:
-        """Return all parts in their order."""
+        """Return all parts in file order."""
         body = sum(self.body(), list[memoryview]())
         return iter([self.head(), *body])
 
     def head(self) -> bytes:
-        """Return the header; it is right when :meth:`body` was gone through."""
+        """Return the header; it is final once :meth:`body` is exhausted."""
         return _head(self.header, self._cipher, self._salt)
 
     def body(self) -> Iterator[list[memoryview]]:
-        """Yield the bytes of all layers, many at a time; raises ``StoreError``, in the end, if a value is not finite.
+        """Yield the bytes of all layers, many at a time.
 
-        What is not encrypted is hashed meanwhile, so it is best written with few calls: each has to win the interpreter back.
+        Raises ``StoreError``, at the end at the latest, if a value is not finite. Other threads
+        hash plain layers meanwhile, so write with few calls: every call must reacquire the GIL.
         """
-        self._salt = secrets.token_bytes(SALT_BYTES)  # each time: no key may encrypt two headers
+        # A new salt for every pass: a key must not encrypt two headers.
+        self._salt = secrets.token_bytes(SALT_BYTES)
         if self._cipher is None:
             runs = _runs(self.header.layout.offsets)
             proofs = POOL.ahead(self._digests, runs) if runs[1:] else map(self._digests, runs)
@@ -191,7 +203,7 @@ class Encoded:
         self.header = replace(self.header, digests=tuple(digests))
 
     def _digests(self, run: range) -> list[bytes]:
-        """Hash some layers."""
+        """Return the digests of a run of layers."""
         digests = [xxhash.xxh3_128() for _ in run]
         for index, digest in zip(run, digests, strict=True):
             scanned(index, self._layers[index], digest.update)
@@ -199,9 +211,11 @@ class Encoded:
 
 
 class Blob:
-    """A blob whose header is proven, and whose layers have yet to be; raises ``BlobRejected`` if it is absent, or not what was asked for.
+    """Blob with a verified header; its layers are verified when they are read.
 
-    ``identity`` says whose KV it must be (``None``: anyone's), ``cipher`` with which key it must be encrypted (``None``: with none).
+    With ``identity``, the blob must hold this chunk. With ``cipher``, it must be encrypted with
+    this key; without, it must be plain. Raises ``BlobRejected`` if the blob is absent or does not
+    match.
     """
 
     def __init__(
@@ -219,11 +233,14 @@ class Blob:
             raise BlobRejected("it belongs to another chunk")
 
     def load(self) -> ChunkKV:
-        """Return all layers; raises as :meth:`layers`."""
+        """Return all layers; raises like :meth:`layers`."""
         return ChunkKV(tuple(self.layers()), self.header.identity.kv_dtype)
 
     def layers(self) -> Iterator[LayerKV]:
-        """Yield the layers in order, each proven; raises ``BlobRejected`` at the first that is damaged or can't be read."""
+        """Yield the verified layers in order.
+
+        Raises ``BlobRejected`` if a layer is damaged or can't be read.
+        """
         layers, runs = self.header.layout.layers, _runs(self.header.layout.offsets)
         done = POOL.ahead(self._run, runs) if runs[1:] else map(self._run, runs)
         proven = (data for run in done for data in run)
@@ -232,14 +249,17 @@ class Blob:
         )
 
     def _run(self, run: range) -> list[torch.Tensor]:
-        """Read some layers, and prove them: bytes of one tensor unless they are encrypted. Behind the last one, the blob must end."""
+        """Read and verify a run of layers; the blob must end after the last layer.
+
+        Plain layers are slices of a single tensor.
+        """
         start, end = (offsets := self.header.layout.offsets)[run.start], offsets[run.stop]
         data = memoryview(
             self._bytes(self._start + start, end - start + (end == offsets[-1]), run.start)
         )
         if len(data) != end - start:
             raise BlobRejected("it has the wrong length", layer=run.start)
-        if data.readonly:  # torch wants to be able to write
+        if data.readonly:  # torch needs writable memory
             stored, data = data, BUFFERS.take(len(data))
             data[:] = stored
         whole, proven = torch.frombuffer(data, dtype=torch.uint8), list[torch.Tensor]()
@@ -252,7 +272,7 @@ class Blob:
         return proven
 
     def _bytes(self, start: int, length: int, layer: int | None = None) -> Bytes:
-        """Read bytes of a blob that has to be there."""
+        """Read a range of the blob; raises ``BlobRejected`` if that is absent or unreadable."""
         try:
             data = self._read(start, length)
         except OSError as error:
@@ -262,7 +282,7 @@ class Blob:
         return data
 
     def _proven(self, index: int, stored: memoryview) -> memoryview:
-        """Return a layer's bytes, decrypted where they are encrypted."""
+        """Return the verified bytes of a layer, decrypted if the blob is encrypted."""
         digest = self.header.digests[index]
         if self._key is not None:
             plain = decrypt(self._key, index, stored, digest)
@@ -274,7 +294,11 @@ class Blob:
 
 
 def _parse(head: bytes, cipher: bytes | None) -> tuple[Header, bytes | None]:
-    """Prove a header; return it, and the key of its layers. Its metadata says all: its tensors are right if it can be written again."""
+    """Verify a header; return it and the key of its layers.
+
+    The metadata determines the whole header: the header is valid if encoding the metadata gives the
+    same bytes.
+    """
     try:
         (metadata, _), key, salt = parse(str(head[8:], "ascii"), len(START)), None, b""
         if metadata["version"] != KIND["version"] and metadata["version"].isdecimal():
@@ -288,9 +312,8 @@ def _parse(head: bytes, cipher: bytes | None) -> tuple[Header, bytes | None]:
             )
             key = derive(cipher, f"blob {metadata['key']}", salt=salt)
             plain = decrypt(key, HEADER_NONCE, sealed[:-TAG_BYTES], bytes(sealed[-TAG_BYTES:]))
-            if (
-                plain is None or len(salt) != SALT_BYTES
-            ):  # zeros behind a salt would derive the same key
+            # The length counts: a salt padded with zeros would derive the same key.
+            if plain is None or len(salt) != SALT_BYTES:
                 raise ValueError("forged")
             metadata, _ = parse(str(plain, "ascii"), len(START))
         header = _decode(metadata)
@@ -302,9 +325,9 @@ def _parse(head: bytes, cipher: bytes | None) -> tuple[Header, bytes | None]:
 
 
 def _decode(metadata: dict[str, Any]) -> Header:
-    """Take a plain header from its metadata; raises one of :data:`FAULTS`."""
+    """Parse the metadata of a plain header; raises an exception of :data:`FAULTS`."""
     names = {name: metadata[name] for name in NAMED}
-    "".join(names.values()).encode()  # as the key does
+    "".join(names.values()).encode()  # as chunk_key does: it must not fail later
     ids, raw = base64.b64decode(metadata["token_ids"]), bytes.fromhex(metadata["layer_digests"])
     count = len(ids) // 4
     token_ids = struct.unpack(f"<{count}I", ids)
@@ -325,7 +348,10 @@ def _decode(metadata: dict[str, Any]) -> Header:
 
 
 def _head(header: Header, cipher: bytes | None, salt: bytes) -> bytes:
-    """Return a header with its length before it and spaces after it; with a key, it is encrypted in another one."""
+    """Return the header after its length, padded with spaces.
+
+    With a key, the header is encrypted and embedded in an outer header.
+    """
     text = header.encode()
     if cipher is not None:
         owner, end = chunk_key(header.identity), header.num_bytes

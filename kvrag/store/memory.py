@@ -1,4 +1,7 @@
-"""Chunks in memory, the host's or an accelerator's, and chunks that are being read into it. A copy in memory is a copy."""
+"""Memory tiers (host or accelerator) and the reads that fill them.
+
+The tiers hold only copies of stored chunks.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +24,11 @@ from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, Hole
 
 log = logging.getLogger(__name__)
 
-SHARE = (
-    16  # one byte of so many leaves at least, so that not every chunk that comes has to rank all
-)
+SHARE = 16  # an eviction frees about 1/16 of the tier, so that not every new chunk ranks all
 READERS = Pool("kvrag-read", 4)  # threads that read for requests
 
 AHEAD = Pool("kvrag-read-ahead", 2)
-"""Threads that prefetch: few, so that a request that comes meanwhile finds the disk free enough for its own reads."""
+"""Threads that prefetch: few, so that a new request finds the disk free enough for its reads."""
 
 Loaded = ChunkKV | Hole
 
@@ -35,9 +36,9 @@ Loaded = ChunkKV | Hole
 def tell(
     listeners: list[Listener], medium: str, keys: Iterable[ChunkKey], reason: str, *size: int
 ) -> None:
-    """Report a change of a tier, one event per chunk; to listeners of several stores that are the same, once.
+    """Emit an event per chunk to the listeners; equal listeners, of several stores, get it once.
 
-    ``size`` is the number of tokens and bytes of what was stored.
+    ``size`` is the number of tokens and of bytes of a stored chunk; removals have no size.
     """
     known = list(listeners)
     for hashes in [()] if reason == "cleared" else [(key,) for key in keys] if known else []:
@@ -59,12 +60,12 @@ class _Entry:
 
 
 class MemoryTier:
-    """Chunks in one memory, up to a budget; what is worth least leaves first. Safe to use from several threads.
+    """Chunks in a single memory, up to a budget; the least valuable are evicted first. Thread-safe.
 
     Parameters
     ----------
     max_bytes, name, device
-        The budget, what statistics and events call the tier, and where the tensors are.
+        Budget in bytes, name of the tier in statistics and events, and device of the tensors.
     """
 
     def __init__(
@@ -75,10 +76,10 @@ class MemoryTier:
         self._lock, self._entries = fork_lock(), dict[ChunkKey, _Entry]()
         self._num_bytes = self._hits = self._misses = self._now = 0
         self.epoch = 0
-        """Changes when something was erased: a read that was begun before must not be kept."""
+        """Changes with every erasure and change of retention; reads begun before are not kept."""
 
     def get(self, key: ChunkKey, identity: ChunkIdentity) -> ChunkKV | None:
-        """Return a chunk's KV, and count the use."""
+        """Return a chunk's KV; count a hit or a miss."""
         with self._lock:
             entry = self._entries.get(key)
             if entry is None or entry.identity != identity:
@@ -89,7 +90,7 @@ class MemoryTier:
             return entry.kv
 
     def identity(self, key: ChunkKey) -> ChunkIdentity | None:
-        """Return whose KV is kept under a key."""
+        """Return the identity of the chunk under a key."""
         entry = self._entries.get(key)
         return None if entry is None else entry.identity
 
@@ -107,16 +108,17 @@ class MemoryTier:
         epoch: int,
         reason: str = "promoted",
     ) -> ChunkKV:
-        """Keep a chunk if there is, or can be made, room for it, and return it as this tier gives it; as it came if it can't be kept so.
+        """Keep a chunk if it fits, or fits after evictions.
 
-        With the reason ``"put"`` its tensors are copied: the caller may change them. If :attr:`epoch` is not any more what it was before
-        the chunk was read, the chunk may have been erased, and is not kept.
+        Returns the chunk on this tier's device, kept or not; unchanged if memory is short. With the
+        reason ``"put"`` its tensors are copied: the caller may change them. If :attr:`epoch` has
+        changed since before the chunk was read, the chunk may be erased, and is not kept.
         """
         try:
             given, num_bytes, is_new = kv, kv.num_bytes, reason == "put"
             if self.device.type != "cpu":
                 given = own_kv(kv, device=self.device, copy=is_new)
-            elif is_new and num_bytes <= self.max_bytes:  # what was read lies in such memory
+            elif is_new and num_bytes <= self.max_bytes:  # chunks that were read are copies already
                 given = copied(kv)
         except (RuntimeError, MemoryError) as error:  # memory is short
             log.debug("a chunk is not kept in the tier %s: %s", self.name, error)
@@ -134,14 +136,14 @@ class MemoryTier:
         return given
 
     def drop(self, keys: Iterable[ChunkKey], reason: str) -> None:
-        """Forget chunks that were erased below, and what is being read."""
+        """Drop chunks that were erased below; chunks of reads under way will not be kept."""
         with self._lock:
             self.epoch += 1
             gone = self._remove(keys)
         tell(self.listeners, self.name, gone, reason)
 
     def release(self) -> int:
-        """Forget all chunks for the sake of their memory, and return their bytes."""
+        """Drop all chunks to free their memory, and return their bytes."""
         freed = self._num_bytes
         self.drop(self.keys(), "evicted")
         return freed
@@ -149,7 +151,7 @@ class MemoryTier:
     def retain(self, keys: Iterable[ChunkKey], retention: Retention) -> None:
         """Set the retention of chunks."""
         with self._lock:
-            self.epoch += 1  # a read that has begun would bring what the chunk was worth before
+            self.epoch += 1  # a read under way would bring the old retention
             for entry in filter(None, map(self._entries.get, keys)):
                 entry.usage = entry.usage.retained(retention)
 
@@ -159,7 +161,7 @@ class MemoryTier:
             return StoreStats(len(self._entries), self._num_bytes, self._hits, self._misses, 0)
 
     def _take(self, key: ChunkKey, new: _Entry) -> list[ChunkKey] | None:
-        """Take a chunk, and return what had to leave for it; ``None`` if it finds no room, and then nothing has left."""
+        """Add a chunk and return the keys evicted for it; ``None``, without evictions, if full."""
         self._now += 1
         must, hits, going = (
             self._num_bytes + new.num_bytes - self.max_bytes,
@@ -192,7 +194,7 @@ class MemoryTier:
 
 @dataclass(slots=True, eq=False)
 class Read:
-    """One chunk's read; ``wanted`` counts the prefetches that have not been cancelled, and is 0 for a request's own."""
+    """Read of a chunk; ``wanted`` counts its prefetches that are not cancelled, 0 for a request."""
 
     future: Future[Loaded]
     num_bytes: int
@@ -200,20 +202,23 @@ class Read:
 
 
 class Prefetch:
-    """Reads that were asked for together: ``found`` chunks are stored, ``reads`` of them are being read.
+    """Reads that were prefetched together: ``found`` chunks are stored, ``reads`` are being read.
 
-    The others are in memory already, or found no room.
+    The rest of the found chunks is in memory already, or found no room.
     """
 
     def __init__(self, found: int, reads: list[Read]) -> None:
         self.found, self.reads, self._reads, self._wanted = found, len(reads), reads, list(reads)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until no read is left, or the time is over; return whether none is."""
+        """Wait until all reads are done or the timeout is over; return whether all are done."""
         return not wait([read.future for read in self._reads], timeout_s).not_done
 
     def cancel(self) -> int:
-        """Withdraw what nobody has begun and no other prefetch wants, and return how many reads that was; idempotent."""
+        """Cancel the reads that have not begun and that no other prefetch wants; idempotent.
+
+        Returns the number of cancelled reads.
+        """
         count = 0
         while self._wanted:
             read = self._wanted.pop()
@@ -223,9 +228,9 @@ class Prefetch:
 
 
 class Reads:
-    """Reads under way, each done once however often it is asked for; a forked child has none of its parent's.
+    """Reads under way: requests for the same chunk share a read. A forked child starts without any.
 
-    At most ``max_bytes`` are prefetched together: what a read beyond them brought would push out what the others brought.
+    At most ``max_bytes`` are prefetched at a time: more would evict chunks that were just read.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -233,7 +238,7 @@ class Reads:
         self._pid, self._reads = os.getpid(), dict[ChunkKey, Read]()
 
     def ahead(self, key: ChunkKey, load: Callable[[], Loaded], num_bytes: int) -> Read | None:
-        """Begin to prefetch a chunk, or join its read; ``None`` if there is no room, or no thread."""
+        """Start prefetching a chunk, or join its read; ``None`` without room or a thread."""
         with self._lock:
             read = self._mine().get(key)
             if (
@@ -247,9 +252,9 @@ class Reads:
             return read
 
     def read(self, key: ChunkKey, load: Callable[[], Loaded]) -> Read | None:
-        """Return a chunk's read for a request, begun or joined; ``None`` if there is no thread.
+        """Start a chunk's read for a request, or join it; ``None`` if there is no thread.
 
-        A prefetch that no thread has begun is withdrawn and read at once.
+        A prefetch that no thread has begun is cancelled and read at once.
         """
         with self._lock:
             read = self._mine().get(key)
@@ -258,7 +263,7 @@ class Reads:
             return read
 
     def cancel(self) -> None:
-        """Withdraw all reads that nobody has begun."""
+        """Cancel all reads that no thread has begun."""
         for read in list(self._mine().values()):
             read.future.cancel()
 
@@ -277,7 +282,7 @@ class Reads:
 
         try:
             read = self._reads[key] = Read(pool.submit(load), num_bytes)
-        except RuntimeError:  # no thread can be had
+        except RuntimeError:  # no thread can be started
             return None
         read.future.add_done_callback(end)
         return read

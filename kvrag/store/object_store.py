@@ -1,4 +1,7 @@
-"""Blobs in an object store, by obstore: S3, Google Cloud Storage, Azure, a shared directory, or memory for tests."""
+"""Blobs in an object store, by obstore.
+
+Supports S3, Google Cloud Storage, Azure, a shared directory, and memory for tests.
+"""
 
 from __future__ import annotations
 
@@ -15,22 +18,22 @@ from kvrag.store.base import Bytes
 from kvrag.threads import POOL
 from kvrag.types import ChunkKey
 
-ANSWER_S = 10.0  # waited for an answer, its retries included
+ANSWER_S = 10.0  # timeout of an answer, its retries included
 PARTS_FROM = 64 * 2**20  # bytes from which on a blob is written in parts
 
-_first_process = 0  # that used obstore
+_first_process = 0  # process id at the first use of obstore
 
 
 class ObjectBlobs:
-    """Blobs as objects below ``<url>/<folder>/``; the methods are those of :class:`kvrag.store.base.Blobs`.
+    """Blobs as objects below ``<url>/<folder>/``; see :class:`kvrag.store.base.Blobs`.
 
     Parameters
     ----------
     url
-        ``s3://bucket/prefix``, ``gs://``, ``az://`` or ``file:///directory``; credentials and endpoints come from the environment, by the
-        names that each provider gives them (``AWS_ENDPOINT_URL``, ...).
+        ``s3://bucket/prefix``, ``gs://``, ``az://`` or ``file:///directory``; credentials and
+        endpoints come from the environment, by the providers' names (``AWS_ENDPOINT_URL``, ...).
     folder
-        Tells blobs of one kind from others.
+        Separates blobs of different kinds.
 
     Raises
     ------
@@ -40,7 +43,7 @@ class ObjectBlobs:
         If the address or the environment can't be used.
     """
 
-    is_far = True  # to ask twice costs more than to be sent what is not needed
+    is_far = True  # a second request costs more than bytes that are not needed
 
     def __init__(self, url: str, folder: str) -> None:
         self._obstore: Any = require(
@@ -64,7 +67,8 @@ class ObjectBlobs:
             self._store = self._obstore.store.from_url(url, **options)
         except (self._obstore.exceptions.BaseError, ValueError, OSError) as error:
             raise StoreError(
-                f"the object store {url.partition('://')[0]}://... can't be used ({type(error).__name__}); check its address"
+                f"the object store {url.partition('://')[0]}://... can't be used "
+                f"({type(error).__name__}); check its address"
             ) from None  # an address may hold a password
 
     def read(self, key: ChunkKey, start: int = 0, length: int | None = None) -> Bytes | None:
@@ -84,7 +88,11 @@ class ObjectBlobs:
         return data[:length]
 
     def write(self, key: ChunkKey, parts: Iterable[Bytes]) -> int:
-        """Write an object that is not there yet; a large one in parts, which is done twice where two writers meet: they write the same."""
+        """Write an object unless it exists.
+
+        A large object is written in parts. Two writers that meet both write it, with the same
+        bytes.
+        """
         data, path = b"".join(parts), self._head + key
         with self._faults():
             if len(data) >= PARTS_FROM:
@@ -99,7 +107,7 @@ class ObjectBlobs:
         return len(data)
 
     def delete(self, keys: Collection[ChunkKey]) -> set[ChunkKey]:
-        """Delete objects, and return those that were there."""
+        """Delete objects and return the keys that existed."""
         return {
             key
             for key, was_there in zip(keys, POOL.ahead(self._delete, list(keys)), strict=True)
@@ -143,7 +151,10 @@ class ObjectBlobs:
 
 
 def _check_process() -> None:
-    """Raise ``OSError`` in a process that was forked after obstore's first use: its threads are gone, and a call would wait for them."""
+    """Raise ``OSError`` in a process that was forked after the first use of obstore.
+
+    The threads of obstore are gone there, and a call would wait for them.
+    """
     global _first_process
     _first_process = _first_process or os.getpid()
     if _first_process != os.getpid():

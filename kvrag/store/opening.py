@@ -1,4 +1,7 @@
-"""Open the store of an engine: one catalog and one memory tier per directory, key and process, however many engines use it."""
+"""Open the store of an engine.
+
+Engines of a process share a catalog and a memory tier per directory, key and memory budget.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,7 @@ OWN = (
     TMP,
     *["lock", "catalog", "index", "references", "quarantine", "llama_index"],
 )
-"""How the names of all that a store puts into its directory begin."""
+"""Beginnings of all names that a store creates in its directory."""
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 OBJECT_STORES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "file", "memory")
@@ -57,26 +60,31 @@ L = TypeVar("L", int, int | None)
 
 _Parts = tuple[MemoryTier, Blobs, Catalog]
 _shared: dict[object, _Parts] = {}
-"""What the stores of one directory share, as long as one of them is open."""
+"""Parts that the stores of a directory share, as long as any of them is open."""
 _users = Counter[object]()
 _above: WeakValueDictionary[object, MemoryTier] = WeakValueDictionary()
-"""Tiers of accelerators, by catalog, device and budget."""
+"""Accelerator tiers by catalog, device and budget."""
 _lock = fork_lock()
 
 
 def open_store(kv_dir: str | os.PathLike[str] | None, config: StoreConfig) -> TieredStore:
-    """Open the store of an engine in a directory, in memory, or at an address that machines share, for as long as it is open.
+    """Open the store of an engine in a directory, in memory, or at an address that machines share.
 
-    Stores of this process with the same directory, key and memory budget share one catalog and one memory tier. They are released when the
-    last one is closed. Raises ``ConfigError`` and ``MissingDependencyError`` about the key or ``shared``, ``StoreFormatError`` if a newer
-    kvrag wrote the store, and ``StoreError`` if the directory can't be used; one that can't be written to is opened for reading.
+    Stores of this process with the same directory, key and memory budget share a catalog and a
+    memory tier, which are released when the last of these stores is closed. A directory that can't
+    be written to is opened for reading only.
+
+    Raises ``ConfigError`` and ``MissingDependencyError`` about the key or ``shared``,
+    ``StoreFormatError`` if a newer kvrag wrote the store, and ``StoreError`` if the directory can't
+    be used.
     """
     keys, ram = Keys.of(config), lesser(config.ram_bytes, config.ram_fraction, host_memory)
     if config.shared is not None and (
         kv_dir is None or ("://" in str(kv_dir) and address(kv_dir) != config.shared)
     ):
         raise ConfigError(
-            "StoreConfig.shared has no effect without a directory for copies; pass one as kv_dir, or leave shared out"
+            "StoreConfig.shared has no effect without a directory for copies; "
+            "pass one as kv_dir, or leave shared out"
         )
     if kv_dir is None:
         catalog = Catalog(None, keys, may_have_blobs=lambda: False)
@@ -118,12 +126,13 @@ def open_store(kv_dir: str | os.PathLike[str] | None, config: StoreConfig) -> Ti
 def _open_shared(
     kv_dir: str | os.PathLike[str], config: StoreConfig, keys: Keys, host: MemoryTier
 ) -> TieredStore:
-    """Open a store that machines share, with copies in a directory of this one unless ``kv_dir`` is the address itself."""
+    """Open a store that machines share, with local copies unless ``kv_dir`` is the address."""
     root = None if "://" in str(kv_dir) else Path(os.path.abspath(kv_dir))
     url = address(kv_dir if root is None else config.shared)
     if root is not None and prepare(root, config):
         raise StoreError(
-            f"{root} can't be written to; name a directory for copies of the shared KV store, or none"
+            f"{root} can't be written to; "
+            "name a directory for copies of the shared KV store, or none"
         )
     key = (url, root and os.path.realpath(root), keys.cipher, config.read_only, host.max_bytes)
 
@@ -144,9 +153,8 @@ def _open_shared(
             rows = partial(rows, changed=partial(_forget_copies, blobs))
         catalog = Catalog(folder, keys, read_only=config.read_only, rows=rows)
         if isinstance(blobs, CopiedBlobs) and [folder] == list(blobs.local.root.glob("catalog*")):
-            with suppress(
-                OSError, StoreError
-            ):  # copies that a killed process has left of what is erased
+            # A killed process may have left copies of erased chunks.
+            with suppress(OSError, StoreError):
                 blobs.forget(blobs.local.keys() - catalog.present())
         return host, blobs, catalog
 
@@ -160,11 +168,15 @@ def _budget(root: Path, config: StoreConfig) -> Budget:
 
 
 def open_url(url: str, folder: str) -> Blobs:
-    """Open blobs that machines share; only those of chunks may be evicted. Raises ``StoreError``."""
+    """Open blobs that machines share; raises ``StoreError``.
+
+    Only the blobs of chunks may be evicted.
+    """
     whole = revealed(url)
     if f":{HIDDEN}@" in whole:
         raise StoreError(
-            f"the password of {url} was left out where this address was written down; pass the whole address again"
+            f"the password of {url} was left out where this address was written down; "
+            "pass the whole address again"
         )
     scheme, _, rest = whole.partition("://")
     scheme = {"valkey": "redis", "valkeys": "rediss"}.get(scheme.lower(), scheme.lower())
@@ -172,19 +184,20 @@ def open_url(url: str, folder: str) -> Blobs:
         return RedisBlobs(f"{scheme}://{rest}", folder, is_endless=folder != OBJECTS)
     if scheme not in OBJECT_STORES:
         raise StoreError(
-            f"there is no shared KV store at {scheme}://; use redis, rediss, unix, {', '.join(OBJECT_STORES)}"
+            f"there is no shared KV store at {scheme}://; "
+            f"use redis, rediss, unix, {', '.join(OBJECT_STORES)}"
         )
     return ObjectBlobs(f"{scheme}://{rest}", folder)
 
 
 def _forget_copies(blobs: CopiedBlobs, names: Collection[str]) -> None:
-    """Erase the copies of chunks whose rows are no more."""
+    """Erase the local copies of chunks after their rows were removed."""
     with suppress(OSError):
         blobs.forget([ChunkKey(name[2:]) for name in names if name.startswith("c ")])
 
 
 def _join(key: object, open_parts: Callable[[], _Parts]) -> _Parts:
-    """Return what the stores of one directory share, opened by the first of them."""
+    """Return the parts that the stores of a directory share; the first store opens them."""
     with _lock:
         if key not in _shared:
             _shared[key] = open_parts()
@@ -193,7 +206,7 @@ def _join(key: object, open_parts: Callable[[], _Parts]) -> _Parts:
 
 
 def _leave(key: object) -> bool:
-    """Let go of what is shared; whether nobody uses it any more."""
+    """Release the shared parts; return whether this store was their last user."""
     with _lock:
         _users[key] -= 1
         if is_last := not _users[key]:
@@ -202,9 +215,10 @@ def _leave(key: object) -> bool:
 
 
 def on_accelerator(store: TieredStore, device: torch.device, config: StoreConfig) -> bool:
-    """Put a tier in the memory of an accelerator above a store; ``False`` where there is none, or no budget for one.
+    """Put a tier in accelerator memory above a store; return whether there is a budget for it.
 
-    Stores of one directory share it. ``config`` is as for :func:`open_store`.
+    A CPU has no budget. Stores of a directory share the tier. ``config`` is as for
+    :func:`open_store`.
     """
     budget = device_budget(config.gpu_bytes, config.gpu_fraction, device)
     if budget:
@@ -215,12 +229,16 @@ def on_accelerator(store: TieredStore, device: torch.device, config: StoreConfig
 
 
 def prepare(root: Path, config: StoreConfig) -> bool:
-    """Make a directory a store, and return whether it is to be opened for reading only. Raises as :func:`open_store`."""
+    """Make a directory a store; return whether it must be opened for reading only.
+
+    Raises like :func:`open_store`.
+    """
     version = _version(root / FORMAT_FILE)
     if version is not None and version > FORMAT_VERSION:
         raise StoreFormatError(
-            f"the KV store {root} was written by a newer kvrag (format {version}; this one has {FORMAT_VERSION}); update kvrag, or choose "
-            "another directory"
+            f"the KV store {root} was written by a newer kvrag "
+            f"(format {version}; this one has {FORMAT_VERSION}); "
+            "update kvrag, or choose another directory"
         )
     if config.read_only:
         return True
@@ -242,7 +260,8 @@ def prepare(root: Path, config: StoreConfig) -> bool:
     except OSError as error:
         if version is None:
             raise StoreError(
-                f"the KV store {root} can't be used: {error}; choose a directory that can be written to"
+                f"the KV store {root} can't be used: {error}; "
+                "choose a directory that can be written to"
             ) from error
         log.warning(
             "the KV store %s can't be written to (%s); it is opened for reading only", root, error
@@ -252,7 +271,7 @@ def prepare(root: Path, config: StoreConfig) -> bool:
 
 
 def _version(path: Path) -> int | None:
-    """Return the version of the format that a store was written in; 0 for what can't be told."""
+    """Return the format version of a store: 0 if unreadable, ``None`` without a format file."""
     try:
         version = json.loads(path.read_text())["version"]
         return version if type(version) is int else 0
@@ -269,7 +288,7 @@ def _write_version(root: Path) -> None:
 
 
 def _close_to_others(root: Path) -> None:
-    """Take the rights of others from the store's folders, and from the root if it holds nothing else."""
+    """Make the store's directories private, and the root if it holds nothing else."""
     names = os.listdir(root)
     closed = [root / name for name in names if name.startswith(OWN)]
     for path in closed if len(closed) < len(names) else [*closed, root]:
@@ -283,7 +302,10 @@ def _close_to_others(root: Path) -> None:
 
 
 def lesser(limit: L, fraction: float, total: Callable[[], int]) -> int | L:
-    """Return the lesser of a limit in bytes (``None``: none) and a fraction of ``total()``; 1, or one of what nobody knows, is no limit."""
+    """Return ``min(limit, fraction * total())``, in bytes.
+
+    A ``limit`` of ``None``, a fraction of 1 or an unknown total is no limit.
+    """
     if fraction >= 1:
         return limit
     with suppress(OSError, ValueError, AttributeError):
@@ -293,7 +315,7 @@ def lesser(limit: L, fraction: float, total: Callable[[], int]) -> int | L:
 
 
 def host_memory() -> int:
-    """Bytes of memory that this process may use: the machine's, or its control group's limit."""
+    """Return the machine's memory in bytes, or the limit of this process's cgroup if lower."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for path in CGROUP_LIMITS:
         with suppress(OSError, ValueError):  # no such group, or "max"
@@ -302,7 +324,10 @@ def host_memory() -> int:
 
 
 def device_budget(limit: int | None, fraction: float, device: torch.device) -> int:
-    """Return the bytes of a tier in an accelerator's memory; 0: no tier. Only CUDA says how much there is; elsewhere ``limit`` counts."""
+    """Return the budget of the tier in an accelerator's memory, in bytes; 0 means no tier.
+
+    Only CUDA reports its total memory; on other devices ``limit`` alone counts.
+    """
     if device.type == "cpu" or limit == 0 or fraction == 0:
         return 0
     if device.type == "cuda":

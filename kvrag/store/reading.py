@@ -1,6 +1,7 @@
-"""Reading: what is in memory first, then what the catalog knows, from the blobs; what is read is kept in the memory above.
+"""Read chunks from memory, else from the blobs of chunks in the catalog, and keep them in memory.
 
-A fault of stored data is a miss, never an error: what fails its proof is erased, and what is gone is forgotten.
+A fault of stored data is a miss, never an error: a blob that fails verification is erased, and the
+row of an absent blob is removed.
 """
 
 from __future__ import annotations
@@ -29,13 +30,16 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 AT_ONCE_BYTES = 16 * 2**20
-"""Bytes of KV up to which a blob of another machine is read in one round trip; layers of a longer one are read beside each other."""
+"""Size of KV up to which a remote blob is read in a single round trip.
+
+The layers of a larger blob are read in parallel.
+"""
 LOOK_S = 0.05
-"""Seconds that a look into memory is given in any case, so that what is there comes however little time is left."""
+"""Minimum time for a look into memory: chunks there are returned however short the timeout is."""
 
 
 class Reader:
-    """The half of a :class:`~kvrag.store.tiers.TieredStore` that reads."""
+    """Reading half of a :class:`~kvrag.store.tiers.TieredStore`."""
 
     def __init__(
         self,
@@ -60,33 +64,35 @@ class Reader:
             if isinstance(blobs, FileBlobs)
             else "shared"
         )
-        """Name of the blobs' tier, for statistics and events."""
+        """Name of the blobs' tier, in statistics and events."""
         said_to = config.on_event, config.event_log
         self.listeners = [Listener(*said_to)] if any(each is not None for each in said_to) else []
         self.tiers, self.reads = tuple[MemoryTier, ...](), Reads(0)
         for tier in reversed(tiers):
             self.put_above(tier)
         self._lock, self._counts, self._has_warned = fork_lock(), Counter[str](), False
-        self._followed: int | None = (
-            None  # the catalog's generation when memory was last compared with it
-        )
+        # The catalog's generation when memory was last compared with it.
+        self._followed: int | None = None
 
     def put_above(self, tier: MemoryTier) -> None:
-        """Add an uppermost memory tier."""
+        """Add a memory tier above all other tiers."""
         tier.listeners += self.listeners
         self.tiers, self.reads = (tier, *self.tiers), tier.reads
 
     def known(self, keys: Collection[ChunkKey]) -> set[ChunkKey]:
-        """Return those keys whose chunks are stored; their integrity is proven when they are read."""
+        """Return the stored keys among ``keys``; blobs are verified when they are read."""
         return self.catalog.known(keys)
 
     def identities(self, namespace: str, digest: str) -> list[ChunkIdentity]:
-        """Return whose KV is stored for a text: one identity per model, prefix and context, each proven to be that of its key."""
+        """Return the identities of a text's stored KV, verified against their keys.
+
+        A text has a chunk per model, prefix and context.
+        """
         found = (self.identity(key) for key in self.catalog.text_keys(namespace, digest))
         return [identity for identity in found if identity is not None]
 
     def identity(self, key: ChunkKey) -> ChunkIdentity | None:
-        """Return whose KV is stored under a key, proven."""
+        """Return the verified identity of the chunk that is stored under a key."""
         self._follow()
         for tier in self.tiers:
             if (identity := tier.identity(key)) is not None:
@@ -95,23 +101,26 @@ class Reader:
         return None if isinstance(found, Hole) else found
 
     def retention(self, key: ChunkKey) -> Retention | None:
-        """Return a chunk's retention, with what is left of its duration; ``None`` if it was given none."""
+        """Return a chunk's retention, with its remaining duration; ``None`` for the default."""
         return self.catalog.usage(key).retention()
 
     def listen(self, hear: Callable[[StoreEvent], None]) -> None:
-        """Have each change of a tier told to ``hear``, as to ``StoreConfig.on_event``."""
+        """Call ``hear`` on every change of a tier, like ``StoreConfig.on_event``."""
         listener = Listener(hear, None)
         for listeners in (self.listeners, *[tier.listeners for tier in self.tiers]):
             listeners.append(listener)
 
     def stats(self) -> dict[str, StoreStats]:
-        """Return the statistics of each tier by name (``"gpu"``, ``"host"``, ``"disk"``), uppermost first."""
+        """Return the statistics of the tiers by name, uppermost first.
+
+        Names are ``"gpu"``, ``"host"``, ``"disk"`` and ``"shared"``.
+        """
         counts = (self._counts[what] for what in ("hits", "misses", "damaged"))
         lowest = StoreStats(*self.catalog.totals(), *counts)
         return {**{tier.name: tier.stats() for tier in self.tiers}, self.name: lowest}
 
     def get(self, identity: ChunkIdentity) -> ChunkKV | None:
-        """Return a chunk's KV, proven to be that of ``identity``, or ``None``; a fault of stored data never raises.
+        """Return a chunk's verified KV, or ``None``; a fault of stored data never raises.
 
         The tensors are read-only by convention: they may be shared with the memory tiers.
         """
@@ -120,9 +129,10 @@ class Reader:
         return loaded if isinstance(loaded, ChunkKV) else None
 
     def get_many(self, identities: Sequence[ChunkIdentity], *, timeout_s: float) -> list[Loaded]:
-        """Load several chunks at once; in the place of one that can't be had in time is a :class:`~kvrag.types.Hole`.
+        """Load several chunks; a :class:`~kvrag.types.Hole` stands for a chunk that is not loaded.
 
-        Repeated identities are loaded once. What is in memory comes however little time there is.
+        Repeated identities are loaded once. Chunks in memory are returned however short the timeout
+        is.
         """
         keys = {identity: chunk_key(identity) for identity in identities}
         look_s = max(timeout_s, LOOK_S)
@@ -144,7 +154,7 @@ class Reader:
         return [loaded[identity] for identity in identities]
 
     def prefetch(self, wanted: Iterable[ChunkIdentity | ChunkKey]) -> Prefetch:
-        """Begin to read chunks into memory, and return while they are read; those of several calls are read once."""
+        """Start reading chunks into memory, and return without waiting; calls share their reads."""
         self._follow()
         found, reads = 0, list[Read]()
         for each in dict.fromkeys(wanted):
@@ -162,7 +172,10 @@ class Reader:
     def _look(
         self, keys: Mapping[ChunkIdentity, ChunkKey]
     ) -> dict[ChunkIdentity, Loaded | Read | None]:
-        """Return what is in memory, holes for what is not stored, and reads, begun, of the rest; ``None`` for what nobody can read."""
+        """Return chunks in memory, holes for missing chunks and started reads for the rest.
+
+        ``None`` stands for a read that no thread can do.
+        """
         self._follow()
         found: dict[ChunkIdentity, Loaded | Read | None]
         found = {identity: self._in_memory(identity, key) for identity, key in keys.items()}
@@ -174,7 +187,7 @@ class Reader:
         return found
 
     def _load(self, identity: ChunkIdentity, key: ChunkKey) -> Loaded:
-        """Return a chunk from memory or, if the catalog knows it, from the blobs, and keep it in the tiers above."""
+        """Return a chunk from memory, else from its blob, and keep it in the tiers above."""
         epochs = self._epochs()
         if (kv := self._in_memory(identity, key)) is not None:
             return kv
@@ -187,7 +200,7 @@ class Reader:
         return self._lift(identity, found, epochs)
 
     def _in_memory(self, identity: ChunkIdentity, key: ChunkKey) -> ChunkKV | None:
-        """Return a chunk from the uppermost tier that has it, and keep it in those above."""
+        """Return a chunk from the uppermost tier that has it, and keep it in the tiers above."""
         epochs = self._epochs()
         for number, (tier, _) in enumerate(epochs):
             if (kv := tier.get(key, identity)) is not None:
@@ -198,7 +211,10 @@ class Reader:
     def _from_blob(
         self, key: ChunkKey, take: Callable[[Blob], T], identity: ChunkIdentity | None = None
     ) -> T | Hole:
-        """Take something from the blob of a chunk that the catalog knows; one that is not what it should be is forgotten."""
+        """Return ``take`` of a chunk's blob, or a hole if the chunk is not in the catalog.
+
+        A blob that is rejected gives a hole, too, and is handled by :meth:`_reject`.
+        """
         row = self.catalog.revisions(self.catalog.known([key]))
         if not row:
             return self._hole(key)
@@ -212,7 +228,7 @@ class Reader:
             return self._hole(key, "unreadable")
 
     def _taken(self, key: ChunkKey, take: Callable[[Blob], T], identity: ChunkIdentity | None) -> T:
-        """Take something from a blob; from the shared one, where the copy on this machine is damaged."""
+        """Return ``take`` of a blob; if the local copy is damaged, of the shared blob."""
         try:
             return take(self.blob(key, identity))
         except BlobRejected as fault:
@@ -223,7 +239,10 @@ class Reader:
             return take(self.blob(key, identity))
 
     def blob(self, key: ChunkKey, identity: ChunkIdentity | None = None) -> Blob:
-        """Return the blob under a key, its header proven to be that of this chunk; raises ``BlobRejected``."""
+        """Return the blob under a key, with a verified header; raises ``BlobRejected``.
+
+        The header must match the key, and ``identity`` if given.
+        """
         read: Callable[[int, int], Bytes | None] = partial(self._read, key)
         if identity is not None and getattr(self.blobs, "is_far", False):
             record = self.catalog.get(key)
@@ -238,11 +257,11 @@ class Reader:
         return blob
 
     def _read(self, key: ChunkKey, start: int, length: int) -> Bytes | None:
-        # Who can write to a catalog that is not encrypted can name any file in it.
+        # Rows of an unencrypted catalog can be forged to name any file.
         return self.blobs.read(key, start, length) if KEY.fullmatch(key) else None
 
     def _at_once(self, key: ChunkKey) -> Callable[[int, int], Bytes | None]:
-        """Return what reads parts of a blob, and asks for all of it once."""
+        """Return a reader of parts of a blob that fetches the whole blob at its first call."""
         found: list[memoryview | None] = []
 
         def read(start: int, length: int) -> Bytes | None:
@@ -254,7 +273,10 @@ class Reader:
         return read
 
     def _reject(self, row: Mapping[ChunkKey, int], fault: BlobRejected) -> None:
-        """Erase a damaged blob, and forget a chunk without one; what other keys or versions protect stays in its place."""
+        """Erase a damaged blob, and remove the row of a damaged or absent blob.
+
+        Blobs of other keys or versions stay in place. An unreadable blob keeps its row.
+        """
         if fault.hole == "unreadable":
             if not self._has_warned:
                 self._has_warned = True
@@ -272,20 +294,20 @@ class Reader:
                 self._drop(row, "rejected", gone)
 
     def _epochs(self) -> list[tuple[MemoryTier, int]]:
-        """Return the tiers, each with what says later whether something was erased meanwhile."""
+        """Return the tiers with their epochs, which change when a chunk is erased."""
         return [(tier, tier.epoch) for tier in self.tiers]
 
     def _lift(
         self, identity: ChunkIdentity, kv: ChunkKV, epochs: list[tuple[MemoryTier, int]]
     ) -> ChunkKV:
-        """Keep a chunk in some tiers, lowest first; return it as the uppermost gives it."""
+        """Keep a chunk in some tiers, lowest first; return it as the uppermost tier returns it."""
         usage = self.catalog.usage(chunk_key(identity)) if epochs else Usage()
         for tier, epoch in reversed(epochs):
             kv = tier.keep(identity, kv, usage, epoch=epoch)
         return kv
 
     def _follow(self) -> None:
-        """Drop from memory what any process has erased."""
+        """Drop chunks from memory that any process has erased."""
         generation = self.catalog.state().generation
         if generation == self._followed:
             return

@@ -1,4 +1,7 @@
-"""Blobs in Redis or Valkey, by redis-py: a memory that machines share. What the server lets go for want of room is a miss."""
+"""Blobs in Redis or Valkey, by redis-py: a memory that machines share.
+
+A blob that the server evicts is a miss.
+"""
 
 from __future__ import annotations
 
@@ -16,22 +19,22 @@ from kvrag.errors import StoreError, require
 from kvrag.store.base import Bytes
 from kvrag.types import ChunkKey
 
-CONNECT_S, ANSWER_S = 2.0, 5.0  # waited for a connection, and for each answer
-KEPT_S = (
-    30 * 24 * 3600.0
-)  # for a blob that was given no other time: a server evicts only what has an end
+CONNECT_S, ANSWER_S = 2.0, 5.0  # timeouts of a connection and of an answer
+# Expiry of a blob without its own: a server with a volatile policy evicts only keys that expire.
+KEPT_S = 30 * 24 * 3600.0
 PER_CALL = 512  # keys in one call
 
 
 class RedisBlobs:
-    """Blobs as strings of a server, named ``kvrag:<folder>:<key>``; the methods are those of :class:`kvrag.store.base.Blobs`.
+    """Blobs as strings named ``kvrag:<folder>:<key>``; see :class:`kvrag.store.base.Blobs`.
 
     Parameters
     ----------
     url
-        ``redis://``, ``rediss://`` or ``unix://``, as redis-py takes it, with user, password and number of the database.
+        ``redis://``, ``rediss://`` or ``unix://``, as redis-py takes it, with user, password and
+        database number.
     folder
-        Tells blobs of one kind from others.
+        Separates blobs of different kinds.
     is_endless
         Whether blobs stay until they are erased.
 
@@ -41,7 +44,7 @@ class RedisBlobs:
         If redis-py is not installed.
     """
 
-    is_far = True  # to ask twice costs more than to be sent what is not needed
+    is_far = True  # a second request costs more than bytes that are not needed
 
     def __init__(self, url: str, folder: str, *, is_endless: bool = False) -> None:
         self._redis = require("redis", extra="redis", purpose="a KV store in Redis")
@@ -59,12 +62,11 @@ class RedisBlobs:
         self._head, self._is_endless = f"kvrag:{folder}:", is_endless
 
     def read(self, key: ChunkKey, start: int = 0, length: int | None = None) -> Bytes | None:
-        """Return bytes of a string; they and whether it is there come in one round trip."""
+        """Return bytes of a string; a single round trip also tells whether it exists."""
         if length == 0:
             return b"" if self._call("EXISTS", key) else None
-        if (
-            start == 0 and length is None
-        ):  # which the server sends as it is; of a range it makes a copy
+        # The server sends a whole string without a copy, and copies a range.
+        if start == 0 and length is None:
             return self._whole(key)
         with self._faults():
             pipe = self._client.pipeline(transaction=False)
@@ -74,13 +76,13 @@ class RedisBlobs:
         return data if data or is_there else None
 
     def write(self, key: ChunkKey, parts: Iterable[Bytes]) -> int:
-        """Set a string that is not there yet."""
+        """Set a string unless it exists."""
         data = b"".join(parts)
         end = () if self._is_endless else ("PX", int(KEPT_S * 1000))
         return len(data) if self._call("SET", key, data, "NX", *end) else 0
 
     def delete(self, keys: Collection[ChunkKey]) -> set[ChunkKey]:
-        """Delete strings in the order of their keys, in as few calls as there may be."""
+        """Delete strings in the order of ``keys``, with few calls."""
         gone, ordered = set(), list(keys)
         for start in range(0, len(ordered), PER_CALL):
             some = ordered[start : start + PER_CALL]
@@ -92,26 +94,28 @@ class RedisBlobs:
         return gone
 
     def keys(self) -> set[ChunkKey]:
-        """Return all keys; goes through all names of the database."""
+        """Return all keys; scans all names of the database."""
         with self._faults():
             names = self._client.scan_iter(match=f"{self._head}*", count=PER_CALL)
             return {ChunkKey(name[len(self._head) :].decode()) for name in names}
 
     def expire(self, key: ChunkKey, seconds: float) -> None:
-        """Let a blob go after a time."""
+        """Let a blob expire after a time."""
         self._call("PEXPIRE", key, max(1, int(seconds * 1000)))
 
     def check(self) -> None:
-        """Raise :class:`~kvrag.errors.StoreError` if the server may let go of names that have no end: the journal must stay whole."""
+        """Raise :class:`~kvrag.errors.StoreError` if the server may evict names without an expiry.
+
+        The journal has such names, and must stay whole.
+        """
         try:
             policy = self._client.config_get("maxmemory-policy").get("maxmemory-policy", "")
-        except (
-            self._redis.RedisError
-        ):  # who runs the server may not let clients ask, or it can't be reached now
+        except self._redis.RedisError:  # asking is forbidden, or the server can't be reached now
             return
         if policy.startswith("allkeys"):
             raise StoreError(
-                f"the Redis server evicts any key (maxmemory-policy {policy}), and would lose the store's journal; "
+                f"the Redis server evicts any key (maxmemory-policy {policy}), "
+                "and would lose the store's journal; "
                 "set the policy to volatile-lru or noeviction"
             )
 
@@ -120,7 +124,10 @@ class RedisBlobs:
         self._client.close()
 
     def _whole(self, key: ChunkKey) -> Bytes | None:
-        """Return a string, received where it will stay; redis-py would read it in pieces and copy them twice."""
+        """Return a string, received in its final buffer.
+
+        redis-py would read it in pieces and copy them twice.
+        """
         with self._faults():
             connection = (pool := self._client.connection_pool).get_connection()
             try:
@@ -138,7 +145,7 @@ class RedisBlobs:
 
     @contextmanager
     def _faults(self) -> Iterator[None]:
-        """Turn errors of redis-py into ``OSError``; they name no key and no value."""
+        """Turn errors of redis-py into ``OSError``, without keys and values."""
         try:
             yield
         except self._redis.RedisError as error:
@@ -176,7 +183,7 @@ def _value(sock: socket.socket, until: float) -> Bytes | None:
 
 
 def _received(sock: socket.socket, into: memoryview, until: float) -> int:
-    """Receive some bytes; raises ``OSError`` where there are none, or no time for them."""
+    """Receive some bytes; raises ``OSError`` if the stream ends or the time is over."""
     if time.monotonic() < until and (got := sock.recv_into(into)):
         return got
     raise OSError(errno.EIO, "Redis: the answer takes too long or ends too early")

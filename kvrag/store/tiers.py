@@ -1,7 +1,8 @@
-"""The store of an engine: memory above blobs, and the catalog that says what is where.
+"""Store of an engine: memory tiers above blobs, and the catalog of the stored chunks.
 
-Reading looks in memory first, uppermost tier first, then in the blobs, and keeps a copy in each tier above. Writing notes a pending row,
-writes the blob, and confirms. Erasing takes blobs first, rows last. So a kill leaves rows without blobs (misses) or pending ones (absent).
+Reads look in memory, uppermost tier first, then in the blobs, and keep a copy in the tiers above.
+Writes add a pending row, write the blob, and confirm the row. Erasures remove blobs first and rows
+last. So a killed process leaves rows without blobs (misses) or pending rows (absent).
 """
 
 from __future__ import annotations
@@ -21,18 +22,19 @@ from kvrag.types import ChunkKey
 
 
 class TieredStore(Writer):
-    """Chunks in memory tiers above blobs. Safe to use from several threads; blobs and catalog may be shared with other processes.
+    """Chunks in memory tiers above blobs. Thread-safe; processes may share blobs and catalog.
 
-    Every tier gives the same bits for the same key. What any process erases is not answered from memory.
+    All tiers return the same bits for a key. Chunks that any process has erased are not answered
+    from memory.
 
     Parameters
     ----------
     tiers, blobs, catalog
-        Memory, uppermost first, may be empty; what is stored, and who has it.
+        Memory tiers, uppermost first (may be empty); the stored blobs; and their catalog.
     config, keys, budget
-        Limits, the keys derived from the config's key, and what the blobs may take.
+        Limits, the keys derived from the config's key, and the budget of the blobs.
     is_last
-        Asked when the store is closed: whether catalog and blobs are to be closed with it.
+        Called when the store is closed; returns whether to close catalog and blobs with it.
     """
 
     def __init__(
@@ -57,9 +59,9 @@ class TieredStore(Writer):
         )
 
     def retain(self, keys: Iterable[ChunkKey], retention: Retention) -> int:
-        """Update the retention of stored chunks in every tier, and return how many there are.
+        """Set the retention of stored chunks in every tier, and return their number.
 
-        A cost that ``retention`` does not name stays what it was. Raises ``StoreError``.
+        A cost that ``retention`` omits stays as it was. Raises ``StoreError``.
         """
         check_retention(retention, is_needed=True)
         self._check_writable()
@@ -70,15 +72,19 @@ class TieredStore(Writer):
         return found
 
     def delete(self, keys: Collection[ChunkKey]) -> int:
-        """Erase chunks from every tier and return how many were there. Documents that refer to them stay. Raises ``StoreError``."""
+        """Erase chunks from every tier and return how many were stored; raises ``StoreError``.
+
+        Documents that refer to them stay.
+        """
         self._check_writable()
         known = self.catalog.known(keys)
         return len(self._erase(set(keys), reason="deleted") | known)
 
     def forget(self, namespace: str, doc_id: str) -> int:
-        """Erase a document and all KV that only it held on to; return how many chunks were erased. Raises ``StoreError``.
+        """Erase a document and all chunks that only it refers to; return their number.
 
-        While there may be dormant blobs, those are erased, too: any of them might be the document's.
+        As long as there may be dormant blobs, these are erased, too: any might be the document's.
+        Raises ``StoreError``.
         """
         self._check_writable()
         known, is_over = set[ChunkKey](), False
@@ -96,9 +102,10 @@ class TieredStore(Writer):
         return len(known)
 
     def clear(self, namespace: str | None = None) -> int:
-        """Erase all chunks, texts and documents, of every model (and namespace, unless one's digest is given), in every tier.
+        """Erase all chunks, texts and documents of every model, in every tier.
 
-        Returns how many chunks there were. What is encrypted with other keys is left alone. Raises ``StoreError``.
+        With ``namespace``, a digest, only this namespace is erased. Returns the number of chunks.
+        Data encrypted with other keys stays. Raises ``StoreError``.
         """
         self._check_writable()
         keys = self.catalog.present(namespace)
@@ -111,7 +118,7 @@ class TieredStore(Writer):
             for tier in self.tiers:
                 tier.drop(tier.keys(), "cleared")
             tell(self.listeners, self.name, (), "cleared")
-        self._followed = None  # what was kept meanwhile is looked up
+        self._followed = None  # chunks kept meanwhile are compared with the catalog again
         self.catalog.scrub()
         return count
 
@@ -121,12 +128,15 @@ class TieredStore(Writer):
             return self.blobs.keys()
 
     def erase_dormant(self, namespace: str | None = None) -> int:
-        """Erase the blobs without a row, of a namespace if its digest is given, and return how many; raises ``StoreError``."""
+        """Erase blobs without a row, and return their number; raises ``StoreError``.
+
+        With ``namespace``, a digest, only blobs of this namespace are erased.
+        """
         going = set()
         for key in self.listed() - self.catalog.present():
             try:
                 is_going = namespace in (None, self.blob(key).header.identity.namespace)
-            except BlobRejected as fault:  # what other keys protect, or can't be read, stays
+            except BlobRejected as fault:  # blobs of other keys and unreadable blobs stay
                 is_going = fault.hole == "damaged" and namespace is None
             going |= {key} if is_going else set()
         self._erase(going, "deleted")
@@ -135,16 +145,19 @@ class TieredStore(Writer):
         return len(going)
 
     def release(self) -> int:
-        """Empty the uppermost memory tier for the sake of its memory, and return its bytes; what was in it is still below."""
+        """Empty the uppermost memory tier to free its memory, and return its bytes.
+
+        Its chunks are still stored below.
+        """
         return self.tiers[0].release() if self.tiers else 0
 
     def make_room(self) -> None:
-        """Evict what is over the budget; raises ``StoreError`` if that is not enough."""
+        """Evict the bytes over the budget; raises ``StoreError`` if that is not enough."""
         self._check_writable()
         self._evictor.make_room(0, priority=100)
 
     def close(self) -> None:
-        """Release resources; idempotent. What other stores of the process share stays open for them."""
+        """Release resources; idempotent. Parts that the process's other stores share stay open."""
         with self._lock:
             was_closed, self._is_closed, tiers, self.tiers = self._is_closed, True, self.tiers, ()
         if was_closed:
@@ -159,13 +172,12 @@ class TieredStore(Writer):
             self.blobs.close()
 
     def _erase(self, keys: Collection[ChunkKey], reason: str) -> set[ChunkKey]:
-        """Erase chunks, blobs first, and return those that had a blob."""
+        """Erase chunks, blobs first, and return the keys that had a blob."""
         rows = self.catalog.revisions(keys)
         gone = self.delete_blobs(keys)
         self.catalog.remove(rows)
-        with refusal(
-            "stored chunks can't be erased"
-        ):  # what a writer confirms meanwhile may have gone before
+        # A writer may have confirmed a chunk after its blob was erased.
+        with refusal("stored chunks can't be erased"):
             left = [(key, row) for key, row in self.catalog.revisions(gone).items() if row]
             if found := {key: row for key, row in left if self._read(key, 0, 1) is None}:
                 self.catalog.remove(found)

@@ -1,4 +1,7 @@
-"""What a chunk is worth keeping, and which chunks leave when room is short. Hits fade with the accesses that the catalog counts."""
+"""Eviction: rank chunks by compute time saved per byte, and choose the chunks to evict.
+
+Hits decay with the accesses that the catalog counts.
+"""
 
 from __future__ import annotations
 
@@ -18,18 +21,21 @@ from kvrag.errors import ConfigError, StoreError
 from kvrag.types import ChunkKey
 
 HALF_LIFE = 4096  # accesses of the store after which a hit counts half
-TOKEN_MS = (
-    1.0  # assumed cost of a token where none was measured in the whole store; only ratios matter
-)
-PROBE = 4  # chunks that leave for free space before it is checked whether any came of it: snapshots and open files keep theirs
-PASSES = 8  # times that room is made for one chunk: others may take it
-RETRY_S = 600.0  # seconds for which nothing more leaves for free space after none came of it
+# Assumed cost of a token if no cost was measured in the whole store; only ratios matter.
+TOKEN_MS = 1.0
+# Chunks evicted for free space before it is checked: snapshots and open files may keep their space.
+PROBE = 4
+PASSES = 8  # times that room is made for a chunk: other writers may take it
+RETRY_S = 600.0  # seconds without evictions for free space after evictions freed no space
 
 Known = Annotated[float, Field(ge=-1, le=MOST)]
 
 
 def check_retention(value: object, *, is_needed: bool = False) -> None:
-    """Raise :class:`ConfigError` unless ``value`` is a :class:`Retention`, or ``None`` where that is not needed."""
+    """Raise :class:`ConfigError` unless ``value`` is a :class:`Retention`.
+
+    A missing value is accepted unless ``is_needed``.
+    """
     if not isinstance(value, Retention) and (is_needed or value is not None):
         raise ConfigError(
             f"retention is {value!r}; pass a kvrag.Retention, for example Retention(priority=90)"
@@ -37,13 +43,14 @@ def check_retention(value: object, *, is_needed: bool = False) -> None:
 
 
 class Usage(NamedTuple):
-    """What eviction must know of one chunk.
+    """Eviction data of a chunk.
 
-    ``priority`` ends at ``until``, in seconds since 1970 (UTC; -1: never). ``hits`` are halved every :data:`HALF_LIFE` accesses, as of
-    access ``last``. ``cost_ms`` is the time that computing it took, or -1 if nobody said.
+    ``priority`` holds until ``until``, in seconds since 1970 (UTC; -1: forever). ``hits`` are
+    halved every :data:`HALF_LIFE` accesses, as of access ``last``. ``cost_ms`` is the time that
+    computing the chunk took, or -1 if it is unknown.
     """
 
-    # A row from elsewhere must not make a chunk one that never leaves.
+    # The limits keep a row from elsewhere from making a chunk that is never evicted.
     priority: Annotated[int, Field(ge=0, le=100)] = DEFAULT_PRIORITY
     until: Known = -1.0
     hits: Annotated[float, Field(ge=0, lt=2**63)] = 0.0
@@ -51,7 +58,7 @@ class Usage(NamedTuple):
     cost_ms: Known = -1.0
 
     def retained(self, retention: Retention) -> Usage:
-        """With another priority, from now on."""
+        """Return the usage with a new retention, from now on."""
         until = (
             -1.0 if retention.duration_s is None else min(time.time() + retention.duration_s, MOST)
         )
@@ -59,7 +66,10 @@ class Usage(NamedTuple):
         return self._replace(priority=retention.priority, until=until, cost_ms=cost)
 
     def retention(self) -> Retention | None:
-        """Return what :meth:`retained` would be told now, with the time that is left of the priority; ``None`` for the default."""
+        """Return the retention to pass to :meth:`retained` now, with the remaining duration.
+
+        ``None`` stands for the default.
+        """
         left, cost = (
             None if self.until < 0 else self.until - time.time(),
             None if self.cost_ms < 0 else self.cost_ms,
@@ -72,20 +82,20 @@ class Usage(NamedTuple):
         return None if found == Retention() else found
 
     def touched(self, hits: int, now: int) -> Usage:
-        """With more hits, at access ``now``."""
+        """Return the usage with more hits, at access ``now``."""
         return self._replace(hits=self.recent_hits(now) + hits, last=now)
 
     def recent_hits(self, now: int) -> float:
-        """Hits, decayed to access ``now``."""
+        """Return the hits, decayed to access ``now``."""
         return float(self.hits * 0.5 ** (min(max(now - self.last, 0), 2**20) / HALF_LIFE))
 
     def priority_now(self) -> int:
-        """Priority at present; the default again when its time is over."""
+        """Return the current priority; the default again when its time is over."""
         return self.priority if self.until < 0 or time.time() < self.until else DEFAULT_PRIORITY
 
 
 class Sized(NamedTuple):
-    """A chunk that may leave."""
+    """Chunk that may be evicted."""
 
     key: ChunkKey
     num_tokens: int
@@ -93,13 +103,19 @@ class Sized(NamedTuple):
     usage: Usage
 
     def worth(self, now: int, token_ms: float = TOKEN_MS) -> float:
-        """Milliseconds of computing that a byte saves: cost × (1 + recent hits) ÷ bytes. ``token_ms`` stands in for an unknown cost."""
+        """Return the milliseconds of computing that a byte saves: cost × (1 + hits) ÷ bytes.
+
+        Hits are the recent hits. ``token_ms`` per token stands in for an unknown cost.
+        """
         cost = self.usage.cost_ms if self.usage.cost_ms >= 0 else self.num_tokens * token_ms
         return cost * (1.0 + self.usage.recent_hits(now)) / max(1, self.num_bytes)
 
 
 def token_ms(chunks: Iterable[Sized]) -> float:
-    """Mean cost of a token of those chunks whose cost is known: chunks of which it is not must not seem dearer or cheaper."""
+    """Return the mean cost per token of the chunks with a known cost.
+
+    It makes chunks with an unknown cost rank neither high nor low.
+    """
     known = [chunk for chunk in chunks if chunk.usage.cost_ms >= 0]
     tokens = sum(chunk.num_tokens for chunk in known)
     return sum(chunk.usage.cost_ms for chunk in known) / tokens if tokens else TOKEN_MS
@@ -108,9 +124,11 @@ def token_ms(chunks: Iterable[Sized]) -> float:
 def leaving(
     chunks: list[Sized], now: int, *, priority: int, must: int, should: int
 ) -> list[Sized] | None:
-    """Choose what leaves, what is worth least first and nothing above a priority; ``None`` if all of it is less than ``must`` bytes.
+    """Choose the chunks to evict, up to ``priority``: lowest priority first, then least worth.
 
-    ``should`` bytes leave if there are as many. Else half will do, but ``must``: it is no reason to take everything.
+    Returns ``None`` if the chunks up to ``priority`` hold less than ``must`` bytes. If they hold
+    ``should`` bytes, this is the goal. Otherwise the goal is half of their bytes, but at least
+    ``must``: a shortage is no reason to evict everything.
     """
     mean = token_ms(chunks)
     ranks = (
@@ -127,10 +145,11 @@ def leaving(
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Limits of the lowest tier, as of :class:`kvrag.StoreConfig`; ``max_bytes`` of ``None`` and ``min_free_bytes`` of 0 are none.
+    """Limits of the lowest tier, from :class:`kvrag.StoreConfig`.
 
-    Eviction begins above ``high`` × ``max_bytes`` and ends below ``low`` × ``max_bytes``. Where free space is short, it begins at once, and
-    ends when ``high`` - ``low`` of what is stored left beyond that.
+    A ``max_bytes`` of ``None`` and a ``min_free_bytes`` of 0 are no limits. Eviction begins above
+    ``high`` × ``max_bytes`` and ends below ``low`` × ``max_bytes``. If free space is short, it
+    begins at once, and goes beyond the shortage by ``high`` - ``low`` of the stored bytes.
     """
 
     max_bytes: int | None = None
@@ -139,9 +158,10 @@ class Budget:
     low: float = 0.85
 
     def excess(self, stored: int, free: int, need: int) -> tuple[int, int, int]:
-        """Return the bytes that must leave before ``need`` more are written, that should, and that must for the file system's sake.
+        """Return the bytes to evict before ``need`` bytes are written: minimum, goal, disk minimum.
 
-        More should than must, so that not every write has to evict.
+        The disk minimum counts ``min_free_bytes`` alone. The goal is above the minimum, so that not
+        every write evicts.
         """
         must, should, full = 0, 0, stored + need
         if self.max_bytes is not None and full > self.high * self.max_bytes:
@@ -153,10 +173,11 @@ class Budget:
 
 @dataclass(slots=True)
 class Evictor:
-    """Makes room: what is worth least leaves first, until the store is below its low watermark; or nothing, where that is not enough.
+    """Evict the least valuable chunks until the store is below its low watermark.
 
-    ``totals``, ``usages`` and ``free_bytes`` return chunks and bytes stored, the number of accesses so far and all chunks, and the free
-    bytes of the file system. ``evict`` erases chunks, or raises ``OSError``.
+    ``totals`` returns the numbers of chunks and bytes stored, ``usages`` the number of accesses so
+    far and all chunks, ``free_bytes`` the free bytes of the file system. ``evict`` erases chunks,
+    or raises ``OSError``.
     """
 
     budget: Budget
@@ -167,7 +188,11 @@ class Evictor:
     in_vain_until: float = 0.0
 
     def make_room(self, need: int, *, priority: int) -> None:
-        """Evict until ``need`` bytes fit, nothing of a higher priority; nothing at all where that is not enough: raise ``StoreError``."""
+        """Evict chunks up to ``priority`` until ``need`` bytes fit.
+
+        Raises ``StoreError`` if they don't fit. Evicts nothing if the chunks that may be evicted
+        hold too few bytes.
+        """
         why = "what left it was not enough"
         for turn in range(PASSES):
             free = self._free()
@@ -197,12 +222,13 @@ class Evictor:
                     self.in_vain_until = time.monotonic() + RETRY_S
                     break
         raise StoreError(
-            f"{need} bytes don't fit into the KV store: {why}; raise StoreConfig.disk_bytes (ram_bytes without kv_dir), lower "
+            f"{need} bytes don't fit into the KV store: {why}; "
+            "raise StoreConfig.disk_bytes (ram_bytes without kv_dir), lower "
             "StoreConfig.min_free_bytes, or free space on the disk"
         ) from OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _free(self) -> int:
-        """Return the bytes that are free, as far as that matters."""
-        with suppress(OSError):  # the write will tell
+        """Return the free bytes of the file system; 2**62 if unlimited or unknown."""
+        with suppress(OSError):  # a write on a full disk fails by itself
             return self.free_bytes() if self.budget.min_free_bytes else 2**62
         return 2**62

@@ -1,4 +1,7 @@
-"""Writing: chunks' rows as pending ones, their blobs, and the rows again. Several chunks share the two changes of the catalog."""
+"""Write chunks: pending rows, then blobs, then confirmed rows.
+
+Several chunks share the two changes of the catalog.
+"""
 
 from __future__ import annotations
 
@@ -21,33 +24,34 @@ from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, TextEntry
 
 logger = logging.getLogger(__name__)
 
-ATTEMPTS = 10  # times that a chunk is written that others erase meanwhile
+ATTEMPTS = 10  # times that a chunk is written if it is erased meanwhile
 TOO_FAST = "the chunk is erased from the KV store as fast as it is written"
 
 
 @dataclass(slots=True)
 class _Job:
-    """A chunk that is being written. ``result``: the bytes written, or why there are none; ``None`` as long as nobody knows."""
+    """Chunk that is being written.
+
+    ``result`` is the number of bytes written, or the error; ``None`` while it is open.
+    """
 
     new: NewKV
     encoded: Encoded
     record: Record
-    revision: int | None = (
-        None  # of the note that it is being written; ``None`` if another writer was first
-    )
+    revision: int | None = None  # of the pending row; ``None`` if the chunk is stored already
     written: int = 0
     result: int | StoreError | None = None
 
 
 class Writer(Reader):
-    """The half of a :class:`~kvrag.store.tiers.TieredStore` that writes."""
+    """Writing half of a :class:`~kvrag.store.tiers.TieredStore`."""
 
     _evictor: Evictor
     _is_closed: bool
 
     @property
     def _far(self) -> Blobs | None:
-        """The blobs that machines share over a network, whose copies may be here; ``None`` if there are none."""
+        """Blobs that machines share over a network, without local copies, if the store has any."""
         blobs: Blobs = getattr(self.blobs, "shared", self.blobs)
         return blobs if getattr(blobs, "is_far", False) else None
 
@@ -61,9 +65,10 @@ class Writer(Reader):
         retention: Retention | None = None,
         reason: str = "put",
     ) -> int:
-        """Store a chunk and return the bytes written; 0 if it was there already (then only text and document are added).
+        """Store a chunk and return the bytes written.
 
-        Raises ``StoreError`` if it can't be written, or there is no room for it; nothing of it is left then.
+        Returns 0 if the chunk is stored already; then only text and document are added. Raises
+        ``StoreError``, and leaves nothing of the chunk, if it can't be written or finds no room.
         """
         [written] = self.put_all([NewKV(identity, kv, text, (doc_id,), retention)], reason=reason)
         if isinstance(written, StoreError):
@@ -71,7 +76,7 @@ class Writer(Reader):
         return written
 
     def put_all(self, chunks: Sequence[NewKV], *, reason: str = "put") -> list[int | StoreError]:
-        """Store chunks in two changes of the catalog, and return for each what :meth:`put` would return or raise."""
+        """Store chunks in two changes of the catalog; return :meth:`put`'s results or errors."""
         for chunk in chunks:
             check_retention(chunk.retention)
         epochs, begun = self._epochs(), [self._prepared(chunk) for chunk in chunks]
@@ -89,7 +94,8 @@ class Writer(Reader):
                 ]
             return [error]
         for _ in range(ATTEMPTS):
-            # The blobs of chunks that others erase stay for the next attempt: another writer may count on them.
+            # Blobs of chunks that are erased meanwhile stay for the next attempt: another writer
+            # may count on them.
             if left := [job for job in jobs if job.result is None]:
                 self._write(left)
         for job in jobs:
@@ -102,7 +108,7 @@ class Writer(Reader):
         return [(each.result or 0) if isinstance(each, _Job) else each for each in begun]
 
     def _prepared(self, new: NewKV) -> _Job | int | StoreError:
-        """Return how a chunk is to be written; 0 if it is stored already, or why it can't be."""
+        """Return the job that writes a chunk; 0 if the chunk is stored already, or the error."""
         try:
             self._check_writable()
             if all(
@@ -118,7 +124,7 @@ class Writer(Reader):
         return _Job(new, encoded, record_of(new.identity, encoded.header.num_bytes))
 
     def _write(self, jobs: list[_Job]) -> None:
-        """Write rows, blobs, and rows again; chunks that are erased meanwhile get no result."""
+        """Write pending rows, blobs and confirmed rows; a chunk erased meanwhile gets no result."""
         with _results_of(jobs):
             revisions = self.catalog.begin([(job.record, *job.new[2:]) for job in jobs])
             for job, revision in zip(jobs, revisions, strict=True):
@@ -141,7 +147,7 @@ class Writer(Reader):
             )
 
     def _take_back(self, job: _Job) -> None:
-        """Leave nothing of a chunk that could not be written."""
+        """Remove all traces of a chunk that could not be written."""
         key = job.record.key
         with suppress(OSError):
             self.catalog.cancel(key, job.new.text, job.new.doc_ids)
@@ -150,7 +156,7 @@ class Writer(Reader):
                 self.blobs.delete([key])
 
     def _announce(self, job: _Job, epochs: list[tuple[MemoryTier, int]], reason: str) -> None:
-        """Tell of a chunk that was written, say when it may go, and keep it in memory."""
+        """Emit the event of a written chunk, set its expiry, and keep it in host memory."""
         (identity, kv, _, _, retention), record = job.new, job.record
         usage = Usage() if retention is None else Usage().retained(retention)
         if (
@@ -161,27 +167,27 @@ class Writer(Reader):
             with suppress(OSError):
                 self.blobs.expire(record.key, retention.duration_s)
         tell(self.listeners, self.name, [record.key], reason, record.num_tokens, record.num_bytes)
-        for tier, epoch in epochs[-1:] if self.name != "host" else ():  # the host's
+        for tier, epoch in epochs[-1:] if self.name != "host" else ():  # the host tier
             tier.keep(identity, kv, usage, epoch=epoch, reason="put")
 
     def _write_blob(self, key: ChunkKey, encoded: Encoded) -> int:
-        """Write a blob, also in the place of one that is not this chunk's; 0 if this chunk's is there."""
+        """Write a blob, in place of a blob that is not this chunk's; 0 if this chunk's is there."""
         if written := self.blobs.write(key, encoded):
             return written
         try:
             self.blob(key, encoded.header.identity)
         except BlobRejected as fault:
-            if fault.hole != "absent" or isinstance(
-                fault, (Foreign, OtherVersion)
-            ):  # what is gone may be back by now
+            # An absent blob may be back by now, so it is not deleted.
+            if fault.hole != "absent" or isinstance(fault, (Foreign, OtherVersion)):
                 self.blobs.delete([key])
             return self.blobs.write(key, encoded)
         return 0
 
     def link(self, identity: ChunkIdentity, *, text: TextEntry | None, doc_id: str | None) -> bool:
-        """Add text and document to a stored chunk, and return whether it is stored.
+        """Add text and document to a stored chunk, and return whether the chunk is stored.
 
-        A dormant blob, one that a lost catalog left behind, is adopted: it is stored again without being computed.
+        A dormant blob, left behind by a lost catalog, is adopted: its chunk is stored again without
+        being computed.
         """
         if self.read_only or self._is_closed:
             return False
@@ -201,7 +207,10 @@ class Writer(Reader):
         return is_stored
 
     def register(self, namespace: str, text: TextEntry, doc_ids: Sequence[str | None]) -> None:
-        """Note a text that has no KV of its own, and its documents, so that prompts with it are cut there; without it they are not."""
+        """Register a text without KV, and its documents, so that prompts are split at this text.
+
+        A failure is only logged; prompts are not split there then.
+        """
         if self.read_only or self._is_closed:
             return
         try:
@@ -210,17 +219,20 @@ class Writer(Reader):
             logger.warning("a text that is too short for KV could not be noted: %s", error)
 
     def _is_linked(self, key: ChunkKey, text: TextEntry | None, doc_id: str | None) -> bool:
-        """Add text and document to a stored chunk; one whose blob another machine has let go is forgotten."""
+        """Add text and document to a stored chunk, and return whether the chunk is stored.
+
+        If its remote blob is gone, the chunk is removed from the catalog.
+        """
         is_there = self.catalog.link(key, text, doc_id)
         with suppress(OSError):
             if is_there and self._far is not None and self._far.read(key, 0, 1) is None:
                 self.catalog.remove(self.catalog.revisions([key]))
-                self.blobs.delete([key])  # its copy
+                self.blobs.delete([key])  # the local copy
                 return False
         return is_there
 
     def delete_blobs(self, keys: Iterable[ChunkKey]) -> set[ChunkKey]:
-        """Erase blobs, and return those that were there; raises ``StoreError``."""
+        """Erase blobs and return the keys that existed; raises ``StoreError``."""
         with refusal("stored chunks can't be erased"):
             return self.blobs.delete([key for key in keys if KEY.fullmatch(key)])
 
@@ -236,7 +248,7 @@ class Writer(Reader):
 
 @contextmanager
 def refusal(what: str) -> Iterator[None]:
-    """Turn an ``OSError`` of blobs, or memory that is short, into a ``StoreError`` that says what can't be done."""
+    """Turn an ``OSError`` or ``MemoryError`` into a ``StoreError`` that says what can't be done."""
     try:
         yield
     except StoreError:
@@ -250,7 +262,7 @@ def refusal(what: str) -> Iterator[None]:
 
 @contextmanager
 def _results_of(jobs: list[_Job]) -> Iterator[None]:
-    """Turn a fault into the result of those that have none."""
+    """Turn a fault into the result of the jobs that have no result yet."""
     what = "the chunk can't be written to the KV store"
     try:
         with refusal(what):

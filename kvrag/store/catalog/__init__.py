@@ -1,4 +1,6 @@
-"""Who has what: chunks, texts, documents, and what chunks are worth. Processes share it; each change is one transaction.
+"""Catalog of the store: chunks, texts and documents, and the use of chunks.
+
+Processes share it; every change is a transaction.
 
 ::
 

@@ -1,4 +1,7 @@
-"""Who has what: chunks, texts, documents, and what chunks are worth. Processes share it; each change is one transaction."""
+"""Changes of the catalog: chunks, texts, documents and retention.
+
+Processes share the catalog; every change is a transaction.
+"""
 
 from __future__ import annotations
 
@@ -31,16 +34,18 @@ from kvrag.store.worth import Usage
 from kvrag.types import ChunkKey, TextEntry
 
 New = tuple[Record, TextEntry | None, Sequence[str | None], Retention | None]
-"""A chunk that is about to be written, its text, the documents that refer to it, and its retention, if it was given one."""
+"""Chunk to write: its record, text, documents that refer to it, and retention, if given."""
 
 
 class Catalog(Hits):
-    """The rows of one store; what can be asked of them is said in :mod:`kvrag.store.catalog.ledger`.
+    """Rows of a store; queries on them are in :mod:`kvrag.store.catalog.ledger`.
 
-    ``folder``, ``read_only`` and ``durable`` are those of :class:`~kvrag.store.catalog.rows.Rows`. With ``keys``, digests of texts, ids of
-    documents and all values are encrypted. ``may_have_blobs`` returns whether a catalog that is begun anew may find another's blobs.
-    ``rows`` makes the rows: those of one machine, or of several (:class:`~kvrag.store.catalog.shared.SharedRows`).
-    Raises ``StoreError`` if the folder can't be used; so does every change that can't be made.
+    ``folder``, ``read_only`` and ``durable`` are as for :class:`~kvrag.store.catalog.rows.Rows`.
+    With ``keys``, digests of texts, ids of documents and all values are encrypted.
+    ``may_have_blobs`` returns whether a new catalog may find blobs of an earlier catalog. ``rows``
+    makes the rows: of this machine, or of several machines
+    (:class:`~kvrag.store.catalog.shared.SharedRows`). Raises ``StoreError`` if the folder can't be
+    used; changes that can't be made raise it, too.
     """
 
     def __init__(
@@ -62,7 +67,7 @@ class Catalog(Hits):
         self.read_only = self._rows.read_only
 
     def link(self, key: ChunkKey, text: TextEntry | None, doc_id: str | None) -> bool:
-        """Add text and document to a stored chunk; whether it is stored."""
+        """Add text and document to a stored chunk, and return whether the chunk is stored."""
         chunk = self._stored(key)
         if chunk is not None and not self._has(chunk, text, doc_id):
             return self._rows.change(partial(self._link, key, text, doc_id))
@@ -74,7 +79,7 @@ class Catalog(Hits):
         return chunk is not None
 
     def register(self, namespace: str, text: TextEntry, doc_ids: Sequence[str | None]) -> None:
-        """Note a text without chunks, and the documents that refer to it."""
+        """Register a text without chunks, and the documents that refer to it."""
         named = [doc_id for doc_id in doc_ids if doc_id is not None]
         is_known = self.knows_text(namespace, text.digest)
         if not is_known or not all(
@@ -88,9 +93,10 @@ class Catalog(Hits):
 
     @one_step
     def begin(self, chunks: Sequence[New]) -> list[int | None]:
-        """Note that chunks are about to be written, and return the revision of each note; ``None`` for a chunk that is stored already.
+        """Add pending rows for chunks to write, and return their revisions.
 
-        Writers share a note: they write the same bytes.
+        Returns ``None`` for a chunk that is stored already. Writers share a pending row: they write
+        the same bytes.
         """
         return [self._note(*chunk) for chunk in chunks]
 
@@ -114,9 +120,10 @@ class Catalog(Hits):
 
     @one_step
     def confirm(self, begun: Mapping[ChunkKey, int]) -> set[ChunkKey]:
-        """Note that blobs are there, and return whose; not of chunks that were erased since :meth:`begin` returned these revisions.
+        """Mark chunks as stored once their blobs exist, and return their keys.
 
-        Another writer may have begun after the erasure, whose blob is not there yet.
+        Chunks that were erased since :meth:`begin` returned these revisions are left out: another
+        writer may have begun after the erasure, and its blob may not exist yet.
         """
         there, sizes, accesses = set[ChunkKey](), list[int](), self.state().accesses
         for key, revision in begun.items():
@@ -140,7 +147,7 @@ class Catalog(Hits):
 
     @one_step
     def cancel(self, key: ChunkKey, text: TextEntry | None, doc_ids: Sequence[str | None]) -> None:
-        """Take back :meth:`begin`, unless another writer has confirmed it."""
+        """Undo :meth:`begin`, unless another writer has confirmed the chunk."""
         if (chunk := self._chunk(key)) and chunk.pending:
             self._drop(key, chunk)
             for doc_id in doc_ids:
@@ -149,14 +156,15 @@ class Catalog(Hits):
 
     @one_step
     def remove(self, erased: Mapping[ChunkKey, int]) -> int:
-        """Remove chunks whose blobs were erased, and return how many were stored. Documents stay.
+        """Remove chunks after their blobs were erased; return how many were stored. Documents stay.
 
-        ``erased`` is what :meth:`revisions` returned before: a chunk that was written again since has a blob, and stays.
+        ``erased`` is the result of :meth:`revisions` before the erasure: a chunk that was written
+        again since has a blob, and stays.
         """
         sizes = list[int]()
         for key, revision in erased.items():
             if (chunk := self._chunk(key)) is None:
-                self._rows.delete(f"c {key}")  # what is there, if anything, is not of a row's form
+                self._rows.delete(f"c {key}")  # absent, or malformed
             elif chunk.revision == revision:
                 self._drop(key, chunk)
                 sizes += [] if chunk.pending else [chunk.num_bytes]
@@ -165,9 +173,10 @@ class Catalog(Hits):
 
     @one_step
     def unlink(self, namespace: str, doc_id: str, erased: Mapping[ChunkKey, int]) -> bool:
-        """Remove a document, and the chunks that only it held on to, whose blobs were erased; see :meth:`remove`.
+        """Remove a document, and the chunks that only it refers to, after their blobs were erased.
 
-        ``False``, and nothing was changed, if there are others by now.
+        See :meth:`remove`. Returns ``False``, and changes nothing, if the document has further such
+        chunks by now.
         """
         if not self.revisions(self.only_held_by(namespace, doc_id)).items() <= erased.items():
             return False
@@ -179,7 +188,7 @@ class Catalog(Hits):
 
     @one_step
     def clear(self, namespace: str | None = None) -> int:
-        """Remove all rows, or those of a namespace, and return how many stored chunks that were."""
+        """Remove all rows, or a namespace's; return the number of stored chunks among them."""
         state = self.state()
         if namespace is None:
             self._rows.clear()
@@ -192,13 +201,13 @@ class Catalog(Hits):
         for doc_id in self.documents(namespace):
             self._unrefer(namespace, doc_id, self.document_texts(namespace, doc_id))
         for text in self._texts(namespace, [entry.digest for entry in self.texts(namespace, 0)[0]]):
-            self._settle(namespace, text._replace(keys=[], refs=0))  # noted without a document
+            self._settle(namespace, text._replace(keys=[], refs=0))  # texts without a document
         self._mark(namespace)
         return count
 
     @one_step
     def retain(self, keys: Iterable[ChunkKey], retention: Retention) -> int:
-        """Set the retention of stored chunks, and return how many there are."""
+        """Set the retention of stored chunks, and return their number."""
         found = {key: chunk for key in keys if (chunk := self._stored(key))}
         for key, chunk in found.items():
             self._rows.set(f"c {key}", chunk._replace(usage=chunk.usage.retained(retention)))
@@ -206,11 +215,11 @@ class Catalog(Hits):
 
     @one_step
     def no_dormant(self) -> None:
-        """Note that blobs of an earlier catalog have been erased."""
+        """Note that the blobs of an earlier catalog were erased."""
         self._rows.set("s", self.state()._replace(dormant=False))
 
     def scrub(self) -> None:
-        """Leave nothing of erased rows in the database's journal, as far as other readers allow."""
+        """Purge erased rows from the database's journal, as far as other readers allow."""
         self._rows.scrub()
 
     def close(self) -> None:
@@ -219,8 +228,8 @@ class Catalog(Hits):
         self._rows.close()
 
     def _begin(self, rows: Rows, is_other: bool) -> None:
-        """Begin a new database; the blobs of one that another has taken the place of may be dormant."""
-        self._rows = rows  # which are being opened
+        """Initialise a new database; if it has replaced another, there may be dormant blobs."""
+        self._rows = rows  # still being opened: the caller has not assigned them yet
         state = self._read(STATE, "s") or State(time.time_ns(), dormant=self._may_have_blobs())
         rows.set("s", state._replace(dormant=state.dormant or is_other))
         self._mark("")
@@ -237,7 +246,7 @@ class Catalog(Hits):
         self._rows.set("s", [generation + erasures, count + chunks, size + num_bytes, *rest])
 
     def _mark(self, namespace: str) -> None:
-        """Let everyone see that documents were erased; see :meth:`erased`."""
+        """Signal to all processes that documents were erased; see :meth:`erased`."""
         self._rows.set(f"e {namespace}", secrets.randbits(60))
 
     def _has(self, chunk: Chunk, text: TextEntry | None, doc_id: str | None) -> bool:
@@ -253,7 +262,7 @@ class Catalog(Hits):
     def _attach(
         self, key: ChunkKey, chunk: Chunk, text: TextEntry | None, doc_id: str | None
     ) -> Chunk:
-        """Write a chunk's row, let its text and its document know each other, and return the row."""
+        """Write a chunk's row, link its text and its document, and return the row."""
         if text is not None:
             self._refer(chunk.namespace, text, doc_id, key)
             chunk = chunk._replace(digests=list(dict.fromkeys([*chunk.digests, text.digest])))
@@ -261,7 +270,7 @@ class Catalog(Hits):
         return chunk
 
     def _refer(self, namespace: str, text: TextEntry, doc_id: str | None, *keys: ChunkKey) -> None:
-        """Let a text know its chunks, and a document its text."""
+        """Link a text to its chunks, and a document to its text."""
         digest = text.digest
         known = self._text(namespace, digest) or self._announce(namespace, Entry(*astuple(text)))
         held, refs = (
@@ -277,7 +286,7 @@ class Catalog(Hits):
     def _announce(self, namespace: str, entry: Entry) -> Text:
         """Give a new text a number, and put it on the last page."""
         first, last = self._read(RANGE, f"n {namespace}") or (0, 0)
-        # Later than any cursor of a catalog that was lost.
+        # Higher than any cursor of a lost catalog.
         number = last + 1 if last else time.time_ns() // 1000
         page = f"l {namespace} {number // PER_PAGE}"
         self._rows.set(page, (self._read(PAGE, page) or {}) | {number: entry})
@@ -285,7 +294,7 @@ class Catalog(Hits):
         return Text(entry, number, [], 0)
 
     def _drop(self, key: ChunkKey, chunk: Chunk) -> None:
-        """Remove a chunk's row, and texts that have neither another chunk nor a document."""
+        """Remove a chunk's row, and its texts without another chunk and without a document."""
         self._rows.delete(f"c {key}")
         for text in self._texts(chunk.namespace, chunk.digests):
             self._settle(
@@ -295,12 +304,15 @@ class Catalog(Hits):
         self._keep(variants, [other for other in self._strings(variants) if other != key])
 
     def _unrefer(self, namespace: str, doc_id: str, digests: Collection[str]) -> None:
-        """Remove texts from a document, and the document with its last one; a text goes with its last document."""
+        """Remove texts from a document.
+
+        The document is removed with its last text, a text with its last document.
+        """
         held = self.document_texts(namespace, doc_id)
         for text in self._texts(namespace, set(held) & set(digests)):
             refs, digest = max(0, text.refs - 1), text.entry.digest
             for key in text.keys if not refs else ():
-                if chunk := self._chunk(key):  # it stays for the sake of another text
+                if chunk := self._chunk(key):  # another text keeps it
                     left = [other for other in chunk.digests if other != digest]
                     self._rows.set(f"c {key}", chunk._replace(digests=left))
             self._settle(namespace, text._replace(refs=refs, keys=text.keys if refs else []))
@@ -310,7 +322,7 @@ class Catalog(Hits):
         )
 
     def _settle(self, namespace: str, text: Text) -> None:
-        """Write a text's row, or remove it where nothing holds on to it."""
+        """Write a text's row, or remove it if the text has neither chunks nor documents."""
         row = self._name("t", namespace, text.entry.digest)
         if text.keys or text.refs:
             self._rows.set(row, text)

@@ -1,6 +1,7 @@
-"""The file of a database: made private, and examined before diskcache opens it; and the ``Disk`` that it is opened with.
+"""Database file of the catalog, and the ``Disk`` that diskcache opens it with.
 
-diskcache believes the schema and the settings that it finds, so both are compared with those of a database that it has just made.
+The file is created private, and examined before diskcache opens it. diskcache trusts the schema and
+the settings that it finds, so both are compared with a database that diskcache has just created.
 """
 
 from __future__ import annotations
@@ -53,28 +54,34 @@ OUTAGES = (
     "AUTH",
     "PROTOCOL",
 )
-"""SQLite errors that say nothing against the file's content."""
+"""SQLite errors that do not indicate damage of the file."""
 
 
 class Strings(diskcache.Disk):  # type: ignore[misc]
-    """diskcache's serialisation without all but strings: it unpickles nothing, and touches no file that a row names."""
+    """diskcache's serialisation, for strings only.
+
+    It unpickles nothing, and touches no file that a row names.
+    """
 
     def get(self, key: Any, raw: Any) -> str:
-        """Return a name; what is none becomes one that no row has."""
+        """Return the key; anything but a raw string becomes the empty string, which no row uses."""
         return key if type(key) is str and raw else ""
 
     def fetch(self, mode: Any, filename: Any, value: Any, read: bool) -> str:
-        """Return a value; diskcache takes ``OSError`` for absent."""
+        """Return a value; diskcache treats ``OSError`` as absent."""
         if mode != MODE_RAW or filename is not None or type(value) is not str:
             raise OSError("the row is not one of kvrag's")
         return value
 
     def remove(self, file_path: Any) -> None:
-        """Leave the file alone: it may be any of the user's."""
+        """Leave the file alone: it may be any of the user's files."""
 
 
 def make(folder: Path) -> None:
-    """Make a folder and an empty database in it, unless they are there: private, and there after a power cut."""
+    """Create a directory and an empty database in it, unless they exist.
+
+    Both are private, and survive a power cut.
+    """
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     with suppress(FileExistsError):
@@ -85,7 +92,7 @@ def make(folder: Path) -> None:
 
 
 def sync(*folders: Path) -> None:
-    """Let the names in folders survive a power cut."""
+    """Sync directories, so that the names in them survive a power cut."""
     for folder in folders:
         with _opened(folder, os.O_DIRECTORY) as fd:
             os.fsync(fd)
@@ -93,7 +100,7 @@ def sync(*folders: Path) -> None:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the lock of a file, where the file system has locks."""
+    """Hold the lock of a file, if the file system supports locks."""
     with _opened(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW) as fd:
         with suppress(OSError):
             fcntl.flock(fd, fcntl.LOCK_EX)
@@ -110,13 +117,12 @@ def _opened(path: Path, flags: int) -> Iterator[int]:
 
 
 def put_aside_if_damaged(folder: Path) -> None:
-    """Move a damaged database and its journals out of the way; only the latest is kept.
+    """Move a damaged database and its journals aside; only the latest is kept.
 
-    Raises ``sqlite3.Error`` if it can't be read now, which says nothing about its content.
+    Raises ``sqlite3.Error`` if the database can't be read now, which is no sign of damage.
     """
-    path = (
-        folder / DBNAME
-    )  # SQLite may take a page that could not be read, once, for damage: look twice
+    path = folder / DBNAME
+    # A page that can't be read may look like damage to SQLite, once: check twice.
     if os.path.lexists(path) and _fault_at(path) and (fault := _fault_at(path)):
         log.warning(
             "the catalog %s is damaged (%s); it is moved aside and begun anew", folder, fault
@@ -127,7 +133,7 @@ def put_aside_if_damaged(folder: Path) -> None:
 
 
 def _fault_at(path: Path) -> str | None:
-    """Say what is wrong with a database; ``None`` if nothing is, or it is empty."""
+    """Describe the fault of a database; ``None`` if it is sound or empty."""
     if path.is_symlink() or not path.is_file():
         return "it is not a regular file"
     try:
@@ -135,9 +141,8 @@ def _fault_at(path: Path) -> str | None:
             for pragma in ("trusted_schema = OFF", "cell_size_check = ON", "mmap_size = 0"):
                 database.execute(f"PRAGMA {pragma}")
             ((verdict,),) = database.execute("PRAGMA quick_check(1)").fetchall()
-            if outage := re.search(
-                r"error code=(\d+)", str(verdict)
-            ):  # a page could not be read, which is no damage
+            # A page that could not be read is no damage.
+            if outage := re.search(r"error code=(\d+)", str(verdict)):
                 raise sqlite3.OperationalError(f"error {outage[1]}")
             if verdict != "ok":
                 return str(verdict)
@@ -154,7 +159,7 @@ def _fault_at(path: Path) -> str | None:
 
 @functools.cache
 def own(query: str) -> list[Any]:
-    """Answer a query as a database does that diskcache has just made."""
+    """Return the answer of a database that diskcache has just created to a query."""
     with tempfile.TemporaryDirectory(prefix="kvrag-") as folder:
         diskcache.Cache(folder, **SETTINGS).close()
         with closing(sqlite3.connect(Path(folder) / DBNAME)) as database:

@@ -1,4 +1,4 @@
-"""Hits of chunks: collected in memory, and written to the rows from time to time."""
+"""Hits of chunks, collected in memory and written to the rows from time to time."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from kvrag.store.worth import Sized
 from kvrag.threads import POOL
 from kvrag.types import ChunkKey
 
-AT_ONCE = 4096  # chunks that are looked through while nobody else can change any
-MAX_TOUCHED = 128  # chunks whose hits are collected before they are written down, in the background
+AT_ONCE = 4096  # chunks that are read in a transaction
+MAX_TOUCHED = 128  # chunks with collected hits before these are written, in the background
 
 
 class Hits(Ledger):
-    """What a catalog knows of the use of its chunks."""
+    """Hits of a catalog's chunks."""
 
     read_only: bool
 
@@ -25,15 +25,15 @@ class Hits(Ledger):
         self._touched, self._next_flush_s = Counter[ChunkKey](), 0.0
 
     def touch(self, key: ChunkKey) -> None:
-        """Count a hit on a chunk, in whatever tier; written down later."""
+        """Count a hit of a chunk, in any tier; it is written later."""
         self._touched[key] += 1
         if len(self._touched) >= MAX_TOUCHED and time.monotonic() >= self._next_flush_s:
             self._next_flush_s = time.monotonic() + self._rows.pause_s
-            with suppress(RuntimeError):  # no thread can be had
+            with suppress(RuntimeError):  # no thread can be started
                 POOL.submit(self.flush)
 
     def flush(self) -> None:
-        """Write down the hits of those that had most; a fault costs them, no more."""
+        """Write the hits of the most frequent chunks; on a fault the counts are lost, no more."""
         touched, self._touched = self._touched, Counter()
         if touched and not self.read_only:
             with suppress(OSError):
@@ -51,7 +51,10 @@ class Hits(Ledger):
         self._rows.set("s", state)
 
     def usages(self) -> tuple[int, list[Sized]]:
-        """Return the number of accesses so far, and what eviction must know of every stored chunk; raises ``StoreError``."""
+        """Return the number of accesses so far, and all stored chunks with their usage.
+
+        Raises ``StoreError``.
+        """
         self.flush()
         keys = [ChunkKey(key) for key in self._rows.names("c ")]
         found = [
@@ -59,7 +62,7 @@ class Hits(Ledger):
         ]
         return self.state().accesses, [each for some in found for each in some]
 
-    @one_step  # one look instead of one for each
+    @one_step  # a single transaction for all keys
     def _sized(self, keys: Sequence[ChunkKey]) -> list[Sized]:
         found = ((key, chunk) for key in keys if (chunk := self._stored(key)))
         return [Sized(key, chunk.num_tokens, chunk.num_bytes, chunk.usage) for key, chunk in found]

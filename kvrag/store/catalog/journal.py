@@ -1,11 +1,14 @@
-"""The journal that copies of shared rows follow: numbered entries, each written once, and snapshots.
+"""Journal that copies of shared rows follow: numbered, write-once entries, and snapshots.
 
-An entry names the digest of the one before it. The first one is random, so a journal that was lost and begun anew is another one.
+An entry names the digest of the entry before it. The first entry is random, so a journal that was
+lost and begun anew differs.
 
-A snapshot is a head, under the number of the entry whose rows it has, and parts, which the head names with their digests. Parts are written
-while others change the rows, and begin with the number at which that was begun; what was changed meanwhile is the last part. A head without
-all of its parts counts for nothing. Who has written a head looks for others since its own beginning, and if there is one, takes its own
-back; only who finds none erases what is older. So nobody erases parts of a head that stays.
+A snapshot is a head and parts. The key of a head is the number of the last entry in the snapshot;
+the head names the parts with their digests. Rows may change while parts are written. The keys of
+parts begin with the number at which the snapshot was begun; the last part holds the rows changed
+since. A head without all of its parts is ignored. After writing a head, a writer lists the other
+heads from its start on. If it finds any, it deletes its own head; otherwise it deletes older
+snapshots and entries. So no writer deletes parts of a head that stays.
 """
 
 from __future__ import annotations
@@ -25,22 +28,22 @@ from kvrag.threads import POOL
 from kvrag.types import ChunkKey
 
 DAMAGED = "its journal is damaged; erase it, and precompute again"
-AHEAD, MAX_BYTES = 16, 2**30  # entries read at once; of an entry, or a part
+AHEAD, MAX_BYTES = 16, 2**30  # entries read at once; size limit of an entry or a part
 
 
 class Place(NamedTuple):
-    """Where a copy is in the journal: the number of the last entry that it has, and its digest."""
+    """Place of a copy in the journal: number and digest of the last entry that it has."""
 
     number: int
     digest: str
 
 
 Changed = dict[str, str | None]
-"""Rows by name; ``None`` for those that are removed."""
+"""Rows by name; ``None`` for removed rows."""
 
 
 class Entry(NamedTuple):
-    """A change: what ``after`` it follows, whether it begins with no rows, and rows."""
+    """Change: digest of the entry that it follows, whether it begins without rows, and rows."""
 
     after: str
     is_whole: bool
@@ -52,24 +55,27 @@ class Behind(Exception):
 
 
 class Journal:
-    """Entries and snapshots, as blobs whose keys are numbers. Raises ``OSError`` where they can't be read or written."""
+    """Entries and snapshots, as blobs with numbers as keys.
+
+    Raises ``OSError`` if they can't be read or written.
+    """
 
     def __init__(self, entries: Blobs, snapshots: Blobs) -> None:
         self._entries, self._snapshots = entries, snapshots
 
     def begin(self) -> tuple[Place, Iterator[Changed]]:
-        """Return the place to begin at, and all rows there, part by part; the first entry is written if there is none.
+        """Return the place to begin at, and all rows there in parts.
 
-        Raises :class:`Behind` if another snapshot has taken the place of the one that was begun with.
+        The first entry is written if it is missing. Raises :class:`Behind` if another snapshot has
+        replaced this snapshot meanwhile.
         """
         there = self._snapshots.keys()
         for number in sorted(_heads(there), reverse=True):
             if (data := self._snapshots.read(number)) is not None:
                 digest, parts = _head(data)
                 if parts.keys() <= there:
-                    found = [
-                        self._part(*part) for part in parts.items()
-                    ]  # before anything is changed here
+                    # Read all parts before the copy changes.
+                    found = [self._part(*part) for part in parts.items()]
                     return Place(int(number, 16), digest), map(_rows, found)
         self._entries.write(_key(1), [_dump([secrets.token_hex(16), False, {}])])
         if (data := self._entries.read(_key(1))) is None:
@@ -77,14 +83,13 @@ class Journal:
         return Place(1, _digest(data)), iter(())
 
     def after(self, place: Place) -> Iterator[tuple[Place, Entry]]:
-        """Yield the entries behind a place; raises :class:`Behind` if that is not, or no longer, a place of this journal."""
-        count = 1  # mostly there is none
+        """Yield the entries after a place; raises :class:`Behind` if the place is gone."""
+        count = 1  # usually there are no entries
         while True:
             numbers, count = range(place.number + 1, place.number + 1 + count), AHEAD
             *found, last = POOL.ahead(self._entries.read, map(_key, (*numbers, place.number)))
-            if not self._is_at(
-                place, last
-            ):  # what seems to follow may stand where others have erased
+            # Later entries may have been written where entries were erased.
+            if not self._is_at(place, last):
                 raise Behind
             for number, data in zip(numbers, found, strict=True):
                 if data is None:
@@ -96,10 +101,11 @@ class Journal:
                 yield place, entry
 
     def append(self, place: Place, rows: Changed, *, is_whole: bool) -> Place:
-        """Write the entry behind a place, and return where that is; raises :class:`Behind` if another was first.
+        """Write the entry after a place and return its place.
 
-        Where it can't be known whether it follows, the entry stays: others may have followed it. One that stands where others have erased
-        follows nothing, so nobody takes it.
+        Raises :class:`Behind` if another writer was first. If it can't be known whether the entry
+        follows the place, the entry stays: other entries may have followed it. An entry written
+        where entries were erased follows nothing, so no copy applies it.
         """
         data, key = _dump(Entry(place.digest, is_whole, rows)), _key(place.number + 1)
         if not self._entries.write(key, [data]) or not self._is_at(
@@ -109,14 +115,15 @@ class Journal:
         return Place(place.number + 1, _digest(data))
 
     def _is_at(self, place: Place, data: Any) -> bool:
-        """Whether what stands at a place is the entry that was there, and none behind it was erased."""
+        """Whether ``data`` is the entry of a place, and no later entry was erased."""
         is_there = data is not None and _digest(data) == place.digest
         return is_there and (place.number > 1 or not _heads(self._snapshots.keys()))
 
     def snapshot(self, place: Place, rows: Iterable[Changed]) -> None:
-        """Write all rows down, and erase what nobody needs any more; raises :class:`Behind` if others do so at the same time.
+        """Write a snapshot of all rows, and erase the entries and snapshots that it replaces.
 
-        ``rows`` are read from ``place`` on, part by part; others may change them meanwhile.
+        Raises :class:`Behind` if another writer does so at the same time. ``rows`` are read in
+        parts, from ``place`` on; they may change meanwhile.
         """
         first, parts = _key(place.number), dict[ChunkKey, str]()
         if place.number < 2:
@@ -138,7 +145,8 @@ class Journal:
             self._snapshots.delete([number])
             self._snapshots.delete(list(parts))
             raise Behind
-        late = f"{max(heads, default=_key(0))[-16:]}g"  # of parts that begin before that or at it, killed writers' among them
+        # Upper bound of parts begun up to the last of these heads, also by killed writers.
+        late = f"{max(heads, default=_key(0))[-16:]}g"
         self._snapshots.delete(heads)
         self._snapshots.delete([key for key in there if _BEFORE <= key < late])
         entries = self._entries.keys()
@@ -148,7 +156,7 @@ class Journal:
     def _write_parts(
         self, parts: dict[ChunkKey, str], place: Place, rows: Iterable[Changed]
     ) -> Place:
-        """Write the parts of a snapshot, note their digests, and return the place whose rows they are."""
+        """Write the parts of a snapshot, add their digests to ``parts``, and return its place."""
         name, end, changed = f"{place.number:016x}{secrets.token_hex(16)}", place, Changed()
 
         def later() -> Iterator[Changed]:
@@ -195,12 +203,12 @@ def _dump(value: Any) -> bytes:
 
 
 def _heads(keys: Iterable[ChunkKey]) -> list[ChunkKey]:
-    """Return the keys of heads: they are numbers, and those of parts are larger than any number."""
+    """Return the keys of heads, which are numbers; keys of parts are larger than any number."""
     return [key for key in keys if KEY.fullmatch(key) and key < _BEFORE]
 
 
 def _entry(data: Any) -> Entry:
-    """Return what an entry says; raises ``OSError`` for what is none."""
+    """Parse an entry; raises ``OSError`` if it is malformed."""
     match _load(data):
         case [str() as after, bool() as is_whole, dict() as rows] if _are_rows(rows):
             return Entry(after, is_whole, rows)
@@ -208,7 +216,10 @@ def _entry(data: Any) -> Entry:
 
 
 def _head(data: Any) -> tuple[str, dict[ChunkKey, str]]:
-    """Return the digest of a snapshot's entry, and the parts with theirs; raises ``OSError`` for what is no head."""
+    """Parse a head: the digest of the snapshot's entry, and the parts with their digests.
+
+    Raises ``OSError`` if the head is malformed.
+    """
     match _load(data):
         case [str() as digest, dict() as parts] if all(
             isinstance(each, str) for each in parts.values()
@@ -218,7 +229,7 @@ def _head(data: Any) -> tuple[str, dict[ChunkKey, str]]:
 
 
 def _rows(data: Any) -> Changed:
-    """Return what a part says; raises ``OSError`` for what is none."""
+    """Parse a part; raises ``OSError`` if it is malformed."""
     rows: Changed = _load(data)
     if not _are_rows(rows):
         raise OSError(DAMAGED)

@@ -1,9 +1,10 @@
-"""The rows of the catalog: their forms, and what can be asked of them.
+"""Rows of the catalog: their forms and the queries on them.
 
 ::
 
-    c <key>                   a chunk, stored or being written
-    e <namespace>             a number, another one after each erasure of documents there; without a namespace: of all
+    c <key>                   a chunk, stored or pending
+    e <namespace>             a number that changes with every erasure of documents there;
+                              without a namespace: of all documents
     i <content>               keys of the chunk's variants, oldest first
     l <namespace> <page>      a page of the texts, by number, in the order in which they came
     n <namespace>             numbers of the first and of the last text
@@ -11,7 +12,7 @@
     t <namespace> <digest>    a text
     z <namespace> <document>  digests of a document's texts
 
-A row that is not of its form counts as absent: anyone who can write to the directory may have made it.
+A malformed row counts as absent: anyone who can write to the directory may have made it.
 """
 
 from __future__ import annotations
@@ -39,9 +40,10 @@ Hash = Annotated[int, Field(ge=0, lt=2**64)]
 
 
 class Chunk(NamedTuple):
-    """The row ``c``: a record without its key, digests of the chunk's texts, its usage, and whether its blob is yet to be written.
+    """Row ``c``: a record without its key, digests of the chunk's texts, and its usage.
 
-    ``revision`` is another one when the chunk begins to be written, and when it is.
+    ``pending``: the blob is not written yet. ``revision`` changes when a write of the chunk begins,
+    and when it ends.
     """
 
     content: str
@@ -57,12 +59,12 @@ class Chunk(NamedTuple):
     revision: Count = 0
 
     def record(self, key: ChunkKey) -> Record:
-        """Return the chunk with its key."""
+        """Return the record of the chunk under its key."""
         return Record(key, *self[:7])
 
 
 class Entry(NamedTuple):
-    """A :class:`~kvrag.types.TextEntry`."""
+    """Row form of a :class:`~kvrag.types.TextEntry`."""
 
     digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     head: Hash
@@ -71,7 +73,7 @@ class Entry(NamedTuple):
 
 
 class Text(NamedTuple):
-    """The row ``t``: its entry, its number, the keys of its chunks, and how many documents refer to it."""
+    """Row ``t``: entry, number, keys of the text's chunks, and number of its documents."""
 
     entry: Entry
     number: Count
@@ -80,7 +82,7 @@ class Text(NamedTuple):
 
 
 class State(NamedTuple):
-    """The row ``s``; ``dormant`` says whether there may be blobs of an earlier catalog."""
+    """Row ``s``: totals; ``dormant`` tells whether blobs of an earlier catalog may exist."""
 
     generation: Count
     chunks: int = 0
@@ -97,12 +99,15 @@ MARK, PAGE, STRINGS, RANGE = (
     TypeAdapter(tuple[Count, Count]),
 )
 
-PER_PAGE = 64  # texts in one row
+PER_PAGE = 64  # texts in a row
 MOST_TEXTS = 10**7  # of a namespace: a row from elsewhere must not make reading endless
 
 
 def one_step(method: Callable[Concatenate[L, P], T]) -> Callable[Concatenate[L, P], T]:
-    """Let all changes that a method makes be one step. It changes nothing but rows, for it is run again where another was first."""
+    """Run a method as a single change.
+
+    The method must change nothing but rows: it is run again if another writer was first.
+    """
 
     @wraps(method)
     def changed(self: L, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -112,26 +117,32 @@ def one_step(method: Callable[Concatenate[L, P], T]) -> Callable[Concatenate[L, 
 
 
 class Ledger:
-    """What can be asked of the rows of one store."""
+    """Queries on the rows of a store."""
 
     _rows: Rows
     _seal: Seal | None
 
     def get(self, key: ChunkKey) -> Record | None:
-        """Return what is known of a stored chunk."""
+        """Return the record of a stored chunk."""
         chunk = self._stored(key)
         return None if chunk is None else chunk.record(key)
 
     def known(self, keys: Collection[ChunkKey]) -> set[ChunkKey]:
-        """Return those keys whose chunks are stored."""
+        """Return the stored keys among ``keys``."""
         return {key for key in keys if self._stored(key)}
 
     def keys(self, *, pending: bool = False) -> list[ChunkKey]:
-        """Return the keys of all stored chunks; with ``pending``, of those that are being written, or whose writers were killed."""
+        """Return the keys of all stored chunks; with ``pending``, of all pending chunks.
+
+        The writer of a pending chunk is writing, or was killed.
+        """
         return [key for key, chunk in self._chunks() if chunk.pending is pending]
 
     def present(self, namespace: str | None = None) -> set[ChunkKey]:
-        """Return the keys of all chunks, or a namespace's, stored or being written; raises ``StoreError`` rather than leave one out."""
+        """Return the keys of all chunks, or of a namespace's, stored or pending.
+
+        Raises ``StoreError`` rather than omit a key.
+        """
         if namespace is None:
             return {ChunkKey(key) for key in self._rows.change(lambda: self._rows.names("c "))}
         return {
@@ -139,24 +150,27 @@ class Ledger:
         }
 
     def revisions(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, int]:
-        """Return what tells each chunk, stored or being written, from itself written again; 0 for a row of no form."""
+        """Return the revisions of chunks, stored or pending; 0 if a row is absent or malformed."""
         return {key: chunk.revision if (chunk := self._chunk(key)) else 0 for key in keys}
 
     def variants(self, content: str) -> list[Record]:
-        """Return the stored chunks with this content key (behind any prefix and context), oldest first."""
+        """Return the stored chunks with this content key, oldest first.
+
+        They may be behind any prefix and context.
+        """
         return [
             record for key in self._strings(f"i {content}") if (record := self.get(ChunkKey(key)))
         ]
 
     def texts(self, namespace: str, after: int) -> tuple[list[TextEntry], int]:
-        """Return the texts of a namespace that came after cursor ``after`` (0: all), and the new cursor.
+        """Return the texts of a namespace added after cursor ``after`` (0: all), and a new cursor.
 
-        A text that was erased meanwhile may be missing from the list or still be in it; its chunks are unknown then.
+        A text that was erased meanwhile may or may not be in the list; its chunks are unknown then.
         """
         first, last = self._read(RANGE, f"n {namespace}") or (0, 0)
         if last in (0, after):
             return [], after
-        # A cursor beyond the end is that of a catalog that was lost since: begin again.
+        # A cursor beyond the end is of a catalog that was lost since: begin again.
         start, found = (
             max(first, after + 1 if after < last else 0, last - MOST_TEXTS),
             list[TextEntry](),
@@ -169,7 +183,10 @@ class Ledger:
         return found, last
 
     def knows_text(self, namespace: str, digest: str) -> bool:
-        """Whether a text is registered, with or without KV; not after its last document was erased."""
+        """Whether a text is registered, with or without KV.
+
+        Erasing its last document ends that.
+        """
         return self._text(namespace, digest) is not None
 
     def text_keys(self, namespace: str, digest: str) -> list[ChunkKey]:
@@ -178,7 +195,7 @@ class Ledger:
         return [] if text is None else [key for key in text.keys if self._stored(key)]
 
     def key_texts(self, key: ChunkKey) -> list[TextEntry]:
-        """Return the texts that a stored chunk is the KV of."""
+        """Return the texts of a stored chunk."""
         chunk = self._stored(key)
         return (
             []
@@ -187,7 +204,7 @@ class Ledger:
         )
 
     def documents(self, namespace: str) -> list[str]:
-        """Return the ids of all documents of a namespace, whether or not their chunks are stored now."""
+        """Return the ids of all documents of a namespace, with or without stored chunks."""
         found = []
         for name in self._rows.names(f"z {namespace} "):
             text = name if self._seal is None else self._seal.open(name, "z")
@@ -209,7 +226,7 @@ class Ledger:
         return list(dict.fromkeys(found))
 
     def only_held_by(self, namespace: str, doc_id: str) -> set[ChunkKey]:
-        """Return the keys, stored or being written, of chunks all of whose texts no other document refers to."""
+        """Return the keys of a document's chunks, stored or pending, that no other has."""
         mine = self.document_texts(namespace, doc_id)
 
         def is_free(key: ChunkKey) -> bool:
@@ -225,27 +242,33 @@ class Ledger:
         }
 
     def state(self) -> State:
-        """Return the totals; its generation changes with each erasure or eviction by any process."""
+        """Return the totals; their generation changes with every erasure by any process.
+
+        Evictions are erasures, too.
+        """
         return self._read(STATE, "s") or State(time.time_ns())
 
     def erased(self, namespace: str) -> tuple[int, int] | None:
-        """Return what is another one after each erasure of documents of a namespace; ``None`` where that can't be known now."""
+        """Return a pair that changes with every erasure of documents of a namespace.
+
+        ``None`` if it is unknown now.
+        """
         marks = tuple(self._read(MARK, f"e {space}") or 0 for space in (namespace, ""))
         return (marks[0], marks[1]) if self._read(STATE, "s") else None
 
     def totals(self) -> tuple[int, int]:
-        """Return how many chunks are stored, and their bytes."""
+        """Return the numbers of stored chunks and of their bytes."""
         return self.state()[1:3]
 
     def usage(self, key: ChunkKey) -> Usage:
-        """Return what eviction must know of a chunk."""
+        """Return the usage of a chunk, for eviction."""
         chunk = self._stored(key)
         return Usage() if chunk is None else chunk.usage
 
-    # -- rows ------------------------------------------------------------------------------------------------------------
+    # -- rows --------------------------------------------------------------------------------------
 
     def _read(self, form: TypeAdapter[T], name: str) -> T | None:
-        """Return a row's value; ``None`` for one that is absent or of another form."""
+        """Return a row's value; ``None`` if it is absent or malformed."""
         text = self._rows.get(name)
         with suppress(ValidationError):
             return None if text is None else form.validate_json(text)
@@ -274,5 +297,5 @@ class Ledger:
         return self._read(STRINGS, name) or []
 
     def _name(self, kind: str, namespace: str, text: str) -> str:
-        """Return the name of a row that must not tell whose it is."""
+        """Return the name of a row; with a key, its text is encrypted."""
         return f"{kind} {namespace} {text if self._seal is None else self._seal.seal(text, kind)}"

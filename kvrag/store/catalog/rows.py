@@ -1,6 +1,7 @@
-"""Named JSON rows in a database of diskcache that threads and processes share, and that may be damaged, deleted or replaced at any moment.
+"""Named JSON rows in a diskcache database that threads and processes share.
 
-diskcache is used by its public API, with a ``Disk`` that only passes strings.
+The database may be damaged, deleted or replaced at any moment. diskcache is used by its public API,
+with a ``Disk`` that only passes strings.
 """
 
 from __future__ import annotations
@@ -38,22 +39,23 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 FILES = (DBNAME, f"{DBNAME}-wal")
-ROOM = (
-    2**20
-)  # free bytes without which a database can't be opened: its journal and its shared memory need some
+# Free bytes without which SQLite can't open a database: its journal and shared memory need some.
+ROOM = 2**20
 
 
 class Rows:
-    """Rows of one database. A damaged one is moved aside and begun anew; one that was deleted or replaced is opened again.
+    """Rows of a database. A damaged database is moved aside and begun anew.
 
-    Its ``folder`` is made if it is absent (``None``: in a private temporary one). With ``read_only``, or on a full disk, nothing there is
-    changed: rows are read from a private copy, made again when the database changes. A ``seal`` encrypts values; what is ``durable``
-    survives a power cut. ``begin`` is called inside a transaction on a database without rows, and on one that has taken the place of
-    another, told which. Raises ``StoreError`` if the folder can't be used.
+    A database that was deleted or replaced is opened again. ``folder`` is created if it is missing;
+    without a folder, a private temporary directory is used. With ``read_only``, or on a full disk,
+    nothing there is changed: rows are read from a private copy, made again when the database
+    changes. ``seal`` encrypts values; ``durable`` changes survive a power cut. ``begin`` is called
+    inside a transaction on a database without rows, and on a database that has replaced another;
+    its second argument tells which. Raises ``StoreError`` if the folder can't be used.
     """
 
-    pause_s = 0.0  # that should pass between changes that nobody waits for
-    _has_garbage = False  # whether there may be connections that were let go, of any instance
+    pause_s = 0.0  # minimum pause between background changes
+    _has_garbage = False  # whether closed connections of any instance may await collection
 
     def __init__(
         self,
@@ -82,7 +84,8 @@ class Rows:
         self._cache: Any = None
         self._file: object = None
         self._copied: Rows | None = None
-        # Changes take the first lock and then the second, looks only the second: a fork waits for both, and finds no connection.
+        # Changes take both locks in this order, looks only the second. A fork waits for both locks,
+        # and finds no connection.
         self._lock, self._looking = fork_lock(), fork_lock()
         self._is_closed = self._has_warned = self._is_refused = False
         try:
@@ -102,13 +105,19 @@ class Rows:
         at_thread_end(self)
 
     def get(self, name: str) -> str | None:
-        """Return a row's value as JSON; ``None`` if it is absent or can't be read. Inside :meth:`change`, faults are raised."""
+        """Return a row's value as JSON; ``None`` if it is absent or can't be read.
+
+        Inside :meth:`change`, faults are raised.
+        """
         text: str | None = self._look(lambda cache: cache.get(name), None)
         return text if text is None or self._seal is None else self._seal.open(text, name)
 
     def names(self, prefix: str) -> list[str]:
-        """Return the rest of all names that begin with ``prefix``, in their order, as :meth:`get` does; goes through all rows."""
-        # Not by iterkeys(): it sorts all that follow for each hundred names.
+        """Return the rest of all names that begin with ``prefix``, sorted; scans all rows.
+
+        Faults count as no names, and are raised inside :meth:`change`.
+        """
+        # Not by iterkeys(), which sorts all remaining names for every hundred names.
         return self._look(
             lambda cache: sorted(name[len(prefix) :] for name in cache if name.startswith(prefix)),
             [],
@@ -123,7 +132,7 @@ class Rows:
         self._mine.cache.set(name, text)
 
     def delete(self, name: str) -> None:
-        """Remove a row, inside :meth:`change`; absent ones are fine."""
+        """Remove a row if it exists, inside :meth:`change`."""
         self._mine.cache.delete(name)
 
     def clear(self) -> None:
@@ -131,17 +140,18 @@ class Rows:
         self._mine.cache.clear()
 
     def change(self, action: Callable[[], T]) -> T:
-        """Make all that ``action`` changes one step for all threads and processes, and return what it returns.
+        """Run ``action`` as a single transaction for all threads and processes; return its result.
 
-        Where that can't be done, raise ``StoreError`` and change nothing.
+        Raises ``StoreError``, and changes nothing, if that fails.
         """
-        if getattr(self._mine, "cache", None) is not None:  # part of the change under way
+        if getattr(self._mine, "cache", None) is not None:  # nested in the current change
             return action()
         with self._lock:
             try:
+                # SQLite goes on refusing as long as any connection of that time lives.
                 if self._is_refused and not self._is_stuck():
                     self._is_refused = False
-                    _let_all_go()  # SQLite goes on refusing for as long as any connection of that time lives
+                    _let_all_go()
                 with self._looking:
                     cache, file = self._healed(), self._file
                 with self._transaction(cache, file):
@@ -155,15 +165,15 @@ class Rows:
     @contextmanager
     def _transaction(self, cache: Any, file: object) -> Iterator[None]:
         try:
-            with cache.transact(
-                retry=False
-            ):  # diskcache's own retry never ends on a full or read-only disk
+            # diskcache's own retry never ends on a full or read-only disk.
+            with cache.transact(retry=False):
                 self._check(file)
                 self._mine.cache = cache
                 yield
             self._check(file)
         except FAULTS:
-            cache.close()  # a failed commit leaves its transaction open; closing the connection ends it
+            # A failed commit leaves its transaction open; closing the connection ends it.
+            cache.close()
             raise
         finally:
             self._mine.cache = None
@@ -173,13 +183,13 @@ class Rows:
             raise OSError("it was replaced or deleted during a change")
 
     def scrub(self) -> None:
-        """Leave nothing of erased rows in the database's journal, as far as other readers allow."""
+        """Purge erased rows from the database's journal, as far as other readers allow."""
         self._look(
             lambda cache: cache.reset("sqlite_wal_checkpoint", "TRUNCATE", update=False), None
         )
 
     def close(self) -> None:
-        """Close the database; idempotent. A closed one is empty and can't be changed."""
+        """Close the database; idempotent. A closed database is empty and can't be changed."""
         with self._lock, self._looking:
             self._is_closed = True
             self._let_go()
@@ -189,7 +199,11 @@ class Rows:
                 shutil.rmtree(self._private, ignore_errors=True)
 
     def at_thread_end(self) -> None:
-        """Close this thread's connection: it is part of a cycle, and would stay open with its memory until Python looks for garbage."""
+        """Close this thread's connection.
+
+        It is part of a reference cycle, and would stay open, with its memory, until Python collects
+        garbage.
+        """
         with self._looking, suppress(*FAULTS):
             if self._cache is not None:
                 self._cache.close()
@@ -198,10 +212,13 @@ class Rows:
         if self._cache is not None:
             self._cache.close()
             Rows._has_garbage = True
-        self._cache = None  # what other threads have open goes with it, when Python collects it
+        self._cache = None  # connections of other threads close when Python collects it
 
     def _look(self, action: Callable[[Any], T], default: T) -> T:
-        """Read from the database, or what the change under way has made of it; only there faults are raised."""
+        """Read from the database and return ``default`` on a fault.
+
+        Inside a change, read its uncommitted state and raise faults.
+        """
         if getattr(self._mine, "cache", None) is not None:
             return action(self._mine.cache)
         try:
@@ -226,7 +243,7 @@ class Rows:
             return default
 
     def _healed(self) -> Any:
-        """Return the database that is there now, opened unless it is open."""
+        """Return the current database, opened if needed."""
         if self._is_closed:
             raise OSError("the store is closed")
         if self._cache is None or self._file != self._there():
@@ -234,7 +251,10 @@ class Rows:
         return self._cache
 
     def _is_stuck(self) -> bool:
-        """Whether SQLite can't open the database because it can write nothing there: the copy of it can be read."""
+        """Whether SQLite can't open the database because the disk takes no writes.
+
+        A copy of the database can be read then.
+        """
         with suppress(OSError):
             disk = os.statvfs(self._folder)
             return not self._private and (
@@ -243,7 +263,10 @@ class Rows:
         return False
 
     def _there(self) -> object:
-        """Return what tells the database that is there from another one; of a source that is read, what changes with it."""
+        """Return the identity of the database's files: device and inode.
+
+        For a read-only source, modification time and size are included.
+        """
         found = []
         for path in self._watched:
             with suppress(OSError):
@@ -253,14 +276,14 @@ class Rows:
         return found
 
     def _open(self) -> None:
-        """Open the database, made anew where there is none or a damaged one."""
+        """Open the database; create it if it is missing or damaged."""
         self._let_go()
         known, there = self._file, self._there()
         if (self._source or self._folder).is_symlink():
             raise OSError("its folder is a link")
         if self._source is not None:
             self._copy(self._source)
-        elif known is None:  # a directory that is taken away is not made again: it may be a mount
+        elif known is None:  # a removed directory is not created again: it may be a mount
             self._folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with locked(self._folder.parent / "lock"):
             if there != known:
@@ -277,7 +300,10 @@ class Rows:
         self._cache, self._file, self._has_warned = cache, file, False
 
     def _copy(self, source: Path) -> None:
-        """Copy a database and its journal without changing anything beside them; what changes meanwhile is copied at the next call."""
+        """Copy a database and its journal without changing anything beside them.
+
+        Changes made meanwhile are copied at the next call.
+        """
         shutil.rmtree(self._folder, ignore_errors=True)
         self._folder.mkdir(mode=0o700, parents=True)
         for name in FILES:
@@ -295,7 +321,7 @@ _all: weakref.WeakSet[Rows] = weakref.WeakSet()
 
 
 def _let_all_go() -> None:
-    """Close all connections: one is part of a cycle, so letting go of it is not enough."""
+    """Close all connections; they are parts of reference cycles, so garbage is collected, too."""
     for rows in list(_all):
         with rows._looking:
             rows._let_go()
@@ -303,17 +329,22 @@ def _let_all_go() -> None:
 
 
 def _before_fork() -> None:
-    """Wait for changes and looks under way, and close all connections: a child that inherited their locks could never write."""
+    """Wait for changes and looks under way, and close all connections.
+
+    A child that inherited their locks could never write.
+    """
     for rows in list(_all):
         if rows._lock.acquire(timeout=BUSY_S) and rows._looking.acquire(timeout=BUSY_S):
             rows._let_go()
     if Rows._has_garbage:
-        gc.collect()  # a connection is part of a cycle: a child that inherited one would close it, and damage the database
+        # A connection is part of a reference cycle. A child that inherited it would close it, and
+        # damage the database.
+        gc.collect()
         Rows._has_garbage = False
 
 
 def _after_fork() -> None:
-    """Go on in the parent; in the child the locks are free."""
+    """Release the locks in the parent; in the child they are free."""
     for rows in list(_all):
         for lock in (rows._looking, rows._lock):
             with suppress(RuntimeError):  # it was not acquired in time

@@ -1,12 +1,14 @@
-"""Rows that machines share: each has a copy of them, and all follow one journal.
+"""Rows that machines share: every machine has a copy, and all copies follow a journal.
 
-An entry of the journal is a change: rows by name. It is written under the next number, and a blob is written once, so one writer has it;
-who comes second undoes its change, follows, and makes it again. Each entry names the digest of the one before it, and the first one is
-random, so who follows a journal that was lost and begun anew sees that, and begins anew as well.
+An entry of the journal is a change: rows by name. It is written under the next number. A blob can
+be written only once, so a single writer gets the number. The loser rolls back its change, applies
+the winner's entry and retries. An entry names the digest of the entry before it, and the first
+entry is random. So a copy notices a journal that was lost and begun anew, and begins anew as well.
 
-From time to time all rows are written down as a snapshot, for who begins, and entries before it are erased: the first never, the others in
-their order. So if the entry that a copy is at is there, none behind it was erased. The more rows, the more entries come before the next
-snapshot: all together cost a few times what writing the rows once does.
+From time to time all rows are written as a snapshot, for new copies, and earlier entries are erased
+in their order, except for the first. So if the entry that a copy is at exists, no later entry was
+erased. The interval between snapshots grows with the number of rows: all snapshots together cost a
+few times a single write of the rows.
 """
 
 from __future__ import annotations
@@ -32,32 +34,34 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 FRESH_S = 1.0
-"""Seconds for which a copy is looked at without following the journal: what another machine erases is not answered for longer."""
-AGAIN_S = 5.0  # after a fault, seconds until the journal is asked again
-PAUSE_S = 0.25  # at most, before a change is made again
+"""Seconds that a copy is used without following the journal: the delay of erasures elsewhere."""
+AGAIN_S = 5.0  # seconds after a fault until the journal is read again
+PAUSE_S = 0.25  # longest pause before a change is retried
 ROUNDS = 10  # times that a copy begins anew before it gives up
-ATTEMPTS = 100  # times that a change is made that others come before
-PER_SNAPSHOT = 512  # entries between snapshots, at least; of many rows,
-ROWS_PER_ENTRY = 64  # rows for each of these entries
+ATTEMPTS = 100  # times that a change is made if other writers come first
+PER_SNAPSHOT = 512  # least number of entries between snapshots
+ROWS_PER_ENTRY = 64  # rows per entry between snapshots, if there are many rows
 AT_ONCE = 2**14  # rows up to which an erasure is followed by a snapshot, about a second's work
-PER_PART, PER_LOOK = 2**14, 256  # rows of a part; rows read while nobody else can look
-PLACE = "j"  # the row that says where a copy is
+PER_PART, PER_LOOK = 2**14, 256  # rows of a part; rows read under a lock
+PLACE = "j"  # the row with the place of a copy
 
 
 class SharedRows(Rows):
-    """A copy of shared rows, at most :data:`FRESH_S` behind. While nobody can know what was erased elsewhere, it counts as empty.
+    """Copy of shared rows, at most :data:`FRESH_S` behind.
+
+    The copy counts as empty as long as erasures elsewhere can't be known.
 
     Parameters
     ----------
     folder, seal, read_only, durable, begin
-        As for :class:`~kvrag.store.catalog.rows.Rows`, of the copy.
+        As for :class:`~kvrag.store.catalog.rows.Rows`, for the copy.
     journal
-        What the copies follow.
+        The journal that all copies follow.
     changed
-        Told the names of rows that are no more.
+        Called with the names of removed rows.
     """
 
-    pause_s = 300.0  # each change is one of all machines
+    pause_s = 300.0  # a change concerns all machines
 
     def __init__(
         self,
@@ -78,7 +82,10 @@ class SharedRows(Rows):
         self.read_only = read_only
 
     def change(self, action: Callable[[], T]) -> T:
-        """Make a change here and in the journal, or nowhere; see :meth:`Rows.change`. ``action`` may run several times."""
+        """Make a change both here and in the journal, or not at all; see :meth:`Rows.change`.
+
+        ``action`` may run several times.
+        """
         if getattr(self._mine, "cache", None) is not None:
             return action()
         for attempt in range(ATTEMPTS):
@@ -86,9 +93,8 @@ class SharedRows(Rows):
                 self._follow()
                 with suppress(Behind):
                     return super().change(partial(self._noted, action))
-                time.sleep(
-                    random.uniform(0, min(PAUSE_S, 0.002 * 2**attempt))
-                )  # or who was first is first again
+                # Random, or the same writer is first again.
+                time.sleep(random.uniform(0, min(PAUSE_S, 0.002 * 2**attempt)))
             except StoreError:
                 raise
             except OSError as error:
@@ -98,7 +104,7 @@ class SharedRows(Rows):
         raise StoreError("the shared KV store is changed by too many at once; try again later")
 
     def delete(self, name: str) -> None:
-        """Remove a row, inside :meth:`change`; absent ones are fine."""
+        """Remove a row if it exists, inside :meth:`change`."""
         super().delete(name)
         self._note({name: None})
 
@@ -109,20 +115,21 @@ class SharedRows(Rows):
             self._mine.noted, self._mine.is_whole = {}, True
 
     def scrub(self) -> None:
-        """Leave nothing of erased rows: here, and in the journal, which keeps them until the next snapshot where the catalog is large."""
+        """Purge erased rows here and in the journal.
+
+        In a large catalog, the journal keeps them until the next snapshot.
+        """
         super().scrub()
         is_small = self._look(len, AT_ONCE + 1) <= AT_ONCE
         with suppress(OSError):
             for _ in range(ROUNDS if is_small else 0):
-                self.change(
-                    partial(self._note, {"": None})
-                )  # the last entry stays: let it be one that names nothing
+                # The last entry stays, so it must not name an erased row.
+                self.change(partial(self._note, {"": None}))
                 with suppress(Behind):
                     self._snapshot()
                     break
-                time.sleep(
-                    random.uniform(0, PAUSE_S)
-                )  # what others write down may have begun before the erasure
+                # Another writer's snapshot may have begun before the erasure.
+                time.sleep(random.uniform(0, PAUSE_S))
 
     def close(self) -> None:
         """Close the copy; idempotent."""
@@ -138,7 +145,7 @@ class SharedRows(Rows):
             self._mine.noted |= rows
 
     def _noted(self, action: Callable[[], T]) -> T:
-        """Do what changes rows, and write what it has changed to the journal; what it raises undoes the change here."""
+        """Run ``action`` and append its changes to the journal; an exception undoes them here."""
         self._mine.noted, self._mine.is_whole, place = {}, False, _place_of(self._mine.cache)
         try:
             result = action()
@@ -149,7 +156,7 @@ class SharedRows(Rows):
             place = self._journal.append(place, rows, is_whole=is_whole)
             self._mine.cache.set(PLACE, json.dumps(place))
             if place.number % _interval(len(self._mine.cache)) == 0:
-                with suppress(RuntimeError):  # no thread can be had
+                with suppress(RuntimeError):  # no thread can be started
                     POOL.submit(self._try_snapshot)
         return result
 
@@ -159,11 +166,11 @@ class SharedRows(Rows):
         return super()._look(action, default)
 
     def _is_fresh(self) -> bool:
-        """Follow the journal if that is due; whether this copy is as fresh as it must be."""
+        """Follow the journal if that is due; return whether this copy is fresh enough."""
         asked = time.monotonic()
         if asked - self._fresh_s <= FRESH_S:
             return True
-        with self._following:  # while another thread followed, or has found that it can't
+        with self._following:  # meanwhile another thread may have followed, or failed to
             if self._fresh_s >= asked:
                 return True
             if time.monotonic() < self._again_s:
@@ -182,7 +189,7 @@ class SharedRows(Rows):
             return True
 
     def _follow(self) -> None:
-        """Take over what others have changed; raises ``OSError``."""
+        """Apply the changes of other writers; raises ``OSError``."""
         with self._following:
             start = time.monotonic()
             for _ in range(ROUNDS):
@@ -192,7 +199,7 @@ class SharedRows(Rows):
         raise OSError("its journal changes faster than it can be followed")
 
     def _is_at_the_end(self) -> bool:
-        """Take over what is behind this copy's place; whether nothing came between."""
+        """Apply the entries after this copy's place; return ``False`` if it had to begin anew."""
         here = super()._look(_place_of, Place(0, ""))
         try:
             if not here.number:
@@ -209,7 +216,10 @@ class SharedRows(Rows):
         return True
 
     def _take(self, here: Place, place: Place, parts: Iterable[Changed], *, is_whole: bool) -> None:
-        """Change rows here; raises ``Behind`` if this copy is elsewhere by now: other threads and processes follow, too."""
+        """Apply changes at ``here`` and move this copy to ``place``.
+
+        Raises ``Behind`` if the copy has moved: other threads and processes follow, too.
+        """
 
         def take() -> set[str]:
             cache, gone = self._mine.cache, set[str]()
@@ -236,12 +246,19 @@ class SharedRows(Rows):
             self._snapshot()
 
     def _snapshot(self) -> None:
-        """Write all rows down; raises ``OSError`` if they can't be read or written, and ``Behind`` if others do so at the same time."""
+        """Write a snapshot of all rows.
+
+        Raises ``OSError`` if they can't be read or written, and ``Behind`` if another writer makes
+        a snapshot at the same time.
+        """
         place = super()._look(_place_of, Place(0, ""))
         self._journal.snapshot(place, self._parts(place))
 
     def _pages(self, size: int) -> Iterator[dict[str, str]]:
-        """Yield all rows as they are stored, some at a time: others may change them meanwhile. Raises ``OSError``."""
+        """Yield all rows as they are stored, ``size`` at a time; raises ``OSError``.
+
+        Rows may change meanwhile.
+        """
 
         def begin(cache: Any) -> Any:
             self._reading = cache, iter(cache)
@@ -266,7 +283,7 @@ class SharedRows(Rows):
         super()._let_go()
 
     def _parts(self, since: Place) -> Iterator[Changed]:
-        """Yield all rows; raises ``OSError`` unless they are those of a copy that is at a place or behind it."""
+        """Yield all rows in parts; raises ``OSError`` if the copy is at a place before that."""
         part, place = Changed(), Place(0, "")
         for page in self._pages(PER_LOOK):
             place = _place_of(page) if PLACE in page else place
@@ -280,7 +297,10 @@ class SharedRows(Rows):
 
 
 def _interval(rows: int) -> int:
-    """Return the number of entries between snapshots: a power of two, so that nearly all who count rows agree on it."""
+    """Return the number of entries between snapshots.
+
+    It is a power of two, so that nearly all copies agree on it.
+    """
     return max(PER_SNAPSHOT, 1 << (rows // ROWS_PER_ENTRY).bit_length())
 
 
