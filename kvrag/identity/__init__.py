@@ -1,10 +1,10 @@
-"""Identity: everything that changes KV, in one digest per model and one key per chunk.
+"""Identity: a digest per model, and a key per chunk, of everything that changes KV.
 
 ::
 
     config, tokenizer, attention ─▶ describe ─┐
     files, hub commit, tensors ──▶ weights ───┼─▶ model (LiveIdentity) ─▶ fingerprint ─▶ chunk_key
-    layers of peft ──────────────▶ adapters ──┘   asks again per request
+    layers of peft ──────────────▶ adapters ──┘   checked again at every request
 
 May import ``types``, ``errors``, ``config`` and ``threads``. Never imports transformers or peft.
 """

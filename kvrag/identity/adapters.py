@@ -1,7 +1,7 @@
-"""The active adapters of a model (``peft``), and their content.
+"""Active adapters of a model (``peft``), and their content.
 
-An adapter is identified by its tensors and scalings, never by its name. ``peft`` is not imported here: if a model has its layers, it has
-been imported.
+An adapter is identified by its tensors and scalings, never by its name. ``peft`` is not imported
+here: if a model has its layers, it has been imported.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ PROVEN = (
     "TRAINABLE_TOKENS",
     "VERA",
 )
-"""Values of ``peft_type`` whose layers treat each row independently of the others, each covered by ``tests/test_adapters.py``."""
+"""Values of ``peft_type`` whose layers treat each row independently.
+
+``tests/test_adapters.py`` covers all of them.
+"""
 
 BASE_CHILDREN = ("base_layer", "original_module", "token_adapter")
 """Names under which an adapter's layer keeps the module that it wraps."""
@@ -38,11 +41,14 @@ _STATE = ("training", "merged_adapters", "kwargs")
 """Attributes of an adapter's layer that are not settings of one adapter."""
 
 PLAIN = (bool, int, float, str, tuple, list, type(None))
-"""Types of settings whose repr is their value; that of other objects may contain an address."""
+"""Types of settings with a repr that is their value; other reprs may contain an address."""
 
 
 def unwrap(model: Any) -> Any:
-    """Return the transformers model inside a ``PeftModel``, and anything else as it is; raise as :func:`check_adapters`."""
+    """Return the transformers model inside a ``PeftModel``, and anything else as it is.
+
+    Raises as :func:`check_adapters`.
+    """
     peft = sys.modules.get("peft")
     if peft is None or not isinstance(model, (peft.PeftModel, peft.PeftMixedModel)):
         return model
@@ -51,20 +57,24 @@ def unwrap(model: Any) -> Any:
 
 
 def check_adapters(model: Any) -> None:
-    """Raise :class:`UnsupportedModelError` if reuse is not proven for an adapter, as where it sees more than one row."""
+    """Raise :class:`UnsupportedModelError` if reuse is not proven for a type of adapter.
+
+    An example is an adapter that sees more than a single row.
+    """
     for name, config in (getattr(model, "peft_config", None) or {}).items():
         kind = str(getattr(config.peft_type, "value", config.peft_type))
         if getattr(config, "alora_invocation_tokens", None):
             kind = "activated LoRA (alora_invocation_tokens)"
         if kind not in PROVEN:
             raise UnsupportedModelError(
-                f"the adapter {name!r} is of type {kind}, for which reuse is not proven exact; use one of {', '.join(PROVEN)}, or merge "
+                f"the adapter {name!r} is of type {kind}, for which reuse is not proven exact; "
+                f"use one of {', '.join(PROVEN)}, or merge "
                 "it into the weights first (merge_and_unload)"
             )
 
 
 def layer_types() -> tuple[type, ...]:
-    """Classes of peft's layers that wrap one of the model's; peft must have been imported."""
+    """Return the classes of peft's layers that wrap a model's layer; peft must be imported."""
     peft: Any = sys.modules["peft"]
     return (peft.tuners.tuners_utils.BaseTunerLayer, peft.utils.other.AuxiliaryTrainingWrapper)
 
@@ -79,14 +89,15 @@ def adapter_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def plain_name(name: str) -> str:
-    """Name that a module or tensor has in the same model without adapters."""
+    """Return the name that a module or tensor has in the same model without adapters."""
     return ".".join(part for part in name.split(".") if part not in BASE_CHILDREN)
 
 
 def state_of(layer: Any) -> tuple[tuple[str, ...], str]:
-    """Return the adapters that a layer will apply in its next forward, in order, and ``"unmerges"`` if it will also unmerge.
+    """Return the adapters that a layer will apply in its next forward, in order, and a note.
 
-    A merged adapter is part of the base weights. A layer that is disabled while merged unmerges in its next forward, so it will compute
+    The note is ``"unmerges"`` if the layer will also unmerge. A merged adapter is part of the base
+    weights. A layer that is disabled while merged unmerges in its next forward, so it will compute
     with other weights.
     """
     if layer.merged_adapters:
@@ -95,7 +106,10 @@ def state_of(layer: Any) -> tuple[tuple[str, ...], str]:
 
 
 def adapters_digest(model: torch.nn.Module) -> str:
-    """Digest of the active adapters' tensors, scalings and settings, in their order and without their names; empty if none is active."""
+    """Return a digest of the active adapters' tensors, scalings and settings.
+
+    Their order counts, their names don't. It is empty if no adapter is active.
+    """
     fields: dict[str, bytes] = {}
     for name, layer in adapter_layers(model):
         names, note = state_of(layer)
@@ -108,7 +122,7 @@ def adapters_digest(model: torch.nn.Module) -> str:
 
 
 def settings_of(layer: Any, adapter: str) -> Iterator[tuple[str, Any]]:
-    """Yield everything that a layer keeps under an adapter's name: plain values, tensors and modules."""
+    """Yield everything that a layer keeps under an adapter's name: values, tensors and modules."""
     for name, value in vars(layer).items():
         if (
             type(value) is dict
@@ -123,7 +137,7 @@ def settings_of(layer: Any, adapter: str) -> Iterator[tuple[str, Any]]:
 
 
 def _content(layer: Any, adapter: str) -> bytes:
-    """Canonical bytes of one adapter in one layer; empty if the layer has nothing of it."""
+    """Return the canonical bytes of an adapter in a layer; empty if the layer has no part of it."""
     fields = dict[str, bytes]()
     for name, value in settings_of(layer, adapter):
         if isinstance(value, torch.nn.Module):

@@ -1,4 +1,4 @@
-"""Texts that describe a loaded model for its fingerprint: config, RoPE, attention, quantisation, tokenizer."""
+"""Descriptions of a loaded model for its fingerprint, from config to tokenizer."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ _NO_EFFECT = frozenset({"training", "layer_idx", "attention_dropout", "dropout"}
 
 
 def config_text(config: Any) -> str:
-    """Config as JSON, without volatile entries at any depth."""
+    """Return the config as JSON, without volatile entries at any depth."""
     return _json(_settled(config.to_dict()))
 
 
 def rope_text(config: Any) -> str:
-    """RoPE parameters as JSON."""
+    """Return the RoPE parameters as JSON."""
     text = config.get_text_config()
     return _json(
         {name: value for name in _ROPE if (value := getattr(text, name, None)) is not None}
@@ -60,7 +60,10 @@ def rope_text(config: Any) -> str:
 
 
 def attention_text(model: torch.nn.Module) -> str:
-    """Class and plain settings of each attention layer as they are in the model: windows, scales, soft caps, kinds."""
+    """Return the class and plain settings of all attention layers as JSON.
+
+    The settings are as they are in the model: windows, scales, soft caps, kinds.
+    """
     layers = []
     for name, module in model.named_modules():
         if type(module).__name__.endswith("Attention"):
@@ -76,7 +79,7 @@ def attention_text(model: torch.nn.Module) -> str:
 
 
 def quantisation_text(config: Any) -> str:
-    """Quantisation method and parameters as JSON; empty for plain weights."""
+    """Return quantisation method and parameters as JSON; empty for plain weights."""
     found = getattr(config, "quantization_config", None)
     return (
         ""
@@ -86,14 +89,15 @@ def quantisation_text(config: Any) -> str:
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
-    """SHA-256 (hex) of everything in a tokenizer that decides the ids of a text.
+    """Return the SHA-256 (hex) of everything in a tokenizer that decides the ids of a text.
 
-    The chat template is not part of it: its output is text, whose ids are in the prefix.
+    The chat template is not part of it: its output is text, and the ids of that text are in the
+    prefix.
     """
     names = ("bos_token_id", "eos_token_id", "add_bos_token")
     parts: dict[str, Any] = {"special": {name: getattr(tokenizer, name, None) for name in names}}
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None:  # the whole tokenizer, whatever Python class wraps it
+    if backend is not None:  # the whole tokenizer, in any Python class
         state = json.loads(backend.to_str())
         del state["padding"], state["truncation"]  # each call of the tokenizer sets these two
         parts["backend"] = state
@@ -108,7 +112,10 @@ def tokenizer_digest(tokenizer: Any) -> str:
 
 
 def _vocabulary_files(tokenizer: Any) -> list[str]:
-    """Digests of the files that a slow tokenizer saves, the only common form of its merges and sentence models."""
+    """Return digests of the files that a slow tokenizer saves.
+
+    They are the only common form of its merges and sentence models.
+    """
     with tempfile.TemporaryDirectory() as folder:
         try:
             tokenizer.save_vocabulary(folder)
@@ -128,7 +135,7 @@ def _settled(value: Any) -> Any:
 
 
 def _json(value: Any) -> str:
-    """JSON with sorted names; sets as sorted lists, and what JSON has no form for as a string."""
+    """Return JSON with sorted names; sets become sorted lists, other foreign values strings."""
 
     def plain(value: Any) -> Any:
         return sorted(map(str, value)) if isinstance(value, (set, frozenset)) else str(value)

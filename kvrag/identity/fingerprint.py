@@ -1,8 +1,10 @@
-"""Keys: everything that changes KV is part of one digest.
+"""Keys and fingerprints: digests of everything that changes KV.
 
-A chunk's identity is the model's fingerprint, namespace, prefix, context, token ids and ``kv_dtype``. The canonical form is part of the
-format: a sequence of ``tag, length, bytes`` (so that no field can imitate another), hashed with SHA-256 under a domain tag that holds the
-format version. Stored digests name their hash (``sha256:...``); a key, which is also a file name, is the bare 64 hex digits.
+A chunk's identity is the model's fingerprint, namespace, prefix, context, token ids and
+``kv_dtype``. The canonical form is part of the format: a sequence of ``tag, length, bytes`` (so
+that no field can imitate another), hashed with SHA-256 under a domain tag that holds the format
+version. Stored digests name their hash (``sha256:...``); a key, which is also a file name, is the
+bare 64 hex digits.
 """
 
 from __future__ import annotations
@@ -15,15 +17,15 @@ from functools import lru_cache
 
 from kvrag.types import ChunkIdentity, ChunkKey
 
-FORMAT_VERSION = (
-    4  # version of the stored bytes and of the keys; any change of either needs a new number
-)
+# Version of the stored bytes and of the keys; any change of either needs a new number.
+FORMAT_VERSION = 4
 
 
 def canonical(fields: Mapping[str, bytes]) -> bytes:
     """Encode named fields so that different fields never give the same bytes.
 
-    Each field is ``u32 length of tag, tag, u64 length of value, value``, little endian, in the order of the tags.
+    A field is ``u32 length of tag, tag, u64 length of value, value``, little endian; fields are in
+    the order of their tags.
     """
     parts = []
     for tag in sorted(fields):
@@ -33,14 +35,14 @@ def canonical(fields: Mapping[str, bytes]) -> bytes:
 
 
 def key_digest(domain: str, fields: Mapping[str, bytes]) -> str:
-    """SHA-256 (64 hex digits) of the canonical fields under a domain tag."""
+    """Return the SHA-256 (64 hex digits) of the canonical fields under a domain tag."""
     return hashlib.sha256(
         canonical({**fields, "\0domain": f"kvrag/{FORMAT_VERSION}/{domain}".encode()})
     ).hexdigest()
 
 
 def digest(domain: str, fields: Mapping[str, bytes]) -> str:
-    """As :func:`key_digest`, with the name of the hash: ``sha256:...``."""
+    """Return :func:`key_digest` with the name of the hash: ``sha256:...``."""
     return "sha256:" + key_digest(domain, fields)
 
 
@@ -48,11 +50,13 @@ def digest(domain: str, fields: Mapping[str, bytes]) -> str:
 class ModelIdentity:
     """Everything about a loaded model and its tokenizer that changes the KV of a text.
 
-    ``weights``: a hub commit, or digests of files or tensors (:mod:`kvrag.identity.weights`). ``tokenizer``: digest of vocabulary, merges,
-    special tokens and normalizer. ``regime``: where RoPE angles depend on the prompt's length, the lengths that stored keys hold for.
-    ``dtype``: that of the computation. ``adapters``: digest of the active adapters. ``extra_keys``: the user's own; KV is shared only where
-    they are equal. ``config``, ``rope``, ``attention`` (each layer's) and ``quantisation`` are JSON (:mod:`kvrag.identity.describe`).
-    Fields that don't apply are empty.
+    ``weights`` is a hub commit, or a digest of files or tensors (:mod:`kvrag.identity.weights`).
+    ``tokenizer`` is a digest of vocabulary, merges, special tokens and normalizer. ``regime`` gives
+    the prompt lengths that stored keys hold for, where RoPE angles depend on the length. ``dtype``
+    is the dtype of the computation. ``adapters`` is a digest of the active adapters. ``extra_keys``
+    are the user's own; KV is shared only where they are equal. ``config``, ``rope``, ``attention``
+    (of every layer) and ``quantisation`` are JSON (:mod:`kvrag.identity.describe`). Fields that
+    don't apply are empty.
     """
 
     weights: str
@@ -68,7 +72,10 @@ class ModelIdentity:
 
     @property
     def fingerprint(self) -> str:
-        """Digest of all fields, ``sha256:...``: the ``model`` of every :class:`~kvrag.types.ChunkIdentity`."""
+        """Digest of all fields, ``sha256:...``.
+
+        It is the ``model`` of every :class:`~kvrag.types.ChunkIdentity`.
+        """
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
         extra_keys = canonical(
             {name: value.encode() for name, value in fields.pop("extra_keys").items()}
@@ -80,32 +87,32 @@ class ModelIdentity:
 
 
 def ids_bytes(token_ids: Sequence[int]) -> bytes:
-    """Token ids as little-endian u32."""
+    """Return token ids as little-endian u32."""
     return struct.pack(f"<{len(token_ids)}I", *token_ids)
 
 
 def ids_digest(token_ids: Sequence[int]) -> str:
-    """Digest of a run of token ids, such as a prefix."""
+    """Return the digest of a run of token ids, such as a prefix."""
     return digest("ids", {"ids": ids_bytes(token_ids)})
 
 
 def context_digest(token_ids: Sequence[int]) -> str:
-    """Digest of what chunks are encoded behind besides the prefix; empty where that is nothing."""
+    """Return the digest of the context between prefix and chunks; empty without a context."""
     return digest("context", {"ids": ids_bytes(token_ids)}) if token_ids else ""
 
 
 def namespace_digest(namespace: str) -> str:
-    """Digest of a namespace's name; the name itself is not stored."""
+    """Return the digest of a namespace's name; the name itself is not stored."""
     return digest("namespace", {"name": namespace.encode()})
 
 
 def text_digest(text: str) -> str:
-    """SHA-256 (hex) of a stripped chunk text."""
+    """Return the SHA-256 (hex) of a stripped chunk text."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def content_key(identity: ChunkIdentity) -> str:
-    """Key of a chunk without its prefix and context."""
+    """Return the key of a chunk without its prefix and context."""
     names = ("model", "namespace", "kv_dtype")
     fields = {
         "ids": ids_bytes(identity.token_ids),
@@ -114,9 +121,9 @@ def content_key(identity: ChunkIdentity) -> str:
     return key_digest("content", fields)
 
 
-@lru_cache(maxsize=4096)  # one request asks for the same few keys several times
+@lru_cache(maxsize=4096)  # a request asks for the same few keys several times
 def chunk_key(identity: ChunkIdentity) -> ChunkKey:
-    """Key of a chunk behind its prefix and context."""
+    """Return the key of a chunk behind its prefix and context."""
     fields = {
         "content": content_key(identity),
         "prefix": identity.prefix,

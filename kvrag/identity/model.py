@@ -1,7 +1,8 @@
-"""The identity of a model in use. It follows adapters that are switched or merged and weights that are changed in place.
+"""Identity of a model in use, which follows switched or merged adapters and changed weights.
 
-Hashing weights takes seconds, so each request first makes a cheap check: are these the same tensors as last time, with torch's same count
-of in-place changes and the same values at a few places? Only if not is anything hashed again.
+Hashing weights takes seconds, so a request first makes a cheap check: are these the same tensors as
+last time, with the same counts of in-place changes in torch and the same values at a few places?
+Only if not is anything hashed again.
 """
 
 from __future__ import annotations
@@ -43,7 +44,10 @@ logger = logging.getLogger(__name__)
 SAMPLES = 16  # values per tensor that :func:`sample` reads
 
 _NUM_REMEMBERED = 8
-"""States of a model whose digests are remembered, so that switching between adapters hashes each of them once."""
+"""Number of states of a model with remembered digests.
+
+Switching between adapters hashes every adapter only once.
+"""
 
 
 def describe(
@@ -54,7 +58,10 @@ def describe(
     regime: str = "",
     extra_keys: Mapping[str, str] | None = None,
 ) -> ModelIdentity:
-    """Identify a loaded model and its tokenizer; ``weights`` is the identity of the weights without adapters."""
+    """Identify a loaded model and its tokenizer.
+
+    ``weights`` is the identity of the weights without adapters.
+    """
     return ModelIdentity(
         weights=weights,
         config=config_text(model.config),
@@ -70,9 +77,10 @@ def describe(
 
 
 def weights_digest(model: torch.nn.Module) -> str:
-    """Digest of a model's weights and buffers in memory, ``tensors:...``; the same with and without adapters attached.
+    """Return the digest of a model's weights and buffers in memory, ``tensors:...``.
 
-    They are hashed once: several engines of one model take seconds, and on a device a copy of all weights, only for the first.
+    Attached adapters don't change it. It is cached, so only the first engine of a model pays for
+    the hashing: seconds and, on a device, a copy of all weights.
     """
     start = time.perf_counter()
     added, moving = tuple(f"{name}." for name in _added_by_adapters(model)), _moving_buffers(model)
@@ -104,7 +112,10 @@ def _added_by_adapters(model: torch.nn.Module) -> Iterator[str]:
 
 
 def _moving_buffers(model: torch.nn.Module) -> set[str]:
-    """Names of buffers that the forward itself changes: RoPE angles of models that choose them by the prompt's length."""
+    """Return the names of buffers that the forward itself changes.
+
+    They hold the RoPE angles of models that choose them by the prompt's length.
+    """
     found = set()
     for name, module in model.named_modules():
         kinds = getattr(module, "rope_type", "default")
@@ -121,9 +132,10 @@ def _moving_buffers(model: torch.nn.Module) -> set[str]:
 
 
 class LiveIdentity:
-    """The fingerprint of a model as it is now.
+    """Current identity of a model.
 
-    ``identity`` is the one that it was loaded with; its ``weights`` hold until a weight is changed, and then the weights' content counts.
+    ``identity`` is the model's identity at load. Its ``weights`` hold until a weight changes; from
+    then on, the digest of the weights' content replaces them.
     """
 
     def __init__(self, model: Any, identity: ModelIdentity) -> None:
@@ -139,7 +151,7 @@ class LiveIdentity:
 
     @property
     def fingerprint(self) -> str:
-        """Fingerprint of the model as it is now; raises as :func:`~kvrag.identity.adapters.check_adapters`."""
+        """Current fingerprint; raises as :func:`~kvrag.identity.adapters.check_adapters`."""
         with self._lock, torch.no_grad():
             base, added = self._look()
             weights, adapters = self._weights.get(base), self._adapters.get(added)
@@ -162,7 +174,7 @@ class LiveIdentity:
 
     @property
     def portable(self) -> str:
-        """Digest of what is the same on every machine and with every version, as of the latest fingerprint."""
+        """Digest of the parts that no machine or version changes, as of the latest fingerprint."""
         names = ("weights", "dtype", "quantisation", "adapters")
         return digest("portable", {name: getattr(self._identity, name).encode() for name in names})
 
@@ -173,7 +185,10 @@ class LiveIdentity:
             return LiveIdentity(self._model, replace(self._identity, extra_keys=dict(extra_keys)))
 
     def _look(self) -> tuple[_Look, _Look]:
-        """Return the present state of the weights and of the adapters, in one loop without calls: it runs in every request."""
+        """Return the present state of the weights and of the adapters.
+
+        It is a single loop without recursion, because it runs in every request.
+        """
         types, moving = layer_types() if "peft" in sys.modules else (), self._moving
         weights, adapters = _Look(), _Look()
         stack: list[tuple[str, torch.nn.Module, _Look]] = [("", self._model, weights)]
@@ -198,14 +213,20 @@ class LiveIdentity:
 
 @dataclass(slots=True)
 class _Look:
-    """The state of some tensors: the objects, counts and values that change with them, and notes about their use."""
+    """State of some tensors: the objects, and a sample of their values.
+
+    ``notes`` has the counts of in-place changes, the addresses, and the use of adapters.
+    """
 
     tensors: list[torch.Tensor] = field(default_factory=list)
     notes: list[object] = field(default_factory=list)
     values: bytes = b""
 
     def count(self) -> None:
-        """Note the counts of in-place changes, the addresses, and a sample of the values. Changes through ``.data`` are not counted."""
+        """Note the counts of in-place changes, the addresses, and a sample of the values.
+
+        Changes through ``.data`` are not counted.
+        """
         plain: list[torch.Tensor] = []
         for tensor in self.tensors:
             plain += (
@@ -219,20 +240,19 @@ class _Look:
 
 
 class _Digests:
-    """Digests of the latest states of some tensors, and of the first, in which the model was loaded."""
+    """Digests of the latest states of some tensors, and of the first state, at load."""
 
     def __init__(self, look: _Look, digest: str) -> None:
         self._known: list[tuple[list[weakref.ref[torch.Tensor]], _Look, str]] = []
         self.add(look, digest)
 
     def get(self, look: _Look) -> str | None:
-        """Return the digest of a state whose tensors are the same objects, unchanged."""
+        """Return the digest of a state if it is known and has the same, unchanged tensors."""
         tensors = [id(tensor) for tensor in look.tensors]
         for refs, known, found in reversed(self._known):
             is_alike = (known.notes, known.values) == (look.notes, look.values)
-            if (
-                is_alike and [id(ref()) for ref in refs] == tensors
-            ):  # a dead one is None, whose id no tensor has
+            # A dead reference gives None, which has no tensor's id.
+            if is_alike and [id(ref()) for ref in refs] == tensors:
                 return found
         return None
 
@@ -246,7 +266,7 @@ class _Digests:
 
 
 def _note(layer: Any) -> object:
-    """Describe what a layer does with its adapters, tensors left out."""
+    """Describe the use that a layer makes of its adapters, without tensors."""
     names, note = state_of(layer)
     found = (
         (key, value)
@@ -259,11 +279,14 @@ def _note(layer: Any) -> object:
 
 
 _HASHED = weakref.WeakKeyDictionary[torch.nn.Module, _Digests]()
-"""What models' weights came to when they were last hashed."""
+"""Latest digests of models' weights."""
 
 
 def sample(tensors: list[torch.Tensor]) -> bytes:
-    """Read a few values of each plain tensor, spread evenly, with one copy to the host for each dtype and device."""
+    """Read a few values of every plain tensor, spread evenly.
+
+    There is a single copy to the host per dtype and device.
+    """
     groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for tensor in tensors:
         if size := tensor.numel():

@@ -1,7 +1,7 @@
-"""Digests of weights: by hub commit, by the content of the files (hashed once and remembered), or by the tensors in memory.
+"""Digests of weights: by hub commit, by the files' content (hashed once), or by tensors in memory.
 
-The names and the directory of the files don't count, so a copy of a model is the same model. The same weights in shards of another size or
-in another format are other files, and their KV is recomputed.
+The names and the directory of the files don't count, so a copy of a model is the same model. The
+same weights in other shards or another format are other files, and their KV is recomputed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ from kvrag.identity.fingerprint import digest
 logger = logging.getLogger(__name__)
 
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.gguf", "*.index.json", "adapter_config.json", "*.py")
-"""Files of a model's directory that are hashed: the weights, how shards fit together, and code that comes with the model."""
+"""Files of a model's directory that are hashed.
+
+They are the weights, the indexes of shards, an adapter's config, and the model's own code.
+"""
 
 NEUTRAL = {
     *(
@@ -48,26 +51,31 @@ NEUTRAL = {
     ),
     "trust_remote_code",
 }
-"""Options of ``from_pretrained`` that don't choose weights, or whose effect is in the loaded model's config."""
+"""Options of ``from_pretrained`` that don't choose weights.
 
-CACHE_VARIABLE = "KVRAG_CACHE_DIR"  # environment variable with the directory of what kvrag remembers for this user
-_LARGE = (
-    2**20
-)  # digests of smaller files are not remembered: reading them takes no longer than looking them up
+Some have an effect, but it is in the loaded model's config.
+"""
+
+CACHE_VARIABLE = "KVRAG_CACHE_DIR"  # environment variable with kvrag's cache directory
+# Bytes; for smaller files, reading takes no longer than looking up a remembered digest.
+_LARGE = 2**20
 _MAX_REMEMBERED = 1000
-_RACE_NS = 2_000_000_000  # a file changed this recently may change again within one tick of the file system's clock
+# A file changed this recently may change again within a tick of the file system's clock.
+_RACE_NS = 2_000_000_000
 
 
 def source_identity(path: str, *, commit: str | None, options: Mapping[str, Any]) -> str | None:
-    """Return a digest of where the weights come from; ``None`` if that does not determine them and they must be hashed.
+    """Return a digest of the weights' origin, or ``None`` if it does not determine them.
 
-    ``path`` is a local file or directory, or a model's name on the hub with its ``commit``; ``options`` are those of ``from_pretrained``.
+    Without a digest of their origin, the weights must be hashed. ``path`` is a local file or
+    directory, or a model's name on the hub with its ``commit``; ``options`` are options of
+    ``from_pretrained``.
     """
     try:
         chosen = json.dumps(
             {k: v for k, v in options.items() if k not in NEUTRAL and v is not None}, sort_keys=True
         )
-    except (TypeError, ValueError):  # an option that is an object
+    except (TypeError, ValueError):  # an option is an object
         return None
     if os.path.isdir(path):
         folder = Path(path) / str(options.get("subfolder") or "")
@@ -85,7 +93,7 @@ def source_identity(path: str, *, commit: str | None, options: Mapping[str, Any]
 
 
 def files_digest(files: Iterable[Path]) -> str:
-    """Digest of the contents of files, regardless of their names and order."""
+    """Return a digest of the contents of files, regardless of their names and order."""
     start = time.perf_counter()
     found = [_file_digest(file) for file in files]
     if (hashed := sum(num_bytes for _, num_bytes in found)) >= _LARGE:
@@ -99,7 +107,11 @@ def files_digest(files: Iterable[Path]) -> str:
 
 
 def _file_digest(file: Path) -> tuple[str, int]:
-    """SHA-256 (hex) of a file's content, and the number of bytes read; remembered under path, size, times and inode of the file."""
+    """Return the SHA-256 (hex) of a file's content, and the number of bytes read.
+
+    The digest is remembered under path, size, times and inode of the file; reading it again takes 0
+    bytes.
+    """
     stamp = _stamp(file)
     folder = cache_dir() / "file-digests"
     kept = (
@@ -123,13 +135,20 @@ def _file_digest(file: Path) -> tuple[str, int]:
 
 
 def _stamp(file: Path) -> tuple[int, ...]:
-    """Size, times and inode of a file; unlike the time of its content, the time of its inode can't be set back."""
+    """Return size, times, inode and device of a file.
+
+    Unlike the time of its content, the time of its inode can't be set back.
+    """
     status = file.stat()
     return (status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev)
 
 
 def cache_dir() -> Path:
-    """Directory of this user's cache: ``$KVRAG_CACHE_DIR``, or ``kvrag`` in the user's cache directory; without a home, a temporary one."""
+    """Return this user's cache directory of kvrag.
+
+    It is ``$KVRAG_CACHE_DIR``, else ``kvrag`` in the user's cache directory; without a home, a
+    temporary directory.
+    """
     if own := os.environ.get(CACHE_VARIABLE):
         return Path(own)
     base = os.environ.get("XDG_CACHE_HOME", "")
@@ -143,13 +162,15 @@ def cache_dir() -> Path:
 
 @cache
 def _private_folder() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(
-        prefix="kvrag-"
-    )  # private, because what is remembered is trusted
+    # Private, because remembered digests are trusted.
+    return tempfile.TemporaryDirectory(prefix="kvrag-")
 
 
 def keep(file: Path, text: str) -> bool:
-    """Write a file below :func:`cache_dir` whole or not at all, readable by its owner only; return whether it could be written."""
+    """Write a file below :func:`cache_dir` whole or not at all, readable by its owner only.
+
+    Returns whether it could be written.
+    """
     try:
         for folder in (cache_dir(), file.parent):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -170,13 +191,13 @@ def keep(file: Path, text: str) -> bool:
 
 
 def keep_name(fingerprint: str, name: str) -> None:
-    """Remember the name that a model was loaded by, for those who look at a store later."""
+    """Remember the name that a model was loaded by, for later readers of a store."""
     if kept_name(fingerprint) != name:
         keep(_name_file(fingerprint), name)
 
 
 def kept_name(fingerprint: str) -> str | None:
-    """Return the name that a model was loaded by last on this machine, by its fingerprint; ``None`` where nobody knows."""
+    """Return the name that a model was last loaded by, by its fingerprint, if it is known."""
     with contextlib.suppress(OSError, ValueError):
         return _name_file(fingerprint).read_text("utf-8")
     return None
@@ -187,12 +208,15 @@ def _name_file(fingerprint: str) -> Path:
 
 
 def is_packed(tensor: torch.Tensor) -> bool:
-    """Whether a tensor consists of several, as quantised weights do."""
+    """Whether a tensor consists of several tensors, as quantised weights do."""
     return hasattr(tensor, "__tensor_flatten__")
 
 
 def leaves(tensor: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the plain tensors that a tensor consists of, with their names: packed ones hold values, scales, zero points."""
+    """Yield the plain tensors that a tensor consists of, with their names.
+
+    Packed tensors hold values, scales and zero points.
+    """
     if not is_packed(tensor):
         yield "", tensor
     else:
@@ -201,18 +225,20 @@ def leaves(tensor: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def raw(tensor: torch.Tensor) -> memoryview:
-    """Bytes of a plain tensor; copied to the host if they are elsewhere."""
+    """Return the bytes of a plain tensor, copied to the host if they are elsewhere."""
     try:
-        return (
-            tensor.view(torch.uint8).numpy().data.cast("B")
-        )  # half the time of the general way below
+        # In half the time of the general way below.
+        return tensor.view(torch.uint8).numpy().data.cast("B")
     except (RuntimeError, TypeError):
         pass  # on a device, not contiguous, without dimensions or values
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
 
 
 def tensor_bytes(tensor: torch.Tensor) -> bytes:
-    """SHA-256 of a tensor's type, shape and values, the same wherever it is and however it is laid out."""
+    """Return the SHA-256 of a tensor's type, shape and values.
+
+    It is the same on every device and in every memory layout.
+    """
     total = hashlib.sha256(
         f"{type(tensor).__name__ if is_packed(tensor) else ''}{tuple(tensor.shape)}".encode()
     )
@@ -223,7 +249,10 @@ def tensor_bytes(tensor: torch.Tensor) -> bytes:
 
 
 def content_digest(tensors: Mapping[str, torch.Tensor]) -> str:
-    """SHA-256 (hex) of named tensors in any order; a tensor with several names is read once."""
+    """Return the SHA-256 (hex) of named tensors in any order.
+
+    A tensor with several names is read once.
+    """
     seen, total = dict[object, bytes](), hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         place: object = name

@@ -1,10 +1,12 @@
-"""The attention op in torch: few query rows at scattered positions, all keys, an exact limit per row.
+"""Attention in torch: few query rows at scattered positions, all keys, an exact limit per row.
 
-Row ``i`` sees key ``j`` iff ``j < prefix or lo[i] <= j <= hi[i]``. That is not what ``is_causal`` means when there are fewer rows than
-keys: a causal mask aligned bottom-right lets a repaired row see the future. Three paths, one result: one fused causal call where the
-rows are a whole prompt, or all but the short head of a long one, blocks of rows with the keys cut at the block's limits, and explicit
-probabilities where the model needs them (soft cap, sinks) or the caller wants them (the probe). A CUDA kernel of :mod:`kvrag_kernels`
-takes all but whole prompts and single rows.
+Row ``i`` sees key ``j`` iff ``j < prefix or lo[i] <= j <= hi[i]``. ``is_causal`` means something
+else when there are fewer rows than keys: a causal mask aligned bottom-right lets a repaired row see
+the future. Three paths give the same result: a fused causal call where the rows are a whole prompt,
+or all but the short head of a long prompt; blocks of rows with the keys cut at the block's limits;
+and explicit probabilities where the model needs them (soft cap, sinks) or the caller wants them
+(the probe). A CUDA kernel of :mod:`kvrag_kernels` takes everything but whole prompts and single
+rows.
 """
 
 from __future__ import annotations
@@ -20,14 +22,18 @@ from kvrag.model.rows import EVERYTHING, Block, Limits, Reach
 
 UNDERSTOOD = {"sliding_window", "position_ids", "cache_position", "dropout", "use_cache"}
 UNDERSTOOD |= {"output_attentions", "output_router_logits"}
-"""Options that change nothing here: limits come from the model's own mask, rows from Rows, and dropout is off outside training."""
+"""Options that change nothing here.
+
+Limits come from the model's own mask, rows from Rows, and dropout is off outside training.
+"""
 
 
 class Mass(NamedTuple):
-    """Collects attention mass of keys in ``total``, float32 ``(num_keys,)``.
+    """Collector of attention mass per key in ``total``, float32 ``(num_keys,)``.
 
-    Of a key it is the most that one of the last ``rows`` rows pays to it, in one of the query heads of a key head, summed over key heads. A
-    fact is read by a few heads at a few rows: a sum over all hides it behind keys that get a little from each.
+    The mass of a key is the largest probability that any of the last ``rows`` rows gives it in any
+    query head of a key head, summed over key heads. A fact is read by a few heads at a few rows: a
+    sum over all would hide it behind keys that get a little from every head and row.
     """
 
     total: torch.Tensor
@@ -35,7 +41,7 @@ class Mass(NamedTuple):
 
 
 class _Scores(NamedTuple):
-    """How a layer makes scores, as :func:`ragged_attention` takes it."""
+    """Options of a layer's scores, as in :func:`ragged_attention`."""
 
     scale: float
     reach: Reach
@@ -57,10 +63,11 @@ def ragged_attention(
 ) -> torch.Tensor:
     """Attend with an exact limit per row.
 
-    ``query`` is ``(B, H, R, D)``, ``keys`` and ``values`` are ``(B, H_kv, N, ·)``, ``H`` a multiple of ``H_kv``; the result is
-    ``(B, H, R, D_v)`` in the dtype of ``query``. ``limits`` and ``reach`` say which keys the rows see. With a ``softcap`` scores
-    become ``softcap · tanh(scores / softcap)`` (Gemma 2); ``sinks`` are a learned extra score per head, ``(H,)`` (GPT-OSS). The attention
-    of the last rows is added to ``mass``.
+    ``query`` is ``(B, H, R, D)``, ``keys`` and ``values`` are ``(B, H_kv, N, ·)``, ``H`` a multiple
+    of ``H_kv``; the result is ``(B, H, R, D_v)`` in the dtype of ``query``. ``limits`` and
+    ``reach`` say which keys the rows see. With a ``softcap``, scores become
+    ``softcap · tanh(scores / softcap)`` (Gemma 2); ``sinks`` are a learned extra score per head,
+    ``(H,)`` (GPT-OSS). The attention of the last rows is added to ``mass``.
     """
     is_plain = softcap is None and sinks is None
     if limits.padding is not None and mass is None and is_plain and reach.is_whole(limits.num_keys):
@@ -85,7 +92,7 @@ def _by_blocks(
     scores: _Scores,
     mass: Mass | None,
 ) -> torch.Tensor:
-    """Attend block by block: fused where nobody needs the probabilities."""
+    """Attend block by block, fused where the probabilities are not needed."""
     is_plain = scores.softcap is None and scores.sinks is None
     out = query.new_empty((*query.shape[:3], values.shape[-1]))
     weighed_from = query.shape[2] if mass is None else query.shape[2] - mass.rows
@@ -113,7 +120,10 @@ def _by_blocks(
 
 
 def _has_kernel(query: torch.Tensor, values: torch.Tensor) -> bool:
-    """Whether a CUDA kernel computes this: several rows, for torch's own kernels take one row without a mask."""
+    """Whether a CUDA kernel computes this.
+
+    Single rows are left to torch's own kernels, which take them without a mask.
+    """
     if not query.is_cuda or query.shape[2] == 1:
         return False
     import kvrag_kernels  # only where there is a CUDA device
@@ -129,7 +139,10 @@ def _by_kernel(
     scores: _Scores,
     mass: Mass | None,
 ) -> torch.Tensor:
-    """Attend in one launch for all rows, and collect mass in a second one; on other devices the same ops compute with torch."""
+    """Attend in a single launch for all rows, and collect mass in a second launch.
+
+    On other devices the same ops compute with torch.
+    """
     import kvrag_kernels
 
     hi, lo, tiles = limits.for_kernel(query, keys, scores.reach)
@@ -158,7 +171,10 @@ def fused_attention(
     scale: float,
     mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One SDPA call with the heads of a group packed as rows, so that K and V are never repeated; without a mask rows see all keys."""
+    """Call SDPA once, with the heads of a group packed as rows, so that K and V are not repeated.
+
+    Without a mask, rows see all keys.
+    """
     batch, heads, rows, dim = q.shape
     packed = q.reshape(batch, k.shape[1], heads // k.shape[1] * rows, dim)
     out = F.scaled_dot_product_attention(packed, k, v, attn_mask=mask, scale=scale)
@@ -166,15 +182,14 @@ def fused_attention(
 
 
 def _probabilities(q: torch.Tensor, k: torch.Tensor, block: Block, how: _Scores) -> torch.Tensor:
-    """Softmax in float32 over the visible keys, ``(B, H_kv, G · R, keys)``."""
+    """Return the float32 softmax over the visible keys, ``(B, H_kv, G · R, keys)``."""
     batch, heads, rows, dim = q.shape
     packed = q.reshape(batch, k.shape[1], heads // k.shape[1] * rows, dim)
     scores = torch.matmul(packed * how.scale, k.transpose(-1, -2)).float()
     if how.softcap is not None:
         scores = how.softcap * torch.tanh(scores / how.softcap)
-    if (
-        block.mask is not None
-    ):  # only where a limit cuts: most of a probe's keys are seen by every row
+    # Only where a limit cuts: every row sees most of a probe's keys.
+    if block.mask is not None:
         scores[..., block.sure :] += block.mask[:, block.sure :]
     if how.sinks is None:
         return torch.softmax(scores, dim=-1)
@@ -184,8 +199,9 @@ def _probabilities(q: torch.Tensor, k: torch.Tensor, block: Block, how: _Scores)
 
 
 def largest(probabilities: torch.Tensor, kv_heads: int, rows: int, skip: int) -> torch.Tensor:
-    """Return the largest probability over the rows from ``skip`` on and the query heads of a key head, ``(B, H_kv, keys)``.
+    """Return the largest probabilities of the keys per key head, ``(B, H_kv, keys)``.
 
+    The maximum is over the rows from ``skip`` on and the query heads of the key head.
     ``probabilities`` are ``(B, H, R, keys)``, or packed as ``(B, H_kv, H / H_kv · R, keys)``.
     """
     by_row = probabilities.reshape(len(probabilities), kv_heads, -1, rows, probabilities.shape[-1])
@@ -197,7 +213,10 @@ def refuse_unknown(
     others: Mapping[str, object],
     then: str = "the model is answered by full computation",
 ) -> None:
-    """Raise ``UnsupportedModelError`` for options that may change the attention; ``then`` says what is left."""
+    """Raise ``UnsupportedModelError`` for options that may change the attention.
+
+    ``then`` ends the message: the consequence, or the remedy.
+    """
     known = UNDERSTOOD | {"is_causal"}
     unknown = [
         name
@@ -208,5 +227,6 @@ def refuse_unknown(
         unknown.append("is_causal=False")
     if unknown:
         raise UnsupportedModelError(
-            f"{type(module).__name__} passes {', '.join(sorted(unknown))} to its attention function, which kvrag doesn't apply; {then}"
+            f"{type(module).__name__} passes {', '.join(sorted(unknown))} to its attention "
+            f"function, which kvrag doesn't apply; {then}"
         )

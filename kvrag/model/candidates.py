@@ -1,9 +1,11 @@
-"""Where a decoder keeps its attention, where position-free keys may be taken from it, and how it may rotate them.
+"""Candidates of a decoder: its attention modules, sources of position-free keys, and rotations.
 
-Structure gives candidates, never proof: :mod:`.traits` finds out which of them hold for a layer.
+Structure gives candidates, not proof: :mod:`.traits` finds out which of them hold for a layer.
 
-* A **key source** is a submodule of the attention whose output holds the keys before they are rotated, and the layout of that output.
-* A **rotation** is a source of tables (a rotary module, or a buffer of sinusoids) with a rotation of the modelling module.
+* A **key source** is the output of a submodule of the attention, which holds the keys before
+  rotation, with the layout of this output.
+* A **rotation** is a source of tables (a rotary module, or a buffer of sinusoids) with a rotation
+  of the modelling module.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ SOURCE_NAMES = (
     "Wqkv",
     "c_attn",
 )
-"""Last modules that shape keys before they are rotated; a norm comes after its projection."""
+"""Last modules that shape keys before rotation; a norm comes after its projection."""
 
 Layout = Callable[[torch.Tensor], torch.Tensor]
 """``output of a submodule -> keys (B, T, H, D)``."""
@@ -60,7 +62,10 @@ Layout = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class KeySource:
-    """Position-free keys: the output of the attention's submodule ``name``, read by ``layout``."""
+    """Source of position-free keys: a submodule's output, read by ``layout``.
+
+    ``name`` is the submodule's name in the attention module.
+    """
 
     name: str
     layout: Layout
@@ -72,7 +77,7 @@ class KeySource:
         captured: dict[int, torch.Tensor],
         is_ours: Callable[[], bool],
     ) -> RemovableHandle:
-        """Note the keys of this attention module's forwards in ``captured``, of those that are ours."""
+        """Put the keys of an attention module's forwards into ``captured``, if they are ours."""
 
         def keep(_: torch.nn.Module, __: object, output: torch.Tensor) -> None:
             if is_ours():
@@ -85,12 +90,15 @@ def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
     """Return the model without its head."""
     if model.base_model is not model:
         return model.base_model
-    # Llama 4's prefix names a part that its text model lacks
+    # Llama 4's base_model_prefix names a part that its text model lacks.
     return next((child for child in model.children() if isinstance(child, PreTrainedModel)), model)
 
 
 def attention_modules(model: PreTrainedModel) -> list[torch.nn.Module]:
-    """Return the attention module of every decoder layer, in order; raises ``UnsupportedModelError`` if some have none."""
+    """Return the attention modules of all decoder layers, in order.
+
+    Raises ``UnsupportedModelError`` if a layer is without attention.
+    """
     best: list[torch.nn.Module] = []
     mixers: set[str] = set()
     for stack in (
@@ -108,12 +116,17 @@ def attention_modules(model: PreTrainedModel) -> list[torch.nn.Module]:
             }
     if not best:
         raise UnsupportedModelError(
-            f"{type(model).__name__} has no decoder layers with attention: there are no keys and values per token to store"
+            f"{type(model).__name__} has no decoder layers with attention: "
+            "there are no keys and values per token to store"
         )
     if mixers:
-        what = f"{type(model).__name__} mixes attention with layers of another kind ({', '.join(sorted(mixers))})"
+        what = (
+            f"{type(model).__name__} mixes attention with layers of another kind "
+            f"({', '.join(sorted(mixers))})"
+        )
         raise UnsupportedModelError(
-            f"{what}: their state sums up all tokens before, so a chunk's part can't be stored and moved"
+            f"{what}: their state sums up all tokens before, "
+            "so a chunk's part can't be stored and moved"
         )
     return best
 
@@ -128,13 +141,14 @@ def key_sources(
 ) -> Iterator[tuple[KeySource, torch.Tensor]]:
     """Yield candidates with the keys ``(B, T, H, D)`` that they gave in a forward.
 
-    ``outputs`` are those of its submodules, by name; ``heads`` and ``dim`` are of the keys as they reach the cache; ``groups`` are the key
-    heads before they are repeated.
+    ``outputs`` are the outputs of its submodules, by name. ``heads`` and ``dim`` describe the keys
+    as they reach the cache; ``groups`` is the number of key heads before they are repeated.
     """
     if getattr(attention, "clip_qkv", None) or getattr(
         getattr(attention, "config", None), "clip_qkv", None
     ):
-        return  # clipping comes after the projection and shows only on large keys: read the keys at the cache
+        # Clipping follows the projection and shows only on large keys: read the keys at the cache.
+        return
     for name in SOURCE_NAMES:
         if name in outputs:
             for layout in _layouts(outputs[name], heads, dim, groups):
@@ -160,9 +174,8 @@ def _layouts(output: torch.Tensor, heads: int, dim: int, groups: int) -> Iterato
             *out.shape[:2], heads, dim
         )
     for count in {groups, heads}:
-        if (
-            total % count == 0 and heads % count == 0
-        ):  # each group's queries, key and value side by side
+        # Each group's queries, key and value lie side by side.
+        if total % count == 0 and heads % count == 0:
             yield partial(_grouped, groups=count, repeats=heads // count, dim=dim)
 
 
@@ -172,7 +185,10 @@ def _grouped(output: torch.Tensor, *, groups: int, repeats: int, dim: int) -> to
 
 
 def rotations(base: torch.nn.Module, attention: torch.nn.Module, key_dim: int) -> list[Rotation]:
-    """List the ways in which an attention module of a headless model could rotate keys of this head dim, or not rotate them."""
+    """List the ways in which an attention module could rotate keys of this head dim.
+
+    The list includes :data:`~kvrag.model.rope.NO_ROTATION`. ``base`` is the model without its head.
+    """
     module = sys.modules[type(attention).__module__]
     functions = [
         f for n, f in vars(module).items() if "apply_rotary" in n and inspect.isfunction(f)
@@ -199,7 +215,7 @@ def _tables(
                     torch.empty((1, 1), device=device), torch.arange(2, device=device)[None], *kinds
                 )
                 is_complex = isinstance(made, torch.Tensor) and made.is_complex()
-                is_sine_first = not made[0][0, 0].any()  # of position 0 (GPT-J)
+                is_sine_first = not made[0][0, 0].any()  # at position 0 (GPT-J)
                 tables = partial(from_module, module, kinds, is_complex, is_sine_first)
                 tables(torch.arange(2, device=device))
             except (TypeError, ValueError, KeyError, AttributeError, RuntimeError):
@@ -222,7 +238,7 @@ def _layer_types(module: torch.nn.Module) -> Sequence[str | None]:
 def _fitting(
     name: str, make: MakeTables, apply: ApplyRotary, key_dim: int, device: torch.device
 ) -> Iterator[Rotation]:
-    """Yield the rotations by these tables that have the right shape: at the front of the key, or at its end."""
+    """Yield rotations by these tables with the right shape: at the front or the end of the key."""
     cos, sin = make(torch.arange(2, device=device))
     magnitude = float(cos[0].abs().max())  # position 0 isn't rotated
     for width in (cos.shape[-1], 2 * cos.shape[-1]):

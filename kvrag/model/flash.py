@@ -1,7 +1,8 @@
-"""kvrag's attention alone, for a model that transformers runs: ``generate``, its caches and its padding stay as they are.
+"""kvrag's attention for models that transformers runs, with its ``generate``, caches and padding.
 
-transformers dispatches to :func:`kvrag_kernels.ragged_attention` by name. Instead of a mask of rows × keys, a forward carries the rows'
-indices and the padding's bounds; each layer adds its window, which was read from the model's own mask function at installation.
+transformers dispatches to :func:`kvrag_kernels.ragged_attention` by name. Instead of a mask of rows
+× keys, a forward carries the rows' indices and the padding's bounds. Every layer adds its window,
+which was read from the model's own mask function at installation.
 """
 
 from __future__ import annotations
@@ -29,16 +30,19 @@ _before: weakref.WeakKeyDictionary[PreTrainedModel, str | None] = weakref.WeakKe
 
 
 _Limits = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-_SAMPLE = 5  # rows of a forward whose visible keys are compared with the model's own mask: the last one sees through any packing
+# Rows of a forward that are compared with the model's own mask: the last sees through any packing.
+_SAMPLE = 5
 
 
 @dataclass(slots=True)
 class _Forward:
-    """What the layers of one forward share. Indices count from the sequence's first token, padding included.
+    """State that the layers of a forward share.
 
-    ``rows``, int64 ``(R,)``, are the rows' indices; ``bounds``, int64 ``(B, 1)`` each, the first and last real key of each batch entry
-    (``None``: no padding); ``offset`` is the index of the first key that the cache returns (a sliding cache drops the oldest). ``seen``,
-    bool ``(B, S, K)``, holds which keys the model's own mask function shows the rows ``sample``, int64 ``(S,)``.
+    Indices count from the sequence's first token, padding included. ``rows``, int64 ``(R,)``, are
+    the rows' indices. ``bounds`` are the first and last real key of every batch entry, both int64
+    ``(B, 1)``; ``None`` without padding. ``offset`` is the index of the first key that the cache
+    returns (a sliding cache drops the oldest). ``seen``, bool ``(B, S, K)``, holds the keys that
+    the model's own mask function shows to the rows ``sample``, int64 ``(S,)``.
     """
 
     rows: torch.Tensor
@@ -49,7 +53,7 @@ class _Forward:
     limits: dict[tuple[object, ...], _Limits] = field(default_factory=dict)
 
     def limits_of(self, reach: Reach, query: torch.Tensor, keys: torch.Tensor) -> _Limits:
-        """Return ``hi``, ``lo`` and the plan for a layer, made once for all layers like it."""
+        """Return ``hi``, ``lo`` and the plan for a layer, made once for layers of the same kind."""
         kind = (reach, query.shape, keys.shape, query.dtype)
         if kind not in self.limits:
             if self.bounds is not None and reach.chunk is not None:
@@ -70,8 +74,8 @@ class _Forward:
         expected = (keys <= rows) & (keys >= reach.lo(rows, rows))
         if not bool((self.seen == expected).all()):
             raise InputError(
-                "the model's mask is not causal attention with this layer's window (packed sequences?); call "
-                "uninstall_flash_attention(model) before such a forward"
+                "the model's mask is not causal attention with this layer's window (packed "
+                "sequences?); call uninstall_flash_attention(model) before such a forward"
             )
 
 
@@ -87,7 +91,7 @@ def _rows_mask(
     device: torch.device | str = "cpu",
     **_: object,
 ) -> torch.Tensor:
-    """Return the rows in place of a mask: ``(1, 1, R, 1)``, int64, which carries the forward's :class:`_Forward`."""
+    """Return rows in place of a mask: int64 ``(1, 1, R, 1)``, with a :class:`_Forward` attached."""
     rows = torch.arange(q_length, device=device) + q_offset
     sample = torch.linspace(0, q_length - 1, min(q_length, _SAMPLE), device=device).long()
     keys = torch.arange(kv_length, device=device)[None] + kv_offset
@@ -102,7 +106,10 @@ def _rows_mask(
 
 
 def _bounds(attention_mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return the first and last real key of each batch entry; raises ``InputError`` if padding stands between real tokens."""
+    """Return the first and last real key of every batch entry, or ``None`` without padding.
+
+    Raises ``InputError`` for padding between real tokens.
+    """
     if attention_mask is None or bool(attention_mask.all()):
         return None
     real = attention_mask.bool()
@@ -112,7 +119,8 @@ def _bounds(attention_mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Te
     index = torch.arange(real.shape[1], device=real.device)
     if not bool((real == ((index >= first) & (index <= last))).all()):
         raise InputError(
-            "attention_mask has padding between real tokens; kvrag's attention takes padding at the left or the right only"
+            "attention_mask has padding between real tokens; "
+            "kvrag's attention takes padding at the left or the right only"
         )
     return first, last
 
@@ -136,15 +144,18 @@ def _rows_attention(
     name = type(module).__name__
     if reach is None:
         raise InputError(
-            f"kvrag's attention is not installed in the model of this {name}; call install_flash_attention(model)"
+            f"kvrag's attention is not installed in the model of this {name}; "
+            "call install_flash_attention(model)"
         )
     if forward is None:
         raise InputError(
-            f"{name} got a 4-D mask; pass a 2-D attention mask, or call uninstall_flash_attention(model)"
+            f"{name} got a 4-D mask; "
+            "pass a 2-D attention mask, or call uninstall_flash_attention(model)"
         )
     if dropout or (torch.is_grad_enabled() and query.requires_grad):
         raise InputError(
-            "kvrag's attention has no gradient and no dropout; run the model under torch.inference_mode()"
+            "kvrag's attention has no gradient and no dropout; "
+            "run the model under torch.inference_mode()"
         )
     hi, lo, plan = cast(_Forward, forward).limits_of(reach, query, key)
     scale, cap = query.shape[-1] ** -0.5 if scaling is None else scaling, softcap or 0.0
@@ -159,16 +170,18 @@ AttentionMaskInterface.register(NAME, _rows_mask)
 
 
 def install_flash_attention(model: PreTrainedModel) -> int:
-    """Have transformers compute a model's attention with kvrag's kernels, until :func:`uninstall_flash_attention`.
+    """Make transformers compute a model's attention with kvrag's kernels.
 
-    For ``generate`` and your own forwards, with any cache of transformers; :class:`~kvrag.KVRagEngine` doesn't need it. Padding at either
-    side, sliding windows, soft caps and sinks give what torch's attention gives, up to rounding. Inference only; idempotent. Returns the
-    number of attention layers: all of them.
+    It holds until :func:`uninstall_flash_attention`, for ``generate`` and your own forwards, with
+    any cache of transformers; :class:`~kvrag.KVRagEngine` doesn't need it. Padding at either side,
+    sliding windows, soft caps and sinks give the result of torch's attention, up to rounding.
+    Inference only; idempotent. Returns the number of attention layers: all of them.
 
     Raises
     ------
     UnsupportedModelError
-        If the model's attention can't be replaced, or its mask is of a kind that kvrag doesn't know.
+        If the model's attention can't be replaced, or its mask is of a kind that kvrag doesn't
+        know.
     """
     if model in _before:
         return len(attention_modules(model))
@@ -181,7 +194,7 @@ def install_flash_attention(model: PreTrainedModel) -> int:
     with turns_of(model):
         _reaches.update({m: trait.reach for m, trait in zip(modules, lm.traits, strict=True)})
         before = model.config._attn_implementation
-        if before == NAME:  # of a copy: what the first one had is not known any more
+        if before == NAME:  # a copy: the original's attention is unknown
             before = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
         _before[model] = before
         model.config._attn_implementation = NAME
@@ -189,7 +202,7 @@ def install_flash_attention(model: PreTrainedModel) -> int:
 
 
 def uninstall_flash_attention(model: PreTrainedModel) -> None:
-    """Give a model its own attention back, if kvrag's was installed."""
+    """Restore a model's own attention, if kvrag's was installed."""
     with turns_of(model):
         if model not in _before:
             return
@@ -199,9 +212,11 @@ def uninstall_flash_attention(model: PreTrainedModel) -> None:
 
 
 def flash_attention_tier(model: PreTrainedModel | None = None) -> str:
-    """Return what computes kvrag's attention: ``"sm90"`` (Hopper), ``"mma"`` (other CUDA devices), or ``"torch"``.
+    """Return the tier of kvrag's attention: ``"sm90"`` (Hopper), ``"mma"`` or ``"torch"``.
 
-    Of a model's head dim, dtype and device; ``None``: 128, bfloat16, the current CUDA device if there is one.
+    ``"mma"`` is for other CUDA devices. The tier depends on a model's head dim, dtype and device;
+    without a model, they are 128, bfloat16, and the current CUDA device if there is a CUDA device,
+    else the CPU.
     """
     if model is not None:
         config = model.config.get_text_config(decoder=True)

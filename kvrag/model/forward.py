@@ -1,8 +1,10 @@
-"""One forward as transformers sees it: the cache that its layers write to, and the attention and the mask that it finds by name.
+"""Forward as transformers sees it: a cache that its layers write to, an attention and a mask.
 
-For the time of a forward the model's config names kvrag's attention; transformers dispatches to :func:`_attention` and :func:`_mask`,
-which look up the forward that runs in this thread. In any other thread the model's own attention runs, so its owner can use it meanwhile.
-Attention that calls no attention function can't be replaced; it gets the model's own mask, evaluated at the rows' true positions.
+During a forward, the model's config names kvrag's attention. transformers dispatches to
+:func:`_attention` and :func:`_mask`, which look up the forward that runs in this thread. In any
+other thread the model's own attention runs, so its owner can use the model meanwhile. Attention
+that calls no attention function can't be replaced; it gets the model's own mask, evaluated at the
+rows' true positions.
 """
 
 from __future__ import annotations
@@ -27,19 +29,26 @@ ATTENTION = "kvrag"  # without "flash" and "/", which transformers treats specia
 EAGER = "eager"  # transformers' reference attention: the code of the modelling file itself
 
 MaskFunction = Callable[[int, int, torch.Tensor, torch.Tensor], torch.Tensor]
-"""``(batch, head, query position, key position) -> visible``: how transformers writes a mask."""
+"""``(batch, head, query position, key position) -> visible``: transformers' form of a mask."""
 
 BeforeWrite = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
-"""``(layer, all keys, all values, fresh keys, fresh values)``, tensors ``(1, H_kv, ·, D)``: may change the buffers in place."""
+"""``(layer, all keys, all values, fresh keys, fresh values)``: may change the buffers in place.
+
+Tensors are ``(1, H_kv, ·, D)``.
+"""
 
 
 class StopForward(Exception):
-    """Raised inside a forward to end it where its rest is not needed."""
+    """Signal inside a forward that its remaining layers are not needed."""
 
 
 @dataclass(slots=True)
 class Observed:
-    """The mask functions of attention modules, by ``id``, that a forward at load notes; ``None``: a mask of another origin."""
+    """Mask functions of attention modules, by ``id``, that a forward at load records.
+
+    ``masks`` has ``None`` for a mask of another origin. ``made`` maps the ``id`` of a mask tensor
+    to the tensor and its function.
+    """
 
     masks: dict[int, MaskFunction | None] = field(default_factory=dict)
     made: dict[int, tuple[torch.Tensor, MaskFunction]] = field(default_factory=dict)
@@ -47,10 +56,11 @@ class Observed:
 
 @dataclass(frozen=True, slots=True)
 class Attentions:
-    """What a forward has to know of a model's attention modules: how far back each one sees, by ``id``, and the ``id`` of the last.
+    """Attention modules of a model: their reach by ``id``, and the ``id`` of the last.
 
-    ``is_dense``: they can't be replaced, and get a mask. ``tells_offsets``: a layer takes the positions of its fresh rows from the cache's
-    length (Llama 4), so it is told one from which counting gives the rows' own positions, scattered or not.
+    With ``is_dense``, they can't be replaced, and get a mask. With ``tells_offsets``, a layer
+    counts the positions of its fresh rows from the cache's length (Llama 4), so the forward reports
+    lengths from which this gives the rows' own positions, scattered or not.
     """
 
     device: torch.device
@@ -61,10 +71,11 @@ class Attentions:
 
 
 class Forward(Cache):  # type: ignore[misc]
-    """One forward over chosen rows of a buffer; see :meth:`~kvrag.model.CausalLM.forward`.
+    """Forward over chosen rows of a buffer; see :meth:`~kvrag.model.CausalLM.forward`.
 
-    ``mass`` is collected from the modules ``weighed`` (their ``id``s). Of what the module ``final`` returns only the last ``outputs`` rows
-    matter: nothing mixes rows after it. In each layer it gives way to steps that wait in ``turns``.
+    ``mass`` is collected from the modules in ``weighed`` (``id`` values). After the module
+    ``final``, rows no longer mix, so only its last ``outputs`` rows are needed. In every layer, the
+    forward pauses for steps that wait in ``turns``.
     """
 
     def __init__(
@@ -108,7 +119,7 @@ class Forward(Cache):  # type: ignore[misc]
         *_: object,
         **__: object,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the fresh rows of a layer in place and return every row up to the forward's last."""
+        """Write a layer's fresh rows in place and return all rows up to the forward's last."""
         if self._turns is not None and self._turns.wishes:
             self._turns.give_way()
         stop, slots = (
@@ -126,7 +137,10 @@ class Forward(Cache):  # type: ignore[misc]
         return keys, values
 
     def get_seq_length(self, layer_idx: int = 0) -> int | torch.Tensor:
-        """Return how many rows stand before the fresh ones, where these are contiguous."""
+        """Return the number of rows before the fresh rows, if these are contiguous.
+
+        Scattered rows get an offset per row (``tells_offsets``), or the number of all rows.
+        """
         if isinstance(self._rows.slots, slice):
             return int(self._rows.slots.start)
         return (
@@ -136,7 +150,7 @@ class Forward(Cache):  # type: ignore[misc]
         )
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Return the visible length and offset 0: a row's index is its position."""
+        """Return the number of visible rows, and offset 0: a row's index is its position."""
         return self._rows.stop, 0
 
     def attend(
@@ -149,8 +163,8 @@ class Forward(Cache):  # type: ignore[misc]
     ) -> torch.Tensor:
         """Attend in the module of this ``id``; ``scores`` are options of :func:`ragged_attention`.
 
-        In the last layer that is needed, only for the rows that somebody will look at: the others get zeros, and :class:`StopForward` is
-        raised if nobody looks at the layer's output at all.
+        In the module ``final``, only the last rows with a needed output or mass are computed; the
+        rest are zeros. :class:`StopForward` is raised there if no output is needed.
         """
         mass = self.mass if module in self.weighed else None
         options = {**scores, "reach": self.reach.get(module, EVERYTHING), "mass": mass}
@@ -171,7 +185,10 @@ class Forward(Cache):  # type: ignore[misc]
     def dense_mask(
         self, batch_size: int, mask_function: MaskFunction, dtype: torch.dtype
     ) -> torch.Tensor:
-        """Evaluate the model's own mask at the rows' positions: ``(B, 1, R, N)``, 0 where a key is seen, else the lowest number."""
+        """Evaluate the model's own mask at the rows' positions.
+
+        Returns ``(B, 1, R, N)``: 0 where a key is seen, else the lowest number of the dtype.
+        """
         keys = torch.arange(self.limits.num_keys, device=self.hi.device)[None]
         visible = mask_function(0, 0, self.hi[:, None], keys).expand(len(self.hi), keys.shape[1])
         mask = torch.zeros(visible.shape, dtype=dtype, device=keys.device)
@@ -179,22 +196,20 @@ class Forward(Cache):  # type: ignore[misc]
             batch_size, 1, -1, -1
         )
         if self.observed is not None:
-            self.observed.made[id(mask)] = (
-                mask,
-                mask_function,
-            )  # the tensor is kept, so that its id stays its own
+            # The tensor is kept, so that its id is not reused.
+            self.observed.made[id(mask)] = (mask, mask_function)
         return mask
 
 
 class _Current(threading.local):
-    """What runs in this thread: a forward of kvrag's, or transformers' own attention by name."""
+    """State of this thread: kvrag's running forward, or the name of transformers' own attention."""
 
     running: Forward | str | None = None
 
 
 @dataclass(slots=True)
 class _Own:
-    """What a model has outside kvrag's forwards."""
+    """Attention of a model outside kvrag's forwards."""
 
     attention: str = EAGER
     is_dense: bool = False
@@ -202,7 +217,7 @@ class _Own:
 
 _current = _Current()
 _ATTENTIONS, _MASKS = AttentionInterface(), AttentionMaskInterface()
-_own: dict[int, _Own] = {}  # by id of the config, which the switch is part of
+_own: dict[int, _Own] = {}  # by id of the config, in which the attention is switched
 _guard = fork_lock()
 
 
@@ -215,20 +230,20 @@ def _own_of(model: PreTrainedModel) -> _Own:
 
 
 def running() -> Forward | str | None:
-    """Return what runs in this thread under kvrag's name."""
+    """Return the forward, or attention name, that runs in this thread under kvrag's name."""
     return _current.running
 
 
 @contextmanager
 def switched(model: PreTrainedModel, what: Forward | str) -> Iterator[None]:
-    """Run the model's forwards of this thread as ``what``, without dropout; the caller has the model's turn.
+    """Switch the model's forwards of this thread to kvrag's forward, or to a named attention.
 
-    Inside a forward that gives way, another one may run.
+    Dropout is off meanwhile. The caller holds the model's lock. Switches nest: inside a forward
+    that pauses, another forward may run.
     """
     config, own, outer = model.config, _own_of(model), _current.running
-    if (
-        config._attn_implementation != ATTENTION
-    ):  # else it is within another one, or a forked process found it so
+    # Else it is nested in another switch, or this process was forked inside a switch.
+    if config._attn_implementation != ATTENTION:
         own.attention = config._attn_implementation or EAGER
         own.is_dense = isinstance(what, Forward) and what.is_dense
     config._attn_implementation = ATTENTION
@@ -244,7 +259,7 @@ def switched(model: PreTrainedModel, what: Forward | str) -> Iterator[None]:
 
 @contextmanager
 def evaluating(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    """Put a model in evaluation mode for a while."""
+    """Put a model in evaluation mode for the duration of a ``with`` block."""
     was_training = model.training
     try:
         yield model.eval() if was_training else model
@@ -265,7 +280,10 @@ def _attention(
     s_aux: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Adapt :func:`ragged_attention` to transformers' attention interface; the forward knows which keys its rows see."""
+    """Adapt :func:`ragged_attention` to transformers' attention interface.
+
+    The forward knows which keys its rows see.
+    """
     forward = _current.running
     if not isinstance(forward, Forward):
         options = {"scaling": scaling, "softcap": softcap, "s_aux": s_aux}
@@ -287,7 +305,7 @@ def _attention(
 def _attention_of(
     module: Any, name: str | None
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
-    """Return transformers' attention of this name; ``None``: the model's own."""
+    """Return transformers' attention of this name, by default the model's own."""
     name = _own[id(module.config)].attention if name is None else name
     by_default = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     return cast(
@@ -298,7 +316,10 @@ def _attention_of(
 def _mask(
     batch_size: int, *, mask_function: MaskFunction, config: Any = None, **options: Any
 ) -> torch.Tensor | None:
-    """Make no mask where kvrag's attention needs none, and the model's own one for any other forward."""
+    """Make the mask of a forward: the model's own outside kvrag's forwards.
+
+    kvrag's attention needs no mask; a dense model and the forward at load do.
+    """
     forward = _current.running
     if not isinstance(forward, Forward):
         own = _own[id(config)] if forward is None else _Own(forward)

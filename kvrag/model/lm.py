@@ -1,4 +1,4 @@
-"""A causal LM as the stages see it: forwards over chosen rows, rotations, capture of position-free keys."""
+"""Causal LM: forwards over chosen rows, rotations, and capture of position-free keys."""
 
 from __future__ import annotations
 
@@ -32,28 +32,29 @@ from kvrag.model.turns import turns_of
 
 
 class CausalLM:
-    """A loaded decoder-only causal LM on one device, as the stages see it.
+    """Loaded decoder-only causal LM on a single device.
 
     Attributes
     ----------
     traits, shapes
-        What is known of each layer, and the shape of its KV.
+        Per layer: its traits, and the shape of its KV.
     context_window, reuse_window
-        Largest number of tokens of prompt and answer together; the largest that stored KV holds for is less where longer prompts rotate by
-        other angles (longrope).
+        Largest number of tokens of prompt plus answer, and the largest for which stored KV holds:
+        less, where longer prompts rotate by other angles (longrope).
     is_dense
         Whether its attention can't be replaced, and gets a mask instead.
     kv_bytes_per_token
         Bytes of KV per token over all layers, in the model's dtype.
     records
-        Whether decode steps are recorded as CUDA graphs; not where one of them couldn't be.
+        Whether decode steps are recorded as CUDA graphs: on CUDA, until a recording fails.
     turns
-        Who runs the model, and where the decode steps of all requests meet.
+        Lock of the model, which also batches the decode steps of all requests.
 
     Raises
     ------
     UnsupportedModelError
-        If its KV can't be moved: by its config, or by what one forward of a few tokens proves about its keys and masks.
+        If its KV can't be moved, by its config or by a forward of a few tokens, or if its weights
+        are spread over several devices.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -80,7 +81,10 @@ class CausalLM:
 
     @torch.inference_mode()
     def _find_traits(self) -> None:
-        """Run a few tokens through the model and prove that captured keys, rotated, are the keys it attends to."""
+        """Find the traits of all layers by a forward of a few tokens.
+
+        Captured keys, once rotated, must be the keys that the model attends to.
+        """
         positions = torch.tensor(sample_positions(self.context_window), device=self.device)
         with self.turns:
             seen = observe(self.model, self._attentions, positions)
@@ -101,17 +105,22 @@ class CausalLM:
         self._check_angles(positions)
 
     def _check_angles(self, positions: torch.Tensor) -> None:
-        """Refuse a model whose angles at a position depend on the prompt's length, unless it is known from which length on."""
+        """Refuse a model if its angles at a position depend on the prompt's length.
+
+        A model with a smaller ``reuse_window`` is exempt: the length at which its angles change is
+        known.
+        """
         for rotation in self._rotations if self.reuse_window == self.context_window else ():
             short, long = rotation.tables(positions[:3]), rotation.tables(positions)
             if not all(torch.equal(a, b[:3]) for a, b in zip(short, long, strict=True)):
                 name = f"{type(self.model).__name__} ({rotation.name})"
                 raise UnsupportedModelError(
-                    f"the rotary angles of {name} change with the prompt's length, so stored keys can't be moved exactly"
+                    f"the rotary angles of {name} change with the prompt's length, "
+                    "so stored keys can't be moved exactly"
                 )
 
     def buffer(self, capacity: int, *, batch: int = 1) -> KVBuffer:
-        """Allocate the KV of one request, or of a batch of chunks."""
+        """Allocate the KV of a request, or of a batch of chunks."""
         keeps_ids = self.reuse_window < self.context_window and batch == 1
         return KVBuffer.empty(
             self.shapes,
@@ -123,21 +132,22 @@ class CausalLM:
         )
 
     def rotary(self, num_positions: int) -> Rotations:
-        """Return the rotations of positions 0 to ``num_positions - 1`` in every layer, float32."""
+        """Return the rotations of positions 0 to ``num_positions - 1`` per layer, in float32."""
         positions = torch.arange(num_positions, device=self.device)
         tables = [rotation.at(positions) for rotation in self._rotations]
         return [tables[kind] for kind in self._kinds]
 
     @property
     def can_share_forwards(self) -> bool:
-        """Whether rows of several requests may be computed in one forward.
+        """Whether a forward may compute rows of several requests.
 
-        Not where positions come from anything but ``position_ids`` (ALiBi, Llama 4), or angles change with the prompt's length (longrope).
+        False where positions don't come from ``position_ids`` alone (ALiBi, Llama 4), or angles
+        change with the prompt's length (longrope).
         """
         return self._can_pack and self.reuse_window == self.context_window
 
     def can_pack(self, num_positions: int) -> bool:
-        """Whether chunks that end before this position can share one prefix in a forward."""
+        """Whether chunks that end before this position can share a prefix in a forward."""
         return self._can_pack and all(trait.reach.is_whole(num_positions) for trait in self.traits)
 
     @torch.inference_mode()
@@ -152,35 +162,39 @@ class CausalLM:
         mass_layers: range | None = None,
         before_write: BeforeWrite | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        # Longer than others by its docstring: every stage calls it.
-        """Compute rows against everything that they see in a buffer, and write their KV into it.
+        # Long by its docstring, because every stage calls it.
+        """Compute rows over all keys that they see in a buffer, and write their KV into it.
 
         Parameters
         ----------
         token_ids
-            Ids of these rows, ``(R,)`` or ``(B, R)``, int64.
+            Ids of the rows, ``(R,)`` or ``(B, R)``, int64.
         rows
-            What to compute.
+            Rows to compute.
         kv
-            The request's buffer. A slot that a row sees must be written before, or be among ``rows``.
+            Buffer of the request. A slot that a row sees must be written before, or be among
+            ``rows``.
         logits
-            How many last rows need logits; 0 skips the language model's head.
+            Number of last rows that need logits; 0 skips the language model's head.
         mass_rows, mass_layers
-            How many last rows' attention to collect, and in which layers (``None``: all); layers that nobody needs are not computed.
+            Number of last rows to collect attention mass from, and in which layers (by default
+            all). Layers after the last that logits or mass need are not computed.
         before_write
-            Called in each layer before its fresh rows are written; may change the buffer in place.
+            Called in every layer before its fresh rows are written; may change the buffer in place.
 
         Returns
         -------
         logits : torch.Tensor
-            ``(B, logits, vocab)`` in the model's dtype; empty where none are asked for.
+            ``(B, logits, vocab)`` in the model's dtype; empty if ``logits`` is 0.
         mass : torch.Tensor or None
-            Float32 ``(rows.stop,)``: attention mass per key (:class:`~kvrag.model.attention.Mass`), summed over these layers.
+            Float32 ``(rows.stop,)``: attention mass per key (:class:`~kvrag.model.attention.Mass`),
+            summed over these layers.
 
         Raises
         ------
         ValueError
-            If the rows are of several requests or chunks, and this model can't compute them together.
+            If the rows are of several requests or chunks, and this model can't compute them
+            together.
         """
         if rows.first is not None and not self._can_pack:
             raise ValueError(
@@ -206,17 +220,16 @@ class CausalLM:
             forward.final = self._switch.final if logits else forward.weighed[-1]
         with self.turns:
             out = self._run(ids.to(self.device, non_blocking=True), forward, logits)
-            if (
-                self._captured is not None
-            ):  # of steps between its layers, too; those of this forward come last
+            # Steps between its layers capture, too; this forward comes last and overwrites theirs.
+            if self._captured is not None:
                 self._capture_cached(kv, rows, self._captured)
         return out, None if mass is None else mass.total
 
     @torch.inference_mode()
     def step(self, rows: Sequence[NextRow]) -> Sequence[torch.Tensor]:
-        """Compute the next row of each request in one pass over the weights; return their logits, ``(1, vocab)`` each.
+        """Compute the next row of every request in a single pass over the weights.
 
-        Several not for every model: see :attr:`can_share_forwards`.
+        Returns logits ``(1, vocab)`` per request. Several requests need :attr:`can_share_forwards`.
         """
         if len(rows) == 1:
             return [rows[0].alone()]
@@ -226,19 +239,28 @@ class CausalLM:
             return self._run(ids, forward, len(rows))[0][:, None].unbind()
 
     def extension(self, kv: KVBuffer, length: int) -> Extend:
-        """Return what computes the rows that follow the first ``length`` of a buffer, with logits for each.
+        """Return a function that computes the rows after the first ``length``, with their logits.
 
-        A single row is computed together with those of other requests that decode.
+        A single row is computed together with the rows of other requests that decode.
         """
         return Extension(self, kv, length)
 
     def _outgrow(
         self, ids: torch.Tensor, rows: Rows, known: torch.Tensor
     ) -> tuple[torch.Tensor, Rows]:
-        """Where an answer outgrows the angles that its prompt has (longrope), compute all rows again, as transformers does."""
+        """Return the ids and rows to compute: all, once an answer outgrows its angles (longrope).
+
+        transformers also computes all rows again there. ``known`` collects the ids.
+        """
         is_contiguous = isinstance(rows.slots, slice)
-        known[rows.slots if is_contiguous else rows.slots.cpu()] = ids[0].cpu()  # type: ignore[union-attr]
-        is_crossing = is_contiguous and 0 < rows.slots.start <= self.reuse_window < rows.stop  # type: ignore[union-attr]
+        known[
+            rows.slots if is_contiguous else rows.slots.cpu()  # type: ignore[union-attr]
+        ] = ids[0].cpu()
+        is_crossing = (
+            is_contiguous
+            # The rows cross the length at which the angles change.
+            and 0 < rows.slots.start <= self.reuse_window < rows.stop  # type: ignore[union-attr]
+        )
         return (known[None, : rows.stop], Rows.span(0, rows.stop)) if is_crossing else (ids, rows)
 
     def _run(self, ids: torch.Tensor, forward: Forward, logits: int) -> torch.Tensor:
@@ -248,7 +270,7 @@ class CausalLM:
             "logits_to_keep": logits,
             **dict.fromkeys(CACHE, forward),
         }
-        if self.is_dense:  # ALiBi is made from the mask of padding
+        if self.is_dense:  # ALiBi is made from the padding mask
             options["attention_mask"] = positions.new_ones((ids.shape[0], forward.limits.num_keys))
         options = {
             name: value for name, value in options.items() if name in self._accepted[bool(logits)]
@@ -265,7 +287,7 @@ class CausalLM:
 
     @contextmanager
     def _weighing(self, forward: Forward) -> Iterator[None]:
-        """Collect the mass of attention that can't be replaced from the weights that it returns."""
+        """Collect the mass of attention that can't be replaced, from its returned weights."""
         mass = forward.mass
         assert mass is not None
 
@@ -287,7 +309,10 @@ class CausalLM:
 
     @contextmanager
     def capture(self) -> Iterator[dict[int, torch.Tensor]]:
-        """Collect position-free keys of this thread's forwards: layer → ``(B, R, H_kv, D)``; kvrag's other threads wait."""
+        """Collect position-free keys of this thread's forwards: layer → ``(B, R, H_kv, D)``.
+
+        kvrag's other threads wait meanwhile.
+        """
         with self.turns:
             captured, owner = dict[int, torch.Tensor](), threading.get_ident()
 
@@ -309,7 +334,7 @@ class CausalLM:
                     handle.remove()
 
     def _capture_cached(self, kv: KVBuffer, rows: Rows, captured: dict[int, torch.Tensor]) -> None:
-        """Turn back the fresh keys of the layers whose position-free keys no submodule gives."""
+        """Un-rotate the fresh keys of layers where no submodule gives position-free keys."""
         layers = [layer for layer, trait in enumerate(self.traits) if trait.source is None]
         rotations, positions = (
             self.rotary(rows.stop) if layers else [],
@@ -323,9 +348,10 @@ class CausalLM:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class LoadedModel:
-    """A model ready for use: forwards, prompts, and its identity.
+    """Model ready for use, with its encoder and its identity.
 
-    ``encoder`` is what the loader made of the tokenizer; ``shares`` is the loaded model that has these weights, if another.
+    ``encoder`` is made from the tokenizer by the loader; ``shares`` is another loaded model with
+    the same weights, if any.
     """
 
     lm: CausalLM | PlainLM
@@ -335,12 +361,16 @@ class LoadedModel:
 
     @property
     def fingerprint(self) -> str:
-        """Part of every key of its KV; looked up each time: adapters may have been switched, or weights changed in place."""
+        """Fingerprint of the model, part of every chunk key.
+
+        It is looked up at every access: adapters may have been switched, or weights changed in
+        place.
+        """
         return self.identity.fingerprint
 
     @property
     def reusable(self) -> CausalLM:
-        """The model, if its KV is reused; else raises ``UnsupportedModelError``, which says why."""
+        """Model with reusable KV; raises ``UnsupportedModelError`` with the reason without it."""
         if isinstance(self.lm, PlainLM):
             raise UnsupportedModelError(
                 f"{self.lm.refusal}; it answers by full prefill, and nothing can be stored"

@@ -1,6 +1,7 @@
-"""Find and load a model once per process, identify it, and decide by its structure and by proof whether its KV is reused.
+"""Load a model once per process, identify it, and decide whether its KV is reused.
 
-A passed proof is kept on disk. A refused model answers all the same (:class:`~kvrag.model.plain.PlainLM`), and every result says why.
+The decision is by its structure and by proof; a passed proof is kept on disk. A refused model
+answers without reuse (:class:`~kvrag.model.plain.PlainLM`), and every result gives the reason.
 """
 
 from __future__ import annotations
@@ -49,21 +50,22 @@ from kvrag.progress import Progress
 
 logger = logging.getLogger(__name__)
 
-PROOF_VERSION = 3  # of the checks; a change invalidates every kept proof
+PROOF_VERSION = 3  # version of the checks; a change invalidates every kept proof
 
 
 _loaded: weakref.WeakValueDictionary[tuple[object, ...], LoadedModel] = (
     weakref.WeakValueDictionary()
 )
-"""What is in use, by source; the last engine that lets go of a model frees it."""
+"""Models in use, by source; a model is freed with the last engine that uses it."""
 _load_lock = threading.Lock()
 
 
 def load(source: ModelSource, make_encoder: Callable[[Any], Any] | None = None) -> LoadedModel:
-    """Load a model, or return the one that this process has loaded from the same source and still uses.
+    """Load a model, or return it if this process still uses it from the same source.
 
-    A model that was handed in is examined each time. ``make_encoder`` makes :attr:`LoadedModel.encoder` from the tokenizer; ``None``: the
-    tokenizer itself. Raises ``ModelError`` if no causal LM can be found or loaded, ``ConfigError`` for a dtype or device that isn't here.
+    A model object is examined at every call. ``make_encoder`` makes :attr:`LoadedModel.encoder`
+    from the tokenizer; by default it is the tokenizer itself. Raises ``ModelError`` if no causal LM
+    can be found or loaded, ``ConfigError`` for a dtype or device that is not available.
     """
     if isinstance(source.model, PreTrainedModel):
         found = _load(source, make_encoder)
@@ -89,7 +91,8 @@ def _load(source: ModelSource, make_encoder: Callable[[Any], Any] | None) -> Loa
     lm = accept(model)
     if lm.device.type == "cpu":
         _keep_freed_memory()
-    # Identified after a first forward: quantised layers may repack their weights in it, and adapters unmerge.
+    # Identified after a first forward, in which quantised layers may repack their weights and
+    # adapters unmerge.
     with Progress(f"identifying the weights of {_label(source)}"):
         weights = (_origin(source, model) if given is None else None) or weights_digest(model)
     regime = ""
@@ -103,7 +106,7 @@ def _load(source: ModelSource, make_encoder: Callable[[Any], Any] | None) -> Loa
 
 
 def _label(source: ModelSource) -> str:
-    """Return a name for a line of progress: of a local model, without the folders that it is in."""
+    """Return the name for a line of progress: of a local model, without its folders."""
     return (
         os.path.basename(os.path.normpath(source.name))
         if os.path.exists(source.name)
@@ -127,7 +130,10 @@ def _load_weights(source: ModelSource) -> PreTrainedModel:
 
 @contextmanager
 def _without_bars(source: ModelSource) -> Iterator[None]:
-    """Leave out the two progress bars that transformers shows for a GGUF file at every start; what the process has set is put back."""
+    """Hide the two progress bars that transformers shows for a GGUF file at every start.
+
+    The process's own settings are restored.
+    """
     if not os.fspath(source.model).endswith(".gguf"):
         yield
         return
@@ -146,29 +152,26 @@ def _without_bars(source: ModelSource) -> Iterator[None]:
 
 @cache
 def _keep_freed_memory() -> None:
-    """Tell glibc to keep freed memory for the next forward: page faults of fresh memory cost a visible part of a repair on a CPU.
+    """Make glibc keep freed memory for the next forward.
 
-    Other allocators are left alone, and so is a process that sets glibc's own variables.
+    Page faults of fresh memory cost a visible part of a repair on a CPU. Other allocators are left
+    alone, and so is a process that sets glibc's own variables.
     """
     if platform.libc_ver()[0] != "glibc" or any(name.startswith("MALLOC_") for name in os.environ):
         return
-    for option, value in (
-        (-1, 2**31 - 1),
-        (-2, 2**28),
-        (-3, 2**25),
-    ):  # malloc.h: trim threshold, top pad, mmap threshold
+    # malloc.h: trim threshold, top pad, mmap threshold.
+    for option, value in ((-1, 2**31 - 1), (-2, 2**28), (-3, 2**25)):
         ctypes.CDLL(None).mallopt(option, value)
 
 
 def _origin(source: ModelSource, model: PreTrainedModel) -> str | None:
-    """Return where the weights are from; ``None`` where that does not identify them."""
+    """Return the identity of the weights' origin; ``None`` if it does not identify them."""
     path, base = os.fspath(source.model), base_directory(source)
     commit = getattr(model.config, "_commit_hash", None)
     if getattr(model, "peft_config", None):
         biases = {getattr(config, "bias", "none") for config in model.peft_config.values()}
-        if biases != {"none"} or not os.path.exists(
-            path
-        ):  # an adapter's biases replace the model's own
+        # An adapter's biases replace the model's own.
+        if biases != {"none"} or not os.path.exists(path):
             return None
     return source_identity(
         base if base != directory(source) else path, commit=commit, options=source.hf_kwargs
@@ -176,7 +179,7 @@ def _origin(source: ModelSource, model: PreTrainedModel) -> str | None:
 
 
 def accept(model: PreTrainedModel) -> CausalLM | PlainLM:
-    """Return a loaded causal LM as one that reuse can be built on, or one that answers without.
+    """Return a loaded causal LM for reuse, or for answers without reuse if it is not supported.
 
     Raises ``UnsupportedModelError`` if its quantised layers can't run on its device.
     """
@@ -185,15 +188,15 @@ def accept(model: PreTrainedModel) -> CausalLM | PlainLM:
         return CausalLM(model)
     except UnsupportedModelError as error:
         method = json.loads(quantisation_text(model.config) or "{}").get("quant_method")
-        if (
-            method and error.__cause__ is not None
-        ):  # it ran into something: these weights can't answer in any way
+        # A cause means that the forward itself failed: these weights can't answer in any way.
+        if method and error.__cause__ is not None:
             raise UnsupportedModelError(
-                f"{type(model).__name__} quantised by {method} fails in its first forward on {model.device.type} ({error.__cause__}); "
+                f"{type(model).__name__} quantised by {method} fails in its first forward "
+                f"on {model.device.type} ({error.__cause__}); "
                 "check that it runs without kvrag there, or load it without quantisation"
             ) from error
         return refuse(model, str(error))
-    except Exception as error:  # custom code may do anything when it is probed; what it can't do, it is not asked to
+    except Exception as error:  # custom code may raise anything when it is probed
         logger.debug("probing %s failed", type(model).__name__, exc_info=True)
         return refuse(
             model, f"its layers could not be probed ({type(error).__name__}: {str(error)[:200]})"
@@ -201,14 +204,17 @@ def accept(model: PreTrainedModel) -> CausalLM | PlainLM:
 
 
 def refuse(model: PreTrainedModel, reason: str) -> PlainLM:
-    """Wrap a model that answers without reuse, and log why."""
+    """Wrap a model that answers without reuse, and log the reason."""
     lm = PlainLM(model, f"KV of this model is not reused: {reason}")
     logger.warning("%s; prompts are prefilled in full", lm.refusal)
     return lm
 
 
 def proven(lm: CausalLM, fingerprint: str) -> CausalLM | PlainLM:
-    """Return an accepted model if reuse is proven for it, now or in an earlier process, else the one that answers without."""
+    """Return an accepted model if reuse is proven for it, else wrap it to answer without reuse.
+
+    A proof that an earlier process kept counts, too.
+    """
     file = proof_file(lm, fingerprint)
     if kept_proof(file) is not None:
         return lm
@@ -223,26 +229,30 @@ def proven(lm: CausalLM, fingerprint: str) -> CausalLM | PlainLM:
     if proof.failure is not None:
         return refuse(lm.model, proof.failure)
     if not proof.is_conclusive:
-        words = "in %s this model amplifies roundings so much that its proof could miss a mistake; prove it in float32 as well: %s"
+        words = (
+            "in %s this model amplifies roundings so much that its proof could miss a mistake; "
+            "prove it in float32 as well: %s"
+        )
         logger.warning(words, lm.dtype, "kvrag verify MODEL --dtype float32")
     logger.info(
         "reuse is proven for this model in %.2f s (largest difference %.1e)",
         proof.seconds,
         proof.max_error,
     )
-    keep(
-        file, json.dumps(proof.to_dict())
-    )  # where it can't be written, it is proven again next time
+    keep(file, json.dumps(proof.to_dict()))  # if it can't be written, it is proven again next time
     return lm
 
 
 def proof_file(lm: CausalLM, fingerprint: str) -> Path:
-    """Return where a model's proof is kept."""
+    """Return the file of a model's proof."""
     return kept_file("proof", lm, fingerprint, proof=str(PROOF_VERSION))
 
 
 def kept_file(kind: str, lm: CausalLM, fingerprint: str, **versions: str) -> Path:
-    """Return where a finding of this kind about a model is kept; its name holds everything that it depends on."""
+    """Return the file of a finding of this kind about a model.
+
+    Its name is a digest of everything that the finding depends on.
+    """
     device = torch.cuda.get_device_name(lm.device) if lm.device.type == "cuda" else lm.device.type
     fields = versions | {
         "kvrag": kvrag.__version__,
@@ -256,7 +266,7 @@ def kept_file(kind: str, lm: CausalLM, fingerprint: str, **versions: str) -> Pat
 
 
 def kept_proof(file: Path) -> Proof | None:
-    """Read a proof that passed; anything else in its place, damaged or failed, is none."""
+    """Read a passed proof; ``None`` if the file is missing, damaged or of a failed proof."""
     with suppress(OSError, ValueError):
         proof = TypeAdapter(Proof).validate_json(file.read_bytes())
         return proof if proof.passed else None

@@ -1,7 +1,8 @@
-"""Models whose KV is not reused: why, as far as the config or the module tree shows it, and how they answer all the same.
+"""Models without KV reuse: the reason, by config or module tree, and answers by full prefill.
 
-What this deny list passes is then proven or refused by :mod:`.traits` and :mod:`.proof`. Whatever ``generate`` can run is answered by
-transformers' own forward, attention and cache; ``generate`` prepares the first call (``custom_generate`` is its documented way in).
+Models that pass this deny list are then proven or refused by :mod:`.traits` and :mod:`.proof`. Any
+model that ``generate`` can run answers with transformers' own forward, attention and cache.
+``generate`` prepares the first call (``custom_generate`` is its documented hook).
 """
 
 from __future__ import annotations
@@ -17,18 +18,24 @@ from kvrag.errors import ModelError, UnsupportedModelError
 from kvrag.model.forward import evaluating
 from kvrag.model.turns import turns_of
 
-UNLIMITED = 2**20  # context window of a model whose KV is reused and whose config names none
-NO_LIMIT = 2**31 - 1  # the same of other models (state space models)
+UNLIMITED = 2**20  # context window of a model with KV reuse if its config names no limit
+NO_LIMIT = 2**31 - 1  # the same without KV reuse (state space models)
 
 Extend = Callable[[torch.Tensor], torch.Tensor]
-"""``ids (R,) int64 -> logits (R, vocab)``: computes the rows that follow what was computed before, and remembers them."""
+"""``ids (R,) int64 -> logits (R, vocab)``: appends rows to the rows computed before."""
 
 _LEARNED = (
-    "adds a learned embedding of the absolute position to each token, so a chunk's KV fits one position only: reuse is possible "
-    "there alone, as a prefix"
+    "adds a learned embedding of the absolute position to each token, so a chunk's KV fits one "
+    "position only: reuse is possible there alone, as a prefix"
 )
-_STATE = "keeps a running state instead of keys and values per token, so a chunk's part of it can't be stored and moved"
-_MIXED = "mixes attention with layers that keep a running state over all tokens before, so a chunk's part of it can't be stored and moved"
+_STATE = (
+    "keeps a running state instead of keys and values per token, "
+    "so a chunk's part of it can't be stored and moved"
+)
+_MIXED = (
+    "mixes attention with layers that keep a running state over all tokens before, "
+    "so a chunk's part of it can't be stored and moved"
+)
 
 _BY_NAME: dict[str, str] = {
     **dict.fromkeys(
@@ -37,7 +44,7 @@ _BY_NAME: dict[str, str] = {
     **dict.fromkeys(("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"), _STATE),
     **dict.fromkeys(("bamba", "jamba", "nemotron_h", "recurrent_gemma", "zamba", "zamba2"), _MIXED),
 }
-"""Known families that would fail the proof at load anyway, but only after their weights have been read."""
+"""Known families that would fail the proof at load, but only after their weights have been read."""
 
 _STATEFUL_LAYERS = ("linear_attention", "mamba", "conv", "recurrent", "moe_mamba", "ssm")
 _OTHER_INPUTS = (
@@ -50,22 +57,31 @@ _OTHER_INPUTS = (
 
 
 def check_supported(config: Any) -> None:
-    """Raise :class:`UnsupportedModelError`, with the reason, if the config shows that this model's KV can't be moved."""
+    """Raise :class:`UnsupportedModelError` if the config shows that the KV can't be moved."""
     reason = refusal(config)
     if reason is not None:
         raise UnsupportedModelError(f"architecture {config.model_type!r} {reason}")
 
 
 def refusal(config: Any) -> str | None:
-    """Return why a model of this config is refused, as the rest of a sentence about it, or ``None``."""
+    """Return the reason to refuse a model of this config, as the rest of a sentence, if any."""
     if getattr(config, "is_encoder_decoder", False):
-        return "is an encoder-decoder: its decoder attends to an encoded input, not to a prompt's own keys and values"
+        return (
+            "is an encoder-decoder: its decoder attends to an encoded input, "
+            "not to a prompt's own keys and values"
+        )
     if config.get_text_config() is not config or any(
         getattr(config, name, None) is not None for name in _OTHER_INPUTS
     ):
-        return "takes images or sound beside text, and those attend in both directions; load its text model on its own, as a causal LM"
+        return (
+            "takes images or sound beside text, and those attend in both directions; "
+            "load its text model on its own, as a causal LM"
+        )
     if config.model_type == "falcon" and config.alibi:
-        return "adds ALiBi once in one of transformers' own attentions and twice in the one that takes a mask; kvrag can run only that"
+        return (
+            "adds ALiBi once in one of transformers' own attentions and twice in the one that "
+            "takes a mask; kvrag can run only that"
+        )
     if config.model_type in _BY_NAME:
         return _BY_NAME[config.model_type]
     kinds = {str(kind) for kind in getattr(config, "layer_types", None) or ()}
@@ -75,21 +91,24 @@ def refusal(config: Any) -> str | None:
     for rope in rope_parameters(config):
         if "dynamic" in str(rope.get("rope_type", "default")):
             return (
-                f"has RoPE type {rope['rope_type']!r}, which changes its angles with the prompt's length, so stored keys can't be moved; "
-                "set another rope_type, such as 'yarn'"
+                f"has RoPE type {rope['rope_type']!r}, which changes its angles with the prompt's "
+                "length, so stored keys can't be moved; set another rope_type, such as 'yarn'"
             )
     return None
 
 
 def rope_parameters(config: Any) -> list[dict[str, Any]]:
-    """Return the RoPE parameters of a config: one set, or one per layer type."""
+    """Return the RoPE parameters of a config: a single set, or a set per layer type."""
     found = getattr(config, "rope_parameters", None) or {}
     nested = [value for value in found.values() if isinstance(value, dict)]
     return nested or [found]
 
 
 def regime_limit(config: Any) -> int | None:
-    """Return the longest prompt that longrope (Phi 3) rotates by the angles of shorter ones; ``None`` where the length doesn't matter."""
+    """Return the longest prompt that longrope (Phi 3) rotates by the angles of short prompts.
+
+    For other RoPE types, the length doesn't matter: ``None``.
+    """
     ropes, name = (
         [r for r in rope_parameters(config) if r.get("rope_type") == "longrope"],
         "original_max_position_embeddings",
@@ -98,29 +117,33 @@ def regime_limit(config: Any) -> int | None:
 
 
 def check_placement(model: PreTrainedModel) -> None:
-    """Raise :class:`UnsupportedModelError` unless all weights of a loaded model are on one device."""
+    """Raise :class:`UnsupportedModelError` unless all weights of a model are on a single device."""
     places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
     devices = {str(parameter.device) for parameter in model.parameters()}
     is_sharded = any(type(parameter).__name__ == "DTensor" for parameter in model.parameters())
     if max(len(places), len(devices)) > 1 or {"disk", "meta"} & (places | devices) or is_sharded:
         where = ", ".join(sorted(places or devices))
         raise UnsupportedModelError(
-            f"the weights of {type(model).__name__} are spread over several places ({where}), and kvrag keeps KV on one device; load the "
-            'whole model onto one with device="cuda" or device_map={"": 0}, in a smaller dtype or quantised if it does not fit'
+            f"the weights of {type(model).__name__} are spread over several places ({where}), "
+            "and kvrag keeps KV on one device; load the whole model onto one with "
+            'device="cuda" or device_map={"": 0}, in a smaller dtype or quantised '
+            "if it does not fit"
         )
 
 
 def context_window(config: Any, unlimited: int = UNLIMITED) -> int:
-    """Return the largest number of tokens of prompt and answer together; ``unlimited`` where the config names none (ALiBi)."""
+    """Return the largest number of tokens of prompt plus answer.
+
+    It is ``unlimited`` if the config names no limit (ALiBi).
+    """
     names = ("max_position_embeddings", "max_seq_len", "n_positions", "max_sequence_length")
     found = (getattr(config, name, None) for name in names)
-    return next(
-        (value for value in found if isinstance(value, int) and value > 0), unlimited
-    )  # XLNet writes -1
+    # XLNet writes -1.
+    return next((value for value in found if isinstance(value, int) and value > 0), unlimited)
 
 
 def check_generates(model_or_config: Any) -> None:
-    """Raise :class:`ModelError` unless a ``PreTrainedModel``, or the model of a ``PretrainedConfig``, is a causal LM."""
+    """Raise :class:`ModelError` unless a model, or the model of a config, is a causal LM."""
     is_model = isinstance(model_or_config, PreTrainedModel)
     config = model_or_config.config if is_model else model_or_config
     has_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
@@ -130,13 +153,19 @@ def check_generates(model_or_config: Any) -> None:
     elif is_model and not model_or_config.can_generate():
         fault = f"{type(model_or_config).__name__} has no language model's head to answer with"
     elif not is_model and not has_code and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        fault = f"transformers has no causal LM for {config.model_type!r} (it may need images or sound, or answer by an encoder)"
+        fault = (
+            f"transformers has no causal LM for {config.model_type!r} "
+            "(it may need images or sound, or answer by an encoder)"
+        )
     if fault is not None:
         raise ModelError(f"{fault}; load a model that AutoModelForCausalLM takes")
 
 
 class PlainLM:
-    """A loaded model that answers without reuse: any that ``AutoModelForCausalLM`` gives. ``refusal`` says why, as a sentence."""
+    """Loaded model that answers without reuse: any model that ``AutoModelForCausalLM`` gives.
+
+    ``refusal`` is the reason, as a sentence.
+    """
 
     def __init__(self, model: PreTrainedModel, refusal: str) -> None:
         self.model, self.refusal, self.config = model, refusal, model.config.get_text_config()
@@ -145,30 +174,32 @@ class PlainLM:
         self.vocab_size = int(self.config.vocab_size)
         self.context_window = context_window(self.config, NO_LIMIT)
         rope = getattr(self.config, "rope_parameters", None) or {}
-        if (
-            rope.get("rope_type") == "dynamic"
-        ):  # stretches its angles beyond the length that it was trained at
+        # It stretches its angles beyond the length that the model was trained at.
+        if rope.get("rope_type") == "dynamic":
             self.context_window = int(self.context_window * float(rope.get("factor", 1.0)))
 
     @torch.inference_mode()
     def prefill(
         self, token_ids: torch.Tensor, *, max_new_tokens: int
     ) -> tuple[torch.Tensor, Extend]:
-        """Run a prompt, ids ``(N,)`` int64: logits ``(vocab,)`` of its last row, and what goes on from there."""
+        """Run a prompt, ids ``(N,)`` int64.
+
+        Returns the logits ``(vocab,)`` of its last row, and the function that appends rows.
+        """
         run = _Run(self, token_ids.to(self.device)[None], max_new_tokens)
         logits = run.forward()
         return logits, run.extend
 
 
 class _Run:
-    """One prompt and what follows it: the ids so far, and the arguments that carry the model's cache."""
+    """Prompt with its answer so far: the ids, and the arguments that carry the model's cache."""
 
     def __init__(self, lm: PlainLM, ids: torch.Tensor, max_new_tokens: int) -> None:
         self._model, self._ids, self._is_first = lm.model, ids, True
         self._kwargs = _prepared(lm.model, ids, max_new_tokens)
 
     def forward(self) -> torch.Tensor:
-        """Compute the rows that have not been computed; returns the last one's logits ``(vocab,)``."""
+        """Compute the rows not computed yet; return the last row's logits ``(vocab,)``."""
         model = self._model
         with turns_of(model), evaluating(model):
             is_step = self._kwargs.get("use_cache") and not self._is_first
@@ -180,13 +211,15 @@ class _Run:
             out = model(**inputs, return_dict=True)
         self._kwargs = model._update_model_kwargs_for_generation(out, self._kwargs)
         self._is_first = False
-        return cast(
-            torch.Tensor, out.logits[0, -1].clone()
-        )  # a view would keep the logits of every row
+        # Cloned, because a view would keep the logits of every row.
+        return cast(torch.Tensor, out.logits[0, -1].clone())
 
     @torch.inference_mode()
     def extend(self, ids: torch.Tensor) -> torch.Tensor:
-        """Append tokens one by one, as ``generate`` does: not every cache takes several at a time."""
+        """Append tokens with a forward per token, as ``generate`` does.
+
+        Some caches don't take several tokens at a time.
+        """
         rows = []
         for token in ids.to(self._ids.device):
             self._ids = torch.cat([self._ids, token.reshape(1, 1)], dim=1)

@@ -1,13 +1,18 @@
-"""Prove, for one loaded model, that reuse is exact where kvrag says so: its weights, its dtype, its device, this version of transformers.
+"""Prove, on a loaded model, that reuse is exact where kvrag claims it.
 
-A few dozen random tokens are encoded as chunks, moved and repaired as a prompt would be, and run through transformers' own forward. What
-the two must agree on is what the tests promise for tiny models (docs/promises.md).
+The proof holds for the model's weights, dtype and device, and for the installed version of
+transformers. A few dozen random tokens are encoded as chunks, moved and repaired as in a prompt,
+and also run through transformers' own forward. The two must agree as the tests promise for tiny
+models (docs/promises.md).
 
-A check may differ by 1e-3; float32 stays far below. Where it differs by more, the rounding of this model is measured between transformers
-and itself, and twice as much is allowed; the effect of a planted mistake is measured, too, for a limit above it proves little. A mixture
-of experts may send a row to another expert for a rounding, which does not repeat: a proof that fails is tried with other tokens, twice.
+Most checks allow a difference of 1e-3; float32 stays far below. If a check fails, the proof
+measures the rounding of this model, by runs of transformers against itself, and allows twice as
+much. It also measures the effect of a planted mistake, because a limit above that effect proves
+little. In a mixture of experts, a rounding may send a row to another expert, which does not repeat.
+So a proof that fails or is inconclusive is repeated with other tokens, up to twice.
 
-Compared is with the model's attention as it was loaded. Where that differs from the eager one, the latter decides, and a note says so.
+The reference is the model's attention as loaded. If a full prefill disagrees with it but agrees
+with the eager attention, the eager attention is the reference, and a note says so.
 """
 
 from __future__ import annotations
@@ -28,20 +33,22 @@ from kvrag.model.rows import KVBuffer, Rows
 from kvrag.model.traits import CACHE, accepted
 from kvrag.model.turns import turns_of
 
-LIMIT = 1e-3  # promised agreement in float32: of logits, and of keys and values relative to the largest of their layer
-CAUSAL_LIMIT = 1e-5  # agreement of keys and values that must not depend on what differs
-NOISE_FACTOR = 2.0  # how many times as much as transformers from itself a check may differ
-CROSSABLE_WINDOW = 512  # sliding windows up to this are crossed by the proof's prompt; longer ones would cost too much
-COMPARED_ROWS = 32  # last rows whose logits are compared; the rows before them are compared by their keys and values
-ATTEMPTS = 3  # draws of tokens: what fails with every one of them is no chance
-FAR = 1500  # how far keys are moved, in rows, where the context window allows
+# Agreement in float32: of logits, and of keys and values relative to the largest of their layer.
+LIMIT = 1e-3
+CAUSAL_LIMIT = 1e-5  # agreement of keys and values that must not depend on a later token
+NOISE_FACTOR = 2.0  # a check may differ by this multiple of transformers' own rounding
+# The proof's prompt crosses sliding windows up to this; longer windows would cost too much.
+CROSSABLE_WINDOW = 512
+COMPARED_ROWS = 32  # last rows with compared logits; earlier rows are compared by keys and values
+ATTEMPTS = 3  # draws of tokens: a failure with all of them is no chance
+FAR = 1500  # rows that keys are moved by, where the context window allows
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
-"""Keys and values of each layer, ``(H_kv, N, D)``."""
+"""Keys and values per layer, ``(H_kv, N, D)``."""
 
 
 class Measured(NamedTuple):
-    """Logits (float32, on the host) and KV of a run; or how far apart two runs are."""
+    """Logits (float32, on the host) and KV of a run, or the differences between two runs."""
 
     logits: Any
     kv: Any
@@ -49,7 +56,7 @@ class Measured(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that was compared: its promise, the claim, the largest difference found and allowed.
+    """Comparison: its promise, the claim, the largest difference found and the largest allowed.
 
     ``unit`` is ``"logits"`` (absolute) or ``"KV"`` (relative to the largest of the layer).
     """
@@ -61,7 +68,10 @@ class Check:
     unit: str
 
     def allowing(self, noise: Measured) -> Check:
-        """Return the check with room for rounding; keys that are only rotated have theirs already."""
+        """Return the check with its limit raised to the measured rounding.
+
+        The limit of promise 4 already allows for rounding: its keys are only rotated.
+        """
         rounding = (
             0.0
             if self.promise == "4"
@@ -77,7 +87,10 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What was compared for one model, with notes on what it can't say; ``fault`` is the effect of a planted mistake."""
+    """Checks of a model, with notes on the limits of the proof.
+
+    ``fault`` is the effect of a planted mistake on the logits.
+    """
 
     checks: tuple[Check, ...]
     notes: tuple[str, ...]
@@ -87,23 +100,26 @@ class Proof:
 
     @property
     def passed(self) -> bool:
-        """Whether every check passed, and there were some."""
+        """Whether there are checks and all of them passed."""
         return bool(self.checks) and all(check.passed for check in self.checks)
 
     @property
     def is_conclusive(self) -> bool:
-        """Whether a planted mistake moves the logits by more than any check allows."""
+        """Whether a planted mistake moves the logits by more than any check of logits allows."""
         return all(check.limit < self.fault for check in self.checks if check.unit == "logits")
 
     @property
     def max_error(self) -> float:
-        """Largest difference of logits."""
+        """Largest difference of logits over all checks."""
         return max(check.error for check in self.checks if check.unit == "logits")
 
     @property
     def failure(self) -> str | None:
-        """The first check that failed, as a sentence; ``None`` where all passed."""
-        sentence = "the proof on this model failed: {0.claim} (largest difference {0.error:.2g}, allowed {0.limit:.2g})"
+        """First failed check as a sentence; ``None`` if all passed."""
+        sentence = (
+            "the proof on this model failed: {0.claim} "
+            "(largest difference {0.error:.2g}, allowed {0.limit:.2g})"
+        )
         return next((sentence.format(check) for check in self.checks if not check.passed), None)
 
     def to_dict(self) -> dict[str, Any]:
@@ -112,7 +128,10 @@ class Proof:
 
 
 def prove(lm: CausalLM, *, seed: int = 0) -> Proof:
-    """Prove that reuse is exact for a loaded model, by a dozen small forwards over tokens drawn by ``seed``."""
+    """Prove that reuse is exact on a loaded model.
+
+    A proof is a dozen small forwards over tokens drawn with ``seed``.
+    """
     start = time.perf_counter()
     for attempt in range(ATTEMPTS):
         proof = _Trial(lm, seed + attempt).prove()
@@ -122,13 +141,16 @@ def prove(lm: CausalLM, *, seed: int = 0) -> Proof:
     if own != EAGER and any(check.promise == "0" and not check.passed for check in proof.checks):
         eager = _Trial(lm, seed, EAGER).prove()
         if eager.passed:
-            note = f"transformers' {own!r} attention differs from its {EAGER!r} one, which defines this model; kvrag follows the latter"
+            note = (
+                f"transformers' {own!r} attention differs from its {EAGER!r} one, "
+                "which defines this model; kvrag follows the latter"
+            )
             proof = replace(eager, notes=(*eager.notes, note))
     return replace(proof, seconds=time.perf_counter() - start)
 
 
 class _Trial:
-    """One draw of tokens: prefix, a chunk behind it, glue, a chunk that is moved, suffix."""
+    """Prompt of random tokens: prefix, a chunk behind it, glue, a moved chunk and suffix."""
 
     def __init__(self, lm: CausalLM, seed: int, attention: str | None = None) -> None:
         self._lm, self._attention, self._seed = lm, attention, seed
@@ -169,21 +191,52 @@ class _Trial:
         )
         first, fault = self._first_chunk(stored, own)
         checks: tuple[Check, ...] = (
-            Check("0", "a full prefill gives transformers' own logits", gap(full.logits, own.logits), LIMIT, "logits"),
-            Check("0", "a full prefill gives transformers' own keys and values", kv_gap(full.kv, own.kv), LIMIT, "KV"),
-            Check("1", "repairing every row gives the full prefill's logits", gap(every.logits[-1:], own.logits[-1:]), LIMIT, "logits"),
-            Check("1", "repairing every row gives the full prefill's keys and values", kv_gap(every.kv, own.kv), LIMIT, "KV"),
+            Check(
+                "0",
+                "a full prefill gives transformers' own logits",
+                gap(full.logits, own.logits),
+                LIMIT,
+                "logits",
+            ),
+            Check(
+                "0",
+                "a full prefill gives transformers' own keys and values",
+                kv_gap(full.kv, own.kv),
+                LIMIT,
+                "KV",
+            ),
+            Check(
+                "1",
+                "repairing every row gives the full prefill's logits",
+                gap(every.logits[-1:], own.logits[-1:]),
+                LIMIT,
+                "logits",
+            ),
+            Check(
+                "1",
+                "repairing every row gives the full prefill's keys and values",
+                kv_gap(every.kv, own.kv),
+                LIMIT,
+                "KV",
+            ),
             Check("2", "a chunk behind its own prefix needs no repair", first, LIMIT, "logits"),
-            Check("3", "no row sees a later token", self._future(stored, moved), CAUSAL_LIMIT, "KV"),
-            Check("4", "keys rotated to a far position are the model's own", *self._far_keys(), "KV"),
-        )  # fmt: skip
+            Check(
+                "3", "no row sees a later token", self._future(stored, moved), CAUSAL_LIMIT, "KV"
+            ),
+            Check(
+                "4", "keys rotated to a far position are the model's own", *self._far_keys(), "KV"
+            ),
+        )
         if not all(check.passed for check in checks):
             noise = self._noise(own)
             checks = tuple(check.allowing(noise) for check in checks)
         return Proof(checks, notes, len(ids), fault, 0.0)
 
     def _run_own(self, *, pieces: int = 1, moved: bool = False) -> Measured:
-        """Run the prompt through transformers alone, in one piece or more; ``moved``: from embeddings moved by a rounding each."""
+        """Run the prompt through transformers alone, in ``pieces`` parts.
+
+        With ``moved``, the inputs are embeddings that are moved by a rounding.
+        """
         model, cache, batch = self._lm.model, DynamicCache(), self._ids.to(self._lm.device)[None]
         name = "inputs_embeds" if moved else "input_ids"
         with (
@@ -200,7 +253,7 @@ class _Trial:
         return Measured(logits, [(layer.keys[0], layer.values[0]) for layer in cache.layers])
 
     def _moved_embeddings(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return embeddings moved by one unit in the last place each: a rounding that the model then amplifies."""
+        """Return embeddings times 1 ± epsilon: a rounding that the model then amplifies."""
         found: torch.Tensor = self._lm.model.get_input_embeddings()(ids)
         signs = (
             torch.randint(0, 2, found.shape, generator=torch.Generator().manual_seed(self._seed))
@@ -212,7 +265,10 @@ class _Trial:
         )
 
     def _noise(self, own: Measured) -> Measured:
-        """Measure how far transformers is from itself."""
+        """Measure how far transformers differs from itself.
+
+        It runs the prompt in two parts, and from moved embeddings if the model takes them.
+        """
         others = [self._run_own(pieces=2)]
         others += [self._run_own(moved=True)] if "inputs_embeds" in accepted(self._lm.model) else []
         return Measured(
@@ -223,7 +279,10 @@ class _Trial:
     def _blend(
         self, ids: torch.Tensor, stored: list[Pairs], selected: torch.Tensor, plant: bool = False
     ) -> Measured:
-        """Stitch what is stored and compute the selected and all other rows; ``plant``: the first chunk's keys are one row off."""
+        """Stitch stored KV, and compute the selected rows and all rows without stored KV.
+
+        With ``plant``, the first chunk's keys are wrong by one row: a planted mistake.
+        """
         kv = _blank(self._lm, len(ids))
         rotary = self._lm.rotary(len(ids))
         is_computed = torch.ones(len(ids), dtype=torch.bool)
@@ -248,18 +307,24 @@ class _Trial:
         )
 
     def _first_chunk(self, stored: list[Pairs], own: Measured) -> tuple[float, float]:
-        """Compare prefix, first chunk and glue, unrepaired, with transformers; and the same with a planted mistake."""
+        """Compare the unrepaired head with transformers, without and with a planted mistake.
+
+        The head is prefix, first chunk and glue; the logits of its last row are compared.
+        """
         head, nothing = self._ids[: self._glue.stop], torch.empty(0, dtype=torch.int64)
-        reference = own.logits[
-            len(head) - 1 - len(self._ids)
-        ]  # from the end: what follows the head doesn't matter
+        # Counted from the end, for ``own.logits`` holds the last rows; later tokens don't matter.
+        reference = own.logits[len(head) - 1 - len(self._ids)]
         sound, faulty = (
             self._blend(head, stored, nothing, plant).logits[-1] for plant in (False, True)
         )
         return gap(sound, reference), gap(faulty, reference)
 
     def _future(self, stored: list[Pairs], moved: torch.Tensor) -> float:
-        """Repair half of the moved chunk's rows, and again with another token in the last of them; compare the rows before it."""
+        """Compare two repairs that differ in a token, in the rows before that token.
+
+        Half of the moved chunk's rows are repaired. In the second repair, the last of them has
+        another token.
+        """
         selected = moved[::2]
         last = int(selected[-1])
         changed = self._ids.index_fill(0, selected[-1], self._other)
@@ -267,17 +332,17 @@ class _Trial:
         return kv_gap(two, one, slice(0, last))
 
     def _far_keys(self) -> tuple[float, float]:
-        """Run some tokens far from the beginning through transformers, and compare its cache with captured keys, rotated there.
+        """Compare transformers' cached keys at far positions with captured keys, rotated there.
 
-        Keys of the first layer depend on the token alone: they are captured at the beginning; the others in the same run.
+        Keys of the first layer depend on the token alone, so they are captured at position 0; keys
+        of the other layers are captured in the far run itself. Returns the largest difference and
+        its limit.
         """
         lm, limit = self._lm, 8 * torch.finfo(self._lm.dtype).eps + 1e-6
         tokens = self._ids[:8].to(lm.device)
         start = max(0, min(FAR, lm.reuse_window - len(tokens) - 1))
         positions = torch.arange(start, start + len(tokens), device=lm.device)
-        if "position_ids" not in accepted(
-            lm.model
-        ):  # a model that takes no positions rotates no keys
+        if "position_ids" not in accepted(lm.model):  # such a model rotates no keys
             return 0.0, limit
         cache = DynamicCache()
         given = dict.fromkeys(CACHE & accepted(lm.model), cache)
@@ -300,7 +365,10 @@ class _Trial:
 
 
 def encode(lm: CausalLM, parts: list[torch.Tensor]) -> list[Pairs]:
-    """Encode a prefix and, in one padded batch behind it, chunks: position-free keys and values of each, layer by layer."""
+    """Encode a prefix and, in a padded batch behind it, chunks.
+
+    Returns position-free keys and values, layer by layer: of the prefix, then of every chunk.
+    """
     prefix, *chunks = parts
     longest, start = max(map(len, chunks)), len(prefix)
     ids = torch.stack([torch.cat([prefix, c, c.new_zeros(longest - len(c))]) for c in chunks])
@@ -319,7 +387,10 @@ def encode(lm: CausalLM, parts: list[torch.Tensor]) -> list[Pairs]:
 
 
 def _blank(lm: CausalLM, capacity: int, *, batch: int = 1) -> KVBuffer:
-    """Allocate a buffer full of NaN: memory may still hold the right rows of an earlier run, which would hide that none were written."""
+    """Allocate a buffer full of NaN.
+
+    Reused memory may still hold the right rows of an earlier run, which would hide unwritten rows.
+    """
     kv = lm.buffer(capacity, batch=batch)
     for keys, values in kv.layers:
         keys.fill_(math.nan)
@@ -328,7 +399,10 @@ def _blank(lm: CausalLM, capacity: int, *, batch: int = 1) -> KVBuffer:
 
 
 def _draw(lm: CausalLM, count: int, seed: int) -> torch.Tensor:
-    """Draw ids that mean nothing special: no end of a text, no place for an image, which a model may refuse without one."""
+    """Draw random ids without the special tokens of the config.
+
+    A model may refuse the token of an image without an image.
+    """
     allowed, left = torch.ones(lm.vocab_size), list(lm.model.config.to_dict().items())
     for name, value in left:
         if isinstance(value, dict):
@@ -342,15 +416,15 @@ def _draw(lm: CausalLM, count: int, seed: int) -> torch.Tensor:
 
 
 def gap(logits: torch.Tensor, reference: torch.Tensor) -> float:
-    """Largest difference."""
+    """Return the largest absolute difference."""
     return float((logits - reference).abs().max())
 
 
 def kv_gap(kv: Pairs, reference: Pairs, rows: slice = slice(None)) -> float:
-    """Largest difference of keys or values in some rows, relative to the largest magnitude of their layer."""
+    """Return the largest difference of keys or values, relative to the largest of their layer."""
     worst = [
         gap(tensor[:, rows].float(), target[:, rows].float()) / (float(target.abs().max()) or 1.0)
         for pair, expected in zip(kv, reference, strict=True)
         for tensor, target in zip(pair, expected, strict=True)
     ]
-    return float(torch.tensor(worst).max())  # NaN if any is
+    return float(torch.tensor(worst).max())  # NaN if any value is, unlike max()

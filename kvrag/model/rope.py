@@ -1,7 +1,8 @@
-"""Rotary positions: rotate position-free keys to their final rows, and back, in float32 with one cast.
+"""RoPE: rotate position-free keys to their final rows, and back, in float32 with a single cast.
 
-A rotary embedding is linear in its table: ``rotate(k) = cos · k + sin · J(k)``, whatever the pairing ``J`` (halves, interleaved, partial).
-So the model's own function serves every layout, and with ``-sin`` it is the inverse (RoFormer, arXiv 2104.09864).
+A rotary embedding is linear in its table: ``rotate(k) = cos · k + sin · J(k)`` for any pairing
+``J`` (halves, interleaved, partial). So the model's own function serves every layout, and with
+``-sin`` it is the inverse (RoFormer, arXiv 2104.09864).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ ApplyRotary = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """``(keys (1, H, T, W), cos (1, T, R), sin (1, T, R)) -> keys`` with the model's own pairing."""
 
 MakeTables = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""``positions (N,) -> cos, sin``, float32 ``(N, R)`` each."""
+"""``positions (N,) -> cos, sin``, both float32 ``(N, R)``."""
 
 Index = slice | torch.Tensor
 """Positions of a prompt: a slice, or an int64 index tensor."""
@@ -26,11 +27,12 @@ Index = slice | torch.Tensor
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class Rotation:
-    """One way of rotating keys: by tables, with the model's own rotation of the ``width`` dimensions from ``start`` on.
+    """Rotation by tables and the model's own function, in ``width`` dimensions from ``start`` on.
 
-    The other dimensions pass as they are; ``width`` 0 is a layer without positions. ``magnitude`` is a factor in the tables (YaRN and
-    longrope scale the keys, too). ``is_aligned``: column ``d`` of the table belongs to dimension ``start + d``; not where ``apply`` spreads
-    half a table over pairs (GLM, GPT-J) or over halves (GPT-OSS).
+    The other dimensions pass unchanged; ``width`` 0 is a layer without positions. ``magnitude`` is
+    a factor in the tables (YaRN and longrope also scale the keys). With ``is_aligned``, column
+    ``d`` of the table belongs to dimension ``start + d``; not where ``apply`` spreads half a table
+    over pairs (GLM, GPT-J) or over halves (GPT-OSS).
     """
 
     name: str
@@ -42,23 +44,26 @@ class Rotation:
     is_aligned: bool
 
     def at(self, positions: torch.Tensor) -> RotaryTable:
-        """Return the rotations of these positions: row ``i`` of the table rotates to ``positions[i]``."""
+        """Return the table of these positions: row ``i`` rotates to ``positions[i]``."""
         return RotaryTable(self, *self.tables(positions))
 
 
 class Pairing(NamedTuple):
-    """Which dimensions turn together, neighbours or those of two halves, and the sign of the angles."""
+    """Pairing of dimensions that rotate together, as neighbours or halves, and the angles' sign."""
 
     is_neighbours: bool
     sign: float
 
 
 _PAIRINGS = WeakKeyDictionary[Rotation, Pairing | None]()
-"""Of the rotations that were asked; ``None``: they turn in another way."""
+"""Pairings found so far; ``None`` for a rotation of another kind."""
 
 
 class RotaryTable:
-    """Rotations of the positions 0 to ``N - 1`` of one prompt, for layers of one kind: float32 ``cos`` and ``sin``, ``(N, R)``."""
+    """Rotations of a prompt's positions 0 to ``N - 1``, for layers of the same kind.
+
+    ``cos`` and ``sin`` are float32, ``(N, R)``.
+    """
 
     def __init__(self, rotation: Rotation, cos: torch.Tensor, sin: torch.Tensor) -> None:
         self.cos, self.sin, self.apply = cos, sin, rotation.apply
@@ -71,24 +76,33 @@ class RotaryTable:
         self._columns: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def rotate(self, keys: torch.Tensor, rows: Index) -> torch.Tensor:
-        """Rotate position-free keys ``(H, T, D)`` to the positions ``rows``; float32 inside, cast back once."""
-        if self.width == keys.shape[-1]:  # as a rule; a prompt has hundreds of parts
+        """Rotate position-free keys ``(H, T, D)`` to the positions ``rows``.
+
+        It computes in float32 and casts back once.
+        """
+        if self.width == keys.shape[-1]:  # the usual case; a prompt has hundreds of parts
             return self.apply(keys.float()[None], self.cos[rows][None], self.sin[rows][None])[0].to(
                 keys.dtype
             )
         return self._apply(keys, self.cos[rows], self.sin[rows])
 
     def unrotate(self, keys: torch.Tensor, rows: Index) -> torch.Tensor:
-        """Invert :meth:`rotate`: the position-free keys of ``(H, T, D)``, for models that give only rotated ones."""
+        """Invert :meth:`rotate`: return position-free keys ``(H, T, D)``.
+
+        It serves models that give only rotated keys.
+        """
         square = self.magnitude * self.magnitude
         return self._apply(keys, self.cos[rows] / square, -self.sin[rows] / square)
 
     def unit_unrotate(self, vectors: torch.Tensor, rows: Index) -> torch.Tensor:
-        """Rotate ``(H, T, D)`` back, without the magnitude: differences of rotated keys carry it already."""
+        """Rotate ``(H, T, D)`` back, without the magnitude.
+
+        Differences of rotated keys carry the magnitude already.
+        """
         return self._apply(vectors, self.unit_cos[rows], -self.unit_sin[rows])
 
     def partner(self, vectors: torch.Tensor) -> torch.Tensor:
-        """Return ``J(vectors)``, ``(H, T, width)`` for ``(H, T, D)``: what the sines multiply."""
+        """Return ``J(vectors)``, the factor of the sines: ``(H, T, width)`` for ``(H, T, D)``."""
         found = vectors[..., self.rotating]
         if not self.width:
             return found
@@ -103,9 +117,10 @@ class RotaryTable:
         *,
         rows: Index,
     ) -> None:
-        """Add ``vectors``, ``(H, T, D)``, to ``target`` in place, each rotated to its position: no magnitude.
+        """Add ``vectors``, ``(H, T, D)``, rotated to ``rows``, to ``target`` in place.
 
-        ``partner`` is what :meth:`partner` returns for them; ``None``: found here.
+        The rotation leaves out the magnitude. ``partner`` is the result of :meth:`partner` for
+        them; by default it is computed here.
         """
         if self.width:
             if self._columns is None:  # a column per dimension that rotates
@@ -115,7 +130,7 @@ class RotaryTable:
                 )
             cos, sin = self._columns
             aside = self.partner(vectors) if partner is None else partner
-            # In float32, so that 16 bits are rounded once.
+            # In float32, so that 16-bit values are rounded once.
             target[..., self.rotating] += (cos[rows] * vectors[..., self.rotating]).addcmul_(
                 sin[rows], aside
             )
@@ -127,11 +142,12 @@ class RotaryTable:
                 target[..., fixed] += vectors[..., fixed]
 
     def pairs(self) -> tuple[torch.Tensor, torch.Tensor, bool] | None:
-        """Return the cosine and sine of each pair, ``(N, width / 2)``, and whether pairs are neighbours rather than halves.
+        """Return the pairs' cosine and sine, ``(N, width / 2)``, and whether pairs are neighbours.
 
-        ``None`` if the rotation is of neither kind, or the dimensions that rotate are not the first.
+        Other pairs are halves. The result is ``None`` if the rotation is of neither kind, or the
+        rotating dimensions are not the first.
         """
-        if self.rotation not in _PAIRINGS:  # asks the device, so once for a model
+        if self.rotation not in _PAIRINGS:  # reads from the device, so done once
             _PAIRINGS[self.rotation] = self._pairing()
         if (pairing := _PAIRINGS[self.rotation]) is None:
             return None
@@ -187,7 +203,10 @@ class RotaryTable:
 
 
 Rotations = Sequence[RotaryTable]
-"""The rotations of one prompt's positions: a table per layer, shared by layers of one kind (Gemma 3 has two kinds)."""
+"""Rotations of a prompt's positions: a table per layer.
+
+Layers of the same kind share a table (Gemma 3 has two kinds).
+"""
 
 
 def _no_tables(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -195,15 +214,17 @@ def _no_tables(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return empty, empty
 
 
-NO_ROTATION = Rotation(
-    "none", _no_tables, lambda keys, _cos, _sin: keys, 1.0, 0, 0, True
-)  # keys without positions
+# Keys without positions.
+NO_ROTATION = Rotation("none", _no_tables, lambda keys, _cos, _sin: keys, 1.0, 0, 0, True)
 
 
 def spread(
     apply: ApplyRotary, cos: torch.Tensor, sin: torch.Tensor, width: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the cosine and sine of each rotating dimension, ``(N, width)`` each, as ``apply`` uses the tables ``(N, R)``."""
+    """Return the cosine and sine of every rotating dimension, both ``(N, width)``.
+
+    They are the factors that ``apply`` makes of its tables ``(N, R)``.
+    """
     ones = torch.ones((1, 1, len(cos), width), dtype=cos.dtype, device=cos.device)
     zeros = torch.zeros_like(cos)[None]
     signs = apply(ones[:, :, :1], zeros[:, :1], torch.ones_like(cos[None, :1]))  # J(1): +1 or -1
@@ -211,7 +232,7 @@ def spread(
 
 
 def adapt(function: Callable[..., Any]) -> ApplyRotary | None:
-    """Return a modelling module's rotation behind our signature; ``None`` if it takes other arguments than are known."""
+    """Adapt a modelling module's rotation to ``ApplyRotary``; ``None`` for unknown arguments."""
     parameters = list(inspect.signature(function).parameters)
     if parameters[:4] == ["q", "k", "cos", "sin"]:
         return lambda keys, cos, sin: function(keys[:, :0], keys, cos, sin)[1]
@@ -233,7 +254,7 @@ def from_module(
     is_sine_first: bool,
     positions: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the tables of a rotary module; ``kinds``: the layer type, where it asks for one."""
+    """Return the tables of a rotary module; ``kinds`` holds the layer type, if it asks for that."""
     made = module(
         torch.empty((1, 1), dtype=torch.float32, device=positions.device), positions[None], *kinds
     )

@@ -1,7 +1,8 @@
-"""What a forward computes: the KV that it writes to (a buffer of slots), its rows, and which keys each row sees.
+"""Rows of a forward, the buffer that their KV is written to, and the keys that they see.
 
-``Rows`` holds the slot, the position and the first visible slot of each row. ``Limits`` is made from it once per forward: blocks of rows
-for torch, int32 limits for the kernels, shared by all layers with the same reach.
+``Rows`` holds the rows' slots, positions and first visible slots. ``Limits`` is made from it once
+per forward: blocks of rows for torch, int32 limits for the kernels, shared by all layers with the
+same reach.
 """
 
 from __future__ import annotations
@@ -15,28 +16,27 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-BLOCK_ROWS = (
-    64  # enough to fill a core, few enough that cutting keys at the block's last limit saves work
-)
+# Enough to fill a core, few enough that cutting keys at the block's last limit saves work.
+BLOCK_ROWS = 64
 ALIGNMENT = 64  # bytes: a line of the processor's cache
-MAX_BLOCKED = (
-    2**22
-)  # rows x keys beyond which rows behind a short head are quicker as a whole prompt than by blocks
-MAX_CACHED_MASK = 2**24  # elements of one forward's mask that are kept for all its layers
+# Rows x keys beyond which rows behind a short head are faster as a whole prompt than in blocks.
+MAX_BLOCKED = 2**22
+MAX_CACHED_MASK = 2**24  # elements of a forward's mask up to which all its layers share it
 
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """How far back the rows of a layer see; ``None``: no limit.
+    """Reach of a layer's rows to earlier keys; by default unlimited.
 
-    ``window`` shows the last keys, the row's own included; ``chunk`` those from its last multiple on (Llama 4).
+    With ``window``, a row sees the last ``window`` keys, its own included. With ``chunk``, it sees
+    the keys from the last multiple of ``chunk`` on (Llama 4).
     """
 
     window: int | None = None
     chunk: int | None = None
 
     def lo(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return the first slot that rows in these slots, at these positions, see, shaped as ``slots``."""
+        """Return the first visible slots of rows at these slots and positions."""
         first = (
             torch.zeros_like(slots)
             if self.window is None
@@ -45,16 +45,16 @@ class Reach:
         return first if self.chunk is None else torch.maximum(first, slots - positions % self.chunk)
 
     def is_whole(self, num_keys: int) -> bool:
-        """Whether no row of a prompt of this length misses a key before it."""
+        """Whether every row of a prompt of this length sees all keys before it."""
         return (self.window or num_keys) >= num_keys and (self.chunk or num_keys) >= num_keys
 
 
-EVERYTHING = Reach()  # no limit but causality
+EVERYTHING = Reach()  # causality is the only limit
 
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """Shape of one layer's KV: heads and the head dims of keys and of values."""
+    """Shape of a layer's KV: its key heads, and the head dims of keys and of values."""
 
     num_heads: int
     key_dim: int
@@ -62,11 +62,13 @@ class LayerShape:
 
 
 class KVBuffer:
-    """The KV of one request (or of a batch of chunks), row index = position.
+    """KV of a request (the row index is the position), or of a batch of chunks.
 
-    ``layers`` are rotated keys ``(B, H_kv, capacity, D)`` and values ``(B, H_kv, capacity, D_v)``. ``token_ids``, int64 ``(capacity,)`` on
-    the host, are kept by the forwards of a model that may have to compute rows again; else ``None``. While a stream of the device still
-    writes stored KV, ``arrivals`` has an event per layer, and ``sources`` what that stream reads; who reads a layer waits for its event.
+    ``layers`` are rotated keys ``(B, H_kv, capacity, D)`` and values ``(B, H_kv, capacity, D_v)``.
+    ``token_ids``, int64 ``(capacity,)`` on the host, are kept only for a model that may have to
+    recompute rows. While a stream of the device still writes stored KV, ``arrivals`` holds an event
+    per layer, and ``sources`` keeps the inputs of that stream. A reader of a layer must wait for
+    its event.
     """
 
     def __init__(
@@ -89,7 +91,10 @@ class KVBuffer:
         batch: int = 1,
         keeps_ids: bool = False,
     ) -> KVBuffer:
-        """Allocate ``capacity`` rows, uninitialised until written; attention sees none before. ``shapes`` has one per layer."""
+        """Allocate ``capacity`` uninitialised rows; attention sees a row only once it is written.
+
+        ``shapes`` has an entry per layer.
+        """
         sizes = [
             (batch, s.num_heads, capacity, dim) for s in shapes for dim in (s.key_dim, s.value_dim)
         ]
@@ -98,7 +103,10 @@ class KVBuffer:
         return cls(list(zip(tensors[::2], tensors[1::2], strict=True)), ids)
 
     def wait_for(self, layer: int) -> None:
-        """Let the device's current stream wait until the stored KV of a layer is there; the host goes on."""
+        """Make the device's current stream wait for the stored KV of a layer.
+
+        The host goes on.
+        """
         if self.arrivals:
             torch.cuda.current_stream(self.layers[layer][0].device).wait_event(self.arrivals[layer])
 
@@ -121,7 +129,10 @@ class KVBuffer:
 def _allocate(
     shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device
 ) -> list[torch.Tensor]:
-    """Allocate tensors; on the host together, by numpy, which asks for huge pages: touching them first costs a fraction."""
+    """Allocate tensors; on the host, all in a single numpy array.
+
+    numpy asks for huge pages, which makes the first touch of the memory much cheaper.
+    """
     if device.type != "cpu":
         return [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
     sizes = [math.prod(shape) * dtype.itemsize for shape in shapes]
@@ -136,12 +147,14 @@ def _allocate(
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The rows that one forward computes.
+    """Rows that a forward computes.
 
-    A row sees the slots from ``first``, int64 ``(R,)`` (``None``: 0), to its own, and the first ``prefix`` slots. A chunk is in
-    neighbouring slots, in order. The KV of the rows is written to ``slots``: a slice, or int64 ``(R,)``, ascending within each chunk;
-    ``stop`` is one past the last of them. ``positions``, int64 ``(R,)``, are those of each row in its prompt; ``None``: its slot.
-    ``is_fixed``: the slots may be others when the forward is replayed, none from ``stop`` on; the host must not look at them.
+    A row sees the slots from ``first``, int64 ``(R,)`` (by default 0), to its own slot, and the
+    first ``prefix`` slots. A chunk is in neighbouring slots, in order. The rows' KV is written to
+    ``slots``: a slice, or int64 ``(R,)``, ascending within a chunk; ``stop`` is the index after the
+    last slot. ``positions``, int64 ``(R,)``, are the rows' positions in their prompt, by default
+    their slots. With ``is_fixed``, a replay of the forward may use other slots below ``stop``, so
+    the host must not read them.
     """
 
     slots: slice | torch.Tensor
@@ -153,17 +166,20 @@ class Rows:
 
     @classmethod
     def span(cls, start: int, stop: int) -> Rows:
-        """Return neighbouring rows of one request: positions ``start`` to ``stop - 1``."""
+        """Return neighbouring rows of a request: positions ``start`` to ``stop - 1``."""
         return cls(slice(start, stop), stop)
 
     @classmethod
     def at(cls, positions: torch.Tensor) -> Rows:
-        """Return rows of one request at these positions, int64 ``(R,)``, ascending."""
+        """Return rows of a request at these positions, int64 ``(R,)``, ascending."""
         return cls(positions, int(positions[-1]) + 1)
 
     @classmethod
     def packed(cls, prefix: int, lengths: Sequence[int], device: torch.device) -> Rows:
-        """Return chunks of these lengths in a row, each behind the same prefix and blind to the others."""
+        """Return chunks of these lengths, packed in a row.
+
+        A chunk's rows see the shared prefix and their own chunk, no other chunk.
+        """
         sizes = torch.tensor(lengths, device=device)
         starts = (prefix + sizes.cumsum(0) - sizes).repeat_interleave(sizes)
         stop = prefix + sum(lengths)
@@ -178,9 +194,11 @@ class Rows:
 
 
 class Block(NamedTuple):
-    """Rows ``rows`` of a forward see keys ``keys``, plus ``mask`` (``(G · len(rows), len(keys))``: 0 or -inf, ``None``: all).
+    """Block of rows, with the keys that they see.
 
-    The heads of a group are packed as rows, group first. Every row sees the first ``sure`` of the keys.
+    ``mask``, ``(G · len(rows), len(keys))``, is 0 or -inf; without a mask, the rows see all keys.
+    The heads of a group are packed as rows, heads outermost. Every row sees the first ``sure`` of
+    the keys.
     """
 
     rows: slice
@@ -190,7 +208,7 @@ class Block(NamedTuple):
 
 
 class KernelLimits(NamedTuple):
-    """What a kernel takes for a layer: int32 limits, and its plan of tiles."""
+    """Arguments of a kernel for a layer: int32 limits, and its plan of tiles."""
 
     hi: torch.Tensor
     lo: torch.Tensor | None
@@ -199,10 +217,12 @@ class KernelLimits(NamedTuple):
 
 @dataclass(slots=True)
 class Limits:
-    """Which keys the rows of one forward see, shared by all its layers.
+    """Limits of the keys that the rows of a forward see, shared by all its layers.
 
-    ``hi``, int64 ``(R,)``, is the slot of each row, the last one that it sees; ``num_keys`` is ``max(hi) + 1``; the others are as in
-    :class:`Rows`. ``padding`` is how many rows in front would make these a whole prompt; ``None`` where that is no short cut.
+    ``hi``, int64 ``(R,)``, is the rows' own slots, the last that they see. ``num_keys`` is
+    ``max(hi) + 1``, or more if ``is_fixed``. ``positions``, ``first``, ``prefix`` and ``is_fixed``
+    are as in :class:`Rows`. ``padding`` is the number of rows that, put in front, make these a
+    whole prompt; ``None`` where that is no shortcut.
     """
 
     hi: torch.Tensor
@@ -224,15 +244,18 @@ class Limits:
             self.padding = before
 
     def lo(self, reach: Reach) -> torch.Tensor | None:
-        """Return the first slot that each row sees in a layer, int64 ``(R,)``; ``None``: slot 0."""
-        # Behind a shared prefix, a layer's reach cuts no chunk: see CausalLM.can_pack.
+        """Return the rows' first visible slots in a layer, int64 ``(R,)``; ``None`` is slot 0."""
+        # Chunks behind a shared prefix are within every layer's reach: see CausalLM.can_pack.
         if self.prefix or reach == EVERYTHING or reach.is_whole(self.num_keys):
             return self.first
         lo = reach.lo(self.hi, self.hi if self.positions is None else self.positions)
         return lo if self.first is None else torch.maximum(lo, self.first)
 
     def blocks(self, reach: Reach, groups: int, dtype: torch.dtype) -> Iterable[Block]:
-        """Return the blocks for a layer with this reach and so many heads per key head; made once unless they are large."""
+        """Return the blocks of a layer with this reach and ``groups`` query heads per key head.
+
+        They are kept for the next layers unless they are large.
+        """
         kind = (EVERYTHING if reach.is_whole(self.num_keys) else reach, groups, dtype)
         if kind not in self.kept:
             lo = self.lo(reach)
@@ -251,7 +274,11 @@ class Limits:
     def _on_host(
         self, reach: Reach, lo: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the limits for the host to read: those of a single row, as of every decode step, follow from their number of keys."""
+        """Return ``hi`` and ``lo`` for the host to read.
+
+        For a single row, as in a decode step, they follow from the number of keys, so nothing is
+        copied.
+        """
         if len(self.hi) > 1 or self.positions is not None or self.first is not None:
             return self.hi, lo
         last = Limits(torch.tensor([self.num_keys - 1]), self.num_keys)
@@ -266,9 +293,8 @@ class Limits:
         groups: int,
         dtype: torch.dtype,
     ) -> Block:
-        if (
-            rows.stop - rows.start == 1 and not self.is_fixed
-        ):  # one row that sees all its keys needs no mask
+        # A single row sees all keys of its block.
+        if rows.stop - rows.start == 1 and not self.is_fixed:
             return Block(rows, keys, None, sure)
         j = torch.arange(keys.start, keys.stop, device=self.hi.device)
         hidden = j > self.hi[rows, None]
@@ -285,7 +311,7 @@ class Limits:
         return Limits(self.hi[-count:], self.num_keys, positions, first, self.prefix, self.is_fixed)
 
     def for_kernel(self, query: torch.Tensor, keys: torch.Tensor, reach: Reach) -> KernelLimits:
-        """Return the limits for a layer; made once for all layers like it."""
+        """Return the kernel's limits for a layer, made once for all layers of the same kind."""
         import kvrag_kernels
 
         limits = None if reach.is_whole(self.num_keys) else reach
@@ -302,7 +328,10 @@ class Limits:
 
 
 def _cut(last: list[int], first: list[int] | None) -> list[tuple[slice, slice, int]]:
-    """Cut rows into blocks: rows, keys, and how many of these every row sees. A row of another request begins a block."""
+    """Cut rows into blocks: rows, keys, and the number of first keys that all these rows see.
+
+    A row of another request begins a block.
+    """
     cuts, start, first = [], 0, first or [0] * len(last)
     for i in range(1, len(last) + 1):
         if i < len(last) and i - start < BLOCK_ROWS and first[i] <= last[i - 1] < last[i]:

@@ -1,4 +1,4 @@
-"""Which model to load, from where, onto what: everything about a model that is known before its weights are."""
+"""Model source: files, device, dtype and options, checked before the weights are loaded."""
 
 from __future__ import annotations
 
@@ -25,13 +25,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """Which model to load, and how.
+    """Model to load, with its options.
 
-    ``model`` is a hub id, a local directory (of a model, or of an adapter of one), a ``.gguf`` file, a loaded ``PreTrainedModel`` or a
-    ``PeftModel``; ``tokenizer`` one, its id or directory, ``None``: the model's own. ``dtype`` is a ``torch.dtype``, its name, or
-    ``"auto"``: float32 on CPU (bfloat16 is slow on CPUs without native support), else the checkpoint's. ``device`` ``None``: CUDA if there
-    is one, else CPU. ``hf_kwargs`` go to ``from_pretrained``. KV is shared only where ``extra_keys`` are equal, which take part in the
-    fingerprint. ``prove``: whether reuse is proven on the loaded model.
+    ``model`` is a hub id, a local directory (of a model or of an adapter), a ``.gguf`` file, a
+    loaded ``PreTrainedModel`` or a ``PeftModel``. ``tokenizer`` is a tokenizer, its id or its
+    directory; by default, the model's own. ``dtype`` is a ``torch.dtype``, its name, or ``"auto"``:
+    float32 on CPU (bfloat16 is slow on CPUs without native support), else the checkpoint's.
+    ``device`` is by default CUDA if there is a CUDA device, else CPU. ``hf_kwargs`` go to
+    ``from_pretrained``. ``extra_keys`` are part of the fingerprint: KV is shared only where they
+    are equal. ``prove`` says whether reuse is proven on the loaded model.
     """
 
     model: str | os.PathLike[str] | PreTrainedModel
@@ -39,17 +41,15 @@ class ModelSource:
     revision: str | None = None
     dtype: str | torch.dtype = "auto"
     device: str | torch.device | None = None
-    hf_kwargs: dict[str, Any] = field(
-        default_factory=dict, repr=False
-    )  # may hold tokens, and proxies with passwords
+    # Not in the repr: it may hold tokens, and proxies with passwords.
+    hf_kwargs: dict[str, Any] = field(default_factory=dict, repr=False)
     extra_keys: Mapping[str, str] = field(default_factory=dict)
     prove: Prove = "auto"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", unwrap(self.model))
-        if (
-            "torch_dtype" in self.hf_kwargs
-        ):  # transformers' old name, which it ignores beside the new one
+        # transformers' old name for ``dtype``, which it ignores beside the new name.
+        if "torch_dtype" in self.hf_kwargs:
             if self.dtype != "auto":
                 raise ConfigError(
                     f"dtype is {self.dtype!r}, and torch_dtype was given too; pass dtype alone"
@@ -70,7 +70,10 @@ class ModelSource:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What identifies the loaded weights in this process; extra keys tell KV apart, not weights."""
+        """Key of the loaded weights in this process.
+
+        ``extra_keys`` are not part of it: they separate KV, not weights.
+        """
         device, dtype = str(resolve_device(self)), str(resolve_dtype(self))
         options = tuple(sorted((name, _option(value)) for name, value in self.hf_kwargs.items()))
         return (
@@ -85,14 +88,14 @@ class ModelSource:
 
     @property
     def name(self) -> str:
-        """A short name for messages and results."""
+        """Short name for messages and results."""
         if isinstance(self.model, PreTrainedModel):
             return str(getattr(self.model.config, "_name_or_path", "") or type(self.model).__name__)
         return os.fspath(self.model)
 
 
 def _spelling(thing: Any) -> object:
-    """One name for one thing: files by their real path, objects by identity."""
+    """Return a hashable name: the real path of a file, a hub id as it is, else the ``id``."""
     if isinstance(thing, (str, os.PathLike)):
         path = os.fspath(thing)
         return os.path.realpath(path) if os.path.exists(path) else path
@@ -100,13 +103,16 @@ def _spelling(thing: Any) -> object:
 
 
 def _option(value: Any) -> str:
-    """Spell an option of ``from_pretrained``: config objects by what they hold, which their repr may leave out."""
+    """Return an option of ``from_pretrained`` as text.
+
+    Config objects are written by ``to_dict()``, because their repr may leave out entries.
+    """
     to_dict = getattr(value, "to_dict", None)
     return f"{type(value).__name__}{to_dict()!r}" if callable(to_dict) else repr(value)
 
 
 def resolve_device(source: ModelSource) -> torch.device:
-    """Return the device to load to; raises ``ConfigError`` if torch can't use it here."""
+    """Return the device to load to; raise ``ConfigError`` if torch can't use it here."""
     if isinstance(source.model, PreTrainedModel):
         return torch.device(source.model.device)
     if source.device is None:
@@ -114,7 +120,7 @@ def resolve_device(source: ModelSource) -> torch.device:
     try:
         device = torch.device(source.device)
         if device.type != "cuda":
-            torch.empty(1, device=device).cpu()  # a device that torch knows may still not be here
+            torch.empty(1, device=device).cpu()  # torch may know a device that is not here
     except (RuntimeError, TypeError, AssertionError, NotImplementedError) as error:
         raise ConfigError(
             f"device is {source.device!r}, which torch can't use here; use 'cpu' or 'cuda'"
@@ -139,12 +145,14 @@ def resolve_dtype(source: ModelSource) -> str | torch.dtype:
 
 
 def check_given(source: ModelSource, model: PreTrainedModel) -> None:
-    """Raise ``ConfigError`` for a loaded model without a tokenizer, or with options for loading or that contradict it."""
+    """Raise ``ConfigError`` for a loaded model without a tokenizer or with options for loading.
+
+    A ``dtype`` or ``device`` that contradicts the model is an error, too.
+    """
     if source.tokenizer is None:
         raise ConfigError("a loaded model needs its tokenizer: pass tokenizer=...")
-    usable = (
-        _HUB_OPTIONS if isinstance(source.tokenizer, (str, os.PathLike)) else ()
-    )  # they tell where its files are
+    # Options that locate files are of use for a tokenizer that is given by its path.
+    usable = _HUB_OPTIONS if isinstance(source.tokenizer, (str, os.PathLike)) else ()
     idle = [name for name in source.hf_kwargs if name not in usable] + ["revision"] * (
         source.revision is not None
     )
@@ -153,7 +161,8 @@ def check_given(source: ModelSource, model: PreTrainedModel) -> None:
         raise ConfigError(f"{what}: leave it out, or pass it to the function that loads the model")
     if source.dtype != "auto" and resolve_dtype(source) != model.dtype:
         raise ConfigError(
-            f"dtype is {source.dtype!r}, and the loaded model is {model.dtype}: leave it out, or load the model with it"
+            f"dtype is {source.dtype!r}, and the loaded model is {model.dtype}: "
+            "leave it out, or load the model with it"
         )
     if source.device is not None:
         wanted = resolve_device(replace(source, model=""))
@@ -169,7 +178,10 @@ def directory(source: ModelSource) -> str:
 
 
 def base_directory(source: ModelSource) -> str:
-    """Return where the model's config is: for a directory that holds an adapter alone, the model that the adapter names."""
+    """Return the directory or hub id of the model's config.
+
+    For a directory with an adapter alone, it is the base model that the adapter names.
+    """
     path = directory(source)
     adapter = Path(path, "adapter_config.json")
     if not adapter.is_file() or Path(path, "config.json").exists():
@@ -187,11 +199,14 @@ _HUB_OPTIONS = {
     "token",
 }
 _HUB_OPTIONS |= {"trust_remote_code"}
-"""Options of ``from_pretrained`` that say where to look, for config and tokenizer as well as for weights."""
+"""Options of ``from_pretrained`` that locate files: config and tokenizer as well as weights."""
 
 
 def hub_options(source: ModelSource, *, own_files: bool = True) -> dict[str, Any]:
-    """Return the user's options that say where to look; ``own_files``: with the revision, and the GGUF file, of the model."""
+    """Return the user's options that locate files.
+
+    With ``own_files``, they include the revision and the GGUF file of the model.
+    """
     options = {name: value for name, value in source.hf_kwargs.items() if name in _HUB_OPTIONS}
     if own_files and source.revision is not None:
         options["revision"] = source.revision
@@ -206,7 +221,7 @@ def loading_options(source: ModelSource) -> dict[str, Any]:
 
 
 def load_tokenizer(source: ModelSource) -> Any:
-    """Return the tokenizer: the one given, or that of the directory given, or the model's own."""
+    """Return the given tokenizer, or load the tokenizer of the given directory or the model."""
     is_named = isinstance(source.tokenizer, (str, os.PathLike))
     if source.tokenizer is not None and not is_named:
         return source.tokenizer
@@ -218,7 +233,10 @@ def load_tokenizer(source: ModelSource) -> Any:
 
 
 def check_path(path: str, what: str) -> None:
-    """Raise ``ModelError`` for a path of a model or tokenizer where there is none; what has the form of a hub's name is left to the hub."""
+    """Raise ``ModelError`` for the path of a missing model or tokenizer.
+
+    A missing path in the form of a hub id is left to the hub.
+    """
     is_there = os.path.exists(path)
     named = shown(path)
     if path.endswith(".gguf"):
@@ -231,7 +249,8 @@ def check_path(path: str, what: str) -> None:
             raise ModelError(f"the GGUF file {named} of the {what} {fault}")
     elif is_there and not os.path.isdir(path):
         raise ModelError(
-            f"the {what} {named} is a file; pass the directory that holds config.json, or a .gguf file"
+            f"the {what} {named} is a file; "
+            "pass the directory that holds config.json, or a .gguf file"
         )
     elif not is_there and _HUB_NAME.fullmatch(path) is None:
         remedy = (
@@ -240,12 +259,13 @@ def check_path(path: str, what: str) -> None:
             else "check the path"
         )
         raise ModelError(
-            f"the directory {named} of the {what} does not exist; {remedy}, or pass a hub id such as 'owner/name'"
+            f"the directory {named} of the {what} does not exist; {remedy}, "
+            "or pass a hub id such as 'owner/name'"
         )
 
 
 def _check_directory(path: str) -> None:
-    """Raise ``ModelError`` for a directory that holds no model."""
+    """Raise ``ModelError`` for a directory without a model's or adapter's config."""
     if not os.path.isdir(path) or any(
         os.path.isfile(os.path.join(path, name)) for name in _CONFIGS
     ):
@@ -254,7 +274,8 @@ def _check_directory(path: str) -> None:
     ggufs = [name for name in held if name.endswith(".gguf")]
     remedy = f"name the file: {os.path.join(path, ggufs[0])!r}" if ggufs else "check the path"
     raise ModelError(
-        f"the directory {path!r} holds no config.json, so it is no model; it holds {', '.join(held[:3]) or 'nothing'}; {remedy}"
+        f"the directory {path!r} holds no config.json, so it is no model; "
+        f"it holds {', '.join(held[:3]) or 'nothing'}; {remedy}"
     )
 
 
@@ -276,18 +297,26 @@ def trying(source: ModelSource, action: Callable[[], T]) -> T:
             "the files of this directory are damaged, or are no causal language model's; check them"
         )
         if not is_here:
-            fault = "there is no such directory here, and no such model of the hub that can be reached; check the name and the connection"
+            fault = (
+                "there is no such directory here, and no such model of the hub that can be "
+                "reached; check the name and the connection"
+            )
         raise ModelError(
             f"could not load {source.name!r}: {fault} ({type(error).__name__}: {str(error)[:300]})"
         ) from error
 
 
 def check_source(source: ModelSource) -> None:
-    """Raise ``ModelError`` or ``ConfigError`` for what can be seen without loading weights: no such model or device, no causal LM."""
+    """Check a source without loading its weights.
+
+    Raises ``ModelError`` or ``ConfigError`` if the model or the device is missing, or the model is
+    no causal LM.
+    """
     if not isinstance(source.model, (str, os.PathLike, PreTrainedModel)):
         what = f"model is of type {type(source.model).__name__}"
         raise ConfigError(
-            f"{what}; pass a hub id, a directory, a .gguf file, a loaded PreTrainedModel or a PeftModel"
+            f"{what}; pass a hub id, a directory, a .gguf file, "
+            "a loaded PreTrainedModel or a PeftModel"
         )
     check_prove(source.prove)
     resolve_device(source)
@@ -304,7 +333,7 @@ def check_source(source: ModelSource) -> None:
     if path.endswith(".gguf"):
         for module in ("gguf", "accelerate"):
             require(module, extra="gguf", purpose="reading GGUF files")
-        return  # parsing a GGUF header takes seconds: its kind is checked when it is loaded
+        return  # parsing a GGUF header takes seconds: its kind is checked at load
     _check_directory(os.path.join(path, source.hf_kwargs.get("subfolder") or ""))
     if base_directory(source) != path:
         require("peft", extra="adapters", purpose="loading adapters")

@@ -1,8 +1,9 @@
-"""Decode steps: those of requests that run at the same time are one forward, and on a CUDA device a request alone replays a recording.
+"""Decode steps: concurrent requests share a forward; on CUDA, a lone request replays a recording.
 
-The host asks for one graph then, not for hundreds of launches. A recording holds addresses and shapes, so a step's inputs are written to
-the same tensors each time, and it attends to a fixed number of slots, of which a mask hides those after its row. It is made anew where an
-answer outgrows it.
+The host then launches a single graph instead of hundreds of kernels. A recording holds addresses
+and shapes. So the inputs of a step are written to the same tensors every time, and it attends to a
+fixed number of slots, where a mask hides the slots after its row. Where an answer outgrows the
+recording, a new recording is made.
 """
 
 from __future__ import annotations
@@ -23,28 +24,32 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_TOGETHER = 64  # requests whose next rows are computed in one forward
-EAGER_STEPS = (
-    4  # before the first recording, which takes as long as some steps: many answers are short
-)
-BUCKET = 256  # slots by which a recording reaches beyond its first step's row, at most
+MAX_TOGETHER = 64  # requests with next rows in the same forward, at most
+# Steps before the first recording, which takes as long as some steps: many answers are short.
+EAGER_STEPS = 4
+BUCKET = 256  # slots that a recording reaches beyond its first step's row, at most
 
 Step = Callable[[], torch.Tensor]
 Record = Callable[[Step], Step]
-"""From a step to what repeats it, with what its input tensors hold by then."""
+"""Records a step, and returns a function that replays it on its input tensors' current values."""
 
 
 def by_graph(step: Step) -> Step:
-    """Record a step as a CUDA graph, after a run on another stream: what libraries allocate at first use must not be part of it."""
-    current, beside = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    """Record a step as a CUDA graph, after a run on another stream.
+
+    That run keeps allocations that libraries make at first use out of the graph.
+    """
+    current, beside = (
+        torch.cuda.current_stream(),
+        torch.cuda.Stream(),  # type: ignore[no-untyped-call]
+    )
     beside.wait_stream(current)
     with torch.cuda.stream(beside):
         step()
     current.wait_stream(beside)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(
-        graph, capture_error_mode="thread_local"
-    ):  # other threads may allocate meanwhile
+    # Other threads may allocate meanwhile.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         logits = step()
 
     def replay() -> torch.Tensor:
@@ -55,7 +60,10 @@ def by_graph(step: Step) -> Step:
 
 
 class NextRow(NamedTuple):
-    """The next row of a request: its token, int64 ``(1,)``, buffer and position, and what computes its logits by itself."""
+    """Next row of a request: its token, int64 ``(1,)``, its buffer and its position.
+
+    ``alone`` computes its logits without other requests.
+    """
 
     token_id: torch.Tensor
     kv: KVBuffer
@@ -64,17 +72,17 @@ class NextRow(NamedTuple):
 
 
 class NextRows(Forward):
-    """One decode step of several requests: row ``i`` is the next one of request ``i``, whose KV is in a buffer of its own.
+    """Decode step of several requests: row ``i`` is the next row of request ``i``.
 
-    Each row sees its own request's rows alone, so a layer's attention is computed request by request; all else is one pass over the
-    weights.
+    Every request has a buffer of its own, and a row sees only its request's rows. So the attention
+    of a layer is computed request by request; everything else is a single pass over the weights.
 
     Parameters
     ----------
     requests
-        Buffer and position of each row.
+        Buffer and position of every row.
     attentions
-        The model's.
+        Attention modules of the model.
     """
 
     def __init__(self, requests: Sequence[tuple[KVBuffer, int]], attentions: Attentions) -> None:
@@ -99,7 +107,7 @@ class NextRows(Forward):
         *_: object,
         **__: object,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write each fresh row into its request's buffer; the attention that follows looks there."""
+        """Write every fresh row into its request's buffer, where :meth:`attend` reads it."""
         self._layer = layer_idx
         for side, fresh in enumerate((key_states, value_states)):
             for (kv, position), row in zip(self.requests, fresh.unbind(2), strict=True):
@@ -114,7 +122,10 @@ class NextRows(Forward):
         values: torch.Tensor,
         scores: Mapping[str, Any],
     ) -> torch.Tensor:
-        """Attend request by request; the outputs lie as the model reads them, row by row."""
+        """Attend request by request.
+
+        In memory, the outputs lie row by row, as the model reads them.
+        """
         reach, outs = self.reach.get(module, EVERYTHING), []
         is_plain = scores["softcap"] is None and scores["sinks"] is None
         for (kv, position), limits, row in zip(
@@ -132,7 +143,7 @@ class NextRows(Forward):
 
 
 class Extension:
-    """Computes the rows that follow the first ``length`` of a request's buffer: ``ids (R,) -> logits (R, vocab)``."""
+    """Extension of a buffer behind its first ``length`` rows: ``ids (R,) -> logits (R, vocab)``."""
 
     def __init__(self, model: CausalLM, kv: KVBuffer, length: int) -> None:
         self._model, self._kv, self._length, self._steps = (
@@ -144,7 +155,10 @@ class Extension:
         self._num_steps = 0
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
-        """Compute rows; one by itself together with those of other requests, where the model can."""
+        """Compute rows.
+
+        A single row is computed together with rows of other requests, where the model can.
+        """
         start, self._length = self._length, self._length + len(ids)
         if len(ids) > 1:
             return self._model.forward(
@@ -155,34 +169,34 @@ class Extension:
         return self._model.turns.step(row, self._model.step, limit=limit)
 
     def _alone(self, ids: torch.Tensor, position: int) -> torch.Tensor:
-        """Compute a row by a recording, if there is one or it is time for one."""
+        """Compute a row, by a recording once ``EAGER_STEPS`` steps have been launched."""
         model, self._num_steps = self._model, self._num_steps + 1
         if self._num_steps > EAGER_STEPS and model.records and self._kv.token_ids is None:
             try:
                 self._steps = self._steps or RecordedSteps(model, self._kv, position)
                 return self._steps(ids, position)
-            except (
-                RuntimeError
-            ) as error:  # an operation that can't be recorded, or no memory for it
+            except RuntimeError as error:  # an operation can't be recorded, or memory is short
                 model.records = False
                 logger.warning(
-                    "decode steps of this model can't be recorded (%s); they are launched one by one",
+                    "decode steps of this model can't be recorded (%s); "
+                    "they are launched one by one",
                     error,
                 )
         return model.forward(ids, Rows.span(position, position + 1), self._kv)[0][0]
 
 
 class RecordedSteps:
-    """The decode steps of one request.
+    """Recorded decode steps of a request.
 
     Parameters
     ----------
     model, kv
-        What computes, and the request's KV.
+        Model, and the request's KV.
     length
-        Rows of the prompt; the slots after them are set to zero, for a hidden key weighs nothing only if it is finite.
+        Rows so far. The slots after them are set to zero: a hidden key weighs nothing only if it is
+        finite.
     record
-        How to record.
+        Function that records a step.
     """
 
     def __init__(
@@ -197,7 +211,10 @@ class RecordedSteps:
             keys[:, :, length:], values[:, :, length:] = 0, 0
 
     def __call__(self, token_id: torch.Tensor, at: int) -> torch.Tensor:
-        """Compute the row of a token, int64 ``(1,)``, at a position: its logits ``(1, vocab)``, valid until the next step."""
+        """Compute the row of a token, int64 ``(1,)``, at a position.
+
+        Returns its logits ``(1, vocab)``, valid until the next step.
+        """
         self._ids.copy_(token_id, non_blocking=True)
         self._at.fill_(at)
         if self._replay is None or at >= self._stop:

@@ -1,8 +1,9 @@
-"""What one forward of a few tokens at load shows, layer by layer: how keys rotate, where they are free of positions, who sees whom.
+"""Layer traits, observed in a forward of a few tokens at load: rotation, key source and reach.
 
-Every attention module gets one of two hidden states at each row, at positions from 0 to the end of the context window. So the keys of rows
-with the same state must be the same once they are rotated back. That holds for the right rotation only, and fails for keys that depend on
-their position, or on their neighbours, in any other way.
+Every row gets one of two hidden states at the input of every attention module, at positions from 0
+to the end of the context window. So keys of rows with the same state must be equal once they are
+rotated back. That holds only for the right rotation. It fails for keys that depend on their
+position in any other way, or on their neighbours.
 """
 
 from __future__ import annotations
@@ -23,24 +24,18 @@ from kvrag.model.plain import UNLIMITED, context_window
 from kvrag.model.rope import NO_ROTATION, RotaryTable, Rotation
 from kvrag.model.rows import EVERYTHING, KVBuffer, LayerShape, Reach, Rows
 
-STATES = (
-    0,
-    0,
-    1,
-    0,
-    1,
-    1,
-    0,
-    1,
-)  # hidden state of each row: neighbours differ, so a mix of neighbours shows
-CACHE = frozenset(
-    {"cache", "past_key_values"}
-)  # what models call their cache: the first from transformers 5.24 on
+# Hidden state of every row: neighbours vary within a state, so a mix of neighbours shows.
+STATES = (0, 0, 1, 0, 1, 1, 0, 1)
+# Models' names of the cache argument: "cache" from transformers 5.24 on.
+CACHE = frozenset({"cache", "past_key_values"})
 
 
 @dataclass(frozen=True, slots=True)
 class LayerTraits:
-    """What is known of one layer. ``source``: where its position-free keys are; ``None``: rotate the cached keys back."""
+    """Traits of a layer.
+
+    ``source`` locates its position-free keys; without a source, the cached keys are rotated back.
+    """
 
     shape: LayerShape
     rotation: Rotation
@@ -50,7 +45,10 @@ class LayerTraits:
 
 @dataclass(slots=True)
 class Seen(Observed):
-    """What the forward showed: keys and values, submodules' outputs, and whether weights are returned, by layer; the first input; masks."""
+    """Observations of a forward by layer: KV, submodules' outputs, whether it returns weights.
+
+    ``first_input`` is the input of the first attention module.
+    """
 
     kv: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     outputs: list[dict[str, torch.Tensor]] = field(default_factory=list)
@@ -59,7 +57,7 @@ class Seen(Observed):
 
 
 class _Recorder(Forward):
-    """A forward whose cache stores nothing and notes the keys and values handed to it."""
+    """Forward with a cache that stores nothing, and records the keys and values handed to it."""
 
     def __init__(self, model: PreTrainedModel, seen: Seen, num_rows: int) -> None:
         super().__init__(Rows.span(0, num_rows), KVBuffer([]), Attentions(model.device))
@@ -83,7 +81,7 @@ class _Recorder(Forward):
 
 
 def sample_positions(context: int) -> list[int]:
-    """Positions of the rows: near and far, 0 and the last one among them."""
+    """Return positions for the rows: near and far, 0 and the last position among them."""
     last = max(context, len(STATES)) - 1
     return sorted({0, 1, 2 + last // 7, 3 + last // 3, 4 + last // 2, last - 2, last - 1, last})
 
@@ -91,7 +89,10 @@ def sample_positions(context: int) -> list[int]:
 def observe(
     model: PreTrainedModel, attentions: list[torch.nn.Module], positions: torch.Tensor
 ) -> Seen:
-    """Run the forward and note all that is needed; the caller holds the model's lock. Raises ``UnsupportedModelError`` if it fails."""
+    """Run the forward and record it; the caller holds the model's lock.
+
+    Raises ``UnsupportedModelError`` if it fails for another reason than memory.
+    """
     seen, decoder, name = Seen(), decoder_of(model), type(model).__name__
     states = torch.tensor(STATES[: len(positions)], device=positions.device)
     recorder = _Recorder(model, seen, len(positions))
@@ -122,7 +123,8 @@ def observe(
         if is_out_of_memory(error):
             raise
         raise UnsupportedModelError(
-            f"{name} can't run over chosen tokens with a cache of keys and values ({type(error).__name__}: {error})"
+            f"{name} can't run over chosen tokens with a cache of keys and values "
+            f"({type(error).__name__}: {error})"
         ) from error
     return seen
 
@@ -136,7 +138,10 @@ def accepted(module: torch.nn.Module) -> frozenset[str]:
 def _watched(
     attention: torch.nn.Module, layer: int, states: torch.Tensor, seen: Seen
 ) -> Iterator[None]:
-    """Give the attention its two hidden states, and note its submodules' outputs and whether it returns its weights."""
+    """Feed an attention module its two hidden states, and record its submodules' outputs.
+
+    Whether it returns its attention weights is recorded, too.
+    """
     outputs: dict[str, torch.Tensor] = {}
     seen.outputs.append(outputs)
 
@@ -151,7 +156,7 @@ def _watched(
         hidden = args[0] if args else kwargs["hidden_states"]
         if layer == 0:
             seen.first_input.append(hidden)
-        hidden = hidden[:, (states > 0).int() * 2]  # row 0 is of state 0, row 2 of state 1
+        hidden = hidden[:, (states > 0).int() * 2]  # row 0 has state 0, row 2 has state 1
         return (
             ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
         )
@@ -181,11 +186,15 @@ def _watched(
 def find_traits(
     model: PreTrainedModel, attentions: list[torch.nn.Module], seen: Seen, positions: torch.Tensor
 ) -> list[LayerTraits]:
-    """Find out how each layer rotates its keys and what its rows see; raises ``UnsupportedModelError`` where kvrag can't follow."""
+    """Find how every layer rotates its keys, and the reach of its rows.
+
+    Raises ``UnsupportedModelError`` for a model that kvrag can't follow.
+    """
     name, given = type(model).__name__, seen.first_input[0]
     if _differs_within_states(given) > _tolerance(given):
         raise UnsupportedModelError(
-            f"{name} adds its absolute position to each token before the first layer, so KV fits one position only"
+            f"{name} adds its absolute position to each token before the first layer, "
+            "so KV fits one position only"
         )
     if any(tensor.dim() != 4 for pair in seen.kv.values() for tensor in pair):
         raise UnsupportedModelError(
@@ -193,8 +202,8 @@ def find_traits(
         )
     if sorted(seen.kv) != list(range(len(attentions))):
         raise UnsupportedModelError(
-            f"{name} has {len(attentions)} layers of attention, but {len(seen.kv)} of them keep KV of their own; kvrag can't move what "
-            "layers share"
+            f"{name} has {len(attentions)} layers of attention, but {len(seen.kv)} of them "
+            "keep KV of their own; kvrag can't move what layers share"
         )
     known: dict[int, list[tuple[Rotation, RotaryTable]]] = {}
     traits = []
@@ -203,7 +212,8 @@ def find_traits(
         rotation, table = _explain(model, layer, attention, keys, positions, known)
         if _differs_within_states(values[0].float()) > _tolerance(values):
             raise UnsupportedModelError(
-                f"layer {layer} of {name} keeps values that depend on their position; kvrag moves keys only"
+                f"layer {layer} of {name} keeps values that depend on their position; "
+                "kvrag moves keys only"
             )
         shape = LayerShape(keys.shape[1], keys.shape[3], values.shape[3])
         source = _source_of(model, attention, seen.outputs[layer], keys, table)
@@ -218,7 +228,7 @@ def _tolerance(values: torch.Tensor) -> float:
 
 
 def _differs_within_states(rows: torch.Tensor) -> float:
-    """Largest difference among rows ``(H, T, D)`` of the same hidden state."""
+    """Return the largest difference among rows ``(H, T, D)`` of the same hidden state."""
     states = torch.tensor(STATES[: rows.shape[1]], device=rows.device)
     return max(
         float((part - part[:, :1]).abs().max())
@@ -234,7 +244,10 @@ def _explain(
     positions: torch.Tensor,
     known: dict[int, list[tuple[Rotation, RotaryTable]]],
 ) -> tuple[Rotation, RotaryTable]:
-    """Return the rotation, and its table, that explains these keys best; ``known``: by key dim."""
+    """Return the rotation, with its table, that explains these keys best.
+
+    ``known`` holds candidates by key dim. Raises ``UnsupportedModelError`` if no candidate fits.
+    """
     dim, tolerance, exact = keys.shape[-1], _tolerance(keys), keys[0].float()
 
     def listed() -> list[tuple[Rotation, RotaryTable]]:
@@ -248,7 +261,7 @@ def _explain(
 
     found = known[dim] = known.get(dim) or listed()
     best = min(found, key=error_of)
-    if error_of(best) > tolerance and layer > 0:  # rotary modules of this layer's own
+    if error_of(best) > tolerance and layer > 0:  # it may have rotary modules of its own
         best = min(listed(), key=error_of)
         found.append(best)
     if error_of(best) > tolerance:
@@ -256,8 +269,9 @@ def _explain(
             dict.fromkeys(rotation.name for rotation, _ in found if rotation is not NO_ROTATION)
         )
         raise UnsupportedModelError(
-            f"the keys of layer {layer} of {type(model).__name__} depend on their position in a way that its rotary tables "
-            f"({', '.join(names) or 'it has none'}) don't undo, for example by a normalisation after the rotation; kvrag can't move them"
+            f"the keys of layer {layer} of {type(model).__name__} depend on their position in a "
+            f"way that its rotary tables ({', '.join(names) or 'it has none'}) don't undo, "
+            "for example by a normalisation after the rotation; kvrag can't move them"
         )
     return best
 
@@ -269,7 +283,7 @@ def _source_of(
     keys: torch.Tensor,
     table: RotaryTable,
 ) -> KeySource | None:
-    """Return the source whose keys, rotated, are the keys that the layer attends to; ``None`` if no submodule gives them."""
+    """Return the source that gives the attended keys, once rotated, if a submodule does."""
     heads, rows, dim = keys.shape[1:]
     names = ("num_kv_heads", "num_key_value_heads")
     groups = next((count for name in names if (count := getattr(model.config, name, None))), heads)
@@ -300,9 +314,10 @@ def _reach_of(model: PreTrainedModel, layer: int, attention: torch.nn.Module, se
 
 
 def read_mask(mask: MaskFunction, config: Any, device: torch.device) -> Reach | None:
-    """Find the reach of a mask function by evaluating it; ``None`` if it is of no kind that a :class:`Reach` can say.
+    """Find the reach of a mask function by evaluating it; ``None`` if no :class:`Reach` says it.
 
-    A config may name a window that a layer doesn't apply, and the reverse.
+    The config is not trusted: it may name a window that a layer doesn't apply, or leave out a
+    window.
     """
     far = min(context_window(config), UNLIMITED) - 1
 
@@ -311,10 +326,8 @@ def read_mask(mask: MaskFunction, config: Any, device: torch.device) -> Reach | 
         return mask(0, 0, at, torch.arange(num_keys, device=device)).expand(num_keys)
 
     def agrees(reach: Reach, row: int) -> bool:
-        keys, at = (
-            torch.arange(row + 8, device=device),
-            torch.tensor([row], device=device),
-        )  # 8 of the future, unseen
+        # Keys after the row are in the future: no reach shows them.
+        keys, at = torch.arange(row + 8, device=device), torch.tensor([row], device=device)
         return bool((visible(row, row + 8) == (keys <= row) & (keys >= reach.lo(at, at))).all())
 
     limits = {

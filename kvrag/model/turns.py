@@ -1,7 +1,8 @@
-"""Who runs a model: one thread at a time, first come, first served, and decode steps of all requests together.
+"""Lock of a model: a single thread runs it, in order of arrival, and decode steps run together.
 
-A forward of many rows gives way between its layers: it computes there, in its own thread, the rows that requests which already decode wait
-for. So a long prompt never holds up running answers by more than :data:`SLICE_S` and a layer, and no result depends on who came between.
+A forward of many rows pauses between its layers: it computes there, in its own thread, the steps
+that decoding requests wait for. So a long prompt delays running answers by a slice
+(:data:`SLICE_S`) and a layer at most, and no result depends on the steps in between.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from kvrag.threads import fork_lock, renew_after_fork
 T = TypeVar("T")
 R = TypeVar("R")
 
-SLICE_S = 0.05  # how long a forward runs before it gives way, or as long as the last steps took, if that is more
-PATIENCE_S = 0.003  # how long a step waits for the requests that took part in the last one
+# Seconds that a forward runs before it pauses; if the last steps took longer, as long as they took.
+SLICE_S = 0.05
+PATIENCE_S = 0.003  # seconds that a step waits for the threads of the last two batches
 
 
 class _Lost(threading.local):
@@ -35,13 +37,13 @@ _lost = _Lost()
 
 
 def lost_s() -> float:
-    """Return the seconds that this thread has waited for models, or worked for other requests."""
+    """Return the seconds that this thread waited for models, or worked for other requests."""
     return _lost.seconds
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Waiting:
-    """A thread that waits for the model; ``has_it`` once the model is its own."""
+    """Thread that waits for the model; ``has_it`` once it holds the lock."""
 
     thread: int = field(default_factory=threading.get_ident)
     has_it: bool = False
@@ -50,7 +52,7 @@ class _Waiting:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Wish(_Waiting, Generic[T, R]):
-    """A step that is waited for, and what came of it, a result or an error, once ``is_done``."""
+    """Pending step; once ``is_done``, with its result or its error."""
 
     item: T
     work: Callable[[list[T]], Sequence[R]]
@@ -61,9 +63,9 @@ class _Wish(_Waiting, Generic[T, R]):
 
 
 class ModelTurns:
-    """A re-entrant lock, handed on in order of arrival, whose holder also does the steps that others wait for (:meth:`step`).
+    """Re-entrant lock in order of arrival; its holder also runs pending steps (:meth:`step`).
 
-    ``wishes`` are the steps that wait; ``is_stepping``: whether some are being done.
+    ``wishes`` are the pending steps; ``is_stepping`` says whether a batch of steps is running.
     """
 
     def __init__(self) -> None:
@@ -74,12 +76,15 @@ class ModelTurns:
         self._guard, self._came = threading.Lock(), threading.Event()
         self._holder, self._depth = cast(int | None, None), 0
         self._queue, self.wishes = deque[_Waiting](), list[_Wish[Any, Any]]()
-        self._recent = deque[set[int]](maxlen=2)  # threads of the last batches of steps
+        self._recent = deque[set[int]](maxlen=2)  # threads of the last two batches of steps
         self._expected, self.is_stepping = 0, False
-        self._due = 0.0  # when a forward gives way next
+        self._due = 0.0  # time at which a forward pauses next
 
     def acquire(self, timeout: float | None = None) -> bool:
-        """Wait for the model, so many seconds at most (``None``: as long as it takes), and return whether it is this thread's now."""
+        """Wait for the lock, ``timeout`` seconds at most (by default as long as it takes).
+
+        Returns whether this thread holds it.
+        """
         waiting, start = _Waiting(), time.perf_counter()
         try:  # an interrupt may come at any moment from here on
             with self._guard:
@@ -101,8 +106,8 @@ class ModelTurns:
         return waiting.has_it or not self._leave(waiting)
 
     def _leave(self, waiting: _Waiting) -> bool:
-        """Wait no more; return whether the model was not handed over meanwhile."""
-        with self._guard, suppress(ValueError):  # a step that was done at this moment is gone
+        """Stop waiting; return whether the lock was not handed over meanwhile."""
+        with self._guard, suppress(ValueError):  # a step that is just done is gone already
             waiters: list[Any] | deque[Any] = (
                 self.wishes if isinstance(waiting, _Wish) else self._queue
             )
@@ -110,7 +115,7 @@ class ModelTurns:
         return not waiting.has_it
 
     def release(self) -> None:
-        """Hand the model on: to steps that are due, to who waits longest, or to other steps."""
+        """Release the lock: to a due step, else to the first waiter, else to any pending step."""
         with self._guard:
             self._depth -= 1
             if self._depth:
@@ -124,7 +129,7 @@ class ModelTurns:
 
     @contextmanager
     def unless(self, cancelled: threading.Event | None) -> Iterator[None]:
-        """Wait for the model and have it for a while; raise ``CancelledError`` if by then nobody wants the result."""
+        """Hold the lock; raise ``CancelledError`` if ``cancelled`` is set once it is acquired."""
         with self:
             if cancelled is not None and cancelled.is_set():
                 raise CancelledError
@@ -138,12 +143,13 @@ class ModelTurns:
         self.release()
 
     def step(self, item: T, work: Callable[[list[T]], Sequence[R]], *, limit: int) -> R:
-        """Have a step done, by this thread or by another, together with at most ``limit - 1`` others.
+        """Run a step, in this thread or another, together with at most ``limit - 1`` other steps.
 
-        ``work`` takes the items of those whose ``work`` is equal, and returns their results in order. If it fails for several, it is asked
-        for each, and what it raises then is raised where the item came from.
+        Steps with an equal ``work`` run together: it takes their items and returns their results in
+        order. If it fails for several items, it is called for every item alone, and an error is
+        raised in the thread that the item came from.
         """
-        if self._holder == threading.get_ident():  # nobody else could do it
+        if self._holder == threading.get_ident():  # no other thread could run it
             return work([item])[0]
         wish = _Wish[T, R](item=item, work=work, limit=limit)
         try:
@@ -158,7 +164,7 @@ class ModelTurns:
             if wish.has_it:
                 if limit > 1:
                     self._gather()
-                while not wish.is_done:  # those before it may fill a forward
+                while not wish.is_done:  # earlier steps may fill a batch
                     self._serve()
         finally:
             if not wish.is_done:  # interrupted
@@ -170,7 +176,10 @@ class ModelTurns:
         return cast(R, wish.result)
 
     def _gather(self) -> None:
-        """Wait a little for those of the last two batches: requests that decode come back one after the other."""
+        """Wait briefly for the threads of the last two batches.
+
+        Requests that decode come back in short succession.
+        """
         with self._guard:
             self._came.clear()
             self._expected = len(set[int]().union(*self._recent))
@@ -179,14 +188,14 @@ class ModelTurns:
         self._came.wait(PATIENCE_S)
 
     def give_way(self) -> None:
-        """Do the steps that wait, if it is time: who holds the model calls it where its own work can pause."""
+        """Run pending steps if they are due; the holder calls it where its work can pause."""
         if not self.is_stepping and time.perf_counter() >= self._due:
             start = time.perf_counter()
             self._serve()
             _lost.seconds += time.perf_counter() - start
 
     def _serve(self) -> None:
-        """Do the steps of those that waited longest; the model is this thread's."""
+        """Run the oldest pending step with its batch; this thread holds the lock."""
         with self._guard:
             first = next(iter(self.wishes), None)
             if first is None:
@@ -196,7 +205,7 @@ class ModelTurns:
         start, self.is_stepping = time.perf_counter(), True
         try:
             _do(batch)
-        finally:  # also when this thread is interrupted: those that are not done wait on
+        finally:  # also after an interrupt: unfinished steps wait on
             self.is_stepping = False
             with self._guard:
                 self.wishes = [wish for wish in self.wishes if not wish.is_done]
@@ -214,7 +223,7 @@ def _do(batch: Sequence[_Wish[Any, Any]]) -> None:
         if len(batch) == 1:
             batch[0].error, batch[0].is_done = error, True
             return
-        results = None  # done again outside: the exception keeps the failed step's tensors alive
+        results = None  # run again outside: the exception keeps the failed step's tensors alive
     if results is None:
         for wish in batch:
             _do([wish])
@@ -223,12 +232,12 @@ def _do(batch: Sequence[_Wish[Any, Any]]) -> None:
         wish.result, wish.is_done = result, True
 
 
-_turns: dict[int, ModelTurns] = {}  # by id of the config, which is part of what they protect
+_turns: dict[int, ModelTurns] = {}  # by id of the config, which the lock protects, too
 _guard = fork_lock()
 
 
 def turns_of(model: PreTrainedModel) -> ModelTurns:
-    """Return the turns of a model, shared by all engines that use it."""
+    """Return the lock of a model, shared by all engines that use it."""
     with _guard:
         if id(model.config) not in _turns:
             _turns[id(model.config)] = ModelTurns()
