@@ -1,8 +1,11 @@
-"""From a request to an answer.
+"""Turn a request into an answer.
 
 ::
 
-    streams (thread of a request) ─▶ sequence ─▶ prompt.plan ─▶ scheduler (room) ─▶ blend.prefill ─▶ sampling ─▶ text ─▶ (audit)
+    streams (thread of a request) ─▶ sequence ─▶ prompt.plan ─▶ scheduler (room for KV)
+                                                                    │
+         (audit) ◀─ text ◀─ sampling ◀─ blend.prefill ◀─────────────┘
 
-Imports everything that runs before it: ``store``, ``model``, ``prompt``, ``blend``, ``precompute`` and what they may import.
+Imports everything that runs before it: ``store``, ``model``, ``prompt``, ``blend``, ``precompute``
+and the rooms that they may import.
 """

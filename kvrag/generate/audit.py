@@ -1,6 +1,7 @@
-"""Shadow audit: some of the repaired prompts are prefilled in full after their answers, and what reuse changed is counted.
+"""Audit reuse: prefill some repaired prompts in full after their answers, and compare.
 
-It runs in the background, one prompt at a time, and gives up within a layer when a request comes.
+The audit runs in the background, a prompt at a time, and gives up within a layer when a request
+comes.
 """
 
 from __future__ import annotations
@@ -27,7 +28,11 @@ AUDITS = Pool("kvrag-audit", max_threads=1)
 
 
 class Audit:
-    """The audit of one engine: draws prompts, by a generator with a fixed seed, and counts; keeps nothing of a prompt."""
+    """Audit of an engine.
+
+    It draws prompts by a generator with a fixed seed, counts the differences, and keeps nothing of
+    a prompt.
+    """
 
     def __init__(self) -> None:
         self._lock, self._closed, self._draws = fork_lock(), threading.Event(), random.Random(0)
@@ -39,7 +44,10 @@ class Audit:
     def offer(
         self, loaded: LoadedModel, done: Prefilled, share: float, scheduler: Scheduler
     ) -> None:
-        """Audit an answered prompt if it was repaired and is drawn; return at once. ``scheduler`` is that of the requests."""
+        """Audit an answered prompt if it was repaired and is drawn; return at once.
+
+        ``share`` is the probability of a draw; ``scheduler`` schedules the requests.
+        """
         if done.exactness != "repaired" or self._draws.random() >= share:
             return
         if self._latest and not self._latest.done():
@@ -49,17 +57,20 @@ class Audit:
             ids, fingerprint = torch.tensor(done.token_ids), loaded.fingerprint
             work = partial(self._audit, loaded, fingerprint, ids, done.logits, scheduler)
             self._latest = AUDITS.submit(work, cancel=self._closed)
-        except (
-            Exception
-        ) as error:  # too many threads, an adapter that can't be reused: the answer has been given
+        except Exception as error:
+            # too many threads, or an adapter that can't be reused: the answer has been given
             self._skip(error)
 
     def close(self) -> None:
-        """Audit nothing more; a running audit ends after its layer."""
+        """Stop auditing; a running audit ends after its layer."""
         self._closed.set()
 
     def stats(self) -> dict[str, float]:
-        """Return the prompts audited and skipped, mean and largest KL(full ‖ reuse) at the first token in nats, and top-1 agreement."""
+        """Return the numbers of audited and skipped prompts, and how much reuse changed.
+
+        The latter is the mean and the largest KL(full ‖ reuse) at the first token, in nats, and the
+        top-1 agreement.
+        """
         with self._lock:
             count = max(self._audited, 1)
             means = {
@@ -77,12 +88,11 @@ class Audit:
         reused: torch.Tensor,
         scheduler: Scheduler,
     ) -> None:
-        """Prefill a prompt in full and count; no error gets out."""
+        """Prefill a prompt in full and compare; an error counts as a skipped prompt."""
         try:
             full = self._prefilled(loaded, ids, scheduler)
-            if (
-                full is None or loaded.fingerprint != fingerprint
-            ):  # an adapter was switched meanwhile
+            # another fingerprint: an adapter was switched meanwhile
+            if full is None or loaded.fingerprint != fingerprint:
                 self._skip()
                 return
             kl, is_same = float(kl_divergence(full, reused)), bool(full.argmax() == reused.argmax())
@@ -96,13 +106,13 @@ class Audit:
     def _prefilled(
         self, loaded: LoadedModel, ids: torch.Tensor, scheduler: Scheduler
     ) -> torch.Tensor | None:
-        """Return the last row's logits ``(vocab,)``; ``None`` where a request came, or the engine was closed."""
+        """Return the last row's logits ``(vocab,)``, unless a request came or the engine closed."""
 
         def look(*tensors: object) -> None:
             if self._closed.is_set() or not scheduler.is_idle:
                 raise StopForward
             if isinstance(fresh := tensors[-1], torch.Tensor) and fresh.is_cuda:
-                torch.cuda.synchronize(fresh.device)  # layers that are queued can't be given up
+                torch.cuda.synchronize(fresh.device)  # queued layers can't be given up
 
         if self._closed.is_set() or not scheduler.is_idle:
             return None

@@ -1,4 +1,4 @@
-"""Calls of tools in an answer: found while it streams, and kept out of the text that is shown."""
+"""Find tool calls in an answer while it streams, and keep them out of the shown text."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from kvrag.types import ToolCall
 
 _OPEN = "<tool_call>"
 _CALL = re.compile(r"\s*<tool_call>\s*(.*?)\s*(?:</tool_call>|(?=<tool_call>)|$)\s*", re.DOTALL)
-_JSON = re.compile(
-    r"\s*(`{1,2}|```[a-z]*\s*)?(\[\s*)?(\{.*)?", re.DOTALL
-)  # what may become an object, or a list of them
-_FENCED = re.compile(
-    r"\s*```[a-z]*\s*(.*?)\s*```\s*", re.DOTALL
-)  # as Qwen's models for code write it
+# text that may become an object, or a list of objects
+_JSON = re.compile(r"\s*(`{1,2}|```[a-z]*\s*)?(\[\s*)?(\{.*)?", re.DOTALL)
+# as Qwen's models for code write it
+_FENCED = re.compile(r"\s*```[a-z]*\s*(.*?)\s*```\s*", re.DOTALL)
 
 
 class TextCalls:
-    """Calls in Hermes' form, or an answer that is nothing but JSON, fenced or not; what was held back and is no call is text after all."""
+    """Parser of calls in Hermes' format, or in an answer of nothing but JSON, fenced or not.
+
+    Text that was held back and turns out to be no call is shown in the end.
+    """
 
     def __init__(self, tools: Tools) -> None:
         self.found: tuple[ToolCall, ...] = ()
@@ -32,7 +33,7 @@ class TextCalls:
         self._held, self._is_json = "", True
 
     def push(self, text: str, *, is_last: bool = False) -> str:
-        """Add text, and return what may be shown now; at the end, read the calls."""
+        """Add text, and return the text that may be shown now; at the end, read the calls."""
         self._held += text
         self._is_json = self._is_json and _JSON.fullmatch(self._held) is not None
         if is_last:
@@ -66,14 +67,20 @@ class TextCalls:
 
 
 class ParsedCalls:
-    """Calls that transformers' ``parser`` finds by the tokenizer's own response template, which also tells what else is shown."""
+    """Parser of calls by transformers' ``parser`` and the tokenizer's response template.
+
+    The template also decides which other text is shown.
+    """
 
     def __init__(self, parser: Any) -> None:
         self.found: tuple[ToolCall, ...] = ()
         self._parser, self._text, self._num_shown = parser, "", 0
 
     def push(self, text: str, *, is_last: bool = False) -> str:
-        """Add text, control tokens too, and return what may be shown now; at the end, read the calls."""
+        """Add text with its control tokens, and return the text that may be shown now.
+
+        At the end, read the calls.
+        """
         self._text += text
         try:
             events, message = self._parser.feed(text), {}
@@ -84,7 +91,7 @@ class ParsedCalls:
             self.found = tuple([call for call in calls if call])
             if len(calls) > len(self.found):
                 raise ValueError("a call without a name")
-        except Exception:  # it can't read the answer, or gave up before: what was held back is text
+        except Exception:  # the parser failed, now or earlier: text that was held back is shown
             self._parser, self.found = None, ()
             return self._shown(self._text[self._num_shown :])
         chunks = [
@@ -100,7 +107,10 @@ class ParsedCalls:
 def calls_in(
     form: Form, encoder: SegmentTokenizer, prompt_ids: Sequence[int], eos_ids: frozenset[int]
 ) -> tuple[Callable[[Sequence[int]], str], Calls]:
-    """Return how an answer with tools is decoded, and what finds the calls in it; constrained ones are always JSON."""
+    """Return the decoder of an answer with tools, and the parser of its calls.
+
+    Constrained answers are always JSON.
+    """
     tokenizer = encoder.tokenizer
     if (
         form.choice != "auto"
@@ -121,16 +131,15 @@ def calls_in(
 
 
 def as_call(value: Any) -> ToolCall | None:
-    """Read a call from JSON in one of the usual shapes; ``None`` if it is none."""
+    """Return the call that a JSON value holds in a usual shape, if any."""
     inner = value.get("function") if isinstance(value, dict) else None
     call = inner if isinstance(inner, dict) else value if isinstance(value, dict) else {}
     name, arguments = call.get("name"), call.get("arguments", call.get("parameters"))
     arguments = _loaded(arguments) if isinstance(arguments, str) else arguments
     if not isinstance(name, str) or not isinstance(arguments, dict):
         return None
-    return ToolCall(
-        uuid4().hex[:9], name, arguments
-    )  # Mistral's templates take ids of nine characters alone
+    # Mistral's templates accept only ids of nine characters
+    return ToolCall(uuid4().hex[:9], name, arguments)
 
 
 def _loaded(text: str) -> Any:

@@ -1,7 +1,8 @@
-"""Tokens that end an answer: those of the model's generation config, of its tokenizer, and the one that closes a turn in its chat template.
+"""Find the tokens that end an answer.
 
-A fine-tuned base model often keeps the base's config, whose end token it was never trained to write: past its turn, it would go on by
-answering itself.
+They come from the model's generation config, its tokenizer, and its chat template, which closes an
+assistant's message with a token. A fine-tuned base model often keeps the base's config, but was
+never trained to write the end token in it: past the end of its message, it would answer itself.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _found: WeakKeyDictionary[Any, tuple[object, frozenset[int]]] = WeakKeyDictionar
 
 
 def end_ids(loaded: LoadedModel) -> frozenset[int]:
-    """Return every token id that ends an answer; logs once if they are more than ``generate`` would end at."""
+    """Return all token ids that end an answer; log once if ``generate`` would end at fewer."""
     defaults, encoder = loaded.lm.model.generation_config, loaded.encoder
     tokenizer = encoder.tokenizer
     own = _ids_of(getattr(defaults, "eos_token_id", None))
@@ -37,8 +38,10 @@ def end_ids(loaded: LoadedModel) -> frozenset[int]:
     _found[tokenizer] = facts, ids
     if own and ids > own:
         logger.warning(
-            "answers of this model end at %s, too: its tokenizer or chat template ends a turn there, and its generation config ends at %s "
-            "alone; set model.generation_config.eos_token_id to all of them if transformers' generate is to agree",
+            "answers of this model end at %s, too: its tokenizer or chat template ends a turn "
+            "there, and its generation config ends at %s alone; set "
+            "model.generation_config.eos_token_id to all of them if transformers' generate is to "
+            "agree",
             _names(tokenizer, ids - own),
             _names(tokenizer, own),
         )
@@ -46,18 +49,21 @@ def end_ids(loaded: LoadedModel) -> frozenset[int]:
 
 
 def own_stops(loaded: LoadedModel) -> tuple[str, ...]:
-    """Return the strings that end an answer by the model's generation config."""
+    """Return the stop strings of the model's generation config."""
     found = getattr(loaded.lm.model.generation_config, "stop_strings", None) or ()
     return (found,) if isinstance(found, str) else tuple(found)
 
 
 def turn_end(encoder: PromptEncoder) -> int | None:
-    """Return the control token that the chat template writes right behind an assistant's message, if it does."""
+    """Return the control token that the chat template writes behind an assistant's message, if any.
+
+    Only white space may stand between.
+    """
     if not encoder.has_chat_template:
         return None
     try:
         rendered = encoder.render(_TURN, add_generation_prompt=False)
-    except KVRagError:  # it takes no message of an assistant
+    except KVRagError:  # the template accepts no assistant's message
         return None
     behind = rendered.partition(_ANSWER)[2].lstrip()
     tokens = control_tokens(encoder.tokenizer)

@@ -1,4 +1,4 @@
-"""Constrained decoding: which tokens may come next, so that an answer has the form that was asked for. llguidance keeps the grammar."""
+"""Constrain decoding to the tokens that keep the requested form; llguidance keeps the grammar."""
 
 from __future__ import annotations
 
@@ -23,45 +23,47 @@ _STYLE = {
     "key_separator": ": ",
     "lenient": True,
 }
-"""JSON as ``json.dumps`` writes it: a small model that may write white space writes nothing else. Unknown keywords are left out."""
+"""JSON as ``json.dumps`` writes it: a small model that may write white space writes nothing else.
+Unknown keywords are left out."""
 
 _tables: weakref.WeakKeyDictionary[Any, dict[frozenset[int], Any]] = weakref.WeakKeyDictionary()
 
 
 class Constraint:
-    """The state of one answer in the grammar of its form."""
+    """State of an answer in the grammar of its form."""
 
     def __init__(self, matcher: Any) -> None:
         self._matcher = matcher
 
     def masked(self, scores: torch.Tensor) -> torch.Tensor:
-        """Return scores ``(1, vocab)`` with those of tokens that may not come next at minus infinity."""
+        """Return scores ``(1, vocab)``, minus infinity for tokens that may not come next."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         if self._matcher.is_error():
             raise InputError(
                 f"the answer can't go on in its form: {self._matcher.get_error()[:500]}"
             )
-        allowed = np.unpackbits(
-            bits, count=scores.shape[-1], bitorder="little"
-        )  # ids behind the tokenizer's are none
+        # ids beyond the tokenizer's are not allowed
+        allowed = np.unpackbits(bits, count=scores.shape[-1], bitorder="little")
         return scores.masked_fill(torch.from_numpy(allowed == 0).to(scores.device), float("-inf"))
 
     def take(self, token: int) -> None:
-        """Go on behind the token that was chosen."""
+        """Advance the grammar by the chosen token."""
         self._matcher.consume_token(token)
 
     @property
     def is_complete(self) -> bool:
-        """Whether the answer has its form and can't go on."""
+        """Whether the answer's form is complete, so that no token may follow."""
         return bool(self._matcher.is_stopped() and not self._matcher.is_error())
 
 
 def constraint_of(form: Form, tokenizer: Any, eos_ids: frozenset[int]) -> Constraint | None:
-    """Return the constraint of an answer, or ``None`` where any text will do.
+    """Return the constraint of an answer, unless any text is allowed.
 
-    A warning, one per schema, names the keywords that decoding can't enforce: answers may break these.
+    A warning, issued once per schema, names the keywords that decoding can't enforce: answers may
+    break these.
 
-    Raises ``MissingDependencyError`` without llguidance, ``ConfigError`` if the schema or the tokenizer is none that it can work with.
+    Raises ``MissingDependencyError`` without llguidance, ``ConfigError`` if llguidance can't use
+    the schema or the tokenizer.
     """
     if form.schema is None and form.choice == "auto":
         return None
@@ -74,7 +76,7 @@ def constraint_of(form: Form, tokenizer: Any, eos_ids: frozenset[int]) -> Constr
         matcher = library.LLMatcher(
             table, library.LLMatcher.grammar_from_json_schema(schema), log_level=0
         )
-    except ValueError as error:  # it holds what JSON can't say, such as NaN
+    except ValueError as error:  # the schema holds values that JSON lacks, such as NaN
         raise _unusable(str(error) or "it is no JSON") from None
     except (AttributeError, KeyError, TypeError) as error:
         raise _unusable(
@@ -93,16 +95,20 @@ def _unusable(fault: str) -> ConfigError:
 
 @lru_cache(maxsize=1024)
 def _warn_once(schema: int, missed: str) -> None:
-    """Log what is not enforced of a schema, which is given by its hash."""
+    """Log the parts of a schema, given by its hash, that are not enforced."""
     del schema
     logger.warning(
-        "a JSON schema asks for more than decoding can enforce (%s); answers may break that part, so validate them",
+        "a JSON schema asks for more than decoding can enforce (%s); "
+        "answers may break that part, so validate them",
         missed,
     )
 
 
 def _schema(form: Form, missed: list[str]) -> dict[str, Any]:
-    """Return the JSON schema of an answer: that of a call of one tool, or what was asked for; add to ``missed`` what is left out."""
+    """Return the JSON schema of an answer: a tool call, or the requested schema.
+
+    Keywords that are left out are added to ``missed``.
+    """
     ways, parts = list[Any](), list[Any]()  # parts keep their own references below "$defs"
     if form.schema is not None and form.choice == "auto":
         parts.append(form.schema)
@@ -127,7 +133,7 @@ def _schema(form: Form, missed: list[str]) -> dict[str, Any]:
 
 
 def _table(tokenizer: Any, eos_ids: frozenset[int]) -> Any:
-    """Return llguidance's table of a tokenizer, which takes up to a second to make and is kept."""
+    """Return llguidance's table of a tokenizer; it is cached, as making it takes up to a second."""
     tables = _tables.setdefault(tokenizer, {})
     if eos_ids not in tables:
         make = require(

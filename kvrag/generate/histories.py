@@ -1,8 +1,10 @@
-"""KV of finished requests, by their token ids: a prompt that begins as an earlier one began, or goes on with it, computes only what is new.
+"""Keep the KV of finished requests in a radix tree of token ids.
 
-A radix tree. Rows that equal a full prefill's serve every prompt with the same beginning. Rows behind a chunk that was reused approximately
-are another matter: they depend on the question that the chunk was repaired for. They are kept in nodes of their own, and serve only prompts
-that go on with that conversation: those that hold its prompt, and the first token of its answer.
+A prompt that begins like an earlier prompt, or continues it, computes only its new tokens. Rows
+that equal a full prefill's serve every prompt with the same beginning. Rows behind a chunk that was
+reused approximately depend on the question that the chunk was repaired for. Such rows are kept in
+separate nodes, and serve only prompts that continue that conversation: prompts that hold its prompt
+and the first token of its answer.
 """
 
 from __future__ import annotations
@@ -19,9 +21,9 @@ from kvrag.threads import renew_after_fork
 
 @dataclass(slots=True, eq=False)
 class _Node:
-    """Rows behind those of ``parent``: ids, int64 ``(T,)``, and KV; at least ``needed`` of them are used, or none.
+    """Rows that follow the rows of ``parent``: ids, int64 ``(T,)``, and KV.
 
-    ``repair`` is what made approximate ones.
+    A match of fewer than ``needed`` rows is not used. ``repair`` made approximate rows.
     """
 
     parent: _Node | None
@@ -37,7 +39,7 @@ class _Node:
         return sum(side.nbytes for layer in self.layers for side in layer)
 
     def match(self, ids: np.ndarray) -> int:
-        """Return how many of its first ids are those of ``ids``; 0 if too few to use."""
+        """Return the number of first ids equal to ``ids``; 0 if fewer than ``needed``."""
         count = min(len(self.ids), len(ids))
         differing = np.flatnonzero(self.ids[:count] != ids[:count])
         found = int(differing[0]) if len(differing) else count
@@ -45,10 +47,11 @@ class _Node:
 
 
 class Histories:
-    """The trees of one engine, one for each ``space``: whatever KV depends on besides token ids.
+    """Radix trees of an engine, by ``space``: all that KV depends on besides token ids.
 
-    Together they take at most ``max_bytes``, on the model's device; the leaves that were not used for longest go first. Who copies rows
-    holds them, so they may go meanwhile.
+    Together they take at most ``max_bytes``, on the model's device; the least recently used leaves
+    are evicted first. A reader holds references to the rows that it copies, so they may be evicted
+    meanwhile.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -59,18 +62,17 @@ class Histories:
     def _at_fork_reinit(self) -> None:
         self._lock = threading.Lock()
         self._roots: dict[Hashable, _Node] = {}
-        self._nodes: dict[
-            _Node, None
-        ] = {}  # the least recently used first; a node is used after those above it
+        # least recently used first; a node counts as used after the nodes above it
+        self._nodes: dict[_Node, None] = {}
         self._num_bytes = 0
 
     def stats(self) -> dict[str, int]:
-        """Return the bytes and tokens that are kept."""
+        """Return the number of bytes and tokens that are kept."""
         with self._lock:
             return {"bytes": self._num_bytes, "tokens": sum(len(node.ids) for node in self._nodes)}
 
     def clear(self, is_meant: Callable[[Hashable], bool] = lambda _: True) -> int:
-        """Forget the trees of these spaces, by default all, and return how many bytes that was."""
+        """Drop the trees of the spaces that ``is_meant`` accepts, and return their bytes."""
         with self._lock:
             before, gone = (
                 self._num_bytes,
@@ -91,9 +93,10 @@ class Histories:
         only_exact: bool = False,
         repair: Hashable = None,
     ) -> Past | None:
-        """Return the rows to begin a prompt with; ``None`` where there are none. The last row is left to compute.
+        """Return kept rows that match the beginning of a prompt, if any.
 
-        Approximate rows are those that the same ``repair`` made: who asks for a better one doesn't get another's.
+        The prompt's last row is always left to compute. Approximate rows match only if the same
+        ``repair`` made them: a request for a better repair must not get the rows of another.
         """
         with self._lock:
             path = self._walk(
@@ -114,10 +117,12 @@ class Histories:
         repair: Hashable = None,
         is_valid: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Keep the rows of a finished request: of its prompt, ``num_prompt``, and of the tokens of its answer that have some.
+        """Keep a copy of a finished request's rows.
 
-        ``token_ids`` are those of all rows; ``layers`` hold at least as many rows, of which the first ``num_exact`` equal a full prefill's.
-        What is kept is copied. More than there is room for is not kept, and nothing that is not ``is_valid`` by then.
+        ``token_ids`` are the ids of the rows: ``num_prompt`` of the prompt, then the answer's
+        tokens that have KV. ``layers`` hold at least as many rows, of which the first ``num_exact``
+        equal a full prefill's. New rows that exceed ``max_bytes`` alone are not kept. Nothing is
+        kept unless ``is_valid``, called under the lock, returns true.
         """
         ids = np.asarray(token_ids)
         with self._lock:
@@ -157,7 +162,10 @@ class Histories:
         num_prompt: int,
         repair: Hashable = None,
     ) -> tuple[_Node, int]:
-        """Add what is missing of ``ids[at:]`` below a node, exact rows if ``num_prompt`` is 0; return the last node, and where it ends."""
+        """Add the missing rows of ``ids[at:]`` below a node; they are exact if ``num_prompt`` is 0.
+
+        Returns the last node, and the index in ``ids`` where it ends.
+        """
         is_exact = num_prompt == 0
         while at < len(ids):
             known = [
@@ -172,9 +180,8 @@ class Histories:
                 or (not is_exact and count < min(len(child.ids), len(ids) - at))
             ):
                 break
-            if (
-                not is_exact and count == len(ids) - at
-            ):  # nothing is missing, as of an answer that was broken off
+            # no row is missing, as after an answer that was broken off
+            if not is_exact and count == len(ids) - at:
                 self._use(child)
                 return child, len(ids)
             self._use(child)
@@ -193,7 +200,7 @@ class Histories:
         return added, len(ids)
 
     def _split(self, node: _Node, count: int) -> _Node:
-        """Put the first ``count`` rows of a node into one above it, and return that."""
+        """Move the first ``count`` rows of a node to a new node above it, and return that node."""
         assert node.parent is not None
         above, below = (
             [(keys[:, :, part].clone(), values[:, :, part].clone()) for keys, values in node.layers]

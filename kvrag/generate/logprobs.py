@@ -1,4 +1,4 @@
-"""Log-probabilities of the tokens of answers and prompts, and how OpenAI writes them."""
+"""Compute log-probabilities of answer and prompt tokens, and write them in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -16,28 +16,27 @@ import torch
 from kvrag.blend.prefill import Prefilled
 from kvrag.types import Source, TokenLogprob
 
-_BYTE = re.compile(
-    r"<0x([0-9A-F]{2})>"
-)  # SentencePiece's spelling of a byte that is no character alone
+# SentencePiece's spelling of a byte that is no character alone
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 _PRINTED = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _UNPRINTED = [byte for byte in range(256) if byte not in _PRINTED]
 _BYTE_OF = {chr(byte): byte for byte in _PRINTED} | {
     chr(256 + at): byte for at, byte in enumerate(_UNPRINTED)
 }
-"""Byte of each character that byte-level tokenizers (GPT-2's and its heirs) write for one."""
+"""Bytes, by the characters that byte-level tokenizers (GPT-2's and its heirs) write for them."""
 
 SLICE_BYTES = 2**26
-"""Of float32 logits that are held at a time."""
+"""Bytes of float32 logits that are held at a time."""
 
 
 class Delta(str):
-    """A piece of an answer's text, and the log-probabilities of the tokens that ended since the piece before it."""
+    """Text delta of an answer, with the log-probabilities of the tokens since the last delta."""
 
     logprobs: tuple[TokenLogprob, ...] = ()
 
 
 def logprob_of(logits: torch.Tensor, token: int, num_top: int) -> TokenLogprob:
-    """Return a chosen token's log-probability, and the ``num_top`` largest ones, from logits ``(vocab,)``."""
+    """Return a token's log-probability, and the ``num_top`` largest, from logits ``(vocab,)``."""
     values = torch.log_softmax(logits.float(), dim=-1)
     top = values.topk(min(num_top, len(values)))
     pairs = tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True))
@@ -47,10 +46,12 @@ def logprob_of(logits: torch.Tensor, token: int, num_top: int) -> TokenLogprob:
 def read_on(
     done: Prefilled, ids: Sequence[int], num_top: int, cancel: threading.Event
 ) -> tuple[Prefilled, tuple[TokenLogprob, ...]]:
-    """Go on with a prefilled prompt through the token ids that follow it, and return it with them, and the log-probabilities of all.
+    """Extend a prefilled prompt by token ids, and score its tokens.
 
-    Logits are read slice by slice: those of a long prompt and a large vocabulary have no room at once.
-    The first token of all has ``nan``, as nothing predicts it. Raises ``CancelledError`` if ``cancel`` is set before the end.
+    Returns the longer prompt, and the log-probabilities of all its tokens. The very first has
+    ``nan``, as nothing predicts it. Logits are read in slices: the logits of a long prompt over a
+    large vocabulary would not fit into memory. Raises ``CancelledError`` if ``cancel`` is set
+    before the end.
     """
     told = [TokenLogprob(done.token_ids[0], math.nan)]
     logits = done.logits
@@ -77,9 +78,10 @@ def read_on(
 
 
 class Writer:
-    """Writes the log-probabilities of one answer, all at once or as they come, as chat or text completions have them.
+    """Writer of an answer's log-probabilities, at once or as they come.
 
-    ``echo``: the prompt's text, where its tokens come first.
+    ``is_chat``: in the format of chat completions, else of text completions. ``echo``: the prompt's
+    text, if its tokens come first.
     """
 
     def __init__(self, tokenizer: Any, *, is_chat: bool, echo: str = "") -> None:
@@ -91,7 +93,7 @@ class Writer:
         self._echo = echo
 
     def write(self, logprobs: Iterable[TokenLogprob]) -> dict[str, Any]:
-        """Return the next tokens'; offsets go on from those before."""
+        """Return the entries of the next tokens; text offsets continue from the last call."""
         if self._is_chat:
             return {"content": [self._chat(each) for each in logprobs], "refusal": None}
         if self._echo:
@@ -116,7 +118,10 @@ class Writer:
         return out
 
     def _unseen(self, logprobs: Iterable[TokenLogprob]) -> int:
-        """Return how many characters of the tokens stand before the prompt's text: a begin token's name, or a tokenizer's own space."""
+        """Return the number of characters that the tokens have before the prompt's text.
+
+        They are a begin token's name, or a tokenizer's own space.
+        """
         text = b"".join([self.bytes_of(each.token_id) for each in logprobs]).decode(
             "utf-8", "replace"
         )
@@ -135,7 +140,7 @@ class Writer:
         }
 
     def _spelt(self, token: int) -> str:
-        r"""Return a token as text, and one that ends inside a character as OpenAI does: ``bytes:\xe2\x82``."""
+        r"""Return a token as text; ``bytes:\xe2\x82``, as OpenAI does, if it isn't valid UTF-8."""
         found = self.bytes_of(token)
         try:
             return found.decode()
@@ -143,7 +148,7 @@ class Writer:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found)
 
     def bytes_of(self, token: int) -> bytes:
-        """Return the UTF-8 bytes that a token stands for; a control token stands for its name."""
+        """Return a token's UTF-8 bytes; a control token has the bytes of its name."""
         if token not in self._bytes:
             self._bytes[token] = self._read(token)
         return self._bytes[token]
@@ -162,5 +167,8 @@ class Writer:
 
 
 def _finite(value: float) -> float | None:
-    """Return a number that JSON can say: OpenAI writes -9999 for what is as good as impossible, and null for what nothing predicts."""
+    """Return a number that JSON can express.
+
+    OpenAI writes -9999 for a token that is as good as impossible, and null if nothing predicts it.
+    """
     return None if math.isnan(value) else max(value, -9999.0)

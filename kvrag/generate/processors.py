@@ -1,6 +1,7 @@
-"""Logits processors of an answer, made by transformers from the model's generation config, with the request's values over it.
+"""Make an answer's logits processors from the model's generation config and the request's values.
 
-They are those of ``generate``, in its order, so that a prompt without any reuse is answered as ``generate`` answers it, token for token.
+transformers makes them as for ``generate``, in the same order. So an answer without any reuse
+equals the answer of ``generate``, token for token.
 """
 
 from __future__ import annotations
@@ -38,14 +39,18 @@ NOT_DONE: dict[str, tuple[Any, ...]] = {
     "num_return_sequences": (1,),
     "max_time": (),
 }
-"""Options of a generation config that would change an answer and are not followed, with their values that change nothing, besides ``None``:
-one answer is decoded, by one forward per token."""
+"""Options of a generation config that would change an answer and are not followed, with their
+neutral values besides ``None``: a single answer is decoded, by a forward per token."""
 
 _warned: WeakKeyDictionary[PreTrainedModel, set[str]] = WeakKeyDictionary()
 
 
 class Penalties(LogitsProcessor):  # type: ignore[misc]
-    """``logit - count * frequency_penalty - (count > 0) * presence_penalty + bias``; the prompt's ``num_prompt`` tokens don't count."""
+    """Penalties for repeated tokens, and biases.
+
+    ``logit - count * frequency_penalty - (count > 0) * presence_penalty + bias``, where the
+    prompt's ``num_prompt`` tokens don't count.
+    """
 
     def __init__(self, config: SamplingConfig, num_prompt: int) -> None:
         self._frequency = float(config.frequency_penalty)
@@ -54,11 +59,12 @@ class Penalties(LogitsProcessor):  # type: ignore[misc]
         self._bias = dict(config.logit_bias)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Return other scores ``(1, vocab)``."""
+        """Return the changed scores ``(1, vocab)``."""
         size = scores.shape[-1]
         if over := [token for token in self._bias if token >= size]:
             raise ConfigError(
-                f"SamplingConfig.logit_bias names token {over[0]}; this model's ids are below {size}"
+                f"SamplingConfig.logit_bias names token {over[0]}; "
+                f"this model's ids are below {size}"
             )
         counts = torch.bincount(input_ids[0, self._start :], minlength=size)
         scores = scores - self._frequency * counts - self._presence * (counts > 0)
@@ -77,7 +83,10 @@ def processors_of(
     max_new_tokens: int,
     eos_ids: frozenset[int] = frozenset(),
 ) -> LogitsProcessorList:
-    """Make the processors of one answer, which may have ``max_new_tokens`` and ends at ``eos_ids``; they work on the model's device."""
+    """Make the processors of an answer; they work on the model's device.
+
+    The answer has at most ``max_new_tokens`` tokens and ends at ``eos_ids``.
+    """
     merged = merged_config(
         model.generation_config, config, len(prompt_ids), max_new_tokens, eos_ids
     )
@@ -98,7 +107,7 @@ def processors_of(
             device=str(model.device),
             model_kwargs={},
         )
-    except (AttributeError, TypeError):  # not this version's way to make them
+    except (AttributeError, TypeError):  # this version of transformers makes them differently
         found = _made_by_generate(model, merged, ids, own)
     return cast(LogitsProcessorList, found)
 
@@ -110,9 +119,9 @@ def merged_config(
     max_new_tokens: int,
     eos_ids: frozenset[int],
 ) -> GenerationConfig:
-    """Return the model's generation config with the request's values over it. What the request leaves open, and it says, holds.
+    """Return the model's generation config, overridden by the values that the request sets.
 
-    The temperature is the request's alone: 0 is greedy, whatever the model's config says.
+    The temperature always comes from the request: 0 is greedy, even if the model's config samples.
     """
     merged = GenerationConfig() if defaults is None else deepcopy(defaults)
     for name in NOT_DONE:
@@ -126,7 +135,7 @@ def merged_config(
         given = getattr(config, name)
         if given is not None:
             setattr(merged, name, given)
-    merged.top_k = max(0, merged.top_k or 0)  # generate's own default is 50, which nobody asked for
+    merged.top_k = max(0, merged.top_k or 0)  # not generate's default of 50
     merged.top_p = 1.0 if merged.top_p is None else float(merged.top_p)
     merged.min_p = merged.min_p or None
     merged.max_length = num_prompt + max_new_tokens
@@ -138,7 +147,10 @@ def merged_config(
 def _made_by_generate(
     model: PreTrainedModel, merged: GenerationConfig, ids: torch.Tensor, own: LogitsProcessorList
 ) -> LogitsProcessorList:
-    """Make the processors in the documented way, which takes ten times as long: ``generate`` hands them to a loop of one's own."""
+    """Make the processors by ``generate``, which hands them to a custom decoding loop.
+
+    This is the documented way, and takes ten times as long.
+    """
     found = list[LogitsProcessorList]()
 
     def take(_: PreTrainedModel, input_ids: torch.Tensor, **arguments: Any) -> torch.Tensor:
@@ -157,15 +169,16 @@ def _made_by_generate(
 
 
 def _warn_of_what_is_not_done(model: PreTrainedModel) -> None:
-    """Warn, once per model and option, of what its generation config asks for in vain."""
+    """Warn, once per model and option, of generation config options that are not followed."""
     told = _warned.setdefault(model, set())
     for name, neutral in NOT_DONE.items():
         value = getattr(model.generation_config, name, None)
         if value is not None and value not in neutral and name not in told:
             told.add(name)
             logger.warning(
-                "the generation config of this model says %s=%r, which is not followed: one answer is decoded, token by token, as long "
-                "as it takes; set it to None to lose this warning",
+                "the generation config of this model says %s=%r, which is not followed: "
+                "one answer is decoded, token by token, as long as it takes; "
+                "set it to None to lose this warning",
                 name,
                 value,
             )

@@ -1,4 +1,4 @@
-"""What is asked of an engine."""
+"""Request to an engine."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from kvrag.types import Mode
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A prompt and how to treat it: mode, repair, namespace (its digest), prefixes that its head may start with, the form of its answer.
+    """A prompt and its options.
 
-    ``variables``: for the chat template; ``continues``: whether the answer goes on with the last message.
+    ``namespace`` is a digest; ``prefixes`` are texts that the prompt may start with; ``form`` is
+    the form of the answer; ``slides``: whether rows may leave the context window; ``variables``:
+    for the chat template; ``continues``: whether the answer continues the last message.
     """
 
     prompt: Prompt
@@ -31,11 +33,11 @@ class Request:
 
     @property
     def chat(self) -> Chat:
-        """How chat messages are rendered."""
+        """Options for rendering chat messages."""
         return Chat(self.form.tools, self.variables, self.continues)
 
 
 def check_options(mode: Mode, repair: object, max_context: str = "raise") -> RepairConfig | None:
-    """Raise ``ConfigError`` for a wrong mode or ``max_context``, and return the repair as a config."""
+    """Return the repair as a config; raise ``ConfigError`` for a wrong mode or ``max_context``."""
     check_mode(mode, max_context)
     return None if repair is None else as_config(RepairConfig, repair, option="repair")

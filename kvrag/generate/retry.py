@@ -1,4 +1,4 @@
-"""A prefill that runs out of memory is tried once more, without reuse."""
+"""Retry a prefill that runs out of memory, without reuse."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ logger = logging.getLogger(__name__)
 def retry_without_reuse(
     attempt: Callable[..., Prefilled], mode: Mode, release: Callable[[], int]
 ) -> Prefilled:
-    """Run a prefill; when memory runs out, once more without reuse, where ``release`` has freed the store's memory."""
+    """Run a prefill; if memory runs out, free memory by ``release`` and retry without reuse.
+
+    A full prefill is retried only if ``release`` freed anything.
+    """
     done, reason = _attempt(attempt, mode)
     if done is not None:
         return done
@@ -30,14 +33,18 @@ def retry_without_reuse(
         done, reason = _attempt(attempt, "full")
     if done is None:
         raise OutOfMemoryError(
-            "the prompt's KV and activations don't fit into memory, with or without reuse; retrieve fewer chunks, lower max_new_tokens, "
+            "the prompt's KV and activations don't fit into memory, with or without reuse; "
+            "retrieve fewer chunks, lower max_new_tokens, "
             f"or use a smaller model or dtype ({reason})"
         )
     return done if mode == "full" else replace(done, fallback_reason="memory ran out with reuse")
 
 
 def _attempt(attempt: Callable[..., Prefilled], mode: Mode) -> tuple[Prefilled | None, str]:
-    """Return the result, or ``None`` and the message: an exception that is kept would keep the attempt's tensors alive."""
+    """Return the result and an empty message, or no result and the error's message.
+
+    The exception is not kept: it would keep the attempt's tensors alive.
+    """
     try:
         return attempt(mode=mode), ""
     except (RuntimeError, MemoryError) as error:

@@ -1,4 +1,4 @@
-"""Decode: choose tokens one after the other behind the prefilled prompt, and release text that is safe to show."""
+"""Decode: choose an answer's tokens behind the prefilled prompt, and release text safe to show."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ _INCOMPLETE = "\ufffd"
 
 
 class Sampler:
-    """Chooses the next token by logits ``processors``, those of :func:`kvrag.generate.processors.processors_of`; greedy, or by chance.
+    """Sampler of an answer's tokens, greedy or random.
 
-    The processors see ``prompt_ids`` too, as in ``generate``. ``constraint``: the form that the answer must have.
+    ``processors`` are the logits processors of :func:`kvrag.generate.processors.processors_of`;
+    they see ``prompt_ids`` too, as in ``generate``. ``constraint``: the form of the answer.
     """
 
     def __init__(
@@ -60,9 +61,8 @@ class Sampler:
         else:
             probabilities = torch.softmax(scores[0], dim=-1).cpu()
             token = int(torch.multinomial(probabilities, 1, generator=self._generator))
-        if (
-            self._num_ids == self._ids.shape[1]
-        ):  # doubled: a token must not cost a pass over all before it
+        # the buffer doubles: a token must not cost a copy of all tokens before it
+        if self._num_ids == self._ids.shape[1]:
             self._ids = torch.cat([self._ids, self._ids.new_zeros(1, 1 + self._num_ids)], dim=1)
         self._ids[0, self._num_ids] = token
         self._num_ids += 1
@@ -73,11 +73,13 @@ class Sampler:
         return token
 
     def _processed(self, scores: torch.Tensor) -> torch.Tensor:
-        """Return scores ``(1, vocab)`` after the constraint and the processors; what these leave of the form's tokens, else all of them."""
+        """Return scores ``(1, vocab)`` after the constraint and the processors.
+
+        If the processors leave no token that the constraint allows, they are ignored.
+        """
         if self._constraint:
-            scores = self._constraint.masked(
-                scores
-            )  # first: a filter must not leave forbidden tokens alone
+            # first: a filter must not leave only forbidden tokens
+            scores = self._constraint.masked(scores)
         if not self._processors:
             return scores
         scores = scores.to(self._ids.device)
@@ -87,7 +89,7 @@ class Sampler:
         return processed if bool((processed > float("-inf")).any()) else scores
 
     def told(self, text: str) -> str:
-        """Return text with the log-probabilities, if they are wanted, of tokens since the last time."""
+        """Return text, with the log-probabilities of tokens since the last call if requested."""
         if self._num_top is None:
             return text
         delta, self._num_told, start = Delta(text), len(self.logprobs), self._num_told
@@ -96,7 +98,7 @@ class Sampler:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the answer has its form and can't go on."""
+        """Whether the answer's form is complete, so that no token may follow."""
         return self._constraint is not None and self._constraint.is_complete
 
 
@@ -116,17 +118,17 @@ def sampler_of(
 
 
 class Calls(Protocol):
-    """Finds the calls of tools in an answer's text while it comes."""
+    """Parser of tool calls in an answer's text while it streams."""
 
     found: tuple[ToolCall, ...]
 
     def push(self, text: str, *, is_last: bool = False) -> str:
-        """Add text, and return what may be shown now."""
+        """Add text, and return the text that may be shown now."""
 
 
 @dataclass(slots=True)
 class Decoded:
-    """An answer: its ids, its text, why it ended, when its first token was there, and its calls of tools."""
+    """An answer: token ids, text, finish reason, time of the first token, and tool calls."""
 
     ids: list[int]
     text: str
@@ -147,10 +149,11 @@ def decode(
     cancel: threading.Event,
     calls: Calls | None = None,
 ) -> Decoded:
-    """Choose the tokens of an answer one after the other; the first needs no forward.
+    """Choose the tokens of an answer in sequence; the first needs no forward.
 
-    ``extend`` computes the rows after the prefilled prompt, of which ``max_new_tokens - 1`` have room; ``logits``, ``(vocab,)``, are those
-    of the prompt's last row; ``emit`` takes text as it comes, and ``cancel`` ends the answer before the next forward.
+    ``extend`` computes the rows after the prefilled prompt; ``max_new_tokens - 1`` of them have
+    room. ``logits``, ``(vocab,)``, belong to the prompt's last row. ``emit`` receives text as it
+    comes; ``cancel`` ends the answer before the next forward.
     """
     ids, parts, first_s = [sampler.next(logits)], list[str](), time.perf_counter()
 
@@ -178,7 +181,10 @@ def decode(
 
 
 class TextStream:
-    """Turns token ids into text deltas: whole characters only, and never a part of a string of ``stop``, which ends the text."""
+    """Stream of text deltas from token ids: whole characters, and no part of a ``stop`` string.
+
+    A stop string ends the text.
+    """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = ()) -> None:
         self._decode, self._stop = decode, tuple(stop)
@@ -193,7 +199,7 @@ class TextStream:
         return self._release(self._new_text(is_last=False))
 
     def finish(self) -> str:
-        """Return what was held back."""
+        """Return the text that was held back."""
         if self.is_stopped:
             return ""
         shown = self._release(self._new_text(is_last=True))
@@ -201,9 +207,11 @@ class TextStream:
         return shown if self.is_stopped else shown + rest
 
     def _new_text(self, *, is_last: bool) -> str:
-        """Return the text of tokens not read yet, decoded behind a few tokens before them, which keeps spaces and joined characters right.
+        """Return the text of unread tokens.
 
-        Those before them must have text: a SentencePiece decoder that leaves them all out drops the first word's space as a dummy prefix.
+        They are decoded behind a few earlier tokens, which keeps spaces and joined characters
+        right. The earlier tokens must have text: if a SentencePiece decoder leaves them all out, it
+        drops the first word's space as a dummy prefix.
         """
         before = self._decode(self._ids[self._context : self._read])
         now = self._decode(self._ids[self._context :])

@@ -1,7 +1,8 @@
-"""Which requests run: as many as their KV has room for, first come, first served.
+"""Schedule requests: run as many as their KV has room for, first come, first served.
 
-A request reserves the KV of its prompt and of the longest answer that it may give before it computes anything, so nothing that runs is ever
-out of room, and nothing has to be preempted. Those that run share the model: see :mod:`kvrag.model.turns`.
+Before it computes anything, a request reserves the KV of its prompt and of its longest possible
+answer. So a running request never runs out of room, and no request is preempted. Running requests
+share the model: see :mod:`kvrag.model.turns`.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from kvrag.model.plain import PlainLM
 from kvrag.store import host_memory
 from kvrag.threads import fork_lock, renew_after_fork
 
-MAX_RUNNING = 64  # requests on a device; as many decode in one forward
-SHARE = 0.5  # of a device's memory beside the weights that KV of running requests may take
-UNKNOWN = 0.125  # of that, for a request of a model that keeps its KV in a cache of its own
-CANCEL_POLL_S = 0.1  # between two looks at the cancel event of a thread that waits
+MAX_RUNNING = 64  # running requests on a device; as many decode in a forward
+SHARE = 0.5  # of a device's memory, less the weights, for the KV of running requests
+UNKNOWN = 0.125  # of that share, for a request of a model that keeps its KV in its own cache
+CANCEL_POLL_S = 0.1  # interval at which a waiting thread checks its cancel event
 
 
 class Load(NamedTuple):
-    """Requests that run and wait, and bytes that those that run have reserved."""
+    """Numbers of running and waiting requests, and the bytes reserved by running requests."""
 
     running: int
     waiting: int
@@ -37,9 +38,10 @@ class Load(NamedTuple):
 
 
 class Scheduler:
-    """Lets requests of a device run as long as ``max_bytes`` are enough for their KV together, and at most ``max_running``.
+    """Scheduler of a device's requests.
 
-    One that needs more than ``max_bytes`` runs alone.
+    At most ``max_running`` requests run, and their KV takes at most ``max_bytes`` together. A
+    request that needs more than ``max_bytes`` runs alone.
     """
 
     def __init__(self, max_running: int, max_bytes: int) -> None:
@@ -53,7 +55,7 @@ class Scheduler:
 
     @property
     def load(self) -> Load:
-        """What runs and waits."""
+        """Load of the device now."""
         with self._changed:
             return Load(len(self._running), len(self._waiting), sum(self._running.values()))
 
@@ -64,13 +66,17 @@ class Scheduler:
 
     @contextmanager
     def turn(self, num_bytes: int, cancel: threading.Event | None = None) -> Iterator[None]:
-        """Wait for room for so many bytes, and keep it until the context ends; raises ``CancelledError`` if ``cancel`` is set before."""
+        """Reserve ``num_bytes`` until the context ends; wait for room first.
+
+        Raises ``CancelledError`` if ``cancel`` is set during the wait.
+        """
+        # local, as a fork replaces the attributes
         changed, waiting, running, mine = (
             self._changed,
             self._waiting,
             self._running,
             object(),
-        )  # a fork replaces them
+        )
 
         def is_next() -> bool:
             used = sum(running.values())
@@ -101,7 +107,7 @@ _guard = fork_lock()
 
 
 def scheduler_of(loaded: LoadedModel) -> Scheduler:
-    """Return the scheduler of a model's device, which all engines of this process share."""
+    """Return the scheduler of a model's device, shared by all engines of this process."""
     device, model = loaded.lm.device, loaded.lm.model
     with _guard:
         if model not in _weights or device not in _schedulers:
@@ -112,7 +118,7 @@ def scheduler_of(loaded: LoadedModel) -> Scheduler:
 
 
 def kv_bytes(loaded: LoadedModel, num_tokens: int) -> int:
-    """Return what a request of so many tokens, prompt and answer, has to reserve."""
+    """Return the bytes to reserve for a request of ``num_tokens``, prompt and answer."""
     if isinstance(loaded.lm, PlainLM):
         return int(UNKNOWN * scheduler_of(loaded).max_bytes)
     num_bytes: int = num_tokens * loaded.lm.kv_bytes_per_token
@@ -120,7 +126,10 @@ def kv_bytes(loaded: LoadedModel, num_tokens: int) -> int:
 
 
 def _room(device: torch.device, taken: int) -> int:
-    """Return the bytes of a device's memory that KV may take; where nobody knows how much it has, those of the host's."""
+    """Return the bytes of a device's memory that KV may take, ``taken`` by weights excluded.
+
+    For a device other than CUDA, the host's memory counts.
+    """
     is_cuda = device.type == "cuda"
     total: int = torch.cuda.get_device_properties(device).total_memory if is_cuda else host_memory()
     return int(SHARE * max(0, total - taken))

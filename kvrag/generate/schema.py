@@ -1,4 +1,4 @@
-"""A JSON schema in the keywords that llguidance compiles, where they say the same as the user's."""
+"""Translate a JSON schema to keywords that llguidance compiles, where the meaning is the same."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ _PARTS = (
     "not",
     "propertyNames",
 )
-"""Keywords that hold schemas: by name, in a list, or one (``items`` of old drafts holds a list)."""
+"""Keywords that hold schemas: by name, in a list, or a single schema (``items`` of old drafts holds
+a list)."""
 
 _JOINED = ("allOf", "anyOf", "oneOf", "$ref", "if", "dependentSchemas")
 """Keywords that add properties which ``unevaluatedProperties`` sees."""
 
 _ANY_TEXT = ("binary", "password", "path", "file-path", "directory-path")
-"""Formats that every string has."""
+"""Formats that any string satisfies."""
 
 _SOME_DIGIT = "^(?!^[-+.]*$)"
-"""Begins pydantic's pattern of a decimal number."""
+"""Beginning of pydantic's pattern of a decimal number."""
 
 _BASE64 = "^([{0}]{{4}})*([{0}]{{2}}==|[{0}]{{3}}=)?$"
 _PATTERNS = {"base64": _BASE64.format("A-Za-z0-9+/"), "base64url": _BASE64.format("A-Za-z0-9_-")}
@@ -40,29 +41,29 @@ for _version in range(1, 9):
     _PATTERNS[f"uuid{_version}"] = (
         f"^[0-9a-f]{{8}}-[0-9a-f]{{4}}-{_version}[0-9a-f]{{3}}-[89ab][0-9a-f]{{3}}-[0-9a-f]{{12}}$"
     )
-"""Formats of pydantic's that llguidance does not know, as patterns."""
+"""Formats of pydantic that llguidance does not know, as patterns."""
 
 
 def schema_part(schema: Any, root: str, missed: list[str]) -> Any:
-    """Return a schema that can stand below ``root``, a reference into a larger one.
+    """Return a schema that can stand below ``root`` in a larger schema.
 
     Parameters
     ----------
     schema
-        As the user gave it.
+        The user's schema.
     root
-        Where it will stand: its references (``"$ref": "#/..."``) start there.
+        Reference to its place in the larger schema: its own references (``"$ref": "#/..."``) will
+        start there.
     missed
-        Takes names of what had to be left out.
+        Receives the names of keywords that had to be left out.
     """
     own = str(schema.get("$id", "")) if isinstance(schema, Mapping) else ""
 
     def change(part: Any) -> Any:
         if not isinstance(part, Mapping):
             return part
-        out = _take_names(
-            {**part}, schema
-        )  # before its parts are changed: names may be given by reference
+        # before the parts are changed: names may be given by reference
+        out = _take_names({**part}, schema)
         out = _with_parts(out, change)
         ref = str(out.get("$ref", "")).removeprefix(own)
         if ref == "#" or ref.startswith("#/"):
@@ -75,13 +76,12 @@ def schema_part(schema: Any, root: str, missed: list[str]) -> Any:
         return out
 
     changed = change(schema)
-    return {
-        key: value for key, value in changed.items() if key != "$id"
-    }  # it would be the root of its references
+    # $id would become the root of the references
+    return {key: value for key, value in changed.items() if key != "$id"}
 
 
 def _with_parts(schema: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
-    """Return a schema whose own parts are changed; what is no schema, such as the values of an ``enum``, stays."""
+    """Return a schema with its sub-schemas changed; other values, such as an ``enum``'s, stay."""
     out = dict(schema)
     for key in out:
         value = out[key]
@@ -95,7 +95,7 @@ def _with_parts(schema: dict[str, Any], change: Callable[[Any], Any]) -> dict[st
 
 
 def _take_names(out: dict[str, Any], root: Mapping[str, Any]) -> dict[str, Any]:
-    """Write ``propertyNames`` as properties, or as a pattern of them, where nothing else names any."""
+    """Write ``propertyNames`` as properties or their pattern, if the schema names no properties."""
     names = _resolved(out.get("propertyNames"), root)
     if not isinstance(names, Mapping) or "properties" in out or "patternProperties" in out:
         return out
@@ -105,9 +105,8 @@ def _take_names(out: dict[str, Any], root: Mapping[str, Any]) -> dict[str, Any]:
     }
     allowed = [names["const"]] if "const" in names else names.get("enum")
     if isinstance(allowed, list):
-        keys = [
-            name if isinstance(name, str) else json.dumps(name) for name in allowed
-        ]  # JSON's are texts
+        # names in JSON are strings
+        keys = [name if isinstance(name, str) else json.dumps(name) for name in allowed]
         return closed | {"properties": dict.fromkeys(keys, values)}
     rest = names.keys() - {"type", "title", "description", "minLength", "maxLength"}
     if rest == {"pattern"}:
@@ -119,7 +118,7 @@ def _take_names(out: dict[str, Any], root: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _resolved(schema: Any, root: Mapping[str, Any]) -> Any:
-    """Return what a schema refers to inside of its root, or itself."""
+    """Return the part of ``root`` that a schema refers to, or the schema itself."""
     ref = schema.get("$ref") if isinstance(schema, Mapping) else None
     if not isinstance(ref, str) or not ref.startswith("#/"):
         return schema
@@ -134,7 +133,10 @@ def _resolved(schema: Any, root: Mapping[str, Any]) -> Any:
 
 
 def _take_counts(out: dict[str, Any], missed: list[str]) -> None:
-    """Leave out how many properties there must be where some are optional: llguidance counts all but these."""
+    """Leave out limits on the number of properties that llguidance gets wrong.
+
+    It does not count optional properties.
+    """
     required = out.get("required", ())
     if not set(out.get("properties", ())) - set(required):
         return
@@ -150,7 +152,7 @@ def _take_counts(out: dict[str, Any], missed: list[str]) -> None:
 
 
 def _take_formats(out: dict[str, Any]) -> None:
-    """Leave out what asks for nothing, and write the formats of pydantic as patterns."""
+    """Leave out keywords without effect, and write pydantic's formats as patterns."""
     if out.get("uniqueItems") is False:
         del out["uniqueItems"]
     kind = out.get("format")
@@ -162,7 +164,10 @@ def _take_formats(out: dict[str, Any]) -> None:
 
 
 def _take_patterns(out: dict[str, Any], missed: list[str]) -> None:
-    """Leave out patterns that can't be compiled: they look ahead or back, or refer to their own groups."""
+    """Leave out patterns that can't be compiled: look-around and backreferences.
+
+    The look-ahead of pydantic's decimal numbers is rewritten.
+    """
     pattern, named = out.get("pattern"), out.get("patternProperties")
     if isinstance(pattern, str) and pattern.startswith(_SOME_DIGIT):
         pattern = "^" + pattern.removeprefix(_SOME_DIGIT)
@@ -185,5 +190,5 @@ def _is_compiled(pattern: str) -> bool:
     fault = matcher.validate_grammar(
         matcher.grammar_from_json_schema(json.dumps({"type": "string", "pattern": pattern}))
     )
-    # What can't be a pattern at all is left for the compiler of the whole schema to refuse by name.
+    # An invalid pattern is left to the compiler of the whole schema, which refuses it by name.
     return not fault or re.search("look-around|backreference", fault) is None

@@ -1,4 +1,4 @@
-"""Query time of one engine: plan a prompt, prefill it by reuse, decode the answer, and account for how it was made."""
+"""Answer requests: plan a prompt, prefill it with reused KV, decode, and report how it was made."""
 
 from __future__ import annotations
 
@@ -55,15 +55,18 @@ from kvrag.types import (
 logger = logging.getLogger(__name__)
 Counted = TypeVar("Counted", bound=Accounting)
 
-WORTH_REUSE = 256  # tokens that an answer of no given length may be cut to, where a longer one would forbid any reuse (longrope)
+# Without max_new_tokens, an answer is cut so that prompt and answer stay within the reuse window
+# (longrope), if at least this many tokens are left for it.
+WORTH_REUSE = 256
 
 
 @dataclass(slots=True)
 class Answering:
-    """What the requests of one engine share: the model, the store, and the texts that are known to it.
+    """State that the requests of an engine share: the model, the store and the known chunk texts.
 
-    ``write_back`` takes what answered prompts missed; ``None`` where that is computed each time. ``context_ids`` are the token ids that
-    chunks are encoded behind besides the prefix. ``stats`` and ``learner`` are the engine's.
+    ``write_back`` stores the chunks that answered prompts missed; without it, every prompt computes
+    them again. ``context_ids`` are the token ids that chunks are encoded behind besides the prefix.
+    ``stats`` and ``learner`` belong to the engine.
     """
 
     loaded: LoadedModel
@@ -88,14 +91,14 @@ class Answering:
         )
 
     def close(self) -> None:
-        """Do nothing more in the background, and forget earlier requests."""
+        """Stop background work, and drop the KV of earlier requests."""
         self.stats.audit.close()
         self.histories.clear()
         if self.write_back:
             self.write_back.close()
 
     def scanner(self, namespace: str, deadline: Deadline) -> SpanIndex:
-        """Return the namespace's span index, brought up to date with what any process has stored."""
+        """Return the namespace's span index, updated with the texts that any process has stored."""
         with self._lock:
             if namespace not in self._spans:
                 self._spans[namespace] = SpanIndex(text_digest), 0
@@ -108,7 +111,7 @@ class Answering:
         )
         if new:
             spans.add(new)
-        with self._lock:  # a request that read less does no harm: texts that are known are skipped
+        with self._lock:  # an older cursor does no harm: add() skips known texts
             self._spans[namespace] = (spans, cursor)
         return spans
 
@@ -140,7 +143,7 @@ class Answering:
         return plan
 
     def explain(self, request: Request) -> Explanation:
-        """Describe what a prompt would find and how it would be prefilled, without loading anything."""
+        """Describe a prompt's hits and how it would be prefilled, without loading KV."""
         plan = self.plan(request)
         plan, _ = self._checked(plan, request, len(plan.token_ids) + 1)
         outcome = outcome_of(plan, request.mode, request.repair, self.store, self.costs)
@@ -148,7 +151,8 @@ class Answering:
         if plan.has_mismatch and (variables := self.loaded.encoder.date_variables) is not None:
             named = f", as chat_template_kwargs={{{variables[0]!r}: ...}}" if variables else ""
             explained.notes.append(
-                f"the chat template writes the date, so its head is another one each day; pin it{named}"
+                "the chat template writes the date, so its head is another one each day; "
+                f"pin it{named}"
             )
         return explained
 
@@ -157,7 +161,10 @@ class Answering:
         return Known(self._spans[namespace][0], read, self.store_config)
 
     def _checked(self, plan: Plan, request: Request, total: int) -> tuple[Plan, bool]:
-        """Return the plan, without reuse where prompt and answer of ``total`` tokens can't have any, and whether the window slides."""
+        """Return the plan, and whether the window slides.
+
+        The plan has no reuse if prompt and answer, ``total`` tokens together, rule it out.
+        """
         lm, window = self.loaded.lm, self.loaded.lm.context_window
         slides, refusal = request.slides and total > window and cannot_slide(lm) is None, None
         if slides and (num_tokens := len(plan.token_ids)) > window:
@@ -175,9 +182,11 @@ class Answering:
         clock: Clock | None = None,
         cancel: threading.Event | None = None,
     ) -> Iterator[tuple[Prefilled, Clock]]:
-        """Plan a prompt, wait for its turn, and prefill, with room for the answer; when memory runs out, once more without reuse.
+        """Plan a prompt, reserve KV for prompt and answer, and prefill.
 
-        Raises what :meth:`kvrag.engine.KVRagEngine.generate` does, and ``CancelledError`` if ``cancel`` is set before the turn comes.
+        If memory runs out, prefill is retried without reuse. Raises the errors of
+        :meth:`kvrag.engine.KVRagEngine.generate`, and ``CancelledError`` if ``cancel`` is set
+        while the request waits or prefills.
         """
         clock, deadline = clock or Clock(), Deadline(self.store_config.load_timeout_s)
         erasures = self.erasures.count(request.namespace)
@@ -221,7 +230,10 @@ class Answering:
     def scored(
         self, request: Request, config: SamplingConfig, clock: Clock, cancel: threading.Event
     ) -> Iterator[tuple[Prefilled, tuple[TokenLogprob, ...] | None]]:
-        """As :meth:`prefilled`, with log-probabilities of the prompt's tokens if they are wanted: without reuse then."""
+        """Prefill as :meth:`prefilled` does, and score the prompt's tokens if requested.
+
+        Scoring the prompt turns reuse off.
+        """
         if config.prompt_logprobs is None:
             length = config.max_new_tokens
             with self.prefilled(request, max_new_tokens=length, clock=clock, cancel=cancel) as (
@@ -246,7 +258,10 @@ class Answering:
         return self.write_back is not None and self.store_config.on_miss == "store"
 
     def _learn(self, request: Request, plan: Plan) -> str | None:
-        """Return a learnt prefix that the prompt's chunks are to have KV behind, too; else tell of what was missed."""
+        """Return a learned prefix to encode this prompt's chunks behind as well, if any.
+
+        Otherwise report the plan to :class:`~kvrag.prompt.explain.Watch`, if its mode may stitch.
+        """
         learner = self.learner if request.mode != "full" else None
         again = learner.see(request.namespace, plan, request.prefixes[0]) if learner else None
         if request.mode in ("auto", "stitch") and again is None:
@@ -257,7 +272,7 @@ class Answering:
         return again
 
     def _past(self, request: Request, plan: Plan) -> Past | None:
-        """Return rows of earlier requests that a prompt begins with."""
+        """Return the rows of earlier requests that match the beginning of a prompt."""
         if request.mode == "full" or plan.refusal or (space := self._space(request)) is None:
             return None
         return self.histories.find(
@@ -265,7 +280,7 @@ class Answering:
         )
 
     def forget(self, namespace: str | None) -> None:
-        """Forget earlier requests of a namespace, by its digest, or of all."""
+        """Drop the KV of earlier requests of a namespace (a digest), or of all namespaces."""
         self.histories.clear(
             lambda space: (
                 namespace is None or cast(tuple[str, str, Hashable], space)[1] == namespace
@@ -273,9 +288,10 @@ class Answering:
         )
 
     def _space(self, request: Request) -> Hashable:
-        """Return what KV depends on besides token ids. After an erasure, by any process, nothing that was there before is found.
+        """Return the key of the request's radix tree: all that KV depends on besides token ids.
 
-        ``None``: nothing is kept, or nobody knows what was erased.
+        The key changes with every erasure, by any process, so KV from before is not found.
+        ``None``: no KV is kept, or the catalog can't tell what was erased.
         """
         erased = self.store.catalog.erased(request.namespace) if self.histories.max_bytes else None
         return erased and (self.loaded.fingerprint, request.namespace, erased)
@@ -283,12 +299,11 @@ class Answering:
     def _remember(
         self, request: Request, space: Hashable, done: Prefilled, answer: Sequence[int]
     ) -> None:
-        """Keep a finished request's KV; a fault costs the next turn time, nothing else."""
+        """Keep a finished request's KV. A failure drops all kept KV, which only costs time."""
         rows = [*done.token_ids, *answer[:-1]]  # no forward has seen the last token
         is_off = space is None or request.mode == "full"
-        if (
-            is_off or done.buffer is None or refusal_of(self.loaded.lm, len(rows))
-        ):  # if that, rows have left the window
+        # refusal_of: too long for reuse, or rows have left a sliding window
+        if is_off or done.buffer is None or refusal_of(self.loaded.lm, len(rows)):
             return
         try:
             is_exact, num_prompt = done.num_exact == len(done.token_ids), len(done.token_ids)
@@ -298,9 +313,8 @@ class Answering:
                 num_exact=num_exact,
                 num_prompt=num_prompt,
                 repair=request.repair,
-                is_valid=lambda: (
-                    space == self._space(request)
-                ),  # since then documents were erased, or weights changed
+                # false if documents were erased, or weights changed, since the request began
+                is_valid=lambda: space == self._space(request),
             )
         except (RuntimeError, MemoryError) as error:
             self.histories.clear()
@@ -310,7 +324,11 @@ class Answering:
         return self.store.release() + self.histories.clear()
 
     def _length_of(self, num_tokens: int, given: int | None, slides: bool) -> int:
-        """Return how many tokens an answer may have: as given, else by default, as far as the model's context window has room."""
+        """Return the token limit of an answer: ``given``, else the model's default up to a cap.
+
+        The cap is the context window, or the reuse window where it leaves :data:`WORTH_REUSE`
+        tokens. A window that slides sets no cap.
+        """
         if given is not None:
             return given
         lm, defaults = self.loaded.lm, self.loaded.lm.model.generation_config
@@ -325,14 +343,18 @@ class Answering:
         return max(1, min(most, window - num_tokens))
 
     def _check_length(self, num_tokens: int, max_new_tokens: int, slides: bool) -> int:
-        """Return the tokens of prompt and answer together; raise if the model's context window is smaller, and doesn't slide."""
+        """Return the number of tokens of prompt and answer.
+
+        Raises ``ContextLengthError`` if they exceed a context window that doesn't slide.
+        """
         total, window = num_tokens + max_new_tokens, self.loaded.lm.context_window
         fault = cannot_slide(self.loaded.lm) if slides else ""
         if total > window and fault is not None:
             why = f" and can't slide ({fault})" if fault else ""
             error = ContextLengthError(
-                f"the prompt has {num_tokens} tokens and the answer may take {max_new_tokens}, which exceeds the model's context window of "
-                f"{window}{why}; retrieve fewer chunks or lower max_new_tokens"
+                f"the prompt has {num_tokens} tokens and the answer may take {max_new_tokens}, "
+                f"which exceeds the model's context window of {window}{why}; "
+                "retrieve fewer chunks or lower max_new_tokens"
             )
             error.room = max(0, window - num_tokens)
             raise error
@@ -341,7 +363,10 @@ class Answering:
     def _prepared(
         self, request: Request, eos_ids: frozenset[int], clock: Clock
     ) -> tuple[Constraint | None, Hashable]:
-        """Return what holds an answer to its form, and the space of its history: an erasure from here on counts."""
+        """Return the answer's constraint, if any, and the key of its radix tree.
+
+        The key is read here so that any later erasure invalidates the request's KV.
+        """
         with clock.stage("prepare", least_s=NOTABLE_S):
             tokenizer = self.loaded.encoder.tokenizer
             constraint = (
@@ -357,7 +382,11 @@ class Answering:
         emit: Emit,
         cancel: threading.Event,
     ) -> GenerationResult:
-        """Prefill and decode by a ``clock`` that runs since the caller asked; ``emit`` takes text, ``cancel`` ends it before a forward."""
+        """Prefill a prompt and decode its answer.
+
+        ``clock`` has run since the caller asked; ``emit`` receives the text; ``cancel`` stops the
+        request before its next forward.
+        """
         encoder, form, eos_ids = self.loaded.encoder, request.form, end_ids(self.loaded)
         constraint, space = self._prepared(request, eos_ids, clock)
         with self.scored(request, config, clock, cancel) as (done, told), clock.stage("decode"):
@@ -405,9 +434,10 @@ class Answering:
 def _missed(
     request: Request, plan: Plan, erasures: int, again: str | None, *, stores: bool
 ) -> Missed | None:
-    """Return what may be stored of a prompt: registered and explicit chunks behind a prefix of the application's, no live text.
+    """Return the registered and explicit chunks of a prompt that may be stored; never live text.
 
-    ``again``: a learnt prefix that chunks are to have KV behind, too; ``stores``: whether those without any get some.
+    Chunks are encoded behind a prefix of the application. ``again``: a learned prefix to encode
+    chunks with KV behind as well; ``stores``: whether chunks without KV are included then.
     """
     chunks = plan.missed
     if again is not None:
@@ -418,9 +448,8 @@ def _missed(
     if request.mode == "full" or not chunks:
         return None
     head = plan.pieces[0].piece.text if again is None else again
-    prefix = (
-        head if head in (again, *request.prefixes) else request.prefixes[0]
-    )  # nothing is encoded behind a question
+    # no chunk is encoded behind a question
+    prefix = head if head in (again, *request.prefixes) else request.prefixes[0]
     return Missed(
         tuple(dict.fromkeys(chunks)),
         prefix,

@@ -1,4 +1,4 @@
-"""How answers were made, in totals over requests."""
+"""Count how answers were made, in totals over requests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SUMMED = (
 
 
 class Figures(dict[str, Any]):
-    """Figures by name, as JSON has them; also as attributes."""
+    """Figures by name, for JSON; also readable as attributes."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -33,7 +33,7 @@ class Figures(dict[str, Any]):
 
 
 class EngineStats:
-    """How answers were made since an engine was opened: totals over requests, thread-safe."""
+    """Totals over the requests of an engine, counting how their answers were made; thread-safe."""
 
     def __init__(self) -> None:
         self._lock = fork_lock()
@@ -41,7 +41,7 @@ class EngineStats:
         self.audit, self.watch = Audit(), Watch()
 
     def count(self, result: Counted) -> Counted:
-        """Add one request, and return it."""
+        """Add a request's result to the totals, and return it."""
         with self._lock:
             self._totals.update(["requests", f"requests_{result.exactness}"])
             self._totals.update({name: getattr(result, name) for name in SUMMED})
@@ -49,7 +49,7 @@ class EngineStats:
         return result
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the totals, the overall reuse ratio, and what the audit counted."""
+        """Return the totals, the overall reuse ratio, and the audit's figures."""
         with self._lock:
             totals = self._totals.copy()
         ratio = totals["cached_tokens"] / max(totals["prompt_tokens"], 1)

@@ -1,7 +1,9 @@
-"""Hand text from a request's thread to the caller, synchronously or in an event loop, with cancellation and exceptions intact.
+"""Hand text from a request's thread to the caller, synchronously or in an event loop.
 
-One thread per request takes every lock and the inference mode; nothing is held while the caller has the turn. Leaving a stream early
-(``break``, ``close``, Ctrl-C, a cancelled task, garbage collection) sets the cancel event, and decoding stops before its next forward.
+Cancellation and exceptions pass between them. A request's thread takes all locks and the inference
+mode; nothing is held while the caller's code runs. Leaving a stream early (``break``, ``close``,
+Ctrl-C, a cancelled task, garbage collection) sets the cancel event, and decoding stops before its
+next forward.
 """
 
 from __future__ import annotations
@@ -18,19 +20,19 @@ from kvrag.types import GenerationResult
 
 Emit = Callable[[str], None]
 Produce = Callable[[Emit, threading.Event], GenerationResult]
-"""Work of one request: emits text, looks at the cancel event, returns the result."""
+"""Work of a request: emits text, checks the cancel event, returns the result."""
 
 Item = str | Future[GenerationResult]
-"""Text, or at the end the future that is done."""
+"""Text, or at the end the finished future."""
 
 
 def _start(produce: Produce, put: Callable[[Item], None], cancel: threading.Event) -> None:
-    """Run a request; its thread must not hold the stream, as dropping that cancels."""
+    """Run a request; its thread must not hold the stream, as dropping the stream cancels it."""
     POOL.submit(lambda: produce(put, cancel), cancel=cancel).add_done_callback(put)
 
 
 class _Stream:
-    """What both kinds share: the cancel event and the result."""
+    """Base of both kinds of streams: the cancel event and the result."""
 
     def __init__(self) -> None:
         self._cancel = threading.Event()
@@ -39,7 +41,7 @@ class _Stream:
 
     @property
     def result(self) -> GenerationResult:
-        """The finished :class:`~kvrag.types.GenerationResult`; available once the stream has ended."""
+        """Result of the request; available once the stream has ended."""
         if self._result is None:
             over, early = (
                 "was cancelled before its first token",
@@ -56,7 +58,7 @@ class _Stream:
         self._cancel.set()
 
     def _take(self, item: Item) -> str | None:
-        """Return text, or ``None`` at the end; raises what the request raised."""
+        """Return text, or nothing at the end; raise the request's exception."""
         if isinstance(item, str):
             return item
         self._is_over = True
@@ -71,7 +73,7 @@ class _Stream:
 
 
 class TokenStream(_Stream, Iterator[str]):
-    """Text deltas of one answer; ``.result`` holds the accounting when it has ended."""
+    """Stream of an answer's text deltas; ``.result`` holds the accounting when it has ended."""
 
     def __init__(self, produce: Produce) -> None:
         super().__init__()
@@ -81,7 +83,7 @@ class TokenStream(_Stream, Iterator[str]):
     def __next__(self) -> str:
         try:
             text = None if self._is_over else self._take(self._queue.get())
-        except BaseException:  # Ctrl-C: whoever keeps the traceback keeps the stream
+        except BaseException:  # Ctrl-C: a traceback that is kept keeps the stream alive
             self._cancel.set()
             raise
         if text is None:
@@ -101,7 +103,7 @@ class TokenStream(_Stream, Iterator[str]):
 
 
 class AsyncTokenStream(_Stream, AsyncIterator[str]):
-    """As :class:`TokenStream` for an event loop, which is never blocked."""
+    """Stream like :class:`TokenStream` for an event loop, which it never blocks."""
 
     def __init__(self, produce: Produce) -> None:
         super().__init__()
@@ -114,7 +116,7 @@ class AsyncTokenStream(_Stream, AsyncIterator[str]):
         def put(item: Item) -> None:
             try:
                 loop.call_soon_threadsafe(arrived.put_nowait, item)
-            except RuntimeError:  # the loop is closed: nobody waits for this answer
+            except RuntimeError:  # the loop is closed: the answer has no reader
                 cancel.set()
 
         _start(self._produce, put, cancel)

@@ -1,4 +1,4 @@
-"""From a prompt to planned pieces: text, token ids, and what the store has for them.
+"""Turn a prompt into planned pieces: text, token ids and stored KV.
 
 ::
 

@@ -1,4 +1,4 @@
-"""Describe a plan in words: spans, hits, the reason of each miss, and what to do about it."""
+"""Describe a plan in words: spans, hits, the reasons of misses, and their remedies."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ from kvrag.types import ExplainedSpan, Explanation, Mode
 
 Undo = Callable[[str], str]
 _METADATA_FIRST = r"\A(?:[\w .-]{1,40}: \S.*\n)+\s*"
-_SIGNS = str.maketrans(
-    "\u2018\u2019\u201c\u201d\u2013\u2014", "''\"\"--", "\u00ad\u200b"
-)  # quotes, dashes, what can't be seen
-MAX_READ = 256  # stored texts, the latest, that are read to explain why nothing was found
-MANY = 10  # prompts without a hit, and none with one, after which a cause that is not sure is worth a warning
+# quotes, dashes, invisible characters
+_SIGNS = str.maketrans("\u2018\u2019\u201c\u201d\u2013\u2014", "''\"\"--", "\u00ad\u200b")
+MAX_READ = 256  # latest stored texts that are read to explain why no chunk was found
+MANY = 10  # prompts, all without hits, after which an uncertain cause is worth a warning
 
 
 def _unescaped(text: str) -> str:
@@ -69,19 +68,24 @@ CAUSES: tuple[tuple[str, Undo, Undo | None], ...] = (
         lambda text: _lines(_without(r"<[^<>\n]*>|[*_`#]+")(text)),
     ),
 )
-"""What applications do to texts: in words, what undoes it in the prompt, and, where that is not enough, in a stored text too."""
+"""Changes that applications make to texts: in words, a function that undoes the change in the
+prompt, and, where that is not enough, a function to apply to stored texts as well."""
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What is known of a namespace's chunks: their scanner, what returns the text of a digest, and the store's limits."""
+    """Known chunks of a namespace.
+
+    ``scanner`` finds them, ``text_of`` returns the text of a digest, ``config`` holds the store's
+    limits.
+    """
 
     scanner: SpanIndex
     text_of: Callable[[str], str | None]
     config: StoreConfig
 
     def texts(self) -> list[str]:
-        """Read the latest texts."""
+        """Read the latest stored texts, at most :data:`MAX_READ`."""
 
         def read() -> list[str]:
             return [
@@ -94,7 +98,10 @@ class Known:
 
 
 def _proven(text: str, scanner: SpanIndex, texts: Sequence[str]) -> str | None:
-    """Say what was done to known chunks in a text; ``texts`` are some of them."""
+    """Name the change that known chunks in a text underwent, if it is found.
+
+    ``texts`` are texts of some known chunks.
+    """
     for how, undo, undo_known in CAUSES:
         plain, known = undo(text), [undo_known(each) for each in texts] if undo_known else []
         is_undone = undo_known is None and plain != text and bool(scanner.scan(plain))
@@ -104,7 +111,10 @@ def _proven(text: str, scanner: SpanIndex, texts: Sequence[str]) -> str | None:
 
 
 def likely_cause(text: str, known: Known, *, reads: bool = True) -> tuple[str, bool]:
-    """Say why no known chunk was found in a prompt's text, and whether that is sure. Stored texts are read only if it ``reads``."""
+    """Return the likely reason why a prompt's text has no known chunk, and whether it is certain.
+
+    Stored texts are read only if ``reads``.
+    """
     scanner, texts, least = (
         known.scanner,
         known.texts() if reads else [],
@@ -112,7 +122,8 @@ def likely_cause(text: str, known: Known, *, reads: bool = True) -> tuple[str, b
     )
     if not len(scanner):
         return (
-            f"no chunk of {least} tokens or more is stored in this namespace: precompute the texts first",
+            f"no chunk of {least} tokens or more is stored in this namespace: "
+            "precompute the texts first",
             True,
         )
     if proven := _proven(text, scanner, texts):
@@ -122,18 +133,24 @@ def likely_cause(text: str, known: Known, *, reads: bool = True) -> tuple[str, b
         return f"a known chunk begins in this prompt and goes on otherwise: {why}", True
     if scanner.tail_places(text):
         return (
-            "a known chunk ends in this prompt, cut at its beginning: precompute the part that is shown",
+            "a known chunk ends in this prompt, cut at its beginning: "
+            "precompute the part that is shown",
             True,
         )
     lines = [line.strip() for line in text.splitlines() if len(line.strip()) >= ANCHOR_CHARS]
     if any([line in each for each in texts for line in lines]):
         return (
-            "parts of known chunks stand in this prompt: precompute what is shown, not their parents",
+            "parts of known chunks stand in this prompt: "
+            "precompute what is shown, not their parents",
             True,
         )
-    unsure = f"rewritten, or shorter than {least} tokens or {ANCHOR_CHARS} characters and so computed with each prompt"
+    unsure = (
+        f"rewritten, or shorter than {least} tokens or {ANCHOR_CHARS} characters "
+        "and so computed with each prompt"
+    )
     return (
-        f"no known chunk text stands in this prompt: it is {unsure}, or was precomputed in another namespace",
+        f"no known chunk text stands in this prompt: it is {unsure}, "
+        "or was precomputed in another namespace",
         False,
     )
 
@@ -143,16 +160,22 @@ def _live_text(plan: Plan) -> str:
 
 
 def prefix_advice(plan: Plan) -> str:
-    """Say what to pass as ``prefix``, so that chunks are encoded behind what stands before them."""
+    """Say how to encode chunks behind the text that stands before them."""
     head = head_of(plan) or ""
     if metadata := METADATA.search(head, len(head) - MAX_METADATA):
         line = metadata[0].strip()[:80]
-        return f"{line!r} stands before the chunk; precompute its text with its metadata (LlamaIndex: content='llm')"
+        return (
+            f"{line!r} stands before the chunk; precompute its text with its metadata "
+            "(LlamaIndex: content='llm')"
+        )
     return f"precompute with what stands before the first chunk: prefix={head!r}"
 
 
 class Watch:
-    """Watches the plans of an engine's requests, counts those without a hit, and warns of what costs the user most; once of each thing."""
+    """Monitor of an engine's plans.
+
+    Counts prompts without hits. Warns once of a prefix mismatch, and once of missing hits.
+    """
 
     def __init__(self) -> None:
         self.num_without_hits = self._num_mismatched = 0
@@ -161,9 +184,11 @@ class Watch:
     def notice(
         self, plan: Plan, known: Callable[[], Known], *, is_stored_later: bool, is_learning: bool
     ) -> None:
-        """Look at one plan whose request asks for reuse, for :func:`likely_cause`; what is stored after the answer is no miss.
+        """Check the plan of a request that asks for reuse.
 
-        Of another prefix, an engine that learns its prefix is told only when it should have learnt it.
+        ``known`` returns the argument of :func:`likely_cause`. ``is_stored_later``: misses are
+        stored after the answer, so no hits are no problem. ``is_learning``: the engine learns its
+        prefix, so a mismatch brings a warning only after :data:`MANY` of them.
         """
         self._num_mismatched += plan.has_mismatch
         if (
@@ -172,7 +197,10 @@ class Watch:
             and (not is_learning or self._num_mismatched > MANY)
         ):
             self._has_warned = True
-            what = "chunks were encoded behind another prefix than this prompt has, so more rows are repaired and none is exact"
+            what = (
+                "chunks were encoded behind another prefix than this prompt has, "
+                "so more rows are repaired and none is exact"
+            )
             learn = "" if is_learning else ", or let the engine find it: prefix='learn'"
             warnings.warn(f"{what}; {prefix_advice(plan)}{learn}", UserWarning, stacklevel=2)
         chunks = [piece for piece in plan.pieces if piece.piece.kind == "chunk"]
@@ -194,16 +222,17 @@ class Watch:
             (missed, True) if missed else likely_cause(_live_text(plan), about, reads=is_last)
         )
         if is_sure or is_last:
-            self._has_hit = True  # once is enough
+            self._has_hit = True  # a single warning is enough
             what = f"no stored chunk is reused, though there are some: {cause}"
             warnings.warn(f"{what}; see explain()", UserWarning, stacklevel=2)
 
 
 def explain_plan(plan: Plan, mode: Mode, reason: str | None, known: Known) -> Explanation:
-    """Describe a plan without loading anything.
+    """Describe a plan without loading KV.
 
-    ``mode`` is what it comes to: ``full`` (no reuse), ``prefix`` (all that is reused is exact) or ``stitch``; ``reason`` says why less is
-    reused than was asked for. ``known`` is as for :func:`likely_cause`.
+    ``mode`` is the outcome: ``full`` (no reuse), ``prefix`` (all reused KV is exact) or ``stitch``;
+    ``reason`` says why less is reused than the request allows. ``known`` is as for
+    :func:`likely_cause`.
     """
     spans = _spans(plan)
     notes = [reason] if reason else []

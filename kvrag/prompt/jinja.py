@@ -1,4 +1,4 @@
-"""What the source of a chat template tells about it: the roles that it knows, and the names that it reads."""
+"""Read a chat template's source: the roles that it knows, and the names that it reads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jinja2.parser import Parser
 
 
 class _Generation(Extension):
-    """Reads ``{% generation %}``, a tag that transformers adds to Jinja, as what stands inside it."""
+    """Parse ``{% generation %}``, a tag that transformers adds to Jinja, as its content."""
 
     tags = {"generation"}  # noqa: RUF012 - as the base class has it
 
@@ -33,7 +33,7 @@ class TemplateFacts:
     variables
         Names that it takes from outside, such as ``messages`` and ``enable_thinking``.
     names
-        All attributes and texts in it: a field of messages that is not among them is not shown.
+        All attributes and string constants in it: other fields of messages are not shown.
     """
 
     roles: frozenset[str] = frozenset()
@@ -43,7 +43,7 @@ class TemplateFacts:
 
 @lru_cache(maxsize=32)
 def facts_of(source: str) -> TemplateFacts | None:
-    """Read a template; ``None`` if it can't be parsed."""
+    """Return the facts of a template, if it can be parsed."""
     environment = Environment(extensions=[loopcontrols, _Generation])
     try:
         tree = environment.parse(source)

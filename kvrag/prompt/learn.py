@@ -1,8 +1,10 @@
-"""Learn what stands before the first chunk of an application's prompts, where its user asks for that: ``prefix="learn"``.
+"""Learn the prefix, the text before the first chunk, from an application's prompts.
 
-A head is learnt when it came, character for character, with :data:`LEARN_AFTER` prompts of which no two have the same first chunk or the
-same end. So a question never becomes part of it: behind a question that stands before the chunks, the end stays the same, and a
-conversation that grows keeps its first chunk. What looks like a chunk's metadata is not part of a head.
+The user asks for it with ``prefix="learn"``. A head is learned after :data:`LEARN_AFTER` prompts
+began with it verbatim, of which no two share their first chunk or their ending. So a question never
+becomes part of it: if a question stands before the chunks, the endings are the same, and a
+conversation that grows keeps its first chunk. Text that looks like a chunk's metadata is not part
+of a head.
 """
 
 from __future__ import annotations
@@ -18,26 +20,27 @@ from kvrag.threads import fork_lock
 logger = logging.getLogger(__name__)
 
 LEARN_AFTER = 3
-MAX_LEARNT = 4  # prefixes of a namespace, and so the KV of one chunk: that many templates an application may have in use
+# prefixes per namespace, and so KV variants per chunk: an application may use so many templates
+MAX_LEARNT = 4
 MAX_METADATA = 2000  # characters
-MAX_HEADS = (
-    256  # heads that may yet be learnt and are remembered; the one that came first is forgotten
-)
+MAX_HEADS = 256  # heads that may yet be learned; beyond, the least recently seen is dropped
 
 METADATA = re.compile(r"(?m)(?:^[\w .-]{1,40}: \S.*\n)+(?:\s*|[\w .-]{1,40}: )\Z")
-"""What frameworks show of a chunk before its text, a line for each entry; the last one may begin the text's own line."""
+"""Metadata that frameworks write before a chunk's text, a line per entry; a label may begin the
+text's own line."""
 
 
 def head_of(plan: Plan) -> str | None:
-    """Return the text before a plan's first chunk; ``None`` without one."""
+    """Return the text before a plan's first chunk; ``None`` without a chunk."""
     first = next((n for n, piece in enumerate(plan.pieces) if piece.piece.kind == "chunk"), None)
     return None if first is None else "".join([piece.piece.text for piece in plan.pieces[:first]])
 
 
 class Learner:
-    """Learns the prefixes of each namespace from the plans of an engine's prompts; thread-safe. Of what it has seen, it keeps digests.
+    """Thread-safe learner of prefixes, by namespace, from the plans of an engine's prompts.
 
-    ``named`` are the prefixes that an engine's prompts may begin with, by namespace; those that are learnt are added.
+    Of prompts that it has seen, it keeps only digests. ``named`` holds the prefixes, by namespace,
+    that an engine's prompts may begin with; learned prefixes are added to it.
     """
 
     def __init__(self, named: dict[str, dict[str, None]]) -> None:
@@ -47,13 +50,14 @@ class Learner:
         self._learnt: dict[str, tuple[str, ...]] = {}
 
     def learnt(self, namespace: str) -> tuple[str, ...]:
-        """Return the namespace's prefixes in use, in the order in which they were learnt."""
+        """Return the namespace's learned prefixes, oldest first."""
         return self._learnt.get(namespace, ())
 
     def see(self, namespace: str, plan: Plan, first: str) -> str | None:
-        """Look at a plan; return the prefix that its chunks are to be encoded behind, ``None`` where that is known or nothing is to do.
+        """Observe a plan; return the prefix to encode its chunks behind, if they lack that KV.
 
-        ``first`` is the prefix until then. If prompts begin with it, or with one that has KV (learnt by an earlier process), it is in use.
+        ``first`` is the prefix that is used until a prefix is learned. A head that equals it, or
+        that has stored KV (learned by an earlier process), is accepted at once.
         """
         whole = head_of(plan)
         if whole is None or plan.fault or plan.refusal:
@@ -73,17 +77,24 @@ class Learner:
             self._learnt[namespace] = (*learnt, head)
             self._named.setdefault(namespace, {})[head] = None
         if not is_named:
-            what = "was learnt; chunks that prompts bring are encoded again behind it. Pass it and precompute once more to have all so"
+            what = (
+                "was learnt; chunks that prompts bring are encoded again behind it. "
+                "Pass it and precompute once more to have all so"
+            )
             logger.warning("prefix=%r %s", head, what)
         return head if not is_named or plan.has_mismatch else None
 
     def _is_constant(self, namespace: str, head: str, plan: Plan) -> bool:
-        """Count a prompt with this head, unless its first chunk or its end came with it before; whether these are enough."""
+        """Whether enough prompts have come with this head.
+
+        Counts this prompt, unless its first chunk or its ending came with the head before.
+        """
         chunks = [n for n, piece in enumerate(plan.pieces) if piece.piece.kind == "chunk"]
         end = "".join([piece.piece.text for piece in plan.pieces[chunks[-1] + 1 :]])
         first, last = text_digest(plan.pieces[chunks[0]].piece.text), text_digest(end)
         key = namespace, text_digest(head)
-        firsts, lasts = self._seen[key] = self._seen.pop(key, (set(), set()))  # the latest is last
+        # reinserted, so that the most recent head is last
+        firsts, lasts = self._seen[key] = self._seen.pop(key, (set(), set()))
         if first not in firsts and last not in lasts:
             firsts.add(first)
             lasts.add(last)
@@ -95,6 +106,6 @@ class Learner:
 def learning(
     prefix: Prefix | None, named: dict[str, dict[str, None]]
 ) -> tuple[Learner | None, Prefix | None]:
-    """Return a learner, if that is asked for, and the prefix until then."""
+    """Return a learner if ``prefix`` asks for it, and the prefix to use until it has learned."""
     asked = LearnPrefix() if isinstance(prefix, str) and prefix == LEARN else prefix
     return (Learner(named), asked.first) if isinstance(asked, LearnPrefix) else (None, prefix)

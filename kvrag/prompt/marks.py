@@ -1,10 +1,11 @@
-"""Marks: what stands in a rendering for text, to be found again in what the chat template wrote.
+"""Put marks in place of texts, to find them again in the chat template's output.
 
-A mark is a run of random digits. Nobody can guess it, and templates that trim, escape or change the case of a text leave it as it is. Two
-things are done with marks: a chunk's text is kept apart from the template's own, and messages are proven to be shown. Many templates leave
-out a message with a role that they don't know, without a word; so the same messages are rendered once more with marks in place of their
-texts and of the tools' names, and each mark must come back. A template may do to a text what it does (trim it, leave out an earlier
-answer's thoughts), and still no message vanishes.
+A mark is a run of random digits. It can't be guessed, and templates that trim, escape or change the
+case of a text leave it unchanged. Marks keep a chunk's text apart from the template's own text, and
+prove that messages are shown. Many templates silently drop a message with a role that they don't
+know; so the same messages are rendered again with marks in place of their texts and of the tools'
+names, and all marks must come back. A template may still change a text (trim it, leave out an
+earlier answer's thoughts), but no message vanishes.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ Message = Mapping[str, Any]
 
 _DIGITS = 30
 _COUNT = 6
-_REST = 10  # digits in a row that only a mark which was cut can leave behind
+_REST = 10  # first or last digits of a mark's nonce that reveal a mark that was cut
 
 
 class Marks:
-    """The marks of one rendering, and the texts that they stand for."""
+    """Marks of a rendering, and the texts that they stand for."""
 
     def __init__(self) -> None:
         self._nonce = str(secrets.randbelow(9 * 10 ** (_DIGITS - 1)) + 10 ** (_DIGITS - 1))
@@ -38,11 +39,11 @@ class Marks:
         return f"{self._nonce}{len(self.texts) - 1:0{_COUNT}}"
 
     def split(self, rendered: str) -> list[str]:
-        """Split a rendering at its marks: the parts with odd indices are numbers of texts."""
+        """Split a rendering at its marks: the parts at odd indices are numbers of texts."""
         return re.split(f"{self._nonce}([0-9]{{{_COUNT}}})", rendered)
 
     def are_whole(self, parts: list[str]) -> bool:
-        """Whether all marks stand in a rendering, which was split, and none in pieces."""
+        """Whether a rendering's parts hold all marks, and no piece of a mark."""
         found = {int(number) for number in parts[1::2]}
         between = "\0".join(parts[::2])
         is_cut = self._nonce[:_REST] in between or self._nonce[-_REST:] in between
@@ -55,14 +56,14 @@ def prove_shown(
     rendered: str,
     facts: TemplateFacts | None,
 ) -> None:
-    """Raise :class:`InputError` if a message has left no trace in its rendering; names the message, and what to do."""
+    """Raise :class:`InputError` if the rendering drops a message; name it and the remedy."""
     marks, probe, owners = Marks(), list[Message](), list[int]()
     for index, message in enumerate(messages):
         probe.append(_marked(message, marks))
         owners += [index] * (len(marks.texts) - len(owners))
     try:
         found = [int(number) for number in marks.split(render(probe))[1::2]]
-    except InputError:  # it looks into the texts: then these themselves must be there
+    except InputError:  # the template inspects texts, and refuses marks: look for the texts instead
         found = [
             n
             for n, text in enumerate(marks.texts)
@@ -74,7 +75,7 @@ def prove_shown(
 
 
 def shows_names(messages: Sequence[Message], render: Callable[[Sequence[Message]], str]) -> bool:
-    """Whether a chat template shows the names of those who speak."""
+    """Whether a chat template shows the speakers' names."""
     marks = Marks()
     probe = [{**m, "name": marks.add(m["name"])} if says_name(m) else m for m in messages]
     try:
@@ -84,7 +85,7 @@ def shows_names(messages: Sequence[Message], render: Callable[[Sequence[Message]
 
 
 def says_name(message: Message) -> bool:
-    """Whether a message tells who speaks; a result of a tool tells which."""
+    """Whether a message names its speaker; the name of a tool's result is the tool's."""
     return bool(message.get("name")) and message["role"] != "tool"
 
 
@@ -112,5 +113,6 @@ def _left_out(messages: Sequence[Message], index: int, facts: TemplateFacts | No
             else f"; use one of them, or {'put its text into a user message'}"
         )
     return InputError(
-        f"the model's chat template leaves out message {index + 1} of {len(messages)}, whose role is {role!r}: {remedy}"
+        f"the model's chat template leaves out message {index + 1} of {len(messages)}, "
+        f"whose role is {role!r}: {remedy}"
     )

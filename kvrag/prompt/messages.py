@@ -1,6 +1,7 @@
-"""Chat messages as chat templates read them: a role that the template knows, one text, and calls in OpenAI's present form.
+"""Normalise chat messages for chat templates: a known role, a single text, OpenAI's current calls.
 
-Nothing that a message says is left out in silence: what a template can't show is written into the text, or refused by name.
+No content of a message is dropped silently: if a template can't show it, it is written into the
+text, or refused by name.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from kvrag.types import Chunk
 
 Message = Mapping[str, Any]
 Hold = Callable[[str], str]
-"""Returns what stands in a message's text for the text of a chunk."""
+"""Returns the placeholder of a chunk's text in a message's text."""
 
 SYNONYMS = {
     "developer": "system",
@@ -25,27 +26,27 @@ SYNONYMS = {
     "model": "assistant",
     "chatbot": "assistant",
 }
-"""Roles of other providers and frameworks, and what most chat templates call them."""
+"""Roles of other providers and frameworks, and their names in most chat templates."""
 
 _CONTENT = ("text", "input_text", "output_text")
 """Types of content parts that hold text, in OpenAI's two APIs."""
 _BESIDE_TEXT = ("type", "annotations", "cache_control")
-"""Fields of such a part that hold nothing to be shown."""
+"""Fields of such a part that need not be shown."""
 _NOT_TEXT = ("audio", "images", "videos", "files")
-"""Fields of a message that hold what kvrag can't read."""
+"""Fields of a message with media that kvrag can't read."""
 _CALL_ID = "call{:05}"
-"""Ids of calls that have none; some templates ask for nine letters and digits."""
+"""Id of a call that has no id; some templates require nine letters and digits."""
 
 
 def plain_messages(
     messages: Sequence[Message], hold: Hold, roles: frozenset[str] = frozenset()
 ) -> list[dict[str, Any]]:
-    """Return messages as templates read them; ``roles`` are those that the template names.
+    """Return messages in the form that templates read; ``roles`` are the roles that they name.
 
     Raises
     ------
     InputError
-        If a message is malformed, or holds what can't be shown.
+        If a message is malformed, or holds content that can't be shown.
     """
     plain: list[dict[str, Any]] = []
     for message in messages:
@@ -64,7 +65,10 @@ def plain_messages(
 
 
 def check_chunk_text(text: object) -> str:
-    """Return the text of a chunk, or raise :class:`InputError` if it is not a string, or only white space."""
+    """Return the text of a chunk; raise :class:`InputError` if it is no string, or blank.
+
+    Text that UTF-8 can't encode raises it, too.
+    """
     if not isinstance(text, str):
         raise InputError(f"a chunk's text is {describe(text)}; it must be a string")
     check_encodable(text)
@@ -74,11 +78,14 @@ def check_chunk_text(text: object) -> str:
 
 
 def describe(value: object) -> str:
-    """Return what a value is, in words."""
+    """Return a value's type in words."""
     if isinstance(value, Sequence) and not value:
         return f"an empty {type(value).__name__}"
     if isinstance(value, (list, tuple)):
-        return f"a {type(value).__name__} of {' and '.join(sorted({type(item).__name__ for item in value}))}"
+        return (
+            f"a {type(value).__name__} of "
+            f"{' and '.join(sorted({type(item).__name__ for item in value}))}"
+        )
     return f"of type {type(value).__name__}"
 
 
@@ -96,9 +103,8 @@ def _plain_message(message: Message, hold: Hold) -> dict[str, Any]:
     role = message["role"]
     if not isinstance(role, str):
         raise InputError(f"the role of a chat message is {role!r}; pass a string such as 'user'")
-    made = {
-        name: value for name, value in message.items() if value is not None
-    }  # null says nothing
+    # null is the same as absent
+    made = {name: value for name, value in message.items() if value is not None}
     for name in _NOT_TEXT:
         if made.get(name):
             raise InputError(
@@ -147,7 +153,8 @@ def _part_text(part: object, hold: Hold) -> str:
         if isinstance(text, str):
             return text
         raise InputError(
-            f"the {field!r} of a content part of type {kind!r} is {describe(part.get(field))}; pass a string"
+            f"the {field!r} of a content part of type {kind!r} is {describe(part.get(field))}; "
+            "pass a string"
         )
     raise InputError(
         f"a message holds a content part of type {kind!r}; kvrag reads text only, remove the part"
@@ -155,19 +162,19 @@ def _part_text(part: object, hold: Hold) -> str:
 
 
 def _held(chunk: Chunk, hold: Hold) -> str:
-    """Return what stands for a chunk; white space at its ends belongs to the text around it."""
+    """Return a chunk's placeholder; white space at its ends belongs to the text around it."""
     text = check_chunk_text(chunk.text)
     before, body, after = text.partition(text.strip())
     return f"{before}{hold(body)}{after}"
 
 
 def _call_of(function: object, number: int) -> dict[str, Any]:
-    """Turn a ``function_call`` of OpenAI's first form into a call."""
+    """Turn a ``function_call``, OpenAI's first format, into a call."""
     return {"id": _CALL_ID.format(number), "type": "function", "function": function}
 
 
 def _id_of(message: Message) -> dict[str, str]:
-    """Return the id that the result of a message's call refers to, if there is one call with an id."""
+    """Return the id of a message's call for its result, if exactly a single call has an id."""
     calls = message.get("tool_calls") or ()
     ids = [call["id"] for call in calls if call.get("id")]
     return {"tool_call_id": ids[0]} if len(ids) == 1 else {}

@@ -1,13 +1,15 @@
-"""The first part of a stored chunk, where a prompt holds only that.
+"""Find the first part of a stored chunk where a prompt does not hold the whole chunk.
 
-Frameworks cut a retrieved document to a number of characters or tokens, so a prompt may hold only its beginning. Attention is causal: the
-KV of the first rows does not depend on the rest, and is valid for the part.
+Frameworks cut a retrieved document to a number of characters or tokens, so a prompt may hold only
+its beginning. Attention is causal: the KV of the first rows does not depend on the rest, and is
+valid for the part.
 
-Where a registered text begins in the prompt and was not found as a whole, the prompt's text from there on is tokenised and compared with
-the token ids of the stored chunks that begin like it. The part ends where the ids differ, and counts only if its text, tokenised alone,
-has exactly these ids: then it is a chunk like any other, and a prompt's ids stay those of its segments, joined.
+Where a registered text begins in the prompt and was not found as a whole, the prompt's text from
+there on is tokenised and compared with the token ids of the stored chunks that begin like it. The
+part ends where the ids differ, and counts only if its text, tokenised alone, has exactly these ids:
+then it is a chunk like any other, and the prompt's ids stay the joined ids of its segments.
 
-What is missed is computed live, so every bound here costs time and never correctness.
+A missed part is computed live, so the bounds here cost time and never correctness.
 """
 
 from __future__ import annotations
@@ -22,19 +24,19 @@ from kvrag.prompt.tokenizer import Piece, TokenIds
 from kvrag.store import TieredStore
 from kvrag.types import TextEntry
 
-MAX_TEXTS = 8  # stored texts that are compared at one place; more begin alike only where they share a header
-MAX_LOOKS = 64  # places of one prompt where a text may begin and nothing was found, after which no more are looked at
-FIRST_LOOK = 1024  # characters that are tokenised first at a place; four times as many while they all belong to a chunk
-SETTLE_TOKENS = 4  # tokens before the end of a text that may change with what follows
-MAX_BACK_OFF = 8  # tokens that are given up so that a part ends where its text, tokenised alone, has the same ids
+MAX_TEXTS = 8  # stored texts compared at a place; more begin alike only where they share a header
+MAX_LOOKS = 64  # places without a part after which the rest of a prompt is not searched
+FIRST_LOOK = 1024  # characters tokenised first at a place; then four times as many while all match
+SETTLE_TOKENS = 4  # tokens at the end of a text that may change with the text after it
+MAX_BACK_OFF = 8  # tokens dropped, at most, until a part's text, tokenised alone, has the same ids
 
 
 @dataclass(slots=True)
 class PartFinder:
-    """Finds first parts of stored chunks in the pieces of one prompt.
+    """Finder of first parts of stored chunks in the pieces of a prompt.
 
-    ``scanner`` knows the texts of chunks. ``stored_ids`` returns, by digest, the token ids of those texts that have KV of this model; it is
-    called once a prompt. Parts with fewer than ``min_tokens`` tokens stay live text.
+    ``scanner`` knows the texts of chunks. ``stored_ids`` returns, by digest, the token ids of the
+    texts that have KV of this model. Parts of fewer than ``min_tokens`` tokens are ignored.
     """
 
     scanner: SpanIndex
@@ -61,7 +63,8 @@ class PartFinder:
             for start in starts:
                 if start < at or not looks:
                     continue
-                # What follows a document may be the template's own control tokens, whatever the document says there.
+                # Control-token text in a live piece may be the template's own, even where the
+                # document holds the same text: a part ends before it.
                 stop = self.encoder.control_text_after(text, start)
                 part = self._first_part(text, start, stop, stored)
                 if part is None:
@@ -73,7 +76,7 @@ class PartFinder:
         return [piece for piece in out if piece.text]
 
     def cut_chunks(self, pieces: Sequence[Piece]) -> list[list[Piece]]:
-        """Cut the text of each chunk, none of which has KV, into the first part of a stored chunk and the rest, where it begins so."""
+        """Cut chunks without KV into the first part of a stored chunk and the rest, if possible."""
         stored = self._stored([piece.text[:ANCHOR_CHARS] for piece in pieces])
         whole = self.encoder.chunk_ids
         parts = [self._first_part(p.text, 0, len(p.text), stored, whole(p.text)) for p in pieces]
@@ -83,7 +86,7 @@ class PartFinder:
         ]
 
     def _stored(self, heads: Iterable[str]) -> dict[str, list[tuple[TextEntry, TokenIds]]]:
-        """Return, for the first characters of some texts, the stored chunks that may begin with them."""
+        """Map the first characters of texts to the stored chunks that may begin with them."""
         distinct = list(dict.fromkeys(heads))[:MAX_LOOKS]
         entries = {head: self.scanner.texts_like(head, limit=MAX_TEXTS) for head in distinct}
         every = {entry.digest: entry for found in entries.values() for entry in found}
@@ -103,7 +106,7 @@ class PartFinder:
     ) -> Piece | None:
         """Return the longest first part of a stored chunk that ``text[start:stop]`` begins with.
 
-        ``whole_ids``: ids of all the text, if it is a chunk's; they stay the same where it is cut.
+        ``whole_ids``: ids of the whole text if it is a chunk's; the cut must not change them.
         """
         chunks = stored.get(text[start : start + ANCHOR_CHARS])
         if not chunks:
@@ -115,7 +118,8 @@ class PartFinder:
         chunk, count = self._longest(text, [ids for _, ids in chunks])
         for end in range(count, max(count - MAX_BACK_OFF, self.min_tokens) - 1, -1):
             ids, body = chunk[:end], self.encoder.decode(chunk[:end])
-            # Tokenised as live text it has the same ids: so it holds no control token in a spelling that only the tokenizer knows.
+            # As live text it must have the same ids, too: then it holds no control token in a
+            # spelling that only the tokenizer knows.
             tokenise = self.encoder.document_ids if whole_ids else self.encoder.live_ids
             if not text.startswith(body) or tuple(tokenise(body)) != ids:
                 continue
@@ -124,7 +128,10 @@ class PartFinder:
         return None
 
     def _longest(self, text: str, stored: Sequence[TokenIds]) -> tuple[TokenIds, int]:
-        """Return the stored ids that agree longest with the text's, the shortest of several, and how many do."""
+        """Return the stored ids that share most first ids with the text, and how many they share.
+
+        Ties go to the shortest stored ids.
+        """
         width = FIRST_LOOK
         while True:
             ids = self.encoder.document_ids(text[:width])
@@ -138,7 +145,10 @@ class PartFinder:
 def text_of(
     store: TieredStore, encoder: PromptEncoder, model: str, namespace: str, digest: str
 ) -> str | None:
-    """Return the text of a digest, which a store does not keep, from the token ids of its KV by a model's fingerprint."""
+    """Return the text of a digest, if a stored chunk decodes to it; the store keeps no texts.
+
+    ``model`` is the fingerprint of the chunk's model.
+    """
     found = (
         identity for identity in store.identities(namespace, digest) if identity.model == model
     )
@@ -147,7 +157,7 @@ def text_of(
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """Return the number of equal ids at the beginning."""
+    """Return the length of the common beginning."""
     return next(
         (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
     )

@@ -1,8 +1,10 @@
-"""Plan one prompt: which pieces have stored KV, and whether it is exact here. No tensors, no model, no KV is read.
+"""Plan a prompt: find the pieces with stored KV, and whether that KV is exact here.
+
+Planning needs no tensors and no model, and reads no KV.
 
 ::
 
-    prompt ─▶ pieces ─▶ cut at known chunks, and at first parts of them ─▶ token ids ─▶ one look-up ─▶ Plan
+    prompt ─▶ pieces ─▶ cut at known chunks and first parts ─▶ token ids ─▶ one look-up ─▶ Plan
 """
 
 from __future__ import annotations
@@ -28,15 +30,16 @@ OTHER_PREFIX = "encoded behind another prefix than this prompt has: repaired wit
 IDS_ALONE = (
     "the prompt is token ids, in which no chunks are looked for; pass text, messages or segments"
 )
-NEAR_SEAM = 64  # characters after a seam whose token ids may depend on what stands before it
+NEAR_SEAM = 64  # characters after a seam whose token ids may depend on the text before it
 REST_OF_CHUNK = "the rest of a chunk whose first part is that of a stored chunk"
 
 
 @dataclass(slots=True)
 class Lookup:
-    """Asks the store about chunks, in another thread; if it fails or is late, they count as absent.
+    """Store look-ups of a prompt; if the store fails or is late, chunks count as absent.
 
-    ``model``, ``namespace``, ``kv_dtype`` and ``context`` are fields of the identities; ``deadline`` is for all questions together.
+    Look-ups run in another thread and share ``deadline``. ``model``, ``namespace``, ``kv_dtype``
+    and ``context`` are fields of the identities.
     """
 
     store: TieredStore
@@ -51,14 +54,17 @@ class Lookup:
         return ChunkIdentity(self.model, self.namespace, prefix, ids, self.kv_dtype, context)
 
     def known(self, identities: Iterable[ChunkIdentity]) -> set[ChunkIdentity]:
-        """Return those whose KV is stored."""
+        """Return the identities that have stored KV."""
         keys = {chunk_key(identity): identity for identity in identities}
         nothing = set[ChunkKey]()
         found = self.deadline.ask(lambda: self.store.known(keys), nothing, what="the KV store")
         return {keys[key] for key in found}
 
     def elsewhere(self, runs: Collection[TokenIds]) -> dict[TokenIds, ChunkIdentity]:
-        """Return, where there is one, each chunk's newest variant behind any prefix; else one kept with another dtype."""
+        """Map runs of ids to the newest stored variant behind any prefix and context.
+
+        A variant with the own ``kv_dtype`` is preferred. Runs without any variant are left out.
+        """
         dtypes = sorted(KV_DTYPES, key=lambda dtype: dtype != self.kv_dtype)
         nothing: dict[TokenIds, ChunkIdentity] = {}
 
@@ -77,7 +83,7 @@ class Lookup:
         return self.deadline.ask(find, nothing, what="the KV store's catalog") if runs else nothing
 
     def stored_ids(self, entries: Sequence[TextEntry]) -> dict[str, list[TokenIds]]:
-        """Return, by digest, the token ids of those texts that have KV of this model."""
+        """Map text digests to the token ids of their KV with this model, namespace and dtype."""
         own, nothing = self.identity((), ""), dict[str, list[TokenIds]]()
 
         def find(digest: str) -> list[TokenIds]:
@@ -94,20 +100,21 @@ class Lookup:
 
 @dataclass(frozen=True, slots=True)
 class PlannedPiece:
-    """One piece of a prompt, tokenised, and what the store has for it.
+    """A tokenised piece of a prompt and its stored KV, if any.
 
     Parameters
     ----------
     piece, ids
         The text and its token ids.
     identity
-        Stored KV to use; ``None`` where there is none.
+        Stored KV to use, if any.
     is_exact, is_mismatched
-        Whether that KV needs no repair here; whether it was encoded behind another prefix than this prompt has.
+        Whether that KV needs no repair here; whether it was encoded behind another prefix than
+        this prompt's.
     reason
         Why there is no stored KV, or why it is not exact.
     missed
-        The chunk to store, where it has no KV of its own.
+        The chunk to store, if it has no KV of its own.
     """
 
     piece: Piece
@@ -126,15 +133,15 @@ class Plan:
     Parameters
     ----------
     pieces
-        Joined, their ids are the prompt.
+        Pieces whose joined ids are the prompt.
     encoder
-        Knows where sentences begin.
+        Encoder of the prompt; it knows where sentences begin.
     kv_dtype
-        What the stored KV that is read for them was rounded to.
+        Rounding of the stored KV that is read.
     fault
-        Why the store did not answer, if it did not: there may be more stored KV than was found.
+        Why the store did not answer, if it failed: it may hold more KV than was found.
     refusal
-        Why nothing may be reused, if that is so.
+        Why nothing may be reused, if so.
     """
 
     pieces: tuple[PlannedPiece, ...]
@@ -150,23 +157,23 @@ class Plan:
 
     @property
     def missed(self) -> list[MissedChunk]:
-        """Chunks without KV of their own, each once."""
+        """Chunks without KV of their own, without duplicates."""
         return list(
             dict.fromkeys([piece.missed for piece in self.pieces if piece.missed is not None])
         )
 
     @property
     def has_mismatch(self) -> bool:
-        """Whether a chunk will be used that was encoded behind another prefix."""
+        """Whether the plan uses a chunk that was encoded behind another prefix."""
         return any([piece.is_mismatched for piece in self.pieces])
 
     @property
     def identities(self) -> list[ChunkIdentity]:
-        """What to load, in order of first use."""
+        """Identities of the KV to load, in order of first use."""
         return list(dict.fromkeys([p.identity for p in self.pieces if p.identity is not None]))
 
     def without_reuse(self, reason: str) -> Plan:
-        """Return the same prompt with nothing to reuse, and why, at every chunk."""
+        """Return the prompt's plan with no reuse, and give the reason at every chunk."""
         pieces = [
             PlannedPiece(p.piece, p.ids, reason=reason if p.piece.kind == "chunk" else None)
             for p in self.pieces
@@ -184,11 +191,11 @@ def plan_prompt(
     prefixes: Sequence[str],
     min_chunk_tokens: int,
 ) -> Plan:
-    """Cut a prompt into pieces and look every chunk up.
+    """Cut a prompt into pieces and look up every chunk.
 
-    ``chat``: how chat messages are rendered.
-    ``prefixes``: texts that chunks were encoded behind; the longest one that the prompt starts with is kept apart from what follows it.
-    Chunks shorter than ``min_chunk_tokens`` are live text.
+    ``chat``: how chat messages are rendered. ``prefixes``: texts that chunks were encoded behind;
+    the longest that the prompt starts with becomes a piece of its own. Chunks of fewer than
+    ``min_chunk_tokens`` tokens are computed with each prompt.
 
     Raises
     ------
@@ -213,7 +220,7 @@ def plan_prompt(
         }
         if not new:
             break
-        hidden |= new  # a text without KV must not hide shorter ones that have it
+        hidden |= new  # a text without KV must not hide shorter texts with KV
     planned = [piece for piece in draft.planned(finder) if piece.ids]
     if not planned:
         raise InputError("the prompt has no tokens; pass some text")
@@ -221,10 +228,11 @@ def plan_prompt(
 
 
 def plan_ids(ids: Sequence[int], encoder: PromptEncoder, chat: Chat = PLAIN) -> Plan:
-    """Plan a prompt of token ids: they are taken as they are, and no chunks are looked for in them."""
+    """Plan a prompt of token ids: use the ids unchanged, and look for no chunks in them."""
     if chat.tools or chat.continues:
         raise InputError(
-            "tools and continue_final_message need a prompt of chat messages, and this one is token ids"
+            "tools and continue_final_message need a prompt of chat messages, "
+            "and this one is token ids"
         )
     text = str(encoder.tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
     return Plan((PlannedPiece(Piece(text), tuple(ids)),), encoder, refusal=IDS_ALONE)
@@ -233,10 +241,10 @@ def plan_ids(ids: Sequence[int], encoder: PromptEncoder, chat: Chat = PLAIN) -> 
 def _split_head(
     pieces: list[Piece], prefixes: Sequence[str], encoder: PromptEncoder
 ) -> tuple[Piece | None, list[Piece]]:
-    """Take a known prefix off the prompt before it is searched: a chunk's text inside the prefix is part of the prefix.
+    """Split a known prefix off the prompt before the scan: chunk text inside it belongs to it.
 
-    The ids of a prompt with explicit chunks must not depend on what is known: there, only the first prefix, the engine's own, may change
-    how the text after it is tokenised.
+    With explicit chunks, the prompt's ids must not depend on the known prefixes: only the first
+    prefix, the engine's own, may change the tokenisation of the text after it.
     """
     text = pieces[0].text if pieces and pieces[0].kind == "live" else ""
     known = [p for p in prefixes if p and text.startswith(p)]
@@ -250,7 +258,7 @@ def _split_head(
 
 
 def _is_seamless(text: str, own: str, head: str, encoder: PromptEncoder) -> bool:
-    """Whether a text that is cut behind ``head`` has the ids that it has without that, cut behind ``own`` alone."""
+    """Whether a text has the same ids when cut behind ``head`` as when cut behind ``own`` alone."""
     text = text[: len(head) + NEAR_SEAM]
 
     def ids(first: str) -> list[int]:
@@ -260,7 +268,7 @@ def _is_seamless(text: str, own: str, head: str, encoder: PromptEncoder) -> bool
 
 
 class _Draft:
-    """A prompt cut in one way: its pieces with their ids, and what the store has of them."""
+    """A prompt under a given cut: its pieces, their ids and their stored KV."""
 
     def __init__(
         self,
@@ -300,7 +308,7 @@ class _Draft:
 
     @property
     def without_kv(self) -> list[Piece]:
-        """Chunks that have no KV to use, behind any prefix."""
+        """Chunks without usable KV behind any prefix."""
         return [
             p
             for p, ids in self._rest
@@ -308,7 +316,10 @@ class _Draft:
         ]
 
     def _look_up(self, runs: Iterable[TokenIds], *others: ChunkIdentity) -> set[ChunkIdentity]:
-        """Find KV of runs of ids, behind this prefix or else elsewhere, and return those identities that are known."""
+        """Find KV of runs of ids, behind this prefix or else behind another.
+
+        Returns the stored identities among the runs behind this prefix and ``others``.
+        """
         behind, new = (
             (self._prefix, self._lookup.context),
             [ids for ids in runs if ids not in self._found],
@@ -324,7 +335,7 @@ class _Draft:
         return found if found is not None and found.kv_dtype == self._lookup.kv_dtype else None
 
     def planned(self, finder: PartFinder) -> list[PlannedPiece]:
-        """Return the pieces with the KV to use for them; a chunk without KV may begin like a stored one."""
+        """Return the planned pieces; a chunk without KV may reuse the start of a stored chunk."""
         long = [
             (p, ids) for p, ids in self._rest if p.kind == "chunk" and len(ids) >= self._min_tokens
         ]
@@ -346,11 +357,14 @@ class _Draft:
     def _planned(
         self, piece: Piece, ids: TokenIds, parts: list[Piece], *, is_next_to_head: bool
     ) -> list[PlannedPiece]:
-        """Plan one piece; two come of a chunk without KV whose first part is that of a stored one."""
+        """Plan a piece; a chunk without KV that begins like a stored chunk becomes two pieces."""
         if piece.kind == "live":
             return [PlannedPiece(piece, ids)]
         if len(ids) < self._min_tokens:
-            reason = f"{len(ids)} tokens, fewer than min_chunk_tokens={self._min_tokens}: computed with each prompt"
+            reason = (
+                f"{len(ids)} tokens, fewer than min_chunk_tokens={self._min_tokens}: "
+                "computed with each prompt"
+            )
             return [PlannedPiece(piece, ids, reason=reason)]
         if (planned := self._stored(piece, ids, is_next_to_head)) is not None:
             return [planned]
@@ -379,7 +393,7 @@ class _Draft:
         return self._lookup.deadline.fault or f"{known}: precompute it with this model"
 
     def _stored(self, piece: Piece, ids: TokenIds, is_next_to_head: bool) -> PlannedPiece | None:
-        """Plan a chunk, or the first part of one, by its stored KV; ``None`` where there is none."""
+        """Plan a chunk, or the first part of a chunk, with its stored KV, if any."""
         stored = piece.part_of or ids
         if (identity := self._usable(stored)) is None:
             return None

@@ -1,6 +1,7 @@
-"""The prefix: the text before the first chunk, from text, messages or a prompt template of either framework.
+"""Derive the prefix, the text before the first chunk, from text, messages or a prompt template.
 
-Chunks are encoded behind the prefix: encoded alone, a chunk's first tokens become an attention sink that no prompt has there.
+Chunks are encoded behind the prefix. The first tokens of a chunk that is encoded alone become an
+attention sink, which no prompt has there.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ _CONTEXT_NAMES = ("context", "context_str", "documents", "summaries")
 
 @dataclass(frozen=True, slots=True)
 class TemplatePrefix:
-    """A prompt template of LangChain or LlamaIndex, or chat messages, and the name of the variable that the chunks go into.
+    """Prompt template of LangChain or LlamaIndex, or chat messages, and the chunks' variable.
 
-    ``tools``: OpenAI's tool dicts that every prompt shows; they stand before the chunks.
+    ``variable``: the name of the variable that the chunks go into. ``tools``: OpenAI's tool dicts
+    that every prompt shows; they stand before the chunks.
     """
 
     template: Any
@@ -34,7 +36,10 @@ class TemplatePrefix:
 
 @dataclass(frozen=True, slots=True)
 class LearnPrefix:
-    """Learn the prefix from the first prompts (:mod:`kvrag.prompt.learn`); until then, chunks are encoded behind ``first``."""
+    """Learn the prefix from the first prompts (:mod:`kvrag.prompt.learn`).
+
+    Until then, chunks are encoded behind ``first``.
+    """
 
     first: Any = None
 
@@ -48,9 +53,10 @@ Prefix = str | Sequence[Mapping[str, Any]] | TemplatePrefix | LearnPrefix | Any
 def prefix_text(prefix: Prefix | None, encoder: PromptEncoder) -> str:
     """Return the text before the first chunk.
 
-    ``None``: the head of the model's chat template for a single user message (empty without a template). Text: taken as it is. Chat
-    messages: those before the chunks; the chunks go where the text ``{context}`` stands, else at the start of a user message that
-    follows. A prompt template: everything that it renders before its context variable.
+    ``None``: the head of the model's chat template for a single user message (empty without a
+    template). Text: used unchanged. Chat messages: the messages before the chunks; the chunks go
+    where the text ``{context}`` stands, else at the start of a user message that follows. A prompt
+    template: all that it renders before its context variable.
 
     Raises
     ------
@@ -60,7 +66,8 @@ def prefix_text(prefix: Prefix | None, encoder: PromptEncoder) -> str:
     mark = _MARK.format("context")
     if isinstance(prefix, LearnPrefix) or (isinstance(prefix, str) and prefix == LEARN):
         raise ConfigError(
-            f"only an engine can learn its prefix; pass prefix={LEARN!r} where it is made, and none here"
+            f"only an engine can learn its prefix; pass prefix={LEARN!r} where it is made, "
+            "and none here"
         )
     if isinstance(prefix, TemplatePrefix):
         encoder = copy(encoder)
@@ -82,7 +89,8 @@ def prefix_text(prefix: Prefix | None, encoder: PromptEncoder) -> str:
 
 def _no_chunk(_text: str) -> str:
     raise ConfigError(
-        "prefix holds a kvrag.Chunk; it is what stands before the first chunk: write {context} in its place"
+        "prefix holds a kvrag.Chunk; it is what stands before the first chunk: "
+        "write {context} in its place"
     )
 
 
@@ -96,8 +104,8 @@ def _from_template(prefix: Any, encoder: PromptEncoder) -> str:
     )
     if len(known) != 1:
         raise ConfigError(
-            f"can't tell which of the template's variables {sorted(names)} takes the chunks; pass "
-            "prefix=kvrag.TemplatePrefix(template, variable=...)"
+            f"can't tell which of the template's variables {sorted(names)} takes the chunks; "
+            "pass prefix=kvrag.TemplatePrefix(template, variable=...)"
         )
     (variable,) = known
     if variable not in names:
@@ -108,8 +116,9 @@ def _from_template(prefix: Any, encoder: PromptEncoder) -> str:
     for name in names:
         if _MARK.format(name) in head:
             raise ConfigError(
-                f"{name!r} stands before {variable!r} in the template, so the text before the chunks changes with every question; "
-                "put the chunks first, or fill that variable in (partial)"
+                f"{name!r} stands before {variable!r} in the template, so the text before the "
+                "chunks changes with every question; put the chunks first, or fill that variable "
+                "in (partial)"
             )
     return head
 
@@ -118,20 +127,19 @@ def _variables(template: Any) -> list[str]:
     for attribute in ("input_variables", "template_vars"):
         names = getattr(template, attribute, None)
         if names is not None:
-            filled_in = (
-                getattr(template, "kwargs", None) or {}
-            )  # LlamaIndex lists partial variables, too
+            # LlamaIndex lists partial variables, too
+            filled_in = getattr(template, "kwargs", None) or {}
             return [name for name in names if name not in filled_in]
     raise ConfigError(
-        f"prefix is of type {type(template).__name__}; pass text, chat messages, or a prompt template of LangChain or LlamaIndex"
+        f"prefix is of type {type(template).__name__}; pass text, chat messages, or a prompt "
+        "template of LangChain or LlamaIndex"
     )
 
 
 def _render(template: Any, values: dict[str, Any], encoder: PromptEncoder) -> str:
-    """Render a template of either framework; chat templates go through the model's chat template."""
-    if hasattr(
-        template, "kvrag_render"
-    ):  # an adapter's: it knows what its framework and its LLM add
+    """Render a framework's template; messages go through the model's chat template."""
+    # an adapter's template: it knows the additions of its framework and its LLM
+    if hasattr(template, "kvrag_render"):
         return str(template.kvrag_render(values, encoder))
     if hasattr(template, "format_prompt"):  # LangChain
         list_types = getattr(template, "input_types", {}) or {}
@@ -143,9 +151,8 @@ def _render(template: Any, values: dict[str, Any], encoder: PromptEncoder) -> st
         if not hasattr(value, "messages"):
             return str(value.to_string())
         messages = [(getattr(m, "role", m.type), m.content) for m in value.to_messages()]
-    elif (
-        hasattr(template, "format_messages") and encoder.has_chat_template
-    ):  # LlamaIndex shows chat models messages
+    elif hasattr(template, "format_messages") and encoder.has_chat_template:
+        # LlamaIndex passes messages to chat models
         messages = [
             (m.role.value, m.content or "")
             for m in _selected(template, True).format_messages(**values)
@@ -156,7 +163,10 @@ def _render(template: Any, values: dict[str, Any], encoder: PromptEncoder) -> st
 
 
 def _selected(template: Any, is_chat: bool) -> Any:
-    """Return the template that one of LlamaIndex's selects for an LLM of this kind: its conditions ask the LLM what it is."""
+    """Return the template that a LlamaIndex template selects for a chat or completion model.
+
+    Its conditions ask the LLM for its kind.
+    """
     llm = SimpleNamespace(metadata=SimpleNamespace(is_chat_model=is_chat))
     return template.select(llm) if hasattr(template, "select") else template
 

@@ -1,9 +1,10 @@
-"""Which parts of a rendered prompt are known chunks.
+"""Find the known chunks in a rendered prompt.
 
-A chunk is registered by the hashes of its first and its last :data:`ANCHOR_CHARS` characters, its length and its digest; its text is not
-kept. A prompt is scanned by hashing all its windows of that width at once: where a window is a known head, and the one at the chunk's end
-is its tail, the text between them is hashed in full. That digest decides. What is missed is computed live, so every bound here costs time
-and never correctness.
+A chunk is registered by the hashes of its first and last :data:`ANCHOR_CHARS` characters, its
+length and its digest; its text is not kept. The scanner hashes all windows of that width in the
+prompt at once. Where a window equals a known head, and the window at the chunk's end equals its
+tail, the whole text from head to tail is hashed. That digest decides. A missed chunk is computed
+live, so the bounds here cost time and never correctness.
 """
 
 from __future__ import annotations
@@ -20,18 +21,17 @@ from kvrag.prompt.tokenizer import check_encodable
 from kvrag.threads import fork_lock
 from kvrag.types import Span, TextEntry
 
-ANCHOR_CHARS = 32  # characters of the windows that are hashed; shorter texts can't be found and are computed live
+ANCHOR_CHARS = 32  # width of the hashed windows; shorter texts can't be found, so are computed live
 
 MAX_PAIRS = 1 << 20
-"""Pairs of (place in the prompt, registered text) that one scan compares. Only texts that repeat themselves, such as a
-long run of one character, have so many; then the shortest registered texts are left out."""
+"""Pairs of (place in the prompt, registered text) that a scan compares, besides a pair per window.
+Only repetitive texts, such as a long run of a single character, have so many; then the shortest
+registered texts are left out."""
 
 MAX_WASTED_CHARS = 1 << 24
-"""Characters that one scan hashes for places that look right at both ends and turn out different in the middle."""
+"""Characters that a scan hashes at places where head and tail match and the middle differs."""
 
-MIN_OVERFLOW = (
-    1024  # new entries that are kept beside the sorted table, at least, before it is sorted again
-)
+MIN_OVERFLOW = 1024  # entries that the small table may hold, at least, before the two are merged
 
 _BASE = 0x9E3779B97F4A7C15
 _POWERS = np.array(
@@ -43,7 +43,9 @@ Integers = NDArray[np.int64]
 
 
 def text_entry(text: str) -> TextEntry | None:
-    """Describe a chunk's text for the scanner, without white space at its ends; ``None`` where it is shorter than :data:`ANCHOR_CHARS`.
+    """Return the scanner's entry of a chunk's text, stripped of white space at its ends.
+
+    ``None`` if the stripped text is shorter than :data:`ANCHOR_CHARS`.
 
     Raises
     ------
@@ -60,24 +62,25 @@ def text_entry(text: str) -> TextEntry | None:
 
 
 class SpanIndex:
-    """The registered chunk texts, and the scanner that finds them in a prompt. It holds 56 bytes for each.
+    """Index of the registered chunk texts, and scanner that finds them in a prompt.
 
-    Threads may add and scan at the same time: a scan works on arrays that never change once built. New entries are in a small table of
-    their own until there are enough of them to sort the large one again. Texts are never removed: what has no KV is computed live.
-    ``digest_of`` gives the digest of a text as the entries have it, in hex.
+    An entry takes 56 bytes. Threads may add and scan at the same time: a scan works on arrays that
+    never change once built. New entries go to a small table until it is worth sorting the large
+    table again. Texts are never removed: a chunk without KV is computed live. ``digest_of`` returns
+    a text's digest in hex, as the entries hold it.
     """
 
     def __init__(self, digest_of: Callable[[str], str] = text_digest) -> None:
         self._digest_of = digest_of
         self._lock = fork_lock()
-        self._tables = _NOTHING, _NOTHING  # the large one and the small one
+        self._tables = _NOTHING, _NOTHING  # the large and the small table
 
     def __len__(self) -> int:
         return sum(len(table.heads) for table in self._tables)
 
     def add(self, entries: Iterable[TextEntry]) -> None:
-        """Register texts; those already registered are skipped."""
-        offered = list(entries)  # a generator may take its time: not under the lock
+        """Register texts; skip texts that are registered already."""
+        offered = list(entries)  # outside the lock: a generator may be slow
         with self._lock:
             base, fresh = self._tables
             limit = max(MIN_OVERFLOW, len(base.heads) // 32)
@@ -89,13 +92,15 @@ class SpanIndex:
             self._tables = base, fresh
 
     def scan(self, text: str, *, without: Collection[str] = ()) -> list[Span]:
-        """Find the registered texts in a prompt, but for those with the digests ``without``, so that what they cover can be found.
+        """Find the registered texts in a prompt.
+
+        Texts with the digests ``without`` are ignored, so that texts inside them can be found.
 
         Returns
         -------
         list of Span
-            Spans that don't overlap, sorted by start: of those that would, the longest, of equally long ones the leftmost. The digest
-            of each was computed from ``text[start:stop]``.
+            Spans without overlap, sorted by start. Of overlapping candidates the longest wins, then
+            the leftmost. A span's digest was computed from ``text[start:stop]``.
         """
         tables = self._tables
         if len(text) < ANCHOR_CHARS:
@@ -106,7 +111,7 @@ class SpanIndex:
         def known_digest(start: int, stop: int) -> str | None:
             try:
                 digest = self._digest_of(text[start:stop])
-            except UnicodeEncodeError:  # a prompt may hold what no registered text can
+            except UnicodeEncodeError:  # a prompt may hold surrogates; a registered text can't
                 return None
             return (
                 digest
@@ -117,25 +122,34 @@ class SpanIndex:
         return _verified(starts, lengths, len(text), known_digest, without)
 
     def head_places(self, text: str) -> list[int]:
-        """Return the places where a registered text may begin, ascending, whether or not the rest of it follows."""
+        """Return the places, ascending, where the head of a registered text stands.
+
+        The rest of the text need not follow.
+        """
         if len(text) < ANCHOR_CHARS:
             return []
         windows = _window_hashes(text)
         return np.unique(np.concatenate([table.places(windows) for table in self._tables])).tolist()  # type: ignore[no-any-return]
 
     def tail_places(self, text: str) -> list[int]:
-        """Return the places where the end of a registered text stands, ascending, whether or not the rest of it comes before."""
+        """Return the places, ascending, where the tail of a registered text stands.
+
+        The rest of the text need not precede it.
+        """
         windows = _window_hashes(text) if len(text) >= ANCHOR_CHARS else np.empty(0, np.uint64)
         tails = np.concatenate([table.tails for table in self._tables])
         return np.flatnonzero(np.isin(windows, tails)).tolist()
 
     def some(self, count: int) -> list[TextEntry]:
-        """Return so many registered texts, at most: recent ones first."""
+        """Return at most ``count`` registered texts, recently added texts first."""
         base, fresh = self._tables
         return [*fresh.entries(slice(0, count)), *base.entries(slice(0, count))][:count]
 
     def texts_like(self, text: str, *, limit: int) -> list[TextEntry]:
-        """Return the longest registered texts that may begin like a text, by the hash of their first :data:`ANCHOR_CHARS` characters."""
+        """Return at most ``limit`` registered texts that may begin like ``text``, longest first.
+
+        Only the hashes of the first :data:`ANCHOR_CHARS` characters are compared.
+        """
         head = _window_hashes(text[:ANCHOR_CHARS]) if len(text) >= ANCHOR_CHARS else ()
         found = [
             entry
@@ -148,12 +162,12 @@ class SpanIndex:
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """Entries as columns without duplicates, sorted by head and, within one head, the longest first."""
+    """Columns of distinct entries, sorted by head; entries with equal heads, longest first."""
 
     heads: Hashes
     tails: Hashes
     lengths: Integers
-    digests: Hashes  # (N, 4): 32 bytes each, a third of the same in hex
+    digests: Hashes  # (N, 4): 32 bytes per digest, a third of a hex string
 
     @classmethod
     def build(cls, entries: Collection[TextEntry]) -> _Table:
@@ -166,7 +180,7 @@ class _Table:
         return cls(heads, tails, lengths, digests)._sorted()
 
     def joined(self, other: _Table) -> _Table:
-        """Return the entries of both."""
+        """Return a table with the entries of both."""
         heads, tails = (
             np.concatenate([self.heads, other.heads]),
             np.concatenate([self.tails, other.tails]),
@@ -187,7 +201,7 @@ class _Table:
         return _Table(self.heads[rows], self.tails[rows], self.lengths[rows], self.digests[rows])
 
     def holds(self, head: np.uint64 | int, length: int, digest: str) -> bool:
-        """Whether there is an entry with this head, length and digest."""
+        """Whether the table has an entry with this head, length and digest."""
         rows, words = self._with_head(head), np.frombuffer(bytes.fromhex(digest), np.uint64)
         return bool((self.digests[rows][self.lengths[rows] == length] == words).all(axis=1).any())
 
@@ -198,7 +212,7 @@ class _Table:
         return slice(first, stop)
 
     def rows_of(self, heads: Hashes) -> tuple[Integers, Integers]:
-        """Return the first row of each head, and the number of its rows."""
+        """Return the first row and the number of rows, per head."""
         first = np.searchsorted(self.heads, heads, "left")
         return first, np.searchsorted(self.heads, heads, "right") - first
 
@@ -227,9 +241,10 @@ class _Table:
         return [TextEntry(digest.tobytes().hex(), *numbers) for digest, *numbers in columns]
 
     def candidates(self, windows: Hashes) -> Integers:
-        """Return starts and lengths ``(2, P)`` of the places where head, tail and length of an entry fit."""
+        """Return starts and lengths ``(2, P)`` of places where an entry's head and tail match."""
         places = self.places(windows)
-        # A header shared by ten thousand chunks brings them all in; few of them have a tail that is in the prompt too.
+        # A header shared by ten thousand chunks brings them all in; few of their tails are in the
+        # prompt.
         rows = _ranges(*self.rows_of(np.unique(windows[places])))
         fits = self.lengths[rows] < len(windows) + ANCHOR_CHARS
         table = self.take(rows[fits & np.isin(self.tails[rows], windows)])
@@ -254,7 +269,10 @@ def _verified(
     known_digest: Callable[[int, int], str | None],
     without: Collection[str],
 ) -> list[Span]:
-    """Keep the longest candidates, then the leftmost, that don't overlap, hashing only those that would be kept."""
+    """Keep candidates without overlap, the longest and then the leftmost first.
+
+    Candidates that overlap a kept span are not hashed.
+    """
     order = np.lexsort((starts, -lengths))
     starts, lengths = starts[order], lengths[order]
     taken = np.zeros(num_chars, dtype=np.bool_)
@@ -262,7 +280,8 @@ def _verified(
     wasted = 0
     for low, high in pairwise(np.flatnonzero(np.diff(lengths, prepend=0, append=0)).tolist()):
         size, places = int(lengths[low]), starts[low:high]
-        # What is taken is at least as long as this, so it can't lie strictly inside: looking at the two ends is enough.
+        # Kept spans are at least as long as this candidate, so can't lie strictly inside it:
+        # checking its two ends is enough.
         places = places[~(taken[places] | taken[places + size - 1])]
         i = 0
         while i < len(places) and wasted <= MAX_WASTED_CHARS:
@@ -284,7 +303,7 @@ def _code_points(text: str) -> Hashes:
 
 
 def _window_hashes(text: str) -> Hashes:
-    """Polynomial hash, modulo 2**64, of the window at each character; doubling the width takes five steps."""
+    """Return the polynomial hash, modulo 2**64, of every window; five doublings reach its width."""
     hashes, width = _code_points(text), 1
     while width < ANCHOR_CHARS:
         hashes = hashes[:-width] * np.uint64(pow(_BASE, width, 1 << 64)) + hashes[width:]
@@ -293,5 +312,5 @@ def _window_hashes(text: str) -> Hashes:
 
 
 def _ranges(first: Integers, counts: Integers) -> Integers:
-    """Concatenate ``arange(f, f + c)`` for each pair."""
+    """Concatenate ``arange(f, f + c)`` over all pairs of ``first`` and ``counts``."""
     return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts - first, counts)

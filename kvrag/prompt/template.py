@@ -1,7 +1,7 @@
-"""From what the user passes to pieces of text: rendering, and cutting at chunks.
+"""Render a prompt to pieces of text, and cut them at chunks.
 
-The concatenation of the pieces' ids *is* the prompt (:mod:`kvrag.prompt.tokenizer`); a comparison with a full prefill is always of the same
-ids.
+The concatenated ids of the pieces *are* the prompt (:mod:`kvrag.prompt.tokenizer`). A comparison
+with a full prefill always uses the same ids.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from kvrag.prompt.tools import Tools, render_tools, what_is_shown
 from kvrag.types import Chunk, Span
 
 Prompt = str | Sequence[Mapping[str, Any]] | Sequence[str | Chunk] | Sequence[int]
-"""A rendered prompt, chat messages (``role`` and ``content``), explicit segments (live text and :class:`~kvrag.types.Chunk`), or token ids,
-which are taken as they are."""
+"""A rendered prompt, chat messages (``role`` and ``content``), explicit segments (live text and
+:class:`~kvrag.types.Chunk`), or token ids, which are used unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """How chat messages are rendered.
+    """Options for rendering chat messages.
 
     Parameters
     ----------
     tools
         Functions that the prompt shows, as OpenAI's dicts.
     variables
-        For the chat template, beside the messages.
+        Variables for the chat template, besides the messages.
     continues
-        Whether the answer goes on with the last message, an assistant's.
+        Whether the answer continues the last message, which is the assistant's.
     """
 
     tools: Tools = ()
@@ -46,16 +46,19 @@ class Chat:
 
 
 PLAIN = Chat()
-MAX_PROVEN = 256  # kinds of conversations, for each of which messages are proven once to be shown
+MAX_PROVEN = 256  # kinds of conversations that are remembered as shown in full
 SILENT = (
     *("role", "content", "tool_calls", "tool_call_id", "name", "id", "type", "annotations"),
     *("reasoning_content", "reasoning", "thinking"),
 )
-"""Fields of messages that are shown, or that say nothing which the next turn must see."""
+"""Message fields that are shown anyway, or that the next turn need not see."""
 
 
 class PromptEncoder(SegmentTokenizer):
-    """Renders prompts, and tokenises them segment by segment. ``tools`` and ``variables``: what all of them are rendered with."""
+    """Prompt renderer, and tokenizer of the segments.
+
+    All prompts are rendered with ``tools`` and ``variables``.
+    """
 
     tools: Tools = ()
     variables: Mapping[str, Any] = {}
@@ -69,18 +72,18 @@ class PromptEncoder(SegmentTokenizer):
         self._warned = set[str]()
 
     def with_variables(self, variables: Mapping[str, Any] | None) -> PromptEncoder:
-        """Return an encoder that renders with these variables for the chat template, too."""
+        """Return an encoder whose chat template gets these variables as well."""
         encoder = copy(self)
         encoder.variables = {**self.variables, **(variables or {})}
         return encoder
 
     def pieces(self, prompt: Prompt, chat: Chat = PLAIN) -> list[Piece]:
-        """Render a prompt to pieces; chunks are known only where they were given explicitly.
+        """Render a prompt to pieces; only explicit chunks are known at this stage.
 
         Raises
         ------
         InputError
-            If the prompt is empty or is none of the accepted forms.
+            If the prompt is empty or of another type than :data:`Prompt`.
         """
         if (
             isinstance(prompt, Sequence)
@@ -91,7 +94,8 @@ class PromptEncoder(SegmentTokenizer):
         elif chat.tools or chat.continues:
             what = "tools need" if chat.tools else "continue_final_message needs"
             raise InputError(
-                f"{what} a prompt of chat messages, and this one is {describe(prompt)}; pass messages"
+                f"{what} a prompt of chat messages, and this one is {describe(prompt)}; "
+                "pass messages"
             )
         elif isinstance(prompt, str):
             pieces = [Piece(prompt)]
@@ -99,8 +103,9 @@ class PromptEncoder(SegmentTokenizer):
             pieces = list(_given(prompt))  # type: ignore[arg-type]
         else:
             raise InputError(
-                f"a prompt can't be {describe(prompt)}; pass a string, a list of chat messages (dicts with 'role' and 'content'), "
-                "a list of strings and kvrag.Chunk, or a list of token ids"
+                f"a prompt can't be {describe(prompt)}; pass a string, a list of chat messages "
+                "(dicts with 'role' and 'content'), a list of strings and kvrag.Chunk, or a list "
+                "of token ids"
             )
         for piece in pieces:
             check_encodable(piece.text)
@@ -115,17 +120,20 @@ class PromptEncoder(SegmentTokenizer):
         tools: Tools = (),
         add_generation_prompt: bool = True,
     ) -> str:
-        """Render chat messages, and OpenAI's tool dicts, with the model's chat template; what it leaves out of tools is written as text.
+        """Render chat messages, and OpenAI's tool dicts, with the model's chat template.
+
+        Tools, calls and results that the template leaves out are written as text.
 
         Raises
         ------
         InputError
-            If a message is malformed or the tokenizer has no chat template; if a chunk's text holds control tokens, which one text for
-            all would make real.
+            If a message is malformed or the tokenizer has no chat template; if a chunk holds
+            control-token text, which a single string would turn into real control tokens.
         """
         if isinstance(messages, str):
             raise InputError(
-                "tools need a prompt of chat messages, and this one is text; pass messages, or leave tools out"
+                "tools need a prompt of chat messages, and this one is text; pass messages, "
+                "or leave tools out"
             )
         pieces = self.chat_pieces(
             messages, Chat(tools), add_generation_prompt=add_generation_prompt
@@ -134,8 +142,9 @@ class PromptEncoder(SegmentTokenizer):
             at = self.control_text_after(piece.text, 0)
             if piece.kind == "chunk" and at < len(piece.text):
                 raise InputError(
-                    f"a kvrag.Chunk holds control-token text at its character {at} ({piece.text[at : at + 16]!r}), which rendered text "
-                    "can't keep apart from the template's own; pass the messages to the engine as they are"
+                    f"a kvrag.Chunk holds control-token text at its character {at} "
+                    f"({piece.text[at : at + 16]!r}), which rendered text can't keep apart from "
+                    "the template's own; pass the messages to the engine as they are"
                 )
         return "".join([piece.text for piece in pieces])
 
@@ -146,17 +155,18 @@ class PromptEncoder(SegmentTokenizer):
         *,
         add_generation_prompt: bool = True,
     ) -> list[Piece]:
-        """Render chat messages with the model's chat template, each chunk in them a piece of its own.
+        """Render chat messages with the model's chat template, chunks as separate pieces.
 
         Raises
         ------
         InputError
-            As for :meth:`render`; if the template leaves out a message, or changes the text of one so that a chunk in it is lost.
+            As for :meth:`render`, but chunks may hold control-token text; if the template leaves
+            out a message, or changes a message's text so that its chunk is lost.
         """
         if not self.has_chat_template:
             raise InputError(
-                "this tokenizer has no chat template, so chat messages can't be rendered; pass the prompt as a string, or set "
-                "tokenizer.chat_template"
+                "this tokenizer has no chat template, so chat messages can't be rendered; "
+                "pass the prompt as a string, or set tokenizer.chat_template"
             )
         chat = Chat(chat.tools or self.tools, {**self.variables, **chat.variables}, chat.continues)
         source, marks = self.template_source(chat.tools), Marks()
@@ -181,20 +191,23 @@ class PromptEncoder(SegmentTokenizer):
 
     @property
     def date_variables(self) -> list[str] | None:
-        """Variables that pin the date which the chat template writes by itself; ``None`` where it writes none."""
+        """Variables that pin the chat template's date; ``None`` if it writes no date."""
         facts = facts_of(self.template_source()) if self.has_chat_template else None
         if facts is None or "strftime_now" not in facts.variables:
             return None
         return sorted([name for name in facts.variables if "date" in name])
 
     def guarded(self, text: str) -> list[str | Chunk]:
-        """Return a document's text as parts of a prompt: live, so that chunks are found in it, but for control-token text."""
+        """Split a document's text into live segments, and chunks that hold control-token text.
+
+        Live segments are searched for known chunks; control-token text in a chunk stays text.
+        """
         parts: list[str | Chunk] = list(self._control_text.split(text))
         parts[1::2] = [Chunk(str(part)) for part in parts[1::2]]
         return [part for part in parts if part]
 
     def template_source(self, tools: Tools = ()) -> str:
-        """Return the chat template: of several, that for prompts with tools, or without."""
+        """Return the chat template; of several, the template for prompts with or without tools."""
         find = getattr(self.tokenizer, "get_chat_template", None)
         return str(find(tools=list(tools) or None) if find else self.tokenizer.chat_template)
 
@@ -202,8 +215,9 @@ class PromptEncoder(SegmentTokenizer):
         parts = marks.split(rendered)
         if not marks.are_whole(parts):
             raise InputError(
-                "the model's chat template changes the text of a message that holds a kvrag.Chunk, so that the chunk is lost; put it "
-                "into a user message, or pass segments (strings and kvrag.Chunk)"
+                "the model's chat template changes the text of a message that holds a kvrag.Chunk, "
+                "so that the chunk is lost; put it into a user message, or pass segments "
+                "(strings and kvrag.Chunk)"
             )
         pieces = [Piece(part) for part in parts]
         for at in range(1, len(parts), 2):
@@ -218,7 +232,7 @@ class PromptEncoder(SegmentTokenizer):
         chat: Chat,
         add_generation_prompt: bool,
     ) -> str:
-        """Render messages, and prove that none is left out; once for messages of the same kinds."""
+        """Render messages, and prove that all are shown; once per sequence of message kinds."""
         render = partial(
             self._applied,
             variables=chat.variables,
@@ -268,7 +282,7 @@ class PromptEncoder(SegmentTokenizer):
     def _warn_of_unused(
         self, messages: Sequence[Mapping[str, Any]], chat: Chat, facts: TemplateFacts | None
     ) -> None:
-        """Warn, once of each, of variables and fields of messages that the template does not read."""
+        """Warn once per variable and message field that the template does not read."""
         if facts is None:
             return
         for name in chat.variables:
@@ -292,7 +306,10 @@ class PromptEncoder(SegmentTokenizer):
 
 
 def cut(pieces: Iterable[Piece], spans_of: Mapping[int, Sequence[Span]]) -> list[Piece]:
-    """Cut live pieces at the spans found in them, which ``spans_of`` holds by index of the piece, ascending, without overlap."""
+    """Cut live pieces at their spans.
+
+    ``spans_of`` maps the index of a piece to its spans, ascending and without overlap.
+    """
     out: list[Piece] = []
     for index, piece in enumerate(pieces):
         at = 0
@@ -316,7 +333,7 @@ def merge_live(pieces: Iterable[Piece]) -> list[Piece]:
 
 
 def _given(prompt: Sequence[str | Chunk]) -> Iterable[Piece]:
-    """Yield explicit segments; white space at a chunk's ends moves to the live text around it."""
+    """Yield the pieces of explicit segments; white space at a chunk's ends becomes live text."""
     for segment in prompt:
         if isinstance(segment, str):
             yield Piece(segment)
@@ -331,6 +348,7 @@ def _check_last(messages: Sequence[Mapping[str, Any]]) -> None:
     last = messages[-1]
     if last["role"] != "assistant" or last.get("tool_calls") or not last["content"].strip():
         raise InputError(
-            "continue_final_message goes on with the last message, so that must be an assistant's, with text and without calls of tools; "
+            "continue_final_message goes on with the last message, so that must be an assistant's, "
+            "with text and without calls of tools; "
             f"its role is {last['role']!r}: leave the option out"
         )

@@ -1,15 +1,18 @@
-"""Text to token ids, segment by segment, and how often that shows.
+"""Tokenise a prompt segment by segment, and count the differences from its text as a whole.
 
-A chunk must have the same ids in every prompt, so it is tokenised alone, and a prompt's ids are the concatenation of its segments' ids.
-Three things make "alone" differ from "inside a prompt", whatever the tokenizer, and are put right here:
+A chunk must have the same ids in every prompt, so it is tokenised alone, and a prompt's ids are the
+concatenation of its segments' ids. Three things make "alone" differ from "inside a prompt" with any
+tokenizer, and are corrected here:
 
-* a *dummy prefix*: SentencePiece writes a space before the first word of a text. A segment that continues a prompt gets none: it is
-  tokenised behind an anchor whose ids are taken off again, as transformers does for chats.
-* *control tokens*: the text ``<|im_end|>`` inside a document stays text. ``split_special_tokens`` does that for tokens marked special;
-  those that the chat template writes without being marked, and those that a vocabulary holds as ordinary pieces, are spelled out.
+* a *dummy prefix*: SentencePiece writes a space before the first word of a text. A segment that
+  continues a prompt must not get it: the segment is tokenised behind an anchor, and the anchor's
+  ids are removed, as transformers does for chats.
+* *control tokens*: the text ``<|im_end|>`` inside a document stays text. ``split_special_tokens``
+  does that for tokens marked special. Unmarked control tokens that the chat template writes, or
+  that the vocabulary holds as ordinary pieces, are spelled out.
 * *BOS* stands once, at the start of the prompt, whether the tokenizer or the template writes it.
 
-What is left are merges across a seam, such as ``.`` and a line break; :func:`count_seams` counts them.
+Merges across a seam, such as ``.`` and a line break, remain; :func:`count_seams` counts them.
 """
 
 from __future__ import annotations
@@ -32,15 +35,17 @@ from kvrag.threads import fork_lock
 TokenIds = tuple[int, ...]
 
 ANCHORS = ("\n", ".", "|", "0")
-"""Texts to tokenise a continuation behind, tried in this order: the first whose own ids stay as they are is taken."""
+"""Texts to tokenise a continuation behind, tried in order until an anchor keeps its own ids."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A run of text of one kind. ``chunk`` text never becomes control tokens; ``is_given`` marks an explicit :class:`Chunk`.
+    """A run of live or chunk text.
 
-    ``part_of`` holds the token ids of a stored chunk of which this is the first part, and ``num_ids`` how many of
-    them are its own; empty and 0 otherwise. ``digest`` is that of a registered text that was found.
+    ``chunk`` text never becomes control tokens; ``is_given`` marks an explicit :class:`Chunk`. If
+    the piece is the first part of a stored chunk, ``part_of`` holds that chunk's token ids, and the
+    first ``num_ids`` of them are the piece's; otherwise they are empty and 0. ``digest`` is set if
+    the scanner found the piece as a registered text.
     """
 
     text: str
@@ -52,7 +57,7 @@ class Piece:
 
     @property
     def ids(self) -> TokenIds:
-        """Token ids of a first part."""
+        """Token ids of a first part; empty otherwise."""
         return self.part_of[: self.num_ids]
 
 
@@ -65,29 +70,32 @@ _locks_guard = fork_lock()
 
 
 class SegmentTokenizer:
-    """Tokenises the segments of a prompt one by one, so that their ids can be joined.
+    """Segment-wise use of a transformers tokenizer: the ids of segments can be joined.
 
-    ``bos_ids`` is what the ``tokenizer``, one of transformers, puts before a text: BOS, nothing, or what a model has instead (GLM: two
-    tokens); ``has_dummy_prefix`` says whether it writes a space before the first word. Raises ``ConfigError`` if it is no transformers
-    tokenizer, ``ModelError`` if it can't keep control-token text as text.
+    ``bos_ids`` are the ids that the tokenizer puts before a text: BOS, nothing, or a model's
+    substitute (GLM: two tokens). ``has_dummy_prefix``: it writes a space before the first word.
+    Raises ``ConfigError`` if ``tokenizer`` is not from transformers, ``ModelError`` if it can't
+    keep control-token text as text.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         if not callable(tokenizer) or not hasattr(tokenizer, "all_special_ids"):
             raise ConfigError(
-                f"tokenizer is of type {type(tokenizer).__name__}; pass a transformers tokenizer, for example "
-                "AutoTokenizer.from_pretrained(...) or PreTrainedTokenizerFast(tokenizer_object=...)"
+                f"tokenizer is of type {type(tokenizer).__name__}; pass a transformers tokenizer, "
+                "for example AutoTokenizer.from_pretrained(...) or "
+                "PreTrainedTokenizerFast(tokenizer_object=...)"
             )
         self.tokenizer = tokenizer
-        # A fast tokenizer keeps "are control tokens text?" as a state of its own, set by each call.
-        with _locks_guard:  # one lock for a tokenizer, however many engines use it
+        # A fast tokenizer keeps split_special_tokens as state that every call sets, so calls lock.
+        with _locks_guard:  # engines with the same tokenizer share its lock
             self._lock = _locks.setdefault(tokenizer, fork_lock())
         try:
             alone = self._encode("a", as_text=True)
         except (TypeError, ValueError, NotImplementedError) as error:
             raise ModelError(
-                f"the tokenizer {type(tokenizer).__name__} can't keep control-token text inside a document as text "
-                f"(split_special_tokens: {error}); load the model's fast tokenizer with AutoTokenizer.from_pretrained(...)"
+                f"the tokenizer {type(tokenizer).__name__} can't keep control-token text inside a "
+                f"document as text (split_special_tokens: {error}); load the model's fast "
+                "tokenizer with AutoTokenizer.from_pretrained(...)"
             ) from error
         with self._lock:
             self.bos_ids: list[int] = _before(alone, list(tokenizer("a")["input_ids"]))
@@ -106,7 +114,8 @@ class SegmentTokenizer:
     def live_ids(self, text: str, *, at_start: bool = False) -> list[int]:
         """Tokenise live text: control tokens are recognised.
 
-        ``at_start``: the prompt starts here, so BOS stands first, exactly once, and a dummy prefix stays where the tokenizer puts it.
+        ``at_start``: the prompt starts here, so the ids begin with BOS, exactly once, and keep the
+        tokenizer's dummy prefix.
 
         Raises
         ------
@@ -120,7 +129,10 @@ class SegmentTokenizer:
         return ids if ids[: len(self.bos_ids)] == self.bos_ids else [*self.bos_ids, *ids]
 
     def continuation_ids(self, continuation: object, vocab_size: int) -> list[int]:
-        """Return the token ids of text that follows a prompt, or ids as they are given; raises :class:`InputError` on anything else."""
+        """Return the token ids of a continuation, which is text or token ids.
+
+        Raises :class:`InputError` on anything else, and if it is empty.
+        """
         ids = (
             self.live_ids(continuation)
             if isinstance(continuation, str)
@@ -133,7 +145,7 @@ class SegmentTokenizer:
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Turn ids into text, control tokens left out."""
+        """Decode ids to text; leave out control tokens."""
         return str(
             self.tokenizer.decode(
                 list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
@@ -141,9 +153,10 @@ class SegmentTokenizer:
         )
 
     def sentence_starts(self, ids: Sequence[int]) -> list[bool]:
-        """Return whether each token of a prompt begins a sentence or a line.
+        """Return, per token of a prompt, whether it begins a sentence or a line.
 
-        A full stop ends a sentence only where a space follows, so that ``3.14`` stays whole; line breaks and ideographic stops always do.
+        A full stop ends a sentence only before white space, so ``3.14`` stays whole; line breaks
+        and ideographic stops always end a sentence.
         """
         pieces = list(map(self._piece, ids))
         places, starts = list(accumulate(map(len, pieces))), [True, *[False] * len(ids)]
@@ -152,28 +165,33 @@ class SegmentTokenizer:
         return starts[: len(ids)]
 
     def _text_of(self, token: int) -> str:
-        """Return a token's text, with the space before it that some tokenizers leave out where they decode a token alone."""
+        """Return a token's text with its leading space, which some tokenizers drop.
+
+        They leave it out when they decode the token alone.
+        """
         text = str(self.tokenizer.decode([token], clean_up_tokenization_spaces=False))
         is_apart = str(self.tokenizer.convert_ids_to_tokens(token)).startswith(SPACES)
         return f" {text}" if is_apart and not text[:1].isspace() else text
 
     def control_text_after(self, text: str, start: int) -> int:
-        """Return where the first control-token text from ``start`` on begins; the text's length where there is none."""
+        """Return the index of the first control-token text from ``start`` on, or the length."""
         found = self._control_text.search(text, start)
         return found.start() if found else len(text)
 
     def document_ids(self, text: str) -> TokenIds:
-        """Tokenise chunk text: the same ids in every prompt, and control-token text stays text. ``chunk_ids`` remembers the latest."""
+        """Tokenise chunk text: the same ids in every prompt, and control-token text stays text.
+
+        ``chunk_ids`` is the same with a cache.
+        """
         check_encodable(text)
         ids = self._continued(text, as_text=True)
         if not self._control_ids.isdisjoint(ids):
-            parts = self._control_text.split(text)  # odd ones are control-token text
+            parts = self._control_text.split(text)  # odd parts are control-token text
             ids = self._joined(
                 c for n, part in enumerate(parts) for c in (part if n % 2 else [part])
             )
-            if not self._control_ids.isdisjoint(
-                ids
-            ):  # a spelling that only the tokenizer's normaliser makes one
+            # another spelling, which the tokenizer's normaliser turns into a control token
+            if not self._control_ids.isdisjoint(ids):
                 ids = self._joined(text)
         return tuple(ids)
 
@@ -181,7 +199,7 @@ class SegmentTokenizer:
         return [i for part in parts for i in self._continued(part, as_text=True)]
 
     def _continued(self, text: str, *, as_text: bool) -> list[int]:
-        """Tokenise text that something stands before: without a dummy prefix."""
+        """Tokenise text that continues a prompt, without a dummy prefix."""
         if self.has_dummy_prefix and text:
             for anchor in ANCHORS:
                 head, both = (
@@ -204,10 +222,11 @@ class SegmentTokenizer:
 
 
 def control_tokens(tokenizer: Any) -> dict[str, int]:
-    """Return the tokens that must not come from a document's text, as text → id.
+    """Return the control tokens, as text → id: a document's text must never become these.
 
-    They are the tokens marked special and the added ones that the chat template writes; ``<unk>``, white space and single characters,
-    which some tokenizers list among them, are ordinary text.
+    They are the tokens marked special and the added tokens that the chat template writes.
+    ``<unk>``, white space and single characters, which some tokenizers list among them, are
+    ordinary text.
     """
     template = str(getattr(tokenizer, "chat_template", None) or "")
     added = tokenizer.added_tokens_decoder
@@ -223,12 +242,12 @@ def control_tokens(tokenizer: Any) -> dict[str, int]:
 
 
 def given_ids(value: object, vocab_size: int) -> list[int] | None:
-    """Return token ids that a user passed, a sequence of whole numbers; ``None`` if it is something else.
+    """Return a user's token ids; ``None`` if the value is not a sequence of integers, or is empty.
 
     Raises
     ------
     InputError
-        If the model has no token of one of the ids; names the first.
+        If the model has no token with such an id; names the first.
     """
     if not isinstance(value, Sequence) or isinstance(value, (str, bytes)) or not value:
         return None
@@ -237,34 +256,36 @@ def given_ids(value: object, vocab_size: int) -> list[int] | None:
     for at, i in enumerate(value):
         if not 0 <= i < vocab_size:
             raise InputError(
-                f"token id {i} at position {at} is not one of the model's, which are 0 to {vocab_size - 1}"
+                f"token id {i} at position {at} is not one of the model's, "
+                f"which are 0 to {vocab_size - 1}"
             )
     return [int(i) for i in value]
 
 
 def check_encodable(text: str) -> None:
-    """Raise :class:`InputError` if the text holds what UTF-8 can't encode."""
+    """Raise :class:`InputError` if UTF-8 can't encode the text."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise InputError(
-            f"the text holds {text[error.start]!r} at character {error.start}, which UTF-8 can't encode; decode its source with "
-            "errors='replace'"
+            f"the text holds {text[error.start]!r} at character {error.start}, which UTF-8 can't "
+            "encode; decode its source with errors='replace'"
         ) from error
 
 
 def _before(ids: list[int], all_ids: list[int]) -> list[int]:
-    """Return what stands before ``ids`` in ``all_ids``; nothing if they are not in there."""
+    """Return the ids before ``ids`` in ``all_ids``; empty if ``ids`` don't occur there."""
     starts = range(len(all_ids) - len(ids) + 1)
     return next((all_ids[:at] for at in starts if ids and all_ids[at : at + len(ids)] == ids), [])
 
 
 @dataclass(frozen=True, slots=True)
 class SeamCount:
-    """How a prompt's segment-wise ids differ from those of its whole text.
+    """Counts of differences between a prompt's segment-wise ids and the ids of its whole text.
 
-    ``seams`` are the places where two of its segments meet, ``tokens`` its segment-wise tokens, ``changed_tokens`` those that the whole
-    text's ids don't have, ``changed_seams`` the seams next to them. A separator that is another token alone counts both of its seams.
+    ``seams``: places where two segments meet; ``tokens``: segment-wise tokens; ``changed_tokens``:
+    segment-wise tokens that the whole text's ids lack; ``changed_seams``: the seams next to them. A
+    separator that becomes another token when alone counts both of its seams.
     """
 
     seams: int = 0
@@ -277,9 +298,10 @@ class SeamCount:
 
 
 def count_seams(segments: Sequence[Sequence[int]], whole: Sequence[int]) -> SeamCount:
-    """Compare a prompt's segment-wise ids with those of its text tokenised at once.
+    """Compare a prompt's segment-wise ids with the ids of its text tokenised at once.
 
-    A difference that touches no seam, such as control-token text that stays text inside a chunk, is not counted.
+    A difference that touches no seam, such as control-token text that stays text inside a chunk, is
+    not counted.
     """
     segments = [ids for ids in segments if ids]
     ours = [i for ids in segments for i in ids]

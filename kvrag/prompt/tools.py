@@ -1,7 +1,7 @@
-"""Tools in a prompt, and the form that an answer must have: checked, and shown to models whose chat template does not know tools.
+"""Check a request's tools and answer form, and show tools where the chat template can't.
 
-A template that leaves tools out, or earlier calls and their results, gets them as text in the form that Hermes, Qwen and others are trained
-on: ``<tools>``, ``<tool_call>`` and ``<tool_response>``.
+Tools, earlier calls and results that a template leaves out are written as text, in the format that
+Hermes, Qwen and other models are trained on: ``<tools>``, ``<tool_call>`` and ``<tool_response>``.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ Tools = tuple[Mapping[str, Any], ...]
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What an answer may be: ``schema`` is the JSON schema of one that calls no tool (``None``: text).
+    """Form that an answer must have.
 
-    ``tools``: functions that it may call, in OpenAI's form. ``choice``: ``auto``, ``required``, or the one tool that it must call.
+    ``schema``: the JSON schema of an answer that calls no tool; without it, any text. ``tools``:
+    functions that the answer may call, in OpenAI's format. ``choice``: ``auto``, ``required``, or
+    the name of the tool that the answer must call.
     """
 
     tools: Tools = ()
@@ -32,11 +34,14 @@ class Form:
 
 
 TEXT = Form()
-FORM = ("tools", "tool_choice", "response_format")  # options that ask for a form
+FORM = ("tools", "tool_choice", "response_format")  # request options that set the form
 
 
 def answer_form(tools: Any = None, tool_choice: Any = None, response_format: Any = None) -> Form:
-    """Check what a request asks of its answer, in OpenAI's form; raises ``ConfigError``. The choice ``none`` leaves the tools out."""
+    """Check a request's options, in OpenAI's format, and return the form of its answer.
+
+    Raises ``ConfigError``. The choice ``none`` leaves the tools out.
+    """
     if not isinstance(tools or [], (list, tuple)):
         raise ConfigError(f"tools is of type {type(tools).__name__}; pass a list of tools, or None")
     checked = tuple(map(_checked_tool, tools or ()))
@@ -51,14 +56,15 @@ def answer_form(tools: Any = None, tool_choice: Any = None, response_format: Any
         names = [name_of(tool) for tool in checked]
     if choice not in (None, "auto", "none", *(("required", *names) if names else ())):
         raise ConfigError(
-            f"tool_choice is {tool_choice!r}; it must be 'auto', 'none', 'required', or one of {names}"
+            f"tool_choice is {tool_choice!r}; "
+            f"it must be 'auto', 'none', 'required', or one of {names}"
         )
     shown = () if choice == "none" else checked
     return Form(shown, choice if shown and choice else "auto", _checked_schema(response_format))
 
 
 def _choice(tool_choice: Any) -> tuple[Any, list[str] | None]:
-    """Return a choice of tools as a word or a tool's name, and the names of the tools that may be called, if it names them."""
+    """Return a tool choice as a word or tool name, and the names of allowed tools, if listed."""
     if not isinstance(tool_choice, Mapping):
         return tool_choice, None
     kind = tool_choice.get("type")
@@ -69,7 +75,8 @@ def _choice(tool_choice: Any) -> tuple[Any, list[str] | None]:
         tools = held.get("tools") if isinstance(held, Mapping) else None
         if not isinstance(tools, (list, tuple)) or not tools:
             raise ConfigError(
-                f"tool_choice is {str(tool_choice)[:200]}; pass {{'type': 'allowed_tools', 'allowed_tools': {{'mode': 'auto', 'tools': "
+                f"tool_choice is {str(tool_choice)[:200]}; pass {{'type': 'allowed_tools', "
+                "'allowed_tools': {'mode': 'auto', 'tools': "
                 "[{'type': 'function', 'function': {'name': ...}}]}}"
             )
         return held.get("mode", "auto"), [str(_named(tool)) for tool in tools]
@@ -77,7 +84,7 @@ def _choice(tool_choice: Any) -> tuple[Any, list[str] | None]:
 
 
 def _named(tool: Any) -> Any:
-    """Return the name of a tool, which stands in its function, or beside its type; as it is where there is none."""
+    """Return a tool's name, from its function or beside its type; without a name, the tool."""
     function = tool.get("function", tool) if isinstance(tool, Mapping) else tool
     return function.get("name", tool) if isinstance(function, Mapping) else tool
 
@@ -96,7 +103,8 @@ def _checked_tool(tool: Any) -> Mapping[str, Any]:
     )
     if not re.fullmatch(r"[\w.-]+", str(name or "")) or not isinstance(schema or {}, Mapping):
         raise ConfigError(
-            f"tools holds {str(tool)[:200]}; pass dicts {{'type': 'function', 'function': {{'name': ..., 'parameters': JSON schema}}}}, "
+            f"tools holds {str(tool)[:200]}; pass dicts {{'type': 'function', 'function': "
+            "{'name': ..., 'parameters': JSON schema}}, "
             "with names of letters, digits, '_', '-' and '.'"
         )
     return {"type": "function", **tool}
@@ -111,13 +119,13 @@ def _checked_schema(response_format: Any) -> Mapping[str, Any] | None:
     schema = held.get("schema") if isinstance(held, Mapping) else None
     if not isinstance(schema, Mapping):
         raise ConfigError(
-            f"response_format is {str(given)[:200]}; pass None, {{'type': 'json_object'}}, or {{'type': 'json_schema', 'json_schema': "
-            "{'name': ..., 'schema': JSON schema}}"
+            f"response_format is {str(given)[:200]}; pass None, {{'type': 'json_object'}}, or "
+            "{'type': 'json_schema', 'json_schema': {'name': ..., 'schema': JSON schema}}"
         )
     return schema
 
 
-# -- what a template shows ---------------------------------------------------------------------------------------------
+# -- tools as templates show them ------------------------------------------------------------------
 
 _PROBE = {
     "type": "function",
@@ -138,12 +146,12 @@ Render = Callable[[Sequence[Message], Tools], str]
 
 
 def what_is_shown(render: Render, has_tools: bool) -> tuple[bool, bool]:
-    """Return whether a chat template shows the tools, and earlier calls with their results."""
+    """Return whether a chat template shows tools, and whether it shows calls with results."""
     texts, tools = [], (_PROBE,) if has_tools else ()
     for messages in (_ASKED, (*_ASKED, *_CALLED)):
         try:
             texts.append(render(messages, tools))
-        except InputError:  # its template refuses them
+        except InputError:  # the template refuses these messages
             texts.append("")
     return "probe_tool" in texts[0], "probe_value" in texts[1] and "probe_result" in texts[1]
 
@@ -151,7 +159,11 @@ def what_is_shown(render: Render, has_tools: bool) -> tuple[bool, bool]:
 def render_tools(
     render: Render, messages: Sequence[Message], tools: Tools, shown: tuple[bool, bool]
 ) -> str:
-    """Render messages and tools in the best way that a template takes, of which ``shown`` is :func:`what_is_shown`."""
+    """Render messages and tools in the best way that a template accepts.
+
+    ``shown`` is the result of :func:`what_is_shown`. If the template refuses every way, its first
+    error is raised.
+    """
     refusals = []
     for way in _ways(messages, tools, *shown):
         try:
@@ -164,7 +176,10 @@ def render_tools(
 def _ways(
     messages: Sequence[Message], tools: Tools, shows_tools: bool, shows_calls: bool
 ) -> Iterator[tuple[Sequence[Message], Tools]]:
-    """Yield the best way first: a template may know calls and refuse two in one message, or refuse system messages."""
+    """Yield messages and tools to render, best first.
+
+    A template may show calls but refuse two calls in a message, or refuse system messages.
+    """
     plain = messages if shows_calls else written_out(messages)
     if shows_tools or not tools:
         yield from ((plain, tools), (told_apart(plain), tools), (written_out(messages), tools))
@@ -185,14 +200,19 @@ def described(tools: Tools) -> str:
     listed = "\n".join([json.dumps(tool, ensure_ascii=False) for tool in tools])
     return (
         "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
-        f"You are provided with function signatures within <tools></tools> XML tags:\n<tools>\n{listed}\n</tools>\n\n"
-        "For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:\n"
+        "You are provided with function signatures within <tools></tools> XML tags:\n"
+        f"<tools>\n{listed}\n</tools>\n\n"
+        "For each function call, return a json object with function name and arguments "
+        "within <tool_call></tool_call> XML tags:\n"
         '<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
     )
 
 
 def written_out(messages: Sequence[Message]) -> list[Message]:
-    """Write calls into the text of their messages, and results into user messages; results in a row come into one."""
+    """Write calls into the text of their messages, and results into user messages.
+
+    Consecutive results share a user message.
+    """
     out: list[Message] = []
     for before, message in zip([{}, *messages], messages, strict=False):
         content = message["content"]
@@ -216,7 +236,7 @@ def written_out(messages: Sequence[Message]) -> list[Message]:
 
 
 def told_apart(messages: Sequence[Message]) -> list[Message]:
-    """Put the text of a message that calls tools into a message of its own: many templates show the calls alone."""
+    """Move the text of a message that calls tools to its own message: many templates drop it."""
     out: list[Message] = []
     for message in messages:
         if message.get("tool_calls") and message["content"].strip():
@@ -227,16 +247,17 @@ def told_apart(messages: Sequence[Message]) -> list[Message]:
 
 
 def calls_with_dicts(message: Message) -> dict[str, Any]:
-    """Return a message whose calls have their arguments as dicts: chat templates turn these into JSON themselves."""
+    """Return a message with its calls' arguments as dicts: chat templates write them as JSON."""
     calls = []
     for call in message["tool_calls"]:
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise InputError(
-                f"a message calls a tool by {call!r}; pass {{'function': {{'name': ..., 'arguments': ...}}}}"
+                f"a message calls a tool by {call!r}; "
+                "pass {'function': {'name': ..., 'arguments': ...}}"
             )
         arguments = function.get("arguments") or {}
-        with suppress(ValueError):  # what is no JSON is shown as it is
+        with suppress(ValueError):  # arguments that aren't JSON are shown unchanged
             arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
         calls.append({**call, "function": {**function, "arguments": arguments}})
     return {**message, "content": message.get("content"), "tool_calls": calls}
