@@ -4,7 +4,7 @@
 
     Plan ─▶ layout ─▶ select: decide ─▶ (load) ─▶ stitch ─▶ select: rows ─▶ repair ─▶ logits
                └────────────────────── prefill runs them ───────────────────┘
-                           cost: what auto asks · likeness: what rows tell of each other · quantise: codes
+                 cost: prices for auto · likeness: covariance of row changes · quantise: codes
 
 Imports ``types errors config threads``, ``identity``, ``store``, ``model`` and ``prompt``.
 """

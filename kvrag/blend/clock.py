@@ -1,4 +1,4 @@
-"""Where a request's time goes."""
+"""Time of a request per stage."""
 
 from __future__ import annotations
 
@@ -10,14 +10,22 @@ from dataclasses import dataclass, field
 from kvrag.model.turns import lost_s
 from kvrag.types import Stage
 
-NOTABLE_S = 0.001  # a shorter wait for a turn is none
+NOTABLE_S = 0.001  # shorter waits are not counted
 
 
 @dataclass(slots=True)
 class Clock:
-    """Milliseconds per stage, and when each began and ended, in seconds on ``time.perf_counter``'s clock.
+    """Measure the stages of a request.
 
-    What a request waits for others, or works for them, is a stage of its own, ``wait``. ``start`` is when the caller asked.
+    Attributes
+    ----------
+    start
+        Time of the call, in seconds on ``time.perf_counter``'s clock.
+    timings_ms
+        Milliseconds per stage. Time spent waiting for other requests, or computing for them, is a
+        stage of its own, ``wait``.
+    stages
+        Names, starts and ends of stages, on the same clock.
     """
 
     start: float = field(default_factory=lambda: time.perf_counter())
@@ -25,14 +33,14 @@ class Clock:
     stages: list[Stage] = field(default_factory=list)
 
     def begin(self) -> None:
-        """Count what has passed since the caller asked: a thread had to start, or the caller was in no hurry."""
+        """Count the time since ``start`` as ``wait``: a thread started, or the caller idled."""
         if (waited := time.perf_counter() - self.start) > NOTABLE_S:
             self._add("wait", waited)
             self.stages.append(("wait", self.start, self.start + waited))
 
     @contextmanager
     def stage(self, name: str, *, least_s: float = 0.0) -> Iterator[None]:
-        """Add the time spent inside to a stage, if it is more than ``least_s``."""
+        """Add the time spent inside to a stage, if it exceeds ``least_s``."""
         start, lost = time.perf_counter(), lost_s()
         try:
             yield
@@ -46,7 +54,7 @@ class Clock:
 
     @contextmanager
     def waiting(self, turn: AbstractContextManager[None]) -> Iterator[None]:
-        """Enter a context that is waited for."""
+        """Enter a context, and count the time until it is entered as ``wait``."""
         start = time.perf_counter()
         with turn:
             if (waited := time.perf_counter() - start) > NOTABLE_S:

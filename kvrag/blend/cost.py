@@ -1,8 +1,11 @@
-"""What each way of prefilling a prompt costs: measured on the loaded model at first use, and kept for later processes.
+"""The cost model behind ``auto``: measured on the loaded model at first use, cached on disk.
 
-A price is linear: what a forward costs in any case, what each of its rows adds, and each key that a row sees; what each row adds that is
-loaded or stitched. Only ``auto`` asks for prices. Each request tells whether they hold: a tier or a stitch that took twice as long as its
-price, or half as long, has that price from then on, and where forwards did, the model is measured again.
+The model is linear. A forward costs a constant, plus a price per computed row and per (row, key)
+pair. Loading and stitching cost a price per row. Only ``auto`` asks for predictions.
+
+Requests correct the model. If loading from a tier or stitching takes more than twice as long as
+predicted, or less than half, the observed price replaces the old price. If forwards do, or if
+reuse is refused many times in a row, the model is measured again.
 """
 
 from __future__ import annotations
@@ -40,26 +43,34 @@ from kvrag.threads import fork_lock
 
 logger = logging.getLogger(__name__)
 
-VERSION = "2"  # of what is kept; a change leaves what other versions have kept alone
-SMALL, LARGE = 16, 2048  # rows of the smallest and of the largest forward that is timed
-ENOUGH_MS = 200.0  # nothing larger is timed after a forward that takes so long
-PATIENCE_MS = 1000.0  # forwards that took longer together are timed twice only
-ROUNDS = 3  # in which each forward is timed; the fastest run counts
+VERSION = "2"  # part of the cache file's name, so versions don't overwrite each other's costs
+SMALL, LARGE = 16, 2048  # rows of the smallest and the largest timed forward
+ENOUGH_MS = 200.0  # a forward slower than this is the largest that is timed
+PATIENCE_MS = 1000.0  # if all forwards together take longer, two rounds suffice
+ROUNDS = 3  # timing rounds per forward; the fastest counts
 BYTES_PER_MS = {"disk": 1e6, "host": 2e7, "gpu": 1e8, "stitch": 1.5e6}
-"""First guesses, until a request tells: 1 GB/s from a disk, 20 from memory, where nothing is copied, and 1.5 stitched."""
-MARGIN = 0.9  # of an exact answer's price; what saves less is not worth an approximation, and may be an error of the prediction
-WRONG = 2.0  # times as much, or as little, as predicted: the price is wrong
-NOTABLE_MS = 20.0  # no price is wrong by less
-REFUSALS = 8  # in a row, after which it is measured again whether they are right
+"""Initial guesses: 1 GB/s from disk, 20 GB/s from host memory (nothing is copied), 100 GB/s from
+GPU memory, 1.5 GB/s to stitch. Requests correct them."""
+# Repaired reuse must cost less than this fraction of exact reuse. A smaller saving doesn't justify
+# an approximation, and may be a prediction error.
+MARGIN = 0.9
+WRONG = 2.0  # a prediction off by more than this factor is wrong
+NOTABLE_MS = 20.0  # smaller errors are ignored
+REFUSALS = 8  # consecutive refusals of reuse after which the model is measured again
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What a model costs where it runs, in ``unit``.
+    """Costs of a model on this machine, in ``unit``.
 
-    ``forward`` is the cost of any forward, ``row`` of each row that it computes, ``pair`` of each key that a row sees. ``each`` has the
-    rest by name: ``"host"``, ``"disk"`` and other tiers, for each row that is loaded from there; ``"stitch"``, for each row that is
-    stitched; ``"request"``, for each repaired prompt, besides its forwards. They are guessed until a request shows that they are wrong.
+    Attributes
+    ----------
+    forward, row, pair
+        Constant cost of a forward, cost per computed row, and cost per (row, key) pair.
+    each
+        Other costs by name: per row loaded from a tier (``"host"``, ``"disk"``, ...), per stitched
+        row (``"stitch"``), and per repaired prompt besides its forwards (``"request"``). They are
+        guesses until a request proves them wrong.
     """
 
     forward: float
@@ -69,39 +80,42 @@ class Costs:
     unit: str = "ms"
 
     def of(self, name: str) -> float:
-        """Return what one row, or one request, costs; nothing where nobody knows."""
+        """Return the cost per row (or per request); 0 if unknown."""
         return self.each.get(name, 0.0)
 
     def after(self, name: str, took: float, count: float) -> Costs:
-        """Return the costs after a request that took so long for so many rows: a price that is wrong gives way."""
+        """Return the costs, with ``name`` set to ``took / count`` if ``took`` was mispredicted."""
         if not count or not is_wrong(took, self.of(name) * count):
             return self
         return replace(self, each={**self.each, name: took / count})
 
     def of_forward(self, rows: float, pairs: float) -> float:
-        """Return what a forward costs that computes ``rows``, which see ``pairs`` keys together."""
+        """Return the cost of a forward over ``rows`` rows with ``pairs`` (row, key) pairs."""
         return self.forward + rows * self.row + pairs * self.pair
 
     def in_words(self, cost: float) -> str:
-        """Say a cost: ``18.4 s``, ``340 ms``, or ``as much as 1,120 tokens``."""
+        """Format a cost: ``18.4 s``, ``340 ms``, or ``as much as 1,120 tokens``."""
         if self.unit != "ms":
             return f"as much as {cost:,.0f} {self.unit}"
         return f"{cost / 1e3:.1f} s" if cost >= 1000 else f"{cost:.0f} ms"
 
 
 def is_wrong(took: float, predicted: float) -> bool:
-    """Whether a prediction, in milliseconds, was wrong by a factor of :data:`WRONG`, and by more than a moment."""
+    """Whether a prediction was off by a factor of :data:`WRONG` and by :data:`NOTABLE_MS`.
+
+    Both arguments are in milliseconds.
+    """
     is_far = max(took, predicted) > WRONG * min(took, predicted)
     return is_far and abs(took - predicted) > NOTABLE_MS
 
 
 IN_ROWS = Costs(0.0, 1.0, 0.0, {"request": 160.0}, unit="tokens")
-"""Where nothing can be measured, rows count; a repaired prompt costs as much as 160 of them besides."""
+"""Costs of a model that can't be measured: 1 per computed row, and 160 per repaired prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """Prices of one prompt's layouts; ``stored`` has, by source, the tier that its KV is in, and its rows."""
+    """Cost model of a prompt's layouts. ``stored`` holds ``(tier, rows)`` per source."""
 
     costs: Costs
     config: RepairConfig
@@ -109,21 +123,25 @@ class Price:
     stored: Sequence[tuple[str, int]] = ()
 
     def of(self, layout: Layout) -> float:
-        """Return what a prompt costs once it is planned."""
+        """Return the cost of loading, stitching and computing a layout."""
         costs, loaded = self.costs, self.loaded({segment.source for segment in layout.reused})
         cost = self.of_forwards(layout) + costs.of("stitch") * num_rows_of(layout.reused)
         cost += sum([costs.of(tier) * rows for tier, rows in loaded.items()])
         return cost + costs.of("request") if layout.stale else cost
 
     def loaded(self, sources: Collection[int]) -> Counter[str]:
-        """Return how many rows are loaded, by tier; a chunk is loaded whole."""
+        """Return the number of rows loaded from each tier. Chunks are loaded whole."""
         rows = Counter[str]()
         for tier, count in map(self.stored.__getitem__, sources if self.stored else ()):
             rows[tier] += count
         return rows
 
     def of_forwards(self, layout: Layout) -> float:
-        """Return what the forwards cost; a repaired row counts as if it saw every key: its change is carried to other rows, too."""
+        """Return the cost of all forwards: repair, probe and deviation.
+
+        A repaired row counts as if it saw every key, because the residual shift also propagates its
+        change to other rows.
+        """
         costs, config, needs = self.costs, self.config, needs_of(layout, self.config)
         live, total, repaired = layout.num_live, layout.num_tokens, num_selected(layout, config)
         pairs = sum([s.num_rows * (s.start + s.stop) / 2 for s in layout.live])
@@ -136,10 +154,11 @@ class Price:
         return cost
 
     def cheapest(self, layout: Layout) -> tuple[Layout, str | None]:
-        """Return the layout to use of all that is possible, and why less is reused than that.
+        """Return the cheapest layout, and the reason if it reuses less than ``layout``.
 
-        Prices are nearly linear in the chunks, so each is loaded or computed by its own price; then what is left, repaired, stands against
-        what needs no repair.
+        The cost is nearly linear in the chunks, so chunks are dropped independently: those that
+        cost more to load than to compute. The rest, repaired, is then compared with exact reuse
+        alone.
         """
         without = [
             Segment(s.start, s.stop, "live") if s in layout.stale else s for s in layout.segments
@@ -158,7 +177,7 @@ class Price:
         )
 
     def _refusal(self, layout: Layout, exact: Layout) -> str:
-        """Say why repaired reuse does not pay, with what it and the alternatives would cost."""
+        """Explain why repaired reuse is rejected, with its cost and that of the alternatives."""
         price, other, full = self.of(layout), self.of(exact), self.of(layout.only_live())
         costs = {"reuse": price, "full prefill": full}
         if exact.reused or exact.history:
@@ -172,7 +191,7 @@ class Price:
         )
 
     def _lean(self, layout: Layout) -> Layout:
-        """Return the layout without what costs more to load than to compute; mostly no tier is that slow."""
+        """Drop the sources that cost more to load than to compute; few tiers are that slow."""
         costs = self.costs
         if (
             max([costs.of(tier) for tier, _ in self.stored], default=0.0) + costs.of("stitch")
@@ -186,19 +205,21 @@ class Price:
 
 
 class CostModel:
-    """Costs of one engine: of its model, measured when they are first asked for or read from the cache, and of its store, by requests."""
+    """Costs of an engine: its model's (measured, cached) and its store's (from requests)."""
 
     def __init__(self, loaded: LoadedModel) -> None:
         self.costs: Costs | None = None
         self._loaded = loaded
         self._lock = fork_lock()
-        self._is_doubted = False  # measured again at the next request
-        self._patience = 1  # wrong predictions until then, doubled by each measurement: a machine may be busy for long
+        self._is_doubted = False  # whether the next request measures again
+        # Number of wrong predictions that triggers a measurement. It doubles with every
+        # measurement, because the machine may stay busy for long.
+        self._patience = 1
         self._misses = 0
         self._refusals = 0
 
     def known(self) -> Costs:
-        """Return the costs; measure them, if no process has on this machine, or if requests have shown that they are wrong."""
+        """Return the costs. Measure them if nothing is cached, or if predictions proved wrong."""
         lm = self._loaded.reusable
         with self._lock:
             if self.costs is None:
@@ -208,7 +229,7 @@ class CostModel:
             return self.costs
 
     def price(self, plan: Plan, config: RepairConfig, store: TieredStore) -> Price:
-        """Return the prices of a plan's layouts."""
+        """Return the cost model for layouts of a plan."""
         stored, costs = list[tuple[str, int]](), self.known()
         for identity in plan.identities:
             key = chunk_key(identity)
@@ -221,13 +242,16 @@ class CostModel:
     def learn(
         self, price: Price, layout: Layout, late: Collection[int], ms: Mapping[str, float]
     ) -> None:
-        """Compare prices with the milliseconds by stage of a request that used ``layout``, and could not load the sources ``late``."""
+        """Correct the costs by the measured milliseconds per stage of a request.
+
+        ``layout`` is the layout used; ``late`` are the sources that could not be loaded.
+        """
         with self._lock:
             costs = self.costs or IN_ROWS
             if costs.unit != "ms":
                 return
             rows = price.loaded({*late, *(s.source for s in layout.reused)})
-            if rows:  # tiers are read at once: the time is that of the slowest
+            if rows:  # tiers are read concurrently, so the slowest determines the time
                 tier = max(rows, key=lambda tier: costs.of(tier) * rows[tier])
                 costs = costs.after(tier, ms.get("load", 0.0), rows[tier])
             costs = costs.after("stitch", ms.get("stitch", 0.0), num_rows_of(layout.reused))
@@ -235,7 +259,7 @@ class CostModel:
             forwards = price.of_forwards(layout)
             predicted = forwards + (price.costs.of("request") if layout.stale else 0.0)
             if layout.stale and is_wrong(took, predicted):
-                # At most as much as the forwards: who waited for others must not put off all reuse.
+                # Cap at the forwards' cost: a delay by other requests must not prevent all reuse.
                 rest = min(max(0.0, took - forwards), forwards)
                 costs = replace(costs, each={**costs.each, "request": rest})
             if costs is not self.costs:
@@ -245,21 +269,24 @@ class CostModel:
             self._judge(took, predicted, is_refused=len(used) < len(price.stored))
 
     def _judge(self, took: float, predicted: float, *, is_refused: bool) -> None:
-        """Doubt what was measured if forwards took something else, or if reuse of what is stored is refused again and again."""
+        """Schedule a new measurement after wrong predictions, or after many refusals of reuse."""
         if is_wrong(took, predicted):
             self._misses += 1
-            with suppress(OSError):  # the next process measures anew
+            with suppress(OSError):  # so that the next process measures again
                 self._file.unlink(missing_ok=True)
         self._refusals = self._refusals + 1 if is_refused else 0
         self._is_doubted = (
             self._misses >= self._patience or self._refusals >= REFUSALS * self._patience
         )
         if self._misses >= self._patience:
-            words = "a prompt took %.0f ms to compute, for which %.0f ms were predicted; prices are measured again"
+            words = (
+                "a prompt took %.0f ms to compute, for which %.0f ms were predicted; "
+                "prices are measured again"
+            )
             logger.warning(words, took, predicted)
 
     def _measure_again(self, lm: CausalLM) -> None:
-        """Measure the model once more; tiers and stitches are guessed again, so that what was slow is tried again."""
+        """Measure the model again, and reset the other prices so slow tiers are tried again."""
         self._is_doubted = False
         self._patience *= 2
         self._misses = self._refusals = 0
@@ -280,20 +307,21 @@ def _processor() -> str:
 
 
 def costs_of(lm: CausalLM, file: Path) -> Costs:
-    """Return what was kept of a model's costs, or measure and keep them; :data:`IN_ROWS` if that fails."""
+    """Read a model's costs from the cache file, or measure them; see :func:`measure_and_keep`."""
     with suppress(OSError, ValueError):
         return TypeAdapter(Costs).validate_json(file.read_bytes())
     return measure_and_keep(lm, file)
 
 
 def measure_and_keep(lm: CausalLM, file: Path) -> Costs:
-    """Measure a model's costs, and keep them; :data:`IN_ROWS` if that fails."""
+    """Measure a model's costs and cache them; return :data:`IN_ROWS` if measuring fails."""
     try:
         with Progress("measuring what prompts cost on this machine"):
             costs = measured(lm)
-    except Exception as error:  # out of memory, or a model that takes no random tokens
+    except Exception as error:  # out of memory, or a model that rejects random tokens
         logger.info(
-            "the costs of this model can't be measured (%s); mode 'auto' goes by the number of rows",
+            "the costs of this model can't be measured (%s); "
+            "mode 'auto' goes by the number of rows",
             error,
         )
         return IN_ROWS
@@ -303,7 +331,7 @@ def measure_and_keep(lm: CausalLM, file: Path) -> Costs:
 
 @torch.inference_mode()
 def measured(lm: CausalLM) -> Costs:
-    """Time the attention of one layer, and a few forwards over random tokens."""
+    """Time a layer's attention and a few forwards over random tokens, and derive the costs."""
     pair, rows, times = _pair_ms(lm), SMALL, dict[int, float]()
     ids = torch.randint(lm.vocab_size, (LARGE,), generator=torch.Generator().manual_seed(0))
 
@@ -316,9 +344,8 @@ def measured(lm: CausalLM) -> Costs:
             break
         rows *= 4 if times[rows] < ENOUGH_MS / 4 else 2
     spent = sum(times.values())
-    for _ in range(
-        1, ROUNDS if spent < PATIENCE_MS else 2
-    ):  # the first runs are slower, and others may be at work
+    # Repeat: the first runs are slower, and other processes may be busy.
+    for _ in range(1, ROUNDS if spent < PATIENCE_MS else 2):
         times = {rows: min(ms, taken(rows)) for rows, ms in times.items()}
     few, many = min(times), max(times)
     row = (times[many] - times[few] - pair * (many**2 - few**2) / 2) / (many - few)
@@ -332,7 +359,7 @@ def measured(lm: CausalLM) -> Costs:
 
 
 def _pair_ms(lm: CausalLM) -> float:
-    """Return what it costs, in all layers, that a row sees a key."""
+    """Return the milliseconds per (row, key) pair, summed over all layers."""
     shape, config, rows = lm.shapes[0], lm.config.get_text_config(), min(1024, lm.reuse_window)
     heads = getattr(config, "num_attention_heads", shape.num_heads)
     sizes = (
@@ -355,7 +382,10 @@ def _pair_ms(lm: CausalLM) -> float:
 
 
 def _ms(run: Callable[[], torch.Tensor]) -> float:
-    """Return the milliseconds until a result is there, without those that this thread waited for the model or worked for others."""
+    """Return the milliseconds until a result is ready.
+
+    Excludes the time that this thread waited for the model or computed steps of other requests.
+    """
     start, lost = time.perf_counter(), lost_s()
     run().flatten()[-1].item()
     return (time.perf_counter() - start - (lost_s() - lost)) * 1e3

@@ -1,4 +1,4 @@
-"""The segments of one prompt: integers only, decided before any tensor moves.
+"""The segments of a prompt: integers only, decided before any tensor moves.
 
 ::
 
@@ -24,16 +24,19 @@ Kind = Literal["history", "prefix", "chunk", "live"]
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Rows ``start:stop`` of a prompt: ``prefix`` and ``chunk`` are from the store, ``history`` from an earlier prompt, ``live`` computed.
+    """Rows ``start:stop`` of a prompt, with a single source of KV.
 
     Parameters
     ----------
+    kind
+        ``prefix`` and ``chunk``: loaded from the store; ``history``: from an earlier request;
+        ``live``: computed.
     exact
-        Whether the rows' KV equals a full prefill's without repair; never for live rows.
+        Whether the KV equals a full prefill's without repair; always false for live rows.
     source
-        Index into :attr:`~kvrag.prompt.plan.Plan.identities`; -1 for rows that are not in the store.
+        Index into :attr:`~kvrag.prompt.plan.Plan.identities`; -1 for rows not from the store.
     is_mismatched
-        Whether the chunk was encoded behind another prefix than this prompt has.
+        Whether the chunk was encoded behind another prefix than this prompt's.
     """
 
     start: int
@@ -49,67 +52,74 @@ class Segment:
         return self.stop - self.start
 
     def head(self, num_rows: int) -> Segment:
-        """Return at most so many of its first rows."""
+        """Return the segment of its first rows, at most ``num_rows``."""
         return replace(self, stop=min(self.stop, self.start + num_rows))
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The ordered segments of one prompt; they cover ``0:num_tokens`` without gap or overlap, and the last row is live."""
+    """The ordered segments of a prompt.
+
+    They cover ``0:num_tokens`` without gaps or overlaps, and the last row is live.
+    """
 
     segments: tuple[Segment, ...]
 
     @cached_property
     def num_tokens(self) -> int:
-        """Rows of the prompt, ``N``."""
+        """Number of rows of the prompt, ``N``."""
         return self.segments[-1].stop
 
     @cached_property
     def reused(self) -> list[Segment]:
-        """Segments with stored KV."""
+        """Segments whose KV is loaded from the store."""
         return [s for s in self.segments if s.kind in ("prefix", "chunk")]
 
     @property
     def history(self) -> Segment | None:
-        """Rows of an earlier request, with which the prompt begins."""
+        """The first segment, if its KV is from an earlier request."""
         return self.segments[0] if self.segments[0].kind == "history" else None
 
     @cached_property
     def stale(self) -> list[Segment]:
-        """Reused chunks whose KV lacks what stands before them here: the candidates for repair."""
+        """Reused chunks that are not exact, because they were encoded without the text before them.
+
+        They are the candidates for repair.
+        """
         return [s for s in self.segments if s.kind == "chunk" and not s.exact]
 
     @cached_property
     def live(self) -> list[Segment]:
-        """Segments to compute: glue, chunks without stored KV, suffix."""
+        """Segments to compute: glue, prefix and chunks without stored KV, suffix."""
         return [s for s in self.segments if s.kind == "live"]
 
     @property
     def num_live(self) -> int:
-        """Rows to compute in any case."""
+        """Number of rows to compute in any case."""
         return num_rows_of(self.live)
 
     @property
     def num_suffix(self) -> int:
-        """Rows after the last reused segment: the question and the template's tail."""
+        """Number of rows after the last reused segment: the question and the template's tail."""
         return self.num_tokens - max([s.stop for s in self.segments if s.kind != "live"], default=0)
 
     @property
     def is_exact(self) -> bool:
-        """Whether nothing needs repair, and nothing lacks it."""
+        """Whether all reused KV equals a full prefill's, including the history."""
         return not self.stale and (self.history is None or self.history.exact)
 
     def only_exact_head(self) -> Layout:
         """Return the layout that reuses only the leading exact segments."""
         inexact = [index for index, segment in enumerate(self.segments) if not segment.exact]
-        head = self.segments[: inexact[0]]  # there is one: the last row is live
+        head = self.segments[: inexact[0]]  # exists, because the last segment is live
         return Layout((*head, Segment(head[-1].stop if head else 0, self.num_tokens, "live")))
 
     def behind(self, num_rows: int, num_exact: int) -> Layout:
-        """Return the layout that takes its first rows from an earlier request: so many at most, and no part of a stored chunk.
+        """Return the layout that takes its first rows from an earlier request.
 
-        ``num_rows`` is less than :attr:`num_tokens`; the first ``num_exact`` equal a full prefill's. The layout stays as it is where the
-        store's own exact rows reach as far.
+        Takes at most ``num_rows`` rows (less than :attr:`num_tokens`), and never a part of a stored
+        chunk. The first ``num_exact`` equal a full prefill's. Returns the same layout if the
+        store's exact segments already cover these rows.
         """
         cut = next(s for s in self.segments if s.stop > num_rows)
         if cut.kind != "live":
@@ -122,13 +132,14 @@ class Layout:
         return Layout((Segment(0, num_rows, "history", num_rows <= num_exact), *rest))
 
     def only_live(self) -> Layout:
-        """Return the layout that reuses nothing."""
+        """Return the layout that computes every row."""
         return Layout((Segment(0, self.num_tokens, "live"),))
 
     def without(self, sources: Collection[int]) -> Layout:
         """Return the layout that computes the segments of these sources.
 
-        An exact chunk stays exact without its prefix's KV: the prefix is computed then, as in a full prefill.
+        An exact chunk stays exact even if its prefix is not loaded, because the prefix is then
+        computed as in a full prefill.
         """
         return Layout(
             tuple(
@@ -141,9 +152,10 @@ class Layout:
 
 
 def place(segments: Iterable[tuple[int, Kind, bool, int, bool]]) -> Layout:
-    """Lay out ``(length, kind, exact, source, is_mismatched)`` one after the other; empty ones vanish, the last row becomes live.
+    """Lay out segments ``(length, kind, exact, source, is_mismatched)`` in order.
 
-    The last row's logits choose the first answer token, so it is computed even where its KV is stored.
+    Empty segments are dropped. The last row becomes live: its logits choose the first answer token,
+    so it is computed even if its KV is stored.
     """
     placed: list[Segment] = []
     start = 0
@@ -160,7 +172,7 @@ def place(segments: Iterable[tuple[int, Kind, bool, int, bool]]) -> Layout:
 
 
 def lay_out(plan: Plan) -> Layout:
-    """Lay a plan out with all the reuse that is possible."""
+    """Return the layout of a plan with all possible reuse."""
     sources = {identity: index for index, identity in enumerate(plan.identities)}
     entries: list[tuple[int, Kind, bool, int, bool]] = []
     for piece in plan.pieces:
@@ -177,7 +189,7 @@ def lay_out(plan: Plan) -> Layout:
 
 
 def num_rows_of(segments: Iterable[Segment]) -> int:
-    """Return the number of rows of segments."""
+    """Return the total number of rows of segments."""
     return sum([s.stop - s.start for s in segments])
 
 
@@ -192,10 +204,16 @@ _SOURCES: tuple[Source, ...] = "computed", "reused", "exact", "repaired"
 def sources_of(
     layout: Layout, repaired: torch.Tensor, rounded: Collection[int] = (), num_exact: int = 0
 ) -> tuple[tuple[Source, int], ...]:
-    """Return where each row's KV came from, as runs ``(source, rows)``.
+    """Return the origin of every row's KV, as runs ``(source, number of rows)``.
 
-    ``repaired`` are the rows of stale chunks that were recomputed, int64 on the host; ``rounded`` the sources whose stored KV is not what
-    was computed once; ``num_exact`` the first rows of an earlier request that equal a full prefill's.
+    Parameters
+    ----------
+    repaired
+        Recomputed rows of stale chunks, int64 on the host.
+    rounded
+        Sources whose stored KV is quantised.
+    num_exact
+        Number of first rows, taken from an earlier request, that equal a full prefill's.
     """
     codes = torch.zeros(layout.num_tokens, dtype=torch.uint8)
     for segment in layout.segments:
@@ -216,7 +234,7 @@ def sources_of(
 
 
 def mask_of(rows: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Return which of the first ``num_rows`` rows are among ``rows``, bool, on their device."""
+    """Return a bool mask ``(num_rows,)`` that is true at ``rows``, on their device."""
     mask = torch.zeros(num_rows, dtype=torch.bool, device=rows.device)
     mask[rows] = True
     return mask

@@ -1,11 +1,14 @@
-"""How alike the changes of stored rows are: what one row's repair says of another's change, without either forward.
+"""A Gaussian process model of how stored rows change, with a covariance from the stored values.
 
-A stored chunk lacks what stands before it in this prompt, and that changes rows that are alike in a like way. So the changes of all rows
-are taken for one Gaussian process: the repair reads off it which rows tell most of the others, and how to shift the others by what was
-found (Rasmussen and Williams, Gaussian Processes for Machine Learning, 2006; choosing rows: Krause et al., JMLR 9, 2008).
+A stored chunk was encoded without the text before it in this prompt. That text changes similar rows
+in similar ways. So the changes of all rows are modelled as a Gaussian process with a kernel over
+the rows' stored values. The process says which rows are most informative to repair (Krause et al.,
+JMLR 9, 2008), and its posterior mean predicts the changes of all other rows from the changes of the
+repaired rows (Rasmussen and Williams, Gaussian Processes for Machine Learning, 2006).
 
-Rows change by different amounts: those that the question reads more, and those nearer to their chunk's beginning, which had less before
-them when they were encoded. So the process is that of changes divided by their expected size.
+Rows change by different amounts: more if the question attends to them, and more near the beginning
+of their chunk, where less text stood before them when they were encoded. So the process models
+relative changes: changes divided by their expected size.
 """
 
 from __future__ import annotations
@@ -17,27 +20,31 @@ import torch
 from kvrag.blend.layout import Layout, rows_of
 from kvrag.model.rows import KVBuffer
 
-LAYERS = (0.25, 0.75)  # where rows are compared, as fractions of all layers
-COMMON = 0.25  # variance of what all rows' changes share
-NOISE = 1.5  # variance of what a row's change shares with none
-STEPS = 32  # in which the most informative rows are chosen
-BY_PLACE, FIRST = (
-    -0.15,
-    8,
-)  # a row's change grows as (its place in the chunk + FIRST) to this power,
-BY_MASS, LEAST = (
-    0.1,
-    1e-3,
-)  # and as the attention paid to it, relative to the mean and at least LEAST, to this one
+LAYERS = (0.25, 0.75)  # depths of the layers with the compared values, as fractions of all layers
+COMMON = 0.25  # variance of the component that all rows share
+NOISE = 1.5  # noise variance: the component of a row's change that no other row shares
+STEPS = 32  # steps of the greedy choice of informative rows, at most
+# The expected size of a row's change is, up to a factor,
+# (place in the chunk + FIRST) ** BY_PLACE * max(attention / mean attention, LEAST) ** BY_MASS.
+BY_PLACE, FIRST = -0.15, 8
+BY_MASS, LEAST = 0.1, 1e-3
 
 
 @dataclass(frozen=True, slots=True)
 class Likeness:
-    """The rows from the first to the last of a prompt's stale chunks, ``S`` of them, as they are stored.
+    """The covariance of row changes, over the ``S`` rows from the first to the last stale chunk.
 
-    ``span`` says where they are in the prompt; ``rows``, float32 ``(S, F)`` of unit length, are their values in the layers :data:`LAYERS`,
-    centred; ``owner``, int64 ``(S,)``, is the number of each row's chunk, -1 for rows of none; ``size``, float32 ``(S,)``, is the expected
-    size of each row's change, up to a factor.
+    Attributes
+    ----------
+    span
+        Position of these rows in the prompt.
+    rows
+        Features, float32 ``(S, F)`` of unit length: the rows' stored values in the layers
+        :data:`LAYERS`, minus the mean of the stale rows, normalised per layer.
+    owner
+        Index of the row's chunk, int64 ``(S,)``; -1 for rows outside stale chunks.
+    size
+        Expected size of the row's change up to a factor, float32 ``(S,)``.
     """
 
     span: slice
@@ -47,7 +54,10 @@ class Likeness:
 
     @classmethod
     def of(cls, buffer: KVBuffer, layout: Layout, mass: torch.Tensor | None = None) -> Likeness:
-        """Compare the rows of a stitched prompt with stale chunks; ``mass``, float32 ``(N,)``, is the attention that the question pays."""
+        """Build the model from a stitched prompt with stale chunks.
+
+        ``mass``, float32 ``(N,)``, is the attention that the question pays to every row.
+        """
         span = slice(layout.stale[0].start, layout.stale[-1].stop)
         owner, place = torch.full((layout.num_tokens,), -1), torch.zeros(layout.num_tokens)
         for index, chunk in enumerate(layout.stale):
@@ -71,20 +81,25 @@ class Likeness:
         return cls(span, torch.cat(found, dim=1).div_(len(found) ** 0.5), owner, size)
 
     def covariance(self, at: torch.Tensor, those: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the covariance of relative changes of rows, float32: ``max(0, x_i x_j) + COMMON``, twice that within a chunk.
+        """Return the covariance of the rows' relative changes, float32 ``(T, M)``, without noise.
 
-        ``at`` and ``those`` (``None``: the span) are positions, int64 ``(M,)`` and ``(T,)``; the result is ``(T, M)``, zero for live rows.
+        The kernel is ``max(0, x_i · x_j) + COMMON``, doubled if both rows are of the same chunk.
+        ``at`` and ``those`` are positions, int64 ``(M,)`` and ``(T,)``; ``None`` is the whole span.
+        Rows of the result outside stale chunks are zero.
         """
         to = at - self.span.start
         rows = slice(None) if those is None else those - self.span.start
         found = (self.rows[rows] @ self.rows[to].T).clamp_(min=0).add_(COMMON)
         found *= 1 + (self.owner[rows, None] == self.owner[to]).int()
-        return found.masked_fill_(
-            (self.owner[rows] < 0)[:, None], 0
-        )  # what is there may not be written yet
+        # Masked, because rows outside stale chunks may be uninitialised.
+        return found.masked_fill_((self.owner[rows] < 0)[:, None], 0)
 
     def weights(self, at: torch.Tensor) -> torch.Tensor:
-        """Return what predicts all rows' changes from those of the rows ``at``, float32 ``(S, M)``: ``K_sa (K_aa + noise)^-1``, scaled."""
+        """Return the weights of the posterior mean, float32 ``(S, M)``.
+
+        They predict the changes of all rows of the span, ``s``, from the observed changes of the
+        rows ``at``, ``a``: ``diag(size_s) K_sa (K_aa + NOISE · I)^-1 diag(size_a)^-1``.
+        """
         known = self.covariance(at, at)
         known.diagonal().add_(NOISE)
         found: torch.Tensor = solve(known, self.covariance(at).T)
@@ -93,11 +108,24 @@ class Likeness:
     def most_telling(
         self, candidates: torch.Tensor, mass: torch.Tensor, count: int
     ) -> torch.Tensor:
-        """Choose, of ``candidates``, the ``count`` rows whose repair leaves least error: int64 ``(count,)``, as they were chosen.
+        """Choose the ``count`` candidates that leave the least weighted posterior variance.
 
-        Greedy, in at most :data:`STEPS` steps: a repaired row has no error, and the variance of the others falls by what it tells of
-        them. Rows weigh by the square root of their attention ``mass``, float32 ``(C,)``: what the question reads is known from unrepaired
-        KV alone. ``candidates`` are rows of stale chunks, int64 ``(C,)`` positions in the prompt.
+        Greedy, in at most :data:`STEPS` steps. The gain of a row is its own variance with noise,
+        because a repaired row has no error, plus the reduction of the variance of all unrepaired
+        candidates. Candidates are weighted by the square root of ``mass``, because the attention
+        is measured on unrepaired KV and so only approximate.
+
+        Parameters
+        ----------
+        candidates
+            Positions of rows of stale chunks, int64 ``(C,)``.
+        mass
+            The attention that the question pays to the candidates, float32 ``(C,)``.
+
+        Returns
+        -------
+        torch.Tensor
+            Positions in the order of choice, int64 ``(count,)``.
         """
         left, weight = self.covariance(candidates, candidates), mass.clamp(min=0).sqrt()
         taken, each, chosen = (
@@ -111,7 +139,7 @@ class Likeness:
             gain = (weight * (variance + NOISE) + told).masked_fill(taken, -torch.inf)
             rows = gain.topk(min(each, count - start)).indices
             chosen.append(rows)
-            taken.index_fill_(0, rows, True)  # an assignment would wait for the device
+            taken.index_fill_(0, rows, True)  # an assignment would synchronise with the device
             weight.index_fill_(0, rows, 0)
             known, inner = left[rows], left[rows][:, rows]
             inner.diagonal().add_(NOISE)
@@ -120,6 +148,10 @@ class Likeness:
 
 
 def solve(covariance: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Solve for a covariance with noise, which has a solution: so the host needn't ask the device whether it was found."""
+    """Solve ``covariance · x = b``.
+
+    The noise on the diagonal makes the covariance invertible. So the result isn't checked, which
+    would synchronise the host with the device.
+    """
     found: torch.Tensor = torch.linalg.solve_ex(covariance, b).result
     return found

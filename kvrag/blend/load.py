@@ -1,4 +1,7 @@
-"""Decide what is reused, load it, and decide again where that fails: a fault below costs time, never the answer."""
+"""Decide on reuse, load the KV, and decide again if loading fails.
+
+A failure of the store costs time, never the answer.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +34,13 @@ def read(
     clock: Clock,
     history: tuple[int, int] | None,
 ) -> tuple[Layout, str | None, list[ChunkKV], dict[int, Hole]]:
-    """Decide what is reused, load it, and decide again where chunks could not be loaded."""
+    """Return the layout, the reason if it reuses less than requested, the KV and the holes.
+
+    Decides on reuse, loads the KV, and decides again without the chunks that could not be loaded.
+    """
     cheapest = None if price is None else price.cheapest
     layout, reason = decide_plan(plan, mode, cheapest, history)
-    if not layout.reused:  # nothing is read for a prompt that will be prefilled anyway
+    if not layout.reused:  # nothing to load
         return layout, reason, [], {}
     with clock.stage("load"):
         kvs, holes = _load(plan.identities, layout, store, model.shapes, timeout_s=timeout_s)
@@ -52,12 +58,16 @@ def _load(
     *,
     timeout_s: float,
 ) -> tuple[list[ChunkKV], dict[int, Hole]]:
-    """Load what a layout reuses, by source: the chunks (empty where nothing was needed or loaded), and why others were not loaded."""
+    """Load the KV that a layout reuses.
+
+    Returns a chunk per source, empty if it is not needed or was not loaded, and a hole for every
+    source that could not be loaded.
+    """
     sources = list(dict.fromkeys([segment.source for segment in layout.reused]))
     wanted = [identities[source] for source in sources]
     try:
         found: list[ChunkKV | Hole] = store.get_many(wanted, timeout_s=timeout_s)
-    except Exception as error:  # a fault below costs time, never the answer
+    except Exception as error:  # a failure of the store costs time, never the answer
         logger.warning("the KV store failed to load (%s); computing instead", error)
         found = [Hole(chunk_key(identity), "unreadable", None) for identity in wanted]
     kvs, holes = [ChunkKV(())] * len(identities), {}
@@ -66,7 +76,7 @@ def _load(
             holes[source] = kv
         elif _fits(kv, len(identity.token_ids), shapes):
             kvs[source] = kv
-        else:  # anyone who can write to a store that is not encrypted can lie
+        else:  # a writer to an unencrypted store can forge chunks
             holes[source] = Hole(key := chunk_key(identity), "damaged", None)
             logger.warning(
                 "a stored chunk does not match the model's layers; recomputing. Delete it: %s", key
@@ -75,7 +85,7 @@ def _load(
 
 
 def _fits(kv: ChunkKV, num_tokens: int, shapes: Sequence[LayerShape]) -> bool:
-    """Return whether a chunk has the model's layers, heads and head dims."""
+    """Whether a chunk has the model's layers, heads and head dims."""
     if len(kv.layers) != len(shapes):
         return False
     for layer, shape in zip(kv.layers, shapes, strict=True):

@@ -1,4 +1,4 @@
-"""The query-time stages of one planned prompt: decide, load, stitch, select, repair. Ends with the first token's logits."""
+"""Prefill of a planned prompt: decide, load, stitch, select, repair. Returns the first logits."""
 
 from __future__ import annotations
 
@@ -34,10 +34,26 @@ logger = logging.getLogger(__name__)
 class Prefilled:
     """A prefilled prompt, ready to decode.
 
-    ``extend`` computes the rows that follow, ``logits`` is ``(vocab,)`` of the last row, on the host, ``buffer`` holds the prompt's KV
-    (``None`` where the model keeps it in a cache of its own), of which the first ``num_exact`` rows equal a full prefill's, and the first
-    ``num_history`` are an earlier request's. ``missed`` may be stored after the answer; ``window`` is what ``extend`` is where rows may
-    leave the buffer; ``max_new_tokens`` is how many tokens the answer may have; the rest is :class:`~kvrag.types.Accounting`.
+    Attributes that are not listed here go into :class:`~kvrag.types.Accounting`.
+
+    Attributes
+    ----------
+    extend
+        Computes the rows after the prompt.
+    buffer
+        KV of the prompt; ``None`` if the model keeps it in a cache of its own.
+    logits
+        Logits of the last row, ``(vocab,)``, on the host.
+    missed
+        Chunks without KV, to be stored after the answer.
+    num_history
+        Number of first rows taken from an earlier request.
+    num_exact
+        Number of first rows that equal a full prefill's.
+    window
+        The same as ``extend`` if rows may be evicted from the buffer, else ``None``.
+    max_new_tokens
+        Most tokens of the answer.
     """
 
     extend: Extend
@@ -60,16 +76,18 @@ class Prefilled:
     max_new_tokens: int = 0
 
     def release(self) -> None:
-        """Free the buffer's memory now, whoever still holds this."""
+        """Free the buffer's memory now, even if this object is still referenced."""
         if self.buffer is not None:
             self.buffer.layers = ()
 
     def accounting(self, clock: Clock) -> dict[str, Any]:
-        """Return the fields of :class:`~kvrag.types.Accounting`, as they are by now: rows may leave while the answer is decoded."""
+        """Return the fields of :class:`~kvrag.types.Accounting`.
+
+        They change while the answer is decoded, because the window may evict rows.
+        """
         total, found = len(self.token_ids), dict[str, Any]()
-        if self.window and (
-            evicted := self.window.evicted_tokens
-        ):  # approximate, though nothing stored was used
+        # Evicted rows make the answer approximate, even if no stored KV was used.
+        if self.window and (evicted := self.window.evicted_tokens):
             reason = because(
                 self.fallback_reason, f"{evicted} of the oldest tokens left the context window"
             )
@@ -97,18 +115,24 @@ class Prefilled:
 
 
 def refusal_of(model: CausalLM | PlainLM, total: int) -> str | None:
-    """Return why stored KV can't be used for prompt and answer of ``total`` tokens, or ``None`` where it can."""
+    """Return the reason why prompt and answer of ``total`` tokens can't use stored KV, if any.
+
+    Beyond ``model.reuse_window`` tokens, RoPE uses other angles than for the stored KV (longrope).
+    """
     if isinstance(model, PlainLM):
         return model.refusal
     if total <= model.reuse_window:
         return None
-    return f"prompt and answer of {total} tokens turn by other angles than stored KV of {model.reuse_window}"
+    return (
+        f"prompt and answer of {total} tokens turn by other angles "
+        f"than stored KV of {model.reuse_window}"
+    )
 
 
 def outcome_of(
     plan: Plan, mode: Mode, config: RepairConfig, store: TieredStore, costs: CostModel
 ) -> tuple[Mode, str | None]:
-    """Return the mode that a plan comes to if all its KV can be loaded, and why it is less than was asked for."""
+    """Predict the mode of a plan if all its KV loads, and the reason if it reuses less."""
     price = _price(plan, mode, config, store, costs)
     layout, reason = decide_plan(plan, mode, None if price is None else price.cheapest)
     if not layout.reused:
@@ -119,7 +143,7 @@ def outcome_of(
 def _price(
     plan: Plan, mode: Mode, config: RepairConfig, store: TieredStore, costs: CostModel
 ) -> Price | None:
-    """Return what ``auto`` goes by; other modes, and plans without stored KV, ask for no prices."""
+    """Return the cost model for ``auto``; ``None`` for other modes and plans without stored KV."""
     return costs.price(plan, config, store) if mode == "auto" and plan.identities else None
 
 
@@ -140,9 +164,19 @@ def prefill(
 ) -> Prefilled:
     """Prefill a prompt, with room for the answer.
 
-    ``load_timeout_s`` is what planning has left of the time that the store has; ``find_past`` finds rows of earlier requests that it begins
-    with. ``slides``: the context window takes less than prompt and answer, so rows leave it. A prompt that exceeds it alone is computed in
-    pieces; ``cancel`` raises ``CancelledError`` between them, and where the model becomes free.
+    Parameters
+    ----------
+    max_new_tokens
+        Most tokens of the answer.
+    load_timeout_s
+        Time left for loading: the store's deadline minus the time spent on planning.
+    find_past
+        Finds the rows of earlier requests that the prompt begins with.
+    slides
+        Whether prompt and answer exceed the context window, so that rows are evicted. A prompt
+        that exceeds it alone is computed in pieces.
+    cancel
+        If set, ``CancelledError`` is raised between these pieces, and after waiting for the model.
     """
     if isinstance(model, PlainLM):
         return _without_reuse(model, plan, max_new_tokens, clock)
@@ -196,14 +230,17 @@ def prefill(
 
 
 def _num_exact(layout: Layout, kv_dtype: KVDtype, history: tuple[int, int] | None) -> int:
-    """Return how many first rows equal a full prefill's in a prompt that as a whole doesn't."""
+    """Return the number of first rows that equal a full prefill's, in an approximate prompt."""
     if layout.history and not layout.history.exact and history:
         return history[1]
     return next(s.start for s in (layout.stale if kv_dtype == "auto" else layout.reused))
 
 
 def _outcome(layout: Layout, dtypes: set[KVDtype], num_repaired: int) -> tuple[KVDtype, Exactness]:
-    """Return what the prompt's KV was rounded to, and its label; where every row was computed, nothing rounded is left."""
+    """Return the dtype that the KV in use is rounded to, and the exactness label.
+
+    If repair recomputed every reused row, no rounded KV is left.
+    """
     if not layout.reused and not layout.history:
         return "auto", "full"
     is_exact = layout.history is None or layout.history.exact
@@ -216,7 +253,7 @@ def _outcome(layout: Layout, dtypes: set[KVDtype], num_repaired: int) -> tuple[K
 
 
 def _without_reuse(model: PlainLM, plan: Plan, max_new_tokens: int, clock: Clock) -> Prefilled:
-    """Prefill by a model whose KV can't be reused."""
+    """Prefill with a model that does not support KV reuse."""
     ids = torch.tensor(plan.token_ids)
     with clock.stage("prefill"):
         logits, extend = model.prefill(ids, max_new_tokens=max_new_tokens)
@@ -237,11 +274,14 @@ def _blend(
     clock: Clock,
     cancel: threading.Event | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Stitch (and let go of ``kvs``), measure what the strategy needs, select, repair: repaired rows, last row's logits."""
+    """Stitch, measure the strategy's signals, select and repair; ``kvs`` is emptied on the way.
+
+    Returns the repaired rows and the last row's logits.
+    """
     rotary = selected = likeness = None
     ids = torch.tensor(plan.token_ids)
     needs = needs_of(layout, config)
-    if not needs:  # what will be computed is known: it need not be stitched
+    if not needs:  # select before stitching, so that selected rows needn't be stitched
         with clock.stage("select"):
             selected = select_rows(layout, config)
     if layout.reused:
@@ -251,7 +291,7 @@ def _blend(
                 may_shift(layout, selected, config.shift),
             )
             stitch(buffer, layout, kvs, rotary, skip=None if is_compared else selected)
-    kvs.clear()  # the buffer is the second copy of the prompt's KV; don't keep a third while the model runs
+    kvs.clear()  # the buffer holds a copy; don't keep the loaded KV while the model runs
     if selected is None:
         with clock.stage("select"), model.turns.unless(cancel):
             starts = (
@@ -287,14 +327,14 @@ def _blend(
             rotary=rotary,
             likeness=likeness,
         )
-        logits = logits.cpu()  # the request's one wait for a device that ends when all is computed
+        logits = logits.cpu()  # waits until the device has computed everything
     return selected, logits
 
 
 def _in_window(
     model: CausalLM, plan: Plan, clock: Clock, cancel: threading.Event | None
 ) -> Prefilled:
-    """Prefill a prompt that is longer than the context window, in a window that slides."""
+    """Prefill a prompt that is longer than the context window, with a sliding window."""
     ids, buffer = torch.tensor(plan.token_ids), model.buffer(model.context_window)
     window = SlidingWindow(model, buffer)
     with clock.stage("prefill"):

@@ -1,20 +1,25 @@
-"""Keys and values rounded to 8 or 4 bits: codes and scales are stored, and stand for ``code · scale (+ zero)``.
+"""Quantisation of keys and values to 8 or 4 bits: an element is ``code · scale (+ zero)``.
 
-Scales run along KIVI's axes (arXiv 2402.02750): per channel for keys, per token for values. Some channels of keys are many times larger
-than the others, for all tokens; along the other axis they would set the scale of every channel. Keys are position-free, so a channel keeps
-its meaning from token to token, and its middle (``zeros``), which a bias of the projection moves far from zero, is kept apart.
+Scales run along KIVI's axes (arXiv 2402.02750): per channel for keys, per token for values. Some
+channels of keys are many times larger than the rest, for all tokens. With a scale per token, they
+would set the scale of every channel. Keys are position-free, so a channel keeps its meaning from
+token to token. A bias of the projection can move a channel's middle far from zero, so the middle is
+stored as ``zeros``.
 
-======  ==================================  ==========================================  ================================
-type    keys                                values                                      error of an element
-======  ==================================  ==========================================  ================================
-int8    a scale and a zero per channel      a scale per token                           half a scale
-int4    the same, for every 32 tokens       a scale per token and ≤ 32 channels         half a scale
-fp8     a zero per channel, one scale       one scale                                   1/16 of the distance from zero,
-                                                                                        or scale / 1024 if larger
-======  ==================================  ==========================================  ================================
+======  ===============================  =====================================  ====================
+type    keys                             values                                 error of an element
+======  ===============================  =====================================  ====================
+int8    a scale and a zero per channel   a scale per token                      half a scale
+int4    the same, for every 32 tokens    a scale per token and ≤ 32 channels    half a scale
+fp8     a zero per channel, a scale      a scale                                1/16 of the distance
+                                                                                from zero, or
+                                                                                scale / 1024 if
+                                                                                larger
+======  ===============================  =====================================  ====================
 
-Each head has its own. Scales and zeros are float16, scales rounded up, so that no code is clipped. The layouts are those of
-:func:`kvrag_kernels.stitch`. Measured errors: docs/quantised.md.
+Every head has its own scales and zeros; with fp8, a single scale for keys and a single scale for
+values. Scales and zeros are float16. Scales are rounded up, so no code is clipped. The layouts are
+as in :func:`kvrag_kernels.stitch`. Measured errors: docs/quantised.md.
 """
 
 from __future__ import annotations
@@ -32,12 +37,15 @@ LARGEST_SCALE = torch.finfo(torch.float16).max
 
 
 def pack(kv: ChunkKV, kv_dtype: KVDtype) -> ChunkKV:
-    """Round a chunk, as computed in float32, float16 or bfloat16 and on any device, to codes; ``"auto"`` returns it as it is.
+    """Quantise a chunk; ``"auto"`` returns it unchanged.
+
+    The chunk is float32, float16 or bfloat16, on any device.
 
     Raises
     ------
     StoreError
-        If it has been rounded before, holds a value that is not finite or too large for float16 scales, or an odd head dim for int4.
+        If the chunk is quantised already, if a value is not finite or too large for float16 scales,
+        or if a head dim is odd and the type is int4.
     """
     if kv_dtype == "auto":
         return kv
@@ -72,7 +80,8 @@ def _pack_layer(layer: LayerKV, kv_dtype: KVDtype, index: int) -> LayerKV:
     for name, scales in (("keys", key_scales), ("values", value_scales)):
         if not bool(torch.isfinite(scales).all()):
             raise StoreError(
-                f"{name} of layer {index} are too large for {kv_dtype}, whose scales are float16; keep them as 'auto'"
+                f"{name} of layer {index} are too large for {kv_dtype}, whose scales are float16; "
+                "keep them as 'auto'"
             )
     codes = [
         _nibbles(c) if kv_dtype == "int4" else c.to(CODES[kv_dtype])
@@ -86,13 +95,15 @@ def _pack_layer(layer: LayerKV, kv_dtype: KVDtype, index: int) -> LayerKV:
 def _key_codes(
     x: torch.Tensor, largest: int, group: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Round each channel of each group of tokens between its own smallest and largest value, using all ``2 · largest + 2`` codes."""
+    """Quantise keys per channel and group of tokens.
+
+    All ``2 · largest + 2`` codes cover the range from the group's smallest to its largest value.
+    """
     codes, scales, zeros = [], [], []
     for rows in torch.split(x, group, dim=1):
         low, high = rows.amin(1, keepdim=True), rows.amax(1, keepdim=True)
-        step = high / (2 * largest + 1) - low / (
-            2 * largest + 1
-        )  # one by one: their difference may overflow
+        # Divide first, because the difference may overflow.
+        step = high / (2 * largest + 1) - low / (2 * largest + 1)
         zero = _half(low + (largest + 1) * step)
         scale = _scale(
             torch.maximum((high - zero.float()) / largest, (zero.float() - low) / (largest + 1))
@@ -104,7 +115,7 @@ def _key_codes(
 
 
 def _value_codes(x: torch.Tensor, largest: int, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round each group of channels of each token by its largest magnitude."""
+    """Quantise values per token and group of channels, scaled by the group's largest magnitude."""
     scale = torch.cat(
         [
             _scale(part.abs().amax(2, keepdim=True) / largest)
@@ -120,11 +131,14 @@ def _value_codes(x: torch.Tensor, largest: int, group: int) -> tuple[torch.Tenso
 def _float_codes(
     x: torch.Tensor, *, centred: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Round to 8-bit floats around the middle of each channel (or around zero), scaled so that the head's largest is the largest code."""
+    """Quantise to 8-bit floats around the channel's middle (if ``centred``) or around zero.
+
+    The head's largest magnitude is scaled to the largest code.
+    """
     zero = _half((x.amin(1, keepdim=True) / 2 + x.amax(1, keepdim=True) / 2) * centred)
     rest = x - zero.float()
     scale = _scale(rest.abs().amax((1, 2), keepdim=True) / LARGEST_CODE["fp8"])
-    largest = LARGEST_CODE["fp8"]  # beyond it, the cast gives NaN
+    largest = LARGEST_CODE["fp8"]  # the cast turns larger values into NaN
     return (rest / scale.float()).clamp(-largest, largest), scale, zero
 
 
@@ -133,11 +147,13 @@ def _half(x: torch.Tensor) -> torch.Tensor:
 
 
 def _scale(x: torch.Tensor) -> torch.Tensor:
-    """Round positive numbers up to float16, to its smallest at least; numbers too large for it become infinite."""
+    """Round non-negative numbers up to float16, at least its smallest positive number.
+
+    Numbers that are too large become infinite.
+    """
     half = x.half()
-    bits = half.view(torch.int16) + (half.float() < x).to(
-        torch.int16
-    )  # the next float16 is the next integer
+    # The next float16 is the next integer.
+    bits = half.view(torch.int16) + (half.float() < x).to(torch.int16)
     return bits.clamp_min(1).view(torch.float16)
 
 
@@ -149,9 +165,10 @@ def _nibbles(codes: torch.Tensor) -> torch.Tensor:
 def unpack(
     layer: LayerKV, num_rows: int, *, device: torch.device, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys and values ``(H_kv, num_rows, D)`` of a layer's first rows, with or without codes, on a device.
+    """Return the keys and values ``(H_kv, num_rows, D)`` of a layer's first rows on a device.
 
-    Codes are moved there as they are, unpacked there in float32, and rounded to ``dtype`` once.
+    Codes are copied there as they are, dequantised there in float32, and rounded to ``dtype`` once.
+    Layers without codes are only cast.
     """
     keys, values = (
         x[:, :num_rows].to(device, non_blocking=True) for x in (layer.keys, layer.values)
@@ -178,7 +195,7 @@ def _floats(codes: torch.Tensor) -> torch.Tensor:
 
 
 def _spread(x: torch.Tensor, group: int, dim: int, size: int) -> torch.Tensor:
-    """Repeat what a group shares for each of its members, of ``size`` in all; what everyone shares is broadcast anyway."""
+    """Repeat the value of every group for its members, ``size`` in all, unless it broadcasts."""
     return x if x.shape[dim] == 1 else x.repeat_interleave(group, dim).narrow(dim, 0, size)
 
 

@@ -1,7 +1,8 @@
-"""Repair: recompute chosen rows against the whole stitched prompt, and carry their change to the rows left alone.
+"""Repair: recompute selected rows against the stitched prompt, and shift the rows left unrepaired.
 
-All strategies share one forward (:meth:`kvrag.model.CausalLM.forward`) over the chosen rows, the glue and the suffix, each at its own
-position, with an exact causal limit per row. Its last row's logits choose the first answer token: no other forward stands before it.
+All strategies share a single forward (:meth:`kvrag.model.CausalLM.forward`) over the selected rows,
+the glue and the suffix, at their own positions and with an exact causal mask per row. The logits of
+its last row choose the first answer token, so no other forward is needed before decoding.
 """
 
 from __future__ import annotations
@@ -16,14 +17,18 @@ from kvrag.model import CausalLM, StopForward
 from kvrag.model.rope import Rotations
 from kvrag.model.rows import KVBuffer, Rows
 
-CHECK_LAYER = 1  # where changes are measured, as in CacheBlend's code; layer 0 can't change
-SHIFT_SKIP = 4  # head rows of a chunk, former sinks that change in their own way: neither learned from nor shifted
-SHIFT_MAX_ROWS = 1024  # that are counted, evenly spread: more would cost memory
-REREAD = 128  # last rows of the prompt that the probe reads a second time, at most; a buffer has so many rows behind its prompt
+CHECK_LAYER = 1  # where the deviation is measured, as in CacheBlend's code; layer 0 can't change
+# First rows of a chunk that the shift neither observes nor changes: they were attention sinks when
+# the chunk was encoded, and change in their own way.
+SHIFT_SKIP = 4
+SHIFT_MAX_ROWS = 1024  # most observed rows, evenly spread: more would cost memory
+# Most rows at the end of the prompt that the probe reads twice. Buffers have room for them behind
+# the prompt.
+REREAD = 128
 
 
 def probed_layers(span: tuple[float, float], num_layers: int) -> range:
-    """Return the layers that a span of fractions takes in: at least one."""
+    """Return the layers in a span of fractions of all layers; at least a single layer."""
     first = min(round(span[0] * num_layers), num_layers - 1)
     return range(first, max(first + 1, round(span[1] * num_layers)))
 
@@ -36,17 +41,26 @@ def probe(
     *,
     span: tuple[float, float] = (0.0, 1.0),
 ) -> torch.Tensor:
-    """Measure the attention that the suffix pays to every row of the stitched, unrepaired prompt.
+    """Measure the attention of the suffix to every row of the stitched, unrepaired prompt.
 
-    The suffix stands twice in the probe: when its first words are read again, they have seen its last ones, and find more of what the
-    answer needs. Live rows of the buffer, and up to :data:`REREAD` rows behind the prompt, are written on the way; the repair and the
-    decoding write them again. ``token_ids`` are those of the whole prompt, int64 ``(N,)``; ``span`` names the layers that count, as
-    fractions of all: :attr:`kvrag.RepairConfig.probe_span`.
+    The probe's forward computes the live rows, then the last rows of the suffix a second time
+    behind the prompt. In the second reading, the suffix's first words can attend to its last words,
+    so they find more of the text that the answer needs. The probe writes the live rows of the
+    buffer and up to :data:`REREAD` rows behind the prompt; repair and decoding overwrite them.
+
+    Parameters
+    ----------
+    token_ids
+        Ids of the whole prompt, int64 ``(N,)``.
+    span
+        Layers whose attention counts, as fractions of all layers:
+        :attr:`kvrag.RepairConfig.probe_span`.
 
     Returns
     -------
     torch.Tensor
-        Float32 ``(N,)`` on the host: attention mass per row (:class:`~kvrag.model.attention.Mass`), summed over layers.
+        Float32 ``(N,)`` on the host: attention mass per row (see
+        :class:`~kvrag.model.attention.Mass`), summed over layers.
     """
     live, total, suffix = rows_of(layout.live), layout.num_tokens, layout.num_suffix
     num_again = max(0, min(suffix, REREAD, model.reuse_window - total))
@@ -64,9 +78,10 @@ def probe(
 def deviation(
     model: CausalLM, buffer: KVBuffer, layout: Layout, token_ids: torch.Tensor
 ) -> torch.Tensor:
-    """Measure how far stored values are from fresh ones at the check layer (CacheBlend's HKVD signal).
+    """Measure the deviation of stored values from fresh values at the check layer.
 
-    All rows pass the layers before the check layer; its fresh keys and values stay in the buffer for all rows, as in the authors' code.
+    This is the HKVD signal of CacheBlend. The forward computes all rows up to the check layer. As
+    in the authors' code, that layer's fresh keys and values stay in the buffer for all rows.
 
     Returns
     -------
@@ -97,21 +112,24 @@ def deviation(
 
 @dataclass(frozen=True, slots=True)
 class ResidualShift:
-    """Shift unrepaired rows by what the change of the repaired ones says of theirs, layer by layer, before attention.
+    """Shift unrepaired rows by their predicted change, layer by layer, before attention.
 
-    The changes of rows that are left alone are predicted from those of the rows that are computed, by Gaussian process regression: see
-    :class:`~kvrag.blend.likeness.Likeness`. (The nearest published idea, AgentKVShift, arXiv 2607.21604, takes a chunk's mean.) Changes
-    of keys are position-free, and rotated back to each row.
+    Gaussian process regression predicts the changes of unrepaired rows as the posterior mean given
+    the changes (fresh - stored) of repaired rows: see :class:`~kvrag.blend.likeness.Likeness`. (The
+    nearest published idea, AgentKVShift, arXiv 2607.21604, takes a chunk's mean.) Changes of keys
+    are compared position-free: rotated back from the observed rows, and forward to the shifted
+    rows.
 
     Parameters
     ----------
     span
-        Rows from the first to the last of the stale chunks, ``S`` of them: the ones that may be shifted.
+        The ``S`` rows from the first to the last stale chunk, which may be shifted.
     picked, at
-        The repaired rows that count: as indices into the forward's rows and as positions, int64 ``(M,)``.
+        The observed rows: as indices into the forward's rows, and as positions, int64 ``(M,)``.
     weights
-        ``(S, M)``: from the changes of the picked rows to those of the span's. Zero for heads of chunks, and for rows that are not a
-        stale chunk's. Float32; on a device the KV's dtype, in which products are many times quicker, summed in float32.
+        Regression weights ``(S, M)`` times the strength of the shift. Zero for heads of chunks and
+        for rows outside stale chunks. Float32; on a CUDA device the KV's dtype, because such matrix
+        products are many times faster (they accumulate in float32).
     rotary
         Rotations of the prompt's positions.
     """
@@ -130,7 +148,10 @@ class ResidualShift:
         fresh_keys: torch.Tensor,
         fresh_values: torch.Tensor,
     ) -> None:
-        """Shift the buffers in place; the fresh rows land afterwards, so repaired rows are not shifted."""
+        """Shift keys and values in place.
+
+        The forward writes its fresh rows afterwards, so repaired rows are not shifted.
+        """
         if layer == 0:  # its keys and values depend on the token alone
             return
         table = self.rotary[layer]
@@ -140,7 +161,7 @@ class ResidualShift:
             fresh_values[0, :, self.picked].float() - values[0, :, self.at].float(),
         ]
         if self.weights.dtype != torch.float32:
-            # On a device passes over all rows cost more than a wider product.
+            # On a CUDA device, a wider product is cheaper than passes over all rows.
             parts.append(table.partner(parts[0]))
         by_row = torch.cat(parts, dim=-1).transpose(0, 1)
         found = (
@@ -155,7 +176,10 @@ class ResidualShift:
         values[0, :, self.span] += of_values
 
     def for_tensor_cores(self, dtype: torch.dtype) -> ResidualShift:
-        """Return the same shift with weights of this dtype, and a multiple of 8 picked rows: the last one again, with a weight of 0."""
+        """Return the same shift with weights of this dtype and the observed rows padded.
+
+        Their number becomes a multiple of 8 by repeating the last row with a weight of 0.
+        """
         spare = -len(self.at) % 8
         weights = torch.nn.functional.pad(self.weights.to(dtype), (0, spare))
         picked, at = (torch.cat([x, x[-1:].expand(spare)]) for x in (self.picked, self.at))
@@ -163,7 +187,10 @@ class ResidualShift:
 
 
 def may_shift(layout: Layout, selected: torch.Tensor | None, strength: float) -> bool:
-    """Whether a repair of these rows (``None``: not known yet) may shift others, and so needs the stored values of all."""
+    """Whether repairing these rows may shift other rows, so that all rows must be stitched.
+
+    ``selected`` is ``None`` if the rows are not known yet.
+    """
     num_stale = num_rows_of(layout.stale)
     return strength > 0 and (num_stale > 0 if selected is None else 0 < len(selected) < num_stale)
 
@@ -171,7 +198,11 @@ def may_shift(layout: Layout, selected: torch.Tensor | None, strength: float) ->
 def residual_shift(
     likeness: Likeness, layout: Layout, rows: torch.Tensor, strength: float, rotary: Rotations
 ) -> ResidualShift | None:
-    """Make the residual shift for a forward over ``rows``, on the host; ``None`` where no repaired row says anything of others."""
+    """Return the residual shift for a forward over ``rows``, int64 on the host.
+
+    ``None`` if no observed row is left: no selected row is outside the first :data:`SHIFT_SKIP`
+    rows of a chunk.
+    """
     counted = torch.zeros(layout.num_tokens, dtype=torch.bool)
     for chunk in layout.stale if strength > 0 else ():
         counted[chunk.start + SHIFT_SKIP : chunk.stop] = True
@@ -195,10 +226,19 @@ def repair(
     rotary: Rotations | None,
     likeness: Likeness | None = None,
 ) -> torch.Tensor:
-    """Recompute the selected rows of stale chunks (int64, ascending) and all live rows in one forward.
+    """Recompute the selected rows of stale chunks and all live rows in a single forward.
 
-    ``shift`` is the strength of the residual shift, 0 is off; it needs the prompt's rotations, ``rotary``. ``likeness`` is that of the
-    stitched rows (``None``: found here, without the question's attention).
+    Parameters
+    ----------
+    selected
+        Rows of stale chunks, int64, ascending.
+    shift
+        Strength of the residual shift; 0 is off.
+    rotary
+        Rotations of the prompt's positions, which the shift needs.
+    likeness
+        Covariance of the stitched rows. By default it is computed here, without the question's
+        attention.
 
     Returns
     -------

@@ -1,7 +1,8 @@
 """How much to reuse, and which rows to repair. No model.
 
-A strategy is a function in :data:`SELECT`, from what it may look at to the rows that it repairs; :data:`NEEDS` names the signals that are
-measured for it. Strategies differ in nothing else: the same forward repairs the rows whoever chose them.
+A strategy is a function in :data:`SELECT` that maps :class:`Signals` to the rows to repair;
+:data:`NEEDS` lists the signals that are measured for it. Strategies differ in nothing else: the
+same forward repairs the rows.
 """
 
 from __future__ import annotations
@@ -23,51 +24,53 @@ from kvrag.types import Hole, Mode
 _NOT_STORED = frozenset(
     {"no stored KV for this prompt", "no stored KV for the head of this prompt"}
 )
-"""Reasons that do not hold where KV is stored and could not be looked up or loaded."""
+"""Reasons that don't apply when the store failed: the KV may be stored, but could not be read."""
 
 Choice = Callable[[Layout], tuple[Layout, str | None]]
-"""From all reuse that is possible to what is used, and why that is less."""
+"""Maps the layout with all possible reuse to ``(layout to use, reason if it reuses less)``."""
 
 POOL = 512
-"""Rows, those with most attention, that ``query_gain`` compares; half of them at most it chooses so, the rest of a budget by attention."""
+"""Number of candidates of ``query_gain``, the rows with the most attention. It chooses at most half
+of them; the rest of the budget goes to the next rows by attention."""
 
 BASE_SHARE, BASE_ROWS, MOST_SHARE = 0.04, 192, 0.25
-"""Of the default budget: this share of the stale rows plus so many rows, at most that share."""
+"""The default budget for ``S`` stale rows: ``min(BASE_SHARE · S + BASE_ROWS, MOST_SHARE · S)``."""
 
 SENTENCES_SHARE = 2 / 3
-"""Of a budget, what goes to whole sentences at most."""
+"""Largest share of a budget that ``query_sentences`` spends on whole sentences."""
 
 LONGEST = 64
-"""Rows of a sentence at most; longer ones are several."""
+"""Most rows of a sentence; longer sentences are split."""
 
 PEAKS = 4
-"""Rows of a sentence, those with most attention, whose mean it counts by."""
+"""A sentence's score is the mean attention of its highest ``PEAKS`` rows."""
 
 Signal = Literal["mass", "deviation", "likeness", "sentences"]
-"""``mass``: attention that the question pays to each row; ``deviation``: squared change of each row's values at the check layer;
-``likeness``: how alike rows change; ``sentences``: where sentences begin."""
+"""``mass``: attention of the question to every row. ``deviation``: squared change of every row's
+values at the check layer. ``likeness``: covariance of the rows' changes. ``sentences``: sentence
+starts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Signals:
-    """What a strategy may look at.
+    """Input of a strategy.
 
     Parameters
     ----------
     stale
         Reused chunks that are not exact, in order.
     candidates
-        Their rows, int64 ``(C,)``, ascending, without the heads, which are repaired anyway.
+        Their rows, int64 ``(C,)``, ascending, without the heads (which are repaired anyway).
     budget, ratio
-        Rows to choose, and the recompute ratio that the budget was made from.
+        Number of rows to choose, and the recompute ratio that it was computed from.
     measured
-        Of the signals that the strategy needs, those with a number per row, float32 ``(N,)`` on the host.
+        The signals with a number per row that the strategy needs, float32 ``(N,)`` on the host.
     likeness
-        How alike rows change, if the strategy needs it.
+        Covariance of the rows' changes, if the strategy needs it.
     starts
-        Whether a sentence begins at each row, bool ``(N,)``, if the strategy needs it.
+        True where a sentence begins, bool ``(N,)``, if the strategy needs it.
     config
-        Its ``first_k`` and ``seed``.
+        Source of ``first_k`` and ``seed``.
     """
 
     stale: Sequence[Segment]
@@ -81,14 +84,17 @@ class Signals:
 
 
 def _random(signals: Signals) -> torch.Tensor:
-    """Draw rows uniformly: the control that every other strategy must beat."""
+    """Choose rows uniformly at random: the control that every other strategy must beat."""
     generator = torch.Generator().manual_seed(signals.config.seed)
     order = torch.randperm(len(signals.candidates), generator=generator)
     return signals.candidates[order[: signals.budget]]
 
 
 def _first_rows(signals: Signals) -> torch.Tensor:
-    """Choose the head of each chunk, ``max(first_k, ratio · T)`` rows (EPIC / LegoLink, arXiv 2410.15332)."""
+    """Choose the first ``max(first_k, ratio · T)`` rows of every chunk.
+
+    As EPIC / LegoLink do (arXiv 2410.15332).
+    """
     counts = [
         max(signals.config.first_k, math.ceil(signals.ratio * s.num_rows)) for s in signals.stale
     ]
@@ -96,7 +102,10 @@ def _first_rows(signals: Signals) -> torch.Tensor:
 
 
 def _seam_rows(signals: Signals) -> torch.Tensor:
-    """Choose the last ``ratio · T - first_k`` rows before each seam (KVBoost's "selective"); the rest of the budget is the heads."""
+    """Choose the last ``ratio · T - first_k`` rows of every chunk (KVBoost's "selective").
+
+    The heads take the rest of the budget.
+    """
     counts = [
         max(0, math.ceil(signals.ratio * s.num_rows) - signals.config.first_k)
         for s in signals.stale
@@ -116,7 +125,10 @@ def _top_rows(signals: Signals) -> torch.Tensor:
 
 
 def _telling_rows(signals: Signals) -> torch.Tensor:
-    """Choose the rows that tell most of the changes in what the question attends to."""
+    """Choose the rows whose repair best predicts the changes of the rows that the question reads.
+
+    See :meth:`~kvrag.blend.likeness.Likeness.most_telling`.
+    """
     likeness, by_mass = (
         signals.likeness,
         _top_rows(replace(signals, budget=len(signals.candidates))),
@@ -132,10 +144,11 @@ def _telling_rows(signals: Signals) -> torch.Tensor:
 
 
 def _sentences(signals: Signals) -> torch.Tensor:
-    """Choose whole sentences that the question attends to; the rest of the budget are rows that tell most of the changes of others.
+    """Choose whole sentences that the question attends to; spend the rest as ``query_gain`` does.
 
-    A number or a name is several tokens. With some of them repaired and others not, it is read wrong more often than with none. (SnapKV
-    pools its votes for the same reason, arXiv 2404.14469.) And a question reads a fact against all sentences that are like it.
+    A number or a name spans several tokens. If only some of them are repaired, the model misreads
+    it more often than if no token is. (SnapKV pools its votes for the same reason, arXiv
+    2404.14469.) A question also compares a fact with all similar sentences.
     """
     mass, left, chosen = (
         signals.measured["mass"],
@@ -163,7 +176,7 @@ def _sentences(signals: Signals) -> torch.Tensor:
 
 
 def sentence_rows(rows: torch.Tensor, starts: torch.Tensor) -> list[torch.Tensor]:
-    """Cut rows, int64 ascending, where a sentence begins, where they are not neighbours, and where a sentence gets too long."""
+    """Split rows, int64 ascending, at sentence starts, at gaps, and after :data:`LONGEST` rows."""
     is_cut = starts[rows] | (rows.diff(prepend=rows[:1] - 2) != 1)
     pieces = torch.tensor_split(rows, torch.nonzero(is_cut)[1:, 0])
     return [piece[at : at + LONGEST] for piece in pieces for at in range(0, len(piece), LONGEST)]
@@ -179,7 +192,8 @@ SELECT: dict[str, Callable[[Signals], torch.Tensor]] = {
     "query_gain": _telling_rows,
     "query_sentences": _sentences,
 }
-"""By name, what chooses rows besides the heads: int64, any order, without repetition. ``none`` and ``all`` choose nothing."""
+"""Strategies by name. They return rows besides the heads: int64, any order, no duplicates. ``none``
+and ``all`` need no function."""
 
 NEEDS: dict[str, frozenset[Signal]] = {
     "hkvd": frozenset({"deviation"}),
@@ -188,11 +202,11 @@ NEEDS: dict[str, frozenset[Signal]] = {
     "query_gain": frozenset({"mass", "likeness"}),
     "query_sentences": frozenset({"mass", "likeness", "sentences"}),
 }
-"""Signals to measure before the rows are chosen; mass and deviation cost a forward each."""
+"""Signals to measure before selection. Mass and deviation cost a forward each."""
 
 
 def needs_of(layout: Layout, config: RepairConfig) -> frozenset[Signal]:
-    """Return the signals to measure before the rows to repair are known."""
+    """Return the signals to measure before selection; empty if the budget leaves no choice."""
     is_choosing = (
         _num_heads(layout, config) < num_selected(layout, config) < num_rows_of(layout.stale)
     )
@@ -208,18 +222,18 @@ def select_rows(
     likeness: Likeness | None = None,
     starts: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the rows to repair in this prompt: the heads of stale chunks, and the strategy's choice up to the ratio.
+    """Return the rows to repair: the heads of stale chunks plus the strategy's choice.
 
     Parameters
     ----------
     layout
         The prompt.
     config
-        Strategy, ratio and heads. A ratio of 1 selects every row, whatever the strategy.
+        Strategy, ratio and heads. A ratio of 1 selects every row with any strategy.
     mass, deviation, likeness
-        Signals that the strategy needs; the first two float32 ``(N,)``, on the host.
+        Signals that the strategy needs; mass and deviation are float32 ``(N,)`` on the host.
     starts
-        Whether a sentence begins at each row, bool ``(N,)``, if the strategy needs it.
+        True where a sentence begins, bool ``(N,)``, if the strategy needs it.
 
     Returns
     -------
@@ -247,7 +261,7 @@ def select_rows(
 
 
 def num_selected(layout: Layout, config: RepairConfig) -> int:
-    """Return how many rows are repaired: the ratio's share of all, at least the heads."""
+    """Return the number of rows to repair: the ratio of the stale rows, but at least the heads."""
     num_stale = num_rows_of(layout.stale)
     if config.strategy in ("none", "all"):
         return num_stale if config.strategy == "all" else 0
@@ -261,12 +275,12 @@ def _num_heads(layout: Layout, config: RepairConfig) -> int:
 
 
 def _heads(layout: Layout, config: RepairConfig) -> list[Segment]:
-    """Return the first rows of stale chunks, which every strategy repairs that repairs any."""
+    """Return the heads of stale chunks: every strategy but ``none`` repairs them."""
     return [segment.head(config.first_k) for segment in layout.stale]
 
 
 def effective_ratio(layout: Layout, config: RepairConfig, num_stale: int) -> float:
-    """Return the recompute ratio for this prompt: larger where chunks were encoded behind another prefix."""
+    """Return the recompute ratio: at least ``mismatch_ratio`` if a chunk has another prefix."""
     ratio = config.recompute_ratio
     if ratio is None:
         ratio = min(MOST_SHARE, BASE_SHARE + BASE_ROWS / max(1, num_stale))
@@ -275,7 +289,7 @@ def effective_ratio(layout: Layout, config: RepairConfig, num_stale: int) -> flo
 
 
 def because(cause: str | None, reason: str | None) -> str | None:
-    """Join what went wrong in the store, if anything did, with why less is reused than was asked for."""
+    """Join a store failure, if any, with the reason why less is reused than requested."""
     return (
         "; ".join(filter(None, (cause, None if cause and reason in _NOT_STORED else reason)))
         or None
@@ -283,18 +297,22 @@ def because(cause: str | None, reason: str | None) -> str | None:
 
 
 def in_words(holes: Sequence[Hole]) -> str | None:
-    """Say which chunks could not be loaded, and why; ``None`` if there are none."""
+    """Describe the chunks that could not be loaded; ``None`` if all were."""
     if not holes:
         return None
-    return f"{len(holes)} stored chunk(s) could not be loaded in time or intact, and were computed: {'; '.join(map(str, holes))}"
+    return (
+        f"{len(holes)} stored chunk(s) could not be loaded in time or intact, and were computed: "
+        f"{'; '.join(map(str, holes))}"
+    )
 
 
 def decide_plan(
     plan: Plan, mode: Mode, cheapest: Choice | None, history: tuple[int, int] | None = None
 ) -> tuple[Layout, str | None]:
-    """Lay a planned prompt out, and decide: as :func:`decide`, with the reasons that the plan itself gives.
+    """Lay out a plan and call :func:`decide`; add the plan's own reasons to the result.
 
-    ``history``: how many first rows an earlier request has of it, and how many of these equal a full prefill's.
+    ``history`` is ``(rows, exact rows)``: how many first rows of the prompt an earlier request
+    has computed, and how many of them equal a full prefill's.
     """
     layout, refusal = lay_out(plan), plan.refusal
     if history is not None:
@@ -316,18 +334,19 @@ def decide(layout: Layout, mode: Mode, cheapest: Choice | None = None) -> tuple[
     Parameters
     ----------
     layout
-        All reuse that is possible.
+        The layout with all possible reuse.
     mode
-        ``stitch``: all of it. ``prefix``: leading exact segments. ``auto``: what is cheapest. ``full``: none.
+        ``stitch``: everything. ``prefix``: leading exact segments. ``auto``: the cheapest layout.
+        ``full``: nothing.
     cheapest
-        What ``auto`` asks; see :meth:`kvrag.blend.cost.Price.cheapest`.
+        Cost model of ``auto``; see :meth:`kvrag.blend.cost.Price.cheapest`.
 
     Returns
     -------
     layout : Layout
-        What to do.
+        The layout to use.
     reason : str or None
-        Why less is reused than the mode asks for.
+        The reason if it reuses less than the mode allows.
     """
     if mode == "full":
         return layout.only_live(), None

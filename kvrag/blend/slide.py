@@ -1,7 +1,9 @@
-"""A window that slides: attention sinks and the latest rows, for prompts and answers that outgrow the model's (arXiv 2309.17453).
+"""Sliding window for prompts and answers that exceed the context window (StreamingLLM).
 
-The first rows of a prompt draw much of the attention of all others, so they stay when the oldest rows behind them leave (StreamingLLM). The
-rest moves down, and its keys are turned with it: positions are places in the window, and the model meets none that it was not made for.
+The buffer keeps the attention sinks and the latest rows (arXiv 2309.17453). The first rows of a
+prompt draw much of the attention of all later rows, so they stay when the oldest rows behind them
+are evicted. The remaining rows move down, and their keys are rotated to the new positions.
+Positions are places in the window, so they never exceed the model's range.
 """
 
 from __future__ import annotations
@@ -16,15 +18,18 @@ from kvrag.model import CausalLM
 from kvrag.model.plain import Extend, PlainLM
 from kvrag.model.rows import KVBuffer, Rows
 
-SINKS = 4  # rows that never leave, as published
-BLOCKS = 4  # rows leave by a quarter: turning what stays costs little per row, and a key is rounded three times at most
+SINKS = 4  # rows that are never evicted, as published
+# A quarter of the rows is evicted at a time. So rotating the rest costs little per row, and a key
+# is rounded at most three times.
+BLOCKS = 4
 
 
 class SlidingWindow:
-    """Computes the rows that follow the first ``length`` of a buffer, however many: ``ids (R,) -> logits (R, vocab)``.
+    """Compute any number of rows behind the first ``length`` of a buffer, evicting old rows.
 
-    The buffer is the window. When it is full, the oldest quarter behind the first ``sinks`` rows leaves. ``evicted_tokens`` counts rows
-    that have left.
+    Called with ``ids (R,)``, it returns logits ``(R, vocab)``. The buffer is the window. When it is
+    full, the oldest quarter behind the first ``sinks`` rows is evicted. ``evicted_tokens`` counts
+    the evicted rows.
     """
 
     def __init__(
@@ -36,11 +41,14 @@ class SlidingWindow:
         self._step: Extend | None = None
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
-        """Compute rows, with logits for each."""
+        """Compute rows and return logits for all of them, ``(R, vocab)``."""
         return torch.cat([self._next(piece, len(piece)) for piece in self._pieces(ids)])
 
     def prefill(self, ids: torch.Tensor, cancel: threading.Event | None = None) -> torch.Tensor:
-        """Compute rows and return the logits of the last, ``(vocab,)``; raise ``CancelledError`` if ``cancel`` is set between pieces."""
+        """Compute rows and return the logits of the last row, ``(vocab,)``.
+
+        Raises ``CancelledError`` if ``cancel`` is set between pieces.
+        """
         left = len(ids)
         for piece in self._pieces(ids):
             if cancel is not None and cancel.is_set():
@@ -50,7 +58,7 @@ class SlidingWindow:
         return logits[0]
 
     def _pieces(self, ids: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Cut rows into pieces that have room in the window, each as soon as the one before is computed."""
+        """Yield pieces of ``ids`` that fit the window. Evicts rows before a piece if it is full."""
         while len(ids):
             if self._length == self._kv.capacity:
                 self._evict()
@@ -60,7 +68,7 @@ class SlidingWindow:
 
     def _next(self, ids: torch.Tensor, logits: int) -> torch.Tensor:
         start, self._length = self._length, self._length + len(ids)
-        if len(ids) == logits == 1:  # together with other requests' rows
+        if len(ids) == logits == 1:  # a decode step, batched with those of other requests
             self._step = self._step or self._model.extension(self._kv, start)
             return self._step(ids)
         self._step = None
@@ -69,15 +77,17 @@ class SlidingWindow:
 
     @torch.inference_mode()
     def _evict(self) -> None:
-        """Let the oldest rows behind the sinks leave, and move the others down; their keys are rounded once, at their new places."""
+        """Evict the oldest rows behind the sinks and move the rest down.
+
+        Keys are rotated in float32 and rounded once, at their new positions.
+        """
         old = slice(self._sinks + self._block, self._length)
         new = slice(self._sinks, self._length - self._block)
         for (keys, values), table in zip(
             self._kv.layers, self._model.rotary(self._length), strict=True
         ):
-            moved = keys[0, :, old].to(
-                torch.float32, copy=True
-            )  # not a view: a layer without positions turns nothing
+            # A copy, because old and new rows overlap, and a layer without rotation returns a view.
+            moved = keys[0, :, old].to(torch.float32, copy=True)
             keys[0, :, new] = table.rotate(table.unrotate(moved, old), new).to(keys.dtype)
             values[0, :, new] = values[0, :, old].clone()
         self._length, self._step = new.stop, None
@@ -85,7 +95,7 @@ class SlidingWindow:
 
 
 def cannot_slide(model: CausalLM | PlainLM) -> str | None:
-    """Return why a model's window can't slide, or ``None`` where it can."""
+    """Return the reason why a model's window can't slide, if any."""
     if isinstance(model, PlainLM):
         return f"keys of this model can't be moved: {model.refusal}"
     if model.reuse_window < model.context_window:

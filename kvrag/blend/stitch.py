@@ -1,7 +1,7 @@
-"""Stitch: put stored KV at its final positions in one buffer. No model forward.
+"""Stitch: place stored KV at its final positions in a buffer, without a model forward.
 
-On a CUDA device :mod:`kvrag_kernels` does it for several layers and all segments in one launch, codes and all; elsewhere torch, layer by
-layer.
+On a CUDA device, :mod:`kvrag_kernels` dequantises, rotates and places the KV of several layers and
+all segments in a single launch. Elsewhere, torch does so layer by layer.
 """
 
 from __future__ import annotations
@@ -22,21 +22,25 @@ from kvrag.model.rows import KVBuffer
 from kvrag.types import ChunkKV, LayerKV, Scales
 
 Layers = Sequence[tuple[torch.Tensor, torch.Tensor]]
-"""Rotated keys and values of each layer, ``(1, H_kv, T, D)``."""
+"""Rotated keys and values per layer, ``(1, H_kv, T, D)``."""
 
-LAYERS_PER_LAUNCH = 8  # whose stored KV is on the device at once, beside the buffer: few launches, and little memory
+# Few launches, yet little memory: the stored KV of a launch is on the device beside the buffer.
+LAYERS_PER_LAUNCH = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """Rows of earlier requests that a prompt begins with: the first ``num_exact`` of ``num_rows`` equal a full prefill's."""
+    """Rows of earlier requests that are a prefix of the prompt.
+
+    The first ``num_exact`` of ``num_rows`` equal a full prefill's.
+    """
 
     parts: tuple[tuple[Layers, int], ...]
     num_exact: int
     num_rows: int
 
     def fill(self, layers: Layers, num_rows: int) -> None:
-        """Copy the first ``num_rows`` rows into a request's buffer."""
+        """Copy the first ``num_rows`` rows into the buffer of a request."""
         at = 0
         for part, count in self.parts:
             count = min(count, num_rows - at)
@@ -55,18 +59,20 @@ def stitch(
     *,
     skip: torch.Tensor | None = None,
 ) -> None:
-    """Copy the KV of every reused segment into the buffer; codes are unpacked, and position-free keys rotated to their rows.
+    """Copy the KV of every reused segment into the buffer: dequantise, and rotate the keys.
 
-    On a device it goes on beside what follows: layers are copied and placed while others compute, and ``buffer`` holds what to wait for.
+    With the kernel, this is asynchronous: later layers are copied and placed while earlier layers
+    compute. ``buffer.arrivals`` then holds the events to wait for.
 
     Parameters
     ----------
     buffer, rotary
-        At least ``layout.num_tokens`` rows. Rows of live segments hold nothing of use afterwards.
+        At least ``layout.num_tokens`` rows. Afterwards, rows of live segments are undefined.
     kvs
-        Loaded chunks, by ``segment.source``. A segment shorter than its chunk takes the chunk's first rows (causal: they stand alone).
+        Loaded chunks, indexed by ``segment.source``. A segment shorter than its chunk takes the
+        chunk's first rows, which don't depend on the rest (attention is causal).
     skip
-        Rows that the next forward computes, int64: they may be left unwritten.
+        Rows that the next forward computes, int64. They may stay unwritten.
     """
     segments, (keys, values) = layout.reused, buffer.layers[0]
     has_kernel = (
@@ -92,15 +98,17 @@ def stitch(
                 )
                 arrivals += [stream.record_event()] * len(layers) if stream else []
         buffer.arrivals, buffer.sources = arrivals, (tuple(kvs), angles, computed)
-    if (
-        keys.is_cuda and not buffer.arrivals
-    ):  # the next read may reuse the pinned memory that these copies are from
+    # The next read may reuse the pinned memory that these copies read.
+    if keys.is_cuda and not buffer.arrivals:
         torch.cuda.current_stream(keys.device).synchronize()
 
 
 @contextmanager
 def filling(buffer: KVBuffer) -> Iterator[None]:
-    """Forget in the end what was to be waited for; if something fails before, wait: nothing may be freed that a stream still uses."""
+    """Release the buffer's events and sources at exit.
+
+    On an exception, wait for the stream first, because it may still use memory that is freed then.
+    """
     try:
         yield
     except BaseException:
@@ -113,7 +121,10 @@ def filling(buffer: KVBuffer) -> Iterator[None]:
 
 @contextmanager
 def _beside(device: torch.device) -> Iterator[torch.cuda.Stream | None]:
-    """Use the device's stream for copies, behind what was asked of the current one: the buffer's memory may have been in use."""
+    """Use the device's copy stream, ordered after all work queued on the current stream.
+
+    Queued work may still use the memory of the buffer.
+    """
     if device.type != "cuda":
         yield None
         return
@@ -129,7 +140,7 @@ def _copies(device: torch.device) -> torch.cuda.Stream:
 
 
 def ranges(buffer: KVBuffer) -> list[range]:
-    """Cut the layers into those that are moved and placed together: neighbours of one shape."""
+    """Split the layers into runs of equal shape that are moved and placed together."""
     return runs_alike(
         [(keys.shape, values.shape) for keys, values in buffer.layers], LAYERS_PER_LAUNCH
     )
@@ -138,9 +149,10 @@ def ranges(buffer: KVBuffer) -> list[range]:
 def move(
     layers: range, segments: Sequence[Segment], kvs: Sequence[ChunkKV], device: torch.device
 ) -> list[LayerKV]:
-    """Bring the KV of some layers to the device, on the current stream, with a copy for each contiguous piece of a chunk.
+    """Copy the KV of some layers to the device, on the current stream, without conversion.
 
-    Nothing is converted on the way. The host's copies read pinned memory after the return; ``kvs`` has to live until they are done.
+    Every contiguous piece of a chunk is a single copy. Copies from pinned memory are asynchronous,
+    so ``kvs`` must live until they are done.
 
     Returns
     -------
@@ -153,7 +165,7 @@ def move(
     moved = {}
     for source, num_rows in longest.items():
         kv, stored = kvs[source], kvs[source].layers[layers.start : layers.stop]
-        if 2 * num_rows < kv.num_tokens:  # else the rows beyond are moved too, and not read
+        if 2 * num_rows < kv.num_tokens:  # else the unused rows are copied too
             stored = tuple(_first_rows(layer, num_rows) for layer in stored)
         moved[source] = together(stored, device)
     return [_first_rows(moved[s.source], s.num_rows) for s in segments]
@@ -167,9 +179,9 @@ def place(
     angles: Angles,
     skip: torch.Tensor | None,
 ) -> None:
-    """Write what :func:`move` brought to its rows, with one call of :func:`kvrag_kernels.stitch` on the current stream.
+    """Write the result of :func:`move` to its rows, by :func:`kvrag_kernels.stitch`.
 
-    ``skip``, bool ``(N,)``: rows that are left as they are.
+    A single call, on the current stream. ``skip``, bool ``(N,)``, marks rows to leave unchanged.
     """
     import kvrag_kernels
 
@@ -192,7 +204,7 @@ def place(
 
 
 def _first_rows(kv: LayerKV, num_rows: int) -> LayerKV:
-    """Cut a layer, or several together."""
+    """Return the first rows of a layer, or of several stacked layers."""
     if num_rows == kv.keys.shape[-2]:
         return kv
     s = kv.scales
@@ -206,7 +218,10 @@ def _first_rows(kv: LayerKV, num_rows: int) -> LayerKV:
 def _stitch_by_torch(
     buffer: KVBuffer, segments: Sequence[Segment], kvs: Sequence[ChunkKV], rotary: Rotations
 ) -> None:
-    """Copy what is stored, then rotate all keys of a layer at once; live rows between the segments are written later."""
+    """Copy the stored KV layer by layer, and rotate all keys of a layer at once.
+
+    Live rows between the segments are rotated too; a later forward overwrites them.
+    """
     parts = [(kvs[s.source].layers, slice(s.start, s.stop), s.stop - s.start) for s in segments]
     for index, (table, (keys, values)) in enumerate(zip(rotary, buffer.layers, strict=True)):
         for layers, rows, count in parts:
@@ -220,7 +235,17 @@ def _stitch_by_torch(
 
 
 class Angles(NamedTuple):
-    """Cosines and sines ``(kinds, N, R / 2)`` of all kinds of layers; each layer's kind, or -1 where it doesn't rotate; which are pairs."""
+    """Rotation angles as the kernel takes them.
+
+    Attributes
+    ----------
+    cos, sin
+        Tables of all kinds of layers, ``(kinds, N, R / 2)``.
+    kinds
+        Kind of every layer; -1 if it does not rotate.
+    is_neighbours
+        Whether the rotated pairs are neighbouring dimensions, rather than halves.
+    """
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -229,7 +254,10 @@ class Angles(NamedTuple):
 
 
 def _has_kernel(keys: torch.Tensor, values: torch.Tensor, rotary: Rotations) -> bool:
-    """Whether the op's kernel has a form for the buffer. Where torch would compute in its place, it does so better from here."""
+    """Whether the kernel supports this buffer.
+
+    If not, the op would fall back to torch, and :func:`_stitch_by_torch` is better at that.
+    """
     if not keys.is_cuda:
         return False
     import kvrag_kernels
@@ -241,11 +269,14 @@ def _has_kernel(keys: torch.Tensor, values: torch.Tensor, rotary: Rotations) -> 
 
 
 def _is_uniform(buffer: KVBuffer, segments: Sequence[Segment], kvs: Sequence[ChunkKV]) -> bool:
-    """Whether one call of the op can say how all this KV is kept: of one kind that it reads, and scales for equal groups of channels."""
+    """Whether a single call of the op can describe all this KV.
+
+    That needs one supported dtype throughout, and scales for groups of channels of equal size.
+    """
     dtype = buffer.keys(0).dtype
     kinds = {(x.keys.dtype, x.values.dtype) for s in segments for x in kvs[s.source].layers}
     known = {*CODES.values(), torch.bfloat16, torch.float16, dtype}
-    firsts = [run.start for run in ranges(buffer)]  # the others of a run have the same shapes
+    firsts = [run.start for run in ranges(buffer)]  # a run's layers have equal shapes
     rounded = [
         (i, x.scales)
         for s in segments
@@ -259,7 +290,11 @@ def _is_uniform(buffer: KVBuffer, segments: Sequence[Segment], kvs: Sequence[Chu
 
 
 def _angles(rotary: Rotations) -> Angles | None:
-    """Return the angles of a prompt's positions, or ``None`` where no layer rotates, or one rotates otherwise than in pairs."""
+    """Return the angles of a prompt's positions.
+
+    ``None`` if no layer rotates, or if a rotation is not of pairs, or if the layers' tables differ
+    in shape or pairing.
+    """
     tables = {id(table): table for table in rotary if table.width}
     pairs = [table.pairs() for table in tables.values()]
     found = [pair for pair in pairs if pair is not None]

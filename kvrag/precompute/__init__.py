@@ -1,10 +1,11 @@
-"""Precompute: texts become stored KV, when an index is built or after a prompt missed them.
+"""Precompute: turn texts into stored KV, when an index is built or after a prompt missed them.
 
 ::
 
-    texts, ids ─▶ run (checked; documents knows collections) ─▶ encode (one forward per batch) ─▶ store
+    texts, ids ─▶ documents (check) ─▶ run ─▶ encode (a forward per batch) ─▶ store
     missed chunks ─▶ on_miss (in the background, between requests) ─▶ run
-    kv_dtype ─▶ quantise_check (once per model, before anything is rounded)
+    kv_dtype ─▶ quantise_check (once per model, before any KV is quantised)
 
-May import ``prompt``, ``blend``, ``model``, ``store``, ``identity``, ``config``, ``types``, ``errors`` and ``threads``.
+May import ``prompt``, ``blend``, ``model``, ``store``, ``identity``, ``config``, ``types``,
+``errors`` and ``threads``.
 """

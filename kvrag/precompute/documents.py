@@ -1,6 +1,6 @@
-"""Checks of texts, document ids and collections, before anything is computed or erased.
+"""Check texts, document ids and collections, before anything is computed or erased.
 
-A document of a collection is stored as ``collection/id``; a collection is no more than this path.
+A document of a collection is stored as ``collection/id``. A collection is only this prefix.
 """
 
 from __future__ import annotations
@@ -15,18 +15,21 @@ from kvrag.prompt.spans import text_entry
 from kvrag.store import Catalog, TieredStore
 from kvrag.types import ChunkKey
 
-Item = tuple[str | None, str]  # a document id, if there is one, and a text
+Item = tuple[str | None, str]  # (document id or None, text)
 
 
 def check_namespace(namespace: object) -> str:
-    """Return a namespace; raise :class:`ConfigError` unless it is a non-empty string."""
+    """Return the namespace; raise :class:`ConfigError` unless it is a non-empty string."""
     if not isinstance(namespace, str) or not namespace:
         raise ConfigError(f"namespace is {namespace!r}; it must be a non-empty string")
     return namespace
 
 
 def check_kv_dir(kv_dir: object) -> str | None:
-    """Return the absolute path of a store's directory, a shared store's :class:`Address`, or ``None``; raise :class:`ConfigError` else."""
+    """Check ``kv_dir`` and return an absolute path, a shared store's :class:`Address`, or ``None``.
+
+    Raises :class:`ConfigError` for anything else.
+    """
     if not isinstance(kv_dir, (str, os.PathLike, type(None))) or "\0" in str(kv_dir):
         raise ConfigError(f"kv_dir is {shown(kv_dir)}; pass the path of a directory")
     if kv_dir is None or (isinstance(kv_dir, str) and "://" in kv_dir):
@@ -35,7 +38,10 @@ def check_kv_dir(kv_dir: object) -> str | None:
 
 
 def in_collection(ids: Iterable[str | None], collection: str | None) -> list[str]:
-    """Return the stored ids of documents of a collection; raise :class:`InputError` for an id or a collection that is not a name."""
+    """Return the ids that documents are stored by: ``collection/id``, or ``id`` if no collection.
+
+    Raises :class:`InputError` if an id is not a string, or as :func:`below_collection`.
+    """
     below = "" if collection is None else below_collection(collection)
     found = []
     for number, doc_id in enumerate(ids):
@@ -50,9 +56,10 @@ def in_collection(ids: Iterable[str | None], collection: str | None) -> list[str
 def chosen_documents(
     catalog: Catalog, namespace: str, ids: Sequence[str] | None, collection: str | None
 ) -> list[str]:
-    """Return the stored ids of documents, each once; raise as :func:`in_collection`.
+    """Return the stored ids of documents, without duplicates; raises as :func:`in_collection`.
 
-    Without ``ids``, these are all documents of the collection, if one is given; an empty list is no document. ``namespace`` is a digest.
+    If ``ids`` is not given, these are all documents of the collection, or no documents without a
+    collection. An empty list selects no documents. ``namespace`` is a digest.
     """
     if ids is None:
         return [] if collection is None else members(catalog.documents(namespace), collection)
@@ -67,7 +74,10 @@ def chosen_keys(
     *,
     model: str | None = None,
 ) -> list[ChunkKey]:
-    """Return the keys of all KV of some documents, and those of ``keys`` that belong to the namespace, and to the model if one is given."""
+    """Return the chunk keys of documents, plus the given ``keys``, without duplicates.
+
+    Of ``keys``, only keys of the namespace count and, if ``model`` is given, of this model.
+    """
     found = [key for doc_id in ids for key in catalog.document_keys(namespace, doc_id)]
     for key in [ChunkKey(keys)] if isinstance(keys, str) else keys:
         record = catalog.get(key)
@@ -77,13 +87,16 @@ def chosen_keys(
 
 
 def members(doc_ids: Iterable[str], collection: str) -> list[str]:
-    """Return the documents of a collection, which are those below ``collection/``; raises as :func:`below_collection`."""
+    """Return the ids that begin with ``collection/``; raises as :func:`below_collection`."""
     below = below_collection(collection)
     return [doc_id for doc_id in doc_ids if doc_id.startswith(below)]
 
 
 def below_collection(collection: str) -> str:
-    """Return what the ids of a collection's documents begin with; raises ``InputError`` for what is no name: it would mean all, or none."""
+    """Return the prefix of the ids of a collection's documents: ``collection/``.
+
+    Raises ``InputError`` for an empty name, which would select all documents or no document.
+    """
     if not isinstance(collection, str) or not collection.strip("/"):
         raise InputError(
             f"collection is {collection!r}; pass the part of the document ids before a slash"
@@ -97,7 +110,10 @@ def check_items(
     collection: str | None,
     batch_size: object,
 ) -> list[Item]:
-    """Check the arguments of :meth:`kvrag.engine.KVRagEngine.precompute`; return ``(id in its collection, stripped text)`` of each text."""
+    """Check the arguments of :meth:`kvrag.engine.KVRagEngine.precompute`.
+
+    Returns ``(id in its collection, stripped text)`` per text.
+    """
     if not isinstance(batch_size, int) or batch_size < 1:
         raise ConfigError(f"batch_size is {batch_size!r}; it must be a whole number of at least 1")
     if not isinstance(texts, Iterable) or isinstance(texts, (Mapping, bytes)):
@@ -129,7 +145,10 @@ def check_items(
 
 
 def replaced_ids(store: TieredStore, items: Sequence[Item], namespace: str) -> list[str]:
-    """Return the ids whose text has changed since it was stored: the KV of the old text must be erased."""
+    """Return the ids of texts that changed since they were stored.
+
+    The KV of the old texts must be erased.
+    """
     replaced = []
     for name, text in items:
         held = store.catalog.document_texts(namespace, name) if name is not None else []

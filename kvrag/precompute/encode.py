@@ -1,7 +1,9 @@
-"""Token ids of chunks → position-free KV, several chunks per forward, each encoded behind the same prefix and the same context.
+"""Encode chunks: token ids → position-free KV, several chunks per forward, behind a prefix.
 
-A context is a fixed run of ordinary passages that stands in no prompt and is not stored. Right behind the prefix, a chunk is in the state
-of a prompt's first document, with nothing else to attend to; in a prompt it is nearly always a later one.
+A context is an optional, fixed run of ordinary passages between the prefix and the chunk. It
+appears in no prompt and is not stored. Without it, a chunk is encoded as if it were the first
+document of a prompt, with no other document to attend to; but in prompts it is nearly always a
+later document.
 """
 
 from __future__ import annotations
@@ -22,26 +24,31 @@ from kvrag.prompt.template import PromptEncoder
 from kvrag.types import ChunkKV, LayerKV
 
 _NAMED = re.compile(r"default(?::(\d+))?")
-CONTEXT_TOKENS = 1000  # of a context at most
-DEFAULT_TOKENS = 250  # of the text that ships; docs/benchmarks.md has other lengths
-Behind = tuple[KVBuffer, ChunkKV | None]  # what :func:`encode_prefix` returns
-WINDOW_SHARE = 4  # and one of so many tokens of a model's context window
+CONTEXT_TOKENS = 1000  # most tokens of a context
+DEFAULT_TOKENS = 250  # tokens of the default context; docs/benchmarks.md compares other lengths
+Behind = tuple[KVBuffer, ChunkKV | None]  # result of :func:`encode_prefix`
+WINDOW_SHARE = 4  # a context takes at most 1 / WINDOW_SHARE of the model's context window
 
 
 def check_context(context: object) -> str | None:
-    """Return a valid context: ``"default"``, text or ``None``; raises ``ConfigError``, also for what looks like another name."""
+    """Check and return a context: ``"default"``, ``"default:1000"``, text or ``None``.
+
+    Raises ``ConfigError`` for anything else, including a text that looks like a name.
+    """
     is_name = isinstance(context, str) and re.fullmatch(r"[\w:.-]{0,40}", context.strip(), re.ASCII)
     if context is None or (isinstance(context, str) and (not is_name or _NAMED.fullmatch(context))):
         return context
     raise ConfigError(
-        f"context is {context!r}; pass 'default', 'default:1000', passages of your own as text, or None"
+        f"context is {context!r}; "
+        "pass 'default', 'default:1000', passages of your own as text, or None"
     )
 
 
 def context_ids(context: str | None, encoder: PromptEncoder, window: int) -> tuple[int, ...]:
-    """Return the token ids that chunks are encoded behind: the first of the text, and at most a share of the model's window.
+    """Return the token ids of a context: the first tokens of its text.
 
-    ``default`` means 250 tokens of the text that ships, ``default:1000`` as many as it says.
+    ``default`` is the first 250 tokens of the bundled text, ``default:1000`` the first 1000. The
+    result has at most :data:`CONTEXT_TOKENS` tokens, and at most ``window // WINDOW_SHARE``.
     """
     if context is None:
         return ()
@@ -57,7 +64,7 @@ def context_ids(context: str | None, encoder: PromptEncoder, window: int) -> tup
 
 @cache
 def shipped() -> str:
-    """Return the text that ships with the package; a change of it is a change of every key."""
+    """Return the bundled context text. A change of the text changes every chunk key."""
     return files("kvrag.precompute").joinpath("context.txt").read_text("utf-8")
 
 
@@ -65,9 +72,10 @@ def shipped() -> str:
 def encode_prefix(
     model: CausalLM, prefix_ids: Sequence[int], context_ids: Sequence[int] = ()
 ) -> Behind:
-    """Encode the prefix, ``P`` tokens, and a context behind it; return a buffer of both for :func:`encode_chunks`, and the prefix's KV.
+    """Encode the prefix and the context behind it.
 
-    For an empty prefix the KV is ``None``.
+    Returns a buffer with both, for :func:`encode_chunks`, and the KV of the prefix alone (``None``
+    if it is empty).
     """
     ids, length = [*prefix_ids, *context_ids], len(prefix_ids)
     buffer = model.buffer(len(ids))
@@ -81,12 +89,23 @@ def encode_prefix(
 def encode_chunks(
     model: CausalLM, prefix: KVBuffer, chunks: Sequence[Sequence[int]]
 ) -> list[ChunkKV]:
-    """Encode several chunks, none empty, in one forward, each as if it stood alone behind the prefix, whose buffer stays as it is.
+    """Encode chunks in a single forward, independently of each other, behind the same prefix.
 
-    On a CUDA device the chunks are packed one after the other behind one copy of the prefix, and limits per row keep them apart. Elsewhere,
-    and where a window cuts them, they are a padded batch, which is faster on a CPU.
+    On a CUDA device with a kernel, the chunks are packed into a sequence behind a single copy of
+    the prefix, and attention limits per row keep them apart. Elsewhere, and where an attention
+    window would cut them, they form a padded batch, which is faster on a CPU.
 
-    ``prefix`` is the buffer of :func:`encode_prefix`. The KV is in the given order, contiguous on the host, in the model's dtype.
+    Parameters
+    ----------
+    prefix
+        Buffer from :func:`encode_prefix`; it is not changed.
+    chunks
+        Token ids per chunk; not empty.
+
+    Returns
+    -------
+    list[ChunkKV]
+        KV in the order of ``chunks``, contiguous on the host, in the model's dtype.
     """
     longest = prefix.capacity + max(map(len, chunks))
     is_packed = (
@@ -99,7 +118,7 @@ def encode_chunks(
 
 
 def _has_kernel(model: CausalLM) -> bool:
-    """Whether a kernel computes the attention; without one, a padded batch keeps torch's fused attention."""
+    """Whether a kernel computes the attention; else a padded batch keeps torch's fused kernel."""
     import kvrag_kernels
 
     return kvrag_kernels.tier(model.shapes[0].key_dim, model.dtype, model.device) != "torch"
@@ -108,7 +127,10 @@ def _has_kernel(model: CausalLM) -> bool:
 def encode_padded(
     model: CausalLM, prefix: KVBuffer, chunks: Sequence[Sequence[int]]
 ) -> list[ChunkKV]:
-    """Encode chunks as a batch, padded on the right: attention is causal, so no row of a chunk sees padding; see :func:`encode_chunks`."""
+    """Encode chunks as a batch, padded on the right; see :func:`encode_chunks`.
+
+    Attention is causal, so no row of a chunk sees padding.
+    """
     start, longest = prefix.capacity, max(map(len, chunks))
     padded = [[*ids, *([0] * (longest - len(ids)))] for ids in chunks]
     buffer = _behind(model, prefix, start + longest, len(chunks))
@@ -119,7 +141,7 @@ def encode_padded(
 def encode_packed(
     model: CausalLM, prefix: KVBuffer, chunks: Sequence[Sequence[int]]
 ) -> list[ChunkKV]:
-    """Encode chunks one after the other in one sequence, without padding and with one copy of the prefix; see :func:`encode_chunks`."""
+    """Encode chunks packed into a sequence, without padding; see :func:`encode_chunks`."""
     ends = list(accumulate(map(len, chunks), initial=prefix.capacity))
     buffer = _behind(model, prefix, ends[-1], 1)
     rows = Rows.packed(prefix.capacity, [len(ids) for ids in chunks], model.device)
@@ -128,7 +150,7 @@ def encode_packed(
 
 
 def _behind(model: CausalLM, prefix: KVBuffer, capacity: int, batch: int) -> KVBuffer:
-    """Return a buffer that begins with the prefix's rows."""
+    """Allocate a buffer of ``batch`` sequences and copy the prefix to its first rows."""
     buffer, length = model.buffer(capacity, batch=batch), prefix.capacity
     for (keys, values), (prefix_keys, prefix_values) in zip(
         buffer.layers, prefix.layers, strict=True
@@ -145,7 +167,7 @@ def _encode(
     buffer: KVBuffer,
     runs: Sequence[tuple[int, int, int]],
 ) -> list[ChunkKV]:
-    """Run a forward and take the KV of each run out: batch entry, first slot, one past the last one."""
+    """Run a forward and return the KV of ``runs``: ``(batch entry, first slot, last slot + 1)``."""
     with model.capture() as captured:
         model.forward(torch.tensor(ids), rows, buffer, logits=0)
     offset = rows.stop - captured[0].shape[1]
@@ -164,7 +186,10 @@ def _encode(
 
 
 def _on_host(x: torch.Tensor) -> torch.Tensor:
-    """Return a layer's tensor on the host: from a CUDA device by page-locked memory, if there is enough, in one quick copy."""
+    """Copy a tensor to the host, from a CUDA device into pinned memory if it can be allocated.
+
+    Copies into pinned memory are faster.
+    """
     if x.device.type == "cuda":
         with suppress(RuntimeError):
             return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x)

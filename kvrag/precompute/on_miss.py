@@ -1,7 +1,9 @@
-"""Write-back: retrieved chunks that had no KV, or none behind a prefix that was learnt, are precomputed after the answer.
+"""Write-back: precompute chunks after an answer that had to compute them.
 
-They are encoded behind the prefix, one at a time, while no request of the engine runs. Stored KV never comes from the answer, whose rows
-may have been repaired, and never from live text such as questions and other turns of users.
+These are retrieved chunks without KV, or without KV behind a learned prefix. They are encoded
+behind the prefix, in batches of a single chunk, while no request of the engine runs. KV is never
+taken from the answer, because its rows may be repaired. Live text, such as questions and other user
+turns, is never stored.
 """
 
 from __future__ import annotations
@@ -27,39 +29,43 @@ from kvrag.types import ChunkIdentity, Missed, MissedChunk, TextEntry
 
 logger = logging.getLogger(__name__)
 
-MAX_WAITING = 256  # chunks that may wait; more are dropped until the next prompt that contains them
+MAX_WAITING = 256  # most queued chunks; more are dropped, and offered again by a later prompt
 
 RETRY_S = 60.0
-"""Seconds without write-back after a failure: with a full or read-only disk, each miss would cost a forward."""
+"""Seconds without write-back after a failure. Else, with a full or read-only disk, every miss would
+cost a forward."""
 
-EVERYWHERE = "*"  # all namespaces; it is no digest
+EVERYWHERE = "*"  # stands for all namespaces; it is not a digest
 
 
 class Stopped(Exception):
-    """The engine was closed, or documents were erased, since the chunks were missed."""
+    """The engine was closed, or documents were erased, after the chunks were missed."""
 
 
 class Erasures:
-    """Counts the erasures of each namespace, so that chunks missed before an erasure are not stored after it."""
+    """Count erasures per namespace, so chunks missed before an erasure are not stored after it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
 
     def count(self, namespace: str) -> int:
-        """Return the number of erasures so far."""
+        """Return the number of erasures of a namespace so far."""
         return self._counts[namespace] + self._counts[EVERYWHERE]
 
     @contextmanager
     def erasing(self, namespace: str) -> Iterator[None]:
-        """Count an erasure of a namespace (its digest, or :data:`EVERYWHERE`); no write runs meanwhile, so it finds all of them."""
+        """Count an erasure and block writes during it, so that it finds all written chunks.
+
+        ``namespace`` is a digest or :data:`EVERYWHERE`.
+        """
         with self._lock:
             self._counts[namespace] += 1
             yield
 
     @contextmanager
     def unless_any_since(self, namespace: str, count: int) -> Iterator[None]:
-        """Hold up erasures; raise :class:`Stopped` if there has been one."""
+        """Block erasures; raise :class:`Stopped` if there were any since ``count``."""
         with self._lock:
             if self.count(namespace) != count:
                 raise Stopped
@@ -71,7 +77,10 @@ _erasures_lock = threading.Lock()
 
 
 def erasures_of(kv_dir: str | None) -> Erasures:
-    """Return the one counter of a directory for all engines of this process; a new one for a store in memory."""
+    """Return the counter that all engines of this process share for a directory.
+
+    A store in memory gets a new counter.
+    """
     if kv_dir is None:
         return Erasures()
     with _erasures_lock:
@@ -79,7 +88,11 @@ def erasures_of(kv_dir: str | None) -> Erasures:
 
 
 class WriteBack:
-    """Stores missed chunks in a background thread, which ends when nothing is left to store; ``erasures`` counts for its directory."""
+    """Store missed chunks in a background thread, which ends when the queue is empty.
+
+    ``erasures`` is the counter of the store's directory, ``context`` the token ids of the context
+    that chunks are encoded behind.
+    """
 
     def __init__(
         self,
@@ -106,7 +119,7 @@ class WriteBack:
 
     @contextmanager
     def request(self) -> Iterator[None]:
-        """Hold up forwards of the write-back while a request runs."""
+        """Block write-back forwards while a request runs."""
         with self._changed:
             self._requests += 1
         try:
@@ -124,7 +137,10 @@ class WriteBack:
             raise Stopped
 
     def offer(self, missed: Missed) -> None:
-        """Queue the chunks that a prompt missed, and return at once."""
+        """Queue the missed chunks of a prompt, without waiting.
+
+        Drops them if the queue has no room, after a failure (:data:`RETRY_S`), or once closed.
+        """
         with self._changed:
             room = MAX_WAITING - self._num_waiting()
             if (
@@ -138,25 +154,26 @@ class WriteBack:
             if self._work is None:
                 try:
                     self._work = POOL.submit(self._store_all, cancel=self.closed)
-                except (
-                    RuntimeError
-                ) as error:  # too many threads, or the interpreter is about to exit
+                except RuntimeError as error:  # too many threads, or the interpreter exits
                     logger.warning("missed chunks are not stored: %s", error)
                     self._counts["dropped"] += len(self._waiting.pop().chunks)
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until nothing is left to store and return whether that is so; call it when no request runs."""
+        """Wait until nothing is left to store; return ``False`` if ``timeout_s`` passes first.
+
+        Call it while no request runs.
+        """
         with self._changed:
             return self._changed.wait_for(lambda: self._work is None, timeout_s)
 
     def close(self) -> None:
-        """Drop waiting chunks and store nothing more; a running forward is not waited for."""
+        """Drop queued chunks and store nothing more; does not wait for a running forward."""
         with self._changed:
             self.closed.set()
             self._changed.notify_all()
 
     def stats(self) -> dict[str, int]:
-        """Return the chunks ``stored``, ``skipped``, ``failed`` and ``dropped`` so far, and those ``waiting``."""
+        """Return chunk counts: ``stored``, ``skipped``, ``failed``, ``dropped``, ``waiting``."""
         with self._changed:
             counts = {
                 name: self._counts[name] for name in ("stored", "skipped", "failed", "dropped")
@@ -183,7 +200,7 @@ class WriteBack:
                     self._not_before = time.monotonic() + RETRY_S
 
     def _drop_oldest(self, missed: Missed) -> None:
-        """Erase the oldest KV of chunks that have some behind more prefixes than can be in use."""
+        """Erase the oldest KV of chunks that have it behind more than ``MAX_LEARNT`` prefixes."""
         context = context_digest(self.context)
         for chunk in missed.chunks:
             found = [
@@ -193,13 +210,13 @@ class WriteBack:
                 self.store.delete(found[:-MAX_LEARNT])
 
     def variants(self, namespace: str, text: str) -> list[Record]:
-        """Return the stored KV of a text, behind any prefix and context, oldest first."""
+        """Return the records of a text's KV behind any prefix and context, oldest first."""
         ids = self.loaded.encoder.chunk_ids(text)
         identity = ChunkIdentity(self.loaded.fingerprint, namespace, "", ids, self.config.kv_dtype)
         return self.store.catalog.variants(content_key(identity))
 
     def _store(self, missed: Missed) -> Counter[str]:
-        """Store the chunks of one prompt that are still missing, and return the counts; no error gets out."""
+        """Store the chunks of a prompt that are still missing, and return counts; never raises."""
         guard, rest, skipped, run = _MissGuard(self, missed), "failed", 0, None
         try:
             behind = missed.namespace, missed.prefix, self.context
@@ -212,7 +229,7 @@ class WriteBack:
                 self._drop_oldest(missed)
         except Stopped:
             rest = "dropped"
-        except Exception as error:  # the answer has been given
+        except Exception as error:  # only logged: the answer has been given
             level = logging.DEBUG if self.closed.is_set() else logging.WARNING
             logger.log(level, "missed chunks were not stored: %s", error)
         counts = Counter[str]()
@@ -223,28 +240,31 @@ class WriteBack:
 
 
 class _MissGuard(Guard):
-    """Ends a run when documents were erased or the engine was closed; waits while requests run."""
+    """Delay a run while requests run; end it after an erasure or the engine's close."""
 
     def __init__(self, owner: WriteBack, missed: Missed) -> None:
         self._owner, self._missed = owner, missed
         self._registered: set[str] = set()
 
     def before_forward(self) -> None:
-        """Wait until no request runs; raise :class:`Stopped` if storing is no longer wanted."""
+        """Wait until no request runs; raise :class:`Stopped` after an erasure or a close."""
         self._owner.wait_for_turn()
         with self.storing():
             pass
 
     @contextmanager
     def storing(self) -> Iterator[None]:
-        """Hold up erasures while chunks are written; raise :class:`Stopped` if that is no longer wanted."""
+        """Block erasures while chunks are written.
+
+        Raises :class:`Stopped` after an erasure or a close.
+        """
         with self._owner.erasures.unless_any_since(self._missed.namespace, self._missed.erasures):
             if self._owner.closed.is_set():
                 raise Stopped
             yield
 
     def refusal(self, entry: TextEntry | None) -> str:
-        """Refuse a text whose last document another process erased."""
+        """Refuse a text if another process has erased its last document."""
         is_gone = (
             entry is not None
             and entry.digest in self._registered
@@ -253,7 +273,10 @@ class _MissGuard(Guard):
         return "its last document was erased meanwhile" if is_gone else ""
 
     def is_wanted(self, chunk: MissedChunk) -> bool:
-        """Whether a chunk has no KV (behind any prefix, unless it is encoded again), and is an explicit segment or a document's text."""
+        """Whether a chunk has no KV, and is an explicit segment or the text of a document.
+
+        A chunk with KV behind another prefix is wanted only if it is encoded again (``is_again``).
+        """
         if not self._missed.is_again and self._owner.variants(self._missed.namespace, chunk.text):
             return False
         digest = text_digest(chunk.text)

@@ -1,8 +1,9 @@
-"""Checks that a model tolerates rounded KV: reuse with and without rounding is compared, once per model and type.
+"""Check that a model tolerates quantised KV, once per model and type.
 
-A short prompt of two passages is stitched twice, unrepaired, and the tokens after the passages are compared by the thresholds of
-``verify``. If they are exceeded, the type is refused before anything is stored or read. A passed verdict is kept beside the proofs
-(:mod:`kvrag.model.load`), for the same model, device and versions.
+A short prompt with two passages is stitched twice, unrepaired, with and without quantisation, and
+the logits of the tokens after the passages are compared. If they exceed the thresholds of
+``verify``, the type is refused before anything is stored or read. A passed verdict is cached beside
+the proofs (:mod:`kvrag.model.load`), for the same model, device and versions.
 """
 
 from __future__ import annotations
@@ -31,42 +32,49 @@ from kvrag.types import ChunkKV, KVDtype
 
 logger = logging.getLogger(__name__)
 
-MAX_MEAN_KL = 0.1  # default threshold of ``verify`` and of this check: mean KL from the reference, in nats per token
-MIN_TOP1 = 0.8  # default threshold of ``verify`` and of this check: share of tokens with the same most likely token
-VERSION = 2  # version of the comparison; a change invalidates every kept verdict
-AS_LIKELY = (
-    0.5  # a token counts as the best one if it has at least this part of the best one's probability
-)
-MAX_TOKENS = (
-    16,
-    64,
-    64,
-    32,
-)  # most tokens of the prompt's parts: a second or two for a small model on a CPU
+# Default thresholds of ``verify`` and of this check: the mean KL divergence from the reference, in
+# nats per token, and the share of tokens with the same most likely next token.
+MAX_MEAN_KL = 0.1
+MIN_TOP1 = 0.8
+VERSION = 2  # of the comparison; a change invalidates every cached verdict
+AS_LIKELY = 0.5  # a token counts as the best if it has at least this fraction of its probability
+# Most tokens of prefix, passages and question: a second or two for a small model on a CPU.
+MAX_TOKENS = (16, 64, 64, 32)
 
 PREFIX = "Read the passages and answer the question.\n\n"
 PASSAGES = (
-    "The lighthouse at Skerry Point was built in 1861 by Anna Lindqvist, an engineer from Gothenburg who had lost her brother at sea. "
-    "It stands on a rock that the spring tides cover twice a month, so the stones were cut on the mainland, numbered and rowed out in "
-    "calm weather. The lamp burned rape oil until 1904, paraffin until 1937, and has been electric ever since. Its light reaches nineteen "
-    "nautical miles, two white flashes every fifteen seconds.",
-    "In 1938 the last keeper, Tomas Hale, moved to the village of Orme with his wife and a parrot called Admiral. He kept a diary of the "
-    "weather for fifty-two years, which the university printed in three volumes. The school in Orme was named after him in 1991. A "
-    "museum next to the harbour shows the first lens, the keeper's boat and a letter in which the parrot's vocabulary is described with "
-    "some regret.",
+    "The lighthouse at Skerry Point was built in 1861 by Anna Lindqvist, an engineer from "
+    "Gothenburg who had lost her brother at sea. It stands on a rock that the spring tides cover "
+    "twice a month, so the stones were cut on the mainland, numbered and rowed out in calm "
+    "weather. The lamp burned rape oil until 1904, paraffin until 1937, and has been electric ever "
+    "since. Its light reaches nineteen nautical miles, two white flashes every fifteen seconds.",
+    "In 1938 the last keeper, Tomas Hale, moved to the village of Orme with his wife and a parrot "
+    "called Admiral. He kept a diary of the weather for fifty-two years, which the university "
+    "printed in three volumes. The school in Orme was named after him in 1991. A museum next to "
+    "the harbour shows the first lens, the keeper's boat and a letter in which the parrot's "
+    "vocabulary is described with some regret.",
 )
 QUESTION = (
-    "\n\nQuestion: Who built the lighthouse whose last keeper moved to Orme, and when?\nAnswer: The lighthouse at Skerry Point was "
-    "built in 1861 by Anna Lindqvist, an engineer from Gothenburg. Its last keeper was Tomas Hale, who moved to Orme in 1938."
+    "\n\nQuestion: Who built the lighthouse whose last keeper moved to Orme, and when?\n"
+    "Answer: The lighthouse at Skerry Point was built in 1861 by Anna Lindqvist, an engineer from "
+    "Gothenburg. Its last keeper was Tomas Hale, who moved to Orme in 1938."
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The effect of rounding on a model.
+    """The effect of quantisation on a model.
 
-    ``mean_kl`` is KL(without ‖ with rounding) in nats per token, ``top1`` the share of tokens whose most likely successor is the same, or
-    at least :data:`AS_LIKELY` times as likely without rounding as the best one: any rounding reorders equally likely tokens.
+    Attributes
+    ----------
+    mean_kl
+        KL(without ‖ with quantisation) in nats per token.
+    top1
+        Share of tokens with the same most likely next token, or with a next token that is at least
+        :data:`AS_LIKELY` times as likely as the best without quantisation. (Any rounding reorders
+        equally likely tokens.)
+    tokens
+        Number of tokens compared.
     """
 
     mean_kl: float
@@ -75,12 +83,15 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        """Whether both thresholds are kept; NaN does not pass."""
+        """Whether both thresholds are met; NaN does not pass."""
         return self.mean_kl <= MAX_MEAN_KL and self.top1 >= MIN_TOP1
 
 
 class Gate:
-    """Admits models to a store that rounds KV to ``kv_dtype``, and remembers the admitted ones; ``"auto"`` admits every model."""
+    """Admit models to a store that quantises KV to ``kv_dtype``, and remember them.
+
+    ``"auto"`` admits every model.
+    """
 
     def __init__(self, kv_dtype: KVDtype) -> None:
         self.kv_dtype: KVDtype = kv_dtype
@@ -88,7 +99,10 @@ class Gate:
         self._lock = threading.Lock()
 
     def admit(self, loaded: LoadedModel) -> None:
-        """Check a model whose KV is reused, now or in an earlier process; raise :class:`ConfigError` if it fails."""
+        """Check a model, unless it has passed before, in this process or an earlier process.
+
+        Raises :class:`ConfigError` if the check fails. Models without KV reuse always pass.
+        """
         if self.kv_dtype == "auto" or not isinstance(loaded.lm, CausalLM):
             return
         with self._lock:
@@ -109,8 +123,10 @@ class Gate:
         if not verdict.passed:
             softer = "'auto'" if kv_dtype == "int8" else "'int8' or 'auto'"
             raise ConfigError(
-                f"this model does not tolerate KV rounded to {kv_dtype}: KL {verdict.mean_kl:.3g} nats per token from the same reuse "
-                f"without rounding (at most {MAX_MEAN_KL:g} is allowed), the same or an equally likely next token for {verdict.top1:.0%} "
+                f"this model does not tolerate KV rounded to {kv_dtype}: "
+                f"KL {verdict.mean_kl:.3g} nats per token from the same reuse "
+                f"without rounding (at most {MAX_MEAN_KL:g} is allowed), "
+                f"the same or an equally likely next token for {verdict.top1:.0%} "
                 f"(at least {MIN_TOP1:.0%} is needed); use StoreConfig(kv_dtype={softer})"
             )
         logger.info("KV rounded to %s moves this model by %.2g nats", kv_dtype, verdict.mean_kl)
@@ -118,7 +134,7 @@ class Gate:
 
 
 def kept_verdict(file: Path) -> Verdict | None:
-    """Read a passed verdict; ``None`` for anything else, such as a damaged file."""
+    """Read a verdict that passed; ``None`` for anything else, such as a damaged file."""
     try:
         verdict = Verdict(**json.loads(file.read_text("utf-8")))
         return verdict if verdict.passed else None
@@ -127,24 +143,33 @@ def kept_verdict(file: Path) -> Verdict | None:
 
 
 def kl_divergence(reference: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """KL(reference ‖ other) in nats between next-token distributions given as logits ``(..., vocab)``."""
+    """Return KL(reference ‖ other) in nats between next-token distributions.
+
+    Both are given as logits ``(..., vocab)``.
+    """
     p, q = torch.log_softmax(reference.double(), -1), torch.log_softmax(other.double(), -1)
     return (p.exp() * (p - q)).sum(-1).clamp_min(0.0)
 
 
 @torch.inference_mode()
 def judge(loaded: LoadedModel, lm: CausalLM, kv_dtype: KVDtype) -> Verdict:
-    """Compare reuse with KV rounded to ``kv_dtype`` with reuse without rounding; raise ``StoreError`` if the KV can't be rounded to it."""
+    """Compare reuse with KV quantised to ``kv_dtype`` with reuse of unquantised KV.
+
+    Raises ``StoreError`` if the KV can't be quantised.
+    """
     prefix, *chunks, tail = draw_parts(loaded, lm)
     buffer, kv = encode_prefix(lm, prefix)
     assert kv is not None
     stored = [kv, *encode_chunks(lm, buffer, chunks)]
-    kinds = (("prefix", True, 0), ("chunk", True, 1), ("chunk", False, 2), ("live", False, -1))
-    lengths = [len(ids) for ids in (prefix, *chunks, tail)]
+    first, second = map(len, chunks)
     layout = place(
-        (n, kind, exact, source, False)
-        for n, (kind, exact, source) in zip(lengths, kinds, strict=True)
-    )  # type: ignore[misc]
+        [
+            (len(prefix), "prefix", True, 0, False),
+            (first, "chunk", True, 1, False),
+            (second, "chunk", False, 2, False),
+            (len(tail), "live", False, -1, False),
+        ]
+    )
     reference = _answers(lm, layout, stored, tail)
     rounded = _answers(lm, layout, [pack(each, kv_dtype) for each in stored], tail)
     return Verdict(
@@ -153,7 +178,10 @@ def judge(loaded: LoadedModel, lm: CausalLM, kv_dtype: KVDtype) -> Verdict:
 
 
 def draw_parts(loaded: LoadedModel, lm: CausalLM) -> list[list[int]]:
-    """Return the token ids of prefix, two passages, and the question with its answer, cut to the model's window."""
+    """Return the token ids of the prefix, the two passages, and the question with its answer.
+
+    They are truncated to fit the model's window.
+    """
     encoder = loaded.encoder
     texts = [
         encoder.live_ids(PREFIX, at_start=True),
@@ -167,7 +195,7 @@ def draw_parts(loaded: LoadedModel, lm: CausalLM) -> list[list[int]]:
 
 
 def _answers(lm: CausalLM, layout: Layout, kvs: Sequence[ChunkKV], tail: list[int]) -> torch.Tensor:
-    """Stitch, and return the logits of every row after the passages, ``(T, vocab)``."""
+    """Stitch and return the logits of all rows after the passages, ``(T, vocab)``."""
     buffer = lm.buffer(layout.num_tokens)
     stitch(buffer, layout, kvs, lm.rotary(layout.num_tokens))
     start = layout.num_tokens - len(tail)
@@ -178,6 +206,10 @@ def _answers(lm: CausalLM, layout: Layout, kvs: Sequence[ChunkKV], tail: list[in
 
 
 def _same_top(reference: torch.Tensor, rounded: torch.Tensor) -> float:
-    """Share of rows of logits ``(T, vocab)`` whose best token with rounding is the best without, or about as likely."""
+    """Return the share of rows whose best token with quantisation is also likely without it.
+
+    Likely means: at least :data:`AS_LIKELY` times the probability of the best token. Both arguments
+    are logits ``(T, vocab)``.
+    """
     chosen = reference.gather(-1, rounded.argmax(-1, keepdim=True)).squeeze(-1)
     return float((chosen - reference.amax(-1) >= math.log(AS_LIKELY)).double().mean())

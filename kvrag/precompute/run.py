@@ -1,4 +1,7 @@
-"""Index time: texts → token ids → keys → KV → store, in batches. Stored chunks are skipped, so an interrupted run can be repeated."""
+"""Precompute: texts → token ids → chunk keys → KV → store, in batches.
+
+Stored chunks are skipped, so an interrupted run can be repeated.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,10 @@ PREFIX_PRIORITY = 85  # priority of a prefix's KV: it is small, and every prompt
 
 @dataclass(frozen=True, slots=True)
 class NewChunk:
-    """A text to store, and the documents that refer to it. ``entry`` is ``None`` if the text is too short to be found."""
+    """A chunk to store, and the documents that refer to it.
+
+    ``entry`` is ``None`` if the text is too short for the span scanner.
+    """
 
     doc_ids: tuple[str | None, ...]
     entry: TextEntry | None
@@ -42,53 +48,70 @@ class NewChunk:
 
     @property
     def label(self) -> str:
-        """Its name in reports: of a document, else of its blob."""
+        """Name in reports: the first document id, else the beginning of the chunk key."""
         return next((i for i in self.doc_ids if i is not None), chunk_key(self.identity)[:12])
 
 
 def tell_short(store: TieredStore, short: Sequence[tuple[str, str]]) -> None:
-    """Log how many documents have no KV because they are too short, as :class:`PrecomputeReport` lists them; once as a warning."""
+    """Log the number of documents that are too short to have KV, and the first of them.
+
+    ``short`` is :attr:`PrecomputeReport.short`. The first log per store is a warning, later logs
+    are INFO.
+    """
     if not short:
         return
     level = logging.INFO if store in _told else logging.WARNING
     _told.add(store)
-    what = "%d document(s) are too short to have KV and are computed with each prompt (PrecomputeReport.short): %r, %s"
+    what = (
+        "%d document(s) are too short to have KV and are computed with each prompt "
+        "(PrecomputeReport.short): %r, %s"
+    )
     logger.log(level, what, len(short), *short[0])
 
 
-_told: WeakSet[TieredStore] = WeakSet()  # stores whose users have been told
+_told: WeakSet[TieredStore] = WeakSet()  # stores whose users have seen the warning
 
 
 class Guard:
-    """May hold up or end a run in the background; this one does neither."""
+    """Hooks that may delay or end a background run; the defaults do neither."""
 
     def before_forward(self) -> None:
-        """Return when the next forward may run; an exception ends the run."""
+        """Block until the next forward may run; an exception ends the run."""
 
     def storing(self) -> AbstractContextManager[object]:
-        """Return the context to write chunks in; an exception ends the run."""
+        """Return the context manager to write chunks in; an exception ends the run."""
         return nullcontext()
 
     def refusal(self, entry: TextEntry | None) -> str:
-        """Say, inside :meth:`storing`, why a text is not to be stored any more; nothing if it is."""
+        """Return the reason why a text must no longer be stored, else ``""``.
+
+        Called inside :meth:`storing`.
+        """
         return ""
 
 
 class Precompute:
-    """One run: stores the KV of a prefix and of texts behind it.
+    """A run that stores the KV of a prefix and of texts behind it.
 
     Parameters
     ----------
-    namespace, prefix, context
-        The namespace's digest, the text that chunks are encoded behind, and the token ids of the context that stands between both.
+    namespace
+        Digest of the namespace.
+    prefix
+        Text that chunks are encoded behind.
+    context
+        Token ids of the context between the prefix and the chunk.
     retention
-        Retention of the chunks, including stored ones; ``None``: the default for new ones. The prefix has at least
-        :data:`PREFIX_PRIORITY`. Without a cost, it is measured: each forward's time, divided among its chunks by their tokens.
+        Retention of the chunks, including chunks stored already; by default, new chunks get the
+        default retention and stored chunks keep theirs. The prefix has at least priority
+        :data:`PREFIX_PRIORITY`. If ``cost_ms`` is not given, it is measured: a forward's time,
+        divided among its chunks in proportion to their tokens.
     guard
-        Called before each forward and around each write.
+        Called before every forward and around every write.
     """
 
-    # On a CPU, where an index that grows by single documents would compute the same prefix and context for seconds each time.
+    # On a CPU, recomputing the same prefix and context would take seconds per run, for example for
+    # every document that is added to an index.
     _kept: ClassVar[WeakKeyDictionary[CausalLM, dict[object, Behind]]] = WeakKeyDictionary()
 
     def __init__(
@@ -111,7 +134,7 @@ class Precompute:
         )
         self._lm = loaded.lm if isinstance(loaded.lm, CausalLM) else loaded.reusable  # which raises
         self._retention = retention
-        self._is_asked_for = guard is None  # else chunks of prompts
+        self._is_asked_for = guard is None  # requested by the user, not by write-back
         ids = tuple(loaded.encoder.live_ids(prefix, at_start=True))
         identity = ChunkIdentity(
             loaded.identity.fingerprint, namespace, ids_digest(()), ids, config.kv_dtype
@@ -121,10 +144,10 @@ class Precompute:
             max(PREFIX_PRIORITY, retention.priority if retention else 0)
         )
         self._prefix_kv: KVBuffer | None = None
-        self._is_refused, self._token_bytes = False, 0.0  # by the store; of the KV as it is kept
-        self._write: Future[None] | None = (
-            None  # one batch is written while the next one is computed
-        )
+        # Whether the store refuses chunks, and the stored bytes per token of the last chunk.
+        self._is_refused, self._token_bytes = False, 0.0
+        # The batch being written, while the next batch is computed.
+        self._write: Future[None] | None = None
         self._linked: list[NewChunk] = []
         self._done: list[NewChunk] = []
         self.stored = self.skipped = self.stored_bytes = 0
@@ -133,17 +156,17 @@ class Precompute:
     def run(
         self, items: Sequence[Item], *, batch_size: int = 8, show_progress: bool | None = False
     ) -> PrecomputeReport:
-        """Store the KV of the prefix and of every text that has none yet; equal texts are computed once.
+        """Store the KV of the prefix and of every text that has no KV yet.
 
-        ``batch_size`` is the number of chunks per forward, halved when memory runs out; ``show_progress`` is as for
+        Equal texts are computed once. ``batch_size`` is the number of chunks per forward. If memory
+        runs out, a batch is halved. ``show_progress`` is ``show`` of
         :class:`~kvrag.progress.Progress`.
         """
         start = time.perf_counter()
         chunks = self._distinct(items)
         todo = [chunk for chunk in chunks if self._is_missing(chunk)]
-        todo.sort(
-            key=lambda chunk: len(chunk.identity.token_ids)
-        )  # neighbours of similar length need little padding
+        # Chunks of similar length in a batch need little padding.
+        todo.sort(key=lambda chunk: len(chunk.identity.token_ids))
         self._retain_linked()
         done = len(chunks) - len(todo)
         with Progress(
@@ -169,7 +192,7 @@ class Precompute:
         )
 
     def _distinct(self, items: Sequence[Item]) -> list[NewChunk]:
-        """Return a chunk for each distinct text, with all its document ids."""
+        """Return a chunk per distinct text, with all its document ids."""
         named: dict[str, dict[str | None, None]] = {}
         for name, text in items:
             named.setdefault(text, {})[name] = None
@@ -182,13 +205,19 @@ class Precompute:
         ]
 
     def _is_missing(self, chunk: NewChunk) -> bool:
-        """Whether a chunk must be computed; if it is stored already, its documents are added."""
+        """Whether a chunk must be computed. If it is stored already, its documents are linked.
+
+        Chunks that are too short, too long or refused are reported and not computed.
+        """
         length, before = (
             len(chunk.identity.token_ids),
             len(self._prefix.identity.token_ids) + len(self._context),
         )
         if length < self._config.min_chunk_tokens or chunk.entry is None:
-            reason = f"{length} tokens, fewer than {self._config.min_chunk_tokens} (StoreConfig.min_chunk_tokens)"
+            reason = (
+                f"{length} tokens, fewer than {self._config.min_chunk_tokens} "
+                "(StoreConfig.min_chunk_tokens)"
+            )
             if length >= self._config.min_chunk_tokens:
                 reason = f"fewer than {ANCHOR_CHARS} characters, which can't be found in a prompt"
             self.short += [(doc_id or chunk.label, reason) for doc_id in chunk.doc_ids]
@@ -213,7 +242,7 @@ class Precompute:
         return False
 
     def _retain_linked(self) -> None:
-        """Set the retention of stored chunks, if this run has one; the prefix's priority is never lowered."""
+        """Set the retention of chunks stored already; the prefix's priority is never lowered."""
         if self._retention is None:
             return
         key = chunk_key(self._prefix.identity)
@@ -229,20 +258,21 @@ class Precompute:
             logger.warning("stored chunks keep their retention: %s", error)
 
     def _store_batch(self, chunks: list[NewChunk]) -> None:
-        """Encode some chunks and start writing them; failures are reported, and the run continues."""
+        """Encode chunks and start writing them. Failures are reported, and the run continues."""
         kvs, ms_per_token, reason = self._encode(chunks)
-        # The forward may have seen another adapter.
+        # An adapter may have been switched since the run began.
         if self._loaded.identity.fingerprint != self._prefix.identity.model:
             for chunk in chunks:
                 self._fail(
                     chunk,
-                    "the model's adapters or weights changed while it was computed; precompute again",
+                    "the model's adapters or weights changed while it was computed; "
+                    "precompute again",
                 )
         elif kvs:
             self._finish_write()
             try:
                 self._write = POOL.submit(lambda: self._put_all(chunks, kvs, ms_per_token))
-            except RuntimeError:  # no thread
+            except RuntimeError:  # no thread could be started
                 self._put_all(chunks, kvs, ms_per_token)
         elif len(chunks) == 1:
             self._fail(chunks[0], f"out of memory ({reason})")
@@ -252,19 +282,22 @@ class Precompute:
             self._store_batch(chunks[half:])
 
     def _finish_write(self) -> None:
-        """Wait for the batch that is being written, and raise its exception."""
+        """Wait for the batch that is being written; raises its exception."""
         write, self._write = self._write, None
         if write is not None:
             write.result()
 
     def _encode(self, chunks: list[NewChunk]) -> tuple[list[ChunkKV], float, str]:
-        """Return the KV of some chunks and the ms per token; if memory runs out, no KV and the message: the exception holds tensors."""
+        """Return the KV of chunks, the milliseconds per token, and ``""``.
+
+        If memory runs out, return no KV and the error's message; the exception itself would keep
+        tensors alive.
+        """
         try:
             prefix = self._encode_prefix()
             start, token_ids = time.perf_counter(), [chunk.identity.token_ids for chunk in chunks]
-            kvs = encode_chunks(
-                self._lm, prefix, token_ids
-            )  # on the host: nothing is still being computed
+            # The KV is on the host, so the device has finished and the time is complete.
+            kvs = encode_chunks(self._lm, prefix, token_ids)
             return kvs, 1e3 * (time.perf_counter() - start) / sum(map(len, token_ids)), ""
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
@@ -272,7 +305,7 @@ class Precompute:
             return [], 0.0, str(error)
 
     def _encode_prefix(self) -> KVBuffer:
-        """Encode the prefix once per run, and store its KV: prompts that start with it reuse it exactly."""
+        """Encode the prefix once per run, and store its KV. Prompts that begin with it reuse it."""
         if self._prefix_kv is None:
             start, behind, kept = (
                 time.perf_counter(),
@@ -315,7 +348,7 @@ class Precompute:
             results = self._store.put_all([new for _, new in wanted])
         for (chunk, _), written in zip(wanted, results, strict=True):
             if isinstance(written, StoreError):
-                # For want of room, or by a fault of the disk; a fault of this chunk's own keeps no other from it.
+                # An OSError (no space, or a disk failure) concerns all chunks; other errors don't.
                 self._is_refused = isinstance(written.__cause__, OSError)
                 self._fail(chunk, str(written))
             else:
@@ -330,7 +363,7 @@ class Precompute:
         return NewKV(chunk.identity, kv, chunk.entry, chunk.doc_ids, retention)
 
     def _recount(self) -> None:
-        """Report chunks that later ones have already evicted."""
+        """Report the chunks of this run that later chunks have evicted."""
         keys = {chunk_key(chunk.identity): chunk for chunk in self._done}
         known = self._store.known(keys)
         remedy = "disk_bytes or disk_fraction, lower min_free_bytes, or free space there"
@@ -340,18 +373,22 @@ class Precompute:
             self.stored -= 1
             self._fail(
                 chunk,
-                f"evicted by later chunks, because the store is too small; raise StoreConfig.{remedy}",
+                "evicted by later chunks, because the store is too small; "
+                f"raise StoreConfig.{remedy}",
             )
 
     def _give_up(self, rest: list[NewChunk]) -> None:
-        """Report chunks that are not computed, because the store has refused a shorter one, and how much room they want."""
+        """Report chunks that are not computed because the store refuses chunks, and their size."""
         size = self._token_bytes * sum(len(chunk.identity.token_ids) for chunk in rest)
-        reason = f"not computed: the store refuses chunks, and the {len(rest)} that are left take {size / 2**20:.1f} MiB"
+        reason = (
+            f"not computed: the store refuses chunks, and the {len(rest)} that are left take "
+            f"{size / 2**20:.1f} MiB"
+        )
         logger.warning("precompute ends early: %s", reason)
         self.failed += [(chunk.label, reason) for chunk in rest]
 
     def _fail(self, chunk: NewChunk, reason: str) -> None:
-        """Report a chunk that was not stored and is computed at query time."""
+        """Report a chunk that was not stored; it is computed at query time."""
         logger.warning(
             "chunk %s (%s) was not stored: %s", chunk_key(chunk.identity)[:12], chunk.label, reason
         )

@@ -1,10 +1,13 @@
-"""Serving on Ray Serve: replicas of the OpenAI-compatible server on one shared store, behind a front that knows whose memory holds what.
+"""Serving on Ray Serve: replicas of the OpenAI-compatible server on a shared store.
+
+A request goes to the replica that had its chunks before, and so has them in memory.
 
 ::
 
-    client ─▶ front: which chunks does the prompt hold? ─▶ router: which replica had them? ─▶ replica: kvrag.server ─▶ engine
+    client ─▶ front (finds chunks) ─▶ router (chooses a replica) ─▶ replica: kvrag.server ─▶ engine
 
-``app`` configures and builds it. Imports the facade, ``server``, and what finds chunks in texts (``prompt.spans``).
+``app`` configures and builds it. Imports the facade, ``server`` and ``prompt.spans``, which finds
+chunks in texts.
 """
 
 from kvrag.serving.app import ServingConfig, build

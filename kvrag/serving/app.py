@@ -1,4 +1,4 @@
-"""The application: what is configured, and the deployments that it is made of."""
+"""The Ray Serve application: its configuration and its deployments."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ServingConfig:
-    """Options of :func:`build`; all are values that YAML has.
+    """Options of :func:`build`; all values can be written in YAML.
 
     Parameters
     ----------
     model, kv_dir
-        As for :meth:`kvrag.KVRagEngine.from_pretrained`. Replicas on several machines need a shared store, here or as
-        ``store["shared"]``.
+        As for :meth:`kvrag.KVRagEngine.from_pretrained`. Replicas on several machines need a shared
+        store, here or as ``store["shared"]``.
     engine, store, repair, server
-        Further options of the engine, of :class:`kvrag.StoreConfig`, :class:`kvrag.RepairConfig` and
-        :class:`kvrag.server.ServerConfig`. Without ``server["api_keys"]``, keys come from each machine's ``KVRAG_API_KEYS``, which
-        is the better place for them.
+        Further options of the engine, of :class:`kvrag.StoreConfig`, :class:`kvrag.RepairConfig`
+        and :class:`kvrag.server.ServerConfig`. Without ``server["api_keys"]``, API keys come from
+        ``KVRAG_API_KEYS`` on every machine, which is the better place for them.
     replicas
-        How many, or the least and the most: as many then as the load asks for.
+        Number of replicas, or a range ``(least, most)`` to scale in with the load.
     num_cpus, num_gpus
-        Of each replica.
+        CPUs and GPUs per replica.
     fronts
-        Processes that take requests and pass them on.
+        Number of processes that take requests and pass them on.
     autoscaling
-        Further options of Ray Serve's ``AutoscalingConfig``, where ``replicas`` is a range.
+        Further options of Ray Serve's ``AutoscalingConfig``, if ``replicas`` is a range.
     warm_s
-        Seconds that a new replica reads the chunks that were used most into memory, before it takes requests.
+        Most seconds that a new replica loads the most used chunks into memory, before it takes
+        requests.
     """
 
     model: str
-    kv_dir: str | None = field(
-        default=None, repr=False
-    )  # these may hold an address with a password
+    # repr=False: these may hold a URL with a password, or API keys.
+    kv_dir: str | None = field(default=None, repr=False)
     engine: Mapping[str, Any] = field(default_factory=dict)
     store: Mapping[str, Any] = field(default_factory=dict, repr=False)
     repair: Mapping[str, Any] | None = None
-    server: Mapping[str, Any] = field(default_factory=dict, repr=False)  # it may hold keys
+    server: Mapping[str, Any] = field(default_factory=dict, repr=False)
     replicas: int | tuple[int, int] = 1
     num_cpus: float = 1.0
     num_gpus: float = 0.0
@@ -64,17 +64,20 @@ class ServingConfig:
         least, most = self.least_and_most
         if self.kv_dir is None:
             raise ConfigError(
-                "ServingConfig.kv_dir is None, and replicas could share nothing; name a directory or a shared store"
+                "ServingConfig.kv_dir is None, and replicas could share nothing; "
+                "name a directory or a shared store"
             )
         if not 1 <= least <= most or self.fronts < 1:
             raise ConfigError(
-                f"ServingConfig has replicas={self.replicas!r} and fronts={self.fronts!r}; both begin at 1"
+                f"ServingConfig has replicas={self.replicas!r} and fronts={self.fronts!r}; "
+                "both begin at 1"
             )
         if self.autoscaling and least == most:
             raise ConfigError(
-                "ServingConfig.autoscaling has no effect without a range of replicas; pass replicas=(1, 4)"
+                "ServingConfig.autoscaling has no effect without a range of replicas; "
+                "pass replicas=(1, 4)"
             )
-        self.server_config, self.store_config  # noqa: B018 - what they refuse is said here
+        self.server_config, self.store_config  # noqa: B018 - raise on invalid options
 
     @property
     def least_and_most(self) -> tuple[int, int]:
@@ -86,7 +89,7 @@ class ServingConfig:
 
     @property
     def server_config(self) -> ServerConfig:
-        """The server's options, with the keys of this machine."""
+        """The server's options, with the API keys of this machine."""
         return ServerConfig(**{"api_keys": keys_of_environment(), **self.server})
 
     @property
@@ -95,7 +98,7 @@ class ServingConfig:
         return StoreConfig(**self.store)
 
     def open(self) -> KVRagEngine:
-        """Make an engine, whose model is loaded at first use."""
+        """Return an engine; its model is loaded at first use."""
         own = {
             "kv_dir": self.kv_dir,
             "store_config": self.store_config,
@@ -105,7 +108,9 @@ class ServingConfig:
 
 
 def build(args: ServingConfig | Mapping[str, Any]) -> Application:
-    """Make the Ray Serve application, for ``serve.run`` or, as ``import_path: kvrag.serving:build``, for a Serve YAML.
+    """Build the Ray Serve application.
+
+    For ``serve.run``, or as ``import_path: kvrag.serving:build`` in a Serve YAML file.
 
     Parameters
     ----------
@@ -124,7 +129,7 @@ def build(args: ServingConfig | Mapping[str, Any]) -> Application:
     from kvrag.serving.replica import Replica
 
     config = args if isinstance(args, ServingConfig) else _config(args)
-    config.open().close()  # what can't be used is said here
+    config.open().close()  # raises on invalid options
     replica = serve.deployment(Replica).options(**_of_replicas(config)).bind(asdict(config))
     front = serve.deployment(Front).options(
         num_replicas=config.fronts, max_ongoing_requests=10_000, ray_actor_options={"num_cpus": 0}

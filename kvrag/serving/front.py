@@ -1,4 +1,7 @@
-"""What clients reach: it finds the chunks of a prompt, passes the request to a replica, and asks another one where that is lost."""
+"""The front: Ray Serve's ingress, which finds a prompt's chunks and passes requests to replicas.
+
+If a replica is lost, the front passes the request to another replica.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +23,9 @@ from kvrag.prompt.spans import SpanIndex
 from kvrag.server.errors import APIError
 from kvrag.serving.app import ServingConfig
 
-ATTEMPTS = 5  # replicas that a request is passed to, one after the other
+ATTEMPTS = 5  # most replicas that a request is passed to, in sequence
 LOST = (RayActorError, ReplicaUnavailableError)
-"""A replica that has died, or whose machine has."""
+"""Errors that mean that a replica, or its machine, has died."""
 PASSED_ON = (
     *(
         "type",
@@ -37,17 +40,17 @@ PASSED_ON = (
         "server",
     ),
 )
-"""What of an ASGI scope can be sent to another process."""
+"""Fields of an ASGI scope that can be sent to another process."""
 
 _TOLD = APIError(503, "the replica was lost in the middle of the answer; ask again", "replica_lost")
 BROKEN_OFF = {"type": "http.response.body", "body": f"data: {json.dumps(_TOLD.body)}\n\n".encode()}
-"""The last event of a stream that can't be continued."""
+"""Last event of a stream that can't be continued."""
 
 logger = logging.getLogger(__name__)
 
 
 class Front:
-    """The ingress deployment. It has the catalog of the store, and no model."""
+    """The ingress deployment. It has the catalog of the store, but no model."""
 
     def __init__(self, replica: DeploymentHandle[Any], options: Mapping[str, Any]) -> None:
         config = ServingConfig(**options)
@@ -82,14 +85,16 @@ class Front:
             (message.get("body", b"") async for message in messages), start["status"]
         )
         named = [(bytes(name), bytes(value)) for name, value in start.get("headers", ())]
-        # Ray's proxy has given the request its id, and adds it to the response.
+        # Ray's proxy assigned the request id, and adds it to the response itself.
         response.raw_headers = [each for each in named if each[0] != b"x-request-id"]
         return response
 
     def keys(self, authorization: str, body: bytes) -> list[str]:
-        """Return the digests of the chunks in a request's first text that has some; of its first question, where none has.
+        """Return the routing keys of a request.
 
-        The first texts stay the same in all turns of a chat: the replica that has the chat's history gets them all.
+        They are the digests of the chunks in its first text that contains any; without chunks, the
+        digest of its first question. The first texts stay the same in all turns of a chat, so the
+        replica that holds the chat's history gets every turn.
         """
         try:
             tenant = (
@@ -104,16 +109,11 @@ class Front:
                 if chunks := spans.scan(text):
                     return [chunk.digest for chunk in chunks]
             return [text_digest(text) for is_question, text in found if is_question][:1]
-        except (
-            KVRagError,
-            OSError,
-            ValueError,
-            RecursionError,
-        ):  # the replica says what is wrong with it
+        except (KVRagError, OSError, ValueError, RecursionError):  # the replica reports the error
             return []
 
     def _known(self, namespace: str) -> SpanIndex:
-        """Return the texts of a namespace that the store has now."""
+        """Return the index of the texts of a namespace, with all texts stored by now."""
         spans, cursor = self._spans.get(namespace) or (SpanIndex(text_digest), 0)
         new, cursor = self._engine.store.catalog.texts(namespace, cursor)
         spans.add(new)
@@ -123,10 +123,12 @@ class Front:
     async def _passed(
         self, scope: Mapping[str, Any], body: bytes, keys: list[str]
     ) -> AsyncIterator[dict[str, Any]]:
-        """Pass a request to one replica after the other until one has answered it.
+        """Pass a request to replicas, in sequence, until an answer is complete.
 
-        Nothing of an answer that isn't streamed is sent before it is complete. Of one that is, another replica repeats what was sent, which
-        is left out; where it differs, as sampled answers do, the stream ends with an error.
+        Yields the answer's ASGI messages. An answer that is not streamed is sent only once it is
+        complete. If a replica is lost while it streams, the next replica repeats the answer from
+        the start, and messages that were yielded already are dropped. If its answer differs, as
+        sampled answers do, the stream ends with an error.
         """
         sent = list[Any]()
         for attempt in range(1, ATTEMPTS + 1):
@@ -158,7 +160,10 @@ class Front:
 
 
 def texts(body: Any) -> list[tuple[bool, str]]:
-    """Return the texts of a request in their order, and of each whether it is a question: a user's, or a prompt."""
+    """Return the texts of a request in order, as ``(is question, text)``.
+
+    User messages and prompts are questions.
+    """
     if not isinstance(body, dict):
         return []
     found, messages = list[tuple[bool, str]](), body.get("messages")
@@ -187,7 +192,10 @@ def texts(body: Any) -> list[tuple[bool, str]]:
 
 
 def saying(message: Mapping[str, Any]) -> Any:
-    """Return what an ASGI message of a response says, but for ids and times; ``None`` for a sign of life."""
+    """Return the content of an ASGI response message without ids and times, for comparison.
+
+    ``None`` for a keep-alive comment.
+    """
     if message["type"] == "http.response.start":
         return message["status"]
     data = bytes(message.get("body", b""))

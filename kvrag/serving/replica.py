@@ -1,4 +1,4 @@
-"""One replica: an engine behind the HTTP API, whose requests come from a front instead of a socket."""
+"""The replica: an engine behind the HTTP API, with requests from a front instead of a socket."""
 
 from __future__ import annotations
 
@@ -16,23 +16,27 @@ from kvrag.errors import StoreError
 from kvrag.server.app import create_app, prepare_process
 from kvrag.serving.app import ServingConfig
 
-PUBLISH_S = 5.0  # between two times that metrics are handed to Ray
-BACKLOG = 64  # messages of an answer that the front has not taken yet
-MOST = 1000  # chunks that a new replica asks for
+PUBLISH_S = 5.0  # seconds between two updates of Ray's metrics
+BACKLOG = 64  # most queued messages of an answer that the front has not taken yet
+MOST = 1000  # most chunks that a new replica loads into memory
 
 Message = dict[str, Any]
 """An ASGI message."""
 
 
 class Replica:
-    """A deployment: answers requests with :func:`kvrag.server.create_app`; the header ``x-kvrag-replica`` says who did."""
+    """The replica deployment: answers requests with :func:`kvrag.server.create_app`.
+
+    The response header ``x-kvrag-replica`` holds the replica's id.
+    """
 
     _name = ""
 
-    async def __init__(self, options: Mapping[str, Any]) -> None:  # type: ignore[misc] # Ray awaits it
+    # Ray awaits the constructor.
+    async def __init__(self, options: Mapping[str, Any]) -> None:  # type: ignore[misc]
         prepare_process()
         config = ServingConfig(**options)
-        with suppress(RayServeException):  # no replica of Ray's: a test's
+        with suppress(RayServeException):  # in tests, there is no replica context
             self._name = get_replica_context().replica_id.unique_id
         self._engine = config.open()
         self._app = create_app(self._engine, config.server_config)
@@ -44,7 +48,10 @@ class Replica:
     async def answer(
         self, scope: Message, body: bytes, *, keys: Sequence[str] = ()
     ) -> AsyncIterator[Message]:
-        """Yield the messages of a response; ``keys`` are the router's. Who is no longer listened to stops."""
+        """Yield the ASGI messages of a response; disconnect if the consumer stops iterating.
+
+        ``keys`` are not used here; :class:`~kvrag.serving.router.ChunkRouter` reads them.
+        """
         messages: asyncio.Queue[MutableMapping[str, Any] | None] = asyncio.Queue(BACKLOG)
         has_left, parts = asyncio.Event(), [body]
 
@@ -72,24 +79,27 @@ class Replica:
             await answering
         finally:
             has_left.set()
-            while not answering.done():  # nobody takes its messages any more, which it may wait for
+            while not answering.done():  # drain the queue, in case the app waits for room in it
                 await asyncio.wait(
                     {answering, asyncio.ensure_future(messages.get())},
                     return_when=asyncio.FIRST_COMPLETED,
                 )
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return how many requests run, and wait for room, for :func:`kvrag.serving.router.by_queue`."""
+        """Return the numbers of running and waiting requests.
+
+        Ray hands them to :func:`kvrag.serving.router.by_queue`.
+        """
         load, admission = self._engine.load, self._app.state.service.admission
         return {"running": float(load.running), "waiting": float(load.waiting + admission.waiting)}
 
     def __del__(self) -> None:
-        """Close the engine, when Ray Serve lets go of a replica."""
-        with suppress(AttributeError):  # it has not begun
+        """Close the engine when Ray Serve drops the replica."""
+        with suppress(AttributeError):  # no engine yet, if the constructor failed
             self._engine.close()
 
     async def _publish(self) -> None:
-        """Hand what Prometheus would read on to Ray, which serves all replicas' metrics with their names."""
+        """Copy the Prometheus metrics to Ray's gauges; Ray serves the metrics of all replicas."""
         registry = self._app.state.service.metrics.registry
         while True:
             for metric in await asyncio.to_thread(lambda: list(registry.collect())):
@@ -104,7 +114,10 @@ class Replica:
 
 
 def warm(engine: KVRagEngine, seconds: float) -> int:
-    """Read the chunks that were used most into memory, as far as there is room and time; return how many were found."""
+    """Load the most used chunks into memory, within its limits, for at most ``seconds``.
+
+    Returns the number of chunks found.
+    """
     if seconds <= 0:
         return 0
     with suppress(StoreError):

@@ -1,4 +1,4 @@
-"""Which replica answers: the one that had the prompt's chunks before, unless it has too much to do."""
+"""Routing: prefer the replica that had the prompt's chunks before, unless it is overloaded."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from ray.serve.autoscaling_policy import replica_queue_length_autoscaling_policy
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 SLACK = 1.25
-"""Requests of a replica, over the mean of all, from which on others are asked first: consistent hashing with bounded loads, 2016."""
-FREE = 2  # requests that a replica takes in any case
+"""Replicas with this multiple of the mean load, or more, are asked last (consistent hashing with
+bounded loads, 2016)."""
+FREE = 2  # a replica with fewer requests is never overloaded
 
 
 def by_owner(keys: Iterable[str], replicas: Iterable[str]) -> list[str]:
-    """Return the replicas, first those that own most of the keys.
+    """Return the replicas, sorted by the number of keys that they own, highest first.
 
-    Each key has an owner by rendezvous hashing (Thaler and Ravishankar, 1998): the replica with the highest hash of both names. So the
-    order doesn't depend on that of the keys, every front finds the same one, and where a replica comes or goes, only its keys move.
+    Rendezvous hashing (Thaler and Ravishankar, 1998) assigns every key to the replica with the
+    highest hash of both names. So the result doesn't depend on the order of the keys, all fronts
+    agree, and when a replica joins or leaves, only its keys move.
     """
     replicas, keys = sorted(replicas), sorted(set(keys))
     owned = (
@@ -32,10 +34,13 @@ def by_owner(keys: Iterable[str], replicas: Iterable[str]) -> list[str]:
 
 
 def ranked(keys: Iterable[str], loads: Mapping[str, int]) -> list[list[str]]:
-    """Return replicas in the order in which they are asked; those of one rank are equals, of which Ray takes the least loaded.
+    """Return the replicas in ranks, in the order in which they are asked.
 
-    Those that have more than :data:`SLACK` times the mean load come last, together. Without keys all are equals, in any order: of those
-    with as little to do Ray takes the first.
+    Every replica is a rank of its own, in the order of :func:`by_owner`; but overloaded replicas
+    are the last rank together. They have at least :data:`FREE` requests and :data:`SLACK` times the
+    mean load, counting this request. Within a rank, Ray takes the least loaded replica, and the
+    first of equally loaded replicas. So without keys, all replicas are a single rank in random
+    order.
     """
     if not list(keys):
         return [random.sample(list(loads), len(loads))]
@@ -50,17 +55,18 @@ def _hash(*names: str) -> bytes:
 
 
 class ChunkRouter(RequestRouter):
-    """Ray Serve's request router by :func:`ranked`; a request's ``keys`` are its argument of that name."""
+    """Ray Serve request router that uses :func:`ranked`, with the request's argument ``keys``."""
 
     async def choose_replicas(
         self,
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """Return the replicas, those to be asked first in front."""
+        """Return the replicas in the ranks of :func:`ranked`."""
         keys = [] if pending_request is None else pending_request.kwargs.get("keys", [])
         if pending_request is not None:
-            pending_request.routing_context.should_backoff = True  # once none of them has taken it
+            # Back off after all replicas have rejected the request.
+            pending_request.routing_context.should_backoff = True
         by_name = {each.replica_id.unique_id: each for each in candidate_replicas}
         loads = {
             name: self.replica_queue_len_cache.get(each.replica_id) or 0
@@ -70,9 +76,10 @@ class ChunkRouter(RequestRouter):
 
 
 def by_queue(context: Any) -> tuple[float, dict[str, Any]]:
-    """Return how many replicas are wanted: Ray's own policy, and more while requests wait for room in a replica's memory.
+    """Autoscaling policy: Ray's own, or more replicas while requests wait for room in memory.
 
-    What runs is what the replicas have room for, so as many more are wanted as would run what waits.
+    The running requests are the capacity of the current replicas. So the number of replicas is
+    scaled by (running + waiting) ÷ running.
     """
     wanted, state = replica_queue_length_autoscaling_policy(context)
     stats = context.aggregated_metrics or {}
