@@ -1,10 +1,11 @@
-"""The command line, ``kvrag COMMAND``.
+"""Command line, ``kvrag COMMAND``.
 
 ::
 
-    app ─▶ ask (ask, explain, verify) · precompute · calibrate · estimate · store (stats, fsck, gc, rm, export, import) · kernels · demo
-             └───────────┴──────────────────────┴────▶ options (flags ─▶ configs ─▶ engine) · documents (files ─▶ prompts, chunks) · output
+    app ─▶ ask (ask, explain, verify) · precompute · measure (evaluate, calibrate) · estimate
+           · serve · store (stats, documents, fsck, gc, rm, export, import) · kernels · demo
+    commands ─▶ options (flags ─▶ configs ─▶ engine) · documents (files ─▶ prompts, chunks) · output
 
-May import every other room but ``testing``. Commands import torch and transformers inside their functions, because that takes
-seconds: ``kvrag --help`` and an estimate from a preset need neither.
+May import every other room but ``testing``. Commands import torch and transformers inside their
+functions, because that takes seconds: ``kvrag --help`` and an estimate from a preset need neither.
 """

@@ -1,7 +1,7 @@
-"""The commands of ``kvrag``, put together.
+"""Command line of ``kvrag``: all commands together.
 
-Errors that kvrag raises on purpose are printed as one sentence on standard error, with exit status 2. ``--debug`` or ``KVRAG_DEBUG=1``
-show their tracebacks instead.
+Errors that kvrag raises on purpose are printed as a sentence on standard error, with exit status 2.
+``--debug`` or ``KVRAG_DEBUG=1`` shows their tracebacks instead.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ try:
 except ModuleNotFoundError as error:
     if (error.name or "").partition(".")[0] not in ("typer", "rich"):
         raise
-    # The console script imports this module before it calls main(), so this is the place to say it.
+    # The console script imports this module before it calls main(), so the message belongs here.
     sys.stderr.write(
         f"the command line needs {error.name!r}; install kvrag[cli]: pip install 'kvrag[cli]'\n"
     )
@@ -37,10 +37,10 @@ except ModuleNotFoundError as error:
 
 
 class Command(typer.core.TyperCommand):
-    """A command that understands other names of its options."""
+    """A command that understands aliases of its options."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Put options' own names in the place of others, up to a ``--``."""
+        """Replace aliases of options by the options' own names, up to a ``--``."""
         own = {name for option in self.params for name in option.opts}
         end = args.index("--") if "--" in args else len(args)
         for place, arg in enumerate(args[:end]):
@@ -52,11 +52,11 @@ class Command(typer.core.TyperCommand):
 
 
 SPELLINGS = {"--ratio": "--recompute-ratio", "--max-tokens": "--max-new-tokens"}
-"""Other names that are taken for options."""
+"""Aliases of options."""
 
 
 class Commands(typer.core.TyperGroup):
-    """A group that prints kvrag's own errors as sentences, and takes ``--debug`` anywhere on the line."""
+    """A group that prints kvrag's errors as sentences, and takes ``--debug`` at any place."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Move ``--debug`` to the front, where the group's options are read."""
@@ -78,7 +78,7 @@ class Commands(typer.core.TyperGroup):
 
 
 def _sentence(error: Exception) -> str:
-    """Say an error; one of the system with the file that it is about."""
+    """Return the message of an error; a system error names the file that it is about."""
     if (
         isinstance(error, OSError)
         and not isinstance(error, KVRagError)
@@ -89,7 +89,10 @@ def _sentence(error: Exception) -> str:
 
 
 def demo(context: typer.Context) -> None:
-    """Answer questions about real documents twice, by full prefill and with reuse from disk, and compare time and answers."""
+    """Answer questions about real documents twice, by full prefill and with reuse, and compare.
+
+    Reuse loads the KV from disk. Shows times and answers.
+    """
     examples = example("demo/main.py", otherwise="run it in a checkout").parent.parent
     sys.path.insert(0, str(examples))
     try:
@@ -156,10 +159,10 @@ def _options(
         bool, typer.Option("--debug", help="Show tracebacks (also KVRAG_DEBUG=1).")
     ] = False,
 ) -> None:
-    """Prefill each RAG chunk once, and reuse its KV in every prompt."""
+    """Prefill RAG chunks once, and reuse their KV in every prompt."""
 
 
 def main() -> None:
-    """Run the command line; the entry point of ``kvrag``."""
+    """Run the command line; this is the entry point of ``kvrag``."""
     write_anything()
     app()

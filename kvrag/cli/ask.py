@@ -1,4 +1,4 @@
-"""``kvrag ask | explain | verify``: answer a prompt, show what of it is known, compare reuse with full prefill."""
+"""``kvrag ask | explain | verify``: answer a prompt, show its chunks, compare with full prefill."""
 
 from __future__ import annotations
 
@@ -43,7 +43,10 @@ _QUESTION = typer.Argument(
 )
 _PROMPT = typer.Argument(
     metavar="[MODEL] [PROMPT]",
-    help="The model, and a file of the prompt, text or JSON messages; - is standard input. With --context, the question.",
+    help=(
+        "The model, and a file of the prompt, text or JSON messages; - is standard input. With "
+        "--context, the question."
+    ),
 )
 _PROMPTS = typer.Argument(
     metavar="[MODEL] [PROMPTS...]",
@@ -66,7 +69,7 @@ def ask(
     mode: ModeName = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Answer a question; chunks that were precomputed are found in its context by themselves."""
+    """Answer a question; precomputed chunks in its context are found automatically."""
     asked = name_model(ctx, engine, words, most=1 if prompt_file is None else 0)
     if not asked and prompt_file is None:
         raise InputError(
@@ -88,14 +91,17 @@ def ask(
         )
     else:
         say("")
-        # The answer alone stands on standard output.
+        # Standard output has the answer alone.
         console(err=True).print(facts("How the answer was made", _accounting(stream.result)))
 
 
 def _prompt_of(
     question: str | None, texts: list[str], encoder: PromptEncoder, engine: Given
 ) -> Prompt:
-    """Put the context before the question: as messages if the model has a chat template and no prefix is given as text."""
+    """Put the context before the question.
+
+    The prompt is messages if the model has a chat template and no prefix is given as text.
+    """
     body: list[str | Chunk] = [part for text in texts for part in (*encoder.guarded(text), "\n\n")]
     body.append(f"Question: {question}" if texts else str(question))
     prefix, system = engine.get("prefix"), engine.get("system")
@@ -108,12 +114,17 @@ def _prompt_of(
 def _accounting(result: GenerationResult) -> dict[str, object]:
     rows: dict[str, object] = {
         "exactness": result.exactness,
-        "prompt": f"{result.prompt_tokens} tokens: {result.cached_tokens} reused, {result.repaired_tokens} repaired, "
-        f"{result.computed_tokens} computed",
+        "prompt": (
+            f"{result.prompt_tokens} tokens: {result.cached_tokens} reused, "
+            f"{result.repaired_tokens} repaired, {result.computed_tokens} computed"
+        ),
         "loaded": human_bytes(result.loaded_bytes),
         "first token": f"{result.ttft_ms:.0f} ms",
         "stages": ", ".join(f"{name} {ms:.0f} ms" for name, ms in result.timings_ms.items()),
-        "answer": f"{len(result.token_ids)} tokens, {result.tokens_per_s:.1f} tokens/s, ended by {result.finish_reason}",
+        "answer": (
+            f"{len(result.token_ids)} tokens, {result.tokens_per_s:.1f} tokens/s, ended by "
+            f"{result.finish_reason}"
+        ),
     }
     if result.kv_dtype != "auto":
         rows["stored KV"] = f"rounded to {result.kv_dtype}"
@@ -132,14 +143,18 @@ def explain(
     mode: ModeName = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Show the known chunks of a prompt, which have KV, and why the others don't; nothing is computed."""
+    """Show the known chunks of a prompt, and why other text has no KV; nothing is computed."""
     prompt = (*name_model(ctx, engine, words, most=1), str(STDIN))[0]
     texts = list(read_documents(context).values()) if context else []
     given = None if context else read_prompt(Path(prompt))
     with closing(open_engine(engine, repair=repair)) as opened:
         asked = _prompt_of(prompt, texts, opened.encoder, engine) if given is None else given
-        found = opened.explain(asked, mode=mode)  # type: ignore[arg-type]  # the engine refuses other modes
-    title = f"{found.prompt_tokens} tokens, {found.hits} chunk(s) with KV, would run in mode {found.mode!r}"
+        # The engine refuses other modes.
+        found = opened.explain(asked, mode=mode)  # type: ignore[arg-type]
+    title = (
+        f"{found.prompt_tokens} tokens, {found.hits} chunk(s) with KV, would run in mode "
+        f"{found.mode!r}"
+    )
     spans = grid(title, ">tokens|kind|KV|text|reason", map(_span_cells, found.spans))
     show(
         {**asdict(found), "hits": found.hits},
@@ -178,7 +193,7 @@ def verify(
     max_error: Annotated[float | None, _MAX_ERROR] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Prove that reuse is exact on a model; or, given prompts, answer them with reuse and by full prefill, and compare.
+    """Prove that reuse is exact on a model, or compare reuse with full prefill on prompts.
 
     Exit status 1 if the proof fails, if the model is refused, or if the answers differ too much.
     """
@@ -209,8 +224,10 @@ def _tables(report: VerifyReport, max_kl: float, min_top1: float) -> tuple[Table
         "same first token": f"{report.top1_agreement:.0%} (at least {min_top1:.0%})",
         "same greedy answer": f"{report.greedy_agreement:.0%} (for information)",
         "repair": report.repair,
-        "other ids than the whole text": f"{report.changed_tokens} of {report.prompt_tokens} tokens, "
-        f"at {report.changed_seams} of {report.seams} seams",
+        "other ids than the whole text": (
+            f"{report.changed_tokens} of {report.prompt_tokens} tokens, "
+            f"at {report.changed_seams} of {report.seams} seams"
+        ),
         "result": f"{'passed' if report.passed else 'FAILED'}, by the mean KL and the first tokens",
     }
     columns = ">#|>KL (nats)|first token|answer|exactness|>reused"

@@ -1,7 +1,8 @@
 """Files that commands read: prompts, and texts with a small splitter (applications have their own).
 
-The splitter cuts at paragraphs, then sentences, then words, and packs the parts to about the size asked for. Every chunk is a verbatim
-substring of its text, so a prompt that holds the whole text holds its chunks too.
+The splitter cuts at paragraphs, then sentences, then words, and packs the parts to about the
+requested size. Every chunk is a verbatim substring of its text, so a prompt with the whole text
+contains its chunks, too.
 """
 
 from __future__ import annotations
@@ -23,19 +24,13 @@ STDIN = Path("-")
 
 CountTokens = Callable[[str], int]
 Range = tuple[int, int]
-"""A part of the text, in characters: ``text[start:stop]``."""
+"""Part of a text, in characters: ``text[start:stop]``."""
 
-SUFFIXES = (
-    ".md",
-    ".markdown",
-    ".rst",
-    ".txt",
-)  # files taken from a folder; a file given by name may have any
+# Suffixes of files taken from a folder; a file given by name may have any suffix.
+SUFFIXES = (".md", ".markdown", ".rst", ".txt")
 
 _PARTS = (
-    re.compile(
-        r"(?:#{1,6} .*\n\s*\n)*\S.*(?:\n[ \t]*\S.*)*"
-    ),  # a paragraph, with the headings above it
+    re.compile(r"(?:#{1,6} .*\n\s*\n)*\S.*(?:\n[ \t]*\S.*)*"),  # a paragraph with its headings
     re.compile(r"(?=\S).*?(?:[.!?](?=\s)|\Z)", re.DOTALL),  # a sentence
     re.compile(r"\S+"),
 )
@@ -43,7 +38,10 @@ _PARTS = (
 
 @dataclass(frozen=True, slots=True)
 class DocumentChunk:
-    """A chunk of a file. ``id`` is ``path#n``, counted from 0; ``num_tokens`` is its size for the model at hand."""
+    """A chunk of a file.
+
+    ``id`` is ``path#n``, counted from 0; ``num_tokens`` is its size by the model's tokenizer.
+    """
 
     id: str
     text: str
@@ -51,12 +49,14 @@ class DocumentChunk:
 
 
 def read_documents(paths: Iterable[Path]) -> dict[str, str]:
-    """Read text files, and those of folders, below them too: path → text; empty files are left out.
+    """Read text files, and the files in folders and their subfolders: path → text.
+
+    Empty files are left out.
 
     Raises
     ------
     InputError
-        If a path does not exist, is not UTF-8 text, or nothing was found.
+        If a path does not exist, a file is not UTF-8 text, or no text was found.
     """
     texts: dict[str, str] = {}
     for path in paths:
@@ -71,13 +71,17 @@ def read_documents(paths: Iterable[Path]) -> dict[str, str]:
                 texts[file.as_posix()] = text
     if not texts:
         raise InputError(
-            f"no text was found; name files, or folders with files that end in {', '.join(SUFFIXES)}"
+            "no text was found; name files, or folders with files that end in "
+            f"{', '.join(SUFFIXES)}"
         )
     return texts
 
 
 def example(name: str, *, otherwise: str) -> Path:
-    """Return a file or folder of ``examples/``, in the checkout that kvrag runs from or in the working directory; the wheel has none."""
+    """Return a file or folder of ``examples/``.
+
+    Looks in kvrag's checkout and in the working directory; the wheel has no examples.
+    """
     for base in (Path(__file__).resolve().parents[2], Path.cwd()):
         if (found := base / "examples" / name).exists():
             return found
@@ -87,9 +91,9 @@ def example(name: str, *, otherwise: str) -> Path:
 
 
 def read_text(file: Path) -> str:
-    """Read one file as UTF-8 text; raise :class:`InputError` if that is not possible."""
+    """Read a file as UTF-8 text; raise :class:`InputError` if that is not possible."""
     try:
-        return file.read_text("utf-8-sig")  # editors of Windows begin files with a mark
+        return file.read_text("utf-8-sig")  # editors on Windows begin files with a byte order mark
     except UnicodeDecodeError:
         raise InputError(f"{str(file)!r} is not UTF-8 text; convert it, or leave it out") from None
     except OSError as error:
@@ -110,9 +114,10 @@ def split_documents(
 
 
 def split_text(text: str, count_tokens: CountTokens, *, chunk_tokens: int = 250) -> list[str]:
-    """Cut a text into chunks of about ``chunk_tokens`` tokens, each by ``count_tokens``, between paragraphs where possible.
+    """Cut a text into chunks of about ``chunk_tokens`` tokens, between paragraphs where possible.
 
-    Only a paragraph of more than one and a half times as many tokens is cut inside.
+    ``count_tokens`` measures sizes. Only a paragraph longer than 1.5 times ``chunk_tokens`` is cut
+    inside.
     """
     if chunk_tokens < 1:
         raise ConfigError(
@@ -124,7 +129,7 @@ def split_text(text: str, count_tokens: CountTokens, *, chunk_tokens: int = 250)
         text, (0, len(text)), _PARTS, lambda part: count_tokens(part) > chunk_tokens * 3 // 2
     ):
         tokens = count_tokens(text[slice(*part)])
-        # Join neighbours for as long as that brings the chunk's size nearer to the target.
+        # Join neighbours as long as that brings the chunk's size nearer to the target.
         if size and abs(size + tokens - chunk_tokens) > abs(chunk_tokens - size):
             chunks.append(text[start:stop])
             size = 0
@@ -135,7 +140,7 @@ def split_text(text: str, count_tokens: CountTokens, *, chunk_tokens: int = 250)
 def _parts(
     text: str, within: Range, patterns: Sequence[re.Pattern[str]], is_long: Callable[[str], bool]
 ) -> Iterator[Range]:
-    """Cut a part by the first pattern, and what is still too long by the next ones."""
+    """Cut a part by the first pattern, and parts that are still too long by the next patterns."""
     for match in patterns[0].finditer(text, *within):
         if patterns[1:] and is_long(match[0]):
             yield from _parts(text, match.span(), patterns[1:], is_long)
@@ -143,11 +148,14 @@ def _parts(
             yield match.span()
 
 
-# -- prompts from files ------------------------------------------------------------------------------------------------
+# -- prompts from files ----------------------------------------------------------------------------
 
 
 def read_prompt(file: Path) -> Prompt:
-    """Read one prompt; ``-`` is standard input. A JSON list is messages or segments, everything else is text."""
+    """Read a prompt; ``-`` is standard input.
+
+    A JSON list holds messages or segments; everything else is text.
+    """
     text = _read_stdin() if file == STDIN else read_text(file)
     try:
         value = json.loads(text)
@@ -157,7 +165,10 @@ def read_prompt(file: Path) -> Prompt:
 
 
 def _read_stdin() -> str:
-    """Read standard input as UTF-8, whatever the terminal's encoding is; raise :class:`InputError` if that is not possible."""
+    """Read standard input as UTF-8, regardless of the terminal's encoding.
+
+    Raises :class:`InputError` if it is not UTF-8.
+    """
     try:
         return sys.stdin.buffer.read().decode("utf-8-sig")
     except UnicodeDecodeError:
@@ -165,7 +176,10 @@ def _read_stdin() -> str:
 
 
 def read_prompts(files: list[Path]) -> list[Prompt]:
-    """Read prompts: one per line of a ``.jsonl`` file, one per other file; raise :class:`InputError` if there is none."""
+    """Read prompts: a prompt per line of a ``.jsonl`` file, and a prompt per other file.
+
+    Raises :class:`InputError` if the files hold no prompt.
+    """
     prompts: list[Prompt] = []
     for file in files:
         if file.suffix == ".jsonl":
@@ -180,7 +194,10 @@ def read_prompts(files: list[Path]) -> list[Prompt]:
 
 
 def read_lines(file: Path, what: str) -> Iterator[tuple[str, Any]]:
-    """Read a file with a JSON value per line: where it stands, for messages, and the value; empty lines are left out."""
+    """Yield the values of a file with a JSON value per line.
+
+    Also yields the place of every value, for messages. Empty lines are left out.
+    """
     for number, line in enumerate(read_text(file).splitlines(), start=1):
         where = f"line {number} of {str(file)!r}"
         if line.strip():
@@ -193,7 +210,7 @@ def read_lines(file: Path, what: str) -> Iterator[tuple[str, Any]]:
 
 
 def read_questions(file: Path) -> list[dict[str, Any]]:
-    """Read questions, a JSON object per line; raise :class:`InputError` for what is none."""
+    """Read questions, a JSON object per line; raise :class:`InputError` for any other value."""
     found = []
     for where, value in read_lines(file, "question"):
         if not isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""``kvrag estimate``: what the KV of a corpus takes, and when loading it beats computing it."""
+"""``kvrag estimate``: the size of a corpus's KV, and when loading it beats computing it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _CHARS_PER_TOKEN = 4  # usual for English text; used where no tokenizer is at hand
 
 _BLOCK, _NUM_BLOCKS = 2**20, 128
-"""Bytes, and blocks, of the file that measures a disk."""
+"""Bytes of a block, and number of blocks, of the file that measures a disk."""
 
 _MODEL = typer.Argument(
     metavar="[MODEL]", help="Preset, hub id, directory, .gguf file; may be set by KVRAG_MODEL."
@@ -60,7 +60,10 @@ def estimate(
     recompute_ratio: Annotated[float, _RATIO] = 0.1,
     as_json: AsJson = False,
 ) -> None:
-    """Print the size of KV per token and of a corpus, and the disk bandwidth from which loading beats prefilling."""
+    """Print the size of KV per token and of a corpus, and the break-even bandwidth.
+
+    From that disk bandwidth on, loading KV beats prefilling.
+    """
     name_model(ctx, engine, words)
     if config_only and measure:
         raise ConfigError(
@@ -93,11 +96,11 @@ def estimate(
     show(about, sizes, times, as_json=as_json)
 
 
-# -- the corpus and the model, by the cheapest way -----------------------------------------------------------------------
+# -- the corpus and the model ----------------------------------------------------------------------
 
 
 def _count(model: str, paths: list[Path], config_only: bool, chunk_tokens: int) -> Given:
-    """Return the number of chunks, that of their tokens, and where the numbers come from."""
+    """Return the number of chunks, the number of their tokens, and the source of the numbers."""
     documents = read_documents(paths)
     tokenizer: Any = None
     if not config_only and (preset(model) is None or Path(model).exists()):
@@ -122,11 +125,11 @@ def _count(model: str, paths: list[Path], config_only: bool, chunk_tokens: int) 
 
 
 def shape_of(model: str) -> ModelShape:
-    """Return the shape of a preset, a directory with a ``config.json``, a ``.gguf`` file, or a model of the hub.
+    """Return the shape of a preset, directory with a ``config.json``, ``.gguf`` file or hub model.
 
     ``32x8x128`` is a shape itself: layers, key heads, head dim.
 
-    Raises :class:`ModelError` if none of these is found, or its config does not tell.
+    Raises :class:`ModelError` if no model is found, or its config does not give the shape.
     """
     if numbers := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", model):
         return ModelShape(*map(int, numbers.groups()))  # type: ignore[arg-type]
@@ -154,7 +157,7 @@ def shape_of(model: str) -> ModelShape:
     return shape_from_config(config.to_dict())
 
 
-# -- tables --------------------------------------------------------------------------------------------------------------
+# -- tables ----------------------------------------------------------------------------------------
 
 
 def _size_rows(shape: ModelShape, dtype: str, kept: str, per_token: float, corpus: Given) -> Given:
@@ -165,7 +168,9 @@ def _size_rows(shape: ModelShape, dtype: str, kept: str, per_token: float, corpu
     )
     chunks, tokens, source = corpus.values()
     rows = {
-        "shape": f"{shape.num_layers} layers × {shape.num_kv_heads} KV heads × {shape.head_dim}, {dtype}",
+        "shape": (
+            f"{shape.num_layers} layers × {shape.num_kv_heads} KV heads × {shape.head_dim}, {dtype}"
+        ),
         "per token": f"{human_bytes(per_token)} ({formula})",
         "corpus": f"{chunks:,} chunks, {tokens:,} tokens ({source})",
         "per chunk": f"{human_bytes(per_token * tokens / chunks)} on average",
@@ -180,25 +185,32 @@ def _speed_rows(speeds: Given, ratio: float) -> Given:
     prefill, disk, even, speedup = speeds.values()
     if prefill is None:
         return {
-            "prefill": "unknown: pass --prefill-tps, or --measure; break-even = bytes per token · tokens/s"
+            "prefill": (
+                "unknown: pass --prefill-tps, or --measure; break-even = bytes per token · tokens/s"
+            )
         }
     rows = {
         "prefill": f"{prefill:,.0f} tokens/s",
-        "break-even": f"{human_bandwidth(even)} (bytes per token · tokens/s): a faster disk beats prefilling",
+        "break-even": (
+            f"{human_bandwidth(even)} (bytes per token · tokens/s): a faster disk beats prefilling"
+        ),
     }
     if disk is None:
         return {**rows, "disk": "unknown: pass --disk-gbps, or --measure"}
     return {
         **rows,
         "disk": f"{human_bandwidth(disk)}, {disk / even:.3g} × break-even",
-        "bound": f"{speedup:.2g} × faster to the first token at best: load, then repair {ratio:.0%} of the rows",
+        "bound": (
+            f"{speedup:.2g} × faster to the first token at best: load, then repair {ratio:.0%} of "
+            "the rows"
+        ),
         "so": "reuse pays"
         if speedup > 1
         else "prefilling is as fast: use a memory tier or a faster disk, or no reuse",
     }
 
 
-# -- measurements --------------------------------------------------------------------------------------------------------
+# -- measurements ----------------------------------------------------------------------------------
 
 
 def _speeds(
@@ -209,7 +221,10 @@ def _speeds(
     *,
     measure: bool,
 ) -> dict[str, float | None]:
-    """Return tokens/s, bytes/s, and what follows; ``given`` are the first two, measured where ``None`` and asked for."""
+    """Return tokens/s, bytes/s, and the figures that follow from them.
+
+    ``given`` holds the first two; missing values are measured if ``measure`` is set.
+    """
     prefill, disk = given
     if measure and disk is None and "://" not in engine["kv_dir"]:
         with Progress(f"writing and reading a file in {engine['kv_dir']}"):
@@ -232,7 +247,10 @@ def _speeds(
 
 
 def prefill_tokens_per_s(model: PreTrainedModel) -> float:
-    """Return the speed of prefilling 1,024 tokens (or the context window): the better of two runs after a warm-up."""
+    """Return the speed of prefilling 1,024 tokens, or the context window if that is shorter.
+
+    The better of two runs counts, after a warm-up.
+    """
     import torch
 
     text = model.config.get_text_config()
@@ -248,19 +266,19 @@ def prefill_tokens_per_s(model: PreTrainedModel) -> float:
 
 
 def read_bandwidth(directory: Path) -> float:
-    """Write a file and read it back past the page cache, where the system allows that; return bytes read per second.
+    """Write a file, read it back and return the bytes read per second.
 
-    Raises :class:`StoreError` if the directory, which is made if absent, can't be written to.
+    Reads past the page cache where the system allows that. The directory is made if it is absent.
+    Raises :class:`StoreError` if the directory can't be written to.
     """
-    block = os.urandom(_BLOCK)  # not zeros: some file systems don't store those
+    block = os.urandom(_BLOCK)  # not zeros, because some file systems don't store zeros
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
             file.writelines([block] * _NUM_BLOCKS)
             os.fsync(file.fileno())
-            if hasattr(
-                os, "posix_fadvise"
-            ):  # not on macOS; read from the disk, not from the page cache
+            # Not on macOS. Drops the page cache, so that the reads come from the disk.
+            if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             file.seek(0)
             begin = time.perf_counter()

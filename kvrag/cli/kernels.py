@@ -1,4 +1,4 @@
-"""``kvrag kernels info | build``: which attention computes here and why, and compiled kernels ahead of their first use."""
+"""``kvrag kernels info | build``: show the path of attention, and compile kernels ahead of use."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _HEAD_DIM = typer.Option(
 
 @app.command()
 def info(as_json: AsJson = False) -> None:
-    """Show which path computes here, and why."""
+    """Show which path computes attention here, and why."""
     import kvrag_kernels
 
     try:
@@ -46,10 +46,10 @@ def build(
     head_dim: Annotated[list[int] | None, _HEAD_DIM] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compile all kernels into the cache, as for an image: attention, probe, stitch. No GPU is needed.
+    """Compile all kernels into the cache, as for an image: attention, probe, stitch. Needs no GPU.
 
-    Each architecture takes a core minute or so. Of the stitch, the usual forms: heads of which all, half, a quarter or none of the channels
-    turn. Others compile when first used.
+    An architecture takes about a minute of a core. The stitch kernel is compiled for heads of which
+    all, half, a quarter or 0 channels rotate; its other variants compile at first use.
     """
     from kvrag_kernels import build as build_kernels
     from kvrag_kernels.geometry import ARCHS, HEAD_DIMS, OLDEST
@@ -60,7 +60,8 @@ def build(
         if not re.fullmatch(r"sm_\d{2,3}", name) or capability_of(name) < OLDEST:
             known = ", ".join(ARCHS)
             raise ConfigError(
-                f"--arch is {name!r}; pass one of {known}, or another from compute capability 7.5 on"
+                f"--arch is {name!r}; pass one of {known}, or another from compute capability 7.5 "
+                "on"
             )
     for dim in head_dim or []:
         if dim not in HEAD_DIMS:

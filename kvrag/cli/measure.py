@@ -1,7 +1,7 @@
-"""Commands that measure reuse on a model and on your documents: ``kvrag evaluate`` and ``kvrag calibrate``.
+"""``kvrag evaluate | calibrate``: measure reuse on a model and on your documents.
 
-``evaluate`` says which facts reuse keeps, and what it saves. ``calibrate`` finds and keeps the cheapest repair that reaches a target,
-behind each context.
+``evaluate`` reports the facts that reuse keeps, and the time that it saves. ``calibrate`` finds the
+cheapest repair that reaches a target behind every given context, and keeps it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from kvrag.evaluate import Compared, Evaluation
 
 _ANSWERS = "question|right answer|full prefill|reuse|"
-_CANDIDATES = "candidate|>repaired|>mean KL (nats)|>top-1|>lost|>computed"  # numbers of rows as shares of the prompt's
+# Numbers of rows are shares of the prompt's rows.
+_CANDIDATES = "candidate|>repaired|>mean KL (nats)|>top-1|>lost|>computed"
 _MODEL = typer.Argument(
     metavar="[MODEL]", help="Hub id, directory, or .gguf file; may be set by KVRAG_MODEL."
 )
@@ -49,7 +50,10 @@ _SEED = typer.Option(min=0, help="Seed of the prompts.")
 _MIN_TOP1 = typer.Option(min=0, max=1, help="Smallest share of equal most likely tokens.")
 _QUESTIONS = typer.Option(
     "--questions",
-    help='JSON lines: {"question": ..., "answers": [...]}, and "chunks": [...] if you have retrieved them.',
+    help=(
+        'JSON lines: {"question": ..., "answers": [...]}, and "chunks": [...] if you have '
+        "retrieved them."
+    ),
 )
 _HTML = typer.Option("--html", help="Write a page with tables and plots to this file, too.")
 _COUNT = typer.Option(
@@ -75,15 +79,16 @@ def evaluate(
     seed: Annotated[int, _SEED] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Answer questions about your documents by full prefill and with reuse: facts kept, lost and won, time, and disk.
+    """Answer questions about your documents by full prefill and with reuse, and compare.
 
-    Without --questions, facts are planted in your chunks and asked for. Takes minutes.
+    Shows facts kept, lost and won, time, and disk. Without --questions, facts are planted in your
+    chunks and asked for. Takes minutes.
     """
     name_model(ctx, engine, words)
     documents = read_documents(corpus or [example("corpus", otherwise="pass --corpus")])
     asked = None if questions is None else read_questions(questions)
     if html is not None:
-        html.touch()  # a path that can't be written to is found now, not after minutes
+        html.touch()  # a path that can't be written to fails now, not after minutes
     with closing(open_engine(engine, repair=repair)) as opened:
         encoder = opened.loaded.encoder
         split = split_documents(
@@ -111,7 +116,7 @@ def evaluate(
 
 
 def _figures(found: Evaluation) -> dict[str, float | None]:
-    """Return what an evaluation comes to, in numbers; JSON knows no NaN."""
+    """Return the figures of an evaluation, with ``None`` for NaN, which JSON lacks."""
     names = (
         "full_score",
         "reuse_score",
@@ -132,21 +137,30 @@ def _answer_cells(row: Compared) -> tuple[str, ...]:
 
 
 def _totals(found: Evaluation) -> dict[str, str]:
-    """Return what an evaluation comes to, in words."""
+    """Return the figures of an evaluation as text."""
     rows, (low, high) = found.rows, found.lost_interval
     full = fmean(row.full_ttft_ms for row in rows)
     reuse = fmean(row.reuse_ttft_ms for row in rows)
     per_chunk = found.chunk_bytes / max(1, found.num_chunks)
     figures: dict[str, Any] = {
         "questions": len(rows),
-        "score": f"{found.full_score:.3f} by full prefill, {found.reuse_score:.3f} with reuse (retention {found.retention:.1%})",
+        "score": (
+            f"{found.full_score:.3f} by full prefill, {found.reuse_score:.3f} with reuse "
+            f"(retention {found.retention:.1%})"
+        ),
         "lost": f"{found.num_lost} of {found.num_right} that full prefill has right: "
         f"{found.lost:.1%} (95% interval {low:.1%} to {high:.1%})",
         "won": sum(row.is_won for row in rows),
         "same answer": f"{found.same:.0%}, word for word",
         "mean KL": f"{found.mean_kl:.4f} nats per answer token",
-        "first token": f"{reuse:,.0f} ms with reuse, {full:,.0f} ms by full prefill: {found.speedup:.1f} times sooner (median)",
-        "index": f"{found.num_chunks} chunks in {found.chunk_seconds:.1f} s, {per_chunk / 2**20:.2f} MiB each",
+        "first token": (
+            f"{reuse:,.0f} ms with reuse, {full:,.0f} ms by full prefill: {found.speedup:.1f} "
+            "times sooner (median)"
+        ),
+        "index": (
+            f"{found.num_chunks} chunks in {found.chunk_seconds:.1f} s, {per_chunk / 2**20:.2f} "
+            "MiB each"
+        ),
         "repair": found.repair,
     }
     return {name: str(value) for name, value in figures.items()}
@@ -169,9 +183,10 @@ def calibrate(
     seed: Annotated[int, _SEED] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Find the repair that reaches a target at the least cost, on this model and your texts, and keep it as the default of both.
+    """Find the cheapest repair that reaches a target on this model and your texts.
 
-    Takes minutes for each --chunk-context, which may be repeated. Exit status 1 if all of them miss the target.
+    Keeps it as the default of this model, context and --kv-dtype. Takes minutes for every
+    --chunk-context, which may be repeated. Exit status 1 if all of them miss the target.
     """
     name_model(ctx, engine, words)
     documents = read_documents(corpus or [example("corpus", otherwise="pass --corpus")])
@@ -211,7 +226,7 @@ def calibrate(
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What one context came to, and the file that it is kept in."""
+    """Result of a calibration behind a context, and the file that keeps it."""
 
     profile: Profile
     trials: list[Trial]

@@ -1,9 +1,11 @@
-"""Options that several commands share, in groups. Those of configs are made from the configs' fields, which declare type and help.
+"""Groups of options that several commands share.
+
+Options of configs are made from the configs' fields, which declare type and help.
 
 ::
 
-    @takes(engine=ENGINE, repair=REPAIR)                       --model --kv-dir … --strategy --recompute-ratio
-    def ask(engine: Given, repair: Given, question: …)   ◀──   {"model": …, "kv_dir": …}, {"recompute_ratio": …}
+    @takes(engine=ENGINE, repair=REPAIR)        --model --kv-dir … --strategy --recompute-ratio
+    def ask(engine: Given, repair: Given, …)  ◀──  {"model": …, …}, {"recompute_ratio": …}
 """
 
 from __future__ import annotations
@@ -42,10 +44,13 @@ Given = dict[str, Any]
 """Options of a group that were given, or have a default."""
 
 Group = tuple[inspect.Parameter, ...]
-"""Options that a command takes together, as one argument."""
+"""Options that a command takes together, as a single argument."""
 
 KEY_VARIABLE = "KVRAG_ENCRYPTION_KEY"
-"""Holds the store's key; it has no option, because the arguments of a process can be seen by others."""
+"""Variable that holds the store's key.
+
+The key has no option, because other users can see the arguments of a process.
+"""
 
 _ENGINE, _REPAIR, _STORE = (
     "Model and store",
@@ -64,7 +69,10 @@ _PREFIX = _of_engine("--prefix", help="Text before the first chunk of your promp
 _SYSTEM = _of_engine("--system", help="System message of your chat prompts; instead of --prefix.")
 _CONTEXT = _of_engine(
     "--chunk-context",
-    help="What chunks are encoded behind: default (250 tokens of passages), default:1000, none, or a text of your own.",
+    help=(
+        "What chunks are encoded behind: default (250 tokens of passages), default:1000, none, or "
+        "a text of your own."
+    ),
 )
 _VARIABLES = _of_engine(
     "--chat-template-kwargs",
@@ -75,7 +83,9 @@ _DTYPE = _of_engine("--dtype", help="auto (float32 on a CPU), float32, bfloat16 
 _DEVICE = _of_engine("--device", help="cpu or cuda; default: CUDA if there is one.")
 _NAMED = typer.Option(
     "--repair",
-    help="auto (as calibrated for the model, else the default), fast (loses some facts) or careful.",
+    help=(
+        "auto (as calibrated for the model, else the default), fast (loses some facts) or careful."
+    ),
     envvar="KVRAG_REPAIR",
     rich_help_panel=_REPAIR,
 )
@@ -101,7 +111,7 @@ DEFAULT_KV_DIR = ".kvrag"
 
 
 def takes(**groups: Group) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the options of groups; it gets each group's as a dict, without those that have no value."""
+    """Add groups of options to a command, which gets every group as a dict of its set values."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(command)
@@ -128,7 +138,7 @@ def takes(**groups: Group) -> Callable[[Callable[..., None]], Callable[..., None
 
 
 def parse_bytes(text: str) -> int:
-    """Read a number of bytes, with a unit or without; raise typer's error for what is none."""
+    """Read a number of bytes, with or without a unit; raise typer's error for other text."""
     try:
         return cast(int, spelling.parse_bytes(str(text)))
     except ConfigError as error:
@@ -144,7 +154,7 @@ def _option(name: str, annotation: Any, default: Any = None) -> inspect.Paramete
 def _field(
     config: type, name: str, panel: str, *, flag: str = "", env: bool = False
 ) -> inspect.Parameter:
-    """Make an option of a config's field; not given, it leaves the config's default."""
+    """Make an option from a config's field; if it is not given, the config's default holds."""
     hint, field = option_fields(config, name)[name]
     kind = (
         next((part for part in get_args(hint) if part is not NoneType), hint)
@@ -211,17 +221,21 @@ SAMPLING: Group = tuple(
 def name_model(
     ctx: typer.Context, engine: Given, words: list[str] | None, *, most: int | None = 0
 ) -> list[str]:
-    """Put MODEL, the first argument, into the options of an engine, and return the other arguments.
+    """Move MODEL, the first argument, into the options of an engine; return the other arguments.
 
-    MODEL may be left out where ``--model`` or ``KVRAG_MODEL`` names it. With ``--model``, no argument is one. With ``KVRAG_MODEL``, the
-    first is if there are more than ``most`` others; where any number may follow (``None``), if it is a model's directory, a ``.gguf`` file,
-    or ``owner/name`` where no such path is. Raises :class:`InputError` where no model is named, or too much is given.
+    MODEL may be left out where ``--model`` or ``KVRAG_MODEL`` names it. With ``--model``, no
+    argument is the model. With ``KVRAG_MODEL``, the first argument is the model if more than
+    ``most`` arguments are given. Where any number may follow (``most`` is ``None``), it is the
+    model if it is a model's directory, a ``.gguf`` file, or ``owner/name`` with no such path.
+
+    Raises :class:`InputError` if no model is named, or too many arguments are given.
     """
     words = list(words or ())
     is_named = engine.get("model") is not None
     if not is_named and words and _is_text_file(words[0]):
         raise InputError(
-            f"{words[0]!r} is no model; pass MODEL before it, name it by --model, or set KVRAG_MODEL"
+            f"{words[0]!r} is no model; pass MODEL before it, name it by --model, or set "
+            "KVRAG_MODEL"
         )
     if is_on_command_line(ctx, "model"):
         is_first = False
@@ -261,20 +275,20 @@ def _is_text_file(word: str) -> bool:
 
 
 def is_on_command_line(context: typer.Context, name: str) -> bool:
-    """Whether a parameter was given on the command line, not by the environment or a default."""
+    """Whether a parameter comes from the command line, not from the environment or a default."""
     source = context.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
 
 
 def key_options() -> Given:
-    """Return the option of :class:`kvrag.StoreConfig` for the key that the environment has."""
+    """Return the option of :class:`kvrag.StoreConfig` for the key in the environment, if any."""
     return {"encryption_key": f"env:{KEY_VARIABLE}"} if os.environ.get(KEY_VARIABLE) else {}
 
 
 def engine_options(
     engine: Given, *, repair: Given | None = None, limits: Given | None = None
 ) -> Given:
-    """Return the arguments of :meth:`KVRagEngine.from_pretrained` for the options of these groups."""
+    """Return the arguments of :meth:`KVRagEngine.from_pretrained` for these groups of options."""
     options = dict(engine)
     prefix, system, context = (
         options.pop(name, None) for name in ("prefix", "system", "chunk_context")
@@ -285,7 +299,8 @@ def engine_options(
         )
     if prefix == "learn":
         raise ConfigError(
-            "--prefix is 'learn', and one command sees too few prompts; pass the text that kvrag explain prints"
+            "--prefix is 'learn', and one command sees too few prompts; pass the text that kvrag "
+            "explain prints"
         )
     kept = {"kv_dtype": options.pop("kv_dtype")} if "kv_dtype" in options else {}
     config = StoreConfig(**kept, **key_options(), **(limits or {}))
@@ -298,19 +313,20 @@ def engine_options(
 
 
 def _repair(given: Given) -> RepairConfig | None:
-    """Return the repair that is named, changed by the options beside its name."""
+    """Return the named repair, changed by the other options."""
     changes = {name: value for name, value in given.items() if name != "named"}
     named = as_config(RepairConfig, given.get("named"), option="--repair")
     return replace(named or RepairConfig(), **changes) if changes else named
 
 
 def _variables(text: str) -> Given:
-    """Read variables for the chat template."""
+    """Read variables for the chat template from JSON."""
     try:
         variables = json.loads(text)
     except ValueError as error:
         raise ConfigError(
-            f'--chat-template-kwargs is no JSON ({error}); pass an object, as {{"enable_thinking": false}}'
+            f'--chat-template-kwargs is no JSON ({error}); pass an object, as {{"enable_thinking": '
+            f"false}}"
         ) from None
     return check_template_kwargs(variables)
 
@@ -318,7 +334,7 @@ def _variables(text: str) -> Given:
 def open_engine(
     engine: Given, *, repair: Given | None = None, limits: Given | None = None
 ) -> KVRagEngine:
-    """Open an engine from the options of these groups and load its model, with a sign of life."""
+    """Open an engine from these groups of options and load its model, showing progress."""
     options = engine_options(engine, repair=repair, limits=limits)
     with progress("starting ..."):
         from kvrag.engine import KVRagEngine

@@ -1,4 +1,7 @@
-"""How commands write: tables for people on a terminal of any width, JSON for programs, progress on standard error."""
+"""Output of commands.
+
+Tables for people on a terminal of any width, JSON for programs, progress on standard error.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +36,17 @@ _PLAIN = {
     "‘": "'",
     "’": "'",
 }
-"""What stands for signs that an encoding lacks; other letters lose their accents, and the rest is a question mark."""
+"""Replacements of characters that an encoding lacks.
+
+Other letters lose their accents; all remaining characters become question marks.
+"""
 
 
 def write_anything() -> None:
-    """Let standard output and error take every text, whatever their encoding has: a terminal or pipe may have no more than ASCII."""
+    """Make standard output and error accept every text, regardless of their encoding.
+
+    A terminal or pipe may support no more than ASCII.
+    """
     codecs.register_error("kvrag", _plainly)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -56,13 +65,16 @@ def _plain(sign: str) -> str:
 
 
 def console(*, err: bool = False) -> Console:
-    """Return a console on the stream that is standard output (or error) now."""
+    """Return a console on the current standard output (or error)."""
     out = Console(stderr=err)
     return out if out.is_terminal else Console(stderr=err, width=WIDTH)
 
 
 def say(text: str, *, err: bool = False, end: str = "\n") -> None:
-    """Write a line to standard output or error; typer's own function would write UTF-8 where the encoding is ASCII."""
+    """Write a line to standard output or error.
+
+    typer's own function would write UTF-8 where the encoding is ASCII.
+    """
     stream = sys.stderr if err else sys.stdout
     stream.write(f"{text}{end}")
     stream.flush()
@@ -101,7 +113,11 @@ def facts(title: str, rows: Mapping[str, object]) -> Table:
 
 
 def grid(title: str, columns: str, rows: Iterable[Iterable[object]]) -> Table:
-    """Make a table; ``columns`` are names parted by ``|``, ``>`` before those of numbers, which stand to the right."""
+    """Make a table.
+
+    ``columns`` are names separated by ``|``. ``>`` marks columns of numbers, which are
+    right-aligned.
+    """
     table = Table(title=title, title_justify="left")
     for name in columns.split("|"):
         is_number = name.startswith(">")
@@ -110,7 +126,6 @@ def grid(title: str, columns: str, rows: Iterable[Iterable[object]]) -> Table:
             name.removeprefix(">"), justify=justify, no_wrap=is_number, overflow="fold"
         )
     for row in rows:
-        table.add_row(
-            *(Text(str(cell)) for cell in row)
-        )  # document text may look like rich's markup
+        # Plain text, because document text may look like rich's markup.
+        table.add_row(*(Text(str(cell)) for cell in row))
     return table

@@ -33,12 +33,17 @@ _PATHS = typer.Argument(
 _PRIORITY = typer.Option(
     min=0,
     max=100,
-    help="Eviction priority, of chunks stored before too; the lowest leave first. Default: 35, or theirs.",
+    help=(
+        "Eviction priority, of chunks stored before too; the lowest leave first. Default: 35, or "
+        "theirs."
+    ),
 )
 _ON_RAY = "With Ray"
 _RAY = typer.Option(
     "--ray",
-    help="Share the work among the machines of the Ray cluster RAY_ADDRESS, or of one started here.",
+    help=(
+        "Share the work among the machines of the Ray cluster RAY_ADDRESS, or of one started here."
+    ),
     rich_help_panel=_ON_RAY,
 )
 _WORKERS = typer.Option(
@@ -65,7 +70,7 @@ def precompute(
     report: Annotated[Path | None, _REPORT] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Split files into chunks and store the KV of each; run it again after a break, and it goes on."""
+    """Split files into chunks and store their KV; after an interruption, run it again to go on."""
     from kvrag import Retention
 
     if not ray and (workers, report) != (None, None):
@@ -106,7 +111,7 @@ def precompute(
 
 
 def _rows(counts: Mapping[str, int], done: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is shown of a run."""
+    """Return the rows of the table that sums up a run."""
     return {
         "documents": counts["documents"],
         "chunks": f"{counts['chunks']} of {counts['tokens']} tokens in all",
@@ -122,7 +127,7 @@ def _rows(counts: Mapping[str, int], done: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _counter(options: Given) -> CountTokens:
-    """Return what counts the tokens of a text, without the model's weights."""
+    """Return a function that counts the tokens of a text without the model's weights."""
     from kvrag.model.source import ModelSource, load_tokenizer
     from kvrag.prompt.template import PromptEncoder
 
@@ -139,7 +144,10 @@ def _on_ray(
     *,
     is_quiet: bool,
 ) -> dict[str, Any]:
-    """Store chunks on a Ray cluster; return the sums of the report, and write it to a file if one is given."""
+    """Store chunks on a Ray cluster and return the sums of the report.
+
+    Also writes the report to a file if a file is given.
+    """
     ray = require("ray", extra="ray", purpose="kvrag precompute --ray")
     pyarrow, parquet = (
         require(name, extra="ray", purpose="its report") for name in ("pyarrow", "pyarrow.parquet")
@@ -147,7 +155,7 @@ def _on_ray(
     from kvrag.dataset import Workers, precompute_dataset
 
     rows, start = [{"id": chunk.id, "text": chunk.text} for chunk in chunks], time.perf_counter()
-    with redirect_stdout(sys.stderr):  # where Ray prints what happens to workers
+    with redirect_stdout(sys.stderr):  # Ray prints events of workers there
         ray.init(ignore_reinit_error=True, log_to_driver=False, logging_level="error")
         ray.data.DataContext.get_current().enable_progress_bars = not is_quiet
         report = precompute_dataset(

@@ -1,4 +1,4 @@
-"""A page about an evaluation: tables and plots in one file, which needs no other."""
+"""HTML page about an evaluation: tables and plots in a single self-contained file."""
 
 from __future__ import annotations
 
@@ -65,7 +65,10 @@ def _times(rows: Sequence[Compared]) -> str:
     most = max(max(row.full_ttft_ms, row.reuse_ttft_ms) for row in rows)
     points = [(row.full_ttft_ms / most, row.reuse_ttft_ms / most, row.question) for row in rows]
     ends = [_place(0, 0), _place(1, 1)]
-    line = f'<line x1="{ends[0][0]:.1f}" y1="{ends[0][1]:.1f}" x2="{ends[1][0]:.1f}" y2="{ends[1][1]:.1f}" stroke="#999"/>'
+    line = (
+        f'<line x1="{ends[0][0]:.1f}" y1="{ends[0][1]:.1f}" x2="{ends[1][0]:.1f}" '
+        f'y2="{ends[1][1]:.1f}" stroke="#999"/>'
+    )
     return _plot(f"{line}{_dots(points)}", "full prefill, ms", "reuse, ms", most, most)
 
 
@@ -85,7 +88,8 @@ def _place(x: float, y: float) -> tuple[float, float]:
 def _dots(points: Sequence[tuple[float, float, str]]) -> str:
     placed = ((*_place(x, y), name) for x, y, name in points)
     return "".join(
-        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="#2a6fbb"><title>{escape(n)}</title></circle>'
+        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" '
+        f'fill="#2a6fbb"><title>{escape(n)}</title></circle>'
         for x, y, n in placed
     )
 
@@ -93,7 +97,10 @@ def _dots(points: Sequence[tuple[float, float, str]]) -> str:
 def _plot(inside: str, across: str, up: str, most_x: float, most_y: float) -> str:
     (left, bottom), (right, top) = _place(0, 0), _place(1, 1)
     axes = f'<path d="M{left} {top}V{bottom}H{right}" fill="none" stroke="#999"/>'
-    names = f'<text x="{right}" y="{bottom + 32}" text-anchor="end">{across}</text><text x="{left}" y="{top - 10}">{up}</text>'
+    names = (
+        f'<text x="{right}" y="{bottom + 32}" text-anchor="end">{across}</text><text x="{left}" '
+        f'y="{top - 10}">{up}</text>'
+    )
     ends = (
         f'<text x="{right}" y="{bottom + 16}" text-anchor="end">{most_x:,.4g}</text>'
         f'<text x="{left - 6}" y="{top + 4}" text-anchor="end">{most_y:,.3g}</text>'

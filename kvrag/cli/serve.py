@@ -43,11 +43,16 @@ _REPLICAS = typer.Option(
 )
 _TOKENS = typer.Option(
     min=1,
-    help="Most tokens of an answer; requests without a limit get as many as the window leaves, up to this.",
+    help=(
+        "Most tokens of an answer; requests without a limit get as many as the window leaves, up "
+        "to this."
+    ),
 )
 _ORIGIN = typer.Option(
     "--cors-origin",
-    help="Origin of web pages that may call the API, as https://chat.example.com, or *; repeatable.",
+    help=(
+        "Origin of web pages that may call the API, as https://chat.example.com, or *; repeatable."
+    ),
 )
 _MODEL = typer.Argument(
     metavar="[MODEL]", help="Hub id, directory, or .gguf file; may be set by KVRAG_MODEL."
@@ -82,7 +87,10 @@ def serve(
         bool, typer.Option("--insecure", help="Listen beyond this machine without API keys.")
     ] = False,
 ) -> None:
-    """Serve the OpenAI API: chat and text completions over chunks that were precomputed, and /v1/kv to precompute more."""
+    """Serve the OpenAI API over precomputed chunks.
+
+    Answers chat and text completions; /v1/kv precomputes more chunks.
+    """
     name_model(ctx, engine, words)
     uvicorn = require("uvicorn", extra="server", purpose="kvrag serve")
     require("sse_starlette", extra="server", purpose="kvrag serve")
@@ -114,8 +122,8 @@ def serve(
 def _run(
     uvicorn: Any, app: Any, listening: socket.socket, *, drain_s: float, log_format: str
 ) -> None:
-    """Answer requests at a socket until a signal ends it."""
-    # uvicorn raises the signal again when all is answered; the store is still to be closed then.
+    """Answer requests at a socket until a signal ends the server."""
+    # uvicorn raises the signal again after the last answer; the store must still be closed then.
     signal.signal(signal.SIGTERM, lambda *_: None)
     grace_s = int(drain_s) + 5
     options = uvicorn.Config(
@@ -126,9 +134,10 @@ def _run(
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """Return a socket at an address, which is free; raises ``ConfigError`` where it is not.
+    """Return a socket bound to an address; raise ``ConfigError`` if the address is not free.
 
-    It does not listen yet, so clients are refused rather than kept waiting until the model is loaded.
+    The socket does not listen yet, so clients are refused instead of kept waiting while the model
+    loads.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -156,7 +165,11 @@ def bound(host: str, port: int) -> socket.socket:
 
 
 def _server_of(uvicorn: Any, options: Any, app: Any) -> Any:
-    """Return uvicorn's server, which says where its page is, and that it is going down while it still answers what it has taken."""
+    """Return uvicorn's server with two additions.
+
+    It logs the address of its page. At a signal it marks the admission as draining while it still
+    answers accepted requests.
+    """
 
     class Server(uvicorn.Server):  # type: ignore[misc]
         async def startup(self, sockets: Any = None) -> None:
@@ -208,7 +221,7 @@ def _on_ray(
         replicas=(int(least), int(most or least)),
     )
     bound(host, port).close()
-    application = build(config)  # what can't be used is said before Ray starts
+    application = build(config)  # reports invalid options before Ray starts
     ray.init(ignore_reinit_error=True, logging_level="warning")
     serve.start(http_options={"host": host, "port": port})
     serve.run(application, blocking=True)
@@ -220,13 +233,17 @@ def _keys(host: str, *, is_insecure: bool) -> dict[str, str]:
     keys = keys_of_environment()
     if host not in _LOCAL and not keys and not is_insecure:
         raise ConfigError(
-            f"--host {host} lets others ask without a key; set {KEYS_VARIABLE}=tenant=key,..., or pass --insecure"
+            f"--host {host} lets others ask without a key; set {KEYS_VARIABLE}=tenant=key,..., or "
+            "pass --insecure"
         )
     return keys
 
 
 def log_config(log_format: str) -> dict[str, Any]:
-    """Return how kvrag's and uvicorn's lines are written to standard error, one for each request; others' only from warnings on."""
+    """Return the logging configuration: lines to standard error, a line per request.
+
+    Loggers other than kvrag's and uvicorn's log warnings and errors only.
+    """
     form: dict[str, Any] = {"format": "%(asctime)s %(levelname)s %(name)s: %(message)s"}
     if log_format == "json":
         form = {"()": "kvrag.server.record.JsonLines"}

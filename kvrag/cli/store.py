@@ -1,4 +1,7 @@
-"""``kvrag stats | documents | fsck | gc | rm | export | import``: look after a store, without a model."""
+"""Look after a store, without a model.
+
+``kvrag stats | documents | fsck | gc | rm | export | import``.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +61,7 @@ _PLAIN_SOURCE = typer.Option(
 
 
 def _check_is_store(kv_dir: str) -> None:
-    """Raise :class:`StoreError` where there is no store: opening the directory would make one."""
+    """Raise :class:`StoreError` where there is no store; opening the directory would create it."""
     if "://" in kv_dir:
         return
     path = Path(kv_dir)
@@ -73,7 +76,7 @@ def _check_is_store(kv_dir: str) -> None:
 
 @contextmanager
 def _existing_store(kv_dir: str, **options: Any) -> Iterator[TieredStore]:
-    """Open a store that is there, with the key of the environment; close it afterwards."""
+    """Open an existing store with the key of the environment; close it afterwards."""
     _check_is_store(kv_dir)
     from kvrag.store import open_store
 
@@ -95,7 +98,10 @@ def _counts(report: dict[str, Any]) -> dict[str, object]:
 
 
 def stats(kv_dir: KVDir = DEFAULT_KV_DIR, as_json: AsJson = False) -> None:
-    """Show the size of each tier, and what is stored for which model and namespace, by digest where no name is known."""
+    """Show the size of every tier, and the stored chunks of every model and namespace.
+
+    A model or namespace without a known name is shown by its digest.
+    """
     with _existing_store(kv_dir) as store:
         tiers = {name: asdict(tier) for name, tier in store.stats().items()}
         groups = _groups(store)
@@ -143,7 +149,7 @@ def stats(kv_dir: KVDir = DEFAULT_KV_DIR, as_json: AsJson = False) -> None:
 
 
 def _groups(store: TieredStore) -> list[dict[str, Any]]:
-    """Return what is stored for each model, namespace and prefix: chunks, tokens and bytes."""
+    """Return the chunks, tokens and bytes stored per model, namespace and prefix."""
     from kvrag.identity.fingerprint import ids_digest
     from kvrag.identity.weights import kept_name
 
@@ -179,7 +185,10 @@ def _some(ids: list[str]) -> str:
 def documents(
     kv_dir: KVDir = DEFAULT_KV_DIR, namespace: Namespace = "default", as_json: AsJson = False
 ) -> None:
-    """List the documents of a namespace, with the chunks, tokens and bytes of each; chunks of several count for each of them."""
+    """List the documents of a namespace, with their chunks, tokens and bytes.
+
+    A chunk of several documents counts for all of them.
+    """
     found: list[dict[str, Any]] = []
     with _existing_store(kv_dir) as store:
         catalog, space = store.catalog, store.names.namespace(namespace)
@@ -215,7 +224,11 @@ def fsck(
     sample: Annotated[str, _SAMPLE] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Check every chunk's header, and its data if asked to; what fails is erased and computed again. Exit status 1 then."""
+    """Check the headers of all chunks, and on request their data.
+
+    Damaged chunks are erased, and computed again when they are needed. Exit status 1 if any chunk
+    was rejected.
+    """
     from kvrag.store import check
 
     n, slash, t = sample.partition("/")
@@ -242,9 +255,10 @@ def gc(
     foreign: Annotated[bool, _FOREIGN] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Remove leftovers of killed writers, files that the catalog does not know, those of other versions, and what is over a budget.
+    """Remove leftovers of killed writers, unknown files, and chunks over a budget.
 
-    Exit status 1 where nothing can be removed.
+    Unknown files have no row in the catalog, or another format version. Exit status 1 if nothing
+    can be removed.
     """
     from kvrag.store import check
 
@@ -268,7 +282,10 @@ def rm(
     namespace: Namespace = "default",
     as_json: AsJson = False,
 ) -> None:
-    """Erase documents with the KV that no other document refers to, for every model and prefix. Exit status 1 if none was known."""
+    """Erase documents, and the KV that no other document refers to, for every model and prefix.
+
+    Exit status 1 if no document was known.
+    """
     if everything:
         if document or collection:
             raise InputError(
@@ -329,9 +346,10 @@ def export(
     plain: Annotated[bool, _PLAIN_COPY] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Copy all chunks, or those of some documents; every byte is verified. The copy can be opened with read_only=True.
+    """Copy all chunks, or the chunks of some documents; every byte is verified.
 
-    Exit status 1 if a document is not known, or a chunk can't be read; the rest is copied. Without any, no copy is made.
+    The copy can be opened with read_only=True. Exit status 1 if a document is not known or a chunk
+    can't be read; the rest is copied. If no document is known, no copy is made.
     """
     from kvrag.store import check, open_store
 
@@ -366,7 +384,10 @@ def import_(
     plain: Annotated[bool, _PLAIN_SOURCE] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Import the chunks of another store, each verified byte by byte; nothing in it is run or trusted."""
+    """Import the chunks of another store.
+
+    The source need not be trusted: every byte is verified, and no code in it is run.
+    """
     _check_is_store(str(source))
     from kvrag.store import check, open_store
 
@@ -383,7 +404,7 @@ def import_(
 def _report_copy(
     title: str, counts: tuple[int, int, int], more: dict[str, list[str]], *, as_json: bool
 ) -> None:
-    """Print what was copied; exit status 1 if something could not be read."""
+    """Print the counts of a copy; exit status 1 if a chunk could not be read."""
     named = dict(zip(("copied", "there_already", "unreadable"), counts, strict=True))
     show(named | more, facts(title, _counts(named)), as_json=as_json, ok=not named["unreadable"])
 
@@ -391,6 +412,7 @@ def _report_copy(
 def _no_such(names: list[str], namespace: str) -> str:
     are = "documents are" if len(names) > 1 else "document is"
     return (
-        f"{', '.join(map(repr, names))}: no such {are} in the namespace {namespace!r}; check --namespace and the id, which ends in "
+        f"{', '.join(map(repr, names))}: no such {are} in the namespace {namespace!r}; check "
+        "--namespace and the id, which ends in "
         "#0, #1 ... for the chunks of a file that kvrag precompute has split"
     )

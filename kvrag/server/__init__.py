@@ -1,12 +1,14 @@
-"""The OpenAI-compatible HTTP API over one engine; needs the extra ``server``.
+"""OpenAI-compatible HTTP API over an engine; needs the extra ``server``.
 
 ::
 
-    request ─▶ gate (id, key, size) ─▶ schema ─▶ completions or documents ─▶ admission (its turn) ─▶ engine ─▶ JSON or events
+    request ─▶ gate (id, key, size) ─▶ schema ─▶ completions or documents
+            ─▶ admission (its slot) ─▶ engine ─▶ JSON or events
 
-``app`` puts them together; ``page`` serves the static files at ``/``, which speak to the same API; ``service`` is what routes share,
-``shapes`` and ``errors`` are OpenAI's, ``metrics`` counts, and ``record`` is what the log and the traces say of a request. Imports the
-facade and ``generate``'s streams.
+``app`` assembles the application. ``page`` serves the static files at ``/``, which use the same
+API. ``service`` holds the state that routes share. ``shapes`` and ``errors`` have OpenAI's formats.
+``metrics`` counts, and ``record`` is the content of the log and the traces. Imports the facade and
+``generate``'s streams.
 """
 
 from kvrag.server.app import create_app

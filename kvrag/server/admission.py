@@ -1,4 +1,7 @@
-"""How many requests run and wait: one too many is told when to come again, before memory is at risk."""
+"""Limits of running and waiting requests.
+
+Requests beyond them are told when to retry, before memory is at risk.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ _SMOOTHING = 0.1  # weight of the newest request in the mean of seconds
 
 
 class Admission:
-    """Turns of an event loop's requests, first come, first served."""
+    """Slots for requests of an event loop, first come, first served."""
 
     def __init__(self, max_running: int, max_waiting: int, max_per_key: int | None = None) -> None:
         self._max_per_key, self._of_tenant = max_per_key, Counter[str]()
@@ -28,11 +31,11 @@ class Admission:
 
     @property
     def retry_after_s(self) -> int:
-        """Seconds after which those who wait now have probably been answered."""
+        """Seconds after which the requests that wait now have probably been answered."""
         return max(1, math.ceil(self._seconds * (self.waiting + 1) / self._max_running))
 
     def check(self, tenant: str | None = None) -> None:
-        """Raise ``APIError`` if no more requests are taken, or no more of this tenant's."""
+        """Raise ``APIError`` if no more requests are accepted, in total or from this tenant."""
         if self.is_draining:
             raise self._refusal(
                 "the server is shutting down; ask another one, or come again", "draining"
@@ -47,7 +50,10 @@ class Admission:
             and self._max_per_key is not None
             and self._of_tenant[tenant] >= self._max_per_key
         ):
-            message = f"{self._of_tenant[tenant]} requests of this key are under way; wait for one of them"
+            message = (
+                f"{self._of_tenant[tenant]} requests of this key are under way; wait for one of "
+                "them"
+            )
             raise self._refusal(message, "rate_limit_exceeded", 429)
 
     def _refusal(self, message: str, code: str, status: int = 503) -> APIError:
@@ -55,7 +61,7 @@ class Admission:
 
     @asynccontextmanager
     async def turn(self, tenant: str | None = None) -> AsyncIterator[None]:
-        """Wait for a turn, and keep it until the context ends."""
+        """Wait for a slot, and keep it until the context ends."""
         self.check(tenant)
         self._of_tenant[tenant or ""] += 1
         try:

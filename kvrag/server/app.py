@@ -1,4 +1,4 @@
-"""The application: routes, health, and the way down."""
+"""ASGI application: routes, health, and shutdown."""
 
 from __future__ import annotations
 
@@ -28,11 +28,14 @@ from kvrag.server.metrics import Metrics
 from kvrag.server.service import Service, service_of
 
 _QUIET = cast(Any, dict.fromkeys(("tracing", "metrics", "logs", "operation_spans"), False))
-"""Of newer FastAPIs' own telemetry, which would tell of bodies that can't be read and of exceptions' messages; kvrag has its own."""
+"""Switches off the telemetry of newer FastAPI versions.
+
+It would reveal unreadable bodies and messages of exceptions; kvrag has its own telemetry.
+"""
 
 _MOST_ARENAS = -8, 1  # M_ARENA_MAX of malloc.h, and its value
 GIVE_BACK_S = 15.0
-"""Seconds between two times that freed memory is returned to the system."""
+"""Seconds between returns of freed memory to the system."""
 
 logger = logging.getLogger(__name__)
 
@@ -40,15 +43,16 @@ logger = logging.getLogger(__name__)
 def create_app(engine: KVRagEngine, config: ServerConfig | None = None) -> FastAPI:
     """Make the ASGI application of an engine.
 
-    It loads the model when it starts; until then ``/ready`` answers 503. Run it with any ASGI server, in one process: each process would
-    load the model again. ``kvrag serve`` does.
+    The model loads when the application starts; until then ``/ready`` answers 503. Run it with any
+    ASGI server, in a single process, because every process would load the model again.
+    ``kvrag serve`` does so.
 
     Parameters
     ----------
     engine
-        What answers.
+        Engine that answers.
     config
-        Keys, limits and the model's name.
+        API keys, limits and the model's name.
     """
     config = config or ServerConfig()
     app = FastAPI(title="kvrag", version=kvrag.__version__, lifespan=_life, telemetry=_QUIET)
@@ -65,13 +69,13 @@ def create_app(engine: KVRagEngine, config: ServerConfig | None = None) -> FastA
     app.get("/v1/models/{name:path}")(model)
     handle_errors(app)
     app.add_middleware(Gate, config=config, count=service.metrics.count)
-    if config.cors_origins:  # outside the gate: a browser asks for leave without the key
+    if config.cors_origins:  # outside the gate, because preflight requests carry no key
         app.add_middleware(CORSMiddleware, **_cors(config))
     return app
 
 
 def _cors(config: ServerConfig) -> dict[str, Any]:
-    """Return what pages of the allowed origins may send and read."""
+    """Return the CORS options: the requests and headers for pages of the allowed origins."""
     return {
         "allow_origins": list(config.cors_origins),
         "allow_methods": ["*"],
@@ -94,20 +98,22 @@ async def _life(app: FastAPI) -> AsyncIterator[None]:
 
 
 def prepare_process() -> None:
-    """Keep prompts out of the log, and let all threads allocate from one arena of glibc.
+    """Keep prompts out of the log, and make all threads allocate from a single arena of glibc.
 
-    Each of many arenas keeps what was freed in it, and memory grows with the requests.
+    Arenas keep the memory freed in them, so with many arenas memory grows with the requests.
     """
-    warnings.filterwarnings(
-        "ignore", category=UserWarning, module=r"kvrag\."
-    )  # they quote prompts; explain() says as much
+    # These warnings quote prompts; explain() reports the same.
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"kvrag\.")
     if "MALLOC_ARENA_MAX" not in os.environ:
         with suppress(OSError, AttributeError, TypeError):  # another C library
             ctypes.CDLL(None).mallopt(*_MOST_ARENAS)
 
 
 async def _give_memory_back() -> None:
-    """Let glibc return freed memory to the system: by itself it keeps what lies between blocks in use, as much as there ever was."""
+    """Make glibc return freed memory to the system.
+
+    By itself glibc keeps free memory between blocks in use, up to the peak ever used.
+    """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     while trim is not None:
         await asyncio.sleep(GIVE_BACK_S)
@@ -120,7 +126,7 @@ async def health() -> dict[str, str]:
 
 
 async def ready(request: Request) -> JSONResponse:
-    """Say whether requests are taken."""
+    """Say whether the server accepts requests."""
     draining = service_of(request).admission.is_draining
     if draining or not request.app.state.is_loaded:
         return JSONResponse({"status": "draining" if draining else "loading"}, 503)
@@ -128,25 +134,25 @@ async def ready(request: Request) -> JSONResponse:
 
 
 async def metrics(request: Request) -> Response:
-    """Return what Prometheus reads."""
+    """Return the metrics for Prometheus."""
     text = await run_in_threadpool(service_of(request).metrics.text)
     return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 
 def _card(service: Service) -> dict[str, Any]:
-    """Describe the model as OpenAI does, and the size of its window as vLLM does."""
+    """Describe the model as OpenAI does, and its context window as vLLM does."""
     window = service.engine.loaded.lm.context_window
     card = {"id": service.name, "object": "model", "created": service.created, "owned_by": "kvrag"}
     return {**card, "root": service.name, "parent": None, "max_model_len": window}
 
 
 async def models(request: Request) -> dict[str, Any]:
-    """List the one model."""
+    """List the served model."""
     return {"object": "list", "data": [_card(service_of(request))]}
 
 
 async def model(name: str, request: Request) -> dict[str, Any]:
-    """Describe the model."""
+    """Describe the served model."""
     service = service_of(request)
     service.check_model(name)
     return _card(service)

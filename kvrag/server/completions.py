@@ -1,4 +1,4 @@
-"""``/v1/chat/completions`` and ``/v1/completions``: answers, whole or as events."""
+"""``/v1/chat/completions`` and ``/v1/completions``: answers, whole or as server-sent events."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from kvrag.server.service import Fitting, Service, service_of
 from kvrag.server.shapes import CHAT, TEXT, Shape, Told, calls_of, usage_of
 from kvrag.types import Chunk, GenerationResult
 
-PATIENCE_S = 10.0  # after which a stream without a first token begins, so that its client sees a sign of life
+# After this wait a stream begins without a first token, so that its client sees a sign of life.
+PATIENCE_S = 10.0
 PING_S = 15
-SEND_TIMEOUT_S = 60.0  # after which a client that reads nothing is left
+SEND_TIMEOUT_S = 60.0  # a client that reads nothing for this long is dropped
 
 Piece = tuple[int, str | GenerationResult]
-"""Index of a choice, and more of its text, or, at its end, its result."""
+"""Index of a choice with more of its text or, at its end, its result."""
 
 Body = ChatRequest | TextRequest
 
-logging.getLogger("sse_starlette.sse").setLevel(
-    logging.INFO
-)  # below, it writes the text of every event
+# At lower levels it logs the text of every event.
+logging.getLogger("sse_starlette.sse").setLevel(logging.INFO)
 
 router = APIRouter()
 
@@ -60,7 +60,7 @@ async def completions(body: TextRequest, request: Request) -> Response:
 
 
 def chat_prompt(messages: Sequence[Message], reuse: Reuse) -> Prompt:
-    """Return the messages as the engine takes them, with the documents before the last user message's text."""
+    """Return messages for the engine, with the documents before the last user message's text."""
     dicts: list[dict[str, Any]] = [
         message.model_dump(exclude_unset=True) | {"content": message.content}
         for message in messages
@@ -70,7 +70,10 @@ def chat_prompt(messages: Sequence[Message], reuse: Reuse) -> Prompt:
             message for message in dicts if SYNONYMS.get(message["role"], message["role"]) == "user"
         ]
         if not users:
-            message = "kvrag.documents go before the last user message, and there is none; send one, or leave them out"
+            message = (
+                "kvrag.documents go before the last user message, and there is none; send one, or "
+                "leave them out"
+            )
             raise APIError(400, message, "invalid_value", param="kvrag.documents")
         content = users[-1]["content"] or ""
         users[-1]["content"] = [
@@ -81,11 +84,14 @@ def chat_prompt(messages: Sequence[Message], reuse: Reuse) -> Prompt:
 
 
 def text_prompt(prompt: str | list[int], reuse: Reuse) -> Prompt:
-    """Return a prompt with the documents before it."""
+    """Return a prompt for the engine, with the documents before it."""
     if not reuse.documents:
         return prompt
     if not isinstance(prompt, str):
-        message = "kvrag.documents go before text, and this prompt is token ids; send it as text, or leave the documents out"
+        message = (
+            "kvrag.documents go before text, and this prompt is token ids; send it as text, or "
+            "leave the documents out"
+        )
         raise APIError(400, message, "unsupported_parameter", param="kvrag.documents")
     return [*_chunks(reuse), prompt]
 
@@ -141,7 +147,10 @@ async def _results(pieces: AsyncIterator[Piece]) -> dict[int, GenerationResult]:
 
 
 async def _unless_gone(request: Request, task: asyncio.Task[Any], timeout_s: float | None) -> Any:
-    """Wait for a task, so many seconds at most; cancel it when the client leaves, or who waits for it is cancelled."""
+    """Wait for a task, at most ``timeout_s`` seconds.
+
+    The task is cancelled when the client leaves or the waiting coroutine is cancelled.
+    """
     leaving = asyncio.create_task(_left(request))
     try:
         await asyncio.wait({task, leaving}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -152,7 +161,7 @@ async def _unless_gone(request: Request, task: asyncio.Task[Any], timeout_s: flo
         return task.result() if task.done() else None
     except asyncio.CancelledError:
         task.cancel()
-        await asyncio.wait({task})  # what it reads from must not be closed before
+        await asyncio.wait({task})  # the generator that it reads must not be closed earlier
         raise
     finally:
         leaving.cancel()
@@ -166,7 +175,11 @@ async def _left(request: Request) -> None:
 async def _pieces(
     service: Service, body: Body, request: Request, prompts: Sequence[Prompt], echo: Sequence[str]
 ) -> AsyncGenerator[Piece, None]:
-    """Yield the choices' text as it comes, or in one piece behind the texts of ``echo``; leaving ends all of them."""
+    """Yield the text of the choices as it comes.
+
+    With ``echo``, a choice comes in a single piece behind its prompt's text. Leaving the generator
+    ends all choices.
+    """
     loop, record = asyncio.get_running_loop(), cast(Record, request.state.record)
     deadline, timer = loop.time() + service.config.timeout_s, service.metrics.timer(record)
     arrived: asyncio.Queue[tuple[int, str | GenerationResult | Exception]] = asyncio.Queue()
@@ -178,7 +191,7 @@ async def _pieces(
     left, work = len(streams), asyncio.create_task(_work(service, request, streams, arrived, timer))
     try:
         while left:
-            # wait_for of Python 3.11 loses a cancellation that comes with a piece.
+            # wait_for of Python 3.11 loses a cancellation that arrives together with a piece.
             async with asyncio.timeout_at(deadline):
                 index, piece = await arrived.get()
             if isinstance(piece, Exception):
@@ -205,7 +218,7 @@ async def _pieces(
 
 
 def _echo(service: Service, body: Body, prompts: Sequence[Prompt]) -> list[str]:
-    """Return the text of its prompt for each choice, if the answer is to begin with it."""
+    """Return the prompt's text for every choice if answers begin with it, else an empty list."""
     if not isinstance(body, TextRequest) or not body.echo:
         return []
     writer = Writer(service.engine.tokenizer, is_chat=False)
@@ -213,7 +226,7 @@ def _echo(service: Service, body: Body, prompts: Sequence[Prompt]) -> list[str]:
 
 
 def _text_of(prompt: Any, writer: Writer) -> str:
-    """Return the text of a prompt: as it was sent, or of its segments, or of its token ids."""
+    """Return the text of a prompt that is a string, a list of segments or a list of token ids."""
     if isinstance(prompt, str):
         return prompt
     if isinstance(prompt[0], int):
@@ -222,7 +235,11 @@ def _text_of(prompt: Any, writer: Writer) -> str:
 
 
 def _as_asked(body: Body, result: GenerationResult, echo: str | None) -> GenerationResult:
-    """Return an answer behind its prompt's text, or that alone, and with one call of a tool at most where its client takes no more."""
+    """Return an answer in the form that the request asks for.
+
+    With ``echo``, the prompt's text precedes the answer, or replaces it if the limit is 0 tokens.
+    Without ``parallel_tool_calls``, only the first call of a tool is kept.
+    """
     if isinstance(body, ChatRequest) and not body.parallel_tool_calls:
         return replace(result, tool_calls=result.tool_calls[:1])
     if echo is None:
@@ -250,7 +267,10 @@ async def _work(
     arrived: asyncio.Queue[tuple[int, str | GenerationResult | Exception]],
     timer: Timer,
 ) -> None:
-    """Read streams as soon as there is a turn, and keep it no longer than they last, however slow the client is."""
+    """Read the streams as soon as a slot is free.
+
+    The slot is released when the streams end, even if the client reads slowly.
+    """
 
     async def read(index: int, stream: AsyncTokenStream | Fitting) -> None:
         try:
@@ -278,7 +298,7 @@ async def _events(
     told: Told,
     record: Record,
 ) -> AsyncIterator[ServerSentEvent]:
-    """Yield a completion as OpenAI's events; an error after the first byte is an event too."""
+    """Yield a completion as OpenAI's events; an error after the first byte is an event, too."""
     kind = shape.object + ".chunk" if shape.is_chat else shape.object
     wants_usage = body.stream_options is not None and body.stream_options.include_usage
     results: dict[int, GenerationResult] = {}

@@ -13,7 +13,10 @@ from kvrag.errors import ConfigError
 from kvrag.spelling import parse_bytes
 
 KEYS_VARIABLE = "KVRAG_API_KEYS"
-"""Holds ``tenant=key`` pairs, separated by commas; there is no option, because the arguments of a process can be seen by others."""
+"""Variable that holds ``tenant=key`` pairs, separated by commas.
+
+There is no option, because other users can see the arguments of a process.
+"""
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 
@@ -27,21 +30,26 @@ class ServerConfig:
     model_name
         Name that clients ask for; default: the model's own.
     api_keys
-        Tenant of each key. With keys, ``/v1`` asks for one, and the chunks of each tenant are in a namespace of its own. Without, whoever
-        reaches the port may ask, and all share the engine's namespace.
+        Tenant of every key. With keys, ``/v1`` requires a key, and every tenant's chunks are in
+        their own namespace. Without keys, all clients that reach the port are served, and they
+        share the engine's namespace.
     max_running, max_waiting
-        Requests that are answered at once; those that wait for their turn, beyond which one is refused with 503.
+        Requests that are answered at a time; requests that wait for a slot, beyond which requests
+        are refused with 503.
     max_per_key
-        Requests of one tenant that run and wait at a time, beyond which one is refused with 429. ``None``: as many as of all.
+        Requests of a tenant that run and wait at a time, beyond which requests are refused with
+        429. Default: no such limit.
     max_body_bytes
         Largest body of a request, in bytes, or as ``"8MiB"``.
     max_tokens
-        Most tokens of an answer. A request that names no limit of its own gets as many as the context window leaves, up to this.
+        Most tokens of an answer. A request without a limit gets as many as the context window
+        leaves, up to this number.
     cors_origins
-        Origins of web pages that may call the API from a browser, as ``https://chat.example.com``; ``"*"``: any. Default: none but the
-        server's own page.
+        Origins of web pages that may call the API from a browser, as ``https://chat.example.com``;
+        ``"*"``: any. Default: only the server's own page.
     timeout_s, drain_s
-        Seconds that an answer may take, its turn included; seconds that running answers are given when the server shuts down.
+        Seconds that an answer may take, the wait for a slot included; seconds that running answers
+        get when the server shuts down.
     """
 
     model_name: str | None = None
@@ -80,11 +88,14 @@ class ServerConfig:
             )
         for origin in self.cors_origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
-                wanted = "write scheme and host, as https://chat.example.com or http://localhost:3000, without a path, or '*'"
+                wanted = (
+                    "write scheme and host, as https://chat.example.com or http://localhost:3000, "
+                    "without a path, or '*'"
+                )
                 raise ConfigError(f"ServerConfig.cors_origins holds {origin!r}; {wanted}")
 
     def tenant_of(self, key: str) -> str | None:
-        """Return the tenant of a key, or ``None``; takes as long for a wrong key as for any other."""
+        """Return the tenant of a key, or ``None``; right and wrong keys take equally long."""
         digest, found = hashlib.sha256(key.encode()).digest(), None
         for known, tenant in self.api_keys.items():
             if hmac.compare_digest(hashlib.sha256(known.encode()).digest(), digest):
@@ -93,7 +104,7 @@ class ServerConfig:
 
 
 def keys_of_environment() -> dict[str, str]:
-    """Return the tenant of each key in :data:`KEYS_VARIABLE`; raises ``ConfigError``."""
+    """Return tenants by key from :data:`KEYS_VARIABLE`; raise ``ConfigError`` for bad entries."""
     found = {}
     for pair in filter(
         None, (part.strip() for part in os.environ.get(KEYS_VARIABLE, "").split(","))
@@ -101,7 +112,8 @@ def keys_of_environment() -> dict[str, str]:
         tenant, mark, key = pair.partition("=")
         if not (mark and tenant and key):
             raise ConfigError(
-                f"{KEYS_VARIABLE} has an entry without a tenant or a key; write tenant=key,tenant=key"
+                f"{KEYS_VARIABLE} has an entry without a tenant or a key; write "
+                "tenant=key,tenant=key"
             )
         found[key] = tenant
     return found

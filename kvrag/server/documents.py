@@ -1,4 +1,4 @@
-"""The index side: ``/v1/kv/…`` precomputes, lists, explains, deletes and counts, each in the namespace of the request's key."""
+"""Routes ``/v1/kv/…``: precompute, list, explain, delete and count, in the key's namespace."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def precompute(body: PrecomputeRequest, request: Request) -> dict[str, Any
             ids=ids,
             collection=body.collection,
             namespace=namespace,
-            show_progress=False,  # the client waits, and no terminal
+            show_progress=False,  # the client waits, without a terminal
         )
         report = await to_thread.run_sync(run, limiter=service.precomputes)
     return asdict(report)
@@ -53,7 +53,7 @@ async def documents(request: Request, collection: str | None = None) -> dict[str
 
 @router.post("/delete")
 async def delete(body: DeleteRequest, request: Request) -> dict[str, int]:
-    """Delete documents, and erase the KV that no other one needs."""
+    """Delete documents, and erase the KV that no other document needs."""
     service = service_of(request)
     namespace = service.namespace(request.state.tenant)
     gone = await run_in_threadpool(
@@ -64,7 +64,7 @@ async def delete(body: DeleteRequest, request: Request) -> dict[str, int]:
 
 @router.post("/explain")
 async def explain(body: ExplainRequest, request: Request) -> dict[str, Any]:
-    """Say which chunks of a prompt are known, which have KV, and why the others don't."""
+    """Explain which chunks of a prompt are known and have KV, and why other text has no KV."""
     service = service_of(request)
     if (body.messages is None) == (body.prompt is None):
         raise APIError(400, "pass either messages or prompt", "invalid_value", param="messages")
@@ -81,7 +81,7 @@ async def explain(body: ExplainRequest, request: Request) -> dict[str, Any]:
 
 @router.get("/stats")
 async def stats(request: Request) -> dict[str, Any]:
-    """Return the engine's totals and those of its store, and how many requests run and wait."""
+    """Return totals of engine and store, and the numbers of running and waiting requests."""
     service = service_of(request)
     counted = await run_in_threadpool(service.engine.stats)
     return {**counted, "running": service.admission.running, "waiting": service.admission.waiting}

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's shape, and which status each of kvrag's errors has."""
+"""Errors in OpenAI's shape, and the HTTP status of every kvrag error."""
 
 from __future__ import annotations
 
@@ -29,16 +29,17 @@ logger = logging.getLogger(__name__)
 
 _NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
 _OPTION = re.compile(
-    r"\b(?:SamplingConfig\.)?(max_new_tokens|min_new_tokens)\b|\bSamplingConfig\.(?=\w)|\bSamplingConfig\b"
+    r"\b(?:SamplingConfig\.)?(max_new_tokens|min_new_tokens)\b"
+    r"|\bSamplingConfig\.(?=\w)|\bSamplingConfig\b"
 )
 _REPAIR = re.compile(r"\bRepairConfig\b")
 _LONGEST = 80  # characters of a value that a message repeats
 _OF_FIELDS = ("unknown_parameter", "unsupported_parameter", "invalid_value")
-"""Types of the faults that :mod:`kvrag.server.fields` raises, which are codes for the client."""
+"""Types of the faults that :mod:`kvrag.server.fields` raises; clients get them as error codes."""
 _WANTED = re.compile(r"^\w+ should (be|have) | after validation(?=,)")
 
 Fault = Mapping[str, Any]
-"""An error as pydantic describes it: its type, place, message and input."""
+"""An error as pydantic describes it: its type, location, message and input."""
 
 _STATUS: tuple[tuple[type[BaseException], int, str], ...] = (
     (ContextLengthError, 400, "context_length_exceeded"),
@@ -62,7 +63,7 @@ _TYPES = {
 
 
 class APIError(Exception):
-    """A request that is refused, with the status, code and parameter that the client is told."""
+    """Refusal of a request, with the status, code and parameter for the client."""
 
     def __init__(
         self,
@@ -78,7 +79,7 @@ class APIError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """What the client reads."""
+        """Body of the response, as JSON values."""
         kind = _TYPES.get(
             self.status, "server_error" if self.status >= 500 else "invalid_request_error"
         )
@@ -88,13 +89,19 @@ class APIError(Exception):
 
     @property
     def response(self) -> JSONResponse:
-        """The whole response; a client that asked again at once would fail again, but for a lack of room."""
+        """Response with body, status and headers.
+
+        Server errors except 503 (overload) ask clients not to retry: a retry would fail again.
+        """
         never = {"x-should-retry": "false"} if self.status >= 500 and self.status != 503 else {}
         return JSONResponse(self.body, self.status, never | self.headers)
 
 
 def as_api_error(error: BaseException) -> APIError:
-    """Return what a client is told of an error: kvrag's own sentences, and nothing of any other's inside."""
+    """Return the error that a client sees.
+
+    Messages of kvrag's own errors are passed on; other errors reveal nothing.
+    """
     if isinstance(error, APIError):
         return error
     for kind, status, code in _STATUS:
@@ -103,7 +110,7 @@ def as_api_error(error: BaseException) -> APIError:
                 status, in_api_words(str(error)) or _WORDS.get(code, "the request failed"), code
             )
     own = str(error) if isinstance(error, KVRagError) else None
-    # Messages of others may quote the prompt, so the log has their type and the way there.
+    # Messages of other libraries may quote the prompt, so the log has only type and traceback.
     logger.error(
         "a request failed: %s\n%s",
         own or type(error).__name__,
@@ -136,14 +143,17 @@ async def _on_http(request: Request, error: Exception) -> JSONResponse:
     code = {404: "not_found", 405: "method_not_allowed"}.get(fault.status_code, "invalid_request")
     sentence = f"{fault.detail}; see /docs for what there is"
     if fault.status_code == 404:
-        sentence = f"there is nothing at this path ({fault.detail}); the API is under /v1, and /docs lists it"
+        sentence = (
+            f"there is nothing at this path ({fault.detail}); the API is under /v1, and /docs "
+            "lists it"
+        )
     elif fault.status_code == 400:  # of FastAPI, which could not decode the body
         sentence = "the body is no text in UTF-8; send one JSON object"
     return _answer(request, APIError(fault.status_code, sentence, code))
 
 
 def in_api_words(message: str) -> str:
-    """Return a message of the engine's with the names that options have in the API."""
+    """Return a message of the engine with the API's names of options."""
     renamed = _OPTION.sub(
         lambda found: _NAMES.get(found[1] or "", "" if found[0].endswith(".") else "the request"),
         message,
@@ -152,9 +162,10 @@ def in_api_words(message: str) -> str:
 
 
 def first_fault(errors: Sequence[Fault], body: Any) -> APIError:
-    """Describe the first thing that is wrong with a body.
+    """Describe the first fault of a body.
 
-    Where a field takes values of several types, pydantic tells of each of them. The one that went furthest into the value was meant.
+    Where a field accepts values of several types, pydantic reports an error for every type. The
+    error deepest in the value is the relevant error.
     """
     faults = [(_place(error["loc"][1:], body), error) for error in errors]
     first = _field(faults[0])
@@ -172,7 +183,7 @@ def _field(fault: tuple[Sequence[str], Fault]) -> str:
 
 
 def _place(loc: Iterable[Any], body: Any) -> list[str]:
-    """Return the way into a body to what is wrong, without the names that pydantic gives to the types of a union."""
+    """Return the path to a fault in a body, without pydantic's names for the types of a union."""
     place = []
     value = body
     parts = list(loc)
@@ -202,7 +213,10 @@ def _is_type(name: str) -> bool:
 
 
 def _described(place: Sequence[str], error: Fault, messages: Sequence[str], body: Any) -> APIError:
-    """Say what is wrong at a place: ``messages`` are pydantic's, one for each type that the value may have there."""
+    """Return the error for a fault at a place in the body.
+
+    ``messages`` are pydantic's, a message per type that the value may have there.
+    """
     kind = error["type"]
     param = ".".join(place) or None
     if kind == "json_invalid":
@@ -251,7 +265,7 @@ def _shown(value: Any) -> str:
 
 
 def handle_errors(app: FastAPI) -> None:
-    """Let an application answer all errors in OpenAI's shape."""
+    """Make an application answer all errors in OpenAI's shape."""
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(HTTPException, _on_http)
     for kind in (APIError, KVRagError, asyncio.TimeoutError):

@@ -1,7 +1,8 @@
-"""Fields of other servers and of clients that the API has no use for: which ask for nothing, and which can't be done.
+"""Request fields of other servers and clients that the API does not implement.
 
-A field that no schema knows is accepted where it asks for nothing: at ``null``, ``false``, ``0`` or an empty value, at its neutral value,
-or as one of :data:`HINTS`. Another one would change the answer, so it is refused by its name.
+A field that no schema knows is accepted where it asks for nothing: at ``null``, ``false``, ``0`` or
+an empty value, at its neutral value, or as a member of :data:`HINTS`. Any other field would change
+the answer, so it is refused by name.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ HINTS: dict[str, tuple[str, ...]] = {
         ),
     ),
 }
-"""Fields that change no answer, whatever they hold, by what they are about."""
+"""Fields that change no answer at any value, by topic."""
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "adaptive_target": (-0.01, -1, 0),
@@ -115,7 +116,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "typical_p": (1,),
     "web_search_options": (False,),
 }
-"""Values, besides ``null``, at which fields ask for nothing, where these are not ``false``, ``0`` and empty values."""
+"""Further values at which fields ask for nothing, beside ``null``, ``false``, ``0`` and empty."""
 
 ONLY_WITH: dict[str, str] = dict.fromkeys(
     (
@@ -127,7 +128,7 @@ ONLY_WITH: dict[str, str] = dict.fromkeys(
     ),
     "repetition_penalty",
 )
-"""Fields that do nothing as long as another one is neutral (1)."""
+"""Fields that have no effect as long as another field is neutral (1)."""
 
 ALIASES: dict[str, str] = {
     "rep_pen": "repetition_penalty",
@@ -138,10 +139,10 @@ ALIASES: dict[str, str] = {
     "stopping_strings": "stop",
     "think": "enable_thinking",
 }
-"""Other servers' names of fields."""
+"""Names that other servers use for fields of the API."""
 
 SWITCHES = ("think",)
-"""Other servers' names of fields at which ``false`` asks for something: to switch off what a model does by itself."""
+"""Aliases at which ``false`` asks for a change: to switch off a default of the model."""
 
 _SCHEMA = "send response_format with a JSON schema"
 REMEDIES: dict[str, str] = {
@@ -164,9 +165,11 @@ REMEDIES: dict[str, str] = {
     "skip_special_tokens": "answers have no control tokens; send true, or leave it out",
     "structured_outputs": _SCHEMA,
     "suffix": "put the model's own tokens for filling in the middle into the prompt",
-    "thinking": "send chat_template_kwargs with what the model's template knows, such as enable_thinking",
+    "thinking": (
+        "send chat_template_kwargs with what the model's template knows, such as enable_thinking"
+    ),
 }
-"""What to send instead of fields that are refused."""
+"""Remedies for fields that are refused."""
 
 _HARMLESS = frozenset(name for names in HINTS.values() for name in names)
 _NOTHING: tuple[Any, ...] = (None, "", [], {})
@@ -180,7 +183,10 @@ def asks_for_nothing(value: Any) -> bool:
 
 
 def understood(data: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """Return the fields of a body that a schema knows, without nulls; raise ``PydanticCustomError`` on others that ask for something."""
+    """Return the fields of a body that a schema knows, without nulls.
+
+    Raises ``PydanticCustomError`` for other fields that ask for something.
+    """
     given = {name: value for name, value in data.items() if value is not None}
     for alias, name in ALIASES.items():
         if alias in given and name in known:
@@ -211,7 +217,7 @@ def _is_neutral(name: str, given: Mapping[str, Any]) -> bool:
         return True
     if name == "do_sample":
         return isinstance(value, bool) and (value or not given.get("temperature"))
-    if name == "add_special_tokens":  # a chat template has its own
+    if name == "add_special_tokens":  # chat templates add their own special tokens
         return value is ("prompt" in given)
     if name == "best_of":
         return value in (0, 1, given.get("n", 1))
@@ -232,5 +238,5 @@ def _refusal(name: str, known: Collection[str]) -> PydanticCustomError:
 
 
 def fault(code: str, sentence: str, name: str) -> PydanticCustomError:
-    """Build an error of pydantic's that says which field it is about."""
+    """Build a pydantic error that names its field."""
     return PydanticCustomError(code, sentence, {"field": name})

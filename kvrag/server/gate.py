@@ -1,4 +1,7 @@
-"""Every request passes here: its id, key, size and type are checked, and its end is written down. Plain ASGI, for streams' sake."""
+"""Gate that every request passes: checks id, key, size and type, and records the request's end.
+
+It is plain ASGI, because responses are streamed.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +20,18 @@ _GUARDED = "/v1"
 
 
 class Gate:
-    """Refuses requests without a key that is known, and bodies that are too large; gives each request an id.
+    """Refuses requests without a known key, and bodies that are too large; gives requests an id.
 
-    ``scope["state"]`` gets ``tenant`` (``None`` without keys) and ``record``, which is passed to ``count``, logged and traced at the end.
-    Nothing but kvrag's own words leaves: what a request fails with inside is answered and logged here, and raised no further.
+    ``scope["state"]`` gets ``tenant`` (``None`` without keys) and ``record``. At the end the record
+    is passed to ``count``, logged and traced. Clients see only kvrag's own messages: an error
+    inside is answered and logged here, and not raised further.
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig, count: Callable[[Record], None]) -> None:
         self._app, self._config, self._count, self._tracer = app, config, count, Tracer()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer, or let through."""
+        """Answer a request, or pass it on."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -51,7 +55,7 @@ class Gate:
             state["tenant"] = record.tenant = self._tenant(scope["path"], headers)
             await self._app(scope, self._limited(headers, receive), send_named)
         except Exception as error:
-            if record.status:  # it has begun; uvicorn closes the connection of what has no end
+            if record.status:  # the response has begun; uvicorn closes the unfinished connection
                 record.ended = "client_too_slow" if _is_too_slow(error) else "broken_off"
             if record.ended != "client_too_slow":
                 told = as_api_error(error)
@@ -59,7 +63,7 @@ class Gate:
                 if not record.status:
                     await told.response(scope, receive, send_named)
         finally:
-            route = scope.get("route")  # the path of one, not what was asked for: that has no end
+            route = scope.get("route")  # a route's path: paths of requests are unlimited in number
             record.endpoint = getattr(route, "path", "none")
             self._count(record)
             record.log(
@@ -69,10 +73,12 @@ class Gate:
             )
 
     def _plain(self, scope: Scope) -> Scope:
-        """Return a request as the routes know it: no slash at the end of its path, GET for HEAD, and JSON where no type is named.
+        """Return a request in the form that the routes expect.
 
-        Clients such as ``curl -d`` name another type, or none. A page of another site could do that, too, without asking the browser's
-        leave for it, so requests of pages need the right type, or an origin that is allowed.
+        Its path has no slash at the end, HEAD becomes GET, and a trusted POST has the type JSON.
+        Clients such as ``curl -d`` send another content type, or no type. A page of another site
+        could do that, too, without a preflight request. So requests of pages need the right type,
+        or an allowed origin.
         """
         path = scope["path"]
         plain = {
@@ -80,7 +86,7 @@ class Gate:
             "path": path.rstrip("/") or "/",
             "raw_path": scope.get("raw_path", b"").rstrip(b"/") or b"/",
         }
-        if scope["method"] == "HEAD":  # servers leave the body out, as they know what was asked
+        if scope["method"] == "HEAD":  # the server still leaves out the body
             plain["method"] = "GET"
         headers = dict(scope["headers"])
         if scope["method"] == "POST" and self._is_trusted(headers):
@@ -89,7 +95,7 @@ class Gate:
         return plain
 
     def _is_trusted(self, headers: dict[bytes, bytes]) -> bool:
-        """Whether a request comes from no page, from the server's own, or from one that may call it."""
+        """Whether a request comes from no page, the server's own page, or an allowed origin."""
         origin = headers.get(b"origin", b"").decode("latin-1")
         own = origin.partition("://")[2] == headers.get(b"host", b"").decode("latin-1")
         return (
@@ -100,7 +106,7 @@ class Gate:
         )
 
     def _tenant(self, path: str, headers: dict[bytes, str]) -> str | None:
-        """Return whose key it is, or raise ``APIError``."""
+        """Return the tenant of the request's key; raise ``APIError`` without a known key."""
         if not self._config.api_keys or not path.startswith(_GUARDED):
             return None
         kind, _, key = headers.get(b"authorization", "").partition(" ")
@@ -111,7 +117,10 @@ class Gate:
         return tenant
 
     def _limited(self, headers: dict[bytes, str], receive: Receive) -> Receive:
-        """Return ``receive`` that raises ``APIError`` when a body outgrows the limit, whatever its length was said to be."""
+        """Return a ``receive`` that raises ``APIError`` when a body exceeds the limit.
+
+        The declared length is checked at once, but not trusted.
+        """
         limit, length = self._config.max_body_bytes, headers.get(b"content-length", "0")
         error = APIError(
             413, f"the body has more than {limit} bytes; send less", "request_too_large"
@@ -132,7 +141,7 @@ class Gate:
 
 
 def _is_too_slow(error: BaseException) -> bool:
-    """Return whether an error comes of a client that read nothing for too long; others are wrapped around that one."""
+    """Return whether a client that reads too slowly caused an error, directly or as its cause."""
     inner = (
         error.exceptions
         if isinstance(error, BaseExceptionGroup)

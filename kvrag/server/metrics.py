@@ -1,4 +1,4 @@
-"""What Prometheus reads at ``/metrics``: how long requests take, where their tokens come from, and how full the store is."""
+"""Metrics for Prometheus at ``/metrics``: request times, sources of tokens, size of the store."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 
 _STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
 REFUSALS = (401, 413, 429, 503)
-"""Statuses of requests that are refused before anything is computed for them."""
+"""Statuses of requests that are refused before any computation."""
 
 
 class _OfStore(Collector):
@@ -28,7 +28,7 @@ class _OfStore(Collector):
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:
-        """Yield what each tier holds, and how its look-ups ended."""
+        """Yield the content of the tiers, and the results of their look-ups."""
         held = GaugeMetricFamily("kvrag_store_bytes", "Bytes of KV in a tier.", labels=["tier"])
         chunks = GaugeMetricFamily("kvrag_store_chunks", "Chunks in a tier.", labels=["tier"])
         looked_up = CounterMetricFamily(
@@ -47,7 +47,7 @@ class _OfStore(Collector):
 
 
 class Metrics:
-    """The metrics of one application, in a registry of their own."""
+    """Metrics of an application, in their own registry."""
 
     def __init__(self, engine: KVRagEngine, admission: Admission) -> None:
         own = self.registry = CollectorRegistry()
@@ -99,11 +99,11 @@ class Metrics:
             self._removed.labels(event.medium, event.reason).inc(len(event.block_hashes))
 
     def timer(self, record: Record) -> Timer:
-        """Return what notes the times of a request's answer."""
+        """Return a timer for the answer to a request."""
         return Timer(record, self._queue, self._ttft, self._step)
 
     def count(self, record: Record) -> None:
-        """Add a request that has ended."""
+        """Count a request that has ended."""
         self._responses.labels(record.endpoint, record.status).inc()
         if record.status in REFUSALS:
             self._refused.labels(record.code).inc()
@@ -122,19 +122,19 @@ class Metrics:
                 self._tokens.labels(source).inc(getattr(result, f"{source}_tokens"))
 
     def text(self) -> bytes:
-        """Return all metrics in Prometheus' text format."""
+        """Return all metrics in Prometheus's text format."""
         return generate_latest(self.registry)
 
 
 class Timer:
-    """Notes the times of one request's answer as they come."""
+    """Notes the times of an answer as they occur."""
 
     def __init__(self, record: Record, queue: Histogram, ttft: Histogram, step: Histogram) -> None:
         self._record, self._queue, self._ttft, self._step = record, queue, ttft, step
         self._latest: dict[int, float] = {}
 
     def began(self) -> None:
-        """Note that its turn has come."""
+        """Note that the request has a slot."""
         self._record.queue_s = time.perf_counter() - self._record.start_s
         self._queue.observe(self._record.queue_s)
 

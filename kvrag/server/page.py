@@ -1,4 +1,4 @@
-"""The page at ``/``: static files of this package, which speak to the public API; nothing comes from elsewhere."""
+"""Page at ``/``: static files of this package that use the public API, and no other site."""
 
 from __future__ import annotations
 
@@ -11,26 +11,29 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
 _HEADERS = {
-    "Cache-Control": "no-cache",  # kept, and asked for again by its ETag: a new version shows at once
-    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; object-src 'none'",
+    "Cache-Control": "no-cache",  # cached, but checked by ETag: a new version shows at once
+    "Content-Security-Policy": (
+        "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+        "object-src 'none'"
+    ),
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
 NAMES = ("index.html", "page.css", "page.js", "corpus.json", "icon.svg")
-"""The files that are the page; nothing else is served."""
+"""Files of the page; no other file is served."""
 
 router = APIRouter(include_in_schema=False)
 
 
 @router.get("/")
 async def index(request: Request) -> Response:
-    """Return the page; it needs no key, what it asks the API for does."""
+    """Return the page; it needs no key, but its requests to the API do."""
     return await part("index.html", request)
 
 
 @router.get("/page/{name}")
 async def part(name: str, request: Request) -> Response:
-    """Return one of the page's files, or 304 if the browser has it."""
+    """Return a file of the page, or 304 if the browser has it."""
     if name not in NAMES:
         raise HTTPException(404)
     content = read(name)
@@ -41,5 +44,5 @@ async def part(name: str, request: Request) -> Response:
 
 
 def read(name: str) -> bytes:
-    """Return one of the page's files."""
+    """Return the content of a file of the page."""
     return files("kvrag.server").joinpath("static", name).read_bytes()

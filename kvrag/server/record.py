@@ -1,4 +1,4 @@
-"""What is known of a request when it ends: a line in the log, and spans. It holds no text, neither the client's nor the model's."""
+"""Record of a request: a line in the log, and spans. It holds no text of client or model."""
 
 from __future__ import annotations
 
@@ -17,21 +17,18 @@ logger = logging.getLogger("kvrag.server")
 
 Ending = Literal["answered", "client_left", "client_too_slow", "timeout", "broken_off"]
 SUMMED = ("prompt_tokens", "cached_tokens", "repaired_tokens", "computed_tokens")
-_POLLED = (
-    "/health",
-    "/ready",
-    "/metrics",
-    "none",
-)  # asked for every few seconds, or by those who look for holes
+# Endpoints that are polled every few seconds, or probed by scanners.
+_POLLED = ("/health", "/ready", "/metrics", "none")
 _OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
 _PROVIDER = "kvrag"
 
 
 @dataclass(slots=True)
 class Record:
-    """One request. Times are seconds on ``time.perf_counter``'s clock; ``ended`` says how its answer ended, whatever its status is.
+    """Record of a request. Times are seconds on the clock of ``time.perf_counter``.
 
-    ``queue_s`` and ``ttft_s`` are how long it waited for its turn and for its first text; ``code`` is that of an error.
+    ``ended`` says how its answer ended, regardless of the status. ``queue_s`` is the time in the
+    queue and ``ttft_s`` the time to the first text; ``code`` is an error's code.
     """
 
     request_id: str
@@ -49,11 +46,11 @@ class Record:
     results: list[GenerationResult] = field(default_factory=list)
 
     def totals(self) -> dict[str, int]:
-        """Return the tokens of all choices by where they come from."""
+        """Return the tokens of all choices by source."""
         return {name: sum(getattr(result, name) for result in self.results) for name in SUMMED}
 
     def fields(self) -> dict[str, Any]:
-        """Return what the log says; what is unknown is left out."""
+        """Return the fields of the log line, without unknown values."""
         results, stages = self.results, Counter[str]()
         for result in results:
             stages.update(result.timings_ms)
@@ -83,7 +80,10 @@ class Record:
         }
 
     def log(self, trace_id: str | None = None) -> None:
-        """Write the request's line: as a warning if the server failed, for debugging only if it was no more than a poll."""
+        """Write the log line of the request.
+
+        It is a warning if the server failed, and a debug line if the request was a mere poll.
+        """
         level = logging.WARNING if self.status >= 500 else logging.INFO
         level = logging.DEBUG if self.endpoint in _POLLED and self.status < 500 else level
         if logger.isEnabledFor(level):
@@ -97,10 +97,13 @@ def _joined(values: Any) -> str:
 
 
 class JsonLines(logging.Formatter):
-    """Writes records as lines of JSON: time, level, logger, and a request's fields, or the message of another record."""
+    """Writes log records as lines of JSON.
+
+    A line has time, level, logger, and the fields of a request or the message of another record.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return a line."""
+        """Return the JSON line of a log record."""
         when = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
         fields = getattr(record, "kvrag", None) or {"message": record.getMessage()}
         if record.exc_info:
@@ -111,7 +114,10 @@ class JsonLines(logging.Formatter):
 
 
 class Tracer:
-    """Writes requests as OpenTelemetry's spans when they have ended; does nothing where its API is not installed or nobody collects."""
+    """Writes requests as OpenTelemetry spans when they have ended.
+
+    Does nothing if OpenTelemetry's API is not installed or spans are not recorded.
+    """
 
     def __init__(self) -> None:
         try:
@@ -126,7 +132,10 @@ class Tracer:
             )
 
     def write(self, record: Record, headers: Mapping[str, str]) -> str | None:
-        """Write a request's span, which continues the client's trace, and one for each stage; return the trace's id, if it is kept."""
+        """Write the span of a request, which continues the client's trace, and a span per stage.
+
+        Returns the id of the trace if the span is recorded.
+        """
         if self._trace is None or record.endpoint in _POLLED:
             return None
         api, offset = self._trace, time.time_ns() - time.perf_counter_ns()
@@ -168,7 +177,10 @@ class Tracer:
 
 
 def _attributes(record: Record, operation: str | None) -> dict[str, Any]:
-    """Return a request's attributes, by OpenTelemetry's conventions for HTTP and generative AI, and kvrag's own."""
+    """Return the attributes of a request's span.
+
+    They follow OpenTelemetry's conventions for HTTP and generative AI, and add kvrag's own.
+    """
     found: dict[str, Any] = {
         "http.request.method": record.method,
         "http.route": record.endpoint,

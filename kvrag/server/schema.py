@@ -1,4 +1,7 @@
-"""What clients send: the fields of OpenAI's and vLLM's that kvrag honours. What others mean is in :mod:`kvrag.server.fields`."""
+"""Schemas of request bodies: the fields of OpenAI's and vLLM's APIs that kvrag honours.
+
+:mod:`kvrag.server.fields` treats the other fields.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,14 @@ from kvrag.server.fields import fault, understood
 from kvrag.types import MaxContext, Mode
 
 MAX_DEPTH = 64
-"""Of lists and objects inside each other, in a body: schemas of tools need a dozen, and what reads them recursively has an end."""
+"""Limit of nesting of lists and objects in a body.
+
+Schemas of tools need about a dozen levels; recursive readers of a body need a limit.
+"""
 
 
 MAX_CHOICES = 32
-"""Answers to one request, which has one place in the queue."""
+"""Most answers to a request, which takes a single slot of the queue."""
 
 Stop = Annotated[str, Field(max_length=1000)]
 Token = Annotated[int, Field(ge=0, lt=2**31)]
@@ -30,7 +36,10 @@ class _Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _check_all(cls, data: Any) -> Any:
-        """Refuse what is too deep or no text, and leave out fields that are null, which is how clients say that they are not given."""
+        """Refuse bodies that nest too deep or hold invalid text, and drop null fields.
+
+        Clients send null for fields that are not given.
+        """
         level = [data]
         depth = 0
         while level := [inner for each in level for inner in _inside(each)]:
@@ -48,7 +57,7 @@ class _Body(BaseModel):
 
 
 class _Foreign(_Body):
-    """A body of others' APIs, which has fields that kvrag does not know."""
+    """Body of another vendor's API, with fields that kvrag does not know."""
 
     @classmethod
     def _read(cls, data: dict[str, Any]) -> dict[str, Any]:
@@ -56,7 +65,10 @@ class _Foreign(_Body):
 
 
 def without_nulls(value: Any, levels: int = 1) -> Any:
-    """Return a value whose objects, so many levels deep, have no fields that are null: deeper ones may be JSON schemas, or arguments."""
+    """Return a value without the null fields of its objects, down to ``levels`` levels.
+
+    Deeper objects may be JSON schemas or arguments of calls, where null has a meaning.
+    """
     if isinstance(value, list):
         return [without_nulls(each, levels) for each in value]
     if not isinstance(value, dict) or not levels:
@@ -77,13 +89,13 @@ def _inside(value: Any) -> Iterable[Any]:
 
 
 class Document(_Body):
-    """A chunk of a prompt, as it was precomputed."""
+    """Document of a prompt: a chunk, with the text that was precomputed."""
 
     text: str
 
 
 class Reuse(_Body):
-    """kvrag's own options, in the field ``kvrag``: how KV is reused, and documents that go before the last user message."""
+    """Field ``kvrag``: options of reuse, and documents before the last user message."""
 
     mode: Mode = "auto"
     repair: dict[str, Any] | str | None = None
@@ -92,35 +104,38 @@ class Reuse(_Body):
 
     @property
     def config(self) -> RepairConfig | None:
-        """The repair that was asked for."""
+        """Repair that the request asks for."""
         return as_config(RepairConfig, self.repair, option="repair")
 
 
 class Making(Reuse):
-    """The field ``kvrag`` of what is answered: with ``trace``, its account names each token of the prompt and where its KV came from."""
+    """Field ``kvrag`` of requests that are answered.
+
+    With ``trace``, the accounting names every token of the prompt and the source of its KV.
+    """
 
     trace: bool = False
 
 
 class StreamOptions(_Foreign):
-    """Whether the last event of a stream has the usage."""
+    """Options of a stream: whether its last event has the usage."""
 
     include_usage: bool = False
 
 
 def _or_none(*nothing: Any) -> BeforeValidator:
-    """Return a validator that takes values at which a field asks for nothing as ``None``."""
+    """Return a validator that maps values at which a field asks for nothing to ``None``."""
     return BeforeValidator(
         lambda value: None if value in nothing and not isinstance(value, bool) else value
     )
 
 
 _shallow = BeforeValidator(lambda value: without_nulls(value, levels=2))
-"""A validator that leaves out nulls which are not part of a JSON schema."""
+"""Validator that drops nulls outside JSON schemas."""
 
 
 class Completion(_Foreign):
-    """What ``/v1/chat/completions`` and ``/v1/completions`` have in common."""
+    """Fields that ``/v1/chat/completions`` and ``/v1/completions`` share."""
 
     model: Annotated[str | None, _or_none("")] = None
     stream: bool = False
@@ -144,7 +159,7 @@ class Completion(_Foreign):
 
     @property
     def limit(self) -> int | None:
-        """The most tokens that the answer may have; ``None``: as many as there is room for."""
+        """Most tokens of the answer; by default as many as there is room for."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
@@ -156,7 +171,7 @@ def _no_tokens(body: Completion) -> PydanticCustomError:
 
 
 class Message(BaseModel):
-    """A chat message, as the engine takes it; what it holds besides role and content goes to the chat template."""
+    """Chat message for the engine; fields besides role and content go to the chat template."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -187,7 +202,10 @@ class ChatRequest(Completion):
 
     @property
     def variables(self) -> dict[str, Any]:
-        """What the chat template is rendered with: ``enable_thinking`` and ``reasoning_effort`` are its own names for them."""
+        """Variables of the chat template.
+
+        ``enable_thinking`` and ``reasoning_effort`` are the template's own names.
+        """
         named = {"enable_thinking": self.enable_thinking, "reasoning_effort": self.reasoning_effort}
         return {
             name: value for name, value in named.items() if value is not None
@@ -195,7 +213,10 @@ class ChatRequest(Completion):
 
     @property
     def num_logprobs(self) -> int | None:
-        """How many of the likeliest tokens' log-probabilities are wanted beside the chosen one's; ``None``: none at all."""
+        """Number of likeliest tokens to return log-probabilities for, beside the chosen token's.
+
+        ``None``: return no log-probabilities.
+        """
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @model_validator(mode="after")
@@ -205,7 +226,10 @@ class ChatRequest(Completion):
         if self.limit == 0:
             raise _no_tokens(self)
         if not (self.add_generation_prompt or self.continue_final_message):
-            message = "add_generation_prompt is false, so nothing would be answered; send continue_final_message with it"
+            message = (
+                "add_generation_prompt is false, so nothing would be answered; send "
+                "continue_final_message with it"
+            )
             raise fault("unsupported_parameter", message, "add_generation_prompt")
         return self
 
@@ -224,12 +248,12 @@ class TextRequest(Completion):
 
     @property
     def num_logprobs(self) -> int | None:
-        """As :attr:`ChatRequest.num_logprobs`."""
+        """Number of log-probabilities, as :attr:`ChatRequest.num_logprobs`."""
         return self.logprobs
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
-        """The prompts, each a text or token ids."""
+        """Prompts, as texts or as token ids."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         return [self.prompt] if isinstance(self.prompt[0], int) else self.prompt
@@ -245,7 +269,7 @@ class TextRequest(Completion):
 
 
 class KVDocument(_Body):
-    """A chunk that is stored."""
+    """Document to store as a chunk."""
 
     id: str | None = None
     text: str
@@ -259,7 +283,7 @@ class PrecomputeRequest(_Body):
 
 
 class ExplainRequest(_Body):
-    """Body of ``/v1/kv/explain``: a prompt of either kind, and what messages are rendered with."""
+    """Body of ``/v1/kv/explain``: a prompt of either kind, and variables for rendering messages."""
 
     messages: list[Message] | None = None
     prompt: str | Tokens | None = None

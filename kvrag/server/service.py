@@ -1,4 +1,4 @@
-"""What the routes share: the engine, its options, and who may ask for what."""
+"""State that the routes share: the engine, its options, and its tenants' namespaces."""
 
 from __future__ import annotations
 
@@ -38,9 +38,8 @@ _SAMPLING = (
     *("tools", "tool_choice", "response_format"),
 )
 
-PRECOMPUTES = (
-    4  # threads of requests that precompute: what others ask for must not wait until one is free
-)
+# Threads of requests that precompute; other requests must not wait for a free thread.
+PRECOMPUTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,31 +55,37 @@ class Service:
 
     @property
     def name(self) -> str:
-        """Name of the model, as clients say it; of one on this machine, its own, and not the way to it."""
+        """Name of the model for clients; for a local path, its last part only."""
         source = self.engine.source.name
         return self.config.model_name or (
             Path(source).resolve().name if os.path.exists(source) else source
         )
 
     def check_model(self, name: str | None) -> None:
-        """Raise ``APIError`` if a client asks for a model that isn't here; ``None``: the one that is."""
+        """Raise ``APIError`` if a client asks for a model that is not served.
+
+        A request without a name is for the served model.
+        """
         if name not in (None, self.name):
             message = f"the model {name!r} is not served here; ask for {self.name!r}"
             raise APIError(404, message, "model_not_found", param="model")
 
     def namespace(self, tenant: str | None) -> str:
-        """Return the namespace of a tenant's chunks; ``None``, where there are no keys: the engine's."""
+        """Return the namespace of a tenant's chunks; without API keys, the engine's."""
         return self.engine.namespace if tenant is None else f"{self.engine.namespace}/{tenant}"
 
     def reuse(self, reuse: Reuse, tenant: str | None) -> dict[str, Any]:
-        """Return the engine's options of reuse."""
+        """Return the engine's options of reuse for a request."""
         own = {"mode": reuse.mode, "repair": reuse.config, "max_context": reuse.max_context}
         return own | {"namespace": self.namespace(tenant)}
 
     def stream(
         self, prompt: Prompt, body: ChatRequest | TextRequest, index: int, *, tenant: str | None
     ) -> AsyncTokenStream | Fitting:
-        """Return the stream of the choice ``index`` of a request: as long as that asks for, else as long as there is room."""
+        """Return the stream of the choice ``index`` of a request.
+
+        Its limit is the request's, or else the room that the context window leaves.
+        """
         options = self.options(body, index, tenant=tenant)
         if body.limit is not None:
             return self.engine.astream(prompt, max_new_tokens=max(1, body.limit), **options)
@@ -90,7 +95,7 @@ class Service:
     def options(
         self, body: ChatRequest | TextRequest, index: int, *, tenant: str | None
     ) -> dict[str, Any]:
-        """Return the engine's options for the choice ``index`` of a request, but for the length of its answer."""
+        """Return the engine's options for the choice ``index`` of a request, without its limit."""
         limit = body.limit
         most = self.config.max_tokens
         if limit is not None and limit > most:
@@ -125,9 +130,11 @@ class Service:
 
 
 class Fitting:
-    """A stream of an answer that names no limit: of ``most`` tokens, or of those that the context window leaves, if they are fewer.
+    """Stream of an answer without a limit in its request.
 
-    ``start`` makes a stream for a number of tokens. How many the prompt leaves is known when it is tokenised, so the first stream says it.
+    It has at most ``most`` tokens, or as many as the context window leaves. ``start`` makes a
+    stream for a number of tokens. The room that a prompt leaves is known when the prompt is
+    tokenised, so the first stream reports it with :class:`kvrag.errors.ContextLengthError`.
     """
 
     def __init__(self, start: Callable[[int], AsyncTokenStream], most: int) -> None:
@@ -148,15 +155,15 @@ class Fitting:
 
     @property
     def result(self) -> GenerationResult:
-        """How the answer was made, when it has ended."""
+        """Result of the answer, once it has ended."""
         return self._stream.result
 
     def cancel(self) -> None:
-        """Stop early."""
+        """Cancel the stream."""
         self._is_cancelled = True
         self._stream.cancel()
 
 
 def service_of(request: Request) -> Service:
-    """Return what the application of a request serves."""
+    """Return the service of a request's application."""
     return cast(Service, request.app.state.service)

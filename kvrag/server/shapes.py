@@ -1,4 +1,4 @@
-"""What clients read: choices, pieces of them, and usage, as OpenAI writes them."""
+"""Responses in OpenAI's format: choices, pieces of choices, and usage."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from kvrag.types import GenerationResult
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How a kind of completion looks: its name, the prefix of its ids, and whether its text is in messages."""
+    """Format of a kind of completion.
+
+    It has a name, a prefix of ids, and a flag whether text is in messages.
+    """
 
     object: str
     prefix: str
@@ -25,7 +28,7 @@ class Shape:
     def whole(
         self, index: int, result: GenerationResult, tokenizer: Any, echo: str = ""
     ) -> dict[str, Any]:
-        """Return a finished choice, whose text begins with ``echo``."""
+        """Return a finished choice; its text begins with ``echo``."""
         writer = Writer(tokenizer, is_chat=self.is_chat, echo=echo)
         logprobs = result.logprobs and writer.write(result.logprobs)
         own: dict[str, Any] = {"text": result.text}
@@ -42,7 +45,7 @@ class Shape:
         finish_reason: str | None = None,
         logprobs: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Return a piece of a choice; ``None``: its beginning."""
+        """Return a piece of a choice; ``text=None`` gives its beginning."""
         own: dict[str, Any] = {"text": text or ""}
         if self.is_chat:
             own = {
@@ -56,7 +59,7 @@ class Shape:
 
 
 def calls_of(result: GenerationResult) -> list[dict[str, Any]]:
-    """Return an answer's calls of tools as OpenAI writes them."""
+    """Return an answer's tool calls in OpenAI's format."""
     made = []
     for call in result.tool_calls:
         function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
@@ -65,9 +68,10 @@ def calls_of(result: GenerationResult) -> list[dict[str, Any]]:
 
 
 class Told:
-    """The log-probabilities of a stream's choices, each sent once: with the text that its token ended, or at the end.
+    """Log-probabilities of a stream's choices, sent a single time per token.
 
-    ``echo``: the texts of prompts that the choices begin with.
+    They are sent with the text that the token completes, or at the end. ``echo`` holds the prompts'
+    texts that the choices begin with.
     """
 
     def __init__(self, tokenizer: Any, *, is_chat: bool, echo: Sequence[str] = ()) -> None:
@@ -78,7 +82,7 @@ class Told:
         self._counts: Counter[int] = Counter()
 
     def of(self, index: int, piece: str | GenerationResult) -> dict[str, Any] | None:
-        """Return those of a piece, or of what is left at the end; ``None`` if there are none."""
+        """Return the log-probabilities of a piece, or the rest at the end, if any."""
         new = piece.logprobs if isinstance(piece, Delta) else ()
         if isinstance(piece, GenerationResult):
             new = (piece.logprobs or ())[self._counts[index] :]
@@ -94,7 +98,10 @@ CHAT, TEXT = Shape("chat.completion", "chatcmpl", True), Shape("text_completion"
 
 
 def usage_of(results: Sequence[GenerationResult], n: int, tokenizer: Any = None) -> dict[str, Any]:
-    """Return tokens as OpenAI counts them (a prompt once for its ``n`` choices), and how each answer was made: in detail by a tokenizer."""
+    """Return token counts in OpenAI's format, and the record of how the answers were made.
+
+    A prompt counts a single time for its ``n`` choices. With a tokenizer, the record has details.
+    """
     prompts = results[::n]
     num_in, num_out = sum(r.prompt_tokens for r in prompts), sum(len(r.token_ids) for r in results)
     details = {"cached_tokens": sum(r.cached_tokens for r in prompts)}
@@ -111,7 +118,7 @@ def usage_of(results: Sequence[GenerationResult], n: int, tokenizer: Any = None)
 
 
 def _made(result: GenerationResult) -> dict[str, Any]:
-    """Return how an answer was made, as plain JSON values."""
+    """Return the record of how an answer was made, as plain JSON values."""
     counts = ("cached_tokens", "history_tokens", "repaired_tokens", "computed_tokens")
     made = {
         name: getattr(result, name)
@@ -121,9 +128,11 @@ def _made(result: GenerationResult) -> dict[str, Any]:
 
 
 def _trace(result: GenerationResult, tokenizer: Any) -> dict[str, Any]:
-    """Return the prompt's tokens as text, where their KV came from, and the stages in milliseconds from the first one's begin.
+    """Return the prompt's tokens as text, the sources of their KV, and the stages.
 
-    The texts of the tokens, joined, are the prompt: a token that ends inside a character is empty, and the one that ends it has it.
+    Stages are in milliseconds from the begin of the first stage. The joined texts of the tokens are
+    the prompt: a token that ends inside a character is empty, and the token that completes the
+    character has it.
     """
     writer, characters = (
         Writer(tokenizer, is_chat=True),
