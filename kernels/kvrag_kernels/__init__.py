@@ -1,6 +1,7 @@
-"""The kernels of kvrag as torch ops, with a torch path behind each: ``ragged_attention``, ``probe_mass``, ``stitch``.
+"""kvrag's kernels as torch ops with torch paths: ``ragged_attention``, ``probe_mass``, ``stitch``.
 
-Nothing here imports kvrag: the package can be used alone. The reference of every op is in :mod:`kvrag_kernels.reference`.
+This package does not import kvrag, so it can be used alone. :mod:`kvrag_kernels.reference` has the
+reference of every op.
 """
 
 from __future__ import annotations

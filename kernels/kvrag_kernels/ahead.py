@@ -1,4 +1,4 @@
-"""Kernels compiled ahead of their first use, as an image build wants them: no device is needed."""
+"""Compile kernels ahead of their first use, for image builds; no device is needed."""
 
 from __future__ import annotations
 
@@ -12,17 +12,20 @@ from kvrag_kernels.runtime import Variant, capability_of, variants
 from kvrag_kernels.stitch_launch import FP8, Stitching, Stored
 
 ROTATED = (1.0, 0.5, 0.25, 0.0)
-"""Shares of a head's channels that models rotate; none: layers without a rotation, which are shifted in launches of their own."""
+"""Shares of a head's channels that models rotate.
+
+0 is for layers without rotation, which are shifted in launches of their own.
+"""
 
 VALUE_GROUP = 32
 """Channels of 4-bit values that share a scale."""
 
 
 def stitch_variants(arch: str, dims: Sequence[int] = HEAD_DIMS) -> list[Variant]:
-    """Return the forms of the stitch kernel that the engine asks for on an architecture.
+    """Return the variants of the stitch kernel that the engine uses on an architecture.
 
-    All ways in which KV is kept, pairs of halves and of neighbours, and the usual shares of rotated channels. Skipped rows are an argument
-    and need no form of their own.
+    They cover all storage formats of KV, pairs of halves and of neighbours, and the usual shares of
+    rotated channels. Skipped rows are an argument and need no variant.
     """
     return [
         Variant("stitch.cu", options, arch)
@@ -34,7 +37,7 @@ def stitch_variants(arch: str, dims: Sequence[int] = HEAD_DIMS) -> list[Variant]
 
 
 def _forms(dim: int, dtype: torch.dtype) -> Iterator[tuple[str, ...]]:
-    """Yield the compiler's options, from calls that differ in nothing else."""
+    """Yield the compiler's options of all variants, by way of minimal calls."""
     out = torch.empty((1, 1, dim), dtype=dtype)
     for keys, values in _kept(dim, dtype):
         for rotary in (int(share * dim) for share in ROTATED):
@@ -44,12 +47,12 @@ def _forms(dim: int, dtype: torch.dtype) -> Iterator[tuple[str, ...]]:
                     [keys], [values], [out], [out], [0], angles, angles, [0], interleaved
                 )
                 options = stitch_launch.defines(call)
-                if options is not None:  # it wants rotated channels in sixteens
+                if options is not None:  # rotated channels must be a multiple of 16
                     yield options
 
 
 def _kept(dim: int, dtype: torch.dtype) -> Iterator[tuple[Stored, Stored]]:
-    """Yield a row of keys and values in each way that they are kept, with the scales that go with it."""
+    """Yield a row of keys and values in every storage format, with its scales."""
 
     def row(kind: torch.dtype, channels: int, *scales: int) -> Stored:
         shared = [torch.empty((1, 1, 1, n), dtype=torch.float16) for n in scales]

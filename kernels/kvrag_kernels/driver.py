@@ -1,4 +1,8 @@
-"""The CUDA driver by ctypes: load a cubin into torch's own context, launch with one by-value struct on torch's current stream."""
+"""CUDA driver by ctypes.
+
+Loads a cubin into torch's own context, and launches it with a by-value struct on torch's current
+stream.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ _MAX_DYNAMIC_SHARED_BYTES = 8
 """``CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES``."""
 
 DEFAULT_SHARED_BYTES = 48 * 1024
-"""What a kernel may use without asking for more."""
+"""Shared memory that a kernel may use without an attribute that asks for more."""
 
 _NUM_REGISTERS = 4
 """``CU_FUNC_ATTRIBUTE_NUM_REGS``."""
@@ -23,14 +27,17 @@ _MAP_TYPES = {torch.float16: 6, torch.bfloat16: 9}
 """``CUtensorMapDataType``."""
 
 _SWIZZLE_128_BYTES, _PROMOTE_TO_256_BYTES = 3, 3
-"""``CUtensorMapSwizzle`` and ``CUtensorMapL2promotion``; the other choices of a map are 0: no interleaving, zeros beyond the tensor."""
+"""``CUtensorMapSwizzle`` and ``CUtensorMapL2promotion``.
+
+The other options of a map are 0: no interleaving, zeros beyond the tensor.
+"""
 
 _MAP_COLUMNS = 64
 """Columns of a box: 128 bytes of 16-bit elements, the swizzle's width."""
 
 
 _FAULTS = frozenset({700, 702, 710, *range(714, 720)})
-"""``CUresult`` of a kernel that faulted before, whoever launched it: the driver gives them for every later call too."""
+"""``CUresult`` after an earlier kernel faulted; the driver returns it for every later call, too."""
 
 
 class DriverError(RuntimeError):
@@ -38,7 +45,10 @@ class DriverError(RuntimeError):
 
 
 class DeviceFault(RuntimeError):
-    """A kernel before has faulted and ended the process's CUDA context: nothing can compute on the device any more."""
+    """An earlier kernel has faulted and ended the process's CUDA context.
+
+    No kernel can run on the device any more.
+    """
 
 
 @cache
@@ -58,21 +68,22 @@ def _check(code: int, doing: str) -> None:
         what = f"{doing} failed: {(text.value or b'unknown error').decode()} (CUresult {code})"
         if code in _FAULTS:
             raise DeviceFault(
-                f"{what}; a kernel before it faulted and ended the CUDA context: start the process anew, and look for that kernel with "
+                f"{what}; a kernel before it faulted and ended the CUDA context: start the process "
+                "anew, and look for that kernel with "
                 "CUDA_LAUNCH_BLOCKING=1"
             )
         raise DriverError(what)
 
 
 class CudaModule:
-    """A cubin on one device.
+    """A cubin loaded on a device.
 
     Parameters
     ----------
     cubin
-        Its bytes.
+        Bytes of the cubin.
     device
-        Index of the device; torch has made its context.
+        Index of the device; torch has created its context.
     """
 
     def __init__(self, cubin: bytes, device: int) -> None:
@@ -94,14 +105,17 @@ class CudaModule:
             _check(library.cuModuleLoadData(ctypes.byref(self._module), cubin), "loading a kernel")
 
     def _make_current(self) -> None:
-        """Make torch's context of the device the thread's own: a thread that has called nothing of CUDA yet has none."""
+        """Make torch's context of the device current in this thread.
+
+        A thread that has not called CUDA yet has no context.
+        """
         current = ctypes.c_void_p()
         _check(_library().cuCtxGetCurrent(ctypes.byref(current)), "asking for the thread's context")
         if current.value != self._context.value:
             _check(_library().cuCtxSetCurrent(self._context), "making torch's context current")
 
     def registers(self, kernel: str) -> int:
-        """Return the registers that a thread of a kernel has at its launch."""
+        """Return the registers per thread of a kernel at its launch."""
         count = ctypes.c_int()
         code = _library().cuFuncGetAttribute(
             ctypes.byref(count), _NUM_REGISTERS, self._function(kernel, 0)
@@ -128,7 +142,10 @@ class CudaModule:
         return self._functions[key]
 
     def tensor_map(self, x: torch.Tensor, box_rows: int) -> bytes:
-        """Encode a ``CUtensorMap`` of ``(B, H, N, D)``, 16-bit, ``D`` contiguous, other strides multiples of 16 bytes."""
+        """Encode a ``CUtensorMap`` of ``(B, H, N, D)``.
+
+        Elements have 16 bits, ``D`` is contiguous, and other strides are multiples of 16 bytes.
+        """
         sizes, strides = map_sizes(x)
         buffer = ctypes.create_string_buffer(128 + MAP_ALIGNMENT)
         start = -ctypes.addressof(buffer) % MAP_ALIGNMENT
@@ -153,7 +170,10 @@ class CudaModule:
     def launch(
         self, kernel: str, blocks: int, threads: int, shared_bytes: int, arguments: bytes
     ) -> None:
-        """Launch a one-dimensional grid on torch's current stream of the device; capturable into a CUDA graph."""
+        """Launch a one-dimensional grid on torch's current stream of the device.
+
+        The launch can be captured into a CUDA graph.
+        """
         self._make_current()
         function = self._function(kernel, shared_bytes)
         stream = ctypes.c_void_p(torch.cuda.current_stream(self._device).cuda_stream)

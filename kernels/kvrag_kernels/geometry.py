@@ -1,4 +1,4 @@
-"""Tile sizes of the kernels, and what follows from them on the host: options, shared memory, room for a plan."""
+"""Tile sizes of the kernels, and their consequences on the host: options, memory, plan sizes."""
 
 from __future__ import annotations
 
@@ -9,29 +9,39 @@ import torch
 HEAD_DIMS = (64, 96, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16)
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
-"""Architectures that every variant is compiled for in the tests; others of compute capability 7.5 and later compile the same source."""
+"""Architectures that the tests compile every variant for.
+
+Other architectures of compute capability 7.5 and later compile the same source.
+"""
 
 OLDEST = (7, 5)
-"""The least compute capability that has a kernel."""
+"""Least compute capability that has a kernel."""
 
 HOPPER = (9, 0)
-"""The compute capability that has a kernel of its own: its instructions (``sm_90a``) exist on no other, newer ones included."""
+"""Compute capability with a kernel of its own.
+
+Its instructions (``sm_90a``) exist on no other, newer capabilities included.
+"""
 
 HOPPER_REGISTERS = 168
-"""Registers a thread of ``ragged_sm90.cu`` at launch: 384 × 168 are the 128 × 40 and 256 × 232 that its warpgroups ask for.
+"""Registers per thread of ``ragged_sm90.cu`` at launch.
 
-With fewer, they would wait for ever.
+384 × 168 equal the 128 × 40 and 256 × 232 that its warpgroups request. With fewer, they would wait
+forever.
 """
 
 ITEMS_PER_PROCESSOR = 1.5
-"""Work items aimed at per multiprocessor: the longest first, they fill the chip best, and partial results stay under 52 MiB."""
+"""Target of work items per multiprocessor.
+
+With the longest first, it fills the chip best, and partial results stay under 52 MiB.
+"""
 
 PLAN_THREADS, COMBINE_THREADS, COMBINE_ROWS = 256, 128, 16
 
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Tile sizes of one compiled variant.
+    """Tile sizes of a compiled variant.
 
     Parameters
     ----------
@@ -42,9 +52,10 @@ class Geometry:
     keys
         Keys of a tile (``BN``).
     warps
-        Warps of a block that multiply.
+        Warps of a block that multiply matrices.
     uses_tma
-        Whether this is ``ragged_sm90.cu``: one more warpgroup brings keys and values, in panels of 64 columns.
+        Whether this is ``ragged_sm90.cu``: an extra warpgroup loads keys and values, in panels of
+        64 columns.
     """
 
     dim: int
@@ -65,7 +76,10 @@ class Geometry:
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a block: the queries, and two stages each of keys and values; with TMA, the barriers of the stages too."""
+        """Shared memory of a block in bytes: the queries, and two stages of keys and of values.
+
+        With TMA, the barriers of the stages, too.
+        """
         if self.uses_tma:
             return (self.rows + 4 * self.keys) * -(-self.dim // 64) * 128 + 8 * 8
         return (self.rows + 4 * self.keys) * self.dim * 2
@@ -78,18 +92,18 @@ class Geometry:
 
 
 _TILES = {64: (128, 64, 4), 96: (128, 64, 8), 128: (128, 64, 8), 256: (64, 32, 4)}
-_TILES_LIGHT = {
-    64: (128, 64, 8)
-}  # half as many registers a thread: four warps of two slabs spill with a soft cap, or on sm_100
+# Half as many registers per thread: four warps of two slabs spill with a soft cap, or on sm_100.
+_TILES_LIGHT = {64: (128, 64, 8)}
 _TILES_SM75 = {64: (128, 64, 4), 96: (64, 32, 4), 128: (64, 32, 4), 256: (64, 16, 4)}
 
 
 def geometry_of(
     dim: int, capability: tuple[int, int] = (8, 0), *, has_softcap: bool = False
 ) -> Geometry:
-    """Return the tile sizes for a head dim: 99 KiB of shared memory suffice from sm_80 on, 64 KiB on sm_75.
+    """Return the tile sizes for a head dim.
 
-    A soft cap may change the warps, never the tile: one plan serves layers with and without it.
+    From sm_80 on, 99 KiB of shared memory suffice; on sm_75, 64 KiB. A soft cap may change the
+    warps, never the tile: layers with and without it share a plan.
     """
     if capability < (8, 0):
         return Geometry(dim, *_TILES_SM75[dim])
@@ -102,7 +116,10 @@ _TILES_TMA = {64: (128, 128, 8), 96: (128, 128, 8), 128: (128, 128, 8), 256: (12
 
 
 def hopper_geometry(dim: int) -> Geometry:
-    """Return the tile sizes of ``ragged_sm90.cu``: two warpgroups of 64 rows; up to 193 KiB of shared memory."""
+    """Return the tile sizes of ``ragged_sm90.cu``.
+
+    Two warpgroups of 64 rows; up to 193 KiB of shared memory.
+    """
     return Geometry(dim, *_TILES_TMA[dim], uses_tma=True)
 
 
@@ -117,14 +134,14 @@ def supports(dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class PlanShape:
-    """Room that a plan needs, from sizes alone: the limits are on the device.
+    """Size of a plan, computed from sizes alone, because the limits are on the device.
 
     Parameters
     ----------
     batch
         Batch size.
     tiles
-        Row tiles of one batch entry.
+        Row tiles of a batch entry.
     target
         Work items to aim at per key head.
     keys
@@ -138,19 +155,23 @@ class PlanShape:
 
     @property
     def max_items(self) -> int:
-        """Upper bound: ``sum(ceil(count / per_item)) <= tiles + target``."""
+        """Upper bound of items: ``sum(ceil(count / per_item)) <= tiles + target``."""
         return self.batch * self.tiles + self.target
 
     @property
     def max_slots(self) -> int:
-        """Upper bound of partial results per key head: a tile of ``c > n`` keys gives ``ceil(c / n) < 2 c / n`` of them."""
+        """Upper bound of partial results per key head.
+
+        A tile of ``c > n`` keys gives ``ceil(c / n) < 2 c / n`` of them.
+        """
         return 2 * self.target
 
     @property
     def ints(self) -> int:
-        """Int32 elements: 8 of a header, 8 per tile, 4 per item, and some unused.
+        """Number of int32 elements: 8 of a header, 8 per tile, 4 per item, and padding.
 
-        Plans with tiles of different sizes differ in length, so that none is taken for another: all else is a multiple of 4.
+        The padding makes plans for different tile sizes differ in length, so that they can't be
+        confused; all other parts are multiples of 4.
         """
         return (
             8
@@ -163,7 +184,7 @@ class PlanShape:
 def plan_shape(
     geometry: Geometry, batch: int, rows: int, heads: int, kv_heads: int, processors: int
 ) -> PlanShape:
-    """Return the room for a plan on a device with so many multiprocessors."""
+    """Return the size of a plan on a device with ``processors`` multiprocessors."""
     tiles = -(-rows * (heads // kv_heads) // geometry.rows)
     return PlanShape(
         batch, tiles, max(1, int(ITEMS_PER_PROCESSOR * processors) // kv_heads), geometry.keys

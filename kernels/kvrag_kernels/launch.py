@@ -1,4 +1,4 @@
-"""From tensors to launches: what the attention kernels are called with, on a device or in the emulator alike."""
+"""Turns tensors into launches of the attention kernels, on a device or in the emulator."""
 
 from __future__ import annotations
 
@@ -22,17 +22,20 @@ _ATTENTION = struct.Struct("12Q 11q 9i 2f 4x")
 """``struct Attention`` of ``csrc/tiles.cuh``."""
 
 MAP_ALIGNMENT = 128
-"""Bytes, of tensor maps and of the arguments that hold them: CUDA 13's, and twice CUDA 12's."""
+"""Alignment in bytes of tensor maps and of the arguments that hold them.
+
+CUDA 13 requires it; it is twice CUDA 12's.
+"""
 
 _MAX_MAP_STRIDE = 2**40
-"""Bytes; strides of a tensor map are shorter."""
+"""Limit in bytes; strides of a tensor map are shorter."""
 
 Empty = Callable[..., torch.Tensor]
-"""Allocates as ``torch.empty``; tests give memory that is poisoned and guarded."""
+"""Allocator with the interface of ``torch.empty``; tests pass poisoned and guarded memory."""
 
 
 class Module(Protocol):
-    """A compiled variant that can launch its kernels."""
+    """Compiled variant that can launch its kernels."""
 
     processors: int
 
@@ -42,12 +45,15 @@ class Module(Protocol):
         """Launch a one-dimensional grid on the current stream."""
 
     def tensor_map(self, x: torch.Tensor, box_rows: int) -> bytes:
-        """Describe ``(B, H, N, D)`` to the copies of ``ragged_sm90.cu``: boxes of 64 columns and so many rows, zeros beyond the tensor."""
+        """Describe ``(B, H, N, D)`` to the copies of ``ragged_sm90.cu``.
+
+        Boxes have 64 columns and ``box_rows`` rows, and zeros beyond the tensor.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of the attention op, its tensors as the kernels want them; see :func:`prepare`."""
+    """A call of the attention op, with tensors that kernels can read; see :func:`prepare`."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -61,8 +67,11 @@ class Call:
 
 
 def prepare(call: Call) -> Call:
-    """Return the call with rows that 16-byte copies can read, int32 limits, float32 sinks and a prefix within the keys."""
-    # A clone, not `contiguous`: that leaves a contiguous tensor where it is, 16 bytes or not.
+    """Return the call with tensors that the kernels can read.
+
+    Rows suit 16-byte copies, limits are int32, sinks float32, and the prefix lies within the keys.
+    """
+    # A clone, because `contiguous` leaves a contiguous tensor at its address, aligned or not.
     q, k, v = (
         x if _is_aligned(x) else x.clone(memory_format=torch.contiguous_format)
         for x in (call.q, call.k, call.v)
@@ -94,7 +103,7 @@ def _int32(limit: torch.Tensor) -> torch.Tensor:
 
 
 def shape_of(module: Module, geometry: Geometry, call: Call) -> PlanShape:
-    """Return the room that the call's plan needs."""
+    """Return the shape of the call's plan."""
     batch, heads, rows, _ = call.q.shape
     return plan_shape(geometry, batch, rows, heads, call.k.shape[1], module.processors)
 
@@ -102,9 +111,10 @@ def shape_of(module: Module, geometry: Geometry, call: Call) -> PlanShape:
 def make_plan(
     module: Module, geometry: Geometry, call: Call, empty: Empty = torch.empty
 ) -> torch.Tensor:
-    """Launch the planning kernel: an int32 tensor on the device, good for every layer with the same shapes and limits.
+    """Launch the planning kernel; return the plan, an int32 tensor on the device.
 
-    Where :func:`attend` has nothing to launch there is nothing to plan either, and nobody reads what is returned.
+    The plan is valid for every layer with the same shapes and limits. Where :func:`attend` has
+    nothing to launch, nothing is planned, and the content is never read.
     """
     shape = shape_of(module, geometry, call)
     plan = empty(shape.ints, dtype=torch.int32, device=call.q.device)
@@ -126,7 +136,10 @@ def attend(
     plan: torch.Tensor | None = None,
     empty: Empty = torch.empty,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run the attention kernels; ``call`` is a prepared one. See :func:`kvrag_kernels.ragged_attention` for the results."""
+    """Run the attention kernels on a prepared call.
+
+    See :func:`kvrag_kernels.ragged_attention` for the results.
+    """
     batch, heads, rows, dim = call.q.shape
     kv_heads, device = call.k.shape[1], call.q.device
     out = empty((batch, rows, heads, dim), dtype=call.q.dtype, device=device)
@@ -153,13 +166,16 @@ def attend(
 
 
 def _with_maps(module: Module, geometry: Geometry, call: Call, arguments: bytes) -> bytes:
-    """Return the bytes of ``struct TmaAttention``: the maps of keys and values, then the arguments that every kernel takes."""
+    """Return the bytes of ``struct TmaAttention``: maps of keys and values, then the arguments."""
     maps = [module.tensor_map(x, geometry.keys) for x in (call.k, call.v)]
     return b"".join(maps) + arguments + bytes(-len(arguments) % MAP_ALIGNMENT)
 
 
 def map_sizes(x: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return what a tensor map says of ``(B, H, N, D)``, innermost first: four sizes in elements, three strides in bytes."""
+    """Return the sizes and strides of ``(B, H, N, D)`` in a tensor map, innermost first.
+
+    Four sizes in elements, three strides in bytes.
+    """
     batch, heads, rows, dim = x.shape
     sizes = (rows, heads, batch)
     strides = (
@@ -170,14 +186,14 @@ def map_sizes(x: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def can_map(x: torch.Tensor) -> bool:
-    """Whether a tensor map can say it: no stride is 0 (an expanded tensor) or too long."""
+    """Whether a tensor map can describe a tensor: no stride is 0 (expanded tensor) or too long."""
     return all(0 < stride < _MAX_MAP_STRIDE for stride in map_sizes(x)[1])
 
 
 def probe(
     module: Module, geometry: Geometry, call: Call, lse: torch.Tensor, empty: Empty = torch.empty
 ) -> torch.Tensor:
-    """Run the probe's kernel on a prepared call: attention mass per key, float32 ``(B, N)``."""
+    """Run the probe kernel on a prepared call: attention mass per key, float32 ``(B, N)``."""
     batch, kv_heads, keys, _ = call.k.shape
     parts = empty((batch, kv_heads, keys), dtype=torch.float32, device=call.q.device)
     tiles = -(-keys // geometry.rows)
@@ -189,7 +205,7 @@ def probe(
 
 
 def pack(call: Call, shape: PlanShape, made: dict[str, torch.Tensor]) -> bytes:
-    """Return the bytes of ``struct Attention``; ``made`` are the tensors that the kernels write, by name."""
+    """Return the bytes of ``struct Attention``; ``made`` has the output tensors by name."""
     pointers = [
         *(x.data_ptr() for x in (call.q, call.k, call.v)),
         *(_pointer(made.get(name)) for name in ("out", "lse")),

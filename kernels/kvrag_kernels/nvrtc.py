@@ -1,4 +1,8 @@
-"""Compile kernels with NVRTC, the compiler library that torch's CUDA wheels bring along, and keep the cubins: no toolkit, no headers."""
+"""Compile kernels with NVRTC and cache the cubins.
+
+NVRTC is the compiler library that torch's CUDA wheels bring along; no toolkit and no headers are
+needed.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ CSRC = Path(__file__).parent / "csrc"
 _INCLUDE = re.compile(r'^#include "(?!emu\.h)([a-z_0-9]+\.cuh)"$', re.MULTILINE)
 
 FLAGS = ("--std=c++17", "--ptxas-options=-v")
-"""Options of every compilation, beside the architecture and those of the variant."""
+"""Options of every compilation, beside the architecture and the variant's own options."""
 
 
 class CompileError(RuntimeError):
@@ -29,7 +33,7 @@ class CompileError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What ptxas reports of one kernel."""
+    """Registers and spills that ptxas reports of a kernel."""
 
     registers: int
     spill_bytes: int
@@ -37,7 +41,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A cubin, what its kernels use, by name, and what the compiler said."""
+    """A cubin, the usage of its kernels by name, and the compiler's log."""
 
     cubin: bytes
     usage: dict[str, Usage]
@@ -45,12 +49,12 @@ class Compiled:
 
 
 class Nvrtc:
-    """One loaded NVRTC library.
+    """A loaded NVRTC library.
 
     Parameters
     ----------
     path
-        The library; its ``nvrtc-builtins`` is looked for beside it.
+        Path of the library; its ``nvrtc-builtins`` is looked for beside it.
     """
 
     def __init__(self, path: str) -> None:
@@ -58,9 +62,8 @@ class Nvrtc:
             sorted(Path(path).parent.glob("libnvrtc-builtins.so*")) if os.sep in path else ()
         ):
             if ".alt." not in builtins.name:
-                ctypes.CDLL(
-                    str(builtins), mode=ctypes.RTLD_GLOBAL
-                )  # else BUILTIN_OPERATION_FAILURE when loaded by path
+                # Else NVRTC fails with BUILTIN_OPERATION_FAILURE when it is loaded by path.
+                ctypes.CDLL(str(builtins), mode=ctypes.RTLD_GLOBAL)
         self._library = ctypes.CDLL(path)
         major, minor = ctypes.c_int(), ctypes.c_int()
         self._check(self._library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
@@ -72,7 +75,7 @@ class Nvrtc:
             raise CompileError(f"NVRTC failed: {self._library.nvrtcGetErrorString(code).decode()}")
 
     def archs(self) -> tuple[int, ...]:
-        """Return the architectures that it compiles for, as 75, 80, …, 120."""
+        """Return the architectures that NVRTC compiles for, as 75, 80, …, 120."""
         count = ctypes.c_int()
         self._check(self._library.nvrtcGetNumSupportedArchs(ctypes.byref(count)))
         found = (ctypes.c_int * count.value)()
@@ -80,9 +83,10 @@ class Nvrtc:
         return tuple(found)
 
     def nearest(self, arch: str) -> str:
-        """Return the architecture, or the newest known one whose cubins it runs: same major version, not a newer minor.
+        """Return the architecture, or the newest known architecture whose cubins it runs.
 
-        What only one architecture has (``sm_90a``) runs on no other and has no other nearest to it.
+        That is an architecture of the same major version and no newer minor version. Cubins of
+        ``sm_90a`` run on no other architecture, so a name with ``a`` has no other nearest.
         """
         wanted = int(arch[3:].removesuffix("a"))
         if arch.endswith("a") and wanted in self.archs():
@@ -94,12 +98,15 @@ class Nvrtc:
         ]
         if not known:
             raise CompileError(
-                f"NVRTC {self.version[0]}.{self.version[1]} knows no architecture that {arch} runs; install a newer one"
+                f"NVRTC {self.version[0]}.{self.version[1]} knows no architecture that {arch} "
+                "runs; install a newer one"
             )
         return f"sm_{max(known)}"
 
     def compile(self, source: str, options: Sequence[str], arch: str) -> Compiled:
-        """Compile to a cubin, which every driver of the toolkit's major version loads, unlike PTX.
+        """Compile to a cubin.
+
+        Every driver of the toolkit's major version loads cubins, unlike PTX.
 
         Parameters
         ----------
@@ -108,7 +115,7 @@ class Nvrtc:
         options
             ``-D`` options.
         arch
-            As ``sm_90``.
+            Architecture, as ``sm_90``.
 
         Raises
         ------
@@ -129,7 +136,8 @@ class Nvrtc:
             log = self._read(program, "ProgramLog").decode(errors="replace").rstrip("\0")
             if code:
                 raise CompileError(
-                    f"NVRTC {self.version[0]}.{self.version[1]} refused the kernel for {arch}:\n{log[:4000]}"
+                    f"NVRTC {self.version[0]}.{self.version[1]} refused the kernel for "
+                    f"{arch}:\n{log[:4000]}"
                 )
             return Compiled(self._read(program, "CUBIN"), parse_usage(log), log)
         finally:
@@ -144,7 +152,8 @@ class Nvrtc:
 
 
 _ENTRY = re.compile(
-    r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers",
+    r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used "
+    r"(\d+) registers",
     re.DOTALL,
 )
 
@@ -158,9 +167,9 @@ def parse_usage(log: str) -> dict[str, Usage]:
 
 
 def candidates() -> Iterator[str]:
-    """Yield where NVRTC may be: in the wheels that torch depends on, loaded by torch already, in a toolkit.
+    """Yield paths and names of NVRTC: in torch's wheels, as torch has loaded it, in a toolkit.
 
-    By path before by name: only a path says where its builtins lie.
+    The paths in wheels come before the bare name: only a path says where the builtins lie.
     """
     folders = [Path(p) / "nvidia" for p in sys.path if p and (Path(p) / "nvidia").is_dir()]
     yield from _libraries(
@@ -192,12 +201,12 @@ def installed() -> Iterator[Nvrtc]:
 
 
 def find() -> Nvrtc:
-    """Return the first NVRTC whose major version is that of torch's CUDA, or any where torch has none.
+    """Return the first NVRTC of the major version of torch's CUDA; any NVRTC if torch has no CUDA.
 
     Raises
     ------
     CompileError
-        If there is none.
+        If no such NVRTC is found.
     """
     cuda, passed = torch.version.cuda, []
     for library in installed():
@@ -206,13 +215,17 @@ def find() -> Nvrtc:
         passed.append(f"{library.path} is {library.version[0]}.{library.version[1]}")
     wanted = f"for CUDA {cuda}" if cuda else "of any version"
     raise CompileError(
-        f"no NVRTC {wanted} was found ({'; '.join(passed) or 'none at all'}); pip install nvidia-cuda-nvrtc"
+        f"no NVRTC {wanted} was found ({'; '.join(passed) or 'none at all'}); pip install "
+        "nvidia-cuda-nvrtc"
     )
 
 
 @cache
 def flat(name: str) -> str:
-    """Return a file of ``csrc`` as one text, each of our includes put in once, so that a compiler needs no include path."""
+    """Return a file of ``csrc`` as a single text, so that the compiler needs no include path.
+
+    Every include of this package is inserted a single time.
+    """
     seen: set[str] = set()
 
     def put_in(match: re.Match[str]) -> str:
@@ -228,9 +241,10 @@ def flat(name: str) -> str:
 
 
 def cache_folder() -> Path | None:
-    """Return ``$KVRAG_CACHE/kernels``, ``$KVRAG_CACHE_DIR/kernels`` or ``~/.cache/kvrag/kernels``.
+    """Return ``$KVRAG_CACHE/kernels``, ``$KVRAG_CACHE_DIR/kernels`` or a default.
 
-    ``None`` for a user without a home, as in some containers.
+    The default is ``$XDG_CACHE_HOME/kvrag/kernels`` or ``~/.cache/kvrag/kernels``; ``None`` for a
+    user without a home, as in some containers.
     """
     if root := os.environ.get("KVRAG_CACHE") or os.environ.get("KVRAG_CACHE_DIR"):
         return Path(root, "kernels")
@@ -243,7 +257,10 @@ def cache_folder() -> Path | None:
 
 
 def key_of(source: str, options: Sequence[str], version: tuple[int, int], arch: str) -> str:
-    """Return the SHA-256 of source, options, compiler version and architecture; no two of them can run into each other."""
+    """Return the SHA-256 of source, options, compiler version and architecture.
+
+    Parts are hashed with their lengths, so different parts can't give the same input.
+    """
     digest = hashlib.sha256()
     for part in (source, *options, f"{version[0]}.{version[1]}", arch):
         data = part.encode()
@@ -252,9 +269,11 @@ def key_of(source: str, options: Sequence[str], version: tuple[int, int], arch: 
 
 
 def cached(key: str, make: Callable[[], bytes]) -> bytes:
-    """Return the cubin of a key, made once; a folder that is not there, or can't be read or written, costs a compilation, never an error.
+    """Return the cubin of a key, compiled only if the cache lacks it.
 
-    A cubin is written to a temporary file and moved into place, with its own digest in front: a torn or damaged file is made anew.
+    A cache folder that is missing, unreadable or read-only costs a compilation, never an error. A
+    cubin is written to a temporary file and moved into place, with its own digest in front, so a
+    torn or damaged file is compiled again.
     """
     root = cache_folder()
     if root is None:

@@ -1,6 +1,7 @@
-"""The ops as ``torch.library`` sees them: schemas, fake kernels, checks, and who computes.
+"""Definitions of the ops for ``torch.library``: schemas, fake kernels, checks, and dispatch.
 
-``torch.library.Library`` and not ``@torch.library.custom_op``: the latter costs some 30 µs more per call, once per layer.
+Uses ``torch.library.Library``, not ``@torch.library.custom_op``, which costs some 30 µs more per
+call, and there is a call per layer.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from kvrag_kernels import launch, runtime, torch_path
 
 _LIBRARY: Any = torch.library.Library("kvrag", "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define(
-    "ragged_attention(Tensor q, Tensor k, Tensor v, Tensor hi, Tensor? lo=None, SymInt prefix=0, *, float scale, "
+    "ragged_attention(Tensor q, Tensor k, Tensor v, Tensor hi, Tensor? lo=None, SymInt prefix=0, "
+    "*, float scale, "
     "float softcap=0.0, Tensor? sinks=None, Tensor? plan=None) -> (Tensor, Tensor)"
 )
 _LIBRARY.define(
@@ -34,23 +36,28 @@ def ragged_attention(
     sinks: torch.Tensor | None = None,
     plan: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend with an exact limit per row: row ``i`` sees key ``j`` iff ``j < prefix or lo[i] <= j <= hi[i]``.
+    """Attend with exact limits per row.
 
-    Limits are indices into the keys, not position ids. Rows at holes of a stitched prompt: ``hi`` is their own index. A sliding
-    window of ``W`` with ``S`` first keys always seen: ``lo = hi - W + 1``, ``prefix = S``. Many chunks packed behind one shared prefix of
-    ``P`` keys: ``prefix = P``, ``lo`` is the start of the own chunk. Left padding: ``lo`` is its length.
+    Row ``i`` sees key ``j`` iff ``j < prefix or lo[i] <= j <= hi[i]``. Limits are indices into the
+    keys, not position ids. Rows at holes of a stitched prompt: ``hi`` is their own index. A sliding
+    window of ``W`` with ``S`` first keys always seen: ``lo = hi - W + 1``, ``prefix = S``. Many
+    chunks packed behind a shared prefix of ``P`` keys: ``prefix = P``, ``lo`` is the start of the
+    own chunk. Left padding: ``lo`` is its length.
 
     Parameters
     ----------
     q
-        ``(B, H, R, D)``, floating point, any strides. Neither a batch nor rows need be there: nothing is computed then.
+        ``(B, H, R, D)``, floating point, any strides. With an empty batch or no rows, nothing is
+        computed.
     k, v
-        ``(B, H_kv, N, D)`` and ``(B, H_kv, N, D_v)`` in the dtype of ``q``, any strides; ``H`` is a multiple of ``H_kv``. Keys and
-        values up to the last one that some row sees must be finite: one that no row sees weighs 0, and 0 times a NaN is a NaN.
+        ``(B, H_kv, N, D)`` and ``(B, H_kv, N, D_v)`` in the dtype of ``q``, any strides; ``H`` is a
+        multiple of ``H_kv``. Keys and values up to the last key that some row sees must be finite:
+        a key that no row sees weighs 0, and 0 times a NaN is a NaN.
     hi
-        Integer ``(R,)`` or ``(B, R)``, in any order; the last key that each row sees. Below 0 (or below ``lo``): none but the prefix.
+        Integer ``(R,)`` or ``(B, R)``, in any order; the last key that a row sees. Below 0 (or
+        below ``lo``), the row sees only the prefix.
     lo
-        Like ``hi``, the first key that each row sees; ``None``: 0.
+        Like ``hi``, the first key that a row sees; ``None``: 0.
     prefix
         Number of first keys that every row sees.
     scale
@@ -58,16 +65,17 @@ def ragged_attention(
     softcap
         If not 0, scores become ``softcap · tanh(scores / softcap)`` (Gemma 2).
     sinks
-        One learned extra score per head ``(H,)``, which takes probability and gives nothing (GPT-OSS).
+        Learned extra score per head ``(H,)``, which takes probability and gives nothing (GPT-OSS).
     plan
-        What :func:`ragged_plan` returned for the same shapes, limits and prefix; ``None``: made anew.
+        Result of :func:`ragged_plan` for the same shapes, limits and prefix; ``None``: make it.
 
     Returns
     -------
     tuple[torch.Tensor, torch.Tensor]
-        ``out (B, H, R, D_v)`` in the dtype of ``q``, stored as ``(B, R, H, D_v)``; and ``lse (B, H, R)``, float32: the natural log of the
-        sum of exponentials over the keys alone, sinks left out, so that results over parts of the keys can be merged. A row that sees
-        no key gives 0 and -inf.
+        ``out (B, H, R, D_v)`` in the dtype of ``q``, stored as ``(B, R, H, D_v)``; and
+        ``lse (B, H, R)``, float32: the natural log of the sum of exponentials over the keys alone,
+        without sinks, so that results over parts of the keys can be merged. A row that sees no key
+        gives 0 and -inf.
 
     Raises
     ------
@@ -89,19 +97,22 @@ def ragged_plan(
     lo: torch.Tensor | None = None,
     prefix: int = 0,
 ) -> torch.Tensor:
-    """Plan :func:`ragged_attention` once for all layers of a forward, on the device: which tiles each row needs, split evenly.
+    """Plan :func:`ragged_attention` for all layers of a forward, on the device.
+
+    The plan says which tiles every row needs, and splits them evenly.
 
     Parameters
     ----------
     q, k
-        Of any layer with these limits: shapes and dtype count, values don't.
+        Of any layer with these limits: shapes and dtype matter, values don't.
     hi, lo, prefix
         As for :func:`ragged_attention`.
 
     Returns
     -------
     torch.Tensor
-        Int32, to be passed as ``plan``; of length 0 where torch computes. Opaque, and good for one device model only.
+        Int32, to be passed as ``plan``; of length 0 where torch computes. Opaque, and valid for a
+        single device model only.
     """
     check_attention(q, k, k, hi, lo, 1.0, 0.0, None)
     return cast(torch.Tensor, torch.ops.kvrag.ragged_plan(q, k, hi, lo, prefix))
@@ -117,45 +128,55 @@ def check_attention(
     softcap: float,
     sinks: torch.Tensor | None,
 ) -> None:
-    """Refuse what has no meaning, by shape and dtype alone: reading limits would wait for the device."""
+    """Refuse invalid arguments by shape and dtype; reading limits would wait for the device."""
     if not (q.dim() == k.dim() == v.dim() == 4):
         raise ValueError(
-            f"q, k and v have {q.dim()}, {k.dim()} and {v.dim()} dimensions; each needs 4: (B, H, rows, D)"
+            f"q, k and v have {q.dim()}, {k.dim()} and {v.dim()} dimensions; each needs 4: (B, H, "
+            "rows, D)"
         )
     if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         raise ValueError(
-            f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit: they need one batch size, q and k one head dim, "
+            f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit: they need "
+            "one batch size, q and k one head dim, "
             "k and v the same heads and keys"
         )
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         raise ValueError(
-            f"{q.shape[1]} query heads are not a multiple of {k.shape[1]} key heads; repeat or drop heads"
+            f"{q.shape[1]} query heads are not a multiple of {k.shape[1]} key heads; repeat or "
+            "drop heads"
         )
     if not (q.dtype == k.dtype == v.dtype) or not q.dtype.is_floating_point:
         raise ValueError(
-            f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}; convert them to one floating point dtype"
+            f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}; convert them to one floating "
+            "point dtype"
         )
     for name, limit in (("hi", hi), ("lo", lo)):
         if limit is not None and (
             limit.dtype.is_floating_point or tuple(limit.shape) not in _limit_shapes(q)
         ):
             raise ValueError(
-                f"{name} is {limit.dtype} of shape {tuple(limit.shape)}; it needs integers of one of the shapes {_limit_shapes(q)}"
+                f"{name} is {limit.dtype} of shape {tuple(limit.shape)}; it needs integers of one "
+                f"of the shapes {_limit_shapes(q)}"
             )
     if sinks is not None and tuple(sinks.shape) != (q.shape[1],):
         raise ValueError(
-            f"sinks has shape {tuple(sinks.shape)}; it needs one score per query head: ({q.shape[1]},)"
+            f"sinks has shape {tuple(sinks.shape)}; it needs one score per query head: "
+            f"({q.shape[1]},)"
         )
     if not scale > 0 or softcap < 0:
         raise ValueError(
-            f"scale is {scale} and softcap {softcap}; scale must be positive and softcap at least 0 (0: none)"
+            f"scale is {scale} and softcap {softcap}; scale must be positive and softcap at least "
+            "0 (0: none)"
         )
 
     check_devices(q, k=k, v=v, hi=hi, lo=lo, sinks=sinks)
 
 
 def check_devices(q: torch.Tensor, **others: torch.Tensor | None) -> None:
-    """Refuse tensors of another device than ``q``'s: a kernel that reads their addresses ends the process's CUDA context."""
+    """Refuse tensors on another device than ``q``.
+
+    A kernel that reads their addresses ends the process's CUDA context.
+    """
     for name, x in others.items():
         if x is not None and x.device != q.device:
             raise ValueError(f"{name} is on {x.device} and q on {q.device}; move it to q's device")
@@ -196,7 +217,7 @@ def _compute(
     sinks: torch.Tensor | None = None,
     plan: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    runtime.mode()  # a mode that does not exist is refused on every device
+    runtime.mode()  # refuses an unknown mode on every device
     call = launch.Call(q, k, v, hi, lo, prefix, scale, softcap, sinks)
     done = runtime.attend(call, plan) if q.is_cuda else None
     return torch_path.attend(call) if done is None else done

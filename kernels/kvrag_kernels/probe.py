@@ -1,4 +1,4 @@
-"""``kvrag::probe_mass``: the most attention that each key gets, without probabilities of size ``R × N`` in memory."""
+"""``kvrag::probe_mass``: largest attention per key, without probabilities of size ``R × N``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from kvrag_kernels.torch_path import Limits
 
 _LIBRARY: Any = torch.library.Library("kvrag", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define(
-    "probe_mass(Tensor q, Tensor k, Tensor lse, Tensor hi, Tensor? lo=None, SymInt prefix=0, *, float scale, "
+    "probe_mass(Tensor q, Tensor k, Tensor lse, Tensor hi, Tensor? lo=None, SymInt prefix=0, *, "
+    "float scale, "
     "float softcap=0.0, Tensor? sinks=None) -> Tensor"
 )
 
@@ -29,19 +30,21 @@ def probe_mass(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the largest attention probability that each key gets from any row and query head, summed over key heads, in float32.
+    """Return the largest attention probability per key, summed over key heads, in float32.
+
+    The maximum is over all rows and the query heads of a key head.
 
     Parameters
     ----------
     q, k, hi, lo, prefix, scale, softcap, sinks
         As for :func:`kvrag_kernels.ragged_attention`.
     lse
-        What it returned for them, ``(B, H, R)``.
+        Log-sum-exp that it returned for them, ``(B, H, R)``.
 
     Returns
     -------
     torch.Tensor
-        ``(B, N)``.
+        Mass ``(B, N)``.
 
     Raises
     ------
@@ -98,7 +101,10 @@ def _raise_to(
     scale: float,
     softcap: float,
 ) -> None:
-    """Raise ``most (H_kv, N)`` to one batch entry's probabilities, block by block; a row without keys (total -inf) gives nothing."""
+    """Raise ``most (H_kv, N)`` to the probabilities of a batch entry, block by block.
+
+    A row without keys (total -inf) adds nothing.
+    """
     heads, kv_heads = q.shape[0], k.shape[0]
     for block in limits.blocks(heads, heads // kv_heads):
         if not block.pieces:

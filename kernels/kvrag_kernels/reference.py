@@ -1,4 +1,4 @@
-"""What the ops mean, in float64 and the plainest torch: the yardstick of every other path."""
+"""Reference of the ops, in float64 and the plainest torch: the yardstick of all other paths."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ NEGATIVE = float("-inf")
 
 
 def visible(hi: torch.Tensor, lo: torch.Tensor | None, prefix: int, num_keys: int) -> torch.Tensor:
-    """Return which row sees which key, bool ``(..., R, N)``: ``j < prefix or lo[i] <= j <= hi[i]``."""
+    """Return the mask of keys that rows see, bool ``(..., R, N)``.
+
+    Row ``i`` sees key ``j`` iff ``j < prefix or lo[i] <= j <= hi[i]``.
+    """
     j = torch.arange(num_keys, device=hi.device)
     first = torch.zeros_like(hi) if lo is None else lo
     return (j < prefix) | ((j >= first[..., None]) & (j <= hi[..., None]))
@@ -22,7 +25,10 @@ def scores(q: torch.Tensor, k: torch.Tensor, scale: float, softcap: float) -> to
 
 
 def mass(p: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """Return the largest of ``(B, H, R, N)`` over rows and the query heads of a key head, summed over key heads: ``(B, N)``."""
+    """Return the mass per key ``(B, N)`` of probabilities ``(B, H, R, N)``.
+
+    Takes the largest over rows and the query heads of a key head, and sums over key heads.
+    """
     return p.reshape(p.shape[0], kv_heads, -1, p.shape[3]).amax(dim=2).sum(dim=1)
 
 
@@ -37,7 +43,10 @@ def probabilities(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the float64 probabilities ``(B, H, R, N)`` and the log-sum-exp over the keys alone ``(B, H, R)``."""
+    """Return the float64 probabilities ``(B, H, R, N)`` and the log-sum-exp ``(B, H, R)``.
+
+    The log-sum-exp is over the keys alone.
+    """
     seen = visible(hi, lo, prefix, k.shape[2])
     seen = seen[:, None] if seen.dim() == 3 else seen
     s = scores(q, k, scale, softcap).masked_fill(~seen, NEGATIVE)
@@ -61,7 +70,7 @@ def attention(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what :func:`kvrag_kernels.ragged_attention` has to return, in float64."""
+    """Return the result of :func:`kvrag_kernels.ragged_attention` in float64."""
     p, lse = probabilities(q, k, hi, lo, prefix, scale=scale, softcap=softcap, sinks=sinks)
     return p @ v.double().repeat_interleave(q.shape[1] // v.shape[1], dim=1), lse
 
@@ -69,7 +78,10 @@ def attention(
 def rotated(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool
 ) -> torch.Tensor:
-    """Rotate the first ``R`` channels of ``x (H_kv, T, D)`` by ``cos, sin (T, R / 2)``, in float64, one pair at a time."""
+    """Rotate the first ``R`` channels of ``x (H_kv, T, D)`` by ``cos, sin (T, R / 2)``.
+
+    Computes in float64, pair by pair.
+    """
     x, half = x.double().clone(), cos.shape[1]
     for i in range(half):
         a, b = (2 * i, 2 * i + 1) if interleaved else (i, i + half)

@@ -1,4 +1,4 @@
-"""Which path computes here, and why: for ``kvrag kernels info`` and bug reports."""
+"""Report of the path that computes attention, for ``kvrag kernels info`` and bug reports."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from kvrag_kernels.runtime import arch_of, mode, takes_hopper
 
 
 def info() -> dict[str, Any]:
-    """Return which path computes attention here, and why.
+    """Return the path that computes attention here, and the reason.
 
-    The compiler is asked whether it knows each device, and nothing is compiled or loaded: what has failed in this process stands in
-    ``failures``.
+    Asks the compiler whether it knows the devices; compiles and loads no kernel. ``failures`` lists
+    the failures of this process.
 
     Raises
     ------
     ValueError
-        If ``KVRAG_KERNEL`` is no mode.
+        If ``KVRAG_KERNEL`` is not a known mode.
     """
     compiler, missing = None, ""
     try:
@@ -47,7 +47,10 @@ def info() -> dict[str, Any]:
 
 
 def _path(capability: tuple[int, int], compiler: nvrtc.Nvrtc | None, missing: str) -> str:
-    """Return the best kernel that can be had for a device and its dtypes, or torch; and why nothing better, where there is a reason."""
+    """Return the best available kernel for a device with its dtypes, or torch.
+
+    Says why no better kernel is available, if there is a reason.
+    """
     arch = arch_of(capability)
     kinds = [str(d).removeprefix("torch.") for d in DTYPES if supports(HEAD_DIMS[0], d, capability)]
     if mode() == "torch":

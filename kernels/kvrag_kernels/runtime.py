@@ -1,4 +1,8 @@
-"""Which path computes, and why: kernels compiled at first use, kept for the process, and given up with one warning when they fail."""
+"""Choose between the CUDA kernels and torch.
+
+Kernels are compiled at first use and kept for the process. A kernel that fails is given up with a
+single warning.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +35,16 @@ from kvrag_kernels.stitch_launch import Stitching
 T = TypeVar("T")
 
 MODES = ("auto", "torch", "mma", "sm90")
-"""Values of ``KVRAG_KERNEL``: ``sm90`` asks for the Hopper kernel where a device has it, ``mma`` leaves it out."""
+"""Values of ``KVRAG_KERNEL``.
+
+``sm90`` asks for the Hopper kernel where a device supports it; ``mma`` leaves that kernel out.
+"""
 
 PROVEN = Path(__file__).with_name("proven.json")
-"""The kernels that have passed ``make gpu-check`` on a GPU, by name, and where; a run that is green writes it."""
+"""File that names the kernels that have passed ``make gpu-check`` on a GPU, and where.
+
+A green run writes it.
+"""
 
 _PROBE, _STITCH = "probe.cu", "stitch.cu"
 
@@ -45,7 +55,7 @@ def mode() -> str:
     Raises
     ------
     ValueError
-        If it is none of :data:`MODES`.
+        If the value is not in :data:`MODES`.
     """
     value = os.environ.get("KVRAG_KERNEL", "").lower() or "auto"
     if value not in MODES:
@@ -55,18 +65,21 @@ def mode() -> str:
 
 @functools.cache
 def proven() -> frozenset[str]:
-    """Return the kernels that a GPU has proven."""
+    """Return the names of kernels that have passed on a GPU."""
     return frozenset(json.loads(PROVEN.read_text()))
 
 
 def takes_hopper(capability: tuple[int, int]) -> bool:
-    """Whether a device computes with the Hopper kernel: one that could hang is no default before a GPU has proven it."""
+    """Whether a device uses the Hopper kernel.
+
+    That kernel could hang, so it is no default before it has passed on a GPU.
+    """
     return capability == HOPPER and (mode() == "sm90" or (mode() == "auto" and "sm90" in proven()))
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One compilation: a source file with its options for an architecture, and the tiles of an attention kernel."""
+    """A compilation: source file, options, architecture, and an attention kernel's tiles."""
 
     source: str
     options: tuple[str, ...]
@@ -74,19 +87,19 @@ class Variant:
     geometry: Geometry | None = None
 
     def cubin(self, compiler: nvrtc.Nvrtc) -> bytes:
-        """Return the compiled variant, from the cache where it was compiled before."""
+        """Return the compiled variant, from the cache if it was compiled before."""
         text, arch = nvrtc.flat(self.source), compiler.nearest(self.arch)
         key = nvrtc.key_of(text, (*nvrtc.FLAGS, *self.options), compiler.version, arch)
         return nvrtc.cached(key, lambda: compiler.compile(text, self.options, arch).cubin)
 
 
 def arch_of(capability: tuple[int, int]) -> str:
-    """Return the architecture's name, as ``sm_90``."""
+    """Return the name of an architecture, e.g. ``sm_90``."""
     return f"sm_{capability[0]}{capability[1]}"
 
 
 def capability_of(arch: str) -> tuple[int, int]:
-    """Return the compute capability of an architecture's name: (9, 0) of ``sm_90``."""
+    """Return the compute capability of an architecture: (9, 0) for ``sm_90``."""
     return int(arch[3:-1]), int(arch[-1])
 
 
@@ -94,9 +107,9 @@ Best = tuple[Variant, CudaModule]
 
 
 class Modules:
-    """The variants of this process: compiled once per device and kind, at first use.
+    """Variants of this process, compiled at first use, once per device and kind.
 
-    A failure is remembered, so that it is paid and told once; the torch path computes from then on.
+    A failure is remembered, so that it is paid for and reported once; torch computes from then on.
     """
 
     def __init__(self) -> None:
@@ -109,7 +122,10 @@ class Modules:
     def best(
         self, kind: Callable[..., list[Variant]], q: torch.Tensor, v: torch.Tensor, softcap: float
     ) -> Best | None:
-        """Return the first variant of a kind that works for a call; after the first such call, by one look-up."""
+        """Return the first variant of a kind that works for a call.
+
+        Later calls with the same head dims, dtype and device take a single look-up.
+        """
         key = (
             kind,
             q.shape[3],
@@ -119,7 +135,7 @@ class Modules:
             q.device,
             os.environ.get("KVRAG_KERNEL"),
         )
-        known = self._best  # a failure in another thread puts a new one in its place
+        known = self._best  # a failure in another thread replaces the dict
         if key not in known:
             loaded = (
                 (variant, self.get(variant, q.device.index)) for variant in kind(q, v, softcap)
@@ -130,18 +146,20 @@ class Modules:
         return known[key]
 
     def get(self, variant: Variant, device: int) -> CudaModule | None:
-        """Return the variant on a device, or ``None`` where it failed.
+        """Return the variant on a device, unless it failed.
 
         Raises
         ------
         RuntimeError
-            If it is not loaded yet and a CUDA graph is being captured, which loading would spoil.
+            If the variant is not loaded yet and a CUDA graph is being captured, which loading
+            would spoil.
         """
         key = (variant, device)
         if key not in self._loaded:
             if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
-                    f"{variant.source} is not loaded yet and can't be while a CUDA graph is captured; run the call once before"
+                    f"{variant.source} is not loaded yet and can't be while a CUDA graph is "
+                    "captured; run the call once before"
                 )
             with self._lock:
                 if key not in self._loaded:
@@ -157,12 +175,13 @@ class Modules:
             return module
         except (nvrtc.CompileError, DriverError, OSError) as error:
             self._warn(
-                f"the kernel {variant.source} can't be used for {variant.arch}, {_instead(variant)}: {error}"
+                f"the kernel {variant.source} can't be used for {variant.arch}, "
+                f"{_instead(variant)}: {error}"
             )
             return None
 
     def give_up(self, variant: Variant, device: int, error: DriverError) -> None:
-        """Use what comes next in place of a variant whose launch failed."""
+        """Replace a variant by the next variant after a failed launch."""
         with self._lock:
             self._loaded[variant, device] = None
             self._best = {}
@@ -184,7 +203,7 @@ modules = Modules()
 
 
 def attention_variants(q: torch.Tensor, v: torch.Tensor, softcap: float) -> list[Variant]:
-    """Return the variants that can compute a call, the best first; none where torch has to compute."""
+    """Return the variants that can compute a call, the best first; empty where torch computes."""
     if not _may_use_kernels(q, v):
         return []
     capability = torch.cuda.get_device_capability(q.device)
@@ -195,7 +214,7 @@ def attention_variants(q: torch.Tensor, v: torch.Tensor, softcap: float) -> list
 
 
 def probe_variants(q: torch.Tensor, v: torch.Tensor, softcap: float) -> list[Variant]:
-    """Return the variant of the probe for a call; none where torch has to compute."""
+    """Return the variant of the probe for a call; empty where torch computes."""
     if not _may_use_kernels(q, v):
         return []
     capability = torch.cuda.get_device_capability(q.device)
@@ -221,14 +240,15 @@ def _variant(
 
 
 def has_kernel(q: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether a kernel of ours computes attention of these shapes, dtype and device, and has not failed here before."""
+    """Whether a kernel computes attention of these shapes, dtype and device, and has not failed."""
     return q.is_cuda and modules.best(attention_variants, q, v, 0.0) is not None
 
 
 def tier(dim: int, dtype: torch.dtype, device: torch.device) -> str:
-    """Return what computes attention for a head dim and dtype on a device: ``"sm90"``, ``"mma"`` or ``"torch"``.
+    """Return the path of attention for a head dim, dtype and device.
 
-    Compiles and loads the kernel, for one that can't be had doesn't count.
+    The path is ``"sm90"``, ``"mma"`` or ``"torch"``. Compiles and loads the kernel, because a
+    kernel that can't be loaded doesn't count.
     """
     if device.type != "cuda":
         return "torch"
@@ -240,7 +260,7 @@ def tier(dim: int, dtype: torch.dtype, device: torch.device) -> str:
 def attend(
     call: launch.Call, plan: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Run the attention kernels on a call, or return ``None`` where torch has to compute."""
+    """Run the attention kernels on a call; return ``None`` where torch computes."""
     return _run(
         attention_variants,
         call,
@@ -249,7 +269,7 @@ def attend(
 
 
 def make_plan(call: launch.Call) -> torch.Tensor | None:
-    """Make the plan of a request, or return ``None`` where torch computes and needs none."""
+    """Make the plan of a request; return ``None`` where torch computes and needs no plan."""
     return _run(
         attention_variants,
         call,
@@ -258,7 +278,7 @@ def make_plan(call: launch.Call) -> torch.Tensor | None:
 
 
 def probe(call: launch.Call, lse: torch.Tensor) -> torch.Tensor | None:
-    """Run the probe's kernel, or return ``None`` where torch has to compute."""
+    """Run the kernel of the probe; return ``None`` where torch computes."""
     rows = lse.float().contiguous()
     return _run(
         probe_variants,
@@ -270,7 +290,7 @@ def probe(call: launch.Call, lse: torch.Tensor) -> torch.Tensor | None:
 def _run(
     kind: Callable[..., list[Variant]], call: launch.Call, run: Callable[[CudaModule, Geometry], T]
 ) -> T | None:
-    """Return what the first variant that works returns; one that fails is given up."""
+    """Return the result of the first variant that works; variants that fail are given up."""
     while (best := modules.best(kind, call.q, call.v, call.softcap)) is not None:
         variant, module = best
         assert variant.geometry is not None
@@ -283,7 +303,10 @@ def _run(
 
 
 def has_stitch(dim: int, rotary: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the stitch kernel has a form for a head dim, of which so many channels are rotated, and a buffer's dtype on a device."""
+    """Whether the stitch kernel supports a head dim, rotated channels and buffer dtype on a device.
+
+    ``rotary`` is the number of rotated channels.
+    """
     if (
         device.type != "cuda"
         or torch.version.cuda is None
@@ -297,9 +320,10 @@ def has_stitch(dim: int, rotary: int, dtype: torch.dtype, device: torch.device) 
 
 
 def stitch(call: Stitching) -> bool:
-    """Run the stitch kernel; returns whether it could be.
+    """Run the stitch kernel; return whether it ran.
 
-    Not while a CUDA graph is captured: a replay would read the table from where it was staged, which by then holds other things.
+    It does not run while a CUDA graph is captured: a replay would read the table from its staging
+    memory, which holds other data by then.
     """
     out = call.out_keys[0]
     device = out.device
@@ -314,7 +338,8 @@ def stitch(call: Stitching) -> bool:
         return False
     try:
         with torch.cuda.device(device):
-            # The caching host allocator gives pinned memory out again once the copies from it are done, in their stream's order.
+            # The caching host allocator reuses pinned memory only after the copies from it are
+            # done, in the order of their stream.
             staged = functools.partial(torch.empty, pin_memory=True)
             stitch_launch.run(module, call, lambda x: x.to(device, non_blocking=True), staged)
     except DriverError as error:
@@ -329,7 +354,7 @@ def _is_capturing(device: torch.device) -> bool:
 
 
 def variants(arch: str, dims: Sequence[int] = HEAD_DIMS) -> list[Variant]:
-    """Return every variant of the attention kernels and of the probe's for an architecture, and for head dims."""
+    """Return every variant of the attention and probe kernels for an architecture and head dims."""
     capability = capability_of(arch)
     return [
         _variant(source or f"{geometry.kernel}.cu", geometry, dtype, capped, capability)

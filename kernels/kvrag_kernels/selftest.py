@@ -1,6 +1,7 @@
-"""A kernel's first act on a device: one small case, against torch. One that is wrong there is not used.
+"""Test of a kernel at its first use on a device: a small case, compared with torch.
 
-The emulator stands for our reading of TMA and wgmma, not for the device. Where the device disagrees, the next kernel computes.
+A kernel that fails is not used, and the next kernel computes. The emulator reflects our reading of
+TMA and wgmma; the device may differ.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ from kvrag_kernels.driver import CudaModule, DriverError
 from kvrag_kernels.geometry import HOPPER_REGISTERS, Geometry
 
 _TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 4e-3}
-"""Of outputs of size 1: a few roundings of the dtype. A tile that is read wrong is off by 1."""
+"""Tolerances for outputs of size 1: a few roundings of the dtype. A misread tile is off by 1."""
 
 
 def call_of(geometry: Geometry, options: Sequence[str], device: torch.device | str) -> launch.Call:
-    """Return a small case that meets every kind of tile: whole, cut by a limit, by a window, by the last key, of the prefix."""
+    """Return a small case that has every kind of tile.
+
+    Tiles are whole, or cut by a limit, by a window or by the last key, or belong to the prefix.
+    """
     dtype = torch.bfloat16 if "-DBF16=1" in options else torch.float16
     softcap = 20.0 if "-DSOFTCAP=1" in options else 0.0
     generator = torch.Generator("cpu").manual_seed(0)
@@ -38,12 +42,12 @@ def call_of(geometry: Geometry, options: Sequence[str], device: torch.device | s
 
 
 def check(module: CudaModule, geometry: Geometry, options: Sequence[str], device: int) -> None:
-    """Run the case on a device.
+    """Run the small case on a device and compare it with torch.
 
     Raises
     ------
     DriverError
-        If the kernel can't be launched, would wait for registers for ever, or gives another result than torch.
+        If the kernel can't be launched, would wait forever for registers, or differs from torch.
     """
     registers = module.registers(geometry.kernel)
     if geometry.uses_tma and registers != HOPPER_REGISTERS:
@@ -58,18 +62,18 @@ def check(module: CudaModule, geometry: Geometry, options: Sequence[str], device
 
 
 def poisoned(*args: Any, **options: Any) -> torch.Tensor:
-    """Allocate memory that is NaN until it is written: it may hold what an earlier kernel got right."""
+    """Allocate memory filled with NaN; else it may hold right results of an earlier kernel."""
     made = torch.empty(*args, **options)
     return made.fill_(math.nan) if made.is_floating_point() else made
 
 
 def compare(call: launch.Call, out: torch.Tensor, lse: torch.Tensor) -> None:
-    """Compare a result on the host with torch's.
+    """Compare a result on the host with torch's result.
 
     Raises
     ------
     DriverError
-        If they differ by more than rounding.
+        If the results differ by more than rounding.
     """
     on_host = {name: getattr(call, name).float().cpu() for name in ("q", "k", "v")}
     lo = None if call.lo is None else call.lo.cpu()
@@ -78,5 +82,6 @@ def compare(call: launch.Call, out: torch.Tensor, lse: torch.Tensor) -> None:
     lse_error = float((lse - want_lse).abs().nan_to_num(float("inf")).max())
     if error > _TOLERANCE[call.q.dtype] or lse_error > 1e-3:
         raise DriverError(
-            f"a small case came out wrong by {error:.3g} (log-sum-exp: {lse_error:.3g}); please report it with `kvrag kernels info`"
+            f"a small case came out wrong by {error:.3g} (log-sum-exp: {lse_error:.3g}); please "
+            "report it with `kvrag kernels info`"
         )

@@ -1,4 +1,4 @@
-"""From stored parts to one launch of the stitch kernel, on a device or in the emulator alike."""
+"""Turns stored parts into a launch of the stitch kernel, on a device or in the emulator."""
 
 from __future__ import annotations
 
@@ -18,15 +18,21 @@ CODECS = {
     torch.uint8: "int4",
     FP8: "fp8",
 }
-"""How stored elements are read, by dtype; ``uint8`` holds two signed 4-bit integers, offset by 8, the lower one first."""
+"""Codec of stored elements by dtype.
+
+``uint8`` holds two signed 4-bit integers, offset by 8, the lower first.
+"""
 
 TOKEN_GROUP = 32
-"""Neighbouring rows that share scales, where neither each row nor the whole part has its own."""
+"""Neighbouring rows that share scales, unless scales are per row or per part."""
 
 THREADS, TILE_ROWS, PART, PLACE = 256, 64, 28, 4
-"""Of ``csrc/stitch.cu``: threads of a block, rows that it takes, and numbers of ``struct Part`` and ``struct Place``."""
+"""Constants of ``csrc/stitch.cu``.
 
-WIDE = 16  # bytes that the kernel reads of scales, zeros and angles at once, and writes
+Threads and rows of a block, and numbers in ``struct Part`` and ``struct Place``.
+"""
+
+WIDE = 16  # bytes of scales, zeros and angles that the kernel reads, and writes, at a time
 _STITCH = struct.Struct("5Q q 3i 4x")
 _CODEC_NUMBERS = {"same": 0, "int8": 1, "int4": 2, "fp8": 3}
 _PIECE_BYTES = {"same": 16, "int8": 8, "int4": 4, "fp8": 8}
@@ -34,17 +40,18 @@ _PIECE_BYTES = {"same": 16, "int8": 8, "int4": 4, "fp8": 8}
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Keys or values of one segment in all layers, or without the first dimension in one.
+    """Keys or values of a segment in all layers, or in a single layer without the first dimension.
 
     Parameters
     ----------
     data
         ``(L, H_kv, T, D)``, or ``(L, H_kv, T, D / 2)`` for 4-bit integers.
     scales
-        Float16 ``(L, H_kv, G, C)`` with ``C`` dividing ``D``: per channel ``(L, H_kv, 1, D)``, per token ``(L, H_kv, T, 1)``, in groups of
-        ``D / C`` channels, and of :data:`TOKEN_GROUP` tokens where ``G`` is neither 1 nor ``T``; ``None`` for 16-bit data.
+        Float16 ``(L, H_kv, G, C)`` with ``C`` dividing ``D``: per channel ``(L, H_kv, 1, D)``, per
+        token ``(L, H_kv, T, 1)``, in groups of ``D / C`` channels, and of :data:`TOKEN_GROUP`
+        tokens where ``G`` is neither 1 nor ``T``; absent for 16-bit data.
     zeros
-        Float16 ``(L, H_kv, G, D)``, what scaled codes are counted from, or ``None``.
+        Float16 ``(L, H_kv, G, D)``, added to scaled codes, or ``None``.
     """
 
     data: torch.Tensor
@@ -53,7 +60,7 @@ class Stored:
 
     @property
     def num_rows(self) -> int:
-        """Rows ``T``."""
+        """Number of rows ``T``."""
         return self.data.shape[-2]
 
     @property
@@ -63,12 +70,15 @@ class Stored:
 
     @property
     def group(self) -> int:
-        """Neighbouring channels that share a scale."""
+        """Number of neighbouring channels that share a scale."""
         return self.dim if self.scales is None else self.dim // int(self.scales.shape[-1])
 
     @property
     def tokens(self) -> int:
-        """Neighbouring rows that share a row of scales; 1 where all rows do, for there is only one."""
+        """Number of neighbouring rows that share a row of scales.
+
+        1 if scales are per row, and also if all rows share the only row of scales.
+        """
         return (
             TOKEN_GROUP
             if self.scales is not None and self.scales.shape[-2] not in (1, self.num_rows)
@@ -76,13 +86,12 @@ class Stored:
         )
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Stored:
-        """Return the part with every tensor changed."""
-        return Stored(
-            *(x if x is None else change(x) for x in (self.data, self.scales, self.zeros))
-        )  # type: ignore[arg-type]
+        """Return the part with ``change`` applied to every tensor."""
+        parts = (x if x is None else change(x) for x in (self.data, self.scales, self.zeros))
+        return Stored(*parts)  # type: ignore[arg-type]
 
     def read(self) -> torch.Tensor:
-        """Return the values in float32, ``(…, T, D)``; of unscaled data as they are stored."""
+        """Return the dequantised values in float32, ``(…, T, D)``; unscaled data unchanged."""
         x = self.data
         if self.scales is None:
             return x
@@ -92,7 +101,7 @@ class Stored:
         return x if self.zeros is None else x + self._each_row(self.zeros)
 
     def _each_row(self, shared: torch.Tensor) -> torch.Tensor:
-        """Repeat what a group of rows shares; what all share is broadcast anyway."""
+        """Repeat rows that groups share; a single row for all rows is broadcast anyway."""
         return shared.float().repeat_interleave(self.tokens, dim=-2)[
             ..., : max(1, self.num_rows), :
         ]
@@ -100,7 +109,10 @@ class Stored:
 
 @dataclass(frozen=True)
 class Stitching:
-    """One call of the op: parts per segment, buffers ``(H_kv, capacity, D)`` per layer, rotations; see :func:`kvrag_kernels.stitch`."""
+    """A call of the op: parts per segment, buffers ``(H_kv, capacity, D)`` per layer, rotations.
+
+    See :func:`kvrag_kernels.stitch`.
+    """
 
     keys: Sequence[Stored]
     values: Sequence[Stored]
@@ -115,15 +127,16 @@ class Stitching:
 
     @property
     def rotary(self) -> int:
-        """Channels that are rotated."""
+        """Number of channels that are rotated."""
         return 2 * self.cos.shape[2] if any(t >= 0 for t in self.tables) else 0
 
 
 def defines(call: Stitching) -> tuple[str, ...] | None:
-    """Return the compiler's options for a call, or ``None`` where the kernel has no form for it.
+    """Return the compiler's options for a call; ``None`` if the kernel does not support it.
 
-    The kernel wants one codec and one shape for all parts, 16-bit buffers, channels, rotated and other, in sixteens, everything on one
-    device, and memory that begins and goes on where it may be read several bytes at once.
+    The kernel needs the same codec, head dim and scale groups for all parts, 16-bit buffers, a head
+    dim and a number of rotated channels that are multiples of 16, all tensors on the same device,
+    and aligned memory, because it reads several bytes at a time.
     """
     outs = [*call.out_keys, *call.out_values]
     parts = [*call.keys, *call.values]
@@ -161,7 +174,7 @@ def defines(call: Stitching) -> tuple[str, ...] | None:
 
 
 def _can_copy(parts: Iterable[Stored], outs: Iterable[torch.Tensor]) -> bool:
-    """Whether all rows that the kernel reads and writes several bytes at a time lie so that it can."""
+    """Whether all rows are aligned for the kernel's reads and writes of several bytes."""
     for part in parts:
         scales, zeros = part.scales, part.zeros
         if not _is_aligned(part.data, _PIECE_BYTES[CODECS[part.data.dtype]]):
@@ -180,7 +193,7 @@ def _has_rows(x: torch.Tensor) -> bool:
 
 
 def _is_aligned(x: torch.Tensor, num_bytes: int) -> bool:
-    """Whether rows are contiguous and begin at multiples of so many bytes, a power of two."""
+    """Whether rows are contiguous and begin at multiples of ``num_bytes``, a power of two."""
     *strides, last = x.stride()
     size, bits = x.element_size(), x.data_ptr()
     for stride in strides:
@@ -189,20 +202,23 @@ def _is_aligned(x: torch.Tensor, num_bytes: int) -> bool:
 
 
 def table_of(call: Stitching, empty: Empty = torch.empty) -> torch.Tensor:
-    """Return the kernel's table, int64 on the CPU: ``struct Part`` per segment, then ``struct Place`` per layer, keys and values."""
+    """Return the kernel's table, int64 on the CPU.
+
+    It holds ``struct Part`` per segment, then ``struct Place`` per layer, for keys and values.
+    """
     numbers: list[int] = []
     for k, v, start in zip(call.keys, call.values, call.starts, strict=True):
         numbers += [*_side(k), *_side(v), start, k.num_rows]
     for out_k, out_v, table in zip(call.out_keys, call.out_values, call.tables, strict=True):
         for out, its_table in ((out_k, table), (out_v, -1)):
             numbers += [out.data_ptr(), out.stride(0), out.stride(1), its_table]
-    made = empty(len(numbers), dtype=torch.int64, device="cpu")  # whatever the default device is
+    made = empty(len(numbers), dtype=torch.int64, device="cpu")  # not the default device
     made.numpy()[:] = numbers
     return made
 
 
 def _side(part: Stored) -> list[int]:
-    """Return ``struct Side``; strides of 0 where all rows share."""
+    """Return ``struct Side``; the stride is 0 where all rows share scales or zeros."""
     data, size = part.data, part.data.element_size()
     found = [0 if x is None else x.data_ptr() for x in (data, part.scales, part.zeros)]
     found += [s * size for s in data.stride()[:3]]
@@ -221,7 +237,10 @@ def run(
     to_device: Callable[[torch.Tensor], torch.Tensor],
     empty: Empty = torch.empty,
 ) -> None:
-    """Launch the kernel once for all layers and segments; ``to_device`` copies the table, which is made in memory of ``empty``."""
+    """Launch the kernel a single time for all layers and segments.
+
+    ``empty`` allocates the table on the host, and ``to_device`` copies it.
+    """
     tiles = -(-max((k.num_rows for k in call.keys), default=0) // TILE_ROWS)
     if not tiles or not call.out_keys:
         return

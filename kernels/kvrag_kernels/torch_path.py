@@ -1,7 +1,8 @@
-"""The attention op in torch: CPU, MPS, ROCm, and wherever no kernel can be had.
+"""Attention op in torch: on CPU, MPS, ROCm, and wherever no kernel is available.
 
-Blocks of query rows, each with the keys cut at what its rows see, and the heads of a group packed as rows so that K and V are never
-repeated. Nothing of size ``R × N`` exists: a block's scores stay under :data:`MAX_SCORES` elements.
+Works on blocks of query rows, with the keys cut to the range that the rows of a block see. The
+heads of a group are packed as rows, so K and V are never repeated. No tensor of size ``R × N`` is
+made: a block's scores stay under :data:`MAX_SCORES` elements.
 """
 
 from __future__ import annotations
@@ -14,15 +15,21 @@ import torch
 from kvrag_kernels.launch import Call
 
 MAX_SCORES = 2**22
-"""Scores of one block over all its heads: 16 MiB in float32, and what a core's caches can still stream."""
+"""Scores of a block over all its heads: 16 MiB in float32, which a core's caches can stream."""
 
 MAX_ROWS = 512
-"""Packed rows of a block: more gain nothing on a CPU and cut the keys less tightly (measured best from 512 to 1024)."""
+"""Packed rows of a block.
+
+More rows gain nothing on a CPU and cut the keys less tightly (measured best from 512 to 1024).
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Query rows ``rows`` and the pieces of the keys that some of them see; ``is_full``: every row sees all of the pieces."""
+    """Query rows ``rows`` and the pieces of the keys that some of them see.
+
+    ``is_full``: every row sees all of the pieces.
+    """
 
     rows: slice
     pieces: tuple[slice, ...]
@@ -31,7 +38,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The rows' limits: int64 tensors ``(R,)``, ``lo`` never ``None``, and a prefix within the keys."""
+    """Limits of the rows: int64 tensors ``(R,)``, ``lo`` never ``None``, prefix within the keys."""
 
     hi: torch.Tensor
     lo: torch.Tensor
@@ -47,13 +54,16 @@ class Limits:
         )
 
     def mask(self, block: Block) -> torch.Tensor:
-        """Return what the block's rows see of its pieces, bool ``(rows, keys)``."""
+        """Return the mask of the block's rows over its pieces, bool ``(rows, keys)``."""
         j = torch.cat([torch.arange(p.start, p.stop, device=self.hi.device) for p in block.pieces])
         hi, lo = self.hi[block.rows, None], self.lo[block.rows, None]
         return (j < self.prefix) | ((j >= lo) & (j <= hi))
 
     def blocks(self, heads: int, groups: int) -> Iterator[Block]:
-        """Cut the rows into blocks; ``heads`` counts the batch too, ``groups`` is heads per key head."""
+        """Cut the rows into blocks.
+
+        ``heads`` counts heads of all batch entries; ``groups`` is heads per key head.
+        """
         size = max(1, min(MAX_ROWS // groups, MAX_SCORES // max(1, heads * self.num_keys)))
         for start, bounds in enumerate(_bounds(self.hi, self.lo, size)):
             hi_min, hi_max, lo_min, lo_max = bounds
@@ -66,7 +76,10 @@ class Limits:
 
 
 def _bounds(hi: torch.Tensor, lo: torch.Tensor, size: int) -> list[list[int]]:
-    """Return ``min hi, max hi, min lo, max lo`` of every block of ``size`` rows: one transfer from the device, not one a block."""
+    """Return ``min hi, max hi, min lo, max lo`` of every block of ``size`` rows.
+
+    Takes a single transfer from the device, not a transfer per block.
+    """
     padding = -len(hi) % size
     if padding:
         hi, lo = (torch.cat([x, x[-1:].expand(padding)]) for x in (hi, lo))
@@ -75,11 +88,13 @@ def _bounds(hi: torch.Tensor, lo: torch.Tensor, size: int) -> list[list[int]]:
 
 
 def attend(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``out (B, H, R, D_v)``, stored row by row as ``(B, R, H, D_v)``, and ``lse (B, H, R)``; see :mod:`kvrag_kernels.ops`."""
+    """Return ``out (B, H, R, D_v)``, stored as ``(B, R, H, D_v)``, and ``lse (B, H, R)``.
+
+    See :mod:`kvrag_kernels.ops`.
+    """
     hi, lo, sinks = call.hi, call.lo, call.sinks
-    q, k, v = (  # torch's CPU flash kernel ignores that stride
-        x if x.stride(3) == 1 else x.contiguous() for x in (call.q, call.k, call.v)
-    )
+    # torch's CPU flash kernel ignores the last stride.
+    q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (call.q, call.k, call.v))
     batch, heads, rows, _ = q.shape
     out = q.new_empty((batch, rows, heads, v.shape[3])).transpose(1, 2)
     lse = torch.empty((batch, heads, rows), dtype=torch.float32, device=q.device)
@@ -93,9 +108,8 @@ def attend(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         _attend(q[b], k[b], v[b], limits, call.scale, call.softcap, out[b], lse[b])
     if sinks is not None:
         share = torch.sigmoid(lse - sinks.float()[None, :, None])
-        share = share.masked_fill(
-            lse == -torch.inf, 0.0
-        )  # no key and a sink of -inf would leave NaN
+        # A row without keys and a sink of -inf would give NaN.
+        share = share.masked_fill(lse == -torch.inf, 0.0)
         out.copy_(out * share[..., None])
     return out, lse
 
@@ -137,7 +151,10 @@ def _join(x: torch.Tensor, block: Block) -> torch.Tensor:
 
 
 def _can_fuse(q: torch.Tensor, v: torch.Tensor, softcap: float) -> bool:
-    """Whether torch's CPU flash kernel, the only one of its SDPA kernels that returns the log-sum-exp with a mask, applies."""
+    """Whether torch's CPU flash kernel applies.
+
+    It is the only SDPA kernel of torch that returns the log-sum-exp with a mask.
+    """
     has_op = hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu")
     return (
         has_op
@@ -156,7 +173,7 @@ def _fused(
     scale: float,
     softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One flash call on the CPU: ``(B, H_kv, rows, D_v)`` and its log-sum-exp."""
+    """Make a flash call on the CPU: ``(B, H_kv, rows, D_v)`` and its log-sum-exp."""
     bias = None
     if mask is not None:
         bias = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(
@@ -178,11 +195,13 @@ def _explicit(
     scale: float,
     softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores, float32 softmax, product: for soft caps and for devices without a fused call that returns the log-sum-exp."""
+    """Compute scores, float32 softmax and product.
+
+    For soft caps, and for devices without a fused call that returns the log-sum-exp.
+    """
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    s = (
-        torch.matmul(q.to(wide), k.to(wide).transpose(-1, -2)) * scale
-    )  # scores rounded to 16 bits would be off by whole percents
+    # Scores rounded to 16 bits would be off by whole percents.
+    s = torch.matmul(q.to(wide), k.to(wide).transpose(-1, -2)) * scale
     if softcap:
         s = softcap * torch.tanh(s / softcap)
     if mask is not None:

@@ -1,11 +1,12 @@
-"""kvrag for LangChain: a chat model, an LLM and a vector store that keep and reuse the KV of your chunks.
+"""kvrag for LangChain: a chat model, an LLM and a vector store that reuse the KV of your chunks.
 
 Examples
 --------
 >>> from langchain_kvrag import ChatKVRag, KVRagVectorStore
 >>> llm = ChatKVRag(model="Qwen/Qwen2.5-0.5B-Instruct", kv_dir="./kv")  # doctest: +SKIP
 >>> store = KVRagVectorStore.from_documents(splits, embeddings, llm=llm)  # doctest: +SKIP
->>> inputs = {"context": store.as_retriever() | format_docs, "question": RunnablePassthrough()}  # doctest: +SKIP
+>>> context = store.as_retriever() | format_docs  # doctest: +SKIP
+>>> inputs = {"context": context, "question": RunnablePassthrough()}  # doctest: +SKIP
 >>> chain = inputs | prompt | llm  # doctest: +SKIP
 >>> chain.invoke("Who opens the archive?").usage_metadata["input_token_details"]  # doctest: +SKIP
 """
@@ -21,7 +22,7 @@ from langchain_kvrag.transformers import KVPrecompute  # noqa: E402
 from langchain_kvrag.vectorstores import KVRagVectorStore  # noqa: E402
 
 PrecomputeKV = KVPrecompute
-"""Another name."""
+"""Alias of :class:`KVPrecompute`."""
 
 __all__ = [
     "ChatKVRag",

@@ -1,4 +1,4 @@
-"""Between LangChain's values and the engine's: messages in, accounting out."""
+"""Converts LangChain's messages to the engine's, and results to LangChain's accounting."""
 
 from __future__ import annotations
 
@@ -43,12 +43,14 @@ _BESIDE = ("refusal", "function_call", "reasoning_content")
 
 
 def chat_messages(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
-    """Turn messages into the dicts that the engine reads; it joins text blocks and refuses others. Plain-text documents become chunks.
+    """Turn messages into the dicts that the engine reads; plain-text documents become chunks.
+
+    The engine joins text blocks and refuses other blocks.
 
     Raises
     ------
     InputError
-        If a message is of a class that has no role.
+        If the class of a message has no role.
     """
     return [_chat_message(message) for message in messages]
 
@@ -72,9 +74,12 @@ def _chat_message(message: BaseMessage) -> dict[str, Any]:
 
 
 def _add_calls(out: dict[str, Any], message: AIMessage) -> None:
-    """Add a message's calls, those that could not be read too; one without a name is shown as the text that it was."""
+    """Add a message's calls, including calls that could not be parsed.
+
+    A call without a name is shown as its original text.
+    """
     unread = message.invalid_tool_calls
-    # Arguments stay a dict: chat templates turn them into JSON themselves.
+    # Arguments stay a dict, because chat templates turn them into JSON.
     calls = [
         {
             "type": "function",
@@ -98,7 +103,10 @@ def _add_calls(out: dict[str, Any], message: AIMessage) -> None:
 
 
 def _parts(block: Any) -> list[Any]:
-    """Return a content block as parts of the engine's: of a plain-text document, what it is called, and its text as a chunk."""
+    """Return a content block as parts for the engine.
+
+    A plain-text document becomes its title and context, and its text as a chunk.
+    """
     if (
         not isinstance(block, Mapping)
         or block.get("type") != "text-plain"
@@ -110,12 +118,15 @@ def _parts(block: Any) -> list[Any]:
 
 
 def _chunk(text: str) -> list[Chunk]:
-    """Return a document's text as a chunk; a blank one has nothing to be shown."""
+    """Return a document's text as a chunk; a blank text gives no chunk."""
     return [Chunk(text)] if text.strip() else []
 
 
 def _thoughts(message: AIMessage) -> str:
-    """Return what a message's blocks tell of thoughts; the chat template decides whether a later turn sees them."""
+    """Return the thoughts in a message's blocks.
+
+    The chat template decides whether a later turn sees them.
+    """
     blocks = [
         block
         for block in message.content
@@ -126,7 +137,7 @@ def _thoughts(message: AIMessage) -> str:
 
 
 def _is_left_out(block: Any, message: BaseMessage) -> bool:
-    """Whether a block is a thought, which is no part of the text, or repeats one of the message's calls."""
+    """Whether a block is a thought (no part of the text), or repeats a call of the message."""
     kind = block.get("type") if isinstance(block, Mapping) else None
     calls = (
         (*message.tool_calls, *message.invalid_tool_calls) if isinstance(message, AIMessage) else ()
@@ -144,20 +155,24 @@ def _role(message: BaseMessage) -> str:
         if isinstance(message, kind):
             return role
     raise InputError(
-        f"a message is of type {type(message).__name__}, which has no role; pass system, human, AI, tool or chat "
+        f"a message is of type {type(message).__name__}, which has no role; pass system, human, "
+        "AI, tool or chat "
         "messages"
     )
 
 
 def engine_prefix(prefix: Any, *, is_chat: bool) -> Prefix | None:
-    """Turn LangChain messages, also in their short forms, into dicts, and templates into what the model will be shown.
+    """Convert a user's prefix: messages to dicts, templates to the form that the model is shown.
+
+    Accepts LangChain's short forms of messages, too.
 
     Parameters
     ----------
     prefix
-        As the user gave it; text and dicts stay as they are, ``"learn"`` says what is right until then.
+        As the user gave it. Text and dicts stay as they are; ``"learn"`` becomes the prefix to use
+        until a prefix is learnt.
     is_chat
-        Whether the model makes a human message of a string prompt.
+        Whether the model turns a string prompt into a human message.
     """
     if isinstance(prefix, str) and prefix == LEARN:
         return LearnPrefix(None if is_chat else "")
@@ -178,7 +193,7 @@ def engine_prefix(prefix: Any, *, is_chat: bool) -> Prefix | None:
 
 
 def usage_of(result: GenerationResult) -> UsageMetadata:
-    """Count tokens as LangChain does; ``cache_read`` are the rows whose KV was used as stored."""
+    """Count tokens as LangChain does; ``cache_read`` counts rows that used stored KV unchanged."""
     num_out = len(result.token_ids)
     return UsageMetadata(
         input_tokens=result.prompt_tokens,
@@ -189,12 +204,12 @@ def usage_of(result: GenerationResult) -> UsageMetadata:
 
 
 def short_name(name: str) -> str:
-    """Return a hub id as it is, and the last part of a path."""
+    """Return a hub id unchanged, and the last part of a path."""
     return os.path.basename(os.path.abspath(name)) if os.path.exists(name) else name
 
 
 def llm_output(results: Sequence[GenerationResult], model_name: str) -> dict[str, Any]:
-    """Return what ``LLMResult`` tells of all its answers."""
+    """Return the ``llm_output`` of an ``LLMResult``: model name and token usage of all answers."""
     num_in, num_out = sum(r.prompt_tokens for r in results), sum(len(r.token_ids) for r in results)
     usage = {
         "prompt_tokens": num_in,
@@ -206,7 +221,7 @@ def llm_output(results: Sequence[GenerationResult], model_name: str) -> dict[str
 
 
 def metadata_of(result: GenerationResult, model_name: str) -> dict[str, Any]:
-    """Return how an answer was made, as plain JSON values."""
+    """Return the record of how an answer was made, as plain JSON values."""
     return {
         "model_name": short_name(model_name),
         "model_provider": PROVIDER,

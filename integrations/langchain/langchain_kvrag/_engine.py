@@ -1,4 +1,4 @@
-"""What ``ChatKVRag`` and ``KVRagLLM`` share: the options, and the way to the process-wide engine."""
+"""Options that ``ChatKVRag`` and ``KVRagLLM`` share, and their way to the process-wide engine."""
 
 from __future__ import annotations
 
@@ -47,33 +47,43 @@ _SAMPLING = (
 class KVRagModel(EngineFields):
     """Options and methods of both model classes.
 
-    Everything that must survive a copy is a field: LangChain re-creates models from their fields. The engine is not: it
-    is shared by all instances of this process with the same model, store, prefix, namespace and repair.
+    LangChain re-creates models from their fields, so all state that must survive a copy is a field.
+    The engine is not a field: all instances of this process with the same model, store, prefix,
+    namespace and repair share it.
     """
 
     _shows_messages: ClassVar[bool] = False
     """Whether a string prompt becomes a human message."""
 
     model: ModelLike = Field(repr=False)
-    """Hub id, local directory, ``.gguf`` file, or a loaded ``PreTrainedModel`` (:meth:`from_pretrained_model`)."""
+    """Model: hub id, local directory, ``.gguf`` file, or a loaded ``PreTrainedModel``.
+
+    See :meth:`from_pretrained_model` for the latter.
+    """
 
     tokenizer: Any = Field(default=None, exclude=True, repr=False)
-    """A tokenizer, its id or directory; default: the model's."""
+    """Tokenizer, or its id or directory; default: the model's tokenizer."""
 
     revision: str | None = None
     """Hub revision."""
 
     max_tokens: int | None = None
-    """Upper bound of answer tokens; default: what the context window leaves, up to the model's own limit or 1,024."""
+    """Upper bound of answer tokens.
+
+    Default: the rest of the context window, up to the model's own limit or 1,024.
+    """
 
     stop: list[str] | None = None
     """Strings that end the answer."""
 
     streaming: bool = False
-    """Whether ``invoke`` streams to callbacks; of an LLM, one prompt at a time."""
+    """Whether ``invoke`` streams to callbacks; an LLM does so only for a single prompt."""
 
     timeout: float | None = None
-    """Seconds that an answer may take before ``TimeoutError``, waiting for its turn included; a running prefill is waited for."""
+    """Seconds that an answer may take, the wait in the queue included, before ``TimeoutError``.
+
+    A running prefill is not interrupted.
+    """
 
     if not TYPE_CHECKING:  # editors would show **data in place of the fields
 
@@ -87,12 +97,15 @@ class KVRagModel(EngineFields):
 
     @classmethod
     def _warn_of_unknown(cls, data: Mapping[str, Any]) -> None:
-        """Warn of options that are ignored; no error, as applications pass one set of options to models of all vendors.
+        """Warn of options that are ignored.
+
+        They raise no error, as applications pass the same options to models of all vendors.
 
         Raises
         ------
         ConfigError
-            If an option of the store, or one of the model's, was meant: KV would be left plain, without a budget, or in memory.
+            If an option of the store or of the model was meant: ignoring it would leave KV
+            unencrypted, without a budget, or in memory.
         """
         known = set(cls.model_fields)
         unknown = data.keys() - known
@@ -106,31 +119,31 @@ class KVRagModel(EngineFields):
             )
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
-        yield "model", self.model_name  # the object itself would print every layer into every trace
+        # The object itself would print every layer into every trace.
+        yield "model", self.model_name
         yield from super().__repr_args__()
 
-    # -- the engine ----------------------------------------------------------------------------------------------------
+    # -- the engine --------------------------------------------------------------------------------
 
     @property
     def model_name(self) -> str:
-        """A short name for traces and results."""
+        """Short name for traces and results."""
         return short_name(ModelSource(self.model).name)
 
     @property
     def engine(self) -> KVRagEngine:
-        """The process-wide engine of these options; weights are loaded at its first use."""
+        """Process-wide engine of these options; its weights load at first use."""
         return self._engine()
 
     def _engine(self, model: Any = None) -> KVRagEngine:
-        """Return the engine, or the one of another model that was named for a single call."""
+        """Return the engine, or the engine of another model that a single call names."""
         self.check_model_kwargs()  # again: the dict may have been changed since
         is_other = model is not None and model != self.model
         tokenizer = (
             os.fspath(self.tokenizer) if isinstance(self.tokenizer, os.PathLike) else self.tokenizer
         )
-        is_plain = (
-            self.prefix is None and not self._shows_messages
-        )  # string prompts have no head of a chat template
+        # String prompts have no head of a chat template.
+        is_plain = self.prefix is None and not self._shows_messages
         options = {
             **self.engine_options(),
             "tokenizer": None if is_other else tokenizer,
@@ -140,11 +153,14 @@ class KVRagModel(EngineFields):
         return KVRagEngine.get(model if is_other else self.model, **options)
 
     async def _aengine(self, model: Any = None) -> KVRagEngine:
-        """As :meth:`_engine`; it reads the model's config and opens the store, so not in the event loop."""
+        """Return the engine without blocking the event loop.
+
+        Making an engine reads the model's config and opens the store.
+        """
         return await run_in_executor(None, self._engine, model)
 
     def _time_limit(self, options: Mapping[str, Any]) -> float | None:
-        """Seconds that one call may take; ``timeout=None`` in the call lifts the model's limit."""
+        """Return the seconds that a call may take; ``timeout=None`` lifts the model's limit."""
         limit: float | None = options.get("timeout", named(options, "timeout") or self.timeout)
         return limit
 
@@ -153,7 +169,10 @@ class KVRagModel(EngineFields):
         return {"max_new_tokens": self.max_tokens, "stop": self.stop, **given}
 
     def _options(self, stop: Sequence[str] | None, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Merge options of one call over the fields (``None``: as configured); the engine refuses unknown ones by name."""
+        """Merge the options of a call over the fields; ``None`` means as configured.
+
+        The engine refuses unknown options by name.
+        """
         given = understood(options, of="a call")
         for elsewhere in ("model", "stream", "timeout", "parallel_tool_calls"):
             given.pop(elsewhere, None)
@@ -171,7 +190,10 @@ class KVRagModel(EngineFields):
         timeout_s: float | None,
         emit: Callable[[str], object] | None = None,
     ) -> GenerationResult:
-        """Answer a prompt, without a time limit in the caller's thread, where Ctrl-C ends it; ``emit`` is told of each piece."""
+        """Answer a prompt; ``emit`` is called with each piece.
+
+        Without a time limit the answer is made in the caller's thread, where Ctrl-C ends it.
+        """
         if timeout_s is None and emit is None:
             return engine.generate(prompt, **options)
         with engine.stream(prompt, **options) as stream:
@@ -188,7 +210,7 @@ class KVRagModel(EngineFields):
         timeout_s: float | None,
         emit: Callable[[str], Awaitable[object]] | None = None,
     ) -> GenerationResult:
-        """As :meth:`_answer`; the event loop is not blocked."""
+        """Answer a prompt without blocking the event loop (see :meth:`_answer`)."""
         stream = engine.astream(prompt, **options)
         async for text in atimed(stream, timeout_s):
             if emit is not None:
@@ -197,7 +219,10 @@ class KVRagModel(EngineFields):
 
     @classmethod
     def from_model_id(cls, model_id: Any, task: str = "text-generation", **options: Any) -> Self:
-        """As langchain-huggingface's method of this name; options are the fields, or its ``pipeline_kwargs`` and so on."""
+        """Make a model as langchain-huggingface's method of this name does.
+
+        Options are the fields, or that method's ``pipeline_kwargs`` and so on.
+        """
         return cls(**{"model": model_id, "task": task, **options})
 
     @classmethod
@@ -207,26 +232,28 @@ class KVRagModel(EngineFields):
 
     @model_validator(mode="after")
     def _set_kvrag_version(self) -> Self:
-        self._add_version("kvrag", kvrag.__version__)  # type: ignore[attr-defined]  # of LangChain's base classes
+        # A method of LangChain's base classes.
+        self._add_version("kvrag", kvrag.__version__)  # type: ignore[attr-defined]
         return self
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
-        """Copy the options; a loaded model and its tokenizer are shared, as the engine is."""
+        """Copy the options; a loaded model and its tokenizer are shared, as is the engine."""
         shared = {id(each): each for each in (self.model, self.tokenizer)}
         copied: Self = super().__deepcopy__({**(memo or {}), **shared})
         return copied
 
     def __getstate__(self) -> dict[Any, Any]:
-        """Refuse to be pickled with a loaded model, whose weights would be written too."""
+        """Refuse to be pickled with a loaded model, because its weights would be written, too."""
         if not isinstance(self.model, (str, os.PathLike)):
             of = type(self).__name__
             raise ConfigError(
-                f"a {of} that was given a loaded model can't be pickled; name it by its path or hub id"
+                f"a {of} that was given a loaded model can't be pickled; name it by its path or "
+                "hub id"
             )
         state: dict[Any, Any] = super().__getstate__()
         return state
 
-    # -- what LangChain asks of any model ------------------------------------------------------------------------------
+    # -- methods that LangChain calls on every model ---------------------------------------------
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> Any:
         params = super()._get_ls_params(stop=stop or self.stop, **kwargs)  # type: ignore[misc]
@@ -238,11 +265,11 @@ class KVRagModel(EngineFields):
 
     @property
     def _identifying_params(self) -> dict[str, Any]:
-        """All that changes answers: LangChain's response cache tells models apart by this."""
+        """Options that change answers: LangChain's response cache tells models apart by them."""
         repair, config = asdict(self.repair or RepairConfig()), self.store_config
         return {
             "model": ModelSource(self.model).name,
-            # Two models in memory may bear one name.
+            # Two models in memory may have the same name.
             **({"model_object": id(self.model)} if isinstance(self.model, PreTrainedModel) else {}),
             "revision": self.revision,
             "dtype": str(self.dtype),
@@ -251,9 +278,8 @@ class KVRagModel(EngineFields):
             "context": self.context,
             "namespace": self.namespace,
             "kv_dir": check_kv_dir(self.kv_dir),
-            "store_config": None
-            if config is None
-            else repr(replace(config, on_event=None)),  # its key is not shown
+            # The repr does not show the store's key.
+            "store_config": None if config is None else repr(replace(config, on_event=None)),
             "mode": self.mode,
             "max_context": self.max_context,
             "chat_template_kwargs": self.chat_template_kwargs,
@@ -268,16 +294,14 @@ class KVRagModel(EngineFields):
         )
 
     def _combine_llm_outputs(self, _llm_outputs: list[dict[str, Any] | None], /) -> dict[str, Any]:
-        usage, told = (
-            Counter[str](),
-            [output for output in _llm_outputs if output],
-        )  # answers of a cache tell nothing
+        # A cached answer has no output.
+        usage, told = Counter[str](), [output for output in _llm_outputs if output]
         for output in told:
             usage.update(output["token_usage"])
         return {**told[-1], "token_usage": dict(usage)} if told else {}
 
     def get_token_ids(self, text: str) -> list[int]:
-        """Return the model's own token ids of a text, without special tokens."""
+        """Return the token ids of a text by the model's tokenizer, without special tokens."""
         custom = getattr(self, "custom_get_token_ids", None)
         if custom is not None:
             return list(custom(text))
@@ -286,7 +310,10 @@ class KVRagModel(EngineFields):
     def get_num_tokens_from_messages(
         self, messages: Sequence[BaseMessage], tools: Sequence[Tool] | None = None
     ) -> int:
-        """Count the tokens that the model is shown for messages and tools: with its chat template, where that takes them."""
+        """Count the tokens of messages and tools as the model sees them.
+
+        Uses the model's chat template where it accepts the messages and tools.
+        """
         encoder = self.engine.encoder
         if getattr(self, "custom_get_token_ids", None) is None:
             with suppress(kvrag.InputError):
@@ -295,11 +322,11 @@ class KVRagModel(EngineFields):
         return int(super().get_num_tokens_from_messages(messages))  # type: ignore[misc]
 
     def _explained(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Return options of :meth:`kvrag.KVRagEngine.explain` that were given, behind the model's own."""
+        """Return the given options of :meth:`kvrag.KVRagEngine.explain`, over the model's own."""
         given = {name: value for name, value in options.items() if value is not None}
         return {"mode": self.mode, "max_context": self.max_context, **given}
 
-    # -- KV ------------------------------------------------------------------------------------------------------------
+    # -- KV ----------------------------------------------------------------------------------------
 
     def precompute_kv(
         self,
@@ -315,7 +342,10 @@ class KVRagModel(EngineFields):
         retention: Retention | None = None,
         collection: str | None = None,
     ) -> PrecomputeReport:
-        """Compute and store the KV of documents, texts or a store; options as for :func:`kvrag.precompute_kv`."""
+        """Compute and store the KV of documents, of texts, or of a vector store.
+
+        Takes the options of :func:`kvrag.precompute_kv`.
+        """
         return kvrag.precompute_kv(
             items,
             llm=self,
@@ -333,7 +363,10 @@ class KVRagModel(EngineFields):
     def delete_kv(
         self, items: Any, *, namespace: str | None = None, collection: str | None = None
     ) -> int:
-        """Delete the KV of documents, given themselves or by id; options as for :func:`kvrag.delete_kv`."""
+        """Delete the KV of documents, given as objects or by id.
+
+        Takes the options of :func:`kvrag.delete_kv`.
+        """
         return kvrag.delete_kv(items, llm=self, namespace=namespace, collection=collection)
 
     def sync_kv(
@@ -349,7 +382,7 @@ class KVRagModel(EngineFields):
         retention: Retention | None = None,
         collection: str | None = None,
     ) -> SyncReport:
-        """Keep the KV of exactly these documents; options as for :func:`kvrag.sync_kv`."""
+        """Keep the KV of exactly these documents; takes the options of :func:`kvrag.sync_kv`."""
         return kvrag.sync_kv(
             live_items,
             llm=self,

@@ -1,4 +1,4 @@
-"""An exact FAISS store that keeps LangChain's contract: idempotent upserts, deletion by id, files without pickles."""
+"""Exact FAISS store with LangChain's contract: idempotent upserts, deletion by id, no pickles."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ _INDEX_FILE, _ROWS_FILE = "index.faiss", "documents.json"
 
 
 class FaissStore(VectorStore):
-    """Documents, copied in and out, and their vectors in a flat FAISS index, searched exactly.
+    """Documents and their vectors in a flat FAISS index, searched exactly.
 
-    ``metric`` is ``"l2"`` (squared Euclidean distance, smaller is nearer) or ``"ip"`` (inner product, larger is nearer). Searches take
-    ``filter``: a predicate of the metadata, or values that it must have, where a list means any of its values.
+    Documents are copied in and out. ``metric`` is ``"l2"`` (squared Euclidean distance, smaller is
+    nearer) or ``"ip"`` (inner product, larger is nearer). Searches take ``filter``: a predicate of
+    the metadata, or values that the metadata must have; a list allows any of its values.
     """
 
     def __init__(self, embedding: Embeddings, *, metric: Metric = "l2") -> None:
@@ -38,7 +39,7 @@ class FaissStore(VectorStore):
             "faiss", extra="langchain", purpose="the vector store of langchain_kvrag"
         )
         self._embedding, self._metric, self._lock = embedding, metric, threading.RLock()
-        self._index: Any = None  # made with the first vectors, which bring the dimension
+        self._index: Any = None  # made with the first vectors, which determine the dimension
         self._documents, self._numbers, self._next = dict[int, Document](), dict[str, int](), 0
 
     @property
@@ -66,7 +67,7 @@ class FaissStore(VectorStore):
         vectors = np.array(
             self._embedding.embed_documents([document.page_content for document in documents])
         )
-        rows = {name: row for row, name in enumerate(names)}  # of equal ids, the last one stays
+        rows = {name: row for row, name in enumerate(names)}  # of equal ids, the last stays
         with self._lock:
             self._check_dimension(vectors.shape[1])
             self._remove(rows)
@@ -95,21 +96,24 @@ class FaissStore(VectorStore):
             del self._documents[number]
 
     def _check_dimension(self, num: int) -> None:
-        """Make the index at first use; refuse vectors of another model before anything is changed."""
+        """Make the index at first use; refuse another model's vectors before anything changes."""
         if self._index is None:
             metric = (
                 self._faiss.METRIC_L2 if self._metric == "l2" else self._faiss.METRIC_INNER_PRODUCT
             )
             self._index = self._faiss.index_factory(num, "IDMap2,Flat", metric)
         if num != self._index.d:
-            what = f"the embedding model gives vectors of {num} dimensions the index has {self._index.d}"
+            what = (
+                f"the embedding model gives vectors of {num} dimensions the index has "
+                f"{self._index.d}"
+            )
             remedy = (
                 "use the embedding model that the index was built with, or build the index again"
             )
             raise InputError(f"{what}; {remedy}")
 
     def documents(self) -> list[Document]:
-        """Return all documents, in the order in which they came."""
+        """Return all documents, in order of insertion."""
         return self.get_by_ids(list(self._numbers))
 
     def get_by_ids(self, ids: Sequence[str], /) -> list[Document]:
@@ -164,10 +168,12 @@ class FaissStore(VectorStore):
         lambda_mult: float | None = None,
         **unknown: Any,
     ) -> list[tuple[Document, float, list[float]]]:
-        """Return documents, scores and vectors; filtered inside the search, so that ``k`` are found where ``k`` exist.
+        """Return documents, scores and vectors.
 
-        ``score_threshold`` is in the metric's own units: the largest distance, or the smallest product. ``fetch_k`` and ``lambda_mult``,
-        which retrievers pass to every kind of search, ask an exact one for nothing.
+        Filtering happens inside the search, so ``k`` documents are found where ``k`` exist.
+        ``score_threshold`` is in the metric's own units: the largest distance, or the smallest
+        product. ``fetch_k`` and ``lambda_mult``, which retrievers pass to every kind of search,
+        have no effect on an exact search.
         """
         for name in unknown:
             raise unknown_option(
@@ -206,10 +212,13 @@ class FaissStore(VectorStore):
             return lambda distance: 1.0 / (1.0 + distance)
         return lambda product: min(1.0, max(0.0, (1.0 + product) / 2.0))
 
-    # -- files ---------------------------------------------------------------------------------------------------------
+    # -- files -------------------------------------------------------------------------------------
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write the index and the documents to a folder; raises ``InputError`` for metadata that JSON can't hold."""
+        """Write the index and the documents to a folder.
+
+        Raises ``InputError`` for metadata that JSON can't hold.
+        """
         with self._lock:
             rows = [
                 {"number": number, "id": d.id, "text": d.page_content, "metadata": d.metadata}
@@ -229,13 +238,16 @@ class FaissStore(VectorStore):
             part = Path(folder, f"{name}.{uuid.uuid4().hex}.part")
             try:
                 part.write_bytes(data)
-                part.replace(Path(folder, name))  # in one step: a crash leaves the old file
+                part.replace(Path(folder, name))  # atomic: a crash leaves the old file
             finally:
                 part.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str], embedding: Embeddings) -> Self:
-        """Read what :meth:`save` wrote; raises ``StoreError`` if the files are not there, damaged, or of two different saves."""
+        """Read the files of :meth:`save`.
+
+        Raises ``StoreError`` if the files are missing, damaged, or of two different saves.
+        """
         try:
             head = json.loads(Path(folder, _ROWS_FILE).read_bytes())
             data = np.frombuffer(Path(folder, _INDEX_FILE).read_bytes(), dtype=np.uint8)

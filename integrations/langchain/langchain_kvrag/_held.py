@@ -1,4 +1,7 @@
-"""Which documents a vector store holds, asked of the store itself: what a call says and what a store makes of it are two things."""
+"""Ask a vector store which documents it holds.
+
+The arguments of a call are no proof, because stores interpret them differently.
+"""
 
 from __future__ import annotations
 
@@ -20,26 +23,29 @@ T = TypeVar("T")
 
 
 def as_list(given: Iterable[T] | None) -> list[T] | None:
-    """Return what was given as a list; a string is one item, not its characters."""
+    """Return the items as a list; a string is a single item, not its characters."""
     if given is None:
         return None
     return [cast(T, given)] if isinstance(given, str) else list(given)
 
 
 def held_documents(store: VectorStore) -> list[Document]:
-    """List a store's documents; raises :class:`InputError` if it can't."""
+    """List a store's documents; raise :class:`InputError` if the store can't list them."""
     return store.documents() if isinstance(store, FaissStore) else list(documents_in(store))
 
 
 def listed_id(store: VectorStore, name: Any) -> str:
-    """Return an id as a store lists it: Qdrant writes UUIDs with hyphens, however they were given."""
+    """Return an id in the form in which a store lists it.
+
+    Qdrant writes UUIDs with hyphens, however they were given.
+    """
     with suppress(ValueError):
         return str(UUID(name)) if hasattr(store, "content_payload_key") else str(name)
     return str(name)
 
 
 def held_ids(store: VectorStore, ids: Sequence[str] | None = None) -> set[str] | None:
-    """Return the ids of all documents in a store, or of some that are in it; ``None`` if it can't say."""
+    """Return the ids of the documents in a store, all or among ``ids``; ``None`` if unknown."""
     if ids is not None:
         try:
             found = store.get_by_ids(ids)
@@ -47,7 +53,7 @@ def held_ids(store: VectorStore, ids: Sequence[str] | None = None) -> set[str] |
                 str(document.metadata["_id"] if document.id is None else document.id)
                 for document in found
             }
-        except Exception:  # not implemented, or an id that it doesn't take
+        except Exception:  # not implemented, or an id that the store rejects
             logger.debug("%s was not asked by id", type(store).__name__, exc_info=True)
     try:
         return {str(document.id) for document in held_documents(store)}

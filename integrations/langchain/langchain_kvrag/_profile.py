@@ -1,4 +1,4 @@
-"""LangChain's model profile of a local model, as far as files on this machine tell without loading it."""
+"""LangChain's profile of a local model, read from local files without loading the model."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ _OTHER_KINDS = [
 
 
 def profile_of(source: ModelSource, cls: type) -> ModelProfile:
-    """Describe a model for LangChain: its context window, and what class ``cls`` can do with it.
+    """Describe a model for LangChain: its context window, and its abilities with class ``cls``.
 
-    Nothing is downloaded, and a ``.gguf`` file is not opened, which takes seconds: what is not known then is left out.
+    Nothing is downloaded, and a ``.gguf`` file is not opened, because that takes seconds; unknown
+    values are left out.
     """
     profile: ModelProfile = {"text_inputs": True, "text_outputs": True, "temperature": True}
     profile.update(dict.fromkeys(_OTHER_KINDS, False))  # type: ignore[typeddict-item]
@@ -34,7 +35,8 @@ def profile_of(source: ModelSource, cls: type) -> ModelProfile:
     if template is not None:
         calls = template and getattr(cls, "bind_tools", None) is not BaseChatModel.bind_tools
         profile["tool_calling"], profile["tool_choice"] = calls, calls and is_constrained
-        # Agents would bind the schema to every call, which leaves no room for calls of tools; they make it a tool so.
+        # Else agents would bind the schema to every call, which leaves no room for calls of tools;
+        # with False, they make the schema a tool.
         profile["structured_output"] = False
     return profile
 
@@ -50,7 +52,7 @@ def _config(source: ModelSource) -> Any:
 
 
 def _has_template(source: ModelSource) -> bool | None:
-    """Whether the tokenizer has a chat template; ``None`` if that can't be seen."""
+    """Whether the tokenizer has a chat template; ``None`` if unknown."""
     given = source.tokenizer
     if given is not None and not isinstance(given, (str, os.PathLike)):
         return bool(getattr(given, "chat_template", None))

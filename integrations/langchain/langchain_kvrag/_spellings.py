@@ -1,4 +1,7 @@
-"""Options as langchain-huggingface spells them: understood under kvrag's names, or refused. ``None`` is left out."""
+"""Option names of langchain-huggingface: translated into kvrag's names, or refused.
+
+Options with the value ``None`` are left out.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +30,17 @@ _SAMPLED = (
     "do_sample",
     "dtype",
 )
-"""Of kvrag's names, those that may stand in ``pipeline_kwargs`` and ``generate_kwargs``."""
+"""kvrag's option names that ``pipeline_kwargs`` and ``generate_kwargs`` may hold."""
 
 _PIPELINE, _PARTS = ", of the pipeline", ("model", "tokenizer")
 _LOCAL = "the model runs in this process, and no service is asked"
 _ONE = "one answer is decoded, token by token"
 _NO_PROMPT = "answers never hold the prompt; put it in front of them yourself"
 _UNUSED = ("max_retries", "api_key")
-"""Standard parameters of LangChain's models that ask a model of this process for nothing: a request is not sent, so it can't get lost."""
+"""Standard parameters of LangChain's models that have no effect on a model in this process.
+
+No request is sent, so it can't get lost.
+"""
 _FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     **dict.fromkeys(("base_url", "api_base", "endpoint_url"), ((), _LOCAL)),
     **dict.fromkeys(("num_beams", "num_return_sequences", "n"), ((1,), _ONE)),
@@ -45,17 +51,17 @@ _FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "skip_prompt": ((True,), _NO_PROMPT),
     "task": (("text-generation",), "only causal language models are run"),
     "backend": (("default", "pipeline"), "models are run by torch"),
-    # HuggingFacePipeline's own default is 4: nobody chose it.
+    # 4 is HuggingFacePipeline's default, so users did not choose it.
     "batch_size": ((1, 4), "prompts are answered one after another, each as soon as it can be"),
     "max_length": ((), "it would count the prompt; pass max_tokens"),
     "stream_usage": ((True,), "the last chunk of a stream always says what was used"),
     "use_cache": ((True,), "answers are always decoded with their KV"),
 }
-"""Options that ask for what can't be changed: the values that are fine, and what is so."""
+"""Options that can't be changed: their accepted values, and the reason."""
 
 
 def named(options: Mapping[str, Any], kind: str) -> Any:
-    """Return the option of one call that kvrag calls ``kind``, however it is spelt, or ``None``."""
+    """Return the value of kvrag's option ``kind`` under any of its names, if given."""
     given = [
         value
         for name, value in options.items()
@@ -65,18 +71,17 @@ def named(options: Mapping[str, Any], kind: str) -> Any:
 
 
 def understood(options: Mapping[str, Any], *, of: str) -> dict[str, Any]:
-    """Return options, of a model or of one call, under kvrag's names; unknown ones stay as they are.
+    """Return options of a model or a call under kvrag's names; unknown options stay unchanged.
 
     Raises
     ------
     ConfigError
-        If something is asked for that can't be done, or is given twice and differently.
+        If an option asks for something impossible, or is given twice with different values.
     """
     out, spelt = dict[str, Any](), dict[str, str]()
     for name, value, where in _flat(options):
-        if (
-            value is None and name != "context"
-        ):  # None is a context, too: chunks are encoded behind the prefix alone
+        # None is a context, too: chunks are encoded behind the prefix alone.
+        if value is None and name != "context":
             continue
         if name in _FIXED:
             fine, remedy = _FIXED[name]
@@ -100,7 +105,7 @@ def understood(options: Mapping[str, Any], *, of: str) -> dict[str, Any]:
 
 
 def _flat(options: Mapping[str, Any], where: str = "") -> Iterator[tuple[str, Any, str]]:
-    """Yield names and values, also those in dicts and in pipelines, and where they were found."""
+    """Yield the names and values of options, also in dicts and pipelines, and their places."""
     for name, value in options.items():
         if name in ("pipeline_kwargs", "generate_kwargs"):
             yield from _flat(value or {}, f", in {name}")
@@ -110,7 +115,8 @@ def _flat(options: Mapping[str, Any], where: str = "") -> Iterator[tuple[str, An
             inner = getattr(value, "pipeline", None)
             if inner is None:
                 raise ConfigError(
-                    f"llm is of type {type(value).__name__}; pass a HuggingFacePipeline, or model=... with its name"
+                    f"llm is of type {type(value).__name__}; pass a HuggingFacePipeline, or "
+                    "model=... with its name"
                 )
             parts = {part: getattr(value, part, None) for part in ("pipeline_kwargs", "batch_size")}
             yield from _flat({"pipeline": inner, **parts})
@@ -119,7 +125,7 @@ def _flat(options: Mapping[str, Any], where: str = "") -> Iterator[tuple[str, An
 
 
 def _of_pipeline(pipeline: Any) -> dict[str, Any]:
-    """Return a transformers pipeline's parts, and what it was told about answers."""
+    """Return the parts of a transformers pipeline, and its options for answers."""
     told = {
         **getattr(pipeline, "_generate_kwargs", {}),
         **pipeline._forward_params,
@@ -137,7 +143,7 @@ def _of_pipeline(pipeline: Any) -> dict[str, Any]:
 
 
 def _take_sampling(out: dict[str, Any]) -> None:
-    """Take ``do_sample`` for a temperature: 0 if it is false, 1 if it is true and none was given."""
+    """Turn ``do_sample`` into a temperature: 0 if false; 1 if true and no temperature was given."""
     is_sampling, temperature = out.pop("do_sample", None), out.get("temperature")
     if is_sampling is not None and temperature is not None and bool(temperature) != is_sampling:
         raise ConfigError(
@@ -148,7 +154,7 @@ def _take_sampling(out: dict[str, Any]) -> None:
 
 
 def _take_device(out: dict[str, Any]) -> None:
-    """Take ``device_map`` for a device, unless it splits the model; -1 is the CPU."""
+    """Turn ``device_map`` into a device, unless it splits the model; -1 is the CPU."""
     wanted = out.pop("device_map", None)
     if wanted is not None and out.get("device") is not None:
         raise ConfigError(
@@ -156,7 +162,7 @@ def _take_device(out: dict[str, Any]) -> None:
         )
     if isinstance(wanted, dict) or wanted in ("balanced", "balanced_low_0", "sequential"):
         out["model_kwargs"] = {**(out.get("model_kwargs") or {}), "device_map": wanted}
-    elif wanted not in (None, "auto"):  # "auto": CUDA if there is one, as without it
+    elif wanted not in (None, "auto"):  # "auto" is the default: CUDA if available
         out["device"] = wanted
     if out.get("device") == -1:
         out["device"] = "cpu"

@@ -1,4 +1,4 @@
-"""A time limit for the streams of answers."""
+"""Time limit for streams of answers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from kvrag.generate.streams import AsyncTokenStream, TokenStream
 
 
 def timed(stream: TokenStream, seconds: float | None) -> Iterator[str]:
-    """Yield a stream's text; raise ``TimeoutError`` if it did not end after so many seconds. Its decoding is stopped then."""
+    """Yield the text of a stream.
+
+    Stops decoding and raises ``TimeoutError`` if the stream has not ended after ``seconds``.
+    """
     late = threading.Event()
     timer = threading.Timer(seconds or 0.0, _stop, (stream, late))
     timer.daemon = True
@@ -24,7 +27,7 @@ def timed(stream: TokenStream, seconds: float | None) -> Iterator[str]:
 
 
 async def atimed(stream: AsyncTokenStream, seconds: float | None) -> AsyncIterator[str]:
-    """As :func:`timed`, in an event loop."""
+    """Yield the text of a stream in an event loop, with a time limit (see :func:`timed`)."""
     late = threading.Event()
     timer = (
         None
@@ -48,13 +51,17 @@ def _stop(stream: TokenStream | AsyncTokenStream, late: threading.Event) -> None
 def _check_end(
     stream: TokenStream | AsyncTokenStream, seconds: float | None, *, is_late: bool
 ) -> None:
-    """Raise ``TimeoutError`` where a stream ended because its time was over, rather than by itself at the last moment."""
+    """Raise ``TimeoutError`` if the time limit ended a stream.
+
+    A stream that ended by itself at the last moment raises no error.
+    """
     try:
         is_late = is_late and stream.result.finish_reason == "cancelled"
-    except RuntimeError:  # it was cancelled before its first token
+    except RuntimeError:  # the stream was cancelled before its first token
         if not is_late:
             raise
     if is_late:
         raise TimeoutError(
-            f"the answer took longer than timeout={seconds:g} s; raise it, retrieve less, or lower max_tokens"
+            f"the answer took longer than timeout={seconds:g} s; raise it, retrieve less, or lower "
+            "max_tokens"
         )

@@ -1,4 +1,4 @@
-"""Tools and structured output: LangChain's forms of tools and schemas to the engine's, and calls back."""
+"""Tools and structured output: converts LangChain's tools and schemas to the engine's, and back."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _BROKEN = re.compile(r"<tool_call>.*?(?:</tool_call>|(?=<tool_call>)|$)", re.DOT
 
 
 def tool_dicts(tools: Sequence[Tool], strict: bool | None = None) -> list[dict[str, Any]]:
-    """Turn tools of any of LangChain's forms into OpenAI's dicts."""
+    """Turn tools in any form of LangChain into OpenAI's dicts."""
     return [_tool_dict(tool, strict) for tool in tools]
 
 
@@ -49,12 +49,15 @@ def _tool_dict(tool: Tool, strict: bool | None) -> dict[str, Any]:
 
 
 def choice_of(tool_choice: Any) -> Any:
-    """Turn a choice of LangChain's forms into the engine's: ``any`` and ``True`` are ``required``, ``False`` is no choice."""
+    """Turn LangChain's tool choice into the engine's.
+
+    ``any`` and ``True`` become ``required``; ``False`` means no choice.
+    """
     return "required" if tool_choice is True or tool_choice == "any" else tool_choice or None
 
 
 def with_allowed_calls(result: GenerationResult, options: Mapping[str, Any]) -> GenerationResult:
-    """Return a result with its first call alone, where the call's options don't allow several."""
+    """Return a result with only its first call if the options forbid parallel calls."""
     if options.get("parallel_tool_calls") is not False or len(result.tool_calls) < 2:
         return result
     logger.warning(
@@ -65,7 +68,7 @@ def with_allowed_calls(result: GenerationResult, options: Mapping[str, Any]) -> 
 
 
 def broken_calls(result: GenerationResult, options: Mapping[str, Any]) -> list[str]:
-    """Return what begins like a call of a tool and can't be read; it stays in the text too."""
+    """Return text that begins like a tool call and can't be parsed; it stays in the answer, too."""
     return _BROKEN.findall(result.text) if options.get("tools") else []
 
 
@@ -82,7 +85,10 @@ def calls_of(result: GenerationResult, broken: Sequence[str]) -> dict[str, Any]:
 
 
 def call_chunks(result: GenerationResult, broken: Sequence[str]) -> dict[str, Any]:
-    """Return an answer's calls as a field of ``AIMessageChunk``; each is whole, as calls are read when the answer has ended."""
+    """Return an answer's calls as a field of ``AIMessageChunk``.
+
+    Calls are whole, because they are parsed when the answer has ended.
+    """
     calls = [(c.name, json.dumps(c.arguments, ensure_ascii=False), c.id) for c in result.tool_calls]
     all_calls = [*calls, *((None, text, None) for text in broken)]
     chunks = [
@@ -93,17 +99,20 @@ def call_chunks(result: GenerationResult, broken: Sequence[str]) -> dict[str, An
 
 
 class _AnswerParser(JsonOutputParser):
-    """Parses a whole answer, and checks it: decoding can't enforce every keyword of a schema. Pieces of a stream are not checked."""
+    """Parses and validates a whole answer: decoding can't enforce every keyword of a schema.
+
+    Pieces of a stream are not validated.
+    """
 
     shape: Any
-    """A pydantic class, or a JSON schema."""
+    """Pydantic class or JSON schema."""
 
     def parse_result(self, result: list[Generation], *, partial: bool = False) -> Any:
         return _checked(super().parse_result(result, partial=partial), self.shape, partial=partial)
 
 
 class _CallParser(JsonOutputKeyToolsParser):
-    """As :class:`_AnswerParser`, for the arguments of a call."""
+    """Parses and validates the arguments of a call, as :class:`_AnswerParser` does answers."""
 
     shape: Any
 
@@ -113,14 +122,16 @@ class _CallParser(JsonOutputKeyToolsParser):
 
 
 def _checked(value: Any, shape: Any, *, partial: bool) -> Any:
-    """Return a value as an object of a class, or as it is if it fits a JSON schema; ``None`` for what does not fit a class yet."""
+    """Return a value as an object of a class, or unchanged if it fits a JSON schema.
+
+    A partial value that does not fit the class yet gives ``None``.
+    """
     if isinstance(shape, dict):
         return value if partial else _validated(value, shape)
     try:
         if issubclass(shape, pydantic.BaseModel):
-            return shape.model_validate_json(
-                json.dumps(value)
-            )  # not as Python values, of which strict classes take fewer
+            # Through JSON, because strict classes accept fewer Python values.
+            return shape.model_validate_json(json.dumps(value))
         return shape.parse_obj(value)
     except (pydantic.ValidationError, pydantic.v1.ValidationError) as error:
         if partial:
@@ -149,7 +160,10 @@ def _unfit(value: Any, name: str, fault: str) -> OutputParserException:
 def structured(
     llm: BaseChatModel, schema: Any, method: Method, *, include_raw: bool, strict: bool | None
 ) -> Runnable[LanguageModelInput, Any]:
-    """Return a chain of the model and a parser of its answers; see :meth:`langchain_kvrag.ChatKVRag.with_structured_output`."""
+    """Return a chain of the model and a parser of its answers.
+
+    See :meth:`langchain_kvrag.ChatKVRag.with_structured_output`.
+    """
     about = {
         "ls_structured_output_format": {
             "kwargs": {"method": method, "strict": strict},
@@ -196,7 +210,11 @@ def structured(
 
 
 def _json_schema(schema: Any, strict: bool | None) -> dict[str, Any]:
-    """Return the JSON schema of any of LangChain's forms of one; a class says all that it takes, a schema may leave things open."""
+    """Return the JSON schema of a schema in any form of LangChain.
+
+    Classes list all their properties, so other properties are forbidden; a JSON schema may stay
+    open.
+    """
     if isinstance(schema, dict) and not {"function", "parameters"} & set(schema):
         return schema
     found = _recursive(schema) or convert_to_json_schema(schema, strict=strict)
@@ -204,7 +222,10 @@ def _json_schema(schema: Any, strict: bool | None) -> dict[str, Any]:
 
 
 def _recursive(schema: Any) -> dict[str, Any] | None:
-    """Return the JSON schema of a class that holds objects of its own kind, which LangChain would write as empty; else ``None``."""
+    """Return the JSON schema of a class that contains objects of its own class, else ``None``.
+
+    LangChain would write such a schema as empty.
+    """
     if not (isinstance(schema, type) and issubclass(schema, pydantic.BaseModel)):
         return None
     found = schema.model_json_schema()
@@ -222,7 +243,7 @@ def _recursive(schema: Any) -> dict[str, Any] | None:
 
 
 def _closed(schema: Any) -> Any:
-    """Allow no properties but those that are named, where nothing is said about others."""
+    """Forbid properties without a name in the schema, unless it says otherwise."""
     if isinstance(schema, list):
         return [_closed(each) for each in schema]
     if not isinstance(schema, dict):
@@ -237,7 +258,7 @@ def _closed(schema: Any) -> Any:
 
 
 def _with_twins(schema: Any) -> Any:
-    """Allow an item twice: the sets of a class forget its twin, and decoding could not hold it back."""
+    """Allow duplicate items: a class's sets drop them, and decoding can't prevent them."""
     if isinstance(schema, list):
         return [_with_twins(each) for each in schema]
     if not isinstance(schema, dict):

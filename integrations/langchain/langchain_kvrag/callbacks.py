@@ -12,18 +12,18 @@ from kvrag.hooks import engine_of, prefetch_kv
 
 
 class KVPrefetchHandler(BaseCallbackHandler):
-    """Load the KV of what a retriever returns from disk into memory, in the background.
+    """Load the KV of retrieved chunks from disk into memory, in the background.
 
-    It pays where something slow (a reranker, a rewritten question, a network) stands between retrieval and the answer,
-    and does nothing for a store without ``kv_dir``, which is in memory anyway. A request waits for reads that are still
-    under way until ``load_timeout_s`` of :class:`kvrag.StoreConfig`.
+    This pays if something slow (a reranker, a rewritten question, a network) runs between retrieval
+    and the answer. It does nothing for a store without ``kv_dir``, which is in memory anyway. A
+    request waits for unfinished reads until ``load_timeout_s`` of :class:`kvrag.StoreConfig`.
 
     Parameters
     ----------
     llm
-        The model that will answer, or its :class:`kvrag.KVRagEngine`.
+        Model that will answer, or its :class:`kvrag.KVRagEngine`.
     namespace
-        Default: the engine's.
+        Namespace of the KV; default: the engine's.
 
     Raises
     ------

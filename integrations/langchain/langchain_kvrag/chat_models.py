@@ -1,4 +1,4 @@
-"""A chat model that reuses the KV of known chunks in its prompts."""
+"""Chat model that reuses the KV of known chunks in its prompts."""
 
 from __future__ import annotations
 
@@ -32,14 +32,16 @@ from langchain_kvrag._tools import (
 
 
 class ChatKVRag(KVRagModel, BaseChatModel):
-    """Chat model over :class:`kvrag.KVRagEngine`: known chunks in the prompt are not prefilled again.
+    """Chat model over :class:`kvrag.KVRagEngine` that does not prefill known chunks again.
 
-    Nothing in a chain has to change. Options are the fields; per call, ``invoke(..., max_tokens=, temperature=,
-    stop=, mode=, repair=, ...)``, override them. Weights are loaded at first use, and shared by all instances.
+    Chains need no change. Options are the fields; ``invoke(..., max_tokens=, temperature=, stop=,
+    mode=, repair=, ...)`` overrides them per call. Weights load at first use, and all instances
+    share them.
 
     Examples
     --------
-    >>> llm = ChatKVRag(model="Qwen/Qwen2.5-0.5B-Instruct", kv_dir="./kv", prefix=prompt)  # doctest: +SKIP
+    >>> model = "Qwen/Qwen2.5-0.5B-Instruct"
+    >>> llm = ChatKVRag(model=model, kv_dir="./kv", prefix=prompt)  # doctest: +SKIP
     >>> llm.precompute_kv(documents)  # doctest: +SKIP
     >>> message = (prompt | llm).invoke({"context": text, "question": "Who?"})  # doctest: +SKIP
     >>> message.response_metadata["kvrag"]["exactness"]  # doctest: +SKIP
@@ -60,7 +62,10 @@ class ChatKVRag(KVRagModel, BaseChatModel):
         chat_template_kwargs: Mapping[str, Any] | None = None,
         continue_final_message: bool = False,
     ) -> Explanation:
-        """Explain which parts of a prompt are known chunks with KV; options of :meth:`kvrag.KVRagEngine.explain`, and any tools."""
+        """Explain which parts of a prompt are known chunks with KV.
+
+        Takes the options of :meth:`kvrag.KVRagEngine.explain`, and tools in any form of LangChain.
+        """
         options = {
             "mode": mode,
             "repair": repair,
@@ -90,14 +95,15 @@ class ChatKVRag(KVRagModel, BaseChatModel):
         tools
             Functions, pydantic classes, ``TypedDict`` classes, tools of LangChain, or dicts.
         tool_choice
-            ``"auto"``, ``"none"``, ``"any"``, ``"required"`` or ``True`` (one call), or the name of the tool to call. What it asks for is
-            enforced token by token, which needs the extra ``structured``.
+            ``"auto"``, ``"none"``, ``"any"``, ``"required"`` or ``True`` (a single call), or the
+            name of the tool to call. The choice is enforced token by token, which needs the extra
+            ``structured``.
         strict
             Whether the tools' schemas allow no properties but their own.
         parallel_tool_calls
-            ``False``: of several calls in an answer the first is kept, and a warning is logged.
+            ``False``: an answer with several calls keeps only the first, and a warning is logged.
         **kwargs
-            Options of each call.
+            Options of every call.
         """
         if parallel_tool_calls is not None:
             kwargs["parallel_tool_calls"] = parallel_tool_calls
@@ -118,14 +124,18 @@ class ChatKVRag(KVRagModel, BaseChatModel):
         Parameters
         ----------
         schema
-            A pydantic class (answers are its instances), a ``TypedDict`` class, a JSON schema, or OpenAI's dict of a function (dicts).
+            A pydantic class (answers are its instances), a ``TypedDict`` class, a JSON schema, or
+            OpenAI's dict of a function (answers are dicts).
         method
-            ``"json_schema"``: every token is one that the schema allows; ``"function_calling"``: the same, as the call of a tool that the
-            prompt shows; ``"json_mode"``: any JSON object, so say in the prompt what it must hold.
+            ``"json_schema"``: the schema constrains every token. ``"function_calling"``: the same,
+            as a call of a tool that the prompt shows. ``"json_mode"``: any JSON object, so the
+            prompt must describe its content.
         include_raw
-            Return a dict of ``raw`` (the message), ``parsed`` and ``parsing_error``, and raise no errors of parsing.
+            Return a dict of ``raw`` (the message), ``parsed`` and ``parsing_error``, and raise no
+            errors of parsing.
         strict
-            Whether objects have no properties but those that are named; by default those of classes have none.
+            Whether objects have only the properties that the schema names; by default, objects of
+            classes do.
         """
         return structured(self, schema, method, include_raw=include_raw, strict=strict)
 
@@ -205,7 +215,10 @@ def _chat_result(
 def _last_chunk(
     engine: KVRagEngine, result: GenerationResult, options: Mapping[str, Any]
 ) -> ChatGenerationChunk:
-    """Carry the calls and the accounting; LangChain sums the usage of all chunks, so it is in this one only."""
+    """Return the chunk with the calls and the accounting.
+
+    LangChain sums the usage of all chunks, so only this chunk has it.
+    """
     return ChatGenerationChunk(
         message=AIMessageChunk(
             content="",

@@ -1,4 +1,4 @@
-"""A text-in, text-out model that reuses the KV of known chunks in its prompts."""
+"""Text-in, text-out model that reuses the KV of known chunks in its prompts."""
 
 from __future__ import annotations
 
@@ -26,15 +26,17 @@ from langchain_kvrag._timed import atimed, timed
 
 
 class KVRagLLM(KVRagModel, BaseLLM):
-    """LLM over :class:`kvrag.KVRagEngine`: known chunks in the prompt are not prefilled again.
+    """LLM over :class:`kvrag.KVRagEngine` that does not prefill known chunks again.
 
-    Strings go to the model as they are; chat prompts go through its chat template: pass such a prompt as ``prefix``. How
-    an answer was made is in its ``generation_info``. Options as for :class:`~langchain_kvrag.ChatKVRag`.
+    Strings go to the model unchanged. Chat prompts go through its chat template; pass such a prompt
+    as ``prefix``. The record of how an answer was made is in its ``generation_info``. Takes the
+    options of :class:`~langchain_kvrag.ChatKVRag`.
 
     Examples
     --------
     >>> llm = KVRagLLM(model="./SmolLM2-135M.gguf", kv_dir="./kv", prefix=prompt)  # doctest: +SKIP
-    >>> llm.generate(["..."]).generations[0][0].generation_info["kvrag"]["kv_reuse_ratio"]  # doctest: +SKIP
+    >>> info = llm.generate(["..."]).generations[0][0].generation_info  # doctest: +SKIP
+    >>> info["kvrag"]["kv_reuse_ratio"]  # doctest: +SKIP
     """
 
     def explain(
@@ -47,7 +49,10 @@ class KVRagLLM(KVRagModel, BaseLLM):
         max_context: MaxContext | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Explanation:
-        """Explain which parts of a prompt are known chunks with KV; options of :meth:`kvrag.KVRagEngine.explain`."""
+        """Explain which parts of a prompt are known chunks with KV.
+
+        Takes the options of :meth:`kvrag.KVRagEngine.explain`.
+        """
         options = {
             "mode": mode,
             "repair": repair,
@@ -63,10 +68,13 @@ class KVRagLLM(KVRagModel, BaseLLM):
     def _llm_type(self) -> str:
         return "kvrag"
 
-    # -- chat prompts go through the chat template; that needs the loaded tokenizer: never in the event loop -----------
+    # -- chat prompts: rendering needs the loaded tokenizer, so never in the event loop ----------
 
     def _rendered(self, prompt: PromptValue, options: Mapping[str, Any]) -> PromptValue:
-        """Render a chat prompt; a model without a template gets the plain "Human: ..." lines of any ``BaseLLM``."""
+        """Render a chat prompt with the model's chat template.
+
+        Without a template it stays the plain "Human: ..." lines of any ``BaseLLM``.
+        """
         if not isinstance(prompt, ChatPromptValue):
             return prompt
         encoder = self.engine.encoder.with_variables(
@@ -129,7 +137,7 @@ class KVRagLLM(KVRagModel, BaseLLM):
         async for text in super().astream(prompt, config, stop=stop, **kwargs):
             yield text
 
-    # -- answers -------------------------------------------------------------------------------------------------------
+    # -- answers -----------------------------------------------------------------------------------
 
     def _generate(
         self,

@@ -13,15 +13,16 @@ from kvrag.precompute.documents import in_collection
 
 
 class KVPrecompute(BaseDocumentTransformer):
-    """Precompute the KV of documents that pass through; the documents stay as they are.
+    """Precompute the KV of documents that pass through; the documents stay unchanged.
 
-    A transformer does not see deletions. Where documents are deleted, use :class:`~langchain_kvrag.KVRagVectorStore`, or
-    :func:`kvrag.sync_kv` now and then.
+    A transformer does not see deletions. If documents are deleted, use
+    :class:`~langchain_kvrag.KVRagVectorStore`, or :func:`kvrag.sync_kv` now and then.
 
     Parameters
     ----------
     llm
-        A :class:`~langchain_kvrag.ChatKVRag`, :class:`~langchain_kvrag.KVRagLLM` or :class:`kvrag.KVRagEngine`.
+        A :class:`~langchain_kvrag.ChatKVRag`, :class:`~langchain_kvrag.KVRagLLM` or
+        :class:`kvrag.KVRagEngine`.
     namespace, batch_size, show_progress, retention, collection
         As for :meth:`kvrag.KVRagEngine.precompute`.
     on_error
@@ -61,6 +62,6 @@ class KVPrecompute(BaseDocumentTransformer):
     def transform_documents(
         self, documents: Sequence[Document], **kwargs: Any
     ) -> Sequence[Document]:
-        """Precompute and return the same documents; keyword options override those of the constructor."""
+        """Precompute KV and return the same documents; options override the constructor's."""
         precompute_kv(documents, llm=self.llm, **{**self._options, **kwargs})
         return documents

@@ -1,4 +1,4 @@
-"""A vector store that keeps the KV of its documents in step: this is where documents come and go."""
+"""Vector store that keeps the KV of its documents in step with additions and deletions."""
 
 from __future__ import annotations
 
@@ -22,13 +22,16 @@ from langchain_kvrag._faiss import FaissStore, Metric
 from langchain_kvrag._held import as_list, held_documents, held_ids, listed_id
 
 _CHANGES = re.compile("a?(add|clear|delete|drop|remove|reset|update|upsert)(_|$)")
-"""Names of methods that change documents."""
+"""Pattern of the names of methods that change documents."""
 
 
 def _checked_texts(
     texts: Iterable[str], ids: Iterable[str] | None
 ) -> tuple[list[str], list[str] | None]:
-    """Return texts and ids as lists of one length; raise :class:`InputError` for others, of which LangChain drops the rest."""
+    """Return texts and ids as lists of equal length.
+
+    Raises :class:`InputError` if the lengths differ; LangChain would drop the rest.
+    """
     listed, names = as_list(texts) or [], as_list(ids)
     if names is not None and len(names) != len(listed):
         raise InputError(
@@ -38,55 +41,62 @@ def _checked_texts(
 
 
 def _list_ids(options: dict[str, Any]) -> None:
-    """Make a list of the ids among options: some stores would take a string for many ids."""
+    """Turn ``ids`` among options into a list: some stores would split a string into many ids."""
     if "ids" in options:
         options["ids"] = as_list(options["ids"])
 
 
 def _of_inner(name: str) -> Any:
-    """Make a method, or the coroutine function of one, that is the inner store's, with its signature and documentation."""
+    """Return a method that delegates to the inner store, with its signature and documentation.
+
+    Works for coroutine functions, too.
+    """
 
     @functools.wraps(getattr(VectorStore, name))
     def method(self: KVRagVectorStore, *args: Any, **kwargs: Any) -> Any:
         return getattr(self.inner, name)(*args, **kwargs)
 
-    method.__isabstractmethod__ = False  # type: ignore[attr-defined]  # copied from the abstract class
+    # Copied from the abstract class.
+    method.__isabstractmethod__ = False  # type: ignore[attr-defined]
     return method
 
 
 class KVRagVectorStore(VectorStore):
-    """Any vector store, or an own FAISS index, whose documents have KV as long as they are in it.
+    """Vector store, wrapped or an own FAISS index, that keeps KV for exactly its documents.
 
-    Adding documents precomputes their KV, replacing one deletes the KV of its old text, deleting one deletes its KV unless
-    another document has the same text. Searches are the inner store's. KV knows documents by their ids: stores that share
-    a namespace must not use one id for two texts.
+    Adding documents precomputes their KV. Replacing a document deletes the KV of its old text.
+    Deleting a document deletes its KV unless another document has the same text. Searches go to the
+    inner store. KV refers to documents by id: stores that share a namespace must not use the same
+    id for two texts.
 
     Parameters
     ----------
     inner
-        The store to keep in step; default: a FAISS index of its own (exact search, ``faiss-cpu`` is needed).
+        Store to keep in step; default: an own FAISS index (exact search, needs ``faiss-cpu``).
     embedding
         Embedding model of the own index.
     llm
-        The :class:`~langchain_kvrag.ChatKVRag`, :class:`~langchain_kvrag.KVRagLLM` or :class:`kvrag.KVRagEngine` that
-        will answer; ``None`` keeps no KV.
+        The :class:`~langchain_kvrag.ChatKVRag`, :class:`~langchain_kvrag.KVRagLLM` or
+        :class:`kvrag.KVRagEngine` that will answer; ``None`` keeps no KV.
     namespace
-        Where KV is kept; default: the model's.
+        Namespace of the KV; default: the model's.
     batch_size, show_progress
         As for :meth:`kvrag.KVRagEngine.precompute`.
     on_error
         ``"warn"``: documents are added even if their KV can't be computed, or ``"raise"``.
     metric
-        Of the own index: ``"l2"`` or ``"ip"``.
+        Metric of the own index: ``"l2"`` or ``"ip"``.
     retention
-        Retention of the KV of documents that are added.
+        Retention of the KV of added documents.
     collection
-        Collection that the store's documents are in: their KV is known as ``collection/id``, which sets apart stores of one namespace.
+        Collection of the store's documents: their KV is stored under ``collection/id``, which
+        separates stores that share a namespace.
 
     Raises
     ------
     ConfigError
-        If ``llm`` is another kind of model, an option has an invalid value, or neither or both of ``inner`` and ``embedding`` are given.
+        If ``llm`` is another kind of model, an option has an invalid value, or neither or both of
+        ``inner`` and ``embedding`` are given.
     MissingDependencyError
         If the own index is wanted and FAISS is not installed.
     InputError
@@ -96,7 +106,7 @@ class KVRagVectorStore(VectorStore):
     --------
     >>> store = KVRagVectorStore.from_documents(splits, embeddings, llm=llm)  # doctest: +SKIP
     >>> store = KVRagVectorStore(existing_store, llm=llm)  # doctest: +SKIP
-    >>> llm.precompute_kv(store)  # what was in it before; with the collection, if it has one  # doctest: +SKIP
+    >>> llm.precompute_kv(store)  # older documents; with the store's collection  # doctest: +SKIP
     """
 
     def __init__(
@@ -119,15 +129,17 @@ class KVRagVectorStore(VectorStore):
             )
         if inner is not None and not isinstance(inner, VectorStore):
             raise ConfigError(
-                f"inner is of type {type(inner).__name__}; pass a LangChain VectorStore, or embedding=..."
+                f"inner is of type {type(inner).__name__}; pass a LangChain VectorStore, or "
+                "embedding=..."
             )
         if llm is not None:
             engine_of(llm)
         in_collection((), collection)  # raises if it is not a name
         check_show(show_progress)
-        self.inner: VectorStore = (
-            FaissStore(embedding, metric=metric) if embedding is not None else inner
-        )  # type: ignore[assignment]
+        if embedding is not None:
+            inner = FaissStore(embedding, metric=metric)
+        assert inner is not None
+        self.inner: VectorStore = inner
         self.llm = llm
         self.namespace = namespace
         self.retention = retention
@@ -147,12 +159,15 @@ class KVRagVectorStore(VectorStore):
         ids: list[str] | None = None,
         **kwargs: Any,
     ) -> Self:
-        """Build an own FAISS index and the KV of its texts; more options as for the constructor (``llm=...``)."""
+        """Build an own FAISS index and the KV of its texts.
+
+        Takes the options of the constructor, too (``llm=...``).
+        """
         store = cls(embedding=embedding, **kwargs)
         store.add_texts(texts, metadatas, ids=ids)
         return store
 
-    # -- where KV is kept in step --------------------------------------------------------------------------------------
+    # -- changes that KV follows -----------------------------------------------------------------
 
     def add_texts(
         self,
@@ -162,7 +177,7 @@ class KVRagVectorStore(VectorStore):
         ids: list[str] | None = None,
         **kwargs: Any,
     ) -> list[str]:
-        """Add or replace texts, and precompute their KV; a string is one text, or one id."""
+        """Add or replace texts, and precompute their KV; a string is a single text or id."""
         checked = _checked_texts(texts, ids)
         return super().add_texts(checked[0], metadatas, ids=checked[1], **kwargs)
 
@@ -174,12 +189,15 @@ class KVRagVectorStore(VectorStore):
         ids: list[str] | None = None,
         **kwargs: Any,
     ) -> list[str]:
-        """As :meth:`add_texts`; the event loop is not blocked."""
+        """Add or replace texts without blocking the event loop (see :meth:`add_texts`)."""
         checked = _checked_texts(texts, ids)
         return await super().aadd_texts(checked[0], metadatas, ids=checked[1], **kwargs)
 
     def add_documents(self, documents: list[Document], **kwargs: Any) -> list[str]:
-        """Add or replace documents, and precompute their KV; options are the inner store's. A string as ``ids`` is one id."""
+        """Add or replace documents, and precompute their KV.
+
+        Takes the options of the inner store. A string as ``ids`` is a single id.
+        """
         documents = list(documents)
         _list_ids(kwargs)
         names = self.inner.add_documents(documents, **kwargs)
@@ -187,7 +205,7 @@ class KVRagVectorStore(VectorStore):
         return names
 
     async def aadd_documents(self, documents: list[Document], **kwargs: Any) -> list[str]:
-        """As :meth:`add_documents`; the event loop is not blocked."""
+        """Add or replace documents without blocking the event loop (see :meth:`add_documents`)."""
         documents = list(documents)
         _list_ids(kwargs)
         names = await self.inner.aadd_documents(documents, **kwargs)
@@ -195,9 +213,10 @@ class KVRagVectorStore(VectorStore):
         return names
 
     def delete(self, ids: list[str] | None = None, **kwargs: Any) -> bool | None:
-        """Delete documents, and erase the KV of those that the inner store doesn't hold any more.
+        """Delete documents, and erase the KV of documents that the inner store no longer holds.
 
-        A string is one id. ``None`` and ``kwargs`` mean what the inner store means by them; the own index refuses ``None``.
+        A string is a single id. The inner store decides the meaning of ``None`` and ``kwargs``; the
+        own index refuses ``None``.
         """
         given = as_list(ids)
         concerned = self._concerned(given)
@@ -209,7 +228,7 @@ class KVRagVectorStore(VectorStore):
         return done
 
     async def adelete(self, ids: list[str] | None = None, **kwargs: Any) -> bool | None:
-        """As :meth:`delete`; the event loop is not blocked."""
+        """Delete documents without blocking the event loop (see :meth:`delete`)."""
         given = as_list(ids)
         concerned = await run_in_executor(None, self._concerned, given)
         done: bool | None = False
@@ -220,11 +239,11 @@ class KVRagVectorStore(VectorStore):
         return done
 
     def get_by_ids(self, ids: Sequence[str], /) -> list[Document]:
-        """Get documents by their ids; a string is one id."""
+        """Get documents by their ids; a string is a single id."""
         return self.inner.get_by_ids(as_list(ids) or [])
 
     async def aget_by_ids(self, ids: Sequence[str], /) -> list[Document]:
-        """As :meth:`get_by_ids`."""
+        """Get documents by their ids in an event loop; a string is a single id."""
         return await self.inner.aget_by_ids(as_list(ids) or [])
 
     def kv_documents(self) -> list[Document]:
@@ -240,7 +259,7 @@ class KVRagVectorStore(VectorStore):
     def _precompute(self, documents: Sequence[Document], names: Sequence[str]) -> None:
         if self.llm is None or not documents:
             return
-        # Of equal ids, the last one stays in the store.
+        # Of documents with equal ids, the store keeps the last.
         latest = dict(zip((listed_id(self.inner, name) for name in names), documents, strict=False))
         texts = [document.page_content for document in latest.values()]
         where: dict[str, Any] = {"namespace": self.namespace, "collection": self.collection}
@@ -257,7 +276,10 @@ class KVRagVectorStore(VectorStore):
         )
 
     def _concerned(self, ids: list[str] | None) -> list[str] | None:
-        """Return the ids of the documents that a deletion may remove; ``None`` if the inner store can't say which."""
+        """Return the ids of documents that a deletion may remove.
+
+        ``None`` means that the inner store can't list them.
+        """
         if self.llm is None:
             return []
         if ids:
@@ -266,7 +288,11 @@ class KVRagVectorStore(VectorStore):
         return None if held is None else sorted(held)
 
     def _forget(self, ids: list[str] | None, *, is_done: bool) -> None:
-        """Erase the KV of documents that are gone; an inner store that can't be asked is believed if its deletion ``is_done``."""
+        """Erase the KV of documents that are gone.
+
+        If the inner store can't list its documents, ``is_done`` decides: after a deletion that is
+        done, all of them count as gone.
+        """
         if ids is None:
             self._warn_of_unknown()
             return
@@ -284,28 +310,38 @@ class KVRagVectorStore(VectorStore):
         except KVRagError as error:
             if self._on_error == "raise":
                 raise
-            what = f"the KV of {len(ids)} deleted or replaced document(s) could not be erased: {error}; run sync_kv"
+            what = (
+                f"the KV of {len(ids)} deleted or replaced document(s) could not be erased: "
+                f"{error}; run sync_kv"
+            )
             warnings.warn(what, UserWarning, stacklevel=4)
 
     def _warn_of_unknown(self) -> None:
-        """Say, once, that a deletion may have left KV."""
+        """Warn, a single time, that a deletion may have left KV."""
         if self._has_warned:
             return
         self._has_warned = True
-        what = f"{type(self.inner).__name__} can't list its documents, so the KV of those that were deleted stays"
+        what = (
+            f"{type(self.inner).__name__} can't list its documents, so the KV of those that were "
+            "deleted stays"
+        )
         warnings.warn(
             f"{what}; delete by ids, or run sync_kv with the documents that are left",
             UserWarning,
             stacklevel=4,
         )
 
-    # -- files of the own index ----------------------------------------------------------------------------------------
+    # -- files of the own index --------------------------------------------------------------------
 
     def save_local(self, folder: str | os.PathLike[str]) -> None:
-        """Write the own index to a folder: a FAISS file and JSON, no pickles. KV is in the model's ``kv_dir``."""
+        """Write the own index to a folder: a FAISS file and JSON, no pickles.
+
+        KV stays in the model's ``kv_dir``.
+        """
         if not isinstance(self.inner, FaissStore):
             raise ConfigError(
-                f"the documents are in a {type(self.inner).__name__}; save them with its own methods"
+                f"the documents are in a {type(self.inner).__name__}; save them with its own "
+                "methods"
             )
         self.inner.save(folder)
 
@@ -313,33 +349,35 @@ class KVRagVectorStore(VectorStore):
     def load_local(
         cls, folder: str | os.PathLike[str], embeddings: Embeddings, **kwargs: Any
     ) -> Self:
-        """Read what :meth:`save_local` wrote; keyword options are those of the constructor (``llm=...``).
+        """Read the files of :meth:`save_local`; takes the options of the constructor (``llm=...``).
 
-        Nothing is precomputed; ``llm.precompute_kv(store)`` computes the KV that is missing in the model's ``kv_dir``.
+        Precomputes no KV; ``llm.precompute_kv(store)`` computes the KV that is missing in the
+        model's ``kv_dir``.
 
         Raises
         ------
         StoreError
-            If the files are not there or damaged.
+            If the files are missing or damaged.
         """
         return cls(FaissStore.load(folder, embeddings), **kwargs)
 
-    # -- everything else is the inner store's --------------------------------------------------------------------------
+    # -- delegation to the inner store -----------------------------------------------------------
 
     @property
     def embeddings(self) -> Embeddings | None:
-        """The inner store's embedding model."""
+        """Embedding model of the inner store."""
         return self.inner.embeddings
 
-    similarity_search = _of_inner(
-        "similarity_search"
-    )  # here as well, as the base class has it abstract
+    # Defined here as well, because the method is abstract in the base class.
+    similarity_search = _of_inner("similarity_search")
 
     def __getattr__(self, name: str) -> Any:
-        """Return what the inner store has besides LangChain's methods, but for what would change documents behind their KV's back."""
-        if name.startswith("__") or "inner" not in vars(
-            self
-        ):  # a copy is asked for the former before it has the latter
+        """Return an attribute of the inner store beyond LangChain's interface.
+
+        Raises ``AttributeError`` for methods that would change documents without their KV.
+        """
+        # While an instance is copied, dunder names are looked up before it has ``inner``.
+        if name.startswith("__") or "inner" not in vars(self):
             raise AttributeError(name)
         found = getattr(self.inner, name)
         if _CHANGES.match(name) and callable(found):
@@ -353,6 +391,6 @@ class KVRagVectorStore(VectorStore):
         return found
 
 
-for _name in vars(VectorStore):  # all that reads
+for _name in vars(VectorStore):  # all methods that read
     if "search" in _name or _name == "_select_relevance_score_fn":
         setattr(KVRagVectorStore, _name, _of_inner(_name))

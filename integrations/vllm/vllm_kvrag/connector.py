@@ -1,7 +1,8 @@
-"""The connector that vLLM loads: it reads KV that kvrag has precomputed, and writes none.
+"""Connector that vLLM loads: reads KV that kvrag has precomputed, and writes no KV.
 
-vLLM's scheduler asks how many tokens of a prompt have KV in the store; its worker reads them, rotates the keys to their positions, and has
-the attention's own function write them to vLLM's cache, so that their layout there is vLLM's affair.
+vLLM's scheduler asks how many tokens of a prompt have KV in the store. Its worker reads the KV and
+rotates the keys to their positions. The attention's own function writes them to vLLM's cache, so
+their layout in the cache stays vLLM's concern.
 """
 
 from __future__ import annotations
@@ -36,12 +37,15 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
-logger = init_logger(f"vllm.{__name__}")  # vLLM shows its own loggers alone
+logger = init_logger(f"vllm.{__name__}")  # vLLM shows its own loggers only
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The rows ``start`` to ``stop`` of a prompt, which the parts cover from its first token on, and the prompt's blocks."""
+    """Rows ``start`` to ``stop`` of a prompt, and the prompt's blocks in vLLM's cache.
+
+    The parts cover the prompt from its first token on.
+    """
 
     parts: Parts
     start: int
@@ -49,14 +53,14 @@ class Load:
     blocks: list[int]
 
     def slots(self, block_size: int) -> torch.Tensor:
-        """Return the place in vLLM's cache of each row."""
+        """Return the slot of every row in vLLM's cache."""
         rows = torch.arange(self.start, self.stop)
         return torch.tensor(self.blocks)[rows // block_size] * block_size + rows % block_size
 
 
 @dataclass
 class Loads(KVConnectorMetadata):
-    """What the worker is to load before its next forward."""
+    """Loads for the worker before its next forward."""
 
     loads: list[Load] = field(default_factory=list)
 
@@ -64,9 +68,10 @@ class Loads(KVConnectorMetadata):
 class KVRagConnector(KVConnectorBase_V1):
     """Load the KV of a prompt's stored beginning.
 
-    ``kv_connector_extra_config``: ``kv_dir``, the store; ``model``, the file of :func:`vllm_kvrag.export_model`; ``namespace`` (default:
-    ``"default"``); ``store_config``, fields of :class:`kvrag.StoreConfig` (default: ``{"read_only": true}``). Raises ``ConfigError`` if
-    vLLM computes with another model, dtype or cache than the stored KV is of.
+    ``kv_connector_extra_config`` takes ``kv_dir``, the store; ``model``, the file of
+    :func:`vllm_kvrag.export_model`; ``namespace`` (default: ``"default"``); ``store_config``,
+    fields of :class:`kvrag.StoreConfig` (default: ``{"read_only": true}``). Raises ``ConfigError``
+    if vLLM computes with another model, dtype or cache than the stored KV.
     """
 
     def __init__(
@@ -77,7 +82,8 @@ class KVRagConnector(KVConnectorBase_V1):
         self._path, kv_dir = option("model", None), option("kv_dir", None)
         if not (self._path and kv_dir):
             raise ConfigError(
-                "kv_connector_extra_config needs kv_dir, and model, the file of vllm_kvrag.export_model"
+                "kv_connector_extra_config needs kv_dir, and model, the file of "
+                "vllm_kvrag.export_model"
             )
         self._exported = Exported.read(self._path)
         if reason := refusal(vllm_config, kv_cache_config, self._exported):
@@ -88,38 +94,40 @@ class KVRagConnector(KVConnectorBase_V1):
         )
         self._store = open_store(kv_dir, config or StoreConfig())
         self._heads = Heads(self._store, self._exported.fingerprint, option("namespace", "default"))
-        self._found = dict[
-            str, tuple[Parts, int]
-        ]()  # by request: what the store has of it, and its first row to load
+        # By request: its stored parts, and its first row to load.
+        self._found = dict[str, tuple[Parts, int]]()
         self._loads: list[Load] = []
         self._turns: list[Turn | None] = []
         self._failed = set[int]()
 
-    # -- the scheduler ---------------------------------------------------------------------------------------------------
+    # -- the scheduler ---------------------------------------------------------------------------
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int, bool]:
-        """Return how many tokens behind the computed ones have KV in the store; they are loaded within the step."""
+        """Return how many tokens after the computed tokens have KV in the store.
+
+        They are loaded within the step.
+        """
         has_own_kv = request.lora_request or request.mm_features or request.cache_salt
         if has_own_kv or request.prompt_embeds is not None or not request.prompt_token_ids:
             return 0, False
         parts, count = self._heads.match(request.prompt_token_ids)
         self._found[request.request_id] = parts, num_computed_tokens
-        # One token is left to compute: its logits are the answer's beginning.
+        # The last token is computed, because its logits start the answer.
         return max(0, min(count, request.num_prompt_tokens - 1) - num_computed_tokens), False
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        """Note what the next step loads, now that it has its blocks."""
+        """Note the request's load for the next step, now that its blocks are known."""
         parts, start = self._found.pop(request.request_id, ((), 0))
         if num_external_tokens > 0:
             (own,) = blocks.get_block_ids()
             self._loads.append(Load(parts, start, start + num_external_tokens, list(own)))
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """Hand this step's loads to the worker."""
+        """Pass this step's loads to the worker."""
         loads, self._loads = self._loads, []
         return Loads(loads)
 
@@ -130,10 +138,10 @@ class KVRagConnector(KVConnectorBase_V1):
         self._found.pop(request.request_id, None)
         return False, None
 
-    # -- the worker ------------------------------------------------------------------------------------------------------
+    # -- the worker ------------------------------------------------------------------------------
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Load what this step needs; it is there when this returns."""
+        """Load the KV of this step; returns when it is loaded."""
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, Loads)
         for load in metadata.loads:
@@ -144,9 +152,8 @@ class KVRagConnector(KVConnectorBase_V1):
                 for kv, (_, first, last) in zip(kvs, rows, strict=True)
                 if kv is not None
             ]
-            if len(found) < len(
-                rows
-            ):  # erased or damaged since the scheduler asked: vLLM computes them
+            # Erased or damaged since the scheduler asked: vLLM computes these rows.
+            if len(found) < len(rows):
                 logger.warning("stored KV of a prompt is gone; vLLM computes it")
                 self._failed.update(
                     load.blocks[load.start // self._block_size : -(-load.stop // self._block_size)]
@@ -159,7 +166,7 @@ class KVRagConnector(KVConnectorBase_V1):
     def _fill(
         self, layer: Any, index: int, load: Load, found: list[tuple[ChunkKV, int, int]]
     ) -> None:
-        """Write the rows of one layer to vLLM's cache, as its attention writes those that it computes."""
+        """Write a layer's rows to vLLM's cache with the function that its attention uses."""
         device = layer.kv_cache.device
         if not self._turns:
             self._turns = read_turns(self._path, device)
@@ -183,15 +190,15 @@ class KVRagConnector(KVConnectorBase_V1):
         return failed
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Return: everything was loaded before the forward."""
+        """Return at once: all KV is loaded before the forward."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Save nothing: what is in the store comes from kvrag."""
+        """Save nothing: only kvrag writes to the store."""
 
     def wait_for_save(self) -> None:
-        """Return: nothing is saved."""
+        """Return at once: nothing is saved."""
 
     def shutdown(self) -> None:
         """Close the store."""
@@ -201,7 +208,7 @@ class KVRagConnector(KVConnectorBase_V1):
 def refusal(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, exported: Exported
 ) -> str | None:
-    """Say why vLLM's cache can't take the KV of an exported model; ``None`` if it can."""
+    """Return why vLLM's cache can't take the KV of an exported model; ``None`` if it can."""
     model, cache, transfer = (
         vllm_config.model_config,
         vllm_config.cache_config,
@@ -209,7 +216,7 @@ def refusal(
     )
     rope = rope_text(model.hf_config.get_text_config())
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    # Of windows alone, vLLM frees the blocks before the window, and could not compute what fails to load.
+    # With windows only, vLLM frees the blocks before the window and can't compute failed loads.
     is_full = len(specs) == 1 and isinstance(specs[0], FullAttentionSpec)
     is_same = exported.weights in weights_of(model.model, model.hf_config)
     reasons = [
@@ -219,7 +226,8 @@ def refusal(
         ),
         (
             is_same,
-            "the model's weights are not those that were exported; name the same model, or the same directory",
+            "the model's weights are not those that were exported; name the same model, or the "
+            "same directory",
         ),
         (
             rope == exported.rope,
@@ -240,7 +248,7 @@ def refusal(
             "it decodes speculatively, and a draft model has layers of its own",
         ),
         (is_full, "its cache is not one group of full attention"),
-        # A chunk may be erased, or found to be damaged, after the scheduler has counted on it.
+        # A chunk may be erased or found damaged after the scheduler has counted its tokens.
         (
             transfer.kv_load_failure_policy == "recompute",
             "kv_load_failure_policy must be 'recompute'",

@@ -1,4 +1,4 @@
-"""What vLLM must know of a model, in one file: the fingerprint that its KV is stored under, its weights, and how its keys rotate."""
+"""File that describes a model to vLLM: fingerprint of its KV, weights, and key rotations."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ TESTED = (
     *("gemma2", "gemma3_text", "glm4", "granite", "llama", "mistral"),
     *("olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3"),
 )
-"""Types of models that vLLM was seen to answer with as without stored KV (``tests/test_vllm.py``)."""
+"""Types of models with which vLLM gave the same answers with and without stored KV.
+
+``tests/test_vllm.py`` tests them.
+"""
 FORMAT = "kvrag-vllm-1"
 NO_ROTATION = -1
 SNAPSHOT = re.compile(r"[0-9a-f]{40}")  # the folder of a hub commit in the hub's cache
@@ -33,10 +36,11 @@ SNAPSHOT = re.compile(r"[0-9a-f]{40}")  # the folder of a hub commit in the hub'
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """A model as kvrag's store knows it.
+    """Description of a model as kvrag's store knows it.
 
-    ``weights`` are where they come from (:func:`weights_of`), ``rope`` its RoPE parameters as JSON. ``kinds`` has each layer's rotation, by
-    number, or :data:`NO_ROTATION`; ``neighbours`` says which rotations turn pairs of neighbours rather than of halves.
+    ``weights`` names their source (:func:`weights_of`), and ``rope`` holds the RoPE parameters as
+    JSON. ``kinds`` has the number of every layer's rotation, or :data:`NO_ROTATION`; ``neighbours``
+    says for every rotation whether it rotates pairs of neighbours instead of halves.
     """
 
     fingerprint: str
@@ -49,7 +53,7 @@ class Exported:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Exported:
-        """Read the file that :func:`export_model` wrote, without its tables; raises ``ConfigError`` for another one."""
+        """Read a file of :func:`export_model`, not its tables; raise ``ConfigError`` otherwise."""
         try:
             with safe_open(path, "pt") as file:
                 found = json.loads((file.metadata() or {})[FORMAT])
@@ -64,14 +68,17 @@ class Exported:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One rotation: cosine and sine of each pair, float32 ``(positions, pairs)``."""
+    """A rotation: cosine and sine of all pairs, float32 ``(positions, pairs)``."""
 
     cos: torch.Tensor
     sin: torch.Tensor
     is_neighbours: bool
 
     def rotate(self, keys: torch.Tensor, positions: slice) -> torch.Tensor:
-        """Rotate position-free keys ``(H, T, D)`` to these positions; float32 inside, cast back once."""
+        """Rotate position-free keys ``(H, T, D)`` to these positions.
+
+        Computes in float32 and casts back at the end.
+        """
         cos, sin, width = self.cos[positions], self.sin[positions], 2 * self.cos.shape[1]
         found = keys[..., :width].float()
         first, second = (
@@ -87,7 +94,7 @@ class Turn:
 
 
 def read_turns(path: str | os.PathLike[str], device: torch.device) -> list[Turn | None]:
-    """Return the rotation of each layer, ``None`` for one without."""
+    """Return the rotation of every layer, ``None`` for a layer without rotation."""
     exported = Exported.read(path)
     with safe_open(path, "pt", device=str(device)) as file:
         turns = [
@@ -98,20 +105,23 @@ def read_turns(path: str | os.PathLike[str], device: torch.device) -> list[Turn 
 
 
 def export_model(engine: KVRagEngine, path: str | os.PathLike[str]) -> None:
-    """Write what vLLM must know of an engine's model; no text and no KV is in it.
+    """Write the description of an engine's model for vLLM; it holds no text and no KV.
 
     Raises
     ------
     ConfigError
-        If the engine's KV is not that of a model that vLLM can load from the same place: a model handed in, changed, or with adapters. If
-        its chunks are encoded behind a context: none would be exact.
+        If vLLM can't load the model from the same source: a model object that was handed in, a
+        changed model, or a model with adapters. Also if the engine encodes chunks behind a context:
+        no chunk would be exact.
     UnsupportedModelError
-        If its KV is not reused, is of other rotations than vLLM's layers have, or depends on the prompt's length.
+        If the model's KV is not reused, has other rotations than vLLM's layers, or depends on the
+        prompt's length.
     """
     loaded, source = engine.loaded, engine.source
     if engine.context is not None:
         raise ConfigError(
-            "this engine encodes chunks behind a context, so vLLM would load none of them; pass context=None"
+            "this engine encodes chunks behind a context, so vLLM would load none of them; pass "
+            "context=None"
         )
     lm = loaded.reusable
     if lm.reuse_window < lm.context_window:
@@ -150,12 +160,11 @@ def _turn(table: RotaryTable) -> Turn:
 
 
 def weights_of(model: str, config: Any) -> set[str]:
-    """Return what the weights of a model may be called that is loaded from a directory, or from the hub by name."""
+    """Return the possible names of the weights of a model loaded from a directory or the hub."""
     folder, found = Path(model), {_origin(model, config, {})}
     if folder.parent.name == "snapshots" and SNAPSHOT.fullmatch(folder.name):
-        found.add(
-            source_identity("", commit=folder.name, options={})
-        )  # the hub's cache: the name says the commit
+        # The hub's cache: the folder's name is the commit.
+        found.add(source_identity("", commit=folder.name, options={}))
     return {name for name in found if name is not None}
 
 

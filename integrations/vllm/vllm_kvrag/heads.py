@@ -1,4 +1,4 @@
-"""What prompts may begin with: the runs of token ids that the store has exact KV of, from the first position on."""
+"""Stored beginnings of prompts: token ids from the first position on that have exact KV."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ from kvrag.store import Record, TieredStore
 from kvrag.types import ChunkIdentity
 
 Parts = tuple[ChunkIdentity, ...]
-TOKEN_BYTES = 4  # big endian, so that bytes sort as token ids do
-REST = 9  # a listing is followed by so many times as long without one: it takes a tenth of the time at most
+TOKEN_BYTES = 4  # big-endian, so that bytes sort as token ids do
+# After a listing, at least 9 times its duration passes before the next, so listings take at most a
+# tenth of the time.
+REST = 9
 
 
 class Heads:
-    """The stored prefixes of one model and namespace, alone and with each chunk that was encoded right behind them.
+    """Stored prefixes of a model and namespace, alone and with chunks encoded right behind them.
 
-    Rounded KV and chunks that were encoded behind a context are left out: they are not exact. The store is listed again when it has
-    changed; what was erased is never returned.
+    Quantised KV and chunks that were encoded behind a context are left out, because they are not
+    exact. The store is listed again when it has changed; erased KV is never returned.
     """
 
     def __init__(self, store: TieredStore, model: str, namespace: str) -> None:
@@ -37,12 +39,13 @@ class Heads:
     def match(self, ids: Sequence[int]) -> tuple[Parts, int]:
         """Return the stored parts that a prompt begins with, and how many of its tokens they cover.
 
-        The last part may be longer than what it covers: a key and a value depend on no token behind their own.
+        The last part may be longer than the tokens it covers: a key and a value depend on no later
+        token.
         """
         self._follow()
         wanted = struct.pack(f">{len(ids)}I", *ids)
         place = bisect_left(self._order, wanted)
-        # Of sorted runs, a neighbour of the prompt's place has the longest beginning in common with it.
+        # In sorted order, a neighbour of the prompt's place shares the longest beginning with it.
         found = [
             (_common(run, wanted), self._parts[run])
             for run in self._order[max(0, place - 1) : place + 1]
@@ -66,7 +69,7 @@ class Heads:
             self._next = end + REST * (end - start)
 
     def _list(self) -> None:
-        """Read the token ids of new chunks from their headers, and put what belongs together in a row."""
+        """Read the token ids of new chunks from their headers, and join prefixes with chunks."""
         catalog = self._store.catalog
         records = [
             record
@@ -102,7 +105,7 @@ class Heads:
 
 
 def cut(parts: Parts, start: int, stop: int) -> Iterator[tuple[ChunkIdentity, int, int]]:
-    """Yield which rows of which parts are the prompt's rows ``start`` to ``stop``."""
+    """Yield the parts of the prompt's rows ``start`` to ``stop``, with first and last row."""
     place = 0
     for identity in parts:
         count = len(identity.token_ids)

@@ -7,7 +7,8 @@
     index = VectorStoreIndex.from_documents(documents, storage_context=context)
     index.as_query_engine(similarity_top_k=8).query("What changed in 2024?")
 
-``llama_index.vector_stores.kvrag.KVRagVectorStore`` deletes KV with its documents, which :class:`KVPrecompute` can't.
+``llama_index.vector_stores.kvrag.KVRagVectorStore`` deletes KV with its documents, which
+:class:`KVPrecompute` can't.
 """
 
 from kvrag.errors import require
@@ -19,6 +20,6 @@ from llama_index.llms.kvrag.prefetch import KVPrefetchHandler  # noqa: E402
 from llama_index.llms.kvrag.transform import KVPrecompute  # noqa: E402
 
 PrecomputeKV = KVPrecompute
-"""Another name."""
+"""Alias of :class:`KVPrecompute`."""
 
 __all__ = ["KVPrecompute", "KVPrefetchHandler", "KVRagLLM", "PrecomputeKV"]

@@ -1,4 +1,4 @@
-"""How an answer was made, in the metadata of the response that a query engine or a chat engine returns."""
+"""Adds the record of how an answer was made to responses of query engines and chat engines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from llama_index.core.base.response.schema import (
 )
 from llama_index.core.bridge.pydantic import Field
 from llama_index.core.chat_engine.types import AgentChatResponse, StreamingAgentChatResponse
-from llama_index.core.instrumentation import get_dispatcher  # type: ignore[attr-defined]  # not re-exported by name
+from llama_index.core.instrumentation import get_dispatcher  # type: ignore[attr-defined]
 from llama_index.core.instrumentation.span import BaseSpan, active_span_id
 from llama_index.core.instrumentation.span_handlers import BaseSpanHandler
 
@@ -28,13 +28,12 @@ _LEAST_EXACT_FIRST = ("repaired", "exact", "full")
 
 
 class Account:
-    """Calls of LLMs inside one call of LlamaIndex, and the response that tells of them."""
+    """Calls of LLMs inside a call of LlamaIndex, and the response that reports them."""
 
     def __init__(self) -> None:
         self._calls: list[dict[str, Any]] = []
-        self._response: weakref.ref[Any] | None = (
-            None  # weak: a stream that its reader drops must be closed at once
-        )
+        # Weak, because a stream that its reader drops must be closed at once.
+        self._response: weakref.ref[Any] | None = None
         self._lock = threading.Lock()
 
     def enter(self, call: dict[str, Any]) -> None:
@@ -66,20 +65,23 @@ class Account:
 
 
 _reading: ContextVar[tuple[Account, ...]] = ContextVar("kvrag_accounts", default=())
-"""Accounts of the streamed answer that is being read: synthesizers call the LLM when their stream is read, outside all spans."""
+"""Accounts of the streamed answer that is being read.
+
+Synthesizers call the LLM when their stream is read, outside all spans.
+"""
 
 
 class AccountedSpan(BaseSpan):
-    """A call of LlamaIndex that is under way."""
+    """A running call of LlamaIndex."""
 
     account: Account = Field(default_factory=Account)
 
 
 class KVAccounting(BaseSpanHandler[AccountedSpan]):
-    """Writes ``response.metadata["kvrag"]``: LlamaIndex's response synthesizers hand on nothing but the LLM's text.
+    """Writes ``response.metadata["kvrag"]``; LlamaIndex's synthesizers pass on only the LLM's text.
 
-    The first :class:`~llama_index.llms.kvrag.KVRagLLM` adds it to the dispatcher. Spans tell which query or chat a call of the LLM is
-    part of, across threads and tasks.
+    The first :class:`~llama_index.llms.kvrag.KVRagLLM` adds it to the dispatcher. Spans connect a
+    call of the LLM to its query or chat, across threads and tasks.
     """
 
     def new_span(
@@ -107,7 +109,7 @@ class KVAccounting(BaseSpanHandler[AccountedSpan]):
         return self.open_spans.get(id_)
 
     def accounts(self, id_: str | None) -> tuple[Account, ...]:
-        """Return the accounts of a call and of all that it is part of."""
+        """Return the accounts of a call and of all calls around it."""
         found = dict.fromkeys(_reading.get())
         while id_ is not None and (span := self.open_spans.get(id_)) is not None:
             found[span.account] = None
@@ -125,7 +127,7 @@ def account_for_responses() -> None:
 
 
 def open_accounts() -> tuple[Account, ...]:
-    """Return the accounts that the present call is to be entered into."""
+    """Return the accounts that the current call must be entered into."""
     return _handler.accounts(active_span_id.get())
 
 

@@ -1,4 +1,4 @@
-"""kvrag's engine as LlamaIndex's LLM."""
+"""LlamaIndex LLM that answers through kvrag's engine."""
 
 from __future__ import annotations
 
@@ -79,23 +79,27 @@ _REQUEST_FIELDS = (
 
 
 _RENDERED = (*FORM, "chat_template_kwargs", "continue_final_message")
-"""Options that decide how a prompt is rendered."""
+"""Options that change how a prompt is rendered."""
 
 
 class KVRagLLM(ToolCallingLLM):
-    """A Hugging Face model that answers from the precomputed KV of the retrieved chunks.
+    """Hugging Face model that answers from the precomputed KV of the retrieved chunks.
 
-    Weights are loaded at first use and shared by all instances of this process with the same source. ``model_name`` and
-    ``model_id`` are other names of ``model``, ``max_tokens`` of ``max_new_tokens``; what ``HuggingFaceLLM`` takes is understood, or
-    refused with what to pass instead. All request options can be given per call, too. How an answer was made is in ``raw["kvrag"]`` of
-    the LLM's responses, and in ``metadata["kvrag"]`` of those of query engines and chat engines (of a stream once it has ended).
+    Weights load at first use. All instances of this process with the same source share them.
+    ``model_name`` and ``model_id`` are aliases of ``model``, and ``max_tokens`` is an alias of
+    ``max_new_tokens``. Options of ``HuggingFaceLLM`` are understood, or refused with the option to
+    pass instead. All request options can be given per call, too. The LLM's responses say in
+    ``raw["kvrag"]`` how an answer was made; responses of query engines and chat engines say it in
+    ``metadata["kvrag"]`` (streams: once they have ended).
 
     Parameters
     ----------
     model
-        Hub id, local directory, ``.gguf`` file, or a loaded ``PreTrainedModel`` (see :meth:`from_pretrained_model`).
+        Hub id, local directory, ``.gguf`` file, or a loaded ``PreTrainedModel`` (see
+        :meth:`from_pretrained_model`).
     **options
-        The fields below, and those of LlamaIndex's ``LLM``: ``system_prompt``, ``messages_to_prompt``,
+        The fields below, and the fields of LlamaIndex's ``LLM``: ``system_prompt``,
+        ``messages_to_prompt``, ``completion_to_prompt``, ``callback_manager`` and so on.
         ``completion_to_prompt``, ``callback_manager`` and so on.
 
     Raises
@@ -122,7 +126,10 @@ class KVRagLLM(ToolCallingLLM):
     )
     max_new_tokens: int | None = Field(
         default=None,
-        description="Upper bound of answer tokens; default: what the context window leaves, up to the model's own limit or 1,024.",
+        description=(
+            "Upper bound of answer tokens; default: what the context window leaves, up to the "
+            "model's own limit or 1,024."
+        ),
     )
     stop: str | list[str] | None = Field(
         default=None, description="Strings that end the answer; not part of it."
@@ -155,19 +162,22 @@ class KVRagLLM(ToolCallingLLM):
     def from_pretrained_model(
         cls, model: PreTrainedModel, tokenizer: Any, **options: Any
     ) -> KVRagLLM:
-        """Use a model and a tokenizer that are loaded already; options as for the class."""
+        """Use a model and a tokenizer that are loaded already; takes the options of the class."""
         return cls(**{"model": model, "tokenizer": tokenizer, **options})
 
     @classmethod
     def class_name(cls) -> str:
-        """Name in serialised form."""
+        """Return the class name in serialised form."""
         return "KVRagLLM"
 
-    # -- the engine, and the KV behind it --------------------------------------------------------------------------
+    # -- the engine and its KV -------------------------------------------------------------------
 
     @property
     def engine(self) -> KVRagEngine:
-        """The engine, one per process for the same options; its weights are loaded at first use."""
+        """Engine that all LLMs of this process with the same options share.
+
+        Its weights load at first use.
+        """
         return KVRagEngine.get(
             self.model, prefix=engine_prefix(self.prefix, self), **self.engine_options()
         )
@@ -186,7 +196,10 @@ class KVRagLLM(ToolCallingLLM):
         retention: Retention | None = None,
         collection: str | None = None,
     ) -> PrecomputeReport:
-        """Compute and store the KV of nodes, texts, or all nodes of an index; see :func:`kvrag.precompute_kv`."""
+        """Compute and store the KV of nodes, of texts, or of all nodes of an index.
+
+        See :func:`kvrag.precompute_kv`.
+        """
         return precompute_kv(
             items,
             llm=self,
@@ -220,7 +233,10 @@ class KVRagLLM(ToolCallingLLM):
         retention: Retention | None = None,
         collection: str | None = None,
     ) -> SyncReport:
-        """Make the store hold the KV of exactly these nodes, or of this index; see :func:`kvrag.sync_kv`."""
+        """Make the store hold the KV of exactly these nodes, or of the nodes of this index.
+
+        See :func:`kvrag.sync_kv`.
+        """
         return sync_kv(
             live_items,
             llm=self,
@@ -248,7 +264,10 @@ class KVRagLLM(ToolCallingLLM):
         chat_template_kwargs: Mapping[str, Any] | None = None,
         continue_final_message: bool = False,
     ) -> Explanation:
-        """Explain which spans of a prompt are known chunks, and why others are not; options as for the engine's."""
+        """Explain which spans of a prompt are known chunks, and why other spans are not.
+
+        Takes the options of :meth:`kvrag.KVRagEngine.explain`.
+        """
         given = {
             "mode": mode,
             "repair": repair,
@@ -266,7 +285,10 @@ class KVRagLLM(ToolCallingLLM):
         return engine.explain(asked, **{name: options[name] for name in given if name in options})
 
     def apply_settings(self) -> KVRagLLM:
-        """Make this LlamaIndex's default LLM, and its tokenizer the one that counts lengths; returns the LLM."""
+        """Make this LlamaIndex's default LLM, and count lengths with its tokenizer.
+
+        Returns the LLM.
+        """
         Settings.llm = self
         Settings.tokenizer = self._token_ids
         return self
@@ -277,16 +299,17 @@ class KVRagLLM(ToolCallingLLM):
     def _own_prefix(self, prefix: Any) -> Any:
         return None if prefix is None else engine_prefix(prefix, self)
 
-    # -- what LlamaIndex asks --------------------------------------------------------------------------------------
+    # -- LlamaIndex's LLM interface --------------------------------------------------------------
 
     @property
     def metadata(self) -> LLMMetadata:
-        """Context window, answer length and kind of the model; loads it."""
+        """Context window, answer length and kind of the model; loads the model."""
         engine = self.engine
         loaded, window = engine.loaded, engine.loaded.lm.context_window
         if self.context_window and self.context_window > window:
             warnings.warn(
-                f"context_window is {self.context_window}, and the model's, which holds, is {window}",
+                f"context_window is {self.context_window}, and the model's, which holds, is "
+                f"{window}",
                 stacklevel=2,
             )
         return LLMMetadata(
@@ -298,7 +321,10 @@ class KVRagLLM(ToolCallingLLM):
         )
 
     def to_payload(self) -> dict[str, Any]:
-        """Describe the LLM for observability without loading it: every call in an event loop asks for this."""
+        """Describe the LLM for observability without loading the model.
+
+        LlamaIndex calls this for every call in an event loop.
+        """
         return {
             "class_name": self.class_name(),
             "model_name": short_name(self.model),
@@ -310,7 +336,7 @@ class KVRagLLM(ToolCallingLLM):
         for name, value in super().__repr_args__():
             yield name, short_name(value) if name == "model" else value
 
-    # -- requests --------------------------------------------------------------------------------------------------
+    # -- requests ----------------------------------------------------------------------------------
 
     def _defaults(self) -> dict[str, Any]:
         return request_options(
@@ -318,7 +344,7 @@ class KVRagLLM(ToolCallingLLM):
         )
 
     def _check_request(self, options: dict[str, Any]) -> None:
-        """Raise on an option that does not exist or has an impossible value, before anything is loaded."""
+        """Raise, before a model is loaded, if an option is unknown or has an invalid value."""
         own = {"mode", "repair", "namespace", "max_context", *_RENDERED}
         check_mode(options.get("mode", "auto"), options.get("max_context", "raise"))
         check_template_kwargs(options.get("chat_template_kwargs"))
@@ -356,7 +382,10 @@ class KVRagLLM(ToolCallingLLM):
 
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
-        """Answer a prompt; ``formatted=False`` makes it a user message where the model has a chat template."""
+        """Answer a prompt.
+
+        ``formatted=False`` makes it a user message where the model has a chat template.
+        """
         engine, text, options = self._of_prompt(prompt, formatted, kwargs)
         return whole(engine.generate(text, **options), as_completion)
 
@@ -364,7 +393,10 @@ class KVRagLLM(ToolCallingLLM):
     def stream_complete(
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> CompletionResponseGen:
-        """As :meth:`complete`, piece by piece; the last response holds the accounting."""
+        """Stream the answer to a prompt (see :meth:`complete`).
+
+        The last response holds the accounting.
+        """
         engine, text, options = self._of_prompt(prompt, formatted, kwargs)
         return ResponseStream(engine.stream(text, **options), as_completion)
 
@@ -376,7 +408,7 @@ class KVRagLLM(ToolCallingLLM):
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
-        """As :meth:`chat`, piece by piece; the last response holds the accounting."""
+        """Stream the answer to chat messages; the last response holds the accounting."""
         engine, text, options = self._of_chat(messages, kwargs)
         return ResponseStream(engine.stream(text, **options), as_chat)
 
@@ -384,7 +416,7 @@ class KVRagLLM(ToolCallingLLM):
     async def acomplete(
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> CompletionResponse:
-        """As :meth:`complete`; the event loop is not blocked, and cancelling stops the decoding."""
+        """Answer a prompt without blocking the event loop; cancelling stops the decoding."""
         engine, text, options = await asyncio.to_thread(self._of_prompt, prompt, formatted, kwargs)
         return whole(await engine.agenerate(text, **options), as_completion)
 
@@ -392,13 +424,13 @@ class KVRagLLM(ToolCallingLLM):
     async def astream_complete(
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> CompletionResponseAsyncGen:
-        """As :meth:`stream_complete`, for an event loop."""
+        """Stream the answer to a prompt without blocking the event loop."""
         engine, text, options = await asyncio.to_thread(self._of_prompt, prompt, formatted, kwargs)
         return AsyncResponseStream(engine.astream(text, **options), as_completion)
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
-        """As :meth:`chat`; the event loop is not blocked, and cancelling stops the decoding."""
+        """Answer chat messages without blocking the event loop; cancelling stops the decoding."""
         engine, text, options = await asyncio.to_thread(self._of_chat, messages, kwargs)
         return whole(await engine.agenerate(text, **options), as_chat)
 
@@ -406,26 +438,28 @@ class KVRagLLM(ToolCallingLLM):
     async def astream_chat(
         self, messages: Sequence[ChatMessage], **kwargs: Any
     ) -> ChatResponseAsyncGen:
-        """As :meth:`stream_chat`, for an event loop."""
+        """Stream the answer to chat messages without blocking the event loop."""
         engine, text, options = await asyncio.to_thread(self._of_chat, messages, kwargs)
         return AsyncResponseStream(engine.astream(text, **options), as_chat)
 
 
 def _encoder(engine: KVRagEngine, options: dict[str, Any]) -> PromptEncoder:
-    """Return what renders the prompts of a call."""
+    """Return the encoder that renders the prompts of a call."""
     return engine.encoder.with_variables(options.get("chat_template_kwargs"))
 
 
 def _num_output(options: dict[str, Any], engine: KVRagEngine) -> int:
-    """Return how many tokens LlamaIndex keeps free for an answer when it packs nodes into a prompt; a longer one may use what is left."""
+    """Return how many tokens LlamaIndex reserves for an answer when it packs nodes into a prompt.
+
+    A longer answer may use the rest of the context window.
+    """
     given = options.get("max_new_tokens")
     if given is None:
         given = getattr(engine.loaded.lm.model.generation_config, "max_new_tokens", None)
     return DEFAULT_NUM_OUTPUTS if given is None else given
 
 
-@lru_cache(
-    maxsize=8
-)  # for one question LlamaIndex counts the tokens of the same context four times
+# For one question LlamaIndex counts the tokens of the same context four times.
+@lru_cache(maxsize=8)
 def _ids_of(tokenizer: Any, text: str) -> tuple[int, ...]:
     return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])

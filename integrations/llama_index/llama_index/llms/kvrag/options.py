@@ -1,4 +1,4 @@
-"""Spellings: what users of other LlamaIndex LLMs pass, in kvrag's words."""
+"""Translation of option names and values of other LlamaIndex LLMs into kvrag's."""
 
 from __future__ import annotations
 
@@ -19,13 +19,16 @@ ALIASES = {
     "min_tokens": "min_new_tokens",
     "stopping_ids": "stop_token_ids",
 }
-"""Other names of options."""
+"""Aliases of options."""
 
 _SPLITTING = ("balanced", "balanced_low_0", "sequential")
-"""Values of ``device_map`` that are no device."""
+"""Values of ``device_map`` that name no device."""
 
 _UNUSED = ("max_retries", "api_key", "reuse_client", "default_headers")
-"""Options of LLMs behind a service that ask a model in this process for nothing: a request is not sent, so it can't get lost."""
+"""Options of LLMs behind a service that have no effect on a model in this process.
+
+No request is sent, so it can't get lost.
+"""
 
 _LOCAL = "the model runs in this process, and no service is asked; leave it out"
 _REFUSED = {
@@ -43,15 +46,15 @@ def constructor_options(options: Mapping[str, Any], known: Iterable[str]) -> dic
     Parameters
     ----------
     options
-        As the user wrote them. Those of ``HuggingFaceLLM`` are understood; ``device_map`` is taken as ``device`` where it names one,
-        and handed on where it splits the model.
+        As the user wrote them. Options of ``HuggingFaceLLM`` are understood. ``device_map`` is
+        taken as ``device`` where it names a device, and handed on where it splits the model.
     known
         Names of options that exist.
 
     Raises
     ------
     ConfigError
-        If an option does not exist or was given twice, or if no model was named.
+        If an option does not exist or was given twice, or if no model was given.
     """
     out = _renamed({name: value for name, value in options.items() if name not in _UNUSED})
     for name, remedy in _REFUSED.items():
@@ -60,18 +63,18 @@ def constructor_options(options: Mapping[str, Any], known: Iterable[str]) -> dic
     _take_device(out)
     if more := out.pop("additional_kwargs", None):
         out["generate_kwargs"] = {**(out.get("generate_kwargs") or {}), **more}
-    out.pop("tokenizer_outputs_to_remove", None)  # the model is given token ids alone
+    out.pop("tokenizer_outputs_to_remove", None)  # the model receives token ids only
     if out.pop("tokenizer_kwargs", None):
         raise ConfigError(
-            f"{OWNER} loads tokenizers without tokenizer_kwargs; leave it out (nothing is truncated, so max_length has no effect), or "
+            f"{OWNER} loads tokenizers without tokenizer_kwargs; leave it out (nothing is "
+            "truncated, so max_length has no effect), or "
             "pass tokenizer=AutoTokenizer.from_pretrained(...) with them"
         )
     wrapper = out.get("query_wrapper_prompt")
     if isinstance(wrapper, str):
         wrapper = PromptTemplate(wrapper)
-    if (
-        wrapper is not None
-    ):  # the incumbent's default wraps nothing, and would take the place of the chat template
+    # HuggingFaceLLM's default wraps nothing, and would replace the chat template.
+    if wrapper is not None:
         out["query_wrapper_prompt"] = None if wrapper.get_template() == "{query_str}" else wrapper
     _take_store_config(out)
     names = set(known)
@@ -81,13 +84,14 @@ def constructor_options(options: Mapping[str, Any], known: Iterable[str]) -> dic
             raise unknown_option(name, {*names, *ALIASES, "device_map"}, of=OWNER)
     if out.get("model") is None:
         raise ConfigError(
-            "KVRagLLM has no model; pass model= a hub id, a local directory, a .gguf file or a loaded model"
+            "KVRagLLM has no model; pass model= a hub id, a local directory, a .gguf file or a "
+            "loaded model"
         )
     return out
 
 
 def _take_device(out: dict[str, Any]) -> None:
-    """Take ``device_map`` for what it is: a device, a way to split the model, or transformers' own choice."""
+    """Interpret ``device_map``: a device, a way to split the model, or transformers' own choice."""
     device_map = out.pop("device_map", None)
     if device_map is None or device_map == "auto":
         return
@@ -102,7 +106,7 @@ def _take_device(out: dict[str, Any]) -> None:
 
 
 def _take_store_config(out: dict[str, Any]) -> None:
-    """Take the store's config from ``model_kwargs``, where it may stand too."""
+    """Take the store's config from ``model_kwargs``, which may hold it, too."""
     given = dict(out.get("model_kwargs") or {})
     if "store_config" in given:
         if out.get("store_config") is not None:
@@ -112,12 +116,12 @@ def _take_store_config(out: dict[str, Any]) -> None:
 
 
 def portable(config: StoreConfig) -> dict[str, Any]:
-    """Return what a store's config says other than the default, for a serialised form.
+    """Return the values of a store's config that differ from the default, for a serialised form.
 
     Raises
     ------
     ConfigError
-        If it holds a function, which has no such form.
+        If the config holds a function, which can't be serialised.
     """
     given = {
         f.name: getattr(config, f.name)
@@ -132,16 +136,18 @@ def portable(config: StoreConfig) -> dict[str, Any]:
                 else "use event_log instead, or"
             )
             raise ConfigError(
-                f"the store_config of this {OWNER} has a function for {name}, so it can't be serialised or pickled; {remedy} create the "
+                f"the store_config of this {OWNER} has a function for {name}, so it can't be "
+                f"serialised or pickled; {remedy} create the "
                 f"{OWNER} again where it is needed"
             )
     return given
 
 
 def request_options(*layers: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge options of one request, later layers over earlier ones; ``None`` means "not given".
+    """Merge the options of a request, later layers over earlier layers; ``None`` means "not given".
 
-    ``do_sample`` of ``transformers`` becomes a temperature: 0 if it is false, 1 if it is true and no temperature was named.
+    ``do_sample`` of ``transformers`` becomes a temperature: 0 if it is false, 1 if it is true and
+    no temperature was given.
     """
     out: dict[str, Any] = {}
     for layer in layers:

@@ -14,20 +14,21 @@ from llama_index.llms.kvrag.transform import resolve_kv_llm
 
 
 class KVPrefetchHandler(BaseEventHandler):
-    """Loads the KV of what a retriever returns from disk into memory, in the background.
+    """Loads the KV of retrieved nodes from disk into memory, in the background.
 
-    It pays where something slow (a reranker, a rewritten question, a network) stands between retrieval and the answer, and does
-    nothing for a store without ``kv_dir``, which is in memory anyway. A request waits for reads that are still under way until
-    ``load_timeout_s`` of :class:`kvrag.StoreConfig`.
+    This pays if something slow (a reranker, a rewritten question, a network) runs between retrieval
+    and the answer. It does nothing for a store without ``kv_dir``, which is in memory anyway. A
+    request waits for unfinished reads until ``load_timeout_s`` of :class:`kvrag.StoreConfig`.
 
     Parameters
     ----------
     llm
-        The model that will answer, or its :class:`kvrag.KVRagEngine`.
+        Model that will answer, or its :class:`kvrag.KVRagEngine`.
     namespace
-        Default: the engine's.
+        Namespace of the KV; default: the engine's.
     content
-        As for :class:`~llama_index.llms.kvrag.KVPrecompute`: ``"text"``, or ``"llm"``, the text with the metadata that the LLM is shown.
+        As for :class:`~llama_index.llms.kvrag.KVPrecompute`: ``"text"``, or ``"llm"``, the text
+        with the metadata that the LLM is shown.
 
     Raises
     ------
@@ -51,7 +52,7 @@ class KVPrefetchHandler(BaseEventHandler):
 
     @classmethod
     def class_name(cls) -> str:
-        """Name in traces."""
+        """Return the class name in traces."""
         return "KVPrefetchHandler"
 
     def handle(self, event: BaseEvent, **kwargs: Any) -> None:

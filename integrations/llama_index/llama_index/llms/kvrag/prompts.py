@@ -1,4 +1,4 @@
-"""From LlamaIndex's prompts to the text that the model reads, and to the prefix before the first chunk."""
+"""Turn LlamaIndex's prompts into the text that the model reads, and into the prefix of chunks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from kvrag.prompt.tools import Tools
 _SYSTEM = ("system", "developer")
 
 _HINTS = (CacheControl, CachePoint)
-"""Blocks meant for other providers; they hold nothing that the model must read."""
+"""Blocks for other providers; the model need not read them."""
 
 _BESIDE = ("name", "tool_call_id", "function_call", "refusal", "reasoning_content")
 """Fields of OpenAI's messages that LlamaIndex keeps in ``additional_kwargs``."""
@@ -40,7 +40,10 @@ Message = dict[str, Any]
 
 
 def is_chat(llm: LLM, encoder: PromptEncoder) -> bool:
-    """Return whether prompts are chat messages: as the user says, else if the model has a chat template."""
+    """Return whether prompts are chat messages.
+
+    The user's setting decides; without a setting, whether the model has a chat template.
+    """
     given: bool | None = getattr(llm, "is_chat_model", None)
     return _has_template(encoder) if given is None else given
 
@@ -50,7 +53,7 @@ def _has_template(encoder: PromptEncoder) -> bool:
 
 
 def completion_text(llm: LLM, prompt: str, encoder: PromptEncoder) -> str:
-    """Render a raw prompt: one user message for chat models, unless the user brought a wrapping of their own."""
+    """Render a raw prompt: for chat models as a user message, unless the user wraps prompts."""
     wrap = llm.completion_to_prompt or default_completion_to_prompt
     has_own_wrapping = (
         wrap is not default_completion_to_prompt or llm.query_wrapper_prompt is not None
@@ -63,7 +66,7 @@ def completion_text(llm: LLM, prompt: str, encoder: PromptEncoder) -> str:
 
 
 def chat_text(llm: LLM, messages: Sequence[ChatMessage], encoder: PromptEncoder) -> str:
-    """Render messages: with the user's own function, else with the model's chat template, else as plain lines."""
+    """Render messages with the user's function, else the model's chat template, else as lines."""
     prompt = chat_prompt(llm, messages, encoder, ())
     return prompt if isinstance(prompt, str) else encoder.render(prompt)
 
@@ -73,13 +76,14 @@ def _own_text(llm: LLM, messages: Sequence[ChatMessage]) -> str:
     render = llm.messages_to_prompt or generic_messages_to_prompt
     if render is generic_messages_to_prompt and any(map(_calls_in, messages)):
         raise InputError(
-            "a message calls tools, which a model without chat template can't be shown; leave it out"
+            "a message calls tools, which a model without chat template can't be shown; leave it "
+            "out"
         )
     return render(messages)
 
 
 def tool_dicts(tools: Sequence[Any]) -> list[Any]:
-    """Return tools as OpenAI's dicts, which the engine takes."""
+    """Return tools as OpenAI's dicts, which the engine accepts."""
     return [
         t.metadata.to_openai_tool(skip_length_check=True) if isinstance(t, BaseTool) else t
         for t in tools
@@ -94,7 +98,10 @@ def chat_prompt(
     *,
     continues: bool = False,
 ) -> str | list[Message]:
-    """Return messages as the engine takes them: rendered, or, where it needs them, those that the model's chat template takes."""
+    """Return messages for the engine: as rendered text, or as dicts for the model's chat template.
+
+    They stay dicts if the engine needs them: with tools, with a continued message, or with chunks.
+    """
     if calls_tools(llm, encoder):
         plain = _accepted(messages, encoder, tools)
         has_chunk = any(
@@ -103,23 +110,26 @@ def chat_prompt(
         return plain if tools or continues or has_chunk else encoder.render(plain)
     if tools:
         raise InputError(
-            "tools need the model's chat template; leave messages_to_prompt out, or use a model that has one"
+            "tools need the model's chat template; leave messages_to_prompt out, or use a model "
+            "that has one"
         )
     return _own_text(llm, messages)
 
 
 def calls_tools(llm: LLM, encoder: PromptEncoder) -> bool:
-    """Return whether tools can be shown to the model: by its own chat template."""
+    """Return whether the model's own chat template can show tools."""
     return _has_template(encoder) and llm.messages_to_prompt in (None, generic_messages_to_prompt)
 
 
 def plain_message(message: ChatMessage) -> Message:
-    """Return a message as role, content, calls of tools, and what else OpenAI's messages have. Citable blocks become chunks.
+    """Return a message as an OpenAI dict: role, content, tool calls and further fields.
+
+    Citable blocks become chunks.
 
     Raises
     ------
     InputError
-        If it holds an image, audio, or anything else that is not text.
+        If the message holds an image, audio, or anything else that is not text.
     """
     role, more = message.role.value, message.additional_kwargs
     parts = [part for block in message.blocks for part in _parts(block, role)]
@@ -139,7 +149,7 @@ def plain_message(message: ChatMessage) -> Message:
 
 
 def _parts(block: Any, role: str) -> list[Any]:
-    """Return a block's texts, and chunks."""
+    """Return a block's texts and chunks."""
     if isinstance(block, TextBlock):
         return [block.text]
     if isinstance(block, CitableBlock):
@@ -149,7 +159,8 @@ def _parts(block: Any, role: str) -> list[Any]:
     if isinstance(block, (*_HINTS, ThinkingBlock, ToolCallBlock)):
         return []
     raise InputError(
-        f"a {role} message holds a {block.block_type} block; kvrag reads text only, remove the block"
+        f"a {role} message holds a {block.block_type} block; kvrag reads text only, remove the "
+        "block"
     )
 
 
@@ -159,7 +170,7 @@ def _joined(parts: Sequence[Any]) -> list[Any]:
 
 
 def _calls_in(message: ChatMessage) -> list[Any]:
-    """Return a message's calls in OpenAI's form; memories of other LLMs keep them beside the blocks."""
+    """Return a message's calls in OpenAI's form; other LLMs' memories keep them beside blocks."""
     if blocks := [block for block in message.blocks if isinstance(block, ToolCallBlock)]:
         made = [
             (b.tool_call_id or "", {"name": b.tool_name, "arguments": b.tool_kwargs})
@@ -173,10 +184,11 @@ def _calls_in(message: ChatMessage) -> list[Any]:
 def _accepted(
     messages: Sequence[ChatMessage], encoder: PromptEncoder, tools: Tools = ()
 ) -> list[Message]:
-    """Return the messages as the model's chat template takes them.
+    """Return the messages in a form that the model's chat template accepts.
 
-    LlamaIndex's default prompts hold a system message and ``LLM.system_prompt`` adds another: many templates refuse the
-    second, and some (Gemma's) refuse any; it goes into the first user message then.
+    LlamaIndex's default prompts hold a system message, and ``LLM.system_prompt`` adds another. Many
+    templates refuse the second; some (Gemma's) refuse any. The system message then goes into the
+    first user message.
     """
     plain = _with_one_system([plain_message(message) for message in messages])
     if len(plain) < 2 or plain[0]["role"] not in _SYSTEM or plain[1]["role"] != "user":
@@ -189,7 +201,7 @@ def _accepted(
 
 
 def _with_one_system(messages: Sequence[Message]) -> list[Message]:
-    """Join the system messages at the head."""
+    """Join the system messages at the start."""
     count = next(
         (i for i, message in enumerate(messages) if message["role"] not in _SYSTEM), len(messages)
     )
@@ -202,7 +214,7 @@ def _with_one_system(messages: Sequence[Message]) -> list[Message]:
 
 
 def _contents(messages: Sequence[Message]) -> list[Any]:
-    """Join the contents of messages to one."""
+    """Join the contents of messages."""
     parts: list[Any] = []
     for message in messages:
         content = message["content"]
@@ -212,9 +224,9 @@ def _contents(messages: Sequence[Message]) -> list[Any]:
 
 @dataclass(frozen=True)
 class LLMTemplate:
-    """A prompt template of LlamaIndex as one LLM shows it to its model, in the form that :mod:`kvrag.prompt.template` reads.
+    """LlamaIndex prompt template as an LLM renders it, for :mod:`kvrag.prompt.template`.
 
-    Its ``repr`` names everything that decides the rendering: engines are shared by it.
+    Its ``repr`` names all that decides the rendering, because engines are shared by it.
     """
 
     template: BasePromptTemplate
@@ -223,7 +235,7 @@ class LLMTemplate:
 
     @property
     def template_vars(self) -> list[str]:
-        """Variables under the names that callers use, without those that are filled in."""
+        """Variables under the names that callers use, without variables that are filled in."""
         names = {
             inner: outer for outer, inner in (self.template.template_var_mappings or {}).items()
         }
@@ -240,13 +252,14 @@ class LLMTemplate:
 
 
 def engine_prefix(prefix: Any, llm: LLM) -> Any:
-    """Translate what a user passes as ``prefix`` for the engine.
+    """Translate a user's ``prefix`` for the engine.
 
     Parameters
     ----------
     prefix
         ``None``: LlamaIndex's default question-answering template. A prompt template, a
-        :class:`~kvrag.prompt.prefix.TemplatePrefix`, chat messages (LlamaIndex's or dicts), text, or ``"learn"``.
+        :class:`~kvrag.prompt.prefix.TemplatePrefix`, chat messages (LlamaIndex's or dicts), text,
+        or ``"learn"``.
     llm
         Renders templates; its system prompt and its functions take part.
     """

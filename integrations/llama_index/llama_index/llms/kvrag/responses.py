@@ -1,4 +1,4 @@
-"""From the engine's results and streams to LlamaIndex's responses."""
+"""Converts the engine's results and streams to LlamaIndex's responses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ResponseT = TypeVar("ResponseT", bound=CompletionResponse | ChatResponse, covari
 
 
 class Shape(Protocol[ResponseT]):
-    """Makes a response of the text so far, the newest piece, and, once there is one, the result."""
+    """Makes a response from the text so far, the newest piece, and the result if there is any."""
 
     def __call__(self, text: str, delta: str | None, result: GenerationResult | None) -> ResponseT:
         """Make the response."""
@@ -39,7 +39,10 @@ def as_completion(
 
 
 def as_chat(text: str, delta: str | None, result: GenerationResult | None) -> ChatResponse:
-    """Make a chat response. The message itself carries no extras but calls: chat memories would show them to the model later."""
+    """Make a chat response.
+
+    The message carries no extras except calls: chat memories would show them to the model later.
+    """
     calls = [
         ToolCallBlock(tool_call_id=call.id, tool_name=call.name, tool_kwargs=call.arguments)
         for call in (result.tool_calls if result else ())
@@ -56,10 +59,12 @@ def whole(result: GenerationResult, shape: Shape[ResponseT]) -> ResponseT:
 
 
 class ResponseStream(Generator[ResponseT, None, None]):
-    """Responses of a stream, one per piece of text and a last one with the accounting; leaving early stops the decoding.
+    """Stream of responses: a response per piece of text, and a last response with the accounting.
 
-    LlamaIndex's callbacks keep what a method returns for as long as a handler keeps the event of the reader's leaving. So this object
-    gives its generator away when it is iterated over: it is the loop's alone then, and closed when the loop is left.
+    Leaving the stream early stops the decoding. LlamaIndex's callbacks keep a method's return value
+    for as long as a handler keeps the event of the reader's leaving. So this object gives its
+    generator away when it is iterated over: then only the loop holds it, and leaving the loop
+    closes it.
     """
 
     def __init__(self, stream: TokenStream, shape: Shape[ResponseT]) -> None:
@@ -79,7 +84,7 @@ class ResponseStream(Generator[ResponseT, None, None]):
 
 
 class AsyncResponseStream(AsyncGenerator[ResponseT, None]):
-    """As :class:`ResponseStream`, for an event loop."""
+    """Stream of responses for an event loop (see :class:`ResponseStream`)."""
 
     def __init__(self, stream: AsyncTokenStream, shape: Shape[ResponseT]) -> None:
         self._steps: AsyncGenerator[ResponseT, None] = _asteps(stream, shape, open_accounts())
@@ -123,7 +128,8 @@ async def _asteps(
         await stream.aclose()
 
 
-def _accounted(response: ResponseT, accounts: tuple[Account, ...]) -> ResponseT:  # type: ignore[misc]  # what comes is what goes
+# The response is returned unchanged, so its type may be covariant.
+def _accounted(response: ResponseT, accounts: tuple[Account, ...]) -> ResponseT:  # type: ignore[misc]
     for account in accounts:
         account.enter(response.raw["kvrag"])  # type: ignore[index]  # a last response has it
     return response
@@ -151,7 +157,10 @@ def _usage(result: GenerationResult | None) -> dict[str, int]:
 
 
 def _raw(result: GenerationResult | None) -> dict[str, Any] | None:
-    """Return a small dict: token counters read ``usage``, and observability tools write all of it down."""
+    """Return a small dict of usage and accounting.
+
+    Token counters read ``usage``, and observability tools record all of it.
+    """
     if result is None:
         return None
     accounting = {

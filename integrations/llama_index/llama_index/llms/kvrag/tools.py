@@ -1,4 +1,4 @@
-"""Tools, and answers of a given class: what LlamaIndex asks of a function-calling LLM."""
+"""Tools and objects of a given class: LlamaIndex's interface of a function-calling LLM."""
 
 from __future__ import annotations
 
@@ -26,9 +26,11 @@ logger = logging.getLogger(__name__)
 
 
 class ToolCallingLLM(SerialisedLLM):
-    """Calls tools, which the chat template shows at the head of the prompt, and predicts objects, whose schema is shown at its end.
+    """Calls tools and predicts objects.
 
-    A call that is required, and an object, are decoded under their schema and can't be malformed (extra ``structured``).
+    The chat template shows tools at the head of the prompt; the schema of an object is shown at its
+    end. Required calls, and objects, are decoded under their schema and can't be malformed (extra
+    ``structured``).
     """
 
     def _prepare_chat_with_tools(
@@ -76,11 +78,15 @@ class ToolCallingLLM(SerialisedLLM):
     def get_tool_calls_from_response(
         self, response: ChatResponse, error_on_no_tool_call: bool = True, **kwargs: Any
     ) -> list[ToolSelection]:
-        """Return the calls of an answer (of a stream: of its last response); :class:`~kvrag.InputError` if there must be one."""
+        """Return the calls of an answer (of a stream: of its last response).
+
+        Raises :class:`~kvrag.InputError` if there is no call but a call is required.
+        """
         calls = _calls(response)
         if not calls and error_on_no_tool_call:
             raise InputError(
-                f"the answer calls no tool; pass tool_required=True, or raise max_new_tokens: {response.message.content!r}"
+                "the answer calls no tool; pass tool_required=True, or raise max_new_tokens: "
+                f"{response.message.content!r}"
             )
         made = [
             {
@@ -92,19 +98,22 @@ class ToolCallingLLM(SerialisedLLM):
         ]
         return [ToolSelection.model_validate(parts) for parts in made]
 
-    # -- objects: pydantic models ----------------------------------------------------------------------------------
+    # -- objects: pydantic models ----------------------------------------------------------------
 
     def structured_predict(
         self, output_cls: Any, prompt: Any, llm_kwargs: Any = None, **prompt_args: Any
     ) -> Any:
-        """Predict an object; :class:`~kvrag.InputError` if ``max_new_tokens`` ends the answer before its JSON does."""
+        """Predict an object.
+
+        Raises :class:`~kvrag.InputError` if ``max_new_tokens`` cuts off the answer's JSON.
+        """
         program, options = self._program(output_cls, prompt, llm_kwargs)
         return program(llm_kwargs=options, **prompt_args)
 
     async def astructured_predict(
         self, output_cls: Any, prompt: Any, llm_kwargs: Any = None, **prompt_args: Any
     ) -> Any:
-        """As :meth:`structured_predict`, for an event loop."""
+        """Predict an object without blocking the event loop (see :meth:`structured_predict`)."""
         program, options = self._program(output_cls, prompt, llm_kwargs)
         return await program.acall(llm_kwargs=options, **prompt_args)
 
@@ -126,7 +135,10 @@ class ToolCallingLLM(SerialisedLLM):
         prompt: BasePromptTemplate,
         llm_kwargs: dict[str, Any] | None,
     ) -> tuple[Any, dict[str, Any]]:
-        """Return LlamaIndex's program, and the LLM's options: unless the user chose a program, the form of the answer."""
+        """Return LlamaIndex's program and the LLM's options.
+
+        The options hold the response format, unless the user chose a program.
+        """
         options = llm_kwargs or {}
         if self.pydantic_program_mode != PydanticProgramMode.DEFAULT:
             return get_program_for_llm(
@@ -145,24 +157,24 @@ class ToolCallingLLM(SerialisedLLM):
 
 
 class _Closed(GenerateJsonSchema):
-    """Allows no properties but those of the class: a small model would go on with others."""
+    """Allows only the properties of the class; a small model would add further properties."""
 
     def model_schema(self, schema: ModelSchema) -> JsonSchemaValue:
         return {"additionalProperties": False, **super().model_schema(schema)}
 
     def dict_schema(self, schema: DictSchema) -> JsonSchemaValue:
-        """Allow no keys but those that the dict's pattern matches, where it has one."""
+        """Allow only keys that match the dict's pattern, if it has a pattern."""
         made = super().dict_schema(schema)
         return {"additionalProperties": False, **made} if "patternProperties" in made else made
 
     def set_schema(self, schema: SetSchema) -> JsonSchemaValue:
-        """Allow an item twice: a set forgets its twin, and decoding could not hold it back."""
+        """Allow duplicate items: a set drops them, and decoding can't prevent them."""
         return {
             key: part for key, part in super().set_schema(schema).items() if key != "uniqueItems"
         }
 
     def frozenset_schema(self, schema: FrozenSetSchema) -> JsonSchemaValue:
-        """As :meth:`set_schema`."""
+        """Allow duplicate items, as :meth:`set_schema` does."""
         return {
             key: part
             for key, part in super().frozenset_schema(schema).items()
@@ -171,7 +183,11 @@ class _Closed(GenerateJsonSchema):
 
 
 class _SchemaAtTheEnd(PydanticOutputParser[Any]):
-    """Shows the schema behind the prompt; LlamaIndex's own shows it in a system message, where it would change the prefix of chunks."""
+    """Shows the schema behind the prompt.
+
+    LlamaIndex's own parser shows it in a system message, where it would change the prefix of
+    chunks.
+    """
 
     def format(self, query: str) -> str:
         return query + self.get_format_string(escape_json=False)

@@ -1,4 +1,4 @@
-"""KV as the last step of an ingestion."""
+"""Transformation that precomputes KV as the last step of an ingestion."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ logger = logging.getLogger(__name__)
 
 
 def resolve_kv_llm(llm: Any) -> KVRagLLM | KVRagEngine:
-    """Return the LLM to keep KV for; ``None`` is ``Settings.llm``.
+    """Return the LLM to store KV for; by default ``Settings.llm``.
 
     Raises
     ------
     ConfigError
-        If it can't use KV.
+        If the LLM can't use KV.
     """
     if llm is None:
         try:
@@ -39,7 +39,8 @@ def resolve_kv_llm(llm: Any) -> KVRagLLM | KVRagEngine:
             ) from error
     if not isinstance(llm, (KVRagLLM, KVRagEngine)):
         raise ConfigError(
-            f"the LLM is of type {type(llm).__name__}, which can't use KV; set Settings.llm = KVRagLLM(...), or pass one"
+            f"the LLM is of type {type(llm).__name__}, which can't use KV; set Settings.llm = "
+            "KVRagLLM(...), or pass one"
         )
     return llm
 
@@ -47,10 +48,10 @@ def resolve_kv_llm(llm: Any) -> KVRagLLM | KVRagEngine:
 def precompute_nodes(
     nodes: Sequence[BaseNode], *, llm: KVRagLLM | KVRagEngine, on_error: OnError, **options: Any
 ) -> PrecomputeReport:
-    """Precompute the KV of nodes; with ``on_error="warn"`` nothing that fails is raised.
+    """Precompute the KV of nodes; with ``on_error="warn"``, failures raise no error.
 
-    LlamaIndex marks documents as done before transformations run: an exception here would lose them, where a missing chunk
-    only costs time.
+    LlamaIndex marks documents as done before transformations run: an exception here would lose
+    them, whereas a missing chunk only costs time.
     """
     try:
         compute = (
@@ -73,7 +74,7 @@ def precompute_nodes(
 
 
 def refuse_unknown(options: Mapping[str, Any], cls: type[BaseComponent]) -> None:
-    """Raise :class:`~kvrag.ConfigError` on an option that a component doesn't have; LlamaIndex's own would ignore it."""
+    """Raise :class:`~kvrag.ConfigError` for an unknown option; LlamaIndex would ignore it."""
     for name in options:
         if name not in {*cls.model_fields, "class_name"}:
             raise unknown_option(name, cls.model_fields, of=cls.__name__)
@@ -110,15 +111,16 @@ class PrecomputeFields(BaseComponent):
 
 
 class KVPrecompute(PrecomputeFields, TransformComponent):
-    """Precomputes the KV of nodes that pass through and returns them unchanged; put it last in ``transformations``.
+    """Precomputes the KV of nodes that pass through and returns them unchanged.
 
-    It sees additions only. A pipeline with a cache skips it for nodes that went through before, until KV is erased. Nothing
-    tells it of deletions: ``llama_index.vector_stores.kvrag.KVRagVectorStore`` sees both.
+    Put it last in ``transformations``. It sees additions only. A pipeline with a cache skips it for
+    nodes that went through before, until KV is erased. It does not learn of deletions:
+    ``llama_index.vector_stores.kvrag.KVRagVectorStore`` sees both.
 
     Attributes
     ----------
     llm
-        The LLM whose KV is stored; default: ``Settings.llm`` at the time of the run.
+        LLM to store KV for; default: ``Settings.llm`` at the time of the run.
     namespace, prefix, batch_size, show_progress, retention, collection
         As for :func:`kvrag.precompute_kv`; default: the LLM's.
     content
@@ -134,17 +136,20 @@ class KVPrecompute(PrecomputeFields, TransformComponent):
 
     @classmethod
     def class_name(cls) -> str:
-        """Name in serialised form."""
+        """Return the class name in serialised form."""
         return "KVPrecompute"
 
     def to_dict(self, **kwargs: Any) -> dict[str, Any]:
-        """Describe the transformation and the LLM whose KV is stored: pipelines cache by this, and each model needs its own."""
+        """Describe the transformation and the LLM that KV is stored for.
+
+        Pipelines cache by this description, and every model needs its own entry.
+        """
         return {**super().to_dict(**kwargs), "prefix": repr(self.prefix), "kv_of": self._target()}
 
     def _target(self) -> dict[str, str]:
         llm = resolve_kv_llm(self.llm)
         engine = engine_of(llm)
-        # Whatever erases KV makes another generation: nodes that went through before pass again.
+        # Erasing KV starts another generation, so nodes that went through before pass again.
         found = {
             "generation": str(engine.store.catalog.state().generation),
             "kept": str(engine.store_config.kv_dtype),
@@ -160,17 +165,19 @@ class KVPrecompute(PrecomputeFields, TransformComponent):
         }
 
     def __call__(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
-        """Precompute the nodes' KV."""
+        """Precompute the KV of the nodes; return them unchanged."""
         self.precompute(nodes)
         return nodes
 
     async def acall(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
-        """As calling it, in a thread of its own."""
+        """Precompute the KV of the nodes in another thread; return them unchanged."""
         return await asyncio.to_thread(self.__call__, nodes, **kwargs)
 
     def __getstate__(self) -> NoReturn:
         """Refuse to be pickled."""
         raise ConfigError(
-            "KVPrecompute can't be sent to worker processes, where each would load the model; run the pipeline without "
-            "num_workers, or leave KVPrecompute out and call precompute_kv(nodes, llm=...) on what the pipeline returns"
+            "KVPrecompute can't be sent to worker processes, where each would load the model; run "
+            "the pipeline without "
+            "num_workers, or leave KVPrecompute out and call precompute_kv(nodes, llm=...) on what "
+            "the pipeline returns"
         )

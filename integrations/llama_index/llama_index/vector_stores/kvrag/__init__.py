@@ -1,11 +1,11 @@
-"""A vector store that keeps the KV of its nodes in step: added with them, deleted with them.
+"""Vector store that adds and deletes the KV of its nodes with them.
 
 ::
 
-    store = KVRagVectorStore(llm=Settings.llm)                       # or KVRagVectorStore(your_store)
+    store = KVRagVectorStore(llm=Settings.llm)  # or KVRagVectorStore(your_store)
     context = StorageContext.from_defaults(vector_store=store)
     index = VectorStoreIndex.from_documents(documents, storage_context=context)
-    index.delete_ref_doc("report-2023")                              # its KV goes, too
+    index.delete_ref_doc("report-2023")  # deletes its KV, too
 """
 
 from kvrag.errors import require

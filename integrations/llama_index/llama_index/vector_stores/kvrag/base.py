@@ -1,4 +1,4 @@
-"""A vector store around another one, where KV comes and goes with the nodes."""
+"""Vector store around another vector store; the KV of its nodes is added and deleted with them."""
 
 from __future__ import annotations
 
@@ -34,25 +34,28 @@ def _as_list(node_ids: Iterable[str] | None) -> list[str] | None:
 
 
 class KVRagVectorStore(PrecomputeFields, BasePydanticVectorStore):
-    """Wraps a vector store of LlamaIndex: adding nodes precomputes their KV, deleting them deletes it.
+    """Wraps a vector store of LlamaIndex: adding nodes precomputes their KV, deletion deletes it.
 
-    Queries and everything else, also attributes of its own, are the inner store's. KV is referred to by node id; the nodes of each
-    document are remembered in ``<kv_dir>/llama_index/refs.sqlite``, so deletion by ``ref_doc_id`` works after a restart. Stores that share
-    an LLM and a namespace share KV; give each its own namespace or collection to keep ``clear()`` of one from costing the other its KV.
+    Queries, and all other methods and attributes, are the inner store's. KV refers to nodes by id.
+    The table ``<kv_dir>/llama_index/refs.sqlite`` remembers the nodes of every document, so
+    deletion by ``ref_doc_id`` works after a restart. Stores that share an LLM and a namespace share
+    KV; give every store its own namespace or collection, or ``clear()`` deletes the KV of the other
+    stores, too.
 
     Attributes
     ----------
     inner
-        The store; default: a ``SimpleVectorStore``, which persists with the storage context.
+        Inner store; default: a ``SimpleVectorStore``, which persists with the storage context.
     llm
-        The LLM whose KV is stored; default: ``Settings.llm`` when it is needed.
+        LLM whose KV is stored; default: ``Settings.llm`` when it is needed.
     namespace, prefix, batch_size, show_progress, retention, collection
         As for :func:`kvrag.precompute_kv`; default: the LLM's.
     content
-        ``"text"``: KV of the node's text. ``"llm"``: of the text with the metadata that the LLM is shown.
+        ``"text"``: KV of the node's text. ``"llm"``: of the text with the metadata that the LLM is
+        shown.
     on_error
-        ``"warn"``: nodes are added and deleted even where their KV can't be. ``"raise"``: raise after the inner store has
-        done its part.
+        ``"warn"``: nodes are added and deleted even where their KV can't be. ``"raise"``: raise
+        after the inner store has done its part.
 
     Raises
     ------
@@ -74,7 +77,8 @@ class KVRagVectorStore(PrecomputeFields, BasePydanticVectorStore):
         inner = SimpleVectorStore() if inner is None else inner
         if not isinstance(inner, BasePydanticVectorStore):
             raise ConfigError(
-                f"inner is of type {type(inner).__name__}; pass a vector store of LlamaIndex, or leave it out"
+                f"inner is of type {type(inner).__name__}; pass a vector store of LlamaIndex, or "
+                "leave it out"
             )
         options.setdefault("stores_text", inner.stores_text)
         options.setdefault("is_embedding_query", inner.is_embedding_query)
@@ -88,7 +92,7 @@ class KVRagVectorStore(PrecomputeFields, BasePydanticVectorStore):
     def from_persist_dir(
         cls, persist_dir: str, *, llm: Any = None, **options: Any
     ) -> KVRagVectorStore:
-        """Load what a storage context has persisted of the default inner store."""
+        """Load the persisted default inner store of a storage context."""
         return cls(SimpleVectorStore.from_persist_dir(persist_dir), llm=llm, **options)
 
     @classmethod
@@ -97,22 +101,23 @@ class KVRagVectorStore(PrecomputeFields, BasePydanticVectorStore):
     ) -> StorageContext:
         """Load a persisted context with this store in it, for ``load_index_from_storage``.
 
-        ``StorageContext.from_defaults(persist_dir=...)`` makes a plain store of the same file: what is deleted from that leaves its KV.
+        ``StorageContext.from_defaults(persist_dir=...)`` makes a plain store of the same file;
+        deleting nodes from a plain store leaves their KV.
         """
         store = cls.from_persist_dir(persist_dir, llm=llm, **options)
         return StorageContext.from_defaults(vector_store=store, persist_dir=persist_dir)
 
     @classmethod
     def class_name(cls) -> str:
-        """Name in serialised form."""
+        """Return the class name in serialised form."""
         return "KVRagVectorStore"
 
     @property
     def client(self) -> Any:
-        """The inner store's client."""
+        """Client of the inner store."""
         return self.inner.client
 
-    # -- nodes come ------------------------------------------------------------------------------------------------
+    # -- adding nodes ----------------------------------------------------------------------------
 
     def add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:
         """Add nodes, and precompute their KV."""
@@ -121,19 +126,20 @@ class KVRagVectorStore(PrecomputeFields, BasePydanticVectorStore):
         return ids
 
     async def async_add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:
-        """As :meth:`add`; the event loop is not blocked by the precompute."""
+        """Add nodes; the precompute does not block the event loop."""
         ids = await self.inner.async_add(list(nodes), **kwargs)
         await asyncio.to_thread(self._keep, nodes)
         return ids
 
     def _keep(self, nodes: Sequence[BaseNode]) -> None:
         latest = list({node.node_id: node for node in nodes}.values())
-        # First, so that KV without an entry can't arise. Nodes without a document are one of their own.
+        # Entries first, so that no KV is without an entry. A node without a document counts as a
+        # document of its own.
         self._table().add(
             self._space(), ((node.node_id, node.ref_doc_id or node.node_id) for node in latest)
         )
         if self.inner.stores_text and latest:
-            # Its texts are those that prompts will show: Chroma keeps the first text of an id.
+            # Prompts show the texts that the store holds: Chroma keeps the first text of an id.
             held = {
                 node.node_id: node
                 for node in held_nodes(self.inner, [node.node_id for node in latest]) or []
@@ -143,17 +149,18 @@ class KVRagVectorStore(PrecomputeFields, BasePydanticVectorStore):
         self.precompute(latest)
 
     def _changed(self, nodes: Sequence[BaseNode]) -> list[str]:
-        """Return the ids of nodes that were used before, with another text."""
+        """Return the ids of nodes that are stored with another text."""
         mode = MetadataMode.NONE if self.content == "text" else MetadataMode.LLM
         named = [(node.node_id, node.get_content(metadata_mode=mode)) for node in nodes]
         return changed_ids(
             named, llm=self._engine(), namespace=self.namespace, collection=self.collection
         )
 
-    # -- nodes go --------------------------------------------------------------------------------------------------
+    # -- deleting nodes --------------------------------------------------------------------------
     #
-    # KV goes with the nodes that the inner store doesn't hold any more, whatever a call says: stores differ in what they make of None,
-    # of no arguments, of filters beside ids, and of nodes without a document.
+    # KV is deleted with the nodes that the inner store no longer holds. The arguments of a call
+    # don't decide: stores differ in their treatment of None, of missing arguments, of filters
+    # beside ids, and of nodes without a document.
 
     def delete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
         """Delete a document's nodes, and their KV."""
@@ -163,7 +170,7 @@ class KVRagVectorStore(PrecomputeFields, BasePydanticVectorStore):
         )
 
     async def adelete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
-        """As :meth:`delete`."""
+        """Delete a document's nodes, and their KV, in an event loop."""
         going = partial(self.inner.adelete, ref_doc_id, **delete_kwargs)
         await self._agoing(partial(self._of_document, ref_doc_id), going)
 
@@ -173,7 +180,7 @@ class KVRagVectorStore(PrecomputeFields, BasePydanticVectorStore):
         filters: MetadataFilters | None = None,
         **delete_kwargs: Any,
     ) -> None:
-        """Delete nodes, and their KV; a string is one id."""
+        """Delete nodes, and their KV; a string is a single id."""
         ids = _as_list(node_ids)
         self._going(
             partial(self._matching, ids, filters),
@@ -186,21 +193,24 @@ class KVRagVectorStore(PrecomputeFields, BasePydanticVectorStore):
         filters: MetadataFilters | None = None,
         **delete_kwargs: Any,
     ) -> None:
-        """As :meth:`delete_nodes`."""
+        """Delete nodes, and their KV, in an event loop; a string is a single id."""
         ids = _as_list(node_ids)
         going = partial(self.inner.adelete_nodes, ids, filters, **delete_kwargs)
         await self._agoing(partial(self._matching, ids, filters), going)
 
     def clear(self) -> None:
-        """Empty the store, and delete the KV of all nodes that were added through a store of this namespace and collection."""
+        """Empty the store and delete the KV of its nodes.
+
+        Also deletes the KV of nodes that other stores of this namespace and collection have added.
+        """
         self._going(self._all, self.inner.clear)
 
     async def aclear(self) -> None:
-        """As :meth:`clear`."""
+        """Empty the store and delete KV in an event loop (see :meth:`clear`)."""
         await self._agoing(self._all, self.inner.aclear)
 
     def _going(self, which: Callable[[], list[str] | None], delete: Callable[[], None]) -> None:
-        """Delete nodes, and then the KV of those among ``which()`` that are gone."""
+        """Delete nodes, then the KV of the nodes in ``which()`` that are gone."""
         ids = which()
         is_done = False
         try:
@@ -221,20 +231,24 @@ class KVRagVectorStore(PrecomputeFields, BasePydanticVectorStore):
             await asyncio.to_thread(self._forget_gone, ids, is_done)
 
     def _of_document(self, ref_doc_id: str | None) -> list[str] | None:
-        """Return the nodes of a document, by the inner store and by the table, which knows them when the store doesn't tell."""
+        """Return the nodes of a document, by the inner store and by the table.
+
+        The table knows them when the store can't list them.
+        """
         if not ref_doc_id:
             return held_ids(self.inner)
         known = self._table().nodes(self._space(), ref_doc_id)
         held = ids_of_document(self.inner, ref_doc_id)
         if held is not None:
             return list(dict.fromkeys([*known, *held]))
-        # A node without a document is its own in the table alone: no store deletes it by that name.
+        # A node without a document has its own id as document in the table only; no store deletes
+        # it by that id.
         return [node_id for node_id in known if node_id != ref_doc_id] or None
 
     def _matching(
         self, node_ids: list[str] | None, filters: MetadataFilters | None
     ) -> list[str] | None:
-        """Return the nodes that a deletion may remove."""
+        """Return the ids of nodes that a deletion may remove."""
         return (
             list(node_ids)
             if node_ids and filters is None
@@ -247,7 +261,11 @@ class KVRagVectorStore(PrecomputeFields, BasePydanticVectorStore):
         )
 
     def _forget_gone(self, node_ids: list[str] | None, is_done: bool) -> None:
-        """Delete the KV of nodes that are gone; an inner store that can't be asked is believed if its deletion is done."""
+        """Delete the KV of nodes that are gone.
+
+        If the inner store can't list its nodes, ``is_done`` decides: after a deletion that is done,
+        all of them count as gone.
+        """
         if node_ids is None:
             self._warn_of_unknown()
             return
@@ -257,16 +275,19 @@ class KVRagVectorStore(PrecomputeFields, BasePydanticVectorStore):
         self._forget(sorted(set(node_ids) - set(held)))
 
     def _warn_of_unknown(self) -> None:
-        """Say, once, that a deletion may have left KV."""
+        """Warn, a single time, that a deletion may have left KV."""
         if self._has_warned:
             return
         self._has_warned = True
-        what = f"{type(self.inner).__name__} can't list the nodes that the filters match, or that are meant without ids"
+        what = (
+            f"{type(self.inner).__name__} can't list the nodes that the filters match, or that are "
+            "meant without ids"
+        )
         remedy = "delete by node ids or documents, or run sync_kv"
         warnings.warn(f"{what}, so their KV stays; {remedy}", UserWarning, stacklevel=4)
 
     def _forget(self, node_ids: Sequence[str], *, keep_refs: bool = False) -> None:
-        """Delete KV, and then the entries: if the first fails, a later deletion finds them again."""
+        """Delete KV, then the entries: if deleting KV fails, a later deletion finds them again."""
         if not node_ids:
             return
         try:
@@ -285,13 +306,15 @@ class KVRagVectorStore(PrecomputeFields, BasePydanticVectorStore):
         if not keep_refs:
             self._table().remove(self._space(), node_ids)
 
-    # -- everything else is the inner store's ----------------------------------------------------------------------
+    # -- delegation to the inner store -----------------------------------------------------------
 
     def __getattr__(self, name: str) -> Any:
-        """Find what is the inner store's own, such as a collection; only what is not found here comes to this."""
-        if (
-            name.startswith("_") or "inner" not in self.__dict__
-        ):  # pydantic's, or a copy that is being made
+        """Return an attribute of the inner store, such as a collection.
+
+        Python calls this only for names that this class lacks.
+        """
+        # Private names are pydantic's; a copy that is being made has no ``inner`` yet.
+        if name.startswith("_") or "inner" not in self.__dict__:
             return super().__getattr__(name)  # type: ignore[misc]
         return getattr(self.inner, name)
 
@@ -300,19 +323,19 @@ class KVRagVectorStore(PrecomputeFields, BasePydanticVectorStore):
         return self.inner.query(query, **kwargs)
 
     async def aquery(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
-        """Query the inner store."""
+        """Query the inner store in an event loop."""
         return await self.inner.aquery(query, **kwargs)
 
     def get_nodes(
         self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None
     ) -> list[BaseNode]:
-        """Ask the inner store."""
+        """Return nodes of the inner store."""
         return self.inner.get_nodes(node_ids, filters)
 
     async def aget_nodes(
         self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None
     ) -> list[BaseNode]:
-        """Ask the inner store."""
+        """Return nodes of the inner store, in an event loop."""
         return await self.inner.aget_nodes(node_ids, filters)
 
     def persist(self, persist_path: str, fs: Any = None) -> None:
@@ -326,7 +349,7 @@ class KVRagVectorStore(PrecomputeFields, BasePydanticVectorStore):
         return self._engine().namespace if self.namespace is None else self.namespace
 
     def _table(self) -> RefTable:
-        """Return the table beside the LLM's KV; ``Settings.llm`` may be another one than a moment ago."""
+        """Return the table beside the LLM's KV; ``Settings.llm`` may have changed since."""
         kv_dir = getattr(resolve_kv_llm(self.llm), "kv_dir", None)
         if str(kv_dir) not in self._refs:
             self._refs[str(kv_dir)] = RefTable(kv_dir, self.collection)

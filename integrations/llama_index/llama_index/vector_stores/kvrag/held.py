@@ -1,4 +1,7 @@
-"""Which nodes a vector store holds, asked of the store itself: what a call says and what a store makes of it are two things."""
+"""Ask a vector store which nodes it holds.
+
+The arguments of a call are no proof, because stores interpret them differently.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,8 @@ from llama_index.core.vector_stores.types import (
 
 logger = logging.getLogger(__name__)
 
-AT_ONCE = 1000  # ids of one question; databases bound the parameters of a statement
-_DOCUMENT = "document_id"  # LlamaIndex writes it into the metadata of every node that a store keeps
+AT_ONCE = 1000  # ids per query; databases limit the parameters of a statement
+_DOCUMENT = "document_id"  # LlamaIndex writes it into the metadata of every stored node
 
 
 def held_ids(
@@ -25,7 +28,10 @@ def held_ids(
     node_ids: Sequence[str] | None = None,
     filters: MetadataFilters | None = None,
 ) -> list[str] | None:
-    """Return the ids of the nodes in a store: all, or of ``node_ids``, or that filters match; ``None`` if it can't say."""
+    """Return the ids of nodes in a store: all, or among ``node_ids``, or matching the filters.
+
+    ``None`` means that the store can't list them.
+    """
     if isinstance(store, SimpleVectorStore):
         return _in_simple_store(store, node_ids, filters)
     nodes = held_nodes(store, node_ids, filters)
@@ -40,7 +46,7 @@ def held_nodes(
     node_ids: Sequence[str] | None = None,
     filters: MetadataFilters | None = None,
 ) -> list[BaseNode] | None:
-    """Return nodes as a store holds them, as :func:`held_ids`."""
+    """Return nodes as a store holds them; takes the arguments of :func:`held_ids`."""
     if node_ids is None:
         parts: list[list[str] | None] = [None]
     else:
@@ -55,7 +61,7 @@ def held_nodes(
 
 
 def ids_of_document(store: BasePydanticVectorStore, ref_doc_id: str) -> list[str] | None:
-    """Return the ids of a document's nodes in a store, as :func:`held_ids`."""
+    """Return the ids of a document's nodes in a store, if the store can list them."""
     if isinstance(store, SimpleVectorStore):
         return [
             node
@@ -70,7 +76,10 @@ def ids_of_document(store: BasePydanticVectorStore, ref_doc_id: str) -> list[str
 def _in_simple_store(
     store: SimpleVectorStore, node_ids: Sequence[str] | None, filters: MetadataFilters | None
 ) -> list[str] | None:
-    """Ask the default store, which can't list its nodes, but has their ids, and answers a query without them."""
+    """Return ids of nodes in the default store.
+
+    The store can't list its nodes, but it has their ids, and answers a query without nodes.
+    """
     rows = store.data.embedding_dict
     chosen = list(rows) if node_ids is None else [each for each in node_ids if each in rows]
     if filters is None or not chosen:
@@ -83,5 +92,5 @@ def _in_simple_store(
     )
     try:
         return list(store.query(query).ids or [])
-    except ValueError:  # it was persisted without metadata
+    except ValueError:  # the store was persisted without metadata
         return None

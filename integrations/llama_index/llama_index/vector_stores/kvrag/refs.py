@@ -1,8 +1,8 @@
-"""Which nodes came from which document, kept beside the KV.
+"""Table of the nodes of every document, stored beside the KV.
 
-LlamaIndex deletes by ``ref_doc_id``, and KV is referred to by ``node_id``, so that ``precompute_kv(index)``,
-``sync_kv(index)`` and the vector store mean the same. What connects the two must survive a restart and serve several
-processes.
+LlamaIndex deletes by ``ref_doc_id``. KV is referred to by ``node_id``, so that
+``precompute_kv(index)``, ``sync_kv(index)`` and the vector store use the same names. The table that
+connects the two must survive a restart and serve several processes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from kvrag.precompute.documents import below_collection
 logger = logging.getLogger(__name__)
 
 _SCHEMA = (
-    "CREATE TABLE IF NOT EXISTS refs (namespace TEXT, node TEXT, document TEXT, PRIMARY KEY (namespace, node))",
+    "CREATE TABLE IF NOT EXISTS refs (namespace TEXT, node TEXT, document TEXT, PRIMARY KEY "
+    "(namespace, node))",
     "CREATE INDEX IF NOT EXISTS documents ON refs (namespace, document)",
 )
 _BUSY_TIMEOUT_S = 10.0
@@ -30,15 +31,18 @@ Rows = list[tuple[str, ...]]
 
 
 class RefTable:
-    """``node_id`` → ``ref_doc_id``, per namespace, in SQLite. A fault of the file costs disk space, never an answer.
+    """Maps ``node_id`` to ``ref_doc_id``, per namespace, in SQLite.
+
+    A fault of the file costs disk space, never an answer.
 
     Parameters
     ----------
     kv_dir
-        Directory of the KV store; the file is ``llama_index/refs.sqlite`` in it. ``None``: in memory, as the KV then; so
-        without a directory, for a store that machines share.
+        Directory of the KV store; the file is ``llama_index/refs.sqlite`` in it. With ``None``, the
+        table is in memory, as is the KV. It is also in memory for a store shared by machines,
+        which has no directory.
     collection
-        Collection that the nodes are in, which has entries of its own.
+        Collection of the nodes, which has entries of its own.
     """
 
     def __init__(
@@ -54,11 +58,11 @@ class RefTable:
         self._lock = threading.Lock()
 
     def __deepcopy__(self, memo: object) -> RefTable:
-        """Return the table itself: a copy of a store has the same KV."""
+        """Return the table itself: a copy of a vector store has the same KV."""
         return self
 
     def __reduce__(self) -> tuple[type[RefTable], tuple[object, ...]]:
-        """Open the file again in another process."""
+        """Reduce to the arguments, so that another process opens the file again."""
         return RefTable, self._given
 
     def add(self, namespace: str, documents: Iterable[tuple[str, str]]) -> None:
@@ -70,7 +74,7 @@ class RefTable:
         )
 
     def nodes(self, namespace: str, document: str | None = None) -> list[str]:
-        """Return the nodes of a document, or all."""
+        """Return the nodes of a document, or all nodes."""
         query, space = "SELECT node FROM refs WHERE namespace = ?", self._space(namespace)
         if document is None:
             return [row[0] for row in self._run(query, [(space,)])]
@@ -87,12 +91,13 @@ class RefTable:
         return namespace_digest(namespace) + self._below
 
     def _run(self, statement: str, values: Sequence[tuple[str, ...]]) -> Rows:
-        """Run a statement for each tuple of values, in one transaction; what it finds is returned."""
+        """Run a statement for all tuples of values in a single transaction; return its rows."""
         try:
             if self._memory is not None:
                 with self._lock:
                     return _transact(self._memory, statement, values)
-            # Connected for one transaction: nothing is held between calls, so threads and forks are safe.
+            # Connected for a single transaction: no connection stays open between calls, so threads
+            # and forks are safe.
             assert self._path is not None
             os.makedirs(self._path.parent, mode=0o700, exist_ok=True)
             os.close(os.open(self._path, os.O_CREAT | os.O_RDWR, 0o600))
@@ -104,9 +109,8 @@ class RefTable:
                 self._path,
                 error,
             )
-            if (
-                type(error) is sqlite3.DatabaseError and self._path is not None
-            ):  # damaged, and it would stay so
+            # A damaged file would stay damaged.
+            if type(error) is sqlite3.DatabaseError and self._path is not None:
                 self._path.unlink(missing_ok=True)
             return []
 
