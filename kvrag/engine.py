@@ -30,9 +30,9 @@ from kvrag.config import (
 )
 from kvrag.errors import ConfigError, ModelError
 from kvrag.evaluate import evaluate_reuse
+from kvrag.generate.pipeline import QueryPipeline
 from kvrag.generate.request import Request, check_options
 from kvrag.generate.scheduler import Load, scheduler_of
-from kvrag.generate.sequence import Answering
 from kvrag.generate.stats import EngineStats, Figures
 from kvrag.generate.streams import AsyncTokenStream, Emit, Produce, TokenStream
 from kvrag.model.lm import LoadedModel
@@ -42,13 +42,13 @@ from kvrag.model.source import ModelSource, check_source
 from kvrag.precompute import documents
 from kvrag.precompute.encode import check_context, context_ids
 from kvrag.precompute.on_miss import EVERYWHERE, WriteBack, erasures_of
-from kvrag.precompute.quantise_check import Gate
+from kvrag.precompute.quantise_check import QuantiseCheck
 from kvrag.precompute.run import Precompute
 from kvrag.progress import check_show
 from kvrag.prompt.learn import learning
 from kvrag.prompt.prefix import Prefix, prefix_text
 from kvrag.prompt.template import Prompt, PromptEncoder
-from kvrag.prompt.tools import Form, answer_form
+from kvrag.prompt.tools import ResponseFormat, answer_form
 from kvrag.signatures import checks_names, parameters_of
 from kvrag.store import Prefetch, TieredStore, on_accelerator, open_store
 from kvrag.threads import fork_lock
@@ -173,12 +173,12 @@ class KVRagEngine:
             )
         self._digest_of = lru_cache(maxsize=1024)(self.store.names.namespace)
         self._digest_of(namespace)
-        self._gate = Gate(self.store_config.kv_dtype)
+        self._gate = QuantiseCheck(self.store_config.kv_dtype)
         self._stats, self._lock, self._is_closed = EngineStats(), fork_lock(), False
         self._loaded: LoadedModel | None = None
         # The model's fingerprint, and the profile kept for it.
         self.profile: tuple[str, Profile | None] = ("", None)
-        self._query_side: Answering | None = None
+        self._query_side: QueryPipeline | None = None
         self._write_back: WriteBack | None = None
 
     @classmethod
@@ -782,7 +782,7 @@ class KVRagEngine:
         return (*(self._learner.learnt(space) if self._learner else ()), self.prefix_text)[0]
 
     @property
-    def _answering(self) -> Answering:
+    def _answering(self) -> QueryPipeline:
         """Query-time half of the engine; loads the model."""
         with self._lock:
             loaded = self.loaded  # first: the gate depends on the model's device
@@ -794,13 +794,13 @@ class KVRagEngine:
                 ):
                     self._write_back = WriteBack(loaded, self.store, config, self._erasures, ids)
                 own = self._write_back, ids, self._stats, self._learner
-                self._query_side = Answering(loaded, self.store, config, *own, self._erasures)
+                self._query_side = QueryPipeline(loaded, self.store, config, *own, self._erasures)
                 self._resources.callback(self._query_side.close)
             return self._query_side
 
     def _prepared(
         self, clock: Clock, prompt: Prompt, options: Mapping[str, Any]
-    ) -> tuple[Request, Answering]:
+    ) -> tuple[Request, QueryPipeline]:
         """Turn a prompt into a request.
 
         The clock records the time to load the model, if it was not loaded, and to prepare.
@@ -821,7 +821,7 @@ class KVRagEngine:
         max_context: MaxContext = "raise",
         chat_template_kwargs: Mapping[str, Any] | None = None,
         continue_final_message: bool = False,
-        form: Form | None = None,
+        form: ResponseFormat | None = None,
         **asked: Any,
     ) -> Request:
         checked, space = (

@@ -93,7 +93,7 @@ def parts(kv_dtype: KVDtype, dtype: torch.dtype, keys: Shape, values: Shape) -> 
     )
 
 
-class Layout(NamedTuple):
+class BlobLayout(NamedTuple):
     """Layout of a blob's data.
 
     ``layers`` are the tensors per layer. ``offsets`` are the start of every layer in the data, and
@@ -106,7 +106,7 @@ class Layout(NamedTuple):
 
 
 @functools.lru_cache(maxsize=32)
-def layout_of(kv_dtype: KVDtype, dtype: torch.dtype, shapes: Shapes) -> Layout:
+def layout_of(kv_dtype: KVDtype, dtype: torch.dtype, shapes: Shapes) -> BlobLayout:
     """Lay out a blob's tensors; chunks of the same model and length share the result."""
     layers = tuple(parts(kv_dtype, dtype, keys, values) for keys, values in shapes)
     offsets, tensors, end = [0], list[str](), 0
@@ -115,7 +115,7 @@ def layout_of(kv_dtype: KVDtype, dtype: torch.dtype, shapes: Shapes) -> Layout:
             start, end = end, end + part.num_bytes
             tensors.append(TENSOR % (i, part.name, NAMES[part.dtype], *part.shape, start, end))
         offsets.append(end)
-    return Layout(layers, tuple(offsets), ",".join(tensors))
+    return BlobLayout(layers, tuple(offsets), ",".join(tensors))
 
 
 def group_of(dim: int) -> int:

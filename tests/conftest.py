@@ -17,13 +17,13 @@ import torch
 from kvrag import KVRagEngine
 from kvrag.blend.cost import IN_ROWS
 from kvrag.buffers import Buffers
-from kvrag.generate import sequence
+from kvrag.generate import pipeline
 from kvrag.testing.models import save_tiny_model, tiny_model
 from kvrag.testing.tokenizers import tiny_tokenizer
 
 torch.set_num_threads(1)
 
-sequence.DEFAULT_MAX_NEW_TOKENS = (
+pipeline.DEFAULT_MAX_NEW_TOKENS = (
     64  # tiny models never end an answer; tests/test_lengths.py has the true one
 )
 

@@ -13,7 +13,7 @@ from texts import make_chunks
 
 import kvrag.engine
 from kvrag import Chunk, KVRagEngine, RepairConfig, threads
-from kvrag.generate.sequence import Answering
+from kvrag.generate.pipeline import QueryPipeline
 from kvrag.model import CausalLM
 from kvrag.testing.models import tiny_model
 
@@ -150,9 +150,9 @@ def scripted(patch: pytest.MonkeyPatch, engine: KVRagEngine, *answers: str) -> N
         chain(answers, repeat(answers[-1])),
     )
     ids: Iterator[int] = iter(())
-    plan = Answering.plan
+    plan = QueryPipeline.plan
 
-    def next_answer(self: Answering, *args: Any) -> Any:
+    def next_answer(self: QueryPipeline, *args: Any) -> Any:
         nonlocal ids
         ids = chain(encoder.live_ids(next(texts)), repeat(encoder.tokenizer.eos_token_id))
         return plan(self, *args)
@@ -162,5 +162,5 @@ def scripted(patch: pytest.MonkeyPatch, engine: KVRagEngine, *answers: str) -> N
         logits[..., -1, next(ids)] += 1e4
         return logits
 
-    patch.setattr(Answering, "plan", next_answer)
+    patch.setattr(QueryPipeline, "plan", next_answer)
     patch.setattr(head, "_forward_hooks", OrderedDict({0: say}))

@@ -9,7 +9,7 @@ import torch
 
 from kvrag import ConfigError, ContextLengthError
 from kvrag.generate import logprobs
-from kvrag.generate.logprobs import Writer
+from kvrag.generate.logprobs import LogprobWriter
 from kvrag.types import TokenLogprob
 
 TEXT = "The keeper of the lamp counts the ships that come by night, and writes each of them down."
@@ -90,7 +90,7 @@ def test_leaving_ends_the_reading(engine, monkeypatch):
 def test_offsets_are_places_in_the_prompts_text(tokenizer):
     ids = [tokenizer.bos_token_id, *tokenizer("Who reads?", add_special_tokens=False).input_ids]
     told = [TokenLogprob(ids[0], math.nan), *[TokenLogprob(token, -1.0) for token in ids[1:]]]
-    written = Writer(tokenizer, is_chat=False, echo="Who reads?").write(told)
+    written = LogprobWriter(tokenizer, is_chat=False, echo="Who reads?").write(told)
     assert (
         written["token_logprobs"][0],
         written["top_logprobs"][0],

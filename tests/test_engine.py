@@ -20,7 +20,7 @@ from kit import Forwards, at_once, raising
 from texts import make_chunks
 
 import kvrag.blend.prefill
-import kvrag.generate.sequence
+import kvrag.generate.pipeline
 import kvrag.precompute.run
 from kvrag import (
     Chunk,
@@ -529,7 +529,7 @@ def test_impossible_store_directories_are_refused(tiny_dir, tmp_path):
 
 def test_out_of_memory_retries_without_reuse_then_gives_up_with_a_sentence(engine, monkeypatch):
     engine.precompute(CHUNKS)
-    real, modes = kvrag.generate.sequence.prefill, []
+    real, modes = kvrag.generate.pipeline.prefill, []
 
     def tight(*args, mode, **kwargs):
         modes.append(mode)
@@ -537,12 +537,12 @@ def test_out_of_memory_retries_without_reuse_then_gives_up_with_a_sentence(engin
             raise torch.OutOfMemoryError("no room")
         return real(*args, mode=mode, **kwargs)
 
-    monkeypatch.setattr(kvrag.generate.sequence, "prefill", tight)
+    monkeypatch.setattr(kvrag.generate.pipeline, "prefill", tight)
     assert engine.generate(ask(0, 1), mode="stitch", max_new_tokens=2).exactness == "full"
     assert modes == ["stitch", "full"]
 
     monkeypatch.setattr(
-        kvrag.generate.sequence,
+        kvrag.generate.pipeline,
         "prefill",
         raising(RuntimeError, "DefaultCPUAllocator: can't allocate memory"),
     )

@@ -14,8 +14,8 @@ from texts import make_chunks
 
 import kvrag.blend.prefill as prefilling
 from kvrag import StoreConfig
-from kvrag.generate import sequence
-from kvrag.generate.histories import Histories
+from kvrag.generate import pipeline
+from kvrag.generate.radix_cache import RadixCache
 from kvrag.testing.models import TINY
 
 CHUNKS = make_chunks(6, words=42)
@@ -45,7 +45,7 @@ def keep(histories, ids, *, space="", exact=None, prompt=None):
 
 class TestTree:
     def test_it_finds_the_longest_beginning_that_was_kept(self):
-        draw, histories, kept = random.Random(3), Histories(2**30), []
+        draw, histories, kept = random.Random(3), RadixCache(2**30), []
         for _ in range(300):
             base = draw.choice(kept) if kept and draw.random() < 0.7 else []
             ids = [
@@ -80,14 +80,14 @@ class TestTree:
         }, "nothing is kept twice"
 
     def test_the_last_row_is_left_to_compute(self):
-        histories = Histories(2**20)
+        histories = RadixCache(2**20)
         keep(histories, [1, 2, 3])
         assert histories.find("", [1, 2, 3]).num_rows == 2
         assert histories.find("", [1]) is None
 
     def test_a_budget_is_kept_and_what_was_not_used_for_longest_goes(self):
         row = 2 * 2 * (3 + 5) * 4
-        histories = Histories(100 * row)
+        histories = RadixCache(100 * row)
         for name in range(8):
             keep(histories, [name] * 20)
             assert histories.stats()["bytes"] <= 100 * row
@@ -105,7 +105,7 @@ class TestTree:
 
     def test_leaves_go_before_what_stands_before_them(self):
         row = 2 * 2 * (3 + 5) * 4
-        histories = Histories(30 * row)
+        histories = RadixCache(30 * row)
         keep(histories, [1] * 10 + [2] * 10)
         keep(histories, [1] * 10 + [3] * 10)
         keep(histories, [4] * 5)
@@ -113,7 +113,7 @@ class TestTree:
         assert histories.find("", [1] * 10 + [3] * 11).num_rows == 20
 
     def test_approximate_rows_serve_only_who_goes_on_with_them(self):
-        histories = Histories(2**20)
+        histories = RadixCache(2**20)
         keep(histories, [1, 2, 3, 4, 5, 6, 7, 8], exact=3, prompt=6)  # 7 and 8 are the answer
         for asked, rows, exact in [
             ([1, 2, 3, 4, 5, 9, 9], 3, 3),  # another question
@@ -133,7 +133,7 @@ class TestTree:
         assert histories.stats()["tokens"] == 11, "an answer that was broken off adds nothing"
 
     def test_spaces_share_nothing(self):
-        histories = Histories(2**20)
+        histories = RadixCache(2**20)
         keep(histories, [1, 2, 3], space="one")
         assert histories.find("other", [1, 2, 3, 4]) is None
         assert histories.find("one", [1, 2, 3, 4])
@@ -143,7 +143,7 @@ class TestTree:
 
     def test_what_was_found_stays_while_others_evict_it(self):
         row, errors = 2 * 2 * (3 + 5) * 4, []
-        histories = Histories(60 * row)
+        histories = RadixCache(60 * row)
 
         def work(name):
             draw = random.Random(name)
@@ -397,14 +397,14 @@ def test_a_request_that_runs_during_an_erasure_is_not_kept(engine_of, erase):
 
 
 def test_weights_that_change_during_a_request_leave_nothing(engine_of, monkeypatch):
-    engine, real = engine_of("llama", store_config=KEPT), sequence.decode
+    engine, real = engine_of("llama", store_config=KEPT), pipeline.decode
 
     def decode(*args, **options):
         with torch.no_grad():
             engine.loaded.lm.model.lm_head.weight.mul_(1.5)
         return real(*args, **options)
 
-    monkeypatch.setattr(sequence, "decode", decode)
+    monkeypatch.setattr(pipeline, "decode", decode)
     engine.generate(QUESTIONS[0] * 5)
     assert engine.stats()["histories"]["bytes"] == 0
 

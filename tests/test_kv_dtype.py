@@ -14,7 +14,7 @@ from kvrag import Chunk, ConfigError, KVRagEngine, RepairConfig, StoreConfig
 from kvrag.estimate import ModelShape, kept_bytes_per_token
 from kvrag.identity.fingerprint import chunk_key, ids_digest, namespace_digest
 from kvrag.precompute.quantise_check import (
-    Gate,
+    QuantiseCheck,
     Verdict,
     _same_top,
     draw_parts,
@@ -187,7 +187,7 @@ def test_every_tier_gives_the_same_answer(engine_of, kv_dtype):
 
 
 def test_a_chunk_that_can_not_be_rounded_is_reported(engine_of, monkeypatch):
-    monkeypatch.setattr(Gate, "admit", lambda self, loaded: None)
+    monkeypatch.setattr(QuantiseCheck, "admit", lambda self, loaded: None)
     engine = make(engine_of, kv_dtype="int4")
     encode = kvrag.precompute.run.encode_chunks
 

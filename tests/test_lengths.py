@@ -7,8 +7,8 @@ import torch
 
 from kvrag import ContextLengthError, KVRagEngine
 from kvrag.config import DEFAULT_MAX_NEW_TOKENS
-from kvrag.generate import sequence
-from kvrag.generate.sequence import WORTH_REUSE
+from kvrag.generate import pipeline
+from kvrag.generate.pipeline import WORTH_REUSE
 from kvrag.model.plain import PlainLM
 from kvrag.testing.models import tiny_model
 
@@ -19,7 +19,7 @@ LIMIT = 40
 @pytest.fixture(params=["llama", "gpt2"])
 def engine(request, tokenizer, monkeypatch) -> KVRagEngine:
     """An engine with a small window and a small default, of a model with reuse, and of one without."""
-    monkeypatch.setattr(sequence, "DEFAULT_MAX_NEW_TOKENS", LIMIT)
+    monkeypatch.setattr(pipeline, "DEFAULT_MAX_NEW_TOKENS", LIMIT)
     opened = KVRagEngine.from_pretrained(deepcopy(tiny_model(request.param)), tokenizer=tokenizer)
     opened.loaded.lm.context_window = WINDOW
     if not isinstance(opened.loaded.lm, PlainLM):
@@ -89,7 +89,7 @@ def test_an_answer_of_no_given_length_forbids_no_reuse(engine):
     assert (
         answering._length_of(1000 - most + 1, None, slides=False) == most
     )  # nothing is left to save
-    sequence.DEFAULT_MAX_NEW_TOKENS = 900  # the fixture puts it back
+    pipeline.DEFAULT_MAX_NEW_TOKENS = 900  # the fixture puts it back
     assert answering._length_of(1000 - WORTH_REUSE, None, slides=False) == WORTH_REUSE
     assert answering._length_of(1000 - WORTH_REUSE + 1, None, slides=False) == 900
 

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from kvrag import ConfigError
 from kvrag.config import SamplingConfig
-from kvrag.generate.logprobs import Delta, Writer
+from kvrag.generate.logprobs import Delta, LogprobWriter
 from kvrag.generate.processors import Penalties
 from kvrag.types import TokenLogprob
 
@@ -131,11 +131,11 @@ def test_tokens_are_bytes_and_partial_characters_stay_apart(tokenizer):
     told = [
         TokenLogprob(token, -1.0, ((token, -1.0), (99, -math.inf))) for token in (1, 2, 3, 4, 5, 0)
     ]
-    chat = Writer(tokenizer, is_chat=True).write(told)["content"]
+    chat = LogprobWriter(tokenizer, is_chat=True).write(told)["content"]
     assert b"".join(bytes(each["bytes"]) for each in chat) == " A€!<|end|>".encode()
     assert [each["token"] for each in chat][:3] == [" A", "bytes:\\xe2", "bytes:\\x82"]
     assert chat[0]["top_logprobs"][1] == {"token": "", "logprob": -9999.0, "bytes": []}
-    text = Writer(tokenizer, is_chat=False)
+    text = LogprobWriter(tokenizer, is_chat=False)
     parts = [text.write(told[:3]), text.write(told[3:])]
     assert parts[0]["text_offset"] + parts[1]["text_offset"] == [0, 2, 2, 2, 3, 4]
     assert parts[0]["top_logprobs"][1] == {"bytes:\\xe2": -1.0, "": -9999.0}
@@ -149,5 +149,5 @@ def test_a_real_tokenizers_bytes_are_the_texts():
     file = Path(packaged_model())
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     text = "Zoë's 价格 is 5 € 🙂\n\tnext"
-    write = Writer(tokenizer, is_chat=True)
+    write = LogprobWriter(tokenizer, is_chat=True)
     assert b"".join(map(write.bytes_of, tokenizer(text)["input_ids"])) == text.encode()

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from kvrag.blend.covariance import RowCovariance
 from kvrag.blend.layout import Layout, Segment, place, rows_of
-from kvrag.blend.likeness import Likeness
 from kvrag.blend.select import decide, effective_ratio, select_rows, sentence_rows
 from kvrag.config import RepairConfig
 
@@ -77,7 +77,7 @@ def test_none_selects_nothing_and_all_everything():
         assert len(select_rows(nothing_stale, RepairConfig(strategy=strategy))) == 0
 
 
-def likeness_of(layout, seed=0):
+def covariance_of(layout, seed=0):
     """Rows of made-up values, as the repair compares them."""
     torch.manual_seed(seed)
     span = slice(layout.stale[0].start, layout.stale[-1].stop)
@@ -85,7 +85,7 @@ def likeness_of(layout, seed=0):
     for number, chunk in enumerate(layout.stale):
         owner[chunk.start - span.start : chunk.stop - span.start] = number
     rows = torch.nn.functional.normalize(torch.randn(len(owner), 8), dim=1)
-    return Likeness(span, rows, owner, torch.ones(len(owner)))
+    return RowCovariance(span, rows, owner, torch.ones(len(owner)))
 
 
 def starts_at(*rows, num_tokens=330):
@@ -102,7 +102,7 @@ def test_sentences_are_taken_whole_by_the_attention_to_their_best_rows():
     starts = starts_at(112, 120, 140, 160, 214, 290, 302)
     config = RepairConfig("query_sentences", recompute_ratio=0.24, first_k=0)
     rows = select_rows(
-        LAYOUT, config, mass=mass, likeness=likeness_of(LAYOUT), starts=starts
+        LAYOUT, config, mass=mass, covariance=covariance_of(LAYOUT), starts=starts
     ).tolist()
     assert len(rows) == 48
     assert {*range(140, 160), *range(290, 302)} <= set(rows)  # 32 rows: two thirds
@@ -115,7 +115,7 @@ def test_a_sentence_that_does_not_fit_leaves_its_room_to_the_next():
     starts = starts_at(112, 140, 160, 214, 224)
     config = RepairConfig("query_sentences", recompute_ratio=0.09, first_k=0)
     rows = select_rows(
-        LAYOUT, config, mass=mass, likeness=likeness_of(LAYOUT), starts=starts
+        LAYOUT, config, mass=mass, covariance=covariance_of(LAYOUT), starts=starts
     ).tolist()
     assert len(rows) == 18
     assert {*range(214, 224)} <= set(rows)
@@ -136,7 +136,9 @@ def test_no_sentence_goes_over_from_a_chunk_to_the_next():
     starts = starts_at(0, 10, 30, num_tokens=44)
     sentences = [10, 11, 12, 13, 14, 15, 16, 17, 18, 19]
     assert set(sentences) <= set(
-        select_rows(layout, config, mass=mass, likeness=likeness_of(layout), starts=starts).tolist()
+        select_rows(
+            layout, config, mass=mass, covariance=covariance_of(layout), starts=starts
+        ).tolist()
     )
     assert not starts[20], "the caller's marks stay as they are"
 
@@ -152,7 +154,7 @@ def test_sentences_keep_the_budget(ratio):
     config = RepairConfig("query_sentences", recompute_ratio=ratio)
     starts = starts_at(*range(112, 314, 17))
     rows = select_rows(
-        LAYOUT, config, mass=torch.rand(330), likeness=likeness_of(LAYOUT), starts=starts
+        LAYOUT, config, mass=torch.rand(330), covariance=covariance_of(LAYOUT), starts=starts
     )
     assert torch.equal(rows, torch.unique(rows))
     assert len(rows) == max(2, round((0.25 if ratio is None else ratio) * 200))

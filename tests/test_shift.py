@@ -9,14 +9,14 @@ from test_equivalence import CHUNKS, TOLERANCE, ask, distance, engines
 from test_equivalence import largest_change_before_the_difference as change_before
 from texts import make_chunks
 
-import kvrag.blend.likeness as likeness
+import kvrag.blend.covariance as covariance
 import kvrag.blend.repair as repairing
 import kvrag.blend.select as selecting
 import kvrag.blend.stitch as stitching
 import kvrag_kernels
 from kvrag import RepairConfig
+from kvrag.blend.covariance import RowCovariance
 from kvrag.blend.layout import Layout, Segment, place, rows_of
-from kvrag.blend.likeness import Likeness
 from kvrag.blend.repair import ResidualShift, may_shift, residual_shift
 from kvrag.blend.select import select_rows
 from kvrag.model import CausalLM
@@ -62,7 +62,9 @@ def shift_of(
         torch.cat([torch.tensor(selected, dtype=torch.int64), rows_of(layout.live)])
     ).values
     rotary: Rotations = [NO_ROTATION.at(torch.arange(layout.num_tokens))] * LAYERS
-    return residual_shift(Likeness.of(buffer, layout, mass), layout, rows, strength, rotary), rows
+    return residual_shift(
+        RowCovariance.of(buffer, layout, mass), layout, rows, strength, rotary
+    ), rows
 
 
 def changes(
@@ -104,7 +106,7 @@ def test_sixteen_bits_shift_keys_and_values_alike(name):
             torch.cat([torch.arange(10, 22), torch.arange(55, 66), rows_of(layout.live)])
         ).values
         shift = residual_shift(
-            Likeness.of(buffer, layout), layout, rows, 1.0, lm.rotary(layout.num_tokens)
+            RowCovariance.of(buffer, layout), layout, rows, 1.0, lm.rotary(layout.num_tokens)
         )
         assert shift is not None
         if dtype != torch.float32:
@@ -235,7 +237,7 @@ def test_rows_that_tell_most_are_of_every_kind():
     layout = chunks_of(10, 10)
     buffer, kinds = two_kinds(layout)
     stale = rows_of(layout.stale)
-    found = Likeness.of(buffer, layout).most_telling(stale, torch.ones(20), 4)
+    found = RowCovariance.of(buffer, layout).most_informative(stale, torch.ones(20), 4)
     assert {(int(kinds[row]), bool(row < 14)) for row in found} == {
         (0, True),
         (0, False),
@@ -257,9 +259,9 @@ def test_rows_are_chosen_as_the_formula_says():
     for tensors in buffer.layers:
         for tensor in tensors:
             tensor.normal_()
-    alike, stale = Likeness.of(buffer, layout), rows_of(layout.stale)
+    alike, stale = RowCovariance.of(buffer, layout), rows_of(layout.stale)
     mass = torch.rand(len(stale))
-    prior = alike.covariance(stale, stale).double()
+    prior = alike.between(stale, stale).double()
     weight, chosen = mass.sqrt().double(), list[int]()
 
     def error(rows: list[int]) -> float:
@@ -274,7 +276,7 @@ def test_rows_are_chosen_as_the_formula_says():
                 (i for i in range(len(stale)) if i not in chosen), key=lambda i: error([*chosen, i])
             )
         )
-    assert alike.most_telling(stale, mass, 5).tolist() == stale[chosen].tolist()
+    assert alike.most_informative(stale, mass, 5).tolist() == stale[chosen].tolist()
 
 
 def test_a_large_budget_is_spent_by_attention_too(monkeypatch):
@@ -283,7 +285,9 @@ def test_a_large_budget_is_spent_by_attention_too(monkeypatch):
     buffer, _ = two_kinds(layout)
     mass = torch.arange(float(layout.num_tokens))
     config = RepairConfig("query_gain", recompute_ratio=0.25, first_k=0)
-    rows = select_rows(layout, config, mass=mass, likeness=Likeness.of(buffer, layout)).tolist()
+    rows = select_rows(
+        layout, config, mass=mass, covariance=RowCovariance.of(buffer, layout)
+    ).tolist()
     best = rows_of(layout.stale)[-14:].tolist()
     assert len(set(rows)) == 10
     assert sum(row in best[-8:] for row in rows) >= 4, (
@@ -297,7 +301,7 @@ def test_on_a_budget_of_nothing_only_heads_are_repaired():
     buffer, _ = two_kinds(layout)
     mass = torch.ones(layout.num_tokens)
     config = RepairConfig(recompute_ratio=0.02, first_k=4)
-    rows = select_rows(layout, config, mass=mass, likeness=Likeness.of(buffer, layout))
+    rows = select_rows(layout, config, mass=mass, covariance=RowCovariance.of(buffer, layout))
     assert rows.tolist() == rows_of([s.head(4) for s in layout.stale]).tolist()
 
 
@@ -364,7 +368,7 @@ def test_the_promises_hold_with_launches(name, stored, monkeypatch):
 
 
 def test_the_tiny_models_have_other_layers_to_compare_than_the_first():
-    assert {int(share * tiny_model().config.num_hidden_layers) for share in likeness.LAYERS} == {
+    assert {int(share * tiny_model().config.num_hidden_layers) for share in covariance.LAYERS} == {
         1,
         3,
     }
@@ -373,10 +377,10 @@ def test_the_tiny_models_have_other_layers_to_compare_than_the_first():
 @pytest.mark.parametrize("strategy", ["query", "query_gain"])
 def test_requests_shift_by_what_their_question_reads(engine_of, monkeypatch, strategy):
     """The attention that was measured to choose rows serves the shift, too; rows are compared once a request."""
-    engine, found, of = engine_of("llama"), [], Likeness.of
+    engine, found, of = engine_of("llama"), [], RowCovariance.of
     texts = make_chunks(3, words=60, seed=5)
     engine.precompute(texts)
-    monkeypatch.setattr(Likeness, "of", lambda *args: found.append(args[2]) or of(*args))
+    monkeypatch.setattr(RowCovariance, "of", lambda *args: found.append(args[2]) or of(*args))
     prompt = [{"role": "user", "content": "\n\n".join([texts[2], texts[0], texts[1], "Who?"])}]
     result = engine.prefill(
         prompt, mode="stitch", repair=RepairConfig(strategy=strategy, recompute_ratio=0.2)

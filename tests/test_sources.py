@@ -11,7 +11,7 @@ from texts import make_chunks
 from kvrag import Chunk, KVRagEngine, RepairConfig, StoreConfig
 from kvrag.blend.layout import Layout, Segment, place, sources_of
 from kvrag.config import STRATEGIES
-from kvrag.generate import sequence
+from kvrag.generate import pipeline
 
 CHUNKS = make_chunks(4, words=30)
 PREFIX = "Read this.\n"
@@ -92,7 +92,7 @@ def test_each_row_is_named_by_what_happened_to_it(kept):
     ids=repr,
 )
 def test_exact_rows_are_a_full_prefills_and_reused_ones_are_not(kept, repair, monkeypatch):
-    seen, real = [], sequence.prefill
+    seen, real = [], pipeline.prefill
 
     def noting(*args, **options):
         made = real(*args, **options)
@@ -104,7 +104,7 @@ def test_exact_rows_are_a_full_prefills_and_reused_ones_are_not(kept, repair, mo
         )
         return made
 
-    monkeypatch.setattr(sequence, "prefill", noting)
+    monkeypatch.setattr(pipeline, "prefill", noting)
     found = rows(kept.prefill(PROMPT, mode="stitch", repair=repair))
     kept.prefill(PROMPT, mode="full")
     change = torch.stack([(a - b).abs().amax(dim=(0, 2)) for a, b in zip(*seen, strict=True)]).amax(

@@ -12,7 +12,7 @@ import pytest
 import torch
 from texts import make_chunks
 
-import kvrag.generate.sequence
+import kvrag.generate.pipeline
 from kvrag import KVRagEngine, OutOfMemoryError, RepairConfig, Retention, StoreConfig, hooks
 from kvrag.hooks import prefetch_kv
 from kvrag.prompt.spans import text_entry
@@ -113,7 +113,7 @@ def test_the_uppermost_tier_is_given_up_when_memory_runs_out(
     engine.precompute(CHUNKS)
     full = engine.prefill(ask(0, 1), mode="full")
     assert engine.stats()["store"]["host"].chunks > 0
-    real, calls = kvrag.generate.sequence.prefill, []
+    real, calls = kvrag.generate.pipeline.prefill, []
 
     def tight(*args: Any, **kwargs: Any) -> Any:
         calls.append(kwargs["mode"])
@@ -121,13 +121,13 @@ def test_the_uppermost_tier_is_given_up_when_memory_runs_out(
             raise torch.OutOfMemoryError("no room")
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(kvrag.generate.sequence, "prefill", tight)
+    monkeypatch.setattr(kvrag.generate.pipeline, "prefill", tight)
     result = engine.prefill(ask(0, 1), mode=mode)
     assert calls == [mode, "full"]
     assert torch.allclose(result.logits, full.logits, atol=1e-3)
     assert result.fallback_reason == ("memory ran out with reuse" if mode == "stitch" else None)
     monkeypatch.setattr(
-        kvrag.generate.sequence,
+        kvrag.generate.pipeline,
         "prefill",
         lambda *args, **kwargs: (_ for _ in ()).throw(MemoryError("none")),
     )

@@ -10,11 +10,11 @@ import pytest
 import torch
 from texts import make_chunks
 
-from kvrag.generate import sequence
+from kvrag.generate import pipeline
 from kvrag.model import CausalLM, turns
 from kvrag.model.forward import Forward, running
 from kvrag.model.rows import Rows
-from kvrag.model.turns import ModelTurns, lost_s
+from kvrag.model.turns import ModelTurns, waited_s
 from kvrag.testing.models import TINY
 
 CHUNKS = make_chunks(5, words=42)
@@ -28,7 +28,7 @@ IDS, MANY = torch.arange(5, 45), 60
 @pytest.fixture
 def abreast(monkeypatch):
     """Let so many requests begin to decode at the same time, and count what their forwards compute."""
-    real, sizes = sequence.decode, []
+    real, sizes = pipeline.decode, []
 
     def install(parties):
         barrier = threading.Barrier(parties)
@@ -43,7 +43,7 @@ def abreast(monkeypatch):
             return real(*args, **options)
 
         monkeypatch.setattr(CausalLM, "step", counted)
-        monkeypatch.setattr(sequence, "decode", decode)
+        monkeypatch.setattr(pipeline, "decode", decode)
         return sizes
 
     return install
@@ -110,7 +110,7 @@ def eager(monkeypatch):
         for _ in range(
             50
         ):  # tiny models have done their layers before another thread gets the interpreter
-            if self._turns is not None and not self._turns.wishes and not self._turns.is_stepping:
+            if self._turns is not None and not self._turns.pending and not self._turns.is_stepping:
                 time.sleep(1e-4)
         return update_(self, *args, **options)
 
@@ -262,12 +262,12 @@ class TestModelTurns:
         assert begun.wait(10)
         with ThreadPoolExecutor(2) as pool:
             others = [pool.submit(shared.step, name, work, limit=8) for name in "ab"]
-            while len(shared.wishes) < 3:
+            while len(shared.pending) < 3:
                 time.sleep(0.001)
             release.set()
             assert [other.result(10) for other in others] == ["a", "b"]
         leader.join()
-        assert not shared.wishes
+        assert not shared.pending
         assert shared._holder is None
 
     def test_steps_are_not_put_off_by_those_who_want_the_model_for_themselves(self):
@@ -294,14 +294,14 @@ class TestModelTurns:
             return items
 
         with ThreadPoolExecutor(1) as pool:
-            before = lost_s()
+            before = waited_s()
             with shared:
                 step = pool.submit(shared.step, 1, work, limit=8)
-                while not shared.wishes:
+                while not shared.pending:
                     time.sleep(0.001)
                 shared.give_way()
                 assert step.result(10) == 1
-        assert lost_s() - before >= slow
+        assert waited_s() - before >= slow
 
     @pytest.mark.parametrize("want", ["acquire", "step"])
     @pytest.mark.parametrize("is_free", [True, False])
@@ -328,7 +328,7 @@ class TestModelTurns:
             with pytest.raises(KeyboardInterrupt):
                 shared.acquire() if want == "acquire" else shared.step(1, list, limit=8)
             assert not shared._queue
-            assert not shared.wishes
+            assert not shared.pending
             if not is_free:
                 pool.submit(shared.release).result(10)
             assert pool.submit(shared.acquire, 5).result(10)
@@ -351,7 +351,7 @@ class TestModelTurns:
 
         with ThreadPoolExecutor(2) as pool, shared:
             steps = [pool.submit(shared.step, i, work, limit=8) for i in range(2)]
-            while len(shared.wishes) < 2:
+            while len(shared.pending) < 2:
                 time.sleep(0.001)
             shared.give_way()
             assert [step.result(10) for step in steps] == [0, 1]

@@ -18,8 +18,8 @@ CHUNKS = make_chunks(6, words=60, seed=3)
 PROMPT = [{"role": "user", "content": f"{CHUNKS[1]}\n\n{CHUNKS[0]}\n\nWho?"}]
 SECONDS = {
     "load_model": "kvrag.engine.load",
-    "prepare": "kvrag.engine.Answering",
-    "plan": "kvrag.generate.sequence.plan_prompt",
+    "prepare": "kvrag.engine.QueryPipeline",
+    "plan": "kvrag.generate.pipeline.plan_prompt",
     "price": "kvrag.blend.cost.costs_of",
     "load": "kvrag.blend.load._load",
     "stitch": "kvrag.blend.prefill.stitch",
@@ -50,7 +50,7 @@ def slow(monkeypatch):
         "kvrag.engine",
         "kvrag.blend.clock",
         "kvrag.generate.sampling",
-        "kvrag.generate.sequence",
+        "kvrag.generate.pipeline",
     ):
         monkeypatch.setattr(f"{module}.time", clock)
     costs = Costs(1.0, 1.0, 0.0, {"request": 0.0})

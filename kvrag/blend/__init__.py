@@ -4,7 +4,7 @@
 
     Plan ─▶ layout ─▶ select: decide ─▶ (load) ─▶ stitch ─▶ select: rows ─▶ repair ─▶ logits
                └────────────────────── prefill runs them ───────────────────┘
-                 cost: prices for auto · likeness: covariance of row changes · quantise: codes
+                 cost: prices for auto · covariance: covariance of row changes · quantise: codes
 
 Imports ``types errors config threads``, ``identity``, ``store``, ``model`` and ``prompt``.
 """

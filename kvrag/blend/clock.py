@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 
-from kvrag.model.turns import lost_s
+from kvrag.model.turns import waited_s
 from kvrag.types import Stage
 
 NOTABLE_S = 0.001  # shorter waits are not counted
@@ -41,11 +41,11 @@ class Clock:
     @contextmanager
     def stage(self, name: str, *, least_s: float = 0.0) -> Iterator[None]:
         """Add the time spent inside to a stage, if it exceeds ``least_s``."""
-        start, lost = time.perf_counter(), lost_s()
+        start, lost = time.perf_counter(), waited_s()
         try:
             yield
         finally:
-            end, lost = time.perf_counter(), lost_s() - lost
+            end, lost = time.perf_counter(), waited_s() - lost
             if end - start > least_s:
                 self._add(name, end - start - lost)
                 self.stages.append((name, start, end))

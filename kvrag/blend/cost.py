@@ -35,7 +35,7 @@ from kvrag.model.attention import ragged_attention
 from kvrag.model.lm import CausalLM, LoadedModel
 from kvrag.model.load import kept_file
 from kvrag.model.rows import Limits, Rows
-from kvrag.model.turns import lost_s
+from kvrag.model.turns import waited_s
 from kvrag.progress import Progress
 from kvrag.prompt.plan import Plan
 from kvrag.store import TieredStore
@@ -105,8 +105,8 @@ def is_wrong(took: float, predicted: float) -> bool:
 
     Both arguments are in milliseconds.
     """
-    is_far = max(took, predicted) > WRONG * min(took, predicted)
-    return is_far and abs(took - predicted) > NOTABLE_MS
+    is_remote = max(took, predicted) > WRONG * min(took, predicted)
+    return is_remote and abs(took - predicted) > NOTABLE_MS
 
 
 IN_ROWS = Costs(0.0, 1.0, 0.0, {"request": 160.0}, unit="tokens")
@@ -386,6 +386,6 @@ def _ms(run: Callable[[], torch.Tensor]) -> float:
 
     Excludes the time that this thread waited for the model or computed steps of other requests.
     """
-    start, lost = time.perf_counter(), lost_s()
+    start, lost = time.perf_counter(), waited_s()
     run().flatten()[-1].item()
-    return (time.perf_counter() - start - (lost_s() - lost)) * 1e3
+    return (time.perf_counter() - start - (waited_s() - lost)) * 1e3

@@ -12,13 +12,13 @@ import torch
 
 from kvrag.blend.clock import NOTABLE_S, Clock
 from kvrag.blend.cost import CostModel, Price
+from kvrag.blend.covariance import RowCovariance
 from kvrag.blend.layout import Layout, num_rows_of, sources_of
-from kvrag.blend.likeness import Likeness
 from kvrag.blend.load import read
 from kvrag.blend.repair import REREAD, deviation, may_shift, probe, repair
 from kvrag.blend.select import because, decide_plan, needs_of, select_rows
 from kvrag.blend.slide import SlidingWindow
-from kvrag.blend.stitch import Past, filling, stitch
+from kvrag.blend.stitch import PrefixMatch, filling, stitch
 from kvrag.config import RepairConfig
 from kvrag.model import CausalLM
 from kvrag.model.plain import Extend, PlainLM
@@ -158,7 +158,7 @@ def prefill(
     max_new_tokens: int,
     load_timeout_s: float,
     clock: Clock,
-    find_past: Callable[[], Past | None] = lambda: None,
+    find_past: Callable[[], PrefixMatch | None] = lambda: None,
     slides: bool = False,
     cancel: threading.Event | None = None,
 ) -> Prefilled:
@@ -278,7 +278,7 @@ def _blend(
 
     Returns the repaired rows and the last row's logits.
     """
-    rotary = selected = likeness = None
+    rotary = selected = covariance = None
     ids = torch.tensor(plan.token_ids)
     needs = needs_of(layout, config)
     if not needs:  # select before stitching, so that selected rows needn't be stitched
@@ -307,11 +307,13 @@ def _blend(
             change = None
             if "deviation" in needs:
                 change = deviation(model, buffer, layout, ids)
-            likeness = (
-                Likeness.of(buffer, layout, mass) if "likeness" in needs or config.shift else None
+            covariance = (
+                RowCovariance.of(buffer, layout, mass)
+                if "covariance" in needs or config.shift
+                else None
             )
             selected = select_rows(
-                layout, config, mass=mass, deviation=change, likeness=likeness, starts=starts
+                layout, config, mass=mass, deviation=change, covariance=covariance, starts=starts
             )
     with (
         clock.stage("repair" if layout.reused or layout.history else "prefill"),
@@ -325,7 +327,7 @@ def _blend(
             selected,
             shift=config.shift,
             rotary=rotary,
-            likeness=likeness,
+            covariance=covariance,
         )
         logits = logits.cpu()  # waits until the device has computed everything
     return selected, logits

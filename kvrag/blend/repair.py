@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from kvrag.blend.covariance import RowCovariance
 from kvrag.blend.layout import Layout, num_rows_of, rows_of
-from kvrag.blend.likeness import Likeness
 from kvrag.model import CausalLM, StopForward
 from kvrag.model.rope import Rotations
 from kvrag.model.rows import KVBuffer, Rows
@@ -115,10 +115,10 @@ class ResidualShift:
     """Shift unrepaired rows by their predicted change, layer by layer, before attention.
 
     Gaussian process regression predicts the changes of unrepaired rows as the posterior mean given
-    the changes (fresh - stored) of repaired rows: see :class:`~kvrag.blend.likeness.Likeness`. (The
-    nearest published idea, AgentKVShift, arXiv 2607.21604, takes a chunk's mean.) Changes of keys
-    are compared position-free: rotated back from the observed rows, and forward to the shifted
-    rows.
+    the changes (fresh - stored) of repaired rows: see
+    :class:`~kvrag.blend.covariance.RowCovariance`. (The nearest published idea, AgentKVShift,
+    arXiv 2607.21604, takes a chunk's mean.) Changes of keys are compared position-free: rotated
+    back from the observed rows, and forward to the shifted rows.
 
     Parameters
     ----------
@@ -196,7 +196,11 @@ def may_shift(layout: Layout, selected: torch.Tensor | None, strength: float) ->
 
 
 def residual_shift(
-    likeness: Likeness, layout: Layout, rows: torch.Tensor, strength: float, rotary: Rotations
+    covariance: RowCovariance,
+    layout: Layout,
+    rows: torch.Tensor,
+    strength: float,
+    rotary: Rotations,
 ) -> ResidualShift | None:
     """Return the residual shift for a forward over ``rows``, int64 on the host.
 
@@ -210,9 +214,9 @@ def residual_shift(
     if not len(picked):
         return None
     picked = picked[:: -(-len(picked) // SHIFT_MAX_ROWS)]
-    device, shifted = likeness.rows.device, strength * counted[likeness.span, None].float()
+    device, shifted = covariance.rows.device, strength * counted[covariance.span, None].float()
     picked, at, shifted = (x.to(device, non_blocking=True) for x in (picked, rows[picked], shifted))
-    return ResidualShift(likeness.span, picked, at, likeness.weights(at).mul_(shifted), rotary)
+    return ResidualShift(covariance.span, picked, at, covariance.weights(at).mul_(shifted), rotary)
 
 
 def repair(
@@ -224,7 +228,7 @@ def repair(
     *,
     shift: float,
     rotary: Rotations | None,
-    likeness: Likeness | None = None,
+    covariance: RowCovariance | None = None,
 ) -> torch.Tensor:
     """Recompute the selected rows of stale chunks and all live rows in a single forward.
 
@@ -236,7 +240,7 @@ def repair(
         Strength of the residual shift; 0 is off.
     rotary
         Rotations of the prompt's positions, which the shift needs.
-    likeness
+    covariance
         Covariance of the stitched rows. By default it is computed here, without the question's
         attention.
 
@@ -251,7 +255,7 @@ def repair(
     shifting = None
     if rotary is not None and may_shift(layout, selected, shift):
         shifting = residual_shift(
-            likeness or Likeness.of(buffer, layout), layout, rows, shift, rotary
+            covariance or RowCovariance.of(buffer, layout), layout, rows, shift, rotary
         )
         if shifting is not None and model.device.type == "cuda":
             shifting = shifting.for_tensor_cores(model.dtype)

@@ -15,8 +15,8 @@ from typing import Literal
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from kvrag.blend.covariance import RowCovariance
 from kvrag.blend.layout import Layout, Segment, lay_out, mask_of, num_rows_of, rows_of
-from kvrag.blend.likeness import Likeness
 from kvrag.config import RepairConfig
 from kvrag.prompt.plan import Plan
 from kvrag.types import Hole, Mode
@@ -45,9 +45,9 @@ LONGEST = 64
 PEAKS = 4
 """A sentence's score is the mean attention of its highest ``PEAKS`` rows."""
 
-Signal = Literal["mass", "deviation", "likeness", "sentences"]
+Signal = Literal["mass", "deviation", "covariance", "sentences"]
 """``mass``: attention of the question to every row. ``deviation``: squared change of every row's
-values at the check layer. ``likeness``: covariance of the rows' changes. ``sentences``: sentence
+values at the check layer. ``covariance``: covariance of the rows' changes. ``sentences``: sentence
 starts."""
 
 
@@ -65,7 +65,7 @@ class Signals:
         Number of rows to choose, and the recompute ratio that it was computed from.
     measured
         The signals with a number per row that the strategy needs, float32 ``(N,)`` on the host.
-    likeness
+    covariance
         Covariance of the rows' changes, if the strategy needs it.
     starts
         True where a sentence begins, bool ``(N,)``, if the strategy needs it.
@@ -78,7 +78,7 @@ class Signals:
     budget: int
     ratio: float
     measured: Mapping[Signal, torch.Tensor | None]
-    likeness: Likeness | None
+    covariance: RowCovariance | None
     starts: torch.Tensor | None
     config: RepairConfig
 
@@ -124,21 +124,21 @@ def _top_rows(signals: Signals) -> torch.Tensor:
     return signals.candidates[order[: signals.budget]]
 
 
-def _telling_rows(signals: Signals) -> torch.Tensor:
+def _informative_rows(signals: Signals) -> torch.Tensor:
     """Choose the rows whose repair best predicts the changes of the rows that the question reads.
 
-    See :meth:`~kvrag.blend.likeness.Likeness.most_telling`.
+    See :meth:`~kvrag.blend.covariance.RowCovariance.most_informative`.
     """
-    likeness, by_mass = (
-        signals.likeness,
+    covariance, by_mass = (
+        signals.covariance,
         _top_rows(replace(signals, budget=len(signals.candidates))),
     )
     mass, count = signals.measured["mass"], min(signals.budget, POOL // 2)
-    assert likeness is not None
+    assert covariance is not None
     assert mass is not None
-    pool, device = by_mass[:POOL], likeness.rows.device
+    pool, device = by_mass[:POOL], covariance.rows.device
     candidates, weights = (x.to(device, non_blocking=True) for x in (pool, mass[pool]))
-    chosen = likeness.most_telling(candidates, weights, count).cpu()
+    chosen = covariance.most_informative(candidates, weights, count).cpu()
     rest = by_mass[~mask_of(chosen, len(mass))[by_mass]]
     return torch.cat([chosen, rest[: signals.budget - count]])
 
@@ -171,7 +171,9 @@ def _sentences(signals: Signals) -> torch.Tensor:
             left -= len(rows)
     taken = torch.cat([signals.candidates[:0], *chosen])
     others = signals.candidates[~mask_of(taken, len(mass))[signals.candidates]]
-    rest = _telling_rows(replace(signals, candidates=others, budget=signals.budget - len(taken)))
+    rest = _informative_rows(
+        replace(signals, candidates=others, budget=signals.budget - len(taken))
+    )
     return torch.cat([taken, rest])
 
 
@@ -189,7 +191,7 @@ SELECT: dict[str, Callable[[Signals], torch.Tensor]] = {
     "hkvd": _top_rows,  # CacheBlend, arXiv 2405.16444
     "query": _top_rows,  # the idea of ProphetKV, arXiv 2602.02579
     "query_hkvd": _top_rows,
-    "query_gain": _telling_rows,
+    "query_gain": _informative_rows,
     "query_sentences": _sentences,
 }
 """Strategies by name. They return rows besides the heads: int64, any order, no duplicates. ``none``
@@ -199,8 +201,8 @@ NEEDS: dict[str, frozenset[Signal]] = {
     "hkvd": frozenset({"deviation"}),
     "query": frozenset({"mass"}),
     "query_hkvd": frozenset({"mass", "deviation"}),
-    "query_gain": frozenset({"mass", "likeness"}),
-    "query_sentences": frozenset({"mass", "likeness", "sentences"}),
+    "query_gain": frozenset({"mass", "covariance"}),
+    "query_sentences": frozenset({"mass", "covariance", "sentences"}),
 }
 """Signals to measure before selection. Mass and deviation cost a forward each."""
 
@@ -219,7 +221,7 @@ def select_rows(
     *,
     mass: torch.Tensor | None = None,
     deviation: torch.Tensor | None = None,
-    likeness: Likeness | None = None,
+    covariance: RowCovariance | None = None,
     starts: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the rows to repair: the heads of stale chunks plus the strategy's choice.
@@ -230,7 +232,7 @@ def select_rows(
         The prompt.
     config
         Strategy, ratio and heads. A ratio of 1 selects every row with any strategy.
-    mass, deviation, likeness
+    mass, deviation, covariance
         Signals that the strategy needs; mass and deviation are float32 ``(N,)`` on the host.
     starts
         True where a sentence begins, bool ``(N,)``, if the strategy needs it.
@@ -254,7 +256,7 @@ def select_rows(
         min(len(candidates), count - len(heads)),
         effective_ratio(layout, config, len(every)),
     )
-    signals = Signals(layout.stale, candidates, budget, ratio, measured, likeness, starts, config)
+    signals = Signals(layout.stale, candidates, budget, ratio, measured, covariance, starts, config)
     chosen = SELECT[config.strategy](signals) if budget else every[:0]
     rows: torch.Tensor = torch.unique(torch.cat([heads, chosen]))
     return rows

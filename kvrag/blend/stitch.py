@@ -29,7 +29,7 @@ LAYERS_PER_LAUNCH = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Past:
+class PrefixMatch:
     """Rows of earlier requests that are a prefix of the prompt.
 
     The first ``num_exact`` of ``num_rows`` equal a full prefill's.

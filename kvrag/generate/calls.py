@@ -10,7 +10,7 @@ from uuid import uuid4
 
 from kvrag.generate.sampling import Calls
 from kvrag.prompt.tokenizer import SegmentTokenizer
-from kvrag.prompt.tools import Form, Tools, name_of
+from kvrag.prompt.tools import ResponseFormat, Tools, name_of
 from kvrag.types import ToolCall
 
 _OPEN = "<tool_call>"
@@ -105,7 +105,10 @@ class ParsedCalls:
 
 
 def calls_in(
-    form: Form, encoder: SegmentTokenizer, prompt_ids: Sequence[int], eos_ids: frozenset[int]
+    form: ResponseFormat,
+    encoder: SegmentTokenizer,
+    prompt_ids: Sequence[int],
+    eos_ids: frozenset[int],
 ) -> tuple[Callable[[Sequence[int]], str], Calls]:
     """Return the decoder of an answer with tools, and the parser of its calls.
 

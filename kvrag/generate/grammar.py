@@ -13,7 +13,7 @@ import torch
 
 from kvrag.errors import ConfigError, InputError, require
 from kvrag.generate.schema import schema_part
-from kvrag.prompt.tools import Form, name_of
+from kvrag.prompt.tools import ResponseFormat, name_of
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,9 @@ class Constraint:
         return bool(self._matcher.is_stopped() and not self._matcher.is_error())
 
 
-def constraint_of(form: Form, tokenizer: Any, eos_ids: frozenset[int]) -> Constraint | None:
+def constraint_of(
+    form: ResponseFormat, tokenizer: Any, eos_ids: frozenset[int]
+) -> Constraint | None:
     """Return the constraint of an answer, unless any text is allowed.
 
     A warning, issued once per schema, names the keywords that decoding can't enforce: answers may
@@ -104,7 +106,7 @@ def _warn_once(schema: int, missed: str) -> None:
     )
 
 
-def _schema(form: Form, missed: list[str]) -> dict[str, Any]:
+def _schema(form: ResponseFormat, missed: list[str]) -> dict[str, Any]:
     """Return the JSON schema of an answer: a tool call, or the requested schema.
 
     Keywords that are left out are added to ``missed``.

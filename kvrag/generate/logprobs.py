@@ -77,7 +77,7 @@ def read_on(
     return grown, tuple(told)
 
 
-class Writer:
+class LogprobWriter:
     """Writer of an answer's log-probabilities, at once or as they come.
 
     ``is_chat``: in the format of chat completions, else of text completions. ``echo``: the prompt's

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvrag.config import RepairConfig, as_config, check_mode
 from kvrag.prompt.template import Chat, Prompt
-from kvrag.prompt.tools import TEXT, Form
+from kvrag.prompt.tools import TEXT, ResponseFormat
 from kvrag.types import Mode
 
 
@@ -26,7 +26,7 @@ class Request:
     repair: RepairConfig
     namespace: str
     prefixes: tuple[str, ...]
-    form: Form = TEXT
+    form: ResponseFormat = TEXT
     slides: bool = False
     variables: Mapping[str, Any] = field(default_factory=dict)
     continues: bool = False

@@ -56,7 +56,7 @@ SOURCE_NAMES = (
 )
 """Last modules that shape keys before rotation; a norm comes after its projection."""
 
-Layout = Callable[[torch.Tensor], torch.Tensor]
+HeadLayout = Callable[[torch.Tensor], torch.Tensor]
 """``output of a submodule -> keys (B, T, H, D)``."""
 
 
@@ -68,7 +68,7 @@ class KeySource:
     """
 
     name: str
-    layout: Layout
+    layout: HeadLayout
 
     def attach(
         self,
@@ -155,7 +155,7 @@ def key_sources(
                 yield KeySource(name, layout), layout(outputs[name])
 
 
-def _layouts(output: torch.Tensor, heads: int, dim: int, groups: int) -> Iterator[Layout]:
+def _layouts(output: torch.Tensor, heads: int, dim: int, groups: int) -> Iterator[HeadLayout]:
     if output.dim() == 4:
         if output.shape[2:] == (heads, dim):
             yield lambda out: out

@@ -120,7 +120,7 @@ class Forward(Cache):  # type: ignore[misc]
         **__: object,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write a layer's fresh rows in place and return all rows up to the forward's last."""
-        if self._turns is not None and self._turns.wishes:
+        if self._turns is not None and self._turns.pending:
             self._turns.give_way()
         stop, slots = (
             self._rows.stop,

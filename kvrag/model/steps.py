@@ -30,7 +30,7 @@ EAGER_STEPS = 4
 BUCKET = 256  # slots that a recording reaches beyond its first step's row, at most
 
 Step = Callable[[], torch.Tensor]
-Record = Callable[[Step], Step]
+Recorder = Callable[[Step], Step]
 """Records a step, and returns a function that replays it on its input tensors' current values."""
 
 
@@ -200,7 +200,7 @@ class RecordedSteps:
     """
 
     def __init__(
-        self, model: CausalLM, kv: KVBuffer, length: int, record: Record = by_graph
+        self, model: CausalLM, kv: KVBuffer, length: int, record: Recorder = by_graph
     ) -> None:
         self._model, self._kv, self._record = model, kv, record
         self._ids, self._at = (

@@ -29,29 +29,29 @@ SLICE_S = 0.05
 PATIENCE_S = 0.003  # seconds that a step waits for the threads of the last two batches
 
 
-class _Lost(threading.local):
+class _Waited(threading.local):
     seconds = 0.0
 
 
-_lost = _Lost()
+_waited = _Waited()
 
 
-def lost_s() -> float:
+def waited_s() -> float:
     """Return the seconds that this thread waited for models, or worked for other requests."""
-    return _lost.seconds
+    return _waited.seconds
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Waiting:
-    """Thread that waits for the model; ``has_it`` once it holds the lock."""
+    """Thread that waits for the model; ``has_model`` once it holds the lock."""
 
     thread: int = field(default_factory=threading.get_ident)
-    has_it: bool = False
+    has_model: bool = False
     event: threading.Event = field(default_factory=threading.Event)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class _Wish(_Waiting, Generic[T, R]):
+class _PendingStep(_Waiting, Generic[T, R]):
     """Pending step; once ``is_done``, with its result or its error."""
 
     item: T
@@ -65,7 +65,7 @@ class _Wish(_Waiting, Generic[T, R]):
 class ModelTurns:
     """Re-entrant lock in order of arrival; its holder also runs pending steps (:meth:`step`).
 
-    ``wishes`` are the pending steps; ``is_stepping`` says whether a batch of steps is running.
+    ``pending`` are the pending steps; ``is_stepping`` says whether a batch of steps is running.
     """
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class ModelTurns:
     def _at_fork_reinit(self) -> None:
         self._guard, self._came = threading.Lock(), threading.Event()
         self._holder, self._depth = cast(int | None, None), 0
-        self._queue, self.wishes = deque[_Waiting](), list[_Wish[Any, Any]]()
+        self._queue, self.pending = deque[_Waiting](), list[_PendingStep[Any, Any]]()
         self._recent = deque[set[int]](maxlen=2)  # threads of the last two batches of steps
         self._expected, self.is_stepping = 0, False
         self._due = 0.0  # time at which a forward pauses next
@@ -89,7 +89,7 @@ class ModelTurns:
         try:  # an interrupt may come at any moment from here on
             with self._guard:
                 if self._holder in (None, waiting.thread):
-                    self._holder, self._depth, waiting.has_it = (
+                    self._holder, self._depth, waiting.has_model = (
                         waiting.thread,
                         self._depth + 1,
                         True,
@@ -102,17 +102,17 @@ class ModelTurns:
                 self.release()
             raise
         finally:
-            _lost.seconds += time.perf_counter() - start
-        return waiting.has_it or not self._leave(waiting)
+            _waited.seconds += time.perf_counter() - start
+        return waiting.has_model or not self._leave(waiting)
 
     def _leave(self, waiting: _Waiting) -> bool:
         """Stop waiting; return whether the lock was not handed over meanwhile."""
         with self._guard, suppress(ValueError):  # a step that is just done is gone already
             waiters: list[Any] | deque[Any] = (
-                self.wishes if isinstance(waiting, _Wish) else self._queue
+                self.pending if isinstance(waiting, _PendingStep) else self._queue
             )
             waiters.remove(waiting)
-        return not waiting.has_it
+        return not waiting.has_model
 
     def release(self) -> None:
         """Release the lock: to a due step, else to the first waiter, else to any pending step."""
@@ -121,10 +121,10 @@ class ModelTurns:
             if self._depth:
                 return
             self._holder = None
-            are_due = self.wishes and (not self._queue or time.perf_counter() >= self._due)
-            heir = self.wishes[0] if are_due else self._queue.popleft() if self._queue else None
+            are_due = self.pending and (not self._queue or time.perf_counter() >= self._due)
+            heir = self.pending[0] if are_due else self._queue.popleft() if self._queue else None
             if heir is not None:
-                self._holder, self._depth, heir.has_it = heir.thread, 1, True
+                self._holder, self._depth, heir.has_model = heir.thread, 1, True
                 heir.event.set()
 
     @contextmanager
@@ -151,29 +151,29 @@ class ModelTurns:
         """
         if self._holder == threading.get_ident():  # no other thread could run it
             return work([item])[0]
-        wish = _Wish[T, R](item=item, work=work, limit=limit)
+        step = _PendingStep[T, R](item=item, work=work, limit=limit)
         try:
             with self._guard:
-                self.wishes.append(wish)
+                self.pending.append(step)
                 if self._holder is None:
-                    self._holder, self._depth, wish.has_it = wish.thread, 1, True
-                elif len(self.wishes) >= self._expected:
+                    self._holder, self._depth, step.has_model = step.thread, 1, True
+                elif len(self.pending) >= self._expected:
                     self._came.set()
-            if not wish.has_it:
-                wish.event.wait()
-            if wish.has_it:
+            if not step.has_model:
+                step.event.wait()
+            if step.has_model:
                 if limit > 1:
                     self._gather()
-                while not wish.is_done:  # earlier steps may fill a batch
+                while not step.is_done:  # earlier steps may fill a batch
                     self._serve()
         finally:
-            if not wish.is_done:  # interrupted
-                self._leave(wish)
-            if wish.has_it:
+            if not step.is_done:  # interrupted
+                self._leave(step)
+            if step.has_model:
                 self.release()
-        if wish.error is not None:
-            raise wish.error
-        return cast(R, wish.result)
+        if step.error is not None:
+            raise step.error
+        return cast(R, step.result)
 
     def _gather(self) -> None:
         """Wait briefly for the threads of the last two batches.
@@ -183,7 +183,7 @@ class ModelTurns:
         with self._guard:
             self._came.clear()
             self._expected = len(set[int]().union(*self._recent))
-            if len(self.wishes) >= self._expected:
+            if len(self.pending) >= self._expected:
                 return
         self._came.wait(PATIENCE_S)
 
@@ -192,44 +192,44 @@ class ModelTurns:
         if not self.is_stepping and time.perf_counter() >= self._due:
             start = time.perf_counter()
             self._serve()
-            _lost.seconds += time.perf_counter() - start
+            _waited.seconds += time.perf_counter() - start
 
     def _serve(self) -> None:
         """Run the oldest pending step with its batch; this thread holds the lock."""
         with self._guard:
-            first = next(iter(self.wishes), None)
+            first = next(iter(self.pending), None)
             if first is None:
                 return
-            batch = [wish for wish in self.wishes if wish.work == first.work][: first.limit]
-            self._recent.append({wish.thread for wish in batch})
+            batch = [step for step in self.pending if step.work == first.work][: first.limit]
+            self._recent.append({step.thread for step in batch})
         start, self.is_stepping = time.perf_counter(), True
         try:
             _do(batch)
         finally:  # also after an interrupt: unfinished steps wait on
             self.is_stepping = False
             with self._guard:
-                self.wishes = [wish for wish in self.wishes if not wish.is_done]
+                self.pending = [step for step in self.pending if not step.is_done]
             end = time.perf_counter()
             self._due = end + max(SLICE_S, end - start)
-            for wish in batch:
-                if wish.is_done:
-                    wish.event.set()
+            for step in batch:
+                if step.is_done:
+                    step.event.set()
 
 
-def _do(batch: Sequence[_Wish[Any, Any]]) -> None:
+def _do(batch: Sequence[_PendingStep[Any, Any]]) -> None:
     try:
-        results: Sequence[Any] | None = batch[0].work([wish.item for wish in batch])
+        results: Sequence[Any] | None = batch[0].work([step.item for step in batch])
     except Exception as error:
         if len(batch) == 1:
             batch[0].error, batch[0].is_done = error, True
             return
         results = None  # run again outside: the exception keeps the failed step's tensors alive
     if results is None:
-        for wish in batch:
-            _do([wish])
+        for step in batch:
+            _do([step])
         return
-    for wish, result in zip(batch, results, strict=True):
-        wish.result, wish.is_done = result, True
+    for step, result in zip(batch, results, strict=True):
+        step.result, step.is_done = result, True
 
 
 _turns: dict[int, ModelTurns] = {}  # by id of the config, which the lock protects, too

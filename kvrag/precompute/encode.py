@@ -26,7 +26,7 @@ from kvrag.types import ChunkKV, LayerKV
 _NAMED = re.compile(r"default(?::(\d+))?")
 CONTEXT_TOKENS = 1000  # most tokens of a context
 DEFAULT_TOKENS = 250  # tokens of the default context; docs/benchmarks.md compares other lengths
-Behind = tuple[KVBuffer, ChunkKV | None]  # result of :func:`encode_prefix`
+EncodedPrefix = tuple[KVBuffer, ChunkKV | None]  # result of :func:`encode_prefix`
 WINDOW_SHARE = 4  # a context takes at most 1 / WINDOW_SHARE of the model's context window
 
 
@@ -71,7 +71,7 @@ def shipped() -> str:
 @torch.inference_mode()
 def encode_prefix(
     model: CausalLM, prefix_ids: Sequence[int], context_ids: Sequence[int] = ()
-) -> Behind:
+) -> EncodedPrefix:
     """Encode the prefix and the context behind it.
 
     Returns a buffer with both, for :func:`encode_chunks`, and the KV of the prefix alone (``None``

@@ -23,7 +23,7 @@ from kvrag.identity.fingerprint import content_key, context_digest, text_digest
 from kvrag.model.lm import LoadedModel
 from kvrag.precompute.run import Guard, Precompute
 from kvrag.prompt.learn import MAX_LEARNT
-from kvrag.store import Record, TieredStore
+from kvrag.store import ChunkRecord, TieredStore
 from kvrag.threads import POOL
 from kvrag.types import ChunkIdentity, Missed, MissedChunk, TextEntry
 
@@ -209,7 +209,7 @@ class WriteBack:
             if len(found) > MAX_LEARNT:
                 self.store.delete(found[:-MAX_LEARNT])
 
-    def variants(self, namespace: str, text: str) -> list[Record]:
+    def variants(self, namespace: str, text: str) -> list[ChunkRecord]:
         """Return the records of a text's KV behind any prefix and context, oldest first."""
         ids = self.loaded.encoder.chunk_ids(text)
         identity = ChunkIdentity(self.loaded.fingerprint, namespace, "", ids, self.config.kv_dtype)

@@ -87,7 +87,7 @@ class Verdict:
         return self.mean_kl <= MAX_MEAN_KL and self.top1 >= MIN_TOP1
 
 
-class Gate:
+class QuantiseCheck:
     """Admit models to a store that quantises KV to ``kv_dtype``, and remember them.
 
     ``"auto"`` admits every model.

@@ -22,7 +22,7 @@ from kvrag.model import CausalLM
 from kvrag.model.lm import LoadedModel
 from kvrag.model.rows import KVBuffer
 from kvrag.precompute.documents import Item
-from kvrag.precompute.encode import Behind, encode_chunks, encode_prefix
+from kvrag.precompute.encode import EncodedPrefix, encode_chunks, encode_prefix
 from kvrag.progress import Progress
 from kvrag.prompt.spans import ANCHOR_CHARS, text_entry
 from kvrag.store import TieredStore
@@ -112,7 +112,7 @@ class Precompute:
 
     # On a CPU, recomputing the same prefix and context would take seconds per run, for example for
     # every document that is added to an index.
-    _kept: ClassVar[WeakKeyDictionary[CausalLM, dict[object, Behind]]] = WeakKeyDictionary()
+    _kept: ClassVar[WeakKeyDictionary[CausalLM, dict[object, EncodedPrefix]]] = WeakKeyDictionary()
 
     def __init__(
         self,

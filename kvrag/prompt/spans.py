@@ -129,7 +129,9 @@ class SpanIndex:
         if len(text) < ANCHOR_CHARS:
             return []
         windows = _window_hashes(text)
-        return np.unique(np.concatenate([table.places(windows) for table in self._tables])).tolist()  # type: ignore[no-any-return]
+        found = [table.places(windows) for table in self._tables]
+        places: list[int] = np.unique(np.concatenate(found)).tolist()
+        return places
 
     def tail_places(self, text: str) -> list[int]:
         """Return the places, ascending, where the tail of a registered text stands.

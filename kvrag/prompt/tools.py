@@ -20,7 +20,7 @@ Tools = tuple[Mapping[str, Any], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class ResponseFormat:
     """Form that an answer must have.
 
     ``schema``: the JSON schema of an answer that calls no tool; without it, any text. ``tools``:
@@ -33,11 +33,13 @@ class Form:
     schema: Mapping[str, Any] | None = None
 
 
-TEXT = Form()
+TEXT = ResponseFormat()
 FORM = ("tools", "tool_choice", "response_format")  # request options that set the form
 
 
-def answer_form(tools: Any = None, tool_choice: Any = None, response_format: Any = None) -> Form:
+def answer_form(
+    tools: Any = None, tool_choice: Any = None, response_format: Any = None
+) -> ResponseFormat:
     """Check a request's options, in OpenAI's format, and return the form of its answer.
 
     Raises ``ConfigError``. The choice ``none`` leaves the tools out.
@@ -60,7 +62,9 @@ def answer_form(tools: Any = None, tool_choice: Any = None, response_format: Any
             f"it must be 'auto', 'none', 'required', or one of {names}"
         )
     shown = () if choice == "none" else checked
-    return Form(shown, choice if shown and choice else "auto", _checked_schema(response_format))
+    return ResponseFormat(
+        shown, choice if shown and choice else "auto", _checked_schema(response_format)
+    )
 
 
 def _choice(tool_choice: Any) -> tuple[Any, list[str] | None]:

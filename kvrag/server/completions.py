@@ -17,16 +17,16 @@ from fastapi.responses import JSONResponse, Response
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.requests import ClientDisconnect
 
-from kvrag.generate.logprobs import Delta, Writer
+from kvrag.generate.logprobs import Delta, LogprobWriter
 from kvrag.generate.streams import AsyncTokenStream
 from kvrag.prompt.messages import SYNONYMS
 from kvrag.prompt.template import Prompt
 from kvrag.server.errors import APIError, as_api_error
 from kvrag.server.metrics import Timer
-from kvrag.server.record import Record
+from kvrag.server.record import RequestRecord
 from kvrag.server.schema import ChatRequest, Message, Reuse, TextRequest
 from kvrag.server.service import Fitting, Service, service_of
-from kvrag.server.shapes import CHAT, TEXT, Shape, Told, calls_of, usage_of
+from kvrag.server.shapes import CHAT, TEXT, LogprobStream, Shape, calls_of, usage_of
 from kvrag.types import Chunk, GenerationResult
 
 # After this wait a stream begins without a first token, so that its client sees a sign of life.
@@ -106,7 +106,7 @@ async def _complete(
 ) -> Response:
     service = service_of(request)
     service.check_model(body.model)
-    record: Record = request.state.record
+    record: RequestRecord = request.state.record
     record.model, record.is_stream = service.name, body.stream
     echo = _echo(service, body, prompts)
     pieces = _pieces(service, body, request, prompts, echo)
@@ -131,7 +131,7 @@ async def _complete(
     await _unless_gone(request, first, PATIENCE_S)
     if first.done():
         first.result()  # an error before the first byte has a status of its own
-    told = Told(service.engine.tokenizer, is_chat=shape.is_chat, echo=echo)
+    told = LogprobStream(service.engine.tokenizer, is_chat=shape.is_chat, echo=echo)
     events = _events(shape, body, head, first, pieces, told, record)
     return EventSourceResponse(
         events,
@@ -180,7 +180,7 @@ async def _pieces(
     With ``echo``, a choice comes in a single piece behind its prompt's text. Leaving the generator
     ends all choices.
     """
-    loop, record = asyncio.get_running_loop(), cast(Record, request.state.record)
+    loop, record = asyncio.get_running_loop(), cast(RequestRecord, request.state.record)
     deadline, timer = loop.time() + service.config.timeout_s, service.metrics.timer(record)
     arrived: asyncio.Queue[tuple[int, str | GenerationResult | Exception]] = asyncio.Queue()
     streams = [
@@ -221,11 +221,11 @@ def _echo(service: Service, body: Body, prompts: Sequence[Prompt]) -> list[str]:
     """Return the prompt's text for every choice if answers begin with it, else an empty list."""
     if not isinstance(body, TextRequest) or not body.echo:
         return []
-    writer = Writer(service.engine.tokenizer, is_chat=False)
+    writer = LogprobWriter(service.engine.tokenizer, is_chat=False)
     return [text for prompt in prompts for text in [_text_of(prompt, writer)] * body.n]
 
 
-def _text_of(prompt: Any, writer: Writer) -> str:
+def _text_of(prompt: Any, writer: LogprobWriter) -> str:
     """Return the text of a prompt that is a string, a list of segments or a list of token ids."""
     if isinstance(prompt, str):
         return prompt
@@ -295,8 +295,8 @@ async def _events(
     head: dict[str, Any],
     first: asyncio.Task[Piece],
     pieces: AsyncGenerator[Piece, None],
-    told: Told,
-    record: Record,
+    told: LogprobStream,
+    record: RequestRecord,
 ) -> AsyncIterator[ServerSentEvent]:
     """Yield a completion as OpenAI's events; an error after the first byte is an event, too."""
     kind = shape.object + ".chunk" if shape.is_chat else shape.object

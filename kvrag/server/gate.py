@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvrag.server.config import ServerConfig
 from kvrag.server.errors import APIError, as_api_error
-from kvrag.server.record import Record, Tracer
+from kvrag.server.record import RequestRecord, Tracer
 
 _GUARDED = "/v1"
 
@@ -27,7 +27,9 @@ class Gate:
     inside is answered and logged here, and not raised further.
     """
 
-    def __init__(self, app: ASGIApp, config: ServerConfig, count: Callable[[Record], None]) -> None:
+    def __init__(
+        self, app: ASGIApp, config: ServerConfig, count: Callable[[RequestRecord], None]
+    ) -> None:
         self._app, self._config, self._count, self._tracer = app, config, count, Tracer()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -40,7 +42,7 @@ class Gate:
         given = headers.get(b"x-request-id", "")
         request_id = given if 0 < len(given) <= 128 and given.isprintable() else uuid.uuid4().hex
         state: MutableMapping[str, Any] = scope.setdefault("state", {})
-        record = state["record"] = Record(request_id, scope["method"])
+        record = state["record"] = RequestRecord(request_id, scope["method"])
 
         async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":

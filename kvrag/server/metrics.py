@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 from kvrag.engine import KVRagEngine
 from kvrag.server.admission import Admission
-from kvrag.server.record import Record
+from kvrag.server.record import RequestRecord
 from kvrag.store import StoreEvent
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 150.0)
@@ -98,11 +98,11 @@ class Metrics:
         if event.type == "BlockRemoved":
             self._removed.labels(event.medium, event.reason).inc(len(event.block_hashes))
 
-    def timer(self, record: Record) -> Timer:
+    def timer(self, record: RequestRecord) -> Timer:
         """Return a timer for the answer to a request."""
         return Timer(record, self._queue, self._ttft, self._step)
 
-    def count(self, record: Record) -> None:
+    def count(self, record: RequestRecord) -> None:
         """Count a request that has ended."""
         self._responses.labels(record.endpoint, record.status).inc()
         if record.status in REFUSALS:
@@ -129,7 +129,9 @@ class Metrics:
 class Timer:
     """Notes the times of an answer as they occur."""
 
-    def __init__(self, record: Record, queue: Histogram, ttft: Histogram, step: Histogram) -> None:
+    def __init__(
+        self, record: RequestRecord, queue: Histogram, ttft: Histogram, step: Histogram
+    ) -> None:
         self._record, self._queue, self._ttft, self._step = record, queue, ttft, step
         self._latest: dict[int, float] = {}
 

@@ -24,7 +24,7 @@ _PROVIDER = "kvrag"
 
 
 @dataclass(slots=True)
-class Record:
+class RequestRecord:
     """Record of a request. Times are seconds on the clock of ``time.perf_counter``.
 
     ``ended`` says how its answer ended, regardless of the status. ``queue_s`` is the time in the
@@ -131,7 +131,7 @@ class Tracer:
                 trace.get_tracer("kvrag"),
             )
 
-    def write(self, record: Record, headers: Mapping[str, str]) -> str | None:
+    def write(self, record: RequestRecord, headers: Mapping[str, str]) -> str | None:
         """Write the span of a request, which continues the client's trace, and a span per stage.
 
         Returns the id of the trace if the span is recorded.
@@ -176,7 +176,7 @@ class Tracer:
         return format(span.get_span_context().trace_id, "032x")
 
 
-def _attributes(record: Record, operation: str | None) -> dict[str, Any]:
+def _attributes(record: RequestRecord, operation: str | None) -> dict[str, Any]:
     """Return the attributes of a request's span.
 
     They follow OpenTelemetry's conventions for HTTP and generative AI, and add kvrag's own.

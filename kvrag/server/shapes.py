@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from kvrag.generate.logprobs import Delta, Writer
+from kvrag.generate.logprobs import Delta, LogprobWriter
 from kvrag.types import GenerationResult
 
 
@@ -29,7 +29,7 @@ class Shape:
         self, index: int, result: GenerationResult, tokenizer: Any, echo: str = ""
     ) -> dict[str, Any]:
         """Return a finished choice; its text begins with ``echo``."""
-        writer = Writer(tokenizer, is_chat=self.is_chat, echo=echo)
+        writer = LogprobWriter(tokenizer, is_chat=self.is_chat, echo=echo)
         logprobs = result.logprobs and writer.write(result.logprobs)
         own: dict[str, Any] = {"text": result.text}
         if self.is_chat:
@@ -67,7 +67,7 @@ def calls_of(result: GenerationResult) -> list[dict[str, Any]]:
     return made
 
 
-class Told:
+class LogprobStream:
     """Log-probabilities of a stream's choices, sent a single time per token.
 
     They are sent with the text that the token completes, or at the end. ``echo`` holds the prompts'
@@ -76,9 +76,9 @@ class Told:
 
     def __init__(self, tokenizer: Any, *, is_chat: bool, echo: Sequence[str] = ()) -> None:
         self.tokenizer = tokenizer
-        self._make = partial(Writer, tokenizer, is_chat=is_chat)
+        self._make = partial(LogprobWriter, tokenizer, is_chat=is_chat)
         self._echo = echo
-        self._writers: dict[int, Writer] = {}
+        self._writers: dict[int, LogprobWriter] = {}
         self._counts: Counter[int] = Counter()
 
     def of(self, index: int, piece: str | GenerationResult) -> dict[str, Any] | None:
@@ -135,7 +135,7 @@ def _trace(result: GenerationResult, tokenizer: Any) -> dict[str, Any]:
     character has it.
     """
     writer, characters = (
-        Writer(tokenizer, is_chat=True),
+        LogprobWriter(tokenizer, is_chat=True),
         codecs.getincrementaldecoder("utf-8")("replace"),
     )
     tokens = [characters.decode(writer.bytes_of(token)) for token in result.prompt_ids]

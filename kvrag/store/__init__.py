@@ -13,24 +13,24 @@ kvrag.
 """
 
 from kvrag.config import Retention
-from kvrag.store.base import Blobs, MemoryBlobs, Record, StoreEvent, StoreStats
+from kvrag.store.base import Blobs, ChunkRecord, MemoryBlobs, StoreEvent, StoreStats
 from kvrag.store.blobs import FileBlobs
 from kvrag.store.catalog import Catalog
 from kvrag.store.crypto import Keys
+from kvrag.store.eviction import check_retention
 from kvrag.store.memory import MemoryTier, Prefetch
 from kvrag.store.opening import host_memory, on_accelerator, open_store
 from kvrag.store.tiers import TieredStore
-from kvrag.store.worth import check_retention
 
 __all__ = [
     "Blobs",
     "Catalog",
+    "ChunkRecord",
     "FileBlobs",
     "Keys",
     "MemoryBlobs",
     "MemoryTier",
     "Prefetch",
-    "Record",
     "Retention",
     "StoreEvent",
     "StoreStats",

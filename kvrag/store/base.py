@@ -85,7 +85,7 @@ class MemoryBlobs:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class ChunkRecord:
     """Catalog record of a stored chunk: its identity without token ids, and the size of its KV.
 
     ``content`` is :func:`kvrag.identity.fingerprint.content_key`, which the variants of a chunk
@@ -160,7 +160,7 @@ class Listener:
     path: str | None
     has_warned: bool = field(default=False, compare=False)
 
-    def hear(self, event: StoreEvent) -> None:
+    def receive(self, event: StoreEvent) -> None:
         """Pass on an event; never raises."""
         try:
             if self.on_event is not None:

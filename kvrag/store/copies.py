@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from kvrag.store.base import Blobs, Bytes
 from kvrag.store.blobs import FileBlobs
-from kvrag.store.worth import Budget, Evictor, Sized, Usage
+from kvrag.store.eviction import Budget, Evictor, Sized, Usage
 from kvrag.threads import fork_lock
 from kvrag.types import ChunkKey
 
@@ -16,7 +16,7 @@ LISTINGS = 16  # listings of the directory while bytes for the whole budget are 
 FULL_S = 10.0  # seconds without copies after a copy found no room
 
 
-class CopiedBlobs:
+class CachedBlobs:
     """Shared blobs, copied to a directory when they are read or written here.
 
     The methods are as in :class:`kvrag.store.base.Blobs`.

@@ -163,7 +163,7 @@ def _cipher(key: bytes, nonce: int, tag: bytes | None = None) -> Any:
     )
 
 
-class Seal:
+class RowCipher:
     """Encrypt names and values of the catalog with AES-SIV.
 
     Equal names give equal bytes, so rows are found by their encrypted names. A value is bound to

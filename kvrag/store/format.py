@@ -33,7 +33,7 @@ from kvrag.layers import (
     FLOATS,
     MAX_LAYERS,
     NAMES,
-    Layout,
+    BlobLayout,
     Shapes,
     bytes_of,
     layout_of,
@@ -42,7 +42,7 @@ from kvrag.layers import (
     shapes_of,
     view_layer,
 )
-from kvrag.store.base import Bytes, Record
+from kvrag.store.base import Bytes, ChunkRecord
 from kvrag.store.crypto import TAG_BYTES, decrypt, derive, encrypt, key_id
 from kvrag.threads import POOL
 from kvrag.types import ChunkIdentity, ChunkKV, HoleReason, LayerKV
@@ -107,7 +107,7 @@ class Header:
     digests: tuple[bytes, ...]
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> BlobLayout:
         """Layout of the tensors."""
         return layout_of(self.identity.kv_dtype, self.dtype, self.shapes)
 
@@ -132,10 +132,12 @@ class Header:
         return text.replace(NO_DIGEST, xxhash.xxh3_128_hexdigest(text).encode(), 1)
 
 
-def record_of(of: ChunkIdentity, num_bytes: int) -> Record:
+def record_of(of: ChunkIdentity, num_bytes: int) -> ChunkRecord:
     """Return the catalog record of a chunk."""
     key, content, tokens = chunk_key(of), content_key(of), len(of.token_ids)
-    return Record(key, content, of.model, of.namespace, of.prefix, of.context, tokens, num_bytes)
+    return ChunkRecord(
+        key, content, of.model, of.namespace, of.prefix, of.context, tokens, num_bytes
+    )
 
 
 def _runs(offsets: Sequence[int]) -> list[range]:

@@ -18,7 +18,7 @@ from kvrag.config import Retention
 from kvrag.identity.fingerprint import chunk_key
 from kvrag.layers import own_kv
 from kvrag.store.base import EventType, Listener, StoreEvent, StoreStats
-from kvrag.store.worth import Sized, Usage, leaving
+from kvrag.store.eviction import Sized, Usage, leaving
 from kvrag.threads import Pool, fork_lock
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, Hole
 
@@ -33,7 +33,7 @@ AHEAD = Pool("kvrag-read-ahead", 2)
 Loaded = ChunkKV | Hole
 
 
-def tell(
+def emit(
     listeners: list[Listener], medium: str, keys: Iterable[ChunkKey], reason: str, *size: int
 ) -> None:
     """Emit an event per chunk to the listeners; equal listeners, of several stores, get it once.
@@ -48,7 +48,7 @@ def tell(
         event = StoreEvent(kind, medium, hashes, reason, *size)
         for number, each in enumerate(known):
             if each not in known[:number]:
-                each.hear(event)
+                each.receive(event)
 
 
 @dataclass(slots=True, eq=False)
@@ -131,8 +131,8 @@ class MemoryTier:
                 else None
             )
         if gone is not None:
-            tell(self.listeners, self.name, [key], reason, len(identity.token_ids), num_bytes)
-            tell(self.listeners, self.name, gone, "evicted")
+            emit(self.listeners, self.name, [key], reason, len(identity.token_ids), num_bytes)
+            emit(self.listeners, self.name, gone, "evicted")
         return given
 
     def drop(self, keys: Iterable[ChunkKey], reason: str) -> None:
@@ -140,7 +140,7 @@ class MemoryTier:
         with self._lock:
             self.epoch += 1
             gone = self._remove(keys)
-        tell(self.listeners, self.name, gone, reason)
+        emit(self.listeners, self.name, gone, reason)
 
     def release(self) -> int:
         """Drop all chunks to free their memory, and return their bytes."""

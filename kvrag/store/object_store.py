@@ -43,7 +43,7 @@ class ObjectBlobs:
         If the address or the environment can't be used.
     """
 
-    is_far = True  # a second request costs more than bytes that are not needed
+    is_remote = True  # a second request costs more than bytes that are not needed
 
     def __init__(self, url: str, folder: str) -> None:
         self._obstore: Any = require(

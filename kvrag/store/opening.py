@@ -31,13 +31,13 @@ from kvrag.store.catalog import Catalog
 from kvrag.store.catalog.database import sync
 from kvrag.store.catalog.journal import Journal
 from kvrag.store.catalog.shared import SharedRows
-from kvrag.store.copies import CopiedBlobs
+from kvrag.store.copies import CachedBlobs
 from kvrag.store.crypto import Keys
+from kvrag.store.eviction import Budget
 from kvrag.store.memory import MemoryTier
 from kvrag.store.object_store import ObjectBlobs
 from kvrag.store.redis import RedisBlobs
 from kvrag.store.tiers import TieredStore
-from kvrag.store.worth import Budget
 from kvrag.threads import fork_lock
 from kvrag.types import ChunkKey
 
@@ -146,13 +146,13 @@ def _open_shared(
         )
         folder = None
         if root is not None:
-            blobs = CopiedBlobs(blobs, FileBlobs(root, durable=False), _budget(root, config))
+            blobs = CachedBlobs(blobs, FileBlobs(root, durable=False), _budget(root, config))
             folder = (
                 root / f"catalog-{hashlib.sha256(f'{url} {keys.id}'.encode()).hexdigest()[:16]}"
             )
             rows = partial(rows, changed=partial(_forget_copies, blobs))
         catalog = Catalog(folder, keys, read_only=config.read_only, rows=rows)
-        if isinstance(blobs, CopiedBlobs) and [folder] == list(blobs.local.root.glob("catalog*")):
+        if isinstance(blobs, CachedBlobs) and [folder] == list(blobs.local.root.glob("catalog*")):
             # A killed process may have left copies of erased chunks.
             with suppress(OSError, StoreError):
                 blobs.forget(blobs.local.keys() - catalog.present())
@@ -190,7 +190,7 @@ def open_url(url: str, folder: str) -> Blobs:
     return ObjectBlobs(f"{scheme}://{rest}", folder)
 
 
-def _forget_copies(blobs: CopiedBlobs, names: Collection[str]) -> None:
+def _forget_copies(blobs: CachedBlobs, names: Collection[str]) -> None:
     """Erase the local copies of chunks after their rows were removed."""
     with suppress(OSError):
         blobs.forget([ChunkKey(name[2:]) for name in names if name.startswith("c ")])

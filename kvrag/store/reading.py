@@ -18,11 +18,11 @@ from kvrag.identity.fingerprint import chunk_key
 from kvrag.store.base import Blobs, Bytes, Listener, MemoryBlobs, StoreEvent, StoreStats
 from kvrag.store.blobs import KEY, FileBlobs
 from kvrag.store.catalog import Catalog
-from kvrag.store.copies import CopiedBlobs
+from kvrag.store.copies import CachedBlobs
 from kvrag.store.crypto import Keys
+from kvrag.store.eviction import Usage
 from kvrag.store.format import Blob, BlobRejected
-from kvrag.store.memory import Loaded, MemoryTier, Prefetch, Read, Reads, tell
-from kvrag.store.worth import Usage
+from kvrag.store.memory import Loaded, MemoryTier, Prefetch, Read, Reads, emit
 from kvrag.threads import Deadline, fork_lock
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, Hole, HoleReason
 
@@ -104,9 +104,9 @@ class Reader:
         """Return a chunk's retention, with its remaining duration; ``None`` for the default."""
         return self.catalog.usage(key).retention()
 
-    def listen(self, hear: Callable[[StoreEvent], None]) -> None:
-        """Call ``hear`` on every change of a tier, like ``StoreConfig.on_event``."""
-        listener = Listener(hear, None)
+    def listen(self, on_event: Callable[[StoreEvent], None]) -> None:
+        """Call ``on_event`` on every change of a tier, like ``StoreConfig.on_event``."""
+        listener = Listener(on_event, None)
         for listeners in (self.listeners, *[tier.listeners for tier in self.tiers]):
             listeners.append(listener)
 
@@ -232,7 +232,7 @@ class Reader:
         try:
             return take(self.blob(key, identity))
         except BlobRejected as fault:
-            if fault.hole != "damaged" or not isinstance(self.blobs, CopiedBlobs):
+            if fault.hole != "damaged" or not isinstance(self.blobs, CachedBlobs):
                 raise
             with suppress(OSError):
                 self.blobs.forget([key])
@@ -244,7 +244,7 @@ class Reader:
         The header must match the key, and ``identity`` if given.
         """
         read: Callable[[int, int], Bytes | None] = partial(self._read, key)
-        if identity is not None and getattr(self.blobs, "is_far", False):
+        if identity is not None and getattr(self.blobs, "is_remote", False):
             record = self.catalog.get(key)
             read = (
                 self._at_once(key)
@@ -322,7 +322,7 @@ class Reader:
     ) -> None:
         for tier in self.tiers:
             tier.drop(keys, reason)
-        tell(self.listeners, self.name, sorted(keys if gone is None else gone), reason)
+        emit(self.listeners, self.name, sorted(keys if gone is None else gone), reason)
 
     def _hole(self, key: ChunkKey, reason: HoleReason = "absent", layer: int | None = None) -> Hole:
         with self._lock:

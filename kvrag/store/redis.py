@@ -44,7 +44,7 @@ class RedisBlobs:
         If redis-py is not installed.
     """
 
-    is_far = True  # a second request costs more than bytes that are not needed
+    is_remote = True  # a second request costs more than bytes that are not needed
 
     def __init__(self, url: str, folder: str, *, is_endless: bool = False) -> None:
         self._redis = require("redis", extra="redis", purpose="a KV store in Redis")

@@ -14,14 +14,14 @@ from kvrag.config import Retention, StoreConfig
 from kvrag.store.base import Blobs
 from kvrag.store.catalog import Catalog
 from kvrag.store.crypto import Keys
+from kvrag.store.eviction import Budget, Evictor, check_retention
 from kvrag.store.format import BlobRejected
-from kvrag.store.memory import MemoryTier, tell
-from kvrag.store.worth import Budget, Evictor, check_retention
-from kvrag.store.writing import Writer, refusal
+from kvrag.store.memory import MemoryTier, emit
+from kvrag.store.writing import StoreWriter, refusal
 from kvrag.types import ChunkKey
 
 
-class TieredStore(Writer):
+class TieredStore(StoreWriter):
     """Chunks in memory tiers above blobs. Thread-safe; processes may share blobs and catalog.
 
     All tiers return the same bits for a key. Chunks that any process has erased are not answered
@@ -117,7 +117,7 @@ class TieredStore(Writer):
         else:
             for tier in self.tiers:
                 tier.drop(tier.keys(), "cleared")
-            tell(self.listeners, self.name, (), "cleared")
+            emit(self.listeners, self.name, (), "cleared")
         self._followed = None  # chunks kept meanwhile are compared with the catalog again
         self.catalog.scrub()
         return count

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from kvrag.config import Retention
 from kvrag.errors import StoreError
 from kvrag.identity.fingerprint import chunk_key
-from kvrag.store.base import Blobs, NewKV, Record
+from kvrag.store.base import Blobs, ChunkRecord, NewKV
 from kvrag.store.blobs import KEY
+from kvrag.store.eviction import Evictor, Usage, check_retention
 from kvrag.store.format import BlobRejected, Encoded, Foreign, OtherVersion, record_of
-from kvrag.store.memory import MemoryTier, tell
+from kvrag.store.memory import MemoryTier, emit
 from kvrag.store.reading import Reader
-from kvrag.store.worth import Evictor, Usage, check_retention
 from kvrag.threads import POOL
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, TextEntry
 
@@ -37,13 +37,13 @@ class _Job:
 
     new: NewKV
     encoded: Encoded
-    record: Record
+    record: ChunkRecord
     revision: int | None = None  # of the pending row; ``None`` if the chunk is stored already
     written: int = 0
     result: int | StoreError | None = None
 
 
-class Writer(Reader):
+class StoreWriter(Reader):
     """Writing half of a :class:`~kvrag.store.tiers.TieredStore`."""
 
     _evictor: Evictor
@@ -53,7 +53,7 @@ class Writer(Reader):
     def _far(self) -> Blobs | None:
         """Blobs that machines share over a network, without local copies, if the store has any."""
         blobs: Blobs = getattr(self.blobs, "shared", self.blobs)
-        return blobs if getattr(blobs, "is_far", False) else None
+        return blobs if getattr(blobs, "is_remote", False) else None
 
     def put(
         self,
@@ -166,7 +166,7 @@ class Writer(Reader):
         ):
             with suppress(OSError):
                 self.blobs.expire(record.key, retention.duration_s)
-        tell(self.listeners, self.name, [record.key], reason, record.num_tokens, record.num_bytes)
+        emit(self.listeners, self.name, [record.key], reason, record.num_tokens, record.num_bytes)
         for tier, epoch in epochs[-1:] if self.name != "host" else ():  # the host tier
             tier.keep(identity, kv, usage, epoch=epoch, reason="put")
 
@@ -203,7 +203,7 @@ class Writer(Reader):
         if (revision := self.catalog.begin([(record, text, (doc_id,), None)])[0]) is None:
             return True
         if is_stored := bool(self.catalog.confirm({key: revision})):
-            tell(self.listeners, self.name, [key], "adopted", record.num_tokens, record.num_bytes)
+            emit(self.listeners, self.name, [key], "adopted", record.num_tokens, record.num_bytes)
         return is_stored
 
     def register(self, namespace: str, text: TextEntry, doc_ids: Sequence[str | None]) -> None:

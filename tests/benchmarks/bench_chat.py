@@ -17,7 +17,7 @@ import torch
 from common import items, machine, model_path, parser, write_result
 
 from kvrag import KVRagEngine, StoreConfig
-from kvrag.generate.histories import Histories
+from kvrag.generate.radix_cache import RadixCache
 from kvrag.verify import kl_divergence
 
 FOLLOW_UPS = (
@@ -82,7 +82,7 @@ def copying(used: KVRagEngine, num_tokens: int = 2500, repeats: int = 7) -> dict
         values.normal_()
     took: dict[str, list[float]] = {"keep": [], "copy": []}
     for _ in range(repeats):
-        histories = Histories(2**40)
+        histories = RadixCache(2**40)
         start = time.perf_counter()
         histories.keep("", ids, kv.layers, num_exact=num_tokens, num_prompt=num_tokens)
         took["keep"].append(time.perf_counter() - start)

@@ -31,7 +31,7 @@ from kvrag.buffers import Buffers
 from kvrag.config import StoreConfig
 from kvrag.estimate import PRESETS, ModelShape
 from kvrag.identity.fingerprint import chunk_key
-from kvrag.store import Catalog, Record, TieredStore, open_store
+from kvrag.store import Catalog, ChunkRecord, TieredStore, open_store
 from kvrag.store.blobs import OBJECTS, SUFFIX
 from kvrag.store.format import Blob, Encoded
 from kvrag.testing.chunks import NAMESPACE, make_identity, make_text
@@ -213,9 +213,9 @@ def lookups(folder: Path, rows: int) -> dict[str, float]:
     }
 
 
-def record(number: int) -> Record:
+def record(number: int) -> ChunkRecord:
     """Row of a chunk that is nowhere."""
-    return Record(
+    return ChunkRecord(
         chunk_key(make_identity(number)),
         f"content {number}",
         "model",

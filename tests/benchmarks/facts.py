@@ -34,8 +34,8 @@ from facts_tasks import Question
 
 from kvrag import KVRagEngine, RepairConfig
 from kvrag.blend import repair as stages
+from kvrag.blend.covariance import RowCovariance
 from kvrag.blend.layout import Layout, place, rows_of
-from kvrag.blend.likeness import Likeness
 from kvrag.blend.quantise import pack
 from kvrag.blend.repair import REREAD, deviation, probe, repair
 from kvrag.blend.select import effective_ratio
@@ -44,7 +44,7 @@ from kvrag.evaluate import wilson
 from kvrag.generate.ending import end_ids
 from kvrag.model import attention
 from kvrag.model.rows import KVBuffer, Rows
-from kvrag.precompute.encode import Behind, context_ids, encode_chunks, encode_prefix
+from kvrag.precompute.encode import EncodedPrefix, context_ids, encode_chunks, encode_prefix
 from kvrag.questions import IS_RIGHT, normalised
 from kvrag.questions import score as questions_score
 from kvrag.types import KVDtype
@@ -200,7 +200,7 @@ class Case:
             self._stitched[key] = buffer, layout, rotary, clock.seconds
         return self._stitched[key]
 
-    def behind(self, encoded: str) -> Behind:
+    def behind(self, encoded: str) -> EncodedPrefix:
         """Prefix and context that chunks stand behind, computed once per process."""
         context = (
             ()
@@ -265,7 +265,7 @@ class Case:
         """Repair and answer."""
         rows_to_repair = rows_of(layout.stale)
         with Clock() as clock:
-            likeness = Likeness.of(buffer, layout, mass)
+            covariance = RowCovariance.of(buffer, layout, mass)
             total = len(rows_to_repair)
             wanted = (
                 effective_ratio(layout, RepairConfig(), total)
@@ -273,7 +273,7 @@ class Case:
                 else float(budget or 0)
             )
             num_rows = round(wanted if wanted > 1 else wanted * total)
-            seen = Seen(layout, min(num_rows, total), mass, change, likeness, self.starts)
+            seen = Seen(layout, min(num_rows, total), mass, change, covariance, self.starts)
             rows = method.choose(seen)
             first = repair(
                 self.lm,
@@ -283,7 +283,7 @@ class Case:
                 rows,
                 shift=method.shift,
                 rotary=rotary,
-                likeness=likeness,
+                covariance=covariance,
             )
         times.append(clock.seconds)
         known = self.forced(buffer, first)
@@ -370,7 +370,7 @@ def questions(engine: KVRagEngine, task: str, shapes: Sequence[int]) -> Iterator
 
 
 _engine: KVRagEngine | None = None
-_behind: dict[tuple[tuple[int, ...], tuple[int, ...]], Behind] = {}
+_behind: dict[tuple[tuple[int, ...], tuple[int, ...]], EncodedPrefix] = {}
 
 
 def work(item: tuple[str, int, list[str], str, int, tuple[int, ...]]) -> list[dict[str, Any]]:

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from kvrag.blend.covariance import RowCovariance
 from kvrag.blend.layout import Layout, rows_of
-from kvrag.blend.likeness import Likeness
 from kvrag.blend.select import select_rows, sentence_rows
 from kvrag.config import RepairConfig
 from kvrag.model import forward
@@ -30,7 +30,7 @@ class Seen:
     budget: int
     mass: torch.Tensor
     deviation: torch.Tensor | None
-    likeness: Likeness
+    covariance: RowCovariance
     starts: torch.Tensor
 
     @property
@@ -94,7 +94,7 @@ def gain(seen: Seen, rows: torch.Tensor, budget: int) -> torch.Tensor:
     """Of these rows, those that tell most of the changes in what the question attends to, the best first, as ``query_gain`` has them."""
     by = top(seen.mass, rows, len(rows))
     pool = by[:512]
-    chosen = seen.likeness.most_telling(pool, seen.mass[pool], min(budget, 256, len(pool)))
+    chosen = seen.covariance.most_informative(pool, seen.mass[pool], min(budget, 256, len(pool)))
     return torch.cat([chosen, by[~torch.isin(by, chosen)]])[:budget]
 
 
@@ -128,7 +128,7 @@ def by_engine(config: RepairConfig) -> Choose:
     def choose(seen: Seen) -> torch.Tensor:
         given = replace(config, recompute_ratio=seen.budget / len(seen.stale))
         return select_rows(
-            seen.layout, given, mass=seen.mass, likeness=seen.likeness, starts=seen.starts
+            seen.layout, given, mass=seen.mass, covariance=seen.covariance, starts=seen.starts
         )
 
     return choose

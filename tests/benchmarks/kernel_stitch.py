@@ -130,8 +130,8 @@ def stored_parts(
 
 def shift_row(device: torch.device, dtype: torch.dtype, is_dry: bool) -> dict[str, Any]:
     """Time a layer's residual shift with 15% of the rows repaired, and what is computed for it once for all layers."""
+    from kvrag.blend.covariance import RowCovariance
     from kvrag.blend.layout import place, rows_of
-    from kvrag.blend.likeness import Likeness
     from kvrag.blend.repair import residual_shift
 
     layers, heads, dim, chunk, count = (3, 2, 64, 40, 2) if is_dry else (8, 8, 128, 512, 16)
@@ -148,7 +148,7 @@ def shift_row(device: torch.device, dtype: torch.dtype, is_dry: bool) -> dict[st
             tensor.normal_()
     with torch.inference_mode():
         shift = residual_shift(
-            Likeness.of(buffer, layout), layout, rows, 1.0, model.rotary(layout.num_tokens)
+            RowCovariance.of(buffer, layout), layout, rows, 1.0, model.rotary(layout.num_tokens)
         )
         assert shift is not None
         shift = shift.for_tensor_cores(dtype)
@@ -159,7 +159,9 @@ def shift_row(device: torch.device, dtype: torch.dtype, is_dry: bool) -> dict[st
 
         return {
             "a layer": times_of(run, device, layers - 1),
-            "weights": times_of(lambda: Likeness.of(buffer, layout).weights(shift.at), device, 1),
+            "weights": times_of(
+                lambda: RowCovariance.of(buffer, layout).weights(shift.at), device, 1
+            ),
         }
 
 

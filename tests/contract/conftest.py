@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import kvrag.blend.prefill
-import kvrag.generate.sequence
+import kvrag.generate.pipeline
 from kvrag import KVRagEngine
 
 
@@ -23,7 +23,7 @@ class Requests:
 def requests(monkeypatch):
     """All requests of this test, in the order of their ends."""
     seen, mine = Requests(), threading.local()
-    prefill, stitch = kvrag.generate.sequence.prefill, kvrag.blend.prefill.stitch
+    prefill, stitch = kvrag.generate.pipeline.prefill, kvrag.blend.prefill.stitch
 
     def stitching(buffer: Any, layout: Any, *args: Any, **options: Any) -> None:
         mine.chunks = sum(segment.kind == "chunk" for segment in layout.reused)
@@ -37,7 +37,7 @@ def requests(monkeypatch):
         return done
 
     monkeypatch.setattr(kvrag.blend.prefill, "stitch", stitching)
-    monkeypatch.setattr(kvrag.generate.sequence, "prefill", prefilling)
+    monkeypatch.setattr(kvrag.generate.pipeline, "prefill", prefilling)
     return seen
 
 

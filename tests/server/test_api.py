@@ -129,9 +129,9 @@ def test_health_and_readiness_and_models(http, client, app, monkeypatch):
 @pytest.fixture
 def slow(app, monkeypatch):
     """Let answers take as long as a test wants."""
-    from kvrag.generate import sequence
+    from kvrag.generate import pipeline
 
-    real, steps = sequence.decode, []
+    real, steps = pipeline.decode, []
 
     def decode(extend, *args, **options):
         def waiting(ids):
@@ -141,7 +141,7 @@ def slow(app, monkeypatch):
 
         return real(waiting, *args, **options)
 
-    monkeypatch.setattr(sequence, "decode", decode)
+    monkeypatch.setattr(pipeline, "decode", decode)
     return steps
 
 

@@ -13,7 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from server_kit import served
 
-from kvrag.generate import sequence
+from kvrag.generate import pipeline
 from kvrag.server import ServerConfig, completions
 
 ASK = {
@@ -55,7 +55,7 @@ def opened(url, body, *, small=False):
 @pytest.fixture
 def steps(monkeypatch):
     """Forwards of answers, each of which waits for ``gate``; it is open at first."""
-    real, made, gate = sequence.decode, [], threading.Event()
+    real, made, gate = pipeline.decode, [], threading.Event()
     gate.set()
 
     def decode(extend, *args, **options):
@@ -67,7 +67,7 @@ def steps(monkeypatch):
 
         return real(waiting, *args, **options)
 
-    monkeypatch.setattr(sequence, "decode", decode)
+    monkeypatch.setattr(pipeline, "decode", decode)
     made_steps = type("Steps", (), {"made": made, "gate": gate})()
     yield made_steps
     gate.set()
@@ -112,14 +112,14 @@ def test_leaving_while_queueing_gives_the_place_up(engine, steps, stream):
 def test_leaving_while_prefilling_leaves_nothing_to_decode(
     url, app, engine, steps, stream, monkeypatch
 ):
-    begun, gate, real = threading.Event(), threading.Event(), sequence.prefill
+    begun, gate, real = threading.Event(), threading.Event(), pipeline.prefill
 
     def prefill(*args, **options):
         begun.set()
         gate.wait(20)
         return real(*args, **options)
 
-    monkeypatch.setattr(sequence, "prefill", prefill)
+    monkeypatch.setattr(pipeline, "prefill", prefill)
     peer = opened(url, LONG | {"stream": stream})
     assert begun.wait(20)
     peer.close()

@@ -15,7 +15,7 @@ from server_kit import served
 
 from kvrag import KVRagEngine, StoreConfig, StoreError
 from kvrag.server import ServerConfig
-from kvrag.server.record import JsonLines, Record, Tracer
+from kvrag.server.record import JsonLines, RequestRecord, Tracer
 
 SECRET = "Swordfish"
 KEY = "key-of-swordfish"
@@ -274,7 +274,7 @@ def test_spans_of_faults_and_of_other_endpoints(spans):
 
 def test_without_the_api_nothing_is_traced(monkeypatch):
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
-    assert Tracer().write(Record("x", endpoint="/v1/completions"), {}) is None
+    assert Tracer().write(RequestRecord("x", endpoint="/v1/completions"), {}) is None
 
 
 def test_fastapis_own_telemetry_is_off(exporter, spans):

@@ -17,9 +17,9 @@ from kvrag.blend.quantise import pack
 from kvrag.prompt.spans import ANCHOR_CHARS, SpanIndex
 from kvrag.store import Keys
 from kvrag.store.catalog import ledger
-from kvrag.store.crypto import Seal
+from kvrag.store.crypto import RowCipher
+from kvrag.store.eviction import Usage
 from kvrag.store.format import Blob, BlobRejected, Foreign, OtherVersion, record_of
-from kvrag.store.worth import Usage
 from kvrag.testing.chunks import same_bits
 from kvrag.types import ChunkIdentity, ChunkKV, KVDtype, TextEntry
 
@@ -54,10 +54,10 @@ class Sound:
 
 PLAIN = [Sound.of(), *map(Sound.of, ("int8", "int4", "fp8"))]
 ENCRYPTED = [Sound.of("auto", "cipher"), Sound.of("int4", "cipher")] if HAS_CRYPTOGRAPHY else []
-SEAL = Seal(SECRETS["cipher"]) if HAS_CRYPTOGRAPHY else None
+SEAL = RowCipher(SECRETS["cipher"]) if HAS_CRYPTOGRAPHY else None
 RECORD = record_of(ME, KV.num_bytes)
-ENTRY = ledger.Entry("ab" * 32, 1, 2**64 - 1, 77)
-CHUNK = ledger.Chunk(
+ENTRY = ledger.EntryRow("ab" * 32, 1, 2**64 - 1, 77)
+CHUNK = ledger.ChunkRow(
     "content", "model", "namespace", "prefix", "", 3, KV.num_bytes, ["ab"], Usage(hits=1.0), False
 )
 VALUES: list[Any] = [

@@ -9,7 +9,16 @@ from stores import CHUNKS, KEYS, KVS, SIZE, fill, present, put
 
 from kvrag.errors import ConfigError, StoreError
 from kvrag.store import Catalog, FileBlobs, Retention
-from kvrag.store.worth import HALF_LIFE, PROBE, RETRY_S, TOKEN_MS, Sized, Usage, leaving, token_ms
+from kvrag.store.eviction import (
+    HALF_LIFE,
+    PROBE,
+    RETRY_S,
+    TOKEN_MS,
+    Sized,
+    Usage,
+    leaving,
+    token_ms,
+)
 from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, same_bits
 
 GIGABYTE = 10**9

@@ -13,7 +13,7 @@ import pytest
 
 from kvrag.store.base import MemoryBlobs
 from kvrag.store.catalog import journal
-from kvrag.store.catalog.journal import Behind, Journal, Place
+from kvrag.store.catalog.journal import Conflict, Journal, Place
 
 MACHINES, CHANGES, ROUNDS = 4, 8, 20
 SEEDS = int(os.environ.get("KVRAG_SCHEDULES", "100"))
@@ -130,18 +130,18 @@ class Machine:
         for _ in range(ROUNDS):
             try:
                 if not self.place.number:
-                    raise Behind
+                    raise Conflict
                 for place, entry in self.journal.after(self.place):
                     self._take(place, entry.rows, is_whole=entry.is_whole)
                 return True
-            except Behind:
+            except Conflict:
                 try:
                     place, parts = self.journal.begin()
                     self.rows = {}
                     for rows in parts:
                         self._take(place, rows)
                     self.place = place
-                except Behind:
+                except Conflict:
                     pass
         return False
 
@@ -155,7 +155,7 @@ class Machine:
         while self.follow():
             try:
                 place = self.journal.append(self.place, rows, is_whole=is_whole)
-            except Behind:
+            except Conflict:
                 continue
             return self._take(place, rows, is_whole=is_whole)
         return None
@@ -185,7 +185,7 @@ class Machine:
                         for name in some
                     }
                     self.append(rows, is_whole=rng.random() < 0.1)
-            except (Behind, OSError):
+            except (Conflict, OSError):
                 pass
 
 

@@ -311,7 +311,7 @@ def test_a_follower_that_is_late_sets_nothing_back(tmp_path):
     late = list(rows._journal.after(here))
     assert late
     assert not near.known([key])  # it is further by now
-    with pytest.raises(journal.Behind):
+    with pytest.raises(journal.Conflict):
         rows._take(here, late[0][0], [late[0][1].rows], is_whole=False)
     assert not near.known([key])
 

@@ -150,7 +150,7 @@ def test_a_snapshot_that_is_late_is_given_up(opened, url, small_parts):
         put(other, 1)
         other.catalog._rows._snapshot()
 
-    with pytest.raises(journal.Behind):
+    with pytest.raises(journal.Conflict):
         slow.catalog._rows._journal.snapshot(place, late())
     assert all(
         b"late" not in zlib.decompress(each) for each in blobs_of(url, "journal-snapshots").values()
@@ -172,7 +172,7 @@ def test_a_catalog_that_is_cleared_beside_a_snapshot_is_empty(
         if when == "while it is written":
             other.clear()
 
-    with monkeypatch.context() as patch, suppress(journal.Behind):
+    with monkeypatch.context() as patch, suppress(journal.Conflict):
         patch.setattr(shared.SharedRows, "_parts", cleared)
         writer.catalog._rows._snapshot()
     if when == "when it is read":
@@ -292,7 +292,7 @@ def test_names_leave_although_another_snapshot_began_before_the_erasure(opened, 
         yield from parts
         other.forget(NAMESPACE, "doc 1")
 
-    with suppress(journal.Behind):
+    with suppress(journal.Conflict):
         rows._journal.snapshot(shared._place_of(rows._cache), late())
     said = b"".join(
         map(
@@ -333,7 +333,7 @@ def test_machines_that_write_erase_and_take_snapshots_all_have_the_same_rows(
         elif dice < 0.95:
             store.clear()
         else:
-            with suppress(journal.Behind):
+            with suppress(journal.Conflict):
                 store.catalog._rows._snapshot()
     assert rows_of(opened()) == rows_of(stores[0]) == rows_of(stores[1]) == rows_of(stores[2])
     assert {chunk_key(make_identity(n)) for n in range(10)} >= set(stores[0].catalog.keys())

@@ -8,7 +8,7 @@ import torch
 from stores import CHUNKS, KEYS, KVS, PATIENT_S, SIZE, fill, held, put
 
 from kvrag.store import MemoryTier, Retention, memory, on_accelerator
-from kvrag.store.worth import HALF_LIFE, Usage
+from kvrag.store.eviction import HALF_LIFE, Usage
 from kvrag.testing.chunks import make_identity, make_kv, same_bits
 from kvrag.types import ChunkKV, LayerKV
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from kvrag.identity.fingerprint import chunk_key, ids_digest
-from kvrag.store import Record, TieredStore
+from kvrag.store import ChunkRecord, TieredStore
 from kvrag.types import ChunkIdentity
 
 Parts = tuple[ChunkIdentity, ...]
@@ -96,7 +96,7 @@ class Heads:
         self._parts = {_run(parts): parts for parts in rows}
         self._order = sorted(self._parts)
 
-    def _is_ours(self, record: Record) -> bool:
+    def _is_ours(self, record: ChunkRecord) -> bool:
         return (record.model, record.namespace, record.context) == (
             self._model,
             self._namespace,

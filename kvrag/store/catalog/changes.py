@@ -15,33 +15,33 @@ from pathlib import Path
 from typing import Any
 
 from kvrag.config import Retention
-from kvrag.store.base import Record
+from kvrag.store.base import ChunkRecord
 from kvrag.store.catalog.hits import Hits
 from kvrag.store.catalog.ledger import (
     PAGE,
     PER_PAGE,
     RANGE,
     STATE,
-    Chunk,
-    Entry,
+    ChunkRow,
+    EntryRow,
     State,
     Text,
     one_step,
 )
-from kvrag.store.catalog.rows import Rows
-from kvrag.store.crypto import Keys, Seal
-from kvrag.store.worth import Usage
+from kvrag.store.catalog.rows import RowTable
+from kvrag.store.crypto import Keys, RowCipher
+from kvrag.store.eviction import Usage
 from kvrag.types import ChunkKey, TextEntry
 
-New = tuple[Record, TextEntry | None, Sequence[str | None], Retention | None]
+New = tuple[ChunkRecord, TextEntry | None, Sequence[str | None], Retention | None]
 """Chunk to write: its record, text, documents that refer to it, and retention, if given."""
 
 
 class Catalog(Hits):
     """Rows of a store; queries on them are in :mod:`kvrag.store.catalog.ledger`.
 
-    ``folder``, ``read_only`` and ``durable`` are as for :class:`~kvrag.store.catalog.rows.Rows`.
-    With ``keys``, digests of texts, ids of documents and all values are encrypted.
+    ``folder``, ``read_only`` and ``durable`` are as for
+    :class:`~kvrag.store.catalog.rows.RowTable`. With ``keys``, digests of texts, ids of documents and all values are encrypted.
     ``may_have_blobs`` returns whether a new catalog may find blobs of an earlier catalog. ``rows``
     makes the rows: of this machine, or of several machines
     (:class:`~kvrag.store.catalog.shared.SharedRows`). Raises ``StoreError`` if the folder can't be
@@ -56,9 +56,9 @@ class Catalog(Hits):
         read_only: bool = False,
         durable: bool = True,
         may_have_blobs: Callable[[], bool] = lambda: True,
-        rows: Callable[..., Rows] = Rows,
+        rows: Callable[..., RowTable] = RowTable,
     ) -> None:
-        self._seal = None if keys is None or keys.cipher is None else Seal(keys.cipher)
+        self._seal = None if keys is None or keys.cipher is None else RowCipher(keys.cipher)
         self._may_have_blobs = may_have_blobs
         super().__init__()
         self._rows = rows(
@@ -102,14 +102,14 @@ class Catalog(Hits):
 
     def _note(
         self,
-        record: Record,
+        record: ChunkRecord,
         text: TextEntry | None,
         doc_ids: Sequence[str | None],
         retention: Retention | None,
     ) -> int | None:
         if all([self.link(record.key, text, doc_id) for doc_id in doc_ids]):
             return None
-        blank = Chunk._make([*astuple(record)[1:], [], Usage(), True, secrets.randbits(60)])
+        blank = ChunkRow._make([*astuple(record)[1:], [], Usage(), True, secrets.randbits(60)])
         chunk = self._chunk(record.key) or blank
         chunk = (
             chunk if retention is None else chunk._replace(usage=chunk.usage.retained(retention))
@@ -227,7 +227,7 @@ class Catalog(Hits):
         self.flush()
         self._rows.close()
 
-    def _begin(self, rows: Rows, is_other: bool) -> None:
+    def _begin(self, rows: RowTable, is_other: bool) -> None:
         """Initialise a new database; if it has replaced another, there may be dormant blobs."""
         self._rows = rows  # still being opened: the caller has not assigned them yet
         state = self._read(STATE, "s") or State(time.time_ns(), dormant=self._may_have_blobs())
@@ -249,7 +249,7 @@ class Catalog(Hits):
         """Signal to all processes that documents were erased; see :meth:`erased`."""
         self._rows.set(f"e {namespace}", secrets.randbits(60))
 
-    def _has(self, chunk: Chunk, text: TextEntry | None, doc_id: str | None) -> bool:
+    def _has(self, chunk: ChunkRow, text: TextEntry | None, doc_id: str | None) -> bool:
         """Whether :meth:`_attach` would change nothing."""
         if (
             text is None
@@ -260,8 +260,8 @@ class Catalog(Hits):
         return doc_id is None or text.digest in self.document_texts(chunk.namespace, doc_id)
 
     def _attach(
-        self, key: ChunkKey, chunk: Chunk, text: TextEntry | None, doc_id: str | None
-    ) -> Chunk:
+        self, key: ChunkKey, chunk: ChunkRow, text: TextEntry | None, doc_id: str | None
+    ) -> ChunkRow:
         """Write a chunk's row, link its text and its document, and return the row."""
         if text is not None:
             self._refer(chunk.namespace, text, doc_id, key)
@@ -272,7 +272,7 @@ class Catalog(Hits):
     def _refer(self, namespace: str, text: TextEntry, doc_id: str | None, *keys: ChunkKey) -> None:
         """Link a text to its chunks, and a document to its text."""
         digest = text.digest
-        known = self._text(namespace, digest) or self._announce(namespace, Entry(*astuple(text)))
+        known = self._text(namespace, digest) or self._announce(namespace, EntryRow(*astuple(text)))
         held, refs = (
             [digest] if doc_id is None else self.document_texts(namespace, doc_id),
             known.refs,
@@ -283,7 +283,7 @@ class Catalog(Hits):
         every = list(dict.fromkeys([*known.keys, *keys]))
         self._rows.set(self._name("t", namespace, digest), known._replace(keys=every, refs=refs))
 
-    def _announce(self, namespace: str, entry: Entry) -> Text:
+    def _announce(self, namespace: str, entry: EntryRow) -> Text:
         """Give a new text a number, and put it on the last page."""
         first, last = self._read(RANGE, f"n {namespace}") or (0, 0)
         # Higher than any cursor of a lost catalog.
@@ -293,7 +293,7 @@ class Catalog(Hits):
         self._rows.set(f"n {namespace}", [first or number, number])
         return Text(entry, number, [], 0)
 
-    def _drop(self, key: ChunkKey, chunk: Chunk) -> None:
+    def _drop(self, key: ChunkKey, chunk: ChunkRow) -> None:
         """Remove a chunk's row, and its texts without another chunk and without a document."""
         self._rows.delete(f"c {key}")
         for text in self._texts(chunk.namespace, chunk.digests):

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from kvrag.store.catalog.ledger import Ledger, one_step
-from kvrag.store.worth import Sized
+from kvrag.store.eviction import Sized
 from kvrag.threads import POOL
 from kvrag.types import ChunkKey
 

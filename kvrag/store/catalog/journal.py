@@ -42,7 +42,7 @@ Changed = dict[str, str | None]
 """Rows by name; ``None`` for removed rows."""
 
 
-class Entry(NamedTuple):
+class JournalEntry(NamedTuple):
     """Change: digest of the entry that it follows, whether it begins without rows, and rows."""
 
     after: str
@@ -50,7 +50,7 @@ class Entry(NamedTuple):
     rows: Changed
 
 
-class Behind(Exception):
+class Conflict(Exception):
     """Another writer was first."""
 
 
@@ -66,8 +66,8 @@ class Journal:
     def begin(self) -> tuple[Place, Iterator[Changed]]:
         """Return the place to begin at, and all rows there in parts.
 
-        The first entry is written if it is missing. Raises :class:`Behind` if another snapshot has
-        replaced this snapshot meanwhile.
+        The first entry is written if it is missing. Raises :class:`Conflict` if another snapshot
+        has replaced this snapshot meanwhile.
         """
         there = self._snapshots.keys()
         for number in sorted(_heads(there), reverse=True):
@@ -82,36 +82,36 @@ class Journal:
             raise OSError("the journal's first entry is gone")
         return Place(1, _digest(data)), iter(())
 
-    def after(self, place: Place) -> Iterator[tuple[Place, Entry]]:
-        """Yield the entries after a place; raises :class:`Behind` if the place is gone."""
+    def after(self, place: Place) -> Iterator[tuple[Place, JournalEntry]]:
+        """Yield the entries after a place; raises :class:`Conflict` if the place is gone."""
         count = 1  # usually there are no entries
         while True:
             numbers, count = range(place.number + 1, place.number + 1 + count), AHEAD
             *found, last = POOL.ahead(self._entries.read, map(_key, (*numbers, place.number)))
             # Later entries may have been written where entries were erased.
             if not self._is_at(place, last):
-                raise Behind
+                raise Conflict
             for number, data in zip(numbers, found, strict=True):
                 if data is None:
                     return
                 entry = _entry(data)
                 if entry.after != place.digest:
-                    raise Behind
+                    raise Conflict
                 place = Place(number, _digest(data))
                 yield place, entry
 
     def append(self, place: Place, rows: Changed, *, is_whole: bool) -> Place:
         """Write the entry after a place and return its place.
 
-        Raises :class:`Behind` if another writer was first. If it can't be known whether the entry
+        Raises :class:`Conflict` if another writer was first. If it can't be known whether the entry
         follows the place, the entry stays: other entries may have followed it. An entry written
         where entries were erased follows nothing, so no copy applies it.
         """
-        data, key = _dump(Entry(place.digest, is_whole, rows)), _key(place.number + 1)
+        data, key = _dump(JournalEntry(place.digest, is_whole, rows)), _key(place.number + 1)
         if not self._entries.write(key, [data]) or not self._is_at(
             place, self._entries.read(_key(place.number))
         ):
-            raise Behind
+            raise Conflict
         return Place(place.number + 1, _digest(data))
 
     def _is_at(self, place: Place, data: Any) -> bool:
@@ -122,29 +122,29 @@ class Journal:
     def snapshot(self, place: Place, rows: Iterable[Changed]) -> None:
         """Write a snapshot of all rows, and erase the entries and snapshots that it replaces.
 
-        Raises :class:`Behind` if another writer does so at the same time. ``rows`` are read in
+        Raises :class:`Conflict` if another writer does so at the same time. ``rows`` are read in
         parts, from ``place`` on; they may change meanwhile.
         """
         first, parts = _key(place.number), dict[ChunkKey, str]()
         if place.number < 2:
-            raise Behind
+            raise Conflict
         try:
             end = self._write_parts(parts, place, rows)
             if any(head >= first for head in _heads(self._snapshots.keys())):
-                raise Behind
+                raise Conflict
         except BaseException:
             with suppress(OSError):
                 self._snapshots.delete(list(parts))
             raise
         number = _key(end.number)
         if not self._snapshots.write(number, [_dump([end.digest, parts])]):
-            raise Behind
+            raise Conflict
         there = self._snapshots.keys()
         heads = [each for each in _heads(there) if each != number]
         if any(each >= first for each in heads):
             self._snapshots.delete([number])
             self._snapshots.delete(list(parts))
-            raise Behind
+            raise Conflict
         # Upper bound of parts begun up to the last of these heads, also by killed writers.
         late = f"{max(heads, default=_key(0))[-16:]}g"
         self._snapshots.delete(heads)
@@ -163,7 +163,7 @@ class Journal:
             nonlocal end
             for here, entry in self.after(place):
                 if entry.is_whole:
-                    raise Behind
+                    raise Conflict
                 changed.update(entry.rows)
                 end = here
             yield changed
@@ -176,7 +176,7 @@ class Journal:
 
     def _part(self, key: ChunkKey, digest: str) -> Any:
         if (data := self._snapshots.read(key)) is None:
-            raise Behind
+            raise Conflict
         if _digest(data) != digest:
             raise OSError(DAMAGED)
         return data
@@ -207,11 +207,11 @@ def _heads(keys: Iterable[ChunkKey]) -> list[ChunkKey]:
     return [key for key in keys if KEY.fullmatch(key) and key < _BEFORE]
 
 
-def _entry(data: Any) -> Entry:
+def _entry(data: Any) -> JournalEntry:
     """Parse an entry; raises ``OSError`` if it is malformed."""
     match _load(data):
         case [str() as after, bool() as is_whole, dict() as rows] if _are_rows(rows):
-            return Entry(after, is_whole, rows)
+            return JournalEntry(after, is_whole, rows)
     raise OSError(DAMAGED)
 
 

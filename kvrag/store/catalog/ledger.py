@@ -26,10 +26,10 @@ from typing import Annotated, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from kvrag.store.base import Record
-from kvrag.store.catalog.rows import Rows
-from kvrag.store.crypto import Seal
-from kvrag.store.worth import Usage
+from kvrag.store.base import ChunkRecord
+from kvrag.store.catalog.rows import RowTable
+from kvrag.store.crypto import RowCipher
+from kvrag.store.eviction import Usage
 from kvrag.types import ChunkKey, TextEntry
 
 P = ParamSpec("P")
@@ -39,7 +39,7 @@ Count = Annotated[int, Field(ge=0, lt=2**62)]
 Hash = Annotated[int, Field(ge=0, lt=2**64)]
 
 
-class Chunk(NamedTuple):
+class ChunkRow(NamedTuple):
     """Row ``c``: a record without its key, digests of the chunk's texts, and its usage.
 
     ``pending``: the blob is not written yet. ``revision`` changes when a write of the chunk begins,
@@ -58,12 +58,12 @@ class Chunk(NamedTuple):
     pending: bool
     revision: Count = 0
 
-    def record(self, key: ChunkKey) -> Record:
+    def record(self, key: ChunkKey) -> ChunkRecord:
         """Return the record of the chunk under its key."""
-        return Record(key, *self[:7])
+        return ChunkRecord(key, *self[:7])
 
 
-class Entry(NamedTuple):
+class EntryRow(NamedTuple):
     """Row form of a :class:`~kvrag.types.TextEntry`."""
 
     digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -75,7 +75,7 @@ class Entry(NamedTuple):
 class Text(NamedTuple):
     """Row ``t``: entry, number, keys of the text's chunks, and number of its documents."""
 
-    entry: Entry
+    entry: EntryRow
     number: Count
     keys: list[ChunkKey]
     refs: Count
@@ -91,10 +91,10 @@ class State(NamedTuple):
     dormant: bool = True
 
 
-CHUNK, TEXT, STATE = TypeAdapter(Chunk), TypeAdapter(Text), TypeAdapter(State)
+CHUNK, TEXT, STATE = TypeAdapter(ChunkRow), TypeAdapter(Text), TypeAdapter(State)
 MARK, PAGE, STRINGS, RANGE = (
     TypeAdapter(Count),
-    TypeAdapter(dict[Count, Entry]),
+    TypeAdapter(dict[Count, EntryRow]),
     TypeAdapter(list[str]),
     TypeAdapter(tuple[Count, Count]),
 )
@@ -119,10 +119,10 @@ def one_step(method: Callable[Concatenate[L, P], T]) -> Callable[Concatenate[L, 
 class Ledger:
     """Queries on the rows of a store."""
 
-    _rows: Rows
-    _seal: Seal | None
+    _rows: RowTable
+    _seal: RowCipher | None
 
-    def get(self, key: ChunkKey) -> Record | None:
+    def get(self, key: ChunkKey) -> ChunkRecord | None:
         """Return the record of a stored chunk."""
         chunk = self._stored(key)
         return None if chunk is None else chunk.record(key)
@@ -153,7 +153,7 @@ class Ledger:
         """Return the revisions of chunks, stored or pending; 0 if a row is absent or malformed."""
         return {key: chunk.revision if (chunk := self._chunk(key)) else 0 for key in keys}
 
-    def variants(self, content: str) -> list[Record]:
+    def variants(self, content: str) -> list[ChunkRecord]:
         """Return the stored chunks with this content key, oldest first.
 
         They may be behind any prefix and context.
@@ -274,13 +274,13 @@ class Ledger:
             return None if text is None else form.validate_json(text)
         return None
 
-    def _chunk(self, key: ChunkKey) -> Chunk | None:
+    def _chunk(self, key: ChunkKey) -> ChunkRow | None:
         return self._read(CHUNK, f"c {key}")
 
-    def _stored(self, key: ChunkKey) -> Chunk | None:
+    def _stored(self, key: ChunkKey) -> ChunkRow | None:
         return None if (chunk := self._chunk(key)) is None or chunk.pending else chunk
 
-    def _chunks(self) -> list[tuple[ChunkKey, Chunk]]:
+    def _chunks(self) -> list[tuple[ChunkKey, ChunkRow]]:
         return [
             (key, chunk)
             for key in map(ChunkKey, self._rows.names("c "))

@@ -32,7 +32,7 @@ from kvrag.store.catalog.database import (
     make,
     put_aside_if_damaged,
 )
-from kvrag.store.crypto import Seal
+from kvrag.store.crypto import RowCipher
 from kvrag.threads import at_thread_end, fork_lock
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ FILES = (DBNAME, f"{DBNAME}-wal")
 ROOM = 2**20
 
 
-class Rows:
+class RowTable:
     """Rows of a database. A damaged database is moved aside and begun anew.
 
     A database that was deleted or replaced is opened again. ``folder`` is created if it is missing;
@@ -60,11 +60,11 @@ class Rows:
     def __init__(
         self,
         folder: Path | None,
-        seal: Seal | None,
+        seal: RowCipher | None,
         *,
         read_only: bool = False,
         durable: bool = True,
-        begin: Callable[[Rows, bool], None],
+        begin: Callable[[RowTable, bool], None],
     ) -> None:
         self.read_only, self._seal, self._begin, self._mine = (
             read_only,
@@ -83,7 +83,7 @@ class Rows:
         self._watched = [str(place / name) for name in names]
         self._cache: Any = None
         self._file: object = None
-        self._copied: Rows | None = None
+        self._copied: RowTable | None = None
         # Changes take both locks in this order, looks only the second. A fork waits for both locks,
         # and finds no connection.
         self._lock, self._looking = fork_lock(), fork_lock()
@@ -100,7 +100,7 @@ class Rows:
                 folder,
                 error,
             )
-            Rows.__init__(self, folder, seal, read_only=True, begin=begin)
+            RowTable.__init__(self, folder, seal, read_only=True, begin=begin)
         _all.add(self)
         at_thread_end(self)
 
@@ -211,7 +211,7 @@ class Rows:
     def _let_go(self) -> None:
         if self._cache is not None:
             self._cache.close()
-            Rows._has_garbage = True
+            RowTable._has_garbage = True
         self._cache = None  # connections of other threads close when Python collects it
 
     def _look(self, action: Callable[[Any], T], default: T) -> T:
@@ -230,7 +230,7 @@ class Rows:
             if self._is_stuck():
                 with suppress(StoreError):
                     with self._looking:
-                        copied = self._copied or Rows(
+                        copied = self._copied or RowTable(
                             self._folder, self._seal, read_only=True, begin=lambda *_: None
                         )
                         self._copied = copied
@@ -317,7 +317,7 @@ class Rows:
         )
 
 
-_all: weakref.WeakSet[Rows] = weakref.WeakSet()
+_all: weakref.WeakSet[RowTable] = weakref.WeakSet()
 
 
 def _let_all_go() -> None:
@@ -336,11 +336,11 @@ def _before_fork() -> None:
     for rows in list(_all):
         if rows._lock.acquire(timeout=BUSY_S) and rows._looking.acquire(timeout=BUSY_S):
             rows._let_go()
-    if Rows._has_garbage:
+    if RowTable._has_garbage:
         # A connection is part of a reference cycle. A child that inherited it would close it, and
         # damage the database.
         gc.collect()
-        Rows._has_garbage = False
+        RowTable._has_garbage = False
 
 
 def _after_fork() -> None:

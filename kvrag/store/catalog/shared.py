@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kvrag.errors import StoreError
-from kvrag.store.catalog.journal import Behind, Changed, Journal, Place
-from kvrag.store.catalog.rows import Rows
-from kvrag.store.crypto import Seal
+from kvrag.store.catalog.journal import Changed, Conflict, Journal, Place
+from kvrag.store.catalog.rows import RowTable
+from kvrag.store.crypto import RowCipher
 from kvrag.threads import POOL, fork_lock
 
 log = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ PER_PART, PER_LOOK = 2**14, 256  # rows of a part; rows read under a lock
 PLACE = "j"  # the row with the place of a copy
 
 
-class SharedRows(Rows):
+class SharedRows(RowTable):
     """Copy of shared rows, at most :data:`FRESH_S` behind.
 
     The copy counts as empty as long as erasures elsewhere can't be known.
@@ -54,7 +54,7 @@ class SharedRows(Rows):
     Parameters
     ----------
     folder, seal, read_only, durable, begin
-        As for :class:`~kvrag.store.catalog.rows.Rows`, for the copy.
+        As for :class:`~kvrag.store.catalog.rows.RowTable`, for the copy.
     journal
         The journal that all copies follow.
     changed
@@ -66,13 +66,13 @@ class SharedRows(Rows):
     def __init__(
         self,
         folder: Path | None,
-        seal: Seal | None,
+        seal: RowCipher | None,
         *,
         journal: Journal,
         changed: Callable[[Collection[str]], None] = lambda _: None,
         read_only: bool = False,
         durable: bool = True,
-        begin: Callable[[Rows, bool], None],
+        begin: Callable[[RowTable, bool], None],
     ) -> None:
         self._journal, self._changed, self._following = journal, changed, fork_lock()
         self._fresh_s, self._again_s, self._is_cut_off = -FRESH_S, 0.0, False
@@ -82,7 +82,7 @@ class SharedRows(Rows):
         self.read_only = read_only
 
     def change(self, action: Callable[[], T]) -> T:
-        """Make a change both here and in the journal, or not at all; see :meth:`Rows.change`.
+        """Make a change both here and in the journal, or not at all; see :meth:`RowTable.change`.
 
         ``action`` may run several times.
         """
@@ -91,7 +91,7 @@ class SharedRows(Rows):
         for attempt in range(ATTEMPTS):
             try:
                 self._follow()
-                with suppress(Behind):
+                with suppress(Conflict):
                     return super().change(partial(self._noted, action))
                 # Random, or the same writer is first again.
                 time.sleep(random.uniform(0, min(PAUSE_S, 0.002 * 2**attempt)))
@@ -125,7 +125,7 @@ class SharedRows(Rows):
             for _ in range(ROUNDS if is_small else 0):
                 # The last entry stays, so it must not name an erased row.
                 self.change(partial(self._note, {"": None}))
-                with suppress(Behind):
+                with suppress(Conflict):
                     self._snapshot()
                     break
                 # Another writer's snapshot may have begun before the erasure.
@@ -203,12 +203,12 @@ class SharedRows(Rows):
         here = super()._look(_place_of, Place(0, ""))
         try:
             if not here.number:
-                raise Behind
+                raise Conflict
             for place, entry in self._journal.after(here):
                 self._take(here, place, [entry.rows], is_whole=entry.is_whole)
                 here = place
-        except Behind:
-            with suppress(Behind):
+        except Conflict:
+            with suppress(Conflict):
                 self._take(
                     super()._look(_place_of, Place(0, "")), *self._journal.begin(), is_whole=True
                 )
@@ -218,13 +218,13 @@ class SharedRows(Rows):
     def _take(self, here: Place, place: Place, parts: Iterable[Changed], *, is_whole: bool) -> None:
         """Apply changes at ``here`` and move this copy to ``place``.
 
-        Raises ``Behind`` if the copy has moved: other threads and processes follow, too.
+        Raises ``Conflict`` if the copy has moved: other threads and processes follow, too.
         """
 
         def take() -> set[str]:
             cache, gone = self._mine.cache, set[str]()
             if _place_of(cache) != here:
-                raise Behind
+                raise Conflict
             if is_whole:
                 gone.update(cache)
                 cache.clear()
@@ -242,14 +242,14 @@ class SharedRows(Rows):
         self._changed(super().change(take))
 
     def _try_snapshot(self) -> None:
-        with suppress(OSError, Behind):
+        with suppress(OSError, Conflict):
             self._snapshot()
 
     def _snapshot(self) -> None:
         """Write a snapshot of all rows.
 
-        Raises ``OSError`` if they can't be read or written, and ``Behind`` if another writer makes
-        a snapshot at the same time.
+        Raises ``OSError`` if they can't be read or written, and ``Conflict`` if another writer
+        makes a snapshot at the same time.
         """
         place = super()._look(_place_of, Place(0, ""))
         self._journal.snapshot(place, self._parts(place))

@@ -15,14 +15,14 @@ from kvrag.blend.clock import NOTABLE_S, Clock
 from kvrag.blend.cost import CostModel
 from kvrag.blend.prefill import Prefilled, outcome_of, prefill, refusal_of
 from kvrag.blend.slide import cannot_slide
-from kvrag.blend.stitch import Past
+from kvrag.blend.stitch import PrefixMatch
 from kvrag.config import DEFAULT_MAX_NEW_TOKENS, SamplingConfig, StoreConfig
 from kvrag.errors import ContextLengthError
 from kvrag.generate.calls import calls_in
 from kvrag.generate.ending import end_ids, own_stops
 from kvrag.generate.grammar import Constraint, constraint_of
-from kvrag.generate.histories import Histories
 from kvrag.generate.logprobs import read_on
+from kvrag.generate.radix_cache import RadixCache
 from kvrag.generate.request import Request
 from kvrag.generate.retry import retry_without_reuse
 from kvrag.generate.sampling import TextStream, decode, sampler_of
@@ -61,7 +61,7 @@ WORTH_REUSE = 256
 
 
 @dataclass(slots=True)
-class Answering:
+class QueryPipeline:
     """State that the requests of an engine share: the model, the store and the known chunk texts.
 
     ``write_back`` stores the chunks that answered prompts missed; without it, every prompt computes
@@ -77,7 +77,7 @@ class Answering:
     stats: EngineStats = field(default_factory=EngineStats)
     learner: Learner | None = None
     erasures: Erasures = field(default_factory=Erasures)
-    histories: Histories = field(init=False)
+    histories: RadixCache = field(init=False)
     costs: CostModel = field(init=False)
     _lock: threading.RLock = field(default_factory=fork_lock)
     _spans: dict[str, tuple[SpanIndex, int]] = field(default_factory=dict)
@@ -87,7 +87,7 @@ class Answering:
         self._context = context_digest(self.context_ids)
         self.costs, self.histories = (
             CostModel(self.loaded),
-            Histories(self.store_config.history_bytes),
+            RadixCache(self.store_config.history_bytes),
         )
 
     def close(self) -> None:
@@ -271,7 +271,7 @@ class Answering:
             )
         return again
 
-    def _past(self, request: Request, plan: Plan) -> Past | None:
+    def _past(self, request: Request, plan: Plan) -> PrefixMatch | None:
         """Return the rows of earlier requests that match the beginning of a prompt."""
         if request.mode == "full" or plan.refusal or (space := self._space(request)) is None:
             return None

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvrag.blend.stitch import Layers, Past
+from kvrag.blend.stitch import Layers, PrefixMatch
 from kvrag.threads import renew_after_fork
 
 
@@ -46,7 +46,7 @@ class _Node:
         return found if found >= self.needed else 0
 
 
-class Histories:
+class RadixCache:
     """Radix trees of an engine, by ``space``: all that KV depends on besides token ids.
 
     Together they take at most ``max_bytes``, on the model's device; the least recently used leaves
@@ -92,7 +92,7 @@ class Histories:
         *,
         only_exact: bool = False,
         repair: Hashable = None,
-    ) -> Past | None:
+    ) -> PrefixMatch | None:
         """Return kept rows that match the beginning of a prompt, if any.
 
         The prompt's last row is always left to compute. Approximate rows match only if the same
@@ -104,7 +104,7 @@ class Histories:
             )
             exact = sum(count for node, count in path if node.is_exact)
             parts = tuple((node.layers, count) for node, count in path)
-        return Past(parts, exact, sum(count for _, count in parts)) if parts else None
+        return PrefixMatch(parts, exact, sum(count for _, count in parts)) if parts else None
 
     def keep(
         self,

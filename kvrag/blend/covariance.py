@@ -31,7 +31,7 @@ BY_MASS, LEAST = 0.1, 1e-3
 
 
 @dataclass(frozen=True, slots=True)
-class Likeness:
+class RowCovariance:
     """The covariance of row changes, over the ``S`` rows from the first to the last stale chunk.
 
     Attributes
@@ -53,7 +53,9 @@ class Likeness:
     size: torch.Tensor
 
     @classmethod
-    def of(cls, buffer: KVBuffer, layout: Layout, mass: torch.Tensor | None = None) -> Likeness:
+    def of(
+        cls, buffer: KVBuffer, layout: Layout, mass: torch.Tensor | None = None
+    ) -> RowCovariance:
         """Build the model from a stitched prompt with stale chunks.
 
         ``mass``, float32 ``(N,)``, is the attention that the question pays to every row.
@@ -80,7 +82,7 @@ class Likeness:
             found.append(torch.nn.functional.normalize(values - values[stale].mean(dim=0), dim=1))
         return cls(span, torch.cat(found, dim=1).div_(len(found) ** 0.5), owner, size)
 
-    def covariance(self, at: torch.Tensor, those: torch.Tensor | None = None) -> torch.Tensor:
+    def between(self, at: torch.Tensor, those: torch.Tensor | None = None) -> torch.Tensor:
         """Return the covariance of the rows' relative changes, float32 ``(T, M)``, without noise.
 
         The kernel is ``max(0, x_i · x_j) + COMMON``, doubled if both rows are of the same chunk.
@@ -100,12 +102,12 @@ class Likeness:
         They predict the changes of all rows of the span, ``s``, from the observed changes of the
         rows ``at``, ``a``: ``diag(size_s) K_sa (K_aa + NOISE · I)^-1 diag(size_a)^-1``.
         """
-        known = self.covariance(at, at)
+        known = self.between(at, at)
         known.diagonal().add_(NOISE)
-        found: torch.Tensor = solve(known, self.covariance(at).T)
+        found: torch.Tensor = solve(known, self.between(at).T)
         return found.T.mul(self.size[:, None] / self.size[at - self.span.start]).contiguous()
 
-    def most_telling(
+    def most_informative(
         self, candidates: torch.Tensor, mass: torch.Tensor, count: int
     ) -> torch.Tensor:
         """Choose the ``count`` candidates that leave the least weighted posterior variance.
@@ -127,7 +129,7 @@ class Likeness:
         torch.Tensor
             Positions in the order of choice, int64 ``(count,)``.
         """
-        left, weight = self.covariance(candidates, candidates), mass.clamp(min=0).sqrt()
+        left, weight = self.between(candidates, candidates), mass.clamp(min=0).sqrt()
         taken, each, chosen = (
             torch.zeros_like(candidates, dtype=torch.bool),
             -(-count // STEPS),
