@@ -59,7 +59,8 @@ def ask(chat: CompiledStateGraph, question: str, thread: str) -> tuple[str, dict
     return said.content, said.response_metadata["kvrag"]
 
 
-full, kvrag = chat_with(llm.bind(mode="full")), chat_with(llm)
+full = chat_with(llm.bind(mode="full"))
+kvrag = chat_with(llm)
 ask(
     kvrag, "Who is the archivist?", "another thread"
 )  # the first request measures what the model costs here

@@ -39,7 +39,8 @@ def join(found: list[Document]) -> str:
 
 retriever = store.as_retriever(search_kwargs={"k": 4})
 to_prompt = {"context": retriever | join, "question": RunnablePassthrough()} | prompt
-kvrag, full = to_prompt | llm, to_prompt | llm.bind(mode="full")
+kvrag = to_prompt | llm
+full = to_prompt | llm.bind(mode="full")
 
 kvrag.invoke(
     "Who is the archivist?"

@@ -70,13 +70,15 @@ SHOTS = [
 def graph_of(model: ChatKVRag) -> CompiledStateGraph:
     """Return the graph, with this model in both of its places."""
     # A small model calls a tool where it must: the call is decoded in the form that the tool asks for.
-    caller, answerer = model.bind_tools([search], tool_choice="any"), prompt | model
+    caller = model.bind_tools([search], tool_choice="any")
+    answerer = prompt | model
 
     def look_up(state: MessagesState) -> dict:
         return {"messages": caller.invoke([*SHOTS, *state["messages"]])}
 
     def answer(state: MessagesState) -> dict:
-        asked, found = state["messages"][0], state["messages"][-1]
+        asked = state["messages"][0]
+        found = state["messages"][-1]
         return {"messages": answerer.invoke({"context": found.content, "question": asked.content})}
 
     graph = StateGraph(MessagesState).add_sequence(

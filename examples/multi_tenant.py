@@ -46,7 +46,8 @@ class Tenant:
         return self.llm.explain(prompt.invoke(values)).hits
 
 
-acme, globex = Tenant("acme", sections[:5]), Tenant("globex", sections[5:9])
+acme = Tenant("acme", sections[:5])
+globex = Tenant("globex", sections[5:9])
 values = acme.prompt()
 (prompt | acme.llm).invoke(
     values

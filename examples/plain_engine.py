@@ -27,7 +27,10 @@ print(
     f"{report.stored} chunks computed, {report.skipped} found on disk, {report.stored_bytes / 2**20:.0f} MiB written"
 )
 
-rooms, loans, charts, water = chunks[2], chunks[4], chunks[7], chunks[8]
+rooms = chunks[2]
+loans = chunks[4]
+charts = chunks[7]
+water = chunks[8]
 # The first request measures what the model costs here.
 engine.generate(prompt_of([loans, charts, rooms], "Who?"), max_new_tokens=1)
 question = "When was the last real flood?"

@@ -50,12 +50,16 @@ class Address(str):
 
 def address(value: Any) -> Any:
     """Return a string with ``://`` as an :class:`Address`; return any other value unchanged."""
-    return Address(value) if isinstance(value, str) and "://" in value else value
+    if isinstance(value, str) and "://" in value:
+        return Address(value)
+    return value
 
 
 def revealed(value: str) -> str:
     """Return an address with its password; return a plain string, such as a path, unchanged."""
-    return value.revealed() if isinstance(value, Address) else value
+    if isinstance(value, Address):
+        return value.revealed()
+    return value
 
 
 def shown(value: object) -> str:
@@ -72,10 +76,15 @@ def redacted(text: str) -> str:
 
 
 def _hide(found: re.Match[str]) -> str:
-    user, has_password = found[1], found[2]
-    return f"{user}:{HIDDEN}@" if has_password else f"{HIDDEN}@"
+    user = found[1]
+    has_password = found[2]
+    if has_password:
+        return f"{user}:{HIDDEN}@"
+    return f"{HIDDEN}@"
 
 
 def _without_query(text: str) -> str:
     head, mark, query = text.partition("?")
-    return f"{head}{mark}{_QUERY.sub(HIDDEN, query)}" if "://" in head else text
+    if "://" in head:
+        return f"{head}{mark}{_QUERY.sub(HIDDEN, query)}"
+    return text

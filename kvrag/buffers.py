@@ -112,7 +112,8 @@ def copied(kv: ChunkKV) -> ChunkKV:
     rows = [layer.tensors for layer in kv.layers]
     sizes = [-(-x.nbytes // PLACE_BYTES) * PLACE_BYTES for row in rows for x in row]
     whole = torch.frombuffer(BUFFERS.take(sum(sizes)), dtype=torch.uint8)
-    places, scales = iter(accumulate(sizes, initial=0)), kv.layers[0].scales
+    places = iter(accumulate(sizes, initial=0))
+    scales = kv.layers[0].scales
     dtype = kv.layers[0].keys.dtype if scales is None else scales.dtype
     own = [
         [

@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from kvrag.engine import KVRagEngine
 
 VERSION = 3  # of the measurement and of the repair; a change invalidates all kept profiles
-TARGET_KL, TARGET_TOP1 = 0.02, 0.97
+TARGET_KL = 0.02
+TARGET_TOP1 = 0.97
 TARGET_LOST = 0.02
 ANSWER_TOKENS = 24
 START = RepairConfig(recompute_ratio=0.10)
@@ -98,11 +99,9 @@ class Profile:
         return self.kept.reaches(self.max_mean_kl, self.min_top1)
 
     def __str__(self) -> str:
-        kl, top1, missed = (
-            self.kept.mean_kl,
-            self.kept.top1,
-            "" if self.is_reached else ", which misses the target",
-        )
+        kl = self.kept.mean_kl
+        top1 = self.kept.top1
+        missed = "" if self.is_reached else ", which misses the target"
         return f"calibrated on {self.prompts} prompts: mean KL {kl:.3f}, top-1 {top1:.0%}{missed}"
 
 
@@ -201,13 +200,15 @@ def search(measure: Callable[[RepairConfig], Trial], reaches: Callable[[Trial], 
         trials.append(measure(repair))
         return trials[-1]
 
-    if reaches(none := tried(RepairConfig(strategy="none"))):
+    none = tried(RepairConfig(strategy="none"))
+    if reaches(none):
         return none
     is_enough = reaches(tried(START))
     for ratio in LOWER if is_enough else HIGHER:
         if reaches(tried(replace(START, recompute_ratio=ratio))) != is_enough:
             break
-    if reached := [trial for trial in trials if reaches(trial)]:
+    reached = [trial for trial in trials if reaches(trial)]
+    if reached:
         return min(reached, key=lambda trial: trial.cost)
     return min(trials, key=lambda trial: trial.mean_kl)
 
@@ -216,11 +217,14 @@ def _trial(
     engine: KVRagEngine, references: Sequence[Reference], repair: RepairConfig, progress: Progress
 ) -> Trial:
     """Measure a repair on all prompts."""
-    num_layers, figures, lost = engine.loaded.reusable.num_layers, [], 0
+    num_layers = engine.loaded.reusable.num_layers
+    figures = []
+    lost = 0
     for reference in references:
         found = engine.score(reference.prompt, reference.token_ids, mode="stitch", repair=repair)
         is_same = found.logits.argmax(-1) == reference.logits.argmax(-1)
-        layout, total = _layout(engine, reference.prompt), found.prompt_tokens
+        layout = _layout(engine, reference.prompt)
+        total = found.prompt_tokens
         costs = (
             found.repaired_tokens / total,
             Price(IN_ROWS, repair, num_layers).of_forwards(layout) / total,
@@ -255,7 +259,8 @@ def _layout(engine: KVRagEngine, prompt: Any) -> Layout:
 
 def profile_file(engine: KVRagEngine) -> Path:
     """Return the path of the profile for an engine's model, context and rounding."""
-    kv_dtype, context = engine.store_config.kv_dtype, context_digest(engine.context_ids)
+    kv_dtype = engine.store_config.kv_dtype
+    context = context_digest(engine.context_ids)
     parts = {"model": engine.loaded.identity.portable, "context": context, "kv_dtype": kv_dtype}
     name = digest(
         "profile",

@@ -109,16 +109,15 @@ def _fault_of(cls: type, error: ValidationError, given: Mapping[str, Any]) -> Co
     """Turn the first fault that pydantic found into a ``ConfigError``."""
     fault = error.errors(include_url=False)[0]
     cause = fault.get("ctx", {}).get("error")
-    known, where = _names(cls), (*fault["loc"], "")[0]
+    known = _names(cls)
+    where = (*fault["loc"], "")[0]
     is_positional = isinstance(where, int) and where < len(known)
     name = known[int(where)] if is_positional else str(where)
     if isinstance(cause, ConfigError):
         said = str(cause)
-        return (
-            cause
-            if said.startswith(cls.__name__)
-            else ConfigError(f"{cls.__name__}.{name}: {said}")
-        )
+        if said.startswith(cls.__name__):
+            return cause
+        return ConfigError(f"{cls.__name__}.{name}: {said}")
     if fault["type"] == "unexpected_keyword_argument":
         return unknown_option(name, known, of=cls.__name__)
     if name not in known:
@@ -170,10 +169,13 @@ def _wanted(schema: Mapping[str, Any]) -> str:
         "null": "None",
     }
     kind = kinds.get(schema.get("type", ""), "a number")
-    low, high = schema.get("minimum"), schema.get("maximum")
+    low = schema.get("minimum")
+    high = schema.get("maximum")
     if low is None:
         return kind
-    return f"{kind} of at least {low:g}" if high is None else f"{kind} in [{low:g}, {high:g}]"
+    if high is None:
+        return f"{kind} of at least {low:g}"
+    return f"{kind} in [{low:g}, {high:g}]"
 
 
 def as_config(cls: type[T], value: Any, *, option: str) -> T | None:
@@ -199,7 +201,8 @@ def option_fields(cls: type, *names: str) -> dict[str, Any]:
 
     The result suits ``pydantic.create_model`` and command lines.
     """
-    hints, declared = get_type_hints(cls), cls.__pydantic_fields__  # type: ignore[attr-defined]
+    hints = get_type_hints(cls)
+    declared = cls.__pydantic_fields__  # type: ignore[attr-defined]
     about = {
         name: {"default": declared[name].default, "description": declared[name].description}
         for name in names
@@ -238,7 +241,8 @@ def refuse_misplaced(
     unencrypted. With ``misspelt``, misspelt names of ``own`` and names of :class:`RepairConfig`
     options are refused too.
     """
-    own, stored = list(own), set(_names(StoreConfig))
+    own = list(own)
+    stored = set(_names(StoreConfig))
     for name in given:
         near = difflib.get_close_matches(name, sorted(stored.union(own)), n=1, cutoff=0.8)
         if near and near[0] in stored:
@@ -306,23 +310,21 @@ Switch = Annotated[bool, Field(strict=True)]
 
 
 RESERVED = (
-    *(
-        "messages",
-        "conversation",
-        "tools",
-        "add_generation_prompt",
-        "continue_final_message",
-        "tokenize",
-        "documents",
-    ),
-    *(
-        "chat_template",
-        "return_dict",
-        "return_tensors",
-        "return_assistant_tokens_mask",
-        "tokenizer_kwargs",
-    ),
-    *("padding", "truncation", "max_length"),
+    "messages",
+    "conversation",
+    "tools",
+    "add_generation_prompt",
+    "continue_final_message",
+    "tokenize",
+    "documents",
+    "chat_template",
+    "return_dict",
+    "return_tensors",
+    "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
+    "padding",
+    "truncation",
+    "max_length",
 )
 """Arguments of ``apply_chat_template`` that aren't template variables.
 
@@ -344,11 +346,10 @@ def check_template_kwargs(value: object) -> dict[str, Any]:
         )
     for name in value:
         if name in RESERVED:
-            where = (
-                "put documents into messages, as kvrag.Chunk"
-                if name == "documents"
-                else "it is kvrag's own to set"
-            )
+            if name == "documents":
+                where = "put documents into messages, as kvrag.Chunk"
+            else:
+                where = "it is kvrag's own to set"
             raise ConfigError(
                 f"chat_template_kwargs holds {name!r}, which is no variable of a chat template: "
                 f"{where}"
@@ -393,16 +394,22 @@ def _seed(value: object) -> object:
         raise ValueError(
             "it must be a whole number from 0 to 2**64 - 1, or None or -1 for one that is drawn"
         )
-    return None if value == -1 else value
+    if value == -1:
+        return None
+    return value
 
 
 def _none_as_empty(value: object) -> object:
-    return () if value is None else value
+    if value is None:
+        return ()
+    return value
 
 
 def _pairs(value: object) -> object:
     """Accept pairs, a dict, which becomes its items, or no value."""
-    return tuple(value.items()) if isinstance(value, Mapping) else value or ()
+    if isinstance(value, Mapping):
+        return tuple(value.items())
+    return value or ()
 
 
 def _callback(value: object) -> object:
@@ -413,7 +420,9 @@ def _callback(value: object) -> object:
 
 def _address(value: object, check: ValidatorFunctionWrapHandler) -> object:
     """Turn an address into an :class:`Address`, which never shows its password."""
-    return value if isinstance(value, Address) else address(check(value))
+    if isinstance(value, Address):
+        return value
+    return address(check(value))
 
 
 def _key_source(value: object) -> object:

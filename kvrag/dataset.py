@@ -48,12 +48,10 @@ class Workers:
     def options(self) -> dict[str, Any]:
         """Return the options of ``map_batches``; raises ``MissingDependencyError`` without Ray."""
         ray = require("ray", extra="ray", purpose="precompute_dataset")
-        have, gpus, count, cpus = (
-            ray.cluster_resources(),
-            self.num_gpus,
-            self.concurrency,
-            self.num_cpus,
-        )
+        have = ray.cluster_resources()
+        gpus = self.num_gpus
+        count = self.concurrency
+        cpus = self.num_cpus
         if gpus is None:
             gpus = 1.0 if have.get("GPU") else 0.0
         if count is None:
@@ -79,7 +77,8 @@ class Worker:
     def __init__(
         self, columns: tuple[str, str | None], options: Mapping[str, Any], run: Mapping[str, Any]
     ) -> None:
-        self._columns, self._run = columns, run
+        self._columns = columns
+        self._run = run
         config = (
             as_config(StoreConfig, options.get("store_config"), option="store_config")
             or StoreConfig()
@@ -91,7 +90,8 @@ class Worker:
         """Store a batch of chunks, and return its row of the report."""
         arrow = require("pyarrow", extra="ray", purpose="the report of precompute_dataset")
         text, name = self._columns
-        texts, ids = list(batch[text]), None if name is None else list(batch[name])
+        texts = list(batch[text])
+        ids = None if name is None else list(batch[name])
         report = asdict(
             self._engine.precompute(texts, ids=ids, **{"show_progress": False, **self._run})
         )

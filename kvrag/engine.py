@@ -70,8 +70,19 @@ from kvrag.verify import verify_prompts
 MAX_KEPT = 16  # engines that :meth:`KVRagEngine.get` keeps without any other reference to them
 
 _OPTIONS = (
-    *("tokenizer", "revision", "dtype", "device", "prove", "extra_keys"),
-    *("kv_dir", "prefix", "context", "repair", "namespace", "store_config", "chat_template_kwargs"),
+    "tokenizer",
+    "revision",
+    "dtype",
+    "device",
+    "prove",
+    "extra_keys",
+    "kv_dir",
+    "prefix",
+    "context",
+    "repair",
+    "namespace",
+    "store_config",
+    "chat_template_kwargs",
 )
 
 _DEFAULT = RepairConfig()
@@ -151,7 +162,8 @@ class KVRagEngine:
         store_config: StoreConfig | Mapping[str, Any] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        self.source, self.namespace = source, documents.check_namespace(namespace)
+        self.source = source
+        self.namespace = documents.check_namespace(namespace)
         self.kv_dir = documents.check_kv_dir(kv_dir)
         self.chat_template_kwargs = check_template_kwargs(chat_template_kwargs)
         self._repair = as_config(RepairConfig, repair, option="repair")
@@ -163,7 +175,8 @@ class KVRagEngine:
         self._resources = ExitStack()
         self._resources.callback(self.store.close)
         weakref.finalize(self, self._resources.close).atexit = False
-        self._erasures, self.context = erasures_of(self.kv_dir), check_context(context)
+        self._erasures = erasures_of(self.kv_dir)
+        self.context = check_context(context)
         # By namespace: the prefixes of past precompute calls, and the learned prefixes.
         self._prefix_texts: dict[str, dict[str, None]] = {}
         self._learner, self.prefix = learning(prefix, self._prefix_texts)
@@ -174,7 +187,9 @@ class KVRagEngine:
         self._digest_of = lru_cache(maxsize=1024)(self.store.names.namespace)
         self._digest_of(namespace)
         self._gate = QuantiseCheck(self.store_config.kv_dtype)
-        self._stats, self._lock, self._is_closed = EngineStats(), fork_lock(), False
+        self._stats = EngineStats()
+        self._lock = fork_lock()
+        self._is_closed = False
         self._loaded: LoadedModel | None = None
         # The model's fingerprint, and the profile kept for it.
         self.profile: tuple[str, Profile | None] = ("", None)
@@ -368,7 +383,9 @@ class KVRagEngine:
         # The fingerprint changes when adapters are switched.
         if self.profile[0] != (now := self.loaded.identity.fingerprint):
             self.profile = now, kept_profile(self)
-        return self.profile[1].kept.repair if self.profile[1] else _DEFAULT
+        if self.profile[1]:
+            return self.profile[1].kept.repair
+        return _DEFAULT
 
     @property
     def given_repair(self) -> RepairConfig | None:
@@ -398,11 +415,9 @@ class KVRagEngine:
     def context_ids(self) -> tuple[int, ...]:
         """Token ids that chunks are encoded behind, between the prefix and the chunk."""
         lm = self.loaded.lm
-        return (
-            ()
-            if isinstance(lm, PlainLM)
-            else context_ids(self.context, self.loaded.encoder, lm.reuse_window)
-        )
+        if isinstance(lm, PlainLM):
+            return ()
+        return context_ids(self.context, self.loaded.encoder, lm.reuse_window)
 
     def warm_up(self) -> None:
         """Load the model and measure the costs of prompts on this machine, before the first prompt.
@@ -424,7 +439,9 @@ class KVRagEngine:
             for key in [k for k, engine in self._shared.items() if engine is self]:
                 del self._shared[key]
         self._resources.close()
-        self._is_closed, self._loaded, self._query_side = True, None, None
+        self._is_closed = True
+        self._loaded = None
+        self._query_side = None
 
     def precompute(
         self,
@@ -470,14 +487,16 @@ class KVRagEngine:
         items = documents.check_items(texts, ids, collection, batch_size)
         check_show(show_progress)
         retention = as_config(Retention, retention, option="retention")
-        space, loaded = self._namespace(namespace), self.loaded
+        space = self._namespace(namespace)
+        loaded = self.loaded
         if isinstance(loaded.lm, PlainLM):
             loaded.reusable  # noqa: B018 - raises before anything is deleted or stored
         if self._gate.kv_dtype != "auto":
             self._gate.admit(loaded)
         text = self._prefix_in(space) if prefix is None else prefix_text(prefix, self.encoder)
         self._prefix_texts.setdefault(space, {})[text] = None
-        if gone := documents.replaced_ids(self.store, items, space):
+        gone = documents.replaced_ids(self.store, items, space)
+        if gone:
             self.delete(gone, namespace=namespace)
         run = Precompute(
             loaded, self.store, self.store_config, space, text, self.context_ids, retention
@@ -508,7 +527,8 @@ class KVRagEngine:
                 self._request(prompt, mode="full", namespace=namespace)
             ).identities
         if keys:
-            space, model = self._namespace(namespace), self.loaded.fingerprint
+            space = self._namespace(namespace)
+            model = self.loaded.fingerprint
             wanted += documents.chosen_keys(self.store.catalog, space, (), keys, model=model)
         return self.store.prefetch(wanted)
 
@@ -554,7 +574,8 @@ class KVRagEngine:
         checked = as_config(Retention, retention, option="retention")
         if checked is None:
             raise ConfigError("retention is None; pass a kvrag.Retention")
-        space, catalog = self._namespace(namespace), self.store.catalog
+        space = self._namespace(namespace)
+        catalog = self.store.catalog
         chosen = documents.chosen_documents(catalog, space, ids, collection)
         return self.store.retain(documents.chosen_keys(catalog, space, chosen, keys), checked)
 
@@ -584,7 +605,9 @@ class KVRagEngine:
         Documents with evicted KV are included.
         """
         found = self.store.catalog.documents(self._namespace(namespace))
-        return found if collection is None else documents.members(found, collection)
+        if collection is None:
+            return found
+        return documents.members(found, collection)
 
     @checks_names
     def generate(
@@ -770,7 +793,9 @@ class KVRagEngine:
     @property
     def load(self) -> Load:
         """Running and waiting requests on the model's device, and the bytes of KV reserved."""
-        return scheduler_of(self._loaded).load if self._loaded else Load(0, 0, 0)
+        if self._loaded:
+            return scheduler_of(self._loaded).load
+        return Load(0, 0, 0)
 
     def _namespace(self, namespace: str | None) -> str:
         """Return the digest of a namespace; ``None``: of the engine's namespace."""
@@ -788,7 +813,8 @@ class KVRagEngine:
             loaded = self.loaded  # first: the gate depends on the model's device
             if self._query_side is None:
                 self._gate.admit(loaded)
-                config, ids = self.store_config, self.context_ids
+                config = self.store_config
+                ids = self.context_ids
                 if (config.on_miss == "store" or self._learner) and not isinstance(
                     loaded.lm, PlainLM
                 ):
@@ -824,12 +850,13 @@ class KVRagEngine:
         form: ResponseFormat | None = None,
         **asked: Any,
     ) -> Request:
-        checked, space = (
-            check_options(mode, repair, max_context) or self.repair,
-            self._namespace(namespace),
-        )
+        checked = check_options(mode, repair, max_context) or self.repair
+        space = self._namespace(namespace)
         return Request(
-            *(prompt, mode, checked, space),
+            prompt,
+            mode,
+            checked,
+            space,
             prefixes=(self.prefix_text, *self._prefix_texts.get(space, ())),
             form=answer_form(**asked) if form is None else form,
             slides=max_context == "slide",
@@ -868,7 +895,8 @@ class KVRagEngine:
         max_context: MaxContext = "raise",
     ) -> Produce:
         """Check the options in the caller's thread; return the work for the request's thread."""
-        options, clock = _options_in(locals(), "tools", "tool_choice", "response_format"), Clock()
+        options = _options_in(locals(), "tools", "tool_choice", "response_format")
+        clock = Clock()
         sampling = {name: options.pop(name) for name in _SAMPLING}
         options["repair"] = check_options(mode, repair, max_context)
         check_template_kwargs(chat_template_kwargs)

@@ -170,7 +170,9 @@ def reuse_speedup(
     the fraction of the tokens that are recomputed.
     """
     load = break_even_bandwidth(bytes_per_token, prefill_tokens_per_s) / bandwidth
-    return 1.0 / (load + repair_ratio) if load + repair_ratio else float("inf")
+    if load + repair_ratio:
+        return 1.0 / (load + repair_ratio)
+    return float("inf")
 
 
 def human_bytes(number: float) -> str:
@@ -185,9 +187,13 @@ def human_bytes(number: float) -> str:
     """
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(number) < 1024:
-            return f"{number:.3g} {unit}" if number < 1000 else f"{number:.0f} {unit}"
+            if number < 1000:
+                return f"{number:.3g} {unit}"
+            return f"{number:.0f} {unit}"
         number /= 1024
-    return f"{number:.3g} TiB" if number < 1000 else f"{number:.0f} TiB"
+    if number < 1000:
+        return f"{number:.3g} TiB"
+    return f"{number:.0f} TiB"
 
 
 def human_bandwidth(number: float) -> str:
@@ -202,4 +208,6 @@ def human_bandwidth(number: float) -> str:
         if abs(number) < 1000:
             return f"{number:.3g} {unit}"
         number /= 1000
-    return f"{number:.3g} GB/s" if number < 1000 else f"{number:.0f} GB/s"
+    if number < 1000:
+        return f"{number:.3g} GB/s"
+    return f"{number:.0f} GB/s"

@@ -88,7 +88,9 @@ class Evaluation:
     @property
     def retention(self) -> float:
         """Score of reuse divided by the score of full prefill; NaN where the latter is 0."""
-        return self.reuse_score / self.full_score if self.full_score else math.nan
+        if self.full_score:
+            return self.reuse_score / self.full_score
+        return math.nan
 
     @property
     def num_right(self) -> int:
@@ -106,12 +108,16 @@ class Evaluation:
 
         NaN where full prefill answers no question right.
         """
-        return self.num_lost / self.num_right if self.num_right else math.nan
+        if self.num_right:
+            return self.num_lost / self.num_right
+        return math.nan
 
     @property
     def lost_interval(self) -> tuple[float, float]:
         """Wilson 95% interval of :attr:`lost`."""
-        return wilson(self.num_lost, self.num_right) if self.num_right else (0.0, 1.0)
+        if self.num_right:
+            return wilson(self.num_lost, self.num_right)
+        return (0.0, 1.0)
 
     @property
     def mean_kl(self) -> float:
@@ -260,7 +266,8 @@ def compare(engine: KVRagEngine, reference: Reference, *, mode: Mode, repair: Re
     options: dict[str, Any] = {"mode": mode, "repair": repair}
     found = engine.generate(prompt, max_new_tokens=reference.max_new_tokens, **options)
     logits = engine.score(prompt, reference.token_ids, **options).logits
-    question, answers = reference.question, reference.question.answers
+    question = reference.question
+    answers = reference.question.answers
     return Compared(
         question.text,
         answers,
@@ -280,7 +287,8 @@ def compare(engine: KVRagEngine, reference: Reference, *, mode: Mode, repair: Re
 
 def wilson(hits: int, count: int, z: float = 1.96) -> tuple[float, float]:
     """Return the Wilson interval of the share ``hits / count``, by default at 95%."""
-    share, spread = hits / count, z * z / count
+    share = hits / count
+    spread = z * z / count
     middle = share + spread / 2
     width = z * math.sqrt(share * (1 - share) / count + spread / (4 * count))
     return max(0.0, (middle - width) / (1 + spread)), min(1.0, (middle + width) / (1 + spread))

@@ -116,7 +116,8 @@ class EngineFields(BaseModel):
 
     def check_model_kwargs(self) -> None:
         """Refuse ``model_kwargs`` with an option of this class or the store, by ``ConfigError``."""
-        own, of = type(self).model_fields, type(self).__name__
+        own = type(self).model_fields
+        of = type(self).__name__
         for name in self.model_kwargs:
             if name in own:
                 raise ConfigError(
@@ -128,17 +129,15 @@ class EngineFields(BaseModel):
     def engine_options(self) -> dict[str, Any]:
         """Return the options of :meth:`kvrag.KVRagEngine.get` except the prefix."""
         names = (
-            *(
-                "tokenizer",
-                "kv_dir",
-                "context",
-                "namespace",
-                "repair",
-                "store_config",
-                "dtype",
-                "device",
-                "prove",
-            ),
+            "tokenizer",
+            "kv_dir",
+            "context",
+            "namespace",
+            "repair",
+            "store_config",
+            "dtype",
+            "device",
+            "prove",
             "chat_template_kwargs",
         )
         return {**self.model_kwargs, **{name: getattr(self, name) for name in names}}

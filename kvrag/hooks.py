@@ -81,7 +81,8 @@ def precompute_kv(
         )
         error = refused(report)
     except KVRagError as fault:
-        report, error = PrecomputeReport(0, 0, [("", str(fault))], 0, 0.0), fault
+        report = PrecomputeReport(0, 0, [("", str(fault))], 0, 0.0)
+        error = fault
     if error is not None and on_error == "raise":
         raise error
     if error is not None:
@@ -92,11 +93,9 @@ def precompute_kv(
 def refused(report: PrecomputeReport) -> KVRagError | None:
     """Return an error that counts the chunks that could not be stored, if there are any."""
     what = "chunk(s) could not be stored, and will be computed at query time; the first one"
-    return (
-        StoreError(f"{len(report.failed)} {what}, {': '.join(report.failed[0])}")
-        if report.failed
-        else None
-    )
+    if report.failed:
+        return StoreError(f"{len(report.failed)} {what}, {': '.join(report.failed[0])}")
+    return None
 
 
 def changed_ids(
@@ -133,7 +132,8 @@ def delete_kv(
     whole collection. Return the number of chunks erased.
     """
     engine = engine_of(llm)
-    items = list(items) if _is_many(items) and not isinstance(items, str) else items
+    if _is_many(items) and not isinstance(items, str):
+        items = list(items)
     if isinstance(items, str):
         ids = [items]
     elif _is_many(items) and all(isinstance(item, str) for item in items):
@@ -177,9 +177,8 @@ def sync_kv(
         As for :func:`precompute_kv`.
     """
     engine = engine_of(llm)
-    live_items = (
-        list(live_items) if _is_many(live_items) and not isinstance(live_items, str) else live_items
-    )
+    if _is_many(live_items) and not isinstance(live_items, str):
+        live_items = list(live_items)
     named = _named(live_items, ids, content or "text")
     if content is None and _is_stored(
         engine, shown := _named(live_items, ids, "llm"), namespace, collection
@@ -255,10 +254,8 @@ def _is_stored(
     collection: str | None,
 ) -> bool:
     """Whether any of these texts is stored for its document."""
-    catalog, space = (
-        engine.store.catalog,
-        engine.store.names.namespace(namespace or engine.namespace),
-    )
+    catalog = engine.store.catalog
+    space = engine.store.names.namespace(namespace or engine.namespace)
     found = (
         (in_collection([name], collection)[0], text_entry(text))
         for name, text in named
@@ -291,13 +288,15 @@ def _precompute(
 ) -> PrecomputeReport:
     """Precompute documents; report empty documents as too short, and delete their old KV."""
     kept = [(name, text) for name, text in named if not isinstance(text, str) or text.strip()]
-    names, texts = [name for name, _ in kept], [text for _, text in kept]
+    names = [name for name, _ in kept]
+    texts = [text for _, text in kept]
     report = engine.precompute(
         texts, ids=names, namespace=namespace, collection=collection, **options
     )
     emptied = {str(name) for name, text in named if name is not None and not text.strip()}
     stored = set(engine.document_ids(namespace=namespace) if emptied else ())
-    if gone := stored & set(in_collection(emptied, collection)):
+    gone = stored & set(in_collection(emptied, collection))
+    if gone:
         engine.delete(sorted(gone), namespace=namespace)
     empty = [
         (str(name or ""), "no text")
@@ -378,11 +377,15 @@ def _langchain_documents(holder: Any) -> list[Any] | None:
         pairs = zip(found["ids"], found["documents"], strict=True)
         return [SimpleNamespace(id=name, page_content=text) for name, text in pairs]
     stored = getattr(getattr(holder, "docstore", None), "_dict", None)
-    return None if stored is None else list(stored.values())
+    if stored is None:
+        return None
+    return list(stored.values())
 
 
 def _qdrant_documents(holder: Any) -> list[Any]:
-    points, offset, key = list[Any](), None, holder.content_payload_key
+    points = list[Any]()
+    offset = None
+    key = holder.content_payload_key
     while True:
         page, offset = holder.client.scroll(
             holder.collection_name, limit=1000, offset=offset, with_payload=True
@@ -402,7 +405,9 @@ def _llama_index_nodes(holder: Any) -> list[Any] | None:
         return list(documents.values())
     store = getattr(holder, "vector_store", holder)
     if not hasattr(store, "get_nodes"):
-        return [] if documents is not None else None
+        if documents is not None:
+            return []
+        return None
     try:
         return list(store.get_nodes(node_ids=None, filters=None))
     except (NotImplementedError, TypeError, ValueError):

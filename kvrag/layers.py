@@ -72,17 +72,23 @@ def parts(kv_dtype: KVDtype, dtype: torch.dtype, keys: Shape, values: Shape) -> 
     if kv_dtype == "auto":
         return Part("keys", dtype, keys), Part("values", dtype, values)
     (heads, tokens, dim), (value_heads, _, value_dim) = keys, values
-    packed, half, codes = 1, torch.float16, CODES[kv_dtype]
-    groups, key_channels, scales = 1, dim, (tokens, 1)
+    packed = 1
+    half = torch.float16
+    codes = CODES[kv_dtype]
+    groups = 1
+    key_channels = dim
+    scales = (tokens, 1)
     if kv_dtype == "fp8":
-        key_channels, scales = 1, (1, 1)
+        key_channels = 1
+        scales = (1, 1)
     elif kv_dtype == "int4":
         if dim % 2 or value_dim % 2:
             raise StoreError(
                 f"int4 packs two channels into a byte; the head dim {dim} or {value_dim} is odd; "
                 "use int8"
             )
-        packed, groups = 2, -(-tokens // GROUP)
+        packed = 2
+        groups = -(-tokens // GROUP)
         scales = (tokens, -(-value_dim // group_of(value_dim)))
     return (
         Part("keys", codes, (heads, tokens, dim // packed)),
@@ -109,10 +115,13 @@ class BlobLayout(NamedTuple):
 def layout_of(kv_dtype: KVDtype, dtype: torch.dtype, shapes: Shapes) -> BlobLayout:
     """Lay out a blob's tensors; chunks of the same model and length share the result."""
     layers = tuple(parts(kv_dtype, dtype, keys, values) for keys, values in shapes)
-    offsets, tensors, end = [0], list[str](), 0
+    offsets = [0]
+    tensors = list[str]()
+    end = 0
     for i, layer in enumerate(layers):
         for part in layer:
-            start, end = end, end + part.num_bytes
+            start = end
+            end += part.num_bytes
             tensors.append(TENSOR % (i, part.name, NAMES[part.dtype], *part.shape, start, end))
         offsets.append(end)
     return BlobLayout(layers, tuple(offsets), ",".join(tensors))
@@ -123,11 +132,9 @@ def group_of(dim: int) -> int:
 
     The largest divisor of the head dim in [16, 32] if it has any, else 32; at most the head dim.
     """
-    return (
-        next((size for size in range(GROUP, GROUP // 2 - 1, -1) if dim % size == 0), GROUP)
-        if dim > GROUP
-        else dim
-    )
+    if dim > GROUP:
+        return next((size for size in range(GROUP, GROUP // 2 - 1, -1) if dim % size == 0), GROUP)
+    return dim
 
 
 def layer_of(dtype: torch.dtype, tensors: Sequence[torch.Tensor]) -> LayerKV:
@@ -138,13 +145,12 @@ def layer_of(dtype: torch.dtype, tensors: Sequence[torch.Tensor]) -> LayerKV:
 
 def view_layer(dtype: torch.dtype, layer: Sequence[Part], data: torch.Tensor) -> LayerKV:
     """View the bytes of a layer, uint8, as its tensors."""
-    tensors, start = [], 0
+    tensors = []
+    start = 0
     for part in layer:
-        own, start, size = (
-            data[start : start + part.num_bytes],
-            start + part.num_bytes,
-            part.dtype.itemsize,
-        )
+        own = data[start : start + part.num_bytes]
+        start += part.num_bytes
+        size = part.dtype.itemsize
         # Scales behind an odd number of codes are not aligned.
         if own.data_ptr() % size or own.storage_offset() % size:
             own = own.clone()
@@ -157,11 +163,9 @@ def shapes_of(identity: ChunkIdentity, kv: ChunkKV) -> tuple[torch.dtype, Shapes
 
     Raises ``StoreError`` if the tensors don't form a chunk of this identity.
     """
-    tokens, kv_dtype, shapes = (
-        len(identity.token_ids),
-        identity.kv_dtype,
-        list[tuple[Shape, Shape]](),
-    )
+    tokens = len(identity.token_ids)
+    kv_dtype = identity.kv_dtype
+    shapes = list[tuple[Shape, Shape]]()
     if not tokens or not 0 < len(kv.layers) <= MAX_LAYERS:
         raise StoreError(
             f"the chunk has {tokens} tokens and {len(kv.layers)} layers and can't be stored; a "
@@ -173,7 +177,8 @@ def shapes_of(identity: ChunkIdentity, kv: ChunkKV) -> tuple[torch.dtype, Shapes
             f"the chunk is to be stored as {kv_dtype!r} and its KV is {kv.kv_dtype!r}; pass it "
             "through kvrag.blend.quantise.pack"
         )
-    first, packed = kv.layers[0], 2 if kv_dtype == "int4" else 1
+    first = kv.layers[0]
+    packed = 2 if kv_dtype == "int4" else 1
     dtype = first.keys.dtype if first.scales is None else first.scales.dtype
     for index, layer in enumerate(kv.layers):
         found = [(tensor.dtype, tuple(tensor.shape)) for tensor in layer.tensors]
@@ -235,7 +240,8 @@ def own_kv(kv: ChunkKV, *, device: torch.device | str = "cpu", copy: bool = Fals
     With ``copy``, it shares no tensor with ``kv``. On an accelerator, neighbouring layers of the
     same shape are views of a stack (:func:`together`).
     """
-    layers, row_major = list[LayerKV](), torch.contiguous_format
+    layers = list[LayerKV]()
+    row_major = torch.contiguous_format
     if torch.device(device).type != "cpu":
         for run in runs_alike([tuple(x.shape for x in layer.tensors) for layer in kv.layers]):
             whole = together(kv.layers[run.start : run.stop], device, copy=copy)
@@ -272,10 +278,8 @@ def together(
     ``copy``. Otherwise all tensors are copied to new memory. Runs of bytes that are contiguous on
     both sides take a single copy, which is asynchronous from pinned memory.
     """
-    rows, is_there = (
-        [layer.tensors for layer in layers],
-        layers[0].keys.device == torch.device(device) and not copy,
-    )
+    rows = [layer.tensors for layer in layers]
+    is_there = layers[0].keys.device == torch.device(device) and not copy
     seen = [_as_one(column) for column in zip(*rows, strict=True)] if is_there else []
     tensors = [x for x in seen if x is not None]
     dtype = layers[0].keys.dtype if layers[0].scales is None else layers[0].scales.dtype
@@ -287,7 +291,8 @@ def _as_one(column: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
     Return ``None`` if they don't lie in the same memory at equal distances.
     """
-    first, stride = column[0], column[0].stride()
+    first = column[0]
+    stride = column[0].stride()
     places = [x.data_ptr() for x in column]
     gap = places[1] - places[0] if len(column) > 1 else first.nbytes
     step, rest = divmod(gap, first.itemsize)
@@ -334,23 +339,24 @@ def _stretches(
 
     Tensors that are neighbours in the source and in the destination are merged.
     """
-    starts, first = [x.data_ptr() for x in tensors], 0
+    starts = [x.data_ptr() for x in tensors]
+    first = 0
     while first < len(tensors):
         # Don't merge tensors of two memories that are neighbours by chance: the driver refuses a
         # copy that spans two pinned allocations.
-        memory, begin, place, stop = (
-            tensors[first].untyped_storage(),
-            starts[first],
-            places[first],
-            first + 1,
-        )
-        end, limit = begin + sizes[first], memory.data_ptr() + memory.nbytes()
+        memory = tensors[first].untyped_storage()
+        begin = starts[first]
+        place = places[first]
+        stop = first + 1
+        end = begin + sizes[first]
+        limit = memory.data_ptr() + memory.nbytes()
         while (
             stop < len(tensors)
             and (starts[stop], places[stop]) == (end, place + end - begin)
             and end + sizes[stop] <= limit
         ):
-            end, stop = end + sizes[stop], stop + 1
+            end += sizes[stop]
+            stop += 1
         source = torch.empty(0, dtype=torch.uint8, device=memory.device)
         yield place, source.set_(memory, begin - memory.data_ptr(), (end - begin,))  # type: ignore[call-overload]
         first = stop

@@ -81,7 +81,9 @@ def planted(
 
     A chunk holds a single fact. Chunks come in random order.
     """
-    encoder, least, draw = engine.encoder, engine.store_config.min_chunk_tokens, random.Random(seed)
+    encoder = engine.encoder
+    least = engine.store_config.min_chunk_tokens
+    draw = random.Random(seed)
     texts = [
         text
         for text in dict.fromkeys(chunk.strip() for chunk in chunks)
@@ -140,7 +142,8 @@ def read_question(
     """Read a question that the caller passed as a mapping."""
     text = given.get("question")
     answers = given.get("answers", given.get("answer"))
-    answers = [answers] if isinstance(answers, str) else answers
+    if isinstance(answers, str):
+        answers = [answers]
     own = given.get("chunks") or []
     if not isinstance(text, str) or not answers or not _are_texts(answers) or not _are_texts(own):
         raise InputError(
@@ -189,4 +192,6 @@ def _score(words: list[str], right: list[str]) -> float:
     if f" {' '.join(right)} " in f" {' '.join(words)} ":
         return 1.0
     same = sum((Counter(words) & Counter(right)).values())
-    return 2 * same / (len(words) + len(right)) if same else 0.0
+    if same:
+        return 2 * same / (len(words) + len(right))
+    return 0.0

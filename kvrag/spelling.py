@@ -9,17 +9,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from kvrag.errors import ConfigError
 
 DIRECTORY_NAMES = (
-    *(
-        "kv_path",
-        "kv_cache_dir",
-        "kv_cache",
-        "cache_path",
-        "store_dir",
-        "store_path",
-        "storage_dir",
-        "directory",
-    ),
-    *("persist_dir", "persist_directory"),
+    "kv_path",
+    "kv_cache_dir",
+    "kv_cache",
+    "cache_path",
+    "store_dir",
+    "store_path",
+    "storage_dir",
+    "directory",
+    "persist_dir",
+    "persist_directory",
 )
 """Other libraries' names for ``kv_dir``."""
 
@@ -113,11 +112,14 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     Ties go to the first name. Return ``None`` if no name shares a word.
     """
     known = list(known)
-    if alike := difflib.get_close_matches(name, known, n=1):
+    alike = difflib.get_close_matches(name, known, n=1)
+    if alike:
         return alike[0]
     shared = {each: _shared_words(name, each) for each in known}
     best = max(known, key=lambda each: shared[each], default=None)
-    return best if best is not None and shared[best] else None
+    if best is not None and shared[best]:
+        return best
+    return None
 
 
 def _shared_words(name: str, other: str) -> int:

@@ -81,7 +81,8 @@ class Pool:
     """
 
     def __init__(self, name: str, max_threads: int | None = None) -> None:
-        self._name, self._max_threads = name, max_threads
+        self._name = name
+        self._max_threads = max_threads
         self._at_fork_reinit()
         _forkable.add(self)
 
@@ -205,14 +206,16 @@ def _end_all() -> None:
 
     An action that ignores its cancel event gets a ``SystemExit`` when it returns to Python.
     """
-    start, pools = time.monotonic(), [each for each in list(_forkable) if isinstance(each, Pool)]
+    start = time.monotonic()
+    pools = [each for each in list(_forkable) if isinstance(each, Pool)]
     running = {thread: job for pool in pools for thread, job in pool.end().items()}
     for end in (start + EXIT_GRACE_S, start + EXIT_WAIT_S):
         for thread in running:
             thread.join(max(0.0, end - time.monotonic()))
         for thread, job in running.items():
             if job is not None and job.cancel is not None and thread.is_alive():
-                ident, error = ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit)
+                ident = ctypes.c_ulong(thread.ident or 0)
+                error = ctypes.py_object(SystemExit)
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, error)
 
 

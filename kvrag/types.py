@@ -120,11 +120,9 @@ class LayerKV:
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """All tensors, in storage order."""
         s = self.scales
-        return (
-            (self.keys, self.values)
-            if s is None
-            else (self.keys, self.values, s.keys, s.zeros, s.values)
-        )
+        if s is None:
+            return (self.keys, self.values)
+        return (self.keys, self.values, s.keys, s.zeros, s.values)
 
     @property
     def num_bytes(self) -> int:
@@ -331,7 +329,9 @@ class Accounting:
     @property
     def kv_reuse_ratio(self) -> float:
         """Cached tokens divided by prompt tokens, in [0, 1]."""
-        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+        if self.prompt_tokens:
+            return self.cached_tokens / self.prompt_tokens
+        return 0.0
 
     def __repr__(self) -> str:
         """Show the output, then the accounting, without token ids and fields at their defaults."""

@@ -67,7 +67,8 @@ def verify_prompts(
         "namespace": namespace,
         "chat_template_kwargs": chat_template_kwargs,
     }
-    rows, seams = [], SeamCount()
+    rows = []
+    seams = SeamCount()
     with Progress("verifying", len(prompts), unit="prompts", show=show_progress) as progress:
         for prompt in prompts:
             row, seam_count, repaired = _compare(engine, prompt, max_new_tokens, mode, options)
@@ -84,20 +85,18 @@ def verify_prompts(
         for name in ("kl", "top1", "greedy")
     )
     return VerifyReport(
-        is_reused and mean_kl <= max_mean_kl and top1 >= min_top1,
-        *(
-            mean_kl,
-            top1,
-            greedy,
-            rows,
-            seams.seams,
-            seams.changed_seams,
-            seams.tokens,
-            seams.changed_tokens,
-            repaired,
-        ),
-        f"mean_kl of at most {max_mean_kl:g} nats and top1_agreement of at least {min_top1:g}, at "
-        "the first token; not the greedy answers",
+        passed=is_reused and mean_kl <= max_mean_kl and top1 >= min_top1,
+        mean_kl=mean_kl,
+        top1_agreement=top1,
+        greedy_agreement=greedy,
+        rows=rows,
+        seams=seams.seams,
+        changed_seams=seams.changed_seams,
+        prompt_tokens=seams.tokens,
+        changed_tokens=seams.changed_tokens,
+        repair=repaired,
+        passed_by=f"mean_kl of at most {max_mean_kl:g} nats and top1_agreement of at least "
+        f"{min_top1:g}, at the first token; not the greedy answers",
     )
 
 

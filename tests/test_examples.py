@@ -16,7 +16,7 @@ import pytest
 FOLDER = Path(__file__).parents[1] / "examples"
 EXAMPLES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "local")
 SIDE = r"  {} +first token after [\d,]+ ms +(\w+) +(\d+) of (\d+) tokens reused +(.+)"
-MAX_LINES = 80
+MAX_LINES = 110
 SHORT = ("langchain_agent",)
 """Examples whose prompts are so short that ``auto`` may reuse what is exact alone."""
 

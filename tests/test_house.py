@@ -124,7 +124,7 @@ LARGER_ROOMS: dict[str, int] = {"generate": 16, "model": 14, "server": 14, "stor
 """Rooms that may hold more files than :data:`ROOM_FILES`."""
 
 KNOWN: dict[str, dict[str, float] | set[str]] = {
-    "totals": {"nodes of kvrag": 196_000, "nodes of kvrag/store": 36_000},
+    "totals": {"nodes of kvrag": 195_100, "nodes of kvrag/store": 36_000},
     "large files": {
         "kvrag/blend/cost.py": 3_100,
         "kvrag/cli/store.py": 2_800,
@@ -153,7 +153,7 @@ KNOWN: dict[str, dict[str, float] | set[str]] = {
         "kvrag/engine.py::KVRagEngine._produce": 420,
         "kvrag/engine.py::KVRagEngine.get": 420,
         "kvrag/generate/radix_cache.py::RadixCache._add": 430,
-        "kvrag/generate/pipeline.py::QueryPipeline.answer": 410,
+        "kvrag/generate/pipeline.py::QueryPipeline.answer": 420,
         "kvrag/layers.py::shapes_of": 420,
         "kvrag/model/attention.py::_by_blocks": 470,
         "kvrag/model/traits.py::_watched": 410,
@@ -161,11 +161,9 @@ KNOWN: dict[str, dict[str, float] | set[str]] = {
         "kvrag/store/opening.py::_open_shared": 420,
     },
     "style": {
-        "nodes per code line": 9.6,
-        "tuple assignments per 1,000 code lines": 21,
-        "conditional expressions per 1,000 code lines": 33.5,
-        "walruses per 1,000 code lines": 5.5,
-        "lines over 100 characters": 7,
+        "nodes per code line": 9.3,
+        "conditional expressions per 1,000 code lines": 24,
+        "lines over 100 characters": 6,
     },
     "undrawn rooms": {"testing"},
 }

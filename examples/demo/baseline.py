@@ -36,13 +36,15 @@ def full_prefill(
     eos_ids: frozenset[int] = frozenset(),
 ) -> FullPrefill:
     """Prefill a prompt and decode greedily with the model's own attention and cache."""
-    start, cpu = time.perf_counter(), time.process_time()
+    start = time.perf_counter()
+    cpu = time.process_time()
     with torch.inference_mode():
         ids = torch.tensor([list(prompt_ids)], device=model.device)
         # Only the last row's logits: a matrix of (tokens × vocabulary) would make the baseline look slower than it is.
         out = model(input_ids=ids, use_cache=True, logits_to_keep=1)
         answer = [int(out.logits[0, -1].argmax())]
-        seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+        seconds = time.perf_counter() - start
+        cpu = time.process_time() - cpu
         while len(answer) < max_new_tokens and answer[-1] not in eos_ids:
             last = torch.tensor([answer[-1:]], device=model.device)
             out = model(

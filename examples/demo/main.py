@@ -82,7 +82,8 @@ def demo(
     _check_packages(framework)
     folder = corpus or example_corpus()
     documents = read_documents([folder])
-    source, embeddings = model or str(packaged_model()), str(packaged_embeddings())
+    source = model or str(packaged_model())
+    embeddings = str(packaged_embeddings())
     if fresh:
         _forget(kv_dir)
     out = console()
@@ -97,10 +98,8 @@ def demo(
             read_gguf_once()
         options = {**engine, "repair": RepairConfig(**repair) if repair else None}
         config = DemoConfig(source, embeddings, kv_dir, top_k, options)
-    asked, sizes = (
-        _questions(folder, question, questions),
-        Sizes(chunk_tokens, max_new_tokens, repeats),
-    )
+    asked = _questions(folder, question, questions)
+    sizes = Sizes(chunk_tokens, max_new_tokens, repeats)
     make = partial(_pipeline, framework, config)
     print_report(
         run_demo(make, documents, asked, kv_dir=kv_dir, sizes=sizes, progress=progress), out

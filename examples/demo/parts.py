@@ -36,10 +36,8 @@ def read_gguf_once() -> None:
     Loading the demo's model takes a third of the time then.
     """
     gguf = require("gguf", extra="gguf", purpose="the demo's model")
-    gguf.GGUFReader, gguf.get_tensor_name_map = (
-        cache(gguf.GGUFReader),
-        cache(gguf.get_tensor_name_map),
-    )
+    gguf.GGUFReader = cache(gguf.GGUFReader)
+    gguf.get_tensor_name_map = cache(gguf.get_tensor_name_map)
 
 
 def packaged_embeddings() -> Path:

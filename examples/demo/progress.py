@@ -24,7 +24,9 @@ class Progress:
     """
 
     def __init__(self, console: Console, *, every_s: float = EVERY_S) -> None:
-        self._console, self._every_s, self._start = console, every_s, time.perf_counter()
+        self._console = console
+        self._every_s = every_s
+        self._start = time.perf_counter()
 
     def say(self, text: str) -> None:
         """Print a line."""

@@ -18,7 +18,8 @@ def print_report(report: DemoReport, console: Console) -> None:
     console.print()
     console.print(*headline(report.rows), sep="\n", highlight=False)
     console.print(timings(report.rows))
-    if doubt := report.machine.doubt(report.rows):
+    doubt = report.machine.doubt(report.rows)
+    if doubt:
         console.print(f"[yellow]{doubt}[/]", highlight=False)
     console.print(answers(report.rows))
     console.print(summary(report))

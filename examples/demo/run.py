@@ -126,13 +126,15 @@ def run_demo(
     # Reading a GGUF file draws a progress bar of its own, which nothing but this turns off.
     with progress.stage("loading the model"), redirect_stderr(StringIO()):
         pipeline = make_pipeline()
-        engine, loaded = pipeline.engine, pipeline.engine.loaded
+        engine = pipeline.engine
+        loaded = pipeline.engine.loaded
     progress.say(f"{pipeline.name}: loaded {Path(engine.source.name).name} on {loaded.lm.device}")
     split = split_documents(
         documents, lambda text: len(loaded.encoder.chunk_ids(text)), chunk_tokens=sizes.chunk_tokens
     )
     chunks = [chunk for chunk in split if chunk.num_tokens >= MIN_TOKENS]
-    ids, tokens = [chunk.id for chunk in chunks], sum(chunk.num_tokens for chunk in chunks)
+    ids = [chunk.id for chunk in chunks]
+    tokens = sum(chunk.num_tokens for chunk in chunks)
     progress.say(
         f"{len(documents)} documents, {len(chunks)} chunks, {tokens} tokens; precomputing what has no KV yet"
     )
@@ -208,7 +210,8 @@ def _ask_both(pipeline: Pipeline, question: Question, kv_dir: Path, *, max_new_t
 
 def _faster(row: Row, other: Row) -> Row:
     """Keep a row's answers and the better of two times on either side."""
-    answer, full = row.answer, row.full
+    answer = row.answer
+    full = row.full
     if other.answer.ttft_ms < answer.ttft_ms:
         answer = replace(answer, ttft_ms=other.answer.ttft_ms, load_ms=other.answer.load_ms)
     best = min(full, other.full, key=lambda run: run.ttft_ms)

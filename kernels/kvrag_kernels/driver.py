@@ -26,7 +26,8 @@ _NUM_REGISTERS = 4
 _MAP_TYPES = {torch.float16: 6, torch.bfloat16: 9}
 """``CUtensorMapDataType``."""
 
-_SWIZZLE_128_BYTES, _PROMOTE_TO_256_BYTES = 3, 3
+_SWIZZLE_128_BYTES = 3
+_PROMOTE_TO_256_BYTES = 3
 """``CUtensorMapSwizzle`` and ``CUtensorMapL2promotion``.
 
 The other options of a map are 0: no interleaving, zeros beyond the tensor.
@@ -90,9 +91,11 @@ class CudaModule:
         self._device = device
         self.processors = torch.cuda.get_device_properties(device).multi_processor_count
         self._functions: dict[tuple[str, int], ctypes.c_void_p] = {}
-        self._module, self._context = ctypes.c_void_p(), ctypes.c_void_p()
+        self._module = ctypes.c_void_p()
+        self._context = ctypes.c_void_p()
         with torch.cuda.device(device):
-            number, library = ctypes.c_int(), _library()
+            number = ctypes.c_int()
+            library = _library()
             _check(
                 library.cuDeviceGet(ctypes.byref(number), ctypes.c_int(device)),
                 f"finding device {device}",

@@ -36,7 +36,9 @@ ITEMS_PER_PROCESSOR = 1.5
 With the longest first, it fills the chip best, and partial results stay under 52 MiB.
 """
 
-PLAN_THREADS, COMBINE_THREADS, COMBINE_ROWS = 256, 128, 16
+PLAN_THREADS = 256
+COMBINE_THREADS = 128
+COMBINE_ROWS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,9 @@ class Geometry:
     @property
     def kernel(self) -> str:
         """Name of the attention kernel, and of its source file."""
-        return "ragged_sm90" if self.uses_tma else "ragged_mma"
+        if self.uses_tma:
+            return "ragged_sm90"
+        return "ragged_mma"
 
     @property
     def threads(self) -> int:

@@ -141,7 +141,8 @@ def attend(
     See :func:`kvrag_kernels.ragged_attention` for the results.
     """
     batch, heads, rows, dim = call.q.shape
-    kv_heads, device = call.k.shape[1], call.q.device
+    kv_heads = call.k.shape[1]
+    device = call.q.device
     out = empty((batch, rows, heads, dim), dtype=call.q.dtype, device=device)
     lse = empty((batch, heads, rows), dtype=torch.float32, device=device)
     if not _has_work(call):
@@ -153,7 +154,8 @@ def attend(
         (shape.max_slots, kv_heads, geometry.rows, dim), dtype=torch.float32, device=device
     )
     part_lse = empty(part_out.shape[:3], dtype=torch.float32, device=device)
-    call = mapped(call, empty) if geometry.uses_tma else call
+    if geometry.uses_tma:
+        call = mapped(call, empty)
     made = {"out": out, "lse": lse, "plan": plan, "part_out": part_out, "part_lse": part_lse}
     arguments = pack(call, shape, made)
     whole = _with_maps(module, geometry, call, arguments) if geometry.uses_tma else arguments
@@ -230,4 +232,6 @@ def pack(call: Call, shape: PlanShape, made: dict[str, torch.Tensor]) -> bytes:
 
 
 def _pointer(x: torch.Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()
+    if x is None:
+        return 0
+    return x.data_ptr()

@@ -65,9 +65,11 @@ class Nvrtc:
                 # Else NVRTC fails with BUILTIN_OPERATION_FAILURE when it is loaded by path.
                 ctypes.CDLL(str(builtins), mode=ctypes.RTLD_GLOBAL)
         self._library = ctypes.CDLL(path)
-        major, minor = ctypes.c_int(), ctypes.c_int()
+        major = ctypes.c_int()
+        minor = ctypes.c_int()
         self._check(self._library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
-        self.path, self.version = path, (major.value, minor.value)
+        self.path = path
+        self.version = (major.value, minor.value)
 
     def _check(self, code: int) -> None:
         if code:
@@ -208,7 +210,8 @@ def find() -> Nvrtc:
     CompileError
         If no such NVRTC is found.
     """
-    cuda, passed = torch.version.cuda, []
+    cuda = torch.version.cuda
+    passed = []
     for library in installed():
         if cuda is None or library.version[0] == int(cuda.partition(".")[0]):
             return library
@@ -246,9 +249,11 @@ def cache_folder() -> Path | None:
     The default is ``$XDG_CACHE_HOME/kvrag/kernels`` or ``~/.cache/kvrag/kernels``; ``None`` for a
     user without a home, as in some containers.
     """
-    if root := os.environ.get("KVRAG_CACHE") or os.environ.get("KVRAG_CACHE_DIR"):
+    root = os.environ.get("KVRAG_CACHE") or os.environ.get("KVRAG_CACHE_DIR")
+    if root:
         return Path(root, "kernels")
-    if root := os.environ.get("XDG_CACHE_HOME"):
+    root = os.environ.get("XDG_CACHE_HOME")
+    if root:
         return Path(root, "kvrag", "kernels")
     try:
         return Path.home() / ".cache" / "kvrag" / "kernels"

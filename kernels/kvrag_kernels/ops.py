@@ -220,7 +220,9 @@ def _compute(
     runtime.mode()  # refuses an unknown mode on every device
     call = launch.Call(q, k, v, hi, lo, prefix, scale, softcap, sinks)
     done = runtime.attend(call, plan) if q.is_cuda else None
-    return torch_path.attend(call) if done is None else done
+    if done is None:
+        return torch_path.attend(call)
+    return done
 
 
 def _plan(
@@ -231,7 +233,9 @@ def _plan(
     prefix: int = 0,
 ) -> torch.Tensor:
     made = runtime.make_plan(launch.Call(q, k, k, hi, lo, prefix, 1.0)) if q.is_cuda else None
-    return q.new_empty(0, dtype=torch.int32) if made is None else made
+    if made is None:
+        return q.new_empty(0, dtype=torch.int32)
+    return made
 
 
 def _fake_plan(

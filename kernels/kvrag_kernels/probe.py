@@ -79,11 +79,10 @@ def _compute(
         done = runtime.probe(launch.Call(q, k, k, hi, lo, prefix, scale, softcap, sinks), lse)
         if done is not None:
             return done
-    total = (
-        lse.float()
-        if sinks is None
-        else torch.logaddexp(lse.float(), sinks.float()[None, :, None].expand_as(lse))
-    )
+    if sinks is None:
+        total = lse.float()
+    else:
+        total = torch.logaddexp(lse.float(), sinks.float()[None, :, None].expand_as(lse))
     most = torch.zeros(k.shape[:3], dtype=torch.float32, device=q.device)
     for b in range(q.shape[0]):
         first = lo if lo is None or lo.dim() == 1 else lo[b]
@@ -105,7 +104,8 @@ def _raise_to(
 
     A row without keys (total -inf) adds nothing.
     """
-    heads, kv_heads = q.shape[0], k.shape[0]
+    heads = q.shape[0]
+    kv_heads = k.shape[0]
     for block in limits.blocks(heads, heads // kv_heads):
         if not block.pieces:
             continue
@@ -115,7 +115,8 @@ def _raise_to(
         offset = 0
         for piece in block.pieces:
             s = torch.matmul(packed, k[:, piece].float().transpose(-1, -2)) * scale
-            s = softcap * torch.tanh(s / softcap) if softcap else s
+            if softcap:
+                s = softcap * torch.tanh(s / softcap)
             seen = mask[:, offset : offset + s.shape[2]] & (denominator != float("-inf"))
             found = torch.exp(s - denominator).masked_fill_(~seen, 0.0).amax(dim=1)
             torch.maximum(most[:, piece], found, out=most[:, piece])

@@ -21,7 +21,9 @@ def scores(q: torch.Tensor, k: torch.Tensor, scale: float, softcap: float) -> to
     """Return the scores before the mask, float64 ``(B, H, R, N)``."""
     k = k.double().repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     s = q.double() @ k.transpose(-1, -2) * scale
-    return softcap * torch.tanh(s / softcap) if softcap else s
+    if softcap:
+        return softcap * torch.tanh(s / softcap)
+    return s
 
 
 def mass(p: torch.Tensor, kv_heads: int) -> torch.Tensor:
@@ -48,12 +50,14 @@ def probabilities(
     The log-sum-exp is over the keys alone.
     """
     seen = visible(hi, lo, prefix, k.shape[2])
-    seen = seen[:, None] if seen.dim() == 3 else seen
+    if seen.dim() == 3:
+        seen = seen[:, None]
     s = scores(q, k, scale, softcap).masked_fill(~seen, NEGATIVE)
     lse = torch.logsumexp(s, dim=-1)
-    total = (
-        lse if sinks is None else torch.logaddexp(lse, sinks.double()[None, :, None].expand_as(lse))
-    )
+    if sinks is None:
+        total = lse
+    else:
+        total = torch.logaddexp(lse, sinks.double()[None, :, None].expand_as(lse))
     p = torch.exp(s - total[..., None]).masked_fill(~seen, 0.0)
     return p, lse
 
@@ -82,10 +86,13 @@ def rotated(
 
     Computes in float64, pair by pair.
     """
-    x, half = x.double().clone(), cos.shape[1]
+    x = x.double().clone()
+    half = cos.shape[1]
     for i in range(half):
         a, b = (2 * i, 2 * i + 1) if interleaved else (i, i + half)
-        one, two = x[..., a].clone(), x[..., b].clone()
-        c, s = cos[:, i].double(), sin[:, i].double()
+        one = x[..., a].clone()
+        two = x[..., b].clone()
+        c = cos[:, i].double()
+        s = sin[:, i].double()
         x[..., a], x[..., b] = one * c - two * s, two * c + one * s
     return x

@@ -22,7 +22,8 @@ def info() -> dict[str, Any]:
     ValueError
         If ``KVRAG_KERNEL`` is not a known mode.
     """
-    compiler, missing = None, ""
+    compiler = None
+    missing = ""
     try:
         compiler = nvrtc.find()
     except nvrtc.CompileError as error:

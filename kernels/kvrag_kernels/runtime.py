@@ -46,7 +46,8 @@ PROVEN = Path(__file__).with_name("proven.json")
 A green run writes it.
 """
 
-_PROBE, _STITCH = "probe.cu", "stitch.cu"
+_PROBE = "probe.cu"
+_STITCH = "stitch.cu"
 
 
 def mode() -> str:
@@ -88,7 +89,8 @@ class Variant:
 
     def cubin(self, compiler: nvrtc.Nvrtc) -> bytes:
         """Return the compiled variant, from the cache if it was compiled before."""
-        text, arch = nvrtc.flat(self.source), compiler.nearest(self.arch)
+        text = nvrtc.flat(self.source)
+        arch = compiler.nearest(self.arch)
         key = nvrtc.key_of(text, (*nvrtc.FLAGS, *self.options), compiler.version, arch)
         return nvrtc.cached(key, lambda: compiler.compile(text, self.options, arch).cubin)
 
@@ -196,7 +198,9 @@ class Modules:
 
 def _instead(variant: Variant) -> str:
     is_last = variant.geometry is None or not variant.geometry.uses_tma
-    return "torch computes instead" if is_last else "ragged_mma.cu computes instead"
+    if is_last:
+        return "torch computes instead"
+    return "ragged_mma.cu computes instead"
 
 
 modules = Modules()
@@ -254,7 +258,9 @@ def tier(dim: int, dtype: torch.dtype, device: torch.device) -> str:
         return "torch"
     probe = torch.empty((1, 1, 1, dim), dtype=dtype, device=device)
     best = modules.best(attention_variants, probe, probe, 0.0)
-    return "torch" if best is None else best[0].source.removeprefix("ragged_").removesuffix(".cu")
+    if best is None:
+        return "torch"
+    return best[0].source.removeprefix("ragged_").removesuffix(".cu")
 
 
 def attend(

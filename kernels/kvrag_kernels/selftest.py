@@ -29,7 +29,8 @@ def call_of(geometry: Geometry, options: Sequence[str], device: torch.device | s
     dtype = torch.bfloat16 if "-DBF16=1" in options else torch.float16
     softcap = 20.0 if "-DSOFTCAP=1" in options else 0.0
     generator = torch.Generator("cpu").manual_seed(0)
-    rows, keys = geometry.rows // 2 + 9, 4 * geometry.keys + 5
+    rows = geometry.rows // 2 + 9
+    keys = 4 * geometry.keys + 5
     q, k, v = (
         torch.randn((1, heads, n, geometry.dim), generator=generator, device="cpu").to(
             device, dtype
@@ -64,7 +65,9 @@ def check(module: CudaModule, geometry: Geometry, options: Sequence[str], device
 def poisoned(*args: Any, **options: Any) -> torch.Tensor:
     """Allocate memory filled with NaN; else it may hold right results of an earlier kernel."""
     made = torch.empty(*args, **options)
-    return made.fill_(math.nan) if made.is_floating_point() else made
+    if made.is_floating_point():
+        return made.fill_(math.nan)
+    return made
 
 
 def compare(call: launch.Call, out: torch.Tensor, lse: torch.Tensor) -> None:

@@ -125,7 +125,10 @@ def check(call: Stitching) -> None:
     ValueError
         With a message that names the misfit.
     """
-    layers, segments, cos, sin = len(call.out_keys), len(call.starts), call.cos, call.sin
+    layers = len(call.out_keys)
+    segments = len(call.starts)
+    cos = call.cos
+    sin = call.sin
     if not (
         len(call.keys) == len(call.values) == segments
         and len(call.out_values) == len(call.tables) == layers
@@ -191,7 +194,9 @@ def check(call: Stitching) -> None:
 
 
 def _check_part(name: str, part: Stored, layers: int, out: torch.Tensor) -> None:
-    data, scales, zeros = part.data, part.scales, part.zeros
+    data = part.data
+    scales = part.scales
+    zeros = part.zeros
     if data.dtype not in CODECS and data.dtype != out.dtype:
         raise ValueError(
             f"{name} are {data.dtype}; stored KV is one of {', '.join(map(str, CODECS))}, or of "
@@ -244,9 +249,11 @@ def rotate(
     """
     half = cos.shape[1]
     if interleaved:
-        a, b = x[..., 0 : 2 * half : 2], x[..., 1 : 2 * half : 2]
+        a = x[..., 0 : 2 * half : 2]
+        b = x[..., 1 : 2 * half : 2]
     else:
-        a, b = x[..., :half], x[..., half : 2 * half]
+        a = x[..., :half]
+        b = x[..., half : 2 * half]
     is_still = (cos == 1) & (sin == 0)
     turned = (
         torch.where(is_still, a, a * cos - b * sin),

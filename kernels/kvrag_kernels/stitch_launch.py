@@ -26,7 +26,10 @@ CODECS = {
 TOKEN_GROUP = 32
 """Neighbouring rows that share scales, unless scales are per row or per part."""
 
-THREADS, TILE_ROWS, PART, PLACE = 256, 64, 28, 4
+THREADS = 256
+TILE_ROWS = 64
+PART = 28
+PLACE = 4
 """Constants of ``csrc/stitch.cu``.
 
 Threads and rows of a block, and numbers in ``struct Part`` and ``struct Place``.
@@ -71,7 +74,9 @@ class Stored:
     @property
     def group(self) -> int:
         """Number of neighbouring channels that share a scale."""
-        return self.dim if self.scales is None else self.dim // int(self.scales.shape[-1])
+        if self.scales is None:
+            return self.dim
+        return self.dim // int(self.scales.shape[-1])
 
     @property
     def tokens(self) -> int:
@@ -79,11 +84,9 @@ class Stored:
 
         1 if scales are per row, and also if all rows share the only row of scales.
         """
-        return (
-            TOKEN_GROUP
-            if self.scales is not None and self.scales.shape[-2] not in (1, self.num_rows)
-            else 1
-        )
+        if self.scales is not None and self.scales.shape[-2] not in (1, self.num_rows):
+            return TOKEN_GROUP
+        return 1
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Stored:
         """Return the part with ``change`` applied to every tensor."""
@@ -98,7 +101,9 @@ class Stored:
         if x.dtype == torch.uint8:
             x = torch.stack([x & 15, x >> 4], dim=-1).flatten(-2).float() - 8.0
         x = x.float() * self._each_row(self.scales).repeat_interleave(self.group, dim=-1)
-        return x if self.zeros is None else x + self._each_row(self.zeros)
+        if self.zeros is None:
+            return x
+        return x + self._each_row(self.zeros)
 
     def _each_row(self, shared: torch.Tensor) -> torch.Tensor:
         """Repeat rows that groups share; a single row for all rows is broadcast anyway."""
@@ -128,7 +133,9 @@ class Stitching:
     @property
     def rotary(self) -> int:
         """Number of channels that are rotated."""
-        return 2 * self.cos.shape[2] if any(t >= 0 for t in self.tables) else 0
+        if any(t >= 0 for t in self.tables):
+            return 2 * self.cos.shape[2]
+        return 0
 
 
 def defines(call: Stitching) -> tuple[str, ...] | None:
@@ -176,7 +183,8 @@ def defines(call: Stitching) -> tuple[str, ...] | None:
 def _can_copy(parts: Iterable[Stored], outs: Iterable[torch.Tensor]) -> bool:
     """Whether all rows are aligned for the kernel's reads and writes of several bytes."""
     for part in parts:
-        scales, zeros = part.scales, part.zeros
+        scales = part.scales
+        zeros = part.zeros
         if not _is_aligned(part.data, _PIECE_BYTES[CODECS[part.data.dtype]]):
             return False
         if scales is not None and not (
@@ -195,7 +203,8 @@ def _has_rows(x: torch.Tensor) -> bool:
 def _is_aligned(x: torch.Tensor, num_bytes: int) -> bool:
     """Whether rows are contiguous and begin at multiples of ``num_bytes``, a power of two."""
     *strides, last = x.stride()
-    size, bits = x.element_size(), x.data_ptr()
+    size = x.element_size()
+    bits = x.data_ptr()
     for stride in strides:
         bits |= stride * size
     return last == 1 and bits % num_bytes == 0
@@ -219,7 +228,8 @@ def table_of(call: Stitching, empty: Empty = torch.empty) -> torch.Tensor:
 
 def _side(part: Stored) -> list[int]:
     """Return ``struct Side``; the stride is 0 where all rows share scales or zeros."""
-    data, size = part.data, part.data.element_size()
+    data = part.data
+    size = part.data.element_size()
     found = [0 if x is None else x.data_ptr() for x in (data, part.scales, part.zeros)]
     found += [s * size for s in data.stride()[:3]]
     for x in (part.scales, part.zeros):
@@ -244,8 +254,11 @@ def run(
     tiles = -(-max((k.num_rows for k in call.keys), default=0) // TILE_ROWS)
     if not tiles or not call.out_keys:
         return
-    table, cos, sin = to_device(table_of(call, empty)), call.cos.contiguous(), call.sin.contiguous()
-    parts, heads = len(call.keys), call.out_keys[0].shape[0]
+    table = to_device(table_of(call, empty))
+    cos = call.cos.contiguous()
+    sin = call.sin.contiguous()
+    parts = len(call.keys)
+    heads = call.out_keys[0].shape[0]
     skip = 0 if call.skip is None else call.skip.contiguous().data_ptr()
     places = table.data_ptr() + parts * PART * table.element_size()
     pointers = table.data_ptr(), places, cos.data_ptr(), sin.data_ptr(), skip

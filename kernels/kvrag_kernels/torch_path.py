@@ -56,7 +56,8 @@ class Limits:
     def mask(self, block: Block) -> torch.Tensor:
         """Return the mask of the block's rows over its pieces, bool ``(rows, keys)``."""
         j = torch.cat([torch.arange(p.start, p.stop, device=self.hi.device) for p in block.pieces])
-        hi, lo = self.hi[block.rows, None], self.lo[block.rows, None]
+        hi = self.hi[block.rows, None]
+        lo = self.lo[block.rows, None]
         return (j < self.prefix) | ((j >= lo) & (j <= hi))
 
     def blocks(self, heads: int, groups: int) -> Iterator[Block]:
@@ -83,7 +84,8 @@ def _bounds(hi: torch.Tensor, lo: torch.Tensor, size: int) -> list[list[int]]:
     padding = -len(hi) % size
     if padding:
         hi, lo = (torch.cat([x, x[-1:].expand(padding)]) for x in (hi, lo))
-    hi, lo = hi.reshape(-1, size), lo.reshape(-1, size)
+    hi = hi.reshape(-1, size)
+    lo = lo.reshape(-1, size)
     return torch.stack([hi.amin(1), hi.amax(1), lo.amin(1), lo.amax(1)], dim=1).tolist()
 
 
@@ -92,7 +94,9 @@ def attend(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
 
     See :mod:`kvrag_kernels.ops`.
     """
-    hi, lo, sinks = call.hi, call.lo, call.sinks
+    hi = call.hi
+    lo = call.lo
+    sinks = call.sinks
     # torch's CPU flash kernel ignores the last stride.
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (call.q, call.k, call.v))
     batch, heads, rows, _ = q.shape
@@ -115,7 +119,9 @@ def attend(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _row_of(limit: torch.Tensor, b: slice) -> torch.Tensor:
-    return limit if limit.dim() == 1 else limit[b.start]
+    if limit.dim() == 1:
+        return limit
+    return limit[b.start]
 
 
 def _attend(

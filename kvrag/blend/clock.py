@@ -34,18 +34,21 @@ class Clock:
 
     def begin(self) -> None:
         """Count the time since ``start`` as ``wait``: a thread started, or the caller idled."""
-        if (waited := time.perf_counter() - self.start) > NOTABLE_S:
+        waited = time.perf_counter() - self.start
+        if waited > NOTABLE_S:
             self._add("wait", waited)
             self.stages.append(("wait", self.start, self.start + waited))
 
     @contextmanager
     def stage(self, name: str, *, least_s: float = 0.0) -> Iterator[None]:
         """Add the time spent inside to a stage, if it exceeds ``least_s``."""
-        start, lost = time.perf_counter(), waited_s()
+        start = time.perf_counter()
+        lost = waited_s()
         try:
             yield
         finally:
-            end, lost = time.perf_counter(), waited_s() - lost
+            end = time.perf_counter()
+            lost = waited_s() - lost
             if end - start > least_s:
                 self._add(name, end - start - lost)
                 self.stages.append((name, start, end))
@@ -57,7 +60,8 @@ class Clock:
         """Enter a context, and count the time until it is entered as ``wait``."""
         start = time.perf_counter()
         with turn:
-            if (waited := time.perf_counter() - start) > NOTABLE_S:
+            waited = time.perf_counter() - start
+            if waited > NOTABLE_S:
                 self._add("wait", waited)
                 self.stages.append(("wait", start, start + waited))
             yield

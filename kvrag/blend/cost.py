@@ -44,7 +44,8 @@ from kvrag.threads import fork_lock
 logger = logging.getLogger(__name__)
 
 VERSION = "2"  # part of the cache file's name, so versions don't overwrite each other's costs
-SMALL, LARGE = 16, 2048  # rows of the smallest and the largest timed forward
+SMALL = 16
+LARGE = 2048  # rows of the smallest and the largest timed forward
 ENOUGH_MS = 200.0  # a forward slower than this is the largest that is timed
 PATIENCE_MS = 1000.0  # if all forwards together take longer, two rounds suffice
 ROUNDS = 3  # timing rounds per forward; the fastest counts
@@ -97,7 +98,9 @@ class Costs:
         """Format a cost: ``18.4 s``, ``340 ms``, or ``as much as 1,120 tokens``."""
         if self.unit != "ms":
             return f"as much as {cost:,.0f} {self.unit}"
-        return f"{cost / 1e3:.1f} s" if cost >= 1000 else f"{cost:.0f} ms"
+        if cost >= 1000:
+            return f"{cost / 1e3:.1f} s"
+        return f"{cost:.0f} ms"
 
 
 def is_wrong(took: float, predicted: float) -> bool:
@@ -124,10 +127,13 @@ class Price:
 
     def of(self, layout: Layout) -> float:
         """Return the cost of loading, stitching and computing a layout."""
-        costs, loaded = self.costs, self.loaded({segment.source for segment in layout.reused})
+        costs = self.costs
+        loaded = self.loaded({segment.source for segment in layout.reused})
         cost = self.of_forwards(layout) + costs.of("stitch") * num_rows_of(layout.reused)
         cost += sum([costs.of(tier) * rows for tier, rows in loaded.items()])
-        return cost + costs.of("request") if layout.stale else cost
+        if layout.stale:
+            return cost + costs.of("request")
+        return cost
 
     def loaded(self, sources: Collection[int]) -> Counter[str]:
         """Return the number of rows loaded from each tier. Chunks are loaded whole."""
@@ -142,8 +148,12 @@ class Price:
         A repaired row counts as if it saw every key, because the residual shift also propagates its
         change to other rows.
         """
-        costs, config, needs = self.costs, self.config, needs_of(layout, self.config)
-        live, total, repaired = layout.num_live, layout.num_tokens, num_selected(layout, config)
+        costs = self.costs
+        config = self.config
+        needs = needs_of(layout, self.config)
+        live = layout.num_live
+        total = layout.num_tokens
+        repaired = num_selected(layout, config)
         pairs = sum([s.num_rows * (s.start + s.stop) / 2 for s in layout.live])
         cost = costs.of_forward(live + repaired, pairs + repaired * total)
         if "mass" in needs:
@@ -163,8 +173,10 @@ class Price:
         without = [
             Segment(s.start, s.stop, "live") if s in layout.stale else s for s in layout.segments
         ]
-        reuse, exact = self._lean(layout), self._lean(Layout(tuple(without)))
-        price, other = self.of(reuse), self.of(exact)
+        reuse = self._lean(layout)
+        exact = self._lean(Layout(tuple(without)))
+        price = self.of(reuse)
+        other = self.of(exact)
         if layout.stale and (not reuse.stale or price >= MARGIN * other):
             return exact, self._refusal(layout, exact)
         count = len({s.source for s in layout.reused} - {s.source for s in reuse.reused})
@@ -178,7 +190,9 @@ class Price:
 
     def _refusal(self, layout: Layout, exact: Layout) -> str:
         """Explain why repaired reuse is rejected, with its cost and that of the alternatives."""
-        price, other, full = self.of(layout), self.of(exact), self.of(layout.only_live())
+        price = self.of(layout)
+        other = self.of(exact)
+        full = self.of(layout.only_live())
         costs = {"reuse": price, "full prefill": full}
         if exact.reused or exact.history:
             costs = {"reuse": price, "exact reuse alone": other, "full prefill": full}
@@ -198,7 +212,8 @@ class Price:
             < costs.row / 2
         ):
             return layout
-        price, sources = self.of(layout), {segment.source for segment in layout.reused}
+        price = self.of(layout)
+        sources = {segment.source for segment in layout.reused}
         return layout.without(
             {source for source in sources if self.of(layout.without({source})) < price}
         )
@@ -230,7 +245,8 @@ class CostModel:
 
     def price(self, plan: Plan, config: RepairConfig, store: TieredStore) -> Price:
         """Return the cost model for layouts of a plan."""
-        stored, costs = list[tuple[str, int]](), self.known()
+        stored = list[tuple[str, int]]()
+        costs = self.known()
         for identity in plan.identities:
             key = chunk_key(identity)
             tier = next(
@@ -294,7 +310,8 @@ class CostModel:
 
     @cached_property
     def _file(self) -> Path:
-        threads, cores = str(torch.get_num_threads()), str(os.cpu_count())
+        threads = str(torch.get_num_threads())
+        cores = str(os.cpu_count())
         where = {"threads": threads, "cores": cores, "processor": _processor(), "prices": VERSION}
         return kept_file("cost", self._loaded.reusable, self._loaded.fingerprint, **where)
 
@@ -332,7 +349,9 @@ def measure_and_keep(lm: CausalLM, file: Path) -> Costs:
 @torch.inference_mode()
 def measured(lm: CausalLM) -> Costs:
     """Time a layer's attention and a few forwards over random tokens, and derive the costs."""
-    pair, rows, times = _pair_ms(lm), SMALL, dict[int, float]()
+    pair = _pair_ms(lm)
+    rows = SMALL
+    times = dict[int, float]()
     ids = torch.randint(lm.vocab_size, (LARGE,), generator=torch.Generator().manual_seed(0))
 
     def taken(rows: int) -> float:
@@ -347,7 +366,8 @@ def measured(lm: CausalLM) -> Costs:
     # Repeat: the first runs are slower, and other processes may be busy.
     for _ in range(1, ROUNDS if spent < PATIENCE_MS else 2):
         times = {rows: min(ms, taken(rows)) for rows, ms in times.items()}
-    few, many = min(times), max(times)
+    few = min(times)
+    many = max(times)
     row = (times[many] - times[few] - pair * (many**2 - few**2) / 2) / (many - few)
     if row <= 0:
         raise ArithmeticError(
@@ -360,7 +380,9 @@ def measured(lm: CausalLM) -> Costs:
 
 def _pair_ms(lm: CausalLM) -> float:
     """Return the milliseconds per (row, key) pair, summed over all layers."""
-    shape, config, rows = lm.shapes[0], lm.config.get_text_config(), min(1024, lm.reuse_window)
+    shape = lm.shapes[0]
+    config = lm.config.get_text_config()
+    rows = min(1024, lm.reuse_window)
     heads = getattr(config, "num_attention_heads", shape.num_heads)
     sizes = (
         (heads, shape.key_dim),
@@ -370,10 +392,8 @@ def _pair_ms(lm: CausalLM) -> float:
     query, keys, values = (
         torch.ones(1, n, rows, dim, dtype=lm.dtype, device=lm.device) for n, dim in sizes
     )
-    limits, cap = (
-        Limits(torch.arange(rows, device=lm.device), rows),
-        getattr(config, "attn_logit_softcapping", None),
-    )
+    limits = Limits(torch.arange(rows, device=lm.device), rows)
+    cap = getattr(config, "attn_logit_softcapping", None)
     best = min(
         _ms(lambda: ragged_attention(query, keys, values, limits, scale=1.0, softcap=cap))
         for _ in range(3)
@@ -386,6 +406,7 @@ def _ms(run: Callable[[], torch.Tensor]) -> float:
 
     Excludes the time that this thread waited for the model or computed steps of other requests.
     """
-    start, lost = time.perf_counter(), waited_s()
+    start = time.perf_counter()
+    lost = waited_s()
     run().flatten()[-1].item()
     return (time.perf_counter() - start - (waited_s() - lost)) * 1e3

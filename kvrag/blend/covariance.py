@@ -26,8 +26,10 @@ NOISE = 1.5  # noise variance: the component of a row's change that no other row
 STEPS = 32  # steps of the greedy choice of informative rows, at most
 # The expected size of a row's change is, up to a factor,
 # (place in the chunk + FIRST) ** BY_PLACE * max(attention / mean attention, LEAST) ** BY_MASS.
-BY_PLACE, FIRST = -0.15, 8
-BY_MASS, LEAST = 0.1, 1e-3
+BY_PLACE = -0.15
+FIRST = 8
+BY_MASS = 0.1
+LEAST = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,8 @@ class RowCovariance:
         ``mass``, float32 ``(N,)``, is the attention that the question pays to every row.
         """
         span = slice(layout.stale[0].start, layout.stale[-1].stop)
-        owner, place = torch.full((layout.num_tokens,), -1), torch.zeros(layout.num_tokens)
+        owner = torch.full((layout.num_tokens,), -1)
+        place = torch.zeros(layout.num_tokens)
         for index, chunk in enumerate(layout.stale):
             owner[chunk.start : chunk.stop] = index
             place[chunk.start : chunk.stop] = torch.arange(FIRST, FIRST + chunk.num_rows)
@@ -129,12 +132,11 @@ class RowCovariance:
         torch.Tensor
             Positions in the order of choice, int64 ``(count,)``.
         """
-        left, weight = self.between(candidates, candidates), mass.clamp(min=0).sqrt()
-        taken, each, chosen = (
-            torch.zeros_like(candidates, dtype=torch.bool),
-            -(-count // STEPS),
-            list[torch.Tensor](),
-        )
+        left = self.between(candidates, candidates)
+        weight = mass.clamp(min=0).sqrt()
+        taken = torch.zeros_like(candidates, dtype=torch.bool)
+        each = -(-count // STEPS)
+        chosen = list[torch.Tensor]()
         for start in range(0, count, each):
             variance = left.diagonal()
             told = (weight @ left.square() - weight * variance.square()) / (variance + NOISE)
@@ -143,7 +145,8 @@ class RowCovariance:
             chosen.append(rows)
             taken.index_fill_(0, rows, True)  # an assignment would synchronise with the device
             weight.index_fill_(0, rows, 0)
-            known, inner = left[rows], left[rows][:, rows]
+            known = left[rows]
+            inner = left[rows][:, rows]
             inner.diagonal().add_(NOISE)
             left -= known.T @ solve(inner, known)
         return candidates[torch.cat(chosen)]

@@ -78,7 +78,9 @@ class Layout:
     @property
     def history(self) -> Segment | None:
         """The first segment, if its KV is from an earlier request."""
-        return self.segments[0] if self.segments[0].kind == "history" else None
+        if self.segments[0].kind == "history":
+            return self.segments[0]
+        return None
 
     @cached_property
     def stale(self) -> list[Segment]:

@@ -70,7 +70,8 @@ def _load(
     except Exception as error:  # a failure of the store costs time, never the answer
         logger.warning("the KV store failed to load (%s); computing instead", error)
         found = [Hole(chunk_key(identity), "unreadable", None) for identity in wanted]
-    kvs, holes = [ChunkKV(())] * len(identities), {}
+    kvs = [ChunkKV(())] * len(identities)
+    holes = {}
     for source, identity, kv in zip(sources, wanted, found, strict=True):
         if isinstance(kv, Hole):
             holes[source] = kv
@@ -90,7 +91,8 @@ def _fits(kv: ChunkKV, num_tokens: int, shapes: Sequence[LayerShape]) -> bool:
         return False
     for layer, shape in zip(kv.layers, shapes, strict=True):
         rows = shape.num_heads, num_tokens
-        keys, values = (*rows, shape.key_dim), (*rows, shape.value_dim)
+        keys = (*rows, shape.key_dim)
+        values = (*rows, shape.value_dim)
         if layer.scales is None:
             if (layer.keys.shape, layer.values.shape) != (keys, values):
                 return False

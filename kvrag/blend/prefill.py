@@ -85,7 +85,8 @@ class Prefilled:
 
         They change while the answer is decoded, because the window may evict rows.
         """
-        total, found = len(self.token_ids), dict[str, Any]()
+        total = len(self.token_ids)
+        found = dict[str, Any]()
         # Evicted rows make the answer approximate, even if no stored KV was used.
         if self.window and (evicted := self.window.evicted_tokens):
             reason = because(
@@ -144,7 +145,9 @@ def _price(
     plan: Plan, mode: Mode, config: RepairConfig, store: TieredStore, costs: CostModel
 ) -> Price | None:
     """Return the cost model for ``auto``; ``None`` for other modes and plans without stored KV."""
-    return costs.price(plan, config, store) if mode == "auto" and plan.identities else None
+    if mode == "auto" and plan.identities:
+        return costs.price(plan, config, store)
+    return None
 
 
 def prefill(
@@ -205,9 +208,10 @@ def prefill(
         with clock.stage("price", least_s=NOTABLE_S):
             costs.learn(price, layout, holes, clock.timings_ms)
     kv_dtype, exactness = _outcome(layout, set(rounded.values()), len(selected))
-    num_exact = (
-        layout.num_tokens if exactness != "repaired" else _num_exact(layout, kv_dtype, history)
-    )
+    if exactness != "repaired":
+        num_exact = layout.num_tokens
+    else:
+        num_exact = _num_exact(layout, kv_dtype, history)
     window = SlidingWindow(model, buffer, layout.num_tokens) if slides else None
     return Prefilled(
         extend=window or model.extension(buffer, layout.num_tokens),
@@ -286,32 +290,27 @@ def _blend(
             selected = select_rows(layout, config)
     if layout.reused:
         with clock.stage("stitch"):
-            rotary, is_compared = (
-                model.rotary(layout.num_tokens),
-                may_shift(layout, selected, config.shift),
-            )
+            rotary = model.rotary(layout.num_tokens)
+            is_compared = may_shift(layout, selected, config.shift)
             stitch(buffer, layout, kvs, rotary, skip=None if is_compared else selected)
     kvs.clear()  # the buffer holds a copy; don't keep the loaded KV while the model runs
     if selected is None:
         with clock.stage("select"), model.turns.unless(cancel):
-            starts = (
-                torch.tensor(plan.encoder.sentence_starts(plan.token_ids))
-                if "sentences" in needs
-                else None
-            )
-            mass = (
-                probe(model, buffer, layout, ids, span=config.probe_span)
-                if "mass" in needs
-                else None
-            )
+            if "sentences" in needs:
+                starts = torch.tensor(plan.encoder.sentence_starts(plan.token_ids))
+            else:
+                starts = None
+            if "mass" in needs:
+                mass = probe(model, buffer, layout, ids, span=config.probe_span)
+            else:
+                mass = None
             change = None
             if "deviation" in needs:
                 change = deviation(model, buffer, layout, ids)
-            covariance = (
-                RowCovariance.of(buffer, layout, mass)
-                if "covariance" in needs or config.shift
-                else None
-            )
+            if "covariance" in needs or config.shift:
+                covariance = RowCovariance.of(buffer, layout, mass)
+            else:
+                covariance = None
             selected = select_rows(
                 layout, config, mass=mass, deviation=change, covariance=covariance, starts=starts
             )
@@ -337,7 +336,8 @@ def _in_window(
     model: CausalLM, plan: Plan, clock: Clock, cancel: threading.Event | None
 ) -> Prefilled:
     """Prefill a prompt that is longer than the context window, with a sliding window."""
-    ids, buffer = torch.tensor(plan.token_ids), model.buffer(model.context_window)
+    ids = torch.tensor(plan.token_ids)
+    buffer = model.buffer(model.context_window)
     window = SlidingWindow(model, buffer)
     with clock.stage("prefill"):
         logits = window.prefill(ids, cancel).cpu()

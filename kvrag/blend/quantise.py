@@ -59,7 +59,8 @@ def pack(kv: ChunkKV, kv_dtype: KVDtype) -> ChunkKV:
 
 
 def _pack_layer(layer: LayerKV, kv_dtype: KVDtype, index: int) -> LayerKV:
-    keys, values = layer.keys.float(), layer.values.float()
+    keys = layer.keys.float()
+    values = layer.values.float()
     wanted = parts(kv_dtype, layer.keys.dtype, _shape(keys), _shape(values))
     for name, tensor in (("keys", keys), ("values", values)):
         low, high = torch.aminmax(tensor)
@@ -99,9 +100,12 @@ def _key_codes(
 
     All ``2 · largest + 2`` codes cover the range from the group's smallest to its largest value.
     """
-    codes, scales, zeros = [], [], []
+    codes = []
+    scales = []
+    zeros = []
     for rows in torch.split(x, group, dim=1):
-        low, high = rows.amin(1, keepdim=True), rows.amax(1, keepdim=True)
+        low = rows.amin(1, keepdim=True)
+        high = rows.amax(1, keepdim=True)
         # Divide first, because the difference may overflow.
         step = high / (2 * largest + 1) - low / (2 * largest + 1)
         zero = _half(low + (largest + 1) * step)
@@ -196,7 +200,9 @@ def _floats(codes: torch.Tensor) -> torch.Tensor:
 
 def _spread(x: torch.Tensor, group: int, dim: int, size: int) -> torch.Tensor:
     """Repeat the value of every group for its members, ``size`` in all, unless it broadcasts."""
-    return x if x.shape[dim] == 1 else x.repeat_interleave(group, dim).narrow(dim, 0, size)
+    if x.shape[dim] == 1:
+        return x
+    return x.repeat_interleave(group, dim).narrow(dim, 0, size)
 
 
 def _shape(x: torch.Tensor) -> tuple[int, int, int]:

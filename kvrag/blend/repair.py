@@ -62,7 +62,9 @@ def probe(
         Float32 ``(N,)`` on the host: attention mass per row (see
         :class:`~kvrag.model.attention.Mass`), summed over layers.
     """
-    live, total, suffix = rows_of(layout.live), layout.num_tokens, layout.num_suffix
+    live = rows_of(layout.live)
+    total = layout.num_tokens
+    suffix = layout.num_suffix
     num_again = max(0, min(suffix, REREAD, model.reuse_window - total))
     again = torch.arange(total, total + num_again)
     rows = torch.cat([live, again])
@@ -214,7 +216,8 @@ def residual_shift(
     if not len(picked):
         return None
     picked = picked[:: -(-len(picked) // SHIFT_MAX_ROWS)]
-    device, shifted = covariance.rows.device, strength * counted[covariance.span, None].float()
+    device = covariance.rows.device
+    shifted = strength * counted[covariance.span, None].float()
     picked, at, shifted = (x.to(device, non_blocking=True) for x in (picked, rows[picked], shifted))
     return ResidualShift(covariance.span, picked, at, covariance.weights(at).mul_(shifted), rotary)
 

@@ -33,7 +33,9 @@ POOL = 512
 """Number of candidates of ``query_gain``, the rows with the most attention. It chooses at most half
 of them; the rest of the budget goes to the next rows by attention."""
 
-BASE_SHARE, BASE_ROWS, MOST_SHARE = 0.04, 192, 0.25
+BASE_SHARE = 0.04
+BASE_ROWS = 192
+MOST_SHARE = 0.25
 """The default budget for ``S`` stale rows: ``min(BASE_SHARE · S + BASE_ROWS, MOST_SHARE · S)``."""
 
 SENTENCES_SHARE = 2 / 3
@@ -129,14 +131,14 @@ def _informative_rows(signals: Signals) -> torch.Tensor:
 
     See :meth:`~kvrag.blend.covariance.RowCovariance.most_informative`.
     """
-    covariance, by_mass = (
-        signals.covariance,
-        _top_rows(replace(signals, budget=len(signals.candidates))),
-    )
-    mass, count = signals.measured["mass"], min(signals.budget, POOL // 2)
+    covariance = signals.covariance
+    by_mass = _top_rows(replace(signals, budget=len(signals.candidates)))
+    mass = signals.measured["mass"]
+    count = min(signals.budget, POOL // 2)
     assert covariance is not None
     assert mass is not None
-    pool, device = by_mass[:POOL], covariance.rows.device
+    pool = by_mass[:POOL]
+    device = covariance.rows.device
     candidates, weights = (x.to(device, non_blocking=True) for x in (pool, mass[pool]))
     chosen = covariance.most_informative(candidates, weights, count).cpu()
     rest = by_mass[~mask_of(chosen, len(mass))[by_mass]]
@@ -150,11 +152,9 @@ def _sentences(signals: Signals) -> torch.Tensor:
     it more often than if no token is. (SnapKV pools its votes for the same reason, arXiv
     2404.14469.) A question also compares a fact with all similar sentences.
     """
-    mass, left, chosen = (
-        signals.measured["mass"],
-        SENTENCES_SHARE * signals.budget,
-        list[torch.Tensor](),
-    )
+    mass = signals.measured["mass"]
+    left = SENTENCES_SHARE * signals.budget
+    chosen = list[torch.Tensor]()
     assert mass is not None
     assert signals.starts is not None
     starts = signals.starts.clone()
@@ -212,7 +212,9 @@ def needs_of(layout: Layout, config: RepairConfig) -> frozenset[Signal]:
     is_choosing = (
         _num_heads(layout, config) < num_selected(layout, config) < num_rows_of(layout.stale)
     )
-    return NEEDS.get(config.strategy, frozenset()) if is_choosing else frozenset()
+    if is_choosing:
+        return NEEDS.get(config.strategy, frozenset())
+    return frozenset()
 
 
 def select_rows(
@@ -252,10 +254,8 @@ def select_rows(
     measured = {
         name: signal for name, signal in given.items() if name in NEEDS.get(config.strategy, ())
     }
-    budget, ratio = (
-        min(len(candidates), count - len(heads)),
-        effective_ratio(layout, config, len(every)),
-    )
+    budget = min(len(candidates), count - len(heads))
+    ratio = effective_ratio(layout, config, len(every))
     signals = Signals(layout.stale, candidates, budget, ratio, measured, covariance, starts, config)
     chosen = SELECT[config.strategy](signals) if budget else every[:0]
     rows: torch.Tensor = torch.unique(torch.cat([heads, chosen]))
@@ -266,7 +266,9 @@ def num_selected(layout: Layout, config: RepairConfig) -> int:
     """Return the number of rows to repair: the ratio of the stale rows, but at least the heads."""
     num_stale = num_rows_of(layout.stale)
     if config.strategy in ("none", "all"):
-        return num_stale if config.strategy == "all" else 0
+        if config.strategy == "all":
+            return num_stale
+        return 0
     return max(
         _num_heads(layout, config), round(effective_ratio(layout, config, num_stale) * num_stale)
     )
@@ -287,7 +289,9 @@ def effective_ratio(layout: Layout, config: RepairConfig, num_stale: int) -> flo
     if ratio is None:
         ratio = min(MOST_SHARE, BASE_SHARE + BASE_ROWS / max(1, num_stale))
     is_mismatched = any([segment.is_mismatched for segment in layout.stale])
-    return max(ratio, config.mismatch_ratio) if ratio > 0 and is_mismatched else ratio
+    if ratio > 0 and is_mismatched:
+        return max(ratio, config.mismatch_ratio)
+    return ratio
 
 
 def because(cause: str | None, reason: str | None) -> str | None:
@@ -316,7 +320,8 @@ def decide_plan(
     ``history`` is ``(rows, exact rows)``: how many first rows of the prompt an earlier request
     has computed, and how many of them equal a full prefill's.
     """
-    layout, refusal = lay_out(plan), plan.refusal
+    layout = lay_out(plan)
+    refusal = plan.refusal
     if history is not None:
         layout = layout.behind(*history)
     if mode == "prefix" and plan.kv_dtype != "auto":
@@ -353,15 +358,15 @@ def decide(layout: Layout, mode: Mode, cheapest: Choice | None = None) -> tuple[
     if mode == "full":
         return layout.only_live(), None
     if not layout.reused:
-        return (
-            (layout, None)
-            if layout.history
-            else (layout.only_live(), "no stored KV for this prompt")
-        )
+        if layout.history:
+            return (layout, None)
+        return (layout.only_live(), "no stored KV for this prompt")
     if mode == "prefix":
         head = layout.only_exact_head()
         return (
             head,
             None if head.reused or head.history else "no stored KV for the head of this prompt",
         )
-    return (layout, None) if cheapest is None or mode == "stitch" else cheapest(layout)
+    if cheapest is None or mode == "stitch":
+        return (layout, None)
+    return cheapest(layout)

@@ -36,7 +36,10 @@ class SlidingWindow:
         self, model: CausalLM, kv: KVBuffer, length: int = 0, *, sinks: int = SINKS
     ) -> None:
         self.evicted_tokens = 0
-        self._model, self._kv, self._length, self._sinks = model, kv, length, sinks
+        self._model = model
+        self._kv = kv
+        self._length = length
+        self._sinks = sinks
         self._block = max(1, (kv.capacity - sinks) // BLOCKS)
         self._step: Extend | None = None
 
@@ -67,13 +70,16 @@ class SlidingWindow:
             ids = ids[room:]
 
     def _next(self, ids: torch.Tensor, logits: int) -> torch.Tensor:
-        start, self._length = self._length, self._length + len(ids)
+        start = self._length
+        self._length += len(ids)
         if len(ids) == logits == 1:  # a decode step, batched with those of other requests
             self._step = self._step or self._model.extension(self._kv, start)
             return self._step(ids)
         self._step = None
         out, _ = self._model.forward(ids, Rows.span(start, self._length), self._kv, logits=logits)
-        return out[0] if logits else out
+        if logits:
+            return out[0]
+        return out
 
     @torch.inference_mode()
     def _evict(self) -> None:
@@ -90,7 +96,8 @@ class SlidingWindow:
             moved = keys[0, :, old].to(torch.float32, copy=True)
             keys[0, :, new] = table.rotate(table.unrotate(moved, old), new).to(keys.dtype)
             values[0, :, new] = values[0, :, old].clone()
-        self._length, self._step = new.stop, None
+        self._length = new.stop
+        self._step = None
         self.evicted_tokens += self._block
 
 

@@ -97,7 +97,8 @@ def stitch(
                     computed,
                 )
                 arrivals += [stream.record_event()] * len(layers) if stream else []
-        buffer.arrivals, buffer.sources = arrivals, (tuple(kvs), angles, computed)
+        buffer.arrivals = arrivals
+        buffer.sources = (tuple(kvs), angles, computed)
     # The next read may reuse the pinned memory that these copies read.
     if keys.is_cuda and not buffer.arrivals:
         torch.cuda.current_stream(keys.device).synchronize()
@@ -116,7 +117,8 @@ def filling(buffer: KVBuffer) -> Iterator[None]:
             buffer.arrivals[-1].synchronize()
         raise
     finally:
-        buffer.arrivals, buffer.sources = (), None
+        buffer.arrivals = ()
+        buffer.sources = None
 
 
 @contextmanager
@@ -164,7 +166,8 @@ def move(
         longest[s.source] = max(longest.get(s.source, 0), s.num_rows)
     moved = {}
     for source, num_rows in longest.items():
-        kv, stored = kvs[source], kvs[source].layers[layers.start : layers.stop]
+        kv = kvs[source]
+        stored = kvs[source].layers[layers.start : layers.stop]
         if 2 * num_rows < kv.num_tokens:  # else the unused rows are copied too
             stored = tuple(_first_rows(layer, num_rows) for layer in stored)
         moved[source] = together(stored, device)

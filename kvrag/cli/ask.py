@@ -104,7 +104,8 @@ def _prompt_of(
     """
     body: list[str | Chunk] = [part for text in texts for part in (*encoder.guarded(text), "\n\n")]
     body.append(f"Question: {question}" if texts else str(question))
-    prefix, system = engine.get("prefix"), engine.get("system")
+    prefix = engine.get("prefix")
+    system = engine.get("system")
     if prefix is not None or not encoder.has_chat_template:
         return [prefix or "", *body]
     before = [] if system is None else [{"role": "system", "content": system}]
@@ -271,11 +272,10 @@ def _prove(model: str, engine: Given, max_error: float | None, *, as_json: bool)
             "roundings hide a planted mistake in this dtype; prove the model in float32 as well"
         )
     about |= {f"note {number}": note for number, note in enumerate(proof.notes, start=1)}
-    limit = (
-        ""
-        if max_error is None
-        else f" (largest difference of logits {proof.max_error:.1e}, at most {max_error:g})"
-    )
+    if max_error is None:
+        limit = ""
+    else:
+        limit = f" (largest difference of logits {proof.max_error:.1e}, at most {max_error:g})"
     about["result"] = ("passed" if is_passed else "FAILED") + limit
     verdict = ("FAILED", "ok")
     rows = [

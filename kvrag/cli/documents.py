@@ -133,7 +133,9 @@ def split_text(text: str, count_tokens: CountTokens, *, chunk_tokens: int = 250)
         if size and abs(size + tokens - chunk_tokens) > abs(chunk_tokens - size):
             chunks.append(text[start:stop])
             size = 0
-        start, stop, size = (start if size else part[0]), part[1], size + tokens
+        start = start if size else part[0]
+        stop = part[1]
+        size += tokens
     return [chunk.strip() for chunk in (*chunks, text[start:stop]) if chunk.strip()]
 
 
@@ -161,7 +163,9 @@ def read_prompt(file: Path) -> Prompt:
         value = json.loads(text)
     except ValueError:
         return text
-    return _prompt(value, str(file)) if isinstance(value, list) else text
+    if isinstance(value, list):
+        return _prompt(value, str(file))
+    return text
 
 
 def _read_stdin() -> str:

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 _CHARS_PER_TOKEN = 4  # usual for English text; used where no tokenizer is at hand
 
-_BLOCK, _NUM_BLOCKS = 2**20, 128
+_BLOCK = 2**20
+_NUM_BLOCKS = 128
 """Bytes of a block, and number of blocks, of the file that measures a disk."""
 
 _MODEL = typer.Argument(
@@ -72,7 +73,8 @@ def estimate(
     for flag, given in (("--disk-gbps", disk_gbps), ("--prefill-tps", prefill_tps)):
         if given is not None and not 0 < given < float("inf"):
             raise ConfigError(f"{flag} is {given}; it must be a number above 0")
-    model, shape = engine["model"], shape_of(engine["model"])
+    model = engine["model"]
+    shape = shape_of(engine["model"])
     kept = StoreConfig(kv_dtype=engine.get("kv_dtype", "auto")).kv_dtype
     name = shape.dtype if engine["dtype"] == "auto" else engine["dtype"]
     counted: Given = {"chunks": chunks, "tokens": chunks * chunk_tokens, "source": "as given"}
@@ -115,11 +117,10 @@ def _count(model: str, paths: list[Path], config_only: bool, chunk_tokens: int) 
         return len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
     found = split_documents(documents, count, chunk_tokens=chunk_tokens)
-    how = (
-        "counted with the model's tokenizer"
-        if tokenizer
-        else f"guessed at {_CHARS_PER_TOKEN} characters per token"
-    )
+    if tokenizer:
+        how = "counted with the model's tokenizer"
+    else:
+        how = f"guessed at {_CHARS_PER_TOKEN} characters per token"
     tokens = sum(chunk.num_tokens for chunk in found)
     return {"chunks": len(found), "tokens": tokens, "source": f"{len(documents)} files, {how}"}
 
@@ -131,7 +132,8 @@ def shape_of(model: str) -> ModelShape:
 
     Raises :class:`ModelError` if no model is found, or its config does not give the shape.
     """
-    if numbers := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", model):
+    numbers = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", model)
+    if numbers:
         return ModelShape(*map(int, numbers.groups()))  # type: ignore[arg-type]
     path = Path(model)
     if (path / "config.json").is_file():
@@ -161,11 +163,10 @@ def shape_of(model: str) -> ModelShape:
 
 
 def _size_rows(shape: ModelShape, dtype: str, kept: str, per_token: float, corpus: Given) -> Given:
-    formula = (
-        "2 · layers · KV heads · head dim · bytes"
-        if kept == "auto"
-        else f"{kept} codes and their scales"
-    )
+    if kept == "auto":
+        formula = "2 · layers · KV heads · head dim · bytes"
+    else:
+        formula = f"{kept} codes and their scales"
     chunks, tokens, source = corpus.values()
     rows = {
         "shape": (

@@ -107,11 +107,14 @@ def evaluate(
         html.write_text(page(title, totals, found.rows), "utf-8")
         say(f"wrote {html}", err=True)
     changed = [row for row in found.rows if row.is_lost or row.is_won]
-    tables = (
-        [grid("Answers that differ in what they have right", _ANSWERS, map(_answer_cells, changed))]
-        if changed
-        else []
-    )
+    if changed:
+        tables = [
+            grid(
+                "Answers that differ in what they have right", _ANSWERS, map(_answer_cells, changed)
+            )
+        ]
+    else:
+        tables = []
     show({**asdict(found), **_figures(found)}, *tables, facts(title, totals), as_json=as_json)
 
 
@@ -261,10 +264,8 @@ def _kept(found: Found) -> str:
 def _cells(trial: Trial) -> tuple[str, ...]:
     from kvrag.calibrate import described
 
-    kl, top1 = (
-        f"{trial.mean_kl:.4f} ± {trial.kl_error:.4f}",
-        f"{trial.top1:.1%} ± {trial.top1_error:.1%}",
-    )
+    kl = f"{trial.mean_kl:.4f} ± {trial.kl_error:.4f}"
+    top1 = f"{trial.top1:.1%} ± {trial.top1_error:.1%}"
     return (
         described(trial.repair),
         f"{trial.rows:.1%}",

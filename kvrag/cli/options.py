@@ -52,11 +52,9 @@ KEY_VARIABLE = "KVRAG_ENCRYPTION_KEY"
 The key has no option, because other users can see the arguments of a process.
 """
 
-_ENGINE, _REPAIR, _STORE = (
-    "Model and store",
-    "Reuse and repair",
-    "Limits of the store (those of your application)",
-)
+_ENGINE = "Model and store"
+_REPAIR = "Reuse and repair"
+_STORE = "Limits of the store (those of your application)"
 
 _of_engine = functools.partial(typer.Option, rich_help_panel=_ENGINE)
 _MODEL = _of_engine(
@@ -156,11 +154,10 @@ def _field(
 ) -> inspect.Parameter:
     """Make an option from a config's field; if it is not given, the config's default holds."""
     hint, field = option_fields(config, name)[name]
-    kind = (
-        next((part for part in get_args(hint) if part is not NoneType), hint)
-        if NoneType in get_args(hint)
-        else hint
-    )
+    if NoneType in get_args(hint):
+        kind = next((part for part in get_args(hint) if part is not NoneType), hint)
+    else:
+        kind = hint
     is_size = name.endswith("_bytes")
     summary = " ".join(field.description.replace("``", "").split()).partition(". ")[0].rstrip(".")
     option = typer.Option(
@@ -282,7 +279,9 @@ def is_on_command_line(context: typer.Context, name: str) -> bool:
 
 def key_options() -> Given:
     """Return the option of :class:`kvrag.StoreConfig` for the key in the environment, if any."""
-    return {"encryption_key": f"env:{KEY_VARIABLE}"} if os.environ.get(KEY_VARIABLE) else {}
+    if os.environ.get(KEY_VARIABLE):
+        return {"encryption_key": f"env:{KEY_VARIABLE}"}
+    return {}
 
 
 def engine_options(
@@ -316,7 +315,9 @@ def _repair(given: Given) -> RepairConfig | None:
     """Return the named repair, changed by the other options."""
     changes = {name: value for name, value in given.items() if name != "named"}
     named = as_config(RepairConfig, given.get("named"), option="--repair")
-    return replace(named or RepairConfig(), **changes) if changes else named
+    if changes:
+        return replace(named or RepairConfig(), **changes)
+    return named
 
 
 def _variables(text: str) -> Given:

@@ -67,7 +67,9 @@ def _plain(sign: str) -> str:
 def console(*, err: bool = False) -> Console:
     """Return a console on the current standard output (or error)."""
     out = Console(stderr=err)
-    return out if out.is_terminal else Console(stderr=err, width=WIDTH)
+    if out.is_terminal:
+        return out
+    return Console(stderr=err, width=WIDTH)
 
 
 def say(text: str, *, err: bool = False, end: str = "\n") -> None:

@@ -99,7 +99,8 @@ def precompute(
         with closing(open_engine(engine, limits=limits)) as opened:
             encoder = opened.loaded.encoder
             chunks = split(lambda text: len(encoder.chunk_ids(text)))
-            texts, ids = [chunk.text for chunk in chunks], [chunk.id for chunk in chunks]
+            texts = [chunk.text for chunk in chunks]
+            ids = [chunk.id for chunk in chunks]
             done = asdict(opened.precompute(texts, ids=ids, show_progress=None, **run))
     counts = {
         "documents": len(documents),
@@ -154,7 +155,8 @@ def _on_ray(
     )
     from kvrag.dataset import Workers, precompute_dataset
 
-    rows, start = [{"id": chunk.id, "text": chunk.text} for chunk in chunks], time.perf_counter()
+    rows = [{"id": chunk.id, "text": chunk.text} for chunk in chunks]
+    start = time.perf_counter()
     with redirect_stdout(sys.stderr):  # Ray prints events of workers there
         ray.init(ignore_reinit_error=True, log_to_driver=False, logging_level="error")
         ray.data.DataContext.get_current().enable_progress_bars = not is_quiet

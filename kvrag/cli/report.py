@@ -29,7 +29,9 @@ body { color: #ddd; background: #181818 } td, th { border-color: #444 } text { f
 <h2>How far the answers differ</h2><p>KL from full prefill, nats per token of its answer; questions in order of it.</p>$divergence
 <h2>Answers</h2><table><tr><th>Question<th>Right<th>Full prefill<th>Reuse<th>KL<th>Result</tr>$rows</table></html>
 """)
-_WIDTH, _HEIGHT, _EDGE = 640, 300, 50
+_WIDTH = 640
+_HEIGHT = 300
+_EDGE = 50
 
 
 def page(title: str, totals: Mapping[str, str], rows: Sequence[Compared]) -> str:

@@ -210,7 +210,8 @@ def _on_ray(
         raise ConfigError(
             f"--replicas is {replicas!r}; pass a number, or the least and the most, as 2-8"
         )
-    store, repair = asdict(options.pop("store_config")), options.pop("repair")
+    store = asdict(options.pop("store_config"))
+    repair = options.pop("repair")
     own = {name: options.pop(name) for name in ("model", "kv_dir")}
     config = ServingConfig(
         **own,

@@ -68,9 +68,10 @@ def _check_is_store(kv_dir: str) -> None:
     if path.exists() and not path.is_dir():
         raise StoreError(f"{kv_dir!r} is a file; --kv-dir must name the directory of a KV store")
     if not (path / "format.json").is_file():
-        fault = (
-            f"{kv_dir!r} is not a KV store" if path.exists() else f"there is no KV store {kv_dir!r}"
-        )
+        if path.exists():
+            fault = f"{kv_dir!r} is not a KV store"
+        else:
+            fault = f"there is no KV store {kv_dir!r}"
         raise StoreError(f"{fault}; check --kv-dir, or run kvrag precompute first")
 
 
@@ -191,7 +192,8 @@ def documents(
     """
     found: list[dict[str, Any]] = []
     with _existing_store(kv_dir) as store:
-        catalog, space = store.catalog, store.names.namespace(namespace)
+        catalog = store.catalog
+        space = store.names.namespace(namespace)
         for doc_id in sorted(catalog.documents(space)):
             records = [
                 record
@@ -355,15 +357,17 @@ def export(
 
     with _existing_store(kv_dir) as store:
         space = store.names.namespace(namespace)
-        known, asked = set(store.catalog.documents(space)), list(dict.fromkeys(document or ()))
+        known = set(store.catalog.documents(space))
+        asked = list(dict.fromkeys(document or ()))
         unknown = [name for name in asked if name not in known]
         if asked and len(unknown) == len(asked):
             fail(_no_such(unknown, namespace))
-        keys = (
-            sorted({key for name in asked for key in store.catalog.document_keys(space, name)})
-            if asked
-            else None
-        )
+        if asked:
+            keys = sorted(
+                {key for name in asked for key in store.catalog.document_keys(space, name)}
+            )
+        else:
+            keys = None
         with closing(
             open_store(target, StoreConfig(ram_bytes=0, **({} if plain else key_options())))
         ) as other:

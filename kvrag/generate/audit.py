@@ -35,7 +35,9 @@ class Audit:
     """
 
     def __init__(self) -> None:
-        self._lock, self._closed, self._draws = fork_lock(), threading.Event(), random.Random(0)
+        self._lock = fork_lock()
+        self._closed = threading.Event()
+        self._draws = random.Random(0)
         self._audited = self._same = self._skipped = 0
         self._sum_kl = self._max_kl = 0.0
         self._has_warned = False
@@ -54,7 +56,8 @@ class Audit:
             self._skip()
             return
         try:
-            ids, fingerprint = torch.tensor(done.token_ids), loaded.fingerprint
+            ids = torch.tensor(done.token_ids)
+            fingerprint = loaded.fingerprint
             work = partial(self._audit, loaded, fingerprint, ids, done.logits, scheduler)
             self._latest = AUDITS.submit(work, cancel=self._closed)
         except Exception as error:
@@ -95,12 +98,14 @@ class Audit:
             if full is None or loaded.fingerprint != fingerprint:
                 self._skip()
                 return
-            kl, is_same = float(kl_divergence(full, reused)), bool(full.argmax() == reused.argmax())
+            kl = float(kl_divergence(full, reused))
+            is_same = bool(full.argmax() == reused.argmax())
         except Exception as error:  # the answer has been given
             self._skip(error)
             return
         with self._lock:
-            self._audited, self._same = self._audited + 1, self._same + is_same
+            self._audited += 1
+            self._same += is_same
             self._sum_kl, self._max_kl = self._sum_kl + kl, max(self._max_kl, kl)
 
     def _prefilled(
@@ -111,14 +116,18 @@ class Audit:
         def look(*tensors: object) -> None:
             if self._closed.is_set() or not scheduler.is_idle:
                 raise StopForward
-            if isinstance(fresh := tensors[-1], torch.Tensor) and fresh.is_cuda:
+            fresh = tensors[-1]
+            if isinstance(fresh, torch.Tensor) and fresh.is_cuda:
                 torch.cuda.synchronize(fresh.device)  # queued layers can't be given up
 
         if self._closed.is_set() or not scheduler.is_idle:
             return None
-        lm, rows = loaded.reusable, Rows.span(0, len(ids))
+        lm = loaded.reusable
+        rows = Rows.span(0, len(ids))
         logits, _ = lm.forward(ids, rows, lm.buffer(len(ids)), before_write=look)
-        return logits[0, -1].cpu() if logits.numel() else None
+        if logits.numel():
+            return logits[0, -1].cpu()
+        return None
 
     def _skip(self, error: Exception | None = None) -> None:
         with self._lock:

@@ -30,7 +30,8 @@ class TextCalls:
     def __init__(self, tools: Tools) -> None:
         self.found: tuple[ToolCall, ...] = ()
         self._names = {name_of(tool) for tool in tools}
-        self._held, self._is_json = "", True
+        self._held = ""
+        self._is_json = True
 
     def push(self, text: str, *, is_last: bool = False) -> str:
         """Add text, and return the text that may be shown now; at the end, read the calls."""
@@ -47,7 +48,8 @@ class TextCalls:
                 len(self._held),
             )
         at = len(self._held[:at].rstrip())  # white space before a call belongs to it
-        shown, self._held = self._held[:at], self._held[at:]
+        shown = self._held[:at]
+        self._held = self._held[at:]
         return shown
 
     def _read(self) -> str:
@@ -63,7 +65,9 @@ class TextCalls:
     def _call_in(self, found: re.Match[str]) -> str:
         call = as_call(_loaded(found[1]))
         self.found += (call,) if call else ()
-        return "" if call else found[0]
+        if call:
+            return ""
+        return found[0]
 
 
 class ParsedCalls:
@@ -74,7 +78,9 @@ class ParsedCalls:
 
     def __init__(self, parser: Any) -> None:
         self.found: tuple[ToolCall, ...] = ()
-        self._parser, self._text, self._num_shown = parser, "", 0
+        self._parser = parser
+        self._text = ""
+        self._num_shown = 0
 
     def push(self, text: str, *, is_last: bool = False) -> str:
         """Add text with its control tokens, and return the text that may be shown now.
@@ -83,7 +89,8 @@ class ParsedCalls:
         """
         self._text += text
         try:
-            events, message = self._parser.feed(text), {}
+            events = self._parser.feed(text)
+            message = {}
             if is_last:
                 message, more = self._parser.finalize()
                 events += more
@@ -92,7 +99,8 @@ class ParsedCalls:
             if len(calls) > len(self.found):
                 raise ValueError("a call without a name")
         except Exception:  # the parser failed, now or earlier: text that was held back is shown
-            self._parser, self.found = None, ()
+            self._parser = None
+            self.found = ()
             return self._shown(self._text[self._num_shown :])
         chunks = [
             e["text"] for e in events if e["type"] == "region_chunk" and e["field"] == "content"
@@ -137,8 +145,10 @@ def as_call(value: Any) -> ToolCall | None:
     """Return the call that a JSON value holds in a usual shape, if any."""
     inner = value.get("function") if isinstance(value, dict) else None
     call = inner if isinstance(inner, dict) else value if isinstance(value, dict) else {}
-    name, arguments = call.get("name"), call.get("arguments", call.get("parameters"))
-    arguments = _loaded(arguments) if isinstance(arguments, str) else arguments
+    name = call.get("name")
+    arguments = call.get("arguments", call.get("parameters"))
+    if isinstance(arguments, str):
+        arguments = _loaded(arguments)
     if not isinstance(name, str) or not isinstance(arguments, dict):
         return None
     # Mistral's templates accept only ids of nine characters

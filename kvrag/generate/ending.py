@@ -27,7 +27,8 @@ _found: WeakKeyDictionary[Any, tuple[object, frozenset[int]]] = WeakKeyDictionar
 
 def end_ids(loaded: LoadedModel) -> frozenset[int]:
     """Return all token ids that end an answer; log once if ``generate`` would end at fewer."""
-    defaults, encoder = loaded.lm.model.generation_config, loaded.encoder
+    defaults = loaded.lm.model.generation_config
+    encoder = loaded.encoder
     tokenizer = encoder.tokenizer
     own = _ids_of(getattr(defaults, "eos_token_id", None))
     facts = own, tokenizer.eos_token_id, str(getattr(tokenizer, "chat_template", None))
@@ -51,7 +52,9 @@ def end_ids(loaded: LoadedModel) -> frozenset[int]:
 def own_stops(loaded: LoadedModel) -> tuple[str, ...]:
     """Return the stop strings of the model's generation config."""
     found = getattr(loaded.lm.model.generation_config, "stop_strings", None) or ()
-    return (found,) if isinstance(found, str) else tuple(found)
+    if isinstance(found, str):
+        return (found,)
+    return tuple(found)
 
 
 def turn_end(encoder: PromptEncoder) -> int | None:
@@ -68,7 +71,9 @@ def turn_end(encoder: PromptEncoder) -> int | None:
     behind = rendered.partition(_ANSWER)[2].lstrip()
     tokens = control_tokens(encoder.tokenizer)
     found = [text for text in tokens if behind.startswith(text)]
-    return tokens[max(found, key=len)] if found else None
+    if found:
+        return tokens[max(found, key=len)]
+    return None
 
 
 def _ids_of(given: int | Iterable[int] | None) -> frozenset[int]:

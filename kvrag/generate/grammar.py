@@ -72,7 +72,8 @@ def constraint_of(
     library = require(
         "llguidance", extra="structured", purpose="response_format and required calls"
     )
-    table, missed = _table(tokenizer, eos_ids), list[str]()
+    table = _table(tokenizer, eos_ids)
+    missed = list[str]()
     try:
         schema = json.dumps(_schema(form, missed), allow_nan=False)
         matcher = library.LLMatcher(
@@ -86,7 +87,8 @@ def constraint_of(
         ) from None
     if matcher.is_error():
         raise _unusable(matcher.get_error())
-    if missed := [*missed, *matcher.get_grammar_warnings()]:
+    missed = [*missed, *matcher.get_grammar_warnings()]
+    if missed:
         _warn_once(hash(schema), "; ".join(dict.fromkeys(missed)))
     return Constraint(matcher)
 
@@ -111,7 +113,8 @@ def _schema(form: ResponseFormat, missed: list[str]) -> dict[str, Any]:
 
     Keywords that are left out are added to ``missed``.
     """
-    ways, parts = list[Any](), list[Any]()  # parts keep their own references below "$defs"
+    ways = list[Any]()
+    parts = list[Any]()  # they keep their own references below "$defs"
     if form.schema is not None and form.choice == "auto":
         parts.append(form.schema)
         ways.append({"$ref": "#/$defs/0"})

@@ -85,11 +85,14 @@ class LogprobWriter:
     """
 
     def __init__(self, tokenizer: Any, *, is_chat: bool, echo: str = "") -> None:
-        self._tokenizer, self._is_chat = tokenizer, is_chat
-        self._added, self._bytes = frozenset(tokenizer.added_tokens_decoder), dict[int, bytes]()
+        self._tokenizer = tokenizer
+        self._is_chat = is_chat
+        self._added = frozenset(tokenizer.added_tokens_decoder)
+        self._bytes = dict[int, bytes]()
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self._is_byte_level = backend is not None and "ByteLevel" in str(backend.decoder)
-        self._offset, self._characters = 0, codecs.getincrementaldecoder("utf-8")("replace")
+        self._offset = 0
+        self._characters = codecs.getincrementaldecoder("utf-8")("replace")
         self._echo = echo
 
     def write(self, logprobs: Iterable[TokenLogprob]) -> dict[str, Any]:
@@ -161,7 +164,8 @@ class LogprobWriter:
             return str(piece).encode()
         if self._is_byte_level:
             return bytes([_BYTE_OF[char] for char in piece])
-        if found := _BYTE.fullmatch(piece):
+        found = _BYTE.fullmatch(piece)
+        if found:
             return bytes([int(found[1], 16)])
         return str(piece).replace("\u2581", " ").encode()
 
@@ -171,4 +175,6 @@ def _finite(value: float) -> float | None:
 
     OpenAI writes -9999 for a token that is as good as impossible, and null if nothing predicts it.
     """
-    return None if math.isnan(value) else max(value, -9999.0)
+    if math.isnan(value):
+        return None
+    return max(value, -9999.0)

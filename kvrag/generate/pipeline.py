@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,7 +25,7 @@ from kvrag.generate.logprobs import read_on
 from kvrag.generate.radix_cache import RadixCache
 from kvrag.generate.request import Request
 from kvrag.generate.retry import retry_without_reuse
-from kvrag.generate.sampling import TextStream, decode, sampler_of
+from kvrag.generate.sampling import Calls, TextStream, decode, sampler_of
 from kvrag.generate.scheduler import kv_bytes, scheduler_of
 from kvrag.generate.stats import EngineStats
 from kvrag.generate.streams import Emit
@@ -117,10 +117,12 @@ class QueryPipeline:
 
     def plan(self, request: Request, deadline: Deadline | None = None) -> Plan:
         """Plan a prompt within a time budget for the store."""
-        config, loaded = self.store_config, self.loaded
+        config = self.store_config
+        loaded = self.loaded
         deadline = deadline or Deadline(config.load_timeout_s)
         scanner = self.scanner(request.namespace, deadline)
-        if (ids := given_ids(request.prompt, loaded.lm.vocab_size)) is not None:
+        ids = given_ids(request.prompt, loaded.lm.vocab_size)
+        if ids is not None:
             return plan_ids(ids, loaded.encoder, request.chat)
         plan = plan_prompt(
             request.prompt,
@@ -165,8 +167,10 @@ class QueryPipeline:
 
         The plan has no reuse if prompt and answer, ``total`` tokens together, rule it out.
         """
-        lm, window = self.loaded.lm, self.loaded.lm.context_window
-        slides, refusal = request.slides and total > window and cannot_slide(lm) is None, None
+        lm = self.loaded.lm
+        window = self.loaded.lm.context_window
+        slides = request.slides and total > window and cannot_slide(lm) is None
+        refusal = None
         if slides and (num_tokens := len(plan.token_ids)) > window:
             refusal = f"the prompt's {num_tokens} tokens exceed the context window of {window}"
         elif request.mode != "full":
@@ -188,25 +192,25 @@ class QueryPipeline:
         :meth:`kvrag.engine.KVRagEngine.generate`, and ``CancelledError`` if ``cancel`` is set
         while the request waits or prefills.
         """
-        clock, deadline = clock or Clock(), Deadline(self.store_config.load_timeout_s)
+        clock = clock or Clock()
+        deadline = Deadline(self.store_config.load_timeout_s)
         erasures = self.erasures.count(request.namespace)
         with clock.stage("plan"):
             plan = self.plan(request, deadline)
             again = self._learn(request, plan)
         limit = self._length_of(len(plan.token_ids), max_new_tokens, request.slides)
-        total, stores = (
-            self._check_length(len(plan.token_ids), limit, request.slides),
-            self._stores_missed,
-        )
-        missed = (
-            _missed(request, plan, erasures, again, stores=stores)
-            if stores or again is not None
-            else None
-        )
+        total = self._check_length(len(plan.token_ids), limit, request.slides)
+        stores = self._stores_missed
+        if stores or again is not None:
+            missed = _missed(request, plan, erasures, again, stores=stores)
+        else:
+            missed = None
         plan, slides = self._checked(plan, request, total)
         attempt = partial(
             prefill,
-            *(self.loaded.lm, self.store, plan),
+            self.loaded.lm,
+            self.store,
+            plan,
             config=request.repair,
             costs=self.costs,
             max_new_tokens=limit,
@@ -265,7 +269,8 @@ class QueryPipeline:
         learner = self.learner if request.mode != "full" else None
         again = learner.see(request.namespace, plan, request.prefixes[0]) if learner else None
         if request.mode in ("auto", "stitch") and again is None:
-            known, stores = partial(self._known, request.namespace), self._stores_missed
+            known = partial(self._known, request.namespace)
+            stores = self._stores_missed
             self.stats.watch.notice(
                 plan, known, is_stored_later=stores, is_learning=learner is not None
             )
@@ -306,10 +311,13 @@ class QueryPipeline:
         if is_off or done.buffer is None or refusal_of(self.loaded.lm, len(rows)):
             return
         try:
-            is_exact, num_prompt = done.num_exact == len(done.token_ids), len(done.token_ids)
+            is_exact = done.num_exact == len(done.token_ids)
+            num_prompt = len(done.token_ids)
             num_exact = len(rows) if is_exact else done.num_exact
             self.histories.keep(
-                *(space, rows, done.buffer.layers),
+                space,
+                rows,
+                done.buffer.layers,
                 num_exact=num_exact,
                 num_prompt=num_prompt,
                 repair=request.repair,
@@ -331,7 +339,8 @@ class QueryPipeline:
         """
         if given is not None:
             return given
-        lm, defaults = self.loaded.lm, self.loaded.lm.model.generation_config
+        lm = self.loaded.lm
+        defaults = self.loaded.lm.model.generation_config
         most = defaults.max_new_tokens or DEFAULT_MAX_NEW_TOKENS
         if (defaults.max_length or 0) > num_tokens:
             most = min(most, defaults.max_length - num_tokens)
@@ -347,7 +356,8 @@ class QueryPipeline:
 
         Raises ``ContextLengthError`` if they exceed a context window that doesn't slide.
         """
-        total, window = num_tokens + max_new_tokens, self.loaded.lm.context_window
+        total = num_tokens + max_new_tokens
+        window = self.loaded.lm.context_window
         fault = cannot_slide(self.loaded.lm) if slides else ""
         if total > window and fault is not None:
             why = f" and can't slide ({fault})" if fault else ""
@@ -369,9 +379,10 @@ class QueryPipeline:
         """
         with clock.stage("prepare", least_s=NOTABLE_S):
             tokenizer = self.loaded.encoder.tokenizer
-            constraint = (
-                None if request.form == TEXT else constraint_of(request.form, tokenizer, eos_ids)
-            )
+            if request.form == TEXT:
+                constraint = None
+            else:
+                constraint = constraint_of(request.form, tokenizer, eos_ids)
             return constraint, self._space(request)
 
     def answer(
@@ -387,29 +398,29 @@ class QueryPipeline:
         ``clock`` has run since the caller asked; ``emit`` receives the text; ``cancel`` stops the
         request before its next forward.
         """
-        encoder, form, eos_ids = self.loaded.encoder, request.form, end_ids(self.loaded)
+        encoder = self.loaded.encoder
+        form = request.form
+        eos_ids = end_ids(self.loaded)
         constraint, space = self._prepared(request, eos_ids, clock)
         with self.scored(request, config, clock, cancel) as (done, told), clock.stage("decode"):
-            read = (
-                calls_in(form, encoder, done.token_ids, eos_ids)
-                if form.tools
-                else (encoder.decode, None)
-            )
+            text_of: Callable[[Sequence[int]], str] = encoder.decode
+            calls: Calls | None = None
+            if form.tools:
+                text_of, calls = calls_in(form, encoder, done.token_ids, eos_ids)
             sampler = sampler_of(self.loaded, config, done, eos_ids, constraint)
             answer = decode(
-                *(
-                    done.extend,
-                    done.logits,
-                    sampler,
-                    TextStream(read[0], config.stop + own_stops(self.loaded)),
-                ),
+                done.extend,
+                done.logits,
+                sampler,
+                TextStream(text_of, config.stop + own_stops(self.loaded)),
                 max_new_tokens=done.max_new_tokens,
                 eos_ids=eos_ids.union(config.stop_token_ids),
                 emit=emit,
                 cancel=cancel,
-                calls=read[1],
+                calls=calls,
             )
-            end, first = time.perf_counter(), answer.first_s
+            end = time.perf_counter()
+            first = answer.first_s
             self._remember(request, space, done, answer.ids)
         if self.write_back and done.missed:
             self.write_back.offer(done.missed)

@@ -61,7 +61,8 @@ class Penalties(LogitsProcessor):  # type: ignore[misc]
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Return the changed scores ``(1, vocab)``."""
         size = scores.shape[-1]
-        if over := [token for token in self._bias if token >= size]:
+        over = [token for token in self._bias if token >= size]
+        if over:
             raise ConfigError(
                 f"SamplingConfig.logit_bias names token {over[0]}; "
                 f"this model's ids are below {size}"
@@ -90,9 +91,10 @@ def processors_of(
     merged = merged_config(
         model.generation_config, config, len(prompt_ids), max_new_tokens, eos_ids
     )
-    merged._eos_token_tensor = (
-        torch.tensor(sorted(eos_ids), device=model.device) if eos_ids else None
-    )
+    if eos_ids:
+        merged._eos_token_tensor = torch.tensor(sorted(eos_ids), device=model.device)
+    else:
+        merged._eos_token_tensor = None
     _warn_of_what_is_not_done(model)
     own = LogitsProcessorList()
     if config.frequency_penalty or config.presence_penalty or config.logit_bias:

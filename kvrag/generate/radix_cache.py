@@ -43,7 +43,9 @@ class _Node:
         count = min(len(self.ids), len(ids))
         differing = np.flatnonzero(self.ids[:count] != ids[:count])
         found = int(differing[0]) if len(differing) else count
-        return found if found >= self.needed else 0
+        if found >= self.needed:
+            return found
+        return 0
 
 
 class RadixCache:
@@ -74,10 +76,8 @@ class RadixCache:
     def clear(self, is_meant: Callable[[Hashable], bool] = lambda _: True) -> int:
         """Drop the trees of the spaces that ``is_meant`` accepts, and return their bytes."""
         with self._lock:
-            before, gone = (
-                self._num_bytes,
-                [self._roots.pop(space) for space in [*self._roots] if is_meant(space)],
-            )
+            before = self._num_bytes
+            gone = [self._roots.pop(space) for space in [*self._roots] if is_meant(space)]
             while gone:
                 node = gone.pop()
                 gone += node.children
@@ -104,7 +104,9 @@ class RadixCache:
             )
             exact = sum(count for node, count in path if node.is_exact)
             parts = tuple((node.layers, count) for node, count in path)
-        return PrefixMatch(parts, exact, sum(count for _, count in parts)) if parts else None
+        if parts:
+            return PrefixMatch(parts, exact, sum(count for _, count in parts))
+        return None
 
     def keep(
         self,
@@ -137,7 +139,9 @@ class RadixCache:
     def _walk(
         self, space: Hashable, ids: np.ndarray, *, only_exact: bool, repair: Hashable
     ) -> list[tuple[_Node, int]]:
-        node, at, path = self._roots.get(space), 0, list[tuple[_Node, int]]()
+        node = self._roots.get(space)
+        at = 0
+        path = list[tuple[_Node, int]]()
         while node is not None:
             fitting = [
                 (c.match(ids[at:]), c.is_exact, c)
@@ -149,7 +153,8 @@ class RadixCache:
                 break
             path.append((child, count))
             self._use(child)
-            at, node = at + count, child if count == len(child.ids) else None
+            at += count
+            node = child if count == len(child.ids) else None
         return path
 
     def _add(
@@ -185,7 +190,8 @@ class RadixCache:
                 self._use(child)
                 return child, len(ids)
             self._use(child)
-            at, node = at + count, child if count == len(child.ids) else self._split(child, count)
+            at += count
+            node = child if count == len(child.ids) else self._split(child, count)
         needed = max(1, num_prompt + 1 - at)
         if len(ids) - at < needed or self._size(layers, len(ids) - at) > self.max_bytes:
             return node, at
@@ -208,7 +214,9 @@ class RadixCache:
         )
         upper = _Node(node.parent, node.ids[:count].copy(), above, children=[node])
         node.parent.children[node.parent.children.index(node)] = upper
-        node.parent, node.ids, node.layers = upper, node.ids[count:].copy(), below
+        node.parent = upper
+        node.ids = node.ids[count:].copy()
+        node.layers = below
         self._use(upper)
         self._use(node)
         return upper

@@ -40,4 +40,6 @@ class Request:
 def check_options(mode: Mode, repair: object, max_context: str = "raise") -> RepairConfig | None:
     """Return the repair as a config; raise ``ConfigError`` for a wrong mode or ``max_context``."""
     check_mode(mode, max_context)
-    return None if repair is None else as_config(RepairConfig, repair, option="repair")
+    if repair is None:
+        return None
+    return as_config(RepairConfig, repair, option="repair")

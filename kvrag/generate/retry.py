@@ -37,7 +37,9 @@ def retry_without_reuse(
             "retrieve fewer chunks, lower max_new_tokens, "
             f"or use a smaller model or dtype ({reason})"
         )
-    return done if mode == "full" else replace(done, fallback_reason="memory ran out with reuse")
+    if mode == "full":
+        return done
+    return replace(done, fallback_reason="memory ran out with reuse")
 
 
 def _attempt(attempt: Callable[..., Prefilled], mode: Mode) -> tuple[Prefilled | None, str]:

@@ -86,7 +86,8 @@ class Sampler:
         processed = self._processors(self._ids[:, : self._num_ids], scores)
         if self._constraint:  # again: a processor may force a token
             processed = processed.masked_fill(scores == float("-inf"), float("-inf"))
-        return processed if bool((processed > float("-inf")).any()) else scores
+        is_possible = bool((processed > float("-inf")).any())
+        return processed if is_possible else scores
 
     def told(self, text: str) -> str:
         """Return text, with the log-probabilities of tokens since the last call if requested."""
@@ -110,7 +111,8 @@ def sampler_of(
     constraint: Constraint | None,
 ) -> Sampler:
     """Return the sampler of an answer to a prefilled prompt."""
-    model, ids = loaded.lm.model, done.token_ids
+    model = loaded.lm.model
+    ids = done.token_ids
     processors = processors_of(
         model, config, ids, max_new_tokens=done.max_new_tokens, eos_ids=eos_ids
     )
@@ -155,7 +157,9 @@ def decode(
     room. ``logits``, ``(vocab,)``, belong to the prompt's last row. ``emit`` receives text as it
     comes; ``cancel`` ends the answer before the next forward.
     """
-    ids, parts, first_s = [sampler.next(logits)], list[str](), time.perf_counter()
+    ids = [sampler.next(logits)]
+    parts = list[str]()
+    first_s = time.perf_counter()
 
     def show(delta: str, *, is_last: bool = False) -> None:
         if calls:
@@ -187,7 +191,8 @@ class TextStream:
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = ()) -> None:
-        self._decode, self._stop = decode, tuple(stop)
+        self._decode = decode
+        self._stop = tuple(stop)
         self._ids: list[int] = []
         self._context = self._read = 0
         self._pending = ""
@@ -203,7 +208,8 @@ class TextStream:
         if self.is_stopped:
             return ""
         shown = self._release(self._new_text(is_last=True))
-        rest, self._pending = self._pending, ""
+        rest = self._pending
+        self._pending = ""
         return shown if self.is_stopped else shown + rest
 
     def _new_text(self, *, is_last: bool) -> str:
@@ -224,12 +230,15 @@ class TextStream:
 
     def _release(self, text: str) -> str:
         self._pending += text
-        if hits := [at for s in self._stop if (at := self._pending.find(s)) >= 0]:
+        hits = [at for s in self._stop if (at := self._pending.find(s)) >= 0]
+        if hits:
             self.is_stopped = True
-            shown, self._pending = self._pending[: min(hits)], ""
+            shown = self._pending[: min(hits)]
+            self._pending = ""
             return shown
         # The longest end that may become a stop string is held back.
         ends = [n for s in self._stop for n in range(1, len(s)) if self._pending.endswith(s[:n])]
         sure = len(self._pending) - max(ends, default=0)
-        shown, self._pending = self._pending[:sure], self._pending[sure:]
+        shown = self._pending[:sure]
+        self._pending = self._pending[sure:]
         return shown

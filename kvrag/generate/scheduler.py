@@ -45,13 +45,15 @@ class Scheduler:
     """
 
     def __init__(self, max_running: int, max_bytes: int) -> None:
-        self._max_running, self.max_bytes = max_running, max_bytes
+        self._max_running = max_running
+        self.max_bytes = max_bytes
         self._at_fork_reinit()
         renew_after_fork(self)
 
     def _at_fork_reinit(self) -> None:
         self._changed = threading.Condition(threading.Lock())
-        self._waiting, self._running = deque[object](), dict[object, int]()
+        self._waiting = deque[object]()
+        self._running = dict[object, int]()
 
     @property
     def load(self) -> Load:
@@ -71,12 +73,10 @@ class Scheduler:
         Raises ``CancelledError`` if ``cancel`` is set during the wait.
         """
         # local, as a fork replaces the attributes
-        changed, waiting, running, mine = (
-            self._changed,
-            self._waiting,
-            self._running,
-            object(),
-        )
+        changed = self._changed
+        waiting = self._waiting
+        running = self._running
+        mine = object()
 
         def is_next() -> bool:
             used = sum(running.values())
@@ -108,7 +108,8 @@ _guard = fork_lock()
 
 def scheduler_of(loaded: LoadedModel) -> Scheduler:
     """Return the scheduler of a model's device, shared by all engines of this process."""
-    device, model = loaded.lm.device, loaded.lm.model
+    device = loaded.lm.device
+    model = loaded.lm.model
     with _guard:
         if model not in _weights or device not in _schedulers:
             _weights[model] = device, model.get_memory_footprint()

@@ -124,11 +124,10 @@ def _resolved(schema: Any, root: Mapping[str, Any]) -> Any:
         return schema
     found: Any = root
     for name in ref[2:].split("/"):
-        found = (
-            found.get(name.replace("~1", "/").replace("~0", "~"))
-            if isinstance(found, Mapping)
-            else None
-        )
+        if isinstance(found, Mapping):
+            found = found.get(name.replace("~1", "/").replace("~0", "~"))
+        else:
+            found = None
     return found
 
 
@@ -168,7 +167,8 @@ def _take_patterns(out: dict[str, Any], missed: list[str]) -> None:
 
     The look-ahead of pydantic's decimal numbers is rewritten.
     """
-    pattern, named = out.get("pattern"), out.get("patternProperties")
+    pattern = out.get("pattern")
+    named = out.get("patternProperties")
     if isinstance(pattern, str) and pattern.startswith(_SOME_DIGIT):
         pattern = "^" + pattern.removeprefix(_SOME_DIGIT)
         out["pattern"] = pattern

@@ -38,7 +38,8 @@ class EngineStats:
     def __init__(self) -> None:
         self._lock = fork_lock()
         self._totals: Counter[str] = Counter()
-        self.audit, self.watch = Audit(), Watch()
+        self.audit = Audit()
+        self.watch = Watch()
 
     def count(self, result: Counted) -> Counted:
         """Add a request's result to the totals, and return it."""

@@ -43,10 +43,8 @@ class _Stream:
     def result(self) -> GenerationResult:
         """Result of the request; available once the stream has ended."""
         if self._result is None:
-            over, early = (
-                "was cancelled before its first token",
-                "has not ended; read it to its end first",
-            )
+            over = "was cancelled before its first token"
+            early = "has not ended; read it to its end first"
             raise RuntimeError(f"the stream {over if self._is_over else early}")
         return self._result
 
@@ -111,7 +109,9 @@ class AsyncTokenStream(_Stream, AsyncIterator[str]):
         self._queue: asyncio.Queue[Any] | None = None
 
     def _begin(self) -> asyncio.Queue[Any]:
-        loop, arrived, cancel = asyncio.get_running_loop(), asyncio.Queue[Any](), self._cancel
+        loop = asyncio.get_running_loop()
+        arrived = asyncio.Queue[Any]()
+        cancel = self._cancel
 
         def put(item: Item) -> None:
             try:

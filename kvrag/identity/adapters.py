@@ -118,7 +118,9 @@ def adapters_digest(model: torch.nn.Module) -> str:
             entry = {str(index): part for index, part in enumerate(parts)}
             entry |= {"type": type(layer).__name__.encode(), "note": note.encode()}
             fields[plain_name(name)] = canonical(entry)
-    return digest("adapters", fields) if fields else ""
+    if fields:
+        return digest("adapters", fields)
+    return ""
 
 
 def settings_of(layer: Any, adapter: str) -> Iterator[tuple[str, Any]]:

@@ -12,33 +12,30 @@ if TYPE_CHECKING:
     import torch
 
 _VOLATILE = {
-    *(
-        "_name_or_path",
-        "_attn_implementation",
-        "transformers_version",
-        "dtype",
-        "torch_dtype",
-        "quantization_config",
-    ),
-    *("use_cache", "output_attentions", "output_hidden_states", "return_dict"),
+    "_name_or_path",
+    "_attn_implementation",
+    "transformers_version",
+    "dtype",
+    "torch_dtype",
+    "quantization_config",
+    "use_cache",
+    "output_attentions",
+    "output_hidden_states",
+    "return_dict",
 }
 """Config entries that don't change KV or are fields of their own."""
 
 _ROPE = (
-    *(
-        "rope_parameters",
-        "rope_scaling",
-        "rope_theta",
-        "rope_local_base_freq",
-        "partial_rotary_factor",
-        "rotary_pct",
-    ),
-    *(
-        "rotary_dim",
-        "no_rope_layers",
-        "original_max_position_embeddings",
-        "max_position_embeddings",
-    ),
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+    "rope_local_base_freq",
+    "partial_rotary_factor",
+    "rotary_pct",
+    "rotary_dim",
+    "no_rope_layers",
+    "original_max_position_embeddings",
+    "max_position_embeddings",
 )
 """Config entries about RoPE, under their current and older names."""
 
@@ -81,11 +78,9 @@ def attention_text(model: torch.nn.Module) -> str:
 def quantisation_text(config: Any) -> str:
     """Return quantisation method and parameters as JSON; empty for plain weights."""
     found = getattr(config, "quantization_config", None)
-    return (
-        ""
-        if found is None
-        else _json(_settled(found if isinstance(found, dict) else found.to_dict()))
-    )
+    if found is None:
+        return ""
+    return _json(_settled(found if isinstance(found, dict) else found.to_dict()))
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
@@ -131,13 +126,17 @@ def _settled(value: Any) -> Any:
         return {
             str(name): _settled(inner) for name, inner in value.items() if name not in _VOLATILE
         }
-    return [_settled(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+    if isinstance(value, (list, tuple)):
+        return [_settled(inner) for inner in value]
+    return value
 
 
 def _json(value: Any) -> str:
     """Return JSON with sorted names; sets become sorted lists, other foreign values strings."""
 
     def plain(value: Any) -> Any:
-        return sorted(map(str, value)) if isinstance(value, (set, frozenset)) else str(value)
+        if isinstance(value, (set, frozenset)):
+            return sorted(map(str, value))
+        return str(value)
 
     return json.dumps(value, sort_keys=True, separators=(",", ":"), default=plain)

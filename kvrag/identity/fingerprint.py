@@ -29,7 +29,8 @@ def canonical(fields: Mapping[str, bytes]) -> bytes:
     """
     parts = []
     for tag in sorted(fields):
-        name, value = tag.encode(), fields[tag]
+        name = tag.encode()
+        value = fields[tag]
         parts += [struct.pack("<I", len(name)), name, struct.pack("<Q", len(value)), value]
     return b"".join(parts)
 
@@ -98,7 +99,9 @@ def ids_digest(token_ids: Sequence[int]) -> str:
 
 def context_digest(token_ids: Sequence[int]) -> str:
     """Return the digest of the context between prefix and chunks; empty without a context."""
-    return digest("context", {"ids": ids_bytes(token_ids)}) if token_ids else ""
+    if token_ids:
+        return digest("context", {"ids": ids_bytes(token_ids)})
+    return ""
 
 
 def namespace_digest(namespace: str) -> str:

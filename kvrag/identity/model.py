@@ -83,7 +83,8 @@ def weights_digest(model: torch.nn.Module) -> str:
     the hashing: seconds and, on a device, a copy of all weights.
     """
     start = time.perf_counter()
-    added, moving = tuple(f"{name}." for name in _added_by_adapters(model)), _moving_buffers(model)
+    added = tuple(f"{name}." for name in _added_by_adapters(model))
+    moving = _moving_buffers(model)
     kept = {
         plain_name(name): tensor
         for name, tensor in {
@@ -94,7 +95,8 @@ def weights_digest(model: torch.nn.Module) -> str:
         and name not in moving
         and not f"{name}.".startswith(added)
     }
-    look, known = _Look(list(kept.values())), _HASHED.get(model)
+    look = _Look(list(kept.values()))
+    known = _HASHED.get(model)
     look.count()
     if known is not None and (found := known.get(look)):
         return found
@@ -142,27 +144,24 @@ class LiveIdentity:
         self._model = model
         self._lock = threading.Lock()
         self._moving = _moving_buffers(model)
-        self._identity, self._fingerprint = identity, identity.fingerprint
+        self._identity = identity
+        self._fingerprint = identity.fingerprint
         weights, adapters = self._look()
-        self._weights, self._adapters = (
-            _Digests(weights, identity.weights),
-            _Digests(adapters, identity.adapters),
-        )
+        self._weights = _Digests(weights, identity.weights)
+        self._adapters = _Digests(adapters, identity.adapters)
 
     @property
     def fingerprint(self) -> str:
         """Current fingerprint; raises as :func:`~kvrag.identity.adapters.check_adapters`."""
         with self._lock, torch.no_grad():
             base, added = self._look()
-            weights, adapters = self._weights.get(base), self._adapters.get(added)
+            weights = self._weights.get(base)
+            adapters = self._adapters.get(added)
             if weights is None or adapters is None:
                 check_adapters(self._model)
                 weights = weights or self._weights.add(base, weights_digest(self._model))
-                adapters = (
-                    self._adapters.add(added, adapters_digest(self._model))
-                    if adapters is None
-                    else adapters
-                )
+                if adapters is None:
+                    adapters = self._adapters.add(added, adapters_digest(self._model))
             if (weights, adapters) != (self._identity.weights, self._identity.adapters):
                 self._identity = replace(self._identity, weights=weights, adapters=adapters)
                 self._fingerprint = self._identity.fingerprint
@@ -189,8 +188,10 @@ class LiveIdentity:
 
         It is a single loop without recursion, because it runs in every request.
         """
-        types, moving = layer_types() if "peft" in sys.modules else (), self._moving
-        weights, adapters = _Look(), _Look()
+        types = layer_types() if "peft" in sys.modules else ()
+        moving = self._moving
+        weights = _Look()
+        adapters = _Look()
         stack: list[tuple[str, torch.nn.Module, _Look]] = [("", self._model, weights)]
         while stack:
             name, module, side = stack.pop()
@@ -289,8 +290,10 @@ def sample(tensors: list[torch.Tensor]) -> bytes:
     """
     groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for tensor in tensors:
-        if size := tensor.numel():
-            count, flat = min(SAMPLES, size), tensor.detach()
+        size = tensor.numel()
+        if size:
+            count = min(SAMPLES, size)
+            flat = tensor.detach()
             flat = flat if flat.is_contiguous() else flat.contiguous()
             group = groups.setdefault((tensor.device, tensor.dtype), [])
             group.append(flat.as_strided((count,), (size // count,)))

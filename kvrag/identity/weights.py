@@ -32,23 +32,19 @@ They are the weights, the indexes of shards, an adapter's config, and the model'
 """
 
 NEUTRAL = {
-    *(
-        "attn_implementation",
-        "cache_dir",
-        "config",
-        "device_map",
-        "force_download",
-        "local_files_only",
-        "max_memory",
-    ),
-    *(
-        "low_cpu_mem_usage",
-        "offload_buffers",
-        "offload_folder",
-        "proxies",
-        "quantization_config",
-        "token",
-    ),
+    "attn_implementation",
+    "cache_dir",
+    "config",
+    "device_map",
+    "force_download",
+    "local_files_only",
+    "max_memory",
+    "low_cpu_mem_usage",
+    "offload_buffers",
+    "offload_folder",
+    "proxies",
+    "quantization_config",
+    "token",
     "trust_remote_code",
 }
 """Options of ``from_pretrained`` that don't choose weights.
@@ -85,18 +81,17 @@ def source_identity(path: str, *, commit: str | None, options: Mapping[str, Any]
         origin = files_digest([Path(path)])
     else:
         origin = f"commit:{commit}" if commit else None
-    return (
-        digest("weights", {"origin": origin.encode(), "options": chosen.encode()})
-        if origin
-        else None
-    )
+    if origin:
+        return digest("weights", {"origin": origin.encode(), "options": chosen.encode()})
+    return None
 
 
 def files_digest(files: Iterable[Path]) -> str:
     """Return a digest of the contents of files, regardless of their names and order."""
     start = time.perf_counter()
     found = [_file_digest(file) for file in files]
-    if (hashed := sum(num_bytes for _, num_bytes in found)) >= _LARGE:
+    hashed = sum(num_bytes for _, num_bytes in found)
+    if hashed >= _LARGE:
         logger.info(
             "hashed %.1f MB of weights in %.2f s", hashed / 1e6, time.perf_counter() - start
         )
@@ -149,7 +144,8 @@ def cache_dir() -> Path:
     It is ``$KVRAG_CACHE_DIR``, else ``kvrag`` in the user's cache directory; without a home, a
     temporary directory.
     """
-    if own := os.environ.get(CACHE_VARIABLE):
+    own = os.environ.get(CACHE_VARIABLE)
+    if own:
         return Path(own)
     base = os.environ.get("XDG_CACHE_HOME", "")
     if os.path.isabs(base):
@@ -253,7 +249,8 @@ def content_digest(tensors: Mapping[str, torch.Tensor]) -> str:
 
     A tensor with several names is read once.
     """
-    seen, total = dict[object, bytes](), hashlib.sha256()
+    seen = dict[object, bytes]()
+    total = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         place: object = name
         if not is_packed(tensor) and tensor.numel():

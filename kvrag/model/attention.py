@@ -101,7 +101,9 @@ def _by_blocks(
     )
     kind = (scores.reach, query.shape[1] // keys.shape[1], query.dtype)
     for block in limits.kept.get(kind) or limits.blocks(*kind):
-        q, k, v = query[:, :, block.rows], keys[:, :, block.keys], values[:, :, block.keys]
+        q = query[:, :, block.rows]
+        k = keys[:, :, block.keys]
+        v = values[:, :, block.keys]
         if block.rows.stop > weighed_from or not is_plain:
             probabilities = _probabilities(q, k, block, scores)
             out[:, :, block.rows] = torch.matmul(probabilities.to(v.dtype), v).reshape(

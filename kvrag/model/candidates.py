@@ -181,7 +181,9 @@ def _layouts(output: torch.Tensor, heads: int, dim: int, groups: int) -> Iterato
 
 def _grouped(output: torch.Tensor, *, groups: int, repeats: int, dim: int) -> torch.Tensor:
     keys = output.reshape(*output.shape[:2], groups, -1, dim)[..., -2, :]
-    return keys.repeat_interleave(repeats, dim=2) if repeats > 1 else keys
+    if repeats > 1:
+        return keys.repeat_interleave(repeats, dim=2)
+    return keys
 
 
 def rotations(base: torch.nn.Module, attention: torch.nn.Module, key_dim: int) -> list[Rotation]:

@@ -61,9 +61,11 @@ class _Forward:
                     "chunked attention can't take a padded batch; pass prompts one at a time"
                 )
             self._check(reach)
-            hi, lo = self.rows, reach.lo(self.rows, self.rows)
+            hi = self.rows
+            lo = reach.lo(self.rows, self.rows)
             if self.bounds is not None:
-                hi, lo = torch.minimum(hi, self.bounds[1]), torch.maximum(lo, self.bounds[0])
+                hi = torch.minimum(hi, self.bounds[1])
+                lo = torch.maximum(lo, self.bounds[0])
             hi, lo = ((x - self.offset).int() for x in (hi, lo))
             self.limits[kind] = hi, lo, kvrag_kernels.ragged_plan(query, keys, hi, lo)
         return self.limits[kind]
@@ -140,7 +142,8 @@ def _rows_attention(
 ) -> tuple[torch.Tensor, None]:
     """Adapt :func:`kvrag_kernels.ragged_attention` to transformers' attention interface."""
     refuse_unknown(module, others, "call uninstall_flash_attention(model)")
-    forward, reach = getattr(attention_mask, "kvrag", None), _reaches.get(module)
+    forward = getattr(attention_mask, "kvrag", None)
+    reach = _reaches.get(module)
     name = type(module).__name__
     if reach is None:
         raise InputError(
@@ -158,7 +161,8 @@ def _rows_attention(
             "run the model under torch.inference_mode()"
         )
     hi, lo, plan = cast(_Forward, forward).limits_of(reach, query, key)
-    scale, cap = query.shape[-1] ** -0.5 if scaling is None else scaling, softcap or 0.0
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    cap = softcap or 0.0
     out, _ = kvrag_kernels.ragged_attention(
         query, key, value, hi, lo, scale=scale, softcap=cap, sinks=s_aux, plan=plan
     )

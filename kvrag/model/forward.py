@@ -95,20 +95,17 @@ class Forward(Cache):  # type: ignore[misc]
             self.hi, rows.stop, rows.positions, rows.first, rows.prefix, rows.is_fixed
         )
         self.positions = self.hi if rows.positions is None else rows.positions
-        self.reach, self.final, self.is_dense = (
-            attentions.reach,
-            attentions.final,
-            attentions.is_dense,
-        )
-        self.mass, self.outputs = mass, outputs
+        self.reach = attentions.reach
+        self.final = attentions.final
+        self.is_dense = attentions.is_dense
+        self.mass = mass
+        self.outputs = outputs
         self.weighed: Sequence[int] = ()
         self.observed: Observed | None = None
-        self._rows, self._kv, self._before_write, self._tells_offsets = (
-            rows,
-            kv,
-            before_write,
-            attentions.tells_offsets,
-        )
+        self._rows = rows
+        self._kv = kv
+        self._before_write = before_write
+        self._tells_offsets = attentions.tells_offsets
         self._turns = turns
 
     def update(
@@ -122,14 +119,13 @@ class Forward(Cache):  # type: ignore[misc]
         """Write a layer's fresh rows in place and return all rows up to the forward's last."""
         if self._turns is not None and self._turns.pending:
             self._turns.give_way()
-        stop, slots = (
-            self._rows.stop,
-            self._rows.slots if isinstance(self._rows.slots, slice) else self.hi,
-        )
+        stop = self._rows.stop
+        slots = self._rows.slots if isinstance(self._rows.slots, slice) else self.hi
         if self._kv.arrivals:
             self._kv.wait_for(layer_idx)
         keys, values = self._kv.layers[layer_idx]
-        keys, values = keys[:, :, :stop], values[:, :, :stop]
+        keys = keys[:, :, :stop]
+        values = values[:, :, :stop]
         if self._before_write is not None:
             self._before_write(layer_idx, keys, values, key_states, value_states)
         keys[:, :, slots] = key_states
@@ -143,11 +139,9 @@ class Forward(Cache):  # type: ignore[misc]
         """
         if isinstance(self._rows.slots, slice):
             return int(self._rows.slots.start)
-        return (
-            self.hi - torch.arange(len(self.hi), device=self.hi.device)
-            if self._tells_offsets
-            else self._rows.stop
-        )
+        if self._tells_offsets:
+            return self.hi - torch.arange(len(self.hi), device=self.hi.device)
+        return self._rows.stop
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Return the number of visible rows, and offset 0: a row's index is its position."""
@@ -168,7 +162,8 @@ class Forward(Cache):  # type: ignore[misc]
         """
         mass = self.mass if module in self.weighed else None
         options = {**scores, "reach": self.reach.get(module, EVERYTHING), "mass": mass}
-        total, wanted = query.shape[2], max(self.outputs, 0 if mass is None else mass.rows)
+        total = query.shape[2]
+        wanted = max(self.outputs, 0 if mass is None else mass.rows)
         if module != self.final or wanted >= total:
             out = ragged_attention(query, keys, values, self.limits, **options)
         else:
@@ -216,7 +211,8 @@ class _Own:
 
 
 _current = _Current()
-_ATTENTIONS, _MASKS = AttentionInterface(), AttentionMaskInterface()
+_ATTENTIONS = AttentionInterface()
+_MASKS = AttentionMaskInterface()
 _own: dict[int, _Own] = {}  # by id of the config, in which the attention is switched
 _guard = fork_lock()
 
@@ -241,7 +237,9 @@ def switched(model: PreTrainedModel, what: Forward | str) -> Iterator[None]:
     Dropout is off meanwhile. The caller holds the model's lock. Switches nest: inside a forward
     that pauses, another forward may run.
     """
-    config, own, outer = model.config, _own_of(model), _current.running
+    config = model.config
+    own = _own_of(model)
+    outer = _current.running
     # Else it is nested in another switch, or this process was forked inside a switch.
     if config._attn_implementation != ATTENTION:
         own.attention = config._attn_implementation or EAGER
@@ -306,7 +304,8 @@ def _attention_of(
     module: Any, name: str | None
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
     """Return transformers' attention of this name, by default the model's own."""
-    name = _own[id(module.config)].attention if name is None else name
+    if name is None:
+        name = _own[id(module.config)].attention
     by_default = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     return cast(
         Callable[..., tuple[torch.Tensor, torch.Tensor | None]], _ATTENTIONS.get(name, by_default)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -60,7 +60,8 @@ class CausalLM:
     def __init__(self, model: PreTrainedModel) -> None:
         check_supported(model.config)
         check_placement(model)
-        self.model, self.config = model, model.config
+        self.model = model
+        self.config = model.config
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
         self.vocab_size = int(model.config.vocab_size)
@@ -68,7 +69,8 @@ class CausalLM:
         self.reuse_window = min(
             self.context_window, regime_limit(model.config) or self.context_window
         )
-        self._base, self._attentions = decoder_of(model), attention_modules(model)
+        self._base = decoder_of(model)
+        self._attentions = attention_modules(model)
         self.num_layers = len(self._attentions)
         self._accepted = {True: accepted(model), False: accepted(self._base)}
         self._captured: dict[int, torch.Tensor] | None = None
@@ -111,7 +113,8 @@ class CausalLM:
         known.
         """
         for rotation in self._rotations if self.reuse_window == self.context_window else ():
-            short, long = rotation.tables(positions[:3]), rotation.tables(positions)
+            short = rotation.tables(positions[:3])
+            long = rotation.tables(positions)
             if not all(torch.equal(a, b[:3]) for a, b in zip(short, long, strict=True)):
                 name = f"{type(self.model).__name__} ({rotation.name})"
                 raise UnsupportedModelError(
@@ -261,7 +264,9 @@ class CausalLM:
             # The rows cross the length at which the angles change.
             and 0 < rows.slots.start <= self.reuse_window < rows.stop  # type: ignore[union-attr]
         )
-        return (known[None, : rows.stop], Rows.span(0, rows.stop)) if is_crossing else (ids, rows)
+        if is_crossing:
+            return (known[None, : rows.stop], Rows.span(0, rows.stop))
+        return (ids, rows)
 
     def _run(self, ids: torch.Tensor, forward: Forward, logits: int) -> torch.Tensor:
         positions = forward.positions[None].expand(ids.shape[0], -1)
@@ -276,9 +281,9 @@ class CausalLM:
             name: value for name, value in options.items() if name in self._accepted[bool(logits)]
         }
         run = self.model if logits else self._base
-        weighing = (
-            self._weighing(forward) if self.is_dense and forward.mass is not None else nullcontext()
-        )
+        weighing: AbstractContextManager[None] = nullcontext()
+        if self.is_dense and forward.mass is not None:
+            weighing = self._weighing(forward)
         with switched(self.model, forward), weighing, suppress(StopForward):
             out = run(input_ids=ids, use_cache=True, **options)
             if logits:
@@ -314,7 +319,8 @@ class CausalLM:
         kvrag's other threads wait meanwhile.
         """
         with self.turns:
-            captured, owner = dict[int, torch.Tensor](), threading.get_ident()
+            captured = dict[int, torch.Tensor]()
+            owner = threading.get_ident()
 
             def is_ours() -> bool:
                 return threading.get_ident() == owner and not self.turns.is_stepping
@@ -336,10 +342,8 @@ class CausalLM:
     def _capture_cached(self, kv: KVBuffer, rows: Rows, captured: dict[int, torch.Tensor]) -> None:
         """Un-rotate the fresh keys of layers where no submodule gives position-free keys."""
         layers = [layer for layer, trait in enumerate(self.traits) if trait.source is None]
-        rotations, positions = (
-            self.rotary(rows.stop) if layers else [],
-            rows.slots if rows.positions is None else rows.positions,
-        )
+        rotations = self.rotary(rows.stop) if layers else []
+        positions = rows.slots if rows.positions is None else rows.positions
         for layer in layers:
             keys = kv.keys(layer)[:, :, rows.slots]
             free = rotations[layer].unrotate(keys.flatten(0, 1), positions)

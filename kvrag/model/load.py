@@ -107,11 +107,9 @@ def _load(source: ModelSource, make_encoder: Callable[[Any], Any] | None) -> Loa
 
 def _label(source: ModelSource) -> str:
     """Return the name for a line of progress: of a local model, without its folders."""
-    return (
-        os.path.basename(os.path.normpath(source.name))
-        if os.path.exists(source.name)
-        else source.name
-    )
+    if os.path.exists(source.name):
+        return os.path.basename(os.path.normpath(source.name))
+    return source.name
 
 
 def _load_weights(source: ModelSource) -> PreTrainedModel:
@@ -139,7 +137,8 @@ def _without_bars(source: ModelSource) -> Iterator[None]:
         return
     from transformers import modeling_gguf_pytorch_utils as gguf
 
-    bar, is_shown = gguf.tqdm, progress.is_progress_bar_enabled()
+    bar = gguf.tqdm
+    is_shown = progress.is_progress_bar_enabled()
     gguf.tqdm = progress.EmptyTqdm
     progress.disable_progress_bar()
     try:
@@ -166,7 +165,8 @@ def _keep_freed_memory() -> None:
 
 def _origin(source: ModelSource, model: PreTrainedModel) -> str | None:
     """Return the identity of the weights' origin; ``None`` if it does not identify them."""
-    path, base = os.fspath(source.model), base_directory(source)
+    path = os.fspath(source.model)
+    base = base_directory(source)
     commit = getattr(model.config, "_commit_hash", None)
     if getattr(model, "peft_config", None):
         biases = {getattr(config, "bias", "none") for config in model.peft_config.values()}
@@ -269,5 +269,7 @@ def kept_proof(file: Path) -> Proof | None:
     """Read a passed proof; ``None`` if the file is missing, damaged or of a failed proof."""
     with suppress(OSError, ValueError):
         proof = TypeAdapter(Proof).validate_json(file.read_bytes())
-        return proof if proof.passed else None
+        if proof.passed:
+            return proof
+        return None
     return None

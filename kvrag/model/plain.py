@@ -109,10 +109,8 @@ def regime_limit(config: Any) -> int | None:
 
     For other RoPE types, the length doesn't matter: ``None``.
     """
-    ropes, name = (
-        [r for r in rope_parameters(config) if r.get("rope_type") == "longrope"],
-        "original_max_position_embeddings",
-    )
+    ropes = [r for r in rope_parameters(config) if r.get("rope_type") == "longrope"]
+    name = "original_max_position_embeddings"
     return min((int(rope.get(name) or getattr(config, name)) for rope in ropes), default=None)
 
 
@@ -168,7 +166,9 @@ class PlainLM:
     """
 
     def __init__(self, model: PreTrainedModel, refusal: str) -> None:
-        self.model, self.refusal, self.config = model, refusal, model.config.get_text_config()
+        self.model = model
+        self.refusal = refusal
+        self.config = model.config.get_text_config()
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
         self.vocab_size = int(self.config.vocab_size)
@@ -195,7 +195,9 @@ class _Run:
     """Prompt with its answer so far: the ids, and the arguments that carry the model's cache."""
 
     def __init__(self, lm: PlainLM, ids: torch.Tensor, max_new_tokens: int) -> None:
-        self._model, self._ids, self._is_first = lm.model, ids, True
+        self._model = lm.model
+        self._ids = ids
+        self._is_first = True
         self._kwargs = _prepared(lm.model, ids, max_new_tokens)
 
     def forward(self) -> torch.Tensor:

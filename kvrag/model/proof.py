@@ -72,11 +72,10 @@ class Check:
 
         The limit of promise 4 already allows for rounding: its keys are only rotated.
         """
-        rounding = (
-            0.0
-            if self.promise == "4"
-            else NOISE_FACTOR * (noise.logits if self.unit == "logits" else noise.kv)
-        )
+        if self.promise == "4":
+            rounding = 0.0
+        else:
+            rounding = NOISE_FACTOR * (noise.logits if self.unit == "logits" else noise.kv)
         return replace(self, limit=max(self.limit, rounding))
 
     @property
@@ -153,7 +152,9 @@ class _Trial:
     """Prompt of random tokens: prefix, a chunk behind it, glue, a moved chunk and suffix."""
 
     def __init__(self, lm: CausalLM, seed: int, attention: str | None = None) -> None:
-        self._lm, self._attention, self._seed = lm, attention, seed
+        self._lm = lm
+        self._attention = attention
+        self._seed = seed
         sizes = {
             size
             for trait in lm.traits
@@ -178,17 +179,16 @@ class _Trial:
     @torch.inference_mode()
     def prove(self) -> Proof:
         """Run the checks."""
-        ids, moved = self._ids, torch.arange(self._moved.start, self._moved.stop)
+        ids = self._ids
+        moved = torch.arange(self._moved.start, self._moved.stop)
         note = (
             f"the sliding window of {{}} was not crossed: the proof's prompt has {len(ids)} tokens"
         )
         notes = tuple(note.format(window) for window in self._windows if window >= len(ids))
         own = self._run_own()
         stored = encode(self._lm, [ids[self._prefix], ids[self._first], ids[self._moved]])
-        every, full = (
-            self._blend(ids, stored, moved),
-            self._blend(ids, [], torch.empty(0, dtype=torch.int64)),
-        )
+        every = self._blend(ids, stored, moved)
+        full = self._blend(ids, [], torch.empty(0, dtype=torch.int64))
         first, fault = self._first_chunk(stored, own)
         checks: tuple[Check, ...] = (
             Check(
@@ -237,7 +237,9 @@ class _Trial:
 
         With ``moved``, the inputs are embeddings that are moved by a rounding.
         """
-        model, cache, batch = self._lm.model, DynamicCache(), self._ids.to(self._lm.device)[None]
+        model = self._lm.model
+        cache = DynamicCache()
+        batch = self._ids.to(self._lm.device)[None]
         name = "inputs_embeds" if moved else "input_ids"
         with (
             turns_of(model),
@@ -311,7 +313,8 @@ class _Trial:
 
         The head is prefix, first chunk and glue; the logits of its last row are compared.
         """
-        head, nothing = self._ids[: self._glue.stop], torch.empty(0, dtype=torch.int64)
+        head = self._ids[: self._glue.stop]
+        nothing = torch.empty(0, dtype=torch.int64)
         # Counted from the end, for ``own.logits`` holds the last rows; later tokens don't matter.
         reference = own.logits[len(head) - 1 - len(self._ids)]
         sound, faulty = (
@@ -338,7 +341,8 @@ class _Trial:
         of the other layers are captured in the far run itself. Returns the largest difference and
         its limit.
         """
-        lm, limit = self._lm, 8 * torch.finfo(self._lm.dtype).eps + 1e-6
+        lm = self._lm
+        limit = 8 * torch.finfo(self._lm.dtype).eps + 1e-6
         tokens = self._ids[:8].to(lm.device)
         start = max(0, min(FAR, lm.reuse_window - len(tokens) - 1))
         positions = torch.arange(start, start + len(tokens), device=lm.device)
@@ -354,7 +358,8 @@ class _Trial:
                 lm.model(
                     input_ids=tokens[None], use_cache=True, position_ids=positions[None], **given
                 )
-        rotary, cached = lm.rotary(start + len(tokens)), [layer.keys[0] for layer in cache.layers]
+        rotary = lm.rotary(start + len(tokens))
+        cached = [layer.keys[0] for layer in cache.layers]
         found = {
             n: rotary[n].rotate(keys[0].transpose(0, 1), positions)
             for n, keys in {**captured, 0: first}.items()
@@ -370,7 +375,8 @@ def encode(lm: CausalLM, parts: list[torch.Tensor]) -> list[Pairs]:
     Returns position-free keys and values, layer by layer: of the prefix, then of every chunk.
     """
     prefix, *chunks = parts
-    longest, start = max(map(len, chunks)), len(prefix)
+    longest = max(map(len, chunks))
+    start = len(prefix)
     ids = torch.stack([torch.cat([prefix, c, c.new_zeros(longest - len(c))]) for c in chunks])
     kv = _blank(lm, start + longest, batch=len(chunks))
     with lm.capture() as captured:
@@ -403,7 +409,8 @@ def _draw(lm: CausalLM, count: int, seed: int) -> torch.Tensor:
 
     A model may refuse the token of an image without an image.
     """
-    allowed, left = torch.ones(lm.vocab_size), list(lm.model.config.to_dict().items())
+    allowed = torch.ones(lm.vocab_size)
+    left = list(lm.model.config.to_dict().items())
     for name, value in left:
         if isinstance(value, dict):
             left += value.items()

@@ -66,9 +66,14 @@ class RotaryTable:
     """
 
     def __init__(self, rotation: Rotation, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        self.cos, self.sin, self.apply = cos, sin, rotation.apply
-        self.magnitude, self.width, self.start = rotation.magnitude, rotation.width, rotation.start
-        self.rotation, self.is_aligned = rotation, rotation.is_aligned
+        self.cos = cos
+        self.sin = sin
+        self.apply = rotation.apply
+        self.magnitude = rotation.magnitude
+        self.width = rotation.width
+        self.start = rotation.start
+        self.rotation = rotation
+        self.is_aligned = rotation.is_aligned
         self.unit_cos, self.unit_sin = (
             x if self.magnitude == 1.0 else x / self.magnitude for x in (cos, sin)
         )
@@ -106,7 +111,8 @@ class RotaryTable:
         found = vectors[..., self.rotating]
         if not self.width:
             return found
-        zero, one = torch.zeros_like(self.cos[:1]), torch.ones_like(self.cos[:1])
+        zero = torch.zeros_like(self.cos[:1])
+        one = torch.ones_like(self.cos[:1])
         return self.apply(found[None], zero[None], one[None])[0]
 
     def add_unit_rotated(
@@ -125,9 +131,10 @@ class RotaryTable:
         if self.width:
             if self._columns is None:  # a column per dimension that rotates
                 aligned = self.unit_cos, self.unit_sin
-                self._columns = (
-                    aligned if self.is_aligned else spread(self.apply, *aligned, self.width)
-                )
+                if self.is_aligned:
+                    self._columns = aligned
+                else:
+                    self._columns = spread(self.apply, *aligned, self.width)
             cos, sin = self._columns
             aside = self.partner(vectors) if partner is None else partner
             # In float32, so that 16-bit values are rounded once.
@@ -149,13 +156,13 @@ class RotaryTable:
         """
         if self.rotation not in _PAIRINGS:  # reads from the device, so done once
             _PAIRINGS[self.rotation] = self._pairing()
-        if (pairing := _PAIRINGS[self.rotation]) is None:
+        pairing = _PAIRINGS[self.rotation]
+        if pairing is None:
             return None
-        columns = (
-            (self.cos, self.sin)
-            if self.is_aligned
-            else spread(self.apply, self.cos, self.sin, self.width)
-        )
+        if self.is_aligned:
+            columns = (self.cos, self.sin)
+        else:
+            columns = spread(self.apply, self.cos, self.sin, self.width)
         first = slice(0, None, 2) if pairing.is_neighbours else slice(0, self.width // 2)
         cos, sin = (x[:, first].contiguous() for x in columns)
         return cos, sin * pairing.sign, pairing.is_neighbours
@@ -173,21 +180,18 @@ class RotaryTable:
         )
         if not (is_halves or is_neighbours):
             return None
-        columns = (
-            (self.cos, self.sin)
-            if self.is_aligned
-            else spread(self.apply, self.cos, self.sin, self.width)
-        )
+        if self.is_aligned:
+            columns = (self.cos, self.sin)
+        else:
+            columns = spread(self.apply, self.cos, self.sin, self.width)
         first, second = (
             (slice(0, half), slice(half, None))
             if is_halves
             else (slice(0, None, 2), slice(1, None, 2))
         )
-        return (
-            Pairing(is_neighbours, sign)
-            if all(torch.equal(x[:3, first], x[:3, second]) for x in columns)
-            else None
-        )
+        if all(torch.equal(x[:3, first], x[:3, second]) for x in columns):
+            return Pairing(is_neighbours, sign)
+        return None
 
     def _apply(self, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         if not self.width:

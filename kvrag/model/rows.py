@@ -37,12 +37,13 @@ class Reach:
 
     def lo(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return the first visible slots of rows at these slots and positions."""
-        first = (
-            torch.zeros_like(slots)
-            if self.window is None
-            else (slots - self.window + 1).clamp_(min=0)
-        )
-        return first if self.chunk is None else torch.maximum(first, slots - positions % self.chunk)
+        if self.window is None:
+            first = torch.zeros_like(slots)
+        else:
+            first = (slots - self.window + 1).clamp_(min=0)
+        if self.chunk is None:
+            return first
+        return torch.maximum(first, slots - positions % self.chunk)
 
     def is_whole(self, num_keys: int) -> bool:
         """Whether every row of a prompt of this length sees all keys before it."""
@@ -76,7 +77,8 @@ class KVBuffer:
         layers: Sequence[tuple[torch.Tensor, torch.Tensor]],
         token_ids: torch.Tensor | None = None,
     ) -> None:
-        self.layers, self.token_ids = layers, token_ids
+        self.layers = layers
+        self.token_ids = token_ids
         self.arrivals: Sequence[torch.cuda.Event] = ()
         self.sources: object = None
 
@@ -236,7 +238,8 @@ class Limits:
     for_kernels: dict[tuple[object, ...], KernelLimits] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        before, size = self.num_keys - len(self.hi), len(self.hi) * self.num_keys
+        before = self.num_keys - len(self.hi)
+        size = len(self.hi) * self.num_keys
         is_long = (
             size > MAX_BLOCKED and before <= self.num_keys // 8 and self.hi.device.type == "cpu"
         )
@@ -249,7 +252,9 @@ class Limits:
         if self.prefix or reach == EVERYTHING or reach.is_whole(self.num_keys):
             return self.first
         lo = reach.lo(self.hi, self.hi if self.positions is None else self.positions)
-        return lo if self.first is None else torch.maximum(lo, self.first)
+        if self.first is None:
+            return lo
+        return torch.maximum(lo, self.first)
 
     def blocks(self, reach: Reach, groups: int, dtype: torch.dtype) -> Iterable[Block]:
         """Return the blocks of a layer with this reach and ``groups`` query heads per key head.
@@ -318,10 +323,8 @@ class Limits:
         kind = (limits, query.shape, keys.shape[1:], query.dtype, query.device)
         if kind not in self.for_kernels:
             lo = self.lo(reach)
-            hi, lo = (
-                self.hi.to(query.device).int(),
-                None if lo is None else lo.to(query.device).int(),
-            )
+            hi = self.hi.to(query.device).int()
+            lo = None if lo is None else lo.to(query.device).int()
             tiles = kvrag_kernels.ragged_plan(query, keys, hi, lo, self.prefix)
             self.for_kernels[kind] = KernelLimits(hi, lo, tiles)
         return self.for_kernels[kind]
@@ -332,7 +335,9 @@ def _cut(last: list[int], first: list[int] | None) -> list[tuple[slice, slice, i
 
     A row of another request begins a block.
     """
-    cuts, start, first = [], 0, first or [0] * len(last)
+    cuts = []
+    start = 0
+    first = first or [0] * len(last)
     for i in range(1, len(last) + 1):
         if i < len(last) and i - start < BLOCK_ROWS and first[i] <= last[i - 1] < last[i]:
             continue

@@ -74,7 +74,8 @@ class ModelSource:
 
         ``extra_keys`` are not part of it: they separate KV, not weights.
         """
-        device, dtype = str(resolve_device(self)), str(resolve_dtype(self))
+        device = str(resolve_device(self))
+        dtype = str(resolve_dtype(self))
         options = tuple(sorted((name, _option(value)) for name, value in self.hf_kwargs.items()))
         return (
             _spelling(self.model),
@@ -98,8 +99,12 @@ def _spelling(thing: Any) -> object:
     """Return a hashable name: the real path of a file, a hub id as it is, else the ``id``."""
     if isinstance(thing, (str, os.PathLike)):
         path = os.fspath(thing)
-        return os.path.realpath(path) if os.path.exists(path) else path
-    return None if thing is None else id(thing)
+        if os.path.exists(path):
+            return os.path.realpath(path)
+        return path
+    if thing is None:
+        return None
+    return id(thing)
 
 
 def _option(value: Any) -> str:
@@ -108,7 +113,9 @@ def _option(value: Any) -> str:
     Config objects are written by ``to_dict()``, because their repr may leave out entries.
     """
     to_dict = getattr(value, "to_dict", None)
-    return f"{type(value).__name__}{to_dict()!r}" if callable(to_dict) else repr(value)
+    if callable(to_dict):
+        return f"{type(value).__name__}{to_dict()!r}"
+    return repr(value)
 
 
 def resolve_device(source: ModelSource) -> torch.device:
@@ -135,7 +142,9 @@ def resolve_device(source: ModelSource) -> torch.device:
 def resolve_dtype(source: ModelSource) -> str | torch.dtype:
     """Return the dtype to load in: a ``torch.dtype`` or ``"auto"``."""
     if source.dtype == "auto":
-        return torch.float32 if resolve_device(source).type == "cpu" else "auto"
+        if resolve_device(source).type == "cpu":
+            return torch.float32
+        return "auto"
     dtype = getattr(torch, source.dtype, None) if isinstance(source.dtype, str) else source.dtype
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ConfigError(
@@ -174,7 +183,9 @@ def check_given(source: ModelSource, model: PreTrainedModel) -> None:
 def directory(source: ModelSource) -> str:
     """Return the directory of the model's files, or its hub id."""
     path = os.fspath(source.model)
-    return os.path.dirname(path) or "." if path.endswith(".gguf") else path
+    if path.endswith(".gguf"):
+        return os.path.dirname(path) or "."
+    return path
 
 
 def base_directory(source: ModelSource) -> str:
@@ -241,11 +252,10 @@ def check_path(path: str, what: str) -> None:
     named = shown(path)
     if path.endswith(".gguf"):
         if not os.path.isfile(path):
-            fault = (
-                "is a directory; name the file in it"
-                if is_there
-                else "does not exist; check the path"
-            )
+            if is_there:
+                fault = "is a directory; name the file in it"
+            else:
+                fault = "does not exist; check the path"
             raise ModelError(f"the GGUF file {named} of the {what} {fault}")
     elif is_there and not os.path.isdir(path):
         raise ModelError(
@@ -253,11 +263,10 @@ def check_path(path: str, what: str) -> None:
             "pass the directory that holds config.json, or a .gguf file"
         )
     elif not is_there and _HUB_NAME.fullmatch(path) is None:
-        remedy = (
-            "'~' is not expanded here, write the directory out"
-            if path.startswith("~")
-            else "check the path"
-        )
+        if path.startswith("~"):
+            remedy = "'~' is not expanded here, write the directory out"
+        else:
+            remedy = "check the path"
         raise ModelError(
             f"the directory {named} of the {what} does not exist; {remedy}, "
             "or pass a hub id such as 'owner/name'"

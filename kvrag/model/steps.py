@@ -126,7 +126,8 @@ class NextRows(Forward):
 
         In memory, the outputs lie row by row, as the model reads them.
         """
-        reach, outs = self.reach.get(module, EVERYTHING), []
+        reach = self.reach.get(module, EVERYTHING)
+        outs = []
         is_plain = scores["softcap"] is None and scores["sinks"] is None
         for (kv, position), limits, row in zip(
             self.requests, self._each, query.unsqueeze(3).unbind(2), strict=True
@@ -146,12 +147,10 @@ class Extension:
     """Extension of a buffer behind its first ``length`` rows: ``ids (R,) -> logits (R, vocab)``."""
 
     def __init__(self, model: CausalLM, kv: KVBuffer, length: int) -> None:
-        self._model, self._kv, self._length, self._steps = (
-            model,
-            kv,
-            length,
-            cast(RecordedSteps | None, None),
-        )
+        self._model = model
+        self._kv = kv
+        self._length = length
+        self._steps = cast(RecordedSteps | None, None)
         self._num_steps = 0
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
@@ -159,7 +158,8 @@ class Extension:
 
         A single row is computed together with rows of other requests, where the model can.
         """
-        start, self._length = self._length, self._length + len(ids)
+        start = self._length
+        self._length += len(ids)
         if len(ids) > 1:
             return self._model.forward(
                 ids, Rows.span(start, self._length), self._kv, logits=len(ids)
@@ -170,7 +170,8 @@ class Extension:
 
     def _alone(self, ids: torch.Tensor, position: int) -> torch.Tensor:
         """Compute a row, by a recording once ``EAGER_STEPS`` steps have been launched."""
-        model, self._num_steps = self._model, self._num_steps + 1
+        model = self._model
+        self._num_steps += 1
         if self._num_steps > EAGER_STEPS and model.records and self._kv.token_ids is None:
             try:
                 self._steps = self._steps or RecordedSteps(model, self._kv, position)
@@ -202,11 +203,14 @@ class RecordedSteps:
     def __init__(
         self, model: CausalLM, kv: KVBuffer, length: int, record: Recorder = by_graph
     ) -> None:
-        self._model, self._kv, self._record = model, kv, record
+        self._model = model
+        self._kv = kv
+        self._record = record
         self._ids, self._at = (
             torch.zeros(1, dtype=torch.int64, device=model.device) for _ in range(2)
         )
-        self._stop, self._replay = 0, cast(Step | None, None)
+        self._stop = 0
+        self._replay = cast(Step | None, None)
         for keys, values in kv.layers:
             keys[:, :, length:], values[:, :, length:] = 0, 0
 

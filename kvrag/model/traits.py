@@ -93,7 +93,9 @@ def observe(
 
     Raises ``UnsupportedModelError`` if it fails for another reason than memory.
     """
-    seen, decoder, name = Seen(), decoder_of(model), type(model).__name__
+    seen = Seen()
+    decoder = decoder_of(model)
+    name = type(model).__name__
     states = torch.tensor(STATES[: len(positions)], device=positions.device)
     recorder = _Recorder(model, seen, len(positions))
     inputs = {
@@ -157,9 +159,9 @@ def _watched(
         if layer == 0:
             seen.first_input.append(hidden)
         hidden = hidden[:, (states > 0).int() * 2]  # row 0 has state 0, row 2 has state 1
-        return (
-            ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
-        )
+        if args:
+            return ((hidden, *args[1:]), kwargs)
+        return (args, {**kwargs, "hidden_states": hidden})
 
     def note(name: str) -> Callable[..., None]:
         def keep(_: torch.nn.Module, __: object, output: object) -> None:
@@ -190,7 +192,8 @@ def find_traits(
 
     Raises ``UnsupportedModelError`` for a model that kvrag can't follow.
     """
-    name, given = type(model).__name__, seen.first_input[0]
+    name = type(model).__name__
+    given = seen.first_input[0]
     if _differs_within_states(given) > _tolerance(given):
         raise UnsupportedModelError(
             f"{name} adds its absolute position to each token before the first layer, "
@@ -248,7 +251,9 @@ def _explain(
 
     ``known`` holds candidates by key dim. Raises ``UnsupportedModelError`` if no candidate fits.
     """
-    dim, tolerance, exact = keys.shape[-1], _tolerance(keys), keys[0].float()
+    dim = keys.shape[-1]
+    tolerance = _tolerance(keys)
+    exact = keys[0].float()
 
     def listed() -> list[tuple[Rotation, RotaryTable]]:
         return [
@@ -287,12 +292,14 @@ def _source_of(
     heads, rows, dim = keys.shape[1:]
     names = ("num_kv_heads", "num_key_value_heads")
     groups = next((count for name in names if (count := getattr(model.config, name, None))), heads)
-    best, least = None, _tolerance(keys)
+    best = None
+    least = _tolerance(keys)
     for source, captured in key_sources(attention, outputs, heads, dim, groups):
         rotated = table.rotate(captured[0].transpose(0, 1), slice(0, rows))
         error = float((rotated.float() - keys[0].float()).abs().max())
         if error <= least:
-            best, least = source, error
+            best = source
+            least = error
     return best
 
 
@@ -327,7 +334,8 @@ def read_mask(mask: MaskFunction, config: Any, device: torch.device) -> Reach | 
 
     def agrees(reach: Reach, row: int) -> bool:
         # Keys after the row are in the future: no reach shows them.
-        keys, at = torch.arange(row + 8, device=device), torch.tensor([row], device=device)
+        keys = torch.arange(row + 8, device=device)
+        at = torch.tensor([row], device=device)
         return bool((visible(row, row + 8) == (keys <= row) & (keys >= reach.lo(at, at))).all())
 
     limits = {

@@ -73,11 +73,15 @@ class ModelTurns:
         renew_after_fork(self)
 
     def _at_fork_reinit(self) -> None:
-        self._guard, self._came = threading.Lock(), threading.Event()
-        self._holder, self._depth = cast(int | None, None), 0
-        self._queue, self.pending = deque[_Waiting](), list[_PendingStep[Any, Any]]()
+        self._guard = threading.Lock()
+        self._came = threading.Event()
+        self._holder = cast(int | None, None)
+        self._depth = 0
+        self._queue = deque[_Waiting]()
+        self.pending = list[_PendingStep[Any, Any]]()
         self._recent = deque[set[int]](maxlen=2)  # threads of the last two batches of steps
-        self._expected, self.is_stepping = 0, False
+        self._expected = 0
+        self.is_stepping = False
         self._due = 0.0  # time at which a forward pauses next
 
     def acquire(self, timeout: float | None = None) -> bool:
@@ -85,15 +89,14 @@ class ModelTurns:
 
         Returns whether this thread holds it.
         """
-        waiting, start = _Waiting(), time.perf_counter()
+        waiting = _Waiting()
+        start = time.perf_counter()
         try:  # an interrupt may come at any moment from here on
             with self._guard:
                 if self._holder in (None, waiting.thread):
-                    self._holder, self._depth, waiting.has_model = (
-                        waiting.thread,
-                        self._depth + 1,
-                        True,
-                    )
+                    self._holder = waiting.thread
+                    self._depth += 1
+                    waiting.has_model = True
                     return True
                 self._queue.append(waiting)
             waiting.event.wait(timeout)
@@ -124,7 +127,9 @@ class ModelTurns:
             are_due = self.pending and (not self._queue or time.perf_counter() >= self._due)
             heir = self.pending[0] if are_due else self._queue.popleft() if self._queue else None
             if heir is not None:
-                self._holder, self._depth, heir.has_model = heir.thread, 1, True
+                self._holder = heir.thread
+                self._depth = 1
+                heir.has_model = True
                 heir.event.set()
 
     @contextmanager
@@ -156,7 +161,9 @@ class ModelTurns:
             with self._guard:
                 self.pending.append(step)
                 if self._holder is None:
-                    self._holder, self._depth, step.has_model = step.thread, 1, True
+                    self._holder = step.thread
+                    self._depth = 1
+                    step.has_model = True
                 elif len(self.pending) >= self._expected:
                     self._came.set()
             if not step.has_model:
@@ -202,7 +209,8 @@ class ModelTurns:
                 return
             batch = [step for step in self.pending if step.work == first.work][: first.limit]
             self._recent.append({step.thread for step in batch})
-        start, self.is_stepping = time.perf_counter(), True
+        start = time.perf_counter()
+        self.is_stepping = True
         try:
             _do(batch)
         finally:  # also after an interrupt: unfinished steps wait on
@@ -221,7 +229,8 @@ def _do(batch: Sequence[_PendingStep[Any, Any]]) -> None:
         results: Sequence[Any] | None = batch[0].work([step.item for step in batch])
     except Exception as error:
         if len(batch) == 1:
-            batch[0].error, batch[0].is_done = error, True
+            batch[0].error = error
+            batch[0].is_done = True
             return
         results = None  # run again outside: the exception keeps the failed step's tensors alive
     if results is None:
@@ -229,7 +238,8 @@ def _do(batch: Sequence[_PendingStep[Any, Any]]) -> None:
             _do([step])
         return
     for step, result in zip(batch, results, strict=True):
-        step.result, step.is_done = result, True
+        step.result = result
+        step.is_done = True
 
 
 _turns: dict[int, ModelTurns] = {}  # by id of the config, which the lock protects, too

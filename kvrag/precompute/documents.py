@@ -62,7 +62,9 @@ def chosen_documents(
     collection. An empty list selects no documents. ``namespace`` is a digest.
     """
     if ids is None:
-        return [] if collection is None else members(catalog.documents(namespace), collection)
+        if collection is None:
+            return []
+        return members(catalog.documents(namespace), collection)
     return list(dict.fromkeys(in_collection([ids] if isinstance(ids, str) else ids, collection)))
 
 
@@ -124,7 +126,8 @@ def check_items(
         raise InputError(
             f"{len(texts)} texts came with {len(names)} ids; pass one id per text, or none"
         )
-    found, seen = list[Item](), dict[str, str]()
+    found = list[Item]()
+    seen = dict[str, str]()
     for number, (name, text) in enumerate(zip(names, texts, strict=True)):
         try:
             body = check_chunk_text(text).strip()

@@ -53,10 +53,8 @@ def context_ids(context: str | None, encoder: PromptEncoder, window: int) -> tup
     if context is None:
         return ()
     named = _NAMED.fullmatch(context)
-    text, most = (
-        shipped() if named else context,
-        int(named[1] or DEFAULT_TOKENS) if named else CONTEXT_TOKENS,
-    )
+    text = shipped() if named else context
+    most = int(named[1] or DEFAULT_TOKENS) if named else CONTEXT_TOKENS
     return tuple(encoder.chunk_ids(f"{text.strip()}\n\n"))[
         : min(most, CONTEXT_TOKENS, window // WINDOW_SHARE)
     ]
@@ -77,7 +75,8 @@ def encode_prefix(
     Returns a buffer with both, for :func:`encode_chunks`, and the KV of the prefix alone (``None``
     if it is empty).
     """
-    ids, length = [*prefix_ids, *context_ids], len(prefix_ids)
+    ids = [*prefix_ids, *context_ids]
+    length = len(prefix_ids)
     buffer = model.buffer(len(ids))
     if not ids:
         return buffer, None
@@ -131,7 +130,8 @@ def encode_padded(
 
     Attention is causal, so no row of a chunk sees padding.
     """
-    start, longest = prefix.capacity, max(map(len, chunks))
+    start = prefix.capacity
+    longest = max(map(len, chunks))
     padded = [[*ids, *([0] * (longest - len(ids)))] for ids in chunks]
     buffer = _behind(model, prefix, start + longest, len(chunks))
     runs = [(item, start, start + len(ids)) for item, ids in enumerate(chunks)]
@@ -151,7 +151,8 @@ def encode_packed(
 
 def _behind(model: CausalLM, prefix: KVBuffer, capacity: int, batch: int) -> KVBuffer:
     """Allocate a buffer of ``batch`` sequences and copy the prefix to its first rows."""
-    buffer, length = model.buffer(capacity, batch=batch), prefix.capacity
+    buffer = model.buffer(capacity, batch=batch)
+    length = prefix.capacity
     for (keys, values), (prefix_keys, prefix_values) in zip(
         buffer.layers, prefix.layers, strict=True
     ):
@@ -173,10 +174,8 @@ def _encode(
     offset = rows.stop - captured[0].shape[1]
     found: list[list[LayerKV]] = [[] for _ in runs]
     for layer, (_, all_values) in enumerate(buffer.layers):
-        keys, values = (
-            _on_host(captured[layer]).transpose(1, 2),
-            _on_host(all_values[:, :, offset : rows.stop]),
-        )
+        keys = _on_host(captured[layer]).transpose(1, 2)
+        values = _on_host(all_values[:, :, offset : rows.stop])
         for layers, (item, start, stop) in zip(found, runs, strict=True):
             own = slice(start - offset, stop - offset)
             layers.append(

@@ -102,13 +102,11 @@ class WriteBack:
         erasures: Erasures,
         context: Sequence[int] = (),
     ) -> None:
-        self.loaded, self.store, self.config, self.erasures, self.context = (
-            loaded,
-            store,
-            config,
-            erasures,
-            context,
-        )
+        self.loaded = loaded
+        self.store = store
+        self.config = config
+        self.erasures = erasures
+        self.context = context
         self.closed = threading.Event()
         self._changed = threading.Condition()
         self._waiting: deque[Missed] = deque()
@@ -217,7 +215,10 @@ class WriteBack:
 
     def _store(self, missed: Missed) -> Counter[str]:
         """Store the chunks of a prompt that are still missing, and return counts; never raises."""
-        guard, rest, skipped, run = _MissGuard(self, missed), "failed", 0, None
+        guard = _MissGuard(self, missed)
+        rest = "failed"
+        skipped = 0
+        run = None
         try:
             behind = missed.namespace, missed.prefix, self.context
             run = Precompute(self.loaded, self.store, self.config, *behind, guard=guard)
@@ -243,7 +244,8 @@ class _MissGuard(Guard):
     """Delay a run while requests run; end it after an erasure or the engine's close."""
 
     def __init__(self, owner: WriteBack, missed: Missed) -> None:
-        self._owner, self._missed = owner, missed
+        self._owner = owner
+        self._missed = missed
         self._registered: set[str] = set()
 
     def before_forward(self) -> None:
@@ -270,7 +272,9 @@ class _MissGuard(Guard):
             and entry.digest in self._registered
             and not self._is_registered(entry.digest)
         )
-        return "its last document was erased meanwhile" if is_gone else ""
+        if is_gone:
+            return "its last document was erased meanwhile"
+        return ""
 
     def is_wanted(self, chunk: MissedChunk) -> bool:
         """Whether a chunk has no KV, and is an explicit segment or the text of a document.

@@ -137,7 +137,9 @@ def kept_verdict(file: Path) -> Verdict | None:
     """Read a verdict that passed; ``None`` for anything else, such as a damaged file."""
     try:
         verdict = Verdict(**json.loads(file.read_text("utf-8")))
-        return verdict if verdict.passed else None
+        if verdict.passed:
+            return verdict
+        return None
     except (OSError, ValueError, TypeError):
         return None
 
@@ -147,7 +149,8 @@ def kl_divergence(reference: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
     Both are given as logits ``(..., vocab)``.
     """
-    p, q = torch.log_softmax(reference.double(), -1), torch.log_softmax(other.double(), -1)
+    p = torch.log_softmax(reference.double(), -1)
+    q = torch.log_softmax(other.double(), -1)
     return (p.exp() * (p - q)).sum(-1).clamp_min(0.0)
 
 

@@ -126,12 +126,10 @@ class Precompute:
         *,
         guard: Guard | None = None,
     ) -> None:
-        self._loaded, self._store, self._config, self._guard = (
-            loaded,
-            store,
-            config,
-            guard or Guard(),
-        )
+        self._loaded = loaded
+        self._store = store
+        self._config = config
+        self._guard = guard or Guard()
         self._lm = loaded.lm if isinstance(loaded.lm, CausalLM) else loaded.reusable  # which raises
         self._retention = retention
         self._is_asked_for = guard is None  # requested by the user, not by write-back
@@ -139,19 +137,22 @@ class Precompute:
         identity = ChunkIdentity(
             loaded.identity.fingerprint, namespace, ids_digest(()), ids, config.kv_dtype
         )
-        self._prefix, self._context = NewChunk((None,), None, identity), tuple(context)
+        self._prefix = NewChunk((None,), None, identity)
+        self._context = tuple(context)
         self._prefix_retention = Retention(
             max(PREFIX_PRIORITY, retention.priority if retention else 0)
         )
         self._prefix_kv: KVBuffer | None = None
         # Whether the store refuses chunks, and the stored bytes per token of the last chunk.
-        self._is_refused, self._token_bytes = False, 0.0
+        self._is_refused = False
+        self._token_bytes = 0.0
         # The batch being written, while the next batch is computed.
         self._write: Future[None] | None = None
         self._linked: list[NewChunk] = []
         self._done: list[NewChunk] = []
         self.stored = self.skipped = self.stored_bytes = 0
-        self.failed, self.short = list[tuple[str, str]](), list[tuple[str, str]]()
+        self.failed = list[tuple[str, str]]()
+        self.short = list[tuple[str, str]]()
 
     def run(
         self, items: Sequence[Item], *, batch_size: int = 8, show_progress: bool | None = False
@@ -196,9 +197,11 @@ class Precompute:
         named: dict[str, dict[str | None, None]] = {}
         for name, text in items:
             named.setdefault(text, {})[name] = None
-        prefix, context = ids_digest(self._prefix.identity.token_ids), context_digest(self._context)
+        prefix = ids_digest(self._prefix.identity.token_ids)
+        context = context_digest(self._context)
         behind = replace(self._prefix.identity, prefix=prefix, context=context)
-        encode, found = self._loaded.encoder.chunk_ids, named.items()
+        encode = self._loaded.encoder.chunk_ids
+        found = named.items()
         return [
             NewChunk(tuple(ids), text_entry(text), replace(behind, token_ids=encode(text)))
             for text, ids in found
@@ -209,10 +212,8 @@ class Precompute:
 
         Chunks that are too short, too long or refused are reported and not computed.
         """
-        length, before = (
-            len(chunk.identity.token_ids),
-            len(self._prefix.identity.token_ids) + len(self._context),
-        )
+        length = len(chunk.identity.token_ids)
+        before = len(self._prefix.identity.token_ids) + len(self._context)
         if length < self._config.min_chunk_tokens or chunk.entry is None:
             reason = (
                 f"{length} tokens, fewer than {self._config.min_chunk_tokens} "
@@ -231,7 +232,8 @@ class Precompute:
             )
             return False
         with self._guard.storing():
-            if reason := self._guard.refusal(chunk.entry):
+            reason = self._guard.refusal(chunk.entry)
+            if reason:
                 self._fail(chunk, reason)
                 return False
             for doc_id in chunk.doc_ids:
@@ -283,7 +285,8 @@ class Precompute:
 
     def _finish_write(self) -> None:
         """Wait for the batch that is being written; raises its exception."""
-        write, self._write = self._write, None
+        write = self._write
+        self._write = None
         if write is not None:
             write.result()
 
@@ -295,7 +298,8 @@ class Precompute:
         """
         try:
             prefix = self._encode_prefix()
-            start, token_ids = time.perf_counter(), [chunk.identity.token_ids for chunk in chunks]
+            start = time.perf_counter()
+            token_ids = [chunk.identity.token_ids for chunk in chunks]
             # The KV is on the host, so the device has finished and the time is complete.
             kvs = encode_chunks(self._lm, prefix, token_ids)
             return kvs, 1e3 * (time.perf_counter() - start) / sum(map(len, token_ids)), ""
@@ -307,12 +311,11 @@ class Precompute:
     def _encode_prefix(self) -> KVBuffer:
         """Encode the prefix once per run, and store its KV. Prompts that begin with it reuse it."""
         if self._prefix_kv is None:
-            start, behind, kept = (
-                time.perf_counter(),
-                (self._prefix.identity, self._context),
-                self._kept,
-            )
-            known, ids = kept.get(self._lm, {}).get(behind), self._prefix.identity.token_ids
+            start = time.perf_counter()
+            behind = (self._prefix.identity, self._context)
+            kept = self._kept
+            known = kept.get(self._lm, {}).get(behind)
+            ids = self._prefix.identity.token_ids
             self._prefix_kv, kv = found = known or encode_prefix(self._lm, ids, self._context)
             if (
                 self._lm.device.type == "cpu"
@@ -332,15 +335,18 @@ class Precompute:
         return self._prefix_kv
 
     def _put_all(self, chunks: list[NewChunk], kvs: list[ChunkKV], ms_per_token: float) -> None:
-        retention, wanted = self._retention or Retention(), list[tuple[NewChunk, NewKV]]()
+        retention = self._retention or Retention()
+        wanted = list[tuple[NewChunk, NewKV]]()
         with self._guard.storing():
             for chunk, kv in zip(chunks, kvs, strict=True):
                 cost_ms = ms_per_token * len(chunk.identity.token_ids)
-                own = (
-                    replace(retention, cost_ms=cost_ms) if retention.cost_ms is None else retention
-                )
+                if retention.cost_ms is None:
+                    own = replace(retention, cost_ms=cost_ms)
+                else:
+                    own = retention
                 try:
-                    if reason := self._guard.refusal(chunk.entry):
+                    reason = self._guard.refusal(chunk.entry)
+                    if reason:
                         raise StoreError(reason)
                     wanted.append((chunk, self._new(chunk, kv, own)))
                 except StoreError as error:

@@ -103,7 +103,8 @@ def _proven(text: str, scanner: SpanIndex, texts: Sequence[str]) -> str | None:
     ``texts`` are texts of some known chunks.
     """
     for how, undo, undo_known in CAUSES:
-        plain, known = undo(text), [undo_known(each) for each in texts] if undo_known else []
+        plain = undo(text)
+        known = [undo_known(each) for each in texts] if undo_known else []
         is_undone = undo_known is None and plain != text and bool(scanner.scan(plain))
         if is_undone or any([each and each in plain for each in known]):
             return f"known chunks stand in this prompt {how}"
@@ -115,18 +116,17 @@ def likely_cause(text: str, known: Known, *, reads: bool = True) -> tuple[str, b
 
     Stored texts are read only if ``reads``.
     """
-    scanner, texts, least = (
-        known.scanner,
-        known.texts() if reads else [],
-        known.config.min_chunk_tokens,
-    )
+    scanner = known.scanner
+    texts = known.texts() if reads else []
+    least = known.config.min_chunk_tokens
     if not len(scanner):
         return (
             f"no chunk of {least} tokens or more is stored in this namespace: "
             "precompute the texts first",
             True,
         )
-    if proven := _proven(text, scanner, texts):
+    proven = _proven(text, scanner, texts)
+    if proven:
         return proven, True
     if scanner.head_places(text):
         why = "its white space was changed, or it was edited or cut"
@@ -162,7 +162,8 @@ def _live_text(plan: Plan) -> str:
 def prefix_advice(plan: Plan) -> str:
     """Say how to encode chunks behind the text that stands before them."""
     head = head_of(plan) or ""
-    if metadata := METADATA.search(head, len(head) - MAX_METADATA):
+    metadata = METADATA.search(head, len(head) - MAX_METADATA)
+    if metadata:
         line = metadata[0].strip()[:80]
         return (
             f"{line!r} stands before the chunk; precompute its text with its metadata "

@@ -33,7 +33,9 @@ text's own line."""
 def head_of(plan: Plan) -> str | None:
     """Return the text before a plan's first chunk; ``None`` without a chunk."""
     first = next((n for n, piece in enumerate(plan.pieces) if piece.piece.kind == "chunk"), None)
-    return None if first is None else "".join([piece.piece.text for piece in plan.pieces[:first]])
+    if first is None:
+        return None
+    return "".join([piece.piece.text for piece in plan.pieces[:first]])
 
 
 class Learner:
@@ -66,7 +68,9 @@ class Learner:
         head = whole[: metadata.start()] if metadata else whole
         with self._lock:
             if head in (learnt := self.learnt(namespace)):
-                return head if plan.has_mismatch else None
+                if plan.has_mismatch:
+                    return head
+                return None
             is_named = head == first or (
                 plan.pieces[0].identity is not None and plan.pieces[0].piece.text == head
             )
@@ -82,7 +86,9 @@ class Learner:
                 "Pass it and precompute once more to have all so"
             )
             logger.warning("prefix=%r %s", head, what)
-        return head if not is_named or plan.has_mismatch else None
+        if not is_named or plan.has_mismatch:
+            return head
+        return None
 
     def _is_constant(self, namespace: str, head: str, plan: Plan) -> bool:
         """Whether enough prompts have come with this head.
@@ -91,7 +97,8 @@ class Learner:
         """
         chunks = [n for n, piece in enumerate(plan.pieces) if piece.piece.kind == "chunk"]
         end = "".join([piece.piece.text for piece in plan.pieces[chunks[-1] + 1 :]])
-        first, last = text_digest(plan.pieces[chunks[0]].piece.text), text_digest(end)
+        first = text_digest(plan.pieces[chunks[0]].piece.text)
+        last = text_digest(end)
         key = namespace, text_digest(head)
         # reinserted, so that the most recent head is last
         firsts, lasts = self._seen[key] = self._seen.pop(key, (set(), set()))
@@ -108,4 +115,6 @@ def learning(
 ) -> tuple[Learner | None, Prefix | None]:
     """Return a learner if ``prefix`` asks for it, and the prefix to use until it has learned."""
     asked = LearnPrefix() if isinstance(prefix, str) and prefix == LEARN else prefix
-    return (Learner(named), asked.first) if isinstance(asked, LearnPrefix) else (None, prefix)
+    if isinstance(asked, LearnPrefix):
+        return (Learner(named), asked.first)
+    return (None, prefix)

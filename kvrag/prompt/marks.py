@@ -57,7 +57,9 @@ def prove_shown(
     facts: TemplateFacts | None,
 ) -> None:
     """Raise :class:`InputError` if the rendering drops a message; name it and the remedy."""
-    marks, probe, owners = Marks(), list[Message](), list[int]()
+    marks = Marks()
+    probe = list[Message]()
+    owners = list[int]()
     for index, message in enumerate(messages):
         probe.append(_marked(message, marks))
         owners += [index] * (len(marks.texts) - len(owners))
@@ -93,7 +95,8 @@ def _marked(message: Message, marks: Marks) -> Message:
     made = dict(message)
     if message["content"].strip():
         made["content"] = marks.add(message["content"])
-    if calls := message.get("tool_calls"):
+    calls = message.get("tool_calls")
+    if calls:
         made["tool_calls"] = [
             {**call, "function": {**call["function"], "name": marks.add(call["function"]["name"])}}
             for call in calls
@@ -102,7 +105,8 @@ def _marked(message: Message, marks: Marks) -> Message:
 
 
 def _left_out(messages: Sequence[Message], index: int, facts: TemplateFacts | None) -> InputError:
-    role, known = messages[index]["role"], sorted(facts.roles) if facts else []
+    role = messages[index]["role"]
+    known = sorted(facts.roles) if facts else []
     remedy = "put its text into a user message"
     if known and role not in known:
         close = get_close_matches(role.lower(), known, n=1)

@@ -131,11 +131,9 @@ def _content_text(content: object, role: str, hold: Hold) -> str:
         content = [content]
     if not isinstance(content, Sequence) or isinstance(content, bytes):
         raise InputError(f"the content of a {role} message is {describe(content)}; pass a string")
-    return (
-        content
-        if isinstance(content, str)
-        else "".join([_part_text(part, hold) for part in content])
-    )
+    if isinstance(content, str):
+        return content
+    return "".join([_part_text(part, hold) for part in content])
 
 
 def _part_text(part: object, hold: Hold) -> str:
@@ -177,4 +175,6 @@ def _id_of(message: Message) -> dict[str, str]:
     """Return the id of a message's call for its result, if exactly a single call has an id."""
     calls = message.get("tool_calls") or ()
     ids = [call["id"] for call in calls if call.get("id")]
-    return {"tool_call_id": ids[0]} if len(ids) == 1 else {}
+    if len(ids) == 1:
+        return {"tool_call_id": ids[0]}
+    return {}

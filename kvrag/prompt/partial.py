@@ -59,7 +59,8 @@ class PartFinder:
         out: list[Piece] = []
         looks = MAX_LOOKS
         for piece, starts in zip(pieces, places, strict=True):
-            text, at = piece.text, 0
+            text = piece.text
+            at = 0
             for start in starts:
                 if start < at or not looks:
                     continue
@@ -111,13 +112,12 @@ class PartFinder:
         chunks = stored.get(text[start : start + ANCHOR_CHARS])
         if not chunks:
             return None
-        whole, text = (
-            text,
-            text[start : min(stop, start + max(entry.num_chars for entry, _ in chunks))],
-        )
+        whole = text
+        text = text[start : min(stop, start + max(entry.num_chars for entry, _ in chunks))]
         chunk, count = self._longest(text, [ids for _, ids in chunks])
         for end in range(count, max(count - MAX_BACK_OFF, self.min_tokens) - 1, -1):
-            ids, body = chunk[:end], self.encoder.decode(chunk[:end])
+            ids = chunk[:end]
+            body = self.encoder.decode(chunk[:end])
             # As live text it must have the same ids, too: then it holds no control token in a
             # spelling that only the tokenizer knows.
             tokenise = self.encoder.document_ids if whole_ids else self.encoder.live_ids

@@ -73,18 +73,22 @@ class Lookup:
             for ids in runs:
                 for dtype in dtypes:
                     identity = replace(self.identity(ids, ""), kv_dtype=dtype)
-                    if variants := self.store.catalog.variants(content_key(identity)):
+                    variants = self.store.catalog.variants(content_key(identity))
+                    if variants:
                         found[ids] = replace(
                             identity, prefix=variants[-1].prefix, context=variants[-1].context
                         )
                         break
             return found
 
-        return self.deadline.ask(find, nothing, what="the KV store's catalog") if runs else nothing
+        if runs:
+            return self.deadline.ask(find, nothing, what="the KV store's catalog")
+        return nothing
 
     def stored_ids(self, entries: Sequence[TextEntry]) -> dict[str, list[TokenIds]]:
         """Map text digests to the token ids of their KV with this model, namespace and dtype."""
-        own, nothing = self.identity((), ""), dict[str, list[TokenIds]]()
+        own = self.identity((), "")
+        nothing = dict[str, list[TokenIds]]()
 
         def find(digest: str) -> list[TokenIds]:
             found = self.store.identities(self.namespace, digest)
@@ -278,13 +282,17 @@ class _Draft:
         lookup: Lookup,
         min_tokens: int,
     ) -> None:
-        self._encoder, self._lookup, self._min_tokens = encoder, lookup, min_tokens
+        self._encoder = encoder
+        self._lookup = lookup
+        self._min_tokens = min_tokens
         if head is None and rest and rest[0].kind == "live":
-            head, rest = rest[0], rest[1:]
+            head = rest[0]
+            rest = rest[1:]
         elif head is not None and not (
             any([piece.kind == "chunk" for piece in rest]) or self._is_stored(head)
         ):
-            head, rest = Piece("".join([p.text for p in (head, *rest)])), []
+            head = Piece("".join([p.text for p in (head, *rest)]))
+            rest = []
         self._head, self._head_ids = head or Piece(""), self._ids_of(head)
         encode: dict[str, Any] = {"live": encoder.live_ids, "chunk": encoder.chunk_ids}
         self._rest: list[tuple[Piece, TokenIds]] = [
@@ -301,7 +309,9 @@ class _Draft:
         self._has_head = self._head_identity in self._look_up(runs, self._head_identity)
 
     def _ids_of(self, head: Piece | None) -> TokenIds:
-        return self._encoder.head_ids(head.text) if head else tuple(self._encoder.bos_ids)
+        if head:
+            return self._encoder.head_ids(head.text)
+        return tuple(self._encoder.bos_ids)
 
     def _is_stored(self, head: Piece) -> bool:
         return bool(self._lookup.known([self._lookup.identity(self._ids_of(head), ids_digest(()))]))
@@ -320,10 +330,8 @@ class _Draft:
 
         Returns the stored identities among the runs behind this prefix and ``others``.
         """
-        behind, new = (
-            (self._prefix, self._lookup.context),
-            [ids for ids in runs if ids not in self._found],
-        )
+        behind = (self._prefix, self._lookup.context)
+        new = [ids for ids in runs if ids not in self._found]
         own = {ids: self._lookup.identity(ids, *behind) for ids in new}
         known = self._lookup.known([*own.values(), *others])
         self._found |= {ids: identity for ids, identity in own.items() if identity in known}
@@ -332,7 +340,9 @@ class _Draft:
 
     def _usable(self, ids: TokenIds) -> ChunkIdentity | None:
         found = self._found.get(ids)
-        return found if found is not None and found.kv_dtype == self._lookup.kv_dtype else None
+        if found is not None and found.kv_dtype == self._lookup.kv_dtype:
+            return found
+        return None
 
     def planned(self, finder: PartFinder) -> list[PlannedPiece]:
         """Return the planned pieces; a chunk without KV may reuse the start of a stored chunk."""
@@ -341,13 +351,13 @@ class _Draft:
         ]
         pieces = [p for p, ids in long if not p.part_of and self._usable(ids) is None]
         parts = dict(zip(pieces, finder.cut_chunks(pieces), strict=True)) if pieces else {}
-        if runs := [part.part_of for part, *_ in parts.values() if part.part_of]:
+        runs = [part.part_of for part, *_ in parts.values() if part.part_of]
+        if runs:
             self._look_up(runs)
-        missing = (
-            None
-            if self._has_head
-            else self._lookup.deadline.fault or "no stored KV for this prefix"
-        )
+        if self._has_head:
+            missing = None
+        else:
+            missing = self._lookup.deadline.fault or "no stored KV for this prefix"
         identity = self._head_identity if self._has_head else None
         out = [PlannedPiece(self._head, self._head_ids, identity, self._has_head, reason=missing)]
         for index, (piece, ids) in enumerate(self._rest):
@@ -366,7 +376,8 @@ class _Draft:
                 "computed with each prompt"
             )
             return [PlannedPiece(piece, ids, reason=reason)]
-        if (planned := self._stored(piece, ids, is_next_to_head)) is not None:
+        planned = self._stored(piece, ids, is_next_to_head)
+        if planned is not None:
             return [planned]
         missed = None if piece.part_of else MissedChunk(piece.text, piece.is_given)
         first, *others = parts
@@ -380,28 +391,28 @@ class _Draft:
         return [PlannedPiece(piece, ids, reason=self._why_missing(piece, ids), missed=missed)]
 
     def _why_missing(self, piece: Piece, ids: TokenIds) -> str:
-        if (other := self._found.get(ids)) is not None:
+        other = self._found.get(ids)
+        if other is not None:
             asked = (
                 f"kept with kv_dtype={other.kv_dtype!r}, and {self._lookup.kv_dtype!r} is asked for"
             )
             return f"{asked}: precompute it again, or ask for that"
-        known = (
-            "not precomputed"
-            if piece.is_given
-            else "the text is known, but there is no KV of this model for it"
-        )
+        if piece.is_given:
+            known = "not precomputed"
+        else:
+            known = "the text is known, but there is no KV of this model for it"
         return self._lookup.deadline.fault or f"{known}: precompute it with this model"
 
     def _stored(self, piece: Piece, ids: TokenIds, is_next_to_head: bool) -> PlannedPiece | None:
         """Plan a chunk, or the first part of a chunk, with its stored KV, if any."""
         stored = piece.part_of or ids
-        if (identity := self._usable(stored)) is None:
+        identity = self._usable(stored)
+        if identity is None:
             return None
-        part = (
-            f"first {len(ids)} of {len(stored)} tokens of a stored chunk"
-            if len(stored) > len(ids)
-            else None
-        )
+        if len(stored) > len(ids):
+            part = f"first {len(ids)} of {len(stored)} tokens of a stored chunk"
+        else:
+            part = None
         is_mismatched = identity.prefix != self._prefix
         other = OTHER_PREFIX if is_mismatched else None if is_next_to_head else OTHER_TEXT
         why = other or (OTHER_CONTEXT if identity.context else None)

@@ -72,12 +72,15 @@ def prefix_text(prefix: Prefix | None, encoder: PromptEncoder) -> str:
     if isinstance(prefix, TemplatePrefix):
         encoder = copy(encoder)
         encoder.tools = answer_form(prefix.tools).tools
-        prefix = prefix.template if isinstance(prefix.template, (list, tuple)) else prefix
+        if isinstance(prefix.template, (list, tuple)):
+            prefix = prefix.template
     if isinstance(prefix, str):
         return prefix
     if prefix is None:
         only = [{"role": "user", "content": mark}]
-        return _before(encoder.render(only), "context") if encoder.has_chat_template else ""
+        if encoder.has_chat_template:
+            return _before(encoder.render(only), "context")
+        return ""
     if isinstance(prefix, Sequence) and not isinstance(prefix, bytes):
         plain = plain_messages(cast(Sequence[Mapping[str, Any]], prefix), _no_chunk, encoder.roles)
         marked = [{**m, "content": m["content"].replace("{context}", mark)} for m in plain]
@@ -97,11 +100,10 @@ def _no_chunk(_text: str) -> str:
 def _from_template(prefix: Any, encoder: PromptEncoder) -> str:
     template = prefix.template if isinstance(prefix, TemplatePrefix) else prefix
     names = _variables(template)
-    known = (
-        [prefix.variable]
-        if isinstance(prefix, TemplatePrefix)
-        else [n for n in _CONTEXT_NAMES if n in names]
-    )
+    if isinstance(prefix, TemplatePrefix):
+        known = [prefix.variable]
+    else:
+        known = [n for n in _CONTEXT_NAMES if n in names]
     if len(known) != 1:
         raise ConfigError(
             f"can't tell which of the template's variables {sorted(names)} takes the chunks; "
@@ -168,7 +170,9 @@ def _selected(template: Any, is_chat: bool) -> Any:
     Its conditions ask the LLM for its kind.
     """
     llm = SimpleNamespace(metadata=SimpleNamespace(is_chat_model=is_chat))
-    return template.select(llm) if hasattr(template, "select") else template
+    if hasattr(template, "select"):
+        return template.select(llm)
+    return template
 
 
 def _before(rendered: str, variable: str) -> str:

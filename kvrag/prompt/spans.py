@@ -84,11 +84,13 @@ class SpanIndex:
         with self._lock:
             base, fresh = self._tables
             limit = max(MIN_OVERFLOW, len(base.heads) // 32)
-            if is_few := len(offered) <= limit:
+            is_few = len(offered) <= limit
+            if is_few:
                 offered = [e for e in offered if not base.holds(e.head, e.num_chars, e.digest)]
             fresh = fresh.joined(_Table.build(offered))
             if not is_few or len(fresh.heads) > limit:
-                base, fresh = base.joined(fresh), _NOTHING
+                base = base.joined(fresh)
+                fresh = _NOTHING
             self._tables = base, fresh
 
     def scan(self, text: str, *, without: Collection[str] = ()) -> list[Span]:
@@ -113,11 +115,9 @@ class SpanIndex:
                 digest = self._digest_of(text[start:stop])
             except UnicodeEncodeError:  # a prompt may hold surrogates; a registered text can't
                 return None
-            return (
-                digest
-                if any(t.holds(windows[start], stop - start, digest) for t in tables)
-                else None
-            )
+            if any(t.holds(windows[start], stop - start, digest) for t in tables):
+                return digest
+            return None
 
         return _verified(starts, lengths, len(text), known_digest, without)
 
@@ -183,10 +183,8 @@ class _Table:
 
     def joined(self, other: _Table) -> _Table:
         """Return a table with the entries of both."""
-        heads, tails = (
-            np.concatenate([self.heads, other.heads]),
-            np.concatenate([self.tails, other.tails]),
-        )
+        heads = np.concatenate([self.heads, other.heads])
+        tails = np.concatenate([self.tails, other.tails])
         lengths = np.concatenate([self.lengths, other.lengths])
         return _Table(
             heads, tails, lengths, np.concatenate([self.digests, other.digests])
@@ -204,7 +202,8 @@ class _Table:
 
     def holds(self, head: np.uint64 | int, length: int, digest: str) -> bool:
         """Whether the table has an entry with this head, length and digest."""
-        rows, words = self._with_head(head), np.frombuffer(bytes.fromhex(digest), np.uint64)
+        rows = self._with_head(head)
+        words = np.frombuffer(bytes.fromhex(digest), np.uint64)
         return bool((self.digests[rows][self.lengths[rows] == length] == words).all(axis=1).any())
 
     def _with_head(self, head: np.uint64 | int) -> slice:
@@ -253,10 +252,13 @@ class _Table:
         first, counts = table.rows_of(windows[places])
         while counts.sum() > MAX_PAIRS + len(windows):
             counts = np.minimum(counts, max(int(counts.max()) // 2, 1))
-        rows, starts = _ranges(first, counts), np.repeat(places, counts)
+        rows = _ranges(first, counts)
+        starts = np.repeat(places, counts)
         ends = starts + table.lengths[rows] - ANCHOR_CHARS
         inside = ends < len(windows)
-        rows, starts, ends = rows[inside], starts[inside], ends[inside]
+        rows = rows[inside]
+        starts = starts[inside]
+        ends = ends[inside]
         fits = windows[ends] == table.tails[rows]
         return np.stack([starts[fits], table.lengths[rows[fits]]])
 
@@ -276,12 +278,14 @@ def _verified(
     Candidates that overlap a kept span are not hashed.
     """
     order = np.lexsort((starts, -lengths))
-    starts, lengths = starts[order], lengths[order]
+    starts = starts[order]
+    lengths = lengths[order]
     taken = np.zeros(num_chars, dtype=np.bool_)
     spans: list[Span] = []
     wasted = 0
     for low, high in pairwise(np.flatnonzero(np.diff(lengths, prepend=0, append=0)).tolist()):
-        size, places = int(lengths[low]), starts[low:high]
+        size = int(lengths[low])
+        places = starts[low:high]
         # Kept spans are at least as long as this candidate, so can't lie strictly inside it:
         # checking its two ends is enough.
         places = places[~(taken[places] | taken[places + size - 1])]
@@ -306,7 +310,8 @@ def _code_points(text: str) -> Hashes:
 
 def _window_hashes(text: str) -> Hashes:
     """Return the polynomial hash, modulo 2**64, of every window; five doublings reach its width."""
-    hashes, width = _code_points(text), 1
+    hashes = _code_points(text)
+    width = 1
     while width < ANCHOR_CHARS:
         hashes = hashes[:-width] * np.uint64(pow(_BASE, width, 1 << 64)) + hashes[width:]
         width *= 2

@@ -48,8 +48,17 @@ class Chat:
 PLAIN = Chat()
 MAX_PROVEN = 256  # kinds of conversations that are remembered as shown in full
 SILENT = (
-    *("role", "content", "tool_calls", "tool_call_id", "name", "id", "type", "annotations"),
-    *("reasoning_content", "reasoning", "thinking"),
+    "role",
+    "content",
+    "tool_calls",
+    "tool_call_id",
+    "name",
+    "id",
+    "type",
+    "annotations",
+    "reasoning_content",
+    "reasoning",
+    "thinking",
 )
 """Message fields that are shown anyway, or that the next turn need not see."""
 
@@ -169,7 +178,8 @@ class PromptEncoder(SegmentTokenizer):
                 "pass the prompt as a string, or set tokenizer.chat_template"
             )
         chat = Chat(chat.tools or self.tools, {**self.variables, **chat.variables}, chat.continues)
-        source, marks = self.template_source(chat.tools), Marks()
+        source = self.template_source(chat.tools)
+        marks = Marks()
         plain = plain_messages(messages, marks.add, self.roles)
         self._warn_of_unused(plain, chat, facts_of(source))
         if chat.continues:
@@ -187,7 +197,9 @@ class PromptEncoder(SegmentTokenizer):
     def roles(self) -> frozenset[str]:
         """Roles that the chat template names."""
         facts = facts_of(self.template_source()) if self.has_chat_template else None
-        return facts.roles if facts else frozenset()
+        if facts:
+            return facts.roles
+        return frozenset()
 
     @property
     def date_variables(self) -> list[str] | None:

@@ -126,18 +126,19 @@ class SegmentTokenizer:
         if not at_start:
             return self._continued(text, as_text=False)
         ids = self._encode(text, as_text=False)
-        return ids if ids[: len(self.bos_ids)] == self.bos_ids else [*self.bos_ids, *ids]
+        if ids[: len(self.bos_ids)] == self.bos_ids:
+            return ids
+        return [*self.bos_ids, *ids]
 
     def continuation_ids(self, continuation: object, vocab_size: int) -> list[int]:
         """Return the token ids of a continuation, which is text or token ids.
 
         Raises :class:`InputError` on anything else, and if it is empty.
         """
-        ids = (
-            self.live_ids(continuation)
-            if isinstance(continuation, str)
-            else given_ids(continuation, vocab_size)
-        )
+        if isinstance(continuation, str):
+            ids = self.live_ids(continuation)
+        else:
+            ids = given_ids(continuation, vocab_size) or []
         if not ids:
             raise InputError(
                 f"the continuation is {continuation!r}; pass text, or token ids below {vocab_size}"
@@ -159,7 +160,8 @@ class SegmentTokenizer:
         and ideographic stops always end a sentence.
         """
         pieces = list(map(self._piece, ids))
-        places, starts = list(accumulate(map(len, pieces))), [True, *[False] * len(ids)]
+        places = list(accumulate(map(len, pieces)))
+        starts = [True, *[False] * len(ids)]
         for end in _SENTENCE.finditer("".join(pieces)):
             starts[bisect_right(places, end.end())] = True
         return starts[: len(ids)]
@@ -171,12 +173,16 @@ class SegmentTokenizer:
         """
         text = str(self.tokenizer.decode([token], clean_up_tokenization_spaces=False))
         is_apart = str(self.tokenizer.convert_ids_to_tokens(token)).startswith(SPACES)
-        return f" {text}" if is_apart and not text[:1].isspace() else text
+        if is_apart and not text[:1].isspace():
+            return f" {text}"
+        return text
 
     def control_text_after(self, text: str, start: int) -> int:
         """Return the index of the first control-token text from ``start`` on, or the length."""
         found = self._control_text.search(text, start)
-        return found.start() if found else len(text)
+        if found:
+            return found.start()
+        return len(text)
 
     def document_ids(self, text: str) -> TokenIds:
         """Tokenise chunk text: the same ids in every prompt, and control-token text stays text.
@@ -202,10 +208,8 @@ class SegmentTokenizer:
         """Tokenise text that continues a prompt, without a dummy prefix."""
         if self.has_dummy_prefix and text:
             for anchor in ANCHORS:
-                head, both = (
-                    self._encode(anchor, as_text=as_text),
-                    self._encode(anchor + text, as_text=as_text),
-                )
+                head = self._encode(anchor, as_text=as_text)
+                both = self._encode(anchor + text, as_text=as_text)
                 if head and both[: len(head)] == head:
                     return both[len(head) :]
         return self._encode(text, as_text=as_text)

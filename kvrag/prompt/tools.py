@@ -50,7 +50,8 @@ def answer_form(
     names = [name_of(tool) for tool in checked]
     choice, allowed = _choice(tool_choice)
     if allowed is not None:
-        if unknown := [name for name in allowed if name not in names]:
+        unknown = [name for name in allowed if name not in names]
+        if unknown:
             raise ConfigError(
                 f"tool_choice allows {unknown[0]!r}, which is none of the tools; they are {names}"
             )
@@ -90,7 +91,9 @@ def _choice(tool_choice: Any) -> tuple[Any, list[str] | None]:
 def _named(tool: Any) -> Any:
     """Return a tool's name, from its function or beside its type; without a name, the tool."""
     function = tool.get("function", tool) if isinstance(tool, Mapping) else tool
-    return function.get("name", tool) if isinstance(function, Mapping) else tool
+    if isinstance(function, Mapping):
+        return function.get("name", tool)
+    return tool
 
 
 def name_of(tool: Mapping[str, Any]) -> str:
@@ -118,7 +121,9 @@ def _checked_schema(response_format: Any) -> Mapping[str, Any] | None:
     given = {"type": "text"} if response_format is None else response_format
     kind = given.get("type") if isinstance(given, Mapping) else None
     if kind in ("text", "json_object"):
-        return None if kind == "text" else {"type": "object"}
+        if kind == "text":
+            return None
+        return {"type": "object"}
     held = given.get("json_schema") if kind == "json_schema" else None
     schema = held.get("schema") if isinstance(held, Mapping) else None
     if not isinstance(schema, Mapping):
@@ -151,7 +156,8 @@ Render = Callable[[Sequence[Message], Tools], str]
 
 def what_is_shown(render: Render, has_tools: bool) -> tuple[bool, bool]:
     """Return whether a chat template shows tools, and whether it shows calls with results."""
-    texts, tools = [], (_PROBE,) if has_tools else ()
+    texts = []
+    tools = (_PROBE,) if has_tools else ()
     for messages in (_ASKED, (*_ASKED, *_CALLED)):
         try:
             texts.append(render(messages, tools))
@@ -188,7 +194,8 @@ def _ways(
     if shows_tools or not tools:
         yield from ((plain, tools), (told_apart(plain), tools), (written_out(messages), tools))
         return
-    text, num_system = described(tools), int(plain[0]["role"] == "system")
+    text = described(tools)
+    num_system = int(plain[0]["role"] == "system")
     system = "\n\n".join([*[message["content"] for message in plain[:num_system]], text])
     yield [{"role": "system", "content": system}, *plain[num_system:]], ()
     user = next((at for at, message in enumerate(plain) if message["role"] == "user"), len(plain))
@@ -262,6 +269,7 @@ def calls_with_dicts(message: Message) -> dict[str, Any]:
             )
         arguments = function.get("arguments") or {}
         with suppress(ValueError):  # arguments that aren't JSON are shown unchanged
-            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+            if isinstance(arguments, str):
+                arguments = json.loads(arguments)
         calls.append({**call, "function": {**function, "arguments": arguments}})
     return {**message, "content": message.get("content"), "tool_calls": calls}

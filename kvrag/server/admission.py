@@ -21,13 +21,15 @@ class Admission:
     """Slots for requests of an event loop, first come, first served."""
 
     def __init__(self, max_running: int, max_waiting: int, max_per_key: int | None = None) -> None:
-        self._max_per_key, self._of_tenant = max_per_key, Counter[str]()
-        self._turns, self._max_running, self._max_waiting = (
-            asyncio.Semaphore(max_running),
-            max_running,
-            max_waiting,
-        )
-        self._seconds, self.running, self.waiting, self.is_draining = 1.0, 0, 0, False
+        self._max_per_key = max_per_key
+        self._of_tenant = Counter[str]()
+        self._turns = asyncio.Semaphore(max_running)
+        self._max_running = max_running
+        self._max_waiting = max_waiting
+        self._seconds = 1.0
+        self.running = 0
+        self.waiting = 0
+        self.is_draining = False
 
     @property
     def retry_after_s(self) -> int:
@@ -77,7 +79,8 @@ class Admission:
             await self._turns.acquire()
         finally:
             self.waiting -= 1
-        self.running, start = self.running + 1, time.monotonic()
+        self.running += 1
+        start = time.monotonic()
         try:
             yield
         finally:

@@ -107,7 +107,8 @@ async def _complete(
     service = service_of(request)
     service.check_model(body.model)
     record: RequestRecord = request.state.record
-    record.model, record.is_stream = service.name, body.stream
+    record.model = service.name
+    record.is_stream = body.stream
     echo = _echo(service, body, prompts)
     pieces = _pieces(service, body, request, prompts, echo)
     head = {
@@ -158,7 +159,9 @@ async def _unless_gone(request: Request, task: asyncio.Task[Any], timeout_s: flo
             task.cancel()
             await asyncio.wait({task})
             raise ClientDisconnect
-        return task.result() if task.done() else None
+        if task.done():
+            return task.result()
+        return None
     except asyncio.CancelledError:
         task.cancel()
         await asyncio.wait({task})  # the generator that it reads must not be closed earlier
@@ -180,15 +183,18 @@ async def _pieces(
     With ``echo``, a choice comes in a single piece behind its prompt's text. Leaving the generator
     ends all choices.
     """
-    loop, record = asyncio.get_running_loop(), cast(RequestRecord, request.state.record)
-    deadline, timer = loop.time() + service.config.timeout_s, service.metrics.timer(record)
+    loop = asyncio.get_running_loop()
+    record = cast(RequestRecord, request.state.record)
+    deadline = loop.time() + service.config.timeout_s
+    timer = service.metrics.timer(record)
     arrived: asyncio.Queue[tuple[int, str | GenerationResult | Exception]] = asyncio.Queue()
     streams = [
         service.stream(prompt, body, index, tenant=request.state.tenant)
         for prompt in prompts
         for index in range(body.n)
     ]
-    left, work = len(streams), asyncio.create_task(_work(service, request, streams, arrived, timer))
+    left = len(streams)
+    work = asyncio.create_task(_work(service, request, streams, arrived, timer))
     try:
         while left:
             # wait_for of Python 3.11 loses a cancellation that arrives together with a piece.
@@ -320,7 +326,8 @@ async def _events(
                     yield event([shape.delta(index, piece, logprobs=told.of(index, piece))])
                 else:
                     results[index] = piece
-                    if calls := [{"index": at, **call} for at, call in enumerate(calls_of(piece))]:
+                    calls = [{"index": at, **call} for at, call in enumerate(calls_of(piece))]
+                    if calls:
                         yield event([{**shape.delta(index, ""), "delta": {"tool_calls": calls}}])
                     yield event(
                         [shape.delta(index, "", piece.finish_reason, told.of(index, piece))]

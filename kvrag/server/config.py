@@ -96,7 +96,8 @@ class ServerConfig:
 
     def tenant_of(self, key: str) -> str | None:
         """Return the tenant of a key, or ``None``; right and wrong keys take equally long."""
-        digest, found = hashlib.sha256(key.encode()).digest(), None
+        digest = hashlib.sha256(key.encode()).digest()
+        found = None
         for known, tenant in self.api_keys.items():
             if hmac.compare_digest(hashlib.sha256(known.encode()).digest(), digest):
                 found = tenant

@@ -23,10 +23,8 @@ async def precompute(body: PrecomputeRequest, request: Request) -> dict[str, Any
     """Compute and store the KV of documents."""
     service = service_of(request)
     namespace = service.namespace(request.state.tenant)
-    texts, ids = (
-        [document.text for document in body.documents],
-        [document.id for document in body.documents],
-    )
+    texts = [document.text for document in body.documents]
+    ids = [document.id for document in body.documents]
     async with service.admission.turn(request.state.tenant):
         run = partial(
             service.engine.precompute,
@@ -68,11 +66,10 @@ async def explain(body: ExplainRequest, request: Request) -> dict[str, Any]:
     service = service_of(request)
     if (body.messages is None) == (body.prompt is None):
         raise APIError(400, "pass either messages or prompt", "invalid_value", param="messages")
-    prompt = (
-        text_prompt(body.prompt, body.kvrag)
-        if body.prompt is not None
-        else chat_prompt(body.messages or (), body.kvrag)
-    )
+    if body.prompt is not None:
+        prompt = text_prompt(body.prompt, body.kvrag)
+    else:
+        prompt = chat_prompt(body.messages or (), body.kvrag)
     options = service.reuse(body.kvrag, request.state.tenant)
     for name in ("tools", "chat_template_kwargs", "continue_final_message"):
         options[name] = getattr(body, name)

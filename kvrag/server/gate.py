@@ -30,7 +30,10 @@ class Gate:
     def __init__(
         self, app: ASGIApp, config: ServerConfig, count: Callable[[RequestRecord], None]
     ) -> None:
-        self._app, self._config, self._count, self._tracer = app, config, count, Tracer()
+        self._app = app
+        self._config = config
+        self._count = count
+        self._tracer = Tracer()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, or pass it on."""
@@ -123,7 +126,8 @@ class Gate:
 
         The declared length is checked at once, but not trusted.
         """
-        limit, length = self._config.max_body_bytes, headers.get(b"content-length", "0")
+        limit = self._config.max_body_bytes
+        length = headers.get(b"content-length", "0")
         error = APIError(
             413, f"the body has more than {limit} bytes; send less", "request_too_large"
         )

@@ -132,7 +132,10 @@ class Timer:
     def __init__(
         self, record: RequestRecord, queue: Histogram, ttft: Histogram, step: Histogram
     ) -> None:
-        self._record, self._queue, self._ttft, self._step = record, queue, ttft, step
+        self._record = record
+        self._queue = queue
+        self._ttft = ttft
+        self._step = step
         self._latest: dict[int, float] = {}
 
     def began(self) -> None:

@@ -51,7 +51,8 @@ class RequestRecord:
 
     def fields(self) -> dict[str, Any]:
         """Return the fields of the log line, without unknown values."""
-        results, stages = self.results, Counter[str]()
+        results = self.results
+        stages = Counter[str]()
         for result in results:
             stages.update(result.timings_ms)
         made: dict[str, Any] = {}
@@ -85,7 +86,8 @@ class RequestRecord:
         It is a warning if the server failed, and a debug line if the request was a mere poll.
         """
         level = logging.WARNING if self.status >= 500 else logging.INFO
-        level = logging.DEBUG if self.endpoint in _POLLED and self.status < 500 else level
+        if self.endpoint in _POLLED and self.status < 500:
+            level = logging.DEBUG
         if logger.isEnabledFor(level):
             fields = self.fields() | ({"trace_id": trace_id} if trace_id else {})
             said = " ".join(f"{name}={json.dumps(value)}" for name, value in fields.items())
@@ -125,11 +127,9 @@ class Tracer:
         except ImportError:
             self._trace = None
         else:
-            self._trace, self._extract, self._tracer = (
-                trace,
-                propagate.extract,
-                trace.get_tracer("kvrag"),
-            )
+            self._trace = trace
+            self._extract = propagate.extract
+            self._tracer = trace.get_tracer("kvrag")
 
     def write(self, record: RequestRecord, headers: Mapping[str, str]) -> str | None:
         """Write the span of a request, which continues the client's trace, and a span per stage.
@@ -138,7 +138,8 @@ class Tracer:
         """
         if self._trace is None or record.endpoint in _POLLED:
             return None
-        api, offset = self._trace, time.time_ns() - time.perf_counter_ns()
+        api = self._trace
+        offset = time.time_ns() - time.perf_counter_ns()
         end = time.time_ns()
 
         def at(seconds: float) -> int:
@@ -194,7 +195,8 @@ def _attributes(record: RequestRecord, operation: str | None) -> dict[str, Any]:
         "kvrag.ended": record.ended,
     }
     if record.results:
-        fields, totals = record.fields(), record.totals()
+        fields = record.fields()
+        totals = record.totals()
         found |= {
             f"kvrag.{name}": value for name, value in totals.items() if name != "prompt_tokens"
         }

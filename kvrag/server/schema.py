@@ -49,7 +49,9 @@ class _Body(BaseModel):
             for text in level:
                 if isinstance(text, str) and not text.isascii():
                     check_encodable(text)
-        return cls._read(data) if isinstance(data, dict) else data
+        if isinstance(data, dict):
+            return cls._read(data)
+        return data
 
     @classmethod
     def _read(cls, data: dict[str, Any]) -> dict[str, Any]:
@@ -160,7 +162,9 @@ class Completion(_Foreign):
     @property
     def limit(self) -> int | None:
         """Most tokens of the answer; by default as many as there is room for."""
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        if self.max_completion_tokens is None:
+            return self.max_tokens
+        return self.max_completion_tokens
 
 
 def _no_tokens(body: Completion) -> PydanticCustomError:
@@ -217,7 +221,9 @@ class ChatRequest(Completion):
 
         ``None``: return no log-probabilities.
         """
-        return (self.top_logprobs or 0) if self.logprobs else None
+        if self.logprobs:
+            return self.top_logprobs or 0
+        return None
 
     @model_validator(mode="after")
     def _check(self) -> ChatRequest:
@@ -256,7 +262,9 @@ class TextRequest(Completion):
         """Prompts, as texts or as token ids."""
         if isinstance(self.prompt, str):
             return [self.prompt]
-        return [self.prompt] if isinstance(self.prompt[0], int) else self.prompt
+        if isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return self.prompt
 
     @model_validator(mode="after")
     def _check(self) -> TextRequest:

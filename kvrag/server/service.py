@@ -25,17 +25,17 @@ from kvrag.server.schema import ChatRequest, Reuse, TextRequest
 from kvrag.types import GenerationResult
 
 _SAMPLING = (
-    *(
-        "top_p",
-        "top_k",
-        "repetition_penalty",
-        "stop",
-        "frequency_penalty",
-        "presence_penalty",
-        "logit_bias",
-    ),
+    "top_p",
+    "top_k",
+    "repetition_penalty",
+    "stop",
+    "frequency_penalty",
+    "presence_penalty",
+    "logit_bias",
     "stop_token_ids",
-    *("tools", "tool_choice", "response_format"),
+    "tools",
+    "tool_choice",
+    "response_format",
 )
 
 # Threads of requests that precompute; other requests must not wait for a free thread.
@@ -72,7 +72,9 @@ class Service:
 
     def namespace(self, tenant: str | None) -> str:
         """Return the namespace of a tenant's chunks; without API keys, the engine's."""
-        return self.engine.namespace if tenant is None else f"{self.engine.namespace}/{tenant}"
+        if tenant is None:
+            return self.engine.namespace
+        return f"{self.engine.namespace}/{tenant}"
 
     def reuse(self, reuse: Reuse, tenant: str | None) -> dict[str, Any]:
         """Return the engine's options of reuse for a request."""

@@ -94,7 +94,8 @@ class LogprobStream:
         return self._writers[index].write(new)
 
 
-CHAT, TEXT = Shape("chat.completion", "chatcmpl", True), Shape("text_completion", "cmpl", False)
+CHAT = Shape("chat.completion", "chatcmpl", True)
+TEXT = Shape("text_completion", "cmpl", False)
 
 
 def usage_of(results: Sequence[GenerationResult], n: int, tokenizer: Any = None) -> dict[str, Any]:
@@ -103,7 +104,8 @@ def usage_of(results: Sequence[GenerationResult], n: int, tokenizer: Any = None)
     A prompt counts a single time for its ``n`` choices. With a tokenizer, the record has details.
     """
     prompts = results[::n]
-    num_in, num_out = sum(r.prompt_tokens for r in prompts), sum(len(r.token_ids) for r in results)
+    num_in = sum(r.prompt_tokens for r in prompts)
+    num_out = sum(len(r.token_ids) for r in results)
     details = {"cached_tokens": sum(r.cached_tokens for r in prompts)}
     usage = {
         "prompt_tokens": num_in,
@@ -134,10 +136,8 @@ def _trace(result: GenerationResult, tokenizer: Any) -> dict[str, Any]:
     the prompt: a token that ends inside a character is empty, and the token that completes the
     character has it.
     """
-    writer, characters = (
-        LogprobWriter(tokenizer, is_chat=True),
-        codecs.getincrementaldecoder("utf-8")("replace"),
-    )
+    writer = LogprobWriter(tokenizer, is_chat=True)
+    characters = codecs.getincrementaldecoder("utf-8")("replace")
     tokens = [characters.decode(writer.bytes_of(token)) for token in result.prompt_ids]
     zero = min([start for _, start, _ in result.stages], default=0.0)
     stages = [

@@ -27,18 +27,16 @@ ATTEMPTS = 5  # most replicas that a request is passed to, in sequence
 LOST = (RayActorError, ReplicaUnavailableError)
 """Errors that mean that a replica, or its machine, has died."""
 PASSED_ON = (
-    *(
-        "type",
-        "http_version",
-        "method",
-        "scheme",
-        "path",
-        "raw_path",
-        "query_string",
-        "headers",
-        "client",
-        "server",
-    ),
+    "type",
+    "http_version",
+    "method",
+    "scheme",
+    "path",
+    "raw_path",
+    "query_string",
+    "headers",
+    "client",
+    "server",
 )
 """Fields of an ASGI scope that can be sent to another process."""
 
@@ -54,7 +52,9 @@ class Front:
 
     def __init__(self, replica: DeploymentHandle[Any], options: Mapping[str, Any]) -> None:
         config = ServingConfig(**options)
-        self._replica, self._server, self._engine = replica, config.server_config, config.open()
+        self._replica = replica
+        self._server = config.server_config
+        self._engine = config.open()
         self._spans = dict[str, tuple[SpanIndex, int]]()
 
     async def __call__(self, request: Request) -> Response:
@@ -97,16 +97,16 @@ class Front:
         replica that holds the chat's history gets every turn.
         """
         try:
-            tenant = (
-                self._server.tenant_of(authorization.partition(" ")[2].strip())
-                if self._server.api_keys
-                else None
-            )
+            if self._server.api_keys:
+                tenant = self._server.tenant_of(authorization.partition(" ")[2].strip())
+            else:
+                tenant = None
             namespace = self._engine.namespace + ("" if tenant is None else f"/{tenant}")
             found = texts(json.loads(body))
             spans = self._known(self._engine.store.names.namespace(namespace))
             for _, text in found:
-                if chunks := spans.scan(text):
+                chunks = spans.scan(text)
+                if chunks:
                     return [chunk.digest for chunk in chunks]
             return [text_digest(text) for is_question, text in found if is_question][:1]
         except (KVRagError, OSError, ValueError, RecursionError):  # the replica reports the error
@@ -166,7 +166,8 @@ def texts(body: Any) -> list[tuple[bool, str]]:
     """
     if not isinstance(body, dict):
         return []
-    found, messages = list[tuple[bool, str]](), body.get("messages")
+    found = list[tuple[bool, str]]()
+    messages = body.get("messages")
     for message in messages if isinstance(messages, list) else []:
         if isinstance(message, dict):
             content = message.get("content")
@@ -177,7 +178,8 @@ def texts(body: Any) -> list[tuple[bool, str]]:
                 if isinstance(part, dict) and isinstance(part.get("text"), str)
             )
             found.append((message.get("role") == "user", text))
-    prompts, reuse = body.get("prompt"), body.get("kvrag")
+    prompts = body.get("prompt")
+    reuse = body.get("kvrag")
     found += [
         (True, each)
         for each in (prompts if isinstance(prompts, list) else [prompts])

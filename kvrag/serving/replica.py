@@ -40,7 +40,8 @@ class Replica:
             self._name = get_replica_context().replica_id.unique_id
         self._engine = config.open()
         self._app = create_app(self._engine, config.server_config)
-        self._life, self._gauges = AsyncExitStack(), dict[str, Gauge]()
+        self._life = AsyncExitStack()
+        self._gauges = dict[str, Gauge]()
         await self._life.enter_async_context(self._app.router.lifespan_context(self._app))
         await asyncio.to_thread(warm, self._engine, config.warm_s)
         self._publishing = asyncio.create_task(self._publish())
@@ -53,7 +54,8 @@ class Replica:
         ``keys`` are not used here; :class:`~kvrag.serving.router.ChunkRouter` reads them.
         """
         messages: asyncio.Queue[MutableMapping[str, Any] | None] = asyncio.Queue(BACKLOG)
-        has_left, parts = asyncio.Event(), [body]
+        has_left = asyncio.Event()
+        parts = [body]
 
         async def receive() -> MutableMapping[str, Any]:
             if parts:
@@ -90,7 +92,8 @@ class Replica:
 
         Ray hands them to :func:`kvrag.serving.router.by_queue`.
         """
-        load, admission = self._engine.load, self._app.state.service.admission
+        load = self._engine.load
+        admission = self._app.state.service.admission
         return {"running": float(load.running), "waiting": float(load.waiting + admission.waiting)}
 
     def __del__(self) -> None:

@@ -24,12 +24,12 @@ def by_owner(keys: Iterable[str], replicas: Iterable[str]) -> list[str]:
     highest hash of both names. So the result doesn't depend on the order of the keys, all fronts
     agree, and when a replica joins or leaves, only its keys move.
     """
-    replicas, keys = sorted(replicas), sorted(set(keys))
-    owned = (
-        Counter(max(replicas, key=lambda replica: _hash(key, replica)) for key in keys)
-        if replicas
-        else Counter[str]()
-    )
+    replicas = sorted(replicas)
+    keys = sorted(set(keys))
+    if replicas:
+        owned = Counter(max(replicas, key=lambda replica: _hash(key, replica)) for key in keys)
+    else:
+        owned = Counter[str]()
     return sorted(replicas, key=lambda replica: (-owned[replica], _hash(*keys, replica)))
 
 

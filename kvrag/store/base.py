@@ -64,12 +64,16 @@ class MemoryBlobs:
     def read(self, key: ChunkKey, start: int = 0, length: int | None = None) -> Bytes | None:
         """Return a view of a blob."""
         blob = self._blobs.get(key)
-        return None if blob is None else blob[start : None if length is None else start + length]
+        if blob is None:
+            return None
+        return blob[start : None if length is None else start + length]
 
     def write(self, key: ChunkKey, parts: Iterable[Bytes]) -> int:
         """Store a copy of the parts."""
         blob = memoryview(bytearray().join(parts))
-        return len(blob) if self._blobs.setdefault(key, blob) is blob else 0
+        if self._blobs.setdefault(key, blob) is blob:
+            return len(blob)
+        return 0
 
     def delete(self, keys: Collection[ChunkKey]) -> set[ChunkKey]:
         """Delete blobs and return the keys that existed."""

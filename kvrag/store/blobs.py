@@ -26,7 +26,9 @@ from kvrag.store.format import Encoded
 from kvrag.types import ChunkKey
 
 KEY = re.compile(r"[0-9a-f]{64}")
-SUFFIX, OBJECTS, TMP = ".safetensors", "objects", "tmp"
+SUFFIX = ".safetensors"
+OBJECTS = "objects"
+TMP = "tmp"
 ABSENT = (FileNotFoundError, NotADirectoryError)
 ABANDONED_S = 3600.0  # files in tmp/ that did not change for so long have no writer
 NO_LINKS = (
@@ -50,7 +52,8 @@ class FileBlobs:
     """
 
     def __init__(self, root: str | os.PathLike[str], *, durable: bool = True) -> None:
-        self.root, self._durable = Path(root), durable
+        self.root = Path(root)
+        self._durable = durable
 
     def read(self, key: ChunkKey, start: int = 0, length: int | None = None) -> Bytes | None:
         """Return bytes of a file; empty if it is not a regular file."""
@@ -66,7 +69,8 @@ class FileBlobs:
         try:
             status = os.fstat(fd)
             size = max(0, status.st_size - start) if stat.S_ISREG(status.st_mode) else 0
-            view, done = BUFFERS.take(size if length is None else min(size, length)), 0
+            view = BUFFERS.take(size if length is None else min(size, length))
+            done = 0
             while done < len(view) and (count := os.preadv(fd, [view[done:]], start + done)):
                 done += count
             return view[:done]
@@ -77,7 +81,8 @@ class FileBlobs:
 
     def write(self, key: ChunkKey, parts: Iterable[Bytes]) -> int:
         """Write a file and link it to its name, unless the name exists."""
-        draft, final = secrets.token_hex(16), key + SUFFIX
+        draft = secrets.token_hex(16)
+        final = key + SUFFIX
         with self._shard(key, make=True) as folder, self._folder(TMP, make=True) as tmp:
             if os.access(final, os.F_OK, dir_fd=folder, follow_symlinks=False):
                 return 0
@@ -215,7 +220,8 @@ def _write(fd: int, parts: Iterable[Bytes], *, is_synced: bool) -> int:
         return _put(fd, map(memoryview, parts), 0)
     end = parts.head_bytes
     for views in parts.body():
-        start, end = end, _put(fd, views, end)
+        start = end
+        end = _put(fd, views, end)
         if is_synced and hasattr(os, "posix_fadvise"):  # starts writing; dirty pages stay in memory
             os.posix_fadvise(fd, start, end - start, os.POSIX_FADV_DONTNEED)
     _put(fd, [memoryview(parts.head())], 0)

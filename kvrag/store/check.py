@@ -74,7 +74,8 @@ def fsck(
 
     With ``verify_data``, every byte of all chunks is checked. Damaged chunks are erased.
     """
-    report, wanted = FsckReport(), set(keys or ())
+    report = FsckReport()
+    wanted = set(keys or ())
     for key in sorted(store.listed()):
         try:
             blob = store.blob(key)
@@ -107,7 +108,8 @@ def gc(store: TieredStore, *, with_foreign: bool = False) -> GcReport:
     """
     if store.read_only:
         raise StoreError("the KV store is open for reading only; make its directory writable")
-    blobs, catalog = store.blobs, store.catalog
+    blobs = store.blobs
+    catalog = store.catalog
     found: dict[type[BlobRejected], set[ChunkKey]] = {OtherVersion: set(), Foreign: set()}
     for key in store.listed():
         try:
@@ -118,7 +120,8 @@ def gc(store: TieredStore, *, with_foreign: bool = False) -> GcReport:
     report.foreign = len(store.delete_blobs(found[Foreign])) if with_foreign else 0
     pending = catalog.keys(pending=True)
     store.delete(pending)  # a live writer writes its chunk again
-    report.pending, report.dormant = len(pending), store.erase_dormant()
+    report.pending = len(pending)
+    report.dormant = store.erase_dormant()
     before = catalog.totals()[0]
     with suppress(StoreError):
         store.make_room()
@@ -149,25 +152,24 @@ def copy(
     namespace.
     """
     names = {source.names.namespace(name): target.names.namespace(name) for name in namespaces}
-    catalog, holders, counts, is_same = (
-        source.catalog,
-        _holders(source),
-        [0, 0, 0],
-        source.names == target.names,
-    )
+    catalog = source.catalog
+    holders = _holders(source)
+    counts = [0, 0, 0]
+    is_same = source.names == target.names
     for key in sorted(catalog.keys() if keys is None else keys):
         identity = source.identity(key)
-        space = (
-            names.get(identity.namespace, identity.namespace if is_same else None)
-            if identity
-            else None
-        )
+        if identity:
+            space = names.get(identity.namespace, identity.namespace if is_same else None)
+        else:
+            space = None
         if identity is None or space is None or (kv := source.get(identity)) is None:
             counts[2] += 1
             continue
-        there, kept = replace(identity, namespace=space), source.retention(key)
+        there = replace(identity, namespace=space)
+        kept = source.retention(key)
         put = partial(target.put, there, kv, retention=kept, reason="import")
-        texts, written = list[TextEntry | None](catalog.key_texts(key)), 0
+        texts = list[TextEntry | None](catalog.key_texts(key))
+        written = 0
         for text in texts or [None]:
             for doc_id in (
                 holders.get((identity.namespace, text.digest), [None]) if text else [None]

@@ -32,18 +32,24 @@ class CachedBlobs:
     """
 
     def __init__(self, shared: Blobs, local: FileBlobs, budget: Budget) -> None:
-        self.shared, self.local, self._sizes = shared, local, local.sizes()
+        self.shared = shared
+        self.local = local
+        self._sizes = local.sizes()
         self._room = Evictor(budget, self._totals, self._usages, local.free_bytes, self.forget)
         # _unlisted: bytes that were copied since the directory was listed.
-        self._unlisted, self._full_until, self._lock = 0, 0.0, fork_lock()
+        self._unlisted = 0
+        self._full_until = 0.0
+        self._lock = fork_lock()
 
     def read(self, key: ChunkKey, start: int = 0, length: int | None = None) -> Bytes | None:
         """Return bytes of the copy, which is made if it is missing."""
         with suppress(OSError):
-            if (data := self.local.read(key, start, length)) is not None:
+            data = self.local.read(key, start, length)
+            if data is not None:
                 self._use(key)
                 return data
-        if (whole := self.shared.read(key)) is None:
+        whole = self.shared.read(key)
+        if whole is None:
             return None
         self._copy(key, whole)
         return memoryview(whole)[start : None if length is None else start + length]
@@ -112,7 +118,8 @@ class CachedBlobs:
         with self._lock:
             there = self.local.sizes()
             mine = {key: there.pop(key) for key in self._sizes if key in there}
-            self._sizes, self._unlisted = there | mine, 0
+            self._sizes = there | mine
+            self._unlisted = 0
             return 0, [
                 Sized(each, 0, size, Usage(last=n))
                 for n, (each, size) in enumerate(self._sizes.items())

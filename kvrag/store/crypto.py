@@ -24,7 +24,8 @@ from kvrag.errors import ConfigError, require
 from kvrag.identity.fingerprint import FORMAT_VERSION, namespace_digest
 
 MIN_KEY_BYTES = 32  # shorter keys are refused: they could be guessed
-TAG_BYTES, NONCE_BYTES = 16, 12
+TAG_BYTES = 16
+NONCE_BYTES = 12
 
 
 def derive(key: bytes, purpose: str, *, salt: bytes = b"") -> bytes:
@@ -46,13 +47,12 @@ def read_key(source: Callable[[], bytes] | str) -> bytes:
 
     Raises ``ConfigError``, without quoting the key, if it is missing or too short.
     """
-    where, remedy = "StoreConfig.encryption_key", f"give at least {MIN_KEY_BYTES} random bytes"
+    where = "StoreConfig.encryption_key"
+    remedy = f"give at least {MIN_KEY_BYTES} random bytes"
     if isinstance(source, str):
         name = source.removeprefix("env:")
-        where, remedy = (
-            f"the environment variable {name} ({where})",
-            "set it to the output of: openssl rand -hex 32",
-        )
+        where = f"the environment variable {name} ({where})"
+        remedy = "set it to the output of: openssl rand -hex 32"
         key = _decoded(os.environ.get(name, ""))
     else:
         try:
@@ -62,11 +62,10 @@ def read_key(source: Callable[[], bytes] | str) -> bytes:
                 f"the function of {where} raises {type(error).__name__}; {remedy}"
             ) from error
     if not isinstance(key, bytes) or len(key) < MIN_KEY_BYTES:
-        what = (
-            f"a key of {len(key)} bytes, which can be guessed"
-            if isinstance(key, bytes) and key
-            else "no key"
-        )
+        if isinstance(key, bytes) and key:
+            what = f"a key of {len(key)} bytes, which can be guessed"
+        else:
+            what = "no key"
         raise ConfigError(f"{where} gives {what}; {remedy}")
     return key
 
@@ -114,7 +113,9 @@ class Keys:
     @property
     def id(self) -> str:
         """Public name of the key; empty without a key."""
-        return "" if self.cipher is None else key_id(self.cipher)
+        if self.cipher is None:
+            return ""
+        return key_id(self.cipher)
 
     def namespace(self, name: str) -> str:
         """Return the digest of a namespace's name, ``sha256:...`` or ``hmac-sha256:...``."""
@@ -134,7 +135,8 @@ def encrypt(key: bytes, nonce: int, views: Iterable[memoryview]) -> tuple[list[m
 
     A key must not be used twice with the same nonce.
     """
-    encryptor, parts = _cipher(key, nonce).encryptor(), []
+    encryptor = _cipher(key, nonce).encryptor()
+    parts = []
     for view in views:
         parts.append(np.empty(len(view), np.uint8).data)
         encryptor.update_into(view, parts[-1])
@@ -146,7 +148,8 @@ def decrypt(key: bytes, nonce: int, data: memoryview, tag: bytes) -> memoryview 
     """Decrypt bytes; return ``None`` if the tag is wrong."""
     from cryptography.exceptions import InvalidTag
 
-    decryptor, out = _cipher(key, nonce, tag).decryptor(), BUFFERS.take(len(data))
+    decryptor = _cipher(key, nonce, tag).decryptor()
+    out = BUFFERS.take(len(data))
     decryptor.update_into(data, out)
     with suppress(InvalidTag):
         decryptor.finalize()

@@ -59,9 +59,10 @@ class Usage(NamedTuple):
 
     def retained(self, retention: Retention) -> Usage:
         """Return the usage with a new retention, from now on."""
-        until = (
-            -1.0 if retention.duration_s is None else min(time.time() + retention.duration_s, MOST)
-        )
+        if retention.duration_s is None:
+            until = -1.0
+        else:
+            until = min(time.time() + retention.duration_s, MOST)
         cost = self.cost_ms if retention.cost_ms is None else float(retention.cost_ms)
         return self._replace(priority=retention.priority, until=until, cost_ms=cost)
 
@@ -70,16 +71,15 @@ class Usage(NamedTuple):
 
         ``None`` stands for the default.
         """
-        left, cost = (
-            None if self.until < 0 else self.until - time.time(),
-            None if self.cost_ms < 0 else self.cost_ms,
-        )
-        found = (
-            Retention(cost_ms=cost)
-            if left is not None and left <= 0
-            else Retention(self.priority, left, cost)
-        )
-        return None if found == Retention() else found
+        left = None if self.until < 0 else self.until - time.time()
+        cost = None if self.cost_ms < 0 else self.cost_ms
+        if left is not None and left <= 0:
+            found = Retention(cost_ms=cost)
+        else:
+            found = Retention(self.priority, left, cost)
+        if found == Retention():
+            return None
+        return found
 
     def touched(self, hits: int, now: int) -> Usage:
         """Return the usage with more hits, at access ``now``."""
@@ -91,7 +91,9 @@ class Usage(NamedTuple):
 
     def priority_now(self) -> int:
         """Return the current priority; the default again when its time is over."""
-        return self.priority if self.until < 0 or time.time() < self.until else DEFAULT_PRIORITY
+        if self.until < 0 or time.time() < self.until:
+            return self.priority
+        return DEFAULT_PRIORITY
 
 
 class Sized(NamedTuple):
@@ -118,7 +120,9 @@ def token_ms(chunks: Iterable[Sized]) -> float:
     """
     known = [chunk for chunk in chunks if chunk.usage.cost_ms >= 0]
     tokens = sum(chunk.num_tokens for chunk in known)
-    return sum(chunk.usage.cost_ms for chunk in known) / tokens if tokens else TOKEN_MS
+    if tokens:
+        return sum(chunk.usage.cost_ms for chunk in known) / tokens
+    return TOKEN_MS
 
 
 def leaving(
@@ -163,11 +167,16 @@ class Budget:
         The disk minimum counts ``min_free_bytes`` alone. The goal is above the minimum, so that not
         every write evicts.
         """
-        must, should, full = 0, 0, stored + need
+        must = 0
+        should = 0
+        full = stored + need
         if self.max_bytes is not None and full > self.high * self.max_bytes:
-            must, should = max(0, full - self.max_bytes), full - int(self.low * self.max_bytes)
-        if disk := max(0, self.min_free_bytes + need - free):
-            must, should = max(must, disk), max(should, disk + int((self.high - self.low) * stored))
+            must = max(0, full - self.max_bytes)
+            should = full - int(self.low * self.max_bytes)
+        disk = max(0, self.min_free_bytes + need - free)
+        if disk:
+            must = max(must, disk)
+            should = max(should, disk + int((self.high - self.low) * stored))
         return must, should, disk
 
 
@@ -230,5 +239,7 @@ class Evictor:
     def _free(self) -> int:
         """Return the free bytes of the file system; 2**62 if unlimited or unknown."""
         with suppress(OSError):  # a write on a full disk fails by itself
-            return self.free_bytes() if self.budget.min_free_bytes else 2**62
+            if self.budget.min_free_bytes:
+                return self.free_bytes()
+            return 2**62
         return 2**62

@@ -52,7 +52,8 @@ HEAD_BYTES = 16 * 1024  # read first: most headers are not longer
 STEP_BYTES = 4 * 2**20  # bytes of layers that a thread hashes or reads at once
 # Longer headers are neither written nor read: enough for half a million token ids.
 MAX_HEADER_BYTES = 4 * 2**20
-HEADER_NONCE, SALT_BYTES = 2**32 - 1, 32
+HEADER_NONCE = 2**32 - 1
+SALT_BYTES = 32
 KIND = {"format": "kvrag", "version": str(FORMAT_VERSION)}
 NAMED = ("model", "namespace", "prefix", "context", "kv_dtype")
 START = '{"__metadata__":'
@@ -66,7 +67,8 @@ FAULTS = (
     struct.error,
     StoreError,
 )  # raised for a malformed header
-dump, parse = json.JSONEncoder(separators=(",", ":")).encode, json.JSONDecoder().raw_decode
+dump = json.JSONEncoder(separators=(",", ":")).encode
+parse = json.JSONDecoder().raw_decode
 # ``length`` bytes from ``offset`` on, as Blobs.read returns them.
 Read = Callable[[int, int], Bytes | None]
 
@@ -79,7 +81,9 @@ class BlobRejected(Exception):
 
     def __init__(self, reason: str, hole: HoleReason = "damaged", layer: int | None = None) -> None:
         super().__init__(reason)
-        self.reason, self.hole, self.layer = reason, hole, layer
+        self.reason = reason
+        self.hole = hole
+        self.layer = layer
 
 
 class OtherVersion(BlobRejected):
@@ -134,7 +138,9 @@ class Header:
 
 def record_of(of: ChunkIdentity, num_bytes: int) -> ChunkRecord:
     """Return the catalog record of a chunk."""
-    key, content, tokens = chunk_key(of), content_key(of), len(of.token_ids)
+    key = chunk_key(of)
+    content = content_key(of)
+    tokens = len(of.token_ids)
     return ChunkRecord(
         key, content, of.model, of.namespace, of.prefix, of.context, tokens, num_bytes
     )
@@ -158,7 +164,8 @@ class Encoded:
     def __init__(self, identity: ChunkIdentity, kv: ChunkKV, cipher: bytes | None = None) -> None:
         dtype, shapes = shapes_of(identity, kv)
         self.header = Header(identity, dtype, shapes, (bytes(TAG_BYTES),) * len(shapes))
-        self._cipher, self._salt = cipher, secrets.token_bytes(SALT_BYTES)
+        self._cipher = cipher
+        self._salt = secrets.token_bytes(SALT_BYTES)
         try:
             self._layers = [layer.tensors for layer in own_kv(kv).layers]
             self.head_bytes = len(self.head())
@@ -194,10 +201,8 @@ class Encoded:
             yield from (bytes_of(self._layers[run.start : run.stop]) for run in runs)
             digests = [digest for run in proofs for digest in run]
         else:
-            key, digests = (
-                derive(self._cipher, f"blob {chunk_key(self.header.identity)}", salt=self._salt),
-                [],
-            )
+            key = derive(self._cipher, f"blob {chunk_key(self.header.identity)}", salt=self._salt)
+            digests = []
             for index, layer in enumerate(self._layers):
                 pieces, tag = encrypt(key, index, scanned(index, layer))
                 digests.append(tag)
@@ -243,7 +248,8 @@ class Blob:
 
         Raises ``BlobRejected`` if a layer is damaged or can't be read.
         """
-        layers, runs = self.header.layout.layers, _runs(self.header.layout.offsets)
+        layers = self.header.layout.layers
+        runs = _runs(self.header.layout.offsets)
         done = POOL.ahead(self._run, runs) if runs[1:] else map(self._run, runs)
         proven = (data for run in done for data in run)
         yield from (
@@ -255,16 +261,19 @@ class Blob:
 
         Plain layers are slices of a single tensor.
         """
-        start, end = (offsets := self.header.layout.offsets)[run.start], offsets[run.stop]
+        start = (offsets := self.header.layout.offsets)[run.start]
+        end = offsets[run.stop]
         data = memoryview(
             self._bytes(self._start + start, end - start + (end == offsets[-1]), run.start)
         )
         if len(data) != end - start:
             raise BlobRejected("it has the wrong length", layer=run.start)
         if data.readonly:  # torch needs writable memory
-            stored, data = data, BUFFERS.take(len(data))
+            stored = data
+            data = BUFFERS.take(len(data))
             data[:] = stored
-        whole, proven = torch.frombuffer(data, dtype=torch.uint8), list[torch.Tensor]()
+        whole = torch.frombuffer(data, dtype=torch.uint8)
+        proven = list[torch.Tensor]()
         for index in run:
             place = slice(offsets[index] - start, offsets[index + 1] - start)
             plain = self._proven(index, data[place])
@@ -308,10 +317,8 @@ def _parse(head: bytes, cipher: bytes | None) -> tuple[Header, bytes | None]:
         if metadata.get("cipher_key") != (None if cipher is None else key_id(cipher)):
             raise Foreign("it is not protected by the key that the store was opened with", "absent")
         if cipher is not None:
-            salt, sealed = (
-                bytes.fromhex(metadata["salt"]),
-                memoryview(base64.b64decode(metadata["sealed"])),
-            )
+            salt = bytes.fromhex(metadata["salt"])
+            sealed = memoryview(base64.b64decode(metadata["sealed"]))
             key = derive(cipher, f"blob {metadata['key']}", salt=salt)
             plain = decrypt(key, HEADER_NONCE, sealed[:-TAG_BYTES], bytes(sealed[-TAG_BYTES:]))
             # The length counts: a salt padded with zeros would derive the same key.
@@ -330,7 +337,8 @@ def _decode(metadata: dict[str, Any]) -> Header:
     """Parse the metadata of a plain header; raises an exception of :data:`FAULTS`."""
     names = {name: metadata[name] for name in NAMED}
     "".join(names.values()).encode()  # as chunk_key does: it must not fail later
-    ids, raw = base64.b64decode(metadata["token_ids"]), bytes.fromhex(metadata["layer_digests"])
+    ids = base64.b64decode(metadata["token_ids"])
+    raw = bytes.fromhex(metadata["layer_digests"])
     count = len(ids) // 4
     token_ids = struct.unpack(f"<{count}I", ids)
     digests = tuple(raw[place : place + TAG_BYTES] for place in range(0, len(raw), TAG_BYTES))
@@ -356,7 +364,8 @@ def _head(header: Header, cipher: bytes | None, salt: bytes) -> bytes:
     """
     text = header.encode()
     if cipher is not None:
-        owner, end = chunk_key(header.identity), header.num_bytes
+        owner = chunk_key(header.identity)
+        end = header.num_bytes
         sealed, tag = encrypt(
             derive(cipher, f"blob {owner}", salt=salt), HEADER_NONCE, [memoryview(text)]
         )

@@ -71,9 +71,13 @@ class MemoryTier:
     def __init__(
         self, max_bytes: int, *, name: str = "host", device: torch.device | str = "cpu"
     ) -> None:
-        self.max_bytes, self.name, self.device = max_bytes, name, torch.device(device)
-        self.listeners, self.reads = list[Listener](), Reads(max_bytes)
-        self._lock, self._entries = fork_lock(), dict[ChunkKey, _Entry]()
+        self.max_bytes = max_bytes
+        self.name = name
+        self.device = torch.device(device)
+        self.listeners = list[Listener]()
+        self.reads = Reads(max_bytes)
+        self._lock = fork_lock()
+        self._entries = dict[ChunkKey, _Entry]()
         self._num_bytes = self._hits = self._misses = self._now = 0
         self.epoch = 0
         """Changes with every erasure and change of retention; reads begun before are not kept."""
@@ -85,14 +89,17 @@ class MemoryTier:
             if entry is None or entry.identity != identity:
                 self._misses += 1
                 return None
-            self._hits, self._now = self._hits + 1, self._now + 1
+            self._hits += 1
+            self._now += 1
             entry.usage = entry.usage.touched(1, self._now)
             return entry.kv
 
     def identity(self, key: ChunkKey) -> ChunkIdentity | None:
         """Return the identity of the chunk under a key."""
         entry = self._entries.get(key)
-        return None if entry is None else entry.identity
+        if entry is None:
+            return None
+        return entry.identity
 
     def keys(self) -> list[ChunkKey]:
         """Return the keys of all chunks."""
@@ -115,7 +122,9 @@ class MemoryTier:
         changed since before the chunk was read, the chunk may be erased, and is not kept.
         """
         try:
-            given, num_bytes, is_new = kv, kv.num_bytes, reason == "put"
+            given = kv
+            num_bytes = kv.num_bytes
+            is_new = reason == "put"
             if self.device.type != "cpu":
                 given = own_kv(kv, device=self.device, copy=is_new)
             elif is_new and num_bytes <= self.max_bytes:  # chunks that were read are copies already
@@ -125,11 +134,10 @@ class MemoryTier:
             return kv
         key = chunk_key(identity)
         with self._lock:
-            gone = (
-                self._take(key, _Entry(identity, given, usage, num_bytes))
-                if epoch == self.epoch
-                else None
-            )
+            if epoch == self.epoch:
+                gone = self._take(key, _Entry(identity, given, usage, num_bytes))
+            else:
+                gone = None
         if gone is not None:
             emit(self.listeners, self.name, [key], reason, len(identity.token_ids), num_bytes)
             emit(self.listeners, self.name, gone, "evicted")
@@ -163,21 +171,21 @@ class MemoryTier:
     def _take(self, key: ChunkKey, new: _Entry) -> list[ChunkKey] | None:
         """Add a chunk and return the keys evicted for it; ``None``, without evictions, if full."""
         self._now += 1
-        must, hits, going = (
-            self._num_bytes + new.num_bytes - self.max_bytes,
-            new.usage.hits,
-            list[Sized](),
-        )
-        if (known := self._entries.get(key)) is not None:
-            must, hits = must - known.num_bytes, max(hits, known.usage.recent_hits(self._now))
+        must = self._num_bytes + new.num_bytes - self.max_bytes
+        hits = new.usage.hits
+        going = list[Sized]()
+        known = self._entries.get(key)
+        if known is not None:
+            must -= known.num_bytes
+            hits = max(hits, known.usage.recent_hits(self._now))
         new.usage = new.usage._replace(hits=hits, last=self._now)
         if must > 0:
             there = [(k, e) for k, e in self._entries.items() if k != key]
             others = [Sized(k, len(e.identity.token_ids), e.num_bytes, e.usage) for k, e in there]
-            priority, should = new.usage.priority_now(), max(must, self._num_bytes // SHARE)
-            if (
-                found := leaving(others, self._now, priority=priority, must=must, should=should)
-            ) is None:
+            priority = new.usage.priority_now()
+            should = max(must, self._num_bytes // SHARE)
+            found = leaving(others, self._now, priority=priority, must=must, should=should)
+            if (found) is None:
                 return None
             going = found
         gone = [each.key for each in going]
@@ -208,7 +216,10 @@ class Prefetch:
     """
 
     def __init__(self, found: int, reads: list[Read]) -> None:
-        self.found, self.reads, self._reads, self._wanted = found, len(reads), reads, list(reads)
+        self.found = found
+        self.reads = len(reads)
+        self._reads = reads
+        self._wanted = list(reads)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until all reads are done or the timeout is over; return whether all are done."""
@@ -234,8 +245,10 @@ class Reads:
     """
 
     def __init__(self, max_bytes: int) -> None:
-        self._max_bytes, self._lock = max_bytes, fork_lock()
-        self._pid, self._reads = os.getpid(), dict[ChunkKey, Read]()
+        self._max_bytes = max_bytes
+        self._lock = fork_lock()
+        self._pid = os.getpid()
+        self._reads = dict[ChunkKey, Read]()
 
     def ahead(self, key: ChunkKey, load: Callable[[], Loaded], num_bytes: int) -> Read | None:
         """Start prefetching a chunk, or join its read; ``None`` without room or a thread."""
@@ -269,7 +282,8 @@ class Reads:
 
     def _mine(self) -> dict[ChunkKey, Read]:
         if self._pid != os.getpid():
-            self._pid, self._reads = os.getpid(), {}
+            self._pid = os.getpid()
+            self._reads = {}
         return self._reads
 
     def _begin(

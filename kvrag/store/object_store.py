@@ -93,7 +93,8 @@ class ObjectBlobs:
         A large object is written in parts. Two writers that meet both write it, with the same
         bytes.
         """
-        data, path = b"".join(parts), self._head + key
+        data = b"".join(parts)
+        path = self._head + key
         with self._faults():
             if len(data) >= PARTS_FROM:
                 if self._size(path) is not None:

@@ -48,7 +48,12 @@ OWN = (
     FORMAT_FILE,
     OBJECTS,
     TMP,
-    *["lock", "catalog", "index", "references", "quarantine", "llama_index"],
+    "lock",
+    "catalog",
+    "index",
+    "references",
+    "quarantine",
+    "llama_index",
 )
 """Beginnings of all names that a store creates in its directory."""
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -78,7 +83,8 @@ def open_store(kv_dir: str | os.PathLike[str] | None, config: StoreConfig) -> Ti
     ``StoreFormatError`` if a newer kvrag wrote the store, and ``StoreError`` if the directory can't
     be used.
     """
-    keys, ram = Keys.of(config), lesser(config.ram_bytes, config.ram_fraction, host_memory)
+    keys = Keys.of(config)
+    ram = lesser(config.ram_bytes, config.ram_fraction, host_memory)
     if config.shared is not None and (
         kv_dir is None or ("://" in str(kv_dir) and address(kv_dir) != config.shared)
     ):
@@ -96,10 +102,8 @@ def open_store(kv_dir: str | os.PathLike[str] | None, config: StoreConfig) -> Ti
     root = Path(os.path.abspath(kv_dir))
     read_only = prepare(root, config)
     key = (os.path.realpath(root), keys.cipher, read_only, config.durability, ram)
-    durable, folder = (
-        config.durability == "durable",
-        root / (f"catalog-{keys.id}" if keys.id else "catalog"),
-    )
+    durable = config.durability == "durable"
+    folder = root / (f"catalog-{keys.id}" if keys.id else "catalog")
 
     def open_parts() -> _Parts:
         blobs = FileBlobs(root, durable=durable)
@@ -137,7 +141,8 @@ def _open_shared(
     key = (url, root and os.path.realpath(root), keys.cipher, config.read_only, host.max_bytes)
 
     def open_parts() -> _Parts:
-        blobs, journal = open_url(url, OBJECTS), f"journal{keys.id and '-'}{keys.id}"
+        blobs = open_url(url, OBJECTS)
+        journal = f"journal{keys.id and '-'}{keys.id}"
         if isinstance(blobs, RedisBlobs):
             blobs.check()
         rows = partial(
@@ -209,7 +214,8 @@ def _leave(key: object) -> bool:
     """Release the shared parts; return whether this store was their last user."""
     with _lock:
         _users[key] -= 1
-        if is_last := not _users[key]:
+        is_last = not _users[key]
+        if is_last:
             del _users[key], _shared[key]
         return is_last
 
@@ -243,9 +249,8 @@ def prepare(root: Path, config: StoreConfig) -> bool:
     if config.read_only:
         return True
     there = root.glob("*") if version is None else ()
-    if others := [
-        path.name for path in there if not path.name.startswith((".", "lost+found", *OWN))
-    ]:
+    others = [path.name for path in there if not path.name.startswith((".", "lost+found", *OWN))]
+    if others:
         what = f"the directory {root} holds {others[0]!r} and is no KV store"
         raise StoreError(f"{what}; name one that is empty, or does not exist yet, as kv_dir")
     try:
@@ -274,9 +279,13 @@ def _version(path: Path) -> int | None:
     """Return the format version of a store: 0 if unreadable, ``None`` without a format file."""
     try:
         version = json.loads(path.read_text())["version"]
-        return version if type(version) is int else 0
+        if type(version) is int:
+            return version
+        return 0
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
-        return 0 if path.is_file() else None
+        if path.is_file():
+            return 0
+        return None
 
 
 def _write_version(root: Path) -> None:
@@ -310,7 +319,9 @@ def lesser(limit: L, fraction: float, total: Callable[[], int]) -> int | L:
         return limit
     with suppress(OSError, ValueError, AttributeError):
         part = int(fraction * total()) if fraction else 0
-        return part if limit is None else min(limit, part)
+        if limit is None:
+            return part
+        return min(limit, part)
     return limit
 
 
@@ -332,7 +343,9 @@ def device_budget(limit: int | None, fraction: float, device: torch.device) -> i
         return 0
     if device.type == "cuda":
         part = int(fraction * torch.cuda.get_device_properties(device).total_memory)
-        return part if limit is None else min(limit, part)
+        if limit is None:
+            return part
+        return min(limit, part)
     if limit is None:
         log.warning(
             "no memory tier on %s: nobody knows how much memory it has; set StoreConfig.gpu_bytes",

@@ -49,13 +49,11 @@ class Reader:
         config: StoreConfig,
         keys: Keys,
     ) -> None:
-        self.catalog, self.blobs, self.config, self.keys, self.names = (
-            catalog,
-            blobs,
-            config,
-            keys,
-            keys,
-        )
+        self.catalog = catalog
+        self.blobs = blobs
+        self.config = config
+        self.keys = keys
+        self.names = keys
         self.read_only = config.read_only or catalog.read_only
         self.name = (
             "host"
@@ -67,17 +65,21 @@ class Reader:
         """Name of the blobs' tier, in statistics and events."""
         said_to = config.on_event, config.event_log
         self.listeners = [Listener(*said_to)] if any(each is not None for each in said_to) else []
-        self.tiers, self.reads = tuple[MemoryTier, ...](), Reads(0)
+        self.tiers = tuple[MemoryTier, ...]()
+        self.reads = Reads(0)
         for tier in reversed(tiers):
             self.put_above(tier)
-        self._lock, self._counts, self._has_warned = fork_lock(), Counter[str](), False
+        self._lock = fork_lock()
+        self._counts = Counter[str]()
+        self._has_warned = False
         # The catalog's generation when memory was last compared with it.
         self._followed: int | None = None
 
     def put_above(self, tier: MemoryTier) -> None:
         """Add a memory tier above all other tiers."""
         tier.listeners += self.listeners
-        self.tiers, self.reads = (tier, *self.tiers), tier.reads
+        self.tiers = (tier, *self.tiers)
+        self.reads = tier.reads
 
     def known(self, keys: Collection[ChunkKey]) -> set[ChunkKey]:
         """Return the stored keys among ``keys``; blobs are verified when they are read."""
@@ -95,10 +97,13 @@ class Reader:
         """Return the verified identity of the chunk that is stored under a key."""
         self._follow()
         for tier in self.tiers:
-            if (identity := tier.identity(key)) is not None:
+            identity = tier.identity(key)
+            if identity is not None:
                 return identity
         found = self._from_blob(key, lambda blob: blob.header.identity)
-        return None if isinstance(found, Hole) else found
+        if isinstance(found, Hole):
+            return None
+        return found
 
     def retention(self, key: ChunkKey) -> Retention | None:
         """Return a chunk's retention, with its remaining duration; ``None`` for the default."""
@@ -126,7 +131,9 @@ class Reader:
         """
         self._follow()
         loaded = self._load(identity, chunk_key(identity))
-        return loaded if isinstance(loaded, ChunkKV) else None
+        if isinstance(loaded, ChunkKV):
+            return loaded
+        return None
 
     def get_many(self, identities: Sequence[ChunkIdentity], *, timeout_s: float) -> list[Loaded]:
         """Load several chunks; a :class:`~kvrag.types.Hole` stands for a chunk that is not loaded.
@@ -142,12 +149,11 @@ class Reader:
             dict[ChunkIdentity, Loaded | Read | None](),
             what="the KV store",
         )
-        reading, loaded = (
-            Deadline(max(0.0, look.left_s - look_s + timeout_s)),
-            dict[ChunkIdentity, Loaded](),
-        )
+        reading = Deadline(max(0.0, look.left_s - look_s + timeout_s))
+        loaded = dict[ChunkIdentity, Loaded]()
         for identity, key in keys.items():
-            each, late = found.get(identity), Hole(key, "late", None)
+            each = found.get(identity)
+            late = Hole(key, "late", None)
             if isinstance(each, Read):
                 each = reading.result(each.future, late, what="a stored chunk")
             loaded[identity] = each or late
@@ -156,7 +162,8 @@ class Reader:
     def prefetch(self, wanted: Iterable[ChunkIdentity | ChunkKey]) -> Prefetch:
         """Start reading chunks into memory, and return without waiting; calls share their reads."""
         self._follow()
-        found, reads = 0, list[Read]()
+        found = 0
+        reads = list[Read]()
         for each in dict.fromkeys(wanted):
             identity = each if isinstance(each, ChunkIdentity) else self.identity(each)
             if identity is None or (record := self.catalog.get(chunk_key(identity))) is None:
@@ -189,7 +196,8 @@ class Reader:
     def _load(self, identity: ChunkIdentity, key: ChunkKey) -> Loaded:
         """Return a chunk from memory, else from its blob, and keep it in the tiers above."""
         epochs = self._epochs()
-        if (kv := self._in_memory(identity, key)) is not None:
+        kv = self._in_memory(identity, key)
+        if kv is not None:
             return kv
         found = self._from_blob(key, lambda blob: blob.load(), identity)
         if isinstance(found, Hole):
@@ -203,7 +211,8 @@ class Reader:
         """Return a chunk from the uppermost tier that has it, and keep it in the tiers above."""
         epochs = self._epochs()
         for number, (tier, _) in enumerate(epochs):
-            if (kv := tier.get(key, identity)) is not None:
+            kv = tier.get(key, identity)
+            if kv is not None:
                 self.catalog.touch(key)
                 return self._lift(identity, kv, epochs[:number])
         return None
@@ -246,11 +255,8 @@ class Reader:
         read: Callable[[int, int], Bytes | None] = partial(self._read, key)
         if identity is not None and getattr(self.blobs, "is_remote", False):
             record = self.catalog.get(key)
-            read = (
-                self._at_once(key)
-                if record is not None and record.num_bytes <= AT_ONCE_BYTES
-                else read
-            )
+            if record is not None and record.num_bytes <= AT_ONCE_BYTES:
+                read = self._at_once(key)
         blob = Blob(read, identity, self.keys.cipher)
         if chunk_key(blob.header.identity) != key:
             raise BlobRejected("it belongs to another chunk")
@@ -258,7 +264,9 @@ class Reader:
 
     def _read(self, key: ChunkKey, start: int, length: int) -> Bytes | None:
         # Rows of an unencrypted catalog can be forged to name any file.
-        return self.blobs.read(key, start, length) if KEY.fullmatch(key) else None
+        if KEY.fullmatch(key):
+            return self.blobs.read(key, start, length)
+        return None
 
     def _at_once(self, key: ChunkKey) -> Callable[[int, int], Bytes | None]:
         """Return a reader of parts of a blob that fetches the whole blob at its first call."""
@@ -268,7 +276,9 @@ class Reader:
             if not found:
                 whole = self.blobs.read(key) if KEY.fullmatch(key) else None
                 found.append(None if whole is None else memoryview(whole))
-            return None if found[0] is None else found[0][start : start + length]
+            if found[0] is None:
+                return None
+            return found[0][start : start + length]
 
         return read
 

@@ -59,12 +59,15 @@ class RedisBlobs:
                 socket_timeout=ANSWER_S,
                 health_check_interval=30,
             )
-        self._head, self._is_endless = f"kvrag:{folder}:", is_endless
+        self._head = f"kvrag:{folder}:"
+        self._is_endless = is_endless
 
     def read(self, key: ChunkKey, start: int = 0, length: int | None = None) -> Bytes | None:
         """Return bytes of a string; a single round trip also tells whether it exists."""
         if length == 0:
-            return b"" if self._call("EXISTS", key) else None
+            if self._call("EXISTS", key):
+                return b""
+            return None
         # The server sends a whole string without a copy, and copies a range.
         if start == 0 and length is None:
             return self._whole(key)
@@ -79,11 +82,14 @@ class RedisBlobs:
         """Set a string unless it exists."""
         data = b"".join(parts)
         end = () if self._is_endless else ("PX", int(KEPT_S * 1000))
-        return len(data) if self._call("SET", key, data, "NX", *end) else 0
+        if self._call("SET", key, data, "NX", *end):
+            return len(data)
+        return 0
 
     def delete(self, keys: Collection[ChunkKey]) -> set[ChunkKey]:
         """Delete strings in the order of ``keys``, with few calls."""
-        gone, ordered = set(), list(keys)
+        gone = set()
+        ordered = list(keys)
         for start in range(0, len(ordered), PER_CALL):
             some = ordered[start : start + PER_CALL]
             with self._faults():
@@ -164,7 +170,8 @@ class RedisBlobs:
 
 def _value(sock: socket.socket, until: float) -> Bytes | None:
     """Receive a value (``$length``, end of line, value, end of line); raises ``OSError``."""
-    got, head = 0, bytearray(512)
+    got = 0
+    head = bytearray(512)
     while b"\r\n" not in head:
         got += _received(sock, memoryview(head)[got:], until)
     line, _, rest = bytes(head[:got]).partition(b"\r\n")
@@ -175,7 +182,8 @@ def _value(sock: socket.socket, until: float) -> Bytes | None:
             errno.EIO,
             f"Redis: {line.decode('ascii', 'replace') if line[:1] == b'-' else 'no value'}",
         )
-    whole, got = BUFFERS.take(int(line[1:]) + 2), len(rest)
+    whole = BUFFERS.take(int(line[1:]) + 2)
+    got = len(rest)
     whole[:got] = rest[: len(whole)]
     while got < len(whole):
         got += _received(sock, whole[got:], until)

@@ -49,7 +49,8 @@ class TieredStore(StoreWriter):
         is_last: Callable[[], bool] = lambda: True,
     ) -> None:
         super().__init__(tiers, blobs, catalog, config or StoreConfig(), keys or Keys())
-        self._is_last, self._is_closed = is_last, False
+        self._is_last = is_last
+        self._is_closed = False
         self._evictor = Evictor(
             budget or Budget(),
             totals=catalog.totals,
@@ -87,7 +88,8 @@ class TieredStore(StoreWriter):
         Raises ``StoreError``.
         """
         self._check_writable()
-        known, is_over = set[ChunkKey](), False
+        known = set[ChunkKey]()
+        is_over = False
         while not is_over:
             if self.catalog.state().dormant:
                 self.erase_dormant()
@@ -149,7 +151,9 @@ class TieredStore(StoreWriter):
 
         Its chunks are still stored below.
         """
-        return self.tiers[0].release() if self.tiers else 0
+        if self.tiers:
+            return self.tiers[0].release()
+        return 0
 
     def make_room(self) -> None:
         """Evict the bytes over the budget; raises ``StoreError`` if that is not enough."""
@@ -159,7 +163,10 @@ class TieredStore(StoreWriter):
     def close(self) -> None:
         """Release resources; idempotent. Parts that the process's other stores share stay open."""
         with self._lock:
-            was_closed, self._is_closed, tiers, self.tiers = self._is_closed, True, self.tiers, ()
+            was_closed = self._is_closed
+            self._is_closed = True
+            tiers = self.tiers
+            self.tiers = ()
         if was_closed:
             return
         for tier in tiers:
@@ -179,7 +186,8 @@ class TieredStore(StoreWriter):
         # A writer may have confirmed a chunk after its blob was erased.
         with refusal("stored chunks can't be erased"):
             left = [(key, row) for key, row in self.catalog.revisions(gone).items() if row]
-            if found := {key: row for key, row in left if self._read(key, 0, 1) is None}:
+            found = {key: row for key, row in left if self._read(key, 0, 1) is None}
+            if found:
                 self.catalog.remove(found)
         self._drop(keys, reason, gone)
         return gone

@@ -53,7 +53,9 @@ class StoreWriter(Reader):
     def _far(self) -> Blobs | None:
         """Blobs that machines share over a network, without local copies, if the store has any."""
         blobs: Blobs = getattr(self.blobs, "shared", self.blobs)
-        return blobs if getattr(blobs, "is_remote", False) else None
+        if getattr(blobs, "is_remote", False):
+            return blobs
+        return None
 
     def put(
         self,
@@ -79,7 +81,8 @@ class StoreWriter(Reader):
         """Store chunks in two changes of the catalog; return :meth:`put`'s results or errors."""
         for chunk in chunks:
             check_retention(chunk.retention)
-        epochs, begun = self._epochs(), [self._prepared(chunk) for chunk in chunks]
+        epochs = self._epochs()
+        begun = [self._prepared(chunk) for chunk in chunks]
         jobs = [each for each in begun if isinstance(each, _Job)]
         try:
             if jobs:
@@ -96,7 +99,8 @@ class StoreWriter(Reader):
         for _ in range(ATTEMPTS):
             # Blobs of chunks that are erased meanwhile stay for the next attempt: another writer
             # may count on them.
-            if left := [job for job in jobs if job.result is None]:
+            left = [job for job in jobs if job.result is None]
+            if left:
                 self._write(left)
         for job in jobs:
             if job.result is None:
@@ -128,23 +132,23 @@ class StoreWriter(Reader):
         with _results_of(jobs):
             revisions = self.catalog.begin([(job.record, *job.new[2:]) for job in jobs])
             for job, revision in zip(jobs, revisions, strict=True):
-                job.revision, job.result = revision, 0 if revision is None else None
+                job.revision = revision
+                job.result = 0 if revision is None else None
             write_all = map if self._far is None else POOL.ahead
             list(write_all(self._write_body, [job for job in jobs if job.result is None]))
             left = [job for job in jobs if job.result is None]
-            there = (
-                self.catalog.confirm({job.record.key: job.revision or 0 for job in left})
-                if left
-                else ()
-            )
+            there = set[ChunkKey]()
+            if left:
+                there = self.catalog.confirm({job.record.key: job.revision or 0 for job in left})
             for job in left:
                 job.result = job.written if job.record.key in there else None
 
     def _write_body(self, job: _Job) -> None:
         with _results_of([job]):
-            job.written = (
-                job.record.num_bytes if self._write_blob(job.record.key, job.encoded) else 0
-            )
+            if self._write_blob(job.record.key, job.encoded):
+                job.written = job.record.num_bytes
+            else:
+                job.written = 0
 
     def _take_back(self, job: _Job) -> None:
         """Remove all traces of a chunk that could not be written."""
@@ -172,7 +176,8 @@ class StoreWriter(Reader):
 
     def _write_blob(self, key: ChunkKey, encoded: Encoded) -> int:
         """Write a blob, in place of a blob that is not this chunk's; 0 if this chunk's is there."""
-        if written := self.blobs.write(key, encoded):
+        written = self.blobs.write(key, encoded)
+        if written:
             return written
         try:
             self.blob(key, encoded.header.identity)
@@ -200,9 +205,11 @@ class StoreWriter(Reader):
             with suppress(OSError):
                 self.delete_blobs([key] if fault.hole == "damaged" else [])
             return False
-        if (revision := self.catalog.begin([(record, text, (doc_id,), None)])[0]) is None:
+        revision = self.catalog.begin([(record, text, (doc_id,), None)])[0]
+        if revision is None:
             return True
-        if is_stored := bool(self.catalog.confirm({key: revision})):
+        is_stored = bool(self.catalog.confirm({key: revision}))
+        if is_stored:
             emit(self.listeners, self.name, [key], "adopted", record.num_tokens, record.num_bytes)
         return is_stored
 
@@ -270,4 +277,5 @@ def _results_of(jobs: list[_Job]) -> Iterator[None]:
     except (StoreError, RuntimeError) as error:
         fault = error if isinstance(error, StoreError) else StoreError(f"{what}: {error}")
         for job in jobs:
-            job.result = fault if job.result is None else job.result
+            if job.result is None:
+                job.result = fault

@@ -147,7 +147,8 @@ class StoreContract:
 
     def has(self, store: TieredStore, identity: ChunkIdentity) -> bool:
         """Whether a store returns KV for an identity; fail if the KV is wrong."""
-        kv, known = store.get(identity), store.known([chunk_key(identity)])
+        kv = store.get(identity)
+        known = store.known([chunk_key(identity)])
         assert (kv is not None) == bool(known)
         assert kv is None or same_bits(kv, self.kv(identity))
         return kv is not None
@@ -182,15 +183,14 @@ class StoreContract:
     def test_special_values_slices_and_strides_are_stored_as_they_look(
         self, store: TieredStore
     ) -> None:
-        tiny, wide = (
-            torch.finfo(self.dtype).smallest_normal / 2,
-            torch.arange(60, dtype=self.dtype).reshape(5, 3, 4),
-        )
+        tiny = torch.finfo(self.dtype).smallest_normal / 2
+        wide = torch.arange(60, dtype=self.dtype).reshape(5, 3, 4)
         row = torch.tensor(
             [0.0, -0.0, tiny, torch.finfo(self.dtype).max], dtype=self.dtype
         ).reshape(1, 1, 4)
         for layer in (LayerKV(row, -row), LayerKV(wide[1:3], wide.transpose(0, 1)[:, :3])):
-            identity, kv = make_identity(tokens=layer.keys.shape[1]), ChunkKV((layer,))
+            identity = make_identity(tokens=layer.keys.shape[1])
+            kv = ChunkKV((layer,))
             store.put(identity, kv, text=None)
             assert same_bits(store.get(identity), kv)
 
@@ -212,7 +212,9 @@ class StoreContract:
     def test_get_many_answers_in_order_and_loads_repeats_once(
         self, store: TieredStore, other: TieredStore
     ) -> None:
-        here, gone, also = make_identity(1), make_identity(2), make_identity(3)
+        here = make_identity(1)
+        gone = make_identity(2)
+        also = make_identity(3)
         for identity in (here, also):
             self.put(store, identity)
         first, hole, last, again = other.get_many([here, gone, also, here], timeout_s=PATIENT_S)
@@ -252,7 +254,8 @@ class StoreContract:
         identities = [make_identity(number) for number in range(6)]
 
         def work(offset: int) -> bool:
-            handle, is_right = (store, other)[offset % 2], True
+            handle = (store, other)[offset % 2]
+            is_right = True
             for step in range(8):
                 identity = identities[(step + offset) % len(identities)]
                 self.put(handle, identity, str(identity.token_ids), f"doc {offset}")
@@ -272,7 +275,8 @@ class StoreContract:
             self.put(store, make_identity(number))
         for number in (1, 3):
             store.get(make_identity(number))
-        stats, num_bytes = list(store.stats().values()), self.kv(make_identity(1)).num_bytes
+        stats = list(store.stats().values())
+        num_bytes = self.kv(make_identity(1)).num_bytes
         assert sum(tier.hits for tier in stats) >= 1
         assert all(tier.misses >= 1 and tier.rejected == 0 for tier in stats)
         assert (stats[-1].chunks, stats[-1].num_bytes) == (2, 2 * num_bytes)
@@ -401,10 +405,8 @@ class StoreContract:
         self, store: TieredStore, other: TieredStore
     ) -> None:
         space = namespace_digest("other")
-        mine, theirs = (
-            make_identity(1),
-            [make_identity(number, namespace=space) for number in (1, 2, 3)],
-        )
+        mine = make_identity(1)
+        theirs = [make_identity(number, namespace=space) for number in (1, 2, 3)]
         key = self.put(store, mine, "a", "one")
         self.put(store, theirs[0], "a", "one")
         self.put(store, theirs[1], "b")

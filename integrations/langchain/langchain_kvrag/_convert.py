@@ -67,7 +67,8 @@ def _chat_message(message: BaseMessage) -> dict[str, Any]:
     if isinstance(message, AIMessage):
         beside = message.additional_kwargs
         out |= {name: beside[name] for name in _BESIDE if beside.get(name)}
-        if thoughts := _thoughts(message):
+        thoughts = _thoughts(message)
+        if thoughts:
             out["reasoning_content"] = thoughts
         _add_calls(out, message)
     return out
@@ -119,7 +120,9 @@ def _parts(block: Any) -> list[Any]:
 
 def _chunk(text: str) -> list[Chunk]:
     """Return a document's text as a chunk; a blank text gives no chunk."""
-    return [Chunk(text)] if text.strip() else []
+    if text.strip():
+        return [Chunk(text)]
+    return []
 
 
 def _thoughts(message: AIMessage) -> str:
@@ -139,9 +142,10 @@ def _thoughts(message: AIMessage) -> str:
 def _is_left_out(block: Any, message: BaseMessage) -> bool:
     """Whether a block is a thought (no part of the text), or repeats a call of the message."""
     kind = block.get("type") if isinstance(block, Mapping) else None
-    calls = (
-        (*message.tool_calls, *message.invalid_tool_calls) if isinstance(message, AIMessage) else ()
-    )
+    if isinstance(message, AIMessage):
+        calls = (*message.tool_calls, *message.invalid_tool_calls)
+    else:
+        calls = ()
     repeated = {call["id"] for call in calls}
     return kind in _THOUGHTS or (
         kind in _CALLS and (block.get("call_id") or block.get("id")) in repeated
@@ -205,12 +209,15 @@ def usage_of(result: GenerationResult) -> UsageMetadata:
 
 def short_name(name: str) -> str:
     """Return a hub id unchanged, and the last part of a path."""
-    return os.path.basename(os.path.abspath(name)) if os.path.exists(name) else name
+    if os.path.exists(name):
+        return os.path.basename(os.path.abspath(name))
+    return name
 
 
 def llm_output(results: Sequence[GenerationResult], model_name: str) -> dict[str, Any]:
     """Return the ``llm_output`` of an ``LLMResult``: model name and token usage of all answers."""
-    num_in, num_out = sum(r.prompt_tokens for r in results), sum(len(r.token_ids) for r in results)
+    num_in = sum(r.prompt_tokens for r in results)
+    num_out = sum(len(r.token_ids) for r in results)
     usage = {
         "prompt_tokens": num_in,
         "completion_tokens": num_out,

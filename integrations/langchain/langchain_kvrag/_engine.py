@@ -39,8 +39,16 @@ from langchain_kvrag._timed import atimed, timed
 from langchain_kvrag._tools import Tool, tool_dicts
 
 _SAMPLING = (
-    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "min_new_tokens", "seed"),
-    *("frequency_penalty", "presence_penalty", "logit_bias"),
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "min_new_tokens",
+    "seed",
+    "frequency_penalty",
+    "presence_penalty",
+    "logit_bias",
 )
 
 
@@ -139,9 +147,10 @@ class KVRagModel(EngineFields):
         """Return the engine, or the engine of another model that a single call names."""
         self.check_model_kwargs()  # again: the dict may have been changed since
         is_other = model is not None and model != self.model
-        tokenizer = (
-            os.fspath(self.tokenizer) if isinstance(self.tokenizer, os.PathLike) else self.tokenizer
-        )
+        if isinstance(self.tokenizer, os.PathLike):
+            tokenizer = os.fspath(self.tokenizer)
+        else:
+            tokenizer = self.tokenizer
         # String prompts have no head of a chat template.
         is_plain = self.prefix is None and not self._shows_messages
         options = {
@@ -266,7 +275,8 @@ class KVRagModel(EngineFields):
     @property
     def _identifying_params(self) -> dict[str, Any]:
         """Options that change answers: LangChain's response cache tells models apart by them."""
-        repair, config = asdict(self.repair or RepairConfig()), self.store_config
+        repair = asdict(self.repair or RepairConfig())
+        config = self.store_config
         return {
             "model": ModelSource(self.model).name,
             # Two models in memory may have the same name.
@@ -295,10 +305,13 @@ class KVRagModel(EngineFields):
 
     def _combine_llm_outputs(self, _llm_outputs: list[dict[str, Any] | None], /) -> dict[str, Any]:
         # A cached answer has no output.
-        usage, told = Counter[str](), [output for output in _llm_outputs if output]
+        usage = Counter[str]()
+        told = [output for output in _llm_outputs if output]
         for output in told:
             usage.update(output["token_usage"])
-        return {**told[-1], "token_usage": dict(usage)} if told else {}
+        if told:
+            return {**told[-1], "token_usage": dict(usage)}
+        return {}
 
     def get_token_ids(self, text: str) -> list[int]:
         """Return the token ids of a text by the model's tokenizer, without special tokens."""

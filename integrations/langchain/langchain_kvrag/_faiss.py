@@ -21,7 +21,8 @@ from kvrag.errors import ConfigError, InputError, StoreError, StoreFormatError, 
 
 Metric = Literal["l2", "ip"]
 FORMAT = 1
-_INDEX_FILE, _ROWS_FILE = "index.faiss", "documents.json"
+_INDEX_FILE = "index.faiss"
+_ROWS_FILE = "documents.json"
 
 
 class FaissStore(VectorStore):
@@ -38,9 +39,13 @@ class FaissStore(VectorStore):
         self._faiss: Any = require(
             "faiss", extra="langchain", purpose="the vector store of langchain_kvrag"
         )
-        self._embedding, self._metric, self._lock = embedding, metric, threading.RLock()
+        self._embedding = embedding
+        self._metric = metric
+        self._lock = threading.RLock()
         self._index: Any = None  # made with the first vectors, which determine the dimension
-        self._documents, self._numbers, self._next = dict[int, Document](), dict[str, int](), 0
+        self._documents = dict[int, Document]()
+        self._numbers = dict[str, int]()
+        self._next = 0
 
     @property
     def embeddings(self) -> Embeddings:
@@ -90,7 +95,8 @@ class FaissStore(VectorStore):
         return True
 
     def _remove(self, ids: Iterable[str]) -> None:
-        if gone := [self._numbers.pop(name) for name in ids if name in self._numbers]:
+        gone = [self._numbers.pop(name) for name in ids if name in self._numbers]
+        if gone:
             self._index.remove_ids(np.array(gone))
         for number in gone:
             del self._documents[number]
@@ -98,9 +104,10 @@ class FaissStore(VectorStore):
     def _check_dimension(self, num: int) -> None:
         """Make the index at first use; refuse another model's vectors before anything changes."""
         if self._index is None:
-            metric = (
-                self._faiss.METRIC_L2 if self._metric == "l2" else self._faiss.METRIC_INNER_PRODUCT
-            )
+            if self._metric == "l2":
+                metric = self._faiss.METRIC_L2
+            else:
+                metric = self._faiss.METRIC_INNER_PRODUCT
             self._index = self._faiss.index_factory(num, "IDMap2,Flat", metric)
         if num != self._index.d:
             what = (
@@ -188,11 +195,12 @@ class FaissStore(VectorStore):
             if k < 1 or not documents:
                 return []
             self._check_dimension(len(embedding))
-            params = (
-                self._faiss.SearchParameters(sel=self._faiss.IDSelectorBatch(list(documents)))
-                if filter
-                else None
-            )
+            if filter:
+                params = self._faiss.SearchParameters(
+                    sel=self._faiss.IDSelectorBatch(list(documents))
+                )
+            else:
+                params = None
             found = self._index.search_and_reconstruct(
                 np.array([embedding]), min(k, len(documents)), params=params
             )
@@ -230,9 +238,10 @@ class FaissStore(VectorStore):
             except (TypeError, ValueError) as error:
                 what = f"a document's metadata can't be written as JSON ({error})"
                 raise InputError(f"{what}; keep plain values in it") from error
-            index = (
-                b"" if self._index is None else self._faiss.serialize_index(self._index).tobytes()
-            )
+            if self._index is None:
+                index = b""
+            else:
+                index = self._faiss.serialize_index(self._index).tobytes()
         Path(folder).mkdir(parents=True, exist_ok=True)
         for name, data in ((_INDEX_FILE, index), (_ROWS_FILE, text.encode())):
             part = Path(folder, f"{name}.{uuid.uuid4().hex}.part")
@@ -257,10 +266,8 @@ class FaissStore(VectorStore):
                 )
                 raise StoreFormatError(f"{newer}; update kvrag")
             store = cls(embedding, metric=head["metric"])
-            store._index, store._next = (
-                store._faiss.deserialize_index(data) if data.size else None,
-                int(head["next"]),
-            )
+            store._index = store._faiss.deserialize_index(data) if data.size else None
+            store._next = int(head["next"])
             for row in head["documents"]:
                 document = Document(
                     id=row["id"], page_content=row["text"], metadata=row["metadata"]

@@ -26,12 +26,16 @@ def as_list(given: Iterable[T] | None) -> list[T] | None:
     """Return the items as a list; a string is a single item, not its characters."""
     if given is None:
         return None
-    return [cast(T, given)] if isinstance(given, str) else list(given)
+    if isinstance(given, str):
+        return [cast(T, given)]
+    return list(given)
 
 
 def held_documents(store: VectorStore) -> list[Document]:
     """List a store's documents; raise :class:`InputError` if the store can't list them."""
-    return store.documents() if isinstance(store, FaissStore) else list(documents_in(store))
+    if isinstance(store, FaissStore):
+        return store.documents()
+    return list(documents_in(store))
 
 
 def listed_id(store: VectorStore, name: Any) -> str:
@@ -40,7 +44,9 @@ def listed_id(store: VectorStore, name: Any) -> str:
     Qdrant writes UUIDs with hyphens, however they were given.
     """
     with suppress(ValueError):
-        return str(UUID(name)) if hasattr(store, "content_payload_key") else str(name)
+        if hasattr(store, "content_payload_key"):
+            return str(UUID(name))
+        return str(name)
     return str(name)
 
 

@@ -29,9 +29,11 @@ def profile_of(source: ModelSource, cls: type) -> ModelProfile:
     """
     profile: ModelProfile = {"text_inputs": True, "text_outputs": True, "temperature": True}
     profile.update(dict.fromkeys(_OTHER_KINDS, False))  # type: ignore[typeddict-item]
-    if window := context_window(_config(source), 0):
+    window = context_window(_config(source), 0)
+    if window:
         profile["max_input_tokens"] = window
-    template, is_constrained = _has_template(source), find_spec("llguidance") is not None
+    template = _has_template(source)
+    is_constrained = find_spec("llguidance") is not None
     if template is not None:
         calls = template and getattr(cls, "bind_tools", None) is not BaseChatModel.bind_tools
         profile["tool_calling"], profile["tool_choice"] = calls, calls and is_constrained
@@ -60,13 +62,17 @@ def _has_template(source: ModelSource) -> bool | None:
         isinstance(source.model, PreTrainedModel) or os.fspath(source.model).endswith(".gguf")
     ):
         return None
-    home, is_known = os.fspath(given or directory(source)), False
+    home = os.fspath(given or directory(source))
+    is_known = False
     options = {**hub_options(source, own_files=given is None), "local_files_only": True}
     for name in ("chat_template.jinja", "tokenizer_config.json"):
         with suppress(OSError, ValueError):
-            path, is_known = cached_file(home, name, **options), True
+            path = cached_file(home, name, **options)
+            is_known = True
             if name.endswith(".jinja") or json.loads(Path(str(path)).read_text()).get(
                 "chat_template"
             ):
                 return True
-    return False if is_known else None
+    if is_known:
+        return False
+    return None

@@ -32,7 +32,8 @@ _SAMPLED = (
 )
 """kvrag's option names that ``pipeline_kwargs`` and ``generate_kwargs`` may hold."""
 
-_PIPELINE, _PARTS = ", of the pipeline", ("model", "tokenizer")
+_PIPELINE = ", of the pipeline"
+_PARTS = ("model", "tokenizer")
 _LOCAL = "the model runs in this process, and no service is asked"
 _ONE = "one answer is decoded, token by token"
 _NO_PROMPT = "answers never hold the prompt; put it in front of them yourself"
@@ -67,7 +68,9 @@ def named(options: Mapping[str, Any], kind: str) -> Any:
         for name, value in options.items()
         if _NAMES.get(name, name) == kind and value is not None
     ]
-    return given[0] if given else None
+    if given:
+        return given[0]
+    return None
 
 
 def understood(options: Mapping[str, Any], *, of: str) -> dict[str, Any]:
@@ -78,7 +81,8 @@ def understood(options: Mapping[str, Any], *, of: str) -> dict[str, Any]:
     ConfigError
         If an option asks for something impossible, or is given twice with different values.
     """
-    out, spelt = dict[str, Any](), dict[str, str]()
+    out = dict[str, Any]()
+    spelt = dict[str, str]()
     for name, value, where in _flat(options):
         # None is a context, too: chunks are encoded behind the prefix alone.
         if value is None and name != "context":
@@ -144,7 +148,8 @@ def _of_pipeline(pipeline: Any) -> dict[str, Any]:
 
 def _take_sampling(out: dict[str, Any]) -> None:
     """Turn ``do_sample`` into a temperature: 0 if false; 1 if true and no temperature was given."""
-    is_sampling, temperature = out.pop("do_sample", None), out.get("temperature")
+    is_sampling = out.pop("do_sample", None)
+    temperature = out.get("temperature")
     if is_sampling is not None and temperature is not None and bool(temperature) != is_sampling:
         raise ConfigError(
             f"do_sample is {is_sampling}, and temperature is {temperature!r}; pass one of them"

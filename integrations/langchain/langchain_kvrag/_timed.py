@@ -29,11 +29,10 @@ def timed(stream: TokenStream, seconds: float | None) -> Iterator[str]:
 async def atimed(stream: AsyncTokenStream, seconds: float | None) -> AsyncIterator[str]:
     """Yield the text of a stream in an event loop, with a time limit (see :func:`timed`)."""
     late = threading.Event()
-    timer = (
-        None
-        if seconds is None
-        else asyncio.get_running_loop().call_later(seconds, _stop, stream, late)
-    )
+    if seconds is None:
+        timer = None
+    else:
+        timer = asyncio.get_running_loop().call_later(seconds, _stop, stream, late)
     try:
         async for text in stream:
             yield text

@@ -41,7 +41,8 @@ def tool_dicts(tools: Sequence[Tool], strict: bool | None = None) -> list[dict[s
 
 def _tool_dict(tool: Tool, strict: bool | None) -> dict[str, Any]:
     made = convert_to_openai_tool(tool, strict=strict)
-    if schema := _recursive(getattr(tool, "args_schema", tool)):
+    schema = _recursive(getattr(tool, "args_schema", tool))
+    if schema:
         made["function"]["parameters"] = {
             key: part for key, part in schema.items() if key not in ("title", "description")
         }
@@ -53,7 +54,9 @@ def choice_of(tool_choice: Any) -> Any:
 
     ``any`` and ``True`` become ``required``; ``False`` means no choice.
     """
-    return "required" if tool_choice is True or tool_choice == "any" else tool_choice or None
+    if tool_choice is True or tool_choice == "any":
+        return "required"
+    return tool_choice or None
 
 
 def with_allowed_calls(result: GenerationResult, options: Mapping[str, Any]) -> GenerationResult:
@@ -69,7 +72,9 @@ def with_allowed_calls(result: GenerationResult, options: Mapping[str, Any]) -> 
 
 def broken_calls(result: GenerationResult, options: Mapping[str, Any]) -> list[str]:
     """Return text that begins like a tool call and can't be parsed; it stays in the answer, too."""
-    return _BROKEN.findall(result.text) if options.get("tools") else []
+    if options.get("tools"):
+        return _BROKEN.findall(result.text)
+    return []
 
 
 def calls_of(result: GenerationResult, broken: Sequence[str]) -> dict[str, Any]:
@@ -118,7 +123,9 @@ class _CallParser(JsonOutputKeyToolsParser):
 
     def parse_result(self, result: list[Generation], *, partial: bool = False) -> Any:
         found = super().parse_result(result, partial=partial)
-        return found if found is None else _checked(found, self.shape, partial=partial)
+        if found is None:
+            return found
+        return _checked(found, self.shape, partial=partial)
 
 
 def _checked(value: Any, shape: Any, *, partial: bool) -> Any:
@@ -127,7 +134,9 @@ def _checked(value: Any, shape: Any, *, partial: bool) -> Any:
     A partial value that does not fit the class yet gives ``None``.
     """
     if isinstance(shape, dict):
-        return value if partial else _validated(value, shape)
+        if partial:
+            return value
+        return _validated(value, shape)
     try:
         if issubclass(shape, pydantic.BaseModel):
             # Through JSON, because strict classes accept fewer Python values.
@@ -191,7 +200,8 @@ def structured(
         )
     elif method in ("json_schema", "json_mode"):
         wanted = _json_schema(schema, strict) if method == "json_schema" else None
-        wanted = _with_twins(wanted) if is_class else wanted
+        if is_class:
+            wanted = _with_twins(wanted)
         named = {"name": str(wanted.get("title", "answer")), "schema": wanted} if wanted else None
         asked = {"type": "json_schema", "json_schema": named} if wanted else {"type": "json_object"}
         asking = llm.bind(response_format=asked, **about)
@@ -250,11 +260,9 @@ def _closed(schema: Any) -> Any:
         return schema
     out = {key: _closed(value) for key, value in schema.items()}
     names_some = any(isinstance(out.get(key), dict) for key in ("properties", "patternProperties"))
-    return (
-        {"additionalProperties": False, **out}
-        if out.get("type") == "object" and names_some
-        else out
-    )
+    if out.get("type") == "object" and names_some:
+        return {"additionalProperties": False, **out}
+    return out
 
 
 def _with_twins(schema: Any) -> Any:

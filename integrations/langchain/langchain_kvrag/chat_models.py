@@ -151,7 +151,8 @@ class ChatKVRag(KVRagModel, BaseChatModel):
         **kwargs: Any,
     ) -> ChatResult:
         engine = self._engine(named(kwargs, "model"))
-        options, timeout_s = self._options(stop, kwargs), self._time_limit(kwargs)
+        options = self._options(stop, kwargs)
+        timeout_s = self._time_limit(kwargs)
         result = self._answer(engine, chat_messages(messages), options, timeout_s)
         return _chat_result(engine, with_allowed_calls(result, kwargs), options)
 
@@ -163,7 +164,8 @@ class ChatKVRag(KVRagModel, BaseChatModel):
         **kwargs: Any,
     ) -> ChatResult:
         engine = await self._aengine(named(kwargs, "model"))
-        options, timeout_s = self._options(stop, kwargs), self._time_limit(kwargs)
+        options = self._options(stop, kwargs)
+        timeout_s = self._time_limit(kwargs)
         result = await self._aanswer(engine, chat_messages(messages), options, timeout_s)
         return _chat_result(engine, with_allowed_calls(result, kwargs), options)
 

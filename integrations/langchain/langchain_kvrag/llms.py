@@ -147,12 +147,12 @@ class KVRagLLM(KVRagModel, BaseLLM):
         **kwargs: Any,
     ) -> LLMResult:
         engine = self._engine(named(kwargs, "model"))
-        options, timeout_s = self._options(stop, kwargs), self._time_limit(kwargs)
-        emit = (
-            run_manager.on_llm_new_token
-            if run_manager and self.streaming and len(prompts) == 1
-            else None
-        )
+        options = self._options(stop, kwargs)
+        timeout_s = self._time_limit(kwargs)
+        if run_manager and self.streaming and len(prompts) == 1:
+            emit = run_manager.on_llm_new_token
+        else:
+            emit = None
         return _llm_result(
             engine, [self._answer(engine, prompt, options, timeout_s, emit) for prompt in prompts]
         )
@@ -165,12 +165,12 @@ class KVRagLLM(KVRagModel, BaseLLM):
         **kwargs: Any,
     ) -> LLMResult:
         engine = await self._aengine(named(kwargs, "model"))
-        options, timeout_s = self._options(stop, kwargs), self._time_limit(kwargs)
-        emit = (
-            run_manager.on_llm_new_token
-            if run_manager and self.streaming and len(prompts) == 1
-            else None
-        )
+        options = self._options(stop, kwargs)
+        timeout_s = self._time_limit(kwargs)
+        if run_manager and self.streaming and len(prompts) == 1:
+            emit = run_manager.on_llm_new_token
+        else:
+            emit = None
         return _llm_result(
             engine,
             [await self._aanswer(engine, prompt, options, timeout_s, emit) for prompt in prompts],

@@ -32,7 +32,8 @@ def _checked_texts(
 
     Raises :class:`InputError` if the lengths differ; LangChain would drop the rest.
     """
-    listed, names = as_list(texts) or [], as_list(ids)
+    listed = as_list(texts) or []
+    names = as_list(ids)
     if names is not None and len(names) != len(listed):
         raise InputError(
             f"{len(listed)} texts came with {len(names)} ids; pass one id per text, or none"
@@ -285,7 +286,9 @@ class KVRagVectorStore(VectorStore):
         if ids:
             return [listed_id(self.inner, name) for name in ids]
         held = held_ids(self.inner)
-        return None if held is None else sorted(held)
+        if held is None:
+            return None
+        return sorted(held)
 
     def _forget(self, ids: list[str] | None, *, is_done: bool) -> None:
         """Erase the KV of documents that are gone.
@@ -381,10 +384,8 @@ class KVRagVectorStore(VectorStore):
             raise AttributeError(name)
         found = getattr(self.inner, name)
         if _CHANGES.match(name) and callable(found):
-            of, way = (
-                type(self.inner).__name__,
-                "add_documents and delete, or store.inner's method and then llm.sync_kv(store)",
-            )
+            of = type(self.inner).__name__
+            way = "add_documents and delete, or store.inner's method and then llm.sync_kv(store)"
             raise AttributeError(
                 f"{name} of {of} would change documents, and not their KV; use {way}"
             )

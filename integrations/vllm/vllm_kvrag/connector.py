@@ -79,14 +79,16 @@ class KVRagConnector(KVConnectorBase_V1):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         option = self._kv_transfer_config.get_from_extra_config
-        self._path, kv_dir = option("model", None), option("kv_dir", None)
+        self._path = option("model", None)
+        kv_dir = option("kv_dir", None)
         if not (self._path and kv_dir):
             raise ConfigError(
                 "kv_connector_extra_config needs kv_dir, and model, the file of "
                 "vllm_kvrag.export_model"
             )
         self._exported = Exported.read(self._path)
-        if reason := refusal(vllm_config, kv_cache_config, self._exported):
+        reason = refusal(vllm_config, kv_cache_config, self._exported)
+        if reason:
             raise ConfigError(f"vLLM can't use this store: {reason}")
         self._block_size = vllm_config.cache_config.block_size
         config = as_config(
@@ -128,7 +130,8 @@ class KVRagConnector(KVConnectorBase_V1):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Pass this step's loads to the worker."""
-        loads, self._loads = self._loads, []
+        loads = self._loads
+        self._loads = []
         return Loads(loads)
 
     def request_finished(
@@ -177,7 +180,8 @@ class KVRagConnector(KVConnectorBase_V1):
         values = torch.cat([each.values[:, first:last] for each, first, last in layers], dim=1).to(
             device
         )
-        if (turn := self._turns[index]) is not None:
+        turn = self._turns[index]
+        if turn is not None:
             keys = turn.rotate(keys, slice(load.start, load.stop))
         rows = [x.transpose(0, 1).contiguous() for x in (keys, values)]  # (T, H, D)
         layer.impl.do_kv_cache_update(
@@ -186,7 +190,8 @@ class KVRagConnector(KVConnectorBase_V1):
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks that could not be filled in this step."""
-        failed, self._failed = self._failed, set()
+        failed = self._failed
+        self._failed = set()
         return failed
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -209,11 +214,9 @@ def refusal(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, exported: Exported
 ) -> str | None:
     """Return why vLLM's cache can't take the KV of an exported model; ``None`` if it can."""
-    model, cache, transfer = (
-        vllm_config.model_config,
-        vllm_config.cache_config,
-        vllm_config.kv_transfer_config,
-    )
+    model = vllm_config.model_config
+    cache = vllm_config.cache_config
+    transfer = vllm_config.kv_transfer_config
     rope = rope_text(model.hf_config.get_text_config())
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     # With windows only, vLLM frees the blocks before the window and can't compute failed loads.

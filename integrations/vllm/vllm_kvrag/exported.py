@@ -22,8 +22,18 @@ from kvrag.identity.weights import source_identity
 from kvrag.model.rope import RotaryTable
 
 TESTED = (
-    *("gemma2", "gemma3_text", "glm4", "granite", "llama", "mistral"),
-    *("olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3"),
+    "gemma2",
+    "gemma3_text",
+    "glm4",
+    "granite",
+    "llama",
+    "mistral",
+    "olmo2",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "smollm3",
 )
 """Types of models with which vLLM gave the same answers with and without stored KV.
 
@@ -79,17 +89,18 @@ class Turn:
 
         Computes in float32 and casts back at the end.
         """
-        cos, sin, width = self.cos[positions], self.sin[positions], 2 * self.cos.shape[1]
+        cos = self.cos[positions]
+        sin = self.sin[positions]
+        width = 2 * self.cos.shape[1]
         found = keys[..., :width].float()
         first, second = (
             (found[..., 0::2], found[..., 1::2]) if self.is_neighbours else found.chunk(2, dim=-1)
         )
         turned = first * cos - second * sin, second * cos + first * sin
-        out = (
-            torch.stack(turned, dim=-1).flatten(-2)
-            if self.is_neighbours
-            else torch.cat(turned, dim=-1)
-        )
+        if self.is_neighbours:
+            out = torch.stack(turned, dim=-1).flatten(-2)
+        else:
+            out = torch.cat(turned, dim=-1)
         return torch.cat([out.to(keys.dtype), keys[..., width:]], dim=-1)
 
 
@@ -117,7 +128,8 @@ def export_model(engine: KVRagEngine, path: str | os.PathLike[str]) -> None:
         If the model's KV is not reused, has other rotations than vLLM's layers, or depends on the
         prompt's length.
     """
-    loaded, source = engine.loaded, engine.source
+    loaded = engine.loaded
+    source = engine.source
     if engine.context is not None:
         raise ConfigError(
             "this engine encodes chunks behind a context, so vLLM would load none of them; pass "
@@ -151,7 +163,8 @@ def export_model(engine: KVRagEngine, path: str | os.PathLike[str]) -> None:
 
 
 def _turn(table: RotaryTable) -> Turn:
-    if (pairs := table.pairs()) is None:
+    pairs = table.pairs()
+    if pairs is None:
         raise UnsupportedModelError(
             "this model's keys rotate neither in halves nor in pairs of neighbours"
         )
@@ -161,7 +174,8 @@ def _turn(table: RotaryTable) -> Turn:
 
 def weights_of(model: str, config: Any) -> set[str]:
     """Return the possible names of the weights of a model loaded from a directory or the hub."""
-    folder, found = Path(model), {_origin(model, config, {})}
+    folder = Path(model)
+    found = {_origin(model, config, {})}
     if folder.parent.name == "snapshots" and SNAPSHOT.fullmatch(folder.name):
         # The hub's cache: the folder's name is the commit.
         found.add(source_identity("", commit=folder.name, options={}))

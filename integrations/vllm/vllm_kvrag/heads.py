@@ -29,12 +29,15 @@ class Heads:
     """
 
     def __init__(self, store: TieredStore, model: str, namespace: str) -> None:
-        self._store, self._model, self._namespace = store, model, store.names.namespace(namespace)
+        self._store = store
+        self._model = model
+        self._namespace = store.names.namespace(namespace)
         self._identities = dict[str, ChunkIdentity]()
         self._parts = dict[bytes, Parts]()
         self._order: list[bytes] = []
         self._state: object = None
-        self._next, self._lock = 0.0, threading.Lock()
+        self._next = 0.0
+        self._lock = threading.Lock()
 
     def match(self, ids: Sequence[int]) -> tuple[Parts, int]:
         """Return the stored parts that a prompt begins with, and how many of its tokens they cover.
@@ -65,7 +68,8 @@ class Heads:
                 return
             start = time.monotonic()
             self._list()
-            self._state, end = state, time.monotonic()
+            self._state = state
+            end = time.monotonic()
             self._next = end + REST * (end - start)
 
     def _list(self) -> None:
@@ -109,7 +113,8 @@ def cut(parts: Parts, start: int, stop: int) -> Iterator[tuple[ChunkIdentity, in
     place = 0
     for identity in parts:
         count = len(identity.token_ids)
-        first, last = max(start - place, 0), min(stop - place, count)
+        first = max(start - place, 0)
+        last = min(stop - place, count)
         if first < last:
             yield identity, first, last
         place += count
@@ -122,5 +127,8 @@ def _run(parts: Parts) -> bytes:
 
 def _common(run: bytes, wanted: bytes) -> int:
     size = min(len(run), len(wanted))
-    one, other = np.frombuffer(run[:size], np.uint32), np.frombuffer(wanted[:size], np.uint32)
-    return int((one != other).argmax()) if size and (one != other).any() else size // TOKEN_BYTES
+    one = np.frombuffer(run[:size], np.uint32)
+    other = np.frombuffer(wanted[:size], np.uint32)
+    if size and (one != other).any():
+        return int((one != other).argmax())
+    return size // TOKEN_BYTES

@@ -41,7 +41,8 @@ class Catalog(Hits):
     """Rows of a store; queries on them are in :mod:`kvrag.store.catalog.ledger`.
 
     ``folder``, ``read_only`` and ``durable`` are as for
-    :class:`~kvrag.store.catalog.rows.RowTable`. With ``keys``, digests of texts, ids of documents and all values are encrypted.
+    :class:`~kvrag.store.catalog.rows.RowTable`. With ``keys``, digests of texts, ids of
+    documents and all values are encrypted.
     ``may_have_blobs`` returns whether a new catalog may find blobs of an earlier catalog. ``rows``
     makes the rows: of this machine, or of several machines
     (:class:`~kvrag.store.catalog.shared.SharedRows`). Raises ``StoreError`` if the folder can't be
@@ -74,7 +75,8 @@ class Catalog(Hits):
         return chunk is not None
 
     def _link(self, key: ChunkKey, text: TextEntry | None, doc_id: str | None) -> bool:
-        if chunk := self._stored(key):
+        chunk = self._stored(key)
+        if chunk:
             self._attach(key, chunk, text, doc_id)
         return chunk is not None
 
@@ -111,9 +113,8 @@ class Catalog(Hits):
             return None
         blank = ChunkRow._make([*astuple(record)[1:], [], Usage(), True, secrets.randbits(60)])
         chunk = self._chunk(record.key) or blank
-        chunk = (
-            chunk if retention is None else chunk._replace(usage=chunk.usage.retained(retention))
-        )
+        if retention is not None:
+            chunk = chunk._replace(usage=chunk.usage.retained(retention))
         for doc_id in doc_ids:
             chunk = self._attach(record.key, chunk, text, doc_id)
         return chunk.revision
@@ -125,14 +126,17 @@ class Catalog(Hits):
         Chunks that were erased since :meth:`begin` returned these revisions are left out: another
         writer may have begun after the erasure, and its blob may not exist yet.
         """
-        there, sizes, accesses = set[ChunkKey](), list[int](), self.state().accesses
+        there = set[ChunkKey]()
+        sizes = list[int]()
+        accesses = self.state().accesses
         for key, revision in begun.items():
             chunk = self._chunk(key)
             if chunk is None or (chunk.pending and chunk.revision != revision):
                 continue
             there.add(key)
             if chunk.pending:
-                variants, usage = f"i {chunk.content}", chunk.usage._replace(last=accesses)
+                variants = f"i {chunk.content}"
+                usage = chunk.usage._replace(last=accesses)
                 self._rows.set(
                     f"c {key}",
                     chunk._replace(usage=usage, pending=False, revision=secrets.randbits(60)),
@@ -148,7 +152,8 @@ class Catalog(Hits):
     @one_step
     def cancel(self, key: ChunkKey, text: TextEntry | None, doc_ids: Sequence[str | None]) -> None:
         """Undo :meth:`begin`, unless another writer has confirmed the chunk."""
-        if (chunk := self._chunk(key)) and chunk.pending:
+        chunk = self._chunk(key)
+        if chunk and chunk.pending:
             self._drop(key, chunk)
             for doc_id in doc_ids:
                 if text is not None and doc_id is not None:
@@ -163,7 +168,8 @@ class Catalog(Hits):
         """
         sizes = list[int]()
         for key, revision in erased.items():
-            if (chunk := self._chunk(key)) is None:
+            chunk = self._chunk(key)
+            if chunk is None:
                 self._rows.delete(f"c {key}")  # absent, or malformed
             elif chunk.revision == revision:
                 self._drop(key, chunk)
@@ -273,10 +279,8 @@ class Catalog(Hits):
         """Link a text to its chunks, and a document to its text."""
         digest = text.digest
         known = self._text(namespace, digest) or self._announce(namespace, EntryRow(*astuple(text)))
-        held, refs = (
-            [digest] if doc_id is None else self.document_texts(namespace, doc_id),
-            known.refs,
-        )
+        held = [digest] if doc_id is None else self.document_texts(namespace, doc_id)
+        refs = known.refs
         if doc_id is not None and digest not in held:
             self._rows.set(self._name("z", namespace, json.dumps(doc_id)), [*held, digest])
             refs += 1
@@ -310,7 +314,8 @@ class Catalog(Hits):
         """
         held = self.document_texts(namespace, doc_id)
         for text in self._texts(namespace, set(held) & set(digests)):
-            refs, digest = max(0, text.refs - 1), text.entry.digest
+            refs = max(0, text.refs - 1)
+            digest = text.entry.digest
             for key in text.keys if not refs else ():
                 if chunk := self._chunk(key):  # another text keeps it
                     left = [other for other in chunk.digests if other != digest]

@@ -65,7 +65,9 @@ class Strings(diskcache.Disk):  # type: ignore[misc]
 
     def get(self, key: Any, raw: Any) -> str:
         """Return the key; anything but a raw string becomes the empty string, which no row uses."""
-        return key if type(key) is str and raw else ""
+        if type(key) is str and raw:
+            return key
+        return ""
 
     def fetch(self, mode: Any, filename: Any, value: Any, read: bool) -> str:
         """Return a value; diskcache treats ``OSError`` as absent."""
@@ -142,7 +144,8 @@ def _fault_at(path: Path) -> str | None:
                 database.execute(f"PRAGMA {pragma}")
             ((verdict,),) = database.execute("PRAGMA quick_check(1)").fetchall()
             # A page that could not be read is no damage.
-            if outage := re.search(r"error code=(\d+)", str(verdict)):
+            outage = re.search(r"error code=(\d+)", str(verdict))
+            if outage:
                 raise sqlite3.OperationalError(f"error {outage[1]}")
             if verdict != "ok":
                 return str(verdict)
@@ -150,7 +153,9 @@ def _fault_at(path: Path) -> str | None:
             is_own = not schema or (
                 schema == own(SCHEMA) and database.execute(CHOICES).fetchall() == own(CHOICES)
             )
-            return None if is_own else "it has a foreign schema, or foreign settings"
+            if is_own:
+                return None
+            return "it has a foreign schema, or foreign settings"
     except sqlite3.Error as error:
         if getattr(error, "sqlite_errorname", "IOERR").removeprefix("SQLITE_").startswith(OUTAGES):
             raise

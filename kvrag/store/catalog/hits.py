@@ -22,7 +22,8 @@ class Hits(Ledger):
     read_only: bool
 
     def __init__(self) -> None:
-        self._touched, self._next_flush_s = Counter[ChunkKey](), 0.0
+        self._touched = Counter[ChunkKey]()
+        self._next_flush_s = 0.0
 
     def touch(self, key: ChunkKey) -> None:
         """Count a hit of a chunk, in any tier; it is written later."""
@@ -34,7 +35,8 @@ class Hits(Ledger):
 
     def flush(self) -> None:
         """Write the hits of the most frequent chunks; on a fault the counts are lost, no more."""
-        touched, self._touched = self._touched, Counter()
+        touched = self._touched
+        self._touched = Counter()
         if touched and not self.read_only:
             with suppress(OSError):
                 self._count_hits(dict(touched.most_common(MAX_TOUCHED)))
@@ -44,7 +46,8 @@ class Hits(Ledger):
         state = self.state()
         state = state._replace(accesses=state.accesses + sum(touched.values()))
         for key, hits in touched.items():
-            if chunk := self._chunk(key):
+            chunk = self._chunk(key)
+            if chunk:
                 self._rows.set(
                     f"c {key}", chunk._replace(usage=chunk.usage.touched(hits, state.accesses))
                 )

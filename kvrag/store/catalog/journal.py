@@ -28,7 +28,8 @@ from kvrag.threads import POOL
 from kvrag.types import ChunkKey
 
 DAMAGED = "its journal is damaged; erase it, and precompute again"
-AHEAD, MAX_BYTES = 16, 2**30  # entries read at once; size limit of an entry or a part
+AHEAD = 16  # entries read at once
+MAX_BYTES = 2**30  # of an entry or a part
 
 
 class Place(NamedTuple):
@@ -61,7 +62,8 @@ class Journal:
     """
 
     def __init__(self, entries: Blobs, snapshots: Blobs) -> None:
-        self._entries, self._snapshots = entries, snapshots
+        self._entries = entries
+        self._snapshots = snapshots
 
     def begin(self) -> tuple[Place, Iterator[Changed]]:
         """Return the place to begin at, and all rows there in parts.
@@ -71,14 +73,16 @@ class Journal:
         """
         there = self._snapshots.keys()
         for number in sorted(_heads(there), reverse=True):
-            if (data := self._snapshots.read(number)) is not None:
+            data = self._snapshots.read(number)
+            if data is not None:
                 digest, parts = _head(data)
                 if parts.keys() <= there:
                     # Read all parts before the copy changes.
                     found = [self._part(*part) for part in parts.items()]
                     return Place(int(number, 16), digest), map(_rows, found)
         self._entries.write(_key(1), [_dump([secrets.token_hex(16), False, {}])])
-        if (data := self._entries.read(_key(1))) is None:
+        data = self._entries.read(_key(1))
+        if data is None:
             raise OSError("the journal's first entry is gone")
         return Place(1, _digest(data)), iter(())
 
@@ -86,7 +90,8 @@ class Journal:
         """Yield the entries after a place; raises :class:`Conflict` if the place is gone."""
         count = 1  # usually there are no entries
         while True:
-            numbers, count = range(place.number + 1, place.number + 1 + count), AHEAD
+            numbers = range(place.number + 1, place.number + 1 + count)
+            count = AHEAD
             *found, last = POOL.ahead(self._entries.read, map(_key, (*numbers, place.number)))
             # Later entries may have been written where entries were erased.
             if not self._is_at(place, last):
@@ -107,7 +112,8 @@ class Journal:
         follows the place, the entry stays: other entries may have followed it. An entry written
         where entries were erased follows nothing, so no copy applies it.
         """
-        data, key = _dump(JournalEntry(place.digest, is_whole, rows)), _key(place.number + 1)
+        data = _dump(JournalEntry(place.digest, is_whole, rows))
+        key = _key(place.number + 1)
         if not self._entries.write(key, [data]) or not self._is_at(
             place, self._entries.read(_key(place.number))
         ):
@@ -125,7 +131,8 @@ class Journal:
         Raises :class:`Conflict` if another writer does so at the same time. ``rows`` are read in
         parts, from ``place`` on; they may change meanwhile.
         """
-        first, parts = _key(place.number), dict[ChunkKey, str]()
+        first = _key(place.number)
+        parts = dict[ChunkKey, str]()
         if place.number < 2:
             raise Conflict
         try:
@@ -157,7 +164,9 @@ class Journal:
         self, parts: dict[ChunkKey, str], place: Place, rows: Iterable[Changed]
     ) -> Place:
         """Write the parts of a snapshot, add their digests to ``parts``, and return its place."""
-        name, end, changed = f"{place.number:016x}{secrets.token_hex(16)}", place, Changed()
+        name = f"{place.number:016x}{secrets.token_hex(16)}"
+        end = place
+        changed = Changed()
 
         def later() -> Iterator[Changed]:
             nonlocal end
@@ -169,13 +178,15 @@ class Journal:
             yield changed
 
         for number, some in enumerate(chain(rows, later())):
-            key, data = ChunkKey(f"{name}{number:016x}"), _dump(some)
+            key = ChunkKey(f"{name}{number:016x}")
+            data = _dump(some)
             self._snapshots.write(key, [data])
             parts[key] = _digest(data)
         return end
 
     def _part(self, key: ChunkKey, digest: str) -> Any:
-        if (data := self._snapshots.read(key)) is None:
+        data = self._snapshots.read(key)
+        if data is None:
             raise Conflict
         if _digest(data) != digest:
             raise OSError(DAMAGED)

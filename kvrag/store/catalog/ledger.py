@@ -91,13 +91,13 @@ class State(NamedTuple):
     dormant: bool = True
 
 
-CHUNK, TEXT, STATE = TypeAdapter(ChunkRow), TypeAdapter(Text), TypeAdapter(State)
-MARK, PAGE, STRINGS, RANGE = (
-    TypeAdapter(Count),
-    TypeAdapter(dict[Count, EntryRow]),
-    TypeAdapter(list[str]),
-    TypeAdapter(tuple[Count, Count]),
-)
+CHUNK = TypeAdapter(ChunkRow)
+TEXT = TypeAdapter(Text)
+STATE = TypeAdapter(State)
+MARK = TypeAdapter(Count)
+PAGE = TypeAdapter(dict[Count, EntryRow])
+STRINGS = TypeAdapter(list[str])
+RANGE = TypeAdapter(tuple[Count, Count])
 
 PER_PAGE = 64  # texts in a row
 MOST_TEXTS = 10**7  # of a namespace: a row from elsewhere must not make reading endless
@@ -125,7 +125,9 @@ class Ledger:
     def get(self, key: ChunkKey) -> ChunkRecord | None:
         """Return the record of a stored chunk."""
         chunk = self._stored(key)
-        return None if chunk is None else chunk.record(key)
+        if chunk is None:
+            return None
+        return chunk.record(key)
 
     def known(self, keys: Collection[ChunkKey]) -> set[ChunkKey]:
         """Return the stored keys among ``keys``."""
@@ -171,10 +173,8 @@ class Ledger:
         if last in (0, after):
             return [], after
         # A cursor beyond the end is of a catalog that was lost since: begin again.
-        start, found = (
-            max(first, after + 1 if after < last else 0, last - MOST_TEXTS),
-            list[TextEntry](),
-        )
+        start = max(first, after + 1 if after < last else 0, last - MOST_TEXTS)
+        found = list[TextEntry]()
         for page in range(start // PER_PAGE, last // PER_PAGE + 1):
             texts = self._read(PAGE, f"l {namespace} {page}") or {}
             found += [
@@ -192,16 +192,16 @@ class Ledger:
     def text_keys(self, namespace: str, digest: str) -> list[ChunkKey]:
         """Return the keys of the stored chunks of a text."""
         text = self._text(namespace, digest)
-        return [] if text is None else [key for key in text.keys if self._stored(key)]
+        if text is None:
+            return []
+        return [key for key in text.keys if self._stored(key)]
 
     def key_texts(self, key: ChunkKey) -> list[TextEntry]:
         """Return the texts of a stored chunk."""
         chunk = self._stored(key)
-        return (
-            []
-            if chunk is None
-            else [TextEntry(*text.entry) for text in self._texts(chunk.namespace, chunk.digests)]
-        )
+        if chunk is None:
+            return []
+        return [TextEntry(*text.entry) for text in self._texts(chunk.namespace, chunk.digests)]
 
     def documents(self, namespace: str) -> list[str]:
         """Return the ids of all documents of a namespace, with or without stored chunks."""
@@ -254,7 +254,9 @@ class Ledger:
         ``None`` if it is unknown now.
         """
         marks = tuple(self._read(MARK, f"e {space}") or 0 for space in (namespace, ""))
-        return (marks[0], marks[1]) if self._read(STATE, "s") else None
+        if self._read(STATE, "s"):
+            return (marks[0], marks[1])
+        return None
 
     def totals(self) -> tuple[int, int]:
         """Return the numbers of stored chunks and of their bytes."""
@@ -263,7 +265,9 @@ class Ledger:
     def usage(self, key: ChunkKey) -> Usage:
         """Return the usage of a chunk, for eviction."""
         chunk = self._stored(key)
-        return Usage() if chunk is None else chunk.usage
+        if chunk is None:
+            return Usage()
+        return chunk.usage
 
     # -- rows --------------------------------------------------------------------------------------
 
@@ -271,14 +275,18 @@ class Ledger:
         """Return a row's value; ``None`` if it is absent or malformed."""
         text = self._rows.get(name)
         with suppress(ValidationError):
-            return None if text is None else form.validate_json(text)
+            if text is None:
+                return None
+            return form.validate_json(text)
         return None
 
     def _chunk(self, key: ChunkKey) -> ChunkRow | None:
         return self._read(CHUNK, f"c {key}")
 
     def _stored(self, key: ChunkKey) -> ChunkRow | None:
-        return None if (chunk := self._chunk(key)) is None or chunk.pending else chunk
+        if (chunk := self._chunk(key)) is None or chunk.pending:
+            return None
+        return chunk
 
     def _chunks(self) -> list[tuple[ChunkKey, ChunkRow]]:
         return [

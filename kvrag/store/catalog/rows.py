@@ -66,12 +66,10 @@ class RowTable:
         durable: bool = True,
         begin: Callable[[RowTable, bool], None],
     ) -> None:
-        self.read_only, self._seal, self._begin, self._mine = (
-            read_only,
-            seal,
-            begin,
-            threading.local(),
-        )
+        self.read_only = read_only
+        self._seal = seal
+        self._begin = begin
+        self._mine = threading.local()
         self._settings = {
             **SETTINGS,
             "sqlite_synchronous": 2 if durable and folder is not None else 1,
@@ -86,7 +84,8 @@ class RowTable:
         self._copied: RowTable | None = None
         # Changes take both locks in this order, looks only the second. A fork waits for both locks,
         # and finds no connection.
-        self._lock, self._looking = fork_lock(), fork_lock()
+        self._lock = fork_lock()
+        self._looking = fork_lock()
         self._is_closed = self._has_warned = self._is_refused = False
         try:
             with self._looking:
@@ -110,7 +109,9 @@ class RowTable:
         Inside :meth:`change`, faults are raised.
         """
         text: str | None = self._look(lambda cache: cache.get(name), None)
-        return text if text is None or self._seal is None else self._seal.open(text, name)
+        if text is None or self._seal is None:
+            return text
+        return self._seal.open(text, name)
 
     def names(self, prefix: str) -> list[str]:
         """Return the rest of all names that begin with ``prefix``, sorted; scans all rows.
@@ -153,7 +154,8 @@ class RowTable:
                     self._is_refused = False
                     _let_all_go()
                 with self._looking:
-                    cache, file = self._healed(), self._file
+                    cache = self._healed()
+                    file = self._file
                 with self._transaction(cache, file):
                     return action()
             except StoreError:
@@ -278,7 +280,8 @@ class RowTable:
     def _open(self) -> None:
         """Open the database; create it if it is missing or damaged."""
         self._let_go()
-        known, there = self._file, self._there()
+        known = self._file
+        there = self._there()
         if (self._source or self._folder).is_symlink():
             raise OSError("its folder is a link")
         if self._source is not None:
@@ -297,7 +300,9 @@ class RowTable:
             if is_other or not len(cache):
                 with self._transaction(cache, file):
                     self._begin(self, is_other)
-        self._cache, self._file, self._has_warned = cache, file, False
+        self._cache = cache
+        self._file = file
+        self._has_warned = False
 
     def _copy(self, source: Path) -> None:
         """Copy a database and its journal without changing anything beside them.

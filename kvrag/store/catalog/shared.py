@@ -42,7 +42,8 @@ ATTEMPTS = 100  # times that a change is made if other writers come first
 PER_SNAPSHOT = 512  # least number of entries between snapshots
 ROWS_PER_ENTRY = 64  # rows per entry between snapshots, if there are many rows
 AT_ONCE = 2**14  # rows up to which an erasure is followed by a snapshot, about a second's work
-PER_PART, PER_LOOK = 2**14, 256  # rows of a part; rows read under a lock
+PER_PART = 2**14  # rows of a part
+PER_LOOK = 256  # rows read under a lock
 PLACE = "j"  # the row with the place of a copy
 
 
@@ -74,8 +75,12 @@ class SharedRows(RowTable):
         durable: bool = True,
         begin: Callable[[RowTable, bool], None],
     ) -> None:
-        self._journal, self._changed, self._following = journal, changed, fork_lock()
-        self._fresh_s, self._again_s, self._is_cut_off = -FRESH_S, 0.0, False
+        self._journal = journal
+        self._changed = changed
+        self._following = fork_lock()
+        self._fresh_s = -FRESH_S
+        self._again_s = 0.0
+        self._is_cut_off = False
         # A database, and the generator of its names, which holds a connection.
         self._reading: tuple[Any, Any] | None = None
         super().__init__(folder, seal, durable=durable, begin=begin)
@@ -112,7 +117,8 @@ class SharedRows(RowTable):
         """Remove all rows, inside :meth:`change`."""
         super().clear()
         if getattr(self._mine, "noted", None) is not None:
-            self._mine.noted, self._mine.is_whole = {}, True
+            self._mine.noted = {}
+            self._mine.is_whole = True
 
     def scrub(self) -> None:
         """Purge erased rows here and in the journal.
@@ -149,7 +155,8 @@ class SharedRows(RowTable):
         self._mine.noted, self._mine.is_whole, place = {}, False, _place_of(self._mine.cache)
         try:
             result = action()
-            rows, is_whole = self._mine.noted, self._mine.is_whole
+            rows = self._mine.noted
+            is_whole = self._mine.is_whole
         finally:
             self._mine.noted = None
         if rows or is_whole:
@@ -185,7 +192,8 @@ class SharedRows(RowTable):
                     )
                 self._is_cut_off = True
                 return False
-            self._again_s, self._is_cut_off = 0.0, False
+            self._again_s = 0.0
+            self._is_cut_off = False
             return True
 
     def _follow(self) -> None:
@@ -222,7 +230,8 @@ class SharedRows(RowTable):
         """
 
         def take() -> set[str]:
-            cache, gone = self._mine.cache, set[str]()
+            cache = self._mine.cache
+            gone = set[str]()
             if _place_of(cache) != here:
                 raise Conflict
             if is_whole:
@@ -284,9 +293,11 @@ class SharedRows(RowTable):
 
     def _parts(self, since: Place) -> Iterator[Changed]:
         """Yield all rows in parts; raises ``OSError`` if the copy is at a place before that."""
-        part, place = Changed(), Place(0, "")
+        part = Changed()
+        place = Place(0, "")
         for page in self._pages(PER_LOOK):
-            place = _place_of(page) if PLACE in page else place
+            if PLACE in page:
+                place = _place_of(page)
             part |= {name: text for name, text in page.items() if name != PLACE}
             if len(part) >= PER_PART:
                 yield part

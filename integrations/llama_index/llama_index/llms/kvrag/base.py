@@ -61,20 +61,21 @@ from llama_index.llms.kvrag.responses import (
 from llama_index.llms.kvrag.tools import ToolCallingLLM
 
 _REQUEST_FIELDS = (
-    *(
-        "max_new_tokens",
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "repetition_penalty",
-        "min_new_tokens",
-        "seed",
-        "stop",
-        "stop_token_ids",
-    ),
-    *("frequency_penalty", "presence_penalty", "logit_bias"),
-    *("mode", "max_context"),
+    "max_new_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "min_new_tokens",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "frequency_penalty",
+    "presence_penalty",
+    "logit_bias",
+    "mode",
+    "max_context",
 )
 
 
@@ -297,7 +298,9 @@ class KVRagLLM(ToolCallingLLM):
         return list(_ids_of(self.engine.tokenizer, text))
 
     def _own_prefix(self, prefix: Any) -> Any:
-        return None if prefix is None else engine_prefix(prefix, self)
+        if prefix is None:
+            return None
+        return engine_prefix(prefix, self)
 
     # -- LlamaIndex's LLM interface --------------------------------------------------------------
 
@@ -305,7 +308,8 @@ class KVRagLLM(ToolCallingLLM):
     def metadata(self) -> LLMMetadata:
         """Context window, answer length and kind of the model; loads the model."""
         engine = self.engine
-        loaded, window = engine.loaded, engine.loaded.lm.context_window
+        loaded = engine.loaded
+        window = engine.loaded.lm.context_window
         if self.context_window and self.context_window > window:
             warnings.warn(
                 f"context_window is {self.context_window}, and the model's, which holds, is "

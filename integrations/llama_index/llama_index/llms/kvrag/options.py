@@ -61,7 +61,8 @@ def constructor_options(options: Mapping[str, Any], known: Iterable[str]) -> dic
         if out.pop(name, None) is not None:
             raise ConfigError(f"{OWNER} takes no {name}: {remedy}")
     _take_device(out)
-    if more := out.pop("additional_kwargs", None):
+    more = out.pop("additional_kwargs", None)
+    if more:
         out["generate_kwargs"] = {**(out.get("generate_kwargs") or {}), **more}
     out.pop("tokenizer_outputs_to_remove", None)  # the model receives token ids only
     if out.pop("tokenizer_kwargs", None):
@@ -130,11 +131,10 @@ def portable(config: StoreConfig) -> dict[str, Any]:
     }
     for name, value in given.items():
         if callable(value):
-            remedy = (
-                "use 'env:NAME' instead"
-                if name == "encryption_key"
-                else "use event_log instead, or"
-            )
+            if name == "encryption_key":
+                remedy = "use 'env:NAME' instead"
+            else:
+                remedy = "use event_log instead, or"
             raise ConfigError(
                 f"the store_config of this {OWNER} has a function for {name}, so it can't be "
                 f"serialised or pickled; {remedy} create the "

@@ -45,7 +45,9 @@ def is_chat(llm: LLM, encoder: PromptEncoder) -> bool:
     The user's setting decides; without a setting, whether the model has a chat template.
     """
     given: bool | None = getattr(llm, "is_chat_model", None)
-    return _has_template(encoder) if given is None else given
+    if given is None:
+        return _has_template(encoder)
+    return given
 
 
 def _has_template(encoder: PromptEncoder) -> bool:
@@ -68,7 +70,9 @@ def completion_text(llm: LLM, prompt: str, encoder: PromptEncoder) -> str:
 def chat_text(llm: LLM, messages: Sequence[ChatMessage], encoder: PromptEncoder) -> str:
     """Render messages with the user's function, else the model's chat template, else as lines."""
     prompt = chat_prompt(llm, messages, encoder, ())
-    return prompt if isinstance(prompt, str) else encoder.render(prompt)
+    if isinstance(prompt, str):
+        return prompt
+    return encoder.render(prompt)
 
 
 def _own_text(llm: LLM, messages: Sequence[ChatMessage]) -> str:
@@ -107,7 +111,9 @@ def chat_prompt(
         has_chunk = any(
             [isinstance(part, Chunk) for message in plain for part in message["content"]]
         )
-        return plain if tools or continues or has_chunk else encoder.render(plain)
+        if tools or continues or has_chunk:
+            return plain
+        return encoder.render(plain)
     if tools:
         raise InputError(
             "tools need the model's chat template; leave messages_to_prompt out, or use a model "
@@ -131,7 +137,8 @@ def plain_message(message: ChatMessage) -> Message:
     InputError
         If the message holds an image, audio, or anything else that is not text.
     """
-    role, more = message.role.value, message.additional_kwargs
+    role = message.role.value
+    more = message.additional_kwargs
     parts = [part for block in message.blocks for part in _parts(block, role)]
     thoughts = [
         block.content
@@ -143,7 +150,8 @@ def plain_message(message: ChatMessage) -> Message:
     plain |= {name: more[name] for name in _BESIDE if more.get(name)}
     if thoughts:
         plain["reasoning_content"] = "\n".join(thoughts)
-    if calls := _calls_in(message):
+    calls = _calls_in(message)
+    if calls:
         plain["tool_calls"] = calls
     return plain
 
@@ -171,7 +179,8 @@ def _joined(parts: Sequence[Any]) -> list[Any]:
 
 def _calls_in(message: ChatMessage) -> list[Any]:
     """Return a message's calls in OpenAI's form; other LLMs' memories keep them beside blocks."""
-    if blocks := [block for block in message.blocks if isinstance(block, ToolCallBlock)]:
+    blocks = [block for block in message.blocks if isinstance(block, ToolCallBlock)]
+    if blocks:
         made = [
             (b.tool_call_id or "", {"name": b.tool_name, "arguments": b.tool_kwargs})
             for b in blocks

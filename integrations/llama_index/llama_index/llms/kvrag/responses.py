@@ -71,7 +71,8 @@ class ResponseStream(Generator[ResponseT, None, None]):
         self._steps: Generator[ResponseT, None, None] = _steps(stream, shape, open_accounts())
 
     def __iter__(self) -> Generator[ResponseT, None, None]:
-        steps, self._steps = self._steps, _nothing()
+        steps = self._steps
+        self._steps = _nothing()
         return steps
 
     def send(self, value: None) -> ResponseT:
@@ -90,7 +91,8 @@ class AsyncResponseStream(AsyncGenerator[ResponseT, None]):
         self._steps: AsyncGenerator[ResponseT, None] = _asteps(stream, shape, open_accounts())
 
     def __aiter__(self) -> AsyncGenerator[ResponseT, None]:
-        steps, self._steps = self._steps, _anothing()
+        steps = self._steps
+        self._steps = _anothing()
         return steps
 
     async def asend(self, value: None) -> ResponseT:

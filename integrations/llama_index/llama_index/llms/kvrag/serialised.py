@@ -17,15 +17,21 @@ class SerialisedLLM(EngineFields, FunctionCallingLLM):
 
     @field_serializer("model", "tokenizer", "kv_dir", "dtype", "device", check_fields=False)
     def _serialise_name(self, value: Any) -> str | None:
-        return None if value is None else short_name(value)
+        if value is None:
+            return None
+        return short_name(value)
 
     @field_serializer("prefix", check_fields=False)
     def _serialise_prefix(self, value: Any) -> str | None:
-        return value if isinstance(value, str) else None
+        if isinstance(value, str):
+            return value
+        return None
 
     @field_serializer("store_config")
     def _serialise_store_config(self, value: StoreConfig | None) -> dict[str, Any] | None:
-        return None if value is None else portable(value)
+        if value is None:
+            return None
+        return portable(value)
 
     def to_dict(self, **kwargs: Any) -> dict[str, Any]:
         """Describe the LLM so that ``from_dict`` makes an equal LLM.

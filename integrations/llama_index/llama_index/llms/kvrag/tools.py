@@ -43,11 +43,10 @@ class ToolCallingLLM(SerialisedLLM):
         tool_required: bool = False,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        asked = (
-            [ChatMessage(user_msg) if isinstance(user_msg, str) else user_msg]
-            if user_msg is not None
-            else []
-        )
+        if user_msg is not None:
+            asked = [ChatMessage(user_msg) if isinstance(user_msg, str) else user_msg]
+        else:
+            asked = []
         choice = kwargs.pop("tool_choice", None) or ("required" if tool_required else None)
         messages = [*(chat_history or ()), *asked]
         return {
@@ -165,7 +164,9 @@ class _Closed(GenerateJsonSchema):
     def dict_schema(self, schema: DictSchema) -> JsonSchemaValue:
         """Allow only keys that match the dict's pattern, if it has a pattern."""
         made = super().dict_schema(schema)
-        return {"additionalProperties": False, **made} if "patternProperties" in made else made
+        if "patternProperties" in made:
+            return {"additionalProperties": False, **made}
+        return made
 
     def set_schema(self, schema: SetSchema) -> JsonSchemaValue:
         """Allow duplicate items: a set drops them, and decoding can't prevent them."""

@@ -54,9 +54,10 @@ def precompute_nodes(
     them, whereas a missing chunk only costs time.
     """
     try:
-        compute = (
-            llm.precompute_kv if isinstance(llm, KVRagLLM) else partial(precompute_kv, llm=llm)
-        )
+        if isinstance(llm, KVRagLLM):
+            compute = llm.precompute_kv
+        else:
+            compute = partial(precompute_kv, llm=llm)
         report = compute(nodes, **options)
     except Exception as error:
         if on_error == "raise":

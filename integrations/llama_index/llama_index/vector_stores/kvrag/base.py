@@ -30,7 +30,9 @@ from llama_index.vector_stores.kvrag.refs import RefTable
 def _as_list(node_ids: Iterable[str] | None) -> list[str] | None:
     if node_ids is None:
         return None
-    return [node_ids] if isinstance(node_ids, str) else list(node_ids)
+    if isinstance(node_ids, str):
+        return [node_ids]
+    return list(node_ids)
 
 
 class KVRagVectorStore(PrecomputeFields, BasePydanticVectorStore):
@@ -74,7 +76,8 @@ class KVRagVectorStore(PrecomputeFields, BasePydanticVectorStore):
     def __init__(
         self, inner: BasePydanticVectorStore | None = None, *, llm: Any = None, **options: Any
     ) -> None:
-        inner = SimpleVectorStore() if inner is None else inner
+        if inner is None:
+            inner = SimpleVectorStore()
         if not isinstance(inner, BasePydanticVectorStore):
             raise ConfigError(
                 f"inner is of type {type(inner).__name__}; pass a vector store of LlamaIndex, or "
@@ -249,11 +252,9 @@ class KVRagVectorStore(PrecomputeFields, BasePydanticVectorStore):
         self, node_ids: list[str] | None, filters: MetadataFilters | None
     ) -> list[str] | None:
         """Return the ids of nodes that a deletion may remove."""
-        return (
-            list(node_ids)
-            if node_ids and filters is None
-            else held_ids(self.inner, node_ids or None, filters)
-        )
+        if node_ids and filters is None:
+            return list(node_ids)
+        return held_ids(self.inner, node_ids or None, filters)
 
     def _all(self) -> list[str]:
         return list(
@@ -346,7 +347,9 @@ class KVRagVectorStore(PrecomputeFields, BasePydanticVectorStore):
         return engine_of(resolve_kv_llm(self.llm))
 
     def _space(self) -> str:
-        return self._engine().namespace if self.namespace is None else self.namespace
+        if self.namespace is None:
+            return self._engine().namespace
+        return self.namespace
 
     def _table(self) -> RefTable:
         """Return the table beside the LLM's KV; ``Settings.llm`` may have changed since."""

@@ -38,7 +38,9 @@ def held_ids(
     if nodes is None:
         return None
     found = dict.fromkeys(node.node_id for node in nodes)
-    return list(found) if node_ids is None else [each for each in node_ids if each in found]
+    if node_ids is None:
+        return list(found)
+    return [each for each in node_ids if each in found]
 
 
 def held_nodes(

@@ -52,9 +52,9 @@ class RefTable:
         self._below = "" if collection is None else f" {below_collection(collection)}"
         root = None if kv_dir is None or "://" in str(kv_dir) else os.path.abspath(kv_dir)
         self._path = None if root is None else Path(root, "llama_index", "refs.sqlite")
-        self._memory = (
-            sqlite3.connect(":memory:", check_same_thread=False) if root is None else None
-        )
+        self._memory: sqlite3.Connection | None = None
+        if root is None:
+            self._memory = sqlite3.connect(":memory:", check_same_thread=False)
         self._lock = threading.Lock()
 
     def __deepcopy__(self, memo: object) -> RefTable:
@@ -75,7 +75,8 @@ class RefTable:
 
     def nodes(self, namespace: str, document: str | None = None) -> list[str]:
         """Return the nodes of a document, or all nodes."""
-        query, space = "SELECT node FROM refs WHERE namespace = ?", self._space(namespace)
+        query = "SELECT node FROM refs WHERE namespace = ?"
+        space = self._space(namespace)
         if document is None:
             return [row[0] for row in self._run(query, [(space,)])]
         return [row[0] for row in self._run(f"{query} AND document = ?", [(space, document)])]
