@@ -87,7 +87,7 @@ def shape_from_config(config: Mapping[str, Any]) -> ModelShape:
         num_layers = text["num_hidden_layers"]
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise ModelError(
-            f"the config does not tell the shape of its KV ({error}); it needs num_hidden_layers, "
+            f"the config does not give the shape of its KV ({error}); it needs num_hidden_layers, "
             "num_attention_heads "
             "and hidden_size"
         ) from error

@@ -152,7 +152,7 @@ REWRITTEN = {
     "without the metadata": (lambda text: text.partition("\n\n")[2],),
     "without their HTML or Markdown": (lambda text: text.replace("**", "").replace("_", ""),),
     "cut at its beginning": (lambda text: text[50:],),
-    "not their parents": (lambda text: text[90:-60],),
+    "not the whole documents": (lambda text: text[90:-60],),
     "edited or cut": (lambda text: text.replace("line", "word"),),
 }
 """Words of each cause, and what brings it about."""
@@ -196,7 +196,7 @@ def test_prompts_that_have_nothing_to_do_with_the_store_are_warned_of_late_and_n
         engine.generate(about("Good morning."), max_new_tokens=1)
     assert engine.stats()["requests_without_hits"] == MANY - 1, "the first one asked an empty store"
     assert not recwarn.list
-    with pytest.warns(UserWarning, match="no known chunk text stands in this prompt"):
+    with pytest.warns(UserWarning, match="this prompt has no known chunk text"):
         engine.generate(about("Good morning."), max_new_tokens=1)
 
 

@@ -355,8 +355,8 @@ def test_longrope_reuses_within_one_regime_and_computes_beyond_it(stored):
     result = engine.prefill(long, mode="stitch")
     assert result.prompt_tokens > limit
     assert (result.exactness, result.cached_tokens) == ("full", 0)
-    assert "other angles" in str(result.fallback_reason)
-    assert "other angles" in str(engine.explain(long, mode="stitch"))
+    assert "RoPE scaling changes" in str(result.fallback_reason)
+    assert "RoPE scaling changes" in str(engine.explain(long, mode="stitch"))
 
 
 def test_an_answer_that_outgrows_longropes_regime_is_plain_transformers_answer(stored):

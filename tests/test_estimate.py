@@ -91,7 +91,7 @@ def test_shape_from_config_finds_the_text_part():
 def test_a_config_that_does_not_tell_is_refused(config):
     if config.get("num_attention_heads") == 0:
         config = {**config, "head_dim": None}
-    with pytest.raises(ModelError, match="does not tell"):
+    with pytest.raises(ModelError, match="does not give"):
         shape_from_config(config)
 
 

@@ -61,9 +61,9 @@ def test_a_head_that_comes_with_different_prompts_is_learnt_and_then_exact(
             assert (result.has_other_prefix, result.exactness) == (True, "repaired"), (
                 "honest until then"
             )
-        told = [r.message for r in caplog.records if "was learnt" in r.message]
+        told = [r.message for r in caplog.records if "was learned" in r.message]
         assert len(told) == 1
-        assert f"prefix={HEADS[0]!r} was learnt" in told[0]
+        assert f"prefix={HEADS[0]!r} was learned" in told[0]
         for n, text in enumerate(CHUNKS):
             prompt = f"{HEADS[0]}{text}\n---\nQuestion {n}?"
             answer(
@@ -76,7 +76,7 @@ def test_a_head_that_comes_with_different_prompts_is_learnt_and_then_exact(
                 reused = engine.prefill(prompt, mode="stitch", repair=REPAIR)
                 assert reused.cached_tokens > 30
                 assert float((reused.logits - full.logits).abs().max()) < 1e-4
-    assert len([r for r in caplog.records if "was learnt" in r.message]) == 1
+    assert len([r for r in caplog.records if "was learned" in r.message]) == 1
     new = make_chunks(1, words=30, seed=42)
     assert engine.precompute(new).stored == 1
     assert len(heads_of_kv(engine, new[0])) == 1, "behind the learnt prefix at once"

@@ -193,7 +193,7 @@ def test_prices_of_a_busy_moment_are_measured_again(
     layout = whole if is_reused else whole.only_live()
     really = took(Price(true, RepairConfig(), 4), layout)
     model.learn(price, layout, (), really)
-    assert "prices are measured again" in caplog.text
+    assert "measuring the prices again" in caplog.text
     _, price, _ = asked(engine, 0, 1, 2)
     assert price.costs == true
     assert price.of_forwards(layout) == pytest.approx(

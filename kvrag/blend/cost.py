@@ -296,8 +296,8 @@ class CostModel:
         )
         if self._misses >= self._patience:
             words = (
-                "a prompt took %.0f ms to compute, for which %.0f ms were predicted; "
-                "prices are measured again"
+                "a prompt took %.0f ms to compute, and %.0f ms were predicted; "
+                "measuring the prices again"
             )
             logger.warning(words, took, predicted)
 

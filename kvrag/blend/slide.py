@@ -106,5 +106,5 @@ def cannot_slide(model: CausalLM | PlainLM) -> str | None:
     if isinstance(model, PlainLM):
         return f"keys of this model can't be moved: {model.refusal}"
     if model.reuse_window < model.context_window:
-        return f"its keys turn by other angles beyond {model.reuse_window} tokens"
+        return f"its RoPE scaling changes beyond {model.reuse_window} tokens"
     return None

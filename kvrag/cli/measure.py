@@ -109,9 +109,7 @@ def evaluate(
     changed = [row for row in found.rows if row.is_lost or row.is_won]
     if changed:
         tables = [
-            grid(
-                "Answers that differ in what they have right", _ANSWERS, map(_answer_cells, changed)
-            )
+            grid("Answers that are right on one side only", _ANSWERS, map(_answer_cells, changed))
         ]
     else:
         tables = []
@@ -215,7 +213,9 @@ def calibrate(
     best = min(reached, key=lambda name: reached[name], default=None)
     kept = {f"behind {name[:40]!r}": _kept(f) for name, f in found.items()}
     kept["least cost"] = (
-        f"behind {best[:40]!r}" if best else "the target was MISSED; what has the least KL is kept"
+        f"behind {best[:40]!r}"
+        if best
+        else "the target was MISSED; the setting with the least KL is kept"
     )
     values = {name: {**asdict(f), "reached": name in reached} for name, f in found.items()}
     show(

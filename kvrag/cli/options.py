@@ -68,7 +68,7 @@ _SYSTEM = _of_engine("--system", help="System message of your chat prompts; inst
 _CONTEXT = _of_engine(
     "--chunk-context",
     help=(
-        "What chunks are encoded behind: default (250 tokens of passages), default:1000, none, or "
+        "Text that chunks are encoded behind: default (250 tokens of passages), default:1000, none, or "
         "a text of your own."
     ),
 )
@@ -206,7 +206,7 @@ _HISTORY = typer.Option(
     parser=parse_bytes,
     metavar="SIZE",
     envvar="KVRAG_HISTORY_BYTES",
-    help="Budget of finished requests' KV, which the next turns of chats go on with; 0: none.",
+    help="Budget for finished requests' KV, from which a chat's next turn continues; 0: none.",
     rich_help_panel=_STORE,
 )
 SERVED: Group = (*LIMITS, _option("history_bytes", Annotated[int, _HISTORY], "1GiB"))
@@ -294,7 +294,7 @@ def engine_options(
     )
     if prefix is not None and system is not None:
         raise ConfigError(
-            "--prefix and --system both say what stands before the first chunk; pass one of them"
+            "--prefix and --system both set the text before the first chunk; pass one of them"
         )
     if prefix == "learn":
         raise ConfigError(

@@ -234,7 +234,7 @@ def _keys(host: str, *, is_insecure: bool) -> dict[str, str]:
     keys = keys_of_environment()
     if host not in _LOCAL and not keys and not is_insecure:
         raise ConfigError(
-            f"--host {host} lets others ask without a key; set {KEYS_VARIABLE}=tenant=key,..., or "
+            f"--host {host} accepts requests of other machines without a key; set {KEYS_VARIABLE}=tenant=key,..., or "
             "pass --insecure"
         )
     return keys

@@ -153,8 +153,7 @@ class QueryPipeline:
         if plan.has_mismatch and (variables := self.loaded.encoder.date_variables) is not None:
             named = f", as chat_template_kwargs={{{variables[0]!r}: ...}}" if variables else ""
             explained.notes.append(
-                "the chat template writes the date, so its head is another one each day; "
-                f"pin it{named}"
+                f"the chat template writes the date, so its head changes every day; pin it{named}"
             )
         return explained
 

@@ -80,7 +80,7 @@ def refusal(config: Any) -> str | None:
     if config.model_type == "falcon" and config.alibi:
         return (
             "adds ALiBi once in one of transformers' own attentions and twice in the one that "
-            "takes a mask; kvrag can run only that"
+            "takes a mask, and kvrag can only run the latter"
         )
     if config.model_type in _BY_NAME:
         return _BY_NAME[config.model_type]

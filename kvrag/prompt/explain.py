@@ -107,7 +107,7 @@ def _proven(text: str, scanner: SpanIndex, texts: Sequence[str]) -> str | None:
         known = [undo_known(each) for each in texts] if undo_known else []
         is_undone = undo_known is None and plain != text and bool(scanner.scan(plain))
         if is_undone or any([each and each in plain for each in known]):
-            return f"known chunks stand in this prompt {how}"
+            return f"this prompt has known chunks {how}"
     return None
 
 
@@ -140,8 +140,7 @@ def likely_cause(text: str, known: Known, *, reads: bool = True) -> tuple[str, b
     lines = [line.strip() for line in text.splitlines() if len(line.strip()) >= ANCHOR_CHARS]
     if any([line in each for each in texts for line in lines]):
         return (
-            "parts of known chunks stand in this prompt: "
-            "precompute what is shown, not their parents",
+            "this prompt has parts of known chunks: precompute the parts, not the whole documents",
             True,
         )
     unsure = (
@@ -149,7 +148,7 @@ def likely_cause(text: str, known: Known, *, reads: bool = True) -> tuple[str, b
         "and so computed with each prompt"
     )
     return (
-        f"no known chunk text stands in this prompt: it is {unsure}, "
+        f"this prompt has no known chunk text: it is {unsure}, "
         "or was precomputed in another namespace",
         False,
     )
@@ -169,7 +168,7 @@ def prefix_advice(plan: Plan) -> str:
             f"{line!r} stands before the chunk; precompute its text with its metadata "
             "(LlamaIndex: content='llm')"
         )
-    return f"precompute with what stands before the first chunk: prefix={head!r}"
+    return f"precompute with the text before the first chunk: prefix={head!r}"
 
 
 class Watch:

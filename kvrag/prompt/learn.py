@@ -82,8 +82,8 @@ class Learner:
             self._named.setdefault(namespace, {})[head] = None
         if not is_named:
             what = (
-                "was learnt; chunks that prompts bring are encoded again behind it. "
-                "Pass it and precompute once more to have all so"
+                "was learned; chunks that come in prompts are encoded behind it from now on. "
+                "Pass it and precompute again to encode all of them behind it"
             )
             logger.warning("prefix=%r %s", head, what)
         if not is_named or plan.has_mismatch:

@@ -396,7 +396,7 @@ class _Draft:
             asked = (
                 f"kept with kv_dtype={other.kv_dtype!r}, and {self._lookup.kv_dtype!r} is asked for"
             )
-            return f"{asked}: precompute it again, or ask for that"
+            return f"{asked}: precompute it again, or set kv_dtype to the stored one"
         if piece.is_given:
             known = "not precomputed"
         else:

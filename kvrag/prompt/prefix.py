@@ -92,7 +92,7 @@ def prefix_text(prefix: Prefix | None, encoder: PromptEncoder) -> str:
 
 def _no_chunk(_text: str) -> str:
     raise ConfigError(
-        "prefix holds a kvrag.Chunk; it is what stands before the first chunk: "
+        "prefix holds a kvrag.Chunk; a prefix is the text before the first chunk: "
         "write {context} in its place"
     )
 

@@ -40,11 +40,11 @@ class Admission:
         """Raise ``APIError`` if no more requests are accepted, in total or from this tenant."""
         if self.is_draining:
             raise self._refusal(
-                "the server is shutting down; ask another one, or come again", "draining"
+                "the server is shutting down; retry later, or use another replica", "draining"
             )
         if self._turns.locked() and self.waiting >= self._max_waiting:
             raise self._refusal(
-                f"{self.running} requests run and {self.waiting} wait; come again later",
+                f"{self.running} requests run and {self.waiting} wait; retry later",
                 "overloaded",
             )
         if (

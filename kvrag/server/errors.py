@@ -144,7 +144,7 @@ async def _on_http(request: Request, error: Exception) -> JSONResponse:
     if isinstance(fault.__cause__, APIError):  # raised while FastAPI read the body
         return _answer(request, fault.__cause__)
     code = {404: "not_found", 405: "method_not_allowed"}.get(fault.status_code, "invalid_request")
-    sentence = f"{fault.detail}; see /docs for what there is"
+    sentence = f"{fault.detail}; /docs lists the endpoints"
     if fault.status_code == 404:
         sentence = (
             f"there is nothing at this path ({fault.detail}); the API is under /v1, and /docs "

@@ -14,7 +14,7 @@ from typing import Any
 from pydantic_core import PydanticCustomError
 
 HINTS: dict[str, tuple[str, ...]] = {
-    "who asks, and how it is booked": (
+    "the caller, and accounting": (
         "user",
         "user_id",
         "metadata",
@@ -51,14 +51,14 @@ HINTS: dict[str, tuple[str, ...]] = {
         "prediction",
         "speculative_ngram",
     ),
-    "how much a model thinks and says, for models of others": ("verbosity", "include_reasoning"),
+    "reasoning and verbosity of other vendors' models": ("verbosity", "include_reasoning"),
     "in which order methods of sampling follow each other: kvrag has its own": (
         "samplers",
         "sampler_order",
         "sampler_priority",
         "temperature_last",
     ),
-    "what else an answer tells of itself, which kvrag does in its own way": (
+    "more about an answer, which kvrag reports in its own field": (
         "timings_per_token",
         "return_progress",
     ),

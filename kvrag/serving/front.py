@@ -76,7 +76,7 @@ class Front:
         except (*LOST, BackPressureError):
             told = APIError(
                 503,
-                "no replica answers; come again later",
+                "no replica answers; retry later",
                 "no_replica",
                 headers={"Retry-After": "1"},
             )
@@ -151,7 +151,7 @@ class Front:
                 return
             except LOST:
                 logger.warning(
-                    "a replica was lost; another one is asked (attempt %d of %d)", attempt, ATTEMPTS
+                    "a replica was lost; asking another (attempt %d of %d)", attempt, ATTEMPTS
                 )
                 if attempt == ATTEMPTS:
                     if not sent:

@@ -202,7 +202,7 @@ class Evictor:
         Raises ``StoreError`` if they don't fit. Evicts nothing if the chunks that may be evicted
         hold too few bytes.
         """
-        why = "what left it was not enough"
+        why = "the evicted chunks freed too little"
         for turn in range(PASSES):
             free = self._free()
             must, should, disk = self.budget.excess(self.totals()[1], free, need)

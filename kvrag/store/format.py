@@ -327,7 +327,7 @@ def _parse(head: bytes, cipher: bytes | None) -> tuple[Header, bytes | None]:
             metadata, _ = parse(str(plain, "ascii"), len(START))
         header = _decode(metadata)
         if _head(header, cipher, salt) != head:
-            raise ValueError("not what would be written")
+            raise ValueError("differs from what kvrag writes")
         return header, key
     except FAULTS:
         raise BlobRejected("its header is damaged") from None

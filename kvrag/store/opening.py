@@ -305,7 +305,7 @@ def _close_to_others(root: Path) -> None:
         if stat.S_ISDIR(status.st_mode) and status.st_mode & 0o077:
             path.chmod(status.st_mode & 0o700)
             log.warning(
-                "others had access to the KV store's directory %s; its rights were taken from them",
+                "other users had access to the KV store's directory %s; access is now yours alone",
                 path,
             )
 
@@ -348,7 +348,7 @@ def device_budget(limit: int | None, fraction: float, device: torch.device) -> i
         return min(limit, part)
     if limit is None:
         log.warning(
-            "no memory tier on %s: nobody knows how much memory it has; set StoreConfig.gpu_bytes",
+            "no memory tier on %s: its memory size is unknown; set StoreConfig.gpu_bytes",
             device,
         )
     return limit or 0

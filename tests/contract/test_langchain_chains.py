@@ -491,8 +491,8 @@ REWRITTEN: dict[str, tuple[Callable[[Parts], Any], list[int], str]] = {
     ),
     "a tool that returns documents": (answered_by(of_documents), [0], r"escaped, as by repr\(\)"),
     "upper case": (lambda parts: shown(parts, upper), [0], "upper-cased or lower-cased"),
-    "a summary": (summarised, [0], "no known chunk text stands in this prompt"),
-    "LLMChainExtractor": (extracted, [0, *[1] * K], "no known chunk text stands in this prompt"),
+    "a summary": (summarised, [0], "this prompt has no known chunk text"),
+    "LLMChainExtractor": (extracted, [0, *[1] * K], "this prompt has no known chunk text"),
 }
 """Applications that show the model other texts than were stored, and what ``explain`` says of their last request."""
 

@@ -391,7 +391,7 @@ def test_a_refusal_is_a_sentence(browse, url, app, passages, monkeypatch):
     page.ask(passages)
     page.expect("#fault").to_have_text(
         re.compile(
-            r"The server is shutting down; ask another one, or come again\. Try again in \d+ s\."
+            r"The server is shutting down; retry later, or use another replica\. Try again in \d+ s\."
         )
     )
     assert page.get_attribute("#fault", "role") == "alert"

@@ -111,7 +111,7 @@ class FaissStore(VectorStore):
             self._index = self._faiss.index_factory(num, "IDMap2,Flat", metric)
         if num != self._index.d:
             what = (
-                f"the embedding model gives vectors of {num} dimensions the index has "
+                f"the embedding model gives vectors of {num} dimensions, and the index has "
                 f"{self._index.d}"
             )
             remedy = (

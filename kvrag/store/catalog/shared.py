@@ -106,7 +106,7 @@ class SharedRows(RowTable):
                 raise StoreError(
                     f"the shared KV store can't be changed: {error}; try again later"
                 ) from error
-        raise StoreError("the shared KV store is changed by too many at once; try again later")
+        raise StoreError("too many writers change the shared KV store at once; try again later")
 
     def delete(self, name: str) -> None:
         """Remove a row if it exists, inside :meth:`change`."""
