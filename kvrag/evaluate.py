@@ -117,7 +117,7 @@ class Evaluation:
         """Wilson 95% interval of :attr:`lost`."""
         if self.num_right:
             return wilson(self.num_lost, self.num_right)
-        return (0.0, 1.0)
+        return 0.0, 1.0
 
     @property
     def mean_kl(self) -> float:
@@ -267,7 +267,7 @@ def compare(engine: KVRagEngine, reference: Reference, *, mode: Mode, repair: Re
     found = engine.generate(prompt, max_new_tokens=reference.max_new_tokens, **options)
     logits = engine.score(prompt, reference.token_ids, **options).logits
     question = reference.question
-    answers = reference.question.answers
+    answers = question.answers
     return Compared(
         question.text,
         answers,

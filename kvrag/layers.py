@@ -292,7 +292,7 @@ def _as_one(column: Sequence[torch.Tensor]) -> torch.Tensor | None:
     Return ``None`` if they don't lie in the same memory at equal distances.
     """
     first = column[0]
-    stride = column[0].stride()
+    stride = first.stride()
     places = [x.data_ptr() for x in column]
     gap = places[1] - places[0] if len(column) > 1 else first.nbytes
     step, rest = divmod(gap, first.itemsize)

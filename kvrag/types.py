@@ -121,8 +121,8 @@ class LayerKV:
         """All tensors, in storage order."""
         s = self.scales
         if s is None:
-            return (self.keys, self.values)
-        return (self.keys, self.values, s.keys, s.zeros, s.values)
+            return self.keys, self.values
+        return self.keys, self.values, s.keys, s.zeros, s.values
 
     @property
     def num_bytes(self) -> int:

@@ -292,7 +292,8 @@ def test_a_chat_of_fifty_turns_goes_on_in_flat_memory(small_window, monkeypatch)
 
 
 @pytest.mark.parametrize(
-    ("name", "why"), [("gpt2", "learned embedding"), ("phi3-longrope", "RoPE scaling changes beyond")]
+    ("name", "why"),
+    [("gpt2", "learned embedding"), ("phi3-longrope", "RoPE scaling changes beyond")],
 )
 def test_models_whose_keys_cannot_be_moved_say_so(name, why):
     model = tiny_model(name)

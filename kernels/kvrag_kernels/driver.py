@@ -26,12 +26,9 @@ _NUM_REGISTERS = 4
 _MAP_TYPES = {torch.float16: 6, torch.bfloat16: 9}
 """``CUtensorMapDataType``."""
 
-_SWIZZLE_128_BYTES = 3
-_PROMOTE_TO_256_BYTES = 3
-"""``CUtensorMapSwizzle`` and ``CUtensorMapL2promotion``.
-
-The other options of a map are 0: no interleaving, zeros beyond the tensor.
-"""
+# The other options of a map are 0: no interleaving, zeros beyond the tensor.
+_SWIZZLE_128_BYTES = 3  # CUtensorMapSwizzle
+_PROMOTE_TO_256_BYTES = 3  # CUtensorMapL2promotion
 
 _MAP_COLUMNS = 64
 """Columns of a box: 128 bytes of 16-bit elements, the swizzle's width."""

@@ -26,14 +26,11 @@ CODECS = {
 TOKEN_GROUP = 32
 """Neighbouring rows that share scales, unless scales are per row or per part."""
 
-THREADS = 256
-TILE_ROWS = 64
-PART = 28
-PLACE = 4
-"""Constants of ``csrc/stitch.cu``.
-
-Threads and rows of a block, and numbers in ``struct Part`` and ``struct Place``.
-"""
+# Constants of csrc/stitch.cu.
+THREADS = 256  # of a block
+TILE_ROWS = 64  # rows of a block
+PART = 28  # numbers in struct Part
+PLACE = 4  # numbers in struct Place
 
 WIDE = 16  # bytes of scales, zeros and angles that the kernel reads, and writes, at a time
 _STITCH = struct.Struct("5Q q 3i 4x")
@@ -229,7 +226,7 @@ def table_of(call: Stitching, empty: Empty = torch.empty) -> torch.Tensor:
 def _side(part: Stored) -> list[int]:
     """Return ``struct Side``; the stride is 0 where all rows share scales or zeros."""
     data = part.data
-    size = part.data.element_size()
+    size = data.element_size()
     found = [0 if x is None else x.data_ptr() for x in (data, part.scales, part.zeros)]
     found += [s * size for s in data.stride()[:3]]
     for x in (part.scales, part.zeros):

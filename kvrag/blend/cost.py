@@ -44,8 +44,8 @@ from kvrag.threads import fork_lock
 logger = logging.getLogger(__name__)
 
 VERSION = "2"  # part of the cache file's name, so versions don't overwrite each other's costs
-SMALL = 16
-LARGE = 2048  # rows of the smallest and the largest timed forward
+SMALL = 16  # rows of the smallest timed forward
+LARGE = 2048  # rows of the largest
 ENOUGH_MS = 200.0  # a forward slower than this is the largest that is timed
 PATIENCE_MS = 1000.0  # if all forwards together take longer, two rounds suffice
 ROUNDS = 3  # timing rounds per forward; the fastest counts
@@ -150,7 +150,7 @@ class Price:
         """
         costs = self.costs
         config = self.config
-        needs = needs_of(layout, self.config)
+        needs = needs_of(layout, config)
         live = layout.num_live
         total = layout.num_tokens
         repaired = num_selected(layout, config)

@@ -146,7 +146,7 @@ class RowCovariance:
             taken.index_fill_(0, rows, True)  # an assignment would synchronise with the device
             weight.index_fill_(0, rows, 0)
             known = left[rows]
-            inner = left[rows][:, rows]
+            inner = known[:, rows]
             inner.diagonal().add_(NOISE)
             left -= known.T @ solve(inner, known)
         return candidates[torch.cat(chosen)]

@@ -33,10 +33,10 @@ POOL = 512
 """Number of candidates of ``query_gain``, the rows with the most attention. It chooses at most half
 of them; the rest of the budget goes to the next rows by attention."""
 
+# The default budget for S stale rows: min(BASE_SHARE * S + BASE_ROWS, MOST_SHARE * S).
 BASE_SHARE = 0.04
 BASE_ROWS = 192
 MOST_SHARE = 0.25
-"""The default budget for ``S`` stale rows: ``min(BASE_SHARE · S + BASE_ROWS, MOST_SHARE · S)``."""
 
 SENTENCES_SHARE = 2 / 3
 """Largest share of a budget that ``query_sentences`` spends on whole sentences."""
@@ -265,9 +265,9 @@ def select_rows(
 def num_selected(layout: Layout, config: RepairConfig) -> int:
     """Return the number of rows to repair: the ratio of the stale rows, but at least the heads."""
     num_stale = num_rows_of(layout.stale)
-    if config.strategy in ("none", "all"):
-        if config.strategy == "all":
-            return num_stale
+    if config.strategy == "all":
+        return num_stale
+    if config.strategy == "none":
         return 0
     return max(
         _num_heads(layout, config), round(effective_ratio(layout, config, num_stale) * num_stale)
@@ -359,14 +359,13 @@ def decide(layout: Layout, mode: Mode, cheapest: Choice | None = None) -> tuple[
         return layout.only_live(), None
     if not layout.reused:
         if layout.history:
-            return (layout, None)
-        return (layout.only_live(), "no stored KV for this prompt")
+            return layout, None
+        return layout.only_live(), "no stored KV for this prompt"
     if mode == "prefix":
         head = layout.only_exact_head()
-        return (
-            head,
-            None if head.reused or head.history else "no stored KV for the head of this prompt",
-        )
+        if head.reused or head.history:
+            return head, None
+        return head, "no stored KV for the head of this prompt"
     if cheapest is None or mode == "stitch":
-        return (layout, None)
+        return layout, None
     return cheapest(layout)

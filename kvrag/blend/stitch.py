@@ -167,7 +167,7 @@ def move(
     moved = {}
     for source, num_rows in longest.items():
         kv = kvs[source]
-        stored = kvs[source].layers[layers.start : layers.stop]
+        stored = kv.layers[layers.start : layers.stop]
         if 2 * num_rows < kv.num_tokens:  # else the unused rows are copied too
             stored = tuple(_first_rows(layer, num_rows) for layer in stored)
         moved[source] = together(stored, device)

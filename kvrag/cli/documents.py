@@ -133,7 +133,8 @@ def split_text(text: str, count_tokens: CountTokens, *, chunk_tokens: int = 250)
         if size and abs(size + tokens - chunk_tokens) > abs(chunk_tokens - size):
             chunks.append(text[start:stop])
             size = 0
-        start = start if size else part[0]
+        if not size:
+            start = part[0]
         stop = part[1]
         size += tokens
     return [chunk.strip() for chunk in (*chunks, text[start:stop]) if chunk.strip()]

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 _CHARS_PER_TOKEN = 4  # usual for English text; used where no tokenizer is at hand
 
-_BLOCK = 2**20
+# The file that measures a disk.
+_BLOCK = 2**20  # bytes of a block
 _NUM_BLOCKS = 128
-"""Bytes of a block, and number of blocks, of the file that measures a disk."""
 
 _MODEL = typer.Argument(
     metavar="[MODEL]", help="Preset, hub id, directory, .gguf file; may be set by KVRAG_MODEL."
@@ -74,7 +74,7 @@ def estimate(
         if given is not None and not 0 < given < float("inf"):
             raise ConfigError(f"{flag} is {given}; it must be a number above 0")
     model = engine["model"]
-    shape = shape_of(engine["model"])
+    shape = shape_of(model)
     kept = StoreConfig(kv_dtype=engine.get("kv_dtype", "auto")).kv_dtype
     name = shape.dtype if engine["dtype"] == "auto" else engine["dtype"]
     counted: Given = {"chunks": chunks, "tokens": chunks * chunk_tokens, "source": "as given"}

@@ -167,7 +167,7 @@ class QueryPipeline:
         The plan has no reuse if prompt and answer, ``total`` tokens together, rule it out.
         """
         lm = self.loaded.lm
-        window = self.loaded.lm.context_window
+        window = lm.context_window
         slides = request.slides and total > window and cannot_slide(lm) is None
         refusal = None
         if slides and (num_tokens := len(plan.token_ids)) > window:
@@ -339,7 +339,7 @@ class QueryPipeline:
         if given is not None:
             return given
         lm = self.loaded.lm
-        defaults = self.loaded.lm.model.generation_config
+        defaults = lm.model.generation_config
         most = defaults.max_new_tokens or DEFAULT_MAX_NEW_TOKENS
         if (defaults.max_length or 0) > num_tokens:
             most = min(most, defaults.max_length - num_tokens)

@@ -265,8 +265,8 @@ class CausalLM:
             and 0 < rows.slots.start <= self.reuse_window < rows.stop  # type: ignore[union-attr]
         )
         if is_crossing:
-            return (known[None, : rows.stop], Rows.span(0, rows.stop))
-        return (ids, rows)
+            return known[None, : rows.stop], Rows.span(0, rows.stop)
+        return ids, rows
 
     def _run(self, ids: torch.Tensor, forward: Forward, logits: int) -> torch.Tensor:
         positions = forward.positions[None].expand(ids.shape[0], -1)

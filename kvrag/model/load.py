@@ -271,5 +271,4 @@ def kept_proof(file: Path) -> Proof | None:
         proof = TypeAdapter(Proof).validate_json(file.read_bytes())
         if proof.passed:
             return proof
-        return None
     return None

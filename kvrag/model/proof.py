@@ -342,7 +342,7 @@ class _Trial:
         its limit.
         """
         lm = self._lm
-        limit = 8 * torch.finfo(self._lm.dtype).eps + 1e-6
+        limit = 8 * torch.finfo(lm.dtype).eps + 1e-6
         tokens = self._ids[:8].to(lm.device)
         start = max(0, min(FAR, lm.reuse_window - len(tokens) - 1))
         positions = torch.arange(start, start + len(tokens), device=lm.device)

@@ -161,7 +161,7 @@ def _watched(
         hidden = hidden[:, (states > 0).int() * 2]  # row 0 has state 0, row 2 has state 1
         if args:
             return ((hidden, *args[1:]), kwargs)
-        return (args, {**kwargs, "hidden_states": hidden})
+        return args, {**kwargs, "hidden_states": hidden}
 
     def note(name: str) -> Callable[..., None]:
         def keep(_: torch.nn.Module, __: object, output: object) -> None:

@@ -116,5 +116,5 @@ def learning(
     """Return a learner if ``prefix`` asks for it, and the prefix to use until it has learned."""
     asked = LearnPrefix() if isinstance(prefix, str) and prefix == LEARN else prefix
     if isinstance(asked, LearnPrefix):
-        return (Learner(named), asked.first)
-    return (None, prefix)
+        return Learner(named), asked.first
+    return None, prefix

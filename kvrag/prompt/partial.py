@@ -117,7 +117,7 @@ class PartFinder:
         chunk, count = self._longest(text, [ids for _, ids in chunks])
         for end in range(count, max(count - MAX_BACK_OFF, self.min_tokens) - 1, -1):
             ids = chunk[:end]
-            body = self.encoder.decode(chunk[:end])
+            body = self.encoder.decode(ids)
             # As live text it must have the same ids, too: then it holds no control token in a
             # spelling that only the tokenizer knows.
             tokenise = self.encoder.document_ids if whole_ids else self.encoder.live_ids

@@ -120,9 +120,9 @@ def _checked_tool(tool: Any) -> Mapping[str, Any]:
 def _checked_schema(response_format: Any) -> Mapping[str, Any] | None:
     given = {"type": "text"} if response_format is None else response_format
     kind = given.get("type") if isinstance(given, Mapping) else None
-    if kind in ("text", "json_object"):
-        if kind == "text":
-            return None
+    if kind == "text":
+        return None
+    if kind == "json_object":
         return {"type": "object"}
     held = given.get("json_schema") if kind == "json_schema" else None
     schema = held.get("schema") if isinstance(held, Mapping) else None

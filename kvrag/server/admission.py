@@ -79,8 +79,8 @@ class Admission:
             await self._turns.acquire()
         finally:
             self.waiting -= 1
-        self.running += 1
         start = time.monotonic()
+        self.running += 1
         try:
             yield
         finally:

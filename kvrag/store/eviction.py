@@ -241,5 +241,4 @@ class Evictor:
         with suppress(OSError):  # a write on a full disk fails by itself
             if self.budget.min_free_bytes:
                 return self.free_bytes()
-            return 2**62
         return 2**62

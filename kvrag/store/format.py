@@ -261,7 +261,8 @@ class Blob:
 
         Plain layers are slices of a single tensor.
         """
-        start = (offsets := self.header.layout.offsets)[run.start]
+        offsets = self.header.layout.offsets
+        start = offsets[run.start]
         end = offsets[run.stop]
         data = memoryview(
             self._bytes(self._start + start, end - start + (end == offsets[-1]), run.start)

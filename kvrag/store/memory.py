@@ -185,7 +185,7 @@ class MemoryTier:
             priority = new.usage.priority_now()
             should = max(must, self._num_bytes // SHARE)
             found = leaving(others, self._now, priority=priority, must=must, should=should)
-            if (found) is None:
+            if found is None:
                 return None
             going = found
         gone = [each.key for each in going]

@@ -46,7 +46,6 @@ def listed_id(store: VectorStore, name: Any) -> str:
     with suppress(ValueError):
         if hasattr(store, "content_payload_key"):
             return str(UUID(name))
-        return str(name)
     return str(name)
 
 

@@ -42,11 +42,10 @@ class Catalog(Hits):
 
     ``folder``, ``read_only`` and ``durable`` are as for
     :class:`~kvrag.store.catalog.rows.RowTable`. With ``keys``, digests of texts, ids of
-    documents and all values are encrypted.
-    ``may_have_blobs`` returns whether a new catalog may find blobs of an earlier catalog. ``rows``
-    makes the rows: of this machine, or of several machines
-    (:class:`~kvrag.store.catalog.shared.SharedRows`). Raises ``StoreError`` if the folder can't be
-    used; changes that can't be made raise it, too.
+    documents and all values are encrypted. ``may_have_blobs`` returns whether a new catalog may
+    find blobs of an earlier catalog. ``rows`` makes the rows: of this machine, or of several
+    machines (:class:`~kvrag.store.catalog.shared.SharedRows`). Raises ``StoreError`` if the folder
+    can't be used; changes that can't be made raise it, too.
     """
 
     def __init__(

@@ -255,7 +255,7 @@ class Ledger:
         """
         marks = tuple(self._read(MARK, f"e {space}") or 0 for space in (namespace, ""))
         if self._read(STATE, "s"):
-            return (marks[0], marks[1])
+            return marks[0], marks[1]
         return None
 
     def totals(self) -> tuple[int, int]:
@@ -274,10 +274,9 @@ class Ledger:
     def _read(self, form: TypeAdapter[T], name: str) -> T | None:
         """Return a row's value; ``None`` if it is absent or malformed."""
         text = self._rows.get(name)
-        with suppress(ValidationError):
-            if text is None:
-                return None
-            return form.validate_json(text)
+        if text is not None:
+            with suppress(ValidationError):
+                return form.validate_json(text)
         return None
 
     def _chunk(self, key: ChunkKey) -> ChunkRow | None:

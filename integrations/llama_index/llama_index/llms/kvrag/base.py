@@ -309,7 +309,7 @@ class KVRagLLM(ToolCallingLLM):
         """Context window, answer length and kind of the model; loads the model."""
         engine = self.engine
         loaded = engine.loaded
-        window = engine.loaded.lm.context_window
+        window = loaded.lm.context_window
         if self.context_window and self.context_window > window:
             warnings.warn(
                 f"context_window is {self.context_window}, and the model's, which holds, is "
