@@ -85,7 +85,8 @@ def page_locked(num_bytes: int) -> torch.Tensor:
 
 
 def _unlock(address: int) -> None:
-    _is_done(int(torch.cuda.cudart().cudaHostUnregister(address)), "unlock")  # type: ignore[no-untyped-call]
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    _is_done(int(runtime.cudaHostUnregister(address)), "unlock")
 
 
 def _is_done(error: int, what: str) -> bool:

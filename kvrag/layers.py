@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -245,7 +246,7 @@ def own_kv(kv: ChunkKV, *, device: torch.device | str = "cpu", copy: bool = Fals
     if torch.device(device).type != "cpu":
         for run in runs_alike([tuple(x.shape for x in layer.tensors) for layer in kv.layers]):
             whole = together(kv.layers[run.start : run.stop], device, copy=copy)
-            layers += [whole.map(lambda x, i=i: x[i]) for i in range(len(run))]  # type: ignore[misc]
+            layers += [whole.map(itemgetter(i)) for i in range(len(run))]
         return ChunkKV(tuple(layers), kv.kv_dtype)
     for layer in kv.layers:
         own = [
@@ -358,7 +359,8 @@ def _stretches(
             end += sizes[stop]
             stop += 1
         source = torch.empty(0, dtype=torch.uint8, device=memory.device)
-        yield place, source.set_(memory, begin - memory.data_ptr(), (end - begin,))  # type: ignore[call-overload]
+        offset = begin - memory.data_ptr()
+        yield place, source.set_(memory, offset, (end - begin,))  # type: ignore[call-overload]
         first = stop
 
 

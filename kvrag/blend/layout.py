@@ -178,14 +178,11 @@ def lay_out(plan: Plan) -> Layout:
     sources = {identity: index for index, identity in enumerate(plan.identities)}
     entries: list[tuple[int, Kind, bool, int, bool]] = []
     for piece in plan.pieces:
-        kind: Kind = (
-            "live"
-            if piece.identity is None
-            else "prefix"
-            if piece.piece.kind == "live"
-            else "chunk"
-        )
-        source = -1 if piece.identity is None else sources[piece.identity]
+        kind: Kind = "live"
+        source = -1
+        if piece.identity is not None:
+            kind = "prefix" if piece.piece.kind == "live" else "chunk"
+            source = sources[piece.identity]
         entries.append((len(piece.ids), kind, piece.is_exact, source, piece.is_mismatched))
     return place(entries)
 

@@ -125,8 +125,8 @@ def refusal_of(model: CausalLM | PlainLM, total: int) -> str | None:
     if total <= model.reuse_window:
         return None
     return (
-        f"prompt and answer ({total} tokens) exceed {model.reuse_window} tokens, where this model's "
-        "RoPE scaling changes"
+        f"prompt and answer ({total} tokens) exceed {model.reuse_window} tokens, "
+        "where this model's RoPE scaling changes"
     )
 
 

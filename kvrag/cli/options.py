@@ -68,8 +68,8 @@ _SYSTEM = _of_engine("--system", help="System message of your chat prompts; inst
 _CONTEXT = _of_engine(
     "--chunk-context",
     help=(
-        "Text that chunks are encoded behind: default (250 tokens of passages), default:1000, none, or "
-        "a text of your own."
+        "Text that chunks are encoded behind: default (250 tokens of passages), default:1000, "
+        "none, or a text of your own."
     ),
 )
 _VARIABLES = _of_engine(

@@ -14,7 +14,8 @@ _PAGE = Template("""<!doctype html>
 <html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <title>$title</title>
 <style>
-body { font: 16px/1.5 system-ui; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; color: #222; background: #fff }
+body { font: 16px/1.5 system-ui; max-width: 70rem; margin: 2rem auto; padding: 0 1rem;
+color: #222; background: #fff }
 table { border-collapse: collapse; width: 100%; margin: 1rem 0 }
 td, th { border: 1px solid #ddd; padding: .4rem .6rem; text-align: left; vertical-align: top }
 .lost { background: #fde8e6 } .won { background: #e6f4e6 }
@@ -26,8 +27,10 @@ body { color: #ddd; background: #181818 } td, th { border-color: #444 } text { f
 <h1>Reuse beside full prefill</h1><p>$title</p>
 <table>$totals</table>
 <h2>Time to the first token</h2><p>A point is a question. Below the line, reuse is sooner.</p>$times
-<h2>How far the answers differ</h2><p>KL from full prefill, nats per token of its answer; questions in order of it.</p>$divergence
-<h2>Answers</h2><table><tr><th>Question<th>Right<th>Full prefill<th>Reuse<th>KL<th>Result</tr>$rows</table></html>
+<h2>How far the answers differ</h2>
+<p>KL from full prefill, nats per token of its answer; questions in order of it.</p>$divergence
+<h2>Answers</h2>
+<table><tr><th>Question<th>Right<th>Full prefill<th>Reuse<th>KL<th>Result</tr>$rows</table></html>
 """)
 _WIDTH = 640
 _HEIGHT = 300
@@ -48,15 +51,14 @@ def page(title: str, totals: Mapping[str, str], rows: Sequence[Compared]) -> str
 
 
 def _row(row: Compared) -> str:
-    result = (
-        "lost"
-        if row.is_lost
-        else "won"
-        if row.is_won
-        else "same answer"
-        if row.is_same
-        else "other words"
-    )
+    if row.is_lost:
+        result = "lost"
+    elif row.is_won:
+        result = "won"
+    elif row.is_same:
+        result = "same answer"
+    else:
+        result = "other words"
     cells = (row.question, " / ".join(row.answers), row.full, row.reuse, f"{row.kl:.4f}", result)
     return (
         f'<tr class="{result.split()[0]}">{"".join(f"<td>{escape(cell)}" for cell in cells)}</tr>'

@@ -176,13 +176,9 @@ def _server_of(uvicorn: Any, options: Any, app: Any) -> Any:
             await super().startup(sockets)
             if self.started:
                 host, port = self.servers[0].sockets[0].getsockname()[:2]
-                shown = (
-                    "localhost"
-                    if host in ("0.0.0.0", "::")
-                    else f"[{host}]"
-                    if ":" in host
-                    else host
-                )
+                shown = f"[{host}]" if ":" in host else host
+                if host in ("0.0.0.0", "::"):
+                    shown = "localhost"
                 logger.info("ask it in a browser: http://%s:%d/", shown, port)
 
         def handle_exit(self, sig: int, frame: object) -> None:
@@ -234,8 +230,8 @@ def _keys(host: str, *, is_insecure: bool) -> dict[str, str]:
     keys = keys_of_environment()
     if host not in _LOCAL and not keys and not is_insecure:
         raise ConfigError(
-            f"--host {host} accepts requests of other machines without a key; set {KEYS_VARIABLE}=tenant=key,..., or "
-            "pass --insecure"
+            f"--host {host} accepts requests of other machines without a key; "
+            f"set {KEYS_VARIABLE}=tenant=key,..., or pass --insecure"
         )
     return keys
 

@@ -143,8 +143,10 @@ def calls_in(
 
 def as_call(value: Any) -> ToolCall | None:
     """Return the call that a JSON value holds in a usual shape, if any."""
-    inner = value.get("function") if isinstance(value, dict) else None
-    call = inner if isinstance(inner, dict) else value if isinstance(value, dict) else {}
+    if not isinstance(value, dict):
+        return None
+    inner = value.get("function")
+    call = inner if isinstance(inner, dict) else value
     name = call.get("name")
     arguments = call.get("arguments", call.get("parameters"))
     if isinstance(arguments, str):

@@ -262,7 +262,10 @@ def from_module(
     made = module(
         torch.empty((1, 1), dtype=torch.float32, device=positions.device), positions[None], *kinds
     )
-    cos, sin = (made.real, made.imag) if is_complex else reversed(made) if is_sine_first else made
+    if is_complex:
+        cos, sin = made.real, made.imag
+    else:
+        cos, sin = reversed(made) if is_sine_first else made
     return cos[0].float(), sin[0].float()
 
 

@@ -125,12 +125,16 @@ class ModelTurns:
                 return
             self._holder = None
             are_due = self.pending and (not self._queue or time.perf_counter() >= self._due)
-            heir = self.pending[0] if are_due else self._queue.popleft() if self._queue else None
-            if heir is not None:
-                self._holder = heir.thread
-                self._depth = 1
-                heir.has_model = True
-                heir.event.set()
+            if are_due:
+                heir: _Waiting = self.pending[0]
+            elif self._queue:
+                heir = self._queue.popleft()
+            else:
+                return
+            self._holder = heir.thread
+            self._depth = 1
+            heir.has_model = True
+            heir.event.set()
 
     @contextmanager
     def unless(self, cancelled: threading.Event | None) -> Iterator[None]:

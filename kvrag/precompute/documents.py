@@ -121,7 +121,9 @@ def check_items(
     if not isinstance(texts, Iterable) or isinstance(texts, (Mapping, bytes)):
         raise InputError(f"texts is of type {type(texts).__name__}; pass a list of strings")
     texts = [texts] if isinstance(texts, str) else list(texts)
-    names = [ids] if isinstance(ids, str) else [None] * len(texts) if ids is None else list(ids)
+    if ids is None:
+        ids = [None] * len(texts)
+    names = [ids] if isinstance(ids, str) else list(ids)
     if len(names) != len(texts):
         raise InputError(
             f"{len(texts)} texts came with {len(names)} ids; pass one id per text, or none"

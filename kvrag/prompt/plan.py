@@ -409,13 +409,17 @@ class _Draft:
         identity = self._usable(stored)
         if identity is None:
             return None
+        part = None
         if len(stored) > len(ids):
             part = f"first {len(ids)} of {len(stored)} tokens of a stored chunk"
-        else:
-            part = None
         is_mismatched = identity.prefix != self._prefix
-        other = OTHER_PREFIX if is_mismatched else None if is_next_to_head else OTHER_TEXT
-        why = other or (OTHER_CONTEXT if identity.context else None)
+        why = None
+        if is_mismatched:
+            why = OTHER_PREFIX
+        elif not is_next_to_head:
+            why = OTHER_TEXT
+        elif identity.context:
+            why = OTHER_CONTEXT
         return PlannedPiece(
             piece,
             ids,

@@ -6,7 +6,7 @@ It is plain ASGI, because responses are streamed.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
 from sse_starlette.sse import SendTimeoutError
@@ -148,11 +148,9 @@ class Gate:
 
 def _is_too_slow(error: BaseException) -> bool:
     """Return whether a client that reads too slowly caused an error, directly or as its cause."""
-    inner = (
-        error.exceptions
-        if isinstance(error, BaseExceptionGroup)
-        else [error.__cause__]
-        if error.__cause__
-        else ()
-    )
+    inner: Sequence[BaseException] = ()
+    if isinstance(error, BaseExceptionGroup):
+        inner = error.exceptions
+    elif error.__cause__:
+        inner = [error.__cause__]
     return isinstance(error, SendTimeoutError) or any([_is_too_slow(each) for each in inner])

@@ -81,13 +81,9 @@ def without_nulls(value: Any, levels: int = 1) -> Any:
 
 
 def _inside(value: Any) -> Iterable[Any]:
-    return (
-        (*value, *value.values())
-        if isinstance(value, dict)
-        else value
-        if isinstance(value, list)
-        else ()
-    )
+    if isinstance(value, dict):
+        return (*value, *value.values())
+    return value if isinstance(value, list) else ()
 
 
 class Document(_Body):

@@ -47,14 +47,10 @@ class Shape:
     ) -> dict[str, Any]:
         """Return a piece of a choice; ``text=None`` gives its beginning."""
         own: dict[str, Any] = {"text": text or ""}
-        if self.is_chat:
-            own = {
-                "delta": {"role": "assistant", "content": ""}
-                if text is None
-                else {"content": text}
-                if text
-                else {}
-            }
+        if self.is_chat and text is None:
+            own = {"delta": {"role": "assistant", "content": ""}}
+        elif self.is_chat:
+            own = {"delta": {"content": text} if text else {}}
         return {"index": index, **own, "logprobs": logprobs, "finish_reason": finish_reason}
 
 

@@ -41,10 +41,14 @@ def emit(
     ``size`` is the number of tokens and of bytes of a stored chunk; removals have no size.
     """
     known = list(listeners)
-    for hashes in [()] if reason == "cleared" else [(key,) for key in keys] if known else []:
-        kind: EventType = (
-            "BlockStored" if size else "BlockRemoved" if hashes else "AllBlocksCleared"
-        )
+    if not known:
+        return
+    kind: EventType = "BlockStored" if size else "BlockRemoved"
+    each_hashes: list[tuple[str, ...]] = [(key,) for key in keys]
+    if reason == "cleared":
+        kind = "AllBlocksCleared"
+        each_hashes = [()]
+    for hashes in each_hashes:
         event = StoreEvent(kind, medium, hashes, reason, *size)
         for number, each in enumerate(known):
             if each not in known[:number]:

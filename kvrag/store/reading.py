@@ -55,14 +55,12 @@ class Reader:
         self.keys = keys
         self.names = keys
         self.read_only = config.read_only or catalog.read_only
-        self.name = (
-            "host"
-            if isinstance(blobs, MemoryBlobs)
-            else "disk"
-            if isinstance(blobs, FileBlobs)
-            else "shared"
-        )
+        self.name = "shared"
         """Name of the blobs' tier, in statistics and events."""
+        if isinstance(blobs, MemoryBlobs):
+            self.name = "host"
+        elif isinstance(blobs, FileBlobs):
+            self.name = "disk"
         said_to = config.on_event, config.event_log
         self.listeners = [Listener(*said_to)] if any(each is not None for each in said_to) else []
         self.tiers = tuple[MemoryTier, ...]()
