@@ -25,11 +25,11 @@ from pydantic import TypeAdapter
 from kvrag.blend.cost import IN_ROWS, Price
 from kvrag.blend.layout import Layout, place
 from kvrag.blend.select import BASE_ROWS, BASE_SHARE, MOST_SHARE
+from kvrag.cache import cache_dir, keep
 from kvrag.config import RepairConfig
 from kvrag.errors import OutOfMemoryError
 from kvrag.evaluate import Reference, answered, in_memory
 from kvrag.identity.fingerprint import context_digest, digest
-from kvrag.identity.weights import cache_dir, keep
 from kvrag.precompute.quantise_check import kl_divergence
 from kvrag.progress import Progress, check_show
 from kvrag.questions import IS_RIGHT, planted, score

@@ -11,8 +11,9 @@ import torch
 from kit import raising
 
 from kvrag import KVRagEngine
+from kvrag.cache import VARIABLE, cache_dir
 from kvrag.identity import weights
-from kvrag.identity.weights import CACHE_VARIABLE, cache_dir, files_digest, source_identity
+from kvrag.identity.weights import files_digest, source_identity
 from kvrag.model.load import load
 from kvrag.model.source import ModelSource
 from kvrag.testing.models import save_tiny_model, tiny_model
@@ -23,7 +24,7 @@ SIZE = 2**20 + 5
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
     """The folder of remembered digests, in a cache directory of this test; files need no age to be remembered."""
-    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "cache"))
     monkeypatch.setattr(weights, "_RACE_NS", -(10**12))
     return tmp_path / "cache" / "file-digests"
 
@@ -116,7 +117,7 @@ def test_the_cache_is_private_and_bounded(tmp_path, cache, monkeypatch):
 
 
 def test_without_a_place_for_the_cache_files_are_hashed_each_time(tmp_path, monkeypatch, reads):
-    monkeypatch.setenv(CACHE_VARIABLE, str(make_file(tmp_path / "in the way", size=1) / "cache"))
+    monkeypatch.setenv(VARIABLE, str(make_file(tmp_path / "in the way", size=1) / "cache"))
     file = make_file(tmp_path / "model.safetensors")
     assert files_digest([file]) == files_digest([file])
     assert len(reads) == 2
@@ -129,7 +130,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path, cache, monkeypatch):
 
 
 def test_the_cache_follows_the_users_conventions(monkeypatch, tmp_path):
-    monkeypatch.delenv(CACHE_VARIABLE)
+    monkeypatch.delenv(VARIABLE)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_dir() == tmp_path / "kvrag"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
@@ -137,7 +138,7 @@ def test_the_cache_follows_the_users_conventions(monkeypatch, tmp_path):
 
 
 def test_no_home_is_no_fault(tmp_path, monkeypatch):
-    monkeypatch.delenv(CACHE_VARIABLE)
+    monkeypatch.delenv(VARIABLE)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(
         weights.Path, "home", raising(RuntimeError, "Could not determine home directory.")

@@ -6,5 +6,5 @@
                └────────────────────── prefill runs them ───────────────────┘
                  cost: prices for auto · covariance: covariance of row changes · quantise: codes
 
-Imports ``types errors config threads``, ``identity``, ``store``, ``model`` and ``prompt``.
+Imports ``types errors cache config threads``, ``identity``, ``store``, ``model`` and ``prompt``.
 """

@@ -28,9 +28,9 @@ from pydantic import TypeAdapter
 from kvrag.blend.layout import Layout, Segment, num_rows_of
 from kvrag.blend.repair import CHECK_LAYER, REREAD
 from kvrag.blend.select import needs_of, num_selected
+from kvrag.cache import keep
 from kvrag.config import RepairConfig
 from kvrag.identity.fingerprint import chunk_key
-from kvrag.identity.weights import keep
 from kvrag.model.attention import ragged_attention
 from kvrag.model.lm import CausalLM, LoadedModel
 from kvrag.model.load import kept_file

@@ -2,7 +2,7 @@
 
 ::
 
-    streams (thread of a request) ─▶ sequence ─▶ prompt.plan ─▶ scheduler (room for KV)
+    streams (thread of a request) ─▶ pipeline ─▶ prompt.plan ─▶ scheduler (room for KV)
                                                                     │
          (audit) ◀─ text ◀─ sampling ◀─ blend.prefill ◀─────────────┘
 

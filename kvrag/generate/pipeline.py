@@ -23,8 +23,7 @@ from kvrag.generate.ending import end_ids, own_stops
 from kvrag.generate.grammar import Constraint, constraint_of
 from kvrag.generate.logprobs import read_on
 from kvrag.generate.radix_cache import RadixCache
-from kvrag.generate.request import Request
-from kvrag.generate.retry import retry_without_reuse
+from kvrag.generate.request import Request, retry_without_reuse
 from kvrag.generate.sampling import Calls, TextStream, decode, sampler_of
 from kvrag.generate.scheduler import kv_bytes, scheduler_of
 from kvrag.generate.stats import EngineStats

@@ -12,15 +12,14 @@ import json
 import logging
 import os
 import re
-import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from kvrag.cache import cache_dir, keep
 from kvrag.identity.fingerprint import digest
 
 logger = logging.getLogger(__name__)
@@ -52,7 +51,6 @@ NEUTRAL = {
 Some have an effect, but it is in the loaded model's config.
 """
 
-CACHE_VARIABLE = "KVRAG_CACHE_DIR"  # environment variable with kvrag's cache directory
 # Bytes; for smaller files, reading takes no longer than looking up a remembered digest.
 _LARGE = 2**20
 _MAX_REMEMBERED = 1000
@@ -136,54 +134,6 @@ def _stamp(file: Path) -> tuple[int, ...]:
     """
     status = file.stat()
     return (status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev)
-
-
-def cache_dir() -> Path:
-    """Return this user's cache directory of kvrag.
-
-    It is ``$KVRAG_CACHE_DIR``, else ``kvrag`` in the user's cache directory; without a home, a
-    temporary directory.
-    """
-    own = os.environ.get(CACHE_VARIABLE)
-    if own:
-        return Path(own)
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    if os.path.isabs(base):
-        return Path(base) / "kvrag"
-    try:
-        return Path.home() / ".cache" / "kvrag"
-    except RuntimeError:
-        return Path(_private_folder().name)
-
-
-@cache
-def _private_folder() -> tempfile.TemporaryDirectory[str]:
-    # Private, because remembered digests are trusted.
-    return tempfile.TemporaryDirectory(prefix="kvrag-")
-
-
-def keep(file: Path, text: str) -> bool:
-    """Write a file below :func:`cache_dir` whole or not at all, readable by its owner only.
-
-    Returns whether it could be written.
-    """
-    try:
-        for folder in (cache_dir(), file.parent):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            "w", dir=file.parent, suffix=".tmp", delete=False, encoding="utf-8"
-        ) as part:
-            try:
-                part.write(text)
-                part.flush()
-                os.replace(part.name, file)
-            except OSError:
-                os.unlink(part.name)
-                raise
-    except OSError as error:
-        logger.debug("%s could not be written: %s", file, error)
-        return False
-    return True
 
 
 def keep_name(fingerprint: str, name: str) -> None:

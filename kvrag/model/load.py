@@ -27,12 +27,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as progress
 
 import kvrag
+from kvrag.cache import cache_dir, keep
 from kvrag.errors import UnsupportedModelError
 from kvrag.identity.adapters import check_adapters
 from kvrag.identity.describe import quantisation_text
 from kvrag.identity.fingerprint import digest
 from kvrag.identity.model import LiveIdentity, describe, weights_digest
-from kvrag.identity.weights import cache_dir, keep, keep_name, source_identity
+from kvrag.identity.weights import keep_name, source_identity
 from kvrag.model.lm import CausalLM, LoadedModel
 from kvrag.model.plain import PlainLM, check_generates, check_placement
 from kvrag.model.proof import Proof, prove

@@ -21,8 +21,8 @@ import torch
 from kvrag.blend.layout import Layout, place
 from kvrag.blend.quantise import pack
 from kvrag.blend.stitch import stitch
+from kvrag.cache import keep
 from kvrag.errors import ConfigError, StoreError
-from kvrag.identity.weights import keep
 from kvrag.model import CausalLM
 from kvrag.model.lm import LoadedModel
 from kvrag.model.load import kept_file
