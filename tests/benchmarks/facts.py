@@ -445,14 +445,17 @@ def figures(pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str,
 def _retention_interval(
     pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]], repeats: int = 2000
 ) -> list[float]:
-    """95% bootstrap interval of the reuse's score as a share of the full prefill's."""
+    """95% bootstrap interval of the reuse's score as a share of the full prefill's.
+
+    A resample in which full prefill has nothing right has no share.
+    """
     scores = torch.tensor([(f["score"], r["score"]) for f, r in pairs], dtype=torch.float64)
     picks = torch.randint(
         len(pairs), (repeats, len(pairs)), generator=torch.Generator().manual_seed(0)
     )
     full, reuse = scores[picks].sum(dim=1).unbind(dim=1)
-    ratios = (reuse / full.clamp(min=1e-9)).sort().values
-    return [float(ratios[int(share * repeats)]) for share in (0.025, 0.975)]
+    ratios = (reuse / full)[full > 0].sort().values
+    return [float(ratios[int(share * len(ratios))]) for share in (0.025, 0.975)]
 
 
 def show(records: Iterable[dict[str, Any]], kinds: Sequence[str]) -> None:
