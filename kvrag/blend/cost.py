@@ -108,8 +108,8 @@ def is_wrong(took: float, predicted: float) -> bool:
 
     Both arguments are in milliseconds.
     """
-    is_remote = max(took, predicted) > WRONG * min(took, predicted)
-    return is_remote and abs(took - predicted) > NOTABLE_MS
+    is_far_off = max(took, predicted) > WRONG * min(took, predicted)
+    return is_far_off and abs(took - predicted) > NOTABLE_MS
 
 
 IN_ROWS = Costs(0.0, 1.0, 0.0, {"request": 160.0}, unit="tokens")

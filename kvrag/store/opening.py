@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import partial
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TypeVar
 from weakref import WeakValueDictionary
@@ -57,6 +58,10 @@ OWN = (
 )
 """Beginnings of all names that a store creates in its directory."""
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+PLUGINS = "kvrag.stores"
+"""Entry points by which packages add stores: the name is the address scheme, the value a function
+that takes the address and a folder in it and returns :class:`~kvrag.store.base.Blobs`."""
 
 OBJECT_STORES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "file", "memory")
 
@@ -187,12 +192,15 @@ def open_url(url: str, folder: str) -> Blobs:
     scheme = {"valkey": "redis", "valkeys": "rediss"}.get(scheme.lower(), scheme.lower())
     if scheme in ("redis", "rediss", "unix"):
         return RedisBlobs(f"{scheme}://{rest}", folder, is_endless=folder != OBJECTS)
-    if scheme not in OBJECT_STORES:
-        raise StoreError(
-            f"there is no shared KV store at {scheme}://; "
-            f"use redis, rediss, unix, {', '.join(OBJECT_STORES)}"
-        )
-    return ObjectBlobs(f"{scheme}://{rest}", folder)
+    if scheme in OBJECT_STORES:
+        return ObjectBlobs(f"{scheme}://{rest}", folder)
+    for plugin in entry_points(group=PLUGINS, name=scheme):
+        blobs: Blobs = plugin.load()(f"{scheme}://{rest}", folder)
+        return blobs
+    raise StoreError(
+        f"there is no shared KV store at {scheme}://; use redis, rediss, unix, "
+        f"{', '.join(OBJECT_STORES)}, or install a package that adds it (entry point {PLUGINS})"
+    )
 
 
 def _forget_copies(blobs: CachedBlobs, names: Collection[str]) -> None:

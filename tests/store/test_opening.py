@@ -82,3 +82,38 @@ def test_a_store_without_a_directory_is_its_own(opened):
 
 def test_a_directory_is_made_with_all_above_it(opened, tmp_path):
     assert same_bits(fill(opened(tmp_path / "a" / "b"), 1).get(CHUNKS[1]), KVS[1])
+
+
+PLUGIN = """
+from pathlib import Path
+
+from kvrag.store import FileBlobs
+
+
+def open_blobs(url, folder):
+    return FileBlobs(Path(url.removeprefix("shelf://"), folder), durable=False)
+"""
+
+
+def test_an_installed_package_adds_a_store_by_its_address(tmp_path, monkeypatch):
+    """One file and an entry point, no edit in kvrag: chunks, rows and erasures go through it."""
+    (tmp_path / "shelf_store.py").write_text(PLUGIN)
+    info = tmp_path / "shelf-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: shelf\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[kvrag.stores]\nshelf = shelf_store:open_blobs\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    url = f"shelf://{tmp_path}/shelf"
+
+    writer = opening.open_store(url, StoreConfig())
+    fill(writer, 0, 1)
+    writer.close()
+    reader = opening.open_store(tmp_path / "copies", StoreConfig(shared=url))
+    assert same_bits(reader.get(CHUNKS[0]), KVS[0])
+    assert len(list((tmp_path / "shelf").rglob("*.safetensors"))) > 2
+    reader.close()
+
+
+def test_an_address_that_no_package_knows_is_refused():
+    with pytest.raises(StoreError, match=r"at ftp://.*redis.*s3.*install a package that adds it"):
+        opening.open_store("ftp://host/kv", StoreConfig())
