@@ -25,7 +25,7 @@ from langchain_core.prompts import (
 from langchain_core.utils.function_calling import convert_to_openai_tool
 
 from kvrag import Chunk, GenerationResult, InputError, TemplatePrefix
-from kvrag.prompt.prefix import LEARN, LearnPrefix, Prefix
+from kvrag.adapters import LEARN, LearnPrefix, Prefix
 
 PROVIDER = "kvrag"
 

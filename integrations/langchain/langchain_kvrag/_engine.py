@@ -27,11 +27,16 @@ from kvrag import (
     SamplingConfig,
     SyncReport,
 )
-from kvrag.config import refuse_misplaced, unknown_option
-from kvrag.fields import EngineFields, ModelLike
-from kvrag.hooks import Content, OnError
-from kvrag.model.source import ModelSource
-from kvrag.precompute.documents import check_kv_dir
+from kvrag.adapters import (
+    Content,
+    EngineFields,
+    ModelLike,
+    ModelSource,
+    OnError,
+    check_kv_dir,
+    refuse_misplaced,
+    unknown_option,
+)
 from langchain_kvrag._convert import PROVIDER, chat_messages, engine_prefix, short_name
 from langchain_kvrag._profile import profile_of
 from langchain_kvrag._spellings import named, understood

@@ -16,8 +16,8 @@ from langchain_core.embeddings import Embeddings
 from langchain_core.vectorstores import VectorStore
 from langchain_core.vectorstores.utils import maximal_marginal_relevance
 
-from kvrag.config import unknown_option
-from kvrag.errors import ConfigError, InputError, StoreError, StoreFormatError, require
+from kvrag import ConfigError, InputError, StoreError, StoreFormatError
+from kvrag.adapters import require, unknown_option
 
 Metric = Literal["l2", "ip"]
 FORMAT = 1

@@ -15,7 +15,7 @@ from langchain_core.documents import Document
 from langchain_core.vectorstores import VectorStore
 
 from kvrag import InputError
-from kvrag.hooks import documents_in
+from kvrag.adapters import documents_in
 from langchain_kvrag._faiss import FaissStore
 
 logger = logging.getLogger(__name__)

@@ -13,8 +13,7 @@ from langchain_core.language_models import BaseChatModel, ModelProfile
 from transformers import AutoConfig, PreTrainedModel
 from transformers.utils import cached_file
 
-from kvrag.model.plain import context_window
-from kvrag.model.source import ModelSource, base_directory, directory, hub_options
+from kvrag.adapters import ModelSource, base_directory, context_window, directory, hub_options
 
 _OTHER_KINDS = [
     f"{kind}_{way}" for kind in ("image", "audio", "video") for way in ("inputs", "outputs")

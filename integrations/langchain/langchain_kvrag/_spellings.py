@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from kvrag.config import unknown_option
-from kvrag.errors import ConfigError
+from kvrag import ConfigError
+from kvrag.adapters import unknown_option
 
 _NAMES = {
     **dict.fromkeys(("model_id", "model_name"), "model"),

@@ -24,7 +24,7 @@ from langchain_core.utils.function_calling import convert_to_json_schema, conver
 from langchain_core.utils.pydantic import is_basemodel_subclass
 
 from kvrag import ConfigError, GenerationResult
-from kvrag.errors import require
+from kvrag.adapters import require
 
 logger = logging.getLogger(__name__)
 

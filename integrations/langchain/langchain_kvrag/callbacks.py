@@ -8,7 +8,7 @@ from typing import Any
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.documents import Document
 
-from kvrag.hooks import engine_of, prefetch_kv
+from kvrag.adapters import engine_of, prefetch_kv
 
 
 class KVPrefetchHandler(BaseCallbackHandler):

@@ -12,8 +12,7 @@ from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResu
 from langchain_core.runnables import Runnable
 
 from kvrag import Explanation, GenerationResult, KVRagEngine
-from kvrag.config import Repair
-from kvrag.types import MaxContext, Mode
+from kvrag.adapters import MaxContext, Mode, Repair
 from langchain_kvrag._convert import chat_messages, llm_output, metadata_of, usage_of
 from langchain_kvrag._engine import KVRagModel
 from langchain_kvrag._spellings import named

@@ -8,8 +8,7 @@ from typing import Any
 from langchain_core.documents import BaseDocumentTransformer, Document
 
 from kvrag import Retention, precompute_kv
-from kvrag.hooks import OnError, engine_of
-from kvrag.precompute.documents import in_collection
+from kvrag.adapters import OnError, engine_of, in_collection
 
 
 class KVPrecompute(BaseDocumentTransformer):

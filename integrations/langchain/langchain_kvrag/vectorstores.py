@@ -15,9 +15,7 @@ from langchain_core.runnables.config import run_in_executor
 from langchain_core.vectorstores import VectorStore
 
 from kvrag import ConfigError, InputError, KVRagError, Retention, delete_kv, precompute_kv
-from kvrag.hooks import OnError, changed_ids, engine_of
-from kvrag.precompute.documents import in_collection
-from kvrag.progress import check_show
+from kvrag.adapters import OnError, changed_ids, check_show, engine_of, in_collection
 from langchain_kvrag._faiss import FaissStore, Metric
 from langchain_kvrag._held import as_list, held_documents, held_ids, listed_id
 

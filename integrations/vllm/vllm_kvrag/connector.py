@@ -20,12 +20,8 @@ from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from kvrag import StoreConfig
-from kvrag.config import as_config
-from kvrag.errors import ConfigError
-from kvrag.identity.describe import rope_text
-from kvrag.store import open_store
-from kvrag.types import ChunkKV
+from kvrag import ConfigError, StoreConfig
+from kvrag.adapters import ChunkKV, as_config, open_store, rope_text
 from vllm_kvrag.exported import TESTED, Exported, Turn, read_turns, weights_of
 from vllm_kvrag.heads import Heads, Parts, cut
 

@@ -14,12 +14,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from kvrag import KVRagEngine
-from kvrag.errors import ConfigError, UnsupportedModelError
-from kvrag.identity.describe import rope_text
-from kvrag.identity.model import describe
-from kvrag.identity.weights import source_identity
-from kvrag.model.rope import RotaryTable
+from kvrag import ConfigError, KVRagEngine, UnsupportedModelError
+from kvrag.adapters import RotaryTable, describe, rope_text, source_identity
 
 TESTED = (
     "gemma2",

@@ -10,9 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from kvrag.identity.fingerprint import chunk_key, ids_digest
-from kvrag.store import ChunkRecord, TieredStore
-from kvrag.types import ChunkIdentity
+from kvrag.adapters import ChunkIdentity, ChunkRecord, TieredStore, chunk_key, ids_digest
 
 Parts = tuple[ChunkIdentity, ...]
 TOKEN_BYTES = 4  # big-endian, so that bytes sort as token ids do

@@ -35,12 +35,19 @@ from kvrag import (
     precompute_kv,
     sync_kv,
 )
-from kvrag.config import Repair, check_mode, check_template_kwargs
-from kvrag.fields import ModelLike
-from kvrag.hooks import Content, OnError
-from kvrag.prompt.template import PromptEncoder
-from kvrag.prompt.tools import FORM, answer_form
-from kvrag.types import MaxContext, Mode
+from kvrag.adapters import (
+    FORM,
+    Content,
+    MaxContext,
+    Mode,
+    ModelLike,
+    OnError,
+    PromptEncoder,
+    Repair,
+    answer_form,
+    check_mode,
+    check_template_kwargs,
+)
 from llama_index.llms.kvrag.accounting import account_for_responses
 from llama_index.llms.kvrag.options import constructor_options, request_options, short_name
 from llama_index.llms.kvrag.prompts import (

@@ -8,8 +8,8 @@ from typing import Any
 
 from llama_index.core.prompts import PromptTemplate
 
-from kvrag.config import StoreConfig, refuse_misplaced, unknown_option
-from kvrag.errors import ConfigError
+from kvrag import ConfigError, StoreConfig
+from kvrag.adapters import refuse_misplaced, unknown_option
 
 ALIASES = {
     "model_name": "model",

@@ -9,7 +9,7 @@ from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.instrumentation.events import BaseEvent
 from llama_index.core.instrumentation.events.retrieval import RetrievalEndEvent
 
-from kvrag.hooks import Content, prefetch_kv
+from kvrag.adapters import Content, prefetch_kv
 from llama_index.llms.kvrag.transform import resolve_kv_llm
 
 

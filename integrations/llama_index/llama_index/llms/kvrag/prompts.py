@@ -24,9 +24,7 @@ from llama_index.core.prompts.default_prompt_selectors import DEFAULT_TEXT_QA_PR
 from llama_index.core.tools import BaseTool
 
 from kvrag import Chunk, InputError, TemplatePrefix
-from kvrag.prompt.prefix import LEARN, LearnPrefix
-from kvrag.prompt.template import Chat, PromptEncoder
-from kvrag.prompt.tools import Tools
+from kvrag.adapters import LEARN, Chat, LearnPrefix, PromptEncoder, Tools
 
 _SYSTEM = ("system", "developer")
 

@@ -15,7 +15,7 @@ from llama_index.core.base.llms.types import (
 )
 
 from kvrag import GenerationResult
-from kvrag.generate.streams import AsyncTokenStream, TokenStream
+from kvrag.adapters import AsyncTokenStream, TokenStream
 from llama_index.llms.kvrag.accounting import Account, open_accounts
 
 ResponseT = TypeVar("ResponseT", bound=CompletionResponse | ChatResponse, covariant=True)

@@ -8,7 +8,7 @@ from llama_index.core.bridge.pydantic import field_serializer
 from llama_index.core.llms.function_calling import FunctionCallingLLM
 
 from kvrag import ConfigError, StoreConfig
-from kvrag.fields import EngineFields
+from kvrag.adapters import EngineFields
 from llama_index.llms.kvrag.options import portable, short_name
 
 

@@ -14,9 +14,7 @@ from llama_index.core.bridge.pydantic import Field
 from llama_index.core.schema import BaseComponent, BaseNode, TransformComponent
 
 from kvrag import ConfigError, KVRagEngine, PrecomputeReport, Retention, precompute_kv
-from kvrag.config import unknown_option
-from kvrag.hooks import Content, OnError, engine_of
-from kvrag.precompute.documents import in_collection
+from kvrag.adapters import Content, OnError, engine_of, in_collection, unknown_option
 from llama_index.llms.kvrag.base import KVRagLLM
 
 logger = logging.getLogger(__name__)

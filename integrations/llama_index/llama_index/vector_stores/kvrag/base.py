@@ -20,8 +20,7 @@ from llama_index.core.vector_stores.types import (
 )
 
 from kvrag import ConfigError, KVRagEngine
-from kvrag.hooks import changed_ids, engine_of
-from kvrag.precompute.documents import in_collection
+from kvrag.adapters import changed_ids, engine_of, in_collection
 from llama_index.llms.kvrag.transform import PrecomputeFields, refuse_unknown, resolve_kv_llm
 from llama_index.vector_stores.kvrag.held import held_ids, held_nodes, ids_of_document
 from llama_index.vector_stores.kvrag.refs import RefTable

@@ -15,8 +15,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import closing
 from pathlib import Path
 
-from kvrag.identity.fingerprint import namespace_digest
-from kvrag.precompute.documents import below_collection
+from kvrag.adapters import below_collection, namespace_digest
 
 logger = logging.getLogger(__name__)
 

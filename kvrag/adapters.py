@@ -1,27 +1,171 @@
-"""Options of an engine and its answers as pydantic fields, for the frameworks' model classes."""
+"""Names that the adapters of frameworks and engines use, and their options as pydantic fields.
+
+An adapter imports from ``kvrag`` and from here alone, so a change inside kvrag can't break it.
+"""
 
 from __future__ import annotations
 
+import importlib
 import os
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SkipValidation
 
-from kvrag import config
 from kvrag.address import address
-from kvrag.config import RepairConfig, StoreConfig
-from kvrag.errors import ConfigError
-from kvrag.types import MaxContext, Mode, Prove
+from kvrag.config import (
+    Repair,
+    RepairConfig,
+    StoreConfig,
+    as_config,
+    check_mode,
+    check_prove,
+    check_template_kwargs,
+    refuse_misplaced,
+    unknown_option,
+)
+from kvrag.errors import ConfigError, require
+from kvrag.progress import check_show
+from kvrag.types import ChunkIdentity, ChunkKV, MaxContext, Mode, Prove
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
+
+    from kvrag.generate.streams import AsyncTokenStream, TokenStream
+    from kvrag.hooks import Content, OnError, changed_ids, documents_in, engine_of, prefetch_kv
+    from kvrag.identity.describe import rope_text
+    from kvrag.identity.fingerprint import chunk_key, ids_digest, namespace_digest
+    from kvrag.identity.model import describe
+    from kvrag.identity.weights import source_identity
+    from kvrag.model.plain import context_window
+    from kvrag.model.rope import RotaryTable
+    from kvrag.model.source import ModelSource, base_directory, directory, hub_options
+    from kvrag.precompute.documents import below_collection, check_kv_dir, in_collection
+    from kvrag.prompt.prefix import LEARN, LearnPrefix, Prefix
+    from kvrag.prompt.template import Chat, PromptEncoder
+    from kvrag.prompt.tools import FORM, Tools, answer_form
+    from kvrag.store import ChunkRecord, TieredStore, open_store
 
     ModelLike = str | os.PathLike[str] | PreTrainedModel
     Device = str | torch.device | None
     Dtype = str | torch.dtype
 else:  # pydantic must neither check these nor put them into a schema
     ModelLike = Device = Dtype = Any
+
+__all__ = [
+    "FORM",
+    "LEARN",
+    "AsyncTokenStream",
+    "Chat",
+    "ChunkIdentity",
+    "ChunkKV",
+    "ChunkRecord",
+    "Content",
+    "EngineFields",
+    "LearnPrefix",
+    "MaxContext",
+    "Mode",
+    "ModelLike",
+    "ModelSource",
+    "OnError",
+    "Prefix",
+    "PromptEncoder",
+    "Repair",
+    "RotaryTable",
+    "TieredStore",
+    "TokenStream",
+    "Tools",
+    "answer_form",
+    "as_config",
+    "base_directory",
+    "below_collection",
+    "changed_ids",
+    "check_kv_dir",
+    "check_mode",
+    "check_show",
+    "check_template_kwargs",
+    "chunk_key",
+    "context_window",
+    "describe",
+    "directory",
+    "documents_in",
+    "engine_of",
+    "hub_options",
+    "ids_digest",
+    "in_collection",
+    "namespace_digest",
+    "open_store",
+    "prefetch_kv",
+    "refuse_misplaced",
+    "require",
+    "rope_text",
+    "source_identity",
+    "unknown_option",
+]
+
+_LAZY = {
+    "kvrag.generate.streams": (
+        "AsyncTokenStream",
+        "TokenStream",
+    ),
+    "kvrag.hooks": (
+        "Content",
+        "OnError",
+        "changed_ids",
+        "documents_in",
+        "engine_of",
+        "prefetch_kv",
+    ),
+    "kvrag.identity.describe": ("rope_text",),
+    "kvrag.identity.fingerprint": (
+        "chunk_key",
+        "ids_digest",
+        "namespace_digest",
+    ),
+    "kvrag.identity.model": ("describe",),
+    "kvrag.identity.weights": ("source_identity",),
+    "kvrag.model.plain": ("context_window",),
+    "kvrag.model.rope": ("RotaryTable",),
+    "kvrag.model.source": (
+        "ModelSource",
+        "base_directory",
+        "directory",
+        "hub_options",
+    ),
+    "kvrag.precompute.documents": (
+        "below_collection",
+        "check_kv_dir",
+        "in_collection",
+    ),
+    "kvrag.prompt.prefix": (
+        "LEARN",
+        "LearnPrefix",
+        "Prefix",
+    ),
+    "kvrag.prompt.template": (
+        "Chat",
+        "PromptEncoder",
+    ),
+    "kvrag.prompt.tools": (
+        "FORM",
+        "Tools",
+        "answer_form",
+    ),
+    "kvrag.store": (
+        "ChunkRecord",
+        "TieredStore",
+        "open_store",
+    ),
+}
+"""Modules imported at first use of their names: most of them import torch."""
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _LAZY.items():
+        if name in names:
+            globals()[name] = getattr(importlib.import_module(module), name)
+            return globals()[name]
+    raise AttributeError(f"module 'kvrag.adapters' has no attribute {name!r}")
 
 
 class EngineFields(BaseModel):
@@ -104,15 +248,13 @@ class EngineFields(BaseModel):
         def __init__(self, **data: Any) -> None:
             for name, kind in (("store_config", StoreConfig), ("repair", RepairConfig)):
                 if name in data:  # not left to pydantic, which would repeat a key in its message
-                    data[name] = config.as_config(kind, data[name], option=name)
+                    data[name] = as_config(kind, data[name], option=name)
             if "chat_template_kwargs" in data:
-                data["chat_template_kwargs"] = config.check_template_kwargs(
-                    data["chat_template_kwargs"]
-                )
+                data["chat_template_kwargs"] = check_template_kwargs(data["chat_template_kwargs"])
             super().__init__(**data)
             self.check_model_kwargs()
-            config.check_prove(self.prove)
-            config.check_mode(self.mode, self.max_context)
+            check_prove(self.prove)
+            check_mode(self.mode, self.max_context)
 
     def check_model_kwargs(self) -> None:
         """Refuse ``model_kwargs`` with an option of this class or the store, by ``ConfigError``."""
@@ -124,7 +266,7 @@ class EngineFields(BaseModel):
                     f"model_kwargs of {of} holds {name!r}, an option of its own; pass "
                     f"{of}({name}=...)"
                 )
-        config.refuse_misplaced(self.model_kwargs, own, of=f"model_kwargs of {of}", misspelt=False)
+        refuse_misplaced(self.model_kwargs, own, of=f"model_kwargs of {of}", misspelt=False)
 
     def engine_options(self) -> dict[str, Any]:
         """Return the options of :meth:`kvrag.KVRagEngine.get` except the prefix."""
