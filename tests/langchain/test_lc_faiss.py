@@ -156,7 +156,7 @@ def test_metadata_that_json_can_not_hold(embedding, tmp_path):
 
 def test_vectors_of_another_model_change_nothing(own):
     own.inner._embedding = FakeEmbeddings(size=3)
-    with pytest.raises(InputError, match=r"3 dimensions .* has 8"):
+    with pytest.raises(InputError, match=r"3 dimensions.* has 8"):
         own.add_texts(["new"], ids=["id1"])
     with pytest.raises(InputError, match="dimensions"):
         own.similarity_search("text 1")
