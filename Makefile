@@ -137,7 +137,7 @@ suites: setup ## Run LangChain's public suites over the chat model, vector store
 	$(BIN)/python tests/suites.py
 
 fuzz: setup ## 5,000 random models, prompts and repairs against transformers' own forward
-	KVRAG_FUZZ_CASES=5000 KVRAG_FUZZ_JSON=1 $(BIN)/python -m pytest -q tests/test_fuzz.py $(ARGS)
+	KVRAG_FUZZ_CASES=5000 KVRAG_FUZZ_JSON=1 $(BIN)/python -m pytest -q tests/engine/test_fuzz.py $(ARGS)
 
 fuzz-reader: setup ## A million made-up inputs to all that reads stored bytes (some minutes; Linux): ARGS="--runs 10000000"
 	$(PIP) install --quiet atheris

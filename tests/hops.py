@@ -2,7 +2,8 @@
 
     python tests/hops.py        # prints JSON: {"generate, warm": {"modules": 28, "calls": 790, …, "by_module": {…}}, …}
 
-Counts, no times: they are the same on every machine. tests/test_hops.py holds their budgets. It measures in a process of its own, so that
+Counts, no times: they are the same on every machine. tests/repository/test_hops.py holds their budgets.
+It measures in a process of its own, so that
 no thread that another test left behind is counted.
 """
 

@@ -31,7 +31,7 @@ PROVEN = (
 )
 """Values of ``peft_type`` whose layers treat each row independently.
 
-``tests/test_adapters.py`` covers all of them.
+``tests/identity/test_adapters.py`` covers all of them.
 """
 
 BASE_CHILDREN = ("base_layer", "original_module", "token_adapter")

@@ -94,7 +94,7 @@ def test_what_can_not_be_erased_is_an_error_stays_whole_and_can_be_erased_again(
     full = fill(handle(ram=0, budget=exactly(2)), 3)
     with monkeypatch.context() as patch:
         patch.setattr("kvrag.store.blobs.os.unlink", refuse)
-        with pytest.raises(StoreError, match="was not enough"):
+        with pytest.raises(StoreError, match="freed too little"):
             put(full, 4)
     assert present(full) == files(root) == [2, 3]
     assert all(full.get(CHUNKS[number]) is not None for number in (2, 3))

@@ -33,7 +33,7 @@ TESTED = (
 )
 """Types of models with which vLLM gave the same answers with and without stored KV.
 
-``tests/test_vllm.py`` tests them.
+``tests/vllm_connector/test_vllm.py`` tests them.
 """
 FORMAT = "kvrag-vllm-1"
 NO_ROTATION = -1

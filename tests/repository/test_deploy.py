@@ -21,10 +21,10 @@ from texts import make_chunks
 from kvrag.testing.models import save_tiny_model
 
 yaml, openai = pytest.importorskip("yaml"), pytest.importorskip("openai")
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 RUNBOOK = ROOT / "docs" / "how-to" / "operate.md"
-STAND_IN = Path(__file__).parent / "stand_ins" / "compose.py"
+STAND_IN = Path(__file__).parents[1] / "stand_ins" / "compose.py"
 CHUNKS = make_chunks(6, words=40, seed=5)
 FRESH_S = 1.0
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-FOLDER = Path(__file__).parents[1] / "examples"
+FOLDER = Path(__file__).parents[2] / "examples"
 EXAMPLES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "local")
 SIDE = r"  {} +first token after [\d,]+ ms +(\w+) +(\d+) of (\d+) tokens reused +(.+)"
 MAX_LINES = 110

@@ -16,7 +16,7 @@ from kvrag.model.load import _load_weights
 from kvrag.verify import kl_divergence
 
 pytestmark = [pytest.mark.real_model, pytest.mark.slow]
-CORPUS = Path(__file__).parents[1] / "examples" / "corpus"
+CORPUS = Path(__file__).parents[2] / "examples" / "corpus"
 OWN_TOKENS = 8
 
 

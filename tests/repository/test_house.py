@@ -1,6 +1,6 @@
 """The cut of the house: who may import whom, how large files, functions and rooms may be, and how they are written.
 
-A violation fails, unless :data:`KNOWN` names it; ``python tests/test_house.py`` prints all of them in that form.
+A violation fails, unless :data:`KNOWN` names it; ``python tests/repository/test_house.py`` prints all of them in that form.
 """
 
 import ast
@@ -17,7 +17,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SOURCES = {"kvrag": ROOT / "kvrag"} | {
     name: ROOT / "integrations" / name
     for name in ("langchain", "llama_index", "vllm")

@@ -206,7 +206,7 @@ def test_long_stages_show_signs_of_life_and_how_far_they_are(tmp_path, is_termin
 def test_the_demo_installs_nothing_of_the_developers(target, is_more, tmp_path):
     made = ["make", "--dry-run", target, f"VENV={tmp_path / 'venv'}"]
     steps = subprocess.run(
-        made, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=True
+        made, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True
     ).stdout
     assert "'.[demo]'" in steps
     assert ("'.[dev]'" in steps) == is_more

@@ -15,7 +15,7 @@ import gpu_check
 import pytest
 from gpu_check import Step
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")

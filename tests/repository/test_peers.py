@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-FOLDER = Path(__file__).parent / "benchmarks"
+FOLDER = Path(__file__).parents[1] / "benchmarks"
 
 pytestmark = pytest.mark.skipif(
     not (FOLDER / "peers").is_dir(), reason="the benchmarks are not here: run from a checkout"

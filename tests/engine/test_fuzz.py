@@ -74,7 +74,7 @@ def summary():
     made = Summary()
     yield made
     if JSON and ONLY is None:
-        sys.path.insert(0, str(Path(__file__).parent / "benchmarks"))
+        sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
         from common import machine, write_result
 
         values = {"seed": SEED, "tolerance": TOLERANCE, **vars(made)}
@@ -190,7 +190,7 @@ def run_case(number: int, world: World, summary: Summary) -> None:
     some = RepairConfig(
         strategy, recompute_ratio=draw.choice([0.0, 0.05, 0.3, 0.9]), first_k=first_k, shift=shift
     )
-    again = f"KVRAG_FUZZ_SEED={SEED} KVRAG_FUZZ_ONLY={number} python -m pytest tests/test_fuzz.py"
+    again = f"KVRAG_FUZZ_SEED={SEED} KVRAG_FUZZ_ONLY={number} python -m pytest tests/engine/test_fuzz.py"
     expected: torch.Tensor | None = None
     for mode, repair in (("stitch", every), ("prefix", None), ("stitch", some), ("auto", some)):
         result = world.engine.prefill(prompt, mode=mode, repair=repair)

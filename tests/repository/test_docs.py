@@ -20,7 +20,7 @@ from kvrag import KVRagEngine
 from kvrag.generate.stats import EngineStats
 from kvrag.testing.models import tiny_model
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGES = [page for page in sorted((ROOT / "docs").rglob("*.md")) if page.parent.name != "changes"]
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *PAGES]
 

@@ -1,4 +1,4 @@
-"""The distributions of packages/ follow kvrag; ``python tests/test_packages.py`` writes its version into them."""
+"""The distributions of packages/ follow kvrag; ``python tests/repository/test_packages.py`` writes its version into them."""
 
 import importlib
 import re
@@ -9,7 +9,7 @@ import pytest
 
 import kvrag
 
-PACKAGES = Path(__file__).parents[1] / "packages"
+PACKAGES = Path(__file__).parents[2] / "packages"
 IMPORTS = {
     "langchain-kvrag": ("langchain", "langchain_kvrag", "ChatKVRag"),
     "llama-index-llms-kvrag": ("llama-index", "llama_index.llms.kvrag", "KVRagLLM"),

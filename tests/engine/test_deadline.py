@@ -19,7 +19,7 @@ from kvrag.store import TieredStore
 from kvrag.types import ChunkKey, Hole
 
 CHUNKS = make_chunks(3, words=30, seed=5)
-STORE_DOCS = Path(__file__).parents[1] / "docs" / "store.md"
+STORE_DOCS = Path(__file__).parents[2] / "docs" / "store.md"
 MakeEngine = Callable[..., KVRagEngine]
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 from kernel_shapes import SHORT
 from kernel_targets import STITCHED, verdicts

@@ -10,14 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import sim_scale as sim
 from roofline import full_prefill_ms
 
 from kvrag.store.memory import READERS
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SMALL = sim.Plan(chunks=4000, replicas=8, requests=16_000, looked_at=8, window=400)
 SETUP = sim.Setup(sim.LLAMA_8B)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 
 BUDGETS = {
     # Turns, the scheduler, loading, the clock, the totals and the prefix have modules of their own; a lock in Python costs two moves.
