@@ -94,8 +94,8 @@ SPREAD = {
     "model/test_steps.py::test_recorded_steps_give_the_same_logits": 3,
     "prompt/test_tokenizers.py::test_a_line_break_between_chunks_changes_no_seam_of_real_prompts": 0,
     "generate/test_tool_calls.py::test_calls_are_read_and_never_shown": 2,
-    "model/test_turns.py::test_a_forward_that_gives_way_computes_what_it_computes_alone": 16,
-    "model/test_turns.py::test_answers_are_those_of_requests_alone": 16,
+    "model/test_lock.py::test_a_forward_that_gives_way_computes_what_it_computes_alone": 16,
+    "model/test_lock.py::test_answers_are_those_of_requests_alone": 16,
     "vllm_connector/test_vllm.py::test_loaded_rows_are_those_of_a_full_prefill": 3,
     "precompute/test_write_back.py::test_a_process_that_ends_right_after_its_answer_ends_in_order": 0,
 }

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 
-from kvrag.model.turns import waited_s
+from kvrag.model.lock import waited_s
 from kvrag.types import Stage
 
 NOTABLE_S = 0.001  # shorter waits are not counted

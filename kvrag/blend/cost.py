@@ -34,8 +34,8 @@ from kvrag.identity.fingerprint import chunk_key
 from kvrag.model.attention import ragged_attention
 from kvrag.model.lm import CausalLM, LoadedModel
 from kvrag.model.load import kept_file
+from kvrag.model.lock import waited_s
 from kvrag.model.rows import Limits, Rows
-from kvrag.model.turns import waited_s
 from kvrag.progress import Progress
 from kvrag.prompt.plan import Plan
 from kvrag.store import TieredStore

@@ -295,7 +295,7 @@ def _blend(
             stitch(buffer, layout, kvs, rotary, skip=None if is_compared else selected)
     kvs.clear()  # the buffer holds a copy; don't keep the loaded KV while the model runs
     if selected is None:
-        with clock.stage("select"), model.turns.unless(cancel):
+        with clock.stage("select"), model.lock.unless(cancel):
             if "sentences" in needs:
                 starts = torch.tensor(plan.encoder.sentence_starts(plan.token_ids))
             else:
@@ -316,7 +316,7 @@ def _blend(
             )
     with (
         clock.stage("repair" if layout.reused or layout.history else "prefill"),
-        model.turns.unless(cancel),
+        model.lock.unless(cancel),
     ):
         logits = repair(
             model,

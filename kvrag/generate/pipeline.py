@@ -219,7 +219,7 @@ class QueryPipeline:
             find_past=partial(self._past, request, plan),
         )
         num_bytes = kv_bytes(self.loaded, min(total, self.loaded.lm.context_window))
-        with clock.waiting(scheduler_of(self.loaded).turn(num_bytes, cancel)):
+        with clock.waiting(scheduler_of(self.loaded).reservation(num_bytes, cancel)):
             done = retry_without_reuse(
                 attempt, "full" if plan.refusal else request.mode, self._release
             )

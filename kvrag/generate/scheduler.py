@@ -2,7 +2,7 @@
 
 Before it computes anything, a request reserves the KV of its prompt and of its longest possible
 answer. So a running request never runs out of room, and no request is preempted. Running requests
-share the model: see :mod:`kvrag.model.turns`.
+share the model: see :mod:`kvrag.model.lock`.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Scheduler:
         return not self._running
 
     @contextmanager
-    def turn(self, num_bytes: int, cancel: threading.Event | None = None) -> Iterator[None]:
+    def reservation(self, num_bytes: int, cancel: threading.Event | None = None) -> Iterator[None]:
         """Reserve ``num_bytes`` until the context ends; wait for room first.
 
         Raises ``CancelledError`` if ``cancel`` is set during the wait.

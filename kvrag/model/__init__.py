@@ -10,7 +10,7 @@ loaded model with transformers' own forward.
                └──→ lm ← traits ← candidates, rope    findings about every layer
                     ├──→ proof                        reuse is exact on this model, or refused
     ids, Rows, KV ──┴──→ forward → attention → rows   cache, attention, limits of rows, KV in slots
-    turns (lock of the model) → steps                 decode steps of all requests, in a forward
+    lock (of the model) → steps                       decode steps of all requests, in a forward
     flash                                             the attention under transformers' generate
 
 May import ``types errors address cache config threads progress`` and ``identity``.

@@ -20,8 +20,8 @@ from kvrag.model.attention import refuse_unknown
 from kvrag.model.candidates import attention_modules
 from kvrag.model.forward import MaskFunction
 from kvrag.model.lm import CausalLM
+from kvrag.model.lock import lock_of
 from kvrag.model.rows import Reach
-from kvrag.model.turns import turns_of
 
 NAME = "kvrag_rows"  # without "flash" and "/", which transformers treats specially
 
@@ -195,7 +195,7 @@ def install_flash_attention(model: PreTrainedModel) -> int:
             f"{type(model).__name__} asks for no attention function: its own can't be replaced"
         )
     modules = attention_modules(model)
-    with turns_of(model):
+    with lock_of(model):
         _reaches.update({m: trait.reach for m, trait in zip(modules, lm.traits, strict=True)})
         before = model.config._attn_implementation
         if before == NAME:  # a copy: the original's attention is unknown
@@ -207,7 +207,7 @@ def install_flash_attention(model: PreTrainedModel) -> int:
 
 def uninstall_flash_attention(model: PreTrainedModel) -> None:
     """Restore a model's own attention, if kvrag's was installed."""
-    with turns_of(model):
+    with lock_of(model):
         if model not in _before:
             return
         model.config._attn_implementation = _before.pop(model)

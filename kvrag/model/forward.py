@@ -21,8 +21,8 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedModel
 
 from kvrag.model.attention import UNDERSTOOD, Mass, ragged_attention, refuse_unknown
+from kvrag.model.lock import ModelLock
 from kvrag.model.rows import EVERYTHING, KVBuffer, Limits, Reach, Rows
-from kvrag.model.turns import ModelTurns
 from kvrag.threads import fork_lock
 
 ATTENTION = "kvrag"  # without "flash" and "/", which transformers treats specially
@@ -75,7 +75,7 @@ class Forward(Cache):  # type: ignore[misc]
 
     ``mass`` is collected from the modules in ``weighed`` (``id`` values). After the module
     ``final``, rows no longer mix, so only its last ``outputs`` rows are needed. In every layer, the
-    forward pauses for steps that wait in ``turns``.
+    forward pauses for steps that wait in ``lock``.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Forward(Cache):  # type: ignore[misc]
         mass: Mass | None = None,
         outputs: int = 0,
         before_write: BeforeWrite | None = None,
-        turns: ModelTurns | None = None,
+        lock: ModelLock | None = None,
     ) -> None:
         super().__init__(layers=[])
         self.hi = rows.indices(attentions.device)
@@ -106,7 +106,7 @@ class Forward(Cache):  # type: ignore[misc]
         self._kv = kv
         self._before_write = before_write
         self._tells_offsets = attentions.tells_offsets
-        self._turns = turns
+        self._lock = lock
 
     def update(
         self,
@@ -117,8 +117,8 @@ class Forward(Cache):  # type: ignore[misc]
         **__: object,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write a layer's fresh rows in place and return all rows up to the forward's last."""
-        if self._turns is not None and self._turns.pending:
-            self._turns.give_way()
+        if self._lock is not None and self._lock.pending:
+            self._lock.give_way()
         stop = self._rows.stop
         slots = self._rows.slots if isinstance(self._rows.slots, slice) else self.hi
         if self._kv.arrivals:

@@ -16,6 +16,7 @@ from kvrag.identity.model import LiveIdentity
 from kvrag.model.attention import Mass, largest
 from kvrag.model.candidates import attention_modules, decoder_of
 from kvrag.model.forward import Attentions, BeforeWrite, Forward, StopForward, running, switched
+from kvrag.model.lock import lock_of
 from kvrag.model.plain import (
     Extend,
     PlainLM,
@@ -28,7 +29,6 @@ from kvrag.model.rope import Rotations
 from kvrag.model.rows import KVBuffer, Rows
 from kvrag.model.steps import Extension, NextRow, NextRows
 from kvrag.model.traits import CACHE, LayerTraits, accepted, find_traits, observe, sample_positions
-from kvrag.model.turns import turns_of
 
 
 class CausalLM:
@@ -47,7 +47,7 @@ class CausalLM:
         Bytes of KV per token over all layers, in the model's dtype.
     records
         Whether decode steps are recorded as CUDA graphs: on CUDA, until a recording fails.
-    turns
+    lock
         Lock of the model, which also batches the decode steps of all requests.
 
     Raises
@@ -75,7 +75,7 @@ class CausalLM:
         self._accepted = {True: accepted(model), False: accepted(self._base)}
         self._captured: dict[int, torch.Tensor] | None = None
         self.records = self.device.type == "cuda"
-        self.turns = turns_of(model)
+        self.lock = lock_of(model)
         self._find_traits()
         self.shapes = [trait.shape for trait in self.traits]
         width = sum(s.num_heads * (s.key_dim + s.value_dim) for s in self.shapes)
@@ -88,7 +88,7 @@ class CausalLM:
         Captured keys, once rotated, must be the keys that the model attends to.
         """
         positions = torch.tensor(sample_positions(self.context_window), device=self.device)
-        with self.turns:
+        with self.lock:
             seen = observe(self.model, self._attentions, positions)
             self.traits: list[LayerTraits] = find_traits(
                 self.model, self._attentions, seen, positions
@@ -214,14 +214,14 @@ class CausalLM:
             mass=mass,
             outputs=logits,
             before_write=before_write,
-            turns=self.turns,
+            lock=self.lock,
         )
         if mass_rows:
             forward.weighed = [
                 id(self._attentions[i]) for i in mass_layers or range(self.num_layers)
             ]
             forward.final = self._switch.final if logits else forward.weighed[-1]
-        with self.turns:
+        with self.lock:
             out = self._run(ids.to(self.device, non_blocking=True), forward, logits)
             # Steps between its layers capture, too; this forward comes last and overwrites theirs.
             if self._captured is not None:
@@ -237,7 +237,7 @@ class CausalLM:
         if len(rows) == 1:
             return [rows[0].alone()]
         ids = torch.cat([row.token_id for row in rows])[None].to(self.device)
-        with self.turns:
+        with self.lock:
             forward = NextRows([(row.kv, row.position) for row in rows], self._switch)
             return self._run(ids, forward, len(rows))[0][:, None].unbind()
 
@@ -318,12 +318,12 @@ class CausalLM:
 
         kvrag's other threads wait meanwhile.
         """
-        with self.turns:
+        with self.lock:
             captured = dict[int, torch.Tensor]()
             owner = threading.get_ident()
 
             def is_ours() -> bool:
-                return threading.get_ident() == owner and not self.turns.is_stepping
+                return threading.get_ident() == owner and not self.lock.is_stepping
 
             sources = [trait.source for trait in self.traits]
             layers = [(layer, source) for layer, source in enumerate(sources) if source is not None]

@@ -16,7 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from kvrag.errors import ModelError, UnsupportedModelError
 from kvrag.model.forward import evaluating
-from kvrag.model.turns import turns_of
+from kvrag.model.lock import lock_of
 
 UNLIMITED = 2**20  # context window of a model with KV reuse if its config names no limit
 NO_LIMIT = 2**31 - 1  # the same without KV reuse (state space models)
@@ -203,7 +203,7 @@ class _Run:
     def forward(self) -> torch.Tensor:
         """Compute the rows not computed yet; return the last row's logits ``(vocab,)``."""
         model = self._model
-        with turns_of(model), evaluating(model):
+        with lock_of(model), evaluating(model):
             is_step = self._kwargs.get("use_cache") and not self._is_first
             options = {
                 "next_sequence_length": 1 if is_step else None,

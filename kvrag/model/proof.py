@@ -29,9 +29,9 @@ from transformers import DynamicCache
 
 from kvrag.model.forward import EAGER, evaluating, switched
 from kvrag.model.lm import CausalLM
+from kvrag.model.lock import lock_of
 from kvrag.model.rows import KVBuffer, Rows
 from kvrag.model.traits import CACHE, accepted
-from kvrag.model.turns import turns_of
 
 # Agreement in float32: of logits, and of keys and values relative to the largest of their layer.
 LIMIT = 1e-3
@@ -242,7 +242,7 @@ class _Trial:
         batch = self._ids.to(self._lm.device)[None]
         name = "inputs_embeds" if moved else "input_ids"
         with (
-            turns_of(model),
+            lock_of(model),
             evaluating(model) if self._attention is None else switched(model, self._attention),
         ):
             keep = {"logits_to_keep": COMPARED_ROWS} if "logits_to_keep" in accepted(model) else {}

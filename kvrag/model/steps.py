@@ -166,7 +166,7 @@ class Extension:
             )[0][0]
         row = NextRow(ids, self._kv, start, lambda: self._alone(ids, start))
         limit = MAX_TOGETHER if self._model.can_share_forwards else 1
-        return self._model.turns.step(row, self._model.step, limit=limit)
+        return self._model.lock.step(row, self._model.step, limit=limit)
 
     def _alone(self, ids: torch.Tensor, position: int) -> torch.Tensor:
         """Compute a row, by a recording once ``EAGER_STEPS`` steps have been launched."""

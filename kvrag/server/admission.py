@@ -23,7 +23,7 @@ class Admission:
     def __init__(self, max_running: int, max_waiting: int, max_per_key: int | None = None) -> None:
         self._max_per_key = max_per_key
         self._of_tenant = Counter[str]()
-        self._turns = asyncio.Semaphore(max_running)
+        self._slots = asyncio.Semaphore(max_running)
         self._max_running = max_running
         self._max_waiting = max_waiting
         self._seconds = 1.0
@@ -42,7 +42,7 @@ class Admission:
             raise self._refusal(
                 "the server is shutting down; retry later, or use another replica", "draining"
             )
-        if self._turns.locked() and self.waiting >= self._max_waiting:
+        if self._slots.locked() and self.waiting >= self._max_waiting:
             raise self._refusal(
                 f"{self.running} requests run and {self.waiting} wait; retry later",
                 "overloaded",
@@ -62,7 +62,7 @@ class Admission:
         return APIError(status, message, code, headers={"Retry-After": str(self.retry_after_s)})
 
     @asynccontextmanager
-    async def turn(self, tenant: str | None = None) -> AsyncIterator[None]:
+    async def slot(self, tenant: str | None = None) -> AsyncIterator[None]:
         """Wait for a slot, and keep it until the context ends."""
         self.check(tenant)
         self._of_tenant[tenant or ""] += 1
@@ -76,7 +76,7 @@ class Admission:
     async def _turn(self) -> AsyncIterator[None]:
         self.waiting += 1
         try:
-            await self._turns.acquire()
+            await self._slots.acquire()
         finally:
             self.waiting -= 1
         start = time.monotonic()
@@ -86,4 +86,4 @@ class Admission:
         finally:
             self._seconds += _SMOOTHING * (time.monotonic() - start - self._seconds)
             self.running -= 1
-            self._turns.release()
+            self._slots.release()

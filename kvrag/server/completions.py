@@ -288,7 +288,7 @@ async def _work(
             arrived.put_nowait((index, error))
 
     try:
-        async with service.admission.turn(request.state.tenant):
+        async with service.admission.slot(request.state.tenant):
             timer.began()
             await asyncio.gather(*[read(index, stream) for index, stream in enumerate(streams)])
     except Exception as error:

@@ -25,7 +25,7 @@ async def precompute(body: PrecomputeRequest, request: Request) -> dict[str, Any
     namespace = service.namespace(request.state.tenant)
     texts = [document.text for document in body.documents]
     ids = [document.id for document in body.documents]
-    async with service.admission.turn(request.state.tenant):
+    async with service.admission.slot(request.state.tenant):
         run = partial(
             service.engine.precompute,
             texts,

@@ -203,10 +203,10 @@ class Evictor:
         hold too few bytes.
         """
         why = "the evicted chunks freed too little"
-        for turn in range(PASSES):
+        for attempt in range(PASSES):
             free = self._free()
             must, should, disk = self.budget.excess(self.totals()[1], free, need)
-            if not (must if turn else should):
+            if not (must if attempt else should):
                 return
             if disk and time.monotonic() < self.in_vain_until:
                 why = "evicting chunks has freed no space on its disk (snapshots, or open files?)"
@@ -215,7 +215,7 @@ class Evictor:
             must, should, disk = self.budget.excess(
                 sum(chunk.num_bytes for chunk in chunks), free, need
             )
-            if not (must if turn else should):
+            if not (must if attempt else should):
                 return
             going = leaving(chunks, now, priority=priority, must=must, should=should)
             if going is None:

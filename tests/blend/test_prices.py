@@ -336,13 +336,13 @@ def test_measuring_is_bounded(monkeypatch, per_row, largest):
 
 
 def test_time_that_went_to_others_is_no_price(engine_of):
-    turns = engine_of().loaded.lm.turns
+    lock = engine_of().loaded.lm.lock
 
     def run():
-        with turns:
+        with lock:
             return torch.zeros(1)
 
     with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(turns.acquire).result(10)
-        threading.Timer(0.3, lambda: pool.submit(turns.release)).start()
+        assert pool.submit(lock.acquire).result(10)
+        threading.Timer(0.3, lambda: pool.submit(lock.release)).start()
         assert _ms(run) < 200

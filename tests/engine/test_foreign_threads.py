@@ -13,9 +13,9 @@ import torch
 
 from kvrag.model import CausalLM
 from kvrag.model.forward import Forward
+from kvrag.model.lock import lock_of
 from kvrag.model.proof import prove
 from kvrag.model.rows import Rows
-from kvrag.model.turns import turns_of
 from kvrag.precompute.encode import encode_chunks, encode_prefix
 from kvrag.testing.models import tiny_model
 
@@ -153,7 +153,7 @@ def test_a_forked_process_does_not_wait_for_a_lock_that_nobody_holds():
         if child == 0:
             status = 3
             try:
-                status = 2 if not turns_of(model).acquire(timeout=5) else 1
+                status = 2 if not lock_of(model).acquire(timeout=5) else 1
                 after, _ = lm.forward(IDS[0], Rows.span(0, 70), lm.buffer(70), logits=5)
                 own = all(
                     torch.equal(a, b) for a, b in zip(own_logits(model), expected, strict=True)

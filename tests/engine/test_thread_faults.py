@@ -15,7 +15,7 @@ from texts import make_chunks
 import kvrag.generate.pipeline
 from kvrag import RepairConfig
 from kvrag.generate.scheduler import MAX_RUNNING, Scheduler
-from kvrag.model.turns import turns_of
+from kvrag.model.lock import lock_of
 
 CHUNKS = make_chunks(4, words=30, seed=3)
 PROMPT = [{"role": "user", "content": "\n\n".join(CHUNKS[:3]) + "\n\nWho?"}]
@@ -102,7 +102,7 @@ def test_a_child_that_is_forked_during_a_stream_answers(engine, monkeypatch):
     real, inside = engine.loaded.lm.forward, threading.Event()
 
     def slow(*args, **options):
-        with turns_of(engine.loaded.lm.model):
+        with lock_of(engine.loaded.lm.model):
             inside.set()
             time.sleep(0.2)
             return real(*args, **options)
@@ -147,7 +147,7 @@ async def test_a_request_that_is_cancelled_before_its_turn_never_runs(engine, mo
     monkeypatch.setattr(kvrag.generate.pipeline, "prefill", lambda *_, **__: pytest.fail("it ran"))
     turns = Scheduler(1, 0)
     monkeypatch.setattr(kvrag.generate.pipeline, "scheduler_of", lambda _: turns)
-    with turns.turn(0):
+    with turns.reservation(0):
         stream = engine.stream(PROMPT)
         task = asyncio.create_task(engine.agenerate(PROMPT))
         await asyncio.sleep(0.2)

@@ -226,7 +226,7 @@ def test_a_forked_child_has_threads_locks_and_turns_of_its_own(pool, go_on):
     lock, turns, inside = fork_lock(), Scheduler(1, 10), threading.Event()
 
     def hold():
-        with lock, turns.turn(10):
+        with lock, turns.reservation(10):
             inside.set()
             go_on.wait(WAIT_S)
 
@@ -235,7 +235,7 @@ def test_a_forked_child_has_threads_locks_and_turns_of_its_own(pool, go_on):
     pid = os.fork()
     if not pid:
         is_free = lock.acquire(timeout=1)
-        with turns.turn(10):
+        with turns.reservation(10):
             os._exit(0 if is_free and Deadline(20.0).ask(lambda: 1, 0, what="it") == 1 else 1)
     assert os.waitpid(pid, 0)[1] == 0
 

@@ -20,7 +20,7 @@ from kvrag.generate.audit import Audit
 from kvrag.generate.scheduler import Scheduler, scheduler_of
 from kvrag.model import CausalLM
 from kvrag.model.lm import LoadedModel
-from kvrag.model.turns import turns_of
+from kvrag.model.lock import lock_of
 from kvrag.verify import kl_divergence
 
 CHUNKS = make_chunks(4, words=30, seed=41)
@@ -112,7 +112,7 @@ def test_it_gives_up_within_a_layer_when_a_request_comes(engine, monkeypatch):
 def test_it_looks_at_the_turns_that_requests_take(engine):
     """While any request of the process has one, no audit runs."""
     assert scheduler_of(engine.loaded).is_idle
-    with scheduler_of(engine.loaded).turn(0):
+    with scheduler_of(engine.loaded).reservation(0):
         answer(engine, PROMPTS[0])
         assert counted(engine) == (0, 1)
     answer(engine, PROMPTS[0])
@@ -164,7 +164,7 @@ def test_an_audit_that_can_not_begin_costs_no_answer(engine, monkeypatch):
 def test_no_memory_is_taken_while_a_request_runs(engine, monkeypatch):
     audit, taken = Audit(), []
     monkeypatch.setattr(CausalLM, "buffer", lambda *args: taken.append(args))
-    with scheduler_of(engine.loaded).turn(0):
+    with scheduler_of(engine.loaded).reservation(0):
         assert (
             audit._prefilled(engine.loaded, torch.tensor([1, 2, 3]), scheduler_of(engine.loaded))
             is None
@@ -188,7 +188,7 @@ def test_an_adapter_that_is_switched_meanwhile_spoils_no_figure(engine, monkeypa
 def test_closing_ends_it_without_a_word(engine, caplog):
     audit = engine._answering.stats.audit
     with caplog.at_level(logging.WARNING):
-        with turns_of(engine.loaded.lm.model):
+        with lock_of(engine.loaded.lm.model):
             audit.offer(engine.loaded, *offered(engine))
             engine.close()
         settle()

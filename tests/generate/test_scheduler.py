@@ -28,7 +28,7 @@ def test_what_runs_never_needs_more_than_there_is():
     taken = []
 
     def run(size):
-        with room.turn(size):
+        with room.reservation(size):
             with lock:
                 taken.append(size)
                 most.append((sum(taken), len(taken)))
@@ -51,11 +51,11 @@ def test_a_large_request_is_not_overtaken_for_ever():
     room, order = Scheduler(8, 100), []
 
     def run(name, size):
-        with room.turn(size):
+        with room.reservation(size):
             order.append(name)
 
     with ThreadPoolExecutor(8) as pool:
-        with room.turn(60):
+        with room.reservation(60):
             works = [pool.submit(run, "large", 90)]
             assert settled(room, 1, 1)
             works += [pool.submit(run, name, 10) for name in "abc"]  # they would fit
@@ -69,11 +69,11 @@ def test_who_is_cancelled_gives_up_and_lets_the_next_one_in():
     room, cancel, order = Scheduler(1, 100), threading.Event(), []
 
     def run(name, cancel=None):
-        with room.turn(1, cancel):
+        with room.reservation(1, cancel):
             order.append(name)
 
     with ThreadPoolExecutor(2) as pool:
-        with room.turn(1):
+        with room.reservation(1):
             first = pool.submit(run, "first", cancel)
             assert settled(room, 1, 1)
             second = pool.submit(run, "second")
@@ -87,13 +87,13 @@ def test_who_is_cancelled_gives_up_and_lets_the_next_one_in():
 
 def test_a_request_reserves_its_prompt_and_its_answer(engine_of, monkeypatch):
     engine, seen = engine_of("llama"), []
-    real = Scheduler.turn
+    real = Scheduler.reservation
 
-    def turn(self, num_bytes, cancel=None):
+    def reservation(self, num_bytes, cancel=None):
         seen.append(num_bytes)
         return real(self, num_bytes, cancel)
 
-    monkeypatch.setattr(Scheduler, "turn", turn)
+    monkeypatch.setattr(Scheduler, "reservation", reservation)
     result = engine.generate("Who keeps the lamp?", max_new_tokens=5)
     assert seen == [(result.prompt_tokens + 5) * engine.loaded.lm.kv_bytes_per_token]
 

@@ -428,7 +428,7 @@ def test_requests_that_precompute_hold_up_no_others(shared, http):
         ]
     }
     with ThreadPoolExecutor(48) as pool:
-        with engine.loaded.lm.turns:
+        with engine.loaded.lm.lock:
             waiting = [pool.submit(http.post, "/v1/kv/precompute", json=body) for _ in range(48)]
             time.sleep(0.5)
             assert http.get("/v1/kv/stats", timeout=5).status_code == 200

@@ -11,10 +11,10 @@ import torch
 from texts import make_chunks
 
 from kvrag.generate import pipeline
-from kvrag.model import CausalLM, turns
+from kvrag.model import CausalLM, lock
 from kvrag.model.forward import Forward, running
+from kvrag.model.lock import ModelLock, waited_s
 from kvrag.model.rows import Rows
-from kvrag.model.turns import ModelTurns, waited_s
 from kvrag.testing.models import TINY
 
 CHUNKS = make_chunks(5, words=42)
@@ -100,7 +100,7 @@ def test_one_request_that_fails_takes_no_other_along(engine_of, abreast, monkeyp
 @pytest.fixture
 def eager(monkeypatch):
     """Let forwards give way in every layer, and count how often they do."""
-    serve_, update_, nested = ModelTurns._serve, Forward.update, []
+    serve_, update_, nested = ModelLock._serve, Forward.update, []
 
     def serve(self):
         nested.append(running() is not None)
@@ -110,14 +110,14 @@ def eager(monkeypatch):
         for _ in range(
             50
         ):  # tiny models have done their layers before another thread gets the interpreter
-            if self._turns is not None and not self._turns.pending and not self._turns.is_stepping:
+            if self._lock is not None and not self._lock.pending and not self._lock.is_stepping:
                 time.sleep(1e-4)
         return update_(self, *args, **options)
 
-    monkeypatch.setattr(ModelTurns, "_serve", serve)
+    monkeypatch.setattr(ModelLock, "_serve", serve)
     monkeypatch.setattr(Forward, "update", update)
-    monkeypatch.setattr(turns, "SLICE_S", 0.0)
-    monkeypatch.setattr(turns, "time", SimpleNamespace(perf_counter=lambda: 0.0))
+    monkeypatch.setattr(lock, "SLICE_S", 0.0)
+    monkeypatch.setattr(lock, "time", SimpleNamespace(perf_counter=lambda: 0.0))
     return nested
 
 
@@ -165,7 +165,7 @@ def test_a_forward_that_gives_way_computes_what_it_computes_alone(engine_of, eag
 
 class TestModelTurns:
     def test_everybody_gets_their_own(self):
-        sizes, shared = [], ModelTurns()
+        sizes, shared = [], ModelLock()
 
         def work(items):
             sizes.append(len(items))
@@ -179,7 +179,7 @@ class TestModelTurns:
         assert sum(sizes) == 200
 
     def test_an_error_is_that_of_its_step(self):
-        shared = ModelTurns()
+        shared = ModelLock()
 
         def work(items):
             return [1 // item for item in items]
@@ -195,7 +195,7 @@ class TestModelTurns:
             assert list(pool.map(outcome, items)) == [item or "failed" for item in items]
 
     def test_steps_of_different_work_are_not_mixed(self):
-        shared = ModelTurns()
+        shared = ModelLock()
 
         def double(items):
             return [2 * item for item in items]
@@ -210,13 +210,13 @@ class TestModelTurns:
             assert list(steps) == [2 * i if i % 2 else -i for i in range(100)]
 
     def test_who_has_the_model_does_its_own_steps(self):
-        shared = ModelTurns()
+        shared = ModelLock()
         with shared:
             assert shared.step(3, lambda items: [2 * item for item in items], limit=8) == 6
         assert shared._holder is None
 
     def test_the_model_is_handed_on_in_order_of_arrival(self):
-        shared, order = ModelTurns(), []
+        shared, order = ModelLock(), []
 
         def take(name):
             with shared, shared:
@@ -234,7 +234,7 @@ class TestModelTurns:
         assert shared._holder is None
 
     def test_who_waits_no_longer_is_passed_over(self):
-        shared = ModelTurns()
+        shared = ModelLock()
         with shared, ThreadPoolExecutor(1) as pool:
             assert not pool.submit(shared.acquire, 0.01).result(10)
         assert not shared._queue
@@ -243,7 +243,7 @@ class TestModelTurns:
         assert shared._holder is None
 
     def test_an_interrupted_thread_leaves_the_others_to_another(self):
-        begun, release, calls, shared = threading.Event(), threading.Event(), [], ModelTurns()
+        begun, release, calls, shared = threading.Event(), threading.Event(), [], ModelLock()
 
         def work(items):
             calls.append(list(items))
@@ -272,7 +272,7 @@ class TestModelTurns:
 
     def test_steps_are_not_put_off_by_those_who_want_the_model_for_themselves(self):
         """Short works in a row never give way, so that they are done again and again; a step comes between all the same."""
-        shared, stop, steps = ModelTurns(), threading.Event(), []
+        shared, stop, steps = ModelLock(), threading.Event(), []
 
         def work():
             while not stop.is_set():
@@ -287,7 +287,7 @@ class TestModelTurns:
         assert all(work.result() is None for work in works)
 
     def test_what_is_spent_on_others_is_counted(self):
-        shared, slow = ModelTurns(), 0.05
+        shared, slow = ModelLock(), 0.05
 
         def work(items):
             time.sleep(slow)
@@ -320,7 +320,7 @@ class TestModelTurns:
                 shared._guard = self.lock
                 raise KeyboardInterrupt
 
-        shared = ModelTurns()
+        shared = ModelLock()
         with ThreadPoolExecutor(1) as pool:
             if not is_free:
                 assert pool.submit(shared.acquire).result(10)
@@ -334,12 +334,12 @@ class TestModelTurns:
             assert pool.submit(shared.acquire, 5).result(10)
 
     def test_steps_that_are_not_shared_do_not_wait_for_each_other(self, monkeypatch):
-        shared = ModelTurns()
+        shared = ModelLock()
         monkeypatch.setattr(shared, "_gather", lambda: pytest.fail("it waits"))
         assert shared.step(7, list, limit=1) == 7
 
     def test_a_shared_step_that_failed_holds_nothing_when_it_is_done_again(self):
-        kept, shared = [], ModelTurns()
+        kept, shared = [], ModelLock()
 
         def work(items):
             if len(items) > 1:
@@ -361,11 +361,11 @@ def test_who_left_while_waiting_for_the_model_computes_nothing(engine_of, monkey
     engine = engine_of()
     engine.precompute(CHUNKS)
     monkeypatch.setattr(CausalLM, "forward", lambda *_, **__: pytest.fail("it computes"))
-    model_turns = engine.loaded.lm.turns
+    model_lock = engine.loaded.lm.lock
     for mode in ("full", "stitch"):
-        with model_turns:
+        with model_lock:
             stream = engine.stream(PROMPTS[0], mode=mode)
-            while not model_turns._queue:
+            while not model_lock._queue:
                 time.sleep(0.001)
             stream.cancel()
         assert list(stream) == []

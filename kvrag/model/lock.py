@@ -62,7 +62,7 @@ class _PendingStep(_Waiting, Generic[T, R]):
     error: Exception | None = None
 
 
-class ModelTurns:
+class ModelLock:
     """Re-entrant lock in order of arrival; its holder also runs pending steps (:meth:`step`).
 
     ``pending`` are the pending steps; ``is_stepping`` says whether a batch of steps is running.
@@ -144,7 +144,7 @@ class ModelTurns:
                 raise CancelledError
             yield
 
-    def __enter__(self) -> ModelTurns:
+    def __enter__(self) -> ModelLock:
         self.acquire()
         return self
 
@@ -246,14 +246,14 @@ def _do(batch: Sequence[_PendingStep[Any, Any]]) -> None:
         step.is_done = True
 
 
-_turns: dict[int, ModelTurns] = {}  # by id of the config, which the lock protects, too
+_locks: dict[int, ModelLock] = {}  # by id of the config, which the lock protects, too
 _guard = fork_lock()
 
 
-def turns_of(model: PreTrainedModel) -> ModelTurns:
+def lock_of(model: PreTrainedModel) -> ModelLock:
     """Return the lock of a model, shared by all engines that use it."""
     with _guard:
-        if id(model.config) not in _turns:
-            _turns[id(model.config)] = ModelTurns()
-            weakref.finalize(model.config, _turns.pop, id(model.config), None)
-        return _turns[id(model.config)]
+        if id(model.config) not in _locks:
+            _locks[id(model.config)] = ModelLock()
+            weakref.finalize(model.config, _locks.pop, id(model.config), None)
+        return _locks[id(model.config)]
