@@ -122,7 +122,8 @@ def test_configurable_fields_share_one_engine(options, chunks):
         message = llm.with_config(configurable={"limit": limit}).invoke(f"{chunks[0]}\n\nWho?")
         assert message.usage_metadata["output_tokens"] == limit
         assert message.usage_metadata["input_token_details"]["cache_read"] > 0
-    assert len(KVRagEngine._shared) == len(before) + 1
+    added = [engine for engine in KVRagEngine._shared.values() if engine not in before]
+    assert len(added) <= 1, "another test may have left the one that all share"
 
 
 # -- accounting ----------------------------------------------------------------------------------------------------------
