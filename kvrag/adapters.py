@@ -5,7 +5,6 @@ An adapter imports from ``kvrag`` and from here alone, so a change inside kvrag 
 
 from __future__ import annotations
 
-import importlib
 import os
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -24,27 +23,26 @@ from kvrag.config import (
     unknown_option,
 )
 from kvrag.errors import ConfigError, require
+from kvrag.generate.streams import AsyncTokenStream, TokenStream
+from kvrag.hooks import Content, OnError, changed_ids, documents_in, engine_of, prefetch_kv
+from kvrag.identity.describe import rope_text
+from kvrag.identity.fingerprint import chunk_key, ids_digest, namespace_digest
+from kvrag.identity.model import describe
+from kvrag.identity.weights import source_identity
+from kvrag.model.plain import context_window
+from kvrag.model.rope import RotaryTable
+from kvrag.model.source import ModelSource, base_directory, directory, hub_options
+from kvrag.precompute.documents import below_collection, check_kv_dir, in_collection
 from kvrag.progress import check_show
+from kvrag.prompt.prefix import LEARN, LearnPrefix, Prefix
+from kvrag.prompt.template import Chat, PromptEncoder
+from kvrag.prompt.tools import FORM, Tools, answer_form
+from kvrag.store import ChunkRecord, TieredStore, open_store
 from kvrag.types import ChunkIdentity, ChunkKV, MaxContext, Mode, Prove
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
-
-    from kvrag.generate.streams import AsyncTokenStream, TokenStream
-    from kvrag.hooks import Content, OnError, changed_ids, documents_in, engine_of, prefetch_kv
-    from kvrag.identity.describe import rope_text
-    from kvrag.identity.fingerprint import chunk_key, ids_digest, namespace_digest
-    from kvrag.identity.model import describe
-    from kvrag.identity.weights import source_identity
-    from kvrag.model.plain import context_window
-    from kvrag.model.rope import RotaryTable
-    from kvrag.model.source import ModelSource, base_directory, directory, hub_options
-    from kvrag.precompute.documents import below_collection, check_kv_dir, in_collection
-    from kvrag.prompt.prefix import LEARN, LearnPrefix, Prefix
-    from kvrag.prompt.template import Chat, PromptEncoder
-    from kvrag.prompt.tools import FORM, Tools, answer_form
-    from kvrag.store import ChunkRecord, TieredStore, open_store
 
     ModelLike = str | os.PathLike[str] | PreTrainedModel
     Device = str | torch.device | None
@@ -102,70 +100,6 @@ __all__ = [
     "source_identity",
     "unknown_option",
 ]
-
-_LAZY = {
-    "kvrag.generate.streams": (
-        "AsyncTokenStream",
-        "TokenStream",
-    ),
-    "kvrag.hooks": (
-        "Content",
-        "OnError",
-        "changed_ids",
-        "documents_in",
-        "engine_of",
-        "prefetch_kv",
-    ),
-    "kvrag.identity.describe": ("rope_text",),
-    "kvrag.identity.fingerprint": (
-        "chunk_key",
-        "ids_digest",
-        "namespace_digest",
-    ),
-    "kvrag.identity.model": ("describe",),
-    "kvrag.identity.weights": ("source_identity",),
-    "kvrag.model.plain": ("context_window",),
-    "kvrag.model.rope": ("RotaryTable",),
-    "kvrag.model.source": (
-        "ModelSource",
-        "base_directory",
-        "directory",
-        "hub_options",
-    ),
-    "kvrag.precompute.documents": (
-        "below_collection",
-        "check_kv_dir",
-        "in_collection",
-    ),
-    "kvrag.prompt.prefix": (
-        "LEARN",
-        "LearnPrefix",
-        "Prefix",
-    ),
-    "kvrag.prompt.template": (
-        "Chat",
-        "PromptEncoder",
-    ),
-    "kvrag.prompt.tools": (
-        "FORM",
-        "Tools",
-        "answer_form",
-    ),
-    "kvrag.store": (
-        "ChunkRecord",
-        "TieredStore",
-        "open_store",
-    ),
-}
-"""Modules imported at first use of their names: most of them import torch."""
-
-
-def __getattr__(name: str) -> Any:
-    for module, names in _LAZY.items():
-        if name in names:
-            globals()[name] = getattr(importlib.import_module(module), name)
-            return globals()[name]
-    raise AttributeError(f"module 'kvrag.adapters' has no attribute {name!r}")
 
 
 class EngineFields(BaseModel):

@@ -160,7 +160,7 @@ def _watched(
             seen.first_input.append(hidden)
         hidden = hidden[:, (states > 0).int() * 2]  # row 0 has state 0, row 2 has state 1
         if args:
-            return ((hidden, *args[1:]), kwargs)
+            return (hidden, *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": hidden}
 
     def note(name: str) -> Callable[..., None]:

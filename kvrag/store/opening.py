@@ -195,7 +195,14 @@ def open_url(url: str, folder: str) -> Blobs:
     if scheme in OBJECT_STORES:
         return ObjectBlobs(f"{scheme}://{rest}", folder)
     for plugin in entry_points(group=PLUGINS, name=scheme):
-        blobs: Blobs = plugin.load()(f"{scheme}://{rest}", folder)
+        try:
+            open_blobs = plugin.load()
+        except (ImportError, AttributeError) as error:
+            raise StoreError(
+                f"{plugin.value}, which opens {scheme}://, can't be loaded ({error}); "
+                "reinstall the package that registers it"
+            ) from error
+        blobs: Blobs = open_blobs(f"{scheme}://{rest}", folder)
         return blobs
     raise StoreError(
         f"there is no shared KV store at {scheme}://; use redis, rediss, unix, "

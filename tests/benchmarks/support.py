@@ -98,7 +98,7 @@ def accepted_row(name: str) -> dict[str, Any]:
     row |= {"rope": rope_of(lm), "windows": sorted(size for size in sizes if size is not None)}
     proof = prove(lm)
     model.config._attn_implementation = (
-        "eager"  # what the rest is compared with: see kvrag/proof.py
+        "eager"  # what the rest is compared with: see kvrag/model/proof.py
     )
     engine.precompute([*CHUNKS, *FAR])
     far: list[str | Chunk] = [PREFIX + "\n\n".join(FAR) + "\n\n", Chunk(CHUNKS[0]), "\n\nWhere?"]

@@ -85,6 +85,25 @@ def test_tests_named_as_promises_exist():
         assert (ROOT / path).exists(), path
 
 
+def test_files_named_in_the_docs_exist():
+    named = re.compile(
+        r"\b(?:tests|kvrag|kernels|integrations|examples|deploy)/[\w/]+\.(?:py|sh)\b"
+    )
+    pages = [
+        *ROOT.glob("*.md"),
+        *(ROOT / "docs").glob("*.md"),
+        *(ROOT / "docs/how-to").glob("*.md"),
+    ]
+    absent = {
+        (page.name, file)
+        for page in pages
+        if page.name != "CHANGELOG.md"
+        for file in named.findall(page.read_text())
+        if not (ROOT / file).exists()
+    }
+    assert not absent
+
+
 def test_the_support_table_has_every_architecture_of_the_tests():
     from kvrag.testing.models import REFUSED, TINY
 

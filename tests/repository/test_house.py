@@ -66,28 +66,7 @@ RANKS = (
 )
 """Rooms and modules of the facade. Each imports from its own room and from the ranks before its own; modules of the facade that share a
 rank may import each other."""
-FACADE = {
-    "types",
-    "errors",
-    "address",
-    "spelling",
-    "config",
-    "adapters",
-    "signatures",
-    "threads",
-    "progress",
-    "layers",
-    "buffers",
-    "cache",
-    "engine",
-    "hooks",
-    "verify",
-    "evaluate",
-    "questions",
-    "calibrate",
-    "estimate",
-    "dataset",
-}
+FACADE = RANKS[0] | next(rooms for rooms in RANKS if "engine" in rooms)
 ANYONE = {"__init__", "__main__"}
 """Files of ``kvrag/`` itself that hand on names of the others."""
 

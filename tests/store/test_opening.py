@@ -1,5 +1,7 @@
 """Opening a store: budgets are the lesser of bytes and fractions, and impossible options are named."""
 
+import importlib
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -95,14 +97,27 @@ def open_blobs(url, folder):
 """
 
 
-def test_an_installed_package_adds_a_store_by_its_address(tmp_path, monkeypatch):
-    """One file and an entry point, no edit in kvrag: chunks, rows and erasures go through it."""
-    (tmp_path / "shelf_store.py").write_text(PLUGIN)
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """A package that registers ``shelf_store:open_blobs`` for ``shelf://``."""
     info = tmp_path / "shelf-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: shelf\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[kvrag.stores]\nshelf = shelf_store:open_blobs\n")
     monkeypatch.syspath_prepend(str(tmp_path))
+    yield tmp_path
+    sys.modules.pop("shelf_store", None)
+
+
+def test_a_package_whose_store_is_broken_is_named(installed):
+    with pytest.raises(StoreError, match=r"shelf_store:open_blobs.* can't be loaded .*reinstall"):
+        opening.open_store("shelf://somewhere", StoreConfig())
+
+
+def test_an_installed_package_adds_a_store_by_its_address(installed, tmp_path):
+    """One file and an entry point, no edit in kvrag: chunks and rows go through it."""
+    (installed / "shelf_store.py").write_text(PLUGIN)
+    importlib.invalidate_caches()
     url = f"shelf://{tmp_path}/shelf"
 
     writer = opening.open_store(url, StoreConfig())
