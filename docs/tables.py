@@ -10,6 +10,7 @@ import re
 import statistics
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -715,7 +716,7 @@ SERVERS = {
 }
 
 
-def load(result: dict[str, Any]) -> str:
+def load(result: dict[str, Any], file: str = "load.json") -> str:
     """Set the servers side by side at every level of load, and say where kvrag's is behind."""
     parts = {part: row for part, row in result["parts"].items() if part in SERVERS}
     levels = dict.fromkeys(_level(level) for row in parts.values() for level in row["levels"])
@@ -760,18 +761,8 @@ def load(result: dict[str, Any]) -> str:
     said += f"Peak memory: {', '.join(sizes)}. Measured at commits "
     said += ", ".join(sorted({level["commit"][:10] for level in found.values()}))
     said += f".\n\nWhere kvrag is behind by more than 2%: {losses or 'nowhere'}.\n"
-    picture = (
-        '\n<picture><source media="(prefers-color-scheme: dark)" srcset="plots/load-dark.svg">'
-    )
-    picture += (
-        '<img alt="time to first token against clients" src="plots/load-light.svg"></picture>\n'
-    )
-    return (
-        table([*header, "equal"], rows)
-        + said
-        + picture
-        + source({**result, "machine": parts["kvrag"]["machine"]}, "load.json")
-    )
+    machine = {**result, "machine": parts["kvrag"]["machine"]}
+    return table([*header, "equal"], rows) + said + source(machine, file)
 
 
 def _level(level: dict[str, Any]) -> str:
@@ -1517,6 +1508,10 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "reliability": ("reliability.json", reliability),
     "serve": ("serve.json", serve),
     "load": ("load.json", load),
+    "load-qwen-05b": (
+        "load-qwen2.5-coder-0.5b.json",
+        partial(load, file="load-qwen2.5-coder-0.5b.json"),
+    ),
     "shared": ("shared.json", shared),
     "shared-catalog": ("shared_catalog.json", shared_catalog),
     "ray-kill": ("ray_kill.json", ray_kill),

@@ -3,6 +3,7 @@
     KVRAG_EVAL_DATA=... python tests/benchmarks/load.py                        # all parts, about twenty minutes on two quiet cores
     python tests/benchmarks/load.py --only kvrag,full                          # these parts anew; the others stay as they were
     python tests/benchmarks/load.py --only transformers-batching               # not among the parts that run by themselves
+    python tests/benchmarks/load.py --model qwen2.5-coder-0.5b --only kvrag,full,transformers    # a larger model, fewer levels
     python tests/benchmarks/load.py --quick --out build/load                   # tiny model, few requests: does everything run?
 
 Each server is a process of its own, and the client another. Two ways of asking, the same for all servers, with the same seeds:
@@ -31,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import RESULTS, eval_data, machine, small_model, write_result
+from common import RESULTS, SMALL, eval_data, machine, model_path, small_model, write_result
 from load_client import Answer, Server, ask, quantiles
 from load_figures import figures
 from peers.workloads import Words, reordered_rag
@@ -64,6 +65,8 @@ LEVELS = (
     *(Level("open", rate, 16) for rate in (0.5, 1, 2, 4)),
 )
 FEW = tuple(level for level in LEVELS if level.name in ("1 clients", "8 clients"))
+LARGER = (Level("closed", 1, 12), Level("closed", 4, 8), Level("closed", 8, 16))
+"""Levels of models that take longer for a prompt."""
 QUICK = (Level("closed", 1, 3), Level("closed", 4, 4), Level("open", 20, 4))
 
 
@@ -92,8 +95,8 @@ class Plan:
         return body | {"stream_options": {"include_usage": True}, **reuse}
 
 
-def real_plan(folder: Path) -> Plan:
-    """SmolLM2 as a directory in float32, and prompts of ten chunks of 250 tokens, the popular chunks in many of them."""
+def saved_small_model(folder: Path) -> str:
+    """Save SmolLM2 as a directory in float32; returns its path."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     file = Path(small_model())
@@ -109,6 +112,15 @@ def real_plan(folder: Path) -> Plan:
     plain.generation_config = model.generation_config
     plain.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
+    return str(folder / "model")
+
+
+def real_plan(folder: Path, model: str) -> Plan:
+    """Plan prompts of ten chunks of 250 tokens, the popular chunks in many of them, for a model."""
+    from transformers import AutoTokenizer
+
+    path = saved_small_model(folder) if model == SMALL else model_path(model)
+    tokenizer = AutoTokenizer.from_pretrained(path)
 
     def render(messages: list[dict[str, str]]) -> str:
         return str(messages[0]["content"])
@@ -124,11 +136,11 @@ def real_plan(folder: Path) -> Plan:
         for prompt in rag.prompts
     ]
     return Plan(
-        str(folder / "model"),
+        path,
         [[{"role": "user", "content": text}] for text in texts],
         rag.used,
         32,
-        LEVELS,
+        LEVELS if model == SMALL else LARGER,
     )
 
 
@@ -371,6 +383,9 @@ def main() -> None:
         help="ask in this way alone; rows of the other one stay",
     )
     parser.add_argument(
+        "--model", default=SMALL, help="SmolLM2, or a model of $KVRAG_EVAL_MODELS at fewer levels"
+    )
+    parser.add_argument(
         "--quick", action="store_true", help="tiny model and few requests: no measurement"
     )
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON")
@@ -381,12 +396,13 @@ def main() -> None:
     if args.quick and args.out == RESULTS:
         parser.error("--quick measures nothing; give it a folder with --out")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    path = args.out / "load.json"
+    name = "load" if args.model == SMALL else f"load-{args.model}"
+    path = args.out / f"{name}.json"
     known: dict[str, Any] = json.loads(path.read_text())["parts"] if path.exists() else {}
     start_s = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="kvrag-load-") as name:
-        folder = Path(name)
-        plan = (tiny_plan if args.quick else real_plan)(folder)
+    with tempfile.TemporaryDirectory(prefix="kvrag-load-") as temporary:
+        folder = Path(temporary)
+        plan = tiny_plan(folder) if args.quick else real_plan(folder, args.model)
         plan = replace(
             plan, levels=tuple(level for level in plan.levels if args.kind in (None, level.kind))
         )
@@ -402,11 +418,11 @@ def main() -> None:
             kept = {part: known[part] for part in PARTS if part in known}
             whole = {
                 "machine": machine(),
-                "model": "tiny" if args.quick else "SmolLM2-135M-Instruct",
+                "model": "tiny" if args.quick else args.model,
                 "dtype": "float32",
             }
             write_result(
-                "load", whole | prompts | {"agreement": agreement(kept), "parts": kept}, args.out
+                name, whole | prompts | {"agreement": agreement(kept), "parts": kept}, args.out
             )
 
         if servers := [part for part in chosen if part != "figures"]:
