@@ -2,8 +2,8 @@
 
 ::
 
-    Plan ─▶ layout ─▶ select: decide ─▶ (load) ─▶ stitch ─▶ select: rows ─▶ repair ─▶ logits
-               └────────────────────── prefill runs them ───────────────────┘
+    Plan ─▶ layout ─▶ decide ─▶ load ─▶ stitch ─▶ select ─▶ repair ─▶ logits
+               └───────────── prefill runs them ─────────────────┘
                  cost: prices for auto · covariance: covariance of row changes · quantise: codes
 
 Imports ``types errors cache config threads``, ``identity``, ``store``, ``model`` and ``prompt``.

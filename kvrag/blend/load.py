@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from kvrag.blend.clock import Clock
 from kvrag.blend.cost import Price
+from kvrag.blend.decide import because, decide, decide_plan, in_words
 from kvrag.blend.layout import Layout
-from kvrag.blend.select import because, decide, decide_plan, in_words
 from kvrag.errors import StoreError
 from kvrag.identity.fingerprint import chunk_key
 from kvrag.layers import parts

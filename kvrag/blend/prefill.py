@@ -13,15 +13,17 @@ import torch
 from kvrag.blend.clock import NOTABLE_S, Clock
 from kvrag.blend.cost import CostModel, Price
 from kvrag.blend.covariance import RowCovariance
+from kvrag.blend.decide import because, decide_plan
 from kvrag.blend.layout import Layout, num_rows_of, sources_of
 from kvrag.blend.load import read
 from kvrag.blend.repair import REREAD, deviation, may_shift, probe, repair
-from kvrag.blend.select import because, decide_plan, needs_of, select_rows
+from kvrag.blend.select import Signal, needs_of, select_rows
 from kvrag.blend.slide import SlidingWindow
 from kvrag.blend.stitch import PrefixMatch, filling, stitch
 from kvrag.config import RepairConfig
 from kvrag.model import CausalLM
 from kvrag.model.plain import Extend, PlainLM
+from kvrag.model.rope import Rotations
 from kvrag.model.rows import KVBuffer
 from kvrag.prompt.plan import Plan
 from kvrag.store import TieredStore
@@ -192,7 +194,7 @@ def prefill(
     layout, reason, kvs, holes = read(
         model, store, plan, mode, price, load_timeout_s, clock, history
     )
-    loaded_bytes = sum([t.nbytes for kv in kvs for layer in kv.layers for t in layer.tensors])
+    loaded_bytes = sum(kv.num_bytes for kv in kvs)
     rounded = {
         s.source: kv_dtype for s in layout.reused if (kv_dtype := kvs[s.source].kv_dtype) != "auto"
     }
@@ -203,7 +205,8 @@ def prefill(
         if past and layout.history:
             with clock.stage("history"):
                 past.fill(buffer.layers, layout.history.num_rows)
-        selected, logits = _blend(model, buffer, layout, kvs, plan, config, clock, cancel)
+        stages = _Blend(model, buffer, layout, plan, config, clock, cancel)
+        selected, logits = stages.run(kvs)
     if price is not None:
         with clock.stage("price", least_s=NOTABLE_S):
             costs.learn(price, layout, holes, clock.timings_ms)
@@ -268,68 +271,80 @@ def _without_reuse(model: PlainLM, plan: Plan, max_new_tokens: int, clock: Clock
     )
 
 
-def _blend(
-    model: CausalLM,
-    buffer: KVBuffer,
-    layout: Layout,
-    kvs: list[ChunkKV],
-    plan: Plan,
-    config: RepairConfig,
-    clock: Clock,
-    cancel: threading.Event | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Stitch, measure the strategy's signals, select and repair; ``kvs`` is emptied on the way.
+@dataclass(frozen=True, slots=True)
+class _Blend:
+    """The stages over a prompt's buffer: stitch, select, repair."""
 
-    Returns the repaired rows and the last row's logits.
-    """
-    rotary = selected = covariance = None
-    ids = torch.tensor(plan.token_ids)
-    needs = needs_of(layout, config)
-    if not needs:  # select before stitching, so that selected rows needn't be stitched
-        with clock.stage("select"):
-            selected = select_rows(layout, config)
-    if layout.reused:
-        with clock.stage("stitch"):
-            rotary = model.rotary(layout.num_tokens)
-            is_compared = may_shift(layout, selected, config.shift)
-            stitch(buffer, layout, kvs, rotary, skip=None if is_compared else selected)
-    kvs.clear()  # the buffer holds a copy; don't keep the loaded KV while the model runs
-    if selected is None:
-        with clock.stage("select"), model.lock.unless(cancel):
-            if "sentences" in needs:
-                starts = torch.tensor(plan.encoder.sentence_starts(plan.token_ids))
-            else:
-                starts = None
-            if "mass" in needs:
-                mass = probe(model, buffer, layout, ids, span=config.probe_span)
-            else:
-                mass = None
-            change = None
-            if "deviation" in needs:
-                change = deviation(model, buffer, layout, ids)
-            if "covariance" in needs or config.shift:
-                covariance = RowCovariance.of(buffer, layout, mass)
-            else:
-                covariance = None
-            selected = select_rows(
-                layout, config, mass=mass, deviation=change, covariance=covariance, starts=starts
+    model: CausalLM
+    buffer: KVBuffer
+    layout: Layout
+    plan: Plan
+    config: RepairConfig
+    clock: Clock
+    cancel: threading.Event | None
+
+    @property
+    def ids(self) -> torch.Tensor:
+        """Ids of the prompt, int64 ``(N,)``."""
+        return torch.tensor(self.plan.token_ids)
+
+    def run(self, kvs: list[ChunkKV]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the repaired rows and the last row's logits; ``kvs`` is emptied on the way."""
+        selected = covariance = None
+        needs = needs_of(self.layout, self.config)
+        if not needs:  # select before stitching, so that selected rows needn't be stitched
+            with self.clock.stage("select"):
+                selected = select_rows(self.layout, self.config)
+        rotary = self._stitch(kvs, selected) if self.layout.reused else None
+        kvs.clear()  # the buffer holds a copy; don't keep the loaded KV while the model runs
+        if selected is None:
+            with self.clock.stage("select"), self.model.lock.unless(self.cancel):
+                selected, covariance = self._select(needs)
+        stage = "repair" if self.layout.reused or self.layout.history else "prefill"
+        with self.clock.stage(stage), self.model.lock.unless(self.cancel):
+            logits = repair(
+                self.model,
+                self.buffer,
+                self.layout,
+                self.ids,
+                selected,
+                shift=self.config.shift,
+                rotary=rotary,
+                covariance=covariance,
             )
-    with (
-        clock.stage("repair" if layout.reused or layout.history else "prefill"),
-        model.lock.unless(cancel),
-    ):
-        logits = repair(
-            model,
-            buffer,
-            layout,
-            ids,
-            selected,
-            shift=config.shift,
-            rotary=rotary,
+            logits = logits.cpu()  # waits until the device has computed everything
+        return selected, logits
+
+    def _stitch(self, kvs: list[ChunkKV], selected: torch.Tensor | None) -> Rotations:
+        """Stitch the chunks, without the rows to repair if no shift compares them."""
+        with self.clock.stage("stitch"):
+            rotary = self.model.rotary(self.layout.num_tokens)
+            is_compared = may_shift(self.layout, selected, self.config.shift)
+            stitch(self.buffer, self.layout, kvs, rotary, skip=None if is_compared else selected)
+        return rotary
+
+    def _select(self, needs: frozenset[Signal]) -> tuple[torch.Tensor, RowCovariance | None]:
+        """Measure the strategy's signals; return the rows to repair and the covariance."""
+        mass = change = covariance = starts = None
+        if "sentences" in needs:
+            starts = torch.tensor(self.plan.encoder.sentence_starts(self.plan.token_ids))
+        if "mass" in needs:
+            mass = probe(
+                self.model, self.buffer, self.layout, self.ids, span=self.config.probe_span
+            )
+        if "deviation" in needs:
+            change = deviation(self.model, self.buffer, self.layout, self.ids)
+        if "covariance" in needs or self.config.shift:
+            covariance = RowCovariance.of(self.buffer, self.layout, mass)
+        selected = select_rows(
+            self.layout,
+            self.config,
+            mass=mass,
+            deviation=change,
             covariance=covariance,
+            starts=starts,
         )
-        logits = logits.cpu()  # waits until the device has computed everything
-    return selected, logits
+        return selected, covariance
 
 
 def _in_window(

@@ -1,4 +1,4 @@
-"""How much to reuse, and which rows to repair. No model.
+"""Which rows to repair. No model.
 
 A strategy is a function in :data:`SELECT` that maps :class:`Signals` to the rows to repair;
 :data:`NEEDS` lists the signals that are measured for it. Strategies differ in nothing else: the
@@ -16,18 +16,8 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from kvrag.blend.covariance import RowCovariance
-from kvrag.blend.layout import Layout, Segment, lay_out, mask_of, num_rows_of, rows_of
+from kvrag.blend.layout import Layout, Segment, mask_of, num_rows_of, rows_of
 from kvrag.config import RepairConfig
-from kvrag.prompt.plan import Plan
-from kvrag.types import Hole, Mode
-
-_NOT_STORED = frozenset(
-    {"no stored KV for this prompt", "no stored KV for the head of this prompt"}
-)
-"""Reasons that don't apply when the store failed: the KV may be stored, but could not be read."""
-
-Choice = Callable[[Layout], tuple[Layout, str | None]]
-"""Maps the layout with all possible reuse to ``(layout to use, reason if it reuses less)``."""
 
 POOL = 512
 """Number of candidates of ``query_gain``, the rows with the most attention. It chooses at most half
@@ -292,80 +282,3 @@ def effective_ratio(layout: Layout, config: RepairConfig, num_stale: int) -> flo
     if ratio > 0 and is_mismatched:
         return max(ratio, config.mismatch_ratio)
     return ratio
-
-
-def because(cause: str | None, reason: str | None) -> str | None:
-    """Join a store failure, if any, with the reason why less is reused than requested."""
-    return (
-        "; ".join(filter(None, (cause, None if cause and reason in _NOT_STORED else reason)))
-        or None
-    )
-
-
-def in_words(holes: Sequence[Hole]) -> str | None:
-    """Describe the chunks that could not be loaded; ``None`` if all were."""
-    if not holes:
-        return None
-    return (
-        f"{len(holes)} stored chunk(s) could not be loaded in time or intact, and were computed: "
-        f"{'; '.join(map(str, holes))}"
-    )
-
-
-def decide_plan(
-    plan: Plan, mode: Mode, cheapest: Choice | None, history: tuple[int, int] | None = None
-) -> tuple[Layout, str | None]:
-    """Lay out a plan and call :func:`decide`; add the plan's own reasons to the result.
-
-    ``history`` is ``(rows, exact rows)``: how many first rows of the prompt an earlier request
-    has computed, and how many of them equal a full prefill's.
-    """
-    layout = lay_out(plan)
-    refusal = plan.refusal
-    if history is not None:
-        layout = layout.behind(*history)
-    if mode == "prefix" and plan.kv_dtype != "auto":
-        refusal = (
-            refusal
-            or f"mode 'prefix' reuses exact KV only, and this store's is rounded to {plan.kv_dtype}"
-        )
-    if refusal is not None:
-        return layout.only_live(), refusal
-    layout, reason = decide(layout, mode, cheapest)
-    return layout, reason if mode == "full" else because(plan.fault, reason)
-
-
-def decide(layout: Layout, mode: Mode, cheapest: Choice | None = None) -> tuple[Layout, str | None]:
-    """Choose how much of the possible reuse to use.
-
-    Parameters
-    ----------
-    layout
-        The layout with all possible reuse.
-    mode
-        ``stitch``: everything. ``prefix``: leading exact segments. ``auto``: the cheapest layout.
-        ``full``: nothing.
-    cheapest
-        Cost model of ``auto``; see :meth:`kvrag.blend.cost.Price.cheapest`.
-
-    Returns
-    -------
-    layout : Layout
-        The layout to use.
-    reason : str or None
-        The reason if it reuses less than the mode allows.
-    """
-    if mode == "full":
-        return layout.only_live(), None
-    if not layout.reused:
-        if layout.history:
-            return layout, None
-        return layout.only_live(), "no stored KV for this prompt"
-    if mode == "prefix":
-        head = layout.only_exact_head()
-        if head.reused or head.history:
-            return head, None
-        return head, "no stored KV for the head of this prompt"
-    if cheapest is None or mode == "stitch":
-        return layout, None
-    return cheapest(layout)

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from kvrag.blend.covariance import RowCovariance
+from kvrag.blend.decide import decide
 from kvrag.blend.layout import Layout, Segment, place, rows_of
-from kvrag.blend.select import decide, effective_ratio, select_rows, sentence_rows
+from kvrag.blend.select import effective_ratio, select_rows, sentence_rows
 from kvrag.config import RepairConfig
 
 #   prefix 0:10 | chunk 10:110 exact | glue 110:112 | chunk 112:212 | glue 212:214 | chunk 214:314 | suffix 314:330

@@ -15,6 +15,7 @@ from texts import make_chunks
 from transformers import DynamicCache
 
 from kvrag import ConfigError, ContextLengthError, KVRagEngine, RepairConfig
+from kvrag.blend.repair import REREAD
 from kvrag.blend.slide import BLOCKS, SINKS, SlidingWindow, cannot_slide
 from kvrag.model import CausalLM
 from kvrag.model.rows import Rows
@@ -287,7 +288,7 @@ def test_a_chat_of_fifty_turns_goes_on_in_flat_memory(small_window, monkeypatch)
         text += result.text + "\n"
         messages.append(result)
     assert messages[-1].prompt_tokens > 4 * 128
-    assert max(capacities) == 128
+    assert max(capacities) < 128 + REREAD
     assert messages[-1].evicted_tokens >= messages[-1].prompt_tokens - 128
 
 
