@@ -139,7 +139,7 @@ async def metrics(request: Request) -> Response:
     return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 
-def _card(service: Service) -> dict[str, Any]:
+def _model_object(service: Service) -> dict[str, Any]:
     """Describe the model as OpenAI does, and its context window as vLLM does."""
     window = service.engine.loaded.lm.context_window
     card = {"id": service.name, "object": "model", "created": service.created, "owned_by": "kvrag"}
@@ -148,11 +148,11 @@ def _card(service: Service) -> dict[str, Any]:
 
 async def models(request: Request) -> dict[str, Any]:
     """List the served model."""
-    return {"object": "list", "data": [_card(service_of(request))]}
+    return {"object": "list", "data": [_model_object(service_of(request))]}
 
 
 async def model(name: str, request: Request) -> dict[str, Any]:
     """Describe the served model."""
     service = service_of(request)
     service.check_model(name)
-    return _card(service)
+    return _model_object(service)

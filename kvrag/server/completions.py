@@ -132,8 +132,8 @@ async def _complete(
     await _unless_gone(request, first, PATIENCE_S)
     if first.done():
         first.result()  # an error before the first byte has a status of its own
-    told = LogprobStream(service.engine.tokenizer, is_chat=shape.is_chat, echo=echo)
-    events = _events(shape, body, head, first, pieces, told, record)
+    logprobs = LogprobStream(service.engine.tokenizer, is_chat=shape.is_chat, echo=echo)
+    events = _events(shape, body, head, first, pieces, logprobs, record)
     return EventSourceResponse(
         events,
         ping=PING_S,
@@ -281,7 +281,7 @@ async def _work(
     async def read(index: int, stream: AsyncTokenStream | Fitting) -> None:
         try:
             async for text in stream:
-                timer.took(index)
+                timer.note_piece(index)
                 arrived.put_nowait((index, text))
             arrived.put_nowait((index, stream.result))
         except Exception as error:
@@ -289,7 +289,7 @@ async def _work(
 
     try:
         async with service.admission.slot(request.state.tenant):
-            timer.began()
+            timer.note_slot()
             await asyncio.gather(*[read(index, stream) for index, stream in enumerate(streams)])
     except Exception as error:
         arrived.put_nowait((0, error))
@@ -301,7 +301,7 @@ async def _events(
     head: dict[str, Any],
     first: asyncio.Task[Piece],
     pieces: AsyncGenerator[Piece, None],
-    told: LogprobStream,
+    logprobs: LogprobStream,
     record: RequestRecord,
 ) -> AsyncIterator[ServerSentEvent]:
     """Yield a completion as OpenAI's events; an error after the first byte is an event, too."""
@@ -323,17 +323,17 @@ async def _events(
                     yield event([shape.delta(index, None)])
                 begun.add(index)
                 if isinstance(piece, str):
-                    yield event([shape.delta(index, piece, logprobs=told.of(index, piece))])
+                    yield event([shape.delta(index, piece, logprobs=logprobs.of(index, piece))])
                 else:
                     results[index] = piece
                     calls = [{"index": at, **call} for at, call in enumerate(calls_of(piece))]
                     if calls:
                         yield event([{**shape.delta(index, ""), "delta": {"tool_calls": calls}}])
                     yield event(
-                        [shape.delta(index, "", piece.finish_reason, told.of(index, piece))]
+                        [shape.delta(index, "", piece.finish_reason, logprobs.of(index, piece))]
                     )
         if wants_usage:
-            tokenizer = told.tokenizer if body.kvrag.trace else None
+            tokenizer = logprobs.tokenizer if body.kvrag.trace else None
             yield event(
                 [], **usage_of([results[index] for index in sorted(results)], body.n, tokenizer)
             )

@@ -63,10 +63,10 @@ class Gate:
             if record.status:  # the response has begun; uvicorn closes the unfinished connection
                 record.ended = "client_too_slow" if _is_too_slow(error) else "broken_off"
             if record.ended != "client_too_slow":
-                told = as_api_error(error)
-                record.code = told.code
+                api_error = as_api_error(error)
+                record.code = api_error.code
                 if not record.status:
-                    await told.response(scope, receive, send_named)
+                    await api_error.response(scope, receive, send_named)
         finally:
             route = scope.get("route")  # a route's path: paths of requests are unlimited in number
             record.endpoint = getattr(route, "path", "none")

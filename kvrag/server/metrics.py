@@ -21,7 +21,7 @@ REFUSALS = (401, 413, 429, 503)
 """Statuses of requests that are refused before any computation."""
 
 
-class _OfStore(Collector):
+class StoreCollector(Collector):
     """Reads the store's own counters when Prometheus asks."""
 
     def __init__(self, engine: KVRagEngine) -> None:
@@ -92,7 +92,7 @@ class Metrics:
         )
         self._removed = counter("store_evictions", "Chunks that left a tier.", "tier", "reason")
         engine.store.listen(self._hear)
-        own.register(_OfStore(engine))
+        own.register(StoreCollector(engine))
 
     def _hear(self, event: StoreEvent) -> None:
         if event.type == "BlockRemoved":
@@ -138,12 +138,12 @@ class Timer:
         self._step = step
         self._latest: dict[int, float] = {}
 
-    def began(self) -> None:
+    def note_slot(self) -> None:
         """Note that the request has a slot."""
         self._record.queue_s = time.perf_counter() - self._record.start_s
         self._queue.observe(self._record.queue_s)
 
-    def took(self, choice: int) -> None:
+    def note_piece(self, choice: int) -> None:
         """Note a piece of a choice's text."""
         now = time.perf_counter()
         if choice in self._latest:

@@ -106,7 +106,7 @@ class Reuse(_Body):
         return as_config(RepairConfig, self.repair, option="repair")
 
 
-class Making(Reuse):
+class AnswerOptions(Reuse):
     """Field ``kvrag`` of requests that are answered.
 
     With ``trace``, the accounting names every token of the prompt and the source of its KV.
@@ -153,7 +153,7 @@ class Completion(_Foreign):
     stop_token_ids: Annotated[list[Token] | None, Field(max_length=64)] = None
     seed: Annotated[int | None, Field(ge=-(2**63), lt=2**64), _or_none(-1)] = None
     n: int = Field(default=1, ge=1, le=8)
-    kvrag: Making = Field(default_factory=Making)
+    kvrag: AnswerOptions = Field(default_factory=AnswerOptions)
 
     @property
     def limit(self) -> int | None:
