@@ -154,7 +154,7 @@ kernel-bugs: setup ## Plant every bug in the kernels' source, and see that the e
 
 docs: support ## Write the measured tables into README.md and docs/, draw the plots, from the JSON results, and build the site
 	$(BIN)/python docs/plots.py
-	$(BIN)/python docs/tables.py
+	$(BIN)/python -m docs.tables
 	$(MAKE) site
 
 site: export NO_MKDOCS_2_WARNING := 1

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import statistics
 import sys
 from collections.abc import Callable
 from io import StringIO
@@ -20,10 +19,9 @@ RESULTS = ROOT / "tests" / "benchmarks" / "results"
 FOLDER = ROOT / "docs" / "plots"
 DATA = re.compile(r"<!-- data: (.*?) -->")
 
-BLUE, ORANGE, GREEN, PURPLE, SKY, RED = (
+BLUE, ORANGE, PURPLE, SKY, RED = (
     "#0072B2",
     "#E69F00",
-    "#009E73",
     "#CC79A7",
     "#56B4E9",
     "#D55E00",
@@ -33,9 +31,6 @@ THEMES = {
     "light": {"ink": "#1f2328", "grid": "#d0d7de", "blue": BLUE},
     "dark": {"ink": "#e6edf3", "grid": "#3d444d", "blue": "#4da3ff"},  # theirs is too dark on black
 }
-STAGES = {"plan": PURPLE, "load": SKY, "stitch": ORANGE, "select": GREEN, "repair": BLUE}
-LENGTHS = ("500", "1000", "2500", "5800")
-DEFAULT_OF = {"500": "stitch", "1000": "stitch"}
 
 LOADED = {"kvrag": "kvrag", "full": "kvrag, reuse off", "transformers": "transformers serve"}
 
@@ -97,65 +92,6 @@ def peers() -> Data | None:
     return {"points": points}
 
 
-def warm_up() -> Data | None:
-    """TTFT of each request of reordered RAG, in their order."""
-    found = result("peers")
-    if found is None:
-        return None
-    prompts = found["workloads"]["reordered RAG"]["prompts"]
-    names = [n for n in prompts[0]["peers"] if n in CURVES]
-    return {name: [round(p["peers"][name]["cpu_s"], 4) for p in prompts] for name in names}
-
-
-def ttft_length() -> Data | None:
-    """Medians and quartiles of TTFT by prompt length."""
-    found = result("ttft")
-    if found is None:
-        return None
-    lines: dict[str, list[list[float]]] = {
-        "full prefill": [],
-        "kvrag, 3% repaired": [],
-        "kvrag, unrepaired": [],
-    }
-    for length in LENGTHS:
-        prompts, default = found[length]["prompts"], DEFAULT_OF.get(length, "default")
-        tokens = found[length]["summary"][default]["tokens"]
-        series = dict(
-            zip(
-                lines,
-                ((default, "full_ms"), (default, "ttft_ms"), ("unrepaired", "ttft_ms")),
-                strict=True,
-            )
-        )
-        for line, (name, key) in series.items():
-            if name in prompts[0]:
-                quartiles = statistics.quantiles(
-                    [p[name][key] / 1e3 for p in prompts], n=4, method="inclusive"
-                )
-                lines[line].append([tokens, *(round(q, 4) for q in quartiles)])
-    return lines
-
-
-def stages() -> Data | None:
-    """Means of each stage: means add up, medians don't."""
-    found = result("ttft")
-    if found is None:
-        return None
-    bars: Data = {}
-    for length in LENGTHS:
-        for label, name in (
-            ("3% repaired", DEFAULT_OF.get(length, "default")),
-            ("unrepaired", "unrepaired"),
-        ):
-            if rows := [prompt[name] for prompt in found[length]["prompts"] if name in prompt]:
-                mean = {
-                    s: statistics.mean(r["stages_ms"].get(s, 0.0) for r in rows) for s in STAGES
-                }
-                tokens = found[length]["summary"][name]["tokens"]
-                bars[f"{tokens:,.0f} tokens, {label}"] = {s: round(ms, 1) for s, ms in mean.items()}
-    return bars
-
-
 def load() -> Data | None:
     """TTFT, median and p95, by the number of clients that ask again as soon as they are answered."""
     found = result("load")
@@ -174,16 +110,6 @@ def load() -> Data | None:
 
 # -- how it is drawn ---------------------------------------------------------------------------------------------------
 
-CURVES = {
-    "transformers, full prefill": ("#8b949e", "o"),
-    "transformers, prefix cache": (ORANGE, "s"),
-    "KVBoost, selective": (RED, "v"),
-    "CacheBlend, 15%": (PURPLE, "D"),
-    "kvrag, 3%, stored at first use": (SKY, "^"),
-    "kvrag, 3% (default)": (BLUE, "o"),  # the default when this was measured
-    "kvrag, stored at first use": (SKY, "^"),
-    "kvrag, the default": (BLUE, "o"),
-}
 LOSSES = {
     "sentences": "kvrag",
     "gainsum": "kvrag before: single rows",
@@ -262,66 +188,6 @@ def draw_peers(axes: Any, data: Data, theme: dict[str, str]) -> None:
     legend(axes, theme, loc="center left", bbox_to_anchor=(1.01, 0.5))
 
 
-def draw_warm_up(axes: Any, data: Data, theme: dict[str, str]) -> None:
-    """Lines by request number."""
-    for name, values in data.items():
-        color, marker = CURVES[name]
-        axes.plot(
-            range(1, len(values) + 1), values, color=color, marker=marker, ms=4, lw=1.4, label=name
-        )
-    axes.set(xlabel="request number", ylabel="time to first token, CPU s", ylim=(0, None))
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    legend(axes, theme, loc="center left", bbox_to_anchor=(1.01, 0.5))
-
-
-def draw_ttft_length(axes: Any, data: Data, theme: dict[str, str]) -> None:
-    """Lines with quartiles on logarithmic axes."""
-    for (name, line), color, marker in zip(
-        data.items(), (theme["ink"], BLUE, ORANGE), "sov", strict=True
-    ):
-        tokens, low, mid, high = zip(*line, strict=True)
-        errors = [
-            [m - a for m, a in zip(mid, low, strict=True)],
-            [b - m for m, b in zip(mid, high, strict=True)],
-        ]
-        axes.errorbar(
-            tokens, mid, errors, color=color, marker=marker, ms=5, lw=1.5, capsize=3, label=name
-        )
-        for x, y in zip(tokens, mid, strict=True):
-            label = f"{y:.{1 if y >= 1 else 2}f}"
-            axes.annotate(label, (x, y), xytext=(7, -11), textcoords="offset points", fontsize=8)
-    ticks = [x for x, *_ in data["full prefill"]]
-    axes.set(xscale="log", yscale="log", xlabel="prompt, tokens", ylabel="time to first token, s")
-    axes.set_xticks(ticks, [f"{tick:,.0f}" for tick in ticks])
-    axes.set_xticks([], minor=True)
-    axes.margins(x=0.09)
-    axes.set_yticks([0.3, 1, 3, 10, 30], ["0.3", "1", "3", "10", "30"])
-    axes.set_yticks([], minor=True)
-    legend(axes, theme, loc="upper left")
-
-
-def draw_stages(axes: Any, data: Data, theme: dict[str, str]) -> None:
-    """Stacked bars, one per prompt length and configuration."""
-    left = [0.0] * len(data)
-    for stage, color in STAGES.items():
-        widths = [bar[stage] for bar in data.values()]
-        axes.barh(list(data), widths, left=left, color=color, label=stage, height=0.65)
-        left = [a + b for a, b in zip(left, widths, strict=True)]
-    for place, end in enumerate(left):
-        axes.annotate(
-            f"{end:,.0f}",
-            (end, place),
-            xytext=(5, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=9,
-        )
-    axes.set(xlabel="time to first token, ms", xlim=(0, 1.1 * max(left)))
-    axes.invert_yaxis()
-    axes.grid(False, axis="y")
-    legend(axes, theme, loc="lower center", bbox_to_anchor=(0.4, 1.0), ncols=len(STAGES))
-
-
 def draw_load(axes: Any, data: Data, theme: dict[str, str]) -> None:
     """Lines by clients on logarithmic axes: p95, and the median thin below it."""
     for (name, line), color, marker in zip(
@@ -344,11 +210,8 @@ def legend(axes: Any, theme: dict[str, str], **options: Any) -> None:
 
 
 PLOTS: dict[str, tuple[Callable[[], Data | None], Callable[[Any, Data, dict[str, str]], None]]] = {
-    "ttft-length": (ttft_length, draw_ttft_length),
-    "stages": (stages, draw_stages),
     "facts": (facts, draw_facts),
     "peers": (peers, draw_peers),
-    "warm-up": (warm_up, draw_warm_up),
     "load": (load, draw_load),
 }
 

@@ -1,0 +1,76 @@
+"""Kernels and requests on a GPU, measured and predicted."""
+
+from __future__ import annotations
+
+from .core import Result, Tables, read, source, table
+
+
+def kernels(result: Result) -> str:
+    """Rates of the attention kernels beside the fastest of torch's own that takes a mask."""
+
+    def cell(row: Result, names: list[str]) -> str:
+        times = {name: row["ms"][name] for name in names if isinstance(row["ms"].get(name), float)}
+        if not times:
+            return "–"
+        name = min(times, key=times.__getitem__)
+        return f"{row['useful_tflops'][name]:.0f}"
+
+    rows = []
+    long = [row for row in result["attention"] if row["keys"] > 2048]
+    for row in sorted(long, key=lambda row: (-row["ratio"], -row["keys"], row["shape"])):
+        masked = [name for name in row["ms"] if name.startswith("sdpa") and "mask" in name]
+        causal = [name for name in row["ms"] if name.startswith("sdpa") and "causal" in name]
+        shape = f"{row['shape'].split(' ')[0]} × {row['dim']}"
+        cells = [cell(row, names) for names in (["kvrag sm90"], ["kvrag mma"], masked, causal)]
+        rows.append([shape, f"{row['keys']:,}", f"{row['ratio']:.0%}", *cells])
+    header = ["heads", "keys", "rows", "`sm90`", "`mma`", "SDPA, mask", "SDPA, causal"]
+    note = f"\nUseful TFLOP/s; an 8192³ matmul reaches {result['matmul_tflops']:.0f} there. "
+    note += f"{result['device']}; torch {result['versions']['torch']}; "
+    note += f"commit {result['commit'][:10]}; all in `tests/benchmarks/results/kernels.json`.\n"
+    return table(header, rows) + note
+
+
+def ttft_cuda(result: Result) -> str:
+    """Time to first token on a GPU in two runs, and how long the device was busy."""
+    first = read("ttft-llama-3.1-8b-cuda-first.json")
+    rows: list[list[str]] = []
+    for number, of in enumerate((first, result), 1):
+        runs = [run for run in of["runs"] if "summary" in run]
+        rows += [[str(number), run["kept"], *_times(run)] for run in runs]
+    header = ["run", "KV kept as", "tokens", "full prefill, ms", "the default, ms", "ratio"]
+    header += ["kernels, ms", "copies, ms", "unrepaired, ratio"]
+    note = "\nMedians of three prompts; kernels and copies are those of one more request, under torch's profiler.\n"
+    return table(header, rows) + note + source(result, "ttft-llama-3.1-8b-cuda.json")
+
+
+def _times(run: Result) -> list[str]:
+    row, work = run["summary"]["default"], run["work"]["default"]
+    copies = sum(each["ms"] for kind, each in work["copies"].items() if "HtoD" in kind)
+    times = [f"{row['tokens']:,.0f}", f"{row['full_ms']:.0f}", f"{row['ttft_ms']:.0f}"]
+    busy = [f"**{row['ratio']:.2f}**", f"{work['kernels_ms']:.0f}", f"{copies:.0f}"]
+    return [*times, *busy, f"{run['summary']['unrepaired']['ratio']:.2f}"]
+
+
+def roofline(result: Result) -> str:
+    """Set one schedule after the other beside the full prefill: an 8B shape at 32k on an H100."""
+    wires = ("bf16", "int8", "int4", "device")
+    wanted = {"shape": "Llama-3.1-8B", "tokens": 32768, "device": "H100", "ratio": 0.03}
+    found = {
+        r["wire"]: r
+        for r in result["predictions"]
+        if all(r[name] == value for name, value in wanted.items())
+    }
+    rows = []
+    for index, name in enumerate(result["schedules"]):
+        speeds = [found[wire]["full_ms"] / found[wire]["ttft_ms"][index] for wire in wires]
+        rows.append([name, *(f"{speed:.1f}×" for speed in speeds)])
+    header = ["", *(wire.replace("device", "on the device") for wire in wires)]
+    said = "\nPredicted, not measured; everything in `tests/benchmarks/results/roofline.json`.\n"
+    return table(header, rows) + said
+
+
+TABLES: Tables = {
+    "kernels": ("kernels.json", kernels),
+    "ttft-cuda": ("ttft-llama-3.1-8b-cuda.json", ttft_cuda),
+    "roofline": ("roofline.json", roofline),
+}

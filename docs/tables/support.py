@@ -1,0 +1,87 @@
+"""Architectures, and LangChain's own suites."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+from .core import Result, Tables, table
+
+
+def support(result: Result) -> str:
+    """Every architecture whose KV is reused, by its kind of positions; windows are marked."""
+    exact = {name: row for name, row in _newest(result)["rows"].items() if row["reuse"] == "exact"}
+    kinds: dict[str, dict[str, None]] = {}
+    notes: dict[str, dict[str, None]] = {}
+    for row in exact.values():
+        name = row["architecture"].removesuffix("ForCausalLM") + (" (w)" if row["windows"] else "")
+        kinds.setdefault(row["rope"], {})[name] = None
+        for note in row["notes"]:
+            notes.setdefault(note, {})[name.removesuffix(" (w)")] = None
+    rows = [[kind, ", ".join(names)] for kind, names in kinds.items()]
+    worst = max(error for row in exact.values() for error in row["errors"].values())
+    said = f"\n{len(exact)} tiny models, largest difference {worst:.0e}. (w): with a window. "
+    said += "".join(f"{', '.join(names)}: {note}. " for note, names in notes.items())
+    return table(["RoPE", "architectures (`…ForCausalLM`)"], rows) + said + _runs(result)
+
+
+def support_refused(result: Result) -> str:
+    """Every architecture whose KV is not reused, by the reason."""
+    reasons: dict[str, list[str]] = {}
+    for name, row in _newest(result)["rows"].items():
+        if row["reuse"] != "exact":
+            why = row["why"].replace(f"of {row['architecture']} ", "")
+            why = re.sub(r"^(architecture '\w+'|\w+ForCausalLM) | \(layer types: \w+\)", "", why)
+            reasons.setdefault(why.replace("|", "\\|"), []).append(f"`{name}`")
+    return table(["row", "why not"], [[", ".join(of), why] for why, of in reasons.items()])
+
+
+def _versions(result: Result) -> list[str]:
+    """Versions of transformers, oldest first."""
+    return sorted(
+        result["runs"], key=lambda version: [int(part) for part in re.findall(r"\d+", version)]
+    )
+
+
+def _newest(result: Result) -> Result:
+    return dict(result["runs"][_versions(result)[-1]])
+
+
+def _runs(result: Result) -> str:
+    """Name the runs, and the architectures that older versions of transformers refuse."""
+    newest = _newest(result)["rows"]
+    said = []
+    for version in _versions(result):
+        run = result["runs"][version]
+        other = [n for n, r in newest.items() if run["rows"].get(n, r)["reuse"] != r["reuse"]]
+        without = f" (but for {', '.join(other)})" if other else ""
+        said.append(f"{version}{without} at commit {run['machine']['commit'][:10]}")
+    cpu = _newest(result)["machine"]["cpu"]
+    return f"float32 on {cpu}; transformers {', '.join(said)}; all in `tests/benchmarks/results/support.json`.\n"
+
+
+def suites(result: Result) -> str:
+    """Count the outcomes of LangChain's public suites, by kind of class."""
+    outcomes = ("passed", "failed", "skipped", "xfailed")
+    counts: dict[str, Counter[str]] = {}
+    reasons: dict[str, dict[str, None]] = {}
+    for name, row in result["suites"].items():
+        kind = re.split("[,:]", name)[0]
+        counts.setdefault(kind, Counter()).update({each: row[each] for each in outcomes})
+        reasons.setdefault(kind, {}).update(dict.fromkeys(row["reasons"]))
+    rows = []
+    for kind, count in counts.items():
+        why = "; ".join(
+            re.sub("^Model does not (explicitly )?", "no ", why) for why in reasons[kind]
+        )
+        rows.append([kind, *(str(count[each]) for each in outcomes), why])
+    versions = ", ".join(f"{name} {version}" for name, version in result["packages"].items())
+    said = f"\n{versions}; commit {result['machine']['commit'][:10]}; everything in `tests/benchmarks/results/suites.json`.\n"
+    return table(["suite", *outcomes, "why"], rows) + said
+
+
+TABLES: Tables = {
+    "support": ("support.json", support),
+    "support-refused": ("support.json", support_refused),
+    "suites": ("suites.json", suites),
+}

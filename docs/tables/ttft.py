@@ -1,0 +1,109 @@
+"""Time to first token, decode steps, precomputing, memory."""
+
+from __future__ import annotations
+
+import statistics
+
+from .core import Result, Tables, source, table
+
+STAGES = ("plan", "load", "stitch", "select", "repair")
+
+
+def ttft(result: Result) -> str:
+    """Time to first token by repair and by prompt length."""
+    rows = []
+    for label in ("5800", "2500", "1000", "500"):
+        for name, row in result[label]["summary"].items():
+            stages = row["stages_ms"]
+            rows.append(
+                [
+                    f"{row['tokens']:.0f}",
+                    name,
+                    f"{row['full_ms']:.0f}",
+                    f"{row['ttft_ms']:.0f}",
+                    f"**{row['ratio']:.2f}**",
+                    f"{row['cpu_ratio']:.2f}",
+                    *(f"{stages[s]:.0f}" if s in stages else "–" for s in STAGES),
+                ]
+            )
+    header = ["tokens", "configuration", "full prefill, ms", "kvrag, ms", "ratio"]
+    header += ["ratio of CPU time", *STAGES]
+    return table(header, rows) + source(result, f"ttft-{result['model']}.json")
+
+
+def ttft_short(result: Result) -> str:
+    """Pick the README's rows of the TTFT table."""
+    rows = []
+    names = {"default": "the default", "stitch": "the default", "fast": "`fast`: 3%"}
+    picks = [("5800", "default"), ("5800", "fast"), ("2500", "default"), ("2500", "fast")]
+    picks += [("1000", "stitch"), ("500", "stitch")]
+    for label, name in picks:
+        row = result[label]["summary"][name]
+        times = [f"{row['full_ms']:.0f} ms", f"{row['ttft_ms']:.0f} ms", f"**{row['ratio']:.1f}×**"]
+        rows.append([f"{row['tokens']:.0f}", names[name], *times, f"{row['cpu_ratio']:.1f}×"])
+    header = [
+        "prompt tokens",
+        "repaired",
+        "full prefill",
+        "kvrag, load from disk included",
+        "",
+        "by CPU time",
+    ]
+    return table(header, rows) + source(result, f"ttft-{result['model']}.json")
+
+
+def auto(result: Result) -> str:
+    """Time of ``auto`` beside a full prefill, by prompt length and share of stored chunks."""
+    cells = {(cell["length"], cell["share"]): cell for cell in result["cells"]}
+    shares = sorted({share for _, share in cells})
+    rows = []
+    for length in sorted({length for length, _ in cells}):
+        row = [cells[length, share] for share in shares]
+        times = [f"{cell['ratio_ms']:.2f}, {cell['exactness']}" for cell in row]
+        rows.append([f"{row[0]['tokens']}", f"{row[0]['full_ms']:.0f}", *times])
+    worst = max(result["cells"], key=lambda cell: cell["ratio_ms"])
+    note = "\nTime of `auto` as a share of the full prefill's, and the answer's label; "
+    note += f"medians of {len(worst['runs'])}. The most is {worst['ratio_ms']:.2f} "
+    note += f"({worst['ratio_cpu_ms']:.2f} of CPU time); the limit is {result['limit']}.\n"
+    header = ["tokens", "full prefill, ms", *(f"{share:.0%} stored" for share in shares)]
+    return table(header, rows) + note + source(result, "auto.json")
+
+
+def speed(result: Result) -> str:
+    """Set decode steps beside transformers' ``generate``, and precomputing beside plain forwards."""
+    rows, made = [], result["precompute"]
+    for d in result["decode"]:
+        steps = (f"{statistics.median(d[side]):.1f}" for side in ("ours_ms", "generate_ms"))
+        rows.append(
+            [f"a decode step behind {d['tokens']:,} tokens, ms", *steps, f"{d['ratio']:.2f}"]
+        )
+    plain, ours = (statistics.median(each[side][0] for each in made["rounds"]) for side in (0, 1))
+    rows.append(
+        [
+            f"precomputing {made['tokens']:,} tokens, s",
+            f"{ours:.1f}",
+            f"{plain:.1f}",
+            f"{made['ratio']:.2f}",
+        ]
+    )
+    note = f"\nMedians of {len(made['rounds'])} turns; of CPU time the ratio is {made['ratio_cpu']:.2f} for precomputing.\n"
+    return table(["", "kvrag", "transformers", "ratio"], rows) + note + source(result, "speed.json")
+
+
+def memory(result: Result) -> str:
+    """Peak memory of a request."""
+    modes = result["requests"].items()
+    peaks = ", ".join(f"{r['above_model'] / 1e6:.0f} MB (`{mode}`)" for mode, r in modes)
+    r = result["requests"]["stitch"]
+    said = f"{peaks} for {r['tokens']:,} tokens with {r['kv'] / 1e6:.0f} MB of KV; "
+    said += f"the limit is {r['allowed'] / 1e6:.0f} MB.\n"
+    return said + source(result, "memory.json")
+
+
+TABLES: Tables = {
+    "ttft-qwen-05b": ("ttft-qwen2.5-coder-0.5b.json", ttft),
+    "ttft-short": ("ttft-qwen2.5-coder-0.5b.json", ttft_short),
+    "auto": ("auto.json", auto),
+    "speed": ("speed.json", speed),
+    "memory": ("memory.json", memory),
+}
