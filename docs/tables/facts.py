@@ -191,7 +191,7 @@ def on_same_questions(sides: dict[str, tuple[str, str]]) -> list[list[str]]:
     """Return a row per task and side, over the questions that every side answered; a side is a file of lines and a method in it."""
     found: dict[str, dict[tuple[Any, ...], tuple[Result, Result]]] = {}
     for label, (file, method) in sides.items():
-        lines = [json.loads(line) for line in (RESULTS / f"{file}.jsonl").read_text().splitlines()]
+        lines = _lines(file)
         full = {_question(line): line for line in lines if line["method"] == "full"}
         found[label] = {
             _question(r): (full[_question(r)], r) for r in lines if r["method"] == method
@@ -201,26 +201,49 @@ def on_same_questions(sides: dict[str, tuple[str, str]]) -> list[list[str]]:
     for task in sorted({question[0] for question in common}):
         for label, by in found.items():
             pairs = [by[question] for question in sorted(common) if question[0] == task]
-            right = [r for f, r in pairs if f["score"] >= IS_RIGHT]
-            lost = sum(r["score"] < IS_RIGHT for r in right)
-            won = sum(f["score"] < IS_RIGHT <= r["score"] for f, r in pairs)
-            kl = [r["kl"] for _, r in pairs]
-            cells = [
-                f"{lost} of {len(right)}",
-                str(won),
-                f"{statistics.fmean(kl):.3f}",
-                f"{statistics.median(kl):.3f}",
-            ]
-            cells.append(f"{statistics.fmean(r['kl_first'] for _, r in pairs):.3f}")
-            rows.append(
-                [
-                    f"{task}, {len(pairs)}",
-                    label,
-                    *cells,
-                    f"{statistics.fmean(r['same'] for _, r in pairs):.0%}",
-                ]
-            )
+            rows.append([f"{task}, {len(pairs)}", label, *_same_questions(pairs)])
     return rows
+
+
+SINGLE = frozenset({"needle"})
+"""Kinds of questions whose answer stands in a single sentence; others join two or more."""
+
+
+def facts_joined(result: Result) -> str:
+    """Split the default's answers by whether a question asks for a single fact or joins several."""
+    rows = []
+    for name, model in {result["model"]: "Qwen2.5-Coder-0.5B", **OTHER_MODELS}.items():
+        lines = _lines(f"facts/{name}")
+        full = {_question(line): line for line in lines if line["method"] == "full"}
+        pairs = [
+            (full[_question(line)], line) for line in lines if line["method"] == "sentences@auto"
+        ]
+        for label, is_single in {"a single fact": True, "joined facts": False}.items():
+            chosen = [(f, r) for f, r in pairs if (f["kind"] in SINGLE) == is_single]
+            cells = _same_questions(chosen)
+            rows.append([model, f"{label}, {len(chosen)}", *cells])
+    return table(["model", "questions", *SAME_QUESTIONS], rows)
+
+
+def _lines(file: str) -> list[Result]:
+    """Read a file's lines of results."""
+    return [json.loads(line) for line in (RESULTS / f"{file}.jsonl").read_text().splitlines()]
+
+
+def _same_questions(pairs: list[tuple[Result, Result]]) -> list[str]:
+    """Return the cells of :data:`SAME_QUESTIONS` for pairs of full prefill and reuse."""
+    right = [r for f, r in pairs if f["score"] >= IS_RIGHT]
+    lost = sum(r["score"] < IS_RIGHT for r in right)
+    won = sum(f["score"] < IS_RIGHT <= r["score"] for f, r in pairs)
+    kl = [r["kl"] for _, r in pairs]
+    return [
+        f"{lost} of {len(right)}",
+        str(won),
+        f"{statistics.fmean(kl):.3f}",
+        f"{statistics.median(kl):.3f}",
+        f"{statistics.fmean(r['kl_first'] for _, r in pairs):.3f}",
+        f"{statistics.fmean(r['same'] for _, r in pairs):.0%}",
+    ]
 
 
 def _question(line: Result) -> tuple[Any, ...]:
@@ -231,6 +254,7 @@ def _question(line: Result) -> tuple[Any, ...]:
 TABLES: Tables = {
     "facts-qwen-05b": ("facts/qwen2.5-coder-0.5b.json", facts),
     "facts-rows": ("facts/qwen2.5-coder-0.5b.json", facts_rows),
+    "facts-joined": ("facts/qwen2.5-coder-0.5b.json", facts_joined),
     "facts-once": ("facts/qwen2.5-coder-0.5b.json", facts_once),
     "facts-published": ("facts/published.json", facts),
     "facts-search": ("facts/search.json", facts),

@@ -39,7 +39,8 @@ def ttft_cuda(result: Result) -> str:
         rows += [[str(number), run["kept"], *_times(run)] for run in runs]
     header = ["run", "KV kept as", "tokens", "full prefill, ms", "the default, ms", "ratio"]
     header += ["kernels, ms", "copies, ms", "unrepaired, ratio"]
-    note = "\nMedians of three prompts; kernels and copies are those of one more request, under torch's profiler. Run 1: `ttft-llama-3.1-8b-cuda-first.json`.\n"
+    note = "\nMedians of three prompts; kernels and copies are those of one more request, "
+    note += "under torch's profiler. Run 1: `ttft-llama-3.1-8b-cuda-first.json`.\n"
     return table(header, rows) + note + source(result, "ttft-llama-3.1-8b-cuda.json")
 
 
