@@ -16,7 +16,7 @@ from typing import Any, Literal
 from kvrag.config import Retention
 from kvrag.engine import KVRagEngine
 from kvrag.errors import ConfigError, InputError, KVRagError, StoreError
-from kvrag.precompute.documents import in_collection, replaced_ids
+from kvrag.precompute.documents import Item, in_collection, replaced_ids
 from kvrag.precompute.run import tell_short
 from kvrag.prompt.prefix import Prefix
 from kvrag.prompt.spans import text_entry
@@ -112,14 +112,14 @@ def changed_ids(
     """
     engine = engine_of(llm)
     # Characters that can't be encoded are replaced: such a text differs from the stored text.
-    texts = {name: text.strip().encode("utf-8", "replace").decode() for name, text in named}
-    items = list(zip(in_collection(texts, collection), texts.values(), strict=True))
+    texts = {name: text.encode("utf-8", "replace").decode() for name, text in named}
+    items = list(map(Item.of, in_collection(texts, collection), texts.values()))
     changed = set(
         replaced_ids(
             engine.store, items, engine.store.names.namespace(namespace or engine.namespace)
         )
     )
-    return [name for name, (stored, _) in zip(texts, items, strict=True) if stored in changed]
+    return [name for name, item in zip(texts, items, strict=True) if item.doc_id in changed]
 
 
 def delete_kv(

@@ -7,15 +7,30 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from kvrag.address import Address, shown
 from kvrag.errors import ConfigError, InputError
 from kvrag.prompt.messages import check_chunk_text
 from kvrag.prompt.spans import text_entry
 from kvrag.store import Catalog, TieredStore
-from kvrag.types import ChunkKey
+from kvrag.types import ChunkKey, TextEntry
 
-Item = tuple[str | None, str]  # (document id or None, text)
+
+class Item(NamedTuple):
+    """A text to store, stripped, with its document's id, if any, and its scanner entry.
+
+    ``entry`` is ``None`` if the text is too short for the span scanner.
+    """
+
+    doc_id: str | None
+    text: str
+    entry: TextEntry | None
+
+    @classmethod
+    def of(cls, doc_id: str | None, text: str) -> Item:
+        """Make an item; raises :class:`InputError` if UTF-8 can't encode the text."""
+        return cls(doc_id, text.strip(), text_entry(text))
 
 
 def check_namespace(namespace: object) -> str:
@@ -114,7 +129,7 @@ def check_items(
 ) -> list[Item]:
     """Check the arguments of :meth:`kvrag.engine.KVRagEngine.precompute`.
 
-    Returns ``(id in its collection, stripped text)`` per text.
+    Returns an item per text, with its id in the collection.
     """
     if not isinstance(batch_size, int) or batch_size < 1:
         raise ConfigError(f"batch_size is {batch_size!r}; it must be a whole number of at least 1")
@@ -132,21 +147,21 @@ def check_items(
     seen = dict[str, str]()
     for number, (name, text) in enumerate(zip(names, texts, strict=True)):
         try:
-            body = check_chunk_text(text).strip()
+            item = Item.of(name, check_chunk_text(text))
         except InputError as error:
             raise InputError(f"chunk {number} (id {name!r}): {error}") from None
         if name is not None:
             if not isinstance(name, str):
                 raise InputError(f"chunk {number} has the id {name!r}; ids must be strings")
-            if seen.setdefault(name, body) != body:
+            if seen.setdefault(name, item.text) != item.text:
                 raise InputError(
                     f"the id {name!r} has two different texts; give each text its own id"
                 )
-        found.append((name, body))
+        found.append(item)
     if collection is None:
         return found
-    stored = in_collection((name for name, _ in found), collection)
-    return [(name, text) for name, (_, text) in zip(stored, found, strict=True)]
+    stored = in_collection([item.doc_id for item in found], collection)
+    return [item._replace(doc_id=name) for name, item in zip(stored, found, strict=True)]
 
 
 def replaced_ids(store: TieredStore, items: Sequence[Item], namespace: str) -> list[str]:
@@ -154,10 +169,10 @@ def replaced_ids(store: TieredStore, items: Sequence[Item], namespace: str) -> l
 
     The KV of the old texts must be erased.
     """
-    replaced = []
-    for name, text in items:
-        held = store.catalog.document_texts(namespace, name) if name is not None else []
-        entry = text_entry(text) if held else None
-        if name is not None and held and held != [entry.digest if entry else None]:
-            replaced.append(name)
-    return replaced
+    return [
+        name
+        for name, _, entry in items
+        if name is not None
+        and store.catalog.document_texts(namespace, name)
+        not in ([], [entry.digest if entry else None])
+    ]

@@ -24,7 +24,7 @@ from kvrag.model.rows import KVBuffer
 from kvrag.precompute.documents import Item
 from kvrag.precompute.encode import EncodedPrefix, encode_chunks, encode_prefix
 from kvrag.progress import Progress
-from kvrag.prompt.spans import ANCHOR_CHARS, text_entry
+from kvrag.prompt.spans import ANCHOR_CHARS
 from kvrag.store import TieredStore
 from kvrag.store.base import NewKV
 from kvrag.threads import POOL
@@ -155,16 +155,22 @@ class Precompute:
         self.short = list[tuple[str, str]]()
 
     def run(
-        self, items: Sequence[Item], *, batch_size: int = 8, show_progress: bool | None = False
+        self,
+        items: Sequence[Item | tuple[None, str]],
+        *,
+        batch_size: int = 8,
+        show_progress: bool | None = False,
     ) -> PrecomputeReport:
         """Store the KV of the prefix and of every text that has no KV yet.
 
-        Equal texts are computed once. ``batch_size`` is the number of chunks per forward. If memory
-        runs out, a batch is halved. ``show_progress`` is ``show`` of
-        :class:`~kvrag.progress.Progress`.
+        ``(None, text)`` is a text without a document. Equal texts are computed once. ``batch_size``
+        is the number of chunks per forward. If memory runs out, a batch is halved.
+        ``show_progress`` is ``show`` of :class:`~kvrag.progress.Progress`.
         """
         start = time.perf_counter()
-        chunks = self._distinct(items)
+        chunks = self._distinct(
+            [item if isinstance(item, Item) else Item.of(*item) for item in items]
+        )
         todo = [chunk for chunk in chunks if self._is_missing(chunk)]
         # Chunks of similar length in a batch need little padding.
         todo.sort(key=lambda chunk: len(chunk.identity.token_ids))
@@ -194,17 +200,16 @@ class Precompute:
 
     def _distinct(self, items: Sequence[Item]) -> list[NewChunk]:
         """Return a chunk per distinct text, with all its document ids."""
-        named: dict[str, dict[str | None, None]] = {}
-        for name, text in items:
-            named.setdefault(text, {})[name] = None
+        named: dict[tuple[str, TextEntry | None], dict[str | None, None]] = {}
+        for name, text, entry in items:
+            named.setdefault((text, entry), {})[name] = None
         prefix = ids_digest(self._prefix.identity.token_ids)
         context = context_digest(self._context)
         behind = replace(self._prefix.identity, prefix=prefix, context=context)
         encode = self._loaded.encoder.chunk_ids
-        found = named.items()
         return [
-            NewChunk(tuple(ids), text_entry(text), replace(behind, token_ids=encode(text)))
-            for text, ids in found
+            NewChunk(tuple(ids), entry, replace(behind, token_ids=encode(text)))
+            for (text, entry), ids in named.items()
         ]
 
     def _is_missing(self, chunk: NewChunk) -> bool:

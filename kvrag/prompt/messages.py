@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvrag.errors import InputError
-from kvrag.prompt.tokenizer import check_encodable
 from kvrag.prompt.tools import calls_with_dicts
 from kvrag.types import Chunk
 
@@ -65,13 +64,9 @@ def plain_messages(
 
 
 def check_chunk_text(text: object) -> str:
-    """Return the text of a chunk; raise :class:`InputError` if it is no string, or blank.
-
-    Text that UTF-8 can't encode raises it, too.
-    """
+    """Return the text of a chunk; raise :class:`InputError` if it is no string, or blank."""
     if not isinstance(text, str):
         raise InputError(f"a chunk's text is {describe(text)}; it must be a string")
-    check_encodable(text)
     if not text.strip():
         raise InputError("a chunk's text is empty or white space only; leave it out")
     return text

@@ -52,8 +52,8 @@ def text_entry(text: str) -> TextEntry | None:
     InputError
         If the text can't be encoded as UTF-8.
     """
-    text = text.strip()
     check_encodable(text)
+    text = text.strip()
     if len(text) < ANCHOR_CHARS:
         return None
     ends = _code_points(text[:ANCHOR_CHARS] + text[-ANCHOR_CHARS:]).reshape(2, ANCHOR_CHARS)

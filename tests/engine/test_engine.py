@@ -38,7 +38,7 @@ from kvrag import (
 )
 from kvrag.blend.quantise import pack, unpack
 from kvrag.engine import MAX_KEPT
-from kvrag.identity.fingerprint import chunk_key
+from kvrag.identity.fingerprint import chunk_key, text_digest
 from kvrag.prompt.template import PromptEncoder
 from kvrag.testing.models import save_tiny_model, tiny_model
 from kvrag.threads import POOL
@@ -461,6 +461,22 @@ def test_an_impossible_chunk_is_named_and_nothing_is_stored(texts, engine):
     with pytest.raises(InputError, match=f"chunk {len(texts) - 1}"):
         engine.precompute(texts)
     assert engine.store.catalog.keys() == []
+
+
+def test_a_character_that_cannot_be_stored_is_named_by_its_place_in_the_text(engine):
+    with pytest.raises(InputError, match=r"chunk 1 .*'\\ud800' at character 4"):
+        engine.precompute([CHUNKS[0], "  a \ud800 b"])
+
+
+def test_a_text_is_hashed_once_on_its_way_to_the_store(engine, monkeypatch):
+    hashed = []
+    monkeypatch.setattr(
+        "kvrag.prompt.spans.text_digest", lambda text: hashed.append(text) or text_digest(text)
+    )
+    for texts in (CHUNKS[:3], [CHUNKS[0], CHUNKS[3], CHUNKS[2]]):
+        hashed.clear()
+        engine.precompute(texts, ids=["a", "b", "c"])
+        assert hashed == texts
 
 
 def test_ids_must_fit_the_texts(engine):

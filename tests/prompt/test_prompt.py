@@ -70,6 +70,8 @@ def test_content_that_would_be_dropped_is_refused(content, encoder):
         ([{"role": "user", "content": b"x"}], "user message is of type bytes"),
         ([{"role": "user", "content": [Chunk(3)]}], "a chunk's text is of type int"),
         ([{"role": "user", "content": "\ud800"}], "UTF-8"),
+        ([{"role": "user", "content": [Chunk("a \ud800")]}], "UTF-8"),
+        ([Chunk("a \ud800")], "UTF-8"),
     ],
 )
 def test_what_is_no_prompt_is_named(prompt, message, encoder):
