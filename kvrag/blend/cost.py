@@ -226,21 +226,18 @@ class CostModel:
         self.costs: Costs | None = None
         self._loaded = loaded
         self._lock = fork_lock()
-        self._is_doubted = False  # whether the next request measures again
-        # Number of wrong predictions that triggers a measurement. It doubles with every
-        # measurement, because the machine may stay busy for long.
+        # Number of wrong predictions after which the costs are forgotten. It doubles every time,
+        # because the machine may stay busy for long.
         self._patience = 1
         self._misses = 0
         self._refusals = 0
 
     def known(self) -> Costs:
-        """Return the costs. Measure them if nothing is cached, or if predictions proved wrong."""
+        """Return the costs. Measure them if none are cached, or if predictions proved wrong."""
         lm = self._loaded.reusable
         with self._lock:
             if self.costs is None:
                 self.costs = costs_of(lm, self._file)
-            elif self._is_doubted:
-                self._measure_again(lm)
             return self.costs
 
     def price(self, plan: Plan, config: RepairConfig, store: TieredStore) -> Price:
@@ -266,7 +263,8 @@ class CostModel:
             costs = self.costs or IN_ROWS
             if costs.unit != "ms":
                 return
-            rows = price.loaded({*late, *(s.source for s in layout.reused)})
+            used = {*late, *(s.source for s in layout.reused)}
+            rows = price.loaded(used)
             if rows:  # tiers are read concurrently, so the slowest determines the time
                 tier = max(rows, key=lambda tier: costs.of(tier) * rows[tier])
                 costs = costs.after(tier, ms.get("load", 0.0), rows[tier])
@@ -281,32 +279,28 @@ class CostModel:
             if costs is not self.costs:
                 self.costs = costs
                 keep(self._file, json.dumps(asdict(costs)))
-            used = {*late, *(s.source for s in layout.reused)}
             self._judge(took, predicted, is_refused=len(used) < len(price.stored))
 
     def _judge(self, took: float, predicted: float, *, is_refused: bool) -> None:
-        """Schedule a new measurement after wrong predictions, or after many refusals of reuse."""
-        if is_wrong(took, predicted):
-            self._misses += 1
-            with suppress(OSError):  # so that the next process measures again
-                self._file.unlink(missing_ok=True)
+        """Forget the costs after wrong predictions, or after many refusals of reuse.
+
+        The next request, or the next process, measures the model again and tries slow tiers again.
+        """
+        self._misses += is_wrong(took, predicted)
         self._refusals = self._refusals + 1 if is_refused else 0
-        self._is_doubted = (
-            self._misses >= self._patience or self._refusals >= REFUSALS * self._patience
-        )
         if self._misses >= self._patience:
             words = (
                 "a prompt took %.0f ms to compute, and %.0f ms were predicted; "
                 "measuring the prices again"
             )
             logger.warning(words, took, predicted)
-
-    def _measure_again(self, lm: CausalLM) -> None:
-        """Measure the model again, and reset the other prices so slow tiers are tried again."""
-        self._is_doubted = False
+        elif self._refusals < REFUSALS * self._patience:
+            return
+        self.costs = None
+        with suppress(OSError):
+            self._file.unlink(missing_ok=True)
         self._patience *= 2
         self._misses = self._refusals = 0
-        self.costs = measure_and_keep(lm, self._file)
 
     @cached_property
     def _file(self) -> Path:
@@ -324,14 +318,12 @@ def _processor() -> str:
 
 
 def costs_of(lm: CausalLM, file: Path) -> Costs:
-    """Read a model's costs from the cache file, or measure them; see :func:`measure_and_keep`."""
+    """Read a model's costs from the cache file, or measure and cache them.
+
+    Return :data:`IN_ROWS` if measuring fails.
+    """
     with suppress(OSError, ValueError):
         return TypeAdapter(Costs).validate_json(file.read_bytes())
-    return measure_and_keep(lm, file)
-
-
-def measure_and_keep(lm: CausalLM, file: Path) -> Costs:
-    """Measure a model's costs and cache them; return :data:`IN_ROWS` if measuring fails."""
     try:
         with Progress("measuring what prompts cost on this machine"):
             costs = measured(lm)

@@ -23,7 +23,7 @@ from kvrag.estimate import ModelShape, human_bandwidth, human_bytes, preset, sha
 from kvrag.progress import Progress
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from kvrag.model.lm import LoadedModel
 
 _CHARS_PER_TOKEN = 4  # usual for English text; used where no tokenizer is at hand
 
@@ -231,14 +231,11 @@ def _speeds(
         with Progress(f"writing and reading a file in {engine['kv_dir']}"):
             disk = read_bandwidth(Path(engine["kv_dir"]))
     if measure and prefill is None:
-        with Progress(f"measuring {engine['model']}"):
-            from kvrag.model.load import load
-            from kvrag.model.source import ModelSource
+        from kvrag.model.load import load
+        from kvrag.model.source import ModelSource
 
-            source = ModelSource(
-                engine["model"], dtype=engine["dtype"], device=engine.get("device")
-            )
-            prefill = prefill_tokens_per_s(load(source).lm.model)
+        source = ModelSource(engine["model"], dtype=engine["dtype"], device=engine.get("device"))
+        prefill = prefill_tokens_per_s(load(source))
     return {
         "prefill_tokens_per_s": prefill,
         "disk_bytes_per_s": disk,
@@ -247,23 +244,25 @@ def _speeds(
     }
 
 
-def prefill_tokens_per_s(model: PreTrainedModel) -> float:
+def prefill_tokens_per_s(loaded: LoadedModel) -> float:
     """Return the speed of prefilling 1,024 tokens, or the context window if that is shorter.
 
-    The better of two runs counts, after a warm-up.
-    """
-    import torch
+    It follows from the costs that mode ``auto`` goes by: they are measured once and kept.
 
-    text = model.config.get_text_config()
-    length = min(1024, int(text.max_position_embeddings) - 1)
-    ids = torch.arange(1, length + 1, device=model.device)[None] % int(text.vocab_size)
-    runs = []
-    with torch.inference_mode():
-        for _ in range(3):
-            start = time.perf_counter()
-            model(input_ids=ids, use_cache=True, logits_to_keep=1).logits.argmax().item()
-            runs.append(time.perf_counter() - start)
-    return length / min(runs[1:])
+    Raises
+    ------
+    UnsupportedModelError
+        If the model's KV can't be reused.
+    ModelError
+        If the model can't be measured.
+    """
+    from kvrag.blend.cost import IN_ROWS, CostModel
+
+    costs = CostModel(loaded).known()
+    if costs is IN_ROWS:
+        raise ModelError("the model's speed can't be measured on this machine; pass --prefill-tps")
+    length = min(1024, loaded.reusable.reuse_window)
+    return 1e3 * length / costs.of_forward(length, length**2 / 2)
 
 
 def read_bandwidth(directory: Path) -> float:

@@ -14,6 +14,7 @@ from typer import BadParameter
 from typer.testing import CliRunner, Result
 
 import kvrag
+from kvrag.blend.cost import IN_ROWS, Costs
 from kvrag.cli.app import app
 from kvrag.cli.options import parse_bytes
 from kvrag.config import StoreConfig
@@ -423,13 +424,22 @@ def test_rounded_kv_from_precompute_to_answer(run, notes):
 
 def test_estimate_measures_what_is_not_given(run, tmp_path, monkeypatch):
     monkeypatch.setattr("kvrag.cli.estimate._NUM_BLOCKS", 1)
+    monkeypatch.setattr("kvrag.blend.cost.costs_of", lambda *_: Costs(24, 1, 2**-10, {}))
     values = json.loads(run("estimate", "--measure", "--json").stdout)
-    assert values["prefill_tokens_per_s"] > 0
+    assert values["prefill_tokens_per_s"] == pytest.approx(1e3 * 1024 / (24 + 1024 + 512)), (
+        "the costs that auto goes by"
+    )
     assert values["disk_bytes_per_s"] > 0
     assert values["speedup"] > 0
     assert not [p for p in (tmp_path / "kv").rglob("*") if p.is_file()], (
         "the measurement leaves nothing behind"
     )
+
+
+def test_an_estimate_of_a_model_that_cannot_be_measured_says_what_to_pass(run, monkeypatch):
+    monkeypatch.setattr("kvrag.blend.cost.costs_of", lambda *_: IN_ROWS)
+    monkeypatch.setattr("kvrag.cli.estimate._NUM_BLOCKS", 1)
+    refused(run("estimate", "--measure"), "can't be measured", "--prefill-tps")
 
 
 # -- refusals -----------------------------------------------------------------------------------------------------------

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 from texts import make_chunks
 
-import kvrag.blend.cost
 from kvrag import ConfigError, KVRagEngine
-from kvrag.blend.cost import Costs
+from kvrag.blend.cost import Costs, costs_of
 from kvrag.testing.models import save_tiny_model
 
 CHUNKS = make_chunks(6, words=60, seed=3)
@@ -126,9 +125,7 @@ def shown(monkeypatch):
 
 def test_loading_proving_and_measuring_show_progress(shown, tmp_path, monkeypatch):
     monkeypatch.setenv("KVRAG_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(
-        "kvrag.blend.cost.costs_of", lambda lm, file: kvrag.blend.cost.measure_and_keep(lm, file)
-    )
+    monkeypatch.setattr("kvrag.blend.cost.costs_of", costs_of)
     directory = save_tiny_model(tmp_path / "a-model")
     with closing(KVRagEngine.from_pretrained(directory, context=None)) as engine:
         engine.loaded  # noqa: B018
