@@ -123,4 +123,4 @@ def copied(kv: ChunkKV) -> ChunkKV:
         ]
         for row in rows
     ]
-    return ChunkKV(tuple([layer_of(dtype, row) for row in own]), kv.kv_dtype)
+    return ChunkKV(tuple([layer_of(dtype, row) for row in own]))

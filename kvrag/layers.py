@@ -173,11 +173,6 @@ def shapes_of(identity: ChunkIdentity, kv: ChunkKV) -> tuple[torch.dtype, Shapes
             f"file holds at most {MAX_LAYERS} layers, "
             "and nothing with no layers or no tokens"
         )
-    if kv.kv_dtype != kv_dtype:
-        raise StoreError(
-            f"the chunk is to be stored as {kv_dtype!r} and its KV is {kv.kv_dtype!r}; pass it "
-            "through kvrag.blend.quantise.pack"
-        )
     first = kv.layers[0]
     packed = 2 if kv_dtype == "int4" else 1
     dtype = first.keys.dtype if first.scales is None else first.scales.dtype
@@ -247,7 +242,7 @@ def own_kv(kv: ChunkKV, *, device: torch.device | str = "cpu", copy: bool = Fals
         for run in runs_alike([tuple(x.shape for x in layer.tensors) for layer in kv.layers]):
             whole = together(kv.layers[run.start : run.stop], device, copy=copy)
             layers += [whole.map(itemgetter(i)) for i in range(len(run))]
-        return ChunkKV(tuple(layers), kv.kv_dtype)
+        return ChunkKV(tuple(layers))
     for layer in kv.layers:
         own = [
             x.detach().to(device, copy=copy, memory_format=row_major).contiguous()
@@ -256,7 +251,7 @@ def own_kv(kv: ChunkKV, *, device: torch.device | str = "cpu", copy: bool = Fals
         layers.append(
             layer_of(layer.keys.dtype if layer.scales is None else layer.scales.dtype, own)
         )
-    return ChunkKV(tuple(layers), kv.kv_dtype)
+    return ChunkKV(tuple(layers))
 
 
 def runs_alike(shapes: Sequence[object], most: int = MAX_LAYERS) -> list[range]:

@@ -141,12 +141,10 @@ class LayerKV:
 class ChunkKV:
     """KV of a chunk in all layers, layer 0 first.
 
-    The tensors are on the accelerator if they come from its tier, else on the host. ``kv_dtype`` is
-    the type that the KV was rounded to; unless it is ``"auto"``, the layers hold codes.
+    The tensors are on the accelerator if they come from its tier, else on the host.
     """
 
     layers: tuple[LayerKV, ...]
-    kv_dtype: KVDtype = "auto"
 
     @property
     def num_tokens(self) -> int:
@@ -155,7 +153,7 @@ class ChunkKV:
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> ChunkKV:
         """Return a chunk with ``change`` applied to every tensor."""
-        return ChunkKV(tuple(layer.map(change) for layer in self.layers), self.kv_dtype)
+        return ChunkKV(tuple(layer.map(change) for layer in self.layers))
 
     @property
     def num_bytes(self) -> int:

@@ -201,7 +201,7 @@ _SOURCES: tuple[Source, ...] = "computed", "reused", "exact", "repaired"
 
 
 def sources_of(
-    layout: Layout, repaired: torch.Tensor, rounded: Collection[int] = (), num_exact: int = 0
+    layout: Layout, repaired: torch.Tensor, *, is_rounded: bool = False, num_exact: int = 0
 ) -> tuple[tuple[Source, int], ...]:
     """Return the origin of every row's KV, as runs ``(source, number of rows)``.
 
@@ -209,17 +209,15 @@ def sources_of(
     ----------
     repaired
         Recomputed rows of stale chunks, int64 on the host.
-    rounded
-        Sources whose stored KV is quantised.
+    is_rounded
+        Whether the stored KV is quantised.
     num_exact
         Number of first rows, taken from an earlier request, that equal a full prefill's.
     """
     codes = torch.zeros(layout.num_tokens, dtype=torch.uint8)
     for segment in layout.segments:
         if segment.kind != "live":
-            codes[segment.start : segment.stop] = (
-                2 if segment.exact and segment.source not in rounded else 1
-            )
+            codes[segment.start : segment.stop] = 2 if segment.exact and not is_rounded else 1
     if layout.history:
         codes[: min(num_exact, layout.history.stop)] = 2
     codes[repaired] = 3

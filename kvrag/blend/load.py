@@ -12,7 +12,6 @@ from kvrag.blend.clock import Clock
 from kvrag.blend.cost import Price
 from kvrag.blend.decide import because, decide, decide_plan, in_words
 from kvrag.blend.layout import Layout
-from kvrag.errors import StoreError
 from kvrag.identity.fingerprint import chunk_key
 from kvrag.layers import parts
 from kvrag.model import CausalLM
@@ -75,7 +74,7 @@ def _load(
     for source, identity, kv in zip(sources, wanted, found, strict=True):
         if isinstance(kv, Hole):
             holes[source] = kv
-        elif _fits(kv, len(identity.token_ids), shapes):
+        elif _fits(kv, identity, shapes):
             kvs[source] = kv
         else:  # a writer to an unencrypted store can forge chunks
             holes[source] = Hole(key := chunk_key(identity), "damaged", None)
@@ -85,22 +84,19 @@ def _load(
     return kvs, holes
 
 
-def _fits(kv: ChunkKV, num_tokens: int, shapes: Sequence[LayerShape]) -> bool:
-    """Whether a chunk has the model's layers, heads and head dims."""
+def _fits(kv: ChunkKV, identity: ChunkIdentity, shapes: Sequence[LayerShape]) -> bool:
+    """Whether a chunk has the model's layers, heads and head dims, and the type asked for."""
     if len(kv.layers) != len(shapes):
         return False
     for layer, shape in zip(kv.layers, shapes, strict=True):
-        rows = shape.num_heads, num_tokens
+        rows = shape.num_heads, len(identity.token_ids)
         keys = (*rows, shape.key_dim)
         values = (*rows, shape.value_dim)
-        if layer.scales is None:
+        if layer.scales is None and identity.kv_dtype == "auto":
             if (layer.keys.shape, layer.values.shape) != (keys, values):
                 return False
             continue
-        try:
-            wanted = [part.shape for part in parts(kv.kv_dtype, layer.scales.dtype, keys, values)]
-        except StoreError:
-            return False
+        wanted = [part.shape for part in parts(identity.kv_dtype, layer.keys.dtype, keys, values)]
         if [tensor.shape for tensor in layer.tensors] != wanted:
             return False
     return True

@@ -195,9 +195,6 @@ def prefill(
         model, store, plan, mode, price, load_timeout_s, clock, history
     )
     loaded_bytes = sum(kv.num_bytes for kv in kvs)
-    rounded = {
-        s.source: kv_dtype for s in layout.reused if (kv_dtype := kvs[s.source].kv_dtype) != "auto"
-    }
     buffer = model.buffer(
         model.context_window if slides else layout.num_tokens + max(max_new_tokens, REREAD)
     )
@@ -210,7 +207,7 @@ def prefill(
     if price is not None:
         with clock.stage("price", least_s=NOTABLE_S):
             costs.learn(price, layout, holes, clock.timings_ms)
-    kv_dtype, exactness = _outcome(layout, set(rounded.values()), len(selected))
+    kv_dtype, exactness = _outcome(layout, plan.kv_dtype, len(selected))
     if exactness != "repaired":
         num_exact = layout.num_tokens
     else:
@@ -231,7 +228,12 @@ def prefill(
         kv_dtype=kv_dtype,
         num_history=layout.history.num_rows if layout.history else 0,
         num_exact=num_exact,
-        sources=sources_of(layout, selected, rounded, history[1] if history else 0),
+        sources=sources_of(
+            layout,
+            selected,
+            is_rounded=plan.kv_dtype != "auto",
+            num_exact=history[1] if history else 0,
+        ),
         window=window,
     )
 
@@ -243,17 +245,16 @@ def _num_exact(layout: Layout, kv_dtype: KVDtype, history: tuple[int, int] | Non
     return next(s.start for s in (layout.stale if kv_dtype == "auto" else layout.reused))
 
 
-def _outcome(layout: Layout, dtypes: set[KVDtype], num_repaired: int) -> tuple[KVDtype, Exactness]:
-    """Return the dtype that the KV in use is rounded to, and the exactness label.
+def _outcome(layout: Layout, kept: KVDtype, num_repaired: int) -> tuple[KVDtype, Exactness]:
+    """Return the type that the KV in use is rounded to, and the exactness label.
 
-    If repair recomputed every reused row, no rounded KV is left.
+    ``kept`` is the type of the stored KV. If repair recomputed every reused row, no rounded KV is
+    left.
     """
     if not layout.reused and not layout.history:
         return "auto", "full"
     is_exact = layout.history is None or layout.history.exact
-    kv_dtype: KVDtype = (
-        dtypes.pop() if dtypes and num_rows_of(layout.reused) > num_repaired else "auto"
-    )
+    kv_dtype: KVDtype = kept if num_rows_of(layout.reused) > num_repaired else "auto"
     return kv_dtype, "exact" if kv_dtype == "auto" and is_exact and num_repaired == num_rows_of(
         layout.stale
     ) else "repaired"

@@ -49,13 +49,9 @@ def pack(kv: ChunkKV, kv_dtype: KVDtype) -> ChunkKV:
     """
     if kv_dtype == "auto":
         return kv
-    if kv.kv_dtype != "auto":
-        raise StoreError(
-            f"the chunk was rounded to {kv.kv_dtype} before; round the KV that was computed, once"
-        )
-    return ChunkKV(
-        tuple(_pack_layer(layer, kv_dtype, i) for i, layer in enumerate(kv.layers)), kv_dtype
-    )
+    if kv.layers[0].scales is not None:
+        raise StoreError("the chunk was rounded before; round the KV that was computed, once")
+    return ChunkKV(tuple(_pack_layer(layer, kv_dtype, i) for i, layer in enumerate(kv.layers)))
 
 
 def _pack_layer(layer: LayerKV, kv_dtype: KVDtype, index: int) -> LayerKV:

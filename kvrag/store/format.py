@@ -241,7 +241,7 @@ class Blob:
 
     def load(self) -> ChunkKV:
         """Return all layers; raises like :meth:`layers`."""
-        return ChunkKV(tuple(self.layers()), self.header.identity.kv_dtype)
+        return ChunkKV(tuple(self.layers()))
 
     def layers(self) -> Iterator[LayerKV]:
         """Yield the verified layers in order.

@@ -58,7 +58,7 @@ def same_bits(a: ChunkKV | None, b: ChunkKV | None) -> bool:
         for p, q in zip(a.layers, b.layers, strict=True)
         for x, y in zip(p.tensors, q.tensors, strict=True)
     ]
-    return a.kv_dtype == b.kv_dtype and all(
+    return all(
         x.dtype == y.dtype
         and x.shape == y.shape
         and torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8))

@@ -142,7 +142,7 @@ def test_what_one_call_can_not_say_is_left_to_torch(launches):
         replace(layer, scales=replace(scales, values=scales.values.expand(-1, -1, 3)))
         for layer in odd.layers
     )
-    assert not module._is_uniform(buffer, layout.reused, [ChunkKV(layers, "int4")] * 3)
+    assert not module._is_uniform(buffer, layout.reused, [ChunkKV(layers)] * 3)
     assert launches == []
 
 
