@@ -810,7 +810,7 @@ class KVRagEngine:
     def _answering(self) -> QueryPipeline:
         """Query-time half of the engine; loads the model."""
         with self._lock:
-            loaded = self.loaded  # first: the gate depends on the model's device
+            loaded = self.loaded
             if self._query_side is None:
                 self._gate.admit(loaded)
                 config = self.store_config

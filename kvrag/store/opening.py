@@ -235,8 +235,8 @@ def _leave(key: object) -> bool:
         return is_last
 
 
-def on_accelerator(store: TieredStore, device: torch.device, config: StoreConfig) -> bool:
-    """Put a tier in accelerator memory above a store; return whether there is a budget for it.
+def on_accelerator(store: TieredStore, device: torch.device, config: StoreConfig) -> None:
+    """Put a tier in accelerator memory above a store, if there is a budget for it.
 
     A CPU has no budget. Stores of a directory share the tier. ``config`` is as for
     :func:`open_store`.
@@ -246,7 +246,6 @@ def on_accelerator(store: TieredStore, device: torch.device, config: StoreConfig
         above = MemoryTier(budget, name="gpu", device=device)
         with _lock:
             store.put_above(_above.setdefault((store.catalog, device, budget), above))
-    return budget > 0
 
 
 def prepare(root: Path, config: StoreConfig) -> bool:

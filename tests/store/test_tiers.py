@@ -157,7 +157,7 @@ def test_a_tier_without_memory_costs_no_answer(tiers, monkeypatch, error, where)
 
 def test_tensors_are_where_their_tier_is(opened, root):
     below, store = opened(), fill(opened(), 0)
-    assert on_accelerator(store, torch.device("meta"), store_config(store))
+    on_accelerator(store, torch.device("meta"), store_config(store))
     assert store.get(CHUNKS[0]).layers[0].keys.device.type == "meta"
     assert store.get_many(CHUNKS[:1], timeout_s=PATIENT_S)[0].layers[1].values.device.type == "meta"
     assert same_bits(below.get(CHUNKS[0]), KVS[0])
@@ -171,9 +171,9 @@ def store_config(store, **options):
 
 def test_there_is_no_tier_for_a_model_on_the_cpu_nor_without_a_budget(opened):
     store = opened()
-    assert not on_accelerator(store, torch.device("cpu"), store_config(store))
+    on_accelerator(store, torch.device("cpu"), store_config(store))
     for options in ({"gpu_bytes": 0}, {"gpu_fraction": 0}):
-        assert not on_accelerator(store, torch.device("meta"), store_config(store, **options))
+        on_accelerator(store, torch.device("meta"), store_config(store, **options))
     assert len(store.tiers) == 1
 
 
@@ -181,12 +181,11 @@ def test_there_is_no_tier_for_a_model_on_the_cpu_nor_without_a_budget(opened):
 def test_a_device_that_does_not_say_how_much_memory_it_has_takes_bytes(opened, kind, caplog):
     store, device = opened(), torch.device(kind)
     for fraction in (0.1, 1.0):
-        assert not on_accelerator(
-            store, device, store_config(store, gpu_bytes=None, gpu_fraction=fraction)
-        )
+        on_accelerator(store, device, store_config(store, gpu_bytes=None, gpu_fraction=fraction))
+        assert len(store.tiers) == 1
         assert f"no memory tier on {kind}" in caplog.messages[-1]
     caplog.clear()
-    assert on_accelerator(store, device, store_config(store))
+    on_accelerator(store, device, store_config(store))
     assert (store.tiers[0].max_bytes, store.tiers[0].device) == (2**20, device)
     assert not caplog.records
 
@@ -198,7 +197,7 @@ def test_stores_of_one_directory_share_their_tiers_and_their_catalog(opened, tmp
     assert two.tiers == (host,) != elsewhere.tiers
     assert one.catalog is two.catalog
     for store in (one, elsewhere, third := opened()):
-        assert on_accelerator(store, torch.device("meta"), store_config(store))
+        on_accelerator(store, torch.device("meta"), store_config(store))
     assert one.tiers == third.tiers != elsewhere.tiers
     assert two.tiers == (host,), "a store without an accelerator has the host's memory alone"
     one.close()
