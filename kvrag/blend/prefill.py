@@ -194,7 +194,7 @@ def prefill(
     layout, reason, kvs, holes = read(
         model, store, plan, mode, price, load_timeout_s, clock, history
     )
-    loaded_bytes = sum(kv.num_bytes for kv in kvs)
+    loaded_bytes = sum([t.nbytes for kv in kvs for layer in kv.layers for t in layer.tensors])
     buffer = model.buffer(
         model.context_window if slides else layout.num_tokens + max(max_new_tokens, REREAD)
     )
@@ -202,7 +202,8 @@ def prefill(
         if past and layout.history:
             with clock.stage("history"):
                 past.fill(buffer.layers, layout.history.num_rows)
-        stages = _Blend(model, buffer, layout, plan, config, clock, cancel)
+        ids = torch.tensor(plan.token_ids)
+        stages = _Blend(model, buffer, layout, plan, ids, config, clock, cancel)
         selected, logits = stages.run(kvs)
     if price is not None:
         with clock.stage("price", least_s=NOTABLE_S):
@@ -280,14 +281,10 @@ class _Blend:
     buffer: KVBuffer
     layout: Layout
     plan: Plan
+    ids: torch.Tensor
     config: RepairConfig
     clock: Clock
     cancel: threading.Event | None
-
-    @property
-    def ids(self) -> torch.Tensor:
-        """Ids of the prompt, int64 ``(N,)``."""
-        return torch.tensor(self.plan.token_ids)
 
     def run(self, kvs: list[ChunkKV]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the repaired rows and the last row's logits; ``kvs`` is emptied on the way."""
