@@ -519,13 +519,6 @@ class StoreConfig:
     min_free_bytes: Size = 256 * 2**20
     """Bytes of the file system that the store leaves free. Chunks are evicted, or not stored, to
     keep them free. 0: no limit."""
-    high_watermark: Fraction = 0.95
-    """Fraction of ``disk_bytes`` above which eviction begins. For ``min_free_bytes``, eviction
-    begins when less is free."""
-    low_watermark: Fraction = 0.85
-    """Fraction of ``disk_bytes`` at which eviction ends; at most ``high_watermark``. For
-    ``min_free_bytes``, eviction ends when a further fraction of the stored bytes, ``high_watermark
-    - low_watermark``, is free."""
     shared: Annotated[str | None, WrapValidator(_address)] = None
     """Address of a store that machines share, as ``redis://host:port/0`` or ``s3://bucket/prefix``;
     ``kv_dir`` then holds copies."""
@@ -582,9 +575,6 @@ class StoreConfig:
     is read when the store is opened. A store written with another key gives no hits."""
 
     def __post_init__(self) -> None:
-        if self.low_watermark > self.high_watermark:
-            wanted = f"it must be a number in [0, {self.high_watermark:g}]"
-            raise ConfigError(f"StoreConfig.low_watermark is {self.low_watermark!r}; {wanted}")
         if self.read_only and self.on_miss == "store":
             raise ConfigError(
                 "StoreConfig.on_miss is 'store', and a read_only store takes nothing; drop one of "

@@ -81,13 +81,7 @@ def _existing_store(kv_dir: str, **options: Any) -> Iterator[TieredStore]:
     _check_is_store(kv_dir)
     from kvrag.store import open_store
 
-    limits = {
-        "ram_bytes": 0,
-        "min_free_bytes": 0,
-        "high_watermark": 1.0,
-        "low_watermark": 1.0,
-        **options,
-    }
+    limits = {"ram_bytes": 0, "min_free_bytes": 0, **options}
     with closing(open_store(kv_dir, StoreConfig(**limits, **key_options()))) as store:
         yield store
 

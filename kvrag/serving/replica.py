@@ -125,7 +125,7 @@ def warm(engine: KVRagEngine, seconds: float) -> int:
         return 0
     with suppress(StoreError):
         accesses, chunks = engine.store.catalog.usages()
-        chunks.sort(key=lambda chunk: -chunk.usage.recent_hits(accesses))
+        chunks.sort(key=lambda chunk: -chunk.worth(accesses))
         wanted = engine.store.prefetch([chunk.key for chunk in chunks if chunk.usage.hits][:MOST])
         wanted.wait(seconds)
         wanted.cancel()

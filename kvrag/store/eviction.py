@@ -1,6 +1,6 @@
 """Eviction: rank chunks by compute time saved per byte, and choose the chunks to evict.
 
-Hits decay with the accesses that the catalog counts.
+Age is counted in accesses, so an idle store keeps its ranking.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvrag.config import DEFAULT_PRIORITY, MOST, Retention
 from kvrag.errors import ConfigError, StoreError
 from kvrag.types import ChunkKey
 
-HALF_LIFE = 4096  # accesses of the store after which a hit counts half
+SHARE = 16  # a write evicts at least 1/16 of the bytes, so that not every write ranks all chunks
 # Assumed cost of a token if no cost was measured in the whole store; only ratios matter.
 TOKEN_MS = 1.0
 # Chunks evicted for free space before it is checked: snapshots and open files may keep their space.
@@ -45,9 +45,9 @@ def check_retention(value: object, *, is_needed: bool = False) -> None:
 class Usage(NamedTuple):
     """Eviction data of a chunk.
 
-    ``priority`` holds until ``until``, in seconds since 1970 (UTC; -1: forever). ``hits`` are
-    halved every :data:`HALF_LIFE` accesses, as of access ``last``. ``cost_ms`` is the time that
-    computing the chunk took, or -1 if it is unknown.
+    ``priority`` holds until ``until``, in seconds since 1970 (UTC; -1: forever). ``last`` is the
+    access of the last hit. ``cost_ms`` is the time that computing the chunk took, or -1 if it is
+    unknown.
     """
 
     # The limits keep a row from elsewhere from making a chunk that is never evicted.
@@ -83,11 +83,7 @@ class Usage(NamedTuple):
 
     def touched(self, hits: int, now: int) -> Usage:
         """Return the usage with more hits, at access ``now``."""
-        return self._replace(hits=self.recent_hits(now) + hits, last=now)
-
-    def recent_hits(self, now: int) -> float:
-        """Return the hits, decayed to access ``now``."""
-        return float(self.hits * 0.5 ** (min(max(now - self.last, 0), 2**20) / HALF_LIFE))
+        return self._replace(hits=self.hits + hits, last=now)
 
     def priority_now(self) -> int:
         """Return the current priority; the default again when its time is over."""
@@ -105,12 +101,14 @@ class Sized(NamedTuple):
     usage: Usage
 
     def worth(self, now: int, token_ms: float = TOKEN_MS) -> float:
-        """Return the milliseconds of computing that a byte saves: cost × (1 + hits) ÷ bytes.
+        """Return the milliseconds of computing that a byte saves: cost × (1 + hits) ÷ bytes ÷ age.
 
-        Hits are the recent hits. ``token_ms`` per token stands in for an unknown cost.
+        The age is the number of accesses since the last hit, and at least 1. ``token_ms`` per token
+        stands in for an unknown cost.
         """
         cost = self.usage.cost_ms if self.usage.cost_ms >= 0 else self.num_tokens * token_ms
-        return cost * (1.0 + self.usage.recent_hits(now)) / max(1, self.num_bytes)
+        age = max(0, now - self.usage.last) + 1
+        return cost * (1.0 + self.usage.hits) / max(1, self.num_bytes) / age
 
 
 def token_ms(chunks: Iterable[Sized]) -> float:
@@ -126,13 +124,13 @@ def token_ms(chunks: Iterable[Sized]) -> float:
 
 
 def leaving(
-    chunks: list[Sized], now: int, *, priority: int, must: int, should: int
+    chunks: list[Sized], now: int, *, priority: int, must: int, share: int = 0
 ) -> list[Sized] | None:
     """Choose the chunks to evict, up to ``priority``: lowest priority first, then least worth.
 
-    Returns ``None`` if the chunks up to ``priority`` hold less than ``must`` bytes. If they hold
-    ``should`` bytes, this is the goal. Otherwise the goal is half of their bytes, but at least
-    ``must``: a shortage is no reason to evict everything.
+    They hold ``must`` bytes, and up to ``share`` bytes if this is more, but then at most half of
+    the bytes of the chunks up to ``priority``. Returns ``None`` if these hold less than ``must``
+    bytes.
     """
     mean = token_ms(chunks)
     ranks = (
@@ -142,47 +140,39 @@ def leaving(
     there = sum(chunk.num_bytes for chunk in going)
     if there < must:
         return None
-    goal = should if should <= there else max(must, there // 2)
-    sizes = accumulate((chunk.num_bytes for chunk in going), initial=0)
-    return [chunk for chunk, size in zip(going, sizes, strict=False) if size < goal]
+    most = min(share, there // 2)
+    sizes = accumulate(chunk.num_bytes for chunk in going)
+    return [
+        chunk
+        for chunk, size in zip(going, sizes, strict=True)
+        if size <= most or size - chunk.num_bytes < must
+    ]
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
     """Limits of the lowest tier, from :class:`kvrag.StoreConfig`.
 
-    A ``max_bytes`` of ``None`` and a ``min_free_bytes`` of 0 are no limits. Eviction begins above
-    ``high`` × ``max_bytes`` and ends below ``low`` × ``max_bytes``. If free space is short, it
-    begins at once, and goes beyond the shortage by ``high`` - ``low`` of the stored bytes.
+    A ``max_bytes`` of ``None`` and a ``min_free_bytes`` of 0 are no limits.
     """
 
     max_bytes: int | None = None
     min_free_bytes: int = 0
-    high: float = 0.95
-    low: float = 0.85
 
-    def excess(self, stored: int, free: int, need: int) -> tuple[int, int, int]:
-        """Return the bytes to evict before ``need`` bytes are written: minimum, goal, disk minimum.
+    def excess(self, stored: int, free: int, need: int) -> tuple[int, int]:
+        """Return the bytes to evict before ``need`` bytes are written, in all and for the disk.
 
-        The disk minimum counts ``min_free_bytes`` alone. The goal is above the minimum, so that not
-        every write evicts.
+        The latter count ``min_free_bytes`` alone.
         """
-        must = 0
-        should = 0
-        full = stored + need
-        if self.max_bytes is not None and full > self.high * self.max_bytes:
-            must = max(0, full - self.max_bytes)
-            should = full - int(self.low * self.max_bytes)
         disk = max(0, self.min_free_bytes + need - free)
-        if disk:
-            must = max(must, disk)
-            should = max(should, disk + int((self.high - self.low) * stored))
-        return must, should, disk
+        if self.max_bytes is None:
+            return disk, disk
+        return max(disk, stored + need - self.max_bytes), disk
 
 
 @dataclass(slots=True)
 class Evictor:
-    """Evict the least valuable chunks until the store is below its low watermark.
+    """Evict the least valuable chunks of a store that is over its budget.
 
     ``totals`` returns the numbers of chunks and bytes stored, ``usages`` the number of accesses so
     far and all chunks, ``free_bytes`` the free bytes of the file system. ``evict`` erases chunks,
@@ -199,25 +189,26 @@ class Evictor:
     def make_room(self, need: int, *, priority: int) -> None:
         """Evict chunks up to ``priority`` until ``need`` bytes fit.
 
-        Raises ``StoreError`` if they don't fit. Evicts nothing if the chunks that may be evicted
-        hold too few bytes.
+        A write that evicts anything evicts about ``1 / SHARE`` of the stored bytes. Raises
+        ``StoreError`` if the bytes don't fit. Evicts nothing if the chunks that may be evicted hold
+        too few bytes.
         """
         why = "the evicted chunks freed too little"
-        for attempt in range(PASSES):
+        for _ in range(PASSES):
             free = self._free()
-            must, should, disk = self.budget.excess(self.totals()[1], free, need)
-            if not (must if attempt else should):
+            must, disk = self.budget.excess(self.totals()[1], free, need)
+            if not must:
                 return
             if disk and time.monotonic() < self.in_vain_until:
                 why = "evicting chunks has freed no space on its disk (snapshots, or open files?)"
                 break
             now, chunks = self.usages()
-            must, should, disk = self.budget.excess(
-                sum(chunk.num_bytes for chunk in chunks), free, need
-            )
-            if not (must if attempt else should):
+            stored = sum(chunk.num_bytes for chunk in chunks)
+            must, disk = self.budget.excess(stored, free, need)
+            if not must:
                 return
-            going = leaving(chunks, now, priority=priority, must=must, should=should)
+            share = stored // SHARE if need else 0
+            going = leaving(chunks, now, priority=priority, must=must, share=share)
             if going is None:
                 why = "nothing more may leave it that would be enough"
                 break

@@ -18,13 +18,12 @@ from kvrag.config import Retention
 from kvrag.identity.fingerprint import chunk_key
 from kvrag.layers import own_kv
 from kvrag.store.base import EventType, Listener, StoreEvent, StoreStats
-from kvrag.store.eviction import Sized, Usage, leaving
+from kvrag.store.eviction import SHARE, Sized, Usage, leaving
 from kvrag.threads import Pool, fork_lock
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, Hole
 
 log = logging.getLogger(__name__)
 
-SHARE = 16  # an eviction frees about 1/16 of the tier, so that not every new chunk ranks all
 READERS = Pool("kvrag-read", 4)  # threads that read for requests
 
 AHEAD = Pool("kvrag-read-ahead", 2)
@@ -181,14 +180,14 @@ class MemoryTier:
         known = self._entries.get(key)
         if known is not None:
             must -= known.num_bytes
-            hits = max(hits, known.usage.recent_hits(self._now))
+            hits = max(hits, known.usage.hits)
         new.usage = new.usage._replace(hits=hits, last=self._now)
         if must > 0:
             there = [(k, e) for k, e in self._entries.items() if k != key]
             others = [Sized(k, len(e.identity.token_ids), e.num_bytes, e.usage) for k, e in there]
             priority = new.usage.priority_now()
-            should = max(must, self._num_bytes // SHARE)
-            found = leaving(others, self._now, priority=priority, must=must, should=should)
+            share = self._num_bytes // SHARE
+            found = leaving(others, self._now, priority=priority, must=must, share=share)
             if found is None:
                 return None
             going = found

@@ -99,9 +99,7 @@ def open_store(kv_dir: str | os.PathLike[str] | None, config: StoreConfig) -> Ti
         )
     if kv_dir is None:
         catalog = Catalog(None, keys, may_have_blobs=lambda: False)
-        return TieredStore(
-            [], MemoryBlobs(), catalog, config, keys=keys, budget=Budget(ram, 0, 1.0, 1.0)
-        )
+        return TieredStore([], MemoryBlobs(), catalog, config, keys=keys, budget=Budget(ram))
     if "://" in str(kv_dir) or config.shared is not None:
         return _open_shared(kv_dir, config, keys, MemoryTier(ram))
     root = Path(os.path.abspath(kv_dir))
@@ -174,7 +172,7 @@ def _open_shared(
 
 def _budget(root: Path, config: StoreConfig) -> Budget:
     disk = lesser(config.disk_bytes, config.disk_fraction, lambda: shutil.disk_usage(root).total)
-    return Budget(disk, config.min_free_bytes, config.high_watermark, config.low_watermark)
+    return Budget(disk, config.min_free_bytes)
 
 
 def open_url(url: str, folder: str) -> Blobs:

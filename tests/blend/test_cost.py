@@ -73,7 +73,7 @@ def test_of_two_alike_the_one_that_took_longer_survives(
     assert one[0] == two[0], "as many tokens, so as many bytes"
     full = engine.store.stats()["disk"].num_bytes
     engine.close()
-    config = StoreConfig(disk_bytes=full, min_free_bytes=0, high_watermark=1.0, low_watermark=1.0)
+    config = StoreConfig(disk_bytes=full, min_free_bytes=0)
     engine = engine_of(prefix="Read.", store_config=config)
     forward_s[:] = [0.25]
     assert engine.precompute([texts["third"]], ids=["third"]).stored == 1

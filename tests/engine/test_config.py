@@ -146,7 +146,6 @@ def test_configs_are_still_copied_and_pickled():
             {"load_timeout_s": float("nan")},
             "load_timeout_s is nan; it must be a number of at least 0",
         ),
-        ({"low_watermark": 0.99}, r"low_watermark is 0.99; it must be a number in \[0, 0.95\]"),
         ({"durability": "durably"}, "did you mean 'durable'[?] it must be one of durable, cache"),
         (
             {"kv_dtype": "int3"},

@@ -81,7 +81,7 @@ def evict(store: TieredStore) -> object:
 
 
 FULL = sum(make_kv(identity(number)).num_bytes for number in (*KEPT, VICTIM))
-BUDGET: dict[str, Any] = {"disk_bytes": FULL, "high_watermark": 1.0, "low_watermark": 1.0}
+BUDGET: dict[str, Any] = {"disk_bytes": FULL}
 OPERATIONS: dict[str, Callable[[Path], Callable[[], object]]] = {
     "put": opened(lambda store: put(store, NEW)),
     "get": opened(lambda store: state(store, KEPT[0])),

@@ -131,7 +131,7 @@ def row(data: bytes) -> bool:
     chunk, text, state, _, page, _ = found
     if chunk is not None:
         assert 0 <= chunk.record(RECORD.key).num_bytes < 2**62
-        assert 0 <= chunk.usage.recent_hits(10**6) < 2**64
+        assert 0 <= chunk.usage.hits < 2**64
         assert 0 <= chunk.usage.priority_now() <= 100
     assert state is None or 0 <= state.generation < 2**62
     spans = SpanIndex()  # every prompt is scanned for all texts: none may be the end of that

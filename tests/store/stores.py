@@ -54,8 +54,8 @@ def other_handle(root, *, key=None, ram=2**20, gpu=None, budget=None, **options)
 
 
 def exactly(chunks):
-    """Budget of so many small chunks, and no watermarks."""
-    return Budget(chunks * SIZE, 0, 1.0, 1.0)
+    """Budget of so many small chunks."""
+    return Budget(chunks * SIZE)
 
 
 def put(store, number, *, doc=True, retention=None):

@@ -10,9 +10,7 @@ from stores import CHUNKS, KEYS, SIZE, fill, path_of
 
 @pytest.fixture
 def make(opened):
-    return lambda **options: opened(
-        disk_bytes=4 * SIZE, ram_bytes=0, high_watermark=1.0, low_watermark=1.0, **options
-    )
+    return lambda **options: opened(disk_bytes=4 * SIZE, ram_bytes=0, **options)
 
 
 def test_events_are_named_after_vllms(make, root, tmp_path):

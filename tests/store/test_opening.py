@@ -51,7 +51,7 @@ def test_fractions_are_of_what_there_is(opened, root, monkeypatch, tmp_path):
     monkeypatch.setattr(
         opening.shutil, "disk_usage", lambda path: SimpleNamespace(total=int(2.5 * SIZE))
     )
-    store = opened(disk_fraction=0.9, high_watermark=1.0, low_watermark=1.0)
+    store = opened(disk_fraction=0.9)
     fill(store, 0, 1, 2)
     assert store.stats()["disk"].chunks == 2
 

@@ -8,7 +8,7 @@ import torch
 from stores import CHUNKS, KEYS, KVS, PATIENT_S, SIZE, fill, held, put
 
 from kvrag.store import MemoryTier, Retention, memory, on_accelerator
-from kvrag.store.eviction import HALF_LIFE, Usage
+from kvrag.store.eviction import Usage
 from kvrag.testing.chunks import make_identity, make_kv, same_bits
 from kvrag.types import ChunkKV, LayerKV
 
@@ -252,7 +252,7 @@ def test_what_is_worth_least_leaves(comes, stays):
 def test_what_takes_more_bytes_for_the_same_leaves():
     tier = MemoryTier(4 * SIZE)
     keep(tier, 0, cost_ms=10.0)
-    keep(tier, 20, tokens=6, cost_ms=15.0)
+    keep(tier, 20, tokens=6, cost_ms=12.0)
     keep(tier, 1, cost_ms=10.0)
     keep(tier, 2, cost_ms=10.0)
     assert held(tier) == [0, 1, 2]
@@ -268,7 +268,7 @@ def test_hits_of_long_ago_count_less_and_come_back_with_the_chunk():
     keep(tier, 1)
     keep(tier, 2)
     assert held(tier) == [0, 2]
-    tier._now += 4 * HALF_LIFE  # 7 hits are worth less than one now
+    tier._now += 30  # 7 hits of then are worth less than one now
     tier.get(KEYS[2], CHUNKS[2])
     keep(tier, 3)
     assert held(tier) == [2, 3]

@@ -120,7 +120,7 @@ def record(store, number):
 
 
 def test_gc_evicts_what_is_over_the_budget(opened, filled, key):
-    store = opened(key=key, ram_bytes=0, disk_bytes=3 * SIZE, high_watermark=1.0, low_watermark=1.0)
+    store = opened(key=key, ram_bytes=0, disk_bytes=3 * SIZE)
     store.retain(KEYS[6:8], Retention(90))
     assert gc(store).evicted == 5
     assert {6, 7} < set(present(filled))
