@@ -40,7 +40,7 @@ from kvrag.model.load import load
 from kvrag.model.plain import PlainLM
 from kvrag.model.source import ModelSource, check_source
 from kvrag.precompute import documents
-from kvrag.precompute.encode import check_context, context_ids
+from kvrag.precompute.encode import KeptPrefix, check_context, context_ids
 from kvrag.precompute.on_miss import EVERYWHERE, WriteBack, erasures_of
 from kvrag.precompute.quantise_check import QuantiseCheck
 from kvrag.precompute.run import Precompute
@@ -179,6 +179,7 @@ class KVRagEngine:
         self.context = check_context(context)
         # By namespace: the prefixes of past precompute calls, and the learned prefixes.
         self._prefix_texts: dict[str, dict[str, None]] = {}
+        self._kept_prefix: KeptPrefix = {}
         self._learner, self.prefix = learning(prefix, self._prefix_texts)
         if self._learner and self.store_config.read_only:
             raise ConfigError(
@@ -442,6 +443,7 @@ class KVRagEngine:
         self._is_closed = True
         self._loaded = None
         self._query_side = None
+        self._kept_prefix.clear()
 
     def precompute(
         self,
@@ -499,7 +501,14 @@ class KVRagEngine:
         if gone:
             self.delete(gone, namespace=namespace)
         run = Precompute(
-            loaded, self.store, self.store_config, space, text, self.context_ids, retention
+            loaded,
+            self.store,
+            self.store_config,
+            space,
+            text,
+            self.context_ids,
+            retention,
+            kept=self._kept_prefix,
         )
         return run.run(items, batch_size=batch_size, show_progress=show_progress)
 

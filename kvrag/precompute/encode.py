@@ -27,6 +27,7 @@ _NAMED = re.compile(r"default(?::(\d+))?")
 CONTEXT_TOKENS = 1000  # most tokens of a context
 DEFAULT_TOKENS = 250  # tokens of the default context; docs/benchmarks.md compares other lengths
 EncodedPrefix = tuple[KVBuffer, ChunkKV | None]  # result of :func:`encode_prefix`
+KeptPrefix = dict[object, EncodedPrefix]  # the latest, by prefix and context
 WINDOW_SHARE = 4  # a context takes at most 1 / WINDOW_SHARE of the model's context window
 
 

@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from kvrag.config import StoreConfig
 from kvrag.identity.fingerprint import content_key, context_digest, text_digest
 from kvrag.model.lm import LoadedModel
+from kvrag.precompute.encode import KeptPrefix
 from kvrag.precompute.run import Guard, Precompute
 from kvrag.prompt.learn import MAX_LEARNT
 from kvrag.store import ChunkRecord, TieredStore
@@ -110,6 +111,7 @@ class WriteBack:
         self.closed = threading.Event()
         self._changed = threading.Condition()
         self._waiting: deque[Missed] = deque()
+        self._kept_prefix: KeptPrefix = {}
         self._work: Future[None] | None = None
         self._counts: Counter[str] = Counter()
         self._requests = 0
@@ -221,7 +223,14 @@ class WriteBack:
         run = None
         try:
             behind = missed.namespace, missed.prefix, self.context
-            run = Precompute(self.loaded, self.store, self.config, *behind, guard=guard)
+            run = Precompute(
+                self.loaded,
+                self.store,
+                self.config,
+                *behind,
+                guard=guard,
+                kept=self._kept_prefix,
+            )
             guard.before_forward()
             wanted = [(None, chunk.text) for chunk in missed.chunks if guard.is_wanted(chunk)]
             skipped = len(missed.chunks) - len(wanted)

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import ClassVar
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 from kvrag.blend.quantise import pack
 from kvrag.config import Retention, StoreConfig
@@ -22,7 +21,7 @@ from kvrag.model import CausalLM
 from kvrag.model.lm import LoadedModel
 from kvrag.model.rows import KVBuffer
 from kvrag.precompute.documents import Item
-from kvrag.precompute.encode import EncodedPrefix, encode_chunks, encode_prefix
+from kvrag.precompute.encode import KeptPrefix, encode_chunks, encode_prefix
 from kvrag.progress import Progress
 from kvrag.prompt.spans import ANCHOR_CHARS
 from kvrag.store import TieredStore
@@ -108,11 +107,10 @@ class Precompute:
         divided among its chunks in proportion to their tokens.
     guard
         Called before every forward and around every write.
+    kept
+        The encoded prefix of the owner's latest run. On a CPU, computing it again would take
+        seconds per run, for example for every document that is added to an index.
     """
-
-    # On a CPU, recomputing the same prefix and context would take seconds per run, for example for
-    # every document that is added to an index.
-    _kept: ClassVar[WeakKeyDictionary[CausalLM, dict[object, EncodedPrefix]]] = WeakKeyDictionary()
 
     def __init__(
         self,
@@ -125,11 +123,13 @@ class Precompute:
         retention: Retention | None = None,
         *,
         guard: Guard | None = None,
+        kept: KeptPrefix | None = None,
     ) -> None:
         self._loaded = loaded
         self._store = store
         self._config = config
         self._guard = guard or Guard()
+        self._kept: KeptPrefix = {} if kept is None else kept
         self._lm = loaded.lm if isinstance(loaded.lm, CausalLM) else loaded.reusable  # which raises
         self._retention = retention
         self._is_asked_for = guard is None  # requested by the user, not by write-back
@@ -318,15 +318,15 @@ class Precompute:
         if self._prefix_kv is None:
             start = time.perf_counter()
             behind = (self._prefix.identity, self._context)
-            kept = self._kept
-            known = kept.get(self._lm, {}).get(behind)
+            known = self._kept.get(behind)
             ids = self._prefix.identity.token_ids
             self._prefix_kv, kv = found = known or encode_prefix(self._lm, ids, self._context)
             if (
                 self._lm.device.type == "cpu"
                 and self._loaded.identity.fingerprint == self._prefix.identity.model
             ):
-                kept[self._lm] = {behind: found}
+                self._kept.clear()
+                self._kept[behind] = found
             retention = replace(self._prefix_retention, cost_ms=1e3 * (time.perf_counter() - start))
             if kv is not None and self._loaded.identity.fingerprint == self._prefix.identity.model:
                 try:
