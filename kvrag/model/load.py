@@ -6,17 +6,14 @@ answers without reuse (:class:`~kvrag.model.plain.PlainLM`), and every result gi
 
 from __future__ import annotations
 
-import ctypes
 import json
 import logging
 import os
-import platform
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -90,8 +87,6 @@ def _load(source: ModelSource, make_encoder: Callable[[Any], Any] | None) -> Loa
             model = _load_weights(source)
     tokenizer = load_tokenizer(source)
     lm = accept(model)
-    if lm.device.type == "cpu":
-        _keep_freed_memory()
     # Identified after a first forward, in which quantised layers may repack their weights and
     # adapters unmerge.
     with Progress(f"identifying the weights of {_label(source)}"):
@@ -148,20 +143,6 @@ def _without_bars(source: ModelSource) -> Iterator[None]:
         gguf.tqdm = bar
         if is_shown:
             progress.enable_progress_bar()
-
-
-@cache
-def _keep_freed_memory() -> None:
-    """Make glibc keep freed memory for the next forward.
-
-    Page faults of fresh memory cost a visible part of a repair on a CPU. Other allocators are left
-    alone, and so is a process that sets glibc's own variables.
-    """
-    if platform.libc_ver()[0] != "glibc" or any(name.startswith("MALLOC_") for name in os.environ):
-        return
-    # malloc.h: trim threshold, top pad, mmap threshold.
-    for option, value in ((-1, 2**31 - 1), (-2, 2**28), (-3, 2**25)):
-        ctypes.CDLL(None).mallopt(option, value)
 
 
 def _origin(source: ModelSource, model: PreTrainedModel) -> str | None:
