@@ -12,17 +12,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from kvrag.blend.prefill import Prefilled
 from kvrag.types import Source, TokenLogprob
 
 # SentencePiece's spelling of a byte that is no character alone
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
-_PRINTED = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-_UNPRINTED = [byte for byte in range(256) if byte not in _PRINTED]
-_BYTE_OF = {chr(byte): byte for byte in _PRINTED} | {
-    chr(256 + at): byte for at, byte in enumerate(_UNPRINTED)
-}
+_BYTE_OF = {char: byte for byte, char in bytes_to_unicode().items()}
 """Bytes, by the characters that byte-level tokenizers (GPT-2's and its heirs) write for them."""
 
 SLICE_BYTES = 2**26
