@@ -29,12 +29,12 @@ NONCE_BYTES = 12
 
 
 def derive(key: bytes, purpose: str, *, salt: bytes = b"") -> bytes:
-    """Derive 32 bytes for a purpose: HKDF-SHA256 (RFC 5869) with a single block of output.
+    """Derive 32 bytes for a purpose: HKDF-SHA256 (RFC 5869). ``salt`` may be public."""
+    from cryptography.hazmat.primitives.hashes import SHA256
+    from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-    ``salt`` may be public.
-    """
-    extracted = hmac.digest(salt or bytes(32), key, "sha256")
-    return hmac.digest(extracted, f"kvrag/{FORMAT_VERSION}/{purpose}".encode() + b"\x01", "sha256")
+    info = f"kvrag/{FORMAT_VERSION}/{purpose}".encode()
+    return bytes(HKDF(SHA256(), 32, salt or None, info).derive(key))
 
 
 def key_id(key: bytes) -> str:
