@@ -11,8 +11,8 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ import torch
 import transformers
 from pydantic import TypeAdapter
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.utils import logging as progress
 
 import kvrag
 from kvrag.cache import cache_dir, keep
@@ -110,39 +109,15 @@ def _label(source: ModelSource) -> str:
 
 def _load_weights(source: ModelSource) -> PreTrainedModel:
     options = loading_options(source)
-    with _without_bars(source):
-        model = trying(
-            source, lambda: AutoModelForCausalLM.from_pretrained(directory(source), **options)
-        )
+    model = trying(
+        source, lambda: AutoModelForCausalLM.from_pretrained(directory(source), **options)
+    )
     check_generates(model)
     check_placement(model)
     device = resolve_device(source)
     if "device_map" in source.hf_kwargs or model.device == device:
         return model
     return trying(source, lambda: model.to(device))
-
-
-@contextmanager
-def _without_bars(source: ModelSource) -> Iterator[None]:
-    """Hide the two progress bars that transformers shows for a GGUF file at every start.
-
-    The process's own settings are restored.
-    """
-    if not os.fspath(source.model).endswith(".gguf"):
-        yield
-        return
-    from transformers import modeling_gguf_pytorch_utils as gguf
-
-    bar = gguf.tqdm
-    is_shown = progress.is_progress_bar_enabled()
-    gguf.tqdm = progress.EmptyTqdm
-    progress.disable_progress_bar()
-    try:
-        yield
-    finally:
-        gguf.tqdm = bar
-        if is_shown:
-            progress.enable_progress_bar()
 
 
 def _origin(source: ModelSource, model: PreTrainedModel) -> str | None:

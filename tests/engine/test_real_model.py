@@ -12,7 +12,6 @@ from pydantic import BaseModel
 
 from kvrag import KVRagEngine, RepairConfig
 from kvrag.calibrate import Trial
-from kvrag.model.load import _load_weights
 from kvrag.verify import kl_divergence
 
 pytestmark = [pytest.mark.real_model, pytest.mark.slow]
@@ -162,24 +161,6 @@ def test_the_audit_counts_what_a_full_prefill_says(engine, prompts):
         == pytest.approx(float(kl_divergence(full, reused)), rel=1e-2)
     )
     assert found["top1"] == (full.argmax() == reused.argmax())
-
-
-def test_loading_a_gguf_file_shows_no_bars_and_puts_the_settings_back(engine, capfd):
-    from transformers import modeling_gguf_pytorch_utils as gguf
-    from transformers.utils import logging
-
-    bar, was_shown = gguf.tqdm, logging.is_progress_bar_enabled()
-    try:
-        for show, is_shown in (
-            (logging.disable_progress_bar, False),
-            (logging.enable_progress_bar, True),
-        ):
-            show()
-            _load_weights(engine.source)
-            assert "|" not in capfd.readouterr().err
-            assert (gguf.tqdm, logging.is_progress_bar_enabled()) == (bar, is_shown)
-    finally:
-        (logging.enable_progress_bar if was_shown else logging.disable_progress_bar)()
 
 
 def test_the_gguf_model_is_known_by_its_file(engine):
