@@ -2,13 +2,12 @@
 
 A read that hangs does not keep the process alive, as it would in a pool of the standard library. A
 daemon inside torch at interpreter exit would abort the process, so all actions are cancelled and
-joined first.
+joined first, and forwards end at their next layer (:func:`leave_at_exit`).
 """
 
 from __future__ import annotations
 
 import atexit
-import ctypes
 import logging
 import os
 import threading
@@ -26,9 +25,8 @@ R = TypeVar("R")
 
 MAX_IDLE = 4  # idle threads that a pool keeps for the next action
 EXIT_WAIT_S = 10.0  # longest wait for running actions at process exit
-# Seconds at exit until a running action that has a cancel event and ignores it gets a SystemExit.
-EXIT_GRACE_S = 1.0
 
+_exiting = threading.Event()
 _forkable: weakref.WeakSet[Any] = weakref.WeakSet()
 _threaded: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -185,12 +183,12 @@ class Pool:
             self._threads[thread] = job = self._jobs.popleft()
             return job
 
-    def end(self) -> dict[threading.Thread, _Job | None]:
-        """Refuse new jobs and cancel all jobs; return the threads with their running jobs."""
+    def end(self) -> list[threading.Thread]:
+        """Refuse new jobs and cancel all jobs; return the threads."""
         with self._changed:
             self._is_over = True
-            threads = dict(self._threads)
-            jobs = [*self._jobs, *filter(None, threads.values())]
+            threads = list(self._threads)
+            jobs = [*self._jobs, *filter(None, self._threads.values())]
             self._jobs.clear()
             self._changed.notify_all()
         for job in jobs:
@@ -202,21 +200,18 @@ class Pool:
 
 @atexit.register
 def _end_all() -> None:
-    """Cancel all actions and join their threads.
-
-    An action that ignores its cancel event gets a ``SystemExit`` when it returns to Python.
-    """
-    start = time.monotonic()
+    """Cancel all actions and join their threads."""
+    _exiting.set()
+    end = time.monotonic() + EXIT_WAIT_S
     pools = [each for each in list(_forkable) if isinstance(each, Pool)]
-    running = {thread: job for pool in pools for thread, job in pool.end().items()}
-    for end in (start + EXIT_GRACE_S, start + EXIT_WAIT_S):
-        for thread in running:
-            thread.join(max(0.0, end - time.monotonic()))
-        for thread, job in running.items():
-            if job is not None and job.cancel is not None and thread.is_alive():
-                ident = ctypes.c_ulong(thread.ident or 0)
-                error = ctypes.py_object(SystemExit)
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, error)
+    for thread in [thread for pool in pools for thread in pool.end()]:
+        thread.join(max(0.0, end - time.monotonic()))
+
+
+def leave_at_exit() -> None:
+    """Raise ``SystemExit`` in a daemon thread once the interpreter exits; work may end here."""
+    if _exiting.is_set() and threading.current_thread().daemon:
+        raise SystemExit
 
 
 # Shared by all of kvrag: a thread per running action, and a few idle threads.

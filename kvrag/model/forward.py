@@ -117,7 +117,7 @@ class Forward(Cache):  # type: ignore[misc]
         **__: object,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write a layer's fresh rows in place and return all rows up to the forward's last."""
-        if self._lock is not None and self._lock.pending:
+        if self._lock is not None:
             self._lock.give_way()
         stop = self._rows.stop
         slots = self._rows.slots if isinstance(self._rows.slots, slice) else self.hi

@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar, cast
 
 from transformers import PreTrainedModel
 
-from kvrag.threads import fork_lock, renew_after_fork
+from kvrag.threads import fork_lock, leave_at_exit, renew_after_fork
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -199,8 +199,14 @@ class ModelLock:
         self._came.wait(PATIENCE_S)
 
     def give_way(self) -> None:
-        """Run pending steps if they are due; the holder calls it where its work can pause."""
-        if not self.is_stepping and time.perf_counter() >= self._due:
+        """Run pending steps if they are due; the holder calls it where its work can pause.
+
+        At interpreter exit, the work of a pool's thread ends here.
+        """
+        if self.is_stepping:  # for requests of other threads, too
+            return
+        leave_at_exit()
+        if self.pending and time.perf_counter() >= self._due:
             start = time.perf_counter()
             self._serve()
             _waited.seconds += time.perf_counter() - start

@@ -55,6 +55,31 @@ def test_the_process_ends_in_order_while_a_request_is_inside_torch(how):
     assert (done.returncode, "terminate" in done.stderr) == (code, False), done.stderr
 
 
+SLOW_LAYERS = """
+from kvrag import threads
+from kvrag.model.forward import Forward
+def slow(*args, **options):
+    begun.set()
+    time.sleep(1)
+    return update(*args, **options)
+def told(*args, **options):
+    try:
+        return real(*args, **options)
+    finally:
+        print("left", flush=True)
+lm.forward, update, Forward.update, threads.EXIT_WAIT_S = told, Forward.update, slow, 2
+stream = engine.stream("a b c", max_new_tokens=2)
+begun.wait(60)
+"""
+
+
+def test_at_exit_a_forward_ends_at_its_next_layer():
+    """All its layers would take longer than the exit waits."""
+    script = [sys.executable, "-c", SCRIPT + SLOW_LAYERS]
+    done = subprocess.run(script, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (0, "left\n"), done.stderr
+
+
 def test_ctrl_c_in_generate_stops_decoding_while_the_traceback_is_kept(engine, monkeypatch):
     real, forwards, interrupt = engine.loaded.lm.forward, [], threading.Event()
 

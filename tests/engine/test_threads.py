@@ -243,15 +243,15 @@ def test_a_forked_child_has_threads_locks_and_turns_of_its_own(pool, go_on):
 AT_EXIT = """
 import sys, threading, time
 from kvrag import threads
-threads.EXIT_GRACE_S, threads.EXIT_WAIT_S = 0.2, float(sys.argv[2])
+threads.EXIT_WAIT_S = float(sys.argv[2])
 pool, begun, cancel = threads.Pool("one", 1), threading.Event(), threading.Event()
 def polite():
     begun.set(); cancel.wait(60); print("polite", flush=True)
-def deaf():
+def leaving():
     begun.set()
     try:
-        while True: time.sleep(0.01)
-    finally: print("deaf", flush=True)
+        while True: time.sleep(0.01); threads.leave_at_exit()
+    finally: print("left", flush=True)
 def hung():
     begun.set(); time.sleep(60); print("hung", flush=True)
 pool.submit(globals()[sys.argv[1]], cancel=cancel)
@@ -262,12 +262,23 @@ begun.wait(60)
 
 @pytest.mark.parametrize(
     ("what", "wait_s", "said"),
-    [("polite", 60, "polite\n"), ("deaf", 60, "deaf\n"), ("hung", 0.5, "")],
+    [("polite", 60, "polite\n"), ("leaving", 60, "left\n"), ("hung", 0.5, "")],
 )
 def test_at_exit_what_runs_is_cancelled_and_joined_within_a_bound(what, wait_s, said):
     script = [sys.executable, "-c", AT_EXIT, what, str(wait_s)]
     done = subprocess.run(script, capture_output=True, text=True, timeout=50, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, said, "")
+
+
+def test_work_goes_on_while_the_interpreter_runs_and_in_the_main_thread(pool):
+    assert pool.submit(threads.leave_at_exit).result(WAIT_S) is None
+    threads._exiting.set()
+    try:
+        threads.leave_at_exit()
+        with pytest.raises(SystemExit):
+            pool.submit(threads.leave_at_exit).result(WAIT_S)
+    finally:
+        threads._exiting.clear()
 
 
 # -- deadlines -------------------------------------------------------------------------------------------------------------
