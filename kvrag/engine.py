@@ -181,10 +181,6 @@ class KVRagEngine:
         self._prefix_texts: dict[str, dict[str, None]] = {}
         self._kept_prefix: KeptPrefix = {}
         self._learner, self.prefix = learning(prefix, self._prefix_texts)
-        if self._learner and self.store_config.read_only:
-            raise ConfigError(
-                "prefix is 'learn', and a read_only store takes nothing; pass the prefix itself"
-            )
         self._digest_of = lru_cache(maxsize=1024)(self.store.names.namespace)
         self._digest_of(namespace)
         self._gate = QuantiseCheck(self.store_config.kv_dtype)
@@ -824,9 +820,7 @@ class KVRagEngine:
                 self._gate.admit(loaded)
                 config = self.store_config
                 ids = self.context_ids
-                if (config.on_miss == "store" or self._learner) and not isinstance(
-                    loaded.lm, PlainLM
-                ):
+                if config.on_miss == "store" and not isinstance(loaded.lm, PlainLM):
                     self._write_back = WriteBack(loaded, self.store, config, self._erasures, ids)
                 own = self._write_back, ids, self._stats, self._learner
                 self._query_side = QueryPipeline(loaded, self.store, config, *own, self._erasures)

@@ -219,15 +219,13 @@ class Missed:
     """Chunks of a prompt that had no KV, for :mod:`kvrag.precompute.on_miss`.
 
     ``prefix`` is the text to encode them behind, ``namespace`` a digest, and ``erasures`` the
-    number of erasures in the namespace before the prompt. ``is_again``: whether they may have KV
-    behind other prefixes.
+    number of erasures in the namespace before the prompt.
     """
 
     chunks: tuple[MissedChunk, ...]
     prefix: str
     namespace: str
     erasures: int
-    is_again: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,6 @@ from kvrag.types import (
     Explanation,
     GenerationResult,
     Missed,
-    MissedChunk,
     TextEntry,
     TokenLogprob,
 )
@@ -195,14 +194,10 @@ class QueryPipeline:
         erasures = self.erasures.count(request.namespace)
         with clock.stage("plan"):
             plan = self.plan(request, deadline)
-            again = self._learn(request, plan)
+            self._learn(request, plan)
         limit = self._length_of(len(plan.token_ids), max_new_tokens, request.slides)
         total = self._check_length(len(plan.token_ids), limit, request.slides)
-        stores = self._stores_missed
-        if stores or again is not None:
-            missed = _missed(request, plan, erasures, again, stores=stores)
-        else:
-            missed = None
+        missed = _missed(request, plan, erasures) if self.write_back else None
         plan, slides = self._checked(plan, request, total)
         attempt = partial(
             prefill,
@@ -255,24 +250,17 @@ class QueryPipeline:
                 done, told = read_on(done, ids[1:], config.prompt_logprobs, cancel)
             yield replace(done, max_new_tokens=limit), told
 
-    @property
-    def _stores_missed(self) -> bool:
-        return self.write_back is not None and self.store_config.on_miss == "store"
-
-    def _learn(self, request: Request, plan: Plan) -> str | None:
-        """Return a learned prefix to encode this prompt's chunks behind as well, if any.
-
-        Otherwise report the plan to :class:`~kvrag.prompt.explain.Watch`, if its mode may stitch.
-        """
+    def _learn(self, request: Request, plan: Plan) -> None:
+        """Report a plan to the learner, and to the watch if its mode may stitch."""
         learner = self.learner if request.mode != "full" else None
-        again = learner.see(request.namespace, plan, request.prefixes[0]) if learner else None
-        if request.mode in ("auto", "stitch") and again is None:
+        if learner:
+            learner.see(request.namespace, plan, request.prefixes[0])
+        if request.mode in ("auto", "stitch"):
             known = partial(self._known, request.namespace)
-            stores = self._stores_missed
+            stores = self.write_back is not None
             self.stats.watch.notice(
                 plan, known, is_stored_later=stores, is_learning=learner is not None
             )
-        return again
 
     def _past(self, request: Request, plan: Plan) -> PrefixMatch | None:
         """Return the rows of earlier requests that match the beginning of a prompt."""
@@ -440,29 +428,11 @@ class QueryPipeline:
         )
 
 
-def _missed(
-    request: Request, plan: Plan, erasures: int, again: str | None, *, stores: bool
-) -> Missed | None:
-    """Return the registered and explicit chunks of a prompt that may be stored; never live text.
-
-    Chunks are encoded behind a prefix of the application. ``again``: a learned prefix to encode
-    chunks with KV behind as well; ``stores``: whether chunks without KV are included then.
-    """
-    chunks = plan.missed
-    if again is not None:
-        known = [p.piece for p in plan.pieces if p.piece.kind == "chunk" and p.identity is not None]
-        chunks = (chunks if stores else []) + [
-            MissedChunk(piece.text, piece.is_given) for piece in known
-        ]
-    if request.mode == "full" or not chunks:
+def _missed(request: Request, plan: Plan, erasures: int) -> Missed | None:
+    """Return the registered and explicit chunks of a prompt without KV; never live text."""
+    if request.mode == "full" or not plan.missed:
         return None
-    head = plan.pieces[0].piece.text if again is None else again
-    # no chunk is encoded behind a question
-    prefix = head if head in (again, *request.prefixes) else request.prefixes[0]
-    return Missed(
-        tuple(dict.fromkeys(chunks)),
-        prefix,
-        request.namespace,
-        erasures,
-        is_again=again is not None,
-    )
+    head = plan.pieces[0].piece.text
+    # Chunks are encoded behind a prefix of the application, never behind a question.
+    prefix = head if head in request.prefixes else request.prefixes[0]
+    return Missed(tuple(dict.fromkeys(plan.missed)), prefix, request.namespace, erasures)

@@ -1,9 +1,8 @@
 """Write-back: precompute chunks after an answer that had to compute them.
 
-These are retrieved chunks without KV, or without KV behind a learned prefix. They are encoded
-behind the prefix, in batches of a single chunk, while no request of the engine runs. KV is never
-taken from the answer, because its rows may be repaired. Live text, such as questions and other user
-turns, is never stored.
+These are retrieved chunks without KV. They are encoded behind the prefix, in batches of a single
+chunk, while no request of the engine runs. KV is never taken from the answer, because its rows may
+be repaired. Live text, such as questions and other user turns, is never stored.
 """
 
 from __future__ import annotations
@@ -19,12 +18,11 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 
 from kvrag.config import StoreConfig
-from kvrag.identity.fingerprint import content_key, context_digest, text_digest
+from kvrag.identity.fingerprint import content_key, text_digest
 from kvrag.model.lm import LoadedModel
 from kvrag.precompute.encode import KeptPrefix
 from kvrag.precompute.run import Guard, Precompute
-from kvrag.prompt.learn import MAX_LEARNT
-from kvrag.store import ChunkRecord, TieredStore
+from kvrag.store import TieredStore
 from kvrag.threads import POOL
 from kvrag.types import ChunkIdentity, Missed, MissedChunk, TextEntry
 
@@ -199,21 +197,11 @@ class WriteBack:
                 if counts["failed"] and not counts["stored"]:
                     self._not_before = time.monotonic() + RETRY_S
 
-    def _drop_oldest(self, missed: Missed) -> None:
-        """Erase the oldest KV of chunks that have it behind more than ``MAX_LEARNT`` prefixes."""
-        context = context_digest(self.context)
-        for chunk in missed.chunks:
-            found = [
-                v.key for v in self.variants(missed.namespace, chunk.text) if v.context == context
-            ]
-            if len(found) > MAX_LEARNT:
-                self.store.delete(found[:-MAX_LEARNT])
-
-    def variants(self, namespace: str, text: str) -> list[ChunkRecord]:
-        """Return the records of a text's KV behind any prefix and context, oldest first."""
+    def has_kv(self, namespace: str, text: str) -> bool:
+        """Whether a text has KV behind any prefix and context."""
         ids = self.loaded.encoder.chunk_ids(text)
         identity = ChunkIdentity(self.loaded.fingerprint, namespace, "", ids, self.config.kv_dtype)
-        return self.store.catalog.variants(content_key(identity))
+        return bool(self.store.catalog.variants(content_key(identity)))
 
     def _store(self, missed: Missed) -> Counter[str]:
         """Store the chunks of a prompt that are still missing, and return counts; never raises."""
@@ -235,8 +223,6 @@ class WriteBack:
             wanted = [(None, chunk.text) for chunk in missed.chunks if guard.is_wanted(chunk)]
             skipped = len(missed.chunks) - len(wanted)
             run.run(wanted, batch_size=1)
-            if missed.is_again:
-                self._drop_oldest(missed)
         except Stopped:
             rest = "dropped"
         except Exception as error:  # only logged: the answer has been given
@@ -286,11 +272,8 @@ class _MissGuard(Guard):
         return ""
 
     def is_wanted(self, chunk: MissedChunk) -> bool:
-        """Whether a chunk has no KV, and is an explicit segment or the text of a document.
-
-        A chunk with KV behind another prefix is wanted only if it is encoded again (``is_again``).
-        """
-        if not self._missed.is_again and self._owner.variants(self._missed.namespace, chunk.text):
+        """Whether a chunk has no KV, and is an explicit segment or the text of a document."""
+        if self._owner.has_kv(self._missed.namespace, chunk.text):
             return False
         digest = text_digest(chunk.text)
         if self._is_registered(digest):

@@ -20,8 +20,7 @@ from kvrag.threads import fork_lock
 logger = logging.getLogger(__name__)
 
 LEARN_AFTER = 3
-# prefixes per namespace, and so KV variants per chunk: an application may use so many templates
-MAX_LEARNT = 4
+MAX_LEARNT = 4  # prefixes per namespace: an application may use so many templates
 MAX_METADATA = 2000  # characters
 MAX_HEADS = 256  # heads that may yet be learned; beyond, the least recently seen is dropped
 
@@ -55,40 +54,33 @@ class Learner:
         """Return the namespace's learned prefixes, oldest first."""
         return self._learnt.get(namespace, ())
 
-    def see(self, namespace: str, plan: Plan, first: str) -> str | None:
-        """Observe a plan; return the prefix to encode its chunks behind, if they lack that KV.
+    def see(self, namespace: str, plan: Plan, first: str) -> None:
+        """Observe a plan, and log a prefix that is learned from it.
 
         ``first`` is the prefix that is used until a prefix is learned. A head that equals it, or
-        that has stored KV (learned by an earlier process), is accepted at once.
+        that has stored KV (of an earlier process), is accepted at once.
         """
         whole = head_of(plan)
         if whole is None or plan.fault or plan.refusal:
-            return None
+            return
         metadata = METADATA.search(whole, len(whole) - MAX_METADATA)
         head = whole[: metadata.start()] if metadata else whole
         with self._lock:
-            if head in (learnt := self.learnt(namespace)):
-                if plan.has_mismatch:
-                    return head
-                return None
+            learnt = self.learnt(namespace)
             is_named = head == first or (
                 plan.pieces[0].identity is not None and plan.pieces[0].piece.text == head
             )
-            if len(learnt) == MAX_LEARNT or not (
-                is_named or self._is_constant(namespace, head, plan)
+            if (
+                head in learnt
+                or len(learnt) == MAX_LEARNT
+                or not (is_named or self._is_constant(namespace, head, plan))
             ):
-                return None
+                return
             self._learnt[namespace] = (*learnt, head)
             self._named.setdefault(namespace, {})[head] = None
         if not is_named:
-            what = (
-                "was learned; chunks that come in prompts are encoded behind it from now on. "
-                "Pass it and precompute again to encode all of them behind it"
-            )
+            what = "was learned; pass it to precompute, which encodes the chunks behind it"
             logger.warning("prefix=%r %s", head, what)
-        if not is_named or plan.has_mismatch:
-            return head
-        return None
 
     def _is_constant(self, namespace: str, head: str, plan: Plan) -> bool:
         """Whether enough prompts have come with this head.
