@@ -2,7 +2,7 @@
 
 ::
 
-    Plan ─▶ layout ─▶ decide ─▶ load ─▶ stitch ─▶ select ─▶ repair ─▶ logits
+    Plan ─▶ layout ─▶ reuse: decide, load ─▶ stitch ─▶ select ─▶ repair ─▶ logits
                └───────────── prefill runs them ─────────────────┘
                  cost: prices for auto · covariance: covariance of row changes · quantise: codes
 

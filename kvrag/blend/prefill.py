@@ -13,10 +13,9 @@ import torch
 from kvrag.blend.clock import NOTABLE_S, Clock
 from kvrag.blend.cost import CostModel, Price
 from kvrag.blend.covariance import RowCovariance
-from kvrag.blend.decide import because, decide_plan
 from kvrag.blend.layout import Layout, num_rows_of, sources_of
-from kvrag.blend.load import read
 from kvrag.blend.repair import REREAD, deviation, may_shift, probe, repair
+from kvrag.blend.reuse import because, decide_plan, read
 from kvrag.blend.select import Signal, needs_of, select_rows
 from kvrag.blend.slide import SlidingWindow
 from kvrag.blend.stitch import PrefixMatch, filling, stitch

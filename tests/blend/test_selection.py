@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from kvrag.blend.covariance import RowCovariance
-from kvrag.blend.decide import decide
 from kvrag.blend.layout import Layout, Segment, place, rows_of
+from kvrag.blend.reuse import decide
 from kvrag.blend.select import effective_ratio, select_rows, sentence_rows
 from kvrag.config import RepairConfig
 

@@ -13,7 +13,7 @@ import torch
 from texts import make_chunks
 
 from kvrag import Chunk, KVRagEngine, RepairConfig, StoreConfig
-from kvrag.blend.decide import in_words
+from kvrag.blend.reuse import in_words
 from kvrag.identity.fingerprint import chunk_key
 from kvrag.store import TieredStore
 from kvrag.types import ChunkKey, Hole

@@ -20,7 +20,7 @@ SECONDS = {
     "prepare": "kvrag.engine.QueryPipeline",
     "plan": "kvrag.generate.pipeline.plan_prompt",
     "price": "kvrag.blend.cost.costs_of",
-    "load": "kvrag.blend.load._load",
+    "load": "kvrag.blend.reuse._load",
     "stitch": "kvrag.blend.prefill.stitch",
     "select": "kvrag.blend.prefill.select_rows",
     "repair": "kvrag.blend.prefill.repair",
