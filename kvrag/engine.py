@@ -51,7 +51,6 @@ from kvrag.prompt.template import Prompt, PromptEncoder
 from kvrag.prompt.tools import ResponseFormat, answer_form
 from kvrag.signatures import checks_names, parameters_of
 from kvrag.store import Prefetch, TieredStore, on_accelerator, open_store
-from kvrag.threads import fork_lock
 from kvrag.types import (
     Chunk,
     ChunkIdentity,
@@ -89,6 +88,23 @@ _DEFAULT = RepairConfig()
 # Looking options up costs less than checking them again.
 _sampling = lru_cache(maxsize=64, typed=True)(SamplingConfig)
 _SAMPLING = tuple(field.name for field in fields(SamplingConfig))
+
+_first_process = 0  # id of the process that made the first engine
+
+
+def _check_process() -> None:
+    """Raise ``ModelError`` in a process that was forked after an engine was made.
+
+    torch would wait there for its parent's threads.
+    """
+    global _first_process
+    _first_process = _first_process or os.getpid()
+    if _first_process != os.getpid():
+        raise ModelError(
+            "a KVRagEngine was made before this process was forked; make engines after the fork "
+            "only (gunicorn: without --preload; celery: in worker_process_init), or start "
+            "processes by 'spawn'"
+        )
 
 
 def _options_in(arguments: Mapping[str, Any], *others: str) -> dict[str, Any]:
@@ -148,7 +164,7 @@ class KVRagEngine:
         weakref.WeakValueDictionary()
     )
     _recent: ClassVar[dict[KVRagEngine, None]] = {}  # the latest engines of get(), oldest first
-    _shared_lock = fork_lock()
+    _shared_lock = threading.RLock()
 
     def __init__(
         self,
@@ -162,6 +178,7 @@ class KVRagEngine:
         store_config: StoreConfig | Mapping[str, Any] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
+        _check_process()
         self.source = source
         self.namespace = documents.check_namespace(namespace)
         self.kv_dir = documents.check_kv_dir(kv_dir)
@@ -185,7 +202,7 @@ class KVRagEngine:
         self._digest_of(namespace)
         self._gate = QuantiseCheck(self.store_config.kv_dtype)
         self._stats = EngineStats()
-        self._lock = fork_lock()
+        self._lock = threading.RLock()
         self._is_closed = False
         self._loaded: LoadedModel | None = None
         # The model's fingerprint, and the profile kept for it.
@@ -356,6 +373,7 @@ class KVRagEngine:
     @property
     def loaded(self) -> LoadedModel:
         """Model and tokenizer; loads them at first use."""
+        _check_process()
         with self._lock:
             if self._is_closed:
                 raise ModelError(

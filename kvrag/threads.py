@@ -27,13 +27,8 @@ MAX_IDLE = 4  # idle threads that a pool keeps for the next action
 EXIT_WAIT_S = 10.0  # longest wait for running actions at process exit
 
 _exiting = threading.Event()
-_forkable: weakref.WeakSet[Any] = weakref.WeakSet()
+_pools: weakref.WeakSet[Pool] = weakref.WeakSet()
 _threaded: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-def renew_after_fork(thing: Any) -> None:
-    """Register ``thing._at_fork_reinit()`` to run in a forked child, where its threads are gone."""
-    _forkable.add(thing)
 
 
 def at_thread_end(thing: Any) -> None:
@@ -44,20 +39,10 @@ def at_thread_end(thing: Any) -> None:
     _threaded.add(thing)
 
 
-def fork_lock() -> threading.RLock:
-    """Return a re-entrant lock that is free in a forked child, even if the parent held it."""
-    lock = threading.RLock()
-    _forkable.add(lock)
-    return lock
-
-
 def _after_fork() -> None:
-    """Reset locks and pools in a forked child.
-
-    The parent's other threads are gone, and the locks that they held would stay held.
-    """
-    for each in list(_forkable):
-        each._at_fork_reinit()  # the standard library's locks have this method too
+    """Empty the pools in a forked child: their threads stayed in the parent."""
+    for pool in list(_pools):
+        pool.begin()
 
 
 if hasattr(os, "register_at_fork"):
@@ -73,18 +58,19 @@ class _Job(NamedTuple):
 class Pool:
     """Pool of daemon threads that run actions.
 
-    After a fork the pool is empty. At interpreter exit its actions are cancelled and joined, within
-    a time limit. At most ``max_threads`` actions run at the same time, and more wait. ``None``:
+    A forked child begins with an empty pool. At interpreter exit its actions are cancelled and
+    joined, within a time limit. At most ``max_threads`` actions run at the same time, and more wait. ``None``:
     actions run at once, in an idle thread or else a new thread.
     """
 
     def __init__(self, name: str, max_threads: int | None = None) -> None:
         self._name = name
         self._max_threads = max_threads
-        self._at_fork_reinit()
-        _forkable.add(self)
+        self.begin()
+        _pools.add(self)
 
-    def _at_fork_reinit(self) -> None:
+    def begin(self) -> None:
+        """Begin without threads and jobs."""
         self._changed = threading.Condition(threading.Lock())
         self._jobs: deque[_Job] = deque()
         self._threads: dict[threading.Thread, _Job | None] = {}
@@ -203,8 +189,7 @@ def _end_all() -> None:
     """Cancel all actions and join their threads."""
     _exiting.set()
     end = time.monotonic() + EXIT_WAIT_S
-    pools = [each for each in list(_forkable) if isinstance(each, Pool)]
-    for thread in [thread for pool in pools for thread in pool.end()]:
+    for thread in [thread for pool in list(_pools) for thread in pool.end()]:
         thread.join(max(0.0, end - time.monotonic()))
 
 

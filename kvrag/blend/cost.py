@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import platform
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -39,7 +40,6 @@ from kvrag.model.rows import Limits, Rows
 from kvrag.progress import Progress
 from kvrag.prompt.plan import Plan
 from kvrag.store import TieredStore
-from kvrag.threads import fork_lock
 
 logger = logging.getLogger(__name__)
 
@@ -225,7 +225,7 @@ class CostModel:
     def __init__(self, loaded: LoadedModel) -> None:
         self.costs: Costs | None = None
         self._loaded = loaded
-        self._lock = fork_lock()
+        self._lock = threading.RLock()
         # Number of wrong predictions after which the costs are forgotten. It doubles every time,
         # because the machine may stay busy for long.
         self._patience = 1

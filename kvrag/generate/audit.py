@@ -20,7 +20,7 @@ from kvrag.model import StopForward
 from kvrag.model.lm import LoadedModel
 from kvrag.model.rows import Rows
 from kvrag.precompute.quantise_check import kl_divergence
-from kvrag.threads import Pool, fork_lock
+from kvrag.threads import Pool
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class Audit:
     """
 
     def __init__(self) -> None:
-        self._lock = fork_lock()
+        self._lock = threading.RLock()
         self._closed = threading.Event()
         self._draws = random.Random(0)
         self._audited = self._same = self._skipped = 0

@@ -40,7 +40,7 @@ from kvrag.prompt.spans import SpanIndex
 from kvrag.prompt.tokenizer import given_ids
 from kvrag.prompt.tools import TEXT
 from kvrag.store import TieredStore
-from kvrag.threads import Deadline, fork_lock
+from kvrag.threads import Deadline
 from kvrag.types import (
     Accounting,
     Explanation,
@@ -77,7 +77,7 @@ class QueryPipeline:
     erasures: Erasures = field(default_factory=Erasures)
     histories: RadixCache = field(init=False)
     costs: CostModel = field(init=False)
-    _lock: threading.RLock = field(default_factory=fork_lock)
+    _lock: threading.RLock = field(default_factory=threading.RLock)
     _spans: dict[str, tuple[SpanIndex, int]] = field(default_factory=dict)
     _context: str = field(init=False)
 

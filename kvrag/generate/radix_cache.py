@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvrag.blend.stitch import Layers, PrefixMatch
-from kvrag.threads import renew_after_fork
 
 
 @dataclass(slots=True, eq=False)
@@ -58,10 +57,6 @@ class RadixCache:
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
-        self._at_fork_reinit()
-        renew_after_fork(self)
-
-    def _at_fork_reinit(self) -> None:
         self._lock = threading.Lock()
         self._roots: dict[Hashable, _Node] = {}
         # least recently used first; a node counts as used after the nodes above it

@@ -21,7 +21,6 @@ from transformers import PreTrainedModel
 from kvrag.model.lm import LoadedModel
 from kvrag.model.plain import PlainLM
 from kvrag.store import host_memory
-from kvrag.threads import fork_lock, renew_after_fork
 
 MAX_RUNNING = 64  # running requests on a device; as many decode in a forward
 SHARE = 0.5  # of a device's memory, less the weights, for the KV of running requests
@@ -47,10 +46,6 @@ class Scheduler:
     def __init__(self, max_running: int, max_bytes: int) -> None:
         self._max_running = max_running
         self.max_bytes = max_bytes
-        self._at_fork_reinit()
-        renew_after_fork(self)
-
-    def _at_fork_reinit(self) -> None:
         self._changed = threading.Condition(threading.Lock())
         self._waiting = deque[object]()
         self._running = dict[object, int]()
@@ -72,38 +67,34 @@ class Scheduler:
 
         Raises ``CancelledError`` if ``cancel`` is set during the wait.
         """
-        # local, as a fork replaces the attributes
-        changed = self._changed
-        waiting = self._waiting
-        running = self._running
         mine = object()
 
         def is_next() -> bool:
-            used = sum(running.values())
-            fits = len(running) < self._max_running and used + num_bytes <= self.max_bytes
-            return waiting[0] is mine and (fits or not running)
+            used = sum(self._running.values())
+            fits = len(self._running) < self._max_running and used + num_bytes <= self.max_bytes
+            return self._waiting[0] is mine and (fits or not self._running)
 
         try:
-            with changed:
-                waiting.append(mine)
+            with self._changed:
+                self._waiting.append(mine)
                 try:
-                    while not changed.wait_for(is_next, CANCEL_POLL_S):
+                    while not self._changed.wait_for(is_next, CANCEL_POLL_S):
                         if cancel is not None and cancel.is_set():
                             raise CancelledError
-                    running[mine] = num_bytes
+                    self._running[mine] = num_bytes
                 finally:
-                    waiting.remove(mine)
-                    changed.notify_all()
+                    self._waiting.remove(mine)
+                    self._changed.notify_all()
             yield
         finally:
-            with changed:
-                running.pop(mine, None)
-                changed.notify_all()
+            with self._changed:
+                self._running.pop(mine, None)
+                self._changed.notify_all()
 
 
 _schedulers: dict[torch.device, Scheduler] = {}
 _weights: WeakKeyDictionary[PreTrainedModel, tuple[torch.device, int]] = WeakKeyDictionary()
-_guard = fork_lock()
+_guard = threading.RLock()
 
 
 def scheduler_of(loaded: LoadedModel) -> Scheduler:

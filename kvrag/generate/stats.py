@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from typing import Any, TypeVar
 
 from kvrag.generate.audit import Audit
 from kvrag.prompt.explain import Watch
-from kvrag.threads import fork_lock
 from kvrag.types import Accounting
 
 Counted = TypeVar("Counted", bound=Accounting)
@@ -36,7 +36,7 @@ class EngineStats:
     """Totals over the requests of an engine, counting how their answers were made; thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = fork_lock()
+        self._lock = threading.RLock()
         self._totals: Counter[str] = Counter()
         self.audit = Audit()
         self.watch = Watch()

@@ -23,7 +23,6 @@ from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreT
 from kvrag.model.attention import UNDERSTOOD, Mass, ragged_attention, refuse_unknown
 from kvrag.model.lock import ModelLock
 from kvrag.model.rows import EVERYTHING, KVBuffer, Limits, Reach, Rows
-from kvrag.threads import fork_lock
 
 ATTENTION = "kvrag"  # without "flash" and "/", which transformers treats specially
 EAGER = "eager"  # transformers' reference attention: the code of the modelling file itself
@@ -214,7 +213,7 @@ _current = _Current()
 _ATTENTIONS = AttentionInterface()
 _MASKS = AttentionMaskInterface()
 _own: dict[int, _Own] = {}  # by id of the config, in which the attention is switched
-_guard = fork_lock()
+_guard = threading.RLock()
 
 
 def _own_of(model: PreTrainedModel) -> _Own:
@@ -240,7 +239,7 @@ def switched(model: PreTrainedModel, what: Forward | str) -> Iterator[None]:
     config = model.config
     own = _own_of(model)
     outer = _current.running
-    # Else it is nested in another switch, or this process was forked inside a switch.
+    # Else it is nested in another switch.
     if config._attn_implementation != ATTENTION:
         own.attention = config._attn_implementation or EAGER
         own.is_dense = isinstance(what, Forward) and what.is_dense

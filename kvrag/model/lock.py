@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar, cast
 
 from transformers import PreTrainedModel
 
-from kvrag.threads import fork_lock, leave_at_exit, renew_after_fork
+from kvrag.threads import leave_at_exit
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -69,10 +69,6 @@ class ModelLock:
     """
 
     def __init__(self) -> None:
-        self._at_fork_reinit()
-        renew_after_fork(self)
-
-    def _at_fork_reinit(self) -> None:
         self._guard = threading.Lock()
         self._came = threading.Event()
         self._holder = cast(int | None, None)
@@ -253,7 +249,7 @@ def _do(batch: Sequence[_PendingStep[Any, Any]]) -> None:
 
 
 _locks: dict[int, ModelLock] = {}  # by id of the config, which the lock protects, too
-_guard = fork_lock()
+_guard = threading.RLock()
 
 
 def lock_of(model: PreTrainedModel) -> ModelLock:

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import logging
 import re
+import threading
 
 from kvrag.identity.fingerprint import text_digest
 from kvrag.prompt.plan import Plan
 from kvrag.prompt.prefix import LEARN, LearnPrefix, Prefix
-from kvrag.threads import fork_lock
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class Learner:
 
     def __init__(self, named: dict[str, dict[str, None]]) -> None:
         self._named = named
-        self._lock = fork_lock()
+        self._lock = threading.RLock()
         self._seen: dict[tuple[str, str], tuple[set[str], set[str]]] = {}
         self._learnt: dict[str, tuple[str, ...]] = {}
 

@@ -9,6 +9,7 @@ live, so the bounds here cost time and never correctness.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -18,7 +19,6 @@ from numpy.typing import NDArray
 
 from kvrag.identity.fingerprint import text_digest
 from kvrag.prompt.tokenizer import check_encodable
-from kvrag.threads import fork_lock
 from kvrag.types import Span, TextEntry
 
 ANCHOR_CHARS = 32  # width of the hashed windows; shorter texts can't be found, so are computed live
@@ -72,7 +72,7 @@ class SpanIndex:
 
     def __init__(self, digest_of: Callable[[str], str] = text_digest) -> None:
         self._digest_of = digest_of
-        self._lock = fork_lock()
+        self._lock = threading.RLock()
         self._tables = _NOTHING, _NOTHING  # the large and the small table
 
     def __len__(self) -> int:

@@ -30,7 +30,6 @@ from numbers import Integral
 from typing import Any, Literal
 
 from kvrag.errors import ConfigError, InputError, ModelError
-from kvrag.threads import fork_lock
 
 TokenIds = tuple[int, ...]
 
@@ -66,7 +65,7 @@ SPACES = ("Ġ", "Ċ", "▁")
 """Marks of a space or a line break at a token's beginning, as tokenizers write them."""
 
 _locks: weakref.WeakKeyDictionary[Any, threading.RLock] = weakref.WeakKeyDictionary()
-_locks_guard = fork_lock()
+_locks_guard = threading.RLock()
 
 
 class SegmentTokenizer:
@@ -88,7 +87,7 @@ class SegmentTokenizer:
         self.tokenizer = tokenizer
         # A fast tokenizer keeps split_special_tokens as state that every call sets, so calls lock.
         with _locks_guard:  # engines with the same tokenizer share its lock
-            self._lock = _locks.setdefault(tokenizer, fork_lock())
+            self._lock = _locks.setdefault(tokenizer, threading.RLock())
         try:
             alone = self._encode("a", as_text=True)
         except (TypeError, ValueError, NotImplementedError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Collection, Iterable
 from contextlib import suppress
@@ -9,7 +10,6 @@ from contextlib import suppress
 from kvrag.store.base import Blobs, Bytes
 from kvrag.store.blobs import FileBlobs
 from kvrag.store.eviction import Budget, Evictor, Sized, Usage
-from kvrag.threads import fork_lock
 from kvrag.types import ChunkKey
 
 LISTINGS = 16  # listings of the directory while bytes for the whole budget are copied
@@ -39,7 +39,7 @@ class CachedBlobs:
         # _unlisted: bytes that were copied since the directory was listed.
         self._unlisted = 0
         self._full_until = 0.0
-        self._lock = fork_lock()
+        self._lock = threading.RLock()
 
     def read(self, key: ChunkKey, start: int = 0, length: int | None = None) -> Bytes | None:
         """Return bytes of the copy, which is made if it is missing."""

@@ -6,7 +6,7 @@ The tiers hold only copies of stored chunks.
 from __future__ import annotations
 
 import logging
-import os
+import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from kvrag.identity.fingerprint import chunk_key
 from kvrag.layers import own_kv
 from kvrag.store.base import EventType, Listener, StoreEvent, StoreStats
 from kvrag.store.eviction import SHARE, Sized, Usage, leaving
-from kvrag.threads import Pool, fork_lock
+from kvrag.threads import Pool
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, Hole
 
 log = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ class MemoryTier:
         self.device = torch.device(device)
         self.listeners = list[Listener]()
         self.reads = Reads(max_bytes)
-        self._lock = fork_lock()
+        self._lock = threading.RLock()
         self._entries = dict[ChunkKey, _Entry]()
         self._num_bytes = self._hits = self._misses = self._now = 0
         self.epoch = 0
@@ -242,21 +242,20 @@ class Prefetch:
 
 
 class Reads:
-    """Reads under way: requests for the same chunk share a read. A forked child starts without any.
+    """Reads under way: requests for the same chunk share a read.
 
     At most ``max_bytes`` are prefetched at a time: more would evict chunks that were just read.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._lock = fork_lock()
-        self._pid = os.getpid()
+        self._lock = threading.RLock()
         self._reads = dict[ChunkKey, Read]()
 
     def ahead(self, key: ChunkKey, load: Callable[[], Loaded], num_bytes: int) -> Read | None:
         """Start prefetching a chunk, or join its read; ``None`` without room or a thread."""
         with self._lock:
-            read = self._mine().get(key)
+            read = self._reads.get(key)
             if (
                 read is None
                 and num_bytes + sum(each.num_bytes for each in self._reads.values())
@@ -273,21 +272,15 @@ class Reads:
         A prefetch that no thread has begun is cancelled and read at once.
         """
         with self._lock:
-            read = self._mine().get(key)
+            read = self._reads.get(key)
             if read is None or (read.wanted and read.future.cancel()):
                 read = self._begin(READERS, key, load, 0)
             return read
 
     def cancel(self) -> None:
         """Cancel all reads that no thread has begun."""
-        for read in list(self._mine().values()):
+        for read in list(self._reads.values()):
             read.future.cancel()
-
-    def _mine(self) -> dict[ChunkKey, Read]:
-        if self._pid != os.getpid():
-            self._pid = os.getpid()
-            self._reads = {}
-        return self._reads
 
     def _begin(
         self, pool: Pool, key: ChunkKey, load: Callable[[], Loaded], num_bytes: int

@@ -40,7 +40,8 @@ class ObjectBlobs:
     MissingDependencyError
         If obstore is not installed.
     StoreError
-        If the address or the environment can't be used.
+        If the address or the environment can't be used, or in a process that was forked after the
+        first use of obstore.
     """
 
     is_remote = True  # a second request costs more than bytes that are not needed
@@ -49,6 +50,7 @@ class ObjectBlobs:
         self._obstore: Any = require(
             "obstore", extra="objects", purpose="a KV store in an object store"
         )
+        _check_process()
         self._head = f"{folder}/"
         limit = timedelta(seconds=ANSWER_S)
         options: dict[str, Any] = {}
@@ -74,7 +76,6 @@ class ObjectBlobs:
     def read(self, key: ChunkKey, start: int = 0, length: int | None = None) -> Bytes | None:
         """Return a range of an object."""
         wanted: Any = {"offset": start} if length is None else (start, start + max(1, length))
-        _check_process()
         try:
             found = self._obstore.get(self._store, self._head + key, options={"range": wanted})
             data = memoryview(found.bytes())
@@ -144,7 +145,6 @@ class ObjectBlobs:
     @contextmanager
     def _faults(self) -> Iterator[None]:
         """Turn errors of obstore into ``OSError``."""
-        _check_process()
         try:
             yield
         except self._obstore.exceptions.BaseError as error:
@@ -152,16 +152,16 @@ class ObjectBlobs:
 
 
 def _check_process() -> None:
-    """Raise ``OSError`` in a process that was forked after the first use of obstore.
+    """Raise ``StoreError`` in a process that was forked after the first use of obstore.
 
     The threads of obstore are gone there, and a call would wait for them.
     """
     global _first_process
     _first_process = _first_process or os.getpid()
     if _first_process != os.getpid():
-        raise OSError(
-            errno.EIO,
-            "object store: obstore can't be used in a forked process; start it by 'spawn'",
+        raise StoreError(
+            "obstore was used before this process was forked, and waits here for threads that it "
+            "lacks; start processes by 'spawn'"
         )
 
 

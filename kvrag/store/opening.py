@@ -11,6 +11,7 @@ import logging
 import os
 import shutil
 import stat
+import threading
 from collections import Counter
 from collections.abc import Callable, Collection
 from contextlib import suppress
@@ -39,7 +40,6 @@ from kvrag.store.memory import MemoryTier
 from kvrag.store.object_store import ObjectBlobs
 from kvrag.store.redis import RedisBlobs
 from kvrag.store.tiers import TieredStore
-from kvrag.threads import fork_lock
 from kvrag.types import ChunkKey
 
 log = logging.getLogger(__name__)
@@ -70,11 +70,11 @@ L = TypeVar("L", int, int | None)
 
 _Parts = tuple[MemoryTier, Blobs, Catalog]
 _shared: dict[object, _Parts] = {}
-"""Parts that the stores of a directory share, as long as any of them is open."""
+"""Parts that the stores of a directory share in a process, as long as any of them is open."""
 _users = Counter[object]()
 _above: WeakValueDictionary[object, MemoryTier] = WeakValueDictionary()
 """Accelerator tiers by catalog, device and budget."""
-_lock = fork_lock()
+_lock = threading.RLock()
 
 
 def open_store(kv_dir: str | os.PathLike[str] | None, config: StoreConfig) -> TieredStore:
@@ -104,7 +104,7 @@ def open_store(kv_dir: str | os.PathLike[str] | None, config: StoreConfig) -> Ti
         return _open_shared(kv_dir, config, keys, MemoryTier(ram))
     root = Path(os.path.abspath(kv_dir))
     read_only = prepare(root, config)
-    key = (os.path.realpath(root), keys.cipher, read_only, config.durability, ram)
+    key = (os.getpid(), os.path.realpath(root), keys.cipher, read_only, config.durability, ram)
     durable = config.durability == "durable"
     folder = root / (f"catalog-{keys.id}" if keys.id else "catalog")
 
@@ -141,7 +141,8 @@ def _open_shared(
             f"{root} can't be written to; "
             "name a directory for copies of the shared KV store, or none"
         )
-    key = (url, root and os.path.realpath(root), keys.cipher, config.read_only, host.max_bytes)
+    place = root and os.path.realpath(root)
+    key = (os.getpid(), url, place, keys.cipher, config.read_only, host.max_bytes)
 
     def open_parts() -> _Parts:
         blobs = open_url(url, OBJECTS)

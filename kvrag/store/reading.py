@@ -7,6 +7,8 @@ row of an absent blob is removed.
 from __future__ import annotations
 
 import logging
+import os
+import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -14,6 +16,7 @@ from functools import partial
 from typing import TypeVar
 
 from kvrag.config import Retention, StoreConfig
+from kvrag.errors import StoreError
 from kvrag.identity.fingerprint import chunk_key
 from kvrag.store.base import Blobs, Bytes, Listener, MemoryBlobs, StoreEvent, StoreStats
 from kvrag.store.blobs import KEY, FileBlobs
@@ -23,7 +26,7 @@ from kvrag.store.crypto import Keys
 from kvrag.store.eviction import Usage
 from kvrag.store.format import Blob, BlobRejected
 from kvrag.store.memory import Loaded, MemoryTier, Prefetch, Read, Reads, emit
-from kvrag.threads import Deadline, fork_lock
+from kvrag.threads import Deadline
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, Hole, HoleReason
 
 log = logging.getLogger(__name__)
@@ -49,7 +52,8 @@ class Reader:
         config: StoreConfig,
         keys: Keys,
     ) -> None:
-        self.catalog = catalog
+        self._catalog = catalog
+        self._process = os.getpid()
         self.blobs = blobs
         self.config = config
         self.keys = keys
@@ -67,11 +71,22 @@ class Reader:
         self.reads = Reads(0)
         for tier in reversed(tiers):
             self.put_above(tier)
-        self._lock = fork_lock()
+        self._lock = threading.RLock()
         self._counts = Counter[str]()
         self._has_warned = False
         # The catalog's generation when memory was last compared with it.
         self._followed: int | None = None
+
+    @property
+    def catalog(self) -> Catalog:
+        """Catalog of the stored chunks; raises ``StoreError`` in a process that was forked since."""
+        if self._process != os.getpid():
+            raise StoreError(
+                "this KV store was opened before the process was forked; open it after the fork "
+                "(gunicorn: without --preload; celery: in worker_process_init), or start "
+                "processes by 'spawn'"
+            )
+        return self._catalog
 
     def put_above(self, tier: MemoryTier) -> None:
         """Add a memory tier above all other tiers."""
@@ -143,7 +158,7 @@ class Reader:
         look_s = max(timeout_s, LOOK_S)
         look = Deadline(look_s)
         found = look.ask(
-            partial(self._look, keys),
+            partial(self._look, self.catalog, keys),
             dict[ChunkIdentity, Loaded | Read | None](),
             what="the KV store",
         )
@@ -175,7 +190,7 @@ class Reader:
         return Prefetch(found, reads)
 
     def _look(
-        self, keys: Mapping[ChunkIdentity, ChunkKey]
+        self, catalog: Catalog, keys: Mapping[ChunkIdentity, ChunkKey]
     ) -> dict[ChunkIdentity, Loaded | Read | None]:
         """Return chunks in memory, holes for missing chunks and started reads for the rest.
 
@@ -185,7 +200,7 @@ class Reader:
         found: dict[ChunkIdentity, Loaded | Read | None]
         found = {identity: self._in_memory(identity, key) for identity, key in keys.items()}
         rest = {identity: key for identity, key in keys.items() if found[identity] is None}
-        known = self.catalog.known(rest.values())
+        known = catalog.known(rest.values())
         for identity, key in rest.items():
             load = partial(self._load, identity, key)
             found[identity] = self.reads.read(key, load) if key in known else self._hole(key)

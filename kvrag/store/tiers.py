@@ -7,6 +7,7 @@ last. So a killed process leaves rows without blobs (misses) or pending rows (ab
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 
@@ -161,7 +162,12 @@ class TieredStore(StoreWriter):
         self._evictor.make_room(0, priority=100)
 
     def close(self) -> None:
-        """Release resources; idempotent. Parts that the process's other stores share stay open."""
+        """Release resources; idempotent. Parts that the process's other stores share stay open.
+
+        In a process that was forked since, nothing is released: it is the parent's.
+        """
+        if self._process != os.getpid():
+            return
         with self._lock:
             was_closed = self._is_closed
             self._is_closed = True

@@ -13,11 +13,12 @@ import pytest
 from texts import make_chunks
 
 import kvrag.generate.pipeline
-from kvrag import RepairConfig
+from kvrag import KVRagEngine, RepairConfig
+from kvrag.errors import KVRagError
 from kvrag.generate.scheduler import MAX_RUNNING, Scheduler
-from kvrag.model.lock import lock_of
 
 CHUNKS = make_chunks(4, words=30, seed=3)
+needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 PROMPT = [{"role": "user", "content": "\n\n".join(CHUNKS[:3]) + "\n\nWho?"}]
 
 SCRIPT = """
@@ -120,32 +121,65 @@ def _settles(forwards: list[int]) -> bool:
 
 
 @pytest.mark.filterwarnings("ignore:This process")
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-def test_a_child_that_is_forked_during_a_stream_answers(engine, monkeypatch):
-    engine.precompute(CHUNKS)
-    expected = engine.generate(PROMPT, max_new_tokens=3).token_ids
+@needs_fork
+def test_an_engine_made_before_a_fork_says_in_the_child_where_to_make_it(engine, monkeypatch):
+    """Also during a request, and so does one that the child makes: torch would wait for its parent's threads."""
     real, inside = engine.loaded.lm.forward, threading.Event()
 
     def slow(*args, **options):
-        with lock_of(engine.loaded.lm.model):
-            inside.set()
-            time.sleep(0.2)
-            return real(*args, **options)
+        inside.set()
+        time.sleep(0.2)
+        return real(*args, **options)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.loaded.lm, "forward", slow)
-        stream = engine.stream(PROMPT, max_new_tokens=2000)
-        assert inside.wait(60)
-        pid = os.fork()
-        if not pid:
-            try:
-                engine.loaded.lm.forward = real
-                threading.Timer(60, os._exit, [2]).start()
-                os._exit(engine.generate(PROMPT, max_new_tokens=3).token_ids != expected)
-            finally:
-                os._exit(3)
-        stream.close()
+    uses = [
+        lambda: engine.generate(PROMPT, max_new_tokens=3),
+        lambda: list(engine.stream(PROMPT)),
+        lambda: engine.precompute(CHUNKS),
+        lambda: engine.explain(PROMPT),
+        lambda: engine.document_ids(),
+        lambda: KVRagEngine(engine.source),
+    ]
+
+    def told():
+        for use in uses:
+            with pytest.raises(KVRagError, match=r"before .*after the fork.*gunicorn"):
+                use()
+
+    monkeypatch.setattr(engine.loaded.lm, "forward", slow)
+    stream = engine.stream(PROMPT, max_new_tokens=2000)
+    assert inside.wait(60)
+    pid = os.fork()
+    if not pid:
+        try:
+            threading.Timer(60, os._exit, [2]).start()
+            told()
+            os._exit(0)
+        finally:
+            os._exit(3)
+    stream.close()
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+FORKING = """
+import os, sys
+from kvrag import KVRagEngine
+from kvrag.testing.models import tiny_model
+from kvrag.testing.tokenizers import tiny_tokenizer
+pid = os.fork()
+if not pid:
+    engine = KVRagEngine.from_pretrained(tiny_model("llama"), tokenizer=tiny_tokenizer())
+    list(stream := engine.stream("a b c", max_new_tokens=3))
+    print(len(stream.result.token_ids))
+    sys.exit()
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+@needs_fork
+def test_after_a_fork_of_a_process_that_only_imported_kvrag_an_engine_works():
+    script = [sys.executable, "-c", FORKING]
+    done = subprocess.run(script, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (0, "3\n"), done.stderr
 
 
 async def test_many_requests_at_once_hold_few_buffers(engine, monkeypatch):

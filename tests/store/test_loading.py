@@ -256,14 +256,15 @@ def test_closing_withdraws_what_nobody_has_begun(slow, gate):
 
 
 @pytest.mark.filterwarnings("ignore:This process")
-def test_a_forked_child_waits_for_no_read_of_its_parent(slow, gate):
+def test_a_forked_child_waits_for_no_read_of_its_parent(slow, gate, handle):
     store = slow()
     store.prefetch(CHUNKS[:2])
     gate.wait_for(2)
 
     def child():
         gate.shut = set()
-        return is_right(store.get_many(CHUNKS[:2], timeout_s=PATIENT_S), 0, 1) and store.prefetch(
+        own = handle(ram=8 * SIZE)
+        return is_right(own.get_many(CHUNKS[:2], timeout_s=PATIENT_S), 0, 1) and own.prefetch(
             CHUNKS[3:4]
         ).wait(PATIENT_S)
 

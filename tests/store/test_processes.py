@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from stores import KEYS, KVS, PATIENT_S, SIZE, ended, fill, in_child, present, put
 
+from kvrag.errors import StoreError
 from kvrag.store import open_store
 from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, make_text, same_bits
 
@@ -73,14 +74,37 @@ def test_two_processes_write_each_chunk_once_and_agree(opened, root):
     assert store.blobs.keys() == set()
 
 
-def test_a_forked_child_shares_the_store_and_not_its_parents_memory(opened):
-    store = opened()
-    fill(store, 0)
+def test_a_store_opened_before_a_fork_says_in_the_child_where_to_open_it(opened, root):
+    store = fill(opened(), 0)
 
     def child():
-        is_right = same_bits(store.get_many([IDENTITIES[0]], timeout_s=10)[0], KVS[0])
-        fill(store, 1)
-        return is_right and sorted(store.catalog.documents(NAMESPACE))[:2] == ["doc 0", "doc 1"]
+        uses = [
+            lambda: store.get(IDENTITIES[0]),
+            lambda: store.get_many([IDENTITIES[0]], timeout_s=10),
+            lambda: put(store, 1),
+            lambda: store.forget(NAMESPACE, "doc 0"),
+            lambda: store.clear(),
+            lambda: store.stats(),
+        ]
+        for use in uses:
+            with pytest.raises(StoreError, match="before the process was forked; open it after"):
+                use()
+        store.close()
+        return True
+
+    assert ended(in_child(child)) == 0
+    assert same_bits(store.get(IDENTITIES[0]), KVS[0])
+    assert put(store, 1) > 0
+
+
+def test_a_forked_child_shares_the_directory_by_a_store_of_its_own(opened, root):
+    store = fill(opened(), 0)
+
+    def child():
+        own = open_store(root, store.config)
+        is_right = same_bits(own.get_many([IDENTITIES[0]], timeout_s=10)[0], KVS[0])
+        fill(own, 1)
+        return is_right and sorted(own.catalog.documents(NAMESPACE))[:2] == ["doc 0", "doc 1"]
 
     pid = in_child(child)
     fill(store, 2)
@@ -88,20 +112,6 @@ def test_a_forked_child_shares_the_store_and_not_its_parents_memory(opened):
     assert present(store) == [0, 1, 2]
     assert same_bits(store.get(IDENTITIES[1]), KVS[1])
     assert len(store.catalog.texts(NAMESPACE, 0)[0]) == 3
-
-
-def test_a_forked_child_may_close_its_store(opened, root):
-    store = fill(opened(), 0)
-    assert (
-        ended(
-            in_child(
-                lambda: store.close() is None and present(open_store(root, store.config)) == [0]
-            )
-        )
-        == 0
-    )
-    assert same_bits(store.get(IDENTITIES[0]), KVS[0])
-    assert put(store, 1) > 0
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="there is no /proc")
@@ -129,7 +139,7 @@ def test_a_forked_child_inherits_no_connection_of_any_thread(opened, root):
 
 
 @pytest.mark.filterwarnings("ignore:This process")
-def test_a_fork_while_other_threads_write_leaves_no_lock_behind(opened):
+def test_a_fork_while_other_threads_write_leaves_no_lock_behind(opened, root):
     store, stop = opened(), threading.Event()
 
     def write():
@@ -145,8 +155,8 @@ def test_a_fork_while_other_threads_write_leaves_no_lock_behind(opened):
 
     def child():
         signal.alarm(20)
-        fill(store, 9)
-        return same_bits(store.get(IDENTITIES[9]), KVS[9]) and store.stats()
+        own = fill(open_store(root, store.config), 9)
+        return same_bits(own.get(IDENTITIES[9]), KVS[9]) and own.stats()
 
     try:
         for _ in range(5):

@@ -33,7 +33,7 @@ from kvrag.store.catalog.database import (
     put_aside_if_damaged,
 )
 from kvrag.store.crypto import RowCipher
-from kvrag.threads import at_thread_end, fork_lock
+from kvrag.threads import at_thread_end
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -84,8 +84,8 @@ class RowTable:
         self._copied: RowTable | None = None
         # Changes take both locks in this order, looks only the second. A fork waits for both locks,
         # and finds no connection.
-        self._lock = fork_lock()
-        self._looking = fork_lock()
+        self._lock = threading.RLock()
+        self._looking = threading.RLock()
         self._is_closed = self._has_warned = self._is_refused = False
         try:
             with self._looking:
@@ -336,7 +336,7 @@ def _let_all_go() -> None:
 def _before_fork() -> None:
     """Wait for changes and looks under way, and close all connections.
 
-    A child that inherited their locks could never write.
+    A child never uses its parent's store, but SQLite would take the parent's locks for its own.
     """
     for rows in list(_all):
         if rows._lock.acquire(timeout=BUSY_S) and rows._looking.acquire(timeout=BUSY_S):
@@ -349,11 +349,11 @@ def _before_fork() -> None:
 
 
 def _after_fork() -> None:
-    """Release the locks in the parent; in the child they are free."""
+    """Release the locks, in the parent and in the child."""
     for rows in list(_all):
         for lock in (rows._looking, rows._lock):
             with suppress(RuntimeError):  # it was not acquired in time
                 lock.release()
 
 
-os.register_at_fork(before=_before_fork, after_in_parent=_after_fork)
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)

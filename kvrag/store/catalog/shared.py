@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import logging
 import random
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
@@ -28,7 +29,7 @@ from kvrag.errors import StoreError
 from kvrag.store.catalog.journal import Changed, Conflict, Journal, Place
 from kvrag.store.catalog.rows import RowTable
 from kvrag.store.crypto import RowCipher
-from kvrag.threads import POOL, fork_lock
+from kvrag.threads import POOL
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -77,7 +78,7 @@ class SharedRows(RowTable):
     ) -> None:
         self._journal = journal
         self._changed = changed
-        self._following = fork_lock()
+        self._following = threading.RLock()
         self._fresh_s = -FRESH_S
         self._again_s = 0.0
         self._is_cut_off = False
