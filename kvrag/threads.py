@@ -59,8 +59,8 @@ class Pool:
     """Pool of daemon threads that run actions.
 
     A forked child begins with an empty pool. At interpreter exit its actions are cancelled and
-    joined, within a time limit. At most ``max_threads`` actions run at the same time, and more wait. ``None``:
-    actions run at once, in an idle thread or else a new thread.
+    joined, within a time limit. At most ``max_threads`` actions run at the same time, and more
+    wait. ``None``: actions run at once, in an idle thread or else a new thread.
     """
 
     def __init__(self, name: str, max_threads: int | None = None) -> None:

@@ -104,7 +104,7 @@ def open_store(kv_dir: str | os.PathLike[str] | None, config: StoreConfig) -> Ti
         return _open_shared(kv_dir, config, keys, MemoryTier(ram))
     root = Path(os.path.abspath(kv_dir))
     read_only = prepare(root, config)
-    key = (os.getpid(), os.path.realpath(root), keys.cipher, read_only, config.durability, ram)
+    key = (os.path.realpath(root), keys.cipher, read_only, config.durability, ram)
     durable = config.durability == "durable"
     folder = root / (f"catalog-{keys.id}" if keys.id else "catalog")
 
@@ -141,8 +141,7 @@ def _open_shared(
             f"{root} can't be written to; "
             "name a directory for copies of the shared KV store, or none"
         )
-    place = root and os.path.realpath(root)
-    key = (os.getpid(), url, place, keys.cipher, config.read_only, host.max_bytes)
+    key = (url, root and os.path.realpath(root), keys.cipher, config.read_only, host.max_bytes)
 
     def open_parts() -> _Parts:
         blobs = open_url(url, OBJECTS)
@@ -217,20 +216,22 @@ def _forget_copies(blobs: CachedBlobs, names: Collection[str]) -> None:
 
 def _join(key: object, open_parts: Callable[[], _Parts]) -> _Parts:
     """Return the parts that the stores of a directory share; the first store opens them."""
+    mine = (os.getpid(), key)  # a forked child has parts of its own
     with _lock:
-        if key not in _shared:
-            _shared[key] = open_parts()
-        _users[key] += 1
-        return _shared[key]
+        if mine not in _shared:
+            _shared[mine] = open_parts()
+        _users[mine] += 1
+        return _shared[mine]
 
 
 def _leave(key: object) -> bool:
     """Release the shared parts; return whether this store was their last user."""
+    mine = (os.getpid(), key)
     with _lock:
-        _users[key] -= 1
-        is_last = not _users[key]
+        _users[mine] -= 1
+        is_last = not _users[mine]
         if is_last:
-            del _users[key], _shared[key]
+            del _users[mine], _shared[mine]
         return is_last
 
 

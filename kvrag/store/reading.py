@@ -79,7 +79,10 @@ class Reader:
 
     @property
     def catalog(self) -> Catalog:
-        """Catalog of the stored chunks; raises ``StoreError`` in a process that was forked since."""
+        """Catalog of the stored chunks.
+
+        Raises ``StoreError`` in a process that was forked since the store was opened.
+        """
         if self._process != os.getpid():
             raise StoreError(
                 "this KV store was opened before the process was forked; open it after the fork "
