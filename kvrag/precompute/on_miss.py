@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from kvrag.config import StoreConfig
 from kvrag.identity.fingerprint import content_key, text_digest
 from kvrag.model.lm import LoadedModel
+from kvrag.precompute.documents import Item
 from kvrag.precompute.encode import KeptPrefix
 from kvrag.precompute.run import Guard, Precompute
 from kvrag.store import TieredStore
@@ -220,7 +221,9 @@ class WriteBack:
                 kept=self._kept_prefix,
             )
             guard.before_forward()
-            wanted = [(None, chunk.text) for chunk in missed.chunks if guard.is_wanted(chunk)]
+            wanted = [
+                Item.of(None, chunk.text) for chunk in missed.chunks if guard.is_wanted(chunk)
+            ]
             skipped = len(missed.chunks) - len(wanted)
             run.run(wanted, batch_size=1)
         except Stopped:

@@ -156,7 +156,7 @@ class Precompute:
 
     def run(
         self,
-        items: Sequence[Item | tuple[None, str]],
+        items: Sequence[Item],
         *,
         batch_size: int = 8,
         show_progress: bool | None = False,
@@ -168,9 +168,7 @@ class Precompute:
         ``show_progress`` is ``show`` of :class:`~kvrag.progress.Progress`.
         """
         start = time.perf_counter()
-        chunks = self._distinct(
-            [item if isinstance(item, Item) else Item.of(*item) for item in items]
-        )
+        chunks = self._distinct(items)
         todo = [chunk for chunk in chunks if self._is_missing(chunk)]
         # Chunks of similar length in a batch need little padding.
         todo.sort(key=lambda chunk: len(chunk.identity.token_ids))
