@@ -60,7 +60,6 @@ SPREAD = {
     "server/test_serve.py::test_the_log_is_lines_of_json": 0,
     "serving/test_cluster.py::test_a_replica_is_killed_under_load_and_no_request_is_lost": 0,
     "serving/test_cluster.py::test_chunks_are_stored_once_and_to_the_bit_although_a_worker_is_killed": 0,
-    "store/test_journal.py::test_who_begins_has_what_all_entries_say": 4,
     "store/test_kills.py::test_a_kill_at_any_step_costs_time_only": 4,
     "store/test_shared_faults.py::test_a_bad_network_costs_no_more_than_the_deadline": 5,
     "identity/test_adapters.py::test_every_kind_has_its_own_fingerprint_and_stays_exact": 3,

@@ -189,7 +189,8 @@ _PROMPTS = (
     _option("namespace", Namespace, "default"),
 )
 ESTIMATE: Group = (_option("model", Annotated[str | None, _MODEL]), *_STORED, *_RUN)
-ENGINE: Group = (*ESTIMATE, *_PROMPTS)
+_CATALOG = _field(StoreConfig, "catalog", _ENGINE, env=True)
+ENGINE: Group = (*ESTIMATE, _CATALOG, *_PROMPTS)
 DEMO: Group = (_PROMPTS[-1], *_RUN)
 CALIBRATE: Group = (ESTIMATE[0], _STORED[1], *_RUN, *_PROMPTS[:2])
 EVALUATE: Group = (*CALIBRATE, *_PROMPTS[2:4])
@@ -284,6 +285,14 @@ def key_options() -> Given:
     return {}
 
 
+def store_options(kv_dir: str) -> Given:
+    """Return the options of :class:`kvrag.StoreConfig` for key and catalog in the environment.
+
+    A directory has its catalog in it, whatever the environment names.
+    """
+    return {"catalog": os.environ.get("KVRAG_CATALOG") if "://" in kv_dir else None} | key_options()
+
+
 def engine_options(
     engine: Given, *, repair: Given | None = None, limits: Given | None = None
 ) -> Given:
@@ -301,7 +310,7 @@ def engine_options(
             "--prefix is 'learn', and one command sees too few prompts; pass the text that kvrag "
             "explain prints"
         )
-    kept = {"kv_dtype": options.pop("kv_dtype")} if "kv_dtype" in options else {}
+    kept = {name: options.pop(name) for name in ("kv_dtype", "catalog") if name in options}
     config = StoreConfig(**kept, **key_options(), **(limits or {}))
     if context is not None:
         options["context"] = None if context == "none" else context

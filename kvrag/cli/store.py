@@ -24,6 +24,7 @@ from kvrag.cli.options import (
     is_on_command_line,
     key_options,
     parse_bytes,
+    store_options,
     takes,
 )
 from kvrag.cli.output import facts, fail, grid, show
@@ -77,12 +78,12 @@ def _check_is_store(kv_dir: str) -> None:
 
 @contextmanager
 def _existing_store(kv_dir: str, **options: Any) -> Iterator[TieredStore]:
-    """Open an existing store with the key of the environment; close it afterwards."""
+    """Open an existing store with key and catalog of the environment; close it afterwards."""
     _check_is_store(kv_dir)
     from kvrag.store import open_store
 
-    limits = {"ram_bytes": 0, "min_free_bytes": 0, **options}
-    with closing(open_store(kv_dir, StoreConfig(**limits, **key_options()))) as store:
+    limits = {"ram_bytes": 0, "min_free_bytes": 0, **options, **store_options(kv_dir)}
+    with closing(open_store(kv_dir, StoreConfig(**limits))) as store:
         yield store
 
 
@@ -151,9 +152,8 @@ def _groups(store: TieredStore) -> list[dict[str, Any]]:
     nothing = ids_digest(())
     counts: dict[tuple[str, str, str], Counter[str]] = defaultdict(Counter)
     lengths = {nothing: 0}
-    for record in map(store.catalog.get, store.catalog.keys()):
-        if record is None:  # erased meanwhile by another process
-            continue
+    for key, chunk in store.catalog.stored(store.catalog.keys()).items():
+        record = chunk.record(key)
         counted = {"chunks": 1, "tokens": record.num_tokens, "num_bytes": record.num_bytes}
         counts[record.model, record.namespace, record.prefix].update(counted)
         is_prefix = record.prefix == nothing and not store.catalog.key_texts(record.key)
@@ -178,7 +178,9 @@ def _some(ids: list[str]) -> str:
 
 
 def documents(
-    kv_dir: KVDir = DEFAULT_KV_DIR, namespace: Namespace = "default", as_json: AsJson = False
+    kv_dir: KVDir = DEFAULT_KV_DIR,
+    namespace: Namespace = "default",
+    as_json: AsJson = False,
 ) -> None:
     """List the documents of a namespace, with their chunks, tokens and bytes.
 
@@ -186,13 +188,11 @@ def documents(
     """
     found: list[dict[str, Any]] = []
     with _existing_store(kv_dir) as store:
-        catalog = store.catalog
+        held = store.catalog
         space = store.names.namespace(namespace)
-        for doc_id in sorted(catalog.documents(space)):
+        for doc_id in sorted(held.documents(space)):
             records = [
-                record
-                for key in catalog.document_keys(space, doc_id)
-                if (record := catalog.get(key))
+                record for key in held.document_keys(space, doc_id) if (record := held.get(key))
             ]
             sizes = sum(r.num_tokens for r in records), sum(r.num_bytes for r in records)
             found.append(
@@ -317,10 +317,8 @@ def _rm_all(kv_dir: str, namespace: str | None, *, yes: bool, as_json: bool) -> 
     of_what = "every namespace" if namespace is None else f"the namespace {namespace!r}"
     with _existing_store(kv_dir) as store:
         space = None if namespace is None else store.names.namespace(namespace)
-        records = [
-            record for record in map(store.catalog.get, store.catalog.keys()) if record is not None
-        ]
-        chunks = sum(space in (None, record.namespace) for record in records)
+        stored = store.catalog.stored(store.catalog.keys())
+        chunks = sum(space in (None, chunk.namespace) for chunk in stored.values())
         is_known = space is None or chunks > 0 or bool(store.catalog.documents(space))
         if not yes:
             typer.confirm(
@@ -390,7 +388,7 @@ def import_(
     from kvrag.store import check, open_store
 
     written = StoreConfig(ram_bytes=0, read_only=True, **({} if plain else key_options()))
-    config = StoreConfig(ram_bytes=0, **limits, **key_options())
+    config = StoreConfig(ram_bytes=0, **limits, **store_options(kv_dir))
     with (
         closing(open_store(source, written)) as other,
         closing(open_store(kv_dir, config)) as store,

@@ -3,7 +3,7 @@
 ::
 
     engine → opening → tiers → writing → reading ──→ memory (host, gpu)
-                                             ├─────→ catalog (diskcache; shared: follows a journal)
+                                             ├─────→ catalog (diskcache; shared: Redis, PostgreSQL)
                                              ├─────→ format → crypto
                                              └─────→ blobs (files, or copies → redis, object_store)
     cli → check → tiers

@@ -13,12 +13,13 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from kvrag.config import Retention
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, TextEntry
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 Bytes = bytes | bytearray | memoryview
 
@@ -50,6 +51,58 @@ class Blobs(Protocol):
 
     def keys(self) -> set[ChunkKey]:
         """Return all keys; may be slow. Raises ``OSError`` rather than omit a key."""
+
+    def close(self) -> None:
+        """Release resources; idempotent."""
+
+
+WRITABLE = "open it without read_only, make its directory writable, or free space on its disk"
+
+
+class CatalogRows(Protocol):
+    """Named rows of JSON, of which the catalog consists. Thread-safe; other processes share them.
+
+    Rows are on this machine (:class:`~kvrag.store.catalog.rows.RowTable`), in Redis
+    (:class:`~kvrag.store.catalog.remote.RedisRows`) or in PostgreSQL
+    (:class:`~kvrag.store.catalog.postgres.PostgresRows`). Rows that can't be read count as absent;
+    inside :meth:`change`, faults are raised.
+    """
+
+    read_only: bool
+    remedy: str
+    """How to change rows that are ``read_only``."""
+    pause_s: float
+    """Minimum pause between background changes."""
+
+    def get(self, name: str) -> str | None:
+        """Return a row's value as JSON; ``None`` if it is absent."""
+
+    def many(self, names: Sequence[str]) -> list[str | None]:
+        """Return the values of several rows, in one round trip."""
+
+    def ahead(self, names: Sequence[str]) -> None:
+        """Read rows that the current change will ask for; may do nothing."""
+
+    def names(self, prefix: str) -> list[str]:
+        """Return the rest of all names that begin with ``prefix``, sorted; may be slow."""
+
+    def set(self, name: str, value: Any) -> None:
+        """Insert or replace a row, inside :meth:`change`."""
+
+    def delete(self, name: str) -> None:
+        """Remove a row if it exists, inside :meth:`change`."""
+
+    def clear(self) -> None:
+        """Remove all rows, inside :meth:`change`."""
+
+    def change(self, action: Callable[[], T]) -> T:
+        """Run ``action`` as a single transaction of all writers, and return its result.
+
+        ``action`` may run several times. Raises ``StoreError``, and changes nothing, if that fails.
+        """
+
+    def scrub(self) -> None:
+        """Purge erased rows from the files of the database, as far as that is possible."""
 
     def close(self) -> None:
         """Release resources; idempotent."""

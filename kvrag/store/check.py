@@ -182,9 +182,8 @@ def copy(
 def _holders(store: TieredStore) -> dict[tuple[str, str], list[str | None]]:
     """Return the documents that refer to the texts, by namespace and digest."""
     found: dict[tuple[str, str], list[str | None]] = {}
-    for namespace in {
-        record.namespace for record in map(store.catalog.get, store.catalog.keys()) if record
-    }:
+    stored = store.catalog.stored(store.catalog.keys())
+    for namespace in {chunk.namespace for chunk in stored.values()}:
         for doc_id in store.catalog.documents(namespace):
             for digest in store.catalog.document_texts(namespace, doc_id):
                 found.setdefault((namespace, digest), []).append(doc_id)

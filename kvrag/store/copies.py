@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 
 from kvrag.store.base import Blobs, Bytes
@@ -72,6 +72,11 @@ class CachedBlobs:
         with self._lock:
             for key in keys:
                 self._sizes.pop(key, None)
+
+    def follow(self, absent: Callable[[Collection[ChunkKey]], set[ChunkKey]]) -> None:
+        """Erase the copies whose keys ``absent`` returns; on a fault they stay until the next."""
+        with suppress(OSError):
+            self.forget(absent(list(self._sizes)))
 
     def keys(self) -> set[ChunkKey]:
         """Return the keys of the shared blobs."""

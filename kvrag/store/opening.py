@@ -13,7 +13,7 @@ import shutil
 import stat
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from importlib.metadata import entry_points
@@ -27,20 +27,21 @@ from kvrag.address import HIDDEN, address, revealed
 from kvrag.config import StoreConfig
 from kvrag.errors import ConfigError, StoreError, StoreFormatError
 from kvrag.identity.fingerprint import FORMAT_VERSION
-from kvrag.store.base import Blobs, MemoryBlobs
+from kvrag.store.base import Blobs, CatalogRows, MemoryBlobs
 from kvrag.store.blobs import OBJECTS, TMP, FileBlobs
 from kvrag.store.catalog import Catalog
 from kvrag.store.catalog.database import sync
-from kvrag.store.catalog.journal import Journal
-from kvrag.store.catalog.shared import SharedRows
+from kvrag.store.catalog.postgres import SCHEMES as POSTGRES
+from kvrag.store.catalog.postgres import PostgresRows
+from kvrag.store.catalog.remote import BlobRows, RedisRows
 from kvrag.store.copies import CachedBlobs
 from kvrag.store.crypto import Keys
 from kvrag.store.eviction import Budget
 from kvrag.store.memory import MemoryTier
 from kvrag.store.object_store import ObjectBlobs
-from kvrag.store.redis import RedisBlobs
+from kvrag.store.redis import SCHEMES as REDIS
+from kvrag.store.redis import RedisBlobs, RedisServer
 from kvrag.store.tiers import TieredStore
-from kvrag.types import ChunkKey
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +52,7 @@ OWN = (
     TMP,
     "lock",
     "catalog",
+    "copies",
     "index",
     "references",
     "quarantine",
@@ -84,7 +86,7 @@ def open_store(kv_dir: str | os.PathLike[str] | None, config: StoreConfig) -> Ti
     memory tier, which are released when the last of these stores is closed. A directory that can't
     be written to is opened for reading only.
 
-    Raises ``ConfigError`` and ``MissingDependencyError`` about the key or ``shared``,
+    Raises ``ConfigError`` and ``MissingDependencyError`` about the key, ``shared`` or ``catalog``,
     ``StoreFormatError`` if a newer kvrag wrote the store, and ``StoreError`` if the directory can't
     be used.
     """
@@ -97,10 +99,16 @@ def open_store(kv_dir: str | os.PathLike[str] | None, config: StoreConfig) -> Ti
             "StoreConfig.shared has no effect without a directory for copies; "
             "pass one as kv_dir, or leave shared out"
         )
+    is_shared = "://" in str(kv_dir) or config.shared is not None
+    if config.catalog is not None and not is_shared:
+        raise ConfigError(
+            "StoreConfig.catalog has no effect on a store of one machine; "
+            "name a store that machines share as kv_dir or StoreConfig.shared, or leave catalog out"
+        )
     if kv_dir is None:
         catalog = Catalog(None, keys, may_have_blobs=lambda: False)
         return TieredStore([], MemoryBlobs(), catalog, config, keys=keys, budget=Budget(ram))
-    if "://" in str(kv_dir) or config.shared is not None:
+    if is_shared:
         return _open_shared(kv_dir, config, keys, MemoryTier(ram))
     root = Path(os.path.abspath(kv_dir))
     read_only = prepare(root, config)
@@ -141,33 +149,47 @@ def _open_shared(
             f"{root} can't be written to; "
             "name a directory for copies of the shared KV store, or none"
         )
-    key = (url, root and os.path.realpath(root), keys.cipher, config.read_only, host.max_bytes)
+    key = (
+        url,
+        config.catalog,
+        root and os.path.realpath(root),
+        keys.cipher,
+        config.read_only,
+        host.max_bytes,
+    )
 
     def open_parts() -> _Parts:
-        blobs = open_url(url, OBJECTS)
-        journal = f"journal{keys.id and '-'}{keys.id}"
-        if isinstance(blobs, RedisBlobs):
-            blobs.check()
-        rows = partial(
-            SharedRows,
-            journal=Journal(open_url(url, journal), open_url(url, f"{journal}-snapshots")),
-        )
-        folder = None
+        blobs = open_url(url)
+        rows = _rows(url, config.catalog, blobs, keys)
         if root is not None:
-            blobs = CachedBlobs(blobs, FileBlobs(root, durable=False), _budget(root, config))
-            folder = (
-                root / f"catalog-{hashlib.sha256(f'{url} {keys.id}'.encode()).hexdigest()[:16]}"
-            )
-            rows = partial(rows, changed=partial(_forget_copies, blobs))
-        catalog = Catalog(folder, keys, read_only=config.read_only, rows=rows)
-        if isinstance(blobs, CachedBlobs) and [folder] == list(blobs.local.root.glob("catalog*")):
-            # A killed process may have left copies of erased chunks.
-            with suppress(OSError, StoreError):
-                blobs.forget(blobs.local.keys() - catalog.present())
-        return host, blobs, catalog
+            digest = hashlib.sha256(f"{url} {keys.id}".encode()).hexdigest()
+            local = FileBlobs(root / f"copies-{digest[:16]}", durable=False)
+            blobs = CachedBlobs(blobs, local, _budget(root, config))
+        return host, blobs, Catalog(None, keys, read_only=config.read_only, rows=rows)
 
     host, blobs, catalog = _join(key, open_parts)
     return TieredStore([host], blobs, catalog, config, keys=keys, is_last=partial(_leave, key))
+
+
+def _rows(url: str, catalog: str | None, blobs: Blobs, keys: Keys) -> Callable[..., CatalogRows]:
+    """Return the function that makes the rows of a store that machines share.
+
+    They are in the database ``catalog``, else in the Redis of the blobs. Without either, they are
+    read off the blobs.
+    """
+    if catalog is None and not isinstance(blobs, RedisBlobs):
+        return partial(BlobRows, blobs=blobs, keys=keys)
+    # Machines may know a Redis by different names, but it has one store in a database.
+    store = "" if catalog is None else f"{url.rstrip('/')} {keys.id}"
+    scheme, whole = _whole(url if catalog is None else catalog)
+    if scheme in POSTGRES:
+        return partial(PostgresRows, url=whole, store=store)
+    if scheme in REDIS:
+        return partial(RedisRows, server=RedisServer(whole), store=store or keys.id)
+    raise StoreError(
+        f"there is no catalog at {scheme}://; "
+        "name a database as StoreConfig.catalog, as postgresql://host/database or redis://host/0"
+    )
 
 
 def _budget(root: Path, config: StoreConfig) -> Budget:
@@ -175,11 +197,8 @@ def _budget(root: Path, config: StoreConfig) -> Budget:
     return Budget(disk, config.min_free_bytes)
 
 
-def open_url(url: str, folder: str) -> Blobs:
-    """Open blobs that machines share; raises ``StoreError``.
-
-    Only the blobs of chunks may be evicted.
-    """
+def _whole(url: str) -> tuple[str, str]:
+    """Return the scheme of an address, and the address with its password; raises ``StoreError``."""
     whole = revealed(url)
     if f":{HIDDEN}@" in whole:
         raise StoreError(
@@ -188,10 +207,16 @@ def open_url(url: str, folder: str) -> Blobs:
         )
     scheme, _, rest = whole.partition("://")
     scheme = {"valkey": "redis", "valkeys": "rediss"}.get(scheme.lower(), scheme.lower())
-    if scheme in ("redis", "rediss", "unix"):
-        return RedisBlobs(f"{scheme}://{rest}", folder, is_endless=folder != OBJECTS)
+    return scheme, f"{scheme}://{rest}"
+
+
+def open_url(url: str) -> Blobs:
+    """Open the blobs of a store that machines share; raises ``StoreError``."""
+    scheme, whole = _whole(url)
+    if scheme in REDIS:
+        return RedisBlobs(RedisServer(whole), OBJECTS)
     if scheme in OBJECT_STORES:
-        return ObjectBlobs(f"{scheme}://{rest}", folder)
+        return ObjectBlobs(whole, OBJECTS)
     for plugin in entry_points(group=PLUGINS, name=scheme):
         try:
             open_blobs = plugin.load()
@@ -200,18 +225,12 @@ def open_url(url: str, folder: str) -> Blobs:
                 f"{plugin.value}, which opens {scheme}://, can't be loaded ({error}); "
                 "reinstall the package that registers it"
             ) from error
-        blobs: Blobs = open_blobs(f"{scheme}://{rest}", folder)
+        blobs: Blobs = open_blobs(whole, OBJECTS)
         return blobs
     raise StoreError(
-        f"there is no shared KV store at {scheme}://; use redis, rediss, unix, "
-        f"{', '.join(OBJECT_STORES)}, or install a package that adds it (entry point {PLUGINS})"
+        f"there is no shared KV store at {scheme}://; use {', '.join((*REDIS, *OBJECT_STORES))}, "
+        f"or install a package that adds it (entry point {PLUGINS})"
     )
-
-
-def _forget_copies(blobs: CachedBlobs, names: Collection[str]) -> None:
-    """Erase the local copies of chunks after their rows were removed."""
-    with suppress(OSError):
-        blobs.forget([ChunkKey(name[2:]) for name in names if name.startswith("c ")])
 
 
 def _join(key: object, open_parts: Callable[[], _Parts]) -> _Parts:

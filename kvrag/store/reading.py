@@ -12,7 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from typing import TypeVar
 
 from kvrag.config import Retention, StoreConfig
@@ -21,6 +21,7 @@ from kvrag.identity.fingerprint import chunk_key
 from kvrag.store.base import Blobs, Bytes, Listener, MemoryBlobs, StoreEvent, StoreStats
 from kvrag.store.blobs import KEY, FileBlobs
 from kvrag.store.catalog import Catalog
+from kvrag.store.catalog.ledger import ChunkRow
 from kvrag.store.copies import CachedBlobs
 from kvrag.store.crypto import Keys
 from kvrag.store.eviction import Usage
@@ -31,6 +32,7 @@ from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, Hole, HoleReason
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+Epochs = list[tuple[MemoryTier, int]]
 
 AT_ONCE_BYTES = 16 * 2**20
 """Size of KV up to which a remote blob is read in a single round trip.
@@ -116,7 +118,11 @@ class Reader:
             identity = tier.identity(key)
             if identity is not None:
                 return identity
-        found = self._from_blob(key, lambda blob: blob.header.identity)
+        chunk = self.catalog.stored_row(key)
+        if chunk is None:
+            self._hole(key)
+            return None
+        found = self._from_blob(key, chunk, lambda blob: blob.header.identity)
         if isinstance(found, Hole):
             return None
         return found
@@ -200,28 +206,45 @@ class Reader:
         ``None`` stands for a read that no thread can do.
         """
         self._follow()
+        epochs = self._epochs()
         found: dict[ChunkIdentity, Loaded | Read | None]
         found = {identity: self._in_memory(identity, key) for identity, key in keys.items()}
         rest = {identity: key for identity, key in keys.items() if found[identity] is None}
-        known = catalog.known(rest.values())
+        stored = catalog.stored(rest.values())
         for identity, key in rest.items():
-            load = partial(self._load, identity, key)
-            found[identity] = self.reads.read(key, load) if key in known else self._hole(key)
+            if key in stored:
+                load = partial(self._load, identity, key, stored[key], epochs)
+                found[identity] = self.reads.read(key, load)
+            else:
+                found[identity] = self._hole(key)
         return found
 
-    def _load(self, identity: ChunkIdentity, key: ChunkKey) -> Loaded:
-        """Return a chunk from memory, else from its blob, and keep it in the tiers above."""
-        epochs = self._epochs()
+    def _load(
+        self,
+        identity: ChunkIdentity,
+        key: ChunkKey,
+        chunk: ChunkRow | None = None,
+        epochs: Epochs | None = None,
+    ) -> Loaded:
+        """Return a chunk from memory, else from its blob, and keep it in the tiers above.
+
+        ``chunk`` is its row, and ``epochs`` are those of the tiers before the row was read.
+        """
         kv = self._in_memory(identity, key)
         if kv is not None:
             return kv
-        found = self._from_blob(key, lambda blob: blob.load(), identity)
+        if epochs is None:
+            epochs = self._epochs()
+            chunk = self.catalog.stored_row(key)
+        if chunk is None:
+            return self._hole(key)
+        found = self._from_blob(key, chunk, lambda blob: blob.load(), identity)
         if isinstance(found, Hole):
             return found
         with self._lock:
             self._counts["hits"] += 1
         self.catalog.touch(key)
-        return self._lift(identity, found, epochs)
+        return self._lift(identity, found, epochs, chunk.usage)
 
     def _in_memory(self, identity: ChunkIdentity, key: ChunkKey) -> ChunkKV | None:
         """Return a chunk from the uppermost tier that has it, and keep it in the tiers above."""
@@ -230,55 +253,66 @@ class Reader:
             kv = tier.get(key, identity)
             if kv is not None:
                 self.catalog.touch(key)
-                return self._lift(identity, kv, epochs[:number])
+                usage = self.catalog.usage(key) if number else Usage()
+                return self._lift(identity, kv, epochs[:number], usage)
         return None
 
     def _from_blob(
-        self, key: ChunkKey, take: Callable[[Blob], T], identity: ChunkIdentity | None = None
+        self,
+        key: ChunkKey,
+        chunk: ChunkRow,
+        take: Callable[[Blob], T],
+        identity: ChunkIdentity | None = None,
     ) -> T | Hole:
-        """Return ``take`` of a chunk's blob, or a hole if the chunk is not in the catalog.
+        """Return ``take`` of a chunk's blob.
 
-        A blob that is rejected gives a hole, too, and is handled by :meth:`_reject`.
+        A blob that is rejected gives a hole, and is handled by :meth:`_reject`.
         """
-        row = self.catalog.revisions(self.catalog.known([key]))
-        if not row:
-            return self._hole(key)
         try:
-            return self._taken(key, take, identity)
+            return self._taken(key, take, identity, chunk.num_bytes)
         except BlobRejected as fault:
-            self._reject(row, fault)
+            self._reject({key: chunk.revision}, fault)
             return self._hole(key, fault.hole, fault.layer)
         except (MemoryError, RuntimeError) as error:
             log.warning("a stored chunk could not be read (%s); computing instead", error)
             return self._hole(key, "unreadable")
 
-    def _taken(self, key: ChunkKey, take: Callable[[Blob], T], identity: ChunkIdentity | None) -> T:
+    def _taken(
+        self,
+        key: ChunkKey,
+        take: Callable[[Blob], T],
+        identity: ChunkIdentity | None,
+        num_bytes: int,
+    ) -> T:
         """Return ``take`` of a blob; if the local copy is damaged, of the shared blob."""
         try:
-            return take(self.blob(key, identity))
+            return take(self.blob(key, identity, num_bytes))
         except BlobRejected as fault:
             if fault.hole != "damaged" or not isinstance(self.blobs, CachedBlobs):
                 raise
             with suppress(OSError):
                 self.blobs.forget([key])
-            return take(self.blob(key, identity))
+            return take(self.blob(key, identity, num_bytes))
 
-    def blob(self, key: ChunkKey, identity: ChunkIdentity | None = None) -> Blob:
+    def blob(
+        self, key: ChunkKey, identity: ChunkIdentity | None = None, num_bytes: int = 2**62
+    ) -> Blob:
         """Return the blob under a key, with a verified header; raises ``BlobRejected``.
 
-        The header must match the key, and ``identity`` if given.
+        The header must match the key, and ``identity`` if given. With ``num_bytes``, the size of
+        its KV, a small remote blob is read in a single round trip.
         """
-        read: Callable[[int, int], Bytes | None] = partial(self._read, key)
-        if identity is not None and getattr(self.blobs, "is_remote", False):
-            record = self.catalog.get(key)
-            if record is not None and record.num_bytes <= AT_ONCE_BYTES:
-                read = self._at_once(key)
+        is_far = getattr(self.blobs, "is_remote", False)
+        if identity is not None and is_far and num_bytes <= AT_ONCE_BYTES:
+            read = self._at_once(key)
+        else:
+            read = partial(self._read, key)
         blob = Blob(read, identity, self.keys.cipher)
         if chunk_key(blob.header.identity) != key:
             raise BlobRejected("it belongs to another chunk")
         return blob
 
-    def _read(self, key: ChunkKey, start: int, length: int) -> Bytes | None:
+    def _read(self, key: ChunkKey, start: int, length: int | None) -> Bytes | None:
         # Rows of an unencrypted catalog can be forged to name any file.
         if KEY.fullmatch(key):
             return self.blobs.read(key, start, length)
@@ -286,15 +320,11 @@ class Reader:
 
     def _at_once(self, key: ChunkKey) -> Callable[[int, int], Bytes | None]:
         """Return a reader of parts of a blob that fetches the whole blob at its first call."""
-        found: list[memoryview | None] = []
+        fetch = cache(partial(self._read, key, 0, None))
 
         def read(start: int, length: int) -> Bytes | None:
-            if not found:
-                whole = self.blobs.read(key) if KEY.fullmatch(key) else None
-                found.append(None if whole is None else memoryview(whole))
-            if found[0] is None:
-                return None
-            return found[0][start : start + length]
+            whole = fetch()
+            return None if whole is None else memoryview(whole)[start : start + length]
 
         return read
 
@@ -319,15 +349,12 @@ class Reader:
                 self.catalog.remove(row)
                 self._drop(row, "rejected", gone)
 
-    def _epochs(self) -> list[tuple[MemoryTier, int]]:
+    def _epochs(self) -> Epochs:
         """Return the tiers with their epochs, which change when a chunk is erased."""
         return [(tier, tier.epoch) for tier in self.tiers]
 
-    def _lift(
-        self, identity: ChunkIdentity, kv: ChunkKV, epochs: list[tuple[MemoryTier, int]]
-    ) -> ChunkKV:
+    def _lift(self, identity: ChunkIdentity, kv: ChunkKV, epochs: Epochs, usage: Usage) -> ChunkKV:
         """Keep a chunk in some tiers, lowest first; return it as the uppermost tier returns it."""
-        usage = self.catalog.usage(chunk_key(identity)) if epochs else Usage()
         for tier, epoch in reversed(epochs):
             kv = tier.keep(identity, kv, usage, epoch=epoch)
         return kv
@@ -341,6 +368,8 @@ class Reader:
             keys = tier.keys()
             known = self.catalog.known(keys)
             tier.drop([key for key in keys if key not in known], "evicted")
+        if isinstance(self.blobs, CachedBlobs):
+            self.blobs.follow(self.catalog.absent)
         self._followed = generation
 
     def _drop(

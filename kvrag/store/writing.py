@@ -247,10 +247,7 @@ class StoreWriter(Reader):
         if self._is_closed:
             raise StoreError("the KV store is closed; open it again")
         if self.read_only:
-            remedy = (
-                "open it without read_only, make its directory writable, or free space on its disk"
-            )
-            raise StoreError(f"the KV store is open for reading only; {remedy}")
+            raise StoreError(f"the KV store is open for reading only; {self.catalog.remedy}")
 
 
 @contextmanager

@@ -28,6 +28,9 @@ ADDRESSES = [
     f"s3://KEY:{SECRET}@bucket/prefix",
     f"https://{SECRET}@127.0.0.1:1/kv",
     f"gopher://user:{SECRET}@host/kv",
+    f"postgresql://user:{SECRET}@127.0.0.1:1/kv",
+    f"postgresql://user:a/{SECRET}@127.0.0.1:1/kv",
+    f"postgresql://127.0.0.1:1/kv?user=me&password={SECRET}",
 ]
 
 
@@ -67,14 +70,14 @@ def test_an_address_shows_no_password_and_keeps_it(whole):
 
 @pytest.mark.parametrize("whole", ADDRESSES)
 def test_a_config_shows_no_password_and_keeps_it(whole):
-    config = StoreConfig(shared=whole)
+    config = StoreConfig(shared=whole, catalog=whole)
     for same in (
         config,
         replace(config, ram_bytes=1),
         pickle.loads(pickle.dumps(config)),
         StoreConfig(**asdict(config)),
     ):
-        assert revealed(same.shared) == whole
+        assert revealed(same.shared) == revealed(same.catalog) == whole
         assert SECRET not in f"{same} {same!r} {json.dumps(asdict(same))}"
     serving = ServingConfig(model="m", kv_dir=whole, store={"shared": whole})
     for same in (serving, pickle.loads(pickle.dumps(serving))):
@@ -87,12 +90,16 @@ def test_a_store_that_cannot_be_opened_or_asked_shows_no_password(whole, tmp_pat
     with pytest.raises(ConfigError, match="pass a kvrag") as refused:
         KVRagEngine.from_pretrained("./nowhere", store_config=whole)
     assert SECRET not in str(refused.value)
-    for where, config in ((whole, StoreConfig()), (tmp_path / "copies", StoreConfig(shared=whole))):
+    for where, config in (
+        (whole, StoreConfig()),
+        (tmp_path / "copies", StoreConfig(shared=whole)),
+        (f"file://{tmp_path}/bucket", StoreConfig(catalog=whole)),
+    ):
         with (
             pytest.raises((KVRagError, OSError)) as failed,
             closing(open_store(where, config)) as store,
         ):
-            store.listed()
+            _ = store.listed(), store.catalog.totals(), store.clear()
         assert SECRET not in raised(failed.value)
 
 
@@ -147,7 +154,9 @@ def test_commands_show_no_password(command, where, monkeypatch, tmp_path):
     whole = ADDRESSES[0]
     if where == "environment":
         monkeypatch.setenv("KVRAG_KV_DIR", whole)
-    done = CliRunner().invoke(app, [*command, *(["--kv-dir", whole] if where == "option" else [])])
+        monkeypatch.setenv("KVRAG_CATALOG", whole)
+    named = ["--kv-dir", whole] if where == "option" else []
+    done = CliRunner().invoke(app, [*command, *named])
     assert SECRET not in done.output
     assert done.exception is None or SECRET not in raised(done.exception)
     assert SECRET not in CliRunner().invoke(app, [*command[-1:], "--help"]).output

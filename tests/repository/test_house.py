@@ -147,7 +147,6 @@ KNOWN: dict[str, dict[str, float] | set[str]] = {
         "kvrag/model/attention.py::_by_blocks": 470,
         "kvrag/model/traits.py::_watched": 410,
         "kvrag/server/completions.py::_events": 440,
-        "kvrag/store/opening.py::_open_shared": 420,
     },
     "style": {
         "nodes per code line": 9.3,

@@ -114,19 +114,20 @@ def test_a_package_whose_store_is_broken_is_named(installed):
         opening.open_store("shelf://somewhere", StoreConfig())
 
 
-def test_an_installed_package_adds_a_store_by_its_address(installed, tmp_path):
-    """One file and an entry point, no edit in kvrag: chunks and rows go through it."""
+def test_an_installed_package_adds_a_store_by_its_address(installed, tmp_path, redis_url):
+    """One file and an entry point, no edit in kvrag: chunks go through it."""
     (installed / "shelf_store.py").write_text(PLUGIN)
     importlib.invalidate_caches()
     url = f"shelf://{tmp_path}/shelf"
 
-    writer = opening.open_store(url, StoreConfig())
+    writer = opening.open_store(url, StoreConfig(catalog=redis_url))
     fill(writer, 0, 1)
     writer.close()
-    reader = opening.open_store(tmp_path / "copies", StoreConfig(shared=url))
-    assert same_bits(reader.get(CHUNKS[0]), KVS[0])
-    assert len(list((tmp_path / "shelf").rglob("*.safetensors"))) > 2
-    reader.close()
+    for config in (StoreConfig(shared=url, catalog=redis_url), StoreConfig(shared=url)):
+        reader = opening.open_store(tmp_path / "copies", config)
+        assert same_bits(reader.get(CHUNKS[0]), KVS[0])
+        reader.close()
+    assert len(list((tmp_path / "shelf").rglob("*.safetensors"))) == 2
 
 
 def test_an_address_that_no_package_knows_is_refused():

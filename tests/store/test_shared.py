@@ -1,15 +1,15 @@
-"""Stores that machines share, in a real Redis and through obstore: the contracts with two machines, erasure, and faults of the network."""
+"""Stores that machines share, with their catalog in a real Redis and a real PostgreSQL: the contracts with two machines, and erasure."""
 
 import os
 import shutil
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from itertools import count
 from pathlib import Path
 
 import pytest
 from kit import raising
+from stores import needs_cryptography
 from texts import make_chunks
 
 from kvrag import Chunk
@@ -17,15 +17,16 @@ from kvrag.config import Retention, StoreConfig
 from kvrag.errors import ConfigError, StoreError
 from kvrag.identity.fingerprint import chunk_key
 from kvrag.store import blobs, copies, open_store, opening
-from kvrag.store.catalog import hits, shared
+from kvrag.store.base import NewKV
+from kvrag.store.catalog import hits
+from kvrag.store.catalog.postgres import PostgresRows
+from kvrag.store.catalog.remote import RedisRows
 from kvrag.store.opening import open_url
-from kvrag.testing.chunks import make_identity, make_kv, make_text, same_bits
+from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, make_text, same_bits
 from kvrag.testing.store import BlobsContract, StoreContract
 
 redis = pytest.importorskip("redis")
 pytest.importorskip("obstore")
-
-pytestmark = pytest.mark.usefixtures("always_fresh")
 
 MACHINES = count()
 
@@ -51,9 +52,17 @@ class OnS3:
         self.url = f"s3://{name}/some/prefix"
 
 
+class OnPostgres(OnObjects):
+    """Blobs in a bucket, and their catalog in a database."""
+
+    @pytest.fixture(autouse=True)
+    def database(self, postgres_url):
+        self.catalog = postgres_url
+
+
 class AnyBlobs(BlobsContract):
     def make_blobs(self, directory: Path):
-        return open_url(self.url, "objects")
+        return open_url(self.url)
 
 
 class TestRedisBlobs(OnRedis, AnyBlobs):
@@ -71,8 +80,12 @@ class TestS3Blobs(OnS3, AnyBlobs):
 class AnyStore(StoreContract):
     """Two machines, each with copies on a disk of its own."""
 
+    catalog = None
+
     def make_store(self, directory: Path):
-        config = StoreConfig(shared=self.url, min_free_bytes=0, ram_bytes=2**22)
+        config = StoreConfig(
+            shared=self.url, catalog=self.catalog, min_free_bytes=0, ram_bytes=2**22
+        )
         return open_store(directory.parent / f"machine {next(MACHINES)}", config)
 
 
@@ -80,26 +93,48 @@ class TestStoreOnRedis(OnRedis, AnyStore):
     pass
 
 
-class TestStoreOnObjects(OnObjects, AnyStore):
+class TestStoreOnPostgres(OnPostgres, AnyStore):
     pass
 
 
 @pytest.mark.slow
-class TestStoreOnS3(OnS3, AnyStore):
+class TestStoreOnS3AndPostgres(OnS3, OnPostgres, AnyStore):
     pass
 
 
 class WithoutCopies(StoreContract):
+    catalog = None
+
     def make_store(self, directory: Path):
-        return open_store(self.url, StoreConfig(min_free_bytes=0, ram_bytes=2**22))
+        ram = 2**22 + next(MACHINES)  # stores with the same budget would share their parts
+        config = StoreConfig(catalog=self.catalog, min_free_bytes=0, ram_bytes=ram)
+        return open_store(self.url, config)
 
 
 class TestStoreOnRedisAlone(OnRedis, WithoutCopies):
     pass
 
 
-class TestStoreOnObjectsAlone(OnObjects, WithoutCopies):
+class TestStoreOnPostgresAlone(OnPostgres, WithoutCopies):
     pass
+
+
+class TestStoreInABucketWithItsCatalogInRedis(OnObjects, WithoutCopies):
+    @pytest.fixture(autouse=True)
+    def database(self, redis_url):
+        self.catalog = redis_url
+
+
+@needs_cryptography
+class TestSealedStoreOnPostgres(OnPostgres, StoreContract):
+    def make_store(self, directory: Path):
+        config = StoreConfig(
+            catalog=self.catalog,
+            min_free_bytes=0,
+            encryption_key=lambda: b"k" * 32,
+            ram_bytes=next(MACHINES),
+        )
+        return open_store(self.url, config)
 
 
 # -- engines -------------------------------------------------------------------------------------------------------------
@@ -144,7 +179,7 @@ def test_only_chunks_have_an_end(engine_of, redis_url):
     of_chunks = sorted(left for name, left in ends.items() if name.startswith(b"kvrag:objects:"))
     assert [left // 61 for left in of_chunks[:2]] == [0, 0]
     assert all(left > 29 * 24 * 3600 for left in of_chunks[2:])
-    assert {left for name, left in ends.items() if b":journal" in name} == {-1}
+    assert {left for name, left in ends.items() if b":catalog" in name} == {-1}
     client.config_set("maxmemory-policy", "allkeys-lru")
     try:
         with pytest.raises(StoreError, match="volatile-lru"):
@@ -154,117 +189,344 @@ def test_only_chunks_have_an_end(engine_of, redis_url):
 
 
 def put(store, number):
-    store.put(make_identity(number), make_kv(make_identity(number)), text=None)
+    identity = make_identity(number)
+    text, doc_id = make_text(f"text {number}"), f"doc {number}"
+    return store.put(identity, make_kv(identity), text=text, doc_id=doc_id)
 
 
-@pytest.mark.parametrize("count", [1, 3])
-def test_a_journal_that_was_lost_and_begun_anew_is_another_one(tmp_path, count):
-    """Whether it has as many entries as the old one, or more."""
-    url = f"file://{tmp_path}/bucket"
-    old = open_store(url, StoreConfig(min_free_bytes=0))
-    put(old, 0)
-    shutil.rmtree(tmp_path / "bucket")
-    new = open_store(tmp_path / "copies", StoreConfig(shared=url, min_free_bytes=0))
-    numbers = range(1, 1 + count)
-    for number in numbers:
-        put(new, number)
-    assert (
-        set(old.catalog.keys())
-        == set(new.catalog.keys())
-        == {chunk_key(make_identity(n)) for n in numbers}
-    )
-    put(old, 9)
-    assert new.known([chunk_key(make_identity(9))])
+@pytest.fixture(params=["redis", "postgres"])
+def database(request):
+    """Address of a database of either kind."""
+    return request.getfixturevalue(f"{request.param}_url")
 
 
-def test_who_can_not_know_what_was_erased_answers_with_nothing(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(shared, "AGAIN_S", 0.0)
-    store = open_store(f"file://{tmp_path}/bucket", StoreConfig(min_free_bytes=0))
+def contents_of(url, *, erase=False):
+    """Return all that a database holds of catalogs, or erase it."""
+    if url.startswith("redis"):
+        client = redis.Redis.from_url(url)
+        names = client.keys("kvrag:catalog*")
+        return client.delete(*names) if erase else [client.hgetall(name) for name in names]
+    with pytest.importorskip("psycopg").connect(url, autocommit=True) as connection:
+        found = connection.execute("DELETE FROM kvrag_rows" if erase else "TABLE kvrag_rows")
+        return found.rowcount if erase else found.fetchall()
+
+
+@pytest.fixture
+def shared(database, tmp_path):
+    """Opens a store as another machine each time, its catalog in Redis or in PostgreSQL."""
+    is_redis = database.startswith("redis")
+    address, catalog = (database, None) if is_redis else (f"file://{tmp_path}/bucket", database)
+    stores = []
+
+    def open_(kv_dir=None, **options):
+        where = {"kv_dir": address} if kv_dir is None else {"kv_dir": kv_dir}
+        if kv_dir is not None:
+            options["shared"] = address
+        config = StoreConfig(
+            catalog=catalog, **{"min_free_bytes": 0, "ram_bytes": len(stores), **options}
+        )
+        stores.append(open_store(config=config, **where))
+        return stores[-1]
+
+    yield open_
+    for store in stores:
+        store.close()
+
+
+def keys_of(*numbers):
+    return {chunk_key(make_identity(number)) for number in numbers}
+
+
+@pytest.fixture
+def round_trips(monkeypatch):
+    """Counts what the databases are asked."""
+    asked = []
+    for kind in (RedisRows, PostgresRows):
+        real = kind._fetch
+        monkeypatch.setattr(
+            kind, "_fetch", lambda rows, names, real=real: asked.append(names) or real(rows, names)
+        )
+    return asked
+
+
+def test_the_rows_of_a_request_are_read_in_one_round_trip(shared, round_trips):
+    store = shared()
+    identities = [make_identity(number) for number in range(20)]
+    chunks = [
+        NewKV(each, make_kv(each), make_text(f"t{n}"), ("d",)) for n, each in enumerate(identities)
+    ]
+    store.put_all(chunks)
+    round_trips.clear()
+    assert store.known(keys_of(*range(20))) == keys_of(*range(20))
+    assert len(round_trips) == 1
+    round_trips.clear()
+    loaded = store.get_many(identities, timeout_s=30.0)
+    assert all(same_bits(kv, make_kv(each)) for kv, each in zip(loaded, identities, strict=True))
+    assert len(round_trips) == 2, "whether something was erased, and the chunks"
+
+
+def test_a_change_that_another_machine_overtakes_is_made_again(shared):
+    here, there = (shared().catalog._rows for _ in range(2))
+    runs = []
+
+    def add(rows, amount):
+        rows.set("n", int(rows.get("n") or 0) + amount)
+
+    def overtaken():
+        runs.append(here.get("n"))
+        if len(runs) < 3:
+            there.change(lambda: add(there, 1))
+        add(here, 10)
+
+    here.change(overtaken)
+    assert (len(runs), here.get("n"), there.get("n")) == (3, "12", "12")
+
+
+def test_what_a_change_has_read_as_absent_must_still_be_absent(shared):
+    here, there = (shared().catalog._rows for _ in range(2))
+
+    def overtaken():
+        if here.get("a") is None:
+            there.change(lambda: there.set("a", 1))
+            here.set("b", 1)
+
+    here.change(overtaken)
+    assert (here.get("a"), here.get("b")) == ("1", None)
+
+
+def test_a_change_sees_what_it_has_written_and_others_see_all_of_it_or_nothing(shared):
+    here, there = (shared().catalog._rows for _ in range(2))
+    here.change(lambda: [here.set(f"c {name}", 1) for name in "abc"])
+
+    def change():
+        here.set("c d", 2)
+        here.delete("c a")
+        assert (here.names("c "), here.get("c a"), here.get("c d")) == (["b", "c", "d"], None, "2")
+        assert there.names("c ") == ["a", "b", "c"]
+        here.clear()
+        assert (here.names("c "), here.get("c b")) == ([], None)
+        here.set("c e", 3)
+        assert here.names("c ") == ["e"]
+
+    here.change(change)
+    assert (there.names("c "), there.get("c e")) == (["e"], "3")
+    with pytest.raises(ZeroDivisionError):
+        here.change(lambda: here.set("c f", 1 / 0))
+    assert there.names("c ") == ["e"]
+
+
+def test_an_answer_that_was_lost_counts_nothing_twice(shared, monkeypatch):
+    store = shared()
+    for kind in (RedisRows, PostgresRows):
+        real, is_first = kind._commit, iter([True, True])
+        monkeypatch.setattr(
+            kind,
+            "_commit",
+            lambda rows, draft, real=real, left=is_first: (
+                real(rows, draft) and not next(left, False)
+            ),
+        )
     put(store, 0)
-    assert store.get(make_identity(0)) is not None
-    with monkeypatch.context() as patch:
-        patch.setattr(shared.Journal, "after", raising(OSError, "cut off"))
-        for _ in range(3):
-            assert store.get(make_identity(0)) is None
-        with pytest.raises(StoreError, match="cut off"):
-            put(store, 1)
-    assert len([record for record in caplog.records if "counts as empty" in record.message]) == 1
-    assert store.get(make_identity(0)) is not None
+    assert store.catalog.totals() == (1, make_kv(make_identity(0)).num_bytes)
+    assert shared().catalog.documents(NAMESPACE) == ["doc 0"]
 
 
-def test_a_number_that_is_free_because_its_entry_was_erased_is_not_taken(tmp_path, monkeypatch):
+def test_a_catalog_that_was_lost_is_begun_anew(shared, database):
+    """Its blobs are adopted where they are stored again; the first erasure erases all others."""
+    here, there = shared(), shared()
+    for number in range(3):
+        put(here, number)
+    generation = there.catalog.state().generation
+    assert contents_of(database, erase=True)
+    assert here.known(keys_of(0, 1, 2)) == there.known(keys_of(0, 1, 2)) == set()
+    put(there, 0)
+    assert here.known(keys_of(0, 1, 2)) == keys_of(0)
+    assert here.catalog.state().generation == there.catalog.state().generation != generation
+    assert here.forget(NAMESPACE, "doc 0") == 1
+    assert there.listed() == set()
+
+
+def test_buckets_that_share_a_database_have_catalogs_of_their_own(tmp_path, database):
+    config = StoreConfig(catalog=database, min_free_bytes=0)
+    one, two = (open_store(f"file://{tmp_path}/{name}", config) for name in ("one", "two"))
+    put(one, 0)
+    put(two, 1)
+    assert (set(one.catalog.keys()), set(two.catalog.keys())) == (keys_of(0), keys_of(1))
+    two.clear()
+    assert set(one.catalog.keys()) == keys_of(0)
+    same = open_store(f"file://{tmp_path}/one/", config)
+    assert set(same.catalog.keys()) == keys_of(0)
+
+
+@needs_cryptography
+def test_rows_in_a_database_are_sealed(shared, database):
+    put(shared(encryption_key=lambda: b"k" * 32), 0)
+    text = repr(contents_of(database))
+    assert text.count("c ") >= 1
+    assert not any(word in text for word in ("doc 0", make_text("text 0").digest))
+    assert shared().known(keys_of(0)) == set()
+    assert shared(encryption_key=lambda: b"k" * 32).known(keys_of(0)) == keys_of(0)
+
+
+# -- a bucket without a database -----------------------------------------------------------------------------------------
+
+
+def test_a_bucket_without_a_database_is_read_by_key_and_by_listing(tmp_path, redis_url):
     url = f"file://{tmp_path}/bucket"
-    behind, ahead = (
-        open_store(tmp_path / name, StoreConfig(shared=url, min_free_bytes=0)) for name in "ab"
+    filled = open_store(url, StoreConfig(catalog=redis_url, min_free_bytes=0))
+    for number in range(3):
+        put(filled, number)
+    store = open_store(url, StoreConfig(ram_bytes=2**22))
+    assert set(store.catalog.keys()) == store.listed() == keys_of(0, 1, 2)
+    assert store.known(keys_of(1, 2, 3)) == keys_of(1, 2)
+    assert same_bits(store.get(make_identity(1)), make_kv(make_identity(1)))
+    assert store.identity(chunk_key(make_identity(2))) == make_identity(2)
+    assert store.get(make_identity(3)) is None
+    filled.forget(NAMESPACE, "doc 2")
+    assert store.get(make_identity(2)) is None
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda store: put(store, 1),
+        lambda store: store.forget(NAMESPACE, "doc 0"),
+        lambda store: store.delete(keys_of(0)),
+        lambda store: store.clear(),
+        lambda store: store.retain(keys_of(0), Retention(90)),
+        lambda store: store.catalog.documents(NAMESPACE),
+        lambda store: store.catalog.present(),
+    ],
+)
+def test_calls_that_need_a_database_name_the_remedy(tmp_path, redis_url, call):
+    url = f"file://{tmp_path}/bucket"
+    put(open_store(url, StoreConfig(catalog=redis_url, min_free_bytes=0)), 0)
+    store = open_store(url, StoreConfig())
+    with pytest.raises(StoreError, match=r"StoreConfig\.catalog .*postgresql://"):
+        call(store)
+    assert store.listed() == keys_of(0)
+
+
+def test_an_engine_on_a_bucket_without_a_database_reuses_the_chunks_that_a_prompt_names(
+    engine_of, tmp_path, redis_url
+):
+    url = f"file://{tmp_path}/bucket"
+    filled = engine_of(
+        kv_dir=url, prefix="", store_config=StoreConfig(catalog=redis_url, min_free_bytes=0)
     )
-    put(behind, 0)
-    for number in range(1, 5):
-        put(ahead, number)
-    ahead.catalog.scrub()
-    rows, tried = behind.catalog._rows, []
-    follow, append = rows._follow, rows._journal.append
-    monkeypatch.setattr(rows, "_follow", lambda: follow() if tried else None)
-    monkeypatch.setattr(
-        rows._journal,
-        "append",
-        lambda *args, **options: tried.append(1) or append(*args, **options),
+    filled.precompute(CHUNKS, ids=list("abcd"))
+    stitched = ask(filled)
+    engine = engine_of(kv_dir=url, prefix="")
+    answer = ask(engine)
+    assert (answer.token_ids, answer.cached_tokens) == (stitched.token_ids, stitched.cached_tokens)
+    with pytest.raises(StoreError, match="postgresql://"):
+        engine.document_ids()
+    with pytest.raises(StoreError, match="postgresql://"):
+        engine.delete("a")
+
+
+def test_the_journal_of_a_former_store_is_left_alone_and_its_blobs_are_adopted(tmp_path, redis_url):
+    url, folder = f"file://{tmp_path}/bucket", tmp_path / "bucket"
+    config = StoreConfig(catalog=redis_url, min_free_bytes=0)
+    put(open_store(f"file://{tmp_path}/other", config), 0)
+    (folder / "journal").mkdir(parents=True)
+    (folder / "journal" / "0").write_bytes(b"an entry")
+    shutil.copytree(tmp_path / "other" / "objects", folder / "objects")
+    store = open_store(url, config)
+    assert store.get(make_identity(0)) is None
+    assert put(store, 0) == 0, "adopted: nothing is written"
+    assert same_bits(store.get(make_identity(0)), make_kv(make_identity(0)))
+    assert (folder / "journal" / "0").read_bytes() == b"an entry"
+
+
+@pytest.mark.parametrize(
+    ("kv_dir", "catalog", "error"),
+    [
+        ("kv", "redis://10.0.0.1:6379/0", "no effect on a store of one machine"),
+        (None, "redis://10.0.0.1:6379/0", "no effect on a store of one machine"),
+        ("s3://bucket/kv", "mysql://me:secret@host/kv", "there is no catalog at mysql://"),
+        ("s3://bucket/kv", "postgresql://me:sec/ret@host:x/kv", "write postgresql://"),
+    ],
+)
+def test_an_address_that_is_no_catalog_is_refused(tmp_path, kv_dir, catalog, error, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    if catalog.startswith("postgresql"):
+        pytest.importorskip("psycopg")
+    with pytest.raises((ConfigError, StoreError), match=error) as refused:
+        open_store(kv_dir, StoreConfig(catalog=catalog))
+    assert "sec" not in str(refused.value)
+
+
+# -- copies on a disk ----------------------------------------------------------------------------------------------------
+
+
+def test_copies_of_what_was_erased_leave_at_the_next_look(shared, tmp_path):
+    """Whether the machine has looked meanwhile, or was stopped."""
+    here = shared(tmp_path / "copies")
+    for number in range(3):
+        put(here, number)
+    there = shared()
+    there.forget(NAMESPACE, "doc 0")
+    assert here.get(make_identity(0)) is None
+    assert here.blobs.local.keys() == keys_of(1, 2)
+    here.close()
+    there.forget(NAMESPACE, "doc 1")
+    again = shared(tmp_path / "copies")
+    assert same_bits(again.get(make_identity(2)), make_kv(make_identity(2)))
+    assert again.blobs.local.keys() == keys_of(2)
+
+
+def test_copies_stay_while_the_database_can_not_be_reached(shared, tmp_path, monkeypatch):
+    store = shared(tmp_path / "copies")
+    put(store, 0)
+    with monkeypatch.context() as patch:
+        for kind in (RedisRows, PostgresRows):
+            patch.setattr(kind, "_fetch", raising(OSError, "cut off"))
+        assert store.get(make_identity(0)) is None
+    assert store.blobs.local.keys() == keys_of(0)
+    store.catalog._rows._again_s = 0.0
+    assert store.get(make_identity(0)) is not None
+
+
+def test_stores_with_one_directory_of_copies_leave_each_other_s_copies_alone(redis_url, tmp_path):
+    urls = [redis_url, redis_url.replace("/0", "/1")]
+    redis.Redis.from_url(urls[1]).flushdb()
+    one, two = (
+        open_store(tmp_path / "c", StoreConfig(shared=url, min_free_bytes=0)) for url in urls
     )
-    put(behind, 5)
-    assert (
-        set(ahead.catalog.keys())
-        == set(behind.catalog.keys())
-        == {chunk_key(make_identity(n)) for n in range(6)}
-    )
+    put(one, 0)
+    put(two, 1)
+    one.clear()
+    assert two.get(make_identity(1)) is not None
+    assert (one.blobs.local.keys(), two.blobs.local.keys()) == (set(), keys_of(1))
 
 
-@pytest.mark.parametrize("others", [0, 1])
-def test_copies_of_what_was_erased_while_nobody_looked_leave_at_the_next_opening(tmp_path, others):
-    """Unless the directory has another store's chunks, too."""
-    url, copies = f"file://{tmp_path}/shared", tmp_path / "copies"
-    for name in range(others):
-        (copies / f"catalog-{name}").mkdir(parents=True)
-    with closing(open_store(copies, StoreConfig(shared=url))) as store:
-        for number in range(2):
-            identity = make_identity(number)
-            store.put(
-                identity,
-                make_kv(identity),
-                text=make_text(f"text {number}"),
-                doc_id=f"doc {number}",
-            )
-        kept = {path: path.read_bytes() for path in copies.glob("objects/**/*.safetensors")}
-        store.forget(identity.namespace, "doc 1")
-    for path, data in kept.items():  # as if the process had been killed amid that
-        path.write_bytes(data)
-    open_store(copies, StoreConfig(shared=url)).close()
-    assert len(kept) == 2
-    assert len(list(copies.glob("objects/**/*.safetensors"))) == 1 + others
-
-
-def test_hits_are_written_to_the_journal_from_time_to_time_alone(tmp_path, monkeypatch):
+def test_hits_are_written_from_time_to_time_alone(redis_url, monkeypatch):
     monkeypatch.setattr(hits, "MAX_TOUCHED", 2)
     monkeypatch.setattr(hits.POOL, "submit", lambda action: action())
-    store = open_store(f"file://{tmp_path}", StoreConfig(min_free_bytes=0))
+    store = open_store(redis_url, StoreConfig(min_free_bytes=0))
     for number in range(3):
         put(store, number)
-    entries = store.catalog._rows._journal._entries
-    before = len(entries.keys())
+    commits, real = [], RedisRows._commit
+    monkeypatch.setattr(
+        RedisRows, "_commit", lambda rows, draft: commits.append(draft) or real(rows, draft)
+    )
     for _ in range(5):
         for number in range(3):
             assert store.get(make_identity(number)) is not None
-        assert len(entries.keys()) == before + 1
+        assert len(commits) == 1
     monkeypatch.setattr(store.catalog, "_next_flush_s", 0.0)
     store.get(make_identity(2))
-    assert len(entries.keys()) == before + 2
+    assert len(commits) == 2
     counted = [store.catalog.usage(chunk_key(make_identity(number))).hits for number in range(3)]
     assert [round(hit) for hit in counted] == [5, 1, 6], "of those that had most"
 
 
-def test_copies_keep_to_their_budget_and_a_full_disk_costs_copies_alone(tmp_path, monkeypatch):
+def test_copies_keep_to_their_budget_and_a_full_disk_costs_copies_alone(
+    tmp_path, redis_url, monkeypatch
+):
     one = make_kv(make_identity(0))
-    config = StoreConfig(
-        shared=f"file://{tmp_path}/bucket", min_free_bytes=0, ram_bytes=0, disk_bytes=50_000
-    )
+    config = StoreConfig(shared=redis_url, min_free_bytes=0, ram_bytes=0, disk_bytes=50_000)
     store = open_store(tmp_path / "copies", config)
     for number in range(12):
         store.put(make_identity(number), make_kv(make_identity(number)), text=None)
@@ -278,14 +540,14 @@ def test_copies_keep_to_their_budget_and_a_full_disk_costs_copies_alone(tmp_path
     assert same_bits(store.get(make_identity(0)), one)
 
 
-def test_copies_leave_the_disk_its_free_space(tmp_path, monkeypatch):
+def test_copies_leave_the_disk_its_free_space(tmp_path, redis_url, monkeypatch):
     size = [150_000]
     monkeypatch.setattr(
         blobs.FileBlobs, "free_bytes", lambda copies: size[0] - sum(copies.sizes().values())
     )
     store = open_store(
         tmp_path / "copies",
-        StoreConfig(shared=f"file://{tmp_path}/bucket", min_free_bytes=120_000, ram_bytes=0),
+        StoreConfig(shared=redis_url, min_free_bytes=120_000, ram_bytes=0),
     )
     for number in range(12):
         put(store, number)
@@ -297,11 +559,9 @@ def test_copies_leave_the_disk_its_free_space(tmp_path, monkeypatch):
     assert store.blobs.local.keys() <= kept
 
 
-def test_processes_share_the_budget_of_their_copies(tmp_path, monkeypatch):
+def test_processes_share_the_budget_of_their_copies(tmp_path, redis_url, monkeypatch):
     monkeypatch.setattr(copies, "LISTINGS", 4)
-    config = StoreConfig(
-        shared=f"file://{tmp_path}/bucket", min_free_bytes=0, ram_bytes=0, disk_bytes=40_000
-    )
+    config = StoreConfig(shared=redis_url, min_free_bytes=0, ram_bytes=0, disk_bytes=40_000)
     stores = []
     for _ in range(3):
         stores.append(open_store(tmp_path / "copies", config))
@@ -313,11 +573,8 @@ def test_processes_share_the_budget_of_their_copies(tmp_path, monkeypatch):
     assert all(stores[0].get(make_identity(number)) is not None for number in range(30))
 
 
-def test_many_machines_write_at_once(tmp_path):
-    url = f"file://{tmp_path}/bucket"
-    stores = [
-        open_store(tmp_path / str(n), StoreConfig(shared=url, min_free_bytes=0)) for n in range(4)
-    ]
+def test_many_machines_write_at_once(shared):
+    stores = [shared() for _ in range(4)]
 
     def put(of):
         store, number = of
@@ -333,3 +590,4 @@ def test_many_machines_write_at_once(tmp_path):
     states = {tuple(sorted(store.catalog.keys())) for store in stores}
     assert len(states) == 1
     assert {store.catalog.totals()[0] for store in stores} == {24}
+    assert len(stores[0].catalog.texts(NAMESPACE, 0)[0]) == 5

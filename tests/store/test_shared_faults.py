@@ -1,4 +1,4 @@
-"""Faults below stores that machines share: of the network, of a server, of a copy, of the journal, and of addresses."""
+"""Faults below stores that machines share: of the network, of a server, of a database, of a copy, and of addresses."""
 
 import os
 import signal
@@ -7,7 +7,6 @@ import urllib.request
 from itertools import count
 
 import pytest
-from kit import raising
 from proxy import FAULTS, proxy_of
 from stores import ended, in_child
 from texts import make_chunks
@@ -19,14 +18,12 @@ from kvrag.config import StoreConfig
 from kvrag.errors import StoreError
 from kvrag.identity.fingerprint import chunk_key
 from kvrag.store import open_store
-from kvrag.store.catalog import journal, shared
+from kvrag.store.catalog import postgres, remote
 from kvrag.store.opening import open_url
-from kvrag.testing.chunks import make_identity, make_kv, same_bits
+from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, make_text, same_bits
 
 redis = pytest.importorskip("redis")
 pytest.importorskip("obstore")
-
-pytestmark = pytest.mark.usefixtures("always_fresh")
 
 BUCKETS = count()
 
@@ -40,7 +37,9 @@ def ask(engine, mode="stitch"):
 
 
 def put(store, number):
-    store.put(make_identity(number), make_kv(make_identity(number)), text=None)
+    identity = make_identity(number)
+    text, doc_id = make_text(f"text {number}"), f"doc {number}"
+    return store.put(identity, make_kv(identity), text=text, doc_id=doc_id)
 
 
 @pytest.mark.parametrize("fault", ["cut", "half-open", "wrong bytes", "lost"])
@@ -70,7 +69,6 @@ def test_a_fault_of_the_network_costs_time_and_nothing_else(
     assert took_s < 8
     if fault == "half-open":
         server.send_signal(signal.SIGCONT)
-        monkeypatch.setattr(shared, "AGAIN_S", 0.0)
         engine.store.catalog._rows._again_s = 0.0
         assert ask(engine).cached_tokens == stitched.cached_tokens
     if fault in ("wrong bytes", "lost"):
@@ -78,20 +76,32 @@ def test_a_fault_of_the_network_costs_time_and_nothing_else(
         assert ask(engine).cached_tokens == stitched.cached_tokens
 
 
-@pytest.fixture(params=["redis", "s3"])
-def far(request, own_redis, monkeypatch):
-    """Address of a shared store, and the network before it."""
+@pytest.fixture(params=["redis", "postgres", "s3"])
+def far(request, own_redis, monkeypatch, tmp_path):
+    """Addresses of a shared store and of its catalog, and the network before one of them."""
     if request.param == "redis":
         url = own_redis[1]
-        with proxy_of(int(url.rpartition(":")[2].partition("/")[0])) as network:
-            yield url.replace(url.rpartition(":")[2], f"{network.port}/0"), network
-        return
-    request.getfixturevalue("s3")
-    server, name = os.environ["AWS_ENDPOINT_URL"], f"faults-{next(BUCKETS)}"
-    urllib.request.urlopen(urllib.request.Request(f"{server}/{name}", method="PUT")).close()
-    with proxy_of(int(server.rpartition(":")[2])) as network:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{network.port}")
-        yield f"s3://{name}/kv", network
+        with proxy_of(port_of(url)) as network:
+            yield behind(url, network), None, network
+    elif request.param == "postgres":
+        url = request.getfixturevalue("postgres_url")
+        with proxy_of(port_of(url)) as network:
+            yield f"file://{tmp_path}/bucket", behind(url, network), network
+    else:
+        request.getfixturevalue("s3")
+        server, name = os.environ["AWS_ENDPOINT_URL"], f"faults-{next(BUCKETS)}"
+        urllib.request.urlopen(urllib.request.Request(f"{server}/{name}", method="PUT")).close()
+        with proxy_of(port_of(server)) as network:
+            monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{network.port}")
+            yield f"s3://{name}/kv", own_redis[1], network
+
+
+def port_of(url):
+    return int(url.rpartition(":")[2].partition("/")[0])
+
+
+def behind(url, network):
+    return url.replace(f":{port_of(url)}", f":{network.port}")
 
 
 @pytest.mark.parametrize("has_copies", [False, True])
@@ -101,11 +111,16 @@ def test_a_bad_network_costs_no_more_than_the_deadline(
 ):
     monkeypatch.setattr(redis_blobs, "ANSWER_S", 2.0)
     monkeypatch.setattr(object_blobs, "ANSWER_S", 2.0)
-    monkeypatch.setattr(shared, "AGAIN_S", 0.2)
-    url, network = far
+    monkeypatch.setattr(postgres, "ANSWER_S", 2.0)
+    monkeypatch.setattr(remote, "AGAIN_S", 0.2)
+    url, catalog, network = far
     at = {"kv_dir": tmp_path / "copies"} if has_copies else {"kv_dir": url}
     config = StoreConfig(
-        ram_bytes=0, load_timeout_s=3.0, shared=url if has_copies else None, min_free_bytes=0
+        ram_bytes=0,
+        load_timeout_s=3.0,
+        shared=url if has_copies else None,
+        catalog=catalog,
+        min_free_bytes=0,
     )
     engine = engine_of(**at, store_config=config)
     engine.precompute(CHUNKS, ids=list("abcd"))
@@ -115,16 +130,13 @@ def test_a_bad_network_costs_no_more_than_the_deadline(
     start = time.monotonic()
     answer = ask(engine)
     took_s = time.monotonic() - start
-    is_known = has_copies and fault not in (
-        "cut",
-        "half-open",
-        "slow",
-    )  # who can ask the journal may use copies
     assert (answer.token_ids, answer.cached_tokens) in (
         (full.token_ids, 0),
         (stitched.token_ids, stitched.cached_tokens),
     )
-    assert is_known or fault == "slow" or answer.cached_tokens == 0
+    # Whoever can ask the catalog may use copies on a disk, and blobs that are elsewhere.
+    is_asked = has_copies or catalog is not None
+    assert is_asked or fault == "slow" or answer.cached_tokens == 0
     assert took_s < 3.0 + 5.0  # the deadline, and what it takes to compute all
     network.become(None)
     deadline = time.monotonic() + 120
@@ -134,16 +146,94 @@ def test_a_bad_network_costs_no_more_than_the_deadline(
         time.sleep(0.3)
 
 
-@pytest.mark.parametrize("size", [0, 1, 500, 504, 505, 506, 507, 508, 600, 70_000])
-def test_a_value_from_redis_is_whole_wherever_its_first_piece_ends(own_redis, size):
-    blobs, data = redis_blobs.RedisBlobs(own_redis[1], "objects"), os.urandom(size)
-    blobs.write("a" * 64, [data])
-    assert [bytes(blobs.read("a" * 64)) for _ in range(2)] == [data, data]
-    assert blobs.read("b" * 64) is None
+@pytest.fixture(params=["redis", "postgres"])
+def behind_a_network(request, tmp_path):
+    """Store whose catalog is behind a network, and the network."""
+    url = request.getfixturevalue(f"{request.param}_url")
+    with proxy_of(port_of(url)) as network:
+        catalog = behind(url, network)
+        config = StoreConfig(catalog=catalog, min_free_bytes=0, ram_bytes=2**22)
+        store = open_store(f"file://{tmp_path}/bucket", config)
+        put(store, 0)
+        assert store.get(make_identity(0)) is not None
+        yield store, network
+        network.become(None)
+        store.close()
+
+
+@pytest.mark.parametrize("fault", ["cut", "half-open"])
+def test_who_can_not_know_what_was_erased_answers_with_nothing(
+    behind_a_network, fault, monkeypatch, caplog
+):
+    """Not even from memory; one warning says so, and no later look waits."""
+    store, network = behind_a_network
+    monkeypatch.setattr(postgres, "ANSWER_S", 0.5)
+    network.become(fault)
+    start = time.monotonic()
+    for _ in range(3):
+        assert store.get(make_identity(0)) is None
+    assert store.catalog.documents(NAMESPACE) == []
+    took_s = time.monotonic() - start
+    assert took_s < 2 * redis_blobs.ANSWER_S
+    assert len([record for record in caplog.records if "counts as empty" in record.message]) == 1
+    with pytest.raises(StoreError, match=r"can't be changed: .*; try again later"):
+        put(store, 1)
+    assert store.listed() == {chunk_key(make_identity(0))}
+    network.become(None)
+    store.catalog._rows._again_s = 0.0
+    assert store.get(make_identity(0)) is not None
+    assert put(store, 1) > 0
+    assert "counts as empty" in caplog.text
+
+
+def test_a_connection_that_the_server_has_ended_is_opened_again_at_once(behind_a_network, caplog):
+    store, network = behind_a_network
+    network.become("cut")
+    network.become(None)
+    assert store.get(make_identity(0)) is not None
+    network.become("cut")
+    network.become(None)
+    assert put(store, 1) > 0
+    assert "counts as empty" not in caplog.text
+
+
+def test_a_forked_process_has_connections_of_its_own(behind_a_network):
+    store, _ = behind_a_network
+    rows = store.catalog._rows
+
+    def child():
+        rows.change(lambda: rows.set("x", 1))
+        return rows.get("x") == "1"
+
+    assert ended(in_child(child)) == 0
+    assert rows.get("x") == "1"
+
+
+def test_a_table_that_an_operator_has_made_is_enough(postgres_url, tmp_path):
+    """Its user needs no right to create tables; without a table, the sentence is the server's."""
+    import psycopg
+
+    with psycopg.connect(postgres_url, autocommit=True) as connection:
+        connection.execute("DROP ROLE IF EXISTS reader")
+        connection.execute("CREATE ROLE reader LOGIN")
+        connection.execute("REVOKE CREATE ON SCHEMA public FROM PUBLIC")
+        url = postgres_url.replace("//kvrag@", "//reader@")
+        store = open_store(f"file://{tmp_path}/bucket", StoreConfig(catalog=url, min_free_bytes=0))
+        assert store.get(make_identity(0)) is None
+        with pytest.raises(StoreError, match="permission denied"):
+            put(store, 0)
+        connection.execute(postgres.CREATE)
+        connection.execute("GRANT SELECT, INSERT, UPDATE, DELETE ON kvrag_rows TO reader")
+        try:
+            assert put(store, 0) > 0
+        finally:
+            store.close()
+            connection.execute("DROP OWNED BY reader")
+            connection.execute("DROP ROLE reader")
 
 
 def test_an_error_instead_of_a_value_is_named_and_ends_no_later_read(own_redis):
-    blobs = redis_blobs.RedisBlobs(own_redis[1], "objects")
+    blobs = redis_blobs.RedisBlobs(redis_blobs.RedisServer(own_redis[1]), "objects")
     redis.Redis.from_url(own_redis[1]).lpush(f"kvrag:objects:{'a' * 64}", "x")
     with pytest.raises(OSError, match="WRONGTYPE"):
         blobs.read("a" * 64)
@@ -151,33 +241,14 @@ def test_an_error_instead_of_a_value_is_named_and_ends_no_later_read(own_redis):
     assert bytes(blobs.read("b" * 64)) == b"value"
 
 
-def test_a_value_from_redis_that_comes_slowly_has_one_deadline_for_all_of_it(
-    own_redis, monkeypatch
-):
-    monkeypatch.setattr(redis_blobs, "ANSWER_S", 0.5)
-    port = own_redis[1].rpartition(":")[2].partition("/")[0]
-    with proxy_of(int(port)) as network:
-        blobs, data = (
-            redis_blobs.RedisBlobs(f"redis://127.0.0.1:{network.port}/0", "objects"),
-            os.urandom(100_000),
-        )
-        blobs.write("a" * 64, [data])
-        network.become("slow")  # a piece every 0.05 s: no single wait is too long
-        with pytest.raises(OSError, match="too long"):
-            blobs.read("a" * 64)
-        network.become(None)
-        assert (
-            bytes(blobs.read("a" * 64)) == data
-        )  # on a new connection: the rest of the other answer is not taken for it
-
-
 # -- faults that a review has found --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("damage", [b"", b"\0" * 60_000])
-def test_a_damaged_copy_harms_no_shared_blob(tmp_path, damage):
+def test_a_damaged_copy_harms_no_shared_blob(tmp_path, damage, redis_url):
     url, key = f"file://{tmp_path}/bucket", chunk_key(make_identity(0))
-    store = open_store(tmp_path / "copies", StoreConfig(shared=url, min_free_bytes=0, ram_bytes=0))
+    config = StoreConfig(shared=url, catalog=redis_url, min_free_bytes=0, ram_bytes=0)
+    store = open_store(tmp_path / "copies", config)
     put(store, 0)
     [copy] = [path for path in (tmp_path / "copies").rglob(f"*{key}*") if path.is_file()]
     copy.write_bytes(damage)
@@ -191,70 +262,6 @@ def test_a_damaged_copy_harms_no_shared_blob(tmp_path, damage):
     assert store.blobs.shared.keys() == set()
 
 
-def test_a_thread_that_can_follow_again_ends_the_pause_of_one_that_could_not(tmp_path, monkeypatch):
-    stores = [
-        open_store(f"file://{tmp_path}/bucket", StoreConfig(min_free_bytes=0)) for _ in range(2)
-    ]
-    put(stores[0], 0)
-    assert stores[1].known([chunk_key(make_identity(0))])
-    rows = stores[1].catalog._rows
-    with monkeypatch.context() as patch:
-        patch.setattr(shared.Journal, "after", raising(OSError, "time-out"))
-        assert not stores[1].known([chunk_key(make_identity(0))])
-    assert rows._again_s > time.monotonic()
-    assert not stores[1].known([chunk_key(make_identity(0))]), "in the pause nobody knows"
-    rows._again_s = 0.0
-    assert stores[1].known([chunk_key(make_identity(0))])
-    stores[0].delete([chunk_key(make_identity(0))])
-    assert not stores[1].known([chunk_key(make_identity(0))])
-
-
-def test_an_entry_that_its_writer_could_not_check_is_followed_by_all(tmp_path, monkeypatch):
-    """Others may have followed it, and built on it, when its writer gives up."""
-    store, other = (
-        open_store(f"file://{tmp_path}/bucket", StoreConfig(min_free_bytes=n)) for n in (0, 1)
-    )
-    put(store, 0)
-    rows, is_at = store.catalog._rows, journal.Journal._is_at
-
-    def after_writing(self, place, data):
-        if len(self._entries.keys()) == before:
-            return is_at(self, place, data)
-        raise OSError("time-out")
-
-    before = len(rows._journal._entries.keys())
-    with monkeypatch.context() as patch:
-        patch.setattr(journal.Journal, "_is_at", after_writing)
-        with pytest.raises(StoreError, match="time-out"):
-            rows.change(lambda: rows.set("x", 1))
-    put(other, 1)
-    put(store, 2)
-    for each in (
-        store,
-        other,
-        open_store(tmp_path / "new", StoreConfig(shared=f"file://{tmp_path}/bucket")),
-    ):
-        assert len(each.catalog.keys()) == 3
-        assert each.catalog._rows.get("x") == "1"
-
-
-@pytest.mark.parametrize(
-    "wrong", [3, [1], ["", False, 3], ["", False, {"c x": 3}], [None, False, {}], ["", 1, {}], {}]
-)
-def test_what_is_no_entry_counts_as_a_fault_of_the_journal(tmp_path, wrong, monkeypatch):
-    monkeypatch.setattr(shared, "AGAIN_S", 0.0)
-    store = open_store(f"file://{tmp_path}/bucket", StoreConfig(min_free_bytes=0))
-    put(store, 0)
-    entries = store.catalog._rows._journal._entries
-    last = max(entries.keys())
-    entries.write(journal._key(int(last, 16) + 1), [journal._dump(wrong)])
-    assert store.get(make_identity(0)) is None
-    with pytest.raises(StoreError, match="damaged"):
-        put(store, 1)
-    entries.delete([journal._key(int(last, 16) + 1)])
-    assert store.get(make_identity(0)) is not None
-
-
 @pytest.mark.parametrize(
     "url",
     [
@@ -266,16 +273,16 @@ def test_what_is_no_entry_counts_as_a_fault_of_the_journal(tmp_path, wrong, monk
 )
 def test_no_password_of_an_address_is_in_a_message(url):
     with pytest.raises(StoreError) as caught:
-        open_url(url, "objects")
+        open_url(url)
     assert "hunt" not in str(caught.value)
 
 
 def test_valkeys_own_addresses_are_taken(redis_url):
-    assert open_url(redis_url.replace("redis://", "Valkey://"), "objects").keys() == set()
+    assert open_url(redis_url.replace("redis://", "Valkey://")).keys() == set()
 
 
 def test_an_empty_object_is_read_as_nothing(tmp_path):
-    blobs, key = open_url(f"file://{tmp_path}/bucket", "objects"), chunk_key(make_identity(0))
+    blobs, key = open_url(f"file://{tmp_path}/bucket"), chunk_key(make_identity(0))
     blobs.write(key, [b""])
     assert bytes(blobs.read(key, 0, 10) or b"") == b""
     assert blobs.read(key, 0, 10) is not None
@@ -294,35 +301,14 @@ def test_what_the_server_let_go_is_precomputed_again(engine_of, redis_url, tmp_p
     assert engine.precompute(CHUNKS, ids=list("abcd")).skipped == 4
 
 
-def test_a_follower_that_is_late_sets_nothing_back(tmp_path):
-    """Two processes on one directory of copies: what one has followed further, the other leaves."""
-    url = f"file://{tmp_path}/bucket"
-    far, near = (
-        open_store(tmp_path / name, StoreConfig(shared=url, min_free_bytes=0))
-        for name in ("far", "near")
-    )
-    put(far, 0)
-    key = chunk_key(make_identity(0))
-    assert near.known([key])
-    rows = near.catalog._rows
-    here = rows._look(shared._place_of, None)
-    late = list(rows._journal.after(here))
-    far.delete([key])
-    late = list(rows._journal.after(here))
-    assert late
-    assert not near.known([key])  # it is further by now
-    with pytest.raises(journal.Conflict):
-        rows._take(here, late[0][0], [late[0][1].rows], is_whole=False)
-    assert not near.known([key])
-
-
-def test_a_forked_process_is_told_where_obstore_would_wait_for_ever(tmp_path):
-    store = open_store(f"file://{tmp_path}/bucket", StoreConfig(min_free_bytes=0, ram_bytes=0))
+def test_a_forked_process_is_told_where_obstore_would_wait_for_ever(tmp_path, redis_url):
+    config = StoreConfig(catalog=redis_url, min_free_bytes=0, ram_bytes=0)
+    store = open_store(f"file://{tmp_path}/bucket", config)
     put(store, 0)
 
     def child():
         with pytest.raises(StoreError, match="start processes by 'spawn'"):
-            open_store(f"file://{tmp_path}/bucket", StoreConfig(min_free_bytes=0))
+            open_store(f"file://{tmp_path}/bucket", config)
         return True
 
     assert ended(in_child(child)) == 0

@@ -99,14 +99,14 @@ def test_a_read_that_began_before_does_not_bring_the_retention_of_then(tiers, mo
     store, gpu, host, _ = tiers()
     put(store, 0, retention=Retention(99))
     host.release()
-    real = store.catalog.usage
+    real = store.catalog.stored_row
 
     def slow(key):
         found = real(key)
         store.retain([key], Retention(1))
         return found
 
-    monkeypatch.setattr(store.catalog, "usage", slow)
+    monkeypatch.setattr(store.catalog, "stored_row", slow)
     assert same_bits(store.get(CHUNKS[0]), KVS[0])
     assert (held(gpu), held(host)) == ([], [])
 

@@ -1,11 +1,11 @@
 """Catalog of the store: chunks, texts and documents, and the use of chunks.
 
-Processes share it; every change is a transaction.
+Processes and machines share it; every change is a transaction.
 
 ::
 
     changes → hits → ledger → rows (diskcache) → database
-                                └→ shared → journal
+                                └→ remote (Redis; a bucket without a database), postgres
 
 """
 

@@ -5,7 +5,6 @@ Processes share the catalog; every change is a transaction.
 
 from __future__ import annotations
 
-import json
 import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvrag.config import Retention
-from kvrag.store.base import ChunkRecord
+from kvrag.store.base import CatalogRows, ChunkRecord
 from kvrag.store.catalog.hits import Hits
 from kvrag.store.catalog.ledger import (
     PAGE,
@@ -43,9 +42,9 @@ class Catalog(Hits):
     ``folder``, ``read_only`` and ``durable`` are as for
     :class:`~kvrag.store.catalog.rows.RowTable`. With ``keys``, digests of texts, ids of
     documents and all values are encrypted. ``may_have_blobs`` returns whether a new catalog may
-    find blobs of an earlier catalog. ``rows`` makes the rows: of this machine, or of several
-    machines (:class:`~kvrag.store.catalog.shared.SharedRows`). Raises ``StoreError`` if the folder
-    can't be used; changes that can't be made raise it, too.
+    find blobs of an earlier catalog. ``rows``, called with the cipher of rows, ``read_only`` and
+    ``begin``, makes rows in a database that machines share; without it they are in ``folder``.
+    Raises ``StoreError`` if the folder can't be used; changes that can't be made raise it, too.
     """
 
     def __init__(
@@ -56,25 +55,24 @@ class Catalog(Hits):
         read_only: bool = False,
         durable: bool = True,
         may_have_blobs: Callable[[], bool] = lambda: True,
-        rows: Callable[..., RowTable] = RowTable,
+        rows: Callable[..., CatalogRows] | None = None,
     ) -> None:
         self._seal = None if keys is None or keys.cipher is None else RowCipher(keys.cipher)
         self._may_have_blobs = may_have_blobs
         super().__init__()
-        self._rows = rows(
-            folder, self._seal, read_only=read_only, durable=durable, begin=self._begin
-        )
+        make = rows or partial(RowTable, folder, durable=durable)
+        self._rows = make(seal=self._seal, read_only=read_only, begin=self._begin)
         self.read_only = self._rows.read_only
 
     def link(self, key: ChunkKey, text: TextEntry | None, doc_id: str | None) -> bool:
         """Add text and document to a stored chunk, and return whether the chunk is stored."""
-        chunk = self._stored(key)
+        chunk = self.stored_row(key)
         if chunk is not None and not self._has(chunk, text, doc_id):
             return self._rows.change(partial(self._link, key, text, doc_id))
         return chunk is not None
 
     def _link(self, key: ChunkKey, text: TextEntry | None, doc_id: str | None) -> bool:
-        chunk = self._stored(key)
+        chunk = self.stored_row(key)
         if chunk:
             self._attach(key, chunk, text, doc_id)
         return chunk is not None
@@ -99,6 +97,7 @@ class Catalog(Hits):
         Returns ``None`` for a chunk that is stored already. Writers share a pending row: they write
         the same bytes.
         """
+        self._ahead_of_new(chunks)
         return [self._note(*chunk) for chunk in chunks]
 
     def _note(
@@ -128,9 +127,9 @@ class Catalog(Hits):
         there = set[ChunkKey]()
         sizes = list[int]()
         accesses = self.state().accesses
-        for key, revision in begun.items():
-            chunk = self._chunk(key)
-            if chunk is None or (chunk.pending and chunk.revision != revision):
+        chunks = self._ahead_of(begun)
+        for key, chunk in chunks.items():
+            if chunk.pending and chunk.revision != begun[key]:
                 continue
             there.add(key)
             if chunk.pending:
@@ -166,13 +165,14 @@ class Catalog(Hits):
         again since has a blob, and stays.
         """
         sizes = list[int]()
-        for key, revision in erased.items():
-            chunk = self._chunk(key)
-            if chunk is None:
-                self._rows.delete(f"c {key}")  # absent, or malformed
-            elif chunk.revision == revision:
+        chunks = self._ahead_of(erased)
+        for key in erased.keys() - chunks.keys():
+            self._rows.delete(f"c {key}")  # absent, or malformed
+        for key, chunk in chunks.items():
+            if chunk.revision == erased[key]:
                 self._drop(key, chunk)
-                sizes += [] if chunk.pending else [chunk.num_bytes]
+                if not chunk.pending:
+                    sizes.append(chunk.num_bytes)
         self._count(-len(sizes), -sum(sizes), erasures=1)
         return len(sizes)
 
@@ -213,7 +213,7 @@ class Catalog(Hits):
     @one_step
     def retain(self, keys: Iterable[ChunkKey], retention: Retention) -> int:
         """Set the retention of stored chunks, and return their number."""
-        found = {key: chunk for key in keys if (chunk := self._stored(key))}
+        found = self.stored(keys)
         for key, chunk in found.items():
             self._rows.set(f"c {key}", chunk._replace(usage=chunk.usage.retained(retention)))
         return len(found)
@@ -232,7 +232,7 @@ class Catalog(Hits):
         self.flush()
         self._rows.close()
 
-    def _begin(self, rows: RowTable, is_other: bool) -> None:
+    def _begin(self, rows: CatalogRows, is_other: bool) -> None:
         """Initialise a new database; if it has replaced another, there may be dormant blobs."""
         self._rows = rows  # still being opened: the caller has not assigned them yet
         state = self._read(STATE, "s") or State(time.time_ns(), dormant=self._may_have_blobs())
@@ -281,7 +281,7 @@ class Catalog(Hits):
         held = [digest] if doc_id is None else self.document_texts(namespace, doc_id)
         refs = known.refs
         if doc_id is not None and digest not in held:
-            self._rows.set(self._name("z", namespace, json.dumps(doc_id)), [*held, digest])
+            self._rows.set(self._document(namespace, doc_id), [*held, digest])
             refs += 1
         every = list(dict.fromkeys([*known.keys, *keys]))
         self._rows.set(self._name("t", namespace, digest), known._replace(keys=every, refs=refs))
@@ -321,7 +321,7 @@ class Catalog(Hits):
                     self._rows.set(f"c {key}", chunk._replace(digests=left))
             self._settle(namespace, text._replace(refs=refs, keys=text.keys if refs else []))
         self._keep(
-            self._name("z", namespace, json.dumps(doc_id)),
+            self._document(namespace, doc_id),
             [digest for digest in held if digest not in digests],
         )
 

@@ -45,12 +45,9 @@ class Hits(Ledger):
     def _count_hits(self, touched: Mapping[ChunkKey, int]) -> None:
         state = self.state()
         state = state._replace(accesses=state.accesses + sum(touched.values()))
-        for key, hits in touched.items():
-            chunk = self._chunk(key)
-            if chunk:
-                self._rows.set(
-                    f"c {key}", chunk._replace(usage=chunk.usage.touched(hits, state.accesses))
-                )
+        for key, chunk in self._chunks(touched):
+            usage = chunk.usage.touched(touched[key], state.accesses)
+            self._rows.set(f"c {key}", chunk._replace(usage=usage))
         self._rows.set("s", state)
 
     def usages(self) -> tuple[int, list[Sized]]:
@@ -67,5 +64,7 @@ class Hits(Ledger):
 
     @one_step  # a single transaction for all keys
     def _sized(self, keys: Sequence[ChunkKey]) -> list[Sized]:
-        found = ((key, chunk) for key in keys if (chunk := self._stored(key)))
-        return [Sized(key, chunk.num_tokens, chunk.num_bytes, chunk.usage) for key, chunk in found]
+        return [
+            Sized(key, chunk.num_tokens, chunk.num_bytes, chunk.usage)
+            for key, chunk in self.stored(keys).items()
+        ]

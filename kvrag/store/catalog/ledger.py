@@ -19,15 +19,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial, wraps
-from typing import Annotated, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
+from typing import Annotated, Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from kvrag.store.base import ChunkRecord
-from kvrag.store.catalog.rows import RowTable
+from kvrag.store.base import CatalogRows, ChunkRecord
 from kvrag.store.crypto import RowCipher
 from kvrag.store.eviction import Usage
 from kvrag.types import ChunkKey, TextEntry
@@ -100,6 +99,7 @@ STRINGS = TypeAdapter(list[str])
 RANGE = TypeAdapter(tuple[Count, Count])
 
 PER_PAGE = 64  # texts in a row
+AT_ONCE = 1024  # rows that are read in one round trip
 MOST_TEXTS = 10**7  # of a namespace: a row from elsewhere must not make reading endless
 
 
@@ -119,26 +119,35 @@ def one_step(method: Callable[Concatenate[L, P], T]) -> Callable[Concatenate[L, 
 class Ledger:
     """Queries on the rows of a store."""
 
-    _rows: RowTable
+    _rows: CatalogRows
     _seal: RowCipher | None
+
+    @property
+    def remedy(self) -> str:
+        """The end of a sentence that refuses a change of a store open for reading only."""
+        return self._rows.remedy
 
     def get(self, key: ChunkKey) -> ChunkRecord | None:
         """Return the record of a stored chunk."""
-        chunk = self._stored(key)
+        chunk = self.stored_row(key)
         if chunk is None:
             return None
         return chunk.record(key)
 
     def known(self, keys: Collection[ChunkKey]) -> set[ChunkKey]:
         """Return the stored keys among ``keys``."""
-        return {key for key in keys if self._stored(key)}
+        return set(self.stored(keys))
+
+    def stored(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, ChunkRow]:
+        """Return the rows of the stored chunks among ``keys``."""
+        return {key: chunk for key, chunk in self._chunks(keys) if not chunk.pending}
 
     def keys(self, *, pending: bool = False) -> list[ChunkKey]:
         """Return the keys of all stored chunks; with ``pending``, of all pending chunks.
 
         The writer of a pending chunk is writing, or was killed.
         """
-        return [key for key, chunk in self._chunks() if chunk.pending is pending]
+        return [key for key, chunk in self._all_chunks() if chunk.pending is pending]
 
     def present(self, namespace: str | None = None) -> set[ChunkKey]:
         """Return the keys of all chunks, or of a namespace's, stored or pending.
@@ -148,21 +157,28 @@ class Ledger:
         if namespace is None:
             return {ChunkKey(key) for key in self._rows.change(lambda: self._rows.names("c "))}
         return {
-            key for key, chunk in self._rows.change(self._chunks) if chunk.namespace == namespace
+            key
+            for key, chunk in self._rows.change(self._all_chunks)
+            if chunk.namespace == namespace
         }
+
+    def absent(self, keys: Collection[ChunkKey]) -> set[ChunkKey]:
+        """Return the keys without a row; raises ``StoreError`` if rows can't be read."""
+        return set(keys) - {key for key, _ in self._rows.change(lambda: self._chunks(keys))}
 
     def revisions(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, int]:
         """Return the revisions of chunks, stored or pending; 0 if a row is absent or malformed."""
-        return {key: chunk.revision if (chunk := self._chunk(key)) else 0 for key in keys}
+        wanted = list(keys)
+        found = dict(self._chunks(wanted))
+        return {key: found[key].revision if key in found else 0 for key in wanted}
 
     def variants(self, content: str) -> list[ChunkRecord]:
         """Return the stored chunks with this content key, oldest first.
 
         They may be behind any prefix and context.
         """
-        return [
-            record for key in self._strings(f"i {content}") if (record := self.get(ChunkKey(key)))
-        ]
+        found = self.stored(map(ChunkKey, self._strings(f"i {content}")))
+        return [chunk.record(key) for key, chunk in found.items()]
 
     def texts(self, namespace: str, after: int) -> tuple[list[TextEntry], int]:
         """Return the texts of a namespace added after cursor ``after`` (0: all), and a new cursor.
@@ -174,11 +190,13 @@ class Ledger:
             return [], after
         # A cursor beyond the end is of a catalog that was lost since: begin again.
         start = max(first, after + 1 if after < last else 0, last - MOST_TEXTS)
+        pages = range(start // PER_PAGE, last // PER_PAGE + 1)
         found = list[TextEntry]()
-        for page in range(start // PER_PAGE, last // PER_PAGE + 1):
-            texts = self._read(PAGE, f"l {namespace} {page}") or {}
+        for texts in self._read_all(PAGE, [f"l {namespace} {page}" for page in pages]):
             found += [
-                TextEntry(*texts[number]) for number in sorted(texts) if start <= number <= last
+                TextEntry(*texts[number])
+                for number in sorted(texts or ())
+                if texts and start <= number <= last
             ]
         return found, last
 
@@ -194,11 +212,11 @@ class Ledger:
         text = self._text(namespace, digest)
         if text is None:
             return []
-        return [key for key in text.keys if self._stored(key)]
+        return list(self.stored(text.keys))
 
     def key_texts(self, key: ChunkKey) -> list[TextEntry]:
         """Return the texts of a stored chunk."""
-        chunk = self._stored(key)
+        chunk = self.stored_row(key)
         if chunk is None:
             return []
         return [TextEntry(*text.entry) for text in self._texts(chunk.namespace, chunk.digests)]
@@ -214,32 +232,26 @@ class Ledger:
 
     def document_texts(self, namespace: str, doc_id: str) -> list[str]:
         """Return the digests of a document's texts."""
-        return self._strings(self._name("z", namespace, json.dumps(doc_id)))
+        return self._strings(self._document(namespace, doc_id))
 
     def document_keys(self, namespace: str, doc_id: str) -> list[ChunkKey]:
         """Return the keys of all stored chunks of a document's texts."""
-        found = (
-            key
-            for digest in self.document_texts(namespace, doc_id)
-            for key in self.text_keys(namespace, digest)
-        )
-        return list(dict.fromkeys(found))
+        texts = self._texts(namespace, self.document_texts(namespace, doc_id))
+        return list(self.stored(key for text in texts for key in text.keys))
 
     def only_held_by(self, namespace: str, doc_id: str) -> set[ChunkKey]:
         """Return the keys of a document's chunks, stored or pending, that no other has."""
         mine = self.document_texts(namespace, doc_id)
-
-        def is_free(key: ChunkKey) -> bool:
-            texts = self._texts(namespace, chunk.digests) if (chunk := self._chunk(key)) else []
-            return not any(text.refs > (text.entry.digest in mine) for text in texts)
-
-        return {
-            key
-            for text in self._texts(namespace, mine)
-            if text.refs <= 1
-            for key in text.keys
-            if is_free(key)
+        texts = self._texts(namespace, mine)
+        keys = {key for text in texts if text.refs <= 1 for key in text.keys}
+        chunks = dict(self._chunks(keys))
+        digests = {digest for chunk in chunks.values() for digest in chunk.digests}
+        shared = {
+            text.entry.digest
+            for text in self._texts(namespace, digests)
+            if text.refs > (text.entry.digest in mine)
         }
+        return {key for key in keys if key not in chunks or shared.isdisjoint(chunks[key].digests)}
 
     def state(self) -> State:
         """Return the totals; their generation changes with every erasure by any process.
@@ -253,10 +265,10 @@ class Ledger:
 
         ``None`` if it is unknown now.
         """
-        marks = tuple(self._read(MARK, f"e {space}") or 0 for space in (namespace, ""))
-        if self._read(STATE, "s"):
-            return marks[0], marks[1]
-        return None
+        here, everywhere, state = self._rows.many([f"e {namespace}", "e ", "s"])
+        if _parsed(STATE, state) is None:
+            return None
+        return _parsed(MARK, here) or 0, _parsed(MARK, everywhere) or 0
 
     def totals(self) -> tuple[int, int]:
         """Return the numbers of stored chunks and of their bytes."""
@@ -264,7 +276,7 @@ class Ledger:
 
     def usage(self, key: ChunkKey) -> Usage:
         """Return the usage of a chunk, for eviction."""
-        chunk = self._stored(key)
+        chunk = self.stored_row(key)
         if chunk is None:
             return Usage()
         return chunk.usage
@@ -273,36 +285,72 @@ class Ledger:
 
     def _read(self, form: TypeAdapter[T], name: str) -> T | None:
         """Return a row's value; ``None`` if it is absent or malformed."""
-        text = self._rows.get(name)
-        if text is not None:
-            with suppress(ValidationError):
-                return form.validate_json(text)
+        with suppress(ValidationError):
+            return form.validate_json(self._rows.get(name) or "")
         return None
+
+    def _read_all(self, form: TypeAdapter[T], names: Sequence[str]) -> Iterator[T | None]:
+        """Yield the values of rows, which are read many at a time."""
+        for first in range(0, len(names), AT_ONCE):
+            for text in self._rows.many(names[first : first + AT_ONCE]):
+                yield _parsed(form, text)
 
     def _chunk(self, key: ChunkKey) -> ChunkRow | None:
         return self._read(CHUNK, f"c {key}")
 
-    def _stored(self, key: ChunkKey) -> ChunkRow | None:
-        if (chunk := self._chunk(key)) is None or chunk.pending:
-            return None
-        return chunk
+    def stored_row(self, key: ChunkKey) -> ChunkRow | None:
+        """Return the row of a stored chunk."""
+        chunk = self._chunk(key)
+        return chunk if chunk and not chunk.pending else None
 
-    def _chunks(self) -> list[tuple[ChunkKey, ChunkRow]]:
-        return [
-            (key, chunk)
-            for key in map(ChunkKey, self._rows.names("c "))
-            if (chunk := self._chunk(key))
-        ]
+    def _chunks(self, keys: Iterable[ChunkKey]) -> list[tuple[ChunkKey, ChunkRow]]:
+        """Return the rows of chunks, stored or pending; absent rows are left out."""
+        wanted = list(dict.fromkeys(keys))
+        found = self._read_all(CHUNK, [f"c {key}" for key in wanted])
+        return [(key, chunk) for key, chunk in zip(wanted, found, strict=True) if chunk]
+
+    def _all_chunks(self) -> list[tuple[ChunkKey, ChunkRow]]:
+        return self._chunks(map(ChunkKey, self._rows.names("c ")))
 
     def _text(self, namespace: str, digest: str) -> Text | None:
         return self._read(TEXT, self._name("t", namespace, digest))
 
     def _texts(self, namespace: str, digests: Iterable[str]) -> list[Text]:
-        return [text for digest in digests if (text := self._text(namespace, digest))]
+        names = [self._name("t", namespace, digest) for digest in digests]
+        return [text for text in self._read_all(TEXT, names) if text]
 
     def _strings(self, name: str) -> list[str]:
         return self._read(STRINGS, name) or []
 
+    def _ahead_of(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, ChunkRow]:
+        """Return the rows of chunks, and read the rows that changing them will ask for."""
+        found = dict(self._chunks(keys))
+        names = [f"i {chunk.content}" for chunk in found.values()]
+        for chunk in found.values():
+            names += [self._name("t", chunk.namespace, digest) for digest in chunk.digests]
+        self._rows.ahead(names)
+        return found
+
+    def _ahead_of_new(self, chunks: Iterable[tuple[Any, ...]]) -> None:
+        """Read the rows that storing chunks will ask for."""
+        names = list[str]()
+        for record, text, doc_ids, _ in chunks:
+            space = record.namespace
+            names += [f"c {record.key}", f"n {space}"]
+            names += [self._name("t", space, text.digest)] if text else []
+            names += [self._document(space, each) for each in doc_ids if each is not None]
+        self._rows.ahead(names)
+
+    def _document(self, namespace: str, doc_id: str) -> str:
+        return self._name("z", namespace, json.dumps(doc_id))
+
     def _name(self, kind: str, namespace: str, text: str) -> str:
         """Return the name of a row; with a key, its text is encrypted."""
         return f"{kind} {namespace} {text if self._seal is None else self._seal.seal(text, kind)}"
+
+
+def _parsed(form: TypeAdapter[T], text: str | None) -> T | None:
+    """Return the value of a row; ``None`` if it is absent or malformed."""
+    with suppress(ValidationError):
+        return form.validate_json(text or "")
+    return None

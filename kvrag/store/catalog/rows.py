@@ -14,7 +14,7 @@ import shutil
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,6 +23,7 @@ import diskcache
 from diskcache.core import DBNAME
 
 from kvrag.errors import StoreError
+from kvrag.store.base import WRITABLE, CatalogRows
 from kvrag.store.catalog.database import (
     BUSY_S,
     FAULTS,
@@ -54,6 +55,7 @@ class RowTable:
     its second argument tells which. Raises ``StoreError`` if the folder can't be used.
     """
 
+    remedy = WRITABLE
     pause_s = 0.0  # minimum pause between background changes
     _has_garbage = False  # whether closed connections of any instance may await collection
 
@@ -64,7 +66,7 @@ class RowTable:
         *,
         read_only: bool = False,
         durable: bool = True,
-        begin: Callable[[RowTable, bool], None],
+        begin: Callable[[CatalogRows, bool], None],
     ) -> None:
         self.read_only = read_only
         self._seal = seal
@@ -113,6 +115,13 @@ class RowTable:
             return text
         return self._seal.open(text, name)
 
+    def many(self, names: Sequence[str]) -> list[str | None]:
+        """Return the values of several rows; see :meth:`get`."""
+        return list(map(self.get, names))
+
+    def ahead(self, names: Sequence[str]) -> None:
+        """Do nothing: rows of this machine are read one at a time."""
+
     def names(self, prefix: str) -> list[str]:
         """Return the rest of all names that begin with ``prefix``, sorted; scans all rows.
 
@@ -127,10 +136,7 @@ class RowTable:
     def set(self, name: str, value: Any) -> None:
         """Insert or replace a row, inside :meth:`change`."""
         text = json.dumps(value, separators=(",", ":"))
-        self._put(name, text if self._seal is None else self._seal.seal(text, name))
-
-    def _put(self, name: str, text: str) -> None:
-        self._mine.cache.set(name, text)
+        self._mine.cache.set(name, text if self._seal is None else self._seal.seal(text, name))
 
     def delete(self, name: str) -> None:
         """Remove a row if it exists, inside :meth:`change`."""

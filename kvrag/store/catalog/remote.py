@@ -1,0 +1,363 @@
+"""Rows that machines share: in a database, such as Redis, or read off the blobs of a bucket.
+
+A change collects what it reads and what it writes. The database writes all of it in one step if
+what was read is still the same; otherwise another writer was first, and the change is run again. So
+nothing is locked while a change is made, and a killed process leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from dataclasses import astuple, dataclass, field
+from functools import partial
+from typing import Any, NoReturn, TypeVar
+
+from kvrag.errors import StoreError
+from kvrag.identity.fingerprint import chunk_key
+from kvrag.store.base import WRITABLE, Blobs, CatalogRows
+from kvrag.store.blobs import KEY
+from kvrag.store.catalog.ledger import ChunkRow, State
+from kvrag.store.crypto import Keys, RowCipher
+from kvrag.store.eviction import Usage
+from kvrag.store.format import Blob, BlobRejected, record_of
+from kvrag.store.redis import RedisServer
+from kvrag.threads import POOL
+from kvrag.types import ChunkKey
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+AGAIN_S = 5.0  # seconds after a fault until the database is asked again
+PAUSE_S = 0.25  # longest pause before a change is made again
+ATTEMPTS = 100  # times that a change is made if other writers come first
+STATE = "s"  # the row that every catalog has
+
+COMMIT = """
+local read, written = cjson.decode(ARGV[1]), cjson.decode(ARGV[2])
+for name, text in pairs(read) do
+  if redis.call('HGET', KEYS[1], name) ~= text then return 0 end
+end
+if ARGV[3] == '1' then redis.call('UNLINK', KEYS[1]) end
+for name, text in pairs(written) do
+  if text then
+    redis.call('HSET', KEYS[1], name, text)
+  else
+    redis.call('HDEL', KEYS[1], name)
+  end
+end
+return 1
+"""
+"""Write a change if the rows that it read are the same; absent rows are ``false`` in JSON."""
+PER_SCAN = 10_000  # fields that the server looks at in one call
+
+REMEDY = (
+    "name the database with its catalog as StoreConfig.catalog (--catalog, KVRAG_CATALOG), "
+    "as postgresql://host/database"
+)
+FOLLOW_S = 60  # seconds after which chunks in memory are looked up again
+
+
+@dataclass(slots=True)
+class Draft:
+    """Change that is being made: texts by name of the rows read and written, ``None`` if absent.
+
+    ``is_whole``: rows that are not written are removed.
+    """
+
+    read: dict[str, str | None] = field(default_factory=dict)
+    written: dict[str, str | None] = field(default_factory=dict)
+    is_whole: bool = False
+
+    def text(self, name: str) -> str | None:
+        """Return the text of a row that was read or written, as this change left it."""
+        if name in self.written or self.is_whole:
+            return self.written.get(name)
+        return self.read[name]
+
+
+class RemoteRows(ABC):
+    """Rows in a database; see :class:`kvrag.store.base.CatalogRows`.
+
+    If the database can't be reached, its rows count as absent, and changes are refused. Subclasses
+    raise ``OSError`` for every fault of the database.
+
+    Parameters
+    ----------
+    seal, read_only, begin
+        As for :class:`~kvrag.store.catalog.rows.RowTable`.
+    """
+
+    remedy = WRITABLE
+    pause_s = 60.0  # a change concerns all machines
+
+    def __init__(
+        self,
+        seal: RowCipher | None,
+        *,
+        read_only: bool = False,
+        begin: Callable[[CatalogRows, bool], None],
+    ) -> None:
+        self.read_only = read_only
+        self._seal = seal
+        self._begin = begin
+        self._mine = threading.local()
+        self._again_s = 0.0
+        self._is_cut_off = self._is_closed = False
+
+    @abstractmethod
+    def _fetch(self, names: Sequence[str]) -> list[str | None]:
+        """Return the texts of rows, in one round trip."""
+
+    @abstractmethod
+    def _names(self, prefix: str) -> Collection[str]:
+        """Return all names that begin with ``prefix``."""
+
+    @abstractmethod
+    def _commit(self, draft: Draft) -> bool:
+        """Write a change in one step; return ``False`` if a row that it read is another by now."""
+
+    def get(self, name: str) -> str | None:
+        """Return a row's value as JSON; ``None`` if it is absent or can't be read."""
+        return self.many([name])[0]
+
+    def many(self, names: Sequence[str]) -> list[str | None]:
+        """Return the values of rows as JSON, in one round trip."""
+        draft = self._draft
+        if draft is not None:
+            self.ahead(names)
+            found = {name: draft.text(name) for name in names}
+        else:
+            found = self._look(lambda: self._rows(names), dict[str, str | None]())
+        if self._seal is None:
+            return [found.get(name) for name in names]
+        return [self._seal.open(found.get(name) or "", name) for name in names]
+
+    def ahead(self, names: Sequence[str]) -> None:
+        """Read rows that the current change will ask for, in one round trip."""
+        draft = self._draft
+        if draft is None or draft.is_whole:
+            return
+        wanted = [name for name in names if name not in draft.read and name not in draft.written]
+        draft.read.update(self._rows(wanted))
+        if STATE in wanted and draft.read[STATE] is None:
+            self._begin(self, False)
+
+    def names(self, prefix: str) -> list[str]:
+        """Return the rest of all names that begin with ``prefix``, sorted."""
+        draft = self._draft
+        if draft is None:
+            found = self._look(lambda: set(self._names(prefix)), set[str]())
+        else:
+            known = () if draft.is_whole else self._names(prefix)
+            found = {name for name in known if name not in draft.written}
+            found |= {name for name, text in draft.written.items() if text is not None}
+        return sorted(name[len(prefix) :] for name in found if name.startswith(prefix))
+
+    def set(self, name: str, value: Any) -> None:
+        """Insert or replace a row, inside :meth:`change`."""
+        text = json.dumps(value, separators=(",", ":"))
+        self._mine.draft.written[name] = text if self._seal is None else self._seal.seal(text, name)
+
+    def delete(self, name: str) -> None:
+        """Remove a row if it exists, inside :meth:`change`."""
+        self._mine.draft.written[name] = None
+
+    def clear(self) -> None:
+        """Remove all rows, inside :meth:`change`."""
+        self._mine.draft.written.clear()
+        self._mine.draft.is_whole = True
+
+    def change(self, action: Callable[[], T]) -> T:
+        """Run ``action`` as a single transaction of all machines, and return its result.
+
+        ``action`` may run several times. Raises ``StoreError``, and changes nothing, if that fails.
+        """
+        if self._draft is not None:
+            return action()
+        try:
+            for attempt in range(ATTEMPTS):
+                draft = self._mine.draft = Draft()
+                result = action()
+                if not (draft.written or draft.is_whole) or self._commit(draft):
+                    return result
+                # Random, or the same writer is first again.
+                time.sleep(random.uniform(0, min(PAUSE_S, 0.001 * 2**attempt)))
+        except StoreError:
+            raise
+        except OSError as error:
+            raise StoreError(
+                f"the shared KV store can't be changed: {error}; try again later"
+            ) from error
+        finally:
+            self._mine.draft = None
+        raise StoreError("too many writers change the shared KV store at once; try again later")
+
+    def scrub(self) -> None:  # noqa: B027 - nothing to do in most databases
+        """Do nothing: the database keeps no erased rows that a client could purge."""
+
+    def close(self) -> None:
+        """Close the connections; idempotent. Closed rows are absent and can't be changed."""
+        self._is_closed = True
+
+    @property
+    def _draft(self) -> Draft | None:
+        draft: Draft | None = getattr(self._mine, "draft", None)
+        return draft
+
+    def _rows(self, names: Sequence[str]) -> dict[str, str | None]:
+        if self._is_closed:
+            raise OSError("the store is closed")
+        return dict(zip(names, names and self._fetch(names), strict=True))
+
+    def _look(self, action: Callable[[], T], default: T) -> T:
+        """Read from the database, and return ``default`` on a fault, and for a time after it."""
+        if self._is_closed or time.monotonic() < self._again_s:
+            return default
+        try:
+            found = action()
+        except OSError as error:
+            self._again_s = time.monotonic() + AGAIN_S
+            if not self._is_cut_off:
+                log.warning("the shared KV store can't be reached (%s); it counts as empty", error)
+            self._is_cut_off = True
+            return default
+        self._is_cut_off = False
+        return found
+
+
+class RedisRows(RemoteRows):
+    """Rows in Redis or Valkey: fields of the hash ``kvrag:catalog:<store>``, which never expires.
+
+    Parameters
+    ----------
+    server, store
+        The server, and the name of the store in it.
+    seal, read_only, begin
+        As for :class:`~kvrag.store.catalog.remote.RemoteRows`.
+
+    Raises
+    ------
+    StoreError
+        If the server may evict the hash.
+    """
+
+    def __init__(
+        self,
+        seal: RowCipher | None,
+        *,
+        server: RedisServer,
+        store: str,
+        read_only: bool = False,
+        begin: Callable[[CatalogRows, bool], None],
+    ) -> None:
+        super().__init__(seal, read_only=read_only, begin=begin)
+        self._server = server
+        self._hash = f"kvrag:catalog:{store}"
+        self._write = server.client.register_script(COMMIT)
+        self._check()
+
+    def _check(self) -> None:
+        try:
+            found = self._server.client.config_get("maxmemory-policy")
+        except self._server.redis.RedisError:  # asking is forbidden, or it can't be reached now
+            return
+        if "allkeys" in str(found):
+            raise StoreError(
+                f"the Redis server evicts any key ({found}), "
+                "and would lose the store's catalog; "
+                "set the policy to volatile-lru or noeviction"
+            )
+
+    def _fetch(self, names: Sequence[str]) -> list[str | None]:
+        with self._server.faults():
+            found = self._server.client.hmget(self._hash, names)
+        return [None if text is None else text.decode("utf-8", "replace") for text in found]
+
+    def _names(self, prefix: str) -> Collection[str]:
+        with self._server.faults():
+            found = self._server.client.hscan_iter(self._hash, match=f"{prefix}*", count=PER_SCAN)
+            return {name.decode("utf-8", "replace") for name, _ in found}
+
+    def _commit(self, draft: Draft) -> bool:
+        read, written = (
+            json.dumps({name: False if text is None else text for name, text in rows.items()})
+            for rows in (draft.read, draft.written)
+        )
+        with self._server.faults():
+            return bool(self._write(keys=[self._hash], args=[read, written, int(draft.is_whole)]))
+
+    def close(self) -> None:
+        """Close the connections; idempotent."""
+        super().close()
+        self._server.close()
+
+
+class BlobRows:
+    """Rows of a bucket without a database: the chunks whose blobs exist.
+
+    Texts and documents are unknown, and erasures by other machines are noticed after
+    :data:`FOLLOW_S`. Changes raise ``StoreError``, as do questions about documents.
+    """
+
+    read_only = True
+    pause_s = 0.0
+    remedy = REMEDY
+
+    def __init__(self, *, blobs: Blobs, keys: Keys, **_: object) -> None:
+        self._blobs = blobs
+        self._cipher = keys.cipher
+
+    def get(self, name: str) -> str | None:
+        """Return the row of a chunk, or of the store."""
+        kind, _, rest = name.partition(" ")
+        if kind == "c":
+            return self._chunk(ChunkKey(rest))
+        if kind == "s":
+            return json.dumps(State(int(time.time()) // FOLLOW_S, dormant=False))
+        if kind == "e":
+            return str(time.time_ns())  # an erasure may have happened just now
+        return None
+
+    def many(self, names: Sequence[str]) -> list[str | None]:
+        """Return several rows."""
+        return list(POOL.ahead(self.get, names))
+
+    def ahead(self, names: Sequence[str]) -> None:
+        """Do nothing."""
+
+    def names(self, prefix: str) -> list[str]:
+        """Return the keys of all chunks; raises ``StoreError`` for other names."""
+        if prefix != "c ":
+            self.change()
+        with suppress(OSError):
+            return sorted(self._blobs.keys())
+        return []
+
+    def change(self, *_: object) -> NoReturn:
+        """Raise ``StoreError``."""
+        raise StoreError(f"this bucket of KV has no database, so it can only be read; {REMEDY}")
+
+    set = delete = clear = change
+
+    def scrub(self) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+    def _chunk(self, key: ChunkKey) -> str | None:
+        if not KEY.fullmatch(key):
+            return None
+        with suppress(BlobRejected):
+            header = Blob(partial(self._blobs.read, key), None, self._cipher).header
+            if chunk_key(header.identity) == key:
+                record = record_of(header.identity, header.num_bytes)
+                return json.dumps(ChunkRow._make([*astuple(record)[1:], [], Usage(), False, 1]))
+        return None
