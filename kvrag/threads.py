@@ -26,7 +26,8 @@ R = TypeVar("R")
 MAX_IDLE = 4  # idle threads that a pool keeps for the next action
 EXIT_WAIT_S = 10.0  # longest wait for running actions at process exit
 
-_exiting = threading.Event()
+EXITING = threading.Event()
+"""Set when the interpreter exits."""
 _pools: weakref.WeakSet[Pool] = weakref.WeakSet()
 _threaded: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -187,7 +188,7 @@ class Pool:
 @atexit.register
 def _end_all() -> None:
     """Cancel all actions and join their threads."""
-    _exiting.set()
+    EXITING.set()
     end = time.monotonic() + EXIT_WAIT_S
     for thread in [thread for pool in list(_pools) for thread in pool.end()]:
         thread.join(max(0.0, end - time.monotonic()))
@@ -195,7 +196,7 @@ def _end_all() -> None:
 
 def leave_at_exit() -> None:
     """Raise ``SystemExit`` in a daemon thread once the interpreter exits; work may end here."""
-    if _exiting.is_set() and threading.current_thread().daemon:
+    if EXITING.is_set() and threading.current_thread().daemon:
         raise SystemExit
 
 

@@ -23,6 +23,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreT
 from kvrag.model.attention import UNDERSTOOD, Mass, ragged_attention, refuse_unknown
 from kvrag.model.lock import ModelLock
 from kvrag.model.rows import EVERYTHING, KVBuffer, Limits, Reach, Rows
+from kvrag.threads import EXITING
 
 ATTENTION = "kvrag"  # without "flash" and "/", which transformers treats specially
 EAGER = "eager"  # transformers' reference attention: the code of the modelling file itself
@@ -116,7 +117,7 @@ class Forward(Cache):  # type: ignore[misc]
         **__: object,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write a layer's fresh rows in place and return all rows up to the forward's last."""
-        if self._lock is not None:
+        if self._lock is not None and (self._lock.pending or EXITING.is_set()):
             self._lock.give_way()
         stop = self._rows.stop
         slots = self._rows.slots if isinstance(self._rows.slots, slice) else self.hi

@@ -16,7 +16,6 @@ from functools import cache, partial
 from typing import TypeVar
 
 from kvrag.config import Retention, StoreConfig
-from kvrag.errors import StoreError
 from kvrag.identity.fingerprint import chunk_key
 from kvrag.store.base import Blobs, Bytes, Listener, MemoryBlobs, StoreEvent, StoreStats
 from kvrag.store.blobs import KEY, FileBlobs
@@ -54,7 +53,7 @@ class Reader:
         config: StoreConfig,
         keys: Keys,
     ) -> None:
-        self._catalog = catalog
+        self.catalog = catalog
         self._process = os.getpid()
         self.blobs = blobs
         self.config = config
@@ -68,7 +67,7 @@ class Reader:
         elif isinstance(blobs, FileBlobs):
             self.name = "disk"
         said_to = config.on_event, config.event_log
-        self.listeners = [Listener(*said_to)] if any(each is not None for each in said_to) else []
+        self.listeners = [Listener(*said_to)] if said_to != (None, None) else []
         self.tiers = tuple[MemoryTier, ...]()
         self.reads = Reads(0)
         for tier in reversed(tiers):
@@ -78,20 +77,6 @@ class Reader:
         self._has_warned = False
         # The catalog's generation when memory was last compared with it.
         self._followed: int | None = None
-
-    @property
-    def catalog(self) -> Catalog:
-        """Catalog of the stored chunks.
-
-        Raises ``StoreError`` in a process that was forked since the store was opened.
-        """
-        if self._process != os.getpid():
-            raise StoreError(
-                "this KV store was opened before the process was forked; open it after the fork "
-                "(gunicorn: without --preload; celery: in worker_process_init), or start "
-                "processes by 'spawn'"
-            )
-        return self._catalog
 
     def put_above(self, tier: MemoryTier) -> None:
         """Add a memory tier above all other tiers."""

@@ -10,8 +10,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
+from typing import NoReturn, cast
+from weakref import WeakSet
 
 from kvrag.config import Retention, StoreConfig
+from kvrag.errors import StoreError
 from kvrag.store.base import Blobs
 from kvrag.store.catalog import Catalog
 from kvrag.store.crypto import Keys
@@ -20,6 +23,9 @@ from kvrag.store.format import BlobRejected
 from kvrag.store.memory import MemoryTier, emit
 from kvrag.store.writing import StoreWriter, refusal
 from kvrag.types import ChunkKey
+
+_OPEN = WeakSet["TieredStore"]()
+"""Stores that this process has opened."""
 
 
 class TieredStore(StoreWriter):
@@ -59,6 +65,7 @@ class TieredStore(StoreWriter):
             free_bytes=getattr(blobs, "free_bytes", lambda: 2**62),
             evict=partial(self._erase, reason="evicted"),
         )
+        _OPEN.add(self)
 
     def retain(self, keys: Iterable[ChunkKey], retention: Retention) -> int:
         """Set the retention of stored chunks in every tier, and return their number.
@@ -197,3 +204,23 @@ class TieredStore(StoreWriter):
                 self.catalog.remove(found)
         self._drop(keys, reason, gone)
         return gone
+
+
+class _Forked:
+    """Catalog of a store in a process that was forked since the store was opened."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise StoreError(
+            "this KV store was opened before the process was forked; open it after the fork "
+            "(gunicorn: without --preload; celery: in worker_process_init), or start processes "
+            "by 'spawn'"
+        )
+
+
+def _after_fork() -> None:
+    for store in _OPEN:
+        store.catalog = cast(Catalog, _Forked())
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

@@ -263,13 +263,13 @@ def test_at_exit_what_runs_is_cancelled_and_joined_within_a_bound(what, wait_s, 
 
 def test_work_goes_on_while_the_interpreter_runs_and_in_the_main_thread(pool):
     assert pool.submit(threads.leave_at_exit).result(WAIT_S) is None
-    threads._exiting.set()
+    threads.EXITING.set()
     try:
         threads.leave_at_exit()
         with pytest.raises(SystemExit):
             pool.submit(threads.leave_at_exit).result(WAIT_S)
     finally:
-        threads._exiting.clear()
+        threads.EXITING.clear()
 
 
 # -- deadlines -------------------------------------------------------------------------------------------------------------
