@@ -187,6 +187,30 @@ def facts_rows(result: Result) -> str:
     return table(["questions", "rows", *SAME_QUESTIONS], rows) + source(result, f"{name}.json")
 
 
+def facts_musique_rows(result: Result) -> str:
+    """Compare shares of rows on the questions of MuSiQue that full prefill has right."""
+    name = "facts/musique-rows"
+    shares = {"**the default**": "auto", "25%": "0.25", "40%": "0.4"}
+    rows = on_same_questions(
+        {label: (name, f"sentences@{share}") for label, share in shares.items()}
+    )
+    sooner = result["tasks"]["musique"]
+    for row, share in zip(rows, shares.values(), strict=True):
+        row.append(f"{sooner[f'sentences@{share}']['sooner_cpu']:.1f}×")
+    header = ["questions", "rows", *SAME_QUESTIONS, "first token sooner, by CPU time"]
+    return table(header, rows) + source(result, f"{name}.json")
+
+
+def facts_rounded(result: Result) -> str:
+    """Compare rounded KV with KV as computed, on the same questions."""
+    name = f"facts/{result['model']}"
+    kinds = {"as computed": "", "int8": "int8.", "int4": "int4."}
+    rows = on_same_questions(
+        {label: (name, f"{mark}sentences@auto") for label, mark in kinds.items()}
+    )
+    return table(["questions", "KV", *SAME_QUESTIONS], rows) + source(result, f"{name}.json")
+
+
 def on_same_questions(sides: dict[str, tuple[str, str]]) -> list[list[str]]:
     """Return a row per task and side, over the questions that every side answered; a side is a file of lines and a method in it."""
     found: dict[str, dict[tuple[Any, ...], tuple[Result, Result]]] = {}
@@ -205,6 +229,7 @@ def on_same_questions(sides: dict[str, tuple[str, str]]) -> list[list[str]]:
     return rows
 
 
+FACTUAL = frozenset({"needles", "hotpotqa", "musique"})
 SINGLE = frozenset({"needle"})
 """Kinds of questions whose answer stands in a single sentence; others join two or more."""
 
@@ -213,7 +238,7 @@ def facts_joined(result: Result) -> str:
     """Split the default's answers by whether a question asks for a single fact or joins several."""
     rows = []
     for name, model in {result["model"]: "Qwen2.5-Coder-0.5B", **OTHER_MODELS}.items():
-        lines = _lines(f"facts/{name}")
+        lines = [line for line in _lines(f"facts/{name}") if line["task"] in FACTUAL]
         full = {_question(line): line for line in lines if line["method"] == "full"}
         pairs = [
             (full[_question(line)], line) for line in lines if line["method"] == "sentences@auto"
@@ -256,6 +281,9 @@ TABLES: Tables = {
     "facts-rows": ("facts/qwen2.5-coder-0.5b.json", facts_rows),
     "facts-joined": ("facts/qwen2.5-coder-0.5b.json", facts_joined),
     "facts-once": ("facts/qwen2.5-coder-0.5b.json", facts_once),
+    "facts-musique-rows": ("facts/musique-rows.json", facts_musique_rows),
+    "facts-rounded": ("facts/qwen2.5-coder-0.5b.json", facts_rounded),
+    "facts-published-10": ("facts/published-10.json", facts),
     "facts-published": ("facts/published.json", facts),
     "facts-search": ("facts/search.json", facts),
     "facts-short": ("facts/qwen2.5-coder-0.5b.json", facts_short),
