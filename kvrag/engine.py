@@ -373,7 +373,8 @@ class KVRagEngine:
     @property
     def loaded(self) -> LoadedModel:
         """Model and tokenizer; loads them at first use."""
-        _check_process()
+        if _first_process != os.getpid():
+            _check_process()
         with self._lock:
             if self._is_closed:
                 raise ModelError(

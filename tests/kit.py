@@ -62,8 +62,7 @@ def settle(timeout_s: float = 30.0) -> None:
     """Wait until no thread of kvrag has work."""
     end = time.monotonic() + timeout_s
     while time.monotonic() < end:
-        pools = [each for each in list(threads._forkable) if isinstance(each, threads.Pool)]
-        is_busy = any(pool._jobs or any(pool._threads.values()) for pool in pools)
+        is_busy = any(pool._jobs or any(pool._threads.values()) for pool in list(threads._pools))
         if not is_busy and not any(thread.name in OWN for thread in threading.enumerate()):
             return
         time.sleep(0.005)
