@@ -6,14 +6,17 @@ answers without reuse (:class:`~kvrag.model.plain.PlainLM`), and every result gi
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import os
+import platform
 import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +89,8 @@ def _load(source: ModelSource, make_encoder: Callable[[Any], Any] | None) -> Loa
             model = _load_weights(source)
     tokenizer = load_tokenizer(source)
     lm = accept(model)
+    if lm.device.type == "cpu":
+        _keep_freed_memory()
     # Identified after a first forward, in which quantised layers may repack their weights and
     # adapters unmerge.
     with Progress(f"identifying the weights of {_label(source)}"):
@@ -118,6 +123,21 @@ def _load_weights(source: ModelSource) -> PreTrainedModel:
     if "device_map" in source.hf_kwargs or model.device == device:
         return model
     return trying(source, lambda: model.to(device))
+
+
+@cache
+def _keep_freed_memory() -> None:
+    """Make glibc keep freed memory for the next forward.
+
+    Page faults of fresh memory are a visible part of a prefill on a CPU. A server returns what is
+    free from time to time (:mod:`kvrag.server.app`). Other allocators are left alone, and so is a
+    process that sets glibc's own variables.
+    """
+    if platform.libc_ver()[0] != "glibc" or any(name.startswith("MALLOC_") for name in os.environ):
+        return
+    # malloc.h: trim threshold, top pad, mmap threshold.
+    for option, value in ((-1, 2**31 - 1), (-2, 2**28), (-3, 2**25)):
+        ctypes.CDLL(None).mallopt(option, value)
 
 
 def _origin(source: ModelSource, model: PreTrainedModel) -> str | None:

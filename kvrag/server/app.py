@@ -112,8 +112,7 @@ def prepare_process() -> None:
 async def _give_memory_back() -> None:
     """Make glibc return freed memory to the system.
 
-    By itself glibc keeps free memory between blocks in use, up to the peak ever used. Nothing else
-    in kvrag changes the allocator.
+    By itself glibc keeps free memory between blocks in use, up to the peak ever used.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     while trim is not None:
