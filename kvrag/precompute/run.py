@@ -155,17 +155,13 @@ class Precompute:
         self.short = list[tuple[str, str]]()
 
     def run(
-        self,
-        items: Sequence[Item],
-        *,
-        batch_size: int = 8,
-        show_progress: bool | None = False,
+        self, items: Sequence[Item], *, batch_size: int = 8, show_progress: bool | None = False
     ) -> PrecomputeReport:
         """Store the KV of the prefix and of every text that has no KV yet.
 
-        ``(None, text)`` is a text without a document. Equal texts are computed once. ``batch_size``
-        is the number of chunks per forward. If memory runs out, a batch is halved.
-        ``show_progress`` is ``show`` of :class:`~kvrag.progress.Progress`.
+        Equal texts are computed once. ``batch_size`` is the number of chunks per forward. If memory
+        runs out, a batch is halved. ``show_progress`` is ``show`` of
+        :class:`~kvrag.progress.Progress`.
         """
         start = time.perf_counter()
         chunks = self._distinct(items)

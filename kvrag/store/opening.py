@@ -18,7 +18,7 @@ from contextlib import suppress
 from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 from weakref import WeakValueDictionary
 
 import torch
@@ -41,7 +41,7 @@ from kvrag.store.memory import MemoryTier
 from kvrag.store.object_store import ObjectBlobs
 from kvrag.store.redis import SCHEMES as REDIS
 from kvrag.store.redis import RedisBlobs, RedisServer
-from kvrag.store.tiers import TieredStore
+from kvrag.store.tiers import STORES, Inherited, TieredStore
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ L = TypeVar("L", int, int | None)
 
 _Parts = tuple[MemoryTier, Blobs, Catalog]
 _shared: dict[object, _Parts] = {}
-"""Parts that the stores of a directory share in a process, as long as any of them is open."""
+"""Parts that the stores of a directory share, as long as any of them is open."""
 _users = Counter[object]()
 _above: WeakValueDictionary[object, MemoryTier] = WeakValueDictionary()
 """Accelerator tiers by catalog, device and budget."""
@@ -235,23 +235,32 @@ def open_url(url: str) -> Blobs:
 
 def _join(key: object, open_parts: Callable[[], _Parts]) -> _Parts:
     """Return the parts that the stores of a directory share; the first store opens them."""
-    mine = (os.getpid(), key)  # a forked child has parts of its own
     with _lock:
-        if mine not in _shared:
-            _shared[mine] = open_parts()
-        _users[mine] += 1
-        return _shared[mine]
+        if key not in _shared:
+            _shared[key] = open_parts()
+        _users[key] += 1
+        return _shared[key]
 
 
 def _leave(key: object) -> bool:
     """Release the shared parts; return whether this store was their last user."""
-    mine = (os.getpid(), key)
     with _lock:
-        _users[mine] -= 1
-        is_last = not _users[mine]
+        _users[key] -= 1
+        is_last = not _users[key]
         if is_last:
-            del _users[mine], _shared[mine]
+            del _users[key], _shared[key]
         return is_last
+
+
+def _after_fork() -> None:
+    """Leave the open stores to the parent."""
+    _shared.clear()
+    _users.clear()
+    for store in list(STORES):
+        store.catalog = cast(Catalog, Inherited())
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def on_accelerator(store: TieredStore, device: torch.device, config: StoreConfig) -> None:

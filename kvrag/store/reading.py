@@ -7,7 +7,6 @@ row of an absent blob is removed.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -54,7 +53,6 @@ class Reader:
         keys: Keys,
     ) -> None:
         self.catalog = catalog
-        self._process = os.getpid()
         self.blobs = blobs
         self.config = config
         self.keys = keys
@@ -152,7 +150,7 @@ class Reader:
         look_s = max(timeout_s, LOOK_S)
         look = Deadline(look_s)
         found = look.ask(
-            partial(self._look, self.catalog, keys),
+            partial(self._look, keys),
             dict[ChunkIdentity, Loaded | Read | None](),
             what="the KV store",
         )
@@ -184,7 +182,7 @@ class Reader:
         return Prefetch(found, reads)
 
     def _look(
-        self, catalog: Catalog, keys: Mapping[ChunkIdentity, ChunkKey]
+        self, keys: Mapping[ChunkIdentity, ChunkKey]
     ) -> dict[ChunkIdentity, Loaded | Read | None]:
         """Return chunks in memory, holes for missing chunks and started reads for the rest.
 
@@ -195,7 +193,7 @@ class Reader:
         found: dict[ChunkIdentity, Loaded | Read | None]
         found = {identity: self._in_memory(identity, key) for identity, key in keys.items()}
         rest = {identity: key for identity, key in keys.items() if found[identity] is None}
-        stored = catalog.stored(rest.values())
+        stored = self.catalog.stored(rest.values())
         for identity, key in rest.items():
             if key in stored:
                 load = partial(self._load, identity, key, stored[key], epochs)
@@ -287,8 +285,8 @@ class Reader:
         The header must match the key, and ``identity`` if given. With ``num_bytes``, the size of
         its KV, a small remote blob is read in a single round trip.
         """
-        is_far = getattr(self.blobs, "is_remote", False)
-        if identity is not None and is_far and num_bytes <= AT_ONCE_BYTES:
+        is_remote = getattr(self.blobs, "is_remote", False)
+        if identity is not None and is_remote and num_bytes <= AT_ONCE_BYTES:
             read = self._at_once(key)
         else:
             read = partial(self._read, key)

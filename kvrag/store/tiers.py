@@ -7,10 +7,9 @@ last. So a killed process leaves rows without blobs (misses) or pending rows (ab
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from typing import NoReturn, cast
+from typing import NoReturn
 from weakref import WeakSet
 
 from kvrag.config import Retention, StoreConfig
@@ -24,8 +23,19 @@ from kvrag.store.memory import MemoryTier, emit
 from kvrag.store.writing import StoreWriter, refusal
 from kvrag.types import ChunkKey
 
-_OPEN = WeakSet["TieredStore"]()
+STORES = WeakSet["TieredStore"]()
 """Stores that this process has opened."""
+
+
+class Inherited:
+    """Catalog of a store in a process that was forked since the store was opened."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise StoreError(
+            "this KV store was opened before the process was forked; open it after the fork "
+            "(gunicorn: without --preload; celery: in worker_process_init), or start processes "
+            "by 'spawn'"
+        )
 
 
 class TieredStore(StoreWriter):
@@ -65,7 +75,7 @@ class TieredStore(StoreWriter):
             free_bytes=getattr(blobs, "free_bytes", lambda: 2**62),
             evict=partial(self._erase, reason="evicted"),
         )
-        _OPEN.add(self)
+        STORES.add(self)
 
     def retain(self, keys: Iterable[ChunkKey], retention: Retention) -> int:
         """Set the retention of stored chunks in every tier, and return their number.
@@ -173,7 +183,7 @@ class TieredStore(StoreWriter):
 
         In a process that was forked since, nothing is released: it is the parent's.
         """
-        if self._process != os.getpid():
+        if isinstance(self.catalog, Inherited):
             return
         with self._lock:
             was_closed = self._is_closed
@@ -204,23 +214,3 @@ class TieredStore(StoreWriter):
                 self.catalog.remove(found)
         self._drop(keys, reason, gone)
         return gone
-
-
-class _Forked:
-    """Catalog of a store in a process that was forked since the store was opened."""
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise StoreError(
-            "this KV store was opened before the process was forked; open it after the fork "
-            "(gunicorn: without --preload; celery: in worker_process_init), or start processes "
-            "by 'spawn'"
-        )
-
-
-def _after_fork() -> None:
-    for store in _OPEN:
-        store.catalog = cast(Catalog, _Forked())
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
