@@ -6,8 +6,8 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, fields, replace
 from functools import cached_property, lru_cache
 from typing import Any, ClassVar, NoReturn
@@ -576,8 +576,7 @@ class KVRagEngine:
         """
         space = self._namespace(namespace)
         chosen = documents.chosen_documents(self.store.catalog, space, ids, collection)
-        with self._erasures.erasing(space):
-            self._forget(space)
+        with self._erasing(space):
             return sum(self.store.forget(space, doc_id) for doc_id in chosen)
 
     def retain(
@@ -609,17 +608,21 @@ class KVRagEngine:
         KV that was encrypted with another key is not touched. Return the number of chunks erased.
         """
         space = None if namespace is None else self._namespace(namespace)
-        with self._erasures.erasing(EVERYWHERE if space is None else space):
-            self._forget(space)
+        with self._erasing(space):
             return self.store.clear(space)
 
-    def _forget(self, space: str | None) -> None:
-        """Drop the cached KV of a namespace's earlier requests (``None``: of all namespaces).
+    @contextmanager
+    def _erasing(self, space: str | None) -> Iterator[None]:
+        """Erase documents of a namespace (``None``: of all) from the KV of earlier requests, too.
 
-        It may hold text of the documents being erased.
+        That KV is dropped last: a request may end, and be kept, while the store erases.
         """
-        if self._query_side is not None:
-            self._query_side.forget(space)
+        with self._erasures.erasing(EVERYWHERE if space is None else space):
+            try:
+                yield
+            finally:
+                if self._query_side is not None:
+                    self._query_side.forget(space)
 
     def document_ids(
         self, *, collection: str | None = None, namespace: str | None = None

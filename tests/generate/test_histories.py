@@ -384,13 +384,22 @@ def test_who_asks_for_another_repair_does_not_get_rows_of_this_one(engine_of):
 
 
 @pytest.mark.parametrize("erase", ["delete", "clear"])
-def test_a_request_that_runs_during_an_erasure_is_not_kept(engine_of, erase):
+@pytest.mark.parametrize("ends", ["before the store erases", "after"])
+def test_a_request_that_runs_during_an_erasure_is_not_kept(engine_of, erase, ends, monkeypatch):
     engine = engine_of("llama", store_config=KEPT)
     engine.precompute(CHUNKS, ids=list("abcdef"))
-    stream = engine.stream(
-        [{"role": "user", "content": "\n\n".join(CHUNKS[:3])}], max_new_tokens=40
-    )
+    prompt = [{"role": "user", "content": "\n\n".join(CHUNKS[:3])}]
+    stream = engine.stream(prompt, max_new_tokens=40)
     next(stream)
+    step = "forget" if erase == "delete" else "clear"
+    erase_stored = getattr(engine.store, step)
+
+    def erase_after_the_request(*args):
+        list(stream)
+        return erase_stored(*args)
+
+    if ends == "before the store erases":
+        monkeypatch.setattr(engine.store, step, erase_after_the_request)
     engine.delete(["a"]) if erase == "delete" else engine.clear()
     list(stream)
     assert engine.stats()["histories"] == {"bytes": 0, "tokens": 0}
