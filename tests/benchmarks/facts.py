@@ -9,6 +9,7 @@ repairing against that of a full prefill by the same forwards, wall and processo
 A method is named with its budget: ``gain@0.03`` repairs 3% of the rows, ``gain@200`` two hundred,
 ``gain@auto`` as many as the default; ``p.`` before it: chunks are encoded
 behind the prefix alone; ``c1000.``: behind a context of 1,000 tokens; ``int8.``, ``fp8.``, ``int4.``: their KV is rounded.
+``reordered`` is a full prefill of the same chunks in another order.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from typing import Any
 import facts_tasks as tasks
 import torch
 from common import bootstrap, machine, model_path, parser, write_result
-from facts_methods import METHODS, Method, Seen, ape_attention
+from facts_methods import METHODS, Method, Seen, ape_attention, sparse_attention
 from facts_tasks import Question
 
 from kvrag import KVRagEngine, RepairConfig
@@ -249,6 +250,8 @@ class Case:
         with ExitStack() as stack:
             if method.ape:
                 stack.enter_context(ape_attention(layout))
+            if method.sees < 1:
+                stack.enter_context(sparse_attention(layout, mass, method.sees))
             return self.answered(method, budget, buffer, layout, rotary, mass, change, times)
 
     def answered(
@@ -286,6 +289,16 @@ class Case:
                 covariance=covariance,
             )
         times.append(clock.seconds)
+        return self.compared(buffer, first, len(rows) / len(rows_to_repair), times)
+
+    def compared(
+        self,
+        buffer: KVBuffer,
+        first: torch.Tensor,
+        share: float,
+        times: list[tuple[float, float]],
+    ) -> dict[str, Any]:
+        """Answer from a prefilled prompt, and compare with the full prefill's answer."""
         known = self.forced(buffer, first)
         answer = self.greedy(buffer, first, known)
         text = self.text(answer)
@@ -295,9 +308,25 @@ class Case:
             "same": answer == self.own,
             "kl": round(float(kl_divergence(self.full, known).mean()), 5),
             "kl_first": round(float(kl_divergence(self.full[0], known[0])), 5),
-            "rows": round(len(rows) / len(rows_to_repair), 4),
+            "rows": round(share, 4),
             "ttft_s": [round(sum(t[i] for t in times), 4) for i in (0, 1)],
         }
+
+    def reordered(self) -> dict[str, Any]:
+        """Answer by a full prefill of the same chunks, the second half of them before the first.
+
+        How much an answer depends on the order of chunks is the measure for what reuse changes.
+        """
+        middle = len(self.chunks) // 2
+        order = self.chunks[middle:] + self.chunks[:middle]
+        ids = list(self.prefix)
+        for index, chunk in enumerate(order):
+            ids += (self.glue if index else []) + chunk
+        with Clock() as clock:
+            first, _ = self.lm.forward(
+                torch.tensor(ids + self.tail), Rows.span(0, len(self.ids)), self.scratch
+            )
+        return self.compared(self.scratch, first[0, -1], 1.0, [clock.seconds])
 
     def reference(self) -> dict[str, Any]:
         """The full prefill's answer, and the score of an answer without any chunk."""
@@ -386,7 +415,9 @@ def work(item: tuple[str, int, list[str], str, int, tuple[int, ...]]) -> list[di
         out.append({**about, "method": "full", **case.reference()})
         for name in methods:
             kind, _, budget = name.partition("@")
-            out.append({**about, "method": name, **case.measure(METHODS[kind], budget)})
+            is_control = kind == "reordered"
+            found = case.reordered() if is_control else case.measure(METHODS[kind], budget)
+            out.append({**about, "method": name, **found})
     return out
 
 

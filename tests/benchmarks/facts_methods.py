@@ -211,6 +211,56 @@ def ape_attention(layout: Layout) -> Iterator[None]:
         forward.ragged_attention = kept
 
 
+@contextmanager
+def sparse_attention(layout: Layout, mass: torch.Tensor, share: float) -> Iterator[None]:
+    """Let repaired rows of chunks see a share of the other chunks' keys alone: those that the question attends to most.
+
+    The idea of RelaxKV (arXiv 2609.33503). They see their own chunk and all live rows as ever. Scores are masked here, so no time is saved.
+    """
+    chunks = [s for s in layout.segments if s.kind == "chunk"]
+    of_chunk = torch.full((layout.num_tokens,), -1)
+    for index, s in enumerate(chunks):
+        of_chunk[s.start : s.stop] = index
+    kept = forward.ragged_attention
+    is_seen = of_chunk < 0
+    is_seen[top(mass, rows_of(chunks), round(share * len(rows_of(chunks))))] = True
+
+    def attend(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        limits: Limits,
+        *,
+        scale: float,
+        reach: Reach,
+        **rest: Any,
+    ) -> torch.Tensor:
+        found = kept(q, k, v, limits, scale=scale, reach=reach, **rest)
+        is_sparse = (limits.hi < layout.num_tokens) & (
+            of_chunk[limits.hi.clamp(max=layout.num_tokens - 1)] >= 0
+        )
+        at = limits.hi[is_sparse]
+        if not len(at):
+            return found
+        k, v = (
+            x.repeat_interleave(q.shape[1] // k.shape[1], dim=1)[:, :, : limits.num_keys]
+            for x in (k, v)
+        )
+        keys = torch.arange(min(limits.num_keys, layout.num_tokens))
+        may = (keys <= at[:, None]) & (is_seen[keys] | (of_chunk[keys] == of_chunk[at][:, None]))
+        k, v = k[:, :, : len(keys)], v[:, :, : len(keys)]
+        scores = (q[:, :, is_sparse] * scale @ k.transpose(-1, -2)).float()
+        weights = scores.masked_fill(~may, -torch.inf).softmax(-1).to(q.dtype)
+        found[:, :, is_sparse] = weights @ v
+        return found
+
+    forward.ragged_attention = attend
+    try:
+        yield
+    finally:
+        forward.ragged_attention = kept
+
+
 @dataclass(frozen=True)
 class Method:
     """How a prompt is reused: which rows are repaired, what chunks stand behind, and what their KV is rounded to."""
@@ -222,6 +272,7 @@ class Method:
     layers: tuple[float, float] = (1 / 3, 0.8)
     mass: str = "peak"
     ape: bool = False
+    sees: float = 1.0
 
 
 PEERS = {
@@ -251,6 +302,8 @@ OURS = {
     "sentnoshift": Method(by_engine(RepairConfig("query_sentences")), shift=0.0),
     "senthalf": Method(by_engine(RepairConfig("query_sentences")), shift=0.5),
     "sentall": Method(by_engine(RepairConfig("query_sentences")), layers=(0.0, 1.0)),
+    "sentsee50": Method(by_engine(RepairConfig("query_sentences")), sees=0.5),
+    "sentsee20": Method(by_engine(RepairConfig("query_sentences")), sees=0.2),
     "sentmid": Method(by_engine(RepairConfig("query_sentences")), layers=(0.25, 0.6)),
 }
 CONTEXTS = {"p.": "prefix", "c1000.": "default:1000"}
