@@ -32,6 +32,7 @@ from kvrag import Chunk, KVRagEngine, RepairConfig, StoreConfig
 REPAIRS = {
     "default": RepairConfig(),
     "fast": RepairConfig.fast(),
+    "25%": RepairConfig(recompute_ratio=0.25),
     "careful": RepairConfig.careful(),
     "unrepaired": RepairConfig(strategy="none"),
 }
