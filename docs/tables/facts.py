@@ -45,7 +45,7 @@ NAMED = {
 }
 
 
-OURS = ("sentences@auto", "sentences@0.03", "sentences@0.4")
+OURS = ("sentences@auto", "sentences@0.03", "sentences@0.4", "reordered")
 
 
 SHORT = (
@@ -56,6 +56,7 @@ SHORT = (
     "cacheblend@0.2",
     "epic@0.2",
     "ape",
+    "reordered",
 )
 
 
@@ -202,6 +203,19 @@ def facts_reordered(result: Result) -> str:
     return table(["questions", "", *SAME_QUESTIONS], rows) + source(result, f"{name}.json")
 
 
+def facts_sparse(result: Result) -> str:
+    """Compare the default with repaired rows that see a part of the other chunks."""
+    name = f"facts/{result['model']}"
+    sides = {
+        "**all, the default**": "sentences@auto",
+        "half": "sentsee50@auto",
+        "a fifth": "sentsee20@auto",
+    }
+    rows = on_same_questions({label: (name, method) for label, method in sides.items()})
+    header = ["questions", "seen of other chunks", *SAME_QUESTIONS]
+    return table(header, rows) + source(result, f"{name}.json")
+
+
 def facts_musique_rows(result: Result) -> str:
     """Compare shares of rows on the questions of MuSiQue that full prefill has right."""
     name = "facts/musique-rows"
@@ -296,6 +310,7 @@ TABLES: Tables = {
     "facts-rows": ("facts/qwen2.5-coder-0.5b.json", facts_rows),
     "facts-joined": ("facts/qwen2.5-coder-0.5b.json", facts_joined),
     "facts-reordered": ("facts/qwen2.5-coder-0.5b.json", facts_reordered),
+    "facts-sparse": ("facts/qwen2.5-coder-0.5b.json", facts_sparse),
     "facts-once": ("facts/qwen2.5-coder-0.5b.json", facts_once),
     "facts-musique-rows": ("facts/musique-rows.json", facts_musique_rows),
     "facts-rounded": ("facts/qwen2.5-coder-0.5b.json", facts_rounded),
