@@ -7,10 +7,12 @@ A fault of stored data is a miss, never an error and never an answer.
 
 from __future__ import annotations
 
+# ruff: noqa: B027  (some defaults of Blobs do nothing)
 import json
 import logging
 import os
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
@@ -24,14 +26,22 @@ T = TypeVar("T")
 Bytes = bytes | bytearray | memoryview
 
 
-class Blobs(Protocol):
+class Blobs(ABC):
     """Bytes under a key, on a disk, in memory or on another machine. Thread-safe.
 
-    Writing a key twice has the effect of writing it once. Keys are 64 lower-case hex digits. A
-    shared tier (Redis, an object store) implements these five methods; check it with
-    :class:`kvrag.testing.store.BlobsContract`.
+    Writing a key twice has the effect of writing it once. Keys are 64 lower-case hex digits. A tier
+    of your own implements the five abstract methods, and overrides the defaults that it can better;
+    check it with :class:`kvrag.testing.store.BlobsContract`.
     """
 
+    medium: str = "shared"
+    """Name of the tier, in statistics and events."""
+    is_remote: bool = False
+    """Whether a second request costs more than bytes that are not needed."""
+    shared: Blobs | None = None
+    """Blobs of which these are local copies."""
+
+    @abstractmethod
     def read(self, key: ChunkKey, start: int = 0, length: int | None = None) -> Bytes | None:
         """Return ``length`` bytes from ``start`` on, fewer at the end.
 
@@ -40,20 +50,41 @@ class Blobs(Protocol):
         row.
         """
 
+    @abstractmethod
     def write(self, key: ChunkKey, parts: Iterable[Bytes]) -> int:
         """Store the parts in order and return the bytes written; 0 if the key exists already.
 
         Raises ``OSError`` if the parts can't be written; nothing of them is left then.
         """
 
+    @abstractmethod
     def delete(self, keys: Collection[ChunkKey]) -> set[ChunkKey]:
         """Erase keys and return the keys that existed; raises ``OSError`` if a key still exists."""
 
+    @abstractmethod
     def keys(self) -> set[ChunkKey]:
         """Return all keys; may be slow. Raises ``OSError`` rather than omit a key."""
 
+    @abstractmethod
     def close(self) -> None:
         """Release resources; idempotent."""
+
+    def free_bytes(self) -> int:
+        """Return the bytes that may still be written, by default no limit; raises ``OSError``."""
+        return 2**62
+
+    def expire(self, key: ChunkKey, seconds: float) -> None:
+        """Let a blob expire after a time; by default it stays. Raises ``OSError``."""
+
+    def sweep(self) -> int:
+        """Remove the remains of killed writers, and return their number; 0 by default."""
+        return 0
+
+    def forget(self, keys: Collection[ChunkKey]) -> None:
+        """Erase local copies; by default there are none. Raises ``OSError`` if one still exists."""
+
+    def follow(self, absent: Callable[[Collection[ChunkKey]], set[ChunkKey]]) -> None:
+        """Erase the local copies whose keys ``absent`` returns; never raises."""
 
 
 WRITABLE = "open it without read_only, make its directory writable, or free space on its disk"
@@ -108,8 +139,10 @@ class CatalogRows(Protocol):
         """Release resources; idempotent."""
 
 
-class MemoryBlobs:
+class MemoryBlobs(Blobs):
     """Blobs in the memory of this process; see :class:`Blobs`."""
+
+    medium = "host"
 
     def __init__(self) -> None:
         self._blobs: dict[ChunkKey, memoryview] = {}

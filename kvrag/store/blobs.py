@@ -21,7 +21,7 @@ from itertools import islice
 from pathlib import Path
 
 from kvrag.buffers import BUFFERS
-from kvrag.store.base import Bytes
+from kvrag.store.base import Blobs, Bytes
 from kvrag.store.format import Encoded
 from kvrag.types import ChunkKey
 
@@ -40,7 +40,7 @@ NO_LINKS = (
 MAX_VIEWS = 512  # written with a single call; the kernel takes twice as many
 
 
-class FileBlobs:
+class FileBlobs(Blobs):
     """Blobs as files of a directory that processes may share; see :class:`kvrag.store.base.Blobs`.
 
     Parameters
@@ -50,6 +50,8 @@ class FileBlobs:
     durable
         Whether a written blob survives a power cut.
     """
+
+    medium = "disk"
 
     def __init__(self, root: str | os.PathLike[str], *, durable: bool = True) -> None:
         self.root = Path(root)

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from kvrag.errors import StoreError
-from kvrag.store.blobs import FileBlobs
 from kvrag.store.format import BlobRejected, Foreign, OtherVersion
 from kvrag.store.tiers import TieredStore
 from kvrag.types import ChunkKey, TextEntry
@@ -108,7 +107,6 @@ def gc(store: TieredStore, *, with_foreign: bool = False) -> GcReport:
     """
     if store.read_only:
         raise StoreError("the KV store is open for reading only; make its directory writable")
-    blobs = store.blobs
     catalog = store.catalog
     found: dict[type[BlobRejected], set[ChunkKey]] = {OtherVersion: set(), Foreign: set()}
     for key in store.listed():
@@ -126,12 +124,11 @@ def gc(store: TieredStore, *, with_foreign: bool = False) -> GcReport:
     with suppress(StoreError):
         store.make_room()
     report.evicted = before - catalog.totals()[0]
-    if isinstance(blobs, FileBlobs):
-        report.swept = blobs.sweep()
-        own = f"catalog-{store.keys.id}" if store.keys.id else "catalog"
-        for folder in blobs.root.glob("catalog*"):
-            if folder.name.endswith(".damaged") or (with_foreign and folder.name != own):
-                shutil.rmtree(folder, ignore_errors=True)
+    report.swept = store.blobs.sweep()
+    own = catalog.folder
+    for folder in own.parent.glob("catalog*") if own else ():
+        if folder.name.endswith(".damaged") or (with_foreign and folder.name != own.name):
+            shutil.rmtree(folder, ignore_errors=True)
     catalog.scrub()
     return report
 

@@ -16,7 +16,7 @@ LISTINGS = 16  # listings of the directory while bytes for the whole budget are 
 FULL_S = 10.0  # seconds without copies after a copy found no room
 
 
-class CachedBlobs:
+class CachedBlobs(Blobs):
     """Shared blobs, copied to a directory when they are read or written here.
 
     The methods are as in :class:`kvrag.store.base.Blobs`.
@@ -30,6 +30,8 @@ class CachedBlobs:
         Limits of the copies of all processes. The copies that this process has not used for longest
         are evicted first; a blob that finds no room is not copied.
     """
+
+    shared: Blobs
 
     def __init__(self, shared: Blobs, local: FileBlobs, budget: Budget) -> None:
         self.shared = shared
@@ -83,8 +85,12 @@ class CachedBlobs:
         return self.shared.keys()
 
     def expire(self, key: ChunkKey, seconds: float) -> None:
-        """Let a shared blob expire after a time, if its tier supports that."""
-        getattr(self.shared, "expire", lambda *_: None)(key, seconds)
+        """Let a shared blob expire after a time."""
+        self.shared.expire(key, seconds)
+
+    def sweep(self) -> int:
+        """Sweep the shared blobs."""
+        return self.shared.sweep()
 
     def close(self) -> None:
         """Release resources; idempotent."""

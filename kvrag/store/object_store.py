@@ -14,7 +14,7 @@ from typing import Any
 
 from kvrag.address import redacted
 from kvrag.errors import StoreError, require
-from kvrag.store.base import Bytes
+from kvrag.store.base import Blobs, Bytes
 from kvrag.threads import POOL
 from kvrag.types import ChunkKey
 
@@ -24,7 +24,7 @@ PARTS_FROM = 64 * 2**20  # bytes from which on a blob is written in parts
 _first_process = 0  # process id at the first use of obstore
 
 
-class ObjectBlobs:
+class ObjectBlobs(Blobs):
     """Blobs as objects below ``<url>/<folder>/``; see :class:`kvrag.store.base.Blobs`.
 
     Parameters
@@ -44,7 +44,7 @@ class ObjectBlobs:
         first use of obstore.
     """
 
-    is_remote = True  # a second request costs more than bytes that are not needed
+    is_remote = True
 
     def __init__(self, url: str, folder: str) -> None:
         self._obstore: Any = require(

@@ -38,9 +38,8 @@ from kvrag.store.copies import CachedBlobs
 from kvrag.store.crypto import Keys
 from kvrag.store.eviction import Budget
 from kvrag.store.memory import MemoryTier
-from kvrag.store.object_store import ObjectBlobs
 from kvrag.store.redis import SCHEMES as REDIS
-from kvrag.store.redis import RedisBlobs, RedisServer
+from kvrag.store.redis import RedisServer
 from kvrag.store.tiers import STORES, Inherited, TieredStore
 
 log = logging.getLogger(__name__)
@@ -62,10 +61,8 @@ OWN = (
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 PLUGINS = "kvrag.stores"
-"""Entry points by which packages add stores: the name is the address scheme, the value a function
-that takes the address and a folder in it and returns :class:`~kvrag.store.base.Blobs`."""
-
-OBJECT_STORES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "file", "memory")
+"""Entry points of shared stores, also of kvrag's own: the name is the address scheme, the value a
+function that takes the address and a folder in it and returns :class:`~kvrag.store.base.Blobs`."""
 
 L = TypeVar("L", int, int | None)
 
@@ -160,7 +157,7 @@ def _open_shared(
 
     def open_parts() -> _Parts:
         blobs = open_url(url)
-        rows = _rows(url, config.catalog, blobs, keys)
+        rows = _rows(url, config.catalog, keys) or partial(BlobRows, blobs=blobs, keys=keys)
         if root is not None:
             digest = hashlib.sha256(f"{url} {keys.id}".encode()).hexdigest()
             local = FileBlobs(root / f"copies-{digest[:16]}", durable=False)
@@ -171,21 +168,20 @@ def _open_shared(
     return TieredStore([host], blobs, catalog, config, keys=keys, is_last=partial(_leave, key))
 
 
-def _rows(url: str, catalog: str | None, blobs: Blobs, keys: Keys) -> Callable[..., CatalogRows]:
+def _rows(url: str, catalog: str | None, keys: Keys) -> Callable[..., CatalogRows] | None:
     """Return the function that makes the rows of a store that machines share.
 
-    They are in the database ``catalog``, else in the Redis of the blobs. Without either, they are
-    read off the blobs.
+    They are in the database ``catalog``, else in the Redis of the blobs; ``None`` without either.
     """
-    if catalog is None and not isinstance(blobs, RedisBlobs):
-        return partial(BlobRows, blobs=blobs, keys=keys)
     # Machines may know a Redis by different names, but it has one store in a database.
-    store = "" if catalog is None else f"{url.rstrip('/')} {keys.id}"
-    scheme, whole = _whole(url if catalog is None else catalog)
+    store = keys.id if catalog is None else f"{url.rstrip('/')} {keys.id}"
+    scheme, whole = _whole(catalog or url)
+    if scheme in REDIS:
+        return partial(RedisRows, server=RedisServer(whole), store=store)
+    if catalog is None:
+        return None
     if scheme in POSTGRES:
         return partial(PostgresRows, url=whole, store=store)
-    if scheme in REDIS:
-        return partial(RedisRows, server=RedisServer(whole), store=store or keys.id)
     raise StoreError(
         f"there is no catalog at {scheme}://; "
         "name a database as StoreConfig.catalog, as postgresql://host/database or redis://host/0"
@@ -213,11 +209,8 @@ def _whole(url: str) -> tuple[str, str]:
 def open_url(url: str) -> Blobs:
     """Open the blobs of a store that machines share; raises ``StoreError``."""
     scheme, whole = _whole(url)
-    if scheme in REDIS:
-        return RedisBlobs(RedisServer(whole), OBJECTS)
-    if scheme in OBJECT_STORES:
-        return ObjectBlobs(whole, OBJECTS)
-    for plugin in entry_points(group=PLUGINS, name=scheme):
+    plugins = entry_points(group=PLUGINS)
+    for plugin in plugins.select(name=scheme):
         try:
             open_blobs = plugin.load()
         except (ImportError, AttributeError) as error:
@@ -228,7 +221,7 @@ def open_url(url: str) -> Blobs:
         blobs: Blobs = open_blobs(whole, OBJECTS)
         return blobs
     raise StoreError(
-        f"there is no shared KV store at {scheme}://; use {', '.join((*REDIS, *OBJECT_STORES))}, "
+        f"there is no shared KV store at {scheme}://; use {', '.join(sorted(plugins.names))}, "
         f"or install a package that adds it (entry point {PLUGINS})"
     )
 

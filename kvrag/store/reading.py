@@ -16,11 +16,10 @@ from typing import TypeVar
 
 from kvrag.config import Retention, StoreConfig
 from kvrag.identity.fingerprint import chunk_key
-from kvrag.store.base import Blobs, Bytes, Listener, MemoryBlobs, StoreEvent, StoreStats
-from kvrag.store.blobs import KEY, FileBlobs
+from kvrag.store.base import Blobs, Bytes, Listener, StoreEvent, StoreStats
+from kvrag.store.blobs import KEY
 from kvrag.store.catalog import Catalog
 from kvrag.store.catalog.ledger import ChunkRow
-from kvrag.store.copies import CachedBlobs
 from kvrag.store.crypto import Keys
 from kvrag.store.eviction import Usage
 from kvrag.store.format import Blob, BlobRejected
@@ -58,12 +57,8 @@ class Reader:
         self.keys = keys
         self.names = keys
         self.read_only = config.read_only or catalog.read_only
-        self.name = "shared"
+        self.name = blobs.medium
         """Name of the blobs' tier, in statistics and events."""
-        if isinstance(blobs, MemoryBlobs):
-            self.name = "host"
-        elif isinstance(blobs, FileBlobs):
-            self.name = "disk"
         said_to = config.on_event, config.event_log
         self.listeners = [Listener(*said_to)] if said_to != (None, None) else []
         self.tiers = tuple[MemoryTier, ...]()
@@ -271,7 +266,7 @@ class Reader:
         try:
             return take(self.blob(key, identity, num_bytes))
         except BlobRejected as fault:
-            if fault.hole != "damaged" or not isinstance(self.blobs, CachedBlobs):
+            if fault.hole != "damaged" or self.blobs.shared is None:
                 raise
             with suppress(OSError):
                 self.blobs.forget([key])
@@ -285,8 +280,7 @@ class Reader:
         The header must match the key, and ``identity`` if given. With ``num_bytes``, the size of
         its KV, a small remote blob is read in a single round trip.
         """
-        is_remote = getattr(self.blobs, "is_remote", False)
-        if identity is not None and is_remote and num_bytes <= AT_ONCE_BYTES:
+        if identity is not None and self.blobs.is_remote and num_bytes <= AT_ONCE_BYTES:
             read = self._at_once(key)
         else:
             read = partial(self._read, key)
@@ -351,8 +345,7 @@ class Reader:
             keys = tier.keys()
             known = self.catalog.known(keys)
             tier.drop([key for key in keys if key not in known], "evicted")
-        if isinstance(self.blobs, CachedBlobs):
-            self.blobs.follow(self.catalog.absent)
+        self.blobs.follow(self.catalog.absent)
         self._followed = generation
 
     def _drop(

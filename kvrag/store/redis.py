@@ -12,7 +12,7 @@ from typing import Any
 
 from kvrag.address import redacted
 from kvrag.errors import StoreError, require
-from kvrag.store.base import Bytes
+from kvrag.store.base import Blobs, Bytes
 from kvrag.types import ChunkKey
 
 CONNECT_S, ANSWER_S = 2.0, 5.0  # timeouts of a connection and of an answer
@@ -83,13 +83,16 @@ class RedisServer:
         self.client.close()
 
 
-class RedisBlobs:
-    """Blobs as strings named ``kvrag:<folder>:<key>``; see :class:`kvrag.store.base.Blobs`."""
+class RedisBlobs(Blobs):
+    """Blobs as strings named ``kvrag:<folder>:<key>``; see :class:`kvrag.store.base.Blobs`.
 
-    is_remote = True  # a second request costs more than bytes that are not needed
+    ``url`` is as for :class:`RedisServer`, which tells what is raised.
+    """
 
-    def __init__(self, server: RedisServer, folder: str) -> None:
-        self._server = server
+    is_remote = True
+
+    def __init__(self, url: str, folder: str) -> None:
+        self._server = RedisServer(url)
         self._head = f"kvrag:{folder}:"
 
     def read(self, key: ChunkKey, start: int = 0, length: int | None = None) -> Bytes | None:

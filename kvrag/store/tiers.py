@@ -72,7 +72,7 @@ class TieredStore(StoreWriter):
             budget or Budget(),
             totals=catalog.totals,
             usages=catalog.usages,
-            free_bytes=getattr(blobs, "free_bytes", lambda: 2**62),
+            free_bytes=blobs.free_bytes,
             evict=partial(self._erase, reason="evicted"),
         )
         STORES.add(self)

@@ -52,8 +52,8 @@ class StoreWriter(Reader):
     @property
     def _far(self) -> Blobs | None:
         """Blobs that machines share over a network, without local copies, if the store has any."""
-        blobs: Blobs = getattr(self.blobs, "shared", self.blobs)
-        if getattr(blobs, "is_remote", False):
+        blobs = self.blobs.shared or self.blobs
+        if blobs.is_remote:
             return blobs
         return None
 
@@ -163,11 +163,7 @@ class StoreWriter(Reader):
         """Emit the event of a written chunk, set its expiry, and keep it in host memory."""
         (identity, kv, _, _, retention), record = job.new, job.record
         usage = Usage() if retention is None else Usage().retained(retention)
-        if (
-            retention is not None
-            and retention.duration_s is not None
-            and hasattr(self.blobs, "expire")
-        ):
+        if retention is not None and retention.duration_s is not None:
             with suppress(OSError):
                 self.blobs.expire(record.key, retention.duration_s)
         emit(self.listeners, self.name, [record.key], reason, record.num_tokens, record.num_bytes)

@@ -94,6 +94,14 @@ class BlobsContract:
         blobs.close()
         blobs.close()
 
+    def test_optional_abilities_keep_the_blob(self, blobs: Blobs) -> None:
+        blobs.write(KEYS[0], [b"kept"])
+        blobs.expire(KEYS[0], HOUR_S)
+        blobs.forget(KEYS)
+        assert blobs.sweep() >= 0
+        assert blobs.free_bytes() > 0
+        assert blobs.read(KEYS[0]) == b"kept"
+
     def test_writers_of_one_key_agree(self, blobs: Blobs, other: Blobs) -> None:
         with ThreadPoolExecutor(6) as pool:
             written = pool.map(

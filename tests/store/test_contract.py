@@ -31,7 +31,7 @@ class ToyServer(dict[ChunkKey, bytes]):
 SERVERS: dict[Path, ToyServer] = defaultdict(ToyServer)
 
 
-class ToyBlobs:
+class ToyBlobs(Blobs):
     """A tier on another machine, as short as it can be: every answer is a copy, and read-only."""
 
     def __init__(self, directory: Path) -> None:

@@ -1,7 +1,11 @@
 """Opening a store: budgets are the lesser of bytes and fractions, and impossible options are named."""
 
 import importlib
+import pkgutil
 import sys
+import tomllib
+from importlib.metadata import entry_points
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,9 +13,11 @@ from stores import CHUNKS, KVS, SIZE, fill
 
 from kvrag.config import StoreConfig
 from kvrag.errors import ConfigError, StoreError
-from kvrag.store import opening
+from kvrag.store import Blobs, opening
 from kvrag.store.opening import host_memory, lesser
 from kvrag.testing.chunks import same_bits
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_there_is_a_host_tier_above_the_disk_and_none_above_memory(opened):
@@ -128,6 +134,14 @@ def test_an_installed_package_adds_a_store_by_its_address(installed, tmp_path, r
         assert same_bits(reader.get(CHUNKS[0]), KVS[0])
         reader.close()
     assert len(list((tmp_path / "shelf").rglob("*.safetensors"))) == 2
+
+
+def test_stores_of_our_own_are_registered_like_a_packages():
+    """An installation that is older than the sources lacks some: ``make setup`` brings it up to date."""
+    metadata = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    ours = metadata["entry-points"][opening.PLUGINS]
+    assert ours.items() <= {(each.name, each.value) for each in entry_points(group=opening.PLUGINS)}
+    assert all(issubclass(pkgutil.resolve_name(value), Blobs) for value in ours.values())
 
 
 def test_an_address_that_no_package_knows_is_refused():

@@ -233,7 +233,7 @@ def test_a_table_that_an_operator_has_made_is_enough(postgres_url, tmp_path):
 
 
 def test_an_error_instead_of_a_value_is_named_and_ends_no_later_read(own_redis):
-    blobs = redis_blobs.RedisBlobs(redis_blobs.RedisServer(own_redis[1]), "objects")
+    blobs = redis_blobs.RedisBlobs(own_redis[1], "objects")
     redis.Redis.from_url(own_redis[1]).lpush(f"kvrag:objects:{'a' * 64}", "x")
     with pytest.raises(OSError, match="WRONGTYPE"):
         blobs.read("a" * 64)

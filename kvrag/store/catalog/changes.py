@@ -59,6 +59,7 @@ class Catalog(Hits):
     ) -> None:
         self._seal = None if keys is None or keys.cipher is None else RowCipher(keys.cipher)
         self._may_have_blobs = may_have_blobs
+        self.folder = folder
         super().__init__()
         make = rows or partial(RowTable, folder, durable=durable)
         self._rows = make(seal=self._seal, read_only=read_only, begin=self._begin)
