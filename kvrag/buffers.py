@@ -45,8 +45,12 @@ class Buffers:
         size = -(-num_bytes // step) * step
         idle = self._idle.get(size)
         try:
-            make = page_locked if torch.cuda.is_available() else _pageable
-            owner = idle.pop() if idle else make(size)
+            if idle:
+                owner = idle.pop()
+            elif torch.cuda.is_available():
+                owner = page_locked(size)
+            else:
+                owner = torch.empty(size, dtype=torch.uint8)
         except (RuntimeError, OSError) as error:
             raise MemoryError(f"cannot allocate memory for {num_bytes} bytes of KV") from error
         array = owner.numpy()
@@ -61,10 +65,6 @@ class Buffers:
 
 BUFFERS = Buffers()
 """Pool of all stores of this process."""
-
-
-def _pageable(num_bytes: int) -> torch.Tensor:
-    return torch.empty(num_bytes, dtype=torch.uint8)
 
 
 def page_locked(num_bytes: int) -> torch.Tensor:
@@ -114,8 +114,6 @@ def copied(kv: ChunkKV) -> ChunkKV:
     sizes = [-(-x.nbytes // PLACE_BYTES) * PLACE_BYTES for row in rows for x in row]
     whole = torch.frombuffer(BUFFERS.take(sum(sizes)), dtype=torch.uint8)
     places = iter(accumulate(sizes, initial=0))
-    scales = kv.layers[0].scales
-    dtype = kv.layers[0].keys.dtype if scales is None else scales.dtype
     own = [
         [
             whole[(at := next(places)) : at + x.nbytes].view(x.dtype).view(x.shape).copy_(x)
@@ -123,4 +121,4 @@ def copied(kv: ChunkKV) -> ChunkKV:
         ]
         for row in rows
     ]
-    return ChunkKV(tuple([layer_of(dtype, row) for row in own]))
+    return ChunkKV(tuple([layer_of(kv.layers[0].dtype, row) for row in own]))

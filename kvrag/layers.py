@@ -173,9 +173,8 @@ def shapes_of(identity: ChunkIdentity, kv: ChunkKV) -> tuple[torch.dtype, Shapes
             f"file holds at most {MAX_LAYERS} layers, "
             "and nothing with no layers or no tokens"
         )
-    first = kv.layers[0]
+    dtype = kv.layers[0].dtype
     packed = 2 if kv_dtype == "int4" else 1
-    dtype = first.keys.dtype if first.scales is None else first.scales.dtype
     for index, layer in enumerate(kv.layers):
         found = [(tensor.dtype, tuple(tensor.shape)) for tensor in layer.tensors]
         sizes = [
@@ -248,9 +247,7 @@ def own_kv(kv: ChunkKV, *, device: torch.device | str = "cpu", copy: bool = Fals
             x.detach().to(device, copy=copy, memory_format=row_major).contiguous()
             for x in layer.tensors
         ]
-        layers.append(
-            layer_of(layer.keys.dtype if layer.scales is None else layer.scales.dtype, own)
-        )
+        layers.append(layer_of(layer.dtype, own))
     return ChunkKV(tuple(layers))
 
 
@@ -276,10 +273,13 @@ def together(
     """
     rows = [layer.tensors for layer in layers]
     is_there = layers[0].keys.device == torch.device(device) and not copy
-    seen = [_as_one(column) for column in zip(*rows, strict=True)] if is_there else []
-    tensors = [x for x in seen if x is not None]
-    dtype = layers[0].keys.dtype if layers[0].scales is None else layers[0].scales.dtype
-    return layer_of(dtype, tensors if len(tensors) == len(rows[0]) else _gathered(rows, device))
+    tensors = list[torch.Tensor]()
+    if is_there:
+        seen = [_as_one(column) for column in zip(*rows, strict=True)]
+        tensors = [x for x in seen if x is not None]
+    if len(tensors) < len(rows[0]):
+        tensors = _gathered(rows, device)
+    return layer_of(layers[0].dtype, tensors)
 
 
 def _as_one(column: Sequence[torch.Tensor]) -> torch.Tensor | None:
@@ -313,7 +313,7 @@ def _gathered(
     offsets = [*accumulate((-(-x.nbytes // PLACE_BYTES) * PLACE_BYTES for x in rows[0]), initial=0)]
     step = offsets.pop()
     whole = torch.empty(len(rows) * step, dtype=torch.uint8, device=device)
-    tensors = [x if x.is_contiguous() else x.contiguous() for row in rows for x in row]
+    tensors = [x.contiguous() for row in rows for x in row]
     sizes = [x.nbytes for x in rows[0]] * len(rows)
     places = [start + offset for start in range(0, whole.numel(), step) for offset in offsets]
     for to, source in _stretches(tensors, sizes, places):

@@ -109,7 +109,10 @@ class Pool:
 
         The consumer helps while it waits.
         """
-        left = deque((item, Future[R]()) for item in items)
+        known = list(items)
+        if len(known) < 2:
+            return map(work, known)
+        left = deque((item, Future[R]()) for item in known)
         futures = deque(future for _, future in left)
 
         def step() -> bool:
@@ -132,9 +135,8 @@ class Pool:
             finally:
                 left.clear()
 
-        if len(left) > 1:
-            with suppress(RuntimeError):  # no thread can be started
-                self.submit(lambda: all(iter(step, False)))
+        with suppress(RuntimeError):  # no thread can be started
+            self.submit(lambda: all(iter(step, False)))
         return results()
 
     def _work(self) -> None:

@@ -117,6 +117,13 @@ class LayerKV:
     scales: Scales | None = None
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the keys and values; the original dtype of codes."""
+        if self.scales is None:
+            return self.keys.dtype
+        return self.scales.dtype
+
+    @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """All tensors, in storage order."""
         s = self.scales

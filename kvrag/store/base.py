@@ -150,9 +150,7 @@ class MemoryBlobs(Blobs):
     def read(self, key: ChunkKey, start: int = 0, length: int | None = None) -> Bytes | None:
         """Return a view of a blob."""
         blob = self._blobs.get(key)
-        if blob is None:
-            return None
-        return blob[start : None if length is None else start + length]
+        return blob and blob[start:][:length]
 
     def write(self, key: ChunkKey, parts: Iterable[Bytes]) -> int:
         """Store a copy of the parts."""

@@ -70,8 +70,12 @@ class FileBlobs(Blobs):
             raise
         try:
             status = os.fstat(fd)
-            size = max(0, status.st_size - start) if stat.S_ISREG(status.st_mode) else 0
-            view = BUFFERS.take(size if length is None else min(size, length))
+            size = 0
+            if stat.S_ISREG(status.st_mode):
+                size = max(0, status.st_size - start)
+            if length is not None:
+                size = min(size, length)
+            view = BUFFERS.take(size)
             done = 0
             while done < len(view) and (count := os.preadv(fd, [view[done:]], start + done)):
                 done += count

@@ -93,7 +93,8 @@ def fsck(
     report.dormant = store.erase_dormant()
     rows = store.catalog.revisions(store.catalog.keys())
     gone = rows.keys() - store.listed()
-    report.unknown_rows = store.catalog.remove({key: rows[key] for key in gone}) if gone else 0
+    if gone:
+        report.unknown_rows = store.catalog.remove({key: rows[key] for key in gone})
     return report
 
 
@@ -115,7 +116,8 @@ def gc(store: TieredStore, *, with_foreign: bool = False) -> GcReport:
         except BlobRejected as fault:
             found.get(type(fault), set()).add(key)
     report = GcReport(other_versions=len(store.delete_blobs(found[OtherVersion])))
-    report.foreign = len(store.delete_blobs(found[Foreign])) if with_foreign else 0
+    if with_foreign:
+        report.foreign = len(store.delete_blobs(found[Foreign]))
     pending = catalog.keys(pending=True)
     store.delete(pending)  # a live writer writes its chunk again
     report.pending = len(pending)
@@ -126,9 +128,10 @@ def gc(store: TieredStore, *, with_foreign: bool = False) -> GcReport:
     report.evicted = before - catalog.totals()[0]
     report.swept = store.blobs.sweep()
     own = catalog.folder
-    for folder in own.parent.glob("catalog*") if own else ():
-        if folder.name.endswith(".damaged") or (with_foreign and folder.name != own.name):
-            shutil.rmtree(folder, ignore_errors=True)
+    if own is not None:
+        for folder in own.parent.glob("catalog*"):
+            if folder.name.endswith(".damaged") or (with_foreign and folder != own):
+                shutil.rmtree(folder, ignore_errors=True)
     catalog.scrub()
     return report
 
@@ -168,11 +171,12 @@ def copy(
         texts = list[TextEntry | None](catalog.key_texts(key))
         written = 0
         for text in texts or [None]:
-            for doc_id in (
-                holders.get((identity.namespace, text.digest), [None]) if text else [None]
-            ):
+            doc_ids: list[str | None] = [None]
+            if text is not None:
+                doc_ids = holders.get((identity.namespace, text.digest), doc_ids)
+            for doc_id in doc_ids:
                 written += put(text=text, doc_id=doc_id)
-        counts[0 if written else 1] += 1
+        counts[not written] += 1
     return counts[0], counts[1], counts[2]
 
 

@@ -54,7 +54,7 @@ class CachedBlobs(Blobs):
         if whole is None:
             return None
         self._copy(key, whole)
-        return memoryview(whole)[start : None if length is None else start + length]
+        return memoryview(whole)[start:][:length]
 
     def write(self, key: ChunkKey, parts: Iterable[Bytes]) -> int:
         """Write a shared blob and its copy."""

@@ -59,11 +59,12 @@ class Usage(NamedTuple):
 
     def retained(self, retention: Retention) -> Usage:
         """Return the usage with a new retention, from now on."""
-        if retention.duration_s is None:
-            until = -1.0
-        else:
+        until = -1.0
+        cost = self.cost_ms
+        if retention.duration_s is not None:
             until = min(time.time() + retention.duration_s, MOST)
-        cost = self.cost_ms if retention.cost_ms is None else float(retention.cost_ms)
+        if retention.cost_ms is not None:
+            cost = float(retention.cost_ms)
         return self._replace(priority=retention.priority, until=until, cost_ms=cost)
 
     def retention(self) -> Retention | None:

@@ -42,9 +42,11 @@ def emit(
     known = list(listeners)
     if not known:
         return
-    kind: EventType = "BlockStored" if size else "BlockRemoved"
+    kind: EventType = "BlockRemoved"
     each_hashes: list[tuple[str, ...]] = [(key,) for key in keys]
-    if reason == "cleared":
+    if size:
+        kind = "BlockStored"
+    elif reason == "cleared":
         kind = "AllBlocksCleared"
         each_hashes = [()]
     for hashes in each_hashes:

@@ -63,8 +63,8 @@ class ObjectBlobs(Blobs):
                 },
                 "retry_config": {"max_retries": 3, "retry_timeout": limit},
             }
-        else:
-            options = {"mkdir": True} if url.startswith("file:") else {}
+        elif url.startswith("file:"):
+            options = {"mkdir": True}
         try:
             self._store = self._obstore.store.from_url(url, **options)
         except (self._obstore.exceptions.BaseError, ValueError, OSError) as error:

@@ -139,13 +139,16 @@ def _open_shared(
     kv_dir: str | os.PathLike[str], config: StoreConfig, keys: Keys, host: MemoryTier
 ) -> TieredStore:
     """Open a store that machines share, with local copies unless ``kv_dir`` is the address."""
-    root = None if "://" in str(kv_dir) else Path(os.path.abspath(kv_dir))
-    url = address(kv_dir if root is None else config.shared)
-    if root is not None and prepare(root, config):
-        raise StoreError(
-            f"{root} can't be written to; "
-            "name a directory for copies of the shared KV store, or none"
-        )
+    root = None
+    url = address(kv_dir)
+    if "://" not in str(kv_dir):
+        root = Path(os.path.abspath(kv_dir))
+        url = address(config.shared)
+        if prepare(root, config):
+            raise StoreError(
+                f"{root} can't be written to; "
+                "name a directory for copies of the shared KV store, or none"
+            )
     key = (
         url,
         config.catalog,
@@ -335,7 +338,9 @@ def _close_to_others(root: Path) -> None:
     """Make the store's directories private, and the root if it holds nothing else."""
     names = os.listdir(root)
     closed = [root / name for name in names if name.startswith(OWN)]
-    for path in closed if len(closed) < len(names) else [*closed, root]:
+    if len(closed) == len(names):
+        closed.append(root)
+    for path in closed:
         status = path.lstat()
         if stat.S_ISDIR(status.st_mode) and status.st_mode & 0o077:
             path.chmod(status.st_mode & 0o700)

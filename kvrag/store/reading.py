@@ -173,7 +173,8 @@ class Reader:
                 read = self.reads.ahead(
                     record.key, partial(self._load, identity, record.key), record.num_bytes
                 )
-                reads += [] if read is None else [read]
+                if read is not None:
+                    reads.append(read)
         return Prefetch(found, reads)
 
     def _look(
@@ -301,7 +302,7 @@ class Reader:
 
         def read(start: int, length: int) -> Bytes | None:
             whole = fetch()
-            return None if whole is None else memoryview(whole)[start : start + length]
+            return whole and memoryview(whole)[start : start + length]
 
         return read
 

@@ -110,7 +110,9 @@ class RedisBlobs(Blobs):
             pipe.getrange(self._head + key, start, -1 if length is None else start + length - 1)
             pipe.exists(self._head + key)
             data, is_there = pipe.execute()
-        return data if data or is_there else None
+        if data or is_there:
+            return data
+        return None
 
     def write(self, key: ChunkKey, parts: Iterable[Bytes]) -> int:
         """Set a string unless it exists."""

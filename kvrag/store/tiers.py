@@ -158,7 +158,8 @@ class TieredStore(StoreWriter):
                 is_going = namespace in (None, self.blob(key).header.identity.namespace)
             except BlobRejected as fault:  # blobs of other keys and unreadable blobs stay
                 is_going = fault.hole == "damaged" and namespace is None
-            going |= {key} if is_going else set()
+            if is_going:
+                going.add(key)
         self._erase(going, "deleted")
         if namespace is None and self.catalog.state().dormant:
             self.catalog.no_dormant()

@@ -133,7 +133,8 @@ class StoreWriter(Reader):
             revisions = self.catalog.begin([(job.record, *job.new[2:]) for job in jobs])
             for job, revision in zip(jobs, revisions, strict=True):
                 job.revision = revision
-                job.result = 0 if revision is None else None
+                if revision is None:
+                    job.result = 0
             write_all = map if self._far is None else POOL.ahead
             list(write_all(self._write_body, [job for job in jobs if job.result is None]))
             left = [job for job in jobs if job.result is None]
@@ -141,7 +142,8 @@ class StoreWriter(Reader):
             if left:
                 there = self.catalog.confirm({job.record.key: job.revision or 0 for job in left})
             for job in left:
-                job.result = job.written if job.record.key in there else None
+                if job.record.key in there:
+                    job.result = job.written
 
     def _write_body(self, job: _Job) -> None:
         with _results_of([job]):
@@ -162,13 +164,16 @@ class StoreWriter(Reader):
     def _announce(self, job: _Job, epochs: list[tuple[MemoryTier, int]], reason: str) -> None:
         """Emit the event of a written chunk, set its expiry, and keep it in host memory."""
         (identity, kv, _, _, retention), record = job.new, job.record
-        usage = Usage() if retention is None else Usage().retained(retention)
-        if retention is not None and retention.duration_s is not None:
-            with suppress(OSError):
-                self.blobs.expire(record.key, retention.duration_s)
+        usage = Usage()
+        if retention is not None:
+            usage = usage.retained(retention)
+            if retention.duration_s is not None:
+                with suppress(OSError):
+                    self.blobs.expire(record.key, retention.duration_s)
         emit(self.listeners, self.name, [record.key], reason, record.num_tokens, record.num_bytes)
-        for tier, epoch in epochs[-1:] if self.name != "host" else ():  # the host tier
-            tier.keep(identity, kv, usage, epoch=epoch, reason="put")
+        if self.name != "host":
+            for tier, epoch in epochs[-1:]:  # the host tier
+                tier.keep(identity, kv, usage, epoch=epoch, reason="put")
 
     def _write_blob(self, key: ChunkKey, encoded: Encoded) -> int:
         """Write a blob, in place of a blob that is not this chunk's; 0 if this chunk's is there."""
@@ -198,8 +203,9 @@ class StoreWriter(Reader):
         try:
             record = record_of(identity, self.blob(key, identity).header.num_bytes)
         except BlobRejected as fault:
-            with suppress(OSError):
-                self.delete_blobs([key] if fault.hole == "damaged" else [])
+            if fault.hole == "damaged":
+                with suppress(OSError):
+                    self.delete_blobs([key])
             return False
         revision = self.catalog.begin([(record, text, (doc_id,), None)])[0]
         if revision is None:

@@ -316,11 +316,13 @@ class Catalog(Hits):
         for text in self._texts(namespace, set(held) & set(digests)):
             refs = max(0, text.refs - 1)
             digest = text.entry.digest
-            for key in text.keys if not refs else ():
-                if chunk := self._chunk(key):  # another text keeps it
-                    left = [other for other in chunk.digests if other != digest]
-                    self._rows.set(f"c {key}", chunk._replace(digests=left))
-            self._settle(namespace, text._replace(refs=refs, keys=text.keys if refs else []))
+            left = text._replace(refs=refs)
+            if not refs:
+                left = left._replace(keys=[])
+                for key, chunk in self._chunks(text.keys):  # another text keeps it
+                    others = [other for other in chunk.digests if other != digest]
+                    self._rows.set(f"c {key}", chunk._replace(digests=others))
+            self._settle(namespace, left)
         self._keep(
             self._document(namespace, doc_id),
             [digest for digest in held if digest not in digests],

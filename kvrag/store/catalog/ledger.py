@@ -169,8 +169,8 @@ class Ledger:
     def revisions(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, int]:
         """Return the revisions of chunks, stored or pending; 0 if a row is absent or malformed."""
         wanted = list(keys)
-        found = dict(self._chunks(wanted))
-        return {key: found[key].revision if key in found else 0 for key in wanted}
+        found = {key: chunk.revision for key, chunk in self._chunks(wanted)}
+        return dict.fromkeys(wanted, 0) | found
 
     def variants(self, content: str) -> list[ChunkRecord]:
         """Return the stored chunks with this content key, oldest first.
@@ -227,7 +227,9 @@ class Ledger:
         for name in self._rows.names(f"z {namespace} "):
             text = name if self._seal is None else self._seal.open(name, "z")
             with suppress(ValueError, TypeError, RecursionError):
-                found += [doc_id] if isinstance(doc_id := json.loads(text or ""), str) else []
+                doc_id = json.loads(text or "")
+                if isinstance(doc_id, str):
+                    found.append(doc_id)
         return found
 
     def document_texts(self, namespace: str, doc_id: str) -> list[str]:
@@ -301,7 +303,9 @@ class Ledger:
     def stored_row(self, key: ChunkKey) -> ChunkRow | None:
         """Return the row of a stored chunk."""
         chunk = self._chunk(key)
-        return chunk if chunk and not chunk.pending else None
+        if chunk and not chunk.pending:
+            return chunk
+        return None
 
     def _chunks(self, keys: Iterable[ChunkKey]) -> list[tuple[ChunkKey, ChunkRow]]:
         """Return the rows of chunks, stored or pending; absent rows are left out."""
@@ -337,7 +341,8 @@ class Ledger:
         for record, text, doc_ids, _ in chunks:
             space = record.namespace
             names += [f"c {record.key}", f"n {space}"]
-            names += [self._name("t", space, text.digest)] if text else []
+            if text:
+                names.append(self._name("t", space, text.digest))
             names += [self._document(space, each) for each in doc_ids if each is not None]
         self._rows.ahead(names)
 
@@ -346,7 +351,9 @@ class Ledger:
 
     def _name(self, kind: str, namespace: str, text: str) -> str:
         """Return the name of a row; with a key, its text is encrypted."""
-        return f"{kind} {namespace} {text if self._seal is None else self._seal.seal(text, kind)}"
+        if self._seal is not None:
+            text = self._seal.seal(text, kind)
+        return f"{kind} {namespace} {text}"
 
 
 def _parsed(form: TypeAdapter[T], text: str | None) -> T | None:

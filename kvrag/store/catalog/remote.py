@@ -163,7 +163,9 @@ class RemoteRows(ABC):
     def set(self, name: str, value: Any) -> None:
         """Insert or replace a row, inside :meth:`change`."""
         text = json.dumps(value, separators=(",", ":"))
-        self._mine.draft.written[name] = text if self._seal is None else self._seal.seal(text, name)
+        if self._seal is not None:
+            text = self._seal.seal(text, name)
+        self._mine.draft.written[name] = text
 
     def delete(self, name: str) -> None:
         """Remove a row if it exists, inside :meth:`change`."""

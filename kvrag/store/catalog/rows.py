@@ -76,11 +76,16 @@ class RowTable:
             **SETTINGS,
             "sqlite_synchronous": 2 if durable and folder is not None else 1,
         }
-        self._source = folder if read_only else None
-        self._private = tempfile.mkdtemp(prefix="kvrag-") if read_only or folder is None else ""
-        self._folder = Path(self._private, "catalog") if self._private or folder is None else folder
-        place, names = (folder, FILES) if folder and read_only else (self._folder, FILES[:1])
-        self._watched = [str(place / name) for name in names]
+        self._source: Path | None = None
+        self._private = ""
+        if read_only or folder is None:
+            self._private = tempfile.mkdtemp(prefix="kvrag-")
+            self._source = folder
+            folder = Path(self._private, "catalog")
+        self._folder = folder
+        self._watched = [str(folder / FILES[0])]
+        if self._source is not None:
+            self._watched = [str(self._source / name) for name in FILES]
         self._cache: Any = None
         self._file: object = None
         self._copied: RowTable | None = None
@@ -94,7 +99,7 @@ class RowTable:
                 self._healed()
         except FAULTS as error:
             self.close()
-            if folder is None or not self._is_stuck():
+            if not self._is_stuck():
                 raise self._fault("opened", error) from error
             log.warning(
                 "the catalog %s is opened for reading only: its disk takes no writes (%s)",
@@ -136,7 +141,9 @@ class RowTable:
     def set(self, name: str, value: Any) -> None:
         """Insert or replace a row, inside :meth:`change`."""
         text = json.dumps(value, separators=(",", ":"))
-        self._mine.cache.set(name, text if self._seal is None else self._seal.seal(text, name))
+        if self._seal is not None:
+            text = self._seal.seal(text, name)
+        self._mine.cache.set(name, text)
 
     def delete(self, name: str) -> None:
         """Remove a row if it exists, inside :meth:`change`."""
@@ -279,8 +286,9 @@ class RowTable:
         for path in self._watched:
             with suppress(OSError):
                 status = os.stat(path)
-                change = () if self._source is None else (status.st_mtime_ns, status.st_size)
-                found.append((status.st_dev, status.st_ino, *change))
+                found += [status.st_dev, status.st_ino]
+                if self._source is not None:
+                    found += [status.st_mtime_ns, status.st_size]
         return found
 
     def _open(self) -> None:
