@@ -270,8 +270,11 @@ def _is_stored(
 def _named(items: Any, ids: Sequence[str] | None, content: Content) -> list[tuple[str | None, str]]:
     """Return ``(id, text)`` pairs of items, with the given ids, or with their own, if any."""
     pairs = _pairs(items, content)
-    given = [ids] if isinstance(ids, str) else ids
-    names = [name for name, _ in pairs] if given is None else list(given)
+    names = [name for name, _ in pairs]
+    if isinstance(ids, str):
+        names = [ids]
+    elif ids is not None:
+        names = list(ids)
     if len(names) != len(pairs):
         raise InputError(
             f"{len(pairs)} items came with {len(names)} ids; pass one id per item, or none"
@@ -294,8 +297,9 @@ def _precompute(
         texts, ids=names, namespace=namespace, collection=collection, **options
     )
     emptied = {str(name) for name, text in named if name is not None and not text.strip()}
-    stored = set(engine.document_ids(namespace=namespace) if emptied else ())
-    gone = stored & set(in_collection(emptied, collection))
+    gone = set(in_collection(emptied, collection))
+    if gone:
+        gone &= set(engine.document_ids(namespace=namespace))
     if gone:
         engine.delete(sorted(gone), namespace=namespace)
     empty = [
@@ -311,7 +315,9 @@ def _pairs(items: Any, content: Content) -> list[tuple[str | None, str]]:
     """Return ``(id, text)`` pairs of items; an id may be missing."""
     if isinstance(items, str) or any(hasattr(items, mark) for mark in _ITEM_MARKS):
         items = [items]
-    return [_pair(item, content) for item in (items if _is_many(items) else documents_in(items))]
+    elif not _is_many(items):
+        items = documents_in(items)
+    return [_pair(item, content) for item in items]
 
 
 _ITEM_MARKS = ("page_content", "node_id", "node")

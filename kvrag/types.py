@@ -447,6 +447,15 @@ class ExplainedSpan:
     exact: bool
     reason: str | None
 
+    @property
+    def state(self) -> str:
+        """``"exact"`` or ``"hit"`` with stored KV, else ``"computed"``."""
+        if not self.hit:
+            return "computed"
+        if self.exact:
+            return "exact"
+        return "hit"
+
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
@@ -473,9 +482,10 @@ class Explanation:
         ]
         for span in self.spans:
             head = " ".join(span.text.split())[:48]
-            state = ("exact" if span.exact else "hit") if span.hit else "computed"
-            why = f"  ({span.reason})" if span.reason else ""
-            lines.append(f"{span.start:>6}-{span.stop:<6} {span.kind:<6} {state:<8} {head!r}{why}")
+            line = f"{span.start:>6}-{span.stop:<6} {span.kind:<6} {span.state:<8} {head!r}"
+            if span.reason:
+                line += f"  ({span.reason})"
+            lines.append(line)
         return "\n".join([*lines, *self.notes, f"repair: {self.repair}"])
 
 

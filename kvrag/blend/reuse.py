@@ -33,10 +33,9 @@ Choice = Callable[[Layout], tuple[Layout, str | None]]
 
 def because(cause: str | None, reason: str | None) -> str | None:
     """Join a store failure, if any, with the reason why less is reused than requested."""
-    return (
-        "; ".join(filter(None, (cause, None if cause and reason in _NOT_STORED else reason)))
-        or None
-    )
+    if cause and reason in _NOT_STORED:
+        reason = None
+    return "; ".join(filter(None, (cause, reason))) or None
 
 
 def in_words(holes: Sequence[Hole]) -> str | None:
@@ -122,7 +121,7 @@ def read(
 
     Decides on reuse, loads the KV, and decides again without the chunks that could not be loaded.
     """
-    cheapest = None if price is None else price.cheapest
+    cheapest = price and price.cheapest
     layout, reason = decide_plan(plan, mode, cheapest, history)
     if not layout.reused:  # nothing to load
         return layout, reason, [], {}
@@ -131,7 +130,9 @@ def read(
     if holes:
         layout, also = decide(layout.without(holes), mode, cheapest)
         reason = because(because(in_words(list(holes.values())), also), reason)
-    return layout, reason, kvs if layout.reused else [], holes
+        if not layout.reused:
+            kvs = []
+    return layout, reason, kvs, holes
 
 
 def _load(

@@ -70,7 +70,7 @@ def ask(
     as_json: AsJson = False,
 ) -> None:
     """Answer a question; precomputed chunks in its context are found automatically."""
-    asked = name_model(ctx, engine, words, most=1 if prompt_file is None else 0)
+    asked = name_model(ctx, engine, words, most=int(prompt_file is None))
     if not asked and prompt_file is None:
         raise InputError(
             "pass a model and a question, as in: kvrag ask MODEL 'Who?'; or --prompt-file"
@@ -108,8 +108,10 @@ def _prompt_of(
     system = engine.get("system")
     if prefix is not None or not encoder.has_chat_template:
         return [prefix or "", *body]
-    before = [] if system is None else [{"role": "system", "content": system}]
-    return [*before, {"role": "user", "content": body}]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": body}]
+    if system is not None:
+        messages.insert(0, {"role": "system", "content": system})
+    return messages
 
 
 def _accounting(result: GenerationResult) -> dict[str, object]:
@@ -167,11 +169,10 @@ def explain(
 
 
 def _span_cells(span: ExplainedSpan) -> tuple[str, ...]:
-    state = ("exact" if span.exact else "hit") if span.hit else "computed"
     return (
         f"{span.start}-{span.stop}",
         span.kind,
-        state,
+        span.state,
         " ".join(span.text.split())[:48],
         span.reason or "",
     )

@@ -198,6 +198,9 @@ def _speed_rows(speeds: Given, ratio: float) -> Given:
     }
     if disk is None:
         return {**rows, "disk": "unknown: pass --disk-gbps, or --measure"}
+    so = "prefilling is as fast: use a memory tier or a faster disk, or no reuse"
+    if speedup > 1:
+        so = "reuse pays"
     return {
         **rows,
         "disk": f"{human_bandwidth(disk)}, {disk / even:.3g} × break-even",
@@ -205,9 +208,7 @@ def _speed_rows(speeds: Given, ratio: float) -> Given:
             f"{speedup:.2g} × faster to the first token at best: load, then repair {ratio:.0%} of "
             "the rows"
         ),
-        "so": "reuse pays"
-        if speedup > 1
-        else "prefilling is as fast: use a memory tier or a faster disk, or no reuse",
+        "so": so,
     }
 
 

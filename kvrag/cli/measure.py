@@ -212,11 +212,9 @@ def calibrate(
     reached = {name: f.profile.kept.cost for name, f in found.items() if f.profile.is_reached}
     best = min(reached, key=lambda name: reached[name], default=None)
     kept = {f"behind {name[:40]!r}": _kept(f) for name, f in found.items()}
-    kept["least cost"] = (
-        f"behind {best[:40]!r}"
-        if best
-        else "the target was MISSED; the setting with the least KL is kept"
-    )
+    kept["least cost"] = "the target was MISSED; the setting with the least KL is kept"
+    if best:
+        kept["least cost"] = f"behind {best[:40]!r}"
     values = {name: {**asdict(f), "reached": name in reached} for name, f in found.items()}
     show(
         {"contexts": values, "best": best},

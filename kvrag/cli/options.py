@@ -158,19 +158,24 @@ def _field(
         kind = next((part for part in get_args(hint) if part is not NoneType), hint)
     else:
         kind = hint
-    is_size = name.endswith("_bytes")
     summary = " ".join(field.description.replace("``", "").split()).partition(". ")[0].rstrip(".")
+    form: dict[str, Any] = {}
+    if env:
+        form["envvar"] = f"KVRAG_{name.upper()}"
+    if name.endswith("_bytes"):
+        form |= {"parser": parse_bytes, "metavar": "SIZE"}
+    elif kind is int:
+        form["min"] = 0
     option = typer.Option(
         flag or f"--{name.replace('_', '-')}",
-        envvar=f"KVRAG_{name.upper()}" if env else None,
         help=f"{summary}.",
-        min=0 if kind is int and not is_size else None,
-        parser=parse_bytes if is_size else None,
-        metavar="SIZE" if is_size else None,
         show_default=str(field.default) if field.default is not None else False,
         rich_help_panel=panel,
+        **form,
     )
-    return _option(name, Annotated[(str if get_origin(kind) is Literal else kind) | None, option])
+    if get_origin(kind) is Literal:
+        kind = str
+    return _option(name, Annotated[kind | None, option])
 
 
 _STORED = (
@@ -237,10 +242,12 @@ def name_model(
         )
     if is_on_command_line(ctx, "model"):
         is_first = False
-    elif is_named:
-        is_first = bool(words) and (_is_model(words[0]) if most is None else len(words) > most)
-    else:
+    elif not is_named:
         is_first = True
+    elif most is None:
+        is_first = bool(words) and _is_model(words[0])
+    else:
+        is_first = len(words) > most
     if is_first and not words:
         raise InputError(
             f"pass a model, as in: kvrag {ctx.info_name} MODEL ...; or set KVRAG_MODEL"
@@ -316,7 +323,9 @@ def engine_options(
         options["context"] = None if context == "none" else context
     if "chat_template_kwargs" in options:
         options["chat_template_kwargs"] = _variables(options["chat_template_kwargs"])
-    options["prefix"] = prefix if system is None else [{"role": "system", "content": system}]
+    options["prefix"] = prefix
+    if system is not None:
+        options["prefix"] = [{"role": "system", "content": system}]
     return {**options, "repair": _repair(repair or {}), "store_config": config}
 
 

@@ -176,10 +176,11 @@ def _server_of(uvicorn: Any, options: Any, app: Any) -> Any:
             await super().startup(sockets)
             if self.started:
                 host, port = self.servers[0].sockets[0].getsockname()[:2]
-                shown = f"[{host}]" if ":" in host else host
                 if host in ("0.0.0.0", "::"):
-                    shown = "localhost"
-                logger.info("ask it in a browser: http://%s:%d/", shown, port)
+                    host = "localhost"
+                elif ":" in host:
+                    host = f"[{host}]"
+                logger.info("ask it in a browser: http://%s:%d/", host, port)
 
         def handle_exit(self, sig: int, frame: object) -> None:
             app.state.service.admission.is_draining = True
@@ -213,7 +214,7 @@ def _on_ray(
         **own,
         engine=options,
         store=store,
-        repair=None if repair is None else asdict(repair),
+        repair=repair and asdict(repair),
         server=server,
         replicas=(int(least), int(most or least)),
     )

@@ -173,8 +173,10 @@ def _groups(store: TieredStore) -> list[dict[str, Any]]:
 
 
 def _some(ids: list[str]) -> str:
-    rest = len(ids) - 5
-    return ", ".join([*ids[:5], *([f"and {rest} more"] if rest > 0 else [])])
+    shown = ids[:5]
+    if len(ids) > 5:
+        shown.append(f"and {len(ids) - 5} more")
+    return ", ".join(shown)
 
 
 def documents(
@@ -314,9 +316,14 @@ def rm(
 
 
 def _rm_all(kv_dir: str, namespace: str | None, *, yes: bool, as_json: bool) -> None:
-    of_what = "every namespace" if namespace is None else f"the namespace {namespace!r}"
+    space = None
+    of_what = "every namespace"
+    what = "everything"
     with _existing_store(kv_dir) as store:
-        space = None if namespace is None else store.names.namespace(namespace)
+        if namespace is not None:
+            space = store.names.namespace(namespace)
+            of_what = f"the namespace {namespace!r}"
+            what = f"everything of {of_what}"
         stored = store.catalog.stored(store.catalog.keys())
         chunks = sum(space in (None, chunk.namespace) for chunk in stored.values())
         is_known = space is None or chunks > 0 or bool(store.catalog.documents(space))
@@ -327,7 +334,6 @@ def _rm_all(kv_dir: str, namespace: str | None, *, yes: bool, as_json: bool) -> 
                 err=True,
             )
         erased = store.clear(space)
-    what = "everything" if namespace is None else f"everything of {of_what}"
     state = f"erased, with {erased} chunk(s)" if is_known else "nothing is known here"
     show({"erased_chunks": erased}, f"{what}: {state}", as_json=as_json, ok=is_known)
 
@@ -354,19 +360,18 @@ def export(
         unknown = [name for name in asked if name not in known]
         if asked and len(unknown) == len(asked):
             fail(_no_such(unknown, namespace))
+        keys = None
+        more = {}
         if asked:
             keys = sorted(
                 {key for name in asked for key in store.catalog.document_keys(space, name)}
             )
-        else:
-            keys = None
+            more["unknown"] = unknown
         with closing(
             open_store(target, StoreConfig(ram_bytes=0, **({} if plain else key_options())))
         ) as other:
             counts = check.copy(store, other, keys, namespaces=[namespace])
-    _report_copy(
-        f"Copied to {target}", counts, {"unknown": unknown} if asked else {}, as_json=as_json
-    )
+    _report_copy(f"Copied to {target}", counts, more, as_json=as_json)
     if unknown:
         fail(_no_such(unknown, namespace))
 

@@ -53,8 +53,10 @@ class TextCalls:
         return shown
 
     def _read(self) -> str:
-        fenced = _FENCED.fullmatch(self._held)
-        value = _loaded(fenced[1] if fenced else self._held) if self._is_json else None
+        value = None
+        if self._is_json:
+            fenced = _FENCED.fullmatch(self._held)
+            value = _loaded(fenced[1] if fenced else self._held)
         calls = [as_call(each) for each in (value if isinstance(value, list) else [value])]
         known = tuple([call for call in calls if call and call.name in self._names])
         if len(known) == len(calls):
@@ -64,8 +66,8 @@ class TextCalls:
 
     def _call_in(self, found: re.Match[str]) -> str:
         call = as_call(_loaded(found[1]))
-        self.found += (call,) if call else ()
         if call:
+            self.found += (call,)
             return ""
         return found[0]
 

@@ -228,13 +228,7 @@ class _Look:
 
         Changes through ``.data`` are not counted.
         """
-        plain: list[torch.Tensor] = []
-        for tensor in self.tensors:
-            plain += (
-                [leaf for _, leaf in leaves(tensor)]
-                if hasattr(tensor, "__tensor_flatten__")
-                else (tensor,)
-            )
+        plain = [leaf for tensor in self.tensors for _, leaf in leaves(tensor)]
         for leaf in plain:
             self.notes.append((0 if leaf.is_inference() else leaf._version, leaf.data_ptr()))
         self.values = sample(plain)
@@ -293,8 +287,7 @@ def sample(tensors: list[torch.Tensor]) -> bytes:
         size = tensor.numel()
         if size:
             count = min(SAMPLES, size)
-            flat = tensor.detach()
-            flat = flat if flat.is_contiguous() else flat.contiguous()
+            flat = tensor.detach().contiguous()
             group = groups.setdefault((tensor.device, tensor.dtype), [])
             group.append(flat.as_strided((count,), (size // count,)))
     return b"".join(

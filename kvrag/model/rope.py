@@ -184,11 +184,11 @@ class RotaryTable:
             columns = (self.cos, self.sin)
         else:
             columns = spread(self.apply, self.cos, self.sin, self.width)
-        first, second = (
-            (slice(0, half), slice(half, None))
-            if is_halves
-            else (slice(0, None, 2), slice(1, None, 2))
-        )
+        first = slice(0, None, 2)
+        second = slice(1, None, 2)
+        if is_halves:
+            first = slice(0, half)
+            second = slice(half, None)
         if all(torch.equal(x[:3, first], x[:3, second]) for x in columns):
             return Pairing(is_neighbours, sign)
         return None

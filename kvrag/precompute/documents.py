@@ -57,12 +57,14 @@ def in_collection(ids: Iterable[str | None], collection: str | None) -> list[str
 
     Raises :class:`InputError` if an id is not a string, or as :func:`below_collection`.
     """
-    below = "" if collection is None else below_collection(collection)
+    below = where = ""
+    if collection is not None:
+        below = below_collection(collection)
+        where = f", and is to be in the collection {collection!r}"
     found = []
     for number, doc_id in enumerate(ids):
         if not isinstance(doc_id, str):
             what = "has no id" if doc_id is None else f"has the id {doc_id!r}"
-            where = "" if collection is None else f", and is to be in the collection {collection!r}"
             raise InputError(f"document {number} {what}{where}; give each document an id, a string")
         found.append(below + doc_id)
     return found
@@ -80,7 +82,9 @@ def chosen_documents(
         if collection is None:
             return []
         return members(catalog.documents(namespace), collection)
-    return list(dict.fromkeys(in_collection([ids] if isinstance(ids, str) else ids, collection)))
+    if isinstance(ids, str):
+        ids = [ids]
+    return list(dict.fromkeys(in_collection(ids, collection)))
 
 
 def chosen_keys(
@@ -96,7 +100,9 @@ def chosen_keys(
     Of ``keys``, only keys of the namespace count and, if ``model`` is given, of this model.
     """
     found = [key for doc_id in ids for key in catalog.document_keys(namespace, doc_id)]
-    for key in [ChunkKey(keys)] if isinstance(keys, str) else keys:
+    if isinstance(keys, str):
+        keys = [ChunkKey(keys)]
+    for key in keys:
         record = catalog.get(key)
         if record is not None and record.namespace == namespace and model in (None, record.model):
             found.append(key)

@@ -54,9 +54,11 @@ def context_ids(context: str | None, encoder: PromptEncoder, window: int) -> tup
     if context is None:
         return ()
     named = _NAMED.fullmatch(context)
-    text = shipped() if named else context
-    most = int(named[1] or DEFAULT_TOKENS) if named else CONTEXT_TOKENS
-    return tuple(encoder.chunk_ids(f"{text.strip()}\n\n"))[
+    most = CONTEXT_TOKENS
+    if named:
+        context = shipped()
+        most = int(named[1] or DEFAULT_TOKENS)
+    return tuple(encoder.chunk_ids(f"{context.strip()}\n\n"))[
         : min(most, CONTEXT_TOKENS, window // WINDOW_SHARE)
     ]
 
@@ -108,13 +110,14 @@ def encode_chunks(
         KV in the order of ``chunks``, contiguous on the host, in the model's dtype.
     """
     longest = prefix.capacity + max(map(len, chunks))
-    is_packed = (
+    if (
         len(chunks) > 1
         and model.device.type == "cuda"
         and model.can_pack(longest)
         and _has_kernel(model)
-    )
-    return (encode_packed if is_packed else encode_padded)(model, prefix, chunks)
+    ):
+        return encode_packed(model, prefix, chunks)
+    return encode_padded(model, prefix, chunks)
 
 
 def _has_kernel(model: CausalLM) -> bool:

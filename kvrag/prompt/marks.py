@@ -110,12 +110,10 @@ def _left_out(messages: Sequence[Message], index: int, facts: TemplateFacts | No
     remedy = "put its text into a user message"
     if known and role not in known:
         close = get_close_matches(role.lower(), known, n=1)
-        remedy = f"the template knows the roles {', '.join(known)}"
-        remedy += (
-            f"; did you mean {close[0]!r}?"
-            if close
-            else f"; use one of them, or {'put its text into a user message'}"
-        )
+        hint = f"use one of them, or {remedy}"
+        if close:
+            hint = f"did you mean {close[0]!r}?"
+        remedy = f"the template knows the roles {', '.join(known)}; {hint}"
     return InputError(
         f"the model's chat template leaves out message {index + 1} of {len(messages)}, "
         f"whose role is {role!r}: {remedy}"

@@ -77,7 +77,7 @@ def _choice(tool_choice: Any) -> tuple[Any, list[str] | None]:
         return kind, None
     if kind == "allowed_tools":
         held = tool_choice.get("allowed_tools", tool_choice)
-        tools = held.get("tools") if isinstance(held, Mapping) else None
+        tools = _field(held, "tools")
         if not isinstance(tools, (list, tuple)) or not tools:
             raise ConfigError(
                 f"tool_choice is {str(tool_choice)[:200]}; pass {{'type': 'allowed_tools', "
@@ -90,10 +90,18 @@ def _choice(tool_choice: Any) -> tuple[Any, list[str] | None]:
 
 def _named(tool: Any) -> Any:
     """Return a tool's name, from its function or beside its type; without a name, the tool."""
-    function = tool.get("function", tool) if isinstance(tool, Mapping) else tool
-    if isinstance(function, Mapping):
-        return function.get("name", tool)
+    if isinstance(tool, Mapping):
+        function = tool.get("function", tool)
+        if isinstance(function, Mapping):
+            return function.get("name", tool)
     return tool
+
+
+def _field(value: Any, name: str) -> Any:
+    """Return a field of a mapping; ``None`` of any other value."""
+    if isinstance(value, Mapping):
+        return value.get(name)
+    return None
 
 
 def name_of(tool: Mapping[str, Any]) -> str:
@@ -102,12 +110,9 @@ def name_of(tool: Mapping[str, Any]) -> str:
 
 
 def _checked_tool(tool: Any) -> Mapping[str, Any]:
-    function = tool.get("function") if isinstance(tool, Mapping) else None
-    name, schema = (
-        (function.get("name"), function.get("parameters"))
-        if isinstance(function, Mapping)
-        else ("", None)
-    )
+    function = _field(tool, "function")
+    name = _field(function, "name")
+    schema = _field(function, "parameters")
     if not re.fullmatch(r"[\w.-]+", str(name or "")) or not isinstance(schema or {}, Mapping):
         raise ConfigError(
             f"tools holds {str(tool)[:200]}; pass dicts {{'type': 'function', 'function': "
@@ -118,17 +123,17 @@ def _checked_tool(tool: Any) -> Mapping[str, Any]:
 
 
 def _checked_schema(response_format: Any) -> Mapping[str, Any] | None:
-    given = {"type": "text"} if response_format is None else response_format
-    kind = given.get("type") if isinstance(given, Mapping) else None
-    if kind == "text":
+    kind = _field(response_format, "type")
+    if response_format is None or kind == "text":
         return None
     if kind == "json_object":
         return {"type": "object"}
-    held = given.get("json_schema") if kind == "json_schema" else None
-    schema = held.get("schema") if isinstance(held, Mapping) else None
+    schema = None
+    if kind == "json_schema":
+        schema = _field(response_format.get("json_schema"), "schema")
     if not isinstance(schema, Mapping):
         raise ConfigError(
-            f"response_format is {str(given)[:200]}; pass None, {{'type': 'json_object'}}, or "
+            f"response_format is {str(response_format)[:200]}; pass None, {{'type': 'json_object'}}, or "
             "{'type': 'json_schema', 'json_schema': {'name': ..., 'schema': JSON schema}}"
         )
     return schema
@@ -261,7 +266,7 @@ def calls_with_dicts(message: Message) -> dict[str, Any]:
     """Return a message with its calls' arguments as dicts: chat templates write them as JSON."""
     calls = []
     for call in message["tool_calls"]:
-        function = call.get("function") if isinstance(call, Mapping) else None
+        function = _field(call, "function")
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise InputError(
                 f"a message calls a tool by {call!r}; "

@@ -146,10 +146,11 @@ class Tracer:
             return offset + int(seconds * 1e9)
 
         operation = _OPERATIONS.get(record.endpoint)
+        name = f"{record.method} {record.endpoint}"
+        if operation and record.model:
+            name = f"{operation} {record.model}"
         span = self._tracer.start_span(
-            f"{operation} {record.model}"
-            if operation and record.model
-            else f"{record.method} {record.endpoint}",
+            name,
             context=self._extract(dict(headers)),
             kind=api.SpanKind.SERVER,
             start_time=at(record.start_s),

@@ -82,10 +82,9 @@ class ServingConfig:
     @property
     def least_and_most(self) -> tuple[int, int]:
         """The range of replicas."""
-        least, most = (
-            (self.replicas, self.replicas) if isinstance(self.replicas, int) else self.replicas
-        )
-        return least, most
+        if isinstance(self.replicas, int):
+            return self.replicas, self.replicas
+        return self.replicas
 
     @property
     def server_config(self) -> ServerConfig:
@@ -164,7 +163,6 @@ def _config(options: Mapping[str, Any]) -> ServingConfig:
         raise ConfigError(
             "kvrag.serving has no model; pass its hub id or path as the option 'model'"
         )
-    replicas = options.get("replicas", 1)
-    return ServingConfig(
-        **{**options, "replicas": tuple(replicas) if isinstance(replicas, list) else replicas}
-    )
+    if isinstance(options.get("replicas"), list):
+        options = {**options, "replicas": tuple(options["replicas"])}
+    return ServingConfig(**options)

@@ -167,8 +167,7 @@ def texts(body: Any) -> list[tuple[bool, str]]:
     if not isinstance(body, dict):
         return []
     found = list[tuple[bool, str]]()
-    messages = body.get("messages")
-    for message in messages if isinstance(messages, list) else []:
+    for message in _many(body.get("messages")):
         if isinstance(message, dict):
             content = message.get("content")
             parts = content if isinstance(content, list) else [{"text": content}]
@@ -178,19 +177,18 @@ def texts(body: Any) -> list[tuple[bool, str]]:
                 if isinstance(part, dict) and isinstance(part.get("text"), str)
             )
             found.append((message.get("role") == "user", text))
-    prompts = body.get("prompt")
+    found += [(True, each) for each in _many(body.get("prompt")) if isinstance(each, str)]
     reuse = body.get("kvrag")
-    found += [
-        (True, each)
-        for each in (prompts if isinstance(prompts, list) else [prompts])
-        if isinstance(each, str)
-    ]
-    documents = reuse.get("documents") if isinstance(reuse, dict) else None
-    listed = documents if isinstance(documents, list) else []
-    found.append(
-        (False, "\n\n".join(str(each.get("text")) for each in listed if isinstance(each, dict)))
-    )
+    if isinstance(reuse, dict):
+        documents = [each for each in _many(reuse.get("documents")) if isinstance(each, dict)]
+        found.append((False, "\n\n".join(str(each.get("text")) for each in documents)))
     return [(is_question, text) for is_question, text in found if text]
+
+
+def _many(value: Any) -> list[Any]:
+    if isinstance(value, list):
+        return value
+    return [value]
 
 
 def saying(message: Mapping[str, Any]) -> Any:

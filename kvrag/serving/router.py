@@ -63,8 +63,9 @@ class ChunkRouter(RequestRouter):
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
         """Return the replicas in the ranks of :func:`ranked`."""
-        keys = [] if pending_request is None else pending_request.kwargs.get("keys", [])
+        keys: list[str] = []
         if pending_request is not None:
+            keys = pending_request.kwargs.get("keys", keys)
             # Back off after all replicas have rejected the request.
             pending_request.routing_context.should_backoff = True
         by_name = {each.replica_id.unique_id: each for each in candidate_replicas}
