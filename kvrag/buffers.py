@@ -114,6 +114,7 @@ def copied(kv: ChunkKV) -> ChunkKV:
     sizes = [-(-x.nbytes // PLACE_BYTES) * PLACE_BYTES for row in rows for x in row]
     whole = torch.frombuffer(BUFFERS.take(sum(sizes)), dtype=torch.uint8)
     places = iter(accumulate(sizes, initial=0))
+    dtype = kv.layers[0].dtype
     own = [
         [
             whole[(at := next(places)) : at + x.nbytes].view(x.dtype).view(x.shape).copy_(x)
@@ -121,4 +122,4 @@ def copied(kv: ChunkKV) -> ChunkKV:
         ]
         for row in rows
     ]
-    return ChunkKV(tuple([layer_of(kv.layers[0].dtype, row) for row in own]))
+    return ChunkKV(tuple([layer_of(dtype, row) for row in own]))

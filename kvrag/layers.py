@@ -242,12 +242,13 @@ def own_kv(kv: ChunkKV, *, device: torch.device | str = "cpu", copy: bool = Fals
             whole = together(kv.layers[run.start : run.stop], device, copy=copy)
             layers += [whole.map(itemgetter(i)) for i in range(len(run))]
         return ChunkKV(tuple(layers))
+    dtype = kv.layers[0].dtype
     for layer in kv.layers:
         own = [
             x.detach().to(device, copy=copy, memory_format=row_major).contiguous()
             for x in layer.tensors
         ]
-        layers.append(layer_of(layer.dtype, own))
+        layers.append(layer_of(dtype, own))
     return ChunkKV(tuple(layers))
 
 

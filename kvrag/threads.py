@@ -109,10 +109,7 @@ class Pool:
 
         The consumer helps while it waits.
         """
-        known = list(items)
-        if len(known) < 2:
-            return map(work, known)
-        left = deque((item, Future[R]()) for item in known)
+        left = deque((item, Future[R]()) for item in items)
         futures = deque(future for _, future in left)
 
         def step() -> bool:
@@ -135,8 +132,9 @@ class Pool:
             finally:
                 left.clear()
 
-        with suppress(RuntimeError):  # no thread can be started
-            self.submit(lambda: all(iter(step, False)))
+        if len(left) > 1:
+            with suppress(RuntimeError):  # no thread can be started
+                self.submit(lambda: all(iter(step, False)))
         return results()
 
     def _work(self) -> None:

@@ -121,7 +121,7 @@ def read(
 
     Decides on reuse, loads the KV, and decides again without the chunks that could not be loaded.
     """
-    cheapest = price and price.cheapest
+    cheapest = None if price is None else price.cheapest
     layout, reason = decide_plan(plan, mode, cheapest, history)
     if not layout.reused:  # nothing to load
         return layout, reason, [], {}

@@ -228,7 +228,13 @@ class _Look:
 
         Changes through ``.data`` are not counted.
         """
-        plain = [leaf for tensor in self.tensors for _, leaf in leaves(tensor)]
+        plain: list[torch.Tensor] = []
+        for tensor in self.tensors:
+            plain += (
+                [leaf for _, leaf in leaves(tensor)]
+                if hasattr(tensor, "__tensor_flatten__")
+                else (tensor,)
+            )
         for leaf in plain:
             self.notes.append((0 if leaf.is_inference() else leaf._version, leaf.data_ptr()))
         self.values = sample(plain)

@@ -197,7 +197,7 @@ class Encoded:
         self._salt = secrets.token_bytes(SALT_BYTES)
         if self._cipher is None:
             runs = _runs(self.header.layout.offsets)
-            proofs = POOL.ahead(self._digests, runs)
+            proofs = POOL.ahead(self._digests, runs) if runs[1:] else map(self._digests, runs)
             yield from (bytes_of(self._layers[run.start : run.stop]) for run in runs)
             digests = [digest for run in proofs for digest in run]
         else:
@@ -250,7 +250,8 @@ class Blob:
         """
         layers = self.header.layout.layers
         runs = _runs(self.header.layout.offsets)
-        proven = (data for run in POOL.ahead(self._run, runs) for data in run)
+        done = POOL.ahead(self._run, runs) if runs[1:] else map(self._run, runs)
+        proven = (data for run in done for data in run)
         yield from (
             view_layer(self.header.dtype, *each) for each in zip(layers, proven, strict=True)
         )

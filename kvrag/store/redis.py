@@ -109,6 +109,7 @@ class RedisBlobs(Blobs):
             pipe = self._server.client.pipeline(transaction=False)
             pipe.getrange(self._head + key, start, -1 if length is None else start + length - 1)
             pipe.exists(self._head + key)
+            data: bytes
             data, is_there = pipe.execute()
         if data or is_there:
             return data
