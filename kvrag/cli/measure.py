@@ -195,9 +195,9 @@ def calibrate(
         "max_mean_kl": target_kl,
         "min_top1": min_top1,
         "prompts": prompts,
+        "chunks_per_prompt": chunks,
         "seed": seed,
     }
-    options["chunks_per_prompt"] = chunks
     found: dict[str, Found] = {}
     with ExitStack() as opened:
         for context in chunk_context or ["default"]:

@@ -133,7 +133,8 @@ def _checked_schema(response_format: Any) -> Mapping[str, Any] | None:
         schema = _field(response_format.get("json_schema"), "schema")
     if not isinstance(schema, Mapping):
         raise ConfigError(
-            f"response_format is {str(response_format)[:200]}; pass None, {{'type': 'json_object'}}, or "
+            f"response_format is {str(response_format)[:200]}; "
+            "pass None, {'type': 'json_object'}, or "
             "{'type': 'json_schema', 'json_schema': {'name': ..., 'schema': JSON schema}}"
         )
     return schema
