@@ -68,12 +68,12 @@ class Trial:
     top1_error: float
     lost: float = 0.0
 
-    def reaches(self, max_mean_kl: float, min_top1: float, max_lost: float = TARGET_LOST) -> bool:
+    def reaches(self, max_mean_kl: float, min_top1: float) -> bool:
         """Whether both means are within the limits by a standard error, and few facts are lost."""
         is_close = (
             self.mean_kl + self.kl_error <= max_mean_kl and self.top1 - self.top1_error >= min_top1
         )
-        return is_close and self.lost <= max_lost
+        return is_close and self.lost <= TARGET_LOST
 
 
 @dataclass(frozen=True, slots=True)

@@ -357,10 +357,10 @@ def check_template_kwargs(value: object) -> dict[str, Any]:
     return dict(value)
 
 
-def check_flag(value: object, option: str) -> bool:
-    """Return a flag, ``False`` for ``None``; raises :class:`ConfigError` if it is not a boolean."""
+def check_continues(value: object) -> bool:
+    """Return whether the last message is continued; raises :class:`ConfigError` if invalid."""
     if value is not None and not isinstance(value, bool):
-        raise ConfigError(f"{option} is {value!r}; pass True or False")
+        raise ConfigError(f"continue_final_message is {value!r}; pass True or False")
     return bool(value)
 
 

@@ -24,7 +24,7 @@ from kvrag.config import (
     SamplingConfig,
     StoreConfig,
     as_config,
-    check_flag,
+    check_continues,
     check_template_kwargs,
     refuse_misplaced,
 )
@@ -886,7 +886,7 @@ class KVRagEngine:
             form=answer_form(**asked) if form is None else form,
             slides=max_context == "slide",
             variables={**self.chat_template_kwargs, **check_template_kwargs(chat_template_kwargs)},
-            continues=check_flag(continue_final_message, "continue_final_message"),
+            continues=check_continues(continue_final_message),
         )
 
     @checks_names
@@ -925,7 +925,7 @@ class KVRagEngine:
         sampling = {name: options.pop(name) for name in _SAMPLING}
         options["repair"] = check_options(mode, repair, max_context)
         check_template_kwargs(chat_template_kwargs)
-        check_flag(continue_final_message, "continue_final_message")
+        check_continues(continue_final_message)
         options["form"] = answer_form(tools, tool_choice, response_format)
         try:
             config = _sampling(**sampling)

@@ -148,15 +148,9 @@ def shape_of(model: str) -> ModelShape:
         return known
     if path.suffix == ".gguf":
         require("gguf", extra="gguf", purpose="reading GGUF files")
-    from transformers import AutoConfig
+    from kvrag.model.source import ModelSource, config_of
 
-    from kvrag.model.source import ModelSource, base_directory, hub_options, trying
-
-    source = ModelSource(model)
-    config = trying(
-        source, lambda: AutoConfig.from_pretrained(base_directory(source), **hub_options(source))
-    )
-    return shape_from_config(config.to_dict())
+    return shape_from_config(config_of(ModelSource(model)).to_dict())
 
 
 # -- tables ----------------------------------------------------------------------------------------

@@ -129,12 +129,8 @@ class RotaryTable:
         them; by default it is computed here.
         """
         if self.width:
-            if self._columns is None:  # a column per dimension that rotates
-                aligned = self.unit_cos, self.unit_sin
-                if self.is_aligned:
-                    self._columns = aligned
-                else:
-                    self._columns = spread(self.apply, *aligned, self.width)
+            if self._columns is None:
+                self._columns = self._spread(self.unit_cos, self.unit_sin)
             cos, sin = self._columns
             aside = self.partner(vectors) if partner is None else partner
             # In float32, so that 16-bit values are rounded once.
@@ -159,13 +155,15 @@ class RotaryTable:
         pairing = _PAIRINGS[self.rotation]
         if pairing is None:
             return None
-        if self.is_aligned:
-            columns = (self.cos, self.sin)
-        else:
-            columns = spread(self.apply, self.cos, self.sin, self.width)
         first = slice(0, None, 2) if pairing.is_neighbours else slice(0, self.width // 2)
-        cos, sin = (x[:, first].contiguous() for x in columns)
+        cos, sin = (x[:, first].contiguous() for x in self._spread(self.cos, self.sin))
         return cos, sin * pairing.sign, pairing.is_neighbours
+
+    def _spread(self, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cosines and sines with a column per dimension that rotates."""
+        if self.is_aligned:
+            return cos, sin
+        return spread(self.apply, cos, sin, self.width)
 
     def _pairing(self) -> Pairing | None:
         half, is_odd = divmod(self.width, 2)
@@ -180,16 +178,12 @@ class RotaryTable:
         )
         if not (is_halves or is_neighbours):
             return None
-        if self.is_aligned:
-            columns = (self.cos, self.sin)
-        else:
-            columns = spread(self.apply, self.cos, self.sin, self.width)
         first = slice(0, None, 2)
         second = slice(1, None, 2)
         if is_halves:
             first = slice(0, half)
             second = slice(half, None)
-        if all(torch.equal(x[:3, first], x[:3, second]) for x in columns):
+        if all(torch.equal(x[:3, first], x[:3, second]) for x in self._spread(self.cos, self.sin)):
             return Pairing(is_neighbours, sign)
         return None
 

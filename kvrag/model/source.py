@@ -346,9 +346,11 @@ def check_source(source: ModelSource) -> None:
     _check_directory(os.path.join(path, source.hf_kwargs.get("subfolder") or ""))
     if base_directory(source) != path:
         require("peft", extra="adapters", purpose="loading adapters")
-    check_generates(
-        trying(
-            source,
-            lambda: AutoConfig.from_pretrained(base_directory(source), **hub_options(source)),
-        )
+    check_generates(config_of(source))
+
+
+def config_of(source: ModelSource) -> Any:
+    """Read the config of a source's model; raises as :func:`trying`."""
+    return trying(
+        source, lambda: AutoConfig.from_pretrained(base_directory(source), **hub_options(source))
     )

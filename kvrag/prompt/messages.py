@@ -54,7 +54,9 @@ def plain_messages(
         if role not in roles:
             made["role"] = SYNONYMS.get(role, role)
         if "function_call" in made:
-            made["tool_calls"] = [_call_of(made.pop("function_call"), number=len(plain))]
+            function = made.pop("function_call")  # OpenAI's first format
+            call_id = _CALL_ID.format(len(plain))
+            made["tool_calls"] = [{"id": call_id, "type": "function", "function": function}]
         if made["role"] == "tool" and "tool_call_id" not in made and plain:
             made |= _id_of(plain[-1])
         if made.get("tool_calls"):
@@ -159,11 +161,6 @@ def _held(chunk: Chunk, hold: Hold) -> str:
     text = check_chunk_text(chunk.text)
     before, body, after = text.partition(text.strip())
     return f"{before}{hold(body)}{after}"
-
-
-def _call_of(function: object, number: int) -> dict[str, Any]:
-    """Turn a ``function_call``, OpenAI's first format, into a call."""
-    return {"id": _CALL_ID.format(number), "type": "function", "function": function}
 
 
 def _id_of(message: Message) -> dict[str, str]:

@@ -58,16 +58,15 @@ class Metrics:
         def gauge(name: str, about: str, value: Callable[[], float]) -> None:
             Gauge(f"kvrag_{name}", about, registry=own).set_function(value)
 
-        self._ttft = _histogram(
-            "time_to_first_token", "From a request's arrival to its first text.", _SECONDS, own
+        def histogram(name: str, about: str, buckets: tuple[float, ...] = _SECONDS) -> Histogram:
+            return Histogram(f"kvrag_{name}_seconds", about, buckets=buckets, registry=own)
+
+        self._ttft = histogram("time_to_first_token", "From a request's arrival to its first text.")
+        self._step = histogram(
+            "inter_token_latency", "Between two pieces of an answer.", _STEP_SECONDS
         )
-        self._step = _histogram(
-            "inter_token_latency", "Between two pieces of an answer.", _STEP_SECONDS, own
-        )
-        self._queue = _histogram("request_queue_time", "Waiting for a turn.", _SECONDS, own)
-        self._whole = _histogram(
-            "e2e_request_latency", "From a request's arrival to its end.", _SECONDS, own
-        )
+        self._queue = histogram("request_queue_time", "Waiting for a turn.")
+        self._whole = histogram("e2e_request_latency", "From a request's arrival to its end.")
         self._responses = counter("requests", "Requests that have ended.", "endpoint", "code")
         self._refused = counter(
             "request_rejected", "Requests that were not taken, by error code.", "reason"
@@ -152,9 +151,3 @@ class Timer:
             self._ttft.observe(now - self._record.start_s)
             self._record.ttft_s = self._record.ttft_s or now - self._record.start_s
         self._latest[choice] = now
-
-
-def _histogram(
-    name: str, about: str, buckets: tuple[float, ...], registry: CollectorRegistry
-) -> Histogram:
-    return Histogram(f"kvrag_{name}_seconds", about, buckets=buckets, registry=registry)

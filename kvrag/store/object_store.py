@@ -166,8 +166,5 @@ def _check_process() -> None:
 
 
 def _outage(error: Exception) -> OSError:
-    return OSError(errno.EIO, f"object store: {redacted(_first_line(error))}")
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
+    first_line = str(error).partition("\n")[0]
+    return OSError(errno.EIO, f"object store: {redacted(first_line)}")
