@@ -9,11 +9,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from stores import CHUNKS, KVS, SIZE, fill
+from stores import CHUNKS, KEYS, KVS, SIZE, fill
 
 from kvrag.config import StoreConfig
 from kvrag.errors import ConfigError, StoreError
-from kvrag.store import Blobs, opening
+from kvrag.store import Blobs, Retention, check, opening
 from kvrag.store.opening import host_memory, lesser
 from kvrag.testing.chunks import same_bits
 
@@ -98,8 +98,19 @@ from pathlib import Path
 from kvrag.store import FileBlobs
 
 
+class ShelfBlobs(FileBlobs):
+    is_remote = True
+    expiries = []
+
+    def expire(self, key, seconds):
+        self.expiries.append((key, seconds))
+
+    def sweep(self):
+        return 7
+
+
 def open_blobs(url, folder):
-    return FileBlobs(Path(url.removeprefix("shelf://"), folder), durable=False)
+    return ShelfBlobs(Path(url.removeprefix("shelf://"), folder), durable=False)
 """
 
 
@@ -134,6 +145,21 @@ def test_an_installed_package_adds_a_store_by_its_address(installed, tmp_path, r
         assert same_bits(reader.get(CHUNKS[0]), KVS[0])
         reader.close()
     assert len(list((tmp_path / "shelf").rglob("*.safetensors"))) == 2
+
+
+@pytest.mark.parametrize("has_copies", [False, True])
+def test_a_store_of_your_own_may_do_more_than_it_must(installed, tmp_path, redis_url, has_copies):
+    """What it overrides is used, also below local copies."""
+    (installed / "shelf_store.py").write_text(PLUGIN)
+    importlib.invalidate_caches()
+    url = f"shelf://{tmp_path}/shelf"
+    config = StoreConfig(catalog=redis_url, shared=url if has_copies else None)
+    store = opening.open_store(tmp_path / "copies" if has_copies else url, config)
+    fill(store, 0, retention=Retention(duration_s=60))
+    fill(store, 1)
+    assert importlib.import_module("shelf_store").ShelfBlobs.expiries == [(KEYS[0], 60)]
+    assert check.gc(store).swept == 7
+    store.close()
 
 
 def test_stores_of_our_own_are_registered_like_a_packages():
