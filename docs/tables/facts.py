@@ -223,7 +223,6 @@ def facts_musique_rows(result: Result) -> str:
         "**the default**": "sentences@auto",
         "25%": "sentences@0.25",
         "40%, `careful`": "sentences@0.4",
-        "all, chunks in another order": "reordered",
     }
     rows = on_same_questions({label: (name, method) for label, method in methods.items()})
     found = result["tasks"]["musique"]
