@@ -287,31 +287,6 @@ def test_a_release_gives_the_readme_links_that_lead_somewhere_from_an_index(tmp_
     )
 
 
-def test_fragments_go_into_the_section_of_the_present_version(tmp_path, capsys):
-    fragments = {
-        "new.feature": "A *new*\nthing.",
-        "mended.fix": "A fault.",
-        "other.fix": "Another.",
-    }
-    (tmp_path / "docs" / "changes").mkdir(parents=True)
-    for name, text in fragments.items():
-        (tmp_path / "docs" / "changes" / f"{name}.md").write_text(text)
-    (tmp_path / "kvrag").mkdir()
-    (tmp_path / "kvrag" / "__init__.py").write_text('__version__ = "2.0"\n')
-    file = tmp_path / "CHANGELOG.md"
-    file.write_text("# Changelog\n\nWords.\n\n## 1.0\n\n### Added\n\n* Old.\n")
-    run = runpy.run_path(str(ROOT / "docs" / "changelog.py"), run_name="imported")["main"]
-    assert run(tmp_path) == run(tmp_path) == 0
-    section = "## 2.0\n\n### Added\n\n* A *new* thing.\n\n### Fixed\n\n* A fault.\n* Another.\n"
-    assert (
-        file.read_text() == f"# Changelog\n\nWords.\n\n{section}\n## 1.0\n\n### Added\n\n* Old.\n"
-    )
-    (tmp_path / "docs" / "changes" / "more.feature.md").write_text("More.")
-    run(tmp_path)
-    assert "* A *new* thing.\n* More.\n\n### Fixed\n" in file.read_text()
-    assert file.read_text().endswith("## 1.0\n\n### Added\n\n* Old.\n")
-
-
 def test_the_fragments_that_are_there_go_into_the_changelog(tmp_path):
     shutil.copytree(ROOT / "docs" / "changes", tmp_path / "docs" / "changes")
     (tmp_path / "kvrag").mkdir()
@@ -327,11 +302,3 @@ def test_the_fragments_that_are_there_go_into_the_changelog(tmp_path):
     with pytest.raises(SystemExit, match=r"odd\.changed\.md: .* one of feature, perf"):
         run(tmp_path)
     assert (tmp_path / "docs" / "changes" / "odd.changed.md").exists()
-
-
-@pytest.mark.parametrize(
-    "script", sorted((ROOT / "tests" / "benchmarks").glob("*.py")), ids=lambda script: script.stem
-)
-def test_benchmarks_find_what_they_measure(script, monkeypatch):
-    monkeypatch.syspath_prepend(script.parent)
-    assert runpy.run_path(str(script), run_name="imported")["__doc__"]
