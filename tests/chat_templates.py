@@ -1,6 +1,7 @@
 """Chat templates in the manner of well-known models, short, for the tiny tokenizers."""
 
 from test_tool_calls import TEMPLATES as WITH_TOOLS
+from transformers import AutoTokenizer
 
 from kvrag import InputError
 from kvrag.prompt.template import PromptEncoder
@@ -57,6 +58,13 @@ CALL = {
     "type": "function",
     "function": {"name": "look", "arguments": '{"where": "box"}'},
 }
+
+
+def with_template(directory, template):
+    """The tokenizer of a model, with one of the templates."""
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    tokenizer.chat_template = TEMPLATES[template]
+    return tokenizer
 
 
 def encoder_of(template):

@@ -8,6 +8,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import random
 import shutil
+import threading
 from collections import Counter
 
 import numpy as np
@@ -197,6 +198,14 @@ def tiny_dir(tmp_path_factory):
     loaded = KVRagEngine.from_pretrained(directory).loaded
     yield directory
     del loaded
+
+
+@pytest.fixture
+def go_on():
+    """What hangs goes on at the end."""
+    event = threading.Event()
+    yield event
+    event.set()
 
 
 @pytest.fixture

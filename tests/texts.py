@@ -42,3 +42,9 @@ def make_chunks(count: int, *, words: int = 40, seed: int = 0) -> list[str]:
     return [
         f"Note {seed}-{i}: " + " ".join(WORDS[j] for j in row) + "." for i, row in enumerate(picks)
     ]
+
+
+def asking(chunks: list[str], *order: int, question: str = "Who?") -> list[dict[str, str]]:
+    """A message that shows some of the chunks, in this order, and asks."""
+    text = "\n\n".join([*(chunks[i] for i in order), question])
+    return [{"role": "user", "content": text}]

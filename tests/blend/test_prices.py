@@ -4,19 +4,21 @@ import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from itertools import count
 
 import pytest
 import torch
 from kit import lm_of, raising
 from test_selection import LAYOUT
-from texts import make_chunks
+from texts import asking, make_chunks
 
 from kvrag import RepairConfig
 from kvrag.blend.cost import IN_ROWS, REFUSALS, CostModel, Costs, Price, _ms, costs_of, measured
 from kvrag.blend.layout import lay_out, place
 
 CHUNKS = make_chunks(4, words=60, seed=9)
+prompt = partial(asking, CHUNKS)
 COSTS = Costs(forward=10, row=1, pair=0, each={"request": 10, "host": 0})
 TEN = [(250, "chunk", False, n, False) for n in range(1, 11)]
 LONG = place([(10, "prefix", True, 0, False), *TEN, (16, "live", False, -1, False)])
@@ -30,10 +32,6 @@ def own_cache_of_costs(monkeypatch, tmp_path):
     """Costs are kept and read here, in a place of their own: made-up ones are for no other test."""
     monkeypatch.setattr("kvrag.blend.cost.costs_of", costs_of)
     monkeypatch.setenv("KVRAG_CACHE_DIR", str(tmp_path / "cache"))
-
-
-def prompt(*order: int) -> list[dict[str, str]]:
-    return [{"role": "user", "content": "\n\n".join(CHUNKS[i] for i in order) + "\n\nWho?"}]
 
 
 def test_prices_count_every_pass():

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from texts import make_chunks
+from texts import asking, make_chunks
 
 from kvrag import Chunk, KVRagEngine, RepairConfig, StoreConfig
 from kvrag.blend.reuse import in_words
@@ -19,20 +20,9 @@ from kvrag.store import TieredStore
 from kvrag.types import ChunkKey, Hole
 
 CHUNKS = make_chunks(3, words=30, seed=5)
+ask = partial(asking, CHUNKS)
 STORE_DOCS = Path(__file__).parents[2] / "docs" / "store.md"
 MakeEngine = Callable[..., KVRagEngine]
-
-
-def ask(*order: int) -> list[dict[str, str]]:
-    return [{"role": "user", "content": "\n\n".join(CHUNKS[i] for i in order) + "\n\nWho?"}]
-
-
-@pytest.fixture
-def go_on() -> Iterator[threading.Event]:
-    """What hangs goes on at the end."""
-    event = threading.Event()
-    yield event
-    event.set()
 
 
 @pytest.mark.parametrize("what", ["known", "texts", "variants"])

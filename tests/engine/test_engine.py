@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from kit import Forwards, at_once, raising
-from texts import make_chunks
+from texts import asking, make_chunks
 
 import kvrag.blend.prefill
 import kvrag.generate.pipeline
@@ -45,10 +45,7 @@ from kvrag.threads import POOL
 from kvrag.types import ChunkIdentity, ChunkKV, Hole, LayerKV
 
 CHUNKS = make_chunks(5, words=30, seed=3)
-
-
-def ask(*order: int, question: str = "Who?") -> list[dict[str, str]]:
-    return [{"role": "user", "content": "\n\n".join(CHUNKS[i] for i in order) + f"\n\n{question}"}]
+ask = partial(asking, CHUNKS)
 
 
 # -- accounting and modes ------------------------------------------------------------------------------------------------

@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from texts import make_chunks
+from texts import asking, make_chunks
 
 import kvrag.generate.pipeline
 from kvrag import KVRagEngine, OutOfMemoryError, RepairConfig, Retention, StoreConfig, hooks
@@ -20,12 +21,9 @@ from kvrag.store import FileBlobs, MemoryTier
 from kvrag.types import ChunkKey
 
 CHUNKS = make_chunks(4, words=30, seed=3)
+ask = partial(asking, CHUNKS)
 ALL = RepairConfig(strategy="all")
 MakeEngine = Callable[..., KVRagEngine]
-
-
-def ask(*order: int) -> list[dict[str, str]]:
-    return [{"role": "user", "content": "\n\n".join(CHUNKS[i] for i in order) + "\n\nWho?"}]
 
 
 def key_of(engine: KVRagEngine, chunk: int) -> ChunkKey:

@@ -43,14 +43,6 @@ def started(monkeypatch, pool):
     return names
 
 
-@pytest.fixture
-def go_on():
-    """What hangs goes on at the end."""
-    event = threading.Event()
-    yield event
-    event.set()
-
-
 # -- pools -----------------------------------------------------------------------------------------------------------------
 
 

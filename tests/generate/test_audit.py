@@ -8,11 +8,12 @@ import sys
 import threading
 import weakref
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from kit import raising, settle
-from texts import make_chunks
+from texts import asking, make_chunks
 
 from kvrag import KVRagEngine, RepairConfig
 from kvrag.errors import UnsupportedModelError
@@ -24,11 +25,8 @@ from kvrag.model.lock import lock_of
 from kvrag.verify import kl_divergence
 
 CHUNKS = make_chunks(4, words=30, seed=41)
+ask = partial(asking, CHUNKS)
 ALL = RepairConfig(recompute_ratio=0.1, audit=1.0)
-
-
-def ask(*order, question="Who?"):
-    return [{"role": "user", "content": "\n\n".join(CHUNKS[i] for i in order) + f"\n\n{question}"}]
 
 
 PROMPTS = [ask(0, 1, 2), ask(3, 2, 1), ask(2, 0)]

@@ -1,7 +1,7 @@
 """No message of LangChain's vanishes, documents in contents stay apart, and variables reach the chat template."""
 
 import pytest
-from chat_templates import TEMPLATES, outcome
+from chat_templates import outcome, with_template
 from langchain_core.messages import (
     AIMessage,
     ChatMessage,
@@ -10,7 +10,6 @@ from langchain_core.messages import (
     SystemMessage,
     ToolMessage,
 )
-from transformers import AutoTokenizer
 
 from kvrag import Chunk, ConfigError, InputError
 from langchain_kvrag import ChatKVRag, KVRagLLM
@@ -51,12 +50,6 @@ HISTORIES = {
     ],
     "refusal": [ASK, AIMessage("", additional_kwargs={"refusal": "Numbat eight"}), ASK],
 }
-
-
-def with_template(tiny_dir, template):
-    tokenizer = AutoTokenizer.from_pretrained(tiny_dir)
-    tokenizer.chat_template = TEMPLATES[template]
-    return tokenizer
 
 
 @pytest.mark.parametrize("history", HISTORIES)

@@ -1,7 +1,7 @@
 """No message of LlamaIndex's vanishes, citable blocks stay apart, and variables reach the chat template."""
 
 import pytest
-from chat_templates import TEMPLATES, outcome
+from chat_templates import outcome, with_template
 from llama_index.core.base.llms.types import (
     ChatMessage,
     CitableBlock,
@@ -10,19 +10,12 @@ from llama_index.core.base.llms.types import (
     ThinkingBlock,
     ToolCallBlock,
 )
-from transformers import AutoTokenizer
 
 from kvrag import ConfigError, InputError
 from llama_index.llms.kvrag.prompts import chat_prompt
 
 ASK = ChatMessage("Quokka seven")
 FUNCTION = {"name": "look", "arguments": "{}"}
-
-
-def with_template(tiny_dir, template):
-    tokenizer = AutoTokenizer.from_pretrained(tiny_dir)
-    tokenizer.chat_template = TEMPLATES[template]
-    return tokenizer
 
 
 def shown(llm, messages):

@@ -32,3 +32,11 @@ def served(engine, config=None, *, send_buffer=None):
     finally:
         server.should_exit = True
         thread.join()
+
+
+def until(condition, seconds=20):
+    """Wait until something holds."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)

@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from server_kit import served
+from server_kit import served, until
 
 from kvrag import ConfigError, KVRagEngine, StoreConfig
 from kvrag.server import ServerConfig
@@ -143,13 +143,6 @@ def slow(app, monkeypatch):
 
     monkeypatch.setattr(pipeline, "decode", decode)
     return steps
-
-
-def until(condition, seconds=10):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("stream", [False, True])

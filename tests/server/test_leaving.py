@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from server_kit import served
+from server_kit import served, until
 
 from kvrag.generate import pipeline
 from kvrag.server import ServerConfig, completions
@@ -23,13 +23,6 @@ ASK = {
     "temperature": 0,
 }
 LONG = ASK | {"max_tokens": 400, "logit_bias": {"9": 100}}  # it never ends early
-
-
-def until(condition, seconds=20):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def samples(url, name, **labels):

@@ -60,8 +60,9 @@ def exactly(chunks):
 
 def put(store, number, *, doc=True, retention=None):
     """Store a chunk with a text and, unless ``doc`` is false, a document of its own."""
-    text, doc_id = make_text(f"text {number}"), f"doc {number}" if doc else None
-    return store.put(CHUNKS[number], KVS[number], text=text, doc_id=doc_id, retention=retention)
+    me, doc_id = make_identity(number), f"doc {number}" if doc else None
+    text = make_text(f"text {number}")
+    return store.put(me, make_kv(me), text=text, doc_id=doc_id, retention=retention)
 
 
 def fill(store, *numbers, **options):

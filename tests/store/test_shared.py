@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from kit import raising
-from stores import needs_cryptography
+from stores import needs_cryptography, put
 from texts import make_chunks
 
 from kvrag import Chunk
@@ -186,12 +186,6 @@ def test_only_chunks_have_an_end(engine_of, redis_url):
             open_store(f"{redis_url}?other", StoreConfig())
     finally:
         client.config_set("maxmemory-policy", "noeviction")
-
-
-def put(store, number):
-    identity = make_identity(number)
-    text, doc_id = make_text(f"text {number}"), f"doc {number}"
-    return store.put(identity, make_kv(identity), text=text, doc_id=doc_id)
 
 
 @pytest.fixture(params=["redis", "postgres"])

@@ -8,7 +8,7 @@ from itertools import count
 
 import pytest
 from proxy import FAULTS, proxy_of
-from stores import ended, in_child
+from stores import ended, in_child, put
 from texts import make_chunks
 
 import kvrag.store.object_store as object_blobs
@@ -20,7 +20,7 @@ from kvrag.identity.fingerprint import chunk_key
 from kvrag.store import open_store
 from kvrag.store.catalog import postgres, remote
 from kvrag.store.opening import open_url
-from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, make_text, same_bits
+from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, same_bits
 
 redis = pytest.importorskip("redis")
 pytest.importorskip("obstore")
@@ -34,12 +34,6 @@ PROMPT = [*(Chunk(text) for text in CHUNKS), "\n\nWhat is it?"]
 
 def ask(engine, mode="stitch"):
     return engine.generate(PROMPT, max_new_tokens=6, mode=mode)
-
-
-def put(store, number):
-    identity = make_identity(number)
-    text, doc_id = make_text(f"text {number}"), f"doc {number}"
-    return store.put(identity, make_kv(identity), text=text, doc_id=doc_id)
 
 
 @pytest.mark.parametrize("fault", ["cut", "half-open", "wrong bytes", "lost"])
