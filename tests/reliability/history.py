@@ -148,7 +148,7 @@ def _open_and_put(root: Path, number: int) -> None:
         sys.exit(2)
 
 
-def inheritance(folder: Path, *, rounds: int) -> Outcome:
+def inheritance(folder: Path, *, rounds: int, methods: tuple[str, ...] = METHODS) -> Outcome:
     """Start processes while threads of the parent write: no lock is left behind, and what is open in the parent stays whole."""
     outcome, root = Outcome(), folder / "store"
     store, stop = PLAIN.open(root), threading.Event()
@@ -163,7 +163,7 @@ def inheritance(folder: Path, *, rounds: int) -> Outcome:
         thread.start()
     try:
         for number in range(rounds):
-            for method in METHODS if number == 0 else METHODS[:1]:
+            for method in methods if number == 0 else methods[:1]:
                 codes = start_together(
                     folder, {method: 2}, _put_one, root, 10 * number + len(method)
                 )

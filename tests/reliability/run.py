@@ -28,6 +28,19 @@ from world import ALL_AT_ONCE, PROTECTED, ROUNDED, Outcome, warm_up
 
 Scenario = Callable[[Path], Outcome]
 
+QUICK: dict[str, Scenario] = {
+    "kills": partial(kills.run, kills=10),
+    "bit flips": partial(damage.flips, count=500, header_step=7),
+    "bit flips, with a key and rounded KV": partial(
+        damage.flips, count=500, kind=PROTECTED, header_step=7
+    ),
+    "bit flips, rounded KV": partial(damage.flips, count=500, kind=ROUNDED, header_step=7),
+    "hostile files": damage.hostile,
+    "identities": identities.run,
+    "starts amid writes": partial(history.inheritance, rounds=3, methods=("fork",)),
+    "clocks": clocks.run,
+}
+"""A few rounds of what takes a second or two."""
 SHORT: dict[str, Scenario] = {
     "kills": partial(kills.run, kills=120),
     "kills, with a key and rounded KV": partial(kills.run, kills=30, kind=PROTECTED),

@@ -1,9 +1,10 @@
-"""A file that is not the proven KV of the chunk asked for is a miss, never an answer and never an error."""
+"""A file that is not the proven KV of the chunk asked for is a miss, never an answer and never an error.
+
+Bits are flipped, and files planted that are none, in tests/reliability.
+"""
 
 import os
-import random
 import shutil
-import socket
 
 import pytest
 import torch
@@ -57,30 +58,11 @@ def is_rejected(raw, cipher, identity=TINY):
     return False
 
 
-def test_every_flipped_byte_is_detected(raw, cipher):
-    assert not is_rejected(raw, cipher)
-    for place in range(len(raw)):
-        raw[place] ^= 1 << place % 8
-        assert is_rejected(raw, cipher), place
-        raw[place] ^= 1 << place % 8
-
-
 def test_every_truncation_and_extension_is_detected(raw, cipher):
     for length in (*range(0, len(raw), 7), len(raw) - 1):
         assert is_rejected(raw[:length], cipher), length
     for tail in (b"\0", b" " * 4096):
         assert is_rejected(raw + tail, cipher)
-
-
-def test_random_damage_is_detected(raw, cipher):
-    rng = random.Random(0)
-    for _ in range(500):
-        bad = bytearray(raw)
-        for _ in range(rng.randint(1, 4)):
-            start = rng.randrange(len(bad))
-            bad[start : start + rng.randint(1, 64)] = rng.randbytes(rng.randint(0, 64))
-        if bad != raw:
-            assert is_rejected(bad, cipher)
 
 
 @pytest.mark.parametrize(
@@ -164,39 +146,7 @@ def swap(path):
     shutil.copy(path_of(root, OTHER), path)
 
 
-def empty(path):
-    path.write_bytes(b"")
-
-
-def pickled(path):
-    path.unlink()
-    torch.save({"layer.000.keys": torch.zeros(1)}, path)
-
-
-def symlink(path):
-    elsewhere = path.parents[2] / "elsewhere"
-    path.rename(elsewhere)
-    path.symlink_to(elsewhere)
-
-
-def fifo(path):
-    path.unlink()
-    os.mkfifo(path)
-
-
-def unix_socket(path):
-    path.unlink()
-    here = os.getcwd()
-    os.chdir(path.parent)  # a socket's path is limited to about 100 bytes
-    try:
-        with socket.socket(socket.AF_UNIX) as server:
-            server.bind(path.name)
-    finally:
-        os.chdir(here)
-
-
-CONTENTS = [truncate, extend, flip_header, flip_data, zero_tail, swap, empty, pickled]
-NO_FILES = [symlink, fifo, unix_socket]
+CONTENTS = [truncate, extend, flip_header, flip_data, zero_tail, swap]
 
 
 @pytest.fixture
@@ -205,7 +155,7 @@ def filled(store):
 
 
 @pytest.mark.parametrize("damage", CONTENTS)
-def test_damage_is_a_miss_is_erased_and_heals(filled, root, damage, no_pickle, caplog):
+def test_damage_is_a_miss_is_erased_and_heals(filled, root, damage, caplog):
     damage(path_of(root, ME))
     hole, good = filled.get_many([ME, OTHER], timeout_s=PATIENT_S)
     assert isinstance(hole, Hole)
@@ -215,20 +165,6 @@ def test_damage_is_a_miss_is_erased_and_heals(filled, root, damage, no_pickle, c
     assert filled.stats()["disk"].rejected == 1
     assert len([record for record in caplog.records if "rejected" in record.message]) == 1
     assert (filled.catalog.get(KEYS[1]), path_of(root, ME).exists()) == (None, False)
-    assert put(filled, 1) > 0
-    assert same_bits(filled.get(ME), KVS[1])
-
-
-@pytest.mark.parametrize("damage", NO_FILES)
-def test_what_is_no_file_is_a_miss_and_does_not_hinder_a_put(filled, root, damage, no_pickle):
-    damage(path_of(root, ME))
-    assert filled.get(ME) is None
-    (hole,) = filled.get_many([ME], timeout_s=PATIENT_S)
-    assert isinstance(hole, Hole)
-    assert filled.delete([KEYS[1]]) in (0, 1), "it may have been erased by then"
-    damage_again = path_of(root, ME)
-    damage_again.touch()
-    damage(damage_again)
     assert put(filled, 1) > 0
     assert same_bits(filled.get(ME), KVS[1])
 
@@ -253,17 +189,6 @@ def test_a_row_without_its_blob_goes(filled, root):
     assert filled.get_many([ME], timeout_s=PATIENT_S) == [Hole(KEYS[1], "absent", None)]
     assert filled.catalog.get(KEYS[1]) is None
     assert filled.stats()["disk"].rejected == 0
-
-
-def test_a_file_that_is_planted_under_another_name_makes_way(filled, root, tmp_path):
-    (tmp_path / "planted").write_bytes(b"no chunk")
-    for _ in range(2):
-        path_of(root, ME).unlink()
-        os.link(tmp_path / "planted", path_of(root, ME))
-        assert filled.get(ME) is None
-        assert put(filled, 1) > 0
-        assert same_bits(filled.get(ME), KVS[1])
-    assert (tmp_path / "planted").read_bytes() == b"no chunk"
 
 
 @pytest.mark.parametrize(

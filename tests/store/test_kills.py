@@ -1,13 +1,12 @@
-"""A process may be killed between any two steps: it costs time only, and what was erased stays erased."""
+"""A process may be killed between any two steps: it costs time only, and what was erased stays erased.
 
-import os
-import random
-import signal
-import time
+Real processes are killed in tests/reliability.
+"""
+
 from contextlib import suppress
 
 import pytest
-from stores import CHUNKS, EVERY_KEY, KEYS, KVS, Killed, ended, files, fill, in_child, present, put
+from stores import CHUNKS, EVERY_KEY, KEYS, KVS, Killed, files, fill, present, put
 
 from kvrag.store import Catalog, FileBlobs, Retention
 from kvrag.store import blobs as blobs_module
@@ -183,48 +182,3 @@ def test_an_erasure_between_two_steps_of_a_put_wins_or_is_before_it(handle, root
             assert store.catalog.documents(NAMESPACE) in (["doc 1"], [])
             other.clear()
             assert files(root) == []
-
-
-# -- real processes ------------------------------------------------------------------------------------------------------
-
-
-def write_for_ever(store):
-    rng = random.Random()
-    while True:
-        number = rng.randrange(8)
-        if rng.random() < 0.3:
-            store.delete([KEYS[number]])
-        if rng.random() < 0.1:
-            store.forget(NAMESPACE, f"doc {rng.randrange(3)}")
-        store.put(
-            CHUNKS[number],
-            KVS[number],
-            text=make_text(str(number)),
-            doc_id=f"doc {rng.randrange(3)}",
-        )
-
-
-def test_a_killed_writer_leaves_whole_chunks_or_none(handle, root, monkeypatch):
-    rng = random.Random(0)
-    monkeypatch.setattr(blobs_module, "ABANDONED_S", -1.0)
-    for _ in range(8):
-        child = in_child(lambda: write_for_ever(handle()))
-        time.sleep(rng.uniform(0.05, 0.2))
-        os.kill(child, signal.SIGKILL)
-        assert ended(child) == -signal.SIGKILL
-        store = handle(ram=0)
-        for number in present(store):
-            kv = store.get(CHUNKS[number])
-            assert kv is None or same_bits(kv, KVS[number]), (
-                "killed between the blob's erasure and the row's"
-            )
-        is_sound(store)
-        store.blobs.sweep()
-        assert os.listdir(root / "tmp") == []
-        for number in range(3):
-            store.forget(NAMESPACE, f"doc {number}")
-        assert store.catalog.documents(NAMESPACE) == []
-        assert set(files(root)) <= set(range(8))
-        store.clear()
-        assert files(root) == []
-        store.close()

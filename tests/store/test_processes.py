@@ -2,7 +2,6 @@
 
 import os
 import random
-import signal
 import subprocess
 import sys
 import threading
@@ -10,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from stores import KEYS, KVS, PATIENT_S, SIZE, ended, fill, in_child, present, put
+from stores import KVS, PATIENT_S, SIZE, ended, fill, in_child, present, put
 
 from kvrag.errors import StoreError
 from kvrag.store import open_store
@@ -137,36 +136,6 @@ def test_a_forked_child_inherits_no_connection_of_any_thread(opened, root):
     status = ended(in_child(lambda: not is_open()))
     stop.set()
     assert status == 0
-
-
-@pytest.mark.filterwarnings("ignore:This process")
-def test_a_fork_while_other_threads_write_leaves_no_lock_behind(opened, root):
-    store, stop = opened(), threading.Event()
-
-    def write():
-        for step in range(10**6):
-            if stop.is_set():
-                return
-            put(store, step % 8)
-            store.delete([key for key in store.catalog.keys() if key != KEYS[9]][:1])  # noqa: SIM118 - not a mapping
-
-    threads = [threading.Thread(target=write) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-
-    def child():
-        signal.alarm(20)
-        own = fill(open_store(root, store.config), 9)
-        return same_bits(own.get(IDENTITIES[9]), KVS[9]) and own.stats()
-
-    try:
-        for _ in range(5):
-            assert ended(in_child(child)) == 0
-            store.forget(NAMESPACE, "doc 9")
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
 
 
 def test_a_spawned_process_reads_what_this_one_wrote(opened, root):
