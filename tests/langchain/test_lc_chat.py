@@ -8,19 +8,15 @@ import warnings
 from pathlib import Path
 
 import pytest
-from kit import raising
 from langchain_core.caches import InMemoryCache
 from langchain_core.callbacks import BaseCallbackHandler, UsageMetadataCallbackHandler
 from langchain_core.language_models import BaseChatModel
 from langchain_core.load import dumps, loads
 from langchain_core.messages import HumanMessage, SystemMessage
 from langchain_core.runnables import ConfigurableField
-from pydantic import TypeAdapter, ValidationError
 
 from kvrag import (
     ConfigError,
-    ContextLengthError,
-    InputError,
     KVRagEngine,
     ModelError,
     RepairConfig,
@@ -48,17 +44,6 @@ def test_other_spellings(tiny_dir, name, limit):
     assert llm.invoke("hi").usage_metadata["output_tokens"] == 3
 
 
-def test_impossible_options_are_refused_at_once(tiny_dir):
-    with pytest.raises(ConfigError, match="mode is 'fast'"):
-        ChatKVRag(model=tiny_dir, mode="fast")
-    with pytest.raises(ConfigError, match="temperature"):
-        ChatKVRag(model=tiny_dir, temperature=-1)
-    with pytest.raises(ConfigError, match="non-empty string"):
-        ChatKVRag(model=tiny_dir, stop=[""])
-    with pytest.raises(ConfigError, match="repair"):
-        ChatKVRag(model=tiny_dir, repair="cacheblend")
-
-
 def test_unknown_options_of_the_constructor_are_named(tiny_dir):
     with pytest.warns(UserWarning, match=r"no option 'organization'.*ignored"):
         ChatKVRag(model=tiny_dir, organization="x")
@@ -69,36 +54,13 @@ def test_unknown_options_of_the_constructor_are_named(tiny_dir):
         ChatKVRag(model=tiny_dir, timeout=3, streaming=True, cache=False, verbose=False)
 
 
-@pytest.mark.parametrize("name", ["encryption_key", "encription_key", "disk_bytes", "kv_dtype"])
-def test_options_of_the_store_are_refused_wherever_they_stand(tiny_dir, name):
-    for options in ({name: "env:KK"}, {"model_kwargs": {name: "env:KK"}}):
-        with pytest.raises(ConfigError, match=rf"no option '{name}'.*store_config=StoreConfig\("):
-            ChatKVRag(model=tiny_dir, **options)
-
-
-@pytest.mark.parametrize("name", ["store_config", "kv_dir", "namespace"])
-def test_options_of_the_class_are_refused_among_those_of_the_model(tiny_dir, name):
-    with pytest.raises(ConfigError, match=rf"holds '{name}'.*pass ChatKVRag\({name}="):
-        ChatKVRag(model=tiny_dir, model_kwargs={name: "x"})
+def test_options_of_the_class_are_refused_among_those_of_the_model(tiny_dir):
+    with pytest.raises(ConfigError, match=r"holds 'store_config'.*pass ChatKVRag\(store_config="):
+        ChatKVRag(model=tiny_dir, model_kwargs={"store_config": "x"})
     llm = ChatKVRag(model=tiny_dir)
-    llm.model_kwargs[name] = "x"
-    with pytest.raises(ConfigError, match=f"holds '{name}'"):
+    llm.model_kwargs["kv_dir"] = "x"
+    with pytest.raises(ConfigError, match="holds 'kv_dir'"):
         _ = llm.engine
-
-
-def test_configs_in_dicts_are_read_by_the_same_rules(tiny_dir):
-    assert ChatKVRag(model=tiny_dir, store_config={"ram_bytes": 5}).store_config == StoreConfig(
-        ram_bytes=5
-    )
-    with pytest.raises(ConfigError, match="did you mean 'encryption_key'"):
-        ChatKVRag(model=tiny_dir, store_config={"encription_key": "env:KK"})
-    with pytest.raises(ConfigError, match="did you mean 'recompute_ratio'"):
-        ChatKVRag(model=tiny_dir, repair={"recompute_ration": 0.5})
-    with pytest.raises(ConfigError, match="encryption_key is of type str") as caught:
-        ChatKVRag(model=tiny_dir, store_config={"encryption_key": "ab" * 32})
-    assert "abab" not in str(caught.value)
-    with pytest.raises(ValidationError, match="ram_byte"):
-        TypeAdapter(StoreConfig).validate_python({"ram_byte": 5})
 
 
 def test_ready_objects_are_used_and_survive_a_copy(tokenizer):
@@ -184,7 +146,7 @@ def test_the_answer_is_the_engines(chat):
     assert result.prompt_ids.count(1) == 1  # BOS stands once
 
 
-# -- streams and stop strings --------------------------------------------------------------------------------------------
+# -- streams -------------------------------------------------------------------------------------------------------------
 
 
 def test_streaming_equals_invoke(chat, chunks):
@@ -204,22 +166,6 @@ def test_streaming_equals_invoke(chat, chunks):
     assert [piece.chunk_position for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
 
 
-def test_stop_strings_across_tokens_are_removed(chat):
-    text = chat.invoke("Tell me.", max_tokens=30).content
-    stop = text[7:11]  # of several tokens: the tiny vocabulary has few words
-    expected = text[: text.index(stop)]
-    message = chat.invoke("Tell me.", max_tokens=30, stop=[stop])
-    assert message.content == expected
-    assert message.response_metadata["finish_reason"] == "stop"
-    assert (
-        "".join(piece.content for piece in chat.stream("Tell me.", max_tokens=30, stop=[stop]))
-        == expected
-    )
-    configured = chat.model_copy(update={"stop": [stop]})
-    assert configured.invoke("Tell me.", max_tokens=30).content == expected
-    assert configured.invoke("Tell me.", max_tokens=30, stop=[]).content == text
-
-
 def test_streaming_callbacks_get_every_piece(chat):
     tokens: list[str] = []
 
@@ -235,51 +181,6 @@ def test_streaming_callbacks_get_every_piece(chat):
     message = streaming.invoke("Tell me.", config={"callbacks": [Handler()]})
     assert "".join(tokens) == message.content
     assert message.usage_metadata["output_tokens"] == 8
-
-
-# -- per-call options ----------------------------------------------------------------------------------------------------
-
-
-def test_options_of_a_call_are_honoured(chat, chunks):
-    chat.precompute_kv(chunks)
-    prompt = "\n\n".join(chunks) + "\n\nWho?"
-
-    def made(**options):
-        return chat.invoke(prompt, **options).response_metadata["kvrag"]
-
-    assert made(mode="full")["exactness"] == "full"
-    assert made(mode="prefix")["exactness"] == "exact"
-    assert made(repair=RepairConfig(strategy="none"))["repaired_tokens"] == 0
-    assert made(namespace="another")["cached_tokens"] == 0
-    assert chat.invoke(prompt, max_tokens=2).usage_metadata["output_tokens"] == 2
-    assert chat.bind(max_new_tokens=3).invoke(prompt).usage_metadata["output_tokens"] == 3
-    warm = [chat.invoke("Tell me.", temperature=2.0, seed=seed).content for seed in (1, 1, 2)]
-    assert warm[0] == warm[1] != warm[2]
-    assert chat.invoke("Tell me.", temperature=None).content == chat.invoke("Tell me.").content
-
-
-def test_unknown_options_of_a_call_are_refused_by_name(chat):
-    with pytest.raises(ConfigError, match=r"'temprature'; did you mean 'temperature'"):
-        chat.invoke("hi", temprature=1.0)
-    with pytest.raises(ConfigError, match="tools holds"):
-        next(chat.stream("hi", tools=[{}]))
-    with pytest.raises(ConfigError, match="RepairConfig"):
-        chat.invoke("hi", repair=0.5)
-
-
-def test_errors_reach_the_caller(chat, monkeypatch):
-    with pytest.raises(ContextLengthError, match="context"):
-        chat.invoke("word " * 5000)
-    with pytest.raises(InputError):
-        list(chat.stream([]))
-
-    monkeypatch.setattr(
-        type(chat.engine.loaded.lm), "forward", raising(RuntimeError, "the device is on fire")
-    )
-    with pytest.raises(RuntimeError, match="on fire"):
-        chat.invoke("hi")
-    with pytest.raises(RuntimeError, match="on fire"):
-        list(chat.stream("hi"))
 
 
 # -- identity ------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ from langchain_core.messages import HumanMessage, SystemMessage
 from langchain_core.outputs import LLMResult
 from langchain_core.prompts import ChatPromptTemplate, PromptTemplate
 
-from kvrag import ConfigError
 from kvrag.testing.models import tiny_model
 from langchain_kvrag import KVRagLLM
 
@@ -116,16 +115,6 @@ async def test_async_streaming_tells_callbacks(llm):
     pieces = [piece async for piece in llm.astream("Tell me.", config={"callbacks": [recorder]})]
     assert "".join(pieces) == "".join(recorder.tokens) == await llm.ainvoke("Tell me.")
     assert recorder.results[0].generations[0][0].generation_info["kvrag"]["exactness"] == "full"
-
-
-def test_errors_and_unknown_options(llm):
-    with pytest.raises(ConfigError, match=r"'max_toks'; did you mean"):
-        llm.invoke("hi", max_toks=3)
-    with pytest.raises(ConfigError, match="'foo'"):
-        list(llm.stream("hi", foo=1))
-    assert [type(e) for e in llm.batch(["hi", "ho"], return_exceptions=True, foo=1)] == [
-        ConfigError
-    ] * 2
 
 
 def test_another_model_for_one_call(llm, other_tiny_dir):

@@ -4,21 +4,18 @@ import asyncio
 import copy
 import json
 import pickle
-import threading
 from typing import Any
 
 import pytest
-from kit import Forwards, working_threads
 from llama_index.core import PromptTemplate, Settings
 from llama_index.core.base.llms.types import ChatMessage, ImageBlock, TextBlock
-from llama_index.core.callbacks import CallbackManager, LlamaDebugHandler, TokenCountingHandler
+from llama_index.core.callbacks import CallbackManager, TokenCountingHandler
 from llama_index_kit import record_prompts, settings
 from transformers import AutoTokenizer
 
 import kvrag.engine
 from kvrag import (
     ConfigError,
-    ContextLengthError,
     InputError,
     KVRagEngine,
     RepairConfig,
@@ -103,30 +100,10 @@ def test_options_of_services_that_ask_for_nothing_in_process_are_taken(make):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"model": "x", "api_base": "http://a"},
-            "takes no api_base: the model runs in this process",
-        ),
         ({"model": "x", "timeout": 60.0}, r"takes no timeout: use asyncio.wait_for\(llm.acomplete"),
         ({"model": "x", "additional_kwargs": {"max_token": 3}}, "max_token"),
         ({}, "no model"),
         ({"model": "x", "model_name": "y"}, "given twice"),
-        ({"model": "x", "kvdir": "y"}, "did you mean 'kv_dir'"),
-        ({"model": "x", "temperature": -1}, "temperature"),
-        ({"model": "x", "mode": "fast"}, "mode is 'fast'"),
-        ({"model": "x", "generate_kwargs": {"max_token": 3}}, "max_token"),
-        (
-            {"model": "x", "encryption_key": "env:KK"},
-            r"'encryption_key'.*store_config=StoreConfig\(",
-        ),
-        (
-            {"model": "x", "model_kwargs": {"disk_bytes": 5}},
-            r"'disk_bytes'.*store_config=StoreConfig\(",
-        ),
-        (
-            {"model": "x", "model_kwargs": {"kv_dir": "y"}},
-            r"holds 'kv_dir'.*pass KVRagLLM\(kv_dir=",
-        ),
     ],
 )
 def test_impossible_options_are_refused_at_once(options, message):
@@ -215,14 +192,6 @@ def test_a_config_with_a_function_is_not_left_out_of_a_copy(make, name):
     KVRagLLM(llm.model, store_config=None)
 
 
-def test_configs_in_dicts_are_read_by_the_same_rules():
-    assert KVRagLLM("x", store_config={"ram_bytes": 5}).store_config == StoreConfig(ram_bytes=5)
-    with pytest.raises(ConfigError, match="did you mean 'encryption_key'"):
-        KVRagLLM("x", store_config={"encription_key": "env:KK"})
-    with pytest.raises(ConfigError, match="did you mean 'recompute_ratio'"):
-        KVRagLLM("x", repair={"recompute_ration": 0.5})
-
-
 def test_it_has_a_json_schema():
     assert "store_config" in KVRagLLM.model_json_schema()["properties"]
     assert KVRagLLM.model_json_schema(mode="serialization")["type"] == "object"
@@ -250,14 +219,6 @@ def test_the_generation_config_decides_the_answer_length(tokenizer):
 
 
 # -- answers -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["complete", "chat"])
-def test_all_ways_of_asking_give_the_same_answer(llm, kind):
-    answers = {method: text_of(run(llm, method)[-1]) for method in METHODS if method.endswith(kind)}
-    assert len(answers) == 4
-    assert len(set(answers.values())) == 1
-    assert answers[kind]
 
 
 @pytest.mark.parametrize("method", [m for m in METHODS if "stream" in m])
@@ -299,38 +260,6 @@ def test_the_token_counter_counts_right(make, method):
     assert counter.completion_llm_token_count == usage["completion_tokens"]
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_options_of_a_call_are_honoured(llm, method):
-    assert run(llm, method, max_tokens=2)[-1].raw["usage"]["completion_tokens"] <= 2
-    sampled = [text_of(run(llm, method, temperature=5.0, seed=seed)[-1]) for seed in (1, 1, 2)]
-    assert sampled[0] == sampled[1] != sampled[2]
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_unknown_options_of_a_call_are_refused_by_name(llm, method):
-    with pytest.raises(ConfigError, match=r"max_new_token'.*did you mean 'max_new_tokens'"):
-        run(llm, method, max_new_token=2)
-
-
-def test_mode_repair_and_namespace_of_a_call_are_honoured(llm):
-    text = (
-        "The keeper brings the box to the table by the window, and the reader answers with a letter in winter. "
-        * 2
-    )
-    llm.precompute_kv([text], prefix="")
-
-    def accounting(**options):
-        return llm.complete(f"Notes:\n{text}\n{PROMPT}", **options).raw["kvrag"]
-
-    assert accounting()["exactness"] == "repaired"
-    assert accounting(mode="full")["exactness"] == "full"
-    assert accounting(namespace="other")["cached_tokens"] == 0
-    whole = accounting(repair=RepairConfig(strategy="all"))
-    assert whole["repaired_tokens"] > accounting()["repaired_tokens"]
-    with pytest.raises(ConfigError, match="repair is 'all'"):
-        llm.complete(PROMPT, repair="all")
-
-
 def test_do_sample_of_transformers_is_a_temperature(make):
     greedy = text_of(make().complete(PROMPT))
     assert (
@@ -342,13 +271,6 @@ def test_do_sample_of_transformers_is_a_temperature(make):
         make(generate_kwargs={"do_sample": True, "temperature": 0.5})._defaults()["temperature"]
         == 0.5
     )
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_a_stop_string_ends_the_answer_and_is_not_shown(llm, method):
-    whole = text_of(run(llm, method, max_tokens=24)[-1])
-    stop = whole[len(whole) // 2 :][:3]
-    assert text_of(run(llm, method, max_tokens=24, stop=[stop])[-1]) == whole[: whole.index(stop)]
 
 
 # -- what the model reads ----------------------------------------------------------------------------------------------
@@ -426,67 +348,6 @@ def test_images_are_refused(llm):
     )
     with pytest.raises(InputError, match="image block; kvrag reads text only"):
         llm.chat([message])
-
-
-# -- threads and faults ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("method", [m for m in METHODS if m.startswith("a")])
-async def test_the_event_loop_neither_loads_nor_computes(make, monkeypatch, method):
-    seen = working_threads(monkeypatch)
-    out = await getattr(make(), method)(MESSAGES if method.endswith("chat") else PROMPT)
-    if "stream" in method:
-        assert [response async for response in out]
-    assert seen
-    assert threading.get_ident() not in seen
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_a_fault_of_the_model_reaches_the_caller(llm, monkeypatch, method):
-    Forwards(monkeypatch, error=RuntimeError("the device is gone"))
-    with pytest.raises(RuntimeError, match="the device is gone"):
-        run(llm, method)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_a_prompt_that_is_too_long_is_refused(llm, method):
-    with pytest.raises(ContextLengthError, match="context window of 4096"):
-        run(llm, method, max_tokens=5000)
-
-
-@pytest.mark.parametrize(
-    "handlers", [[], [LlamaDebugHandler(print_trace_on_end=False)]], ids=["", "debugging"]
-)
-def test_leaving_a_stream_stops_the_decoding(make, monkeypatch, handlers):
-    llm = make(callback_manager=CallbackManager(handlers))
-    llm.complete(PROMPT)
-    forwards = Forwards(monkeypatch, seconds=0.01)
-    for _ in llm.stream_complete(PROMPT, max_tokens=500):
-        break
-    for response in llm.stream_chat(MESSAGES, max_tokens=500):
-        assert response.delta is not None
-        break
-    llm.stream_complete(PROMPT, max_tokens=500)  # never read at all
-    assert forwards.settled() < 60
-
-
-@pytest.mark.parametrize(
-    "handlers", [[], [LlamaDebugHandler(print_trace_on_end=False)]], ids=["", "debugging"]
-)
-async def test_leaving_an_async_stream_stops_the_decoding(make, monkeypatch, handlers):
-    llm = make(callback_manager=CallbackManager(handlers))
-    await llm.acomplete(PROMPT)
-    forwards = Forwards(monkeypatch, seconds=0.01)
-    stream = await llm.astream_complete(PROMPT, max_tokens=500)
-    async for _ in stream:
-        break
-    await stream.aclose()
-    task = asyncio.create_task(llm.achat(MESSAGES, max_tokens=500))
-    await asyncio.sleep(0.1)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert await asyncio.to_thread(forwards.settled) < 100
 
 
 # -- settings ----------------------------------------------------------------------------------------------------------

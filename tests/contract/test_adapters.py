@@ -1,0 +1,254 @@
+"""What every adapter promises, whichever framework asks: its options, one answer in every way of asking, and how it ends."""
+
+import asyncio
+import inspect
+import threading
+from typing import Any
+
+import pytest
+from kit import Forwards, working_threads
+from llama_index.core.base.llms.types import ChatMessage, ChatResponse, CompletionResponse
+from llama_index.core.callbacks import CallbackManager, LlamaDebugHandler
+from pydantic import TypeAdapter, ValidationError
+from texts import make_chunks
+
+from kvrag import ConfigError, ContextLengthError, RepairConfig, StoreConfig
+from kvrag.testing.models import tiny_model
+from kvrag.testing.tokenizers import tiny_tokenizer
+from langchain_kvrag import ChatKVRag
+from langchain_kvrag import KVRagLLM as LangChainLLM
+from llama_index.llms.kvrag import KVRagLLM as LlamaIndexLLM
+
+PROMPT = "Who keeps the copper ledger in the harbour?"
+WAYS = {
+    ChatKVRag: ("invoke", "stream", "ainvoke", "astream"),
+    LangChainLLM: ("invoke", "stream", "ainvoke", "astream"),
+    LlamaIndexLLM: (
+        *("complete", "stream_complete", "acomplete", "astream_complete"),
+        *("chat", "stream_chat", "achat", "astream_chat"),
+    ),
+}
+"""The classes of both frameworks, and the ways to ask each."""
+ALL = [(kind, way) for kind, ways in WAYS.items() for way in ways]
+every_kind = pytest.mark.parametrize("kind", WAYS, ids=lambda kind: kind.__module__)
+every_way = pytest.mark.parametrize(("kind", "way"), ALL)
+every_async_way = pytest.mark.parametrize(
+    ("kind", "way"), [each for each in ALL if each[1][0] == "a"]
+)
+accounting = pytest.mark.parametrize("kind", [ChatKVRag, LlamaIndexLLM])
+"""Classes whose answers say how they were made."""
+
+
+@pytest.fixture
+def make(tiny_dir, tmp_path):
+    """Make models with a store of their own; at the end their engines are closed."""
+    made: list[Any] = []
+
+    def make(kind: Any, **options: Any) -> Any:
+        own = {"model": tiny_dir, "kv_dir": str(tmp_path / "kv"), "max_tokens": 8}
+        made.append(kind(**{**own, **options}))
+        return made[-1]
+
+    yield make
+    for model in made:
+        model.engine.close()
+
+
+async def opened(model: Any, way: str, **options: Any) -> Any:
+    """Ask in one of the ways; return an answer, or a stream that nobody has read."""
+    prompt = [ChatMessage(PROMPT)] if way.endswith("chat") else PROMPT
+    out = getattr(model, way)(prompt, **options)
+    return await out if inspect.isawaitable(out) else out
+
+
+async def asked(model: Any, way: str, **options: Any) -> str:
+    """Return the text of an answer, however it comes."""
+    out = await opened(model, way, **options)
+    if "astream" in way:
+        pieces = [piece async for piece in out]
+    else:
+        pieces = list(out) if "stream" in way else [out]
+    if isinstance(pieces[-1], ChatResponse):
+        return str(pieces[-1].message.content)
+    if isinstance(pieces[-1], CompletionResponse):
+        return pieces[-1].text
+    return "".join(piece if isinstance(piece, str) else piece.content for piece in pieces)
+
+
+def answered(model: Any, prompt: str, **options: Any) -> tuple[int, dict[str, Any]]:
+    """Return how many tokens an answer has, and how it was made."""
+    if isinstance(model, LlamaIndexLLM):
+        raw = model.complete(prompt, **options).raw
+        return raw["usage"]["completion_tokens"], raw["kvrag"]
+    message = model.invoke(prompt, **options)
+    return message.usage_metadata["output_tokens"], message.response_metadata["kvrag"]
+
+
+# -- options -------------------------------------------------------------------------------------------------------------
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"mode": "fast"}, "mode is 'fast'"),
+    ({"temperature": -1}, "temperature"),
+    ({"stop": [""]}, "non-empty string"),
+    ({"repair": "cacheblend"}, "repair"),
+    ({"repair": {"recompute_ration": 0.5}}, "did you mean 'recompute_ratio'"),
+    ({"tempreature": 1.0}, r"'tempreature'; did you mean 'temperature'\?"),
+    ({"kvdir": "./kv"}, "did you mean 'kv_dir'"),
+    ({"generate_kwargs": {"max_token": 3}}, "max_token"),
+    ({"base_url": "http://a"}, "takes no base_url.*: the model runs in this process"),
+    ({"api_base": "http://a"}, "takes no api_base.*: the model runs in this process"),
+    ({"store_config": {"encription_key": "env:KK"}}, "did you mean 'encryption_key'"),
+    ({"store_config": {"encryption_key": "ab" * 32}}, "encryption_key is of type str"),
+    ({"model_kwargs": {"kv_dir": "x"}}, r"holds 'kv_dir'.*pass \w+\(kv_dir="),
+    ({"model_kwargs": {"namespace": "x"}}, r"holds 'namespace'.*pass \w+\(namespace="),
+]
+OF_THE_STORE = ("encryption_key", "encription_key", "disk_bytes", "kv_dtype")
+
+
+@every_kind
+@pytest.mark.parametrize(("options", "message"), REFUSED, ids=lambda each: str(each)[:40])
+def test_impossible_options_are_refused_at_once(kind, options, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        kind(**{"model": "x", **options})
+    assert "abab" not in str(caught.value)
+
+
+@every_kind
+@pytest.mark.parametrize("name", OF_THE_STORE)
+def test_options_of_the_store_are_refused_wherever_they_stand(kind, name):
+    for options in ({name: "env:KK"}, {"model_kwargs": {name: "env:KK"}}):
+        with pytest.raises(ConfigError, match=rf"no option '{name}'.*store_config=StoreConfig\("):
+            kind(model="x", **options)
+
+
+@every_kind
+def test_a_config_may_be_a_dict(kind):
+    assert kind(model="x", store_config={"ram_bytes": 5}).store_config == StoreConfig(ram_bytes=5)
+    with pytest.raises(ValidationError, match="ram_byte"):
+        TypeAdapter(StoreConfig).validate_python({"ram_byte": 5})
+
+
+@every_way
+async def test_options_of_a_call_are_honoured(make, kind, way):
+    model = make(kind)
+    plain, *sampled = [
+        await asked(model, way, temperature=heat, seed=seed)
+        for heat, seed in ((None, 1), (5.0, 1), (5.0, 1), (5.0, 2))
+    ]
+    assert sampled[0] == sampled[1] != sampled[2]
+    assert plain == await asked(model, way)
+    for option in ({"temprature": 1.0}, {"repair": "all"}):
+        with pytest.raises(ConfigError, match=r"did you mean 'temperature'|repair"):
+            await asked(model, way, **option)
+
+
+@accounting
+def test_a_calls_mode_repair_and_namespace_are_honoured(make, kind):
+    model, chunks = make(kind), make_chunks(3, words=42)
+    model.precompute_kv(chunks)
+    prompt = "\n\n".join([*chunks, "Who?"])
+
+    def account(**options: Any) -> dict[str, Any]:
+        return answered(model, prompt, **options)[1]
+
+    assert account()["exactness"] == "repaired"
+    assert account(mode="full")["exactness"] == "full"
+    assert account(mode="prefix")["repaired_tokens"] == 0
+    assert account(repair=RepairConfig(strategy="none"))["repaired_tokens"] == 0
+    assert account(namespace="another")["cached_tokens"] == 0
+    for name in ("max_tokens", "max_new_tokens"):
+        assert answered(model, prompt, **{name: 2})[0] == 2
+
+
+# -- answers -------------------------------------------------------------------------------------------------------------
+
+
+@every_kind
+async def test_all_ways_of_asking_give_the_same_answer(make, kind):
+    model = make(kind)
+    answers = {way: await asked(model, way) for way in WAYS[kind]}
+    assert len(set(answers.values())) == 1, answers
+    assert all(answers.values())
+
+
+@every_way
+async def test_a_stop_string_ends_the_answer_and_is_not_shown(make, kind, way):
+    whole = await asked(make(kind), way, max_tokens=24)
+    stop = whole[len(whole) // 2 :][:4]  # of several tokens: the tiny vocabulary has few words
+    expected = whole[: whole.index(stop)]
+    assert await asked(make(kind), way, max_tokens=24, stop=[stop]) == expected
+    configured = make(kind, stop=[stop])
+    assert await asked(configured, way, max_tokens=24) == expected
+    assert await asked(configured, way, max_tokens=24, stop=[]) == whole
+
+
+@accounting
+def test_a_prompt_beyond_the_window_is_refused_or_slides_on_request(make, kind, tmp_path):
+    model = tiny_model("llama")
+    model.config.max_position_embeddings = 128
+    model.save_pretrained(tmp_path / "small")
+    tiny_tokenizer().save_pretrained(tmp_path / "small")
+    small, slide = str(tmp_path / "small"), {"max_context": "slide"}
+    prompt = "The keeper of the ledger walks to the harbour at dawn, and counts the ships. " * 8
+    with pytest.raises(ContextLengthError, match="context window of 128"):
+        answered(make(kind, model=small), prompt)
+    assert answered(make(kind, model=small), prompt, **slide)[1]["evicted_tokens"] > 0
+    assert answered(make(kind, model=small, **slide), prompt)[1]["evicted_tokens"] > 0
+
+
+# -- threads and faults --------------------------------------------------------------------------------------------------
+
+
+@every_async_way
+async def test_the_event_loop_neither_loads_nor_computes(make, monkeypatch, kind, way):
+    seen = working_threads(monkeypatch)
+    assert await asked(make(kind), way)
+    assert seen
+    assert threading.get_ident() not in seen
+
+
+@every_way
+async def test_a_fault_reaches_the_caller(make, monkeypatch, kind, way):
+    model = make(kind)
+    with pytest.raises(ContextLengthError, match="context window of 4096"):
+        await asked(model, way, max_tokens=5000)
+    Forwards(monkeypatch, error=RuntimeError("the device is gone"))
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        await asyncio.wait_for(asked(model, way), 20)
+
+
+WATCHED = {"callback_manager": CallbackManager([LlamaDebugHandler(print_trace_on_end=False)])}
+"""LlamaIndex's callbacks wrap streams."""
+STREAMS = [(kind, way, {}) for kind, way in ALL if "stream" in way]
+STREAMS += [(kind, way, WATCHED) for kind, way, _ in STREAMS if kind is LlamaIndexLLM]
+
+
+@pytest.mark.parametrize(("kind", "way", "options"), STREAMS)
+async def test_leaving_a_stream_stops_the_decoding(make, monkeypatch, kind, way, options):
+    model = make(kind, **options)
+    await asked(model, way)
+    forwards = Forwards(monkeypatch, seconds=0.01)
+    stream = await opened(model, way, max_tokens=500)
+    if "astream" in way:
+        async for _ in stream:
+            break
+        await stream.aclose()
+    else:
+        for _ in stream:
+            break
+        del stream
+        await opened(model, way, max_tokens=500)  # never read at all
+    assert await asyncio.to_thread(forwards.settled) < 60
+
+
+@every_async_way
+async def test_cancelling_stops_the_decoding(make, monkeypatch, kind, way):
+    model = make(kind)
+    await asked(model, way)
+    forwards = Forwards(monkeypatch, seconds=0.01)
+    task = asyncio.ensure_future(asked(model, way, max_tokens=500))
+    await asyncio.sleep(0.1)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert await asyncio.to_thread(forwards.settled) < 100
