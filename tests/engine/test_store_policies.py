@@ -133,24 +133,6 @@ def test_the_uppermost_tier_is_given_up_when_memory_runs_out(
         engine.prefill(ask(0, 1), mode="full")
 
 
-def test_precompute_reports_what_the_disk_does_not_take(
-    engine_of: MakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = engine_of()
-    engine.precompute(CHUNKS[:3], ids=list("abc"))
-
-    def full_disk(*args: Any) -> Any:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(FileBlobs, "write", full_disk)
-        report = engine.precompute(CHUNKS[3:], ids=["d"])
-    assert (report.stored, report.failed[0][0]) == (0, "d")
-    assert "No space left" in report.failed[0][1]
-    assert engine.explain(ask(0, 1, 2, 3)).hits == 3
-    assert engine.precompute(CHUNKS[3:], ids=["d"]).stored == 1
-
-
 def test_a_prefetch_by_texts_and_by_keys(engine_of: MakeEngine) -> None:
     engine = engine_of()
     engine.precompute(CHUNKS)
