@@ -6,6 +6,13 @@ from typing import Any
 
 import llama_index.core
 from llama_index.core import Document, MockEmbedding, Settings
+from llama_index.core.schema import TextNode
+from llama_index.core.vector_stores.types import (
+    BasePydanticVectorStore,
+    VectorStoreQuery,
+    VectorStoreQueryResult,
+)
+from pydantic import Field
 from texts import make_chunks as chunks
 
 from kvrag import KVRagEngine
@@ -82,3 +89,43 @@ def make_llm(source: Any, kv_dir: Any, **options: Any) -> KVRagLLM:
 
 
 Make = Callable[..., KVRagLLM]
+
+
+class Listing(BasePydanticVectorStore):
+    """A store of LlamaIndex that keeps text; ``delete_nodes()`` without arguments deletes nothing."""
+
+    stores_text: bool = True
+    rows: dict[str, TextNode] = Field(default_factory=dict)
+
+    @property
+    def client(self) -> str:
+        return "the client"
+
+    def add(self, nodes: Any, **_: Any) -> list[str]:
+        self.rows.update({node.node_id: node for node in nodes})
+        return [node.node_id for node in nodes]
+
+    def delete(self, ref_doc_id: str, **_: Any) -> None:
+        for gone in [node for node in self.rows.values() if node.ref_doc_id == ref_doc_id]:
+            del self.rows[gone.node_id]
+
+    def get_nodes(self, node_ids: Any = None, filters: Any = None) -> list[Any]:
+        wanted = {f.key: f.value for f in filters.filters} if filters else {}
+
+        def told(node: TextNode) -> dict[str, Any]:
+            return {**node.metadata, "document_id": node.ref_doc_id}
+
+        found = [node for node in self.rows.values() if wanted.items() <= told(node).items()]
+        return [node for node in found if node_ids is None or node.node_id in node_ids]
+
+    def delete_nodes(self, node_ids: Any = None, filters: Any = None, **_: Any) -> None:
+        for node in self.get_nodes(node_ids, filters) if node_ids or filters else []:
+            del self.rows[node.node_id]
+
+    def clear(self) -> None:
+        self.rows.clear()
+
+    def query(self, query: VectorStoreQuery, **_: Any) -> VectorStoreQueryResult:
+        nodes = list(self.rows.values())[: query.similarity_top_k]
+        ids = [node.node_id for node in nodes]
+        return VectorStoreQueryResult(nodes=nodes, ids=ids, similarities=[1.0] * len(nodes))

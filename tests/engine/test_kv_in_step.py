@@ -26,12 +26,8 @@ from langchain_core.embeddings import DeterministicFakeEmbedding
 from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 from llama_index.core.schema import NodeRelationship, RelatedNodeInfo, TextNode
 from llama_index.core.vector_stores import MetadataFilter, MetadataFilters, SimpleVectorStore
-from llama_index.core.vector_stores.types import (
-    BasePydanticVectorStore,
-    VectorStoreQuery,
-    VectorStoreQueryResult,
-)
-from pydantic import Field
+from llama_index.core.vector_stores.types import BasePydanticVectorStore
+from llama_index_kit import Listing
 
 import langchain_kvrag
 from llama_index.vector_stores.kvrag import KVRagVectorStore
@@ -149,44 +145,6 @@ class LangChain:
             return dict(zip(rows["ids"], rows["documents"], strict=True))
         points, _ = inner.client.scroll(inner.collection_name, limit=1000, with_payload=True)
         return {str(point.id): point.payload["page_content"] for point in points}
-
-
-class Listing(BasePydanticVectorStore):
-    """A store of LlamaIndex that keeps text; ``delete_nodes()`` without arguments deletes nothing."""
-
-    stores_text: bool = True
-    rows: dict[str, TextNode] = Field(default_factory=dict)
-
-    @property
-    def client(self) -> None:
-        return None
-
-    def add(self, nodes: Any, **_: Any) -> list[str]:
-        self.rows.update({node.node_id: node for node in nodes})
-        return [node.node_id for node in nodes]
-
-    def delete(self, ref_doc_id: str, **_: Any) -> None:
-        for gone in [node for node in self.rows.values() if node.ref_doc_id == ref_doc_id]:
-            del self.rows[gone.node_id]
-
-    def get_nodes(self, node_ids: Any = None, filters: Any = None) -> list[Any]:
-        wanted = {f.key: f.value for f in filters.filters} if filters else {}
-
-        def told(node: TextNode) -> dict[str, Any]:
-            return {**node.metadata, "document_id": node.ref_doc_id}
-
-        found = [node for node in self.rows.values() if wanted.items() <= told(node).items()]
-        return [node for node in found if node_ids is None or node.node_id in node_ids]
-
-    def delete_nodes(self, node_ids: Any = None, filters: Any = None, **_: Any) -> None:
-        for node in self.get_nodes(node_ids, filters) if node_ids or filters else []:
-            del self.rows[node.node_id]
-
-    def clear(self) -> None:
-        self.rows.clear()
-
-    def query(self, query: VectorStoreQuery, **_: Any) -> VectorStoreQueryResult:
-        return VectorStoreQueryResult(nodes=[], ids=[], similarities=[])
 
 
 class Mute(Listing):

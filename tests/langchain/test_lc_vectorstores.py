@@ -1,4 +1,7 @@
-"""KVRagVectorStore: LangChain's contract, and KV in step with documents."""
+"""KVRagVectorStore: LangChain's contract, and KV in step where LangChain has ways of its own.
+
+Any sequence of changes is tested in tests/engine/test_kv_in_step.py.
+"""
 
 import copy
 import inspect
@@ -13,7 +16,7 @@ import pytest
 from kit import kept, noted, raising
 from langchain_core.documents import Document
 from langchain_core.embeddings import DeterministicFakeEmbedding, Embeddings
-from langchain_core.indexing import InMemoryRecordManager, aindex, index
+from langchain_core.indexing import InMemoryRecordManager, index
 from langchain_core.language_models import FakeListLLM
 from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 from langchain_tests.integration_tests import (
@@ -250,38 +253,6 @@ def test_what_only_another_store_has_is_there_but_for_changes_behind_the_back_of
 # -- KV in step ----------------------------------------------------------------------------------------------------------
 
 
-def test_kv_comes_and_goes_with_documents(store, chat, chunks):
-    names = store.add_texts(chunks[:3], ids=["a", "b", "c"])
-    assert names == ["a", "b", "c"]
-    assert kept(chat, chunks) == [0, 1, 2]
-    assert chat.engine.document_ids() == ["a", "b", "c"]
-    store.delete(["b", "unknown"])
-    assert kept(chat, chunks) == [0, 2]
-    names = store.add_documents([Document(page_content=chunks[3])])
-    assert kept(chat, chunks) == [0, 2, 3]
-    assert chat.engine.document_ids() == sorted(["a", "c", *names])
-    assert {d.id for d in store.kv_documents()} == {"a", "c", *names}
-
-
-async def test_kv_comes_and_goes_in_an_event_loop(store, chat, chunks):
-    await store.aadd_documents(
-        [Document(page_content=c, id=str(i)) for i, c in enumerate(chunks[:3])]
-    )
-    assert kept(chat, chunks) == [0, 1, 2]
-    await store.adelete(["1"])
-    assert kept(chat, chunks) == [0, 2]
-
-
-def test_an_upsert_drops_the_kv_of_the_old_text(store, chat, chunks):
-    store.add_texts(chunks[:2], ids=["a", "b"])
-    store.add_texts([chunks[2], chunks[1]], ids=["a", "b"])
-    assert kept(chat, chunks) == [1, 2]
-    store.add_texts(["short"], ids=["b"])
-    assert kept(chat, chunks) == [2]
-    store.delete(["a", "b"])
-    assert kept(chat, chunks) == []
-
-
 def test_an_upsert_of_the_same_text_computes_nothing(store, chunks, monkeypatch):
     store.add_texts(chunks[:2], ids=["a", "b"])
     writes = noted(monkeypatch, TieredStore, "put_all")
@@ -289,30 +260,10 @@ def test_an_upsert_of_the_same_text_computes_nothing(store, chunks, monkeypatch)
     assert writes == []
 
 
-def test_two_ids_of_one_text_share_its_kv(store, chat, chunks):
-    store.add_texts([chunks[0], chunks[0]], ids=["a", "b"])
-    store.delete(["a"])
-    assert kept(chat, chunks) == [0]
-    store.add_texts([chunks[1]], ids=["b"])
-    assert kept(chat, chunks) == [1]
-
-
 def test_of_equal_ids_the_last_text_stays(store, chat, chunks):
     store.add_texts(chunks[:2], ids=["a", "a"])
     assert [d.page_content for d in store.get_by_ids(["a"])] == [chunks[1]]
     assert kept(chat, chunks) == [1]
-
-
-def test_deleting_everything(chat, embedding, chunks):
-    store = KVRagVectorStore.from_texts(chunks[:2], embedding, llm=chat)
-    with pytest.raises(InputError, match="No ids provided to delete"):
-        store.delete()
-    store.delete([document.id for document in store.kv_documents()])
-    assert (kept(chat, chunks), store.kv_documents()) == ([], [])
-    other = KVRagVectorStore(InMemoryVectorStore(embedding), llm=chat)
-    other.add_texts(chunks[:2])
-    other.delete()  # which InMemoryVectorStore takes for nothing
-    assert (kept(chat, chunks), len(other.kv_documents())) == ([0, 1], 2)
 
 
 def test_namespaces_are_apart(chat, embedding, chunks):
@@ -389,26 +340,6 @@ def test_index_keeps_kv_in_step(store, chat, chunks, cleanup):
         assert (kept(chat, chunks), chat.engine.document_ids()) == ([], [])
 
 
-async def test_aindex_shares_the_kv_of_one_text_in_two_sources(store, chat, chunks):
-    records = InMemoryRecordManager("test")
-    await records.acreate_schema()
-
-    async def run(*sources):
-        documents = [
-            Document(page_content=chunks[0], metadata={"source": source}) for source in sources
-        ]
-        await aindex(
-            documents, records, store, cleanup="full", source_id_key="source", key_encoder="sha256"
-        )
-
-    await run("x", "y")
-    assert len(chat.engine.document_ids()) == 2
-    await run("y")
-    assert (kept(chat, chunks), len(chat.engine.document_ids())) == ([0], 1)
-    await run()
-    assert kept(chat, chunks) == []
-
-
 def test_a_fault_of_kv_does_not_lose_documents(store, chat, chunks, monkeypatch):
     monkeypatch.setattr(chat.engine, "precompute", raising(StoreError, "the disk is full"))
     with pytest.warns(UserWarning, match="the disk is full"):
@@ -417,15 +348,6 @@ def test_a_fault_of_kv_does_not_lose_documents(store, chat, chunks, monkeypatch)
     strict = KVRagVectorStore(store.inner, llm=chat, on_error="raise")
     with pytest.raises(StoreError, match="the disk is full"):
         strict.add_texts(chunks[:1], ids=["c"])
-
-
-def test_what_was_there_before_is_precomputed_on_demand(chat, embedding, chunks):
-    inner = InMemoryVectorStore(embedding)
-    inner.add_texts(chunks[:2], ids=["a", "b"])
-    store = KVRagVectorStore(inner, llm=chat)
-    assert chat.precompute_kv(store).stored == 2
-    assert sorted(chat.engine.document_ids()) == ["a", "b"]
-    assert chat.sync_kv(store).removed == 0
 
 
 def test_which_models_are_taken(embedding, chat):

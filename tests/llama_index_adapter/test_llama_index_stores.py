@@ -1,4 +1,7 @@
-"""KV comes and goes with the documents: through the vector store, and through ingestion pipelines."""
+"""KV comes and goes with the documents of an index, and through ingestion pipelines.
+
+Any sequence of changes of a vector store is tested in tests/engine/test_kv_in_step.py.
+"""
 
 import asyncio
 import copy
@@ -18,19 +21,21 @@ from llama_index.core import (
     VectorStoreIndex,
     load_index_from_storage,
 )
-from llama_index.core.bridge.pydantic import Field
 from llama_index.core.ingestion import DocstoreStrategy, IngestionCache, IngestionPipeline
 from llama_index.core.llms import MockLLM
 from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.schema import MetadataMode, NodeRelationship, RelatedNodeInfo, TextNode
 from llama_index.core.storage.docstore import SimpleDocumentStore
-from llama_index.core.vector_stores import MetadataFilter, MetadataFilters, SimpleVectorStore
-from llama_index.core.vector_stores.types import (
-    BasePydanticVectorStore,
-    VectorStoreQuery,
-    VectorStoreQueryResult,
+from llama_index.core.vector_stores import MetadataFilter, MetadataFilters
+from llama_index_kit import (
+    Listing,
+    chunks,
+    documents,
+    hit_texts,
+    make_llm,
+    record_prompts,
+    settings,
 )
-from llama_index_kit import chunks, documents, hit_texts, make_llm, record_prompts, settings
 
 from kvrag import ConfigError, InputError, KVRagEngine, Retention, StoreError
 from llama_index.llms.kvrag import KVPrecompute, KVRagLLM
@@ -64,41 +69,7 @@ def in_step(llm: KVRagLLM, store: KVRagVectorStore) -> set[str]:
     return ids
 
 
-class ListingStore(BasePydanticVectorStore):
-    """A store that keeps text, and can list its nodes."""
-
-    stores_text: bool = True
-    rows: dict[str, TextNode] = Field(default_factory=dict)
-
-    @property
-    def client(self) -> str:
-        return "the client"
-
-    def add(self, nodes: Any, **kwargs: Any) -> list[str]:
-        self.rows.update({n.node_id: n for n in nodes})
-        return [n.node_id for n in nodes]
-
-    def delete(self, ref_doc_id: str, **kwargs: Any) -> None:
-        for gone in [n for n in self.rows.values() if n.ref_doc_id == ref_doc_id]:
-            del self.rows[gone.node_id]
-
-    def get_nodes(self, node_ids: Any = None, filters: Any = None) -> list[Any]:
-        wanted = {f.key: f.value for f in filters.filters} if filters else {}
-        return [n for n in self.rows.values() if wanted.items() <= n.metadata.items()]
-
-    def delete_nodes(self, node_ids: Any = None, filters: Any = None, **kwargs: Any) -> None:
-        for n in self.get_nodes(node_ids, filters):
-            if node_ids is None or n.node_id in node_ids:
-                del self.rows[n.node_id]
-
-    def query(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
-        nodes = list(self.rows.values())[: query.similarity_top_k]
-        return VectorStoreQueryResult(
-            nodes=nodes, ids=[n.node_id for n in nodes], similarities=[1.0] * len(nodes)
-        )
-
-
-class ForgetfulStore(ListingStore):
+class ForgetfulStore(Listing):
     """A store that can delete by a filter and tells nobody what."""
 
     def get_nodes(self, node_ids: Any = None, filters: Any = None) -> list[Any]:
@@ -184,16 +155,6 @@ def test_the_table_is_private(llm, store):
     assert stat.S_IMODE(os.stat(path.parent).st_mode) == 0o700
 
 
-def test_a_store_that_is_older_than_its_wrapping_is_deleted_from(llm):
-    inner = SimpleVectorStore()
-    index = VectorStoreIndex.from_documents(
-        documents(2), storage_context=StorageContext.from_defaults(vector_store=inner)
-    )
-    llm.precompute_kv(index)
-    KVRagVectorStore(inner).delete("doc-0")
-    assert len(llm.engine.document_ids()) == 1
-
-
 # -- the vector store itself -------------------------------------------------------------------------------------------
 
 
@@ -203,22 +164,6 @@ def test_copies_of_a_store_know_its_documents(llm, store):
     copy.deepcopy(store).delete("d")
     pickle.loads(pickle.dumps(store)).delete("e")
     assert kept(llm, texts) == [False, False]
-
-
-def test_texts_shared_by_nodes_live_as_long_as_one_of_them(llm, store):
-    text = chunks(1)[0]
-    store.add([node(text, id_="a", document="one"), node(text, id_="b", document="two")])
-    store.delete("one")
-    assert kept(llm, [text]) == [True]
-    store.delete("two")
-    assert kept(llm, [text]) == [False]
-
-
-def test_a_node_that_comes_back_with_another_text_leaves_no_old_kv(llm, store):
-    old, new = chunks(2)
-    store.add([node(old, id_="a", document="d")])
-    store.add([node(new, id_="a", document="d")])
-    assert kept(llm, [old, new]) == [False, True]
 
 
 def test_a_node_that_comes_back_unchanged_is_not_computed_again(llm, store, monkeypatch):
@@ -240,25 +185,8 @@ def test_metadata_is_not_part_of_the_kv_unless_asked_for(llm, store):
     assert kept(llm, [other, f"file_path: x.txt\n\n{other}"]) == [False, True]
 
 
-def test_delete_nodes_by_id_and_by_filter(llm, store):
-    texts = chunks(4)
-    store.add(
-        [node(t, id_=f"n{i}", colour="red" if i < 2 else "blue") for i, t in enumerate(texts)]
-    )
-    store.delete_nodes(["n0"])
-    assert in_step(llm, store) == {"n1", "n2", "n3"}
-    blue = MetadataFilters(filters=[MetadataFilter(key="colour", value="blue")])
-    store.delete_nodes(["n1", "n2"], filters=blue)
-    assert in_step(llm, store) == {"n1", "n3"}
-    asyncio.run(store.adelete_nodes(filters=blue))
-    assert in_step(llm, store) == {"n1"}
-    assert kept(llm, texts) == [False, True, False, False]
-    store.clear()
-    assert in_step(llm, store) == set()
-
-
 def test_any_vector_store_can_be_wrapped(llm):
-    store = KVRagVectorStore(ListingStore())
+    store = KVRagVectorStore(Listing())
     texts = chunks(3)
     index = VectorStoreIndex([], storage_context=StorageContext.from_defaults(vector_store=store))
     index.insert_nodes([node(t, id_=f"n{i}", document=f"d{i}", row=i) for i, t in enumerate(texts)])
@@ -304,7 +232,7 @@ def worth(llm: KVRagLLM, doc_id: str) -> int:
 
 
 def test_collections_are_kept_apart(llm):
-    manuals = KVRagVectorStore(ListingStore(), collection="manuals", retention=Retention(60))
+    manuals = KVRagVectorStore(Listing(), collection="manuals", retention=Retention(60))
     letters, plain = KVRagVectorStore(collection="letters/"), KVRagVectorStore()
     texts = chunks(4)
     for store, text in zip((manuals, letters, plain), texts, strict=False):
@@ -495,7 +423,7 @@ def test_one_node_and_a_vector_store_are_items(llm, store):
     text, other = chunks(2)
     assert llm.precompute_kv(node(text, id_="a")).stored == 1
     assert llm.delete_kv(node(text, id_="a")) == 1
-    listing = ListingStore()
+    listing = Listing()
     listing.add([node(other, id_="b")])
     assert llm.precompute_kv(listing).stored == 1
     assert llm.sync_kv([node(text, id_="a")]).removed == 1
