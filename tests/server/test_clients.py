@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import math
 import re
 from contextlib import closing
 from pathlib import Path
@@ -428,6 +429,34 @@ WRONG = {
     "too many tokens": (ASK | {"max_tokens": 10**6}, "--max-tokens", "max_tokens"),
     "no tokens": (ASK | {"max_tokens": 0}, "max_tokens is 0", "max_tokens"),
     "a mode": (ASK | {"kvrag": {"mode": "fast"}}, "'stitch'", "kvrag.mode"),
+    "a strategy": (ASK | {"kvrag": {"repair": {"strategy": "fast"}}}, "strategy is 'fast'", None),
+    "a long prompt": (ASK | {"messages": [USER | {"content": "word " * 5000}]}, "exceeds", None),
+    "another model": (ASK | {"model": "other"}, "is not served here", "model"),
+    "no messages": (ASK | {"messages": []}, "at least 1 item", "messages"),
+    "a temperature": (ASK | {"temperature": 3}, "less than or equal to 2", "temperature"),
+    "many answers": (ASK | {"n": 99}, "less than or equal to 8", "n"),
+    "a long stop": (ASK | {"stop": "x" * 1001}, "at most 1000", "stop"),
+    "an empty stop": (ASK | {"stop": [""]}, "non-empty string", None),
+    "many biases": (ASK | {"logit_bias": {str(n): 1 for n in range(2000)}}, "at mos", "logit_bias"),
+    "a bias": (ASK | {"logit_bias": {"x": 1}}, "a valid integer", "logit_bias.x"),
+    "a tool's name": (
+        ASK | {"tools": [{"type": "function", "function": {"name": "a b"}}]},
+        "tools holds",
+        None,
+    ),
+    "a tree": (ASK | {"tools": json.loads("[" * 65 + "]" * 65)}, "nests deeper", None),
+    "a schema": (
+        ASK
+        | {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"schema": {"const": math.nan}},
+            }
+        },
+        "JSON schema",
+        None,
+    ),
+    "half a character": (ASK | {"messages": [USER | {"content": "\ud800"}]}, "UTF-8", None),
     "an image": (
         ASK | {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
         "image_url",
@@ -440,9 +469,11 @@ WRONG = {
 def test_a_fault_is_said_in_a_sentence_of_openais_form(http, wrong):
     body, sentence, param = WRONG[wrong]
     content = body if isinstance(body, bytes) else json.dumps(body)
-    error = http.post(CHAT, content=content, headers={"Content-Type": "application/json"}).json()[
-        "error"
-    ]
+    response = http.post(CHAT, content=content, headers={"Content-Type": "application/json"})
+    assert response.status_code == (404 if wrong == "another model" else 400)
+    error = response.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert isinstance(error["code"], str)
     assert sentence in error["message"]
     assert error["param"] == param
     assert error["type"] == "invalid_request_error"

@@ -210,6 +210,7 @@ def test_timeouts_wait_in_the_queue_too_and_are_counted(engine, steps):
         until(lambda: len(steps.made) == 1)
         late = httpx.post(f"{url}/v1/chat/completions", json=ASK, timeout=30)
         assert (late.status_code, late.headers["x-should-retry"]) == (504, "false")
+        assert late.json()["error"]["code"] == "timeout"
         steps.gate.set()
         until(lambda: samples(url, "kvrag_request_timeouts_total") == 2)
         first.close()

@@ -138,10 +138,6 @@ def nested(depth, kind):
     )
 
 
-def nested_list(depth):
-    return json.loads("[" * depth + "]" * depth)
-
-
 def places(value, path=()):
     """All paths inside a value, its own too."""
     yield path
@@ -311,38 +307,3 @@ def test_a_request_asks_for_a_few_answers_at_most(http, num, n):
         "/v1/completions", json={"model": "tiny", "prompt": ["x"] * num, "max_tokens": 1, "n": n}
     )
     assert response.status_code == 400
-
-
-@pytest.mark.parametrize(
-    ("change", "place"),
-    [
-        ({"n": 99}, "n"),
-        ({"stop": ["x"] * 17}, "stop"),
-        ({"stop": "x" * 1001}, "stop"),
-        ({"logit_bias": {str(n): 1 for n in range(2000)}}, "logit_bias"),
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"logit_bias": {"x": 1}}, "logit_bias"),
-        ({"stop": [""]}, "stop"),
-        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools"),
-        ({"stream_options": {"include_usage": 7}}, "stream_options"),
-        ({"tools": nested_list(65)}, "nests"),
-        (
-            {
-                "response_format": {
-                    "type": "json_schema",
-                    "json_schema": {"schema": {"const": math.nan}},
-                }
-            },
-            "JSON schema",
-        ),
-        ({"messages": [{"role": "user", "content": "\ud800"}]}, "UTF-8"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_a_refusal_names_the_field(http, change, place):
-    body = {**{name: CHAT[name] for name in ("model", "messages", "max_tokens")}, **change}
-    headers = {"Content-Type": "application/json"}
-    response = http.post("/v1/chat/completions", content=json.dumps(body), headers=headers)
-    assert response.status_code == 400
-    error = response.json()["error"]
-    assert place in f"{error['param']} {error['message']}"
