@@ -260,12 +260,6 @@ def test_precompute_keeps_to_the_limits_of_the_application(run, notes):
     assert none.exit_code == 1, none.output
 
 
-def test_limits_may_stand_in_the_environment(run, notes, monkeypatch):
-    monkeypatch.setenv("KVRAG_MIN_FREE_BYTES", str(2**62))
-    assert run("precompute", notes, "--chunk-tokens", 100).exit_code == 1
-    assert json.loads(run("stats", "--json").stdout)["tiers"]["disk"]["chunks"] == 0
-
-
 def test_precompute_asks_for_the_priority_and_the_durability_given(run, root, notes, monkeypatch):
     asked = []
     real = FileBlobs.__init__
@@ -304,43 +298,6 @@ def test_a_limit_out_of_range_is_refused_by_name(run, notes, options, words):
     refused = run("precompute", notes, *options)
     assert refused.exit_code == 2
     assert words in refused.stderr
-
-
-def test_a_store_is_checked_copied_and_emptied(run, notes, tmp_path):
-    def report(*args, status=0):
-        done = run(*args, "--json")
-        assert done.exit_code == status, done.output
-        assert run(*args).exit_code in (0, 1)  # as tables
-        return json.loads(done.stdout)
-
-    run("precompute", notes, "--chunk-tokens", 100)
-    first = f"{notes.as_posix()}#0"
-    assert report("fsck", "--verify-data")["verified"] == report("fsck")["checked"] == 5
-    parts = [report("fsck", "--sample", f"{n}/2")["verified"] for n in (1, 2)]
-    assert sum(parts) == 5
-    refused(run("fsck", "--sample", "1"), "--sample")
-    assert report("gc")["evicted"] == 0
-    copied = json.loads(run("export", tmp_path / "copy", "--json").stdout)
-    assert (copied["copied"], copied["unreadable"]) == (5, 0)
-    partial = json.loads(run("export", tmp_path / "one", "--document", first, "--json").stdout)
-    assert (partial["copied"], partial["unknown"]) == (1, [])
-    assert run("export", tmp_path / "none", "--document", "nobody").exit_code == 1
-    assert not (tmp_path / "none").exists()
-    assert json.loads(run("rm", "--document", first, "--json").stdout)["erased_chunks"] == {
-        first: 1
-    }
-    assert run("rm", "--document", first).exit_code == 1
-    assert (
-        "is not known here"
-        in run("rm", "--document", first, "--document", f"{notes.as_posix()}#1").stdout
-    )
-    assert json.loads(run("import", tmp_path / "copy", "--json").stdout)["copied"] == 2
-    refused(run("rm"), "nothing is named")
-    refused(run("rm", "--all", "--document", first), "--all erases every document")
-    assert run("rm", "--all", "--namespace", "other", "--yes").exit_code == 1
-    assert run("rm", "--all", input="n\n").exit_code == 1
-    assert json.loads(run("rm", "--all", "--yes", "--json").stdout) == {"erased_chunks": 5}
-    assert report("stats")["groups"] == []
 
 
 def test_the_package_runs_as_a_module(root):
