@@ -2,37 +2,11 @@
 
 import torch
 
-WORDS = [
-    *(
-        "archive",
-        "reader",
-        "keeper",
-        "table",
-        "window",
-        "box",
-        "key",
-        "value",
-        "chunk",
-        "repair",
-        "order",
-        "question",
-    ),
-    *(
-        "answer",
-        "model",
-        "token",
-        "layer",
-        "head",
-        "row",
-        "prompt",
-        "river",
-        "stone",
-        "letter",
-        "harbour",
-        "winter",
-    ),
-    *("lamp", "ledger", "garden", "copper", "signal", "thread"),
-]
+_WORDS = """
+archive reader keeper table window box key value chunk repair order question answer model token
+layer head row prompt river stone letter harbour winter lamp ledger garden copper signal thread
+"""
+WORDS = _WORDS.split()
 
 
 def make_chunks(count: int, *, words: int = 40, seed: int = 0) -> list[str]:

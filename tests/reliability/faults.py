@@ -17,45 +17,12 @@ from kvrag.errors import StoreError
 from kvrag.store import Retention, TieredStore
 from kvrag.testing.chunks import NAMESPACE, make_kv
 
-CALLS = (
-    *(
-        "openat",
-        "pwrite64",
-        "pwritev",
-        "pwritev2",
-        "writev",
-        "pread64",
-        "preadv",
-        "preadv2",
-        "write",
-        "fallocate",
-    ),
-    *(
-        "fdatasync",
-        "fsync",
-        "link",
-        "linkat",
-        "unlink",
-        "unlinkat",
-        "mkdir",
-        "mkdirat",
-        "newfstatat",
-        "fstat",
-        "stat",
-    ),
-    *(
-        "lstat",
-        "ftruncate",
-        "flock",
-        "fcntl",
-        "rename",
-        "renameat",
-        "renameat2",
-        "statfs",
-        "getdents64",
-        "mmap",
-    ),
-)
+_CALLS = """
+openat pwrite64 pwritev pwritev2 writev pread64 preadv preadv2 write fallocate fdatasync fsync
+link linkat unlink unlinkat mkdir mkdirat newfstatat fstat stat lstat ftruncate flock fcntl
+rename renameat renameat2 statfs getdents64 mmap
+"""
+CALLS = tuple(_CALLS.split())
 TRANSFERS = ("pwrite64", "pwritev", "pwritev2", "write", "writev", "preadv", "preadv2", "pread64")
 MAKE_ERRORS = ("ENOSPC", "EIO", "EINTR", "EACCES")
 KEPT, VICTIM, NEW = (1, 2, 5), 3, 10

@@ -13,35 +13,12 @@ from pathlib import Path
 
 from world import fork, wait
 
-CHANGES = (
-    *(
-        "open",
-        "openat",
-        "creat",
-        "close",
-        "dup",
-        "dup2",
-        "dup3",
-        "write",
-        "writev",
-        "pwrite64",
-        "pwritev",
-        "pwritev2",
-    ),
-    *(
-        "ftruncate",
-        "truncate",
-        "fallocate",
-        "fsync",
-        "fdatasync",
-        "sync_file_range",
-        "link",
-        "linkat",
-        "symlink",
-        "symlinkat",
-    ),
-    *("unlink", "unlinkat", "rmdir", "rename", "renameat", "renameat2", "mkdir", "mkdirat"),
-)
+_CHANGES = """
+open openat creat close dup dup2 dup3 write writev pwrite64 pwritev pwritev2 ftruncate truncate
+fallocate fsync fdatasync sync_file_range link linkat symlink symlinkat unlink unlinkat rmdir
+rename renameat renameat2 mkdir mkdirat
+"""
+CHANGES = tuple(_CHANGES.split())
 HARMLESS = frozenset({"sync_file_range", "dup", "dup2", "dup3"})
 NOTES = 100
 """Descriptor that notes are written to; it leads nowhere."""
