@@ -6,8 +6,8 @@ import sys
 import pytest
 
 import kvrag
-from kvrag import ConfigError, MissingDependencyError, RepairConfig
-from kvrag.config import STRATEGIES, SamplingConfig, StoreConfig
+from kvrag import MissingDependencyError, RepairConfig
+from kvrag.config import STRATEGIES, SamplingConfig
 from kvrag.errors import KVRagError, require
 
 PUBLIC = """
@@ -51,31 +51,6 @@ def test_a_missing_package_names_the_extra():
     assert require("json", extra="x", purpose="y").loads("1") == 1
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"strategy": "querry"}, "did you mean 'query'"),
-        ({"strategy": None}, "must be one of"),
-        ({"recompute_ratio": 1.01}, r"recompute_ratio is 1.01.*\[0, 1\]"),
-        ({"recompute_ratio": -0.1}, "recompute_ratio"),
-        ({"recompute_ratio": float("nan")}, "recompute_ratio"),
-        ({"recompute_ratio": "0.1"}, "recompute_ratio"),
-        ({"recompute_ratio": True}, "recompute_ratio"),
-        ({"shift": 2}, "shift"),
-        ({"first_k": -1}, "first_k"),
-        ({"first_k": 1.5}, "first_k"),
-        ({"probe_span": (0.8, 0.3)}, "probe_span is .*two numbers that ascend"),
-        ({"probe_span": (0.0, 1.5)}, "probe_span"),
-        ({"probe_span": 0.5}, "probe_span"),
-        ({"probe_span": (False, True)}, "probe_span"),
-        ({"probe_span": (float("nan"), 1.0)}, "probe_span"),
-    ],
-)
-def test_a_repair_config_out_of_range_is_named(options, message):
-    with pytest.raises(ConfigError, match=message):
-        RepairConfig(**options)
-
-
 def test_configs_hold_their_defaults():
     assert RepairConfig() == RepairConfig("query_sentences", None, 1, 1.0)
     blend = RepairConfig.cacheblend()
@@ -88,6 +63,3 @@ def test_configs_hold_their_defaults():
     assert SamplingConfig(stop="x").stop == ("x",)
     assert SamplingConfig(stop=None).stop == ()
     assert len(set(STRATEGIES)) == 10
-    for bad in ({"ram_bytes": -1}, {"load_timeout_s": -1}, {"min_chunk_tokens": 0}):
-        with pytest.raises(ConfigError):
-            StoreConfig(**bad)
