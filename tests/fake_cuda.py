@@ -25,16 +25,10 @@ from kvrag.model import CausalLM
 CUDA = torch.device("cuda", 0)
 
 READS = {"item", "tolist", "__bool__", "__int__", "__float__", "__index__", "numpy", "__array__"}
-BY_VALUE = {
-    "nonzero",
-    "masked_select",
-    "unique",
-    "equal",
-    "allclose",
-    "unique_consecutive",
-    "argwhere",
-    "bincount",
-}
+_BY_VALUE = """
+nonzero masked_select unique equal allclose unique_consecutive argwhere bincount
+"""
+BY_VALUE = set(_BY_VALUE.split())
 """Operations whose result's shape or Python value depends on the values of their input."""
 WITH_CHECKS = {"linalg_solve", "linalg_cholesky", "linalg_inv", "cholesky"}
 """Operations that read on the host whether they succeeded; their ``_ex`` forms don't."""

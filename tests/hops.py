@@ -26,21 +26,10 @@ FOLDERS = [
     if (spec := find_spec(name)) and spec.origin
 ]
 OWN = tuple(f"{folder}{os.sep}" for folder in FOLDERS)
-WORDS = (
-    "alpha",
-    "beta",
-    "gamma",
-    "delta",
-    "epsilon",
-    "zeta",
-    "eta",
-    "theta",
-    "iota",
-    "kappa",
-    "lambda",
-    "mu",
-    "nu",
-)
+_WORDS = """
+alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu
+"""
+WORDS = _WORDS.split()
 
 
 class Hops:

@@ -24,18 +24,10 @@ from kvrag.testing.tokenizers import tiny_tokenizer
 
 WINDOW = 64
 BLOCK = (WINDOW - SINKS) // BLOCKS
-ARCHITECTURES = (
-    "llama",
-    "qwen2",
-    "qwen3",
-    "mistral",
-    "gemma",
-    "gemma2",
-    "phi",
-    "gpt_neox",
-    "cohere",
-    "glm",
-)
+_ARCHITECTURES = """
+llama qwen2 qwen3 mistral gemma gemma2 phi gpt_neox cohere glm
+"""
+ARCHITECTURES = _ARCHITECTURES.split()
 HANDLERS = {"gpt_neox": "gpt_neox", "phi": "model"}
 
 

@@ -16,19 +16,10 @@ from llama_index.llms.kvrag import KVRagLLM as LlamaIndexLLM
 CLASSES = {"langchain_kvrag.ChatKVRag": ChatKVRag, "langchain_kvrag.KVRagLLM": KVRagLLM}
 CLASSES["llama_index.llms.kvrag.KVRagLLM"] = LlamaIndexLLM
 METHODS = ("precompute_kv", "delete_kv", "sync_kv", "explain")
-OURS = {
-    "kv_dir",
-    "prefix",
-    "namespace",
-    "mode",
-    "repair",
-    "store_config",
-    "temperature",
-    "top_p",
-    "seed",
-    "stop",
-    "model_kwargs",
-}
+_OURS = """
+kv_dir prefix namespace mode repair store_config temperature top_p seed stop model_kwargs
+"""
+OURS = set(_OURS.split())
 
 
 def shown(path: str) -> jedi.api.classes.Signature:

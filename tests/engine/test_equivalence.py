@@ -15,40 +15,19 @@ from texts import make_chunks
 
 from kvrag import Chunk, KVRagEngine, RepairConfig, StoreConfig
 from kvrag.blend.prefill import Clock, Prefilled, prefill
+from kvrag.config import STRATEGIES
 from kvrag.model.rows import Limits
 from kvrag.testing.models import TINY, tiny_model
 from kvrag.verify import kl_divergence
 
 ARCHITECTURES = sorted(TINY)
-KINDS = [
-    *(
-        "llama",
-        "llama-yarn",
-        "mistral",
-        "qwen2_moe",
-        "qwen3",
-        "gemma2",
-        "gemma3_text",
-        "phi3",
-        "gpt_neox",
-        "cohere2",
-    ),
-    *("glm", "smollm3", "gpt_oss", "llama4_text", "gptj", "falcon-new", "bloom", "olmo"),
-]
+_KINDS = """
+llama llama-yarn mistral qwen2_moe qwen3 gemma2 gemma3_text phi3 gpt_neox cohere2 glm smollm3
+gpt_oss llama4_text gptj falcon-new bloom olmo
+"""
+KINDS = _KINDS.split()
 """One of each way to rotate keys, to read them, to mask them and to attend."""
 
-STRATEGIES = (
-    "none",
-    "all",
-    "random",
-    "first_k",
-    "boundary",
-    "hkvd",
-    "query",
-    "query_hkvd",
-    "query_gain",
-    "query_sentences",
-)
 TOLERANCE = 1e-3
 
 CHUNKS = make_chunks(4, words=30)

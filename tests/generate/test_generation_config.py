@@ -58,47 +58,21 @@ SAMPLED = {
 }
 """Options that count when tokens are drawn."""
 
-ELSEWHERE = {
-    *(
-        "max_length",
-        "max_new_tokens",
-        "stop_strings",
-        "do_sample",
-        "temperature",
-    ),  # tests of their own, below or in test_limits.py
-    *("early_stopping", "length_penalty"),  # of beams alone
-    *(
-        "use_cache",
-        "cache_implementation",
-        "cache_config",
-        "max_cache_len",
-        "prefill_chunk_size",
-    ),  # how it is computed
-    *("compile_config", "disable_compile", "continuous_batching_config", "low_memory"),
-    *(
-        "output_attentions",
-        "output_hidden_states",
-        "output_scores",
-        "output_logits",
-        "return_dict_in_generate",
-    ),
-    *("pad_token_id", "bos_token_id", "decoder_start_token_id"),  # of batches, and of empty prompts
-    *("transformers_version",),
-    # Guesses of the next tokens, which greedy decoding proves or drops.
-    *(
-        "is_assistant",
-        "num_assistant_tokens",
-        "num_assistant_tokens_schedule",
-        "assistant_confidence_threshold",
-    ),
-    *(
-        "prompt_lookup_num_tokens",
-        "max_matching_ngram_size",
-        "assistant_early_exit",
-        "assistant_lookbehind",
-    ),
-    *("target_lookbehind", "assistant_ensemble_weight", "speculation_type", "use_mtp"),
-}
+_ELSEWHERE = """
+max_length max_new_tokens stop_strings do_sample temperature
+early_stopping length_penalty
+use_cache cache_implementation cache_config max_cache_len prefill_chunk_size
+compile_config disable_compile continuous_batching_config low_memory
+output_attentions output_hidden_states output_scores output_logits return_dict_in_generate
+pad_token_id bos_token_id decoder_start_token_id
+transformers_version
+is_assistant num_assistant_tokens num_assistant_tokens_schedule assistant_confidence_threshold
+prompt_lookup_num_tokens max_matching_ngram_size assistant_early_exit assistant_lookbehind
+target_lookbehind assistant_ensemble_weight speculation_type use_mtp
+"""
+ELSEWHERE = set(_ELSEWHERE.split())
+"""Options with tests of their own, below or in test_lengths.py; of beams alone; of how it is computed, compiled and told; of batches, and
+of empty prompts; the version; guesses of the next tokens, which greedy decoding proves or drops."""
 
 
 @pytest.fixture(scope="module")

@@ -243,40 +243,12 @@ def test_what_no_answer_could_have_is_refused_by_name(name):
         constraint(schema)
 
 
-KEYWORDS = (
-    *(
-        "$id",
-        "$ref",
-        "$defs",
-        "type",
-        "enum",
-        "const",
-        "allOf",
-        "anyOf",
-        "not",
-        "if",
-        "properties",
-        "required",
-        "items",
-    ),
-    *(
-        "additionalProperties",
-        "patternProperties",
-        "propertyNames",
-        "unevaluatedProperties",
-        "minProperties",
-    ),
-    *(
-        "maxProperties",
-        "format",
-        "pattern",
-        "uniqueItems",
-        "prefixItems",
-        "contains",
-        "minLength",
-        "multipleOf",
-    ),
-)
+_KEYWORDS = """
+$id $ref $defs type enum const allOf anyOf not if properties required items additionalProperties
+patternProperties propertyNames unevaluatedProperties minProperties maxProperties format pattern
+uniqueItems prefixItems contains minLength multipleOf
+"""
+KEYWORDS = _KEYWORDS.split()
 
 
 @pytest.mark.parametrize("keyword", KEYWORDS)
