@@ -2,12 +2,17 @@
 
 import json
 import os
+import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 import tomllib
+import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,7 +20,7 @@ from texts import make_chunks
 
 from kvrag.testing.models import save_tiny_model
 
-yaml = pytest.importorskip("yaml")
+yaml, openai = pytest.importorskip("yaml"), pytest.importorskip("openai")
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 RUNBOOK = ROOT / "docs" / "how-to" / "operate.md"
@@ -109,25 +114,39 @@ class Project:
         assert done.returncode == 0, done.stdout + done.stderr + script
         return done.stdout
 
-    def answer(self, service):
-        """Ask about some documents; return the text and how many tokens were reused."""
-        content = "\n\n".join([*CHUNKS[:3], "What is it about?"])
-        body = {
-            "model": "kvrag",
-            "messages": [{"role": "user", "content": content}],
-            "max_tokens": 8,
-            "temperature": 0,
-            "kvrag": {"mode": "stitch"},
-        }
-        port = json.loads((self.folder / "ports.json").read_text())[service]
+    def pid(self, service):
+        return json.loads((self.folder / "running.json").read_text())[service]["pid"]
+
+    def port(self, service):
+        return json.loads((self.folder / "ports.json").read_text())[service]
+
+    def ask(self, service, path, body=None, key="opensesame"):
+        """Ask a server of OpenAI's API."""
+        headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
+        data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(
-            f"http://127.0.0.1:{port}/v1/chat/completions",
-            json.dumps(body).encode(),
-            {"authorization": "Bearer opensesame", "content-type": "application/json"},
+            f"http://127.0.0.1:{self.port(service)}{path}", data, headers
         )
         with urllib.request.urlopen(request, timeout=60) as response:
-            found = json.load(response)
+            return json.load(response)
+
+    def answer(self, service, numbers=(0, 1, 2)):
+        """Ask about some documents; return the text and how many tokens were reused."""
+        found = self.ask(
+            service, "/v1/chat/completions", question(numbers) | {"kvrag": {"mode": "stitch"}}
+        )
         return found["choices"][0]["message"]["content"], found["kvrag"][0]["cached_tokens"]
+
+
+def question(numbers):
+    """A request about some documents."""
+    content = "\n\n".join([*(CHUNKS[number] for number in numbers), "What is it about?"])
+    return {
+        "model": "kvrag",
+        "messages": [{"role": "user", "content": content}],
+        "max_tokens": 8,
+        "temperature": 0,
+    }
 
 
 @pytest.fixture
@@ -143,6 +162,62 @@ def blocks(title):
         rf"^## {title}\n(.*?)(?=^## |\Z)", RUNBOOK.read_text(), re.MULTILINE | re.DOTALL
     )
     return re.findall(r"```bash\n(.*?)```", section[1], re.DOTALL)
+
+
+@needs_redis
+@pytest.mark.slow
+def test_two_servers_share_kv_and_each_loss_costs_time_only(project):
+    project.bash(blocks("Start")[0].replace("cd deploy\n", ""))
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        project.ask("kvrag-1", "/v1/models", key="guessed")
+    text, reused = project.answer("kvrag-1")
+    assert reused > 0
+    assert project.answer("kvrag-2") == (text, reused)  # which has computed none of it
+
+    project.ask("kvrag-1", "/v1/kv/delete", {"ids": [document_of(project, 0)]})
+    assert 0 < project.answer("kvrag-2")[1] < reused
+
+    if shutil.which("caddy") is not None:
+        client = openai.OpenAI(
+            base_url=f"http://127.0.0.1:{project.port('balancer')}/v1", api_key="opensesame"
+        )
+        numbers = [tuple(random.Random(seed).sample(range(1, 6), 3)) for seed in range(24)]
+        with ThreadPoolExecutor(4) as pool:
+            asked = [
+                pool.submit(
+                    client.chat.completions.create,
+                    **question(each),
+                    extra_body={"kvrag": {"mode": "stitch"}},
+                )
+                for each in numbers
+            ]
+            asked[4].result()
+            os.kill(project.pid("kvrag-1"), signal.SIGKILL)
+            answers = [
+                each.result() for each in asked
+            ]  # what was under way is asked again, by the client
+        assert all(each.usage.prompt_tokens_details.cached_tokens > 0 for each in answers)
+    else:
+        os.kill(project.pid("kvrag-1"), signal.SIGKILL)
+    before = project.answer("kvrag-2", (1, 2))
+    os.kill(project.pid("redis"), signal.SIGKILL)
+    time.sleep(0.5)
+    assert project.answer("kvrag-2", (1, 2, 3))[1] == 0  # nobody knows what was erased
+    project.bash("docker compose up --detach --wait")
+    time.sleep(6.0)
+    for server in ("kvrag-2", "kvrag-1"):  # Redis has kept it
+        text, reused = project.answer(server, (1, 2))
+        assert text == before[0]
+        assert reused > 0
+
+
+def document_of(project, number):
+    """Id of a document that the command line has stored."""
+    return next(
+        name
+        for name in project.ask("kvrag-1", "/v1/kv/documents")["data"]
+        if f"{number}.txt" in name
+    )
 
 
 @needs_redis

@@ -149,9 +149,14 @@ def test_the_official_client_comes_again_when_it_is_told_to(engine, steps):
         steps.gate.clear()
         busy = opened(url, LONG)
         until(lambda: len(steps.made) == 1)
+        refused = httpx.post(f"{url}/v1/chat/completions", json=ASK, timeout=30)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "overloaded")
+        rejected = samples(url, "kvrag_request_rejected_total", reason="overloaded")
 
         def free():
-            until(lambda: samples(url, "kvrag_request_rejected_total", reason="overloaded") >= 1)
+            until(
+                lambda: samples(url, "kvrag_request_rejected_total", reason="overloaded") > rejected
+            )
             busy.close()
             steps.gate.set()
 
