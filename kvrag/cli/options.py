@@ -297,7 +297,8 @@ def store_options(kv_dir: str) -> Given:
 
     A directory has its catalog in it, whatever the environment names.
     """
-    return {"catalog": os.environ.get("KVRAG_CATALOG") if "://" in kv_dir else None} | key_options()
+    catalog = os.environ.get("KVRAG_CATALOG", "") if "://" in kv_dir else ""
+    return {"catalog": catalog or None} | key_options()
 
 
 def engine_options(

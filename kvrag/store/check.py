@@ -126,10 +126,11 @@ def gc(store: TieredStore, *, with_foreign: bool = False) -> GcReport:
     with suppress(StoreError):
         store.make_room()
     report.evicted = before - catalog.totals()[0]
-    report.swept = store.blobs.sweep()
+    with suppress(OSError):
+        report.swept = store.blobs.sweep()
     own = catalog.folder
     if own is not None:
-        for folder in own.parent.glob("catalog*"):
+        for folder in [*own.parent.glob("catalog"), *own.parent.glob("catalog[-.]*")]:
             if folder.name.endswith(".damaged") or (with_foreign and folder != own):
                 shutil.rmtree(folder, ignore_errors=True)
     catalog.scrub()

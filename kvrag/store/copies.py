@@ -89,8 +89,8 @@ class CachedBlobs(Blobs):
         self.shared.expire(key, seconds)
 
     def sweep(self) -> int:
-        """Sweep the shared blobs."""
-        return self.shared.sweep()
+        """Remove the remains of killed writers among the copies and the shared blobs."""
+        return self.local.sweep() + self.shared.sweep()
 
     def close(self) -> None:
         """Release resources; idempotent."""

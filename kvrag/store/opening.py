@@ -64,6 +64,8 @@ PLUGINS = "kvrag.stores"
 """Entry points of shared stores, also of kvrag's own: the name is the address scheme, the value a
 function that takes the address and a folder in it and returns :class:`~kvrag.store.base.Blobs`."""
 
+OURS = "kvrag.store."
+
 L = TypeVar("L", int, int | None)
 
 
@@ -178,7 +180,7 @@ def _rows(url: str, catalog: str | None, keys: Keys) -> Callable[..., CatalogRow
     """
     # Machines may know a Redis by different names, but it has one store in a database.
     store = keys.id if catalog is None else f"{url.rstrip('/')} {keys.id}"
-    scheme, whole = _whole(catalog or url)
+    scheme, whole = _whole(url if catalog is None else catalog)
     if scheme in REDIS:
         return partial(RedisRows, server=RedisServer(whole), store=store)
     if catalog is None:
@@ -213,7 +215,8 @@ def open_url(url: str) -> Blobs:
     """Open the blobs of a store that machines share; raises ``StoreError``."""
     scheme, whole = _whole(url)
     plugins = entry_points(group=PLUGINS)
-    for plugin in plugins.select(name=scheme):
+    # kvrag's own stores first: no other package gets the password of a Redis
+    for plugin in sorted(plugins.select(name=scheme), key=lambda p: not p.module.startswith(OURS)):
         try:
             open_blobs = plugin.load()
         except (ImportError, AttributeError) as error:
@@ -221,10 +224,18 @@ def open_url(url: str) -> Blobs:
                 f"{plugin.value}, which opens {scheme}://, can't be loaded ({error}); "
                 "reinstall the package that registers it"
             ) from error
-        blobs: Blobs = open_blobs(whole, OBJECTS)
-        return blobs
+        blobs = open_blobs(whole, OBJECTS)
+        if isinstance(blobs, Blobs):
+            return blobs
+        raise StoreError(
+            f"{plugin.value}, which opens {scheme}://, returns {type(blobs).__name__}; "
+            "let it return a subclass of kvrag.store.Blobs"
+        )
+    known = (
+        ", ".join(sorted(plugins.names)) or "no scheme: reinstall kvrag, which registers its own"
+    )
     raise StoreError(
-        f"there is no shared KV store at {scheme}://; use {', '.join(sorted(plugins.names))}, "
+        f"there is no shared KV store at {scheme}://; use {known}, "
         f"or install a package that adds it (entry point {PLUGINS})"
     )
 

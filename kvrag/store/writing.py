@@ -52,7 +52,7 @@ class StoreWriter(Reader):
     @property
     def _far(self) -> Blobs | None:
         """Blobs that machines share over a network, without local copies, if the store has any."""
-        blobs = self.blobs.shared or self.blobs
+        blobs = self.blobs if self.blobs.shared is None else self.blobs.shared
         if blobs.is_remote:
             return blobs
         return None

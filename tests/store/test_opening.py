@@ -120,7 +120,9 @@ def installed(tmp_path, monkeypatch):
     info = tmp_path / "shelf-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: shelf\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[kvrag.stores]\nshelf = shelf_store:open_blobs\n")
+    (info / "entry_points.txt").write_text(
+        "[kvrag.stores]\nshelf = shelf_store:open_blobs\nmemory = shelf_store:open_blobs\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     yield tmp_path
     sys.modules.pop("shelf_store", None)
@@ -160,6 +162,22 @@ def test_a_store_of_your_own_may_do_more_than_it_must(installed, tmp_path, redis
     assert importlib.import_module("shelf_store").ShelfBlobs.expiries == [(KEYS[0], 60)]
     assert check.gc(store).swept == 7
     store.close()
+
+
+def test_a_package_whose_store_is_none_of_ours_is_refused(installed):
+    (installed / "shelf_store.py").write_text("def open_blobs(url, folder):\n    return {}\n")
+    importlib.invalidate_caches()
+    with pytest.raises(StoreError, match=r"shelf_store:open_blobs.* returns dict; .*Blobs"):
+        opening.open_url("shelf://somewhere")
+
+
+def test_no_package_takes_an_address_of_our_own(installed):
+    assert opening.open_url("memory:///").__class__.__module__ == "kvrag.store.object_store"
+
+
+def test_an_empty_catalog_is_refused(redis_url):
+    with pytest.raises(StoreError, match=r"no catalog at ://"):
+        opening.open_store(redis_url, StoreConfig(catalog=""))
 
 
 def test_stores_of_our_own_are_registered_like_a_packages():
