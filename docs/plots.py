@@ -47,8 +47,8 @@ def result(name: str) -> Data | None:
 
 
 def facts() -> Data | None:
-    """Lost answers against TTFT, by method and budget: all tasks of facts/published.json together."""
-    found = result("facts/published")
+    """Lost answers against TTFT, by method and budget: all tasks of facts/published-equal.json together."""
+    found = result("facts/published-equal")
     if found is None:
         return None
     sums: dict[str, dict[str, list[float]]] = {}
@@ -112,12 +112,9 @@ def load() -> Data | None:
 
 LOSSES = {
     "sentences": "kvrag",
-    "gainsum": "kvrag before: single rows",
     "prophetkv": "ProphetKV",
     "cacheblend": "CacheBlend",
     "epic": "EPIC",
-    "ape": "APE",
-    "none": "unrepaired",
 }
 KINDS = {"kvrag": (BLUE, "o"), "transformers": ("#8b949e", "s"), "KVBoost": (RED, "v")}
 PUBLISHED = (PURPLE, "D")

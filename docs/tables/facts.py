@@ -316,7 +316,7 @@ TABLES: Tables = {
     "facts-once": ("facts/qwen2.5-coder-0.5b.json", facts_once),
     "facts-musique-rows": ("facts/musique-rows.json", facts_musique_rows),
     "facts-rounded": ("facts/qwen2.5-coder-0.5b.json", facts_rounded),
-    "facts-published-10": ("facts/published-10.json", facts),
+    "facts-equal": ("facts/published-equal.json", facts),
     "facts-published": ("facts/published.json", facts),
     "facts-search": ("facts/search.json", facts),
     "facts-short": ("facts/qwen2.5-coder-0.5b.json", facts_short),
