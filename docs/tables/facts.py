@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from functools import partial
 from typing import Any
 
 from kvrag.questions import IS_RIGHT
@@ -181,39 +182,34 @@ def facts_once(result: Result) -> str:
     )
 
 
-def facts_rows(result: Result) -> str:
-    """Compare shares of rows on the questions that all of them answered."""
+def compared(result: Result, column: str, methods: dict[str, str]) -> str:
+    """Compare methods, by label, on the questions that all of them answered."""
     name = f"facts/{result['model']}"
-    shares = {"**the default**": "auto", "25%": "0.25", "30%": "0.3", "40%": "0.4"}
-    rows = on_same_questions(
-        {label: (name, f"sentences@{share}") for label, share in shares.items()}
-    )
-    return table(["questions", "rows", *SAME_QUESTIONS], rows) + source(result, f"{name}.json")
+    rows = on_same_questions({label: (name, method) for label, method in methods.items()})
+    return table(["questions", column, *SAME_QUESTIONS], rows) + source(result, f"{name}.json")
 
 
-def facts_reordered(result: Result) -> str:
-    """Compare reuse with a full prefill of the same chunks in another order."""
-    name = f"facts/{result['model']}"
-    sides = {
-        "**kvrag, the default**": "sentences@auto",
-        "kvrag, `careful`: 40%": "sentences@0.4",
-        "full prefill, chunks in another order": "reordered",
-    }
-    rows = on_same_questions({label: (name, method) for label, method in sides.items()})
-    return table(["questions", "", *SAME_QUESTIONS], rows) + source(result, f"{name}.json")
-
-
-def facts_sparse(result: Result) -> str:
-    """Compare the default with repaired rows that see a part of the other chunks."""
-    name = f"facts/{result['model']}"
-    sides = {
-        "**all, the default**": "sentences@auto",
-        "half": "sentsee50@auto",
-        "a fifth": "sentsee20@auto",
-    }
-    rows = on_same_questions({label: (name, method) for label, method in sides.items()})
-    header = ["questions", "seen of other chunks", *SAME_QUESTIONS]
-    return table(header, rows) + source(result, f"{name}.json")
+ROWS = {
+    "**the default**": "sentences@auto",
+    "25%": "sentences@0.25",
+    "30%": "sentences@0.3",
+    "40%": "sentences@0.4",
+}
+REORDERED = {
+    "**kvrag, the default**": "sentences@auto",
+    "kvrag, `careful`: 40%": "sentences@0.4",
+    "full prefill, chunks in another order": "reordered",
+}
+SEEN = {
+    "**all, the default**": "sentences@auto",
+    "half": "sentsee50@auto",
+    "a fifth": "sentsee20@auto",
+}
+ROUNDED = {
+    "as computed": "sentences@auto",
+    "int8": "int8.sentences@auto",
+    "int4": "int4.sentences@auto",
+}
 
 
 def facts_musique_rows(result: Result) -> str:
@@ -230,16 +226,6 @@ def facts_musique_rows(result: Result) -> str:
         row.append(f"{found[method]['sooner_cpu']:.1f}×")
     header = ["questions", "rows", *SAME_QUESTIONS, "first token sooner, by CPU time"]
     return table(header, rows) + source(result, f"{name}.json")
-
-
-def facts_rounded(result: Result) -> str:
-    """Compare rounded KV with KV as computed, on the same questions."""
-    name = f"facts/{result['model']}"
-    kinds = {"as computed": "", "int8": "int8.", "int4": "int4."}
-    rows = on_same_questions(
-        {label: (name, f"{mark}sentences@auto") for label, mark in kinds.items()}
-    )
-    return table(["questions", "KV", *SAME_QUESTIONS], rows) + source(result, f"{name}.json")
 
 
 def on_same_questions(sides: dict[str, tuple[str, str]]) -> list[list[str]]:
@@ -309,13 +295,22 @@ def _question(line: Result) -> tuple[Any, ...]:
 
 TABLES: Tables = {
     "facts-qwen-05b": ("facts/qwen2.5-coder-0.5b.json", facts),
-    "facts-rows": ("facts/qwen2.5-coder-0.5b.json", facts_rows),
+    "facts-rows": ("facts/qwen2.5-coder-0.5b.json", partial(compared, column="rows", methods=ROWS)),
     "facts-joined": ("facts/qwen2.5-coder-0.5b.json", facts_joined),
-    "facts-reordered": ("facts/qwen2.5-coder-0.5b.json", facts_reordered),
-    "facts-sparse": ("facts/qwen2.5-coder-0.5b.json", facts_sparse),
+    "facts-reordered": (
+        "facts/qwen2.5-coder-0.5b.json",
+        partial(compared, column="", methods=REORDERED),
+    ),
+    "facts-sparse": (
+        "facts/qwen2.5-coder-0.5b.json",
+        partial(compared, column="seen of other chunks", methods=SEEN),
+    ),
     "facts-once": ("facts/qwen2.5-coder-0.5b.json", facts_once),
     "facts-musique-rows": ("facts/musique-rows.json", facts_musique_rows),
-    "facts-rounded": ("facts/qwen2.5-coder-0.5b.json", facts_rounded),
+    "facts-rounded": (
+        "facts/qwen2.5-coder-0.5b.json",
+        partial(compared, column="KV", methods=ROUNDED),
+    ),
     "facts-equal": ("facts/published-equal.json", facts),
     "facts-published": ("facts/published.json", facts),
     "facts-search": ("facts/search.json", facts),

@@ -231,11 +231,11 @@ def open_url(url: str) -> Blobs:
             f"{plugin.value}, which opens {scheme}://, returns {type(blobs).__name__}; "
             "let it return a subclass of kvrag.store.Blobs"
         )
-    known = (
-        ", ".join(sorted(plugins.names)) or "no scheme: reinstall kvrag, which registers its own"
-    )
+    remedy = "reinstall kvrag, whose own stores are not registered"
+    if plugins:
+        remedy = f"use {', '.join(sorted(plugins.names))}"
     raise StoreError(
-        f"there is no shared KV store at {scheme}://; use {known}, "
+        f"there is no shared KV store at {scheme}://; {remedy}, "
         f"or install a package that adds it (entry point {PLUGINS})"
     )
 

@@ -106,10 +106,7 @@ class Case:
             self.encoder.live_ids(question.separator),
             self.encoder.live_ids(tail),
         )
-        ids = list(self.prefix)
-        for index, chunk in enumerate(self.chunks):
-            ids += (self.glue if index else []) + chunk
-        self.ids = torch.tensor(ids + self.tail)
+        self.ids = self._joined(self.chunks)
         self.ends = end_ids(engine.loaded)
         self.scratch = self.lm.buffer(len(self.ids) + max(question.max_tokens + 1, REREAD))
         with Clock() as clock:
@@ -121,6 +118,13 @@ class Case:
         self._masses: dict[Any, tuple[torch.Tensor, tuple[float, float]]] = {}
         self._deviation: dict[Any, tuple[torch.Tensor, tuple[float, float], KVBuffer]] = {}
         self.starts = torch.tensor(self.encoder.sentence_starts(self.ids.tolist()))
+
+    def _joined(self, chunks: Sequence[list[int]]) -> torch.Tensor:
+        """The prompt's ids with the chunks in this order."""
+        ids = list(self.prefix)
+        for index, chunk in enumerate(chunks):
+            ids += (self.glue if index else []) + chunk
+        return torch.tensor(ids + self.tail)
 
     def _rendered(self, text: str) -> str:
         if self.encoder.has_chat_template:
@@ -318,14 +322,9 @@ class Case:
         How much an answer depends on the order of chunks is the measure for what reuse changes.
         """
         middle = len(self.chunks) // 2
-        order = self.chunks[middle:] + self.chunks[:middle]
-        ids = list(self.prefix)
-        for index, chunk in enumerate(order):
-            ids += (self.glue if index else []) + chunk
+        ids = self._joined(self.chunks[middle:] + self.chunks[:middle])
         with Clock() as clock:
-            first, _ = self.lm.forward(
-                torch.tensor(ids + self.tail), Rows.span(0, len(self.ids)), self.scratch
-            )
+            first, _ = self.lm.forward(ids, Rows.span(0, len(ids)), self.scratch)
         return self.compared(self.scratch, first[0, -1], 1.0, [clock.seconds])
 
     def reference(self) -> dict[str, Any]:

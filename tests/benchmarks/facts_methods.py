@@ -158,6 +158,17 @@ def peak(mass: torch.Tensor) -> torch.Tensor:
     return mass.topk(min(4, len(mass))).values.mean()
 
 
+@contextmanager
+def attending(attend: Callable[..., torch.Tensor]) -> Iterator[None]:
+    """Attend by another function in kvrag's forwards."""
+    kept = forward.ragged_attention
+    forward.ragged_attention = attend
+    try:
+        yield
+    finally:
+        forward.ragged_attention = kept
+
+
 APE_TEMPERATURE, APE_SCALE = 0.9, 0.9
 
 
@@ -204,11 +215,8 @@ def ape_attention(layout: Layout) -> Iterator[None]:
         )
         return found.to(q.dtype)
 
-    forward.ragged_attention = attend
-    try:
+    with attending(attend):
         yield
-    finally:
-        forward.ragged_attention = kept
 
 
 @contextmanager
@@ -254,11 +262,8 @@ def sparse_attention(layout: Layout, mass: torch.Tensor, share: float) -> Iterat
         found[:, :, is_sparse] = weights @ v
         return found
 
-    forward.ragged_attention = attend
-    try:
+    with attending(attend):
         yield
-    finally:
-        forward.ragged_attention = kept
 
 
 @dataclass(frozen=True)

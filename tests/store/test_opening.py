@@ -175,6 +175,13 @@ def test_no_package_takes_an_address_of_our_own(installed):
     assert opening.open_url("memory:///").__class__.__module__ == "kvrag.store.object_store"
 
 
+def test_an_installation_without_its_stores_says_so(monkeypatch):
+    nothing = entry_points(group="kvrag.nothing")
+    monkeypatch.setattr(opening, "entry_points", lambda group: nothing)
+    with pytest.raises(StoreError, match=r"at redis://; reinstall kvrag, whose own stores"):
+        opening.open_url("redis://127.0.0.1:1/0")
+
+
 def test_an_empty_catalog_is_refused(redis_url):
     with pytest.raises(StoreError, match=r"no catalog at ://"):
         opening.open_store(redis_url, StoreConfig(catalog=""))
