@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SkipValidation
 
-from kvrag.address import address
 from kvrag.config import (
     Repair,
     RepairConfig,
@@ -22,6 +21,7 @@ from kvrag.config import (
     refuse_misplaced,
     unknown_option,
 )
+from kvrag.config.address import address
 from kvrag.errors import ConfigError, require
 from kvrag.generate.streams import AsyncTokenStream, TokenStream
 from kvrag.hooks import Content, OnError, changed_ids, documents_in, engine_of, prefetch_kv

@@ -16,7 +16,6 @@ import torch
 from transformers import PreTrainedModel
 
 from kvrag.blend.clock import NOTABLE_S, Clock
-from kvrag.calibrate import Profile, calibrate_repair, in_words, kept_profile
 from kvrag.config import (
     Repair,
     RepairConfig,
@@ -28,8 +27,11 @@ from kvrag.config import (
     check_template_kwargs,
     refuse_misplaced,
 )
+from kvrag.config.signatures import checks_names, parameters_of
 from kvrag.errors import ConfigError, ModelError
-from kvrag.evaluate import evaluate_reuse
+from kvrag.evaluate.answers import evaluate_reuse
+from kvrag.evaluate.calibrate import Profile, calibrate_repair, in_words, kept_profile
+from kvrag.evaluate.verify import verify_prompts
 from kvrag.generate.pipeline import QueryPipeline
 from kvrag.generate.request import Request, check_options
 from kvrag.generate.scheduler import Load, scheduler_of
@@ -49,7 +51,6 @@ from kvrag.prompt.learn import learning
 from kvrag.prompt.prefix import Prefix, prefix_text
 from kvrag.prompt.template import Prompt, PromptEncoder
 from kvrag.prompt.tools import ResponseFormat, answer_form
-from kvrag.signatures import checks_names, parameters_of
 from kvrag.store import Prefetch, TieredStore, on_accelerator, open_store
 from kvrag.types import (
     Chunk,
@@ -64,7 +65,6 @@ from kvrag.types import (
     Prove,
     ScoreResult,
 )
-from kvrag.verify import verify_prompts
 
 MAX_KEPT = 16  # engines that :meth:`KVRagEngine.get` keeps without any other reference to them
 
@@ -434,6 +434,20 @@ class KVRagEngine:
         if isinstance(lm, PlainLM):
             return ()
         return context_ids(self.context, self.loaded.encoder, lm.reuse_window)
+
+    def in_memory(self) -> KVRagEngine:
+        """Open an engine on the same model that keeps its KV in memory, apart from this store."""
+        given = self.store_config
+        return KVRagEngine(
+            self.source,
+            prefix=self.prefix,
+            context=self.context,
+            repair=self._repair,
+            chat_template_kwargs=self.chat_template_kwargs,
+            store_config=StoreConfig(
+                kv_dtype=given.kv_dtype, min_chunk_tokens=given.min_chunk_tokens, ram_bytes=2**62
+            ),
+        )
 
     def warm_up(self) -> None:
         """Load the model and measure the costs of prompts on this machine, before the first prompt.

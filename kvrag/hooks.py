@@ -20,7 +20,7 @@ from kvrag.precompute.documents import Item, in_collection, replaced_ids
 from kvrag.precompute.run import tell_short
 from kvrag.prompt.prefix import Prefix
 from kvrag.prompt.spans import text_entry
-from kvrag.threads import POOL
+from kvrag.runtime import POOL
 from kvrag.types import PrecomputeReport, SyncReport
 
 logger = logging.getLogger(__name__)

@@ -28,7 +28,7 @@ from typing import Any, Self
 from tqdm.auto import tqdm
 
 from kvrag.errors import ConfigError
-from kvrag.threads import POOL
+from kvrag.runtime import POOL
 
 logger = logging.getLogger(__name__)
 

@@ -49,7 +49,7 @@ HoleReason = Literal["late", "absent", "damaged", "unreadable"]
 KVDtype = Literal["auto", "int8", "int4", "fp8"]
 """Type of stored keys and values.
 
-``"auto"``: as computed; else rounded to codes (:mod:`kvrag.blend.quantise`).
+``"auto"``: as computed; else rounded to codes (:mod:`kvrag.kv.quantise`).
 """
 
 
@@ -84,7 +84,7 @@ class ChunkIdentity:
 class Scales:
     """Scales that turn the codes of a layer back into keys and values, float16.
 
-    See :mod:`kvrag.blend.quantise`.
+    See :mod:`kvrag.kv.quantise`.
 
     Parameters
     ----------

@@ -17,8 +17,8 @@ import torch
 
 from kvrag import KVRagEngine
 from kvrag.blend.cost import IN_ROWS
-from kvrag.buffers import Buffers
 from kvrag.generate import pipeline
+from kvrag.kv.buffers import Buffers
 from kvrag.testing.models import save_tiny_model, tiny_model
 from kvrag.testing.tokenizers import tiny_tokenizer
 

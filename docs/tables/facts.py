@@ -7,7 +7,7 @@ import statistics
 from functools import partial
 from typing import Any
 
-from kvrag.questions import IS_RIGHT
+from kvrag.evaluate.questions import IS_RIGHT
 
 from .core import RESULTS, Result, Tables, read, source, table
 

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from demo.run import DemoReport, Row
-from kvrag.estimate import human_bytes
+from kvrag.evaluate.estimate import human_bytes
 
 
 def print_report(report: DemoReport, console: Console) -> None:

@@ -22,7 +22,7 @@ from langchain_huggingface import HuggingFaceEmbeddings
 from langchain_text_splitters import Language, RecursiveCharacterTextSplitter
 
 from kvrag import RepairConfig
-from kvrag.verify import kl_divergence
+from kvrag.metrics import kl_divergence
 from langchain_kvrag import ChatKVRag, KVRagVectorStore
 from local import EMBEDDINGS, HANDBOOK, MODEL, show
 

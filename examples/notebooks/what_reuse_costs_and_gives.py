@@ -20,7 +20,7 @@ import matplotlib.pyplot as plt
 import torch
 
 from kvrag import KVRagEngine, RepairConfig
-from kvrag.verify import kl_divergence
+from kvrag.metrics import kl_divergence
 from local import HANDBOOK, MODEL
 
 print(

@@ -4,7 +4,7 @@
 
     Plan ─▶ layout ─▶ reuse: decide, load ─▶ stitch ─▶ select ─▶ repair ─▶ logits
                └───────────── prefill runs them ─────────────────┘
-                 cost: prices for auto · covariance: covariance of row changes · quantise: codes
+                 cost: prices for auto · covariance: covariance of row changes
 
-Imports ``types errors cache config threads``, ``identity``, ``store``, ``model`` and ``prompt``.
+Imports ``types errors cache config runtime``, ``identity``, ``store``, ``model`` and ``prompt``.
 """

@@ -13,7 +13,7 @@ from kvrag.blend.clock import Clock
 from kvrag.blend.cost import Price
 from kvrag.blend.layout import Layout, lay_out
 from kvrag.identity.fingerprint import chunk_key
-from kvrag.layers import parts
+from kvrag.kv.layers import parts
 from kvrag.model import CausalLM
 from kvrag.model.rows import LayerShape
 from kvrag.prompt.plan import Plan

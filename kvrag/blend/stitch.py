@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 
 from kvrag.blend.layout import Layout, Segment, mask_of
-from kvrag.blend.quantise import unpack
-from kvrag.layers import CODES, GROUP, runs_alike, together
+from kvrag.kv.layers import CODES, GROUP, runs_alike, together
+from kvrag.kv.quantise import unpack
 from kvrag.model.rope import Rotations
 from kvrag.model.rows import KVBuffer
 from kvrag.types import ChunkKV, LayerKV, Scales

@@ -11,7 +11,7 @@ import os
 import sys
 from typing import Annotated, Any
 
-from kvrag.address import redacted
+from kvrag.config.address import redacted
 from kvrag.errors import KVRagError
 
 try:

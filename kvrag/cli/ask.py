@@ -25,7 +25,7 @@ from kvrag.cli.options import (
 )
 from kvrag.cli.output import console, facts, grid, progress, say, show
 from kvrag.errors import InputError, UnsupportedModelError
-from kvrag.estimate import human_bytes
+from kvrag.evaluate.estimate import human_bytes
 from kvrag.progress import Progress
 
 if TYPE_CHECKING:

@@ -13,13 +13,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvrag import estimate as arithmetic
 from kvrag.cli.documents import read_documents, split_documents
 from kvrag.cli.options import ESTIMATE, AsJson, Given, name_model, takes
 from kvrag.cli.output import facts, show
 from kvrag.config import StoreConfig
 from kvrag.errors import ConfigError, ModelError, StoreError, require
-from kvrag.estimate import ModelShape, human_bandwidth, human_bytes, preset, shape_from_config
+from kvrag.evaluate import estimate as arithmetic
+from kvrag.evaluate.estimate import (
+    ModelShape,
+    human_bandwidth,
+    human_bytes,
+    preset,
+    shape_from_config,
+)
 from kvrag.progress import Progress
 
 if TYPE_CHECKING:

@@ -31,9 +31,9 @@ from kvrag.cli.output import facts, grid, say, show
 from kvrag.cli.report import page
 
 if TYPE_CHECKING:
-    from kvrag.calibrate import Profile, Trial
     from kvrag.engine import KVRagEngine
-    from kvrag.evaluate import Compared, Evaluation
+    from kvrag.evaluate.answers import Compared, Evaluation
+    from kvrag.evaluate.calibrate import Profile, Trial
 
 _ANSWERS = "question|right answer|full prefill|reuse|"
 # Numbers of rows are shares of the prompt's rows.
@@ -237,7 +237,7 @@ class Found:
 def _calibrated(
     engine: KVRagEngine, documents: dict[str, str], chunk_tokens: int, options: Given
 ) -> Found:
-    from kvrag.calibrate import profile_file
+    from kvrag.evaluate.calibrate import profile_file
 
     encoder = engine.loaded.encoder
     trials: list[Trial] = []
@@ -260,7 +260,7 @@ def _kept(found: Found) -> str:
 
 
 def _cells(trial: Trial) -> tuple[str, ...]:
-    from kvrag.calibrate import described
+    from kvrag.evaluate.calibrate import described
 
     kl = f"{trial.mean_kl:.4f} ± {trial.kl_error:.4f}"
     top1 = f"{trial.top1:.1%} ± {trial.top1_error:.1%}"

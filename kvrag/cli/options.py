@@ -23,8 +23,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args, get_o
 
 import typer
 
-from kvrag import spelling
-from kvrag.address import address
 from kvrag.cli.documents import SUFFIXES
 from kvrag.cli.output import progress
 from kvrag.config import (
@@ -34,7 +32,9 @@ from kvrag.config import (
     as_config,
     check_template_kwargs,
     option_fields,
+    spelling,
 )
+from kvrag.config.address import address
 from kvrag.errors import ConfigError, InputError
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from kvrag.cli.options import (
 )
 from kvrag.cli.output import facts, show
 from kvrag.errors import ConfigError, InputError, require
-from kvrag.estimate import human_bytes
+from kvrag.evaluate.estimate import human_bytes
 
 _PATHS = typer.Argument(
     metavar="[MODEL] PATHS...", help="The model, and text or markdown files, or folders of them."

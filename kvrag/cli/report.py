@@ -8,7 +8,7 @@ from string import Template
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvrag.evaluate import Compared
+    from kvrag.evaluate.answers import Compared
 
 _PAGE = Template("""<!doctype html>
 <html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">

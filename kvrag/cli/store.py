@@ -30,7 +30,7 @@ from kvrag.cli.options import (
 from kvrag.cli.output import facts, fail, grid, show
 from kvrag.config import StoreConfig
 from kvrag.errors import ConfigError, InputError, StoreError
-from kvrag.estimate import human_bytes
+from kvrag.evaluate.estimate import human_bytes
 
 if TYPE_CHECKING:
     from kvrag.store import TieredStore

@@ -16,11 +16,11 @@ import torch
 
 from kvrag.blend.prefill import Prefilled
 from kvrag.generate.scheduler import Scheduler
+from kvrag.metrics import kl_divergence
 from kvrag.model import StopForward
 from kvrag.model.lm import LoadedModel
 from kvrag.model.rows import Rows
-from kvrag.precompute.quantise_check import kl_divergence
-from kvrag.threads import Pool
+from kvrag.runtime import Pool
 
 logger = logging.getLogger(__name__)
 

@@ -10,19 +10,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from kvrag.errors import KVRagError
 from kvrag.model.lm import LoadedModel
 from kvrag.prompt.template import PromptEncoder
 from kvrag.prompt.tokenizer import control_tokens
+from kvrag.runtime import RUNTIME
 
 logger = logging.getLogger(__name__)
 
 _ANSWER = "The probe's answer."
 _TURN = ({"role": "user", "content": "A probe."}, {"role": "assistant", "content": _ANSWER})
 
-_found: WeakKeyDictionary[Any, tuple[object, frozenset[int]]] = WeakKeyDictionary()
+
+class _Found(dict[object, frozenset[int]]):
+    """End tokens of a tokenizer by the facts that they follow from."""
 
 
 def end_ids(loaded: LoadedModel) -> frozenset[int]:
@@ -32,11 +34,11 @@ def end_ids(loaded: LoadedModel) -> frozenset[int]:
     tokenizer = encoder.tokenizer
     own = _ids_of(getattr(defaults, "eos_token_id", None))
     facts = own, tokenizer.eos_token_id, str(getattr(tokenizer, "chat_template", None))
-    known = _found.get(tokenizer)
-    if known is not None and known[0] == facts:
-        return known[1]
+    found = RUNTIME.of(tokenizer, _Found)
+    if facts in found:
+        return found[facts]
     ids = own | _ids_of(tokenizer.eos_token_id) | _ids_of(turn_end(encoder))
-    _found[tokenizer] = facts, ids
+    found[facts] = ids
     if own and ids > own:
         logger.warning(
             "answers of this model end at %s, too: its tokenizer or chat template ends a turn "

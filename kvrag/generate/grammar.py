@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import weakref
 from functools import lru_cache
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from kvrag.errors import ConfigError, InputError, require
 from kvrag.generate.schema import schema_part
 from kvrag.prompt.tools import ResponseFormat, name_of
+from kvrag.runtime import RUNTIME
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,9 @@ _STYLE = {
 """JSON as ``json.dumps`` writes it: a small model that may write white space writes nothing else.
 Unknown keywords are left out."""
 
-_tables: weakref.WeakKeyDictionary[Any, dict[frozenset[int], Any]] = weakref.WeakKeyDictionary()
+
+class _Tables(dict[frozenset[int], Any]):
+    """Tables of a tokenizer by the tokens that end an answer."""
 
 
 class Constraint:
@@ -139,7 +141,7 @@ def _schema(form: ResponseFormat, missed: list[str]) -> dict[str, Any]:
 
 def _table(tokenizer: Any, eos_ids: frozenset[int]) -> Any:
     """Return llguidance's table of a tokenizer; it is cached, as making it takes up to a second."""
-    tables = _tables.setdefault(tokenizer, {})
+    tables = RUNTIME.of(tokenizer, _Tables)
     if eos_ids not in tables:
         make = require(
             "llguidance.hf", extra="structured", purpose="answers in a given form"

@@ -39,8 +39,8 @@ from kvrag.prompt.plan import Lookup, Plan, plan_ids, plan_prompt
 from kvrag.prompt.spans import SpanIndex
 from kvrag.prompt.tokenizer import given_ids
 from kvrag.prompt.tools import TEXT
+from kvrag.runtime import Deadline
 from kvrag.store import TieredStore
-from kvrag.threads import Deadline
 from kvrag.types import (
     Accounting,
     Explanation,

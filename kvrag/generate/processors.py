@@ -10,7 +10,6 @@ import logging
 from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any, cast
-from weakref import WeakKeyDictionary
 
 import torch
 from transformers import (
@@ -23,6 +22,7 @@ from transformers import (
 
 from kvrag.config import SamplingConfig
 from kvrag.errors import ConfigError
+from kvrag.runtime import RUNTIME
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,9 @@ NOT_DONE: dict[str, tuple[Any, ...]] = {
 """Options of a generation config that would change an answer and are not followed, with their
 neutral values besides ``None``: a single answer is decoded, by a forward per token."""
 
-_warned: WeakKeyDictionary[PreTrainedModel, set[str]] = WeakKeyDictionary()
+
+class _Warned(set[str]):
+    """Options of a model that a warning has named."""
 
 
 class Penalties(LogitsProcessor):  # type: ignore[misc]
@@ -172,7 +174,7 @@ def _made_by_generate(
 
 def _warn_of_what_is_not_done(model: PreTrainedModel) -> None:
     """Warn, once per model and option, of generation config options that are not followed."""
-    told = _warned.setdefault(model, set())
+    told = RUNTIME.of(model, _Warned)
     for name, neutral in NOT_DONE.items():
         value = getattr(model.generation_config, name, None)
         if value is not None and value not in neutral and name not in told:

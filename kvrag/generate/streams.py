@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import CancelledError, Future
 from typing import Any
 
-from kvrag.threads import POOL
+from kvrag.runtime import POOL
 from kvrag.types import GenerationResult
 
 Emit = Callable[[str], None]

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreT
 from kvrag.model.attention import UNDERSTOOD, Mass, ragged_attention, refuse_unknown
 from kvrag.model.lock import ModelLock
 from kvrag.model.rows import EVERYTHING, KVBuffer, Limits, Reach, Rows
-from kvrag.threads import EXITING
+from kvrag.runtime import EXITING, RUNTIME
 
 ATTENTION = "kvrag"  # without "flash" and "/", which transformers treats specially
 EAGER = "eager"  # transformers' reference attention: the code of the modelling file itself
@@ -213,16 +212,6 @@ class _Own:
 _current = _Current()
 _ATTENTIONS = AttentionInterface()
 _MASKS = AttentionMaskInterface()
-_own: dict[int, _Own] = {}  # by id of the config, in which the attention is switched
-_guard = threading.RLock()
-
-
-def _own_of(model: PreTrainedModel) -> _Own:
-    with _guard:
-        if id(model.config) not in _own:
-            _own[id(model.config)] = _Own()
-            weakref.finalize(model.config, _own.pop, id(model.config), None)
-        return _own[id(model.config)]
 
 
 def running() -> Forward | str | None:
@@ -238,7 +227,7 @@ def switched(model: PreTrainedModel, what: Forward | str) -> Iterator[None]:
     that pauses, another forward may run.
     """
     config = model.config
-    own = _own_of(model)
+    own = RUNTIME.of(config, _Own)
     outer = _current.running
     # Else it is nested in another switch.
     if config._attn_implementation != ATTENTION:
@@ -305,7 +294,7 @@ def _attention_of(
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
     """Return transformers' attention of this name, by default the model's own."""
     if name is None:
-        name = _own[id(module.config)].attention
+        name = RUNTIME.of(module.config, _Own).attention
     by_default = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     return cast(
         Callable[..., tuple[torch.Tensor, torch.Tensor | None]], _ATTENTIONS.get(name, by_default)
@@ -321,7 +310,7 @@ def _mask(
     """
     forward = _current.running
     if not isinstance(forward, Forward):
-        own = _own[id(config)] if forward is None else _Own(forward)
+        own = RUNTIME.of(config, _Own) if forward is None else _Own(forward)
         make: Callable[..., torch.Tensor | None] = _MASKS[EAGER if own.is_dense else own.attention]
         return make(batch_size=batch_size, mask_function=mask_function, config=config, **options)
     if forward.is_dense or forward.observed is not None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
@@ -19,7 +18,7 @@ from typing import Any, Generic, TypeVar, cast
 
 from transformers import PreTrainedModel
 
-from kvrag.threads import leave_at_exit
+from kvrag.runtime import RUNTIME, leave_at_exit
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -248,14 +247,6 @@ def _do(batch: Sequence[_PendingStep[Any, Any]]) -> None:
         step.is_done = True
 
 
-_locks: dict[int, ModelLock] = {}  # by id of the config, which the lock protects, too
-_guard = threading.RLock()
-
-
 def lock_of(model: PreTrainedModel) -> ModelLock:
-    """Return the lock of a model, shared by all engines that use it."""
-    with _guard:
-        if id(model.config) not in _locks:
-            _locks[id(model.config)] = ModelLock()
-            weakref.finalize(model.config, _locks.pop, id(model.config), None)
-        return _locks[id(model.config)]
+    """Return the lock of a model, shared by all engines that use it. It protects the config."""
+    return RUNTIME.of(model.config, ModelLock)

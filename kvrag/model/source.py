@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
-from kvrag.address import shown
 from kvrag.config import check_prove
+from kvrag.config.address import shown
 from kvrag.errors import ConfigError, KVRagError, ModelError, require
 from kvrag.identity.adapters import unwrap
 from kvrag.model.plain import check_generates, check_placement

@@ -8,19 +8,17 @@ recording, a new recording is made.
 
 from __future__ import annotations
 
+# ruff: noqa: D102  (CausalLM documents the members of Steps)
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 
 from kvrag.model.attention import fused_attention, ragged_attention
 from kvrag.model.forward import Attentions, Forward
+from kvrag.model.lock import ModelLock
 from kvrag.model.rows import EVERYTHING, KVBuffer, Limits, Rows
-
-if TYPE_CHECKING:
-    from kvrag.model.lm import CausalLM
-
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +55,21 @@ def by_graph(step: Step) -> Step:
         return logits
 
     return replay
+
+
+class Steps(Protocol):
+    """A model, as decode steps use it; :class:`kvrag.model.lm.CausalLM` documents the members."""
+
+    records: bool
+
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def lock(self) -> ModelLock: ...
+    @property
+    def can_share_forwards(self) -> bool: ...
+    def step(self, rows: Sequence[NextRow]) -> Sequence[torch.Tensor]: ...
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]: ...
 
 
 class NextRow(NamedTuple):
@@ -146,7 +159,7 @@ class NextRows(Forward):
 class Extension:
     """Extension of a buffer behind its first ``length`` rows: ``ids (R,) -> logits (R, vocab)``."""
 
-    def __init__(self, model: CausalLM, kv: KVBuffer, length: int) -> None:
+    def __init__(self, model: Steps, kv: KVBuffer, length: int) -> None:
         self._model = model
         self._kv = kv
         self._length = length
@@ -201,7 +214,7 @@ class RecordedSteps:
     """
 
     def __init__(
-        self, model: CausalLM, kv: KVBuffer, length: int, record: Recorder = by_graph
+        self, model: Steps, kv: KVBuffer, length: int, record: Recorder = by_graph
     ) -> None:
         self._model = model
         self._kv = kv

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from kvrag.address import Address, shown
+from kvrag.config.address import Address, shown
 from kvrag.errors import ConfigError, InputError
 from kvrag.prompt.messages import check_chunk_text
 from kvrag.prompt.spans import text_entry

@@ -23,8 +23,8 @@ from kvrag.model.lm import LoadedModel
 from kvrag.precompute.documents import Item
 from kvrag.precompute.encode import KeptPrefix
 from kvrag.precompute.run import Guard, Precompute
+from kvrag.runtime import POOL
 from kvrag.store import TieredStore
-from kvrag.threads import POOL
 from kvrag.types import ChunkIdentity, Missed, MissedChunk, TextEntry
 
 logger = logging.getLogger(__name__)

@@ -19,10 +19,11 @@ from pathlib import Path
 import torch
 
 from kvrag.blend.layout import Layout, place
-from kvrag.blend.quantise import pack
 from kvrag.blend.stitch import stitch
 from kvrag.cache import keep
 from kvrag.errors import ConfigError, StoreError
+from kvrag.kv.quantise import pack
+from kvrag.metrics import MAX_MEAN_KL, MIN_TOP1, kl_divergence
 from kvrag.model import CausalLM
 from kvrag.model.lm import LoadedModel
 from kvrag.model.load import kept_file
@@ -32,10 +33,6 @@ from kvrag.types import ChunkKV, KVDtype
 
 logger = logging.getLogger(__name__)
 
-# Default thresholds of ``verify`` and of this check: the mean KL divergence from the reference, in
-# nats per token, and the share of tokens with the same most likely next token.
-MAX_MEAN_KL = 0.1
-MIN_TOP1 = 0.8
 VERSION = 2  # of the comparison; a change invalidates every cached verdict
 AS_LIKELY = 0.5  # a token counts as the best if it has at least this fraction of its probability
 # Most tokens of prefix, passages and question: a second or two for a small model on a CPU.
@@ -142,16 +139,6 @@ def kept_verdict(file: Path) -> Verdict | None:
         return None
     except (OSError, ValueError, TypeError):
         return None
-
-
-def kl_divergence(reference: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return KL(reference ‖ other) in nats between next-token distributions.
-
-    Both are given as logits ``(..., vocab)``.
-    """
-    p = torch.log_softmax(reference.double(), -1)
-    q = torch.log_softmax(other.double(), -1)
-    return (p.exp() * (p - q)).sum(-1).clamp_min(0.0)
 
 
 @torch.inference_mode()

@@ -13,10 +13,10 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from weakref import WeakSet
 
-from kvrag.blend.quantise import pack
 from kvrag.config import Retention, StoreConfig
 from kvrag.errors import StoreError, is_out_of_memory
 from kvrag.identity.fingerprint import chunk_key, context_digest, ids_digest
+from kvrag.kv.quantise import pack
 from kvrag.model import CausalLM
 from kvrag.model.lm import LoadedModel
 from kvrag.model.rows import KVBuffer
@@ -24,9 +24,9 @@ from kvrag.precompute.documents import Item
 from kvrag.precompute.encode import KeptPrefix, encode_chunks, encode_prefix
 from kvrag.progress import Progress
 from kvrag.prompt.spans import ANCHOR_CHARS
+from kvrag.runtime import POOL
 from kvrag.store import TieredStore
 from kvrag.store.base import NewKV
-from kvrag.threads import POOL
 from kvrag.types import ChunkIdentity, ChunkKV, PrecomputeReport, TextEntry
 
 logger = logging.getLogger(__name__)

@@ -7,5 +7,5 @@
                          ▼         ▼
                      tokenizer    Plan ─▶ explain
 
-Imports ``types errors config threads``, ``identity`` and ``store``.
+Imports ``types errors config runtime``, ``identity`` and ``store``.
 """

@@ -14,7 +14,7 @@ from kvrag.config import StoreConfig
 from kvrag.prompt.learn import MAX_METADATA, METADATA, head_of
 from kvrag.prompt.plan import Plan
 from kvrag.prompt.spans import ANCHOR_CHARS, SpanIndex
-from kvrag.threads import Deadline
+from kvrag.runtime import Deadline
 from kvrag.types import ExplainedSpan, Explanation, Mode
 
 Undo = Callable[[str], str]

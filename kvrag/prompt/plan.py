@@ -20,8 +20,8 @@ from kvrag.prompt.partial import PartFinder
 from kvrag.prompt.spans import SpanIndex
 from kvrag.prompt.template import PLAIN, Chat, Prompt, PromptEncoder, cut, merge_live
 from kvrag.prompt.tokenizer import Piece, TokenIds
+from kvrag.runtime import Deadline
 from kvrag.store import TieredStore
-from kvrag.threads import Deadline
 from kvrag.types import ChunkIdentity, ChunkKey, KVDtype, MissedChunk, TextEntry
 
 OTHER_TEXT = "other text stands between the prefix and this chunk: repaired"

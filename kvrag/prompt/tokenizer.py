@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import re
 import threading
-import weakref
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, field
@@ -30,6 +29,7 @@ from numbers import Integral
 from typing import Any, Literal
 
 from kvrag.errors import ConfigError, InputError, ModelError
+from kvrag.runtime import RUNTIME
 
 TokenIds = tuple[int, ...]
 
@@ -64,9 +64,6 @@ _SENTENCE = re.compile(r"(?:[.!?…][\"'”’)\]*_]*(?=\s)|\n|[。！？][”�
 SPACES = ("Ġ", "Ċ", "▁")
 """Marks of a space or a line break at a token's beginning, as tokenizers write them."""
 
-_locks: weakref.WeakKeyDictionary[Any, threading.RLock] = weakref.WeakKeyDictionary()
-_locks_guard = threading.RLock()
-
 
 class SegmentTokenizer:
     """Segment-wise use of a transformers tokenizer: the ids of segments can be joined.
@@ -86,8 +83,7 @@ class SegmentTokenizer:
             )
         self.tokenizer = tokenizer
         # A fast tokenizer keeps split_special_tokens as state that every call sets, so calls lock.
-        with _locks_guard:  # engines with the same tokenizer share its lock
-            self._lock = _locks.setdefault(tokenizer, threading.RLock())
+        self._lock = RUNTIME.of(tokenizer, threading.RLock)  # engines share it
         try:
             alone = self._encode("a", as_text=True)
         except (TypeError, ValueError, NotImplementedError) as error:

@@ -9,8 +9,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from kvrag.config.spelling import parse_bytes
 from kvrag.errors import ConfigError
-from kvrag.spelling import parse_bytes
 
 KEYS_VARIABLE = "KVRAG_API_KEYS"
 """Variable that holds ``tenant=key`` pairs, separated by commas.

@@ -10,6 +10,7 @@ A request goes to the replica that had its chunks before, and so has them in mem
 chunks in texts.
 """
 
-from kvrag.serving.app import ServingConfig, build
+from kvrag.serving.app import build
+from kvrag.serving.config import ServingConfig
 
 __all__ = ["ServingConfig", "build"]

@@ -21,7 +21,7 @@ from kvrag.errors import KVRagError
 from kvrag.identity.fingerprint import text_digest
 from kvrag.prompt.spans import SpanIndex
 from kvrag.server.errors import APIError
-from kvrag.serving.app import ServingConfig
+from kvrag.serving.config import ServingConfig
 
 ATTEMPTS = 5  # most replicas that a request is passed to, in sequence
 LOST = (RayActorError, ReplicaUnavailableError)

@@ -14,7 +14,7 @@ from ray.serve.metrics import Gauge
 from kvrag.engine import KVRagEngine
 from kvrag.errors import StoreError
 from kvrag.server.app import create_app, prepare_process
-from kvrag.serving.app import ServingConfig
+from kvrag.serving.config import ServingConfig
 
 PUBLISH_S = 5.0  # seconds between two updates of Ray's metrics
 BACKLOG = 64  # most queued messages of an answer that the front has not taken yet

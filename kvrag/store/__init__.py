@@ -4,19 +4,18 @@
 
     engine → opening → tiers → writing → reading ──→ memory (host, gpu)
                                              ├─────→ catalog (diskcache; shared: Redis, PostgreSQL)
-                                             ├─────→ format → crypto
+                                             ├─────→ kv.format → kv.crypto
                                              └─────→ blobs (files, or copies → redis, object_store)
     cli → check → tiers
 
-Imports ``types errors config threads layers buffers address`` and ``identity``; nothing else of
-kvrag.
+Imports ``types errors config runtime``, ``identity`` and ``kv``; nothing else of kvrag.
 """
 
 from kvrag.config import Retention
+from kvrag.kv.crypto import Keys
 from kvrag.store.base import Blobs, ChunkRecord, MemoryBlobs, StoreEvent, StoreStats
 from kvrag.store.blobs import FileBlobs
 from kvrag.store.catalog import Catalog
-from kvrag.store.crypto import Keys
 from kvrag.store.eviction import check_retention
 from kvrag.store.memory import MemoryTier, Prefetch
 from kvrag.store.opening import host_memory, on_accelerator, open_store

@@ -18,12 +18,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from kvrag.config import Retention
+from kvrag.kv.format import Bytes
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, TextEntry
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-
-Bytes = bytes | bytearray | memoryview
 
 
 class Blobs(ABC):

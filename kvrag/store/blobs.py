@@ -20,9 +20,9 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 
-from kvrag.buffers import BUFFERS
-from kvrag.store.base import Blobs, Bytes
-from kvrag.store.format import Encoded
+from kvrag.kv.buffers import BUFFERS
+from kvrag.kv.format import Bytes, Encoded
+from kvrag.store.base import Blobs
 from kvrag.types import ChunkKey
 
 KEY = re.compile(r"[0-9a-f]{64}")

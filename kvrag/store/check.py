@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from kvrag.errors import StoreError
-from kvrag.store.format import BlobRejected, Foreign, OtherVersion
+from kvrag.kv.format import BlobRejected, Foreign, OtherVersion
 from kvrag.store.tiers import TieredStore
 from kvrag.types import ChunkKey, TextEntry
 

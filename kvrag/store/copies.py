@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 
-from kvrag.store.base import Blobs, Bytes
+from kvrag.kv.format import Bytes
+from kvrag.store.base import Blobs
 from kvrag.store.blobs import FileBlobs
 from kvrag.store.eviction import Budget, Evictor, Sized, Usage
 from kvrag.types import ChunkKey

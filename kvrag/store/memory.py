@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 import torch
 
-from kvrag.buffers import copied
 from kvrag.config import Retention
 from kvrag.identity.fingerprint import chunk_key
-from kvrag.layers import own_kv
+from kvrag.kv.buffers import copied
+from kvrag.kv.layers import own_kv
+from kvrag.runtime import Pool
 from kvrag.store.base import EventType, Listener, StoreEvent, StoreStats
 from kvrag.store.eviction import SHARE, Sized, Usage, leaving
-from kvrag.threads import Pool
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, Hole
 
 log = logging.getLogger(__name__)

@@ -12,10 +12,11 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-from kvrag.address import redacted
+from kvrag.config.address import redacted
 from kvrag.errors import StoreError, require
-from kvrag.store.base import Blobs, Bytes
-from kvrag.threads import POOL
+from kvrag.kv.format import Bytes
+from kvrag.runtime import POOL
+from kvrag.store.base import Blobs
 from kvrag.types import ChunkKey
 
 ANSWER_S = 10.0  # timeout of an answer, its retries included

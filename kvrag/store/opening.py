@@ -23,10 +23,11 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from kvrag.address import HIDDEN, address, revealed
 from kvrag.config import StoreConfig
+from kvrag.config.address import HIDDEN, address, revealed
 from kvrag.errors import ConfigError, StoreError, StoreFormatError
 from kvrag.identity.fingerprint import FORMAT_VERSION
+from kvrag.kv.crypto import Keys
 from kvrag.store.base import Blobs, CatalogRows, MemoryBlobs
 from kvrag.store.blobs import OBJECTS, TMP, FileBlobs
 from kvrag.store.catalog import Catalog
@@ -35,7 +36,6 @@ from kvrag.store.catalog.postgres import SCHEMES as POSTGRES
 from kvrag.store.catalog.postgres import PostgresRows
 from kvrag.store.catalog.remote import BlobRows, RedisRows
 from kvrag.store.copies import CachedBlobs
-from kvrag.store.crypto import Keys
 from kvrag.store.eviction import Budget
 from kvrag.store.memory import MemoryTier
 from kvrag.store.redis import SCHEMES as REDIS

@@ -16,15 +16,15 @@ from typing import TypeVar
 
 from kvrag.config import Retention, StoreConfig
 from kvrag.identity.fingerprint import chunk_key
-from kvrag.store.base import Blobs, Bytes, Listener, StoreEvent, StoreStats
+from kvrag.kv.crypto import Keys
+from kvrag.kv.format import Blob, BlobRejected, Bytes
+from kvrag.runtime import Deadline
+from kvrag.store.base import Blobs, Listener, StoreEvent, StoreStats
 from kvrag.store.blobs import KEY
 from kvrag.store.catalog import Catalog
 from kvrag.store.catalog.ledger import ChunkRow
-from kvrag.store.crypto import Keys
 from kvrag.store.eviction import Usage
-from kvrag.store.format import Blob, BlobRejected
 from kvrag.store.memory import Loaded, MemoryTier, Prefetch, Read, Reads, emit
-from kvrag.threads import Deadline
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, Hole, HoleReason
 
 log = logging.getLogger(__name__)

@@ -10,9 +10,10 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from kvrag.address import redacted
+from kvrag.config.address import redacted
 from kvrag.errors import StoreError, require
-from kvrag.store.base import Blobs, Bytes
+from kvrag.kv.format import Bytes
+from kvrag.store.base import Blobs
 from kvrag.types import ChunkKey
 
 CONNECT_S, ANSWER_S = 2.0, 5.0  # timeouts of a connection and of an answer

@@ -14,11 +14,11 @@ from weakref import WeakSet
 
 from kvrag.config import Retention, StoreConfig
 from kvrag.errors import StoreError
+from kvrag.kv.crypto import Keys
+from kvrag.kv.format import BlobRejected
 from kvrag.store.base import Blobs
 from kvrag.store.catalog import Catalog
-from kvrag.store.crypto import Keys
 from kvrag.store.eviction import Budget, Evictor, check_retention
-from kvrag.store.format import BlobRejected
 from kvrag.store.memory import MemoryTier, emit
 from kvrag.store.writing import StoreWriter, refusal
 from kvrag.types import ChunkKey

@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from kvrag.config import Retention
 from kvrag.errors import StoreError
 from kvrag.identity.fingerprint import chunk_key
+from kvrag.kv.format import BlobRejected, Encoded, Foreign, OtherVersion
+from kvrag.runtime import POOL
 from kvrag.store.base import Blobs, ChunkRecord, NewKV
 from kvrag.store.blobs import KEY
+from kvrag.store.catalog.ledger import record_of
 from kvrag.store.eviction import Evictor, Usage, check_retention
-from kvrag.store.format import BlobRejected, Encoded, Foreign, OtherVersion, record_of
 from kvrag.store.memory import MemoryTier, emit
 from kvrag.store.reading import Reader
-from kvrag.threads import POOL
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, TextEntry
 
 logger = logging.getLogger(__name__)

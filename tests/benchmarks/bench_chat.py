@@ -18,7 +18,7 @@ from common import items, machine, model_path, parser, write_result
 
 from kvrag import KVRagEngine, StoreConfig
 from kvrag.generate.radix_cache import RadixCache
-from kvrag.verify import kl_divergence
+from kvrag.metrics import kl_divergence
 
 FOLLOW_UPS = (
     "Which of the passages says so? Name its subject.",

@@ -30,9 +30,9 @@ from peers.environments import FOREIGN, Peer, UnavailableError, Worker
 from peers.workloads import Prompt, Words, Workload, all_workloads
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from kvrag.evaluate.questions import normalised
+from kvrag.metrics import kl_divergence
 from kvrag.prompt.template import PromptEncoder
-from kvrag.questions import normalised
-from kvrag.verify import kl_divergence
 
 FULL = "transformers, full prefill"
 KVRAG, ALONE = "worker_kvrag.py", {"prefix": "", "mode": "stitch", "context": None}

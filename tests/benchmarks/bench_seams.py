@@ -17,9 +17,9 @@ import torch
 from common import Item, eval_data, items, machine, parser, small_engine, write_result
 
 from kvrag import Chunk, KVRagEngine
+from kvrag.metrics import kl_divergence
 from kvrag.prompt.template import PromptEncoder
 from kvrag.prompt.tokenizer import SeamCount, count_seams
-from kvrag.verify import kl_divergence
 
 SEPARATORS = {
     "empty line": "\n\n",

@@ -40,7 +40,7 @@ from common import machine, parser, write_result
 from kvrag.config import StoreConfig
 from kvrag.identity.fingerprint import chunk_key
 from kvrag.store import open_store
-from kvrag.store.format import record_of
+from kvrag.store.catalog.ledger import record_of
 from kvrag.testing.chunks import make_identity, make_text
 from kvrag.types import ChunkKV
 

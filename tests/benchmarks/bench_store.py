@@ -26,14 +26,14 @@ from typing import Any
 import torch
 from common import machine, parser, write_result
 
-from kvrag.blend.quantise import pack
-from kvrag.buffers import Buffers
 from kvrag.config import StoreConfig
-from kvrag.estimate import PRESETS, ModelShape
+from kvrag.evaluate.estimate import PRESETS, ModelShape
 from kvrag.identity.fingerprint import chunk_key
+from kvrag.kv.buffers import Buffers
+from kvrag.kv.format import Blob, Encoded
+from kvrag.kv.quantise import pack
 from kvrag.store import Catalog, ChunkRecord, TieredStore, open_store
 from kvrag.store.blobs import OBJECTS, SUFFIX
-from kvrag.store.format import Blob, Encoded
 from kvrag.testing.chunks import NAMESPACE, make_identity, make_text
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, LayerKV
 

@@ -37,19 +37,19 @@ from kvrag import KVRagEngine, RepairConfig
 from kvrag.blend import repair as stages
 from kvrag.blend.covariance import RowCovariance
 from kvrag.blend.layout import Layout, place, rows_of
-from kvrag.blend.quantise import pack
 from kvrag.blend.repair import REREAD, deviation, probe, repair
 from kvrag.blend.select import effective_ratio
 from kvrag.blend.stitch import stitch
-from kvrag.evaluate import wilson
+from kvrag.evaluate.answers import wilson
+from kvrag.evaluate.questions import IS_RIGHT, normalised
+from kvrag.evaluate.questions import score as questions_score
 from kvrag.generate.ending import end_ids
+from kvrag.kv.quantise import pack
+from kvrag.metrics import kl_divergence
 from kvrag.model import attention
 from kvrag.model.rows import KVBuffer, Rows
 from kvrag.precompute.encode import EncodedPrefix, context_ids, encode_chunks, encode_prefix
-from kvrag.questions import IS_RIGHT, normalised
-from kvrag.questions import score as questions_score
 from kvrag.types import KVDtype
-from kvrag.verify import kl_divergence
 
 KL_TOKENS = 24
 

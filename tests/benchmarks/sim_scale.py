@@ -21,7 +21,7 @@ from common import RESULTS, machine, parser, write_result
 from numpy.typing import NDArray
 from roofline import CHUNK, H100, SCHEDULES, SHAPES, TODAY, Device, Schedule, Shape
 
-from kvrag.estimate import ModelShape, break_even_bandwidth, kept_bytes_per_token
+from kvrag.evaluate.estimate import ModelShape, break_even_bandwidth, kept_bytes_per_token
 
 Ints = NDArray[np.int64]
 Trace = tuple[Ints, Ints]

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrag import StoreError
-from kvrag.blend.quantise import CODES, GROUP, group_of, pack, parts, unpack
+from kvrag.kv.quantise import CODES, GROUP, group_of, pack, parts, unpack
 from kvrag.types import ChunkKV, LayerKV
 
 LOSSY = ("int8", "int4", "fp8")

@@ -13,13 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import kvrag.blend.stitch as module
 import kvrag_kernels
 from kvrag.blend.layout import Layout, place, rows_of
-from kvrag.blend.quantise import pack
 from kvrag.blend.stitch import move, ranges, stitch
-from kvrag.layers import own_kv, together
+from kvrag.kv import format as blobs
+from kvrag.kv.layers import own_kv, together
+from kvrag.kv.quantise import pack
 from kvrag.model import CausalLM
 from kvrag.model.rows import KVBuffer, LayerShape
 from kvrag.precompute.encode import encode_padded, encode_prefix
-from kvrag.store import format as blobs
 from kvrag.testing.chunks import make_identity
 from kvrag.testing.models import TINY
 from kvrag.types import ChunkKV, LayerKV

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvrag import StoreConfig
-from kvrag.buffers import Buffers
+from kvrag.kv.buffers import Buffers
 from kvrag.model.rows import KVBuffer, LayerShape
 from kvrag.store import open_store
 from kvrag.testing.chunks import make_identity, make_kv, same_bits
@@ -22,7 +22,7 @@ LONG = make_identity(50, tokens=9000)
 def buffers(monkeypatch):
     """Buffers that nothing else has used."""
     fresh = Buffers()
-    for place in ("kvrag.buffers", "kvrag.store.blobs", "kvrag.store.crypto"):
+    for place in ("kvrag.kv.buffers", "kvrag.store.blobs", "kvrag.kv.crypto"):
         monkeypatch.setattr(f"{place}.BUFFERS", fresh)
     return fresh
 
@@ -110,7 +110,7 @@ def test_a_buffer_is_used_again_when_its_last_tensor_is_gone(tmp_path, buffers):
 
 
 def test_buffers_keep_no_more_than_they_may(monkeypatch, buffers):
-    monkeypatch.setattr("kvrag.buffers.IDLE_BYTES", 300_000)
+    monkeypatch.setattr("kvrag.kv.buffers.IDLE_BYTES", 300_000)
     taken = [buffers.take(100_000) for _ in range(6)]
     assert all(len(view) == 100_000 and not view.readonly for view in taken)
     del taken
@@ -146,7 +146,7 @@ def test_every_byte_of_the_hosts_tier_is_page_locked(tmp_path, driver, options):
 
 @pytest.mark.usefixtures("driver")
 def test_locked_pages_come_back(monkeypatch, buffers, driver):
-    monkeypatch.setattr("kvrag.buffers.IDLE_BYTES", 0)
+    monkeypatch.setattr("kvrag.kv.buffers.IDLE_BYTES", 0)
     view = buffers.take(100_000)
     assert len(driver.locked) == 1
     assert next(iter(driver.locked.values())) < 1.07 * 100_000

@@ -8,10 +8,11 @@ import torch
 from texts import make_chunks
 from typer.testing import CliRunner
 
-from kvrag import Chunk, InputError, KVRagEngine, RepairConfig, UnsupportedModelError, calibrate
-from kvrag.calibrate import HIGHER, LOWER, START, Profile, Trial, profile_file, search
+from kvrag import Chunk, InputError, KVRagEngine, RepairConfig, UnsupportedModelError
 from kvrag.cli.app import app
 from kvrag.config import StoreConfig
+from kvrag.evaluate import calibrate
+from kvrag.evaluate.calibrate import HIGHER, LOWER, START, Profile, Trial, profile_file, search
 
 CHUNKS = make_chunks(8, words=30, seed=5)
 PROMPT = [*(part for text in CHUNKS[:4] for part in (Chunk(text), "\n\n")), "What is it?"]

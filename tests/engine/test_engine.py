@@ -35,12 +35,12 @@ from kvrag import (
     StoreError,
     StoreFormatError,
 )
-from kvrag.blend.quantise import pack, unpack
 from kvrag.engine import MAX_KEPT
 from kvrag.identity.fingerprint import chunk_key, text_digest
+from kvrag.kv.quantise import pack, unpack
 from kvrag.prompt.template import PromptEncoder
+from kvrag.runtime import POOL
 from kvrag.testing.models import save_tiny_model, tiny_model
-from kvrag.threads import POOL
 from kvrag.types import ChunkIdentity, ChunkKV, Hole, LayerKV
 
 CHUNKS = make_chunks(5, words=30, seed=3)

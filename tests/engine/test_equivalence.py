@@ -16,9 +16,9 @@ from texts import make_chunks
 from kvrag import Chunk, KVRagEngine, RepairConfig, StoreConfig
 from kvrag.blend.prefill import Clock, Prefilled, prefill
 from kvrag.config import STRATEGIES
+from kvrag.metrics import kl_divergence
 from kvrag.model.rows import Limits
 from kvrag.testing.models import TINY, tiny_model
-from kvrag.verify import kl_divergence
 
 ARCHITECTURES = sorted(TINY)
 _KINDS = """

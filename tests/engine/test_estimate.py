@@ -4,7 +4,7 @@ import pytest
 
 from kvrag.cli.estimate import read_bandwidth, shape_of
 from kvrag.errors import ConfigError, ModelError
-from kvrag.estimate import (
+from kvrag.evaluate.estimate import (
     PRESETS,
     ModelShape,
     break_even_bandwidth,

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 from kvrag import Chunk, ConfigError, InputError, KVRagEngine, RepairConfig, UnsupportedModelError
 from kvrag.blend.select import BASE_SHARE, MOST_SHARE
 from kvrag.cli.app import app
-from kvrag.evaluate import Compared, Evaluation, wilson
-from kvrag.questions import Question, best_chunks, planted, prompt_of, read_question, score
+from kvrag.evaluate.answers import Compared, Evaluation, wilson
+from kvrag.evaluate.questions import Question, best_chunks, planted, prompt_of, read_question, score
 
 CHUNKS = make_chunks(8, words=30, seed=5)
 SMALL = {"count": 3, "chunks_per_prompt": 2, "max_new_tokens": 4}

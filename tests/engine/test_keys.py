@@ -14,8 +14,8 @@ from pydantic_core import PydanticSerializationError
 from kvrag.config import StoreConfig
 from kvrag.errors import ConfigError
 from kvrag.identity.fingerprint import namespace_digest
+from kvrag.kv.crypto import derive, key_id, read_key
 from kvrag.store import Keys
-from kvrag.store.crypto import derive, key_id, read_key
 
 needs_cryptography = pytest.mark.skipif(
     importlib.util.find_spec("cryptography") is None, reason="cryptography is not installed"

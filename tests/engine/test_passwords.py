@@ -13,8 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from kvrag import ConfigError, KVRagEngine, KVRagError, StoreConfig
-from kvrag.address import Address, redacted, revealed
 from kvrag.cli.app import app
+from kvrag.config.address import Address, redacted, revealed
 from kvrag.serving import ServingConfig
 from kvrag.store import open_store
 

@@ -11,8 +11,8 @@ from kit import settle
 from pydantic import BaseModel
 
 from kvrag import KVRagEngine, RepairConfig
-from kvrag.calibrate import Trial
-from kvrag.verify import kl_divergence
+from kvrag.evaluate.calibrate import Trial
+from kvrag.metrics import kl_divergence
 
 pytestmark = [pytest.mark.real_model, pytest.mark.slow]
 CORPUS = Path(__file__).parents[2] / "examples" / "corpus"
@@ -116,7 +116,9 @@ def test_calibration_finds_less_than_a_full_prefill_and_nearer_than_no_repair(
     engine, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("KVRAG_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr("kvrag.calibrate.LOWER", (0.03,))  # a few of the candidates are enough here
+    monkeypatch.setattr(
+        "kvrag.evaluate.calibrate.LOWER", (0.03,)
+    )  # a few of the candidates are enough here
     assert engine.repair == RepairConfig()
     file, texts = (
         _model_file(),

@@ -14,8 +14,8 @@ from kvrag import (
     StoreConfig,
 )
 from kvrag.config import as_config, unknown_option
+from kvrag.config.spelling import SYNONYMS, nearest, parse_bytes
 from kvrag.server.config import ServerConfig
-from kvrag.spelling import SYNONYMS, nearest, parse_bytes
 
 CONFIGS = (RepairConfig, StoreConfig, SamplingConfig, Retention)
 

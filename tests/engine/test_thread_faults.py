@@ -57,7 +57,7 @@ def test_the_process_ends_in_order_while_a_request_is_inside_torch(how):
 
 
 SLOW_LAYERS = """
-from kvrag import threads
+from kvrag import runtime as threads
 from kvrag.model.forward import Forward
 def slow(*args, **options):
     begun.set()

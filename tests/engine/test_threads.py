@@ -17,10 +17,10 @@ import pytest
 from kit import raising
 from texts import make_chunks
 
-from kvrag import threads
+from kvrag import runtime as threads
 from kvrag.config import StoreConfig
+from kvrag.runtime import MAX_IDLE, Deadline, Pool
 from kvrag.store import open_store
-from kvrag.threads import MAX_IDLE, Deadline, Pool
 
 WAIT_S = 60.0
 
@@ -225,7 +225,7 @@ def test_a_forked_child_has_threads_of_its_own(pool, go_on):
 
 AT_EXIT = """
 import sys, threading, time
-from kvrag import threads
+from kvrag import runtime as threads
 threads.EXIT_WAIT_S = float(sys.argv[2])
 pool, begun, cancel = threads.Pool("one", 1), threading.Event(), threading.Event()
 def polite():

@@ -118,7 +118,14 @@ def shown(monkeypatch):
         def advance(self, count=1):
             self._row[2] += count
 
-    for module in ("model.load", "blend.cost", "verify", "evaluate", "calibrate", "precompute.run"):
+    for module in (
+        "model.load",
+        "blend.cost",
+        "evaluate.verify",
+        "evaluate.answers",
+        "evaluate.calibrate",
+        "precompute.run",
+    ):
         monkeypatch.setattr(f"kvrag.{module}.Progress", Noted)
     return found
 

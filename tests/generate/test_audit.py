@@ -19,10 +19,10 @@ from kvrag import KVRagEngine, RepairConfig
 from kvrag.errors import UnsupportedModelError
 from kvrag.generate.audit import Audit
 from kvrag.generate.scheduler import Scheduler, scheduler_of
+from kvrag.metrics import kl_divergence
 from kvrag.model import CausalLM
 from kvrag.model.lm import LoadedModel
 from kvrag.model.lock import lock_of
-from kvrag.verify import kl_divergence
 
 CHUNKS = make_chunks(4, words=30, seed=41)
 ask = partial(asking, CHUNKS)

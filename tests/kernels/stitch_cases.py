@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from kvrag.blend.quantise import GROUP, pack, unpack
+from kvrag.kv.quantise import GROUP, pack, unpack
 from kvrag.types import ChunkKV, KVDtype, LayerKV, Scales
 from kvrag_kernels import reference
 from kvrag_kernels.stitch_launch import FP8, Stitching, Stored
@@ -101,7 +101,7 @@ def kept_parts(case: StitchCase, length: int, g: torch.Generator) -> tuple[Store
 
 
 def read_back(k: Stored, v: Stored, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """What :func:`kvrag.blend.quantise.unpack` gives for keys and values of a layer."""
+    """What :func:`kvrag.kv.quantise.unpack` gives for keys and values of a layer."""
     assert k.scales is not None
     assert k.zeros is not None
     assert v.scales is not None

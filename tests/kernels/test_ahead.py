@@ -11,7 +11,7 @@ from stitch_cases import StitchCase, stitching_of
 import kvrag.blend.stitch as stitching
 import kvrag_kernels
 from kvrag.blend.layout import place
-from kvrag.blend.quantise import pack
+from kvrag.kv.quantise import pack
 from kvrag.model import CausalLM
 from kvrag.model.rows import KVBuffer
 from kvrag.precompute.encode import encode_padded, encode_prefix

@@ -11,8 +11,8 @@ from texts import make_chunks
 
 import kvrag.blend.stitch as stitching
 from kvrag.blend.layout import Layout, place
-from kvrag.blend.quantise import pack
 from kvrag.blend.stitch import stitch
+from kvrag.kv.quantise import pack
 from kvrag.model import CausalLM, attention
 from kvrag.model.attention import ragged_attention
 from kvrag.model.rows import EVERYTHING, KVBuffer, Limits, Reach

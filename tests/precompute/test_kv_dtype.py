@@ -11,8 +11,9 @@ from texts import make_chunks
 
 import kvrag.precompute.quantise_check
 from kvrag import Chunk, ConfigError, KVRagEngine, RepairConfig, StoreConfig
-from kvrag.estimate import ModelShape, kept_bytes_per_token
+from kvrag.evaluate.estimate import ModelShape, kept_bytes_per_token
 from kvrag.identity.fingerprint import chunk_key, ids_digest, namespace_digest
+from kvrag.metrics import MIN_TOP1, kl_divergence
 from kvrag.precompute.quantise_check import (
     QuantiseCheck,
     Verdict,
@@ -23,7 +24,6 @@ from kvrag.precompute.quantise_check import (
 )
 from kvrag.testing.models import tiny_model
 from kvrag.types import ChunkIdentity
-from kvrag.verify import MIN_TOP1, kl_divergence
 
 LOSSY = ("int8", "int4", "fp8")
 CHUNKS = make_chunks(4, words=30, seed=5)

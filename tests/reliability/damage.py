@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from world import PLAIN, Kind, Outcome, identity, key, path_of, put, state
 
-from kvrag.layers import MAX_LAYERS
-from kvrag.store.format import Blob, BlobRejected, Encoded, Header
+from kvrag.kv.format import Blob, BlobRejected, Encoded, Header
+from kvrag.kv.layers import MAX_LAYERS
 from kvrag.types import ChunkKey
 
 TRIES = 5

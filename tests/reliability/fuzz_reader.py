@@ -36,8 +36,8 @@ def fuzz(runs: int, corpus: Path, report: Path, seed: int) -> None:
         include=[
             "kvrag.store",
             "kvrag.identity.fingerprint",
-            "kvrag.store.crypto",
-            "kvrag.blend.quantise",
+            "kvrag.kv.crypto",
+            "kvrag.kv.quantise",
         ]
     ):
         import reader_target

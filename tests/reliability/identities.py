@@ -20,8 +20,8 @@ from kvrag.identity.fingerprint import (
     ids_digest,
     namespace_digest,
 )
+from kvrag.kv.crypto import Keys
 from kvrag.store import TieredStore
-from kvrag.store.crypto import Keys
 from kvrag.testing.chunks import make_kv, make_text, same_bits
 from kvrag.types import ChunkIdentity
 

@@ -29,37 +29,17 @@ pytestmark = pytest.mark.skipif(
 )
 
 RANKS = (
-    {
-        "types",
-        "errors",
-        "address",
-        "spelling",
-        "config",
-        "signatures",
-        "threads",
-        "progress",
-        "layers",
-        "buffers",
-        "cache",
-    },
+    {"types", "errors", "config", "runtime", "progress", "cache", "metrics"},
     {"identity"},
+    {"kv"},
     {"store"},
     {"model"},
     {"prompt"},
     {"blend"},
     {"precompute"},
     {"generate"},
-    {
-        "adapters",
-        "engine",
-        "hooks",
-        "verify",
-        "evaluate",
-        "questions",
-        "calibrate",
-        "estimate",
-        "dataset",
-    },
+    {"evaluate"},
+    {"adapters", "engine", "hooks", "dataset"},
     {"server"},
     {"serving"},
     {"cli", "testing", "integrations"},
@@ -72,13 +52,14 @@ ANYONE = {"__init__", "__main__"}
 
 LIMITS = {
     "nodes of kvrag": 130_000,
-    "files of kvrag": 150,
+    "files of kvrag": 145,
     "nodes of kvrag/store": 22_000,
     "lines of tests, per 100 lines of code": 155,
     "median lines of a function": 10,
 }
-"""Goals for the whole. Of ``tests/``, ``tests/benchmarks`` does not count: it measures, and proves nothing. Code is ``kvrag/``, and
-for the tests also ``kernels/``, which they prove too."""
+"""Goals for the whole. A room's ``__init__`` is no file of its own: it draws the room. Of ``tests/``,
+``tests/benchmarks`` does not count: it measures, and proves nothing. Code is ``kvrag/``, and for the tests also ``kernels/``, which they
+prove too."""
 FILE_NODES = 2_600
 """Size is counted in syntax nodes, so that packing statements into a line saves nothing."""
 FUNCTION_NODES = 400
@@ -114,20 +95,21 @@ LARGER_ROOMS: dict[str, int] = {"generate": 16, "model": 14, "server": 14, "stor
 """Rooms that may hold more files than :data:`ROOM_FILES`."""
 
 KNOWN: dict[str, dict[str, float] | set[str]] = {
-    "totals": {"nodes of kvrag": 194_900, "nodes of kvrag/store": 32_900},
+    "totals": {"nodes of kvrag": 195_100, "nodes of kvrag/store": 29_400},
     "large files": {
         "kvrag/blend/cost.py": 2_950,
         "kvrag/cli/store.py": 2_800,
-        "kvrag/config.py": 3_650,
-        "kvrag/engine.py": 4_800,
+        "kvrag/config/options.py": 3_650,
+        "kvrag/engine.py": 4_850,
         "kvrag/generate/pipeline.py": 3_200,
-        "kvrag/layers.py": 3_100,
+        "kvrag/kv/layers.py": 3_100,
         "kvrag/model/proof.py": 3_300,
         "kvrag/model/traits.py": 2_650,
         "kvrag/precompute/run.py": 2_700,
         "kvrag/prompt/plan.py": 3_050,
         "kvrag/store/catalog/changes.py": 2_750,
-        "kvrag/store/format.py": 2_750,
+        "kvrag/kv/format.py": 2_750,
+        "kvrag/store/catalog/ledger.py": 2_650,
         "kvrag/testing/store.py": 4_600,
     },
     "large functions": {
@@ -406,6 +388,7 @@ def large_rooms() -> dict[str, int]:
 def totals() -> dict[str, int]:
     """Figures of the whole that are over their limits."""
     own = [path for path in files() if path.is_relative_to(ROOT / "kvrag")]
+    modules = [path for path in own if path.stem != "__init__"]
     code = sum(map(lines, own))
     tests = sum(
         lines(path) for path in (ROOT / "tests").rglob("*.py") if "benchmarks" not in path.parts
@@ -417,7 +400,7 @@ def totals() -> dict[str, int]:
     )
     found = {
         "nodes of kvrag": sum(map(nodes, own)),
-        "files of kvrag": len(own),
+        "files of kvrag": len(modules),
         "nodes of kvrag/store": sum(nodes(path) for path in own if room_of(path) == "store"),
         "lines of tests, per 100 lines of code": round(100 * tests / (code + kernels)),
         "median lines of a function": round(

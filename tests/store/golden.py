@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from stores import CHUNKS, KVS, config_of
 
-from kvrag.blend.quantise import pack
 from kvrag.identity.fingerprint import FORMAT_VERSION
+from kvrag.kv.quantise import pack
 from kvrag.store import Keys, open_store
 from kvrag.testing.chunks import make_identity, make_text
 from kvrag.types import ChunkKV, LayerKV

@@ -13,13 +13,14 @@ from typing import Any
 from pydantic import ValidationError
 from stores import CHUNKS, KVS, SECRETS, blob_of, config_of, head_of, in_order, needs_cryptography
 
-from kvrag.blend.quantise import pack
+from kvrag.kv.crypto import RowCipher
+from kvrag.kv.format import Blob, BlobRejected, Foreign, OtherVersion
+from kvrag.kv.quantise import pack
 from kvrag.prompt.spans import ANCHOR_CHARS, SpanIndex
 from kvrag.store import Keys
 from kvrag.store.catalog import ledger
-from kvrag.store.crypto import RowCipher
+from kvrag.store.catalog.ledger import record_of
 from kvrag.store.eviction import Usage
-from kvrag.store.format import Blob, BlobRejected, Foreign, OtherVersion, record_of
 from kvrag.testing.chunks import same_bits
 from kvrag.types import ChunkIdentity, ChunkKV, KVDtype, TextEntry
 

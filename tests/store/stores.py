@@ -12,9 +12,9 @@ import xxhash
 
 from kvrag.config import StoreConfig
 from kvrag.identity.fingerprint import chunk_key, ids_bytes
+from kvrag.kv.format import Encoded
 from kvrag.store import Catalog, FileBlobs, Keys, MemoryTier, TieredStore
 from kvrag.store.eviction import Budget
-from kvrag.store.format import Encoded
 from kvrag.testing.chunks import make_identity, make_kv, make_text
 
 PATIENT_S = 30.0

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from kvrag.config import StoreConfig
+from kvrag.kv.format import Bytes
 from kvrag.store import (
     Blobs,
     Catalog,
@@ -17,7 +18,6 @@ from kvrag.store import (
     TieredStore,
     open_store,
 )
-from kvrag.store.base import Bytes
 from kvrag.testing.store import BlobsContract, StoreContract
 from kvrag.types import ChunkKey
 

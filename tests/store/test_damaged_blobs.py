@@ -23,8 +23,8 @@ from stores import (
     put,
 )
 
+from kvrag.kv.format import Blob, BlobRejected, Foreign, OtherVersion
 from kvrag.store import Keys
-from kvrag.store.format import Blob, BlobRejected, Foreign, OtherVersion
 from kvrag.testing.chunks import make_identity, same_bits
 from kvrag.types import ChunkKV, Hole, LayerKV
 

@@ -33,8 +33,8 @@ from stores import (
 
 from kvrag.errors import ConfigError, MissingDependencyError, StoreError
 from kvrag.identity.fingerprint import chunk_key
+from kvrag.kv.crypto import derive
 from kvrag.store import Keys, open_store
-from kvrag.store.crypto import derive
 from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, make_text, same_bits
 
 pytestmark = needs_cryptography
@@ -337,7 +337,7 @@ def test_memory_that_is_short_for_encryption_is_the_stores_fault(opened, monkeyp
             sizes.append(size)
             return real(2**62 if is_refused else size, dtype)
 
-        patch.setattr("kvrag.store.crypto.np", SimpleNamespace(empty=refused, uint8=np.uint8))
+        patch.setattr("kvrag.kv.crypto.np", SimpleNamespace(empty=refused, uint8=np.uint8))
         with pytest.raises(
             StoreError, match="memory is short for the chunk" if not after else "can't be written"
         ):

@@ -12,9 +12,10 @@ from stores import CHUNKS, KVS, blob_of, head_of, path_of
 
 from kvrag.errors import StoreError
 from kvrag.identity.fingerprint import FORMAT_VERSION
-from kvrag.layers import MAX_LAYERS, SCAN_BYTES
-from kvrag.store import MemoryBlobs, format
-from kvrag.store.format import Blob, Encoded
+from kvrag.kv import format
+from kvrag.kv.format import Blob, Encoded
+from kvrag.kv.layers import MAX_LAYERS, SCAN_BYTES
+from kvrag.store import MemoryBlobs
 from kvrag.testing.chunks import make_identity, make_kv, make_text, same_bits
 from kvrag.types import ChunkKV, LayerKV
 

@@ -8,9 +8,9 @@ import torch
 from stores import CHUNKS, KEYS, KVS, blob_of, fill, head_of, in_order, path_of
 
 from kvrag.identity.fingerprint import chunk_key
-from kvrag.layers import MAX_LAYERS
+from kvrag.kv.format import Blob, BlobRejected, Header
+from kvrag.kv.layers import MAX_LAYERS
 from kvrag.store.check import fsck
-from kvrag.store.format import Blob, BlobRejected, Header
 from kvrag.testing.chunks import make_kv, same_bits
 
 ME = CHUNKS[1]

@@ -122,7 +122,7 @@ def test_memory_that_is_short_is_a_hole_and_not_the_files_fault(slow, gate, monk
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr("kvrag.store.format.torch.frombuffer", refuse)
+        patch.setattr("kvrag.kv.format.torch.frombuffer", refuse)
         gate.is_open.set()
         holes = store.get_many(CHUNKS[:1], timeout_s=PATIENT_S)
         assert [hole.key for hole in holes] == KEYS[:1]
@@ -143,7 +143,7 @@ def no_threads(patch):
         raise RuntimeError("can't start new thread")
 
     patch.setattr(threading.Thread, "start", refuse)
-    for name in ("kvrag.threads.POOL", "kvrag.store.memory.READERS", "kvrag.store.memory.AHEAD"):
+    for name in ("kvrag.runtime.POOL", "kvrag.store.memory.READERS", "kvrag.store.memory.AHEAD"):
         patch.setattr(name, memory.Pool("without threads"))
 
 

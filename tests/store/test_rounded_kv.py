@@ -8,9 +8,9 @@ import torch
 from safetensors import safe_open
 from stores import CHUNKS, EVERY_KEY, KVS, PATIENT_S, path_of
 
-from kvrag.blend.quantise import pack
 from kvrag.errors import StoreError
 from kvrag.identity.fingerprint import chunk_key, content_key
+from kvrag.kv.quantise import pack
 from kvrag.store import MemoryTier, on_accelerator
 from kvrag.store.check import copy, fsck
 from kvrag.testing.chunks import make_text, same_bits

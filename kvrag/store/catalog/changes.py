@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvrag.config import Retention
+from kvrag.kv.crypto import Keys, RowCipher
 from kvrag.store.base import CatalogRows, ChunkRecord
 from kvrag.store.catalog.hits import Hits
 from kvrag.store.catalog.ledger import (
@@ -28,7 +29,6 @@ from kvrag.store.catalog.ledger import (
     one_step,
 )
 from kvrag.store.catalog.rows import RowTable
-from kvrag.store.crypto import Keys, RowCipher
 from kvrag.store.eviction import Usage
 from kvrag.types import ChunkKey, TextEntry
 

@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
+from kvrag.runtime import POOL
 from kvrag.store.catalog.ledger import Ledger, one_step
 from kvrag.store.eviction import Sized
-from kvrag.threads import POOL
 from kvrag.types import ChunkKey
 
 AT_ONCE = 4096  # chunks that are read in a transaction

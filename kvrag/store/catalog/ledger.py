@@ -26,10 +26,11 @@ from typing import Annotated, Any, Concatenate, NamedTuple, ParamSpec, TypeVar, 
 
 from pydantic import Field, TypeAdapter, ValidationError
 
+from kvrag.identity.fingerprint import chunk_key, content_key
+from kvrag.kv.crypto import RowCipher
 from kvrag.store.base import CatalogRows, ChunkRecord
-from kvrag.store.crypto import RowCipher
 from kvrag.store.eviction import Usage
-from kvrag.types import ChunkKey, TextEntry
+from kvrag.types import ChunkIdentity, ChunkKey, TextEntry
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -361,3 +362,13 @@ def _parsed(form: TypeAdapter[T], text: str | None) -> T | None:
     with suppress(ValidationError):
         return form.validate_json(text or "")
     return None
+
+
+def record_of(of: ChunkIdentity, num_bytes: int) -> ChunkRecord:
+    """Return the catalog record of a chunk."""
+    key = chunk_key(of)
+    content = content_key(of)
+    tokens = len(of.token_ids)
+    return ChunkRecord(
+        key, content, of.model, of.namespace, of.prefix, of.context, tokens, num_bytes
+    )

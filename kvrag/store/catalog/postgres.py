@@ -10,12 +10,12 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
-from kvrag.address import redacted
+from kvrag.config.address import redacted
 from kvrag.errors import StoreError, require
+from kvrag.kv.crypto import RowCipher
+from kvrag.runtime import POOL
 from kvrag.store.base import CatalogRows
 from kvrag.store.catalog.remote import Draft, RemoteRows
-from kvrag.store.crypto import RowCipher
-from kvrag.threads import POOL
 
 T = TypeVar("T")
 

@@ -21,14 +21,14 @@ from typing import Any, NoReturn, TypeVar
 
 from kvrag.errors import StoreError
 from kvrag.identity.fingerprint import chunk_key
+from kvrag.kv.crypto import Keys, RowCipher
+from kvrag.kv.format import Blob, BlobRejected
+from kvrag.runtime import POOL
 from kvrag.store.base import WRITABLE, Blobs, CatalogRows
 from kvrag.store.blobs import KEY
-from kvrag.store.catalog.ledger import ChunkRow, State
-from kvrag.store.crypto import Keys, RowCipher
+from kvrag.store.catalog.ledger import ChunkRow, State, record_of
 from kvrag.store.eviction import Usage
-from kvrag.store.format import Blob, BlobRejected, record_of
 from kvrag.store.redis import RedisServer
-from kvrag.threads import POOL
 from kvrag.types import ChunkKey
 
 log = logging.getLogger(__name__)

@@ -23,6 +23,8 @@ import diskcache
 from diskcache.core import DBNAME
 
 from kvrag.errors import StoreError
+from kvrag.kv.crypto import RowCipher
+from kvrag.runtime import at_thread_end
 from kvrag.store.base import WRITABLE, CatalogRows
 from kvrag.store.catalog.database import (
     BUSY_S,
@@ -33,8 +35,6 @@ from kvrag.store.catalog.database import (
     make,
     put_aside_if_damaged,
 )
-from kvrag.store.crypto import RowCipher
-from kvrag.threads import at_thread_end
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

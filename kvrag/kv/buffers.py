@@ -16,7 +16,7 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from kvrag.layers import PLACE_BYTES, layer_of
+from kvrag.kv.layers import PLACE_BYTES, layer_of
 from kvrag.types import ChunkKV
 
 logger = logging.getLogger(__name__)

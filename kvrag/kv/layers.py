@@ -192,7 +192,7 @@ def shapes_of(identity: ChunkIdentity, kv: ChunkKV) -> tuple[torch.dtype, Shapes
                 f"{found}; pass keys and values of shape "
                 f"(heads, {tokens}, head dim), one row per token, all one of float32, float16 and "
                 "bfloat16, or what "
-                "kvrag.blend.quantise.pack makes of them"
+                "kvrag.kv.quantise.pack makes of them"
             )
         shapes.append((sizes[0], sizes[1]))
     return dtype, tuple(shapes)

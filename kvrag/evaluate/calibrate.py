@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import cache
@@ -18,7 +18,7 @@ from importlib.resources import files
 from itertools import count
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import TypeAdapter
 
@@ -28,14 +28,12 @@ from kvrag.blend.select import BASE_ROWS, BASE_SHARE, MOST_SHARE
 from kvrag.cache import cache_dir, keep
 from kvrag.config import RepairConfig
 from kvrag.errors import OutOfMemoryError
-from kvrag.evaluate import Reference, answered, in_memory
+from kvrag.evaluate.answers import Reference, answered
+from kvrag.evaluate.engine import Engine
+from kvrag.evaluate.questions import IS_RIGHT, planted, score
 from kvrag.identity.fingerprint import context_digest, digest
-from kvrag.precompute.quantise_check import kl_divergence
+from kvrag.metrics import kl_divergence
 from kvrag.progress import Progress, check_show
-from kvrag.questions import IS_RIGHT, planted, score
-
-if TYPE_CHECKING:
-    from kvrag.engine import KVRagEngine
 
 VERSION = 3  # of the measurement and of the repair; a change invalidates all kept profiles
 TARGET_KL = 0.02
@@ -106,7 +104,7 @@ class Profile:
 
 
 def calibrate_repair(
-    engine: KVRagEngine,
+    engine: Engine,
     chunks: Sequence[str],
     *,
     max_mean_kl: float = TARGET_KL,
@@ -148,7 +146,7 @@ def calibrate_repair(
     """
     check_show(show_progress)
     asked = planted(engine, chunks, prompts, chunks_per_prompt, seed)
-    with in_memory(engine) as own:
+    with closing(engine.in_memory()) as own:
         own.precompute(
             list(dict.fromkeys(text for each in asked for text in each.chunks)),
             show_progress=show_progress,
@@ -214,7 +212,7 @@ def search(measure: Callable[[RepairConfig], Trial], reaches: Callable[[Trial], 
 
 
 def _trial(
-    engine: KVRagEngine, references: Sequence[Reference], repair: RepairConfig, progress: Progress
+    engine: Engine, references: Sequence[Reference], repair: RepairConfig, progress: Progress
 ) -> Trial:
     """Measure a repair on all prompts."""
     num_layers = engine.loaded.reusable.num_layers
@@ -245,7 +243,7 @@ def _trial(
     )
 
 
-def _layout(engine: KVRagEngine, prompt: Any) -> Layout:
+def _layout(engine: Engine, prompt: Any) -> Layout:
     spans = engine.explain(prompt, mode="stitch").spans
     if not all(span.hit for span in spans if span.kind == "chunk"):
         raise OutOfMemoryError(
@@ -257,7 +255,7 @@ def _layout(engine: KVRagEngine, prompt: Any) -> Layout:
     )
 
 
-def profile_file(engine: KVRagEngine) -> Path:
+def profile_file(engine: Engine) -> Path:
     """Return the path of the profile for an engine's model, context and rounding."""
     kv_dtype = engine.store_config.kv_dtype
     context = context_digest(engine.context_ids)
@@ -269,7 +267,7 @@ def profile_file(engine: KVRagEngine) -> Path:
     return cache_dir() / "profiles" / f"{name}.json"
 
 
-def kept_profile(engine: KVRagEngine) -> Profile | None:
+def kept_profile(engine: Engine) -> Profile | None:
     """Read this user's profile for an engine, else the shipped profile of the same name.
 
     A damaged file counts as absent.
@@ -282,7 +280,7 @@ def kept_profile(engine: KVRagEngine) -> Profile | None:
 
 @cache
 def _shipped() -> dict[str, Profile]:
-    text = files("kvrag").joinpath("profiles.json").read_text("utf-8")
+    text = files("kvrag.evaluate").joinpath("profiles.json").read_text("utf-8")
     return TypeAdapter(dict[str, Profile]).validate_json(text)
 
 

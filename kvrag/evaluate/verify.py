@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvrag.config import Repair
 from kvrag.errors import InputError
-from kvrag.precompute.quantise_check import MAX_MEAN_KL, MIN_TOP1, kl_divergence
+from kvrag.evaluate.engine import Engine
+from kvrag.metrics import MAX_MEAN_KL, MIN_TOP1, kl_divergence
 from kvrag.progress import Progress, check_show
 from kvrag.prompt.template import Prompt
 from kvrag.prompt.tokenizer import SeamCount, SegmentTokenizer, count_seams
 from kvrag.types import ExplainedSpan, Mode, VerifyReport, VerifyRow
 
-if TYPE_CHECKING:
-    from kvrag.engine import KVRagEngine
-
-__all__ = ["MAX_MEAN_KL", "MIN_TOP1", "kl_divergence", "seams_of", "verify_prompts"]
-
 logger = logging.getLogger(__name__)
 
 
 def verify_prompts(
-    engine: KVRagEngine,
+    engine: Engine,
     prompts: Sequence[Prompt],
     *,
     mode: Mode = "stitch",
@@ -101,7 +97,7 @@ def verify_prompts(
 
 
 def _compare(
-    engine: KVRagEngine, prompt: Prompt, max_new_tokens: int, mode: Mode, options: Mapping[str, Any]
+    engine: Engine, prompt: Prompt, max_new_tokens: int, mode: Mode, options: Mapping[str, Any]
 ) -> tuple[VerifyRow, SeamCount, str]:
     reused, full = (engine.prefill(prompt, mode=m, **options) for m in (mode, "full"))
     answers = [

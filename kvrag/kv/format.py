@@ -26,10 +26,11 @@ from typing import Any
 import torch
 import xxhash
 
-from kvrag.buffers import BUFFERS
 from kvrag.errors import StoreError
-from kvrag.identity.fingerprint import FORMAT_VERSION, chunk_key, content_key, ids_bytes
-from kvrag.layers import (
+from kvrag.identity.fingerprint import FORMAT_VERSION, chunk_key, ids_bytes
+from kvrag.kv.buffers import BUFFERS
+from kvrag.kv.crypto import TAG_BYTES, decrypt, derive, encrypt, key_id
+from kvrag.kv.layers import (
     FLOATS,
     MAX_LAYERS,
     NAMES,
@@ -42,10 +43,10 @@ from kvrag.layers import (
     shapes_of,
     view_layer,
 )
-from kvrag.store.base import Bytes, ChunkRecord
-from kvrag.store.crypto import TAG_BYTES, decrypt, derive, encrypt, key_id
-from kvrag.threads import POOL
+from kvrag.runtime import POOL
 from kvrag.types import ChunkIdentity, ChunkKV, HoleReason, LayerKV
+
+Bytes = bytes | bytearray | memoryview
 
 ALIGNMENT = 4096  # data starts at a multiple of this, so that it can be read with direct I/O
 HEAD_BYTES = 16 * 1024  # read first: most headers are not longer
@@ -134,16 +135,6 @@ class Header:
         }
         text = f"{START}{dump(metadata)},{self.layout.json}}}".encode()
         return text.replace(NO_DIGEST, xxhash.xxh3_128_hexdigest(text).encode(), 1)
-
-
-def record_of(of: ChunkIdentity, num_bytes: int) -> ChunkRecord:
-    """Return the catalog record of a chunk."""
-    key = chunk_key(of)
-    content = content_key(of)
-    tokens = len(of.token_ids)
-    return ChunkRecord(
-        key, content, of.model, of.namespace, of.prefix, of.context, tokens, num_bytes
-    )
 
 
 def _runs(offsets: Sequence[int]) -> list[range]:

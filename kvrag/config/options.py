@@ -33,10 +33,10 @@ from pydantic import (
 )
 from pydantic.dataclasses import dataclass
 
-from kvrag.address import Address, address, shown
+from kvrag.config.address import Address, address, shown
+from kvrag.config.spelling import DIRECTORY_NAMES, parse_bytes
+from kvrag.config.spelling import unknown_option as _unknown
 from kvrag.errors import ConfigError
-from kvrag.spelling import DIRECTORY_NAMES, parse_bytes
-from kvrag.spelling import unknown_option as _unknown
 from kvrag.types import KVDtype, MaxContext, Mode, Prove
 
 T = TypeVar("T")

@@ -18,10 +18,10 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from kvrag.buffers import BUFFERS
 from kvrag.config import StoreConfig
 from kvrag.errors import ConfigError, require
 from kvrag.identity.fingerprint import FORMAT_VERSION, namespace_digest
+from kvrag.kv.buffers import BUFFERS
 
 MIN_KEY_BYTES = 32  # shorter keys are refused: they could be guessed
 TAG_BYTES = 16

@@ -13,13 +13,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvrag.errors import InputError
+from kvrag.evaluate.engine import Engine
 from kvrag.types import Chunk
-
-if TYPE_CHECKING:
-    from kvrag.engine import KVRagEngine
 
 IS_RIGHT = 0.5  # minimum score of an answer that counts as right
 # Distinct chunks precomputed per prompt; with more chunks per prompt, they recur among prompts.
@@ -65,7 +63,7 @@ class Question:
     answers: tuple[str, ...]
 
 
-def prompt_of(engine: KVRagEngine, question: Question) -> Any:
+def prompt_of(engine: Engine, question: Question) -> Any:
     """Turn a question into a prompt: a chat message if the model has a chat template."""
     parts = [part for text in question.chunks for part in (Chunk(text), "\n\n")]
     asked = f"{INSTRUCTION}\nQuestion: {question.text}"
@@ -75,7 +73,7 @@ def prompt_of(engine: KVRagEngine, question: Question) -> Any:
 
 
 def planted(
-    engine: KVRagEngine, chunks: Sequence[str], count: int, chunks_per_prompt: int, seed: int
+    engine: Engine, chunks: Sequence[str], count: int, chunks_per_prompt: int, seed: int
 ) -> list[Question]:
     """Plant facts in chunks, and draw prompts of such chunks that ask for a fact.
 

@@ -1,8 +1,9 @@
-"""The only module that starts threads: pools of daemon threads, and deadlines for their results.
+"""State that a process has once: threads, and values that go with a model or a tokenizer.
 
-A read that hangs does not keep the process alive, as it would in a pool of the standard library. A
-daemon inside torch at interpreter exit would abort the process, so all actions are cancelled and
-joined first, and forwards end at their next layer (:func:`leave_at_exit`).
+This is the only module that starts threads: pools of daemon threads, and deadlines for their
+results. A read that hangs does not keep the process alive, as it would in a pool of the standard
+library. A daemon inside torch at interpreter exit would abort the process, so all actions are
+cancelled and joined first, and forwards end at their next layer (:func:`leave_at_exit`).
 """
 
 from __future__ import annotations
@@ -48,6 +49,31 @@ def _after_fork() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
+
+
+class Runtime:
+    """Values that all engines of this process share, each with its owner: a model, a tokenizer.
+
+    A value is made once, and goes with its owner.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        # By the owner's id: a config has no hash.
+        self._values: dict[tuple[int, Callable[[], Any]], Any] = {}
+
+    def of(self, owner: object, make: Callable[[], T]) -> T:
+        """Return the value that ``make`` made for an owner; make it at the first call."""
+        key = id(owner), make
+        with self._lock:
+            if key not in self._values:
+                self._values[key] = make()
+                weakref.finalize(owner, self._values.pop, key, None).atexit = False
+            value: T = self._values[key]
+            return value
+
+
+RUNTIME = Runtime()
 
 
 class _Job(NamedTuple):

@@ -29,7 +29,7 @@ import math
 import torch
 
 from kvrag.errors import StoreError
-from kvrag.layers import CODES, GROUP, group_of, layer_of, parts
+from kvrag.kv.layers import CODES, GROUP, group_of, layer_of, parts
 from kvrag.types import ChunkKV, KVDtype, LayerKV
 
 LARGEST_CODE = {"int8": 127, "int4": 7, "fp8": 448}

@@ -142,9 +142,9 @@ def kept_bytes_per_token(
     """
     if kv_dtype == "auto":
         return kv_bytes_per_token(shape, dtype)
-    import torch  # only here: the layout of codes and scales is defined once, in kvrag.layers
+    import torch  # only here: the layout of codes and scales is defined once, in kvrag.kv.layers
 
-    from kvrag.layers import parts
+    from kvrag.kv.layers import parts
 
     one = (shape.num_kv_heads, chunk_tokens, shape.head_dim)
     size = sum(part.num_bytes for part in parts(kv_dtype, torch.bfloat16, one, one))

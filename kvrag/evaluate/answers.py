@@ -8,22 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 from statistics import fmean, median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from kvrag.config import Repair, StoreConfig
+from kvrag.config import Repair
 from kvrag.errors import InputError
-from kvrag.precompute.quantise_check import kl_divergence
+from kvrag.evaluate.engine import Engine
+from kvrag.evaluate.questions import IS_RIGHT, Question, planted, prompt_of, read_question, score
+from kvrag.metrics import kl_divergence
 from kvrag.progress import Progress, check_show
-from kvrag.questions import IS_RIGHT, Question, planted, prompt_of, read_question, score
 from kvrag.types import Exactness, Mode
-
-if TYPE_CHECKING:
-    from kvrag.engine import KVRagEngine
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +134,7 @@ class Evaluation:
 
 
 def evaluate_reuse(
-    engine: KVRagEngine,
+    engine: Engine,
     chunks: Sequence[str],
     questions: Sequence[Mapping[str, Any]] | None = None,
     *,
@@ -186,7 +184,7 @@ def evaluate_reuse(
         asked = [read_question(question, chunks, chunks_per_prompt) for question in questions]
     if not asked:
         raise InputError("there is nothing to ask; pass at least one question")
-    with in_memory(engine) as own:
+    with closing(engine.in_memory()) as own:
         texts = list(dict.fromkeys(text for question in asked for text in question.chunks))
         report = own.precompute(texts, show_progress=show_progress)
         found = answered(
@@ -196,24 +194,6 @@ def evaluate_reuse(
         rows = [compare(own, reference, mode=mode, repair=repair) for reference in found]
         how = own.explain(prompt_of(own, asked[0]), mode=mode, repair=repair).repair
     return Evaluation(rows, how, report.stored, report.stored_bytes, report.seconds)
-
-
-@contextmanager
-def in_memory(engine: KVRagEngine) -> Iterator[KVRagEngine]:
-    """Open an engine on the same model that keeps its KV in memory; close it after the block."""
-    given = engine.store_config
-    memory = StoreConfig(
-        kv_dtype=given.kv_dtype, min_chunk_tokens=given.min_chunk_tokens, ram_bytes=2**62
-    )
-    options: dict[str, Any] = {
-        "repair": engine.given_repair,
-        "chat_template_kwargs": engine.chat_template_kwargs,
-    }
-    own = type(engine)(
-        engine.source, prefix=engine.prefix, context=engine.context, store_config=memory, **options
-    )
-    with closing(own):
-        yield own
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +218,7 @@ class Reference:
 
 
 def answered(
-    engine: KVRagEngine,
+    engine: Engine,
     questions: Sequence[Question],
     max_new_tokens: int,
     *,
@@ -260,7 +240,7 @@ def answered(
             progress.advance()
 
 
-def compare(engine: KVRagEngine, reference: Reference, *, mode: Mode, repair: Repair) -> Compared:
+def compare(engine: Engine, reference: Reference, *, mode: Mode, repair: Repair) -> Compared:
     """Answer a question with reuse, and compare the answer with full prefill's."""
     prompt = reference.prompt
     options: dict[str, Any] = {"mode": mode, "repair": repair}
