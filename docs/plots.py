@@ -75,23 +75,6 @@ def facts() -> Data | None:
     }
 
 
-def peers() -> Data | None:
-    """KL of the first token against TTFT for everyone in one run, reordered RAG."""
-    found = result("peers")
-    if found is None:
-        return None
-    summary = found["workloads"]["reordered RAG"]["summary"]
-    points = {
-        name: [
-            round(row["cpu_s"], 4),
-            *(round(kl, 6) for kl in (row["kl_median"], *row["kl_median_ci"])),
-        ]
-        for name, row in summary.items()
-        if "kl" in row
-    }
-    return {"points": points}
-
-
 def load() -> Data | None:
     """TTFT, median and p95, by the number of clients that ask again as soon as they are answered."""
     found = result("load")
@@ -116,14 +99,6 @@ LOSSES = {
     "cacheblend": "CacheBlend",
     "epic": "EPIC",
 }
-KINDS = {"kvrag": (BLUE, "o"), "transformers": ("#8b949e", "s"), "KVBoost": (RED, "v")}
-PUBLISHED = (PURPLE, "D")
-
-
-def front(points: dict[str, list[float]]) -> list[list[float]]:
-    """Points that no other one beats in both, by time."""
-    ordered = sorted(points.values())
-    return [p for i, p in enumerate(ordered) if all(p[1] < q[1] for q in ordered[:i])]
 
 
 def draw_facts(axes: Any, data: Data, theme: dict[str, str]) -> None:
@@ -152,39 +127,6 @@ def draw_facts(axes: Any, data: Data, theme: dict[str, str]) -> None:
     legend(axes, theme, loc="center left", bbox_to_anchor=(1.01, 0.5))
 
 
-def draw_peers(axes: Any, data: Data, theme: dict[str, str]) -> None:
-    """Scatter on an axis that is linear near 0, where the exact ones are, and the front."""
-    line = front(data["points"])
-    axes.plot(
-        [p[0] for p in line], [p[1] for p in line], color=theme["ink"], lw=1, alpha=0.5, zorder=1
-    )
-    for place, (name, (time, kl, low, high)) in enumerate(
-        sorted(data["points"].items(), key=lambda p: p[1])
-    ):
-        color, marker = KINDS.get(name.split(",")[0], PUBLISHED)
-        errors = [[max(0.0, kl - low)], [max(0.0, high - kl)]]
-        axes.errorbar(
-            time, kl, errors, fmt=marker, color=color, capsize=3, ms=6, label=f"{place + 1}  {name}"
-        )
-        offset = (
-            6,
-            5
-            + 9
-            * (
-                sum(k < 1e-4 and n != name for n, (_, k, *_) in data["points"].items())
-                and kl < 1e-4
-            )
-            * (place % 3),
-        )
-        axes.annotate(
-            str(place + 1), (time, kl), xytext=offset, textcoords="offset points", fontsize=9
-        )
-    axes.set_yscale("symlog", linthresh=1e-3, linscale=0.5)
-    axes.set_ylim(-3e-4, None)
-    axes.set(xlabel="time to first token, CPU s", ylabel="KL of the first token, nats")
-    legend(axes, theme, loc="center left", bbox_to_anchor=(1.01, 0.5))
-
-
 def draw_load(axes: Any, data: Data, theme: dict[str, str]) -> None:
     """Lines by clients on logarithmic axes: p95, and the median thin below it."""
     for (name, line), color, marker in zip(
@@ -208,7 +150,6 @@ def legend(axes: Any, theme: dict[str, str], **options: Any) -> None:
 
 PLOTS: dict[str, tuple[Callable[[], Data | None], Callable[[Any, Data, dict[str, str]], None]]] = {
     "facts": (facts, draw_facts),
-    "peers": (peers, draw_peers),
     "load": (load, draw_load),
 }
 

@@ -1,4 +1,4 @@
-"""Parts of tables: rows in Markdown, the source of figures, plots."""
+"""Parts of tables: rows in Markdown, and the source of figures."""
 
 from __future__ import annotations
 
@@ -45,9 +45,3 @@ def machine_of(result: Result, file: str) -> str:
     } or {m["commit"][:10]}
     at = f"commit{'s' if ran - {min(ran)} else ''} {', '.join(sorted(ran))}"
     return f"\n{m['cpu']}, {m['cores']} cores; {at}; everything in `tests/benchmarks/results/{file}`.\n"
-
-
-def picture(name: str, alt: str) -> str:
-    """Show a plot of docs/plots.py, in the reader's theme."""
-    dark = f'<source media="(prefers-color-scheme: dark)" srcset="plots/{name}-dark.svg">'
-    return f'<picture>{dark}<img alt="{alt}" src="plots/{name}-light.svg"></picture>\n\n'

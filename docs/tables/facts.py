@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import statistics
-from functools import partial
 from typing import Any
 
 from kvrag.evaluate.questions import IS_RIGHT
@@ -12,26 +11,7 @@ from kvrag.evaluate.questions import IS_RIGHT
 from .core import RESULTS, Result, Tables, read, source, table
 
 FACTS = {
-    "none": "unrepaired",
-    "sentences": "kvrag, sentences",
-    "gain": "kvrag, single rows",
-    "gainsum": "single rows by summed attention, the default before",
-    "mass": "single rows by attention alone",
-    "runs9": "runs of nine rows",
-    "mix50": "half runs of nine rows",
-    "mix50sum": "half runs, by summed attention",
-    "sentonce": "sentences, the question read once",
-    "sentsum": "sentences by summed attention",
-    "sent50": "sentences, half of the budget",
-    "sent80": "sentences, four fifths of the budget",
-    "sentmean": "sentences by their mean",
-    "sentroot": "sentences by their sum over the root of their length",
-    "sentall": "sentences, a probe of all layers",
-    "sentsee20": "sentences, repaired rows see a fifth of the other chunks",
-    "sentsee50": "sentences, repaired rows see half of the other chunks",
     "reordered": "full prefill, chunks in another order",
-    "sentmid": "sentences, a probe of a quarter to 60% of the layers",
-    "sentnoshift": "sentences, without the shift",
     "prophetkv": "ProphetKV",
     "cacheblend": "CacheBlend",
     "epic": "EPIC",
@@ -78,42 +58,67 @@ SAME_QUESTIONS = ("lost", "won", "KL, own answer", "median", "KL, first token", 
 
 def facts(result: Result) -> str:
     """Say of each repair which facts it keeps, how far its answers are, and how much sooner they begin."""
+    rows = [row for row in _by_task(result) if row]
+    name = result.get("name", result["model"])
+    return table(["questions", *BY_TASK], rows) + source(result, f"facts/{name}.json")
+
+
+BY_TASK = [
+    "repair",
+    "retention (95% interval)",
+    "lost",
+    "won",
+    "KL, own answer",
+    "same answer",
+    "rows",
+    "first token sooner, by CPU time",
+]
+
+
+def _by_task(result: Result) -> list[list[str]]:
+    """Return a row for each task and shown repair."""
     rows = []
     for task, methods in result["tasks"].items():
-        order = sorted(
-            methods, key=lambda name: (name.partition("@")[0] not in ("sentences", "gainsum"), name)
-        )
-        for name in order:
+        for name in (each for each in OURS if each in methods):
             found, lost, kept = methods[name], "–", "–"
             if found["right"]:
-                low, high = found["lost_ci"]
-                lost = f"{round(found['lost'] * found['right'])} of {found['right']} ({low:.0%} to {high:.0%})"
+                lost = f"{round(found['lost'] * found['right'])} of {found['right']}"
             if found["full"]:
-                kept = f"{found['retention']:.2f} ({found['retention_ci'][0]:.2f} to {found['retention_ci'][1]:.2f})"
+                low, high = found["retention_ci"]
+                kept = f"{found['retention']:.2f} ({low:.2f} to {high:.2f})"
             cells = (kept, lost, str(found["won"]), f"{found['kl']:.3f}", f"{found['same']:.0%}")
-            rows.append(
-                [
-                    f"{task}, {found['questions']}",
-                    method_name(name),
-                    *cells,
-                    f"{found['rows']:.0%}",
-                    f"{found['sooner_cpu']:.1f}",
-                ]
-            )
-    header = [
-        "questions",
-        "repair",
-        "retention (95% interval)",
-        "lost",
-        "won",
-        "KL, own answer",
-        "same answer",
-        "rows",
+            last = (f"{found['rows']:.0%}", f"{found['sooner_cpu']:.1f}×")
+            rows.append([f"{task}, {found['questions']}", method_name(name), *cells, *last])
+    return rows
+
+
+def facts_models(result: Result) -> str:
+    """Set the other models below each other; sources last."""
+    rows, said = [], []
+    for name, model in {**OTHER_MODELS, result["model"]: "SmolLM2-135M"}.items():
+        found = read(f"facts/{name}.json")
+        rows += [[model, *row] for row in _by_task(found)]
+        said.append(source(found, f"facts/{name}.json").strip())
+    return table(["model", "questions", *BY_TASK], rows) + "\n" + "\n".join(said) + "\n"
+
+
+def facts_equal(result: Result) -> str:
+    """Compare published methods at equal shares of the rows, all tasks together."""
+    tasks = result["tasks"].values()
+    names = [
+        f"{kind}@{share}"
+        for share in ("0.03", "0.05", "0.1")
+        for kind in ("sentences", "cacheblend", "epic", "prophetkv")
     ]
-    header.append("first token, times sooner (processor time)")
-    name = result.get("name", result["model"])
-    lines = f"`tests/benchmarks/results/facts/{name}.jsonl` has a line per question and repair.\n"
-    return table(header, rows) + source(result, f"facts/{name}.json") + lines
+    rows = []
+    for name in names:
+        kind, _, share = name.partition("@")
+        label = FACTS.get(kind, "**kvrag**")
+        found = [methods[name] for methods in tasks]
+        rows.append([f"{float(share):.0%}", *together(label, found)])
+    header = ["rows", "", "questions", "retention", "lost", "won", "KL, own answer", "same answer"]
+    header.append("first token sooner, by CPU time")
+    return table(header, rows) + source(result, "facts/published-equal.json")
 
 
 def facts_short(result: Result) -> str:
@@ -151,99 +156,8 @@ def together(label: str, found: list[Result]) -> list[str]:
 
 def method_name(name: str) -> str:
     """Name a method and its budget."""
-    behind = {"p.": ", behind the prefix alone", "c1000.": ", behind 1,000 tokens of a context"}
-    behind |= {f"{dtype}.": f", KV as {dtype}" for dtype in ("int8", "fp8", "int4")}
-    mark = next((mark for mark in behind if name.startswith(mark)), "")
-    plain = name.removeprefix(mark)
-    kind, _, budget = plain.partition("@")
-    share = (
-        {"": "", "auto": ", default rows"}.get(budget)
-        if budget in ("", "auto")
-        else f", {float(budget):.0%}"
-    )
-    return NAMED.get(plain, f"{FACTS[kind]}{share}") + behind.get(mark, "")
-
-
-def facts_once(result: Result) -> str:
-    """Compare the default with a probe that reads the question once, on the same questions."""
-    name = f"facts/{result['model']}"
-    rows = on_same_questions(
-        {
-            "once": ("facts/once", "sentences@auto"),
-            "**twice, the default**": (name, "sentences@auto"),
-        }
-    )
-    once = read("facts/once.json")
-    said = source(once, "facts/once.json").lstrip()
-    return (
-        table(["questions", "the question is read", *SAME_QUESTIONS], rows)
-        + source(result, f"{name}.json")
-        + said
-    )
-
-
-def compared(result: Result, column: str, methods: dict[str, str]) -> str:
-    """Compare methods, by label, on the questions that all of them answered."""
-    name = f"facts/{result['model']}"
-    rows = on_same_questions({label: (name, method) for label, method in methods.items()})
-    return table(["questions", column, *SAME_QUESTIONS], rows) + source(result, f"{name}.json")
-
-
-ROWS = {
-    "**the default**": "sentences@auto",
-    "25%": "sentences@0.25",
-    "30%": "sentences@0.3",
-    "40%": "sentences@0.4",
-}
-REORDERED = {
-    "**kvrag, the default**": "sentences@auto",
-    "kvrag, `careful`: 40%": "sentences@0.4",
-    "full prefill, chunks in another order": "reordered",
-}
-SEEN = {
-    "**all, the default**": "sentences@auto",
-    "half": "sentsee50@auto",
-    "a fifth": "sentsee20@auto",
-}
-ROUNDED = {
-    "as computed": "sentences@auto",
-    "int8": "int8.sentences@auto",
-    "int4": "int4.sentences@auto",
-}
-
-
-def facts_musique_rows(result: Result) -> str:
-    """Compare shares of rows on the questions of MuSiQue that full prefill has right."""
-    name = "facts/musique-rows"
-    methods = {
-        "**the default**": "sentences@auto",
-        "25%": "sentences@0.25",
-        "40%, `careful`": "sentences@0.4",
-    }
-    rows = on_same_questions({label: (name, method) for label, method in methods.items()})
-    found = result["tasks"]["musique"]
-    for row, method in zip(rows, methods.values(), strict=True):
-        row.append(f"{found[method]['sooner_cpu']:.1f}×")
-    header = ["questions", "rows", *SAME_QUESTIONS, "first token sooner, by CPU time"]
-    return table(header, rows) + source(result, f"{name}.json")
-
-
-def on_same_questions(sides: dict[str, tuple[str, str]]) -> list[list[str]]:
-    """Return a row per task and side, over the questions that every side answered; a side is a file of lines and a method in it."""
-    found: dict[str, dict[tuple[Any, ...], tuple[Result, Result]]] = {}
-    for label, (file, method) in sides.items():
-        lines = _lines(file)
-        full = {_question(line): line for line in lines if line["method"] == "full"}
-        found[label] = {
-            _question(r): (full[_question(r)], r) for r in lines if r["method"] == method
-        }
-    common = set.intersection(*(set(by) for by in found.values()))
-    rows = []
-    for task in sorted({question[0] for question in common}):
-        for label, by in found.items():
-            pairs = [by[question] for question in sorted(common) if question[0] == task]
-            rows.append([f"{task}, {len(pairs)}", label, *_same_questions(pairs)])
-    return rows
+    kind, _, budget = name.partition("@")
+    return NAMED.get(name) or FACTS[kind] + (f", {float(budget):.0%}" if budget else "")
 
 
 FACTUAL = frozenset({"needles", "hotpotqa", "musique"})
@@ -295,27 +209,8 @@ def _question(line: Result) -> tuple[Any, ...]:
 
 TABLES: Tables = {
     "facts-qwen-05b": ("facts/qwen2.5-coder-0.5b.json", facts),
-    "facts-rows": ("facts/qwen2.5-coder-0.5b.json", partial(compared, column="rows", methods=ROWS)),
     "facts-joined": ("facts/qwen2.5-coder-0.5b.json", facts_joined),
-    "facts-reordered": (
-        "facts/qwen2.5-coder-0.5b.json",
-        partial(compared, column="", methods=REORDERED),
-    ),
-    "facts-sparse": (
-        "facts/qwen2.5-coder-0.5b.json",
-        partial(compared, column="seen of other chunks", methods=SEEN),
-    ),
-    "facts-once": ("facts/qwen2.5-coder-0.5b.json", facts_once),
-    "facts-musique-rows": ("facts/musique-rows.json", facts_musique_rows),
-    "facts-rounded": (
-        "facts/qwen2.5-coder-0.5b.json",
-        partial(compared, column="KV", methods=ROUNDED),
-    ),
-    "facts-equal": ("facts/published-equal.json", facts),
-    "facts-published": ("facts/published.json", facts),
-    "facts-search": ("facts/search.json", facts),
+    "facts-equal": ("facts/published-equal.json", facts_equal),
     "facts-short": ("facts/qwen2.5-coder-0.5b.json", facts_short),
-    "facts-qwen-15b": ("facts/qwen2.5-coder-1.5b.json", facts),
-    "facts-gemma": ("facts/gemma3-270m.json", facts),
-    "facts-smollm2": ("facts/smollm2-135m-instruct.json", facts),
+    "facts-models": ("facts/smollm2-135m-instruct.json", facts_models),
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from functools import partial
 
 from .core import NOT_MEASURED, Result, Tables, source, table
 
@@ -53,53 +52,33 @@ def chat(result: Result) -> str:
     return table(header, rows) + note + source(result, "chat.json")
 
 
-def load(result: Result, file: str = "load.json") -> str:
-    """Set the servers side by side at every level of load, and say where kvrag's is behind."""
+def load(result: Result) -> str:
+    """Set the servers side by side at every level of load."""
     parts = {part: row for part, row in result["parts"].items() if part in SERVERS}
     levels = dict.fromkeys(_level(level) for row in parts.values() for level in row["levels"])
     found = {(_level(level), part): level for part, row in parts.items() for level in row["levels"]}
-    rows: list[list[str]] = []
-    behind: dict[str, list[str]] = {}
-    for name in levels:
-        for part in parts:
-            if (level := found.get((name, part))) is None:
-                continue
-            times = [" / ".join(f"{level['ttft_s'][p]:.2f}" for p in ("p50", "p95", "p99"))]
-            times.append(" / ".join(f"{level['gap_ms'][p]:.0f}" for p in ("p50", "p95", "p99")))
-            rates = [
-                f"{level['tokens_per_s']:.1f}",
-                f"{level['requests_per_s']:.2f}",
-                f"{level['open_at_once']}",
-            ]
-            equal = f"{level['equal']} of {level['requests']}"
-            rows.append([name, SERVERS[part], *times, *rates, equal])
-            if part != "kvrag" and (ours := found.get((name, "kvrag"))):
-                for what in _behind(ours, level):
-                    behind.setdefault(f"{what}, beside {SERVERS[part]}", []).append(name)
-    header = [
-        "load",
-        "server",
-        "first token, s",
-        "between pieces, ms",
-        "tokens/s",
-        "requests/s",
-        "open at once",
-    ]
-    said = f"\np50 / p95 / p99. {result['prompts']} prompts out of {result['chunks']} chunks, "
-    said += f"answers of at most {result['max_tokens']} tokens. "
-    said += "Equal: to the same server's answer to one client. "
+    rows = []
+    for name, part in ((name, part) for name in levels for part in parts):
+        if (level := found.get((name, part))) is None:
+            continue
+        times = [f"{level['ttft_s'][p]:.2f}" for p in ("p50", "p95")]
+        times += [f"{level['gap_ms'][p]:.0f}" for p in ("p50", "p95")]
+        rows.append([name, SERVERS[part], *times, f"{level['tokens_per_s']:.1f}"])
+    header = ["load", "server", "first token, s: p50", "p95", "between pieces, ms: p50", "p95"]
+    same = sum(level["equal"] for level in found.values())
+    said = f"\n{result['prompts']} prompts out of {result['chunks']} chunks, "
+    said += f"answers of at most {result['max_tokens']} tokens; {same} of "
+    said += f"{sum(level['requests'] for level in found.values())} answers equal the same server's to one client. "
     agreed = (
         f"{name.replace('full', SERVERS['full'])} {same} of {of}"
         for name, (same, of) in result["agreement"].items()
     )
     said += f"Single answers that two servers have in common: {', '.join(agreed)}. "
     sizes = (f"{SERVERS[part]} {row['peak_bytes'] / 1e9:.2f} GB" for part, row in parts.items())
-    losses = "; ".join(f"{what}: {', '.join(names)}" for what, names in behind.items())
-    said += f"Peak memory: {', '.join(sizes)}. Measured at commits "
-    said += ", ".join(sorted({level["commit"][:10] for level in found.values()}))
-    said += f".\n\nWhere kvrag is behind by more than 2%: {losses or 'nowhere'}.\n"
+    said += f"Peak memory: {', '.join(sizes)}.\n"
     machine = {**result, "machine": parts["kvrag"]["machine"]}
-    return table([*header, "equal"], rows) + said + source(machine, file)
+    file = "load-qwen2.5-coder-0.5b.json"
+    return table([*header, "tokens/s"], rows) + said + source(machine, file)
 
 
 def load_figures(result: Result) -> str:
@@ -150,23 +129,8 @@ def _level(level: Result) -> str:
     )
 
 
-def _behind(ours: Result, theirs: Result) -> list[str]:
-    names = {"ttft_s": "first token", "gap_ms": "between pieces"}
-    found = [
-        f"{said} {p}"
-        for key, said in names.items()
-        for p in ("p50", "p95", "p99")
-        if ours[key][p] > 1.02 * theirs[key][p]
-    ]
-    return found + ["tokens/s"] * (ours["tokens_per_s"] < 0.98 * theirs["tokens_per_s"])
-
-
 TABLES: Tables = {
     "chat": ("chat.json", chat),
-    "load": ("load.json", load),
-    "load-qwen-05b": (
-        "load-qwen2.5-coder-0.5b.json",
-        partial(load, file="load-qwen2.5-coder-0.5b.json"),
-    ),
+    "load-qwen-05b": ("load-qwen2.5-coder-0.5b.json", load),
     "load-figures": ("load.json", load_figures),
 }
