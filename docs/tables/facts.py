@@ -19,14 +19,14 @@ FACTS = {
 }
 
 
+OURS = ("sentences@auto", "sentences@0.03", "sentences@0.4", "reordered")
+
+
 NAMED = {
     "sentences@auto": "**kvrag, the default**",
     "sentences@0.03": "kvrag, `fast`: 3%",
     "sentences@0.4": "kvrag, `careful`: 40%",
 }
-
-
-OURS = ("sentences@auto", "sentences@0.03", "sentences@0.4", "reordered")
 
 
 SHORT = (
@@ -75,11 +75,11 @@ BY_TASK = [
 ]
 
 
-def _by_task(result: Result) -> list[list[str]]:
+def _by_task(result: Result, shown: tuple[str, ...] = OURS) -> list[list[str]]:
     """Return a row for each task and shown repair."""
     rows = []
     for task, methods in result["tasks"].items():
-        for name in (each for each in OURS if each in methods):
+        for name in (each for each in shown if each in methods):
             found, lost, kept = methods[name], "–", "–"
             if found["right"]:
                 lost = f"{round(found['lost'] * found['right'])} of {found['right']}"
@@ -97,28 +97,9 @@ def facts_models(result: Result) -> str:
     rows, said = [], []
     for name, model in {**OTHER_MODELS, result["model"]: "SmolLM2-135M"}.items():
         found = read(f"facts/{name}.json")
-        rows += [[model, *row] for row in _by_task(found)]
+        rows += [[model, *row] for row in _by_task(found, ("sentences@auto",))]
         said.append(source(found, f"facts/{name}.json").strip())
     return table(["model", "questions", *BY_TASK], rows) + "\n" + "\n".join(said) + "\n"
-
-
-def facts_equal(result: Result) -> str:
-    """Compare published methods at equal shares of the rows, all tasks together."""
-    tasks = result["tasks"].values()
-    names = [
-        f"{kind}@{share}"
-        for share in ("0.03", "0.05", "0.1")
-        for kind in ("sentences", "cacheblend", "epic", "prophetkv")
-    ]
-    rows = []
-    for name in names:
-        kind, _, share = name.partition("@")
-        label = FACTS.get(kind, "**kvrag**")
-        found = [methods[name] for methods in tasks]
-        rows.append([f"{float(share):.0%}", *together(label, found)])
-    header = ["rows", "", "questions", "retention", "lost", "won", "KL, own answer", "same answer"]
-    header.append("first token sooner, by CPU time")
-    return table(header, rows) + source(result, "facts/published-equal.json")
 
 
 def facts_short(result: Result) -> str:
@@ -210,7 +191,6 @@ def _question(line: Result) -> tuple[Any, ...]:
 TABLES: Tables = {
     "facts-qwen-05b": ("facts/qwen2.5-coder-0.5b.json", facts),
     "facts-joined": ("facts/qwen2.5-coder-0.5b.json", facts_joined),
-    "facts-equal": ("facts/published-equal.json", facts_equal),
     "facts-short": ("facts/qwen2.5-coder-0.5b.json", facts_short),
     "facts-models": ("facts/smollm2-135m-instruct.json", facts_models),
 }

@@ -6,29 +6,21 @@ from collections import Counter
 
 from .core import Result, Tables, source, table
 
-LEFT_OUT = (
-    "kvrag, 10%",
-    "kvrag, unrepaired behind a context",
-    "kvrag, 3%, stored at first use",
-)
-"""Settings of kvrag that are not the default: in peers.json alone."""
-
 
 def peers(result: Result) -> str:
     """Compare everyone that was asked the same prompts; a cell has a workload's ratio and KL."""
     workloads = result["workloads"]
     first = next(iter(workloads.values()))["summary"]
     rows = []
-    for name in (name for name in first if name not in LEFT_OUT):
+    for name in first:
         cells = [_cell(found["summary"][name]) for found in workloads.values()]
         label = f"**{name}**" if name.startswith("kvrag") else name
         rows.append([label, *cells, _pays_after(first[name])])
     said = "; ".join(_workload(name, found) for name, found in workloads.items())
     note = f"\nFull prefill's CPU time ÷ the peer's, and KL of the first token, medians. {said}.\n"
     header = ["", *workloads, "pays after, requests"]
-    if (model := result["model"].partition(",")[0]) != "SmolLM2-135M-Instruct":
-        return table(header, rows) + note + source(result, f"peers-{model}.json")
-    return table(header, rows) + note + source(result, "peers.json")
+    model = result["model"].partition(",")[0]
+    return table(header, rows) + note + source(result, f"peers-{model}.json")
 
 
 def _cell(row: Result) -> str:
@@ -66,7 +58,6 @@ def incumbents(result: Result) -> str:
 
 
 TABLES: Tables = {
-    "peers": ("peers.json", peers),
     "peers-qwen-05b": ("peers-qwen2.5-coder-0.5b.json", peers),
     "overhead": ("overhead.json", overhead),
     "incumbents": ("incumbents.json", incumbents),
