@@ -1,4 +1,4 @@
-"""Kernels and requests on a GPU, measured and predicted."""
+"""Kernels and requests on a GPU."""
 
 from __future__ import annotations
 
@@ -52,26 +52,7 @@ def _times(run: Result) -> list[str]:
     return [*times, *busy, f"{run['summary']['unrepaired']['ratio']:.2f}"]
 
 
-def roofline(result: Result) -> str:
-    """Set one schedule after the other beside the full prefill: an 8B shape at 32k on an H100."""
-    wires = ("bf16", "int8", "int4", "device")
-    wanted = {"shape": "Llama-3.1-8B", "tokens": 32768, "device": "H100", "ratio": 0.03}
-    found = {
-        r["wire"]: r
-        for r in result["predictions"]
-        if all(r[name] == value for name, value in wanted.items())
-    }
-    rows = []
-    for index, name in enumerate(result["schedules"]):
-        speeds = [found[wire]["full_ms"] / found[wire]["ttft_ms"][index] for wire in wires]
-        rows.append([name, *(f"{speed:.1f}×" for speed in speeds)])
-    header = ["", *(wire.replace("device", "on the device") for wire in wires)]
-    said = "\nPredicted, not measured; everything in `tests/benchmarks/results/roofline.json`.\n"
-    return table(header, rows) + said
-
-
 TABLES: Tables = {
     "kernels": ("kernels.json", kernels),
     "ttft-cuda": ("ttft-llama-3.1-8b-cuda.json", ttft_cuda),
-    "roofline": ("roofline.json", roofline),
 }
