@@ -60,54 +60,54 @@ types: setup ## Check types (strict)
 check: lint types ## What CI runs, but for the site and the wheel
 	$(MAKE) test COVER=1
 
-bench: bench-ttft bench-auto bench-speed bench-chat bench-memory bench-seams bench-shared bench-slide bench-store bench-masks bench-overhead ## All benchmarks but the peers; results go to tests/benchmarks/results
+bench: bench-ttft bench-auto bench-speed bench-chat bench-memory bench-seams bench-shared bench-slide bench-store bench-masks bench-overhead ## All benchmarks but the peers; results go to benchmarks/results
 
 bench-ttft: setup ## Time to first token against transformers' own prefill
-	cd tests/benchmarks && ../../$(BIN)/python bench_ttft.py $(ARGS)
+	cd benchmarks && ../$(BIN)/python bench_ttft.py $(ARGS)
 
 bench-auto: setup ## What mode="auto" costs beside a full prefill, by prompt length and share of stored chunks (an hour on two cores)
-	cd tests/benchmarks && ../../$(BIN)/python bench_auto.py $(ARGS)
+	cd benchmarks && ../$(BIN)/python bench_auto.py $(ARGS)
 
 bench-facts: setup ## Which facts survive reuse, on models that answer (KVRAG_EVAL_MODELS); hours, goes on where it was; ARGS=--quick: minutes
-	cd tests/benchmarks && ../../$(BIN)/python facts.py $(ARGS)
+	cd benchmarks && ../$(BIN)/python facts.py $(ARGS)
 
 bench-speed: setup ## Decode steps and precomputing beside transformers' own (five minutes)
-	cd tests/benchmarks && ../../$(BIN)/python bench_speed.py $(ARGS)
+	cd benchmarks && ../$(BIN)/python bench_speed.py $(ARGS)
 
 bench-chat: setup ## What a history saves in a chat over documents, and what it costs in quality
-	cd tests/benchmarks && ../../$(BIN)/python bench_chat.py $(ARGS)
+	cd benchmarks && ../$(BIN)/python bench_chat.py $(ARGS)
 
 bench-masks: setup ## What inexact masks do to repaired rows (seconds)
-	cd tests/benchmarks && ../../$(BIN)/python bench_masks.py $(ARGS)
+	cd benchmarks && ../$(BIN)/python bench_masks.py $(ARGS)
 
 bench-memory: setup ## Peak memory of one request
-	cd tests/benchmarks && ../../$(BIN)/python bench_memory.py $(ARGS)
+	cd benchmarks && ../$(BIN)/python bench_memory.py $(ARGS)
 
 bench-slide: setup ## Perplexity beyond the context window, sliding and truncated
-	cd tests/benchmarks && ../../$(BIN)/python bench_slide.py $(ARGS)
+	cd benchmarks && ../$(BIN)/python bench_slide.py $(ARGS)
 
 bench-shared: setup ## Reading from a shared store beside its server's own client (needs redis-server)
-	cd tests/benchmarks && ../../$(BIN)/python bench_shared.py $(ARGS)
+	cd benchmarks && ../$(BIN)/python bench_shared.py $(ARGS)
 
 bench-scale: setup ## Simulate a million chunks behind 100 replicas (three minutes of one core); measures nothing, so `bench` leaves it out
-	cd tests/benchmarks && ../../$(BIN)/python sim_scale.py $(ARGS)
+	cd benchmarks && ../$(BIN)/python sim_scale.py $(ARGS)
 
 bench-ray: setup ## Precomputing with two workers of Ray Data and with killed ones, serving with two replicas of Ray Serve and with a killed one (half an hour on two cores)
-	cd tests/benchmarks && ../../$(BIN)/python bench_ray.py $(ARGS)
-	cd tests/benchmarks && ../../$(BIN)/python bench_serving.py
+	cd benchmarks && ../$(BIN)/python bench_ray.py $(ARGS)
+	cd benchmarks && ../$(BIN)/python bench_serving.py
 
 bench-seams: setup ## What tokenising segment by segment changes
-	cd tests/benchmarks && ../../$(BIN)/python bench_seams.py $(ARGS)
+	cd benchmarks && ../$(BIN)/python bench_seams.py $(ARGS)
 
 bench-peers: setup ## transformers, KVBoost, llama.cpp, published methods and kvrag on the same prompts (an hour); ARGS=--quick checks that all run
-	cd tests/benchmarks && ../../$(BIN)/python bench_peers.py $(ARGS)
+	cd benchmarks && ../$(BIN)/python bench_peers.py $(ARGS)
 
 incumbents: setup ## Faults of the incumbent adapters for local models, looked for there and here (three minutes)
 	$(PIP) install --quiet -c constraints.txt langchain-huggingface==1.2.3 llama-index-llms-huggingface==0.8.0
-	cd tests/benchmarks && ../../$(BIN)/python incumbents.py $(ARGS)
+	cd benchmarks && ../$(BIN)/python incumbents.py $(ARGS)
 
 bench-overhead: setup ## What the adapters add to the engine's time to first token (five minutes)
-	cd tests/benchmarks && ../../$(BIN)/python bench_overhead.py $(ARGS)
+	cd benchmarks && ../$(BIN)/python bench_overhead.py $(ARGS)
 
 wheel: setup ## Build the source distribution, and from it the wheel, into dist/; check what an index would say to them
 	rm -rf dist
@@ -118,20 +118,20 @@ wheel-test: wheel ## Install the wheel into a fresh environment, and run its tes
 	bash tests/wheel_test.sh
 
 bench-store: setup ## Writes, verified reads, look-ups and opening of the store beside plain files
-	cd tests/benchmarks && ../../$(BIN)/python bench_store.py $(ARGS)
+	cd benchmarks && ../$(BIN)/python bench_store.py $(ARGS)
 
 reliability: setup ## Faults below the store, long form (about half an hour); ARGS=--short is what CI runs
 	$(BIN)/python tests/reliability/run.py $(ARGS)
 
 load: setup ## kvrag serve with reuse and without, and transformers serve, under load (twenty minutes on two cores); ARGS="--only kvrag,full" runs parts
 	$(PIP) install --quiet -c constraints.txt 'transformers[serving]'
-	cd tests/benchmarks && ../../$(BIN)/python load.py $(ARGS)
+	cd benchmarks && ../$(BIN)/python load.py $(ARGS)
 
 load-check: setup ## Every answer of a loaded server beside its own single run, kills, a full disk, 64 streams for ten minutes (half an hour or more); ARGS=--short; as tests: KVRAG_LOAD=1
 	$(BIN)/python tests/reliability/serve.py $(ARGS)
 
 support: setup ## Measure what is supported, on tiny models of every architecture, for the table in docs/support.md
-	$(BIN)/python tests/benchmarks/support.py
+	$(BIN)/python benchmarks/support.py
 
 suites: setup ## Run LangChain's public suites over the chat model, vector stores and retrievers, for the table in docs/support.md (three minutes)
 	$(BIN)/python tests/suites.py

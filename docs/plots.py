@@ -1,4 +1,4 @@
-"""Draw docs/plots/*.svg, light and dark, from tests/benchmarks/results/*.json; ``--check`` only compares, and needs no matplotlib.
+"""Draw docs/plots/*.svg, light and dark, from benchmarks/results/*.json; ``--check`` only compares, and needs no matplotlib.
 
 Each file holds the data that it shows as a comment, which is what ``--check`` compares: another version of matplotlib may write other
 lines for the same plot. No time stamp and no random id stands in them, so drawing twice gives the same bytes.
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "tests" / "benchmarks" / "results"
+RESULTS = ROOT / "benchmarks" / "results"
 FOLDER = ROOT / "docs" / "plots"
 DATA = re.compile(r"<!-- data: (.*?) -->")
 

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-TESTS, BENCHMARKS = ROOT / "tests", ROOT / "tests" / "benchmarks"
+TESTS, BENCHMARKS = ROOT / "tests", ROOT / "benchmarks"
 STAND_INS = TESTS / "stand_ins"
 """Modules in the place of packages that a bare machine lacks."""
 KERNELS_NEED = ("torch", "pytest")

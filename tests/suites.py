@@ -78,7 +78,7 @@ def reason_of(report: pytest.TestReport) -> str:
 
 def main() -> int:
     """Run all, write the result, and fail where a store fails that is not bare."""
-    sys.path[:0] = [str(HERE), str(HERE / "benchmarks")]
+    sys.path[:0] = [str(HERE), str(HERE.parent / "benchmarks")]
     os.environ["KVRAG_BARE_STORES"] = "1"
     from common import machine, write_result
 

@@ -1,4 +1,4 @@
-"""Write measured tables into README.md and docs/**/*.md from tests/benchmarks/results/*.json.
+"""Write measured tables into README.md and docs/**/*.md from benchmarks/results/*.json.
 
 ``python -m docs.tables`` replaces each block ``<!-- table: NAME -->`` … ``<!-- /table -->`` by the
 table of that name; ``--check`` only compares. No figure is typed by hand. A module has the tables

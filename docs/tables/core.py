@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "tests" / "benchmarks" / "results"
+RESULTS = ROOT / "benchmarks" / "results"
 NOT_MEASURED = "Not measured yet.\n"
 
 Result = dict[str, Any]
@@ -34,7 +34,7 @@ def source(result: Result, file: str) -> str:
     versions = ", ".join(
         f"{name} {version}" for name, version in m["versions"].items() if name != "kvrag"
     )
-    return f"\n{result['model']}; {device}; {versions}; commit {m['commit'][:10]}; all repeats in `tests/benchmarks/results/{file}`.\n"
+    return f"\n{result['model']}; {device}; {versions}; commit {m['commit'][:10]}; all repeats in `benchmarks/results/{file}`.\n"
 
 
 def machine_of(result: Result, file: str) -> str:
@@ -44,4 +44,4 @@ def machine_of(result: Result, file: str) -> str:
         row["commit"][:10] for row in result.get("scenarios", {}).values() if "commit" in row
     } or {m["commit"][:10]}
     at = f"commit{'s' if ran - {min(ran)} else ''} {', '.join(sorted(ran))}"
-    return f"\n{m['cpu']}, {m['cores']} cores; {at}; everything in `tests/benchmarks/results/{file}`.\n"
+    return f"\n{m['cpu']}, {m['cores']} cores; {at}; everything in `benchmarks/results/{file}`.\n"

@@ -26,7 +26,7 @@ def kernels(result: Result) -> str:
     header = ["heads", "keys", "rows", "`sm90`", "`mma`", "SDPA, mask", "SDPA, causal"]
     note = f"\nUseful TFLOP/s; an 8192³ matmul reaches {result['matmul_tflops']:.0f} there. "
     note += f"{result['device']}; torch {result['versions']['torch']}; "
-    note += f"commit {result['commit'][:10]}; all in `tests/benchmarks/results/kernels.json`.\n"
+    note += f"commit {result['commit'][:10]}; all in `benchmarks/results/kernels.json`.\n"
     return table(header, rows) + note
 
 

@@ -57,7 +57,7 @@ def _runs(result: Result) -> str:
         without = f" (but for {', '.join(other)})" if other else ""
         said.append(f"{version}{without} at commit {run['machine']['commit'][:10]}")
     cpu = _newest(result)["machine"]["cpu"]
-    return f"float32 on {cpu}; transformers {', '.join(said)}; all in `tests/benchmarks/results/support.json`.\n"
+    return f"float32 on {cpu}; transformers {', '.join(said)}; all in `benchmarks/results/support.json`.\n"
 
 
 def suites(result: Result) -> str:
@@ -76,7 +76,7 @@ def suites(result: Result) -> str:
         )
         rows.append([kind, *(str(count[each]) for each in outcomes), why])
     versions = ", ".join(f"{name} {version}" for name, version in result["packages"].items())
-    said = f"\n{versions}; commit {result['machine']['commit'][:10]}; everything in `tests/benchmarks/results/suites.json`.\n"
+    said = f"\n{versions}; commit {result['machine']['commit'][:10]}; everything in `benchmarks/results/suites.json`.\n"
     return table(["suite", *outcomes, "why"], rows) + said
 
 

@@ -298,7 +298,7 @@ def test_models_whose_keys_cannot_be_moved_say_so(name, why):
 
 
 def test_the_benchmark_scores_the_same_tokens_by_every_method(monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
     bench, lm, ids = importlib.import_module("bench_slide"), lm_of("llama"), ids_of(200)
     rows = {name: bench.measure(lm, ids, 64, name) for name in bench.METHODS}
     assert {row["scored_tokens"] for row in rows.values()} == {200 - 64 - 1}

@@ -1,6 +1,6 @@
 """Random tiny models, prompts and repairs: what is labelled exact must be what transformers computes. No wrong answer goes unlabelled.
 
-``make fuzz`` runs 5,000 cases and writes tests/benchmarks/results/fuzz.json; ``make test-all`` runs 300, ``make test`` 60. A case is
+``make fuzz`` runs 5,000 cases and writes benchmarks/results/fuzz.json; ``make test-all`` runs 300, ``make test`` 60. A case is
 made by its number alone, so a failing one is run again by the line that its message gives.
 """
 
@@ -74,7 +74,7 @@ def summary():
     made = Summary()
     yield made
     if JSON and ONLY is None:
-        sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+        sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
         from common import machine, write_result
 
         values = {"seed": SEED, "tolerance": TOLERANCE, **vars(made)}

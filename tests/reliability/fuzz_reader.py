@@ -4,7 +4,7 @@
 
 An exception other than a refusal, a header that is accepted and not written again to the same bytes, wrong bits, a hang of
 two minutes and more than 2 GiB of memory end it with status 1, and the input is left in the working directory. Figures go to
-tests/benchmarks/results/fuzz_reader.json. The same targets run under hypothesis in tests/store/test_reader_fuzz.py.
+benchmarks/results/fuzz_reader.json. The same targets run under hypothesis in tests/store/test_reader_fuzz.py.
 """
 
 import argparse
@@ -85,7 +85,7 @@ def main() -> None:
     if args.in_folder:
         fuzz(args.runs, args.in_folder / "corpus", args.in_folder / "report.json", args.seed)
         return
-    sys.path.insert(0, str(HERE.parent / "benchmarks"))
+    sys.path.insert(0, str(HERE.parents[1] / "benchmarks"))
     from common import RESULTS, machine, write_result
 
     with tempfile.TemporaryDirectory(prefix="kvrag-") as name:

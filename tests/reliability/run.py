@@ -3,7 +3,7 @@
     python tests/reliability/run.py            # long form, for `make reliability`
     python tests/reliability/run.py --short    # what CI runs
 
-Exit status 1 if a promise was broken; figures go to tests/benchmarks/results/reliability.json.
+Exit status 1 if a promise was broken; figures go to benchmarks/results/reliability.json.
 """
 
 import argparse
@@ -107,7 +107,7 @@ def run(name: str, scenario: Scenario) -> dict[str, Any]:
 
 def main(doc: str | None, short: dict[str, Scenario], long: dict[str, Scenario], file: str) -> None:
     """Run the scenarios asked for on the command line, and write ``results/<file>.json``."""
-    sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+    sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
     from common import RESULTS, machine, write_result
 
     parser = argparse.ArgumentParser(

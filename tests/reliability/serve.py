@@ -3,7 +3,7 @@
     python tests/reliability/serve.py            # long form, for `make load-check`: half an hour
     python tests/reliability/serve.py --short    # what CI runs
 
-Exit status 1 if a promise was broken; figures go to tests/benchmarks/results/serve.json.
+Exit status 1 if a promise was broken; figures go to benchmarks/results/serve.json.
 """
 
 from __future__ import annotations

@@ -107,9 +107,7 @@ def test_files_named_in_the_docs_exist():
 def test_the_support_table_has_every_architecture_of_the_tests():
     from kvrag.testing.models import REFUSED, TINY
 
-    runs = json.loads((ROOT / "tests" / "benchmarks" / "results" / "support.json").read_text())[
-        "runs"
-    ]
+    runs = json.loads((ROOT / "benchmarks" / "results" / "support.json").read_text())["runs"]
     newest = runs[max(runs, key=lambda version: [int(part) for part in version.split(".")[:3]])][
         "rows"
     ]

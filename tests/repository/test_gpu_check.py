@@ -225,9 +225,7 @@ def test_a_dry_run_goes_through_every_part_and_says_that_nothing_was_measured(tm
 
 def test_a_dry_run_of_the_kernels_benchmark_has_every_part(tmp_path):
     command = [sys.executable, "bench_kernels.py", "--dry-run", "--out", str(tmp_path)]
-    subprocess.run(
-        command, cwd=ROOT / "tests" / "benchmarks", capture_output=True, text=True, check=True
-    )
+    subprocess.run(command, cwd=ROOT / "benchmarks", capture_output=True, text=True, check=True)
     result = json.loads((tmp_path / "kernels.json").read_text())
     assert result["measured"] is False
     assert result["targets"] == result["failed"] == result["left_out"] == []

@@ -21,7 +21,7 @@ ray = pytest.importorskip("ray", reason="Ray is not installed")
 serve = pytest.importorskip("ray.serve", reason="Ray Serve is not installed")
 parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 from common import pids
 

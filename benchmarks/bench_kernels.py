@@ -8,7 +8,7 @@ script, no measurement, and nothing is written but to ``--out``.
 With ``KVRAG_KERNEL`` one kernel attends, else all that the device has. ``--add`` adds to a result of another process, so that a kernel
 that ends its process takes no other's figures with it.
 
-    python tests/benchmarks/bench_kernels.py [--shapes short|full] [--parts attention ...] [--add] [--seconds 150] [--out FOLDER]
+    python benchmarks/bench_kernels.py [--shapes short|full] [--parts attention ...] [--add] [--seconds 150] [--out FOLDER]
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ SmolLM2 on MuSiQue passages of as many questions as a prompt has chunks. The sto
 first one, which would be exact, is stored only where all are. KV is read from the disk through the page cache. Both sides take turns on
 the same token ids. The first request is not timed: it measures the model's costs if no earlier process has. Planning counts for auto only.
 
-    KVRAG_EVAL_DATA=... python tests/benchmarks/bench_auto.py            # --quick: two lengths, once
+    KVRAG_EVAL_DATA=... python benchmarks/bench_auto.py            # --quick: two lengths, once
 """
 
 from __future__ import annotations

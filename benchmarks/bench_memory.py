@@ -3,7 +3,7 @@
 Runs in a child process, whose peak resident size is read from the kernel (``VmHWM``), for the real small model and MuSiQue prompts of
 about 2,500 tokens, with the default memory tier.
 
-    KVRAG_EVAL_DATA=... python tests/benchmarks/bench_memory.py
+    KVRAG_EVAL_DATA=... python benchmarks/bench_memory.py
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ class Worker:
 
     def __init__(self, peer: Peer, models: dict[str, str], threads: int, log: Path) -> None:
         options = json.dumps({**peer.options, **models, "threads": threads})
-        root = HERE.parents[2]
+        root = HERE.parents[1]
         folders = (
             [root, root / "kernels", HERE, os.environ.get("PYTHONPATH", "")]
             if peer.environment is None

@@ -4,7 +4,7 @@ Each fault is one function of a side: the classes of one package on a tiny rando
 of current models do. What the model was shown is read at its embedding, the same way for both sides. A fault that is no longer there is
 printed as such. Two of them wait for a minute, the time after which a streamer gives up.
 
-    python tests/benchmarks/incumbents.py [--quick]
+    python benchmarks/incumbents.py [--quick]
 """
 
 from __future__ import annotations

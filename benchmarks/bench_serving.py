@@ -1,6 +1,6 @@
 """Serving with Ray Serve: what routing by chunks gives, and a replica that is killed under load.
 
-    python tests/benchmarks/bench_serving.py
+    python benchmarks/bench_serving.py
 
 SmolLM2, two replicas of one thread on one store, each with memory for 0.6 of the chunks, four clients, prompts of four chunks in changing
 order. ``chunks``: the front tells the router which chunks a prompt has; ``load``: it doesn't, so Ray asks the replica with least to do. The

@@ -8,7 +8,7 @@ tokens before:
 * ``truncate, half``: when the window is full, its second half is computed again from scratch, and the text goes on from there;
 * ``truncate, last``: each piece of a quarter of the window is predicted behind the latest three quarters, computed anew for it.
 
-    KVRAG_EVAL_DATA=... python tests/benchmarks/bench_slide.py
+    KVRAG_EVAL_DATA=... python benchmarks/bench_slide.py
 """
 
 from __future__ import annotations

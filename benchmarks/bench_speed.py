@@ -3,7 +3,7 @@
 Both sides take turns in the same thread, on the same token ids. ``generate`` has a static cache; its steps' time is that of a long answer
 less that of a short one. The plain forward is a batch of padded chunks behind the prefix's cache, without logits; nothing of it is stored.
 
-    KVRAG_EVAL_DATA=... python tests/benchmarks/bench_speed.py [--repeats 5] [--threads 2]
+    KVRAG_EVAL_DATA=... python benchmarks/bench_speed.py [--repeats 5] [--threads 2]
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ For MuSiQue prompts and several separators between chunks, counts the seams wher
 (:func:`kvrag.prompt.tokenizer.count_seams`). For some of the prompts, the distance of a full prefill of the joined ids from one of
 the whole text's ids: no stored KV is involved.
 
-    KVRAG_EVAL_DATA=... python tests/benchmarks/bench_seams.py
+    KVRAG_EVAL_DATA=... python benchmarks/bench_seams.py
 """
 
 from __future__ import annotations

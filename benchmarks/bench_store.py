@@ -5,7 +5,7 @@ where the store is durable, it is synced before and its folder after that. It is
 there and of the same kind as the store's. All kinds take turns in an order that is drawn anew in each round. Ratios are medians
 over rounds of plain time ÷ store time, so above 1 the store is quicker.
 
-    python tests/benchmarks/bench_store.py [--only blobs index opening sizes] [--folder DIR] [--rows 100000]
+    python benchmarks/bench_store.py [--only blobs index opening sizes] [--folder DIR] [--rows 100000]
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ One engine, its model, its chunks in the memory tier and one prompt of 4,000 tok
 each class. All take turns in each round, in an order that moves on; differences are of the same round. The host's part is measured by
 itself, too: the same calls, with an engine that answers at once.
 
-    KVRAG_EVAL_DATA=... python tests/benchmarks/bench_overhead.py [--repeats 15] [--threads 2]
+    KVRAG_EVAL_DATA=... python benchmarks/bench_overhead.py [--repeats 15] [--threads 2]
 """
 
 from __future__ import annotations

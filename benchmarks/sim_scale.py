@@ -1,6 +1,6 @@
 """What a million chunks behind a hundred replicas would bring: hits per tier, bytes, times and costs, by simulation.
 
-    python tests/benchmarks/sim_scale.py
+    python benchmarks/sim_scale.py
 
 Requests are drawn, routed and looked up in LRU caches; what they take is arithmetic on :data:`CONSTANTS` and on the stages of
 ``roofline.py``: of the GPU's part nothing is measured. LRU stack distances (Mattson et al. 1970) tell the hits for every size of cache at

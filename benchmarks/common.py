@@ -159,7 +159,7 @@ def git(*arguments: str) -> str:
     """Return what git says of the checkout, or nothing where there is no git or none of its folders."""
     try:
         done = subprocess.run(
-            ["git", *arguments], capture_output=True, text=True, cwd=Path(__file__).parents[2]
+            ["git", *arguments], capture_output=True, text=True, cwd=Path(__file__).parents[1]
         )
     except FileNotFoundError:
         return ""

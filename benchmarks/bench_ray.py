@@ -1,6 +1,6 @@
 """Precomputing with Ray Data: what a second worker gives, and 10,000 chunks with workers that are killed.
 
-    python tests/benchmarks/bench_ray.py --only scale,kill
+    python benchmarks/bench_ray.py --only scale,kill
 
 ``scale``: SmolLM2 and chunks of 250 tokens, one thread for each worker, one worker and two by turns, each into an empty store;
 throughput is chunks over the time from the first batch's begin to the last one's end, so that the start of processes doesn't count. One

@@ -4,8 +4,8 @@ All processes are up from the start, and take turns in an order drawn anew for e
 same token ids. Measured: wall and CPU seconds to the first token, reuse, KL and top-1 agreement at the first token against
 transformers' full prefill, token F1 where there are gold answers, memory, and after how many requests an index has paid.
 
-    KVRAG_EVAL_DATA=... python tests/benchmarks/bench_peers.py [--quick] [--threads 2] [--only NAME ...]
-    KVRAG_EVAL_MODELS=... python tests/benchmarks/bench_peers.py --model qwen2.5-coder-0.5b --workloads rag chat
+    KVRAG_EVAL_DATA=... python benchmarks/bench_peers.py [--quick] [--threads 2] [--only NAME ...]
+    KVRAG_EVAL_MODELS=... python benchmarks/bench_peers.py --model qwen2.5-coder-0.5b --workloads rag chat
 
 Foreign peers get virtual environments in ``$KVRAG_PEERS`` (default ``~/.cache/kvrag-peers``) at first use. Who can't run
 is in the JSON with the reason.

@@ -4,7 +4,7 @@
 wherever it stands (CacheBlend's and LMCache's code). *Blocks* lets 32 rows share one limit, that of the last of them, rounded down to 32
 keys.
 
-    python tests/benchmarks/bench_masks.py [--out FOLDER]
+    python benchmarks/bench_masks.py [--out FOLDER]
 """
 
 from __future__ import annotations

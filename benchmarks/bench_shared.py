@@ -1,6 +1,6 @@
 """A shared store beside its server's own client: reading a chunk of 6 MB, and what a look-up of 20 chunks costs.
 
-    python tests/benchmarks/bench_shared.py
+    python benchmarks/bench_shared.py
 
 ``redis``: a redis-server that this script starts; ``objects``: obstore on a directory, which is memory here; ``s3``: obstore on moto, a
 server that answers as S3 does, if it is installed. The catalog of ``objects`` and ``s3`` is in a PostgreSQL that this script starts. Each

@@ -4,7 +4,7 @@ MuSiQue questions over ten chunks of 250 tokens; five turns, the first with the 
 that is computed or repaired, and the time to first token, by a full prefill, with reuse of chunks alone, and with histories.
 In turn 2: the KL to a full prefill at the first token and over ten tokens of the full prefill's own answer.
 
-    KVRAG_EVAL_MODELS=... KVRAG_EVAL_DATA=... python tests/benchmarks/bench_chat.py [--model NAME] [--count 8] [--threads N]
+    KVRAG_EVAL_MODELS=... KVRAG_EVAL_DATA=... python benchmarks/bench_chat.py [--model NAME] [--count 8] [--threads N]
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ Every chunk is precomputed; blobs are read from disk (the memory tier is off) wi
 ``--shape`` from the host's memory. Both are measured in one run, interleaved, medians over prompts. The full prefill is timed without
 tokenising and planning: in its favour.
 
-    KVRAG_EVAL_DATA=... python tests/benchmarks/bench_ttft.py                  # SmolLM2-135M-Instruct, MuSiQue prompts
-    KVRAG_EVAL_MODELS=... python tests/benchmarks/bench_ttft.py --model qwen2.5-coder-0.5b --count 5
-    python tests/benchmarks/bench_ttft.py --shape qwen2.5-3b --tokens 6000 31000     # random weights, for a GPU
+    KVRAG_EVAL_DATA=... python benchmarks/bench_ttft.py                  # SmolLM2-135M-Instruct, MuSiQue prompts
+    KVRAG_EVAL_MODELS=... python benchmarks/bench_ttft.py --model qwen2.5-coder-0.5b --count 5
+    python benchmarks/bench_ttft.py --shape qwen2.5-3b --tokens 6000 31000     # random weights, for a GPU
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Load on real servers over sockets: kvrag's with reuse and without, and ``transformers serve``, on the same weights and prompts.
 
-    KVRAG_EVAL_DATA=... python tests/benchmarks/load.py                        # all parts, about twenty minutes on two quiet cores
-    python tests/benchmarks/load.py --only kvrag,full                          # these parts anew; the others stay as they were
-    python tests/benchmarks/load.py --only transformers-batching               # not among the parts that run by themselves
-    python tests/benchmarks/load.py --model qwen2.5-coder-0.5b --only kvrag,full,transformers    # a larger model, fewer levels
-    python tests/benchmarks/load.py --quick --out build/load                   # tiny model, few requests: does everything run?
+    KVRAG_EVAL_DATA=... python benchmarks/load.py                        # all parts, about twenty minutes on two quiet cores
+    python benchmarks/load.py --only kvrag,full                          # these parts anew; the others stay as they were
+    python benchmarks/load.py --only transformers-batching               # not among the parts that run by themselves
+    python benchmarks/load.py --model qwen2.5-coder-0.5b --only kvrag,full,transformers    # a larger model, fewer levels
+    python benchmarks/load.py --quick --out build/load                   # tiny model, few requests: does everything run?
 
 Each server is a process of its own, and the client another. Two ways of asking, the same for all servers, with the same seeds:
 

@@ -5,7 +5,7 @@ repaired, chunks in any order and repeated; a chunk behind its own prefix; and a
 window. A refused model is asked for the greedy answer, which must be that of ``generate``. Run it once per version of transformers: the
 result file keeps one run for each.
 
-    python tests/benchmarks/support.py
+    python benchmarks/support.py
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 import transformers
 from common import RESULTS, machine, write_result
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from texts import make_chunks
 
 from kvrag import Chunk, KVRagEngine, ModelError, RepairConfig

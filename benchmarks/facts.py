@@ -4,7 +4,7 @@ Of each question and method a line of JSON is kept, so a run that ends goes on w
 ids. *lost*: right by full prefill, wrong by reuse, as a share of what full prefill has right. Times are of stitching, choosing and
 repairing against that of a full prefill by the same forwards, wall and processor.
 
-    KVRAG_EVAL_MODELS=... KVRAG_EVAL_DATA=... python tests/benchmarks/facts.py --model qwen2.5-coder-0.5b --tasks needles --count 60
+    KVRAG_EVAL_MODELS=... KVRAG_EVAL_DATA=... python benchmarks/facts.py --model qwen2.5-coder-0.5b --tasks needles --count 60
 
 A method is named with its budget: ``gain@0.03`` repairs 3% of the rows, ``gain@200`` two hundred,
 ``gain@auto`` as many as the default; ``p.`` before it: chunks are encoded
