@@ -12,7 +12,7 @@ import pytest
 from texts import make_chunks
 
 import kvrag.engine
-from kvrag import Chunk, KVRagEngine, RepairConfig, threads
+from kvrag import Chunk, KVRagEngine, RepairConfig, runtime
 from kvrag.generate.pipeline import QueryPipeline
 from kvrag.model import CausalLM
 from kvrag.testing.models import tiny_model
@@ -62,7 +62,7 @@ def settle(timeout_s: float = 30.0) -> None:
     """Wait until no thread of kvrag has work."""
     end = time.monotonic() + timeout_s
     while time.monotonic() < end:
-        is_busy = any(pool._jobs or any(pool._threads.values()) for pool in list(threads._pools))
+        is_busy = any(pool._jobs or any(pool._threads.values()) for pool in list(runtime._pools))
         if not is_busy and not any(thread.name in OWN for thread in threading.enumerate()):
             return
         time.sleep(0.005)

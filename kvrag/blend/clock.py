@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 
-from kvrag.model.lock import waited_s
+from kvrag.model.lock import WAITED
 from kvrag.types import Stage
 
 NOTABLE_S = 0.001  # shorter waits are not counted
@@ -43,12 +43,12 @@ class Clock:
     def stage(self, name: str, *, least_s: float = 0.0) -> Iterator[None]:
         """Add the time spent inside to a stage, if it exceeds ``least_s``."""
         start = time.perf_counter()
-        lost = waited_s()
+        lost = WAITED.seconds
         try:
             yield
         finally:
             end = time.perf_counter()
-            lost = waited_s() - lost
+            lost = WAITED.seconds - lost
             if end - start > least_s:
                 self._add(name, end - start - lost)
                 self.stages.append((name, start, end))

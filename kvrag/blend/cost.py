@@ -35,7 +35,7 @@ from kvrag.identity.fingerprint import chunk_key
 from kvrag.model.attention import ragged_attention
 from kvrag.model.lm import CausalLM, LoadedModel
 from kvrag.model.load import kept_file
-from kvrag.model.lock import waited_s
+from kvrag.model.lock import WAITED
 from kvrag.model.rows import Limits, Rows
 from kvrag.progress import Progress
 from kvrag.prompt.plan import Plan
@@ -399,6 +399,6 @@ def _ms(run: Callable[[], torch.Tensor]) -> float:
     Excludes the time that this thread waited for the model or computed steps of other requests.
     """
     start = time.perf_counter()
-    lost = waited_s()
+    lost = WAITED.seconds
     run().flatten()[-1].item()
-    return (time.perf_counter() - start - (waited_s() - lost)) * 1e3
+    return (time.perf_counter() - start - (WAITED.seconds - lost)) * 1e3

@@ -32,12 +32,8 @@ class _Waited(threading.local):
     seconds = 0.0
 
 
-_waited = _Waited()
-
-
-def waited_s() -> float:
-    """Return the seconds that this thread waited for models, or worked for other requests."""
-    return _waited.seconds
+WAITED = _Waited()
+"""Seconds that this thread has waited for a model's lock, or computed steps of other requests."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -100,7 +96,7 @@ class ModelLock:
                 self.release()
             raise
         finally:
-            _waited.seconds += time.perf_counter() - start
+            WAITED.seconds += time.perf_counter() - start
         return waiting.has_model or not self._leave(waiting)
 
     def _leave(self, waiting: _Waiting) -> bool:
@@ -204,7 +200,7 @@ class ModelLock:
         if self.pending and time.perf_counter() >= self._due:
             start = time.perf_counter()
             self._serve()
-            _waited.seconds += time.perf_counter() - start
+            WAITED.seconds += time.perf_counter() - start
 
     def _serve(self) -> None:
         """Run the oldest pending step with its batch; this thread holds the lock."""

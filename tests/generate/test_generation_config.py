@@ -13,6 +13,7 @@ from kvrag import KVRagEngine, SamplingConfig
 from kvrag.generate import processors
 from kvrag.generate.ending import end_ids
 from kvrag.generate.processors import NOT_DONE, processors_of
+from kvrag.runtime import Runtime
 from kvrag.testing.models import tiny_model
 
 LENGTH = 12
@@ -240,7 +241,7 @@ def test_a_stop_string_of_the_config_ends_the_answer(engine):
 @pytest.mark.parametrize("name", NOT_DONE)
 def test_what_is_not_followed_is_named_once(name, engine, caplog, monkeypatch):
     model = engine.source.model
-    monkeypatch.setattr(processors, "_warned", type(processors._warned)())
+    monkeypatch.setattr(processors, "RUNTIME", Runtime())
     plain = ours(engine)
     assert not caplog.messages
     setattr(model.generation_config, name, 4)

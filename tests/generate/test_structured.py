@@ -17,6 +17,7 @@ from kvrag.config import SamplingConfig
 from kvrag.generate import grammar
 from kvrag.generate.sampling import Sampler
 from kvrag.prompt.tools import answer_form
+from kvrag.runtime import Runtime
 from kvrag.testing.tokenizers import tiny_sentencepiece_tokenizer, tiny_tokenizer
 
 SCHEMA = {
@@ -147,7 +148,7 @@ def test_without_llguidance_the_extra_is_named_and_other_answers_are_given(engin
 
 def test_a_tokenizers_table_is_made_once(engine, monkeypatch):
     made = noted(monkeypatch, llguidance.hf, "from_tokenizer")
-    grammar._tables.clear()
+    monkeypatch.setattr(grammar, "RUNTIME", Runtime())
     for _ in range(2):
         engine.generate(ASK, response_format={"type": "json_object"}, max_new_tokens=2)
     assert len(made) == 1

@@ -13,7 +13,7 @@ from texts import make_chunks
 from kvrag.generate import pipeline
 from kvrag.model import CausalLM, lock
 from kvrag.model.forward import Forward, running
-from kvrag.model.lock import ModelLock, waited_s
+from kvrag.model.lock import WAITED, ModelLock
 from kvrag.model.rows import Rows
 from kvrag.testing.models import TINY
 
@@ -294,14 +294,14 @@ class TestModelTurns:
             return items
 
         with ThreadPoolExecutor(1) as pool:
-            before = waited_s()
+            before = WAITED.seconds
             with shared:
                 step = pool.submit(shared.step, 1, work, limit=8)
                 while not shared.pending:
                     time.sleep(0.001)
                 shared.give_way()
                 assert step.result(10) == 1
-        assert waited_s() - before >= slow
+        assert WAITED.seconds - before >= slow
 
     @pytest.mark.parametrize("want", ["acquire", "step"])
     @pytest.mark.parametrize("is_free", [True, False])
