@@ -21,7 +21,7 @@ from kvrag.config import (
     refuse_misplaced,
     unknown_option,
 )
-from kvrag.config.address import address
+from kvrag.config.address import address, check_kv_dir
 from kvrag.errors import ConfigError, require
 from kvrag.generate.streams import AsyncTokenStream, TokenStream
 from kvrag.hooks import Content, OnError, changed_ids, documents_in, engine_of, prefetch_kv
@@ -32,7 +32,7 @@ from kvrag.identity.weights import source_identity
 from kvrag.model.plain import context_window
 from kvrag.model.rope import RotaryTable
 from kvrag.model.source import ModelSource, base_directory, directory, hub_options
-from kvrag.precompute.documents import below_collection, check_kv_dir, in_collection
+from kvrag.precompute.documents import below_collection, in_collection
 from kvrag.progress import check_show
 from kvrag.prompt.prefix import LEARN, LearnPrefix, Prefix
 from kvrag.prompt.template import Chat, PromptEncoder

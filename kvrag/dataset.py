@@ -16,9 +16,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kvrag.config import StoreConfig, as_config
+from kvrag.config.address import check_kv_dir
 from kvrag.engine import KVRagEngine
 from kvrag.errors import ConfigError, require
-from kvrag.precompute.documents import check_kv_dir
 
 if TYPE_CHECKING:
     from ray.data import Dataset

@@ -24,9 +24,11 @@ from kvrag.config import (
     StoreConfig,
     as_config,
     check_continues,
+    check_namespace,
     check_template_kwargs,
     refuse_misplaced,
 )
+from kvrag.config.address import check_kv_dir
 from kvrag.config.signatures import checks_names, parameters_of
 from kvrag.errors import ConfigError, ModelError
 from kvrag.evaluate.answers import evaluate_reuse
@@ -43,7 +45,7 @@ from kvrag.model.plain import PlainLM
 from kvrag.model.source import ModelSource, check_source
 from kvrag.precompute import documents
 from kvrag.precompute.encode import KeptPrefix, check_context, context_ids
-from kvrag.precompute.on_miss import EVERYWHERE, WriteBack, erasures_of
+from kvrag.precompute.on_miss import WriteBack
 from kvrag.precompute.quantise_check import QuantiseCheck
 from kvrag.precompute.run import Precompute
 from kvrag.progress import check_show
@@ -52,6 +54,7 @@ from kvrag.prompt.prefix import Prefix, prefix_text
 from kvrag.prompt.template import Prompt, PromptEncoder
 from kvrag.prompt.tools import ResponseFormat, answer_form
 from kvrag.store import Prefetch, TieredStore, on_accelerator, open_store
+from kvrag.store.erasures import EVERYWHERE, erasures_of
 from kvrag.types import (
     Chunk,
     ChunkIdentity,
@@ -180,8 +183,8 @@ class KVRagEngine:
     ) -> None:
         _check_process()
         self.source = source
-        self.namespace = documents.check_namespace(namespace)
-        self.kv_dir = documents.check_kv_dir(kv_dir)
+        self.namespace = check_namespace(namespace)
+        self.kv_dir = check_kv_dir(kv_dir)
         self.chat_template_kwargs = check_template_kwargs(chat_template_kwargs)
         self._repair = as_config(RepairConfig, repair, option="repair")
         self.store_config = (
@@ -326,7 +329,7 @@ class KVRagEngine:
         )
         repair = as_config(RepairConfig, repair, option="repair")
         store_config = as_config(StoreConfig, store_config, option="store_config")
-        where = documents.check_kv_dir(kv_dir), namespace
+        where = check_kv_dir(kv_dir), namespace
         behind = repr(prefix), check_context(context)
         variables = repr(sorted(check_template_kwargs(chat_template_kwargs).items()))
         key = (
@@ -840,9 +843,7 @@ class KVRagEngine:
 
     def _namespace(self, namespace: str | None) -> str:
         """Return the digest of a namespace; ``None``: of the engine's namespace."""
-        return self._digest_of(
-            self.namespace if namespace is None else documents.check_namespace(namespace)
-        )
+        return self._digest_of(self.namespace if namespace is None else check_namespace(namespace))
 
     def _prefix_in(self, space: str) -> str:
         return (*(self._learner.learnt(space) if self._learner else ()), self.prefix_text)[0]

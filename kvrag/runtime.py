@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 logger = logging.getLogger(__name__)
@@ -26,6 +27,8 @@ R = TypeVar("R")
 
 MAX_IDLE = 4  # idle threads that a pool keeps for the next action
 EXIT_WAIT_S = 10.0  # longest wait for running actions at process exit
+
+CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 EXITING = threading.Event()
 """Set when the interpreter exits."""
@@ -49,6 +52,15 @@ def _after_fork() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
+
+
+def host_memory() -> int:
+    """Return the machine's memory in bytes, or the limit of this process's cgroup if lower."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for path in CGROUP_LIMITS:
+        with suppress(OSError, ValueError):  # no such group, or "max"
+            total = min(total, int(Path(path).read_text()))
+    return total
 
 
 class Runtime:

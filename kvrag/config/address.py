@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Any
+
+from kvrag.errors import ConfigError
 
 HIDDEN = "***"
 _USERINFO = re.compile(r"(?<=://)([^\s:@/]*)(:?)[^\s\"']*@")  # in a sentence
@@ -88,3 +91,15 @@ def _without_query(text: str) -> str:
     if "://" in head:
         return f"{head}{mark}{_QUERY.sub(HIDDEN, query)}"
     return text
+
+
+def check_kv_dir(kv_dir: object) -> str | None:
+    """Check ``kv_dir`` and return an absolute path, a shared store's :class:`Address`, or ``None``.
+
+    Raises :class:`ConfigError` for anything else.
+    """
+    if not isinstance(kv_dir, (str, os.PathLike, type(None))) or "\0" in str(kv_dir):
+        raise ConfigError(f"kv_dir is {shown(kv_dir)}; pass the path of a directory")
+    if kv_dir is None or (isinstance(kv_dir, str) and "://" in kv_dir):
+        return kv_dir and Address(kv_dir)
+    return os.path.abspath(kv_dir)

@@ -252,6 +252,13 @@ def refuse_misplaced(
             raise unknown_option(name, own, of=of)
 
 
+def check_namespace(namespace: object) -> str:
+    """Return the namespace; raise :class:`ConfigError` unless it is a non-empty string."""
+    if not isinstance(namespace, str) or not namespace:
+        raise ConfigError(f"namespace is {namespace!r}; it must be a non-empty string")
+    return namespace
+
+
 def check_mode(mode: str, max_context: str = "raise") -> None:
     """Raise :class:`ConfigError` for an unknown mode or ``max_context``.
 

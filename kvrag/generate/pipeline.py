@@ -31,7 +31,7 @@ from kvrag.generate.streams import Emit
 from kvrag.identity.fingerprint import context_digest, text_digest
 from kvrag.model.lm import LoadedModel
 from kvrag.model.plain import PlainLM
-from kvrag.precompute.on_miss import Erasures, WriteBack
+from kvrag.precompute.on_miss import WriteBack
 from kvrag.prompt.explain import Known, explain_plan
 from kvrag.prompt.learn import Learner
 from kvrag.prompt.partial import text_of
@@ -41,6 +41,7 @@ from kvrag.prompt.tokenizer import given_ids
 from kvrag.prompt.tools import TEXT
 from kvrag.runtime import Deadline
 from kvrag.store import TieredStore
+from kvrag.store.erasures import Erasures
 from kvrag.types import (
     Accounting,
     Explanation,

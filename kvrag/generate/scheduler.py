@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from kvrag.model.lm import LoadedModel
 from kvrag.model.plain import PlainLM
-from kvrag.store import host_memory
+from kvrag.runtime import host_memory
 
 MAX_RUNNING = 64  # running requests on a device; as many decode in a forward
 SHARE = 0.5  # of a device's memory, less the weights, for the KV of running requests

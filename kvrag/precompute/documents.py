@@ -5,11 +5,9 @@ A document of a collection is stored as ``collection/id``. A collection is only 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from kvrag.config.address import Address, shown
 from kvrag.errors import ConfigError, InputError
 from kvrag.prompt.messages import check_chunk_text
 from kvrag.prompt.spans import text_entry
@@ -31,25 +29,6 @@ class Item(NamedTuple):
     def of(cls, doc_id: str | None, text: str) -> Item:
         """Make an item; raises :class:`InputError` if UTF-8 can't encode the text."""
         return cls(doc_id, text.strip(), text_entry(text))
-
-
-def check_namespace(namespace: object) -> str:
-    """Return the namespace; raise :class:`ConfigError` unless it is a non-empty string."""
-    if not isinstance(namespace, str) or not namespace:
-        raise ConfigError(f"namespace is {namespace!r}; it must be a non-empty string")
-    return namespace
-
-
-def check_kv_dir(kv_dir: object) -> str | None:
-    """Check ``kv_dir`` and return an absolute path, a shared store's :class:`Address`, or ``None``.
-
-    Raises :class:`ConfigError` for anything else.
-    """
-    if not isinstance(kv_dir, (str, os.PathLike, type(None))) or "\0" in str(kv_dir):
-        raise ConfigError(f"kv_dir is {shown(kv_dir)}; pass the path of a directory")
-    if kv_dir is None or (isinstance(kv_dir, str) and "://" in kv_dir):
-        return kv_dir and Address(kv_dir)
-    return os.path.abspath(kv_dir)
 
 
 def in_collection(ids: Iterable[str | None], collection: str | None) -> list[str]:

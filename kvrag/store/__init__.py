@@ -2,7 +2,7 @@
 
 ::
 
-    engine → opening → tiers → writing → reading ──→ memory (host, gpu)
+    engine → opening → tiers → writing → reading ──→ memory (host, gpu)        erasures (counted)
                                              ├─────→ catalog (diskcache; shared: Redis, PostgreSQL)
                                              ├─────→ kv.format → kv.crypto
                                              └─────→ blobs (files, or copies → redis, object_store)
@@ -18,7 +18,7 @@ from kvrag.store.blobs import FileBlobs
 from kvrag.store.catalog import Catalog
 from kvrag.store.eviction import check_retention
 from kvrag.store.memory import MemoryTier, Prefetch
-from kvrag.store.opening import host_memory, on_accelerator, open_store
+from kvrag.store.opening import on_accelerator, open_store
 from kvrag.store.tiers import TieredStore
 
 __all__ = [
@@ -35,7 +35,6 @@ __all__ = [
     "StoreStats",
     "TieredStore",
     "check_retention",
-    "host_memory",
     "on_accelerator",
     "open_store",
 ]

@@ -28,6 +28,7 @@ from kvrag.config.address import HIDDEN, address, revealed
 from kvrag.errors import ConfigError, StoreError, StoreFormatError
 from kvrag.identity.fingerprint import FORMAT_VERSION
 from kvrag.kv.crypto import Keys
+from kvrag.runtime import host_memory
 from kvrag.store.base import Blobs, CatalogRows, MemoryBlobs
 from kvrag.store.blobs import OBJECTS, TMP, FileBlobs
 from kvrag.store.catalog import Catalog
@@ -58,7 +59,6 @@ OWN = (
     "llama_index",
 )
 """Beginnings of all names that a store creates in its directory."""
-CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 PLUGINS = "kvrag.stores"
 """Entry points of shared stores, also of kvrag's own: the name is the address scheme, the value a
@@ -374,15 +374,6 @@ def lesser(limit: L, fraction: float, total: Callable[[], int]) -> int | L:
             return part
         return min(limit, part)
     return limit
-
-
-def host_memory() -> int:
-    """Return the machine's memory in bytes, or the limit of this process's cgroup if lower."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for path in CGROUP_LIMITS:
-        with suppress(OSError, ValueError):  # no such group, or "max"
-            total = min(total, int(Path(path).read_text()))
-    return total
 
 
 def device_budget(limit: int | None, fraction: float, device: torch.device) -> int:

@@ -90,15 +90,15 @@ PRONOUNS = {
 ROOM_FILES = 12
 """Besides ``__init__``."""
 
-LARGER_ROOMS: dict[str, int] = {"generate": 16, "model": 14, "server": 14}
+LARGER_ROOMS: dict[str, int] = {"generate": 16, "model": 14, "server": 14, "store": 14}
 """Rooms that may hold more files than :data:`ROOM_FILES`."""
 
 KNOWN: dict[str, dict[str, float] | set[str]] = {
-    "totals": {"nodes of kvrag": 195_100, "nodes of kvrag/store": 29_400},
+    "totals": {"nodes of kvrag": 195_100, "nodes of kvrag/store": 29_500},
     "large files": {
         "kvrag/blend/cost.py": 2_950,
         "kvrag/cli/store.py": 2_800,
-        "kvrag/config/options.py": 3_650,
+        "kvrag/config/options.py": 3_700,
         "kvrag/engine.py": 4_850,
         "kvrag/generate/pipeline.py": 3_200,
         "kvrag/kv/layers.py": 3_100,

@@ -11,10 +11,12 @@ from types import SimpleNamespace
 import pytest
 from stores import CHUNKS, KEYS, KVS, SIZE, fill
 
+from kvrag import runtime
 from kvrag.config import StoreConfig
 from kvrag.errors import ConfigError, StoreError
+from kvrag.runtime import host_memory
 from kvrag.store import Blobs, Retention, check, opening
-from kvrag.store.opening import host_memory, lesser
+from kvrag.store.opening import lesser
 from kvrag.testing.chunks import same_bits
 
 ROOT = Path(__file__).parents[2]
@@ -48,7 +50,7 @@ def test_fractions_are_of_what_there_is(opened, root, monkeypatch, tmp_path):
     assert 2**20 < host_memory() < 2**50
     limit = tmp_path / "memory.max"
     limit.write_text("4096\n")
-    monkeypatch.setattr(opening, "CGROUP_LIMITS", (str(tmp_path / "absent"), str(limit)))
+    monkeypatch.setattr(runtime, "CGROUP_LIMITS", (str(tmp_path / "absent"), str(limit)))
     assert host_memory() == 4096
     assert opened(ram_fraction=0.5).tiers[0].max_bytes == 2048
     assert opened(ram_bytes=100).tiers[0].max_bytes == 100
