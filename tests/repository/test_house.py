@@ -94,7 +94,7 @@ LARGER_ROOMS: dict[str, int] = {"generate": 16, "model": 14, "server": 14, "stor
 """Rooms that may hold more files than :data:`ROOM_FILES`."""
 
 KNOWN: dict[str, dict[str, float] | set[str]] = {
-    "totals": {"nodes of kvrag": 195_100, "nodes of kvrag/store": 29_500},
+    "totals": {"nodes of kvrag": 195_100, "nodes of kvrag/store": 29_550},
     "large files": {
         "kvrag/blend/cost.py": 2_950,
         "kvrag/cli/store.py": 2_800,

@@ -342,3 +342,16 @@ def test_names_come_by_their_beginning(opened, count):
     for kind in ("c", "p", "z"):
         assert sorted(table.names(f"{kind} ")) == [f"{number:04d}" for number in range(count)]
     assert table.names("q ") == []
+
+
+def test_a_row_that_can_not_be_read_costs_no_other_row(filled, monkeypatch):
+    cache = filled.catalog._rows._healed()
+    get = cache.get
+
+    def half_damaged(name, *rest, **options):
+        if name == f"c {KEYS[2]}":
+            raise sqlite3.DatabaseError("database disk image is malformed")
+        return get(name, *rest, **options)
+
+    monkeypatch.setattr(cache, "get", half_damaged)
+    assert filled.catalog.known(KEYS[:5]) == {*KEYS[:5]} - {KEYS[2]}

@@ -16,6 +16,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from operator import methodcaller
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -115,14 +116,20 @@ class RowTable:
 
         Inside :meth:`change`, faults are raised.
         """
-        text: str | None = self._look(lambda cache: cache.get(name), None)
-        if text is None or self._seal is None:
-            return text
-        return self._seal.open(text, name)
+        return self.many([name])[0]
 
     def many(self, names: Sequence[str]) -> list[str | None]:
-        """Return the values of several rows; see :meth:`get`."""
-        return list(map(self.get, names))
+        """Return the values of several rows, read in one look; see :meth:`get`.
+
+        A row that can't be read costs no other row.
+        """
+        texts: list[str | None] | None = self._look(lambda cache: list(map(cache.get, names)), None)
+        if texts is None:
+            texts = [self._look(methodcaller("get", name), None) for name in names]
+        seal = self._seal
+        if seal is None:
+            return texts
+        return [text and seal.open(text, name) for text, name in zip(texts, names, strict=True)]
 
     def ahead(self, names: Sequence[str]) -> None:
         """Do nothing: rows of this machine are read one at a time."""
