@@ -1,6 +1,6 @@
 """The stitch of all layers and the shift's launches: time on the device, and apart from it the time from the call to the device's rest.
 
-Codes are laid out as ``kvrag/blend/quantise.py`` keeps them. Bytes moved are what is read of the store and written to the buffer.
+Codes are laid out as ``kvrag/kv/quantise.py`` keeps them. Bytes moved are what is read of the store and written to the buffer.
 """
 
 from __future__ import annotations

@@ -407,11 +407,6 @@ class KVRagEngine:
         return _DEFAULT
 
     @property
-    def given_repair(self) -> RepairConfig | None:
-        """Repair given at creation; ``None``: the repair of the model's profile, or the default."""
-        return self._repair
-
-    @property
     def tokenizer(self) -> Any:
         """Tokenizer of the model."""
         return self.loaded.encoder.tokenizer
@@ -441,7 +436,7 @@ class KVRagEngine:
     def in_memory(self) -> KVRagEngine:
         """Open an engine on the same model that keeps its KV in memory, apart from this store."""
         given = self.store_config
-        return KVRagEngine(
+        return type(self)(
             self.source,
             prefix=self.prefix,
             context=self.context,

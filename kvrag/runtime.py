@@ -79,8 +79,8 @@ class Runtime:
         key = id(owner), make
         with self._lock:
             if key not in self._values:
-                self._values[key] = make()
                 weakref.finalize(owner, self._values.pop, key, None).atexit = False
+                self._values[key] = make()
             value: T = self._values[key]
             return value
 

@@ -6,6 +6,6 @@
     files, hub commit, tensors ──▶ weights ───┼─▶ model (LiveIdentity) ─▶ fingerprint ─▶ chunk_key
     layers of peft ──────────────▶ adapters ──┘   checked again at every request
 
-May import ``types``, ``errors``, ``config``, ``cache`` and ``threads``. Never imports transformers
+May import ``types``, ``errors``, ``config``, ``cache`` and ``runtime``. Never imports transformers
 or peft.
 """

@@ -6,7 +6,7 @@ A request goes to the replica that had its chunks before, and so has them in mem
 
     client ─▶ front (finds chunks) ─▶ router (chooses a replica) ─▶ replica: kvrag.server ─▶ engine
 
-``app`` configures and builds it. Imports the facade, ``server`` and ``prompt.spans``, which finds
+``app`` builds it from ``config``. Imports the facade, ``server`` and ``prompt.spans``, which finds
 chunks in texts.
 """
 

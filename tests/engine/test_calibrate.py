@@ -286,3 +286,17 @@ def test_the_command_names_what_it_lacks(tiny_dir, tmp_path, monkeypatch):
     bare = run(tiny_dir)
     assert bare.exit_code == 2
     assert "pass --corpus" in bare.stderr
+
+
+def test_an_engine_of_a_subclass_is_evaluated_as_one(tiny_dir):
+    class Counting(KVRagEngine):
+        calls = 0
+
+        def generate(self, *args, **options):
+            Counting.calls += 1
+            return super().generate(*args, **options)
+
+    Counting.from_pretrained(tiny_dir).evaluate(
+        CHUNKS, count=2, chunks_per_prompt=2, max_new_tokens=1
+    )
+    assert Counting.calls == 4

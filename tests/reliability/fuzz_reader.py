@@ -36,8 +36,7 @@ def fuzz(runs: int, corpus: Path, report: Path, seed: int) -> None:
         include=[
             "kvrag.store",
             "kvrag.identity.fingerprint",
-            "kvrag.kv.crypto",
-            "kvrag.kv.quantise",
+            "kvrag.kv",
         ]
     ):
         import reader_target
