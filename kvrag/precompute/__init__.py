@@ -6,6 +6,5 @@
     missed chunks ─▶ on_miss (in the background, between requests) ─▶ run
     kv_dtype ─▶ quantise_check (once per model, before any KV is quantised)
 
-May import ``prompt``, ``blend``, ``model``, ``store``, ``kv``, ``identity``, ``metrics``, ``cache``,
-``config``, ``types``, ``errors`` and ``runtime``.
+May import ``types errors config runtime metrics cache`` and rooms from ``identity`` to ``blend``.
 """

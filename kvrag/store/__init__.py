@@ -2,7 +2,7 @@
 
 ::
 
-    engine → opening → tiers → writing → reading ──→ memory (host, gpu)        erasures (counted)
+    engine → opening → tiers → writing → reading ──→ memory (host, gpu)    erasures (counted)
                                              ├─────→ catalog (diskcache; shared: Redis, PostgreSQL)
                                              ├─────→ kv.format → kv.crypto
                                              └─────→ blobs (files, or copies → redis, object_store)
