@@ -6,5 +6,5 @@
                └───────────── prefill runs them ─────────────────┘
                  cost: prices for auto · covariance: covariance of row changes
 
-Imports ``types errors cache config runtime``, ``identity``, ``kv``, ``store``, ``model`` and ``prompt``.
+Imports ``types errors cache config runtime`` and rooms from ``identity`` to ``prompt``.
 """
