@@ -310,7 +310,9 @@ def test_what_others_erased_can_not_be_known_without_the_catalog(engine_of, tmp_
     engine = engine_of("llama", kv_dir=tmp_path / "kv", store_config=KEPT)
     chat(engine, QUESTIONS[:1])
     with monkeypatch.context() as patch:
-        patch.setattr(type(engine.store.catalog._rows), "get", lambda *_: None)
+        patch.setattr(
+            type(engine.store.catalog._rows), "many", lambda _, names: [None] * len(names)
+        )
         before = engine.stats()["histories"]
         assert engine.generate([{"role": "user", "content": QUESTIONS[0]}]).history_tokens == 0
         assert engine.generate([{"role": "user", "content": QUESTIONS[1]}]).history_tokens == 0
