@@ -13,7 +13,7 @@ loaded model with transformers' own forward.
     lock (of the model) → steps                       decode steps of all requests, in a forward
     flash                                             the attention under transformers' generate
 
-May import ``types errors cache config runtime progress`` ``identity`` and ``kv``.
+May import ``types errors cache config runtime progress``, ``identity`` and ``kv``.
 """
 
 from kvrag.model.forward import StopForward

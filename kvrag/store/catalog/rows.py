@@ -116,7 +116,7 @@ class RowTable:
 
         Inside :meth:`change`, faults are raised.
         """
-        return self.many([name])[0]
+        return self._unsealed(self._look(methodcaller("get", name), None), name)
 
     def many(self, names: Sequence[str]) -> list[str | None]:
         """Return the values of several rows, read in one look; see :meth:`get`.
@@ -125,11 +125,13 @@ class RowTable:
         """
         texts: list[str | None] | None = self._look(lambda cache: list(map(cache.get, names)), None)
         if texts is None:
-            texts = [self._look(methodcaller("get", name), None) for name in names]
-        seal = self._seal
-        if seal is None:
-            return texts
-        return [text and seal.open(text, name) for text, name in zip(texts, names, strict=True)]
+            return list(map(self.get, names))
+        return list(map(self._unsealed, texts, names))
+
+    def _unsealed(self, text: str | None, name: str) -> str | None:
+        if text is None or self._seal is None:
+            return text
+        return self._seal.open(text, name)
 
     def ahead(self, names: Sequence[str]) -> None:
         """Do nothing: rows of this machine are read one at a time."""
