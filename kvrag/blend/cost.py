@@ -372,7 +372,7 @@ def measured(lm: CausalLM) -> Costs:
 
 def _pair_ms(lm: CausalLM) -> float:
     """Return the milliseconds per (row, key) pair, summed over all layers."""
-    shape = lm.shapes[0]
+    shape = lm.traits[0].attended
     config = lm.config.get_text_config()
     rows = min(1024, lm.reuse_window)
     heads = getattr(config, "num_attention_heads", shape.num_heads)

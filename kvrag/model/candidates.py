@@ -30,6 +30,7 @@ from kvrag.model.rope import (
     complex_product,
     from_module,
     from_sinusoids,
+    in_order,
     spread,
 )
 
@@ -53,6 +54,7 @@ SOURCE_NAMES = (
     "query_key_value",
     "Wqkv",
     "c_attn",
+    "kv_a_proj_with_mqa",
 )
 """Last modules that shape keys before rotation; a norm comes after its projection."""
 
@@ -104,15 +106,15 @@ def attention_modules(model: PreTrainedModel) -> list[torch.nn.Module]:
     for stack in (
         module for module in decoder_of(model).modules() if isinstance(module, torch.nn.ModuleList)
     ):
-        found = {layer: _attention_of(layer) for layer in stack}
-        with_attention = [attention for attention in found.values() if attention is not None]
+        found = {layer: _attentions_of(layer) for layer in stack}
+        with_attention = [attention for several in found.values() for attention in several]
         if len(with_attention) > len(best):
             best = with_attention
             mixers = {name for layer in stack for name in STATEFUL_NAMES if hasattr(layer, name)}
             mixers |= {
                 type(layer).__name__
-                for layer, attention in found.items()
-                if attention is None and not mixers
+                for layer, several in found.items()
+                if not several and not mixers
             }
     if not best:
         raise UnsupportedModelError(
@@ -131,9 +133,13 @@ def attention_modules(model: PreTrainedModel) -> list[torch.nn.Module]:
     return best
 
 
-def _attention_of(layer: torch.nn.Module) -> torch.nn.Module | None:
+def _attentions_of(layer: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the attention modules of a layer; some layers have two (LongCat)."""
     modules = (getattr(layer, name, None) for name in ATTENTION_NAMES)
-    return next((module for module in modules if isinstance(module, torch.nn.Module)), None)
+    found = next((module for module in modules if isinstance(module, torch.nn.Module)), None)
+    if isinstance(found, torch.nn.ModuleList):
+        return list(found)
+    return [] if found is None else [found]
 
 
 def key_sources(
@@ -168,6 +174,9 @@ def _layouts(output: torch.Tensor, heads: int, dim: int, groups: int) -> Iterato
     if total == heads:
         yield lambda out: out.reshape(*out.shape[:2], heads, dim)
         return
+    if heads == 1:  # behind a latent: in order, or to be rotated with even dimensions first
+        yield lambda out: out[..., None, -dim:]
+        yield lambda out: torch.cat([out[..., None, -dim::2], out[..., None, 1 - dim :: 2]], dim=-1)
     first = total - 2 * heads  # queries, then keys, then values
     if first >= heads:
         yield lambda out: out[..., first * dim : (first + heads) * dim].reshape(
@@ -256,6 +265,7 @@ def _fitting(
                 continue
         except (RuntimeError, ValueError, IndexError):
             continue
+        apply = in_order(apply, cos, width)
         is_aligned = width == cos.shape[-1] and all(
             torch.allclose(a, b, atol=1e-6)
             for a, b in zip(spread(apply, cos, sin, width), (cos, sin), strict=True)

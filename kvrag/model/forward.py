@@ -21,7 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreT
 
 from kvrag.model.attention import UNDERSTOOD, Mass, ragged_attention, refuse_unknown
 from kvrag.model.lock import ModelLock
-from kvrag.model.rows import EVERYTHING, KVBuffer, Limits, Reach, Rows
+from kvrag.model.rows import EVERYTHING, KVBuffer, LayerShape, Limits, Reach, Rows
 from kvrag.runtime import EXITING, RUNTIME
 
 ATTENTION = "kvrag"  # without "flash" and "/", which transformers treats specially
@@ -36,6 +36,9 @@ BeforeWrite = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Ten
 Tensors are ``(1, H_kv, ·, D)``.
 """
 
+Pair = tuple[torch.Tensor, torch.Tensor]
+"""Both tensors that a layer caches."""
+
 
 class StopForward(Exception):
     """Signal inside a forward that its remaining layers are not needed."""
@@ -46,10 +49,12 @@ class Observed:
     """Mask functions of attention modules, by ``id``, that a forward at load records.
 
     ``masks`` has ``None`` for a mask of another origin. ``made`` maps the ``id`` of a mask tensor
-    to the tensor and its function.
+    to the tensor and its function. ``attended`` has the shape of the keys and values that a module
+    attends to.
     """
 
     masks: dict[int, MaskFunction | None] = field(default_factory=dict)
+    attended: dict[int, LayerShape] = field(default_factory=dict)
     made: dict[int, tuple[torch.Tensor, MaskFunction]] = field(default_factory=dict)
 
 
@@ -59,7 +64,9 @@ class Attentions:
 
     With ``is_dense``, they can't be replaced, and get a mask. With ``tells_offsets``, a layer
     counts the positions of its fresh rows from the cache's length (Llama 4), so the forward reports
-    lengths from which this gives the rows' own positions, scattered or not.
+    lengths from which this gives the rows' own positions, scattered or not. ``latent`` holds the
+    layers that cache a latent without positions, then a rotary key, and make keys and values of
+    both (latent attention).
     """
 
     device: torch.device
@@ -67,6 +74,13 @@ class Attentions:
     final: int | None = None
     tells_offsets: bool = False
     is_dense: bool = False
+    latent: frozenset[int] = frozenset()
+
+    def in_order(self, layer: int, pair: Pair) -> Pair:
+        """Swap what a layer caches and what a buffer holds: the rotating tensor comes first."""
+        if layer in self.latent:
+            return pair[1], pair[0]
+        return pair
 
 
 class Forward(Cache):  # type: ignore[misc]
@@ -104,7 +118,7 @@ class Forward(Cache):  # type: ignore[misc]
         self._rows = rows
         self._kv = kv
         self._before_write = before_write
-        self._tells_offsets = attentions.tells_offsets
+        self._attentions = attentions
         self._lock = lock
 
     def update(
@@ -125,11 +139,12 @@ class Forward(Cache):  # type: ignore[misc]
         keys, values = self._kv.layers[layer_idx]
         keys = keys[:, :, :stop]
         values = values[:, :, :stop]
+        fresh_keys, fresh_values = self._attentions.in_order(layer_idx, (key_states, value_states))
         if self._before_write is not None:
-            self._before_write(layer_idx, keys, values, key_states, value_states)
-        keys[:, :, slots] = key_states
-        values[:, :, slots] = value_states
-        return keys, values
+            self._before_write(layer_idx, keys, values, fresh_keys, fresh_values)
+        keys[:, :, slots] = fresh_keys
+        values[:, :, slots] = fresh_values
+        return self._attentions.in_order(layer_idx, (keys, values))
 
     def get_seq_length(self, layer_idx: int = 0) -> int | torch.Tensor:
         """Return the number of rows before the fresh rows, if these are contiguous.
@@ -138,7 +153,7 @@ class Forward(Cache):  # type: ignore[misc]
         """
         if isinstance(self._rows.slots, slice):
             return int(self._rows.slots.start)
-        if self._tells_offsets:
+        if self._attentions.tells_offsets:
             return self.hi - torch.arange(len(self.hi), device=self.hi.device)
         return self._rows.stop
 
@@ -279,6 +294,9 @@ def _attention(
     if not others.keys() <= UNDERSTOOD or not getattr(module, "is_causal", True):
         refuse_unknown(module, others)
     if forward.observed is not None:
+        forward.observed.attended[id(module)] = LayerShape(
+            key.shape[1], key.shape[3], value.shape[3]
+        )
         forward.observed.masks[id(module)] = forward.observed.made.get(
             id(attention_mask), (None, None)
         )[1]

@@ -9,13 +9,21 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from kvrag.errors import UnsupportedModelError
 from kvrag.identity.model import LiveIdentity
 from kvrag.model.attention import Mass, largest
 from kvrag.model.candidates import attention_modules, decoder_of
-from kvrag.model.forward import Attentions, BeforeWrite, Forward, StopForward, running, switched
+from kvrag.model.forward import (
+    Attentions,
+    BeforeWrite,
+    Forward,
+    Pair,
+    StopForward,
+    running,
+    switched,
+)
 from kvrag.model.lock import lock_of
 from kvrag.model.plain import (
     Extend,
@@ -97,7 +105,12 @@ class CausalLM:
         reach = {id(a): t.reach for a, t in zip(self._attentions, self.traits, strict=True)}
         tells_offsets = bool(getattr(self.config, "attn_temperature_tuning", False))
         self._switch = Attentions(
-            self.device, reach, next(reversed(seen.masks), None), tells_offsets, self.is_dense
+            self.device,
+            reach,
+            next(reversed(seen.masks), None),
+            tells_offsets,
+            self.is_dense,
+            frozenset(layer for layer, trait in enumerate(self.traits) if trait.is_latent),
         )
         self._can_pack = "position_ids" in self._accepted[False] and not (
             self.is_dense or tells_offsets
@@ -133,6 +146,13 @@ class CausalLM:
             batch=batch,
             keeps_ids=keeps_ids,
         )
+
+    def cached(self, cache: DynamicCache) -> list[Pair]:
+        """Return the keys and values that transformers cached, in the order of a buffer."""
+        return [
+            self._switch.in_order(index, (layer.keys, layer.values))
+            for index, layer in enumerate(cache.layers)
+        ]
 
     def rotary(self, num_positions: int) -> Rotations:
         """Return the rotations of positions 0 to ``num_positions - 1`` per layer, in float32."""

@@ -252,7 +252,7 @@ class _Trial:
             )
             parts = [run(**{name: part}).logits[0] for part in given.tensor_split(pieces, dim=1)]
         logits = torch.cat(parts)[-COMPARED_ROWS:].float().cpu()
-        return Measured(logits, [(layer.keys[0], layer.values[0]) for layer in cache.layers])
+        return Measured(logits, [(keys[0], values[0]) for keys, values in self._lm.cached(cache)])
 
     def _moved_embeddings(self, ids: torch.Tensor) -> torch.Tensor:
         """Return embeddings times 1 ± epsilon: a rounding that the model then amplifies."""
@@ -359,7 +359,7 @@ class _Trial:
                     input_ids=tokens[None], use_cache=True, position_ids=positions[None], **given
                 )
         rotary = lm.rotary(start + len(tokens))
-        cached = [layer.keys[0] for layer in cache.layers]
+        cached = [keys[0] for keys, _ in lm.cached(cache)]
         found = {
             n: rotary[n].rotate(keys[0].transpose(0, 1), positions)
             for n, keys in {**captured, 0: first}.items()

@@ -229,6 +229,21 @@ def spread(
     return apply(ones, cos[None], zeros)[0, 0], (apply(ones, zeros, sin[None]) * signs)[0, 0]
 
 
+def in_order(apply: ApplyRotary, cos: torch.Tensor, width: int) -> ApplyRotary:
+    """Return a rotation that leaves dimensions at their places.
+
+    Some rotations gather the even dimensions in the first half before they rotate halves
+    (DeepSeek). Then the keys that this result takes are gathered already, so it can be inverted.
+    """
+    places = torch.arange(width, dtype=cos.dtype, device=cos.device)
+    one = torch.ones_like(cos[None, :1])
+    order = apply(places[None, None, None], one, torch.zeros_like(one))[0, 0, 0].long()
+    if torch.equal(order, places.long()):
+        return apply
+    back = order.argsort()
+    return lambda keys, cos, sin: apply(keys[..., back], cos, sin)
+
+
 def adapt(function: Callable[..., Any]) -> ApplyRotary | None:
     """Adapt a modelling module's rotation to ``ApplyRotary``; ``None`` for unknown arguments."""
     parameters = list(inspect.signature(function).parameters)

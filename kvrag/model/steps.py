@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 
 from kvrag.model.attention import fused_attention, ragged_attention
-from kvrag.model.forward import Attentions, Forward
+from kvrag.model.forward import Attentions, Forward, Pair
 from kvrag.model.lock import ModelLock
 from kvrag.model.rows import EVERYTHING, KVBuffer, Limits, Rows
 
@@ -122,10 +122,23 @@ class NextRows(Forward):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write every fresh row into its request's buffer, where :meth:`attend` reads it."""
         self._layer = layer_idx
-        for side, fresh in enumerate((key_states, value_states)):
+        pair = self._attentions.in_order(layer_idx, (key_states, value_states))
+        for side, fresh in enumerate(pair):
             for (kv, position), row in zip(self.requests, fresh.unbind(2), strict=True):
                 kv.layers[layer_idx][side].select(2, position).copy_(row)
-        return key_states, value_states
+        if layer_idx not in self._attentions.latent:
+            return key_states, value_states
+        # The module makes keys and values of the latents of all requests at once.
+        keys, values = (torch.cat(side, dim=2) for side in zip(*self._cached(), strict=True))
+        return self._attentions.in_order(layer_idx, (keys, values))
+
+    def _cached(self) -> list[Pair]:
+        """Return the keys and values of every request in this layer."""
+        found = []
+        for kv, position in self.requests:
+            keys, values = kv.layers[self._layer]
+            found.append((keys[:, :, : position + 1], values[:, :, : position + 1]))
+        return found
 
     def attend(
         self,
@@ -142,13 +155,14 @@ class NextRows(Forward):
         reach = self.reach.get(module, EVERYTHING)
         outs = []
         is_plain = scores["softcap"] is None and scores["sinks"] is None
-        for (kv, position), limits, row in zip(
-            self.requests, self._each, query.unsqueeze(3).unbind(2), strict=True
+        own = self._cached()
+        if self._layer in self._attentions.latent:
+            sizes = [limits.num_keys for limits in self._each]
+            own = list(zip(keys.split(sizes, dim=2), values.split(sizes, dim=2), strict=True))
+        for (own_keys, own_values), limits, row in zip(
+            own, self._each, query.unsqueeze(3).unbind(2), strict=True
         ):
-            own_keys, own_values = (
-                side.narrow(2, 0, position + 1) for side in kv.layers[self._layer]
-            )
-            if is_plain and reach.is_whole(position + 1):
+            if is_plain and reach.is_whole(limits.num_keys):
                 out = fused_attention(row, own_keys, own_values, scores["scale"])
             else:
                 out = ragged_attention(row, own_keys, own_values, limits, reach=reach, **scores)

@@ -35,12 +35,17 @@ class LayerTraits:
     """Traits of a layer.
 
     ``source`` locates its position-free keys; without a source, the cached keys are rotated back.
+    ``attended`` is the shape of the keys and values that it attends to. With ``is_latent``, it
+    makes them of what it caches: a position-free latent, kvrag's values, then a rotary key, kvrag's
+    keys.
     """
 
     shape: LayerShape
+    attended: LayerShape
     rotation: Rotation
     source: KeySource | None
     reach: Reach
+    is_latent: bool
 
 
 @dataclass(slots=True)
@@ -78,6 +83,13 @@ class _Recorder(Forward):
             )
         self._seen.kv[layer_idx] = (key_states, value_states)
         return key_states, value_states
+
+    def update_indexer(self, *_: object, **__: object) -> torch.Tensor:
+        """Refuse layers that choose the keys of a row by other keys, in a cache of their own."""
+        raise UnsupportedModelError(
+            f"{self._name} chooses the keys that a row attends to by a sparse indexer, which caches "
+            "keys of its own; kvrag stores keys and values only, so a chunk's part would be missing"
+        )
 
 
 def sample_positions(context: int) -> list[int]:
@@ -212,18 +224,25 @@ def find_traits(
     traits = []
     for layer, attention in enumerate(attentions):
         keys, values = seen.kv[layer]
-        rotation, table = _explain(model, layer, attention, keys, positions, known)
-        if _differs_within_states(values[0].float()) > _tolerance(values):
+        is_latent = _is_positioned(values)
+        if is_latent:
+            keys, values = values, keys
+        if _is_positioned(values):
             raise UnsupportedModelError(
-                f"layer {layer} of {name} keeps values that depend on their position; "
-                "kvrag moves keys only"
+                f"layer {layer} of {name} keeps keys and values that both depend on their "
+                "position; kvrag moves only one of them"
             )
+        rotation, table = _explain(model, layer, attention, keys, positions, known)
         shape = LayerShape(keys.shape[1], keys.shape[3], values.shape[3])
+        attended = seen.attended.get(id(attention), shape)
         source = _source_of(model, attention, seen.outputs[layer], keys, table)
-        traits.append(
-            LayerTraits(shape, rotation, source, _reach_of(model, layer, attention, seen))
-        )
+        reach = _reach_of(model, layer, attention, seen)
+        traits.append(LayerTraits(shape, attended, rotation, source, reach, is_latent))
     return traits
+
+
+def _is_positioned(cached: torch.Tensor) -> bool:
+    return _differs_within_states(cached[0].float()) > _tolerance(cached)
 
 
 def _tolerance(values: torch.Tensor) -> float:

@@ -124,7 +124,9 @@ def _has_kernel(model: CausalLM) -> bool:
     """Whether a kernel computes the attention; else a padded batch keeps torch's fused kernel."""
     import kvrag_kernels
 
-    return kvrag_kernels.tier(model.shapes[0].key_dim, model.dtype, model.device) != "torch"
+    shape = model.traits[0].attended
+    tier = kvrag_kernels.tier(shape.key_dim, model.dtype, model.device)
+    return shape.key_dim == shape.value_dim and tier != "torch"
 
 
 def encode_padded(

@@ -67,6 +67,9 @@ _MLA = {
     "qk_nope_head_dim": 16,
     "v_head_dim": 16,
 }
+_INDEXED = {**_MLA, "index_n_heads": 2, "index_head_dim": 16}
+# Tables with a magnitude of 1.1: that of ``mscale`` over that of ``mscale_all_dim``.
+_YARN_MLA = {**_YARN, "mscale": 1.0, "mscale_all_dim": 0.25}
 _WINDOW = {"use_sliding_window": True, "sliding_window": 48, "max_window_layers": 2}
 _CAPPED = {"sliding_window": 48, "attn_logit_softcapping": 20.0, "query_pre_attn_scalar": 16}
 _LAST_FULL = ["sliding_attention"] * 3 + ["full_attention"]
@@ -170,6 +173,30 @@ TINY: dict[str, dict[str, Any]] = {
     "glm4": {"partial_rotary_factor": 0.5},
     "ernie4_5": {},
     "helium": {},
+    # Latent attention
+    "deepseek_v2": _MLA,
+    "deepseek_v2-yarn": {"model_type": "deepseek_v2", **_MLA, "rope_parameters": _YARN_MLA},
+    "deepseek_v3": _MLA,
+    "deepseek_v3-halves": {"model_type": "deepseek_v3", **_MLA, "rope_interleave": False},
+    "deepseek_v3-yarn": {"model_type": "deepseek_v3", **_MLA, "rope_parameters": _YARN_MLA},
+    "glm4_moe_lite": _MLA,
+    "minicpm3": _MLA,
+    "minicpm3-longrope": {
+        "model_type": "minicpm3",
+        **_MLA,
+        "rope_parameters": {**_LONGROPE, "original_max_position_embeddings": 3000},
+    },
+    "youtu": _MLA,
+    "axk1": _MLA,
+    "longcat_flash": {
+        **_MLA,
+        "head_dim": 8,
+        "num_layers": 2,  # of two attentions
+        "ffn_hidden_size": 96,
+        "expert_ffn_hidden_size": 32,
+        "moe_topk": 2,
+        "zero_expert_num": 2,
+    },
     # Attention that takes only a mask
     "gptj": {"rotary_dim": 8},
     "codegen": {"rotary_dim": 8},
@@ -194,8 +221,8 @@ REFUSED: dict[str, dict[str, Any]] = {
         "rope_parameters": {**_LINEAR, "rope_type": "dynamic"},
     },
     "hunyuan_v1_dense": {},
-    "deepseek_v2": _MLA,
-    "deepseek_v3": _MLA,
+    "deepseek_v32": _INDEXED,
+    "glm_moe_dsa": _INDEXED,
     "mamba": {},
     "rwkv": {"attention_hidden_size": 64, "context_length": 4096},
     "jamba": {

@@ -23,7 +23,7 @@ from kvrag.testing.models import TINY, tiny_model
 ARCHITECTURES = sorted(TINY)
 _KINDS = """
 llama llama-yarn mistral qwen2_moe qwen3 gemma2 gemma3_text phi3 gpt_neox cohere2 glm smollm3
-gpt_oss llama4_text gptj falcon-new bloom olmo
+gpt_oss llama4_text gptj falcon-new bloom olmo deepseek_v2-yarn deepseek_v3 longcat_flash
 """
 KINDS = _KINDS.split()
 """One of each way to rotate keys, to read them, to mask them and to attend."""
