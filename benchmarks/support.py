@@ -80,6 +80,8 @@ def rope_of(lm: CausalLM) -> str:
     shares = {trait.rotation.width / trait.shape.key_dim for trait in turning}
     if shares != {1.0}:
         words += f", {min(shares):.0%} of the dimensions"
+    if any(trait.is_latent for trait in turning):
+        words += ", latent attention"
     still = lm.num_layers - len(turning)
     return words + (f", none in {still} of {lm.num_layers} layers" if still else "")
 

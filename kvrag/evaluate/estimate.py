@@ -20,26 +20,36 @@ ITEMSIZE = {
 }
 
 
+# Options of layers that keep more than keys and values.
+KEEP_MORE = ("ssm_cfg", "state_size", "linear_attn_config", "layer_group_size", "index_head_dim")
+
+
 @dataclass(frozen=True, slots=True)
 class ModelShape:
     """The part of a config that determines the size of KV.
 
-    ``dtype`` is the checkpoint's, a key of :data:`ITEMSIZE`.
+    ``dtype`` is the checkpoint's, a key of :data:`ITEMSIZE`. Latent attention keeps a rotary key
+    and a latent per token: one head of ``head_dim`` and ``value_dim`` elements.
     """
 
     num_layers: int  # L
     num_kv_heads: int  # H_kv, per layer
     head_dim: int  # D, elements of a key, and of a value
     dtype: str = "bfloat16"
+    value_dim: int | None = None  # D_v, elements of a value; None is head_dim
 
 
 PRESETS: dict[str, ModelShape] = {
+    "deepseek-r1": ModelShape(61, 1, 64, value_dim=512),
+    "deepseek-v3": ModelShape(61, 1, 64, value_dim=512),
     "gemma-2-2b": ModelShape(26, 4, 256),
     "gemma-2-9b": ModelShape(42, 8, 256),
+    "glm-4.7-flash": ModelShape(47, 1, 64, value_dim=512),
     "llama-3.1-70b": ModelShape(80, 8, 128),
     "llama-3.1-8b": ModelShape(32, 8, 128),
     "llama-3.2-1b": ModelShape(16, 8, 64),
     "llama-3.2-3b": ModelShape(28, 8, 128),
+    "minicpm3-4b": ModelShape(62, 1, 32, value_dim=256),
     "mistral-7b": ModelShape(32, 8, 128),
     "phi-3-mini": ModelShape(32, 32, 96),
     "qwen2.5-0.5b": ModelShape(24, 2, 64),
@@ -71,11 +81,11 @@ def shape_from_config(config: Mapping[str, Any]) -> ModelShape:
     Raises
     ------
     ModelError
-        If the config lacks the needed sizes, or its layers don't keep a key and a value per head
-        (latent attention, state spaces).
+        If the config lacks the needed sizes, or its layers keep more than keys and values (state
+        spaces, linear attention, the keys of a sparse indexer).
     """
     text = config.get("text_config") or config
-    if text.get("kv_lora_rank") or text.get("ssm_cfg") or text.get("state_size"):
+    if any(text.get(name) for name in KEEP_MORE):
         raise ModelError(
             f"architecture {text.get('model_type')!r} does not keep plain keys and values; kvrag "
             "can't hold its KV"
@@ -85,6 +95,9 @@ def shape_from_config(config: Mapping[str, Any]) -> ModelShape:
         head_dim = text.get("head_dim") or text["hidden_size"] // num_heads
         num_kv_heads = text.get("num_key_value_heads") or num_heads
         num_layers = text["num_hidden_layers"]
+        value_dim = text.get("kv_lora_rank")
+        if value_dim:  # latent attention: all heads share a rotary key and a latent
+            num_kv_heads, head_dim = 1, text["qk_rope_head_dim"]
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise ModelError(
             f"the config does not give the shape of its KV ({error}); it needs num_hidden_layers, "
@@ -99,6 +112,7 @@ def shape_from_config(config: Mapping[str, Any]) -> ModelShape:
         int(num_kv_heads),
         int(head_dim),
         dtype if dtype in ITEMSIZE else "bfloat16",
+        value_dim,
     )
 
 
@@ -110,13 +124,12 @@ def itemsize(dtype: str) -> int:
 
 
 def kv_bytes_per_token(shape: ModelShape, dtype: str | None = None) -> int:
-    """Return the bytes of KV per token over all layers: ``2 · L · H_kv · D · itemsize``.
+    """Return the bytes of KV per token over all layers: ``L · H_kv · (D + D_v) · itemsize``.
 
     Default dtype: the checkpoint's.
     """
-    return (
-        2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * itemsize(dtype or shape.dtype)
-    )
+    width = shape.head_dim + (shape.value_dim or shape.head_dim)
+    return shape.num_layers * shape.num_kv_heads * width * itemsize(dtype or shape.dtype)
 
 
 def kept_bytes_per_token(
@@ -146,8 +159,9 @@ def kept_bytes_per_token(
 
     from kvrag.kv.layers import parts
 
-    one = (shape.num_kv_heads, chunk_tokens, shape.head_dim)
-    size = sum(part.num_bytes for part in parts(kv_dtype, torch.bfloat16, one, one))
+    keys = (shape.num_kv_heads, chunk_tokens, shape.head_dim)
+    values = (*keys[:2], shape.value_dim or shape.head_dim)
+    size = sum(part.num_bytes for part in parts(kv_dtype, torch.bfloat16, keys, values))
     return shape.num_layers * size / chunk_tokens
 
 

@@ -77,8 +77,12 @@ def ragged_attention(
             "enable_gqa": query.shape[1] != keys.shape[1],
         }
         whole = F.pad(query, (0, 0, limits.padding, 0)) if limits.padding else query
+        width = values.shape[-1]
+        spare = keys.shape[-1] - width
+        if spare > 0 and not keys.is_cuda:  # torch's fused kernel needs values as wide as keys
+            values = F.pad(values, (0, spare))
         return F.scaled_dot_product_attention(whole, keys, values, **options)[
-            :, :, limits.padding :
+            :, :, limits.padding :, :width
         ]
     by_way = _by_kernel if limits.prefix or _has_kernel(query, values) else _by_blocks
     return by_way(query, keys, values, limits, _Scores(scale, reach, softcap, sinks), mass)

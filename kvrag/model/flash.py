@@ -224,7 +224,11 @@ def flash_attention_tier(model: PreTrainedModel | None = None) -> str:
     """
     if model is not None:
         config = model.config.get_text_config(decoder=True)
-        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        # The first is that of latent attention, whose config means the rotary part by head_dim.
+        dims = (getattr(config, name, None) for name in ("qk_head_dim", "head_dim"))
+        dim = next(filter(None, dims), config.hidden_size // config.num_attention_heads)
+        if getattr(config, "v_head_dim", None) not in (None, dim):
+            return "torch"
         return kvrag_kernels.tier(dim, model.dtype, model.device)
     return kvrag_kernels.tier(
         128, torch.bfloat16, torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -158,7 +158,8 @@ class NextRows(Forward):
         own = self._cached()
         if self._layer in self._attentions.latent:
             sizes = [limits.num_keys for limits in self._each]
-            own = list(zip(keys.split(sizes, dim=2), values.split(sizes, dim=2), strict=True))
+            split = (torch.split(x, sizes, dim=2) for x in (keys, values))
+            own = list(zip(*split, strict=True))
         for (own_keys, own_values), limits, row in zip(
             own, self._each, query.unsqueeze(3).unbind(2), strict=True
         ):

@@ -87,8 +87,8 @@ class _Recorder(Forward):
     def update_indexer(self, *_: object, **__: object) -> torch.Tensor:
         """Refuse layers that choose the keys of a row by other keys, in a cache of their own."""
         raise UnsupportedModelError(
-            f"{self._name} chooses the keys that a row attends to by a sparse indexer, which caches "
-            "keys of its own; kvrag stores keys and values only, so a chunk's part would be missing"
+            f"{self._name} chooses the keys that a row sees by a sparse indexer, which caches "
+            "keys of its own; kvrag stores keys and values only, so these would be missing"
         )
 
 

@@ -92,7 +92,7 @@ def test_rows_change_as_the_repaired_rows_do_that_are_like_them():
     assert bool((found[stale][kinds[stale] == 1] < -0.4).all()), "the second by -1"
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt_neox", "llama-yarn"])
+@pytest.mark.parametrize("name", ["llama", "gpt_neox", "llama-yarn", "deepseek_v3-yarn"])
 def test_sixteen_bits_shift_keys_and_values_alike(name):
     """Rotate by a wider product, as on a device, and by passes over all rows."""
     layout, lm, found = chunks_of(40, 40), CausalLM(tiny_model(name, seed=3)), []

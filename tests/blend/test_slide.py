@@ -25,7 +25,7 @@ from kvrag.testing.tokenizers import tiny_tokenizer
 WINDOW = 64
 BLOCK = (WINDOW - SINKS) // BLOCKS
 _ARCHITECTURES = """
-llama qwen2 qwen3 mistral gemma gemma2 phi gpt_neox cohere glm
+llama qwen2 qwen3 mistral gemma gemma2 phi gpt_neox cohere glm deepseek_v3 minicpm3
 """
 ARCHITECTURES = _ARCHITECTURES.split()
 HANDLERS = {"gpt_neox": "gpt_neox", "phi": "model"}
@@ -60,6 +60,9 @@ class Reference:
     def evict(self) -> None:
         for layer in self.cache.layers:
             keys, values = layer.keys, layer.values
+            is_latent = hasattr(self.model.config, "kv_lora_rank")  # its rotary key comes second
+            if is_latent:
+                keys, values = values, keys
             cos, sin = self.rotary_emb(
                 keys, torch.tensor([[-BLOCK]])
             )  # a turn by a negative angle: no way back and forth
@@ -70,8 +73,11 @@ class Reference:
             part = rest[..., : cos.shape[-1]] if is_sliced else rest
             turned = self.module.apply_rotary_pos_emb(part, part, cos, sin)[1]
             turned = torch.cat([turned, rest[..., turned.shape[-1] :]], dim=-1)
-            layer.keys = torch.cat([keys[:, :, :SINKS], turned], dim=2)
-            layer.values = torch.cat([values[:, :, :SINKS], values[:, :, SINKS + BLOCK :]], dim=2)
+            kept = [
+                torch.cat([keys[:, :, :SINKS], turned], dim=2),
+                torch.cat([values[:, :, :SINKS], values[:, :, SINKS + BLOCK :]], dim=2),
+            ]
+            layer.keys, layer.values = reversed(kept) if is_latent else kept
         self.length -= BLOCK
 
 

@@ -95,9 +95,22 @@ def test_a_config_that_does_not_tell_is_refused(config):
         shape_from_config(config)
 
 
-def test_latent_attention_is_refused_because_its_cache_is_another():
+LATENT = {**CONFIG, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64}
+
+
+def test_latent_attention_keeps_a_latent_and_a_rotary_key():
+    shape = shape_from_config({**LATENT, "num_hidden_layers": 61})
+    assert shape == PRESETS["deepseek-v3"]
+    assert kv_bytes_per_token(shape, "bfloat16") == 61 * 576 * 2
+    assert kv_bytes_per_token(PRESETS["minicpm3-4b"], "bfloat16") == 62 * 288 * 2
+
+
+@pytest.mark.parametrize(
+    "more", [{"index_head_dim": 128}, {"linear_attn_config": {"num_heads": 4}}, {"state_size": 16}]
+)
+def test_layers_that_keep_more_than_keys_and_values_are_refused(more):
     with pytest.raises(ModelError, match="plain keys and values"):
-        shape_from_config({**CONFIG, "model_type": "deepseek_v3", "kv_lora_rank": 512})
+        shape_from_config({**LATENT, **more})
 
 
 def test_an_unknown_dtype_is_named():

@@ -54,9 +54,10 @@ def kv_dtype(request):
 # -- labels ------------------------------------------------------------------------------------------------------------
 
 
-def test_an_answer_from_rounded_kv_is_never_exact(engine_of, kv_dtype):
+@pytest.mark.parametrize("name", ["llama", "minicpm3"])
+def test_an_answer_from_rounded_kv_is_never_exact(engine_of, kv_dtype, name):
     """Neither from three chunks nor from one behind its own prefix."""
-    engine = make(engine_of, kv_dtype=kv_dtype)
+    engine = make(engine_of, name, kv_dtype=kv_dtype)
     assert engine.precompute(CHUNKS).stored == 4
     for prompt in (PROMPT, HEAD):
         for repair in (EXACT_HERE, RepairConfig(strategy="all"), RepairConfig()):
@@ -339,11 +340,13 @@ def test_the_gate_measures_what_reuse_shows(engine_of):
 # -- configuration and arithmetic ------------------------------------------------------------------------------------------
 
 
-def test_estimates_are_what_is_kept(engine_of, kv_dtype):
-    engine = make(engine_of, kv_dtype=kv_dtype)
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
+def test_estimates_are_what_is_kept(engine_of, kv_dtype, name):
+    engine = make(engine_of, name, kv_dtype=kv_dtype)
     engine.precompute(CHUNKS[:1])
     shapes = engine.loaded.reusable.shapes
-    shape = ModelShape(len(shapes), shapes[0].num_heads, shapes[0].key_dim, "float32")
+    heads, *dims = shapes[0].num_heads, shapes[0].key_dim, shapes[0].value_dim
+    shape = ModelShape(len(shapes), heads, dims[0], "float32", value_dim=dims[1])
     tokens = len(engine.loaded.encoder.chunk_ids(CHUNKS[0]))
     records = map(engine.store.catalog.get, engine.store.catalog.keys())
     (record,) = [r for r in records if r is not None and r.num_tokens == tokens]

@@ -180,6 +180,9 @@ def test_only_models_that_vllm_can_load_are_exported(engine_of, tmp_path, settin
     long = save_tiny_model(tmp_path / "long", "phi3-longrope")
     with pytest.raises(UnsupportedModelError, match="prompt's length"):
         export_model(KVRagEngine.from_pretrained(long, context=None), tmp_path / "file")
+    latent = save_tiny_model(tmp_path / "latent", "deepseek_v3")
+    with pytest.raises(UnsupportedModelError, match="this model has latent attention"):
+        export_model(KVRagEngine.from_pretrained(latent, context=None), tmp_path / "file")
     with pytest.raises(ConfigError, match="not a file of"):
         Exported.read(__file__)
     setting = setting_of()

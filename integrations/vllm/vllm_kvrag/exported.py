@@ -121,8 +121,8 @@ def export_model(engine: KVRagEngine, path: str | os.PathLike[str]) -> None:
         changed model, or a model with adapters. Also if the engine encodes chunks behind a context:
         no chunk would be exact.
     UnsupportedModelError
-        If the model's KV is not reused, has other rotations than vLLM's layers, or depends on the
-        prompt's length.
+        If the model's KV is not reused, has other rotations than vLLM's layers, depends on the
+        prompt's length, or is a latent and a rotary key.
     """
     loaded = engine.loaded
     source = engine.source
@@ -135,6 +135,12 @@ def export_model(engine: KVRagEngine, path: str | os.PathLike[str]) -> None:
     if lm.reuse_window < lm.context_window:
         raise UnsupportedModelError(
             "this model's keys depend on the prompt's length, so there is no one table of them"
+        )
+    if any(trait.is_latent for trait in lm.traits):
+        raise UnsupportedModelError(
+            "this model has latent attention, and vLLM keeps its latent and rotary key in one "
+            "tensor per layer; the connector loads keys and values per head only, so serve the "
+            "model without it"
         )
     weights = _origin(source.model, lm.model.config, source.hf_kwargs)
     identity = describe(lm.model, engine.tokenizer, weights or "", extra_keys=source.extra_keys)
