@@ -184,7 +184,11 @@ TINY: dict[str, dict[str, Any]] = {
     "minicpm3-longrope": {
         "model_type": "minicpm3",
         **_MLA,
-        "rope_parameters": {**_LONGROPE, "original_max_position_embeddings": 3000},
+        "rope_parameters": {
+            **_LONGROPE,
+            "factor": 4096 / 3000,
+            "original_max_position_embeddings": 3000,
+        },
     },
     "youtu": _MLA,
     "axk1": _MLA,
