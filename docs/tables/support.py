@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections import Counter
 
+from kvrag.evaluate.estimate import human_bandwidth, human_bytes
+
 from .core import Result, Tables, table
 
 
@@ -80,7 +82,47 @@ def suites(result: Result) -> str:
     return table(["suite", *outcomes, "why"], rows) + said
 
 
+def latent(result: Result) -> str:
+    """Say what latent attention keeps, and the arithmetic of a prompt with and without reuse."""
+    constants, gqa = result["constants"], result["gqa"]
+    rows = []
+    for name, row in result["models"].items():
+        sizes, flops = row["bytes_per_token"], row["flops"]
+        kept = sizes["bfloat16"]
+        rows.append(
+            [
+                name,
+                f"{row['layers']} × ({row['latent']} + {row['rotary_key']})",
+                f"{human_bytes(kept)} ({human_bytes(sizes['int8'])})",
+                f"{kept / sizes['gqa']:.0%}",
+                f"{kept / sizes['expanded']:.1%}",
+                f"{row['prompt_bytes'] / 1e6:,.0f} MB",
+                f"{flops['full'] / 1e12:,.0f} → {flops['reused'] / 1e12:,.0f} TFLOP",
+                f"{flops['expansion'] / flops['reused']:.0%}",
+                human_bandwidth(row["break_even_bytes_per_s"]),
+            ]
+        )
+    header = [
+        "shape of",
+        "layers × (latent + rotary key)",
+        "a token in bfloat16 (int8)",
+        f"of GQA with {gqa['heads']} heads of {gqa['dim']}",
+        "of its own heads",
+        f"KV of {constants['tokens']:,} tokens",
+        f"prefill → {constants['repaired']:.0%} of the rows repaired",
+        "of that, expanding latents",
+        "break-even",
+    ]
+    said = (
+        f"\nArithmetic from transformers' own configs, nothing is measured. "
+        f"Break-even: a faster disk beats a prefill that gets {constants['flops_per_s'] / 1e12:.0f} TFLOP/s. "
+        "`benchmarks/latent_costs.py`, everything in `benchmarks/results/latent_costs.json`.\n"
+    )
+    return table(header, rows) + said
+
+
 TABLES: Tables = {
+    "latent": ("latent_costs.json", latent),
     "support": ("support.json", support),
     "support-refused": ("support.json", support_refused),
     "suites": ("suites.json", suites),

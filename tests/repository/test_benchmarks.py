@@ -10,6 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
+import latent_costs
 import roofline
 import sim_scale as sim
 from kernel_targets import verdicts
@@ -45,6 +46,12 @@ def test_the_simulation_is_of_these_constants():
         now = sim.loading(setup)
         assert row["load_ms"] == pytest.approx(now["load_ms"], rel=1e-3)
         assert row["compute_ms"] == pytest.approx(now["compute_ms"], rel=1e-3)
+
+
+def test_the_costs_of_latents_are_of_these_shapes():
+    result = json.loads((RESULTS / "latent_costs.json").read_text())["models"]
+    assert result.keys() == latent_costs.MODELS.keys()
+    assert latent_costs.costs("MiniCPM3-4B") == pytest.approx(result["MiniCPM3-4B"])
 
 
 @pytest.mark.parametrize("workload", sim.WORKLOADS)
