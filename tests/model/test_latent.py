@@ -119,3 +119,17 @@ def test_the_price_of_attention_is_that_of_expanded_heads(monkeypatch):
     )
     cost._pair_ms(lm_of("deepseek_v3"))
     assert [tuple(x.shape)[1::2] for x in seen[0]] == [(4, 24), (4, 24), (4, 16)]
+
+
+def test_a_whole_prompt_takes_the_fused_path_of_a_cpu(monkeypatch):
+    """It needs values as wide as keys; without it, torch would hold the scores of all rows and keys."""
+    widths, real = [], torch.nn.functional.scaled_dot_product_attention
+
+    def attend(query, keys, values, **options):
+        widths.append((keys.shape[-1], values.shape[-1]))
+        return real(query, keys, values, **options)
+
+    monkeypatch.setattr("torch.nn.functional.scaled_dot_product_attention", attend)
+    lm = lm_of("deepseek_v3")
+    lm.forward(torch.tensor(IDS), Rows.span(0, len(IDS)), lm.buffer(len(IDS)))
+    assert set(widths[:-1]) == {(24, 24)}, "but for the last layer, which attends for a single row"
