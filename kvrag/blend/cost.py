@@ -250,7 +250,7 @@ class CostModel:
                 (tier.name for tier in store.tiers if tier.identity(key) is not None), store.name
             )
             stored.append((tier, len(identity.token_ids)))
-        return Price(costs, config, self._loaded.reusable.num_layers, stored)
+        return Price(costs, config, self._loaded.reusable.depth, stored)
 
     def learn(
         self, price: Price, layout: Layout, late: Collection[int], ms: Mapping[str, float]
@@ -390,7 +390,7 @@ def _pair_ms(lm: CausalLM) -> float:
         _ms(lambda: ragged_attention(query, keys, values, limits, scale=1.0, softcap=cap))
         for _ in range(3)
     )
-    return best * lm.num_layers / (rows * rows / 2)
+    return best * lm.depth / (rows * rows / 2)
 
 
 def _ms(run: Callable[[], torch.Tensor]) -> float:

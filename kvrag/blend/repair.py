@@ -69,7 +69,7 @@ def probe(
     again = torch.arange(total, total + num_again)
     rows = torch.cat([live, again])
     ids = token_ids[torch.cat([live, again - num_again])]
-    layers = probed_layers(span, model.num_layers)
+    layers = probed_layers(span, model.depth)
     _, mass = model.forward(
         ids, Rows.at(rows), buffer, logits=0, mass_rows=suffix + num_again, mass_layers=layers
     )

@@ -74,11 +74,12 @@ def stitch(
     skip
         Rows that the next forward computes, int64. They may stay unwritten.
     """
-    segments, (keys, values) = layout.reused, buffer.layers[0]
+    segments, keys = layout.reused, buffer.layers[0][0]
     has_kernel = (
-        bool(segments) and _has_kernel(keys, values, rotary) and _is_uniform(buffer, segments, kvs)
+        bool(segments) and _has_kernel(buffer, rotary) and _is_uniform(buffer, segments, kvs)
     )
-    angles = _angles(rotary) if has_kernel else None
+    runs = ranges(buffer)
+    angles = _angles(rotary, runs) if has_kernel else None
     if angles is None:
         _stitch_by_torch(buffer, segments, kvs, rotary)
     else:
@@ -87,13 +88,13 @@ def stitch(
             computed = mask_of(skip.to(keys.device, non_blocking=True), layout.num_tokens)
         with _beside(keys.device) as stream:
             arrivals = list[torch.cuda.Event]()
-            for layers in ranges(buffer):
+            for layers, turning in zip(runs, angles, strict=True):
                 place(
                     buffer,
                     layers,
                     segments,
                     move(layers, segments, kvs, keys.device),
-                    angles,
+                    turning,
                     computed,
                 )
                 arrivals += [stream.record_event()] * len(layers) if stream else []
@@ -197,7 +198,7 @@ def place(
         [segment.start for segment in segments],
         angles.cos,
         angles.sin,
-        [angles.kinds[i] for i in layers],
+        angles.kinds,
         interleaved=angles.is_neighbours,
         key_scales=[s.keys for s in scales] or None,
         value_scales=[s.values for s in scales] or None,
@@ -238,12 +239,12 @@ def _stitch_by_torch(
 
 
 class Angles(NamedTuple):
-    """Rotation angles as the kernel takes them.
+    """Rotation angles of a run of layers, as the kernel takes them.
 
     Attributes
     ----------
     cos, sin
-        Tables of all kinds of layers, ``(kinds, N, R / 2)``.
+        Tables of all kinds of layers in the run, ``(kinds, N, R / 2)``.
     kinds
         Kind of every layer; -1 if it does not rotate.
     is_neighbours
@@ -256,18 +257,23 @@ class Angles(NamedTuple):
     is_neighbours: bool
 
 
-def _has_kernel(keys: torch.Tensor, values: torch.Tensor, rotary: Rotations) -> bool:
+def _has_kernel(buffer: KVBuffer, rotary: Rotations) -> bool:
     """Whether the kernel supports this buffer.
 
     If not, the op would fall back to torch, and :func:`_stitch_by_torch` is better at that.
     """
+    keys = buffer.layers[0][0]
     if not keys.is_cuda:
         return False
     import kvrag_kernels
 
-    width = max(table.width for table in rotary)
-    return keys.shape == values.shape and kvrag_kernels.has_stitch(
-        keys.shape[-1], width, keys.dtype, keys.device
+    kinds = {
+        (k.shape == v.shape, k.shape[-1], table.width)
+        for (k, v), table in zip(buffer.layers, rotary, strict=True)
+    }
+    return all(
+        is_alike and kvrag_kernels.has_stitch(dim, width, keys.dtype, keys.device)
+        for is_alike, dim, width in kinds
     )
 
 
@@ -292,25 +298,29 @@ def _is_uniform(buffer: KVBuffer, segments: Sequence[Segment], kvs: Sequence[Chu
     return not odd and len(kinds) == 1 and kinds <= {(each, each) for each in known}
 
 
-def _angles(rotary: Rotations) -> Angles | None:
-    """Return the angles of a prompt's positions.
+def _angles(rotary: Rotations, runs: Sequence[range]) -> list[Angles] | None:
+    """Return the angles of a prompt's positions for each run of layers.
 
-    ``None`` if no layer rotates, or if a rotation is not of pairs, or if the layers' tables differ
+    ``None`` if no layer rotates, or if a rotation is not of pairs, or if the tables of a run differ
     in shape or pairing.
     """
     tables = {id(table): table for table in rotary if table.width}
-    pairs = [table.pairs() for table in tables.values()]
-    found = [pair for pair in pairs if pair is not None]
-    if (
-        not found
-        or len(found) < len(pairs)
-        or len({(cos.shape, kind) for cos, _, kind in found}) > 1
-    ):
+    pairs = {name: pair for name, table in tables.items() if (pair := table.pairs()) is not None}
+    if not pairs or len(pairs) < len(tables):
         return None
-    kinds = [list(tables).index(id(table)) if table.width else -1 for table in rotary]
-    return Angles(
-        torch.stack([c for c, _, _ in found]),
-        torch.stack([s for _, s, _ in found]),
-        kinds,
-        found[0][2],
-    )
+    stacked: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
+    made = []
+    for layers in runs:
+        own = {id(rotary[i]) for i in layers} & pairs.keys() or {next(iter(pairs))}
+        names = tuple(name for name in pairs if name in own)
+        found = [pairs[name] for name in names]
+        if len({(cos.shape, kind) for cos, _, kind in found}) > 1:
+            return None
+        if names not in stacked:
+            stacked[names] = (
+                torch.stack([cos for cos, _, _ in found]),
+                torch.stack([sin for _, sin, _ in found]),
+            )
+        kinds = [names.index(id(rotary[i])) if rotary[i].width else -1 for i in layers]
+        made.append(Angles(*stacked[names], kinds, found[0][2]))
+    return made

@@ -215,7 +215,7 @@ def _trial(
     engine: Engine, references: Sequence[Reference], repair: RepairConfig, progress: Progress
 ) -> Trial:
     """Measure a repair on all prompts."""
-    num_layers = engine.loaded.reusable.num_layers
+    num_layers = engine.loaded.reusable.depth
     figures = []
     lost = 0
     for reference in references:

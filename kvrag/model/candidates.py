@@ -1,4 +1,4 @@
-"""Candidates of a decoder: its attention modules, sources of position-free keys, and rotations.
+"""Candidates of a decoder: its attention modules, sources of keys, rotations and reaches.
 
 Structure gives candidates, not proof: :mod:`.traits` finds out which of them hold for a layer.
 
@@ -6,6 +6,7 @@ Structure gives candidates, not proof: :mod:`.traits` finds out which of them ho
   rotation, with the layout of this output.
 * A **rotation** is a source of tables (a rotary module, or a buffer of sinusoids) with a rotation
   of the modelling module.
+* A **reach** is a window of the config, or of a row; the model's own mask function decides.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from kvrag.errors import UnsupportedModelError
+from kvrag.model.forward import MaskFunction
+from kvrag.model.plain import UNLIMITED, context_window
 from kvrag.model.rope import (
     NO_ROTATION,
     ApplyRotary,
@@ -33,6 +37,7 @@ from kvrag.model.rope import (
     in_order,
     spread,
 )
+from kvrag.model.rows import EVERYTHING, Reach
 
 ATTENTION_NAMES = ("self_attn", "attention", "attn", "self_attention")
 STATEFUL_NAMES = (
@@ -143,12 +148,12 @@ def _attentions_of(layer: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def key_sources(
-    attention: torch.nn.Module, outputs: dict[str, torch.Tensor], heads: int, dim: int, groups: int
+    attention: torch.nn.Module, outputs: dict[str, torch.Tensor], heads: int, dim: int
 ) -> Iterator[tuple[KeySource, torch.Tensor]]:
     """Yield candidates with the keys ``(B, T, H, D)`` that they gave in a forward.
 
     ``outputs`` are the outputs of its submodules, by name. ``heads`` and ``dim`` describe the keys
-    as they reach the cache; ``groups`` is the number of key heads before they are repeated.
+    as they reach the cache, where their heads may be repeated.
     """
     if getattr(attention, "clip_qkv", None) or getattr(
         getattr(attention, "config", None), "clip_qkv", None
@@ -157,11 +162,11 @@ def key_sources(
         return
     for name in SOURCE_NAMES:
         if name in outputs:
-            for layout in _layouts(outputs[name], heads, dim, groups):
+            for layout in _layouts(outputs[name], heads, dim):
                 yield KeySource(name, layout), layout(outputs[name])
 
 
-def _layouts(output: torch.Tensor, heads: int, dim: int, groups: int) -> Iterator[HeadLayout]:
+def _layouts(output: torch.Tensor, heads: int, dim: int) -> Iterator[HeadLayout]:
     if output.dim() == 4:
         if output.shape[2:] == (heads, dim):
             yield lambda out: out
@@ -182,7 +187,7 @@ def _layouts(output: torch.Tensor, heads: int, dim: int, groups: int) -> Iterato
         yield lambda out: out[..., first * dim : (first + heads) * dim].reshape(
             *out.shape[:2], heads, dim
         )
-    for count in {groups, heads}:
+    for count in range(1, min(heads, total - 1) + 1):
         # Each group's queries, key and value lie side by side.
         if total % count == 0 and heads % count == 0:
             yield partial(_grouped, groups=count, repeats=heads // count, dim=dim)
@@ -272,3 +277,35 @@ def _fitting(
         )
         for start in dict.fromkeys((0, key_dim - width)):
             yield Rotation(name, make, apply, magnitude, width, start, is_aligned)
+
+
+def read_mask(mask: MaskFunction, config: Any, device: torch.device) -> Reach | None:
+    """Find the reach of a mask function by evaluating it; ``None`` if no :class:`Reach` says it.
+
+    The config is not trusted: it may name a window that a layer doesn't apply, or leave out a
+    window.
+    """
+    far = min(context_window(config), UNLIMITED) - 1
+
+    def visible(row: int, num_keys: int) -> torch.Tensor:
+        at = torch.tensor([row], device=device)
+        return mask(0, 0, at, torch.arange(num_keys, device=device)).expand(num_keys)
+
+    def agrees(reach: Reach, row: int) -> bool:
+        # Keys after the row are in the future: no reach shows them.
+        keys = torch.arange(row + 8, device=device)
+        at = torch.tensor([row], device=device)
+        return bool((visible(row, row + 8) == (keys <= row) & (keys >= reach.lo(at, at))).all())
+
+    limits = {
+        getattr(config, "sliding_window", None),
+        getattr(config, "attention_chunk_size", None),
+    }
+    sizes = [
+        int(n) for n in (*limits, int(visible(far, far + 1).sum())) if isinstance(n, int) and n
+    ]
+    rows = {0, 1, far // 2, far, *(k * n + d for n in sizes for k in (1, 2) for d in (-1, 0, 1))}
+    for reach in (EVERYTHING, *(Reach(window=n) for n in sizes), *(Reach(chunk=n) for n in sizes)):
+        if all(agrees(reach, row) for row in rows if 0 <= row <= far):
+            return reach
+    return None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -61,8 +61,8 @@ class _Forward:
                     "chunked attention can't take a padded batch; pass prompts one at a time"
                 )
             self._check(reach)
-            hi = self.rows
-            lo = reach.lo(self.rows, self.rows)
+            hi = self.rows[-query.shape[2] :]  # a model may drop the first (Gemma 4)
+            lo = reach.lo(hi, hi)
             if self.bounds is not None:
                 hi = torch.minimum(hi, self.bounds[1])
                 lo = torch.maximum(lo, self.bounds[0])
@@ -81,6 +81,21 @@ class _Forward:
             )
 
 
+class _RowsMask(torch.Tensor):
+    """Rows in place of a mask, int64 ``(1, 1, R, 1)``, with the state of a forward.
+
+    A cut of the rows, which a model may make, keeps the state.
+    """
+
+    kvrag: _Forward
+
+    def __getitem__(self, index: Any) -> _RowsMask:
+        """Cut the mask."""
+        found = cast(_RowsMask, super().__getitem__(index))
+        found.kvrag = self.kvrag
+        return found
+
+
 def _rows_mask(
     batch_size: int,
     *,
@@ -92,8 +107,8 @@ def _rows_mask(
     attention_mask: torch.Tensor | None = None,
     device: torch.device | str = "cpu",
     **_: object,
-) -> torch.Tensor:
-    """Return rows in place of a mask: int64 ``(1, 1, R, 1)``, with a :class:`_Forward` attached."""
+) -> _RowsMask:
+    """Return the rows of a forward, with the state that its layers share."""
     rows = torch.arange(q_length, device=device) + q_offset
     sample = torch.linspace(0, q_length - 1, min(q_length, _SAMPLE), device=device).long()
     keys = torch.arange(kv_length, device=device)[None] + kv_offset
@@ -101,9 +116,8 @@ def _rows_mask(
         mask_function(b, 0, rows[sample][:, None], keys).expand(len(sample), kv_length)
         for b in range(batch_size)
     ]
-    mask = rows[None, None, :, None].clone()
-    forward = _Forward(rows, _bounds(attention_mask), int(kv_offset), torch.stack(seen), sample)
-    mask.kvrag = forward  # type: ignore[attr-defined]
+    mask = rows[None, None, :, None].clone().as_subclass(_RowsMask)
+    mask.kvrag = _Forward(rows, _bounds(attention_mask), int(kv_offset), torch.stack(seen), sample)
     return mask
 
 
@@ -196,7 +210,7 @@ def install_flash_attention(model: PreTrainedModel) -> int:
         )
     modules = attention_modules(model)
     with lock_of(model):
-        _reaches.update({m: trait.reach for m, trait in zip(modules, lm.traits, strict=True)})
+        _reaches.update({modules[m]: trait.reach for trait in lm.traits for m in trait.modules})
         before = model.config._attn_implementation
         if before == NAME:  # a copy: the original's attention is unknown
             before = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
@@ -215,21 +229,29 @@ def uninstall_flash_attention(model: PreTrainedModel) -> None:
             _reaches.pop(module, None)
 
 
+def _head_dim(config: Any) -> int:
+    """Return the head dim of keys, of a model's config or a layer's."""
+    # The first is that of latent attention, whose config means the rotary part by head_dim.
+    dims = (getattr(config, name, None) for name in ("qk_head_dim", "head_dim"))
+    return int(next(filter(None, dims), config.hidden_size // config.num_attention_heads))
+
+
 def flash_attention_tier(model: PreTrainedModel | None = None) -> str:
     """Return the tier of kvrag's attention: ``"sm90"`` (Hopper), ``"mma"`` or ``"torch"``.
 
-    ``"mma"`` is for other CUDA devices. The tier depends on a model's head dim, dtype and device;
+    ``"mma"`` is for other CUDA devices. The tier depends on a model's head dims, dtype and device;
     without a model, they are 128, bfloat16, and the current CUDA device if there is a CUDA device,
     else the CPU.
     """
     if model is not None:
         config = model.config.get_text_config(decoder=True)
-        # The first is that of latent attention, whose config means the rotary part by head_dim.
-        dims = (getattr(config, name, None) for name in ("qk_head_dim", "head_dim"))
-        dim = next(filter(None, dims), config.hidden_size // config.num_attention_heads)
-        if getattr(config, "v_head_dim", None) not in (None, dim):
+        layers = getattr(config, "per_layer_config", None) or [config]
+        tiers = {
+            kvrag_kernels.tier(_head_dim(layer), model.dtype, model.device) for layer in layers
+        }
+        if getattr(config, "v_head_dim", None) not in (None, _head_dim(config)):
             return "torch"
-        return kvrag_kernels.tier(dim, model.dtype, model.device)
+        return min(tiers, key=("torch", "mma", "sm90").index)
     return kvrag_kernels.tier(
         128, torch.bfloat16, torch.device("cuda" if torch.cuda.is_available() else "cpu")
     )

@@ -21,7 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreT
 
 from kvrag.model.attention import UNDERSTOOD, Mass, ragged_attention, refuse_unknown
 from kvrag.model.lock import ModelLock
-from kvrag.model.rows import EVERYTHING, KVBuffer, LayerShape, Limits, Reach, Rows
+from kvrag.model.rows import EVERYTHING, KVBuffer, Limits, Reach, Rows
 from kvrag.runtime import EXITING, RUNTIME
 
 ATTENTION = "kvrag"  # without "flash" and "/", which transformers treats specially
@@ -48,30 +48,41 @@ class StopForward(Exception):
 class Observed:
     """Mask functions of attention modules, by ``id``, that a forward at load records.
 
-    ``masks`` has ``None`` for a mask of another origin. ``made`` maps the ``id`` of a mask tensor
-    to the tensor and its function. ``attended`` has the shape of the keys and values that a module
-    attends to.
+    ``masks`` has ``None`` for a mask of another origin. ``made`` maps the memory of a mask tensor,
+    which a model may cut, to the tensor and its function. ``given`` are the keys and values that
+    the modules attend to.
     """
 
     masks: dict[int, MaskFunction | None] = field(default_factory=dict)
-    attended: dict[int, LayerShape] = field(default_factory=dict)
     made: dict[int, tuple[torch.Tensor, MaskFunction]] = field(default_factory=dict)
+    given: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+    def note(
+        self, module: int, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
+    ) -> None:
+        """Record what the module of this ``id`` is given."""
+        self.given[module] = (keys, values)
+        made = None if mask is None else self.made.get(mask.untyped_storage().data_ptr())
+        self.masks[module] = None if made is None else made[1]
 
 
 @dataclass(frozen=True, slots=True)
 class Attentions:
-    """Attention modules of a model: their reach by ``id``, and the ``id`` of the last.
+    """Attention modules of a model, by ``id``: their reach, and the tail of modules.
 
-    With ``is_dense``, they can't be replaced, and get a mask. With ``tells_offsets``, a layer
-    counts the positions of its fresh rows from the cache's length (Llama 4), so the forward reports
-    lengths from which this gives the rows' own positions, scattered or not. ``latent`` holds the
-    layers that cache a latent without positions, then a rotary key, and make keys and values of
-    both (latent attention).
+    The ``tail`` is the last module that writes KV, and the modules after it: what a row becomes
+    there, no other row reads. ``reads`` has the layer whose KV a module reads instead of its own.
+    With ``is_dense``, the modules can't be replaced, and get a mask. With ``tells_offsets``, a
+    layer counts the positions of its fresh rows from the cache's length (Llama 4), so the forward
+    reports lengths from which this gives the rows' own positions, scattered or not. ``latent``
+    holds the layers that cache a latent without positions, then a rotary key, and make keys and
+    values of both (latent attention).
     """
 
     device: torch.device
     reach: Mapping[int, Reach] = field(default_factory=dict)
-    final: int | None = None
+    tail: Sequence[int] = ()
+    reads: Mapping[int, int] = field(default_factory=dict)
     tells_offsets: bool = False
     is_dense: bool = False
     latent: frozenset[int] = frozenset()
@@ -86,9 +97,9 @@ class Attentions:
 class Forward(Cache):  # type: ignore[misc]
     """Forward over chosen rows of a buffer; see :meth:`~kvrag.model.CausalLM.forward`.
 
-    ``mass`` is collected from the modules in ``weighed`` (``id`` values). After the module
-    ``final``, rows no longer mix, so only its last ``outputs`` rows are needed. In every layer, the
-    forward pauses for steps that wait in ``lock``.
+    ``mass`` is collected from the modules in ``weighed`` (``id`` values). In the modules ``tail``,
+    only the last rows with a needed output or mass are computed; without outputs, the forward ends
+    there. In every layer, it pauses for steps that wait in ``lock``.
     """
 
     def __init__(
@@ -109,7 +120,8 @@ class Forward(Cache):  # type: ignore[misc]
         )
         self.positions = self.hi if rows.positions is None else rows.positions
         self.reach = attentions.reach
-        self.final = attentions.final
+        self.reads = attentions.reads
+        self.tail = attentions.tail if outputs else attentions.tail[:1]
         self.is_dense = attentions.is_dense
         self.mass = mass
         self.outputs = outputs
@@ -120,6 +132,11 @@ class Forward(Cache):  # type: ignore[misc]
         self._before_write = before_write
         self._attentions = attentions
         self._lock = lock
+        self._ends = {len(self.hi): self.limits}  # by number of last rows
+
+    def _pause(self) -> None:
+        if self._lock is not None and (self._lock.pending or EXITING.is_set()):
+            self._lock.give_way()
 
     def update(
         self,
@@ -130,8 +147,7 @@ class Forward(Cache):  # type: ignore[misc]
         **__: object,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write a layer's fresh rows in place and return all rows up to the forward's last."""
-        if self._lock is not None and (self._lock.pending or EXITING.is_set()):
-            self._lock.give_way()
+        self._pause()
         stop = self._rows.stop
         slots = self._rows.slots if isinstance(self._rows.slots, slice) else self.hi
         if self._kv.arrivals:
@@ -171,23 +187,31 @@ class Forward(Cache):  # type: ignore[misc]
     ) -> torch.Tensor:
         """Attend in the module of this ``id``; ``scores`` are options of :func:`ragged_attention`.
 
-        In the module ``final``, only the last rows with a needed output or mass are computed; the
-        rest are zeros. :class:`StopForward` is raised there if no output is needed.
+        The rows of the query are the forward's last (Gemma 4 drops the others where nothing needs
+        them). Rows that are not computed are zeros. :class:`StopForward` is raised at the end of
+        the tail if no output is needed.
         """
+        if module in self.reads:
+            self._pause()
         mass = self.mass if module in self.weighed else None
         options = {**scores, "reach": self.reach.get(module, EVERYTHING), "mass": mass}
         total = query.shape[2]
-        wanted = max(self.outputs, 0 if mass is None else mass.rows)
-        if module != self.final or wanted >= total:
-            out = ragged_attention(query, keys, values, self.limits, **options)
+        wanted = total
+        if module in self.tail:
+            wanted = min(total, max(self.outputs, 0 if self.mass is None else self.mass.rows))
+        if wanted not in self._ends:
+            self._ends[wanted] = self.limits.last(wanted)
+        limits = self._ends[wanted]
+        if wanted == total:
+            out = ragged_attention(query, keys, values, limits, **options)
         else:
             out = query.new_zeros((*query.shape[:3], values.shape[-1]))
             if wanted:
                 last = query[:, :, total - wanted :]
                 out[:, :, total - wanted :] = ragged_attention(
-                    last, keys, values, self.limits.last(wanted), **options
+                    last, keys, values, limits, **options
                 )
-        if module == self.final and not self.outputs:
+        if not self.outputs and module in self.tail[-1:]:
             raise StopForward
         return out
 
@@ -205,8 +229,8 @@ class Forward(Cache):  # type: ignore[misc]
             batch_size, 1, -1, -1
         )
         if self.observed is not None:
-            # The tensor is kept, so that its id is not reused.
-            self.observed.made[id(mask)] = (mask, mask_function)
+            # The tensor is kept, so that its memory is not reused.
+            self.observed.made[mask.untyped_storage().data_ptr()] = (mask, mask_function)
         return mask
 
 
@@ -294,12 +318,7 @@ def _attention(
     if not others.keys() <= UNDERSTOOD or not getattr(module, "is_causal", True):
         refuse_unknown(module, others)
     if forward.observed is not None:
-        forward.observed.attended[id(module)] = LayerShape(
-            key.shape[1], key.shape[3], value.shape[3]
-        )
-        forward.observed.masks[id(module)] = forward.observed.made.get(
-            id(attention_mask), (None, None)
-        )[1]
+        forward.observed.note(id(module), key, value, attention_mask)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     out = forward.attend(
         id(module), query, key, value, {"scale": scale, "softcap": softcap, "sinks": s_aux}

@@ -45,7 +45,10 @@ class CausalLM:
     Attributes
     ----------
     traits, shapes
-        Per layer: its traits, and the shape of its KV.
+        Per layer that keeps KV: its traits, and the shape of its KV.
+    num_layers, depth
+        Number of layers that keep KV, and of attention modules: more, where some read the KV of
+        an earlier layer (Gemma 4).
     context_window, reuse_window
         Largest number of tokens of prompt plus answer, and the largest for which stored KV holds:
         less, where longer prompts rotate by other angles (longrope).
@@ -79,12 +82,13 @@ class CausalLM:
         )
         self._base = decoder_of(model)
         self._attentions = attention_modules(model)
-        self.num_layers = len(self._attentions)
+        self.depth = len(self._attentions)
         self._accepted = {True: accepted(model), False: accepted(self._base)}
         self._captured: dict[int, torch.Tensor] | None = None
         self.records = self.device.type == "cuda"
         self.lock = lock_of(model)
         self._find_traits()
+        self.num_layers = len(self.traits)
         self.shapes = [trait.shape for trait in self.traits]
         width = sum(s.num_heads * (s.key_dim + s.value_dim) for s in self.shapes)
         self.kv_bytes_per_token = self.dtype.itemsize * width
@@ -102,12 +106,15 @@ class CausalLM:
                 self.model, self._attentions, seen, positions
             )
         self.is_dense = not seen.masks
-        reach = {id(a): t.reach for a, t in zip(self._attentions, self.traits, strict=True)}
+        ids = [id(attention) for attention in self._attentions]
+        called = list(seen.masks)
+        writers = [called.index(ids[t.modules[0]]) for t in self.traits] if called else []
         tells_offsets = bool(getattr(self.config, "attn_temperature_tuning", False))
         self._switch = Attentions(
             self.device,
-            reach,
-            next(reversed(seen.masks), None),
+            {ids[module]: trait.reach for trait in self.traits for module in trait.modules},
+            called[max(writers, default=0) :],
+            {ids[m]: n for n, trait in enumerate(self.traits) for m in trait.modules[1:]},
             tells_offsets,
             self.is_dense,
             frozenset(layer for layer, trait in enumerate(self.traits) if trait.is_latent),
@@ -200,8 +207,8 @@ class CausalLM:
         logits
             Number of last rows that need logits; 0 skips the language model's head.
         mass_rows, mass_layers
-            Number of last rows to collect attention mass from, and in which layers (by default
-            all). Layers after the last that logits or mass need are not computed.
+            Number of last rows to collect attention mass from, and in which attention modules (by
+            default all). Layers after the last that logits or mass need are not computed.
         before_write
             Called in every layer before its fresh rows are written; may change the buffer in place.
 
@@ -237,10 +244,8 @@ class CausalLM:
             lock=self.lock,
         )
         if mass_rows:
-            forward.weighed = [
-                id(self._attentions[i]) for i in mass_layers or range(self.num_layers)
-            ]
-            forward.final = self._switch.final if logits else forward.weighed[-1]
+            forward.weighed = [id(self._attentions[i]) for i in mass_layers or range(self.depth)]
+            forward.tail = forward.tail if logits else forward.weighed[-1:]
         with self.lock:
             out = self._run(ids.to(self.device, non_blocking=True), forward, logits)
             # Steps between its layers capture, too; this forward comes last and overwrites theirs.
@@ -292,7 +297,8 @@ class CausalLM:
         positions = forward.positions[None].expand(ids.shape[0], -1)
         options: dict[str, Any] = {
             "position_ids": positions,
-            "logits_to_keep": logits,
+            # The mass needs its rows in every layer; a model may drop others early (Gemma 4).
+            "logits_to_keep": logits and max(logits, forward.mass.rows if forward.mass else 0),
             **dict.fromkeys(CACHE, forward),
         }
         if self.is_dense:  # ALiBi is made from the padding mask
@@ -348,7 +354,9 @@ class CausalLM:
             sources = [trait.source for trait in self.traits]
             layers = [(layer, source) for layer, source in enumerate(sources) if source is not None]
             handles = [
-                source.attach(self._attentions[layer], layer, captured, is_ours)
+                source.attach(
+                    self._attentions[self.traits[layer].modules[0]], layer, captured, is_ours
+                )
                 for layer, source in layers
             ]
             self._captured = captured

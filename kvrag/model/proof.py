@@ -19,6 +19,8 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
@@ -235,44 +237,48 @@ class _Trial:
     def _run_own(self, *, pieces: int = 1, moved: bool = False) -> Measured:
         """Run the prompt through transformers alone, in ``pieces`` parts.
 
-        With ``moved``, the inputs are embeddings that are moved by a rounding.
+        With ``moved``, the embeddings of its tokens are moved by a rounding.
         """
         model = self._lm.model
         cache = DynamicCache()
         batch = self._ids.to(self._lm.device)[None]
-        name = "inputs_embeds" if moved else "input_ids"
         with (
             lock_of(model),
+            self._moved_embeddings() if moved else nullcontext(),
             evaluating(model) if self._attention is None else switched(model, self._attention),
         ):
             keep = {"logits_to_keep": COMPARED_ROWS} if "logits_to_keep" in accepted(model) else {}
-            given = self._moved_embeddings(batch) if moved else batch
             run = partial(
                 model, use_cache=True, **dict.fromkeys(CACHE & accepted(model), cache), **keep
             )
-            parts = [run(**{name: part}).logits[0] for part in given.tensor_split(pieces, dim=1)]
+            parts = [run(input_ids=part).logits[0] for part in batch.tensor_split(pieces, dim=1)]
         logits = torch.cat(parts)[-COMPARED_ROWS:].float().cpu()
         return Measured(logits, [(keys[0], values[0]) for keys, values in self._lm.cached(cache)])
 
-    def _moved_embeddings(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return embeddings times 1 ± epsilon: a rounding that the model then amplifies."""
-        found: torch.Tensor = self._lm.model.get_input_embeddings()(ids)
-        signs = (
-            torch.randint(0, 2, found.shape, generator=torch.Generator().manual_seed(self._seed))
-            * 2
-            - 1
-        )
-        return (found.float() * (1 + torch.finfo(found.dtype).eps * signs.to(found.device))).to(
-            found.dtype
-        )
+    @contextmanager
+    def _moved_embeddings(self) -> Iterator[None]:
+        """Multiply embeddings by 1 ± epsilon: a rounding that the model then amplifies.
+
+        The model is still given ids, because some look up more than embeddings by them (Gemma 4).
+        """
+
+        def move(_: object, __: object, found: torch.Tensor) -> torch.Tensor:
+            generator = torch.Generator().manual_seed(self._seed)
+            signs = torch.randint(0, 2, found.shape, generator=generator).to(found.device) * 2 - 1
+            return (found.float() * (1 + torch.finfo(found.dtype).eps * signs)).to(found.dtype)
+
+        handle = self._lm.model.get_input_embeddings().register_forward_hook(move)
+        try:
+            yield
+        finally:
+            handle.remove()
 
     def _noise(self, own: Measured) -> Measured:
         """Measure how far transformers differs from itself.
 
-        It runs the prompt in two parts, and from moved embeddings if the model takes them.
+        It runs the prompt in two parts, and from moved embeddings.
         """
-        others = [self._run_own(pieces=2)]
-        others += [self._run_own(moved=True)] if "inputs_embeds" in accepted(self._lm.model) else []
+        others = [self._run_own(pieces=2), self._run_own(moved=True)]
         return Measured(
             max(gap(o.logits, own.logits) for o in others),
             max(kv_gap(o.kv, own.kv) for o in others),

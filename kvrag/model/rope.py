@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -249,6 +249,8 @@ def adapt(function: Callable[..., Any]) -> ApplyRotary | None:
     parameters = list(inspect.signature(function).parameters)
     if parameters[:4] == ["q", "k", "cos", "sin"]:
         return lambda keys, cos, sin: function(keys[:, :0], keys, cos, sin)[1]
+    if parameters[1:3] == ["cos", "sin"]:  # a tensor alone (Gemma 4)
+        return lambda keys, cos, sin: cast(torch.Tensor, function(keys, cos, sin))
     if parameters == ["tensor", "sin", "cos"]:  # GPT-J: (B, T, H, D), sine first
         return lambda keys, cos, sin: function(keys.transpose(1, 2), sin, cos).transpose(1, 2)
     return None

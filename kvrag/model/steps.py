@@ -129,14 +129,16 @@ class NextRows(Forward):
         if layer_idx not in self._attentions.latent:
             return key_states, value_states
         # The module makes keys and values of the latents of all requests at once.
-        keys, values = (torch.cat(side, dim=2) for side in zip(*self._cached(), strict=True))
+        keys, values = (
+            torch.cat(side, dim=2) for side in zip(*self._cached(layer_idx), strict=True)
+        )
         return self._attentions.in_order(layer_idx, (keys, values))
 
-    def _cached(self) -> list[Pair]:
-        """Return the keys and values of every request in this layer."""
+    def _cached(self, layer: int) -> list[Pair]:
+        """Return the keys and values of every request in a layer."""
         found = []
         for kv, position in self.requests:
-            keys, values = kv.layers[self._layer]
+            keys, values = kv.layers[layer]
             found.append((keys[:, :, : position + 1], values[:, :, : position + 1]))
         return found
 
@@ -153,10 +155,11 @@ class NextRows(Forward):
         In memory, the outputs lie row by row, as the model reads them.
         """
         reach = self.reach.get(module, EVERYTHING)
+        layer = self.reads.get(module, self._layer)
         outs = []
         is_plain = scores["softcap"] is None and scores["sinks"] is None
-        own = self._cached()
-        if self._layer in self._attentions.latent:
+        own = self._cached(layer)
+        if layer in self._attentions.latent:
             sizes = [limits.num_keys for limits in self._each]
             split = (torch.split(x, sizes, dim=2) for x in (keys, values))
             own = list(zip(*split, strict=True))

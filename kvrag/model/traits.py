@@ -18,9 +18,8 @@ import torch
 from transformers import PreTrainedModel
 
 from kvrag.errors import UnsupportedModelError, is_out_of_memory
-from kvrag.model.candidates import KeySource, decoder_of, key_sources, rotations
-from kvrag.model.forward import Attentions, Forward, MaskFunction, Observed, running, switched
-from kvrag.model.plain import UNLIMITED, context_window
+from kvrag.model.candidates import KeySource, decoder_of, key_sources, read_mask, rotations
+from kvrag.model.forward import Attentions, Forward, Observed, running, switched
 from kvrag.model.rope import NO_ROTATION, RotaryTable, Rotation
 from kvrag.model.rows import EVERYTHING, KVBuffer, LayerShape, Reach, Rows
 
@@ -32,12 +31,14 @@ CACHE = frozenset({"cache", "past_key_values"})
 
 @dataclass(frozen=True, slots=True)
 class LayerTraits:
-    """Traits of a layer.
+    """Traits of a layer that keeps KV.
 
     ``source`` locates its position-free keys; without a source, the cached keys are rotated back.
     ``attended`` is the shape of the keys and values that it attends to. With ``is_latent``, it
     makes them of what it caches: a position-free latent, kvrag's values, then a rotary key, kvrag's
     keys.
+    ``modules`` are the indices of the attention modules that read its KV: first the module that
+    writes it, then later ones that keep none of their own (Gemma 4).
     """
 
     shape: LayerShape
@@ -46,18 +47,21 @@ class LayerTraits:
     source: KeySource | None
     reach: Reach
     is_latent: bool
+    modules: tuple[int, ...]
 
 
 @dataclass(slots=True)
 class Seen(Observed):
     """Observations of a forward by layer: KV, submodules' outputs, whether it returns weights.
 
-    ``first_input`` is the input of the first attention module.
+    ``inputs`` are the indices and inputs of the attention modules in the order of their calls, and
+    ``writers`` the index of the module that writes each layer.
     """
 
     kv: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    writers: dict[int, int] = field(default_factory=dict)
     outputs: list[dict[str, torch.Tensor]] = field(default_factory=list)
-    first_input: list[torch.Tensor] = field(default_factory=list)
+    inputs: list[tuple[int, torch.Tensor]] = field(default_factory=list)
     returns_weights: dict[int, bool] = field(default_factory=dict)
 
 
@@ -82,6 +86,7 @@ class _Recorder(Forward):
                 f"{self._name} writes the KV of layer {layer_idx} twice in one forward"
             )
         self._seen.kv[layer_idx] = (key_states, value_states)
+        self._seen.writers[layer_idx] = self._seen.inputs[-1][0]
         return key_states, value_states
 
     def update_indexer(self, *_: object, **__: object) -> torch.Tensor:
@@ -168,8 +173,7 @@ def _watched(
         if not is_ours():
             return None
         hidden = args[0] if args else kwargs["hidden_states"]
-        if layer == 0:
-            seen.first_input.append(hidden)
+        seen.inputs.append((layer, hidden))
         hidden = hidden[:, (states > 0).int() * 2]  # row 0 has state 0, row 2 has state 1
         if args:
             return (hidden, *args[1:]), kwargs
@@ -205,7 +209,7 @@ def find_traits(
     Raises ``UnsupportedModelError`` for a model that kvrag can't follow.
     """
     name = type(model).__name__
-    given = seen.first_input[0]
+    given = seen.inputs[0][1]
     if _differs_within_states(given) > _tolerance(given):
         raise UnsupportedModelError(
             f"{name} adds its absolute position to each token before the first layer, "
@@ -215,14 +219,11 @@ def find_traits(
         raise UnsupportedModelError(
             f"{name} keeps KV in its own shape; kvrag needs (batch, heads, tokens, head dim)"
         )
-    if sorted(seen.kv) != list(range(len(attentions))):
-        raise UnsupportedModelError(
-            f"{name} has {len(attentions)} layers of attention, but {len(seen.kv)} of them "
-            "keep KV of their own; kvrag can't move what layers share"
-        )
+    readers = _readers(name, attentions, seen)
     known: dict[int, list[tuple[Rotation, RotaryTable]]] = {}
     traits = []
-    for layer, attention in enumerate(attentions):
+    for layer, modules in enumerate(readers):
+        attention = attentions[modules[0]]
         keys, values = seen.kv[layer]
         is_latent = _is_positioned(values)
         if is_latent:
@@ -233,12 +234,53 @@ def find_traits(
                 "position; kvrag moves only one of them"
             )
         rotation, table = _explain(model, layer, attention, keys, positions, known)
-        shape = LayerShape(keys.shape[1], keys.shape[3], values.shape[3])
-        attended = seen.attended.get(id(attention), shape)
-        source = _source_of(model, attention, seen.outputs[layer], keys, table)
-        reach = _reach_of(model, layer, attention, seen)
-        traits.append(LayerTraits(shape, attended, rotation, source, reach, is_latent))
+        shape = _shape_of(keys, values)
+        attended = _shape_of(*seen.given.get(id(attention), (keys, values)))
+        source = _source_of(attention, seen.outputs[modules[0]], keys, table)
+        reach, *others = dict.fromkeys(
+            _reach_of(model, module, attentions[module], seen) for module in modules
+        )
+        if others:
+            raise UnsupportedModelError(
+                f"layers {', '.join(map(str, modules))} of {name} read the same keys and values "
+                "through different windows; kvrag keeps a single window for each"
+            )
+        traits.append(
+            LayerTraits(shape, attended, rotation, source, reach, is_latent, tuple(modules))
+        )
     return traits
+
+
+def _shape_of(keys: torch.Tensor, values: torch.Tensor) -> LayerShape:
+    return LayerShape(keys.shape[1], keys.shape[3], values.shape[3])
+
+
+def _readers(name: str, attentions: list[torch.nn.Module], seen: Seen) -> list[list[int]]:
+    """Return the attention modules, by index, that read each layer's KV; its writer comes first.
+
+    A module without KV of its own is given the tensors of an earlier layer. Raises
+    ``UnsupportedModelError`` for a module that reads other tensors.
+    """
+    if sorted(seen.kv) != list(range(len(seen.kv))):
+        raise UnsupportedModelError(
+            f"{name} numbers the layers that keep KV {sorted(seen.kv)}; "
+            f"kvrag needs 0 to {len(seen.kv) - 1}"
+        )
+    readers = [[seen.writers[layer]] for layer in range(len(seen.kv))]
+    for module, attention in enumerate(attentions):
+        if module in seen.writers.values():
+            continue
+        given = seen.given.get(id(attention), (None, None))
+        found = [
+            n for n, kv in seen.kv.items() if all(a is b for a, b in zip(kv, given, strict=True))
+        ]
+        if not found:
+            raise UnsupportedModelError(
+                f"layer {module} of {name} attends to keys and values that no layer keeps; "
+                "kvrag can't move them"
+            )
+        readers[found[0]].append(module)
+    return readers
 
 
 def _is_positioned(cached: torch.Tensor) -> bool:
@@ -301,7 +343,6 @@ def _explain(
 
 
 def _source_of(
-    model: PreTrainedModel,
     attention: torch.nn.Module,
     outputs: dict[str, torch.Tensor],
     keys: torch.Tensor,
@@ -309,11 +350,9 @@ def _source_of(
 ) -> KeySource | None:
     """Return the source that gives the attended keys, once rotated, if a submodule does."""
     heads, rows, dim = keys.shape[1:]
-    names = ("num_kv_heads", "num_key_value_heads")
-    groups = next((count for name in names if (count := getattr(model.config, name, None))), heads)
     best = None
     least = _tolerance(keys)
-    for source, captured in key_sources(attention, outputs, heads, dim, groups):
+    for source, captured in key_sources(attention, outputs, heads, dim):
         rotated = table.rotate(captured[0].transpose(0, 1), slice(0, rows))
         error = float((rotated.float() - keys[0].float()).abs().max())
         if error <= least:
@@ -331,41 +370,9 @@ def _reach_of(model: PreTrainedModel, layer: int, attention: torch.nn.Module, se
             f"{where} neither asks for an attention function nor returns attention weights"
         )
     mask = seen.masks.get(id(attention))
-    reach = None if mask is None else read_mask(mask, model.config, seen.kv[layer][0].device)
+    reach = None if mask is None else read_mask(mask, model.config, model.device)
     if reach is None:
         raise UnsupportedModelError(
             f"{where} has an attention mask that is neither causal, nor sliding, nor in chunks"
         )
     return reach
-
-
-def read_mask(mask: MaskFunction, config: Any, device: torch.device) -> Reach | None:
-    """Find the reach of a mask function by evaluating it; ``None`` if no :class:`Reach` says it.
-
-    The config is not trusted: it may name a window that a layer doesn't apply, or leave out a
-    window.
-    """
-    far = min(context_window(config), UNLIMITED) - 1
-
-    def visible(row: int, num_keys: int) -> torch.Tensor:
-        at = torch.tensor([row], device=device)
-        return mask(0, 0, at, torch.arange(num_keys, device=device)).expand(num_keys)
-
-    def agrees(reach: Reach, row: int) -> bool:
-        # Keys after the row are in the future: no reach shows them.
-        keys = torch.arange(row + 8, device=device)
-        at = torch.tensor([row], device=device)
-        return bool((visible(row, row + 8) == (keys <= row) & (keys >= reach.lo(at, at))).all())
-
-    limits = {
-        getattr(config, "sliding_window", None),
-        getattr(config, "attention_chunk_size", None),
-    }
-    sizes = [
-        int(n) for n in (*limits, int(visible(far, far + 1).sum())) if isinstance(n, int) and n
-    ]
-    rows = {0, 1, far // 2, far, *(k * n + d for n in sizes for k in (1, 2) for d in (-1, 0, 1))}
-    for reach in (EVERYTHING, *(Reach(window=n) for n in sizes), *(Reach(chunk=n) for n in sizes)):
-        if all(agrees(reach, row) for row in rows if 0 <= row <= far):
-            return reach
-    return None

@@ -124,9 +124,12 @@ def _has_kernel(model: CausalLM) -> bool:
     """Whether a kernel computes the attention; else a padded batch keeps torch's fused kernel."""
     import kvrag_kernels
 
-    shape = model.traits[0].attended
-    tier = kvrag_kernels.tier(shape.key_dim, model.dtype, model.device)
-    return shape.key_dim == shape.value_dim and tier != "torch"
+    shapes = {trait.attended for trait in model.traits}
+    return all(
+        shape.key_dim == shape.value_dim
+        and kvrag_kernels.tier(shape.key_dim, model.dtype, model.device) != "torch"
+        for shape in shapes
+    )
 
 
 def encode_padded(

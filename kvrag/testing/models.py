@@ -74,6 +74,22 @@ _WINDOW = {"use_sliding_window": True, "sliding_window": 48, "max_window_layers"
 _CAPPED = {"sliding_window": 48, "attn_logit_softcapping": 20.0, "query_pre_attn_scalar": 16}
 _LAST_FULL = ["sliding_attention"] * 3 + ["full_attention"]
 _ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+# Two of six layers keep no KV: the first of them reads layer 2, the other layer 3.
+_SHARING = [*_ALTERNATING, "sliding_attention", "full_attention"]
+_SHARED = {
+    "num_hidden_layers": 6,
+    "num_kv_shared_layers": 2,
+    "sliding_window": 48,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+}
+_GEMMA4 = {"sliding_window": 48, "global_head_dim": 32, "final_logit_softcapping": 30.0}
+_KEYS_AS_VALUES = {
+    "layer_types": _ALTERNATING,
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+    "hidden_size_per_layer_input": 0,
+}
 
 TINY: dict[str, dict[str, Any]] = {
     # Llama and its near relatives
@@ -109,6 +125,25 @@ TINY: dict[str, dict[str, Any]] = {
             "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
         },
     },
+    "gemma3n_text": {
+        **_SHARED,
+        "layer_types": _SHARING,
+        "activation_sparsity_pattern": [0.9, 0.0, 0.0, 0.0, 0.0, 0.0],
+        "laurel_rank": 8,
+        "final_logit_softcapping": 30.0,
+    },
+    "gemma4_text": {**_SHARED, **_GEMMA4, "layer_types": _SHARING, "use_double_wide_mlp": True},
+    "gemma4-key-values": {"model_type": "gemma4_text", **_GEMMA4, **_KEYS_AS_VALUES},
+    "gemma4-experts": {
+        "model_type": "gemma4_text",
+        **_GEMMA4,
+        **_KEYS_AS_VALUES,
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 32,
+    },
+    "gemma4_unified_text": {**_GEMMA4, **_KEYS_AS_VALUES},
     "vaultgemma": _CAPPED,
     "olmo": {"clip_qkv": 0.5},
     "olmo2": {},

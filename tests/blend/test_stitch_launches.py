@@ -218,9 +218,9 @@ def test_a_stored_chunk_moves_with_one_copy_per_launch(kv_dtype, monkeypatch, la
     arena = KVBuffer.empty(model.shapes, layout.num_tokens, dtype=torch.bfloat16, device=META)
     table, wire = model.rotary(layout.num_tokens), Wire()
     with pytest.MonkeyPatch.context() as patch, wire:
-        patch.setattr(module, "_angles", lambda _: angles)
+        patch.setattr(module, "_angles", lambda *_: [angles] * 2)
         angles = module.Angles(
-            *(torch.empty(1, layout.num_tokens, 8, device=META) for _ in range(2)), [0] * 4, False
+            *(torch.empty(1, layout.num_tokens, 8, device=META) for _ in range(2)), [0] * 2, False
         )
         stitch(arena, layout, kvs, table)
     assert len(launches) == 2
@@ -336,6 +336,7 @@ def test_layers_of_one_shape_are_placed_together(monkeypatch):
     ("device", "key_dim", "value_dim", "width", "found"),
     [
         ("cuda", 64, 64, 32, True),
+        ("cuda", 512, 512, 128, True),
         ("cuda", 64, 32, 32, False),
         ("cuda", 72, 72, 32, False),
         ("cuda", 64, 64, 24, False),
@@ -347,17 +348,18 @@ def test_the_op_stitches_where_it_has_a_kernel(
 ):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
-    x, y = (
+    first, x, y = (
         SimpleNamespace(
             device=torch.device(device),
             is_cuda=device == "cuda",
             shape=(1, 2, 9, dim),
             dtype=torch.float16,
         )
-        for dim in (key_dim, value_dim)
+        for dim in (64, key_dim, value_dim)
     )
+    buffer: Any = SimpleNamespace(layers=[(first, first), (x, y)])
     rotary: Any = [SimpleNamespace(width=0), SimpleNamespace(width=width)]
-    assert module._has_kernel(x, y, rotary) is found
+    assert module._has_kernel(buffer, rotary) is found
 
 
 @pytest.mark.parametrize(

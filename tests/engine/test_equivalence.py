@@ -24,6 +24,7 @@ ARCHITECTURES = sorted(TINY)
 _KINDS = """
 llama llama-yarn mistral qwen2_moe qwen3 gemma2 gemma3_text phi3 gpt_neox cohere2 glm smollm3
 gpt_oss llama4_text gptj falcon-new bloom olmo deepseek_v2-yarn deepseek_v3 longcat_flash
+gemma3n_text gemma4_text gemma4-key-values
 """
 KINDS = _KINDS.split()
 """One of each way to rotate keys, to read them, to mask them and to attend."""

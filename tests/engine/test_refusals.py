@@ -9,8 +9,8 @@ from transformers import AutoConfig
 import kvrag.model.plain as support
 from kvrag.errors import UnsupportedModelError
 from kvrag.model import CausalLM, check_supported
+from kvrag.model.candidates import read_mask
 from kvrag.model.rows import EVERYTHING, Reach
-from kvrag.model.traits import read_mask
 from kvrag.testing.models import REFUSED, TINY, tiny_model
 
 REASONS = {
@@ -93,6 +93,39 @@ def test_keys_and_values_that_mix_neighbours_are_refused(name, reason):
         _Attention(getattr(attention, name), lambda out: out + 0.3 * out.roll(1, dims=1)),
     )
     with pytest.raises(UnsupportedModelError, match=reason):
+        CausalLM(model)
+
+
+def _copy_shared(attention: torch.nn.Module, _: Any, kwargs: dict[str, Any]) -> Any:
+    """Give a module copies of the keys and values that it shares."""
+    shared = kwargs["shared_kv_states"]
+    for name, pair in list(shared.items()):
+        shared[name] = tuple(side.clone() for side in pair)
+    return None
+
+
+def test_keys_that_a_layer_shares_must_be_those_that_are_kept():
+    model = tiny_model("gemma4_text")
+    model.model.layers[5].self_attn.register_forward_pre_hook(_copy_shared, with_kwargs=True)
+    with pytest.raises(UnsupportedModelError, match=r"layer 5 .*that no layer keeps"):
+        CausalLM(model)
+
+
+def test_layers_that_share_keys_must_share_their_window(monkeypatch):
+    monkeypatch.setitem(TINY, "alike", {**TINY["gemma4_text"], "global_head_dim": 16})
+    monkeypatch.setitem(TINY["alike"], "model_type", "gemma4_text")
+    model = tiny_model("alike")
+    model.model.layers[4].self_attn.layer_type = "full_attention"
+    model.model.layers[4].self_attn.kv_shared_layer_index = 3
+    with pytest.raises(UnsupportedModelError, match=r"layers 3, 4, 5 .*different windows"):
+        CausalLM(model)
+
+
+def test_layers_that_keep_keys_are_numbered_from_zero():
+    model = tiny_model()
+    for layer in model.model.layers:
+        layer.self_attn.layer_idx += 1
+    with pytest.raises(UnsupportedModelError, match=r"\[1, 2, 3, 4\]; kvrag needs 0 to 3"):
         CausalLM(model)
 
 
