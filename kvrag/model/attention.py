@@ -21,7 +21,7 @@ from kvrag.errors import UnsupportedModelError
 from kvrag.model.rows import EVERYTHING, Block, Limits, Reach
 
 UNDERSTOOD = {"sliding_window", "position_ids", "cache_position", "dropout", "use_cache"}
-UNDERSTOOD |= {"output_attentions", "output_router_logits"}
+UNDERSTOOD |= {"output_attentions", "output_router_logits", "logits_to_keep"}
 """Options that change nothing here.
 
 Limits come from the model's own mask, rows from Rows, and dropout is off outside training.

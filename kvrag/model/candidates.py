@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 
 from kvrag.errors import UnsupportedModelError
 from kvrag.model.forward import MaskFunction
+from kvrag.model.lock import text_config
 from kvrag.model.plain import UNLIMITED, context_window
 from kvrag.model.rope import (
     NO_ROTATION,
@@ -63,6 +64,9 @@ SOURCE_NAMES = (
 )
 """Last modules that shape keys before rotation; a norm comes after its projection."""
 
+_AXES = ((1,), (3, 1))
+"""Axes before the positions: a batch, or time, height and width as well (Qwen before 5.24)."""
+
 HeadLayout = Callable[[torch.Tensor], torch.Tensor]
 """``output of a submodule -> keys (B, T, H, D)``."""
 
@@ -94,11 +98,23 @@ class KeySource:
 
 
 def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the model without its head."""
-    if model.base_model is not model:
-        return model.base_model
+    """Return the text decoder: the model without its head, and without towers for images."""
+    text = next(_text_parts(model), model)
+    if text.base_model is not text:
+        return text.base_model
     # Llama 4's base_model_prefix names a part that its text model lacks.
-    return next((child for child in model.children() if isinstance(child, PreTrainedModel)), model)
+    return next((child for child in text.children() if isinstance(child, PreTrainedModel)), text)
+
+
+def text_model_of(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the causal LM that computes text: the model, or a part that is one (Llama 4)."""
+    return next((part for part in _text_parts(model) if part.can_generate()), model)
+
+
+def _text_parts(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    """Yield the parts with the text decoder's config, outermost first."""
+    config = text_config(model)
+    return (m for m in model.modules() if isinstance(m, PreTrainedModel) and m.config is config)
 
 
 def attention_modules(model: PreTrainedModel) -> list[torch.nn.Module]:
@@ -226,17 +242,18 @@ def _tables(
     for module in dict.fromkeys(m for m in candidates if "Rotary" in type(m).__name__):
         for kind in _layer_types(module):
             kinds = [] if kind is None else [kind]
-            try:
-                made = module(
-                    torch.empty((1, 1), device=device), torch.arange(2, device=device)[None], *kinds
-                )
-                is_complex = isinstance(made, torch.Tensor) and made.is_complex()
-                is_sine_first = not made[0][0, 0].any()  # at position 0 (GPT-J)
-                tables = partial(from_module, module, kinds, is_complex, is_sine_first)
-                tables(torch.arange(2, device=device))
-            except (TypeError, ValueError, KeyError, AttributeError, RuntimeError):
-                continue  # not the tables of a text decoder
-            yield kind or "rope", tables, is_complex
+            two = torch.arange(2, device=device)
+            for axes in _AXES:
+                try:
+                    made = module(torch.empty((1, 1), device=device), two.expand(*axes, -1), *kinds)
+                    is_complex = isinstance(made, torch.Tensor) and made.is_complex()
+                    is_sine_first = not made[0][0, 0].any()  # at position 0 (GPT-J)
+                    tables = partial(from_module, module, kinds, is_complex, is_sine_first, axes)
+                    tables(two)
+                except (TypeError, ValueError, LookupError, AttributeError, RuntimeError):
+                    continue  # not the tables of a text decoder
+                yield kind or "rope", tables, is_complex
+                break
     sinusoids = getattr(attention, "embed_positions", None)
     if isinstance(sinusoids, torch.Tensor) and sinusoids.dim() == 2:
         yield "sinusoids", partial(from_sinusoids, sinusoids), False

@@ -20,7 +20,7 @@ from kvrag.model.attention import refuse_unknown
 from kvrag.model.candidates import attention_modules
 from kvrag.model.forward import MaskFunction
 from kvrag.model.lm import CausalLM
-from kvrag.model.lock import lock_of
+from kvrag.model.lock import lock_of, text_config
 from kvrag.model.rows import Reach
 
 NAME = "kvrag_rows"  # without "flash" and "/", which transformers treats specially
@@ -211,11 +211,11 @@ def install_flash_attention(model: PreTrainedModel) -> int:
     modules = attention_modules(model)
     with lock_of(model):
         _reaches.update({modules[m]: trait.reach for trait in lm.traits for m in trait.modules})
-        before = model.config._attn_implementation
+        before = text_config(model)._attn_implementation
         if before == NAME:  # a copy: the original's attention is unknown
             before = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
         _before[model] = before
-        model.config._attn_implementation = NAME
+        text_config(model)._attn_implementation = NAME
     return len(modules)
 
 
@@ -224,7 +224,7 @@ def uninstall_flash_attention(model: PreTrainedModel) -> None:
     with lock_of(model):
         if model not in _before:
             return
-        model.config._attn_implementation = _before.pop(model)
+        text_config(model)._attn_implementation = _before.pop(model)
         for module in attention_modules(model):
             _reaches.pop(module, None)
 
@@ -244,7 +244,7 @@ def flash_attention_tier(model: PreTrainedModel | None = None) -> str:
     else the CPU.
     """
     if model is not None:
-        config = model.config.get_text_config(decoder=True)
+        config = text_config(model)
         layers = getattr(config, "per_layer_config", None) or [config]
         tiers = {
             kvrag_kernels.tier(_head_dim(layer), model.dtype, model.device) for layer in layers

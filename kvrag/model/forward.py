@@ -1,6 +1,6 @@
 """Forward as transformers sees it: a cache that its layers write to, an attention and a mask.
 
-During a forward, the model's config names kvrag's attention. transformers dispatches to
+During a forward, the text decoder's config names kvrag's attention. transformers dispatches to
 :func:`_attention` and :func:`_mask`, which look up the forward that runs in this thread. In any
 other thread the model's own attention runs, so its owner can use the model meanwhile. Attention
 that calls no attention function can't be replaced; it gets the model's own mask, evaluated at the
@@ -20,7 +20,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedModel
 
 from kvrag.model.attention import UNDERSTOOD, Mass, ragged_attention, refuse_unknown
-from kvrag.model.lock import ModelLock
+from kvrag.model.lock import ModelLock, text_config
 from kvrag.model.rows import EVERYTHING, KVBuffer, Limits, Reach, Rows
 from kvrag.runtime import EXITING, RUNTIME
 
@@ -265,7 +265,7 @@ def switched(model: PreTrainedModel, what: Forward | str) -> Iterator[None]:
     Dropout is off meanwhile. The caller holds the model's lock. Switches nest: inside a forward
     that pauses, another forward may run.
     """
-    config = model.config
+    config = text_config(model)
     own = RUNTIME.of(config, _Own)
     outer = _current.running
     # Else it is nested in another switch.

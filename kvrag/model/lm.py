@@ -14,7 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 from kvrag.errors import UnsupportedModelError
 from kvrag.identity.model import LiveIdentity
 from kvrag.model.attention import Mass, largest
-from kvrag.model.candidates import attention_modules, decoder_of
+from kvrag.model.candidates import attention_modules, decoder_of, text_model_of
 from kvrag.model.forward import (
     Attentions,
     BeforeWrite,
@@ -24,7 +24,7 @@ from kvrag.model.forward import (
     running,
     switched,
 )
-from kvrag.model.lock import lock_of
+from kvrag.model.lock import lock_of, text_config
 from kvrag.model.plain import (
     Extend,
     PlainLM,
@@ -44,6 +44,10 @@ class CausalLM:
 
     Attributes
     ----------
+    model, text_model
+        The model, and the part that computes text, with its head: mostly the model itself.
+    config
+        Config of the text decoder.
     traits, shapes
         Per layer that keeps KV: its traits, and the shape of its KV.
     num_layers, depth
@@ -72,18 +76,19 @@ class CausalLM:
         check_supported(model.config)
         check_placement(model)
         self.model = model
-        self.config = model.config
+        self.text_model = text_model_of(model)
+        self.config = text_config(model)
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
-        self.vocab_size = int(model.config.vocab_size)
-        self.context_window = context_window(model.config)
+        self.vocab_size = int(self.config.vocab_size)
+        self.context_window = context_window(self.config)
         self.reuse_window = min(
-            self.context_window, regime_limit(model.config) or self.context_window
+            self.context_window, regime_limit(self.config) or self.context_window
         )
         self._base = decoder_of(model)
         self._attentions = attention_modules(model)
         self.depth = len(self._attentions)
-        self._accepted = {True: accepted(model), False: accepted(self._base)}
+        self._accepted = {True: accepted(self.text_model), False: accepted(self._base)}
         self._captured: dict[int, torch.Tensor] | None = None
         self.records = self.device.type == "cuda"
         self.lock = lock_of(model)
@@ -306,7 +311,7 @@ class CausalLM:
         options = {
             name: value for name, value in options.items() if name in self._accepted[bool(logits)]
         }
-        run = self.model if logits else self._base
+        run = self.text_model if logits else self._base
         weighing: AbstractContextManager[None] = nullcontext()
         if self.is_dense and forward.mass is not None:
             weighing = self._weighing(forward)

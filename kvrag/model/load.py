@@ -34,12 +34,13 @@ from kvrag.identity.fingerprint import digest
 from kvrag.identity.model import LiveIdentity, describe, weights_digest
 from kvrag.identity.weights import keep_name, source_identity
 from kvrag.model.lm import CausalLM, LoadedModel
-from kvrag.model.plain import PlainLM, check_generates, check_placement
+from kvrag.model.plain import PlainLM, auto_class, check_generates, check_placement
 from kvrag.model.proof import Proof, prove
 from kvrag.model.source import (
     ModelSource,
     base_directory,
     check_source,
+    config_of,
     directory,
     load_tokenizer,
     loading_options,
@@ -114,9 +115,9 @@ def _label(source: ModelSource) -> str:
 
 def _load_weights(source: ModelSource) -> PreTrainedModel:
     options = loading_options(source)
-    model = trying(
-        source, lambda: AutoModelForCausalLM.from_pretrained(directory(source), **options)
-    )
+    is_gguf = os.fspath(source.model).endswith(".gguf")  # its header takes seconds to parse
+    auto = (None if is_gguf else auto_class(config_of(source))) or AutoModelForCausalLM
+    model = trying(source, lambda: auto.from_pretrained(directory(source), **options))
     check_generates(model)
     check_placement(model)
     device = resolve_device(source)
@@ -237,7 +238,7 @@ def kept_file(kind: str, lm: CausalLM, fingerprint: str, **versions: str) -> Pat
         "transformers": transformers.__version__,
     }
     fields |= {"fingerprint": fingerprint, "dtype": str(lm.dtype), "device": device}
-    fields["attention"] = str(lm.model.config._attn_implementation)
+    fields["attention"] = str(lm.config._attn_implementation)
     name = digest(kind, {key: value.encode() for key, value in fields.items()})
     return cache_dir() / f"{kind}s" / f"{name}.json"
 

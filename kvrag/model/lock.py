@@ -245,4 +245,9 @@ def _do(batch: Sequence[_PendingStep[Any, Any]]) -> None:
 
 def lock_of(model: PreTrainedModel) -> ModelLock:
     """Return the lock of a model, shared by all engines that use it. It protects the config."""
-    return RUNTIME.of(model.config, ModelLock)
+    return RUNTIME.of(text_config(model), ModelLock)
+
+
+def text_config(model: PreTrainedModel) -> Any:
+    """Return the config of a model's text decoder: a part of the config if the model also sees."""
+    return model.config.get_text_config(decoder=True)

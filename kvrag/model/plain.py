@@ -11,12 +11,11 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-from transformers import PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from kvrag.errors import ModelError, UnsupportedModelError
 from kvrag.model.forward import evaluating
-from kvrag.model.lock import lock_of
+from kvrag.model.lock import lock_of, text_config
 
 UNLIMITED = 2**20  # context window of a model with KV reuse if its config names no limit
 NO_LIMIT = 2**31 - 1  # the same without KV reuse (state space models)
@@ -47,13 +46,6 @@ _BY_NAME: dict[str, str] = {
 """Known families that would fail the proof at load, but only after their weights have been read."""
 
 _STATEFUL_LAYERS = ("linear_attention", "mamba", "conv", "recurrent", "moe_mamba", "ssm")
-_OTHER_INPUTS = (
-    "vision_config",
-    "audio_config",
-    "image_token_id",
-    "image_token_index",
-    "audio_token_id",
-)
 
 
 def check_supported(config: Any) -> None:
@@ -64,19 +56,16 @@ def check_supported(config: Any) -> None:
 
 
 def refusal(config: Any) -> str | None:
-    """Return the reason to refuse a model of this config, as the rest of a sentence, if any."""
-    if getattr(config, "is_encoder_decoder", False):
+    """Return the reason to refuse a model of this config, as the rest of a sentence, if any.
+
+    Of a model that also sees, the config of its text decoder counts.
+    """
+    if is_encoder_decoder(config):
         return (
             "is an encoder-decoder: its decoder attends to an encoded input, "
             "not to a prompt's own keys and values"
         )
-    if config.get_text_config() is not config or any(
-        getattr(config, name, None) is not None for name in _OTHER_INPUTS
-    ):
-        return (
-            "takes images or sound beside text, and those attend in both directions; "
-            "load its text model on its own, as a causal LM"
-        )
+    config = config.get_text_config(decoder=True)
     if config.model_type == "falcon" and config.alibi:
         return (
             "adds ALiBi once in one of transformers' own attentions and twice in the one that "
@@ -95,6 +84,12 @@ def refusal(config: Any) -> str | None:
                 "length, so stored keys can't be moved; set another rope_type, such as 'yarn'"
             )
     return None
+
+
+def is_encoder_decoder(config: Any) -> bool:
+    """Whether a model of this config, or the text model in it, is an encoder-decoder."""
+    parts = (config, config.get_text_config(decoder=True))
+    return any(getattr(part, "is_encoder_decoder", False) for part in parts)
 
 
 def rope_parameters(config: Any) -> list[dict[str, Any]]:
@@ -144,19 +139,29 @@ def check_generates(model_or_config: Any) -> None:
     """Raise :class:`ModelError` unless a model, or the model of a config, is a causal LM."""
     is_model = isinstance(model_or_config, PreTrainedModel)
     config = model_or_config.config if is_model else model_or_config
-    has_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     fault = None
-    if getattr(config, "is_encoder_decoder", False):
+    if is_encoder_decoder(config):
         fault = f"{config.model_type!r} is an encoder-decoder, and kvrag answers with causal LMs"
     elif is_model and not model_or_config.can_generate():
         fault = f"{type(model_or_config).__name__} has no language model's head to answer with"
-    elif not is_model and not has_code and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    elif not is_model and auto_class(config) is None:
         fault = (
             f"transformers has no causal LM for {config.model_type!r} "
-            "(it may need images or sound, or answer by an encoder)"
+            "(it may need sound, or answer by an encoder)"
         )
     if fault is not None:
-        raise ModelError(f"{fault}; load a model that AutoModelForCausalLM takes")
+        raise ModelError(
+            f"{fault}; load a model that AutoModelForCausalLM or AutoModelForImageTextToText takes"
+        )
+
+
+def auto_class(config: Any) -> Any:
+    """Return the class of transformers that loads the model of a config; ``None`` if none does."""
+    code = getattr(config, "auto_map", None) or {}
+    for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
+        if auto.__name__ in code or type(config) in auto._model_mapping:
+            return auto
+    return None
 
 
 class PlainLM:
@@ -168,7 +173,7 @@ class PlainLM:
     def __init__(self, model: PreTrainedModel, refusal: str) -> None:
         self.model = model
         self.refusal = refusal
-        self.config = model.config.get_text_config()
+        self.config = text_config(model)
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
         self.vocab_size = int(self.config.vocab_size)

@@ -138,7 +138,7 @@ def prove(lm: CausalLM, *, seed: int = 0) -> Proof:
         proof = _Trial(lm, seed + attempt).prove()
         if proof.passed and proof.is_conclusive:
             break
-    own = str(lm.model.config._attn_implementation)
+    own = str(lm.config._attn_implementation)
     if own != EAGER and any(check.promise == "0" and not check.passed for check in proof.checks):
         eager = _Trial(lm, seed, EAGER).prove()
         if eager.passed:
@@ -239,7 +239,7 @@ class _Trial:
 
         With ``moved``, the embeddings of its tokens are moved by a rounding.
         """
-        model = self._lm.model
+        model = self._lm.text_model
         cache = DynamicCache()
         batch = self._ids.to(self._lm.device)[None]
         with (
@@ -248,10 +248,19 @@ class _Trial:
             evaluating(model) if self._attention is None else switched(model, self._attention),
         ):
             keep = {"logits_to_keep": COMPARED_ROWS} if "logits_to_keep" in accepted(model) else {}
+            given = {"input_ids": batch}
+            # Qwen's would else count from the image that the model last saw.
+            if "position_ids" in accepted(model):
+                given["position_ids"] = torch.arange(batch.shape[1], device=batch.device)[None]
             run = partial(
                 model, use_cache=True, **dict.fromkeys(CACHE & accepted(model), cache), **keep
             )
-            parts = [run(input_ids=part).logits[0] for part in batch.tensor_split(pieces, dim=1)]
+            parts = [
+                run(**dict(zip(given, part, strict=True))).logits[0]
+                for part in zip(
+                    *[tensor.tensor_split(pieces, dim=1) for tensor in given.values()], strict=True
+                )
+            ]
         logits = torch.cat(parts)[-COMPARED_ROWS:].float().cpu()
         return Measured(logits, [(keys[0], values[0]) for keys, values in self._lm.cached(cache)])
 
@@ -352,16 +361,16 @@ class _Trial:
         tokens = self._ids[:8].to(lm.device)
         start = max(0, min(FAR, lm.reuse_window - len(tokens) - 1))
         positions = torch.arange(start, start + len(tokens), device=lm.device)
-        if "position_ids" not in accepted(lm.model):  # such a model rotates no keys
+        if "position_ids" not in accepted(lm.text_model):  # such a model rotates no keys
             return 0.0, limit
         cache = DynamicCache()
-        given = dict.fromkeys(CACHE & accepted(lm.model), cache)
+        given = dict.fromkeys(CACHE & accepted(lm.text_model), cache)
         with lm.capture() as captured:
             lm.forward(tokens, Rows.span(0, len(tokens)), _blank(lm, len(tokens)), logits=0)
             first = captured[0]
             captured.clear()
             with evaluating(lm.model):
-                lm.model(
+                lm.text_model(
                     input_ids=tokens[None], use_cache=True, position_ids=positions[None], **given
                 )
         rotary = lm.rotary(start + len(tokens))

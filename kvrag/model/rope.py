@@ -267,11 +267,17 @@ def from_module(
     kinds: Sequence[str],
     is_complex: bool,
     is_sine_first: bool,
+    axes: Sequence[int],
     positions: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the tables of a rotary module; ``kinds`` holds the layer type, if it asks for that."""
+    """Return the tables of a rotary module.
+
+    ``kinds`` holds the layer type, if it asks for that; ``axes`` are those before the positions.
+    """
     made = module(
-        torch.empty((1, 1), dtype=torch.float32, device=positions.device), positions[None], *kinds
+        torch.empty((1, 1), dtype=torch.float32, device=positions.device),
+        positions.expand(*axes, -1),
+        *kinds,
     )
     if is_complex:
         cos, sin = made.real, made.imag

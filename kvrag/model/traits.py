@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from kvrag.errors import UnsupportedModelError, is_out_of_memory
 from kvrag.model.candidates import KeySource, decoder_of, key_sources, read_mask, rotations
 from kvrag.model.forward import Attentions, Forward, Observed, running, switched
+from kvrag.model.lock import text_config
 from kvrag.model.rope import NO_ROTATION, RotaryTable, Rotation
 from kvrag.model.rows import EVERYTHING, KVBuffer, LayerShape, Reach, Rows
 
@@ -121,7 +122,7 @@ def observe(
         **dict.fromkeys(CACHE, recorder),
     }
     inputs = {option: value for option, value in inputs.items() if option in accepted(decoder)}
-    inputs["input_ids"] = ((states + 1) % int(model.config.vocab_size))[None]
+    inputs["input_ids"] = ((states + 1) % int(text_config(model).vocab_size))[None]
     try:
         with ExitStack() as stack, torch.inference_mode():
             for layer, attention in enumerate(attentions):
@@ -370,7 +371,7 @@ def _reach_of(model: PreTrainedModel, layer: int, attention: torch.nn.Module, se
             f"{where} neither asks for an attention function nor returns attention weights"
         )
     mask = seen.masks.get(id(attention))
-    reach = None if mask is None else read_mask(mask, model.config, model.device)
+    reach = None if mask is None else read_mask(mask, text_config(model), model.device)
     if reach is None:
         raise UnsupportedModelError(
             f"{where} has an attention mask that is neither causal, nor sliding, nor in chunks"

@@ -6,7 +6,12 @@ import os
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+)
 
 from kvrag.testing.tokenizers import VOCAB_SIZE, tiny_tokenizer
 
@@ -90,6 +95,55 @@ _KEYS_AS_VALUES = {
     "num_global_key_value_heads": 1,
     "hidden_size_per_layer_input": 0,
 }
+_TOWER = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 8,
+}
+_QWEN_TOWER = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_heads": 2,
+    "patch_size": 8,
+    "out_hidden_size": 64,
+}
+_QWEN3_TOWER = {**_QWEN_TOWER, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+_IMAGE = {"image_token_id": 5}
+_QWEN_IMAGE = {
+    **_IMAGE,
+    "video_token_id": 6,
+    "vision_start_token_id": 7,
+    "vision_end_token_id": 8,
+}
+_MROPE = {
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "mrope_section": [2, 3, 3],
+    }
+}
+_GEMMA3 = {
+    "sliding_window": 48,
+    "layer_types": _ALTERNATING,
+    "query_pre_attn_scalar": 16,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
+    },
+}
+_LLAMA4 = {
+    **_LOCAL_EXPERTS,
+    "intermediate_size_mlp": 96,
+    "attention_chunk_size": 64,
+    "no_rope_layers": [1, 1, 1, 0],
+    "floor_scale": 256,
+    "attn_scale": 0.5,
+    "attn_temperature_tuning": True,
+}
 
 TINY: dict[str, dict[str, Any]] = {
     # Llama and its near relatives
@@ -116,15 +170,7 @@ TINY: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "gemma": {},
     "gemma2": {**_CAPPED, "final_logit_softcapping": 30.0},
-    "gemma3_text": {
-        "sliding_window": 48,
-        "layer_types": _ALTERNATING,
-        "query_pre_attn_scalar": 16,
-        "rope_parameters": {
-            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
-            "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
-        },
-    },
+    "gemma3_text": _GEMMA3,
     "gemma3n_text": {
         **_SHARED,
         "layer_types": _SHARING,
@@ -171,15 +217,7 @@ TINY: dict[str, dict[str, Any]] = {
         "sliding_window": 48,
         "rope_parameters": {**_YARN, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
     },
-    "llama4_text": {
-        **_LOCAL_EXPERTS,
-        "intermediate_size_mlp": 96,
-        "attention_chunk_size": 64,
-        "no_rope_layers": [1, 1, 1, 0],
-        "floor_scale": 256,
-        "attn_scale": 0.5,
-        "attn_temperature_tuning": True,
-    },
+    "llama4_text": _LLAMA4,
     "ernie4_5_moe": {
         "moe_num_experts": 4,
         "moe_k": 2,
@@ -244,10 +282,80 @@ TINY: dict[str, dict[str, Any]] = {
     "falcon-multi-head": {**_FALCON, "multi_query": False},
     "bloom": {},
     "mpt": {},
+    # Models that see, of which text alone is asked
+    "gemma3": {
+        **_IMAGE,
+        "boi_token_index": 7,
+        "eoi_token_index": 8,
+        "mm_tokens_per_image": 4,
+        "text_config": _GEMMA3,
+        "vision_config": _TOWER,
+    },
+    "qwen2_vl": {
+        **_QWEN_IMAGE,
+        "text_config": _MROPE,
+        "vision_config": {
+            "depth": 1,
+            "embed_dim": 32,
+            "num_heads": 2,
+            "mlp_ratio": 1,
+            "patch_size": 8,
+            "hidden_size": 64,
+        },
+    },
+    "qwen2_5_vl": {
+        **_QWEN_IMAGE,
+        "text_config": _MROPE,
+        "vision_config": {**_QWEN_TOWER, "fullatt_block_indexes": [0], "window_size": 32},
+    },
+    "qwen3_vl": {**_QWEN_IMAGE, "text_config": _MROPE, "vision_config": _QWEN3_TOWER},
+    "qwen3_vl_moe": {
+        **_QWEN_IMAGE,
+        "text_config": {**_MROPE, **_EXPERTS},
+        "vision_config": _QWEN3_TOWER,
+    },
+    "mistral3": {
+        **_IMAGE,
+        "text_config": {"model_type": "mistral", "sliding_window": None},
+        "vision_config": {**_TOWER, "model_type": "pixtral"},
+    },
+    "llama4": {
+        **_IMAGE,
+        "text_config": _LLAMA4,
+        "vision_config": {
+            **_TOWER,
+            "vision_output_dim": 32,
+            "projector_input_dim": 32,
+            "projector_output_dim": 32,
+        },
+    },
+    "llava": {
+        **_IMAGE,
+        "text_config": {"model_type": "llama"},
+        "vision_config": {**_TOWER, "model_type": "clip_vision_model"},
+    },
+    "internvl": {
+        **_IMAGE,
+        "text_config": {"model_type": "qwen2"},
+        "vision_config": {**_TOWER, "image_size": [16, 16], "patch_size": [8, 8]},
+    },
+    "glm4v": {
+        **_QWEN_IMAGE,
+        "text_config": {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.5,
+                "mrope_section": [1, 1, 2],
+            }
+        },
+        "vision_config": {**_QWEN_TOWER, "image_size": 16},
+    },
 }
 """Name → config options, in addition to the common options.
 
-``None`` removes a common option; ``model_type`` defaults to the name.
+``None`` removes a common option; ``model_type`` defaults to the name. With a ``text_config``, the
+common options are its.
 """
 
 REFUSED: dict[str, dict[str, Any]] = {
@@ -282,7 +390,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 def tiny_model(
     name: str = "llama", *, seed: int = 0, dtype: torch.dtype = torch.float32
 ) -> PreTrainedModel:
-    """Build a random causal LM of about 0.2 M parameters.
+    """Build a random causal LM of about 0.2 M parameters, with a tower if it sees.
 
     Parameters
     ----------
@@ -295,15 +403,18 @@ def tiny_model(
         Dtype of the weights.
     """
     own = (TINY | REFUSED)[name]
-    options = {
+    sees = "text_config" in own
+    text = {
         key: value
-        for key, value in {**_COMMON, **own}.items()
+        for key, value in {**_COMMON, **(own["text_config"] if sees else own)}.items()
         if not (key in _COMMON and value is None)
     }
+    options = {**own, "text_config": text} if sees else text
     model_type = options.pop("model_type", name)
     torch.manual_seed(seed)
     config = AutoConfig.for_model(model_type, **options)
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    auto: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    model = auto.from_config(config, dtype=dtype)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 2:

@@ -98,7 +98,7 @@ def distance(engine: KVRagEngine, prompt: Any, **options: Any) -> float:
 @contextmanager
 def own_attention(engine: KVRagEngine) -> Iterator[Any]:
     """The model with transformers' own attention, of which some releases have one only that applies a soft cap."""
-    model = engine.loaded.lm.model
+    model = engine.loaded.lm.text_model
     before = model.config._attn_implementation
     if getattr(model.config, "attn_logit_softcapping", None):
         model.config._attn_implementation = "eager"
