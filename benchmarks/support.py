@@ -43,10 +43,6 @@ NEVER = {
         "T5ForConditionalGeneration",
         "encoder-decoder: not a causal LM, so it is not answered either",
     ),
-    "llava": (
-        "LlavaForConditionalGeneration",
-        "images beside text: not a causal LM, so it is not answered either",
-    ),
 }
 """What is no causal LM; :func:`refuse_by_name` proves that it is said so."""
 
@@ -64,13 +60,13 @@ def distance(engine: KVRagEngine, asked: list[str | Chunk], repair: RepairConfig
     result = engine.prefill(asked, mode="stitch", repair=repair)
     assert result.exactness == "exact"
     with torch.inference_mode():
-        reference = engine.loaded.lm.model(torch.tensor([result.prompt_ids])).logits[0, -1]
+        reference = engine.loaded.lm.text_model(torch.tensor([result.prompt_ids])).logits[0, -1]
     return float((result.logits - reference).abs().max())
 
 
 def rope_of(lm: CausalLM) -> str:
     """How its keys turn, in words."""
-    config = lm.model.config
+    config = lm.config
     found = getattr(config, "rope_parameters", None) or {}
     sets = [value for value in found.values() if isinstance(value, dict)] or [found]
     turning = [trait for trait in lm.traits if trait.rotation.width]

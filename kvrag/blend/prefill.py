@@ -182,6 +182,8 @@ def prefill(
     cancel
         If set, ``CancelledError`` is raised between these pieces, and after waiting for the model.
     """
+    if plan.seen and not isinstance(model, PlainLM):
+        model = PlainLM(model.model, str(plan.refusal))
     if isinstance(model, PlainLM):
         return _without_reuse(model, plan, max_new_tokens, clock)
     if slides and len(plan.token_ids) > model.context_window:
@@ -264,7 +266,7 @@ def _without_reuse(model: PlainLM, plan: Plan, max_new_tokens: int, clock: Clock
     """Prefill with a model that does not support KV reuse."""
     ids = torch.tensor(plan.token_ids)
     with clock.stage("prefill"):
-        logits, extend = model.prefill(ids, max_new_tokens=max_new_tokens)
+        logits, extend = model.prefill(ids, max_new_tokens=max_new_tokens, seen=plan.seen)
         logits = logits.cpu()
     sources: tuple[tuple[Source, int], ...] = (("computed", len(ids)),)
     return Prefilled(

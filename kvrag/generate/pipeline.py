@@ -17,10 +17,11 @@ from kvrag.blend.prefill import Prefilled, outcome_of, prefill, refusal_of
 from kvrag.blend.slide import cannot_slide
 from kvrag.blend.stitch import PrefixMatch
 from kvrag.config import DEFAULT_MAX_NEW_TOKENS, SamplingConfig, StoreConfig
-from kvrag.errors import ContextLengthError
+from kvrag.errors import ContextLengthError, InputError
 from kvrag.generate.calls import calls_in
 from kvrag.generate.ending import end_ids, own_stops
 from kvrag.generate.grammar import Constraint, constraint_of
+from kvrag.generate.images import plan_images, shows_images
 from kvrag.generate.logprobs import read_on
 from kvrag.generate.radix_cache import RadixCache
 from kvrag.generate.request import Request, retry_without_reuse
@@ -120,6 +121,8 @@ class QueryPipeline:
         loaded = self.loaded
         deadline = deadline or Deadline(config.load_timeout_s)
         scanner = self.scanner(request.namespace, deadline)
+        if shows_images(loaded, request.prompt):
+            return plan_images(request, loaded)
         ids = given_ids(request.prompt, loaded.lm.vocab_size)
         if ids is not None:
             return plan_ids(ids, loaded.encoder, request.chat)
@@ -196,6 +199,8 @@ class QueryPipeline:
         with clock.stage("plan"):
             plan = self.plan(request, deadline)
             self._learn(request, plan)
+        if plan.seen:
+            request = replace(request, slides=False)
         limit = self._length_of(len(plan.token_ids), max_new_tokens, request.slides)
         total = self._check_length(len(plan.token_ids), limit, request.slides)
         missed = _missed(request, plan, erasures) if self.write_back else None
@@ -240,7 +245,10 @@ class QueryPipeline:
             ):
                 yield done, None
             return
-        ids = self.plan(request).token_ids
+        plan = self.plan(request)
+        if plan.seen:
+            raise InputError("prompt_logprobs is not for prompts with images; leave it out")
+        ids = plan.token_ids
         limit = self._length_of(len(ids), config.max_new_tokens, slides=False)
         first = replace(
             request, prompt=ids[:1], mode="full", form=TEXT, continues=False, slides=False

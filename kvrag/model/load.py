@@ -44,6 +44,7 @@ from kvrag.model.source import (
     directory,
     load_tokenizer,
     loading_options,
+    processor_of,
     resolve_device,
     trying,
 )
@@ -103,7 +104,8 @@ def _load(source: ModelSource, make_encoder: Callable[[Any], Any] | None) -> Loa
     keep_name(identity.fingerprint, source.name)
     if source.prove == "auto" and isinstance(lm, CausalLM):
         lm = proven(lm, identity.fingerprint)
-    return LoadedModel(lm, tokenizer if make_encoder is None else make_encoder(tokenizer), identity)
+    encoder = tokenizer if make_encoder is None else make_encoder(tokenizer)
+    return LoadedModel(lm, encoder, identity, processor=processor_of(source))
 
 
 def _label(source: ModelSource) -> str:

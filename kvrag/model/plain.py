@@ -7,13 +7,15 @@ model that ``generate`` can run answers with transformers' own forward, attentio
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from kvrag.errors import ModelError, UnsupportedModelError
+from kvrag.model.candidates import text_model_of
 from kvrag.model.forward import evaluating
 from kvrag.model.lock import lock_of, text_config
 
@@ -185,13 +187,17 @@ class PlainLM:
 
     @torch.inference_mode()
     def prefill(
-        self, token_ids: torch.Tensor, *, max_new_tokens: int
+        self,
+        token_ids: torch.Tensor,
+        *,
+        max_new_tokens: int,
+        seen: Mapping[str, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, Extend]:
-        """Run a prompt, ids ``(N,)`` int64.
+        """Run a prompt, ids ``(N,)`` int64; ``seen`` are the model's other inputs, its images.
 
         Returns the logits ``(vocab,)`` of its last row, and the function that appends rows.
         """
-        run = _Run(self, token_ids.to(self.device)[None], max_new_tokens)
+        run = _Run(self, token_ids.to(self.device)[None], max_new_tokens, seen)
         logits = run.forward()
         return logits, run.extend
 
@@ -199,16 +205,43 @@ class PlainLM:
 class _Run:
     """Prompt with its answer so far: the ids, and the arguments that carry the model's cache."""
 
-    def __init__(self, lm: PlainLM, ids: torch.Tensor, max_new_tokens: int) -> None:
-        self._model = lm.model
+    def __init__(
+        self,
+        lm: PlainLM,
+        ids: torch.Tensor,
+        max_new_tokens: int,
+        seen: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        self._model = lm.model if seen else text_model_of(lm.model)
         self._ids = ids
         self._is_first = True
-        self._kwargs = _prepared(lm.model, ids, max_new_tokens)
+        holders = [m for m in self._model.modules() if hasattr(m, "rope_deltas")]
+        self._deltas = dict[torch.nn.Module, Any].fromkeys(holders)
+        with self._alone():
+            self._kwargs = _prepared(self._model, ids, max_new_tokens, seen or {})
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Hold the model, in evaluation mode, with this prompt's offsets of positions.
+
+        Qwen-VL keeps the offset behind the last image in the model, where its owner may need it.
+        """
+        with lock_of(self._model), evaluating(self._model):
+            self._exchange_deltas()
+            try:
+                yield
+            finally:
+                self._exchange_deltas()
+
+    def _exchange_deltas(self) -> None:
+        for holder, delta in self._deltas.items():
+            self._deltas[holder] = holder.rope_deltas
+            holder.rope_deltas = delta
 
     def forward(self) -> torch.Tensor:
         """Compute the rows not computed yet; return the last row's logits ``(vocab,)``."""
         model = self._model
-        with lock_of(model), evaluating(model):
+        with self._alone():
             is_step = self._kwargs.get("use_cache") and not self._is_first
             options = {
                 "next_sequence_length": 1 if is_step else None,
@@ -234,7 +267,9 @@ class _Run:
         return torch.stack(rows)
 
 
-def _prepared(model: PreTrainedModel, ids: torch.Tensor, max_new_tokens: int) -> dict[str, Any]:
+def _prepared(
+    model: PreTrainedModel, ids: torch.Tensor, max_new_tokens: int, seen: Mapping[str, torch.Tensor]
+) -> dict[str, Any]:
     """Return the arguments that ``generate`` would start its loop with."""
     found: dict[str, Any] = {}
 
@@ -255,5 +290,6 @@ def _prepared(model: PreTrainedModel, ids: torch.Tensor, max_new_tokens: int) ->
         "num_beams": 1,
         "pad_token_id": 0,
     }
-    model.generate(ids, attention_mask=torch.ones_like(ids), custom_generate=take, **options)
+    given = {"attention_mask": torch.ones_like(ids), **seen}
+    model.generate(ids, custom_generate=take, **given, **options)
     return found

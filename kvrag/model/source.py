@@ -7,11 +7,12 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoProcessor, AutoTokenizer, PreTrainedModel
 
 from kvrag.config import check_prove
 from kvrag.config.address import shown
@@ -29,7 +30,7 @@ class ModelSource:
 
     ``model`` is a hub id, a local directory (of a model or of an adapter), a ``.gguf`` file, a
     loaded ``PreTrainedModel`` or a ``PeftModel``. ``tokenizer`` is a tokenizer, its id or its
-    directory; by default, the model's own. ``dtype`` is a ``torch.dtype``, its name, or ``"auto"``:
+    directory, or a processor; by default, the model's own. ``dtype`` is a ``torch.dtype``, its name, or ``"auto"``:
     float32 on CPU (bfloat16 is slow on CPUs without native support), else the checkpoint's.
     ``device`` is by default CUDA if there is a CUDA device, else CPU. ``hf_kwargs`` go to
     ``from_pretrained``. ``extra_keys`` are part of the fingerprint: KV is shared only where they
@@ -235,12 +236,41 @@ def load_tokenizer(source: ModelSource) -> Any:
     """Return the given tokenizer, or load the tokenizer of the given directory or the model."""
     is_named = isinstance(source.tokenizer, (str, os.PathLike))
     if source.tokenizer is not None and not is_named:
-        return source.tokenizer
+        return getattr(source.tokenizer, "tokenizer", source.tokenizer)  # it may be a processor
     home = os.fspath(source.tokenizer) if is_named else directory(source)
     if not is_named and not os.path.exists(os.path.join(home, "tokenizer_config.json")):
         home = base_directory(source)
     options = hub_options(source, own_files=not is_named)
     return trying(source, lambda: AutoTokenizer.from_pretrained(home, **options))
+
+
+def processor_of(source: ModelSource) -> Callable[[], Any] | None:
+    """Return a function that loads the processor of images once, given or of the model's files.
+
+    ``None`` if neither is known: a loaded model with a tokenizer alone.
+    """
+    given = source.tokenizer
+    if hasattr(given, "image_processor"):
+        return lambda: given
+    is_named = isinstance(given, (str, os.PathLike))
+    if not is_named and isinstance(source.model, PreTrainedModel):
+        return None
+
+    @cache
+    def loaded() -> Any:
+        home = os.fspath(given) if isinstance(given, (str, os.PathLike)) else directory(source)
+        options = hub_options(source, own_files=not is_named)
+        try:
+            found = AutoProcessor.from_pretrained(home, **options)
+            found.image_processor  # noqa: B018 - it gives a tokenizer where there is no processor
+            return found
+        except (AttributeError, ImportError, OSError, ValueError) as error:
+            raise ModelError(
+                f"the prompt holds an image, and the processor of {source.name!r} can't be loaded "
+                f"({type(error).__name__}: {str(error)[:300]})"
+            ) from error
+
+    return loaded
 
 
 def check_path(path: str, what: str) -> None:

@@ -9,8 +9,8 @@ Planning needs no tensors and no model, and reads no KV.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvrag.config import KV_DTYPES
@@ -146,6 +146,8 @@ class Plan:
         Why the store did not answer, if it failed: it may hold more KV than was found.
     refusal
         Why nothing may be reused, if so.
+    seen
+        Inputs of the model besides the ids: its images.
     """
 
     pieces: tuple[PlannedPiece, ...]
@@ -153,6 +155,7 @@ class Plan:
     kv_dtype: KVDtype = "auto"
     fault: str | None = None
     refusal: str | None = None
+    seen: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def token_ids(self) -> list[int]:

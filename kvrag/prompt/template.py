@@ -77,6 +77,7 @@ class PromptEncoder(SegmentTokenizer):
         self._shown = lru_cache(maxsize=8)(
             lambda _source, has_tools: what_is_shown(self._applied, has_tools)
         )
+        self._reads_parts = lru_cache(maxsize=8)(lambda _source: self._drops_strings())
         self._proven = set[object]()
         self._warned = set[str]()
 
@@ -283,6 +284,8 @@ class PromptEncoder(SegmentTokenizer):
         given["add_generation_prompt"] = add_generation_prompt and not continues
         if continues:
             given["continue_final_message"] = True
+        if self._reads_parts(self.template_source(tools)):
+            messages = [{**m, "content": _in_parts(m["content"])} for m in messages]
         try:
             return str(self.tokenizer.apply_chat_template(list(messages), tokenize=False, **given))
         except Exception as error:  # jinja's errors share no useful base class
@@ -290,6 +293,18 @@ class PromptEncoder(SegmentTokenizer):
             raise InputError(
                 f"the model's chat template refuses messages with roles {roles}: {error}"
             ) from error
+
+    def _drops_strings(self) -> bool:
+        """Whether the chat template shows a content that is a list of parts alone (Llava)."""
+        text = "A probe."
+        shown = []
+        for content in (text, _in_parts(text)):
+            message = {"role": "user", "content": content}
+            try:
+                shown.append(text in self.tokenizer.apply_chat_template([message], tokenize=False))
+            except Exception:  # jinja's errors share no useful base class
+                shown.append(False)
+        return shown == [False, True]
 
     def _warn_of_unused(
         self, messages: Sequence[Mapping[str, Any]], chat: Chat, facts: TemplateFacts | None
@@ -315,6 +330,11 @@ class PromptEncoder(SegmentTokenizer):
     def has_chat_template(self) -> bool:
         """Whether chat messages can be rendered."""
         return bool(getattr(self.tokenizer, "chat_template", None))
+
+
+def _in_parts(text: str) -> list[dict[str, str]]:
+    """Return a text as a message's content of a single part."""
+    return [{"type": "text", "text": text}]
 
 
 def cut(pieces: Iterable[Piece], spans_of: Mapping[int, Sequence[Span]]) -> list[Piece]:

@@ -383,6 +383,10 @@ REFUSED: dict[str, dict[str, Any]] = {
     "falcon_h1": {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_ssm": 128},
     "lfm2": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
     "qwen3_next": {**_EXPERTS, "shared_expert_intermediate_size": 32},
+    "qwen3_5": {
+        "text_config": {"layer_types": ["linear_attention"] * 3 + ["full_attention"]},
+        "vision_config": _QWEN3_TOWER,
+    },
 }
 """Name → config options of refused models; :func:`tiny_model` builds them, too."""
 

@@ -22,6 +22,7 @@ from texts import WORDS
 from kvrag import Chunk, KVRagEngine, RepairConfig, StoreConfig
 from kvrag.config import STRATEGIES
 from kvrag.model import CausalLM
+from kvrag.model.candidates import text_model_of
 from kvrag.testing.models import TINY, tiny_model
 
 CASES = int(os.environ.get("KVRAG_FUZZ_CASES", "300"))
@@ -162,7 +163,7 @@ class World:
     def reference(self, ids: list[int]) -> torch.Tensor:
         """Transformers' own logits of the last token."""
         with torch.inference_mode():
-            return self.model(torch.tensor([ids])).logits[0, -1]
+            return text_model_of(self.model)(torch.tensor([ids])).logits[0, -1]
 
     def is_tied(self, ids: list[int], expected: torch.Tensor) -> bool:
         """Whether transformers differs from itself as much when embeddings are moved by one unit in the last place.

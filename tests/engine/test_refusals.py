@@ -28,6 +28,7 @@ REASONS = {
     "falcon_h1": "mixes attention with layers of another kind .mamba.",
     "lfm2": "running state.*conv",
     "qwen3_next": "running state.*linear_attention",
+    "qwen3_5": "running state.*linear_attention",
 }
 
 
@@ -52,21 +53,41 @@ def test_what_has_no_name_on_the_list_is_refused_all_the_same(name, monkeypatch)
         CausalLM(tiny_model(name))
 
 
+def test_a_tower_for_images_is_no_reason():
+    for model_type in ("llava", "qwen2_vl", "qwen3_vl", "gemma3", "mistral3", "llama4"):
+        check_supported(AutoConfig.for_model(model_type))
+
+
 @pytest.mark.parametrize(
     ("model_type", "reason"),
     [
         *(("t5", "encoder-decoder"), ("bart", "encoder-decoder")),
-        *(
-            ("llava", "images or sound"),
-            ("qwen2_vl", "images or sound"),
-            ("gemma3", "images or sound"),
-        ),
+        ("florence2", "encoder-decoder"),
+        ("qwen3_5", "running state.*linear_attention"),
         *(("recurrent_gemma", "running state"), ("mamba2", "running state")),
     ],
 )
 def test_a_config_is_enough_where_it_shows(model_type, reason):
     with pytest.raises(UnsupportedModelError, match=reason):
         check_supported(AutoConfig.for_model(model_type))
+
+
+def test_prompts_that_attend_in_both_directions_are_refused(monkeypatch):
+    """PaliGemma's, of text alone, too."""
+    tower = {
+        "model_type": "siglip_vision_model",
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 16,
+        "patch_size": 8,
+        "projection_dim": 64,
+    }
+    own = {"hidden_size": 64, "text_config": {"model_type": "gemma"}, "vision_config": tower}
+    monkeypatch.setitem(REFUSED, "paligemma", own)
+    with pytest.raises(UnsupportedModelError, match="passes is_causal=False to its attention"):
+        CausalLM(tiny_model("paligemma"))
 
 
 class _Attention(torch.nn.Module):

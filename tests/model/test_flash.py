@@ -18,6 +18,8 @@ from kvrag import (
     uninstall_flash_attention,
 )
 from kvrag.model import flash
+from kvrag.model.candidates import text_model_of
+from kvrag.model.lock import text_config
 from kvrag.model.rows import EVERYTHING, Reach
 from kvrag.testing.models import TINY, tiny_model
 
@@ -57,12 +59,12 @@ def logits_of(model: PreTrainedModel, inputs: dict[str, Any]) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", SERVED)
 def test_logits_are_those_of_torch(name):
-    model = tiny_model(name).eval()
+    model = text_model_of(tiny_model(name))
     cases: list[dict[str, Any]] = [{"input_ids": ids_of(1)}, {"input_ids": ids_of(2, 7)}]
     if "llama4" not in name:
         cases += [padded("left"), padded("right")]
     want = [logits_of(model, case) for case in cases]
-    assert install_flash_attention(model) == model.config.num_hidden_layers
+    assert install_flash_attention(model) == text_config(model).num_hidden_layers
     for case, theirs in zip(cases, want, strict=True):
         torch.testing.assert_close(logits_of(model, case), theirs, atol=2e-4, rtol=1e-4)
     uninstall_flash_attention(model)
