@@ -182,9 +182,7 @@ def prefill(
     cancel
         If set, ``CancelledError`` is raised between these pieces, and after waiting for the model.
     """
-    if plan.seen and not isinstance(model, PlainLM):
-        model = PlainLM(model.model, str(plan.refusal))
-    if isinstance(model, PlainLM):
+    if plan.seen or isinstance(model, PlainLM):
         return _without_reuse(model, plan, max_new_tokens, clock)
     if slides and len(plan.token_ids) > model.context_window:
         return _in_window(model, plan, clock, cancel)
@@ -262,8 +260,12 @@ def _outcome(layout: Layout, kept: KVDtype, num_repaired: int) -> tuple[KVDtype,
     ) else "repaired"
 
 
-def _without_reuse(model: PlainLM, plan: Plan, max_new_tokens: int, clock: Clock) -> Prefilled:
-    """Prefill with a model that does not support KV reuse."""
+def _without_reuse(
+    model: CausalLM | PlainLM, plan: Plan, max_new_tokens: int, clock: Clock
+) -> Prefilled:
+    """Prefill with a model that does not support KV reuse, or a prompt that holds images."""
+    if isinstance(model, CausalLM):
+        model = PlainLM(model.model, str(plan.refusal))
     ids = torch.tensor(plan.token_ids)
     with clock.stage("prefill"):
         logits, extend = model.prefill(ids, max_new_tokens=max_new_tokens, seen=plan.seen)

@@ -247,19 +247,15 @@ class _Trial:
             self._moved_embeddings() if moved else nullcontext(),
             evaluating(model) if self._attention is None else switched(model, self._attention),
         ):
-            keep = {"logits_to_keep": COMPARED_ROWS} if "logits_to_keep" in accepted(model) else {}
-            given = {"input_ids": batch}
-            # Qwen's would else count from the image that the model last saw.
-            if "position_ids" in accepted(model):
-                given["position_ids"] = torch.arange(batch.shape[1], device=batch.device)[None]
+            keep = dict.fromkeys({"logits_to_keep"} & accepted(model), COMPARED_ROWS)
             run = partial(
                 model, use_cache=True, **dict.fromkeys(CACHE & accepted(model), cache), **keep
             )
+            # Without positions, Qwen-VL counts from the image that the model last saw.
+            places = {"position_ids"} & accepted(model)
             parts = [
-                run(**dict(zip(given, part, strict=True))).logits[0]
-                for part in zip(
-                    *[tensor.tensor_split(pieces, dim=1) for tensor in given.values()], strict=True
-                )
+                run(input_ids=batch[:, rows], **dict.fromkeys(places, rows[None])).logits[0]
+                for rows in torch.arange(len(self._ids)).to(batch.device).tensor_split(pieces)
             ]
         logits = torch.cat(parts)[-COMPARED_ROWS:].float().cpu()
         return Measured(logits, [(keys[0], values[0]) for keys, values in self._lm.cached(cache)])

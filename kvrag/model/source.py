@@ -30,8 +30,9 @@ class ModelSource:
 
     ``model`` is a hub id, a local directory (of a model or of an adapter), a ``.gguf`` file, a
     loaded ``PreTrainedModel`` or a ``PeftModel``. ``tokenizer`` is a tokenizer, its id or its
-    directory, or a processor; by default, the model's own. ``dtype`` is a ``torch.dtype``, its name, or ``"auto"``:
-    float32 on CPU (bfloat16 is slow on CPUs without native support), else the checkpoint's.
+    directory, or a processor; by default, the model's own. ``dtype`` is a ``torch.dtype``, its
+    name, or ``"auto"``: float32 on CPU (bfloat16 is slow on CPUs without native support), else the
+    checkpoint's.
     ``device`` is by default CUDA if there is a CUDA device, else CPU. ``hf_kwargs`` go to
     ``from_pretrained``. ``extra_keys`` are part of the fingerprint: KV is shared only where they
     are equal. ``prove`` says whether reuse is proven on the loaded model.

@@ -10,7 +10,7 @@ Planning needs no tensors and no model, and reads no KV.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvrag.config import KV_DTYPES
@@ -155,7 +155,7 @@ class Plan:
     kv_dtype: KVDtype = "auto"
     fault: str | None = None
     refusal: str | None = None
-    seen: Mapping[str, Any] = field(default_factory=dict)
+    seen: Mapping[str, Any] | None = None
 
     @property
     def token_ids(self) -> list[int]:

@@ -6,12 +6,18 @@ from typing import Any
 
 import pytest
 import torch
+from fastapi.testclient import TestClient
+from langchain_core.messages import HumanMessage
+from llama_index.core.base.llms.types import ChatMessage, ImageBlock, TextBlock
 from texts import make_chunks
 from transformers import BatchFeature
 
 from kvrag import Chunk, InputError, KVRagEngine, ModelError, RepairConfig
+from kvrag.server import ServerConfig, create_app
 from kvrag.testing.models import tiny_model
 from kvrag.testing.tokenizers import tiny_tokenizer
+from langchain_kvrag import ChatKVRag
+from llama_index.llms.kvrag import KVRagLLM
 
 Image = pytest.importorskip("PIL.Image", reason="images need Pillow")
 
@@ -232,3 +238,44 @@ def test_a_directory_brings_its_processor(tmp_path):
     result = engine.generate(asked(image, "What is it?"), max_new_tokens=8)
     text = {"type": "text", "text": "What is it?"}
     assert result.token_ids == own_answer("llava", image, text)
+
+
+def test_every_client_can_show_an_image(tmp_path):
+    """LangChain, LlamaIndex and OpenAI's API, each in its own form."""
+    tiny_model("llava").save_pretrained(tmp_path)
+    llava_processor().save_pretrained(tmp_path)
+    data, text = png(picture()), {"type": "text", "text": "What is it?"}
+    url = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+    engine = KVRagEngine.get(tmp_path)
+    want = engine.generate([{"role": "user", "content": [url, text]}], max_new_tokens=8).text
+
+    chat = ChatKVRag(model=str(tmp_path), max_tokens=8)
+    assert chat.profile["image_inputs"]
+    for given in (url, {"type": "image", "base64": data, "mime_type": "image/png"}):
+        answer = chat.invoke([HumanMessage([given, text])])
+        assert answer.content == want
+        assert "image" in answer.response_metadata["kvrag"]["fallback_reason"]
+
+    llm = KVRagLLM(model=str(tmp_path), max_tokens=8)
+    for block in (
+        ImageBlock(image=base64.b64decode(data)),
+        ImageBlock(url=url["image_url"]["url"]),
+    ):
+        asked_for = ChatMessage(role="user", blocks=[block, TextBlock(text="What is it?")])
+        answer = llm.chat([asked_for])
+        assert "image" in answer.raw["kvrag"]["fallback_reason"]
+    page = ChatMessage(role="user", blocks=[ImageBlock(url="https://example.com/cat.png")])
+    with pytest.raises(InputError, match="opens no files or addresses"):
+        llm.chat([page])
+
+    with TestClient(create_app(engine, ServerConfig(model_name="tiny"))) as http:
+        body = {"model": "tiny", "max_tokens": 8}
+        sent = {**body, "messages": [{"role": "user", "content": [url, text]}]}
+        found = http.post("/v1/chat/completions", json=sent).json()
+        assert found["choices"][0]["message"]["content"] == want
+        page = {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}
+        sent["messages"] = [{"role": "user", "content": [page, text]}]
+        refused = http.post("/v1/chat/completions", json=sent)
+        assert refused.status_code == 400
+        assert "opens no files" in refused.json()["error"]["message"]
+    engine.close()

@@ -28,7 +28,9 @@ def profile_of(source: ModelSource, cls: type) -> ModelProfile:
     """
     profile: ModelProfile = {"text_inputs": True, "text_outputs": True, "temperature": True}
     profile.update(dict.fromkeys(_OTHER_KINDS, False))  # type: ignore[typeddict-item]
-    window = context_window(_config(source), 0)
+    config = _config(source)
+    profile["image_inputs"] = getattr(config, "vision_config", None) is not None
+    window = config and context_window(config.get_text_config(), 0)
     if window:
         profile["max_input_tokens"] = window
     template = _has_template(source)
@@ -44,11 +46,11 @@ def profile_of(source: ModelSource, cls: type) -> ModelProfile:
 
 def _config(source: ModelSource) -> Any:
     if isinstance(source.model, PreTrainedModel):
-        return source.model.config.get_text_config()
+        return source.model.config
     with suppress(OSError, ValueError, KeyError):
         if not os.fspath(source.model).endswith(".gguf"):
             options = {**hub_options(source), "local_files_only": True}
-            return AutoConfig.from_pretrained(base_directory(source), **options).get_text_config()
+            return AutoConfig.from_pretrained(base_directory(source), **options)
     return None
 
 

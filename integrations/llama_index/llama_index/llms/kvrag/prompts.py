@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from io import IOBase
 from typing import Any
 
 from llama_index.core.base.llms.generic_utils import (
@@ -14,6 +15,7 @@ from llama_index.core.base.llms.types import (
     CachePoint,
     ChatMessage,
     CitableBlock,
+    ImageBlock,
     TextBlock,
     ThinkingBlock,
     ToolCallBlock,
@@ -102,14 +104,14 @@ def chat_prompt(
 ) -> str | list[Message]:
     """Return messages for the engine: as rendered text, or as dicts for the model's chat template.
 
-    They stay dicts if the engine needs them: with tools, with a continued message, or with chunks.
+    They stay dicts if the engine needs them: with tools, with a continued message, with chunks or images.
     """
     if calls_tools(llm, encoder):
         plain = _accepted(messages, encoder, tools)
-        has_chunk = any(
-            [isinstance(part, Chunk) for message in plain for part in message["content"]]
+        has_parts = any(
+            [isinstance(part, (Chunk, dict)) for message in plain for part in message["content"]]
         )
-        if tools or continues or has_chunk:
+        if tools or continues or has_parts:
             return plain
         return encoder.render(plain)
     if tools:
@@ -133,7 +135,8 @@ def plain_message(message: ChatMessage) -> Message:
     Raises
     ------
     InputError
-        If the message holds an image, audio, or anything else that is not text.
+        If the message holds audio, or anything else that is neither text nor an image; if an image
+        is a path or an address, or not a user's.
     """
     role = message.role.value
     more = message.additional_kwargs
@@ -162,12 +165,23 @@ def _parts(block: Any, role: str) -> list[Any]:
         texts = [inner.text for inner in block.content if isinstance(inner, TextBlock)]
         if len(texts) == len(block.content):
             return [block.title, *[Chunk(text) for text in texts if text.strip()]]
+    if isinstance(block, ImageBlock) and role == "user":
+        return [{"type": "image", "image": _image(block)}]
     if isinstance(block, (*_HINTS, ThinkingBlock, ToolCallBlock)):
         return []
     raise InputError(
         f"a {role} message holds a {block.block_type} block; kvrag reads text only, remove the "
         "block"
     )
+
+
+def _image(block: ImageBlock) -> str | bytes:
+    """Return a block's image, or the path or address that it names, which the engine refuses."""
+    given = block.image or block.url or block.path
+    if isinstance(given, IOBase):
+        given.seek(0)
+        return bytes(given.read())
+    return given.decode() if isinstance(given, bytes) else str(given)  # as base64
 
 
 def _joined(parts: Sequence[Any]) -> list[Any]:
