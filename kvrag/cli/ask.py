@@ -14,6 +14,7 @@ from rich.table import Table
 from kvrag.cli.documents import STDIN, read_documents, read_prompt, read_prompts
 from kvrag.cli.options import (
     ENGINE,
+    LOADING,
     REPAIR,
     SAMPLING,
     AsJson,
@@ -242,9 +243,8 @@ def _prove(model: str, engine: Given, max_error: float | None, *, as_json: bool)
         from kvrag.model.load import load
         from kvrag.model.proof import prove
         from kvrag.model.source import ModelSource
-    loaded = load(
-        ModelSource(model, dtype=engine["dtype"], device=engine.get("device"), prove="off")
-    )
+    options = {name: engine[name] for name in LOADING if name in engine}
+    loaded = load(ModelSource(model, prove="off", **options))
     about: dict[str, Any] = {
         "model": model,
         "architecture": loaded.lm.model.config.get_text_config().model_type,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvrag.cli.documents import read_documents, split_documents
-from kvrag.cli.options import ESTIMATE, AsJson, Given, name_model, takes
+from kvrag.cli.options import ESTIMATE, LOADING, AsJson, Given, name_model, takes
 from kvrag.cli.output import facts, show
 from kvrag.config import StoreConfig
 from kvrag.errors import ConfigError, ModelError, StoreError, require
@@ -80,6 +80,11 @@ def estimate(
         if given is not None and not 0 < given < float("inf"):
             raise ConfigError(f"{flag} is {given}; it must be a number above 0")
     model = engine["model"]
+    if model.endswith(".gguf"):
+        from kvrag.model.gguf import parsed_once
+
+        # For the shape, the tokenizer and the weights alike.
+        ctx.with_resource(parsed_once(model))
     shape = shape_of(model)
     kept = StoreConfig(kv_dtype=engine.get("kv_dtype", "auto")).kv_dtype
     name = shape.dtype if engine["dtype"] == "auto" else engine["dtype"]
@@ -236,7 +241,8 @@ def _speeds(
         from kvrag.model.load import load
         from kvrag.model.source import ModelSource
 
-        source = ModelSource(engine["model"], dtype=engine["dtype"], device=engine.get("device"))
+        options = {name: engine[name] for name in LOADING if name in engine}
+        source = ModelSource(engine["model"], **options)
         prefill = prefill_tokens_per_s(load(source))
     return {
         "prefill_tokens_per_s": prefill,

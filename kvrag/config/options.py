@@ -290,6 +290,7 @@ ENGINE_OPTIONS = (
     "namespace",
     "tokenizer",
     "prove",
+    "cache_weights",
     "device",
     "revision",
 )

@@ -87,7 +87,7 @@ def source_identity(path: str, *, commit: str | None, options: Mapping[str, Any]
 def files_digest(files: Iterable[Path]) -> str:
     """Return a digest of the contents of files, regardless of their names and order."""
     start = time.perf_counter()
-    found = [_file_digest(file) for file in files]
+    found = [file_digest(file) for file in files]
     hashed = sum(num_bytes for _, num_bytes in found)
     if hashed >= _LARGE:
         logger.info(
@@ -99,32 +99,43 @@ def files_digest(files: Iterable[Path]) -> str:
     )
 
 
-def _file_digest(file: Path) -> tuple[str, int]:
+def file_digest(file: Path) -> tuple[str, int]:
     """Return the SHA-256 (hex) of a file's content, and the number of bytes read.
 
     The digest is remembered under path, size, times and inode of the file; reading it again takes 0
     bytes.
     """
     stamp = _stamp(file)
-    folder = cache_dir() / "file-digests"
-    kept = (
-        folder / hashlib.sha256(json.dumps([os.path.realpath(file), *stamp]).encode()).hexdigest()
-    )
     if stamp[0] >= _LARGE:
         with contextlib.suppress(OSError, ValueError):
-            if re.fullmatch(r"[0-9a-f]{64}", known := kept.read_text("ascii")):
+            known = _digest_file(file, stamp).read_text("ascii")
+            if re.fullmatch(r"[0-9a-f]{64}", known):
                 return known, 0
     with file.open("rb") as stream:
         found = hashlib.file_digest(stream, "sha256").hexdigest()
     is_settled = time.time_ns() - max(stamp[1], stamp[2]) > _RACE_NS
-    if stamp[0] >= _LARGE and is_settled and _stamp(file) == stamp and keep(kept, found):
+    if is_settled and _stamp(file) == stamp:
+        remember(file, found)
+    return found, stamp[0]
+
+
+def remember(file: Path, content: str) -> None:
+    """Remember the digest of a large file that is known to have this content."""
+    stamp = _stamp(file)
+    kept = _digest_file(file, stamp)
+    if stamp[0] >= _LARGE and keep(kept, content):
         with contextlib.suppress(OSError):  # another process may prune too
             oldest_last = sorted(
-                folder.iterdir(), key=lambda each: each.stat().st_mtime_ns, reverse=True
+                kept.parent.iterdir(), key=lambda each: each.stat().st_mtime_ns, reverse=True
             )
             for old in oldest_last[_MAX_REMEMBERED:]:
                 old.unlink()
-    return found, stamp[0]
+
+
+def _digest_file(file: Path, stamp: tuple[int, ...]) -> Path:
+    """Return the file that a digest is remembered in."""
+    name = hashlib.sha256(json.dumps([os.path.realpath(file), *stamp]).encode()).hexdigest()
+    return cache_dir() / "file-digests" / name
 
 
 def _stamp(file: Path) -> tuple[int, ...]:

@@ -33,6 +33,8 @@ from kvrag.identity.describe import quantisation_text
 from kvrag.identity.fingerprint import digest
 from kvrag.identity.model import LiveIdentity, describe, weights_digest
 from kvrag.identity.weights import keep_name, source_identity
+from kvrag.model.gguf import is_gguf, parsed_once
+from kvrag.model.kept_weights import keep_weights, read_kept
 from kvrag.model.lm import CausalLM, LoadedModel
 from kvrag.model.plain import PlainLM, auto_class, check_generates, check_placement
 from kvrag.model.proof import Proof, prove
@@ -85,11 +87,12 @@ def load(source: ModelSource, make_encoder: Callable[[Any], Any] | None = None) 
 def _load(source: ModelSource, make_encoder: Callable[[Any], Any] | None) -> LoadedModel:
     check_source(source)
     given = source.model if isinstance(source.model, PreTrainedModel) else None
-    model = given
-    if model is None:
-        with Progress(f"loading {_label(source)}"):
-            model = _load_weights(source)
-    tokenizer = load_tokenizer(source)
+    kept = read_kept(source) if source.cache_weights else None
+    if kept is not None:
+        model = _placed(source, kept.model)
+        tokenizer = kept.tokenizer or load_tokenizer(source)
+    else:
+        model, tokenizer = _load_parts(source)
     lm = accept(model)
     if lm.device.type == "cpu":
         _keep_freed_memory()
@@ -100,7 +103,11 @@ def _load(source: ModelSource, make_encoder: Callable[[Any], Any] | None) -> Loa
     regime = ""
     if isinstance(lm, CausalLM) and lm.reuse_window < lm.context_window:  # longrope
         regime = f"up to {lm.reuse_window} tokens"
-    identity = LiveIdentity(model, describe(model, tokenizer, weights, regime=regime))
+    vocabulary = "" if kept is None else kept.vocabulary
+    about = describe(model, tokenizer, weights, regime=regime, vocabulary=vocabulary)
+    identity = LiveIdentity(model, about)
+    if source.cache_weights and kept is None:
+        keep_weights(source, model, tokenizer)
     keep_name(identity.fingerprint, source.name)
     if source.prove == "auto" and isinstance(lm, CausalLM):
         lm = proven(lm, identity.fingerprint)
@@ -115,6 +122,21 @@ def _label(source: ModelSource) -> str:
     return source.name
 
 
+def _load_parts(source: ModelSource) -> tuple[PreTrainedModel, Any]:
+    """Return the given model, or load it, with its tokenizer."""
+    if isinstance(source.model, PreTrainedModel):
+        return source.model, load_tokenizer(source)
+    with parsed_once(source.model):
+        if is_gguf(source.model):  # the tokenizer needs all that is parsed, and the weights more
+            with Progress(f"parsing {_label(source)}"):
+                tokenizer = load_tokenizer(source)
+            with Progress(f"dequantising {_label(source)}"):
+                return _load_weights(source), tokenizer
+        with Progress(f"loading {_label(source)}"):
+            model = _load_weights(source)
+        return model, load_tokenizer(source)
+
+
 def _load_weights(source: ModelSource) -> PreTrainedModel:
     options = loading_options(source)
     is_gguf = os.fspath(source.model).endswith(".gguf")  # its header takes seconds to parse
@@ -122,6 +144,11 @@ def _load_weights(source: ModelSource) -> PreTrainedModel:
     model = trying(source, lambda: auto.from_pretrained(directory(source), **options))
     check_generates(model)
     check_placement(model)
+    return _placed(source, model)
+
+
+def _placed(source: ModelSource, model: PreTrainedModel) -> PreTrainedModel:
+    """Return a loaded model on the source's device."""
     device = resolve_device(source)
     if "device_map" in source.hf_kwargs or model.device == device:
         return model

@@ -18,6 +18,7 @@ from kvrag.config import check_prove
 from kvrag.config.address import shown
 from kvrag.errors import ConfigError, KVRagError, ModelError, require
 from kvrag.identity.adapters import unwrap
+from kvrag.model.gguf import is_gguf, parsed_once
 from kvrag.model.plain import check_generates, check_placement
 from kvrag.types import Prove
 
@@ -35,7 +36,8 @@ class ModelSource:
     checkpoint's.
     ``device`` is by default CUDA if there is a CUDA device, else CPU. ``hf_kwargs`` go to
     ``from_pretrained``. ``extra_keys`` are part of the fingerprint: KV is shared only where they
-    are equal. ``prove`` says whether reuse is proven on the loaded model.
+    are equal. ``prove`` says whether reuse is proven on the loaded model. ``cache_weights`` keeps
+    the dequantised weights of a ``.gguf`` file for the next start.
     """
 
     model: str | os.PathLike[str] | PreTrainedModel
@@ -47,6 +49,7 @@ class ModelSource:
     hf_kwargs: dict[str, Any] = field(default_factory=dict, repr=False)
     extra_keys: Mapping[str, str] = field(default_factory=dict)
     prove: Prove = "auto"
+    cache_weights: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", unwrap(self.model))
@@ -74,7 +77,8 @@ class ModelSource:
     def key(self) -> tuple[object, ...]:
         """Key of the loaded weights in this process.
 
-        ``extra_keys`` are not part of it: they separate KV, not weights.
+        ``extra_keys`` are not part of it: they separate KV, not weights. Nor is ``cache_weights``,
+        which leaves them the same.
         """
         device = str(resolve_device(self))
         dtype = str(resolve_dtype(self))
@@ -228,6 +232,11 @@ def hub_options(source: ModelSource, *, own_files: bool = True) -> dict[str, Any
     return options
 
 
+def own_options(source: ModelSource) -> dict[str, Any]:
+    """Return the user's options that don't locate files."""
+    return {name: value for name, value in source.hf_kwargs.items() if name not in _HUB_OPTIONS}
+
+
 def loading_options(source: ModelSource) -> dict[str, Any]:
     """Return the options to load the weights with."""
     return {"dtype": resolve_dtype(source), **hub_options(source), **source.hf_kwargs}
@@ -242,7 +251,8 @@ def load_tokenizer(source: ModelSource) -> Any:
     if not is_named and not os.path.exists(os.path.join(home, "tokenizer_config.json")):
         home = base_directory(source)
     options = hub_options(source, own_files=not is_named)
-    return trying(source, lambda: AutoTokenizer.from_pretrained(home, **options))
+    with parsed_once(source.model):
+        return trying(source, lambda: AutoTokenizer.from_pretrained(home, **options))
 
 
 def processor_of(source: ModelSource) -> Callable[[], Any] | None:
@@ -359,6 +369,7 @@ def check_source(source: ModelSource) -> None:
             "a loaded PreTrainedModel or a PeftModel"
         )
     check_prove(source.prove)
+    _check_cache_weights(source)
     resolve_device(source)
     resolve_dtype(source)
     if isinstance(source.model, PreTrainedModel):
@@ -370,7 +381,7 @@ def check_source(source: ModelSource) -> None:
     check_path(path, "model")
     if isinstance(source.tokenizer, (str, os.PathLike)):
         check_path(os.fspath(source.tokenizer), "tokenizer")
-    if path.endswith(".gguf"):
+    if is_gguf(path):
         for module in ("gguf", "accelerate"):
             require(module, extra="gguf", purpose="reading GGUF files")
         return  # parsing a GGUF header takes seconds: its kind is checked at load
@@ -380,8 +391,21 @@ def check_source(source: ModelSource) -> None:
     check_generates(config_of(source))
 
 
+def _check_cache_weights(source: ModelSource) -> None:
+    """Raise ``ConfigError`` if ``cache_weights`` is no switch, or has no effect on this model."""
+    if not isinstance(source.cache_weights, bool):
+        raise ConfigError(f"cache_weights is {source.cache_weights!r}; pass True or False")
+    if source.cache_weights and not is_gguf(source.model):
+        raise ConfigError(
+            f"cache_weights keeps the dequantised weights of a .gguf file, and {source.name!r} is "
+            "none; leave it out"
+        )
+
+
 def config_of(source: ModelSource) -> Any:
     """Read the config of a source's model; raises as :func:`trying`."""
-    return trying(
-        source, lambda: AutoConfig.from_pretrained(base_directory(source), **hub_options(source))
-    )
+    with parsed_once(source.model):
+        return trying(
+            source,
+            lambda: AutoConfig.from_pretrained(base_directory(source), **hub_options(source)),
+        )
