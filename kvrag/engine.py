@@ -369,8 +369,9 @@ class KVRagEngine:
             "context": context,
             "repair": repair,
             "namespace": namespace,
+            "store_config": store_config,
+            "chat_template_kwargs": chat_template_kwargs,
         }
-        own |= {"store_config": store_config, "chat_template_kwargs": chat_template_kwargs}
         with cls._shared_lock:
             engine = cls._shared.get(key) or cls(source, **own)  # type: ignore[arg-type]
             cls._shared[key] = engine

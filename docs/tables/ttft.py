@@ -100,7 +100,27 @@ def memory(result: Result) -> str:
     return said + source(result, "memory.json")
 
 
+def gguf(result: Result) -> str:
+    """Seconds from the start of a process to its first token, by what it finds on disk."""
+    rows = []
+    for name, row in result["starts"].items():
+        limit = result["limits"].get(name)
+        rows.append(
+            [
+                name,
+                f"{row['wall_s']:.1f}",
+                f"{row['cpu_s']:.1f}",
+                f"{limit:.0f}" if limit else "–",
+            ]
+        )
+    sizes = result["bytes"]
+    said = f"\nThe file has {sizes['file'] / 1e9:.2f} GB, the kept weights {sizes['kept'] / 1e9:.2f} GB.\n"
+    header = ["start", "first token after, s", "CPU time, s", "limit, s"]
+    return table(header, rows) + said + source(result, "gguf.json")
+
+
 TABLES: Tables = {
+    "gguf": ("gguf.json", gguf),
     "ttft-qwen-05b": ("ttft-qwen2.5-coder-0.5b.json", ttft),
     "ttft-short": ("ttft-qwen2.5-coder-0.5b.json", ttft_short),
     "auto": ("auto.json", auto),

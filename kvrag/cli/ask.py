@@ -14,12 +14,12 @@ from rich.table import Table
 from kvrag.cli.documents import STDIN, read_documents, read_prompt, read_prompts
 from kvrag.cli.options import (
     ENGINE,
-    LOADING,
     REPAIR,
     SAMPLING,
     AsJson,
     Given,
     ModeName,
+    loading_options,
     name_model,
     open_engine,
     takes,
@@ -243,8 +243,7 @@ def _prove(model: str, engine: Given, max_error: float | None, *, as_json: bool)
         from kvrag.model.load import load
         from kvrag.model.proof import prove
         from kvrag.model.source import ModelSource
-    options = {name: engine[name] for name in LOADING if name in engine}
-    loaded = load(ModelSource(model, prove="off", **options))
+    loaded = load(ModelSource(model, prove="off", **loading_options(engine)))
     about: dict[str, Any] = {
         "model": model,
         "architecture": loaded.lm.model.config.get_text_config().model_type,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvrag.cli.documents import read_documents, split_documents
-from kvrag.cli.options import ESTIMATE, LOADING, AsJson, Given, name_model, takes
+from kvrag.cli.options import ESTIMATE, AsJson, Given, loading_options, name_model, takes
 from kvrag.cli.output import facts, show
 from kvrag.config import StoreConfig
 from kvrag.errors import ConfigError, ModelError, StoreError, require
@@ -79,12 +79,7 @@ def estimate(
     for flag, given in (("--disk-gbps", disk_gbps), ("--prefill-tps", prefill_tps)):
         if given is not None and not 0 < given < float("inf"):
             raise ConfigError(f"{flag} is {given}; it must be a number above 0")
-    model = engine["model"]
-    if model.endswith(".gguf"):
-        from kvrag.model.gguf import parsed_once
-
-        # For the shape, the tokenizer and the weights alike.
-        ctx.with_resource(parsed_once(model))
+    model = _parsed_once(ctx, engine["model"])
     shape = shape_of(model)
     kept = StoreConfig(kv_dtype=engine.get("kv_dtype", "auto")).kv_dtype
     name = shape.dtype if engine["dtype"] == "auto" else engine["dtype"]
@@ -110,6 +105,15 @@ def estimate(
 
 
 # -- the corpus and the model ----------------------------------------------------------------------
+
+
+def _parsed_once(ctx: typer.Context, model: str) -> str:
+    """Return the model; a GGUF file is parsed once in this command, whatever is read of it."""
+    if model.endswith(".gguf"):
+        from kvrag.model.source import parsed_once
+
+        ctx.with_resource(parsed_once(model))
+    return model
 
 
 def _count(model: str, paths: list[Path], config_only: bool, chunk_tokens: int) -> Given:
@@ -241,8 +245,7 @@ def _speeds(
         from kvrag.model.load import load
         from kvrag.model.source import ModelSource
 
-        options = {name: engine[name] for name in LOADING if name in engine}
-        source = ModelSource(engine["model"], **options)
+        source = ModelSource(engine["model"], **loading_options(engine))
         prefill = prefill_tokens_per_s(load(source))
     return {
         "prefill_tokens_per_s": prefill,

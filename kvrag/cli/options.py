@@ -192,8 +192,6 @@ _RUN = (
     _option("device", Annotated[str | None, _DEVICE]),
     _option("cache_weights", Annotated[bool, _CACHE_WEIGHTS], False),
 )
-LOADING = tuple(parameter.name for parameter in _RUN)
-"""Names of the options that say how a model is loaded."""
 _PROMPTS = (
     _option("prefix", Annotated[str | None, _PREFIX]),
     _option("system", Annotated[str | None, _SYSTEM]),
@@ -307,6 +305,12 @@ def store_options(kv_dir: str) -> Given:
     """
     catalog = os.environ.get("KVRAG_CATALOG", "") if "://" in kv_dir else ""
     return {"catalog": catalog or None} | key_options()
+
+
+def loading_options(engine: Given) -> Given:
+    """Return the options of an engine that say how its model is loaded."""
+    names = {parameter.name for parameter in _RUN}
+    return {name: value for name, value in engine.items() if name in names}
 
 
 def engine_options(

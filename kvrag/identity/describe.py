@@ -22,6 +22,7 @@ _VOLATILE = {
     "output_attentions",
     "output_hidden_states",
     "return_dict",
+    "gguf_file",
 }
 """Config entries that don't change KV or are fields of their own."""
 

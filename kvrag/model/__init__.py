@@ -1,12 +1,13 @@
 """Causal LMs, in the only room that knows transformers' internals.
 
-Nothing is patched, and no architecture is accepted by its name. Structure gives candidates; a
-forward of a few tokens at load shows, layer by layer, which of them hold; a proof compares the
-loaded model with transformers' own forward.
+Nothing is patched (but the reader of GGUF files, for the length of a load), and no architecture is
+accepted by its name. Structure gives candidates; a forward of a few tokens at load shows, layer by
+layer, which of them hold; a proof compares the loaded model with transformers' own forward.
 
 ::
 
     source → load → plain (refused: full prefill, with the reason)
+ kept_weights ──┤                                   dequantised by an earlier load
                └──→ lm ← traits ← candidates, rope    findings about every layer
                     ├──→ proof                        reuse is exact on this model, or refused
     ids, Rows, KV ──┴──→ forward → attention → rows   cache, attention, limits of rows, KV in slots

@@ -116,7 +116,7 @@ def keep_weights(source: ModelSource, model: PreTrainedModel, tokenizer: Any) ->
 
 def _folder(source: ModelSource) -> Path | None:
     """Return the directory of a source's kept weights; ``None`` if an option can't be written."""
-    path = Path(source.model)  # type: ignore[arg-type]
+    path = Path(source.model)
     try:
         variant = _variant(source)
     except TypeError:
@@ -181,7 +181,7 @@ def _model_in(folder: Path, source: ModelSource) -> PreTrainedModel:
     if faults:
         raise ModelError(f"their names don't fit the model: {', '.join(faults)}")
     model.config.name_or_path = directory(source)
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 def _tokenizer_in(folder: Path, vocabulary: dict[str, Any]) -> Any:
@@ -207,7 +207,11 @@ def _write(folder: Path, source: ModelSource, model: PreTrainedModel, tokenizer:
             vocabulary = _vocabulary(tokenizer)
         files = {file.name: file_digest(file)[0] for file in part.iterdir()}
         _check(part, source, model, vocabulary)
-        about = {"source": _path(source), "variant": _variant(source), "files": files}
+        about: dict[str, Any] = {
+            "source": _path(source),
+            "variant": _variant(source),
+            "files": files,
+        }
         about |= {"model": _about(model), "tokenizer": vocabulary}
         (part / _ABOUT).write_text(json.dumps(about), "utf-8")
         size = sum(file.stat().st_size for file in part.iterdir())
@@ -238,7 +242,7 @@ def _check(
 
 
 def _path(source: ModelSource) -> str:
-    return os.path.realpath(os.fspath(source.model))  # type: ignore[arg-type]
+    return os.path.realpath(os.fspath(source.model))
 
 
 def _delete_older(folder: Path, about: dict[str, Any]) -> None:

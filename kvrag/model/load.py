@@ -33,7 +33,6 @@ from kvrag.identity.describe import quantisation_text
 from kvrag.identity.fingerprint import digest
 from kvrag.identity.model import LiveIdentity, describe, weights_digest
 from kvrag.identity.weights import keep_name, source_identity
-from kvrag.model.gguf import is_gguf, parsed_once
 from kvrag.model.kept_weights import keep_weights, read_kept
 from kvrag.model.lm import CausalLM, LoadedModel
 from kvrag.model.plain import PlainLM, auto_class, check_generates, check_placement
@@ -44,8 +43,10 @@ from kvrag.model.source import (
     check_source,
     config_of,
     directory,
+    is_gguf,
     load_tokenizer,
     loading_options,
+    parsed_once,
     processor_of,
     resolve_device,
     trying,

@@ -13,12 +13,12 @@ import torch
 from kit import raising
 from typer.testing import CliRunner
 
-import kvrag.model.gguf
+import kvrag.model.kept_weights
+import kvrag.model.load
 from kvrag import ConfigError, KVRagEngine
 from kvrag.cli.app import app
-from kvrag.model.gguf import parsed_once
 from kvrag.model.load import load
-from kvrag.model.source import ModelSource
+from kvrag.model.source import ModelSource, parsed_once
 from kvrag.testing.gguf import write_gguf
 from kvrag.testing.models import tiny_model
 from kvrag.testing.tokenizers import tiny_tokenizer
