@@ -36,9 +36,8 @@ PROMPT = "Who wrote Hamlet?"
 def write(folder: Path, out: Path) -> None:
     """Write the model in a directory as a GGUF file."""
     import numpy as np
+    from gguf_file import write_gguf
     from safetensors import safe_open
-
-    from kvrag.testing.gguf import write_gguf
 
     def tensors() -> Iterator[tuple[str, Any]]:
         with safe_open(str(folder / "model.safetensors"), "np") as file:

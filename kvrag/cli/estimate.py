@@ -110,7 +110,7 @@ def estimate(
 def _parsed_once(ctx: typer.Context, model: str) -> str:
     """Return the model; a GGUF file is parsed once in this command, whatever is read of it."""
     if model.endswith(".gguf"):
-        from kvrag.model.source import parsed_once
+        from kvrag.model.gguf.parsing import parsed_once
 
         ctx.with_resource(parsed_once(model))
     return model

@@ -7,7 +7,7 @@ layer, which of them hold; a proof compares the loaded model with transformers' 
 ::
 
     source → load → plain (refused: full prefill, with the reason)
- kept_weights ──┤                                   dequantised by an earlier load
+         gguf ──┤                                   parsed once, or dequantised by an earlier start
                └──→ lm ← traits ← candidates, rope    findings about every layer
                     ├──→ proof                        reuse is exact on this model, or refused
     ids, Rows, KV ──┴──→ forward → attention → rows   cache, attention, limits of rows, KV in slots

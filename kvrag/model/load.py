@@ -33,7 +33,8 @@ from kvrag.identity.describe import quantisation_text
 from kvrag.identity.fingerprint import digest
 from kvrag.identity.model import LiveIdentity, describe, weights_digest
 from kvrag.identity.weights import keep_name, source_identity
-from kvrag.model.kept_weights import keep_weights, read_kept
+from kvrag.model.gguf.kept import keep_weights, read_kept
+from kvrag.model.gguf.parsing import is_gguf, parsed_once
 from kvrag.model.lm import CausalLM, LoadedModel
 from kvrag.model.plain import PlainLM, auto_class, check_generates, check_placement
 from kvrag.model.proof import Proof, prove
@@ -43,10 +44,8 @@ from kvrag.model.source import (
     check_source,
     config_of,
     directory,
-    is_gguf,
     load_tokenizer,
     loading_options,
-    parsed_once,
     processor_of,
     resolve_device,
     trying,

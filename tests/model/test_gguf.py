@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import runpy
 import shutil
 import threading
 import weakref
@@ -13,17 +14,20 @@ import torch
 from kit import raising
 from typer.testing import CliRunner
 
-import kvrag.model.kept_weights
 import kvrag.model.load
 from kvrag import ConfigError, KVRagEngine
 from kvrag.cli.app import app
+from kvrag.model.gguf.parsing import parsed_once
 from kvrag.model.load import load
-from kvrag.model.source import ModelSource, parsed_once
-from kvrag.testing.gguf import write_gguf
+from kvrag.model.source import ModelSource
 from kvrag.testing.models import tiny_model
 from kvrag.testing.tokenizers import tiny_tokenizer
 
 gguf = pytest.importorskip("gguf")
+WRITER = Path(__file__).parents[2] / "benchmarks" / "gguf_file.py"
+pytestmark = pytest.mark.skipif(
+    not WRITER.is_file(), reason="the benchmarks are not here: run from a checkout"
+)
 
 CHUNK = "The keeper brings the box to the table by the window, and the reader asks for a key. " * 2
 PROMPT = [{"role": "user", "content": f"{CHUNK}\n\nWho brings the box?"}]
@@ -31,6 +35,7 @@ PROMPT = [{"role": "user", "content": f"{CHUNK}\n\nWho brings the box?"}]
 
 def written(path: Path, *, seed: int = 0) -> Path:
     """Write a tiny model and its tokenizer as a GGUF file."""
+    write_gguf = runpy.run_path(str(WRITER))["write_gguf"]
     model, tokenizer = tiny_model("qwen2", seed=seed), tiny_tokenizer(add_bos=False)
     tensors = ((name, tensor.numpy()) for name, tensor in model.state_dict().items())
     if model.config.tie_word_embeddings:
@@ -255,7 +260,7 @@ def test_a_full_disk_keeps_nothing_and_stops_nothing(step, file, tmp_path, monke
 
 
 def test_what_reads_back_as_another_model_is_not_kept(file, tmp_path, monkeypatch, caplog):
-    real = kvrag.model.kept_weights._model_in
+    real = kvrag.model.gguf.kept._model_in
 
     def changed(*args):
         model = real(*args)
@@ -263,7 +268,7 @@ def test_what_reads_back_as_another_model_is_not_kept(file, tmp_path, monkeypatc
             model.get_input_embeddings().weight[0, 0] += 1
         return model
 
-    monkeypatch.setattr("kvrag.model.kept_weights._model_in", changed)
+    monkeypatch.setattr("kvrag.model.gguf.kept._model_in", changed)
     started(file, cache_weights=True)
     assert "weights change when they are written and read" in caplog.text
     assert kept(tmp_path) == []
