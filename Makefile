@@ -9,7 +9,7 @@ ARGS ?=
 export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: setup demo notebooks test test-all lint types check bench bench-ttft bench-auto bench-facts bench-speed bench-chat bench-memory bench-seams bench-shared bench-slide bench-store bench-ray bench-masks bench-peers bench-overhead bench-gguf bench-scale incumbents wheel wheel-test support suites fuzz fuzz-reader gpu-check kernel-compile kernel-bugs reliability load load-check docs site changelog clean
+.PHONY: setup demo notebooks test test-all lint types check bench bench-ttft bench-auto bench-facts bench-speed bench-chat bench-memory bench-seams bench-shared bench-slide bench-store bench-ray bench-masks bench-hybrid bench-peers bench-overhead bench-gguf bench-scale incumbents wheel wheel-test support suites fuzz fuzz-reader gpu-check kernel-compile kernel-bugs reliability load load-check docs site changelog clean
 
 # Two stamps: .demo has what the demo needs, .ready the tools and compilers of the tests, too.
 $(VENV)/.demo: pyproject.toml constraints.txt
@@ -101,6 +101,10 @@ bench-ray: setup ## Precomputing with two workers of Ray Data and with killed on
 
 bench-seams: setup ## What tokenising segment by segment changes
 	cd benchmarks && ../$(BIN)/python bench_seams.py $(ARGS)
+
+bench-hybrid: setup ## Reuse in hybrids: exactness, and what answers lose, on two small models trained here (an hour of a core); costs by arithmetic
+	cd benchmarks && ../$(BIN)/python hybrid.py $(ARGS)
+	cd benchmarks && ../$(BIN)/python hybrid_costs.py
 
 bench-peers: setup ## transformers, KVBoost, llama.cpp, published methods and kvrag on the same prompts (an hour); ARGS=--quick checks that all run
 	cd benchmarks && ../$(BIN)/python bench_peers.py $(ARGS)

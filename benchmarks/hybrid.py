@@ -320,8 +320,7 @@ def quality(model: Any, prompts: int, seed: int = 2) -> dict[str, dict[str, Any]
 
 def main() -> None:
     """Check exactness, train, and measure."""
-    options = parser(__doc__, prompts=400, seconds=1100, steps=5000, size=32)
-    options.add_argument("--rate", type=float, default=2e-3)
+    options = parser(__doc__, prompts=400)
     options.add_argument(
         "--weights", type=Path, help="folder of weights: taken if they are there, else kept there"
     )
@@ -338,9 +337,7 @@ def main() -> None:
         if weights and weights.exists():
             model, facts = load(kind, weights)
         else:
-            model, facts = train(
-                kind, seconds=given.seconds, steps=given.steps, size=given.size, rate=given.rate
-            )
+            model, facts = train(kind)
             if weights:
                 save(model, facts, weights)
         result["models"][kind] = {

@@ -6,11 +6,39 @@ import json
 import re
 import sys
 
-from . import facts, faults, gpu, peers, prompts, ray, rounded, scale, server, store, support, ttft
+from . import (
+    facts,
+    faults,
+    gpu,
+    hybrids,
+    peers,
+    prompts,
+    ray,
+    rounded,
+    scale,
+    server,
+    store,
+    support,
+    ttft,
+)
 from .core import NOT_MEASURED, RESULTS, ROOT
 
 BLOCK = re.compile(r"(<!-- table: ([\w-]+) -->\n)(.*?)(<!-- /table -->)", re.DOTALL)
-TOPICS = (ttft, facts, peers, server, store, faults, ray, gpu, scale, support, rounded, prompts)
+TOPICS = (
+    ttft,
+    facts,
+    peers,
+    server,
+    store,
+    faults,
+    ray,
+    gpu,
+    scale,
+    support,
+    rounded,
+    prompts,
+    hybrids,
+)
 TABLES = {name: made for topic in TOPICS for name, made in topic.TABLES.items()}
 
 

@@ -10,14 +10,14 @@ import pytest
 import torch
 import transformers
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
-sys.path.insert(0, str(FOLDER))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import hybrid
 import hybrid_costs as costs
 import hybrid_model as task
 from hybrid_compose import Hybrid, chunk_map, compose, cut, delta_map, mixers, stitch
 
+FOLDER = Path(__file__).parents[2] / "benchmarks"
 TOLERANCE = 1e-5
 SHAPES = json.loads((FOLDER / "hybrid_shapes.json").read_text())
 
@@ -96,7 +96,10 @@ def test_a_repaired_row_is_a_correction_of_rank_one_only_while_its_decay_stays()
         now = delta_map(
             *(changed.get(n, t) for n, t in zip("kvbg", (key, value, beta, decay), strict=True))
         )
-        return [int(torch.linalg.matrix_rank(a - b, atol=1e-9)) for a, b in zip(now, before, strict=True)]
+        return [
+            int(torch.linalg.matrix_rank(a - b, atol=1e-9))
+            for a, b in zip(now, before, strict=True)
+        ]
 
     def changed(tensor):
         out = tensor.clone()
@@ -163,7 +166,7 @@ def test_questions_have_the_answers_that_their_documents_give():
 
 def test_the_costs_are_of_these_shapes():
     written = json.loads((FOLDER / "results" / "hybrid_costs.json").read_text())
-    assert json.loads(json.dumps(costs.measure(SHAPES))) == written, "run `make bench-hybrid-costs`"
+    assert json.loads(json.dumps(costs.measure(SHAPES))) == written, "run `python benchmarks/hybrid_costs.py`"
 
 
 def test_the_costs_of_one_shape_worked_out_by_hand():
@@ -174,7 +177,9 @@ def test_the_costs_of_one_shape_worked_out_by_hand():
     maps = costs.map_bytes(shape)
     assert maps["a"] == maps["b"] == 36 * 32 * 128 * 128 * 4
     assert costs.map_bytes(shape, rows=32)["a"] == 36 * 32 * 2 * 32 * 128 * 4  # factors are smaller
-    assert 3.0e9 < costs.weights(shape) < 3.4e9  # "3B active", with the head's and without embeddings
+    assert (
+        3.0e9 < costs.weights(shape) < 3.4e9
+    )  # "3B active", with the head's and without embeddings
 
 
 @pytest.mark.parametrize("shape", SHAPES["hybrids"], ids=lambda shape: shape["name"])
