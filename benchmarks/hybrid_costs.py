@@ -24,6 +24,8 @@ ROW, STATE = 2, 4
 """Bytes of a number: keys, values and inputs in bfloat16; states, and so A and B, in float32, as transformers keeps them."""
 BANDWIDTHS = {"NVMe": 3e9, "memory or PCIe": 12e9}
 RATES = {"CPU": 0.2e12, "laptop GPU": 20e12, "H100": 400e12}
+FROM = {"CPU": "NVMe", "laptop GPU": "NVMe", "H100": "memory or PCIe"}
+"""Where a device's chunks come from, in the tables."""
 
 
 def conv_width(shape: Shape) -> int:
@@ -130,14 +132,14 @@ def other(shape: Shape) -> dict[str, Any]:
     token = ROW * sum(layer["count"] * layer["numbers"] for layer in shape["layers"])
     prompt, active = CHUNK * CHUNKS, 2e9 * shape["active"]
     again = REPAIRED * prompt + QUESTION
-    load = 1e3 * prompt * token / BANDWIDTHS["NVMe"]
+    load = {n: 1e3 * prompt * token / BANDWIDTHS[where] for n, where in FROM.items()}
     return {
         "name": shape["name"],
         "source": shape["source"],
         "token": token,
         "load_ms": load,
         "full_ms": {n: 1e3 * (prompt + QUESTION) * active / r for n, r in RATES.items()},
-        "reuse_ms": {n: load + 1e3 * again * active / r for n, r in RATES.items()},
+        "reuse_ms": {n: load[n] + 1e3 * again * active / r for n, r in RATES.items()},
     }
 
 
@@ -151,6 +153,7 @@ def measure(shapes: dict[str, list[Shape]]) -> dict[str, Any]:
             "repaired": REPAIRED,
             "bandwidths": BANDWIDTHS,
             "rates": RATES,
+            "from": FROM,
         },
         "hybrids": [hybrid(shape) for shape in shapes["hybrids"]],
         "others": [other(shape) for shape in shapes["others"]],
@@ -170,7 +173,7 @@ def main() -> None:
             + " ".join(f"{n} {ms:8.1f}" for n, ms in row["compute_ms"].items())
         )
     for row in result["others"]:
-        print(row["name"], row["token"], round(row["load_ms"], 1), row["full_ms"], row["reuse_ms"])
+        print(row["name"], row["token"], row["load_ms"], row["full_ms"], row["reuse_ms"])
     print(write_result("hybrid_costs", result, options.out))
 
 

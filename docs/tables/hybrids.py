@@ -36,21 +36,24 @@ def hybrid_costs(result: Result) -> str:
         for device, compute in row["compute_ms"].items():
             loads = []
             for form in ("maps", "rows"):
-                load = row["load_ms"][form]["NVMe" if device != "H100" else "memory or PCIe"]
+                load = row["load_ms"][form][result["assumed"]["from"][device]]
                 shown = f"{load:.0f}" if load >= 1 else f"{load:.1f}"
                 loads.append(f"**{shown}**" if load > compute else shown)
             times.append(f"{compute:,.0f}: {', '.join(loads)}")
-        rows.append([row["name"], *sizes, *times])
-    header = ["model", "KV", "A, B and seams", "inputs of rows", "state, for a prefix"]
-    header += [f"{name}, computing: loading" for name in result["hybrids"][0]["compute_ms"]]
-    return table(header, rows) + "\n" + _assumed(result)
+        rows.append([row["name"], *sizes, f"{row['operations'] / 1e12:.2f}", *times])
+    header = ["model", "KV", "A, B and seams", "inputs of rows", "a prefix's state", "TFLOP"]
+    header += [f"{name}, ms" for name in result["hybrids"][0]["compute_ms"]]
+    chunk = result["assumed"]["chunk"]
+    said = f"\nA chunk of {chunk} tokens: MB, operations, and ms as computing: loading KV with A and B, and KV with inputs. "
+    return table(header, rows) + said + _assumed(result)
 
 
 def _assumed(result: Result) -> str:
     assumed = result["assumed"]
     rates = ", ".join(f"{name} {rate / 1e12:g} TFLOP/s" for name, rate in assumed["rates"].items())
     bandwidths = ", ".join(f"{name} {b / 1e9:g} GB/s" for name, b in assumed["bandwidths"].items())
-    return f"Arithmetic, nothing measured: {rates}; {bandwidths}; shapes and their sources in `benchmarks/hybrid_shapes.json`.\n"
+    where = ", ".join(f"{name} from {tier}" for name, tier in assumed["from"].items())
+    return f"Arithmetic, nothing measured: {rates}; {bandwidths}; {where}; shapes and their sources in `benchmarks/hybrid_shapes.json`.\n"
 
 
 def kv_of_models(result: Result) -> str:
@@ -58,14 +61,14 @@ def kv_of_models(result: Result) -> str:
     assumed = result["assumed"]
     rows = []
     for row in result["others"]:
-        cells = [f"{row['token'] / 1024:.1f}", f"{row['load_ms']:,.0f}"]
+        cells = [f"{row['token'] / 1024:.1f}", f"{row['load_ms']['CPU']:,.0f}"]
         for device, full in row["full_ms"].items():
             cells.append(f"{full:,.0f} → {row['reuse_ms'][device]:,.0f}")
         rows.append([row["name"], *cells])
-    header = ["model", "KiB per token", "loading, ms"]
+    header = ["model", "KiB per token", "loading from NVMe, ms"]
     header += [f"{name}, ms" for name in result["others"][0]["full_ms"]]
     said = f"\nA prompt of {assumed['chunks']} chunks of {assumed['chunk']} tokens and a question of {assumed['question']}, "
-    said += f"computed in full → loaded from NVMe with {assumed['repaired']:.0%} of rows repaired. "
+    said += f"computed in full → loaded with {assumed['repaired']:.0%} of rows repaired. "
     return table(header, rows) + said + _assumed(result)
 
 
