@@ -10,6 +10,7 @@ rows repaired through attention and linear layers alike. Writes ``results/hybrid
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -324,7 +325,9 @@ def main() -> None:
     options.add_argument(
         "--weights", type=Path, help="folder of weights: taken if they are there, else kept there"
     )
-    options.add_argument("--kinds", nargs="*", default=["delta", "mamba"])
+    options.add_argument(
+        "--kinds", nargs="*", default=["delta", "mamba"], help="with one, the other's figures stay"
+    )
     given = options.parse_args()
     torch.set_num_threads(1)
     result: dict[str, Any] = {
@@ -332,6 +335,9 @@ def main() -> None:
         "reuse": {kind: reuse_errors(kind) for kind in ("delta", "mamba")},
         "models": {},
     }
+    written = given.out / "hybrid.json"
+    if written.exists() and len(given.kinds) == 1:
+        result["models"] = json.loads(written.read_text())["models"]
     for kind in given.kinds:
         weights = given.weights and given.weights / f"{kind}.safetensors"
         if weights and weights.exists():
