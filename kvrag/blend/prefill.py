@@ -152,7 +152,7 @@ def _price(
 
 
 def prefill(
-    model: CausalLM | PlainLM,
+    model: CausalLM,
     store: TieredStore,
     plan: Plan,
     *,
@@ -182,8 +182,6 @@ def prefill(
     cancel
         If set, ``CancelledError`` is raised between these pieces, and after waiting for the model.
     """
-    if plan.seen or isinstance(model, PlainLM):
-        return _without_reuse(model, plan, max_new_tokens, clock)
     if slides and len(plan.token_ids) > model.context_window:
         return _in_window(model, plan, clock, cancel)
     with clock.stage("price", least_s=NOTABLE_S):
@@ -258,22 +256,6 @@ def _outcome(layout: Layout, kept: KVDtype, num_repaired: int) -> tuple[KVDtype,
     return kv_dtype, "exact" if kv_dtype == "auto" and is_exact and num_repaired == num_rows_of(
         layout.stale
     ) else "repaired"
-
-
-def _without_reuse(
-    model: CausalLM | PlainLM, plan: Plan, max_new_tokens: int, clock: Clock
-) -> Prefilled:
-    """Prefill with a model that does not support KV reuse, or a prompt that holds images."""
-    if isinstance(model, CausalLM):
-        model = PlainLM(model.model, str(plan.refusal))
-    ids = torch.tensor(plan.token_ids)
-    with clock.stage("prefill"):
-        logits, extend = model.prefill(ids, max_new_tokens=max_new_tokens, seen=plan.seen)
-        logits = logits.cpu()
-    sources: tuple[tuple[Source, int], ...] = (("computed", len(ids)),)
-    return Prefilled(
-        extend, None, logits, plan.token_ids, 0, len(ids), "full", model.refusal, sources=sources
-    )
 
 
 @dataclass(frozen=True, slots=True)

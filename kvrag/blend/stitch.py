@@ -10,19 +10,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 
 from kvrag.blend.layout import Layout, Segment, mask_of
 from kvrag.kv.layers import CODES, GROUP, runs_alike, together
 from kvrag.kv.quantise import unpack
+from kvrag.kv.snapshot import Layers, Snapshot
 from kvrag.model.rope import Rotations
 from kvrag.model.rows import KVBuffer
 from kvrag.types import ChunkKV, LayerKV, Scales
-
-Layers = Sequence[tuple[torch.Tensor, torch.Tensor]]
-"""Rotated keys and values per layer, ``(1, H_kv, T, D)``."""
 
 # Few launches, yet little memory: the stored KV of a launch is on the device beside the buffer.
 LAYERS_PER_LAUNCH = 8
@@ -32,12 +30,24 @@ LAYERS_PER_LAUNCH = 8
 class PrefixMatch:
     """Rows of earlier requests that are a prefix of the prompt.
 
-    The first ``num_exact`` of ``num_rows`` equal a full prefill's.
+    The first ``num_exact`` of ``num_rows`` equal a full prefill's. For a model that keeps a state,
+    ``snapshot`` is the state behind them, and ``num_common`` tokens are a prefix of the prompt.
     """
 
     parts: tuple[tuple[Layers, int], ...]
     num_exact: int
     num_rows: int
+    snapshot: Snapshot | None = None
+    num_common: int = 0
+
+    def rows(self) -> Layers:
+        """Return a copy of the rows."""
+        own = [
+            tuple(side.new_empty(*side.shape[:2], self.num_rows, side.shape[3]) for side in pair)
+            for pair in self.parts[0][0]
+        ]
+        self.fill(cast(Layers, own), self.num_rows)
+        return cast(Layers, own)
 
     def fill(self, layers: Layers, num_rows: int) -> None:
         """Copy the first ``num_rows`` rows into the buffer of a request."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar, cast
 
+from kvrag.blend.beginnings import in_words, kept_of, needs_state, prefill_refused, refusal_of_past
 from kvrag.blend.clock import NOTABLE_S, Clock
 from kvrag.blend.cost import CostModel
 from kvrag.blend.prefill import Prefilled, outcome_of, prefill, refusal_of
@@ -152,6 +153,7 @@ class QueryPipeline:
         plan, _ = self._checked(plan, request, len(plan.token_ids) + 1)
         outcome = outcome_of(plan, request.mode, request.repair, self.store, self.costs)
         explained = explain_plan(plan, *outcome, self._known(request.namespace))
+        explained.notes.extend(in_words(self.loaded.lm, len(plan.token_ids) + 1, self._state_bytes))
         if plan.has_mismatch and (variables := self.loaded.encoder.date_variables) is not None:
             named = f", as chat_template_kwargs={{{variables[0]!r}: ...}}" if variables else ""
             explained.notes.append(
@@ -205,29 +207,44 @@ class QueryPipeline:
         total = self._check_length(len(plan.token_ids), limit, request.slides)
         missed = _missed(request, plan, erasures) if self.write_back else None
         plan, slides = self._checked(plan, request, total)
+        lm = self.loaded.lm
+        is_plain = isinstance(lm, PlainLM)
+        refusal = refusal_of_past(lm, total, self._state_bytes) if is_plain else plan.refusal
         attempt = partial(
-            prefill,
-            self.loaded.lm,
-            self.store,
-            plan,
-            config=request.repair,
-            costs=self.costs,
+            self._attempt(request, plan, deadline, slides),
             max_new_tokens=limit,
-            load_timeout_s=deadline.left_s,
             clock=clock,
-            slides=slides,
-            cancel=cancel,
             find_past=partial(self._past, request, plan),
+            cancel=cancel,
         )
-        num_bytes = kv_bytes(self.loaded, min(total, self.loaded.lm.context_window))
+        num_bytes = kv_bytes(self.loaded, min(total, lm.context_window))
         with clock.waiting(scheduler_of(self.loaded).reservation(num_bytes, cancel)):
-            done = retry_without_reuse(
-                attempt, "full" if plan.refusal else request.mode, self._release
-            )
+            done = retry_without_reuse(attempt, "full" if refusal else request.mode, self._release)
             try:
                 yield replace(done, missed=missed, max_new_tokens=limit), clock
             finally:
                 done.release()
+
+    def _attempt(
+        self, request: Request, plan: Plan, deadline: Deadline, slides: bool
+    ) -> Callable[..., Prefilled]:
+        """Return the function that prefills a prompt with this model."""
+        lm = self.loaded.lm
+        if plan.seen:
+            seeing = PlainLM(lm.model, str(plan.refusal))
+            return partial(prefill_refused, seeing, plan, max_bytes=0)
+        if isinstance(lm, PlainLM):
+            return partial(prefill_refused, lm, plan, max_bytes=self._state_bytes)
+        return partial(
+            prefill,
+            lm,
+            self.store,
+            plan,
+            config=request.repair,
+            costs=self.costs,
+            load_timeout_s=deadline.left_s,
+            slides=slides,
+        )
 
     @contextmanager
     def scored(
@@ -271,12 +288,23 @@ class QueryPipeline:
                 plan, known, is_stored_later=stores, is_learning=learner is not None
             )
 
+    @property
+    def _state_bytes(self) -> int:
+        """Most bytes of a request's snapshots."""
+        return self.histories.max_bytes // 2
+
     def _past(self, request: Request, plan: Plan) -> PrefixMatch | None:
         """Return the rows of earlier requests that match the beginning of a prompt."""
-        if request.mode == "full" or plan.refusal or (space := self._space(request)) is None:
+        lm = self.loaded.lm
+        refusal = None if isinstance(lm, PlainLM) else plan.refusal
+        if request.mode == "full" or refusal or (space := self._space(request)) is None:
             return None
         return self.histories.find(
-            space, plan.token_ids, only_exact=request.mode == "prefix", repair=request.repair
+            space,
+            plan.token_ids,
+            only_exact=request.mode == "prefix",
+            repair=request.repair,
+            needs_state=needs_state(lm),
         )
 
     def forget(self, namespace: str | None) -> None:
@@ -291,8 +319,11 @@ class QueryPipeline:
         """Return the key of the request's radix tree: all that KV depends on besides token ids.
 
         The key changes with every erasure, by any process, so KV from before is not found.
-        ``None``: no KV is kept, or the catalog can't tell what was erased.
+        ``None``: no KV is kept, the catalog can't tell what was erased, or the prompt holds images,
+        which its token ids don't tell apart.
         """
+        if shows_images(self.loaded, request.prompt):
+            return None
         erased = self.store.catalog.erased(request.namespace) if self.histories.max_bytes else None
         return erased and (self.loaded.fingerprint, request.namespace, erased)
 
@@ -302,22 +333,24 @@ class QueryPipeline:
         """Keep a finished request's KV. A failure drops all kept KV, which only costs time."""
         rows = [*done.token_ids, *answer[:-1]]  # no forward has seen the last token
         is_off = space is None or request.mode == "full"
-        # refusal_of: too long for reuse, or rows have left a sliding window
-        if is_off or done.buffer is None or refusal_of(self.loaded.lm, len(rows)):
+        # too long for reuse, or rows have left a sliding window
+        if is_off or refusal_of_past(self.loaded.lm, len(rows), self._state_bytes):
             return
         try:
+            layers, snapshots = kept_of(done)
             is_exact = done.num_exact == len(done.token_ids)
             num_prompt = len(done.token_ids)
             num_exact = len(rows) if is_exact else done.num_exact
             self.histories.keep(
                 space,
                 rows,
-                done.buffer.layers,
+                layers,
                 num_exact=num_exact,
                 num_prompt=num_prompt,
                 repair=request.repair,
                 # false if documents were erased, or weights changed, since the request began
                 is_valid=lambda: space == self._space(request),
+                snapshots=snapshots,
             )
         except (RuntimeError, MemoryError) as error:
             self.histories.clear()

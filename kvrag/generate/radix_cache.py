@@ -5,17 +5,22 @@ that equal a full prefill's serve every prompt with the same beginning. Rows beh
 reused approximately depend on the question that the chunk was repaired for. Such rows are kept in
 separate nodes, and serve only prompts that continue that conversation: prompts that hold its prompt
 and the first token of its answer.
+
+A model that keeps a running state goes on where a snapshot of its state was kept, so its nodes hold
+snapshots beside the rows of its attention layers.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import numpy as np
 
-from kvrag.blend.stitch import Layers, PrefixMatch
+from kvrag.blend.stitch import PrefixMatch
+from kvrag.kv.snapshot import Layers, Snapshot
 
 
 @dataclass(slots=True, eq=False)
@@ -23,6 +28,7 @@ class _Node:
     """Rows that follow the rows of ``parent``: ids, int64 ``(T,)``, and KV.
 
     A match of fewer than ``needed`` rows is not used. ``repair`` made approximate rows.
+    ``snapshots`` are by the number of this node's rows before them.
     """
 
     parent: _Node | None
@@ -32,10 +38,12 @@ class _Node:
     needed: int = 1
     repair: Hashable = None
     children: list[_Node] = field(default_factory=list)
+    snapshots: dict[int, Snapshot] = field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:
-        return sum(side.nbytes for layer in self.layers for side in layer)
+        states = sum(snapshot.num_bytes for snapshot in self.snapshots.values())
+        return states + sum(side.nbytes for layer in self.layers for side in layer)
 
     def match(self, ids: np.ndarray) -> int:
         """Return the number of first ids equal to ``ids``; 0 if fewer than ``needed``."""
@@ -87,20 +95,26 @@ class RadixCache:
         *,
         only_exact: bool = False,
         repair: Hashable = None,
+        needs_state: bool = False,
     ) -> PrefixMatch | None:
         """Return kept rows that match the beginning of a prompt, if any.
 
         The prompt's last row is always left to compute. Approximate rows match only if the same
-        ``repair`` made them: a request for a better repair must not get the rows of another.
+        ``repair`` made them: a request for a better repair must not get the rows of another. With
+        ``needs_state``, the rows end at a snapshot, and may be none.
         """
+        snapshot = None
         with self._lock:
             path = self._walk(
                 space, np.asarray(token_ids[:-1]), only_exact=only_exact, repair=repair
             )
+            common = sum(count for _, count in path)
+            if needs_state:
+                path, snapshot = _to_snapshot(path)
             exact = sum(count for node, count in path if node.is_exact)
             parts = tuple((node.layers, count) for node, count in path)
-        if parts:
-            return PrefixMatch(parts, exact, sum(count for _, count in parts))
+        if common:
+            return PrefixMatch(parts, exact, sum(count for _, count in parts), snapshot, common)
         return None
 
     def keep(
@@ -113,13 +127,15 @@ class RadixCache:
         num_prompt: int,
         repair: Hashable = None,
         is_valid: Callable[[], bool] = lambda: True,
+        snapshots: Mapping[int, Snapshot] = MappingProxyType({}),
     ) -> None:
         """Keep a copy of a finished request's rows.
 
         ``token_ids`` are the ids of the rows: ``num_prompt`` of the prompt, then the answer's
         tokens that have KV. ``layers`` hold at least as many rows, of which the first ``num_exact``
-        equal a full prefill's. New rows that exceed ``max_bytes`` alone are not kept. Nothing is
-        kept unless ``is_valid``, called under the lock, returns true.
+        equal a full prefill's; ``snapshots`` are by the number of such rows before them. New rows
+        that exceed ``max_bytes`` alone are not kept. Nothing is kept unless ``is_valid``, called
+        under the lock, returns true.
         """
         ids = np.asarray(token_ids)
         with self._lock:
@@ -127,6 +143,7 @@ class RadixCache:
                 return
             node = self._roots.setdefault(space, _Node(None, ids[:0], ()))
             node, at = self._add(node, ids[:num_exact], layers, 0, num_prompt=0)
+            self._place(node, at, snapshots)
             if num_exact < len(ids):
                 self._add(node, ids, layers, at, num_prompt=num_prompt, repair=repair)
             self._evict()
@@ -200,6 +217,17 @@ class RadixCache:
         self._num_bytes += added.num_bytes
         return added, len(ids)
 
+    def _place(self, node: _Node | None, stop: int, snapshots: Mapping[int, Snapshot]) -> None:
+        """Put snapshots into a node that ends at row ``stop``, and into the nodes above it."""
+        while node is not None:
+            start = stop - len(node.ids)
+            for at, snapshot in snapshots.items():
+                if start < at <= stop and at - start not in node.snapshots:
+                    node.snapshots[at - start] = snapshot
+                    self._num_bytes += snapshot.num_bytes
+            node = node.parent
+            stop = start
+
     def _split(self, node: _Node, count: int) -> _Node:
         """Move the first ``count`` rows of a node to a new node above it, and return that node."""
         assert node.parent is not None
@@ -212,6 +240,8 @@ class RadixCache:
         node.parent = upper
         node.ids = node.ids[count:].copy()
         node.layers = below
+        upper.snapshots = {at: each for at, each in node.snapshots.items() if at <= count}
+        node.snapshots = {at - count: e for at, e in node.snapshots.items() if at > count}
         self._use(upper)
         self._use(node)
         return upper
@@ -231,3 +261,14 @@ class RadixCache:
     @staticmethod
     def _size(layers: Layers, num_rows: int) -> int:
         return sum(side[:, :, :1].nbytes * num_rows for layer in layers for side in layer)
+
+
+def _to_snapshot(
+    path: list[tuple[_Node, int]],
+) -> tuple[list[tuple[_Node, int]], Snapshot | None]:
+    """Cut a path behind its last snapshot, and return both."""
+    for i, (node, count) in reversed([*enumerate(path)]):
+        at = max((n for n in node.snapshots if n <= count), default=0)
+        if at:
+            return [*path[:i], (node, at)], node.snapshots[at]
+    return [], None

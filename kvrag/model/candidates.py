@@ -25,7 +25,6 @@ from transformers import PreTrainedModel
 from kvrag.errors import UnsupportedModelError
 from kvrag.model.forward import MaskFunction
 from kvrag.model.lock import text_config
-from kvrag.model.plain import UNLIMITED, context_window
 from kvrag.model.rope import (
     NO_ROTATION,
     ApplyRotary,
@@ -296,13 +295,12 @@ def _fitting(
             yield Rotation(name, make, apply, magnitude, width, start, is_aligned)
 
 
-def read_mask(mask: MaskFunction, config: Any, device: torch.device) -> Reach | None:
+def read_mask(mask: MaskFunction, config: Any, far: int, device: torch.device) -> Reach | None:
     """Find the reach of a mask function by evaluating it; ``None`` if no :class:`Reach` says it.
 
     The config is not trusted: it may name a window that a layer doesn't apply, or leave out a
-    window.
+    window. ``far`` is the last position of the context window.
     """
-    far = min(context_window(config), UNLIMITED) - 1
 
     def visible(row: int, num_keys: int) -> torch.Tensor:
         at = torch.tensor([row], device=device)

@@ -139,8 +139,9 @@ def _load_parts(source: ModelSource) -> tuple[PreTrainedModel, Any]:
 
 def _load_weights(source: ModelSource) -> PreTrainedModel:
     options = loading_options(source)
-    is_gguf = os.fspath(source.model).endswith(".gguf")  # its header takes seconds to parse
-    auto = (None if is_gguf else auto_class(config_of(source))) or AutoModelForCausalLM
+    # A GGUF file is of a causal LM, and its config takes seconds to parse.
+    auto = None if is_gguf(source.model) else auto_class(config_of(source))
+    auto = auto or AutoModelForCausalLM
     model = trying(source, lambda: auto.from_pretrained(directory(source), **options))
     check_generates(model)
     check_placement(model)

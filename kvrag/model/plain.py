@@ -1,20 +1,29 @@
-"""Models without KV reuse: the reason, by config or module tree, and answers by full prefill.
+"""Models whose chunks are not reused: the reason, by config or module tree, and their answers.
 
 Models that pass this deny list are then proven or refused by :mod:`.traits` and :mod:`.proof`. Any
 model that ``generate`` can run answers with transformers' own forward, attention and cache.
-``generate`` prepares the first call (``custom_generate`` is its documented hook).
+``generate`` prepares the first call (``custom_generate`` is its documented hook). A prompt can be
+read in pieces, with a snapshot of the cache behind each, from which a later prompt continues.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    Cache,
+    PreTrainedModel,
+)
 
 from kvrag.errors import ModelError, UnsupportedModelError
+from kvrag.kv.snapshot import Layers, Snapshot, rows_of
 from kvrag.model.candidates import text_model_of
 from kvrag.model.forward import evaluating
 from kvrag.model.lock import lock_of, text_config
@@ -102,13 +111,15 @@ def rope_parameters(config: Any) -> list[dict[str, Any]]:
 
 
 def regime_limit(config: Any) -> int | None:
-    """Return the longest prompt that longrope (Phi 3) rotates by the angles of short prompts.
+    """Return the longest prompt that is rotated by the angles of short prompts.
 
-    For other RoPE types, the length doesn't matter: ``None``.
+    Longrope (Phi 3) and dynamic RoPE have other angles for longer prompts. For other RoPE types,
+    the length doesn't matter: ``None``.
     """
-    ropes = [r for r in rope_parameters(config) if r.get("rope_type") == "longrope"]
+    ropes = [r for r in rope_parameters(config) if r.get("rope_type") in ("longrope", "dynamic")]
     name = "original_max_position_embeddings"
-    return min((int(rope.get(name) or getattr(config, name)) for rope in ropes), default=None)
+    own = getattr(config, name, None) or config.max_position_embeddings
+    return min((int(rope.get(name) or own) for rope in ropes), default=None)
 
 
 def check_placement(model: PreTrainedModel) -> None:
@@ -166,10 +177,34 @@ def auto_class(config: Any) -> Any:
     return None
 
 
-class PlainLM:
-    """Loaded model that answers without reuse: any model that ``AutoModelForCausalLM`` gives.
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """Whether a model reads a prompt in pieces as it reads it whole; ``fault`` says why not.
 
-    ``refusal`` is the reason, as a sentence.
+    ``snapshot`` is the state behind some prompt. Without bytes, it fits behind any rows.
+    """
+
+    fault: str | None
+    snapshot: Snapshot | None = None
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a snapshot; 0 if the model keeps rows alone."""
+        return self.snapshot.num_bytes if self.snapshot else 0
+
+
+class Past(NamedTuple):
+    """First rows of a prompt that an earlier request has computed."""
+
+    snapshot: Snapshot
+    rows: Layers
+    num_rows: int
+
+
+class PlainLM:
+    """Loaded model whose chunks are not reused: any model that ``AutoModelForCausalLM`` gives.
+
+    ``refusal`` is the reason, as a sentence. ``pieces`` is known once a beginning was to be reused.
     """
 
     def __init__(self, model: PreTrainedModel, refusal: str) -> None:
@@ -184,6 +219,7 @@ class PlainLM:
         # It stretches its angles beyond the length that the model was trained at.
         if rope.get("rope_type") == "dynamic":
             self.context_window = int(self.context_window * float(rope.get("factor", 1.0)))
+        self.pieces: Pieces | None = None
 
     @torch.inference_mode()
     def prefill(
@@ -191,42 +227,56 @@ class PlainLM:
         token_ids: torch.Tensor,
         *,
         max_new_tokens: int,
+        stops: Collection[int] = (),
+        past: Past | None = None,
+        cancel: threading.Event | None = None,
         seen: Mapping[str, torch.Tensor] | None = None,
-    ) -> tuple[torch.Tensor, Extend]:
-        """Run a prompt, ids ``(N,)`` int64; ``seen`` are the model's other inputs, its images.
+    ) -> tuple[torch.Tensor, Run]:
+        """Run a prompt, ids ``(N,)`` int64, behind the rows of ``past``.
 
-        Returns the logits ``(vocab,)`` of its last row, and the function that appends rows.
+        ``seen`` are the model's other inputs: its images.
+
+        Returns the logits ``(vocab,)`` of its last row, and the run, which appends rows. It keeps a
+        snapshot behind every number of first rows in ``stops``. ``CancelledError`` is raised
+        between these pieces if ``cancel`` is set.
         """
-        run = _Run(self, token_ids.to(self.device)[None], max_new_tokens, seen)
-        logits = run.forward()
-        return logits, run.extend
+        run = Run(self, token_ids.to(self.device)[None], max_new_tokens, past, seen)
+        return run.prefill(stops, cancel), run
 
 
-class _Run:
-    """Prompt with its answer so far: the ids, and the arguments that carry the model's cache."""
+class Run:
+    """Prompt with its answer so far: the ids, and the arguments that carry the model's cache.
+
+    A call appends tokens. ``snapshots`` are by the number of rows before them.
+    """
 
     def __init__(
         self,
         lm: PlainLM,
         ids: torch.Tensor,
         max_new_tokens: int,
-        seen: Mapping[str, torch.Tensor] | None = None,
+        past: Past | None,
+        seen: Mapping[str, torch.Tensor] | None,
     ) -> None:
         self._model = lm.model if seen else text_model_of(lm.model)
         self._ids = ids
-        self._is_first = True
+        self._num_rows = 0
         holders = [m for m in self._model.modules() if hasattr(m, "rope_deltas")]
         self._deltas = dict[torch.nn.Module, Any].fromkeys(holders)
         with self._alone():
             self._kwargs = _prepared(self._model, ids, max_new_tokens, seen or {})
+        self.snapshots = dict[int, Snapshot]()
+        if past is not None:
+            self._num_rows = past.num_rows
+            self._kwargs[self._cache_name] = past.snapshot.restored(past.rows)
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _alone(self, cancel: threading.Event | None = None) -> Iterator[None]:
         """Hold the model, in evaluation mode, with this prompt's offsets of positions.
 
         Qwen-VL keeps the offset behind the last image in the model, where its owner may need it.
         """
-        with lock_of(self._model), evaluating(self._model):
+        with lock_of(self._model).unless(cancel), evaluating(self._model):
             self._exchange_deltas()
             try:
                 yield
@@ -238,33 +288,83 @@ class _Run:
             self._deltas[holder] = holder.rope_deltas
             holder.rope_deltas = delta
 
-    def forward(self) -> torch.Tensor:
-        """Compute the rows not computed yet; return the last row's logits ``(vocab,)``."""
+    @property
+    def _cache_name(self) -> str:
+        for name, value in self._kwargs.items():
+            if isinstance(value, Cache):
+                return name
+        raise UnsupportedModelError("it keeps its state outside of transformers' caches")
+
+    @property
+    def rows(self) -> Layers:
+        """Keys and values of the layers that keep every row."""
+        return rows_of(self._kwargs[self._cache_name])
+
+    @torch.inference_mode()
+    def snap(self) -> None:
+        """Keep a snapshot behind the rows computed so far."""
+        cache = self._kwargs[self._cache_name]
+        self.snapshots[self._num_rows] = Snapshot.of(cache, self._num_rows)
+
+    def kept(self) -> tuple[Layers, Mapping[int, Snapshot]]:
+        """Return the rows and the snapshots of a finished request, with one behind its answer."""
+        self.snap()
+        return self.rows, self.snapshots
+
+    def prefill(
+        self, stops: Collection[int], cancel: threading.Event | None = None
+    ) -> torch.Tensor:
+        """Compute the prompt's rows; return the last row's logits ``(vocab,)``."""
+        total = self._ids.shape[1]
+        for stop in sorted({*stops, total}):
+            if stop > self._num_rows:
+                logits = self._forward(stop, cancel)
+                if stop in stops:
+                    self.snap()
+        return logits
+
+    def _forward(self, stop: int, cancel: threading.Event | None = None) -> torch.Tensor:
+        """Compute the rows up to ``stop``; return the last row's logits ``(vocab,)``."""
         model = self._model
-        with self._alone():
-            is_step = self._kwargs.get("use_cache") and not self._is_first
-            options = {
-                "next_sequence_length": 1 if is_step else None,
-                "is_first_iteration": self._is_first,
-            }
-            inputs = model.prepare_inputs_for_generation(self._ids, **options, **self._kwargs)
+        is_last = stop == self._ids.shape[1]
+        is_first = not self._num_rows
+        size = stop - self._num_rows
+        options = {
+            "next_sequence_length": size
+            if self._kwargs.get("use_cache") and not is_first
+            else None,
+            "is_first_iteration": is_first,
+        }
+        given = {
+            name: _head(value, stop, self._ids.shape[1]) for name, value in self._kwargs.items()
+        }
+        with self._alone(cancel):
+            inputs = model.prepare_inputs_for_generation(self._ids[:, :stop], **options, **given)
             out = model(**inputs, return_dict=True)
-        self._kwargs = model._update_model_kwargs_for_generation(out, self._kwargs)
-        self._is_first = False
+        if is_last:
+            self._kwargs = model._update_model_kwargs_for_generation(out, self._kwargs)
+        self._num_rows = stop
         # Cloned, because a view would keep the logits of every row.
         return cast(torch.Tensor, out.logits[0, -1].clone())
 
     @torch.inference_mode()
-    def extend(self, ids: torch.Tensor) -> torch.Tensor:
-        """Append tokens with a forward per token, as ``generate`` does.
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        """Append tokens, with a forward per token as ``generate`` does; return their logits.
 
         Some caches don't take several tokens at a time.
         """
         rows = []
         for token in ids.to(self._ids.device):
             self._ids = torch.cat([self._ids, token.reshape(1, 1)], dim=1)
-            rows.append(self.forward())
+            rows.append(self._forward(self._ids.shape[1]))
         return torch.stack(rows)
+
+
+def _head(value: Any, stop: int, total: int) -> Any:
+    """Return the first ``stop`` elements of an argument with an element per token."""
+    if isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[-1] == total:
+        return value[..., :stop]
+    return value
 
 
 def _prepared(

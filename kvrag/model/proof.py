@@ -32,6 +32,7 @@ from transformers import DynamicCache
 from kvrag.model.forward import EAGER, evaluating, switched
 from kvrag.model.lm import CausalLM
 from kvrag.model.lock import lock_of
+from kvrag.model.plain import PlainLM
 from kvrag.model.rows import KVBuffer, Rows
 from kvrag.model.traits import CACHE, accepted
 
@@ -173,7 +174,7 @@ class _Trial:
         ]
         while sum(lengths) > lm.context_window - 1 and max(lengths) > 2:
             lengths = [max(2, length // 2) for length in lengths]
-        *ids, self._other = _draw(lm, sum(lengths) + 1, seed).tolist()
+        *ids, self._other = draw(lm, sum(lengths) + 1, seed).tolist()
         self._ids = torch.tensor(ids)
         spans = [slice(a, b) for a, b in pairwise(accumulate(lengths, initial=0))]
         self._prefix, self._first, self._glue, self._moved, _ = spans
@@ -415,7 +416,7 @@ def _blank(lm: CausalLM, capacity: int, *, batch: int = 1) -> KVBuffer:
     return kv
 
 
-def _draw(lm: CausalLM, count: int, seed: int) -> torch.Tensor:
+def draw(lm: CausalLM | PlainLM, count: int, seed: int) -> torch.Tensor:
     """Draw random ids without the special tokens of the config.
 
     A model may refuse the token of an image without an image.

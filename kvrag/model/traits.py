@@ -21,6 +21,7 @@ from kvrag.errors import UnsupportedModelError, is_out_of_memory
 from kvrag.model.candidates import KeySource, decoder_of, key_sources, read_mask, rotations
 from kvrag.model.forward import Attentions, Forward, Observed, running, switched
 from kvrag.model.lock import text_config
+from kvrag.model.plain import UNLIMITED, context_window
 from kvrag.model.rope import NO_ROTATION, RotaryTable, Rotation
 from kvrag.model.rows import EVERYTHING, KVBuffer, LayerShape, Reach, Rows
 
@@ -371,7 +372,9 @@ def _reach_of(model: PreTrainedModel, layer: int, attention: torch.nn.Module, se
             f"{where} neither asks for an attention function nor returns attention weights"
         )
     mask = seen.masks.get(id(attention))
-    reach = None if mask is None else read_mask(mask, text_config(model), model.device)
+    config = text_config(model)
+    far = min(context_window(config), UNLIMITED) - 1
+    reach = None if mask is None else read_mask(mask, config, far, model.device)
     if reach is None:
         raise UnsupportedModelError(
             f"{where} has an attention mask that is neither causal, nor sliding, nor in chunks"

@@ -166,7 +166,9 @@ def test_questions_have_the_answers_that_their_documents_give():
 
 def test_the_costs_are_of_these_shapes():
     written = json.loads((FOLDER / "results" / "hybrid_costs.json").read_text())
-    assert json.loads(json.dumps(costs.measure(SHAPES))) == written, "run `python benchmarks/hybrid_costs.py`"
+    assert json.loads(json.dumps(costs.measure(SHAPES))) == written, (
+        "run `python benchmarks/hybrid_costs.py`"
+    )
 
 
 def test_the_costs_of_one_shape_worked_out_by_hand():

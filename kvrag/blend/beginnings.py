@@ -1,0 +1,255 @@
+"""Prefill with a model whose chunks are not reused: continue behind an earlier prompt's beginning.
+
+The model reads the prompt in pieces, and a snapshot behind each is kept: behind the prefix, behind
+chunks, and where the prompt leaves an earlier one. So a prompt with the same beginning computes the
+rest alone, and its rows are those of a full prefill. That this holds is proven once for each model,
+because some can't read several tokens behind a state, or keep it where it can't be copied.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from itertools import accumulate
+from typing import cast
+
+import torch
+
+from kvrag.blend.clock import Clock
+from kvrag.blend.prefill import Prefilled, refusal_of
+from kvrag.blend.stitch import PrefixMatch
+from kvrag.errors import UnsupportedModelError
+from kvrag.kv.snapshot import Layers, Snapshot
+from kvrag.model import CausalLM
+from kvrag.model.forward import evaluating
+from kvrag.model.lock import lock_of
+from kvrag.model.plain import Past, Pieces, PlainLM, Run, regime_limit
+from kvrag.model.proof import ATTEMPTS, CROSSABLE_WINDOW, LIMIT, NOISE_FACTOR, draw, gap
+from kvrag.progress import Progress
+from kvrag.prompt.plan import Plan
+from kvrag.types import Mode, Source
+
+logger = logging.getLogger(__name__)
+
+MAX_SNAPSHOTS = 8  # of a request: a snapshot of a large hybrid takes some 75 MB
+LEAST_GRID = 256  # tokens between snapshots of a prompt that names no chunk
+
+
+def refusal_of_past(model: CausalLM | PlainLM, total: int, max_bytes: int) -> str | None:
+    """Return the reason why a request neither uses nor leaves rows of earlier requests, if any.
+
+    ``total`` is the number of tokens of prompt and answer; ``max_bytes`` bounds a request's
+    snapshots.
+    """
+    if not isinstance(model, PlainLM):
+        return refusal_of(model, total)
+    if not max_bytes:
+        return "history_bytes is 0"
+    regime = regime_limit(model.config)
+    if regime is not None and total > regime:
+        return f"its RoPE scaling changes beyond {regime} tokens"
+    pieces = pieces_of(model)
+    if pieces.state_bytes > max_bytes:
+        return f"a snapshot takes {pieces.state_bytes:,} bytes, more than half of history_bytes"
+    return pieces.fault
+
+
+def in_words(model: CausalLM | PlainLM, total: int, max_bytes: int) -> list[str]:
+    """Say whether exact beginnings are reused where chunks are not, as a note of ``explain``."""
+    if not isinstance(model, PlainLM):
+        return []
+    why = refusal_of_past(model, total, max_bytes)
+    if why is None:
+        return ["a prompt that begins like an earlier one computes only its other tokens"]
+    return [f"no beginning of an earlier prompt is reused, either: {why}"]
+
+
+def needs_state(model: CausalLM | PlainLM) -> bool:
+    """Whether a model continues only where a snapshot was taken."""
+    return isinstance(model, PlainLM) and pieces_of(model).state_bytes > 0
+
+
+def kept_of(done: Prefilled) -> tuple[Layers, Mapping[int, Snapshot]]:
+    """Return the rows and snapshots of an answered prompt."""
+    if isinstance(done.extend, Run):
+        return done.extend.kept()
+    return (() if done.buffer is None else done.buffer.layers), {}
+
+
+def pieces_of(model: PlainLM) -> Pieces:
+    """Return whether a model can read a prompt in pieces; it is proven at the first call."""
+    with lock_of(model.model):
+        if model.pieces is None:
+            with Progress("proving that this model can read a prompt in pieces, once"):
+                model.pieces = _proven(model)
+            if model.pieces.fault:
+                logger.warning("no beginning of a prompt is reused: %s", model.pieces.fault)
+        return model.pieces
+
+
+def prefill_refused(
+    model: PlainLM,
+    plan: Plan,
+    *,
+    mode: Mode,
+    max_new_tokens: int,
+    clock: Clock,
+    max_bytes: int,
+    find_past: Callable[[], PrefixMatch | None],
+    cancel: threading.Event | None = None,
+) -> Prefilled:
+    """Prefill a prompt behind its longest beginning that was kept.
+
+    ``max_bytes`` bounds the snapshots of this request; 0: nothing is reused. Other parameters are
+    as for :func:`~kvrag.blend.prefill.prefill`.
+    """
+    past = None
+    stops: Collection[int] = ()
+    if mode != "full" and max_bytes:
+        pieces = pieces_of(model)
+        found = find_past()
+        if pieces.state_bytes:
+            stops = _stops(plan, found, max_bytes // pieces.state_bytes)
+        if found is not None and found.num_rows:
+            with clock.stage("history"):
+                # without a state, any snapshot fits
+                snapshot = cast(Snapshot, found.snapshot or pieces.snapshot)
+                past = Past(snapshot, found.rows(), found.num_rows)
+    ids = torch.tensor(plan.token_ids)
+    with clock.stage("prefill"):
+        run = partial(
+            model.prefill, ids, max_new_tokens=max_new_tokens, cancel=cancel, seen=plan.seen
+        )
+        try:
+            logits, extend = run(stops=stops, past=past)
+        except UnsupportedModelError as error:  # its settings were changed after the proof
+            logger.warning("no beginning of this prompt is reused: %s", error)
+            past = None
+            logits, extend = run()
+        logits = logits.cpu()
+    num_past = past.num_rows if past else 0
+    num_live = len(ids) - num_past
+    sources: tuple[tuple[Source, int], ...] = (("exact", num_past), ("computed", num_live))
+    return Prefilled(
+        extend,
+        None,
+        logits,
+        plan.token_ids,
+        0,
+        num_live,
+        "exact" if past else "full",
+        model.refusal,
+        num_history=num_past,
+        num_exact=len(ids),
+        sources=sources if past else sources[1:],
+    )
+
+
+def _stops(plan: Plan, found: PrefixMatch | None, most: int) -> list[int]:
+    """Return the numbers of first rows behind which a snapshot is taken, the useful ones first.
+
+    Behind the answer, the request takes another.
+    """
+    *ends, total = accumulate(len(piece.ids) for piece in plan.pieces)
+    named = [
+        end for end, piece in zip(ends, plan.pieces, strict=False) if piece.piece.kind == "chunk"
+    ]
+    if not named:  # wherever documents end: at most four places, which prompts of any length share
+        step = max(LEAST_GRID, 2 ** ((total - 1) // 4).bit_length())
+        named = [*range(step, total, step)]
+    common = [found.num_common] if found else []
+    wanted = dict.fromkeys([total, *common, *named[-1:], *ends[:1], *named])
+    return [stop for stop in wanted if stop > 0][: max(0, min(MAX_SNAPSHOTS, most) - 1)]
+
+
+@torch.inference_mode()
+def _proven(model: PlainLM) -> Pieces:
+    """Prove that a model gives the logits of a full prefill where it reads a prompt in pieces."""
+    found = Pieces(None)
+    for seed in range(ATTEMPTS):  # in a mixture of experts, a rounding may send a row elsewhere
+        try:
+            found = _Trial(model, seed).pieces()
+        except UnsupportedModelError as error:
+            return Pieces(str(error))
+        except Exception as error:  # custom code may raise anything
+            logger.debug("a prompt could not be read in pieces", exc_info=True)
+            return Pieces(
+                f"it fails behind a kept beginning ({type(error).__name__}: {str(error)[:200]})"
+            )
+        if found.fault is None:
+            break
+    return found
+
+
+class _Trial:
+    """Prompt of random tokens that crosses a short window, and the runs over it."""
+
+    def __init__(self, model: PlainLM, seed: int) -> None:
+        self._model = model
+        names = ("sliding_window", "attention_chunk_size")
+        windows = [getattr(model.config, name, None) or 0 for name in names]
+        crossed = [window + 48 for window in windows if window <= CROSSABLE_WINDOW]
+        self._total = min(max([96, *crossed]), model.context_window - 2)
+        drawn = draw(model, 2 * self._total + 1, seed)
+        self._ids = drawn[: self._total]
+        self._others = drawn[self._total : -1]
+        self._next = drawn[-1:]
+        # Pieces shorter than a convolution, a single token, a window, and short ones again.
+        cuts = (2, 3, self._total - 40, self._total - 3)
+        self._stops = sorted({cut for cut in cuts if 0 < cut < self._total})
+
+    def pieces(self) -> Pieces:
+        """Compare runs in pieces, and runs behind each snapshot, with a run in one piece."""
+        whole, run = self._run(self._ids)
+        cut, kept = self._run(self._ids, self._stops)
+        gaps = [gap(cut, whole)]
+        for stop in (*self._stops, *self._stops):  # twice: no run may change a snapshot
+            behind, _ = self._run(self._ids, past=_past(kept, run.rows, stop))
+            gaps.append(gap(behind, whole))
+        # A planted mistake: the state and rows of other tokens.
+        last = self._stops[-1]
+        _, other = self._run(self._others, self._stops)
+        planted, _ = self._run(self._ids, past=_past(other, other.rows, last))
+        worst = float(torch.tensor(gaps).max())  # NaN if any is, unlike max()
+        limit = LIMIT if worst <= LIMIT else max(LIMIT, NOISE_FACTOR * self._noise())
+        if not worst <= limit:
+            return Pieces(
+                "in pieces it reads a prompt otherwise than whole "
+                f"(largest difference of logits {worst:.2g}, allowed {limit:.2g})"
+            )
+        if not gap(planted, whole) > limit:
+            return Pieces("a wrong beginning moves its logits no more than a rounding")
+        return Pieces(None, kept.snapshots[last])
+
+    def _run(
+        self, ids: torch.Tensor, stops: Collection[int] = (), past: Past | None = None
+    ) -> tuple[torch.Tensor, Run]:
+        """Run a prompt and a token behind it; return the logits of both, and the run."""
+        logits, run = self._model.prefill(ids, max_new_tokens=2, stops=stops, past=past)
+        return torch.stack([logits, run(self._next)[0]]).float().cpu(), run
+
+    def _noise(self) -> float:
+        """Measure how far a rounding of the embeddings moves the logits, where they can be given.
+
+        Float32 needs no such allowance.
+        """
+        model = self._model.model
+        if self._model.dtype == torch.float32:
+            return 0.0
+        with lock_of(model), evaluating(model):
+            found = model.get_input_embeddings()(self._ids[None].to(self._model.device))
+            signs = torch.randint(0, 2, found.shape, generator=torch.Generator().manual_seed(0))
+            step = torch.finfo(found.dtype).eps * (2 * signs.to(found.device) - 1)
+            moved = (found.float() * (1 + step)).to(found.dtype)
+            one, two = (
+                model(inputs_embeds=each, use_cache=False).logits[0, -1].float()
+                for each in (found, moved)
+            )
+        return gap(one, two)
+
+
+def _past(kept: Run, rows: Layers, stop: int) -> Past:
+    head = [(keys[:, :, :stop], values[:, :, :stop]) for keys, values in rows]
+    return Past(kept.snapshots[stop], head, stop)
