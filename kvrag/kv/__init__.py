@@ -4,6 +4,7 @@
 
     format (a blob, proven at every read) → layers (tensors of a layer) ← quantise (codes, scales)
        └→ crypto (a blob under a key)     → buffers (the host's memory for KV)
+    snapshot (a copy of the state in a cache of transformers)
 
 Imports ``types errors config runtime`` and ``identity``.
 """

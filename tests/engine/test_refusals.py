@@ -211,7 +211,9 @@ def test_a_mask_is_read_from_its_function_or_refused(options, visible, reach):
     config = tiny_model().config
     for name, value in options.items():
         setattr(config, name, value)
-    assert read_mask(lambda _b, _h, q, k: visible(q, k), config, torch.device("cpu")) == reach
+    far = config.max_position_embeddings - 1
+    found = read_mask(lambda _b, _h, q, k: visible(q, k), config, far, torch.device("cpu"))
+    assert found == reach
 
 
 def test_a_mask_that_is_not_understood_refuses_the_model(monkeypatch):
