@@ -176,12 +176,9 @@ def _size_rows(shape: ModelShape, dtype: str, kept: str, per_token: float, corpu
         formula = "layers · KV heads · (key dim + value dim) · bytes"
     else:
         formula = f"{kept} codes and their scales"
-    widths = f"{shape.head_dim}"
-    if shape.value_dim:
-        widths = f"(rotary key of {shape.head_dim} + latent of {shape.value_dim})"
     chunks, tokens, source = corpus.values()
     rows = {
-        "shape": (f"{shape.num_layers} layers × {shape.num_kv_heads} KV heads × {widths}, {dtype}"),
+        "shape": f"{shape}, {dtype}",
         "per token": f"{human_bytes(per_token)} ({formula})",
         "corpus": f"{chunks:,} chunks, {tokens:,} tokens ({source})",
         "per chunk": f"{human_bytes(per_token * tokens / chunks)} on average",

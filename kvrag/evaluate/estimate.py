@@ -5,8 +5,9 @@ No weights, no torch. Tensor letters as in :mod:`kvrag.types`; ``GB`` is 10^9 by
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvrag.errors import ConfigError, ModelError
@@ -30,13 +31,22 @@ class ModelShape:
 
     ``dtype`` is the checkpoint's, a key of :data:`ITEMSIZE`. Latent attention keeps a rotary key
     and a latent per token: one head of ``head_dim`` and ``value_dim`` elements.
+    ``others`` are the layers with other head counts or head dims (Gemma 4).
     """
 
-    num_layers: int  # L
+    num_layers: int  # L, those that keep KV
     num_kv_heads: int  # H_kv, per layer
     head_dim: int  # D, elements of a key, and of a value
     dtype: str = "bfloat16"
     value_dim: int | None = None  # D_v, elements of a value; None is head_dim
+    others: tuple[ModelShape, ...] = ()
+
+    def __str__(self) -> str:
+        width = f"{self.head_dim}"
+        if self.value_dim:
+            width = f"(rotary key of {self.head_dim} + latent of {self.value_dim})"
+        own = f"{self.num_layers} layers × {self.num_kv_heads} KV heads × {width}"
+        return " + ".join([own, *map(str, self.others)])
 
 
 PRESETS: dict[str, ModelShape] = {
@@ -91,13 +101,8 @@ def shape_from_config(config: Mapping[str, Any]) -> ModelShape:
             "can't hold its KV"
         )
     try:
-        num_heads = int(text["num_attention_heads"])
-        head_dim = text.get("head_dim") or text["hidden_size"] // num_heads
-        num_kv_heads = text.get("num_key_value_heads") or num_heads
-        num_layers = text["num_hidden_layers"]
-        value_dim = text.get("kv_lora_rank")
-        if value_dim:  # latent attention: all heads share a rotary key and a latent
-            num_kv_heads, head_dim = 1, text["qk_rope_head_dim"]
+        num_kept = int(text["num_hidden_layers"]) - int(text.get("num_kv_shared_layers") or 0)
+        kinds = Counter(_kv_of_layer(text, layer) for layer in range(num_kept)).most_common()
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise ModelError(
             f"the config does not give the shape of its KV ({error}); it needs num_hidden_layers, "
@@ -107,13 +112,32 @@ def shape_from_config(config: Mapping[str, Any]) -> ModelShape:
     # Transformers renamed torch_dtype to dtype.
     given = config.get("dtype") or config.get("torch_dtype") or text.get("dtype")
     dtype = str(given).removeprefix("torch.")
-    return ModelShape(
-        int(num_layers),
-        int(num_kv_heads),
-        int(head_dim),
-        dtype if dtype in ITEMSIZE else "bfloat16",
-        value_dim,
+    dtype = dtype if dtype in ITEMSIZE else "bfloat16"
+    first, *others = (
+        ModelShape(count, heads, dim, dtype, value_dim) for (heads, dim, value_dim), count in kinds
     )
+    return replace(first, others=tuple(others))
+
+
+def _kv_of_layer(text: Mapping[str, Any], layer: int) -> tuple[int, int, int | None]:
+    """Return a layer's KV heads and head dims, by its own options first.
+
+    The head dims are of keys and of values: ``None`` where they are equal.
+    """
+    latent_dim = text.get("kv_lora_rank")
+    if latent_dim:  # latent attention: all heads share a rotary key and a latent
+        return 1, int(text["qk_rope_head_dim"]), int(latent_dim)
+    by_layer = text.get("per_layer_config") or {}
+    own = by_layer.get(str(layer)) or {}
+    # Released configs of Gemma 4 name the options of full layers.
+    if not by_layer and (text.get("layer_types") or [])[layer : layer + 1] == ["full_attention"]:
+        own = {"head_dim": text.get("global_head_dim")}
+        if text.get("attention_k_eq_v", True):
+            own["num_key_value_heads"] = text.get("num_global_key_value_heads")
+    options = {**text, **{name: value for name, value in own.items() if value}}
+    num_heads = int(options["num_attention_heads"])
+    head_dim = options.get("head_dim") or options["hidden_size"] // num_heads
+    return int(options.get("num_key_value_heads") or num_heads), int(head_dim), None
 
 
 def itemsize(dtype: str) -> int:
@@ -124,12 +148,14 @@ def itemsize(dtype: str) -> int:
 
 
 def kv_bytes_per_token(shape: ModelShape, dtype: str | None = None) -> int:
-    """Return the bytes of KV per token over all layers: ``L · H_kv · (D + D_v) · itemsize``.
+    """Return the bytes of KV per token over all layers, each ``H_kv · (D + D_v) · itemsize``.
 
     Default dtype: the checkpoint's.
     """
     width = shape.head_dim + (shape.value_dim or shape.head_dim)
-    return shape.num_layers * shape.num_kv_heads * width * itemsize(dtype or shape.dtype)
+    own = shape.num_layers * shape.num_kv_heads * width
+    others = sum(kv_bytes_per_token(other, dtype) for other in shape.others)
+    return own * itemsize(dtype or shape.dtype) + others
 
 
 def kept_bytes_per_token(
@@ -162,7 +188,11 @@ def kept_bytes_per_token(
     keys = (shape.num_kv_heads, chunk_tokens, shape.head_dim)
     values = (*keys[:2], shape.value_dim or shape.head_dim)
     size = sum(part.num_bytes for part in parts(kv_dtype, torch.bfloat16, keys, values))
-    return shape.num_layers * size / chunk_tokens
+    others = (
+        kept_bytes_per_token(other, kv_dtype, chunk_tokens=chunk_tokens, dtype=dtype)
+        for other in shape.others
+    )
+    return shape.num_layers * size / chunk_tokens + sum(others)
 
 
 def break_even_bandwidth(bytes_per_token: float, prefill_tokens_per_s: float) -> float:

@@ -2,6 +2,8 @@
 
 import pytest
 
+from kit import lm_of
+
 from kvrag.cli.estimate import read_bandwidth, shape_of
 from kvrag.errors import ConfigError, ModelError
 from kvrag.evaluate.estimate import (
@@ -83,6 +85,25 @@ def test_shape_from_config_finds_the_text_part():
     assert shape_from_config(
         {"model_type": "mm", "torch_dtype": "float16", "text_config": CONFIG}
     ) == ModelShape(30, 3, 64, "float16")
+
+
+def test_layers_that_share_kv_or_differ_count_as_they_are():
+    kinds = ["sliding_attention"] * 4 + ["full_attention"]
+    e2b = {"num_hidden_layers": 35, "num_kv_shared_layers": 20, "layer_types": kinds * 7}
+    e2b |= {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 256}
+    found = shape_from_config({**e2b, "global_head_dim": 512})
+    assert str(found) == "12 layers × 1 KV heads × 256 + 3 layers × 1 KV heads × 512"
+    assert kv_bytes_per_token(found) == 18 * KIB
+    few = {**e2b, "global_head_dim": 512, "num_global_key_value_heads": 4}
+    assert shape_from_config({**few, "attention_k_eq_v": True}).others[0].num_kv_heads == 4
+    assert shape_from_config({**few, "attention_k_eq_v": False}) == found
+
+
+@pytest.mark.parametrize("name", ["gemma3n_text", "gemma4_text", "gemma4-key-values"])
+def test_the_shape_of_a_config_is_that_of_the_model(name):
+    lm = lm_of(name)
+    shape = shape_from_config(lm.config.to_dict())
+    assert kv_bytes_per_token(shape, "float32") == lm.kv_bytes_per_token
 
 
 @pytest.mark.parametrize(

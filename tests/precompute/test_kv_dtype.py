@@ -11,7 +11,7 @@ from texts import make_chunks
 
 import kvrag.precompute.quantise_check
 from kvrag import Chunk, ConfigError, KVRagEngine, RepairConfig, StoreConfig
-from kvrag.evaluate.estimate import ModelShape, kept_bytes_per_token
+from kvrag.evaluate.estimate import kept_bytes_per_token, shape_from_config
 from kvrag.identity.fingerprint import chunk_key, ids_digest, namespace_digest
 from kvrag.metrics import MIN_TOP1, kl_divergence
 from kvrag.precompute.quantise_check import (
@@ -340,13 +340,11 @@ def test_the_gate_measures_what_reuse_shows(engine_of):
 # -- configuration and arithmetic ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
-def test_estimates_are_what_is_kept(engine_of, kv_dtype, name):
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3", "gemma4-key-values"])
+def test_estimates_are_what_is_kept(engine_of, name, kv_dtype):
     engine = make(engine_of, name, kv_dtype=kv_dtype)
     engine.precompute(CHUNKS[:1])
-    shapes = engine.loaded.reusable.shapes
-    heads, *dims = shapes[0].num_heads, shapes[0].key_dim, shapes[0].value_dim
-    shape = ModelShape(len(shapes), heads, dims[0], "float32", value_dim=dims[1])
+    shape = shape_from_config(engine.loaded.lm.config.to_dict())
     tokens = len(engine.loaded.encoder.chunk_ids(CHUNKS[0]))
     records = map(engine.store.catalog.get, engine.store.catalog.keys())
     (record,) = [r for r in records if r is not None and r.num_tokens == tokens]
