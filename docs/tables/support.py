@@ -11,18 +11,19 @@ from .core import Result, Tables, table
 
 
 def support(result: Result) -> str:
-    """Every architecture whose KV is reused, by its kind of positions; windows are marked."""
+    """Every architecture whose KV is reused, by its kind of positions; windows and towers are marked."""
     exact = {name: row for name, row in _newest(result)["rows"].items() if row["reuse"] == "exact"}
     kinds: dict[str, dict[str, None]] = {}
     notes: dict[str, dict[str, None]] = {}
     for row in exact.values():
-        name = row["architecture"].removesuffix("ForCausalLM") + (" (w)" if row["windows"] else "")
+        name = row["architecture"].removesuffix("ForCausalLM")
+        name = re.sub("_?ForConditionalGeneration$", " (v)", name) + (" (w)" if row["windows"] else "")
         kinds.setdefault(row["rope"], {})[name] = None
         for note in row["notes"]:
             notes.setdefault(note, {})[name.removesuffix(" (w)")] = None
     rows = [[kind, ", ".join(names)] for kind, names in kinds.items()]
     worst = max(error for row in exact.values() for error in row["errors"].values())
-    said = f"\n{len(exact)} tiny models, largest difference {worst:.0e}. (w): with a window. "
+    said = f"\n{len(exact)} tiny models, largest difference {worst:.0e}. (w): with a window. (v): `…ForConditionalGeneration`, by prompts of text. "
     said += "".join(f"{', '.join(names)}: {note}. " for note, names in notes.items())
     return table(["RoPE", "architectures (`…ForCausalLM`)"], rows) + said + _runs(result)
 
@@ -33,7 +34,7 @@ def support_refused(result: Result) -> str:
     for name, row in _newest(result)["rows"].items():
         if row["reuse"] != "exact":
             why = row["why"].replace(f"of {row['architecture']} ", "")
-            why = re.sub(r"^(architecture '\w+'|\w+ForCausalLM) | \(layer types: \w+\)", "", why)
+            why = re.sub(r"^(architecture '\w+'|\w+For(CausalLM|ConditionalGeneration)) | \(layer types: \w+\)", "", why)
             reasons.setdefault(why.replace("|", "\\|"), []).append(f"`{name}`")
     return table(["row", "why not"], [[", ".join(of), why] for why, of in reasons.items()])
 
