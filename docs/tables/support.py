@@ -17,7 +17,9 @@ def support(result: Result) -> str:
     notes: dict[str, dict[str, None]] = {}
     for row in exact.values():
         name = row["architecture"].removesuffix("ForCausalLM")
-        name = re.sub("_?ForConditionalGeneration$", " (v)", name) + (" (w)" if row["windows"] else "")
+        name = re.sub("_?ForConditionalGeneration$", " (v)", name) + (
+            " (w)" if row["windows"] else ""
+        )
         kinds.setdefault(row["rope"], {})[name] = None
         for note in row["notes"]:
             notes.setdefault(note, {})[name.removesuffix(" (w)")] = None
@@ -34,7 +36,11 @@ def support_refused(result: Result) -> str:
     for name, row in _newest(result)["rows"].items():
         if row["reuse"] != "exact":
             why = row["why"].replace(f"of {row['architecture']} ", "")
-            why = re.sub(r"^(architecture '\w+'|\w+For(CausalLM|ConditionalGeneration)) | \(layer types: \w+\)", "", why)
+            why = re.sub(
+                r"^(architecture '\w+'|\w+For(CausalLM|ConditionalGeneration)) | \(layer types: \w+\)",
+                "",
+                why,
+            )
             reasons.setdefault(why.replace("|", "\\|"), []).append(f"`{name}`")
     return table(["row", "why not"], [[", ".join(of), why] for why, of in reasons.items()])
 

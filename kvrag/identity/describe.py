@@ -81,7 +81,9 @@ def quantisation_text(config: Any) -> str:
     found = getattr(config, "quantization_config", None)
     if found is None:
         return ""
-    return _json(_settled(found if isinstance(found, dict) else found.to_dict()))
+    entries = found if isinstance(found, dict) else found.to_dict()
+    # The name of a GGUF file; its content is in the weights.
+    return _json({name: value for name, value in entries.items() if name != "gguf_file"})
 
 
 def tokenizer_digest(tokenizer: Any) -> str:

@@ -29,6 +29,7 @@ from kvrag.identity.adapters import (
     settings_of,
     state_of,
 )
+from kvrag.identity.beside import kept_beside
 from kvrag.identity.describe import (
     attention_text,
     config_text,
@@ -42,6 +43,8 @@ from kvrag.identity.weights import content_digest, leaves
 logger = logging.getLogger(__name__)
 
 SAMPLES = 16  # values per tensor that :func:`sample` reads
+
+UNKNOWN = "unknown:"  # weights that can't be read: a random number follows, so no KV is found by it
 
 _NUM_REMEMBERED = 8
 """Number of states of a model with remembered digests.
@@ -82,20 +85,21 @@ def weights_digest(model: torch.nn.Module) -> str:
     """Return the digest of a model's weights and buffers in memory, ``tensors:...``.
 
     Attached adapters don't change it. It is cached, so only the first engine of a model pays for
-    the hashing: seconds and, on a device, a copy of all weights.
+    the hashing: seconds and, on a device, a copy of each weight in turn. Raises
+    :class:`~kvrag.errors.UnsupportedModelError` for weights that can't be read.
     """
     start = time.perf_counter()
     added = tuple(f"{name}." for name in _added_by_adapters(model))
     moving = _moving_buffers(model)
+    # Not by ``state_dict``: bitsandbytes' unpacks weights for it, and its next forward packs them.
     kept = {
         plain_name(name): tensor
         for name, tensor in {
-            **dict(model.named_buffers()),
-            **model.state_dict(keep_vars=True),
+            **dict(model.named_parameters(remove_duplicate=False)),
+            **dict(model.named_buffers(remove_duplicate=False)),
+            **kept_beside(model),
         }.items()
-        if isinstance(tensor, torch.Tensor)
-        and name not in moving
-        and not f"{name}.".startswith(added)
+        if name not in moving and not f"{name}.".startswith(added)
     }
     look = _Look(list(kept.values()))
     known = _HASHED.get(model)
@@ -155,6 +159,8 @@ class LiveIdentity:
     @property
     def fingerprint(self) -> str:
         """Current fingerprint; raises as :func:`~kvrag.identity.adapters.check_adapters`."""
+        if self._identity.weights.startswith(UNKNOWN):
+            return self._fingerprint
         with self._lock, torch.no_grad():
             base, added = self._look()
             weights = self._weights.get(base)
@@ -234,7 +240,7 @@ class _Look:
         for tensor in self.tensors:
             plain += (
                 [leaf for _, leaf in leaves(tensor)]
-                if hasattr(tensor, "__tensor_flatten__")
+                if hasattr(tensor, "__tensor_flatten__") or tensor.is_quantized
                 else (tensor,)
             )
         for leaf in plain:
@@ -294,10 +300,14 @@ def sample(tensors: list[torch.Tensor]) -> bytes:
     for tensor in tensors:
         size = tensor.numel()
         if size:
+            # Spread over its memory, in any layout: a copy of a transposed weight takes as much.
+            if not tensor.is_contiguous():
+                size = 1 + sum(
+                    (n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)
+                )
             count = min(SAMPLES, size)
-            flat = tensor.detach().contiguous()
             group = groups.setdefault((tensor.device, tensor.dtype), [])
-            group.append(flat.as_strided((count,), (size // count,)))
+            group.append(tensor.detach().as_strided((count,), (size // count,)))
     return b"".join(
         [torch.cat(group).view(torch.uint8).cpu().numpy().tobytes() for group in groups.values()]
     )

@@ -7,6 +7,7 @@ same weights in other shards or another format are other files, and their KV is 
 from __future__ import annotations
 
 import contextlib
+import enum
 import hashlib
 import json
 import logging
@@ -174,15 +175,43 @@ def leaves(tensor: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
     Packed tensors hold values, scales and zero points.
     """
-    if not is_packed(tensor):
-        yield "", tensor
-    else:
+    if is_packed(tensor):
         for name in tensor.__tensor_flatten__()[0]:
             yield from ((f"{name}.{inner}", leaf) for inner, leaf in leaves(getattr(tensor, name)))
+    elif not tensor.is_quantized:
+        yield "", tensor
+    else:
+        yield "codes", tensor.int_repr()
+        if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+            yield "scale", torch.tensor([tensor.q_scale(), tensor.q_zero_point()])
+        else:
+            yield "scales", tensor.q_per_channel_scales()
+            yield "zeros", tensor.q_per_channel_zero_points()
+
+
+def described(settings: Any) -> str:
+    """Return settings as text that is the same in every process and on every device."""
+    if isinstance(settings, Mapping):
+        inner = [f"{key}={described(value)}" for key, value in settings.items()]
+        return f"{{{','.join(sorted(inner))}}}"
+    if isinstance(settings, (tuple, list, set, frozenset)):
+        return f"[{','.join(map(described, settings))}]"
+    if isinstance(settings, torch.device):
+        return ""
+    kind = type(settings).__qualname__
+    if isinstance(settings, SIMPLE):
+        return f"{kind} {settings!r}"
+    return kind + described(getattr(settings, "__dict__", {}))
+
+
+SIMPLE = (bool, int, float, str, bytes, type(None), enum.Enum, torch.dtype)
+"""Types of settings whose text is all of them."""
 
 
 def raw(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of a plain tensor, copied to the host if they are elsewhere."""
+    if tensor.layout is not torch.strided:
+        tensor = tensor.to_dense()
     try:
         # In half the time of the general way below.
         return tensor.view(torch.uint8).numpy().data.cast("B")
@@ -196,9 +225,12 @@ def tensor_bytes(tensor: torch.Tensor) -> bytes:
 
     It is the same on every device and in every memory layout.
     """
-    total = hashlib.sha256(
-        f"{type(tensor).__name__ if is_packed(tensor) else ''}{tuple(tensor.shape)}".encode()
-    )
+    kind = ""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is not None:
+        # Settings count too: of torchao's, only they say whether activations are rounded.
+        kind = type(tensor).__name__ + described(flatten()[1])
+    total = hashlib.sha256(f"{kind}{tuple(tensor.shape)}".encode())
     for name, leaf in leaves(tensor):
         total.update(f"\0{name}{leaf.dtype}{tuple(leaf.shape)}".encode())
         total.update(raw(leaf))
@@ -214,7 +246,7 @@ def content_digest(tensors: Mapping[str, torch.Tensor]) -> str:
     total = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         place: object = name
-        if not is_packed(tensor) and tensor.numel():
+        if not is_packed(tensor) and tensor.layout is torch.strided and tensor.numel():
             place = (
                 tensor.device,
                 tensor.data_ptr(),

@@ -12,8 +12,9 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -292,6 +293,39 @@ def evaluating(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     finally:
         if was_training:
             model.train()
+
+
+def mixing_layer(model: torch.nn.Module, run: Callable[[], object]) -> tuple[str, float]:
+    """Return the layer whose rows depend most on later rows, and by how much.
+
+    While ``run`` runs the model, each layer that takes one tensor gets it a second time, with other
+    rows in its second half. The difference is relative to the layer's largest output. It is 0 but
+    for layers that scale their input over all rows.
+    """
+    worst = ("", 0.0)
+
+    def hook(name: str, module: torch.nn.Module, given: tuple[Any, ...], out: Any) -> None:
+        nonlocal worst
+        if len(given) != 1 or not all(isinstance(t, torch.Tensor) for t in (*given, out)):
+            return
+        (rows,) = given
+        half = rows.shape[-2] // 2 if rows.dim() > 1 and rows.is_floating_point() else 0
+        if not half or out.shape[:-1] != rows.shape[:-1]:
+            return
+        other = torch.cat([rows[..., :half, :], rows[..., : rows.shape[-2] - half, :]], dim=-2)
+        gap = module.forward(other)[..., :half, :].float() - out[..., :half, :].float()
+        error = float((gap.abs().max() / out.abs().max()).detach())
+        if error > worst[1]:
+            worst = (name, error)
+
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+            # A layer; its children may hold no more than packed weights.
+            if not any(True for child in module.children() for _ in child.parameters()):
+                handle = module.register_forward_hook(partial(hook, name))
+                stack.callback(handle.remove)
+        run()
+    return worst
 
 
 def _attention(

@@ -12,6 +12,7 @@ import logging
 import os
 import platform
 import threading
+import uuid
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -31,11 +32,13 @@ from kvrag.errors import UnsupportedModelError
 from kvrag.identity.adapters import check_adapters
 from kvrag.identity.describe import quantisation_text
 from kvrag.identity.fingerprint import digest
-from kvrag.identity.model import LiveIdentity, describe, weights_digest
+from kvrag.identity.model import UNKNOWN, LiveIdentity, describe, weights_digest
 from kvrag.identity.weights import keep_name, source_identity
+from kvrag.model.forward import evaluating
 from kvrag.model.gguf.kept import keep_weights, read_kept
 from kvrag.model.gguf.parsing import is_gguf, parsed_once
 from kvrag.model.lm import CausalLM, LoadedModel
+from kvrag.model.lock import lock_of
 from kvrag.model.plain import PlainLM, auto_class, check_generates, check_placement
 from kvrag.model.proof import Proof, prove
 from kvrag.model.source import (
@@ -54,7 +57,7 @@ from kvrag.progress import Progress
 
 logger = logging.getLogger(__name__)
 
-PROOF_VERSION = 3  # version of the checks; a change invalidates every kept proof
+PROOF_VERSION = 4  # version of the checks; a change invalidates every kept proof
 
 
 _loaded: weakref.WeakValueDictionary[tuple[object, ...], LoadedModel] = (
@@ -99,7 +102,11 @@ def _load(source: ModelSource, make_encoder: Callable[[Any], Any] | None) -> Loa
     # Identified after a first forward, in which quantised layers may repack their weights and
     # adapters unmerge.
     with Progress(f"identifying the weights of {_label(source)}"):
-        weights = (_origin(source, model) if given is None else None) or weights_digest(model)
+        try:
+            weights = (_origin(source, model) if given is None else None) or weights_digest(model)
+        except UnsupportedModelError as error:
+            lm = refuse(model, str(error))
+            weights = UNKNOWN + uuid.uuid4().hex
     regime = ""
     if isinstance(lm, CausalLM) and lm.reuse_window < lm.context_window:  # longrope
         regime = f"up to {lm.reuse_window} tokens"
@@ -151,7 +158,8 @@ def _load_weights(source: ModelSource) -> PreTrainedModel:
 def _placed(source: ModelSource, model: PreTrainedModel) -> PreTrainedModel:
     """Return a loaded model on the source's device."""
     device = resolve_device(source)
-    if "device_map" in source.hf_kwargs or model.device == device:
+    is_there = device.type == model.device.type and device.index in (None, model.device.index)
+    if "device_map" in source.hf_kwargs or is_there:
         return model
     return trying(source, lambda: model.to(device))
 
@@ -173,6 +181,9 @@ def _keep_freed_memory() -> None:
 
 def _origin(source: ModelSource, model: PreTrainedModel) -> str | None:
     """Return the identity of the weights' origin; ``None`` if it does not identify them."""
+    # Quantised here: a library of another version, or another device, may round otherwise.
+    if not getattr(getattr(model, "hf_quantizer", None), "pre_quantized", True):
+        return None
     path = os.fspath(source.model)
     base = base_directory(source)
     commit = getattr(model.config, "_commit_hash", None)
@@ -191,11 +202,13 @@ def accept(model: PreTrainedModel) -> CausalLM | PlainLM:
 
     Raises ``UnsupportedModelError`` if its quantised layers can't run on its device.
     """
+    method = json.loads(quantisation_text(model.config) or "{}").get("quant_method")
     try:
         check_adapters(model)
+        if method:
+            _settle(model)
         return CausalLM(model)
     except UnsupportedModelError as error:
-        method = json.loads(quantisation_text(model.config) or "{}").get("quant_method")
         # A cause means that the forward itself failed: these weights can't answer in any way.
         if method and error.__cause__ is not None:
             raise UnsupportedModelError(
@@ -209,6 +222,19 @@ def accept(model: PreTrainedModel) -> CausalLM | PlainLM:
         return refuse(
             model, f"its layers could not be probed ({type(error).__name__}: {str(error)[:200]})"
         )
+
+
+@torch.inference_mode()
+def _settle(model: PreTrainedModel) -> None:
+    """Run a token through the whole model: compressed-tensors unpacks its weights in the first run.
+
+    Raises :class:`UnsupportedModelError` if the model does not run.
+    """
+    try:
+        with lock_of(model), evaluating(model):
+            model(torch.zeros((1, 1), dtype=torch.int64, device=model.device))
+    except Exception as error:
+        raise UnsupportedModelError("its forward fails") from error
 
 
 def refuse(model: PreTrainedModel, reason: str) -> PlainLM:

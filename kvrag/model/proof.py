@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import DynamicCache
 
-from kvrag.model.forward import EAGER, evaluating, switched
+from kvrag.model.forward import EAGER, evaluating, mixing_layer, switched
 from kvrag.model.lm import CausalLM
 from kvrag.model.lock import lock_of
 from kvrag.model.plain import PlainLM
@@ -232,7 +232,7 @@ class _Trial:
         )
         if not all(check.passed for check in checks):
             noise = self._noise(own)
-            checks = tuple(check.allowing(noise) for check in checks)
+            checks = (*(check.allowing(noise) for check in checks), self._each_alone())
         return Proof(checks, notes, len(ids), fault, 0.0)
 
     def _run_own(self, *, pieces: int = 1, moved: bool = False) -> Measured:
@@ -333,6 +333,18 @@ class _Trial:
             self._blend(head, stored, nothing, plant).logits[-1] for plant in (False, True)
         )
         return gap(sound, reference), gap(faulty, reference)
+
+    def _each_alone(self) -> Check:
+        """Check that layers compute each row alone, which no rounding could excuse."""
+        name, error = mixing_layer(self._lm.model, self._run_own)
+        claim = "no layer mixes rows"
+        if error > CAUSAL_LIMIT:
+            claim += (
+                f"; {name} does, as layers do that round activations by all rows: "
+                "quantise weights alone, or activations per token "
+                "(bitsandbytes: llm_int8_threshold=0.0)"
+            )
+        return Check("3", claim, error, CAUSAL_LIMIT, "KV")
 
     def _future(self, stored: list[Pairs], moved: torch.Tensor) -> float:
         """Compare two repairs that differ in a token, in the rows before that token.

@@ -6,6 +6,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -341,7 +342,7 @@ def trying(source: ModelSource, action: Callable[[], T]) -> T:
         raise
     except TypeError as error:
         raise ConfigError(f"transformers refuses an option for {source.name!r}: {error}") from error
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeError) as error:
         is_here = not isinstance(source.model, PreTrainedModel) and os.path.exists(source.model)
         fault = (
             "the files of this directory are damaged, or are no causal language model's; check them"
@@ -351,9 +352,25 @@ def trying(source: ModelSource, action: Callable[[], T]) -> T:
                 "there is no such directory here, and no such model of the hub that can be "
                 "reached; check the name and the connection"
             )
+        elif method := _quantisation_of(source):
+            fault = (
+                f"its quantisation ({method}) may need another device, or a package that is not "
+                "here; check that transformers loads it here, or load it without quantisation"
+            )
         raise ModelError(
             f"could not load {source.name!r}: {fault} ({type(error).__name__}: {str(error)[:300]})"
         ) from error
+
+
+def _quantisation_of(source: ModelSource) -> str:
+    """Return the method that a local source's weights are quantised by; empty for plain weights."""
+    found = source.hf_kwargs.get("quantization_config")
+    with suppress(OSError, ValueError):
+        file = Path(base_directory(source), "config.json")
+        found = found or json.loads(file.read_text("utf-8")).get("quantization_config")
+    entries = found if isinstance(found, dict) else getattr(found, "__dict__", {})
+    method = entries.get("quant_method", "")
+    return str(getattr(method, "value", method))
 
 
 def check_source(source: ModelSource) -> None:

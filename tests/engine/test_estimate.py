@@ -1,7 +1,6 @@
 """Arithmetic of KV sizes, against figures computed by hand."""
 
 import pytest
-
 from kit import lm_of
 
 from kvrag.cli.estimate import read_bandwidth, shape_of
