@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,14 +16,14 @@ from kvrag.model import CausalLM
 from kvrag.model.forward import Forward
 from kvrag.model.load import kept_proof, proof_file, proven
 from kvrag.model.plain import PlainLM
-from kvrag.model.proof import Check, Proof, prove
+from kvrag.model.proof import LIMIT, Check, Proof, prove
 from kvrag.model.rope import RotaryTable
 from kvrag.model.rows import EVERYTHING, Limits
 from kvrag.testing.models import TINY, save_tiny_model, tiny_model
 
 CHUNKS = make_chunks(2, words=12)
 PROMPT = ["Read.\n", Chunk(CHUNKS[1]), "\n", Chunk(CHUNKS[0]), "\nWho?"]
-FAMILIES = "llama mistral gemma2 gemma3_text olmo llama4_text phi gptj bloom qwen3_moe"
+FAMILIES = "llama mistral gemma2 gemma3_text olmo llama4_text phi gptj bloom qwen3_moe gemma4_text"
 
 
 def failed(proof: Proof) -> set[str]:
@@ -41,6 +42,48 @@ def test_reuse_is_proven_for_every_accepted_architecture(name):
     assert proof.fault > 10e-3, "a planted mistake must be seen"
     assert not [n for n in proof.notes if "window" in n], "every window of these models is crossed"
     assert len(proof.checks) == 7
+
+
+_RELEASED: dict[str, dict[str, Any]] = {
+    "E2B": {
+        "num_hidden_layers": 35,
+        "num_kv_shared_layers": 20,
+        "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 1,
+        "use_double_wide_mlp": True,
+    },
+    "31B": {
+        "num_hidden_layers": 12,  # of 60: two of its ten rounds
+        "num_kv_shared_layers": 0,
+        "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 2,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 16,
+        "num_global_key_value_heads": 4,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "kept"), [("E2B", 15), ("31B", 12)])
+def test_gemma_4_is_proven_with_the_heads_of_its_releases(name, kept, monkeypatch):
+    own = {"head_dim": 256, "global_head_dim": 512, "sliding_window": 64}
+    monkeypatch.setitem(TINY, name, {**TINY["gemma4_text"], **own, **_RELEASED[name]})
+    monkeypatch.setitem(TINY[name], "model_type", "gemma4_text")
+
+    model = tiny_model(name)
+    with torch.no_grad():  # as sharp as the attention of a trained model, not a choice of one key
+        for layer in model.model.layers:
+            layer.self_attn.q_norm.weight.fill_(0.05)
+    lm = CausalLM(model)
+    assert (lm.num_layers, lm.depth) == (kept, len(model.model.layers))
+    assert {shape.key_dim for shape in lm.shapes} == {256, 512}
+    proof = prove(lm)
+    assert proof.passed
+    assert proof.is_conclusive
+    assert all(check.limit <= LIMIT for check in proof.checks)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
