@@ -71,7 +71,7 @@ def test_logits_are_those_of_torch(name):
     assert torch.equal(logits_of(model, cases[0]), want[0])
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "mistral", "gpt_oss"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "mistral", "gpt_oss", "gemma4_text"])
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_generate_writes_the_same_text(name, cache):
     model = tiny_model(name).eval()
