@@ -205,7 +205,7 @@ class _Trial:
         whole, run = self._run(self._ids)
         cut, kept = self._run(self._ids, self._stops)
         gaps = [gap(cut, whole)]
-        for stop in (*self._stops, *self._stops):  # twice: no run may change a snapshot
+        for stop in (*self._stops, self._stops[-1]):  # again: no run may change a snapshot
             behind, _ = self._run(self._ids, past=_past(kept, run.rows, stop))
             gaps.append(gap(behind, whole))
         # A planted mistake: the state and rows of other tokens.

@@ -14,7 +14,7 @@ from kvrag import Chunk, StoreConfig
 from kvrag.blend.beginnings import MAX_SNAPSHOTS, pieces_of
 from kvrag.kv.snapshot import Snapshot
 from kvrag.model.plain import PlainLM
-from kvrag.testing.models import REFUSED, tiny_model
+from kvrag.testing.models import REFUSED, save_tiny_model, tiny_model
 
 KEPT = StoreConfig(history_bytes=2**27)
 CHUNKS = make_chunks(4, words=16)
@@ -447,3 +447,25 @@ def test_scores_of_a_prompt_and_token_ids_are_kept_too(both):
     assert scored[1].history_tokens == 0
     ids = [*scored[1].prompt_ids, *scored[1].token_ids, 7, 8, 9]
     assert asked(engines, ids).history_tokens == len(ids) - 4
+
+
+def test_a_chat_in_langchain_continues_too(tmp_path):
+    kvrag_chat = pytest.importorskip("langchain_kvrag").ChatKVRag
+    chats = [
+        kvrag_chat(
+            model=save_tiny_model(tmp_path / "lfm2", "lfm2"),
+            max_tokens=4,
+            kv_dir=str(tmp_path / f"kv{history_bytes}"),
+            store_config=StoreConfig(history_bytes=history_bytes),
+        )
+        for history_bytes in (0, 2**24)
+    ]
+    messages = [("human", "\n\n".join([*CHUNKS, "Who keeps the lamp?"]))]
+    for turn in range(3):
+        expected, got = (chat.invoke(messages) for chat in chats)
+        assert got.content == expected.content
+        told = got.response_metadata["kvrag"]
+        assert bool(told["history_tokens"]) == bool(turn)
+        assert got.usage_metadata["input_token_details"]["cache_read"] == told["history_tokens"]
+        messages += [("ai", got.content), ("human", "And why?")]
+    assert "KV of this model is not reused" in told["fallback_reason"]
