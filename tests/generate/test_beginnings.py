@@ -1,5 +1,6 @@
 """A model whose chunks can't be moved still continues from the exact beginning of an earlier prompt, where a proof allows it."""
 
+import random
 import threading
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from itertools import pairwise
@@ -12,6 +13,7 @@ from transformers import DynamicCache
 import kvrag.model.plain as plainly
 from kvrag import Chunk, StoreConfig
 from kvrag.blend.beginnings import MAX_SNAPSHOTS, pieces_of
+from kvrag.generate.radix_cache import RadixCache
 from kvrag.kv.snapshot import Snapshot
 from kvrag.model.plain import PlainLM
 from kvrag.testing.models import REFUSED, save_tiny_model, tiny_model
@@ -118,6 +120,27 @@ def asked(engines, what, **options):
     assert sum(count for _, count in got.sources) == got.prompt_tokens
     assert "KV of this model is not reused: " in got.fallback_reason
     return got
+
+
+def test_the_longest_beginning_with_a_snapshot_is_found():
+    draw, histories, kept, snapshots = random.Random(5), RadixCache(2**30), [], set()
+    for _ in range(300):
+        base = draw.choice(kept) if kept and draw.random() < 0.7 else []
+        new = [draw.randint(0, 3) for _ in range(draw.randint(1, 30))]
+        ids = [*base[: draw.randint(0, len(base))], *new]
+        places = draw.sample(range(1, len(ids) + 1), min(len(ids), draw.randint(0, 4)))
+        taken = {at: Snapshot(tuple(ids[:at]), 10) for at in places}
+        histories.keep("", ids, [], num_exact=len(ids), num_prompt=len(ids), snapshots=taken)
+        kept.append(ids)
+        snapshots |= {each.cache for each in taken.values()}
+        asked_for = [*draw.choice(kept)[: draw.randint(1, 40)], 0, draw.randint(0, 3)]
+        found = histories.find("", asked_for, needs_state=True)
+        fitting = [n for n in range(1, len(asked_for)) if tuple(asked_for[:n]) in snapshots]
+        assert (found.num_rows, found.num_exact) == (max(fitting, default=0),) * 2
+        assert (found.snapshot.cache if fitting else ()) == tuple(asked_for[: found.num_rows])
+    assert histories.stats()["bytes"] == 10 * len(snapshots)
+    histories.clear()
+    assert histories.stats() == {"bytes": 0, "tokens": 0}
 
 
 @pytest.mark.parametrize("name", [*HYBRIDS, *WITHOUT_STATE])
