@@ -245,7 +245,7 @@ class KVRagEngine:
             Hub id, local directory, ``.gguf`` file, or a loaded ``PreTrainedModel`` (which needs
             ``tokenizer``).
         tokenizer
-            A tokenizer, its id or directory; default: the model's.
+            A tokenizer, or a processor of images; its id or directory; default: the model's.
         kv_dir
             Directory of the KV store, shared by all engines that use it; default: keep chunks in
             memory only.

@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvrag.errors import InputError, ModelError
+from kvrag.errors import InputError, MissingDependencyError
 from kvrag.generate.request import Request
 from kvrag.model.lm import LoadedModel
 from kvrag.prompt.marks import Marks
@@ -55,12 +55,13 @@ def plan_images(request: Request, loaded: LoadedModel) -> Plan:
     Raises
     ------
     InputError
-        If an image can't be read, the request has tools, or the processor refuses the messages.
-    ModelError
-        If the model's processor can't be loaded.
+        If an image can't be read, the request has tools, or the processor refuses the messages or
+        can't be loaded.
+    MissingDependencyError
+        If reading images needs a package that is not installed.
     """
     if loaded.processor is None:
-        raise ModelError(
+        raise InputError(
             "the prompt holds an image, and a loaded model comes without its processor; "
             "pass the processor as the tokenizer: tokenizer=AutoProcessor.from_pretrained(...)"
         )
@@ -123,6 +124,8 @@ def image_of(part: Mapping[str, Any]) -> Any:
     ------
     InputError
         If the part holds no data of an image, but a path or an address, for example.
+    MissingDependencyError
+        If Pillow is not installed.
     """
     given: Any = part
     while isinstance(given, Mapping):
@@ -130,7 +133,7 @@ def image_of(part: Mapping[str, Any]) -> Any:
     try:
         from PIL import Image
     except ImportError as error:
-        raise ModelError("reading images needs Pillow: pip install pillow") from error
+        raise MissingDependencyError("reading images needs Pillow: pip install pillow") from error
     if isinstance(given, Image.Image):
         return given.convert("RGB")
     if isinstance(given, str):

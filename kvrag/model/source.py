@@ -17,7 +17,14 @@ from transformers import AutoConfig, AutoProcessor, AutoTokenizer, PreTrainedMod
 
 from kvrag.config import check_prove
 from kvrag.config.address import shown
-from kvrag.errors import ConfigError, KVRagError, ModelError, require
+from kvrag.errors import (
+    ConfigError,
+    InputError,
+    KVRagError,
+    MissingDependencyError,
+    ModelError,
+    require,
+)
 from kvrag.identity.adapters import unwrap
 from kvrag.model.gguf.parsing import is_gguf, parsed_once
 from kvrag.model.plain import check_generates, check_placement
@@ -277,7 +284,8 @@ def processor_of(source: ModelSource) -> Callable[[], Any] | None:
             found.image_processor  # noqa: B018 - it gives a tokenizer where there is no processor
             return found
         except (AttributeError, ImportError, OSError, ValueError) as error:
-            raise ModelError(
+            lacks = MissingDependencyError if isinstance(error, ImportError) else InputError
+            raise lacks(
                 f"the prompt holds an image, and the processor of {source.name!r} can't be loaded "
                 f"({type(error).__name__}: {str(error)[:300]})"
             ) from error

@@ -12,7 +12,9 @@ from llama_index.core.base.llms.types import ChatMessage, ImageBlock, TextBlock
 from texts import make_chunks
 from transformers import BatchFeature
 
-from kvrag import Chunk, InputError, KVRagEngine, ModelError, RepairConfig
+from kvrag import Chunk, InputError, KVRagEngine, RepairConfig
+from kvrag.model import CausalLM
+from kvrag.model.proof import _Trial, prove
 from kvrag.server import ServerConfig, create_app
 from kvrag.testing.models import tiny_model
 from kvrag.testing.tokenizers import tiny_tokenizer
@@ -158,6 +160,20 @@ def test_text_is_exact_after_an_image(name):
     assert answer.cached_tokens > 0
 
 
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl", "glm4v"])
+def test_a_proof_is_the_same_after_its_owners_image(name):
+    """In its runs by transformers, too, which tell roundings."""
+    model = tiny_model(name)
+    lm = CausalLM(model)
+    trial = _Trial(lm, 0)
+    own = trial._run_own()
+    model.model.rope_deltas = torch.tensor([[17]])
+    noise = trial._noise(own)
+    assert max(noise.logits, noise.kv) < 1e-3
+    assert prove(lm).passed
+    assert model.model.rope_deltas.tolist() == [[17]]
+
+
 def test_images_are_read_from_every_form_of_data():
     engine, data = engine_of("llava"), png(picture())
     forms = [
@@ -222,11 +238,11 @@ def test_without_eyes_or_processor_a_sentence_says_so(tmp_path):
     with pytest.raises(InputError, match="part of type 'image'; kvrag reads text only"):
         blind.generate(prompt)
     unequipped = KVRagEngine.from_pretrained(tiny_model("llava"), tokenizer=tiny_tokenizer())
-    with pytest.raises(ModelError, match="pass the processor as the tokenizer"):
+    with pytest.raises(InputError, match="pass the processor as the tokenizer"):
         unequipped.generate(prompt)
     tiny_model("llava").save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match=r"the processor of .* can't be loaded"):
+    with pytest.raises(InputError, match=r"the processor of .* can't be loaded"):
         KVRagEngine.from_pretrained(tmp_path).generate(prompt)
 
 
