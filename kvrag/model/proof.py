@@ -156,6 +156,7 @@ class _Trial:
 
     def __init__(self, lm: CausalLM, seed: int, attention: str | None = None) -> None:
         self._lm = lm
+        self._names = accepted(lm.text_model)
         self._attention = attention
         self._seed = seed
         sizes = {
@@ -248,15 +249,17 @@ class _Trial:
             self._moved_embeddings() if moved else nullcontext(),
             evaluating(model) if self._attention is None else switched(model, self._attention),
         ):
-            keep = dict.fromkeys({"logits_to_keep"} & accepted(model), COMPARED_ROWS)
-            run = partial(
-                model, use_cache=True, **dict.fromkeys(CACHE & accepted(model), cache), **keep
-            )
+            options = dict.fromkeys(CACHE & self._names, cache)
+            if "logits_to_keep" in self._names:
+                options["logits_to_keep"] = COMPARED_ROWS
+            run = partial(model, use_cache=True, **options)
             # Without positions, Qwen-VL counts from the image that the model last saw.
-            places = {"position_ids"} & accepted(model)
             parts = [
-                run(input_ids=batch[:, rows], **dict.fromkeys(places, rows[None])).logits[0]
-                for rows in torch.arange(len(self._ids)).to(batch.device).tensor_split(pieces)
+                run(
+                    input_ids=batch[:, rows],
+                    **dict.fromkeys(self._names & {"position_ids"}, rows[None]),
+                ).logits[0]
+                for rows in torch.arange(len(self._ids), device=batch.device).tensor_split(pieces)
             ]
         logits = torch.cat(parts)[-COMPARED_ROWS:].float().cpu()
         return Measured(logits, [(keys[0], values[0]) for keys, values in self._lm.cached(cache)])
@@ -370,10 +373,10 @@ class _Trial:
         tokens = self._ids[:8].to(lm.device)
         start = max(0, min(FAR, lm.reuse_window - len(tokens) - 1))
         positions = torch.arange(start, start + len(tokens), device=lm.device)
-        if "position_ids" not in accepted(lm.text_model):  # such a model rotates no keys
+        if "position_ids" not in self._names:  # such a model rotates no keys
             return 0.0, limit
         cache = DynamicCache()
-        given = dict.fromkeys(CACHE & accepted(lm.text_model), cache)
+        given = dict.fromkeys(CACHE & self._names, cache)
         with lm.capture() as captured:
             lm.forward(tokens, Rows.span(0, len(tokens)), _blank(lm, len(tokens)), logits=0)
             first = captured[0]
