@@ -150,13 +150,13 @@ def _load_weights(source: ModelSource) -> PreTrainedModel:
     auto = None if is_gguf(source.model) else auto_class(config_of(source))
     auto = auto or AutoModelForCausalLM
     model = trying(source, lambda: auto.from_pretrained(directory(source), **options))
-    check_generates(model)
-    check_placement(model)
     return _placed(source, model)
 
 
 def _placed(source: ModelSource, model: PreTrainedModel) -> PreTrainedModel:
-    """Return a loaded model on the source's device."""
+    """Return a loaded model on the source's device, if it can run there."""
+    check_generates(model)
+    check_placement(model)
     device = resolve_device(source)
     is_there = device.type == model.device.type and device.index in (None, model.device.index)
     if "device_map" in source.hf_kwargs or is_there:

@@ -14,12 +14,14 @@ import torch
 from kit import raising
 from typer.testing import CliRunner
 
+import kvrag.model.gguf.kept
 import kvrag.model.load
 from kvrag import ConfigError, KVRagEngine
 from kvrag.cli.app import app
 from kvrag.model.gguf.parsing import parsed_once
 from kvrag.model.load import load
 from kvrag.model.source import ModelSource
+from kvrag.progress import Progress
 from kvrag.testing.models import tiny_model
 from kvrag.testing.tokenizers import tiny_tokenizer
 
@@ -188,6 +190,28 @@ def test_kept_weights_are_the_same_model(file, tmp_path, parses):
         assert second.tokenizer.decode(ids) == plain.tokenizer.decode(ids)
     own = first.loaded.lm.model.generation_config.to_diff_dict()
     assert second.loaded.lm.model.generation_config.to_diff_dict() == own
+
+
+def test_every_long_step_shows_its_progress(file, monkeypatch):
+    shown = []
+
+    class Shown(Progress):
+        def __init__(self, what, *args, **options):
+            shown.append(what)
+            super().__init__(what, *args, **options)
+
+    for module in (kvrag.model.load, kvrag.model.gguf.kept):
+        monkeypatch.setattr(module, "Progress", Shown)
+    for _ in range(2):
+        started(file, cache_weights=True, prove="off")
+    assert shown == [
+        "parsing tiny.gguf",
+        "dequantising tiny.gguf",
+        "identifying the weights of tiny.gguf",
+        "writing the dequantised weights of tiny.gguf",
+        "loading the kept weights of tiny.gguf",
+        "identifying the weights of tiny.gguf",
+    ]
 
 
 def test_kept_weights_are_used_on_request_alone(file, tmp_path, parses):

@@ -25,11 +25,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from kvrag.cache import cache_dir, make_private
-from kvrag.errors import ModelError, require
+from kvrag.errors import ModelError
 from kvrag.identity.describe import (
     attention_text,
     config_text,
@@ -199,8 +200,8 @@ def _write(folder: Path, source: ModelSource, model: PreTrainedModel, tokenizer:
     part = Path(tempfile.mkdtemp(dir=folder.parent, suffix=".tmp"))
     try:
         model.config.to_json_file(part / "config.json", use_diff=False)
-        saving = require("safetensors.torch", extra="gguf", purpose="keeping weights")
-        saving.save_model(model, str(part / "model.safetensors"), metadata={"format": "pt"})
+        weights = str(part / "model.safetensors")
+        safetensors.torch.save_model(model, weights, metadata={"format": "pt"})
         vocabulary = None
         if tokenizer is not None:
             tokenizer.backend_tokenizer.save(str(part / "tokenizer.json"))
@@ -234,7 +235,7 @@ def _check(
         raise ModelError("its config changes when it is written and read")
     wanted, found = ({**dict(each.named_buffers()), **each.state_dict()} for each in (model, again))
     if wanted.keys() != found.keys() or not all(
-        torch.equal(tensor.cpu(), found[name]) for name, tensor in wanted.items()
+        torch.equal(tensor.cpu(), found[name].cpu()) for name, tensor in wanted.items()
     ):
         raise ModelError("its weights change when they are written and read")
     if vocabulary is not None and _vocabulary(_tokenizer_in(part, vocabulary)) != vocabulary:
