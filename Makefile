@@ -9,7 +9,7 @@ ARGS ?=
 export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: setup demo notebooks test test-all lint types check bench bench-ttft bench-auto bench-facts bench-speed bench-chat bench-memory bench-seams bench-shared bench-slide bench-store bench-ray bench-masks bench-hybrid bench-peers bench-overhead bench-gguf bench-scale incumbents wheel wheel-test support suites fuzz fuzz-reader gpu-check kernel-compile kernel-bugs reliability load load-check docs site changelog clean
+.PHONY: setup demo notebooks test test-all lint types check bench bench-ttft bench-auto bench-facts bench-speed bench-chat bench-memory bench-seams bench-shared bench-slide bench-sweep bench-store bench-ray bench-masks bench-hybrid bench-peers bench-overhead bench-gguf bench-scale incumbents wheel wheel-test support suites fuzz fuzz-reader gpu-check kernel-compile kernel-bugs reliability load load-check docs site changelog clean
 
 # Two stamps: .demo has what the demo needs, .ready the tools and compilers of the tests, too.
 $(VENV)/.demo: pyproject.toml constraints.txt
@@ -85,6 +85,9 @@ bench-memory: setup ## Peak memory of one request
 
 bench-slide: setup ## Perplexity beyond the context window, sliding and truncated
 	cd benchmarks && ../$(BIN)/python bench_slide.py $(ARGS)
+
+bench-sweep: setup ## Which causal LMs of the installed transformers are reused, and why others are not, tiny and random (three minutes on two cores); ARGS="--compare OLD.json": what changed
+	$(BIN)/python benchmarks/sweep.py $(ARGS)
 
 bench-shared: setup ## Reading from a shared store beside its server's own client (needs redis-server)
 	cd benchmarks && ../$(BIN)/python bench_shared.py $(ARGS)

@@ -35,14 +35,35 @@ def support_refused(result: Result) -> str:
     reasons: dict[str, list[str]] = {}
     for name, row in _newest(result)["rows"].items():
         if row["reuse"] != "exact":
-            why = row["why"].replace(f"of {row['architecture']} ", "")
-            why = re.sub(
-                r"^(architecture '\w+'|\w+For(CausalLM|ConditionalGeneration)) | \(layer types: \w+\)",
-                "",
-                why,
-            )
-            reasons.setdefault(why.replace("|", "\\|"), []).append(f"`{name}`")
+            reasons.setdefault(_reason(row["why"]), []).append(f"`{name}`")
     return table(["row", "why not"], [[", ".join(of), why] for why, of in reasons.items()])
+
+
+def _reason(why: str) -> str:
+    """Leave the names and numbers of a model out of its reason, so that many share it."""
+    why = re.sub(r"(the forward )?of \w+(ForCausalLM|LMHeadModel) |architecture '[\w-]+' ", "", why)
+    why = re.sub(r"^\w+(ForCausalLM|LMHeadModel|LMHead|Decoder|Attention):? ", "", why)
+    why = re.sub(r" \((layer types|\w+Error): .*\)$", "", why)
+    return re.sub(r"^(\w+Error: .*?)\. .*", r"\1", why).replace("|", "\\|")
+
+
+def sweep(result: Result) -> str:
+    """Every causal LM of transformers by its verdict, and by the reason where it is refused."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name, row in result["rows"].items():
+        why = _reason(row["why"]) if "why" in row else "structure understood, proof passed"
+        groups.setdefault((row["verdict"], why), []).append(f"`{name}`")
+    order = sorted(groups, key=lambda group: (list(result["counts"]).index(group[0]), group[1]))
+    rows = [[kind, why, ", ".join(groups[kind, why])] for kind, why in order]
+    counts = ", ".join(f"{count} {kind}" for kind, count in result["counts"].items() if count)
+    worst = max(row["error"] for row in result["rows"].values() if "error" in row)
+    versions = result["machine"]["versions"]
+    said = (
+        f"\n{len(result['rows'])} entries: {counts}; largest difference {worst:.0e}. float32; "
+        f"transformers {versions['transformers']}, torch {versions['torch']}; "
+        f"commit {result['machine']['commit'][:10]}; every sentence in `benchmarks/results/sweep.json`.\n"
+    )
+    return table(["verdict", "why", "models"], rows) + said
 
 
 def _versions(result: Result) -> list[str]:
@@ -132,5 +153,6 @@ TABLES: Tables = {
     "latent": ("latent_costs.json", latent),
     "support": ("support.json", support),
     "support-refused": ("support.json", support_refused),
+    "sweep": ("sweep.json", sweep),
     "suites": ("suites.json", suites),
 }

@@ -7,14 +7,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import transformers
+from transformers import AutoConfig
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import latent_costs
 import roofline
 import sim_scale as sim
+import sweep
 from kernel_targets import verdicts
 from peers import environments
+
+from kvrag.testing.models import REFUSED, TINY
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 RESULTS = FOLDER / "results"
@@ -52,6 +57,66 @@ def test_the_costs_of_latents_are_of_these_shapes():
     result = json.loads((RESULTS / "latent_costs.json").read_text())["models"]
     assert result.keys() == latent_costs.MODELS.keys()
     assert latent_costs.costs("MiniCPM3-4B") == result["MiniCPM3-4B"]
+
+
+SWEEP = json.loads((RESULTS / "sweep.json").read_text())
+SWEPT = SWEEP["machine"]["versions"]["transformers"]
+of_this_version = pytest.mark.skipif(
+    transformers.__version__ != SWEPT, reason=f"the recorded sweep is of transformers {SWEPT}"
+)
+
+
+@of_this_version
+def test_the_sweep_has_every_causal_lm():
+    assert list(SWEEP["rows"]) == list(sweep.CAUSAL_LMS), "run `make bench-sweep docs`"
+
+
+def test_the_sweep_agrees_with_the_tests():
+    verdicts = {name: row["verdict"] for name, row in SWEEP["rows"].items()}
+    assert {verdicts[name] for name in TINY if name in verdicts} == {"accepted"}
+    assert {verdicts[name] for name in REFUSED if name in verdicts} == {"refused"}
+    assert "wrong" not in verdicts.values()
+    assert {name: list(verdicts.values()).count(name) for name in SWEEP["counts"]} == SWEEP[
+        "counts"
+    ]
+
+
+@of_this_version
+@pytest.mark.parametrize("name", ["afmoe", "diffllama", "jetmoe", "doge", "marian", "blt"])
+def test_a_verdict_of_the_sweep_is_found_again(name):
+    found, row = sweep.judged(name), SWEEP["rows"][name]
+    assert (found["verdict"], found.get("why")) == (row["verdict"], row.get("why"))
+    assert found.get("error", 0) <= sweep.LIMIT
+
+
+def test_a_model_decoded_otherwise_in_company_is_no_accepted_one(monkeypatch):
+    """A proof runs one request at a time; the sweep looks at two."""
+    from kvrag.model import CausalLM
+
+    monkeypatch.setattr(CausalLM, "can_share_forwards", True)
+    assert sweep.judged("jetmoe")["verdict"] == "wrong"
+
+
+def test_a_config_made_small_keeps_a_layer_of_every_kind():
+    config = AutoConfig.for_model("olmo3", num_hidden_layers=16)
+    config.layer_types = ["sliding_attention"] * 15 + ["full_attention"]
+    options = sweep.shrunk(config)
+    assert options["layer_types"] == ["sliding_attention"] * 3 + ["full_attention"]
+    assert options["num_hidden_layers"] == sweep.LAYERS
+    assert options["vocab_size"] == sweep.VOCAB_SIZE
+    assert options["max_position_embeddings"] == sweep.CONTEXT
+
+
+def test_what_a_release_changes_is_said():
+    accepted, refused = {"verdict": "accepted"}, {"verdict": "refused", "why": "it can't"}
+    old = {"rows": {"a": accepted, "b": refused, "c": accepted, "d": refused}}
+    new = {"rows": {"a": refused, "b": {**refused, "why": "it won't"}, "d": refused, "e": accepted}}
+    assert sweep.changes(old, new) == [
+        "gone: c (accepted)",
+        "changed: a was accepted, is refused: it can't",
+        "reworded: b is refused: it won't",
+        "new: e is accepted",
+    ]
 
 
 @pytest.mark.parametrize("workload", sim.WORKLOADS)
