@@ -150,6 +150,13 @@ def test_layers_that_keep_keys_are_numbered_from_zero():
         CausalLM(model)
 
 
+def test_layers_that_keep_no_state_are_not_said_to_keep_one():
+    model = tiny_model()
+    model.model.layers[1].self_attn = None
+    with pytest.raises(UnsupportedModelError, match=r"LlamaDecoderLayer\): kvrag moves the keys"):
+        CausalLM(model)
+
+
 def test_angles_that_depend_on_the_length_are_refused_whatever_their_name():
     model = tiny_model()
     rotary = model.model.rotary_emb
