@@ -14,9 +14,10 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from itertools import chain
+from typing import Any, cast
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -50,10 +51,9 @@ STATEFUL_NAMES = (
     "ssm",
 )
 """Parts of a layer that carry a state from token to token."""
+NORM_NAMES = ("k_norm", "k_layernorm", "key_layernorm")
 SOURCE_NAMES = (
-    "k_norm",
-    "k_layernorm",
-    "key_layernorm",
+    *NORM_NAMES,
     "k_proj",
     "qkv_proj",
     "query_key_value",
@@ -127,39 +127,39 @@ def attention_modules(model: PreTrainedModel) -> list[torch.nn.Module]:
         module for module in decoder_of(model).modules() if isinstance(module, torch.nn.ModuleList)
     ):
         found = {layer: _attentions_of(layer) for layer in stack}
-        with_attention = [attention for several in found.values() for attention in several]
+        with_attention = list(chain.from_iterable(found.values()))
         if len(with_attention) > len(best):
             best = with_attention
             mixers = {name for layer in stack for name in STATEFUL_NAMES if hasattr(layer, name)}
             mixers |= {
                 type(layer).__name__
-                for layer, several in found.items()
-                if not several and not mixers
+                for layer, attentions in found.items()
+                if not attentions and not mixers
             }
     if not best:
         raise UnsupportedModelError(
-            f"{type(model).__name__} has no decoder layers with attention: "
-            "there are no keys and values per token to store"
+            f"{type(model).__name__} has no decoder layers with attention that kvrag knows "
+            f"({', '.join(ATTENTION_NAMES)}), so no keys and values per token to store"
         )
     if mixers:
-        what = (
-            f"{type(model).__name__} mixes attention with layers of another kind "
-            f"({', '.join(sorted(mixers))})"
-        )
+        fault = "their state sums up all tokens before, so a chunk's part can't be stored and moved"
+        if not mixers & set(STATEFUL_NAMES):
+            fault = "kvrag moves the keys and values of attention to the prompt's own tokens alone"
         raise UnsupportedModelError(
-            f"{what}: their state sums up all tokens before, "
-            "so a chunk's part can't be stored and moved"
+            f"{type(model).__name__} mixes attention with layers of another kind "
+            f"({', '.join(sorted(mixers))}): {fault}"
         )
     return best
 
 
 def _attentions_of(layer: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the attention modules of a layer; some layers have two (LongCat)."""
-    modules = (getattr(layer, name, None) for name in ATTENTION_NAMES)
-    found = next((module for module in modules if isinstance(module, torch.nn.Module)), None)
-    if isinstance(found, torch.nn.ModuleList):
-        return list(found)
-    return [] if found is None else [found]
+    """Return the attention of a layer, or of a part of it (DBRX); a few have two (LongCat)."""
+    for part in (layer, *layer.children()):
+        modules = (getattr(part, name, None) for name in ATTENTION_NAMES)
+        found = next((module for module in modules if isinstance(module, torch.nn.Module)), None)
+        if found is not None:
+            return list(found) if isinstance(found, torch.nn.ModuleList) else [found]
+    return []
 
 
 def key_sources(
@@ -230,6 +230,36 @@ def rotations(base: torch.nn.Module, attention: torch.nn.Module, key_dim: int) -
         for rotation in [complex_product] if is_complex else known:
             found += _fitting(name, make, rotation, key_dim, next(base.parameters()).device)
     return found
+
+
+def scaled(attention: torch.nn.Module, rotation: Rotation, key_dim: int) -> Iterator[Rotation]:
+    """Yield the rotation of keys that are scaled after it, by the weights of a norm (HunYuan).
+
+    A key's length is the same before and after a rotation. So these keys are the scaled keys of
+    position 0, rotated between a division and a multiplication by the weights.
+    """
+    for name in NORM_NAMES:
+        norm = getattr(attention, name, None)
+        weight = getattr(norm, "weight", None)
+        is_per_dim = isinstance(weight, torch.Tensor) and weight.shape == (key_dim,)
+        if rotation.width and is_per_dim:
+            apply = partial(_between, rotation, cast(torch.nn.Module, norm))
+            yield replace(rotation, apply=apply, is_aligned=False)
+
+
+def _between(
+    rotation: Rotation,
+    norm: torch.nn.Module,
+    keys: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+) -> torch.Tensor:
+    """Rotate keys that a norm scales; its weights are read anew, for they may change in place."""
+    weight = cast(torch.Tensor, norm.weight)
+    scale = norm(torch.ones_like(weight[None]))[0].detach().float()
+    scale = scale[rotation.start : rotation.start + rotation.width]
+    rotated = rotation.apply(keys / scale, cos, sin)
+    return rotated.mul_(scale)
 
 
 def _tables(

@@ -357,7 +357,8 @@ def _attention(
     out = forward.attend(
         id(module), query, key, value, {"scale": scale, "softcap": softcap, "sinks": s_aux}
     )
-    return out.transpose(1, 2), None
+    # Contiguous, as transformers' own attentions return it: some models view it in another shape.
+    return out.transpose(1, 2).contiguous(), None
 
 
 def _attention_of(

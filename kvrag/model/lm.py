@@ -33,7 +33,7 @@ from kvrag.model.plain import (
     context_window,
     regime_limit,
 )
-from kvrag.model.rope import Rotations
+from kvrag.model.rope import RotaryTable, Rotations
 from kvrag.model.rows import KVBuffer, Rows
 from kvrag.model.steps import Extension, NextRow, NextRows
 from kvrag.model.traits import CACHE, LayerTraits, accepted, find_traits, observe, sample_positions
@@ -124,8 +124,10 @@ class CausalLM:
             self.is_dense,
             frozenset(layer for layer, trait in enumerate(self.traits) if trait.is_latent),
         )
+        # A shared step lets a module expand the latents of all requests, but no other keys.
+        expands = any(trait.expands and not trait.is_latent for trait in self.traits)
         self._can_pack = "position_ids" in self._accepted[False] and not (
-            self.is_dense or tells_offsets
+            self.is_dense or tells_offsets or expands
         )
         self._rotations = list(dict.fromkeys(trait.rotation for trait in self.traits))
         self._kinds = [self._rotations.index(trait.rotation) for trait in self.traits]
@@ -169,15 +171,17 @@ class CausalLM:
     def rotary(self, num_positions: int) -> Rotations:
         """Return the rotations of positions 0 to ``num_positions - 1`` per layer, in float32."""
         positions = torch.arange(num_positions, device=self.device)
-        tables = [rotation.at(positions) for rotation in self._rotations]
+        made = {rotation.tables: rotation.tables(positions) for rotation in self._rotations}
+        tables = [RotaryTable(rotation, *made[rotation.tables]) for rotation in self._rotations]
         return [tables[kind] for kind in self._kinds]
 
     @property
     def can_share_forwards(self) -> bool:
         """Whether a forward may compute rows of several requests.
 
-        False where positions don't come from ``position_ids`` alone (ALiBi, Llama 4), or angles
-        change with the prompt's length (longrope).
+        False where positions don't come from ``position_ids`` alone (ALiBi, Llama 4), angles
+        change with the prompt's length (longrope), or a layer makes the keys that it attends to
+        from its cached ones (JetMoe).
         """
         return self._can_pack and self.reuse_window == self.context_window
 

@@ -1,8 +1,8 @@
 """RoPE: rotate position-free keys to their final rows, and back, in float32 with a single cast.
 
 A rotary embedding is linear in its table: ``rotate(k) = cos · k + sin · J(k)`` for any pairing
-``J`` (halves, interleaved, partial). So the model's own function serves every layout, and with
-``-sin`` it is the inverse (RoFormer, arXiv 2104.09864).
+``J`` (halves, interleaved, partial, scaled). So the model's own function serves every layout, and
+with ``-sin`` it is the inverse (RoFormer, arXiv 2104.09864).
 """
 
 from __future__ import annotations
@@ -225,8 +225,9 @@ def spread(
     """
     ones = torch.ones((1, 1, len(cos), width), dtype=cos.dtype, device=cos.device)
     zeros = torch.zeros_like(cos)[None]
-    signs = apply(ones[:, :, :1], zeros[:, :1], torch.ones_like(cos[None, :1]))  # J(1): +1 or -1
-    return apply(ones, cos[None], zeros)[0, 0], (apply(ones, zeros, sin[None]) * signs)[0, 0]
+    # J(1): a sign, or a ratio of scales.
+    signs = apply(ones[:, :, :1], zeros[:, :1], torch.ones_like(cos[None, :1]))
+    return apply(ones, cos[None], zeros)[0, 0], (apply(ones, zeros, sin[None]) / signs)[0, 0]
 
 
 def in_order(apply: ApplyRotary, cos: torch.Tensor, width: int) -> ApplyRotary:

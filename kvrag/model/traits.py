@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvrag.errors import UnsupportedModelError, is_out_of_memory
-from kvrag.model.candidates import KeySource, decoder_of, key_sources, read_mask, rotations
+from kvrag.model.candidates import KeySource, decoder_of, key_sources, read_mask, rotations, scaled
 from kvrag.model.forward import Attentions, Forward, Observed, running, switched
 from kvrag.model.lock import text_config
 from kvrag.model.plain import UNLIMITED, context_window
@@ -38,8 +38,8 @@ class LayerTraits:
     ``source`` locates its position-free keys; without a source, the cached keys are rotated back.
     ``attended`` is the shape of the keys and values that it attends to. With ``is_latent``, it
     makes them of what it caches: a position-free latent, kvrag's values, then a rotary key, kvrag's
-    keys.
-    ``modules`` are the indices of the attention modules that read its KV: first the module that
+    keys. With ``expands``, it makes keys or values of the cached ones in any way, but for repeating
+    heads. ``modules`` are the indices of the attention modules that read its KV: first the module that
     writes it, then later ones that keep none of their own (Gemma 4).
     """
 
@@ -49,6 +49,7 @@ class LayerTraits:
     source: KeySource | None
     reach: Reach
     is_latent: bool
+    expands: bool
     modules: tuple[int, ...]
 
 
@@ -67,11 +68,22 @@ class Seen(Observed):
     returns_weights: dict[int, bool] = field(default_factory=dict)
 
 
+class _NoLayers(list[Any]):
+    """Layers of a recorder's cache: a model that looks for them keeps more than keys and values."""
+
+    def __getitem__(self, _: object) -> Any:
+        raise UnsupportedModelError(
+            "its layers keep more in their cache than a key and a value per token, for example "
+            "several tokens compressed to an entry; kvrag stores keys and values only"
+        )
+
+
 class _Recorder(Forward):
     """Forward with a cache that stores nothing, and records the keys and values handed to it."""
 
     def __init__(self, model: PreTrainedModel, seen: Seen, num_rows: int) -> None:
         super().__init__(Rows.span(0, num_rows), KVBuffer([]), Attentions(model.device))
+        self.layers = _NoLayers()
         self.observed = self._seen = seen
         self._name = type(model).__name__
 
@@ -97,6 +109,20 @@ class _Recorder(Forward):
             f"{self._name} chooses the keys that a row sees by a sparse indexer, which caches "
             "keys of its own; kvrag stores keys and values only, so these would be missing"
         )
+
+    def get_conv_state(self, *_: object, **__: object) -> torch.Tensor:
+        """Refuse layers that mix a token with the tokens right before it."""
+        raise UnsupportedModelError(
+            f"{self._name} mixes every token with the tokens right before it by convolutions with "
+            "a state of their own; kvrag stores keys and values only, "
+            "so that state would be missing"
+        )
+
+
+def _repeats(given: torch.Tensor, kept: torch.Tensor) -> bool:
+    """Whether the heads of one tensor are the heads of the other, each once or several times."""
+    groups = given.shape[1] // kept.shape[1]
+    return torch.equal(given, kept.repeat_interleave(groups, dim=1))
 
 
 def sample_positions(context: int) -> list[int]:
@@ -144,8 +170,8 @@ def observe(
         if is_out_of_memory(error):
             raise
         raise UnsupportedModelError(
-            f"{name} can't run over chosen tokens with a cache of keys and values "
-            f"({type(error).__name__}: {error})"
+            f"the forward of {name} fails over chosen tokens with a cache of keys and values only, "
+            f"which reuse needs ({type(error).__name__}: {error})"
         ) from error
     return seen
 
@@ -237,7 +263,8 @@ def find_traits(
             )
         rotation, table = _explain(model, layer, attention, keys, positions, known)
         shape = _shape_of(keys, values)
-        attended = _shape_of(*seen.given.get(id(attention), (keys, values)))
+        read = seen.given.get(id(attention), (keys, values))
+        expands = not all(map(_repeats, read, (keys, values)))
         source = _source_of(attention, seen.outputs[modules[0]], keys, table)
         reach, *others = dict.fromkeys(
             _reach_of(model, module, attentions[module], seen) for module in modules
@@ -248,7 +275,16 @@ def find_traits(
                 "through different windows; kvrag keeps a single window for each"
             )
         traits.append(
-            LayerTraits(shape, attended, rotation, source, reach, is_latent, tuple(modules))
+            LayerTraits(
+                shape,
+                _shape_of(*read),
+                rotation,
+                source,
+                reach,
+                is_latent,
+                expands,
+                tuple(modules),
+            )
         )
     return traits
 
@@ -333,6 +369,13 @@ def _explain(
         best = min(listed(), key=error_of)
         found.append(best)
     if error_of(best) > tolerance:
+        more = (
+            (other, RotaryTable(other, table.cos, table.sin))
+            for rotation, table in found
+            for other in scaled(attention, rotation, dim)
+        )
+        best = min((best, *more), key=error_of)
+    if error_of(best) > tolerance:
         names = list(
             dict.fromkeys(rotation.name for rotation, _ in found if rotation is not NO_ROTATION)
         )
@@ -372,9 +415,14 @@ def _reach_of(model: PreTrainedModel, layer: int, attention: torch.nn.Module, se
             f"{where} neither asks for an attention function nor returns attention weights"
         )
     mask = seen.masks.get(id(attention))
+    if mask is None:
+        raise UnsupportedModelError(
+            f"{where} makes its own attention mask, for example from the tokens' values; "
+            "kvrag can apply only masks that depend on positions alone"
+        )
     config = text_config(model)
     far = min(context_window(config), UNLIMITED) - 1
-    reach = None if mask is None else read_mask(mask, config, far, model.device)
+    reach = read_mask(mask, config, far, model.device)
     if reach is None:
         raise UnsupportedModelError(
             f"{where} has an attention mask that is neither causal, nor sliding, nor in chunks"

@@ -10,6 +10,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    PreTrainedConfig,
     PreTrainedModel,
 )
 
@@ -204,6 +205,7 @@ TINY: dict[str, dict[str, Any]] = {
     "cwm": {"sliding_window": 48, "layer_types": _ALTERNATING},
     "nanochat": {},
     "jais2": {},
+    "hunyuan_v1_dense": {},
     "bitnet": {},
     # Experts
     "mixtral": {**_LOCAL_EXPERTS, "sliding_window": 48},
@@ -225,6 +227,22 @@ TINY: dict[str, dict[str, Any]] = {
         "moe_num_shared_experts": 1,
     },
     "dots1": _ROUTED_EXPERTS,
+    "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
+    "afmoe": {
+        **_EXPERTS,
+        "sliding_window": 48,
+        "num_dense_layers": 1,
+        "layer_types": _ALTERNATING,
+    },
+    "jetmoe": {**_LOCAL_EXPERTS, "kv_channels": 16},
+    "dbrx": {
+        "n_layers": 4,
+        "d_model": 64,
+        "n_heads": 4,
+        "max_seq_len": 4096,
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 0.5, "rope_theta": 10000.0},
+        "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
+    },
     "glm4_moe": {**_ROUTED_EXPERTS, "use_qk_norm": True},
     # Keys with partial or interleaved RoPE, or from a fused projection
     "phi": {"partial_rotary_factor": 0.5, "qk_layernorm": True},
@@ -367,9 +385,11 @@ REFUSED: dict[str, dict[str, Any]] = {
         "model_type": "llama",
         "rope_parameters": {**_LINEAR, "rope_type": "dynamic"},
     },
-    "hunyuan_v1_dense": {},
     "deepseek_v32": _INDEXED,
     "glm_moe_dsa": _INDEXED,
+    "deepseek_v4": {**_MLA, "num_key_value_heads": 1, "o_groups": 4},
+    "inkling_text": {**_ROUTED_EXPERTS, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2},
+    "doge": {},
     "mamba": {},
     "rwkv": {"attention_hidden_size": 64, "context_length": 4096},
     "jamba": {
@@ -415,9 +435,17 @@ def tiny_model(
     }
     options = {**own, "text_config": text} if sees else text
     model_type = options.pop("model_type", name)
+    return random_model(AutoConfig.for_model(model_type, **options), seed=seed, dtype=dtype)
+
+
+def random_model(
+    config: PreTrainedConfig, *, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> PreTrainedModel:
+    """Build the causal LM of a config, with the weights of :func:`tiny_model`."""
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(model_type, **options)
-    auto: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    auto: Any = AutoModelForCausalLM
+    if config.get_text_config(decoder=True) is not config:
+        auto = AutoModelForImageTextToText
     model = auto.from_config(config, dtype=dtype)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -8,8 +8,11 @@ from kit import lm_of
 
 from kvrag.model import CausalLM
 from kvrag.model.candidates import rotations
+from kvrag.model.proof import prove
 from kvrag.model.rows import Rows
 from kvrag.testing.models import TINY, tiny_model
+
+SCALED = {"hunyuan_v1_dense", "hunyuan_v1_moe"}  # a norm's weights scale keys after the rotation
 
 
 @pytest.mark.parametrize("name", sorted(TINY))
@@ -20,11 +23,12 @@ def test_unrotate_inverts_rotate_at_any_rows(name):
     there = torch.zeros_like(vectors)
     table.add_unit_rotated(there, vectors, rows=rows)
     assert torch.allclose(table.unit_unrotate(there, rows), vectors, atol=1e-5)
-    assert torch.allclose(there.norm(dim=-1), vectors.norm(dim=-1), atol=1e-4)
+    if name not in SCALED:
+        assert torch.allclose(there.norm(dim=-1), vectors.norm(dim=-1), atol=1e-4)
     assert torch.allclose(table.unrotate(table.rotate(vectors, rows), rows), vectors, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", sorted(TINY))
+@pytest.mark.parametrize("name", sorted(set(TINY) - SCALED))
 def test_rotation_depends_on_the_distance_only(name):
     """A key moved with its query scores the same: what makes moving a chunk possible at all."""
     table = lm_of(name).rotary(3000)[0]
@@ -64,6 +68,16 @@ def test_what_is_added_to_keys_is_rotated_as_they_are(name, dtype):
     assert torch.allclose(
         target.float(), expected.float(), atol=1e-5 if dtype == torch.float32 else 2**-6
     )
+
+
+@torch.no_grad()
+def test_scales_after_the_rotation_are_those_of_the_weights_now():
+    """Weights may change in place: keys stored and moved after that are scaled by the new ones."""
+    model = tiny_model("hunyuan_v1_dense")
+    lm = CausalLM(model)
+    for layer in model.model.layers:
+        layer.self_attn.key_layernorm.weight.mul_(torch.linspace(0.5, 2, 16))
+    assert prove(lm).passed
 
 
 def test_yarn_keeps_its_magnitude_once():
