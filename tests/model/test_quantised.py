@@ -5,40 +5,29 @@ from typing import Any
 import pytest
 import torch
 from kit import assert_reuse_is_exact
+from quantised_kit import GPT_OSS, compressed, fp8_blocks, mxfp4, save_base
 from texts import make_chunks
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     BitsAndBytesConfig,
+    FbgemmFp8Config,
+    HqqConfig,
     QuantoConfig,
     TorchAoConfig,
 )
 
-from kvrag import Chunk, KVRagEngine, UnsupportedModelError
+from kvrag import Chunk, KVRagEngine, ModelError, UnsupportedModelError
 from kvrag.identity.model import describe, weights_digest
 from kvrag.identity.weights import is_packed, leaves
 from kvrag.model.forward import mixing_layer
+from kvrag.model.lm import CausalLM
 from kvrag.model.load import load
 from kvrag.model.source import ModelSource
 from kvrag.testing.models import tiny_model
-from kvrag.testing.tokenizers import VOCAB_SIZE, tiny_tokenizer
 
 CHUNKS = make_chunks(3, words=30)
 QUESTION = "\n\nWho keeps the ledger?"
 TOLERANCE = 1e-3
-
-SIZES = {
-    "vocab_size": VOCAB_SIZE,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 4096,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-}
 
 
 def torchao(bits: int) -> Any:
@@ -79,18 +68,7 @@ EXACT_HERE = [(torchao, 8), (torchao, 4), (quanto, 8)]
 
 @pytest.fixture(scope="module")
 def base_dir(tmp_path_factory):
-    """A tiny Llama whose every width is a multiple of 64, the size of the groups that are quantised together."""
-    torch.manual_seed(0)
-    config = AutoConfig.for_model("llama", **SIZES)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 2:
-                parameter.normal_(std=0.15)
-    place = str(tmp_path_factory.mktemp("base"))
-    model.save_pretrained(place)
-    tiny_tokenizer().save_pretrained(place)
-    return place
+    return save_base(str(tmp_path_factory.mktemp("base")))
 
 
 @pytest.fixture
@@ -169,7 +147,7 @@ def test_layers_that_round_by_all_rows_are_refused_with_the_remedy(method, how, 
 def test_layers_that_round_each_row_alone_are_accepted(method, how, engine_for):
     model = engine_for(method, how).loaded.lm.model
     ids = torch.arange(4, 40)[None]
-    assert mixing_layer(model, lambda: model(ids)) == ("", 0.0)
+    assert mixing_layer(model, lambda: model(ids)) == ("no layer mixes rows", 0.0)
 
 
 def test_a_method_that_does_not_run_here_is_refused_with_a_sentence(engine_for):
@@ -240,3 +218,94 @@ def test_an_adapter_over_quantised_weights_is_exact(base_dir, engine_of):
     with adapted.disable_adapter():
         assert engine.loaded.fingerprint != before
         assert engine.explain(alone).hits == 0
+
+
+def test_fp8_and_mxfp4_checkpoints_are_exact(base_dir, tmp_path):
+    """transformers unpacks them on a CPU; the fingerprint is of the files."""
+    experts = save_base(str(tmp_path / "gpt-oss"), "gpt_oss", **GPT_OSS)
+    for place in (
+        fp8_blocks(base_dir, str(tmp_path / "fp8")),
+        mxfp4(experts, str(tmp_path / "mxfp4")),
+    ):
+        engine = KVRagEngine.from_pretrained(place, context=None, kv_dir=tmp_path / "kv")
+        assert_reuse_is_exact(engine)
+        engine.close()
+
+
+@pytest.mark.parametrize("kind", ["int", "float"])
+def test_weights_that_unpack_in_the_first_run_are_exact(kind, base_dir, tmp_path):
+    """A look at single layers before the first run would find packed weights, and refuse them."""
+    pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
+    place = compressed(kind, None)(base_dir, str(tmp_path / "packed"))
+    engine = KVRagEngine.from_pretrained(place, context=None)
+    assert_reuse_is_exact(engine)
+    engine.close()
+
+
+def test_activations_of_compressed_tensors_count(base_dir, tmp_path):
+    pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
+    ways = {name: compressed("int", name) for name in ("token", "tensor")}
+    found = {
+        name: load(ModelSource(save(base_dir, str(tmp_path / name)))) for name, save in ways.items()
+    }
+    assert found["token"].fingerprint != found["tensor"].fingerprint
+    assert "no layer mixes rows" in found["tensor"].lm.refusal
+    assert isinstance(found["token"].lm, CausalLM)
+
+
+@pytest.mark.parametrize("config", [FbgemmFp8Config, HqqConfig])
+def test_what_does_not_load_here_is_an_error_that_names_the_quantisation(config, base_dir):
+    try:
+        method = config()
+    except ImportError:
+        pytest.skip("this config needs its package")
+    source = ModelSource(base_dir, hf_kwargs={"quantization_config": method})
+    with pytest.raises(
+        ModelError,
+        match=rf"its quantisation \({method.quant_method.value}\) may need another device",
+    ):
+        load(source)
+
+
+def test_every_setting_of_torchao_has_its_own_fingerprint_and_keeps_it(base_dir):
+    ao = pytest.importorskip("torchao.quantization", reason="the package torchao is not installed")
+
+    def ways():
+        yield ao.Int8WeightOnlyConfig()
+        yield ao.IntxWeightOnlyConfig(torch.int4)
+        yield ao.IntxWeightOnlyConfig(torch.int4, granularity=ao.PerGroup(32))
+        yield ao.IntxWeightOnlyConfig(torch.int2, granularity=ao.PerGroup(32))
+        yield ao.Float8WeightOnlyConfig()
+        yield ao.Int8DynamicActivationInt8WeightConfig()
+
+    def prints(**options):
+        sources = (
+            ModelSource(
+                base_dir,
+                hf_kwargs={"quantization_config": TorchAoConfig(way, **options)},
+                prove="off",
+            )
+            for way in ways()
+        )
+        return [load(source).fingerprint for source in sources]
+
+    whole, partly = prints(), prints(modules_to_not_convert=["lm_head", "k_proj"])
+    assert len({*whole, *partly}) == 12
+    assert prints() == whole
+
+
+def test_weights_quantised_at_load_are_known_by_their_content(base_dir, tmp_path):
+    """Another version of the library may round otherwise, though file and config are the same."""
+    at_load = load(ModelSource(base_dir, hf_kwargs={"quantization_config": torchao(8)}))
+    before = load(ModelSource(fp8_blocks(base_dir, str(tmp_path / "fp8"))))
+    origins = [loaded.identity._identity.weights for loaded in (at_load, before)]
+    assert [origin.partition(":")[0] for origin in origins] == ["tensors", "sha256"]
+
+
+def test_a_digest_leaves_packed_weights_as_they_are(base_dir):
+    """bitsandbytes' ``state_dict`` unpacks them on some CPUs, and the next forward packs them anew."""
+    loaded = load(ModelSource(base_dir, hf_kwargs={"quantization_config": bitsandbytes(4)}))
+    model = loaded.lm.model
+    places = [parameter.data_ptr() for parameter in model.parameters()]
+    weights_digest(model)
+    assert [parameter.data_ptr() for parameter in model.parameters()] == places
