@@ -100,6 +100,10 @@ def compressed(kind: str, activations: str | None) -> Callable[[str, str], str]:
     def encode(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         scale = weight.abs().amax(1, keepdim=True) / (127 if is_int else 448)
         codes = (weight / scale).round() if is_int else weight / scale
+        if is_int and activations is None:  # four codes in an int32, without signs
+            packed = (codes + 128).to(torch.uint8).contiguous().view(torch.int32)
+            shape = torch.tensor(weight.shape)
+            return {f"{name}_packed": packed, f"{name}_shape": shape, f"{name}_scale": scale}
         dtype = torch.int8 if is_int else torch.float8_e4m3fn
         return {name: codes.to(dtype), f"{name}_scale": scale}
 
@@ -109,8 +113,9 @@ def compressed(kind: str, activations: str | None) -> Callable[[str, str], str]:
         group["weights"] = {**common, "strategy": "channel", "dynamic": False}
         if activations is not None:
             group["input_activations"] = {**common, "strategy": activations, "dynamic": True}
-        method = {"quant_method": "compressed-tensors", "format": f"{kind}-quantized"}
-        method |= {"config_groups": {"group_0": group}, "ignore": ["lm_head"]}  # type: ignore[dict-item]
+        form = "pack-quantized" if is_int and activations is None else f"{kind}-quantized"
+        method: dict[str, Any] = {"quant_method": "compressed-tensors", "format": form}
+        method |= {"config_groups": {"group_0": group}, "ignore": ["lm_head"]}
         return save_quantised(base, place, method | {"quantization_status": "compressed"}, encode)
 
     return save

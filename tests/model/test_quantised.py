@@ -239,6 +239,11 @@ def test_weights_that_unpack_in_the_first_run_are_exact(kind, base_dir, tmp_path
     place = compressed(kind, None)(base_dir, str(tmp_path / "packed"))
     engine = KVRagEngine.from_pretrained(place, context=None)
     assert_reuse_is_exact(engine)
+    unpacked, plain = (
+        found.lm.model.model.layers[2].mlp.up_proj.weight
+        for found in (engine.loaded, load(ModelSource(base_dir)))
+    )
+    assert torch.allclose(unpacked, plain, atol=float(plain.abs().max()) / 16)
     engine.close()
 
 
