@@ -25,7 +25,8 @@ def support(result: Result) -> str:
             notes.setdefault(note, {})[name.removesuffix(" (w)")] = None
     rows = [[kind, ", ".join(names)] for kind, names in kinds.items()]
     worst = max(error for row in exact.values() for error in row["errors"].values())
-    said = f"\n{len(exact)} tiny models, largest difference {worst:.0e}. (w): with a window. (v): `…ForConditionalGeneration`, by prompts of text. "
+    said = f"\n{len(exact)} tiny models, largest difference {worst:.0e}. (w): with a window. "
+    said += "(v): `…ForConditionalGeneration`, by prompts of text. "
     said += "".join(f"{', '.join(names)}: {note}. " for note, names in notes.items())
     return table(["RoPE", "architectures (`…ForCausalLM`)"], rows) + said + _runs(result)
 
