@@ -38,9 +38,9 @@ class LayerTraits:
     ``source`` locates its position-free keys; without a source, the cached keys are rotated back.
     ``attended`` is the shape of the keys and values that it attends to. With ``is_latent``, it
     makes them of what it caches: a position-free latent, kvrag's values, then a rotary key, kvrag's
-    keys. With ``expands``, it makes keys or values of the cached ones in any way, but for repeating
-    heads. ``modules`` are the indices of the attention modules that read its KV: first the module that
-    writes it, then later ones that keep none of their own (Gemma 4).
+    keys. With ``expands``, it makes keys or values of the cached ones in any way but by repeating
+    heads. ``modules`` are the indices of the attention modules that read its KV: first the writer
+    of it, then later modules that keep none of their own (Gemma 4).
     """
 
     shape: LayerShape
