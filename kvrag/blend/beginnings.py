@@ -34,6 +34,7 @@ from kvrag.types import Mode, Source
 logger = logging.getLogger(__name__)
 
 MAX_SNAPSHOTS = 8  # of a request: a snapshot of a large hybrid takes some 75 MB
+LEAST_ROWS = 32  # behind fewer, a snapshot takes more than it saves
 LEAST_GRID = 256  # tokens between snapshots of a prompt that names no chunk
 
 
@@ -161,7 +162,8 @@ def _stops(plan: Plan, found: PrefixMatch | None, most: int) -> list[int]:
         named = [*range(step, total, step)]
     common = [found.num_common] if found else []
     wanted = dict.fromkeys([total, *common, *named[-1:], *ends[:1], *named])
-    return [stop for stop in wanted if stop > 0][: max(0, min(MAX_SNAPSHOTS, most) - 1)]
+    useful = [stop for stop in wanted if stop == total or stop >= LEAST_ROWS]
+    return useful[: max(0, min(MAX_SNAPSHOTS, most) - 1)]
 
 
 @torch.inference_mode()

@@ -19,7 +19,7 @@ from kvrag.model.plain import PlainLM
 from kvrag.testing.models import REFUSED, save_tiny_model, tiny_model
 
 KEPT = StoreConfig(history_bytes=2**27)
-CHUNKS = make_chunks(4, words=16)
+HEAD, *CHUNKS = make_chunks(5, words=16)
 LINEAR = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
@@ -97,7 +97,11 @@ def both(engine_of, monkeypatch):
 
 
 def prompt(order=(0, 1), question="Who keeps the ledger?"):
-    return ["Read this.\n", *(part for i in order for part in (Chunk(CHUNKS[i]), "\n")), question]
+    return [
+        f"Read this, with care: {HEAD}\n",
+        *(part for i in order for part in (Chunk(CHUNKS[i]), "\n")),
+        question,
+    ]
 
 
 def num_before(engine, order=(0, 1)):
@@ -156,6 +160,7 @@ def test_another_question_over_the_same_documents_computes_the_question(both, na
     assert again.history_tokens > first.history_tokens, "where the second left the first"
     other = asked(engines, prompt((1, 0)))
     assert 0 < other.history_tokens < first.history_tokens / 2, "the common beginning"
+    assert other.history_tokens >= engine.explain(prompt()).spans[0].stop
     same = asked(engines, prompt((0, 1)))
     assert same.history_tokens >= before
     logits = [each.prefill(prompt((0, 1), "Why?")).logits for each in engines]
@@ -274,17 +279,17 @@ def test_angles_that_change_with_the_length_end_reuse(both, monkeypatch):
     monkeypatch.setitem(
         REFUSED,
         "short-ntk",
-        {**REFUSED["llama-dynamic-ntk"], "max_position_embeddings": 160},
+        {**REFUSED["llama-dynamic-ntk"], "max_position_embeddings": 224},
     )
     engines = both("short-ntk")
     short, long = prompt((0,)), prompt((0, 1, 2))
-    assert asked(engines, short).prompt_tokens < 150
+    assert asked(engines, short).prompt_tokens < 210
     assert asked(engines, short).history_tokens > 0
     for _ in range(2):  # their answers depend on what the model's rotary module has seen before
         answer = engines[1].generate(long, max_new_tokens=6)
-        assert answer.prompt_tokens > 160
+        assert answer.prompt_tokens > 224
         assert answer.history_tokens == 0
-    assert "RoPE scaling changes beyond 160" in str(engines[1].explain(long))
+    assert "RoPE scaling changes beyond 224" in str(engines[1].explain(long))
 
 
 def test_nothing_is_kept_by_default_and_modes_are_obeyed(both):
