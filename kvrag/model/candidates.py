@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from kvrag.errors import UnsupportedModelError
 from kvrag.model.forward import MaskFunction
-from kvrag.model.lock import text_config
+from kvrag.model.lock import text_parts
 from kvrag.model.rope import (
     NO_ROTATION,
     ApplyRotary,
@@ -98,22 +98,11 @@ class KeySource:
 
 def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
     """Return the text decoder: the model without its head, and without towers for images."""
-    text = next(_text_parts(model), model)
+    text = next(text_parts(model), model)
     if text.base_model is not text:
         return text.base_model
     # Llama 4's base_model_prefix names a part that its text model lacks.
     return next((child for child in text.children() if isinstance(child, PreTrainedModel)), text)
-
-
-def text_model_of(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the causal LM that computes text: the model, or a part that is one (Llama 4)."""
-    return next((part for part in _text_parts(model) if part.can_generate()), model)
-
-
-def _text_parts(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    """Yield the parts with the text decoder's config, outermost first."""
-    config = text_config(model)
-    return (m for m in model.modules() if isinstance(m, PreTrainedModel) and m.config is config)
 
 
 def attention_modules(model: PreTrainedModel) -> list[torch.nn.Module]:

@@ -14,7 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 from kvrag.errors import UnsupportedModelError
 from kvrag.identity.model import LiveIdentity
 from kvrag.model.attention import Mass, largest
-from kvrag.model.candidates import attention_modules, decoder_of, text_model_of
+from kvrag.model.candidates import attention_modules, decoder_of
 from kvrag.model.forward import (
     Attentions,
     BeforeWrite,
@@ -24,7 +24,7 @@ from kvrag.model.forward import (
     running,
     switched,
 )
-from kvrag.model.lock import lock_of, text_config
+from kvrag.model.lock import lock_of, text_config, text_model_of
 from kvrag.model.plain import (
     Extend,
     PlainLM,

@@ -251,3 +251,14 @@ def lock_of(model: PreTrainedModel) -> ModelLock:
 def text_config(model: PreTrainedModel) -> Any:
     """Return the config of a model's text decoder: a part of the config if the model also sees."""
     return model.config.get_text_config(decoder=True)
+
+
+def text_parts(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    """Yield the parts with the text decoder's config, outermost first."""
+    config = text_config(model)
+    return (m for m in model.modules() if isinstance(m, PreTrainedModel) and m.config is config)
+
+
+def text_model_of(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the causal LM that computes text: the model, or a part that is one (Llama 4)."""
+    return next((part for part in text_parts(model) if part.can_generate()), model)

@@ -24,9 +24,8 @@ from transformers import (
 
 from kvrag.errors import ModelError, UnsupportedModelError
 from kvrag.kv.snapshot import Layers, Snapshot, rows_of
-from kvrag.model.candidates import text_model_of
 from kvrag.model.forward import evaluating
-from kvrag.model.lock import lock_of, text_config
+from kvrag.model.lock import lock_of, text_config, text_model_of
 
 UNLIMITED = 2**20  # context window of a model with KV reuse if its config names no limit
 NO_LIMIT = 2**31 - 1  # the same without KV reuse (state space models)

@@ -22,7 +22,7 @@ from texts import WORDS
 from kvrag import Chunk, KVRagEngine, RepairConfig, StoreConfig
 from kvrag.config import STRATEGIES
 from kvrag.model import CausalLM
-from kvrag.model.candidates import text_model_of
+from kvrag.model.lock import text_model_of
 from kvrag.testing.models import TINY, tiny_model
 
 CASES = int(os.environ.get("KVRAG_FUZZ_CASES", "300"))

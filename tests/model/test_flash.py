@@ -18,8 +18,7 @@ from kvrag import (
     uninstall_flash_attention,
 )
 from kvrag.model import flash
-from kvrag.model.candidates import text_model_of
-from kvrag.model.lock import text_config
+from kvrag.model.lock import text_config, text_model_of
 from kvrag.model.rows import EVERYTHING, Reach
 from kvrag.testing.models import TINY, tiny_model
 
