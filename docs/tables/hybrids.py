@@ -89,7 +89,7 @@ def hybrid_answers(result: Result) -> str:
         said += table(["prefill", *KINDS.values()], rows) + "\n"
     return (
         said
-        + "Right answers, 95% bootstrap interval; mean KL from full prefill at the answer.\n"
+        + "Right answers, 95% bootstrap interval; the same answers as full prefill's; mean KL from it.\n"
         + machine_of(result, "hybrid.json")
     )
 
@@ -97,7 +97,7 @@ def hybrid_answers(result: Result) -> str:
 def _cell(row: Result) -> str:
     low, high = row["right_interval"]
     kl = f"{row['kl']:.2f}" if row["kl"] >= 0.005 else f"{row['kl']:.0e}" if row["kl"] else "0"
-    return f"{row['right']:.0%} ({low:.0%} to {high:.0%}); KL {kl}"
+    return f"{row['right']:.0%} ({low:.0%} to {high:.0%}); {row['same']:.0%}; KL {kl}"
 
 
 TABLES: Tables = {
