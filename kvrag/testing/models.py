@@ -309,6 +309,12 @@ TINY: dict[str, dict[str, Any]] = {
         "text_config": _GEMMA3,
         "vision_config": _TOWER,
     },
+    "gemma4": {
+        **_IMAGE,
+        "text_config": {**_SHARED, **_GEMMA4, "layer_types": _SHARING, "use_double_wide_mlp": True},
+        "vision_config": {**_TOWER, "num_key_value_heads": 2, "head_dim": 16},
+        "audio_config": None,
+    },
     "qwen2_vl": {
         **_QWEN_IMAGE,
         "text_config": _MROPE,
