@@ -117,7 +117,7 @@ def regime_limit(config: Any) -> int | None:
     """
     ropes = [r for r in rope_parameters(config) if r.get("rope_type") in ("longrope", "dynamic")]
     name = "original_max_position_embeddings"
-    own = getattr(config, name, None) or config.max_position_embeddings
+    own = getattr(config, name, None) or context_window(config)
     return min((int(rope.get(name) or own) for rope in ropes), default=None)
 
 
