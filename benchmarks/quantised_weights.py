@@ -1,8 +1,8 @@
 """Quantised weights as people load them, on a CPU, for the table in docs/support.md: loads, proven, exact, or refused, and why.
 
 Each row loads a tiny model twice, asks for its proof, and compares first-token logits of reuse (every row repaired, chunks moved) with a
-full prefill. ``noise`` is how far transformers' own forward is from itself, with the prompt in two parts or eager attention. With ``--model``, an evaluation
-model is quantised with torchao's int8 weights: processor time of loading, identifying, proving, and one blended answer.
+full prefill. ``noise`` is how far transformers' own forward is from itself, with the prompt in two parts or eager attention. With
+``--model``, an evaluation model is quantised with torchao's int8 weights: processor time of loading, proving, and one blended answer.
 
     python benchmarks/quantised_weights.py --model qwen2.5-coder-0.5b
 """

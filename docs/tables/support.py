@@ -7,7 +7,7 @@ from collections import Counter
 
 from kvrag.evaluate.estimate import human_bandwidth, human_bytes
 
-from .core import Result, Tables, table
+from .core import Result, Tables, source, table
 
 
 def support(result: Result) -> str:
@@ -150,8 +150,48 @@ def latent(result: Result) -> str:
     return table(header, rows) + said
 
 
+def quantised_weights(result: Result) -> str:
+    """Every way of loading quantised weights, by verdict, with its library."""
+    rows = []
+    for row in sorted(result["rows"], key=lambda row: _VERDICTS.index(row["reuse"])):
+        why = row["why"].removeprefix("KV of this model is not reused: ")
+        why = why.removeprefix("the proof on this model failed: ")
+        why = re.sub(r"^.* \((\w+): (.*)\)$", r"\2", why) if row["reuse"] == "not loaded" else why
+        why = re.sub(r"^no layer mixes rows; .*", "a layer rounds activations by all rows", why)
+        why = re.sub(r"^\w+ quantised by .* \((.*)\);.*", r"fails in its first forward: \1", why)
+        cells = [f"{row['package']} {row['version']}", row["what"], row["reuse"]]
+        errors = f"{row['error']:.0e}, {row['noise']:.0e}" if "error" in row else ""
+        rows.append(
+            [*cells, errors, row.get("fingerprint_of", ""), why.partition(" For details")[0]]
+        )
+    header = [
+        "library",
+        "weights",
+        "reuse",
+        "logits off by, transformers by",
+        "known by",
+        "why not",
+    ]
+    said = "\nExact: less than 0.001. Up to rounding: a last bit may become a step of a rounded "
+    said += "activation. The second figure is transformers' own forward against itself, with the "
+    said += "prompt in two parts or with eager attention.\n"
+    model = result.get("model")
+    if model:
+        spent = ", ".join(f"{name} {value:.1f} s" for name, value in model["processor_s"].items())
+        said += f"\n{model['name']} with torchao's int8 weights, processor time: {spent}; "
+        said += f"{model['cached_tokens']} tokens from the store; "
+        is_same = model["answer"] == model["answer_of_a_full_prefill"]
+        said += f"the answer is {'that' if is_same else 'not that'} of a full prefill.\n"
+    tiny = {**result, "model": "Tiny models in float32"}
+    return table(header, rows) + said + source(tiny, "quantised_weights.json")
+
+
+_VERDICTS = ("exact", "up to rounding", "refused", "not loaded")
+
+
 TABLES: Tables = {
     "latent": ("latent_costs.json", latent),
+    "quantised-weights": ("quantised_weights.json", quantised_weights),
     "support": ("support.json", support),
     "support-refused": ("support.json", support_refused),
     "sweep": ("sweep.json", sweep),
