@@ -105,7 +105,7 @@ bench-ray: setup ## Precomputing with two workers of Ray Data and with killed on
 bench-seams: setup ## What tokenising segment by segment changes
 	cd benchmarks && ../$(BIN)/python bench_seams.py $(ARGS)
 
-bench-hybrid: setup ## Reuse in hybrids: exactness, and what answers lose, on two small models trained here (an hour of a core); costs by arithmetic
+bench-hybrid: setup ## Reuse in hybrids: exactness, and what answers lose, on two small models trained here (half an hour of a core); costs by arithmetic
 	cd benchmarks && ../$(BIN)/python hybrid.py $(ARGS)
 	cd benchmarks && ../$(BIN)/python hybrid_costs.py
 

@@ -5,7 +5,7 @@
 First, on tiny random models of five families in float32: the state that stored pairs (A, B) give beside the state that transformers'
 own forward leaves, and reuse with every row computed anew beside a full prefill. Then, on two small hybrids that ``hybrid_model.py``
 trains here for minutes, answers to questions of three kinds by full prefill, by reuse with nothing repaired, and by reuse with chosen
-rows repaired through attention and linear layers alike. Writes ``results/hybrid.json``. An hour of one core, most of it training.
+rows repaired through attention and linear layers alike. Writes ``results/hybrid.json``. Half an hour of one core, most of it training.
 """
 
 from __future__ import annotations
