@@ -295,6 +295,12 @@ def evaluating(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
             model.train()
 
 
+_MIXED = (
+    "no layer mixes rows; {} does, as layers do that round activations by all rows: quantise "
+    "weights alone, or activations per token (bitsandbytes: llm_int8_threshold=0.0)"
+)
+
+
 def mixing_layer(model: torch.nn.Module, run: Callable[[], object]) -> tuple[str, float]:
     """Claim that no layer's rows depend on later rows; return the claim, and by how much they do.
 
@@ -325,15 +331,9 @@ def mixing_layer(model: torch.nn.Module, run: Callable[[], object]) -> tuple[str
                 handle = module.register_forward_hook(partial(hook, name))
                 stack.callback(handle.remove)
         run()
-    name, error = worst
-    claim = "no layer mixes rows"
-    if name:
-        claim += (
-            f"; {name} does, as layers do that round activations by all rows: "
-            "quantise weights alone, or activations per token "
-            "(bitsandbytes: llm_int8_threshold=0.0)"
-        )
-    return claim, error
+    if not worst[0]:
+        return "no layer mixes rows", 0.0
+    return _MIXED.format(worst[0]), worst[1]
 
 
 def _attention(
