@@ -319,7 +319,7 @@ def mixing_layer(model: torch.nn.Module, run: Callable[[], object]) -> tuple[str
         if not half or out.shape[:-1] != rows.shape[:-1]:
             return
         other = torch.cat([rows[..., :half, :], rows[..., : rows.shape[-2] - half, :]], dim=-2)
-        gap = module.forward(other)[..., :half, :].float() - out[..., :half, :].float()
+        gap = (module.forward(other) - out)[..., :half, :]
         error = float((gap.abs().max() / out.abs().max()).detach())
         if error > worst[1]:
             worst = (name, error)
