@@ -53,7 +53,9 @@ def _assumed(result: Result) -> str:
     rates = ", ".join(f"{name} {rate / 1e12:g} TFLOP/s" for name, rate in assumed["rates"].items())
     bandwidths = ", ".join(f"{name} {b / 1e9:g} GB/s" for name, b in assumed["bandwidths"].items())
     where = ", ".join(f"{name} from {tier}" for name, tier in assumed["from"].items())
-    return f"Arithmetic, nothing measured: {rates}; {bandwidths}; {where}; shapes and their sources in `benchmarks/hybrid_shapes.json`.\n"
+    said = f"Arithmetic, nothing measured: {rates}; {bandwidths}; {where}; "
+    said += "active parameters as published; shapes, their sources and the shapes that were not checked "
+    return said + "against a config are in `benchmarks/hybrid_shapes.json`.\n"
 
 
 def kv_of_models(result: Result) -> str:
