@@ -105,11 +105,12 @@ def test_kernels_for_keys_as_wide_as_values_are_not_asked(monkeypatch):
     monkeypatch.setattr("kvrag_kernels.has_stitch", lambda *_: True)
     assert not encode._has_kernel(lm_of("deepseek_v3"))
     assert encode._has_kernel(lm_of("llama"))
-    assert asked == [24, 16]
+    assert asked == [16]
     assert flash_attention_tier(tiny_model("deepseek_v3")) == "torch"
     assert flash_attention_tier(tiny_model("llama")) == "mma"
     on_device = [SimpleNamespace(is_cuda=True, shape=(1, 1, 9, dim)) for dim in (8, 32)]
-    assert not stitch._has_kernel(*on_device, lm_of("deepseek_v3").rotary(9))
+    buffer = SimpleNamespace(layers=[tuple(on_device)] * 4)
+    assert not stitch._has_kernel(buffer, lm_of("deepseek_v3").rotary(9))
 
 
 def test_the_price_of_attention_is_that_of_expanded_heads(monkeypatch):
