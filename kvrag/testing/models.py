@@ -441,18 +441,21 @@ def tiny_model(
     }
     options = {**own, "text_config": text} if sees else text
     model_type = options.pop("model_type", name)
-    return random_model(AutoConfig.for_model(model_type, **options), seed=seed, dtype=dtype)
+    auto = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    config = AutoConfig.for_model(model_type, **options)
+    return random_model(config, auto, seed=seed, dtype=dtype)
 
 
 def random_model(
-    config: PreTrainedConfig, *, seed: int = 0, dtype: torch.dtype = torch.float32
+    config: PreTrainedConfig,
+    auto: Any = AutoModelForCausalLM,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
 ) -> PreTrainedModel:
-    """Build the causal LM of a config, with the weights of :func:`tiny_model`."""
+    """Build the model of a config by one of transformers' auto classes, with random weights."""
     torch.manual_seed(seed)
-    auto: Any = AutoModelForCausalLM
-    if config.get_text_config(decoder=True) is not config:
-        auto = AutoModelForImageTextToText
-    model = auto.from_config(config, dtype=dtype)
+    model: PreTrainedModel = auto.from_config(config, dtype=dtype)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 2:
