@@ -26,7 +26,15 @@ from kvrag.model import CausalLM
 from kvrag.model.forward import evaluating
 from kvrag.model.lock import lock_of
 from kvrag.model.plain import Past, Pieces, PlainLM, Run, regime_limit
-from kvrag.model.proof import ATTEMPTS, CROSSABLE_WINDOW, LIMIT, NOISE_FACTOR, draw, gap
+from kvrag.model.proof import (
+    ATTEMPTS,
+    CROSSABLE_WINDOW,
+    LIMIT,
+    NOISE_FACTOR,
+    draw,
+    gap,
+    moved_embeddings,
+)
 from kvrag.progress import Progress
 from kvrag.prompt.plan import Plan
 from kvrag.types import Mode, Source
@@ -121,7 +129,12 @@ def prefill_refused(
     ids = torch.tensor(plan.token_ids)
     with clock.stage("prefill"):
         run = partial(
-            model.prefill, ids, max_new_tokens=max_new_tokens, cancel=cancel, seen=plan.seen
+            model.prefill,
+            ids,
+            max_new_tokens=max_new_tokens,
+            cancel=cancel,
+            seen=plan.seen,
+            max_bytes=max_bytes,
         )
         try:
             logits, extend = run(stops=stops, past=past)
@@ -233,22 +246,18 @@ class _Trial:
         return torch.stack([logits, run(self._next)[0]]).float().cpu(), run
 
     def _noise(self) -> float:
-        """Measure how far a rounding of the embeddings moves the logits, where they can be given.
+        """Measure how far a rounding of the embeddings moves the logits.
 
         Float32 needs no such allowance.
         """
         model = self._model.model
         if self._model.dtype == torch.float32:
             return 0.0
+        ids = self._ids[None].to(self._model.device)
         with lock_of(model), evaluating(model):
-            found = model.get_input_embeddings()(self._ids[None].to(self._model.device))
-            signs = torch.randint(0, 2, found.shape, generator=torch.Generator().manual_seed(0))
-            step = torch.finfo(found.dtype).eps * (2 * signs.to(found.device) - 1)
-            moved = (found.float() * (1 + step)).to(found.dtype)
-            one, two = (
-                model(inputs_embeds=each, use_cache=False).logits[0, -1].float()
-                for each in (found, moved)
-            )
+            one = model(input_ids=ids, use_cache=False).logits[0, -1].float()
+            with moved_embeddings(model, 0):
+                two = model(input_ids=ids, use_cache=False).logits[0, -1].float()
         return gap(one, two)
 
 

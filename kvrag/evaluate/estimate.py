@@ -22,7 +22,17 @@ ITEMSIZE = {
 
 
 # Options of layers that keep more than keys and values.
-KEEP_MORE = ("ssm_cfg", "state_size", "linear_attn_config", "layer_group_size", "index_head_dim")
+KEEP_MORE = (
+    "conv_L_cache",
+    "index_head_dim",
+    "layer_group_size",
+    "linear_attn_config",
+    "linear_num_value_heads",
+    "mamba_d_state",
+    "ssm_cfg",
+    "state_size",
+)
+KEEP_STATES = ("linear", "mamba", "conv", "recurrent")  # beginnings of such layers' types
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +105,17 @@ def shape_from_config(config: Mapping[str, Any]) -> ModelShape:
         spaces, linear attention, the keys of a sparse indexer).
     """
     text = config.get("text_config") or config
-    if any(text.get(name) for name in KEEP_MORE):
+    kinds_of_layers = map(str, text.get("layer_types") or ())
+    has_states = any(kind.startswith(KEEP_STATES) for kind in kinds_of_layers)
+    if has_states or any(text.get(name) for name in KEEP_MORE):
         raise ModelError(
             f"architecture {text.get('model_type')!r} does not keep plain keys and values; kvrag "
             "can't hold its KV"
         )
     try:
         num_kept = int(text["num_hidden_layers"]) - int(text.get("num_kv_shared_layers") or 0)
+        if num_kept < 1:
+            raise ValueError(f"{num_kept} of its layers keep KV")
         kinds = Counter(_kv_of_layer(text, layer) for layer in range(num_kept)).most_common()
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise ModelError(

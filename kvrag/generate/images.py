@@ -7,20 +7,21 @@ connection.
 from __future__ import annotations
 
 import base64
-import binascii
 import inspect
 import io
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from kvrag.errors import InputError, MissingDependencyError
 from kvrag.generate.request import Request
 from kvrag.model.lm import LoadedModel
+from kvrag.prompt.jinja import facts_of
 from kvrag.prompt.marks import Marks
 from kvrag.prompt.messages import describe, plain_messages
 from kvrag.prompt.plan import Plan, PlannedPiece
 from kvrag.prompt.tokenizer import Piece
+from kvrag.types import Chunk
 
 REASON = (
     "the prompt holds an image: its tokens attend in both directions, or have positions of their "
@@ -32,6 +33,10 @@ _HOLDERS = ("image_url", "image", "source", "url", "base64", "data")
 """Fields of such a part that may hold the image, or the mapping that does."""
 _DATA_URL = re.compile(r"\Adata:[^,]*;base64,")
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # Pillow runs other programs for some others
+_INPUTS = {"images", "image", "videos", "video", "audio", "audios", "text", "processor_kwargs"}
+"""Names of a processor's inputs, which the prompt gives."""
+MAX_IMAGES = 64  # of a prompt
+MAX_PIXELS = 2**26  # of all images of a prompt: 200 MB of RGB
 _AS_DATA = "pass it as a data: URL, base64 text, bytes or a PIL image"
 
 
@@ -66,6 +71,7 @@ def plan_images(request: Request, loaded: LoadedModel) -> Plan:
             "pass the processor as the tokenizer: tokenizer=AutoProcessor.from_pretrained(...)"
         )
     processor = loaded.processor()
+    _check_variables(request, processor)
     messages = _rendered(request, loaded)
     options = {**request.variables, "add_generation_prompt": True}
     try:
@@ -81,6 +87,22 @@ def plan_images(request: Request, loaded: LoadedModel) -> Plan:
     return Plan((piece,), loaded.encoder, refusal=REASON, seen=seen)
 
 
+def _check_variables(request: Request, processor: Any) -> None:
+    """Raise ``InputError`` for a variable that the chat template does not read.
+
+    The processor would take it as an option of its own, such as a path or an address of an image.
+    """
+    facts = facts_of(str(getattr(processor, "chat_template", None) or ""))
+    known = frozenset() if facts is None else facts.variables
+    taken = inspect.signature(processor.apply_chat_template).parameters.keys() | _INPUTS
+    for name in request.variables:
+        if name not in known or name in taken:
+            raise InputError(
+                f"chat_template_kwargs has {name!r}, which the chat template of the model's "
+                "processor does not read; leave it out of prompts with images"
+            )
+
+
 def _rendered(request: Request, loaded: LoadedModel) -> list[dict[str, Any]]:
     """Return the messages as processors take them: contents are lists of texts and images."""
     marks = Marks()
@@ -89,17 +111,27 @@ def _rendered(request: Request, loaded: LoadedModel) -> list[dict[str, Any]]:
     def held(part: Any) -> Any:
         if not is_image(part):
             return part
-        images[len(marks.texts)] = image_of(part)
+        if len(images) == MAX_IMAGES:
+            raise InputError(f"the prompt holds more than {MAX_IMAGES} images; leave some out")
+        left = MAX_PIXELS - sum(image.width * image.height for image in images.values())
+        images[len(marks.texts)] = image_of(part, left)
         return marks.add("")
+
+    def plain_text(text: str) -> str:
+        if any(isinstance(segment, Chunk) for segment in loaded.encoder.guarded(text)):
+            raise InputError(
+                "a Chunk holds the text of a control token, and beside images a processor would "
+                "read it as one; leave that text or the images out"
+            )
+        return text
 
     given = [
         {**message, "content": [held(part) for part in message["content"]]}
-        if isinstance(message.get("content"), list)
+        if isinstance(message, Mapping) and isinstance(message.get("content"), list)
         else message
         for message in request.prompt
-        if isinstance(message, Mapping)
     ]
-    plain = plain_messages(given, marks.add, loaded.encoder.roles)
+    plain = plain_messages(cast(Any, given), marks.add, loaded.encoder.roles)
     is_called = any([m["role"] == "tool" or m.get("tool_calls") for m in plain])
     if request.chat.tools or request.continues or is_called:
         raise InputError(
@@ -112,18 +144,20 @@ def _rendered(request: Request, loaded: LoadedModel) -> list[dict[str, Any]]:
             if at % 2 and int(text) in images:
                 parts.append({"type": "image", "image": images[int(text)]})
             else:
-                parts.append({"type": "text", "text": marks.texts[int(text)] if at % 2 else text})
+                shown = plain_text(marks.texts[int(text)]) if at % 2 else text
+                parts.append({"type": "text", "text": shown})
         message["content"] = [part for part in parts if part.get("text") != ""]
     return plain
 
 
-def image_of(part: Mapping[str, Any]) -> Any:
-    """Return the image of a content part as a PIL image.
+def image_of(part: Mapping[str, Any], max_pixels: int = MAX_PIXELS) -> Any:
+    """Return the image of a content part as a PIL image of at most ``max_pixels``.
 
     Raises
     ------
     InputError
-        If the part holds no data of an image, but a path or an address, for example.
+        If the part holds no data of an image, but a path or an address, for example, or an image
+        that is too large.
     MissingDependencyError
         If Pillow is not installed.
     """
@@ -135,13 +169,14 @@ def image_of(part: Mapping[str, Any]) -> Any:
     except ImportError as error:
         raise MissingDependencyError("reading images needs Pillow: pip install pillow") from error
     if isinstance(given, Image.Image):
-        return given.convert("RGB")
+        return _bounded(given, max_pixels).convert("RGB")
     if isinstance(given, str):
         given = _decoded(given)
     if not isinstance(given, bytes):
         raise InputError(f"the image of a content part is {describe(given)}; {_AS_DATA}")
     try:
-        return Image.open(io.BytesIO(given), formats=_FORMATS).convert("RGB")
+        found = Image.open(io.BytesIO(given), formats=_FORMATS)
+        return _bounded(found, max_pixels).convert("RGB")
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise InputError(
             f"the image of a content part can't be read ({error}); "
@@ -149,11 +184,20 @@ def image_of(part: Mapping[str, Any]) -> Any:
         ) from error
 
 
+def _bounded(image: Any, max_pixels: int) -> Any:
+    """Return an image whose pixels are not decoded yet; raise ``InputError`` if it is too large."""
+    if image.width * image.height > max_pixels:
+        raise InputError(
+            f"the images of the prompt have more than {MAX_PIXELS:,} pixels; make them smaller"
+        )
+    return image
+
+
 def _decoded(text: str) -> bytes:
     """Return the bytes of a data: URL, or of base64 text."""
     try:
         return base64.b64decode(_DATA_URL.sub("", text), validate=True)
-    except binascii.Error as error:
+    except ValueError as error:
         raise InputError(
             f"the image of a content part is {text[:40]!r}, and kvrag opens no files or "
             f"addresses; {_AS_DATA}"

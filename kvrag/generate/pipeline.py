@@ -153,7 +153,9 @@ class QueryPipeline:
         plan, _ = self._checked(plan, request, len(plan.token_ids) + 1)
         outcome = outcome_of(plan, request.mode, request.repair, self.store, self.costs)
         explained = explain_plan(plan, *outcome, self._known(request.namespace))
-        explained.notes.extend(in_words(self.loaded.lm, len(plan.token_ids) + 1, self._state_bytes))
+        if not plan.seen:
+            total = len(plan.token_ids) + 1
+            explained.notes.extend(in_words(self.loaded.lm, total, self._state_bytes))
         if plan.has_mismatch and (variables := self.loaded.encoder.date_variables) is not None:
             named = f", as chat_template_kwargs={{{variables[0]!r}: ...}}" if variables else ""
             explained.notes.append(
@@ -209,7 +211,9 @@ class QueryPipeline:
         plan, slides = self._checked(plan, request, total)
         lm = self.loaded.lm
         is_plain = isinstance(lm, PlainLM)
-        refusal = refusal_of_past(lm, total, self._state_bytes) if is_plain else plan.refusal
+        refusal = plan.refusal
+        if is_plain and not plan.seen:
+            refusal = refusal_of_past(lm, total, self._state_bytes)
         attempt = partial(
             self._attempt(request, plan, deadline, slides),
             max_new_tokens=limit,

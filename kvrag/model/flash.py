@@ -116,6 +116,13 @@ def _rows_mask(
         mask_function(b, 0, rows[sample][:, None], keys).expand(len(sample), kv_length)
         for b in range(batch_size)
     ]
+    # Blocks of rows that see each other, such as an image's, may lie between the samples.
+    ahead = [mask_function(b, 0, rows[:-1], rows[:-1] + 1).any() for b in range(batch_size)]
+    if q_length > 1 and bool(torch.stack(ahead).any()):
+        raise InputError(
+            "rows of this forward see later rows (an image's?); "
+            "call uninstall_flash_attention(model) before it"
+        )
     mask = rows[None, None, :, None].clone().as_subclass(_RowsMask)
     mask.kvrag = _Forward(rows, _bounds(attention_mask), int(kv_offset), torch.stack(seen), sample)
     return mask
@@ -249,7 +256,8 @@ def flash_attention_tier(model: PreTrainedModel | None = None) -> str:
         tiers = {
             kvrag_kernels.tier(_head_dim(layer), model.dtype, model.device) for layer in layers
         }
-        if getattr(config, "v_head_dim", None) not in (None, _head_dim(config)):
+        value_dim = getattr(config, "v_head_dim", None)
+        if value_dim is not None and value_dim != _head_dim(config):
             return "torch"
         return min(tiers, key=("torch", "mma", "sm90").index)
     return kvrag_kernels.tier(

@@ -39,7 +39,7 @@ from kvrag.model.gguf.kept import keep_weights, read_kept
 from kvrag.model.gguf.parsing import is_gguf, parsed_once
 from kvrag.model.lm import CausalLM, LoadedModel
 from kvrag.model.lock import lock_of
-from kvrag.model.plain import PlainLM, auto_class, check_generates, check_placement
+from kvrag.model.plain import Pieces, PlainLM, auto_class, check_generates, check_placement
 from kvrag.model.proof import Proof, prove
 from kvrag.model.source import (
     ModelSource,
@@ -106,6 +106,7 @@ def _load(source: ModelSource, make_encoder: Callable[[Any], Any] | None) -> Loa
             weights = (_origin(source, model) if given is None else None) or weights_digest(model)
         except UnsupportedModelError as error:
             lm = refuse(model, str(error))
+            lm.pieces = Pieces("weights that can't be read can change without a sign")
             weights = UNKNOWN + uuid.uuid4().hex
     regime = ""
     if isinstance(lm, CausalLM) and lm.reuse_window < lm.context_window:  # longrope

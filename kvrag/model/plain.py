@@ -230,17 +230,17 @@ class PlainLM:
         past: Past | None = None,
         cancel: threading.Event | None = None,
         seen: Mapping[str, torch.Tensor] | None = None,
+        max_bytes: int = NO_LIMIT,
     ) -> tuple[torch.Tensor, Run]:
         """Run a prompt, ids ``(N,)`` int64, behind the rows of ``past``.
 
-        ``seen`` are the model's other inputs: its images.
-
-        Returns the logits ``(vocab,)`` of its last row, and the run, which appends rows. It keeps a
-        snapshot behind every number of first rows in ``stops``. ``CancelledError`` is raised
-        between these pieces if ``cancel`` is set.
+        ``seen`` are the model's other inputs: its images. Returns the logits ``(vocab,)`` of its
+        last row, and the run, which appends rows. The run keeps a snapshot behind every number of
+        first rows in ``stops``, as long as they take at most ``max_bytes``. ``CancelledError`` is
+        raised between these pieces if ``cancel`` is set.
         """
         run = Run(self, token_ids.to(self.device)[None], max_new_tokens, past, seen)
-        return run.prefill(stops, cancel), run
+        return run.prefill(stops, cancel, max_bytes), run
 
 
 class Run:
@@ -311,7 +311,7 @@ class Run:
         return self.rows, self.snapshots
 
     def prefill(
-        self, stops: Collection[int], cancel: threading.Event | None = None
+        self, stops: Collection[int], cancel: threading.Event | None, max_bytes: int
     ) -> torch.Tensor:
         """Compute the prompt's rows; return the last row's logits ``(vocab,)``."""
         total = self._ids.shape[1]
@@ -320,6 +320,8 @@ class Run:
                 logits = self._forward(stop, cancel)
                 if stop in stops:
                     self.snap()
+                if sum(each.num_bytes for each in self.snapshots.values()) > max_bytes:
+                    del self.snapshots[stop]
         return logits
 
     def _forward(self, stop: int, cancel: threading.Event | None = None) -> torch.Tensor:

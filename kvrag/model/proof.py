@@ -27,7 +27,7 @@ from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel
 
 from kvrag.model.forward import EAGER, evaluating, mixing_layer, switched
 from kvrag.model.lm import CausalLM
@@ -151,6 +151,25 @@ def prove(lm: CausalLM, *, seed: int = 0) -> Proof:
     return replace(proof, seconds=time.perf_counter() - start)
 
 
+@contextmanager
+def moved_embeddings(model: PreTrainedModel, seed: int) -> Iterator[None]:
+    """Multiply embeddings by 1 ± epsilon: a rounding that the model then amplifies.
+
+    The model is still given ids, because some look up more than embeddings by them (Gemma 4).
+    """
+
+    def move(_: object, __: object, found: torch.Tensor) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        signs = torch.randint(0, 2, found.shape, generator=generator).to(found.device) * 2 - 1
+        return (found.float() * (1 + torch.finfo(found.dtype).eps * signs)).to(found.dtype)
+
+    handle = model.get_input_embeddings().register_forward_hook(move)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
 class _Trial:
     """Prompt of random tokens: prefix, a chunk behind it, glue, a moved chunk and suffix."""
 
@@ -250,7 +269,7 @@ class _Trial:
         batch = self._ids.to(self._lm.device)[None]
         with (
             lock_of(model),
-            self._moved_embeddings() if moved else nullcontext(),
+            moved_embeddings(model, self._seed) if moved else nullcontext(),
             evaluating(model) if self._attention is None else switched(model, self._attention),
         ):
             options = dict.fromkeys(CACHE & self._names, cache)
@@ -267,24 +286,6 @@ class _Trial:
             ]
         logits = torch.cat(parts)[-COMPARED_ROWS:].float().cpu()
         return Measured(logits, [(keys[0], values[0]) for keys, values in self._lm.cached(cache)])
-
-    @contextmanager
-    def _moved_embeddings(self) -> Iterator[None]:
-        """Multiply embeddings by 1 ± epsilon: a rounding that the model then amplifies.
-
-        The model is still given ids, because some look up more than embeddings by them (Gemma 4).
-        """
-
-        def move(_: object, __: object, found: torch.Tensor) -> torch.Tensor:
-            generator = torch.Generator().manual_seed(self._seed)
-            signs = torch.randint(0, 2, found.shape, generator=generator).to(found.device) * 2 - 1
-            return (found.float() * (1 + torch.finfo(found.dtype).eps * signs)).to(found.dtype)
-
-        handle = self._lm.model.get_input_embeddings().register_forward_hook(move)
-        try:
-            yield
-        finally:
-            handle.remove()
 
     def _noise(self, own: Measured) -> Measured:
         """Measure how far transformers differs from itself.

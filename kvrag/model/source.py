@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import struct
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -283,7 +284,7 @@ def processor_of(source: ModelSource) -> Callable[[], Any] | None:
             found = AutoProcessor.from_pretrained(home, **options)
             found.image_processor  # noqa: B018 - it gives a tokenizer where there is no processor
             return found
-        except (AttributeError, ImportError, OSError, ValueError) as error:
+        except Exception as error:  # processors are code of many authors
             lacks = MissingDependencyError if isinstance(error, ImportError) else InputError
             raise lacks(
                 f"the prompt holds an image, and the processor of {source.name!r} can't be loaded "
@@ -350,7 +351,15 @@ def trying(source: ModelSource, action: Callable[[], T]) -> T:
         raise
     except TypeError as error:
         raise ConfigError(f"transformers refuses an option for {source.name!r}: {error}") from error
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeError) as error:
+    except (
+        OSError,
+        ValueError,
+        LookupError,
+        RuntimeError,
+        ImportError,
+        AttributeError,
+        struct.error,
+    ) as error:
         is_here = not isinstance(source.model, PreTrainedModel) and os.path.exists(source.model)
         fault = (
             "the files of this directory are damaged, or are no causal language model's; check them"

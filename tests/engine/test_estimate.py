@@ -2,6 +2,7 @@
 
 import pytest
 from kit import lm_of
+from transformers import AutoConfig
 
 from kvrag.cli.estimate import read_bandwidth, shape_of
 from kvrag.errors import ConfigError, ModelError
@@ -181,3 +182,18 @@ def test_a_shape_may_be_given_in_numbers():
     assert shape_of("32x8x128") == PRESETS["llama-3.1-8b"]
     with pytest.raises(ModelError):
         shape_of("32x0x128")
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen3_next", "falcon_h1", "lfm2", "bamba", "granitemoehybrid", "qwen3_5_text"]
+)
+def test_layers_that_keep_a_state_are_not_estimated_as_keys_and_values(name):
+    with pytest.raises(ModelError, match="does not keep plain keys and values"):
+        shape_from_config(AutoConfig.for_model(name).to_dict())
+
+
+def test_a_config_without_layers_is_refused():
+    with pytest.raises(ModelError, match="0 of its layers keep KV"):
+        shape_from_config(
+            {"num_hidden_layers": 0, "num_attention_heads": 4, "hidden_size": 64, "head_dim": 16}
+        )

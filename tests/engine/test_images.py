@@ -13,6 +13,7 @@ from texts import make_chunks
 from transformers import BatchFeature
 
 from kvrag import Chunk, InputError, KVRagEngine, RepairConfig
+from kvrag.generate import images
 from kvrag.model import CausalLM
 from kvrag.model.proof import _Trial, prove
 from kvrag.server import ServerConfig, create_app
@@ -196,6 +197,48 @@ def test_no_prompt_makes_kvrag_open_a_file_or_an_address(given):
     part = {"type": "image_url", "image_url": {"url": given}}
     with pytest.raises(InputError, match="pass it as a data: URL"):
         engine_of("llava").generate(asked(part, "What?"))
+
+
+@pytest.mark.parametrize("name", ["images", "processor_kwargs", "size"])
+def test_no_variable_of_a_template_is_an_option_of_the_processor(name):
+    """Else ``images`` would be opened, or fetched, by the processor."""
+    prompt = asked({"type": "image", "image": picture()}, "What?")
+    with pytest.raises(InputError, match=f"chat_template_kwargs has '{name}'"):
+        engine_of("llava").generate(prompt, chat_template_kwargs={name: ["/etc/passwd"]})
+
+
+def test_images_are_bounded_before_they_are_decoded(monkeypatch):
+    """A small file may hold many pixels."""
+    engine = engine_of("llava")
+    many = [{"type": "image", "image": picture()}] * (images.MAX_IMAGES + 1)
+    with pytest.raises(InputError, match="more than 64 images"):
+        engine.generate(asked(*many, "What?"))
+    monkeypatch.setattr(images, "MAX_PIXELS", 2 * 40 * 30)
+    for form in (picture(), png(picture())):
+        engine.prefill(asked(*[{"type": "image", "image": form}] * 2, "What?"))
+        with pytest.raises(InputError, match=r"more than 2,400 pixels"):
+            engine.prefill(asked(*[{"type": "image", "image": form}] * 3, "What?"))
+
+
+def test_a_chunk_beside_an_image_holds_no_control_tokens():
+    engine = engine_of("llava")
+    control = engine.loaded.encoder.tokenizer.eos_token
+    prompt = asked({"type": "image", "image": picture()}, Chunk(f"a {control} b"), "What?")
+    with pytest.raises(InputError, match="control token"):
+        engine.generate(prompt)
+
+
+@pytest.mark.parametrize("given", ["https://bücher.example/a.png", "ü"])
+def test_data_that_is_not_ascii_is_refused_in_a_sentence(given):
+    part = {"type": "image_url", "image_url": {"url": given}}
+    with pytest.raises(InputError, match="pass it as a data: URL"):
+        engine_of("llava").generate(asked(part, "What?"))
+
+
+def test_a_message_that_is_none_is_refused_beside_an_image():
+    prompt = [*asked({"type": "image", "image": picture()}, "What?"), 3]
+    with pytest.raises(InputError):
+        engine_of("llava").generate(prompt)
 
 
 def test_other_formats_are_not_tried():

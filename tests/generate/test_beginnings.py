@@ -76,7 +76,7 @@ HYBRIDS = {
     "mamba2": {"num_heads": 8, "head_dim": 16, "expand": 2, "state_size": 16, "n_groups": 2},
 }
 """Models with a running state."""
-WITHOUT_STATE = ("gpt2", "opt", "falcon-alibi", "llama-dynamic-ntk", "hunyuan_v1_dense")
+WITHOUT_STATE = ("gpt2", "opt", "falcon-alibi", "llama-dynamic-ntk")
 UNSURE = ("mamba", "jamba", "rwkv")
 """Of transformers 5.24, these can't read several tokens behind a state, or keep it elsewhere; a later one may."""
 

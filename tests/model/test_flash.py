@@ -195,3 +195,21 @@ def test_the_tier_is_that_of_the_device():
     assert flash_attention_tier(tiny_model()) == "torch"
     if not torch.cuda.is_available():
         assert flash_attention_tier() == "torch"
+
+
+@torch.inference_mode()
+def test_an_images_rows_that_see_each_other_are_refused():
+    """Wherever they stand: the model's mask is else looked at in a few rows."""
+    model = tiny_model("gemma3")
+    install_flash_attention(model)
+    ids = torch.arange(30, 131)[None]
+    kinds = torch.zeros_like(ids)
+    model(ids, token_type_ids=kinds)
+    kinds[:, 28:48] = 1
+    with pytest.raises(InputError, match="see later rows"):
+        model(ids, token_type_ids=kinds)
+
+
+@pytest.mark.parametrize("name", ["gemma4_text", "gemma4-key-values"])
+def test_a_tier_is_that_of_all_head_dims(name):
+    assert flash_attention_tier(tiny_model(name)) == "torch"

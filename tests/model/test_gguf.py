@@ -374,3 +374,22 @@ def test_both_frameworks_take_the_option(file, tmp_path):
     )
     assert chat.engine.source.cache_weights
     assert index.engine.source.cache_weights
+
+
+def test_directories_of_others_stay(file, tmp_path):
+    """A user may keep models of their own beside the kept ones."""
+    own = kvrag.cache.cache_dir() / "weights" / "my-llama"
+    own.mkdir(parents=True)
+    (own / "model.safetensors").write_bytes(b"mine")
+    other = own.with_name("work.tmp")
+    other.mkdir()
+    os.utime(other, (0, 0))
+    load(ModelSource(file, cache_weights=True, prove="off"))
+    assert (own / "model.safetensors").read_bytes() == b"mine"
+    assert other.is_dir()
+
+
+def test_files_beside_that_cannot_be_read_cost_time_alone(file):
+    (file.parent / "x.json").mkdir()
+    (file.parent / "gone.json").symlink_to("nowhere")
+    load(ModelSource(file, cache_weights=True, prove="off"))

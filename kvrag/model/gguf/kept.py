@@ -30,7 +30,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from kvrag.cache import cache_dir, make_private
-from kvrag.errors import ModelError
+from kvrag.errors import ModelError, is_out_of_memory
 from kvrag.identity.describe import (
     attention_text,
     config_text,
@@ -46,6 +46,7 @@ from kvrag.progress import Progress
 logger = logging.getLogger(__name__)
 
 _ABOUT = "kept.json"
+_PART = "kvrag-part-"
 _STALE_S = 86_400  # age of a half-written directory that no process can be writing any more
 
 
@@ -66,14 +67,20 @@ def read_kept(source: ModelSource) -> Kept | None:
 
     What can't be used is deleted, and a line in the log says why.
     """
-    folder = _folder(source)
+    name = os.path.basename(os.fspath(source.model))
+    try:
+        folder = _folder(source)
+    except OSError as error:
+        logger.warning("the kept weights of %s can't be looked for (%s)", name, error)
+        return None
     if folder is None or not (folder / _ABOUT).is_file():
         return None
-    name = os.path.basename(os.fspath(source.model))
     try:
         with Progress(f"loading the kept weights of {name}"):
             return _read(folder, source)
     except Exception as error:  # a damaged file may raise anything
+        if is_out_of_memory(error):
+            raise
         logger.warning(
             "the kept weights of %s can't be used (%s: %s) and are deleted; the file is "
             "dequantised again",
@@ -122,7 +129,8 @@ def _folder(source: ModelSource) -> Path | None:
         variant = _variant(source)
     except TypeError:
         return None
-    beside = [file for ending in ("*.json", "*.jinja") for file in path.parent.glob(ending)]
+    found = (file for ending in ("*.json", "*.jinja") for file in path.parent.glob(ending))
+    beside = [file for file in found if file.is_file()]
     parts = {"file": files_digest([path]), "beside": files_digest(beside), "variant": variant}
     for module in ("transformers", "tokenizers", "torch", "gguf"):
         parts[module] = importlib.metadata.version(module)
@@ -197,7 +205,7 @@ def _write(folder: Path, source: ModelSource, model: PreTrainedModel, tokenizer:
     if any(is_packed(each) or not each.is_floating_point() for each in model.parameters()):
         raise ModelError("its weights stay packed after loading")
     make_private(cache_dir(), folder.parent)
-    part = Path(tempfile.mkdtemp(dir=folder.parent, suffix=".tmp"))
+    part = Path(tempfile.mkdtemp(dir=folder.parent, prefix=_PART))
     try:
         model.config.to_json_file(part / "config.json", use_diff=False)
         weights = str(part / "model.safetensors")
@@ -217,6 +225,7 @@ def _write(folder: Path, source: ModelSource, model: PreTrainedModel, tokenizer:
         (part / _ABOUT).write_text(json.dumps(about), "utf-8")
         size = sum(file.stat().st_size for file in part.iterdir())
         _delete_older(folder, about)
+        shutil.rmtree(folder, ignore_errors=True)  # damaged, else it would have been read
         part.rename(folder)
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
@@ -249,7 +258,7 @@ def _path(source: ModelSource) -> str:
 def _delete_older(folder: Path, about: dict[str, Any]) -> None:
     """Delete what was kept of the same file earlier, and what killed processes left behind."""
     for other in folder.parent.iterdir():
-        if other.suffix == ".tmp":
+        if other.name.startswith(_PART):
             is_old = time.time() - other.stat().st_mtime > _STALE_S
         else:
             is_old = _is_older(other, about)
@@ -258,8 +267,9 @@ def _delete_older(folder: Path, about: dict[str, Any]) -> None:
 
 
 def _is_older(other: Path, about: dict[str, Any]) -> bool:
+    """Whether a directory holds what was kept of the same file; other directories are not ours."""
     try:
         known = json.loads((other / _ABOUT).read_text("utf-8"))
         return bool(all(known[name] == about[name] for name in ("source", "variant")))
     except (OSError, ValueError, LookupError, TypeError):
-        return True  # it can't be used by anyone
+        return False
