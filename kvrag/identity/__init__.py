@@ -4,7 +4,8 @@
 
     config, tokenizer, attention ─▶ describe ─┐
     files, hub commit, tensors ──▶ weights ───┼─▶ model (LiveIdentity) ─▶ fingerprint ─▶ chunk_key
-    layers of peft ──────────────▶ adapters ──┘   checked again at every request
+    state that modules hide ─────▶ beside ────┤   checked again at every request
+    layers of peft ──────────────▶ adapters ──┘
 
 May import ``types``, ``errors``, ``config``, ``cache`` and ``runtime``. Never imports transformers
 or peft.
