@@ -36,6 +36,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from kvrag.errors import ModelError
 from kvrag.model import CausalLM
 from kvrag.model.load import accept
+from kvrag.model.lock import text_model_of
 from kvrag.model.plain import PlainLM, check_generates
 from kvrag.model.proof import LIMIT, gap, prove
 from kvrag.model.rows import Rows
@@ -223,7 +224,7 @@ def judged(name: str) -> dict[str, Any]:
     try:
         model = built(name)
         with torch.inference_mode():
-            model(input_ids=IDS[None, :8], use_cache=True)
+            text_model_of(model)(input_ids=IDS[None, :8], use_cache=True)
     except Exception as error:  # transformers may raise anything
         return {**row, "verdict": "not built", "why": said(error)}
     row["class"] = type(model).__name__
