@@ -111,19 +111,8 @@ def _rendered(request: Request, loaded: LoadedModel) -> list[dict[str, Any]]:
     def held(part: Any) -> Any:
         if not is_image(part):
             return part
-        if len(images) == MAX_IMAGES:
-            raise InputError(f"the prompt holds more than {MAX_IMAGES} images; leave some out")
-        left = MAX_PIXELS - sum(image.width * image.height for image in images.values())
-        images[len(marks.texts)] = image_of(part, left)
+        images[len(marks.texts)] = _next_image(part, list(images.values()))
         return marks.add("")
-
-    def plain_text(text: str) -> str:
-        if any(isinstance(segment, Chunk) for segment in loaded.encoder.guarded(text)):
-            raise InputError(
-                "a Chunk holds the text of a control token, and beside images a processor would "
-                "read it as one; leave that text or the images out"
-            )
-        return text
 
     given = [
         {**message, "content": [held(part) for part in message["content"]]}
@@ -144,10 +133,27 @@ def _rendered(request: Request, loaded: LoadedModel) -> list[dict[str, Any]]:
             if at % 2 and int(text) in images:
                 parts.append({"type": "image", "image": images[int(text)]})
             else:
-                shown = plain_text(marks.texts[int(text)]) if at % 2 else text
+                shown = _plain(marks.texts[int(text)], loaded) if at % 2 else text
                 parts.append({"type": "text", "text": shown})
         message["content"] = [part for part in parts if part.get("text") != ""]
     return plain
+
+
+def _next_image(part: Mapping[str, Any], before: Sequence[Any]) -> Any:
+    """Return the image of a content part, if the prompt's earlier images leave room for it."""
+    if len(before) == MAX_IMAGES:
+        raise InputError(f"the prompt holds more than {MAX_IMAGES} images; leave some out")
+    return image_of(part, MAX_PIXELS - sum(image.width * image.height for image in before))
+
+
+def _plain(text: str, loaded: LoadedModel) -> str:
+    """Return the text of a chunk; raise ``InputError`` if it holds a control token's."""
+    if any(isinstance(segment, Chunk) for segment in loaded.encoder.guarded(text)):
+        raise InputError(
+            "a Chunk holds the text of a control token, and beside images a processor would "
+            "read it as one; leave that text or the images out"
+        )
+    return text
 
 
 def image_of(part: Mapping[str, Any], max_pixels: int = MAX_PIXELS) -> Any:
