@@ -13,6 +13,7 @@ from transformers import DynamicCache
 import kvrag.model.plain as plainly
 from kvrag import Chunk, StoreConfig
 from kvrag.blend.beginnings import MAX_SNAPSHOTS, pieces_of
+from kvrag.errors import UnsupportedModelError
 from kvrag.generate.radix_cache import RadixCache
 from kvrag.kv.snapshot import Snapshot
 from kvrag.model.plain import PlainLM
@@ -497,3 +498,34 @@ def test_a_chat_in_langchain_continues_too(tmp_path):
         assert got.usage_metadata["input_token_details"]["cache_read"] == told["history_tokens"]
         messages += [("ai", got.content), ("human", "And why?")]
     assert "KV of this model is not reused" in told["fallback_reason"]
+
+
+def test_snapshots_of_a_request_take_no_more_than_they_may(monkeypatch):
+    """The state behind a long prompt may be larger than that of the proof: a window fills up."""
+    lm = PlainLM(tiny_model("mistral"), "by the test")  # a window of 48
+    ids = torch.arange(30, 130)
+    stops = (8, 16, 24, 60)
+    _, free = lm.prefill(ids, max_new_tokens=1, stops=stops)
+    sizes = [free.snapshots[stop].num_bytes for stop in stops]
+    assert sizes == sorted(set(sizes)), "or the window would not fill up"
+    _, bounded = lm.prefill(ids, max_new_tokens=1, stops=stops, max_bytes=sum(sizes[:3]))
+    assert list(bounded.snapshots) == [8, 16, 24]
+
+
+def test_weights_that_cannot_be_read_leave_nothing(engine_of, monkeypatch):
+    """No digest would tell that they have changed."""
+
+    def unreadable(_):
+        raise UnsupportedModelError("its weights hide")
+
+    monkeypatch.setattr("kvrag.model.load.weights_digest", unreadable)
+    engine = engine_of(tiny_model(), kv_dir=None, store_config=KEPT)
+    first = engine.prefill(prompt())
+    with torch.no_grad():
+        for parameter in engine.loaded.lm.model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    engine.generate(prompt(), max_new_tokens=2)
+    again = engine.prefill(prompt())
+    assert (again.history_tokens, again.exactness) == (0, "full")
+    assert not torch.allclose(again.logits, first.logits)
+    assert "can change without a sign" in str(engine.explain(prompt()))

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import kvrag.model.gguf.kept
 import kvrag.model.load
-from kvrag import ConfigError, KVRagEngine
+from kvrag import ConfigError, KVRagEngine, ModelError
 from kvrag.cli.app import app
 from kvrag.model.gguf.parsing import parsed_once
 from kvrag.model.load import load
@@ -393,3 +393,11 @@ def test_files_beside_that_cannot_be_read_cost_time_alone(file):
     (file.parent / "x.json").mkdir()
     (file.parent / "gone.json").symlink_to("nowhere")
     load(ModelSource(file, cache_weights=True, prove="off"))
+
+
+def test_a_file_cut_short_is_an_error_in_a_sentence(file):
+    whole = file.read_bytes()
+    for size in (10, 40, 300, len(whole) // 2):
+        file.write_bytes(whole[:size])
+        with pytest.raises(ModelError, match="damaged"):
+            load(ModelSource(file, prove="off"))
