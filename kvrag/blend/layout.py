@@ -37,6 +37,8 @@ class Segment:
         Index into :attr:`~kvrag.prompt.plan.Plan.identities`; -1 for rows not from the store.
     is_mismatched
         Whether the chunk was encoded behind another prefix than this prompt's.
+    offset
+        Row of the chunk that the segment begins with.
     """
 
     start: int
@@ -45,6 +47,7 @@ class Segment:
     exact: bool = False
     source: int = -1
     is_mismatched: bool = False
+    offset: int = 0
 
     @property
     def num_rows(self) -> int:
@@ -153,17 +156,17 @@ class Layout:
         )
 
 
-def place(segments: Iterable[tuple[int, Kind, bool, int, bool]]) -> Layout:
-    """Lay out segments ``(length, kind, exact, source, is_mismatched)`` in order.
+def place(segments: Iterable[tuple[int, Kind, bool, int, bool, int]]) -> Layout:
+    """Lay out segments ``(length, kind, exact, source, is_mismatched, offset)`` in order.
 
     Empty segments are dropped. The last row becomes live: its logits choose the first answer token,
     so it is computed even if its KV is stored.
     """
     placed: list[Segment] = []
     start = 0
-    for length, kind, exact, source, is_mismatched in segments:
+    for length, kind, *rest in segments:
         if length:
-            placed.append(Segment(start, start + length, kind, exact, source, is_mismatched))
+            placed.append(Segment(start, start + length, kind, *rest))
             start += length
     last = placed.pop()
     if last.kind != "live":
@@ -176,14 +179,15 @@ def place(segments: Iterable[tuple[int, Kind, bool, int, bool]]) -> Layout:
 def lay_out(plan: Plan) -> Layout:
     """Return the layout of a plan with all possible reuse."""
     sources = {identity: index for index, identity in enumerate(plan.identities)}
-    entries: list[tuple[int, Kind, bool, int, bool]] = []
+    entries: list[tuple[int, Kind, bool, int, bool, int]] = []
     for piece in plan.pieces:
         kind: Kind = "live"
         source = -1
         if piece.identity is not None:
             kind = "prefix" if piece.piece.kind == "live" else "chunk"
             source = sources[piece.identity]
-        entries.append((len(piece.ids), kind, piece.is_exact, source, piece.is_mismatched))
+        rest = piece.is_exact, source, piece.is_mismatched, piece.offset
+        entries.append((len(piece.ids), kind, *rest))
     return place(entries)
 
 

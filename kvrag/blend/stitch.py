@@ -79,8 +79,8 @@ def stitch(
     buffer, rotary
         At least ``layout.num_tokens`` rows. Afterwards, rows of live segments are undefined.
     kvs
-        Loaded chunks, indexed by ``segment.source``. A segment shorter than its chunk takes the
-        chunk's first rows, which don't depend on the rest (attention is causal).
+        Loaded chunks, indexed by ``segment.source``. A segment takes the chunk's rows from its
+        offset on; they don't depend on later rows (attention is causal).
     skip
         Rows that the next forward computes, int64. They may stay unwritten.
     """
@@ -174,15 +174,15 @@ def move(
     """
     longest: dict[int, int] = {}
     for s in segments:
-        longest[s.source] = max(longest.get(s.source, 0), s.num_rows)
+        longest[s.source] = max(longest.get(s.source, 0), s.offset + s.num_rows)
     moved = {}
     for source, num_rows in longest.items():
         kv = kvs[source]
         stored = kv.layers[layers.start : layers.stop]
         if 2 * num_rows < kv.num_tokens:  # else the unused rows are copied too
-            stored = tuple(_first_rows(layer, num_rows) for layer in stored)
+            stored = tuple(_rows(layer, 0, num_rows) for layer in stored)
         moved[source] = together(stored, device)
-    return [_first_rows(moved[s.source], s.num_rows) for s in segments]
+    return [_rows(moved[s.source], s.offset, s.num_rows) for s in segments]
 
 
 def place(
@@ -217,16 +217,21 @@ def place(
     )
 
 
-def _first_rows(kv: LayerKV, num_rows: int) -> LayerKV:
-    """Return the first rows of a layer, or of several stacked layers."""
+def _rows(kv: LayerKV, offset: int, num_rows: int) -> LayerKV:
+    """Return rows of a layer, or of several stacked layers, from a row on.
+
+    The offset of rounded rows is a multiple of :data:`~kvrag.kv.layers.GROUP`.
+    """
     if num_rows == kv.keys.shape[-2]:
         return kv
+    rows = slice(offset, offset + num_rows)
     s = kv.scales
     if s is not None:
-        groups = -(-num_rows // GROUP) if s.keys.shape[-2] > 1 else 1
-        values = s.values[..., :num_rows, :] if s.values.shape[-2] > 1 else s.values
-        s = Scales(s.dtype, s.keys[..., :groups, :], s.zeros[..., :groups, :], values)
-    return LayerKV(kv.keys[..., :num_rows, :], kv.values[..., :num_rows, :], s)
+        has_groups = s.keys.shape[-2] > 1
+        groups = slice(offset // GROUP, -(-rows.stop // GROUP)) if has_groups else slice(0, 1)
+        values = s.values[..., rows, :] if s.values.shape[-2] > 1 else s.values
+        s = Scales(s.dtype, s.keys[..., groups, :], s.zeros[..., groups, :], values)
+    return LayerKV(kv.keys[..., rows, :], kv.values[..., rows, :], s)
 
 
 def _stitch_by_torch(
@@ -236,13 +241,17 @@ def _stitch_by_torch(
 
     Live rows between the segments are rotated too; a later forward overwrites them.
     """
-    parts = [(kvs[s.source].layers, slice(s.start, s.stop), s.stop - s.start) for s in segments]
+    parts = [
+        (kvs[s.source].layers, slice(s.start, s.stop), slice(s.offset, s.offset + s.num_rows))
+        for s in segments
+    ]
     for index, (table, (keys, values)) in enumerate(zip(rotary, buffer.layers, strict=True)):
-        for layers, rows, count in parts:
+        for layers, rows, own in parts:
             stored = layers[index].keys, layers[index].values
             if layers[index].scales is not None:
-                stored = unpack(layers[index], count, device=keys.device, dtype=keys.dtype)
-            keys[0, :, rows], values[0, :, rows] = stored[0][:, :count], stored[1][:, :count]
+                stored = unpack(layers[index], own.stop, device=keys.device, dtype=keys.dtype)
+            keys[0, :, rows] = stored[0][:, own]
+            values[0, :, rows] = stored[1][:, own]
         if table.width and parts:
             span = slice(segments[0].start, segments[-1].stop)
             keys[0, :, span] = table.rotate(keys[0, :, span], span)

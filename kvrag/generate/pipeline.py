@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from kvrag.blend.beginnings import in_words, kept_of, needs_state, prefill_refused, refusal_of_past
 from kvrag.blend.clock import NOTABLE_S, Clock
@@ -37,7 +37,8 @@ from kvrag.precompute.on_miss import WriteBack
 from kvrag.prompt.explain import Known, explain_plan
 from kvrag.prompt.learn import Learner
 from kvrag.prompt.partial import text_of
-from kvrag.prompt.plan import Lookup, Plan, plan_ids, plan_prompt
+from kvrag.prompt.plan import Lookup, Plan, plan_prompt
+from kvrag.prompt.plan_ids import plan_ids
 from kvrag.prompt.spans import SpanIndex
 from kvrag.prompt.tokenizer import given_ids
 from kvrag.prompt.tools import TEXT
@@ -124,25 +125,36 @@ class QueryPipeline:
         scanner = self.scanner(request.namespace, deadline)
         if shows_images(loaded, request.prompt):
             return plan_images(request, loaded)
-        ids = given_ids(request.prompt, loaded.lm.vocab_size)
-        if ids is not None:
-            return plan_ids(ids, loaded.encoder, request.chat)
-        plan = plan_prompt(
-            request.prompt,
-            loaded.encoder,
-            chat=request.chat,
-            scanner=scanner,
-            lookup=Lookup(
-                self.store,
-                loaded.identity.fingerprint,
-                request.namespace,
-                deadline,
-                config.kv_dtype,
-                self._context,
-            ),
-            prefixes=request.prefixes,
-            min_chunk_tokens=config.min_chunk_tokens,
+        lookup = Lookup(
+            self.store,
+            loaded.identity.fingerprint,
+            request.namespace,
+            deadline,
+            config.kv_dtype,
+            self._context,
         )
+        known: dict[str, Any] = {
+            "scanner": scanner,
+            "lookup": lookup,
+            "min_chunk_tokens": config.min_chunk_tokens,
+        }
+        ids = given_ids(request.prompt, loaded.lm.vocab_size)
+        if ids is None:
+            plan = plan_prompt(
+                request.prompt,
+                loaded.encoder,
+                chat=request.chat,
+                prefixes=request.prefixes,
+                **known,
+            )
+        else:
+            if request.chat.tools or request.chat.continues:
+                raise InputError(
+                    "tools and continue_final_message need a prompt of chat messages, "
+                    "and this one is token ids"
+                )
+            prefixes = [loaded.encoder.head_ids(text) for text in request.prefixes if text]
+            plan = plan_ids(ids, loaded.encoder, prefixes=prefixes, **known)
         if isinstance(loaded.lm, PlainLM):
             return plan.without_reuse(loaded.lm.refusal)
         return plan

@@ -27,9 +27,6 @@ from kvrag.types import ChunkIdentity, ChunkKey, KVDtype, MissedChunk, TextEntry
 OTHER_TEXT = "other text stands between the prefix and this chunk: repaired"
 OTHER_CONTEXT = "encoded behind a context, which this prompt does not have: repaired"
 OTHER_PREFIX = "encoded behind another prefix than this prompt has: repaired with a larger ratio"
-IDS_ALONE = (
-    "the prompt is token ids, in which no chunks are looked for; pass text, messages or segments"
-)
 NEAR_SEAM = 64  # characters after a seam whose token ids may depend on the text before it
 REST_OF_CHUNK = "the rest of a chunk whose first part is that of a stored chunk"
 
@@ -119,6 +116,8 @@ class PlannedPiece:
         Why there is no stored KV, or why it is not exact.
     missed
         The chunk to store, if it has no KV of its own.
+    offset
+        Row of the stored chunk that the piece begins with.
     """
 
     piece: Piece
@@ -128,6 +127,7 @@ class PlannedPiece:
     is_mismatched: bool = False
     reason: str | None = None
     missed: MissedChunk | None = None
+    offset: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,17 +232,6 @@ def plan_prompt(
     if not planned:
         raise InputError("the prompt has no tokens; pass some text")
     return Plan(tuple(planned), encoder, lookup.kv_dtype, lookup.deadline.fault)
-
-
-def plan_ids(ids: Sequence[int], encoder: PromptEncoder, chat: Chat = PLAIN) -> Plan:
-    """Plan a prompt of token ids: use the ids unchanged, and look for no chunks in them."""
-    if chat.tools or chat.continues:
-        raise InputError(
-            "tools and continue_final_message need a prompt of chat messages, "
-            "and this one is token ids"
-        )
-    text = str(encoder.tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
-    return Plan((PlannedPiece(Piece(text), tuple(ids)),), encoder, refusal=IDS_ALONE)
 
 
 def _split_head(

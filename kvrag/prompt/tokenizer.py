@@ -61,6 +61,7 @@ class Piece:
 
 
 _SENTENCE = re.compile(r"(?:[.!?…][\"'”’)\]*_]*(?=\s)|\n|[。！？][”’」』）]*)\s*")
+UNKNOWN = "\ufffd"  # the text of bytes that are not a whole character
 SPACES = ("Ġ", "Ċ", "▁")
 """Marks of a space or a line break at a token's beginning, as tokenizers write them."""
 
@@ -161,13 +162,28 @@ class SegmentTokenizer:
             starts[bisect_right(places, end.end())] = True
         return starts[: len(ids)]
 
-    def _text_of(self, token: int) -> str:
-        """Return a token's text with its leading space, which some tokenizers drop.
+    def token_texts(self, ids: Sequence[int]) -> list[str]:
+        """Return the text of every token.
 
-        They leave it out when they decode the token alone.
+        Of tokens that share a character, the first has the text of all, and the others have none.
         """
-        text = str(self.tokenizer.decode([token], clean_up_tokenization_spaces=False))
-        is_apart = str(self.tokenizer.convert_ids_to_tokens(token)).startswith(SPACES)
+        texts = list(map(self._piece, ids))
+        shared = [UNKNOWN in text for text in texts]
+        for stop in range(len(texts), 0, -1):
+            if shared[stop - 1] and not (stop < len(texts) and shared[stop]):
+                start = stop - 1
+                while start and shared[start - 1]:
+                    start -= 1
+                texts[start:stop] = [self._text_of(*ids[start:stop]), *[""] * (stop - start - 1)]
+        return texts
+
+    def _text_of(self, *tokens: int) -> str:
+        """Return the text of tokens with its leading space, which some tokenizers drop.
+
+        They leave it out when they decode the tokens alone.
+        """
+        text = str(self.tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False))
+        is_apart = str(self.tokenizer.convert_ids_to_tokens(tokens[0])).startswith(SPACES)
         if is_apart and not text[:1].isspace():
             return f" {text}"
         return text
