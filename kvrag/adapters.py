@@ -10,12 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SkipValidation
 
+from kvrag.blend.clock import Clock
+from kvrag.blend.cost import CostModel, Costs, Price
+from kvrag.blend.layout import Layout, Segment, lay_out
+from kvrag.blend.prefill import prefill
+from kvrag.blend.stitch import stitch
 from kvrag.config import (
     Repair,
     RepairConfig,
     StoreConfig,
     as_config,
     check_mode,
+    check_namespace,
     check_prove,
     check_template_kwargs,
     refuse_misplaced,
@@ -26,17 +32,32 @@ from kvrag.errors import ConfigError, require
 from kvrag.generate.streams import AsyncTokenStream, TokenStream
 from kvrag.hooks import Content, OnError, changed_ids, documents_in, engine_of, prefetch_kv
 from kvrag.identity.describe import rope_text
-from kvrag.identity.fingerprint import chunk_key, ids_digest, namespace_digest
+from kvrag.identity.fingerprint import (
+    chunk_key,
+    context_digest,
+    ids_digest,
+    namespace_digest,
+)
 from kvrag.identity.model import describe
 from kvrag.identity.weights import source_identity
 from kvrag.model.plain import context_window
 from kvrag.model.rope import RotaryTable
-from kvrag.model.source import ModelSource, base_directory, directory, hub_options
+from kvrag.model.source import (
+    ModelSource,
+    base_directory,
+    directory,
+    hub_options,
+    load_tokenizer,
+)
 from kvrag.precompute.documents import below_collection, in_collection
 from kvrag.progress import check_show
+from kvrag.prompt.plan import Lookup, Plan
+from kvrag.prompt.plan_ids import plan_ids
 from kvrag.prompt.prefix import LEARN, LearnPrefix, Prefix
+from kvrag.prompt.spans import SpanIndex
 from kvrag.prompt.template import Chat, PromptEncoder
 from kvrag.prompt.tools import FORM, Tools, answer_form
+from kvrag.runtime import Deadline
 from kvrag.store import ChunkRecord, TieredStore, open_store
 from kvrag.types import ChunkIdentity, ChunkKV, MaxContext, Mode, Prove
 
@@ -58,18 +79,28 @@ __all__ = [
     "ChunkIdentity",
     "ChunkKV",
     "ChunkRecord",
+    "Clock",
     "Content",
+    "CostModel",
+    "Costs",
+    "Deadline",
     "EngineFields",
+    "Layout",
     "LearnPrefix",
+    "Lookup",
     "MaxContext",
     "Mode",
     "ModelLike",
     "ModelSource",
     "OnError",
+    "Plan",
     "Prefix",
+    "Price",
     "PromptEncoder",
     "Repair",
     "RotaryTable",
+    "Segment",
+    "SpanIndex",
     "TieredStore",
     "TokenStream",
     "Tools",
@@ -80,9 +111,11 @@ __all__ = [
     "changed_ids",
     "check_kv_dir",
     "check_mode",
+    "check_namespace",
     "check_show",
     "check_template_kwargs",
     "chunk_key",
+    "context_digest",
     "context_window",
     "describe",
     "directory",
@@ -91,13 +124,18 @@ __all__ = [
     "hub_options",
     "ids_digest",
     "in_collection",
+    "lay_out",
+    "load_tokenizer",
     "namespace_digest",
     "open_store",
+    "plan_ids",
     "prefetch_kv",
+    "prefill",
     "refuse_misplaced",
     "require",
     "rope_text",
     "source_identity",
+    "stitch",
     "unknown_option",
 ]
 

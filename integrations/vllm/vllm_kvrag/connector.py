@@ -1,29 +1,28 @@
-"""Connector that vLLM loads: reads KV that kvrag has precomputed, and writes no KV.
+"""Connector that vLLM loads.
 
-vLLM's scheduler asks how many tokens of a prompt have KV in the store. Its worker reads the KV and
-rotates the keys to their positions. The attention's own function writes them to vLLM's cache, so
-their layout in the cache stays vLLM's concern.
+::
+
+    connector ─→ prefix (exact beginnings, within the step)
+              └→ blend  (repaired chunks, beside the steps) ─→ planning, privacy │ blending, proof
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorWorkerMetadata,
 )
-from vllm.logger import init_logger
-from vllm.model_executor.models.utils import extract_layer_index
-from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvrag import ConfigError, StoreConfig
-from kvrag.adapters import ChunkKV, as_config, open_store, rope_text
-from vllm_kvrag.exported import TESTED, Exported, Turn, read_turns, weights_of
-from vllm_kvrag.heads import Heads, Parts, cut
+from kvrag.adapters import as_config, open_store
+from vllm_kvrag.blend import BlendMode
+from vllm_kvrag.prefix import PrefixMode
+from vllm_kvrag.report import Counts, Metrics
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -31,43 +30,19 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
-
-logger = init_logger(f"vllm.{__name__}")  # vLLM shows its own loggers only
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """Rows ``start`` to ``stop`` of a prompt, and the prompt's blocks in vLLM's cache.
-
-    The parts cover the prompt from its first token on.
-    """
-
-    parts: Parts
-    start: int
-    stop: int
-    blocks: list[int]
-
-    def slots(self, block_size: int) -> torch.Tensor:
-        """Return the slot of every row in vLLM's cache."""
-        rows = torch.arange(self.start, self.stop)
-        return torch.tensor(self.blocks)[rows // block_size] * block_size + rows % block_size
-
-
-@dataclass
-class Loads(KVConnectorMetadata):
-    """Loads for the worker before its next forward."""
-
-    loads: list[Load] = field(default_factory=list)
 
 
 class KVRagConnector(KVConnectorBase_V1):
-    """Load the KV of a prompt's stored beginning.
+    """Reuse the KV of stored chunks in vLLM.
 
-    ``kv_connector_extra_config`` takes ``kv_dir``, the store; ``model``, the file of
-    :func:`vllm_kvrag.export_model`; ``namespace`` (default: ``"default"``); ``store_config``,
-    fields of :class:`kvrag.StoreConfig` (default: ``{"read_only": true}``). Raises ``ConfigError``
-    if vLLM computes with another model, dtype or cache than the stored KV.
+    ``kv_connector_extra_config`` takes ``kv_dir``, the store; ``mode``: ``"prefix"`` (default)
+    loads exact beginnings of prompts, ``"blend"`` reuses chunks anywhere in a prompt and repairs
+    them; ``namespace`` (default: ``"default"``); ``store_config``, fields of
+    :class:`kvrag.StoreConfig` (default: ``{"read_only": true}``). The prefix mode needs ``model``,
+    the file of :func:`vllm_kvrag.export_model`. The blend mode takes ``repair``, ``context`` and
+    ``weights`` (docs/how-to/vllm.md). Raises ``ConfigError`` if vLLM can't use this store.
     """
 
     def __init__(
@@ -75,182 +50,110 @@ class KVRagConnector(KVConnectorBase_V1):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         option = self._kv_transfer_config.get_from_extra_config
-        self._path = option("model", None)
         kv_dir = option("kv_dir", None)
-        if not (self._path and kv_dir):
-            raise ConfigError(
-                "kv_connector_extra_config needs kv_dir, and model, the file of "
-                "vllm_kvrag.export_model"
+        if not kv_dir:
+            raise ConfigError("kv_connector_extra_config needs kv_dir, the store")
+        mode = option("mode", "prefix")
+        if mode not in ("prefix", "blend"):
+            raise ConfigError(f"mode is {mode!r}; pass 'prefix' or 'blend'")
+        is_worker = role == KVConnectorRole.WORKER
+        # In blend mode the worker writes what clients precompute.
+        reads = mode == "prefix" or not is_worker
+        given = option("store_config", {"read_only": True} if reads else None)
+        config = as_config(StoreConfig, given, option="store_config") or StoreConfig()
+        self._store = open_store(kv_dir, config)
+        self._mode: PrefixMode | BlendMode
+        if mode == "prefix":
+            self._mode = PrefixMode(vllm_config, kv_cache_config, self._store)
+        else:
+            self._mode = BlendMode(
+                vllm_config, kv_cache_config, self._store, config, is_worker=is_worker
             )
-        self._exported = Exported.read(self._path)
-        reason = refusal(vllm_config, kv_cache_config, self._exported)
-        if reason:
-            raise ConfigError(f"vLLM can't use this store: {reason}")
-        self._block_size = vllm_config.cache_config.block_size
-        config = as_config(
-            StoreConfig, option("store_config", {"read_only": True}), option="store_config"
-        )
-        self._store = open_store(kv_dir, config or StoreConfig())
-        self._heads = Heads(self._store, self._exported.fingerprint, option("namespace", "default"))
-        # By request: its stored parts, and its first row to load.
-        self._found = dict[str, tuple[Parts, int]]()
-        self._loads: list[Load] = []
-        self._turns: list[Turn | None] = []
-        self._failed = set[int]()
 
     # -- the scheduler ---------------------------------------------------------------------------
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int, bool]:
-        """Return how many tokens after the computed tokens have KV in the store.
-
-        They are loaded within the step.
-        """
-        has_own_kv = request.lora_request or request.mm_features or request.cache_salt
-        if has_own_kv or request.prompt_embeds is not None or not request.prompt_token_ids:
-            return 0, False
-        parts, count = self._heads.match(request.prompt_token_ids)
-        self._found[request.request_id] = parts, num_computed_tokens
-        # The last token is computed, because its logits start the answer.
-        return max(0, min(count, request.num_prompt_tokens - 1) - num_computed_tokens), False
+        """Return how many tokens after the computed tokens are loaded, and whether beside steps."""
+        return self._mode.match(request, num_computed_tokens)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         """Note the request's load for the next step, now that its blocks are known."""
-        parts, start = self._found.pop(request.request_id, ((), 0))
-        if num_external_tokens > 0:
-            (own,) = blocks.get_block_ids()
-            self._loads.append(Load(parts, start, start + num_external_tokens, list(own)))
+        own = list(blocks.get_block_ids()[0]) if num_external_tokens else []
+        self._mode.allocated(request, own, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Pass this step's loads to the worker."""
-        loads = self._loads
-        self._loads = []
-        return Loads(loads)
+        return self._mode.metadata()
 
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Forget a request that ended before it was admitted; its blocks are free."""
-        self._found.pop(request.request_id, None)
-        return False, None
+        """Return what the response says about the request's KV; its blocks are free."""
+        return False, self._mode.finished(request)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Take the worker's report."""
+        self._mode.hear(connector_output.kv_connector_worker_meta)
+
+    def set_xfer_handshake_metadata(self, metadata: Mapping[int, Any]) -> None:
+        """Take the description of the worker's model."""
+        for each in metadata.values():
+            self._mode.hear(each)
 
     # -- the worker ------------------------------------------------------------------------------
 
-    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Load the KV of this step; returns when it is loaded."""
-        metadata = self._get_connector_metadata()
-        assert isinstance(metadata, Loads)
-        for load in metadata.loads:
-            rows = list(cut(load.parts, load.start, load.stop))
-            kvs = [self._store.get(identity) for identity, _, _ in rows]
-            found = [
-                (kv, first, last)
-                for kv, (_, first, last) in zip(kvs, rows, strict=True)
-                if kv is not None
-            ]
-            # Erased or damaged since the scheduler asked: vLLM computes these rows.
-            if len(found) < len(rows):
-                logger.warning("stored KV of a prompt is gone; vLLM computes it")
-                self._failed.update(
-                    load.blocks[load.start // self._block_size : -(-load.stop // self._block_size)]
-                )
-                continue
-            for name, layer in forward_context.no_compile_layers.items():
-                if hasattr(layer, "kv_cache"):
-                    self._fill(layer, extract_layer_index(name), load, found)
+    def get_handshake_metadata(self) -> Any:
+        """Describe the worker's model to the scheduler."""
+        return self._mode.handshake()
 
-    def _fill(
-        self, layer: Any, index: int, load: Load, found: list[tuple[ChunkKV, int, int]]
-    ) -> None:
-        """Write a layer's rows to vLLM's cache with the function that its attention uses."""
-        device = layer.kv_cache.device
-        if not self._turns:
-            self._turns = read_turns(self._path, device)
-        layers = [(kv.layers[index], first, last) for kv, first, last in found]
-        keys = torch.cat([each.keys[:, first:last] for each, first, last in layers], dim=1).to(
-            device
-        )
-        values = torch.cat([each.values[:, first:last] for each, first, last in layers], dim=1).to(
-            device
-        )
-        turn = self._turns[index]
-        if turn is not None:
-            keys = turn.rotate(keys, slice(load.start, load.stop))
-        rows = [x.transpose(0, 1).contiguous() for x in (keys, values)]  # (T, H, D)
-        layer.impl.do_kv_cache_update(
-            layer, *rows, layer.kv_cache, load.slots(self._block_size).to(device)
-        )
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        """Load the KV of this step, or begin to."""
+        self._mode.load(self._get_connector_metadata(), forward_context)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Return the requests whose KV is loaded."""
+        return None, self._mode.ended(finished_req_ids) or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Return the blocks that could not be filled in this step."""
-        failed = self._failed
-        self._failed = set()
-        return failed
+        """Return the blocks that could not be filled."""
+        return self._mode.failed_blocks()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """Report ended loads to the scheduler."""
+        return self._mode.worker_metadata()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Return at once: all KV is loaded before the forward."""
+        """Return at once: no layer of this step waits for KV."""
 
     def save_kv_layer(
-        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Save nothing: only kvrag writes to the store."""
+        """Save nothing: vLLM's own KV is not of single chunks."""
 
     def wait_for_save(self) -> None:
         """Return at once: nothing is saved."""
 
+    # -- both ------------------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> Counts | None:
+        """Return the counts since the last call."""
+        return self._mode.counted()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Counts:
+        """Return the counts that another process has sent."""
+        return Counts(data or {})
+
+    @classmethod
+    def build_prom_metrics(cls, *args: Any) -> Metrics:
+        """Return the counters for Prometheus."""
+        return Metrics(*args)
+
     def shutdown(self) -> None:
-        """Close the store."""
+        """End the work and close the store."""
+        self._mode.close()
         self._store.close()
-
-
-def refusal(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, exported: Exported
-) -> str | None:
-    """Return why vLLM's cache can't take the KV of an exported model; ``None`` if it can."""
-    model = vllm_config.model_config
-    cache = vllm_config.cache_config
-    transfer = vllm_config.kv_transfer_config
-    rope = rope_text(model.hf_config.get_text_config())
-    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    # With windows only, vLLM frees the blocks before the window and can't compute failed loads.
-    is_full = len(specs) == 1 and isinstance(specs[0], FullAttentionSpec)
-    is_same = exported.weights in weights_of(model.model, model.hf_config)
-    reasons = [
-        (
-            exported.model_type in TESTED,
-            f"it was never tested with {exported.model_type}, but with {', '.join(TESTED)}",
-        ),
-        (
-            is_same,
-            "the model's weights are not those that were exported; name the same model, or the "
-            "same directory",
-        ),
-        (
-            rope == exported.rope,
-            f"the model's RoPE parameters are {rope}, and {exported.rope} were exported",
-        ),
-        (
-            str(model.dtype) == exported.dtype,
-            f"it computes in {model.dtype}, and the stored KV is in {exported.dtype}",
-        ),
-        (model.quantization is None, f"the model is quantised ({model.quantization})"),
-        (
-            cache.cache_dtype == "auto",
-            f"kv_cache_dtype is {cache.cache_dtype!r}; leave it at 'auto'",
-        ),
-        (vllm_config.parallel_config.world_size == 1, "the model is split among several devices"),
-        (
-            vllm_config.speculative_config is None,
-            "it decodes speculatively, and a draft model has layers of its own",
-        ),
-        (is_full, "its cache is not one group of full attention"),
-        # A chunk may be erased or found damaged after the scheduler has counted its tokens.
-        (
-            transfer.kv_load_failure_policy == "recompute",
-            "kv_load_failure_policy must be 'recompute'",
-        ),
-    ]
-    return next((reason for holds, reason in reasons if not holds), None)

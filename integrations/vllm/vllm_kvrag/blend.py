@@ -1,0 +1,340 @@
+"""Blend mode of the connector: reuse stored chunks anywhere in a prompt, and repair them.
+
+The scheduler plans from token ids and reports all but the last token as loaded beside its steps.
+The worker's thread computes the rows (:mod:`vllm_kvrag.blending`). Approximate blocks get hashes of
+their own, so vLLM's prefix cache never gives them to another request.
+"""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+from vllm.logger import init_logger
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from kvrag import ConfigError, KVRagError, RepairConfig, StoreConfig
+from kvrag.adapters import (
+    Costs,
+    ModelSource,
+    PromptEncoder,
+    TieredStore,
+    as_config,
+    context_digest,
+    load_tokenizer,
+)
+from vllm_kvrag.blending import Blender, Job, Said
+from vllm_kvrag.planning import About, Asked, Decision, Planner
+from vllm_kvrag.prefix import has_own_kv
+from vllm_kvrag.report import Counts
+from vllm_kvrag.weights import engine_of, layers_of
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+logger = init_logger(f"vllm.{__name__}")  # vLLM shows its own loggers only
+
+IDLE_WAIT_S = 0.02  # a step without a forward waits this long for a job to end
+
+
+@dataclass
+class Jobs(KVConnectorMetadata):
+    """Jobs for the worker."""
+
+    jobs: list[Job] = field(default_factory=list)
+
+
+@dataclass
+class Hello(KVConnectorHandshakeMetadata):
+    """Description of the worker's model."""
+
+    about: About
+
+
+@dataclass
+class Ended(KVConnectorWorkerMetadata):
+    """What ended jobs say, by request, and the costs that they taught."""
+
+    said: dict[str, Said]
+    costs: Costs | None
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> Ended:
+        """Join the reports of two workers."""
+        assert isinstance(other, Ended)
+        return Ended(self.said | other.said, other.costs or self.costs)
+
+
+class BlendMode:
+    """Blend mode, on the scheduler's side or on the worker's."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        store: TieredStore,
+        config: StoreConfig,
+        *,
+        is_worker: bool,
+    ) -> None:
+        self._config = vllm_config
+        self._block_size = vllm_config.cache_config.block_size
+        reason = refusal(vllm_config, kv_cache_config)
+        if reason:
+            raise ConfigError(f"vLLM can't blend prompts: {reason}")
+        option = vllm_config.kv_transfer_config.get_from_extra_config
+        self._repair = as_config(RepairConfig, option("repair", None), option="repair")
+        model = vllm_config.model_config
+        self._counts = Counts()
+        self._about: About | None = None
+        self._blender: Blender | None = None
+        if is_worker:
+            self._engine = engine_of(vllm_config, config, self._repair)
+        else:
+            source = ModelSource(model.model, tokenizer=model.tokenizer)
+            self._planner = Planner(
+                store,
+                config,
+                PromptEncoder(load_tokenizer(source)),
+                option("namespace", "default"),
+            )
+        # By request.
+        self._decisions = dict[str, tuple[int, Decision]]()
+        self._own_hashes = dict[str, list[Any]]()
+        self._said = dict[str, Said]()
+        self._waiting: list[Job] = []
+        self._ended = dict[str, Said]()
+        self._failed = set[int]()
+        self._is_idle = False
+
+    # -- the scheduler ---------------------------------------------------------------------------
+
+    def match(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
+        """Return how many tokens after the computed tokens are blended or loaded."""
+        try:
+            asked = Asked.of(request.kv_transfer_params)
+            decision = self._decide(request, asked, num_computed_tokens)
+        except KVRagError as error:
+            decision = Decision("none", str(error))
+        except Exception as error:  # a failure of the cache is never a failure of the answer
+            logger.warning("a prompt could not be planned (%s: %s)", type(error).__name__, error)
+            decision = Decision("none", f"its planning failed ({type(error).__name__})")
+        if decision.kind == "blend":
+            self._hide(request, decision.num_exact // self._block_size)
+        else:
+            self._show(request)
+        self._decisions[request.request_id] = num_computed_tokens, decision
+        count = max(0, decision.stop - num_computed_tokens)
+        return count, count > 0
+
+    def _decide(self, request: Request, asked: Asked, num_computed: int) -> Decision:
+        if asked.precompute is not None:
+            return Decision("none", stop=num_computed + 1)
+        known = self._decisions.get(request.request_id)
+        if known is not None and known[0] == num_computed:
+            return known[1]  # it waits for blocks
+        if has_own_kv(request) and request.request_id not in self._own_hashes:
+            return Decision("none", "its KV depends on more than its token ids")
+        if request.skip_reading_prefix_cache:
+            return Decision("none", "it asks for a full prefill")
+        if self._about is None:
+            return Decision("none", "the worker has not described its model yet")
+        ids = request.prompt_token_ids
+        decision = self._planner.decide(
+            ids,
+            asked,
+            self._about,
+            num_computed=num_computed,
+            num_more=request.max_tokens,
+        )
+        if decision.kind == "blend" and decision.num_exact // self._block_size >= len(
+            request.block_hashes
+        ):
+            return Decision("none", "less than a block would be blended")
+        return decision
+
+    def _hide(self, request: Request, num_exact: int) -> None:
+        """Give a request's blocks hashes of their own, but for its first exact blocks.
+
+        A salt changes the first hash, and every hash depends on the hash before.
+        """
+        own = self._own_hashes.get(request.request_id)
+        if own is None:
+            own = self._own_hashes[request.request_id] = list(request.block_hashes)
+            request.cache_salt = f"kvrag-{uuid.uuid4().hex}"
+            request.block_hashes.clear()
+            request.update_block_hashes()
+        request.block_hashes[:num_exact] = own[:num_exact]
+
+    def _show(self, request: Request) -> None:
+        """Give a request's blocks the hashes of their token ids again."""
+        own = self._own_hashes.pop(request.request_id, None)
+        if own is not None:
+            request.cache_salt = None
+            request.block_hashes.clear()
+            request.update_block_hashes()
+
+    def allocated(self, request: Request, blocks: list[int], num_external_tokens: int) -> None:
+        """Note the request's job, now that its blocks are known."""
+        start, decision = self._decisions.pop(request.request_id, (0, Decision("none")))
+        total = request.num_prompt_tokens
+        if request.request_id not in self._said:
+            self._said[request.request_id] = _as_computed(start, total, decision.reason)
+        if num_external_tokens == 0:
+            return
+        asked = Asked.of(request.kv_transfer_params)
+        job = Job(request.request_id, blocks, start, start + num_external_tokens)
+        if asked.precompute is not None:
+            job = replace(job, precompute=asked.precompute)
+        else:
+            job = replace(job, plan=decision.plan, repair=decision.repair)
+        self._waiting.append(job)
+
+    def metadata(self) -> Jobs:
+        """Pass the jobs to the worker."""
+        jobs = self._waiting
+        self._waiting = []
+        return Jobs(jobs)
+
+    def finished(self, request: Request) -> dict[str, Any] | None:
+        """Return what the response says about the request's KV, and forget the request."""
+        for kept in (self._decisions, self._own_hashes):
+            kept.pop(request.request_id, None)
+        said = self._said.pop(request.request_id, None)
+        if said is None:
+            return None
+        if "exactness" in said:
+            self._counts.add(said)
+        about = self._about
+        if about is not None and (request.kv_transfer_params or {}).get("kvrag", {}).get(
+            "describe"
+        ):
+            said = said | {
+                "fingerprint": about.fingerprint,
+                "refusal": about.refusal,
+            }
+        return {"kvrag": said}
+
+    def hear(self, metadata: Any) -> None:
+        """Take the description of the worker's model, or what its jobs say."""
+        if isinstance(metadata, Hello):
+            self._about = metadata.about
+            if metadata.about.refusal:
+                logger.warning("prompts are not blended: %s", metadata.about.refusal)
+        elif isinstance(metadata, Ended):
+            for request_id, said in metadata.said.items():
+                if request_id in self._said:
+                    self._said[request_id] = said
+            if self._about is not None and metadata.costs is not None:
+                self._about = replace(self._about, costs=metadata.costs)
+
+    def counted(self) -> Counts | None:
+        """Return the counts since the last call."""
+        counts = self._counts
+        self._counts = Counts()
+        return None if counts.is_empty() else counts
+
+    # -- the worker ------------------------------------------------------------------------------
+
+    def handshake(self) -> Hello | None:
+        """Describe the model; from now on its prompts are blended."""
+        engine = self._engine
+        refusal = getattr(engine.loaded.lm, "refusal", None)
+        if refusal is None:
+            engine.warm_up()
+            self._blender = Blender(engine, layers_of(self._config), self._block_size)
+            lm = engine.loaded.reusable
+            costs, depth, window = self._blender.costs.known(), lm.depth, lm.reuse_window
+        else:
+            costs, depth, window = Costs(0.0, 1.0, 0.0, {}, "tokens"), 1, 0
+        context = context_digest(engine.context_ids)
+        about = About(
+            engine.loaded.fingerprint, refusal, engine.repair, costs, depth, window, context
+        )
+        return Hello(about)
+
+    def load(self, metadata: KVConnectorMetadata, forward_context: ForwardContext) -> None:
+        """Begin the jobs of this step."""
+        assert isinstance(metadata, Jobs)
+        assert self._blender is not None or not metadata.jobs
+        for job in metadata.jobs:
+            self._blender.submit(job)  # type: ignore[union-attr]
+        self._is_idle = forward_context.attn_metadata is None
+
+    def ended(self, finished: set[str]) -> set[str]:
+        """Return the requests whose jobs have ended."""
+        if self._blender is None:
+            return set()
+        self._blender.cancel(finished)
+        ended = self._blender.ended(IDLE_WAIT_S if self._is_idle else 0.0)
+        for job, said in ended:
+            if said is None:
+                self._failed.update(job.failed(self._block_size))
+            else:
+                self._ended[job.request_id] = said
+        return {job.request_id for job, _ in ended}
+
+    def failed_blocks(self) -> set[int]:
+        """Return the blocks of failed jobs."""
+        failed = self._failed
+        self._failed = set()
+        return failed
+
+    def worker_metadata(self) -> Ended | None:
+        """Report ended jobs."""
+        if not self._ended or self._blender is None:
+            return None
+        said = self._ended
+        self._ended = {}
+        return Ended(said, self._blender.costs.costs)
+
+    def close(self) -> None:
+        """End the worker's threads."""
+        if self._blender is not None:
+            self._blender.close()
+
+
+def _as_computed(num_cached: int, total: int, reason: str | None) -> Said:
+    """Return what is said of a prompt that vLLM computes, but for its own cached rows."""
+    cached = [["exact", num_cached]] if num_cached else []
+    return {
+        "exactness": "exact" if num_cached else "full",
+        "cached_tokens": num_cached,
+        "repaired_tokens": 0,
+        "computed_tokens": total - num_cached,
+        "fallback_reason": reason,
+        "sources": [*cached, ["computed", total - num_cached]],
+    }
+
+
+def refusal(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
+    """Return why vLLM's cache can't take blended rows; ``None`` if it can."""
+    cache = vllm_config.cache_config
+    transfer = vllm_config.kv_transfer_config
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    is_full = len(specs) == 1 and isinstance(specs[0], FullAttentionSpec)
+    reasons = [
+        (
+            cache.cache_dtype == "auto",
+            f"kv_cache_dtype is {cache.cache_dtype!r}; leave it at 'auto'",
+        ),
+        (vllm_config.parallel_config.world_size == 1, "the model is split among several devices"),
+        (
+            vllm_config.speculative_config is None,
+            "it decodes speculatively, and a draft model has layers of its own",
+        ),
+        (is_full, "its cache is not one group of full attention"),
+        (
+            transfer.kv_load_failure_policy == "recompute",
+            "kv_load_failure_policy must be 'recompute'",
+        ),
+    ]
+    return next((reason for holds, reason in reasons if not holds), None)

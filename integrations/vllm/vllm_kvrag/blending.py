@@ -1,0 +1,265 @@
+"""Blending for vLLM's worker: prompts are stitched and repaired beside its own steps.
+
+A thread takes the jobs in order. It computes the rows of a prompt with kvrag's forward over the
+weights in use, and writes them to vLLM's cache with the function that the attention itself uses.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from kvrag import KVRagEngine, KVRagError, RepairConfig
+from kvrag.adapters import (
+    Clock,
+    CostModel,
+    Layout,
+    Plan,
+    lay_out,
+    prefill,
+    stitch,
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Work for a request: rows ``start`` to ``stop`` of its prompt, for its blocks.
+
+    ``repair`` is ``None`` if the rows equal a full prefill's, and need none. ``precompute`` are
+    arguments of :meth:`kvrag.KVRagEngine.precompute`; then there are no rows.
+    """
+
+    request_id: str
+    blocks: Sequence[int] = ()
+    start: int = 0
+    stop: int = 0
+    plan: Plan | None = None
+    repair: RepairConfig | None = None
+    precompute: Mapping[str, Any] | None = None
+
+    def slots(self, block_size: int) -> torch.Tensor:
+        """Return the slot of every row in vLLM's cache."""
+        rows = torch.arange(self.start, self.stop)
+        return torch.tensor(self.blocks)[rows // block_size] * block_size + rows % block_size
+
+    def failed(self, block_size: int) -> list[int]:
+        """Return the blocks that stay unwritten if the job fails."""
+        return list(self.blocks[self.start // block_size : -(-self.stop // block_size)])
+
+
+Said = dict[str, Any]
+"""What a request's response says about its KV."""
+
+
+class Blender:
+    """Thread that blends prompts into vLLM's cache, and a second thread that precomputes.
+
+    ``layers`` are vLLM's attention layers by their index in the model.
+    """
+
+    def __init__(self, engine: KVRagEngine, layers: Mapping[int, Any], block_size: int) -> None:
+        self.engine = engine
+        self.costs = CostModel(engine.loaded)
+        self._layers = layers
+        self._block_size = block_size
+        self._cancelled = dict[str, threading.Event]()
+        self._done = queue.SimpleQueue[tuple[Job, Said | None]]()
+        self._ended = threading.Event()
+        self._queues = [queue.SimpleQueue[Job | None]() for _ in range(2)]
+        cores = _cores()
+        works = self._blend, self._precompute
+        for jobs, work, name in zip(self._queues, works, ("blend", "precompute"), strict=True):
+            run = (jobs, work, cores, torch.get_num_threads())
+            threading.Thread(target=self._run, args=run, name=f"kvrag-{name}", daemon=True).start()
+
+    def submit(self, job: Job) -> None:
+        """Queue a job."""
+        self._cancelled[job.request_id] = threading.Event()
+        self._queues[job.precompute is not None].put(job)
+
+    def cancel(self, request_ids: set[str]) -> None:
+        """Give up the jobs of requests that have ended."""
+        for request_id in request_ids & self._cancelled.keys():
+            self._cancelled[request_id].set()
+
+    def ended(self, wait_s: float) -> list[tuple[Job, Said | None]]:
+        """Return the jobs that have ended, with what to say; ``None`` if a job failed.
+
+        Waits for the first at most ``wait_s`` seconds, if jobs are running.
+        """
+        if wait_s and self._cancelled:
+            self._ended.wait(wait_s)
+        self._ended.clear()
+        found = []
+        with suppress(queue.Empty):
+            while True:
+                job, said = self._done.get_nowait()
+                self._cancelled.pop(job.request_id, None)
+                found.append((job, said))
+        return found
+
+    def close(self) -> None:
+        """End the threads after their present jobs."""
+        for event in self._cancelled.values():
+            event.set()
+        for jobs in self._queues:
+            jobs.put(None)
+
+    def _run(
+        self,
+        jobs: queue.SimpleQueue[Job | None],
+        work: Callable[[Job], Said],
+        cores: set[int],
+        num_threads: int,
+    ) -> None:
+        """Work until there is no job any more."""
+        _use_cores(cores, num_threads)
+        device = self.engine.loaded.lm.device
+        stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        while (job := jobs.get()) is not None:
+            said = None
+            try:
+                with torch.cuda.stream(stream) if stream else nullcontext():
+                    if not self._cancelled[job.request_id].is_set():
+                        said = work(job)
+                if stream:
+                    stream.synchronize()
+            except Exception as error:  # a failure costs time, never the answer
+                logger.warning(
+                    "a prompt could not be blended (%s: %s); vLLM computes it",
+                    type(error).__name__,
+                    str(error)[:200],
+                )
+            self._done.put((job, said))
+            self._ended.set()
+
+    @torch.inference_mode()
+    def _blend(self, job: Job) -> Said:
+        lm = self.engine.loaded.reusable
+        assert job.plan is not None
+        plan = replace(job.plan, encoder=self.engine.encoder)
+        clock = Clock()
+        timeout_s = self.engine.store_config.load_timeout_s
+        if job.repair is None:
+            return self._load(plan, job, clock, timeout_s)
+        price = self.costs.price(plan, job.repair, self.engine.store)
+        done = prefill(
+            lm,
+            self.engine.store,
+            plan,
+            mode="stitch",
+            config=job.repair,
+            costs=self.costs,
+            max_new_tokens=1,
+            load_timeout_s=timeout_s,
+            clock=clock,
+            cancel=self._cancelled[job.request_id],
+        )
+        assert done.buffer is not None
+        try:
+            with clock.stage("write"):
+                self._write(done.buffer.layers, job)
+            if not done.holes:
+                self.costs.learn(price, lay_out(plan), (), clock.timings_ms)
+            return said_of(done.accounting(clock), job.repair)
+        finally:
+            done.release()
+
+    def _load(self, plan: Plan, job: Job, clock: Clock, timeout_s: float) -> Said:
+        """Load rows that equal a full prefill's."""
+        lm = self.engine.loaded.reusable
+        layout = lay_out(plan)
+        head = Layout(tuple(s for s in layout.segments if s.stop <= job.stop))
+        sources = list(dict.fromkeys(s.source for s in head.reused))
+        identities = plan.identities
+        with clock.stage("load"):
+            wanted = [identities[source] for source in sources]
+            loaded = self.engine.store.get_many(wanted, timeout_s=timeout_s)
+        kvs = dict(zip(sources, loaded, strict=True))
+        buffer = lm.buffer(job.stop)
+        with clock.stage("stitch"):
+            stitch(buffer, head, kvs, lm.rotary(job.stop))  # type: ignore[arg-type]
+            self._write(buffer.layers, job)
+        total = layout.num_tokens
+        return {
+            "exactness": "exact",
+            "cached_tokens": job.stop,
+            "repaired_tokens": 0,
+            "computed_tokens": total - job.stop,
+            "sources": [["exact", job.stop], ["computed", total - job.stop]],
+            "timings_ms": dict(clock.timings_ms),
+        }
+
+    def _write(self, layers: Sequence[tuple[torch.Tensor, torch.Tensor]], job: Job) -> None:
+        """Write the rows of all layers to vLLM's cache."""
+        device = layers[0][0].device
+        slots = job.slots(self._block_size).to(device)
+        rows = slice(job.start, job.stop)
+        for index, (keys, values) in enumerate(layers):
+            layer = self._layers[index]
+            own = [x[0, :, rows].transpose(0, 1).contiguous() for x in (keys, values)]
+            layer.impl.do_kv_cache_update(layer, *own, layer.kv_cache, slots)
+
+    def _precompute(self, job: Job) -> Said:
+        given = {"show_progress": False, **(job.precompute or {})}
+        try:
+            report = self.engine.precompute(**given)
+        except KVRagError as error:
+            return {"error": str(error), "code": type(error).__name__}
+        except TypeError as error:  # a name that precompute does not have
+            return {"error": f"precompute: {error}", "code": "InputError"}
+        return {"precompute": asdict(report)}
+
+
+def said_of(accounting: Mapping[str, Any], repair: RepairConfig) -> Said:
+    """Return what a blended request's response says, as plain JSON values."""
+    names = (
+        "exactness",
+        "cached_tokens",
+        "repaired_tokens",
+        "computed_tokens",
+        "fallback_reason",
+        "kv_dtype",
+        "loaded_bytes",
+    )
+    return {name: accounting[name] for name in names} | {
+        "sources": [list(run) for run in accounting["sources"]],
+        "holes": [str(hole) for hole in accounting["holes"]],
+        "timings_ms": dict(accounting["timings_ms"]),
+        "repair": {
+            "strategy": repair.strategy,
+            "recompute_ratio": repair.recompute_ratio,
+            "shift": repair.shift,
+        },
+    }
+
+
+def _cores() -> set[int]:
+    """Return the cores that any thread of this process may use.
+
+    vLLM binds each of its own threads to a core on CPUs, and new threads inherit the binding.
+    """
+    cores = set[int]()
+    for thread in os.listdir("/proc/self/task"):
+        with suppress(OSError):
+            cores |= os.sched_getaffinity(int(thread))
+    return cores
+
+
+def _use_cores(cores: set[int], num_threads: int) -> None:
+    """Let this thread, and the threads of its forwards, use these cores."""
+    with suppress(OSError):
+        os.sched_setaffinity(0, cores)
+    with suppress(OSError, AttributeError):  # OpenMP's setting is of the thread
+        ctypes.CDLL("libgomp.so.1").omp_set_num_threads(num_threads)

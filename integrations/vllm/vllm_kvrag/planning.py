@@ -1,0 +1,266 @@
+"""Planning for vLLM's scheduler: the stored chunks of a prompt, and what of them to reuse."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, get_args
+
+from kvrag import ConfigError, RepairConfig, StoreConfig
+from kvrag.adapters import (
+    Costs,
+    Deadline,
+    Layout,
+    Lookup,
+    Mode,
+    Plan,
+    Price,
+    PromptEncoder,
+    Segment,
+    SpanIndex,
+    TieredStore,
+    as_config,
+    check_namespace,
+    chunk_key,
+    ids_digest,
+    lay_out,
+    plan_ids,
+)
+from vllm_kvrag.heads import REST
+
+Ids = tuple[int, ...]
+# Repaired reuse must cost less than this fraction of computing the rest of the prompt.
+MARGIN = 0.9
+FIELDS = "mode", "repair", "namespace", "precompute", "describe"
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """Description of the worker's model, for the scheduler.
+
+    Attributes
+    ----------
+    fingerprint
+        Model of the stored chunks.
+    refusal
+        Why its prompts are not blended; ``None`` if they are.
+    repair, costs
+        Default repair, and costs of forwards on this machine.
+    depth
+        Number of attention layers.
+    window
+        Most tokens of prompt and answer for which stored KV holds.
+    context
+        Digest of the context that chunks are encoded behind.
+    """
+
+    fingerprint: str
+    refusal: str | None
+    repair: RepairConfig
+    costs: Costs
+    depth: int
+    window: int
+    context: str
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a request asks for in ``kv_transfer_params["kvrag"]``.
+
+    ``precompute`` holds the arguments of :meth:`kvrag.KVRagEngine.precompute`.
+    """
+
+    mode: Mode = "auto"
+    repair: RepairConfig | None = None
+    namespace: str | None = None
+    precompute: Mapping[str, Any] | None = None
+    describe: bool = False
+
+    @classmethod
+    def of(cls, params: Mapping[str, Any] | None) -> Asked:
+        """Read the parameters of a request; raise ``ConfigError`` if they are not valid."""
+        given = (params or {}).get("kvrag") or {}
+        if not isinstance(given, Mapping):
+            raise ConfigError("kv_transfer_params.kvrag is no object; pass {'mode': ...}")
+        unknown = sorted(set(given) - set(FIELDS))
+        if unknown:
+            raise ConfigError(
+                f"kv_transfer_params.kvrag has no {unknown[0]!r}; it has {', '.join(FIELDS)}"
+            )
+        mode = given.get("mode") or "auto"
+        if mode not in get_args(Mode):
+            raise ConfigError(f"mode is {mode!r}; pass one of {', '.join(get_args(Mode))}")
+        namespace = given.get("namespace")
+        if namespace is not None:
+            check_namespace(namespace)
+        precompute = given.get("precompute")
+        if precompute is not None and not isinstance(precompute, Mapping):
+            raise ConfigError("precompute is no object; pass {'texts': [...], 'ids': [...]}")
+        repair = as_config(RepairConfig, given.get("repair"), option="repair")
+        return cls(mode, repair, namespace, precompute, bool(given.get("describe")))
+
+
+Kind = Literal["none", "exact", "blend"]
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What is reused for a prompt.
+
+    ``exact``: the rows before ``stop``, which equal a full prefill's. ``blend``: all rows before
+    ``stop``, of which the first ``num_exact`` equal a full prefill's. ``reason`` says why less is
+    reused than the prompt's chunks would allow.
+    """
+
+    kind: Kind
+    reason: str | None = None
+    stop: int = 0
+    num_exact: int = 0
+    plan: Plan | None = None
+    repair: RepairConfig | None = None
+
+
+class Planner:
+    """Planner of prompts for a model; it needs its tokenizer, and no weights."""
+
+    def __init__(
+        self,
+        store: TieredStore,
+        config: StoreConfig,
+        encoder: PromptEncoder,
+        namespace: str,
+    ) -> None:
+        self._store = store
+        self._config = config
+        self._encoder = encoder
+        self._namespace = namespace
+        self._spans = dict[str, tuple[SpanIndex, int]]()
+        self._prefixes = Prefixes(store)
+
+    def decide(
+        self, ids: Sequence[int], asked: Asked, about: About, *, num_computed: int, num_more: int
+    ) -> Decision:
+        """Decide what to reuse for a prompt.
+
+        Parameters
+        ----------
+        num_computed
+            Number of first rows that vLLM has already.
+        num_more
+            Most tokens of the answer.
+        """
+        if about.refusal is not None:
+            return Decision("none", about.refusal)
+        if asked.mode == "full":
+            return Decision("none")
+        if len(ids) + num_more > about.window:
+            return Decision(
+                "none",
+                f"prompt and answer ({len(ids) + num_more} tokens) exceed {about.window} tokens, "
+                "up to which stored KV holds",
+            )
+        plan = self._plan(ids, asked, about)
+        layout = lay_out(plan)
+        repair = asked.repair or about.repair
+        head = layout.only_exact_head()
+        num_exact = head.segments[-1].start if plan.kv_dtype == "auto" else 0
+        exact = Decision("none", _why_not(layout, plan))
+        if num_exact > num_computed:
+            exact = replace(exact, kind="exact", stop=num_exact, num_exact=num_exact, plan=plan)
+        if asked.mode == "prefix" or all(s.stop <= num_computed for s in layout.stale):
+            return exact
+        if asked.mode == "auto":
+            reason = self._refusal(layout, plan, repair, about, max(num_exact, num_computed))
+            if reason is not None:
+                return replace(exact, reason=reason)
+        blend = replace(plan, encoder=None)  # type: ignore[arg-type]
+        rows = max(num_exact, num_computed)
+        return Decision("blend", plan.fault, len(ids) - 1, rows, blend, repair)
+
+    def _plan(self, ids: Sequence[int], asked: Asked, about: About) -> Plan:
+        namespace = self._namespace if asked.namespace is None else asked.namespace
+        space = self._store.names.namespace(namespace)
+        deadline = Deadline(self._config.load_timeout_s)
+        lookup = Lookup(
+            self._store, about.fingerprint, space, deadline, self._config.kv_dtype, about.context
+        )
+        return plan_ids(
+            ids,
+            self._encoder,
+            scanner=self._scanner(space, deadline),
+            lookup=lookup,
+            prefixes=self._prefixes.of(about.fingerprint, space),
+            min_chunk_tokens=self._config.min_chunk_tokens,
+        )
+
+    def _scanner(self, space: str, deadline: Deadline) -> SpanIndex:
+        spans, cursor = self._spans.get(space) or (SpanIndex(), 0)
+        new, cursor = deadline.ask(
+            lambda: self._store.catalog.texts(space, cursor), ([], cursor), what="the KV store"
+        )
+        spans.add(new)
+        self._spans[space] = spans, cursor
+        return spans
+
+    def _refusal(
+        self, layout: Layout, plan: Plan, repair: RepairConfig, about: About, num_rows: int
+    ) -> str | None:
+        """Return why blending would not pay beside computing the rows after ``num_rows``."""
+        stored = [(self._store.name, len(identity.token_ids)) for identity in plan.identities]
+        price = Price(about.costs, repair, about.depth, stored)
+        rest = Layout(
+            (
+                *((Segment(0, num_rows, "history", exact=True),) if num_rows else ()),
+                Segment(num_rows, layout.num_tokens, "live"),
+            )
+        )
+        cost, other = price.of(layout), price.of(rest)
+        if cost < MARGIN * other:
+            return None
+        words = about.costs.in_words
+        return (
+            f"repaired reuse would not pay: estimated {words(cost)}, and {words(other)} to compute "
+            f"the {layout.num_tokens - num_rows} tokens that vLLM does not have"
+        )
+
+
+def _why_not(layout: Layout, plan: Plan) -> str | None:
+    if plan.fault is not None:
+        return plan.fault
+    return None if layout.reused else "no stored KV for this prompt"
+
+
+@dataclass(slots=True)
+class Prefixes:
+    """Token ids of the stored prefixes, listed again when the store has changed."""
+
+    store: TieredStore
+    _known: dict[tuple[str, str], list[Ids]] = field(default_factory=dict)
+    _state: object = None
+    _next: float = 0.0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def of(self, model: str, namespace: str) -> list[Ids]:
+        """Return the prefixes of a model's chunks in a namespace."""
+        with self._lock:
+            state = self.store.catalog.state()[:3]  # erasures, chunks, bytes
+            if state != self._state and time.monotonic() >= self._next:
+                start = time.monotonic()
+                self._list()
+                self._state = state
+                self._next = time.monotonic() + REST * (time.monotonic() - start)
+            return self._known.get((model, namespace), [])
+
+    def _list(self) -> None:
+        catalog = self.store.catalog
+        nothing = ids_digest(())
+        self._known = {}
+        for record in map(catalog.get, catalog.keys()):
+            if record is None or record.prefix != nothing:
+                continue
+            identity = self.store.identity(record.key)
+            if identity is not None and chunk_key(identity) == record.key:
+                space = record.model, record.namespace
+                self._known.setdefault(space, []).append(identity.token_ids)
