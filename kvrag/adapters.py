@@ -40,8 +40,10 @@ from kvrag.identity.fingerprint import (
 )
 from kvrag.identity.model import describe
 from kvrag.identity.weights import source_identity
-from kvrag.model.plain import context_window
+from kvrag.model.lm import CausalLM
+from kvrag.model.plain import PlainLM, context_window
 from kvrag.model.rope import RotaryTable
+from kvrag.model.rows import Rows
 from kvrag.model.source import (
     ModelSource,
     base_directory,
@@ -75,6 +77,7 @@ __all__ = [
     "FORM",
     "LEARN",
     "AsyncTokenStream",
+    "CausalLM",
     "Chat",
     "ChunkIdentity",
     "ChunkKV",
@@ -93,12 +96,14 @@ __all__ = [
     "ModelLike",
     "ModelSource",
     "OnError",
+    "PlainLM",
     "Plan",
     "Prefix",
     "Price",
     "PromptEncoder",
     "Repair",
     "RotaryTable",
+    "Rows",
     "Segment",
     "SpanIndex",
     "TieredStore",

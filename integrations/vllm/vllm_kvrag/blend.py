@@ -23,6 +23,7 @@ from kvrag import ConfigError, KVRagError, RepairConfig, StoreConfig
 from kvrag.adapters import (
     Costs,
     ModelSource,
+    PlainLM,
     PromptEncoder,
     TieredStore,
     as_config,
@@ -30,8 +31,10 @@ from kvrag.adapters import (
     load_tokenizer,
 )
 from vllm_kvrag.blending import Blender, Job, Said
+from vllm_kvrag.loader import model_of
 from vllm_kvrag.planning import About, Asked, Decision, Planner
 from vllm_kvrag.prefix import has_own_kv
+from vllm_kvrag.proof import why_different
 from vllm_kvrag.report import Counts
 from vllm_kvrag.weights import engine_of, layers_of
 
@@ -86,6 +89,7 @@ class BlendMode:
         is_worker: bool,
     ) -> None:
         self._config = vllm_config
+        self._cache = kv_cache_config
         self._block_size = vllm_config.cache_config.block_size
         reason = refusal(vllm_config, kv_cache_config)
         if reason:
@@ -247,7 +251,7 @@ class BlendMode:
     def handshake(self) -> Hello | None:
         """Describe the model; from now on its prompts are blended."""
         engine = self._engine
-        refusal = getattr(engine.loaded.lm, "refusal", None)
+        refusal = self._refusal()
         if refusal is None:
             engine.warm_up()
             self._blender = Blender(engine, layers_of(self._config), self._block_size)
@@ -260,6 +264,17 @@ class BlendMode:
             engine.loaded.fingerprint, refusal, engine.repair, costs, depth, window, context
         )
         return Hello(about)
+
+    def _refusal(self) -> str | None:
+        """Return why the model's prompts are not blended; ``None`` if they are."""
+        lm = self._engine.loaded.lm
+        if isinstance(lm, PlainLM):
+            return lm.refusal
+        model = model_of(self._config)
+        if model is None:
+            return "vLLM's model is not known; start vLLM with --load-format kvrag"
+        layers = self._config.compilation_config.static_forward_context
+        return why_different(self._config, self._cache, model, layers, lm)
 
     def load(self, metadata: KVConnectorMetadata, forward_context: ForwardContext) -> None:
         """Begin the jobs of this step."""
