@@ -40,13 +40,15 @@ from kvrag.identity.fingerprint import (
 )
 from kvrag.identity.model import describe
 from kvrag.identity.weights import source_identity
-from kvrag.model.lm import CausalLM
+from kvrag.model.lm import CausalLM, LoadedModel
+from kvrag.model.load import load as load_model
 from kvrag.model.plain import PlainLM, context_window
 from kvrag.model.rope import RotaryTable
 from kvrag.model.rows import Rows
 from kvrag.model.source import (
     ModelSource,
     base_directory,
+    config_of,
     directory,
     hub_options,
     load_tokenizer,
@@ -90,6 +92,7 @@ __all__ = [
     "EngineFields",
     "Layout",
     "LearnPrefix",
+    "LoadedModel",
     "Lookup",
     "MaxContext",
     "Mode",
@@ -120,6 +123,7 @@ __all__ = [
     "check_show",
     "check_template_kwargs",
     "chunk_key",
+    "config_of",
     "context_digest",
     "context_window",
     "describe",
@@ -130,6 +134,7 @@ __all__ = [
     "ids_digest",
     "in_collection",
     "lay_out",
+    "load_model",
     "load_tokenizer",
     "namespace_digest",
     "open_store",

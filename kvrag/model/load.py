@@ -67,33 +67,43 @@ _loaded: weakref.WeakValueDictionary[tuple[object, ...], LoadedModel] = (
 _load_lock = threading.Lock()
 
 
-def load(source: ModelSource, make_encoder: Callable[[Any], Any] | None = None) -> LoadedModel:
+def load(
+    source: ModelSource,
+    make_encoder: Callable[[Any], Any] | None = None,
+    made: PreTrainedModel | None = None,
+) -> LoadedModel:
     """Load a model, or return it if this process still uses it from the same source.
 
     A model object is examined at every call. ``make_encoder`` makes :attr:`LoadedModel.encoder`
-    from the tokenizer; by default it is the tokenizer itself. Raises ``ModelError`` if no causal LM
-    can be found or loaded, ``ConfigError`` for a dtype or device that is not available.
+    from the tokenizer; by default it is the tokenizer itself. ``made`` is a model that another
+    loader has made from the source's files, and takes the place of loading. Raises ``ModelError``
+    if no causal LM can be found or loaded, ``ConfigError`` for a dtype or device that is not
+    available.
     """
     if isinstance(source.model, PreTrainedModel):
-        found = _load(source, make_encoder)
+        found = _load(source, make_encoder, made)
     else:
         with _load_lock:
             key = (*source.key, make_encoder)
-            kept = _loaded.get(key)
-            found = _load(source, make_encoder) if kept is None else kept
+            kept = None if made is not None else _loaded.get(key)
+            found = _load(source, make_encoder, made) if kept is None else kept
             _loaded[key] = found
     if not source.extra_keys:
         return found
     return replace(found, identity=found.identity.with_extra_keys(source.extra_keys), shares=found)
 
 
-def _load(source: ModelSource, make_encoder: Callable[[Any], Any] | None) -> LoadedModel:
+def _load(
+    source: ModelSource, make_encoder: Callable[[Any], Any] | None, made: PreTrainedModel | None
+) -> LoadedModel:
     check_source(source)
     given = source.model if isinstance(source.model, PreTrainedModel) else None
     kept = read_kept(source) if source.cache_weights else None
     if kept is not None:
         model = _placed(source, kept.model)
         tokenizer = kept.tokenizer or load_tokenizer(source)
+    elif made is not None:
+        model, tokenizer = made, load_tokenizer(source)
     else:
         model, tokenizer = _load_parts(source)
     lm = accept(model)
