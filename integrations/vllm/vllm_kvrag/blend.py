@@ -19,11 +19,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from kvrag import ConfigError, KVRagError, RepairConfig, StoreConfig
+from kvrag import ConfigError, KVRagError, RepairConfig, StoreConfig, UnsupportedModelError
 from kvrag.adapters import (
     Costs,
     ModelSource,
-    PlainLM,
     PromptEncoder,
     TieredStore,
     as_config,
@@ -31,7 +30,7 @@ from kvrag.adapters import (
     load_tokenizer,
 )
 from vllm_kvrag.blending import Blender, Job, Said
-from vllm_kvrag.loader import model_of
+from vllm_kvrag.loader import LOAD_FORMAT, model_of
 from vllm_kvrag.planning import About, Asked, Decision, Planner
 from vllm_kvrag.prefix import has_own_kv
 from vllm_kvrag.proof import why_different
@@ -100,9 +99,8 @@ class BlendMode:
         self._counts = Counts()
         self._about: About | None = None
         self._blender: Blender | None = None
-        if is_worker:
-            self._engine = engine_of(vllm_config, config, self._repair)
-        else:
+        self._store_config = config
+        if not is_worker:
             source = ModelSource(model.model, tokenizer=model.tokenizer)
             self._planner = Planner(
                 store,
@@ -141,6 +139,9 @@ class BlendMode:
 
     def _decide(self, request: Request, asked: Asked, num_computed: int) -> Decision:
         if asked.precompute is not None:
+            refusal = None if self._about is None else self._about.refusal
+            if refusal is not None:
+                raise UnsupportedModelError(refusal)
             return Decision("none", stop=num_computed + 1)
         known = self._decisions.get(request.request_id)
         if known is not None and known[0] == num_computed:
@@ -248,33 +249,37 @@ class BlendMode:
 
     # -- the worker ------------------------------------------------------------------------------
 
-    def handshake(self) -> Hello | None:
+    def handshake(self) -> Hello:
         """Describe the model; from now on its prompts are blended."""
-        engine = self._engine
-        refusal = self._refusal()
-        if refusal is None:
-            engine.warm_up()
-            self._blender = Blender(engine, layers_of(self._config), self._block_size)
-            lm = engine.loaded.reusable
-            costs, depth, window = self._blender.costs.known(), lm.depth, lm.reuse_window
-        else:
-            costs, depth, window = Costs(0.0, 1.0, 0.0, {}, "tokens"), 1, 0
-        context = context_digest(engine.context_ids)
-        about = About(
-            engine.loaded.fingerprint, refusal, engine.repair, costs, depth, window, context
-        )
-        return Hello(about)
+        try:
+            return Hello(self._opened())
+        except KVRagError as error:
+            none = Costs(0.0, 1.0, 0.0, {}, "tokens")
+            return Hello(About("", str(error), RepairConfig(), none, 1, 0, ""))
 
-    def _refusal(self) -> str | None:
-        """Return why the model's prompts are not blended; ``None`` if they are."""
-        lm = self._engine.loaded.lm
-        if isinstance(lm, PlainLM):
-            return lm.refusal
+    def _opened(self) -> About:
+        """Open the engine and start its threads; raise ``UnsupportedModelError`` if it can't."""
+        engine = engine_of(self._config, self._store_config, self._repair)
+        lm = engine.loaded.reusable
         model = model_of(self._config)
         if model is None:
-            return "vLLM's model is not known; start vLLM with --load-format kvrag"
+            raise UnsupportedModelError(
+                f"vLLM's model is not known; start vLLM with --load-format {LOAD_FORMAT}"
+            )
         layers = self._config.compilation_config.static_forward_context
-        return why_different(self._config, self._cache, model, layers, lm)
+        reason = why_different(self._config, self._cache, model, layers, lm)
+        if reason is not None:
+            raise UnsupportedModelError(reason)
+        self._blender = Blender(engine, layers_of(self._config), self._block_size)
+        return About(
+            engine.loaded.fingerprint,
+            None,
+            engine.repair,
+            self._blender.costs.known(),
+            lm.depth,
+            lm.reuse_window,
+            context_digest(engine.context_ids),
+        )
 
     def load(self, metadata: KVConnectorMetadata, forward_context: ForwardContext) -> None:
         """Begin the jobs of this step."""
@@ -315,6 +320,7 @@ class BlendMode:
         """End the worker's threads."""
         if self._blender is not None:
             self._blender.close()
+            self._blender.engine.close()
 
 
 def _as_computed(num_cached: int, total: int, reason: str | None) -> Said:

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from kvrag import UnsupportedModelError
 from kvrag.adapters import LoadedModel, ModelSource, PromptEncoder, config_of, load_model
-from vllm_kvrag.loader import LOAD_FORMAT, linear
+from vllm_kvrag.linear import linear
+from vllm_kvrag.loader import LOAD_FORMAT
 
 EXPERTS = {"gate_up_proj": "w13_weight", "down_proj": "w2_weight"}
 PLAIN_EXPERTS = ("TRITON", "BATCHED_TRITON")  # kernels that take experts as they are in the files

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from vllm_kvrag.linear import linear
+
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
@@ -67,14 +69,3 @@ def _loader_class() -> type:
             return model
 
     return KVRagLoader
-
-
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Multiply as ``torch.nn.functional.linear``.
-
-    On a CPU in float32, oneDNN's kernel takes half the time of torch's default (MKL) on some
-    processors.
-    """
-    if x.dtype is torch.float32 and x.device.type == "cpu" and torch.backends.mkldnn.is_available():
-        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    return torch.nn.functional.linear(x, weight, bias)

@@ -1,4 +1,4 @@
-"""The model that blends: kvrag's engine over vLLM's weights, or over a copy of its own."""
+"""The engine that blends: over vLLM's weights, or over a copy of its own."""
 
 from __future__ import annotations
 
@@ -6,29 +6,64 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.model_executor.models.utils import extract_layer_index
 
-from kvrag import KVRagEngine, RepairConfig, StoreConfig
+from kvrag import ConfigError, KVRagEngine, RepairConfig, StoreConfig, UnsupportedModelError
+from kvrag.adapters import ModelSource
+from vllm_kvrag.borrowed import load_borrowed
+from vllm_kvrag.loader import LOAD_FORMAT, model_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+SHARED, COPY = "shared", "copy"
 
 
 def engine_of(
     vllm_config: VllmConfig, config: StoreConfig, repair: RepairConfig | None
 ) -> KVRagEngine:
-    """Return an engine on vLLM's model."""
-    model = vllm_config.model_config
+    """Return an engine on vLLM's model, loaded.
+
+    Raises
+    ------
+    ConfigError
+        If ``weights`` is neither ``"shared"`` nor ``"copy"``.
+    UnsupportedModelError
+        If vLLM's weights can't be shared.
+    """
     option = vllm_config.kv_transfer_config.get_from_extra_config
-    return KVRagEngine.from_pretrained(
+    weights = option("weights", SHARED)
+    if weights not in (SHARED, COPY):
+        raise ConfigError(f"weights is {weights!r}; pass {SHARED!r} or {COPY!r}")
+    model = vllm_config.model_config
+    own: dict[str, Any] = {
+        "tokenizer": None if model.tokenizer == model.model else model.tokenizer,
+        "revision": model.revision,
+        "dtype": model.dtype,
+        "device": vllm_config.device_config.device,
+    }
+    shared = None
+    if weights == SHARED:
+        theirs = model_of(vllm_config)
+        if theirs is None:
+            raise UnsupportedModelError(
+                f"vLLM's weights are not known; start vLLM with --load-format {LOAD_FORMAT}"
+            )
+        try:
+            shared = load_borrowed(theirs, ModelSource(model.model, **own))
+        except UnsupportedModelError as error:
+            raise UnsupportedModelError(
+                f"vLLM's weights can't be shared: {error}. 'weights': 'copy' holds a second copy"
+            ) from error
+    engine = KVRagEngine.from_pretrained(
         model.model,
-        tokenizer=None if model.tokenizer == model.model else model.tokenizer,
         kv_dir=option("kv_dir", None),
         context=option("context", "default"),
         repair=repair,
-        dtype=model.dtype,
-        device=vllm_config.device_config.device,
         namespace=option("namespace", "default"),
         store_config=config,
+        **own,
     )
+    assert shared is None or engine.loaded is shared
+    return engine
 
 
 def layers_of(vllm_config: VllmConfig) -> dict[int, Any]:
