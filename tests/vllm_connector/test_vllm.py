@@ -26,6 +26,7 @@ from vllm_kit import (
     assert_same_answer,
     connect,
     damage,
+    needs_vllm,
     request_of,
     schedule,
     transfer_of,
@@ -292,7 +293,7 @@ def test_another_model_dtype_or_cache_is_refused(connector, setting_of, tmp_path
         connect(connector, Setting(other_type, str(tmp_path / "arcee"), file))
 
 
-@pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed (docs/how-to/vllm.md)")
+@needs_vllm
 @pytest.mark.parametrize("name", TESTED)
 def test_vllm_answers_with_stored_kv_as_without(setting_of, monkeypatch, capfd, name):
     from vllm import LLM, SamplingParams
