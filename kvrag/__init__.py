@@ -38,6 +38,7 @@ from kvrag.types import (
 )
 
 if TYPE_CHECKING:
+    from kvrag.client import KVRagClient
     from kvrag.config import RepairConfig, Retention, SamplingConfig, StoreConfig
     from kvrag.dataset import precompute_dataset
     from kvrag.engine import KVRagEngine
@@ -57,6 +58,7 @@ __all__ = [
     "Explanation",
     "GenerationResult",
     "InputError",
+    "KVRagClient",
     "KVRagEngine",
     "KVRagError",
     "MissingDependencyError",
@@ -87,6 +89,7 @@ __all__ = [
 ]
 
 _LAZY = {
+    "kvrag.client": ("KVRagClient",),
     "kvrag.config": ("RepairConfig", "Retention", "SamplingConfig", "StoreConfig"),
     "kvrag.dataset": ("precompute_dataset",),
     "kvrag.engine": ("KVRagEngine",),

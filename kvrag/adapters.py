@@ -30,7 +30,15 @@ from kvrag.config import (
 from kvrag.config.address import address, check_kv_dir
 from kvrag.errors import ConfigError, require
 from kvrag.generate.streams import AsyncTokenStream, TokenStream
-from kvrag.hooks import Content, OnError, changed_ids, documents_in, engine_of, prefetch_kv
+from kvrag.hooks import (
+    Content,
+    OnError,
+    changed_ids,
+    documents_in,
+    engine_of,
+    host_of,
+    prefetch_kv,
+)
 from kvrag.identity.describe import rope_text
 from kvrag.identity.fingerprint import (
     chunk_key,
@@ -130,6 +138,7 @@ __all__ = [
     "directory",
     "documents_in",
     "engine_of",
+    "host_of",
     "hub_options",
     "ids_digest",
     "in_collection",

@@ -13,6 +13,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, Literal
 
+from kvrag.client import KVRagClient, check_server_options
 from kvrag.config import Retention
 from kvrag.engine import KVRagEngine
 from kvrag.errors import ConfigError, InputError, KVRagError, StoreError
@@ -32,7 +33,8 @@ OnError = Literal["raise", "warn"]
 def precompute_kv(
     items: Any,
     *,
-    llm: Any,
+    llm: Any = None,
+    server: str | KVRagClient | None = None,
     ids: Sequence[str] | None = None,
     prefix: Prefix | None = None,
     namespace: str | None = None,
@@ -51,7 +53,11 @@ def precompute_kv(
         Texts, LangChain documents, LlamaIndex nodes or documents (in any iterable), a LangChain
         vector store, or a LlamaIndex index.
     llm
-        A :class:`~kvrag.engine.KVRagEngine`, or a framework object with an engine.
+        A :class:`~kvrag.engine.KVRagEngine`, a framework object with an engine, or a
+        :class:`~kvrag.KVRagClient`.
+    server
+        Address of the server that holds the model, instead of ``llm``; with an API key, a
+        :class:`~kvrag.KVRagClient`.
     ids
         Document ids, one per item; default: the items' own.
     content
@@ -77,7 +83,7 @@ def precompute_kv(
     }
     try:
         report = _precompute(
-            engine_of(llm), _named(items, ids, content), namespace, collection, **options
+            _host(llm, server), _named(items, ids, content), namespace, collection, **options
         )
         error = refused(report)
     except KVRagError as fault:
@@ -110,20 +116,28 @@ def changed_ids(
     Documents are given as ``(id, text)``. The old KV must be deleted even if storing the new text
     fails.
     """
-    engine = engine_of(llm)
+    host = host_of(llm, namespace=namespace)
+    given = dict(named)
     # Characters that can't be encoded are replaced: such a text differs from the stored text.
-    texts = {name: text.encode("utf-8", "replace").decode() for name, text in named}
+    texts = {name: text.encode("utf-8", "replace").decode() for name, text in given.items()}
+    if isinstance(host, KVRagClient):
+        # A server erases the KV of replaced texts when it gets the new texts. It gets none of them
+        # if one can't be encoded.
+        return [] if texts == given else list(texts)
     items = list(map(Item.of, in_collection(texts, collection), texts.values()))
     changed = set(
-        replaced_ids(
-            engine.store, items, engine.store.names.namespace(namespace or engine.namespace)
-        )
+        replaced_ids(host.store, items, host.store.names.namespace(namespace or host.namespace))
     )
     return [name for name, item in zip(texts, items, strict=True) if item.doc_id in changed]
 
 
 def delete_kv(
-    items: Any, *, llm: Any, namespace: str | None = None, collection: str | None = None
+    items: Any,
+    *,
+    llm: Any = None,
+    server: str | KVRagClient | None = None,
+    namespace: str | None = None,
+    collection: str | None = None,
 ) -> int:
     """Delete documents and erase KV that no other document refers to.
 
@@ -131,7 +145,7 @@ def delete_kv(
     arguments are as for :func:`precompute_kv`. ``KVRagEngine.delete(collection=...)`` deletes a
     whole collection. Return the number of chunks erased.
     """
-    engine = engine_of(llm)
+    host = _host(llm, server)
     if _is_many(items) and not isinstance(items, str):
         items = list(items)
     if isinstance(items, str):
@@ -146,13 +160,14 @@ def delete_kv(
                 f"{len(names) - len(ids)} of {len(names)} items have no id; pass ids, or items "
                 "that have one"
             )
-    return engine.delete(ids, collection=collection, namespace=namespace)
+    return host.delete(ids, collection=collection, namespace=namespace)
 
 
 def sync_kv(
     live_items: Any,
     *,
-    llm: Any,
+    llm: Any = None,
+    server: str | KVRagClient | None = None,
     ids: Sequence[str] | None = None,
     prefix: Prefix | None = None,
     namespace: str | None = None,
@@ -172,18 +187,24 @@ def sync_kv(
         All documents that should have KV in this namespace, or in this collection of the namespace.
         Every document needs an id.
     content
-        As for :func:`precompute_kv`; default: the content that the documents were stored with.
-    llm, ids, prefix, namespace, batch_size, show_progress, retention, collection
+        As for :func:`precompute_kv`; default: the content that the documents were stored with,
+        which a server does not tell.
+    llm, server, ids, prefix, namespace, batch_size, show_progress, retention, collection
         As for :func:`precompute_kv`.
     """
-    engine = engine_of(llm)
+    host = _host(llm, server)
     if _is_many(live_items) and not isinstance(live_items, str):
         live_items = list(live_items)
     named = _named(live_items, ids, content or "text")
-    if content is None and _is_stored(
-        engine, shown := _named(live_items, ids, "llm"), namespace, collection
-    ):
-        named = shown
+    shown = _named(live_items, ids, "llm") if content is None else named
+    if shown != named:
+        if isinstance(host, KVRagClient):
+            raise ConfigError(
+                "a server does not tell with which content the nodes were stored; pass "
+                "content='text', or content='llm' for the text with the metadata that the LLM sees"
+            )
+        if _is_stored(host, shown, namespace, collection):
+            named = shown
     if any(name is None for name, _ in named):
         raise InputError(
             "sync_kv needs an id for every item, to tell which documents to delete; pass ids=[...]"
@@ -194,10 +215,10 @@ def sync_kv(
         "show_progress": show_progress,
         "retention": retention,
     }
-    report = _precompute(engine, named, namespace, collection, **options)
+    report = _precompute(host, named, namespace, collection, **options)
     live = set(in_collection((str(name) for name, _ in named), collection))
-    gone = sorted(set(engine.document_ids(collection=collection, namespace=namespace)) - live)
-    engine.delete(gone, namespace=namespace)
+    gone = sorted(set(host.document_ids(collection=collection, namespace=namespace)) - live)
+    host.delete(gone, namespace=namespace)
     return SyncReport(added=report.stored, removed=len(gone), precompute=report)
 
 
@@ -239,12 +260,35 @@ def prefetch_kv(
 def engine_of(llm: Any) -> KVRagEngine:
     """Return the engine itself, or the engine of a framework object."""
     engine = llm if isinstance(llm, KVRagEngine) else getattr(llm, "engine", None)
+    if isinstance(llm, KVRagClient):
+        raise ConfigError(
+            "llm is a KVRagClient, and a server reads KV when the prompt arrives; prefetch in the "
+            "process of the model only"
+        )
     if not isinstance(engine, KVRagEngine):
         raise ConfigError(
             f"llm is of type {type(llm).__name__}; pass a KVRagEngine, ChatKVRag or KVRagLLM "
-            "(other models can't use KV)"
+            "(other models can't use KV), or KVRagClient('http://...') if a kvrag server holds the "
+            "model"
         )
     return engine
+
+
+def host_of(llm: Any, **options: Any) -> KVRagEngine | KVRagClient:
+    """Return the client itself, or the engine as :func:`engine_of`.
+
+    Raises :class:`ConfigError` for options that a client's server does not have.
+    """
+    if not isinstance(llm, KVRagClient):
+        return engine_of(llm)
+    check_server_options(**options)
+    return llm
+
+
+def _host(llm: Any, server: str | KVRagClient | None) -> KVRagEngine | KVRagClient:
+    if (llm is None) == (server is None):
+        raise ConfigError("pass either llm=..., or server=... if a kvrag server holds the model")
+    return host_of(KVRagClient(server) if isinstance(server, str) else server or llm)
 
 
 def _is_stored(
@@ -283,7 +327,7 @@ def _named(items: Any, ids: Sequence[str] | None, content: Content) -> list[tupl
 
 
 def _precompute(
-    engine: KVRagEngine,
+    host: KVRagEngine | KVRagClient,
     named: list[tuple[str | None, str]],
     namespace: str | None,
     collection: str | None,
@@ -293,21 +337,21 @@ def _precompute(
     kept = [(name, text) for name, text in named if not isinstance(text, str) or text.strip()]
     names = [name for name, _ in kept]
     texts = [text for _, text in kept]
-    report = engine.precompute(
+    report = host.precompute(
         texts, ids=names, namespace=namespace, collection=collection, **options
     )
     emptied = {str(name) for name, text in named if name is not None and not text.strip()}
     gone = set(in_collection(emptied, collection))
     if gone:
-        gone &= set(engine.document_ids(namespace=namespace))
+        gone &= set(host.document_ids(namespace=namespace))
     if gone:
-        engine.delete(sorted(gone), namespace=namespace)
+        host.delete(sorted(gone), namespace=namespace)
     empty = [
         (str(name or ""), "no text")
         for name, text in named
         if isinstance(text, str) and not text.strip()
     ]
-    tell_short(engine.store, empty)
+    tell_short(host if isinstance(host, KVRagClient) else host.store, empty)
     return replace(report, short=[*report.short, *empty])
 
 

@@ -51,11 +51,11 @@ class NewChunk:
         return next((i for i in self.doc_ids if i is not None), chunk_key(self.identity)[:12])
 
 
-def tell_short(store: TieredStore, short: Sequence[tuple[str, str]]) -> None:
+def tell_short(store: object, short: Sequence[tuple[str, str]]) -> None:
     """Log the number of documents that are too short to have KV, and the first of them.
 
-    ``short`` is :attr:`PrecomputeReport.short`. The first log per store is a warning, later logs
-    are INFO.
+    ``short`` is :attr:`PrecomputeReport.short`. The first log per store (or client of one) is a
+    warning, later logs are INFO.
     """
     if not short:
         return
@@ -68,7 +68,7 @@ def tell_short(store: TieredStore, short: Sequence[tuple[str, str]]) -> None:
     logger.log(level, what, len(short), *short[0])
 
 
-_told: WeakSet[TieredStore] = WeakSet()  # stores whose users have seen the warning
+_told: WeakSet[object] = WeakSet()  # stores whose users have seen the warning
 
 
 class Guard:

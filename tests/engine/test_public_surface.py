@@ -11,7 +11,7 @@ from kvrag.config import STRATEGIES, SamplingConfig
 from kvrag.errors import KVRagError, require
 
 PUBLIC = """
-Chunk ConfigError ContextLengthError Explanation GenerationResult InputError KVRagEngine
+Chunk ConfigError ContextLengthError Explanation GenerationResult InputError KVRagClient KVRagEngine
 KVRagError MissingDependencyError ModelError OutOfMemoryError PrecomputeReport PrefillResult
 RepairConfig Retention SamplingConfig ScoreResult StoreConfig StoreError StoreFormatError
 SyncReport TemplatePrefix ToolCall UnsupportedModelError VerifyReport __version__ delete_kv

@@ -39,7 +39,7 @@ RANKS = (
     {"precompute"},
     {"generate"},
     {"evaluate"},
-    {"adapters", "engine", "hooks", "dataset"},
+    {"adapters", "client", "engine", "hooks", "dataset"},
     {"server"},
     {"serving"},
     {"cli", "testing", "integrations"},

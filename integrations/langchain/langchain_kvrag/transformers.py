@@ -8,7 +8,7 @@ from typing import Any
 from langchain_core.documents import BaseDocumentTransformer, Document
 
 from kvrag import Retention, precompute_kv
-from kvrag.adapters import OnError, engine_of, in_collection
+from kvrag.adapters import OnError, host_of, in_collection
 
 
 class KVPrecompute(BaseDocumentTransformer):
@@ -20,8 +20,8 @@ class KVPrecompute(BaseDocumentTransformer):
     Parameters
     ----------
     llm
-        A :class:`~langchain_kvrag.ChatKVRag`, :class:`~langchain_kvrag.KVRagLLM` or
-        :class:`kvrag.KVRagEngine`.
+        A :class:`~langchain_kvrag.ChatKVRag`, :class:`~langchain_kvrag.KVRagLLM`,
+        :class:`kvrag.KVRagEngine` or :class:`kvrag.KVRagClient`.
     namespace, batch_size, show_progress, retention, collection
         As for :meth:`kvrag.KVRagEngine.precompute`.
     on_error
@@ -46,7 +46,7 @@ class KVPrecompute(BaseDocumentTransformer):
         retention: Retention | None = None,
         collection: str | None = None,
     ) -> None:
-        engine_of(llm)
+        host_of(llm, namespace=namespace, retention=retention, batch_size=batch_size)
         in_collection((), collection)  # raises if it is not a name
         self.llm = llm
         self._options: dict[str, Any] = {

@@ -15,7 +15,7 @@ from langchain_core.runnables.config import run_in_executor
 from langchain_core.vectorstores import VectorStore
 
 from kvrag import ConfigError, InputError, KVRagError, Retention, delete_kv, precompute_kv
-from kvrag.adapters import OnError, changed_ids, check_show, engine_of, in_collection
+from kvrag.adapters import OnError, changed_ids, check_show, host_of, in_collection
 from langchain_kvrag._faiss import FaissStore, Metric
 from langchain_kvrag._held import as_list, held_documents, held_ids, listed_id
 
@@ -76,7 +76,8 @@ class KVRagVectorStore(VectorStore):
         Embedding model of the own index.
     llm
         The :class:`~langchain_kvrag.ChatKVRag`, :class:`~langchain_kvrag.KVRagLLM` or
-        :class:`kvrag.KVRagEngine` that will answer; ``None`` keeps no KV.
+        :class:`kvrag.KVRagEngine` that will answer, or the :class:`kvrag.KVRagClient` of the server
+        that will; ``None`` keeps no KV.
     namespace
         Namespace of the KV; default: the model's.
     batch_size, show_progress
@@ -132,7 +133,7 @@ class KVRagVectorStore(VectorStore):
                 "embedding=..."
             )
         if llm is not None:
-            engine_of(llm)
+            host_of(llm, namespace=namespace, retention=retention, batch_size=batch_size)
         in_collection((), collection)  # raises if it is not a name
         check_show(show_progress)
         if embedding is not None:

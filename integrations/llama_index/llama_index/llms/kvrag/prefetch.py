@@ -9,7 +9,8 @@ from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.instrumentation.events import BaseEvent
 from llama_index.core.instrumentation.events.retrieval import RetrievalEndEvent
 
-from kvrag.adapters import Content, prefetch_kv
+from kvrag import KVRagClient
+from kvrag.adapters import Content, engine_of, prefetch_kv
 from llama_index.llms.kvrag.transform import resolve_kv_llm
 
 
@@ -47,7 +48,10 @@ class KVPrefetchHandler(BaseEventHandler):
     def __init__(
         self, llm: Any = None, *, namespace: str | None = None, content: Content = "text"
     ) -> None:
-        fields = {"llm": resolve_kv_llm(llm), "namespace": namespace, "content": content}
+        llm = resolve_kv_llm(llm)
+        if isinstance(llm, KVRagClient):
+            engine_of(llm)  # raises
+        fields = {"llm": llm, "namespace": namespace, "content": content}
         super().__init__(**fields)
 
     @classmethod

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import uuid
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -13,14 +14,21 @@ from llama_index.core import Settings
 from llama_index.core.bridge.pydantic import Field
 from llama_index.core.schema import BaseComponent, BaseNode, TransformComponent
 
-from kvrag import ConfigError, KVRagEngine, PrecomputeReport, Retention, precompute_kv
-from kvrag.adapters import Content, OnError, engine_of, in_collection, unknown_option
+from kvrag import (
+    ConfigError,
+    KVRagClient,
+    KVRagEngine,
+    PrecomputeReport,
+    Retention,
+    precompute_kv,
+)
+from kvrag.adapters import Content, OnError, host_of, in_collection, unknown_option
 from llama_index.llms.kvrag.base import KVRagLLM
 
 logger = logging.getLogger(__name__)
 
 
-def resolve_kv_llm(llm: Any) -> KVRagLLM | KVRagEngine:
+def resolve_kv_llm(llm: Any) -> KVRagLLM | KVRagEngine | KVRagClient:
     """Return the LLM to store KV for; by default ``Settings.llm``.
 
     Raises
@@ -35,16 +43,21 @@ def resolve_kv_llm(llm: Any) -> KVRagLLM | KVRagEngine:
             raise ConfigError(
                 "no LLM to precompute KV for; set Settings.llm = KVRagLLM(...), or pass llm="
             ) from error
-    if not isinstance(llm, (KVRagLLM, KVRagEngine)):
+    if not isinstance(llm, (KVRagLLM, KVRagEngine, KVRagClient)):
         raise ConfigError(
             f"the LLM is of type {type(llm).__name__}, which can't use KV; set Settings.llm = "
-            "KVRagLLM(...), or pass one"
+            "KVRagLLM(...), or pass one, or pass llm=kvrag.KVRagClient('http://...') if a kvrag "
+            "server holds the model"
         )
     return llm
 
 
 def precompute_nodes(
-    nodes: Sequence[BaseNode], *, llm: KVRagLLM | KVRagEngine, on_error: OnError, **options: Any
+    nodes: Sequence[BaseNode],
+    *,
+    llm: KVRagLLM | KVRagEngine | KVRagClient,
+    on_error: OnError,
+    **options: Any,
 ) -> PrecomputeReport:
     """Precompute the KV of nodes; with ``on_error="warn"``, failures raise no error.
 
@@ -72,11 +85,18 @@ def precompute_nodes(
     return report
 
 
-def refuse_unknown(options: Mapping[str, Any], cls: type[BaseComponent]) -> None:
-    """Raise :class:`~kvrag.ConfigError` for an unknown option; LlamaIndex would ignore it."""
+def check_options(options: Mapping[str, Any], llm: Any, cls: type[BaseComponent]) -> None:
+    """Raise :class:`~kvrag.ConfigError` for options that would be ignored.
+
+    These are unknown options, and options that the server of a client does not have.
+    """
     for name in options:
         if name not in {*cls.model_fields, "class_name"}:
             raise unknown_option(name, cls.model_fields, of=cls.__name__)
+    in_collection((), options.get("collection"))  # raises if it is not a name
+    if isinstance(llm, KVRagClient):
+        names = ("namespace", "prefix", "retention", "batch_size")
+        host_of(llm, **{name: options[name] for name in names if name in options})
 
 
 class PrecomputeFields(BaseComponent):
@@ -119,7 +139,8 @@ class KVPrecompute(PrecomputeFields, TransformComponent):
     Attributes
     ----------
     llm
-        LLM to store KV for; default: ``Settings.llm`` at the time of the run.
+        LLM to store KV for, or the :class:`kvrag.KVRagClient` of its server; default:
+        ``Settings.llm`` at the time of the run.
     namespace, prefix, batch_size, show_progress, retention, collection
         As for :func:`kvrag.precompute_kv`; default: the LLM's.
     content
@@ -129,8 +150,7 @@ class KVPrecompute(PrecomputeFields, TransformComponent):
     """
 
     def __init__(self, llm: Any = None, **options: Any) -> None:
-        refuse_unknown(options, type(self))
-        in_collection((), options.get("collection"))  # raises if it is not a name
+        check_options(options, llm, type(self))
         super().__init__(**{"llm": None if llm is None else resolve_kv_llm(llm), **options})
 
     @classmethod
@@ -147,7 +167,10 @@ class KVPrecompute(PrecomputeFields, TransformComponent):
 
     def _target(self) -> dict[str, str]:
         llm = resolve_kv_llm(self.llm)
-        engine = engine_of(llm)
+        engine = host_of(llm)
+        if isinstance(engine, KVRagClient):
+            # A server does not tell when KV was erased. It skips the nodes that it has.
+            return {"server": engine.base_url, "run": uuid.uuid4().hex}
         # Erasing KV starts another generation, so nodes that went through before pass again.
         found = {
             "generation": str(engine.store.catalog.state().generation),

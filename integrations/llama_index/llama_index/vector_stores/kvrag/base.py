@@ -19,9 +19,9 @@ from llama_index.core.vector_stores.types import (
     VectorStoreQueryResult,
 )
 
-from kvrag import ConfigError, KVRagEngine
-from kvrag.adapters import changed_ids, engine_of, in_collection
-from llama_index.llms.kvrag.transform import PrecomputeFields, refuse_unknown, resolve_kv_llm
+from kvrag import ConfigError, KVRagClient, KVRagEngine
+from kvrag.adapters import changed_ids, host_of
+from llama_index.llms.kvrag.transform import PrecomputeFields, check_options, resolve_kv_llm
 from llama_index.vector_stores.kvrag.held import held_ids, held_nodes, ids_of_document
 from llama_index.vector_stores.kvrag.refs import RefTable
 
@@ -48,7 +48,8 @@ class KVRagVectorStore(PrecomputeFields, BasePydanticVectorStore):
     inner
         Inner store; default: a ``SimpleVectorStore``, which persists with the storage context.
     llm
-        LLM whose KV is stored; default: ``Settings.llm`` when it is needed.
+        LLM whose KV is stored, or the :class:`kvrag.KVRagClient` of its server; default:
+        ``Settings.llm`` when it is needed.
     namespace, prefix, batch_size, show_progress, retention, collection
         As for :func:`kvrag.precompute_kv`; default: the LLM's.
     content
@@ -84,8 +85,7 @@ class KVRagVectorStore(PrecomputeFields, BasePydanticVectorStore):
             )
         options.setdefault("stores_text", inner.stores_text)
         options.setdefault("is_embedding_query", inner.is_embedding_query)
-        refuse_unknown(options, type(self))
-        in_collection((), options.get("collection"))  # raises if it is not a name
+        check_options(options, llm, type(self))
         super().__init__(
             **{"inner": inner, "llm": None if llm is None else resolve_kv_llm(llm), **options}
         )
@@ -155,7 +155,7 @@ class KVRagVectorStore(PrecomputeFields, BasePydanticVectorStore):
         mode = MetadataMode.NONE if self.content == "text" else MetadataMode.LLM
         named = [(node.node_id, node.get_content(metadata_mode=mode)) for node in nodes]
         return changed_ids(
-            named, llm=self._engine(), namespace=self.namespace, collection=self.collection
+            named, llm=self._host(), namespace=self.namespace, collection=self.collection
         )
 
     # -- deleting nodes --------------------------------------------------------------------------
@@ -291,7 +291,7 @@ class KVRagVectorStore(PrecomputeFields, BasePydanticVectorStore):
         if not node_ids:
             return
         try:
-            self._engine().delete(
+            self._host().delete(
                 list(node_ids), collection=self.collection, namespace=self.namespace
             )
         except Exception as error:
@@ -342,13 +342,17 @@ class KVRagVectorStore(PrecomputeFields, BasePydanticVectorStore):
         """Persist the inner store; KV is on disk already."""
         self.inner.persist(persist_path, fs=fs)
 
-    def _engine(self) -> KVRagEngine:
-        return engine_of(resolve_kv_llm(self.llm))
+    def _host(self) -> KVRagEngine | KVRagClient:
+        return host_of(resolve_kv_llm(self.llm))
 
     def _space(self) -> str:
-        if self.namespace is None:
-            return self._engine().namespace
-        return self.namespace
+        """Return the namespace of the KV, or the address of its server."""
+        if self.namespace is not None:
+            return self.namespace
+        host = self._host()
+        if isinstance(host, KVRagClient):
+            return host.base_url
+        return host.namespace
 
     def _table(self) -> RefTable:
         """Return the table beside the LLM's KV; ``Settings.llm`` may have changed since."""
