@@ -15,6 +15,7 @@ from kvrag.blend.cost import CostModel, Costs, Price
 from kvrag.blend.layout import Layout, Segment, lay_out
 from kvrag.blend.prefill import prefill
 from kvrag.blend.stitch import stitch
+from kvrag.client import engine_of, host_of
 from kvrag.config import (
     Repair,
     RepairConfig,
@@ -30,15 +31,7 @@ from kvrag.config import (
 from kvrag.config.address import address, check_kv_dir
 from kvrag.errors import ConfigError, require
 from kvrag.generate.streams import AsyncTokenStream, TokenStream
-from kvrag.hooks import (
-    Content,
-    OnError,
-    changed_ids,
-    documents_in,
-    engine_of,
-    host_of,
-    prefetch_kv,
-)
+from kvrag.hooks import Content, OnError, changed_ids, documents_in, prefetch_kv
 from kvrag.identity.describe import rope_text
 from kvrag.identity.fingerprint import (
     chunk_key,

@@ -11,14 +11,14 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, asdict, dataclass, field, is_dataclass, replace
+from dataclasses import KW_ONLY, asdict, astuple, dataclass, field, is_dataclass, replace
 from functools import cache
 from typing import Any, TypeVar
 
 import httpx
 
 from kvrag.config import Repair, Retention
-from kvrag.config.signatures import checks_names
+from kvrag.engine import KVRagEngine
 from kvrag.errors import ConfigError, InputError, KVRagError, StoreError
 from kvrag.precompute.documents import check_items, in_collection
 from kvrag.precompute.run import tell_short
@@ -38,39 +38,30 @@ PART_IDS = 1000
 PART_CHARS = 2**17  # per request; escaped, a character has six bytes, and proxies accept 1 MiB
 
 _BUSY = (429, 502, 503, 504)
-_PASSING = (httpx.NetworkError, httpx.ConnectTimeout, httpx.RemoteProtocolError)
+_PASSING = (httpx.NetworkError, httpx.RemoteProtocolError)
 """Faults seen while a server starts again."""
 
-_REMEDIES = {
-    "namespace": "every API key has a namespace of its own; pass that key to KVRagClient, or "
-    "separate documents by collection",
-    "prefix": "chunks are encoded behind the server's prefix (kvrag serve --prefix)",
-    "retention": "its chunks have the default retention",
-    "batch_size": "it chooses the chunks per forward",
+_OF_ENGINES: dict[str, tuple[object, str]] = {
+    "namespace": (
+        None,
+        "every API key has a namespace of its own; pass that key to KVRagClient, or separate "
+        "documents by collection",
+    ),
+    "prefix": (None, "chunks are encoded behind the server's prefix (kvrag serve --prefix)"),
+    "retention": (None, "its chunks have the default retention"),
+    "batch_size": (8, "it chooses the chunks per forward"),
 }
-"""Options of engines that requests don't have, and what a server does instead."""
+"""Options of engines that requests don't have: their defaults, and what a server does instead."""
 
 
 class _TooLargeError(InputError):
     """The body of a request is larger than the server, or a proxy, accepts."""
 
 
-def check_server_options(
-    *,
-    namespace: str | None = None,
-    prefix: Prefix | None = None,
-    retention: Retention | None = None,
-    batch_size: int = 8,
-) -> None:
-    """Raise :class:`ConfigError` for an engine's option, unless it is at its default."""
-    is_set = {
-        "namespace": namespace is not None,
-        "prefix": prefix is not None,
-        "retention": retention is not None,
-        "batch_size": batch_size != 8,
-    }
-    for name, remedy in _REMEDIES.items():
-        if is_set[name]:
+def check_server_options(**options: object) -> None:
+    """Raise :class:`ConfigError` if an option that only engines have is not at its default."""
+    for name, (default, remedy) in _OF_ENGINES.items():
+        if options.get(name, default) != default:
             raise ConfigError(f"{name} has no effect on a server: {remedy}; leave {name} out")
 
 
@@ -129,7 +120,6 @@ class KVRagClient:
                 f"max_retries is {self.max_retries!r}; it must be a whole number of at least 0"
             )
 
-    @checks_names
     def precompute(
         self,
         texts: Sequence[str],
@@ -144,7 +134,7 @@ class KVRagClient:
     ) -> PrecomputeReport:
         """Have the server compute and store the KV of chunks.
 
-        Arguments and report are as for :meth:`kvrag.KVRagEngine.precompute`, except that ``prefix``,
+        Arguments and report are as for :meth:`kvrag.KVRagEngine.precompute`, but ``prefix``,
         ``namespace``, ``batch_size`` and ``retention`` are the server's and must be left out. Texts
         are sent in parts. A text that is too large for a request is reported as failed.
         """
@@ -164,7 +154,6 @@ class KVRagClient:
         tell_short(self, total.short)
         return replace(total, seconds=time.perf_counter() - start)
 
-    @checks_names
     def delete(
         self,
         ids: Sequence[str] | None = None,
@@ -182,7 +171,6 @@ class KVRagClient:
         parts = _parts(names, PART_IDS)
         return sum([self._delete({"ids": part}) for part in parts])
 
-    @checks_names
     def document_ids(
         self, *, collection: str | None = None, namespace: str | None = None
     ) -> list[str]:
@@ -191,7 +179,6 @@ class KVRagClient:
         query = {} if collection is None else {"collection": collection}
         return self._request("GET", "documents", lambda reply: list(reply["data"]), query=query)
 
-    @checks_names
     def explain(
         self,
         prompt: str | Sequence[int] | Sequence[Mapping[str, Any]],
@@ -255,7 +242,7 @@ class KVRagClient:
         body: Mapping[str, Any] | None = None,
         query: Mapping[str, str] | None = None,
     ) -> T:
-        """Send a request, again if its fault may pass, and return what ``read`` makes of the reply."""
+        """Send a request, again if its fault may pass; return the reply as ``read`` reads it."""
         url = f"{self.base_url}/v1/kv/{route}"
         headers = {"Content-Type": "application/json"}
         if self.api_key is not None:
@@ -339,6 +326,45 @@ class KVRagClient:
         )
 
 
+Host = KVRagEngine | KVRagClient
+"""Holder of KV: an engine in this process, or a server."""
+
+
+def engine_of(llm: Any) -> KVRagEngine:
+    """Return the engine itself, or the engine of a framework object."""
+    engine = llm if isinstance(llm, KVRagEngine) else getattr(llm, "engine", None)
+    if isinstance(llm, KVRagClient):
+        raise ConfigError(
+            "llm is a KVRagClient, and a server reads KV when the prompt arrives; prefetch in the "
+            "process of the model only"
+        )
+    if not isinstance(engine, KVRagEngine):
+        raise ConfigError(
+            f"llm is of type {type(llm).__name__}; pass a KVRagEngine, ChatKVRag or KVRagLLM "
+            "(other models can't use KV), or KVRagClient('http://...') if a kvrag server holds the "
+            "model"
+        )
+    return engine
+
+
+def host_of(llm: Any, **options: Any) -> Host:
+    """Return the client itself, or the engine as :func:`engine_of`.
+
+    Raises :class:`ConfigError` for options that a client's server does not have.
+    """
+    if not isinstance(llm, KVRagClient):
+        return engine_of(llm)
+    check_server_options(**options)
+    return llm
+
+
+def chosen_host(llm: Any, server: str | KVRagClient | None) -> Host:
+    """Return the host of an ``llm`` or of a ``server``; exactly one of them must be given."""
+    if (llm is None) == (server is None):
+        raise ConfigError("pass either llm=..., or server=... if a kvrag server holds the model")
+    return host_of(KVRagClient(server) if isinstance(server, str) else server or llm)
+
+
 @cache
 def _tls() -> Any:
     """Return the context for TLS, which takes milliseconds to make."""
@@ -363,7 +389,10 @@ def _checked_address(base_url: object) -> str:
 
 
 def _parts(values: Sequence[T], most: int) -> Iterator[list[T]]:
-    """Split values into parts of at most ``most`` values and :data:`PART_CHARS`, unless one has more."""
+    """Split values into parts of at most ``most`` values and :data:`PART_CHARS`.
+
+    A larger value is a part of its own.
+    """
     part: list[T] = []
     size = 0
     for value in values:
@@ -379,26 +408,14 @@ def _parts(values: Sequence[T], most: int) -> Iterator[list[T]]:
 
 
 def _sum(one: PrecomputeReport, other: PrecomputeReport) -> PrecomputeReport:
-    """Add two reports."""
-    return PrecomputeReport(
-        one.stored + other.stored,
-        one.skipped + other.skipped,
-        [*one.failed, *other.failed],
-        one.stored_bytes + other.stored_bytes,
-        one.seconds + other.seconds,
-        [*one.short, *other.short],
-    )
+    """Add the numbers and lists of two reports."""
+    pairs = zip(astuple(one), astuple(other), strict=True)
+    return PrecomputeReport(*[first + second for first, second in pairs])
 
 
 def _report(reply: Mapping[str, Any]) -> PrecomputeReport:
-    return PrecomputeReport(
-        int(reply["stored"]),
-        int(reply["skipped"]),
-        [(name, reason) for name, reason in reply["failed"]],
-        int(reply["stored_bytes"]),
-        float(reply["seconds"]),
-        [(name, reason) for name, reason in reply["short"]],
-    )
+    lists = {name: [(doc, why) for doc, why in reply[name]] for name in ("failed", "short")}
+    return PrecomputeReport(**{**reply, **lists})
 
 
 def _explanation(reply: Mapping[str, Any]) -> Explanation:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, Literal
 
-from kvrag.client import KVRagClient, check_server_options
+from kvrag.client import Host, KVRagClient, chosen_host, engine_of, host_of
 from kvrag.config import Retention
 from kvrag.engine import KVRagEngine
 from kvrag.errors import ConfigError, InputError, KVRagError, StoreError
@@ -83,7 +83,7 @@ def precompute_kv(
     }
     try:
         report = _precompute(
-            _host(llm, server), _named(items, ids, content), namespace, collection, **options
+            chosen_host(llm, server), _named(items, ids, content), namespace, collection, **options
         )
         error = refused(report)
     except KVRagError as fault:
@@ -145,7 +145,7 @@ def delete_kv(
     arguments are as for :func:`precompute_kv`. ``KVRagEngine.delete(collection=...)`` deletes a
     whole collection. Return the number of chunks erased.
     """
-    host = _host(llm, server)
+    host = chosen_host(llm, server)
     if _is_many(items) and not isinstance(items, str):
         items = list(items)
     if isinstance(items, str):
@@ -192,7 +192,7 @@ def sync_kv(
     llm, server, ids, prefix, namespace, batch_size, show_progress, retention, collection
         As for :func:`precompute_kv`.
     """
-    host = _host(llm, server)
+    host = chosen_host(llm, server)
     if _is_many(live_items) and not isinstance(live_items, str):
         live_items = list(live_items)
     named = _named(live_items, ids, content or "text")
@@ -257,40 +257,6 @@ def prefetch_kv(
             logger.warning("a prefetch could not be started: %s", error)
 
 
-def engine_of(llm: Any) -> KVRagEngine:
-    """Return the engine itself, or the engine of a framework object."""
-    engine = llm if isinstance(llm, KVRagEngine) else getattr(llm, "engine", None)
-    if isinstance(llm, KVRagClient):
-        raise ConfigError(
-            "llm is a KVRagClient, and a server reads KV when the prompt arrives; prefetch in the "
-            "process of the model only"
-        )
-    if not isinstance(engine, KVRagEngine):
-        raise ConfigError(
-            f"llm is of type {type(llm).__name__}; pass a KVRagEngine, ChatKVRag or KVRagLLM "
-            "(other models can't use KV), or KVRagClient('http://...') if a kvrag server holds the "
-            "model"
-        )
-    return engine
-
-
-def host_of(llm: Any, **options: Any) -> KVRagEngine | KVRagClient:
-    """Return the client itself, or the engine as :func:`engine_of`.
-
-    Raises :class:`ConfigError` for options that a client's server does not have.
-    """
-    if not isinstance(llm, KVRagClient):
-        return engine_of(llm)
-    check_server_options(**options)
-    return llm
-
-
-def _host(llm: Any, server: str | KVRagClient | None) -> KVRagEngine | KVRagClient:
-    if (llm is None) == (server is None):
-        raise ConfigError("pass either llm=..., or server=... if a kvrag server holds the model")
-    return host_of(KVRagClient(server) if isinstance(server, str) else server or llm)
-
-
 def _is_stored(
     engine: KVRagEngine,
     named: list[tuple[str | None, str]],
@@ -327,7 +293,7 @@ def _named(items: Any, ids: Sequence[str] | None, content: Content) -> list[tupl
 
 
 def _precompute(
-    host: KVRagEngine | KVRagClient,
+    host: Host,
     named: list[tuple[str | None, str]],
     namespace: str | None,
     collection: str | None,

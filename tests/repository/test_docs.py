@@ -15,9 +15,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from server_kit import served
 
 from kvrag import KVRagEngine
 from kvrag.generate.stats import EngineStats
+from kvrag.server import ServerConfig
 from kvrag.testing.models import tiny_model
 
 ROOT = Path(__file__).parents[2]
@@ -177,9 +179,23 @@ def run_page(page, models, directory, monkeypatch, **names):
     return sum(reused)
 
 
+@pytest.fixture(scope="module")
+def served_models(tiny_dir):
+    """Local names of the model and of the addresses that the pages name."""
+    name = "Qwen/Qwen2.5-3B-Instruct"
+    engine = KVRagEngine.from_pretrained(tiny_dir)
+    with served(engine, ServerConfig(model_name=str(tiny_dir))) as (_, url):
+        yield {
+            name: tiny_dir,
+            "http://127.0.0.1:8000": url,
+            "http://127.0.0.1:8000/v1": f"{url}/v1",
+        }
+    engine.close()
+
+
 @pytest.mark.filterwarnings("ignore:chunks were encoded behind another prefix")
 @pytest.mark.parametrize("page", RUN, ids=lambda p: str(p.relative_to(ROOT)))
-def test_code_blocks_run(page, tiny_dir, tokenizer, tmp_path, monkeypatch):
+def test_code_blocks_run(page, served_models, tokenizer, tmp_path, monkeypatch):
     from langchain_core.documents import Document
     from langchain_core.embeddings import DeterministicFakeEmbedding
     from llama_index.core import MockEmbedding, Settings
@@ -200,7 +216,7 @@ def test_code_blocks_run(page, tiny_dir, tokenizer, tmp_path, monkeypatch):
         "model": tiny_model(),
         "tokenizer": tokenizer,
     }
-    reused = run_page(page, {"Qwen/Qwen2.5-3B-Instruct": tiny_dir}, tmp_path, monkeypatch, **given)
+    reused = run_page(page, served_models, tmp_path, monkeypatch, **given)
     assert reused > 0 or page.name in WITHOUT_ANSWERS, "no answer used stored KV"
 
 

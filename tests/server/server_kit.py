@@ -11,11 +11,14 @@ from kvrag.server import create_app
 
 
 @contextmanager
-def served(engine, config=None, *, send_buffer=None):
-    """Serve an engine on a free port; give the application and its address. ``send_buffer``: bytes that a connection's socket holds."""
+def served(engine, config=None, *, send_buffer=None, port=0):
+    """Serve an engine on a port, by default a free one; give the application and its address.
+
+    ``send_buffer``: bytes that a connection's socket holds.
+    """
     app = create_app(engine, config)
     server = uvicorn.Server(
-        uvicorn.Config(app, port=0, log_level="warning", timeout_graceful_shutdown=5)
+        uvicorn.Config(app, port=port, log_level="warning", timeout_graceful_shutdown=5)
     )
     thread = threading.Thread(target=server.run)
     thread.start()

@@ -95,8 +95,7 @@ def check_options(options: Mapping[str, Any], llm: Any, cls: type[BaseComponent]
             raise unknown_option(name, cls.model_fields, of=cls.__name__)
     in_collection((), options.get("collection"))  # raises if it is not a name
     if isinstance(llm, KVRagClient):
-        names = ("namespace", "prefix", "retention", "batch_size")
-        host_of(llm, **{name: options[name] for name in names if name in options})
+        host_of(llm, **options)
 
 
 class PrecomputeFields(BaseComponent):
