@@ -9,6 +9,20 @@
 ``KVRagConnector`` is in :mod:`vllm_kvrag.connector`, the only module here that needs vLLM.
 """
 
-from vllm_kvrag.exported import export_model
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm_kvrag.exported import export_model
 
 __all__ = ["export_model"]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "export_model":
+        raise AttributeError(f"module 'vllm_kvrag' has no attribute {name!r}")
+    # At first use: every process of a vLLM imports this package for its plugin.
+    from vllm_kvrag.exported import export_model
+
+    return export_model

@@ -5,8 +5,6 @@ It needs nothing of vLLM to run: kvrag prefills with it in another thread while 
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -14,7 +12,6 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from kvrag import UnsupportedModelError
 from kvrag.adapters import LoadedModel, ModelSource, PromptEncoder, config_of, load_model
 from vllm_kvrag.linear import linear
-from vllm_kvrag.loader import LOAD_FORMAT
 
 EXPERTS = {"gate_up_proj": "w13_weight", "down_proj": "w2_weight"}
 PLAIN_EXPERTS = ("TRITON", "BATCHED_TRITON")  # kernels that take experts as they are in the files
@@ -46,7 +43,7 @@ def borrow(model: torch.nn.Module, config: PreTrainedConfig) -> PreTrainedModel:
                     views[place] = weights.view(f"{path}.{name}")
                 setattr(module, name, views[place])
         if type(module) is torch.nn.Linear:
-            module.forward = partial(linear, weight=module.weight, bias=module.bias)
+            module.__class__ = _Linear
     return own.to(like.device).eval()
 
 
@@ -58,12 +55,17 @@ def _without_weights(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrained
             return None
         return torch.nn.Parameter(parameter.to("meta"), requires_grad=False)
 
-    hook = register_module_parameter_registration_hook(emptied)
+    hook = register_module_parameter_registration_hook(emptied)  # type: ignore[arg-type]
     try:
         found: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     finally:
         hook.remove()
     return found
+
+
+class _Linear(torch.nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return linear(input, self.weight, self.bias)
 
 
 class _Weights:
@@ -105,7 +107,7 @@ class _Weights:
         if rows.shape != wanted:
             remedy = "it may be split among devices"
             if not held.numel():
-                remedy = f"vLLM has repacked it: load with --load-format {LOAD_FORMAT}"
+                remedy = "vLLM has repacked it: load with --load-format kvrag"
             raise UnsupportedModelError(
                 f"{place} holds {tuple(held.shape)} where transformers' {path} is "
                 f"{tuple(wanted)}; {remedy}"
