@@ -156,18 +156,23 @@ class Layout:
         )
 
 
-def place(segments: Iterable[tuple[int, Kind, bool, int, bool, int]]) -> Layout:
-    """Lay out segments ``(length, kind, exact, source, is_mismatched, offset)`` in order.
+Entry = tuple[int, Kind, bool, int, bool] | tuple[int, Kind, bool, int, bool, int]
+"""A segment as ``(length, kind, exact, source, is_mismatched)``; its offset may follow."""
+
+
+def place(segments: Iterable[Entry]) -> Layout:
+    """Lay out segments in order.
 
     Empty segments are dropped. The last row becomes live: its logits choose the first answer token,
     so it is computed even if its KV is stored.
     """
     placed: list[Segment] = []
     start = 0
-    for length, kind, *rest in segments:
+    for length, kind, exact, source, is_mismatched, *offset in segments:
         if length:
-            placed.append(Segment(start, start + length, kind, *rest))
-            start += length
+            stop = start + length
+            placed.append(Segment(start, stop, kind, exact, source, is_mismatched, *offset))
+            start = stop
     last = placed.pop()
     if last.kind != "live":
         if last.num_rows > 1:
@@ -179,7 +184,7 @@ def place(segments: Iterable[tuple[int, Kind, bool, int, bool, int]]) -> Layout:
 def lay_out(plan: Plan) -> Layout:
     """Return the layout of a plan with all possible reuse."""
     sources = {identity: index for index, identity in enumerate(plan.identities)}
-    entries: list[tuple[int, Kind, bool, int, bool, int]] = []
+    entries: list[Entry] = []
     for piece in plan.pieces:
         kind: Kind = "live"
         source = -1

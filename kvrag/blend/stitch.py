@@ -6,9 +6,9 @@ all segments in a single launch. Elsewhere, torch does so layer by layer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple, cast
 
@@ -84,7 +84,7 @@ def stitch(
     skip
         Rows that the next forward computes, int64. They may stay unwritten.
     """
-    segments, keys = layout.reused, buffer.layers[0][0]
+    segments, keys = list(_cut_at_groups(layout.reused, kvs)), buffer.layers[0][0]
     has_kernel = (
         bool(segments) and _has_kernel(buffer, rotary) and _is_uniform(buffer, segments, kvs)
     )
@@ -217,11 +217,25 @@ def place(
     )
 
 
-def _rows(kv: LayerKV, offset: int, num_rows: int) -> LayerKV:
-    """Return rows of a layer, or of several stacked layers, from a row on.
+def _cut_at_groups(segments: Iterable[Segment], kvs: Sequence[ChunkKV]) -> Iterator[Segment]:
+    """Cut segments that begin inside a group of rows at the group's end.
 
-    The offset of rounded rows is a multiple of :data:`~kvrag.kv.layers.GROUP`.
+    4-bit keys have a scale per group, and the op takes whole groups, or a single scale.
     """
+    for segment in segments:
+        left = -segment.offset % GROUP
+        if (
+            left
+            and left < segment.num_rows
+            and kvs[segment.source].layers[0].keys.dtype == CODES["int4"]
+        ):
+            yield segment.head(left)
+            segment = replace(segment, start=segment.start + left, offset=segment.offset + left)
+        yield segment
+
+
+def _rows(kv: LayerKV, offset: int, num_rows: int) -> LayerKV:
+    """Return rows of a layer, or of several stacked layers, from a row on."""
     if num_rows == kv.keys.shape[-2]:
         return kv
     rows = slice(offset, offset + num_rows)

@@ -295,7 +295,8 @@ class QueryPipeline:
     def _learn(self, request: Request, plan: Plan) -> None:
         """Report a plan to the learner, and to the watch if its mode may stitch."""
         learner = self.learner if request.mode != "full" else None
-        if learner:
+        # Text that ids decode to may have other ids as a prefix.
+        if learner and given_ids(request.prompt, self.loaded.lm.vocab_size) is None:
             learner.see(request.namespace, plan, request.prefixes[0])
         if request.mode in ("auto", "stitch"):
             known = partial(self._known, request.namespace)
@@ -490,7 +491,8 @@ def _missed(request: Request, plan: Plan, erasures: int) -> Missed | None:
     """Return the registered and explicit chunks of a prompt without KV; never live text."""
     if request.mode == "full" or not plan.missed:
         return None
-    head = plan.pieces[0].piece.text
     # Chunks are encoded behind a prefix of the application, never behind a question.
-    prefix = head if head in request.prefixes else request.prefixes[0]
+    head = plan.pieces[0].ids
+    known = (text for text in request.prefixes if plan.encoder.head_ids(text) == head)
+    prefix = next(known, request.prefixes[0])
     return Missed(tuple(dict.fromkeys(plan.missed)), prefix, request.namespace, erasures)

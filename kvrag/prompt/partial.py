@@ -49,7 +49,7 @@ class PartFinder:
         places = [self.scanner.head_places(p.text) if p.kind == "live" else [] for p in pieces]
         if not any(places):
             return list(pieces)
-        stored = self._stored(
+        stored = self.stored(
             [
                 p.text[a : a + ANCHOR_CHARS]
                 for p, starts in zip(pieces, places, strict=True)
@@ -78,7 +78,7 @@ class PartFinder:
 
     def cut_chunks(self, pieces: Sequence[Piece]) -> list[list[Piece]]:
         """Cut chunks without KV into the first part of a stored chunk and the rest, if possible."""
-        stored = self._stored([piece.text[:ANCHOR_CHARS] for piece in pieces])
+        stored = self.stored([piece.text[:ANCHOR_CHARS] for piece in pieces])
         whole = self.encoder.chunk_ids
         parts = [self._first_part(p.text, 0, len(p.text), stored, whole(p.text)) for p in pieces]
         return [
@@ -86,7 +86,7 @@ class PartFinder:
             for piece, part in zip(pieces, parts, strict=True)
         ]
 
-    def _stored(self, heads: Iterable[str]) -> dict[str, list[tuple[TextEntry, TokenIds]]]:
+    def stored(self, heads: Iterable[str]) -> dict[str, list[tuple[TextEntry, TokenIds]]]:
         """Map the first characters of texts to the stored chunks that may begin with them."""
         distinct = list(dict.fromkeys(heads))[:MAX_LOOKS]
         entries = {head: self.scanner.texts_like(head, limit=MAX_TEXTS) for head in distinct}
@@ -135,7 +135,7 @@ class PartFinder:
         width = FIRST_LOOK
         while True:
             ids = self.encoder.document_ids(text[:width])
-            counts = [_common(ids, chunk) for chunk in stored]
+            counts = [common(ids, chunk) for chunk in stored]
             count, _, chunk = max((n, -len(c), c) for n, c in zip(counts, stored, strict=True))
             if width >= len(text) or count < len(ids) - SETTLE_TOKENS:
                 return chunk, count
@@ -156,7 +156,7 @@ def text_of(
     return next((text for text in texts if text_digest(text) == digest), None)
 
 
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
+def common(a: Sequence[int], b: Sequence[int]) -> int:
     """Return the length of the common beginning."""
     return next(
         (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))

@@ -24,6 +24,7 @@ from kvrag.runtime import Deadline
 from kvrag.store import TieredStore
 from kvrag.types import ChunkIdentity, ChunkKey, KVDtype, MissedChunk, TextEntry
 
+NO_PREFIX = "no stored KV for this prefix"
 OTHER_TEXT = "other text stands between the prefix and this chunk: repaired"
 OTHER_CONTEXT = "encoded behind a context, which this prompt does not have: repaired"
 OTHER_PREFIX = "encoded behind another prefix than this prompt has: repaired with a larger ratio"
@@ -349,7 +350,7 @@ class _Draft:
         if self._has_head:
             missing = None
         else:
-            missing = self._lookup.deadline.fault or "no stored KV for this prefix"
+            missing = self._lookup.deadline.fault or NO_PREFIX
         identity = self._head_identity if self._has_head else None
         out = [PlannedPiece(self._head, self._head_ids, identity, self._has_head, reason=missing)]
         for index, (piece, ids) in enumerate(self._rest):
@@ -380,20 +381,8 @@ class _Draft:
             ]
             pays = sum([len(other.ids) for other in rest]) >= self._min_tokens
             return [replace(planned, missed=missed if pays else None), *rest]
-        return [PlannedPiece(piece, ids, reason=self._why_missing(piece, ids), missed=missed)]
-
-    def _why_missing(self, piece: Piece, ids: TokenIds) -> str:
-        other = self._found.get(ids)
-        if other is not None:
-            asked = (
-                f"kept with kv_dtype={other.kv_dtype!r}, and {self._lookup.kv_dtype!r} is asked for"
-            )
-            return f"{asked}: precompute it again, or set kv_dtype to the stored one"
-        if piece.is_given:
-            known = "not precomputed"
-        else:
-            known = "the text is known, but there is no KV of this model for it"
-        return self._lookup.deadline.fault or f"{known}: precompute it with this model"
+        why = why_missing(self._lookup, self._found.get(ids), is_given=piece.is_given)
+        return [PlannedPiece(piece, ids, reason=why, missed=missed)]
 
     def _stored(self, piece: Piece, ids: TokenIds, is_next_to_head: bool) -> PlannedPiece | None:
         """Plan a chunk, or the first part of a chunk, with its stored KV, if any."""
@@ -420,3 +409,14 @@ class _Draft:
             is_mismatched,
             "; ".join(filter(None, (part, why))) or None,
         )
+
+
+def why_missing(lookup: Lookup, other: ChunkIdentity | None, *, is_given: bool = False) -> str:
+    """Say why a chunk has no KV to use; ``other`` is its KV of another type, if any."""
+    if other is not None:
+        asked = f"kept with kv_dtype={other.kv_dtype!r}, and {lookup.kv_dtype!r} is asked for"
+        return f"{asked}: precompute it again, or set kv_dtype to the stored one"
+    known = "the text is known, but there is no KV of this model for it"
+    if is_given:
+        known = "not precomputed"
+    return lookup.deadline.fault or f"{known}: precompute it with this model"

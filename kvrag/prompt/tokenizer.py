@@ -62,8 +62,8 @@ class Piece:
 
 _SENTENCE = re.compile(r"(?:[.!?…][\"'”’)\]*_]*(?=\s)|\n|[。！？][”’」』）]*)\s*")
 UNKNOWN = "\ufffd"  # the text of bytes that are not a whole character
-SPACES = ("Ġ", "Ċ", "▁")
-"""Marks of a space or a line break at a token's beginning, as tokenizers write them."""
+MAX_SHARING = 8  # tokens that may share characters: a character has four bytes at most
+MAX_PIECES = 1 << 17  # texts of tokens that are kept
 
 
 class SegmentTokenizer:
@@ -101,7 +101,9 @@ class SegmentTokenizer:
         self._control_ids = frozenset(control.values())
         texts = sorted(control, key=len, reverse=True)
         self._control_text = re.compile(f"({'|'.join(map(re.escape, texts)) or '(?!)'})")
-        self._piece = lru_cache(maxsize=None)(self._text_of)
+        self._anchor = self._encode(ANCHORS[1], as_text=True)
+        self._anchor_text = self._decoded(*self._anchor)
+        self._piece = lru_cache(maxsize=MAX_PIECES)(self._text_of)
         self.chunk_ids = lru_cache(maxsize=4096)(self.document_ids)
         self.head_ids = lru_cache(maxsize=16)(
             lambda text: tuple(self.live_ids(text, at_start=True))
@@ -163,30 +165,40 @@ class SegmentTokenizer:
         return starts[: len(ids)]
 
     def token_texts(self, ids: Sequence[int]) -> list[str]:
-        """Return the text of every token.
+        """Return the text of every token; joined, they are the text of all.
 
-        Of tokens that share a character, the first has the text of all, and the others have none.
+        Of tokens that share a character, the first has it, and the others have none.
         """
         texts = list(map(self._piece, ids))
-        shared = [UNKNOWN in text for text in texts]
-        for stop in range(len(texts), 0, -1):
-            if shared[stop - 1] and not (stop < len(texts) and shared[stop]):
-                start = stop - 1
-                while start and shared[start - 1]:
-                    start -= 1
-                texts[start:stop] = [self._text_of(*ids[start:stop]), *[""] * (stop - start - 1)]
+        parts = [n for n, text in enumerate(texts) if UNKNOWN in text]
+        while parts:
+            start = parts[0]
+            stop = next((n for n, at in enumerate(parts, start) if n != at), start + len(parts))
+            del parts[: stop - start]
+            texts[start:stop] = self._characters(ids[start:stop])
+        return texts
+
+    def _characters(self, ids: Sequence[int]) -> list[str]:
+        """Return the texts of tokens that are parts of characters."""
+        left = self._text_of(*ids)
+        texts = [""] * len(ids)
+        first = 0
+        for stop in range(1, len(ids) + 1):
+            text = self._piece(*ids[first:stop])
+            if left.startswith(text) and stop - first <= MAX_SHARING:
+                texts[first] = text
+                left = left[len(text) :]
+                first = stop
+        if left:
+            texts[first] = left
         return texts
 
     def _text_of(self, *tokens: int) -> str:
-        """Return the text of tokens with its leading space, which some tokenizers drop.
+        """Return the text of tokens as inside a text: many tokenizers drop the first one's spaces."""
+        return self._decoded(*self._anchor, *tokens).removeprefix(self._anchor_text)
 
-        They leave it out when they decode the tokens alone.
-        """
-        text = str(self.tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False))
-        is_apart = str(self.tokenizer.convert_ids_to_tokens(tokens[0])).startswith(SPACES)
-        if is_apart and not text[:1].isspace():
-            return f" {text}"
-        return text
+    def _decoded(self, *ids: int) -> str:
+        return str(self.tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
 
     def control_text_after(self, text: str, start: int) -> int:
         """Return the index of the first control-token text from ``start`` on, or the length."""
