@@ -1,18 +1,25 @@
 """Prompts of token ids: chunks are found in ids that were tokenised as a whole, and only equal ids are reused."""
 
+from bisect import bisect_right
+from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from kit import raising
 from test_tokenizers import KINDS, LOSSLESS
 from texts import make_chunks
+from tokenizers import AddedToken
 
 from kvrag import KVRagEngine, StoreConfig
-from kvrag.identity.fingerprint import ids_digest
-from kvrag.prompt.plan import Plan, PlannedPiece
+from kvrag.identity.fingerprint import chunk_key, ids_digest
+from kvrag.model.load import refuse
+from kvrag.prompt.plan import NO_PREFIX, OTHER_CONTEXT, OTHER_PREFIX, OTHER_TEXT, Plan, PlannedPiece
 from kvrag.testing.models import tiny_model
-from kvrag.testing.tokenizers import VOCAB_SIZE
+from kvrag.testing.tokenizers import VOCAB_SIZE, tiny_tokenizer
 
 PREFIX = "Read this with care, and answer from it:\n"
 LEAST = 12
@@ -187,3 +194,193 @@ def test_texts_of_many_bytes_and_of_control_tokens_are_found(kind, text, engines
     is_shown = text in "".join(encoder.token_texts(ids))
     assert found >= len(stored) // 2 * is_shown
     assert is_shown or kind.startswith(("SentencePiece", "Llama", "slow")) or "space" in kind
+
+
+# -- the same as with text -------------------------------------------------------------------------------------------------
+
+
+def told(plan: Plan) -> list[tuple[Any, ...]]:
+    return [
+        (p.ids, p.piece.kind, p.identity, p.is_exact, p.is_mismatched, p.offset, p.reason)
+        for p in plan.pieces
+    ]
+
+
+HEADS = [PREFIX, "", PREFIX + "And this:\n", "Another head.\n"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("order", [(0,), (1, 2, 1), (4, 3), ()])
+def test_ids_of_segments_are_planned_as_their_text(kind, head, order, engines):
+    engine = engines(kind)
+    text = "".join([head, *[CHUNKS[i] + "\n\n" for i in order], "Who keeps it?"])
+    by_text = engine._answering.plan(engine._request(text))
+    plan = plan_of(engine, by_text.token_ids)
+    unknown = engine.tokenizer.unk_token_id
+    if unknown is None or unknown not in plan.token_ids:  # which has no text
+        assert told(plan) == told(by_text)
+
+
+# -- what is exact, and what is not ----------------------------------------------------------------------------------------
+
+
+def bits(plan: Plan) -> list[tuple[bool, bool, int]]:
+    return [(p.is_exact, p.is_mismatched, p.offset) for p in chunks_of(plan)]
+
+
+def test_a_chunk_right_behind_its_prefix_is_exact(engine):
+    plan = plan_of(engine, whole(engine, f"{PREFIX}{CHUNKS[0]}\nWho?"))
+    head, chunk = plan.pieces[:2]
+    assert (head.is_exact, head.piece.text) == (True, PREFIX)
+    assert (chunk.is_exact, chunk.offset, chunk.reason) == (True, 0, None)
+
+
+def test_a_chunk_whose_first_token_was_merged_is_not_exact(tmp_path):
+    """The dot that ends the prefix, and the line break that begins the chunk's line, are a token of their own or of both."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens([AddedToken(":Note", special=False)])
+    engine = engine_for(tokenizer, tmp_path, prefix="Read:")
+    engine.precompute(CHUNKS[:1])
+    plan = plan_of(engine, whole(engine, f"Read:{CHUNKS[0]}\nWho?"))
+    (chunk,) = chunks_of(plan)
+    assert (chunk.is_exact, chunk.is_mismatched) == (False, False)
+    assert chunk.offset > 0
+    assert chunk.reason
+    assert chunk.reason.startswith(f"tokens {chunk.offset + 1} to ")
+    assert chunk.reason.endswith(f"of a stored chunk; {OTHER_TEXT}")
+    engine.close()
+
+
+def test_a_context_between_prefix_and_chunk_is_told(tmp_path):
+    engine = engine_for(tiny_tokenizer(), tmp_path, context="Some text that stands before it all.")
+    engine.precompute(CHUNKS[:1])
+    plan = plan_of(engine, whole(engine, f"{PREFIX}{CHUNKS[0]}\nWho?"))
+    assert [p.reason for p in chunks_of(plan)] == [OTHER_CONTEXT]
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("start", "reason", "exact_head"),
+    [
+        (f"{PREFIX}And this:\n", OTHER_TEXT, True),
+        (f"{PREFIX[:-1]} first:\n", OTHER_PREFIX, True),  # as far as it goes
+        ("Another head stands here.\n", OTHER_PREFIX, False),
+        ("", OTHER_PREFIX, False),
+        (f"And. {PREFIX}", OTHER_PREFIX, False),
+    ],
+)
+def test_the_rows_before_a_chunk_decide(start, reason, exact_head, engine):
+    plan = plan_of(engine, whole(engine, f"{start}{CHUNKS[0]}\nWho?"))
+    assert [p.reason for p in chunks_of(plan)] == [reason]
+    assert plan.has_mismatch == (reason == OTHER_PREFIX)
+    assert plan.pieces[0].is_exact == exact_head
+    assert plan.pieces[0].reason == (None if exact_head else NO_PREFIX)
+
+
+def test_a_prompt_may_begin_inside_the_prefix(engine):
+    ids = whole(engine, f"{PREFIX}{CHUNKS[0]}\nWho?")
+    for cut in (1, 5):  # the first without BOS
+        plan = plan_of(engine, ids[cut:])
+        assert bits(plan) == [(False, True, 0)]
+        assert plan.pieces[0].identity is None
+
+
+def test_few_rows_of_a_prefix_are_not_worth_loading_it(engine):
+    first = whole(engine, PREFIX)
+    plan = plan_of(engine, [*first[: LEAST - 1], 7, *whole(engine, f"x{CHUNKS[0]}\nWho?")])
+    assert plan.pieces[0].identity is None
+    plan = plan_of(engine, [*first[:LEAST], 7, *whole(engine, f"x{CHUNKS[0]}\nWho?")])
+    assert len(plan.pieces[0].ids) == LEAST
+    assert plan.pieces[0].is_exact
+
+
+def test_prompts_without_chunks(engine):
+    prefix = whole(engine, PREFIX)
+    plan = plan_of(engine, prefix)
+    assert [len(p.ids) for p in plan.pieces if p.is_exact] == [len(prefix)]
+    for ids in (prefix[:1], [9], [*prefix, 9], [0, 1, 2, 3]):
+        assert chunks_of(plan_of(engine, ids)) == []
+
+
+def test_a_chunk_may_stand_twice_and_in_parts(engine):
+    text = CHUNKS[0]
+    plan = plan_of(engine, whole(engine, f"{PREFIX}{text}\n{text}\n{text[:90]}…\n{text[9:]}\nWho?"))
+    assert len(plan.identities) == 2  # of the prefix and of the chunk
+    assert bits(plan) == [(True, False, 0), (False, False, 0), (False, False, 0)]
+    assert 80 <= len(chunks_of(plan)[-1].piece.text) <= 90
+
+
+def test_a_chunk_inside_the_prefix_belongs_to_it(tmp_path):
+    engine = engine_for(tiny_tokenizer(), tmp_path, prefix=f"Read: {CHUNKS[1]}\n")
+    engine.precompute(CHUNKS)
+    plan = plan_of(engine, whole(engine, f"Read: {CHUNKS[1]}\n{CHUNKS[0]}\nWho?"))
+    assert [p.piece.text for p in chunks_of(plan)] == [CHUNKS[0]]
+    assert bits(plan) == [(True, False, 0)]
+    engine.close()
+
+
+def test_a_control_token_in_a_document_is_computed(engine):
+    """Tokenised with the rest, the text of a control token has become the token: only the rows around it are the chunk's."""
+    ids = whole(engine, f"{PREFIX}{CONTROL}\nWho?")
+    at = ids.index(engine.tokenizer.convert_tokens_to_ids("<|im_end|>"))
+    stops = np.cumsum([len(p.ids) for p in plan_of(engine, ids).pieces]).tolist()
+    piece = plan_of(engine, ids).pieces[bisect_right(stops, at)]
+    assert piece.identity is None
+
+
+# -- rounded, late, lost, and not for this model -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("failing", ["store", "catalog"])
+def test_a_store_that_fails_costs_time(failing, tmp_path, monkeypatch):
+    engine = engine_for(tiny_tokenizer(), tmp_path)
+    engine.precompute(CHUNKS)
+    ids = whole(engine, f"{PREFIX}{CHUNKS[0]}\nWho?")
+    assert chunks_of(plan_of(engine, ids))
+    if failing == "store":
+        monkeypatch.setattr(engine.store, "known", raising(OSError, "lost"))
+    else:
+        monkeypatch.setattr(engine.store.catalog, "texts", raising(OSError, "lost"))
+    plan = plan_of(engine, ids)
+    assert plan.identities == []
+    assert "lost" in str(plan.fault)
+    assert engine.prefill(ids).exactness == "full"
+    engine.close()
+
+
+def test_kv_of_another_type_is_told(tmp_path):
+    with closing(engine_for(tiny_tokenizer(), tmp_path)) as engine:
+        engine.precompute(CHUNKS[:1])
+    config = StoreConfig(min_chunk_tokens=LEAST, kv_dtype="int8")
+    with closing(engine_for(tiny_tokenizer(), tmp_path, store_config=config)) as engine:
+        plan = plan_of(engine, whole(engine, f"{PREFIX}{CHUNKS[0]}\nWho?"))
+        (chunk,) = [p for p in plan.pieces if p.piece.kind == "chunk"]
+        assert chunk.identity is None
+        assert "kept with kv_dtype='auto', and 'int8' is asked for" in str(chunk.reason)
+
+
+def test_a_known_text_without_kv_is_missed_and_stored_again(tmp_path):
+    config = StoreConfig(min_chunk_tokens=LEAST, on_miss="store")
+    with closing(engine_for(tiny_tokenizer(), tmp_path, store_config=config)) as engine:
+        engine.precompute(CHUNKS[:2], ids=["a", "b"])
+        ids = whole(engine, f"{PREFIX}{CHUNKS[0]}\n{CHUNKS[1]}\nWho?")
+        plan = plan_of(engine, ids)
+        engine.store.delete([chunk_key(plan.identities[1])])
+        missed = plan_of(engine, ids).missed
+        assert [m.text for m in missed] == CHUNKS[:1]
+        engine.generate(ids, max_new_tokens=1)
+        assert engine.flush_write_back(30)
+        assert told(plan_of(engine, ids)) == told(plan)
+
+
+def test_a_model_that_can_not_reuse_says_so(tmp_path):
+    with closing(engine_for(tiny_tokenizer(), tmp_path)) as engine:
+        engine.precompute(CHUNKS[:1])
+        refused = refuse(engine.loaded.lm.model, "for a test")
+        engine._loaded = replace(engine.loaded, lm=refused)
+        engine._answering.loaded = engine._loaded
+        ids = whole(engine, f"{PREFIX}{CHUNKS[0]}\nWho?")
+        plan = plan_of(engine, ids)
+        assert (plan.identities, plan.refusal) == ([], refused.refusal)
+        assert engine.generate(ids, max_new_tokens=2).fallback_reason == refused.refusal
