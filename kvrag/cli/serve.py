@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import logging.config
 import os
 import signal
 import socket
@@ -19,6 +20,7 @@ from kvrag.cli.options import (
     SERVED,
     Given,
     engine_options,
+    is_on_command_line,
     name_model,
     open_engine,
     takes,
@@ -30,6 +32,24 @@ logger = logging.getLogger(__name__)
 _ON_RAY = "With Ray"
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 
+
+_BACKEND = typer.Option(
+    "--engine",
+    help=(
+        "kvrag, or vllm: vLLM decodes behind a front; its own options go after --, as "
+        "-- --max-model-len 8192."
+    ),
+)
+_NOT_WITH_VLLM = {
+    "device": "vLLM chooses the device",
+    "cache_weights": "vLLM loads the weights",
+    "history_bytes": "vLLM has a prefix cache of its own",
+    "max_waiting": "vLLM queues requests; -- --max-num-seqs N sets how many run at a time",
+    "max_tokens": "-- --max-model-len N limits prompt and answer together",
+    "ray": "start a front per machine, on a shared store",
+    "replicas": "start a front per machine, on a shared store",
+}
+"""Options without an effect before vLLM, with the remedy."""
 
 _RAY = typer.Option(
     "--ray",
@@ -66,6 +86,7 @@ def serve(
     limits: Given,
     ctx: typer.Context,
     words: Annotated[list[str] | None, _MODEL] = None,
+    backend: Annotated[Literal["kvrag", "vllm"], _BACKEND] = "kvrag",
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any that is free.")
@@ -91,6 +112,9 @@ def serve(
 
     Answers chat and text completions; /v1/kv precomputes more chunks.
     """
+    if backend == "vllm":
+        _before_vllm(ctx, engine, repair, limits, words or [])
+        return
     name_model(ctx, engine, words)
     uvicorn = require("uvicorn", extra="server", purpose="kvrag serve")
     require("sse_starlette", extra="server", purpose="kvrag serve")
@@ -117,6 +141,53 @@ def serve(
             drain_s=config.drain_s,
             log_format=log_format,
         )
+
+
+def _before_vllm(
+    ctx: typer.Context, engine: Given, repair: Given, limits: Given, words: list[str]
+) -> None:
+    """Answer requests in front of vLLM until a signal ends both; exit with vLLM's code if it ends."""
+    at = next((n for n, word in enumerate(words) if word.startswith("-")), len(words))
+    name_model(ctx, engine, words[:at])
+    for name, remedy in _NOT_WITH_VLLM.items():
+        if is_on_command_line(ctx, name):
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{option} has no effect with --engine vllm; leave it out: {remedy}")
+    for package in ("uvicorn", "sse_starlette", "httpx"):
+        require(package, extra="server", purpose="kvrag serve --engine vllm")
+    import uvicorn
+
+    from kvrag.front import started
+    from kvrag.server import ServerConfig
+    from kvrag.server.app import prepare_process
+
+    options = engine_options(
+        engine, repair=repair, limits={n: v for n, v in limits.items() if n != "history_bytes"}
+    )
+    if not is_on_command_line(ctx, "chunk_context"):
+        del options["context"]
+    given = ctx.params
+    config = ServerConfig(
+        api_keys=_keys(given["host"], is_insecure=given["insecure"]),
+        model_name=given["model_name"],
+        cors_origins=tuple(given["cors_origin"] or ()),
+    )
+    prepare_process()
+    log_format = given["log_format"]
+    logging.config.dictConfig(log_config(log_format))
+    signal.signal(signal.SIGTERM, _exit)  # while vLLM loads
+    with (
+        bound(given["host"], given["port"]) as listening,
+        started(options, config, words[at:]) as (app, child),
+    ):
+        _run(uvicorn, app, listening, drain_s=config.drain_s, log_format=log_format)
+        code = child.code
+    if code is not None:
+        raise typer.Exit(code)
+
+
+def _exit(number: int, _: object) -> None:
+    raise SystemExit(128 + number)
 
 
 def _run(
@@ -180,7 +251,7 @@ def _server_of(uvicorn: Any, options: Any, app: Any) -> Any:
                     host = "localhost"
                 elif ":" in host:
                     host = f"[{host}]"
-                logger.info("ask it in a browser: http://%s:%d/", host, port)
+                logger.info("%s: http://%s:%d/", app.state.invitation, host, port)
 
         def handle_exit(self, sig: int, frame: object) -> None:
             app.state.service.admission.is_draining = True

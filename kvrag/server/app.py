@@ -27,7 +27,7 @@ from kvrag.server.gate import Gate
 from kvrag.server.metrics import Metrics
 from kvrag.server.service import Service, service_of
 
-_QUIET = cast(Any, dict.fromkeys(("tracing", "metrics", "logs", "operation_spans"), False))
+QUIET = cast(Any, dict.fromkeys(("tracing", "metrics", "logs", "operation_spans"), False))
 """Switches off the telemetry of newer FastAPI versions.
 
 It would reveal unreadable bodies and messages of exceptions; kvrag has its own telemetry.
@@ -55,10 +55,11 @@ def create_app(engine: KVRagEngine, config: ServerConfig | None = None) -> FastA
         API keys, limits and the model's name.
     """
     config = config or ServerConfig()
-    app = FastAPI(title="kvrag", version=kvrag.__version__, lifespan=_life, telemetry=_QUIET)
+    app = FastAPI(title="kvrag", version=kvrag.__version__, lifespan=_life, telemetry=QUIET)
     admission = Admission(config.max_running, config.max_waiting, config.max_per_key)
     service = app.state.service = Service(engine, config, admission, Metrics(engine, admission))
     app.state.is_loaded = False
+    app.state.invitation = "ask it in a browser"
     app.include_router(completions.router)
     app.include_router(documents.router)
     app.include_router(page.router)
@@ -70,11 +71,11 @@ def create_app(engine: KVRagEngine, config: ServerConfig | None = None) -> FastA
     handle_errors(app)
     app.add_middleware(Gate, config=config, count=service.metrics.count)
     if config.cors_origins:  # outside the gate, because preflight requests carry no key
-        app.add_middleware(CORSMiddleware, **_cors(config))
+        app.add_middleware(CORSMiddleware, **cors(config))
     return app
 
 
-def _cors(config: ServerConfig) -> dict[str, Any]:
+def cors(config: ServerConfig) -> dict[str, Any]:
     """Return the CORS options: the requests and headers for pages of the allowed origins."""
     return {
         "allow_origins": list(config.cors_origins),

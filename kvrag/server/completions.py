@@ -118,7 +118,7 @@ async def _complete(
     }
     if not body.stream:
         async with aclosing(pieces):
-            results = await _unless_gone(request, asyncio.create_task(_results(pieces)), None)
+            results = await unless_gone(request, asyncio.create_task(_results(pieces)), None)
             assert results is not None
         tokenizer = service.engine.tokenizer
         choices = [
@@ -129,7 +129,7 @@ async def _complete(
         usage = usage_of(made, body.n, tokenizer if body.kvrag.trace else None)
         return JSONResponse({**head, "object": shape.object, "choices": choices, **usage})
     first: asyncio.Task[Piece] = asyncio.create_task(pieces.asend(None))
-    await _unless_gone(request, first, PATIENCE_S)
+    await unless_gone(request, first, PATIENCE_S)
     if first.done():
         first.result()  # an error before the first byte has a status of its own
     logprobs = LogprobStream(service.engine.tokenizer, is_chat=shape.is_chat, echo=echo)
@@ -147,7 +147,7 @@ async def _results(pieces: AsyncIterator[Piece]) -> dict[int, GenerationResult]:
     return {index: piece async for index, piece in pieces if isinstance(piece, GenerationResult)}
 
 
-async def _unless_gone(request: Request, task: asyncio.Task[Any], timeout_s: float | None) -> Any:
+async def unless_gone(request: Request, task: asyncio.Task[Any], timeout_s: float | None) -> Any:
     """Wait for a task, at most ``timeout_s`` seconds.
 
     The task is cancelled when the client leaves or the waiting coroutine is cancelled.

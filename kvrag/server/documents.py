@@ -10,6 +10,7 @@ from anyio import to_thread
 from fastapi import APIRouter, Request
 from fastapi.concurrency import run_in_threadpool
 
+from kvrag.prompt.template import Prompt
 from kvrag.server.completions import chat_prompt, text_prompt
 from kvrag.server.errors import APIError
 from kvrag.server.schema import DeleteRequest, ExplainRequest, PrecomputeRequest
@@ -64,12 +65,7 @@ async def delete(body: DeleteRequest, request: Request) -> dict[str, int]:
 async def explain(body: ExplainRequest, request: Request) -> dict[str, Any]:
     """Explain which chunks of a prompt are known and have KV, and why other text has no KV."""
     service = service_of(request)
-    if (body.messages is None) == (body.prompt is None):
-        raise APIError(400, "pass either messages or prompt", "invalid_value", param="messages")
-    if body.prompt is not None:
-        prompt = text_prompt(body.prompt, body.kvrag)
-    else:
-        prompt = chat_prompt(body.messages or (), body.kvrag)
+    prompt = explained(body)
     options = service.reuse(body.kvrag, request.state.tenant)
     for name in ("tools", "chat_template_kwargs", "continue_final_message"):
         options[name] = getattr(body, name)
@@ -82,3 +78,12 @@ async def stats(request: Request) -> dict[str, Any]:
     service = service_of(request)
     counted = await run_in_threadpool(service.engine.stats)
     return {**counted, "running": service.admission.running, "waiting": service.admission.waiting}
+
+
+def explained(body: ExplainRequest) -> Prompt:
+    """Return the prompt of a request, of either kind; raises ``APIError`` if it has not one."""
+    if (body.messages is None) == (body.prompt is None):
+        raise APIError(400, "pass either messages or prompt", "invalid_value", param="messages")
+    if body.prompt is not None:
+        return text_prompt(body.prompt, body.kvrag)
+    return chat_prompt(body.messages or (), body.kvrag)

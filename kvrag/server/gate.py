@@ -6,7 +6,7 @@ It is plain ASGI, because responses are streamed.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Collection, MutableMapping, Sequence
 from typing import Any
 
 from sse_starlette.sse import SendTimeoutError
@@ -24,13 +24,20 @@ class Gate:
 
     ``scope["state"]`` gets ``tenant`` (``None`` without keys) and ``record``. At the end the record
     is passed to ``count``, logged and traced. Clients see only kvrag's own messages: an error
-    inside is answered and logged here, and not raised further.
+    inside is answered and logged here, and not raised further. ``open_paths`` are the paths that
+    need no key; by default all that are not under ``/v1``.
     """
 
     def __init__(
-        self, app: ASGIApp, config: ServerConfig, count: Callable[[RequestRecord], None]
+        self,
+        app: ASGIApp,
+        config: ServerConfig,
+        count: Callable[[RequestRecord], None],
+        *,
+        open_paths: Collection[str] = (),
     ) -> None:
         self._app = app
+        self._open_paths = open_paths
         self._config = config
         self._count = count
         self._tracer = Tracer()
@@ -94,7 +101,8 @@ class Gate:
         if scope["method"] == "HEAD":  # the server still leaves out the body
             plain["method"] = "GET"
         headers = dict(scope["headers"])
-        if scope["method"] == "POST" and self._is_trusted(headers):
+        is_form = headers.get(b"content-type", b"").startswith(b"multipart/")
+        if scope["method"] == "POST" and not is_form and self._is_trusted(headers):
             others = [(name, value) for name, value in scope["headers"] if name != b"content-type"]
             plain["headers"] = [*others, (b"content-type", b"application/json")]
         return plain
@@ -112,7 +120,8 @@ class Gate:
 
     def _tenant(self, path: str, headers: dict[bytes, str]) -> str | None:
         """Return the tenant of the request's key; raise ``APIError`` without a known key."""
-        if not self._config.api_keys or not path.startswith(_GUARDED):
+        is_open = path in self._open_paths if self._open_paths else not path.startswith(_GUARDED)
+        if is_open or not self._config.api_keys:
             return None
         kind, _, key = headers.get(b"authorization", "").partition(" ")
         tenant = self._config.tenant_of(key.strip()) if kind.lower() == "bearer" else None

@@ -16,6 +16,7 @@ from fastapi import Request
 from kvrag.engine import KVRagEngine
 from kvrag.errors import ContextLengthError
 from kvrag.generate.streams import AsyncTokenStream
+from kvrag.model.source import ModelSource
 from kvrag.prompt.template import Prompt
 from kvrag.server.admission import Admission
 from kvrag.server.config import ServerConfig
@@ -56,10 +57,7 @@ class Service:
     @property
     def name(self) -> str:
         """Name of the model for clients; for a local path, its last part only."""
-        source = self.engine.source.name
-        return self.config.model_name or (
-            Path(source).resolve().name if os.path.exists(source) else source
-        )
+        return served_name(self.engine.source, self.config)
 
     def check_model(self, name: str | None) -> None:
         """Raise ``APIError`` if a client asks for a model that is not served.
@@ -164,6 +162,12 @@ class Fitting:
         """Cancel the stream."""
         self._is_cancelled = True
         self._stream.cancel()
+
+
+def served_name(source: ModelSource, config: ServerConfig) -> str:
+    """Return the name of a model for clients; for a local path, its last part only."""
+    name = source.name
+    return config.model_name or (Path(name).resolve().name if os.path.exists(name) else name)
 
 
 def service_of(request: Request) -> Service:

@@ -41,7 +41,7 @@ RANKS = (
     {"evaluate"},
     {"adapters", "client", "engine", "hooks", "dataset"},
     {"server"},
-    {"serving"},
+    {"front", "serving"},
     {"cli", "testing", "integrations"},
 )
 """Rooms and modules of the facade. Each imports from its own room and from the ranks before its own; modules of the facade that share a

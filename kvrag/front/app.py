@@ -1,0 +1,183 @@
+"""ASGI application of the front: its own routes, and vLLM behind all others."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, cast
+
+from fastapi import FastAPI, Request
+from fastapi.concurrency import run_in_threadpool
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.responses import JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from kvrag.engine import KVRagEngine
+from kvrag.front import documents
+from kvrag.front.planner import Planner, Worker
+from kvrag.front.prompts import (
+    Tokenise,
+    left_to_vllm,
+    put_options,
+    take_options,
+    tokenised,
+    tokenised_chat,
+    tokenised_text,
+)
+from kvrag.front.state import Front, front_of
+from kvrag.front.upstream import Upstream
+from kvrag.server.admission import Admission
+from kvrag.server.app import QUIET, cors, health
+from kvrag.server.config import ServerConfig
+from kvrag.server.errors import APIError, handle_errors
+from kvrag.server.gate import Gate
+from kvrag.server.metrics import Metrics
+from kvrag.server.record import RequestRecord
+from kvrag.server.service import Service
+
+OPEN = ("/health", "/ready", "/metrics")
+"""Paths that need no key. vLLM answers prompts at more paths than those under ``/v1``."""
+KNOWS_PARAMETERS = (
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/chat/completions/batch",
+    "/inference/v1/generate",
+)
+"""vLLM's other paths whose bodies may hold ``kv_transfer_params``."""
+_METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
+
+logger = logging.getLogger(__name__)
+
+
+def create_front(
+    engine: KVRagEngine, planner: Planner, upstream: Upstream, config: ServerConfig
+) -> FastAPI:
+    """Make the ASGI application of a front; run it in a single process.
+
+    Parameters
+    ----------
+    engine
+        Store, namespace and names; its model is never loaded.
+    planner, upstream
+        Planner of the same engine; vLLM's server, which answers already.
+    config
+        API keys and limits; admission is vLLM's.
+    """
+    app = FastAPI(
+        title="kvrag",
+        lifespan=_life,
+        telemetry=QUIET,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+    )
+    admission = Admission(config.max_running, config.max_waiting)
+    service = app.state.service = Service(engine, config, admission, Metrics(engine, admission))
+    app.state.invitation = "the OpenAI API, before vLLM, is at"
+    app.state.front = Front(service, planner, upstream)
+    app.get("/health")(health)
+    app.get("/ready")(ready)
+    app.get("/metrics")(metrics)
+    app.post("/v1/chat/completions")(chat_completions)
+    app.post("/v1/completions")(completions)
+    app.include_router(documents.router)
+    app.add_route("/{path:path}", passed, methods=_METHODS)
+    handle_errors(app)
+    app.add_middleware(Gate, config=config, count=service.metrics.count, open_paths=OPEN)
+    if config.cors_origins:
+        app.add_middleware(CORSMiddleware, **cors(config))
+    return app
+
+
+@asynccontextmanager
+async def _life(app: FastAPI) -> AsyncIterator[None]:
+    front: Front = app.state.front
+    try:
+        front.planner.worker = Worker(**await front.upstream.ask(describe=True))
+    except (APIError, TypeError) as error:
+        logger.warning("prompts are tokenised without regard to stored chunks: %s", error)
+    if front.planner.worker.refusal is not None:
+        logger.warning("vLLM's worker reuses no KV: %s", front.planner.worker.refusal)
+    yield
+    front.service.admission.is_draining = True
+    await front.upstream.client.aclose()
+
+
+async def ready(request: Request) -> JSONResponse:
+    """Say whether vLLM accepts requests."""
+    front = front_of(request)
+    if front.service.admission.is_draining:
+        return JSONResponse({"status": "draining"}, 503)
+    if not await front.upstream.is_healthy():
+        return JSONResponse({"status": "loading"}, 503)
+    return JSONResponse({"status": "ready"})
+
+
+async def metrics(request: Request) -> Response:
+    """Return the front's metrics for Prometheus, and vLLM's."""
+    front = front_of(request)
+    own = await run_in_threadpool(front.service.metrics.text)
+    return Response(own + await front.upstream.metrics(), media_type=CONTENT_TYPE_LATEST)
+
+
+async def chat_completions(request: Request) -> Response:
+    """Answer chat messages: vLLM gets them with their token ids."""
+    return await _complete(request, tokenised_chat)
+
+
+async def completions(request: Request) -> Response:
+    """Continue text: vLLM gets token ids."""
+    return await _complete(request, tokenised_text)
+
+
+async def passed(request: Request) -> Response:
+    """Pass any other request, with its key's namespace where vLLM might read another."""
+    front = front_of(request)
+    content = await request.body()
+    body = _object(content)
+    if body is not None and (
+        "kv_transfer_params" in body or request.scope["path"] in KNOWS_PARAMETERS
+    ):
+        options = take_options(body)
+        left_to_vllm(options)
+        put_options(body, options, front.service.namespace(request.state.tenant))
+        content = json.dumps(body).encode()
+    return await front.upstream.pass_on(request, content)
+
+
+async def _complete(request: Request, tokenise: Tokenise) -> Response:
+    """Pass a completion with its prompt as ids, cut where stored chunks begin and end."""
+    front = front_of(request)
+    content = await request.body()
+    body = _object(content)
+    if body is None:
+        return await front.upstream.pass_on(request, content)
+    record = cast(RequestRecord, request.state.record)
+    record.is_stream = bool(body.get("stream"))
+    namespace = front.service.namespace(request.state.tenant)
+    options = take_options(body)
+    put_options(body, options, namespace)
+    report = None
+    if record.is_stream and _wants_usage(body):
+        report = body["kv_transfer_params"]["kvrag"]["id"] = record.request_id
+    if body.get("model") in (None, "", front.service.name):
+        record.model = front.service.name
+        body = await run_in_threadpool(tokenised, tokenise, front.planner, body, options, namespace)
+    content = json.dumps(body).encode()
+    return await front.upstream.pass_on(request, content, report=report, records=True)
+
+
+def _object(content: bytes) -> dict[str, Any] | None:
+    """Return the JSON object of a body; ``None`` if it is none: vLLM says why."""
+    try:
+        body = json.loads(content)
+    except (ValueError, RecursionError):
+        return None
+    return body if isinstance(body, dict) else None
+
+
+def _wants_usage(body: dict[str, Any]) -> bool:
+    options = body.get("stream_options")
+    return isinstance(options, dict) and bool(options.get("include_usage"))

@@ -1,0 +1,54 @@
+"""Routes ``/v1/kv/…``: vLLM's worker computes KV; the store is read and erased here."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.concurrency import run_in_threadpool
+
+from kvrag.front.prompts import chat_of
+from kvrag.front.state import front_of
+from kvrag.precompute.documents import check_items
+from kvrag.server import documents
+from kvrag.server.schema import ExplainRequest, PrecomputeRequest
+
+router = APIRouter(prefix="/v1/kv")
+router.get("/documents")(documents.documents)
+router.post("/delete")(documents.delete)
+
+
+@router.post("/precompute")
+async def precompute(body: PrecomputeRequest, request: Request) -> Any:
+    """Let vLLM's worker compute and store the KV of documents."""
+    front = front_of(request)
+    texts = [document.text for document in body.documents]
+    ids = [document.id for document in body.documents]
+    check_items(texts, ids, body.collection, 1)  # the worker would refuse them in its own words
+    asked = {
+        "texts": texts,
+        "ids": ids,
+        "collection": body.collection,
+        "namespace": front.service.namespace(request.state.tenant),
+    }
+    return (await front.upstream.ask(precompute=asked))["precompute"]
+
+
+@router.post("/explain")
+async def explain(body: ExplainRequest, request: Request) -> dict[str, Any]:
+    """Explain which chunks of a prompt are known and have KV, and why other text has no KV."""
+    front = front_of(request)
+    prompt = documents.explained(body)
+    namespace = front.service.namespace(request.state.tenant)
+    chat = chat_of(body.model_dump())
+    return asdict(
+        await run_in_threadpool(front.planner.explain, prompt, namespace, body.kvrag.mode, chat)
+    )
+
+
+@router.get("/stats")
+async def stats(request: Request) -> dict[str, Any]:
+    """Return the content of the store's tiers, as this process sees them; vLLM counts answers."""
+    counted = await run_in_threadpool(front_of(request).service.engine.stats)
+    return {"store": counted["store"]}

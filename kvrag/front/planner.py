@@ -1,0 +1,105 @@
+"""Plan prompts without a model: render, cut at stored chunks, tokenise, explain."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, replace
+from functools import partial
+
+from kvrag.blend.reuse import decide_plan
+from kvrag.engine import KVRagEngine
+from kvrag.identity.fingerprint import text_digest
+from kvrag.model.source import load_tokenizer
+from kvrag.prompt.explain import Known, explain_plan
+from kvrag.prompt.partial import text_of
+from kvrag.prompt.plan import Lookup, Plan, plan_ids, plan_prompt
+from kvrag.prompt.prefix import prefix_text
+from kvrag.prompt.spans import SpanIndex
+from kvrag.prompt.template import PLAIN, Chat, Prompt, PromptEncoder
+from kvrag.prompt.tokenizer import given_ids
+from kvrag.runtime import Deadline
+from kvrag.types import Explanation, Mode, TextEntry
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """Facts that vLLM's worker reports: its model's fingerprint, its repair in words.
+
+    ``refusal`` is the reason if it reuses no KV.
+    """
+
+    fingerprint: str = ""
+    repair: str = ""
+    refusal: str | None = None
+
+
+class Planner:
+    """Plans prompts as the engine does, so that their ids are those of the stored chunks.
+
+    ``engine`` gives the store, the tokenizer's source and the prefix; its model is never loaded.
+    ``worker`` is set once vLLM answers.
+    """
+
+    def __init__(self, engine: KVRagEngine) -> None:
+        encoder = PromptEncoder(load_tokenizer(engine.source))
+        self.encoder = encoder.with_variables(engine.chat_template_kwargs)
+        self.prefix = prefix_text(engine.prefix, self.encoder)
+        self.worker = Worker()
+        self._store = engine.store
+        self._config = engine.store_config
+        self._lock = threading.RLock()
+        self._spans = dict[str, tuple[SpanIndex, int]]()
+
+    def plan(self, prompt: Prompt, namespace: str, chat: Chat = PLAIN) -> Plan:
+        """Plan a prompt in a namespace, which is given by name.
+
+        Raises ``InputError`` if the prompt is empty or malformed.
+        """
+        ids = given_ids(prompt, len(self.encoder.tokenizer))
+        if ids is not None:
+            return plan_ids(ids, self.encoder, chat)
+        space = self._store.names.namespace(namespace)
+        deadline = Deadline(self._config.load_timeout_s)
+        return plan_prompt(
+            prompt,
+            self.encoder,
+            chat=chat,
+            scanner=self._scanner(space, deadline),
+            lookup=Lookup(
+                self._store, self.worker.fingerprint, space, deadline, self._config.kv_dtype
+            ),
+            prefixes=(self.prefix,),
+            min_chunk_tokens=self._config.min_chunk_tokens,
+        )
+
+    def explain(
+        self, prompt: Prompt, namespace: str, mode: Mode, chat: Chat = PLAIN
+    ) -> Explanation:
+        """Describe a prompt's hits. In mode ``auto``, vLLM's worker may reuse less: it has prices."""
+        plan = self.plan(prompt, namespace, chat)
+        if self.worker.refusal is not None:
+            plan = plan.without_reuse(self.worker.refusal)
+        layout, reason = decide_plan(plan, mode, None)
+        outcome: Mode = "stitch"
+        if not layout.reused:
+            outcome = "full"
+        elif layout.is_exact and plan.kv_dtype == "auto":
+            outcome = "prefix"
+        space = self._store.names.namespace(namespace)
+        read = partial(text_of, self._store, self.encoder, self.worker.fingerprint, space)
+        known = Known(self._scanner(space, Deadline(0)), read, self._config)
+        return replace(explain_plan(plan, outcome, reason, known), repair=self.worker.repair)
+
+    def _scanner(self, namespace: str, deadline: Deadline) -> SpanIndex:
+        """Return the index of a namespace's texts, with the texts that are stored by now."""
+        with self._lock:
+            spans, cursor = self._spans.get(namespace) or (SpanIndex(text_digest), 0)
+            nothing: tuple[list[TextEntry], int] = ([], cursor)
+            new, cursor = deadline.ask(
+                lambda: self._store.catalog.texts(namespace, cursor),
+                nothing,
+                what="the KV store's catalog",
+            )
+            spans.add(new)
+            self._spans[namespace] = spans, cursor
+        return spans

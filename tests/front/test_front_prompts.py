@@ -1,0 +1,133 @@
+"""Prompts reach vLLM as the token ids that the engine itself would compute."""
+
+import pytest
+from texts import asking
+
+from kvrag import Chunk
+
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+
+
+def ids_of(sent):
+    return sent["body"]["kv_transfer_params"]["prompt_token_ids"]
+
+
+def test_a_chat_reaches_vllm_with_the_engines_own_ids(client, engine, fake, chunks):
+    messages = asking(chunks, 2, 0)
+    client.chat.completions.create(model="tiny", messages=messages)
+    made = engine.prefill(messages)
+    assert ids_of(fake.last) == made.prompt_ids
+    assert made.cached_tokens
+    assert fake.last["body"]["messages"] == messages
+
+
+def test_seams_are_kept_where_the_whole_text_has_other_ids(client, engine, fake, chunks):
+    messages = [{"role": "user", "content": f"Who?{chunks[1]}Who?{chunks[3]}"}]
+    client.chat.completions.create(model="tiny", messages=messages)
+    ids = ids_of(fake.last)
+    for chunk in (chunks[1], chunks[3]):
+        own = list(engine.encoder.chunk_ids(chunk))
+        assert any([ids[at : at + len(own)] == own for at in range(len(ids))])
+
+
+def test_text_is_sent_as_ids(client, engine, fake, chunks):
+    client.completions.create(model="tiny", prompt=f"{chunks[0]}\n\nWho?")
+    assert fake.last["body"]["prompt"] == engine.prefill(f"{chunks[0]}\n\nWho?").prompt_ids
+    client.completions.create(model="tiny", prompt=["Who?", chunks[1]])
+    assert fake.last["body"]["prompt"] == [
+        engine.prefill(each).prompt_ids for each in ("Who?", chunks[1])
+    ]
+    client.completions.create(model="tiny", prompt=[5, 6, 7])
+    assert fake.last["body"]["prompt"] == [5, 6, 7]
+
+
+def test_documents_of_the_field_kvrag_stand_before_the_question(client, engine, fake, chunks):
+    documents = [{"text": chunks[3]}, {"text": "A text that nobody has stored."}]
+    client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": "Who?"}],
+        extra_body={"kvrag": {"documents": documents}},
+    )
+    parts = [Chunk(chunks[3]), "\n\n", Chunk(documents[1]["text"]), "\n\n", "Who?"]
+    own = engine.prefill([{"role": "user", "content": parts}])
+    assert ids_of(fake.last) == own.prompt_ids
+    assert "kvrag" not in fake.last["body"]
+
+
+def test_tools_and_variables_are_rendered(client, engine, fake):
+    messages = [{"role": "user", "content": "Who?"}]
+    client.chat.completions.create(
+        model="tiny",
+        messages=messages,
+        tools=[TOOL],
+        extra_body={"chat_template_kwargs": {"enable_thinking": False}},
+    )
+    assert fake.last["body"]["tools"] == [TOOL]
+    with engine.stream(messages, tools=[TOOL], max_new_tokens=1) as stream:
+        list(stream)
+    assert ids_of(fake.last) == stream.result.prompt_ids
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"echo": True},
+        {"prompt_logprobs": 1},
+        {"truncate_prompt_tokens": 5},
+        {"chat_template": "{{ messages }}"},
+        {"add_generation_prompt": False},
+        {"add_special_tokens": True},
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        {"messages": [{"content": "no role"}]},
+        {"messages": []},
+        {"model": "an-adapter"},
+    ],
+)
+def test_what_ids_cannot_give_is_left_to_vllm(http, fake, asked):
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "Who?"}], **asked}
+    http.post("/v1/chat/completions", json=body)
+    sent = fake.last["body"]
+    assert "prompt_token_ids" not in sent.pop("kv_transfer_params")
+    assert sent == body
+
+
+def test_documents_are_refused_where_nobody_would_place_them(http, fake, chunks):
+    body = {"messages": [{"role": "user", "content": "Who?"}], "echo": True}
+    asked = {**body, "kvrag": {"documents": [{"text": chunks[0]}]}}
+    answer = http.post("/v1/chat/completions", json=asked)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "kvrag.documents"
+    assert not fake.requests
+
+
+def test_options_of_reuse_become_parameters(client, fake):
+    client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": "Who?"}],
+        extra_body={
+            "kvrag": {"mode": "stitch", "repair": "fast"},
+            "kv_transfer_params": {"kvrag": {"namespace": "another's"}, "mine": 1},
+        },
+    )
+    params = fake.last["body"]["kv_transfer_params"]
+    assert params["kvrag"] == {"mode": "stitch", "repair": "fast", "namespace": "default"}
+    assert params["mine"] == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ({"mode": "fastest"}, "kvrag.mode"),
+        ({"max_context": "slide"}, "kvrag.max_context"),
+        ({"trace": True}, "kvrag.trace"),
+        ({"repair": "quick"}, None),
+        ({"speed": 1}, "kvrag.speed"),
+        ([], "kvrag"),
+    ],
+)
+def test_options_without_an_effect_are_refused(http, fake, given, param):
+    body = {"messages": [{"role": "user", "content": "Who?"}], "kvrag": given}
+    answer = http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
+    assert not fake.requests
