@@ -64,9 +64,10 @@ class FakeVLLM:
 
     async def _keep(self, request):
         content = await request.body()
-        body = None
-        if request.headers.get("content-type") == "application/json":
+        try:
             body = json.loads(content)
+        except ValueError:
+            body = None
         kept = {"path": request.url.path, "query": request.url.query, "body": body}
         self.requests.append({**kept, "headers": dict(request.headers), "content": content})
         return body
@@ -97,9 +98,7 @@ class FakeVLLM:
             yield self.event({**head, "choices": [choice]})
             while not self.goes_on:
                 await asyncio.sleep(0.01)
-        yield self.event(
-            {**head, "choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}
-        )
+        yield self.event({**head, "choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
         if (body.get("stream_options") or {}).get("include_usage"):
             yield self.event({**head, "choices": [], "usage": USAGE})
         yield "data: [DONE]\n\n"
@@ -175,3 +174,11 @@ def fronted(model, kv_dir, fake, config=None, *, fault=lambda: None, **options):
         )
         with serving(front) as address:
             yield address, front, engine
+
+
+def until(condition, seconds=20):
+    """Wait until something holds."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
