@@ -110,7 +110,8 @@ class BlendMode:
             )
         # By request.
         self._decisions = dict[str, tuple[int, Decision]]()
-        self._own_hashes = dict[str, list[Any]]()
+        # Number of first blocks with hashes of their token ids, and the hashes that these replace.
+        self._hidden = dict[str, tuple[int, list[Any]]]()
         self._said = dict[str, Said]()
         self._waiting: list[Job] = []
         self._ended = dict[str, Said]()
@@ -132,7 +133,7 @@ class BlendMode:
         if decision.kind == "blend":
             self._hide(request, decision.num_exact // self._block_size)
         else:
-            self._show(request)
+            self._show(request, num_computed_tokens)
         self._decisions[request.request_id] = num_computed_tokens, decision
         count = max(0, decision.stop - num_computed_tokens)
         return count, count > 0
@@ -146,7 +147,7 @@ class BlendMode:
         known = self._decisions.get(request.request_id)
         if known is not None and known[0] == num_computed:
             return known[1]  # it waits for blocks
-        if has_own_kv(request) and request.request_id not in self._own_hashes:
+        if has_own_kv(request):
             return Decision("none", "its KV depends on more than its token ids")
         if request.skip_reading_prefix_cache:
             return Decision("none", "it asks for a full prefill")
@@ -166,24 +167,36 @@ class BlendMode:
             return Decision("none", "less than a block would be blended")
         return decision
 
-    def _hide(self, request: Request, num_exact: int) -> None:
-        """Give a request's blocks hashes of their own, but for its first exact blocks.
+    def _hide(self, request: Request, num_shared: int) -> None:
+        """Give a request's blocks hashes of their own, but for its first blocks.
 
-        A salt changes the first hash, and every hash depends on the hash before.
+        A salt changes the first hash, and every hash depends on the hash before. The hashes of
+        blocks of answers follow from the last block's.
         """
-        own = self._own_hashes.get(request.request_id)
-        if own is None:
-            own = self._own_hashes[request.request_id] = list(request.block_hashes)
-            request.cache_salt = f"kvrag-{uuid.uuid4().hex}"
+        if request.request_id not in self._hidden:
+            shared = request.block_hashes[:num_shared]
             request.block_hashes.clear()
+            request.cache_salt = f"kvrag-{uuid.uuid4().hex}"
             request.update_block_hashes()
-        request.block_hashes[:num_exact] = own[:num_exact]
-
-    def _show(self, request: Request) -> None:
-        """Give a request's blocks the hashes of their token ids again."""
-        own = self._own_hashes.pop(request.request_id, None)
-        if own is not None:
             request.cache_salt = None
+            own = request.block_hashes[:num_shared]
+            request.block_hashes[:num_shared] = shared
+        else:  # fewer rows are exact than before, or the same
+            before, own = self._hidden[request.request_id]
+            num_shared = min(num_shared, before)
+            request.block_hashes[num_shared:before] = own[num_shared:]
+            own = own[:num_shared]
+        self._hidden[request.request_id] = num_shared, own
+
+    def _show(self, request: Request, num_computed: int) -> None:
+        """Give a request's blocks the hashes of their token ids again.
+
+        They stay hidden if it has found approximate blocks of its own, after a preemption.
+        """
+        num_shared, _ = self._hidden.get(request.request_id, (0, ()))
+        if num_computed <= num_shared * self._block_size and self._hidden.pop(
+            request.request_id, None
+        ):
             request.block_hashes.clear()
             request.update_block_hashes()
 
@@ -211,7 +224,7 @@ class BlendMode:
 
     def finished(self, request: Request) -> dict[str, Any] | None:
         """Return what the response says about the request's KV, and forget the request."""
-        for kept in (self._decisions, self._own_hashes):
+        for kept in (self._decisions, self._hidden):
             kept.pop(request.request_id, None)
         said = self._said.pop(request.request_id, None)
         if said is None:
