@@ -197,8 +197,8 @@ class KVRagClient:
         kinds = {type(part) for part in prompt}
         if not isinstance(prompt, str) and kinds not in ({int}, {dict}):
             raise InputError(
-                "the prompt is neither text, chat messages nor token ids; write its segments as one "
-                "text"
+                "the prompt is neither text, chat messages nor token ids; write its segments as "
+                "one text"
             )
         reuse = {
             "mode": mode,

@@ -132,7 +132,8 @@ class KVPrecompute(PrecomputeFields, TransformComponent):
     """Precomputes the KV of nodes that pass through and returns them unchanged.
 
     Put it last in ``transformations``. It sees additions only. A pipeline with a cache skips it for
-    nodes that went through before, until KV is erased. It does not learn of deletions:
+    nodes that went through before, until KV is erased; with a client, all nodes are sent, and the
+    server skips stored nodes. It does not learn of deletions:
     ``llama_index.vector_stores.kvrag.KVRagVectorStore`` sees both.
 
     Attributes

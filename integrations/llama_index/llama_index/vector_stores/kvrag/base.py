@@ -346,13 +346,9 @@ class KVRagVectorStore(PrecomputeFields, BasePydanticVectorStore):
         return host_of(resolve_kv_llm(self.llm))
 
     def _space(self) -> str:
-        """Return the namespace of the KV, or the address of its server."""
-        if self.namespace is not None:
-            return self.namespace
-        host = self._host()
-        if isinstance(host, KVRagClient):
-            return host.base_url
-        return host.namespace
+        if self.namespace is None:
+            return getattr(self._host(), "namespace", "")  # of a server: its key's, unknown here
+        return self.namespace
 
     def _table(self) -> RefTable:
         """Return the table beside the LLM's KV; ``Settings.llm`` may have changed since."""
