@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from kvrag.blend.reuse import decide_plan
 from kvrag.engine import KVRagEngine
@@ -12,7 +13,8 @@ from kvrag.identity.fingerprint import text_digest
 from kvrag.model.source import load_tokenizer
 from kvrag.prompt.explain import Known, explain_plan
 from kvrag.prompt.partial import text_of
-from kvrag.prompt.plan import Lookup, Plan, plan_ids, plan_prompt
+from kvrag.prompt.plan import Lookup, Plan, plan_prompt
+from kvrag.prompt.plan_ids import plan_ids
 from kvrag.prompt.prefix import prefix_text
 from kvrag.prompt.spans import SpanIndex
 from kvrag.prompt.template import PLAIN, Chat, Prompt, PromptEncoder
@@ -55,22 +57,19 @@ class Planner:
 
         Raises ``InputError`` if the prompt is empty or malformed.
         """
-        ids = given_ids(prompt, len(self.encoder.tokenizer))
-        if ids is not None:
-            return plan_ids(ids, self.encoder, chat)
         space = self._store.names.namespace(namespace)
         deadline = Deadline(self._config.load_timeout_s)
-        return plan_prompt(
-            prompt,
-            self.encoder,
-            chat=chat,
-            scanner=self._scanner(space, deadline),
-            lookup=Lookup(
-                self._store, self.worker.fingerprint, space, deadline, self._config.kv_dtype
-            ),
-            prefixes=(self.prefix,),
-            min_chunk_tokens=self._config.min_chunk_tokens,
-        )
+        fingerprint = self.worker.fingerprint
+        known: dict[str, Any] = {
+            "scanner": self._scanner(space, deadline),
+            "lookup": Lookup(self._store, fingerprint, space, deadline, self._config.kv_dtype),
+            "min_chunk_tokens": self._config.min_chunk_tokens,
+        }
+        ids = given_ids(prompt, len(self.encoder.tokenizer))
+        if ids is not None:
+            prefixes = [self.encoder.head_ids(self.prefix)]
+            return plan_ids(ids, self.encoder, prefixes=prefixes, **known)
+        return plan_prompt(prompt, self.encoder, chat=chat, prefixes=(self.prefix,), **known)
 
     def explain(
         self, prompt: Prompt, namespace: str, mode: Mode, chat: Chat = PLAIN
