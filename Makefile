@@ -29,7 +29,8 @@ $(VENV)/.ready: $(VENV)/.demo
 	$(PIP) install --quiet -c constraints.txt -e '.[dev]'
 	@touch $@
 
-# vLLM pins its own torch and transformers, so its tests have an environment of their own. Its wheels of torch's companions are for CUDA.
+# vLLM pins its own torch and transformers, so its tests have an environment of their own. torch's companions on PyPI are for CUDA: vLLM fails beside them.
+# Its torch for CPUs is not on PyPI: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu, unless pip knows another place.
 VLLM := $(or $(filter-out 1,$(KVRAG_VLLM)),.venv-vllm)
 $(VLLM)/.ready: pyproject.toml Makefile
 	@echo "── making the environment of vLLM, $(VLLM)"
@@ -54,11 +55,11 @@ MARK ?= not slow
 COVERAGE := --cov --cov-report=term --cov-fail-under=95
 test: setup ## Run the tests, a process per core and a thread each; KVRAG_SHUFFLE=SEED: in a random order; COVER=1: with coverage, as CI does; KVRAG_VLLM=1: then vllm-test
 	$(PYTEST) -m "$(MARK)" $(if $(COVER),$(COVERAGE)) $(ARGS)
-	$(if $(KVRAG_VLLM),$(MAKE) vllm-test)
+	$(if $(KVRAG_VLLM),$(MAKE) vllm-test ARGS=)
 
 test-all: setup ## Run all tests: every case of the emulator, all compilations, every architecture in everything (half an hour on two cores)
 	$(PYTEST) $(COVERAGE) $(ARGS)
-	$(if $(KVRAG_VLLM),$(MAKE) vllm-test MARK=)
+	$(if $(KVRAG_VLLM),$(MAKE) vllm-test MARK= ARGS=)
 
 vllm-test: $(VLLM)/.ready ## Run the connector's tests on vLLM itself, in .venv-vllm (3.5 GB) or where KVRAG_VLLM says; MARK=: on every type of model
 	$(VLLM)/bin/python -m pytest -m "$(MARK)" tests/vllm_connector $(ARGS)
