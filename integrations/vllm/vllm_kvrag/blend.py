@@ -8,6 +8,7 @@ their own, so vLLM's prefix cache never gives them to another request.
 from __future__ import annotations
 
 import uuid
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows its own loggers only
 
 IDLE_WAIT_S = 0.02  # a step without a forward waits this long for a job to end
+FAILED = "its stored KV could not be used (vLLM's log says why)"
 
 
 @dataclass
@@ -64,9 +66,9 @@ class Hello(KVConnectorHandshakeMetadata):
 
 @dataclass
 class Ended(KVConnectorWorkerMetadata):
-    """What ended jobs say, by request, and the costs that they taught."""
+    """What ended jobs say, by request (``None``: it failed), and the costs that they taught."""
 
-    said: dict[str, Said]
+    said: dict[str, Said | None]
     costs: Costs | None
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> Ended:
@@ -114,7 +116,7 @@ class BlendMode:
         self._hidden = dict[str, tuple[int, list[Any]]]()
         self._said = dict[str, Said]()
         self._waiting: list[Job] = []
-        self._ended = dict[str, Said]()
+        self._ended = dict[str, Said | None]()
         self._failed = set[int]()
         self._is_idle = False
 
@@ -126,7 +128,7 @@ class BlendMode:
             asked = Asked.of(request.kv_transfer_params)
             decision = self._decide(request, asked, num_computed_tokens)
         except KVRagError as error:
-            decision = Decision("none", str(error))
+            decision = Decision("none", str(error), error=type(error).__name__)
         except Exception as error:  # a failure of the cache is never a failure of the answer
             logger.warning("a prompt could not be planned (%s: %s)", type(error).__name__, error)
             decision = Decision("none", f"its planning failed ({type(error).__name__})")
@@ -139,20 +141,28 @@ class BlendMode:
         return count, count > 0
 
     def _decide(self, request: Request, asked: Asked, num_computed: int) -> Decision:
-        if asked.precompute is not None:
-            refusal = None if self._about is None else self._about.refusal
-            if refusal is not None:
-                raise UnsupportedModelError(refusal)
-            return Decision("none", stop=num_computed + 1)
-        known = self._decisions.get(request.request_id)
+        request_id = request.request_id
+        known = self._decisions.get(request_id)
         if known is not None and known[0] == num_computed:
             return known[1]  # it waits for blocks
-        if has_own_kv(request):
+        if self._said.get(request_id, {}).get("fallback_reason") == FAILED:
+            return Decision("none", FAILED)  # a second job might fail, too, and so on
+        if has_own_kv(request) and request_id not in self._hidden:
             return Decision("none", "its KV depends on more than its token ids")
         if request.skip_reading_prefix_cache:
             return Decision("none", "it asks for a full prefill")
+        if request.resumable:
+            return Decision("none", "its prompt is not complete")
         if self._about is None:
             return Decision("none", "the worker has not described its model yet")
+        if asked.precompute is not None:
+            if self._about.refusal is not None:
+                raise UnsupportedModelError(self._about.refusal)
+            # A row that is never written: no other request may find its block.
+            return Decision("blend", stop=num_computed + 1, num_exact=num_computed)
+        if request.num_output_tokens and request_id not in self._hidden:
+            # Its answer began behind exact rows, before a preemption.
+            asked = replace(asked, mode="prefix")
         ids = request.prompt_token_ids
         decision = self._planner.decide(
             ids,
@@ -161,9 +171,8 @@ class BlendMode:
             num_computed=num_computed,
             num_more=request.max_tokens,
         )
-        if decision.kind == "blend" and decision.num_exact // self._block_size >= len(
-            request.block_hashes
-        ):
+        num_shared = decision.num_exact // self._block_size
+        if decision.kind == "blend" and num_shared >= len(request.block_hashes):
             return Decision("none", "less than a block would be blended")
         return decision
 
@@ -178,7 +187,8 @@ class BlendMode:
             request.block_hashes.clear()
             request.cache_salt = f"kvrag-{uuid.uuid4().hex}"
             request.update_block_hashes()
-            request.cache_salt = None
+            if num_shared:  # the first block is not salted
+                request.cache_salt = None
             own = request.block_hashes[:num_shared]
             request.block_hashes[:num_shared] = shared
         else:  # fewer rows are exact than before, or the same
@@ -197,6 +207,7 @@ class BlendMode:
         if num_computed <= num_shared * self._block_size and self._hidden.pop(
             request.request_id, None
         ):
+            request.cache_salt = None
             request.block_hashes.clear()
             request.update_block_hashes()
 
@@ -205,7 +216,10 @@ class BlendMode:
         start, decision = self._decisions.pop(request.request_id, (0, Decision("none")))
         total = request.num_prompt_tokens
         if request.request_id not in self._said:
-            self._said[request.request_id] = _as_computed(start, total, decision.reason)
+            said = _as_computed(start, total, decision.reason)
+            if decision.error is not None:
+                said |= {"error": decision.reason, "code": decision.error}
+            self._said[request.request_id] = said
         if num_external_tokens == 0:
             return
         asked = Asked.of(request.kv_transfer_params)
@@ -232,13 +246,9 @@ class BlendMode:
         if "exactness" in said:
             self._counts.add(said)
         about = self._about
-        if about is not None and (request.kv_transfer_params or {}).get("kvrag", {}).get(
-            "describe"
-        ):
-            said = said | {
-                "fingerprint": about.fingerprint,
-                "refusal": about.refusal,
-            }
+        with suppress(Exception):  # parameters may be anything
+            if about is not None and Asked.of(request.kv_transfer_params).describe:
+                said = said | {"fingerprint": about.fingerprint, "refusal": about.refusal}
         return {"kvrag": said}
 
     def hear(self, metadata: Any) -> None:
@@ -250,7 +260,9 @@ class BlendMode:
         elif isinstance(metadata, Ended):
             for request_id, said in metadata.said.items():
                 if request_id in self._said:
-                    self._said[request_id] = said
+                    self._said[request_id] = said or self._said[request_id] | {
+                        "fallback_reason": FAILED
+                    }
             if self._about is not None and metadata.costs is not None:
                 self._about = replace(self._about, costs=metadata.costs)
 
@@ -294,13 +306,15 @@ class BlendMode:
             context_digest(engine.context_ids),
         )
 
-    def load(self, metadata: KVConnectorMetadata, forward_context: ForwardContext) -> None:
-        """Begin the jobs of this step."""
+    def load(
+        self, metadata: KVConnectorMetadata, forward_context: ForwardContext, *, is_idle: bool
+    ) -> None:
+        """Begin the jobs of this step, which has no forward if ``is_idle``."""
         assert isinstance(metadata, Jobs)
         assert self._blender is not None or not metadata.jobs
         for job in metadata.jobs:
             self._blender.submit(job)  # type: ignore[union-attr]
-        self._is_idle = forward_context.attn_metadata is None
+        self._is_idle = is_idle
 
     def ended(self, finished: set[str]) -> set[str]:
         """Return the requests whose jobs have ended."""
@@ -309,10 +323,9 @@ class BlendMode:
         self._blender.cancel(finished)
         ended = self._blender.ended(IDLE_WAIT_S if self._is_idle else 0.0)
         for job, said in ended:
+            self._ended[job.request_id] = said
             if said is None:
                 self._failed.update(job.failed(self._block_size))
-            else:
-                self._ended[job.request_id] = said
         return {job.request_id for job, _ in ended}
 
     def failed_blocks(self) -> set[int]:
@@ -330,7 +343,7 @@ class BlendMode:
         return Ended(said, self._blender.costs.costs)
 
     def close(self) -> None:
-        """End the worker's threads."""
+        """End the worker's threads, and close its engine."""
         if self._blender is not None:
             self._blender.close()
             self._blender.engine.close()
@@ -355,7 +368,10 @@ def refusal(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | No
     transfer = vllm_config.kv_transfer_config
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     is_full = len(specs) == 1 and isinstance(specs[0], FullAttentionSpec)
+    runner = vllm_config.model_config.runner_type
     reasons = [
+        (runner == "generate", f"its runner is {runner!r}, and only answers are blended"),
+        (transfer.is_kv_consumer, f"kv_role is {transfer.kv_role!r}; pass 'kv_consumer'"),
         (
             cache.cache_dtype == "auto",
             f"kv_cache_dtype is {cache.cache_dtype!r}; leave it at 'auto'",

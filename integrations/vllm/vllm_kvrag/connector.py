@@ -112,7 +112,9 @@ class KVRagConnector(KVConnectorBase_V1):
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Load the KV of this step, or begin to."""
-        self._mode.load(self._get_connector_metadata(), forward_context)
+        # vLLM's second model runner calls this outside of a forward's context, with arguments.
+        is_idle = forward_context.attn_metadata is None and not kwargs
+        self._mode.load(self._get_connector_metadata(), forward_context, is_idle=is_idle)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Return the requests whose KV is loaded."""

@@ -81,7 +81,9 @@ class Asked:
     @classmethod
     def of(cls, params: Mapping[str, Any] | None) -> Asked:
         """Read the parameters of a request; raise ``ConfigError`` if they are not valid."""
-        given = (params or {}).get("kvrag") or {}
+        given = (params or {}).get("kvrag")
+        if given is None:
+            return cls()
         if not isinstance(given, Mapping):
             raise ConfigError("kv_transfer_params.kvrag is no object; pass {'mode': ...}")
         unknown = sorted(set(given) - set(FIELDS))
@@ -111,7 +113,7 @@ class Decision:
 
     ``exact``: the rows before ``stop``, which equal a full prefill's. ``blend``: all rows before
     ``stop``, of which the first ``num_exact`` equal a full prefill's. ``reason`` says why less is
-    reused than the prompt's chunks would allow.
+    reused than the prompt's chunks would allow. ``error`` is the code of a request's mistake.
     """
 
     kind: Kind
@@ -120,6 +122,7 @@ class Decision:
     num_exact: int = 0
     plan: Plan | None = None
     repair: RepairConfig | None = None
+    error: str | None = None
 
 
 class Planner:

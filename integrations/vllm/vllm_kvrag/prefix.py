@@ -117,7 +117,9 @@ class PrefixMode:
 
     # -- the worker ------------------------------------------------------------------------------
 
-    def load(self, metadata: KVConnectorMetadata, forward_context: ForwardContext) -> None:
+    def load(
+        self, metadata: KVConnectorMetadata, forward_context: ForwardContext, *, is_idle: bool
+    ) -> None:
         """Load the KV of this step; returns when it is loaded."""
         assert isinstance(metadata, Loads)
         for load in metadata.loads:
