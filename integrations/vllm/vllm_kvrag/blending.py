@@ -12,14 +12,16 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import CancelledError
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
-from kvrag import KVRagEngine, KVRagError, RepairConfig
+from kvrag import KVRagEngine, KVRagError, RepairConfig, StoreError
 from kvrag.adapters import (
+    ChunkKV,
     Clock,
     CostModel,
     Layout,
@@ -30,6 +32,8 @@ from kvrag.adapters import (
 )
 
 logger = logging.getLogger(__name__)
+
+CLOSE_WAIT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +83,17 @@ class Blender:
         self._queues = [queue.SimpleQueue[Job | None]() for _ in range(2)]
         cores = _cores()
         works = self._blend, self._precompute
-        for jobs, work, name in zip(self._queues, works, ("blend", "precompute"), strict=True):
-            run = (jobs, work, cores, torch.get_num_threads())
-            threading.Thread(target=self._run, args=run, name=f"kvrag-{name}", daemon=True).start()
+        self._threads = [
+            threading.Thread(
+                target=self._run,
+                args=(jobs, work, cores, torch.get_num_threads()),
+                name=f"kvrag{work.__name__}",
+                daemon=True,
+            )
+            for jobs, work in zip(self._queues, works, strict=True)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def submit(self, job: Job) -> None:
         """Queue a job."""
@@ -110,11 +122,13 @@ class Blender:
         return found
 
     def close(self) -> None:
-        """End the threads after their present jobs."""
+        """End the threads after their present jobs; wait for these at most ``CLOSE_WAIT_S``."""
         for event in self._cancelled.values():
             event.set()
         for jobs in self._queues:
             jobs.put(None)
+        for thread in self._threads:
+            thread.join(CLOSE_WAIT_S)
 
     def _run(
         self,
@@ -133,14 +147,15 @@ class Blender:
                 with torch.cuda.stream(stream) if stream else nullcontext():
                     if not self._cancelled[job.request_id].is_set():
                         said = work(job)
-                if stream:
-                    stream.synchronize()
             except Exception as error:  # a failure costs time, never the answer
-                logger.warning(
-                    "a prompt could not be blended (%s: %s); vLLM computes it",
-                    type(error).__name__,
-                    str(error)[:200],
-                )
+                if not isinstance(error, CancelledError):
+                    logger.warning(
+                        "a prompt could not be blended (%s: %s); vLLM computes it",
+                        type(error).__name__,
+                        str(error)[:200],
+                    )
+            if stream:  # after a failure, too: vLLM may give the blocks to another request
+                stream.synchronize()
             self._done.put((job, said))
             self._ended.set()
 
@@ -186,6 +201,9 @@ class Blender:
         with clock.stage("load"):
             wanted = [identities[source] for source in sources]
             loaded = self.engine.store.get_many(wanted, timeout_s=timeout_s)
+        holes = [str(kv) for kv in loaded if not isinstance(kv, ChunkKV)]
+        if holes:
+            raise StoreError(holes[0])
         kvs = dict(zip(sources, loaded, strict=True))
         buffer = lm.buffer(job.stop)
         with clock.stage("stitch"):
@@ -219,6 +237,8 @@ class Blender:
             return {"error": str(error), "code": type(error).__name__}
         except TypeError as error:  # a name that precompute does not have
             return {"error": f"precompute: {error}", "code": "InputError"}
+        except Exception as error:  # out of memory, a full disk
+            return {"error": f"precompute: {error}", "code": type(error).__name__}
         return {"precompute": asdict(report)}
 
 
@@ -251,15 +271,16 @@ def _cores() -> set[int]:
     vLLM binds each of its own threads to a core on CPUs, and new threads inherit the binding.
     """
     cores = set[int]()
-    for thread in os.listdir("/proc/self/task"):
-        with suppress(OSError):
-            cores |= os.sched_getaffinity(int(thread))
+    with suppress(OSError):  # there is no /proc on macOS
+        for thread in os.listdir("/proc/self/task"):
+            with suppress(OSError):
+                cores |= os.sched_getaffinity(int(thread))
     return cores
 
 
 def _use_cores(cores: set[int], num_threads: int) -> None:
     """Let this thread, and the threads of its forwards, use these cores."""
-    with suppress(OSError):
+    with suppress(OSError, AttributeError):
         os.sched_setaffinity(0, cores)
     with suppress(OSError, AttributeError):  # OpenMP's setting is of the thread
         ctypes.CDLL("libgomp.so.1").omp_set_num_threads(num_threads)
