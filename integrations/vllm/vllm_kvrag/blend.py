@@ -367,7 +367,7 @@ def refusal(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | No
     cache = vllm_config.cache_config
     transfer = vllm_config.kv_transfer_config
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    is_full = len(specs) == 1 and isinstance(specs[0], FullAttentionSpec)
+    is_full = len(specs) == 1 and type(specs[0]) is FullAttentionSpec  # latent attention is another
     runner = vllm_config.model_config.runner_type
     reasons = [
         (runner == "generate", f"its runner is {runner!r}, and only answers are blended"),

@@ -141,6 +141,7 @@ class Planner:
         self._namespace = namespace
         self._spans = dict[str, tuple[SpanIndex, int]]()
         self._prefixes = Prefixes(store)
+        self._next = 0.0
 
     def decide(
         self, ids: Sequence[int], asked: Asked, about: About, *, num_computed: int, num_more: int
@@ -164,7 +165,10 @@ class Planner:
                 f"prompt and answer ({len(ids) + num_more} tokens) exceed {about.window} tokens, "
                 "up to which stored KV holds",
             )
-        plan = self._plan(ids, asked, about)
+        if time.monotonic() < self._next:
+            return Decision("none", "the store failed before; it is asked again in a while")
+        # The worker has an encoder of its own.
+        plan = replace(self._plan(ids, asked, about), encoder=None)  # type: ignore[arg-type]
         layout = lay_out(plan)
         repair = asked.repair or about.repair
         head = layout.only_exact_head()
@@ -178,9 +182,10 @@ class Planner:
             reason = self._refusal(layout, plan, repair, about, max(num_exact, num_computed))
             if reason is not None:
                 return replace(exact, reason=reason)
-        blend = replace(plan, encoder=None)  # type: ignore[arg-type]
-        rows = max(num_exact, num_computed)
-        return Decision("blend", plan.fault, len(ids) - 1, rows, blend, repair)
+        # The rows before are computed, if they are not loaded.
+        first = layout.stale[0] if plan.kv_dtype == "auto" else layout.reused[0]
+        rows = max(first.start, num_computed)
+        return Decision("blend", plan.fault, len(ids) - 1, rows, plan, repair)
 
     def _plan(self, ids: Sequence[int], asked: Asked, about: About) -> Plan:
         namespace = self._namespace if asked.namespace is None else asked.namespace
@@ -189,22 +194,31 @@ class Planner:
         lookup = Lookup(
             self._store, about.fingerprint, space, deadline, self._config.kv_dtype, about.context
         )
-        return plan_ids(
-            ids,
-            self._encoder,
-            scanner=self._scanner(space, deadline),
-            lookup=lookup,
-            prefixes=self._prefixes.of(about.fingerprint, space),
-            min_chunk_tokens=self._config.min_chunk_tokens,
-        )
+        start = time.monotonic()
+        has_failed = True
+        try:
+            plan = plan_ids(
+                ids,
+                self._encoder,
+                scanner=self._scanner(space, deadline),
+                lookup=lookup,
+                prefixes=self._prefixes.of(about.fingerprint, space),
+                min_chunk_tokens=self._config.min_chunk_tokens,
+            )
+            has_failed = plan.fault is not None
+        finally:
+            if has_failed:  # all requests wait in the meantime
+                self._next = time.monotonic() + REST * (time.monotonic() - start)
+        return plan
 
     def _scanner(self, space: str, deadline: Deadline) -> SpanIndex:
         spans, cursor = self._spans.get(space) or (SpanIndex(), 0)
         new, cursor = deadline.ask(
             lambda: self._store.catalog.texts(space, cursor), ([], cursor), what="the KV store"
         )
-        spans.add(new)
-        self._spans[space] = spans, cursor
+        if new:  # a request may name any namespace
+            spans.add(new)
+            self._spans[space] = spans, cursor
         return spans
 
     def _refusal(
