@@ -4,11 +4,8 @@ The connector runs on vLLM's own interface where vLLM is installed, else on a re
 where it is. End to end, vLLM answers with the stored KV as without.
 """
 
-import importlib
 import inspect
-import re
-import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,16 +16,17 @@ from vllm_kit import (
     BLOCK,
     BLOCKS,
     HAS_VLLM,
-    MODULES,
     RECORDED,
     Layer,
     Setting,
     assert_same_answer,
     connect,
+    connector_module,
     damage,
     needs_vllm,
     request_of,
     schedule,
+    step_of,
     transfer_of,
 )
 
@@ -45,16 +43,7 @@ CHUNKS = [text.partition(": ")[2] for text in make_chunks(3, words=60)]  # which
 
 @pytest.fixture
 def connector(monkeypatch):
-    """The connector's module, on vLLM or on the recording."""
-    if not HAS_VLLM:
-        for name, members in MODULES.items():
-            for end in [m.start() for m in re.finditer(r"\.|$", name)]:
-                monkeypatch.setitem(
-                    sys.modules, name[:end], sys.modules.get(name[:end]) or ModuleType(name[:end])
-                )
-            vars(sys.modules[name]).update(members)
-        monkeypatch.delitem(sys.modules, "vllm_kvrag.connector", raising=False)
-    return importlib.import_module("vllm_kvrag.connector")
+    return connector_module(monkeypatch)
 
 
 def test_the_connector_has_vllms_signatures(connector):
@@ -219,9 +208,7 @@ def test_loaded_rows_are_those_of_a_full_prefill(connector, setting_of, name, co
     count = schedule(own, request_of(prompt), blocks, computed)
     stop = len(setting.head) + len(setting.ids[0])
     assert computed + count == stop
-    own.start_load_kv(
-        SimpleNamespace(no_compile_layers={**layers, "model.layers.0.mlp.experts": object()})
-    )
+    own.start_load_kv(step_of({**layers, "model.layers.0.mlp.experts": object()}))
     with torch.no_grad():  # a cache without a config drops nothing, whatever the layers' windows
         expected = model(
             torch.tensor([prompt]), use_cache=True, past_key_values=DynamicCache()
@@ -242,7 +229,7 @@ def test_a_chunk_that_is_gone_by_then_is_left_to_vllm(connector, setting_of):
     count = schedule(own, request_of(prompt), blocks, BLOCK)
     setting.engine.delete(["a"])
     layer = Layer(2, 16)
-    own.start_load_kv(SimpleNamespace(no_compile_layers={"model.layers.0.self_attn.attn": layer}))
+    own.start_load_kv(step_of({"model.layers.0.self_attn.attn": layer}))
     assert not layer.kv_cache.any()
     assert own.get_block_ids_with_load_errors() == set(blocks[1 : -(-(BLOCK + count) // BLOCK)])
     assert own.get_block_ids_with_load_errors() == set()
@@ -265,7 +252,7 @@ def test_requests_whose_kv_is_their_own_are_left_alone(connector, setting_of):
     )  # vLLM computes one at least
     assert own.get_num_new_matched_tokens(request_of(stored), len(stored) - 1) == (0, False)
     own.request_finished(request_of(stored), [])
-    assert own._found == {}
+    assert own._mode._found == {}
 
 
 def test_another_model_dtype_or_cache_is_refused(connector, setting_of, tmp_path):
