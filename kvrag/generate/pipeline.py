@@ -40,6 +40,7 @@ from kvrag.prompt.partial import text_of
 from kvrag.prompt.plan import Lookup, Plan, plan_prompt
 from kvrag.prompt.plan_ids import plan_ids
 from kvrag.prompt.spans import SpanIndex
+from kvrag.prompt.template import check_plain
 from kvrag.prompt.tokenizer import given_ids
 from kvrag.prompt.tools import TEXT
 from kvrag.runtime import Deadline
@@ -140,21 +141,14 @@ class QueryPipeline:
         }
         ids = given_ids(request.prompt, loaded.lm.vocab_size)
         if ids is None:
+            prefixes = request.prefixes
             plan = plan_prompt(
-                request.prompt,
-                loaded.encoder,
-                chat=request.chat,
-                prefixes=request.prefixes,
-                **known,
+                request.prompt, loaded.encoder, chat=request.chat, prefixes=prefixes, **known
             )
         else:
-            if request.chat.tools or request.chat.continues:
-                raise InputError(
-                    "tools and continue_final_message need a prompt of chat messages, "
-                    "and this one is token ids"
-                )
-            prefixes = [loaded.encoder.head_ids(text) for text in request.prefixes if text]
-            plan = plan_ids(ids, loaded.encoder, prefixes=prefixes, **known)
+            check_plain(request.prompt, request.chat)
+            heads = [loaded.encoder.head_ids(text) for text in request.prefixes]
+            plan = plan_ids(ids, loaded.encoder, prefixes=heads, **known)
         if isinstance(loaded.lm, PlainLM):
             return plan.without_reuse(loaded.lm.refusal)
         return plan

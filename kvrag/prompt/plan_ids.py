@@ -11,9 +11,10 @@ Only ids decide: a chunk's text may hold the text of a control token, which has 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from typing import Any
 
 from kvrag.identity.fingerprint import ids_digest
 from kvrag.prompt.partial import MAX_LOOKS, PartFinder, common
@@ -36,14 +37,19 @@ SEAM_TOKENS = 2  # tokens at the end of a prefix that the text after it may chan
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class Overlap:
     """Rows ``start:stop`` of the prompt with the ids of a chunk from its row ``offset`` on."""
 
     start: int
     stop: int
     offset: int = 0
 
-    def after(self, row: int) -> Run:
+    @property
+    def num_rows(self) -> int:
+        """Number of rows; negative if nothing is left."""
+        return self.stop - self.start
+
+    def after(self, row: int) -> Overlap:
         """Return the part from a row on."""
         skipped = max(0, row - self.start)
         return replace(self, start=self.start + skipped, offset=self.offset + skipped)
@@ -51,14 +57,9 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A chunk's text in a prompt, from the character ``start`` on.
+    """Characters ``start:stop`` of the prompt with a chunk's text, and the chunk's token ids.
 
-    Parameters
-    ----------
-    start, stop
-        Its characters; where only the first part of a stored chunk stands, ``stop`` is ``start``.
-    ids
-        The chunk's token ids.
+    Where only the first part of a stored chunk stands, ``stop`` is ``start``.
     """
 
     start: int
@@ -66,39 +67,42 @@ class Place:
     ids: TokenIds
 
 
-class Decoded:
-    """Token ids, their texts, and the index of every token's first character."""
+class DecodedIds:
+    """Token ids, their text, and the index of every token's first character in it."""
 
     def __init__(self, ids: Sequence[int], encoder: PromptEncoder) -> None:
         self.ids = tuple(ids)
         self._texts = encoder.token_texts(ids)
         self.text = "".join(self._texts)
+        bos = tuple(encoder.bos_ids)
+        self._num_bos = len(bos) * (self.ids[: len(bos)] == bos)
         self.starts = [0, *accumulate(map(len, self._texts))][: len(ids)]
 
-    def runs(self, chunk: Decoded, at: int) -> Iterator[Run]:
-        """Yield the runs of a chunk's ids, whose text begins at the character ``at``."""
+    def overlaps(self, chunk: DecodedIds, at: int) -> Iterator[Overlap]:
+        """Yield the rows that a chunk shares, if its text begins at the character ``at``."""
         row = bisect_left(self.starts, at)
-        place = 0
+        own = 0
         first: tuple[int, int] | None = None
-        while row < len(self.ids) and place < len(chunk.ids):
-            gap = self.starts[row] - at - chunk.starts[place]
-            if gap == 0 and self.ids[row] == chunk.ids[place]:
-                first = first or (row, place)
+        while row < len(self.ids) and own < len(chunk.ids):
+            gap = self.starts[row] - at - chunk.starts[own]
+            if gap == 0 and self.ids[row] == chunk.ids[own]:
+                first = first or (row, own)
             elif first:
-                yield Run(first[0], row, first[1])
+                yield Overlap(first[0], row, first[1])
                 first = None
             row += gap <= 0
-            place += gap >= 0
+            own += gap >= 0
         if first:
-            yield Run(first[0], row, first[1])
+            yield Overlap(first[0], row, first[1])
 
-    def rows(self, start: int, stop: int) -> Run:
-        """Return the rows of the tokens that begin in ``start:stop``."""
-        return Run(bisect_left(self.starts, start), bisect_left(self.starts, stop))
+    def rows(self, start: int, stop: int) -> Overlap:
+        """Return the rows of the tokens that begin in the characters ``start:stop``."""
+        return Overlap(bisect_left(self.starts, start), bisect_left(self.starts, stop))
 
-    def piece(self, start: int, stop: int, num_bos: int = 0) -> Piece:
-        """Return the text of some rows as live text, without the first ``num_bos`` rows' own."""
-        return Piece("".join(self._texts[max(start, num_bos) : stop]))
+    def planned(self, start: int, stop: int, **how: Any) -> PlannedPiece:
+        """Plan rows as live text, without BOS, unless ``how`` says more."""
+        text = "".join(self._texts[max(start, self._num_bos) : stop])
+        return PlannedPiece(Piece(text), self.ids[start:stop], **how)
 
 
 def plan_ids(
@@ -122,96 +126,89 @@ def plan_ids(
         Token ids that chunks were encoded behind. The prompt's prefix is the one that it begins
         with, but for a seam's tokens; else all rows before its first chunk.
     """
-    prompt = Decoded(ids, encoder)
+    prompt = DecodedIds(ids, encoder)
     bos = tuple(encoder.bos_ids)
     named = max([bos, *prefixes], key=lambda each: common(each, prompt.ids))
-    num_named = common(named, prompt.ids)
-    finder = _Finder(prompt, encoder, scanner, lookup, min_chunk_tokens)
-    places, stored = finder.found(named)
-    prefix = named
-    is_begun = len(named) - num_named <= SEAM_TOKENS and prompt.text.startswith(
-        Decoded(named, encoder).text
-    )
-    if named == bos or not is_begun:
+    finder = _Finder(prompt, encoder, scanner, lookup, min_chunk_tokens, named)
+    places = finder.places()
+    if named == bos or not finder.begins_with(named):
         first = places[0].start if places else len(prompt.text)
-        prefix = prompt.ids[: prompt.rows(0, first).stop]
-        stored = finder.stored([place.ids for place in places], prefix)
-    heads = [prefix, named] if num_named >= min_chunk_tokens else [prefix]
-    identities = [lookup.identity(each, ids_digest(())) for each in heads]
-    known = lookup.known(identities)
-    head = next((identity for identity in identities if identity in known), None)
-    row = common(head.token_ids if head else prefix, prompt.ids)
-    missing = lookup.deadline.fault or NO_PREFIX
-    pieces = [
-        PlannedPiece(
-            prompt.piece(0, row, len(bos) * (prompt.ids[: len(bos)] == bos)),
-            prompt.ids[:row],
-            head,
-            head is not None,
-            reason=None if head else missing,
-        )
-    ]
-    for place, run in finder.runs(places, stored):
-        run = run.after(row)
-        if run.stop - run.start >= min_chunk_tokens:
-            pieces.append(_live(prompt, row, run.start))
-            pieces.append(finder.planned(place, run, stored, prefix))
-            row = run.stop
-    pieces.append(_live(prompt, row, len(prompt.ids)))
+        finder.prefix = prompt.ids[: prompt.rows(0, first).stop]
+        finder.look_up([place.ids for place in places])
+    pieces = [finder.head(named)]
+    row = len(pieces[0].ids)
+    for place in places:
+        for found in finder.overlaps(place):
+            rows = found.after(row)
+            if rows.num_rows >= min_chunk_tokens:
+                pieces += [prompt.planned(row, rows.start), finder.planned(place, rows)]
+                row = rows.stop
+    pieces.append(prompt.planned(row, len(ids)))
     kept = tuple(piece for piece in pieces if piece.ids)
     return Plan(kept, encoder, lookup.kv_dtype, lookup.deadline.fault)
 
 
 @dataclass(slots=True)
 class _Finder:
-    """Finder of known chunks in a decoded prompt."""
+    """Finder of known chunks in a decoded prompt.
 
-    prompt: Decoded
+    ``prefix`` holds the ids of the prompt's prefix. ``found`` maps token ids to the identity of
+    their KV, behind this prefix or else another; KV of another type is among them, too.
+    """
+
+    prompt: DecodedIds
     encoder: PromptEncoder
     scanner: SpanIndex
     lookup: Lookup
     min_tokens: int
-    decoded: dict[TokenIds, Decoded] = field(default_factory=dict)
+    prefix: TokenIds
+    found: dict[TokenIds, ChunkIdentity] = field(default_factory=dict)
+    decoded: dict[TokenIds, DecodedIds] = field(default_factory=dict)
 
-    def found(self, prefix: TokenIds) -> tuple[list[Place], dict[TokenIds, ChunkIdentity]]:
-        """Return the places of known chunks in order, and :meth:`stored` of their ids."""
+    def begins_with(self, prefix: TokenIds) -> bool:
+        """Whether the prompt begins with a prefix, the last tokens of which may be merged."""
+        missing = len(prefix) - common(prefix, self.prompt.ids)
+        text = DecodedIds(prefix, self.encoder).text
+        return missing <= SEAM_TOKENS and self.prompt.text.startswith(text)
+
+    def places(self) -> list[Place]:
+        """Return the places of known chunks, in order."""
         text = self.prompt.text
         hidden = set[str]()
         while True:
             spans = self.scanner.scan(text, without=hidden)
             ids = {s.digest: self.encoder.chunk_ids(text[s.start : s.stop]) for s in spans}
-            stored = self.stored(ids.values(), prefix)
+            self.look_up(ids.values())
             new = {
                 s.digest
                 for s in spans
-                if not self._is_usable(stored.get(ids[s.digest]))
+                if self._usable(ids[s.digest]) is None
                 and self.scanner.scan(text[s.start : s.stop], without={*hidden, s.digest})
             }
             if not new:
                 break
             hidden |= new  # a text without KV must not hide shorter texts with KV
-        places = [Place(s.start, s.stop, ids[s.digest]) for s in spans]
-        parts = self._parts([p for p in places if self._is_usable(stored.get(p.ids))])
-        stored |= self.stored([part.ids for part in parts], prefix)
-        return sorted([*parts, *places], key=lambda place: place.start), stored
+        whole = [Place(s.start, s.stop, ids[s.digest]) for s in spans]
+        parts = self._parts([place for place in whole if self._usable(place.ids)])
+        self.look_up([part.ids for part in parts])
+        return sorted([*parts, *whole], key=lambda place: place.start)
 
-    def stored(self, chunks: Iterable[TokenIds], prefix: TokenIds) -> dict[TokenIds, ChunkIdentity]:
-        """Map token ids to the identity of their KV, behind this prefix or else another.
-
-        KV of another type is among them, too.
-        """
-        distinct = list(dict.fromkeys(chunks))
-        digest = ids_digest(prefix)
-        own = {i: self.lookup.identity(i, digest, self.lookup.context) for i in distinct}
+    def look_up(self, chunks: Iterable[TokenIds]) -> None:
+        """Find KV of these token ids."""
+        digest = ids_digest(self.prefix)
+        own = {ids: self.lookup.identity(ids, digest, self.lookup.context) for ids in chunks}
         known = self.lookup.known(own.values())
-        found = {ids: identity for ids, identity in own.items() if identity in known}
-        return found | self.lookup.elsewhere([ids for ids in distinct if ids not in found])
+        self.found |= {ids: identity for ids, identity in own.items() if identity in known}
+        self.found |= self.lookup.elsewhere([ids for ids in own if ids not in self.found])
 
-    def _is_usable(self, identity: ChunkIdentity | None) -> bool:
-        return identity is not None and identity.kv_dtype == self.lookup.kv_dtype
+    def _usable(self, ids: TokenIds) -> ChunkIdentity | None:
+        identity = self.found.get(ids)
+        if identity is not None and identity.kv_dtype == self.lookup.kv_dtype:
+            return identity
+        return None
 
     def _parts(self, covered: Sequence[Place]) -> list[Place]:
-        """Return the places where the first part of a stored chunk stands outside of ``covered``."""
+        """Return the places of first parts of stored chunks outside of ``covered``."""
         text = self.prompt.text
         outside = [
             at
@@ -221,69 +218,69 @@ class _Finder:
         heads = {at: text[at : at + ANCHOR_CHARS] for at in outside[:MAX_LOOKS]}
         finder = PartFinder(self.scanner, self.encoder, self.lookup.stored_ids, self.min_tokens)
         stored = finder.stored(heads.values()) if heads else {}
-        found = []
+        parts = []
         for at, head in heads.items():
             places = [Place(at, at, ids) for _, ids in stored.get(head, ())]
             if places:
-                found.append(max(places, key=self._num_rows))
-        return found
+                parts.append(max(places, key=self._num_shared))
+        return parts
 
-    def _num_rows(self, place: Place) -> int:
-        return sum([run.stop - run.start for run in self._runs(place)])
+    def _num_shared(self, place: Place) -> int:
+        return sum([rows.num_rows for rows in self._shared(place)])
 
-    def _runs(self, place: Place) -> Iterator[Run]:
+    def _shared(self, place: Place) -> Iterator[Overlap]:
         if place.ids not in self.decoded:
-            self.decoded[place.ids] = Decoded(place.ids, self.encoder)
-        return self.prompt.runs(self.decoded[place.ids], place.start)
+            self.decoded[place.ids] = DecodedIds(place.ids, self.encoder)
+        return self.prompt.overlaps(self.decoded[place.ids], place.start)
 
-    def runs(
-        self, places: Iterable[Place], stored: Mapping[TokenIds, ChunkIdentity]
-    ) -> Iterator[tuple[Place, Run]]:
-        """Yield the rows of chunks: the rows to reuse, or all rows of a chunk without KV."""
-        for place in places:
-            if self._is_usable(stored.get(place.ids)):
-                for run in self._runs(place):
-                    yield place, run
-            else:
-                yield place, self.prompt.rows(place.start, place.stop)
+    def overlaps(self, place: Place) -> Iterable[Overlap]:
+        """Return the rows of a chunk to reuse, or all its rows if it has no KV."""
+        if self._usable(place.ids) is None:
+            return [self.prompt.rows(place.start, place.stop)]
+        return self._shared(place)
 
-    def planned(
-        self,
-        place: Place,
-        run: Run,
-        stored: Mapping[TokenIds, ChunkIdentity],
-        prefix: TokenIds,
-    ) -> PlannedPiece:
-        """Plan the rows of a chunk."""
-        identity = stored.get(place.ids)
-        ids = self.prompt.ids[run.start : run.stop]
-        piece = replace(self.prompt.piece(run.start, run.stop), kind="chunk")
-        if identity is None or not self._is_usable(identity):
-            missed = MissedChunk(self.prompt.text[place.start : place.stop], is_given=False)
-            return PlannedPiece(
-                piece, ids, reason=why_missing(self.lookup, identity), missed=missed
-            )
-        part = why = None
-        if len(ids) < len(place.ids):
-            last = run.offset + len(ids)
-            part = f"tokens {run.offset + 1} to {last} of {len(place.ids)} of a stored chunk"
-        is_mismatched = identity.prefix != ids_digest(prefix)
-        if is_mismatched:
-            why = OTHER_PREFIX
-        elif run.offset or self.prompt.ids[: run.start] != prefix:
-            why = OTHER_TEXT
-        elif identity.context:
-            why = OTHER_CONTEXT
-        return PlannedPiece(
-            piece,
-            ids,
-            identity,
-            why is None,
-            is_mismatched,
-            "; ".join(filter(None, (part, why))) or None,
-            offset=run.offset,
+    def head(self, named: TokenIds) -> PlannedPiece:
+        """Plan the rows of the prefix, or the rows that a known prefix shares, if they are many."""
+        heads = [self.prefix]
+        if common(named, self.prompt.ids) >= self.min_tokens:
+            heads.append(named)
+        identities = [self.lookup.identity(ids, ids_digest(())) for ids in heads]
+        known = self.lookup.known(identities)
+        identity = next((each for each in identities if each in known), None)
+        ids = self.prefix if identity is None else identity.token_ids
+        reason = self.lookup.deadline.fault or NO_PREFIX
+        return self.prompt.planned(
+            0,
+            common(ids, self.prompt.ids),
+            identity=identity,
+            is_exact=identity is not None,
+            reason=reason if identity is None else None,
         )
 
-
-def _live(prompt: Decoded, start: int, stop: int) -> PlannedPiece:
-    return PlannedPiece(prompt.piece(start, stop), prompt.ids[start:stop])
+    def planned(self, place: Place, rows: Overlap) -> PlannedPiece:
+        """Plan rows of a chunk."""
+        piece = self.prompt.planned(rows.start, rows.stop)
+        piece = replace(piece, piece=replace(piece.piece, kind="chunk"))
+        identity = self._usable(place.ids)
+        if identity is None:
+            missed = MissedChunk(self.prompt.text[place.start : place.stop], is_given=False)
+            why = why_missing(self.lookup, self.found.get(place.ids))
+            return replace(piece, reason=why, missed=missed)
+        part = reason = None
+        if rows.num_rows < len(place.ids):
+            last = rows.offset + rows.num_rows
+            part = f"tokens {rows.offset + 1} to {last} of {len(place.ids)} of a stored chunk"
+        if identity.prefix != ids_digest(self.prefix):
+            reason = OTHER_PREFIX
+        elif rows.offset or self.prompt.ids[: rows.start] != self.prefix:
+            reason = OTHER_TEXT
+        elif identity.context:
+            reason = OTHER_CONTEXT
+        return replace(
+            piece,
+            identity=identity,
+            is_exact=reason is None,
+            is_mismatched=reason == OTHER_PREFIX,
+            reason="; ".join(filter(None, (part, reason))) or None,
+            offset=rows.offset,
+        )

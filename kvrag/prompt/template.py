@@ -101,22 +101,9 @@ class PromptEncoder(SegmentTokenizer):
             and all([isinstance(m, Mapping) for m in prompt])
         ):
             pieces = self.chat_pieces(prompt, chat)  # type: ignore[arg-type]
-        elif chat.tools or chat.continues:
-            what = "tools need" if chat.tools else "continue_final_message needs"
-            raise InputError(
-                f"{what} a prompt of chat messages, and this one is {describe(prompt)}; "
-                "pass messages"
-            )
-        elif isinstance(prompt, str):
-            pieces = [Piece(prompt)]
-        elif isinstance(prompt, Sequence) and all([isinstance(s, (str, Chunk)) for s in prompt]):
-            pieces = list(_given(prompt))  # type: ignore[arg-type]
         else:
-            raise InputError(
-                f"a prompt can't be {describe(prompt)}; pass a string, a list of chat messages "
-                "(dicts with 'role' and 'content'), a list of strings and kvrag.Chunk, or a list "
-                "of token ids"
-            )
+            check_plain(prompt, chat)
+            pieces = _plain_pieces(prompt)
         for piece in pieces:
             check_encodable(piece.text)
         if not any([piece.text.strip() for piece in pieces]):
@@ -373,6 +360,26 @@ def _given(prompt: Sequence[str | Chunk]) -> Iterable[Piece]:
         text = check_chunk_text(segment.text)
         before, body, after = text.partition(text.strip())
         yield from (Piece(before), Piece(body, "chunk", is_given=True), Piece(after))
+
+
+def check_plain(prompt: object, chat: Chat) -> None:
+    """Raise :class:`InputError` if the options of chats are given for another prompt."""
+    if chat.tools or chat.continues:
+        what = "tools need" if chat.tools else "continue_final_message needs"
+        raise InputError(
+            f"{what} a prompt of chat messages, and this one is {describe(prompt)}; pass messages"
+        )
+
+
+def _plain_pieces(prompt: Prompt) -> list[Piece]:
+    if isinstance(prompt, str):
+        return [Piece(prompt)]
+    if isinstance(prompt, Sequence) and all([isinstance(s, (str, Chunk)) for s in prompt]):
+        return list(_given(prompt))  # type: ignore[arg-type]
+    raise InputError(
+        f"a prompt can't be {describe(prompt)}; pass a string, a list of chat messages (dicts with "
+        "'role' and 'content'), a list of strings and kvrag.Chunk, or a list of token ids"
+    )
 
 
 def _check_last(messages: Sequence[Mapping[str, Any]]) -> None:

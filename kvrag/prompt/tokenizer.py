@@ -194,7 +194,7 @@ class SegmentTokenizer:
         return texts
 
     def _text_of(self, *tokens: int) -> str:
-        """Return the text of tokens as inside a text: many tokenizers drop the first one's spaces."""
+        """Return the text of tokens inside a text; many tokenizers drop the first spaces."""
         return self._decoded(*self._anchor, *tokens).removeprefix(self._anchor_text)
 
     def _decoded(self, *ids: int) -> str:

@@ -25,20 +25,22 @@ CHUNKS = [list(range(30, 76)), list(range(60, 69)), list(range(100, 140))]
 
 
 def prompt_of(model: CausalLM, kv_dtype: Any) -> tuple[Layout, list[ChunkKV]]:
-    """Three chunks, the first of which is cut, as the store keeps them in bfloat16 or rounded from it."""
+    """Chunks as the store keeps them, in bfloat16 or rounded from it: cut, whole, and parts that begin inside a group or with one."""
     prefix, _ = encode_prefix(model, [1, 2, 3])
     segments = [
-        (3, "live", -1),
-        (39, "chunk", 0),
-        (5, "live", -1),
-        (9, "chunk", 1),
-        (40, "chunk", 2),
-        (2, "live", -1),
+        (3, "live", -1, 0),
+        (39, "chunk", 0, 0),
+        (5, "live", -1, 0),
+        (9, "chunk", 1, 0),
+        (39, "chunk", 2, 1),
+        (4, "chunk", 2, 33),
+        (7, "chunk", 0, 32),
+        (2, "live", -1, 0),
     ]
     kvs = [
         pack(kv.map(torch.Tensor.bfloat16), kv_dtype) for kv in encode_padded(model, prefix, CHUNKS)
     ]
-    return place((n, kind, False, source, False) for n, kind, source in segments), kvs
+    return place((n, kind, False, source, False, at) for n, kind, source, at in segments), kvs
 
 
 @pytest.fixture
