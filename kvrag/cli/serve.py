@@ -10,6 +10,7 @@ import signal
 import socket
 from contextlib import closing, suppress
 from dataclasses import asdict
+from types import FrameType
 from typing import Annotated, Any, Literal
 
 import typer
@@ -74,6 +75,10 @@ _ORIGIN = typer.Option(
         "Origin of web pages that may call the API, as https://chat.example.com, or *; repeatable."
     ),
 )
+_HOST = typer.Option(help="Address to listen on.")
+_PORT = typer.Option(min=0, max=65535, help="Port to listen on; 0: any that is free.")
+_WAITING = typer.Option(min=0, help="Requests that may wait; more are refused with 503.")
+_INSECURE = typer.Option("--insecure", help="Listen beyond this machine without API keys.")
 _MODEL = typer.Argument(
     metavar="[MODEL]", help="Hub id, directory, or .gguf file; may be set by KVRAG_MODEL."
 )
@@ -87,16 +92,12 @@ def serve(
     ctx: typer.Context,
     words: Annotated[list[str] | None, _MODEL] = None,
     backend: Annotated[Literal["kvrag", "vllm"], _BACKEND] = "kvrag",
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any that is free.")
-    ] = 8000,
+    host: Annotated[str, _HOST] = "127.0.0.1",
+    port: Annotated[int, _PORT] = 8000,
     model_name: Annotated[
         str | None, typer.Option(help="Name that clients ask for; default: the model's own.")
     ] = None,
-    max_waiting: Annotated[
-        int, typer.Option(min=0, help="Requests that may wait; more are refused with 503.")
-    ] = 256,
+    max_waiting: Annotated[int, _WAITING] = 256,
     max_tokens: Annotated[int, _TOKENS] = 4096,
     cors_origin: Annotated[list[str] | None, _ORIGIN] = None,
     log_format: Annotated[
@@ -104,9 +105,7 @@ def serve(
     ] = "text",
     ray: Annotated[bool, _RAY] = False,
     replicas: Annotated[str | None, _REPLICAS] = None,
-    insecure: Annotated[
-        bool, typer.Option("--insecure", help="Listen beyond this machine without API keys.")
-    ] = False,
+    insecure: Annotated[bool, _INSECURE] = False,
 ) -> None:
     """Serve the OpenAI API over precomputed chunks.
 
@@ -116,8 +115,7 @@ def serve(
         _before_vllm(ctx, engine, repair, limits, words or [])
         return
     name_model(ctx, engine, words)
-    uvicorn = require("uvicorn", extra="server", purpose="kvrag serve")
-    require("sse_starlette", extra="server", purpose="kvrag serve")
+    _check_packages()
     keys = _keys(host, is_insecure=insecure)
     from kvrag.server import ServerConfig, create_app
     from kvrag.server.app import prepare_process
@@ -134,29 +132,23 @@ def serve(
     config = ServerConfig(api_keys=keys, **given)
     listening = bound(host, port)  # before the model is loaded, which takes long
     with listening, closing(open_engine(engine, repair=repair, limits=limits)) as opened:
-        _run(
-            uvicorn,
-            create_app(opened, config),
-            listening,
-            drain_s=config.drain_s,
-            log_format=log_format,
-        )
+        _run(create_app(opened, config), listening, drain_s=config.drain_s, log_format=log_format)
 
 
 def _before_vllm(
     ctx: typer.Context, engine: Given, repair: Given, limits: Given, words: list[str]
 ) -> None:
-    """Answer requests in front of vLLM until a signal ends both; exit with vLLM's code if it ends."""
+    """Answer requests in front of vLLM until a signal ends both, or vLLM ends.
+
+    Exits with vLLM's code if it ends by itself.
+    """
     at = next((n for n, word in enumerate(words) if word.startswith("-")), len(words))
     name_model(ctx, engine, words[:at])
     for name, remedy in _NOT_WITH_VLLM.items():
         if is_on_command_line(ctx, name):
             option = f"--{name.replace('_', '-')}"
             raise ConfigError(f"{option} has no effect with --engine vllm; leave it out: {remedy}")
-    for package in ("uvicorn", "sse_starlette", "httpx"):
-        require(package, extra="server", purpose="kvrag serve --engine vllm")
-    import uvicorn
-
+    _check_packages()
     from kvrag.front import started
     from kvrag.server import ServerConfig
     from kvrag.server.app import prepare_process
@@ -180,7 +172,7 @@ def _before_vllm(
         bound(given["host"], given["port"]) as listening,
         started(options, config, words[at:]) as (app, child),
     ):
-        _run(uvicorn, app, listening, drain_s=config.drain_s, log_format=log_format)
+        _run(app, listening, drain_s=config.drain_s, log_format=log_format)
         code = child.code
     if code is not None:
         raise typer.Exit(code)
@@ -190,10 +182,16 @@ def _exit(number: int, _: object) -> None:
     raise SystemExit(128 + number)
 
 
-def _run(
-    uvicorn: Any, app: Any, listening: socket.socket, *, drain_s: float, log_format: str
-) -> None:
+def _check_packages() -> None:
+    """Raise ``MissingDependencyError`` if a package of the server is not installed."""
+    for package in ("uvicorn", "sse_starlette", "httpx"):
+        require(package, extra="server", purpose="kvrag serve")
+
+
+def _run(app: Any, listening: socket.socket, *, drain_s: float, log_format: str) -> None:
     """Answer requests at a socket until a signal ends the server."""
+    import uvicorn
+
     # uvicorn raises the signal again after the last answer; the store must still be closed then.
     signal.signal(signal.SIGTERM, lambda *_: None)
     grace_s = int(drain_s) + 5
@@ -201,7 +199,7 @@ def _run(
         app, timeout_graceful_shutdown=grace_s, access_log=False, log_config=log_config(log_format)
     )
     with suppress(KeyboardInterrupt):
-        _server_of(uvicorn, options, app).run(sockets=[listening])
+        _server_of(options, app).run(sockets=[listening])
 
 
 def bound(host: str, port: int) -> socket.socket:
@@ -235,14 +233,15 @@ def bound(host: str, port: int) -> socket.socket:
     return made
 
 
-def _server_of(uvicorn: Any, options: Any, app: Any) -> Any:
+def _server_of(options: Any, app: Any) -> Any:
     """Return uvicorn's server with two additions.
 
     It logs the address of its page. At a signal it marks the admission as draining while it still
     answers accepted requests.
     """
+    import uvicorn
 
-    class Server(uvicorn.Server):  # type: ignore[misc]
+    class Server(uvicorn.Server):
         async def startup(self, sockets: Any = None) -> None:
             await super().startup(sockets)
             if self.started:
@@ -253,7 +252,7 @@ def _server_of(uvicorn: Any, options: Any, app: Any) -> Any:
                     host = f"[{host}]"
                 logger.info("%s: http://%s:%d/", app.state.invitation, host, port)
 
-        def handle_exit(self, sig: int, frame: object) -> None:
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
             app.state.service.admission.is_draining = True
             super().handle_exit(sig, frame)
 

@@ -2,12 +2,13 @@
 
 ::
 
-    client ─▶ gate (id, key, size) ─▶ prompts (render, tokenise at stored chunks) ─▶ upstream ─▶ vLLM
+    client ─▶ gate (id, key, size) ─▶ prompts (render, tokenise) ─▶ upstream ─▶ vLLM
                                    ─▶ documents (precompute in vLLM's worker; the rest here)
 
-``start`` assembles it, and ``child`` runs vLLM as a child process. ``planner`` has the tokenizer and the store, but no model.
-All other requests pass unchanged, and so do all answers; ``upstream`` adds the record of reuse.
-Imports the facade, ``server``, ``prompt``, and ``blend.reuse``, which lays a plan out.
+``start`` assembles it, and ``child`` runs vLLM as a child process. ``planner`` has the tokenizer
+and the store, but no model. All other requests pass unchanged, and so do all answers; ``upstream``
+adds the record of reuse. Imports the facade, ``server``, ``prompt``, and ``blend.reuse``, which
+lays a plan out.
 """
 
 from kvrag.front.start import started

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, cast
@@ -16,7 +17,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from kvrag.engine import KVRagEngine
 from kvrag.front import documents
-from kvrag.front.planner import Planner, Worker
+from kvrag.front.planner import Planner, WorkerFacts, planner_of
 from kvrag.front.prompts import (
     Tokenise,
     left_to_vllm,
@@ -26,8 +27,7 @@ from kvrag.front.prompts import (
     tokenised_chat,
     tokenised_text,
 )
-from kvrag.front.state import Front, front_of
-from kvrag.front.upstream import Upstream
+from kvrag.front.upstream import Upstream, upstream_of
 from kvrag.server.admission import Admission
 from kvrag.server.app import QUIET, cors, health
 from kvrag.server.config import ServerConfig
@@ -35,7 +35,7 @@ from kvrag.server.errors import APIError, handle_errors
 from kvrag.server.gate import Gate
 from kvrag.server.metrics import Metrics
 from kvrag.server.record import RequestRecord
-from kvrag.server.service import Service
+from kvrag.server.service import Service, service_of
 
 OPEN = ("/health", "/ready", "/metrics")
 """Paths that need no key. vLLM answers prompts at more paths than those under ``/v1``."""
@@ -76,7 +76,8 @@ def create_front(
     admission = Admission(config.max_running, config.max_waiting)
     service = app.state.service = Service(engine, config, admission, Metrics(engine, admission))
     app.state.invitation = "the OpenAI API, before vLLM, is at"
-    app.state.front = Front(service, planner, upstream)
+    app.state.planner = planner
+    app.state.upstream = upstream
     app.get("/health")(health)
     app.get("/ready")(ready)
     app.get("/metrics")(metrics)
@@ -93,33 +94,31 @@ def create_front(
 
 @asynccontextmanager
 async def _life(app: FastAPI) -> AsyncIterator[None]:
-    front: Front = app.state.front
+    planner: Planner = app.state.planner
+    upstream: Upstream = app.state.upstream
     try:
-        front.planner.worker = Worker(**await front.upstream.ask(describe=True))
-    except (APIError, TypeError) as error:
+        planner.worker = WorkerFacts.of(await upstream.ask(describe=True))
+    except APIError as error:
         logger.warning("prompts are tokenised without regard to stored chunks: %s", error)
-    if front.planner.worker.refusal is not None:
-        logger.warning("vLLM's worker reuses no KV: %s", front.planner.worker.refusal)
+    if planner.worker.refusal is not None:
+        logger.warning("vLLM's worker reuses no KV: %s", planner.worker.refusal)
     yield
-    front.service.admission.is_draining = True
-    await front.upstream.client.aclose()
+    await upstream.client.aclose()
 
 
 async def ready(request: Request) -> JSONResponse:
     """Say whether vLLM accepts requests."""
-    front = front_of(request)
-    if front.service.admission.is_draining:
+    if service_of(request).admission.is_draining:
         return JSONResponse({"status": "draining"}, 503)
-    if not await front.upstream.is_healthy():
+    if not await upstream_of(request).is_healthy():
         return JSONResponse({"status": "loading"}, 503)
     return JSONResponse({"status": "ready"})
 
 
 async def metrics(request: Request) -> Response:
     """Return the front's metrics for Prometheus, and vLLM's."""
-    front = front_of(request)
-    own = await run_in_threadpool(front.service.metrics.text)
-    return Response(own + await front.upstream.metrics(), media_type=CONTENT_TYPE_LATEST)
+    own = await run_in_threadpool(service_of(request).metrics.text)
+    return Response(own + await upstream_of(request).metrics(), media_type=CONTENT_TYPE_LATEST)
 
 
 async def chat_completions(request: Request) -> Response:
@@ -134,7 +133,6 @@ async def completions(request: Request) -> Response:
 
 async def passed(request: Request) -> Response:
     """Pass any other request, with its key's namespace where vLLM might read another."""
-    front = front_of(request)
     content = await request.body()
     body = _object(content)
     if body is not None and (
@@ -142,31 +140,32 @@ async def passed(request: Request) -> Response:
     ):
         options = take_options(body)
         left_to_vllm(options)
-        put_options(body, options, front.service.namespace(request.state.tenant))
+        put_options(body, options, service_of(request).namespace(request.state.tenant))
         content = json.dumps(body).encode()
-    return await front.upstream.pass_on(request, content)
+    return await upstream_of(request).pass_on(request, content)
 
 
 async def _complete(request: Request, tokenise: Tokenise) -> Response:
     """Pass a completion with its prompt as ids, cut where stored chunks begin and end."""
-    front = front_of(request)
     content = await request.body()
     body = _object(content)
     if body is None:
-        return await front.upstream.pass_on(request, content)
+        return await upstream_of(request).pass_on(request, content)
     record = cast(RequestRecord, request.state.record)
     record.is_stream = bool(body.get("stream"))
-    namespace = front.service.namespace(request.state.tenant)
+    namespace = service_of(request).namespace(request.state.tenant)
     options = take_options(body)
     put_options(body, options, namespace)
     report = None
     if record.is_stream and _wants_usage(body):
-        report = body["kv_transfer_params"]["kvrag"]["id"] = record.request_id
-    if body.get("model") in (None, "", front.service.name):
-        record.model = front.service.name
-        body = await run_in_threadpool(tokenised, tokenise, front.planner, body, options, namespace)
+        report = body["kv_transfer_params"]["kvrag"]["id"] = uuid.uuid4().hex
+    if body.get("model") in (None, "", service_of(request).name):
+        record.model = service_of(request).name
+        body = await run_in_threadpool(
+            tokenised, tokenise, planner_of(request), body, options, namespace
+        )
     content = json.dumps(body).encode()
-    return await front.upstream.pass_on(request, content, report=report, records=True)
+    return await upstream_of(request).pass_on(request, content, report=report, records=True)
 
 
 def _object(content: bytes) -> dict[str, Any] | None:

@@ -117,7 +117,7 @@ class Child:
             if hasattr(library, "prctl"):
                 library.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
             if os.getppid() != parent:  # it died before the call
-                os._exit(1)
+                raise ProcessLookupError(parent)
 
         environment = {k: v for k, v in os.environ.items() if k != "KVRAG_API_KEYS"}
         self._is_closing = False
@@ -184,4 +184,4 @@ class Child:
 
 def socket_directory() -> tempfile.TemporaryDirectory[str]:
     """Make a directory for the server's socket that other users can't enter."""
-    return tempfile.TemporaryDirectory(prefix="kvrag-")
+    return tempfile.TemporaryDirectory(prefix="kvrag-front-")

@@ -8,11 +8,13 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.concurrency import run_in_threadpool
 
+from kvrag.front.planner import planner_of
 from kvrag.front.prompts import chat_of
-from kvrag.front.state import front_of
+from kvrag.front.upstream import upstream_of
 from kvrag.precompute.documents import check_items
 from kvrag.server import documents
 from kvrag.server.schema import ExplainRequest, PrecomputeRequest
+from kvrag.server.service import service_of
 
 router = APIRouter(prefix="/v1/kv")
 router.get("/documents")(documents.documents)
@@ -22,7 +24,6 @@ router.post("/delete")(documents.delete)
 @router.post("/precompute")
 async def precompute(body: PrecomputeRequest, request: Request) -> Any:
     """Let vLLM's worker compute and store the KV of documents."""
-    front = front_of(request)
     texts = [document.text for document in body.documents]
     ids = [document.id for document in body.documents]
     check_items(texts, ids, body.collection, 1)  # the worker would refuse them in its own words
@@ -30,25 +31,26 @@ async def precompute(body: PrecomputeRequest, request: Request) -> Any:
         "texts": texts,
         "ids": ids,
         "collection": body.collection,
-        "namespace": front.service.namespace(request.state.tenant),
+        "namespace": service_of(request).namespace(request.state.tenant),
     }
-    return (await front.upstream.ask(precompute=asked))["precompute"]
+    return (await upstream_of(request).ask(None, precompute=asked))["precompute"]
 
 
 @router.post("/explain")
 async def explain(body: ExplainRequest, request: Request) -> dict[str, Any]:
     """Explain which chunks of a prompt are known and have KV, and why other text has no KV."""
-    front = front_of(request)
     prompt = documents.explained(body)
-    namespace = front.service.namespace(request.state.tenant)
+    namespace = service_of(request).namespace(request.state.tenant)
     chat = chat_of(body.model_dump())
     return asdict(
-        await run_in_threadpool(front.planner.explain, prompt, namespace, body.kvrag.mode, chat)
+        await run_in_threadpool(
+            planner_of(request).explain, prompt, namespace, body.kvrag.mode, chat
+        )
     )
 
 
 @router.get("/stats")
 async def stats(request: Request) -> dict[str, Any]:
     """Return the content of the store's tiers, as this process sees them; vLLM counts answers."""
-    counted = await run_in_threadpool(front_of(request).service.engine.stats)
+    counted = await run_in_threadpool(service_of(request).engine.stats)
     return {"store": counted["store"]}

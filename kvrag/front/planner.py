@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
+
+from fastapi import Request
 
 from kvrag.blend.reuse import decide_plan
 from kvrag.engine import KVRagEngine
@@ -24,15 +27,23 @@ from kvrag.types import Explanation, Mode, TextEntry
 
 
 @dataclass(frozen=True, slots=True)
-class Worker:
-    """Facts that vLLM's worker reports: its model's fingerprint, its repair in words.
+class WorkerFacts:
+    """Facts that vLLM's worker reports.
 
-    ``refusal`` is the reason if it reuses no KV.
+    They are its model's fingerprint, the digest of the context that it encodes chunks behind, its
+    repair in words, and the reason if it reuses no KV.
     """
 
     fingerprint: str = ""
+    context: str = ""
     repair: str = ""
     refusal: str | None = None
+
+    @classmethod
+    def of(cls, told: Mapping[str, Any]) -> WorkerFacts:
+        """Return the facts in a worker's report; a newer worker may report more."""
+        known = [field.name for field in fields(cls)]
+        return cls(**{name: value for name, value in told.items() if name in known})
 
 
 class Planner:
@@ -46,7 +57,7 @@ class Planner:
         encoder = PromptEncoder(load_tokenizer(engine.source))
         self.encoder = encoder.with_variables(engine.chat_template_kwargs)
         self.prefix = prefix_text(engine.prefix, self.encoder)
-        self.worker = Worker()
+        self.worker = WorkerFacts()
         self._store = engine.store
         self._config = engine.store_config
         self._lock = threading.RLock()
@@ -59,10 +70,13 @@ class Planner:
         """
         space = self._store.names.namespace(namespace)
         deadline = Deadline(self._config.load_timeout_s)
-        fingerprint = self.worker.fingerprint
+        worker = self.worker
+        dtype = self._config.kv_dtype
         known: dict[str, Any] = {
             "scanner": self._scanner(space, deadline),
-            "lookup": Lookup(self._store, fingerprint, space, deadline, self._config.kv_dtype),
+            "lookup": Lookup(
+                self._store, worker.fingerprint, space, deadline, dtype, worker.context
+            ),
             "min_chunk_tokens": self._config.min_chunk_tokens,
         }
         ids = given_ids(prompt, len(self.encoder.tokenizer))
@@ -74,7 +88,7 @@ class Planner:
     def explain(
         self, prompt: Prompt, namespace: str, mode: Mode, chat: Chat = PLAIN
     ) -> Explanation:
-        """Describe a prompt's hits. In mode ``auto``, vLLM's worker may reuse less: it has prices."""
+        """Describe a prompt's hits; in mode ``auto``, vLLM's worker may reuse less than it says."""
         plan = self.plan(prompt, namespace, chat)
         if self.worker.refusal is not None:
             plan = plan.without_reuse(self.worker.refusal)
@@ -92,13 +106,19 @@ class Planner:
     def _scanner(self, namespace: str, deadline: Deadline) -> SpanIndex:
         """Return the index of a namespace's texts, with the texts that are stored by now."""
         with self._lock:
-            spans, cursor = self._spans.get(namespace) or (SpanIndex(text_digest), 0)
-            nothing: tuple[list[TextEntry], int] = ([], cursor)
-            new, cursor = deadline.ask(
-                lambda: self._store.catalog.texts(namespace, cursor),
-                nothing,
-                what="the KV store's catalog",
-            )
-            spans.add(new)
+            spans, cursor = self._spans.setdefault(namespace, (SpanIndex(text_digest), 0))
+        nothing: tuple[list[TextEntry], int] = ([], cursor)
+        new, cursor = deadline.ask(
+            lambda: self._store.catalog.texts(namespace, cursor),
+            nothing,
+            what="the KV store's catalog",
+        )
+        spans.add(new)
+        with self._lock:  # an older cursor does no harm: add() skips known texts
             self._spans[namespace] = spans, cursor
         return spans
+
+
+def planner_of(request: Request) -> Planner:
+    """Return the planner of a request's application."""
+    return cast(Planner, request.app.state.planner)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from typing import Any, cast
 
 import httpx
 from fastapi import Request
@@ -30,6 +30,8 @@ _DROPPED = (
 _RETURNED = (*_OF_CONNECTION, "date", "server", "x-request-id")
 _ANY_TWO_IDS = [0, 1]
 EVENTS = "text/event-stream"
+SOON_S = 60.0
+"""Seconds in which vLLM answers questions that need no computation, even under load."""
 STATUS = {"invalid_value": 400, "context_length_exceeded": 400, "request_too_large": 413}
 """HTTP status of the worker's errors, by code; 500 for others."""
 
@@ -75,7 +77,7 @@ class Upstream:
         response.raw_headers = headers
         return response
 
-    async def ask(self, **asked: Any) -> dict[str, Any]:
+    async def ask(self, timeout_s: float | None = SOON_S, **asked: Any) -> dict[str, Any]:
         """Ask vLLM's worker, by a completion of a token.
 
         Raises ``APIError`` if the worker reports an error, or does not know the question.
@@ -86,7 +88,7 @@ class Upstream:
             "kv_transfer_params": {"kvrag": asked},
         }
         try:
-            answer = await self.client.post("/v1/completions", json=body)
+            answer = await self.client.post("/v1/completions", json=body, timeout=timeout_s)
         except httpx.TransportError as error:
             raise self._gone(error) from None
         params = answer.json().get("kv_transfer_params") if answer.status_code == 200 else None
@@ -106,14 +108,14 @@ class Upstream:
     async def is_healthy(self) -> bool:
         """Whether vLLM accepts requests."""
         try:
-            return (await self.client.get("/health")).status_code == 200
+            return (await self.client.get("/health", timeout=SOON_S)).status_code == 200
         except httpx.TransportError:
             return False
 
     async def metrics(self) -> bytes:
         """Return vLLM's metrics; none while it does not answer."""
         try:
-            return (await self.client.get("/metrics")).content
+            return (await self.client.get("/metrics", timeout=SOON_S)).content
         except httpx.TransportError:
             return b""
 
@@ -205,3 +207,8 @@ def _usage_of(event: bytes) -> dict[str, Any] | None:
 
 def _is(name: bytes, names: tuple[str, ...]) -> bool:
     return name.decode("latin-1").lower() in names
+
+
+def upstream_of(request: Request) -> Upstream:
+    """Return vLLM's server of a request's application."""
+    return cast(Upstream, request.app.state.upstream)

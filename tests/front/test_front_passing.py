@@ -115,7 +115,7 @@ def test_without_vllm_requests_get_a_sentence(tiny_dir, tmp_path, engine):
     why = "vLLM has ended (exit code 3); its log says why, start the server again"
     fake = FakeVLLM(engine)
     with fronted(tiny_dir, tmp_path / "kv", fake, fault=lambda: why) as (url, front, _):
-        front.state.front.upstream.client.base_url = "http://127.0.0.1:9"
+        front.state.upstream.client.base_url = "http://127.0.0.1:9"
         answer = httpx.post(f"{url}/v1/chat/completions", json=ASK)
         assert answer.status_code == 503
         assert answer.json()["error"]["message"] == why
