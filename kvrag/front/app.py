@@ -16,6 +16,7 @@ from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from kvrag.engine import KVRagEngine
+from kvrag.errors import KVRagError
 from kvrag.front import documents
 from kvrag.front.planner import Planner, WorkerFacts, planner_of
 from kvrag.front.prompts import (
@@ -27,7 +28,7 @@ from kvrag.front.prompts import (
     tokenised_chat,
     tokenised_text,
 )
-from kvrag.front.upstream import Upstream, upstream_of
+from kvrag.front.upstream import STREAM_ID, Upstream, upstream_of
 from kvrag.server.admission import Admission
 from kvrag.server.app import QUIET, cors, health
 from kvrag.server.config import ServerConfig
@@ -98,7 +99,7 @@ async def _life(app: FastAPI) -> AsyncIterator[None]:
     upstream: Upstream = app.state.upstream
     try:
         planner.worker = WorkerFacts.of(await upstream.ask(describe=True))
-    except APIError as error:
+    except (APIError, KVRagError) as error:
         logger.warning("prompts are tokenised without regard to stored chunks: %s", error)
     if planner.worker.refusal is not None:
         logger.warning("vLLM's worker reuses no KV: %s", planner.worker.refusal)
@@ -158,7 +159,7 @@ async def _complete(request: Request, tokenise: Tokenise) -> Response:
     put_options(body, options, namespace)
     report = None
     if record.is_stream and _wants_usage(body):
-        report = body["kv_transfer_params"]["kvrag"]["id"] = uuid.uuid4().hex
+        report = body["kv_transfer_params"][STREAM_ID] = uuid.uuid4().hex
     if body.get("model") in (None, "", service_of(request).name):
         record.model = service_of(request).name
         body = await run_in_threadpool(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, cast
 
 import httpx
@@ -12,6 +12,8 @@ from fastapi import Request
 from fastapi.responses import Response, StreamingResponse
 from starlette.requests import ClientDisconnect
 
+from kvrag import errors
+from kvrag.errors import KVRagError
 from kvrag.server.completions import unless_gone
 from kvrag.server.errors import APIError
 from kvrag.server.record import RequestRecord
@@ -32,8 +34,8 @@ _ANY_TWO_IDS = [0, 1]
 EVENTS = "text/event-stream"
 SOON_S = 60.0
 """Seconds in which vLLM answers questions that need no computation, even under load."""
-STATUS = {"invalid_value": 400, "context_length_exceeded": 400, "request_too_large": 413}
-"""HTTP status of the worker's errors, by code; 500 for others."""
+STREAM_ID = "kvrag_stream"
+"""Parameter of KV transfer that names a stream, so that its record can be asked for."""
 
 
 class Upstream:
@@ -80,7 +82,7 @@ class Upstream:
     async def ask(self, timeout_s: float | None = SOON_S, **asked: Any) -> dict[str, Any]:
         """Ask vLLM's worker, by a completion of a token.
 
-        Raises ``APIError`` if the worker reports an error, or does not know the question.
+        Raises the worker's error, and ``APIError`` if it does not know the question.
         """
         body = {
             "prompt": _ANY_TWO_IDS,
@@ -101,8 +103,7 @@ class Upstream:
                 "not_supported",
             )
         if "error" in told:
-            code = str(told.get("code") or "server_error")
-            raise APIError(STATUS.get(code, 500), str(told["error"]), code)
+            raise error_of(told)
         return told
 
     async def is_healthy(self) -> bool:
@@ -176,13 +177,21 @@ class Upstream:
     async def _report(self, report: str) -> Any:
         try:
             return (await self.ask(report=report)).get("report")
-        except APIError:
+        except (APIError, KVRagError):
             return None
 
     def _gone(self, error: Exception) -> APIError:
         """Return the error of a request that vLLM does not answer."""
         fault = self._fault() or f"vLLM does not answer ({type(error).__name__}); retry later"
         return APIError(503, fault, "engine_gone", headers={"Retry-After": "1"})
+
+
+def error_of(told: Mapping[str, Any]) -> KVRagError:
+    """Return the error that the worker reports: its message, and the name of its class."""
+    kind = getattr(errors, str(told.get("code")), None)
+    if isinstance(kind, type) and issubclass(kind, KVRagError):
+        return kind(str(told["error"]))
+    return KVRagError(str(told["error"]))
 
 
 def with_record(content: bytes) -> bytes:

@@ -129,8 +129,10 @@ class FakeVLLM:
         if "report" in asked:
             return {"report": RECORD if asked["report"] else None}
         given = asked["precompute"]
+        if "refuse" in given["texts"][0]:
+            return {"error": "the text is too long; cut it", "code": "InputError"}
         if "explode" in given["texts"][0]:
-            return {"error": "the disk is full; free some space", "code": "store_error"}
+            return {"error": "the disk is full; free some space", "code": "StoreError"}
         texts = given.pop("texts")
         report = self.engine.precompute(texts, **given, show_progress=False)
         return {"precompute": {"stored": report.stored, "skipped": report.skipped}}

@@ -32,6 +32,7 @@ def test_precompute_is_vllms_worker(http, engine, fake):
         ({"documents": [{"text": " "}]}, 400, "empty"),
         ({"documents": [{"text": "x"}], "collection": "c"}, 400, "id"),
         ({"documents": [{"text": "explode, please"}]}, 500, "disk is full"),
+        ({"documents": [{"text": "refuse, please"}]}, 400, "too long"),
     ],
 )
 def test_faults_of_documents_are_sentences(http, body, status, word):

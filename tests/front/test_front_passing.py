@@ -25,7 +25,7 @@ def test_openais_client_gets_a_stream_and_its_last_event_says_how_it_was_made(cl
     assert [e.choices[0].delta.content for e in events if e.choices] == [*WORDS, None]
     assert events[-1].kvrag == [RECORD]
     asked = fake.last["body"]["kv_transfer_params"]["kvrag"]["report"]
-    assert asked == fake.requests[-2]["body"]["kv_transfer_params"]["kvrag"]["id"]
+    assert asked == fake.requests[-2]["body"]["kv_transfer_params"]["kvrag_stream"]
 
 
 def test_a_stream_without_usage_asks_for_no_record(client, fake):
