@@ -5,6 +5,10 @@ It needs nothing of vLLM to run: kvrag prefills with it in another thread while 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import copy
+
 import torch
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -33,7 +37,8 @@ def borrow(model: torch.nn.Module, config: PreTrainedConfig) -> PreTrainedModel:
     or split layer, or in an architecture that vLLM arranges in another way.
     """
     like = next(model.parameters())
-    own = _without_weights(config, like.dtype)
+    with _uncompiled(model):
+        own = _without_weights(config, like.dtype)
     weights = _Weights(model, own)
     views = dict[torch.nn.Parameter, torch.nn.Parameter]()  # tied weights share one
     for path, module in own.named_modules():
@@ -45,6 +50,24 @@ def borrow(model: torch.nn.Module, config: PreTrainedConfig) -> PreTrainedModel:
         if type(module) is torch.nn.Linear:
             module.__class__ = _Linear
     return own.to(like.device).eval()
+
+
+@contextmanager
+def _uncompiled(model: torch.nn.Module) -> Iterator[None]:
+    """Build models of transformers without vLLM's compilation.
+
+    Where vLLM runs a model of transformers, its class compiles what is built from it, too.
+    """
+    vllm_config = copy(getattr(model, "vllm_config", None))
+    if vllm_config is None:
+        yield
+        return
+    from vllm.config import CompilationMode, set_current_vllm_config
+
+    vllm_config.compilation_config = copy(vllm_config.compilation_config)
+    vllm_config.compilation_config.mode = CompilationMode.NONE
+    with set_current_vllm_config(vllm_config):
+        yield
 
 
 def _without_weights(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
