@@ -81,7 +81,17 @@ MODULES: dict[str, dict[str, Any]] = {
         "KVConnectorPromMetrics": RecordedMetrics,
     },
     "vllm.logger": {"init_logger": lambda name: SimpleNamespace(warning=lambda *_: None)},
-    "vllm.config": {"set_current_vllm_config": None},
+    "vllm.config": {
+        "set_current_vllm_config": None,
+        **{name: type(name, (), {}) for name in ("LoadConfig", "ModelConfig", "VllmConfig")},
+    },
+    "vllm.model_executor.layers.linear": {
+        "UnquantizedLinearMethod": type("UnquantizedLinearMethod", (), {})
+    },
+    "vllm.model_executor.model_loader": {
+        "DefaultModelLoader": type("DefaultModelLoader", (), {}),
+        "register_model_loader": None,
+    },
     "vllm.forward_context": {"set_forward_context": None},
     "vllm.v1.attention.backend": {"CommonAttentionMetadata": None},
     "vllm.v1.kv_cache_interface": {"FullAttentionSpec": type("FullAttentionSpec", (), {})},
@@ -230,7 +240,7 @@ def connector_module(patch: pytest.MonkeyPatch) -> Any:
                     sys.modules, name[:end], sys.modules.get(name[:end]) or ModuleType(name[:end])
                 )
             vars(sys.modules[name]).update(members)
-        for name in ("connector", "blend", "prefix", "proof", "report", "weights"):
+        for name in ("connector", "blend", "loader", "prefix", "proof", "report", "weights"):
             patch.delitem(sys.modules, f"vllm_kvrag.{name}", raising=False)
     return importlib.import_module("vllm_kvrag.connector")
 

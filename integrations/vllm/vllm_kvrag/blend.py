@@ -35,7 +35,7 @@ from vllm_kvrag.loader import LOAD_FORMAT, model_of
 from vllm_kvrag.planning import About, Asked, Decision, Planner
 from vllm_kvrag.prefix import has_own_kv
 from vllm_kvrag.proof import why_different
-from vllm_kvrag.report import Counts
+from vllm_kvrag.report import Counts, tokens_of
 from vllm_kvrag.weights import engine_of, layers_of
 
 if TYPE_CHECKING:
@@ -243,12 +243,16 @@ class BlendMode:
         said = self._said.pop(request.request_id, None)
         if said is None:
             return None
+        asked = Asked()
+        with suppress(KVRagError):
+            asked = Asked.of(request.kv_transfer_params)
         if "exactness" in said:
             self._counts.add(said)
-        about = self._about
-        with suppress(Exception):  # parameters may be anything
-            if about is not None and Asked.of(request.kv_transfer_params).describe:
-                said = said | {"fingerprint": about.fingerprint, "refusal": about.refusal}
+            said = said | {"tokens": tokens_of(said)}
+            if not asked.trace:
+                del said["sources"]  # hundreds of runs
+        if asked.describe and self._about is not None:
+            said = said | {"fingerprint": self._about.fingerprint, "refusal": self._about.refusal}
         return {"kvrag": said}
 
     def hear(self, metadata: Any) -> None:

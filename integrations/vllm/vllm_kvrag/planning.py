@@ -33,7 +33,7 @@ from vllm_kvrag.heads import REST
 Ids = tuple[int, ...]
 # Repaired reuse must cost less than this fraction of computing the rest of the prompt.
 MARGIN = 0.9
-FIELDS = "mode", "repair", "namespace", "precompute", "describe"
+FIELDS = "mode", "repair", "namespace", "precompute", "describe", "trace"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,8 @@ class About:
 class Asked:
     """What a request asks for in ``kv_transfer_params["kvrag"]``.
 
-    ``precompute`` holds the arguments of :meth:`kvrag.KVRagEngine.precompute`.
+    ``precompute`` holds the arguments of :meth:`kvrag.KVRagEngine.precompute`. With ``trace`` the
+    response names the origin of every token.
     """
 
     mode: Mode = "auto"
@@ -77,6 +78,7 @@ class Asked:
     namespace: str | None = None
     precompute: Mapping[str, Any] | None = None
     describe: bool = False
+    trace: bool = False
 
     @classmethod
     def of(cls, params: Mapping[str, Any] | None) -> Asked:
@@ -101,7 +103,13 @@ class Asked:
         if precompute is not None and not isinstance(precompute, Mapping):
             raise ConfigError("precompute is no object; pass {'texts': [...], 'ids': [...]}")
         repair = as_config(RepairConfig, given.get("repair"), option="repair")
-        return cls(mode, repair, namespace, precompute, bool(given.get("describe")))
+        return cls(
+            mode,
+            repair,
+            namespace,
+            precompute,
+            *(bool(given.get(name)) for name in ("describe", "trace")),
+        )
 
 
 Kind = Literal["none", "exact", "blend"]

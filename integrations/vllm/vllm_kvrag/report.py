@@ -11,8 +11,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-ORIGINS = "exact", "reused", "repaired", "computed"
-EXACTNESS = "exact", "repaired", "full"
+
+def tokens_of(said: dict[str, Any]) -> dict[str, int]:
+    """Return the number of a prompt's tokens by the origin of their KV."""
+    found = Counter[str]()
+    for origin, num_tokens in said["sources"]:
+        found[origin] += num_tokens
+    return dict(found)
 
 
 class Counts(KVConnectorStats):
@@ -39,7 +44,7 @@ class Counts(KVConnectorStats):
         """Count a finished request."""
         found = Counter(self.data)
         found[f"requests_{said['exactness']}"] += 1
-        for origin, num_tokens in said["sources"]:
+        for origin, num_tokens in tokens_of(said).items():
             found[f"tokens_{origin}"] += num_tokens
         self.data = dict(found)
 
