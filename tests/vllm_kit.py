@@ -154,6 +154,8 @@ def config_of(setting: Setting, **changes) -> SimpleNamespace:
             "kv_role": "kv_consumer",
             "runner_type": "generate",
             "tokenizer": setting.model,
+            "revision": None,
+            "device": "cpu",
         }
         | model
         | changes
@@ -162,7 +164,7 @@ def config_of(setting: Setting, **changes) -> SimpleNamespace:
         get_from_extra_config=lambda name, default: extra.get(name, default), **own
     )
     one = SimpleNamespace(block_size=BLOCK, **own)
-    parts = {"model_config": one, "cache_config": one, "parallel_config": one}
+    parts = {"device_config": one, "model_config": one, "cache_config": one, "parallel_config": one}
     return SimpleNamespace(
         kv_transfer_config=transfer, speculative_config=own["speculative_config"], **parts
     )

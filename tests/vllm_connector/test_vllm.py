@@ -331,3 +331,23 @@ def test_an_engine_whose_chunks_vllm_would_not_load_is_not_exported(tmp_path):
     engine = KVRagEngine.from_pretrained(save_tiny_model(tmp_path / "model", "llama"))
     with pytest.raises(ConfigError, match=r"behind a context.*context=None"):
         export_model(engine, tmp_path / "file")
+
+
+def test_exact_beginnings_are_loaded_where_prompts_cannot_be_blended(connector, setting_of):
+    """An exported model takes over, on both sides, if the worker's weights can't be shared."""
+    setting = setting_of()
+    extra = {"mode": "blend", "context": None}
+    worker = connect(connector, setting, extra=extra)
+    hello = worker.get_handshake_metadata()
+    assert "--load-format kvrag" in hello.about.refusal
+    own = connect(connector, setting, extra=extra, role="SCHEDULER")
+    ids = setting.prompt(0)
+    request = request_of(
+        ids, kv_transfer_params=None, skip_reading_prefix_cache=False, resumable=False
+    )
+    request.num_output_tokens, request.max_tokens = 0, 8
+    assert own.get_num_new_matched_tokens(request, 0) == (0, False)
+    own.set_xfer_handshake_metadata({0: hello})
+    count, is_async = own.get_num_new_matched_tokens(request, 0)
+    assert (count, is_async) == (len(setting.head) + len(setting.ids[0]), False)
+    assert type(worker._mode) is type(own._mode)

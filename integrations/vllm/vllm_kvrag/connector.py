@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -20,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvrag import ConfigError, StoreConfig
 from kvrag.adapters import as_config, open_store
-from vllm_kvrag.blend import BlendMode
+from vllm_kvrag.blend import BlendMode, Hello
 from vllm_kvrag.prefix import PrefixMode
 from vllm_kvrag.report import Counts, Metrics
 
@@ -62,9 +63,11 @@ class KVRagConnector(KVConnectorBase_V1):
         given = option("store_config", {"read_only": True} if reads else None)
         config = as_config(StoreConfig, given, option="store_config") or StoreConfig()
         self._store = open_store(kv_dir, config)
+        self._prefix_mode = partial(PrefixMode, vllm_config, kv_cache_config, self._store)
+        self._has_exported = option("model", None) is not None
         self._mode: PrefixMode | BlendMode
         if mode == "prefix":
-            self._mode = PrefixMode(vllm_config, kv_cache_config, self._store)
+            self._mode = self._prefix_mode()
         else:
             self._mode = BlendMode(
                 vllm_config, kv_cache_config, self._store, config, is_worker=is_worker
@@ -103,12 +106,15 @@ class KVRagConnector(KVConnectorBase_V1):
         """Take the description of the worker's model."""
         for each in metadata.values():
             self._mode.hear(each)
+            self._fall_back(each)
 
     # -- the worker ------------------------------------------------------------------------------
 
     def get_handshake_metadata(self) -> Any:
         """Describe the worker's model to the scheduler."""
-        return self._mode.handshake()
+        found = self._mode.handshake()
+        self._fall_back(found)
+        return found
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Load the KV of this step, or begin to."""
@@ -140,6 +146,11 @@ class KVRagConnector(KVConnectorBase_V1):
         """Return at once: nothing is saved."""
 
     # -- both ------------------------------------------------------------------------------------
+
+    def _fall_back(self, hello: Any) -> None:
+        """Load exact beginnings if prompts can't be blended and an exported model is given."""
+        if isinstance(hello, Hello) and hello.about.refusal and self._has_exported:
+            self._mode = self._prefix_mode()
 
     def get_kv_connector_stats(self) -> Counts | None:
         """Return the counts since the last call."""
