@@ -164,24 +164,21 @@ class BlendMode:
             # Its answer began behind exact rows, before a preemption.
             asked = replace(asked, mode="prefix")
         ids = request.prompt_token_ids
-        decision = self._planner.decide(
+        return self._planner.decide(
             ids,
             asked,
             self._about,
             num_computed=num_computed,
             num_more=request.max_tokens,
         )
-        num_shared = decision.num_exact // self._block_size
-        if decision.kind == "blend" and num_shared >= len(request.block_hashes):
-            return Decision("none", "less than a block would be blended")
-        return decision
 
     def _hide(self, request: Request, num_shared: int) -> None:
         """Give a request's blocks hashes of their own, but for its first blocks.
 
-        A salt changes the first hash, and every hash depends on the hash before. The hashes of
-        blocks of answers follow from the last block's.
+        A salt changes the first hash, and every hash depends on the hash before. Blocks that are
+        full later follow from the last one, so this is never shared.
         """
+        num_shared = max(0, min(num_shared, len(request.block_hashes) - 1))
         if request.request_id not in self._hidden:
             shared = request.block_hashes[:num_shared]
             request.block_hashes.clear()

@@ -1,0 +1,303 @@
+"""vLLM's blend mode without vLLM: decisions, private blocks, jobs, and what is said of them.
+
+A small scheduler (:mod:`vllm_kit`) does what vLLM's does, and checks at each hit whose rows a block has.
+"""
+
+import importlib
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from texts import make_chunks
+from vllm_kit import (
+    BLOCK,
+    Request,
+    Scheduler,
+    Setting,
+    connect,
+    connector_module,
+)
+
+from kvrag import KVRagEngine, RepairConfig
+from kvrag.adapters import Costs
+from kvrag.errors import ConfigError
+from kvrag.testing.models import save_tiny_model
+
+CHUNKS = [text.partition(": ")[2] for text in make_chunks(4, words=60)]
+FREE = Costs(0.0, 1.0, 0.0, {}, "tokens")
+
+
+@pytest.fixture
+def connector(monkeypatch):
+    return connector_module(monkeypatch)
+
+
+@pytest.fixture
+def setting(tmp_path):
+    save_tiny_model(tmp_path / "model", "llama")
+    engine = KVRagEngine.from_pretrained(tmp_path / "model", kv_dir=tmp_path / "kv", context=None)
+    assert not engine.precompute(CHUNKS, ids=list("abcd")).failed
+    yield Setting(engine, str(tmp_path / "model"), tmp_path / "none")
+    engine.close()
+
+
+def blend(connector, setting, role="SCHEDULER", **extra) -> Any:
+    return connect(connector, setting, role=role, extra={"mode": "blend", **extra})
+
+
+def about_of(connector, setting: Setting, **own: Any) -> Any:
+    planning = importlib.import_module("vllm_kvrag.planning")
+    engine = setting.engine
+    lm, context = engine.loaded.reusable, importlib.import_module("kvrag.adapters").context_digest
+    parts = {
+        "fingerprint": engine.loaded.fingerprint,
+        "refusal": None,
+        "repair": engine.repair,
+        "costs": FREE,
+        "depth": lm.depth,
+        "window": lm.reuse_window,
+        "context": context(engine.context_ids),
+    }
+    return planning.About(**(parts | own))
+
+
+def scheduler_side(connector, setting: Setting, **own: Any) -> Any:
+    """The connector in vLLM's scheduler, which has heard of the worker's model."""
+    made = blend(connector, setting)
+    blending = importlib.import_module("vllm_kvrag.blend")
+    made.set_xfer_handshake_metadata({0: blending.Hello(about_of(connector, setting, **own))})
+    return made
+
+
+def prompt_of(
+    setting: Setting, *order: int, question: str = "\n\nWho asks for a box?"
+) -> list[int]:
+    encoder = setting.engine.loaded.encoder
+    text = "Answer from these notes, please.\n\n" + "\n\n".join(CHUNKS[i] for i in order) + question
+    return [*encoder.bos_ids, *encoder.live_ids(text)]
+
+
+def request_with(ids: list[int], number: int = 0, **asked: Any) -> Request:
+    params = {"kvrag": asked} if asked else None
+    return Request(f"r{number}", ids, kv_transfer_params=params)
+
+
+# -- decisions ---------------------------------------------------------------------------------------
+
+
+def test_all_but_the_last_token_is_blended_beside_the_steps(connector, setting):
+    own = scheduler_side(connector, setting)
+    ids = prompt_of(setting, 2, 0, 3)
+    request = request_with(ids, mode="stitch")
+    assert own.get_num_new_matched_tokens(request, 0) == (len(ids) - 1, True)
+    assert own.get_num_new_matched_tokens(request, 0) == (len(ids) - 1, True)  # waits for blocks
+    blocks = list(range(100, 100 + -(-len(ids) // BLOCK)))
+    own.update_state_after_alloc(
+        request, SimpleNamespace(get_block_ids=lambda: (blocks,)), len(ids) - 1
+    )
+    (job,) = own.build_connector_meta(None).jobs
+    assert (job.request_id, job.blocks, job.start, job.stop) == ("r0", blocks, 0, len(ids) - 1)
+    assert job.plan.token_ids == ids
+    assert job.plan.encoder is None  # the worker has its own
+    assert own.build_connector_meta(None).jobs == []
+    behind = request_with(ids, 1, mode="stitch")
+    assert own.get_num_new_matched_tokens(behind, 2 * BLOCK) == (len(ids) - 1 - 2 * BLOCK, True)
+
+
+def test_a_request_says_what_it_wants(connector, setting):
+    own = scheduler_side(connector, setting)
+    ids = prompt_of(setting, 2, 0, 3)
+    full, stitched = (0, False), (len(ids) - 1, True)
+    for number, (asked, expected) in enumerate(
+        [
+            ({"mode": "full"}, full),
+            ({"mode": "prefix"}, full),
+            ({"mode": "stitch", "namespace": "another"}, full),
+            ({"mode": "stitch"}, stitched),
+            ({"mode": "auto"}, stitched),  # by the number of rows
+            ({"mode": "auto", "repair": {"recompute_ratio": 1.0}}, full),
+            ({"mode": "stitch", "repair": "careful"}, stitched),
+            ({}, stitched),
+        ]
+    ):
+        request = request_with(ids, number, **asked)
+        assert own.get_num_new_matched_tokens(request, 0) == expected, asked
+    assert "another" not in own._mode._planner._spans
+    assert own.get_num_new_matched_tokens(request_with([5] * 400, 90, mode="stitch"), 0) == full
+
+
+@pytest.mark.parametrize(
+    ("params", "word"),
+    [
+        ({"mode": "fast"}, "mode is 'fast'"),
+        ({"modus": "auto"}, "has no 'modus'"),
+        ({"repair": {"ratio": "x"}}, "RepairConfig"),
+        ({"namespace": 7}, "namespace"),
+        ("stitch", "no object"),
+        ([1], "no object"),
+        ({"precompute": "text"}, "no object"),
+        ({"precompute": {"texts": ["a"]}, 7: 8}, ""),
+        (False, "no object"),
+    ],
+)
+def test_wrong_parameters_are_answered_and_harm_nobody(connector, setting, params, word):
+    own = scheduler_side(connector, setting)
+    request = Request("r", prompt_of(setting, 1), kv_transfer_params={"kvrag": params})
+    said = finish_at_once(own, request)
+    assert word in said["fallback_reason"]
+    if word:
+        assert said["error"] == said["fallback_reason"]
+        assert said["code"].endswith("Error")
+    for nothing in (None, {}, {"kvrag": None}, {"kvrag": {}}):
+        request = Request("r", [5] * 40, kv_transfer_params=nothing)
+        assert "error" not in finish_at_once(own, request)
+
+
+def finish_at_once(own: Any, request: Request) -> dict[str, Any]:
+    count, _ = own.get_num_new_matched_tokens(request, 0)
+    own.update_state_after_alloc(
+        request, SimpleNamespace(get_block_ids=lambda: ([1, 2, 3],)), count
+    )
+    delay, params = own.request_finished(request, [])
+    assert delay is False
+    return params["kvrag"]
+
+
+def test_requests_that_cannot_be_blended_are_left_to_vllm(connector, setting):
+    own, ids = scheduler_side(connector, setting), prompt_of(setting, 2, 0, 3)
+    for other in (
+        {"lora_request": 1},
+        {"mm_features": [1]},
+        {"cache_salt": "salt"},
+        {"prompt_embeds": 1},
+        {"skip_reading_prefix_cache": True},
+        {"resumable": True},
+        {"max_tokens": 10**6},
+    ):
+        request = Request("r", ids, **other)
+        assert own.get_num_new_matched_tokens(request, 0) == (0, False), other
+        assert finish_at_once(own, request)["fallback_reason"]
+    silent = blend(connector, setting)  # the worker has not described its model
+    assert "not described" in finish_at_once(silent, Request("r", ids))["fallback_reason"]
+    refusing = scheduler_side(connector, setting, refusal="another model")
+    assert finish_at_once(refusing, Request("r", ids))["fallback_reason"] == "another model"
+    said = finish_at_once(refusing, Request("r", ids, kv_transfer_params=precompute("x")))
+    assert (said["error"], said["code"]) == ("another model", "UnsupportedModelError")
+    assert not refusing.build_connector_meta(None).jobs
+
+
+def precompute(*texts: str, **own: Any) -> dict[str, Any]:
+    return {"kvrag": {"precompute": {"texts": list(texts), **own}}}
+
+
+def test_a_cache_or_model_that_cannot_be_blended_is_refused(connector, setting):
+    changes: dict[str, dict[str, Any]] = {
+        "fp8": {"cache_dtype": "fp8"},
+        "several devices": {"world_size": 2},
+        "speculatively": {"speculative_config": "ngram"},
+        "full attention": {"specs": [None]},
+        "one group": {"specs": [None, None]},
+        "recompute": {"kv_load_failure_policy": "fail"},
+        "kv_consumer": {"is_kv_consumer": False, "kv_role": "kv_producer"},
+        "answers": {"runner_type": "pooling"},
+    }
+    for word, change in changes.items():
+        with pytest.raises(ConfigError, match=word):
+            connect(connector, setting, extra={"mode": "blend"}, **change)
+    with pytest.raises(ConfigError, match="pass 'prefix' or 'blend'"):
+        connect(connector, setting, extra={"mode": "mix"})
+
+
+def test_a_store_that_fails_is_asked_again_in_a_while(connector, setting, monkeypatch):
+    own = scheduler_side(connector, setting)
+    asked = []
+    now = [0.0]
+
+    def fails(*_: Any) -> Any:
+        asked.append(1)
+        now[0] += 2.0
+        raise OSError("no such device")
+
+    planner = own._mode._planner
+    monkeypatch.setattr("vllm_kvrag.planning.time", SimpleNamespace(monotonic=lambda: now[0]))
+    with monkeypatch.context() as patch:
+        patch.setattr(planner._store.catalog, "texts", fails)
+        ids = prompt_of(setting, 2, 0, 3)
+        reasons = [finish_at_once(own, Request(f"r{i}", ids))["fallback_reason"] for i in range(5)]
+        assert len(asked) == 1
+        assert "no such device" in reasons[0]
+        assert all("asked again in a while" in reason for reason in reasons[1:])
+    now[0] += 20.0
+    assert own.get_num_new_matched_tokens(request_with(ids, 9, mode="stitch"), 0)[1]
+
+
+# -- private blocks ------------------------------------------------------------------------------------
+
+
+class Guessing:
+    """A planner that decides at random, and knows which rows are exact."""
+
+    def __init__(self, random: Random, kinds: Any) -> None:
+        self.random, self.kinds, self.decision = random, kinds, kinds.Decision
+
+    def decide(self, ids, asked, about, *, num_computed: int, num_more: int) -> Any:
+        exact = self.random.randrange(len(ids))
+        kind = self.random.choice(["none", "exact", "blend", "blend"])
+        if self.random.random() < 0.05:
+            raise OSError("no store")
+        if asked.mode == "prefix" and kind == "blend":
+            kind = "none"
+        if kind == "blend":
+            shared = max(exact, num_computed)
+            return self.decision("blend", None, len(ids) - 1, shared, exact, RepairConfig())
+        if kind == "exact" and exact > num_computed:
+            return self.decision("exact", None, exact, exact, exact)
+        return self.decision("none")
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_request_finds_anothers_approximate_rows(connector, setting, seed):
+    """Under random arrivals, hits, allocations, failures, preemptions, aborts and erasures."""
+    random = Random(seed)
+    own = scheduler_side(connector, setting)
+    mode = own._mode
+    mode._block_size, mode._planner = (
+        4,
+        Guessing(random, importlib.import_module("vllm_kvrag.planning")),
+    )
+    scheduler = Scheduler(mode, num_blocks=random.choice([20, 30, 40]), size=4, random=random)
+    heads = [[random.randrange(3) for _ in range(40)] for _ in range(2)]
+    blended = importlib.import_module("vllm_kvrag.blend")
+    for number in range(1500):
+        if len(scheduler.requests) < 8 and number < 1400:
+            ids = random.choice(heads)[: random.choice([1, 3, 22, 30, 38])]
+            own_params = precompute("x") if random.random() < 0.1 else None
+            scheduler.add(
+                Request(
+                    f"r{number}",
+                    ids,
+                    random.randrange(1, 20),
+                    size=4,
+                    kv_transfer_params=own_params,
+                )
+            )
+        scheduler.step()
+        for request_id in list(scheduler.jobs):
+            if random.random() < 0.4:
+                succeeds = random.random() < 0.8
+                scheduler.end_job(request_id, succeeds=succeeds)
+                said = {"exactness": "repaired", "sources": []} if succeeds else None
+                mode.hear(blended.Ended({request_id: said}, None))
+        if scheduler.requests and random.random() < 0.08:
+            request = random.choice(list(scheduler.requests.values()))
+            if request.status != "finished":
+                scheduler.finish(request.request_id)
+    for request in list(scheduler.requests.values()):
+        if request.status != "finished":
+            scheduler.finish(request.request_id)
+    assert scheduler.num_hits > 500
+    assert scheduler.num_preempted > 20
+    assert scheduler.num_own_hits > 20
+    for kept in (mode._decisions, mode._hidden, mode._said, mode._waiting):
+        assert not kept
