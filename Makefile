@@ -9,7 +9,7 @@ ARGS ?=
 export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: setup demo notebooks test test-all vllm-test lint types check bench bench-ttft bench-auto bench-facts bench-speed bench-chat bench-memory bench-seams bench-shared bench-slide bench-sweep bench-store bench-ray bench-masks bench-hybrid bench-peers bench-overhead bench-gguf bench-scale incumbents wheel wheel-test support suites fuzz fuzz-reader gpu-check kernel-compile kernel-bugs reliability load load-check docs site changelog clean
+.PHONY: setup demo notebooks test test-all vllm-test lint types check bench bench-ttft bench-auto bench-facts bench-speed bench-chat bench-memory bench-seams bench-shared bench-slide bench-sweep bench-store bench-ray bench-masks bench-hybrid bench-peers bench-overhead bench-gguf bench-vllm bench-scale incumbents wheel wheel-test support suites fuzz fuzz-reader gpu-check kernel-compile kernel-bugs reliability load load-check docs site changelog clean
 
 # Two stamps: .demo has what the demo needs, .ready the tools and compilers of the tests, too.
 $(VENV)/.demo: pyproject.toml constraints.txt
@@ -110,6 +110,9 @@ bench-shared: setup ## Reading from a shared store beside its server's own clien
 
 bench-gguf: setup ## Seconds from a start to the first token of a model in a GGUF file (KVRAG_EVAL_MODELS; five minutes)
 	cd benchmarks && ../$(BIN)/python bench_gguf.py $(ARGS)
+
+bench-vllm: $(VLLM)/.ready ## vLLM with repaired chunks beside vLLM alone and beside kvrag's engine and server (KVRAG_EVAL_MODELS; a quarter of an hour on two cores); ARGS="--only ttft,memory": parts
+	cd benchmarks && $(abspath $(VLLM))/bin/python bench_vllm.py $(ARGS)
 
 bench-scale: setup ## Simulate a million chunks behind 100 replicas (three minutes of one core); measures nothing, so `bench` leaves it out
 	cd benchmarks && ../$(BIN)/python sim_scale.py $(ARGS)

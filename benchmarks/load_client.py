@@ -108,12 +108,15 @@ async def ask(
     key: str | None = None,
     path: str = CHAT,
     rude: Rude | None = None,
+    answer: Answer | None = None,
 ) -> Answer:
     """Send one request over a connection of its own, and read the answer, whole or as events, to its end.
 
-    A connection that fails is an answer with ``error``; one that ends too early isn't ``is_done``.
+    A connection that fails is an answer with ``error``; one that ends too early isn't ``is_done``. ``answer`` is filled, so that it can be
+    looked at before its end.
     """
-    answer, rude = Answer(sent=time.perf_counter()), rude or Rude()
+    answer, rude = answer or Answer(), rude or Rude()
+    answer.sent = time.perf_counter()
     try:
         reader, writer = await asyncio.open_connection(
             HOST, port, limit=2**16 if not rude.pause_s else 2**10
