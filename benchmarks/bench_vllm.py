@@ -4,15 +4,15 @@
     python benchmarks/bench_vllm.py --only ttft,memory                          # these parts anew; the others stay as they were
     python benchmarks/bench_vllm.py --quick --out build/vllm                    # short prompts, few requests: does everything run?
 
-Runs in an environment that has vLLM, whose server (its prefix cache on) is a process of its own; so is
-``kvrag serve``. Prompts are token ids: chunks of the facts benchmark's needle questions in an order that no request before had, so vLLM's
-prefix cache finds the system prompt and, now and then, a first chunk.
+Runs in an environment that has vLLM. Two of its servers are up, both with their prefix cache on: vLLM alone, and vLLM with the connector;
+``kvrag serve`` is a third process. Prompts are token ids: chunks of the facts benchmark's needle questions, in an order that no request
+before had. So vLLM's prefix cache finds the system prompt and, now and then, a first chunk.
 
-* **ttft**: seconds of a one-token answer: blended with the default repair, with the fast one, and by vLLM's own prefill, in random turns.
-* **equality**: log-probabilities of the first token, and answers, beside the engine's with the same repair.
+* **memory**: of vLLM's engine alone, with borrowed weights, and with a copy of its own.
+* **ttft**: seconds of a one-token answer, asked in random turns.
+* **equality**: log-probabilities of the first token, and answers, beside those of kvrag's engine with the same repair.
 * **throughput**: eight clients, each sends its next request when its answer has ended.
 * **streams**: time between the tokens of four running streams while other prompts arrive.
-* **memory**: of vLLM's engine without the connector, with borrowed weights, and with a copy of its own.
 """
 
 from __future__ import annotations
@@ -29,10 +29,9 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import chain, islice, pairwise
+from itertools import chain, islice, pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +39,7 @@ import numpy as np
 from common import RESULTS, machine, model_path, parser, write_result
 from facts_tasks import needle_questions
 from load_client import Answer, Server, ask, quantiles
+from safetensors.torch import load_file
 
 from kvrag import KVRagEngine
 from kvrag.adapters import ModelSource, PromptEncoder, load_tokenizer
@@ -53,21 +53,29 @@ STREAMS = 4
 ANSWER_TOKENS = 16
 TOP = 20  # log-probabilities that vLLM tells of a token
 WITHIN = 1e-3
-MODES: dict[str, dict[str, Any]] = {
-    "blended": {"mode": "auto"},
-    "blended, fast": {"mode": "auto", "repair": "fast"},
-    "full": {"mode": "full"},
-}
-WEIGHTS: dict[str, dict[str, Any] | None] = {
-    "without": None,
+ALONE = "vLLM alone"
+EXTRA: dict[str, dict[str, Any] | None] = {
+    ALONE: None,
     "shared": {"weights": "shared"},
     "copy": {"weights": "copy"},
 }
+"""vLLM's servers: the connector's options, or no connector."""
+FULL, BLENDED = "full", "blended"
+MODES: dict[str, dict[str, Any] | None] = {
+    BLENDED: {"mode": "auto"},
+    "blended, fast": {"mode": "auto", "repair": "fast"},
+    "full, with the connector": {"mode": "full"},
+    FULL: None,
+}
+"""What requests ask of the connector; ``None`` asks vLLM alone."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """Prompts of about so many tokens: chunks of ``chunk_tokens``, for several questions."""
+    """Prompts of about so many tokens: chunks of ``chunk_tokens``, for several questions.
+
+    So many of the ``prompts`` are ``compared`` with kvrag's engine, and asked in full of the server with the connector.
+    """
 
     chunks: int
     chunk_tokens: int
@@ -137,9 +145,10 @@ class Prompts:
 
 
 class VLLM(Server):
-    """vLLM's server; ``extra`` are the connector's options, ``None`` leaves the connector out."""
+    """A server of :data:`EXTRA`."""
 
-    def __init__(self, run: Run, log: Path, extra: dict[str, Any] | None) -> None:
+    def __init__(self, run: Run, name: str) -> None:
+        self.name, extra = name, EXTRA[name]
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -153,11 +162,9 @@ class VLLM(Server):
                 "kv_connector_module_path": "vllm_kvrag.connector",
                 "kv_role": "kv_consumer",
                 "kv_load_failure_policy": "recompute",
-                "kv_connector_extra_config": {"mode": "blend", **extra},
+                "kv_connector_extra_config": {"mode": "blend", "kv_dir": run.kv_dir, **extra},
             }
-            command += ["--kv-transfer-config", json.dumps(transfer)]
-            if extra["weights"] == "shared":
-                command += ["--load-format", "kvrag"]
+            command += ["--load-format", "kvrag", "--kv-transfer-config", json.dumps(transfer)]
         cores = os.sched_getaffinity(0)
         env = {
             "VLLM_CPU_KVCACHE_SPACE": str(CACHE_GB),
@@ -166,8 +173,9 @@ class VLLM(Server):
             "TOKENIZERS_PARALLELISM": "false",
         }
         start = time.perf_counter()
-        super().__init__(command, log, env, wait_s=600)
+        super().__init__(command, run.folder / f"{name}.log", env, wait_s=600)
         self.start_s = time.perf_counter() - start
+        print(f"{name}: up after {self.start_s:.0f} s", flush=True)
 
     def complete(
         self, ids: list[int], kvrag: dict[str, Any] | None, **options: Any
@@ -204,7 +212,7 @@ def said(response: dict[str, Any]) -> dict[str, Any]:
 
 
 class Run:
-    """What the parts share: the model, prompts, a store, and a server that is started at first use."""
+    """What the parts share: the model, prompts, a store, and servers."""
 
     def __init__(self, args: argparse.Namespace, folder: Path) -> None:
         self.model = model_path(args.model)
@@ -217,46 +225,47 @@ class Run:
             size.name: Prompts(self.encoder, size, self.seed) for size in self.extent.sizes
         }
         self.precomputed: dict[str, Any] = {}
-        self._stored = set[str]()
+        self._servers: dict[str, VLLM] = {}
 
     @property
     def kv_dir(self) -> str:
         """The store."""
         return str(self.folder / "kv")
 
-    @cached_property
-    def server(self) -> VLLM:
-        """vLLM with the connector."""
-        extra = {"kv_dir": self.kv_dir, "weights": self.weights}
-        server = VLLM(self, self.folder / "vllm.log", extra)
-        print(f"vLLM is up after {server.start_s:.0f} s", flush=True)
-        return server
+    def server(self, name: str) -> VLLM:
+        """Return a server, started at first use."""
+        if name not in self._servers:
+            self._servers[name] = VLLM(self, name)
+        return self._servers[name]
+
+    def at(self, mode: str) -> VLLM:
+        """Return the server that a mode is asked of."""
+        return self.server(ALONE if MODES[mode] is None else self.weights)
 
     def stored(self, size: Size) -> Prompts:
         """Return the prompts of a size, their chunks precomputed and one of them answered."""
         prompts = self.prompts[size.name]
-        if size.name not in self._stored:
-            self._stored.add(size.name)
-            self.precomputed[size.name] = self.server.precompute(prompts.chunks)
-            for kvrag in MODES.values():  # buffers grow
-                self.server.complete(prompts.new(0)[-600:], {"mode": "full"})
-                if kvrag["mode"] == "auto":
-                    self.blended(prompts.new(0), kvrag)
+        if size.name not in self.precomputed:
+            self.precomputed[size.name] = self.server(self.weights).precompute(prompts.chunks)
+            for mode in MODES:  # buffers grow
+                self.answer(prompts.new(0), mode)
         return prompts
 
-    def blended(
-        self, ids: list[int], kvrag: dict[str, Any], **options: Any
-    ) -> tuple[dict[str, Any], float]:
-        """Answer a prompt that must be blended."""
-        response, wall_s = self.server.complete(ids, kvrag, **options)
-        if said(response).get("exactness") != "repaired":
+    def answer(self, ids: list[int], mode: str, **options: Any) -> tuple[dict[str, Any], float]:
+        """Answer a prompt; returns the response and its seconds. Raises ``RuntimeError`` if it should be blended and is not."""
+        response, wall_s = self.at(mode).complete(ids, MODES[mode], **options)
+        if mode.startswith(BLENDED) and said(response).get("exactness") != "repaired":
             raise RuntimeError(f"a prompt was not blended: {said(response)}")
         return response, wall_s
 
+    def stop(self, names: Iterable[str]) -> None:
+        """Stop servers."""
+        for name in names:
+            self._servers.pop(name).stop()
+
     def close(self) -> None:
-        """Stop the server, if there is one."""
-        if "server" in self.__dict__:
-            self.server.stop()
+        """Stop all servers."""
+        self.stop(list(self._servers))
 
 
 # -- first token ---------------------------------------------------------------------------------
@@ -271,21 +280,20 @@ def ttft(run: Run) -> dict[str, Any]:
         rows = []
         for number in range(size.prompts):
             row: dict[str, Any] = {}
-            turns = list(MODES)
+            turns = [m for m in MODES if number < size.compared or m != "full, with the connector"]
             draw.shuffle(turns)
             for mode in turns:
-                row[mode] = first_token(run, prompts.new(number), MODES[mode])
-            rows.append({"turns": turns, **row})
-            times = ", ".join(f"{mode} {row[mode]['wall_s']:.2f} s" for mode in MODES)
-            print(f"{row['full']['tokens']} tokens: {times}", flush=True)
+                row[mode] = first_token(run, prompts.new(number), mode)
+            rows.append(row)
+            times = ", ".join(f"{mode} {each['wall_s']:.2f} s" for mode, each in row.items())
+            print(f"{row[FULL]['tokens']} tokens: {times}", flush=True)
         found[size.name] = {"prompts": rows, "summary": summary_of(rows)}
     return found | {"precomputed": run.precomputed}
 
 
-def first_token(run: Run, ids: list[int], kvrag: dict[str, Any]) -> dict[str, Any]:
+def first_token(run: Run, ids: list[int], mode: str) -> dict[str, Any]:
     """Time a one-token answer, and say where its time went."""
-    ask_for = run.server.complete if kvrag["mode"] == "full" else run.blended
-    response, wall_s = ask_for(ids, kvrag)
+    response, wall_s = run.answer(ids, mode)
     about = said(response)
     kept = ("cached_tokens", "repaired_tokens", "computed_tokens", "repair", "timings_ms")
     return {"tokens": len(ids), "wall_s": wall_s} | {k: about[k] for k in kept if k in about}
@@ -295,8 +303,8 @@ def summary_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Return medians with intervals, ratios to the full prefill of the same turn, and the stages."""
     out: dict[str, Any] = {}
     for mode in MODES:
-        own = [row[mode] for row in rows]
-        ratios = [row["full"]["wall_s"] / row[mode]["wall_s"] for row in rows]
+        own = [row[mode] for row in rows if mode in row]
+        ratios = [row[FULL]["wall_s"] / row[mode]["wall_s"] for row in rows if mode in row]
         stages = [stages_of(each) for each in own]
         names = dict.fromkeys(name for each in stages for name in each)
         out[mode] = {
@@ -336,13 +344,14 @@ def equality(run: Run) -> dict[str, Any]:
         prompts = run.stored(size)
         for number in range(size.compared):
             ids = prompts.new(number)
-            cases += [answered(run, ids, mode) for mode in MODES if mode != "full"]
+            cases += [answered(run, ids, mode) for mode in MODES if mode.startswith(BLENDED)]
     engine = KVRagEngine.from_pretrained(run.model, dtype="float32", kv_dir=run.kv_dir)
     rows = [compared(engine, *case) for case in cases]
     engine.close()
     return {
         "prompts": rows,
         "max_difference": max(row["difference"] for row in rows),
+        "top": TOP,
         "within": WITHIN,
         "equal_answers": sum(row["is_equal"] for row in rows),
     }
@@ -351,7 +360,7 @@ def equality(run: Run) -> dict[str, Any]:
 def answered(run: Run, ids: list[int], mode: str) -> tuple[list[int], str, dict[str, Any]]:
     """Return a prompt, its mode, and vLLM's answer of some tokens with log-probabilities."""
     options = {"max_tokens": ANSWER_TOKENS, "logprobs": TOP, "return_tokens_as_token_ids": True}
-    response, _ = run.blended(ids, MODES[mode], **options)
+    response, _ = run.answer(ids, mode, **options)
     return ids, mode, response
 
 
@@ -359,7 +368,7 @@ def compared(
     engine: KVRagEngine, ids: list[int], mode: str, response: dict[str, Any]
 ) -> dict[str, Any]:
     """Compare a blended answer with the engine's."""
-    options = {"mode": "stitch", "repair": MODES[mode].get("repair")}
+    options: dict[str, Any] = {"mode": "stitch", "repair": (MODES[mode] or {}).get("repair")}
     mine = engine.prefill(ids, **options)
     logprobs = mine.logits.log_softmax(dim=-1)
     choice = response["choices"][0]
@@ -391,8 +400,7 @@ def throughput(run: Run) -> dict[str, Any]:
     prompts = run.stored(run.extent.sizes[0])
     count = CLIENTS * run.extent.requests
     asked = [prompts.new(number) for number in range(count)]
-    # Blended blocks are private, so the full prefill comes second: it finds none of them.
-    found = {mode: loaded(run, run.server, asked, mode) for mode in ("blended", "full")}
+    found = {mode: loaded(run, run.at(mode), asked, mode) for mode in (BLENDED, FULL)}
     with own_server(run) as server:
         asyncio.run(ask(server.port, body_of(run, prompts.new(0), None), path=COMPLETIONS))
         found["kvrag serve"] = loaded(run, server, asked, None)
@@ -411,7 +419,8 @@ def body_of(run: Run, ids: list[int], mode: str | None) -> dict[str, Any]:
     tokens = run.extent.answer_tokens
     body = {"model": NAME, "prompt": ids, "temperature": 0, "stream": True}
     body |= {"stream_options": {"include_usage": True}, "max_tokens": tokens, "min_tokens": tokens}
-    return body | ({} if mode is None else {"kv_transfer_params": {"kvrag": MODES[mode]}})
+    kvrag = None if mode is None else MODES[mode]
+    return body | ({} if kvrag is None else {"kv_transfer_params": {"kvrag": kvrag}})
 
 
 def loaded(run: Run, server: Server, asked: list[list[int]], mode: str | None) -> dict[str, Any]:
@@ -468,51 +477,49 @@ def made(before: dict[str, float], after: dict[str, float]) -> dict[str, int]:
 def streams(run: Run) -> dict[str, Any]:
     """Measure the time between tokens of running streams, alone and while prompts arrive."""
     prompts = run.stored(run.extent.sizes[0])
-    found = {}
-    for arrivals in (None, "blended", "full"):
-        row = asyncio.run(window(run, prompts, arrivals))
-        found[arrivals or "none"] = row
+    running = [prompts.new(number) for number in range(STREAMS)]
+    rows = []
+    for mode, arrives in product((FULL, BLENDED), (False, True)):
+        row = asyncio.run(window(run, prompts, running, mode, arrives=arrives))
+        rows.append({"mode": mode, "arrives": arrives, **row})
         gaps = ", ".join(f"{name} {ms:.0f} ms" for name, ms in row["gap_ms"].items())
-        print(f"streams, arrivals {arrivals}: {gaps}", flush=True)
-    return {
-        "streams": STREAMS,
-        "period_s": run.extent.period_s,
-        "window_s": run.extent.window_s,
-        "arrivals": found,
-    }
+        print(f"streams, {mode}, {row['arrived']} arrivals: {gaps}", flush=True)
+    periods = {"period_s": run.extent.period_s, "window_s": run.extent.window_s}
+    return {"streams": STREAMS, **periods, "windows": rows}
 
 
-async def window(run: Run, prompts: Prompts, arrivals: str | None) -> dict[str, Any]:
-    """Run streams for a while, with arrivals of a mode at a fixed period."""
-    extent, port = run.extent, run.server.port
-    running = [Answer() for _ in range(STREAMS)]
+async def window(
+    run: Run, prompts: Prompts, running: list[list[int]], mode: str, *, arrives: bool
+) -> dict[str, Any]:
+    """Run streams for a while; prompts of the same mode arrive at a fixed period, or none."""
+    extent, port = run.extent, run.at(mode).port
+    answers = [Answer() for _ in running]
     tasks = []
-    for number, answer in enumerate(running):
-        body = body_of(run, prompts.new(number), "blended") | {"max_tokens": MAX_LEN // 2}
-        body["min_tokens"] = body["max_tokens"]
+    for ids, answer in zip(running, answers, strict=True):
+        body = body_of(run, ids, mode) | dict.fromkeys(("max_tokens", "min_tokens"), MAX_LEN // 2)
         tasks.append(asyncio.create_task(ask(port, body, path=COMPLETIONS, answer=answer)))
-    while not all(answer.pieces or answer.error for answer in running):
+    while not all(answer.pieces or answer.error for answer in answers):
         await asyncio.sleep(0.05)
     start = time.perf_counter()
-    arrived = []
+    arrived: list[asyncio.Task[Answer]] = []
     while time.perf_counter() < start + extent.window_s:
-        if arrivals:
-            body = body_of(run, prompts.new(len(arrived)), arrivals)
-            body |= {"max_tokens": 1, "min_tokens": 1}
+        if arrives:
+            body = body_of(run, prompts.new(len(arrived)), mode)
+            body |= dict.fromkeys(("max_tokens", "min_tokens"), 1)
             arrived.append(asyncio.create_task(ask(port, body, path=COMPLETIONS)))
         await asyncio.sleep(extent.period_s)
     end = time.perf_counter()
+    ended = await asyncio.gather(*arrived)
     for task in tasks:
         task.cancel()
-    answers = await asyncio.gather(*arrived)
     await asyncio.gather(*tasks, return_exceptions=True)
-    if faults := [answer.error for answer in (*running, *answers) if answer.error]:
+    if faults := [answer.error for answer in (*answers, *ended) if answer.error]:
         raise RuntimeError(f"a stream failed: {faults[0]}")
-    inside = [[piece for piece in answer.pieces if start <= piece <= end] for answer in running]
+    inside = [[piece for piece in answer.pieces if start <= piece <= end] for answer in answers]
     gaps = [1e3 * (b - a) for pieces in inside for a, b in pairwise(pieces)]
     return {
-        "arrived": len(answers),
-        "ttft_s": [answer.ttft_s for answer in answers],
+        "arrived": len(ended),
+        "ttft_s": [answer.ttft_s for answer in ended],
         "tokens_per_s": sum(map(len, inside)) / (end - start),
         "gap_ms": quantiles(gaps) | {"max": max(gaps)},
         "gaps_ms": [round(gap, 1) for gap in gaps],
@@ -523,43 +530,29 @@ async def window(run: Run, prompts: Prompts, arrivals: str | None) -> dict[str, 
 
 
 def memory(run: Run) -> dict[str, Any]:
-    """Measure vLLM's engine process with the connector and without."""
-    run.close()
-    size = run.extent.sizes[0]
-    prompts = run.prompts[size.name]
+    """Measure vLLM's engine process after its start, and after it has answered."""
+    prompts = run.prompts[run.extent.sizes[0].name]
     found = {}
-    for name, extra in WEIGHTS.items():
-        if extra is not None:
-            extra = {"kv_dir": str(run.folder / "kv-memory"), **extra}
-        with VLLM(run, run.folder / f"{name}.log", extra) as server:
-            found[name] = held(server, prompts, is_blended=extra is not None)
-        each = found[name]
-        print(
-            f"{name}: {each['started']['rss'] / 1e9:.2f} GB after start, "
-            f"{each['answered']['rss'] / 1e9:.2f} GB after an answer, "
-            f"full prefill {each['full_s']:.2f} s",
-            flush=True,
-        )
-    files = [*Path(run.model).glob("*.safetensors")]
-    return {"engines": found, "checkpoint_bytes": sum(file.stat().st_size for file in files)}
+    for name in EXTRA:
+        server = run.server(name)
+        pid = largest_child(server.process.pid)
+        row: dict[str, Any] = {"start_s": server.start_s, "started": resident(pid)}
+        if name != ALONE:
+            server.precompute(prompts.questions[0].chunks)
+        response, _ = server.complete(prompts.new(0), MODES[FULL if name == ALONE else BLENDED])
+        row |= {"answered": resident(pid), "exactness": said(response).get("exactness")}
+        found[name] = row
+        if name not in (ALONE, run.weights):
+            run.stop([name])
+        sizes = (f"{when} {row[when]['rss'] / 1e9:.2f} GB" for when in ("started", "answered"))
+        print(f"{name}: {', '.join(sizes)}, {row['exactness']}", flush=True)
+    return {"engines": found, "weight_bytes": weight_bytes(run.model)}
 
 
-def held(server: VLLM, prompts: Prompts, *, is_blended: bool) -> dict[str, Any]:
-    """Measure an engine after its start, and after it has answered; time a full prefill in it."""
-    pid = largest_child(server.process.pid)
-    started = resident(pid)
-    kvrag = {"mode": "full"} if is_blended else None
-    _, full_s = server.complete(prompts.new(0), kvrag)
-    full = resident(pid)
-    row = {"start_s": server.start_s, "started": started, "full_s": full_s, "full": full}
-    if is_blended:
-        server.precompute(prompts.questions[0].chunks)
-        row["precomputed"] = resident(pid)
-        response, _ = server.complete(prompts.new(0), {"mode": "stitch"})
-        row["exactness"] = said(response)["exactness"]
-    else:
-        server.complete(prompts.new(0), None)
-    return row | {"answered": resident(pid)}
+def weight_bytes(model: str) -> int:
+    """Return the bytes of a checkpoint's tensors in float32."""
+    files = Path(model).glob("*.safetensors")
+    return 4 * sum(tensor.numel() for file in files for tensor in load_file(file).values())
 
 
 def largest_child(pid: int) -> int:
@@ -588,11 +581,11 @@ def resident(pid: int) -> dict[str, int]:
 
 
 PARTS: dict[str, Callable[[Run], dict[str, Any]]] = {
+    "memory": memory,
     "ttft": ttft,
     "equality": equality,
     "throughput": throughput,
     "streams": streams,
-    "memory": memory,
 }
 
 

@@ -20,6 +20,7 @@ from . import (
     store,
     support,
     ttft,
+    vllm,
 )
 from .core import NOT_MEASURED, RESULTS, ROOT
 
@@ -38,6 +39,7 @@ TOPICS = (
     rounded,
     prompts,
     hybrids,
+    vllm,
 )
 TABLES = {name: made for topic in TOPICS for name, made in topic.TABLES.items()}
 

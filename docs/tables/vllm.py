@@ -1,0 +1,115 @@
+"""vLLM with repaired chunks, beside vLLM alone and kvrag's own server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from .core import NOT_MEASURED, Result, Tables, source, table
+
+FILE = "vllm.json"
+SERVERS = {
+    "blended": "vLLM with the connector",
+    "full": "vLLM alone",
+    "kvrag serve": "`kvrag serve`",
+}
+ENGINES = {
+    "vLLM alone": "vLLM alone",
+    "shared": "with the connector, `shared` weights",
+    "copy": "with the connector, a `copy`",
+}
+STAGES = ("load", "stitch", "select", "repair", "write", "vLLM")
+
+
+def ttft(part: Result) -> str:
+    """Seconds to the first token by mode and length, and the stages of a blended prompt."""
+    rows = []
+    for size in _sizes(part):
+        for mode, row in size["summary"].items():
+            times = f"{row['wall_s']:.2f} ({_between(row['wall_s_ci'], '.2f')})"
+            ratio = f"**{row['ratio']:.1f}×** ({_between(row['ratio_ci'], '.1f')})"
+            stages = row["stages_ms"]
+            blended = [f"{stages[name]:.0f}" if name in stages else "–" for name in STAGES]
+            ratios = [ratio, *blended] if "repair" in stages else ["–"] * (1 + len(STAGES))
+            rows.append([f"{row['tokens']:,.0f}", mode, times, *ratios])
+    header = ["tokens", "", "first token, s", "vLLM alone over it", *(f"{s}, ms" for s in STAGES)]
+    counts = " and ".join(str(len(size["prompts"])) for size in _sizes(part))
+    return table(header, rows) + f"\nMedians with 95% intervals of {counts} prompts.\n"
+
+
+def equality(part: Result) -> str:
+    """Say how far blended prompts are from kvrag's own engine."""
+    rows = part["prompts"]
+    tokens = [row["tokens"] for row in rows]
+    return (
+        f"Of {len(rows)} blended prompts of {min(tokens):,} to {max(tokens):,} tokens, the "
+        f"{part['top']} largest log-probabilities of the first token differ by at most "
+        f"{part['max_difference']:.0e} from those of kvrag's engine with the same repair (goal: "
+        f"{part['within']:.0e}), and {part['equal_answers']} greedy answers are equal.\n"
+    )
+
+
+def throughput(part: Result) -> str:
+    """Set the servers side by side."""
+    base = part["servers"]["full"]["requests_per_s"]
+    rows = []
+    for name, row in part["servers"].items():
+        rates = [f"{row['requests_per_s']:.3f}", f"**{row['requests_per_s'] / base:.1f}×**"]
+        first = [f"{row['ttft_s'][p]:.1f}" for p in ("p50", "p95")]
+        rows.append([SERVERS[name], *rates, f"{row['tokens_per_s']:.1f}", *first])
+    header = ["", "requests/s", "over vLLM alone", "tokens/s", "first token, s: p50", "p95"]
+    said = f"\n{part['clients']} clients, {part['requests']} prompts.\n"
+    return table(header, rows) + said
+
+
+def streams(part: Result) -> str:
+    """Say how long running streams wait for a token while prompts arrive."""
+    rows = []
+    for row in part["windows"]:
+        gaps = [f"{row['gap_ms'][name]:,.0f}" for name in ("p50", "p99", "max")]
+        arrived = f"{row['arrived']}" if row["arrives"] else "none"
+        rows.append([SERVERS[row["mode"]], arrived, *gaps, f"{row['tokens_per_s']:.1f}"])
+    header = ["", "arrivals", "between tokens, ms: p50", "p99", "max", "tokens/s"]
+    said = f"\n{part['streams']} streams, watched for {part['window_s']:.0f} s; "
+    said += f"a prompt arrives every {part['period_s']:.0f} s.\n"
+    return table(header, rows) + said
+
+
+def memory(part: Result) -> str:
+    """Set the engines' memory side by side."""
+    rows = []
+    for name, row in part["engines"].items():
+        sizes = [
+            f"{row[when][what] / 1e9:.2f}"
+            for what, when in (("rss", "started"), ("rss", "answered"), ("peak", "answered"))
+        ]
+        rows.append([ENGINES[name], *sizes])
+    header = ["engine", "resident after its start, GB", "after an answer, GB", "peak, GB"]
+    said = f"\nThe weights have {part['weight_bytes'] / 1e9:.2f} GB in float32.\n"
+    return table(header, rows) + said
+
+
+def _sizes(part: Result) -> list[Result]:
+    return [each for each in part.values() if isinstance(each, dict) and "summary" in each]
+
+
+def _between(ends: list[float], form: str) -> str:
+    return " to ".join(f"{end:{form}}" for end in ends)
+
+
+def _of(name: str, make: Callable[[Result], str], result: Result) -> str:
+    """Make the table of a part, with its source."""
+    part = result["parts"].get(name)
+    if part is None:
+        return NOT_MEASURED
+    return make(part) + source({**result, "machine": part["machine"]}, FILE)
+
+
+PARTS = {
+    "ttft": ttft,
+    "equality": equality,
+    "throughput": throughput,
+    "streams": streams,
+    "memory": memory,
+}
+TABLES: Tables = {f"vllm-{name}": (FILE, partial(_of, name, make)) for name, make in PARTS.items()}
