@@ -102,10 +102,8 @@ def _load(
     if kept is not None:
         model = _placed(source, kept.model)
         tokenizer = kept.tokenizer or load_tokenizer(source)
-    elif made is not None:
-        model, tokenizer = made, load_tokenizer(source)
     else:
-        model, tokenizer = _load_parts(source)
+        model, tokenizer = _load_parts(source, made)
     lm = accept(model)
     if lm.device.type == "cpu":
         _keep_freed_memory()
@@ -140,10 +138,11 @@ def _label(source: ModelSource) -> str:
     return source.name
 
 
-def _load_parts(source: ModelSource) -> tuple[PreTrainedModel, Any]:
+def _load_parts(source: ModelSource, made: PreTrainedModel | None) -> tuple[PreTrainedModel, Any]:
     """Return the given model, or load it, with its tokenizer."""
-    if isinstance(source.model, PreTrainedModel):
-        return source.model, load_tokenizer(source)
+    given = made or source.model
+    if isinstance(given, PreTrainedModel):
+        return given, load_tokenizer(source)
     with parsed_once(source.model):
         if is_gguf(source.model):  # the tokenizer needs all that is parsed, and the weights more
             with Progress(f"parsing {_label(source)}"):
