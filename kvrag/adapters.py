@@ -30,6 +30,7 @@ from kvrag.config import (
 )
 from kvrag.config.address import address, check_kv_dir
 from kvrag.errors import ConfigError, require
+from kvrag.evaluate.calibrate import described
 from kvrag.generate.streams import AsyncTokenStream, TokenStream
 from kvrag.hooks import Content, OnError, changed_ids, documents_in, prefetch_kv
 from kvrag.identity.describe import rope_text
@@ -128,6 +129,7 @@ __all__ = [
     "context_digest",
     "context_window",
     "describe",
+    "described",
     "directory",
     "documents_in",
     "engine_of",

@@ -20,7 +20,7 @@ from vllm_kit import (
 )
 
 from kvrag import KVRagEngine, RepairConfig
-from kvrag.adapters import Costs
+from kvrag.adapters import Costs, context_digest
 from kvrag.errors import ConfigError
 from kvrag.testing.models import save_tiny_model
 
@@ -185,6 +185,31 @@ def test_requests_that_cannot_be_blended_are_left_to_vllm(connector, setting):
     said = finish_at_once(refusing, Request("r", ids, kv_transfer_params=precompute("x")))
     assert (said["error"], said["code"]) == ("another model", "UnsupportedModelError")
     assert not refusing.build_connector_meta(None).jobs
+
+
+def test_a_stream_is_told_by_its_id_once(connector, setting):
+    own = scheduler_side(connector, setting)
+    ids = prompt_of(setting, 0)
+    stream = Request("r", ids, kv_transfer_params={"kvrag": {"stream": "s", "mode": "full"}})
+    said = finish_at_once(own, stream)
+    ask = {"kvrag": {"report": "s"}}
+    told = [
+        finish_at_once(own, Request("q", [1, 2], kv_transfer_params=ask))["report"]
+        for _ in range(2)
+    ]
+    assert told == [said, None]
+    assert said["exactness"] == "full"
+
+
+def test_a_worker_describes_its_model(connector, setting):
+    own = scheduler_side(connector, setting)
+    ask = Request("q", [1, 2], kv_transfer_params={"kvrag": {"describe": True}})
+    said = finish_at_once(own, ask)
+    engine = setting.engine
+    assert said["fingerprint"] == engine.loaded.fingerprint
+    assert said["context"] == context_digest(engine.context_ids)
+    assert said["repair"].startswith(engine.repair.strategy)
+    assert said["refusal"] is None
 
 
 def precompute(*texts: str, **own: Any) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from kvrag.adapters import (
     TieredStore,
     as_config,
     context_digest,
+    described,
     load_tokenizer,
 )
 from vllm_kvrag.blending import Blender, Job, Said
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows its own loggers only
 
+MOST_STREAMS = 1000  # records of ended streams that are kept until they are asked for
 IDLE_WAIT_S = 0.02  # a step without a forward waits this long for a job to end
 FAILED = "its stored KV could not be used (vLLM's log says why)"
 
@@ -115,6 +117,7 @@ class BlendMode:
         # Number of first blocks with hashes of their token ids, and the hashes that these replace.
         self._hidden = dict[str, tuple[int, list[Any]]]()
         self._said = dict[str, Said]()
+        self._streams = dict[str, Said]()
         self._waiting: list[Job] = []
         self._ended = dict[str, Said | None]()
         self._failed = set[int]()
@@ -243,13 +246,24 @@ class BlendMode:
         asked = Asked()
         with suppress(KVRagError):
             asked = Asked.of(request.kv_transfer_params)
+        if asked.report:
+            return {"kvrag": {"report": self._streams.pop(asked.report, None)}}
         if "exactness" in said:
             self._counts.add(said)
             said = said | {"tokens": tokens_of(said)}
             if not asked.trace:
                 del said["sources"]  # hundreds of runs
         if asked.describe and self._about is not None:
-            said = said | {"fingerprint": self._about.fingerprint, "refusal": self._about.refusal}
+            said = said | {
+                "fingerprint": self._about.fingerprint,
+                "context": self._about.context,
+                "repair": described(self._about.repair),
+                "refusal": self._about.refusal,
+            }
+        if asked.stream:
+            self._streams[asked.stream] = said
+            if len(self._streams) > MOST_STREAMS:
+                del self._streams[next(iter(self._streams))]
         return {"kvrag": said}
 
     def hear(self, metadata: Any) -> None:

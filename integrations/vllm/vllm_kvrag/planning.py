@@ -33,7 +33,7 @@ from vllm_kvrag.heads import REST
 Ids = tuple[int, ...]
 # Repaired reuse must cost less than this fraction of computing the rest of the prompt.
 MARGIN = 0.9
-FIELDS = "mode", "repair", "namespace", "precompute", "describe", "trace"
+FIELDS = "mode", "repair", "namespace", "precompute", "describe", "trace", "stream", "report"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,8 @@ class Asked:
     """What a request asks for in ``kv_transfer_params["kvrag"]``.
 
     ``precompute`` holds the arguments of :meth:`kvrag.KVRagEngine.precompute`. With ``trace`` the
-    response names the origin of every token.
+    response names the origin of every token. A ``stream`` has an id, by which a later request asks
+    for its ``report``: vLLM's streams say nothing about KV.
     """
 
     mode: Mode = "auto"
@@ -79,6 +80,8 @@ class Asked:
     precompute: Mapping[str, Any] | None = None
     describe: bool = False
     trace: bool = False
+    stream: str = ""
+    report: str = ""
 
     @classmethod
     def of(cls, params: Mapping[str, Any] | None) -> Asked:
@@ -109,6 +112,7 @@ class Asked:
             namespace,
             precompute,
             *(bool(given.get(name)) for name in ("describe", "trace")),
+            *(str(given.get(name) or "") for name in ("stream", "report")),
         )
 
 

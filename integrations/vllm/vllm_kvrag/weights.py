@@ -56,6 +56,7 @@ def engine_of(
     engine = KVRagEngine.from_pretrained(
         model.model,
         kv_dir=option("kv_dir", None),
+        prefix=option("prefix", None),
         context=option("context", "default"),
         repair=repair,
         namespace=option("namespace", "default"),
