@@ -13,7 +13,7 @@ from fastapi import FastAPI, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response
-from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from kvrag.engine import KVRagEngine
 from kvrag.errors import KVRagError
@@ -28,7 +28,7 @@ from kvrag.front.prompts import (
     tokenised_chat,
     tokenised_text,
 )
-from kvrag.front.upstream import STREAM_ID, Upstream, upstream_of
+from kvrag.front.upstream import Upstream, upstream_of
 from kvrag.server.admission import Admission
 from kvrag.server.app import QUIET, cors, health
 from kvrag.server.config import ServerConfig
@@ -47,6 +47,16 @@ KNOWS_PARAMETERS = (
     "/inference/v1/generate",
 )
 """vLLM's other paths whose bodies may hold ``kv_transfer_params``."""
+COUNTED = (
+    "kvrag_requests_total",
+    "kvrag_request_rejected_total",
+    "kvrag_requests_cancelled_total",
+    "kvrag_chunk_lookups_total",
+    "kvrag_store_bytes",
+    "kvrag_store_chunks",
+    "kvrag_store_evictions_total",
+)
+"""Metrics of the front; vLLM has the times and the tokens."""
 _METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 
 logger = logging.getLogger(__name__)
@@ -118,7 +128,8 @@ async def ready(request: Request) -> JSONResponse:
 
 async def metrics(request: Request) -> Response:
     """Return the front's metrics for Prometheus, and vLLM's."""
-    own = await run_in_threadpool(service_of(request).metrics.text)
+    registry = service_of(request).metrics.registry.restricted_registry(COUNTED)
+    own = await run_in_threadpool(generate_latest, registry)
     return Response(own + await upstream_of(request).metrics(), media_type=CONTENT_TYPE_LATEST)
 
 
@@ -159,7 +170,7 @@ async def _complete(request: Request, tokenise: Tokenise) -> Response:
     put_options(body, options, namespace)
     report = None
     if record.is_stream and _wants_usage(body):
-        report = body["kv_transfer_params"][STREAM_ID] = uuid.uuid4().hex
+        report = body["kv_transfer_params"]["kvrag"]["stream"] = uuid.uuid4().hex
     if body.get("model") in (None, "", service_of(request).name):
         record.model = service_of(request).name
         body = await run_in_threadpool(

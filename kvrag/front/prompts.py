@@ -47,21 +47,17 @@ def take_options(body: Body) -> AnswerOptions:
         faults = [{**each, "loc": ("body", "kvrag", *each["loc"])} for each in error.errors()]
         raise first_fault(faults, {"kvrag": given}) from None
     options.config  # noqa: B018 - raises
-    for name, is_off in (
-        ("max_context", options.max_context == "raise"),
-        ("trace", not options.trace),
-    ):
-        if not is_off:
-            raise APIError(
-                400,
-                f"kvrag.{name} has no effect with vLLM; leave it out",
-                "unsupported_parameter",
-                param=f"kvrag.{name}",
-            )
+    if options.max_context != "raise":
+        raise APIError(
+            400,
+            "kvrag.max_context has no effect with vLLM, whose window does not slide; leave it out",
+            "unsupported_parameter",
+            param="kvrag.max_context",
+        )
     return options
 
 
-def put_options(body: Body, options: Reuse, namespace: str) -> None:
+def put_options(body: Body, options: AnswerOptions, namespace: str) -> None:
     """Put the options of reuse into a body; the namespace is the key's, whatever the client sent.
 
     All of the client's own ``kv_transfer_params.kvrag`` is dropped: it could name others' chunks.
@@ -70,6 +66,8 @@ def put_options(body: Body, options: Reuse, namespace: str) -> None:
     own: Body = {"mode": options.mode, "namespace": namespace}
     if options.repair is not None:
         own["repair"] = options.repair
+    if options.trace:
+        own["trace"] = True
     body["kv_transfer_params"] = {**(given if isinstance(given, dict) else {}), "kvrag": own}
 
 

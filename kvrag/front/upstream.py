@@ -34,8 +34,6 @@ _ANY_TWO_IDS = [0, 1]
 EVENTS = "text/event-stream"
 SOON_S = 60.0
 """Seconds in which vLLM answers questions that need no computation, even under load."""
-STREAM_ID = "kvrag_stream"
-"""Parameter of KV transfer that names a stream, so that its record can be asked for."""
 
 
 class Upstream:

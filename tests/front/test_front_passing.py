@@ -25,7 +25,7 @@ def test_openais_client_gets_a_stream_and_its_last_event_says_how_it_was_made(cl
     assert [e.choices[0].delta.content for e in events if e.choices] == [*WORDS, None]
     assert events[-1].kvrag == [RECORD]
     asked = fake.last["body"]["kv_transfer_params"]["kvrag"]["report"]
-    assert asked == fake.requests[-2]["body"]["kv_transfer_params"]["kvrag_stream"]
+    assert asked == fake.requests[-2]["body"]["kv_transfer_params"]["kvrag"]["stream"]
 
 
 def test_a_stream_without_usage_asks_for_no_record(client, fake):
@@ -107,6 +107,7 @@ def test_health_readiness_and_metrics(http, front, monkeypatch):
     text = http.get("/metrics").text
     assert "vllm:num_requests_running 1.0" in text
     assert "kvrag_requests_total" in text
+    assert "kvrag_time_to_first_token" not in text  # vLLM measures it
     monkeypatch.setattr(front.state.service.admission, "is_draining", True)
     assert http.get("/ready").status_code == 503
 

@@ -105,12 +105,13 @@ def test_options_of_reuse_become_parameters(client, fake):
         model="tiny",
         messages=[{"role": "user", "content": "Who?"}],
         extra_body={
-            "kvrag": {"mode": "stitch", "repair": "fast"},
+            "kvrag": {"mode": "stitch", "repair": "fast", "trace": True},
             "kv_transfer_params": {"kvrag": {"namespace": "another's"}, "mine": 1},
         },
     )
     params = fake.last["body"]["kv_transfer_params"]
-    assert params["kvrag"] == {"mode": "stitch", "repair": "fast", "namespace": "default"}
+    own = {"mode": "stitch", "repair": "fast", "trace": True, "namespace": "default"}
+    assert params["kvrag"] == own
     assert params["mine"] == 1
 
 
@@ -119,7 +120,6 @@ def test_options_of_reuse_become_parameters(client, fake):
     [
         ({"mode": "fastest"}, "kvrag.mode"),
         ({"max_context": "slide"}, "kvrag.max_context"),
-        ({"trace": True}, "kvrag.trace"),
         ({"repair": "quick"}, None),
         ({"speed": 1}, "kvrag.speed"),
         ([], "kvrag"),
