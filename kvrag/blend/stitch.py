@@ -224,11 +224,8 @@ def _cut_at_groups(segments: Iterable[Segment], kvs: Sequence[ChunkKV]) -> Itera
     """
     for segment in segments:
         left = -segment.offset % GROUP
-        if (
-            left
-            and left < segment.num_rows
-            and kvs[segment.source].layers[0].keys.dtype == CODES["int4"]
-        ):
+        is_packed = kvs[segment.source].layers[0].keys.dtype == CODES["int4"]
+        if is_packed and 0 < left < segment.num_rows:
             yield segment.head(left)
             segment = replace(segment, start=segment.start + left, offset=segment.offset + left)
         yield segment

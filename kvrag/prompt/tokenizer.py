@@ -184,8 +184,10 @@ class SegmentTokenizer:
         texts = [""] * len(ids)
         first = 0
         for stop in range(1, len(ids) + 1):
+            if stop - first > MAX_SHARING:
+                break
             text = self._piece(*ids[first:stop])
-            if left.startswith(text) and stop - first <= MAX_SHARING:
+            if left.startswith(text):
                 texts[first] = text
                 left = left[len(text) :]
                 first = stop

@@ -9,6 +9,8 @@ from kit import noted
 from texts import make_chunks
 
 import kvrag.blend.prefill
+import kvrag.blend.stitch
+import kvrag.generate.pipeline
 from kvrag import KVRagEngine, RepairConfig, StoreConfig
 from kvrag.blend.layout import lay_out
 from kvrag.blend.stitch import stitch
@@ -96,8 +98,12 @@ def test_rows_from_the_middle_of_a_chunk_have_the_keys_of_their_places(name, eng
         )
 
 
-@pytest.mark.parametrize("kv_dtype", ["int8", "int4", "fp8"])
-def test_rounded_rows_from_the_middle_are_read_from_their_groups(kv_dtype, engine_of):
+@pytest.mark.parametrize("by_op", [False, True])
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8", "int4", "fp8"])
+def test_rows_from_the_middle_are_read_as_they_are_stored(kv_dtype, by_op, engine_of, monkeypatch):
+    """By torch, and by the op as on a CUDA device: it is given the rows of a group apart from whole groups."""
+    if by_op:
+        monkeypatch.setattr(kvrag.blend.stitch, "_has_kernel", lambda *_: True)
     config = StoreConfig(kv_dtype=kv_dtype)
     engine = engine_of("llama", prefix=PREFIX, prove="off", store_config=config)
     engine.precompute(CHUNKS)

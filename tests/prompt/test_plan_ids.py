@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kit import raising
+from kit import noted, raising
 from test_tokenizers import KINDS, LOSSLESS
 from texts import make_chunks
 from tokenizers import AddedToken
@@ -133,13 +133,16 @@ def test_characters_of_several_tokens_begin_at_their_first(kind, engines):
     assert [text for text in texts if text] == [*"日本語の鍵"]
 
 
-def test_bytes_that_are_no_characters_end(engine):
+@pytest.mark.parametrize("count", [1, 5, 700])
+@pytest.mark.parametrize("num_bytes", [1, 2, 3])
+def test_bytes_that_are_no_characters_end(count, num_bytes, engine, monkeypatch):
     encoder = engine.loaded.encoder
-    (token,) = encoder.chunk_ids("é")[:1]
-    for count in (1, 5, 700):
-        texts = encoder.token_texts([token] * count)
-        assert "".join(texts) == encoder.decode([token] * count)
-    assert plan_of(engine, [token] * 700).identities == []
+    ids = list(encoder.chunk_ids("🗝")[:num_bytes]) * count
+    calls = noted(monkeypatch, encoder, "_decoded")
+    texts = encoder.token_texts(ids)
+    assert "".join(texts) == encoder.tokenizer.decode(ids)
+    assert len(calls) < 20
+    assert plan_of(engine, ids).identities == []
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -320,6 +323,37 @@ def test_a_chunk_inside_the_prefix_belongs_to_it(tmp_path):
     engine.close()
 
 
+def test_a_chunk_that_begins_inside_the_prefix_goes_on_behind_it(tmp_path):
+    prefix = f"Read: {CHUNKS[1][: CHUNKS[1].index(' ', 60)]}"
+    with closing(engine_for(tiny_tokenizer(), tmp_path, prefix=prefix)) as engine:
+        engine.precompute(CHUNKS)
+        plan = plan_of(engine, whole(engine, f"Read: {CHUNKS[1]}\nWho?"))
+        assert [p.piece.text for p in plan.pieces if p.is_exact] == [prefix]
+        assert [p.offset > 10 for p in chunks_of(plan)] == [True]
+
+
+def test_a_prefix_in_other_ids_is_another_prefix(tmp_path):
+    prefix = "Read.\n<|im_start|>system\nAnswer.<|im_end|>\n"
+    with closing(engine_for(tiny_tokenizer(add_bos=False), tmp_path, prefix=prefix)) as engine:
+        engine.precompute(CHUNKS[:1])
+        encoder = engine.loaded.encoder
+        spelled = list(encoder.document_ids(f"{prefix}And.\n{CHUNKS[0]}\nWho?"))
+        assert bits(plan_of(engine, spelled)) == [(False, True, 0)]
+        right = whole(engine, f"{prefix}And.\n{CHUNKS[0]}\nWho?")
+        assert bits(plan_of(engine, right)) == [(False, False, 0)]
+
+
+def test_a_text_without_kv_hides_no_shorter_text_with_kv(tmp_path):
+    with closing(engine_for(tiny_tokenizer(), tmp_path)) as engine:
+        engine.precompute([long := f"A page. {CHUNKS[0]} Its end.", CHUNKS[0]])
+        ids = whole(engine, f"{PREFIX}{long}\nWho?")
+        (chunk,) = chunks_of(plan_of(engine, ids))
+        assert chunk.piece.text == long
+        engine.store.delete([chunk_key(i) for i in [chunk.identity] if i])
+        (chunk,) = chunks_of(plan_of(engine, ids))
+        assert chunk.piece.text in CHUNKS[0]
+
+
 def test_a_control_token_in_a_document_is_computed(engine):
     """Tokenised with the rest, the text of a control token has become the token: only the rows around it are the chunk's."""
     ids = whole(engine, f"{PREFIX}{CONTROL}\nWho?")
@@ -360,11 +394,12 @@ def test_kv_of_another_type_is_told(tmp_path):
         assert "kept with kv_dtype='auto', and 'int8' is asked for" in str(chunk.reason)
 
 
-def test_a_known_text_without_kv_is_missed_and_stored_again(tmp_path):
+@pytest.mark.parametrize("prefix", [PREFIX, "Other notes to be read first:\n"])
+def test_a_known_text_without_kv_is_missed_and_stored_again(prefix, tmp_path):
     config = StoreConfig(min_chunk_tokens=LEAST, on_miss="store")
     with closing(engine_for(tiny_tokenizer(), tmp_path, store_config=config)) as engine:
-        engine.precompute(CHUNKS[:2], ids=["a", "b"])
-        ids = whole(engine, f"{PREFIX}{CHUNKS[0]}\n{CHUNKS[1]}\nWho?")
+        engine.precompute(CHUNKS[:2], ids=["a", "b"], prefix=prefix)
+        ids = whole(engine, f"{prefix}{CHUNKS[0]}\n{CHUNKS[1]}\nWho?")
         plan = plan_of(engine, ids)
         engine.store.delete([chunk_key(plan.identities[1])])
         missed = plan_of(engine, ids).missed
