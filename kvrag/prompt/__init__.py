@@ -4,6 +4,7 @@
 
     text, messages ─▶ template ─▶ plan ─▶ spans (known chunks), partial (first parts of them)
                          │         ├────▶ store
+    token ids ───────────┼▶ plan_ids
                          ▼         ▼
                      tokenizer    Plan ─▶ explain
 
