@@ -65,7 +65,7 @@ from kvrag.prompt.template import Chat, PromptEncoder
 from kvrag.prompt.tools import FORM, Tools, answer_form
 from kvrag.runtime import Deadline
 from kvrag.store import ChunkRecord, TieredStore, open_store
-from kvrag.types import ChunkIdentity, ChunkKV, MaxContext, Mode, Prove
+from kvrag.types import ChunkIdentity, ChunkKV, MaxContext, Mode, Prove, TextEntry
 
 if TYPE_CHECKING:
     import torch
@@ -111,6 +111,7 @@ __all__ = [
     "Rows",
     "Segment",
     "SpanIndex",
+    "TextEntry",
     "TieredStore",
     "TokenStream",
     "Tools",

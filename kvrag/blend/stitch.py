@@ -253,7 +253,7 @@ def _stitch_by_torch(
     Live rows between the segments are rotated too; a later forward overwrites them.
     """
     parts = [
-        (kvs[s.source].layers, slice(s.start, s.stop), slice(s.offset, s.offset + s.num_rows))
+        (kvs[s.source].layers, slice(s.start, s.stop), slice(s.offset, s.offset + s.stop - s.start))
         for s in segments
     ]
     for index, (table, (keys, values)) in enumerate(zip(rotary, buffer.layers, strict=True)):

@@ -140,7 +140,9 @@ class Blender:
         """Work until there is no job any more."""
         _use_cores(cores, num_threads)
         device = self.engine.loaded.lm.device
-        stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        stream = None
+        if device.type == "cuda":
+            stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         while (job := jobs.get()) is not None:
             said = None
             try:

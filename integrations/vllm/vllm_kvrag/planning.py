@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from kvrag import ConfigError, RepairConfig, StoreConfig
 from kvrag.adapters import (
@@ -20,8 +20,10 @@ from kvrag.adapters import (
     PromptEncoder,
     Segment,
     SpanIndex,
+    TextEntry,
     TieredStore,
     as_config,
+    check_mode,
     check_namespace,
     chunk_key,
     ids_digest,
@@ -96,9 +98,8 @@ class Asked:
             raise ConfigError(
                 f"kv_transfer_params.kvrag has no {unknown[0]!r}; it has {', '.join(FIELDS)}"
             )
-        mode = given.get("mode") or "auto"
-        if mode not in get_args(Mode):
-            raise ConfigError(f"mode is {mode!r}; pass one of {', '.join(get_args(Mode))}")
+        mode: Mode = given.get("mode") or "auto"
+        check_mode(mode)
         namespace = given.get("namespace")
         if namespace is not None:
             check_namespace(namespace)
@@ -111,8 +112,10 @@ class Asked:
             repair,
             namespace,
             precompute,
-            *(bool(given.get(name)) for name in ("describe", "trace")),
-            *(str(given.get(name) or "") for name in ("stream", "report")),
+            describe=bool(given.get("describe")),
+            trace=bool(given.get("trace")),
+            stream=str(given.get("stream") or ""),
+            report=str(given.get("report") or ""),
         )
 
 
@@ -225,8 +228,9 @@ class Planner:
 
     def _scanner(self, space: str, deadline: Deadline) -> SpanIndex:
         spans, cursor = self._spans.get(space) or (SpanIndex(), 0)
+        nothing: tuple[list[TextEntry], int] = ([], cursor)
         new, cursor = deadline.ask(
-            lambda: self._store.catalog.texts(space, cursor), ([], cursor), what="the KV store"
+            lambda: self._store.catalog.texts(space, cursor), nothing, what="the KV store"
         )
         if new:  # a request may name any namespace
             spans.add(new)

@@ -53,8 +53,8 @@ def why_different(
             "its logits could not be compared with vLLM's "
             f"({type(error).__name__}: {str(error)[:200]})"
         )
-    both = [x[..., : lm.vocab_size].float().log_softmax(-1) for x in (ours[0], theirs)]
-    loss = torch.nn.functional.kl_div(*both, reduction="batchmean", log_target=True)
+    found, wanted = (x[..., : lm.vocab_size].float().log_softmax(-1) for x in (ours[0], theirs))
+    loss = torch.nn.functional.kl_div(found, wanted, reduction="batchmean", log_target=True)
     limit = LIMITS[lm.dtype]
     if loss <= limit:
         return None

@@ -25,7 +25,7 @@ class Counts(KVConnectorStats):
 
     def reset(self) -> None:
         """Count from zero."""
-        self.data = {}
+        self.data = dict[str, int]()
 
     def aggregate(self, other: KVConnectorStats) -> Counts:
         """Add other counts."""
