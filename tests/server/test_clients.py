@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 from server_kit import served
+from texts import make_chunks
 
 from kvrag import ConfigError, KVRagEngine
 from kvrag.server import ServerConfig, schema
@@ -533,6 +534,19 @@ def test_one_call_at_most_where_a_client_takes_no_more(http, app, monkeypatch):
         body = ASK | {"tools": [TOOL], "parallel_tool_calls": is_parallel}
         (message,) = answer_of(http, CHAT, body)
         assert len(message["tool_calls"]) == count
+
+
+def test_token_ids_reuse_stored_chunks(http, engine):
+    (chunk,) = make_chunks(1, words=30, seed=77)
+    engine.precompute([chunk], ids=["of ids"])
+    ids = engine.loaded.encoder.live_ids(f"{chunk}\n\nWho?", at_start=True)
+    body = PROMPT | {"prompt": ids, "kvrag": {"mode": "stitch"}}
+    usage = http.post(TEXT, json=body).json()["usage"]
+    assert usage["prompt_tokens"] == len(ids)
+    assert usage["prompt_tokens_details"]["cached_tokens"] > 40
+    engine.delete(["of ids"])
+    usage = http.post(TEXT, json=body).json()["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] < 40
 
 
 def test_token_ids_are_prompts_as_they_are(http, engine):
