@@ -90,17 +90,23 @@ PRONOUNS = {
 ROOM_FILES = 12
 """Besides ``__init__``."""
 
-LARGER_ROOMS: dict[str, int] = {"generate": 16, "model": 14, "server": 14, "store": 14}
+LARGER_ROOMS: dict[str, int] = {
+    "generate": 16,
+    "model": 14,
+    "prompt": 13,
+    "server": 14,
+    "store": 14,
+}
 """Rooms that may hold more files than :data:`ROOM_FILES`."""
 
 KNOWN: dict[str, dict[str, float] | set[str]] = {
-    "totals": {"files of kvrag": 147, "nodes of kvrag": 209_900, "nodes of kvrag/store": 29_550},
+    "totals": {"files of kvrag": 156, "nodes of kvrag": 222_500, "nodes of kvrag/store": 29_550},
     "large files": {
         "kvrag/blend/cost.py": 2_950,
         "kvrag/cli/store.py": 2_800,
         "kvrag/config/options.py": 3_700,
         "kvrag/engine.py": 4_850,
-        "kvrag/generate/pipeline.py": 3_350,
+        "kvrag/generate/pipeline.py": 3_440,
         "kvrag/kv/layers.py": 3_100,
         "kvrag/model/forward.py": 2_800,
         "kvrag/model/lm.py": 2_650,
