@@ -62,7 +62,7 @@ test-all: setup ## Run all tests: every case of the emulator, all compilations, 
 	$(if $(KVRAG_VLLM),$(MAKE) vllm-test MARK= ARGS=)
 
 vllm-test: $(VLLM)/.ready ## Run the connector's tests on vLLM itself, in .venv-vllm (3.5 GB) or where KVRAG_VLLM says; MARK=: on every type of model
-	$(VLLM)/bin/python -m pytest -m "$(MARK)" tests/vllm_connector $(ARGS)
+	$(VLLM)/bin/python -m pytest -m "$(MARK)" tests/vllm_connector tests/front/test_front_vllm.py $(ARGS)
 
 lint: setup ## Check format and style
 	$(BIN)/ruff format --check .

@@ -28,7 +28,6 @@ from kvrag.adapters import (
     TieredStore,
     as_config,
     context_digest,
-    described,
     load_tokenizer,
 )
 from vllm_kvrag.blending import Blender, Job, Said
@@ -36,7 +35,7 @@ from vllm_kvrag.loader import LOAD_FORMAT, model_of
 from vllm_kvrag.planning import About, Asked, Decision, Planner
 from vllm_kvrag.prefix import has_own_kv
 from vllm_kvrag.proof import why_different
-from vllm_kvrag.report import Counts, tokens_of
+from vllm_kvrag.report import Counts, Records, tokens_of
 from vllm_kvrag.weights import engine_of, layers_of
 
 if TYPE_CHECKING:
@@ -47,7 +46,6 @@ if TYPE_CHECKING:
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows its own loggers only
 
-MOST_STREAMS = 1000  # records of ended streams that are kept until they are asked for
 IDLE_WAIT_S = 0.02  # a step without a forward waits this long for a job to end
 FAILED = "its stored KV could not be used (vLLM's log says why)"
 
@@ -117,7 +115,7 @@ class BlendMode:
         # Number of first blocks with hashes of their token ids, and the hashes that these replace.
         self._hidden = dict[str, tuple[int, list[Any]]]()
         self._said = dict[str, Said]()
-        self._streams = dict[str, Said]()
+        self._streams = Records()
         self._waiting: list[Job] = []
         self._ended = dict[str, Said | None]()
         self._failed = set[int]()
@@ -254,16 +252,9 @@ class BlendMode:
             if not asked.trace:
                 del said["sources"]  # hundreds of runs
         if asked.describe and self._about is not None:
-            said = said | {
-                "fingerprint": self._about.fingerprint,
-                "context": self._about.context,
-                "repair": described(self._about.repair),
-                "refusal": self._about.refusal,
-            }
+            said = said | self._about.said()
         if asked.stream:
-            self._streams[asked.stream] = said
-            if len(self._streams) > MOST_STREAMS:
-                del self._streams[next(iter(self._streams))]
+            self._streams.keep(asked.stream, said)
         return {"kvrag": said}
 
     def hear(self, metadata: Any) -> None:

@@ -26,6 +26,7 @@ from kvrag.adapters import (
     check_mode,
     check_namespace,
     chunk_key,
+    described,
     ids_digest,
     lay_out,
     plan_ids,
@@ -65,6 +66,11 @@ class About:
     depth: int
     window: int
     context: str
+
+    def said(self) -> dict[str, Any]:
+        """Return the description for a response."""
+        own = {"fingerprint": self.fingerprint, "context": self.context, "refusal": self.refusal}
+        return own | {"repair": described(self.repair)}
 
 
 @dataclass(frozen=True, slots=True)
