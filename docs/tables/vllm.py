@@ -67,7 +67,7 @@ def streams(part: Result) -> str:
     rows = []
     for row in part["windows"]:
         gaps = [f"{row['gap_ms'][name]:,.0f}" for name in ("p50", "p99", "max")]
-        arrived = f"{row['arrived']}" if row["arrives"] else "none"
+        arrived = str(len(row["arrived"]) or "none")
         rows.append([SERVERS[row["mode"]], arrived, *gaps, f"{row['tokens_per_s']:.1f}"])
     header = ["", "arrivals", "between tokens, ms: p50", "p99", "max", "tokens/s"]
     said = f"\n{part['streams']} streams, watched for {part['window_s']:.0f} s; "
