@@ -11,6 +11,7 @@ import logging
 import os
 import queue
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from contextlib import nullcontext, suppress
@@ -189,7 +190,9 @@ class Blender:
                 self._write(done.buffer.layers, job)
             if not done.holes:
                 self.costs.learn(price, lay_out(plan), (), clock.timings_ms)
-            return said_of(done.accounting(clock), job.repair)
+            return said_of(done.accounting(clock), job.repair) | _counts_behind(
+                done.sources, job.start
+            )
         finally:
             done.release()
 
@@ -248,15 +251,11 @@ def said_of(accounting: Mapping[str, Any], repair: RepairConfig) -> Said:
     """Return what a blended request's response says, as plain JSON values."""
     names = (
         "exactness",
-        "cached_tokens",
-        "repaired_tokens",
-        "computed_tokens",
         "fallback_reason",
         "kv_dtype",
         "loaded_bytes",
     )
     return {name: accounting[name] for name in names} | {
-        "sources": [list(run) for run in accounting["sources"]],
         "holes": [str(hole) for hole in accounting["holes"]],
         "timings_ms": dict(accounting["timings_ms"]),
         "repair": {
@@ -264,6 +263,26 @@ def said_of(accounting: Mapping[str, Any], repair: RepairConfig) -> Said:
             "recompute_ratio": repair.recompute_ratio,
             "shift": repair.shift,
         },
+    }
+
+
+def _counts_behind(sources: Sequence[tuple[str, int]], start: int) -> Said:
+    """Return a prompt's tokens by origin, if vLLM had the first ``start`` rows."""
+    runs = [["exact", start]] if start else []
+    row = 0
+    for origin, count in sources:
+        rest = min(count, row + count - start)
+        row += count
+        if rest > 0:
+            runs.append([origin, rest])
+    found = Counter[str]()
+    for origin, count in runs:
+        found[origin] += count
+    return {
+        "sources": runs,
+        "cached_tokens": found["exact"] + found["reused"],
+        "repaired_tokens": found["repaired"],
+        "computed_tokens": found["computed"],
     }
 
 
