@@ -9,7 +9,7 @@ ARGS ?=
 export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: setup demo notebooks test test-all vllm-test lint types check bench bench-ttft bench-auto bench-facts bench-speed bench-chat bench-memory bench-seams bench-shared bench-slide bench-sweep bench-store bench-ray bench-masks bench-hybrid bench-peers bench-overhead bench-gguf bench-vllm bench-scale incumbents wheel wheel-test support suites fuzz fuzz-reader gpu-check kernel-compile kernel-bugs reliability load load-check docs site changelog clean
+.PHONY: setup demo notebooks test test-all vllm-test lint types check bench bench-ttft bench-auto bench-facts bench-speed bench-chat bench-memory bench-seams bench-shared bench-slide bench-sweep bench-store bench-ray bench-masks bench-hybrid bench-peers bench-overhead bench-gguf bench-vllm bench-scale incumbents wheel wheel-test support suites fuzz fuzz-reader gpu-check kernel-compile kernel-bugs reliability load load-check load-check-vllm docs site changelog clean
 
 # Two stamps: .demo has what the demo needs, .ready the tools and compilers of the tests, too.
 $(VENV)/.demo: pyproject.toml constraints.txt
@@ -158,6 +158,9 @@ load: setup ## kvrag serve with reuse and without, and transformers serve, under
 
 load-check: setup ## Every answer of a loaded server beside its own single run, kills, a full disk, 64 streams for ten minutes (half an hour or more); ARGS=--short; as tests: KVRAG_LOAD=1
 	$(BIN)/python tests/reliability/serve.py $(ARGS)
+
+load-check-vllm: setup ## The same for vLLM with blended prompts (ten minutes): KVRAG_VLLM=an environment with vLLM; ARGS=--short
+	$(BIN)/python tests/reliability/vllm_load.py $(ARGS)
 
 support: setup ## Measure what is supported, on tiny models of every architecture, for the table in docs/support.md
 	$(BIN)/python benchmarks/support.py
