@@ -30,8 +30,9 @@ def ttft(part: Result) -> str:
             ratio = f"**{row['ratio']:.1f}×** ({_between(row['ratio_ci'], '.1f')})"
             stages = row["stages_ms"]
             blended = [f"{stages[name]:.0f}" if name in stages else "–" for name in STAGES]
-            ratios = [ratio, *blended] if "repair" in stages else ["–"] * (1 + len(STAGES))
-            rows.append([f"{row['tokens']:,.0f}", mode, times, *ratios])
+            if "repair" not in stages:
+                blended = ["–"] * len(STAGES)
+            rows.append([f"{row['tokens']:,.0f}", mode, times, ratio, *blended])
     header = ["tokens", "", "first token, s", "vLLM alone over it", *(f"{s}, ms" for s in STAGES)]
     counts = " and ".join(str(len(size["prompts"])) for size in _sizes(part))
     return table(header, rows) + f"\nMedians with 95% intervals of {counts} prompts.\n"
