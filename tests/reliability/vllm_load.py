@@ -304,7 +304,7 @@ def faults(folder: Path, *, requests: int, different: int) -> Outcome:
 
             async def both() -> list[dict[str, Any] | None]:
                 sending = asyncio.create_task(_send(vllm, asks, 0.0))
-                await asyncio.sleep(1.0)
+                await asyncio.sleep(0.3)  # amid the first answers
                 await asyncio.to_thread(action)
                 return await sending
 
@@ -376,7 +376,7 @@ def full_disk(folder: Path, *, different: int) -> Outcome:
 def scenarios(requests: int, different: int) -> dict[str, Callable[[Path], Outcome]]:
     return {
         "answers": lambda folder: answers(folder, requests=requests, different=different),
-        "faults": lambda folder: faults(folder, requests=requests // 4, different=different // 2),
+        "faults": lambda folder: faults(folder, requests=requests // 2, different=different // 2),
         "full disk": lambda folder: full_disk(folder, different=different // 4),
     }
 

@@ -4,19 +4,25 @@ A small scheduler (:mod:`vllm_kit`) does what vLLM's does, and checks at each hi
 """
 
 import importlib
+import threading
 from random import Random
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from prometheus_client import Counter as PromCounter
 from texts import make_chunks
 from vllm_kit import (
     BLOCK,
+    HAS_VLLM,
+    Layer,
     Request,
     Scheduler,
     Setting,
     connect,
     connector_module,
+    step_of,
 )
 
 from kvrag import KVRagEngine, RepairConfig
@@ -326,3 +332,179 @@ def test_no_request_finds_anothers_approximate_rows(connector, setting, seed):
     assert scheduler.num_own_hits > 20
     for kept in (mode._decisions, mode._hidden, mode._said, mode._waiting):
         assert not kept
+
+
+# -- jobs ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def blender(connector, setting):
+    blending = importlib.import_module("vllm_kvrag.blending")
+    layers = {i: Layer(2, 16) for i in range(setting.engine.loaded.reusable.depth)}
+    made = blending.Blender(setting.engine, layers, BLOCK)
+    yield made
+    made.close()
+    assert not any(thread.is_alive() for thread in made._threads)
+
+
+def job_of(
+    connector, setting: Setting, ids: list[int], blocks: list[int], number: int = 0, **asked: Any
+) -> Any:
+    """The job that the scheduler's side makes."""
+    own, request = scheduler_side(connector, setting), request_with(ids, number, **asked)
+    count, _ = own.get_num_new_matched_tokens(request, 0)
+    own.update_state_after_alloc(request, SimpleNamespace(get_block_ids=lambda: (blocks,)), count)
+    (job,) = own.build_connector_meta(None).jobs
+    return job
+
+
+def ended(blender: Any, left: int = 0) -> tuple[Any, Any]:
+    """The next job that ends; so many are left then."""
+    for _ in range(1000):
+        if not blender._done.empty():
+            job, said = blender._done.get_nowait()
+            blender._cancelled.pop(job.request_id)
+            assert len(blender._cancelled) == left
+            return job, said
+        blender._ended.wait(0.05)
+        blender._ended.clear()
+    raise AssertionError("no job ends")
+
+
+def test_blended_rows_land_in_the_requests_blocks_alone(connector, setting, blender):
+    ids = prompt_of(setting, 2, 0)
+    blocks = torch.randperm(40)[: -(-len(ids) // BLOCK)].tolist()
+    job = job_of(connector, setting, ids, blocks, mode="stitch", repair={"recompute_ratio": 1.0})
+    blender.submit(job)
+    _, said = ended(blender)
+    assert (said["holes"], said["sources"][-1][0]) == ([], "computed")
+    own = setting.engine.prefill(ids, mode="stitch", repair={"recompute_ratio": 1.0})
+    assert said["repaired_tokens"] == own.repaired_tokens
+    with torch.no_grad():
+        expected = setting.engine.loaded.lm.model(
+            torch.tensor([ids]), use_cache=True
+        ).past_key_values
+    for layer, (keys, values, *_) in zip(blender._layers.values(), expected, strict=True):
+        for found, full in zip(layer.rows(blocks), (keys[0], values[0]), strict=True):
+            assert torch.allclose(found[:, : job.stop], full[:, : job.stop], atol=2e-5)
+        others = [block for block in range(40) if block not in blocks]
+        assert not layer.kv_cache[others].any()
+
+
+def test_a_job_that_fails_or_is_given_up_ends(connector, setting, blender, monkeypatch):
+    ids, blocks = prompt_of(setting, 2, 0), list(range(30))
+    jobs = [job_of(connector, setting, ids, blocks, i, mode="stitch") for i in range(3)]
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def waits(*_: Any, **__: Any) -> Any:
+        begun.set()
+        goes_on.wait(30)
+        raise MemoryError("of the device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("vllm_kvrag.blending.prefill", waits)
+        for job in jobs[:2]:
+            blender.submit(job)
+        assert begun.wait(30)
+        blender.cancel({"r1"})  # while it waits for the first
+        goes_on.set()
+        assert [ended(blender, 1), ended(blender, 0)] == [(jobs[0], None), (jobs[1], None)]
+    blender.submit(jobs[2])  # the thread lives
+    assert ended(blender)[1]["exactness"] == "repaired"
+    assert jobs[2].failed(BLOCK) == blocks[: -(-jobs[2].stop // BLOCK)]
+    assert not blender._cancelled
+
+
+def test_erased_documents_are_holes(connector, setting, blender):
+    ids, blocks = prompt_of(setting, 2, 0), list(range(30))
+    job = job_of(connector, setting, ids, blocks, mode="stitch")
+    setting.engine.delete(["c"])
+    blender.submit(job)
+    _, said = ended(blender)
+    assert len(said["holes"]) == 1
+    setting.engine.delete(["a"])
+    blender.submit(job)
+    assert ended(blender)[1]["exactness"] == "full"
+
+
+def test_precompute_is_answered_whatever_comes_of_it(connector, setting, blender, monkeypatch):
+    blending = importlib.import_module("vllm_kvrag.blending")
+
+    def answer(**given: Any) -> Any:
+        blender.submit(blending.Job("r", precompute=given))
+        return ended(blender)[1]
+
+    assert answer(texts=[CHUNKS[0], CHUNKS[0] + " More."])["precompute"]["stored"] == 1
+    assert answer(texts=[""])["code"] == "InputError"
+    assert answer(words=["a"])["code"] == "InputError"
+    monkeypatch.setattr(setting.engine, "precompute", lambda **_: 1 / 0)
+    assert answer(texts=["a"])["code"] == "ZeroDivisionError"
+
+
+def test_a_failed_job_is_not_tried_again(connector, setting):
+    own, ids = scheduler_side(connector, setting), prompt_of(setting, 2, 0)
+    blending, request = (
+        importlib.import_module("vllm_kvrag.blend"),
+        request_with(ids, mode="stitch"),
+    )
+    count, _ = own.get_num_new_matched_tokens(request, 0)
+    assert count
+    own.update_state_after_alloc(request, SimpleNamespace(get_block_ids=lambda: ([1],)), count)
+    failed = SimpleNamespace(kv_connector_worker_meta=blending.Ended({"r0": None}, None))
+    own.update_connector_output(failed)
+    assert own.get_num_new_matched_tokens(request, 0) == (0, False)
+    _, params = own.request_finished(request, [])
+    assert params["kvrag"]["fallback_reason"] == blending.FAILED
+    assert params["kvrag"]["exactness"] == "full"
+
+
+def test_what_is_said_is_counted(connector, setting):
+    report = importlib.import_module("vllm_kvrag.report")
+    own, ids = scheduler_side(connector, setting), prompt_of(setting, 2, 0)
+    assert own.get_kv_connector_stats() is None
+    finish_at_once(own, request_with(ids, mode="full"))
+    finish_at_once(own, request_with(ids, 1, mode="full"))
+    counts = own.get_kv_connector_stats()
+    assert counts.data == {"requests_full": 2, "tokens_computed": 2 * len(ids)}
+    assert own.get_kv_connector_stats() is None
+    total = connector.KVRagConnector.build_kv_connector_stats({"tokens_reused": 3})
+    assert total.aggregate(counts).reduce() == {**counts.data, "tokens_reused": 3}
+    if not HAS_VLLM:
+        shown: dict[Any, float] = {}
+
+        def make(name: str, labelnames: list[str], **_: Any) -> Any:
+            def labels(*values: str) -> Any:
+                key = (name, *values)
+                return SimpleNamespace(inc=lambda by: shown.update({key: shown.get(key, 0) + by}))
+
+            return SimpleNamespace(labels=labels)
+
+        metrics = report.Metrics(None, {PromCounter: make}, ["engine"], {0: ["0"]})
+        metrics.observe(counts.data)
+        metrics.observe(counts.data)
+        assert shown == {
+            ("vllm:kvrag_requests", "0", "full"): 4,
+            ("vllm:kvrag_prompt_tokens", "0", "computed"): 4 * len(ids),
+        }
+
+
+def test_said_counts_what_vllm_had(connector):
+    behind = importlib.import_module("vllm_kvrag.blending")._counts_behind
+    sources = [("exact", 3), ("reused", 5), ("repaired", 2), ("computed", 4)]
+    assert behind(sources, 0)["sources"] == [list(each) for each in sources]
+    assert behind(sources, 6) == {
+        "sources": [["exact", 6], ["reused", 2], ["repaired", 2], ["computed", 4]],
+        "cached_tokens": 8,
+        "repaired_tokens": 2,
+        "computed_tokens": 4,
+    }
+
+
+def test_only_a_step_without_a_forward_waits_for_jobs(connector, setting):
+    own, modes = scheduler_side(connector, setting), []
+    own._mode.load = lambda *_, is_idle: modes.append(is_idle)
+    own.bind_connector_metadata(own.build_connector_meta(None))
+    own.start_load_kv(step_of())
+    own.start_load_kv(step_of(is_idle=True))
+    own.start_load_kv(step_of(is_idle=True), scheduler_output=1)  # of vLLM's second runner
+    assert modes == [False, True, False]
