@@ -319,7 +319,7 @@ def test_no_request_finds_anothers_approximate_rows(connector, setting, seed):
                 succeeds = random.random() < 0.8
                 scheduler.end_job(request_id, succeeds=succeeds)
                 said = {"exactness": "repaired", "sources": []} if succeeds else None
-                mode.hear(blended.Ended({request_id: said}, None))
+                mode.hear(blended.Ended({request_id: said}))
         if scheduler.requests and random.random() < 0.08:
             request = random.choice(list(scheduler.requests.values()))
             if request.status != "finished":
@@ -330,7 +330,7 @@ def test_no_request_finds_anothers_approximate_rows(connector, setting, seed):
     assert scheduler.num_hits > 500
     assert scheduler.num_preempted > 20
     assert scheduler.num_own_hits > 20
-    for kept in (mode._decisions, mode._hidden, mode._said, mode._waiting):
+    for kept in (mode._decisions, mode._private, mode._said, mode._waiting):
         assert not kept
 
 

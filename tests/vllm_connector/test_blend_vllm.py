@@ -95,7 +95,7 @@ class Vllm:
         """No request has left anything behind."""
         core = self.llm.llm_engine.engine_core.engine_core
         mode = core.scheduler.connector._mode
-        for kept in (mode._decisions, mode._hidden, mode._said, mode._waiting):
+        for kept in (mode._decisions, mode._private, mode._said, mode._waiting):
             assert not kept
 
 

@@ -7,7 +7,6 @@ their own, so vLLM's prefix cache never gives them to another request.
 
 from __future__ import annotations
 
-import uuid
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -34,6 +33,7 @@ from vllm_kvrag.blending import Blender, Job, Said
 from vllm_kvrag.loader import LOAD_FORMAT, model_of
 from vllm_kvrag.planning import About, Asked, Decision, Planner
 from vllm_kvrag.prefix import has_own_kv
+from vllm_kvrag.private import PrivateBlocks
 from vllm_kvrag.proof import why_different
 from vllm_kvrag.report import Counts, Records, tokens_of
 from vllm_kvrag.weights import engine_of, layers_of
@@ -66,15 +66,14 @@ class Hello(KVConnectorHandshakeMetadata):
 
 @dataclass
 class Ended(KVConnectorWorkerMetadata):
-    """What ended jobs say, by request (``None``: it failed), and the costs that they taught."""
+    """What ended jobs say, by request; ``None``: it failed."""
 
     said: dict[str, Said | None]
-    costs: Costs | None
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> Ended:
         """Join the reports of two workers."""
         assert isinstance(other, Ended)
-        return Ended(self.said | other.said, other.costs or self.costs)
+        return Ended(self.said | other.said)
 
 
 class BlendMode:
@@ -112,8 +111,7 @@ class BlendMode:
             )
         # By request.
         self._decisions = dict[str, tuple[int, Decision]]()
-        # Number of first blocks with hashes of their token ids, and the hashes that these replace.
-        self._hidden = dict[str, tuple[int, list[Any]]]()
+        self._private = PrivateBlocks(self._block_size)
         self._said = dict[str, Said]()
         self._streams = Records()
         self._waiting: list[Job] = []
@@ -134,9 +132,9 @@ class BlendMode:
             logger.warning("a prompt could not be planned (%s: %s)", type(error).__name__, error)
             decision = Decision("none", f"its planning failed ({type(error).__name__})")
         if decision.kind == "blend":
-            self._hide(request, decision.num_exact // self._block_size)
+            self._private.hide(request, decision.num_exact)
         else:
-            self._show(request, num_computed_tokens)
+            self._private.show(request, num_computed_tokens)
         self._decisions[request.request_id] = num_computed_tokens, decision
         count = max(0, decision.stop - num_computed_tokens)
         return count, count > 0
@@ -148,7 +146,7 @@ class BlendMode:
             return known[1]  # it waits for blocks
         if self._said.get(request_id, {}).get("fallback_reason") == FAILED:
             return Decision("none", FAILED)  # a second job might fail, too, and so on
-        if has_own_kv(request) and request_id not in self._hidden:
+        if has_own_kv(request) and request_id not in self._private:
             return Decision("none", "its KV depends on more than its token ids")
         if request.skip_reading_prefix_cache:
             return Decision("none", "it asks for a full prefill")
@@ -161,7 +159,7 @@ class BlendMode:
                 raise UnsupportedModelError(self._about.refusal)
             # A row that is never written: no other request may find its block.
             return Decision("blend", stop=num_computed + 1, num_exact=num_computed)
-        if request.num_output_tokens and request_id not in self._hidden:
+        if request.num_output_tokens and request_id not in self._private:
             # Its answer began behind exact rows, before a preemption.
             asked = replace(asked, mode="prefix")
         ids = request.prompt_token_ids
@@ -172,42 +170,6 @@ class BlendMode:
             num_computed=num_computed,
             num_more=request.max_tokens,
         )
-
-    def _hide(self, request: Request, num_shared: int) -> None:
-        """Give a request's blocks hashes of their own, but for its first blocks.
-
-        A salt changes the first hash, and every hash depends on the hash before. Blocks that are
-        full later follow from the last one, so this is never shared.
-        """
-        num_shared = max(0, min(num_shared, len(request.block_hashes) - 1))
-        if request.request_id not in self._hidden:
-            shared = request.block_hashes[:num_shared]
-            request.block_hashes.clear()
-            request.cache_salt = f"kvrag-{uuid.uuid4().hex}"
-            request.update_block_hashes()
-            if num_shared:  # the first block is not salted
-                request.cache_salt = None
-            own = request.block_hashes[:num_shared]
-            request.block_hashes[:num_shared] = shared
-        else:  # fewer rows are exact than before, or the same
-            before, own = self._hidden[request.request_id]
-            num_shared = min(num_shared, before)
-            request.block_hashes[num_shared:before] = own[num_shared:]
-            own = own[:num_shared]
-        self._hidden[request.request_id] = num_shared, own
-
-    def _show(self, request: Request, num_computed: int) -> None:
-        """Give a request's blocks the hashes of their token ids again.
-
-        They stay hidden if it has found approximate blocks of its own, after a preemption.
-        """
-        num_shared, _ = self._hidden.get(request.request_id, (0, ()))
-        if num_computed <= num_shared * self._block_size and self._hidden.pop(
-            request.request_id, None
-        ):
-            request.cache_salt = None
-            request.block_hashes.clear()
-            request.update_block_hashes()
 
     def allocated(self, request: Request, blocks: list[int], num_external_tokens: int) -> None:
         """Note the request's job, now that its blocks are known."""
@@ -236,8 +198,8 @@ class BlendMode:
 
     def finished(self, request: Request) -> dict[str, Any] | None:
         """Return what the response says about the request's KV, and forget the request."""
-        for kept in (self._decisions, self._hidden):
-            kept.pop(request.request_id, None)
+        self._decisions.pop(request.request_id, None)
+        self._private.forget(request.request_id)
         said = self._said.pop(request.request_id, None)
         if said is None:
             return None
@@ -265,12 +227,14 @@ class BlendMode:
                 logger.warning("prompts are not blended: %s", metadata.about.refusal)
         elif isinstance(metadata, Ended):
             for request_id, said in metadata.said.items():
-                if request_id in self._said:
-                    self._said[request_id] = said or self._said[request_id] | {
-                        "fallback_reason": FAILED
-                    }
-            if self._about is not None and metadata.costs is not None:
-                self._about = replace(self._about, costs=metadata.costs)
+                planned = self._said.get(request_id)
+                if planned is None:
+                    continue
+                if said is None:
+                    said = planned | {"fallback_reason": FAILED}
+                elif "exactness" in said:
+                    said = {"fallback_reason": planned["fallback_reason"]} | said
+                self._said[request_id] = said
 
     def counted(self) -> Counts | None:
         """Return the counts since the last call."""
@@ -346,7 +310,7 @@ class BlendMode:
             return None
         said = self._ended
         self._ended = {}
-        return Ended(said, self._blender.costs.costs)
+        return Ended(said)
 
     def close(self) -> None:
         """End the worker's threads, and close its engine."""

@@ -75,6 +75,7 @@ class Blender:
 
     def __init__(self, engine: KVRagEngine, layers: Mapping[int, Any], block_size: int) -> None:
         self.engine = engine
+        # Measured once: beside vLLM's steps, a prompt's own times say little.
         self.costs = CostModel(engine.loaded)
         self._layers = layers
         self._block_size = block_size
@@ -171,7 +172,6 @@ class Blender:
         timeout_s = self.engine.store_config.load_timeout_s
         if job.repair is None:
             return self._load(plan, job, clock, timeout_s)
-        price = self.costs.price(plan, job.repair, self.engine.store)
         done = prefill(
             lm,
             self.engine.store,
@@ -188,8 +188,6 @@ class Blender:
         try:
             with clock.stage("write"):
                 self._write(done.buffer.layers, job)
-            if not done.holes:
-                self.costs.learn(price, lay_out(plan), (), clock.timings_ms)
             return said_of(done.accounting(clock), job.repair) | _counts_behind(
                 done.sources, job.start
             )

@@ -1,0 +1,64 @@
+"""Private blocks: hashes by which vLLM's prefix cache finds a request's blocks for no other."""
+
+from __future__ import annotations
+
+import uuid
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+class PrivateBlocks:
+    """Requests whose blocks have hashes of their own, from their first approximate block on."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        # By request: number of first blocks with hashes of their token ids, and the hashes that
+        # these replace.
+        self._kept = dict[str, tuple[int, list[Any]]]()
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._kept
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def hide(self, request: Request, num_exact: int) -> None:
+        """Give a request's blocks hashes of their own, but for blocks of its first exact rows.
+
+        A salt changes the first hash, and every hash depends on the hash before. Blocks that are
+        full later follow from the last one, so this is never shared.
+        """
+        num_shared = max(0, min(num_exact // self._block_size, len(request.block_hashes) - 1))
+        if request.request_id not in self._kept:
+            shared = request.block_hashes[:num_shared]
+            request.block_hashes.clear()
+            request.cache_salt = f"kvrag-{uuid.uuid4().hex}"
+            request.update_block_hashes()
+            if num_shared:  # the first block is not salted
+                request.cache_salt = None
+            own = request.block_hashes[:num_shared]
+            request.block_hashes[:num_shared] = shared
+        else:  # fewer rows are exact than before, or the same
+            before, own = self._kept[request.request_id]
+            num_shared = min(num_shared, before)
+            request.block_hashes[num_shared:before] = own[num_shared:]
+            own = own[:num_shared]
+        self._kept[request.request_id] = num_shared, own
+
+    def show(self, request: Request, num_computed: int) -> None:
+        """Give a request's blocks the hashes of their token ids again.
+
+        They stay hidden if it has found approximate blocks of its own, after a preemption.
+        """
+        num_shared, _ = self._kept.get(request.request_id, (0, ()))
+        is_behind = num_computed > num_shared * self._block_size
+        if not is_behind and self._kept.pop(request.request_id, None):
+            request.cache_salt = None
+            request.block_hashes.clear()
+            request.update_block_hashes()
+
+    def forget(self, request_id: str) -> None:
+        """Forget a request that has finished."""
+        self._kept.pop(request_id, None)
