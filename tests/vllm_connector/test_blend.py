@@ -49,7 +49,7 @@ def setting(tmp_path):
 
 
 def blend(connector, setting, role="SCHEDULER", **extra) -> Any:
-    return connect(connector, setting, role=role, extra={"mode": "blend", **extra})
+    return connect(connector, setting, role=role, extra={"mode": "blend", "model": None, **extra})
 
 
 def about_of(connector, setting: Setting, **own: Any) -> Any:
