@@ -266,18 +266,18 @@ def said_of(accounting: Mapping[str, Any], repair: RepairConfig) -> Said:
 
 def _counts_behind(sources: Sequence[tuple[str, int]], start: int) -> Said:
     """Return a prompt's tokens by origin, if vLLM had the first ``start`` rows."""
-    runs = [["exact", start]] if start else []
+    runs = [("exact", start)] if start else []
     row = 0
     for origin, count in sources:
         rest = min(count, row + count - start)
         row += count
         if rest > 0:
-            runs.append([origin, rest])
+            runs.append((origin, rest))
     found = Counter[str]()
     for origin, count in runs:
         found[origin] += count
     return {
-        "sources": runs,
+        "sources": [list(run) for run in runs],
         "cached_tokens": found["exact"] + found["reused"],
         "repaired_tokens": found["repaired"],
         "computed_tokens": found["computed"],

@@ -54,7 +54,8 @@ class PrivateBlocks:
         """
         num_shared, _ = self._kept.get(request.request_id, (0, ()))
         is_behind = num_computed > num_shared * self._block_size
-        if not is_behind and self._kept.pop(request.request_id, None):
+        if request.request_id in self._kept and not is_behind:
+            self.forget(request.request_id)
             request.cache_salt = None
             request.block_hashes.clear()
             request.update_block_hashes()
