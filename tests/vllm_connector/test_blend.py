@@ -297,6 +297,7 @@ def test_no_request_finds_anothers_approximate_rows(connector, setting, seed):
         4,
         Guessing(random, importlib.import_module("vllm_kvrag.planning")),
     )
+    mode._private = type(mode._private)(4)
     scheduler = Scheduler(mode, num_blocks=random.choice([20, 30, 40]), size=4, random=random)
     heads = [[random.randrange(3) for _ in range(40)] for _ in range(2)]
     blended = importlib.import_module("vllm_kvrag.blend")
@@ -450,7 +451,7 @@ def test_a_failed_job_is_not_tried_again(connector, setting):
     count, _ = own.get_num_new_matched_tokens(request, 0)
     assert count
     own.update_state_after_alloc(request, SimpleNamespace(get_block_ids=lambda: ([1],)), count)
-    failed = SimpleNamespace(kv_connector_worker_meta=blending.Ended({"r0": None}, None))
+    failed = SimpleNamespace(kv_connector_worker_meta=blending.Ended({"r0": None}))
     own.update_connector_output(failed)
     assert own.get_num_new_matched_tokens(request, 0) == (0, False)
     _, params = own.request_finished(request, [])
