@@ -547,8 +547,7 @@ def memory(run: Run) -> dict[str, Any]:
         response, _ = server.complete(prompts.new(0), MODES[FULL if name == ALONE else BLENDED])
         row |= {"answered": resident(pid), "exactness": said(response).get("exactness")}
         found[name] = row
-        if name not in (ALONE, run.weights):
-            run.stop([name])
+        run.stop([name])  # two engines of these and the next may not fit
         sizes = (f"{when} {row[when]['rss'] / 1e9:.2f} GB" for when in ("started", "answered"))
         print(f"{name}: {', '.join(sizes)}, {row['exactness']}", flush=True)
     return {"engines": found, "weight_bytes": weight_bytes(run.model)}
