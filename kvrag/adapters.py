@@ -14,7 +14,8 @@ from kvrag.blend.clock import Clock
 from kvrag.blend.cost import CostModel, Costs, Price
 from kvrag.blend.layout import Layout, Segment, lay_out
 from kvrag.blend.prefill import prefill
-from kvrag.blend.stitch import stitch
+from kvrag.blend.reuse import read
+from kvrag.blend.stitch import filling, stitch
 from kvrag.client import engine_of, host_of
 from kvrag.config import (
     Repair,
@@ -46,7 +47,7 @@ from kvrag.model.lm import CausalLM, LoadedModel
 from kvrag.model.load import load as load_model
 from kvrag.model.plain import PlainLM, context_window
 from kvrag.model.rope import RotaryTable
-from kvrag.model.rows import Rows
+from kvrag.model.rows import KVBuffer, Rows
 from kvrag.model.source import (
     ModelSource,
     base_directory,
@@ -65,7 +66,7 @@ from kvrag.prompt.template import Chat, PromptEncoder
 from kvrag.prompt.tools import FORM, Tools, answer_form
 from kvrag.runtime import Deadline
 from kvrag.store import ChunkRecord, TieredStore, open_store
-from kvrag.types import ChunkIdentity, ChunkKV, MaxContext, Mode, Prove, TextEntry
+from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, MaxContext, Mode, Prove, TextEntry
 
 if TYPE_CHECKING:
     import torch
@@ -85,6 +86,7 @@ __all__ = [
     "Chat",
     "ChunkIdentity",
     "ChunkKV",
+    "ChunkKey",
     "ChunkRecord",
     "Clock",
     "Content",
@@ -92,6 +94,7 @@ __all__ = [
     "Costs",
     "Deadline",
     "EngineFields",
+    "KVBuffer",
     "Layout",
     "LearnPrefix",
     "LoadedModel",
@@ -134,6 +137,7 @@ __all__ = [
     "directory",
     "documents_in",
     "engine_of",
+    "filling",
     "host_of",
     "hub_options",
     "ids_digest",
@@ -146,6 +150,7 @@ __all__ = [
     "plan_ids",
     "prefetch_kv",
     "prefill",
+    "read",
     "refuse_misplaced",
     "require",
     "rope_text",

@@ -186,7 +186,10 @@ def as_config(cls: type[T], value: Any, *, option: str) -> T | None:
     if value is None or isinstance(value, cls):
         return value
     if isinstance(value, Mapping):
-        return cls(**{str(name): each for name, each in value.items()})
+        try:
+            return cls(**{str(name): each for name, each in value.items()})
+        except TypeError as error:  # a name that Python itself takes, such as "self"
+            raise ConfigError(f"{option}: {error}; pass options of kvrag.{cls.__name__}") from None
     named: Mapping[str, Any] = REPAIRS if cls is RepairConfig else {}
     if isinstance(value, str) and value in named:
         return cast(T | None, named[value])

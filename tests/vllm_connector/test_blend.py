@@ -5,6 +5,7 @@ A small scheduler (:mod:`vllm_kit`) does what vLLM's does, and checks at each hi
 
 import importlib
 import threading
+import time
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -25,8 +26,8 @@ from vllm_kit import (
     step_of,
 )
 
-from kvrag import KVRagEngine, RepairConfig
-from kvrag.adapters import Costs, context_digest
+from kvrag import KVRagEngine, RepairConfig, StoreConfig
+from kvrag.adapters import Costs, context_digest, ids_digest
 from kvrag.errors import ConfigError
 from kvrag.testing.models import save_tiny_model
 
@@ -139,6 +140,7 @@ def test_a_request_says_what_it_wants(connector, setting):
         ({"mode": "fast"}, "mode is 'fast'"),
         ({"modus": "auto"}, "has no 'modus'"),
         ({"repair": {"ratio": "x"}}, "RepairConfig"),
+        ({"repair": {"self": 1}}, "repair"),
         ({"namespace": 7}, "namespace"),
         ("stitch", "no object"),
         ([1], "no object"),
@@ -509,3 +511,55 @@ def test_only_a_step_without_a_forward_waits_for_jobs(connector, setting):
     own.start_load_kv(step_of(is_idle=True))
     own.start_load_kv(step_of(is_idle=True), scheduler_output=1)  # of vLLM's second runner
     assert modes == [False, True, False]
+
+
+def test_chunks_are_no_prefixes_and_a_prefix_is_read_once():
+    """Models without BOS have an empty prefix, so their chunks stand behind no token, as prefixes do."""
+    from vllm_kvrag.planning import Prefixes
+
+    read = list[str]()
+    record = SimpleNamespace(model="m", namespace="n", prefix=ids_digest(()))
+    changes = iter(range(9))
+
+    def identity(key: str) -> Any:
+        read.append(key)
+        return SimpleNamespace(token_ids=(1, 2))
+
+    catalog = SimpleNamespace(
+        state=lambda: [next(changes)],
+        keys=lambda: ["prefix", "chunk"],
+        get=lambda key: record,
+        key_texts=lambda key: ["text"] if key == "chunk" else [],
+    )
+    prefixes = Prefixes(SimpleNamespace(catalog=catalog, identity=identity))
+    for _ in range(2):
+        prefixes._next = 0.0
+        assert prefixes.of("m", "n") == [(1, 2)]
+    assert prefixes.of("m", "other") == []
+    assert read == ["prefix"]
+
+
+def test_a_store_that_hangs_delays_a_prompt_by_its_deadline(connector, setting, monkeypatch):
+    own = scheduler_side(connector, setting)
+    planner = own._mode._planner
+    monkeypatch.setattr(planner, "_config", StoreConfig(load_timeout_s=0.2))
+    hanging = threading.Event()
+    monkeypatch.setattr(type(planner._prefixes), "of", lambda *_: hanging.wait(30))
+    start = time.monotonic()
+    said = finish_at_once(own, request_with(prompt_of(setting, 2, 0), mode="stitch"))
+    hanging.set()
+    assert time.monotonic() - start < 10
+    assert said["exactness"] in ("full", "exact")
+
+
+def test_a_model_that_cannot_be_opened_is_answered_without_the_store(
+    connector, setting, monkeypatch
+):
+    blended = importlib.import_module("vllm_kvrag.blend")
+
+    def fail(*_: Any) -> None:
+        raise ValueError("unrecognised")
+
+    monkeypatch.setattr(blended, "engine_of", fail)
+    worker = blend(connector, setting, role="WORKER")
+    assert "ValueError: unrecognised" in worker.get_handshake_metadata().about.refusal

@@ -132,7 +132,9 @@ class BlendMode:
             logger.warning("a prompt could not be planned (%s: %s)", type(error).__name__, error)
             decision = Decision("none", f"its planning failed ({type(error).__name__})")
         if decision.kind == "blend":
-            self._private.hide(request, decision.num_exact)
+            num_exact = min(decision.num_exact, self._private.num_exact(request.request_id))
+            decision = replace(decision, num_exact=num_exact)
+            self._private.hide(request, num_exact)
         else:
             self._private.show(request, num_computed_tokens)
         self._decisions[request.request_id] = num_computed_tokens, decision
@@ -183,7 +185,8 @@ class BlendMode:
         if num_external_tokens == 0:
             return
         asked = Asked.of(request.kv_transfer_params)
-        job = Job(request.request_id, blocks, start, start + num_external_tokens)
+        stop = start + num_external_tokens
+        job = Job(request.request_id, blocks, start, stop, min(start, decision.num_exact))
         if asked.precompute is not None:
             job = replace(job, precompute=asked.precompute)
         else:
@@ -204,7 +207,7 @@ class BlendMode:
         if said is None:
             return None
         asked = Asked()
-        with suppress(KVRagError):
+        with suppress(Exception):  # parameters may be anything
             asked = Asked.of(request.kv_transfer_params)
         if asked.report:
             return {"kvrag": {"report": self._streams.pop(asked.report, None)}}
@@ -249,8 +252,11 @@ class BlendMode:
         try:
             return Hello(self._opened())
         except KVRagError as error:
-            none = Costs(0.0, 1.0, 0.0, {}, "tokens")
-            return Hello(About("", str(error), RepairConfig(), none, 1, 0, ""))
+            reason = str(error)
+        except Exception as error:  # vLLM answers without the store
+            reason = f"its model can't be opened ({type(error).__name__}: {error})"
+        none = Costs(0.0, 1.0, 0.0, {}, "tokens")
+        return Hello(About("", reason, RepairConfig(), none, 1, 0, ""))
 
     def _opened(self) -> About:
         """Open the engine and start its threads; raise ``UnsupportedModelError`` if it can't."""

@@ -22,13 +22,13 @@ import torch
 
 from kvrag import KVRagEngine, KVRagError, RepairConfig, StoreError
 from kvrag.adapters import (
-    ChunkKV,
     Clock,
     CostModel,
-    Layout,
+    KVBuffer,
     Plan,
-    lay_out,
+    filling,
     prefill,
+    read,
     stitch,
 )
 
@@ -41,6 +41,7 @@ CLOSE_WAIT_S = 5.0
 class Job:
     """Work for a request: rows ``start`` to ``stop`` of its prompt, for its blocks.
 
+    Of the rows before, vLLM has ``num_exact`` as a full prefill would compute them.
     ``repair`` is ``None`` if the rows equal a full prefill's, and need none. ``precompute`` are
     arguments of :meth:`kvrag.KVRagEngine.precompute`; then there are no rows.
     """
@@ -49,6 +50,7 @@ class Job:
     blocks: Sequence[int] = ()
     start: int = 0
     stop: int = 0
+    num_exact: int = 0
     plan: Plan | None = None
     repair: RepairConfig | None = None
     precompute: Mapping[str, Any] | None = None
@@ -187,9 +189,9 @@ class Blender:
         assert done.buffer is not None
         try:
             with clock.stage("write"):
-                self._write(done.buffer.layers, job)
+                self._write(done.buffer, job)
             return said_of(done.accounting(clock), job.repair) | _counts_behind(
-                done.sources, job.start
+                done.sources, job.num_exact
             )
         finally:
             done.release()
@@ -197,21 +199,14 @@ class Blender:
     def _load(self, plan: Plan, job: Job, clock: Clock, timeout_s: float) -> Said:
         """Load rows that equal a full prefill's."""
         lm = self.engine.loaded.reusable
-        layout = lay_out(plan)
-        head = Layout(tuple(s for s in layout.segments if s.stop <= job.stop))
-        sources = list(dict.fromkeys(s.source for s in head.reused))
-        identities = plan.identities
-        with clock.stage("load"):
-            wanted = [identities[source] for source in sources]
-            loaded = self.engine.store.get_many(wanted, timeout_s=timeout_s)
-        holes = [str(kv) for kv in loaded if not isinstance(kv, ChunkKV)]
-        if holes:
-            raise StoreError(holes[0])
-        kvs = dict(zip(sources, loaded, strict=True))
-        buffer = lm.buffer(job.stop)
-        with clock.stage("stitch"):
-            stitch(buffer, head, kvs, lm.rotary(job.stop))  # type: ignore[arg-type]
-            self._write(buffer.layers, job)
+        store = self.engine.store
+        layout, reason, kvs, _ = read(lm, store, plan, "prefix", None, timeout_s, clock, None)
+        if not layout.reused or layout.reused[-1].stop < job.stop:
+            raise StoreError(reason or "stored KV is gone")
+        buffer = lm.buffer(layout.num_tokens)
+        with clock.stage("stitch"), filling(buffer):
+            stitch(buffer, layout, kvs, lm.rotary(layout.num_tokens))
+            self._write(buffer, job)
         total = layout.num_tokens
         return {
             "exactness": "exact",
@@ -222,14 +217,14 @@ class Blender:
             "timings_ms": dict(clock.timings_ms),
         }
 
-    def _write(self, layers: Sequence[tuple[torch.Tensor, torch.Tensor]], job: Job) -> None:
+    def _write(self, buffer: KVBuffer, job: Job) -> None:
         """Write the rows of all layers to vLLM's cache."""
-        device = layers[0][0].device
-        slots = job.slots(self._block_size).to(device)
+        slots = job.slots(self._block_size).to(buffer.keys(0).device)
         rows = slice(job.start, job.stop)
-        for index, (keys, values) in enumerate(layers):
+        for index, pair in enumerate(buffer.layers):
+            buffer.wait_for(index)
             layer = self._layers[index]
-            own = [x[0, :, rows].transpose(0, 1).contiguous() for x in (keys, values)]
+            own = [x[0, :, rows].transpose(0, 1).contiguous() for x in pair]
             layer.impl.do_kv_cache_update(layer, *own, layer.kv_cache, slots)
 
     def _precompute(self, job: Job) -> Said:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from kvrag import ConfigError, RepairConfig, StoreConfig
 from kvrag.adapters import (
+    ChunkKey,
     Costs,
     Deadline,
     Layout,
@@ -25,7 +26,6 @@ from kvrag.adapters import (
     as_config,
     check_mode,
     check_namespace,
-    chunk_key,
     described,
     ids_digest,
     lay_out,
@@ -223,7 +223,11 @@ class Planner:
                 self._encoder,
                 scanner=self._scanner(space, deadline),
                 lookup=lookup,
-                prefixes=self._prefixes.of(about.fingerprint, space),
+                prefixes=deadline.ask(
+                    lambda: self._prefixes.of(about.fingerprint, space),
+                    list[Ids](),
+                    what="the KV store",
+                ),
                 min_chunk_tokens=self._config.min_chunk_tokens,
             )
             has_failed = plan.fault is not None
@@ -277,6 +281,7 @@ class Prefixes:
 
     store: TieredStore
     _known: dict[tuple[str, str], list[Ids]] = field(default_factory=dict)
+    _ids: dict[ChunkKey, Ids | None] = field(default_factory=dict)
     _state: object = None
     _next: float = 0.0
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -293,13 +298,26 @@ class Prefixes:
             return self._known.get((model, namespace), [])
 
     def _list(self) -> None:
+        """Read the ids of new prefixes: chunks have a text, and stand behind no prefix as well.
+
+        Models without BOS have an empty prefix.
+        """
         catalog = self.store.catalog
         nothing = ids_digest(())
-        self._known = {}
-        for record in map(catalog.get, catalog.keys()):
+        known: dict[tuple[str, str], list[Ids]] = {}
+        found: dict[ChunkKey, Ids | None] = {}
+        keys = catalog.keys()
+        for key in keys:
+            record = catalog.get(key)
             if record is None or record.prefix != nothing:
                 continue
-            identity = self.store.identity(record.key)
-            if identity is not None and chunk_key(identity) == record.key:
-                space = record.model, record.namespace
-                self._known.setdefault(space, []).append(identity.token_ids)
+            if key in self._ids:
+                ids = self._ids[key]
+            else:
+                identity = None if catalog.key_texts(key) else self.store.identity(key)
+                ids = None if identity is None else identity.token_ids
+            found[key] = ids
+            if ids is not None:
+                known.setdefault((record.model, record.namespace), []).append(ids)
+        self._known = known
+        self._ids = found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import uuid
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,15 @@ class PrivateBlocks:
 
     def __len__(self) -> int:
         return len(self._kept)
+
+    def num_exact(self, request_id: str) -> int:
+        """Return how many first rows of a request can be exact: all, unless it has private blocks.
+
+        After a preemption it may find private blocks of its own.
+        """
+        if request_id not in self._kept:
+            return sys.maxsize
+        return self._kept[request_id][0] * self._block_size
 
     def hide(self, request: Request, num_exact: int) -> None:
         """Give a request's blocks hashes of their own, but for blocks of its first exact rows.

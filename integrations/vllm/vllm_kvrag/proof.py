@@ -43,11 +43,13 @@ def why_different(
     lm
         Model of kvrag's engine.
     """
-    ids = torch.randint(lm.vocab_size, (NUM_TOKENS,), generator=torch.Generator().manual_seed(0))
+    # vLLM's first block holds no prompt.
+    room = (kv_cache_config.num_blocks - 1) * vllm_config.cache_config.block_size
+    count = min(NUM_TOKENS, room)
+    ids = torch.randint(lm.vocab_size, (count,), generator=torch.Generator().manual_seed(0))
     try:
         theirs = _logits(vllm_config, kv_cache_config, model, layers, ids.to(lm.device))
-        rows = Rows.span(0, NUM_TOKENS)
-        ours, _ = lm.forward(ids, rows, lm.buffer(NUM_TOKENS), logits=NUM_TOKENS)
+        ours, _ = lm.forward(ids, Rows.span(0, count), lm.buffer(count), logits=count)
     except Exception as error:
         return (
             "its logits could not be compared with vLLM's "
