@@ -38,7 +38,7 @@ PART_IDS = 1000
 PART_CHARS = 2**17  # per request; escaped, a character has six bytes, and proxies accept 1 MiB
 
 _BUSY = (429, 502, 503, 504)
-_PASSING = (httpx.NetworkError, httpx.RemoteProtocolError)
+_PASSING = (httpx.NetworkError, httpx.RemoteProtocolError, httpx.ConnectTimeout)
 """Faults seen while a server starts again."""
 
 _OF_ENGINES: dict[str, tuple[object, str]] = {
@@ -301,7 +301,7 @@ class KVRagClient:
     def _fault(self, response: httpx.Response) -> KVRagError:
         """Return the exception for a response that is not a success."""
         status = response.status_code
-        message = _message(response)
+        message = message_of(response)
         if status == 413:
             return _TooLargeError(f"{self.base_url}: {message}")
         if status in (400, 422):
@@ -423,7 +423,7 @@ def _explanation(reply: Mapping[str, Any]) -> Explanation:
     return Explanation(**{**reply, "spans": spans})
 
 
-def _message(response: httpx.Response) -> str:
+def message_of(response: httpx.Response) -> str:
     """Return the message of an error in OpenAI's shape, or the name of its status."""
     try:
         return str(response.json()["error"]["message"])

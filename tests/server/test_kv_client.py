@@ -11,6 +11,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+import httpx
 import pytest
 from kv_client_kit import Answer, Tenant, answering
 from server_kit import served
@@ -367,6 +368,16 @@ def test_a_server_that_is_not_there_is_named(waits):
     assert waits == [0.5, 1, 2]
     with pytest.raises(StoreError, match="can't be reached"):
         KVRagClient("https://kvrag.invalid", max_retries=0).document_ids()
+
+
+def test_a_server_that_takes_no_connection_is_asked_again(waits, monkeypatch):
+    def request(*_, **__):
+        raise httpx.ConnectTimeout("timed out")
+
+    monkeypatch.setattr(httpx, "request", request)
+    with pytest.raises(StoreError, match="can't be reached"):
+        KVRagClient("http://127.0.0.1:9").document_ids()
+    assert waits == [0.5, 1, 2]
 
 
 @pytest.fixture
