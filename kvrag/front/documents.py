@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from fastapi.concurrency import run_in_threadpool
 
 from kvrag.front.planner import planner_of
-from kvrag.front.prompts import chat_of
+from kvrag.front.prompts import chat_of, check_window
 from kvrag.front.upstream import upstream_of
 from kvrag.precompute.documents import check_items
 from kvrag.server import documents
@@ -39,13 +39,12 @@ async def precompute(body: PrecomputeRequest, request: Request) -> Any:
 @router.post("/explain")
 async def explain(body: ExplainRequest, request: Request) -> dict[str, Any]:
     """Explain which chunks of a prompt are known and have KV, and why other text has no KV."""
+    check_window(body.kvrag)
     prompt = documents.explained(body)
     namespace = service_of(request).namespace(request.state.tenant)
     chat = chat_of(body.model_dump())
     return asdict(
-        await run_in_threadpool(
-            planner_of(request).explain, prompt, namespace, body.kvrag.mode, chat
-        )
+        await run_in_threadpool(planner_of(request).explain, prompt, namespace, body.kvrag, chat)
     )
 
 

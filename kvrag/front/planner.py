@@ -12,6 +12,7 @@ from fastapi import Request
 
 from kvrag.blend.reuse import decide_plan
 from kvrag.engine import KVRagEngine
+from kvrag.evaluate.calibrate import in_words
 from kvrag.identity.fingerprint import text_digest
 from kvrag.model.source import load_tokenizer
 from kvrag.prompt.explain import Known, explain_plan
@@ -23,6 +24,7 @@ from kvrag.prompt.spans import SpanIndex
 from kvrag.prompt.template import PLAIN, Chat, Prompt, PromptEncoder
 from kvrag.prompt.tokenizer import given_ids
 from kvrag.runtime import Deadline
+from kvrag.server.schema import Reuse
 from kvrag.types import Explanation, Mode, TextEntry
 
 
@@ -86,13 +88,13 @@ class Planner:
         return plan_prompt(prompt, self.encoder, chat=chat, prefixes=(self.prefix,), **known)
 
     def explain(
-        self, prompt: Prompt, namespace: str, mode: Mode, chat: Chat = PLAIN
+        self, prompt: Prompt, namespace: str, options: Reuse, chat: Chat = PLAIN
     ) -> Explanation:
         """Describe a prompt's hits; in mode ``auto``, vLLM's worker may reuse less than it says."""
         plan = self.plan(prompt, namespace, chat)
         if self.worker.refusal is not None:
             plan = plan.without_reuse(self.worker.refusal)
-        layout, reason = decide_plan(plan, mode, None)
+        layout, reason = decide_plan(plan, options.mode, None)
         outcome: Mode = "stitch"
         if not layout.reused:
             outcome = "full"
@@ -101,7 +103,9 @@ class Planner:
         space = self._store.names.namespace(namespace)
         read = partial(text_of, self._store, self.encoder, self.worker.fingerprint, space)
         known = Known(self._scanner(space, Deadline(0)), read, self._config)
-        return replace(explain_plan(plan, outcome, reason, known), repair=self.worker.repair)
+        given = options.config
+        repair = self.worker.repair if given is None else in_words(given, "given")
+        return replace(explain_plan(plan, outcome, reason, known), repair=repair)
 
     def _scanner(self, namespace: str, deadline: Deadline) -> SpanIndex:
         """Return the index of a namespace's texts, with the texts that are stored by now."""

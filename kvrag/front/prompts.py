@@ -47,6 +47,12 @@ def take_options(body: Body) -> AnswerOptions:
         faults = [{**each, "loc": ("body", "kvrag", *each["loc"])} for each in error.errors()]
         raise first_fault(faults, {"kvrag": given}) from None
     options.config  # noqa: B018 - raises
+    check_window(options)
+    return options
+
+
+def check_window(options: Reuse) -> None:
+    """Raise ``APIError`` if a request wants a window that slides."""
     if options.max_context != "raise":
         raise APIError(
             400,
@@ -54,7 +60,6 @@ def take_options(body: Body) -> AnswerOptions:
             "unsupported_parameter",
             param="kvrag.max_context",
         )
-    return options
 
 
 def put_options(body: Body, options: AnswerOptions, namespace: str) -> None:

@@ -13,6 +13,7 @@ from fastapi.responses import Response, StreamingResponse
 from starlette.requests import ClientDisconnect
 
 from kvrag import errors
+from kvrag.client import message_of
 from kvrag.errors import KVRagError
 from kvrag.server.completions import unless_gone
 from kvrag.server.errors import APIError
@@ -34,6 +35,8 @@ _ANY_TWO_IDS = [0, 1]
 EVENTS = "text/event-stream"
 SOON_S = 60.0
 """Seconds in which vLLM answers questions that need no computation, even under load."""
+RECORD_S = 2.0
+"""Seconds that the last event of a stream waits for its record."""
 
 
 class Upstream:
@@ -80,7 +83,8 @@ class Upstream:
     async def ask(self, timeout_s: float | None = SOON_S, **asked: Any) -> dict[str, Any]:
         """Ask vLLM's worker, by a completion of a token.
 
-        Raises the worker's error, and ``APIError`` if it does not know the question.
+        Raises the worker's error, and ``APIError`` if it does not know the question or vLLM refuses
+        it.
         """
         body = {
             "prompt": _ANY_TWO_IDS,
@@ -91,8 +95,10 @@ class Upstream:
             answer = await self.client.post("/v1/completions", json=body, timeout=timeout_s)
         except httpx.TransportError as error:
             raise self._gone(error) from None
-        params = answer.json().get("kv_transfer_params") if answer.status_code == 200 else None
-        told = (params or {}).get("kvrag")
+        status = answer.status_code
+        if status != 200:
+            raise APIError(503 if status >= 500 else status, message_of(answer), "engine_gone")
+        told = (answer.json().get("kv_transfer_params") or {}).get("kvrag")
         if not isinstance(told, dict):
             raise APIError(
                 501,
@@ -174,7 +180,7 @@ class Upstream:
 
     async def _report(self, report: str) -> Any:
         try:
-            return (await self.ask(report=report)).get("report")
+            return (await self.ask(RECORD_S, report=report)).get("report")
         except (APIError, KVRagError):
             return None
 

@@ -47,6 +47,7 @@ class FakeVLLM:
         self.engine, self.requests, self.cancelled = engine, [], threading.Event()
         self.answers_worker = self.goes_on = True
         self.release = threading.Event()
+        self.is_busy, self.fails = False, None
         routes = [
             Route("/health", lambda _: Response()),
             Route("/metrics", lambda _: PlainTextResponse("vllm:num_requests_running 1.0\n")),
@@ -111,6 +112,10 @@ class FakeVLLM:
         body = await self._keep(request)
         asked = ((body.get("kv_transfer_params") or {}).get("kvrag")) or {}
         told = RECORD
+        if asked.get("report") and self.is_busy:
+            await self.wait_for_the_client(request)
+        if self.fails is not None:
+            return JSONResponse({"error": {"message": "no room"}}, self.fails)
         if {"describe", "precompute", "report"} & set(asked):
             told = self.worker(asked) if self.answers_worker else None
         choices = [{"index": 0, "text": "".join(WORDS), "finish_reason": "length"}]

@@ -53,6 +53,21 @@ def test_explain_is_the_engines(http, engine, chunks):
     assert http.post("/v1/kv/explain", json={}).status_code == 400
 
 
+def test_explain_knows_the_repair_that_is_given(http, chunks):
+    body = {"messages": asking(chunks, 1, 3), "kvrag": {"repair": {"strategy": "none"}}}
+    assert http.post("/v1/kv/explain", json=body).json()["repair"] == "none (given)"
+    answer = http.post("/v1/kv/explain", json={**body, "kvrag": {"max_context": "slide"}})
+    assert answer.json()["error"]["param"] == "kvrag.max_context"
+
+
+@pytest.mark.parametrize(("status", "seen"), [(400, 400), (500, 503), (503, 503)])
+def test_a_vllm_that_refuses_documents_says_why(http, fake, monkeypatch, status, seen):
+    monkeypatch.setattr(fake, "fails", status)
+    answer = http.post("/v1/kv/precompute", json={"documents": [{"text": "Who?"}]})
+    assert answer.status_code == seen
+    assert answer.json()["error"]["message"] == "no room"
+
+
 def test_stats_show_the_store(http):
     assert "disk" in http.get("/v1/kv/stats").json()["store"]
 

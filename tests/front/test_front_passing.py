@@ -41,6 +41,15 @@ def test_a_stream_of_a_worker_without_records_ends_as_vllms(client, fake, monkey
     assert not hasattr(events[-1], "kvrag")
 
 
+def test_a_stream_does_not_wait_long_for_its_record(client, fake, monkeypatch):
+    monkeypatch.setattr(fake, "is_busy", True)
+    options = {"include_usage": True}
+    asking = client.with_options(timeout=10).chat.completions
+    events = list(asking.create(**ASK, stream=True, stream_options=options))
+    assert events[-1].usage.total_tokens == 53
+    assert fake.cancelled.wait(10)
+
+
 def test_events_come_one_by_one(http, fake, monkeypatch):
     monkeypatch.setattr(fake, "goes_on", False)
     body = {**ASK, "stream": True, "stream_options": {"include_usage": True}}
