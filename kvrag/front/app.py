@@ -145,15 +145,20 @@ async def completions(request: Request) -> Response:
 
 async def passed(request: Request) -> Response:
     """Pass any other request, with its key's namespace where vLLM might read another."""
+    path = request.scope["path"]
+    if {".", ".."} & set(path.split("/")):  # vLLM would get another path than the one seen here
+        raise APIError(
+            400, "the path has a segment '.' or '..'; send the path without it", "invalid_value"
+        )
     content = await request.body()
     body = _object(content)
     if body is not None and (
-        "kv_transfer_params" in body or request.scope["path"] in KNOWS_PARAMETERS
+        path in KNOWS_PARAMETERS or {"kv_transfer_params", "kvrag"} & body.keys()
     ):
         options = take_options(body)
         left_to_vllm(options)
         put_options(body, options, service_of(request).namespace(request.state.tenant))
-        content = json.dumps(body).encode()
+        content = _written(body)
     return await upstream_of(request).pass_on(request, content)
 
 
@@ -176,17 +181,33 @@ async def _complete(request: Request, tokenise: Tokenise) -> Response:
         body = await run_in_threadpool(
             tokenised, tokenise, planner_of(request), body, options, namespace
         )
-    content = json.dumps(body).encode()
+    content = _written(body)
     return await upstream_of(request).pass_on(request, content, report=report, records=True)
 
 
 def _object(content: bytes) -> dict[str, Any] | None:
-    """Return the JSON object of a body; ``None`` if it is none: vLLM says why."""
+    """Return the JSON object of a body; ``None`` if it is none: vLLM says why.
+
+    Raises ``APIError`` if it nests deeper than is read here: vLLM may read it, with a namespace.
+    """
     try:
         body = json.loads(content)
-    except (ValueError, RecursionError):
+    except RecursionError:
+        raise _too_deep() from None
+    except ValueError:
         return None
     return body if isinstance(body, dict) else None
+
+
+def _written(body: dict[str, Any]) -> bytes:
+    try:
+        return json.dumps(body).encode()
+    except RecursionError:
+        raise _too_deep() from None
+
+
+def _too_deep() -> APIError:
+    return APIError(400, "the body nests too deep; make it flatter", "invalid_value")
 
 
 def _wants_usage(body: dict[str, Any]) -> bool:

@@ -32,6 +32,8 @@ CONNECTOR = {
 }
 _THE_FRONTS = "the front sets it"
 OWN = {
+    "--model": "name it before --",
+    "--config": "write the file's options behind --",
     "--host": "pass --host to kvrag serve",
     "--port": "pass --port to kvrag serve",
     "--uds": _THE_FRONTS,
@@ -60,8 +62,12 @@ END_S = 30.0
 logger = logging.getLogger(__name__)
 
 
-def check_installed() -> None:
-    """Raise ``MissingDependencyError`` without vLLM in this environment; imports nothing."""
+def check_installed(keys: Mapping[str, str]) -> None:
+    """Raise ``MissingDependencyError`` without vLLM in this environment; imports nothing.
+
+    Raises ``ConfigError`` for a variable that would make vLLM ask for a key, or, with API keys,
+    give every tenant the routes of its developers.
+    """
     if importlib.util.find_spec("vllm") is None:
         raise MissingDependencyError(
             "the package 'vllm' is needed for kvrag serve --engine vllm, and is not in this "
@@ -71,6 +77,11 @@ def check_installed() -> None:
         raise ConfigError(
             "VLLM_API_KEY is set, and the front checks keys itself; unset it, and set "
             "KVRAG_API_KEYS=tenant=key,..."
+        )
+    if keys and os.environ.get("VLLM_SERVER_DEV_MODE", "0") != "0":
+        raise ConfigError(
+            "VLLM_SERVER_DEV_MODE is set, so every API key could stop vLLM and run code in it; "
+            "unset it, or serve without API keys"
         )
 
 

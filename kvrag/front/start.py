@@ -45,11 +45,12 @@ def started(
     Raises
     ------
     ConfigError, MissingDependencyError
-        If an option has no effect before vLLM; if vLLM is not installed.
+        If an option or a variable has no effect before vLLM or is unsafe; if vLLM is not
+        installed.
     KVRagError
         If vLLM ends before it answers.
     """
-    check_installed()
+    check_installed(config.api_keys)
     check_given(given)
     _check_addresses(options["kv_dir"], *asdict(options["store_config"]).values())
     engine = KVRagEngine.from_pretrained(**{**options, "device": "cpu", "dtype": "auto"})

@@ -1,5 +1,8 @@
 """What the front does not know passes unchanged, both ways, part by part."""
 
+from contextlib import closing
+from http.client import HTTPConnection
+
 import httpx
 import openai
 import pytest
@@ -200,6 +203,38 @@ def test_a_key_reaches_its_own_namespace_alone(guarded, path):
     own = fake.last["body"]["kv_transfer_params"]["kvrag"]
     assert own == {"mode": "auto", "namespace": "default/acme"}
     assert "authorization" not in fake.last["headers"]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/invocations"])
+def test_no_depth_of_a_body_hides_a_namespace(guarded, path):
+    fake, http = guarded
+    theft = '"kv_transfer_params": {"kvrag": {"namespace": "default/beta"}}'
+    for depth in range(900, 1001, 5):
+        body = f'{{"prompt": "Who?", {theft}, "deep": {"[" * depth}{"]" * depth}}}'
+        answer = http.post(path, content=body, headers={"authorization": "Bearer sk-a"})
+        assert answer.status_code in (200, 400)
+        if depth == 1000:
+            assert "make it flatter" in answer.json()["error"]["message"]
+    assert fake.requests
+    assert b"default/beta" not in b"".join([request["content"] for request in fake.requests])
+
+
+@pytest.mark.parametrize("path", ["/x/../invocations", "/./invocations", "/x/%2e%2E/invocations"])
+def test_paths_that_mean_others_are_refused(guarded, path):
+    fake, http = guarded
+    connection = HTTPConnection(http.base_url.host, http.base_url.port)
+    with closing(connection):
+        connection.request("POST", path, "{}", {"authorization": "Bearer sk-a"})
+        answer = connection.getresponse()
+        assert answer.status == 400
+        assert b"without it" in answer.read()
+    assert not fake.requests
+
+
+def test_documents_are_not_dropped_on_other_paths(http, fake):
+    body = {"prompt": "Who?", "kvrag": {"documents": [{"text": "a"}]}}
+    assert http.post("/tokenize", json=body).status_code == 400
+    assert not fake.requests
 
 
 def test_bodies_are_limited(guarded):

@@ -198,12 +198,14 @@ def test_a_vllm_that_does_not_start_is_a_sentence(tiny_dir, kv_dir, fake_path):
         (["--", "--port", "80"], "pass --port to kvrag serve"),
         (["--", "--kv_transfer_config.kv_role=x"], "the front sets it"),
         (["--", "--api-key=x"], "KVRAG_API_KEYS"),
+        (["--", "--model", "other"], "name it before --"),
+        (["--", "--config", "vllm.yaml"], "the file's options"),
         (["--host", "0.0.0.0"], "--insecure"),
         (["--", "stray", "--x"], "one argument too many"),
     ],
 )
 def test_options_without_an_effect_are_refused(tiny_dir, kv_dir, monkeypatch, words, said):
-    monkeypatch.setattr("kvrag.front.start.check_installed", lambda: None)
+    monkeypatch.setattr("kvrag.front.start.check_installed", lambda _: None)
     args = ["serve", str(tiny_dir), "--engine", "vllm", "--kv-dir", str(kv_dir), *words]
     ran = CliRunner().invoke(app, args)
     assert ran.exit_code == 2
@@ -224,8 +226,25 @@ def test_without_vllm_there_is_a_remedy(tiny_dir, kv_dir, monkeypatch):
     assert "pip install vllm" in ran.output
 
 
+@pytest.mark.parametrize(
+    ("name", "keys", "said"),
+    [
+        ("VLLM_API_KEY", "", "KVRAG_API_KEYS=tenant=key"),
+        ("VLLM_SERVER_DEV_MODE", "acme=sk-a", "serve without API keys"),
+    ],
+)
+def test_a_variable_that_undoes_keys_is_refused(tiny_dir, kv_dir, monkeypatch, name, keys, said):
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: True)
+    monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("KVRAG_API_KEYS", keys)
+    ran = CliRunner().invoke(
+        app, ["serve", str(tiny_dir), "--engine", "vllm", "--kv-dir", str(kv_dir), "--port", "0"]
+    )
+    assert said in " ".join(ran.output.split())
+
+
 def test_a_password_is_not_put_into_vllms_arguments(tiny_dir, monkeypatch):
-    monkeypatch.setattr("kvrag.front.start.check_installed", lambda: None)
+    monkeypatch.setattr("kvrag.front.start.check_installed", lambda _: None)
     url = "redis://user:swordfish@localhost:9/0"
     ran = CliRunner().invoke(
         app, ["serve", str(tiny_dir), "--engine", "vllm", "--kv-dir", url, "--port", "0"]
