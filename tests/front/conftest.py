@@ -1,5 +1,8 @@
 """A front, its stand-in for vLLM, and an engine with the model, which the stand-in's worker uses."""
 
+import logging
+import signal
+
 import httpx
 import openai
 import pytest
@@ -7,6 +10,21 @@ from front_kit import FakeVLLM, fronted
 from texts import make_chunks
 
 from kvrag import KVRagEngine
+
+
+@pytest.fixture(autouse=True)
+def process_as_before():
+    """Undo what ``kvrag serve`` does to its process: signals and loggers."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    loggers = [logging.getLogger(name) for name in (None, "kvrag", "uvicorn")]
+    before = [(each.handlers[:], each.level, each.propagate) for each in loggers]
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    for each, (own, level, propagates) in zip(loggers, before, strict=True):
+        each.handlers[:] = own
+        each.setLevel(level)
+        each.propagate = propagates
 
 
 @pytest.fixture(scope="module")
