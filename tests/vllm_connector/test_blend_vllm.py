@@ -66,6 +66,9 @@ class Vllm:
             "load_format": "kvrag",
         }
         self.llm = LLM(str(model), **(own | options), kv_transfer_config=transfer)
+        # Where vLLM runs a model of transformers, it changes the class, of this engine's model, too.
+        for module in self.engine.loaded.lm.model.modules():
+            module.do_not_compile = True
 
     def prompt(self, *order: int, question: str = "\n\nWho asks for a box?") -> list[int]:
         encoder = self.engine.loaded.encoder
