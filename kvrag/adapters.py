@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SkipValidation
 
 from kvrag.blend.clock import Clock
-from kvrag.blend.cost import CostModel, Costs, Price
+from kvrag.blend.cost import MARGIN, CostModel, Costs, Price
 from kvrag.blend.layout import Layout, Segment, lay_out
 from kvrag.blend.prefill import prefill
 from kvrag.blend.reuse import read
@@ -81,6 +81,7 @@ else:  # pydantic must neither check these nor put them into a schema
 __all__ = [
     "FORM",
     "LEARN",
+    "MARGIN",
     "AsyncTokenStream",
     "CausalLM",
     "Chat",

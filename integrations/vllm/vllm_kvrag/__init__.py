@@ -1,12 +1,13 @@
-"""kvrag for vLLM: prompts with a stored beginning start with its KV from a kvrag store.
+"""kvrag for vLLM: prompts reuse stored chunks, and vLLM decodes.
 
 ::
 
-    export_model (once, in a process with kvrag's engine) ──→ file with fingerprint and rotations
-    vllm, scheduler ─→ connector ─→ heads (stored beginnings of prompts) ─→ kvrag.store
-    vllm, worker ────→ connector ─→ exported (rotations) ─→ kvrag.store, vLLM's cache
+    connector ─┬→ blend, the scheduler: planning, private (blocks) │ the worker: weights, proof, blending
+               └→ prefix, the scheduler: heads (stored beginnings) │ the worker: exported (rotations)
+    loader ─→ borrowed (a model of transformers with vLLM's weights), linear (its layers on CPUs)
+    export_model (once, in a process with kvrag's engine) ─→ the file of the prefix mode
 
-``KVRagConnector`` is in :mod:`vllm_kvrag.connector`, the only module here that needs vLLM.
+``planning``, ``blending``, ``private``, ``heads``, ``exported`` and ``borrowed`` need no vLLM.
 """
 
 from __future__ import annotations

@@ -17,7 +17,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 from vllm.logger import init_logger
-from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvrag import ConfigError, KVRagError, RepairConfig, StoreConfig, UnsupportedModelError
 from kvrag.adapters import (
@@ -32,7 +31,7 @@ from kvrag.adapters import (
 from vllm_kvrag.blending import Blender, Job, Said
 from vllm_kvrag.loader import LOAD_FORMAT, model_of
 from vllm_kvrag.planning import About, Asked, Decision, Planner
-from vllm_kvrag.prefix import has_own_kv
+from vllm_kvrag.prefix import cache_refusal, has_own_kv
 from vllm_kvrag.private import PrivateBlocks
 from vllm_kvrag.proof import why_different
 from vllm_kvrag.report import Counts, Records, tokens_of
@@ -340,27 +339,10 @@ def _as_computed(num_cached: int, total: int, reason: str | None) -> Said:
 
 def refusal(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
     """Return why vLLM's cache can't take blended rows; ``None`` if it can."""
-    cache = vllm_config.cache_config
     transfer = vllm_config.kv_transfer_config
-    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    is_full = len(specs) == 1 and type(specs[0]) is FullAttentionSpec  # latent attention is another
     runner = vllm_config.model_config.runner_type
-    reasons = [
-        (runner == "generate", f"its runner is {runner!r}, and only answers are blended"),
-        (transfer.is_kv_consumer, f"kv_role is {transfer.kv_role!r}; pass 'kv_consumer'"),
-        (
-            cache.cache_dtype == "auto",
-            f"kv_cache_dtype is {cache.cache_dtype!r}; leave it at 'auto'",
-        ),
-        (vllm_config.parallel_config.world_size == 1, "the model is split among several devices"),
-        (
-            vllm_config.speculative_config is None,
-            "it decodes speculatively, and a draft model has layers of its own",
-        ),
-        (is_full, "its cache is not one group of full attention"),
-        (
-            transfer.kv_load_failure_policy == "recompute",
-            "kv_load_failure_policy must be 'recompute'",
-        ),
-    ]
-    return next((reason for holds, reason in reasons if not holds), None)
+    if runner != "generate":
+        return f"its runner is {runner!r}, and only answers are blended"
+    if not transfer.is_kv_consumer:
+        return f"kv_role is {transfer.kv_role!r}; pass 'kv_consumer'"
+    return cache_refusal(vllm_config, kv_cache_config)

@@ -11,7 +11,7 @@ torch.library.define("kvrag::linear", "(Tensor x, Tensor weight, Tensor? bias) -
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Multiply as ``torch.nn.functional.linear``.
 
-    In float32 on a CPU, torch's oneDNN takes half the time of its MKL on some processors.
+    In float32 on a CPU, torch's oneDNN is faster than its MKL on some processors.
     """
     if x.dtype is torch.float32 and x.device.type == "cpu":
         found: torch.Tensor = torch.ops.kvrag.linear(x, weight, bias)

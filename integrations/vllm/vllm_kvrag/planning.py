@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from kvrag import ConfigError, RepairConfig, StoreConfig
 from kvrag.adapters import (
+    MARGIN,
     ChunkKey,
     Costs,
     Deadline,
@@ -34,8 +35,6 @@ from kvrag.adapters import (
 from vllm_kvrag.heads import REST
 
 Ids = tuple[int, ...]
-# Repaired reuse must cost less than this fraction of computing the rest of the prompt.
-MARGIN = 0.9
 FIELDS = "mode", "repair", "namespace", "precompute", "describe", "trace", "stream", "report"
 
 

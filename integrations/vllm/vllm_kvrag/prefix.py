@@ -205,12 +205,7 @@ def refusal(
 ) -> str | None:
     """Return why vLLM's cache can't take the KV of an exported model; ``None`` if it can."""
     model = vllm_config.model_config
-    cache = vllm_config.cache_config
-    transfer = vllm_config.kv_transfer_config
     rope = rope_text(model.hf_config.get_text_config())
-    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    # With windows only, vLLM frees the blocks before the window and can't compute failed loads.
-    is_full = len(specs) == 1 and isinstance(specs[0], FullAttentionSpec)
     is_same = exported.weights in weights_of(model.model, model.hf_config)
     reasons = [
         (
@@ -231,6 +226,20 @@ def refusal(
             f"it computes in {model.dtype}, and the stored KV is in {exported.dtype}",
         ),
         (model.quantization is None, f"the model is quantised ({model.quantization})"),
+    ]
+    own = next((reason for holds, reason in reasons if not holds), None)
+    return own or cache_refusal(vllm_config, kv_cache_config)
+
+
+def cache_refusal(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
+    """Return why vLLM's cache can't take rows of any model; ``None`` if it can."""
+    cache = vllm_config.cache_config
+    transfer = vllm_config.kv_transfer_config
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    # With windows only, vLLM frees the blocks before the window and can't compute failed loads.
+    # Latent attention is of a class below.
+    is_full = len(specs) == 1 and type(specs[0]) is FullAttentionSpec
+    reasons = [
         (
             cache.cache_dtype == "auto",
             f"kv_cache_dtype is {cache.cache_dtype!r}; leave it at 'auto'",
