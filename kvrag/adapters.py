@@ -43,6 +43,7 @@ from kvrag.identity.fingerprint import (
 )
 from kvrag.identity.model import describe
 from kvrag.identity.weights import source_identity
+from kvrag.model.linear import linear
 from kvrag.model.lm import CausalLM, LoadedModel
 from kvrag.model.load import load as load_model
 from kvrag.model.plain import PlainLM, context_window
@@ -144,6 +145,7 @@ __all__ = [
     "ids_digest",
     "in_collection",
     "lay_out",
+    "linear",
     "load_model",
     "load_tokenizer",
     "namespace_digest",

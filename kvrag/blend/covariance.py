@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from kvrag.blend.layout import Layout, rows_of
+from kvrag.model.linear import linear
 from kvrag.model.rows import KVBuffer
 
 LAYERS = (0.25, 0.75)  # depths of the layers with the compared values, as fractions of all layers
@@ -94,7 +95,7 @@ class RowCovariance:
         """
         to = at - self.span.start
         rows = slice(None) if those is None else those - self.span.start
-        found = (self.rows[rows] @ self.rows[to].T).clamp_(min=0).add_(COMMON)
+        found = linear(self.rows[rows], self.rows[to]).clamp_(min=0).add_(COMMON)
         found *= 1 + (self.owner[rows, None] == self.owner[to]).int()
         # Masked, because rows outside stale chunks may be uninitialised.
         return found.masked_fill_((self.owner[rows] < 0)[:, None], 0)

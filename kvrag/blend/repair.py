@@ -14,6 +14,7 @@ import torch
 from kvrag.blend.covariance import RowCovariance
 from kvrag.blend.layout import Layout, num_rows_of, rows_of
 from kvrag.model import CausalLM, StopForward
+from kvrag.model.linear import linear
 from kvrag.model.rope import Rotations
 from kvrag.model.rows import KVBuffer, Rows
 
@@ -167,7 +168,7 @@ class ResidualShift:
             parts.append(table.partner(parts[0]))
         by_row = torch.cat(parts, dim=-1).transpose(0, 1)
         found = (
-            (self.weights @ by_row.flatten(1).to(self.weights.dtype))
+            linear(self.weights, by_row.flatten(1).to(self.weights.dtype).T)
             .view(-1, *by_row.shape[1:])
             .transpose(0, 1)
         )

@@ -26,6 +26,7 @@ _DROPPED = (
     "host",
     "content-length",
     "authorization",
+    "x-api-key",
     "accept-encoding",
     "origin",
     "x-request-id",

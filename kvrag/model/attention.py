@@ -4,9 +4,9 @@ Row ``i`` sees key ``j`` iff ``j < prefix or lo[i] <= j <= hi[i]``. ``is_causal`
 else when there are fewer rows than keys: a causal mask aligned bottom-right lets a repaired row see
 the future. Three paths give the same result: a fused causal call where the rows are a whole prompt,
 or all but the short head of a long prompt; blocks of rows with the keys cut at the block's limits;
-and explicit probabilities where the model needs them (soft cap, sinks) or the caller wants them
-(the probe). A CUDA kernel of :mod:`kvrag_kernels` takes everything but whole prompts and single
-rows.
+and explicit probabilities where the model needs them (soft cap, sinks), where the caller wants them
+(the probe), or where oneDNN makes them faster than torch's fused kernel. A CUDA kernel of
+:mod:`kvrag_kernels` takes everything but whole prompts and single rows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,11 @@ import torch
 import torch.nn.functional as F
 
 from kvrag.errors import UnsupportedModelError
-from kvrag.model.rows import EVERYTHING, Block, Limits, Reach
+from kvrag.model.linear import linear, takes
+from kvrag.model.rows import BLOCK_ROWS, EVERYTHING, Block, Limits, Reach
+
+# Packed rows of a block for oneDNN: its scores stay in the processor's cache.
+PRODUCT_ROWS = 256
 
 UNDERSTOOD = {"sliding_window", "position_ids", "cache_position", "dropout", "use_cache"}
 UNDERSTOOD |= {"output_attentions", "output_router_logits", "logits_to_keep"}
@@ -70,7 +74,8 @@ def ragged_attention(
     ``(H,)`` (GPT-OSS). The attention of the last rows is added to ``mass``.
     """
     is_plain = softcap is None and sinks is None
-    if limits.padding is not None and mass is None and is_plain and reach.is_whole(limits.num_keys):
+    is_fused = limits.padding is not None and mass is None and is_plain
+    if is_fused and reach.is_whole(limits.num_keys) and not _by_products(query, keys, values):
         options: dict[str, Any] = {
             "is_causal": True,
             "scale": scale,
@@ -98,31 +103,61 @@ def _by_blocks(
 ) -> torch.Tensor:
     """Attend block by block, fused where the probabilities are not needed."""
     is_plain = scores.softcap is None and scores.sinks is None
-    out = query.new_empty((*query.shape[:3], values.shape[-1]))
-    weighed_from = query.shape[2] if mass is None else query.shape[2] - mass.rows
+    batch, heads, rows, _ = query.shape
+    groups = heads // keys.shape[1]
+    out = query.new_empty((batch, heads, rows, values.shape[-1]))
+    weighed_from = rows if mass is None else rows - mass.rows
     most = torch.zeros(
         (*keys.shape[:2], 0 if mass is None else limits.num_keys), device=keys.device
     )
-    kind = (scores.reach, query.shape[1] // keys.shape[1], query.dtype)
+    # Key heads that are attended to at a time.
+    parts = [(slice(None), slice(None), slice(None))]
+    kind = (scores.reach, BLOCK_ROWS, groups)
+    by_products = _by_products(query, keys, values)
+    if by_products:
+        parts = [
+            (slice(b, b + 1), slice(h, h + 1), slice(h * groups, (h + 1) * groups))
+            for b in range(batch)
+            for h in range(keys.shape[1])
+        ]
+        kind = (scores.reach, max(1, PRODUCT_ROWS // groups), 0)
     for block in limits.kept.get(kind) or limits.blocks(*kind):
         q = query[:, :, block.rows]
         k = keys[:, :, block.keys]
         v = values[:, :, block.keys]
-        if block.rows.stop > weighed_from or not is_plain:
-            probabilities = _probabilities(q, k, block, scores)
-            out[:, :, block.rows] = torch.matmul(probabilities.to(v.dtype), v).reshape(
-                *q.shape[:3], v.shape[-1]
-            )
-            if block.rows.stop > weighed_from:
-                found = largest(
-                    probabilities, k.shape[1], q.shape[2], max(0, weighed_from - block.rows.start)
-                )
-                torch.maximum(most[:, :, block.keys], found, out=most[:, :, block.keys])
-        else:
-            out[:, :, block.rows] = fused_attention(q, k, v, scores.scale, block.mask)
+        is_weighed = block.rows.stop > weighed_from
+        if is_plain and not is_weighed and not by_products:
+            mask = block.packed_mask(groups, q.dtype)
+            out[:, :, block.rows] = fused_attention(q, k, v, scores.scale, mask)
+            continue
+        for at, key_heads, own in parts:
+            sinks = None if scores.sinks is None else scores.sinks[own]
+            some = q[at, own]
+            how = scores._replace(sinks=sinks)
+            probabilities = _probabilities(some, k[at, key_heads], block, how)
+            found = _product(probabilities.to(v.dtype), v[at, key_heads].transpose(-1, -2))
+            out[at, own, block.rows] = found.reshape(*some.shape[:3], -1)
+            if is_weighed:
+                skip = max(0, weighed_from - block.rows.start)
+                largest_now = largest(probabilities, found.shape[1], some.shape[2], skip)
+                place = most[at, key_heads, block.keys]
+                torch.maximum(place, largest_now, out=place)
     if mass is not None:
         mass.total.add_(most.sum(dim=(0, 1)))
     return out
+
+
+def _by_products(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
+    """Whether oneDNN's products are faster than torch's fused attention: not for a few rows."""
+    rows = query.shape[2] * query.shape[1] // keys.shape[1]
+    return rows >= PRODUCT_ROWS // 4 and takes(query, keys)
+
+
+def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return ``a @ bᵀ`` over the last two dims."""
+    if a.shape[:2] == (1, 1) and takes(a, b):
+        return linear(a[0, 0], b[0, 0])[None, None]
+    return torch.matmul(a, b.transpose(-1, -2))
 
 
 def _has_kernel(query: torch.Tensor, values: torch.Tensor) -> bool:
@@ -191,12 +226,13 @@ def _probabilities(q: torch.Tensor, k: torch.Tensor, block: Block, how: _Scores)
     """Return the float32 softmax over the visible keys, ``(B, H_kv, G · R, keys)``."""
     batch, heads, rows, dim = q.shape
     packed = q.reshape(batch, k.shape[1], heads // k.shape[1] * rows, dim)
-    scores = torch.matmul(packed * how.scale, k.transpose(-1, -2)).float()
+    scores = _product(packed * how.scale, k).float()
     if how.softcap is not None:
         scores = how.softcap * torch.tanh(scores / how.softcap)
     # Only where a limit cuts: every row sees most of a probe's keys.
     if block.mask is not None:
-        scores[..., block.sure :] += block.mask[:, block.sure :]
+        by_row = scores.view(*k.shape[:2], -1, rows, k.shape[2])
+        by_row[..., block.sure :] += block.mask
     if how.sinks is None:
         return torch.softmax(scores, dim=-1)
     sink = how.sinks.float().reshape(1, k.shape[1], -1, 1, 1).expand(batch, -1, -1, rows, 1)

@@ -37,6 +37,7 @@ from kvrag.identity.weights import keep_name, source_identity
 from kvrag.model.forward import evaluating
 from kvrag.model.gguf.kept import keep_weights, read_kept
 from kvrag.model.gguf.parsing import is_gguf, parsed_once
+from kvrag.model.linear import use_onednn
 from kvrag.model.lm import CausalLM, LoadedModel
 from kvrag.model.lock import lock_of
 from kvrag.model.plain import Pieces, PlainLM, auto_class, check_generates, check_placement
@@ -104,6 +105,8 @@ def _load(
         tokenizer = kept.tokenizer or load_tokenizer(source)
     else:
         model, tokenizer = _load_parts(source, made)
+    if given is None:
+        use_onednn(model)
     lm = accept(model)
     if lm.device.type == "cpu":
         _keep_freed_memory()

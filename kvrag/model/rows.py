@@ -195,18 +195,33 @@ class Rows:
         return self.slots.to(device, non_blocking=True)
 
 
-class Block(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Block:
     """Block of rows, with the keys that they see.
 
-    ``mask``, ``(G · len(rows), len(keys))``, is 0 or -inf; without a mask, the rows see all keys.
-    The heads of a group are packed as rows, heads outermost. Every row sees the first ``sure`` of
-    the keys.
+    Every row sees the first ``sure`` of the keys. ``mask``, float32
+    ``(len(rows), len(keys) - sure)``, is 0 or -inf for the others; without a mask, the rows see all
+    keys.
     """
 
     rows: slice
     keys: slice
     mask: torch.Tensor | None
     sure: int
+    _packed: dict[tuple[int, torch.dtype], torch.Tensor] = field(default_factory=dict)
+
+    def packed_mask(self, groups: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return the mask of all keys, ``(groups · len(rows), len(keys))``, made once.
+
+        The heads of a group are packed as rows, heads outermost.
+        """
+        if self.mask is None:
+            return None
+        kind = (groups, dtype)
+        if kind not in self._packed:
+            whole = torch.nn.functional.pad(self.mask.to(dtype), (self.sure, 0))
+            self._packed[kind] = whole.repeat(groups, 1)
+        return self._packed[kind]
 
 
 class KernelLimits(NamedTuple):
@@ -234,7 +249,7 @@ class Limits:
     prefix: int = 0
     is_fixed: bool = False
     padding: int | None = field(init=False, default=None)
-    kept: dict[tuple[Reach, int, torch.dtype], list[Block]] = field(default_factory=dict)
+    kept: dict[tuple[Reach, int, int], list[Block]] = field(default_factory=dict)
     for_kernels: dict[tuple[object, ...], KernelLimits] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -256,24 +271,28 @@ class Limits:
             return lo
         return torch.maximum(lo, self.first)
 
-    def blocks(self, reach: Reach, groups: int, dtype: torch.dtype) -> Iterable[Block]:
-        """Return the blocks of a layer with this reach and ``groups`` query heads per key head.
+    def blocks(self, reach: Reach, size: int = BLOCK_ROWS, groups: int = 0) -> Iterable[Block]:
+        """Return the blocks of a layer with this reach, of at most ``size`` rows.
 
-        They are kept for the next layers unless they are large.
+        They are kept for the next layers unless their masks are large. ``groups`` is the number of
+        query heads that masks are packed for (:meth:`Block.packed_mask`).
         """
-        kind = (EVERYTHING if reach.is_whole(self.num_keys) else reach, groups, dtype)
+        kind = (EVERYTHING if reach.is_whole(self.num_keys) else reach, size, groups)
         if kind not in self.kept:
             lo = self.lo(reach)
             if self.is_fixed:
                 cuts = [(slice(0, len(self.hi)), slice(0, self.num_keys), 0)]
             else:
                 hi, first = self._on_host(reach, lo)
-                cuts = _cut(hi.tolist(), None if first is None else first.tolist())
-            blocks = (self._block(*cut, lo, groups, dtype) for cut in cuts)
-            if len(self.hi) * self.num_keys * groups > MAX_CACHED_MASK:
+                cuts = _cut(hi.tolist(), None if first is None else first.tolist(), size)
+            blocks = (self._block(*cut, lo) for cut in cuts)
+            elements = len(self.hi) * self.num_keys * groups
+            for rows, keys, sure in cuts:
+                elements += (rows.stop - rows.start) * (keys.stop - keys.start - sure)
+            if elements > MAX_CACHED_MASK:
                 return blocks
             self.kept[kind] = list(blocks)
-        self.kept[(reach, groups, dtype)] = self.kept[kind]
+        self.kept[(reach, size, groups)] = self.kept[kind]
         return self.kept[kind]
 
     def _on_host(
@@ -289,26 +308,16 @@ class Limits:
         last = Limits(torch.tensor([self.num_keys - 1]), self.num_keys)
         return last.hi, last.lo(reach)
 
-    def _block(
-        self,
-        rows: slice,
-        keys: slice,
-        sure: int,
-        lo: torch.Tensor | None,
-        groups: int,
-        dtype: torch.dtype,
-    ) -> Block:
+    def _block(self, rows: slice, keys: slice, sure: int, lo: torch.Tensor | None) -> Block:
         # A single row sees all keys of its block.
         if rows.stop - rows.start == 1 and not self.is_fixed:
             return Block(rows, keys, None, sure)
-        j = torch.arange(keys.start, keys.stop, device=self.hi.device)
+        j = torch.arange(keys.start + sure, keys.stop, device=self.hi.device)
         hidden = j > self.hi[rows, None]
         if lo is not None and not sure:
             hidden |= j < lo[rows, None]
-        mask = torch.zeros(hidden.shape, dtype=dtype, device=j.device).masked_fill_(
-            hidden, float("-inf")
-        )
-        return Block(rows, keys, mask.repeat(groups, 1), sure)
+        mask = torch.zeros(hidden.shape, device=j.device).masked_fill_(hidden, float("-inf"))
+        return Block(rows, keys, mask, sure)
 
     def last(self, count: int) -> Limits:
         """Return the limits of the last ``count`` rows alone."""
@@ -330,7 +339,7 @@ class Limits:
         return self.for_kernels[kind]
 
 
-def _cut(last: list[int], first: list[int] | None) -> list[tuple[slice, slice, int]]:
+def _cut(last: list[int], first: list[int] | None, size: int) -> list[tuple[slice, slice, int]]:
     """Cut rows into blocks: rows, keys, and the number of first keys that all these rows see.
 
     A row of another request begins a block.
@@ -339,7 +348,7 @@ def _cut(last: list[int], first: list[int] | None) -> list[tuple[slice, slice, i
     start = 0
     first = first or [0] * len(last)
     for i in range(1, len(last) + 1):
-        if i < len(last) and i - start < BLOCK_ROWS and first[i] <= last[i - 1] < last[i]:
+        if i < len(last) and i - start < size and first[i] <= last[i - 1] < last[i]:
             continue
         keys = slice(first[start], last[i - 1] + 1)
         cuts.append(

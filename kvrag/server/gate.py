@@ -124,7 +124,9 @@ class Gate:
         if is_open or not self._config.api_keys:
             return None
         kind, _, key = headers.get(b"authorization", "").partition(" ")
-        tenant = self._config.tenant_of(key.strip()) if kind.lower() == "bearer" else None
+        if kind.lower() != "bearer":
+            key = headers.get(b"x-api-key", "")  # as Anthropic's clients send it
+        tenant = self._config.tenant_of(key.strip())
         if tenant is None:
             message = "the API key is missing or unknown; send 'Authorization: Bearer KEY'"
             raise APIError(401, message, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})

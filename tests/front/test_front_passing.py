@@ -205,15 +205,25 @@ def test_a_key_reaches_its_own_namespace_alone(guarded, path):
     assert "authorization" not in fake.last["headers"]
 
 
+def test_the_key_of_anthropics_clients_counts_and_stays_here(guarded):
+    fake, http = guarded
+    answer = http.post("/v1/messages", json=ASK, headers={"x-api-key": "sk-a"})
+    assert answer.status_code == 200
+    own = fake.last["body"]["kv_transfer_params"]["kvrag"]
+    assert own["namespace"] == "default/acme"
+    assert "x-api-key" not in fake.last["headers"]
+
+
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/invocations"])
 def test_no_depth_of_a_body_hides_a_namespace(guarded, path):
     fake, http = guarded
     theft = '"kv_transfer_params": {"kvrag": {"namespace": "default/beta"}}'
-    for depth in range(900, 1001, 5):
+    hopeless = 100_000  # deeper than any interpreter reads
+    for depth in (*range(900, 1001, 5), hopeless):
         body = f'{{"prompt": "Who?", {theft}, "deep": {"[" * depth}{"]" * depth}}}'
         answer = http.post(path, content=body, headers={"authorization": "Bearer sk-a"})
         assert answer.status_code in (200, 400)
-        if depth == 1000:
+        if depth == hopeless:
             assert "make it flatter" in answer.json()["error"]["message"]
     assert fake.requests
     assert b"default/beta" not in b"".join([request["content"] for request in fake.requests])

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from kvrag.model.attention import Mass, ragged_attention
+from kvrag.model.attention import PRODUCT_ROWS, Mass, ragged_attention
+from kvrag.model.linear import has_onednn
 from kvrag.model.rows import BLOCK_ROWS, EVERYTHING, Limits, Reach
 from kvrag_kernels.reference import mass as mass_of
 
@@ -54,11 +55,15 @@ def random_case(
     )
 
 
-@pytest.fixture(params=["blocks", "op"])
+@pytest.fixture(params=["blocks", "products", "op"])
 def path(request, monkeypatch):
-    """This module's own blocks, or the op of ``kvrag_kernels`` as where there is a kernel: here it computes with torch."""
+    """Blocks by torch's fused attention, or by oneDNN's products, or the op of ``kvrag_kernels``: without a GPU it computes with torch."""
+    if request.param == "products" and not has_onednn():
+        pytest.skip("torch has no oneDNN for this processor")
     monkeypatch.setattr("kvrag.model.attention._has_kernel", lambda *_: request.param == "op")
-    return str(request.param)
+    monkeypatch.setattr("kvrag.model.linear.has_onednn", lambda: request.param == "products")
+    with torch.inference_mode():
+        yield str(request.param)
 
 
 @pytest.mark.usefixtures("path")
@@ -68,7 +73,7 @@ def path(request, monkeypatch):
 )
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (3, 1)])
 @pytest.mark.parametrize(
-    ("rows", "keys"), [(1, 1), (1, 50), (7, 64), (BLOCK_ROWS + 3, 400), (300, 300)]
+    ("rows", "keys"), [(1, 1), (1, 50), (7, 64), (BLOCK_ROWS + 3, 400), (PRODUCT_ROWS + 44, 300)]
 )
 def test_rows_see_exactly_their_keys(rows, keys, heads, kv_heads, window, chunk, softcap):
     q, k, v, hi = random_case(heads, kv_heads, rows, keys, batch=2)
@@ -143,10 +148,12 @@ def test_large_masks_are_not_kept(monkeypatch):
 
 def test_blocks_cut_keys_at_their_last_limit():
     plan = Limits(torch.arange(0, 4000, 10), 3991)
-    blocks = list(plan.blocks(EVERYTHING, 1, torch.float32))
+    blocks = list(plan.blocks(EVERYTHING))
     assert [b.keys.stop for b in blocks[:2]] == [BLOCK_ROWS * 10 - 9, BLOCK_ROWS * 20 - 9]
     assert blocks[-1].keys.stop == 3991
     assert blocks[1].sure == BLOCK_ROWS * 10 + 1
-    assert list(plan.blocks(Reach(100), 1, torch.float32))[1].keys.start == BLOCK_ROWS * 10 - 99
-    assert next(iter(plan.blocks(EVERYTHING, 1, torch.float32))) is blocks[0]
-    assert next(iter(plan.blocks(EVERYTHING, 3, torch.float32))).mask.shape[0] == 3 * BLOCK_ROWS
+    assert list(plan.blocks(Reach(100)))[1].keys.start == BLOCK_ROWS * 10 - 99
+    assert next(iter(plan.blocks(EVERYTHING))) is blocks[0]
+    packed = blocks[1].packed_mask(3, torch.float64)
+    assert packed.shape == (3 * BLOCK_ROWS, blocks[1].keys.stop)
+    assert packed is blocks[1].packed_mask(3, torch.float64)

@@ -104,7 +104,14 @@ class TestKeys:
 
     @pytest.mark.parametrize(
         "headers",
-        [{}, {"Authorization": "Bearer kc"}, {"Authorization": "Basic ka"}, {"api-key": "ka"}],
+        [
+            {},
+            {"Authorization": "Bearer kc"},
+            {"Authorization": "Basic ka"},
+            {"api-key": "ka"},
+            {"x-api-key": "kc"},
+            {"x-api-key": "ka", "Authorization": "Bearer kc"},
+        ],
     )
     def test_without_a_known_one_nothing_is_answered(self, url, headers):
         for path in ("/v1/models", "/v1/kv/stats", "/v1/kv/documents"):
@@ -116,7 +123,7 @@ class TestKeys:
         assert httpx.get(f"{url}/health").status_code == 200
 
     def test_each_has_its_own_documents(self, url, chunks):
-        a, b = ({"Authorization": f"Bearer {key}"} for key in ("ka", "kb"))
+        a, b = {"Authorization": "Bearer ka"}, {"x-api-key": "kb"}
         body = {"documents": [{"id": "one", "text": chunks[0]}]}
         made = httpx.post(f"{url}/v1/kv/precompute", json=body, headers=a, timeout=60).json()
         assert made["stored"] == 1

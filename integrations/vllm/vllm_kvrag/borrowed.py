@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from kvrag import UnsupportedModelError
 from kvrag.adapters import LoadedModel, ModelSource, PromptEncoder, config_of, load_model
-from vllm_kvrag.linear import linear
 
 EXPERTS = {"gate_up_proj": "w13_weight", "down_proj": "w2_weight"}
 PLAIN_EXPERTS = ("TRITON", "BATCHED_TRITON")  # kernels that take experts as they are in the files
@@ -47,8 +46,6 @@ def borrow(model: torch.nn.Module, config: PreTrainedConfig) -> PreTrainedModel:
                 if place not in views:
                     views[place] = weights.view(f"{path}.{name}")
                 setattr(module, name, views[place])
-        if type(module) is torch.nn.Linear:
-            module.__class__ = _Linear
     return own.to(like.device).eval()
 
 
@@ -84,11 +81,6 @@ def _without_weights(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrained
     finally:
         hook.remove()
     return found
-
-
-class _Linear(torch.nn.Linear):
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return linear(input, self.weight, self.bias)
 
 
 class _Weights:
