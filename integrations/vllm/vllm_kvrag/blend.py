@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows its own loggers only
 
-IDLE_WAIT_S = 0.02  # a step without a forward waits this long for a job to end
+IDLE_WAIT_S = 0.05  # a step without a forward waits this long for a job to end
 FAILED = "its stored KV could not be used (vLLM's log says why)"
 
 

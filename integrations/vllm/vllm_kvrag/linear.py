@@ -8,8 +8,13 @@ from kvrag.adapters import linear as multiply
 
 # An operator of our own, because torch's compiler takes oneDNN's for constant weights alone.
 torch.library.define("kvrag::linear", "(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
-torch.library.impl("kvrag::linear", "cpu", multiply)
 torch.library.register_fake("kvrag::linear", torch.nn.functional.linear)
+
+
+@torch.library.impl("kvrag::linear", "cpu")
+def _multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    # vLLM's weights are of a class that loads them; it means nothing to a product.
+    return multiply(x, weight.as_subclass(torch.Tensor), bias)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
