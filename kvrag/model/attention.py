@@ -11,15 +11,19 @@ and explicit probabilities where the model needs them (soft cap, sinks), where t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from types import EllipsisType
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from kvrag.errors import UnsupportedModelError
-from kvrag.model.linear import linear, takes
+from kvrag.model.linear import has_onednn, linear
 from kvrag.model.rows import BLOCK_ROWS, EVERYTHING, Block, Limits, Reach
+
+Index = tuple[slice, slice] | EllipsisType
+"""Index of a tensor's first two dims: batch and heads."""
 
 # Packed rows of a block for oneDNN: its scores stay in the processor's cache.
 PRODUCT_ROWS = 256
@@ -52,6 +56,12 @@ class _Scores(NamedTuple):
     softcap: float | None
     sinks: torch.Tensor | None
 
+    def of(self, heads: Index) -> _Scores:
+        """Return the options of some query heads, by their index in a query."""
+        if self.sinks is None or heads is ...:
+            return self
+        return self._replace(sinks=self.sinks[heads[1]])
+
 
 def ragged_attention(
     query: torch.Tensor,
@@ -75,7 +85,7 @@ def ragged_attention(
     """
     is_plain = softcap is None and sinks is None
     is_fused = limits.padding is not None and mass is None and is_plain
-    if is_fused and reach.is_whole(limits.num_keys) and not _by_products(query, keys, values):
+    if is_fused and reach.is_whole(limits.num_keys) and not _by_products(query):
         options: dict[str, Any] = {
             "is_causal": True,
             "scale": scale,
@@ -110,54 +120,63 @@ def _by_blocks(
     most = torch.zeros(
         (*keys.shape[:2], 0 if mass is None else limits.num_keys), device=keys.device
     )
-    # Key heads that are attended to at a time.
-    parts = [(slice(None), slice(None), slice(None))]
-    kind = (scores.reach, BLOCK_ROWS, groups)
-    by_products = _by_products(query, keys, values)
-    if by_products:
-        parts = [
-            (slice(b, b + 1), slice(h, h + 1), slice(h * groups, (h + 1) * groups))
-            for b in range(batch)
-            for h in range(keys.shape[1])
-        ]
-        kind = (scores.reach, max(1, PRODUCT_ROWS // groups), 0)
-    for block in limits.kept.get(kind) or limits.blocks(*kind):
+    by_products = _by_products(query)
+    blocks, parts = _cut(keys, groups, limits, scores.reach, by_products=by_products)
+    for block in blocks:
         q = query[:, :, block.rows]
         k = keys[:, :, block.keys]
         v = values[:, :, block.keys]
+        to = out[:, :, block.rows]
         is_weighed = block.rows.stop > weighed_from
         if is_plain and not is_weighed and not by_products:
-            mask = block.packed_mask(groups, q.dtype)
-            out[:, :, block.rows] = fused_attention(q, k, v, scores.scale, mask)
+            to.copy_(fused_attention(q, k, v, scores.scale, block.packed_mask(groups, q.dtype)))
             continue
-        for at, key_heads, own in parts:
-            sinks = None if scores.sinks is None else scores.sinks[own]
-            some = q[at, own]
-            how = scores._replace(sinks=sinks)
-            probabilities = _probabilities(some, k[at, key_heads], block, how)
-            found = _product(probabilities.to(v.dtype), v[at, key_heads].transpose(-1, -2))
-            out[at, own, block.rows] = found.reshape(*some.shape[:3], -1)
+        for own, of_keys in parts:
+            probabilities = _probabilities(q[own], k[of_keys], block, scores.of(own))
+            found = _product(probabilities.to(v.dtype), v[of_keys].mT)
+            to[own] = found.view(to[own].shape)
             if is_weighed:
                 skip = max(0, weighed_from - block.rows.start)
-                largest_now = largest(probabilities, found.shape[1], some.shape[2], skip)
-                place = most[at, key_heads, block.keys]
-                torch.maximum(place, largest_now, out=place)
+                _keep_largest(most[:, :, block.keys][of_keys], probabilities, q.shape[2], skip)
     if mass is not None:
         mass.total.add_(most.sum(dim=(0, 1)))
     return out
 
 
-def _by_products(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
+def _by_products(query: torch.Tensor) -> bool:
     """Whether oneDNN's products are faster than torch's fused attention: not for a few rows."""
-    rows = query.shape[2] * query.shape[1] // keys.shape[1]
-    return rows >= PRODUCT_ROWS // 4 and takes(query, keys)
+    return (
+        query.shape[2] * query.shape[1] >= PRODUCT_ROWS
+        and query.dtype is torch.float32
+        and query.device.type == "cpu"
+        and has_onednn()
+    )
+
+
+def _cut(
+    keys: torch.Tensor, groups: int, limits: Limits, reach: Reach, *, by_products: bool
+) -> tuple[Iterable[Block], list[tuple[Index, Index]]]:
+    """Return the blocks of a layer, and the heads that a block is computed for at a time.
+
+    Heads are indices in the query and in the keys: all, or a key head each for products.
+    """
+    kind = (reach, BLOCK_ROWS, groups)
+    parts: list[tuple[Index, Index]] = [(..., ...)]
+    if by_products:
+        kind = (reach, max(1, PRODUCT_ROWS // groups), 0)
+        parts = [
+            ((one, slice(h * groups, (h + 1) * groups)), (one, slice(h, h + 1)))
+            for one in (slice(b, b + 1) for b in range(keys.shape[0]))
+            for h in range(keys.shape[1])
+        ]
+    return limits.kept.get(kind) or limits.blocks(*kind), parts
 
 
 def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return ``a @ bᵀ`` over the last two dims."""
-    if a.shape[:2] == (1, 1) and takes(a, b):
+    if a.shape[:2] == (1, 1):
         return linear(a[0, 0], b[0, 0])[None, None]
-    return torch.matmul(a, b.transpose(-1, -2))
+    return torch.matmul(a, b.mT)
 
 
 def _has_kernel(query: torch.Tensor, values: torch.Tensor) -> bool:
@@ -238,6 +257,11 @@ def _probabilities(q: torch.Tensor, k: torch.Tensor, block: Block, how: _Scores)
     sink = how.sinks.float().reshape(1, k.shape[1], -1, 1, 1).expand(batch, -1, -1, rows, 1)
     extra = sink.reshape(batch, k.shape[1], packed.shape[2], 1)
     return torch.softmax(torch.cat([scores, extra], dim=-1), dim=-1)[..., :-1]
+
+
+def _keep_largest(most: torch.Tensor, probabilities: torch.Tensor, rows: int, skip: int) -> None:
+    found = largest(probabilities, most.shape[1], rows, skip)
+    torch.maximum(most, found, out=most)
 
 
 def largest(probabilities: torch.Tensor, kv_heads: int, rows: int, skip: int) -> torch.Tensor:

@@ -32,26 +32,18 @@ def use_onednn(model: torch.nn.Module) -> None:
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Multiply as ``torch.nn.functional.linear``: ``x`` ``(·, R, K)``, ``weight`` ``(N, K)``."""
-    if not takes(x, weight):
+    """Multiply as ``torch.nn.functional.linear``: ``x`` ``(·, R, K)``, ``weight`` ``(N, K)``.
+
+    oneDNN takes float32 on a CPU, where no gradient is wanted.
+    """
+    is_plain = type(weight) in _PLAIN and weight.dtype is x.dtype is torch.float32
+    if not is_plain or x.device.type != "cpu" or torch.is_grad_enabled() or not has_onednn():
         return F.linear(x, weight, bias)
     rows = x.shape[-2] if x.dim() > 1 else 1
     spare = -rows % 8 if rows > MAX_ODD_ROWS else 0
     padded = F.pad(x, (0, 0, 0, spare)) if spare else x
     out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(padded, weight, bias, "none", [], "")
     return out[..., :rows, :] if spare else out
-
-
-def takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether oneDNN multiplies these tensors: float32, on a CPU, plain and without gradients."""
-    return (
-        x.dtype is torch.float32
-        and weight.dtype is torch.float32
-        and x.device.type == "cpu"
-        and type(weight) in _PLAIN
-        and not torch.is_grad_enabled()
-        and has_onednn()
-    )
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

@@ -158,7 +158,7 @@ KEYS = {"sk-a": "acme", "sk-b": "beta"}
 @pytest.fixture
 def guarded(tiny_dir, tmp_path, engine):
     fake = FakeVLLM(engine)
-    config = ServerConfig(model_name="tiny", api_keys=KEYS, max_body_bytes=4096)
+    config = ServerConfig(model_name="tiny", api_keys=KEYS, max_body_bytes=2**18)
     with fronted(tiny_dir, tmp_path / "kv", fake, config) as (url, _, _):
         fake.requests.clear()
         with httpx.Client(base_url=url) as http:
@@ -249,7 +249,9 @@ def test_documents_are_not_dropped_on_other_paths(http, fake):
 
 def test_bodies_are_limited(guarded):
     fake, http = guarded
-    answer = http.post("/tokenize", content=b"x" * 5000, headers={"authorization": "Bearer sk-a"})
+    answer = http.post(
+        "/tokenize", content=b"x" * 300_000, headers={"authorization": "Bearer sk-a"}
+    )
     assert answer.status_code == 413
     assert not fake.requests
 

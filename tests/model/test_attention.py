@@ -55,13 +55,18 @@ def random_case(
     )
 
 
+def use_products(monkeypatch: pytest.MonkeyPatch, *, is_used: bool) -> None:
+    for module in ("attention", "linear"):
+        monkeypatch.setattr(f"kvrag.model.{module}.has_onednn", lambda: is_used)
+
+
 @pytest.fixture(params=["blocks", "products", "op"])
 def path(request, monkeypatch):
     """Blocks by torch's fused attention, or by oneDNN's products, or the op of ``kvrag_kernels``: without a GPU it computes with torch."""
     if request.param == "products" and not has_onednn():
         pytest.skip("torch has no oneDNN for this processor")
     monkeypatch.setattr("kvrag.model.attention._has_kernel", lambda *_: request.param == "op")
-    monkeypatch.setattr("kvrag.model.linear.has_onednn", lambda: request.param == "products")
+    use_products(monkeypatch, is_used=request.param == "products")
     with torch.inference_mode():
         yield str(request.param)
 
@@ -106,8 +111,9 @@ def test_mass_is_the_most_that_one_of_the_last_rows_pays(mass_rows):
     )
 
 
-def test_fast_paths_equal_the_general_path():
+def test_fast_paths_equal_the_general_path(monkeypatch):
     """One fused causal call where the rows are the whole prompt; blocks otherwise."""
+    use_products(monkeypatch, is_used=False)
     q, k, v, _ = random_case(6, 2, 200, 200)
     whole = Limits(torch.arange(200), 200)
     fast = [
@@ -126,6 +132,7 @@ def test_fast_paths_equal_the_general_path():
 
 @pytest.mark.parametrize(("head", "is_padded"), [(1, True), (25, True), (26, False)])
 def test_a_long_prompt_but_for_its_short_head_is_one_fused_call(head, is_padded, monkeypatch):
+    use_products(monkeypatch, is_used=False)
     assert Limits(torch.arange(head, 200), 200).padding is None, "a short prompt"
     monkeypatch.setattr("kvrag.model.rows.MAX_BLOCKED", 1000)
     q, k, v, _ = random_case(6, 2, 200 - head, 200)
