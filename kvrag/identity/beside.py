@@ -18,7 +18,13 @@ import torch
 from kvrag.errors import UnsupportedModelError
 from kvrag.identity.weights import SIMPLE, described
 
-_ORDINARY = ("torch.nn.", "transformers.models.", "transformers.activations", "peft.")
+_ORDINARY = (
+    "torch.nn.",
+    "transformers.models.",
+    "transformers.activations",
+    "peft.",
+    "kvrag.model.linear",
+)
 """Modules of classes that keep their state in parameters and buffers, or are known otherwise."""
 
 _ADDRESSES = 2**32  # larger integers may be addresses of objects, which differ between processes

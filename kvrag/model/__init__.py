@@ -1,8 +1,9 @@
 """Causal LMs, in the only room that knows transformers' internals.
 
-Nothing is patched (but the reader of GGUF files, for the length of a load), and no architecture is
-accepted by its name. Structure gives candidates; a forward of a few tokens at load shows, layer by
-layer, which of them hold; a proof compares the loaded model with transformers' own forward.
+A given model is not patched, and no architecture is accepted by its name. (Linear layers of a
+model that is loaded here get another class; the reader of GGUF files is patched while it reads.)
+Structure gives candidates; a forward of a few tokens at load shows, layer by layer, which of them
+hold; a proof compares the loaded model with transformers' own forward.
 
 ::
 
@@ -11,6 +12,7 @@ layer, which of them hold; a proof compares the loaded model with transformers' 
                └──→ lm ← traits ← candidates, rope    findings about every layer
                     ├──→ proof                        reuse is exact on this model, or refused
     ids, Rows, KV ──┴──→ forward → attention → rows   cache, attention, limits of rows, KV in slots
+                                      └─→ linear      products of a CPU's matrices
     lock (of the model) → steps                       decode steps of all requests, in a forward
     flash                                             the attention under transformers' generate
 

@@ -11,7 +11,7 @@ and explicit probabilities where the model needs them (soft cap, sinks), where t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from types import EllipsisType
 from typing import Any, NamedTuple
 
@@ -27,6 +27,11 @@ Index = tuple[slice, slice] | EllipsisType
 
 # Packed rows of a block for oneDNN: its scores stay in the processor's cache.
 PRODUCT_ROWS = 256
+# Scores of a key head from which products are faster: each head costs calls of its own.
+MIN_SCORES = 2**16
+# The fused kernel shares heads and rows among its threads, oneDNN a single product. Two threads
+# were measured.
+MAX_THREADS = 8
 
 UNDERSTOOD = {"sliding_window", "position_ids", "cache_position", "dropout", "use_cache"}
 UNDERSTOOD |= {"output_attentions", "output_router_logits", "logits_to_keep"}
@@ -85,7 +90,7 @@ def ragged_attention(
     """
     is_plain = softcap is None and sinks is None
     is_fused = limits.padding is not None and mass is None and is_plain
-    if is_fused and reach.is_whole(limits.num_keys) and not _by_products(query):
+    if is_fused and reach.is_whole(limits.num_keys) and not _by_products(query, keys):
         options: dict[str, Any] = {
             "is_causal": True,
             "scale": scale,
@@ -120,63 +125,80 @@ def _by_blocks(
     most = torch.zeros(
         (*keys.shape[:2], 0 if mass is None else limits.num_keys), device=keys.device
     )
-    by_products = _by_products(query)
-    blocks, parts = _cut(keys, groups, limits, scores.reach, by_products=by_products)
-    for block in blocks:
+    kind = (scores.reach, BLOCK_ROWS, groups)
+    if _by_products(query, keys):
+        kind = (scores.reach, max(1, PRODUCT_ROWS // groups), 0)
+    for block in limits.kept.get(kind) or limits.blocks(*kind):
         q = query[:, :, block.rows]
         k = keys[:, :, block.keys]
         v = values[:, :, block.keys]
         to = out[:, :, block.rows]
-        is_weighed = block.rows.stop > weighed_from
-        if is_plain and not is_weighed and not by_products:
+        weighed = block.rows.stop - weighed_from
+        if is_plain and weighed <= 0 and not _by_products(q, k):
             to.copy_(fused_attention(q, k, v, scores.scale, block.packed_mask(groups, q.dtype)))
-            continue
-        for own, of_keys in parts:
-            probabilities = _probabilities(q[own], k[of_keys], block, scores.of(own))
-            found = _product(probabilities.to(v.dtype), v[of_keys].mT)
-            to[own] = found.view(to[own].shape)
-            if is_weighed:
-                skip = max(0, weighed_from - block.rows.start)
-                _keep_largest(most[:, :, block.keys][of_keys], probabilities, q.shape[2], skip)
+        else:
+            found = most[:, :, block.keys] if weighed > 0 else None
+            _by_probabilities(q, k, v, block, scores, to, found, weighed)
     if mass is not None:
         mass.total.add_(most.sum(dim=(0, 1)))
     return out
 
 
-def _by_products(query: torch.Tensor) -> bool:
-    """Whether oneDNN's products are faster than torch's fused attention: not for a few rows."""
+def _by_probabilities(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    block: Block,
+    scores: _Scores,
+    out: torch.Tensor,
+    most: torch.Tensor | None,
+    weighed: int,
+) -> None:
+    """Write a block's attention to ``out``, and what its last ``weighed`` rows pay to ``most``.
+
+    Products by oneDNN take a key head at a time.
+    """
+    rows = q.shape[2]
+    is_each = _by_products(q, k)
+    for own, of_keys in _each_head(k, q.shape[1] // k.shape[1]) if is_each else [(..., ...)]:
+        probabilities = _probabilities(q[own], k[of_keys], block, scores.of(own))
+        found = _product(probabilities.to(v.dtype), v[of_keys].mT)
+        out[own] = found.view(out[own].shape)
+        if most is not None:
+            place = most[of_keys]
+            found = largest(probabilities, place.shape[1], rows, max(0, rows - weighed))
+            torch.maximum(place, found, out=place)
+
+
+def _by_products(query: torch.Tensor, keys: torch.Tensor) -> bool:
+    """Whether products by oneDNN, head by head, are faster than torch's fused attention."""
+    scores_per_head = query.shape[1] // keys.shape[1] * query.shape[2] * keys.shape[2]
     return (
-        query.shape[2] * query.shape[1] >= PRODUCT_ROWS
+        scores_per_head >= MIN_SCORES
         and query.dtype is torch.float32
         and query.device.type == "cpu"
+        and torch.get_num_threads() <= MAX_THREADS
         and has_onednn()
     )
 
 
-def _cut(
-    keys: torch.Tensor, groups: int, limits: Limits, reach: Reach, *, by_products: bool
-) -> tuple[Iterable[Block], list[tuple[Index, Index]]]:
-    """Return the blocks of a layer, and the heads that a block is computed for at a time.
-
-    Heads are indices in the query and in the keys: all, or a key head each for products.
-    """
-    kind = (reach, BLOCK_ROWS, groups)
-    parts: list[tuple[Index, Index]] = [(..., ...)]
-    if by_products:
-        kind = (reach, max(1, PRODUCT_ROWS // groups), 0)
-        parts = [
-            ((one, slice(h * groups, (h + 1) * groups)), (one, slice(h, h + 1)))
-            for one in (slice(b, b + 1) for b in range(keys.shape[0]))
-            for h in range(keys.shape[1])
-        ]
-    return limits.kept.get(kind) or limits.blocks(*kind), parts
+def _each_head(keys: torch.Tensor, groups: int) -> list[tuple[Index, Index]]:
+    """Return the indices of each key head: of its heads in the query, and of itself."""
+    return [
+        ((one, slice(h * groups, (h + 1) * groups)), (one, slice(h, h + 1)))
+        for one in (slice(b, b + 1) for b in range(keys.shape[0]))
+        for h in range(keys.shape[1])
+    ]
 
 
 def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return ``a @ bᵀ`` over the last two dims."""
-    if a.shape[:2] == (1, 1):
-        return linear(a[0, 0], b[0, 0])[None, None]
-    return torch.matmul(a, b.mT)
+    if a.shape[:2] != (1, 1):
+        return torch.matmul(a, b.mT)
+    weight = b[0, 0]
+    if not (weight.is_contiguous() or weight.T.is_contiguous()):
+        weight = weight.contiguous()  # oneDNN is slow with values that are cut from wider rows
+    return linear(a[0, 0], weight)[None, None]
 
 
 def _has_kernel(query: torch.Tensor, values: torch.Tensor) -> bool:
@@ -257,11 +279,6 @@ def _probabilities(q: torch.Tensor, k: torch.Tensor, block: Block, how: _Scores)
     sink = how.sinks.float().reshape(1, k.shape[1], -1, 1, 1).expand(batch, -1, -1, rows, 1)
     extra = sink.reshape(batch, k.shape[1], packed.shape[2], 1)
     return torch.softmax(torch.cat([scores, extra], dim=-1), dim=-1)[..., :-1]
-
-
-def _keep_largest(most: torch.Tensor, probabilities: torch.Tensor, rows: int, skip: int) -> None:
-    found = largest(probabilities, most.shape[1], rows, skip)
-    torch.maximum(most, found, out=most)
 
 
 def largest(probabilities: torch.Tensor, kv_heads: int, rows: int, skip: int) -> torch.Tensor:

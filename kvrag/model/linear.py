@@ -1,19 +1,23 @@
-"""Products of float32 matrices on a CPU, by oneDNN where torch has it.
+"""Products of float32 matrices on AMD's processors, by oneDNN.
 
-By itself, torch takes MKL. On processors that MKL does not favour, oneDNN is twice as fast for the
-rows of a prompt, and two to four times for the single row of a decode step.
+torch takes MKL, which is slow there: oneDNN is twice as fast for the rows of a prompt, and two to
+four times for the single row of a decode step.
 """
 
 from __future__ import annotations
 
 import platform
+from contextlib import suppress
 from functools import cache
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
 # Beyond so many rows, oneDNN takes a third longer for an odd number than for a multiple of 8.
 MAX_ODD_ROWS = 256
+# A quantised weight is of a type of its own.
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class Linear(torch.nn.Linear):
@@ -32,30 +36,42 @@ def use_onednn(model: torch.nn.Module) -> None:
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Multiply as ``torch.nn.functional.linear``: ``x`` ``(·, R, K)``, ``weight`` ``(N, K)``.
+    """Multiply as ``torch.nn.functional.linear``: ``x`` ``(·, K)``, ``weight`` ``(N, K)``.
 
-    oneDNN takes float32 on a CPU, where no gradient is wanted.
+    oneDNN takes float32 on a CPU, without gradients or autocast. torch's compiler knows its
+    operator for constant weights alone.
     """
-    is_plain = type(weight) in _PLAIN and weight.dtype is x.dtype is torch.float32
-    if not is_plain or x.device.type != "cpu" or torch.is_grad_enabled() or not has_onednn():
+    if (
+        torch.compiler.is_compiling()
+        or x.device.type != "cpu"
+        or not weight.dtype is x.dtype is torch.float32
+        or type(weight) not in _PLAIN
+        or torch.is_grad_enabled()
+        or torch.is_autocast_enabled("cpu")
+        or not _is_faster()
+        or not torch.backends.mkldnn.enabled
+    ):
         return F.linear(x, weight, bias)
-    rows = x.shape[-2] if x.dim() > 1 else 1
+    rows = x.shape[:-1].numel()
     spare = -rows % 8 if rows > MAX_ODD_ROWS else 0
-    padded = F.pad(x, (0, 0, 0, spare)) if spare else x
+    padded = F.pad(x.flatten(0, -2), (0, 0, 0, spare)) if spare else x
     out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(padded, weight, bias, "none", [], "")
-    return out[..., :rows, :] if spare else out
+    return out[:rows].view(*x.shape[:-1], len(weight)) if spare else out
 
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-"""Types of weights that are what they seem: a quantised weight is of a type of its own."""
+def has_onednn() -> bool:
+    """Whether oneDNN is there and faster on this processor, and torch's switch for it is on."""
+    return _is_faster() and bool(torch.backends.mkldnn.enabled)
 
 
 @cache
-def has_onednn() -> bool:
-    """Whether torch has oneDNN for this processor, and the process has not switched it off."""
-    return (
-        platform.machine() in {"x86_64", "AMD64"}
-        and bool(torch.backends.mkldnn.enabled)
-        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    )
+def _is_faster() -> bool:
+    is_there: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return is_there and hasattr(torch.ops.mkldnn, "_linear_pointwise") and _is_amd()
+
+
+def _is_amd() -> bool:
+    about = platform.processor()  # on Windows
+    with suppress(OSError):
+        about += Path("/proc/cpuinfo").read_text()
+    return "AuthenticAMD" in about

@@ -94,8 +94,14 @@ class ServerConfig:
                 )
                 raise ConfigError(f"ServerConfig.cors_origins holds {origin!r}; {wanted}")
 
-    def tenant_of(self, key: str) -> str | None:
-        """Return the tenant of a key, or ``None``; right and wrong keys take equally long."""
+    def tenant_of(self, authorization: str, x_api_key: str) -> str | None:
+        """Return the tenant of the key in a request's headers, or ``None``.
+
+        Anthropic's clients send the second header, all others a bearer token. Right and wrong keys
+        take equally long.
+        """
+        kind, _, key = authorization.partition(" ")
+        key = key.strip() if kind.lower() == "bearer" else x_api_key
         digest = hashlib.sha256(key.encode()).digest()
         found = None
         for known, tenant in self.api_keys.items():

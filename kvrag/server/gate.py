@@ -123,12 +123,14 @@ class Gate:
         is_open = path in self._open_paths if self._open_paths else not path.startswith(_GUARDED)
         if is_open or not self._config.api_keys:
             return None
-        kind, _, key = headers.get(b"authorization", "").partition(" ")
-        if kind.lower() != "bearer":
-            key = headers.get(b"x-api-key", "")  # as Anthropic's clients send it
-        tenant = self._config.tenant_of(key.strip())
+        tenant = self._config.tenant_of(
+            headers.get(b"authorization", ""), headers.get(b"x-api-key", "")
+        )
         if tenant is None:
-            message = "the API key is missing or unknown; send 'Authorization: Bearer KEY'"
+            message = (
+                "the API key is missing or unknown; "
+                "send 'Authorization: Bearer KEY', or 'x-api-key: KEY'"
+            )
             raise APIError(401, message, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         return tenant
 

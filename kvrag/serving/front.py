@@ -66,7 +66,7 @@ class Front:
                 return APIError(
                     413, f"the body has more than {most} bytes; send less", "request_too_large"
                 ).response
-        keys = await asyncio.to_thread(self.keys, request.headers.get("authorization", ""), body)
+        keys = await asyncio.to_thread(self.keys, request.headers, body)
         scope = {name: request.scope[name] for name in PASSED_ON if name in request.scope}
         messages = self._passed(
             {**scope, "root_path": "", "headers": list(scope["headers"])}, body, keys
@@ -89,7 +89,7 @@ class Front:
         response.raw_headers = [each for each in named if each[0] != b"x-request-id"]
         return response
 
-    def keys(self, authorization: str, body: bytes) -> list[str]:
+    def keys(self, headers: Mapping[str, str], body: bytes) -> list[str]:
         """Return the routing keys of a request.
 
         They are the digests of the chunks in its first text that contains any; without chunks, the
@@ -98,7 +98,9 @@ class Front:
         """
         try:
             if self._server.api_keys:
-                tenant = self._server.tenant_of(authorization.partition(" ")[2].strip())
+                tenant = self._server.tenant_of(
+                    headers.get("authorization", ""), headers.get("x-api-key", "")
+                )
             else:
                 tenant = None
             namespace = self._engine.namespace + ("" if tenant is None else f"/{tenant}")

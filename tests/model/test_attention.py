@@ -58,13 +58,14 @@ def random_case(
 def use_products(monkeypatch: pytest.MonkeyPatch, *, is_used: bool) -> None:
     for module in ("attention", "linear"):
         monkeypatch.setattr(f"kvrag.model.{module}.has_onednn", lambda: is_used)
+    monkeypatch.setattr("kvrag.model.attention.MIN_SCORES", 0)
 
 
 @pytest.fixture(params=["blocks", "products", "op"])
 def path(request, monkeypatch):
     """Blocks by torch's fused attention, or by oneDNN's products, or the op of ``kvrag_kernels``: without a GPU it computes with torch."""
     if request.param == "products" and not has_onednn():
-        pytest.skip("torch has no oneDNN for this processor")
+        pytest.skip("oneDNN is not used on this processor")
     monkeypatch.setattr("kvrag.model.attention._has_kernel", lambda *_: request.param == "op")
     use_products(monkeypatch, is_used=request.param == "products")
     with torch.inference_mode():
@@ -87,6 +88,35 @@ def test_rows_see_exactly_their_keys(rows, keys, heads, kv_heads, window, chunk,
     )
     expected, _ = reference(q, k, v, hi, 0.3, window, chunk, softcap)
     assert torch.allclose(out.double(), expected, atol=1e-5)
+
+
+@pytest.mark.usefixtures("path")
+def test_values_may_be_narrower_and_cut_from_wider_rows():
+    """Latent attention makes keys' parts and values in a product, and splits its rows."""
+    q, k, _, hi = random_case(4, 4, 40, 90, batch=2)
+    wide = torch.randn(2, 90, 4, 24).transpose(1, 2)
+    out = ragged_attention(q, k, wide[..., 12:], Limits(hi, 90), scale=0.3)
+    expected, _ = reference(q, k, wide[..., 12:], hi, 0.3)
+    assert torch.allclose(out.double(), expected, atol=1e-5)
+
+
+def test_products_take_large_blocks_alone(monkeypatch):
+    """Far rows of a window are blocks of a row each, which torch's fused kernel takes."""
+    if not has_onednn():
+        pytest.skip("oneDNN is not used on this processor")
+    calls = []
+    monkeypatch.setattr(
+        "kvrag.model.attention.linear", lambda *x: calls.append(x) or torch.nn.functional.linear(*x)
+    )
+    monkeypatch.setattr("kvrag.model.attention.MIN_SCORES", 1000)
+    q, k, v, _ = random_case(6, 2, 20, 400)
+    near, far = torch.arange(380, 400), torch.arange(19, 400, 20)
+    for hi, is_large in ((near, True), (far, False)):
+        out = ragged_attention(q, k, v, Limits(hi, 400), scale=0.3, reach=Reach(12))
+        expected, _ = reference(q, k, v, hi, 0.3, window=12)
+        assert torch.allclose(out.double(), expected, atol=1e-5)
+        assert len(calls) == (4 if is_large else 0)
+        calls.clear()
 
 
 @pytest.mark.usefixtures("path")

@@ -1,19 +1,24 @@
 """Products by oneDNN: they equal torch's own, and take part only where they are right."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from kvrag.identity.model import weights_digest
 from kvrag.model import linear as module
 from kvrag.model.linear import MAX_ODD_ROWS, Linear, has_onednn, linear, use_onednn
+from kvrag.model.load import load
+from kvrag.model.source import ModelSource
 
 
 @pytest.fixture
 def counted(monkeypatch):
     """Rows of the products that oneDNN computes."""
     if not has_onednn():
-        pytest.skip("torch has no oneDNN for this processor")
+        pytest.skip("oneDNN is not used on this processor")
     rows = []
     real = torch.ops.mkldnn._linear_pointwise
 
@@ -40,11 +45,13 @@ def test_products_equal_torchs(shape, has_bias, counted):
         assert torch.allclose(found, F.linear(x, weight, given), atol=1e-5)
 
 
-def test_an_odd_number_of_many_rows_is_padded(counted):
+def test_odd_numbers_of_many_rows_are_padded(counted):
     with torch.inference_mode():
-        for rows in (3, MAX_ODD_ROWS, MAX_ODD_ROWS + 1):
-            linear(torch.ones(1, rows, 4), torch.ones(2, 4))
-    assert counted == [3, MAX_ODD_ROWS, MAX_ODD_ROWS + 8]
+        for shape in ((1, 3), (1, MAX_ODD_ROWS), (1, MAX_ODD_ROWS + 1), (3, 101)):
+            out = linear(torch.ones(*shape, 4), torch.ones(2, 4))
+            assert out.shape == (*shape, 2)
+            assert out.is_contiguous(), "models view what a layer returns"
+    assert counted == [3, MAX_ODD_ROWS, MAX_ODD_ROWS + 8, 304]
 
 
 class Packed(torch.Tensor):
@@ -66,9 +73,9 @@ def test_other_tensors_are_left_to_torch(counted):
                     linear(*case)
             else:
                 assert linear(*case).shape == (4, 2)
-    assert not counted, "with gradients"
+    assert not counted
     own = torch.nn.Parameter(weight)
-    linear(x, own).sum().backward()
+    linear(x, own).sum().backward()  # with gradients
     assert own.grad is not None
     assert not counted
 
@@ -91,9 +98,45 @@ def test_plain_layers_of_a_model_change_and_answer_as_before(tiny_dir, counted):
     assert type(model.lm_head) is Linear
 
 
-def test_torchs_own_switch_is_heeded(monkeypatch):
-    monkeypatch.setattr(module, "has_onednn", module.has_onednn.__wrapped__)
-    with torch.backends.mkldnn.flags(enabled=False):
-        assert not module.has_onednn()
-    monkeypatch.setattr("platform.machine", lambda: "arm64")
-    assert not module.has_onednn()
+def test_torchs_own_settings_are_heeded(counted):
+    x, weight = torch.randn(4, 6), torch.randn(2, 6)
+    with torch.inference_mode():
+        with torch.backends.mkldnn.flags(enabled=False):
+            linear(x, weight)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert linear(x, weight).dtype is torch.bfloat16
+        assert not counted
+        linear(x, weight)
+    assert counted
+
+
+def test_torchs_compiler_gets_its_own_operator(counted):
+    """It refuses oneDNN's for weights that are not constants."""
+    layer = Linear(6, 2)
+    x = torch.randn(4, 6)
+    with torch.inference_mode():
+        compiled = torch.compile(layer, backend="eager", fullgraph=True)(x)
+        assert not counted
+        assert torch.allclose(compiled, layer(x), atol=1e-6)
+    assert counted
+
+
+@pytest.mark.parametrize("about", ["vendor_id : GenuineIntel", ""])
+def test_other_processors_are_left_alone(about, monkeypatch):
+    monkeypatch.setattr("platform.processor", lambda: about)
+    monkeypatch.setattr(Path, "read_text", lambda _: about)
+    assert not module._is_faster.__wrapped__()
+    monkeypatch.setattr("platform.processor", lambda: "AMD64 Family 25, AuthenticAMD")
+    assert module._is_amd()
+
+
+def test_models_that_are_loaded_here_get_the_layers_and_given_models_keep_theirs(tiny_dir):
+    given = AutoModelForCausalLM.from_pretrained(tiny_dir)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_dir)
+    kept = load(ModelSource(given, tokenizer=tokenizer))
+    own = load(ModelSource(tiny_dir))
+    made = load(ModelSource(tiny_dir), None, AutoModelForCausalLM.from_pretrained(tiny_dir))
+    assert type(kept.lm.model.lm_head) is torch.nn.Linear
+    assert type(own.lm.model.lm_head) is type(made.lm.model.lm_head) is Linear
+    digests = {weights_digest(each.lm.model) for each in (kept, own, made)}
+    assert len(digests) == 1

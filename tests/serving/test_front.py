@@ -224,7 +224,7 @@ def test_the_first_text_with_chunks_says_where_a_chat_goes(options):
     found = Front(Handle(), options)
 
     def keys(*contents, **more):
-        return found.keys("", json.dumps({"messages": contents, **more}).encode())
+        return found.keys({}, json.dumps({"messages": contents, **more}).encode())
 
     first, second = [text_digest(CHUNKS[0])], [text_digest(CHUNKS[1])]
     asked = {"role": "user", "content": [{"type": "text", "text": f"{CHUNKS[0]} Who?"}]}
@@ -241,14 +241,14 @@ def test_the_first_text_with_chunks_says_where_a_chat_goes(options):
         text_digest("Who?")
     ]
     assert keys({"role": "user", "content": 3}, "nothing") == []
-    assert found.keys("", json.dumps({"prompt": ["a", CHUNKS[1]]}).encode()) == second
+    assert found.keys({}, json.dumps({"prompt": ["a", CHUNKS[1]]}).encode()) == second
 
 
 @pytest.mark.parametrize(
     "data", [b"", b"[]", b"3", b"[" * 100_000, b'{"messages": 3, "prompt": 4, "kvrag": 5}', b"\xff"]
 )
 def test_what_is_no_request_has_no_keys(options, data):
-    assert Front(Handle(), options).keys("", data) == []
+    assert Front(Handle(), options).keys({}, data) == []
 
 
 def test_each_tenant_has_chunks_of_its_own(options, monkeypatch):
@@ -260,10 +260,10 @@ def test_each_tenant_has_chunks_of_its_own(options, monkeypatch):
     engine.precompute([CHUNKS[3]])
     engine.close()
     data = json.dumps({"prompt": CHUNKS[3]}).encode()
-    assert found.keys("Bearer secret", data) == [text_digest(CHUNKS[3])]
+    assert found.keys({"authorization": "Bearer secret"}, data) == [text_digest(CHUNKS[3])]
     asked = json.dumps({"prompt": f"x {CHUNKS[3]}"}).encode()
-    assert found.keys("Bearer secret", asked) == [text_digest(CHUNKS[3])]
-    assert found.keys("Bearer other", asked) == [text_digest(f"x {CHUNKS[3]}")]
+    assert found.keys({"x-api-key": "secret"}, asked) == [text_digest(CHUNKS[3])]
+    assert found.keys({"x-api-key": "other"}, asked) == [text_digest(f"x {CHUNKS[3]}")]
 
 
 def test_texts_of_a_request():

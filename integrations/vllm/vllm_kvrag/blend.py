@@ -45,7 +45,9 @@ if TYPE_CHECKING:
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows its own loggers only
 
-IDLE_WAIT_S = 0.05  # a step without a forward waits this long for a job to end
+# A step without a forward waits this long for a job to end: each step takes the job's cores for
+# some milliseconds, and a prompt that arrives meanwhile waits, too.
+IDLE_WAIT_S = 0.05
 FAILED = "its stored KV could not be used (vLLM's log says why)"
 
 

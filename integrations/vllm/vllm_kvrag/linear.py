@@ -19,7 +19,7 @@ def _multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Multiply as ``torch.nn.functional.linear``."""
-    if x.device.type == "cpu":
+    if x.dtype is torch.float32 and x.device.type == "cpu":
         found: torch.Tensor = torch.ops.kvrag.linear(x, weight, bias)
         return found
     return torch.nn.functional.linear(x, weight, bias)
