@@ -4,6 +4,8 @@ import importlib
 import importlib.util
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -22,6 +24,21 @@ needs_vllm = pytest.mark.skipif(
     not HAS_VLLM, reason="vLLM is not installed here; `make vllm-test` runs this where it is"
 )
 BLOCK, BLOCKS = 16, 40
+
+
+@contextmanager
+def unchanged_class(model: torch.nn.Module) -> Iterator[None]:
+    """Undo what vLLM does to the class of a transformers' decoder that it runs: models of later tests are of the same class."""
+    changed = type(model.base_model)
+    bases, own = changed.__bases__, dict(vars(changed))
+    yield
+    changed.__bases__ = bases
+    for name in ("__init__", "__call__"):
+        if name in own:
+            setattr(changed, name, own[name])
+        elif name in vars(changed):
+            delattr(changed, name)
+
 
 RECORDED = {
     "__init__": ("self", "vllm_config", "role", "kv_cache_config"),

@@ -4,12 +4,13 @@ One process of vLLM per model. Skipped without vLLM (docs/how-to/vllm.md).
 """
 
 import shutil
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 from texts import make_chunks
-from vllm_kit import HAS_VLLM
+from vllm_kit import HAS_VLLM, unchanged_class
 
 from kvrag import KVRagEngine
 from kvrag.testing.models import TINY, save_tiny_model
@@ -65,6 +66,8 @@ class Vllm:
             "block_size": BLOCK,
             "load_format": "kvrag",
         }
+        self.classes = ExitStack()
+        self.classes.enter_context(unchanged_class(self.engine.loaded.lm.model))
         self.llm = LLM(str(model), **(own | options), kv_transfer_config=transfer)
         # Where vLLM runs a model of transformers, it changes the class, of this engine's model, too.
         for module in self.engine.loaded.lm.model.modules():
@@ -117,6 +120,7 @@ def vllm_of(tmp_path, monkeypatch):
     for each in made:
         each.engine.close()
         each.llm.llm_engine.engine_core.shutdown()
+        each.classes.close()
 
 
 def assert_first(answer: Any, other: Any, limit: float = 1e-4) -> None:

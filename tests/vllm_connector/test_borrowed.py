@@ -4,12 +4,13 @@ import gc
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import pytest
 import torch
 from transformers import AutoConfig
-from vllm_kit import HAS_VLLM
+from vllm_kit import HAS_VLLM, unchanged_class
 
 from kvrag import KVRagEngine, UnsupportedModelError
 from kvrag.adapters import ModelSource
@@ -57,6 +58,13 @@ def llm_of(monkeypatch):
     )
 
 
+@pytest.fixture
+def classes():
+    """What is undone when the test has ended."""
+    with ExitStack() as stack:
+        yield stack
+
+
 @torch.inference_mode()
 def logits(model):
     return model(ids).logits
@@ -64,7 +72,7 @@ def logits(model):
 
 @needs_vllm
 @pytest.mark.parametrize("name", [name for name in TESTED if name != "qwen3_moe"])
-def test_a_borrowed_model_is_the_model_of_the_files(directory, llm_of, name):
+def test_a_borrowed_model_is_the_model_of_the_files(directory, llm_of, classes, name):
     from vllm import SamplingParams
 
     from vllm_kvrag.loader import model_of
@@ -72,6 +80,7 @@ def test_a_borrowed_model_is_the_model_of_the_files(directory, llm_of, name):
     path = directory(name)
     options = {"dtype": "float32", "device": "cpu", "context": None}
     own = KVRagEngine.from_pretrained(path, **options, prove="off").loaded
+    classes.enter_context(unchanged_class(own.lm.model))
     expected = logits(own.lm.model)  # before vLLM changes the classes of some
     fingerprint = own.fingerprint
     llm = llm_of(path)
