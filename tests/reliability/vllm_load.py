@@ -76,7 +76,6 @@ class Vllm:
             "kv_connector_extra_config": {
                 "kv_dir": str(self.kv_dir),
                 "mode": "blend",
-                "weights": "copy",
                 "store_config": STORE,
             },
         }
@@ -173,7 +172,7 @@ class Ask:
             "temperature": 0,
             "ignore_eos": True,
             "return_token_ids": True,
-            "kv_transfer_params": {"kvrag": {"mode": self.mode}},
+            "kv_transfer_params": {"kvrag": {"mode": self.mode, "trace": True}},
         }
 
 
