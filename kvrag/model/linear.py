@@ -1,7 +1,6 @@
 """Products of float32 matrices on AMD's processors, by oneDNN.
 
-torch takes MKL, which is slow there: oneDNN is twice as fast for the rows of a prompt, and two to
-four times for the single row of a decode step.
+torch takes MKL, which is slow there, for the rows of a prompt and for the row of a decode step.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-# Beyond so many rows, oneDNN takes a third longer for an odd number than for a multiple of 8.
+# Beyond so many rows, oneDNN is slower for many odd numbers than for the next multiple of 8.
 MAX_ODD_ROWS = 256
 # A quantised weight is of a type of its own.
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -48,8 +47,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
         or type(weight) not in _PLAIN
         or torch.is_grad_enabled()
         or torch.is_autocast_enabled("cpu")
-        or not _is_faster()
-        or not torch.backends.mkldnn.enabled
+        or not has_onednn()
     ):
         return F.linear(x, weight, bias)
     rows = x.shape[:-1].numel()
