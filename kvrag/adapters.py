@@ -61,7 +61,7 @@ from kvrag.precompute.documents import below_collection, in_collection
 from kvrag.progress import check_show
 from kvrag.prompt.plan import Lookup, Plan
 from kvrag.prompt.plan_ids import plan_ids
-from kvrag.prompt.prefix import LEARN, LearnPrefix, Prefix
+from kvrag.prompt.prefix import Prefix
 from kvrag.prompt.spans import SpanIndex
 from kvrag.prompt.template import Chat, PromptEncoder
 from kvrag.prompt.tools import FORM, Tools, answer_form
@@ -81,7 +81,6 @@ else:  # pydantic must neither check these nor put them into a schema
 
 __all__ = [
     "FORM",
-    "LEARN",
     "MARGIN",
     "AsyncTokenStream",
     "CausalLM",
@@ -98,7 +97,6 @@ __all__ = [
     "EngineFields",
     "KVBuffer",
     "Layout",
-    "LearnPrefix",
     "LoadedModel",
     "Lookup",
     "MaxContext",
@@ -204,8 +202,7 @@ class EngineFields(BaseModel):
     """Directory of the KV store; default: keep chunks in memory only."""
     prefix: Any = Field(default=None, repr=False)
     """Prompt's start, up to the first chunk: text, messages, the prompt template of your chain, a
-    :class:`kvrag.TemplatePrefix` that also names the context variable, or ``learn`` (learn it from
-    the first prompts)."""
+    :class:`kvrag.TemplatePrefix` that also names the context variable."""
     context: str | None = Field(default="default", repr=False)
     """Text between the prefix and the chunk at index time: ``default`` (250 tokens of passages that
     ship with kvrag), ``default:1000`` (1,000 tokens of them), your own text, or ``None``: the first

@@ -49,7 +49,6 @@ from kvrag.precompute.on_miss import WriteBack
 from kvrag.precompute.quantise_check import QuantiseCheck
 from kvrag.precompute.run import Precompute
 from kvrag.progress import check_show
-from kvrag.prompt.learn import learning
 from kvrag.prompt.prefix import Prefix, prefix_text
 from kvrag.prompt.template import Prompt, PromptEncoder
 from kvrag.prompt.tools import ResponseFormat, answer_form
@@ -198,10 +197,10 @@ class KVRagEngine:
         weakref.finalize(self, self._resources.close).atexit = False
         self._erasures = erasures_of(self.kv_dir)
         self.context = check_context(context)
-        # By namespace: the prefixes of past precompute calls, and the learned prefixes.
+        # By namespace: the prefixes of past precompute calls.
         self._prefix_texts: dict[str, dict[str, None]] = {}
         self._kept_prefix: KeptPrefix = {}
-        self._learner, self.prefix = learning(prefix, self._prefix_texts)
+        self.prefix = prefix
         self._digest_of = lru_cache(maxsize=1024)(self.store.names.namespace)
         self._digest_of(namespace)
         self._gate = QuantiseCheck(self.store_config.kv_dtype)
@@ -251,8 +250,7 @@ class KVRagEngine:
             memory only.
         prefix
             The prompt's start, up to the first chunk: text, chat messages, a prompt template, or a
-            :class:`~kvrag.TemplatePrefix`. ``"learn"``: learn it from the first prompts
-            (docs/how-it-works.md). Default: the head of the model's chat template.
+            :class:`~kvrag.TemplatePrefix`. Default: the head of the model's chat template.
         context
             Text between the prefix and the chunk at index time, so that a chunk is encoded like a
             prompt's later documents: ``"default"`` (250 tokens of passages that ship with kvrag),
@@ -545,7 +543,7 @@ class KVRagEngine:
             loaded.reusable  # noqa: B018 - raises before anything is deleted or stored
         if self._gate.kv_dtype != "auto":
             self._gate.admit(loaded)
-        text = self._prefix_in(space) if prefix is None else prefix_text(prefix, self.encoder)
+        text = self.prefix_text if prefix is None else prefix_text(prefix, self.encoder)
         self._prefix_texts.setdefault(space, {})[text] = None
         gone = documents.replaced_ids(self.store, items, space)
         if gone:
@@ -579,7 +577,7 @@ class KVRagEngine:
         wanted: list[ChunkIdentity | ChunkKey] = []
         if texts:
             prompt: list[str | Chunk] = [
-                self._prefix_in(self._namespace(namespace)),
+                self.prefix_text,
                 *map(Chunk, texts),
             ]
             wanted += self._answering.plan(
@@ -863,9 +861,6 @@ class KVRagEngine:
         """Return the digest of a namespace; ``None``: of the engine's namespace."""
         return self._digest_of(self.namespace if namespace is None else check_namespace(namespace))
 
-    def _prefix_in(self, space: str) -> str:
-        return (*(self._learner.learnt(space) if self._learner else ()), self.prefix_text)[0]
-
     @property
     def _answering(self) -> QueryPipeline:
         """Query-time half of the engine; loads the model."""
@@ -877,8 +872,8 @@ class KVRagEngine:
                 ids = self.context_ids
                 if config.on_miss == "store" and not isinstance(loaded.lm, PlainLM):
                     self._write_back = WriteBack(loaded, self.store, config, self._erasures, ids)
-                own = self._write_back, ids, self._stats, self._learner
-                self._query_side = QueryPipeline(loaded, self.store, config, *own, self._erasures)
+                own = self._write_back, ids, self._stats, self._erasures
+                self._query_side = QueryPipeline(loaded, self.store, config, *own)
                 self._resources.callback(self._query_side.close)
             return self._query_side
 

@@ -325,11 +325,6 @@ def engine_options(
         raise ConfigError(
             "--prefix and --system both set the text before the first chunk; pass one of them"
         )
-    if prefix == "learn":
-        raise ConfigError(
-            "--prefix is 'learn', and one command sees too few prompts; pass the text that kvrag "
-            "explain prints"
-        )
     kept = {name: options.pop(name) for name in ("kv_dtype", "catalog") if name in options}
     config = StoreConfig(**kept, **key_options(), **(limits or {}))
     if context is not None:

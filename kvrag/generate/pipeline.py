@@ -35,7 +35,6 @@ from kvrag.model.lm import LoadedModel
 from kvrag.model.plain import PlainLM
 from kvrag.precompute.on_miss import WriteBack
 from kvrag.prompt.explain import Known, explain_plan
-from kvrag.prompt.learn import Learner
 from kvrag.prompt.partial import text_of
 from kvrag.prompt.plan import Lookup, Plan, plan_prompt
 from kvrag.prompt.plan_ids import plan_ids
@@ -69,7 +68,7 @@ class QueryPipeline:
 
     ``write_back`` stores the chunks that answered prompts missed; without it, every prompt computes
     them again. ``context_ids`` are the token ids that chunks are encoded behind besides the prefix.
-    ``stats`` and ``learner`` belong to the engine.
+    ``stats`` belongs to the engine.
     """
 
     loaded: LoadedModel
@@ -78,7 +77,6 @@ class QueryPipeline:
     write_back: WriteBack | None = None
     context_ids: Sequence[int] = ()
     stats: EngineStats = field(default_factory=EngineStats)
-    learner: Learner | None = None
     erasures: Erasures = field(default_factory=Erasures)
     histories: RadixCache = field(init=False)
     costs: CostModel = field(init=False)
@@ -208,7 +206,7 @@ class QueryPipeline:
         erasures = self.erasures.count(request.namespace)
         with clock.stage("plan"):
             plan = self.plan(request, deadline)
-            self._learn(request, plan)
+            self._watch(request, plan)
         if plan.seen:
             request = replace(request, slides=False)
         limit = self._length_of(len(plan.token_ids), max_new_tokens, request.slides)
@@ -286,18 +284,12 @@ class QueryPipeline:
                 done, told = read_on(done, ids[1:], config.prompt_logprobs, cancel)
             yield replace(done, max_new_tokens=limit), told
 
-    def _learn(self, request: Request, plan: Plan) -> None:
-        """Report a plan to the learner, and to the watch if its mode may stitch."""
-        learner = self.learner if request.mode != "full" else None
-        # Text that ids decode to may have other ids as a prefix.
-        if learner and given_ids(request.prompt, self.loaded.lm.vocab_size) is None:
-            learner.see(request.namespace, plan, request.prefixes[0])
+    def _watch(self, request: Request, plan: Plan) -> None:
+        """Report a plan to the watch if its mode may stitch."""
         if request.mode in ("auto", "stitch"):
             known = partial(self._known, request.namespace)
             stores = self.write_back is not None
-            self.stats.watch.notice(
-                plan, known, is_stored_later=stores, is_learning=learner is not None
-            )
+            self.stats.watch.notice(plan, known, is_stored_later=stores)
 
     @property
     def _state_bytes(self) -> int:

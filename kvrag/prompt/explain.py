@@ -9,9 +9,9 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 
 from kvrag.config import StoreConfig
-from kvrag.prompt.learn import MAX_METADATA, METADATA, head_of
 from kvrag.prompt.plan import Plan
 from kvrag.prompt.spans import ANCHOR_CHARS, SpanIndex
 from kvrag.runtime import Deadline
@@ -23,6 +23,10 @@ _METADATA_FIRST = r"\A(?:[\w .-]{1,40}: \S.*\n)+\s*"
 _SIGNS = str.maketrans("\u2018\u2019\u201c\u201d\u2013\u2014", "''\"\"--", "\u00ad\u200b")
 MAX_READ = 256  # latest stored texts that are read to explain why no chunk was found
 MANY = 10  # prompts, all without hits, after which an uncertain cause is worth a warning
+MAX_METADATA = 2000  # characters
+METADATA = re.compile(r"(?m)(?:^[\w .-]{1,40}: \S.*\n)+(?:\s*|[\w .-]{1,40}: )\Z")
+"""Metadata that frameworks write before a chunk's text, a line per entry; a label may begin the
+text's own line."""
 
 
 def _unescaped(text: str) -> str:
@@ -160,7 +164,8 @@ def _live_text(plan: Plan) -> str:
 
 def prefix_advice(plan: Plan) -> str:
     """Say how to encode chunks behind the text that stands before them."""
-    head = head_of(plan) or ""
+    texts = [piece.piece for piece in plan.pieces]
+    head = "".join([each.text for each in takewhile(lambda each: each.kind != "chunk", texts)])
     metadata = METADATA.search(head, len(head) - MAX_METADATA)
     if metadata:
         line = metadata[0].strip()[:80]
@@ -178,31 +183,22 @@ class Watch:
     """
 
     def __init__(self) -> None:
-        self.num_without_hits = self._num_mismatched = 0
+        self.num_without_hits = 0
         self._has_hit = self._has_warned = False
 
-    def notice(
-        self, plan: Plan, known: Callable[[], Known], *, is_stored_later: bool, is_learning: bool
-    ) -> None:
+    def notice(self, plan: Plan, known: Callable[[], Known], *, is_stored_later: bool) -> None:
         """Check the plan of a request that asks for reuse.
 
         ``known`` returns the argument of :func:`likely_cause`. ``is_stored_later``: misses are
-        stored after the answer, so no hits are no problem. ``is_learning``: the engine learns its
-        prefix, so a mismatch brings a warning only after :data:`MANY` of them.
+        stored after the answer, so no hits are no problem.
         """
-        self._num_mismatched += plan.has_mismatch
-        if (
-            plan.has_mismatch
-            and not self._has_warned
-            and (not is_learning or self._num_mismatched > MANY)
-        ):
+        if plan.has_mismatch and not self._has_warned:
             self._has_warned = True
             what = (
                 "chunks were encoded behind another prefix than this prompt has, "
                 "so more rows are repaired and none is exact"
             )
-            learn = "" if is_learning else ", or let the engine find it: prefix='learn'"
-            warnings.warn(f"{what}; {prefix_advice(plan)}{learn}", UserWarning, stacklevel=2)
+            warnings.warn(f"{what}; {prefix_advice(plan)}", UserWarning, stacklevel=2)
         chunks = [piece for piece in plan.pieces if piece.piece.kind == "chunk"]
         self._has_hit |= (is_hit := any([piece.identity is not None for piece in chunks]))
         if (

@@ -34,20 +34,8 @@ class TemplatePrefix:
     tools: Sequence[Mapping[str, Any]] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class LearnPrefix:
-    """Learn the prefix from the first prompts (:mod:`kvrag.prompt.learn`).
-
-    Until then, chunks are encoded behind ``first``.
-    """
-
-    first: Any = None
-
-
-LEARN = "learn"  # short for a :class:`LearnPrefix`
-
-Prefix = str | Sequence[Mapping[str, Any]] | TemplatePrefix | LearnPrefix | Any
-"""Text, chat messages, a prompt template, a :class:`TemplatePrefix`, or ``"learn"``."""
+Prefix = str | Sequence[Mapping[str, Any]] | TemplatePrefix | Any
+"""Text, chat messages, a prompt template, or a :class:`TemplatePrefix`."""
 
 
 def prefix_text(prefix: Prefix | None, encoder: PromptEncoder) -> str:
@@ -64,17 +52,17 @@ def prefix_text(prefix: Prefix | None, encoder: PromptEncoder) -> str:
         If no constant text stands before the chunks.
     """
     mark = _MARK.format("context")
-    if isinstance(prefix, LearnPrefix) or (isinstance(prefix, str) and prefix == LEARN):
-        raise ConfigError(
-            f"only an engine can learn its prefix; pass prefix={LEARN!r} where it is made, "
-            "and none here"
-        )
     if isinstance(prefix, TemplatePrefix):
         encoder = copy(encoder)
         encoder.tools = answer_form(prefix.tools).tools
         if isinstance(prefix.template, (list, tuple)):
             prefix = prefix.template
     if isinstance(prefix, str):
+        if prefix == "learn":
+            raise ConfigError(
+                "prefix='learn' is no longer supported; pass the text before the first chunk: the "
+                "warning about another prefix prints it"
+            )
         return prefix
     if prefix is None:
         only = [{"role": "user", "content": mark}]

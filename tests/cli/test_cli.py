@@ -203,9 +203,9 @@ def test_verify_of_a_refused_model_says_why(run, tmp_path):
     assert not json.loads(run("verify", tmp_path / "gpt2", "--json").stdout)["passed"]
 
 
-def test_a_prefix_is_not_learnt_by_one_command(run, notes):
+def test_a_prefix_is_never_learnt(run, notes):
     for command in (("ask", "hi"), ("precompute", notes)):
-        refused(run(*command, "--prefix", "learn"), "--prefix is 'learn'", "too few prompts")
+        refused(run(*command, "--prefix", "learn"), "prefix='learn' is no longer supported")
 
 
 def test_verify_needs_a_model(run, monkeypatch):

@@ -5,12 +5,8 @@ from typing import Any
 import pytest
 from llama_index.core import ChatPromptTemplate, PromptTemplate, VectorStoreIndex
 from llama_index.core.base.llms.types import ChatMessage
-from llama_index.core.chat_engine import ContextChatEngine
 from llama_index.core.prompts import RichPromptTemplate, SelectorPromptTemplate
 from llama_index.core.prompts.default_prompt_selectors import DEFAULT_TREE_SUMMARIZE_PROMPT_SEL
-from llama_index.core.query_engine import CitationQueryEngine, RetrieverQueryEngine
-from llama_index.core.retrievers import BaseRetriever
-from llama_index.core.schema import NodeWithScore, TextNode
 from llama_index_kit import chunks, documents, hit_texts, record_prompts
 from transformers import AutoTokenizer
 
@@ -143,47 +139,3 @@ def test_a_question_before_the_context_is_refused(make):
     llm = make(prefix=PromptTemplate("{query_str}\n{context_str}"))
     with pytest.raises(ConfigError, match="'query_str' stands before 'context_str'"):
         llm.precompute_kv(chunks(1))
-
-
-class Turning(BaseRetriever):
-    """Finds all nodes, each time another one first."""
-
-    def __init__(self, texts):
-        super().__init__()
-        self.nodes = [TextNode(text=text) for text in texts]
-
-    def _retrieve(self, query_bundle):
-        self.nodes = [*self.nodes[1:], self.nodes[0]]
-        return [NodeWithScore(node=node, score=1.0) for node in self.nodes]
-
-
-ENGINES = {
-    "text_qa": lambda retriever, llm: RetrieverQueryEngine.from_args(retriever, llm).query,
-    "tree_summarize": lambda retriever, llm: (
-        RetrieverQueryEngine.from_args(retriever, llm, response_mode="tree_summarize").query
-    ),
-    "refine": lambda retriever, llm: (
-        RetrieverQueryEngine.from_args(retriever, llm, response_mode="refine").query
-    ),
-    "context chat": lambda retriever, llm: ContextChatEngine.from_defaults(retriever, llm=llm).chat,
-    "citation": lambda retriever, llm: (
-        CitationQueryEngine.from_args(None, llm, retriever=retriever).query
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", ENGINES)
-def test_engines_with_templates_of_their_own_find_their_prefix_by_themselves(
-    make, monkeypatch, kind
-):
-    llm, retriever = make(prefix="learn").apply_settings(), Turning(chunks(4))
-    llm.precompute_kv(retriever.nodes)
-    ask, seen = ENGINES[kind](retriever, llm), record_prompts(monkeypatch)
-    for n in range(3):
-        ask(f"Question {n}: who keeps the ledger?")
-    for prefix in llm.engine._learner.learnt(llm.engine._namespace(None)):
-        llm.precompute_kv(retriever.nodes, prefix=prefix)  # as the log says
-    found = llm.engine.prefill(seen[-1], mode="stitch")
-    assert (found.has_other_prefix, found.cached_tokens > 0) == (False, True)
-    assert llm.engine.prefill(seen[0], mode="stitch").has_other_prefix is False
-    assert next(span for span in llm.engine.explain(seen[-1]).spans if span.kind == "chunk").exact

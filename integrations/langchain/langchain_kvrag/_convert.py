@@ -25,7 +25,7 @@ from langchain_core.prompts import (
 from langchain_core.utils.function_calling import convert_to_openai_tool
 
 from kvrag import Chunk, GenerationResult, InputError, TemplatePrefix
-from kvrag.adapters import LEARN, LearnPrefix, Prefix
+from kvrag.adapters import Prefix
 
 PROVIDER = "kvrag"
 
@@ -173,13 +173,10 @@ def engine_prefix(prefix: Any, *, is_chat: bool) -> Prefix | None:
     Parameters
     ----------
     prefix
-        As the user gave it. Text and dicts stay as they are; ``"learn"`` becomes the prefix to use
-        until a prefix is learnt.
+        As the user gave it. Text and dicts stay as they are.
     is_chat
         Whether the model turns a string prompt into a human message.
     """
-    if isinstance(prefix, str) and prefix == LEARN:
-        return LearnPrefix(None if is_chat else "")
     if isinstance(prefix, TemplatePrefix):
         tools = [convert_to_openai_tool(tool) for tool in prefix.tools]
         return TemplatePrefix(

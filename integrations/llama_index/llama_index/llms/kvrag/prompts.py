@@ -26,7 +26,7 @@ from llama_index.core.prompts.default_prompt_selectors import DEFAULT_TEXT_QA_PR
 from llama_index.core.tools import BaseTool
 
 from kvrag import Chunk, InputError, TemplatePrefix
-from kvrag.adapters import LEARN, Chat, LearnPrefix, PromptEncoder, Tools
+from kvrag.adapters import Chat, PromptEncoder, Tools
 
 _SYSTEM = ("system", "developer")
 
@@ -279,13 +279,11 @@ def engine_prefix(prefix: Any, llm: LLM) -> Any:
     ----------
     prefix
         ``None``: LlamaIndex's default question-answering template. A prompt template, a
-        :class:`~kvrag.prompt.prefix.TemplatePrefix`, chat messages (LlamaIndex's or dicts), text,
-        or ``"learn"``.
+        :class:`~kvrag.prompt.prefix.TemplatePrefix`, chat messages (LlamaIndex's or dicts), or
+        text.
     llm
         Renders templates; its system prompt and its functions take part.
     """
-    if isinstance(prefix, str) and prefix == LEARN:
-        return LearnPrefix(engine_prefix(None, llm))
     if prefix is None:
         prefix = TemplatePrefix(DEFAULT_TEXT_QA_PROMPT_SEL, "context_str")
     if isinstance(prefix, TemplatePrefix):
