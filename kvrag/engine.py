@@ -841,8 +841,8 @@ class KVRagEngine:
     def stats(self) -> dict[str, Any]:
         """Return statistics that can be written as JSON.
 
-        They hold totals over requests, counters of the audit, the write-back (if used), the KV of
-        earlier requests (if kept) and every tier, and the current load.
+        They hold totals over requests, counters of the write-back (if used), the KV of earlier
+        requests (if kept) and every tier, and the current load.
         """
         extra = {} if self._write_back is None else {"write_back": self._write_back.stats()}
         if self._query_side is not None and self.store_config.history_bytes:

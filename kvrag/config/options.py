@@ -304,7 +304,6 @@ _REPAIRING = (
     "first_k",
     "mismatch_ratio",
     "probe_span",
-    "audit",
 )
 
 # -- the configs -----------------------------------------------------------------------------------
@@ -478,10 +477,6 @@ class RepairConfig:
     """Range of layers whose attention the ``query`` strategies use, as fractions of all layers."""
     seed: Count = 0
     """Seed of the ``random`` strategy."""
-    audit: Fraction = 0.0
-    """Share of repaired answers to audit: their prompts are prefilled in full afterwards, in the
-    background while no request runs. ``engine.stats()["audit"]`` reports how far reuse was from
-    full prefill."""
 
     @classmethod
     def fast(cls) -> RepairConfig:

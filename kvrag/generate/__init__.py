@@ -4,7 +4,7 @@
 
     streams (thread of a request) ─▶ pipeline ─▶ prompt.plan ─▶ scheduler (room for KV)
                                                                     │
-         (audit) ◀─ text ◀─ sampling ◀─ blend.prefill ◀─────────────┘
+                   text ◀─ sampling ◀─ blend.prefill ◀─────────────┘
     images: a prompt that the model's processor renders, in place of prompt.plan
 
 Imports everything that runs before it: ``store``, ``model``, ``prompt``, ``blend``, ``precompute``

@@ -93,7 +93,6 @@ class QueryPipeline:
 
     def close(self) -> None:
         """Stop background work, and drop the KV of earlier requests."""
-        self.stats.audit.close()
         self.histories.clear()
         if self.write_back:
             self.write_back.close()
@@ -455,10 +454,6 @@ class QueryPipeline:
             self._remember(request, space, done, answer.ids)
         if self.write_back and done.missed:
             self.write_back.offer(done.missed)
-        if request.repair.audit:
-            self.stats.audit.offer(
-                self.loaded, done, request.repair.audit, scheduler_of(self.loaded)
-            )
         return GenerationResult(
             **done.accounting(clock),
             text=answer.text,

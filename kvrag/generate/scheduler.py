@@ -56,11 +56,6 @@ class Scheduler:
         with self._changed:
             return Load(len(self._running), len(self._waiting), sum(self._running.values()))
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether no request runs."""
-        return not self._running
-
     @contextmanager
     def reservation(self, num_bytes: int, cancel: threading.Event | None = None) -> Iterator[None]:
         """Reserve ``num_bytes`` until the context ends; wait for room first.

@@ -6,7 +6,6 @@ import threading
 from collections import Counter
 from typing import Any, TypeVar
 
-from kvrag.generate.audit import Audit
 from kvrag.prompt.explain import Watch
 from kvrag.types import Accounting
 
@@ -38,7 +37,6 @@ class EngineStats:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._totals: Counter[str] = Counter()
-        self.audit = Audit()
         self.watch = Watch()
 
     def count(self, result: Counted) -> Counted:
@@ -50,9 +48,9 @@ class EngineStats:
         return result
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the totals, the overall reuse ratio, and the audit's figures."""
+        """Return the totals and the overall reuse ratio."""
         with self._lock:
             totals = self._totals.copy()
         ratio = totals["cached_tokens"] / max(totals["prompt_tokens"], 1)
         own = {"kv_reuse_ratio": ratio, "requests_without_hits": self.watch.num_without_hits}
-        return {**totals, **own, "audit": self.audit.stats()}
+        return {**totals, **own}
