@@ -3,11 +3,11 @@
     python benchmarks/bench_shared.py
 
 ``redis``: a redis-server that this script starts; ``objects``: obstore on a directory, which is memory here; ``s3``: obstore on moto, a
-server that answers as S3 does, if it is installed. The catalog of ``objects`` and ``s3`` is in a PostgreSQL that this script starts. Each
+server that answers as S3 does, if it is installed. The catalog of ``objects`` and ``s3`` is in that server, too. Each
 round reads every chunk with the client alone (``GET``, ``obstore.get``), and as kvrag does: header, proof of every layer, tensors. They
 take turns in a random order. The ratio is the median over rounds of the client's time ÷ kvrag's; the target is 0.7.
 
-``catalog`` (``--only catalog``): the rows of many chunks, without blobs, in Redis and in PostgreSQL: written by one machine in batches of
+``catalog`` (``--only catalog``): the rows of many chunks, without blobs, in Redis: written by one machine in batches of
 eight, then as many again by two machines at once; looked up and listed by another machine.
 """
 
@@ -18,7 +18,6 @@ import importlib.util
 import os
 import random
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
@@ -64,43 +63,6 @@ def redis_server(folder: Path) -> Iterator[str]:
     finally:
         server.kill()
         server.wait()
-
-
-@contextmanager
-def postgres(folder: Path) -> Iterator[str]:
-    """Run PostgreSQL, as another user where this one is root."""
-    programs = [
-        shutil.which("postgres"),
-        *sorted(Path("/usr/lib/postgresql").glob("*/bin/postgres")),
-    ]
-    found = [Path(program).parent for program in programs if program]
-    if not found:
-        sys.exit("PostgreSQL is not installed")
-    who = "nobody" if os.getuid() == 0 else None
-    data = Path(tempfile.mkdtemp(prefix="kvrag-postgres-"))
-    if who:
-        shutil.chown(data, who)
-    how: dict[str, Any] = {"user": who, "stdout": subprocess.DEVNULL, "cwd": data}
-    init = [found[-1] / "initdb", "-D", data, "--auth=trust", "--username=kvrag", "--no-sync"]
-    subprocess.run(init, check=True, **how)
-    port = random.randrange(20_000, 60_000)
-    settings = [
-        f"port={port}",
-        "listen_addresses=127.0.0.1",
-        "unix_socket_directories=",
-        "fsync=off",
-    ]
-    words = [word for each in settings for word in ("-c", each)]
-    server = subprocess.Popen(
-        [found[-1] / "postgres", "-D", data, *words], stderr=subprocess.DEVNULL, **how
-    )
-    time.sleep(3.0)
-    try:
-        yield f"postgresql://kvrag@127.0.0.1:{port}/postgres"
-    finally:
-        server.send_signal(signal.SIGQUIT)
-        server.wait()
-        shutil.rmtree(data, ignore_errors=True)
 
 
 @contextmanager
@@ -241,18 +203,12 @@ def catalog(where: tuple[str, str | None], chunks: int) -> dict[str, Any]:
 
 
 def catalogs(chunks: int, folder: Path) -> dict[str, Any]:
-    """Measure a catalog in Redis, and one in PostgreSQL."""
-    import psycopg
+    """Measure a catalog in Redis."""
     import redis
 
     with redis_server(folder) as url:
         found = {"redis": catalog((url, None), chunks)}
         found["redis"]["bytes"] = redis.Redis.from_url(url).info("memory")["used_memory"]
-    with postgres(folder) as url:
-        found["postgres"] = catalog((f"file://{folder}/bucket", url), chunks)
-        with psycopg.connect(url) as connection:
-            size = connection.execute("SELECT pg_total_relation_size('kvrag_rows')").fetchall()
-            found["postgres"]["bytes"] = size[0][0]
     return {"chunks": chunks, "catalogs": found}
 
 
@@ -269,10 +225,9 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as name:
         folder = Path(name)
-        with redis_server(folder) as url:
-            rows = {"redis": measure(url, args.rounds)}
         (folder / "bucket").mkdir()
-        with postgres(folder) as database:
+        with redis_server(folder) as database:
+            rows = {"redis": measure(database, args.rounds)}
             rows["objects"] = measure(f"file://{folder}/bucket", args.rounds, database)
             if importlib.util.find_spec("moto"):
                 with s3() as url:

@@ -529,9 +529,9 @@ class StoreConfig:
     """Address of a store that machines share, as ``redis://host:port/0`` or ``s3://bucket/prefix``;
     ``kv_dir`` then holds copies."""
     catalog: Annotated[str | None, WrapValidator(_address)] = None
-    """Address of the database with the catalog of a store that machines share, as
-    ``postgresql://host/database`` or ``redis://host:port/0``; ``None``: the store's own Redis. A
-    bucket without a database can only be read."""
+    """Address of the Redis or Valkey server with the catalog of a store that machines share, as
+    ``redis://host:port/0``; ``None``: the store's own Redis. A bucket without a catalog can only be
+    read."""
     durability: Literal["durable", "cache"] = "durable"
     """Durability of stored chunks: ``durable`` chunks survive a power cut; with ``cache``, the
     latest may be lost, which saves waiting for the disk."""

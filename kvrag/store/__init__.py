@@ -3,7 +3,7 @@
 ::
 
     engine → opening → tiers → writing → reading ──→ memory (host, gpu)    erasures (counted)
-                                             ├─────→ catalog (diskcache; shared: Redis, PostgreSQL)
+                                             ├─────→ catalog (diskcache; shared: Redis)
                                              ├─────→ kv.format → kv.crypto
                                              └─────→ blobs (files, or copies → redis, object_store)
     cli → check → tiers

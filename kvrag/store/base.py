@@ -92,9 +92,8 @@ WRITABLE = "open it without read_only, make its directory writable, or free spac
 class CatalogRows(Protocol):
     """Named rows of JSON, of which the catalog consists. Thread-safe; other processes share them.
 
-    Rows are on this machine (:class:`~kvrag.store.catalog.rows.RowTable`), in Redis
-    (:class:`~kvrag.store.catalog.remote.RedisRows`) or in PostgreSQL
-    (:class:`~kvrag.store.catalog.postgres.PostgresRows`). Rows that can't be read count as absent;
+    Rows are on this machine (:class:`~kvrag.store.catalog.rows.RowTable`) or in Redis
+    (:class:`~kvrag.store.catalog.remote.RedisRows`). Rows that can't be read count as absent;
     inside :meth:`change`, faults are raised.
     """
 

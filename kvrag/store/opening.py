@@ -33,8 +33,6 @@ from kvrag.store.base import Blobs, CatalogRows, MemoryBlobs
 from kvrag.store.blobs import OBJECTS, TMP, FileBlobs
 from kvrag.store.catalog import Catalog
 from kvrag.store.catalog.database import sync
-from kvrag.store.catalog.postgres import SCHEMES as POSTGRES
-from kvrag.store.catalog.postgres import PostgresRows
 from kvrag.store.catalog.remote import BlobRows, RedisRows
 from kvrag.store.copies import CachedBlobs
 from kvrag.store.eviction import Budget
@@ -176,7 +174,7 @@ def _open_shared(
 def _rows(url: str, catalog: str | None, keys: Keys) -> Callable[..., CatalogRows] | None:
     """Return the function that makes the rows of a store that machines share.
 
-    They are in the database ``catalog``, else in the Redis of the blobs; ``None`` without either.
+    They are in the Redis ``catalog``, else in the Redis of the blobs; ``None`` without either.
     """
     # Machines may know a Redis by different names, but it has one store in a database.
     store = keys.id if catalog is None else f"{url.rstrip('/')} {keys.id}"
@@ -185,11 +183,9 @@ def _rows(url: str, catalog: str | None, keys: Keys) -> Callable[..., CatalogRow
         return partial(RedisRows, server=RedisServer(whole), store=store)
     if catalog is None:
         return None
-    if scheme in POSTGRES:
-        return partial(PostgresRows, url=whole, store=store)
     raise StoreError(
         f"there is no catalog at {scheme}://; "
-        "name a database as StoreConfig.catalog, as postgresql://host/database or redis://host/0"
+        "name a Redis or Valkey server as StoreConfig.catalog, as redis://host:6379/0"
     )
 
 

@@ -29,8 +29,6 @@ ADDRESSES = [
     f"https://{SECRET}@127.0.0.1:1/kv",
     f"gopher://user:{SECRET}@host/kv",
     f"postgresql://user:{SECRET}@127.0.0.1:1/kv",
-    f"postgresql://user:a/{SECRET}@127.0.0.1:1/kv",
-    f"postgresql://127.0.0.1:1/kv?user=me&password={SECRET}",
 ]
 
 

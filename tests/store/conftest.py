@@ -1,11 +1,10 @@
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import tempfile
 import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -153,65 +152,3 @@ def s3():
         patch.setenv("AWS_ALLOW_HTTP", "true")
         yield
     server.stop()
-
-
-@contextmanager
-def database(folder):
-    """Run PostgreSQL on a port of its own, as another user where this one is root."""
-    programs = [
-        shutil.which("postgres"),
-        *sorted(Path("/usr/lib/postgresql").glob("*/bin/postgres")),
-    ]
-    found = [Path(program).parent for program in programs if program]
-    if not found:
-        pytest.skip("PostgreSQL is not installed")
-    psycopg = pytest.importorskip("psycopg")
-    who = "nobody" if os.getuid() == 0 else None
-    data = Path(tempfile.mkdtemp(prefix="kvrag-postgres-", dir=folder))
-    if who:
-        shutil.chown(data, who)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    how = {"user": who, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "cwd": data}
-    init = ["--auth=trust", "--username=kvrag", "--no-sync", "--encoding=UTF8", "--locale=C"]
-    subprocess.run([found[-1] / "initdb", "-D", data, *init], check=True, **how)
-    options = {"port": port, "listen_addresses": "127.0.0.1", "fsync": "off"}
-    options |= {"unix_socket_directories": "", "shared_buffers": "16MB"}
-    settings = [word for name, value in options.items() for word in ("-c", f"{name}={value}")]
-    process = subprocess.Popen([found[-1] / "postgres", "-D", data, *settings], **how)
-    url = f"postgresql://kvrag@127.0.0.1:{port}/postgres"
-    try:
-        for _ in range(100):
-            with suppress(psycopg.OperationalError), psycopg.connect(url):  # it may still start up
-                break
-            time.sleep(0.05)
-        yield process, url
-    finally:
-        process.send_signal(signal.SIGCONT)
-        process.send_signal(signal.SIGQUIT)
-        process.wait(10)
-        shutil.rmtree(data, ignore_errors=True)
-
-
-@pytest.fixture(scope="module")
-def everyones_postgres():
-    with database(None) as (_, url):
-        yield url
-
-
-@pytest.fixture
-def postgres_url(everyones_postgres):
-    """Address of a database without rows."""
-    import psycopg
-
-    with psycopg.connect(everyones_postgres, autocommit=True) as connection:
-        connection.execute("DROP TABLE IF EXISTS kvrag_rows")
-    return everyones_postgres
-
-
-@pytest.fixture
-def own_postgres():
-    """Process and address of a PostgreSQL that a test may harm."""
-    with database(None) as found:
-        yield found

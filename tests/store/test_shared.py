@@ -1,4 +1,4 @@
-"""Stores that machines share, with their catalog in a real Redis and a real PostgreSQL: the contracts with two machines, and erasure."""
+"""Stores that machines share, with their catalog in a real Redis: the contracts with two machines, and erasure."""
 
 import os
 import shutil
@@ -19,7 +19,6 @@ from kvrag.identity.fingerprint import chunk_key
 from kvrag.store import blobs, copies, open_store, opening
 from kvrag.store.base import NewKV
 from kvrag.store.catalog import hits
-from kvrag.store.catalog.postgres import PostgresRows
 from kvrag.store.catalog.remote import RedisRows
 from kvrag.store.opening import open_url
 from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, make_text, same_bits
@@ -52,12 +51,12 @@ class OnS3:
         self.url = f"s3://{name}/some/prefix"
 
 
-class OnPostgres(OnObjects):
-    """Blobs in a bucket, and their catalog in a database."""
+class InRedis:
+    """The catalog in a Redis, wherever the blobs are."""
 
     @pytest.fixture(autouse=True)
-    def database(self, postgres_url):
-        self.catalog = postgres_url
+    def database(self, redis_url):
+        self.catalog = redis_url
 
 
 class AnyBlobs(BlobsContract):
@@ -93,12 +92,12 @@ class TestStoreOnRedis(OnRedis, AnyStore):
     pass
 
 
-class TestStoreOnPostgres(OnPostgres, AnyStore):
+class TestStoreOnObjects(OnObjects, InRedis, AnyStore):
     pass
 
 
 @pytest.mark.slow
-class TestStoreOnS3AndPostgres(OnS3, OnPostgres, AnyStore):
+class TestStoreOnS3(OnS3, InRedis, AnyStore):
     pass
 
 
@@ -115,18 +114,12 @@ class TestStoreOnRedisAlone(OnRedis, WithoutCopies):
     pass
 
 
-class TestStoreOnPostgresAlone(OnPostgres, WithoutCopies):
+class TestStoreOnObjectsAlone(OnObjects, InRedis, WithoutCopies):
     pass
 
 
-class TestStoreInABucketWithItsCatalogInRedis(OnObjects, WithoutCopies):
-    @pytest.fixture(autouse=True)
-    def database(self, redis_url):
-        self.catalog = redis_url
-
-
 @needs_cryptography
-class TestSealedStoreOnPostgres(OnPostgres, StoreContract):
+class TestSealedStoreOnObjects(OnObjects, InRedis, StoreContract):
     def make_store(self, directory: Path):
         config = StoreConfig(
             catalog=self.catalog,
@@ -188,28 +181,19 @@ def test_only_chunks_have_an_end(engine_of, redis_url):
         client.config_set("maxmemory-policy", "noeviction")
 
 
-@pytest.fixture(params=["redis", "postgres"])
-def database(request):
-    """Address of a database of either kind."""
-    return request.getfixturevalue(f"{request.param}_url")
-
-
 def contents_of(url, *, erase=False):
-    """Return all that a database holds of catalogs, or erase it."""
-    if url.startswith("redis"):
-        client = redis.Redis.from_url(url)
-        names = client.keys("kvrag:catalog*")
-        return client.delete(*names) if erase else [client.hgetall(name) for name in names]
-    with pytest.importorskip("psycopg").connect(url, autocommit=True) as connection:
-        found = connection.execute("DELETE FROM kvrag_rows" if erase else "TABLE kvrag_rows")
-        return found.rowcount if erase else found.fetchall()
+    """Return all that a Redis holds of catalogs, or erase it."""
+    client = redis.Redis.from_url(url)
+    names = client.keys("kvrag:catalog*")
+    return client.delete(*names) if erase else [client.hgetall(name) for name in names]
 
 
-@pytest.fixture
-def shared(database, tmp_path):
-    """Opens a store as another machine each time, its catalog in Redis or in PostgreSQL."""
-    is_redis = database.startswith("redis")
-    address, catalog = (database, None) if is_redis else (f"file://{tmp_path}/bucket", database)
+@pytest.fixture(params=["redis", "objects"])
+def shared(request, redis_url, tmp_path):
+    """Opens a store as another machine each time, its blobs in Redis or in a bucket."""
+    address, catalog = redis_url, None
+    if request.param == "objects":
+        address, catalog = f"file://{tmp_path}/bucket", redis_url
     stores = []
 
     def open_(kv_dir=None, **options):
@@ -233,13 +217,11 @@ def keys_of(*numbers):
 
 @pytest.fixture
 def round_trips(monkeypatch):
-    """Counts what the databases are asked."""
-    asked = []
-    for kind in (RedisRows, PostgresRows):
-        real = kind._fetch
-        monkeypatch.setattr(
-            kind, "_fetch", lambda rows, names, real=real: asked.append(names) or real(rows, names)
-        )
+    """Counts what Redis is asked."""
+    asked, real = [], RedisRows._fetch
+    monkeypatch.setattr(
+        RedisRows, "_fetch", lambda rows, names: asked.append(names) or real(rows, names)
+    )
     return asked
 
 
@@ -311,27 +293,22 @@ def test_a_change_sees_what_it_has_written_and_others_see_all_of_it_or_nothing(s
 
 def test_an_answer_that_was_lost_counts_nothing_twice(shared, monkeypatch):
     store = shared()
-    for kind in (RedisRows, PostgresRows):
-        real, is_first = kind._commit, iter([True, True])
-        monkeypatch.setattr(
-            kind,
-            "_commit",
-            lambda rows, draft, real=real, left=is_first: (
-                real(rows, draft) and not next(left, False)
-            ),
-        )
+    real, is_first = RedisRows._commit, iter([True, True])
+    monkeypatch.setattr(
+        RedisRows, "_commit", lambda rows, draft: real(rows, draft) and not next(is_first, False)
+    )
     put(store, 0)
     assert store.catalog.totals() == (1, make_kv(make_identity(0)).num_bytes)
     assert shared().catalog.documents(NAMESPACE) == ["doc 0"]
 
 
-def test_a_catalog_that_was_lost_is_begun_anew(shared, database):
+def test_a_catalog_that_was_lost_is_begun_anew(shared, redis_url):
     """Its blobs are adopted where they are stored again; the first erasure erases all others."""
     here, there = shared(), shared()
     for number in range(3):
         put(here, number)
     generation = there.catalog.state().generation
-    assert contents_of(database, erase=True)
+    assert contents_of(redis_url, erase=True)
     assert here.known(keys_of(0, 1, 2)) == there.known(keys_of(0, 1, 2)) == set()
     put(there, 0)
     assert here.known(keys_of(0, 1, 2)) == keys_of(0)
@@ -340,8 +317,8 @@ def test_a_catalog_that_was_lost_is_begun_anew(shared, database):
     assert there.listed() == set()
 
 
-def test_buckets_that_share_a_database_have_catalogs_of_their_own(tmp_path, database):
-    config = StoreConfig(catalog=database, min_free_bytes=0)
+def test_buckets_that_share_a_redis_have_catalogs_of_their_own(tmp_path, redis_url):
+    config = StoreConfig(catalog=redis_url, min_free_bytes=0)
     one, two = (open_store(f"file://{tmp_path}/{name}", config) for name in ("one", "two"))
     put(one, 0)
     put(two, 1)
@@ -353,9 +330,9 @@ def test_buckets_that_share_a_database_have_catalogs_of_their_own(tmp_path, data
 
 
 @needs_cryptography
-def test_rows_in_a_database_are_sealed(shared, database):
+def test_rows_in_redis_are_sealed(shared, redis_url):
     put(shared(encryption_key=lambda: b"k" * 32), 0)
-    text = repr(contents_of(database))
+    text = repr(contents_of(redis_url))
     assert text.count("c ") >= 1
     assert not any(word in text for word in ("doc 0", make_text("text 0").digest))
     assert shared().known(keys_of(0)) == set()
@@ -396,7 +373,7 @@ def test_calls_that_need_a_database_name_the_remedy(tmp_path, redis_url, call):
     url = f"file://{tmp_path}/bucket"
     put(open_store(url, StoreConfig(catalog=redis_url, min_free_bytes=0)), 0)
     store = open_store(url, StoreConfig())
-    with pytest.raises(StoreError, match=r"StoreConfig\.catalog .*postgresql://"):
+    with pytest.raises(StoreError, match=r"StoreConfig\.catalog .*redis://"):
         call(store)
     assert store.listed() == keys_of(0)
 
@@ -413,9 +390,9 @@ def test_an_engine_on_a_bucket_without_a_database_reuses_the_chunks_that_a_promp
     engine = engine_of(kv_dir=url, prefix="")
     answer = ask(engine)
     assert (answer.token_ids, answer.cached_tokens) == (stitched.token_ids, stitched.cached_tokens)
-    with pytest.raises(StoreError, match="postgresql://"):
+    with pytest.raises(StoreError, match="redis://"):
         engine.document_ids()
-    with pytest.raises(StoreError, match="postgresql://"):
+    with pytest.raises(StoreError, match="redis://"):
         engine.delete("a")
 
 
@@ -439,13 +416,14 @@ def test_the_journal_of_a_former_store_is_left_alone_and_its_blobs_are_adopted(t
         ("kv", "redis://10.0.0.1:6379/0", "no effect on a store of one machine"),
         (None, "redis://10.0.0.1:6379/0", "no effect on a store of one machine"),
         ("s3://bucket/kv", "mysql://me:secret@host/kv", "there is no catalog at mysql://"),
-        ("s3://bucket/kv", "postgresql://me:sec/ret@host:x/kv", "write postgresql://"),
+        *(
+            ("s3://bucket/kv", f"{scheme}://me:secret@host/kv", "name a Redis or Valkey server")
+            for scheme in ("postgresql", "postgres")
+        ),
     ],
 )
 def test_an_address_that_is_no_catalog_is_refused(tmp_path, kv_dir, catalog, error, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    if catalog.startswith("postgresql"):
-        pytest.importorskip("psycopg")
     with pytest.raises((ConfigError, StoreError), match=error) as refused:
         open_store(kv_dir, StoreConfig(catalog=catalog))
     assert "sec" not in str(refused.value)
@@ -474,8 +452,7 @@ def test_copies_stay_while_the_database_can_not_be_reached(shared, tmp_path, mon
     store = shared(tmp_path / "copies")
     put(store, 0)
     with monkeypatch.context() as patch:
-        for kind in (RedisRows, PostgresRows):
-            patch.setattr(kind, "_fetch", raising(OSError, "cut off"))
+        patch.setattr(RedisRows, "_fetch", raising(OSError, "cut off"))
         assert store.get(make_identity(0)) is None
     assert store.blobs.local.keys() == keys_of(0)
     store.catalog._rows._again_s = 0.0

@@ -18,7 +18,7 @@ from kvrag.config import StoreConfig
 from kvrag.errors import StoreError
 from kvrag.identity.fingerprint import chunk_key
 from kvrag.store import open_store
-from kvrag.store.catalog import postgres, remote
+from kvrag.store.catalog import remote
 from kvrag.store.opening import open_url
 from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, same_bits
 
@@ -70,15 +70,15 @@ def test_a_fault_of_the_network_costs_time_and_nothing_else(
         assert ask(engine).cached_tokens == stitched.cached_tokens
 
 
-@pytest.fixture(params=["redis", "postgres", "s3"])
+@pytest.fixture(params=["redis", "catalog", "s3"])
 def far(request, own_redis, monkeypatch, tmp_path):
     """Addresses of a shared store and of its catalog, and the network before one of them."""
     if request.param == "redis":
         url = own_redis[1]
         with proxy_of(port_of(url)) as network:
             yield behind(url, network), None, network
-    elif request.param == "postgres":
-        url = request.getfixturevalue("postgres_url")
+    elif request.param == "catalog":
+        url = own_redis[1]
         with proxy_of(port_of(url)) as network:
             yield f"file://{tmp_path}/bucket", behind(url, network), network
     else:
@@ -105,7 +105,6 @@ def test_a_bad_network_costs_no_more_than_the_deadline(
 ):
     monkeypatch.setattr(redis_blobs, "ANSWER_S", 2.0)
     monkeypatch.setattr(object_blobs, "ANSWER_S", 2.0)
-    monkeypatch.setattr(postgres, "ANSWER_S", 2.0)
     monkeypatch.setattr(remote, "AGAIN_S", 0.2)
     url, catalog, network = far
     at = {"kv_dir": tmp_path / "copies"} if has_copies else {"kv_dir": url}
@@ -140,12 +139,11 @@ def test_a_bad_network_costs_no_more_than_the_deadline(
         time.sleep(0.3)
 
 
-@pytest.fixture(params=["redis", "postgres"])
-def behind_a_network(request, tmp_path):
+@pytest.fixture
+def behind_a_network(redis_url, tmp_path):
     """Store whose catalog is behind a network, and the network."""
-    url = request.getfixturevalue(f"{request.param}_url")
-    with proxy_of(port_of(url)) as network:
-        catalog = behind(url, network)
+    with proxy_of(port_of(redis_url)) as network:
+        catalog = behind(redis_url, network)
         config = StoreConfig(catalog=catalog, min_free_bytes=0, ram_bytes=2**22)
         store = open_store(f"file://{tmp_path}/bucket", config)
         put(store, 0)
@@ -161,7 +159,6 @@ def test_who_can_not_know_what_was_erased_answers_with_nothing(
 ):
     """Not even from memory; one warning says so, and no later look waits."""
     store, network = behind_a_network
-    monkeypatch.setattr(postgres, "ANSWER_S", 0.5)
     network.become(fault)
     start = time.monotonic()
     for _ in range(3):
@@ -201,29 +198,6 @@ def test_a_forked_process_has_connections_of_its_own(behind_a_network):
 
     assert ended(in_child(child)) == 0
     assert rows.get("x") == "1"
-
-
-def test_a_table_that_an_operator_has_made_is_enough(postgres_url, tmp_path):
-    """Its user needs no right to create tables; without a table, the sentence is the server's."""
-    import psycopg
-
-    with psycopg.connect(postgres_url, autocommit=True) as connection:
-        connection.execute("DROP ROLE IF EXISTS reader")
-        connection.execute("CREATE ROLE reader LOGIN")
-        connection.execute("REVOKE CREATE ON SCHEMA public FROM PUBLIC")
-        url = postgres_url.replace("//kvrag@", "//reader@")
-        store = open_store(f"file://{tmp_path}/bucket", StoreConfig(catalog=url, min_free_bytes=0))
-        assert store.get(make_identity(0)) is None
-        with pytest.raises(StoreError, match="permission denied"):
-            put(store, 0)
-        connection.execute(postgres.CREATE)
-        connection.execute("GRANT SELECT, INSERT, UPDATE, DELETE ON kvrag_rows TO reader")
-        try:
-            assert put(store, 0) > 0
-        finally:
-            store.close()
-            connection.execute("DROP OWNED BY reader")
-            connection.execute("DROP ROLE reader")
 
 
 def test_an_error_instead_of_a_value_is_named_and_ends_no_later_read(own_redis):

@@ -5,7 +5,7 @@ Processes and machines share it; every change is a transaction.
 ::
 
     changes → hits → ledger → rows (diskcache) → database
-                                └→ remote (Redis; a bucket without a database), postgres
+                                └→ remote (Redis; a bucket without a catalog)
 
 """
 

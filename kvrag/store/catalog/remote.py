@@ -1,6 +1,6 @@
-"""Rows that machines share: in a database, such as Redis, or read off the blobs of a bucket.
+"""Rows that machines share: in Redis, or read off the blobs of a bucket.
 
-A change collects what it reads and what it writes. The database writes all of it in one step if
+A change collects what it reads and what it writes. Redis writes all of it in one step if
 what was read is still the same; otherwise another writer was first, and the change is run again. So
 nothing is locked while a change is made, and a killed process leaves nothing behind.
 """
@@ -12,7 +12,6 @@ import logging
 import random
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass, field
@@ -34,7 +33,7 @@ from kvrag.types import ChunkKey
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-AGAIN_S = 5.0  # seconds after a fault until the database is asked again
+AGAIN_S = 5.0  # seconds after a fault until Redis is asked again
 PAUSE_S = 0.25  # longest pause before a change is made again
 ATTEMPTS = 100  # times that a change is made if other writers come first
 STATE = "s"  # the row that every catalog has
@@ -58,8 +57,8 @@ return 1
 PER_SCAN = 10_000  # fields that the server looks at in one call
 
 REMEDY = (
-    "name the database with its catalog as StoreConfig.catalog (--catalog, KVRAG_CATALOG), "
-    "as postgresql://host/database"
+    "name the Redis with its catalog as StoreConfig.catalog (--catalog, KVRAG_CATALOG), "
+    "as redis://host:6379/0"
 )
 FOLLOW_S = 60  # seconds after which chunks in memory are looked up again
 
@@ -82,16 +81,23 @@ class Draft:
         return self.read[name]
 
 
-class RemoteRows(ABC):
-    """Rows in a database; see :class:`kvrag.store.base.CatalogRows`.
+class RedisRows:
+    """Rows in Redis or Valkey: fields of the hash ``kvrag:catalog:<store>``, which never expires.
 
-    If the database can't be reached, its rows count as absent, and changes are refused. Subclasses
-    raise ``OSError`` for every fault of the database.
+    See :class:`kvrag.store.base.CatalogRows`. If the server can't be reached, its rows count as
+    absent, and changes are refused.
 
     Parameters
     ----------
     seal, read_only, begin
         As for :class:`~kvrag.store.catalog.rows.RowTable`.
+    server, store
+        The server, and the name of the store in it.
+
+    Raises
+    ------
+    StoreError
+        If the server may evict the hash.
     """
 
     remedy = WRITABLE
@@ -101,6 +107,8 @@ class RemoteRows(ABC):
         self,
         seal: RowCipher | None,
         *,
+        server: RedisServer,
+        store: str,
         read_only: bool = False,
         begin: Callable[[CatalogRows, bool], None],
     ) -> None:
@@ -110,18 +118,10 @@ class RemoteRows(ABC):
         self._mine = threading.local()
         self._again_s = 0.0
         self._is_cut_off = self._is_closed = False
-
-    @abstractmethod
-    def _fetch(self, names: Sequence[str]) -> list[str | None]:
-        """Return the texts of rows, in one round trip."""
-
-    @abstractmethod
-    def _names(self, prefix: str) -> Collection[str]:
-        """Return all names that begin with ``prefix``."""
-
-    @abstractmethod
-    def _commit(self, draft: Draft) -> bool:
-        """Write a change in one step; return ``False`` if a row that it read is another by now."""
+        self._server = server
+        self._hash = f"kvrag:catalog:{store}"
+        self._write = server.client.register_script(COMMIT)
+        self._check()
 
     def get(self, name: str) -> str | None:
         """Return a row's value as JSON; ``None`` if it is absent or can't be read."""
@@ -201,12 +201,13 @@ class RemoteRows(ABC):
             self._mine.draft = None
         raise StoreError("too many writers change the shared KV store at once; try again later")
 
-    def scrub(self) -> None:  # noqa: B027 - nothing to do in most databases
-        """Do nothing: the database keeps no erased rows that a client could purge."""
+    def scrub(self) -> None:
+        """Do nothing: Redis keeps no erased rows."""
 
     def close(self) -> None:
         """Close the connections; idempotent. Closed rows are absent and can't be changed."""
         self._is_closed = True
+        self._server.close()
 
     @property
     def _draft(self) -> Draft | None:
@@ -219,7 +220,7 @@ class RemoteRows(ABC):
         return dict(zip(names, names and self._fetch(names), strict=True))
 
     def _look(self, action: Callable[[], T], default: T) -> T:
-        """Read from the database, and return ``default`` on a fault, and for a time after it."""
+        """Read from Redis, and return ``default`` on a fault, and for a time after it."""
         if self._is_closed or time.monotonic() < self._again_s:
             return default
         try:
@@ -232,38 +233,6 @@ class RemoteRows(ABC):
             return default
         self._is_cut_off = False
         return found
-
-
-class RedisRows(RemoteRows):
-    """Rows in Redis or Valkey: fields of the hash ``kvrag:catalog:<store>``, which never expires.
-
-    Parameters
-    ----------
-    server, store
-        The server, and the name of the store in it.
-    seal, read_only, begin
-        As for :class:`~kvrag.store.catalog.remote.RemoteRows`.
-
-    Raises
-    ------
-    StoreError
-        If the server may evict the hash.
-    """
-
-    def __init__(
-        self,
-        seal: RowCipher | None,
-        *,
-        server: RedisServer,
-        store: str,
-        read_only: bool = False,
-        begin: Callable[[CatalogRows, bool], None],
-    ) -> None:
-        super().__init__(seal, read_only=read_only, begin=begin)
-        self._server = server
-        self._hash = f"kvrag:catalog:{store}"
-        self._write = server.client.register_script(COMMIT)
-        self._check()
 
     def _check(self) -> None:
         try:
@@ -278,6 +247,7 @@ class RedisRows(RemoteRows):
             )
 
     def _fetch(self, names: Sequence[str]) -> list[str | None]:
+        """Return the texts of rows, in one round trip."""
         with self._server.faults():
             found = self._server.client.hmget(self._hash, names)
         return [None if text is None else text.decode("utf-8", "replace") for text in found]
@@ -288,6 +258,7 @@ class RedisRows(RemoteRows):
             return {name.decode("utf-8", "replace") for name, _ in found}
 
     def _commit(self, draft: Draft) -> bool:
+        """Write a change in one step; return ``False`` if a row that it read is another by now."""
         read, written = (
             json.dumps({name: False if text is None else text for name, text in rows.items()})
             for rows in (draft.read, draft.written)
@@ -295,14 +266,9 @@ class RedisRows(RemoteRows):
         with self._server.faults():
             return bool(self._write(keys=[self._hash], args=[read, written, int(draft.is_whole)]))
 
-    def close(self) -> None:
-        """Close the connections; idempotent."""
-        super().close()
-        self._server.close()
-
 
 class BlobRows:
-    """Rows of a bucket without a database: the chunks whose blobs exist.
+    """Rows of a bucket without a catalog: the chunks whose blobs exist.
 
     Texts and documents are unknown, and erasures by other machines are noticed after
     :data:`FOLLOW_S`. Changes raise ``StoreError``, as do questions about documents.
@@ -344,7 +310,7 @@ class BlobRows:
 
     def change(self, *_: object) -> NoReturn:
         """Raise ``StoreError``."""
-        raise StoreError(f"this bucket of KV has no database, so it can only be read; {REMEDY}")
+        raise StoreError(f"this bucket of KV has no catalog, so it can only be read; {REMEDY}")
 
     set = delete = clear = change
 
