@@ -34,7 +34,7 @@ from pydantic import (
 from pydantic.dataclasses import dataclass
 
 from kvrag.config.address import Address, address, shown
-from kvrag.config.spelling import DIRECTORY_NAMES, parse_bytes
+from kvrag.config.spelling import parse_bytes
 from kvrag.config.spelling import unknown_option as _unknown
 from kvrag.errors import ConfigError
 from kvrag.types import KVDtype, MaxContext, Mode, Prove
@@ -251,7 +251,7 @@ def refuse_misplaced(
         if near and near[0] in stored:
             where = f"store_config=StoreConfig({near[0]}=...)"
             raise ConfigError(f"{of} has no option {name!r}; pass it to the store: {where}")
-        if misspelt and (near or name in DIRECTORY_NAMES or name in _REPAIRING):
+        if misspelt and (near or name in _REPAIRING):
             raise unknown_option(name, own, of=of)
 
 
@@ -299,7 +299,6 @@ ENGINE_OPTIONS = (
 )
 _REPAIRING = (
     "strategy",
-    "ratio",
     "recompute_ratio",
     "first_k",
     "mismatch_ratio",

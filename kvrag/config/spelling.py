@@ -1,4 +1,4 @@
-"""Spelling of options: sizes with units, other libraries' names, and suggestions for typos."""
+"""Spelling of options: sizes with units, and suggestions for typos."""
 
 from __future__ import annotations
 
@@ -7,56 +7,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 
 from kvrag.errors import ConfigError
-
-DIRECTORY_NAMES = (
-    "kv_path",
-    "kv_cache_dir",
-    "kv_cache",
-    "cache_path",
-    "store_dir",
-    "store_path",
-    "storage_dir",
-    "directory",
-    "persist_dir",
-    "persist_directory",
-)
-"""Other libraries' names for ``kv_dir``."""
-
-_MEANT = {
-    "recompute_ratio": ("ratio", "recompute", "repair_ratio", "blend_ratio"),
-    "strategy": ("method", "selection", "algorithm"),
-    "first_k": ("heads", "sink_tokens", "num_sink_tokens"),
-    "max_new_tokens": (
-        "max_tokens",
-        "max_length",
-        "max_output_tokens",
-        "max_completion_tokens",
-        "n_predict",
-    ),
-    "top_k": ("top_n", "k"),
-    "temperature": ("temp",),
-    "repetition_penalty": ("repeat_penalty",),
-    "stop": ("stop_sequences", "stop_strings", "stop_words", "stops", "until"),
-    "stop_token_ids": ("eos_token_id", "eos_token_ids"),
-    "kv_dtype": (
-        "quantization",
-        "quantisation",
-        "quantize",
-        "dtype",
-        "kv_cache_dtype",
-        "cache_dtype",
-    ),
-    "ram_bytes": ("memory", "memory_bytes", "host_bytes", "cpu_bytes", "max_memory"),
-    "disk_bytes": ("max_bytes", "size_limit", "max_size", "capacity"),
-    "gpu_bytes": ("vram", "vram_bytes"),
-    "load_timeout_s": ("timeout", "timeout_s"),
-    "shared": ("url", "redis_url", "address", "remote", "s3_url"),
-    "duration_s": ("ttl", "ttl_s", "expire", "expires"),
-    "kv_dir": (*DIRECTORY_NAMES, "cache_dir"),
-    "model": ("model_name", "model_id", "model_path", "model_name_or_path"),
-}
-SYNONYMS = {name: meant for meant, names in _MEANT.items() for name in names}
-"""Map from other libraries' option names to kvrag's."""
 
 
 def parse_bytes(value: object) -> object:
@@ -93,11 +43,8 @@ def unknown_option(
         How to pass options of other functions and configs, by name.
     """
     known = list(known)
-    meant = SYNONYMS.get(name, name)
-    place = (elsewhere or {}).get(meant)
-    if meant in known:
-        hint = f"did you mean {meant!r}?"
-    elif place is not None:
+    place = (elsewhere or {}).get(name)
+    if place is not None:
         hint = f"pass {place}"
     elif near := nearest(name, known):
         hint = f"did you mean {near!r}?"
