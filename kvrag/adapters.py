@@ -61,7 +61,7 @@ from kvrag.precompute.documents import below_collection, in_collection
 from kvrag.progress import check_show
 from kvrag.prompt.plan import Lookup, Plan
 from kvrag.prompt.plan_ids import plan_ids
-from kvrag.prompt.prefix import Prefix
+from kvrag.prompt.prefix import Prefix, prefix_text
 from kvrag.prompt.spans import SpanIndex
 from kvrag.prompt.template import Chat, PromptEncoder
 from kvrag.prompt.tools import FORM, Tools, answer_form
@@ -151,6 +151,7 @@ __all__ = [
     "plan_ids",
     "prefetch_kv",
     "prefill",
+    "prefix_text",
     "read",
     "refuse_misplaced",
     "require",

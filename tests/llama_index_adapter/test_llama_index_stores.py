@@ -7,11 +7,13 @@ import asyncio
 import copy
 import os
 import pickle
+import shutil
 import stat
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from kit import Forwards, raising
 from llama_index.core import (
     Document,
@@ -38,6 +40,7 @@ from llama_index_kit import (
 )
 
 from kvrag import ConfigError, InputError, KVRagEngine, Retention, StoreError
+from kvrag.testing.models import tiny_model
 from llama_index.llms.kvrag import KVPrecompute, KVRagLLM
 from llama_index.vector_stores.kvrag import KVRagVectorStore
 
@@ -379,6 +382,43 @@ def test_a_cache_of_a_pipeline_knows_whom_the_kv_is_for(llm, monkeypatch):
     assert kept(llm, chunks(2), namespace="other") == [True, True]
     ingest(prefix="Notes: ")
     assert kept(llm, chunks(2)) == [True, True]
+
+
+def test_a_cache_of_a_pipeline_does_not_hit_for_another_model(tmp_path, tokenizer):
+    """Of the same name, in the same store: other weights, ids, template, prefix or context."""
+
+    def description(model, tokenizer=tokenizer, **options):
+        llm = KVRagLLM.from_pretrained_model(model, tokenizer, kv_dir=tmp_path, **options)
+        return str(KVPrecompute(llm).to_dict()["kv_of"])
+
+    model = tiny_model()
+    found = [description(model)]
+    assert description(tiny_model()) == found[0], "the same weights"
+    found.append(description(tiny_model(seed=1)))
+    other = copy.deepcopy(tokenizer)
+    other.add_tokens(["ledger"])
+    found.append(description(model, other))
+    found.append(description(model, context=None))
+    found.append(description(model, prefix="Notes: "))
+    for mark in ("# ", "* "):
+        lines = lambda asked, mark=mark: "\n".join(f"{mark}{each.content}" for each in asked)  # noqa: E731
+        found.append(description(model, messages_to_prompt=lines))
+    with torch.no_grad():
+        model.lm_head.weight[3] += 1
+    found.append(description(model))
+    assert len(set(found)) == len(found)
+
+
+def test_an_ingestion_survives_a_model_that_can_not_be_loaded(tmp_path, tiny_dir):
+    folder = shutil.copytree(tiny_dir, tmp_path / "model")
+    (folder / "model.safetensors").write_bytes(b"damaged")
+    llm = KVRagLLM(model=str(folder), kv_dir=tmp_path / "kv")
+    pipeline = IngestionPipeline(
+        transformations=[SentenceSplitter(), KVPrecompute(llm)], cache=IngestionCache()
+    )
+    for _ in range(2):
+        with pytest.warns(UserWarning, match=r"not .*precomputed"):
+            assert len(pipeline.run(documents=documents(2))) == 2
 
 
 def test_an_ingestion_survives_a_fault_of_kv(llm, monkeypatch):

@@ -10,17 +10,20 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
+from langchain_core.caches import BaseCache
+from langchain_core.globals import get_llm_cache
 from langchain_core.language_models import ModelProfile
 from langchain_core.messages import BaseMessage
 from langchain_core.runnables.config import run_in_executor
 from pydantic import Field, model_validator
-from transformers import PreTrainedModel
 
 import kvrag
 from kvrag import (
     ConfigError,
     GenerationResult,
+    InputError,
     KVRagEngine,
+    KVRagError,
     PrecomputeReport,
     RepairConfig,
     Retention,
@@ -37,6 +40,7 @@ from kvrag.adapters import (
     refuse_misplaced,
     unknown_option,
 )
+from langchain_kvrag._cache import LEFT_OUT, KeyedCache, hidden, key_of
 from langchain_kvrag._convert import PROVIDER, chat_messages, engine_prefix, short_name
 from langchain_kvrag._profile import profile_of
 from langchain_kvrag._spellings import named, understood
@@ -55,6 +59,9 @@ _SAMPLING = (
     "presence_penalty",
     "logit_bias",
 )
+
+_PLAIN = (bool, dict, float, int, list, str, type(None))
+"""Types that traces show as they are."""
 
 
 class KVRagModel(EngineFields):
@@ -173,6 +180,38 @@ class KVRagModel(EngineFields):
         """
         return await run_in_executor(None, self._engine, model)
 
+    def _response_cache(self) -> BaseCache | None:
+        """Return LangChain's cache of answers: the model's, or the process's."""
+        given = getattr(self, "cache", None)
+        if given is False:
+            return None
+        return given if isinstance(given, BaseCache) else get_llm_cache()
+
+    def _keyed(self, options: Mapping[str, Any]) -> Self:
+        """Return this model, with a response cache whose key holds all that changes an answer.
+
+        If such a key can't be told, the copy has no cache.
+        """
+        cache = self._response_cache()
+        if cache is None:
+            return self
+        kept: KeyedCache | bool = False
+        try:
+            engine = self._engine(named(options, "model"))
+            kept = KeyedCache(cache, key_of(self, engine, options))
+        except InputError as error:
+            of = type(self).__name__
+            warnings.warn(f"an answer of {of} is not cached: {error}", UserWarning, stacklevel=5)
+        except KVRagError:
+            pass  # the answer raises it, where callbacks are told
+        return self.model_copy(update={"cache": kept})
+
+    async def _akeyed(self, options: Mapping[str, Any]) -> Self:
+        """Return the model of :meth:`_keyed` without blocking the event loop."""
+        if self._response_cache() is None:
+            return self
+        return await run_in_executor(None, self._keyed, options)
+
     def _time_limit(self, options: Mapping[str, Any]) -> float | None:
         """Return the seconds that a call may take; ``timeout=None`` lifts the model's limit."""
         limit: float | None = options.get("timeout", named(options, "timeout") or self.timeout)
@@ -279,27 +318,24 @@ class KVRagModel(EngineFields):
 
     @property
     def _identifying_params(self) -> dict[str, Any]:
-        """Options that change answers: LangChain's response cache tells models apart by them."""
-        repair = asdict(self.repair or RepairConfig())
+        """Options that change answers, for traces; objects by their names, no passwords."""
         config = self.store_config
-        return {
-            "model": ModelSource(self.model).name,
-            # Two models in memory may have the same name.
-            **({"model_object": id(self.model)} if isinstance(self.model, PreTrainedModel) else {}),
-            "revision": self.revision,
-            "dtype": str(self.dtype),
-            "model_kwargs": {name: repr(value) for name, value in self.model_kwargs.items()},
-            "prefix": None if self.prefix is None else repr(self.prefix),
-            "context": self.context,
-            "namespace": self.namespace,
+        told = {name: getattr(self, name) for name in type(self).model_fields.keys() - LEFT_OUT}
+        told |= {
+            "model": _named_object(self.model, self.model_name),
+            "tokenizer": _named_object(self.tokenizer, type(self.tokenizer).__name__),
             "kv_dir": check_kv_dir(self.kv_dir),
+            "repair": asdict(self.repair or RepairConfig()),
             # The repr does not show the store's key.
-            "store_config": None if config is None else repr(replace(config, on_event=None)),
-            "mode": self.mode,
-            "max_context": self.max_context,
-            "chat_template_kwargs": self.chat_template_kwargs,
-            "repair": repair,
-            **self._sampling(),
+            "store_config": config and replace(config, on_event=None),
+            # They may hold a token of the hub.
+            "model_kwargs": {name: hidden(value) for name, value in self.model_kwargs.items()},
+            # LangChain writes a call's "stop" over the model's.
+            "stop_sequences": self.stop,
+        }
+        return {
+            name: value if isinstance(value, _PLAIN) else repr(value)
+            for name, value in sorted(told.items())
         }
 
     def _resolve_model_profile(self) -> ModelProfile:
@@ -413,3 +449,12 @@ class KVRagModel(EngineFields):
             retention=retention,
             collection=collection,
         )
+
+
+def _named_object(given: Any, name: str) -> str | None:
+    """Return a path or an id as text, and an object by its name and its place in this process."""
+    if given is None:
+        return None
+    if isinstance(given, (str, os.PathLike)):
+        return os.fspath(given)
+    return f"{name}@{id(given):x}"

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
-from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
+from langchain_core.callbacks import (
+    AsyncCallbackManagerForLLMRun,
+    CallbackManagerForLLMRun,
+    Callbacks,
+)
 from langchain_core.language_models import BaseChatModel, LanguageModelInput
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
-from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
+from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult, LLMResult
 from langchain_core.runnables import Runnable
 
 from kvrag import Explanation, GenerationResult, KVRagEngine
@@ -142,6 +146,28 @@ class ChatKVRag(KVRagModel, BaseChatModel):
     def _llm_type(self) -> str:
         return "kvrag-chat"
 
+    def generate(
+        self,
+        messages: list[list[BaseMessage]],
+        stop: list[str] | None = None,
+        callbacks: Callbacks = None,
+        **kwargs: Any,
+    ) -> LLMResult:
+        """Answer conversations; see ``BaseChatModel.generate``."""
+        model = self._keyed(_asked(messages, stop) | kwargs)
+        return super(ChatKVRag, model).generate(messages, stop, callbacks, **kwargs)
+
+    async def agenerate(
+        self,
+        messages: list[list[BaseMessage]],
+        stop: list[str] | None = None,
+        callbacks: Callbacks = None,
+        **kwargs: Any,
+    ) -> LLMResult:
+        """Answer conversations; see ``BaseChatModel.agenerate``."""
+        model = await self._akeyed(_asked(messages, stop) | kwargs)
+        return await super(ChatKVRag, model).agenerate(messages, stop, callbacks, **kwargs)
+
     def _generate(
         self,
         messages: list[BaseMessage],
@@ -198,6 +224,14 @@ class ChatKVRag(KVRagModel, BaseChatModel):
             yield _last_chunk(engine, with_allowed_calls(stream.result, kwargs), kwargs)
         finally:
             stream.cancel()  # the caller may have left early
+
+
+def _asked(messages: list[list[BaseMessage]], stop: list[str] | None) -> dict[str, Any]:
+    """Return the parts of a call that the key of its answer holds.
+
+    LangChain's key has the messages as well, but objects in them by their addresses.
+    """
+    return {"stop": stop, "messages": [[each.content for each in asked] for asked in messages]}
 
 
 def _chat_result(

@@ -88,6 +88,28 @@ class KVRagLLM(KVRagModel, BaseLLM):
     ) -> list[PromptValue]:
         return [self._rendered(prompt, options) for prompt in prompts]
 
+    def generate(
+        self,
+        prompts: list[str],
+        stop: list[str] | None = None,
+        callbacks: Callbacks | list[Callbacks] | None = None,
+        **kwargs: Any,
+    ) -> LLMResult:
+        """Answer prompts; see ``BaseLLM.generate``."""
+        model = self._keyed({"stop": stop} | kwargs)
+        return super(KVRagLLM, model).generate(prompts, stop, callbacks, **kwargs)
+
+    async def agenerate(
+        self,
+        prompts: list[str],
+        stop: list[str] | None = None,
+        callbacks: Callbacks | list[Callbacks] | None = None,
+        **kwargs: Any,
+    ) -> LLMResult:
+        """Answer prompts; see ``BaseLLM.agenerate``."""
+        model = await self._akeyed({"stop": stop} | kwargs)
+        return await super(KVRagLLM, model).agenerate(prompts, stop, callbacks, **kwargs)
+
     def generate_prompt(
         self,
         prompts: list[PromptValue],

@@ -22,8 +22,17 @@ from kvrag import (
     Retention,
     precompute_kv,
 )
-from kvrag.adapters import Content, OnError, host_of, in_collection, unknown_option
+from kvrag.adapters import (
+    Content,
+    OnError,
+    context_digest,
+    host_of,
+    in_collection,
+    prefix_text,
+    unknown_option,
+)
 from llama_index.llms.kvrag.base import KVRagLLM
+from llama_index.llms.kvrag.prompts import engine_prefix
 
 logger = logging.getLogger(__name__)
 
@@ -159,11 +168,18 @@ class KVPrecompute(PrecomputeFields, TransformComponent):
         return "KVPrecompute"
 
     def to_dict(self, **kwargs: Any) -> dict[str, Any]:
-        """Describe the transformation and the LLM that KV is stored for.
+        """Describe the transformation and everything that decides which KV is stored.
 
-        Pipelines cache by this description, and every model needs its own entry.
+        Pipelines cache by this description. Loads the model: a changed model needs new KV.
         """
-        return {**super().to_dict(**kwargs), "prefix": repr(self.prefix), "kv_of": self._target()}
+        described = {**super().to_dict(**kwargs), "prefix": None}
+        try:
+            return described | {"kv_of": self._target()}
+        except Exception:
+            if self.on_error == "raise":
+                raise
+            # Not cached; the run itself warns.
+            return described | {"kv_of": {"run": uuid.uuid4().hex}}
 
     def _target(self) -> dict[str, str]:
         llm = resolve_kv_llm(self.llm)
@@ -171,19 +187,18 @@ class KVPrecompute(PrecomputeFields, TransformComponent):
         if isinstance(engine, KVRagClient):
             # A server does not tell when KV was erased. It skips the nodes that it has.
             return {"server": engine.base_url, "run": uuid.uuid4().hex}
-        # Erasing KV starts another generation, so nodes that went through before pass again.
-        found = {
-            "generation": str(engine.store.catalog.state().generation),
-            "kept": str(engine.store_config.kv_dtype),
-        }
-        if isinstance(llm, KVRagLLM):
-            names = {"model", "kv_dir", "namespace", "dtype", "context", "system_prompt"}
-            told = {name: str(value) for name, value in llm.model_dump(include=names).items()}
-            return found | told | {"prefix": repr(llm.prefix)}
-        return found | {
-            "model": engine.source.name,
+        prefix = self.prefix
+        if isinstance(llm, KVRagLLM) and prefix is not None:
+            prefix = engine_prefix(prefix, llm)
+        return {
+            "model": engine.loaded.fingerprint,
+            "prefix": engine.prefix_text if prefix is None else prefix_text(prefix, engine.encoder),
+            "context": context_digest(engine.context_ids),
             "namespace": engine.namespace,
-            "dtype": str(engine.source.dtype),
+            "kv_dir": str(engine.kv_dir),
+            "kept": str(engine.store_config.kv_dtype),
+            # Erasing KV starts another generation, so nodes that went through before pass again.
+            "generation": str(engine.store.catalog.state().generation),
         }
 
     def __call__(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
