@@ -5,10 +5,19 @@ An adapter imports from ``kvrag`` and from here alone, so a change inside kvrag 
 
 from __future__ import annotations
 
+import inspect
 import os
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SkipValidation
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    SkipValidation,
+    ValidationError,
+)
 
 from kvrag.blend.clock import Clock
 from kvrag.blend.cost import MARGIN, CostModel, Costs, Price
@@ -20,6 +29,7 @@ from kvrag.client import engine_of, host_of
 from kvrag.config import (
     Repair,
     RepairConfig,
+    SamplingConfig,
     StoreConfig,
     as_config,
     check_mode,
@@ -29,7 +39,10 @@ from kvrag.config import (
     refuse_misplaced,
     unknown_option,
 )
-from kvrag.config.address import address, check_kv_dir
+from kvrag.config.address import address, check_kv_dir, shown
+from kvrag.config.signatures import checks_names
+from kvrag.config.spelling import respelt
+from kvrag.engine import KVRagEngine
 from kvrag.errors import ConfigError, require
 from kvrag.evaluate.calibrate import described
 from kvrag.generate.streams import AsyncTokenStream, TokenStream
@@ -123,11 +136,13 @@ __all__ = [
     "base_directory",
     "below_collection",
     "changed_ids",
+    "check_call",
     "check_kv_dir",
     "check_mode",
     "check_namespace",
     "check_show",
     "check_template_kwargs",
+    "checks_names",
     "chunk_key",
     "config_of",
     "context_digest",
@@ -155,6 +170,7 @@ __all__ = [
     "read",
     "refuse_misplaced",
     "require",
+    "respelt",
     "rope_text",
     "source_identity",
     "stitch",
@@ -246,7 +262,10 @@ class EngineFields(BaseModel):
                     data[name] = as_config(kind, data[name], option=name)
             if "chat_template_kwargs" in data:
                 data["chat_template_kwargs"] = check_template_kwargs(data["chat_template_kwargs"])
-            super().__init__(**data)
+            try:
+                super().__init__(**data)
+            except ValidationError as error:
+                raise _fault_of(type(self), error, data) from None
             self.check_model_kwargs()
             check_prove(self.prove)
             check_mode(self.mode, self.max_context)
@@ -279,3 +298,64 @@ class EngineFields(BaseModel):
             "chat_template_kwargs",
         )
         return {**self.model_kwargs, **{name: getattr(self, name) for name in names}}
+
+
+_OF_CALL = tuple(inspect.signature(KVRagEngine.generate).parameters)[2:]
+"""Options of a call, as the engine names them."""
+
+
+def check_call(
+    cls: type[BaseModel],
+    options: Mapping[str, Any],
+    *,
+    aliases: Mapping[str, str],
+    more: Iterable[str] = (),
+) -> None:
+    """Check the options of a call of an LLM.
+
+    Parameters
+    ----------
+    cls
+        Class of the LLM, which errors name.
+    options
+        Options under the engine's names.
+    aliases, more
+        Names of the class's options by their other names, such as the engine's; options that the
+        engine does not have.
+
+    Raises
+    ------
+    ConfigError
+        If an option does not exist or has an invalid value.
+    """
+    of = cls.__name__
+    for name in options:
+        if name in _OF_CALL:
+            continue
+        if name in cls.model_fields:
+            raise ConfigError(f"{name!r} is no option of a call; pass {of}({name}=...)")
+        known = [*(aliases.get(each, each) for each in _OF_CALL), *more]
+        raise unknown_option(name, known, of=of, aliases=aliases)
+    check_mode(options.get("mode", "auto"), options.get("max_context", "raise"))
+    check_template_kwargs(options.get("chat_template_kwargs"))
+    answer_form(**{name: options[name] for name in FORM if name in options})
+    own = {name: options[name] for name in SamplingConfig.__annotations__ if name in options}
+    try:
+        SamplingConfig(**own)
+    except ConfigError as error:
+        raise ConfigError(respelt(str(error), {"SamplingConfig": of, **aliases})) from None
+
+
+def _fault_of(
+    cls: type[BaseModel], error: ValidationError, given: Mapping[str, Any]
+) -> ConfigError:
+    """Turn the first fault of pydantic into a ``ConfigError`` that names class and option."""
+    fault = error.errors(include_url=False)[0]
+    name = str(fault["loc"][0]) if fault["loc"] else ""
+    cause = fault.get("ctx", {}).get("error")
+    if isinstance(cause, ConfigError):
+        return cause
+    field = cls.model_fields.get(name)
+    value = f" is {shown(given.get(name))}" if field is not None and field.repr else ""
+    wanted = fault["msg"].replace("Input", "it")
+    return ConfigError(f"{cls.__name__}.{name}{value}; {wanted}")

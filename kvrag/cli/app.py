@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import sys
 from typing import Annotated, Any
 
@@ -77,6 +78,10 @@ class Commands(typer.core.TyperGroup):
             raise typer.Exit(2) from None
 
 
+_FIELD = re.compile(r"\b(?:Repair|Sampling|Server|Store)Config\.(\w+)")
+"""Field of a config in a message; on the command line it is an option."""
+
+
 def _sentence(error: Exception) -> str:
     """Return the message of an error; a system error names the file that it is about."""
     if (
@@ -85,7 +90,8 @@ def _sentence(error: Exception) -> str:
         and error.filename is not None
     ):
         return f"{error.filename!r}: {error.strerror or error}; check the path and its rights"
-    return redacted(str(error)) or type(error).__name__
+    said = redacted(str(error)) or type(error).__name__
+    return _FIELD.sub(lambda field: f"--{field[1].replace('_', '-')}", said)
 
 
 def demo(context: typer.Context) -> None:

@@ -34,7 +34,7 @@ from pydantic import (
 from pydantic.dataclasses import dataclass
 
 from kvrag.config.address import Address, address, shown
-from kvrag.config.spelling import parse_bytes
+from kvrag.config.spelling import NOTHING, parse_bytes
 from kvrag.config.spelling import unknown_option as _unknown
 from kvrag.errors import ConfigError
 from kvrag.types import KVDtype, MaxContext, Mode, Prove
@@ -213,9 +213,11 @@ def option_fields(cls: type, *names: str) -> dict[str, Any]:
     return {name: (hints[name], Field(**about[name])) for name in names}
 
 
-def unknown_option(name: str, known: Iterable[str], *, of: str) -> ConfigError:
+def unknown_option(
+    name: str, known: Iterable[str], *, of: str, aliases: Mapping[str, str] = NOTHING
+) -> ConfigError:
     """Build the error for an unknown option; it suggests the nearest option of any config."""
-    return _unknown(name, known, of=of, elsewhere=_homes(of))
+    return _unknown(name, known, of=of, elsewhere=_homes(of), aliases=aliases)
 
 
 def _homes(of: str) -> dict[str, str]:
@@ -236,7 +238,12 @@ def _homes(of: str) -> dict[str, str]:
 
 
 def refuse_misplaced(
-    given: Iterable[str], own: Iterable[str], *, of: str, misspelt: bool = True
+    given: Iterable[str],
+    own: Collection[str],
+    *,
+    of: str,
+    misspelt: bool = True,
+    aliases: Mapping[str, str] = NOTHING,
 ) -> None:
     """Raise :class:`ConfigError` on options of a :class:`StoreConfig` that were passed to ``of``.
 
@@ -244,15 +251,14 @@ def refuse_misplaced(
     unencrypted. With ``misspelt``, misspelt names of ``own`` and names of :class:`RepairConfig`
     options are refused too.
     """
-    own = list(own)
     stored = set(_names(StoreConfig))
     for name in given:
-        near = difflib.get_close_matches(name, sorted(stored.union(own)), n=1, cutoff=0.8)
+        near = difflib.get_close_matches(name, sorted(stored.union(own, aliases)), n=1, cutoff=0.8)
         if near and near[0] in stored:
             where = f"store_config=StoreConfig({near[0]}=...)"
             raise ConfigError(f"{of} has no option {name!r}; pass it to the store: {where}")
         if misspelt and (near or name in _REPAIRING):
-            raise unknown_option(name, own, of=of)
+            raise unknown_option(name, own, of=of, aliases=aliases)
 
 
 def check_namespace(namespace: object) -> str:

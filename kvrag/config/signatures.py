@@ -14,15 +14,14 @@ T = TypeVar("T")
 
 
 def checks_names(function: Callable[P, T]) -> Callable[P, T]:
-    """Make a function raise :class:`ConfigError` on an unknown keyword, with the nearest name."""
+    """Make a method raise :class:`ConfigError` on an unknown keyword, with the nearest name."""
     known = list(inspect.signature(function).parameters)
-    of = getattr(function, "__qualname__", "").partition(".")[0]  # of a method, the class
 
     @functools.wraps(function)
     def run(*values: P.args, **options: P.kwargs) -> T:
         for name in options:
             if name not in known:
-                raise unknown_option(name, known[1:], of=of)
+                raise unknown_option(name, known[1:], of=type(values[0]).__name__)
         return function(*values, **options)
 
     return run

@@ -5,8 +5,11 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
 
 from kvrag.errors import ConfigError
+
+NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 def parse_bytes(value: object) -> object:
@@ -30,8 +33,21 @@ def parse_bytes(value: object) -> object:
     return int(float(found[1]) * base ** " KMGT".index(found[2].upper() or " "))
 
 
+def respelt(message: str, names: Mapping[str, str]) -> str:
+    """Return a message with the names of another interface; ``names`` are by kvrag's own."""
+    for name, other in names.items():
+        # Whole words; a name that ends with a dot ends there.
+        message = re.sub(rf"\b{re.escape(name)}(?!(?<=\w)\w)", other, message)
+    return message
+
+
 def unknown_option(
-    name: str, known: Iterable[str], *, of: str, elsewhere: Mapping[str, str] | None = None
+    name: str,
+    known: Iterable[str],
+    *,
+    of: str,
+    elsewhere: Mapping[str, str] = NOTHING,
+    aliases: Mapping[str, str] = NOTHING,
 ) -> ConfigError:
     """Build the error for an unknown option, with a suggestion.
 
@@ -41,13 +57,15 @@ def unknown_option(
         The unknown name; the existing names, the likeliest first; their function or config.
     elsewhere
         How to pass options of other functions and configs, by name.
+    aliases
+        Names that the options have, too.
     """
     known = list(known)
-    place = (elsewhere or {}).get(name)
+    place = elsewhere.get(name)
     if place is not None:
         hint = f"pass {place}"
-    elif near := nearest(name, known):
-        hint = f"did you mean {near!r}?"
+    elif near := nearest(name, [*known, *aliases]):
+        hint = f"did you mean {aliases.get(near, near)!r}?"
     else:
         hint = f"known options: {', '.join(sorted(known))}"
     return ConfigError(f"{of} has no option {name!r}; {hint}")

@@ -394,7 +394,7 @@ class QueryPipeline:
             error = ContextLengthError(
                 f"the prompt has {num_tokens} tokens and the answer may take {max_new_tokens}, "
                 f"which exceeds the model's context window of {window}{why}; "
-                "retrieve fewer chunks or lower max_new_tokens"
+                "retrieve fewer chunks, or allow the answer fewer tokens"
             )
             error.room = max(0, window - num_tokens)
             raise error

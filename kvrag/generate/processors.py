@@ -66,8 +66,7 @@ class Penalties(LogitsProcessor):  # type: ignore[misc]
         over = [token for token in self._bias if token >= size]
         if over:
             raise ConfigError(
-                f"SamplingConfig.logit_bias names token {over[0]}; "
-                f"this model's ids are below {size}"
+                f"logit_bias names token {over[0]}; this model's ids are below {size}"
             )
         counts = torch.bincount(input_ids[0, self._start :], minlength=size)
         scores = scores - self._frequency * counts - self._presence * (counts > 0)

@@ -71,7 +71,7 @@ def retry_without_reuse(
     if done is None:
         raise OutOfMemoryError(
             "the prompt's KV and activations don't fit into memory, with or without reuse; "
-            "retrieve fewer chunks, lower max_new_tokens, "
+            "retrieve fewer chunks, allow the answer fewer tokens, "
             f"or use a smaller model or dtype ({reason})"
         )
     if mode == "full":

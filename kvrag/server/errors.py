@@ -16,6 +16,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from kvrag.config.spelling import respelt
 from kvrag.errors import (
     ConfigError,
     ContextLengthError,
@@ -27,12 +28,14 @@ from kvrag.errors import (
 
 logger = logging.getLogger(__name__)
 
-_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
-_OPTION = re.compile(
-    r"\b(?:SamplingConfig\.)?(max_new_tokens|min_new_tokens)\b"
-    r"|\bSamplingConfig\.(?=\w)|\bSamplingConfig\b"
-)
-_REPAIR = re.compile(r"\bRepairConfig\b")
+_NAMES = {
+    "SamplingConfig.": "",
+    "SamplingConfig": "the request",
+    "RepairConfig": "kvrag.repair",
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+}
+"""The API's names of options."""
 _LONGEST = 80  # characters of a value that a message repeats
 _OF_FIELDS = ("unknown_parameter", "unsupported_parameter", "invalid_value")
 """Types of the faults that :mod:`kvrag.server.fields` raises; clients get them as error codes."""
@@ -110,7 +113,7 @@ def as_api_error(error: BaseException) -> APIError:
     for kind, status, code in _STATUS:
         if isinstance(error, kind):
             return APIError(
-                status, in_api_words(str(error)) or _WORDS.get(code, "the request failed"), code
+                status, respelt(str(error), _NAMES) or _WORDS.get(code, "the request failed"), code
             )
     own = str(error) if isinstance(error, KVRagError) else None
     # Messages of other libraries may quote the prompt, so the log has only type and traceback.
@@ -153,15 +156,6 @@ async def _on_http(request: Request, error: Exception) -> JSONResponse:
     elif fault.status_code == 400:  # of FastAPI, which could not decode the body
         sentence = "the body is no text in UTF-8; send one JSON object"
     return _answer(request, APIError(fault.status_code, sentence, code))
-
-
-def in_api_words(message: str) -> str:
-    """Return a message of the engine with the API's names of options."""
-    renamed = _OPTION.sub(
-        lambda found: _NAMES.get(found[1] or "", "" if found[0].endswith(".") else "the request"),
-        message,
-    )
-    return _REPAIR.sub("kvrag.repair", renamed)
 
 
 def first_fault(errors: Sequence[Fault], body: Any) -> APIError:

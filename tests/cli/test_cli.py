@@ -288,7 +288,7 @@ def priority(store: TieredStore, key: ChunkKey) -> int:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--durability", "maybe"], "StoreConfig.durability is 'maybe'"),
+        (["--durability", "maybe"], "--durability is 'maybe'"),
         (["--priority", "101"], "--priority"),
         (["--disk-bytes", "-1"], "--disk-bytes"),
         (["--min-free-bytes", "much"], "--min-free-bytes"),
@@ -408,8 +408,8 @@ def test_an_estimate_of_a_model_that_cannot_be_measured_says_what_to_pass(run, m
         (["ask", "hi", "-m", "./no-such-model"], ["no-such-model"]),
         (["ask", "hi", "-m", "no-such.gguf"], ["no-such.gguf"]),
         (["ask", "hi", "--strategy", "quary"], ["quary", "did you mean 'query'"]),
-        (["ask", "hi", "--ratio", "1.5"], ["recompute_ratio", "1.5"]),
-        (["ask", "hi", "--recompute-ratio", "1.5"], ["recompute_ratio", "1.5"]),
+        (["ask", "hi", "--ratio", "1.5"], ["--recompute-ratio is 1.5"]),
+        (["ask", "hi", "--recompute-ratio", "1.5"], ["--recompute-ratio is 1.5"]),
         (["ask", "model", "hi", "there"], ["'there' is one argument too many"]),
         (["precompute"], ["no file or folder is named"]),
         (["ask", "hi", "--mode", "fast"], ["'fast'", "stitch"]),

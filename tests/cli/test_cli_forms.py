@@ -143,7 +143,7 @@ def test_other_names_of_options_are_understood_and_not_shown(place, tiny_dir):
     assert told[0] == told[1] == told[2]
     assert len(told[0]) <= 2
     refused = run("ask", tiny_dir, "Who?", "--ratio", "7")
-    assert "RepairConfig.recompute_ratio is 7" in refused.stderr
+    assert "--recompute-ratio is 7" in refused.stderr
     assert (
         run("estimate", "qwen2.5-3b", "--ratio=0.5", "--prefill-tps", 5, "--disk-gbps", 1).exit_code
         == 0

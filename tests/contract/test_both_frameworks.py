@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 import threading
+from functools import partial
 from typing import Any
 
 import pytest
@@ -111,6 +112,58 @@ def test_impossible_options_are_refused_at_once(kind, options, message):
     with pytest.raises(ConfigError, match=message) as caught:
         kind(**{"model": "x", **options})
     assert "abab" not in str(caught.value)
+
+
+WRONG: dict[str, Any] = {
+    "max_tokens": 0,
+    "max_new_tokens": 0,
+    "temperature": -1,
+    "top_p": 2,
+    "top_k": -5,
+    "min_p": "a lot",
+    "repetition_penalty": -1.0,
+    "min_new_tokens": -1,
+    "seed": 2**64,
+    "frequency_penalty": 3.0,
+    "presence_penalty": "low",
+    "logit_bias": 3,
+    "stop": [1],
+    "stop_token_ids": "x",
+}
+"""Invalid values of the options of an answer."""
+FOREIGN = ("KVRagEngine", "SamplingConfig", "KVRagModel", "EngineFields", "pydantic.dev")
+
+
+@every_kind
+def test_errors_have_the_names_of_the_class_that_was_called(kind, make):
+    """At construction and at a call, for every option misspelt, and with a wrong value."""
+    of, model = kind.__name__, make(kind)
+    made, asked = partial(kind, model="x"), partial(getattr(model, WAYS[kind][0]), PROMPT)
+
+    def refused(action: Any, **options: Any) -> str:
+        with pytest.raises(ConfigError) as caught:
+            action(**options)
+        assert not [name for name in FOREIGN if name in str(caught.value)]
+        return str(caught.value)
+
+    for name in kind.model_fields:
+        said = refused(made, **{f"{name}q": 1})
+        assert said.endswith(f"{of} has no option '{name}q'; did you mean {name!r}?")
+    own = "max_tokens" if "max_tokens" in kind.model_fields else "max_new_tokens"
+    for name in (*WRONG, "mode", "tools", "response_format", "repair", "namespace", "max_context"):
+        meant = own if name in ("max_tokens", "max_new_tokens") else name
+        said = refused(asked, **{f"{name}q": 1})
+        assert said == f"{of} has no option '{name}q'; did you mean {meant!r}?"
+    for name, value in WRONG.items():
+        named = own if name in ("max_tokens", "max_new_tokens") else name
+        assert refused(asked, **{name: value}).startswith(f"{of}.{named} ")
+        if named in kind.model_fields:
+            assert refused(made, **{name: value}).startswith(f"{of}.{named} ")
+    assert refused(asked, device="cpu") == f"'device' is no option of a call; pass {of}(device=...)"
+    for name in ("explain", "precompute_kv", "sync_kv", "delete_kv"):
+        method = partial(getattr(model, name), PROMPT)
+        said = refused(method, namespac="b")
+        assert said == f"{of} has no option 'namespac'; did you mean 'namespace'?"
 
 
 @every_kind

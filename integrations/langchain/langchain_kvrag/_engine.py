@@ -27,7 +27,6 @@ from kvrag import (
     PrecomputeReport,
     RepairConfig,
     Retention,
-    SamplingConfig,
     SyncReport,
 )
 from kvrag.adapters import (
@@ -36,14 +35,16 @@ from kvrag.adapters import (
     ModelLike,
     ModelSource,
     OnError,
+    check_call,
     check_kv_dir,
+    checks_names,
     refuse_misplaced,
     unknown_option,
 )
 from langchain_kvrag._cache import LEFT_OUT, KeyedCache, hidden, key_of
 from langchain_kvrag._convert import PROVIDER, chat_messages, engine_prefix, short_name
 from langchain_kvrag._profile import profile_of
-from langchain_kvrag._spellings import named, understood
+from langchain_kvrag._spellings import ALIASES, named, understood
 from langchain_kvrag._timed import atimed, timed
 from langchain_kvrag._tools import Tool, tool_dicts
 
@@ -59,6 +60,9 @@ _SAMPLING = (
     "presence_penalty",
     "logit_bias",
 )
+
+_ELSEWHERE = ("model", "stream", "timeout", "parallel_tool_calls")
+"""Options of a call that are not the engine's."""
 
 _PLAIN = (bool, dict, float, int, list, str, type(None))
 """Types that traces show as they are."""
@@ -113,7 +117,7 @@ class KVRagModel(EngineFields):
             if isinstance(data.get("stop"), str):
                 data["stop"] = [data["stop"]]
             super().__init__(**data)
-            SamplingConfig(**self._sampling())
+            check_call(type(self), self._sampling(), aliases=ALIASES)
 
     @classmethod
     def _warn_of_unknown(cls, data: Mapping[str, Any]) -> None:
@@ -129,9 +133,9 @@ class KVRagModel(EngineFields):
         """
         known = set(cls.model_fields)
         unknown = data.keys() - known
-        refuse_misplaced(unknown, known, of=cls.__name__)
+        refuse_misplaced(unknown, known, of=cls.__name__, aliases=ALIASES)
         for name in unknown:
-            fault = unknown_option(name, known, of=cls.__name__)
+            fault = unknown_option(name, known, of=cls.__name__, aliases=ALIASES)
             warnings.warn(
                 f"{fault}. It is ignored; model_kwargs takes options of from_pretrained.",
                 UserWarning,
@@ -222,18 +226,17 @@ class KVRagModel(EngineFields):
         return {"max_new_tokens": self.max_tokens, "stop": self.stop, **given}
 
     def _options(self, stop: Sequence[str] | None, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Merge the options of a call over the fields; ``None`` means as configured.
-
-        The engine refuses unknown options by name.
-        """
+        """Merge the options of a call over the fields; ``None`` means as configured."""
         given = understood(options, of="a call")
-        for elsewhere in ("model", "stream", "timeout", "parallel_tool_calls"):
+        for elsewhere in _ELSEWHERE:
             given.pop(elsewhere, None)
         if "max_tokens" in given:
             given["max_new_tokens"] = given.pop("max_tokens")
         if stop is not None:
             given["stop"] = stop
-        return {"mode": self.mode, "max_context": self.max_context, **self._sampling(), **given}
+        own = {"mode": self.mode, "max_context": self.max_context, **self._sampling()}
+        check_call(type(self), merged := {**own, **given}, aliases=ALIASES, more=_ELSEWHERE)
+        return merged
 
     def _answer(
         self,
@@ -382,6 +385,7 @@ class KVRagModel(EngineFields):
 
     # -- KV ----------------------------------------------------------------------------------------
 
+    @checks_names
     def precompute_kv(
         self,
         items: Any,
@@ -414,6 +418,7 @@ class KVRagModel(EngineFields):
             collection=collection,
         )
 
+    @checks_names
     def delete_kv(
         self, items: Any, *, namespace: str | None = None, collection: str | None = None
     ) -> int:
@@ -423,6 +428,7 @@ class KVRagModel(EngineFields):
         """
         return kvrag.delete_kv(items, llm=self, namespace=namespace, collection=collection)
 
+    @checks_names
     def sync_kv(
         self,
         live_items: Any,

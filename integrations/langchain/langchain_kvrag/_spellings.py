@@ -11,7 +11,7 @@ from typing import Any
 from kvrag import ConfigError
 from kvrag.adapters import unknown_option
 
-_NAMES = {
+ALIASES = {
     **dict.fromkeys(("model_id", "model_name"), "model"),
     **dict.fromkeys(("stop_sequence", "stop_sequences", "stop_strings"), "stop"),
     **dict.fromkeys(("max_new_tokens", "max_completion_tokens"), "max_tokens"),
@@ -19,6 +19,7 @@ _NAMES = {
     "min_tokens": "min_new_tokens",
     "torch_dtype": "dtype",
 }
+"""kvrag's names of options by their other names."""
 _SAMPLED = (
     "max_tokens",
     "temperature",
@@ -66,7 +67,7 @@ def named(options: Mapping[str, Any], kind: str) -> Any:
     given = [
         value
         for name, value in options.items()
-        if _NAMES.get(name, name) == kind and value is not None
+        if ALIASES.get(name, name) == kind and value is not None
     ]
     if given:
         return given[0]
@@ -94,7 +95,7 @@ def understood(options: Mapping[str, Any], *, of: str) -> dict[str, Any]:
             continue
         if name in _UNUSED:
             continue
-        kind = _NAMES.get(name, name)
+        kind = ALIASES.get(name, name)
         if where and kind not in (*_SAMPLED, *(_PARTS if where == _PIPELINE else ())):
             raise unknown_option(name, _SAMPLED, of=f"{of}{where}")
         if kind in out and out[kind] != value:

@@ -16,7 +16,7 @@ from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResu
 from langchain_core.runnables import Runnable
 
 from kvrag import Explanation, GenerationResult, KVRagEngine
-from kvrag.adapters import MaxContext, Mode, Repair
+from kvrag.adapters import MaxContext, Mode, Repair, checks_names
 from langchain_kvrag._convert import chat_messages, llm_output, metadata_of, usage_of
 from langchain_kvrag._engine import KVRagModel
 from langchain_kvrag._spellings import named
@@ -52,6 +52,7 @@ class ChatKVRag(KVRagModel, BaseChatModel):
 
     _shows_messages: ClassVar[bool] = True
 
+    @checks_names
     def explain(
         self,
         input: LanguageModelInput,

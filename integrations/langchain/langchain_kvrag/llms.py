@@ -17,7 +17,7 @@ from langchain_core.runnables import RunnableConfig
 from langchain_core.runnables.config import run_in_executor
 
 from kvrag import Explanation, GenerationResult, KVRagEngine
-from kvrag.adapters import MaxContext, Mode, Repair, check_template_kwargs
+from kvrag.adapters import MaxContext, Mode, Repair, check_template_kwargs, checks_names
 from langchain_kvrag._convert import chat_messages, llm_output, metadata_of, usage_of
 from langchain_kvrag._engine import KVRagModel
 from langchain_kvrag._spellings import named
@@ -38,6 +38,7 @@ class KVRagLLM(KVRagModel, BaseLLM):
     >>> info["kvrag"]["kv_reuse_ratio"]  # doctest: +SKIP
     """
 
+    @checks_names
     def explain(
         self,
         input: LanguageModelInput,

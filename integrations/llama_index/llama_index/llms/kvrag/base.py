@@ -29,14 +29,12 @@ from kvrag import (
     KVRagEngine,
     PrecomputeReport,
     Retention,
-    SamplingConfig,
     SyncReport,
     delete_kv,
     precompute_kv,
     sync_kv,
 )
 from kvrag.adapters import (
-    FORM,
     Content,
     MaxContext,
     Mode,
@@ -45,11 +43,11 @@ from kvrag.adapters import (
     PromptEncoder,
     Repair,
     answer_form,
-    check_mode,
-    check_template_kwargs,
+    check_call,
+    checks_names,
 )
 from llama_index.llms.kvrag.accounting import account_for_responses
-from llama_index.llms.kvrag.options import constructor_options, request_options, short_name
+from llama_index.llms.kvrag.options import ALIASES, constructor_options, request_options, short_name
 from llama_index.llms.kvrag.prompts import (
     calls_tools,
     chat_prompt,
@@ -84,10 +82,6 @@ _REQUEST_FIELDS = (
     "mode",
     "max_context",
 )
-
-
-_RENDERED = (*FORM, "chat_template_kwargs", "continue_final_message")
-"""Options that change how a prompt is rendered."""
 
 
 class KVRagLLM(ToolCallingLLM):
@@ -163,7 +157,7 @@ class KVRagLLM(ToolCallingLLM):
             super().__init__(
                 **constructor_options({"model": model, **options}, type(self).model_fields)
             )
-            self._check_request(self._defaults())
+            check_call(type(self), self._defaults(), aliases=ALIASES)
             account_for_responses()
 
     @classmethod
@@ -190,6 +184,7 @@ class KVRagLLM(ToolCallingLLM):
             self.model, prefix=engine_prefix(self.prefix, self), **self.engine_options()
         )
 
+    @checks_names
     def precompute_kv(
         self,
         items: Any,
@@ -222,12 +217,14 @@ class KVRagLLM(ToolCallingLLM):
             collection=collection,
         )
 
+    @checks_names
     def delete_kv(
         self, items: Any, *, namespace: str | None = None, collection: str | None = None
     ) -> int:
         """Delete the KV of nodes or node ids; see :func:`kvrag.delete_kv`."""
         return delete_kv(items, llm=self, namespace=namespace, collection=collection)
 
+    @checks_names
     def sync_kv(
         self,
         live_items: Any,
@@ -258,6 +255,7 @@ class KVRagLLM(ToolCallingLLM):
             collection=collection,
         )
 
+    @checks_names
     def explain(
         self,
         prompt: str | Sequence[ChatMessage],
@@ -354,19 +352,11 @@ class KVRagLLM(ToolCallingLLM):
             {name: getattr(self, name) for name in _REQUEST_FIELDS}, self.generate_kwargs
         )
 
-    def _check_request(self, options: dict[str, Any]) -> None:
-        """Raise, before a model is loaded, if an option is unknown or has an invalid value."""
-        own = {"mode", "repair", "namespace", "max_context", *_RENDERED}
-        check_mode(options.get("mode", "auto"), options.get("max_context", "raise"))
-        check_template_kwargs(options.get("chat_template_kwargs"))
-        answer_form(**{name: options[name] for name in FORM if name in options})
-        SamplingConfig(**{name: value for name, value in options.items() if name not in own})
-
     def _request(self, overrides: dict[str, Any]) -> tuple[KVRagEngine, dict[str, Any]]:
         options = request_options(self._defaults(), overrides)
         if isinstance(options.get("tools"), (list, tuple)):
             options["tools"] = tool_dicts(options["tools"])
-        self._check_request(options)
+        check_call(type(self), options, aliases=ALIASES)
         return self.engine, options
 
     def _of_prompt(

@@ -9,7 +9,7 @@ from typing import Any
 from llama_index.core.prompts import PromptTemplate
 
 from kvrag import ConfigError, StoreConfig
-from kvrag.adapters import refuse_misplaced, unknown_option
+from kvrag.adapters import refuse_misplaced, respelt, unknown_option
 
 ALIASES = {
     "model_name": "model",
@@ -82,7 +82,8 @@ def constructor_options(options: Mapping[str, Any], known: Iterable[str]) -> dic
     refuse_misplaced(out.keys() - names, names, of=OWNER, misspelt=False)
     for name in out:
         if name not in names:
-            raise unknown_option(name, {*names, *ALIASES, "device_map"}, of=OWNER)
+            fault = unknown_option(name, {*names, "device_map"}, of=OWNER, aliases=ALIASES)
+            raise ConfigError(respelt(str(fault), {"generate": "complete"}))
     if out.get("model") is None:
         raise ConfigError(
             "KVRagLLM has no model; pass model= a hub id, a local directory, a .gguf file or a "
