@@ -45,6 +45,7 @@ from kvrag.config.spelling import respelt
 from kvrag.engine import KVRagEngine
 from kvrag.errors import ConfigError, require
 from kvrag.evaluate.calibrate import described
+from kvrag.generate.scheduler import MAX_RUNNING
 from kvrag.generate.streams import AsyncTokenStream, TokenStream
 from kvrag.hooks import Content, OnError, changed_ids, documents_in, prefetch_kv
 from kvrag.identity.describe import rope_text
@@ -95,6 +96,7 @@ else:  # pydantic must neither check these nor put them into a schema
 __all__ = [
     "FORM",
     "MARGIN",
+    "MAX_RUNNING",
     "AsyncTokenStream",
     "CausalLM",
     "Chat",

@@ -19,6 +19,7 @@ from kvrag import KVRagEngine
 from kvrag.blend.cost import IN_ROWS
 from kvrag.generate import pipeline
 from kvrag.kv.buffers import Buffers
+from kvrag.model import CausalLM
 from kvrag.testing.models import save_tiny_model, tiny_model
 from kvrag.testing.tokenizers import tiny_tokenizer
 
@@ -239,3 +240,27 @@ def engine_of(tokenizer, tmp_path):
     yield make
     for engine in made:
         engine.close()
+
+
+@pytest.fixture
+def abreast(monkeypatch):
+    """Let so many requests begin to decode at the same time, and count what their forwards compute."""
+    real, sizes = pipeline.decode, []
+
+    def install(parties):
+        barrier = threading.Barrier(parties)
+        work = CausalLM.step
+
+        def counted(self, rows):
+            sizes.append(len(rows))
+            return work(self, rows)
+
+        def decode(*args, **options):
+            barrier.wait(60)
+            return real(*args, **options)
+
+        monkeypatch.setattr(CausalLM, "step", counted)
+        monkeypatch.setattr(pipeline, "decode", decode)
+        return sizes
+
+    return install

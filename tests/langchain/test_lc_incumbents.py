@@ -64,7 +64,7 @@ UNDERSTOOD: dict[str, tuple[Any, dict[str, Any]]] = {
 REFUSED: dict[str, tuple[Any, str]] = {
     "task": ("summarization", "only causal language models"),
     "backend": ("openvino", "run by torch"),
-    "batch_size": (16, "one after another"),
+    "batch_size": (16, "answered together"),
     "logprobs": (True, r"engine.generate\(logprobs"),
     "top_logprobs": (3, r"engine.generate\(logprobs"),
     "n": (2, "one answer"),

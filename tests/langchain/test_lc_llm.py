@@ -1,16 +1,19 @@
 """KVRagLLM: raw strings, chat prompts through the chat template, accounting, streams."""
 
+import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from kit import Forwards
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.messages import HumanMessage, SystemMessage
 from langchain_core.outputs import LLMResult
 from langchain_core.prompts import ChatPromptTemplate, PromptTemplate
 
+from kvrag import InputError
 from kvrag.testing.models import tiny_model
 from langchain_kvrag import KVRagLLM
 
@@ -129,3 +132,70 @@ def test_another_model_for_one_call(llm, other_tiny_dir):
         "ls_model_name": "x",
         "ls_model_type": "llm",
     }
+
+
+# -- many prompts ---------------------------------------------------------------------------------------------------------
+
+PROMPTS = ["Who?", "Who keeps the ledger?", "Tell me. " * 20, "Why?", "Who?"]
+
+
+async def together(llm, way: str, prompts: list[str] = PROMPTS, **options: Any) -> list[Any]:
+    """Answer prompts in one call, in one of the ways."""
+    if way.startswith("a"):
+        found = await getattr(llm, way)(prompts, **options)
+    else:
+        found = await asyncio.to_thread(getattr(llm, way), prompts, **options)
+    return found if "batch" in way else [each[0].text for each in found.generations]
+
+
+ways = pytest.mark.parametrize("way", ["batch", "abatch", "generate", "agenerate"])
+
+
+@ways
+async def test_prompts_share_decode_steps_and_answer_as_alone(llm, way, abreast):
+    options = {"max_tokens": 5, "temperature": 1.0, "seed": 3}
+    alone = [llm.invoke(prompt, **options) for prompt in PROMPTS]
+    sizes = abreast(len(PROMPTS))
+    assert await together(llm, way, **options) == alone
+    assert sum(sizes) == len(PROMPTS) * 4, "the steps of every prompt after its first token"
+    assert max(sizes) > 3, "in forwards for several prompts"
+
+
+@ways
+async def test_a_prompt_that_fails_ends_the_call_and_the_other_answers(llm, way, monkeypatch):
+    llm.invoke("Who?")
+    forwards = Forwards(monkeypatch, seconds=0.01)
+    prompts = ["Who?", "", *["Who? " * 5] * 3]
+    with pytest.raises(InputError, match="the prompt is empty"):
+        await together(llm, way, prompts, max_tokens=300)
+    assert forwards.settled() < 600, "the first is answered, and the others are not waited for"
+
+
+@pytest.mark.parametrize("way", ["batch", "abatch"])
+async def test_exceptions_are_returned_for_their_own_prompts(llm, way, abreast):
+    prompts = ["Who?", "", "Why?"]
+    alone = [llm.invoke(prompts[0]), llm.invoke(prompts[2])]
+    abreast(2)
+    first, fault, last = await together(llm, way, prompts, return_exceptions=True)
+    assert [first, last] == alone
+    assert isinstance(fault, InputError)
+
+
+@pytest.mark.parametrize("way", ["batch", "abatch"])
+async def test_a_batch_keeps_to_its_limit_and_tells_callbacks(llm, way, abreast):
+    alone = [llm.invoke(prompt) for prompt in PROMPTS]
+    recorders = [Recorder() for _ in PROMPTS]
+    sizes = abreast(1)
+    configs = [{"callbacks": [each], "max_concurrency": 2} for each in recorders]
+    assert await together(llm, way, config=configs) == alone
+    assert max(sizes) <= 2
+    assert [each.results[0].generations[0][0].text for each in recorders] == alone
+
+
+async def test_a_time_limit_of_a_batch_begins_with_it(llm, monkeypatch):
+    llm.invoke("Who?")
+    monkeypatch.setattr("langchain_kvrag.llms.MAX_RUNNING", 2)
+    forwards = Forwards(monkeypatch, seconds=0.01)
+    with pytest.raises(TimeoutError, match=r"timeout=0.2 s"):
+        await together(llm, "batch", max_tokens=400, timeout=0.2)
+    assert forwards.settled() < 400

@@ -10,7 +10,6 @@ import pytest
 import torch
 from texts import make_chunks
 
-from kvrag.generate import pipeline
 from kvrag.model import CausalLM, lock
 from kvrag.model.forward import Forward, running
 from kvrag.model.lock import WAITED, ModelLock
@@ -23,30 +22,6 @@ PROMPTS = [f"{' '.join(CHUNKS[i:] + CHUNKS[:i])} Who reads {i}?" for i in range(
     "word " * 40,
 ]
 IDS, MANY = torch.arange(5, 45), 60
-
-
-@pytest.fixture
-def abreast(monkeypatch):
-    """Let so many requests begin to decode at the same time, and count what their forwards compute."""
-    real, sizes = pipeline.decode, []
-
-    def install(parties):
-        barrier = threading.Barrier(parties)
-        work = CausalLM.step
-
-        def counted(self, rows):
-            sizes.append(len(rows))
-            return work(self, rows)
-
-        def decode(*args, **options):
-            barrier.wait(60)
-            return real(*args, **options)
-
-        monkeypatch.setattr(CausalLM, "step", counted)
-        monkeypatch.setattr(pipeline, "decode", decode)
-        return sizes
-
-    return install
 
 
 @pytest.mark.parametrize("name", TINY)

@@ -54,7 +54,10 @@ _FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "task": (("text-generation",), "only causal language models are run"),
     "backend": (("default", "pipeline"), "models are run by torch"),
     # 4 is HuggingFacePipeline's default, so users did not choose it.
-    "batch_size": ((1, 4), "prompts are answered one after another, each as soon as it can be"),
+    "batch_size": (
+        (1, 4),
+        "prompts are answered together; config={'max_concurrency': ...} of batch limits them",
+    ),
     "max_length": ((), "it would count the prompt; pass max_tokens"),
     "stream_usage": ((True,), "the last chunk of a stream always says what was used"),
     "use_cache": ((True,), "answers are always decoded with their KV"),

@@ -10,15 +10,22 @@ from kvrag.adapters import AsyncTokenStream, TokenStream
 
 
 def timed(stream: TokenStream, seconds: float | None) -> Iterator[str]:
-    """Yield the text of a stream.
+    """Return the text of a stream, with a time limit that begins now.
 
-    Stops decoding and raises ``TimeoutError`` if the stream has not ended after ``seconds``.
+    If the stream has not ended after ``seconds``, decoding stops and the iterator raises
+    ``TimeoutError``.
     """
     late = threading.Event()
     timer = threading.Timer(seconds or 0.0, _stop, (stream, late))
     timer.daemon = True
     if seconds is not None:
         timer.start()
+    return _until(stream, seconds, timer, late)
+
+
+def _until(
+    stream: TokenStream, seconds: float | None, timer: threading.Timer, late: threading.Event
+) -> Iterator[str]:
     try:
         yield from stream
         _check_end(stream, seconds, is_late=late.is_set())

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from langchain_core.callbacks import (
@@ -13,11 +16,19 @@ from langchain_core.callbacks import (
 from langchain_core.language_models import BaseLLM, LanguageModelInput
 from langchain_core.outputs import Generation, GenerationChunk, LLMResult
 from langchain_core.prompt_values import ChatPromptValue, PromptValue, StringPromptValue
-from langchain_core.runnables import RunnableConfig
-from langchain_core.runnables.config import run_in_executor
+from langchain_core.runnables import Runnable, RunnableConfig
+from langchain_core.runnables.config import get_config_list, patch_config, run_in_executor
 
 from kvrag import Explanation, GenerationResult, KVRagEngine
-from kvrag.adapters import MaxContext, Mode, Repair, check_template_kwargs, checks_names
+from kvrag.adapters import (
+    MAX_RUNNING,
+    MaxContext,
+    Mode,
+    Repair,
+    TokenStream,
+    check_template_kwargs,
+    checks_names,
+)
 from langchain_kvrag._convert import chat_messages, llm_output, metadata_of, usage_of
 from langchain_kvrag._engine import KVRagModel
 from langchain_kvrag._spellings import named
@@ -111,6 +122,37 @@ class KVRagLLM(KVRagModel, BaseLLM):
         model = await self._akeyed({"stop": stop} | kwargs)
         return await super(KVRagLLM, model).agenerate(prompts, stop, callbacks, **kwargs)
 
+    def batch(
+        self,
+        inputs: list[LanguageModelInput],
+        config: RunnableConfig | list[RunnableConfig] | None = None,
+        *,
+        return_exceptions: bool = False,
+        **kwargs: Any,
+    ) -> list[str]:
+        """Answer prompts at the same time; see ``BaseLLM.batch``."""
+        if not return_exceptions:
+            return super().batch(inputs, config, **kwargs)
+        # Each prompt's own exception; ``BaseLLM`` returns the first for all prompts.
+        configs = [
+            patch_config(each, max_concurrency=each.get("max_concurrency") or MAX_RUNNING)
+            for each in get_config_list(config, len(inputs))
+        ]
+        return Runnable.batch(self, inputs, configs, return_exceptions=True, **kwargs)
+
+    async def abatch(
+        self,
+        inputs: list[LanguageModelInput],
+        config: RunnableConfig | list[RunnableConfig] | None = None,
+        *,
+        return_exceptions: bool = False,
+        **kwargs: Any,
+    ) -> list[str]:
+        """Answer prompts at the same time; see ``BaseLLM.abatch``."""
+        if not return_exceptions:
+            return await super().abatch(inputs, config, **kwargs)
+        return await Runnable.abatch(self, inputs, config, return_exceptions=True, **kwargs)
+
     def generate_prompt(
         self,
         prompts: list[PromptValue],
@@ -171,13 +213,11 @@ class KVRagLLM(KVRagModel, BaseLLM):
         engine = self._engine(named(kwargs, "model"))
         options = self._options(stop, kwargs)
         timeout_s = self._time_limit(kwargs)
-        if run_manager and self.streaming and len(prompts) == 1:
-            emit = run_manager.on_llm_new_token
-        else:
-            emit = None
-        return _llm_result(
-            engine, [self._answer(engine, prompt, options, timeout_s, emit) for prompt in prompts]
-        )
+        if len(prompts) > 1:
+            return _llm_result(engine, _answers(engine, prompts, options, timeout_s))
+        emit = run_manager.on_llm_new_token if run_manager and self.streaming else None
+        result = self._answer(engine, prompts[0], options, timeout_s, emit)
+        return _llm_result(engine, [result])
 
     async def _agenerate(
         self,
@@ -189,14 +229,20 @@ class KVRagLLM(KVRagModel, BaseLLM):
         engine = await self._aengine(named(kwargs, "model"))
         options = self._options(stop, kwargs)
         timeout_s = self._time_limit(kwargs)
-        if run_manager and self.streaming and len(prompts) == 1:
-            emit = run_manager.on_llm_new_token
-        else:
-            emit = None
-        return _llm_result(
-            engine,
-            [await self._aanswer(engine, prompt, options, timeout_s, emit) for prompt in prompts],
-        )
+        is_streamed = run_manager is not None and self.streaming and len(prompts) == 1
+        emit = run_manager.on_llm_new_token if run_manager and is_streamed else None
+        slots = asyncio.Semaphore(MAX_RUNNING)
+
+        async def answer(prompt: str) -> GenerationResult:
+            async with slots:
+                return await self._aanswer(engine, prompt, options, timeout_s, emit)
+
+        running = [asyncio.create_task(answer(prompt)) for prompt in prompts]
+        try:
+            return _llm_result(engine, [await each for each in running])
+        finally:
+            for each in running:
+                each.cancel()
 
     def _stream(
         self,
@@ -232,6 +278,32 @@ class KVRagLLM(KVRagModel, BaseLLM):
             yield GenerationChunk(text="", generation_info=_info(engine, stream.result))
         finally:
             stream.cancel()  # the caller may have left early
+
+
+def _answers(
+    engine: KVRagEngine, prompts: Sequence[str], options: Mapping[str, Any], timeout_s: float | None
+) -> list[GenerationResult]:
+    """Answer prompts at the same time, so that they share decode steps; results are in order.
+
+    An error, or Ctrl-C, stops the answers that are not done.
+    """
+    running = deque[tuple[TokenStream, Iterator[str]]]()
+    results: list[GenerationResult] = []
+
+    def end_first() -> None:
+        stream, texts = running.popleft()
+        deque(texts, maxlen=0)
+        results.append(stream.result)
+
+    with ExitStack() as streams:
+        for prompt in prompts:
+            if len(running) == MAX_RUNNING:
+                end_first()
+            stream = streams.enter_context(engine.stream(prompt, **options))
+            running.append((stream, timed(stream, timeout_s)))
+        while running:
+            end_first()
+    return results
 
 
 def _info(engine: KVRagEngine, result: GenerationResult) -> dict[str, Any]:
