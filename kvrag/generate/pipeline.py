@@ -408,7 +408,7 @@ class QueryPipeline:
         The key is read here so that any later erasure invalidates the request's KV.
         """
         with clock.stage("prepare", least_s=NOTABLE_S):
-            tokenizer = self.loaded.encoder.tokenizer
+            tokenizer = self.loaded.encoder.private
             if request.form == TEXT:
                 constraint = None
             else:

@@ -12,21 +12,28 @@ tokenizer, and are corrected here:
   that the vocabulary holds as ordinary pieces, are spelled out.
 * *BOS* stands once, at the start of the prompt, whether the tokenizer or the template writes it.
 
+Truncation, padding and the treatment of special tokens are state of a tokenizer's backend, which
+every call of the application sets, in any thread. kvrag encodes with a copy (:class:`_Private`).
+
 Merges across a seam, such as ``.`` and a line break, remain; :func:`count_seams` counts them.
 """
 
 from __future__ import annotations
 
+import copy
 import re
 import threading
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field
 from difflib import SequenceMatcher
 from functools import lru_cache
 from itertools import accumulate
 from numbers import Integral
 from typing import Any, Literal
+
+from tokenizers import Tokenizer
 
 from kvrag.errors import ConfigError, InputError, ModelError
 from kvrag.runtime import RUNTIME
@@ -66,6 +73,37 @@ MAX_SHARING = 8  # tokens that may share characters: a character has four bytes 
 MAX_PIECES = 1 << 17  # texts of tokens that are kept
 
 
+class _Private:
+    """Copy of a tokenizer that kvrag alone calls; all engines with the tokenizer share it.
+
+    It is made anew where tokens were added to the tokenizer.
+    """
+
+    def __init__(self) -> None:
+        self.copy: Any = None
+        self._num_tokens = -1
+        self._lock = threading.RLock()
+
+    @contextmanager
+    def of(self, tokenizer: Any) -> Iterator[Any]:
+        """Give the copy of a tokenizer to one thread: a call sets ``split_special_tokens``."""
+        with self._lock:
+            num_tokens = len(tokenizer)
+            if num_tokens != self._num_tokens:
+                self.copy = _copied(tokenizer)
+                self._num_tokens = num_tokens
+            yield self.copy
+
+
+def _copied(tokenizer: Any) -> Any:
+    """Copy a tokenizer and its backend; a tokenizer in Python has no state beside its settings."""
+    copied = copy.copy(tokenizer)
+    backend = getattr(tokenizer, "_tokenizer", None)
+    if isinstance(backend, Tokenizer):
+        copied._tokenizer = copy.deepcopy(backend)
+    return copied
+
+
 class SegmentTokenizer:
     """Segment-wise use of a transformers tokenizer: the ids of segments can be joined.
 
@@ -83,8 +121,7 @@ class SegmentTokenizer:
                 "PreTrainedTokenizerFast(tokenizer_object=...)"
             )
         self.tokenizer = tokenizer
-        # A fast tokenizer keeps split_special_tokens as state that every call sets, so calls lock.
-        self._lock = RUNTIME.of(tokenizer, threading.RLock)  # engines share it
+        self._private = RUNTIME.of(tokenizer, _Private)
         try:
             alone = self._encode("a", as_text=True)
         except (TypeError, ValueError, NotImplementedError) as error:
@@ -93,8 +130,8 @@ class SegmentTokenizer:
                 f"document as text (split_special_tokens: {error}); load the model's fast "
                 "tokenizer with AutoTokenizer.from_pretrained(...)"
             ) from error
-        with self._lock:
-            self.bos_ids: list[int] = _before(alone, list(tokenizer("a")["input_ids"]))
+        with self._private.of(tokenizer) as private:
+            self.bos_ids: list[int] = _before(alone, list(private("a")["input_ids"]))
         newline = self._encode("\n", as_text=True)
         self.has_dummy_prefix = self._encode("\na", as_text=True) != newline + alone
         control = control_tokens(tokenizer)
@@ -108,6 +145,15 @@ class SegmentTokenizer:
         self.head_ids = lru_cache(maxsize=16)(
             lambda text: tuple(self.live_ids(text, at_start=True))
         )
+
+    @property
+    def private(self) -> Any:
+        """Tokenizer that no other code calls: its settings are kvrag's own."""
+        return self._private.copy
+
+    def text_ids(self, text: str) -> TokenIds:
+        """Return the token ids of a text alone, without special tokens, to count them."""
+        return tuple(self._encode(text, as_text=False))
 
     def live_ids(self, text: str, *, at_start: bool = False) -> list[int]:
         """Tokenise live text: control tokens are recognised.
@@ -146,7 +192,7 @@ class SegmentTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Decode ids to text; leave out control tokens."""
         return str(
-            self.tokenizer.decode(
+            self.private.decode(
                 list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
             )
         )
@@ -200,7 +246,7 @@ class SegmentTokenizer:
         return self._decoded(*self._anchor, *tokens).removeprefix(self._anchor_text)
 
     def _decoded(self, *ids: int) -> str:
-        return str(self.tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
+        return str(self.private.decode(list(ids), clean_up_tokenization_spaces=False))
 
     def control_text_after(self, text: str, start: int) -> int:
         """Return the index of the first control-token text from ``start`` on, or the length."""
@@ -242,12 +288,9 @@ class SegmentTokenizer:
     def _encode(self, text: str, *, as_text: bool) -> list[int]:
         if not text:
             return []
-        with self._lock:
-            return list(
-                self.tokenizer(text, add_special_tokens=False, split_special_tokens=as_text)[
-                    "input_ids"
-                ]
-            )
+        with self._private.of(self.tokenizer) as private:
+            found = private(text, add_special_tokens=False, split_special_tokens=as_text)
+            return list(found["input_ids"])
 
 
 def control_tokens(tokenizer: Any) -> dict[str, int]:

@@ -362,7 +362,7 @@ class KVRagModel(EngineFields):
         custom = getattr(self, "custom_get_token_ids", None)
         if custom is not None:
             return list(custom(text))
-        return list(self.engine.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return list(self.engine.encoder.text_ids(text))
 
     def get_num_tokens_from_messages(
         self, messages: Sequence[BaseMessage], tools: Sequence[Tool] | None = None

@@ -300,7 +300,7 @@ class KVRagLLM(ToolCallingLLM):
         return self
 
     def _token_ids(self, text: str) -> list[int]:
-        return list(_ids_of(self.engine.tokenizer, text))
+        return list(_ids_of(self.engine.encoder, text))
 
     def _own_prefix(self, prefix: Any) -> Any:
         if prefix is None:
@@ -462,5 +462,5 @@ def _num_output(options: dict[str, Any], engine: KVRagEngine) -> int:
 
 # For one question LlamaIndex counts the tokens of the same context four times.
 @lru_cache(maxsize=8)
-def _ids_of(tokenizer: Any, text: str) -> tuple[int, ...]:
-    return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+def _ids_of(encoder: PromptEncoder, text: str) -> tuple[int, ...]:
+    return encoder.text_ids(text)
