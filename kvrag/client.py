@@ -20,7 +20,7 @@ import httpx
 from kvrag.config import Repair, Retention
 from kvrag.engine import KVRagEngine
 from kvrag.errors import ConfigError, InputError, KVRagError, StoreError
-from kvrag.precompute.documents import check_items, in_collection
+from kvrag.precompute.documents import check_items, faults, in_collection
 from kvrag.precompute.run import tell_short
 from kvrag.progress import Progress
 from kvrag.prompt.prefix import Prefix
@@ -143,8 +143,12 @@ class KVRagClient:
             namespace=namespace, prefix=prefix, retention=retention, batch_size=batch_size
         )
         items = check_items(texts, ids, collection, batch_size)
-        documents = [{"id": item.doc_id, "text": item.text} for item in items]
-        total = PrecomputeReport(0, 0, [], 0, 0.0)
+        documents = [{"id": item.doc_id, "text": item.text} for item in items if not item.fault]
+        total = PrecomputeReport(0, 0, faults(items), 0, 0.0)
+        # The server erases the KV of texts that it gets a new text for, but gets none of these.
+        replaced = [item.doc_id for item in items if item.fault and item.doc_id is not None]
+        if replaced:
+            self.delete(replaced)
         with Progress(
             f"computing KV at {self.base_url}", len(items), unit="chunks", show=show_progress
         ) as progress:

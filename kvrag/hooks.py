@@ -20,7 +20,6 @@ from kvrag.errors import ConfigError, InputError, KVRagError, StoreError
 from kvrag.precompute.documents import Item, in_collection, replaced_ids
 from kvrag.precompute.run import tell_short
 from kvrag.prompt.prefix import Prefix
-from kvrag.prompt.spans import text_entry
 from kvrag.runtime import POOL
 from kvrag.types import PrecomputeReport, SyncReport
 
@@ -117,13 +116,9 @@ def changed_ids(
     fails.
     """
     host = host_of(llm, namespace=namespace)
-    given = dict(named)
-    # Characters that can't be encoded are replaced: such a text differs from the stored text.
-    texts = {name: text.encode("utf-8", "replace").decode() for name, text in given.items()}
     if isinstance(host, KVRagClient):
-        # A server erases the KV of replaced texts when it gets the new texts. It gets none of them
-        # if one can't be encoded.
-        return [] if texts == given else list(texts)
+        return []  # a server erases the KV of replaced texts when it gets the new texts
+    texts = dict(named)
     items = list(map(Item.of, in_collection(texts, collection), texts.values()))
     changed = set(
         replaced_ids(host.store, items, host.store.names.namespace(namespace or host.namespace))
@@ -266,14 +261,15 @@ def _is_stored(
     """Whether any of these texts is stored for its document."""
     catalog = engine.store.catalog
     space = engine.store.names.namespace(namespace or engine.namespace)
-    found = (
-        (in_collection([name], collection)[0], text_entry(text))
+    items = [
+        Item.of(in_collection([name], collection)[0], text)
         for name, text in named
         if name is not None
-    )
+    ]
     return any(
-        entry is not None and entry.digest in catalog.document_texts(space, name)
-        for name, entry in found
+        item.entry is not None
+        and item.entry.digest in catalog.document_texts(space, str(item.doc_id))
+        for item in items
     )
 
 

@@ -11,7 +11,7 @@ from fastapi.concurrency import run_in_threadpool
 from kvrag.front.planner import planner_of
 from kvrag.front.prompts import chat_of, check_window
 from kvrag.front.upstream import upstream_of
-from kvrag.precompute.documents import check_items
+from kvrag.precompute.documents import check_items, faults
 from kvrag.server import documents
 from kvrag.server.schema import ExplainRequest, PrecomputeRequest
 from kvrag.server.service import service_of
@@ -26,14 +26,23 @@ async def precompute(body: PrecomputeRequest, request: Request) -> Any:
     """Let vLLM's worker compute and store the KV of documents."""
     texts = [document.text for document in body.documents]
     ids = [document.id for document in body.documents]
-    check_items(texts, ids, body.collection, 1)  # the worker would refuse them in its own words
+    # The worker would refuse them in its own words, and JSON can't hold all of them.
+    items = check_items(texts, ids, body.collection, 1)
+    failed = faults(items)
+    service = service_of(request)
+    namespace = service.namespace(request.state.tenant)
+    replaced = [item.doc_id for item in items if item.fault and item.doc_id is not None]
+    if replaced:
+        await run_in_threadpool(service.engine.delete, replaced, namespace=namespace)
+    good = [item for item in items if not item.fault]
     asked = {
-        "texts": texts,
-        "ids": ids,
-        "collection": body.collection,
-        "namespace": service_of(request).namespace(request.state.tenant),
+        "texts": [item.text for item in good],
+        "ids": [item.doc_id for item in good],
+        "collection": None,  # the ids hold it
+        "namespace": namespace,
     }
-    return (await upstream_of(request).ask(None, precompute=asked))["precompute"]
+    report = (await upstream_of(request).ask(None, precompute=asked))["precompute"]
+    return {**report, "failed": [*failed, *report["failed"]]}
 
 
 @router.post("/explain")

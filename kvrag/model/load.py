@@ -70,13 +70,13 @@ _load_lock = threading.Lock()
 
 def load(
     source: ModelSource,
-    make_encoder: Callable[[Any], Any] | None = None,
+    make_encoder: Callable[[Any, Any], Any] | None = None,
     made: PreTrainedModel | None = None,
 ) -> LoadedModel:
     """Load a model, or return it if this process still uses it from the same source.
 
     A model object is examined at every call. ``make_encoder`` makes :attr:`LoadedModel.encoder`
-    from the tokenizer; by default it is the tokenizer itself. ``made`` is a model that another
+    from tokenizer and model; by default it is the tokenizer itself. ``made`` is a model that another
     loader has made from the source's files, and takes the place of loading. Raises ``ModelError``
     if no causal LM can be found or loaded, ``ConfigError`` for a dtype or device that is not
     available.
@@ -95,7 +95,9 @@ def load(
 
 
 def _load(
-    source: ModelSource, make_encoder: Callable[[Any], Any] | None, made: PreTrainedModel | None
+    source: ModelSource,
+    make_encoder: Callable[[Any, Any], Any] | None,
+    made: PreTrainedModel | None,
 ) -> LoadedModel:
     check_source(source)
     given = source.model if isinstance(source.model, PreTrainedModel) else None
@@ -130,7 +132,7 @@ def _load(
     keep_name(identity.fingerprint, source.name)
     if source.prove == "auto" and isinstance(lm, CausalLM):
         lm = proven(lm, identity.fingerprint)
-    encoder = tokenizer if make_encoder is None else make_encoder(tokenizer)
+    encoder = tokenizer if make_encoder is None else make_encoder(tokenizer, lm)
     return LoadedModel(lm, encoder, identity, processor=processor_of(source))
 
 

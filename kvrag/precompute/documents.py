@@ -11,6 +11,7 @@ from typing import NamedTuple
 from kvrag.errors import ConfigError, InputError
 from kvrag.prompt.messages import check_chunk_text
 from kvrag.prompt.spans import text_entry
+from kvrag.prompt.tokenizer import check_encodable
 from kvrag.store import Catalog, TieredStore
 from kvrag.types import ChunkKey, TextEntry
 
@@ -18,17 +19,37 @@ from kvrag.types import ChunkKey, TextEntry
 class Item(NamedTuple):
     """A text to store, stripped, with its document's id, if any, and its scanner entry.
 
-    ``entry`` is ``None`` if the text is too short for the span scanner.
+    ``entry`` is ``None`` if the text is too short for the span scanner. ``fault`` is the reason why
+    UTF-8 can't encode the id or the text; such an item is reported and not stored.
     """
 
     doc_id: str | None
     text: str
     entry: TextEntry | None
+    fault: str = ""
 
     @classmethod
     def of(cls, doc_id: str | None, text: str) -> Item:
-        """Make an item; raises :class:`InputError` if UTF-8 can't encode the text."""
-        return cls(doc_id, text.strip(), text_entry(text))
+        """Make an item."""
+        try:
+            check_encodable(doc_id or "")
+            return cls(doc_id, text.strip(), text_entry(text))
+        except InputError as error:
+            shown = None if doc_id is None else escaped(doc_id)
+            return cls(shown, escaped(text).strip(), None, str(error))
+
+
+def escaped(text: str) -> str:
+    """Return a text with escapes for characters that UTF-8 can't encode."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def faults(items: Iterable[Item]) -> list[tuple[str, str]]:
+    """Return ``(id, reason)`` of items that UTF-8 can't encode, as in a report."""
+    numbered = enumerate(items)
+    return [
+        (item.doc_id or f"text {number}", item.fault) for number, item in numbered if item.fault
+    ]
 
 
 def in_collection(ids: Iterable[str | None], collection: str | None) -> list[str]:
@@ -103,6 +124,7 @@ def below_collection(collection: str) -> str:
         raise InputError(
             f"collection is {collection!r}; pass the part of the document ids before a slash"
         )
+    check_encodable(collection)
     return collection.rstrip("/") + "/"
 
 
@@ -155,9 +177,9 @@ def replaced_ids(store: TieredStore, items: Sequence[Item], namespace: str) -> l
     The KV of the old texts must be erased.
     """
     return [
-        name
-        for name, _, entry in items
-        if name is not None
-        and store.catalog.document_texts(namespace, name)
-        not in ([], [entry.digest if entry else None])
+        item.doc_id
+        for item in items
+        if item.doc_id is not None
+        and store.catalog.document_texts(namespace, item.doc_id)
+        not in ([], [item.entry.digest if item.entry else None])
     ]

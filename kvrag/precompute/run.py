@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 from weakref import WeakSet
 
 from kvrag.config import Retention, StoreConfig
-from kvrag.errors import StoreError, is_out_of_memory
+from kvrag.errors import InputError, StoreError, is_out_of_memory
 from kvrag.identity.fingerprint import chunk_key, context_digest, ids_digest
 from kvrag.kv.quantise import pack
 from kvrag.model import CausalLM
 from kvrag.model.lm import LoadedModel
 from kvrag.model.rows import KVBuffer
-from kvrag.precompute.documents import Item
+from kvrag.precompute.documents import Item, faults
 from kvrag.precompute.encode import KeptPrefix, encode_chunks, encode_prefix
 from kvrag.progress import Progress
 from kvrag.prompt.spans import ANCHOR_CHARS
@@ -194,17 +194,23 @@ class Precompute:
 
     def _distinct(self, items: Sequence[Item]) -> list[NewChunk]:
         """Return a chunk per distinct text, with all its document ids."""
+        self.failed += faults(items)
         named: dict[tuple[str, TextEntry | None], dict[str | None, None]] = {}
-        for name, text, entry in items:
-            named.setdefault((text, entry), {})[name] = None
+        for name, text, entry, fault in items:
+            if not fault:
+                named.setdefault((text, entry), {})[name] = None
         prefix = ids_digest(self._prefix.identity.token_ids)
         context = context_digest(self._context)
         behind = replace(self._prefix.identity, prefix=prefix, context=context)
-        encode = self._loaded.encoder.chunk_ids
-        return [
-            NewChunk(tuple(ids), entry, replace(behind, token_ids=encode(text)))
-            for (text, entry), ids in named.items()
-        ]
+        chunks = list[NewChunk]()
+        for (text, entry), ids in named.items():
+            try:
+                token_ids = self._loaded.encoder.chunk_ids(text)
+            except InputError as error:  # a token that the model has no embedding for
+                self.failed += [(name or repr(text[:20]), str(error)) for name in ids]
+            else:
+                chunks.append(NewChunk(tuple(ids), entry, replace(behind, token_ids=token_ids)))
+        return chunks
 
     def _is_missing(self, chunk: NewChunk) -> bool:
         """Whether a chunk must be computed. If it is stored already, its documents are linked.

@@ -72,8 +72,8 @@ class PromptEncoder(SegmentTokenizer):
     tools: Tools = ()
     variables: Mapping[str, Any] = {}
 
-    def __init__(self, tokenizer: Any) -> None:
-        super().__init__(tokenizer)
+    def __init__(self, tokenizer: Any, model: Any = None) -> None:
+        super().__init__(tokenizer, model)
         self._shown = lru_cache(maxsize=8)(
             lambda _source, has_tools: what_is_shown(self._applied, has_tools)
         )

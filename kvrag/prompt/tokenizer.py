@@ -109,11 +109,12 @@ class SegmentTokenizer:
 
     ``bos_ids`` are the ids that the tokenizer puts before a text: BOS, nothing, or a model's
     substitute (GLM: two tokens). ``has_dummy_prefix``: it writes a space before the first word.
+    ``model`` tells its ``vocab_size``: texts with tokens beyond it are refused.
     Raises ``ConfigError`` if ``tokenizer`` is not from transformers, ``ModelError`` if it can't
     keep control-token text as text.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, model: Any = None) -> None:
         if not callable(tokenizer) or not hasattr(tokenizer, "all_special_ids"):
             raise ConfigError(
                 f"tokenizer is of type {type(tokenizer).__name__}; pass a transformers tokenizer, "
@@ -121,6 +122,7 @@ class SegmentTokenizer:
                 "PreTrainedTokenizerFast(tokenizer_object=...)"
             )
         self.tokenizer = tokenizer
+        self._model = model
         self._private = RUNTIME.of(tokenizer, _Private)
         try:
             alone = self._encode("a", as_text=True)
@@ -153,7 +155,7 @@ class SegmentTokenizer:
 
     def text_ids(self, text: str) -> TokenIds:
         """Return the token ids of a text alone, without special tokens, to count them."""
-        return tuple(self._encode(text, as_text=False))
+        return tuple(self._all_ids(text, as_text=False))
 
     def live_ids(self, text: str, *, at_start: bool = False) -> list[int]:
         """Tokenise live text: control tokens are recognised.
@@ -164,7 +166,7 @@ class SegmentTokenizer:
         Raises
         ------
         InputError
-            If the text can't be encoded as UTF-8.
+            If the text can't be encoded as UTF-8, or the model has no embedding for a token.
         """
         check_encodable(text)
         if not at_start:
@@ -258,7 +260,7 @@ class SegmentTokenizer:
     def document_ids(self, text: str) -> TokenIds:
         """Tokenise chunk text: the same ids in every prompt, and control-token text stays text.
 
-        ``chunk_ids`` is the same with a cache.
+        ``chunk_ids`` is the same with a cache. Raises as :meth:`live_ids`.
         """
         check_encodable(text)
         ids = self._continued(text, as_text=True)
@@ -286,6 +288,17 @@ class SegmentTokenizer:
         return self._encode(text, as_text=as_text)
 
     def _encode(self, text: str, *, as_text: bool) -> list[int]:
+        ids = self._all_ids(text, as_text=as_text)
+        if ids and self._model is not None and max(ids) >= self._model.vocab_size:
+            beyond = max(ids)
+            raise InputError(
+                f"the text holds {self.tokenizer.convert_ids_to_tokens(beyond)!r}, token {beyond}, "
+                f"but the model has embeddings for 0 to {self._model.vocab_size - 1}; pass its own "
+                "tokenizer, or call model.resize_token_embeddings(len(tokenizer))"
+            )
+        return ids
+
+    def _all_ids(self, text: str, *, as_text: bool) -> list[int]:
         if not text:
             return []
         with self._private.of(self.tokenizer) as private:

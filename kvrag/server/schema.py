@@ -6,9 +6,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    InstanceOf,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from kvrag.config import RepairConfig, as_config
@@ -32,6 +39,7 @@ Token = Annotated[int, Field(ge=0, lt=2**31)]
 
 class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    checks_text: ClassVar[bool] = True
 
     @model_validator(mode="before")
     @classmethod
@@ -47,7 +55,7 @@ class _Body(BaseModel):
             if depth > MAX_DEPTH:
                 raise ValueError(f"it nests deeper than {MAX_DEPTH} levels; make it flatter")
             for text in level:
-                if isinstance(text, str) and not text.isascii():
+                if cls.checks_text and isinstance(text, str) and not text.isascii():
                     check_encodable(text)
         if isinstance(data, dict):
             return cls._read(data)
@@ -273,15 +281,20 @@ class TextRequest(Completion):
 
 
 class KVDocument(_Body):
-    """Document to store as a chunk."""
+    """Document to store as a chunk.
 
-    id: str | None = None
-    text: str
+    If UTF-8 can't encode one, it is reported, and the others are stored.
+    """
+
+    checks_text = False
+    id: InstanceOf[str] | None = None
+    text: InstanceOf[str]
 
 
 class PrecomputeRequest(_Body):
     """Body of ``/v1/kv/precompute``."""
 
+    checks_text = False
     documents: list[KVDocument] = Field(min_length=1)
     collection: str | None = None
 

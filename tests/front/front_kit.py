@@ -140,7 +140,7 @@ class FakeVLLM:
             return {"error": "the disk is full; free some space", "code": "StoreError"}
         texts = given.pop("texts")
         report = self.engine.precompute(texts, **given, show_progress=False)
-        return {"precompute": {"stored": report.stored, "skipped": report.skipped}}
+        return {"precompute": {"stored": report.stored, "skipped": report.skipped, "failed": []}}
 
     async def endless(self, request):
         await self._keep(request)

@@ -13,7 +13,7 @@ NEW = make_chunks(2, words=42, seed=9)
 def test_precompute_is_vllms_worker(http, engine, fake):
     documents = [{"id": "new", "text": NEW[0]}, {"text": NEW[1]}]
     answer = http.post("/v1/kv/precompute", json={"documents": documents})
-    assert answer.json() == {"stored": 2, "skipped": 0}
+    assert answer.json() == {"stored": 2, "skipped": 0, "failed": []}
     sent = fake.last["body"]
     assert (len(sent["prompt"]), sent["max_tokens"]) == (2, 1)
     assert "new" in http.get("/v1/kv/documents").json()["data"]
@@ -23,6 +23,18 @@ def test_precompute_is_vllms_worker(http, engine, fake):
     assert "new" not in http.get("/v1/kv/documents").json()["data"]
     after = http.post("/v1/kv/explain", json={"messages": asking(NEW, 0)}).json()
     assert not any([s["hit"] for s in after["spans"] if s["kind"] == "chunk"])
+
+
+def test_a_text_that_utf8_cannot_encode_is_named_and_costs_no_other_its_kv(http):
+    url, kind = "/v1/kv/precompute", {"content-type": "application/json"}
+    body = '{"documents": [{"id": "bad", "text": "%s"}, {"id": "good", "text": "%s"}]}'
+    first = http.post(url, content=body % (NEW[0], NEW[1]), headers=kind).json()
+    assert first["stored"] + first["skipped"] == 2
+    answer = http.post(url, content=body % (f"{NEW[0]} \\ud835", NEW[1]), headers=kind)
+    assert [name for name, _ in answer.json()["failed"]] == ["bad"]
+    assert "bad" not in http.get("/v1/kv/documents").json()["data"]
+    assert "good" in http.get("/v1/kv/documents").json()["data"]
+    assert http.post("/v1/kv/delete", json={"ids": ["good"]}).json() == {"erased_chunks": 1}
 
 
 @pytest.mark.parametrize(

@@ -106,12 +106,12 @@ def test_documents_of_a_server_are_those_of_an_engine(tenant, tiny_dir, chunks, 
     "given",
     [
         {"texts": ["fine", ""], "ids": None},
-        {"texts": ["a\ud800"], "ids": ["x"]},
         {"texts": [5], "ids": None},
         {"texts": ["one", "two"], "ids": ["x", "x"]},
         {"texts": ["one"], "ids": ["x", "y"]},
         {"texts": ["one"], "ids": None, "collection": "c"},
         {"texts": ["one"], "ids": ["x"], "collection": "/"},
+        {"texts": ["one"], "ids": ["x"], "collection": "a\ud800"},
     ],
 )
 def test_a_wrong_document_is_refused_before_anything_is_sent(given):
