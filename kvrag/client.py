@@ -20,8 +20,13 @@ import httpx
 from kvrag.config import Repair, Retention
 from kvrag.engine import KVRagEngine
 from kvrag.errors import ConfigError, InputError, KVRagError, StoreError
-from kvrag.precompute.documents import check_items, faults, in_collection
-from kvrag.precompute.run import tell_short
+from kvrag.precompute.documents import (
+    check_items,
+    faults,
+    in_collection,
+    tell_short,
+    unreadable,
+)
 from kvrag.progress import Progress
 from kvrag.prompt.prefix import Prefix
 from kvrag.types import ExplainedSpan, Explanation, MaxContext, Mode, PrecomputeReport
@@ -146,9 +151,7 @@ class KVRagClient:
         documents = [{"id": item.doc_id, "text": item.text} for item in items if not item.fault]
         total = PrecomputeReport(0, 0, faults(items), 0, 0.0)
         # The server erases the KV of texts that it gets a new text for, but gets none of these.
-        replaced = [item.doc_id for item in items if item.fault and item.doc_id is not None]
-        if replaced:
-            self.delete(replaced)
+        self.delete(unreadable(items))
         with Progress(
             f"computing KV at {self.base_url}", len(items), unit="chunks", show=show_progress
         ) as progress:

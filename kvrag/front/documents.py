@@ -11,7 +11,7 @@ from fastapi.concurrency import run_in_threadpool
 from kvrag.front.planner import planner_of
 from kvrag.front.prompts import chat_of, check_window
 from kvrag.front.upstream import upstream_of
-from kvrag.precompute.documents import check_items, faults
+from kvrag.precompute.documents import check_items, faults, unreadable
 from kvrag.server import documents
 from kvrag.server.schema import ExplainRequest, PrecomputeRequest
 from kvrag.server.service import service_of
@@ -31,9 +31,7 @@ async def precompute(body: PrecomputeRequest, request: Request) -> Any:
     failed = faults(items)
     service = service_of(request)
     namespace = service.namespace(request.state.tenant)
-    replaced = [item.doc_id for item in items if item.fault and item.doc_id is not None]
-    if replaced:
-        await run_in_threadpool(service.engine.delete, replaced, namespace=namespace)
+    await run_in_threadpool(service.engine.delete, unreadable(items), namespace=namespace)
     good = [item for item in items if not item.fault]
     asked = {
         "texts": [item.text for item in good],

@@ -80,6 +80,7 @@ class CausalLM:
         self.config = text_config(model)
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
+        self.vocab_size = int(self.config.vocab_size)
         self.context_window = context_window(self.config)
         self.reuse_window = min(
             self.context_window, regime_limit(self.config) or self.context_window
@@ -147,11 +148,6 @@ class CausalLM:
                     f"the rotary angles of {name} change with the prompt's length, "
                     "so stored keys can't be moved exactly"
                 )
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of tokens that the model has embeddings for, also after a resize."""
-        return int(self.config.vocab_size)
 
     def buffer(self, capacity: int, *, batch: int = 1) -> KVBuffer:
         """Allocate the KV of a request, or of a batch of chunks."""

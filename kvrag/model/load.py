@@ -76,10 +76,10 @@ def load(
     """Load a model, or return it if this process still uses it from the same source.
 
     A model object is examined at every call. ``make_encoder`` makes :attr:`LoadedModel.encoder`
-    from tokenizer and model; by default it is the tokenizer itself. ``made`` is a model that another
-    loader has made from the source's files, and takes the place of loading. Raises ``ModelError``
-    if no causal LM can be found or loaded, ``ConfigError`` for a dtype or device that is not
-    available.
+    from the tokenizer and the model; by default it is the tokenizer itself. ``made`` is a model
+    that another loader has made from the source's files, and takes the place of loading. Raises
+    ``ModelError`` if no causal LM can be found or loaded, ``ConfigError`` for a dtype or device
+    that is not available.
     """
     if isinstance(source.model, PreTrainedModel):
         found = _load(source, make_encoder, made)

@@ -212,17 +212,13 @@ class PlainLM:
         self.config = text_config(model)
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
+        self.vocab_size = int(self.config.vocab_size)
         self.context_window = context_window(self.config, NO_LIMIT)
         rope = getattr(self.config, "rope_parameters", None) or {}
         # It stretches its angles beyond the length that the model was trained at.
         if rope.get("rope_type") == "dynamic":
             self.context_window = int(self.context_window * float(rope.get("factor", 1.0)))
         self.pieces: Pieces | None = None
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of tokens that the model has embeddings for, also after a resize."""
-        return int(self.config.vocab_size)
 
     @torch.inference_mode()
     def prefill(

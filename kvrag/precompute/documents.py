@@ -5,8 +5,10 @@ A document of a collection is stored as ``collection/id``. A collection is only 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
+from weakref import WeakSet
 
 from kvrag.errors import ConfigError, InputError
 from kvrag.prompt.messages import check_chunk_text
@@ -14,6 +16,8 @@ from kvrag.prompt.spans import text_entry
 from kvrag.prompt.tokenizer import check_encodable
 from kvrag.store import Catalog, TieredStore
 from kvrag.types import ChunkKey, TextEntry
+
+logger = logging.getLogger(__name__)
 
 
 class Item(NamedTuple):
@@ -32,7 +36,8 @@ class Item(NamedTuple):
     def of(cls, doc_id: str | None, text: str) -> Item:
         """Make an item."""
         try:
-            check_encodable(doc_id or "")
+            if doc_id and not doc_id.isascii():
+                check_encodable(doc_id)
             return cls(doc_id, text.strip(), text_entry(text))
         except InputError as error:
             shown = None if doc_id is None else escaped(doc_id)
@@ -42,6 +47,11 @@ class Item(NamedTuple):
 def escaped(text: str) -> str:
     """Return a text with escapes for characters that UTF-8 can't encode."""
     return text.encode("utf-8", "backslashreplace").decode()
+
+
+def unreadable(items: Iterable[Item]) -> list[str]:
+    """Return the ids of documents whose new text UTF-8 can't encode: their former KV must go."""
+    return [item.doc_id for item in items if item.fault and item.doc_id is not None]
 
 
 def faults(items: Iterable[Item]) -> list[tuple[str, str]]:
@@ -183,3 +193,23 @@ def replaced_ids(store: TieredStore, items: Sequence[Item], namespace: str) -> l
         and store.catalog.document_texts(namespace, item.doc_id)
         not in ([], [item.entry.digest if item.entry else None])
     ]
+
+
+def tell_short(store: object, short: Sequence[tuple[str, str]]) -> None:
+    """Log the number of documents that are too short to have KV, and the first of them.
+
+    ``short`` is :attr:`PrecomputeReport.short`. The first log per store (or client of one) is a
+    warning, later logs are INFO.
+    """
+    if not short:
+        return
+    level = logging.INFO if store in _told else logging.WARNING
+    _told.add(store)
+    what = (
+        "%d document(s) are too short to have KV and are computed with each prompt "
+        "(PrecomputeReport.short): %r, %s"
+    )
+    logger.log(level, what, len(short), *short[0])
+
+
+_told: WeakSet[object] = WeakSet()  # stores whose users have seen the warning

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from weakref import WeakSet
 
 from kvrag.config import Retention, StoreConfig
 from kvrag.errors import InputError, StoreError, is_out_of_memory
@@ -20,7 +19,7 @@ from kvrag.kv.quantise import pack
 from kvrag.model import CausalLM
 from kvrag.model.lm import LoadedModel
 from kvrag.model.rows import KVBuffer
-from kvrag.precompute.documents import Item, faults
+from kvrag.precompute.documents import Item, faults, tell_short
 from kvrag.precompute.encode import KeptPrefix, encode_chunks, encode_prefix
 from kvrag.progress import Progress
 from kvrag.prompt.spans import ANCHOR_CHARS
@@ -49,26 +48,6 @@ class NewChunk:
     def label(self) -> str:
         """Name in reports: the first document id, else the beginning of the chunk key."""
         return next((i for i in self.doc_ids if i is not None), chunk_key(self.identity)[:12])
-
-
-def tell_short(store: object, short: Sequence[tuple[str, str]]) -> None:
-    """Log the number of documents that are too short to have KV, and the first of them.
-
-    ``short`` is :attr:`PrecomputeReport.short`. The first log per store (or client of one) is a
-    warning, later logs are INFO.
-    """
-    if not short:
-        return
-    level = logging.INFO if store in _told else logging.WARNING
-    _told.add(store)
-    what = (
-        "%d document(s) are too short to have KV and are computed with each prompt "
-        "(PrecomputeReport.short): %r, %s"
-    )
-    logger.log(level, what, len(short), *short[0])
-
-
-_told: WeakSet[object] = WeakSet()  # stores whose users have seen the warning
 
 
 class Guard:

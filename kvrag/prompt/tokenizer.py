@@ -109,7 +109,7 @@ class SegmentTokenizer:
 
     ``bos_ids`` are the ids that the tokenizer puts before a text: BOS, nothing, or a model's
     substitute (GLM: two tokens). ``has_dummy_prefix``: it writes a space before the first word.
-    ``model`` tells its ``vocab_size``: texts with tokens beyond it are refused.
+    Texts with tokens that ``model`` has no embeddings for are refused.
     Raises ``ConfigError`` if ``tokenizer`` is not from transformers, ``ModelError`` if it can't
     keep control-token text as text.
     """
@@ -122,7 +122,7 @@ class SegmentTokenizer:
                 "PreTrainedTokenizerFast(tokenizer_object=...)"
             )
         self.tokenizer = tokenizer
-        self._model = model
+        self._config = None if model is None else model.config
         self._private = RUNTIME.of(tokenizer, _Private)
         try:
             alone = self._encode("a", as_text=True)
@@ -289,12 +289,12 @@ class SegmentTokenizer:
 
     def _encode(self, text: str, *, as_text: bool) -> list[int]:
         ids = self._all_ids(text, as_text=as_text)
-        if ids and self._model is not None and max(ids) >= self._model.vocab_size:
-            beyond = max(ids)
+        beyond = max(ids, default=0)
+        if self._config is not None and beyond >= self._config.vocab_size:
             raise InputError(
                 f"the text holds {self.tokenizer.convert_ids_to_tokens(beyond)!r}, token {beyond}, "
-                f"but the model has embeddings for 0 to {self._model.vocab_size - 1}; pass its own "
-                "tokenizer, or call model.resize_token_embeddings(len(tokenizer))"
+                f"but the model has embeddings for 0 to {self._config.vocab_size - 1}; pass its "
+                "own tokenizer, or call model.resize_token_embeddings(len(tokenizer))"
             )
         return ids
 

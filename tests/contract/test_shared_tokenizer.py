@@ -127,11 +127,12 @@ def test_the_application_gets_what_it_asks_for_while_kvrag_encodes(model, make, 
 
 
 @every_tokenizer
-def test_tokens_that_are_added_later_are_known(model, make, tmp_path):
-    tokenizer = make()
+def test_tokens_that_are_added_later_are_known(make, tmp_path):
+    tokenizer, model = make(), tiny_model()
     engine = KVRagEngine.from_pretrained(model, tokenizer=tokenizer, kv_dir=tmp_path, context=None)
     before = engine.encoder.live_ids("a <note> b")
     tokenizer.add_tokens(["<note>"])
+    model.resize_token_embeddings(len(tokenizer))
     after = engine.encoder.live_ids("a <note> b")
     assert after != before
     assert tokenizer.convert_tokens_to_ids("<note>") in after
