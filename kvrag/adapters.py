@@ -79,7 +79,7 @@ from kvrag.prompt.prefix import Prefix, prefix_text
 from kvrag.prompt.spans import SpanIndex
 from kvrag.prompt.template import Chat, PromptEncoder
 from kvrag.prompt.tools import FORM, Tools, answer_form
-from kvrag.runtime import Deadline
+from kvrag.runtime import Deadline, host_memory
 from kvrag.store import ChunkRecord, TieredStore, open_store
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, MaxContext, Mode, Prove, TextEntry
 
@@ -138,6 +138,7 @@ __all__ = [
     "base_directory",
     "below_collection",
     "changed_ids",
+    "chat_engine",
     "check_call",
     "check_kv_dir",
     "check_mode",
@@ -300,6 +301,17 @@ class EngineFields(BaseModel):
             "chat_template_kwargs",
         )
         return {**self.model_kwargs, **{name: getattr(self, name) for name in names}}
+
+
+HISTORY_BYTES = min(2**30, host_memory() // 16)
+"""Budget for the KV of finished requests where ``StoreConfig.history_bytes`` names none."""
+
+
+def chat_engine(model: Any, **options: Any) -> KVRagEngine:
+    """Return the engine of :meth:`kvrag.KVRagEngine.get`, which continues earlier requests."""
+    engine = KVRagEngine.get(model, **options)
+    engine.history_bytes = HISTORY_BYTES
+    return engine
 
 
 _OF_CALL = tuple(inspect.signature(KVRagEngine.generate).parameters)[2:]

@@ -169,6 +169,12 @@ class KVRagEngine:
     _recent: ClassVar[dict[KVRagEngine, None]] = {}  # the latest engines of get(), oldest first
     _shared_lock = threading.RLock()
 
+    history_bytes: int = 0
+    """Budget of finished requests' KV if ``StoreConfig.history_bytes`` is ``None``.
+
+    All users of a shared engine share it.
+    """
+
     def __init__(
         self,
         source: ModelSource,
@@ -845,7 +851,7 @@ class KVRagEngine:
         requests (if kept) and every tier, and the current load.
         """
         extra = {} if self._write_back is None else {"write_back": self._write_back.stats()}
-        if self._query_side is not None and self.store_config.history_bytes:
+        if self._query_side is not None and self._query_side.histories.max_bytes:
             extra["histories"] = self._query_side.histories.stats()
         tiers = {name: Figures(asdict(tier)) for name, tier in self.store.stats().items()}
         return {**self._stats.snapshot(), **extra, "load": self.load._asdict(), "store": tiers}
@@ -875,6 +881,8 @@ class KVRagEngine:
                 own = self._write_back, ids, self._stats, self._erasures
                 self._query_side = QueryPipeline(loaded, self.store, config, *own)
                 self._resources.callback(self._query_side.close)
+            if self.store_config.history_bytes is None:
+                self._query_side.histories.max_bytes = self.history_bytes
             return self._query_side
 
     def _prepared(

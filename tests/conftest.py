@@ -243,6 +243,12 @@ def engine_of(tokenizer, tmp_path):
 
 
 @pytest.fixture
+def no_histories(monkeypatch):
+    """Let models of the frameworks keep no KV of requests: the test asks the same thing again."""
+    monkeypatch.setattr("kvrag.adapters.HISTORY_BYTES", 0)
+
+
+@pytest.fixture
 def abreast(monkeypatch):
     """Let so many requests begin to decode at the same time, and count what their forwards compute."""
     real, sizes = pipeline.decode, []

@@ -549,10 +549,11 @@ class StoreConfig:
     ] = None
     """Function called with every :class:`kvrag.store.StoreEvent`; it must return quickly and must
     not use the store."""
-    history_bytes: Size = 0
+    history_bytes: Size | None = None
     """Budget of finished requests' KV, in bytes of the model's device: a prompt that begins like an
-    earlier request, such as the next turn of a chat, computes only its new rows. 0: keep no KV of
-    requests."""
+    earlier request, such as the next turn of a chat, computes only its new rows. All engines on a
+    device share the largest budget. 0: keep no KV of requests. ``None``: 1 GiB, at most a sixteenth
+    of the host's memory, for models of LangChain and LlamaIndex, else 0."""
     load_timeout_s: NonNegative = 10.0
     """Seconds that a request waits for the store in all. Chunks that are not loaded by then are
     computed."""

@@ -24,6 +24,7 @@ class Engine(Protocol):
     source: ModelSource
     store_config: StoreConfig
     profile: tuple[str, Any]
+    history_bytes: int
 
     @property
     def loaded(self) -> LoadedModel: ...

@@ -65,12 +65,17 @@ def verify_prompts(
     }
     rows = []
     seams = SeamCount()
-    with Progress("verifying", len(prompts), unit="prompts", show=show_progress) as progress:
-        for prompt in prompts:
-            row, seam_count, repaired = _compare(engine, prompt, max_new_tokens, mode, options)
-            rows.append(row)
-            seams += seam_count
-            progress.advance()
+    kept = engine.history_bytes
+    engine.history_bytes = 0  # an exact answer to the same prompt would hide the repair
+    try:
+        with Progress("verifying", len(prompts), unit="prompts", show=show_progress) as progress:
+            for prompt in prompts:
+                row, seam_count, repaired = _compare(engine, prompt, max_new_tokens, mode, options)
+                rows.append(row)
+                seams += seam_count
+                progress.advance()
+    finally:
+        engine.history_bytes = kept
     is_reused = any(row.kv_reuse_ratio > 0 for row in rows)
     if not is_reused:
         logger.warning(

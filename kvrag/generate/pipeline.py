@@ -88,7 +88,7 @@ class QueryPipeline:
         self._context = context_digest(self.context_ids)
         self.costs, self.histories = (
             CostModel(self.loaded),
-            RadixCache(self.store_config.history_bytes),
+            RadixCache(self.store_config.history_bytes or 0, self.loaded.lm.device),
         )
 
     def close(self) -> None:
@@ -359,7 +359,7 @@ class QueryPipeline:
             logger.warning("the KV of a finished request could not be kept (%s)", error)
 
     def _release(self) -> int:
-        return self.store.release() + self.histories.clear()
+        return self.store.release() + self.histories.release()
 
     def _length_of(self, num_tokens: int, given: int | None, slides: bool) -> int:
         """Return the token limit of an answer: ``given``, else the model's default up to a cap.

@@ -13,11 +13,13 @@ snapshots beside the rows of its attention layers.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
 import numpy as np
+import torch
 
 from kvrag.blend.stitch import PrefixMatch
 from kvrag.kv.snapshot import Layers, Snapshot
@@ -55,16 +57,23 @@ class _Node:
         return 0
 
 
+_recent = weakref.WeakKeyDictionary["RadixCache", None]()
+"""Caches of this process, the least recently filled first."""
+_guard = threading.Lock()
+
+
 class RadixCache:
     """Radix trees of an engine, by ``space``: all that KV depends on besides token ids.
 
-    Together they take at most ``max_bytes``, on the model's device; the least recently used leaves
-    are evicted first. A reader holds references to the rows that it copies, so they may be evicted
-    meanwhile.
+    Together they take at most ``max_bytes``, on the model's ``device``; the least recently used
+    leaves are evicted first. The caches of all engines on a device take no more than the largest
+    ``max_bytes``: the least recently filled caches are cleared first. A reader holds references to
+    the rows that it copies, so they may be evicted meanwhile.
     """
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, device: torch.device | None = None) -> None:
         self.max_bytes = max_bytes
+        self.device = device
         self._lock = threading.Lock()
         self._roots: dict[Hashable, _Node] = {}
         # least recently used first; a node counts as used after the nodes above it
@@ -147,6 +156,25 @@ class RadixCache:
             if num_exact < len(ids):
                 self._add(node, ids, layers, at, num_prompt=num_prompt, repair=repair)
             self._evict()
+        self._make_room()
+
+    def release(self) -> int:
+        """Clear all caches on the device, and return their bytes."""
+        return sum(cache.clear() for cache in self._beside())
+
+    def _beside(self) -> list[RadixCache]:
+        """Return the caches on the same device, the least recently filled first and this last."""
+        with _guard:
+            _recent.pop(self, None)
+            _recent[self] = None
+            return [cache for cache in _recent if cache.device == self.device]
+
+    def _make_room(self) -> None:
+        caches = self._beside()
+        most = max(cache.max_bytes for cache in caches)
+        for cache in caches[:-1]:
+            if sum(each._num_bytes for each in caches) > most:
+                cache.clear()
 
     def _walk(
         self, space: Hashable, ids: np.ndarray, *, only_exact: bool, repair: Hashable

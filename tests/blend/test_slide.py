@@ -332,7 +332,7 @@ def test_the_benchmark_scores_the_same_tokens_by_every_method(monkeypatch, tmp_p
 
 
 def test_rows_that_moved_are_no_history(small_window):
-    small_window._answering.histories.max_bytes = 1 << 26
+    small_window.history_bytes = 1 << 26
     first = small_window.generate(LONG[:100], max_new_tokens=120, **SLIDE)
     assert first.prompt_tokens < 128, "a longer prompt never looks for histories"
     assert first.evicted_tokens > 0

@@ -13,7 +13,8 @@ from llama_index.core.callbacks import CallbackManager, LlamaDebugHandler
 from pydantic import TypeAdapter, ValidationError
 from texts import make_chunks
 
-from kvrag import ConfigError, ContextLengthError, RepairConfig, StoreConfig
+from kvrag import ConfigError, ContextLengthError, KVRagEngine, RepairConfig, StoreConfig
+from kvrag.runtime import host_memory
 from kvrag.testing.models import tiny_model
 from kvrag.testing.tokenizers import tiny_tokenizer
 from langchain_kvrag import ChatKVRag
@@ -83,6 +84,68 @@ def answered(model: Any, prompt: str, **options: Any) -> tuple[int, dict[str, An
         return raw["usage"]["completion_tokens"], raw["kvrag"]
     message = model.invoke(prompt, **options)
     return message.usage_metadata["output_tokens"], message.response_metadata["kvrag"]
+
+
+# -- chats ---------------------------------------------------------------------------------------------------------------
+
+TURNS = [("human", PROMPT), ("ai", "The keeper does."), ("human", "Who says so?")]
+ROLES = {"human": "user", "ai": "assistant"}
+
+
+def turn(model: Any, count: int, **options: Any) -> tuple[str, int]:
+    """Answer the first turns of a chat; return the text, and the tokens from earlier requests."""
+    if isinstance(model, LlamaIndexLLM):
+        messages = [ChatMessage(text, role=ROLES[role]) for role, text in TURNS[:count]]
+        response = model.chat(messages, **options)
+        return str(response.message.content), response.raw["kvrag"]["history_tokens"]
+    message = model.invoke(TURNS[:count], **options)
+    return message.content, message.response_metadata["kvrag"]["history_tokens"]
+
+
+@accounting
+def test_the_next_turn_of_a_chat_goes_on_with_the_last(kind, make, tmp_path):
+    """By default, for a chat's own namespace, until documents are erased; without, the same is answered."""
+    model = make(kind)
+    off = make(kind, kv_dir=str(tmp_path / "off"), store_config={"history_bytes": 0})
+    for count in (1, 3):
+        text, known = turn(model, count)
+        assert (text, 0) == turn(off, count)
+        assert bool(known) is (count == 3)
+    assert turn(model, 3, namespace="another tenant")[1] == 0
+    model.precompute_kv(make_chunks(1), ids=["a"])
+    assert turn(model, 3)[1] > 0
+    model.delete_kv(["a"])
+    assert turn(model, 3)[1] == 0
+    assert model.engine.stats()["histories"]["bytes"] > 0
+    assert "histories" not in off.engine.stats()
+
+
+@accounting
+def test_a_check_measures_reuse_although_the_prompt_was_answered_exactly(kind, make):
+    model = make(kind)
+    chunks = make_chunks(3)
+    model.precompute_kv(chunks)
+    asked = [{"role": "user", "content": "\n\n".join([*chunks[::-1], PROMPT])}]
+    first = model.engine.verify([asked], mode="stitch").rows
+    assert model.engine.generate(asked, mode="prefix").exactness in ("exact", "full")
+    assert model.engine.generate(asked, mode="prefix").history_tokens > 100
+    assert model.engine.verify([asked], mode="stitch").rows == first
+    assert first[0].exactness == "repaired"
+
+
+@every_kind
+def test_what_chats_keep_is_bounded_and_the_engine_is_shared(kind, make):
+    model = make(kind, max_tokens=2)
+    alone = KVRagEngine.from_pretrained(model.model)
+    alone.generate(PROMPT, max_new_tokens=2)
+    assert "histories" not in alone.stats(), "an engine keeps none unless it is asked to"
+    alone.close()
+    assert 0 < model.engine.history_bytes <= min(2**30, host_memory() / 16)
+    given = make(kind, store_config=StoreConfig(history_bytes="1MB", min_chunk_tokens=8))
+    asked = getattr(given, WAYS[kind][0])
+    asked(PROMPT)
+    assert given.engine._query_side.histories.max_bytes == 10**6
+    assert make(kind).engine is model.engine
 
 
 # -- options -------------------------------------------------------------------------------------------------------------

@@ -316,6 +316,7 @@ CHAINS: dict[str, tuple[Callable[[Any], Any], list[int]]] = {
 """Applications, and how many chunks each of their requests reuses."""
 
 
+@pytest.mark.usefixtures("no_histories")
 @pytest.mark.parametrize("name", CHAINS)
 def test_what_reaches_the_model_whole_is_reused(index, requests, name):
     make, expected = CHAINS[name]
@@ -396,6 +397,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.usefixtures("no_histories")
 @pytest.mark.parametrize("ways", WAYS, ids=["query engine", "chat engine"])
 async def test_every_way_of_asking_reuses_the_same_and_says_so_in_the_response(
     index, requests, ways

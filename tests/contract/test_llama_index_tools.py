@@ -347,6 +347,7 @@ def test_another_program_of_the_users_is_used(llm, monkeypatch):
         llm.structured_predict(Place, PROMPT, thing="x")
 
 
+@pytest.mark.usefixtures("no_histories")
 def test_a_query_engine_answers_with_an_object_and_reuses_as_without(
     llm, index, requests, monkeypatch
 ):

@@ -43,6 +43,21 @@ def keep(histories, ids, *, space="", exact=None, prompt=None):
     histories.keep(space, ids, layers_of(ids), num_exact=exact, num_prompt=prompt or len(ids))
 
 
+def test_the_engines_of_a_device_share_the_largest_budget():
+    """The engines that were used least recently lose their KV, and not those of another device."""
+    size = 10 * 2 * (2 * 3 + 2 * 5) * 4
+    here, there = torch.device("meta"), torch.device("meta:1")
+    caches = [RadixCache(3 * size, here) for _ in range(5)]
+    other = RadixCache(3 * size, there)
+    for number, cache in enumerate([other, *caches, caches[2]]):
+        keep(cache, [number] * 10)
+    held = [each.stats()["bytes"] for each in (*caches, other)]
+    assert held == [0, 0, 2 * size, 0, size, size]
+    assert sum(held[:5]) <= 3 * size
+    assert caches[0].release() == 3 * size, "where memory runs out"
+    assert other.stats()["bytes"] == size
+
+
 class TestTree:
     def test_it_finds_the_longest_beginning_that_was_kept(self):
         draw, histories, kept = random.Random(3), RadixCache(2**30), []

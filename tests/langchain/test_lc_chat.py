@@ -115,6 +115,7 @@ def test_usage_and_metadata(chat, chunks):
     assert "prompt_ids" not in str(message.response_metadata)
 
 
+@pytest.mark.usefixtures("no_histories")
 def test_the_output_of_several_answers_tells_their_sum(chat):
     told = chat.generate([[HumanMessage("one")], [HumanMessage("two words")]])
     usages = [generation[0].message.usage_metadata for generation in told.generations]
@@ -149,6 +150,7 @@ def test_the_answer_is_the_engines(chat):
 # -- streams -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("no_histories")
 def test_streaming_equals_invoke(chat, chunks):
     chat.precompute_kv(chunks[:2])
     prompt = f"{chunks[1]}\n\n{chunks[0]}\n\nWho?"

@@ -89,6 +89,7 @@ def test_a_plain_text_block_is_a_chunk(chat):
     assert [span.text for span in explained.spans if span.kind == "chunk"] == ["a <s> b"]
 
 
+@pytest.mark.usefixtures("no_histories")
 @pytest.mark.parametrize("blank", ["", " ", "\n"])
 def test_a_blank_text_block_is_nothing(chat, blank):
     block = {"type": "text-plain", "text": blank, "mime_type": "text/plain"}

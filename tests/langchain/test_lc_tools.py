@@ -125,6 +125,7 @@ async def test_what_cannot_be_read_is_an_invalid_call(chat, monkeypatch):
     assert chat.invoke("Oslo?").invalid_tool_calls == []  # without tools it is text
 
 
+@pytest.mark.usefixtures("no_histories")
 def test_choices_of_langchains_forms(chat):
     for given, known in (
         (None, None),

@@ -35,6 +35,7 @@ from kvrag.adapters import (
     ModelLike,
     ModelSource,
     OnError,
+    chat_engine,
     check_call,
     check_kv_dir,
     checks_names,
@@ -175,7 +176,7 @@ class KVRagModel(EngineFields):
             "revision": None if is_other else self.revision,
             "prefix": "" if is_plain else engine_prefix(self.prefix, is_chat=self._shows_messages),
         }
-        return KVRagEngine.get(model if is_other else self.model, **options)
+        return chat_engine(model if is_other else self.model, **options)
 
     async def _aengine(self, model: Any = None) -> KVRagEngine:
         """Return the engine without blocking the event loop.

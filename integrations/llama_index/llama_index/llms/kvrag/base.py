@@ -43,6 +43,7 @@ from kvrag.adapters import (
     PromptEncoder,
     Repair,
     answer_form,
+    chat_engine,
     check_call,
     checks_names,
 )
@@ -180,7 +181,7 @@ class KVRagLLM(ToolCallingLLM):
 
         Its weights load at first use.
         """
-        return KVRagEngine.get(
+        return chat_engine(
             self.model, prefix=engine_prefix(self.prefix, self), **self.engine_options()
         )
 
