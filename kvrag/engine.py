@@ -52,6 +52,7 @@ from kvrag.progress import check_show
 from kvrag.prompt.prefix import Prefix, prefix_text
 from kvrag.prompt.template import Prompt, PromptEncoder
 from kvrag.prompt.tools import ResponseFormat, answer_form
+from kvrag.runtime import own_modes
 from kvrag.store import Prefetch, TieredStore, on_accelerator, open_store
 from kvrag.store.erasures import EVERYWHERE, erasures_of
 from kvrag.types import (
@@ -474,6 +475,7 @@ class KVRagEngine:
             ),
         )
 
+    @own_modes()
     def warm_up(self) -> None:
         """Load the model and measure the costs of prompts on this machine, before the first prompt.
 
@@ -499,6 +501,7 @@ class KVRagEngine:
         self._query_side = None
         self._kept_prefix.clear()
 
+    @own_modes()
     def precompute(
         self,
         texts: Sequence[str],
@@ -765,6 +768,7 @@ class KVRagEngine:
         return AsyncTokenStream(self._produce(prompt, **options))
 
     @checks_names
+    @own_modes()
     def prefill(
         self,
         prompt: Prompt,
@@ -793,6 +797,7 @@ class KVRagEngine:
         )
 
     @checks_names
+    @own_modes()
     def score(
         self,
         prompt: Prompt,
@@ -968,6 +973,7 @@ class KVRagEngine:
         except TypeError:  # an option without a hash, such as a list of stop strings
             config = SamplingConfig(**sampling)
 
+        @own_modes()
         def produce(emit: Emit, cancel: threading.Event) -> GenerationResult:
             clock.begin()
             request, answering = self._prepared(clock, prompt, options)

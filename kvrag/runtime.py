@@ -17,7 +17,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -61,6 +61,26 @@ def host_memory() -> int:
         with suppress(OSError, ValueError):  # no such group, or "max"
             total = min(total, int(Path(path).read_text()))
     return total
+
+
+AUTOCASTING = "cpu", "cuda", "mps", "xpu", "hpu", "privateuseone"  # types of devices
+
+
+@contextmanager
+def own_modes() -> Iterator[None]:
+    """Switch off what a thread's modes change: numbers, by autocast, and devices of new tensors.
+
+    Switches of the whole process, which other threads need, are part of the model's identity.
+    """
+    import torch  # commands that need no model start without it
+
+    with ExitStack() as stack:
+        for device in AUTOCASTING:
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        if torch.get_default_device().type != "cpu":
+            stack.enter_context(torch.device("cpu"))
+        yield
 
 
 class Runtime:

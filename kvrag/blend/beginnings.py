@@ -227,7 +227,7 @@ class _Trial:
         last = self._stops[-1]
         _, other = self._run(self._others, self._stops)
         planted, _ = self._run(self._ids, past=_past(other, other.rows, last))
-        worst = float(torch.tensor(gaps).max())  # NaN if any is, unlike max()
+        worst = float(torch.tensor(gaps, dtype=torch.float64).max())  # NaN if any is, unlike max()
         limit = LIMIT if worst <= LIMIT else max(LIMIT, NOISE_FACTOR * self._noise())
         if not worst <= limit:
             return Pieces(

@@ -65,7 +65,7 @@ class RowCovariance:
         """
         span = slice(layout.stale[0].start, layout.stale[-1].stop)
         owner = torch.full((layout.num_tokens,), -1)
-        place = torch.zeros(layout.num_tokens)
+        place = torch.zeros(layout.num_tokens, dtype=torch.float32)
         for index, chunk in enumerate(layout.stale):
             owner[chunk.start : chunk.stop] = index
             place[chunk.start : chunk.stop] = torch.arange(FIRST, FIRST + chunk.num_rows)

@@ -72,7 +72,7 @@ class Penalties(LogitsProcessor):  # type: ignore[misc]
         scores = scores - self._frequency * counts - self._presence * (counts > 0)
         if self._bias:
             scores[0, list(self._bias)] += torch.tensor(
-                [*self._bias.values()], device=scores.device
+                [*self._bias.values()], dtype=torch.float32, device=scores.device
             )
         return scores
 

@@ -33,6 +33,7 @@ from kvrag.identity.beside import kept_beside
 from kvrag.identity.describe import (
     attention_text,
     config_text,
+    dtype_text,
     quantisation_text,
     rope_text,
     tokenizer_digest,
@@ -74,7 +75,7 @@ def describe(
         rope=rope_text(model.config),
         regime=regime,
         attention=attention_text(model),
-        dtype=str(model.dtype),
+        dtype=dtype_text(model),
         quantisation=quantisation_text(model.config),
         adapters=adapters_digest(model),
         extra_keys=dict(extra_keys or {}),
@@ -170,11 +171,12 @@ class LiveIdentity:
                 weights = weights or self._weights.add(base, weights_digest(self._model))
                 if adapters is None:
                     adapters = self._adapters.add(added, adapters_digest(self._model))
-            if (weights, adapters) != (self._identity.weights, self._identity.adapters):
-                self._identity = replace(self._identity, weights=weights, adapters=adapters)
+            now = {"weights": weights, "adapters": adapters, "dtype": dtype_text(self._model)}
+            if any([getattr(self._identity, name) != value for name, value in now.items()]):
+                self._identity = replace(self._identity, **now)
                 self._fingerprint = self._identity.fingerprint
                 logger.info(
-                    "the model's weights or adapters changed; its fingerprint is now %s",
+                    "the model's weights, adapters or precision changed; its fingerprint is now %s",
                     self._fingerprint,
                 )
             return self._fingerprint

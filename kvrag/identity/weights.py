@@ -183,7 +183,10 @@ def leaves(tensor: Any) -> Iterator[tuple[str, torch.Tensor]]:
     else:
         yield "codes", tensor.int_repr()
         if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
-            yield "scale", torch.tensor([tensor.q_scale(), tensor.q_zero_point()])
+            yield (
+                "scale",
+                torch.tensor([tensor.q_scale(), tensor.q_zero_point()], dtype=torch.float32),
+            )
         else:
             yield "scales", tensor.q_per_channel_scales()
             yield "zeros", tensor.q_per_channel_zero_points()

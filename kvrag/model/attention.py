@@ -123,7 +123,9 @@ def _by_blocks(
     out = query.new_empty((batch, heads, rows, values.shape[-1]))
     weighed_from = rows if mass is None else rows - mass.rows
     most = torch.zeros(
-        (*keys.shape[:2], 0 if mass is None else limits.num_keys), device=keys.device
+        (*keys.shape[:2], 0 if mass is None else limits.num_keys),
+        dtype=torch.float32,
+        device=keys.device,
     )
     kind = (scores.reach, BLOCK_ROWS, groups)
     if _by_products(query, keys):

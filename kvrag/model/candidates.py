@@ -263,7 +263,8 @@ def _tables(
             two = torch.arange(2, device=device)
             for axes in _AXES:
                 try:
-                    made = module(torch.empty((1, 1), device=device), two.expand(*axes, -1), *kinds)
+                    like = torch.empty((1, 1), dtype=torch.float32, device=device)
+                    made = module(like, two.expand(*axes, -1), *kinds)
                     is_complex = isinstance(made, torch.Tensor) and made.is_complex()
                     is_sine_first = not made[0][0, 0].any()  # at position 0 (GPT-J)
                     tables = partial(from_module, module, kinds, is_complex, is_sine_first, axes)
@@ -296,7 +297,8 @@ def _fitting(
         if width > key_dim:
             continue
         try:
-            if apply(torch.ones((1, 1, 2, width), device=device), cos[None], sin[None]).shape != (
+            ones = torch.ones((1, 1, 2, width), dtype=torch.float32, device=device)
+            if apply(ones, cos[None], sin[None]).shape != (
                 1,
                 1,
                 2,

@@ -110,7 +110,9 @@ def _rows_mask(
 ) -> _RowsMask:
     """Return the rows of a forward, with the state that its layers share."""
     rows = torch.arange(q_length, device=device) + q_offset
-    sample = torch.linspace(0, q_length - 1, min(q_length, _SAMPLE), device=device).long()
+    sample = torch.linspace(
+        0, q_length - 1, min(q_length, _SAMPLE), dtype=torch.float32, device=device
+    ).long()
     keys = torch.arange(kv_length, device=device)[None] + kv_offset
     seen = [
         mask_function(b, 0, rows[sample][:, None], keys).expand(len(sample), kv_length)

@@ -242,7 +242,10 @@ class CausalLM:
         ids = token_ids if token_ids.dim() == 2 else token_ids[None]
         if kv.token_ids is not None:
             ids, rows = self._outgrow(ids, rows, kv.token_ids)
-        mass = Mass(torch.zeros(rows.stop, device=self.device), mass_rows) if mass_rows else None
+        mass = None
+        if mass_rows:
+            paid = torch.zeros(rows.stop, dtype=torch.float32, device=self.device)
+            mass = Mass(paid, mass_rows)
         forward = Forward(
             rows,
             kv,
@@ -323,7 +326,7 @@ class CausalLM:
             out = run(input_ids=ids, use_cache=True, **options)
             if logits:
                 return cast(torch.Tensor, out.logits[:, -logits:])
-        return torch.empty(0)
+        return torch.empty(0, dtype=torch.float32)
 
     @contextmanager
     def _weighing(self, forward: Forward) -> Iterator[None]:

@@ -55,6 +55,7 @@ from kvrag.model.source import (
     trying,
 )
 from kvrag.progress import Progress
+from kvrag.runtime import own_modes
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +69,7 @@ _loaded: weakref.WeakValueDictionary[tuple[object, ...], LoadedModel] = (
 _load_lock = threading.Lock()
 
 
+@own_modes()
 def load(
     source: ModelSource,
     make_encoder: Callable[[Any, Any], Any] | None = None,

@@ -429,7 +429,7 @@ def draw(lm: CausalLM | PlainLM, count: int, seed: int) -> torch.Tensor:
 
     A model may refuse the token of an image without an image.
     """
-    allowed = torch.ones(lm.vocab_size)
+    allowed = torch.ones(lm.vocab_size, dtype=torch.float32)
     left = list(lm.model.config.to_dict().items())
     for name, value in left:
         if isinstance(value, dict):
@@ -454,4 +454,6 @@ def kv_gap(kv: Pairs, reference: Pairs, rows: slice = slice(None)) -> float:
         for pair, expected in zip(kv, reference, strict=True)
         for tensor, target in zip(pair, expected, strict=True)
     ]
-    return float(torch.tensor(worst).max())  # NaN if any value is, unlike max()
+    return float(
+        torch.tensor(worst, dtype=torch.float64).max()
+    )  # NaN if any value is, unlike max()

@@ -169,7 +169,7 @@ class RotaryTable:
         half, is_odd = divmod(self.width, 2)
         if not self.width or is_odd or self.start:
             return None
-        count = torch.arange(1.0, self.width + 1, device=self.cos.device)
+        count = torch.arange(1, self.width + 1, dtype=torch.float32, device=self.cos.device)
         found = self.partner(count[None, None])[0, 0]
         sign = -float(found[0].sign())  # some rotate the other way (nanochat)
         is_halves = torch.equal(found * sign, torch.cat([-count[half:], count[:half]]))
@@ -208,7 +208,7 @@ Layers of the same kind share a table (Gemma 3 has two kinds).
 
 
 def _no_tables(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    empty = torch.empty((len(positions), 0), device=positions.device)
+    empty = torch.empty((len(positions), 0), dtype=torch.float32, device=positions.device)
     return empty, empty
 
 

@@ -29,6 +29,7 @@ from kvrag.model.lm import LoadedModel
 from kvrag.model.load import kept_file
 from kvrag.model.rows import Rows
 from kvrag.precompute.encode import encode_chunks, encode_prefix
+from kvrag.runtime import own_modes
 from kvrag.types import ChunkKV, KVDtype
 
 logger = logging.getLogger(__name__)
@@ -95,6 +96,7 @@ class QuantiseCheck:
         self._admitted: set[str] = set()
         self._lock = threading.Lock()
 
+    @own_modes()
     def admit(self, loaded: LoadedModel) -> None:
         """Check a model, unless it has passed before, in this process or an earlier process.
 
