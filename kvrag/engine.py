@@ -475,7 +475,7 @@ class KVRagEngine:
             ),
         )
 
-    @own_modes()
+    @own_modes
     def warm_up(self) -> None:
         """Load the model and measure the costs of prompts on this machine, before the first prompt.
 
@@ -501,7 +501,7 @@ class KVRagEngine:
         self._query_side = None
         self._kept_prefix.clear()
 
-    @own_modes()
+    @own_modes
     def precompute(
         self,
         texts: Sequence[str],
@@ -768,7 +768,7 @@ class KVRagEngine:
         return AsyncTokenStream(self._produce(prompt, **options))
 
     @checks_names
-    @own_modes()
+    @own_modes
     def prefill(
         self,
         prompt: Prompt,
@@ -797,7 +797,7 @@ class KVRagEngine:
         )
 
     @checks_names
-    @own_modes()
+    @own_modes
     def score(
         self,
         prompt: Prompt,
@@ -973,7 +973,7 @@ class KVRagEngine:
         except TypeError:  # an option without a hash, such as a list of stop strings
             config = SamplingConfig(**sampling)
 
-        @own_modes()
+        @own_modes
         def produce(emit: Emit, cancel: threading.Event) -> GenerationResult:
             clock.begin()
             request, answering = self._prepared(clock, prompt, options)

@@ -9,6 +9,7 @@ cancelled and joined first, and forwards end at their next layer (:func:`leave_a
 from __future__ import annotations
 
 import atexit
+import functools
 import logging
 import os
 import threading
@@ -17,13 +18,14 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 R = TypeVar("R")
+P = ParamSpec("P")
 
 MAX_IDLE = 4  # idle threads that a pool keeps for the next action
 EXIT_WAIT_S = 10.0  # longest wait for running actions at process exit
@@ -66,21 +68,30 @@ def host_memory() -> int:
 AUTOCASTING = "cpu", "cuda", "mps", "xpu", "hpu", "privateuseone"  # types of devices
 
 
-@contextmanager
-def own_modes() -> Iterator[None]:
-    """Switch off what a thread's modes change: numbers, by autocast, and devices of new tensors.
+def own_modes(function: Callable[P, T]) -> Callable[P, T]:
+    """Make a function compute as if its caller had set no modes in this thread.
 
-    Switches of the whole process, which other threads need, are part of the model's identity.
+    Autocast would change the numbers that are stored and answered, and a default device the place
+    of new tensors. Switches of the whole process, which other threads need, are part of the model's
+    identity.
     """
-    import torch  # commands that need no model start without it
 
-    with ExitStack() as stack:
-        for device in AUTOCASTING:
-            if torch.is_autocast_enabled(device):
+    @functools.wraps(function)
+    def run(*values: P.args, **options: P.kwargs) -> T:
+        import torch  # commands that need no model start without it
+
+        casting = [device for device in AUTOCASTING if torch.is_autocast_enabled(device)]
+        is_elsewhere = torch.get_default_device().type != "cpu"
+        if not casting and not is_elsewhere:
+            return function(*values, **options)
+        with ExitStack() as stack:
+            for device in casting:
                 stack.enter_context(torch.autocast(device, enabled=False))
-        if torch.get_default_device().type != "cpu":
-            stack.enter_context(torch.device("cpu"))
-        yield
+            if is_elsewhere:
+                stack.enter_context(torch.device("cpu"))
+            return function(*values, **options)
+
+    return run
 
 
 class Runtime:

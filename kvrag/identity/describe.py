@@ -6,9 +6,10 @@ import hashlib
 import json
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 _VOLATILE = {
     "_name_or_path",
@@ -73,31 +74,6 @@ def attention_text(model: torch.nn.Module) -> str:
             }
             layers.append([name, type(module).__name__, settings])
     return _json([type(model).__name__, layers])
-
-
-def dtype_text(model: Any) -> str:
-    """Return a model's dtype, with the switches of torch that change its matrix products.
-
-    They are switches of the process. At their defaults this is the dtype alone.
-    """
-    found = [str(model.dtype)]
-    on_cuda = torch.backends.cuda.matmul
-    if model.dtype == torch.float32:
-        products = {"cpu": torch.backends.mkldnn.matmul, "cuda": on_cuda}.get(model.device.type)
-        precision = getattr(products, "fp32_precision", "none")
-        if precision not in ("none", "ieee"):
-            found.append(f"products in {precision}")
-    elif model.device.type == "cuda":
-        names = _REDUCTIONS.get(model.dtype, ())
-        found += [name for name in names if getattr(on_cuda, name) != name.endswith("reduction")]
-    return ", ".join(found)
-
-
-_REDUCTIONS = {
-    torch.bfloat16: ("allow_bf16_reduced_precision_reduction",),
-    torch.float16: ("allow_fp16_reduced_precision_reduction", "allow_fp16_accumulation"),
-}
-"""Switches of CUDA's products; reductions are reduced by default, accumulation is not."""
 
 
 def quantisation_text(config: Any) -> str:

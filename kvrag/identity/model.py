@@ -33,7 +33,6 @@ from kvrag.identity.beside import kept_beside
 from kvrag.identity.describe import (
     attention_text,
     config_text,
-    dtype_text,
     quantisation_text,
     rope_text,
     tokenizer_digest,
@@ -80,6 +79,32 @@ def describe(
         adapters=adapters_digest(model),
         extra_keys=dict(extra_keys or {}),
     )
+
+
+def dtype_text(model: Any) -> str:
+    """Return a model's dtype, with the switches of torch that change its matrix products.
+
+    They are switches of the process. At their defaults this is the dtype alone.
+    """
+    found = [str(model.dtype)]
+    on_cuda: Any = torch.backends.cuda.matmul
+    on_cpu: Any = torch.backends.mkldnn
+    if model.dtype == torch.float32:
+        products = {"cpu": on_cpu.matmul, "cuda": on_cuda}.get(model.device.type)
+        precision = getattr(products, "fp32_precision", "none")
+        if precision not in ("none", "ieee"):
+            found.append(f"products in {precision}")
+    elif model.device.type == "cuda":
+        names = _REDUCTIONS.get(model.dtype, ())
+        found += [name for name in names if getattr(on_cuda, name) != name.endswith("reduction")]
+    return ", ".join(found)
+
+
+_REDUCTIONS = {
+    torch.bfloat16: ("allow_bf16_reduced_precision_reduction",),
+    torch.float16: ("allow_fp16_reduced_precision_reduction", "allow_fp16_accumulation"),
+}
+"""Switches of CUDA's products; reductions are reduced by default, accumulation is not."""
 
 
 def weights_digest(model: torch.nn.Module) -> str:
@@ -171,9 +196,10 @@ class LiveIdentity:
                 weights = weights or self._weights.add(base, weights_digest(self._model))
                 if adapters is None:
                     adapters = self._adapters.add(added, adapters_digest(self._model))
-            now = {"weights": weights, "adapters": adapters, "dtype": dtype_text(self._model)}
-            if any([getattr(self._identity, name) != value for name, value in now.items()]):
-                self._identity = replace(self._identity, **now)
+            dtype = dtype_text(self._model)
+            was = self._identity
+            if (weights, adapters, dtype) != (was.weights, was.adapters, was.dtype):
+                self._identity = replace(was, weights=weights, adapters=adapters, dtype=dtype)
                 self._fingerprint = self._identity.fingerprint
                 logger.info(
                     "the model's weights, adapters or precision changed; its fingerprint is now %s",

@@ -263,8 +263,7 @@ def _tables(
             two = torch.arange(2, device=device)
             for axes in _AXES:
                 try:
-                    like = torch.empty((1, 1), dtype=torch.float32, device=device)
-                    made = module(like, two.expand(*axes, -1), *kinds)
+                    made = module(torch.empty((1, 1), device=device), two.expand(*axes, -1), *kinds)
                     is_complex = isinstance(made, torch.Tensor) and made.is_complex()
                     is_sine_first = not made[0][0, 0].any()  # at position 0 (GPT-J)
                     tables = partial(from_module, module, kinds, is_complex, is_sine_first, axes)
@@ -297,8 +296,7 @@ def _fitting(
         if width > key_dim:
             continue
         try:
-            ones = torch.ones((1, 1, 2, width), dtype=torch.float32, device=device)
-            if apply(ones, cos[None], sin[None]).shape != (
+            if apply(torch.ones((1, 1, 2, width), device=device), cos[None], sin[None]).shape != (
                 1,
                 1,
                 2,

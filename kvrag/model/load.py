@@ -69,7 +69,7 @@ _loaded: weakref.WeakValueDictionary[tuple[object, ...], LoadedModel] = (
 _load_lock = threading.Lock()
 
 
-@own_modes()
+@own_modes
 def load(
     source: ModelSource,
     make_encoder: Callable[[Any, Any], Any] | None = None,

@@ -429,7 +429,7 @@ def draw(lm: CausalLM | PlainLM, count: int, seed: int) -> torch.Tensor:
 
     A model may refuse the token of an image without an image.
     """
-    allowed = torch.ones(lm.vocab_size, dtype=torch.float32)
+    allowed = torch.ones(lm.vocab_size)
     left = list(lm.model.config.to_dict().items())
     for name, value in left:
         if isinstance(value, dict):

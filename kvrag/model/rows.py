@@ -316,8 +316,7 @@ class Limits:
         hidden = j > self.hi[rows, None]
         if lo is not None and not sure:
             hidden |= j < lo[rows, None]
-        mask = torch.zeros(hidden.shape, dtype=torch.float32, device=j.device)
-        mask.masked_fill_(hidden, float("-inf"))
+        mask = hidden.float().masked_fill_(hidden, float("-inf"))
         return Block(rows, keys, mask, sure)
 
     def last(self, count: int) -> Limits:

@@ -96,7 +96,7 @@ class QuantiseCheck:
         self._admitted: set[str] = set()
         self._lock = threading.Lock()
 
-    @own_modes()
+    @own_modes
     def admit(self, loaded: LoadedModel) -> None:
         """Check a model, unless it has passed before, in this process or an earlier process.
 

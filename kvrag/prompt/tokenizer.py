@@ -24,8 +24,7 @@ import copy
 import re
 import threading
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, field
 from difflib import SequenceMatcher
 from functools import lru_cache
@@ -84,15 +83,14 @@ class _Private:
         self._num_tokens = -1
         self._lock = threading.RLock()
 
-    @contextmanager
-    def of(self, tokenizer: Any) -> Iterator[Any]:
-        """Give the copy of a tokenizer to one thread: a call sets ``split_special_tokens``."""
+    def ids(self, tokenizer: Any, text: str, **settings: Any) -> list[int]:
+        """Return a text's token ids by the copy; one thread at a time, as a call sets its state."""
         with self._lock:
             num_tokens = len(tokenizer)
             if num_tokens != self._num_tokens:
                 self.copy = _copied(tokenizer)
                 self._num_tokens = num_tokens
-            yield self.copy
+            return list(self.copy(text, **settings)["input_ids"])
 
 
 def _copied(tokenizer: Any) -> Any:
@@ -132,8 +130,7 @@ class SegmentTokenizer:
                 f"document as text (split_special_tokens: {error}); load the model's fast "
                 "tokenizer with AutoTokenizer.from_pretrained(...)"
             ) from error
-        with self._private.of(tokenizer) as private:
-            self.bos_ids: list[int] = _before(alone, list(private("a")["input_ids"]))
+        self.bos_ids: list[int] = _before(alone, self._private.ids(tokenizer, "a"))
         newline = self._encode("\n", as_text=True)
         self.has_dummy_prefix = self._encode("\na", as_text=True) != newline + alone
         control = control_tokens(tokenizer)
@@ -301,9 +298,8 @@ class SegmentTokenizer:
     def _all_ids(self, text: str, *, as_text: bool) -> list[int]:
         if not text:
             return []
-        with self._private.of(self.tokenizer) as private:
-            found = private(text, add_special_tokens=False, split_special_tokens=as_text)
-            return list(found["input_ids"])
+        settings = {"add_special_tokens": False, "split_special_tokens": as_text}
+        return self._private.ids(self.tokenizer, text, **settings)
 
 
 def control_tokens(tokenizer: Any) -> dict[str, int]:

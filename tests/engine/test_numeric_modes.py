@@ -10,7 +10,7 @@ import torch
 from texts import make_chunks
 
 from kvrag import KVRagEngine, UnsupportedModelError
-from kvrag.identity.describe import dtype_text
+from kvrag.identity.model import dtype_text
 from kvrag.testing.models import tiny_model
 from kvrag.testing.tokenizers import tiny_tokenizer
 
@@ -66,9 +66,7 @@ MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 }
 OTHERS = "qwen3", "qwen3_moe", "gemma2", "gpt2"  # a key norm, experts, soft caps, refused
 PAIRS = [("llama", mode) for mode in MODES] + [
-    (kind, mode)
-    for kind in OTHERS
-    for mode in ("autocast to bfloat16", "default dtype float64")
+    (kind, mode) for kind in OTHERS for mode in ("autocast to bfloat16", "default dtype float64")
 ]
 
 
