@@ -122,8 +122,9 @@ def _by_blocks(
     groups = heads // keys.shape[1]
     out = query.new_empty((batch, heads, rows, values.shape[-1]))
     weighed_from = rows if mass is None else rows - mass.rows
-    num_weighed = 0 if mass is None else limits.num_keys
-    most = keys.new_zeros((*keys.shape[:2], num_weighed), dtype=torch.float32)
+    most = keys.new_zeros(
+        (*keys.shape[:2], 0 if mass is None else limits.num_keys), dtype=torch.float32
+    )
     kind = (scores.reach, BLOCK_ROWS, groups)
     if _by_products(query, keys):
         kind = (scores.reach, max(1, PRODUCT_ROWS // groups), 0)

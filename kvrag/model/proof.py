@@ -454,6 +454,4 @@ def kv_gap(kv: Pairs, reference: Pairs, rows: slice = slice(None)) -> float:
         for pair, expected in zip(kv, reference, strict=True)
         for tensor, target in zip(pair, expected, strict=True)
     ]
-    return float(
-        torch.tensor(worst, dtype=torch.float64).max()
-    )  # NaN if any value is, unlike max()
+    return float(torch.tensor(worst).max())  # NaN if any value is, unlike max()
