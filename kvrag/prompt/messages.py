@@ -6,6 +6,7 @@ text, or refused by name.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -33,6 +34,69 @@ _BESIDE_TEXT = ("type", "annotations", "cache_control")
 """Fields of such a part that need not be shown."""
 _NOT_TEXT = ("audio", "images", "videos", "files")
 """Fields of a message with media that kvrag can't read."""
+_DOCUMENTS = frozenset({"document", "file", "search_result", "text-plain", "web_fetch_result"})
+"""Types of blocks whose text is a document's."""
+_RESULTS = frozenset(
+    {
+        "bash_code_execution_tool_result",
+        "code_execution_result",
+        "code_execution_tool_result",
+        "function_call_output",
+        "mcp_tool_result",
+        "server_tool_result",
+        "text_editor_code_execution_tool_result",
+        "tool_result",
+        "tool_search_tool_result",
+        "web_fetch_tool_result",
+        "web_search_tool_result",
+    }
+)
+"""Types of blocks with a tool's result."""
+_UNSHOWN = frozenset(
+    {
+        "apply_patch_call",
+        "cache_point",
+        "cachePoint",
+        "citation",
+        "code_interpreter_call",
+        "executable_code",
+        "file_search_call",
+        "local_shell_call",
+        "mcp_approval_request",
+        "mcp_approval_response",
+        "mcp_call",
+        "mcp_list_tools",
+        "mcp_tool_use",
+        "reasoning",
+        "redacted_thinking",
+        "server_tool_call",
+        "server_tool_call_chunk",
+        "server_tool_use",
+        "shell_call",
+        "thinking",
+        "web_search_call",
+    }
+)
+"""Types of blocks that need not be shown, but for results: calls of a provider's own tools."""
+_ABOUT = ("title", "context", "source", "url", "filename")
+_BODY = (
+    "source",
+    "text",
+    "data",
+    "content",
+    "output",
+    "outputs",
+    "results",
+    "logs",
+    "stdout",
+    "stderr",
+    "code_execution_result",
+    "error_code",
+)
+"""Fields of such blocks, and of objects in them, with text."""
+_THOUGHTS = ("reasoning", "redacted_thinking", "thinking")
+_MEDIA = ("base64", "container_upload", "input_file", "media")
+_BLOCKS = _DOCUMENTS | _RESULTS | _UNSHOWN
 _CALL_ID = "call{:05}"
 """Id of a call that has no id; some templates require nine letters and digits."""
 
@@ -151,9 +215,68 @@ def _part_text(part: object, hold: Hold) -> str:
             f"the {field!r} of a content part of type {kind!r} is {describe(part.get(field))}; "
             "pass a string"
         )
-    raise InputError(
+    if isinstance(part, Mapping) and isinstance(kind, str):
+        if kind == "non_standard":
+            return _part_text(part.get("value"), hold)
+        if kind in _BLOCKS:
+            return _block_text(part, kind, hold)
+    raise _refusal(kind)
+
+
+def _refusal(kind: object) -> InputError:
+    return InputError(
         f"a message holds a content part of type {kind!r}; kvrag reads text only, remove the part"
     )
+
+
+def _block_text(block: Mapping[str, Any], kind: str, hold: Hold) -> str:
+    """Return the text of a document, of a result, or of a call with results; a line per text.
+
+    The text of a document is a chunk.
+    """
+    is_document = kind in _DOCUMENTS
+    about, body = _about_and_body(block, kind, hold if is_document else None)
+    if is_document and not body:
+        raise _refusal(kind)
+    if kind in _UNSHOWN and not body:
+        return ""
+    return "".join([f"{text}\n" for text in (*about, *body)])
+
+
+def _about_and_body(
+    block: Mapping[str, Any], kind: str, hold: Hold | None
+) -> tuple[list[str], list[str]]:
+    """Return the texts that describe a block, and the texts in it.
+
+    Raises :class:`InputError` for media.
+    """
+    inner = str(block.get("type") or kind)
+    if inner in _MEDIA or any([word in inner for word in ("image", "audio", "video", "screen")]):
+        raise _refusal(inner)
+    if inner in _THOUGHTS:
+        return [], []
+    about = [block[name] for name in _ABOUT if isinstance(block.get(name), str)]
+    body: list[str] = []
+    for name in _BODY:
+        value = block.get(name)
+        is_plain = name not in ("data", "source") or not isinstance(value, str)
+        if is_plain or (name == "data" and "text" in (inner, block.get("source_type"))):
+            body += _texts(value, kind, hold)
+    if not body and block.get("output"):
+        body.append(json.dumps(block["output"], ensure_ascii=False))  # an object of any form
+    return about, body
+
+
+def _texts(value: object, kind: str, hold: Hold | None) -> list[str]:
+    if isinstance(value, str):
+        text = _held(Chunk(value), hold) if hold is not None and value.strip() else value
+        return [text] if text.strip() else []
+    if isinstance(value, Mapping):
+        about, body = _about_and_body(value, kind, hold)
+        return about + body if body or hold is None else []  # an address alone is no document
+    if isinstance(value, Sequence):
+        return [text for each in value for text in _texts(each, kind, hold)]
+    return []
 
 
 def _held(chunk: Chunk, hold: Hold) -> str:

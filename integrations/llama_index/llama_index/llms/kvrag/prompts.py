@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from io import IOBase
@@ -15,6 +16,8 @@ from llama_index.core.base.llms.types import (
     CachePoint,
     ChatMessage,
     CitableBlock,
+    CitationBlock,
+    DocumentBlock,
     ImageBlock,
     TextBlock,
     ThinkingBlock,
@@ -162,9 +165,14 @@ def _parts(block: Any, role: str) -> list[Any]:
     if isinstance(block, TextBlock):
         return [block.text]
     if isinstance(block, CitableBlock):
-        texts = [inner.text for inner in block.content if isinstance(inner, TextBlock)]
-        if len(texts) == len(block.content):
+        parts = [part for inner in block.content for part in _parts(inner, role)]
+        if not any([isinstance(part, dict) for part in parts]):
+            texts = [part.text if isinstance(part, Chunk) else part for part in parts]
             return [block.title, *[Chunk(text) for text in texts if text.strip()]]
+    if isinstance(block, CitationBlock) and isinstance(block.cited_content, TextBlock):
+        return [block.title, block.source, block.cited_content.text]
+    if isinstance(block, DocumentBlock) and (text := _document_text(block)) is not None:
+        return [block.title, Chunk(text)]
     if isinstance(block, ImageBlock) and role == "user":
         return [{"type": "image", "image": _image(block)}]
     if isinstance(block, (*_HINTS, ThinkingBlock, ToolCallBlock)):
@@ -173,6 +181,19 @@ def _parts(block: Any, role: str) -> list[Any]:
         f"a {role} message holds a {block.block_type} block; kvrag reads text only, remove the "
         "block"
     )
+
+
+def _document_text(block: DocumentBlock) -> str | None:
+    """Return a document's text if it holds its bytes, and they are text; no file is opened."""
+    data = block.data
+    if not data:
+        return None
+    given = data.read() if isinstance(data, IOBase) else base64.b64decode(data)
+    try:
+        text = bytes(given).decode()
+    except UnicodeDecodeError:
+        return None
+    return text if text.strip() and "\0" not in text and not text.startswith("%PDF") else None
 
 
 def _image(block: ImageBlock) -> str | bytes:
