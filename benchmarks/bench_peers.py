@@ -47,7 +47,7 @@ PEERS = [
     Peer("vLLM, prefix cache", "worker_vllm.py", {}, "vllm"),
     Peer("CacheBlend, 15%", KVRAG, {"repair": "cacheblend", **ALONE}, index="alone"),
     Peer("EPIC, 32 rows", KVRAG, {"repair": "epic", **ALONE}, index="alone"),
-    Peer("ProphetKV, 20%", KVRAG, {"repair": "prophetkv", **ALONE}, index="alone"),
+    Peer("ProphetKV's signal, 20%", KVRAG, {"repair": "prophetkv", **ALONE}, index="alone"),
     Peer("kvrag, the default", KVRAG, {"repair": "default"}, index="context"),
     Peer("kvrag, fast", KVRAG, {"repair": "fast"}, index="context"),
     Peer("kvrag, 10%", KVRAG, {"repair": "10%"}, index="context"),

@@ -73,7 +73,7 @@ class Clock:
 
 @contextmanager
 def collecting(how: str) -> Iterator[None]:
-    """Measure attention as kvrag does, or with one reading of the question (``once``), or as ProphetKV: ``sum`` over rows and heads."""
+    """Measure attention as kvrag does, or with one reading of the question (``once``), or as ProphetKV's signal: a ``sum``."""
     kept = attention.largest, torch.maximum, stages.REREAD
 
     def summed(p: torch.Tensor, kv_heads: int, rows: int, skip: int) -> torch.Tensor:

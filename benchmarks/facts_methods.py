@@ -74,7 +74,7 @@ def none(seen: Seen) -> torch.Tensor:
 
 
 def by_mass(seen: Seen) -> torch.Tensor:
-    """ProphetKV's idea: the rows that the question attends to."""
+    """ProphetKV's signal: the rows that the question attends to."""
     return torch.unique(top(seen.mass, seen.stale, seen.budget))
 
 

@@ -19,13 +19,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 FOLDER = ROOT / "docs" / "plots"
 DATA = re.compile(r"<!-- data: (.*?) -->")
 
-BLUE, ORANGE, PURPLE, SKY, RED = (
-    "#0072B2",
-    "#E69F00",
-    "#CC79A7",
-    "#56B4E9",
-    "#D55E00",
-)
+BLUE, ORANGE = "#0072B2", "#E69F00"
 """Okabe and Ito's colours, which colour-blind readers tell apart; all are readable on white and on near-black."""
 THEMES = {
     "light": {"ink": "#1f2328", "grid": "#d0d7de", "blue": BLUE},
@@ -46,35 +40,6 @@ def result(name: str) -> Data | None:
 # -- what is shown -----------------------------------------------------------------------------------------------------
 
 
-def facts() -> Data | None:
-    """Lost answers against TTFT, by method and budget: all tasks of facts/published-equal.json together."""
-    found = result("facts/published-equal")
-    if found is None:
-        return None
-    sums: dict[str, dict[str, list[float]]] = {}
-    for methods in found["tasks"].values():
-        for name, row in methods.items():
-            kind, _, budget = name.partition("@")
-            if kind in LOSSES and budget != "auto" and row["right"]:
-                point = sums.setdefault(LOSSES[kind], {}).setdefault(
-                    budget or "0", [0.0, 0.0, 0.0, 0.0]
-                )
-                sample = (
-                    row["questions"],
-                    row["questions"] * row["sooner_cpu"],
-                    row["right"],
-                    row["lost"] * row["right"],
-                )
-                point[:] = [a + b for a, b in zip(point, sample, strict=True)]
-    return {
-        name: [
-            [float(budget), round(times / count, 3), round(lost / right, 4)]
-            for budget, (count, times, right, lost) in by.items()
-        ]
-        for name, by in sums.items()
-    }
-
-
 def load() -> Data | None:
     """TTFT, median and p95, by the number of clients that ask again as soon as they are answered."""
     found = result("load")
@@ -92,39 +57,6 @@ def load() -> Data | None:
 
 
 # -- how it is drawn ---------------------------------------------------------------------------------------------------
-
-LOSSES = {
-    "sentences": "kvrag",
-    "prophetkv": "ProphetKV",
-    "cacheblend": "CacheBlend",
-    "epic": "EPIC",
-}
-
-
-def draw_facts(axes: Any, data: Data, theme: dict[str, str]) -> None:
-    """Lines by budget: up is fewer lost, right is sooner."""
-    colors = (BLUE, SKY, PURPLE, RED, ORANGE, "#8b949e", theme["ink"])
-    for (name, points), color, marker in zip(data.items(), colors, "o^Dvs*P", strict=False):
-        shown = sorted(points)
-        axes.plot(
-            [p[1] for p in shown],
-            [p[2] for p in shown],
-            color=color,
-            marker=marker,
-            ms=6,
-            lw=1.3,
-            label=name,
-        )
-        for budget, x, y in shown:
-            axes.annotate(
-                f"{budget:.0%}", (x, y), xytext=(5, 5), textcoords="offset points", fontsize=8
-            )
-    axes.set(
-        xlabel="first token, times sooner (processor time)", ylabel="right answers that reuse loses"
-    )
-    axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
-    axes.invert_yaxis()
-    legend(axes, theme, loc="center left", bbox_to_anchor=(1.01, 0.5))
 
 
 def draw_load(axes: Any, data: Data, theme: dict[str, str]) -> None:
@@ -149,7 +81,6 @@ def legend(axes: Any, theme: dict[str, str], **options: Any) -> None:
 
 
 PLOTS: dict[str, tuple[Callable[[], Data | None], Callable[[Any, Data, dict[str, str]], None]]] = {
-    "facts": (facts, draw_facts),
     "load": (load, draw_load),
 }
 

@@ -27,14 +27,29 @@ def table(header: list[str], rows: list[list[str]]) -> str:
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
-def source(result: Result, file: str) -> str:
+def source(result: Result, file: str, kept: str = "all repeats") -> str:
     """Say where figures come from."""
     m = result["machine"]
     device = m["gpu"] or f"{m['cpu']}, {m['threads']} thread(s)"
     versions = ", ".join(
         f"{name} {version}" for name, version in m["versions"].items() if name != "kvrag"
     )
-    return f"\n{result['model']}; {device}; {versions}; commit {m['commit'][:10]}; all repeats in `benchmarks/results/{file}`.\n"
+    return f"\n{result['model']}; {device}; {versions}; commit {m['commit'][:10]}; {kept} in `benchmarks/results/{file}`.\n"
+
+
+def same_run(*results: Result) -> None:
+    """Refuse to join rows of different runs.
+
+    Raises
+    ------
+    ValueError
+        If results differ in model, machine, versions or commit.
+    """
+    runs = {json.dumps([r.get("model"), r["machine"]], sort_keys=True) for r in results}
+    if len(runs) > 1:
+        raise ValueError(
+            f"rows of different runs stand in one table: {', '.join(sorted(runs))}; make a table of each"
+        )
 
 
 def machine_of(result: Result, file: str) -> str:

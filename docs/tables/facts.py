@@ -1,73 +1,84 @@
-"""Facts that survive reuse, by repair and model."""
+"""Facts that survive reuse, by task, method and model.
+
+Rows of a table answered the same questions, in one run: :func:`compared` refuses all else.
+"""
 
 from __future__ import annotations
 
 import json
-import statistics
+from functools import cache
+from math import comb
 from typing import Any
+
+import numpy as np
 
 from kvrag.evaluate.questions import IS_RIGHT
 
-from .core import RESULTS, Result, Tables, read, source, table
+from .core import RESULTS, Result, Tables, read, same_run, source, table
 
-FACTS = {
+DEFAULT = "sentences@auto"
+NAMED = {
+    DEFAULT: "**kvrag, the default**",
+    "sentences@0.03": "kvrag, `fast`: 3%",
+    "sentences@0.4": "kvrag, `careful`: 40%",
     "reordered": "full prefill, chunks in another order",
-    "prophetkv": "ProphetKV",
+    "none": "kvrag, nothing repaired",
+}
+FACTS = {
+    "sentences": "kvrag's signal",
+    "prophetkv": "ProphetKV's signal",
     "cacheblend": "CacheBlend",
     "epic": "EPIC",
     "ape": "APE, nothing repaired",
 }
-
-
-OURS = ("sentences@auto", "sentences@0.03", "sentences@0.4", "reordered")
-
-
-NAMED = {
-    "sentences@auto": "**kvrag, the default**",
-    "sentences@0.03": "kvrag, `fast`: 3%",
-    "sentences@0.4": "kvrag, `careful`: 40%",
-}
-
-
-SHORT = (
-    "sentences@auto",
+PUBLISHED = (
+    DEFAULT,
     "sentences@0.03",
-    "sentences@0.4",
     "prophetkv@0.2",
     "cacheblend@0.2",
     "epic@0.2",
     "ape",
-    "reordered",
+    "none",
 )
-
-
-FEWER = (
-    "The default answered more questions than the other rows; published methods in an earlier run (`facts/published.json`).\n"
-    "The other models answered HotpotQA, and needles in prompts of 1,000 tokens instead of 2,500.\n"
+EQUAL = tuple(
+    f"{kind}@{share}"
+    for share in ("0.1", "0.03")
+    for kind in ("sentences", "prophetkv", "cacheblend", "epic")
 )
-
-
-OTHER_MODELS = {
+MODELS = {
+    "qwen2.5-coder-0.5b": "Qwen2.5-Coder-0.5B",
     "qwen2.5-coder-1.5b": "Qwen2.5-Coder-1.5B",
     "gemma3-270m": "Gemma 3 270M",
+    "smollm2-135m-instruct": "SmolLM2-135M",
 }
+TASKS = {
+    "needles": "needles",
+    "hotpotqa": "HotpotQA",
+    "musique": "MuSiQue",
+    "examples": "few-shot",
+    "code": "code",
+    "summary": "summaries",
+}
+FACTUAL = ("needles", "hotpotqa", "musique")
+SHORT_PROMPT = 1_500
+"""Tokens; needles of prompts below it are a task of their own."""
 
+SINGLE = frozenset({"needle"})
+"""Kinds of questions whose answer stands in a single sentence; others join two or more."""
 
-SAME_QUESTIONS = ("lost", "won", "KL, own answer", "median", "KL, first token", "same answer")
+COPIED = {"published-equal": {"needles"}}
+"""Tasks of a run that began with another machine's lines; these stand in no table."""
 
+REPEATS = 4_000
 
-def facts(result: Result) -> str:
-    """Say of each repair which facts it keeps, how far its answers are, and how much sooner they begin."""
-    rows = [row for row in _by_task(result) if row]
-    name = result.get("name", result["model"])
-    return table(["questions", *BY_TASK], rows) + source(result, f"facts/{name}.json")
+Pair = tuple[Result, Result]
+"""Lines of a question: by full prefill, and by a method."""
 
-
-BY_TASK = [
-    "repair",
+COLUMNS = [
     "retention (95% interval)",
     "lost",
     "won",
+    "p",
     "KL, own answer",
     "same answer",
     "rows",
@@ -75,64 +86,120 @@ BY_TASK = [
 ]
 
 
-def _by_task(result: Result, shown: tuple[str, ...] = OURS) -> list[list[str]]:
-    """Return a row for each task and shown repair."""
-    rows = []
-    for task, methods in result["tasks"].items():
-        for name in (each for each in shown if each in methods):
-            found, lost, kept = methods[name], "–", "–"
-            if found["right"]:
-                lost = f"{round(found['lost'] * found['right'])} of {found['right']}"
-            if found["full"]:
-                low, high = found["retention_ci"]
-                kept = f"{found['retention']:.2f} ({low:.2f} to {high:.2f})"
-            cells = (kept, lost, str(found["won"]), f"{found['kl']:.3f}", f"{found['same']:.0%}")
-            last = (f"{found['rows']:.0%}", f"{found['sooner_cpu']:.1f}×")
-            rows.append([f"{task}, {found['questions']}", method_name(name), *cells, *last])
-    return rows
+# -- lines ------------------------------------------------------------------------------------------
 
 
-def facts_models(result: Result) -> str:
-    """Set the other models below each other; sources last."""
-    rows, said = [], []
-    for name, model in {**OTHER_MODELS, result["model"]: "SmolLM2-135M"}.items():
-        found = read(f"facts/{name}.json")
-        rows += [[model, *row] for row in _by_task(found, ("sentences@auto",))]
-        said.append(source(found, f"facts/{name}.json").strip())
-    return table(["model", "questions", *BY_TASK], rows) + "\n" + "\n".join(said) + "\n"
+@cache
+def lines(name: str) -> dict[tuple[str, str], dict[Any, Result]]:
+    """Read a run's lines: by task and method, then by question."""
+    found: dict[tuple[str, str], dict[Any, Result]] = {}
+    for text in (RESULTS / f"facts/{name}.jsonl").read_text().splitlines():
+        line = json.loads(text)
+        found.setdefault((line["task"], line["method"]), {})[question(line)] = line
+    return found
 
 
-def facts_short(result: Result) -> str:
-    """Pick the README's rows of the facts table: the tasks that published methods answered, together.
-
-    Other models have a row each, with all of their tasks.
-    """
-    published = read("facts/published.json")
-    compared = published["tasks"].keys()
-    rows = []
-    for name in SHORT:
-        file = result if name in OURS else published
-        found = [file["tasks"][task][name] for task in compared if name in file["tasks"][task]]
-        rows.append(together(method_name(name), found))
-    for name, model in OTHER_MODELS.items():
-        other = read(f"facts/{name}.json")
-        found = [methods["sentences@auto"] for methods in other["tasks"].values()]
-        rows.append(together(f"the default on {model}", found))
-    header = ["", "questions", "retention", "lost", "won", "KL, own answer", "same answer"]
-    header.append("first token sooner, by CPU time")
-    return table(header, rows) + source(result, f"facts/{result['model']}.json") + FEWER
+def question(line: Result) -> tuple[Any, ...]:
+    """Name the question that a line is about."""
+    return line["number"], *line["shapes"]
 
 
-def together(label: str, found: list[Result]) -> list[str]:
-    """Return a row of figures over several tasks."""
-    count, right = sum(f["questions"] for f in found), sum(f["right"] for f in found)
-    lost = sum(round((f["lost"] or 0) * f["right"]) for f in found)
-    score, full, kl, same, sooner = (
-        sum(f["questions"] * f[key] for f in found) / count
-        for key in ("score", "full", "kl", "same", "sooner_cpu")
+def shared(name: str, other: str) -> set[str]:
+    """Tasks of which two runs have the same lines, times included: one of them is a copy."""
+    one, two = (
+        set((RESULTS / f"facts/{run}.jsonl").read_text().splitlines()) for run in (name, other)
     )
-    kept = (f"{score / full:.2f}", f"{lost} of {right}", str(sum(f["won"] for f in found)))
-    return [label, f"{count}", *kept, f"{kl:.3f}", f"{same:.0%}", f"{sooner:.1f}×"]
+    return {json.loads(text)["task"] for text in one & two}
+
+
+def compared(methods: dict[str, tuple[Result, dict[Any, Pair]]]) -> dict[str, list[Pair]]:
+    """Return the pairs of each method, in the order of the questions.
+
+    ``methods``: name → the run's result, and its pairs by question.
+
+    Raises
+    ------
+    ValueError
+        If runs differ in model, machine or commit, or methods in the questions that they answered.
+    """
+    same_run(*(result for result, _ in methods.values()))
+    asked = {name: set(pairs) for name, (_, pairs) in methods.items()}
+    if len({frozenset(questions) for questions in asked.values()}) > 1:
+        counts = ", ".join(f"{name} {len(questions)}" for name, questions in asked.items())
+        raise ValueError(f"methods answered other questions ({counts}); keep the common ones")
+    return {name: [pairs[q] for q in sorted(pairs)] for name, (_, pairs) in methods.items()}
+
+
+def common(name: str, task: str, methods: tuple[str, ...], *, short: bool | None = None) -> Any:
+    """Return :func:`compared` pairs over the questions that all of these methods answered in a run."""
+    if task in COPIED.get(name, ()):
+        raise ValueError(f"{name}, {task}: lines of another machine's run are among these")
+    result, by = read(f"facts/{name}.json"), lines(name)
+    shown = [method for method in methods if (task, method) in by]
+    full = by[task, "full"]
+    kept = {
+        q for q, line in full.items() if short is None or (line["tokens"] < SHORT_PROMPT) == short
+    }.intersection(*(by[task, method] for method in shown))
+    pairs = {m: (result, {q: (full[q], by[task, m][q]) for q in kept}) for m in shown}
+    return compared(pairs)
+
+
+# -- figures ----------------------------------------------------------------------------------------
+
+
+def interval(numerator: Any, denominator: Any) -> tuple[float, float]:
+    """95% interval of a ratio of sums over questions, by resampling questions with a fixed seed."""
+    above, below = (np.asarray(values, dtype=float) for values in (numerator, denominator))
+    picks = np.random.default_rng(0).integers(len(above), size=(REPEATS, len(above)))
+    sums = below[picks].sum(axis=1)
+    ratios = above[picks].sum(axis=1)[sums > 0] / sums[sums > 0]
+    low, high = np.quantile(ratios, (0.025, 0.975))
+    return float(low), float(high)
+
+
+def mcnemar(lost: int, won: int) -> float:
+    """Exact two-sided p of McNemar's test: as many lost as won."""
+    total = lost + won
+    tail = sum(comb(total, k) for k in range(min(lost, won) + 1))
+    return min(1.0, 2 * tail / 2**total)
+
+
+def counts(pairs: list[Pair]) -> tuple[int, int, int]:
+    """Return how many answers are lost, right by full prefill, and won."""
+    right = [r for f, r in pairs if f["score"] >= IS_RIGHT]
+    lost = sum(r["score"] < IS_RIGHT for r in right)
+    return lost, len(right), sum(f["score"] < IS_RIGHT <= r["score"] for f, r in pairs)
+
+
+def mean(pairs: list[Pair], field: str) -> float:
+    """Mean of a method's field."""
+    return sum(r[field] for _, r in pairs) / len(pairs)
+
+
+def cells(pairs: list[Pair]) -> list[str]:
+    """Return the cells of :data:`COLUMNS`."""
+    lost, right, won = counts(pairs)
+    scores = [(f["score"], r["score"]) for f, r in pairs]
+    full, reuse = (sum(each) for each in zip(*scores, strict=True))
+    low, high = interval([r for _, r in scores], [f for f, _ in scores])
+    sooner = sorted(f["ttft_s"][1] / r["ttft_s"][1] for f, r in pairs)[len(pairs) // 2]
+    return [
+        f"{reuse / full:.2f} ({low:.2f} to {high:.2f})",
+        f"{lost} of {right}",
+        str(won),
+        f"{mcnemar(lost, won):.2f}",
+        f"{mean(pairs, 'kl'):.3f}",
+        f"{mean(pairs, 'same'):.0%}",
+        f"{mean(pairs, 'rows'):.0%}",
+        f"{sooner:.1f}×",
+    ]
+
+
+def over_default(pairs: list[Pair], base: list[Pair]) -> str:
+    """Mean score beyond the default's over the same questions, with its paired 95% interval."""
+    beyond = [m["score"] - d["score"] for (_, m), (_, d) in zip(pairs, base, strict=True)]
+    low, high = interval(beyond, [1] * len(beyond))
+    return f"{sum(beyond) / len(beyond):+.2f} ({low:+.2f} to {high:+.2f})"
 
 
 def method_name(name: str) -> str:
@@ -141,56 +208,121 @@ def method_name(name: str) -> str:
     return NAMED.get(name) or FACTS[kind] + (f", {float(budget):.0%}" if budget else "")
 
 
-FACTUAL = frozenset({"needles", "hotpotqa", "musique"})
-SINGLE = frozenset({"needle"})
-"""Kinds of questions whose answer stands in a single sentence; others join two or more."""
+# -- tables -----------------------------------------------------------------------------------------
 
 
-def facts_joined(result: Result) -> str:
-    """Split the default's answers by whether a question asks for a single fact or joins several."""
-    rows = []
-    for name, model in {result["model"]: "Qwen2.5-Coder-0.5B", **OTHER_MODELS}.items():
-        lines = [line for line in _lines(f"facts/{name}") if line["task"] in FACTUAL]
-        full = {_question(line): line for line in lines if line["method"] == "full"}
-        pairs = [
-            (full[_question(line)], line) for line in lines if line["method"] == "sentences@auto"
+def methods_table(
+    name: str, tasks: tuple[str, ...], methods: tuple[str, ...], *, short: bool | None = None
+) -> str:
+    """Set methods of a run side by side: a table for each task, over the questions common to all."""
+    parts = []
+    for task in tasks:
+        found = common(name, task, methods, short=short)
+        base = found[next(iter(found))]
+        rows = [
+            [method_name(m), *cells(pairs), "–" if pairs is base else over_default(pairs, base)]
+            for m, pairs in found.items()
         ]
-        for label, is_single in {"a single fact": True, "joined facts": False}.items():
-            chosen = [(f, r) for f, r in pairs if (f["kind"] in SINGLE) == is_single]
-            cells = _same_questions(chosen)
-            rows.append([model, f"{label}, {len(chosen)}", *cells])
-    return table(["model", "questions", *SAME_QUESTIONS], rows)
+        head = f"{TASKS[task]}, {len(base)} questions"
+        first = method_name(next(iter(found))).strip("*")
+        parts.append(table([head, *COLUMNS, f"score beyond {first} (95%)"], rows))
+    return "\n".join(parts) + source(read(f"facts/{name}.json"), f"facts/{name}.json")
 
 
-def _lines(file: str) -> list[Result]:
-    """Read a file's lines of results."""
-    return [json.loads(line) for line in (RESULTS / f"{file}.jsonl").read_text().splitlines()]
+def facts_default(result: Result) -> str:
+    """Say of the default, alone, what it keeps of each task."""
+    name = result.get("name", result["model"])
+    return _default(name, tuple(task for task in TASKS if (task, DEFAULT) in lines(name)))
 
 
-def _same_questions(pairs: list[tuple[Result, Result]]) -> list[str]:
-    """Return the cells of :data:`SAME_QUESTIONS` for pairs of full prefill and reuse."""
-    right = [r for f, r in pairs if f["score"] >= IS_RIGHT]
-    lost = sum(r["score"] < IS_RIGHT for r in right)
-    won = sum(f["score"] < IS_RIGHT <= r["score"] for f, r in pairs)
-    kl = [r["kl"] for _, r in pairs]
-    return [
-        f"{lost} of {len(right)}",
-        str(won),
-        f"{statistics.fmean(kl):.3f}",
-        f"{statistics.median(kl):.3f}",
-        f"{statistics.fmean(r['kl_first'] for _, r in pairs):.3f}",
-        f"{statistics.fmean(r['same'] for _, r in pairs):.0%}",
-    ]
+def _default(name: str, tasks: tuple[str, ...]) -> str:
+    rows = []
+    for task in tasks:
+        full = lines(name)[task, "full"].values()
+        sizes = {line["tokens"] < SHORT_PROMPT for line in full} if task == "needles" else {None}
+        for short in sorted(sizes, key=str):
+            (pairs,) = common(name, task, (DEFAULT,), short=short).values()
+            length = {None: "", True: " 1k", False: " 2.5k"}[short]
+            rows.append([f"{TASKS[task]}{length}, {len(pairs)}", *cells(pairs)])
+    return table(["questions", *COLUMNS], rows) + source(
+        read(f"facts/{name}.json"), f"facts/{name}.json"
+    )
 
 
-def _question(line: Result) -> tuple[Any, ...]:
-    """Name the question that a line of results is about."""
-    return line["task"], line["number"], *line["shapes"]
+def facts_models(_: Result) -> str:
+    """Set the default's results on the other models below each other: a table and a source for each."""
+    parts = []
+    for name, model in MODELS.items():
+        if name != "qwen2.5-coder-0.5b":
+            tasks = tuple(task for task in FACTUAL if (task, DEFAULT) in lines(name))
+            parts.append(f"{model}:\n\n{_default(name, tasks)}")
+    return "\n".join(parts)
+
+
+def facts_published(_: Result) -> str:
+    """Set published methods beside the default, as published, each task for itself."""
+    return methods_table("published", ("needles", "hotpotqa"), PUBLISHED)
+
+
+def facts_short(_: Result) -> str:
+    """Pick the README's columns of :func:`facts_published`."""
+    parts = []
+    for task in ("needles", "hotpotqa"):
+        found = common("published", task, PUBLISHED)
+        base = found[DEFAULT]
+        rows = []
+        for name, pairs in found.items():
+            kept, lost, won, _, kl, _, _, sooner = cells(pairs)
+            beyond = "–" if pairs is base else over_default(pairs, base)
+            rows.append([method_name(name), kept, lost, won, beyond, kl, sooner])
+        header = [f"{TASKS[task]}, {len(base)} questions", COLUMNS[0], "lost", "won"]
+        header += ["score beyond the default's (95%)", "KL, own answer", COLUMNS[-1]]
+        parts.append(table(header, rows))
+    return "\n".join(parts) + source(read("facts/published.json"), "facts/published.json")
+
+
+def facts_careful(_: Result) -> str:
+    """Set `careful` and another order of the chunks beside the default."""
+    methods = (DEFAULT, "sentences@0.4", "reordered")
+    return methods_table("qwen2.5-coder-0.5b", ("hotpotqa",), methods)
+
+
+def facts_fast(_: Result) -> str:
+    """Set `fast` beside the default."""
+    tasks = ("needles", "hotpotqa", "examples", "code", "summary")
+    return methods_table("qwen2.5-coder-0.5b", tasks, (DEFAULT, "sentences@0.03"))
+
+
+def facts_equal(_: Result) -> str:
+    """Set methods side by side at equal shares of the rows."""
+    return methods_table("published-equal", ("hotpotqa",), EQUAL)
+
+
+def facts_joined(_: Result) -> str:
+    """Split the default's answers by whether a question asks for a single fact or joins several."""
+    parts = []
+    for name, model in MODELS.items():
+        if name == "smollm2-135m-instruct":
+            continue
+        rows = []
+        for task in (task for task in FACTUAL if (task, DEFAULT) in lines(name)):
+            (pairs,) = common(name, task, (DEFAULT,)).values()
+            for label, is_single in {"a single fact": True, "joined facts": False}.items():
+                chosen = [(f, r) for f, r in pairs if (f["kind"] in SINGLE) == is_single]
+                if chosen:
+                    rows.append([f"{TASKS[task]}, {label}, {len(chosen)}", *cells(chosen)])
+        origin = source(read(f"facts/{name}.json"), f"facts/{name}.json")
+        parts.append(f"{model}:\n\n{table(['questions', *COLUMNS], rows)}{origin}")
+    return "\n".join(parts)
 
 
 TABLES: Tables = {
-    "facts-qwen-05b": ("facts/qwen2.5-coder-0.5b.json", facts),
+    "facts-qwen-05b": ("facts/qwen2.5-coder-0.5b.json", facts_default),
+    "facts-careful": ("facts/qwen2.5-coder-0.5b.json", facts_careful),
+    "facts-fast": ("facts/qwen2.5-coder-0.5b.json", facts_fast),
     "facts-joined": ("facts/qwen2.5-coder-0.5b.json", facts_joined),
-    "facts-short": ("facts/qwen2.5-coder-0.5b.json", facts_short),
+    "facts-published": ("facts/published.json", facts_published),
+    "facts-equal": ("facts/published-equal.json", facts_equal),
+    "facts-short": ("facts/published.json", facts_short),
     "facts-models": ("facts/smollm2-135m-instruct.json", facts_models),
 }

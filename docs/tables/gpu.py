@@ -31,17 +31,18 @@ def kernels(result: Result) -> str:
 
 
 def ttft_cuda(result: Result) -> str:
-    """Time to first token on a GPU in two runs, and how long the device was busy."""
-    first = read("ttft-llama-3.1-8b-cuda-first.json")
-    rows: list[list[str]] = []
-    for number, of in enumerate((first, result), 1):
-        runs = [run for run in of["runs"] if "summary" in run]
-        rows += [[str(number), run["kept"], *_times(run)] for run in runs]
-    header = ["run", "KV kept as", "tokens", "full prefill, ms", "the default, ms", "ratio"]
+    """Time to first token on a GPU in two runs, a table for each, and how long the device was busy."""
+    first = "ttft-llama-3.1-8b-cuda-first.json"
+    header = ["KV kept as", "tokens", "full prefill, ms", "the default, ms", "ratio"]
     header += ["kernels, ms", "copies, ms", "unrepaired, ratio"]
+    parts = []
+    for number, (file, of) in enumerate(
+        ((first, read(first)), ("ttft-llama-3.1-8b-cuda.json", result)), 1
+    ):
+        rows = [[run["kept"], *_times(run)] for run in of["runs"] if "summary" in run]
+        parts.append(f"Run {number}:\n\n{table(header, rows)}{source(of, file)}")
     note = "\nMedians of three prompts; kernels and copies are those of one more request, "
-    note += "under torch's profiler. Run 1: `ttft-llama-3.1-8b-cuda-first.json`.\n"
-    return table(header, rows) + note + source(result, "ttft-llama-3.1-8b-cuda.json")
+    return "\n".join(parts) + note + "under torch's profiler.\n"
 
 
 def _times(run: Result) -> list[str]:

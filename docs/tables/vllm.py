@@ -106,6 +106,20 @@ def _of(name: str, make: Callable[[Result], str], result: Result) -> str:
     return make(part) + source({**result, "machine": part["machine"]}, FILE)
 
 
+def gpu(result: Result) -> str:
+    """Milliseconds to the first token on a GPU, by length."""
+    rows = []
+    for row in result["rows"]:
+        ratio = row["full_ms"] / row["blended_ms"]
+        stages = [f"{row['stages_ms'].get(name, 0)}" for name in STAGES[:-1]]
+        times = [f"{row['full_ms']:,}", f"{row['blended_ms']}", f"**{ratio:.2f}×**"]
+        rows.append([f"{row['tokens']:,}", *times, f"{row['repaired_rows']:,}", *stages])
+    header = ["tokens", "vLLM alone, ms", "blended, ms", "vLLM alone over it", "repaired rows"]
+    header += [f"{name}, ms" for name in STAGES[:-1]]
+    said = f"\nOne run; {result['kept']}.\n"
+    return table(header, rows) + said + source(result, "vllm-gpu.json", "the figures")
+
+
 PARTS = {
     "ttft": ttft,
     "equality": equality,
@@ -113,4 +127,7 @@ PARTS = {
     "streams": streams,
     "memory": memory,
 }
-TABLES: Tables = {f"vllm-{name}": (FILE, partial(_of, name, make)) for name, make in PARTS.items()}
+TABLES: Tables = {
+    **{f"vllm-{name}": (FILE, partial(_of, name, make)) for name, make in PARTS.items()},
+    "vllm-gpu": ("vllm-gpu.json", gpu),
+}

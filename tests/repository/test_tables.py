@@ -1,0 +1,109 @@
+"""Tables of the docs: what stands in one table was measured together."""
+
+import copy
+import sys
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+facts = pytest.importorskip("docs.tables.facts")  # absent where only the package is
+core = pytest.importorskip("docs.tables.core")
+RESULTS, read, same_run = core.RESULTS, core.read, core.same_run
+
+
+def _line(number: int, score: float) -> dict:
+    return {"number": number, "shapes": [0], "score": score}
+
+
+def _pairs(*numbers: int) -> dict:
+    return {n: (_line(n, 1.0), _line(n, 0.0)) for n in numbers}
+
+
+@pytest.fixture
+def result():
+    return read("facts/published.json")
+
+
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [("cpu", "another"), ("commit", "another"), ("threads", 64), ("versions", {"torch": "1"})],
+)
+def test_rows_of_another_run_are_refused(result, part, value):
+    other = copy.deepcopy(result)
+    other["machine"][part] = value
+    with pytest.raises(ValueError, match="different runs"):
+        facts.compared({"a": (result, _pairs(1, 2)), "b": (other, _pairs(1, 2))})
+
+
+def test_rows_of_another_model_are_refused(result):
+    with pytest.raises(ValueError, match="different runs"):
+        same_run(result, {**result, "model": "another"})
+
+
+@pytest.mark.parametrize("numbers", [(1,), (1, 2, 3), (1, 3)])
+def test_rows_of_other_questions_are_refused(result, numbers):
+    with pytest.raises(ValueError, match="other questions"):
+        facts.compared({"a": (result, _pairs(1, 2)), "b": (result, _pairs(*numbers))})
+
+
+def test_a_task_that_began_with_another_machines_lines_is_refused():
+    names = sorted(path.stem for path in (RESULTS / "facts").glob("*.jsonl"))
+    for one, two in combinations(names, 2):
+        machines = [read(f"facts/{name}.json")["machine"]["cpu"] for name in (one, two)]
+        copied = facts.COPIED.get(one, set()) | facts.COPIED.get(two, set())
+        assert machines[0] == machines[1] or facts.shared(one, two) <= copied
+    with pytest.raises(ValueError, match="another machine"):
+        facts.common("published-equal", "needles", facts.EQUAL)
+
+
+def test_every_method_of_the_readme_answered_the_same_questions_of_one_task():
+    for task in ("needles", "hotpotqa"):
+        found = facts.common("published", task, facts.PUBLISHED)
+        assert set(found) == set(facts.PUBLISHED)
+        asked = {
+            name: [(line["task"], facts.question(line)) for _, line in pairs]
+            for name, pairs in found.items()
+        }
+        assert all(questions == asked[facts.DEFAULT] for questions in asked.values())
+        assert {t for t, _ in asked[facts.DEFAULT]} == {task}
+
+
+def test_what_is_said_of_hotpotqa_is_in_its_table():
+    """README and the benchmarks page say it in words."""
+    found = facts.common("published", "hotpotqa", facts.PUBLISHED)
+    kept = {
+        name: (facts.counts(pairs)[:2], facts.cells(pairs)[0][:4]) for name, pairs in found.items()
+    }
+    assert kept[facts.DEFAULT] == ((3, 10), "0.81")
+    assert kept["cacheblend@0.2"] == ((3, 10), "0.94")
+    assert kept["prophetkv@0.2"] == ((3, 10), "0.84")
+    assert kept["none"] == ((3, 10), "0.71")
+    for name, pairs in found.items():
+        low, high = facts.over_default(pairs, found[facts.DEFAULT]).split("(")[1][:-1].split(" to ")
+        assert name == facts.DEFAULT or float(low) < 0 < float(high)
+
+
+def test_mcnemars_test():
+    assert facts.mcnemar(0, 0) == 1
+    assert facts.mcnemar(5, 5) == 1
+    assert facts.mcnemar(8, 0) == pytest.approx(2 / 256)
+    assert facts.mcnemar(1, 9) == facts.mcnemar(9, 1) == pytest.approx(22 / 1024)
+
+
+def test_an_interval_is_paired_and_repeatable():
+    """Questions are drawn whole: a ratio that is the same on each of them has no spread."""
+    assert facts.interval([1, 2, 3, 4], [2, 4, 6, 8]) == (0.5, 0.5)
+    low, high = facts.interval([0, 1] * 20, [1] * 40)
+    assert 0.3 < low < 0.5 < high < 0.7
+    assert facts.interval([0, 1] * 20, [1] * 40) == (low, high)
+
+
+def test_methods_that_are_ours_are_named_as_signals():
+    """ProphetKV has two stages; the benchmarks have its first, so its bare name heads no row."""
+    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        for line in page.read_text().splitlines():
+            assert "ProphetKV" not in line.replace("ProphetKV's signal", ""), (page.name, line)
