@@ -36,48 +36,18 @@ _NOT_TEXT = ("audio", "images", "videos", "files")
 """Fields of a message with media that kvrag can't read."""
 _DOCUMENTS = frozenset({"document", "file", "search_result", "text-plain", "web_fetch_result"})
 """Types of blocks whose text is a document's."""
-_RESULTS = frozenset(
-    {
-        "bash_code_execution_tool_result",
-        "code_execution_result",
-        "code_execution_tool_result",
-        "function_call_output",
-        "mcp_tool_result",
-        "server_tool_result",
-        "text_editor_code_execution_tool_result",
-        "tool_result",
-        "tool_search_tool_result",
-        "web_fetch_tool_result",
-        "web_search_tool_result",
-    }
+_HINTS = ("cache_point", "cachePoint", "citation", "executable_code")
+"""Types of blocks that need not be shown."""
+_OF_PROVIDER = ("_call", "_call_chunk", "_tool_use")
+"""Ends of types of calls of a provider's own tools, which need not be shown, but for results."""
+_OF_MODEL = (
+    "custom_tool_call",
+    "function_call",
+    "invalid_tool_call",
+    "tool_call",
+    "tool_call_chunk",
 )
-"""Types of blocks with a tool's result."""
-_UNSHOWN = frozenset(
-    {
-        "apply_patch_call",
-        "cache_point",
-        "cachePoint",
-        "citation",
-        "code_interpreter_call",
-        "executable_code",
-        "file_search_call",
-        "local_shell_call",
-        "mcp_approval_request",
-        "mcp_approval_response",
-        "mcp_call",
-        "mcp_list_tools",
-        "mcp_tool_use",
-        "reasoning",
-        "redacted_thinking",
-        "server_tool_call",
-        "server_tool_call_chunk",
-        "server_tool_use",
-        "shell_call",
-        "thinking",
-        "web_search_call",
-    }
-)
-"""Types of blocks that need not be shown, but for results: calls of a provider's own tools."""
+"""Types of the model's own calls, which messages hold beside their content."""
 _ABOUT = ("title", "context", "source", "url", "filename")
 _BODY = (
     "source",
@@ -96,7 +66,6 @@ _BODY = (
 """Fields of such blocks, and of objects in them, with text."""
 _THOUGHTS = ("reasoning", "redacted_thinking", "thinking")
 _MEDIA = ("base64", "container_upload", "input_file", "media")
-_BLOCKS = _DOCUMENTS | _RESULTS | _UNSHOWN
 _CALL_ID = "call{:05}"
 """Id of a call that has no id; some templates require nine letters and digits."""
 
@@ -218,8 +187,9 @@ def _part_text(part: object, hold: Hold) -> str:
     if isinstance(part, Mapping) and isinstance(kind, str):
         if kind == "non_standard":
             return _part_text(part.get("value"), hold)
-        if kind in _BLOCKS:
-            return _block_text(part, kind, hold)
+        is_unshown = _is_unshown(kind)
+        if is_unshown or kind in _DOCUMENTS or kind.endswith(("_result", "_output")):
+            return _block_text(part, kind, hold, is_unshown=is_unshown)
     raise _refusal(kind)
 
 
@@ -229,7 +199,12 @@ def _refusal(kind: object) -> InputError:
     )
 
 
-def _block_text(block: Mapping[str, Any], kind: str, hold: Hold) -> str:
+def _is_unshown(kind: str) -> bool:
+    is_foreign = kind.endswith(_OF_PROVIDER) and kind not in _OF_MODEL
+    return is_foreign or kind in (*_HINTS, *_THOUGHTS) or kind.startswith("mcp_")
+
+
+def _block_text(block: Mapping[str, Any], kind: str, hold: Hold, *, is_unshown: bool) -> str:
     """Return the text of a document, of a result, or of a call with results; a line per text.
 
     The text of a document is a chunk.
@@ -238,7 +213,7 @@ def _block_text(block: Mapping[str, Any], kind: str, hold: Hold) -> str:
     about, body = _about_and_body(block, kind, hold if is_document else None)
     if is_document and not body:
         raise _refusal(kind)
-    if kind in _UNSHOWN and not body:
+    if is_unshown and not body:
         return ""
     return "".join([f"{text}\n" for text in (*about, *body)])
 

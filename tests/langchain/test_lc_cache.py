@@ -145,7 +145,7 @@ def test_changes_of_the_loaded_model_are_in_the_key(cls, tiny_dir, tmp_path):
     keys.append(key(llm))
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}!{% endfor %}"
     keys.append(key(llm))
-    tokenizer.add_tokens(["word"])
+    tokenizer.add_tokens(["qqqq"])
     keys.append(key(llm))
     other = loaded()
     with torch.no_grad():

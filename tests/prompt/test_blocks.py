@@ -92,6 +92,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"type": "input_audio", "input_audio": {}}, "input_audio"),
     ({"type": "video", "text": "a caption", "url": "u"}, "video"),
     ({"type": "tool_use", "id": "t", "name": "n", "input": {}}, "tool_use"),
+    ({"type": "function_call", "name": "n", "arguments": "{}"}, "function_call"),
+    ({"type": "tool_call", "name": "n", "args": {}}, "tool_call"),
+    ({"type": "image_generation_call", "result": "iVBOR"}, "image_generation_call"),
     ({"type": "non_standard", "value": {"type": "audio"}}, "audio"),
     ({"type": ["odd"]}, "odd"),
 ]
