@@ -8,7 +8,9 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Iterable, Mapping
+from numbers import Integral
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from uuid import UUID
 
 from pydantic import (
     AfterValidator,
@@ -43,7 +45,7 @@ from kvrag.config.address import address, check_kv_dir, shown
 from kvrag.config.signatures import checks_names
 from kvrag.config.spelling import respelt
 from kvrag.engine import KVRagEngine
-from kvrag.errors import ConfigError, require
+from kvrag.errors import ConfigError, InputError, require
 from kvrag.evaluate.calibrate import described
 from kvrag.generate.scheduler import MAX_RUNNING
 from kvrag.generate.streams import AsyncTokenStream, TokenStream
@@ -158,6 +160,7 @@ __all__ = [
     "filling",
     "host_of",
     "hub_options",
+    "id_text",
     "ids_digest",
     "in_collection",
     "lay_out",
@@ -179,6 +182,21 @@ __all__ = [
     "stitch",
     "unknown_option",
 ]
+
+
+def id_text(name: object) -> str:
+    """Return an id as a string: a whole number and a UUID become their text.
+
+    Raises :class:`InputError` for other types.
+    """
+    if isinstance(name, str):
+        return str.__str__(name)  # the value of a member of an enumeration, not its name
+    if isinstance(name, bool) or not isinstance(name, (Integral, UUID)):
+        raise InputError(
+            f"the id {name!r} is of type {type(name).__name__}; pass a string, a whole number or "
+            "a UUID"
+        )
+    return str(name)
 
 
 class EngineFields(BaseModel):

@@ -513,10 +513,12 @@ class KVRagEngine:
         batch_size: int = 8,
         show_progress: bool | None = None,
         retention: Retention | None = None,
+        announced: bool = False,
     ) -> PrecomputeReport:
         """Compute and store the KV of chunks.
 
-        Stored chunks are skipped, so an interrupted run can be repeated.
+        Stored chunks are skipped, so an interrupted run can be repeated. A deletion wins over all
+        that began before it: the KV of documents deleted meanwhile is not kept.
 
         Parameters
         ----------
@@ -533,6 +535,8 @@ class KVRagEngine:
         retention
             Priority and duration, applied to stored chunks as well. Default: new chunks get
             priority 35, and stored chunks keep their own retention.
+        announced
+            Whether a server has registered the documents when the request came.
 
         Raises
         ------
@@ -542,6 +546,8 @@ class KVRagEngine:
         UnsupportedModelError, ConfigError
             If this model's KV can't be reused, or does not tolerate the store's rounding
             (``StoreConfig.kv_dtype``).
+        StoreError
+            If the documents can't be registered.
         """
         items = documents.check_items(texts, ids, collection, batch_size)
         check_show(show_progress)
@@ -554,9 +560,9 @@ class KVRagEngine:
             self._gate.admit(loaded)
         text = self.prefix_text if prefix is None else prefix_text(prefix, self.encoder)
         self._prefix_texts.setdefault(space, {})[text] = None
-        gone = documents.replaced_ids(self.store, items, space)
-        if gone:
-            self.delete(gone, namespace=namespace)
+        if not announced:
+            documents.announce(self.store, space, items)
+        documents.erase_former(self.store, space, items, self._erasing)
         run = Precompute(
             loaded,
             self.store,

@@ -1,21 +1,33 @@
-"""Check texts, document ids and collections, before anything is computed or erased.
+"""Documents of a run: checked and registered before anything is computed, and their chunks claimed.
 
 A document of a collection is stored as ``collection/id``. A collection is only this prefix.
 """
 
 from __future__ import annotations
 
+import fcntl
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+import os
+import struct
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, Self
 from weakref import WeakSet
 
 from kvrag.errors import ConfigError, InputError
+from kvrag.identity.fingerprint import chunk_key
 from kvrag.prompt.messages import check_chunk_text
 from kvrag.prompt.spans import text_entry
 from kvrag.prompt.tokenizer import check_encodable
 from kvrag.store import Catalog, TieredStore
-from kvrag.types import ChunkKey, TextEntry
+from kvrag.types import ChunkIdentity, ChunkKey, TextEntry
+
+if TYPE_CHECKING:
+    from kvrag.precompute.run import Precompute
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +54,38 @@ class Item(NamedTuple):
         except InputError as error:
             shown = None if doc_id is None else escaped(doc_id)
             return cls(shown, escaped(text).strip(), None, str(error))
+
+
+@dataclass(frozen=True, slots=True)
+class NewChunk:
+    """A chunk to store, and the documents that refer to it.
+
+    ``entry`` is ``None`` if the text is too short for the span scanner.
+    """
+
+    doc_ids: tuple[str | None, ...]
+    entry: TextEntry | None
+    identity: ChunkIdentity
+
+    @property
+    def label(self) -> str:
+        """Name in reports: the first document id, else the beginning of the chunk key."""
+        return next((i for i in self.doc_ids if i is not None), chunk_key(self.identity)[:12])
+
+
+class Guard:
+    """Hooks that may delay or end a background run; the defaults do neither."""
+
+    def before_forward(self) -> None:
+        """Block until the next forward may run; an exception ends the run."""
+
+    def storing(self) -> AbstractContextManager[object]:
+        """Return the context manager to write chunks in; an exception ends the run."""
+        return nullcontext()
+
+    def is_registered(self, entry: TextEntry | None) -> bool:
+        """Whether a text was registered, and must not be stored if it was deleted since."""
+        return entry is not None
 
 
 def escaped(text: str) -> str:
@@ -213,3 +257,138 @@ def tell_short(store: object, short: Sequence[tuple[str, str]]) -> None:
 
 
 _told: WeakSet[object] = WeakSet()  # stores whose users have seen the warning
+
+
+AT_ONCE = 1000  # documents that are registered in a transaction
+
+
+def announce(store: TieredStore, namespace: str, items: Iterable[Item]) -> None:
+    """Register documents before their KV is computed, so that a deletion from now on wins.
+
+    Raises ``StoreError``.
+    """
+    texts = [(item.doc_id, item.entry) for item in items if item.entry is not None]
+    for first in range(0, len(texts), AT_ONCE):
+        store.register(namespace, texts[first : first + AT_ONCE])
+
+
+def is_current(catalog: Catalog, namespace: str, text: TextEntry, doc_id: str | None) -> bool:
+    """Whether a text is registered, as the last text of its document."""
+    return catalog.knows_text(namespace, text.digest) and (
+        doc_id is None or catalog.document_texts(namespace, doc_id)[-1:] == [text.digest]
+    )
+
+
+def erase_former(
+    store: TieredStore,
+    namespace: str,
+    items: Iterable[Item],
+    erasing: Callable[[str], AbstractContextManager[None]],
+) -> None:
+    """Erase the earlier texts of announced documents, inside the context ``erasing``."""
+    for name, _, entry, _ in items:
+        held = [] if name is None else store.catalog.document_texts(namespace, name)
+        if entry is not None:
+            held = held[: held.index(entry.digest)] if entry.digest in held else []
+        if name is not None and held:
+            with erasing(namespace):
+                store.forget(namespace, name, held)
+
+
+POLL_S = 0.05  # between looks at the chunks that another writer computes
+TELL_EVERY = 200
+MOST_WAITS = 2_400  # looks without progress; the chunks are then computed twice
+
+
+class Claims:
+    """Claims of a writer on the chunks that it computes, seen by all threads and processes.
+
+    A claim is a lock of the operating system on a byte of ``path``, so it ends with its process.
+    Without ``path``, or where the system has no such locks (it is not Linux, or the file system
+    refuses them), every claim succeeds, and chunks may be computed twice.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._fd: int | None = None
+
+    def __enter__(self) -> Self:
+        if self._path is not None and hasattr(fcntl, "F_OFD_SETLK"):
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+            with suppress(OSError):
+                self._fd = os.open(self._path, flags, 0o600)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def take(self, key: ChunkKey) -> bool:
+        """Claim a chunk; return ``False`` if another writer has claimed it."""
+        try:
+            self._lock(fcntl.F_WRLCK, int(key[:15], 16), 1)
+        except (BlockingIOError, PermissionError):
+            return False
+        except OSError:  # the file system has no locks
+            pass
+        return True
+
+    def release(self) -> None:
+        """Release all claims."""
+        with suppress(OSError):
+            self._lock(fcntl.F_UNLCK, 0, 0)
+
+    def _lock(self, kind: int, first: int, count: int) -> None:
+        """Lock or unlock bytes of the file, for this open file alone (``struct flock``)."""
+        if self._fd is not None:
+            asked = struct.pack("hhqqi0q", kind, os.SEEK_SET, first, count, 0)
+            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, asked)
+
+
+def batches(
+    run: Precompute, todo: list[NewChunk], batch_size: int, claims: Claims
+) -> Iterator[list[NewChunk]]:
+    """Yield batches to compute, last the chunks that another writer has claimed.
+
+    These are linked once it has stored them, and computed if it ends without that, or stores
+    nothing for :data:`MOST_WAITS`.
+    """
+    waits = 0
+    while todo:
+        left = list[NewChunk]()
+        for first in range(0, len(todo), batch_size):
+            if run.is_refused:
+                run.give_up([*left, *todo[first:]])
+                return
+            batch = _to_compute(run, todo[first : first + batch_size], claims, left)
+            if batch:
+                yield batch
+        run.finish_write()
+        claims.release()
+        if not left or not run.is_asked_for:  # a later prompt finds them
+            run.skipped += len(left)
+            return
+        waits = waits + 1 if len(left) == len(todo) else 0
+        if waits % TELL_EVERY == 1:
+            logger.warning("waiting for %d chunks that another writer computes", len(left))
+        if waits > MOST_WAITS:
+            claims = Claims(None)
+        time.sleep(POLL_S)
+        todo = left
+
+
+def _to_compute(
+    run: Precompute, batch: list[NewChunk], claims: Claims, left: list[NewChunk]
+) -> list[NewChunk]:
+    """Return the chunks of a batch to compute; add chunks of other writers to ``left``."""
+    gone = Counter(id(chunk) for chunk, _ in run.deleted(batch))
+    wanted = {
+        chunk_key(chunk.identity): chunk for chunk in batch if gone[id(chunk)] < len(chunk.doc_ids)
+    }
+    mine = [key for key in wanted if claims.take(key)]
+    known = run.store.known(wanted)  # also chunks that were stored just before they were claimed
+    missing = [key for key, chunk in wanted.items() if key not in known or run.is_missing(chunk)]
+    left += [wanted[key] for key in missing if key not in mine]
+    return [wanted[key] for key in missing if key in mine]

@@ -18,9 +18,9 @@ from contextlib import contextmanager
 from kvrag.config import StoreConfig
 from kvrag.identity.fingerprint import content_key, text_digest
 from kvrag.model.lm import LoadedModel
-from kvrag.precompute.documents import Item
+from kvrag.precompute.documents import Guard, Item
 from kvrag.precompute.encode import KeptPrefix
-from kvrag.precompute.run import Guard, Precompute
+from kvrag.precompute.run import Precompute
 from kvrag.runtime import POOL
 from kvrag.store import TieredStore
 from kvrag.store.erasures import Erasures, Stopped
@@ -211,16 +211,9 @@ class _MissGuard(Guard):
                 raise Stopped
             yield
 
-    def refusal(self, entry: TextEntry | None) -> str:
-        """Refuse a text if another process has erased its last document."""
-        is_gone = (
-            entry is not None
-            and entry.digest in self._registered
-            and not self._is_registered(entry.digest)
-        )
-        if is_gone:
-            return "its last document was erased meanwhile"
-        return ""
+    def is_registered(self, entry: TextEntry | None) -> bool:
+        """Whether a text is of a document; another process may have erased its last."""
+        return entry is not None and entry.digest in self._registered
 
     def is_wanted(self, chunk: MissedChunk) -> bool:
         """Whether a chunk has no KV, and is an explicit segment or the text of a document."""

@@ -9,8 +9,7 @@ import logging
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from kvrag.config import Retention, StoreConfig
 from kvrag.errors import InputError, StoreError, is_out_of_memory
@@ -19,53 +18,28 @@ from kvrag.kv.quantise import pack
 from kvrag.model import CausalLM
 from kvrag.model.lm import LoadedModel
 from kvrag.model.rows import KVBuffer
-from kvrag.precompute.documents import Item, faults, tell_short
+from kvrag.precompute.documents import (
+    Claims,
+    Guard,
+    Item,
+    NewChunk,
+    batches,
+    faults,
+    is_current,
+    tell_short,
+)
 from kvrag.precompute.encode import KeptPrefix, encode_chunks, encode_prefix
 from kvrag.progress import Progress
 from kvrag.prompt.spans import ANCHOR_CHARS
 from kvrag.runtime import POOL
 from kvrag.store import TieredStore
 from kvrag.store.base import NewKV
+from kvrag.store.writing import MEANWHILE
 from kvrag.types import ChunkIdentity, ChunkKV, PrecomputeReport, TextEntry
 
 logger = logging.getLogger(__name__)
 
 PREFIX_PRIORITY = 85  # priority of a prefix's KV: it is small, and every prompt begins with it
-
-
-@dataclass(frozen=True, slots=True)
-class NewChunk:
-    """A chunk to store, and the documents that refer to it.
-
-    ``entry`` is ``None`` if the text is too short for the span scanner.
-    """
-
-    doc_ids: tuple[str | None, ...]
-    entry: TextEntry | None
-    identity: ChunkIdentity
-
-    @property
-    def label(self) -> str:
-        """Name in reports: the first document id, else the beginning of the chunk key."""
-        return next((i for i in self.doc_ids if i is not None), chunk_key(self.identity)[:12])
-
-
-class Guard:
-    """Hooks that may delay or end a background run; the defaults do neither."""
-
-    def before_forward(self) -> None:
-        """Block until the next forward may run; an exception ends the run."""
-
-    def storing(self) -> AbstractContextManager[object]:
-        """Return the context manager to write chunks in; an exception ends the run."""
-        return nullcontext()
-
-    def refusal(self, entry: TextEntry | None) -> str:
-        """Return the reason why a text must no longer be stored, else ``""``.
-
-        Called inside :meth:`storing`.
-        """
-        return ""
 
 
 class Precompute:
@@ -105,13 +79,13 @@ class Precompute:
         kept: KeptPrefix | None = None,
     ) -> None:
         self._loaded = loaded
-        self._store = store
+        self.store = store
         self._config = config
         self._guard = guard or Guard()
         self._kept: KeptPrefix = {} if kept is None else kept
         self._lm = loaded.lm if isinstance(loaded.lm, CausalLM) else loaded.reusable  # which raises
         self._retention = retention
-        self._is_asked_for = guard is None  # requested by the user, not by write-back
+        self.is_asked_for = guard is None  # requested by the user, not by write-back
         ids = tuple(loaded.encoder.live_ids(prefix, at_start=True))
         identity = ChunkIdentity(
             loaded.identity.fingerprint, namespace, ids_digest(()), ids, config.kv_dtype
@@ -123,7 +97,8 @@ class Precompute:
         )
         self._prefix_kv: KVBuffer | None = None
         # Whether the store refuses chunks, and the stored bytes per token of the last chunk.
-        self._is_refused = False
+        self.is_refused = False
+        self._erased = store.catalog.erased(namespace)
         self._token_bytes = 0.0
         # The batch being written, while the next batch is computed.
         self._write: Future[None] | None = None
@@ -144,28 +119,27 @@ class Precompute:
         """
         start = time.perf_counter()
         chunks = self._distinct(items)
-        todo = [chunk for chunk in chunks if self._is_missing(chunk)]
+        todo = [chunk for chunk in chunks if self.is_missing(chunk)]
         # Chunks of similar length in a batch need little padding.
         todo.sort(key=lambda chunk: len(chunk.identity.token_ids))
         self._retain_linked()
         done = len(chunks) - len(todo)
-        with Progress(
-            "computing KV", len(chunks), unit="chunks", done=done, show=show_progress
-        ) as progress:
+        with (
+            Progress(
+                "computing KV", len(chunks), unit="chunks", done=done, show=show_progress
+            ) as progress,
+            Claims(self.store.claims) as claims,
+        ):
             try:
-                for first in range(0, len(todo), batch_size):
-                    if self._is_refused:
-                        self._give_up(todo[first:])
-                        break
-                    batch = todo[first : first + batch_size]
+                for batch in batches(self, todo, batch_size, claims):
                     self._guard.before_forward()
                     self._store_batch(batch)
                     progress.advance(len(batch))
             finally:
-                self._finish_write()
-        self._recount()
-        if self._is_asked_for:
-            tell_short(self._store, self.short)
+                self.finish_write()
+        self._recount(chunks)
+        if self.is_asked_for:
+            tell_short(self.store, self.short)
         seconds = time.perf_counter() - start
         return PrecomputeReport(
             self.stored, self.skipped, self.failed, self.stored_bytes, seconds, self.short
@@ -191,7 +165,7 @@ class Precompute:
                 chunks.append(NewChunk(tuple(ids), entry, replace(behind, token_ids=token_ids)))
         return chunks
 
-    def _is_missing(self, chunk: NewChunk) -> bool:
+    def is_missing(self, chunk: NewChunk) -> bool:
         """Whether a chunk must be computed. If it is stored already, its documents are linked.
 
         Chunks that are too short, too long or refused are reported and not computed.
@@ -206,8 +180,6 @@ class Precompute:
             if length >= self._config.min_chunk_tokens:
                 reason = f"fewer than {ANCHOR_CHARS} characters, which can't be found in a prompt"
             self.short += [(doc_id or chunk.label, reason) for doc_id in chunk.doc_ids]
-            if chunk.entry is not None and self._is_asked_for:
-                self._store.register(chunk.identity.namespace, chunk.entry, chunk.doc_ids)
             return False
         if length >= self._lm.reuse_window - before:
             self._fail(
@@ -215,14 +187,10 @@ class Precompute:
                 f"{length} tokens behind {before} of prefix and context exceed the context window",
             )
             return False
+        is_registered = self._guard.is_registered(chunk.entry)
         with self._guard.storing():
-            reason = self._guard.refusal(chunk.entry)
-            if reason:
-                self._fail(chunk, reason)
-                return False
-            for doc_id in chunk.doc_ids:
-                if not self._store.link(chunk.identity, text=chunk.entry, doc_id=doc_id):
-                    return True
+            if not self.store.link(chunk.identity, text=chunk.entry, is_registered=is_registered):
+                return True
         self._linked.append(chunk)
         self.skipped += 1
         return False
@@ -234,12 +202,12 @@ class Precompute:
         key = chunk_key(self._prefix.identity)
         try:
             if self._linked:
-                self._store.retain(
+                self.store.retain(
                     [chunk_key(chunk.identity) for chunk in self._linked], self._retention
                 )
-            held = self._store.retention(key) or Retention()
-            if self._prefix_retention.priority > held.priority and self._store.known([key]):
-                self._store.retain([key], self._prefix_retention)
+            held = self.store.retention(key) or Retention()
+            if self._prefix_retention.priority > held.priority and self.store.known([key]):
+                self.store.retain([key], self._prefix_retention)
         except StoreError as error:
             logger.warning("stored chunks keep their retention: %s", error)
 
@@ -255,7 +223,7 @@ class Precompute:
                     "precompute again",
                 )
         elif kvs:
-            self._finish_write()
+            self.finish_write()
             try:
                 self._write = POOL.submit(lambda: self._put_all(chunks, kvs, ms_per_token))
             except RuntimeError:  # no thread could be started
@@ -267,7 +235,7 @@ class Precompute:
             self._store_batch(chunks[:half])
             self._store_batch(chunks[half:])
 
-    def _finish_write(self) -> None:
+    def finish_write(self) -> None:
         """Wait for the batch that is being written; raises its exception."""
         write = self._write
         self._write = None
@@ -311,7 +279,7 @@ class Precompute:
                 try:
                     kv = self._new(self._prefix, kv, retention).kv
                     with self._guard.storing():
-                        self.stored_bytes += self._store.put(
+                        self.stored_bytes += self.store.put(
                             self._prefix.identity, kv, text=None, retention=retention
                         )
                 except StoreError as error:
@@ -329,17 +297,16 @@ class Precompute:
                 else:
                     own = retention
                 try:
-                    reason = self._guard.refusal(chunk.entry)
-                    if reason:
-                        raise StoreError(reason)
                     wanted.append((chunk, self._new(chunk, kv, own)))
                 except StoreError as error:
                     self._fail(chunk, str(error))
-            results = self._store.put_all([new for _, new in wanted])
+            results = self.store.put_all([new for _, new in wanted])
         for (chunk, _), written in zip(wanted, results, strict=True):
             if isinstance(written, StoreError):
+                if str(written) == MEANWHILE:
+                    continue
                 # An OSError (no space, or a disk failure) concerns all chunks; other errors don't.
-                self._is_refused = isinstance(written.__cause__, OSError)
+                self.is_refused = isinstance(written.__cause__, OSError)
                 self._fail(chunk, str(written))
             else:
                 self.stored += 1
@@ -350,24 +317,43 @@ class Precompute:
         if self._config.kv_dtype != "auto":
             kv = pack(kv, self._config.kv_dtype)
         self._token_bytes = kv.num_bytes / len(chunk.identity.token_ids)
-        return NewKV(chunk.identity, kv, chunk.entry, chunk.doc_ids, retention)
+        doc_ids = () if self._guard.is_registered(chunk.entry) else (None,)
+        return NewKV(chunk.identity, kv, chunk.entry, doc_ids, retention)
 
-    def _recount(self) -> None:
-        """Report the chunks of this run that later chunks have evicted."""
+    def deleted(self, chunks: Sequence[NewChunk]) -> list[tuple[NewChunk, str | None]]:
+        """Return documents that were deleted, or got another text, meanwhile, with their chunks."""
+        catalog = self.store.catalog
+        space = self._prefix.identity.namespace
+        if self._erased is not None and self._erased == catalog.erased(space):
+            return []
+        return [
+            (chunk, name)
+            for chunk in chunks
+            if chunk.entry is not None and self._guard.is_registered(chunk.entry)
+            for name in chunk.doc_ids
+            if not is_current(catalog, space, chunk.entry, name)
+        ]
+
+    def _recount(self, chunks: Sequence[NewChunk]) -> None:
+        """Report documents that were deleted meanwhile, and chunks that later chunks evicted."""
+        deleted = self.deleted(chunks)
+        self.failed += [(name or chunk.label, MEANWHILE) for chunk, name in deleted]
+        gone = {id(chunk) for chunk, _ in deleted}
         keys = {chunk_key(chunk.identity): chunk for chunk in self._done}
-        known = self._store.known(keys)
+        known = self.store.known(keys)
         remedy = "disk_bytes or disk_fraction, lower min_free_bytes, or free space there"
-        if "disk" not in self._store.stats():
+        if "disk" not in self.store.stats():
             remedy = "ram_bytes or ram_fraction, or pass kv_dir"
         for chunk in [chunk for key, chunk in keys.items() if key not in known]:
             self.stored -= 1
-            self._fail(
-                chunk,
-                "evicted by later chunks, because the store is too small; "
-                f"raise StoreConfig.{remedy}",
-            )
+            if id(chunk) not in gone:
+                self._fail(
+                    chunk,
+                    "evicted by later chunks, because the store is too small; "
+                    f"raise StoreConfig.{remedy}",
+                )
 
-    def _give_up(self, rest: list[NewChunk]) -> None:
+    def give_up(self, rest: list[NewChunk]) -> None:
         """Report chunks that are not computed because the store refuses chunks, and their size."""
         size = self._token_bytes * sum(len(chunk.identity.token_ids) for chunk in rest)
         reason = (

@@ -10,6 +10,7 @@ from anyio import to_thread
 from fastapi import APIRouter, Request
 from fastapi.concurrency import run_in_threadpool
 
+from kvrag.precompute.documents import announce, check_items
 from kvrag.prompt.template import Prompt
 from kvrag.server.completions import chat_prompt, text_prompt
 from kvrag.server.errors import APIError
@@ -26,6 +27,11 @@ async def precompute(body: PrecomputeRequest, request: Request) -> dict[str, Any
     namespace = service.namespace(request.state.tenant)
     texts = [document.text for document in body.documents]
     ids = [document.id for document in body.documents]
+    items = check_items(texts, ids, body.collection, 1)
+    service.admission.check(request.state.tenant)
+    # When the request comes, because a deletion may come while it waits for a slot.
+    store = service.engine.store
+    await run_in_threadpool(announce, store, store.names.namespace(namespace), items)
     async with service.admission.slot(request.state.tenant):
         run = partial(
             service.engine.precompute,
@@ -33,6 +39,7 @@ async def precompute(body: PrecomputeRequest, request: Request) -> dict[str, Any
             ids=ids,
             collection=body.collection,
             namespace=namespace,
+            announced=True,
             show_progress=False,  # the client waits, without a terminal
         )
         report = await to_thread.run_sync(run, limiter=service.precomputes)

@@ -189,7 +189,11 @@ class ChunkRecord:
 
 
 class NewKV(NamedTuple):
-    """Chunk to store: identity, KV, text that finds it, documents of the text, and retention."""
+    """Chunk to store: identity, KV, text that finds it, documents of the text, and retention.
+
+    Without ``doc_ids``, the text must have been registered, and the chunk is refused if it was
+    deleted since.
+    """
 
     identity: ChunkIdentity
     kv: ChunkKV

@@ -99,11 +99,11 @@ class TieredStore(StoreWriter):
         known = self.catalog.known(keys)
         return len(self._erase(set(keys), reason="deleted") | known)
 
-    def forget(self, namespace: str, doc_id: str) -> int:
+    def forget(self, namespace: str, doc_id: str, digests: Sequence[str] | None = None) -> int:
         """Erase a document and all chunks that only it refers to; return their number.
 
-        As long as there may be dormant blobs, these are erased, too: any might be the document's.
-        Raises ``StoreError``.
+        With ``digests``, erase only these of its texts. As long as there may be dormant blobs,
+        these are erased, too: any might be the document's. Raises ``StoreError``.
         """
         self._check_writable()
         known = set[ChunkKey]()
@@ -111,11 +111,12 @@ class TieredStore(StoreWriter):
         while not is_over:
             if self.catalog.state().dormant:
                 self.erase_dormant()
-            going = self.catalog.revisions(self.catalog.only_held_by(namespace, doc_id))
+            going = self.catalog.revisions(self.catalog.only_held_by(namespace, doc_id, digests))
             known |= self.catalog.known(going)
             self.delete_blobs(going)
             is_over = (
-                self.catalog.unlink(namespace, doc_id, going) and not self.catalog.state().dormant
+                self.catalog.unlink(namespace, doc_id, going, digests)
+                and not self.catalog.state().dormant
             )
         self._drop(known, "deleted")
         self.catalog.scrub()

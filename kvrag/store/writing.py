@@ -9,6 +9,7 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from kvrag.config import Retention
 from kvrag.errors import StoreError
@@ -17,6 +18,7 @@ from kvrag.kv.format import BlobRejected, Encoded, Foreign, OtherVersion
 from kvrag.runtime import POOL
 from kvrag.store.base import Blobs, ChunkRecord, NewKV
 from kvrag.store.blobs import KEY
+from kvrag.store.catalog.changes import DELETED
 from kvrag.store.catalog.ledger import record_of
 from kvrag.store.eviction import Evictor, Usage, check_retention
 from kvrag.store.memory import MemoryTier, emit
@@ -26,6 +28,7 @@ from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, TextEntry
 logger = logging.getLogger(__name__)
 
 ATTEMPTS = 10  # times that a chunk is written if it is erased meanwhile
+MEANWHILE = "deleted meanwhile: its documents were deleted, or got another text"
 TOO_FAST = "the chunk is erased from the KV store as fast as it is written"
 
 
@@ -57,6 +60,12 @@ class StoreWriter(Reader):
         if blobs.is_remote:
             return blobs
         return None
+
+    @property
+    def claims(self) -> Path | None:
+        """File for claims of writers; ``None`` in memory, in stores of machines and read-only."""
+        folder = self.catalog.folder
+        return None if folder is None or self.read_only else folder.with_name("lock.claims")
 
     def put(
         self,
@@ -116,12 +125,7 @@ class StoreWriter(Reader):
         """Return the job that writes a chunk; 0 if the chunk is stored already, or the error."""
         try:
             self._check_writable()
-            if all(
-                [
-                    self._is_linked(chunk_key(new.identity), new.text, doc_id)
-                    for doc_id in new.doc_ids
-                ]
-            ):
+            if self._is_linked(chunk_key(new.identity), new.text, new.doc_ids):
                 return 0
             encoded = Encoded(new.identity, new.kv, self.keys.cipher)
         except StoreError as error:
@@ -136,6 +140,8 @@ class StoreWriter(Reader):
                 job.revision = revision
                 if revision is None:
                     job.result = 0
+                elif revision == DELETED:
+                    job.result = StoreError(MEANWHILE)
             write_all = map if self._far is None else POOL.ahead
             list(write_all(self._write_body, [job for job in jobs if job.result is None]))
             left = [job for job in jobs if job.result is None]
@@ -190,16 +196,25 @@ class StoreWriter(Reader):
             return self.blobs.write(key, encoded)
         return 0
 
-    def link(self, identity: ChunkIdentity, *, text: TextEntry | None, doc_id: str | None) -> bool:
+    def link(
+        self,
+        identity: ChunkIdentity,
+        *,
+        text: TextEntry | None,
+        doc_id: str | None = None,
+        is_registered: bool = False,
+    ) -> bool:
         """Add text and document to a stored chunk, and return whether the chunk is stored.
 
-        A dormant blob, left behind by a lost catalog, is adopted: its chunk is stored again without
-        being computed.
+        With ``is_registered``, the text must have been registered; ``False`` if it was deleted
+        since. A dormant blob, left behind by a lost catalog, is adopted: its chunk is stored again
+        without being computed.
         """
         if self.read_only or self._is_closed:
             return False
+        doc_ids = () if is_registered else (doc_id,)
         key = chunk_key(identity)
-        if self._is_linked(key, text, doc_id):
+        if self._is_linked(key, text, doc_ids):
             return True
         try:
             record = record_of(identity, self.blob(key, identity).header.num_bytes)
@@ -208,32 +223,31 @@ class StoreWriter(Reader):
                 with suppress(OSError):
                     self.delete_blobs([key])
             return False
-        revision = self.catalog.begin([(record, text, (doc_id,), None)])[0]
-        if revision is None:
-            return True
-        is_stored = bool(self.catalog.confirm({key: revision}))
+        revision = self.catalog.begin([(record, text, doc_ids, None)])[0]
+        if revision in (None, DELETED):
+            return revision is None
+        is_stored = bool(self.catalog.confirm({key: revision or 0}))
         if is_stored:
             emit(self.listeners, self.name, [key], "adopted", record.num_tokens, record.num_bytes)
         return is_stored
 
-    def register(self, namespace: str, text: TextEntry, doc_ids: Sequence[str | None]) -> None:
-        """Register a text without KV, and its documents, so that prompts are split at this text.
+    def register(self, namespace: str, texts: Iterable[tuple[str | None, TextEntry]]) -> None:
+        """Register documents before their KV is computed, so that a deletion from now on wins.
 
-        A failure is only logged; prompts are not split there then.
+        Prompts are split at registered texts. Nothing happens in a store that takes no chunks.
+        Raises ``StoreError``.
         """
-        if self.read_only or self._is_closed:
-            return
-        try:
-            self.catalog.register(namespace, text, doc_ids)
-        except StoreError as error:
-            logger.warning("a text that is too short for KV could not be noted: %s", error)
+        if not self.read_only and not self._is_closed:
+            self.catalog.register(namespace, texts)
 
-    def _is_linked(self, key: ChunkKey, text: TextEntry | None, doc_id: str | None) -> bool:
-        """Add text and document to a stored chunk, and return whether the chunk is stored.
+    def _is_linked(
+        self, key: ChunkKey, text: TextEntry | None, doc_ids: Sequence[str | None]
+    ) -> bool:
+        """Add text and documents to a stored chunk, and return whether the chunk is stored.
 
         If its remote blob is gone, the chunk is removed from the catalog.
         """
-        is_there = self.catalog.link(key, text, doc_id)
+        is_there = self.catalog.link(key, text, doc_ids)
         with suppress(OSError):
             if is_there and self._far is not None and self._far.read(key, 0, 1) is None:
                 self.catalog.remove(self.catalog.revisions([key]))

@@ -6,7 +6,7 @@ import functools
 import os
 import re
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
 from langchain_core.documents import Document
@@ -17,21 +17,21 @@ from langchain_core.vectorstores import VectorStore
 from kvrag import ConfigError, InputError, KVRagError, Retention, delete_kv, precompute_kv
 from kvrag.adapters import OnError, changed_ids, check_show, host_of, in_collection
 from langchain_kvrag._faiss import FaissStore, Metric
-from langchain_kvrag._held import as_list, held_documents, held_ids, listed_id
+from langchain_kvrag._held import as_ids, as_list, held_by_id, held_documents, held_ids, listed_id
 
 _CHANGES = re.compile("a?(add|clear|delete|drop|remove|reset|update|upsert)(_|$)")
 """Pattern of the names of methods that change documents."""
 
 
 def _checked_texts(
-    texts: Iterable[str], ids: Iterable[str] | None
-) -> tuple[list[str], list[str] | None]:
+    store: VectorStore, texts: Iterable[str], ids: Iterable[Any] | None
+) -> tuple[list[str], list[Any] | None]:
     """Return texts and ids as lists of equal length.
 
     Raises :class:`InputError` if the lengths differ; LangChain would drop the rest.
     """
     listed = as_list(texts) or []
-    names = as_list(ids)
+    names = as_ids(store, ids, may_lack=True)
     if names is not None and len(names) != len(listed):
         raise InputError(
             f"{len(listed)} texts came with {len(names)} ids; pass one id per text, or none"
@@ -39,10 +39,16 @@ def _checked_texts(
     return listed, names
 
 
-def _list_ids(options: dict[str, Any]) -> None:
-    """Turn ``ids`` among options into a list: some stores would split a string into many ids."""
+def _list_ids(store: VectorStore, documents: list[Document], options: dict[str, Any]) -> None:
+    """Turn ``ids`` among options into a list: some stores would split a string into many ids.
+
+    Ids of the documents are passed on in the form in which the store takes them.
+    """
+    own = [document.id for document in documents]
     if "ids" in options:
-        options["ids"] = as_list(options["ids"])
+        options["ids"] = as_ids(store, options["ids"], may_lack=True)
+    elif None not in own and as_ids(store, own) != own:
+        options["ids"] = as_ids(store, own)
 
 
 def _of_inner(name: str) -> Any:
@@ -66,7 +72,9 @@ class KVRagVectorStore(VectorStore):
     Adding documents precomputes their KV. Replacing a document deletes the KV of its old text.
     Deleting a document deletes its KV unless another document has the same text. Searches go to the
     inner store. KV refers to documents by id: stores that share a namespace must not use the same
-    id for two texts.
+    id for two texts. Ids are strings; a whole number or a UUID stands for its text, so ``1`` and
+    ``"1"`` are the same document. Of calls that overlap, the inner store decides: KV is kept of the
+    documents and texts that it holds in the end.
 
     Parameters
     ----------
@@ -178,7 +186,7 @@ class KVRagVectorStore(VectorStore):
         **kwargs: Any,
     ) -> list[str]:
         """Add or replace texts, and precompute their KV; a string is a single text or id."""
-        checked = _checked_texts(texts, ids)
+        checked = _checked_texts(self.inner, texts, ids)
         return super().add_texts(checked[0], metadatas, ids=checked[1], **kwargs)
 
     async def aadd_texts(
@@ -190,7 +198,7 @@ class KVRagVectorStore(VectorStore):
         **kwargs: Any,
     ) -> list[str]:
         """Add or replace texts without blocking the event loop (see :meth:`add_texts`)."""
-        checked = _checked_texts(texts, ids)
+        checked = _checked_texts(self.inner, texts, ids)
         return await super().aadd_texts(checked[0], metadatas, ids=checked[1], **kwargs)
 
     def add_documents(self, documents: list[Document], **kwargs: Any) -> list[str]:
@@ -199,17 +207,17 @@ class KVRagVectorStore(VectorStore):
         Takes the options of the inner store. A string as ``ids`` is a single id.
         """
         documents = list(documents)
-        _list_ids(kwargs)
+        _list_ids(self.inner, documents, kwargs)
         names = self.inner.add_documents(documents, **kwargs)
-        self._precompute(documents, names)
+        self._add(documents, names)
         return names
 
     async def aadd_documents(self, documents: list[Document], **kwargs: Any) -> list[str]:
         """Add or replace documents without blocking the event loop (see :meth:`add_documents`)."""
         documents = list(documents)
-        _list_ids(kwargs)
+        _list_ids(self.inner, documents, kwargs)
         names = await self.inner.aadd_documents(documents, **kwargs)
-        await run_in_executor(None, self._precompute, documents, names)
+        await run_in_executor(None, self._add, documents, names)
         return names
 
     def delete(self, ids: list[str] | None = None, **kwargs: Any) -> bool | None:
@@ -218,7 +226,7 @@ class KVRagVectorStore(VectorStore):
         A string is a single id. The inner store decides the meaning of ``None`` and ``kwargs``; the
         own index refuses ``None``.
         """
-        given = as_list(ids)
+        given = as_ids(self.inner, ids)
         concerned = self._concerned(given)
         done: bool | None = False
         try:
@@ -229,7 +237,7 @@ class KVRagVectorStore(VectorStore):
 
     async def adelete(self, ids: list[str] | None = None, **kwargs: Any) -> bool | None:
         """Delete documents without blocking the event loop (see :meth:`delete`)."""
-        given = as_list(ids)
+        given = as_ids(self.inner, ids)
         concerned = await run_in_executor(None, self._concerned, given)
         done: bool | None = False
         try:
@@ -240,11 +248,11 @@ class KVRagVectorStore(VectorStore):
 
     def get_by_ids(self, ids: Sequence[str], /) -> list[Document]:
         """Get documents by their ids; a string is a single id."""
-        return self.inner.get_by_ids(as_list(ids) or [])
+        return self.inner.get_by_ids(as_ids(self.inner, ids) or [])
 
     async def aget_by_ids(self, ids: Sequence[str], /) -> list[Document]:
         """Get documents by their ids in an event loop; a string is a single id."""
-        return await self.inner.aget_by_ids(as_list(ids) or [])
+        return await self.inner.aget_by_ids(as_ids(self.inner, ids) or [])
 
     def kv_documents(self) -> list[Document]:
         """List the documents, for :func:`kvrag.precompute_kv` and :func:`kvrag.sync_kv`.
@@ -256,24 +264,51 @@ class KVRagVectorStore(VectorStore):
         """
         return held_documents(self.inner)
 
-    def _precompute(self, documents: Sequence[Document], names: Sequence[str]) -> None:
+    def _add(self, documents: Sequence[Document], names: Sequence[Any]) -> None:
         if self.llm is None or not documents:
             return
         # Of documents with equal ids, the store keeps the last.
-        latest = dict(zip((listed_id(self.inner, name) for name in names), documents, strict=False))
-        texts = [document.page_content for document in latest.values()]
+        pairs = zip((listed_id(self.inner, name) for name in names), documents, strict=False)
+        latest = {name: document.page_content for name, document in pairs}
+        self._precompute(latest)
+        self._follow(latest)
+
+    def _precompute(self, texts: dict[str, str]) -> None:
+        """Precompute the KV of documents, given by id."""
         where: dict[str, Any] = {"namespace": self.namespace, "collection": self.collection}
-        self._erase(changed_ids(zip(latest, texts, strict=True), llm=self.llm, **where))
+        self._erase(changed_ids(texts.items(), llm=self.llm, **where))
         precompute_kv(
-            texts,
+            list(texts.values()),
             llm=self.llm,
-            ids=list(latest),
+            ids=list(texts),
             batch_size=self._batch_size,
             show_progress=self._show_progress,
             on_error=self._on_error,
             retention=self.retention,
             **where,
         )
+
+    def _follow(self, written: Mapping[str, str | None]) -> None:
+        """Bring KV in step with documents that other calls have changed meanwhile.
+
+        ``written`` are the texts whose KV this call has stored, ``None`` where it was erased. The
+        inner store decides; a call ends once it holds just what the call has written last.
+        """
+        written = dict(written)
+        while written:
+            found = held_by_id(self.inner, list(written))
+            if found is None:
+                return
+            held = {name: document.page_content for name, document in found.items()}
+            gone = [name for name, text in written.items() if text is not None and name not in held]
+            changed = {name: text for name, text in held.items() if text != written.get(name, text)}
+            if not gone and not changed:
+                return
+            self._erase(gone)
+            written |= dict.fromkeys(gone)
+            if changed:
+                self._precompute(changed)
+                written |= changed
 
     def _concerned(self, ids: list[str] | None) -> list[str] | None:
         """Return the ids of documents that a deletion may remove.
@@ -301,7 +336,9 @@ class KVRagVectorStore(VectorStore):
         held = held_ids(self.inner, ids) if ids else set()
         if held is None:
             held = set() if is_done else set(ids)
-        self._erase([name for name in ids if name not in held])
+        gone = [name for name in ids if name not in held]
+        self._erase(gone)
+        self._follow(dict.fromkeys(gone))
 
     def _erase(self, ids: list[str]) -> None:
         """Erase the KV of documents."""

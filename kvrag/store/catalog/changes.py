@@ -33,7 +33,11 @@ from kvrag.store.eviction import Usage
 from kvrag.types import ChunkKey, TextEntry
 
 New = tuple[ChunkRecord, TextEntry | None, Sequence[str | None], Retention | None]
-"""Chunk to write: its record, text, documents that refer to it, and retention, if given."""
+"""Chunk to write: its record, text, documents that refer to it, and retention, if given.
+
+Without documents, the text must have been registered."""
+
+DELETED = -1
 
 
 class Catalog(Hits):
@@ -65,38 +69,44 @@ class Catalog(Hits):
         self._rows = make(seal=self._seal, read_only=read_only, begin=self._begin)
         self.read_only = self._rows.read_only
 
-    def link(self, key: ChunkKey, text: TextEntry | None, doc_id: str | None) -> bool:
-        """Add text and document to a stored chunk, and return whether the chunk is stored."""
+    def link(self, key: ChunkKey, text: TextEntry | None, doc_ids: Sequence[str | None]) -> bool:
+        """Add text and documents to a stored chunk, and return whether the chunk is stored.
+
+        Without ``doc_ids``, text and documents must have been registered (:meth:`register`);
+        returns ``False`` if they were deleted since.
+        """
         chunk = self.stored_row(key)
-        if chunk is not None and not self._has(chunk, text, doc_id):
-            return self._rows.change(partial(self._link, key, text, doc_id))
+        if chunk is not None and not self._has(chunk, text, doc_ids):
+            return self._rows.change(partial(self._link, key, text, doc_ids))
         return chunk is not None
 
-    def _link(self, key: ChunkKey, text: TextEntry | None, doc_id: str | None) -> bool:
+    def _link(self, key: ChunkKey, text: TextEntry | None, doc_ids: Sequence[str | None]) -> bool:
         chunk = self.stored_row(key)
-        if chunk:
-            self._attach(key, chunk, text, doc_id)
-        return chunk is not None
+        if chunk is None or self._is_deleted(chunk.namespace, text, doc_ids):
+            return False
+        self._attach(key, chunk, text, doc_ids)
+        return True
 
-    def register(self, namespace: str, text: TextEntry, doc_ids: Sequence[str | None]) -> None:
-        """Register a text without chunks, and the documents that refer to it."""
-        named = [doc_id for doc_id in doc_ids if doc_id is not None]
-        is_known = self.knows_text(namespace, text.digest)
-        if not is_known or not all(
-            [text.digest in self.document_texts(namespace, doc_id) for doc_id in named]
-        ):
-            self._rows.change(partial(self._register, namespace, text, doc_ids))
+    def _is_deleted(
+        self, namespace: str, text: TextEntry | None, doc_ids: Sequence[str | None]
+    ) -> bool:
+        return bool(not doc_ids and text and not self.knows_text(namespace, text.digest))
 
-    def _register(self, namespace: str, text: TextEntry, doc_ids: Sequence[str | None]) -> None:
-        for doc_id in doc_ids:
+    @one_step
+    def register(self, namespace: str, texts: Iterable[tuple[str | None, TextEntry]]) -> None:
+        """Register texts, each with its document, before their KV is computed.
+
+        The text of a document is the last; its earlier texts stay until :meth:`unlink`.
+        """
+        for doc_id, text in texts:
             self._refer(namespace, text, doc_id)
 
     @one_step
     def begin(self, chunks: Sequence[New]) -> list[int | None]:
         """Add pending rows for chunks to write, and return their revisions.
 
-        Returns ``None`` for a chunk that is stored already. Writers share a pending row: they write
-        the same bytes.
+        Returns ``None`` for a chunk that is stored already, and :data:`DELETED` for a chunk without
+        ``doc_ids`` whose text was deleted. Writers share a pending row: they write the same bytes.
         """
         self._ahead_of_new(chunks)
         return [self._note(*chunk) for chunk in chunks]
@@ -108,14 +118,15 @@ class Catalog(Hits):
         doc_ids: Sequence[str | None],
         retention: Retention | None,
     ) -> int | None:
-        if all([self.link(record.key, text, doc_id) for doc_id in doc_ids]):
+        if self.link(record.key, text, doc_ids):
             return None
+        if self._is_deleted(record.namespace, text, doc_ids):
+            return DELETED
         blank = ChunkRow._make([*astuple(record)[1:], [], Usage(), True, secrets.randbits(60)])
         chunk = self._chunk(record.key) or blank
         if retention is not None:
             chunk = chunk._replace(usage=chunk.usage.retained(retention))
-        for doc_id in doc_ids:
-            chunk = self._attach(record.key, chunk, text, doc_id)
+        self._attach(record.key, chunk, text, doc_ids)
         return chunk.revision
 
     @one_step
@@ -178,15 +189,22 @@ class Catalog(Hits):
         return len(sizes)
 
     @one_step
-    def unlink(self, namespace: str, doc_id: str, erased: Mapping[ChunkKey, int]) -> bool:
+    def unlink(
+        self,
+        namespace: str,
+        doc_id: str,
+        erased: Mapping[ChunkKey, int],
+        digests: Sequence[str] | None = None,
+    ) -> bool:
         """Remove a document, and the chunks that only it refers to, after their blobs were erased.
 
-        See :meth:`remove`. Returns ``False``, and changes nothing, if the document has further such
-        chunks by now.
+        With ``digests``, remove only these of its texts. See :meth:`remove`. Returns ``False``, and
+        changes nothing, if the document has further such chunks by now.
         """
-        if not self.revisions(self.only_held_by(namespace, doc_id)).items() <= erased.items():
+        going = self.revisions(self.only_held_by(namespace, doc_id, digests))
+        if not going.items() <= erased.items():
             return False
-        digests = self.document_texts(namespace, doc_id)
+        digests = digests or self.document_texts(namespace, doc_id)
         self.remove(erased)
         self._unrefer(namespace, doc_id, digests)
         self._mark(namespace)
@@ -210,14 +228,6 @@ class Catalog(Hits):
             self._settle(namespace, text._replace(keys=[], refs=0))  # texts without a document
         self._mark(namespace)
         return count
-
-    @one_step
-    def retain(self, keys: Iterable[ChunkKey], retention: Retention) -> int:
-        """Set the retention of stored chunks, and return their number."""
-        found = self.stored(keys)
-        for key, chunk in found.items():
-            self._rows.set(f"c {key}", chunk._replace(usage=chunk.usage.retained(retention)))
-        return len(found)
 
     @one_step
     def no_dormant(self) -> None:
@@ -255,7 +265,7 @@ class Catalog(Hits):
         """Signal to all processes that documents were erased; see :meth:`erased`."""
         self._rows.set(f"e {namespace}", secrets.randbits(60))
 
-    def _has(self, chunk: ChunkRow, text: TextEntry | None, doc_id: str | None) -> bool:
+    def _has(self, chunk: ChunkRow, text: TextEntry | None, doc_ids: Sequence[str | None]) -> bool:
         """Whether :meth:`_attach` would change nothing."""
         if (
             text is None
@@ -263,29 +273,42 @@ class Catalog(Hits):
             or not self.knows_text(chunk.namespace, text.digest)
         ):
             return text is None
-        return doc_id is None or text.digest in self.document_texts(chunk.namespace, doc_id)
+        return all(
+            [
+                text.digest in self.document_texts(chunk.namespace, doc_id)
+                for doc_id in doc_ids
+                if doc_id is not None
+            ]
+        )
 
     def _attach(
-        self, key: ChunkKey, chunk: ChunkRow, text: TextEntry | None, doc_id: str | None
-    ) -> ChunkRow:
-        """Write a chunk's row, link its text and its document, and return the row."""
+        self,
+        key: ChunkKey,
+        chunk: ChunkRow,
+        text: TextEntry | None,
+        doc_ids: Sequence[str | None],
+    ) -> None:
+        """Write a chunk's row, and link its text and its documents."""
         if text is not None:
-            self._refer(chunk.namespace, text, doc_id, key)
+            for doc_id in doc_ids or (None,):
+                self._refer(chunk.namespace, text, doc_id, key)
             chunk = chunk._replace(digests=list(dict.fromkeys([*chunk.digests, text.digest])))
         self._rows.set(f"c {key}", chunk)
-        return chunk
 
     def _refer(self, namespace: str, text: TextEntry, doc_id: str | None, *keys: ChunkKey) -> None:
-        """Link a text to its chunks, and a document to its text."""
+        """Link a text to its chunks, and a document to its text, which becomes its last."""
         digest = text.digest
-        known = self._text(namespace, digest) or self._announce(namespace, EntryRow(*astuple(text)))
+        found = self._text(namespace, digest)
+        known = found or self._announce(namespace, EntryRow(*astuple(text)))
         held = [digest] if doc_id is None else self.document_texts(namespace, doc_id)
         refs = known.refs
-        if doc_id is not None and digest not in held:
-            self._rows.set(self._document(namespace, doc_id), [*held, digest])
-            refs += 1
+        if doc_id is not None and held[-1:] != [digest]:
+            rest = [other for other in held if other != digest]
+            self._rows.set(self._document(namespace, doc_id), [*rest, digest])
+            refs += len(rest) == len(held)
         every = list(dict.fromkeys([*known.keys, *keys]))
-        self._rows.set(self._name("t", namespace, digest), known._replace(keys=every, refs=refs))
+        if found != (new := known._replace(keys=every, refs=refs)):
+            self._rows.set(self._name("t", namespace, digest), new)
 
     def _announce(self, namespace: str, entry: EntryRow) -> Text:
         """Give a new text a number, and put it on the last page."""

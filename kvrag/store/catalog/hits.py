@@ -1,15 +1,16 @@
-"""Hits of chunks, collected in memory and written to the rows from time to time."""
+"""Use of chunks: retention, and hits, which are collected in memory and written now and then."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 
+from kvrag.config import Retention
 from kvrag.runtime import POOL
 from kvrag.store.catalog.ledger import Ledger, one_step
-from kvrag.store.eviction import Sized
+from kvrag.store.eviction import Sized, Usage
 from kvrag.types import ChunkKey
 
 AT_ONCE = 4096  # chunks that are read in a transaction
@@ -17,7 +18,7 @@ MAX_TOUCHED = 128  # chunks with collected hits before these are written, in the
 
 
 class Hits(Ledger):
-    """Hits of a catalog's chunks."""
+    """Use of a catalog's chunks."""
 
     read_only: bool
 
@@ -68,3 +69,18 @@ class Hits(Ledger):
             Sized(key, chunk.num_tokens, chunk.num_bytes, chunk.usage)
             for key, chunk in self.stored(keys).items()
         ]
+
+    @one_step
+    def retain(self, keys: Iterable[ChunkKey], retention: Retention) -> int:
+        """Set the retention of stored chunks, and return their number."""
+        found = self.stored(keys)
+        for key, chunk in found.items():
+            self._rows.set(f"c {key}", chunk._replace(usage=chunk.usage.retained(retention)))
+        return len(found)
+
+    def usage(self, key: ChunkKey) -> Usage:
+        """Return the usage of a chunk, for eviction."""
+        chunk = self.stored_row(key)
+        if chunk is None:
+            return Usage()
+        return chunk.usage

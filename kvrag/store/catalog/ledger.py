@@ -242,16 +242,22 @@ class Ledger:
         texts = self._texts(namespace, self.document_texts(namespace, doc_id))
         return list(self.stored(key for text in texts for key in text.keys))
 
-    def only_held_by(self, namespace: str, doc_id: str) -> set[ChunkKey]:
-        """Return the keys of a document's chunks, stored or pending, that no other has."""
-        mine = self.document_texts(namespace, doc_id)
+    def only_held_by(
+        self, namespace: str, doc_id: str, digests: Sequence[str] | None = None
+    ) -> set[ChunkKey]:
+        """Return the keys of a document's chunks, stored or pending, that no other has.
+
+        With ``digests``, only chunks of these of its texts.
+        """
+        held = self.document_texts(namespace, doc_id)
+        mine = [digest for digest in held if digest in (digests or held)]
         texts = self._texts(namespace, mine)
         keys = {key for text in texts if text.refs <= 1 for key in text.keys}
         chunks = dict(self._chunks(keys))
-        digests = {digest for chunk in chunks.values() for digest in chunk.digests}
+        known = {digest for chunk in chunks.values() for digest in chunk.digests}
         shared = {
             text.entry.digest
-            for text in self._texts(namespace, digests)
+            for text in self._texts(namespace, known)
             if text.refs > (text.entry.digest in mine)
         }
         return {key for key in keys if key not in chunks or shared.isdisjoint(chunks[key].digests)}
@@ -276,13 +282,6 @@ class Ledger:
     def totals(self) -> tuple[int, int]:
         """Return the numbers of stored chunks and of their bytes."""
         return self.state()[1:3]
-
-    def usage(self, key: ChunkKey) -> Usage:
-        """Return the usage of a chunk, for eviction."""
-        chunk = self.stored_row(key)
-        if chunk is None:
-            return Usage()
-        return chunk.usage
 
     # -- rows --------------------------------------------------------------------------------------
 

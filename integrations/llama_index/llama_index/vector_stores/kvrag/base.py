@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
+from uuid import UUID
 
 from llama_index.core import StorageContext
 from llama_index.core.bridge.pydantic import Field, PrivateAttr, SerializeAsAny
@@ -20,18 +21,24 @@ from llama_index.core.vector_stores.types import (
 )
 
 from kvrag import ConfigError, KVRagClient, KVRagEngine
-from kvrag.adapters import changed_ids, host_of
+from kvrag.adapters import changed_ids, host_of, id_text
 from llama_index.llms.kvrag.transform import PrecomputeFields, check_options, resolve_kv_llm
 from llama_index.vector_stores.kvrag.held import held_ids, held_nodes, ids_of_document
 from llama_index.vector_stores.kvrag.refs import RefTable
 
 
-def _as_list(node_ids: Iterable[str] | None) -> list[str] | None:
+def _as_list(node_ids: Iterable[Any] | None) -> list[str] | None:
+    """Return ids as strings; whole numbers and UUIDs become their text."""
     if node_ids is None:
         return None
-    if isinstance(node_ids, str):
-        return [node_ids]
-    return list(node_ids)
+    if isinstance(node_ids, (str, int, UUID)):
+        return [id_text(node_ids)]
+    return list(map(id_text, node_ids))
+
+
+def _document_id(ref_doc_id: Any) -> Any:
+    """Return a document's id as a string; the inner store decides the meaning of ``None``."""
+    return None if ref_doc_id is None else id_text(ref_doc_id)
 
 
 class KVRagVectorStore(PrecomputeFields, BasePydanticVectorStore):
@@ -134,21 +141,29 @@ class KVRagVectorStore(PrecomputeFields, BasePydanticVectorStore):
         return ids
 
     def _keep(self, nodes: Sequence[BaseNode]) -> None:
-        latest = list({node.node_id: node for node in nodes}.values())
+        """Precompute the KV of added nodes that the inner store holds.
+
+        Of calls that overlap, the inner store decides which nodes and texts have KV in the end.
+        """
+        latest = {node.node_id: node for node in nodes}
         # Entries first, so that no KV is without an entry. A node without a document counts as a
         # document of its own.
         self._table().add(
-            self._space(), ((node.node_id, node.ref_doc_id or node.node_id) for node in latest)
+            self._space(), ((name, node.ref_doc_id or name) for name, node in latest.items())
         )
-        if self.inner.stores_text and latest:
-            # Prompts show the texts that the store holds: Chroma keeps the first text of an id.
-            held = {
-                node.node_id: node
-                for node in held_nodes(self.inner, [node.node_id for node in latest]) or []
-            }
-            latest = [held.get(node.node_id, node) for node in latest]
-        self._forget(self._changed(latest), keep_refs=True)
-        self.precompute(latest)
+        written = dict[str, str]()
+        while True:
+            if self.inner.stores_text and latest:
+                # Prompts show the texts that the store holds: Chroma keeps the first text of an id.
+                held = held_nodes(self.inner, list(latest)) or []
+                latest |= {node.node_id: node for node in held}
+            todo = [node for node in latest.values() if written.get(node.node_id) != node.hash]
+            if not todo:
+                break
+            self._forget(self._changed(todo), keep_refs=True)
+            self.precompute(todo)
+            written |= {node.node_id: node.hash for node in todo}
+        self._forget_gone(list(latest), is_done=False)
 
     def _changed(self, nodes: Sequence[BaseNode]) -> list[str]:
         """Return the ids of nodes that are stored with another text."""
@@ -166,6 +181,7 @@ class KVRagVectorStore(PrecomputeFields, BasePydanticVectorStore):
 
     def delete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
         """Delete a document's nodes, and their KV."""
+        ref_doc_id = _document_id(ref_doc_id)
         self._going(
             partial(self._of_document, ref_doc_id),
             partial(self.inner.delete, ref_doc_id, **delete_kwargs),
@@ -173,6 +189,7 @@ class KVRagVectorStore(PrecomputeFields, BasePydanticVectorStore):
 
     async def adelete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
         """Delete a document's nodes, and their KV, in an event loop."""
+        ref_doc_id = _document_id(ref_doc_id)
         going = partial(self.inner.adelete, ref_doc_id, **delete_kwargs)
         await self._agoing(partial(self._of_document, ref_doc_id), going)
 
@@ -272,7 +289,10 @@ class KVRagVectorStore(PrecomputeFields, BasePydanticVectorStore):
         held = held_ids(self.inner, node_ids) if node_ids else []
         if held is None:
             held = [] if is_done else node_ids
-        self._forget(sorted(set(node_ids) - set(held)))
+        gone = sorted(set(node_ids) - set(held))
+        self._forget(gone)
+        if gone and self.inner.stores_text and (back := held_nodes(self.inner, gone)):
+            self._keep(back)  # added again meanwhile
 
     def _warn_of_unknown(self) -> None:
         """Warn, a single time, that a deletion may have left KV."""
@@ -330,13 +350,13 @@ class KVRagVectorStore(PrecomputeFields, BasePydanticVectorStore):
         self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None
     ) -> list[BaseNode]:
         """Return nodes of the inner store."""
-        return self.inner.get_nodes(node_ids, filters)
+        return self.inner.get_nodes(_as_list(node_ids), filters)
 
     async def aget_nodes(
         self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None
     ) -> list[BaseNode]:
         """Return nodes of the inner store, in an event loop."""
-        return await self.inner.aget_nodes(node_ids, filters)
+        return await self.inner.aget_nodes(_as_list(node_ids), filters)
 
     def persist(self, persist_path: str, fs: Any = None) -> None:
         """Persist the inner store; KV is on disk already."""
