@@ -560,9 +560,7 @@ class KVRagEngine:
             self._gate.admit(loaded)
         text = self.prefix_text if prefix is None else prefix_text(prefix, self.encoder)
         self._prefix_texts.setdefault(space, {})[text] = None
-        if not announced:
-            documents.announce(self.store, space, items)
-        documents.erase_former(self.store, space, items, self._erasing)
+        documents.replace(self.store, space, items, self._erasing, is_announced=announced)
         run = Precompute(
             loaded,
             self.store,

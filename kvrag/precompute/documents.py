@@ -279,13 +279,17 @@ def is_current(catalog: Catalog, namespace: str, text: TextEntry, doc_id: str | 
     )
 
 
-def erase_former(
+def replace(
     store: TieredStore,
     namespace: str,
     items: Iterable[Item],
     erasing: Callable[[str], AbstractContextManager[None]],
+    *,
+    is_announced: bool,
 ) -> None:
-    """Erase the earlier texts of announced documents, inside the context ``erasing``."""
+    """Announce documents, and erase their earlier texts inside the context ``erasing``."""
+    if not is_announced:
+        announce(store, namespace, items)
     for name, _, entry, _ in items:
         held = [] if name is None else store.catalog.document_texts(namespace, name)
         if entry is not None:
