@@ -133,7 +133,6 @@ def prefill_refused(
             ids,
             max_new_tokens=max_new_tokens,
             cancel=cancel,
-            seen=plan.seen,
             max_bytes=max_bytes,
         )
         try:

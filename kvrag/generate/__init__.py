@@ -5,7 +5,6 @@
     streams (thread of a request) ─▶ pipeline ─▶ prompt.plan ─▶ scheduler (room for KV)
                                                                     │
                    text ◀─ sampling ◀─ blend.prefill ◀─────────────┘
-    images: a prompt that the model's processor renders, in place of prompt.plan
 
 Imports everything that runs before it: ``store``, ``model``, ``prompt``, ``blend``, ``precompute``
 and the rooms that they may import.

@@ -18,11 +18,10 @@ from kvrag.blend.prefill import Prefilled, outcome_of, prefill, refusal_of
 from kvrag.blend.slide import cannot_slide
 from kvrag.blend.stitch import PrefixMatch
 from kvrag.config import DEFAULT_MAX_NEW_TOKENS, SamplingConfig, StoreConfig
-from kvrag.errors import ContextLengthError, InputError
+from kvrag.errors import ContextLengthError
 from kvrag.generate.calls import calls_in
 from kvrag.generate.ending import end_ids, own_stops
 from kvrag.generate.grammar import Constraint, constraint_of
-from kvrag.generate.images import plan_images, shows_images
 from kvrag.generate.logprobs import read_on
 from kvrag.generate.radix_cache import RadixCache
 from kvrag.generate.request import Request, retry_without_reuse
@@ -121,8 +120,6 @@ class QueryPipeline:
         loaded = self.loaded
         deadline = deadline or Deadline(config.load_timeout_s)
         scanner = self.scanner(request.namespace, deadline)
-        if shows_images(loaded, request.prompt):
-            return plan_images(request, loaded)
         lookup = Lookup(
             self.store,
             loaded.identity.fingerprint,
@@ -156,9 +153,8 @@ class QueryPipeline:
         plan, _ = self._checked(plan, request, len(plan.token_ids) + 1)
         outcome = outcome_of(plan, request.mode, request.repair, self.store, self.costs)
         explained = explain_plan(plan, *outcome, self._known(request.namespace))
-        if not plan.seen:
-            total = len(plan.token_ids) + 1
-            explained.notes.extend(in_words(self.loaded.lm, total, self._state_bytes))
+        total = len(plan.token_ids) + 1
+        explained.notes.extend(in_words(self.loaded.lm, total, self._state_bytes))
         if plan.has_mismatch and (variables := self.loaded.encoder.date_variables) is not None:
             named = f", as chat_template_kwargs={{{variables[0]!r}: ...}}" if variables else ""
             explained.notes.append(
@@ -206,8 +202,6 @@ class QueryPipeline:
         with clock.stage("plan"):
             plan = self.plan(request, deadline)
             self._watch(request, plan)
-        if plan.seen:
-            request = replace(request, slides=False)
         limit = self._length_of(len(plan.token_ids), max_new_tokens, request.slides)
         total = self._check_length(len(plan.token_ids), limit, request.slides)
         missed = _missed(request, plan, erasures) if self.write_back else None
@@ -215,7 +209,7 @@ class QueryPipeline:
         lm = self.loaded.lm
         is_plain = isinstance(lm, PlainLM)
         refusal = plan.refusal
-        if is_plain and not plan.seen:
+        if is_plain:
             refusal = refusal_of_past(lm, total, self._state_bytes)
         attempt = partial(
             self._attempt(request, plan, deadline, slides),
@@ -237,9 +231,6 @@ class QueryPipeline:
     ) -> Callable[..., Prefilled]:
         """Return the function that prefills a prompt with this model."""
         lm = self.loaded.lm
-        if plan.seen:
-            seeing = PlainLM(lm.model, str(plan.refusal))
-            return partial(prefill_refused, seeing, plan, max_bytes=0)
         if isinstance(lm, PlainLM):
             return partial(prefill_refused, lm, plan, max_bytes=self._state_bytes)
         return partial(
@@ -270,8 +261,6 @@ class QueryPipeline:
                 yield done, None
             return
         plan = self.plan(request)
-        if plan.seen:
-            raise InputError("prompt_logprobs is not for prompts with images; leave it out")
         ids = plan.token_ids
         limit = self._length_of(len(ids), config.max_new_tokens, slides=False)
         first = replace(
@@ -321,11 +310,8 @@ class QueryPipeline:
         """Return the key of the request's radix tree: all that KV depends on besides token ids.
 
         The key changes with every erasure, by any process, so KV from before is not found.
-        ``None``: no KV is kept, the catalog can't tell what was erased, or the prompt holds images,
-        which its token ids don't tell apart.
+        ``None``: no KV is kept, or the catalog can't tell what was erased.
         """
-        if shows_images(self.loaded, request.prompt):
-            return None
         erased = self.store.catalog.erased(request.namespace) if self.histories.max_bytes else None
         return erased and (self.loaded.fingerprint, request.namespace, erased)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, cast
@@ -395,15 +395,13 @@ class LoadedModel:
     """Model ready for use, with its encoder and its identity.
 
     ``encoder`` is made from the tokenizer by the loader; ``shares`` is another loaded model with
-    the same weights, if any. ``processor`` loads the processor of images once; a loaded model may
-    come without.
+    the same weights, if any.
     """
 
     lm: CausalLM | PlainLM
     encoder: Any
     identity: LiveIdentity
     shares: LoadedModel | None = None
-    processor: Callable[[], Any] | None = None
 
     @property
     def fingerprint(self) -> str:

@@ -50,7 +50,6 @@ from kvrag.model.source import (
     directory,
     load_tokenizer,
     loading_options,
-    processor_of,
     resolve_device,
     trying,
 )
@@ -135,7 +134,7 @@ def _load(
     if source.prove == "auto" and isinstance(lm, CausalLM):
         lm = proven(lm, identity.fingerprint)
     encoder = tokenizer if make_encoder is None else make_encoder(tokenizer, lm)
-    return LoadedModel(lm, encoder, identity, processor=processor_of(source))
+    return LoadedModel(lm, encoder, identity)
 
 
 def _label(source: ModelSource) -> str:

@@ -229,17 +229,15 @@ class PlainLM:
         stops: Collection[int] = (),
         past: Past | None = None,
         cancel: threading.Event | None = None,
-        seen: Mapping[str, torch.Tensor] | None = None,
         max_bytes: int = NO_LIMIT,
     ) -> tuple[torch.Tensor, Run]:
         """Run a prompt, ids ``(N,)`` int64, behind the rows of ``past``.
 
-        ``seen`` are the model's other inputs: its images. Returns the logits ``(vocab,)`` of its
-        last row, and the run, which appends rows. The run keeps a snapshot behind every number of
-        first rows in ``stops``, as long as they take at most ``max_bytes``. ``CancelledError`` is
-        raised between these pieces if ``cancel`` is set.
+        Returns the logits ``(vocab,)`` of its last row, and the run, which appends rows. The run
+        keeps a snapshot behind every number of first rows in ``stops``, as long as they take at
+        most ``max_bytes``. ``CancelledError`` is raised between these pieces if ``cancel`` is set.
         """
-        run = Run(self, token_ids.to(self.device)[None], max_new_tokens, past, seen)
+        run = Run(self, token_ids.to(self.device)[None], max_new_tokens, past)
         return run.prefill(stops, cancel, max_bytes), run
 
 
@@ -255,15 +253,14 @@ class Run:
         ids: torch.Tensor,
         max_new_tokens: int,
         past: Past | None,
-        seen: Mapping[str, torch.Tensor] | None,
     ) -> None:
-        self._model = lm.model if seen else text_model_of(lm.model)
+        self._model = text_model_of(lm.model)
         self._ids = ids
         self._num_rows = 0
         holders = [m for m in self._model.modules() if hasattr(m, "rope_deltas")]
         self._deltas = dict[torch.nn.Module, Any].fromkeys(holders)
         with self._alone():
-            self._kwargs = _prepared(self._model, ids, max_new_tokens, seen or {})
+            self._kwargs = _prepared(self._model, ids, max_new_tokens)
         self.snapshots = dict[int, Snapshot]()
         if past is not None:
             self._num_rows = past.num_rows
@@ -368,9 +365,7 @@ def _head(value: Any, stop: int, total: int) -> Any:
     return value
 
 
-def _prepared(
-    model: PreTrainedModel, ids: torch.Tensor, max_new_tokens: int, seen: Mapping[str, torch.Tensor]
-) -> dict[str, Any]:
+def _prepared(model: PreTrainedModel, ids: torch.Tensor, max_new_tokens: int) -> dict[str, Any]:
     """Return the arguments that ``generate`` would start its loop with."""
     found: dict[str, Any] = {}
 
@@ -391,6 +386,5 @@ def _prepared(
         "num_beams": 1,
         "pad_token_id": 0,
     }
-    given = {"attention_mask": torch.ones_like(ids), **seen}
-    model.generate(ids, custom_generate=take, **given, **options)
+    model.generate(ids, custom_generate=take, attention_mask=torch.ones_like(ids), **options)
     return found

@@ -9,20 +9,17 @@ import struct
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from transformers import AutoConfig, AutoProcessor, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from kvrag.config import check_prove
 from kvrag.config.address import shown
 from kvrag.errors import (
     ConfigError,
-    InputError,
     KVRagError,
-    MissingDependencyError,
     ModelError,
     require,
 )
@@ -262,36 +259,6 @@ def load_tokenizer(source: ModelSource) -> Any:
     options = hub_options(source, own_files=not is_named)
     with parsed_once(source.model):
         return trying(source, lambda: AutoTokenizer.from_pretrained(home, **options))
-
-
-def processor_of(source: ModelSource) -> Callable[[], Any] | None:
-    """Return a function that loads the processor of images once, given or of the model's files.
-
-    ``None`` if neither is known: a loaded model with a tokenizer alone.
-    """
-    given = source.tokenizer
-    if hasattr(given, "image_processor"):
-        return lambda: given
-    is_named = isinstance(given, (str, os.PathLike))
-    if not is_named and isinstance(source.model, PreTrainedModel):
-        return None
-
-    @cache
-    def loaded() -> Any:
-        home = os.fspath(given) if isinstance(given, (str, os.PathLike)) else directory(source)
-        options = hub_options(source, own_files=not is_named)
-        try:
-            found = AutoProcessor.from_pretrained(home, **options)
-            found.image_processor  # noqa: B018 - it gives a tokenizer where there is no processor
-            return found
-        except Exception as error:  # processors are code of many authors
-            lacks = MissingDependencyError if isinstance(error, ImportError) else InputError
-            raise lacks(
-                f"the prompt holds an image, and the processor of {source.name!r} can't be loaded "
-                f"({type(error).__name__}: {str(error)[:300]})"
-            ) from error
-
-    return loaded
 
 
 def check_path(path: str, what: str) -> None:

@@ -9,7 +9,7 @@ Planning needs no tensors and no model, and reads no KV.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -147,8 +147,6 @@ class Plan:
         Why the store did not answer, if it failed: it may hold more KV than was found.
     refusal
         Why nothing may be reused, if so.
-    seen
-        Inputs of the model besides the ids: its images.
     """
 
     pieces: tuple[PlannedPiece, ...]
@@ -156,7 +154,6 @@ class Plan:
     kv_dtype: KVDtype = "auto"
     fault: str | None = None
     refusal: str | None = None
-    seen: Mapping[str, Any] | None = None
 
     @property
     def token_ids(self) -> list[int]:

@@ -342,11 +342,11 @@ def test_a_model_without_chat_template_reads_plain_lines(tiny_dir, make, monkeyp
     assert seen == [PROMPT, f"system: Be brief.\nuser: {PROMPT}\nassistant: "]
 
 
-def test_a_model_of_text_refuses_images(llm):
+def test_images_are_refused(llm):
     message = ChatMessage(
         role="user", blocks=[TextBlock(text="See:"), ImageBlock(image=b"\x89PNG\r\n")]
     )
-    with pytest.raises(InputError, match="part of type 'image'; kvrag reads text only"):
+    with pytest.raises(InputError, match="holds a image block; kvrag reads text only"):
         llm.chat([message])
 
 

@@ -110,7 +110,6 @@ KNOWN: dict[str, dict[str, float] | set[str]] = {
         "kvrag/model/forward.py": 2_800,
         "kvrag/model/lm.py": 2_650,
         "kvrag/model/proof.py": 3_350,
-        "kvrag/model/source.py": 2_700,
         "kvrag/model/traits.py": 2_960,
         "kvrag/precompute/run.py": 2_700,
         "kvrag/prompt/plan.py": 3_050,

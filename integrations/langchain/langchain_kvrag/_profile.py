@@ -29,7 +29,6 @@ def profile_of(source: ModelSource, cls: type) -> ModelProfile:
     profile: ModelProfile = {"text_inputs": True, "text_outputs": True, "temperature": True}
     profile.update(dict.fromkeys(_OTHER_KINDS, False))  # type: ignore[typeddict-item]
     config = _config(source)
-    profile["image_inputs"] = getattr(config, "vision_config", None) is not None
     window = config and context_window(config.get_text_config(), 0)
     if window:
         profile["max_input_tokens"] = window

@@ -18,7 +18,6 @@ from llama_index.core.base.llms.types import (
     CitableBlock,
     CitationBlock,
     DocumentBlock,
-    ImageBlock,
     TextBlock,
     ThinkingBlock,
     ToolCallBlock,
@@ -81,7 +80,9 @@ def chat_text(llm: LLM, messages: Sequence[ChatMessage], encoder: PromptEncoder)
 def _own_text(llm: LLM, messages: Sequence[ChatMessage]) -> str:
     """Render messages with the user's own function, else as plain lines."""
     render = llm.messages_to_prompt or generic_messages_to_prompt
-    if render is generic_messages_to_prompt and any(map(_calls_in, messages)):
+    if render is generic_messages_to_prompt and any(
+        ["tool_calls" in plain_message(message) for message in messages]
+    ):
         raise InputError(
             "a message calls tools, which a model without chat template can't be shown; leave it "
             "out"
@@ -107,14 +108,14 @@ def chat_prompt(
 ) -> str | list[Message]:
     """Return messages for the engine: as rendered text, or as dicts for the model's chat template.
 
-    They stay dicts if the engine needs them: with tools, with a continued message, with chunks or images.
+    They stay dicts if the engine needs them: with tools, with a continued message, with chunks.
     """
     if calls_tools(llm, encoder):
         plain = _accepted(messages, encoder, tools)
-        has_parts = any(
-            [isinstance(part, (Chunk, dict)) for message in plain for part in message["content"]]
+        has_chunks = any(
+            [isinstance(part, Chunk) for message in plain for part in message["content"]]
         )
-        if tools or continues or has_parts:
+        if tools or continues or has_chunks:
             return plain
         return encoder.render(plain)
     if tools:
@@ -138,8 +139,7 @@ def plain_message(message: ChatMessage) -> Message:
     Raises
     ------
     InputError
-        If the message holds audio, or anything else that is neither text nor an image; if an image
-        is a path or an address, or not a user's.
+        If the message holds an image, audio, or anything else that is no text.
     """
     role = message.role.value
     more = message.additional_kwargs
@@ -166,15 +166,12 @@ def _parts(block: Any, role: str) -> list[Any]:
         return [block.text]
     if isinstance(block, CitableBlock):
         parts = [part for inner in block.content for part in _parts(inner, role)]
-        if not any([isinstance(part, dict) for part in parts]):
-            texts = [part.text if isinstance(part, Chunk) else part for part in parts]
-            return [block.title, *[Chunk(text) for text in texts if text.strip()]]
+        texts = [part.text if isinstance(part, Chunk) else part for part in parts]
+        return [block.title, *[Chunk(text) for text in texts if text.strip()]]
     if isinstance(block, CitationBlock) and isinstance(block.cited_content, TextBlock):
         return [block.title, block.source, block.cited_content.text]
     if isinstance(block, DocumentBlock) and (text := _document_text(block)) is not None:
         return [block.title, Chunk(text)]
-    if isinstance(block, ImageBlock) and role == "user":
-        return [{"type": "image", "image": _image(block)}]
     if isinstance(block, (*_HINTS, ThinkingBlock, ToolCallBlock)):
         return []
     raise InputError(
@@ -194,15 +191,6 @@ def _document_text(block: DocumentBlock) -> str | None:
     except UnicodeDecodeError:
         return None
     return text if text.strip() and "\0" not in text and not text.startswith("%PDF") else None
-
-
-def _image(block: ImageBlock) -> str | bytes:
-    """Return a block's image, or the path or address that it names, which the engine refuses."""
-    given = block.image or block.url or block.path
-    if isinstance(given, IOBase):
-        given.seek(0)
-        return bytes(given.read())
-    return given.decode() if isinstance(given, bytes) else str(given)  # as base64
 
 
 def _joined(parts: Sequence[Any]) -> list[Any]:
