@@ -73,7 +73,7 @@ from kvrag.model.source import (
     hub_options,
     load_tokenizer,
 )
-from kvrag.precompute.documents import below_collection, in_collection
+from kvrag.precompute.documents import below_collection, escaped, in_collection
 from kvrag.progress import check_show
 from kvrag.prompt.plan import Lookup, Plan
 from kvrag.prompt.plan_ids import plan_ids
@@ -157,6 +157,7 @@ __all__ = [
     "directory",
     "documents_in",
     "engine_of",
+    "escaped",
     "filling",
     "host_of",
     "hub_options",

@@ -48,7 +48,7 @@ class DocumentChunk:
     num_tokens: int
 
 
-def read_documents(paths: Iterable[Path]) -> dict[str, str]:
+def read_documents(paths: Iterable[Path], errors: str = "strict") -> dict[str, str]:
     """Read text files, and the files in folders and their subfolders: path → text.
 
     Empty files are left out.
@@ -66,7 +66,7 @@ def read_documents(paths: Iterable[Path]) -> dict[str, str]:
             file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file()
         )
         for file in sorted(inside) if path.is_dir() else [path]:
-            text = read_text(file)
+            text = read_text(file, errors)
             if text.strip():
                 texts[file.as_posix()] = text
     if not texts:
@@ -90,10 +90,10 @@ def example(name: str, *, otherwise: str) -> Path:
     )
 
 
-def read_text(file: Path) -> str:
+def read_text(file: Path, errors: str = "strict") -> str:
     """Read a file as UTF-8 text; raise :class:`InputError` if that is not possible."""
     try:
-        return file.read_text("utf-8-sig")  # editors on Windows begin files with a byte order mark
+        return file.read_text("utf-8-sig", errors)  # Windows begins files with a byte order mark
     except UnicodeDecodeError:
         raise InputError(f"{str(file)!r} is not UTF-8 text; convert it, or leave it out") from None
     except OSError as error:

@@ -91,9 +91,7 @@ def evaluate(
         html.touch()  # a path that can't be written to fails now, not after minutes
     with closing(open_engine(engine, repair=repair)) as opened:
         encoder = opened.loaded.encoder
-        split = split_documents(
-            documents, lambda text: len(encoder.chunk_ids(text)), chunk_tokens=chunk_tokens
-        )
+        split = split_documents(documents, encoder.num_tokens, chunk_tokens=chunk_tokens)
         options: Given = {
             "count": count,
             "chunks_per_prompt": chunks,
@@ -241,9 +239,7 @@ def _calibrated(
 
     encoder = engine.loaded.encoder
     trials: list[Trial] = []
-    split = split_documents(
-        documents, lambda text: len(encoder.chunk_ids(text)), chunk_tokens=chunk_tokens
-    )
+    split = split_documents(documents, encoder.num_tokens, chunk_tokens=chunk_tokens)
 
     def note(trial: Trial) -> None:
         trials.append(trial)

@@ -82,7 +82,8 @@ def precompute(
         raise InputError(
             "no file or folder is named; pass some, as in: kvrag precompute MODEL docs/"
         )
-    documents = read_documents(map(Path, paths))
+    # Other bytes become characters that the report names; Ray's tables can't hold them.
+    documents = read_documents(map(Path, paths), "strict" if ray else "surrogateescape")
 
     def split(count_tokens: CountTokens) -> list[DocumentChunk]:
         return split_documents(documents, count_tokens, chunk_tokens=chunk_tokens)
@@ -98,7 +99,7 @@ def precompute(
     else:
         with closing(open_engine(engine, limits=limits)) as opened:
             encoder = opened.loaded.encoder
-            chunks = split(lambda text: len(encoder.chunk_ids(text)))
+            chunks = split(encoder.num_tokens)
             texts = [chunk.text for chunk in chunks]
             ids = [chunk.id for chunk in chunks]
             done = asdict(opened.precompute(texts, ids=ids, show_progress=None, **run))
@@ -132,8 +133,7 @@ def _counter(options: Given) -> CountTokens:
     from kvrag.model.source import ModelSource, load_tokenizer
     from kvrag.prompt.template import PromptEncoder
 
-    encoder = PromptEncoder(load_tokenizer(ModelSource(options["model"])))
-    return lambda text: len(encoder.chunk_ids(text))
+    return PromptEncoder(load_tokenizer(ModelSource(options["model"]))).num_tokens
 
 
 def _on_ray(

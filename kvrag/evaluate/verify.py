@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
+from difflib import SequenceMatcher
+from itertools import accumulate
 from typing import Any
 
 from kvrag.config import Repair
@@ -12,7 +15,7 @@ from kvrag.evaluate.engine import Engine
 from kvrag.metrics import MAX_MEAN_KL, MIN_TOP1, kl_divergence
 from kvrag.progress import Progress, check_show
 from kvrag.prompt.template import Prompt
-from kvrag.prompt.tokenizer import SeamCount, SegmentTokenizer, count_seams
+from kvrag.prompt.tokenizer import SegmentTokenizer
 from kvrag.types import ExplainedSpan, Mode, VerifyReport, VerifyRow
 
 logger = logging.getLogger(__name__)
@@ -126,3 +129,42 @@ def seams_of(
     """Count differences between a prompt's ids and the ids of its whole text tokenised at once."""
     whole = tokenizer.live_ids("".join(span.text for span in spans), at_start=True)
     return count_seams([token_ids[span.start : span.stop] for span in spans], whole)
+
+
+@dataclass(frozen=True, slots=True)
+class SeamCount:
+    """Counts of differences between a prompt's segment-wise ids and the ids of its whole text.
+
+    ``seams``: places where two segments meet; ``tokens``: segment-wise tokens; ``changed_tokens``:
+    segment-wise tokens that the whole text's ids lack; ``changed_seams``: the seams next to them. A
+    separator that becomes another token when alone counts both of its seams.
+    """
+
+    seams: int = 0
+    changed_seams: int = 0
+    tokens: int = 0
+    changed_tokens: int = 0
+
+    def __add__(self, other: SeamCount) -> SeamCount:
+        return SeamCount(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+
+def count_seams(segments: Sequence[Sequence[int]], whole: Sequence[int]) -> SeamCount:
+    """Compare a prompt's segment-wise ids with the ids of its text tokenised at once.
+
+    A difference that touches no seam, such as control-token text that stays text inside a chunk, is
+    not counted.
+    """
+    segments = [ids for ids in segments if ids]
+    ours = [i for ids in segments for i in ids]
+    seams = list(accumulate(map(len, segments)))[:-1]
+    changed: set[int] = set()
+    changed_tokens = 0
+    for kind, start, stop, *_ in SequenceMatcher(None, ours, whole, autojunk=False).get_opcodes():
+        if kind != "equal":
+            across = [s for s in seams if start < s < stop] or [
+                s for s in seams if s in (start, stop)
+            ]
+            changed.update(across)
+            changed_tokens += stop - start if across else 0
+    return SeamCount(len(seams), len(changed), len(ours), changed_tokens)

@@ -14,7 +14,7 @@ from kvrag.blend.reuse import decide_plan
 from kvrag.engine import KVRagEngine
 from kvrag.evaluate.calibrate import in_words
 from kvrag.identity.fingerprint import text_digest
-from kvrag.model.source import load_tokenizer
+from kvrag.model.source import config_of, load_tokenizer
 from kvrag.prompt.explain import Known, explain_plan
 from kvrag.prompt.partial import text_of
 from kvrag.prompt.plan import Lookup, Plan, plan_prompt
@@ -57,6 +57,8 @@ class Planner:
 
     def __init__(self, engine: KVRagEngine) -> None:
         encoder = PromptEncoder(load_tokenizer(engine.source))
+        encoder.config = config_of(engine.source).get_text_config()
+        self.vocab_size = int(encoder.config.vocab_size)
         self.encoder = encoder.with_variables(engine.chat_template_kwargs)
         self.prefix = prefix_text(engine.prefix, self.encoder)
         self.worker = WorkerFacts()
@@ -81,7 +83,7 @@ class Planner:
             ),
             "min_chunk_tokens": self._config.min_chunk_tokens,
         }
-        ids = given_ids(prompt, len(self.encoder.tokenizer))
+        ids = given_ids(prompt, self.vocab_size)
         if ids is not None:
             prefixes = [self.encoder.head_ids(self.prefix)]
             return plan_ids(ids, self.encoder, prefixes=prefixes, **known)

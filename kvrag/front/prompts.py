@@ -11,6 +11,7 @@ from kvrag.config import check_template_kwargs
 from kvrag.errors import ConfigError, InputError
 from kvrag.front.planner import Planner
 from kvrag.prompt.template import Chat
+from kvrag.prompt.tokenizer import UnreadableTextError, given_ids
 from kvrag.prompt.tools import answer_form
 from kvrag.server.completions import chat_prompt, text_prompt
 from kvrag.server.errors import APIError, first_fault
@@ -89,8 +90,8 @@ def tokenised_chat(planner: Planner, body: Body, options: Reuse, namespace: str)
         ids = planner.plan(prompt, namespace, chat).token_ids
     except ValidationError:
         return {}  # vLLM says why
-    except (ConfigError, InputError):
-        if options.documents:
+    except (ConfigError, InputError) as error:
+        if options.documents or isinstance(error, UnreadableTextError):
             raise
         return {}  # images, or a message that only vLLM knows how to show
     return {"kv_transfer_params": {**params, "prompt_token_ids": ids}}
@@ -101,12 +102,14 @@ def tokenised_text(planner: Planner, body: Body, options: Reuse, namespace: str)
     prompt = body.get("prompt")
     prompts = prompt if isinstance(prompt, list) else [prompt]
     texts = [each for each in prompts if isinstance(each, str)]
+    for each in (prompt, *prompts):
+        given_ids(each, planner.vocab_size)  # raises for an id that the model can't read
     if not texts or len(texts) < len(prompts) or not body.get("add_special_tokens", True):
         return left_to_vllm(options)
     try:
         ids = [planner.plan(text_prompt(each, options), namespace).token_ids for each in texts]
-    except InputError:
-        if options.documents:
+    except InputError as error:
+        if options.documents or isinstance(error, UnreadableTextError):
             raise
         return {}
     return {"prompt": ids if isinstance(prompt, list) else ids[0]}

@@ -109,6 +109,7 @@ def faults(items: Iterable[Item]) -> list[tuple[str, str]]:
 def in_collection(ids: Iterable[str | None], collection: str | None) -> list[str]:
     """Return the ids that documents are stored by: ``collection/id``, or ``id`` if no collection.
 
+    Characters that UTF-8 can't encode are escaped: no store and no request can hold them.
     Raises :class:`InputError` if an id is not a string, or as :func:`below_collection`.
     """
     below = where = ""
@@ -120,7 +121,7 @@ def in_collection(ids: Iterable[str | None], collection: str | None) -> list[str
         if not isinstance(doc_id, str):
             what = "has no id" if doc_id is None else f"has the id {doc_id!r}"
             raise InputError(f"document {number} {what}{where}; give each document an id, a string")
-        found.append(below + doc_id)
+        found.append(below + escaped(doc_id))
     return found
 
 

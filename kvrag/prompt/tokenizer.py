@@ -1,4 +1,4 @@
-"""Tokenise a prompt segment by segment, and count the differences from its text as a whole.
+"""Tokenise a prompt segment by segment.
 
 A chunk must have the same ids in every prompt, so it is tokenised alone, and a prompt's ids are the
 concatenation of its segments' ids. Three things make "alone" differ from "inside a prompt" with any
@@ -15,7 +15,8 @@ tokenizer, and are corrected here:
 Truncation, padding and the treatment of special tokens are state of a tokenizer's backend, which
 every call of the application sets, in any thread. kvrag encodes with a copy (:class:`_Private`).
 
-Merges across a seam, such as ``.`` and a line break, remain; :func:`count_seams` counts them.
+Merges across a seam, such as ``.`` and a line break, remain;
+:func:`kvrag.evaluate.verify.count_seams` counts them.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ import re
 import threading
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass, field
-from difflib import SequenceMatcher
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
 from numbers import Integral
 from typing import Any, Literal
 
 from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from kvrag.errors import ConfigError, InputError, ModelError
 from kvrag.runtime import RUNTIME
@@ -72,34 +73,58 @@ MAX_SHARING = 8  # tokens that may share characters: a character has four bytes 
 MAX_PIECES = 1 << 17  # texts of tokens that are kept
 
 
+class UnreadableTextError(InputError):
+    """A text can't be encoded or tokenised, or holds a token that the model can't read."""
+
+
 class _Private:
     """Copy of a tokenizer that kvrag alone calls; all engines with the tokenizer share it.
 
-    It is made anew where tokens were added to the tokenizer.
+    It is made anew where tokens were added to the tokenizer, or marked as special.
     """
 
     def __init__(self) -> None:
         self.copy: Any = None
-        self._num_tokens = -1
+        self._facts: object = None
         self._lock = threading.RLock()
 
     def ids(self, tokenizer: Any, text: str, **settings: Any) -> list[int]:
         """Return a text's token ids by the copy; one thread at a time, as a call sets its state."""
         with self._lock:
-            num_tokens = len(tokenizer)
-            if num_tokens != self._num_tokens:
+            facts = len(tokenizer), tokenizer.all_special_tokens
+            if facts != self._facts:
                 self.copy = _copied(tokenizer)
-                self._num_tokens = num_tokens
+                self._facts = facts
             return list(self.copy(text, **settings)["input_ids"])
 
 
 def _copied(tokenizer: Any) -> Any:
-    """Copy a tokenizer and its backend; a tokenizer in Python has no state beside its settings."""
+    """Copy a tokenizer and its backend; a call of a tokenizer in Python sets no state."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if not isinstance(backend, Tokenizer):
+        return tokenizer
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):  # its calls reach the backend it wraps
+        return PreTrainedTokenizerFast(tokenizer_object=backend)
     copied = copy.copy(tokenizer)
-    backend = getattr(tokenizer, "_tokenizer", None)
-    if isinstance(backend, Tokenizer):
-        copied._tokenizer = copy.deepcopy(backend)
+    copied._tokenizer = _twin(backend)
     return copied
+
+
+def _twin(backend: Tokenizer) -> Tokenizer:
+    """Return a backend with settings of its own, and the same vocabulary.
+
+    A deep copy would read a large vocabulary again, which takes seconds.
+    """
+    twin = Tokenizer(backend.model)
+    for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+        part = getattr(backend, name)
+        if part is not None:
+            setattr(twin, name, part)
+    added = backend.get_added_tokens_decoder()
+    twin.add_tokens([added[i] for i in sorted(added)])
+    if twin.get_added_tokens_decoder() != added:  # ids with gaps
+        return copy.deepcopy(backend)
+    return twin
 
 
 class SegmentTokenizer:
@@ -107,7 +132,7 @@ class SegmentTokenizer:
 
     ``bos_ids`` are the ids that the tokenizer puts before a text: BOS, nothing, or a model's
     substitute (GLM: two tokens). ``has_dummy_prefix``: it writes a space before the first word.
-    Texts with tokens that ``model`` has no embeddings for are refused.
+    ``config`` is the model's, if known: texts with tokens beyond its embeddings are refused.
     Raises ``ConfigError`` if ``tokenizer`` is not from transformers, ``ModelError`` if it can't
     keep control-token text as text.
     """
@@ -120,7 +145,7 @@ class SegmentTokenizer:
                 "PreTrainedTokenizerFast(tokenizer_object=...)"
             )
         self.tokenizer = tokenizer
-        self._config = None if model is None else model.config
+        self.config = None if model is None else model.config
         self._private = RUNTIME.of(tokenizer, _Private)
         try:
             alone = self._encode("a", as_text=True)
@@ -151,8 +176,18 @@ class SegmentTokenizer:
         return self._private.copy
 
     def text_ids(self, text: str) -> TokenIds:
-        """Return the token ids of a text alone, without special tokens, to count them."""
-        return tuple(self._all_ids(text, as_text=False))
+        """Return the token ids of a text alone, without special tokens, to count them.
+
+        Splitters count all documents: characters that UTF-8 can't encode count as ``?``.
+        """
+        return tuple(self._all_ids(text.encode("utf-8", "replace").decode(), as_text=False))
+
+    def num_tokens(self, text: str) -> int:
+        """Count a chunk's tokens; roughly if :meth:`document_ids` refuses the text."""
+        try:
+            return len(self.chunk_ids(text))
+        except InputError:
+            return len(text.split())
 
     def live_ids(self, text: str, *, at_start: bool = False) -> list[int]:
         """Tokenise live text: control tokens are recognised.
@@ -171,7 +206,7 @@ class SegmentTokenizer:
         ids = self._encode(text, as_text=False)
         if ids[: len(self.bos_ids)] == self.bos_ids:
             return ids
-        return [*self.bos_ids, *ids]
+        return self._known([*self.bos_ids, *ids])
 
     def continuation_ids(self, continuation: object, vocab_size: int) -> list[int]:
         """Return the token ids of a continuation, which is text or token ids.
@@ -285,12 +320,15 @@ class SegmentTokenizer:
         return self._encode(text, as_text=as_text)
 
     def _encode(self, text: str, *, as_text: bool) -> list[int]:
-        ids = self._all_ids(text, as_text=as_text)
+        return self._known(self._all_ids(text, as_text=as_text))
+
+    def _known(self, ids: list[int]) -> list[int]:
+        """Return the ids; raise :class:`InputError` if the model has no embedding for a token."""
         beyond = max(ids, default=0)
-        if self._config is not None and beyond >= self._config.vocab_size:
-            raise InputError(
+        if self.config is not None and beyond >= self.config.vocab_size:
+            raise UnreadableTextError(
                 f"the text holds {self.tokenizer.convert_ids_to_tokens(beyond)!r}, token {beyond}, "
-                f"but the model has embeddings for 0 to {self._config.vocab_size - 1}; pass its "
+                f"but the model has embeddings for 0 to {self.config.vocab_size - 1}; pass its "
                 "own tokenizer, or call model.resize_token_embeddings(len(tokenizer))"
             )
         return ids
@@ -299,7 +337,13 @@ class SegmentTokenizer:
         if not text:
             return []
         settings = {"add_special_tokens": False, "split_special_tokens": as_text}
-        return self._private.ids(self.tokenizer, text, **settings)
+        try:
+            return self._private.ids(self.tokenizer, text, **settings)
+        except Exception as error:  # tokenizers' own errors share no base class
+            raise UnreadableTextError(
+                f"the tokenizer can't encode the text that begins {text[:20]!r} ({error}); "
+                "change the text, or give the tokenizer an unk_token"
+            ) from error
 
 
 def control_tokens(tokenizer: Any) -> dict[str, int]:
@@ -348,7 +392,7 @@ def check_encodable(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise InputError(
+        raise UnreadableTextError(
             f"the text holds {text[error.start]!r} at character {error.start}, which UTF-8 can't "
             "encode; decode its source with errors='replace'"
         ) from error
@@ -358,42 +402,3 @@ def _before(ids: list[int], all_ids: list[int]) -> list[int]:
     """Return the ids before ``ids`` in ``all_ids``; empty if ``ids`` don't occur there."""
     starts = range(len(all_ids) - len(ids) + 1)
     return next((all_ids[:at] for at in starts if ids and all_ids[at : at + len(ids)] == ids), [])
-
-
-@dataclass(frozen=True, slots=True)
-class SeamCount:
-    """Counts of differences between a prompt's segment-wise ids and the ids of its whole text.
-
-    ``seams``: places where two segments meet; ``tokens``: segment-wise tokens; ``changed_tokens``:
-    segment-wise tokens that the whole text's ids lack; ``changed_seams``: the seams next to them. A
-    separator that becomes another token when alone counts both of its seams.
-    """
-
-    seams: int = 0
-    changed_seams: int = 0
-    tokens: int = 0
-    changed_tokens: int = 0
-
-    def __add__(self, other: SeamCount) -> SeamCount:
-        return SeamCount(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
-
-
-def count_seams(segments: Sequence[Sequence[int]], whole: Sequence[int]) -> SeamCount:
-    """Compare a prompt's segment-wise ids with the ids of its text tokenised at once.
-
-    A difference that touches no seam, such as control-token text that stays text inside a chunk, is
-    not counted.
-    """
-    segments = [ids for ids in segments if ids]
-    ours = [i for ids in segments for i in ids]
-    seams = list(accumulate(map(len, segments)))[:-1]
-    changed: set[int] = set()
-    changed_tokens = 0
-    for kind, start, stop, *_ in SequenceMatcher(None, ours, whole, autojunk=False).get_opcodes():
-        if kind != "equal":
-            across = [s for s in seams if start < s < stop] or [
-                s for s in seams if s in (start, stop)
-            ]
-            changed.update(across)
-            changed_tokens += stop - start if across else 0
-    return SeamCount(len(seams), len(changed), len(ours), changed_tokens)

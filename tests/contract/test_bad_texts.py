@@ -2,22 +2,32 @@
 
 import json
 import warnings
+from contextlib import ExitStack
 from typing import Any
 
 import httpx
 import pytest
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
+from langchain_core.messages import HumanMessage
 from langchain_core.vectorstores import InMemoryVectorStore
-from llama_index.core.schema import TextNode
+from llama_index.core.schema import NodeRelationship, RelatedNodeInfo, TextNode
 from server_kit import served
 from texts import make_chunks
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from typer.testing import CliRunner
 
 from kvrag import InputError, KVRagClient, KVRagEngine, StoreError, precompute_kv, sync_kv
+from kvrag.cli.app import app
 from kvrag.server import ServerConfig
-from kvrag.testing.models import tiny_model
+from kvrag.testing.models import save_tiny_model, tiny_model
 from kvrag.testing.tokenizers import tiny_tokenizer
-from langchain_kvrag import KVRagVectorStore
+from langchain_kvrag import ChatKVRag, KVRagVectorStore
+from llama_index.llms.kvrag import KVRagLLM as LlamaLLM
 from llama_index.llms.kvrag import PrecomputeKV
 from llama_index.vector_stores.kvrag import KVRagVectorStore as LlamaStore
 
@@ -176,3 +186,121 @@ def test_a_server_answers_such_a_question_with_400(engine):
         answer = httpx.post(f"{url}/v1/chat/completions", json=body)
     assert answer.status_code == 400
     assert "embeddings" in answer.json()["error"]["message"]
+
+
+def test_a_text_that_the_tokenizer_refuses_costs_no_other_its_kv(model, tmp_path):
+    """Of words, without a token for unknown words: the backend raises a bare Exception."""
+    words = dict.fromkeys([*" ".join(TEXTS).split(), "a", "."])
+    backend = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    backend.pre_tokenizer = WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    engine = KVRagEngine.from_pretrained(model, tokenizer=tokenizer, kv_dir=tmp_path, context=None)
+    report = engine.precompute([*TEXTS[:2], f"{TEXTS[2]} xyzzy", *TEXTS[3:]], ids=IDS)
+    assert sorted(engine.document_ids()) == GOOD
+    [(name, reason)] = report.failed
+    assert name == "d2"
+    assert "the tokenizer can't encode" in reason
+    with pytest.raises(InputError, match="can't encode"):
+        engine.generate("xyzzy", max_new_tokens=1)
+
+
+def test_a_begin_token_without_an_embedding_is_refused_in_a_sentence(model, tmp_path):
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens({"bos_token": "<begin>"})
+    begin = [("<begin>", len(tokenizer) - 1)]
+    template = TemplateProcessing(single="<begin> $A", special_tokens=begin)
+    tokenizer.backend_tokenizer.post_processor = template
+    engine = KVRagEngine.from_pretrained(model, tokenizer=tokenizer, kv_dir=tmp_path, context=None)
+    with pytest.raises(InputError, match=r"<begin>.*embeddings"):
+        engine.generate("Who?", max_new_tokens=1)
+
+
+@every_fault
+def test_such_texts_are_counted(model, tokenizer, tmp_path, fault):
+    """Splitters and trimmers count all texts, so that a refusal would cost the others theirs."""
+    text = f"a {BAD[fault][0]} b"
+    chat = ChatKVRag.from_pretrained_model(model, tokenizer, kv_dir=tmp_path, context=None)
+    index = LlamaLLM(model=model, tokenizer=tokenizer, kv_dir=tmp_path, context=None)
+    assert chat.get_num_tokens(text) > 1
+    assert chat.get_num_tokens_from_messages([HumanMessage(text)]) > 1
+    assert len(index._token_ids(text)) > 1
+
+
+STRANGE = "d2\ud835"
+
+
+@pytest.mark.parametrize("is_remote", [False, True], ids=["engine", "client"])
+@pytest.mark.parametrize("kind", ["langchain", "llama_index"])
+def test_an_id_that_utf8_cannot_encode_costs_no_other_its_kv(engine, kind, is_remote):
+    ids = [*IDS[:2], STRANGE, *IDS[3:]]
+    with ExitStack() as stack:
+        llm = engine
+        if is_remote:
+            _, url = stack.enter_context(served(engine, ServerConfig(model_name="tiny")))
+            llm = KVRagClient(url)
+        stack.enter_context(warnings.catch_warnings(action="ignore"))
+        if kind == "langchain":
+            store = KVRagVectorStore(InMemoryVectorStore(LengthEmbedding()), llm=llm)
+            store.add_texts(TEXTS, ids=ids)
+            erase = store.delete
+        else:
+            index = LlamaStore(llm=llm)
+            index.add(
+                [
+                    node.model_copy(update={"id_": i})
+                    for node, i in zip(nodes(TEXTS), ids, strict=True)
+                ]
+            )
+            erase = index.delete_nodes
+        assert sorted(engine.document_ids()) == GOOD
+        erase([STRANGE, "d0", "d1"])
+        assert sorted(engine.document_ids()) == ["d3", "d4"]
+
+
+def test_nodes_of_a_document_whose_id_utf8_cannot_encode_are_erased(engine):
+    source = {NodeRelationship.SOURCE: RelatedNodeInfo(node_id=STRANGE)}
+    index = LlamaStore(llm=engine)
+    first, *rest = nodes(TEXTS)
+    index.add([first.model_copy(update={"relationships": source}), *rest])
+    index.delete(STRANGE)
+    assert sorted(engine.document_ids()) == IDS[1:]
+
+
+def test_an_index_of_such_texts_and_metadata_is_saved_and_loaded(engine, tmp_path):
+    store = KVRagVectorStore(embedding=LengthEmbedding(), llm=engine)
+    bad = Document(texts_with("half a pair of surrogates")[2], id=STRANGE, metadata={"a": STRANGE})
+    with warnings.catch_warnings(action="ignore"):
+        store.add_documents([bad, Document(TEXTS[0], id="d0")])
+    store.save_local(tmp_path / "index")
+    again = KVRagVectorStore.load_local(tmp_path / "index", LengthEmbedding(), llm=engine)
+    [found] = again.get_by_ids([STRANGE])
+    assert (found.page_content, found.metadata) == (bad.page_content, bad.metadata)
+
+
+def test_a_file_that_is_no_utf8_costs_no_other_file_its_kv(tiny_dir, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, text in zip(IDS, TEXTS, strict=True):
+        ending = b" caf\xe9" if name == "d2" else b""
+        (tmp_path / f"{name}.txt").write_bytes(text.encode() + ending)
+    files = [f"{name}.txt" for name in IDS]
+    options = ["--model", tiny_dir, "--kv-dir", str(tmp_path / "kv"), "--json"]
+    result = CliRunner().invoke(app, ["precompute", *files, *options])
+    assert result.exit_code == 1
+    done = json.loads(result.stdout)
+    assert done["stored"] == 4
+    assert [name for name, _ in done["failed"]] == ["d2.txt#0"]
+
+
+def test_a_file_with_a_token_without_an_embedding_costs_no_other_file_its_kv(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = save_tiny_model(tmp_path / "model")
+    late = AutoTokenizer.from_pretrained(folder)
+    late.add_tokens(["<late>"])
+    late.save_pretrained(folder)
+    for name, text in zip(IDS, texts_with("a token without an embedding"), strict=True):
+        (tmp_path / f"{name}.txt").write_text(text, "utf-8")
+    files = [f"{name}.txt" for name in IDS]
+    options = ["--model", folder, "--kv-dir", str(tmp_path / "kv"), "--json"]
+    done = json.loads(CliRunner().invoke(app, ["precompute", *files, *options]).stdout)
+    assert done["stored"] == 4
+    assert [name for name, _ in done["failed"]] == ["d2.txt#0"]

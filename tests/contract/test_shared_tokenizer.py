@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 from langchain_core.messages import HumanMessage
 from texts import make_chunks
+from transformers import AddedToken, ByT5Tokenizer
 
 from kvrag import KVRagEngine
+from kvrag.prompt.template import PromptEncoder
 from kvrag.testing.models import tiny_model
 from kvrag.testing.tokenizers import tiny_sentencepiece_tokenizer, tiny_tokenizer
 from langchain_kvrag import ChatKVRag
@@ -136,3 +138,71 @@ def test_tokens_that_are_added_later_are_known(make, tmp_path):
     after = engine.encoder.live_ids("a <note> b")
     assert after != before
     assert tokenizer.convert_tokens_to_ids("<note>") in after
+
+
+def test_a_tokenizer_in_python_gives_the_same_whatever_is_asked_of_it(tmp_path, application):
+    """ByT5's needs no files."""
+    model = tiny_model()
+    model.resize_token_embeddings(len(spelling()))
+    expected = seen_by_kvrag(model, spelling(), tmp_path / "alone")
+    for setting, given in SETTINGS.items():
+        shared = spelling()
+        application(shared, **given)
+        assert seen_by_kvrag(model, shared, tmp_path / setting) == expected
+
+
+def spelling() -> Any:
+    """Return a tokenizer in Python that knows chats."""
+    tokenizer = ByT5Tokenizer(extra_ids=0)
+    tokenizer.chat_template = tiny_tokenizer().chat_template
+    return tokenizer
+
+
+class Wrapper:
+    """What an application puts around a tokenizer: it hands on all that it is asked."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self.inner(*args, **options)
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+
+@every_tokenizer
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_wrapped_tokenizer_is_as_private(model, make, setting, tmp_path):
+    expected = seen_by_kvrag(model, make(), tmp_path / "alone")
+    wrapped = Wrapper(hurried(make(), SETTINGS[setting]))
+    assert seen_by_kvrag(model, wrapped, tmp_path / "wrapped") == expected
+    engine = KVRagEngine.from_pretrained(model, tokenizer=wrapped, kv_dir=tmp_path / "wrapped")
+    assert engine.tokenizer is wrapped
+
+
+@every_tokenizer
+def test_a_token_that_is_marked_as_special_later_is_known(model, make, tmp_path):
+    tokenizer = make()
+    engine = KVRagEngine.from_pretrained(model, tokenizer=tokenizer, kv_dir=tmp_path, context=None)
+    known = tokenizer.get_vocab()
+    words = [word for word in sorted(known) if word.isalpha() and len(word) > 2]
+    whole = next(word for word in words if word[:2] in known)
+    before = engine.encoder.live_ids(whole)
+    tokenizer.add_special_tokens({"additional_special_tokens": [whole[:2]]})
+    after = engine.encoder.live_ids(whole)
+    assert len(tokenizer) == len(known)  # the vocabulary has it already
+    assert after[0] == known[whole[:2]] != before[0]
+
+
+@every_tokenizer
+def test_a_copy_has_the_backend_of_the_tokenizer_and_reads_no_vocabulary(make, monkeypatch):
+    tokenizer = make()
+    tokenizer.add_tokens(["<note>", AddedToken("<mark>", lstrip=True, special=True)])
+    expected = tokenizer.backend_tokenizer.to_str()
+    tokenizer(TEXTS, padding=True, truncation=True, max_length=8)
+    monkeypatch.setattr("copy.deepcopy", lambda *_: pytest.fail("a vocabulary is copied"))
+    assert PromptEncoder(tokenizer).private.backend_tokenizer.to_str() == expected

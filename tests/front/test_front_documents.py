@@ -4,8 +4,10 @@ import httpx
 import pytest
 from front_kit import FakeVLLM, fronted
 from texts import asking, make_chunks
+from transformers import AutoTokenizer
 
 from kvrag.server import ServerConfig
+from kvrag.testing.models import save_tiny_model
 
 NEW = make_chunks(2, words=42, seed=9)
 
@@ -35,6 +37,24 @@ def test_a_text_that_utf8_cannot_encode_is_named_and_costs_no_other_its_kv(http)
     assert "bad" not in http.get("/v1/kv/documents").json()["data"]
     assert "good" in http.get("/v1/kv/documents").json()["data"]
     assert http.post("/v1/kv/delete", json={"ids": ["good"]}).json() == {"erased_chunks": 1}
+
+
+def test_a_token_without_an_embedding_is_refused_before_vllm_reads_it(fake, tmp_path):
+    folder = save_tiny_model(tmp_path / "model")
+    late = AutoTokenizer.from_pretrained(folder)
+    late.add_tokens(["<late>"])
+    late.save_pretrained(folder)
+    with fronted(folder, tmp_path / "kv", fake) as (url, _, _):
+        for name, body in {
+            "chat/completions": {"messages": [{"role": "user", "content": "a <late> b"}]},
+            "completions": {"prompt": "a <late> b"},
+            "completions ": {"prompt": [3, 4, len(late) - 1]},
+        }.items():
+            answer = httpx.post(f"{url}/v1/{name.strip()}", json={"model": "tiny", **body})
+            assert answer.status_code == 400
+            assert str(len(late) - 1) in answer.json()["error"]["message"]
+    sent = [each["body"] for each in fake.requests if each["body"]]
+    assert not [body for body in sent if body.get("prompt") != [0, 1]]  # the worker is asked so
 
 
 @pytest.mark.parametrize(

@@ -24,10 +24,11 @@ from tokenizers import (
 from transformers import AutoTokenizer, LlamaTokenizer, PreTrainedTokenizer, PreTrainedTokenizerFast
 
 from kvrag import ConfigError, InputError, KVRagEngine, ModelError, RepairConfig, StoreConfig
+from kvrag.evaluate.verify import SeamCount, count_seams
 from kvrag.generate.sampling import TextStream
 from kvrag.prompt.spans import SpanIndex, text_entry
 from kvrag.prompt.template import PromptEncoder, cut
-from kvrag.prompt.tokenizer import SeamCount, control_tokens, count_seams
+from kvrag.prompt.tokenizer import control_tokens
 from kvrag.testing.models import tiny_model
 from kvrag.testing.tokenizers import (
     VOCAB_SIZE,

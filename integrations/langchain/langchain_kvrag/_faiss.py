@@ -243,7 +243,10 @@ class FaissStore(VectorStore):
             else:
                 index = self._faiss.serialize_index(self._index).tobytes()
         Path(folder).mkdir(parents=True, exist_ok=True)
-        for name, data in ((_INDEX_FILE, index), (_ROWS_FILE, text.encode())):
+        for name, data in (
+            (_INDEX_FILE, index),
+            (_ROWS_FILE, text.encode("utf-8", "surrogatepass")),
+        ):
             part = Path(folder, f"{name}.{uuid.uuid4().hex}.part")
             try:
                 part.write_bytes(data)

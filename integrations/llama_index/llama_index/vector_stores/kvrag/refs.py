@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import closing
 from pathlib import Path
 
-from kvrag.adapters import below_collection, namespace_digest
+from kvrag.adapters import below_collection, escaped, namespace_digest
 
 logger = logging.getLogger(__name__)
 
@@ -119,4 +119,5 @@ def _transact(db: sqlite3.Connection, statement: str, values: Sequence[tuple[str
     with db:
         for definition in _SCHEMA:
             db.execute(definition)
-        return [row for given in values for row in db.execute(statement, given)]
+        texts = [list(map(escaped, given)) for given in values]  # of ids that UTF-8 can't encode
+        return [row for given in texts for row in db.execute(statement, given)]
