@@ -419,7 +419,7 @@ def test_an_estimate_of_a_model_that_cannot_be_measured_says_what_to_pass(run, m
         (["ask", "hi", "--kv-dir", "a-file"], ["a-file"]),
         (["precompute", "nowhere.md"], ["nowhere.md"]),
         (["precompute", "empty"], ["no text"]),
-        (["precompute", "latin.txt"], ["latin.txt", "UTF-8"]),
+        (["ask", "hi", "--context", "latin.txt"], ["latin.txt", "UTF-8"]),
         (["verify", "latin.txt"], ["UTF-8"]),
         (["verify", "bad.jsonl"], ["line 2", "bad.jsonl"]),
         (["verify", "odd.jsonl"], ["line 1", "not a prompt"]),
