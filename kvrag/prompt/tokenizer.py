@@ -145,7 +145,7 @@ class SegmentTokenizer:
                 "PreTrainedTokenizerFast(tokenizer_object=...)"
             )
         self.tokenizer = tokenizer
-        self.config = None if model is None else model.config
+        self.config: Any = None if model is None else model.config
         self._private = RUNTIME.of(tokenizer, _Private)
         try:
             alone = self._encode("a", as_text=True)
@@ -206,7 +206,10 @@ class SegmentTokenizer:
         ids = self._encode(text, as_text=False)
         if ids[: len(self.bos_ids)] == self.bos_ids:
             return ids
-        return self._known([*self.bos_ids, *ids])
+        beyond = max(self.bos_ids, default=0)
+        if self.config is not None and beyond >= self.config.vocab_size:
+            raise self._beyond(beyond)
+        return [*self.bos_ids, *ids]
 
     def continuation_ids(self, continuation: object, vocab_size: int) -> list[int]:
         """Return the token ids of a continuation, which is text or token ids.
@@ -320,18 +323,18 @@ class SegmentTokenizer:
         return self._encode(text, as_text=as_text)
 
     def _encode(self, text: str, *, as_text: bool) -> list[int]:
-        return self._known(self._all_ids(text, as_text=as_text))
-
-    def _known(self, ids: list[int]) -> list[int]:
-        """Return the ids; raise :class:`InputError` if the model has no embedding for a token."""
-        beyond = max(ids, default=0)
-        if self.config is not None and beyond >= self.config.vocab_size:
-            raise UnreadableTextError(
-                f"the text holds {self.tokenizer.convert_ids_to_tokens(beyond)!r}, token {beyond}, "
-                f"but the model has embeddings for 0 to {self.config.vocab_size - 1}; pass its "
-                "own tokenizer, or call model.resize_token_embeddings(len(tokenizer))"
-            )
+        ids = self._all_ids(text, as_text=as_text)
+        if self.config is not None and max(ids, default=0) >= self.config.vocab_size:
+            raise self._beyond(max(ids))
         return ids
+
+    def _beyond(self, token: int) -> UnreadableTextError:
+        """Return the error for a token that the model has no embedding for."""
+        return UnreadableTextError(
+            f"the text holds {self.tokenizer.convert_ids_to_tokens(token)!r}, token {token}, "
+            f"but the model has embeddings for 0 to {self.config.vocab_size - 1}; pass its "
+            "own tokenizer, or call model.resize_token_embeddings(len(tokenizer))"
+        )
 
     def _all_ids(self, text: str, *, as_text: bool) -> list[int]:
         if not text:
