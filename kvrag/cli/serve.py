@@ -75,6 +75,13 @@ _ORIGIN = typer.Option(
         "Origin of web pages that may call the API, as https://chat.example.com, or *; repeatable."
     ),
 )
+_ALLOWED = typer.Option(
+    "--allowed-host",
+    help=(
+        "Name that clients without a key may use beside localhost and addresses, as "
+        "kvrag.example.com, *.example.com, or *; repeatable."
+    ),
+)
 _HOST = typer.Option(help="Address to listen on.")
 _PORT = typer.Option(min=0, max=65535, help="Port to listen on; 0: any that is free.")
 _WAITING = typer.Option(min=0, help="Requests that may wait; more are refused with 503.")
@@ -100,6 +107,7 @@ def serve(
     max_waiting: Annotated[int, _WAITING] = 256,
     max_tokens: Annotated[int, _TOKENS] = 4096,
     cors_origin: Annotated[list[str] | None, _ORIGIN] = None,
+    allowed_host: Annotated[list[str] | None, _ALLOWED] = None,
     log_format: Annotated[
         Literal["text", "json"], typer.Option(help="How lines of the log are written.")
     ] = "text",
@@ -122,6 +130,7 @@ def serve(
 
     given: Given = {"model_name": model_name, "max_waiting": max_waiting, "max_tokens": max_tokens}
     given["cors_origins"] = tuple(cors_origin or ())
+    given["allowed_hosts"] = (host, *(allowed_host or ()))
     if ray:
         options = engine_options(engine, repair=repair, limits=limits)
         _on_ray(options, given, host, port, replicas or "1", log_format)
@@ -163,6 +172,7 @@ def _before_vllm(
         api_keys=_keys(given["host"], is_insecure=given["insecure"]),
         model_name=given["model_name"],
         cors_origins=tuple(given["cors_origin"] or ()),
+        allowed_hosts=(given["host"], *(given["allowed_host"] or ())),
     )
     prepare_process()
     log_format = given["log_format"]

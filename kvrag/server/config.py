@@ -7,7 +7,9 @@ import hmac
 import os
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from ipaddress import ip_address
 
 from kvrag.config.spelling import parse_bytes
 from kvrag.errors import ConfigError
@@ -18,6 +20,7 @@ KEYS_VARIABLE = "KVRAG_API_KEYS"
 There is no option, because other users can see the arguments of a process.
 """
 
+_HOST = re.compile(r"\*|(\*\.)?[^*/\s]+")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 
 
@@ -47,6 +50,10 @@ class ServerConfig:
     cors_origins
         Origins of web pages that may call the API from a browser, as ``https://chat.example.com``;
         ``"*"``: any. Default: only the server's own page.
+    allowed_hosts
+        Names of this server beside ``localhost`` and its addresses, as ``kvrag.example.com`` or
+        ``*.example.com``; ``"*"``: any. Without keys, requests to other names are refused: a web
+        page whose own name is pointed at this machine (DNS rebinding) could send them.
     timeout_s, drain_s
         Seconds that an answer may take, the wait for a slot included; seconds that running answers
         get when the server shuts down.
@@ -60,6 +67,7 @@ class ServerConfig:
     max_body_bytes: int = 8 * 2**20
     max_tokens: int = 4096
     cors_origins: Sequence[str] = ()
+    allowed_hosts: Sequence[str] = ()
     timeout_s: float = 600.0
     drain_s: float = 30.0
 
@@ -82,10 +90,15 @@ class ServerConfig:
             raise ConfigError(
                 "ServerConfig.api_keys has an empty key or tenant; give each key a tenant"
             )
-        if isinstance(self.cors_origins, str):
-            raise ConfigError(
-                f"ServerConfig.cors_origins is {self.cors_origins!r}; pass a list of origins"
-            )
+        for name, kind in (("cors_origins", "origins"), ("allowed_hosts", "names")):
+            if isinstance(value := getattr(self, name), str):
+                raise ConfigError(f"ServerConfig.{name} is {value!r}; pass a list of {kind}")
+        for host in self.allowed_hosts:
+            if not _HOST.fullmatch(host):
+                raise ConfigError(
+                    f"ServerConfig.allowed_hosts holds {host!r}; write a name without scheme and "
+                    "port, as kvrag.example.com, *.example.com, or '*'"
+                )
         for origin in self.cors_origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 wanted = (
@@ -93,6 +106,24 @@ class ServerConfig:
                     "without a path, or '*'"
                 )
                 raise ConfigError(f"ServerConfig.cors_origins holds {origin!r}; {wanted}")
+
+    def answers_to(self, host: str, address: str) -> bool:
+        """Whether a request to ``host``, a name or an address, is meant for this server.
+
+        ``address`` is the server's own end of the connection, if known.
+        """
+        host = host.rstrip(".")
+        if host == "localhost" or _is_loopback(host) or host == address:
+            return True
+        # A browser looks an address up nowhere, so no page can be given one.
+        if _is_address(host) and not _is_loopback(address):
+            return True
+        return any(
+            [
+                allowed in ("*", host) or (allowed[0] == "*" and host.endswith(allowed[1:]))
+                for allowed in map(str.lower, self.allowed_hosts)
+            ]
+        )
 
     def tenant_of(self, authorization: str, x_api_key: str) -> str | None:
         """Return the tenant of the key in a request's headers, or ``None``.
@@ -108,6 +139,17 @@ class ServerConfig:
             if hmac.compare_digest(hashlib.sha256(known.encode()).digest(), digest):
                 found = tenant
         return found
+
+
+def _is_address(host: str) -> bool:
+    with suppress(ValueError):
+        ip_address(host)
+        return True
+    return False
+
+
+def _is_loopback(host: str) -> bool:
+    return _is_address(host) and ip_address(host).is_loopback
 
 
 def keys_of_environment() -> dict[str, str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Collection, MutableMapping, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 from sse_starlette.sse import SendTimeoutError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -64,6 +65,7 @@ class Gate:
             await send(message)
 
         try:
+            self._check_host(scope, headers)
             state["tenant"] = record.tenant = self._tenant(scope["path"], headers)
             await self._app(scope, self._limited(headers, receive), send_named)
         except Exception as error:
@@ -117,6 +119,26 @@ class Gate:
             or origin in self._config.cors_origins
             or "*" in self._config.cors_origins
         )
+
+    def _check_host(self, scope: Scope, headers: dict[bytes, str]) -> None:
+        """Raise ``APIError`` if a server without keys is asked by a name that is not its own.
+
+        A page whose name is pointed at this machine (DNS rebinding) is of its own origin here.
+        """
+        given = headers.get(b"host", "")
+        if self._config.api_keys or not given:  # a browser always names the host
+            return
+        try:
+            host = urlsplit(f"//{given}").hostname or ""
+        except ValueError:
+            host = ""
+        if not self._config.answers_to(host, (scope.get("server") or ("",))[0]):
+            message = (
+                f"the header Host is {given[:200]!r}, which is not a name of this server without "
+                "API keys; start it with --allowed-host NAME (ServerConfig.allowed_hosts), or set "
+                "API keys"
+            )
+            raise APIError(421, message, "host_not_allowed")
 
     def _tenant(self, path: str, headers: dict[bytes, str]) -> str | None:
         """Return the tenant of the request's key; raise ``APIError`` without a known key."""

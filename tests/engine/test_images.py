@@ -118,7 +118,9 @@ def test_llama_index_refuses_an_image(model_dir, block, has_template):
 
 def test_the_server_refuses_an_image(model_dir):
     engine = KVRagEngine.get(model_dir)
-    with TestClient(create_app(engine, ServerConfig(model_name="tiny"))) as http:
+    with TestClient(
+        create_app(engine, ServerConfig(model_name="tiny")), base_url="http://localhost"
+    ) as http:
         content = [FORMS["data URL"], {"type": "text", "text": "What is it?"}]
         body = {"model": "tiny", "messages": [{"role": "user", "content": content}]}
         refused = http.post("/v1/chat/completions", json=body)

@@ -132,3 +132,9 @@ def test_keys_have_their_own_documents(tiny_dir, tmp_path, engine, chunks):
         assert httpx.post(f"{url}/v1/kv/precompute", json=body, **a).status_code == 200
         assert httpx.get(f"{url}/v1/kv/documents", **a).json()["data"] == ["d"]
         assert httpx.get(f"{url}/v1/kv/documents", **b).json()["data"] == []
+
+
+@pytest.mark.parametrize(("method", "path"), [("GET", "/v1/models"), ("POST", "/v1/kv/delete")])
+def test_a_page_that_points_its_name_here_gets_nothing(http, method, path):
+    headers = {"host": "evil.test", "origin": "http://evil.test"}
+    assert http.request(method, path, headers=headers, json={"ids": []}).status_code == 421

@@ -25,7 +25,9 @@ def http():
     tokenizer.chat_template = THINKS
     engine = KVRagEngine.from_pretrained(tiny_model(), tokenizer=tokenizer, prove="off")
     with TestClient(
-        create_app(engine, ServerConfig(model_name=ID)), raise_server_exceptions=False
+        create_app(engine, ServerConfig(model_name=ID)),
+        base_url="http://localhost",
+        raise_server_exceptions=False,
     ) as client:
         yield client
     engine.close()
