@@ -128,9 +128,7 @@ def serve(
     from kvrag.server import ServerConfig, create_app
     from kvrag.server.app import prepare_process
 
-    given: Given = {"model_name": model_name, "max_waiting": max_waiting, "max_tokens": max_tokens}
-    given["cors_origins"] = tuple(cors_origin or ())
-    given["allowed_hosts"] = (host, *(allowed_host or ()))
+    given = _of_server(ctx.params)
     if ray:
         options = engine_options(engine, repair=repair, limits=limits)
         _on_ray(options, given, host, port, replicas or "1", log_format)
@@ -169,10 +167,7 @@ def _before_vllm(
         del options["context"]
     given = ctx.params
     config = ServerConfig(
-        api_keys=_keys(given["host"], is_insecure=given["insecure"]),
-        model_name=given["model_name"],
-        cors_origins=tuple(given["cors_origin"] or ()),
-        allowed_hosts=(given["host"], *(given["allowed_host"] or ())),
+        api_keys=_keys(given["host"], is_insecure=given["insecure"]), **_of_server(given)
     )
     prepare_process()
     log_format = given["log_format"]
@@ -186,6 +181,15 @@ def _before_vllm(
         code = child.code
     if code is not None:
         raise typer.Exit(code)
+
+
+def _of_server(given: Given) -> Given:
+    """Return the options of a server, and of a front, among those of the command."""
+    return {
+        **{name: given[name] for name in ("model_name", "max_waiting", "max_tokens")},
+        "cors_origins": tuple(given["cors_origin"] or ()),
+        "allowed_hosts": (given["host"], *(given["allowed_host"] or ())),
+    }
 
 
 def _exit(number: int, _: object) -> None:
