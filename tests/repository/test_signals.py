@@ -1,0 +1,32 @@
+"""Tests that send signals end where the shell ignores them, as under nohup, in a background job, and in some CI."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+TESTS = Path(__file__).parents[1]
+SENT = (
+    "server/test_kv_client.py::test_ctrl_c_ends_the_wait",
+    "engine/test_thread_faults.py::test_ctrl_c_in_generate_stops_decoding_while_the_traceback_is_kept",
+    "server/test_serve.py::test_a_running_answer_is_finished_after_sigterm",
+)
+
+
+def _ignore() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def test_tests_that_send_signals_end_where_these_are_ignored():
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-x"]
+    done = subprocess.run(
+        [*command, *SENT],
+        cwd=TESTS,
+        preexec_fn=_ignore,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert f"{len(SENT)} passed" in done.stdout
