@@ -415,7 +415,6 @@ class KVRagEngine:
             if self._loaded is None:
                 self._loaded = load(self.source, make_encoder=PromptEncoder)
                 on_accelerator(self.store, self._loaded.lm.device, self.store_config)
-                self.profile = self._loaded.fingerprint, kept_profile(self)
             return self._loaded
 
     @property

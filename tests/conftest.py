@@ -8,6 +8,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import random
 import shutil
+import signal
 import threading
 from collections import Counter
 
@@ -24,6 +25,15 @@ from kvrag.testing.models import save_tiny_model, tiny_model
 from kvrag.testing.tokenizers import tiny_tokenizer
 
 torch.set_num_threads(1)
+
+# A job in a shell's background, nohup and some CI ignore signals, and so would tests and their
+# children that are sent one: they would wait for ever.
+for number, handler in {
+    signal.SIGINT: signal.default_int_handler,
+    signal.SIGTERM: signal.SIG_DFL,
+}.items():
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, handler)
 
 pipeline.DEFAULT_MAX_NEW_TOKENS = (
     64  # tiny models never end an answer; tests/generate/test_lengths.py has the true one

@@ -56,6 +56,8 @@ _QUESTIONS = typer.Option(
     ),
 )
 _HTML = typer.Option("--html", help="Write a page with tables and plots to this file, too.")
+_KEEP = "Keep the result as the default; --no-keep: only measure. Keeping takes 12 prompts or more."
+_MISSED = "the target was MISSED; this setting has the least KL"
 _COUNT = typer.Option(
     min=2, help="Facts to plant in chunks and to ask for, where there are no --questions."
 )
@@ -180,11 +182,13 @@ def calibrate(
     chunks: Annotated[int, _CHUNKS] = 6,
     chunk_tokens: Annotated[int, _CHUNK_TOKENS] = 250,
     seed: Annotated[int, _SEED] = 0,
+    keep: Annotated[bool, typer.Option(help=_KEEP)] = True,
     as_json: AsJson = False,
 ) -> None:
     """Find the cheapest repair that reaches a target on this model and your texts.
 
-    Keeps it as the default of this model, context and --kv-dtype. Takes minutes for every
+    Keeps it as the default of this model, context and --kv-dtype, for every later use. Deleting
+    the printed file undoes that, and --no-keep only measures. Takes minutes for every
     --chunk-context, which may be repeated. Exit status 1 if all of them miss the target.
     """
     name_model(ctx, engine, words)
@@ -195,6 +199,7 @@ def calibrate(
         "prompts": prompts,
         "chunks_per_prompt": chunks,
         "seed": seed,
+        "keep": keep,
     }
     found: dict[str, Found] = {}
     with ExitStack() as opened:
@@ -207,13 +212,10 @@ def calibrate(
         grid(f"Chunks behind the context {name[:40]!r}", _CANDIDATES, map(_cells, f.trials))
         for name, f in found.items()
     ]
-    reached = {name: f.profile.kept.cost for name, f in found.items() if f.profile.is_reached}
-    best = min(reached, key=lambda name: reached[name], default=None)
-    kept = {f"behind {name[:40]!r}": _kept(f) for name, f in found.items()}
-    kept["least cost"] = "the target was MISSED; the setting with the least KL is kept"
-    if best:
-        kept["least cost"] = f"behind {best[:40]!r}"
-    values = {name: {**asdict(f), "reached": name in reached} for name, f in found.items()}
+    best = _cheapest(found)
+    kept = {f"behind {name[:40]!r}": _kept(f, is_kept=keep) for name, f in found.items()}
+    kept["least cost"] = f"behind {best[:40]!r}" if best else _MISSED
+    values = {name: {**asdict(f), "reached": f.profile.is_reached} for name, f in found.items()}
     show(
         {"contexts": values, "best": best},
         *tables,
@@ -221,6 +223,12 @@ def calibrate(
         as_json=as_json,
         ok=bool(best),
     )
+
+
+def _cheapest(found: dict[str, Found]) -> str | None:
+    """Return the context whose repair reached the target at the least cost."""
+    reached = {name: f.profile.kept.cost for name, f in found.items() if f.profile.is_reached}
+    return min(reached, key=lambda name: reached[name], default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,10 +257,14 @@ def _calibrated(
     return Found(profile, trials, profile_file(engine))
 
 
-def _kept(found: Found) -> str:
+def _kept(found: Found, *, is_kept: bool) -> str:
     result = "reached" if found.profile.is_reached else "missed"
-    where = found.file if found.file.is_file() else f"nowhere: {found.file} can't be written"
-    return f"{_cells(found.profile.kept)[0]}: target {result}; kept in {where}"
+    where = f"kept in {found.file}; delete this file to undo it"
+    if not is_kept:
+        where = "not kept, as --no-keep says; nothing has changed"
+    elif not found.file.is_file():
+        where = f"kept nowhere: {found.file} can't be written"
+    return f"{_cells(found.profile.kept)[0]}: target {result}; {where}"
 
 
 def _cells(trial: Trial) -> tuple[str, ...]:

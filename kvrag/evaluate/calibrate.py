@@ -8,6 +8,7 @@ their KV. The profiles that ship with the package, in ``profiles.json``, have th
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
@@ -25,9 +26,10 @@ from pydantic import TypeAdapter
 from kvrag.blend.cost import IN_ROWS, Price
 from kvrag.blend.layout import Layout, place
 from kvrag.blend.select import BASE_ROWS, BASE_SHARE, MOST_SHARE
-from kvrag.cache import cache_dir, keep
+from kvrag.cache import cache_dir
+from kvrag.cache import keep as keep_file
 from kvrag.config import RepairConfig
-from kvrag.errors import OutOfMemoryError
+from kvrag.errors import InputError, OutOfMemoryError
 from kvrag.evaluate.answers import Reference, answered
 from kvrag.evaluate.engine import Engine
 from kvrag.evaluate.questions import IS_RIGHT, planted, score
@@ -40,10 +42,14 @@ TARGET_KL = 0.02
 TARGET_TOP1 = 0.97
 TARGET_LOST = 0.02
 ANSWER_TOKENS = 24
+LEAST_PROMPTS = 12  # of a profile that is kept
+STANDARD_ERRORS = 2.2  # of a mean's 95% interval: Student's t for the least sample
 START = RepairConfig(recompute_ratio=0.10)
 LOWER = (0.05, 0.03, 0.02)
 HIGHER = (None, 0.20, 0.40)  # None: the default
 """Recompute ratios tried after :data:`START`, in this order."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +73,10 @@ class Trial:
     lost: float = 0.0
 
     def reaches(self, max_mean_kl: float, min_top1: float) -> bool:
-        """Whether both means are within the limits by a standard error, and few facts are lost."""
-        is_close = (
-            self.mean_kl + self.kl_error <= max_mean_kl and self.top1 - self.top1_error >= min_top1
-        )
+        """Whether the means' 95% intervals are within the limits, and few facts are lost."""
+        highest_kl = self.mean_kl + STANDARD_ERRORS * self.kl_error
+        lowest_top1 = self.top1 - STANDARD_ERRORS * self.top1_error
+        is_close = highest_kl <= max_mean_kl and lowest_top1 >= min_top1
         return is_close and self.lost <= TARGET_LOST
 
 
@@ -112,6 +118,7 @@ def calibrate_repair(
     prompts: int = 24,
     chunks_per_prompt: int = 6,
     seed: int = 0,
+    keep: bool = True,
     on_trial: Callable[[Trial], None] = lambda _: None,
     show_progress: bool | None = None,
 ) -> Profile:
@@ -126,10 +133,12 @@ def calibrate_repair(
         The engine, and chunk texts as your application splits them.
     max_mean_kl, min_top1
         The target: mean KL from the full prefill in nats per token, and share of equal most likely
-        tokens, over the model's own answers. Both must be reached with a standard error to spare.
+        tokens, over the model's own answers. The 95% intervals of both must be within it.
     prompts, chunks_per_prompt, seed
         Number of prompts, chunks per prompt (as many as your application retrieves), and the seed
         of the draw.
+    keep
+        ``False``: change nothing, only measure. A profile of fewer than 12 prompts is not kept.
     on_trial
         Called with every :class:`Trial`.
     show_progress
@@ -139,12 +148,18 @@ def calibrate_repair(
     Raises
     ------
     InputError
-        If there are too few chunks or prompts; :class:`ContextLengthError` if the prompts exceed
+        If there are too few chunks or prompts; also if the profile is to be kept and there are
+        fewer than 12 prompts. :class:`ContextLengthError` if the prompts exceed
         the model's context window.
     UnsupportedModelError
         If this model's KV can't be reused.
     """
     check_show(show_progress)
+    if keep and prompts < LEAST_PROMPTS:
+        raise InputError(
+            f"{prompts} prompts are too few to choose a model's repair by; pass at least "
+            f"{LEAST_PROMPTS}, or keep=False (--no-keep) to look without keeping the result"
+        )
     asked = planted(engine, chunks, prompts, chunks_per_prompt, seed)
     with closing(engine.in_memory()) as own:
         own.precompute(
@@ -170,7 +185,7 @@ def calibrate_repair(
             on_trial(trial)
             return trial
 
-        kept = search(measure, lambda trial: trial.reaches(max_mean_kl, min_top1))
+        found = search(measure, lambda trial: trial.reaches(max_mean_kl, min_top1))
     versions = {name: version(name) for name in ("kvrag", "torch", "transformers")}
     about = (
         prompts,
@@ -180,9 +195,10 @@ def calibrate_repair(
         versions,
         datetime.now(UTC).date().isoformat(),
     )
-    profile = Profile(kept, max_mean_kl, min_top1, *about)
-    engine.profile = engine.loaded.fingerprint, profile
-    keep(profile_file(engine), json.dumps(asdict(profile)))
+    profile = Profile(found, max_mean_kl, min_top1, *about)
+    if keep:
+        engine.profile = engine.loaded.fingerprint, profile
+        keep_file(profile_file(engine), json.dumps(asdict(profile)))
     return profile
 
 
@@ -270,12 +286,26 @@ def profile_file(engine: Engine) -> Path:
 def kept_profile(engine: Engine) -> Profile | None:
     """Read this user's profile for an engine, else the shipped profile of the same name.
 
-    A damaged file counts as absent.
+    A damaged file, or a profile of too few prompts, counts as absent. The log says once that a
+    profile of this user's decides.
     """
     file = profile_file(engine)
     with suppress(OSError, ValueError):
-        return TypeAdapter(Profile).validate_json(file.read_bytes())
+        profile = TypeAdapter(Profile).validate_json(file.read_bytes())
+        if profile.prompts >= LEAST_PROMPTS:
+            _say_kept(file, described(profile.kept.repair), str(profile))
+            return profile
     return _shipped().get(file.stem)
+
+
+@cache
+def _say_kept(file: Path, repair: str, origin: str) -> None:
+    logger.warning(
+        "repair of this model: %s (%s); kept in %s. Delete this file to undo it, or pass repair=",
+        repair,
+        origin,
+        file,
+    )
 
 
 @cache

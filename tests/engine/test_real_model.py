@@ -127,7 +127,7 @@ def test_calibration_finds_less_than_a_full_prefill_and_nearer_than_no_repair(
     trials: list[Trial] = []
     own = KVRagEngine.from_pretrained(file, dtype="float32")
     profile = own.calibrate(
-        texts, prompts=2, chunks_per_prompt=3, max_mean_kl=0.0, on_trial=trials.append
+        texts, prompts=12, chunks_per_prompt=3, max_mean_kl=0.0, on_trial=trials.append
     )
     assert trials[0].repair.strategy == "none"
     assert profile.kept.mean_kl < trials[0].mean_kl

@@ -151,7 +151,7 @@ def test_verify_and_calibrate_count_their_prompts(shown, engine, show):
     engine.verify([PROMPT, PROMPT], max_new_tokens=1, show_progress=show)
     assert shown == [["verifying", 2, 2, show]]
     shown.clear()
-    engine.calibrate(CHUNKS, prompts=3, chunks_per_prompt=2, show_progress=show)
+    engine.calibrate(CHUNKS, prompts=3, chunks_per_prompt=2, keep=False, show_progress=show)
     counted = [row for row in shown if row[1] == 3]
     assert [row[0] for row in counted][:2] == ["answering by full prefill", "calibrating, trial 1"]
     assert all(row[1:] == [3, 3, show] for row in counted)
