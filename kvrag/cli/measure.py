@@ -102,7 +102,7 @@ def evaluate(
         }
         found = opened.evaluate([chunk.text for chunk in split], asked, **options)
     title = f"{engine['model']} on {', '.join(map(str, corpus or ('the example documents',)))}"
-    totals = _totals(found)
+    totals = _totals(found, len(split))
     if html is not None:
         html.write_text(page(title, totals, found.rows), "utf-8")
         say(f"wrote {html}", err=True)
@@ -137,20 +137,21 @@ def _answer_cells(row: Compared) -> tuple[str, ...]:
     return row.question, row.answers[0], row.full, row.reuse, "lost" if row.is_lost else "won"
 
 
-def _totals(found: Evaluation) -> dict[str, str]:
+def _totals(found: Evaluation, num_chunks: int) -> dict[str, str]:
     """Return the figures of an evaluation as text."""
     rows, (low, high) = found.rows, found.lost_interval
     full = fmean(row.full_ttft_ms for row in rows)
     reuse = fmean(row.reuse_ttft_ms for row in rows)
     per_chunk = found.chunk_bytes / max(1, found.num_chunks)
+    share = num_chunks / max(1, found.num_chunks)
     figures: dict[str, Any] = {
         "questions": len(rows),
         "score": (
             f"{found.full_score:.3f} by full prefill, {found.reuse_score:.3f} with reuse "
-            f"(retention {found.retention:.1%})"
+            f"(retention {_share(found.retention)})"
         ),
         "lost": f"{found.num_lost} of {found.num_right} that full prefill has right: "
-        f"{found.lost:.1%} (95% interval {low:.1%} to {high:.1%})",
+        f"{_share(found.lost)} (95% interval {low:.1%} to {high:.1%})",
         "won": sum(row.is_won for row in rows),
         "same answer": f"{found.same:.0%}, word for word",
         "mean KL": f"{found.mean_kl:.4f} nats per answer token",
@@ -160,11 +161,16 @@ def _totals(found: Evaluation) -> dict[str, str]:
         ),
         "index": (
             f"{found.num_chunks} chunks in {found.chunk_seconds:.1f} s, {per_chunk / 2**20:.2f} "
-            "MiB each"
+            f"MiB each; all {num_chunks} of the corpus: about "
+            f"{found.chunk_seconds * share:.1f} s, {per_chunk * num_chunks / 2**20:.1f} MiB"
         ),
         "repair": found.repair,
     }
     return {name: str(value) for name, value in figures.items()}
+
+
+def _share(value: float) -> str:
+    return "can't be said" if math.isnan(value) else f"{value:.1%}"
 
 
 @takes(engine=CALIBRATE)

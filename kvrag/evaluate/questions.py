@@ -97,20 +97,31 @@ def planted(
     pool = draw.sample(
         texts, min(len(texts), len(places), CHUNKS_PER_PROMPT * max(count, chunks_per_prompt))
     )
-    facts = [(place, _code(draw)) for place in draw.sample(places, len(pool))]
+    found: list[Question] = []
+    while len(found) < count:
+        facts = [(place, _code(draw)) for place in draw.sample(places, len(pool))]
+        found.extend(_ask_all(pool, facts, chunks_per_prompt, draw))
+    return found[:count]
+
+
+def _ask_all(
+    pool: Sequence[str],
+    facts: Sequence[tuple[str, str]],
+    chunks_per_prompt: int,
+    draw: random.Random,
+) -> list[Question]:
+    """Ask for every fact once: an interval takes questions as independent."""
     told = [
         _with(text, f"The access code of the {place} is {code}.", draw)
         for text, (place, code) in zip(pool, facts, strict=True)
     ]
     found = []
-    for _ in range(count):
-        drawn = draw.sample(range(len(pool)), chunks_per_prompt)
-        place, code = facts[draw.choice(drawn)]
-        found.append(
-            Question(
-                f"What is the access code of the {place}?", tuple(told[i] for i in drawn), (code,)
-            )
-        )
+    for home in draw.sample(range(len(pool)), len(pool)):
+        drawn = draw.sample([i for i in range(len(pool)) if i != home], chunks_per_prompt - 1)
+        drawn.insert(draw.randint(0, len(drawn)), home)
+        place, code = facts[home]
+        asked = f"What is the access code of the {place}?"
+        found.append(Question(asked, tuple(told[i] for i in drawn), (code,)))
     return found
 
 

@@ -54,6 +54,13 @@ def test_facts_are_planted_by_the_seed_and_each_question_has_one_answer(engine):
         assert f"The access code of the {place} is {question.answers[0]}." in homes[0]
 
 
+def test_no_fact_is_asked_for_twice(engine):
+    """Also with more questions than chunks: equal questions are no independent ones."""
+    for count in (4, 8, 30):
+        asked = planted(engine, CHUNKS, count, 3, 0)
+        assert len({(question.text, question.answers) for question in asked}) == count
+
+
 def test_a_planted_fact_takes_nothing_from_its_chunk(engine):
     originals = {chunk.replace(" ", "") for chunk in CHUNKS}
     for question in planted(engine, CHUNKS, 4, 3, 0):
@@ -247,6 +254,8 @@ def test_the_command_prints_totals_and_writes_a_page_that_needs_no_other(
     assert done.exit_code == 0, done.output
     assert "by full prefill" in done.output
     assert "95% interval" in done.output
+    assert "nan" not in done.output
+    assert "of the corpus: about" in " ".join(done.output.replace("│", " ").split())
     page = (tmp_path / "report.html").read_text()
     assert page.count("<circle") == 6
     assert "access code" in page
