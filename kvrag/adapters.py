@@ -41,7 +41,7 @@ from kvrag.config import (
     refuse_misplaced,
     unknown_option,
 )
-from kvrag.config.address import address, check_kv_dir, shown
+from kvrag.config.address import check_kv_dir, local, place, shown
 from kvrag.config.signatures import checks_names
 from kvrag.config.spelling import respelt
 from kvrag.engine import KVRagEngine
@@ -93,7 +93,8 @@ if TYPE_CHECKING:
     Device = str | torch.device | None
     Dtype = str | torch.dtype
 else:  # pydantic must neither check these nor put them into a schema
-    ModelLike = Device = Dtype = Any
+    ModelLike = Annotated[Any, AfterValidator(local)]
+    Device = Dtype = Any
 
 __all__ = [
     "FORM",
@@ -235,9 +236,9 @@ class EngineFields(BaseModel):
     API."""
     presence_penalty: float = 0.0
     """Subtract this from the logits of tokens that occur in the answer."""
-    tokenizer: Any = Field(default=None, repr=False)
+    tokenizer: Annotated[Any, AfterValidator(local)] = Field(default=None, repr=False)
     """A tokenizer, its id or directory; default: the model's."""
-    kv_dir: Annotated[str | os.PathLike[str] | None, SkipValidation, AfterValidator(address)] = None
+    kv_dir: Annotated[str | os.PathLike[str] | None, SkipValidation, AfterValidator(place)] = None
     """Directory of the KV store; default: keep chunks in memory only."""
     prefix: Any = Field(default=None, repr=False)
     """Prompt's start, up to the first chunk: text, messages, the prompt template of your chain, a

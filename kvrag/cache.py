@@ -21,7 +21,7 @@ def cache_dir() -> Path:
     """
     own = os.environ.get(VARIABLE)
     if own:
-        return Path(own)
+        return _once(own)
     base = os.environ.get("XDG_CACHE_HOME", "")
     if os.path.isabs(base):
         return Path(base) / "kvrag"
@@ -29,6 +29,12 @@ def cache_dir() -> Path:
         return Path.home() / ".cache" / "kvrag"
     except RuntimeError:
         return Path(_private_folder().name)
+
+
+@cache
+def _once(own: str) -> Path:
+    # Resolved once: a change of the working directory must not change the place.
+    return Path(os.path.abspath(os.path.expanduser(own)))
 
 
 @cache

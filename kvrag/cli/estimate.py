@@ -237,7 +237,7 @@ def _speeds(
     prefill, disk = given
     if measure and disk is None and "://" not in engine["kv_dir"]:
         with Progress(f"writing and reading a file in {engine['kv_dir']}"):
-            disk = read_bandwidth(Path(engine["kv_dir"]))
+            disk = read_bandwidth(Path(engine["kv_dir"]).expanduser())
     if measure and prefill is None:
         from kvrag.model.load import load
         from kvrag.model.source import ModelSource

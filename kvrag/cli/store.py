@@ -65,7 +65,7 @@ def _check_is_store(kv_dir: str) -> None:
     """Raise :class:`StoreError` where there is no store; opening the directory would create it."""
     if "://" in kv_dir:
         return
-    path = Path(kv_dir)
+    path = Path(kv_dir).expanduser()
     if path.exists() and not path.is_dir():
         raise StoreError(f"{kv_dir!r} is a file; --kv-dir must name the directory of a KV store")
     if not (path / "format.json").is_file():

@@ -102,4 +102,30 @@ def check_kv_dir(kv_dir: object) -> str | None:
         raise ConfigError(f"kv_dir is {shown(kv_dir)}; pass the path of a directory")
     if kv_dir is None or (isinstance(kv_dir, str) and "://" in kv_dir):
         return kv_dir and Address(kv_dir)
-    return os.path.abspath(kv_dir)
+    return absolute(kv_dir)
+
+
+def absolute(path: str | os.PathLike[str]) -> str:
+    """Return the absolute path that a path names now; ``~`` is the home directory."""
+    return os.path.abspath(os.path.expanduser(path))
+
+
+def place(value: Any) -> Any:
+    """Return a path as an absolute path, so that a change of directory does not change its place.
+
+    An address of a shared store becomes an :class:`Address`; any other value is unchanged.
+    """
+    if isinstance(value, (str, os.PathLike)) and "://" not in str(value) and "\0" not in str(value):
+        return absolute(value)
+    return address(value)
+
+
+def local(value: Any) -> Any:
+    """Return the name of an existing file or directory as an absolute path, as :func:`place` does.
+
+    Any other value, such as a hub id, is unchanged.
+    """
+    is_name = isinstance(value, (str, os.PathLike))
+    if is_name and (str(value).startswith("~") or os.path.exists(value)):
+        return absolute(value)
+    return value

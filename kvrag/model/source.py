@@ -16,7 +16,7 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from kvrag.config import check_prove
-from kvrag.config.address import shown
+from kvrag.config.address import local, shown
 from kvrag.errors import (
     ConfigError,
     KVRagError,
@@ -58,7 +58,8 @@ class ModelSource:
     cache_weights: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "model", unwrap(self.model))
+        object.__setattr__(self, "model", unwrap(local(self.model)))
+        object.__setattr__(self, "tokenizer", local(self.tokenizer))
         # transformers' old name for ``dtype``, which it ignores beside the new name.
         if "torch_dtype" in self.hf_kwargs:
             if self.dtype != "auto":
@@ -281,12 +282,8 @@ def check_path(path: str, what: str) -> None:
             "pass the directory that holds config.json, or a .gguf file"
         )
     elif not is_there and _HUB_NAME.fullmatch(path) is None:
-        if path.startswith("~"):
-            remedy = "'~' is not expanded here, write the directory out"
-        else:
-            remedy = "check the path"
         raise ModelError(
-            f"the directory {named} of the {what} does not exist; {remedy}, "
+            f"the directory {named} of the {what} does not exist; check the path, "
             "or pass a hub id such as 'owner/name'"
         )
 

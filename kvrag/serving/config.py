@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvrag.config import RepairConfig, StoreConfig, as_config
-from kvrag.config.address import address
+from kvrag.config.address import address, place
 from kvrag.engine import KVRagEngine
 from kvrag.errors import ConfigError
 from kvrag.server.config import ServerConfig, keys_of_environment
@@ -54,7 +54,7 @@ class ServingConfig:
     warm_s: float = 10.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "kv_dir", address(self.kv_dir))
+        object.__setattr__(self, "kv_dir", place(self.kv_dir))
         object.__setattr__(
             self, "store", {name: address(value) for name, value in self.store.items()}
         )

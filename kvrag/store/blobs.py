@@ -8,6 +8,7 @@ so a name always stands for a complete file.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import re
 import secrets
@@ -17,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import cache
 from itertools import islice
 from pathlib import Path
 
@@ -25,18 +27,15 @@ from kvrag.kv.format import Bytes, Encoded
 from kvrag.store.base import Blobs
 from kvrag.types import ChunkKey
 
+log = logging.getLogger(__name__)
+
 KEY = re.compile(r"[0-9a-f]{64}")
 SUFFIX = ".safetensors"
 OBJECTS = "objects"
 TMP = "tmp"
 ABSENT = (FileNotFoundError, NotADirectoryError)
 ABANDONED_S = 3600.0  # files in tmp/ that did not change for so long have no writer
-NO_LINKS = (
-    errno.EPERM,
-    errno.EOPNOTSUPP,
-    errno.ENOSYS,
-    errno.EMLINK,
-)  # errors of file systems without hard links
+NO_SYNC = errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS  # errors of file systems without syncs
 MAX_VIEWS = 512  # written with a single call; the kernel takes twice as many
 
 
@@ -101,23 +100,17 @@ class FileBlobs(Blobs):
                 ) as file:
                     written = _write(file.fileno(), parts, is_synced=self._durable)
                     if self._durable:
-                        getattr(os, "fdatasync", os.fsync)(file.fileno())  # macOS has no fdatasync
+                        _sync_data(file.fileno())
                 try:
                     os.link(draft, final, src_dir_fd=tmp, dst_dir_fd=folder, follow_symlinks=False)
                 except FileExistsError:
                     return 0
-                except OSError as error:
-                    if error.errno not in NO_LINKS:
-                        raise
+                except OSError:  # file systems without hard links have many errors for it
                     os.rename(draft, final, src_dir_fd=tmp, dst_dir_fd=folder)
             finally:
                 with suppress(OSError):
                     os.unlink(draft, dir_fd=tmp)
-            try:
-                self._sync(folder)
-            except OSError:  # after a failed sync the disk's content is unknown
-                os.unlink(final, dir_fd=folder)
-                raise
+            self._sync(folder)
         return written
 
     def delete(self, keys: Collection[ChunkKey]) -> set[ChunkKey]:
@@ -213,7 +206,35 @@ class FileBlobs(Blobs):
 
     def _sync(self, folder: int) -> None:
         if self._durable:
-            os.fsync(folder)
+            sync_names(folder)
+
+
+def sync_names(folder: int) -> None:
+    """Sync an open directory, if its file system can: a name that is lost costs computing time."""
+    try:
+        os.fsync(folder)
+    except OSError as error:
+        _warn_of_sync("directories", str(error))
+
+
+def _sync_data(fd: int) -> None:
+    """Sync a file, if its file system can; raises ``OSError`` if the data may be lost."""
+    try:
+        getattr(os, "fdatasync", os.fsync)(fd)  # macOS has no fdatasync
+    except OSError as error:
+        if error.errno not in NO_SYNC:
+            raise
+        _warn_of_sync("files", str(error))
+
+
+@cache
+def _warn_of_sync(kind: str, fault: str) -> None:
+    log.warning(
+        "the file system of the KV store can't sync %s (%s): a power cut may lose the latest "
+        "chunks, which are then computed again; use a local disk, or durability='cache'",
+        kind,
+        fault,
+    )
 
 
 def _write(fd: int, parts: Iterable[Bytes], *, is_synced: bool) -> int:

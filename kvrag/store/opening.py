@@ -24,7 +24,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from kvrag.config import StoreConfig
-from kvrag.config.address import HIDDEN, address, revealed
+from kvrag.config.address import HIDDEN, absolute, address, revealed
 from kvrag.errors import ConfigError, StoreError, StoreFormatError
 from kvrag.identity.fingerprint import FORMAT_VERSION
 from kvrag.kv.crypto import Keys
@@ -58,11 +58,32 @@ OWN = (
 )
 """Beginnings of all names that a store creates in its directory."""
 
+SYSTEM = (
+    ".",
+    "lost+found",
+    "thumbs.db",
+    "ehthumbs",
+    "desktop.ini",
+    "@",
+    "#recycle",
+    "#snapshot",
+    "~snapshot",
+    "$recycle.bin",
+    "recycler",
+    "system volume information",
+    "network trash folder",
+    "temporary items",
+    "aquota.",
+    "icon\r",
+)
+"""Beginnings, in lower case, of the names that operating systems put in roots of drives."""
+
 PLUGINS = "kvrag.stores"
 """Entry points of shared stores, also of kvrag's own: the name is the address scheme, the value a
 function that takes the address and a folder in it and returns :class:`~kvrag.store.base.Blobs`."""
 
 OURS = "kvrag.store."
+NOBODY = 65534  # owner of the files of root on NFS
 
 L = TypeVar("L", int, int | None)
 
@@ -107,7 +128,7 @@ def open_store(kv_dir: str | os.PathLike[str] | None, config: StoreConfig) -> Ti
         return TieredStore([], MemoryBlobs(), catalog, config, keys=keys, budget=Budget(ram))
     if is_shared:
         return _open_shared(kv_dir, config, keys, MemoryTier(ram))
-    root = Path(os.path.abspath(kv_dir))
+    root = Path(absolute(kv_dir))
     read_only = prepare(root, config)
     key = (os.path.realpath(root), keys.cipher, read_only, config.durability, ram)
     durable = config.durability == "durable"
@@ -142,7 +163,7 @@ def _open_shared(
     root = None
     url = address(kv_dir)
     if "://" not in str(kv_dir):
-        root = Path(os.path.abspath(kv_dir))
+        root = Path(absolute(cast(str, kv_dir)))
         url = address(config.shared)
         if prepare(root, config):
             raise StoreError(
@@ -294,7 +315,8 @@ def prepare(root: Path, config: StoreConfig) -> bool:
     if config.read_only:
         return True
     there = root.glob("*") if version is None else ()
-    others = [path.name for path in there if not path.name.startswith((".", "lost+found", *OWN))]
+    names = (path.name for path in there if not path.name.startswith(OWN))
+    others = [name for name in names if not name.lower().startswith(SYSTEM)]
     if others:
         what = f"the directory {root} holds {others[0]!r} and is no KV store"
         raise StoreError(f"{what}; name one that is empty, or does not exist yet, as kv_dir")
@@ -302,7 +324,7 @@ def prepare(root: Path, config: StoreConfig) -> bool:
         absent = [path for path in (root, *root.parents) if not path.exists()]
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         sync(*(path.parent for path in absent))  # its name must survive a power cut
-        _close_to_others(root)
+        _close_to_others(root, is_encrypted=config.encryption_key is not None)
         if version != FORMAT_VERSION:
             _write_version(root)
         elif not os.access(root, os.W_OK):
@@ -341,20 +363,41 @@ def _write_version(root: Path) -> None:
     draft.replace(root / FORMAT_FILE)
 
 
-def _close_to_others(root: Path) -> None:
-    """Make the store's directories private, and the root if it holds nothing else."""
+def _close_to_others(root: Path, *, is_encrypted: bool) -> None:
+    """Make the store's directories private, and the root if it holds nothing else.
+
+    A mount may not allow it. Raises ``OSError`` for an open directory of another user, unless the
+    store ``is_encrypted``: that user could exchange KV.
+    """
     names = os.listdir(root)
     closed = [root / name for name in names if name.startswith(OWN)]
     if len(closed) == len(names):
         closed.append(root)
+    faults = list[str]()
     for path in closed:
         status = path.lstat()
         if stat.S_ISDIR(status.st_mode) and status.st_mode & 0o077:
-            path.chmod(status.st_mode & 0o700)
+            try:
+                path.chmod(status.st_mode & 0o700)
+            except OSError as error:
+                if not is_encrypted and status.st_uid not in (os.geteuid(), 0, NOBODY):
+                    raise PermissionError(
+                        f"{path} belongs to another user (id {status.st_uid}), who could exchange "
+                        "KV in it; make it yours with chown, or set StoreConfig.encryption_key"
+                    ) from error
+                faults.append(f"{path} ({error.strerror})")
+                continue
             log.warning(
                 "other users had access to the KV store's directory %s; access is now yours alone",
                 path,
             )
+    if faults:
+        log.warning(
+            "other users may have access to the KV store, whose files hold what your documents "
+            "say, because access can't be restricted: %s; restrict it in the mount's options, or "
+            "set StoreConfig.encryption_key",
+            ", ".join(faults),
+        )
 
 
 def lesser(limit: L, fraction: float, total: Callable[[], int]) -> int | L:

@@ -15,6 +15,7 @@ from functools import cache, partial
 from typing import TypeVar
 
 from kvrag.config import Retention, StoreConfig
+from kvrag.config.address import place
 from kvrag.identity.fingerprint import chunk_key
 from kvrag.kv.crypto import Keys
 from kvrag.kv.format import Blob, BlobRejected, Bytes
@@ -59,7 +60,7 @@ class Reader:
         self.read_only = config.read_only or catalog.read_only
         self.name = blobs.medium
         """Name of the blobs' tier, in statistics and events."""
-        said_to = config.on_event, config.event_log
+        said_to = config.on_event, place(config.event_log)
         self.listeners = [Listener(*said_to)] if said_to != (None, None) else []
         self.tiers = tuple[MemoryTier, ...]()
         self.reads = Reads(0)

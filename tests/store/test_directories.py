@@ -203,7 +203,7 @@ def test_a_directory_that_can_not_be_written_to_is_opened_for_reading(
     shipped, opened, key, monkeypatch, caplog, number
 ):
     monkeypatch.setattr("kvrag.store.opening.os.access", lambda *args: False)
-    monkeypatch.setattr("kvrag.store.opening._close_to_others", lambda root: None)
+    monkeypatch.setattr("kvrag.store.opening._close_to_others", lambda *_, **__: None)
     store = opened(key=key)
     assert store.read_only
     assert "opened for reading only" in caplog.text
@@ -216,3 +216,56 @@ def test_what_is_no_store_is_not_made_one(tmp_path, opened):
     assert store.get(CHUNKS[0]) is None
     store.close()
     assert os.listdir(tmp_path) == []
+
+
+SYSTEM_FILES = [
+    ".DS_Store",
+    "._a",
+    ".Trash-1000",
+    ".Spotlight-V100",
+    ".fseventsd",
+    ".snapshot",
+    ".TemporaryItems",
+    ".nfs0001",
+    "lost+found",
+    "Thumbs.db",
+    "desktop.ini",
+    "@eaDir",
+    "#recycle",
+    "$RECYCLE.BIN",
+    "$Recycle.Bin",
+    "System Volume Information",
+]
+
+
+@pytest.mark.parametrize("name", SYSTEM_FILES)
+def test_the_root_of_a_share_can_be_a_store(opened, root, name):
+    (root / name).mkdir(parents=True)
+    assert same_bits(fill(opened(), 1).get(CHUNKS[1]), KVS[1])
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP, errno.EROFS])
+def test_a_mount_that_keeps_its_modes_is_used_with_one_warning(
+    opened, root, monkeypatch, caplog, number
+):
+    def refuse(self, mode):
+        raise OSError(number, os.strerror(number))
+
+    root.mkdir(mode=0o777, parents=True)
+    root.chmod(0o777)
+    monkeypatch.setattr("pathlib.Path.chmod", refuse)
+    assert same_bits(fill(opened(), 1).get(CHUNKS[1]), KVS[1])
+    assert caplog.text.count("other users may have access") == 1
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a directory away, which needs root")
+def test_an_open_directory_of_another_user_is_refused_with_a_remedy(opened, root, monkeypatch):
+    def refuse(self, mode):
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    root.mkdir(parents=True)
+    root.chmod(0o777)
+    os.chown(root, 23456, 34567)
+    monkeypatch.setattr("pathlib.Path.chmod", refuse)
+    with pytest.raises(StoreError, match=r"belongs to another user.*chown.*encryption_key"):
+        opened()

@@ -23,8 +23,6 @@ ME = CHUNKS[1]
         ("pwritev", errno.ENOSPC),
         ("pwritev", errno.EDQUOT),
         ("pwritev", errno.EIO),
-        ("link", errno.EIO),
-        ("fsync", errno.EIO),
         ("fdatasync", errno.EIO),
         ("open", errno.EMFILE),
         ("open", errno.EROFS),
@@ -99,12 +97,34 @@ def test_systems_without_all_calls_will_do(opened, monkeypatch):
     assert same_bits(store.get(ME), KVS[1])
 
 
-@pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP])
+@pytest.mark.parametrize(
+    "number", [errno.EPERM, errno.EOPNOTSUPP, errno.EIO, errno.EXDEV, errno.EACCES, 45]
+)
 def test_file_systems_without_hard_links_will_do(opened, root, monkeypatch, number):
     monkeypatch.setattr(blobs.os, "link", failing(number)(None))
     store = fill(opened(ram_bytes=0), 1)
     assert same_bits(store.get(ME), KVS[1])
     assert os.listdir(root / "tmp") == []
+
+
+@pytest.mark.parametrize(
+    "number", [errno.EINVAL, errno.EOPNOTSUPP, errno.EIO, errno.EBADF, errno.EACCES]
+)
+def test_file_systems_that_can_not_sync_directories_will_do(opened, monkeypatch, caplog, number):
+    blobs._warn_of_sync.cache_clear()
+    monkeypatch.setattr(blobs.os, "fsync", failing(number)(None))
+    store = fill(opened(durability="durable", ram_bytes=0), 1)
+    assert same_bits(store.get(ME), KVS[1])
+    assert caplog.text.count("can't sync directories") == 1
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS])
+def test_file_systems_that_can_not_sync_files_will_do(opened, monkeypatch, caplog, number):
+    blobs._warn_of_sync.cache_clear()
+    monkeypatch.setattr(blobs.os, "fdatasync", failing(number)(None))
+    store = fill(opened(durability="durable", ram_bytes=0), 1)
+    assert same_bits(store.get(ME), KVS[1])
+    assert caplog.text.count("can't sync files") == 1
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.ESTALE, errno.EMFILE])

@@ -22,6 +22,8 @@ from typing import Any
 import diskcache
 from diskcache.core import DBNAME, MODE_RAW
 
+from kvrag.store.blobs import sync_names
+
 log = logging.getLogger(__name__)
 
 BUSY_S = 10.0
@@ -96,8 +98,9 @@ def make(folder: Path) -> None:
 def sync(*folders: Path) -> None:
     """Sync directories, so that the names in them survive a power cut."""
     for folder in folders:
-        with _opened(folder, os.O_DIRECTORY) as fd:
-            os.fsync(fd)
+        # a directory that may be entered and not listed can't be opened
+        with suppress(PermissionError), _opened(folder, os.O_DIRECTORY) as fd:
+            sync_names(fd)
 
 
 @contextmanager

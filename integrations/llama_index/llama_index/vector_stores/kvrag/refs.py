@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import closing
 from pathlib import Path
 
-from kvrag.adapters import below_collection, escaped, namespace_digest
+from kvrag.adapters import below_collection, check_kv_dir, escaped, namespace_digest
 
 logger = logging.getLogger(__name__)
 
@@ -47,9 +47,10 @@ class RefTable:
     def __init__(
         self, kv_dir: str | os.PathLike[str] | None, collection: str | None = None
     ) -> None:
+        kv_dir = check_kv_dir(kv_dir)
         self._given = kv_dir, collection
         self._below = "" if collection is None else f" {below_collection(collection)}"
-        root = None if kv_dir is None or "://" in str(kv_dir) else os.path.abspath(kv_dir)
+        root = None if kv_dir is None or "://" in kv_dir else kv_dir
         self._path = None if root is None else Path(root, "llama_index", "refs.sqlite")
         self._memory: sqlite3.Connection | None = None
         if root is None:
