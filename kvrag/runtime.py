@@ -48,6 +48,7 @@ def at_thread_end(thing: Any) -> None:
 
 def _after_fork() -> None:
     """Empty the pools in a forked child: their threads stayed in the parent."""
+    _late.clear()
     for pool in list(_pools):
         pool.begin()
 
@@ -273,6 +274,20 @@ def leave_at_exit() -> None:
 POOL = Pool("kvrag")
 
 
+LATE_AT_ONCE = 8  # late actions that end all asking for RETRY_S seconds
+RETRY_S = 60.0
+MAX_LATE = 64  # threads that late actions may hold
+
+_late: dict[Future[Any], float] = {}  # late actions that have not ended, and when they were late
+
+
+def _is_stuck() -> bool:
+    """Whether so many actions hang that another would only leave one more thread behind."""
+    latest = time.monotonic() - RETRY_S
+    recent = [since for since in list(_late.values()) if since > latest]
+    return len(recent) >= LATE_AT_ONCE or len(_late) >= MAX_LATE
+
+
 class Deadline:
     """Time budget in seconds for several results.
 
@@ -289,9 +304,13 @@ class Deadline:
     def ask(self, action: Callable[[], T], default: T, *, what: str) -> T:
         """Run an action in another thread and return its result.
 
-        Return the default if the result is late, the action raises, or no thread can be started.
+        Return the default if the result is late, the action raises, or no thread can be started; at
+        once while many actions that were late before have not ended.
         """
         if self.fault is not None:
+            return default
+        if _is_stuck():
+            self.fault = f"the store has not answered {len(_late)} earlier requests"
             return default
         try:
             future = POOL.submit(action)
@@ -314,6 +333,8 @@ class Deadline:
                 self._give_up(what, f"failed ({error})")
             elif isinstance(error, TimeoutError):
                 self.left_s = 0.0
+                _late[future] = time.monotonic()
+                future.add_done_callback(lambda ended: _late.pop(ended, None))
                 self._give_up(what, f"did not answer within {self._seconds:g} s")
             else:
                 raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +55,8 @@ class Prefilled:
         The same as ``extend`` if rows may be evicted from the buffer, else ``None``.
     max_new_tokens
         Most tokens of the answer.
+    space, erasures
+        Key of the radix tree that may keep this KV, if any, and the number of erasures before.
     """
 
     extend: Extend
@@ -75,6 +77,8 @@ class Prefilled:
     sources: tuple[tuple[Source, int], ...] = ()
     window: SlidingWindow | None = None
     max_new_tokens: int = 0
+    space: Hashable = None
+    erasures: int = 0
 
     def release(self) -> None:
         """Free the buffer's memory now, even if this object is still referenced."""

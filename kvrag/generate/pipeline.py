@@ -59,6 +59,7 @@ Counted = TypeVar("Counted", bound=Accounting)
 # Without max_new_tokens, an answer is cut so that prompt and answer stay within the reuse window
 # (longrope), if at least this many tokens are left for it.
 WORTH_REUSE = 256
+Space = tuple[str, str, Hashable]  # fingerprint, namespace, and what was erased
 
 
 @dataclass(slots=True)
@@ -200,6 +201,7 @@ class QueryPipeline:
         deadline = Deadline(self.store_config.load_timeout_s)
         erasures = self.erasures.count(request.namespace)
         with clock.stage("plan"):
+            space = self._space(request, deadline)
             plan = self.plan(request, deadline)
             self._watch(request, plan)
         limit = self._length_of(len(plan.token_ids), max_new_tokens, request.slides)
@@ -215,14 +217,23 @@ class QueryPipeline:
             self._attempt(request, plan, deadline, slides),
             max_new_tokens=limit,
             clock=clock,
-            find_past=partial(self._past, request, plan),
+            find_past=partial(self._past, request, plan, space),
             cancel=cancel,
         )
         num_bytes = kv_bytes(self.loaded, min(total, lm.context_window))
         with clock.waiting(scheduler_of(self.loaded).reservation(num_bytes, cancel)):
             done = retry_without_reuse(attempt, "full" if refusal else request.mode, self._release)
             try:
-                yield replace(done, missed=missed, max_new_tokens=limit), clock
+                yield (
+                    replace(
+                        done,
+                        missed=missed,
+                        max_new_tokens=limit,
+                        space=space,
+                        erasures=erasures,
+                    ),
+                    clock,
+                )
             finally:
                 done.release()
 
@@ -284,11 +295,11 @@ class QueryPipeline:
         """Most bytes of a request's snapshots."""
         return self.histories.max_bytes // 2
 
-    def _past(self, request: Request, plan: Plan) -> PrefixMatch | None:
+    def _past(self, request: Request, plan: Plan, space: Hashable) -> PrefixMatch | None:
         """Return the rows of earlier requests that match the beginning of a prompt."""
         lm = self.loaded.lm
         refusal = None if isinstance(lm, PlainLM) else plan.refusal
-        if request.mode == "full" or refusal or (space := self._space(request)) is None:
+        if request.mode == "full" or refusal or space is None:
             return None
         return self.histories.find(
             space,
@@ -300,26 +311,34 @@ class QueryPipeline:
 
     def forget(self, namespace: str | None) -> None:
         """Drop the KV of earlier requests of a namespace (a digest), or of all namespaces."""
-        self.histories.clear(
-            lambda space: (
-                namespace is None or cast(tuple[str, str, Hashable], space)[1] == namespace
-            )
-        )
+        self.histories.clear(lambda space: namespace in (None, cast(Space, space)[1]))
 
-    def _space(self, request: Request) -> Hashable:
+    def _space(self, request: Request, deadline: Deadline) -> Hashable:
         """Return the key of the request's radix tree: all that KV depends on besides token ids.
 
-        The key changes with every erasure, by any process, so KV from before is not found.
-        ``None``: no KV is kept, or the catalog can't tell what was erased.
+        The key changes with every erasure, by any process, so KV from before is not found, and is
+        dropped here. ``None``: no KV is kept, or the catalog does not tell in time what was erased.
         """
-        erased = self.store.catalog.erased(request.namespace) if self.histories.max_bytes else None
-        return erased and (self.loaded.fingerprint, request.namespace, erased)
+        if not self.histories.max_bytes:
+            return None
+        namespace = request.namespace
+        erased = deadline.ask(
+            lambda: self.store.catalog.erased(namespace), None, what="the KV store's catalog"
+        )
+        if erased is None:
+            return None
 
-    def _remember(
-        self, request: Request, space: Hashable, done: Prefilled, answer: Sequence[int]
-    ) -> None:
+        def is_stale(space: Hashable) -> bool:
+            _, own, before = cast(Space, space)
+            return own == namespace and before != erased
+
+        self.histories.clear(is_stale)
+        return self.loaded.fingerprint, namespace, erased
+
+    def _remember(self, request: Request, done: Prefilled, answer: Sequence[int]) -> None:
         """Keep a finished request's KV. A failure drops all kept KV, which only costs time."""
         rows = [*done.token_ids, *answer[:-1]]  # no forward has seen the last token
+        space = done.space
         is_off = space is None or request.mode == "full"
         # too long for reuse, or rows have left a sliding window
         if is_off or refusal_of_past(self.loaded.lm, len(rows), self._state_bytes):
@@ -336,8 +355,12 @@ class QueryPipeline:
                 num_exact=num_exact,
                 num_prompt=num_prompt,
                 repair=request.repair,
-                # false if documents were erased, or weights changed, since the request began
-                is_valid=lambda: space == self._space(request),
+                # False if documents were erased here, or weights changed, since the request began;
+                # what another process erased is dropped by the next request.
+                is_valid=lambda: (
+                    self.erasures.count(request.namespace) == done.erasures
+                    and cast(Space, space)[0] == self.loaded.fingerprint
+                ),
                 snapshots=snapshots,
             )
         except (RuntimeError, MemoryError) as error:
@@ -386,20 +409,14 @@ class QueryPipeline:
             raise error
         return total
 
-    def _prepared(
+    def _constraint(
         self, request: Request, eos_ids: frozenset[int], clock: Clock
-    ) -> tuple[Constraint | None, Hashable]:
-        """Return the answer's constraint, if any, and the key of its radix tree.
-
-        The key is read here so that any later erasure invalidates the request's KV.
-        """
+    ) -> Constraint | None:
+        """Return the answer's constraint, if any."""
+        if request.form == TEXT:
+            return None
         with clock.stage("prepare", least_s=NOTABLE_S):
-            tokenizer = self.loaded.encoder.private
-            if request.form == TEXT:
-                constraint = None
-            else:
-                constraint = constraint_of(request.form, tokenizer, eos_ids)
-            return constraint, self._space(request)
+            return constraint_of(request.form, self.loaded.encoder.private, eos_ids)
 
     def answer(
         self,
@@ -417,7 +434,7 @@ class QueryPipeline:
         encoder = self.loaded.encoder
         form = request.form
         eos_ids = end_ids(self.loaded)
-        constraint, space = self._prepared(request, eos_ids, clock)
+        constraint = self._constraint(request, eos_ids, clock)
         with self.scored(request, config, clock, cancel) as (done, told), clock.stage("decode"):
             text_of: Callable[[Sequence[int]], str] = encoder.decode
             calls: Calls | None = None
@@ -437,7 +454,7 @@ class QueryPipeline:
             )
             end = time.perf_counter()
             first = answer.first_s
-            self._remember(request, space, done, answer.ids)
+            self._remember(request, done, answer.ids)
         if self.write_back and done.missed:
             self.write_back.offer(done.missed)
         return GenerationResult(

@@ -13,7 +13,7 @@ import pytest
 import torch
 from texts import asking, make_chunks
 
-from kvrag import Chunk, KVRagEngine, RepairConfig, StoreConfig
+from kvrag import Chunk, KVRagEngine, RepairConfig, StoreConfig, runtime
 from kvrag.blend.reuse import in_words
 from kvrag.identity.fingerprint import chunk_key
 from kvrag.store import TieredStore
@@ -155,3 +155,88 @@ def test_a_budget_that_planning_has_spent_is_not_given_again_to_loading(
     result = engine.prefill(prompt, mode="stitch")
     assert timeouts == [0.0]
     assert str(result.fallback_reason).endswith("the store did not answer within 0.5 s")
+
+
+def kept_chats(make: MakeEngine, **options: Any) -> KVRagEngine:
+    """An engine that keeps requests' KV, as ``kvrag serve`` does."""
+    config = StoreConfig(load_timeout_s=0.3, history_bytes=2**24, **options)
+    engine = make(store_config=config)
+    engine.precompute(CHUNKS)
+    return engine
+
+
+def test_what_was_erased_is_asked_once_in_time_and_without_a_lock(
+    engine_of: MakeEngine, monkeypatch: pytest.MonkeyPatch, go_on: threading.Event
+) -> None:
+    """A look that hangs holds up neither its own answer nor other requests."""
+    engine = kept_chats(engine_of)
+    expected = engine.generate(ask(0), mode="full", max_new_tokens=4).token_ids
+    asked = []
+
+    def hang(namespace: str) -> None:
+        asked.append(namespace)
+        go_on.wait(60)
+
+    monkeypatch.setattr(engine.store.catalog, "erased", hang)
+    start = time.monotonic()
+    found = []
+    threads = [
+        threading.Thread(
+            target=lambda: found.append(engine.generate(ask(0), max_new_tokens=4).token_ids)
+        )
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert time.monotonic() - start < 20  # not 60
+    assert found == [expected] * 4
+    assert len(asked) == 4
+
+
+def test_chats_are_not_continued_where_the_store_does_not_tell_what_was_erased(
+    engine_of: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = kept_chats(engine_of)
+    engine.generate(ask(0), max_new_tokens=4)
+    assert engine.generate(ask(0), max_new_tokens=4).history_tokens > 0
+    monkeypatch.setattr(engine.store.catalog, "erased", lambda _: 1 / 0)
+    assert engine.generate(ask(0), max_new_tokens=4).history_tokens == 0
+
+
+def test_a_chat_of_before_an_erasure_elsewhere_leaves_memory_with_the_next_request(
+    engine_of: MakeEngine,
+) -> None:
+    engine = kept_chats(engine_of)
+    engine.generate(ask(0), max_new_tokens=4)
+    before = engine._answering.histories.stats()["tokens"]
+    engine.store.clear(engine._namespace(None))  # as another process does: no engine is told
+    made = engine.generate("Who?", max_new_tokens=1)
+    assert made.history_tokens == 0
+    assert engine._answering.histories.stats()["tokens"] <= made.prompt_tokens < before
+
+
+def test_a_store_that_hangs_takes_a_bounded_number_of_threads(
+    engine_of: MakeEngine, monkeypatch: pytest.MonkeyPatch, go_on: threading.Event
+) -> None:
+    """After some late looks the store is not asked any more, until they end."""
+    engine = kept_chats(engine_of)
+    asked = []
+
+    def hang(*_: Any, **__: Any) -> None:
+        asked.append(threading.get_ident())
+        go_on.wait(60)
+
+    monkeypatch.setattr(runtime, "LATE_AT_ONCE", 3)
+    monkeypatch.setattr(engine.store.catalog, "texts", hang)
+    monkeypatch.setattr(engine.store.catalog, "erased", hang)
+    answers = [engine.prefill(ask(0), mode="stitch") for _ in range(8)]
+    assert len(asked) == 3
+    assert {answer.exactness for answer in answers} == {"full"}
+    assert "has not answered" in str(answers[-1].fallback_reason)
+    monkeypatch.undo()
+    go_on.set()
+    end = time.monotonic() + 20
+    while engine.prefill(ask(0), mode="stitch").exactness == "full":
+        assert time.monotonic() < end
