@@ -415,6 +415,7 @@ class KVRagEngine:
             if self._loaded is None:
                 self._loaded = load(self.source, make_encoder=PromptEncoder)
                 on_accelerator(self.store, self._loaded.lm.device, self.store_config)
+                self.repair  # noqa: B018 - reads the kept profile now, not in a request
             return self._loaded
 
     @property
