@@ -20,6 +20,7 @@ as a miss, and is recomputed.
 from __future__ import annotations
 
 import importlib
+import re
 from types import ModuleType
 
 
@@ -78,6 +79,43 @@ def is_out_of_memory(error: BaseException) -> bool:
         or type(error).__name__ == "OutOfMemoryError"
         or "allocate memory" in str(error)
     )
+
+
+_REASONS = (
+    (
+        r"trust_remote_code|custom code",
+        "its code is part of its repository; read it, and pass trust_remote_code=True to run it",
+    ),
+    (
+        r"does not recognize this architecture",
+        "the installed transformers does not know its architecture; update transformers",
+    ),
+    (
+        r"(?i)\bgated|\b40[13] client error|unauthorized|forbidden|authenticat",
+        "the hub wants to know who asks; log in with `hf auth login`, or pass token=",
+    ),
+    (
+        r"(?i)\bcuda\b|accelerator device|\bxpu\b|\bmps\b",
+        "the device that it is to be loaded on is not here; leave device and device_map out, or "
+        "pass device='cpu'",
+    ),
+)
+"""Texts of other libraries' errors, and the reasons with their remedies."""
+
+
+def loading_fault(error: BaseException) -> str:
+    """Return the reason and the remedy of an error that is not the files'; ``""`` if it may be."""
+    if isinstance(error, ImportError):
+        return (
+            "a package that it needs is not here, or does not work; install it, or leave out the "
+            "option that asks for it"
+        )
+    if is_out_of_memory(error):
+        return "memory ran out; pass dtype='bfloat16', a smaller model, or free memory"
+    if isinstance(error, OSError) and error.errno:
+        return f"the system refused ({error.strerror}); give access to its files, or free space"
+    found = (reason for sign, reason in _REASONS if re.search(sign, str(error)))
+    return next(found, "")
 
 
 def require(module: str, *, extra: str, purpose: str) -> ModuleType:

@@ -5,13 +5,19 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import struct
+import time
+import urllib.request
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
+import huggingface_hub
 import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
@@ -21,6 +27,7 @@ from kvrag.errors import (
     ConfigError,
     KVRagError,
     ModelError,
+    loading_fault,
     require,
 )
 from kvrag.identity.adapters import unwrap
@@ -29,6 +36,8 @@ from kvrag.model.plain import check_generates, check_placement
 from kvrag.types import Prove
 
 T = TypeVar("T")
+
+HUB_WAIT_S = 5.0  # longest wait for a connection to the hub, and how long the outcome holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,11 +241,30 @@ def hub_options(source: ModelSource, *, own_files: bool = True) -> dict[str, Any
     With ``own_files``, they include the revision and the GGUF file of the model.
     """
     options = {name: value for name, value in source.hf_kwargs.items() if name in _HUB_OPTIONS}
+    names = [n for n in (source.model, source.tokenizer) if isinstance(n, (str, os.PathLike))]
+    if not all(map(os.path.exists, names)) and not _hub_answers(int(time.monotonic() / HUB_WAIT_S)):
+        options.setdefault("local_files_only", True)
     if own_files and source.revision is not None:
         options["revision"] = source.revision
     if own_files and (path := os.fspath(source.model)).endswith(".gguf"):
         options["gguf_file"] = os.path.basename(path)
     return options
+
+
+@lru_cache(maxsize=1)
+def _hub_answers(_moment: int) -> bool:
+    """Whether the hub can be reached; without this look, its client retries for half a minute."""
+    if huggingface_hub.constants.HF_HUB_OFFLINE:
+        return False
+    if any(urllib.request.getproxies().get(name) for name in ("https", "all")):
+        return True  # the proxy may reach it
+    hub = urlsplit(huggingface_hub.constants.ENDPOINT)
+    try:
+        port = hub.port or (80 if hub.scheme == "http" else 443)
+        socket.create_connection((hub.hostname or "", port), timeout=HUB_WAIT_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def own_options(source: ModelSource) -> dict[str, Any]:
@@ -322,13 +350,17 @@ def trying(source: ModelSource, action: Callable[[], T]) -> T:
         RuntimeError,
         ImportError,
         AttributeError,
+        AssertionError,
+        MemoryError,
         struct.error,
     ) as error:
         is_here = not isinstance(source.model, PreTrainedModel) and os.path.exists(source.model)
         fault = (
             "the files of this directory are damaged, or are no causal language model's; check them"
         )
-        if not is_here:
+        if own := loading_fault(error):
+            fault = own
+        elif not is_here:
             fault = (
                 "there is no such directory here, and no such model of the hub that can be "
                 "reached; check the name and the connection"
@@ -354,6 +386,14 @@ def _quantisation_of(source: ModelSource) -> str:
     return str(getattr(method, "value", method))
 
 
+_WRAPPERS = {
+    "OptimizedModule": "_orig_mod",  # of torch.compile
+    "DataParallel": "module",
+    "DistributedDataParallel": "module",
+}
+"""Types of modules that stand around a model, and the attribute that holds it."""
+
+
 def check_source(source: ModelSource) -> None:
     """Check a source without loading its weights.
 
@@ -361,11 +401,11 @@ def check_source(source: ModelSource) -> None:
     no causal LM.
     """
     if not isinstance(source.model, (str, os.PathLike, PreTrainedModel)):
-        what = f"model is of type {type(source.model).__name__}"
-        raise ConfigError(
-            f"{what}; pass a hub id, a directory, a .gguf file, "
-            "a loaded PreTrainedModel or a PeftModel"
-        )
+        kind = type(source.model).__name__
+        remedy = "a hub id, a directory, a .gguf file, a loaded PreTrainedModel or a PeftModel"
+        if kind in _WRAPPERS:
+            remedy = f"the model inside it, model.{_WRAPPERS[kind]}, in its place"
+        raise ConfigError(f"model is of type {kind}; pass {remedy}")
     check_prove(source.prove)
     _check_cache_weights(source)
     resolve_device(source)
