@@ -107,7 +107,7 @@ KVDir = Annotated[str, _KV_DIR]
 Namespace = Annotated[
     str, _of_engine("--namespace", help="Chunks of one namespace are never found from another.")
 ]
-ModeName = Annotated[str, _MODE]
+ModeName = Annotated[Literal["auto", "full", "prefix", "stitch"], _MODE]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of tables.")]
 
 DEFAULT_KV_DIR = ".kvrag"

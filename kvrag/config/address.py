@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 from typing import Any
+from urllib.parse import urlsplit
 
 from kvrag.errors import ConfigError
 
@@ -129,3 +131,14 @@ def local(value: Any) -> Any:
     if is_name and (str(value).startswith("~") or os.path.exists(value)):
         return absolute(value)
     return value
+
+
+def answers(url: str, wait_s: float) -> bool:
+    """Whether a server takes connections at the address of a web site, within some seconds."""
+    site = urlsplit(url)
+    try:
+        port = site.port or (80 if site.scheme == "http" else 443)
+        socket.create_connection((site.hostname or "", port), timeout=wait_s).close()
+    except OSError:
+        return False
+    return True

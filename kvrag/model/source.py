@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import struct
 import time
 import urllib.request
@@ -15,14 +14,13 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 import huggingface_hub
 import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from kvrag.config import check_prove
-from kvrag.config.address import local, shown
+from kvrag.config.address import answers, local, shown
 from kvrag.errors import (
     ConfigError,
     KVRagError,
@@ -258,13 +256,7 @@ def _hub_answers(_moment: int) -> bool:
         return False
     if any(urllib.request.getproxies().get(name) for name in ("https", "all")):
         return True  # the proxy may reach it
-    hub = urlsplit(huggingface_hub.constants.ENDPOINT)
-    try:
-        port = hub.port or (80 if hub.scheme == "http" else 443)
-        socket.create_connection((hub.hostname or "", port), timeout=HUB_WAIT_S).close()
-    except OSError:
-        return False
-    return True
+    return answers(huggingface_hub.constants.ENDPOINT, HUB_WAIT_S)
 
 
 def own_options(source: ModelSource) -> dict[str, Any]:

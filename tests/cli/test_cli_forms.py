@@ -292,3 +292,11 @@ def test_the_program_prepares_its_output(monkeypatch):
     monkeypatch.setattr(kvrag.cli.app, "app", lambda: called.append("run"))
     kvrag.cli.app.main()
     assert called == ["prepared", "run"]
+
+
+@pytest.mark.parametrize("command", ["ask", "explain", "verify"])
+def test_a_mode_that_is_none_is_refused_before_a_model_is_looked_for(command):
+    found = CliRunner().invoke(app, [command, "no/such/model", "Who?", "--mode", "stich"])
+    assert found.exit_code == 2
+    assert "'stich' is not one of" in " ".join(found.output.split())
+    assert "does not exist" not in found.output
