@@ -1,11 +1,9 @@
-"""From the start of a process to the first token of a model in a GGUF file: at most 25 s, and 5 s with kept weights.
+"""From the start of a process to the first token of a model in a GGUF file: at most 25 s.
 
 Qwen2.5-Coder-0.5B, whose vocabulary has 151,936 entries, is written as a GGUF file of 8 bits; each start is a process of its own:
 
 * transformers alone, from the file to the first token, as a reference;
-* kvrag with an empty cache directory: it parses and dequantises the file, hashes it, proves the model and answers;
-* the same with ``cache_weights``, which writes the dequantised weights;
-* the next start with ``cache_weights``.
+* kvrag with an empty cache directory: it parses and dequantises the file, hashes it, proves the model and answers.
 
 All files are in the page cache. Imports of torch and transformers count.
 
@@ -26,7 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-LIMITS = {"kvrag": 25.0, "kvrag, kept weights": 5.0}
+LIMITS = {"kvrag": 25.0}
 """Seconds to the first token."""
 
 MODEL = "qwen2.5-coder-0.5b"
@@ -70,7 +68,7 @@ def child(file: str, how: str, threads: int) -> None:
     else:
         from kvrag import KVRagEngine
 
-        engine = KVRagEngine.from_pretrained(file, dtype="float32", cache_weights=how == "kept")
+        engine = KVRagEngine.from_pretrained(file, dtype="float32")
         (token,) = engine.generate(PROMPT, max_new_tokens=1).token_ids
         fingerprint = engine.loaded.fingerprint
     print(json.dumps({"token": token, "fingerprint": fingerprint, "cpu_s": time.process_time()}))
@@ -107,21 +105,12 @@ def main() -> None:
         write(Path(model_path(MODEL)), file)
         time.sleep(3)  # the digest of a file that may still change is not remembered
         for _ in range(args.repeats):
-            for name, how in {
-                "transformers": "transformers",
-                "kvrag": "plain",
-                "kvrag, writing the weights": "kept",
-                "kvrag, kept weights": "kept",
-            }.items():
-                if name != "kvrag, kept weights":
-                    shutil.rmtree(cache, ignore_errors=True)
-                found = start(file, how, args.threads, cache)
+            for name in ("transformers", "kvrag"):
+                shutil.rmtree(cache, ignore_errors=True)
+                found = start(file, name, args.threads, cache)
                 rows.setdefault(name, []).append(found)
                 print(name, found, flush=True)
-        sizes = {
-            "file": file.stat().st_size,
-            "kept": sum(each.stat().st_size for each in (cache / "weights").glob("*/*")),
-        }
+        sizes = {"file": file.stat().st_size}
     made = [run for name, runs in rows.items() if name != "transformers" for run in runs]
     assert len({run["fingerprint"] for run in made}) == 1
     assert len({run["token"] for runs in rows.values() for run in runs}) == 1

@@ -272,8 +272,6 @@ class EngineFields(BaseModel):
     prove: Annotated[Prove, SkipValidation] = "auto"
     """Proof of reuse; ``auto``: prove once that reuse is exact for this model, else answer by full
     prefill; ``off``: check the model's structure only."""
-    cache_weights: bool = Field(default=False, strict=True)
-    """Keep the dequantised weights of a ``.gguf`` file on disk for the next start."""
     model_kwargs: dict[str, Any] = Field(default_factory=dict, repr=False)  # may hold tokens
     """Arguments for ``AutoModelForCausalLM.from_pretrained``."""
 
@@ -317,7 +315,6 @@ class EngineFields(BaseModel):
             "dtype",
             "device",
             "prove",
-            "cache_weights",
             "chat_template_kwargs",
         )
         return {**self.model_kwargs, **{name: getattr(self, name) for name in names}}

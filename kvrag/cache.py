@@ -43,19 +43,14 @@ def _private_folder() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="kvrag-")
 
 
-def make_private(*folders: Path) -> None:
-    """Make folders that only their owner can enter; those that exist stay as they are."""
-    for folder in folders:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-
-
 def keep(file: Path, text: str) -> bool:
     """Write a file below :func:`cache_dir` whole or not at all, readable by its owner only.
 
     Returns whether it could be written.
     """
     try:
-        make_private(cache_dir(), file.parent)
+        for folder in (cache_dir(), file.parent):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(
             "w", dir=file.parent, suffix=".tmp", delete=False, encoding="utf-8"
         ) as part:

@@ -77,7 +77,6 @@ _OPTIONS = (
     "dtype",
     "device",
     "prove",
-    "cache_weights",
     "extra_keys",
     "kv_dir",
     "prefix",
@@ -236,7 +235,6 @@ class KVRagEngine:
         revision: str | None = None,
         store_config: StoreConfig | Mapping[str, Any] | None = None,
         prove: Prove = "auto",
-        cache_weights: bool = False,
         extra_keys: Mapping[str, str] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **hf_kwargs: Any,
@@ -275,9 +273,6 @@ class KVRagEngine:
             ``"auto"``: prove on the loaded model that reuse is exact (once; the proof is kept on
             disk). If the proof fails, prompts are prefilled in full, and every result gives the
             reason. ``"off"``: check the model's structure only.
-        cache_weights
-            Keep the dequantised weights of a ``.gguf`` file on disk, so that the next start loads
-            them instead (docs/how-to/engine.md).
         extra_keys
             Your own names and values; KV is shared only where they are equal.
         chat_template_kwargs
@@ -304,7 +299,6 @@ class KVRagEngine:
             hf_kwargs,
             extra_keys or {},
             prove,
-            cache_weights,
         )
         return cls(
             source,
@@ -333,7 +327,6 @@ class KVRagEngine:
         revision: str | None = None,
         store_config: StoreConfig | Mapping[str, Any] | None = None,
         prove: Prove = "auto",
-        cache_weights: bool = False,
         extra_keys: Mapping[str, str] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **hf_kwargs: Any,
@@ -352,7 +345,6 @@ class KVRagEngine:
             hf_kwargs,
             extra_keys or {},
             prove,
-            cache_weights,
         )
         repair = as_config(RepairConfig, repair, option="repair")
         store_config = as_config(StoreConfig, store_config, option="store_config")

@@ -79,11 +79,6 @@ _VARIABLES = _of_engine(
 )
 _DTYPE = _of_engine("--dtype", help="auto (float32 on a CPU), float32, bfloat16 or float16.")
 _DEVICE = _of_engine("--device", help="cpu or cuda; default: CUDA if there is one.")
-_CACHE_WEIGHTS = _of_engine(
-    "--cache-weights",
-    envvar="KVRAG_CACHE_WEIGHTS",
-    help="Keep the dequantised weights of a .gguf file on disk, for a faster next start.",
-)
 _NAMED = typer.Option(
     "--repair",
     help=(
@@ -190,7 +185,6 @@ _STORED = (
 _RUN = (
     _option("dtype", Annotated[str, _DTYPE], "auto"),
     _option("device", Annotated[str | None, _DEVICE]),
-    _option("cache_weights", Annotated[bool, _CACHE_WEIGHTS], False),
 )
 _PROMPTS = (
     _option("prefix", Annotated[str | None, _PREFIX]),

@@ -43,7 +43,6 @@ _BACKEND = typer.Option(
 )
 _NOT_WITH_VLLM = {
     "device": "vLLM chooses the device",
-    "cache_weights": "vLLM loads the weights",
     "history_bytes": "vLLM has a prefix cache of its own",
     "max_waiting": "vLLM queues requests; -- --max-num-seqs N sets how many run at a time",
     "max_tokens": "-- --max-model-len N limits prompt and answer together",

@@ -299,7 +299,6 @@ ENGINE_OPTIONS = (
     "namespace",
     "tokenizer",
     "prove",
-    "cache_weights",
     "device",
     "revision",
 )

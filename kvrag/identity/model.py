@@ -59,18 +59,16 @@ def describe(
     weights: str,
     *,
     regime: str = "",
-    vocabulary: str = "",
     extra_keys: Mapping[str, str] | None = None,
 ) -> ModelIdentity:
     """Identify a loaded model and its tokenizer.
 
-    ``weights`` is the identity of the weights without adapters. ``vocabulary`` is the digest of the
-    tokenizer where it is known.
+    ``weights`` is the identity of the weights without adapters.
     """
     return ModelIdentity(
         weights=weights,
         config=config_text(model.config),
-        tokenizer=vocabulary or tokenizer_digest(tokenizer),
+        tokenizer=tokenizer_digest(tokenizer),
         rope=rope_text(model.config),
         regime=regime,
         attention=attention_text(model),

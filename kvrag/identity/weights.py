@@ -116,13 +116,12 @@ def file_digest(file: Path) -> tuple[str, int]:
         found = hashlib.file_digest(stream, "sha256").hexdigest()
     is_settled = time.time_ns() - max(stamp[1], stamp[2]) > _RACE_NS
     if is_settled and _stamp(file) == stamp:
-        remember(file, found)
+        _remember(file, stamp, found)
     return found, stamp[0]
 
 
-def remember(file: Path, content: str) -> None:
-    """Remember the digest of a large file that is known to have this content."""
-    stamp = _stamp(file)
+def _remember(file: Path, stamp: tuple[int, ...], content: str) -> None:
+    """Remember the digest of a large file."""
     kept = _digest_file(file, stamp)
     if stamp[0] >= _LARGE and keep(kept, content):
         with contextlib.suppress(OSError):  # another process may prune too

@@ -35,7 +35,6 @@ from kvrag.identity.fingerprint import digest
 from kvrag.identity.model import UNKNOWN, LiveIdentity, describe, weights_digest
 from kvrag.identity.weights import keep_name, source_identity
 from kvrag.model.forward import evaluating
-from kvrag.model.gguf.kept import keep_weights, read_kept
 from kvrag.model.gguf.parsing import is_gguf, parsed_once
 from kvrag.model.linear import use_onednn
 from kvrag.model.lm import CausalLM, LoadedModel
@@ -102,12 +101,7 @@ def _load(
 ) -> LoadedModel:
     check_source(source)
     given = source.model if isinstance(source.model, PreTrainedModel) else None
-    kept = read_kept(source) if source.cache_weights else None
-    if kept is not None:
-        model = _placed(source, kept.model)
-        tokenizer = kept.tokenizer or load_tokenizer(source)
-    else:
-        model, tokenizer = _load_parts(source, made)
+    model, tokenizer = _load_parts(source, made)
     if given is None:
         use_onednn(model)
     lm = accept(model)
@@ -125,11 +119,7 @@ def _load(
     regime = ""
     if isinstance(lm, CausalLM) and lm.reuse_window < lm.context_window:  # longrope
         regime = f"up to {lm.reuse_window} tokens"
-    vocabulary = "" if kept is None else kept.vocabulary
-    about = describe(model, tokenizer, weights, regime=regime, vocabulary=vocabulary)
-    identity = LiveIdentity(model, about)
-    if source.cache_weights and kept is None:
-        keep_weights(source, model, tokenizer)
+    identity = LiveIdentity(model, describe(model, tokenizer, weights, regime=regime))
     keep_name(identity.fingerprint, source.name)
     if source.prove == "auto" and isinstance(lm, CausalLM):
         lm = proven(lm, identity.fingerprint)

@@ -49,8 +49,7 @@ class ModelSource:
     checkpoint's.
     ``device`` is by default CUDA if there is a CUDA device, else CPU. ``hf_kwargs`` go to
     ``from_pretrained``. ``extra_keys`` are part of the fingerprint: KV is shared only where they
-    are equal. ``prove`` says whether reuse is proven on the loaded model. ``cache_weights`` keeps
-    the dequantised weights of a ``.gguf`` file for the next start.
+    are equal. ``prove`` says whether reuse is proven on the loaded model.
     """
 
     model: str | os.PathLike[str] | PreTrainedModel
@@ -62,7 +61,6 @@ class ModelSource:
     hf_kwargs: dict[str, Any] = field(default_factory=dict, repr=False)
     extra_keys: Mapping[str, str] = field(default_factory=dict)
     prove: Prove = "auto"
-    cache_weights: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", unwrap(local(self.model)))
@@ -91,8 +89,7 @@ class ModelSource:
     def key(self) -> tuple[object, ...]:
         """Key of the loaded weights in this process.
 
-        ``extra_keys`` are not part of it: they separate KV, not weights. Nor is ``cache_weights``,
-        which leaves them the same.
+        ``extra_keys`` are not part of it: they separate KV, not weights.
         """
         device = str(resolve_device(self))
         dtype = str(resolve_dtype(self))
@@ -259,11 +256,6 @@ def _hub_answers(_moment: int) -> bool:
     return answers(huggingface_hub.constants.ENDPOINT, HUB_WAIT_S)
 
 
-def own_options(source: ModelSource) -> dict[str, Any]:
-    """Return the user's options that don't locate files."""
-    return {name: value for name, value in source.hf_kwargs.items() if name not in _HUB_OPTIONS}
-
-
 def loading_options(source: ModelSource) -> dict[str, Any]:
     """Return the options to load the weights with."""
     return {"dtype": resolve_dtype(source), **hub_options(source), **source.hf_kwargs}
@@ -399,7 +391,6 @@ def check_source(source: ModelSource) -> None:
             remedy = f"the model inside it, model.{_WRAPPERS[kind]}, in its place"
         raise ConfigError(f"model is of type {kind}; pass {remedy}")
     check_prove(source.prove)
-    _check_cache_weights(source)
     resolve_device(source)
     resolve_dtype(source)
     if isinstance(source.model, PreTrainedModel):
@@ -419,17 +410,6 @@ def check_source(source: ModelSource) -> None:
     if base_directory(source) != path:
         require("peft", extra="adapters", purpose="loading adapters")
     check_generates(config_of(source))
-
-
-def _check_cache_weights(source: ModelSource) -> None:
-    """Raise ``ConfigError`` if ``cache_weights`` is no switch, or has no effect on this model."""
-    if not isinstance(source.cache_weights, bool):
-        raise ConfigError(f"cache_weights is {source.cache_weights!r}; pass True or False")
-    if source.cache_weights and not is_gguf(source.model):
-        raise ConfigError(
-            f"cache_weights keeps the dequantised weights of a .gguf file, and {source.name!r} is "
-            "none; leave it out"
-        )
 
 
 def config_of(source: ModelSource) -> Any:

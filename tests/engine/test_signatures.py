@@ -21,7 +21,6 @@ REUSE = {
 ANSWER = REUSE | {field.name for field in fields(SamplingConfig)}
 ENGINE = {
     *("tokenizer", "revision", "dtype", "device", "prove", "extra_keys"),
-    "cache_weights",
     *("kv_dir", "prefix", "context", "repair", "namespace", "store_config", "chat_template_kwargs"),
 }
 

@@ -24,7 +24,6 @@ from langchain_kvrag._spellings import named
 LEFT_OUT = frozenset(
     {
         "cache",
-        "cache_weights",
         "callbacks",
         "custom_get_token_ids",
         "disable_streaming",
