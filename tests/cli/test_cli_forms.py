@@ -47,7 +47,7 @@ FORMS = {
     "explain": ["prompt.json"],
     "verify": ["prompts.jsonl", "--max-new-tokens", "1", "--strategy", "all"],
     "estimate": [],
-    "calibrate --corpus notes.md --chunk-tokens 40": [
+    "calibrate --corpus notes.md --chunk-tokens 40 --no-keep": [
         "--prompts",
         "2",
         "--chunks",
