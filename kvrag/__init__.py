@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     )
     from kvrag.prompt.prefix import TemplatePrefix
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 __all__ = [
     "Chunk",
     "ConfigError",

@@ -302,7 +302,11 @@ def test_a_release_gives_the_readme_links_that_lead_somewhere_from_an_index(tmp_
 
 
 def test_the_fragments_that_are_there_go_into_the_changelog(tmp_path):
-    shutil.copytree(ROOT / "docs" / "changes", tmp_path / "docs" / "changes")
+    changes = tmp_path / "docs" / "changes"
+    changes.mkdir(parents=True)
+    for fragment in (ROOT / "docs" / "changes").glob("*.md"):
+        shutil.copy(fragment, changes)
+    (changes / "made-up.fix.md").write_text("A change of\nthis test.\n")
     (tmp_path / "kvrag").mkdir()
     shutil.copy(ROOT / "kvrag" / "__init__.py", tmp_path / "kvrag")
     shutil.copy(ROOT / "CHANGELOG.md", tmp_path)
