@@ -18,7 +18,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from kvrag.evaluate.estimate import (
     PRESETS,
     ModelShape,
-    break_even_bandwidth,
     kept_bytes_per_token,
     kv_bytes_per_token,
     shape_from_config,
@@ -82,7 +81,7 @@ def costs(name: str) -> dict[str, Any]:
         },
         "flops": {"full": full, "reused": reused, "expansion": expansion * (TOKENS - rows)},
         "prompt_bytes": bf16 * TOKENS,
-        "break_even_bytes_per_s": break_even_bandwidth(bf16, FLOPS * TOKENS / full),
+        "break_even_bytes_per_s": bf16 * FLOPS * TOKENS / full,
     }
 
 

@@ -21,7 +21,7 @@ from common import RESULTS, machine, parser, write_result
 from numpy.typing import NDArray
 from roofline import CHUNK, H100, SCHEDULES, SHAPES, TODAY, Device, Schedule, Shape
 
-from kvrag.evaluate.estimate import ModelShape, break_even_bandwidth, kept_bytes_per_token
+from kvrag.evaluate.estimate import ModelShape, kept_bytes_per_token
 
 Ints = NDArray[np.int64]
 Trace = tuple[Ints, Ints]
@@ -398,7 +398,7 @@ def loading(setup: Setup) -> dict[str, Any]:
         "chunk_gb": setup.chunk_gb,
         "sizes": setup.sizes(),
     }
-    even = break_even_bandwidth(setup.chunk_gb, 1e3 / compute)
+    even = setup.chunk_gb * 1e3 / compute
     return about | {"compute_ms": compute, "break_even_gb_s": even, "load_ms": load}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 
-from kvrag.evaluate.estimate import human_bandwidth, human_bytes
+from kvrag.evaluate.estimate import human_bytes
 
 from .core import Result, Tables, source, table
 
@@ -128,7 +128,7 @@ def latent(result: Result) -> str:
                 f"{row['prompt_bytes'] / 1e6:,.0f} MB",
                 f"{flops['full'] / 1e12:,.0f} → {flops['reused'] / 1e12:,.0f} TFLOP",
                 f"{flops['expansion'] / flops['reused']:.0%}",
-                human_bandwidth(row["break_even_bytes_per_s"]),
+                _bandwidth(row["break_even_bytes_per_s"]),
             ]
         )
     header = [
@@ -197,3 +197,12 @@ TABLES: Tables = {
     "sweep": ("sweep.json", sweep),
     "suites": ("suites.json", suites),
 }
+
+
+def _bandwidth(number: float) -> str:
+    """Return bytes per second with three digits and a decimal unit, as disks are sold."""
+    for unit in ("B/s", "kB/s", "MB/s"):
+        if number < 1000:
+            return f"{number:.3g} {unit}"
+        number /= 1000
+    return f"{number:.3g} GB/s"

@@ -153,7 +153,7 @@ def explain(
     given = None if context else read_prompt(Path(prompt))
     with closing(open_engine(engine, repair=repair)) as opened:
         asked = _prompt_of(prompt, texts, opened.encoder, engine) if given is None else given
-        found = opened.explain(asked, mode=mode)
+        found = opened.explain(asked, mode=mode)  # type: ignore[arg-type]
     title = (
         f"{found.prompt_tokens} tokens, {found.hits} chunk(s) with KV, would run in mode "
         f"{found.mode!r}"

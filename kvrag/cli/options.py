@@ -30,6 +30,7 @@ from kvrag.config import (
     SamplingConfig,
     StoreConfig,
     as_config,
+    check_mode,
     check_template_kwargs,
     option_fields,
     spelling,
@@ -87,8 +88,18 @@ _NAMED = typer.Option(
     envvar="KVRAG_REPAIR",
     rich_help_panel=_REPAIR,
 )
+
+
+def _checked_mode(mode: str) -> str:
+    """Return a mode; refuse another word before a model is loaded."""
+    check_mode(mode)
+    return mode
+
+
 _MODE = typer.Option(
-    help="auto, full (no reuse), prefix (exact reuse only) or stitch.", rich_help_panel=_REPAIR
+    callback=_checked_mode,
+    help="auto, full (no reuse), prefix (exact reuse only) or stitch.",
+    rich_help_panel=_REPAIR,
 )
 
 _KV_DIR = _of_engine(
@@ -102,7 +113,7 @@ KVDir = Annotated[str, _KV_DIR]
 Namespace = Annotated[
     str, _of_engine("--namespace", help="Chunks of one namespace are never found from another.")
 ]
-ModeName = Annotated[Literal["auto", "full", "prefix", "stitch"], _MODE]
+ModeName = Annotated[str, _MODE]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of tables.")]
 
 DEFAULT_KV_DIR = ".kvrag"

@@ -1,6 +1,6 @@
-"""Estimate the size of KV, and when loading it beats computing it, from a model's shape.
+"""Estimate the size of KV from a model's shape.
 
-No weights, no torch. Tensor letters as in :mod:`kvrag.types`; ``GB`` is 10^9 bytes, ``KiB`` 2^10.
+No weights, no torch. Tensor letters as in :mod:`kvrag.types`; ``KiB`` is 2^10 bytes.
 """
 
 from __future__ import annotations
@@ -209,30 +209,6 @@ def kept_bytes_per_token(
     return shape.num_layers * size / chunk_tokens + sum(others)
 
 
-def break_even_bandwidth(bytes_per_token: float, prefill_tokens_per_s: float) -> float:
-    """Return the bandwidth, bytes per second, above which loading KV is faster than prefill.
-
-    Measure ``prefill_tokens_per_s`` at the length of a real prompt: longer prompts are slower per
-    token, because attention grows.
-    """
-    return bytes_per_token * prefill_tokens_per_s
-
-
-def reuse_speedup(
-    bytes_per_token: float, prefill_tokens_per_s: float, bandwidth: float, repair_ratio: float = 0.0
-) -> float:
-    """Return the time of full prefill divided by the time to load and repair the same tokens.
-
-    Loading and repair run in sequence, and the question costs no time: the result is an upper
-    bound, to compare with 1. ``bandwidth`` of the tier is in bytes per second; ``repair_ratio`` is
-    the fraction of the tokens that are recomputed.
-    """
-    load = break_even_bandwidth(bytes_per_token, prefill_tokens_per_s) / bandwidth
-    if load + repair_ratio:
-        return 1.0 / (load + repair_ratio)
-    return float("inf")
-
-
 def human_bytes(number: float) -> str:
     """Format bytes with three digits and a binary unit.
 
@@ -252,20 +228,3 @@ def human_bytes(number: float) -> str:
     if number < 1000:
         return f"{number:.3g} TiB"
     return f"{number:.0f} TiB"
-
-
-def human_bandwidth(number: float) -> str:
-    """Format bytes per second with three digits and a decimal unit, as disks and links are sold.
-
-    Examples
-    --------
-    >>> human_bandwidth(2.9e9)
-    '2.9 GB/s'
-    """
-    for unit in ("B/s", "kB/s", "MB/s"):
-        if abs(number) < 1000:
-            return f"{number:.3g} {unit}"
-        number /= 1000
-    if number < 1000:
-        return f"{number:.3g} GB/s"
-    return f"{number:.0f} GB/s"

@@ -14,7 +14,6 @@ from typer import BadParameter
 from typer.testing import CliRunner, Result
 
 import kvrag
-from kvrag.blend.cost import IN_ROWS, Costs
 from kvrag.cli.app import app
 from kvrag.cli.options import parse_bytes
 from kvrag.config import StoreConfig
@@ -321,17 +320,12 @@ def test_estimate_of_a_preset():
             "estimate",
             "-m",
             "llama-3.1-8b",
-            "--disk-gbps",
-            "6.5",
-            "--prefill-tps",
-            "31000",
             "--chunks",
             "1000",
         ],
     )
     assert result.exit_code == 0, result.output
     assert "128 KiB" in result.stdout
-    assert "4.06 GB/s" in result.stdout
 
 
 def test_estimate_reads_a_config_and_counts_a_corpus(run, notes):
@@ -379,26 +373,6 @@ def test_rounded_kv_from_precompute_to_answer(run, notes):
     ) == 1
 
 
-def test_estimate_measures_what_is_not_given(run, tmp_path, monkeypatch):
-    monkeypatch.setattr("kvrag.cli.estimate._NUM_BLOCKS", 1)
-    monkeypatch.setattr("kvrag.blend.cost.costs_of", lambda *_: Costs(24, 1, 2**-10, {}))
-    values = json.loads(run("estimate", "--measure", "--json").stdout)
-    assert values["prefill_tokens_per_s"] == pytest.approx(1e3 * 1024 / (24 + 1024 + 512)), (
-        "the costs that auto goes by"
-    )
-    assert values["disk_bytes_per_s"] > 0
-    assert values["speedup"] > 0
-    assert not [p for p in (tmp_path / "kv").rglob("*") if p.is_file()], (
-        "the measurement leaves nothing behind"
-    )
-
-
-def test_an_estimate_of_a_model_that_cannot_be_measured_says_what_to_pass(run, monkeypatch):
-    monkeypatch.setattr("kvrag.blend.cost.costs_of", lambda *_: IN_ROWS)
-    monkeypatch.setattr("kvrag.cli.estimate._NUM_BLOCKS", 1)
-    refused(run("estimate", "--measure"), "can't be measured", "--prefill-tps")
-
-
 # -- refusals -----------------------------------------------------------------------------------------------------------
 
 
@@ -430,8 +404,6 @@ def test_an_estimate_of_a_model_that_cannot_be_measured_says_what_to_pass(run, m
         (["estimate", "-m", "no-such.gguf"], ["no-such.gguf"]),
         (["estimate", "-m", "empty"], ["config.json"]),
         (["estimate", "-m", "qwen2.5-3b", "--dtype", "int3"], ["int3"]),
-        (["estimate", "-m", "qwen2.5-3b", "--disk-gbps", "0"], ["--disk-gbps"]),
-        (["estimate", "-m", "qwen2.5-3b", "--config-only", "--measure"], ["--config-only"]),
         (["demo", "--framework", "haystack"], ["haystack", "llama-index"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,

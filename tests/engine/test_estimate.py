@@ -4,17 +4,14 @@ import pytest
 from kit import lm_of
 from transformers import AutoConfig
 
-from kvrag.cli.estimate import read_bandwidth, shape_of
+from kvrag.cli.estimate import shape_of
 from kvrag.errors import ConfigError, ModelError
 from kvrag.evaluate.estimate import (
     PRESETS,
     ModelShape,
-    break_even_bandwidth,
-    human_bandwidth,
     human_bytes,
     kv_bytes_per_token,
     preset,
-    reuse_speedup,
     shape_from_config,
 )
 
@@ -139,29 +136,6 @@ def test_an_unknown_dtype_is_named():
         kv_bytes_per_token(PRESETS["qwen2.5-3b"], "int3")
 
 
-def test_break_even_bandwidth_of_qwen_3b_and_llama_8b_on_one_h100():
-    # 36 KiB × 80 k tokens/s and 128 KiB × 31 k tokens/s
-    assert break_even_bandwidth(36 * KIB, 80_000) == pytest.approx(2.949e9, rel=1e-3)
-    assert break_even_bandwidth(128 * KIB, 31_000) == pytest.approx(4.063e9, rel=1e-3)
-
-
-def test_a_disk_is_measured_where_pages_can_not_be_dropped(tmp_path, monkeypatch):
-    """macOS has no posix_fadvise."""
-    monkeypatch.delattr("os.posix_fadvise")
-    monkeypatch.setattr("kvrag.cli.estimate._NUM_BLOCKS", 2)
-    assert read_bandwidth(tmp_path / "kv") > 0
-    assert list((tmp_path / "kv").iterdir()) == []
-
-
-def test_speedup_is_one_at_break_even_and_bounded_by_the_repair():
-    even = break_even_bandwidth(1000, 50)
-    assert reuse_speedup(1000, 50, even) == pytest.approx(1.0)
-    assert reuse_speedup(1000, 50, 10 * even) == pytest.approx(10.0)
-    assert reuse_speedup(1000, 50, 10 * even, 0.1) == pytest.approx(5.0)
-    assert reuse_speedup(1000, 50, 1e30, 0.15) == pytest.approx(1 / 0.15)
-    assert reuse_speedup(1000, 0, even) == float("inf")
-
-
 @pytest.mark.parametrize(
     ("write", "numbers", "expected"),
     [
@@ -171,7 +145,6 @@ def test_speedup_is_one_at_break_even_and_bounded_by_the_repair():
             "0 B|512 B|1023 B|22.5 KiB|128 KiB|64 MiB",
         ),
         (human_bytes, (12.5 * 2**40, 2000 * 2**40), "12.5 TiB|2000 TiB"),
-        (human_bandwidth, (500, 3.2e6, 2.949e9, 4e12), "500 B/s|3.2 MB/s|2.95 GB/s|4000 GB/s"),
     ],
 )
 def test_sizes_are_written_for_people(write, numbers, expected):

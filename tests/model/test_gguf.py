@@ -145,9 +145,8 @@ def test_loads_at_once_share_nothing(file, tmp_path, parses):
 
 
 def test_estimate_parses_once_whatever_it_reads(file, tmp_path, parses, monkeypatch):
-    monkeypatch.setattr("kvrag.cli.estimate.prefill_tokens_per_s", lambda _: 100.0)
     (tmp_path / "text.md").write_text(CHUNK)
-    options = ["--corpus", str(tmp_path / "text.md"), "--measure", "--kv-dir", str(tmp_path / "kv")]
+    options = ["--corpus", str(tmp_path / "text.md"), "--kv-dir", str(tmp_path / "kv")]
     kvrag.model.load._loaded.clear()
     done = CliRunner().invoke(app, ["estimate", str(file), *options])
     assert done.exit_code == 0, done.output

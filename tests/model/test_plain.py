@@ -15,7 +15,6 @@ from kvrag import (
     UnsupportedModelError,
     precompute_kv,
 )
-from kvrag.cli.estimate import prefill_tokens_per_s
 from kvrag.model.load import refuse
 from kvrag.model.plain import NO_LIMIT, PlainLM
 from kvrag.testing.models import REFUSED, tiny_model
@@ -85,11 +84,6 @@ def test_stop_strings_and_sampling_work_without_reuse(gpt2):
         for s in (1, 1, 2)
     ]
     assert drawn[0] == drawn[1] != drawn[2]
-
-
-def test_an_estimate_says_that_nothing_can_be_stored(gpt2):
-    with pytest.raises(UnsupportedModelError, match="KV of this model is not reused"):
-        prefill_tokens_per_s(gpt2.loaded)
 
 
 def test_precompute_says_that_nothing_can_be_stored_and_stores_nothing(gpt2):
