@@ -122,7 +122,6 @@ KNOWN: dict[str, dict[str, float] | set[str]] = {
         "kvrag/blend/cost.py::measured": 420,
         "kvrag/blend/prefill.py::prefill": 580,
         "kvrag/cli/ask.py::_prove": 450,
-        "kvrag/cli/estimate.py::estimate": 500,
         "kvrag/cli/measure.py::calibrate": 480,
         "kvrag/cli/measure.py::evaluate": 460,
         "kvrag/cli/precompute.py::precompute": 470,
