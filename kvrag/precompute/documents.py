@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Self
 from weakref import WeakSet
 
-from kvrag.errors import ConfigError, InputError
+from kvrag.errors import ConfigError, InputError, StoreError
 from kvrag.identity.fingerprint import chunk_key
 from kvrag.prompt.messages import check_chunk_text
 from kvrag.prompt.spans import text_entry
@@ -208,17 +208,14 @@ def check_items(
     found = list[Item]()
     seen = dict[str, str]()
     for number, (name, text) in enumerate(zip(names, texts, strict=True)):
+        if name is not None and not isinstance(name, str):
+            raise InputError(f"chunk {number} has the id {name!r}; ids must be strings")
         try:
             item = Item.of(name, check_chunk_text(text))
         except InputError as error:
             raise InputError(f"chunk {number} (id {name!r}): {error}") from None
-        if name is not None:
-            if not isinstance(name, str):
-                raise InputError(f"chunk {number} has the id {name!r}; ids must be strings")
-            if seen.setdefault(name, item.text) != item.text:
-                raise InputError(
-                    f"the id {name!r} has two different texts; give each text its own id"
-                )
+        if name is not None and seen.setdefault(name, item.text) != item.text:
+            raise InputError(f"the id {name!r} has two different texts; give each text its own id")
         found.append(item)
     if collection is None:
         return found
@@ -278,6 +275,17 @@ def is_current(catalog: Catalog, namespace: str, text: TextEntry, doc_id: str | 
     return catalog.knows_text(namespace, text.digest) and (
         doc_id is None or catalog.document_texts(namespace, doc_id)[-1:] == [text.digest]
     )
+
+
+def withdraw(
+    store: TieredStore, namespace: str, text: TextEntry | None, ids: Iterable[str | None]
+) -> None:
+    """Unregister documents whose text got no KV, unless they have another text by now."""
+    for doc_id in ids:
+        if doc_id is not None and text is not None:
+            with suppress(StoreError):
+                if is_current(store.catalog, namespace, text, doc_id):
+                    store.forget(namespace, doc_id)
 
 
 def replace(

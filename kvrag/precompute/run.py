@@ -27,6 +27,7 @@ from kvrag.precompute.documents import (
     faults,
     is_current,
     tell_short,
+    withdraw,
 )
 from kvrag.precompute.encode import KeptPrefix, encode_chunks, encode_prefix
 from kvrag.progress import Progress
@@ -106,6 +107,7 @@ class Precompute:
         self._done: list[NewChunk] = []
         self.stored = self.skipped = self.stored_bytes = 0
         self.failed = list[tuple[str, str]]()
+        self._unstored = list[NewChunk]()
         self.short = list[tuple[str, str]]()
 
     def run(
@@ -137,7 +139,10 @@ class Precompute:
                     progress.advance(len(batch))
             finally:
                 self.finish_write()
+        unstored = [*self._unstored]
         self._recount(chunks)
+        for chunk in unstored:
+            withdraw(self.store, chunk.identity.namespace, chunk.entry, chunk.doc_ids)
         if self.is_asked_for:
             tell_short(self.store, self.short)
         seconds = time.perf_counter() - start
@@ -161,6 +166,7 @@ class Precompute:
                 token_ids = self._loaded.encoder.chunk_ids(text)
             except InputError as error:  # a token that the model has no embedding for
                 self.failed += [(name or repr(text[:20]), str(error)) for name in ids]
+                withdraw(self.store, behind.namespace, entry, ids)
             else:
                 chunks.append(NewChunk(tuple(ids), entry, replace(behind, token_ids=token_ids)))
         return chunks
@@ -362,6 +368,7 @@ class Precompute:
         )
         logger.warning("precompute ends early: %s", reason)
         self.failed += [(chunk.label, reason) for chunk in rest]
+        self._unstored += rest
 
     def _fail(self, chunk: NewChunk, reason: str) -> None:
         """Report a chunk that was not stored; it is computed at query time."""
@@ -369,3 +376,4 @@ class Precompute:
             "chunk %s (%s) was not stored: %s", chunk_key(chunk.identity)[:12], chunk.label, reason
         )
         self.failed.append((chunk.label, reason))
+        self._unstored.append(chunk)

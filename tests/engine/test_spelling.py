@@ -126,7 +126,7 @@ def test_the_servers_size_takes_a_unit_too():
         ("./models/qwen", "the directory './models/qwen' of the model does not exist"),
         ("/x/y.gguf", "the GGUF file '/x/y.gguf' of the model does not exist"),
         ("C:\\models\\qwen", "models.*of the model does not exist"),
-        ("~/models/qwen", "'~' is not expanded here"),
+        ("~/models/qwen", "the directory '.*/models/qwen' of the model does not exist"),
         ("a/b/c", "the directory 'a/b/c' of the model does not exist"),
         ("", "the directory '' of the model does not exist"),
     ],

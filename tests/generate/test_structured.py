@@ -131,7 +131,7 @@ def test_what_cannot_be_compiled_is_refused_by_name(engine, monkeypatch):
             answer_form(None, None, {"type": "json_object"}), tiny_tokenizer(), frozenset({2})
         )
     constraint = grammar.constraint_of(
-        answer_form(None, None, wanted({"const": 1})), engine.tokenizer, frozenset({2})
+        answer_form(None, None, wanted({"const": 1})), engine.encoder.private, frozenset({2})
     )
     constraint.take(5)
     assert not constraint.is_complete

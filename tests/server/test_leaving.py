@@ -40,7 +40,7 @@ def opened(url, body, *, small=False):
     if small:
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     peer.connect((address.hostname, address.port))
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
     peer.sendall(head.encode() + raw)
     return peer
 
