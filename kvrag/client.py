@@ -24,10 +24,9 @@ from kvrag.precompute.documents import (
     check_items,
     faults,
     in_collection,
-    tell_short,
     unreadable,
 )
-from kvrag.progress import Progress
+from kvrag.progress import Progress, tell_short
 from kvrag.prompt.prefix import Prefix
 from kvrag.types import ExplainedSpan, Explanation, MaxContext, Mode, PrecomputeReport
 

@@ -22,8 +22,10 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Self
+from weakref import WeakSet
 
 from tqdm.auto import tqdm
 
@@ -185,3 +187,23 @@ def _say(line: str) -> None:
     elif sys.stderr is not None:
         sys.stderr.write(f"{line}\n")
         sys.stderr.flush()
+
+
+def tell_short(store: object, short: Sequence[tuple[str, str]]) -> None:
+    """Log the number of documents that are too short to have KV, and the first of them.
+
+    ``short`` is :attr:`PrecomputeReport.short`. The first log per store (or client of one) is a
+    warning, later logs are INFO.
+    """
+    if not short:
+        return
+    level = logging.INFO if store in _told else logging.WARNING
+    _told.add(store)
+    what = (
+        "%d document(s) are too short to have KV and are computed with each prompt "
+        "(PrecomputeReport.short): %r, %s"
+    )
+    logger.log(level, what, len(short), *short[0])
+
+
+_told: WeakSet[object] = WeakSet()  # stores whose users have seen the warning

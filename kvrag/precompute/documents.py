@@ -16,7 +16,6 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Self
-from weakref import WeakSet
 
 from kvrag.errors import ConfigError, InputError, StoreError
 from kvrag.identity.fingerprint import chunk_key
@@ -46,7 +45,9 @@ class Item(NamedTuple):
 
     @classmethod
     def of(cls, doc_id: str | None, text: str) -> Item:
-        """Make an item."""
+        """Make an item; raises :class:`InputError` if the id is no string."""
+        if not isinstance(doc_id, str | None):
+            raise InputError("ids must be strings")
         try:
             if doc_id and not doc_id.isascii():
                 check_encodable(doc_id)
@@ -208,8 +209,6 @@ def check_items(
     found = list[Item]()
     seen = dict[str, str]()
     for number, (name, text) in enumerate(zip(names, texts, strict=True)):
-        if name is not None and not isinstance(name, str):
-            raise InputError(f"chunk {number} has the id {name!r}; ids must be strings")
         try:
             item = Item.of(name, check_chunk_text(text))
         except InputError as error:
@@ -237,24 +236,12 @@ def replaced_ids(store: TieredStore, items: Sequence[Item], namespace: str) -> l
     ]
 
 
-def tell_short(store: object, short: Sequence[tuple[str, str]]) -> None:
-    """Log the number of documents that are too short to have KV, and the first of them.
-
-    ``short`` is :attr:`PrecomputeReport.short`. The first log per store (or client of one) is a
-    warning, later logs are INFO.
-    """
-    if not short:
-        return
-    level = logging.INFO if store in _told else logging.WARNING
-    _told.add(store)
-    what = (
-        "%d document(s) are too short to have KV and are computed with each prompt "
-        "(PrecomputeReport.short): %r, %s"
-    )
-    logger.log(level, what, len(short), *short[0])
-
-
-_told: WeakSet[object] = WeakSet()  # stores whose users have seen the warning
+def evicted(store: TieredStore) -> str:
+    """Return the reason why later chunks evicted a chunk, with the remedy."""
+    remedy = "disk_bytes or disk_fraction, lower min_free_bytes, or free space there"
+    if "disk" not in store.stats():
+        remedy = "ram_bytes or ram_fraction, or pass kv_dir"
+    return f"evicted by later chunks, because the store is too small; raise StoreConfig.{remedy}"
 
 
 AT_ONCE = 1000  # documents that are registered in a transaction
@@ -266,8 +253,11 @@ def announce(store: TieredStore, namespace: str, items: Iterable[Item]) -> None:
     Raises ``StoreError``.
     """
     texts = [(item.doc_id, item.entry) for item in items if item.entry is not None]
-    for first in range(0, len(texts), AT_ONCE):
-        store.register(namespace, texts[first : first + AT_ONCE])
+    try:
+        for first in range(0, len(texts), AT_ONCE):
+            store.register(namespace, texts[first : first + AT_ONCE])
+    except StoreError as error:
+        raise StoreError(f"the documents could not be stored: {error}") from error
 
 
 def is_current(catalog: Catalog, namespace: str, text: TextEntry, doc_id: str | None) -> bool:
@@ -277,15 +267,15 @@ def is_current(catalog: Catalog, namespace: str, text: TextEntry, doc_id: str | 
     )
 
 
-def withdraw(
-    store: TieredStore, namespace: str, text: TextEntry | None, ids: Iterable[str | None]
-) -> None:
+def withdraw(store: TieredStore, chunks: Iterable[NewChunk]) -> None:
     """Unregister documents whose text got no KV, unless they have another text by now."""
-    for doc_id in ids:
-        if doc_id is not None and text is not None:
-            with suppress(StoreError):
-                if is_current(store.catalog, namespace, text, doc_id):
-                    store.forget(namespace, doc_id)
+    for chunk in chunks:
+        space = chunk.identity.namespace
+        for doc_id in chunk.doc_ids:
+            if doc_id is not None and chunk.entry is not None:
+                with suppress(StoreError):
+                    if is_current(store.catalog, space, chunk.entry, doc_id):
+                        store.forget(space, doc_id)
 
 
 def replace(
@@ -306,6 +296,17 @@ def replace(
         if name is not None and held:
             with erasing(namespace):
                 store.forget(namespace, name, held)
+
+
+def deleted_of(
+    catalog: Catalog, chunks: Iterable[NewChunk]
+) -> Iterator[tuple[NewChunk, str | None]]:
+    """Yield documents that were deleted, or got another text, meanwhile, with their chunks."""
+    for chunk in chunks:
+        for name in chunk.doc_ids:
+            space = chunk.identity.namespace
+            if chunk.entry is not None and not is_current(catalog, space, chunk.entry, name):
+                yield chunk, name
 
 
 POLL_S = 0.05  # between looks at the chunks that another writer computes

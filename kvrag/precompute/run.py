@@ -24,13 +24,13 @@ from kvrag.precompute.documents import (
     Item,
     NewChunk,
     batches,
+    deleted_of,
+    evicted,
     faults,
-    is_current,
-    tell_short,
     withdraw,
 )
 from kvrag.precompute.encode import KeptPrefix, encode_chunks, encode_prefix
-from kvrag.progress import Progress
+from kvrag.progress import Progress, tell_short
 from kvrag.prompt.spans import ANCHOR_CHARS
 from kvrag.runtime import POOL
 from kvrag.store import TieredStore
@@ -141,8 +141,7 @@ class Precompute:
                 self.finish_write()
         unstored = [*self._unstored]
         self._recount(chunks)
-        for chunk in unstored:
-            withdraw(self.store, chunk.identity.namespace, chunk.entry, chunk.doc_ids)
+        withdraw(self.store, unstored)
         if self.is_asked_for:
             tell_short(self.store, self.short)
         seconds = time.perf_counter() - start
@@ -165,8 +164,7 @@ class Precompute:
             try:
                 token_ids = self._loaded.encoder.chunk_ids(text)
             except InputError as error:  # a token that the model has no embedding for
-                self.failed += [(name or repr(text[:20]), str(error)) for name in ids]
-                withdraw(self.store, behind.namespace, entry, ids)
+                self._fail(NewChunk(tuple(ids), entry, behind), str(error))
             else:
                 chunks.append(NewChunk(tuple(ids), entry, replace(behind, token_ids=token_ids)))
         return chunks
@@ -329,16 +327,12 @@ class Precompute:
     def deleted(self, chunks: Sequence[NewChunk]) -> list[tuple[NewChunk, str | None]]:
         """Return documents that were deleted, or got another text, meanwhile, with their chunks."""
         catalog = self.store.catalog
-        space = self._prefix.identity.namespace
-        if self._erased is not None and self._erased == catalog.erased(space):
+        if self._erased is not None and self._erased == catalog.erased(
+            self._prefix.identity.namespace
+        ):
             return []
-        return [
-            (chunk, name)
-            for chunk in chunks
-            if chunk.entry is not None and self._guard.is_registered(chunk.entry)
-            for name in chunk.doc_ids
-            if not is_current(catalog, space, chunk.entry, name)
-        ]
+        registered = [chunk for chunk in chunks if self._guard.is_registered(chunk.entry)]
+        return list(deleted_of(catalog, registered))
 
     def _recount(self, chunks: Sequence[NewChunk]) -> None:
         """Report documents that were deleted meanwhile, and chunks that later chunks evicted."""
@@ -347,17 +341,10 @@ class Precompute:
         gone = {id(chunk) for chunk, _ in deleted}
         keys = {chunk_key(chunk.identity): chunk for chunk in self._done}
         known = self.store.known(keys)
-        remedy = "disk_bytes or disk_fraction, lower min_free_bytes, or free space there"
-        if "disk" not in self.store.stats():
-            remedy = "ram_bytes or ram_fraction, or pass kv_dir"
         for chunk in [chunk for key, chunk in keys.items() if key not in known]:
             self.stored -= 1
             if id(chunk) not in gone:
-                self._fail(
-                    chunk,
-                    "evicted by later chunks, because the store is too small; "
-                    f"raise StoreConfig.{remedy}",
-                )
+                self._fail(chunk, evicted(self.store))
 
     def give_up(self, rest: list[NewChunk]) -> None:
         """Report chunks that are not computed because the store refuses chunks, and their size."""
