@@ -166,7 +166,7 @@ def test_a_document_that_is_too_large_is_reported_and_loses_its_old_kv(tiny_dir,
 
 
 def test_short_documents_are_told_once_as_a_warning(tenant, caplog):
-    caplog.set_level(logging.INFO, "kvrag.precompute")
+    caplog.set_level(logging.INFO, "kvrag")
     client = tenant.client
     for _ in range(2):
         client.precompute(["tiny"], ids=["a"])
