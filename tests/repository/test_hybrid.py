@@ -80,7 +80,7 @@ def test_a_pair_holds_behind_any_context_but_for_the_rows_at_its_seam():
     for stored, here in zip(
         chunk_map(part, alone, seam, 20), chunk_map(part, whole, 10 + seam, 30), strict=True
     ):
-        assert torch.equal(stored, here)
+        torch.testing.assert_close(stored, here, atol=1e-6, rtol=1e-5)  # sums in another order
     assert not torch.allclose(chunk_map(part, alone, 0, 20)[1], chunk_map(part, whole, 10, 30)[1])
 
 
