@@ -19,7 +19,7 @@ from kvrag.prompt.explain import Known, explain_plan
 from kvrag.prompt.partial import text_of
 from kvrag.prompt.plan import Lookup, Plan, plan_prompt
 from kvrag.prompt.plan_ids import plan_ids
-from kvrag.prompt.prefix import prefix_text
+from kvrag.prompt.prefix import fixed_head, prefix_text
 from kvrag.prompt.spans import SpanIndex
 from kvrag.prompt.template import PLAIN, Chat, Prompt, PromptEncoder
 from kvrag.prompt.tokenizer import given_ids
@@ -104,7 +104,12 @@ class Planner:
             outcome = "prefix"
         space = self._store.names.namespace(namespace)
         read = partial(text_of, self._store, self.encoder, self.worker.fingerprint, space)
-        known = Known(self._scanner(space, Deadline(0)), read, self._config)
+        known = Known(
+            self._scanner(space, Deadline(0)),
+            read,
+            self._config,
+            partial(fixed_head, prompt, chat, self.encoder),
+        )
         given = options.config
         repair = self.worker.repair if given is None else in_words(given, "given")
         return replace(explain_plan(plan, outcome, reason, known), repair=repair)

@@ -37,6 +37,7 @@ from kvrag.prompt.explain import Known, explain_plan
 from kvrag.prompt.partial import text_of
 from kvrag.prompt.plan import Lookup, Plan, plan_prompt
 from kvrag.prompt.plan_ids import plan_ids
+from kvrag.prompt.prefix import fixed_head
 from kvrag.prompt.spans import SpanIndex
 from kvrag.prompt.template import check_plain
 from kvrag.prompt.tokenizer import given_ids
@@ -153,7 +154,7 @@ class QueryPipeline:
         plan = self.plan(request)
         plan, _ = self._checked(plan, request, len(plan.token_ids) + 1)
         outcome = outcome_of(plan, request.mode, request.repair, self.store, self.costs)
-        explained = explain_plan(plan, *outcome, self._known(request.namespace))
+        explained = explain_plan(plan, *outcome, self._known(request))
         total = len(plan.token_ids) + 1
         explained.notes.extend(in_words(self.loaded.lm, total, self._state_bytes))
         if plan.has_mismatch and (variables := self.loaded.encoder.date_variables) is not None:
@@ -163,9 +164,12 @@ class QueryPipeline:
             )
         return explained
 
-    def _known(self, namespace: str) -> Known:
-        read = partial(text_of, self.store, self.loaded.encoder, self.loaded.fingerprint, namespace)
-        return Known(self._spans[namespace][0], read, self.store_config)
+    def _known(self, request: Request) -> Known:
+        space = request.namespace
+        encoder = self.loaded.encoder
+        read = partial(text_of, self.store, encoder, self.loaded.fingerprint, space)
+        head = partial(fixed_head, request.prompt, request.chat, encoder)
+        return Known(self._spans[space][0], read, self.store_config, head)
 
     def _checked(self, plan: Plan, request: Request, total: int) -> tuple[Plan, bool]:
         """Return the plan, and whether the window slides.
@@ -286,7 +290,7 @@ class QueryPipeline:
     def _watch(self, request: Request, plan: Plan) -> None:
         """Report a plan to the watch if its mode may stitch."""
         if request.mode in ("auto", "stitch"):
-            known = partial(self._known, request.namespace)
+            known = partial(self._known, request)
             stores = self.write_back is not None
             self.stats.watch.notice(plan, known, is_stored_later=stores)
 

@@ -81,12 +81,13 @@ class Known:
     """Known chunks of a namespace.
 
     ``scanner`` finds them, ``text_of`` returns the text of a digest, ``config`` holds the store's
-    limits.
+    limits. ``fixed_head`` returns the prompt's text before its first user message, or "".
     """
 
     scanner: SpanIndex
     text_of: Callable[[str], str | None]
     config: StoreConfig
+    fixed_head: Callable[[], str] = str
 
     def texts(self) -> list[str]:
         """Read the latest stored texts, at most :data:`MAX_READ`."""
@@ -162,18 +163,25 @@ def _live_text(plan: Plan) -> str:
     return "\n\n".join([piece.piece.text for piece in plan.pieces if piece.piece.kind == "live"])
 
 
-def prefix_advice(plan: Plan) -> str:
-    """Say how to encode chunks behind the text that stands before them."""
+def prefix_advice(plan: Plan, fixed_head: str) -> str:
+    """Say how to encode chunks behind the text that stands before them.
+
+    Only ``fixed_head`` is shown, the text before the first user message: warnings go to logs, which
+    must hold no text of users or documents.
+    """
     texts = [piece.piece for piece in plan.pieces]
     head = "".join([each.text for each in takewhile(lambda each: each.kind != "chunk", texts)])
-    metadata = METADATA.search(head, len(head) - MAX_METADATA)
-    if metadata:
-        line = metadata[0].strip()[:80]
+    if fixed_head and head == fixed_head:
+        return f"precompute with the text before the first chunk: prefix={head!r}"
+    if METADATA.search(head, len(head) - MAX_METADATA):
         return (
-            f"{line!r} stands before the chunk; precompute its text with its metadata "
+            "lines of metadata stand before the chunk; precompute its text with its metadata "
             "(LlamaIndex: content='llm')"
         )
-    return f"precompute with the text before the first chunk: prefix={head!r}"
+    return (
+        "the text before the chunks changes from prompt to prompt, as far as can be told: "
+        "put the chunks first, or pass the part that is the same in all prompts as prefix="
+    )
 
 
 class Watch:
@@ -198,7 +206,9 @@ class Watch:
                 "chunks were encoded behind another prefix than this prompt has, "
                 "so more rows are repaired and none is exact"
             )
-            warnings.warn(f"{what}; {prefix_advice(plan)}", UserWarning, stacklevel=2)
+            warnings.warn(
+                f"{what}; {prefix_advice(plan, known().fixed_head())}", UserWarning, stacklevel=2
+            )
         chunks = [piece for piece in plan.pieces if piece.piece.kind == "chunk"]
         self._has_hit |= (is_hit := any([piece.identity is not None for piece in chunks]))
         if (
@@ -238,7 +248,7 @@ def explain_plan(plan: Plan, mode: Mode, reason: str | None, known: Known) -> Ex
     elif has_asked and (proven := _proven(_live_text(plan), known.scanner, known.texts())):
         notes.append(proven)
     if plan.has_mismatch:
-        notes.append(f"to repair fewer rows, {prefix_advice(plan)}")
+        notes.append(f"to repair fewer rows, {prefix_advice(plan, known.fixed_head())}")
     if plan.kv_dtype != "auto" and mode != "full":
         notes.append(f"stored KV is rounded to {plan.kv_dtype}: no answer that uses it is exact")
     return Explanation(spans=spans, prompt_tokens=len(plan.token_ids), mode=mode, notes=notes)

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import textwrap
+from ast import literal_eval
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from kit import Forwards, noted, raising
 from texts import make_chunks
 
 import kvrag.precompute.run
-from kvrag import StoreConfig, precompute_kv
+from kvrag import Chunk, StoreConfig, precompute_kv
 from kvrag.errors import ModelError, StoreError
 from kvrag.prompt.explain import CAUSES, MANY
 
@@ -200,25 +201,66 @@ def test_prompts_that_have_nothing_to_do_with_the_store_are_warned_of_late_and_n
         engine.generate(about("Good morning."), max_new_tokens=1)
 
 
-def test_advice_on_the_prefix_can_be_pasted_and_holds_no_documents_text(engine_of):
-    engine = engine_of(prefix="")
+RULES = "Answer from the notes. " * 20
+TOOL = {"type": "function", "function": {"name": "search", "parameters": {"type": "object"}}}
+SYSTEM = {"role": "system", "content": RULES}
+
+
+def of_tool(*before):
+    """An agent's messages: the question, its call, and the chunk that the tool found."""
+    call = {
+        "id": "call00000",
+        "type": "function",
+        "function": {"name": "search", "arguments": "{}"},
+    }
+    found = {"role": "tool", "tool_call_id": "call00000", "content": CHUNKS[0]}
+    return [
+        *before,
+        {"role": "user", "content": "Is Zelda in?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        found,
+    ]
+
+
+METADATA_LINE = "lines of metadata stand before the chunk"
+CHANGES = "changes from prompt to prompt"
+ADVICE = {
+    "a text": (f"{RULES} Is Zelda in?\n\n{CHUNKS[0]}", (), CHANGES),
+    "segments": ([f"{RULES} Is Zelda in?", Chunk(CHUNKS[0])], (), CHANGES),
+    "a text with metadata": (f"{RULES}\n\npath: /Zelda.txt\n\n{CHUNKS[0]}", (), METADATA_LINE),
+    "metadata": ([SYSTEM, *about(f"path: /Zelda.txt\n\n{CHUNKS[0]}")], (), METADATA_LINE),
+    "the system's": ([SYSTEM, *about(CHUNKS[0])], (), None),
+    "the developer's": ([{**SYSTEM, "role": "developer"}, *about(CHUNKS[0])], (), None),
+    "the system's and tools": ([SYSTEM, *about(CHUNKS[0])], (TOOL,), None),
+    "the question first": ([SYSTEM, *about("Is Zelda in?", CHUNKS[0])], (), CHANGES),
+    "a turn before": ([SYSTEM, *about("Is Zelda in?"), *about(CHUNKS[0])], (), CHANGES),
+    "an agent's": (of_tool(SYSTEM), (TOOL,), CHANGES),
+    "an agent's without a system message": (of_tool(), (TOOL,), CHANGES),
+}
+"""Prompts, their tools, and the advice; ``None``: the fixed head, as a prefix."""
+
+
+@pytest.mark.parametrize("case", ADVICE)
+def test_advice_on_the_prefix_is_its_fixed_head_and_shows_no_text_of_users(engine_of, case):
+    prompt, tools, advice = ADVICE[case]
+    engine = engine_of(prefix="Another beginning than that of every prompt here.")
     engine.precompute(CHUNKS)
-    rules = "Answer from the notes. " * 20
-    engine.precompute(
-        CHUNKS[2:], prefix="Answer from the"
-    )  # a prefix is known, and is not all that stands before the chunk
-    cases = (
-        (CHUNKS[0], ""),
-        (f"{rules}\n\n{CHUNKS[0]}", f"prefix={rules + chr(10) * 2!r}"),
-        (
-            f"{rules}\n\nfile_path: /data/a.txt\n\n{CHUNKS[0]}",
-            "'file_path: /data/a.txt' stands before the chunk",
-        ),
-    )
-    for prompt, advice in cases:
-        said = str(engine.explain(f"{prompt}\n\n{CHUNKS[1]}\n\nWho?"))
+    with pytest.warns(UserWarning, match="encoded behind another prefix") as caught:
+        engine.prefill(prompt, mode="stitch", tools=tools)
+    said = str(caught[0].message)
+    notes = engine.explain(prompt, mode="stitch", tools=tools).notes
+    assert said.partition("; ")[2] in " ".join(notes)
+    assert "Zelda" not in said
+    assert CHUNKS[0][:20] not in said
+    if advice is None:
+        prefix = literal_eval(said.partition("prefix=")[2])
+        assert RULES.strip() in prefix
+        assert ("search" in prefix) == bool(tools)
+        engine.precompute(CHUNKS, prefix=prefix)
+        assert not engine.prefill(prompt, mode="stitch", tools=tools).has_other_prefix
+    else:
         assert advice in said
-        assert f"prefix={CHUNKS[0][:20]!r}"[:-1] not in said
+        assert "prefix='" not in said
 
 
 def test_an_engine_that_was_closed_says_so_and_loads_nothing_again(engine):
