@@ -68,7 +68,7 @@ def decide_plan(
     if refusal is not None:
         return layout.only_live(), refusal
     layout, reason = decide(layout, mode, cheapest)
-    return layout, reason if mode == "full" else because(plan.fault, reason)
+    return layout, reason if mode == "full" else because(plan.fault or plan.cause, reason)
 
 
 def decide(layout: Layout, mode: Mode, cheapest: Choice | None = None) -> tuple[Layout, str | None]:

@@ -33,7 +33,7 @@ from kvrag.identity.fingerprint import context_digest, text_digest
 from kvrag.model.lm import LoadedModel
 from kvrag.model.plain import PlainLM
 from kvrag.precompute.on_miss import WriteBack
-from kvrag.prompt.explain import Known, explain_plan
+from kvrag.prompt.explain import Known, explain_plan, with_cause
 from kvrag.prompt.partial import text_of
 from kvrag.prompt.plan import Lookup, Plan, plan_prompt
 from kvrag.prompt.plan_ids import plan_ids
@@ -147,7 +147,9 @@ class QueryPipeline:
             plan = plan_ids(ids, loaded.encoder, prefixes=heads, **known)
         if isinstance(loaded.lm, PlainLM):
             return plan.without_reuse(loaded.lm.refusal)
-        return plan
+        if request.mode == "full":
+            return plan
+        return with_cause(plan, scanner)
 
     def explain(self, request: Request) -> Explanation:
         """Describe a prompt's hits and how it would be prefilled, without loading KV."""

@@ -7,7 +7,7 @@ import re
 import unicodedata
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
 
@@ -17,6 +17,7 @@ from kvrag.prompt.spans import ANCHOR_CHARS, SpanIndex
 from kvrag.runtime import Deadline
 from kvrag.types import ExplainedSpan, Explanation, Mode
 
+_FOUND = "this prompt has known chunks"
 Undo = Callable[[str], str]
 _METADATA_FIRST = r"\A(?:[\w .-]{1,40}: \S.*\n)+\s*"
 # quotes, dashes, invisible characters
@@ -32,7 +33,13 @@ text's own line."""
 def _unescaped(text: str) -> str:
     plain = {"n": "\n", "r": "\r", "t": "\t"}
     text = re.sub(r"\\([nrt\"'\\])", lambda found: plain.get(found[1], found[1]), text)
-    return re.sub(r"\\u([0-9a-fA-F]{4})", lambda found: chr(int(found[1], 16)), text)
+    text = re.sub(
+        r"\\(?:x([0-9a-f]{2})|u([0-9a-fA-F]{4}))",
+        lambda found: chr(int(found[1] or found[2], 16)),
+        text,
+    )
+    # JSON writes a character beyond 16 bits as two
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _lines(text: str) -> str:
@@ -47,8 +54,12 @@ def _without(pattern: str, by: str = "") -> Undo:
     return partial(re.compile(pattern).sub, by)
 
 
+ESCAPED = (
+    "escaped, as by repr(), str() of a list, or JSON: join their texts instead "
+    '("\\n\\n".join(d.page_content for d in docs), such as a format_docs before the template)'
+)
 CAUSES: tuple[tuple[str, Undo, Undo | None], ...] = (
-    ("escaped, as by repr(), str() of a list, or JSON: join their texts instead", _unescaped, None),
+    (ESCAPED, _unescaped, None),
     ("with HTML's escapes: turn them off in the template", html.unescape, None),
     (
         "with backslashes before punctuation, as in Markdown",
@@ -112,8 +123,22 @@ def _proven(text: str, scanner: SpanIndex, texts: Sequence[str]) -> str | None:
         known = [undo_known(each) for each in texts] if undo_known else []
         is_undone = undo_known is None and plain != text and bool(scanner.scan(plain))
         if is_undone or any([each and each in plain for each in known]):
-            return f"this prompt has known chunks {how}"
+            return f"{_FOUND} {how}"
     return None
+
+
+def with_cause(plan: Plan, scanner: SpanIndex) -> Plan:
+    """Return the plan, with the cause if it has known chunks escaped.
+
+    A first part of such a chunk may be reused, so the whole text is unescaped.
+    """
+    if not any([p.identity is None and "\\" in p.piece.text for p in plan.pieces]):
+        return plan
+    text = "".join([piece.piece.text for piece in plan.pieces])
+    plain = _unescaped(text)
+    if any([plain[span.start : span.stop] not in text for span in scanner.scan(plain)]):
+        return replace(plan, cause=f"{_FOUND} {ESCAPED}")
+    return plan
 
 
 def likely_cause(text: str, known: Known, *, reads: bool = True) -> tuple[str, bool]:
@@ -192,7 +217,7 @@ class Watch:
 
     def __init__(self) -> None:
         self.num_without_hits = 0
-        self._has_hit = self._has_warned = False
+        self._has_hit = self._has_warned = self._has_told_cause = False
 
     def notice(self, plan: Plan, known: Callable[[], Known], *, is_stored_later: bool) -> None:
         """Check the plan of a request that asks for reuse.
@@ -211,6 +236,11 @@ class Watch:
             )
         chunks = [piece for piece in plan.pieces if piece.piece.kind == "chunk"]
         self._has_hit |= (is_hit := any([piece.identity is not None for piece in chunks]))
+        if plan.cause and not self._has_told_cause:
+            self._has_hit = self._has_told_cause = True  # a single warning is enough
+            what = "stored chunks are" if is_hit else "no stored chunk is"
+            also = "not reused" if is_hit else "reused, though there are some"
+            warnings.warn(f"{what} {also}: {plan.cause}; see explain()", UserWarning, stacklevel=2)
         if (
             is_hit
             or is_stored_later
@@ -242,11 +272,15 @@ def explain_plan(plan: Plan, mode: Mode, reason: str | None, known: Known) -> Ex
     """
     spans = _spans(plan)
     notes = [reason] if reason else []
+    found = None
     has_asked = plan.fault is None and plan.refusal is None
     if has_asked and not any(span.kind == "chunk" for span in spans):
-        notes.append(likely_cause(_live_text(plan), known)[0])
-    elif has_asked and (proven := _proven(_live_text(plan), known.scanner, known.texts())):
-        notes.append(proven)
+        found = likely_cause(_live_text(plan), known)[0]
+    elif has_asked:
+        proven = with_cause(plan, known.scanner).cause
+        found = proven or _proven(_live_text(plan), known.scanner, known.texts())
+    if found and found not in (reason or ""):
+        notes.append(found)
     if plan.has_mismatch:
         notes.append(f"to repair fewer rows, {prefix_advice(plan, known.fixed_head())}")
     if plan.kv_dtype != "auto" and mode != "full":

@@ -147,6 +147,8 @@ class Plan:
         Why the store did not answer, if it failed: it may hold more KV than was found.
     refusal
         Why nothing may be reused, if so.
+    cause
+        Why known chunks of the prompt were not found, where it is proven.
     """
 
     pieces: tuple[PlannedPiece, ...]
@@ -154,6 +156,7 @@ class Plan:
     kv_dtype: KVDtype = "auto"
     fault: str | None = None
     refusal: str | None = None
+    cause: str | None = None
 
     @property
     def token_ids(self) -> list[int]:

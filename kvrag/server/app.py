@@ -105,6 +105,7 @@ def prepare_process() -> None:
     """
     # These warnings quote prompts; explain() reports the same.
     warnings.filterwarnings("ignore", category=UserWarning, module=r"kvrag\.")
+    warnings.filterwarnings("default", ".*this prompt has known chunks escaped", UserWarning)
     if "MALLOC_ARENA_MAX" not in os.environ:
         with suppress(OSError, AttributeError, TypeError):  # another C library
             ctypes.CDLL(None).mallopt(*_MOST_ARENAS)
