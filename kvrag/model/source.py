@@ -25,6 +25,7 @@ from kvrag.errors import (
     ConfigError,
     KVRagError,
     ModelError,
+    is_out_of_memory,
     loading_fault,
     require,
 )
@@ -342,14 +343,16 @@ def trying(source: ModelSource, action: Callable[[], T]) -> T:
         fault = (
             "the files of this directory are damaged, or are no causal language model's; check them"
         )
-        if own := loading_fault(error):
+        method = _quantisation_of(source) if is_here else ""
+        own = loading_fault(error)
+        if own and (not method or is_out_of_memory(error)):
             fault = own
         elif not is_here:
             fault = (
                 "there is no such directory here, and no such model of the hub that can be "
                 "reached; check the name and the connection"
             )
-        elif method := _quantisation_of(source):
+        elif method:
             fault = (
                 f"its quantisation ({method}) may need another device, or a package that is not "
                 "here; check that transformers loads it here, or load it without quantisation"
