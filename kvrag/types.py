@@ -401,7 +401,8 @@ class GenerationResult(Accounting):
     Parameters
     ----------
     text
-        The answer without its stop string and tool calls. A malformed tool call stays in the text.
+        The answer without its thought, stop string and tool calls. A malformed tool call stays in
+        the text.
     token_ids
         Token ids of the answer, including the stop string or end-of-sequence token.
     finish_reason
@@ -418,6 +419,9 @@ class GenerationResult(Accounting):
         Log-probabilities of ``token_ids``, if requested.
     prompt_logprobs
         Log-probabilities of ``prompt_ids``, if requested. The first is ``nan``: no row predicts it.
+    reasoning_content, reasoning_tokens
+        Thought before the answer to a chat, without its tags, if there is any; number of its
+        tokens, with the tags.
     """
 
     text: str
@@ -429,6 +433,8 @@ class GenerationResult(Accounting):
     tool_calls: tuple[ToolCall, ...] = ()
     logprobs: tuple[TokenLogprob, ...] | None = field(default=None, repr=False)
     prompt_logprobs: tuple[TokenLogprob, ...] | None = field(default=None, repr=False)
+    reasoning_content: str | None = None
+    reasoning_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,8 +33,9 @@ class TextCalls:
         self._held = ""
         self._is_json = True
 
-    def push(self, text: str, *, is_last: bool = False) -> str:
+    def push(self, text: str, *, is_last: bool = False, whole: str = "") -> str:
         """Add text, and return the text that may be shown now; at the end, read the calls."""
+        del whole  # calls inside a thought are none
         self._held += text
         self._is_json = self._is_json and _JSON.fullmatch(self._held) is not None
         if is_last:
@@ -84,14 +85,14 @@ class ParsedCalls:
         self._text = ""
         self._num_shown = 0
 
-    def push(self, text: str, *, is_last: bool = False) -> str:
+    def push(self, text: str, *, is_last: bool = False, whole: str = "") -> str:
         """Add text with its control tokens, and return the text that may be shown now.
 
-        At the end, read the calls.
+        At the end, read the calls. The parser reads the ``whole``, with any thought.
         """
         self._text += text
         try:
-            events = self._parser.feed(text)
+            events = self._parser.feed(whole)
             message = {}
             if is_last:
                 message, more = self._parser.finalize()

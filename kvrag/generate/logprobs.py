@@ -27,9 +27,13 @@ SLICE_BYTES = 2**26
 
 
 class Delta(str):
-    """Text delta of an answer, with the log-probabilities of the tokens since the last delta."""
+    """Text delta of an answer, with the log-probabilities of the tokens since the last delta.
+
+    A delta of a thought has no text, as that is the answer's.
+    """
 
     logprobs: tuple[TokenLogprob, ...] = ()
+    reasoning_content: str = ""
 
 
 def logprob_of(logits: torch.Tensor, token: int, num_top: int) -> TokenLogprob:

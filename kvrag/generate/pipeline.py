@@ -29,6 +29,7 @@ from kvrag.generate.sampling import Calls, TextStream, decode, sampler_of
 from kvrag.generate.scheduler import kv_bytes, scheduler_of
 from kvrag.generate.stats import EngineStats
 from kvrag.generate.streams import Emit
+from kvrag.generate.thoughts import Form, form_behind, thoughts_in
 from kvrag.identity.fingerprint import context_digest, text_digest
 from kvrag.model.lm import LoadedModel
 from kvrag.model.plain import PlainLM
@@ -446,7 +447,11 @@ class QueryPipeline:
             calls: Calls | None = None
             if form.tools:
                 text_of, calls = calls_in(form, encoder, done.token_ids, eos_ids)
-            sampler = sampler_of(self.loaded, config, done, eos_ids, constraint)
+            thoughts, text_of = thoughts_in(request, encoder, done.token_ids, text_of)
+            behind: Form | None = constraint
+            if constraint and thoughts:
+                behind = form_behind(constraint, thoughts, encoder, text_of)
+            sampler = sampler_of(self.loaded, config, done, eos_ids, behind)
             answer = decode(
                 done.extend,
                 done.logits,
@@ -457,6 +462,7 @@ class QueryPipeline:
                 emit=emit,
                 cancel=cancel,
                 calls=calls,
+                thoughts=thoughts,
             )
             end = time.perf_counter()
             first = answer.first_s
@@ -474,6 +480,8 @@ class QueryPipeline:
             tool_calls=answer.calls,
             logprobs=None if config.logprobs is None else tuple(sampler.logprobs),
             prompt_logprobs=told,
+            reasoning_content=(thoughts and thoughts.text) or None,
+            reasoning_tokens=thoughts.num_tokens if thoughts else 0,
         )
 
 

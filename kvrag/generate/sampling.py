@@ -13,9 +13,9 @@ from transformers import LogitsProcessorList
 
 from kvrag.blend.prefill import Prefilled
 from kvrag.config import SamplingConfig
-from kvrag.generate.grammar import Constraint
 from kvrag.generate.logprobs import Delta, logprob_of
 from kvrag.generate.processors import processors_of
+from kvrag.generate.thoughts import Form, Thoughts
 from kvrag.model.lm import LoadedModel
 from kvrag.model.plain import Extend
 from kvrag.types import FinishReason, TokenLogprob, ToolCall
@@ -36,7 +36,7 @@ class Sampler:
         prompt_ids: Sequence[int],
         processors: LogitsProcessorList | None = None,
         *,
-        constraint: Constraint | None = None,
+        constraint: Form | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
         self._ids = torch.tensor([[*prompt_ids]], dtype=torch.int64, device=device)
@@ -89,12 +89,16 @@ class Sampler:
         is_possible = bool((processed > float("-inf")).any())
         return processed if is_possible else scores
 
-    def told(self, text: str) -> str:
-        """Return text, with the log-probabilities of tokens since the last call if requested."""
-        if self._num_top is None:
+    def told(self, text: str, thought: str = "") -> str:
+        """Return text, with the log-probabilities of tokens since the last call if requested.
+
+        With a ``thought``, the text is empty.
+        """
+        if self._num_top is None and not thought:
             return text
         delta, self._num_told, start = Delta(text), len(self.logprobs), self._num_told
         delta.logprobs = tuple(self.logprobs[start:])
+        delta.reasoning_content = thought
         return delta
 
     @property
@@ -108,7 +112,7 @@ def sampler_of(
     config: SamplingConfig,
     done: Prefilled,
     eos_ids: frozenset[int],
-    constraint: Constraint | None,
+    constraint: Form | None,
 ) -> Sampler:
     """Return the sampler of an answer to a prefilled prompt."""
     model = loaded.lm.model
@@ -124,8 +128,11 @@ class Calls(Protocol):
 
     found: tuple[ToolCall, ...]
 
-    def push(self, text: str, *, is_last: bool = False) -> str:
-        """Add text, and return the text that may be shown now."""
+    def push(self, text: str, *, is_last: bool = False, whole: str = "") -> str:
+        """Add text, and return the text that may be shown now.
+
+        ``whole``: the same with any thought before it, and its tags.
+        """
 
 
 @dataclass(slots=True)
@@ -150,6 +157,7 @@ def decode(
     emit: Callable[[str], None],
     cancel: threading.Event,
     calls: Calls | None = None,
+    thoughts: Thoughts | None = None,
 ) -> Decoded:
     """Choose the tokens of an answer in sequence; the first needs no forward.
 
@@ -162,8 +170,13 @@ def decode(
     first_s = time.perf_counter()
 
     def show(delta: str, *, is_last: bool = False) -> None:
+        whole = delta
+        if thoughts:
+            thought, delta = thoughts.push(delta, is_last=is_last)
+            if thought:
+                emit(sampler.told("", thought))
         if calls:
-            delta = calls.push(delta, is_last=is_last)
+            delta = calls.push(delta, is_last=is_last, whole=whole)
         if delta:
             parts.append(delta)
             emit(sampler.told(delta))

@@ -1,7 +1,8 @@
-"""Read a chat template's source: the roles that it knows, and the names that it reads."""
+"""Read a chat template's source: its roles, the names that it reads, and its tags of thoughts."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -10,6 +11,10 @@ from jinja2 import Environment, TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
+
+_CLOSING = re.compile(
+    r"<(/)((?:\w+:)?(?:think|thinking|thought|thoughts|reasoning))>|\[(/)(THINK)\]|<\|(END)(_THINKING)\|>"
+)
 
 
 class _Generation(Extension):
@@ -34,11 +39,14 @@ class TemplateFacts:
         Names that it takes from outside, such as ``messages`` and ``enable_thinking``.
     names
         All attributes and string constants in it: other fields of messages are not shown.
+    thought
+        Tags that open and close a thought before an answer, as ``<think>`` and ``</think>``.
     """
 
     roles: frozenset[str] = frozenset()
     variables: frozenset[str] = frozenset()
     names: frozenset[str] = frozenset()
+    thought: tuple[str, str] | None = None
 
 
 @lru_cache(maxsize=32)
@@ -59,7 +67,15 @@ def facts_of(source: str) -> TemplateFacts | None:
         roles=frozenset(roles - {"role"}),
         variables=frozenset(find_undeclared_variables(tree)),
         names=frozenset(names),
+        thought=_thought_in(source),
     )
+
+
+def _thought_in(source: str) -> tuple[str, str] | None:
+    closing = _CLOSING.search(source)
+    if closing is None:
+        return None
+    return closing[0].replace("/", "").replace("END", "START"), closing[0]
 
 
 def _texts(node: nodes.Node) -> Iterator[str]:

@@ -147,6 +147,8 @@ def _plain_message(message: Message, hold: Hold) -> dict[str, Any]:
             )
     if not made.get("tool_calls"):
         made.pop("tool_calls", None)
+    if made.get("reasoning"):  # vLLM's name; templates read the other
+        made.setdefault("reasoning_content", made["reasoning"])
     refusal = made.pop("refusal", "")
     if not isinstance(refusal, str):
         raise InputError(f"the refusal of a {role} message is {describe(refusal)}; pass a string")

@@ -190,6 +190,12 @@ class PromptEncoder(SegmentTokenizer):
         return frozenset()
 
     @property
+    def thought_tags(self) -> tuple[str, str] | None:
+        """Tags that open and close a thought in answers to chats, if the template has any."""
+        facts = facts_of(self.template_source()) if self.has_chat_template else None
+        return facts.thought if facts else None
+
+    @property
     def date_variables(self) -> list[str] | None:
         """Variables that pin the chat template's date; ``None`` if it writes no date."""
         facts = facts_of(self.template_source()) if self.has_chat_template else None

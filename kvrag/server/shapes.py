@@ -35,7 +35,8 @@ class Shape:
         if self.is_chat:
             calls = {"tool_calls": calls_of(result)} if result.tool_calls else {}
             content = None if calls and not result.text else result.text
-            own = {"message": {"role": "assistant", "content": content, "refusal": None, **calls}}
+            message = {"role": "assistant", "content": content, "refusal": None, **calls}
+            own = {"message": message | _thought(result.reasoning_content)}
         return {"index": index, **own, "logprobs": logprobs, "finish_reason": result.finish_reason}
 
     def delta(
@@ -50,8 +51,14 @@ class Shape:
         if self.is_chat and text is None:
             own = {"delta": {"role": "assistant", "content": ""}}
         elif self.is_chat:
-            own = {"delta": {"content": text} if text else {}}
+            thought = _thought(getattr(text, "reasoning_content", None))
+            own = {"delta": thought | ({"content": text} if text else {})}
         return {"index": index, **own, "logprobs": logprobs, "finish_reason": finish_reason}
+
+
+def _thought(text: str | None) -> dict[str, str]:
+    """Return the fields of a thought: DeepSeek's name, and vLLM's."""
+    return {"reasoning_content": text, "reasoning": text} if text else {}
 
 
 def calls_of(result: GenerationResult) -> list[dict[str, Any]]:
@@ -109,6 +116,8 @@ def usage_of(results: Sequence[GenerationResult], n: int, tokenizer: Any = None)
         "total_tokens": num_in + num_out,
         "prompt_tokens_details": details,
     }
+    if num_thought := sum(r.reasoning_tokens for r in results):
+        usage["completion_tokens_details"] = {"reasoning_tokens": num_thought}
     return {
         "usage": usage,
         "kvrag": [_made(r) | ({} if tokenizer is None else _trace(r, tokenizer)) for r in results],

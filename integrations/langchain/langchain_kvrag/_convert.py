@@ -16,7 +16,7 @@ from langchain_core.messages import (
     ToolMessage,
     convert_to_messages,
 )
-from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
+from langchain_core.messages.ai import InputTokenDetails, OutputTokenDetails, UsageMetadata
 from langchain_core.prompts import (
     ChatPromptTemplate,
     HumanMessagePromptTemplate,
@@ -196,12 +196,15 @@ def engine_prefix(prefix: Any, *, is_chat: bool) -> Prefix | None:
 def usage_of(result: GenerationResult) -> UsageMetadata:
     """Count tokens as LangChain does; ``cache_read`` counts rows that used stored KV unchanged."""
     num_out = len(result.token_ids)
-    return UsageMetadata(
+    usage = UsageMetadata(
         input_tokens=result.prompt_tokens,
         output_tokens=num_out,
         total_tokens=result.prompt_tokens + num_out,
         input_token_details=InputTokenDetails(cache_read=result.cached_tokens),
     )
+    if result.reasoning_tokens:
+        usage["output_token_details"] = OutputTokenDetails(reasoning=result.reasoning_tokens)
+    return usage
 
 
 def short_name(name: str) -> str:

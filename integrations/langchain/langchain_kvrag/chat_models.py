@@ -207,7 +207,7 @@ class ChatKVRag(KVRagModel, BaseChatModel):
         engine = self._engine(named(kwargs, "model"))
         with engine.stream(chat_messages(messages), **self._options(stop, kwargs)) as stream:
             for text in timed(stream, self._time_limit(kwargs)):
-                yield ChatGenerationChunk(message=AIMessageChunk(content=text))
+                yield _chunk(text)
             yield _last_chunk(engine, with_allowed_calls(stream.result, kwargs), kwargs)
 
     async def _astream(
@@ -221,7 +221,7 @@ class ChatKVRag(KVRagModel, BaseChatModel):
         stream = engine.astream(chat_messages(messages), **self._options(stop, kwargs))
         try:
             async for text in atimed(stream, self._time_limit(kwargs)):
-                yield ChatGenerationChunk(message=AIMessageChunk(content=text))
+                yield _chunk(text)
             yield _last_chunk(engine, with_allowed_calls(stream.result, kwargs), kwargs)
         finally:
             stream.cancel()  # the caller may have left early
@@ -240,12 +240,23 @@ def _chat_result(
 ) -> ChatResult:
     message = AIMessage(
         content=result.text,
+        additional_kwargs=_thought(result.reasoning_content),
         usage_metadata=usage_of(result),
         response_metadata=metadata_of(result, engine.source.name),
         **calls_of(result, broken_calls(result, options)),
     )
     output = llm_output([result], engine.source.name)
     return ChatResult(generations=[ChatGeneration(message=message)], llm_output=output)
+
+
+def _thought(text: str | None) -> dict[str, Any]:
+    """Return a thought as LangChain keeps it; messages show it as a block of reasoning."""
+    return {"reasoning_content": text} if text else {}
+
+
+def _chunk(text: str) -> ChatGenerationChunk:
+    beside = _thought(getattr(text, "reasoning_content", None))
+    return ChatGenerationChunk(message=AIMessageChunk(content=text, additional_kwargs=beside))
 
 
 def _last_chunk(

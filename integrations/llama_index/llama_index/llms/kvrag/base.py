@@ -362,7 +362,7 @@ class KVRagLLM(ToolCallingLLM):
 
     def _of_prompt(
         self, prompt: str, formatted: bool, overrides: dict[str, Any]
-    ) -> tuple[KVRagEngine, str, dict[str, Any]]:
+    ) -> tuple[KVRagEngine, Any, dict[str, Any]]:
         engine, options = self._request(overrides)
         return (
             engine,

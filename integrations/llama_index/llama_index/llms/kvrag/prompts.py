@@ -56,16 +56,16 @@ def _has_template(encoder: PromptEncoder) -> bool:
     return bool(getattr(encoder.tokenizer, "chat_template", None))
 
 
-def completion_text(llm: LLM, prompt: str, encoder: PromptEncoder) -> str:
+def completion_text(llm: LLM, prompt: str, encoder: PromptEncoder) -> str | list[Message]:
     """Render a raw prompt: for chat models as a user message, unless the user wraps prompts."""
     wrap = llm.completion_to_prompt or default_completion_to_prompt
     has_own_wrapping = (
         wrap is not default_completion_to_prompt or llm.query_wrapper_prompt is not None
     )
     if is_chat(llm, encoder) and _has_template(encoder) and not has_own_wrapping:
-        return encoder.render(
-            _accepted(llm._extend_messages([ChatMessage(role="user", content=prompt)]), encoder)
-        )
+        asked = llm._extend_messages([ChatMessage(role="user", content=prompt)])
+        plain = _accepted(asked, encoder)
+        return plain if encoder.thought_tags else encoder.render(plain)
     return llm._extend_prompt(wrap(prompt))
 
 
@@ -108,14 +108,15 @@ def chat_prompt(
 ) -> str | list[Message]:
     """Return messages for the engine: as rendered text, or as dicts for the model's chat template.
 
-    They stay dicts if the engine needs them: with tools, with a continued message, with chunks.
+    They stay dicts if the engine needs them: with tools, with a continued message, with chunks, and
+    for answers with thoughts.
     """
     if calls_tools(llm, encoder):
         plain = _accepted(messages, encoder, tools)
         has_chunks = any(
             [isinstance(part, Chunk) for message in plain for part in message["content"]]
         )
-        if tools or continues or has_chunks:
+        if tools or continues or has_chunks or encoder.thought_tags:
             return plain
         return encoder.render(plain)
     if tools:

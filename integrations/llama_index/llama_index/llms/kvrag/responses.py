@@ -11,6 +11,7 @@ from llama_index.core.base.llms.types import (
     CompletionResponse,
     MessageRole,
     TextBlock,
+    ThinkingBlock,
     ToolCallBlock,
 )
 
@@ -22,40 +23,60 @@ ResponseT = TypeVar("ResponseT", bound=CompletionResponse | ChatResponse, covari
 
 
 class Shape(Protocol[ResponseT]):
-    """Makes a response from the text so far, the newest piece, and the result if there is any."""
+    """Makes a response from text and thought so far, the newest piece, and any result."""
 
-    def __call__(self, text: str, delta: str | None, result: GenerationResult | None) -> ResponseT:
+    def __call__(
+        self, text: str, delta: str | None, result: GenerationResult | None, thought: str = ""
+    ) -> ResponseT:
         """Make the response."""
         ...
 
 
 def as_completion(
-    text: str, delta: str | None, result: GenerationResult | None
+    text: str, delta: str | None, result: GenerationResult | None, thought: str = ""
 ) -> CompletionResponse:
     """Make a completion response; usage and accounting come with the result."""
     return CompletionResponse(
-        text=text, delta=delta, raw=_raw(result), additional_kwargs=_usage(result)
+        text=text,
+        delta=delta,
+        raw=_raw(result),
+        additional_kwargs=_usage(result) | _beside(thought),
     )
 
 
-def as_chat(text: str, delta: str | None, result: GenerationResult | None) -> ChatResponse:
+def as_chat(
+    text: str, delta: str | None, result: GenerationResult | None, thought: str = ""
+) -> ChatResponse:
     """Make a chat response.
 
-    The message carries no extras except calls: chat memories would show them to the model later.
+    The message carries no extras except calls and the thought, of which the model's chat template
+    knows whether later turns see it: chat memories would show other extras to the model later.
     """
+    thoughts = [ThinkingBlock(content=thought)] if thought else []
     calls = [
         ToolCallBlock(tool_call_id=call.id, tool_name=call.name, tool_kwargs=call.arguments)
         for call in (result.tool_calls if result else ())
     ]
-    message = ChatMessage(role=MessageRole.ASSISTANT, blocks=[TextBlock(text=text), *calls])
-    return ChatResponse(
-        message=message, delta=delta, raw=_raw(result), additional_kwargs=_usage(result)
+    message = ChatMessage(
+        role=MessageRole.ASSISTANT,
+        blocks=[*thoughts, TextBlock(text=text), *calls],
+        additional_kwargs=_beside(thought),
     )
+    more: dict[str, Any] = {**_usage(result)}
+    if newest := getattr(delta, "reasoning_content", ""):
+        more["thinking_delta"] = newest
+    return ChatResponse(message=message, delta=delta, raw=_raw(result), additional_kwargs=more)
+
+
+def _beside(thought: str) -> dict[str, Any]:
+    return {"reasoning_content": thought} if thought else {}
 
 
 def whole(result: GenerationResult, shape: Shape[ResponseT]) -> ResponseT:
     """Make the response of a whole answer, and account for it."""
-    return _accounted(shape(result.text, None, result), open_accounts())
+    return _accounted(
+        shape(result.text, None, result, result.reasoning_content or ""), open_accounts()
+    )
 
 
 class ResponseStream(Generator[ResponseT, None, None]):
@@ -107,12 +128,13 @@ class AsyncResponseStream(AsyncGenerator[ResponseT, None]):
 def _steps(
     stream: TokenStream, shape: Shape[ResponseT], accounts: tuple[Account, ...]
 ) -> Generator[ResponseT, None, None]:
-    text = ""
+    text = thought = ""
     try:
         for delta in stream:
             text += delta
-            yield shape(text, delta, None)
-        yield _accounted(shape(text, "", stream.result), accounts)
+            thought += getattr(delta, "reasoning_content", "")
+            yield shape(text, delta, None, thought)
+        yield _accounted(shape(text, "", stream.result, thought), accounts)
     finally:
         stream.close()
 
@@ -120,12 +142,13 @@ def _steps(
 async def _asteps(
     stream: AsyncTokenStream, shape: Shape[ResponseT], accounts: tuple[Account, ...]
 ) -> AsyncGenerator[ResponseT, None]:
-    text = ""
+    text = thought = ""
     try:
         async for delta in stream:
             text += delta
-            yield shape(text, delta, None)
-        yield _accounted(shape(text, "", stream.result), accounts)
+            thought += getattr(delta, "reasoning_content", "")
+            yield shape(text, delta, None, thought)
+        yield _accounted(shape(text, "", stream.result, thought), accounts)
     finally:
         await stream.aclose()
 

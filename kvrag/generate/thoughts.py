@@ -1,0 +1,168 @@
+"""Tell the thought of a model from the answer behind it, by the tags of its chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from typing import Any
+
+import torch
+
+from kvrag.generate.grammar import Constraint
+from kvrag.generate.request import Request
+from kvrag.prompt.template import PromptEncoder
+
+Decode = Callable[[Sequence[int]], str]
+_TAIL = 32
+"""Tokens of a prompt's end; a tag has fewer."""
+
+
+class Thoughts:
+    """Parser of an answer that may begin with a thought, while it streams.
+
+    White space around the tags is dropped. ``is_open``: whether the thought has been opened, by the
+    prompt or the model; ``is_over``: whether the answer has begun.
+    """
+
+    def __init__(self, tags: tuple[str, str], *, is_open: bool) -> None:
+        self.opening, self._closing = tags
+        self.is_open = is_open
+        self.is_over = False
+        self.text = ""
+        self.num_tokens = 0
+        self._is_begun = False
+        self._is_blank = is_open
+        self._held = ""
+
+    def push(self, text: str, *, is_last: bool = False) -> tuple[str, str]:
+        """Add the text of a token; return the thought and the answer that may be shown now."""
+        self._held += text
+        thought = ""
+        if not self.is_over:
+            self.num_tokens += not is_last
+            thought = self._thought(is_last=is_last)
+            self.text += thought
+        if not self.is_over:
+            return thought, ""
+        return thought, self._take(len(self._held))
+
+    def _thought(self, *, is_last: bool) -> str:
+        """Return more of the thought; text that may become a tag is held back."""
+        if not self._is_begun:
+            begun = self._held.lstrip()
+            if begun.startswith(self.opening):  # some models repeat the prompt's tag
+                self._held = begun.removeprefix(self.opening)
+                self.is_open = self._is_blank = True
+            elif self.opening.startswith(begun) and not is_last:
+                return ""
+            self._is_begun = True
+        if not self.is_open:
+            self.is_over = True
+            self.num_tokens = 0
+            return ""
+        held = self._held
+        ends = (
+            at for at in range(len(held)) if held.startswith(self._closing[: len(held) - at], at)
+        )
+        end = len(held) if is_last else next(ends, len(held))
+        self.is_over = self._closing in held
+        if self.is_over:
+            end = held.index(self._closing)
+        shown = self._take(len(held[:end].rstrip()))
+        if self.is_over:
+            self._held = held[end + len(self._closing) :]
+            self._is_blank = True
+        return shown
+
+    def _take(self, num_chars: int) -> str:
+        """Take text that was held, without white space at the beginning of a part."""
+        taken = self._held[:num_chars]
+        self._held = self._held[num_chars:]
+        if self._is_blank:
+            taken = taken.lstrip()
+            self._is_blank = not taken
+        return taken
+
+
+class FormBehind:
+    """Constraint of an answer that begins behind a thought.
+
+    A thought that the prompt doesn't open may be opened by the tokens ``opening``. The token that
+    completes the closing tag belongs to the thought.
+    """
+
+    def __init__(
+        self, form: Constraint, thoughts: Thoughts, opening: Sequence[int], decode: Decode
+    ) -> None:
+        self._form = form
+        self._thoughts = thoughts
+        self._opening = opening
+        self._num_taken = 0
+        self._decode = decode
+
+    def masked(self, scores: torch.Tensor) -> torch.Tensor:
+        """Return scores ``(1, vocab)``, minus infinity for tokens that may not come next."""
+        if self._thoughts.is_over:
+            return self._form.masked(scores)
+        if self._thoughts.is_open:
+            return scores
+        token = self._opening[self._num_taken]
+        allowed = scores - float("inf") if self._num_taken else self._form.masked(scores)
+        allowed[0, token] = scores[0, token]
+        return allowed
+
+    def take(self, token: int) -> None:
+        """Advance the thought, or the grammar, by the chosen token."""
+        if not self._thoughts.is_over:
+            self._num_taken += 1
+            self._thoughts.push(self._decode([token]))
+            if self._thoughts.is_open or not self._thoughts.is_over:
+                return
+        self._form.take(token)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the answer's form is complete, so that no token may follow."""
+        return self._form.is_complete
+
+
+Form = Constraint | FormBehind
+
+
+def thoughts_in(
+    request: Request, encoder: PromptEncoder, prompt_ids: Sequence[int], decode: Decode
+) -> tuple[Thoughts | None, Decode]:
+    """Return the parser of a thought before the answer, and a decoder that keeps the tags.
+
+    No thought is expected in answers to other prompts than chats, and where the prompt closes the
+    thought or has a part of the answer.
+    """
+    is_chat = not isinstance(request.prompt, str) and isinstance(request.prompt[0], Mapping)
+    tags = encoder.thought_tags if is_chat else None
+    if tags is None:
+        return None, decode
+    tokenizer = encoder.private
+    hidden = {*tokenizer.all_special_ids} - {*tokenizer.convert_tokens_to_ids([*tags])}
+
+    def with_tags(ids: Sequence[int]) -> str:
+        shown = [token for token in ids if token not in hidden]
+        return str(tokenizer.decode(shown, clean_up_tokenization_spaces=False))
+
+    tail = with_tags(prompt_ids[-_TAIL:]).rstrip()
+    is_open = tail.endswith(tags[0])
+    if request.continues:
+        last: Any = request.prompt[-1]
+        begun = str(last["content"])
+        is_open = begun.rfind(tags[0]) > begun.rfind(tags[1])
+    if not is_open and (request.continues or tail.endswith(tags[1])):
+        return None, decode
+    return Thoughts(tags, is_open=is_open), with_tags if decode == encoder.decode else decode
+
+
+def form_behind(
+    form: Constraint, thoughts: Thoughts, encoder: PromptEncoder, decode: Decode
+) -> FormBehind:
+    """Return the constraint of an answer that begins behind a thought."""
+    opening = encoder.private.get_added_vocab().get(thoughts.opening)
+    ids = encoder.text_ids(thoughts.opening) if opening is None else [opening]
+    return FormBehind(form, copy(thoughts), ids, decode)
