@@ -8,7 +8,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from uuid import uuid4
 
+from kvrag.generate.grammar import Constraint
+from kvrag.generate.request import Request
 from kvrag.generate.sampling import Calls
+from kvrag.generate.thoughts import Decode, Form, Thoughts, form_behind, thoughts_in
+from kvrag.prompt.template import PromptEncoder
 from kvrag.prompt.tokenizer import SegmentTokenizer
 from kvrag.prompt.tools import ResponseFormat, Tools, name_of
 from kvrag.types import ToolCall
@@ -115,7 +119,25 @@ class ParsedCalls:
         return text
 
 
-def calls_in(
+def parsers_of(
+    request: Request,
+    encoder: PromptEncoder,
+    prompt_ids: Sequence[int],
+    eos_ids: frozenset[int],
+    constraint: Constraint | None,
+) -> tuple[Decode, Calls | None, Thoughts | None, Form | None]:
+    """Return the decoder of an answer, the parsers of its calls and its thought, and its form."""
+    decode: Decode = encoder.decode
+    calls: Calls | None = None
+    if request.form.tools:
+        decode, calls = _calls_in(request.form, encoder, prompt_ids, eos_ids)
+    thoughts, decode = thoughts_in(request, encoder, prompt_ids, decode)
+    if constraint and thoughts:
+        return decode, calls, thoughts, form_behind(constraint, thoughts, encoder, decode)
+    return decode, calls, thoughts, constraint
+
+
+def _calls_in(
     form: ResponseFormat,
     encoder: SegmentTokenizer,
     prompt_ids: Sequence[int],

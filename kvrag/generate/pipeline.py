@@ -19,17 +19,16 @@ from kvrag.blend.slide import cannot_slide
 from kvrag.blend.stitch import PrefixMatch
 from kvrag.config import DEFAULT_MAX_NEW_TOKENS, SamplingConfig, StoreConfig
 from kvrag.errors import ContextLengthError
-from kvrag.generate.calls import calls_in
+from kvrag.generate.calls import parsers_of
 from kvrag.generate.ending import end_ids, own_stops
 from kvrag.generate.grammar import Constraint, constraint_of
 from kvrag.generate.logprobs import read_on
 from kvrag.generate.radix_cache import RadixCache
 from kvrag.generate.request import Request, retry_without_reuse
-from kvrag.generate.sampling import Calls, TextStream, decode, sampler_of
+from kvrag.generate.sampling import TextStream, decode, sampler_of
 from kvrag.generate.scheduler import kv_bytes, scheduler_of
 from kvrag.generate.stats import EngineStats
 from kvrag.generate.streams import Emit
-from kvrag.generate.thoughts import Form, form_behind, thoughts_in
 from kvrag.identity.fingerprint import context_digest, text_digest
 from kvrag.model.lm import LoadedModel
 from kvrag.model.plain import PlainLM
@@ -438,20 +437,13 @@ class QueryPipeline:
         ``clock`` has run since the caller asked; ``emit`` receives the text; ``cancel`` stops the
         request before its next forward.
         """
-        encoder = self.loaded.encoder
-        form = request.form
         eos_ids = end_ids(self.loaded)
         constraint = self._constraint(request, eos_ids, clock)
         with self.scored(request, config, clock, cancel) as (done, told), clock.stage("decode"):
-            text_of: Callable[[Sequence[int]], str] = encoder.decode
-            calls: Calls | None = None
-            if form.tools:
-                text_of, calls = calls_in(form, encoder, done.token_ids, eos_ids)
-            thoughts, text_of = thoughts_in(request, encoder, done.token_ids, text_of)
-            behind: Form | None = constraint
-            if constraint and thoughts:
-                behind = form_behind(constraint, thoughts, encoder, text_of)
-            sampler = sampler_of(self.loaded, config, done, eos_ids, behind)
+            text_of, calls, thoughts, form = parsers_of(
+                request, self.loaded.encoder, done.token_ids, eos_ids, constraint
+            )
+            sampler = sampler_of(self.loaded, config, done, eos_ids, form)
             answer = decode(
                 done.extend,
                 done.logits,
@@ -480,8 +472,8 @@ class QueryPipeline:
             tool_calls=answer.calls,
             logprobs=None if config.logprobs is None else tuple(sampler.logprobs),
             prompt_logprobs=told,
-            reasoning_content=(thoughts and thoughts.text) or None,
-            reasoning_tokens=thoughts.num_tokens if thoughts else 0,
+            reasoning_content=answer.thought,
+            reasoning_tokens=answer.num_thought,
         )
 
 

@@ -137,13 +137,15 @@ class Calls(Protocol):
 
 @dataclass(slots=True)
 class Decoded:
-    """An answer: token ids, text, finish reason, time of the first token, and tool calls."""
+    """An answer: token ids, text, finish reason, time of the first token, calls, and thought."""
 
     ids: list[int]
     text: str
     finish_reason: FinishReason
     first_s: float
     calls: tuple[ToolCall, ...]
+    thought: str | None = None
+    num_thought: int = 0
 
 
 def decode(
@@ -194,7 +196,8 @@ def decode(
     found = calls.found if calls else ()
     if is_over():
         reason = "tool_calls" if found else "stop"
-    return Decoded(ids, "".join(parts), reason, first_s, found)
+    told = (thoughts.text or None, thoughts.num_tokens) if thoughts else ()
+    return Decoded(ids, "".join(parts), reason, first_s, found, *told)
 
 
 class TextStream:

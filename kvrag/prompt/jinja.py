@@ -13,7 +13,7 @@ from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 
 _CLOSING = re.compile(
-    r"<(/)((?:\w+:)?(?:think|thinking|thought|thoughts|reasoning))>|\[(/)(THINK)\]|<\|(END)(_THINKING)\|>"
+    r"</(\w+:)?(think|thinking|thought|thoughts|reasoning)>|\[/THINK\]|<\|END_THINKING\|>"
 )
 
 
