@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from uuid import uuid4
 
@@ -131,7 +131,12 @@ def parsers_of(
     calls: Calls | None = None
     if request.form.tools:
         decode, calls = _calls_in(request.form, encoder, prompt_ids, eos_ids)
-    thoughts, decode = thoughts_in(request, encoder, prompt_ids, decode)
+    prompt = request.prompt
+    is_chat = not isinstance(prompt, str) and isinstance(prompt[0], Mapping)
+    tags = encoder.thought_tags if is_chat else None
+    if tags is None:
+        return decode, calls, None, constraint
+    thoughts, decode = thoughts_in(tags, request, encoder, prompt_ids, decode)
     if constraint and thoughts:
         return decode, calls, thoughts, form_behind(constraint, thoughts, encoder, decode)
     return decode, calls, thoughts, constraint

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from typing import Any
 
@@ -130,17 +130,16 @@ Form = Constraint | FormBehind
 
 
 def thoughts_in(
-    request: Request, encoder: PromptEncoder, prompt_ids: Sequence[int], decode: Decode
+    tags: tuple[str, str],
+    request: Request,
+    encoder: PromptEncoder,
+    prompt_ids: Sequence[int],
+    decode: Decode,
 ) -> tuple[Thoughts | None, Decode]:
-    """Return the parser of a thought before the answer, and a decoder that keeps the tags.
+    """Return the parser of a thought before the answer to a chat, and a decoder that keeps tags.
 
-    No thought is expected in answers to other prompts than chats, and where the prompt closes the
-    thought or has a part of the answer.
+    No thought is expected where the prompt closes it, or has a part of the answer.
     """
-    is_chat = not isinstance(request.prompt, str) and isinstance(request.prompt[0], Mapping)
-    tags = encoder.thought_tags if is_chat else None
-    if tags is None:
-        return None, decode
     tokenizer = encoder.private
     hidden = {*tokenizer.all_special_ids} - {*tokenizer.convert_tokens_to_ids([*tags])}
 
