@@ -421,7 +421,7 @@ class GenerationResult(Accounting):
         Log-probabilities of ``prompt_ids``, if requested. The first is ``nan``: no row predicts it.
     reasoning_content, reasoning_tokens
         Thought before the answer to a chat, without its tags, if there is any; number of its
-        tokens, with the tags.
+        tokens, with the opening tag.
     """
 
     text: str

@@ -196,7 +196,7 @@ def decode(
     found = calls.found if calls else ()
     if is_over():
         reason = "tool_calls" if found else "stop"
-    told = (thoughts.text or None, thoughts.num_tokens) if thoughts else ()
+    told = (thoughts.text or None, thoughts.num_tokens) if thoughts and thoughts.is_open else ()
     return Decoded(ids, "".join(parts), reason, first_s, found, *told)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import copy
+from itertools import count
 from typing import Any
 
 import torch
@@ -30,48 +31,37 @@ class Thoughts:
         self.is_over = False
         self.text = ""
         self.num_tokens = 0
-        self._is_begun = False
         self._is_blank = is_open
         self._held = ""
 
     def push(self, text: str, *, is_last: bool = False) -> tuple[str, str]:
         """Add the text of a token; return the thought and the answer that may be shown now."""
         self._held += text
-        thought = ""
-        if not self.is_over:
-            self.num_tokens += not is_last
-            thought = self._thought(is_last=is_last)
-            self.text += thought
-        if not self.is_over:
-            return thought, ""
-        return thought, self._take(len(self._held))
+        if self.is_over:
+            return "", self._take(len(self._held))
+        thought = self._thought(is_last=is_last)
+        self.text += thought
+        if self.is_over:
+            return thought, self._take(len(self._held))
+        self.num_tokens += not is_last
+        return thought, ""
 
     def _thought(self, *, is_last: bool) -> str:
         """Return more of the thought; text that may become a tag is held back."""
-        if not self._is_begun:
-            begun = self._held.lstrip()
-            if begun.startswith(self.opening):  # some models repeat the prompt's tag
-                self._held = begun.removeprefix(self.opening)
-                self.is_open = self._is_blank = True
-            elif self.opening.startswith(begun) and not is_last:
-                return ""
-            self._is_begun = True
         if not self.is_open:
-            self.is_over = True
-            self.num_tokens = 0
-            return ""
-        held = self._held
-        ends = (
-            at for at in range(len(held)) if held.startswith(self._closing[: len(held) - at], at)
-        )
-        end = len(held) if is_last else next(ends, len(held))
-        self.is_over = self._closing in held
-        if self.is_over:
-            end = held.index(self._closing)
-        shown = self._take(len(held[:end].rstrip()))
-        if self.is_over:
-            self._held = held[end + len(self._closing) :]
-            self._is_blank = True
+            begun = self._held.lstrip()
+            if not begun.startswith(self.opening):
+                self.is_over = is_last or not self.opening.startswith(begun)
+                return ""
+            self._held = begun.removeprefix(self.opening)
+            self.is_open = self._is_blank = True
+        found, tag, rest = self._held.partition(self._closing)
+        if not tag and not is_last:
+            found = found[: next(at for at in count() if self._closing.startswith(found[at:]))]
+        shown = self._take(len(found.rstrip()))
+        if tag:
+            self.is_over = self._is_blank = True
+            self._held = rest
         return shown
 
     def _take(self, num_chars: int) -> str:
@@ -162,6 +152,5 @@ def form_behind(
     form: Constraint, thoughts: Thoughts, encoder: PromptEncoder, decode: Decode
 ) -> FormBehind:
     """Return the constraint of an answer that begins behind a thought."""
-    opening = encoder.private.get_added_vocab().get(thoughts.opening)
-    ids = encoder.text_ids(thoughts.opening) if opening is None else [opening]
+    ids = encoder.private.encode(thoughts.opening, add_special_tokens=False)
     return FormBehind(form, copy(thoughts), ids, decode)

@@ -98,7 +98,6 @@ def test_the_text_is_the_answer_alone(monkeypatch, tags, special, opens):
         (" plain <think>x", False, ("", " plain <think>x")),
         ("cut </thi", True, ("cut </thi", "")),
         ("<thi", False, ("", "<thi")),
-        ("<think>x</think>y", True, ("x", "y")),
         ("</think>hi", True, ("", "hi")),
         ("<think></think>{}", False, ("", "{}")),
     ],
