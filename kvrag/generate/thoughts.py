@@ -37,9 +37,7 @@ class Thoughts:
     def push(self, text: str, *, is_last: bool = False) -> tuple[str, str]:
         """Add the text of a token; return the thought and the answer that may be shown now."""
         self._held += text
-        if self.is_over:
-            return "", self._take(len(self._held))
-        thought = self._thought(is_last=is_last)
+        thought = "" if self.is_over else self._thought(is_last=is_last)
         self.text += thought
         if self.is_over:
             return thought, self._take(len(self._held))
