@@ -38,10 +38,11 @@ from kvrag.config import (
     check_namespace,
     check_prove,
     check_template_kwargs,
+    fault_of,
     refuse_misplaced,
     unknown_option,
 )
-from kvrag.config.address import check_kv_dir, local, place, shown
+from kvrag.config.address import check_kv_dir, local, place
 from kvrag.config.signatures import checks_names
 from kvrag.config.spelling import respelt
 from kvrag.engine import KVRagEngine
@@ -286,7 +287,7 @@ class EngineFields(BaseModel):
             try:
                 super().__init__(**data)
             except ValidationError as error:
-                raise _fault_of(type(self), error, data) from None
+                raise fault_of(type(self), error, data) from None
             self.check_model_kwargs()
             check_prove(self.prove)
             check_mode(self.mode, self.max_context)
@@ -375,18 +376,3 @@ def check_call(
         SamplingConfig(**own)
     except ConfigError as error:
         raise ConfigError(respelt(str(error), {"SamplingConfig": of, **aliases})) from None
-
-
-def _fault_of(
-    cls: type[BaseModel], error: ValidationError, given: Mapping[str, Any]
-) -> ConfigError:
-    """Turn the first fault of pydantic into a ``ConfigError`` that names class and option."""
-    fault = error.errors(include_url=False)[0]
-    name = str(fault["loc"][0]) if fault["loc"] else ""
-    cause = fault.get("ctx", {}).get("error")
-    if isinstance(cause, ConfigError):
-        return cause
-    field = cls.model_fields.get(name)
-    value = f" is {shown(given.get(name))}" if field is not None and field.repr else ""
-    wanted = fault["msg"].replace("Input", "it")
-    return ConfigError(f"{cls.__name__}.{name}{value}; {wanted}")

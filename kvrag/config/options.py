@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import fields
 from typing import (
     Annotated,
@@ -25,7 +25,6 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    TypeAdapter,
     ValidationError,
     ValidatorFunctionWrapHandler,
     WithJsonSchema,
@@ -80,7 +79,7 @@ def config_class(cls: type[T]) -> type[T]:
             validate(self, *values, **options)
         except ValidationError as error:
             named = dict(zip(_names(made), values, strict=False))
-            raise _fault_of(made, error, named | options) from None
+            raise fault_of(made, error, named | options) from None
 
     made.__init__ = init
     return cast("type[T]", made)
@@ -105,77 +104,44 @@ def _renamed(of: str, options: Mapping[str, Any], known: Collection[str]) -> dic
     return named
 
 
-def _fault_of(cls: type, error: ValidationError, given: Mapping[str, Any]) -> ConfigError:
-    """Turn the first fault that pydantic found into a ``ConfigError``."""
-    fault = error.errors(include_url=False)[0]
-    cause = fault.get("ctx", {}).get("error")
-    known = _names(cls)
+def fault_of(cls: Any, error: ValidationError, given: Mapping[str, Any]) -> ConfigError:
+    """Turn the first fault that pydantic found into a ``ConfigError`` that names class and option.
+
+    A field without ``repr`` may hold a secret: its value is not repeated.
+    """
+    faults = error.errors(include_url=False)
+    fault = faults[0]
+    declared = cls.__pydantic_fields__
+    known = [*declared]
     where = (*fault["loc"], "")[0]
     is_positional = isinstance(where, int) and where < len(known)
     name = known[int(where)] if is_positional else str(where)
+    of = f"{cls.__name__}.{name}"
+    context = fault.get("ctx", {})
+    cause = context.get("error")
     if isinstance(cause, ConfigError):
-        said = str(cause)
-        if said.startswith(cls.__name__):
-            return cause
-        return ConfigError(f"{cls.__name__}.{name}: {said}")
+        return cause if str(cause).startswith(cls.__name__) else ConfigError(f"{of}: {cause}")
     if fault["type"] == "unexpected_keyword_argument":
         return unknown_option(name, known, of=cls.__name__)
     if name not in known:
         return ConfigError(f"{cls.__name__}: {fault['msg']}")
-    schema, inside = _meant(TypeAdapter(cls).json_schema()["properties"][name], fault["loc"][1:])
-    value = fault["input"] if inside else given[name]
-    choices = [
-        choice for arm in (schema, *schema.get("anyOf", ())) for choice in arm.get("enum", ())
-    ]
-    near = difflib.get_close_matches(str(value), choices, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    wanted = str(cause) if cause is not None else f"{hint}it must be {_wanted(schema)}"
-    return ConfigError(
-        f"{cls.__name__}.{name} {'holds' if inside else 'is'} {shown(value)}; {wanted}"
+    messages = [each["msg"] for each in faults if each["loc"][:1] == fault["loc"][:1]]
+    wanted = ", or ".join(dict.fromkeys(messages))
+    wanted = wanted.replace("Input", "it").replace("Value error, ", "")
+    if not declared[name].repr:
+        return ConfigError(f"{of}: {wanted}")
+    near = difflib.get_close_matches(
+        str(fault["input"]), context.get("expected", "").split("'"), n=1
     )
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return ConfigError(f"{of} {_held(fault['input'], given.get(name))}; {hint}{wanted}")
 
 
-def _meant(schema: dict[str, Any], path: Sequence[int | str]) -> tuple[dict[str, Any], bool]:
-    """Follow the path of a fault into a field's schema.
-
-    Return the schema of the value at fault, and whether that value is inside another.
-    """
-    inside = False
-    for step in path:
-        arms = [schema, *schema.get("anyOf", ())]
-        items = next((arm for arm in arms if "items" in arm or "prefixItems" in arm), None)
-        if not isinstance(step, int) or items is None:
-            break  # pydantic's name of an arm, or of a check
-        nested = items.get("prefixItems", ())
-        schema = nested[step] if step < len(nested) else items.get("items", {})
-        inside = True
-    return schema, inside
-
-
-def _wanted(schema: Mapping[str, Any]) -> str:
-    """Describe the values that a field takes, from its JSON schema."""
-    if "anyOf" in schema:
-        return ", or ".join(map(_wanted, schema["anyOf"]))
-    if "enum" in schema:
-        return f"one of {', '.join(map(str, schema['enum']))}"
-    if "prefixItems" in schema:
-        return f"a pair of {' and '.join(map(_wanted, schema['prefixItems']))}"
-    if "items" in schema:
-        return f"a list, each {_wanted(schema['items'])}"
-    kinds = {
-        "integer": "a whole number",
-        "boolean": "True or False",
-        "string": "a string",
-        "null": "None",
-    }
-    kind = kinds.get(schema.get("type", ""), "a number")
-    low = schema.get("minimum")
-    high = schema.get("maximum")
-    if low is None:
-        return kind
-    if high is None:
-        return f"{kind} of at least {low:g}"
-    return f"{kind} in [{low:g}, {high:g}]"
+def _held(part: Any, value: Any) -> str:
+    """Say which value a field has, or which part of it is at fault."""
+    if part is not value and isinstance(value, Mapping | list | tuple | set):
+        return f"holds {shown(part)}"
+    return f"is {shown(value)}"
 
 
 def as_config(cls: type[T], value: Any, *, option: str) -> T | None:
@@ -423,6 +389,8 @@ def _pairs(value: object) -> object:
     """Accept pairs, a dict, which becomes its items, or no value."""
     if isinstance(value, Mapping):
         return tuple(value.items())
+    if isinstance(value, str):
+        raise ValueError("it must be a dict by token id, or pairs")
     return value or ()
 
 

@@ -26,9 +26,6 @@ _PARTS = (
 """Keywords that hold schemas: by name, in a list, or a single schema (``items`` of old drafts holds
 a list)."""
 
-_JOINED = ("allOf", "anyOf", "oneOf", "$ref", "if", "dependentSchemas")
-"""Keywords that add properties which ``unevaluatedProperties`` sees."""
-
 _ANY_TEXT = ("binary", "password", "path", "file-path", "directory-path")
 """Formats that any string satisfies."""
 
@@ -62,16 +59,12 @@ def schema_part(schema: Any, root: str, missed: list[str]) -> Any:
     def change(part: Any) -> Any:
         if not isinstance(part, Mapping):
             return part
-        # before the parts are changed: names may be given by reference
-        out = _take_names({**part}, schema)
-        out = _with_parts(out, change)
+        out = _with_parts(part, change)
         ref = str(out.get("$ref", "")).removeprefix(own)
         if ref == "#" or ref.startswith("#/"):
             out["$ref"] = root + ref[1:]
         _take_formats(out)
         _take_patterns(out, missed)
-        if out.get("unevaluatedProperties") is False and not any(key in out for key in _JOINED):
-            out.setdefault("additionalProperties", out.pop("unevaluatedProperties"))
         _take_counts(out, missed)
         return out
 
@@ -80,7 +73,7 @@ def schema_part(schema: Any, root: str, missed: list[str]) -> Any:
     return {key: value for key, value in changed.items() if key != "$id"}
 
 
-def _with_parts(schema: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+def _with_parts(schema: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
     """Return a schema with its sub-schemas changed; other values, such as an ``enum``'s, stay."""
     out = dict(schema)
     for key in out:
@@ -94,60 +87,18 @@ def _with_parts(schema: dict[str, Any], change: Callable[[Any], Any]) -> dict[st
     return out
 
 
-def _take_names(out: dict[str, Any], root: Mapping[str, Any]) -> dict[str, Any]:
-    """Write ``propertyNames`` as properties or their pattern, if the schema names no properties."""
-    names = _resolved(out.get("propertyNames"), root)
-    if not isinstance(names, Mapping) or "properties" in out or "patternProperties" in out:
-        return out
-    values = out.get("additionalProperties", True)
-    closed = {key: value for key, value in out.items() if key != "propertyNames"} | {
-        "additionalProperties": False
-    }
-    allowed = [names["const"]] if "const" in names else names.get("enum")
-    if isinstance(allowed, list):
-        # names in JSON are strings
-        keys = [name if isinstance(name, str) else json.dumps(name) for name in allowed]
-        return closed | {"properties": dict.fromkeys(keys, values)}
-    rest = names.keys() - {"type", "title", "description", "minLength", "maxLength"}
-    if rest == {"pattern"}:
-        return closed | {"patternProperties": {names["pattern"]: values}}
-    if not rest and names.keys() & {"minLength", "maxLength"}:
-        length = f"{{{names.get('minLength', 0)},{names.get('maxLength', '')}}}"
-        return closed | {"patternProperties": {rf"^[\s\S]{length}$": values}}
-    return out
-
-
-def _resolved(schema: Any, root: Mapping[str, Any]) -> Any:
-    """Return the part of ``root`` that a schema refers to, or the schema itself."""
-    ref = schema.get("$ref") if isinstance(schema, Mapping) else None
-    if not isinstance(ref, str) or not ref.startswith("#/"):
-        return schema
-    found: Any = root
-    for name in ref[2:].split("/"):
-        if isinstance(found, Mapping):
-            found = found.get(name.replace("~1", "/").replace("~0", "~"))
-        else:
-            found = None
-    return found
-
-
 def _take_counts(out: dict[str, Any], missed: list[str]) -> None:
-    """Leave out limits on the number of properties that llguidance gets wrong.
+    """Leave out limits on the number of properties where some are optional.
 
-    It does not count optional properties.
+    llguidance does not count these.
     """
-    required = out.get("required", ())
-    if not set(out.get("properties", ())) - set(required):
+    if not set(out.get("properties", ())) - set(out.get("required", ())):
         return
-    if out.get("minProperties", 0) <= len(required):
-        out.pop("minProperties", None)
-    is_closed = out.get("additionalProperties") is False and not out.get("patternProperties")
-    if is_closed and out.get("minProperties", 1) == 1 and out.get("maxProperties", 1) == 1:
-        return
-    if "minProperties" in out or "maxProperties" in out:
+    limits = out.keys() & {"minProperties", "maxProperties"}
+    if limits:
         missed.append("min/maxProperties where some are optional")
-    out.pop("minProperties", None)
-    out.pop("maxProperties", None)
+    for name in limits:
+        del out[name]
 
 
 def _take_formats(out: dict[str, Any]) -> None:

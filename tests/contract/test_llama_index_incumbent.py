@@ -107,7 +107,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     "model_kwargs": [({"model_kwargs": {"dtype": "float16"}}, r"pass KVRagLLM\(dtype=")],
     "device_map": [({"device": "cpu", "device_map": "cuda"}, "pass device alone")],
     "model_name": [({"model": "a", "model_name": "b"}, "pass it once")],
-    "stopping_ids": [({"stopping_ids": [-1]}, "a whole number")],
+    "stopping_ids": [({"stopping_ids": [-1]}, "greater than or equal to 0")],
 }
 
 
