@@ -83,7 +83,9 @@ def ask(
         prompt = _prompt_of(question, texts, opened.encoder, engine) if given is None else given
         stream = opened.stream(prompt, **{"mode": mode, **sampling})
         for piece in stream:
+            # Standard output has the answer alone.
             if not as_json:
+                say(getattr(piece, "reasoning_content", ""), err=True, end="")
                 say(piece, end="")
     if as_json:
         show(
@@ -92,7 +94,6 @@ def ask(
         )
     else:
         say("")
-        # Standard output has the answer alone.
         console(err=True).print(facts("How the answer was made", _accounting(stream.result)))
 
 

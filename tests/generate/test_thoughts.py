@@ -262,3 +262,16 @@ def test_llama_index_has_a_thinking_block(monkeypatch, engine, opens):
     done = llm.complete("How many?")
     assert (done.text, done.additional_kwargs["reasoning_content"]) == ("Twelve.", THOUGHT)
     assert llm.chat([*asked, message, *asked]).message.content == "Twelve."
+
+
+def test_the_command_shows_a_thought_beside_the_answer(monkeypatch, engine, opens):
+    from typer.testing import CliRunner
+
+    from kvrag.cli import ask
+    from kvrag.cli.app import app
+
+    scripted(monkeypatch, engine, spoken("Twelve.", opens=opens))
+    monkeypatch.setattr(ask, "open_engine", lambda *given, **options: engine)
+    ran = CliRunner().invoke(app, ["ask", "How many?", "-m", "m", "--max-new-tokens", "200"])
+    assert ran.stdout == "Twelve.\n"
+    assert ran.stderr.startswith(THOUGHT)

@@ -13,6 +13,7 @@ import pytest
 from server_kit import served
 
 from kvrag import KVRagEngine, StoreError
+from kvrag.generate.logprobs import Delta
 from kvrag.server import ServerConfig
 from kvrag.server.page import NAMES, read
 
@@ -226,6 +227,9 @@ class Held:
         self.error, self.goes_on = error, threading.Event()
 
     async def _texts(self):
+        thought = Delta()
+        thought.reasoning_content = "Hm. "
+        yield thought
         yield "First"
         await asyncio.to_thread(self.goes_on.wait, 60)
         if self.error:
@@ -249,13 +253,14 @@ def test_an_answer_is_shown_while_it_is_made(
     page.locator("summary", has_text="Your own passages").click()
     page.fill("#own", passages[0])
     page.click("#go")
-    page.expect("#answer-reuse").to_have_text("First", timeout=60_000)
+    page.expect("#answer-reuse").to_have_text("Hm. First", timeout=60_000)
+    page.expect("#answer-reuse em").to_have_text("Hm.")
     page.expect("#go").to_have_text("Stop")
     page.click("#go") if is_stopped else held.goes_on.set()
     page.done()
     assert held.goes_on.wait(60), "who stops an answer frees the model"
     page.expect("#fault").to_have_text("Stopped." if is_stopped else "The disk is gone; mount it.")
-    page.expect("#answer-reuse").to_have_text("First")
+    page.expect("#answer-reuse").to_have_text("Hm. First")
     page.expect("#headline").to_have_text("The answer was broken off")
     page.expect("#answer-reuse").to_be_visible()
 

@@ -73,11 +73,13 @@ async function answer(mode, passages, question, into, signal) {
   const response = await call("v1/chat/completions", { ...body, stream: true, stream_options: { include_usage: true } }, signal);
   for await (const event of events(response)) {
     if (event.error) throw new Error(sentence(event.error.message));
-    const text = event.choices[0]?.delta?.content;
-    if (text) {
-      browserMs ??= performance.now() - started;
-      into.append(text);
+    const { content: text, reasoning_content: thought } = event.choices[0]?.delta ?? {};
+    if (text || thought) browserMs ??= performance.now() - started;
+    if (thought) {
+      if (into.lastChild?.nodeName !== "EM") into.append(document.createElement("em"));
+      into.lastChild.append(thought);
     }
+    if (text) into.append(text);
     isCut ||= event.choices[0]?.finish_reason === "length";
     account = event.kvrag?.[0] ?? account;
   }
