@@ -46,7 +46,8 @@ few_shot = FewShotPromptTemplate(
     input_variables=["text"],
     example_separator="\n\n",
 )
-llm = ChatKVRag(model=MODEL, kv_dir=KV_DIR, max_tokens=12)
+# Without histories: the same prompt is asked again below, and would continue from its own KV.
+llm = ChatKVRag(model=MODEL, kv_dir=KV_DIR, max_tokens=12, store_config={"history_bytes": 0})
 # What the prompt shows is what needs KV: the formatted examples, not their fields.
 llm.precompute_kv([example.format(**shot) for shot in pool])
 new = HANDBOOK.read_text().split("\n## ")[3].split("\n", 1)[1]
