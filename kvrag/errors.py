@@ -20,8 +20,13 @@ as a miss, and is recomputed.
 from __future__ import annotations
 
 import importlib
+import os
 import re
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 
 class KVRagError(Exception):
@@ -74,14 +79,14 @@ def is_out_of_memory(error: BaseException) -> bool:
 
     Torch has its own error type on accelerators, and raises a plain RuntimeError on the CPU.
     """
-    return (
-        isinstance(error, MemoryError)
-        or type(error).__name__ == "OutOfMemoryError"
-        or "allocate memory" in str(error)
-    )
+    return re.search(_MEMORY, f"{type(error).__name__}: {error}") is not None
 
 
+_MEMORY = r"(?i)memoryerror|allocate memory|out of memory|alloc_failed"
 _REASONS = (
+    (_MEMORY, "memory ran out; pass dtype='bfloat16', a smaller model, or free memory"),
+    ("<closed>", "its file {closed!r} can't be read by this user; give access to it"),
+    ("<refused>", "the system refused ({refused}); give access to its files, or free space"),
     (
         r"trust_remote_code|custom code",
         "its code is part of its repository; read it, and pass trust_remote_code=True to run it",
@@ -95,27 +100,72 @@ _REASONS = (
         "the hub wants to know who asks; log in with `hf auth login`, or pass token=",
     ),
     (
-        r"(?i)\bcuda\b|accelerator device|\bxpu\b|\bmps\b",
-        "the device that it is to be loaded on is not here; leave device and device_map out, or "
-        "pass device='cpu'",
+        r"Safetensor|JSON|Recursion|Unicode|Unpickling|EOFError",
+        "its files are damaged; fetch or write them again",
     ),
+    (
+        "<quantised>",
+        "its quantisation ({quantised}) may need another device, or a package that is not here; "
+        "check that transformers loads it here, or load it without quantisation",
+    ),
+    (
+        r"<package>|pip install",
+        "a package that it needs is not here, or does not work; install it, or leave out the "
+        "option that asks for it",
+    ),
+    (
+        r"(?i)\bcuda\b|\bnvidia\b|accelerator device|\bxpu\b|\bmps\b",
+        "the device that it needs is not here; leave out device, device_map or the option that "
+        "needs it, or pass device='cpu'",
+    ),
+    (
+        "<gone>",
+        "there is no such directory here, and no such model of the hub that can be reached; "
+        "check the name and the connection",
+    ),
+    ("<options>", "its files do not go with {options}; leave out what does not fit"),
+    (
+        "<tokenizer>",
+        "its files are damaged, not here, or need a package that is not here (sentencepiece, "
+        "tiktoken, protobuf); check them",
+    ),
+    ("", "its files are damaged, or are no causal language model's; check them"),
 )
-"""Texts of other libraries' errors, and the reasons with their remedies."""
+"""Signs of the reasons of a fault, and the reasons with their remedies. The first that fits counts.
+
+A sign is found in the text or type of another library's error, or is a mark of `loading_fault`.
+"""
 
 
-def loading_fault(error: BaseException) -> str:
-    """Return the reason and the remedy of an error that is not the files'; ``""`` if it may be."""
-    if isinstance(error, ImportError):
-        return (
-            "a package that it needs is not here, or does not work; install it, or leave out the "
-            "option that asks for it"
-        )
-    if is_out_of_memory(error):
-        return "memory ran out; pass dtype='bfloat16', a smaller model, or free memory"
-    if isinstance(error, OSError) and error.errno:
-        return f"the system refused ({error.strerror}); give access to its files, or free space"
-    found = (reason for sign, reason in _REASONS if re.search(sign, str(error)))
-    return next(found, "")
+def loading_fault(error: BaseException, path: str, part: str, options: Mapping[str, Any]) -> str:
+    """Return the reason of an error of loading, with its remedy.
+
+    ``path`` is the place of the files, ``part`` is ``"model"`` or ``"tokenizer"``, and ``options``
+    are those that the files were read with. The words of a path are no sign of a reason.
+    """
+    files = Path(path).glob("*")
+    known = {
+        "closed": next((file.name for file in files if not os.access(file, os.R_OK)), ""),
+        "refused": getattr(error, "strerror", ""),
+        "quantised": part == "model" and _quantisation(path, options),
+        "package": isinstance(error, ImportError),
+        "gone": not os.path.exists(path),
+        "options": ", ".join(options),
+        part: True,
+    }
+    marks = [f"<{name}>" for name, value in known.items() if value]
+    words = re.sub(r"\S*[/\\]\S*", "", str(error).replace(path, ""))
+    text = f"{marks} {type(error).__name__}: {words}"
+    return next(reason for sign, reason in _REASONS if re.search(sign, text)).format(**known)
+
+
+def _quantisation(path: str, options: Mapping[str, Any]) -> str:
+    """Return the method that local weights are quantised by; empty for plain weights."""
+    with suppress(OSError, ValueError, IndexError):
+        text = repr(options.get("quantization_config"))
+        text += Path(path, "config.json").read_text("utf-8")
+        return re.findall(r"quant_method\W+(?:QuantizationMethod\W\w+\W+)?([\w-]+)", text)[0]
+    return ""
 
 
 def require(module: str, *, extra: str, purpose: str) -> ModuleType:

@@ -9,6 +9,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from kvrag.errors import ConfigError
+from kvrag.runtime import POOL
 
 HIDDEN = "***"
 _USERINFO = re.compile(r"(?<=://)([^\s:@/]*)(:?)[^\s\"']*@")  # in a sentence
@@ -134,11 +135,14 @@ def local(value: Any) -> Any:
 
 
 def answers(url: str, wait_s: float) -> bool:
-    """Whether a server takes connections at the address of a web site, within some seconds."""
+    """Whether a server takes connections at the address of a web site, within some seconds.
+
+    The look-up of its name and all its addresses share this time.
+    """
     site = urlsplit(url)
     try:
-        port = site.port or (80 if site.scheme == "http" else 443)
-        socket.create_connection((site.hostname or "", port), timeout=wait_s).close()
-    except OSError:
+        place = site.hostname or "", site.port or (80 if site.scheme == "http" else 443)
+        POOL.submit(lambda: socket.create_connection(place, timeout=wait_s)).result(wait_s).close()
+    except (OSError, RuntimeError):  # RuntimeError: no thread can be started
         return False
     return True

@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
-import struct
 import time
 import urllib.request
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -25,7 +23,6 @@ from kvrag.errors import (
     ConfigError,
     KVRagError,
     ModelError,
-    is_out_of_memory,
     loading_fault,
     require,
 )
@@ -36,7 +33,8 @@ from kvrag.types import Prove
 
 T = TypeVar("T")
 
-HUB_WAIT_S = 5.0  # longest wait for a connection to the hub, and how long the outcome holds
+HUB_WAIT_S = 5.0  # longest wait for a connection to the hub
+_HOLDS_S = 30.0  # time for which the outcome holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,19 +70,16 @@ class ModelSource:
                 raise ConfigError(
                     f"dtype is {self.dtype!r}, and torch_dtype was given too; pass dtype alone"
                 )
-            object.__setattr__(self, "dtype", self.hf_kwargs["torch_dtype"])
-            object.__setattr__(
-                self, "hf_kwargs", {k: v for k, v in self.hf_kwargs.items() if k != "torch_dtype"}
-            )
-        if not isinstance(self.extra_keys, Mapping):
+            options = dict(self.hf_kwargs)
+            object.__setattr__(self, "dtype", options.pop("torch_dtype"))
+            object.__setattr__(self, "hf_kwargs", options)
+        keys = self.extra_keys
+        if not isinstance(keys, Mapping) or not all(
+            isinstance(part, str) for item in keys.items() for part in item
+        ):
             raise ConfigError(
-                f"extra_keys is {self.extra_keys!r}; pass a dict of names and values, both strings"
+                f"extra_keys is {keys!r}; pass a dict of names and values, all of them strings"
             )
-        for item in self.extra_keys.items():
-            if not all(isinstance(part, str) for part in item):
-                raise ConfigError(
-                    f"extra_keys holds {item[0]!r}: {item[1]!r}; names and values must be strings"
-                )
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -92,15 +87,13 @@ class ModelSource:
 
         ``extra_keys`` are not part of it: they separate KV, not weights.
         """
-        device = str(resolve_device(self))
-        dtype = str(resolve_dtype(self))
         options = tuple(sorted((name, _option(value)) for name, value in self.hf_kwargs.items()))
         return (
             _spelling(self.model),
             _spelling(self.tokenizer),
             self.revision,
-            dtype,
-            device,
+            str(resolve_dtype(self)),
+            str(resolve_device(self)),
             options,
             self.prove,
         )
@@ -116,12 +109,7 @@ class ModelSource:
 def _spelling(thing: Any) -> object:
     """Return a hashable name: the real path of a file, a hub id as it is, else the ``id``."""
     if isinstance(thing, (str, os.PathLike)):
-        path = os.fspath(thing)
-        if os.path.exists(path):
-            return os.path.realpath(path)
-        return path
-    if thing is None:
-        return None
+        return os.path.realpath(thing) if os.path.exists(thing) else os.fspath(thing)
     return id(thing)
 
 
@@ -146,14 +134,15 @@ def resolve_device(source: ModelSource) -> torch.device:
         device = torch.device(source.device)
         if device.type != "cuda":
             torch.empty(1, device=device).cpu()  # torch may know a device that is not here
-    except (RuntimeError, TypeError, AssertionError, NotImplementedError) as error:
+        elif (device.index or 0) >= (
+            count := torch.cuda.is_available() * torch.cuda.device_count()
+        ):
+            raise RuntimeError(f"torch finds {count} CUDA device(s)")
+    except Exception as error:  # every backend has types of its own
         raise ConfigError(
-            f"device is {source.device!r}, which torch can't use here; use 'cpu' or 'cuda'"
+            f"device is {source.device!r}, which torch can't use here ({str(error)[:200]}); "
+            "pass 'cpu', 'cuda' or the index of a device that is here"
         ) from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            "device 'cuda' was requested, but torch finds no CUDA device here; pass device='cpu'"
-        )
     return device
 
 
@@ -226,24 +215,25 @@ _HUB_OPTIONS = {
     "proxies",
     "subfolder",
     "token",
+    "trust_remote_code",
 }
-_HUB_OPTIONS |= {"trust_remote_code"}
 """Options of ``from_pretrained`` that locate files: config and tokenizer as well as weights."""
 
 
-def hub_options(source: ModelSource, *, own_files: bool = True) -> dict[str, Any]:
+def hub_options(source: ModelSource, path: str = ".", *, own_files: bool = True) -> dict[str, Any]:
     """Return the user's options that locate files.
 
-    With ``own_files``, they include the revision and the GGUF file of the model.
+    With ``own_files``, they include the revision and the GGUF file of the model. If ``path`` is a
+    hub id and the hub can't be reached, its files are looked for here alone.
     """
     options = {name: value for name, value in source.hf_kwargs.items() if name in _HUB_OPTIONS}
-    names = [n for n in (source.model, source.tokenizer) if isinstance(n, (str, os.PathLike))]
-    if not all(map(os.path.exists, names)) and not _hub_answers(int(time.monotonic() / HUB_WAIT_S)):
-        options.setdefault("local_files_only", True)
+    is_decided = os.path.exists(path) or {"local_files_only", "proxies"} & set(options)
+    if not is_decided and not _hub_answers(int(time.monotonic() / _HOLDS_S)):
+        options["local_files_only"] = True
     if own_files and source.revision is not None:
         options["revision"] = source.revision
-    if own_files and (path := os.fspath(source.model)).endswith(".gguf"):
-        options["gguf_file"] = os.path.basename(path)
+    if own_files and (file := os.fspath(source.model)).endswith(".gguf"):
+        options["gguf_file"] = os.path.basename(file)
     return options
 
 
@@ -252,14 +242,15 @@ def _hub_answers(_moment: int) -> bool:
     """Whether the hub can be reached; without this look, its client retries for half a minute."""
     if huggingface_hub.constants.HF_HUB_OFFLINE:
         return False
-    if any(urllib.request.getproxies().get(name) for name in ("https", "all")):
+    if set(urllib.request.getproxies()) - {"no"}:
         return True  # the proxy may reach it
     return answers(huggingface_hub.constants.ENDPOINT, HUB_WAIT_S)
 
 
 def loading_options(source: ModelSource) -> dict[str, Any]:
     """Return the options to load the weights with."""
-    return {"dtype": resolve_dtype(source), **hub_options(source), **source.hf_kwargs}
+    located = hub_options(source, base_directory(source))
+    return {"dtype": resolve_dtype(source), **located, **source.hf_kwargs}
 
 
 def load_tokenizer(source: ModelSource) -> Any:
@@ -270,9 +261,11 @@ def load_tokenizer(source: ModelSource) -> Any:
     home = os.fspath(source.tokenizer) if is_named else directory(source)
     if not is_named and not os.path.exists(os.path.join(home, "tokenizer_config.json")):
         home = base_directory(source)
-    options = hub_options(source, own_files=not is_named)
+    options = hub_options(source, home, own_files=not is_named)
+    # The tokenizer of a GGUF file is read from that file.
+    read = (source.name, "model") if "gguf_file" in options else (home, "tokenizer")
     with parsed_once(source.model):
-        return trying(source, lambda: AutoTokenizer.from_pretrained(home, **options))
+        return trying(source, lambda: AutoTokenizer.from_pretrained(home, **options), *read)
 
 
 def check_path(path: str, what: str) -> None:
@@ -284,10 +277,9 @@ def check_path(path: str, what: str) -> None:
     named = shown(path)
     if path.endswith(".gguf"):
         if not os.path.isfile(path):
-            if is_there:
-                fault = "is a directory; name the file in it"
-            else:
-                fault = "does not exist; check the path"
+            fault = (
+                "is a directory; name the file in it" if is_there else "does not exist; check it"
+            )
             raise ModelError(f"the GGUF file {named} of the {what} {fault}")
     elif is_there and not os.path.isdir(path):
         raise ModelError(
@@ -303,11 +295,9 @@ def check_path(path: str, what: str) -> None:
 
 def _check_directory(path: str) -> None:
     """Raise ``ModelError`` for a directory without a model's or adapter's config."""
-    if not os.path.isdir(path) or any(
-        os.path.isfile(os.path.join(path, name)) for name in _CONFIGS
-    ):
+    held = sorted(os.listdir(path)) if os.path.isdir(path) else _CONFIGS
+    if set(held) & set(_CONFIGS):
         return
-    held = sorted(os.listdir(path))
     ggufs = [name for name in held if name.endswith(".gguf")]
     remedy = f"name the file: {os.path.join(path, ggufs[0])!r}" if ggufs else "check the path"
     raise ModelError(
@@ -317,68 +307,37 @@ def _check_directory(path: str) -> None:
 
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?")
-_CONFIGS = ("config.json", "adapter_config.json")
+_CONFIGS = ["config.json", "adapter_config.json"]
 
 
-def trying(source: ModelSource, action: Callable[[], T]) -> T:
-    """Run a transformers call and translate its errors into kvrag's."""
+def trying(
+    source: ModelSource, action: Callable[[], T], path: str | None = None, part: str = "model"
+) -> T:
+    """Run a transformers call and translate its errors into kvrag's.
+
+    ``path`` is the path or hub id of the files that it reads, by default the model's; ``part`` is
+    ``"model"`` or ``"tokenizer"``.
+    """
     try:
         return action()
     except KVRagError:
         raise
-    except TypeError as error:
-        raise ConfigError(f"transformers refuses an option for {source.name!r}: {error}") from error
-    except (
-        OSError,
-        ValueError,
-        LookupError,
-        RuntimeError,
-        ImportError,
-        AttributeError,
-        AssertionError,
-        MemoryError,
-        struct.error,
-    ) as error:
-        is_here = not isinstance(source.model, PreTrainedModel) and os.path.exists(source.model)
-        fault = (
-            "the files of this directory are damaged, or are no causal language model's; check them"
-        )
-        method = _quantisation_of(source) if is_here else ""
-        own = loading_fault(error)
-        if own and (not method or is_out_of_memory(error)):
-            fault = own
-        elif not is_here:
-            fault = (
-                "there is no such directory here, and no such model of the hub that can be "
-                "reached; check the name and the connection"
-            )
-        elif method:
-            fault = (
-                f"its quantisation ({method}) may need another device, or a package that is not "
-                "here; check that transformers loads it here, or load it without quantisation"
-            )
+    except Exception as error:  # the readers of files have types of errors of their own
+        if isinstance(error, TypeError) and source.hf_kwargs:
+            refused = f"transformers refuses an option for {source.name!r}: {error}"
+            raise ConfigError(refused) from error
+        named = path or source.name
+        fault = loading_fault(error, named, part, source.hf_kwargs)
         raise ModelError(
-            f"could not load {source.name!r}: {fault} ({type(error).__name__}: {str(error)[:300]})"
+            f"could not load the {part} {named!r}: {fault} "
+            f"({type(error).__name__}: {str(error)[:300]})"
         ) from error
 
 
-def _quantisation_of(source: ModelSource) -> str:
-    """Return the method that a local source's weights are quantised by; empty for plain weights."""
-    found = source.hf_kwargs.get("quantization_config")
-    with suppress(OSError, ValueError):
-        file = Path(base_directory(source), "config.json")
-        found = found or json.loads(file.read_text("utf-8")).get("quantization_config")
-    entries = found if isinstance(found, dict) else getattr(found, "__dict__", {})
-    method = entries.get("quant_method", "")
-    return str(getattr(method, "value", method))
-
-
-_WRAPPERS = {
-    "OptimizedModule": "_orig_mod",  # of torch.compile
-    "DataParallel": "module",
-    "DistributedDataParallel": "module",
-}
-"""Types of modules that stand around a model, and the attribute that holds it."""
+def _inside(thing: Any) -> str:
+    """Return where a pipeline, or a module around a model, holds the model; ``""``: nowhere."""
+    held = getattr(thing, "named_modules", getattr(thing, "__dict__", {}).items)
+    return next((f"model.{name}" for name, part in held() if isinstance(part, PreTrainedModel)), "")
 
 
 def check_source(source: ModelSource) -> None:
@@ -390,8 +349,8 @@ def check_source(source: ModelSource) -> None:
     if not isinstance(source.model, (str, os.PathLike, PreTrainedModel)):
         kind = type(source.model).__name__
         remedy = "a hub id, a directory, a .gguf file, a loaded PreTrainedModel or a PeftModel"
-        if kind in _WRAPPERS:
-            remedy = f"the model inside it, model.{_WRAPPERS[kind]}, in its place"
+        if inside := _inside(source.model):
+            remedy = f"the model inside it, {inside}, in its place"
         raise ConfigError(f"model is of type {kind}; pass {remedy}")
     check_prove(source.prove)
     resolve_device(source)
@@ -409,7 +368,8 @@ def check_source(source: ModelSource) -> None:
         for module in ("gguf", "accelerate"):
             require(module, extra="gguf", purpose="reading GGUF files")
         return  # parsing a GGUF header takes seconds: its kind is checked at load
-    _check_directory(os.path.join(path, source.hf_kwargs.get("subfolder") or ""))
+    folder = os.path.join(path, source.hf_kwargs.get("subfolder") or "")
+    trying(source, lambda: _check_directory(folder))
     if base_directory(source) != path:
         require("peft", extra="adapters", purpose="loading adapters")
     check_generates(config_of(source))
@@ -417,8 +377,9 @@ def check_source(source: ModelSource) -> None:
 
 def config_of(source: ModelSource) -> Any:
     """Read the config of a source's model; raises as :func:`trying`."""
+    base = base_directory(source)
+    options = hub_options(source, base)
     with parsed_once(source.model):
-        return trying(
-            source,
-            lambda: AutoConfig.from_pretrained(base_directory(source), **hub_options(source)),
-        )
+        # The config of a GGUF file is read from that file.
+        named = source.name if "gguf_file" in options else base
+        return trying(source, lambda: AutoConfig.from_pretrained(base, **options), named)
