@@ -25,6 +25,7 @@ from kvrag.cli.options import (
     takes,
 )
 from kvrag.cli.output import console, facts, grid, progress, say, show
+from kvrag.config import SamplingConfig
 from kvrag.errors import InputError, UnsupportedModelError
 from kvrag.evaluate.estimate import human_bytes
 from kvrag.progress import Progress
@@ -79,6 +80,7 @@ def ask(
     question = asked[0] if asked else None
     given = None if prompt_file is None else read_prompt(prompt_file)
     texts = list(read_documents(context).values()) if context else []
+    SamplingConfig(**sampling)  # refused values are refused before the model loads
     with closing(open_engine(engine, repair=repair)) as opened:
         prompt = _prompt_of(question, texts, opened.encoder, engine) if given is None else given
         stream = opened.stream(prompt, **{"mode": mode, **sampling})

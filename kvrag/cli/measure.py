@@ -197,7 +197,10 @@ def calibrate(
     the printed file undoes that, and --no-keep only measures. Takes minutes for every
     --chunk-context, which may be repeated. Exit status 1 if all of them miss the target.
     """
+    from kvrag.evaluate.calibrate import check_sample
+
     name_model(ctx, engine, words)
+    check_sample(prompts, keep=keep)
     documents = read_documents(corpus or [example("corpus", otherwise="pass --corpus")])
     options: Given = {
         "max_mean_kl": target_kl,

@@ -109,6 +109,15 @@ class Profile:
         return f"calibrated on {self.prompts} prompts: mean KL {kl:.3f}, top-1 {top1:.0%}{missed}"
 
 
+def check_sample(prompts: int, *, keep: bool) -> None:
+    """Raise :class:`InputError` for a profile to keep of too few prompts."""
+    if keep and prompts < LEAST_PROMPTS:
+        raise InputError(
+            f"{prompts} prompts are too few to choose a model's repair by; pass at least "
+            f"{LEAST_PROMPTS}, or keep=False (--no-keep) to look without keeping the result"
+        )
+
+
 def calibrate_repair(
     engine: Engine,
     chunks: Sequence[str],
@@ -155,11 +164,7 @@ def calibrate_repair(
         If this model's KV can't be reused.
     """
     check_show(show_progress)
-    if keep and prompts < LEAST_PROMPTS:
-        raise InputError(
-            f"{prompts} prompts are too few to choose a model's repair by; pass at least "
-            f"{LEAST_PROMPTS}, or keep=False (--no-keep) to look without keeping the result"
-        )
+    check_sample(prompts, keep=keep)
     asked = planted(engine, chunks, prompts, chunks_per_prompt, seed)
     with closing(engine.in_memory()) as own:
         own.precompute(

@@ -15,6 +15,7 @@ from kvrag.cli.app import SPELLINGS, app
 from kvrag.cli.options import name_model
 from kvrag.cli.output import _plain
 from kvrag.errors import InputError
+from kvrag.model import load as load_module
 
 CHUNKS = make_chunks(3, words=30, seed=7)
 SIGNS = "Käse – “so” × ± · … ‖ 漢字 🙂 \u2063"
@@ -296,3 +297,30 @@ def test_a_mode_that_is_none_is_refused_before_a_model_is_looked_for(command):
     assert found.exit_code == 2
     assert "kvrag: mode is 'stich'; it must be one of auto" in " ".join(found.output.split())
     assert "does not exist" not in found.output
+
+
+BAD_OPTIONS = [
+    ["ask", "Who?", "--temperature", "-1"],
+    ["ask", "Who?", "--temperature", "nan"],
+    ["ask", "Who?", "--recompute-ratio", "7"],
+    ["ask", "Who?", "--strategy", "qury"],
+    ["ask", "Who?", "--repair", "fst"],
+    ["ask", "Who?", "--dtype", "floaty"],
+    ["ask", "Who?", "--prefix", "a", "--system", "b"],
+    ["ask", "Who?", "-c", "gone.md"],
+    ["precompute", "notes.md", "--kv-dtype", "int3"],
+    ["precompute", "notes.md", "--chunk-context", "default:some"],
+    ["calibrate", "--corpus", "notes.md", "--prompts", "2"],
+    ["serve", "--port", "70000"],
+    ["serve", "--cors-origin", "nowhere"],
+    ["serve", "--device", "cuda:99"],
+]
+
+
+@pytest.mark.parametrize("args", BAD_OPTIONS, ids=" ".join)
+def test_a_bad_option_is_refused_before_the_weights_load(args, place, tiny_dir, monkeypatch):
+    loaded = []
+    monkeypatch.setattr(load_module, "_load_weights", loaded.append)
+    command, *rest = args
+    assert CliRunner().invoke(app, [command, tiny_dir, *rest]).exit_code == 2
+    assert not loaded
