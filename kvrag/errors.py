@@ -143,23 +143,22 @@ def loading_fault(error: BaseException, path: str, part: str, options: Mapping[s
     ``path`` is the place of the files, ``part`` is ``"model"`` or ``"tokenizer"``, and ``options``
     are those that the files were read with. The words of a path are no sign of a reason.
     """
-    files = Path(path).glob("*")
     known = {
-        "closed": next((file.name for file in files if not os.access(file, os.R_OK)), ""),
+        "closed": next((f.name for f in Path(path).glob("*") if not os.access(f, os.R_OK)), ""),
         "refused": getattr(error, "strerror", ""),
         "quantised": part == "model" and _quantisation(path, options),
         "package": isinstance(error, ImportError),
         "gone": not os.path.exists(path),
         "options": ", ".join(options),
-        part: True,
+        part: part,
     }
-    marks = [f"<{name}>" for name, value in known.items() if value]
-    words = re.sub(r"\S*[/\\]\S*", "", str(error).replace(path, ""))
-    text = f"{marks} {type(error).__name__}: {words}"
+    marks = [f"<{name}>" for name in known if known[name]]
+    text = f"{marks} {type(error).__name__}: {error}".replace(path, "")
+    text = re.sub(r"\S*[/\\]\S*", "", text)
     return next(reason for sign, reason in _REASONS if re.search(sign, text)).format(**known)
 
 
-def _quantisation(path: str, options: Mapping[str, Any]) -> str:
+def _quantisation(path: str, options: Mapping[str, Any]) -> Any:
     """Return the method that local weights are quantised by; empty for plain weights."""
     with suppress(OSError, ValueError, IndexError):
         text = repr(options.get("quantization_config"))

@@ -75,7 +75,7 @@ class ModelSource:
             object.__setattr__(self, "hf_kwargs", options)
         keys = self.extra_keys
         if not isinstance(keys, Mapping) or not all(
-            isinstance(part, str) for item in keys.items() for part in item
+            isinstance(part, str) for part in [*keys, *keys.values()]
         ):
             raise ConfigError(
                 f"extra_keys is {keys!r}; pass a dict of names and values, all of them strings"
@@ -228,7 +228,7 @@ def hub_options(source: ModelSource, path: str = ".", *, own_files: bool = True)
     """
     options = {name: value for name, value in source.hf_kwargs.items() if name in _HUB_OPTIONS}
     is_decided = os.path.exists(path) or {"local_files_only", "proxies"} & set(options)
-    if not is_decided and not _hub_answers(int(time.monotonic() / _HOLDS_S)):
+    if not (is_decided or _hub_answers(int(time.monotonic() / _HOLDS_S))):
         options["local_files_only"] = True
     if own_files and source.revision is not None:
         options["revision"] = source.revision
@@ -249,8 +249,11 @@ def _hub_answers(_moment: int) -> bool:
 
 def loading_options(source: ModelSource) -> dict[str, Any]:
     """Return the options to load the weights with."""
-    located = hub_options(source, base_directory(source))
-    return {"dtype": resolve_dtype(source), **located, **source.hf_kwargs}
+    return {
+        "dtype": resolve_dtype(source),
+        **hub_options(source, base_directory(source)),
+        **source.hf_kwargs,
+    }
 
 
 def load_tokenizer(source: ModelSource) -> Any:
@@ -324,8 +327,9 @@ def trying(
         raise
     except Exception as error:  # the readers of files have types of errors of their own
         if isinstance(error, TypeError) and source.hf_kwargs:
-            refused = f"transformers refuses an option for {source.name!r}: {error}"
-            raise ConfigError(refused) from error
+            raise ConfigError(
+                f"transformers refuses an option for {source.name!r}: {error}"
+            ) from error
         named = path or source.name
         fault = loading_fault(error, named, part, source.hf_kwargs)
         raise ModelError(
@@ -347,11 +351,10 @@ def check_source(source: ModelSource) -> None:
     no causal LM.
     """
     if not isinstance(source.model, (str, os.PathLike, PreTrainedModel)):
-        kind = type(source.model).__name__
         remedy = "a hub id, a directory, a .gguf file, a loaded PreTrainedModel or a PeftModel"
         if inside := _inside(source.model):
             remedy = f"the model inside it, {inside}, in its place"
-        raise ConfigError(f"model is of type {kind}; pass {remedy}")
+        raise ConfigError(f"model is of type {type(source.model).__name__}; pass {remedy}")
     check_prove(source.prove)
     resolve_device(source)
     resolve_dtype(source)
@@ -379,7 +382,6 @@ def config_of(source: ModelSource) -> Any:
     """Read the config of a source's model; raises as :func:`trying`."""
     base = base_directory(source)
     options = hub_options(source, base)
+    named = source.name if "gguf_file" in options else base  # its config is in the file
     with parsed_once(source.model):
-        # The config of a GGUF file is read from that file.
-        named = source.name if "gguf_file" in options else base
         return trying(source, lambda: AutoConfig.from_pretrained(base, **options), named)
