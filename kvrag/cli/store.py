@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -27,7 +28,7 @@ from kvrag.cli.options import (
     store_options,
     takes,
 )
-from kvrag.cli.output import facts, fail, grid, show
+from kvrag.cli.output import fail, grid, show
 from kvrag.config import StoreConfig
 from kvrag.errors import ConfigError, InputError, StoreError
 from kvrag.evaluate.estimate import human_bytes
@@ -43,12 +44,18 @@ _ALL = typer.Option(
     "--all", help="Everything of every namespace, or of --namespace if that is given."
 )
 _DISK_BYTES = typer.Option(
-    parser=parse_bytes, metavar="SIZE", help="Evict what is worth least until this is left."
+    parser=parse_bytes,
+    metavar="SIZE",
+    help="Remove chunks, the least useful first, until the store is no larger than this.",
 )
 _FOREIGN = typer.Option(
-    "--foreign", help="Remove files of other keys too, and plain ones where there is a key."
+    "--foreign",
+    help="Remove files of other encryption keys too, even if another store uses them; where a key "
+    "is set, also files without one.",
 )
-_SAMPLE = typer.Option(metavar="N/T", help="Verify every byte of the n-th of t parts.")
+_SAMPLE = typer.Option(
+    metavar="N/T", help="Read every byte of one of T parts: 1/30 today, 2/30 tomorrow."
+)
 _TARGET = typer.Argument(help="Directory of the copy: a store by itself, made if absent.")
 _SOURCE = typer.Argument(
     help="Directory of a store, such as kvrag export makes; it is not changed."
@@ -59,6 +66,32 @@ _PLAIN_COPY = typer.Option(
 _PLAIN_SOURCE = typer.Option(
     "--plain", help="The source was written without a key; imports --namespace alone."
 )
+
+# What a check finds and does, and what to do next.
+_FINDS = {
+    "checked": "{} chunk(s): the beginning of the file is intact. --verify-data reads every byte.",
+    "verified": "{} chunk(s): every byte is intact.",
+    "unknown_rows": "{} chunk(s) in the store's list had no file, and were taken off it. They "
+    "are computed again when a prompt needs them, or by kvrag precompute.",
+    "dormant": "{} file(s) that are not in the store's list were removed.",
+    "other_versions": "{} file(s) of another version of kvrag were left, unused. kvrag gc removes "
+    "them.",
+    "foreign": "{} file(s) with another encryption key, or with none, were left unchecked. Set the "
+    "key that they were written with, or remove them with kvrag gc --foreign.",
+    "rejected": "{} chunk(s) are damaged or can't be read. Damaged ones were removed; they are "
+    "computed again when a prompt needs them, or by kvrag precompute. For the others, make their "
+    "files readable:",
+}
+# What a cleanup removes.
+_REMOVALS = {
+    "swept": "{} unfinished file(s) of killed processes were removed.",
+    "pending": "{} unfinished chunk(s) of killed processes were removed.",
+    "dormant": _FINDS["dormant"],
+    "other_versions": "{} file(s) of another version of kvrag were removed.",
+    "foreign": "{} file(s) with another encryption key, or with none, were removed.",
+    "evicted": "{} chunk(s) beyond --disk-bytes were removed, the least useful first. They are "
+    "computed again when a prompt needs them.",
+}
 
 
 def _check_is_store(kv_dir: str) -> None:
@@ -87,10 +120,15 @@ def _existing_store(kv_dir: str, **options: Any) -> Iterator[TieredStore]:
         yield store
 
 
-def _counts(report: dict[str, Any]) -> dict[str, object]:
-    return {
-        name.replace("_", " "): count for name, count in report.items() if isinstance(count, int)
-    }
+def _size(store: TieredStore) -> str:
+    """Return the number and size of the stored chunks."""
+    chunks, num_bytes = store.catalog.totals()
+    return f"{chunks} chunk(s), {human_bytes(num_bytes)}"
+
+
+def _told(words: Given, report: Given) -> list[str]:
+    """Return sentences about the counts of a report that are not zero."""
+    return [text.format(report[name]) for name, text in words.items() if report[name]]
 
 
 def stats(kv_dir: KVDir = DEFAULT_KV_DIR, as_json: AsJson = False) -> None:
@@ -99,7 +137,7 @@ def stats(kv_dir: KVDir = DEFAULT_KV_DIR, as_json: AsJson = False) -> None:
     A model or namespace without a known name is shown by its digest.
     """
     with _existing_store(kv_dir) as store:
-        tiers = {name: asdict(tier) for name, tier in store.stats().items()}
+        tiers = store.stats()
         groups = _groups(store)
         name_of = {store.names.namespace("default"): "default"}
         spaces = {
@@ -122,24 +160,29 @@ def stats(kv_dir: KVDir = DEFAULT_KV_DIR, as_json: AsJson = False) -> None:
         )
         for group in groups
     ]
-    held = [
-        (name_of.get(space, space[-12:]), len(ids), _some(ids)) for space, ids in spaces.items()
-    ]
-    sizes = [(name, tier["chunks"], human_bytes(tier["num_bytes"])) for name, tier in tiers.items()]
-    by_tier = grid(f"Tiers of {kv_dir}", "tier|>chunks|>size", sizes)
-    by_model = grid(
-        "What is stored", "model|namespace|>tokens of the prefix|>chunks|>tokens|>size", rows
-    )
-    by_name = grid("Documents", "namespace|>documents|some of them", held)
-    found = [
-        {"namespace": space, "name": name_of.get(space), "documents": ids}
-        for space, ids in spaces.items()
-    ]
     show(
-        {"tiers": tiers, "groups": groups, "namespaces": found},
-        by_tier,
-        by_model,
-        by_name,
+        {
+            "tiers": {name: asdict(tier) for name, tier in tiers.items()},
+            "groups": groups,
+            "namespaces": [
+                {"namespace": space, "name": name_of.get(space), "documents": ids}
+                for space, ids in spaces.items()
+            ],
+        },
+        grid(
+            f"Tiers of {kv_dir}",
+            "tier|>chunks|>size",
+            [(name, tier.chunks, human_bytes(tier.num_bytes)) for name, tier in tiers.items()],
+        ),
+        grid("What is stored", "model|namespace|>tokens of the prefix|>chunks|>tokens|>size", rows),
+        grid(
+            "Documents",
+            "namespace|>documents|some of them",
+            [
+                (name_of.get(space, space[-12:]), len(ids), _some(ids))
+                for space, ids in spaces.items()
+            ],
+        ),
         as_json=as_json,
     )
 
@@ -173,10 +216,8 @@ def _groups(store: TieredStore) -> list[dict[str, Any]]:
 
 
 def _some(ids: list[str]) -> str:
-    shown = ids[:5]
-    if len(ids) > 5:
-        shown.append(f"and {len(ids) - 5} more")
-    return ", ".join(shown)
+    more = f", and {len(ids) - 5} more" if len(ids) > 5 else ""
+    return ", ".join(ids[:5]) + more
 
 
 def documents(
@@ -196,20 +237,22 @@ def documents(
             records = [
                 record for key in held.document_keys(space, doc_id) if (record := held.get(key))
             ]
-            sizes = sum(r.num_tokens for r in records), sum(r.num_bytes for r in records)
             found.append(
                 {
                     "document": doc_id,
                     "chunks": len(records),
-                    "tokens": sizes[0],
-                    "num_bytes": sizes[1],
+                    "tokens": sum(r.num_tokens for r in records),
+                    "num_bytes": sum(r.num_bytes for r in records),
                 }
             )
     rows = [(d["document"], d["chunks"], d["tokens"], human_bytes(d["num_bytes"])) for d in found]
-    title = f"{len(found)} document(s) in the namespace {namespace!r} of {kv_dir}"
     show(
         {"namespace": namespace, "documents": found},
-        grid(title, "document|>chunks|>tokens|>size", rows),
+        grid(
+            f"{len(found)} document(s) in the namespace {namespace!r} of {kv_dir}",
+            "document|>chunks|>tokens|>size",
+            rows,
+        ),
         as_json=as_json,
     )
 
@@ -217,34 +260,33 @@ def documents(
 def fsck(
     kv_dir: KVDir = DEFAULT_KV_DIR,
     verify_data: Annotated[
-        bool, typer.Option("--verify-data", help="Read and verify every byte.")
+        bool, typer.Option("--verify-data", help="Read every byte of every chunk.")
     ] = False,
     sample: Annotated[str, _SAMPLE] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Check the headers of all chunks, and on request their data.
+    """Look for damaged chunks, and remove them; prompts that need them compute them again.
 
-    Damaged chunks are erased, and computed again when they are needed. Exit status 1 if any chunk
-    was rejected.
+    Reads the beginning of each chunk's file; --verify-data and --sample read every byte. Files that
+    the store does not list are removed, and so are chunks in its list without a file. Exit status 1
+    if a chunk is damaged or can't be read.
     """
     from kvrag.store import check
 
-    n, slash, t = sample.partition("/")
-    if sample and not (slash and n.isdecimal() and t.isdecimal()):
+    if sample and not re.fullmatch(r"\d+/\d+", sample):
         raise ConfigError(
             f"--sample is {sample!r}; give n/t, for instance 1/10, then 2/10 the next day"
         )
     with _existing_store(kv_dir) as store:
-        keys = check.sample(sorted(store.listed()), int(n), int(t)) if sample else None
-        report = check.fsck(store, keys, verify_data=verify_data)
-    tables = [facts(f"Check of {kv_dir}", _counts(asdict(report)))]
-    if report.rejected:
-        tables.append(
-            grid(
-                "Rejected", "chunk|because", [(key[:12], reason) for key, reason in report.rejected]
-            )
+        head = f"Checked {kv_dir}: {_size(store)}."
+        keys = (
+            check.sample(sorted(store.listed()), *map(int, sample.split("/"))) if sample else None
         )
-    show({**asdict(report), "ok": report.ok}, *tables, as_json=as_json, ok=report.ok)
+        report = check.fsck(store, keys, verify_data=verify_data)
+    found = asdict(report)
+    lines = _told(_FINDS, found | {"rejected": len(report.rejected)})
+    lines += [f"  {key[:12]}: {reason}" for key, reason in report.rejected]
+    show({**found, "ok": report.ok}, head, *lines, as_json=as_json, ok=report.ok)
 
 
 def gc(
@@ -253,19 +295,27 @@ def gc(
     foreign: Annotated[bool, _FOREIGN] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Remove leftovers of killed writers, unknown files, and chunks over a budget.
+    """Remove files that no prompt can use any more, and chunks beyond --disk-bytes.
 
-    Unknown files have no row in the catalog, or another format version. Exit status 1 if nothing
-    can be removed.
+    Such files are those of another version of kvrag, those that the store does not list, and what
+    killed processes left unfinished. Removed chunks are computed again when a prompt needs them.
+    Exit status 1 if the store can't be changed.
     """
     from kvrag.store import check
 
     with _existing_store(kv_dir, disk_bytes=disk_bytes) as store:
+        before = _size(store)
         try:
             report = asdict(check.gc(store, with_foreign=foreign))
         except StoreError as error:
             fail(f"nothing was removed: {error}")
-    show(report, facts(f"Removed from {kv_dir}", _counts(report)), as_json=as_json)
+        head = f"Cleaned {kv_dir}: {before} before; {_size(store)} now."
+    show(
+        report,
+        head,
+        *(_told(_REMOVALS, report) or ["Nothing was found to remove."]),
+        as_json=as_json,
+    )
 
 
 def rm(
@@ -306,10 +356,9 @@ def rm(
             name: store.forget(space, name) for name in dict.fromkeys([*(document or ()), *below])
         }
     unknown = [name for name in erased if name not in known]
-    states = {name: f"erased, with {chunks} chunk(s)" for name, chunks in erased.items()}
     lines = [
-        f"{name}: {state}"
-        for name, state in (states | dict.fromkeys(unknown, "is not known here")).items()
+        f"{name}: {f'erased, with {chunks} chunk(s)' if name in known else 'is not known here'}"
+        for name, chunks in erased.items()
     ]
     found = {"erased_chunks": erased, "unknown": unknown}
     show(found, *lines, as_json=as_json, ok=len(unknown) < len(erased))
@@ -318,12 +367,10 @@ def rm(
 def _rm_all(kv_dir: str, namespace: str | None, *, yes: bool, as_json: bool) -> None:
     space = None
     of_what = "every namespace"
-    what = "everything"
     with _existing_store(kv_dir) as store:
         if namespace is not None:
             space = store.names.namespace(namespace)
             of_what = f"the namespace {namespace!r}"
-            what = f"everything of {of_what}"
         stored = store.catalog.stored(store.catalog.keys())
         chunks = sum(space in (None, chunk.namespace) for chunk in stored.values())
         is_known = space is None or chunks > 0 or bool(store.catalog.documents(space))
@@ -335,7 +382,7 @@ def _rm_all(kv_dir: str, namespace: str | None, *, yes: bool, as_json: bool) -> 
             )
         erased = store.clear(space)
     state = f"erased, with {erased} chunk(s)" if is_known else "nothing is known here"
-    show({"erased_chunks": erased}, f"{what}: {state}", as_json=as_json, ok=is_known)
+    show({"erased_chunks": erased}, f"{of_what}: {state}", as_json=as_json, ok=is_known)
 
 
 def export(
@@ -360,17 +407,12 @@ def export(
         unknown = [name for name in asked if name not in known]
         if asked and len(unknown) == len(asked):
             fail(_no_such(unknown, namespace))
-        keys = None
-        more = {}
-        if asked:
-            keys = sorted(
-                {key for name in asked for key in store.catalog.document_keys(space, name)}
-            )
-            more["unknown"] = unknown
+        keys = {key for name in asked for key in store.catalog.document_keys(space, name)}
         with closing(
             open_store(target, StoreConfig(ram_bytes=0, **({} if plain else key_options())))
         ) as other:
-            counts = check.copy(store, other, keys, namespaces=[namespace])
+            counts = check.copy(store, other, keys if asked else None, namespaces=[namespace])
+    more = {"unknown": unknown} if asked else {}
     _report_copy(f"Copied to {target}", counts, more, as_json=as_json)
     if unknown:
         fail(_no_such(unknown, namespace))
@@ -393,21 +435,21 @@ def import_(
     from kvrag.store import check, open_store
 
     written = StoreConfig(ram_bytes=0, read_only=True, **({} if plain else key_options()))
-    config = StoreConfig(ram_bytes=0, **limits, **store_options(kv_dir))
     with (
         closing(open_store(source, written)) as other,
-        closing(open_store(kv_dir, config)) as store,
+        closing(
+            open_store(kv_dir, StoreConfig(ram_bytes=0, **limits, **store_options(kv_dir)))
+        ) as store,
     ):
         counts = check.copy(other, store, namespaces=[namespace])
     _report_copy(f"Imported into {kv_dir}", counts, {}, as_json=as_json)
 
 
-def _report_copy(
-    title: str, counts: tuple[int, int, int], more: dict[str, list[str]], *, as_json: bool
-) -> None:
+def _report_copy(title: str, counts: tuple[int, int, int], more: Given, *, as_json: bool) -> None:
     """Print the counts of a copy; exit status 1 if a chunk could not be read."""
     named = dict(zip(("copied", "there_already", "unreadable"), counts, strict=True))
-    show(named | more, facts(title, _counts(named)), as_json=as_json, ok=not named["unreadable"])
+    line = "{}: {} chunk(s); {} were there already, {} could not be read"
+    show(named | more, line.format(title, *counts), as_json=as_json, ok=not counts[2])
 
 
 def _no_such(names: list[str], namespace: str) -> str:

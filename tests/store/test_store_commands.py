@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 
 import pytest
 from stores import (
@@ -48,11 +49,22 @@ def count(root):
 def test_fsck_and_gc_check_and_clean(filled):
     assert run("fsck", "--kv-dir", filled, "--verify-data", "--json")["verified"] == 7
     assert run("fsck", "--kv-dir", filled, "--sample", "1/1", "--json")["verified"] == 7
-    assert "checked" in run("fsck", "--kv-dir", filled)
+    said = run("fsck", "--kv-dir", filled)
+    assert "7 chunk(s): the beginning of the file is intact. --verify-data reads" in said
+    assert "Nothing was found to remove." in run("gc", "--kv-dir", filled)
     flip(path_of(filled, CHUNKS[1]), -1)
-    assert "damaged" in run("fsck", "--kv-dir", filled, "--verify-data", code=1)
+    path_of(filled, CHUNKS[2]).unlink()
+    said = " ".join(run("fsck", "--kv-dir", filled, "--verify-data", code=1).split())
+    assert "1 chunk(s) are damaged or can't be read. Damaged ones were removed" in said
+    assert f"{KEYS[1][:12]}: its data is damaged" in said
+    assert "1 chunk(s) in the store's list had no file" in said
+    assert not any(word in said for word in ("dormant", "unknown rows", "foreign", "rejected"))
     run("fsck", "--kv-dir", filled, "--sample", "one", code=2)
-    assert "evicted" in run("gc", "--kv-dir", filled, "--disk-bytes", 4 * SIZE)
+    said = " ".join(run("gc", "--kv-dir", filled, "--disk-bytes", 4 * SIZE).split())
+    assert re.search(
+        r": 5 chunk\(s\), [\d.]+ .+ before; 4 chunk\(s\), [\d.]+ .+ now\. 1 chunk", said
+    )
+    assert "beyond --disk-bytes were removed" in said
     assert run("stats", "--kv-dir", filled, "--json")["tiers"]["disk"]["chunks"] == 4
 
 
@@ -83,7 +95,7 @@ def test_rm_asks_before_it_erases_everything(filled):
     ):
         run("rm", "--all", "--yes", *also, "--kv-dir", filled, code=2)
     assert count(filled) == 7
-    assert "everything: erased, with 7 chunk(s)" in run(
+    assert "every namespace: erased, with 7 chunk(s)" in run(
         "rm", "--all", "--kv-dir", filled, input="y\n"
     )
     assert count(filled) == 0
