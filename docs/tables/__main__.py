@@ -11,6 +11,7 @@ from . import (
     faults,
     gpu,
     hybrids,
+    memory,
     peers,
     prompts,
     ray,
@@ -40,6 +41,7 @@ TOPICS = (
     prompts,
     hybrids,
     vllm,
+    memory,
 )
 TABLES = {name: made for topic in TOPICS for name, made in topic.TABLES.items()}
 
@@ -50,7 +52,10 @@ def render(text: str) -> str:
     def block(match: re.Match[str]) -> str:
         file, make = TABLES[match[2]]
         path = RESULTS / file
-        body = make(json.loads(path.read_text())) if path.exists() else NOT_MEASURED
+        if not file:  # arithmetic
+            body = make({})
+        else:
+            body = make(json.loads(path.read_text())) if path.exists() else NOT_MEASURED
         return f"{match[1]}{body}{match[4]}"
 
     return BLOCK.sub(block, text)

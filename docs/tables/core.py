@@ -13,7 +13,7 @@ NOT_MEASURED = "Not measured yet.\n"
 
 Result = dict[str, Any]
 Tables = dict[str, tuple[str, Callable[[Result], str]]]
-"""Name of a table → file of its result, and the function that makes the table."""
+"""Name of a table → file of its result, none for arithmetic, and the function that makes the table."""
 
 
 def read(file: str) -> Result:
