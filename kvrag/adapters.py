@@ -63,7 +63,7 @@ from kvrag.identity.weights import source_identity
 from kvrag.model.linear import linear
 from kvrag.model.lm import CausalLM, LoadedModel
 from kvrag.model.load import load as load_model
-from kvrag.model.plain import PlainLM, context_window
+from kvrag.model.plain import context_window
 from kvrag.model.rope import RotaryTable
 from kvrag.model.rows import KVBuffer, Rows
 from kvrag.model.source import (
@@ -123,7 +123,6 @@ __all__ = [
     "ModelLike",
     "ModelSource",
     "OnError",
-    "PlainLM",
     "Plan",
     "Prefix",
     "Price",

@@ -117,8 +117,7 @@ def fault_of(cls: Any, error: ValidationError, given: Mapping[str, Any]) -> Conf
     is_positional = isinstance(where, int) and where < len(known)
     name = known[int(where)] if is_positional else str(where)
     of = f"{cls.__name__}.{name}"
-    context = fault.get("ctx", {})
-    cause = context.get("error")
+    cause = fault.get("ctx", {}).get("error")
     if isinstance(cause, ConfigError):
         return cause if str(cause).startswith(cls.__name__) else ConfigError(f"{of}: {cause}")
     if fault["type"] == "unexpected_keyword_argument":
@@ -130,11 +129,7 @@ def fault_of(cls: Any, error: ValidationError, given: Mapping[str, Any]) -> Conf
     wanted = wanted.replace("Input", "it").replace("Value error, ", "")
     if not declared[name].repr:
         return ConfigError(f"{of}: {wanted}")
-    near = difflib.get_close_matches(
-        str(fault["input"]), context.get("expected", "").split("'"), n=1
-    )
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    return ConfigError(f"{of} {_held(fault['input'], given.get(name))}; {hint}{wanted}")
+    return ConfigError(f"{of} {_held(fault['input'], given.get(name))}; {wanted}")
 
 
 def _held(part: Any, value: Any) -> str:

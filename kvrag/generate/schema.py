@@ -32,13 +32,8 @@ _ANY_TEXT = ("binary", "password", "path", "file-path", "directory-path")
 _SOME_DIGIT = "^(?!^[-+.]*$)"
 """Beginning of pydantic's pattern of a decimal number."""
 
-_BASE64 = "^([{0}]{{4}})*([{0}]{{2}}==|[{0}]{{3}}=)?$"
-_PATTERNS = {"base64": _BASE64.format("A-Za-z0-9+/"), "base64url": _BASE64.format("A-Za-z0-9_-")}
-for _version in range(1, 9):
-    _PATTERNS[f"uuid{_version}"] = (
-        f"^[0-9a-f]{{8}}-[0-9a-f]{{4}}-{_version}[0-9a-f]{{3}}-[89ab][0-9a-f]{{3}}-[0-9a-f]{{12}}$"
-    )
-"""Formats of pydantic that llguidance does not know, as patterns."""
+_UUID = "^[0-9a-f]{8}-[0-9a-f]{4}-%s[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}$"
+"""Pattern of a UUID of a version, which llguidance does not know."""
 
 
 def schema_part(schema: Any, root: str, missed: list[str]) -> Any:
@@ -94,23 +89,21 @@ def _take_counts(out: dict[str, Any], missed: list[str]) -> None:
     """
     if not set(out.get("properties", ())) - set(out.get("required", ())):
         return
-    limits = out.keys() & {"minProperties", "maxProperties"}
-    if limits:
-        missed.append("min/maxProperties where some are optional")
-    for name in limits:
-        del out[name]
+    limits = ("minProperties", "maxProperties")
+    missed += [f"{name} where some are optional" for name in limits if out.pop(name, None)]
 
 
 def _take_formats(out: dict[str, Any]) -> None:
-    """Leave out keywords without effect, and write pydantic's formats as patterns."""
+    """Leave out keywords without effect, and write the version of a UUID as a pattern."""
     if out.get("uniqueItems") is False:
         del out["uniqueItems"]
     kind = out.get("format")
+    version = re.fullmatch(r"uuid([1-8])", str(kind))
     if kind in _ANY_TEXT:
         del out["format"]
-    elif kind in _PATTERNS and "pattern" not in out:
+    elif version and "pattern" not in out:
         del out["format"]
-        out["pattern"] = _PATTERNS[kind]
+        out["pattern"] = _UUID % version[1]
 
 
 def _take_patterns(out: dict[str, Any], missed: list[str]) -> None:

@@ -66,6 +66,7 @@ def test_a_loaded_model_on_another_device_is_named(tokenizer, monkeypatch):
     model = tiny_model()
     monkeypatch.setattr(type(model), "device", torch.device("cuda:1"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     for device in ("cpu", "cuda:0"):
         with pytest.raises(
             ConfigError, match=f"device is '{device}', and the loaded model is on cuda:1"
@@ -130,15 +131,15 @@ FAULTS: dict[type, list[tuple[dict[str, object], str]]] = {
             {"load_timeout_s": float("nan")},
             "load_timeout_s is nan; it should be greater than or equal to 0",
         ),
-        ({"durability": "durably"}, "did you mean 'durable'[?] it should be 'durable' or"),
-        ({"kv_dtype": "int3"}, "kv_dtype is 'int3'; did you mean 'int8'[?] it should be"),
+        ({"durability": "durably"}, "durability is 'durably'; it should be 'durable' or"),
+        ({"kv_dtype": "int3"}, "kv_dtype is 'int3'; it should be 'auto', 'int8'"),
         ({"read_only": 1}, "read_only is 1; it should be a valid boolean"),
         ({"read_only": True, "on_miss": "store"}, "a read_only store takes nothing"),
         ({"event_log": 5}, "event_log is 5; it should be a valid string"),
         ({"on_event": 5}, "on_event is 5; it must be callable, or None"),
     ],
     RepairConfig: [
-        ({"strategy": "querry"}, "did you mean 'query'"),
+        ({"strategy": "querry"}, "'querry'; it should be .*'query'"),
         ({"strategy": None}, "should be 'none', 'all'"),
         ({"recompute_ratio": 1.01}, "recompute_ratio is 1.01.* less than or equal to 1$"),
         *(({"recompute_ratio": bad}, "ratio is") for bad in (-0.1, float("nan"), "0.1", True)),

@@ -21,7 +21,6 @@ ENFORCED = {
     "format password": {"type": "string", "format": "password", "writeOnly": True},
     "format binary": {"type": "string", "format": "binary"},
     "format uuid4": {"type": "string", "format": "uuid4"},
-    "format base64": {"type": "string", "format": "base64"},
     "format date-time": {"type": "string", "format": "date-time"},
     "annotations": {
         **NUMBER,
@@ -85,6 +84,7 @@ ENFORCED = {
 NAMED = {
     "uniqueItems": ({"type": "array", "items": NUMBER, "uniqueItems": True}, "uniqueItems"),
     "unknown format": ({"type": "string", "format": "iri"}, "iri"),
+    "format base64": ({"type": "string", "format": "base64"}, "base64"),
     "format beside pattern": ({"type": "string", "format": "own", "pattern": "^a$"}, "own"),
     "if": ({**NUMBER, "if": {"minimum": 3}, "then": {"maximum": 5}, "else": {}}, "if.*then"),
     "not": ({**NUMBER, "not": {"const": 3}}, "not"),
@@ -116,7 +116,7 @@ NAMED = {
     ),
     "minProperties of optional": (
         {"type": "object", "properties": TWO, "minProperties": 1},
-        "min/maxProperties",
+        "minProperties",
     ),
     "oneOf not told apart": ({"oneOf": [NUMBER, {"type": "number"}]}, "oneOf"),
     "look-around": ({"type": "string", "pattern": "^(?!a).*$"}, r"pattern '\^\(\?!a\)"),
