@@ -29,7 +29,7 @@ def compare(name: str, messages: list, llm: ChatKVRag) -> None:
     )
 
 
-# Few-shot: sections of a document and their titles; the four that are most like the new text become examples.
+# Few-shot: sections of a document and their titles; the eight that are most like the new text become examples.
 pages = sorted(HANDBOOK.parent.glob("0[1-2]*.md"))
 sections = [
     part.strip().split("\n", 1) for page in pages for part in page.read_text().split("\n## ")[1:]
@@ -37,7 +37,7 @@ sections = [
 pool = [{"title": title, "text": " ".join(body.split()[:90])} for title, body in sections]
 example = PromptTemplate.from_template("Text: {text}\nTitle: {title}")
 selector = SemanticSimilarityExampleSelector.from_examples(
-    pool, embeddings, InMemoryVectorStore, k=4, input_keys=["text"]
+    pool, embeddings, InMemoryVectorStore, k=8, input_keys=["text"]
 )
 few_shot = FewShotPromptTemplate(
     example_selector=selector,
