@@ -114,8 +114,7 @@ def fault_of(cls: Any, error: ValidationError, given: Mapping[str, Any]) -> Conf
     declared = cls.__pydantic_fields__
     known = [*declared]
     where = (*fault["loc"], "")[0]
-    is_positional = isinstance(where, int) and where < len(known)
-    name = known[int(where)] if is_positional else str(where)
+    name = str(dict(enumerate(known)).get(where, where))  # a positional value has its index
     of = f"{cls.__name__}.{name}"
     cause = fault.get("ctx", {}).get("error")
     if isinstance(cause, ConfigError):

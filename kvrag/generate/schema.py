@@ -12,19 +12,9 @@ from kvrag.errors import require
 
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
-_PARTS = (
-    "items",
-    "additionalItems",
-    "additionalProperties",
-    "contains",
-    "if",
-    "then",
-    "else",
-    "not",
-    "propertyNames",
-)
-"""Keywords that hold schemas: by name, in a list, or a single schema (``items`` of old drafts holds
-a list)."""
+_PARTS = ("items", "additionalItems", "additionalProperties")
+"""Enforced keywords that hold schemas: by name, in a list, or a single schema (``items`` of old
+drafts holds a list)."""
 
 _ANY_TEXT = ("binary", "password", "path", "file-path", "directory-path")
 """Formats that any string satisfies."""
@@ -49,13 +39,14 @@ def schema_part(schema: Any, root: str, missed: list[str]) -> Any:
     missed
         Receives the names of keywords that had to be left out.
     """
-    own = str(schema.get("$id", "")) if isinstance(schema, Mapping) else ""
 
     def change(part: Any) -> Any:
         if not isinstance(part, Mapping):
             return part
-        out = _with_parts(part, change)
-        ref = str(out.get("$ref", "")).removeprefix(own)
+        out = {**part}
+        _take_names(out, schema.get("$defs", {}))
+        out = _with_parts(out, change)
+        ref = str(out.get("$ref", ""))
         if ref == "#" or ref.startswith("#/"):
             out["$ref"] = root + ref[1:]
         _take_formats(out)
@@ -82,15 +73,26 @@ def _with_parts(schema: Mapping[str, Any], change: Callable[[Any], Any]) -> dict
     return out
 
 
+def _take_names(out: dict[str, Any], definitions: Mapping[str, Any]) -> None:
+    """Write the names of a ``dict`` with enumerated keys as properties that may be left out."""
+    names = out.get("propertyNames", {})
+    name = str(names.get("$ref")).removeprefix("#/$defs/")
+    allowed = definitions.get(name, names).get("enum")
+    if allowed and "properties" not in out:
+        values = out.get("additionalProperties", True)
+        out["properties"] = dict.fromkeys(map(str, allowed), values)
+        out["additionalProperties"] = False
+        del out["propertyNames"]
+
+
 def _take_counts(out: dict[str, Any], missed: list[str]) -> None:
     """Leave out limits on the number of properties where some are optional.
 
     llguidance does not count these.
     """
-    if not set(out.get("properties", ())) - set(out.get("required", ())):
-        return
     limits = ("minProperties", "maxProperties")
-    missed += [f"{name} where some are optional" for name in limits if out.pop(name, None)]
+    if set(out.get("properties", ())) - set(out.get("required", ())):
+        missed += [f"{name} where some are optional" for name in limits if out.pop(name, None)]
 
 
 def _take_formats(out: dict[str, Any]) -> None:
@@ -112,7 +114,6 @@ def _take_patterns(out: dict[str, Any], missed: list[str]) -> None:
     The look-ahead of pydantic's decimal numbers is rewritten.
     """
     pattern = out.get("pattern")
-    named = out.get("patternProperties")
     if isinstance(pattern, str) and pattern.startswith(_SOME_DIGIT):
         pattern = "^" + pattern.removeprefix(_SOME_DIGIT)
         out["pattern"] = pattern
@@ -120,12 +121,6 @@ def _take_patterns(out: dict[str, Any], missed: list[str]) -> None:
     if isinstance(pattern, str) and not _is_compiled(pattern):
         missed.append(f"pattern {pattern!r}")
         del out["pattern"]
-    for key in [*named] if isinstance(named, Mapping) else ():
-        if not _is_compiled(key):
-            missed.append(f"patternProperties {key!r}")
-            out["patternProperties"] = {
-                name: part for name, part in out["patternProperties"].items() if name != key
-            }
 
 
 @lru_cache(maxsize=1024)

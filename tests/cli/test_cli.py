@@ -348,7 +348,7 @@ def test_estimate_of_rounded_kv(run):
     assert "int4 codes and their scales" in shown
     refused(
         run("estimate", "-m", "llama-3.1-8b", "--kv-dtype", "int5"),
-        "it must be one of auto, int8, int4, fp8",
+        "it should be 'auto', 'int8', 'int4' or 'fp8'",
     )
 
 

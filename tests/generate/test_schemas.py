@@ -30,6 +30,16 @@ ENFORCED = {
         "x-own": 1,
         "title": "T",
     },
+    "propertyNames enum": {
+        "type": "object",
+        "propertyNames": {"enum": ["a", "b"]},
+        "additionalProperties": NUMBER,
+    },
+    "propertyNames $ref": {
+        "type": "object",
+        "propertyNames": {"$ref": "#/$defs/letter"},
+        **LETTERS,
+    },
     "minProperties": {"type": "object", "minProperties": 2, "additionalProperties": NUMBER},
     "maxProperties": {"type": "object", "maxProperties": 1, "additionalProperties": NUMBER},
     "patternProperties": {
@@ -54,11 +64,6 @@ ENFORCED = {
     "$ref to the root": {"type": "array", "items": {"$ref": "#"}, "maxItems": 1},
     "$ref to an anchor": {"$ref": "#here", "$defs": {"x": {"$anchor": "here", "type": "boolean"}}},
     "$id": {"$id": "https://a.example/b", "$ref": "#/$defs/letter", **LETTERS},
-    "$id in a $ref": {
-        "$id": "https://a.example/b",
-        "$ref": "https://a.example/b#/$defs/letter",
-        **LETTERS,
-    },
     "draft 7": {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "definitions": {"a": NUMBER},
@@ -109,7 +114,10 @@ NAMED = {
         {"allOf": [{"properties": TWO}], "unevaluatedProperties": False},
         "unevaluatedProperties",
     ),
-    "propertyNames": ({"type": "object", "propertyNames": {"enum": ["a"]}}, "propertyNames"),
+    "propertyNames": (
+        {"type": "object", "propertyNames": {"pattern": "^a$"}},
+        "propertyNames",
+    ),
     "propertyNames beside properties": (
         {"type": "object", "properties": TWO, "propertyNames": {"maxLength": 3}},
         "Names",
@@ -121,10 +129,6 @@ NAMED = {
     "oneOf not told apart": ({"oneOf": [NUMBER, {"type": "number"}]}, "oneOf"),
     "look-around": ({"type": "string", "pattern": "^(?!a).*$"}, r"pattern '\^\(\?!a\)"),
     "reference to a group": ({"type": "string", "pattern": r"^(a|b)\1$"}, "pattern"),
-    "look-around of names": (
-        {"type": "object", "patternProperties": {"^(?=a)": NUMBER}},
-        "patternProperties",
-    ),
     "$dynamicRef": ({"$dynamicRef": "#x"}, "dynamicRef"),
 }
 """Decoding can't enforce them; a warning says so."""
@@ -135,6 +139,14 @@ REFUSED = {
     "nowhere": ({"$ref": "#/$defs/none"}, "none"),
     "no number": ({"type": "integer", "minimum": 3, "maximum": 1}, "minimum"),
     "no value": ({"enum": []}, "empty"),
+    "$id in a $ref": (
+        {"$id": "https://a.example/b", "$ref": "https://a.example/b#/$defs/letter", **LETTERS},
+        "a.example",
+    ),
+    "look-around of names": (
+        {"type": "object", "patternProperties": {"^(?=a)": NUMBER}},
+        "look-ahead",
+    ),
     "no pattern": ({"type": "string", "pattern": "["}, "regex"),
     "closed": (
         {"properties": {}, "required": ["b"], "additionalProperties": False, "type": "object"},
