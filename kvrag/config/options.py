@@ -113,7 +113,7 @@ def fault_of(cls: Any, error: ValidationError, given: Mapping[str, Any]) -> Conf
     fault = faults[0]
     declared = cls.__pydantic_fields__
     known = [*declared]
-    where = (*fault["loc"], "")[0]
+    where: Any = (*fault["loc"], "")[0]
     name = str(dict(enumerate(known)).get(where, where))  # a positional value has its index
     of = f"{cls.__name__}.{name}"
     cause = fault.get("ctx", {}).get("error")
