@@ -28,9 +28,9 @@ CHUNKS, TOKENS, PREFIX = 16, 512, 64
 
 
 def precompute_row(device: torch.device, dtype: torch.dtype, is_dry: bool) -> dict[str, Any]:
-    """Time one batch of chunks: packed, one at a time by transformers, and as one causal prefill of as many tokens.
+    """Time one batch of chunks: padded, one at a time by transformers, and as one causal prefill of as many tokens.
 
-    The packed run copies the chunks' KV to the host, as precompute does; the others copy nothing.
+    The batch copies the chunks' KV to the host, as precompute does; the others copy nothing.
     """
     from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -58,7 +58,7 @@ def precompute_row(device: torch.device, dtype: torch.dtype, is_dry: bool) -> di
             "model": f"llama-3.1-8b shape, {model.config.num_hidden_layers} layers, random weights",
             "chunks": count,
             "tokens": tokens,
-            "packed_ms": median_ms(lambda: encode_chunks(lm, prefix, chunks), device),
+            "batch_ms": median_ms(lambda: encode_chunks(lm, prefix, chunks), device),
             "one_at_a_time_ms": median_ms(one_at_a_time, device),
             "causal_prefill_ms": median_ms(
                 lambda: model(stream, use_cache=True, logits_to_keep=1), device

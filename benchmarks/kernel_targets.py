@@ -168,11 +168,11 @@ def of_stitch(result: dict[str, Any]) -> list[Verdict]:
 
 
 def of_precompute(result: dict[str, Any]) -> list[Verdict]:
-    """Return the verdicts of packed precompute."""
+    """Return the verdicts of precompute."""
     rows = result.get("precompute", {})
-    packed = _number(rows.get("packed_ms"))
+    batch = _number(rows.get("batch_ms"))
     one, causal = (
-        _over(_number(rows.get(name)), packed) for name in ("one_at_a_time_ms", "causal_prefill_ms")
+        _over(_number(rows.get(name)), batch) for name in ("one_at_a_time_ms", "causal_prefill_ms")
     )
     return [
         Verdict("precompute of 512-token chunks: × one at a time", TIMES_ONE_CHUNK, one),

@@ -96,7 +96,7 @@ SPREAD = {
     "generate/test_beginnings.py::test_another_question_over_the_same_documents_computes_the_question": 4,
     "generate/test_histories.py::test_a_chat_is_answered_as_without": 4,
     "generate/test_histories.py::test_an_erasure_by_another_process_counts": 3,
-    "precompute/test_packed.py::test_packed_chunks_are_those_encoded_alone": 3,
+    "precompute/test_batches.py::test_chunks_of_a_batch_are_those_encoded_alone": 3,
     "model/test_plain.py::test_a_refused_model_answers_like_plain_transformers": 3,
     "model/test_proof.py::test_reuse_is_proven_for_every_accepted_architecture": 3,
     "blend/test_slide.py::test_a_chat_of_fifty_turns_goes_on_in_flat_memory": 0,

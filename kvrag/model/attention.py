@@ -1,6 +1,6 @@
 """Attention in torch: few query rows at scattered positions, all keys, an exact limit per row.
 
-Row ``i`` sees key ``j`` iff ``j < prefix or lo[i] <= j <= hi[i]``. ``is_causal`` means something
+Row ``i`` sees key ``j`` iff ``lo[i] <= j <= hi[i]``. ``is_causal`` means something
 else when there are fewer rows than keys: a causal mask aligned bottom-right lets a repaired row see
 the future. Three paths give the same result: a fused causal call where the rows are a whole prompt,
 or all but the short head of a long prompt; blocks of rows with the keys cut at the block's limits;
@@ -104,7 +104,7 @@ def ragged_attention(
         return F.scaled_dot_product_attention(whole, keys, values, **options)[
             :, :, limits.padding :, :width
         ]
-    by_way = _by_kernel if limits.prefix or _has_kernel(query, values) else _by_blocks
+    by_way = _by_kernel if _has_kernel(query, values) else _by_blocks
     return by_way(query, keys, values, limits, _Scores(scale, reach, softcap, sinks), mass)
 
 
@@ -233,9 +233,7 @@ def _by_kernel(
         "softcap": scores.softcap or 0.0,
         "sinks": scores.sinks,
     }
-    out, lse = kvrag_kernels.ragged_attention(
-        query, keys, values, hi, lo, limits.prefix, plan=tiles, **options
-    )
+    out, lse = kvrag_kernels.ragged_attention(query, keys, values, hi, lo, plan=tiles, **options)
     if mass is not None:
         last = slice(-min(mass.rows, query.shape[2]), None)
         first = None if lo is None else lo[last]

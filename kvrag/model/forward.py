@@ -116,9 +116,7 @@ class Forward(Cache):  # type: ignore[misc]
     ) -> None:
         super().__init__(layers=[])
         self.hi = rows.indices(attentions.device)
-        self.limits = Limits(
-            self.hi, rows.stop, rows.positions, rows.first, rows.prefix, rows.is_fixed
-        )
+        self.limits = Limits(self.hi, rows.stop, rows.positions, rows.first, rows.is_fixed)
         self.positions = self.hi if rows.positions is None else rows.positions
         self.reach = attentions.reach
         self.reads = attentions.reads

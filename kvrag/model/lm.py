@@ -185,10 +185,6 @@ class CausalLM:
         """
         return self._can_pack and self.reuse_window == self.context_window
 
-    def can_pack(self, num_positions: int) -> bool:
-        """Whether chunks that end before this position can share a prefix in a forward."""
-        return self._can_pack and all(trait.reach.is_whole(num_positions) for trait in self.traits)
-
     @torch.inference_mode()
     def forward(
         self,
@@ -232,8 +228,7 @@ class CausalLM:
         Raises
         ------
         ValueError
-            If the rows are of several requests or chunks, and this model can't compute them
-            together.
+            If the rows are of several requests, and this model can't compute them together.
         """
         if rows.first is not None and not self._can_pack:
             raise ValueError(

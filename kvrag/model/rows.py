@@ -151,10 +151,9 @@ def _allocate(
 class Rows:
     """Rows that a forward computes.
 
-    A row sees the slots from ``first``, int64 ``(R,)`` (by default 0), to its own slot, and the
-    first ``prefix`` slots. A chunk is in neighbouring slots, in order. The rows' KV is written to
-    ``slots``: a slice, or int64 ``(R,)``, ascending within a chunk; ``stop`` is the index after the
-    last slot. ``positions``, int64 ``(R,)``, are the rows' positions in their prompt, by default
+    A row sees the slots from ``first``, int64 ``(R,)`` (by default 0), to its own slot. The rows'
+    KV is written to ``slots``: a slice, or int64 ``(R,)``; ``stop`` is the index after the last
+    slot. ``positions``, int64 ``(R,)``, are the rows' positions in their prompt, by default
     their slots. With ``is_fixed``, a replay of the forward may use other slots below ``stop``, so
     the host must not read them.
     """
@@ -163,7 +162,6 @@ class Rows:
     stop: int
     positions: torch.Tensor | None = None
     first: torch.Tensor | None = None
-    prefix: int = 0
     is_fixed: bool = False
 
     @classmethod
@@ -175,18 +173,6 @@ class Rows:
     def at(cls, positions: torch.Tensor) -> Rows:
         """Return rows of a request at these positions, int64 ``(R,)``, ascending."""
         return cls(positions, int(positions[-1]) + 1)
-
-    @classmethod
-    def packed(cls, prefix: int, lengths: Sequence[int], device: torch.device) -> Rows:
-        """Return chunks of these lengths, packed in a row.
-
-        A chunk's rows see the shared prefix and their own chunk, no other chunk.
-        """
-        sizes = torch.tensor(lengths, device=device)
-        starts = (prefix + sizes.cumsum(0) - sizes).repeat_interleave(sizes)
-        stop = prefix + sum(lengths)
-        positions = torch.arange(prefix, stop, device=device) - starts + prefix
-        return cls(slice(prefix, stop), stop, positions, starts, prefix)
 
     def indices(self, device: torch.device) -> torch.Tensor:
         """Return the slots as an int64 tensor ``(R,)`` on a device."""
@@ -237,8 +223,8 @@ class Limits:
     """Limits of the keys that the rows of a forward see, shared by all its layers.
 
     ``hi``, int64 ``(R,)``, is the rows' own slots, the last that they see. ``num_keys`` is
-    ``max(hi) + 1``, or more if ``is_fixed``. ``positions``, ``first``, ``prefix`` and ``is_fixed``
-    are as in :class:`Rows`. ``padding`` is the number of rows that, put in front, make these a
+    ``max(hi) + 1``, or more if ``is_fixed``. ``positions``, ``first`` and ``is_fixed`` are
+    as in :class:`Rows`. ``padding`` is the number of rows that, put in front, make these a
     whole prompt; ``None`` where that is no shortcut.
     """
 
@@ -246,7 +232,6 @@ class Limits:
     num_keys: int
     positions: torch.Tensor | None = None
     first: torch.Tensor | None = None
-    prefix: int = 0
     is_fixed: bool = False
     padding: int | None = field(init=False, default=None)
     kept: dict[tuple[Reach, int, int], list[Block]] = field(default_factory=dict)
@@ -263,8 +248,7 @@ class Limits:
 
     def lo(self, reach: Reach) -> torch.Tensor | None:
         """Return the rows' first visible slots in a layer, int64 ``(R,)``; ``None`` is slot 0."""
-        # Chunks behind a shared prefix are within every layer's reach: see CausalLM.can_pack.
-        if self.prefix or reach == EVERYTHING or reach.is_whole(self.num_keys):
+        if reach == EVERYTHING or reach.is_whole(self.num_keys):
             return self.first
         lo = reach.lo(self.hi, self.hi if self.positions is None else self.positions)
         if self.first is None:
@@ -322,7 +306,7 @@ class Limits:
     def last(self, count: int) -> Limits:
         """Return the limits of the last ``count`` rows alone."""
         positions, first = (None if x is None else x[-count:] for x in (self.positions, self.first))
-        return Limits(self.hi[-count:], self.num_keys, positions, first, self.prefix, self.is_fixed)
+        return Limits(self.hi[-count:], self.num_keys, positions, first, self.is_fixed)
 
     def for_kernel(self, query: torch.Tensor, keys: torch.Tensor, reach: Reach) -> KernelLimits:
         """Return the kernel's limits for a layer, made once for all layers of the same kind."""
@@ -334,7 +318,7 @@ class Limits:
             lo = self.lo(reach)
             hi = self.hi.to(query.device).int()
             lo = None if lo is None else lo.to(query.device).int()
-            tiles = kvrag_kernels.ragged_plan(query, keys, hi, lo, self.prefix)
+            tiles = kvrag_kernels.ragged_plan(query, keys, hi, lo)
             self.for_kernels[kind] = KernelLimits(hi, lo, tiles)
         return self.for_kernels[kind]
 

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from importlib.resources import files
-from itertools import accumulate, pairwise
 
 import torch
 
@@ -83,7 +82,7 @@ def encode_prefix(
     buffer = model.buffer(len(ids))
     if not ids:
         return buffer, None
-    found = _encode(model, ids, Rows.span(0, len(ids)), buffer, [(0, 0, length)])[0]
+    found = _encode(model, [ids], buffer, [length])[0]
     return buffer, found if length else None
 
 
@@ -93,9 +92,7 @@ def encode_chunks(
 ) -> list[ChunkKV]:
     """Encode chunks in a single forward, independently of each other, behind the same prefix.
 
-    On a CUDA device with a kernel, the chunks are packed into a sequence behind a single copy of
-    the prefix, and attention limits per row keep them apart. Elsewhere, and where an attention
-    window would cut them, they form a padded batch, which is faster on a CPU.
+    They form a batch, padded on the right. Attention is causal, so no row of a chunk sees padding.
 
     Parameters
     ----------
@@ -109,86 +106,33 @@ def encode_chunks(
     list[ChunkKV]
         KV in the order of ``chunks``, contiguous on the host, in the model's dtype.
     """
-    longest = prefix.capacity + max(map(len, chunks))
-    if (
-        len(chunks) > 1
-        and model.device.type == "cuda"
-        and model.can_pack(longest)
-        and _has_kernel(model)
-    ):
-        return encode_packed(model, prefix, chunks)
-    return encode_padded(model, prefix, chunks)
-
-
-def _has_kernel(model: CausalLM) -> bool:
-    """Whether a kernel computes the attention; else a padded batch keeps torch's fused kernel."""
-    import kvrag_kernels
-
-    shapes = {trait.attended for trait in model.traits}
-    return all(
-        shape.key_dim == shape.value_dim
-        and kvrag_kernels.tier(shape.key_dim, model.dtype, model.device) != "torch"
-        for shape in shapes
-    )
-
-
-def encode_padded(
-    model: CausalLM, prefix: KVBuffer, chunks: Sequence[Sequence[int]]
-) -> list[ChunkKV]:
-    """Encode chunks as a batch, padded on the right; see :func:`encode_chunks`.
-
-    Attention is causal, so no row of a chunk sees padding.
-    """
+    lengths = [len(ids) for ids in chunks]
+    longest = max(lengths)
     start = prefix.capacity
-    longest = max(map(len, chunks))
+    buffer = model.buffer(start + longest, batch=len(chunks))
+    for to, source in zip(buffer.layers, prefix.layers, strict=True):
+        for mine, shared in zip(to, source, strict=True):
+            mine[:, :, :start] = shared
     padded = [[*ids, *([0] * (longest - len(ids)))] for ids in chunks]
-    buffer = _behind(model, prefix, start + longest, len(chunks))
-    runs = [(item, start, start + len(ids)) for item, ids in enumerate(chunks)]
-    return _encode(model, padded, Rows.span(start, start + longest), buffer, runs)
-
-
-def encode_packed(
-    model: CausalLM, prefix: KVBuffer, chunks: Sequence[Sequence[int]]
-) -> list[ChunkKV]:
-    """Encode chunks packed into a sequence, without padding; see :func:`encode_chunks`."""
-    ends = list(accumulate(map(len, chunks), initial=prefix.capacity))
-    buffer = _behind(model, prefix, ends[-1], 1)
-    rows = Rows.packed(prefix.capacity, [len(ids) for ids in chunks], model.device)
-    runs = [(0, start, stop) for start, stop in pairwise(ends)]
-    return _encode(model, [token for ids in chunks for token in ids], rows, buffer, runs)
-
-
-def _behind(model: CausalLM, prefix: KVBuffer, capacity: int, batch: int) -> KVBuffer:
-    """Allocate a buffer of ``batch`` sequences and copy the prefix to its first rows."""
-    buffer = model.buffer(capacity, batch=batch)
-    length = prefix.capacity
-    for (keys, values), (prefix_keys, prefix_values) in zip(
-        buffer.layers, prefix.layers, strict=True
-    ):
-        keys[:, :, :length] = prefix_keys
-        values[:, :, :length] = prefix_values
-    return buffer
+    return _encode(model, padded, buffer, lengths)
 
 
 def _encode(
-    model: CausalLM,
-    ids: Sequence[int] | Sequence[Sequence[int]],
-    rows: Rows,
-    buffer: KVBuffer,
-    runs: Sequence[tuple[int, int, int]],
+    model: CausalLM, ids: Sequence[Sequence[int]], buffer: KVBuffer, lengths: Sequence[int]
 ) -> list[ChunkKV]:
-    """Run a forward and return the KV of ``runs``: ``(batch entry, first slot, last slot + 1)``."""
+    """Compute a batch into the last rows of a buffer; return the KV of each one's first tokens."""
+    num_rows = len(ids[0])
+    start = buffer.capacity - num_rows
     with model.capture() as captured:
-        model.forward(torch.tensor(ids), rows, buffer, logits=0)
-    offset = rows.stop - captured[0].shape[1]
-    found: list[list[LayerKV]] = [[] for _ in runs]
+        model.forward(torch.tensor(ids), Rows.span(start, buffer.capacity), buffer, logits=0)
+    found: list[list[LayerKV]] = [[] for _ in ids]
     for layer, (_, all_values) in enumerate(buffer.layers):
-        keys = _on_host(captured[layer]).transpose(1, 2)
-        values = _on_host(all_values[:, :, offset : rows.stop])
-        for layers, (item, start, stop) in zip(found, runs, strict=True):
-            own = slice(start - offset, stop - offset)
+        # A model whose angles follow the prompt's length may have computed earlier rows again.
+        keys = _on_host(captured[layer][:, -num_rows:]).transpose(1, 2)
+        values = _on_host(all_values[:, :, start:])
+        for item, (layers, length) in enumerate(zip(found, lengths, strict=True)):
             layers.append(
-                LayerKV(keys[item, :, own].contiguous(), values[item, :, own].contiguous())
+                LayerKV(keys[item, :, :length].contiguous(), values[item, :, :length].contiguous())
             )
     return [ChunkKV(tuple(layers)) for layers in found]
 

@@ -19,7 +19,7 @@ from kvrag.kv.layers import own_kv, together
 from kvrag.kv.quantise import pack
 from kvrag.model import CausalLM
 from kvrag.model.rows import KVBuffer, LayerShape
-from kvrag.precompute.encode import encode_padded, encode_prefix
+from kvrag.precompute.encode import encode_chunks, encode_prefix
 from kvrag.testing.chunks import make_identity
 from kvrag.testing.models import TINY
 from kvrag.types import ChunkKV, LayerKV
@@ -41,7 +41,7 @@ def prompt_on(name: str = "llama") -> tuple[CausalLM, Layout, list[ChunkKV]]:
         (9, "chunk", 1),
     ]
     layout = place((n, kind, False, source, False) for n, kind, source in segments)
-    return model, layout, encode_padded(model, prefix, CHUNKS)
+    return model, layout, encode_chunks(model, prefix, CHUNKS)
 
 
 def filled(model: CausalLM, layout: Layout) -> KVBuffer:
@@ -116,7 +116,7 @@ def test_long_chunks_of_int4_have_several_groups_of_tokens(launches):
     prefix, _ = encode_prefix(model, [1, 2, 3])
     kvs = [
         pack(kv, "int4")
-        for kv in encode_padded(model, prefix, [list(range(30, 130)), list(range(40, 80))])
+        for kv in encode_chunks(model, prefix, [list(range(30, 130)), list(range(40, 80))])
     ]
     segments = [
         (3, "live", False, -1, False),
@@ -214,7 +214,7 @@ def test_a_stored_chunk_moves_with_one_copy_per_launch(kv_dtype, monkeypatch, la
             (1, "live", False, -1, False),
         ]
     )
-    kvs = [*loaded(encode_padded(model, prefix, [[*range(30, 94)], [*range(40, 72)]]), kv_dtype)]
+    kvs = [*loaded(encode_chunks(model, prefix, [[*range(30, 94)], [*range(40, 72)]]), kv_dtype)]
     arena = KVBuffer.empty(model.shapes, layout.num_tokens, dtype=torch.bfloat16, device=META)
     table, wire = model.rotary(layout.num_tokens), Wire()
     with pytest.MonkeyPatch.context() as patch, wire:

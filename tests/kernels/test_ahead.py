@@ -14,7 +14,7 @@ from kvrag.blend.layout import place
 from kvrag.kv.quantise import pack
 from kvrag.model import CausalLM
 from kvrag.model.rows import KVBuffer
-from kvrag.precompute.encode import encode_padded, encode_prefix
+from kvrag.precompute.encode import encode_chunks, encode_prefix
 from kvrag.testing.models import tiny_model
 from kvrag_kernels import ahead, nvrtc, runtime, stitch_launch
 from kvrag_kernels.geometry import ARCHS, DTYPES, HEAD_DIMS, supports
@@ -63,7 +63,7 @@ def test_what_the_engine_launches_was_built(name, kv_dtype, monkeypatch):
     prefix, _ = encode_prefix(model, [1, 2, 3])
     kvs = [
         pack(kv.map(torch.Tensor.bfloat16), kv_dtype)
-        for kv in encode_padded(model, prefix, [list(range(30, 76))])
+        for kv in encode_chunks(model, prefix, [list(range(30, 76))])
     ]
     layout = place(
         [

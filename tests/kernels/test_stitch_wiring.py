@@ -16,7 +16,7 @@ from kvrag.kv.quantise import pack
 from kvrag.model import CausalLM, attention
 from kvrag.model.attention import ragged_attention
 from kvrag.model.rows import EVERYTHING, KVBuffer, Limits, Reach
-from kvrag.precompute.encode import encode_padded, encode_prefix
+from kvrag.precompute.encode import encode_chunks, encode_prefix
 from kvrag.testing.models import tiny_model
 from kvrag.types import ChunkKV
 from kvrag_kernels.stitch import stitch_in_torch
@@ -38,7 +38,7 @@ def prompt_of(model: CausalLM, kv_dtype: Any) -> tuple[Layout, list[ChunkKV]]:
         (2, "live", -1, 0),
     ]
     kvs = [
-        pack(kv.map(torch.Tensor.bfloat16), kv_dtype) for kv in encode_padded(model, prefix, CHUNKS)
+        pack(kv.map(torch.Tensor.bfloat16), kv_dtype) for kv in encode_chunks(model, prefix, CHUNKS)
     ]
     return place((n, kind, False, source, False, at) for n, kind, source, at in segments), kvs
 

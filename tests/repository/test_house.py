@@ -108,7 +108,6 @@ KNOWN: dict[str, dict[str, float] | set[str]] = {
         "kvrag/generate/pipeline.py": 3_350,
         "kvrag/kv/layers.py": 3_100,
         "kvrag/model/forward.py": 2_800,
-        "kvrag/model/lm.py": 2_650,
         "kvrag/model/proof.py": 3_350,
         "kvrag/model/traits.py": 2_960,
         "kvrag/precompute/run.py": 2_700,
