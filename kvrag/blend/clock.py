@@ -6,10 +6,12 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from kvrag.model.lock import WAITED
 from kvrag.types import Stage
 
+T = TypeVar("T")
 NOTABLE_S = 0.001  # shorter waits are not counted
 
 
@@ -56,15 +58,15 @@ class Clock:
                 self._add("wait", lost)
 
     @contextmanager
-    def waiting(self, turn: AbstractContextManager[None]) -> Iterator[None]:
+    def waiting(self, turn: AbstractContextManager[T]) -> Iterator[T]:
         """Enter a context, and count the time until it is entered as ``wait``."""
         start = time.perf_counter()
-        with turn:
+        with turn as entered:
             waited = time.perf_counter() - start
             if waited > NOTABLE_S:
                 self._add("wait", waited)
                 self.stages.append(("wait", start, start + waited))
-            yield
+            yield entered
 
     def _add(self, name: str, seconds: float) -> None:
         self.timings_ms[name] = self.timings_ms.get(name, 0.0) + seconds * 1e3

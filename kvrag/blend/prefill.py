@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -169,6 +171,7 @@ def prefill(
     find_past: Callable[[], PrefixMatch | None] = lambda: None,
     slides: bool = False,
     cancel: threading.Event | None = None,
+    run: range | None = None,
 ) -> Prefilled:
     """Prefill a prompt, with room for the answer.
 
@@ -185,9 +188,14 @@ def prefill(
         that exceeds it alone is computed in pieces.
     cancel
         If set, ``CancelledError`` is raised between these pieces, and after waiting for the model.
+    run
+        Slots of the model's pool for :func:`capacity_of` rows; by default, memory is allocated.
     """
+    buffer_of = partial(
+        model.buffer, capacity_of(model, len(plan.token_ids), max_new_tokens, slides), run=run
+    )
     if slides and len(plan.token_ids) > model.context_window:
-        return _in_window(model, plan, clock, cancel)
+        return _in_window(model, buffer_of(), plan, clock, cancel)
     with clock.stage("price", least_s=NOTABLE_S):
         price = _price(plan, mode, config, store, costs)
     past = None if mode == "full" else find_past()
@@ -196,9 +204,7 @@ def prefill(
         model, store, plan, mode, price, load_timeout_s, clock, history
     )
     loaded_bytes = sum([t.nbytes for kv in kvs for layer in kv.layers for t in layer.tensors])
-    buffer = model.buffer(
-        model.context_window if slides else layout.num_tokens + max(max_new_tokens, REREAD)
-    )
+    buffer = buffer_of()
     with filling(buffer):
         if past and layout.history:
             with clock.stage("history"):
@@ -285,10 +291,10 @@ class _Blend:
         rotary = self._stitch(kvs, selected) if self.layout.reused else None
         kvs.clear()  # the buffer holds a copy; don't keep the loaded KV while the model runs
         if selected is None:
-            with self.clock.stage("select"), self.model.lock.unless(self.cancel):
+            with self.clock.stage("select"), self._turn():
                 selected, covariance = self._select(needs)
         stage = "repair" if self.layout.reused or self.layout.history else "prefill"
-        with self.clock.stage(stage), self.model.lock.unless(self.cancel):
+        with self.clock.stage(stage), self._turn():
             logits = repair(
                 self.model,
                 self.buffer,
@@ -301,6 +307,10 @@ class _Blend:
             )
             logits = logits.cpu()  # waits until the device has computed everything
         return selected, logits
+
+    def _turn(self) -> AbstractContextManager[None]:
+        """Hold the model during a stage; recorded forwards share it with other requests."""
+        return self.model.lock.unless(self.cancel, holds=self.buffer.start is None)
 
     def _stitch(self, kvs: list[ChunkKV], selected: torch.Tensor | None) -> Rotations:
         """Stitch the chunks, without the rows to repair if no shift compares them."""
@@ -334,12 +344,16 @@ class _Blend:
         return selected, covariance
 
 
+def capacity_of(model: CausalLM, num_tokens: int, max_new_tokens: int, slides: bool) -> int:
+    """Return the number of rows of a request's buffer."""
+    return model.context_window if slides else num_tokens + max(max_new_tokens, REREAD)
+
+
 def _in_window(
-    model: CausalLM, plan: Plan, clock: Clock, cancel: threading.Event | None
+    model: CausalLM, buffer: KVBuffer, plan: Plan, clock: Clock, cancel: threading.Event | None
 ) -> Prefilled:
     """Prefill a prompt that is longer than the context window, with a sliding window."""
     ids = torch.tensor(plan.token_ids)
-    buffer = model.buffer(model.context_window)
     window = SlidingWindow(model, buffer)
     with clock.stage("prefill"):
         logits = window.prefill(ids, cancel).cpu()

@@ -135,13 +135,17 @@ class ResidualShift:
         products are many times faster (they accumulate in float32).
     rotary
         Rotations of the prompt's positions.
+    slots, at_slots
+        Slots of the rows of ``span`` and ``at``, if they are not their positions.
     """
 
-    span: slice
+    span: slice | torch.Tensor
     picked: torch.Tensor
     at: torch.Tensor
     weights: torch.Tensor
     rotary: Rotations
+    slots: torch.Tensor | None = None
+    at_slots: torch.Tensor | None = None
 
     def __call__(
         self,
@@ -158,10 +162,11 @@ class ResidualShift:
         if layer == 0:  # its keys and values depend on the token alone
             return
         table = self.rotary[layer]
-        change = fresh_keys[0, :, self.picked].float() - keys[0, :, self.at].float()
+        stored = self.at if self.at_slots is None else self.at_slots
+        change = fresh_keys[0, :, self.picked].float() - keys[0, :, stored].float()
         parts = [
             table.unit_unrotate(change, self.at),
-            fresh_values[0, :, self.picked].float() - values[0, :, self.at].float(),
+            fresh_values[0, :, self.picked].float() - values[0, :, stored].float(),
         ]
         if self.weights.dtype != torch.float32:
             # On a CUDA device, a wider product is cheaper than passes over all rows.
@@ -175,8 +180,54 @@ class ResidualShift:
         predicted, of_values, *partner = torch.split(
             found, [part.shape[-1] for part in parts], dim=-1
         )
-        table.add_unit_rotated(keys[0, :, self.span], predicted, *partner, rows=self.span)
-        values[0, :, self.span] += of_values
+        slots = self.span if self.slots is None else self.slots
+        shifted = keys[0, :, slots]
+        table.add_unit_rotated(shifted, predicted, *partner, rows=self.span)
+        if self.slots is not None:  # a copy
+            keys[0, :, slots] = shifted
+        values[0, :, slots] += of_values
+
+    @property
+    def num_shifted(self) -> int:
+        """Number of rows from the first to the last stale chunk."""
+        return len(self.weights)
+
+    def fixed(
+        self, start: int, places: torch.Tensor, observed: int, shifted: int, spare: int
+    ) -> ResidualShift:
+        """Return the same shift over a pool of slots, with tensors of fixed shapes.
+
+        Parameters
+        ----------
+        start, spare
+            First slot of the request, and the slot that takes the shift of spare rows.
+        places
+            Places of the rows in the recorded forward, int64 ``(R,)`` on the host.
+        observed, shifted
+            Numbers of observed and of shifted rows: the last observed row is repeated with a weight
+            of 0.
+        """
+        assert isinstance(self.span, slice)
+        device = self.at.device
+        more = observed - len(self.at)
+        picked = places.to(device)[self.picked]
+        picked, at = (torch.cat([x, x[-1:].expand(more)]) for x in (picked, self.at))
+        span = torch.zeros(shifted, dtype=torch.int64)
+        span[: self.num_shifted] = torch.arange(self.span.start, self.span.stop)
+        slots = span + start
+        slots[self.num_shifted :] = spare
+        span, slots = (x.to(device, non_blocking=True) for x in (span, slots))
+        weights = torch.nn.functional.pad(self.weights, (0, more, 0, shifted - len(self.weights)))
+        return ResidualShift(span, picked, at, weights, self.rotary, slots, at + start)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the tensors that differ from request to request."""
+        own = (self.span, self.picked, self.at, self.weights, self.slots, self.at_slots)
+        return [x for x in own if isinstance(x, torch.Tensor)]
+
+    def clear(self) -> None:
+        """Set the weights to zero, so that nothing is shifted."""
+        self.weights.zero_()
 
     def for_tensor_cores(self, dtype: torch.dtype) -> ResidualShift:
         """Return the same shift with weights of this dtype and the observed rows padded.

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 from kvrag.blend.beginnings import in_words, kept_of, needs_state, prefill_refused, refusal_of_past
 from kvrag.blend.clock import NOTABLE_S, Clock
 from kvrag.blend.cost import CostModel
-from kvrag.blend.prefill import Prefilled, outcome_of, prefill, refusal_of
+from kvrag.blend.prefill import Prefilled, capacity_of, outcome_of, prefill, refusal_of
 from kvrag.blend.slide import cannot_slide
 from kvrag.blend.stitch import PrefixMatch
 from kvrag.config import DEFAULT_MAX_NEW_TOKENS, SamplingConfig, StoreConfig
@@ -26,7 +26,7 @@ from kvrag.generate.logprobs import read_on
 from kvrag.generate.radix_cache import RadixCache
 from kvrag.generate.request import Request, retry_without_reuse
 from kvrag.generate.sampling import TextStream, decode, sampler_of
-from kvrag.generate.scheduler import kv_bytes, scheduler_of
+from kvrag.generate.scheduler import kv_bytes, pool_of, scheduler_of
 from kvrag.generate.stats import EngineStats
 from kvrag.generate.streams import Emit
 from kvrag.identity.fingerprint import context_digest, text_digest
@@ -227,7 +227,14 @@ class QueryPipeline:
             cancel=cancel,
         )
         num_bytes = kv_bytes(self.loaded, min(total, lm.context_window))
-        with clock.waiting(scheduler_of(self.loaded).reservation(num_bytes, cancel)):
+        pool = slots = None
+        if not isinstance(lm, PlainLM):
+            pool = pool_of(self.loaded)
+            slots = capacity_of(lm, len(plan.token_ids), limit, slides)
+        room = scheduler_of(self.loaded).reservation(num_bytes, cancel, pool=pool, slots=slots or 0)
+        with clock.waiting(room) as run:
+            if run is not None:
+                attempt = partial(attempt, run=run)
             done = retry_without_reuse(attempt, "full" if refusal else request.mode, self._release)
             try:
                 yield (

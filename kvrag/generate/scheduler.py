@@ -7,6 +7,7 @@ share the model: see :mod:`kvrag.model.lock`.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -20,7 +21,10 @@ from transformers import PreTrainedModel
 
 from kvrag.model.lm import LoadedModel
 from kvrag.model.plain import PlainLM
+from kvrag.model.steps import KVPool
 from kvrag.runtime import host_memory
+
+logger = logging.getLogger(__name__)
 
 MAX_RUNNING = 64  # running requests on a device; as many decode in a forward
 SHARE = 0.5  # of a device's memory, less the weights, for the KV of running requests
@@ -57,17 +61,33 @@ class Scheduler:
             return Load(len(self._running), len(self._waiting), sum(self._running.values()))
 
     @contextmanager
-    def reservation(self, num_bytes: int, cancel: threading.Event | None = None) -> Iterator[None]:
+    def reservation(
+        self,
+        num_bytes: int,
+        cancel: threading.Event | None = None,
+        *,
+        pool: KVPool | None = None,
+        slots: int = 0,
+    ) -> Iterator[range | None]:
         """Reserve ``num_bytes`` until the context ends; wait for room first.
 
-        Raises ``CancelledError`` if ``cancel`` is set during the wait.
+        With a ``pool``, so many of its ``slots`` are taken, too. Returns the run, or ``None`` for a
+        request that runs alone because the pool is smaller. Raises ``CancelledError`` if ``cancel``
+        is set during the wait.
         """
         mine = object()
+        run: range | None = None
 
         def is_next() -> bool:
+            nonlocal run
+            if self._waiting[0] is not mine:
+                return False
             used = sum(self._running.values())
             fits = len(self._running) < self._max_running and used + num_bytes <= self.max_bytes
-            return self._waiting[0] is mine and (fits or not self._running)
+            if pool is not None and (fits or not self._running):
+                run = pool.take(slots)
+                fits = run is not None
+            return fits or not self._running
 
         try:
             with self._changed:
@@ -80,9 +100,11 @@ class Scheduler:
                 finally:
                     self._waiting.remove(mine)
                     self._changed.notify_all()
-            yield
+            yield run
         finally:
             with self._changed:
+                if pool is not None and run is not None:
+                    pool.give_back(run)
                 self._running.pop(mine, None)
                 self._changed.notify_all()
 
@@ -102,6 +124,27 @@ def scheduler_of(loaded: LoadedModel) -> Scheduler:
             room = _room(device, sum(size for where, size in _weights.values() if where == device))
             _schedulers.setdefault(device, Scheduler(MAX_RUNNING, room)).max_bytes = room
         return _schedulers[device]
+
+
+def pool_of(loaded: LoadedModel) -> KVPool | None:
+    """Return the pool of a model whose forwards are recorded; it is allocated at the first call."""
+    lm = loaded.lm
+    if isinstance(lm, PlainLM):
+        return None
+    scheduler = scheduler_of(loaded)
+    with _guard:
+        if lm.recorded is None and lm.can_record:
+            free, _ = torch.cuda.mem_get_info(lm.device)
+            num_bytes = min(int(SHARE * free), scheduler.max_bytes)
+            try:
+                lm.record(num_bytes // lm.kv_bytes_per_token)
+            except RuntimeError as error:
+                logger.warning("no pool of KV can be allocated (%s); forwards are launched", error)
+                lm.can_record = False
+        if lm.recorded is None:
+            return None
+        lm.recorded.hold_for(loaded.fingerprint)
+        return lm.recorded.pool
 
 
 def kv_bytes(loaded: LoadedModel, num_tokens: int) -> int:

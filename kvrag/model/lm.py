@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -35,7 +36,7 @@ from kvrag.model.plain import (
 )
 from kvrag.model.rope import RotaryTable, Rotations
 from kvrag.model.rows import KVBuffer, Rows
-from kvrag.model.steps import Extension, NextRow, NextRows
+from kvrag.model.steps import Extension, Found, KVPool, NextRow, NextRows, Piece, Recordings
 from kvrag.model.traits import CACHE, LayerTraits, accepted, find_traits, observe, sample_positions
 
 
@@ -60,10 +61,10 @@ class CausalLM:
         Whether its attention can't be replaced, and gets a mask instead.
     kv_bytes_per_token
         Bytes of KV per token over all layers, in the model's dtype.
-    records
-        Whether decode steps are recorded as CUDA graphs: on CUDA, until a recording fails.
     lock
-        Lock of the model, which also batches the decode steps of all requests.
+        Lock of the model, which also batches the rows of all requests.
+    recorded
+        Recorded forwards over a pool of slots, once :meth:`record` has made it; else ``None``.
 
     Raises
     ------
@@ -90,8 +91,9 @@ class CausalLM:
         self.depth = len(self._attentions)
         self._accepted = {True: accepted(self.text_model), False: accepted(self._base)}
         self._captured: dict[int, torch.Tensor] | None = None
-        self.records = self.device.type == "cuda"
         self.lock = lock_of(model)
+        self.recorded: Recordings | None = None
+        self._rotary: Rotations = ()
         self._find_traits()
         self.num_layers = len(self.traits)
         self.shapes = [trait.shape for trait in self.traits]
@@ -149,8 +151,35 @@ class CausalLM:
                     "so stored keys can't be moved exactly"
                 )
 
-    def buffer(self, capacity: int, *, batch: int = 1) -> KVBuffer:
-        """Allocate the KV of a request, or of a batch of chunks."""
+    @cached_property
+    def can_record(self) -> bool:
+        """Whether forwards may be recorded: on CUDA, where a kernel attends in all layers."""
+        if self.device.type != "cuda" or not self.can_share_forwards:
+            return False
+        import kvrag_kernels
+
+        return all(
+            not trait.is_latent
+            and trait.attended.key_dim == trait.attended.value_dim
+            and kvrag_kernels.tier(trait.attended.key_dim, self.dtype, self.device) != "torch"
+            for trait in self.traits
+        )
+
+    def record(self, num_slots: int, **options: Any) -> None:
+        """Allocate a pool of slots, and record forwards over it from now on.
+
+        ``options`` are those of :class:`~kvrag.model.steps.Recordings`. Raises torch's error if
+        memory runs out.
+        """
+        pool = KVPool(self.shapes, num_slots, dtype=self.dtype, device=self.device)
+        # The tables that recordings read are never made anew.
+        self.rotary(min(num_slots, self.reuse_window))
+        self.recorded = Recordings(self, pool, **options)
+
+    def buffer(self, capacity: int, *, batch: int = 1, run: range | None = None) -> KVBuffer:
+        """Allocate the KV of a request or of a batch of chunks, or use a run of the pool's slots."""
+        if run is not None and self.recorded is not None:
+            return self.recorded.pool.buffer(run, capacity)
         keeps_ids = self.reuse_window < self.context_window and batch == 1
         return KVBuffer.empty(
             self.shapes,
@@ -169,11 +198,21 @@ class CausalLM:
         ]
 
     def rotary(self, num_positions: int) -> Rotations:
-        """Return the rotations of positions 0 to ``num_positions - 1`` per layer, in float32."""
-        positions = torch.arange(num_positions, device=self.device)
-        made = {rotation.tables: rotation.tables(positions) for rotation in self._rotations}
-        tables = [RotaryTable(rotation, *made[rotation.tables]) for rotation in self._rotations]
-        return [tables[kind] for kind in self._kinds]
+        """Return the rotations of at least ``num_positions`` positions per layer, in float32.
+
+        They are kept for the next prompts.
+        """
+        kept = self._rotary
+        if num_positions > self.reuse_window or not kept or len(kept[0].cos) < num_positions:
+            # Room for longer prompts, but not for lengths at which the angles change (longrope).
+            room = min(1 << max(10, (num_positions - 1).bit_length()), self.reuse_window)
+            positions = torch.arange(max(num_positions, room), device=self.device)
+            made = {rotation.tables: rotation.tables(positions) for rotation in self._rotations}
+            tables = [RotaryTable(rotation, *made[rotation.tables]) for rotation in self._rotations]
+            kept = [tables[kind] for kind in self._kinds]
+            if num_positions <= self.reuse_window:
+                self._rotary = kept
+        return kept
 
     @property
     def can_share_forwards(self) -> bool:
@@ -196,7 +235,7 @@ class CausalLM:
         mass_rows: int = 0,
         mass_layers: range | None = None,
         before_write: BeforeWrite | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> Found:
         # Long by its docstring, because every stage calls it.
         """Compute rows over all keys that they see in a buffer, and write their KV into it.
 
@@ -234,29 +273,40 @@ class CausalLM:
             raise ValueError(
                 "this model computes one request at a time; see CausalLM.can_share_forwards"
             )
-        ids = token_ids if token_ids.dim() == 2 else token_ids[None]
+        piece = Piece(token_ids, rows, kv, logits, mass_rows, mass_layers, before_write)
+        if self.recorded is not None and piece.is_recordable:
+            return self.recorded.forward(piece)
+        return self.launch(piece)
+
+    @torch.inference_mode()
+    def launch(self, piece: Piece) -> Found:
+        """Compute rows as :meth:`forward` does, alone and unrecorded."""
+        rows, kv = piece.rows, piece.kv
+        ids = piece.token_ids if piece.token_ids.dim() == 2 else piece.token_ids[None]
         if kv.token_ids is not None:
             ids, rows = self._outgrow(ids, rows, kv.token_ids)
         mass = None
-        if mass_rows:
+        if piece.mass_rows:
             paid = torch.zeros(rows.stop, dtype=torch.float32, device=self.device)
-            mass = Mass(paid, mass_rows)
+            mass = Mass(paid, piece.mass_rows)
         forward = Forward(
             rows,
             kv,
             self._switch,
             mass=mass,
-            outputs=logits,
-            before_write=before_write,
-            lock=self.lock,
+            outputs=piece.logits,
+            before_write=piece.before_write,
+            # A recording holds its own rows alone.
+            lock=None if rows.is_fixed else self.lock,
         )
-        if mass_rows:
-            forward.weighed = [id(self._attentions[i]) for i in mass_layers or range(self.depth)]
-            forward.tail = forward.tail if logits else forward.weighed[-1:]
+        if mass is not None:
+            layers = piece.mass_layers or range(self.depth)
+            forward.weighed = [id(self._attentions[i]) for i in layers]
+            forward.tail = forward.tail if piece.logits else forward.weighed[-1:]
         with self.lock:
-            out = self._run(ids.to(self.device, non_blocking=True), forward, logits)
+            out = self._run(ids.to(self.device, non_blocking=True), forward, piece.logits)
             # Steps between its layers capture, too; this forward comes last and overwrites theirs.
-            if self._captured is not None:
+            if self._captured is not None and not rows.is_fixed:
                 self._capture_cached(kv, rows, self._captured)
         return out, None if mass is None else mass.total
 

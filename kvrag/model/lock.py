@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar, cast
 
@@ -52,6 +52,7 @@ class _PendingStep(_Waiting, Generic[T, R]):
     item: T
     work: Callable[[list[T]], Sequence[R]]
     limit: int
+    size: int
     is_done: bool = False
     result: R | None = None
     error: Exception | None = None
@@ -128,9 +129,12 @@ class ModelLock:
             heir.event.set()
 
     @contextmanager
-    def unless(self, cancelled: threading.Event | None) -> Iterator[None]:
-        """Hold the lock; raise ``CancelledError`` if ``cancelled`` is set once it is acquired."""
-        with self:
+    def unless(self, cancelled: threading.Event | None, *, holds: bool = True) -> Iterator[None]:
+        """Hold the lock; raise ``CancelledError`` if ``cancelled`` is set once it is acquired.
+
+        Without ``holds``, the lock is left to others.
+        """
+        with self if holds else nullcontext():
             if cancelled is not None and cancelled.is_set():
                 raise CancelledError
             yield
@@ -142,16 +146,18 @@ class ModelLock:
     def __exit__(self, *_: object) -> None:
         self.release()
 
-    def step(self, item: T, work: Callable[[list[T]], Sequence[R]], *, limit: int) -> R:
-        """Run a step, in this thread or another, together with at most ``limit - 1`` other steps.
+    def step(
+        self, item: T, work: Callable[[list[T]], Sequence[R]], *, limit: int, size: int = 1
+    ) -> R:
+        """Run a step, in this thread or another, together with other steps.
 
-        Steps with an equal ``work`` run together: it takes their items and returns their results in
-        order. If it fails for several items, it is called for every item alone, and an error is
-        raised in the thread that the item came from.
+        Steps with an equal ``work`` run together, if their sizes add up to at most ``limit``: it
+        takes their items and returns their results in order. If it fails for several items, it is
+        called for every item alone, and an error is raised in the thread that the item came from.
         """
         if self._holder == threading.get_ident():  # no other thread could run it
             return work([item])[0]
-        step = _PendingStep[T, R](item=item, work=work, limit=limit)
+        step = _PendingStep[T, R](item=item, work=work, limit=limit, size=size)
         try:
             with self._guard:
                 self.pending.append(step)
@@ -208,7 +214,13 @@ class ModelLock:
             first = next(iter(self.pending), None)
             if first is None:
                 return
-            batch = [step for step in self.pending if step.work == first.work][: first.limit]
+            batch = [first]
+            room = first.limit - first.size
+            # The smallest first: a next row of an answer delays a piece of a prompt by little.
+            for step in sorted(self.pending[1:], key=lambda step: step.size):
+                if step.work == first.work and step.size <= room:
+                    batch.append(step)
+                    room -= step.size
             self._recent.append({step.thread for step in batch})
         start = time.perf_counter()
         self.is_stepping = True

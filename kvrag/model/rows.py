@@ -67,18 +67,20 @@ class KVBuffer:
 
     ``layers`` are rotated keys ``(B, H_kv, capacity, D)`` and values ``(B, H_kv, capacity, D_v)``.
     ``token_ids``, int64 ``(capacity,)`` on the host, are kept only for a model that may have to
-    recompute rows. While a stream of the device still writes stored KV, ``arrivals`` holds an event
-    per layer, and ``sources`` keeps the inputs of that stream. A reader of a layer must wait for
-    its event.
+    recompute rows. ``start`` is the first slot of a buffer that is a run of a pool's slots. While a
+    stream of the device still writes stored KV, ``arrivals`` holds an event per layer, and
+    ``sources`` keeps the inputs of that stream. A reader of a layer must wait for its event.
     """
 
     def __init__(
         self,
         layers: Sequence[tuple[torch.Tensor, torch.Tensor]],
         token_ids: torch.Tensor | None = None,
+        start: int | None = None,
     ) -> None:
         self.layers = layers
         self.token_ids = token_ids
+        self.start = start
         self.arrivals: Sequence[torch.cuda.Event] = ()
         self.sources: object = None
 

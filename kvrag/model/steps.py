@@ -1,41 +1,51 @@
-"""Decode steps: concurrent requests share a forward; on CUDA, a lone request replays a recording.
+"""Forwards that requests share: recorded over a pool of slots on CUDA, decode steps elsewhere.
 
 The host then launches a single graph instead of hundreds of kernels. A recording holds addresses
-and shapes. So the inputs of a step are written to the same tensors every time, and it attends to a
-fixed number of slots, where a mask hides the slots after its row. Where an answer outgrows the
-recording, a new recording is made.
+and shapes: it computes a fixed number of rows of any requests, whose ids, slots, positions and
+first visible slots are read from the same tensors every time, over all slots of the pool. Spare
+rows fill a spare slot that no request reads.
 """
 
 from __future__ import annotations
 
 # ruff: noqa: D102  (CausalLM documents the members of Steps)
 import logging
+import threading
+import time
+from bisect import bisect_left, insort
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, cast
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 
 from kvrag.model.attention import fused_attention, ragged_attention
-from kvrag.model.forward import Attentions, Forward, Pair
+from kvrag.model.forward import Attentions, BeforeWrite, Forward, Pair
 from kvrag.model.lock import ModelLock
-from kvrag.model.rows import EVERYTHING, KVBuffer, Limits, Rows
+from kvrag.model.rows import EVERYTHING, KVBuffer, LayerShape, Limits, Rows
 
 logger = logging.getLogger(__name__)
+Out = TypeVar("Out")
 
 MAX_TOGETHER = 64  # requests with next rows in the same forward, at most
-# Steps before the first recording, which takes as long as some steps: many answers are short.
-EAGER_STEPS = 4
-BUCKET = 256  # slots that a recording reaches beyond its first step's row, at most
+BUCKETS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+"""Numbers of rows that forwards are recorded for."""
+MAX_ROWS = BUCKETS[-1]
+LONGEST = MAX_ROWS - MAX_TOGETHER  # rows of a prompt in a forward: next rows of others still fit
+OUTPUTS = (0, 1, 16, MAX_TOGETHER)  # numbers of rows with logits that forwards are recorded for
+MAX_OBSERVED = 1024  # rows that a shift observes
+ALIGNED = 128  # slots: no tile of the kernels' keys holds rows of two requests
 
-Step = Callable[[], torch.Tensor]
-Recorder = Callable[[Step], Step]
-"""Records a step, and returns a function that replays it on its input tensors' current values."""
+Recorder = Callable[[Callable[[], Out]], Callable[[], Out]]
+"""Records a function, and returns one that replays it on its input tensors' current values."""
 
 
-def by_graph(step: Step) -> Step:
-    """Record a step as a CUDA graph, after a run on another stream.
+def by_graph(compute: Callable[[], Out]) -> Callable[[], Out]:
+    """Record a function as a CUDA graph, after a run on another stream.
 
-    That run keeps allocations that libraries make at first use out of the graph.
+    That run keeps allocations that libraries make at first use out of the graph. All graphs share
+    their memory, so a result is valid until the next replay.
     """
     current, beside = (
         torch.cuda.current_stream(),
@@ -43,24 +53,179 @@ def by_graph(step: Step) -> Step:
     )
     beside.wait_stream(current)
     with torch.cuda.stream(beside):
-        step()
+        compute()
     current.wait_stream(beside)
     graph = torch.cuda.CUDAGraph()
     # Other threads may allocate meanwhile.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        logits = step()
+    with torch.cuda.graph(graph, pool=_memory(), capture_error_mode="thread_local"):
+        found = compute()
 
-    def replay() -> torch.Tensor:
+    def replay() -> Out:
         graph.replay()
-        return logits
+        return found
 
     return replay
 
 
-class Steps(Protocol):
-    """A model, as decode steps use it; :class:`kvrag.model.lm.CausalLM` documents the members."""
+_memory = cache(torch.cuda.graph_pool_handle)
 
-    records: bool
+
+class KVPool:
+    """KV of all running requests on a device: slots of all layers, allocated once.
+
+    A request holds a run of neighbouring slots. The slot behind the last is spare.
+
+    Parameters
+    ----------
+    shapes
+        Shape of the KV per layer.
+    num_slots
+        Slots for requests.
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[LayerShape],
+        num_slots: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.num_slots = num_slots
+        sides = [
+            (1, s.num_heads, num_slots + 1, dim) for s in shapes for dim in (s.key_dim, s.value_dim)
+        ]
+        self._stacks = {
+            side: torch.zeros((sides.count(side), *side), dtype=dtype, device=device)
+            for side in set(sides)
+        }
+        each = {side: iter(stack) for side, stack in self._stacks.items()}
+        tensors = [next(each[side]) for side in sides]
+        self.kv = KVBuffer(list(zip(tensors[::2], tensors[1::2], strict=True)))
+        self._guard = threading.Lock()
+        self._runs = list[tuple[int, int]]()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the device's memory."""
+        return sum([stack.nbytes for stack in self._stacks.values()])
+
+    @property
+    def num_taken(self) -> int:
+        """Number of slots that requests hold."""
+        with self._guard:
+            return sum([stop - start for start, stop in self._runs])
+
+    def take(self, count: int) -> range | None:
+        """Take a run of at least ``count`` free slots; ``None`` if no free run is as long."""
+        size = -(-count // ALIGNED) * ALIGNED
+        start = 0
+        with self._guard:
+            for begin, stop in [*self._runs, (self.num_slots, self.num_slots)]:
+                if begin - start >= size:
+                    insort(self._runs, (start, start + size))
+                    return range(start, start + size)
+                start = stop
+        return None
+
+    def give_back(self, run: range) -> None:
+        """Free the slots of a run."""
+        with self._guard:
+            self._runs.remove((run.start, run.stop))
+
+    def buffer(self, run: range, capacity: int) -> KVBuffer:
+        """Return the first ``capacity`` slots of a run as the buffer of a request.
+
+        A hidden key weighs nothing only if it is finite, so rows of earlier requests are cleared.
+        """
+        own = slice(run.start, run.start + capacity)
+        for stack in self._stacks.values():
+            stack[..., own, :] = 0
+        pairs = [(keys[:, :, own], values[:, :, own]) for keys, values in self.kv.layers]
+        return KVBuffer(pairs, start=run.start)
+
+
+@runtime_checkable
+class Shift(Protocol):
+    """Change of a buffer's rows that can be recorded; ``ResidualShift`` documents the members."""
+
+    @property
+    def num_shifted(self) -> int: ...
+    def fixed(self, start: int, places: torch.Tensor, *sizes: int) -> Shift: ...
+    def tensors(self) -> Sequence[torch.Tensor]: ...
+    def clear(self) -> None: ...
+    def __call__(self, *given: Any) -> None: ...
+
+
+class Piece(NamedTuple):
+    """Rows of a request in a forward, with the outputs that they need.
+
+    The fields are parameters of :meth:`CausalLM.forward`.
+    """
+
+    token_ids: torch.Tensor
+    rows: Rows
+    kv: KVBuffer
+    logits: int = 0
+    mass_rows: int = 0
+    mass_layers: range | None = None
+    before_write: BeforeWrite | None = None
+
+    @property
+    def shift(self) -> Shift | None:
+        """The change of the buffer, if it can be recorded."""
+        return self.before_write if isinstance(self.before_write, Shift) else None
+
+    @property
+    def is_recordable(self) -> bool:
+        """Whether a recorded forward may compute these rows, in pieces if nothing prevents it."""
+        is_single = self.mass_rows > 0 or self.before_write is not None
+        return (
+            self.kv.start is not None
+            and self.before_write is self.shift
+            and self.logits <= MAX_TOGETHER
+            and not (is_single and len(self.token_ids) > LONGEST)
+        )
+
+    @property
+    def start(self) -> int:
+        """First slot of its request."""
+        return self.kv.start or 0
+
+    @property
+    def size(self) -> int:
+        """Share of a forward: mass takes one alone, and two shifts don't fit into one."""
+        if self.mass_rows:
+            return MAX_ROWS
+        return max(len(self.token_ids), 0 if self.shift is None else MAX_ROWS // 2 + 1)
+
+    def cut(self) -> list[Piece]:
+        """Cut the rows into pieces that a recorded forward takes; the last has all outputs."""
+        slots = self.rows.indices(torch.device("cpu"))
+        stops = [*range((len(slots) - 1) % LONGEST + 1, len(slots) + 1, LONGEST)]
+        runs = [slice(max(0, stop - LONGEST), stop) for stop in stops]
+        pieces = [Piece(self.token_ids[run], Rows.at(slots[run]), self.kv) for run in runs[:-1]]
+        last = self._replace(token_ids=self.token_ids[runs[-1]], rows=Rows.at(slots[runs[-1]]))
+        return [*pieces, last]
+
+
+class _Shape(NamedTuple):
+    """Shape of a recording: numbers of rows, and what it computes."""
+
+    rows: int
+    logits: int
+    mass_rows: int
+    mass_layers: range | None
+    observed: int
+    shifted: int
+
+
+Found = tuple[torch.Tensor, torch.Tensor | None]
+"""Logits and mass, as :meth:`CausalLM.forward` returns them."""
+
+
+class Steps(Protocol):
+    """A model, as shared forwards use it; :class:`kvrag.model.lm.CausalLM` documents the members."""
 
     @property
     def device(self) -> torch.device: ...
@@ -69,7 +234,167 @@ class Steps(Protocol):
     @property
     def can_share_forwards(self) -> bool: ...
     def step(self, rows: Sequence[NextRow]) -> Sequence[torch.Tensor]: ...
-    def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]: ...
+    def forward(self, *args: Any, **kwargs: Any) -> Found: ...
+    def launch(self, piece: Piece) -> Found: ...
+
+
+@dataclass(slots=True)
+class _Recording:
+    """A recorded forward: its input tensors, its shift if any, and its replay."""
+
+    inputs: torch.Tensor
+    shifts: list[Shift]
+    replay: Callable[[], Found]
+
+
+class Recordings:
+    """Recorded forwards of a model over a pool of slots, made at first use: one per shape.
+
+    Parameters
+    ----------
+    model, pool
+        Model, and the KV of its requests.
+    record
+        Function that records a forward.
+    """
+
+    def __init__(self, model: Steps, pool: KVPool, record: Recorder[Found] = by_graph) -> None:
+        self.pool = pool
+        self.seconds = 0.0
+        self._model = model
+        self._record = record
+        self._made = dict[_Shape, _Recording]()
+        self._refused = set[tuple[bool, bool]]()
+        self._weights: object = None
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+    def hold_for(self, weights: object) -> None:
+        """Drop all recordings unless they were made with these weights (a fingerprint)."""
+        if weights != self._weights:
+            with self._model.lock:
+                self._made.clear()
+                self._weights = weights
+
+    def forward(self, whole: Piece) -> Found:
+        """Compute rows of a request, together with rows of other requests."""
+        for piece in whole.cut():
+            found = self._model.lock.step(piece, self.compute, limit=MAX_ROWS, size=piece.size)
+        return found
+
+    def compute(self, pieces: Sequence[Piece]) -> list[Found]:
+        """Compute the rows of several requests in a single replay.
+
+        What can't be recorded is launched, request by request.
+        """
+        for piece in pieces:
+            piece.kv.wait_for(-1)
+        shape, places = _placed(pieces)
+        spare = self.pool.num_slots
+        shifts = [
+            partial(piece.shift.fixed, piece.start, place, shape.observed, shape.shifted, spare)
+            for piece, place in zip(pieces, places, strict=True)
+            if piece.shift is not None
+        ]
+        recording = self._made.get(shape) or self._recorded(shape, shifts)
+        if recording is None:
+            return [self._model.launch(piece) for piece in pieces]
+        inputs = _inputs(shape, pieces, places, spare)
+        if recording.inputs.is_cuda:
+            inputs = inputs.pin_memory()
+        recording.inputs.copy_(inputs, non_blocking=True)
+        for shift, new in zip(recording.shifts, shifts, strict=True):
+            for own, given in zip(shift.tensors(), new().tensors(), strict=True):
+                own.copy_(given)
+        logits, mass = recording.replay()
+        counts = [piece.logits for piece in pieces]
+        if shape.logits:
+            logits = logits[0, shape.logits - sum(counts) :].clone()
+        if mass is not None:  # of a single piece
+            mass = mass[pieces[0].start :][: pieces[0].rows.stop].clone()
+        return [(own[None], mass) for own in torch.split(logits, counts)]
+
+    def _recorded(self, shape: _Shape, shifts: Sequence[Callable[[], Shift]]) -> _Recording | None:
+        """Record a shape with rows of no request; ``None`` if it can't be recorded."""
+        kind = shape.mass_rows > 0, shape.shifted > 0
+        if kind in self._refused:
+            return None
+        start = time.perf_counter()
+        pool = self.pool
+        device = self._model.device
+        inputs = _inputs(shape, (), (), pool.num_slots).to(device)
+        own = [make() for make in shifts]
+        for shift in own:
+            shift.clear()
+
+        def compute() -> Found:
+            ids, slots, positions, first = inputs
+            rows = Rows(slots, pool.num_slots + 1, positions, first, is_fixed=True)
+            outputs = shape.logits, shape.mass_rows, shape.mass_layers
+            return self._model.launch(Piece(ids, rows, pool.kv, *outputs, next(iter(own), None)))
+
+        try:
+            self._made[shape] = _Recording(inputs, own, self._record(compute))
+        except RuntimeError as error:  # an operation can't be recorded, or memory is short
+            self._refused.add(kind)
+            logger.warning(
+                "forwards of this model can't be recorded (%s); they are launched one by one", error
+            )
+            return None
+        self.seconds += time.perf_counter() - start
+        return self._made[shape]
+
+
+def _at_least(count: int, sizes: Sequence[int] = BUCKETS) -> int:
+    return sizes[bisect_left(sizes, count)]
+
+
+def _placed(pieces: Sequence[Piece]) -> tuple[_Shape, list[torch.Tensor]]:
+    """Return the shape of a forward of these pieces, and the place of every row in it.
+
+    Rows with outputs come last, and spare rows before them: they add no mass.
+    """
+    shift = next((piece.shift for piece in pieces if piece.shift is not None), None)
+    last = [max(piece.logits, piece.mass_rows) for piece in pieces]
+    first = [len(piece.token_ids) - count for piece, count in zip(pieces, last, strict=True)]
+    mass_rows = sum([piece.mass_rows for piece in pieces])
+    mass_rows = mass_rows and _at_least(mass_rows)
+    logits = _at_least(sum([piece.logits for piece in pieces]), OUTPUTS)
+    rows = _at_least(max(sum(first) + max(sum(last), mass_rows), logits))
+    shape = _Shape(
+        rows,
+        logits,
+        mass_rows,
+        pieces[0].mass_layers,
+        min(rows, MAX_OBSERVED) if shift else 0,
+        1 << max(10, (shift.num_shifted - 1).bit_length()) if shift else 0,
+    )
+    places = list[torch.Tensor]()
+    front, back = 0, rows - sum(last)
+    for num_first, num_last in zip(first, last, strict=True):
+        places.append(
+            torch.cat([torch.arange(front, front + num_first), torch.arange(back, back + num_last)])
+        )
+        front += num_first
+        back += num_last
+    return shape, places
+
+
+def _inputs(
+    shape: _Shape, pieces: Sequence[Piece], places: Sequence[torch.Tensor], spare: int
+) -> torch.Tensor:
+    """Return ids, slots, positions and first visible slots, int64 ``(4, rows)``, on the host.
+
+    A spare row is in the slot ``spare`` and sees it alone.
+    """
+    inputs = torch.tensor([[0], [spare], [0], [spare]]).repeat(1, shape.rows)
+    for piece, place in zip(pieces, places, strict=True):
+        positions = piece.rows.indices(inputs.device)
+        start = torch.tensor(piece.start).expand(len(place))
+        own = [piece.token_ids.cpu(), positions + start, positions, start]
+        inputs[:, place] = torch.stack(own)
+    return inputs
 
 
 class NextRow(NamedTuple):
@@ -181,82 +506,20 @@ class Extension:
         self._model = model
         self._kv = kv
         self._length = length
-        self._steps = cast(RecordedSteps | None, None)
-        self._num_steps = 0
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
         """Compute rows.
 
         A single row is computed together with rows of other requests, where the model can.
         """
-        start = self._length
-        self._length += len(ids)
-        if len(ids) > 1:
-            return self._model.forward(
-                ids, Rows.span(start, self._length), self._kv, logits=len(ids)
-            )[0][0]
-        row = NextRow(ids, self._kv, start, lambda: self._alone(ids, start))
+        rows = Rows.span(self._length, self._length + len(ids))
+        self._length = rows.stop
+
+        def alone() -> torch.Tensor:
+            return self._model.forward(ids, rows, self._kv, logits=len(ids))[0][0]
+
+        if len(ids) > 1 or self._kv.start is not None:
+            return alone()
+        row = NextRow(ids, self._kv, rows.stop - 1, alone)
         limit = MAX_TOGETHER if self._model.can_share_forwards else 1
         return self._model.lock.step(row, self._model.step, limit=limit)
-
-    def _alone(self, ids: torch.Tensor, position: int) -> torch.Tensor:
-        """Compute a row, by a recording once ``EAGER_STEPS`` steps have been launched."""
-        model = self._model
-        self._num_steps += 1
-        if self._num_steps > EAGER_STEPS and model.records and self._kv.token_ids is None:
-            try:
-                self._steps = self._steps or RecordedSteps(model, self._kv, position)
-                return self._steps(ids, position)
-            except RuntimeError as error:  # an operation can't be recorded, or memory is short
-                model.records = False
-                logger.warning(
-                    "decode steps of this model can't be recorded (%s); "
-                    "they are launched one by one",
-                    error,
-                )
-        return model.forward(ids, Rows.span(position, position + 1), self._kv)[0][0]
-
-
-class RecordedSteps:
-    """Recorded decode steps of a request.
-
-    Parameters
-    ----------
-    model, kv
-        Model, and the request's KV.
-    length
-        Rows so far. The slots after them are set to zero: a hidden key weighs nothing only if it is
-        finite.
-    record
-        Function that records a step.
-    """
-
-    def __init__(
-        self, model: Steps, kv: KVBuffer, length: int, record: Recorder = by_graph
-    ) -> None:
-        self._model = model
-        self._kv = kv
-        self._record = record
-        self._ids, self._at = (
-            torch.zeros(1, dtype=torch.int64, device=model.device) for _ in range(2)
-        )
-        self._stop = 0
-        self._replay = cast(Step | None, None)
-        for keys, values in kv.layers:
-            keys[:, :, length:], values[:, :, length:] = 0, 0
-
-    def __call__(self, token_id: torch.Tensor, at: int) -> torch.Tensor:
-        """Compute the row of a token, int64 ``(1,)``, at a position.
-
-        Returns its logits ``(1, vocab)``, valid until the next step.
-        """
-        self._ids.copy_(token_id, non_blocking=True)
-        self._at.fill_(at)
-        if self._replay is None or at >= self._stop:
-            self._stop = min(at + BUCKET, self._kv.capacity)
-            self._replay = self._record(self._step)
-        return self._replay()
-
-    def _step(self) -> torch.Tensor:
-        rows = Rows(self._at, self._stop, is_fixed=True)
-        return self._model.forward(self._ids, rows, self._kv)[0][0]
