@@ -1,74 +1,284 @@
-"""Recorded decode steps: the same logits as steps that are launched one by one, whatever a recording reaches beyond its row."""
+"""Recorded forwards: the same logits as forwards that are launched, whoever shares them, and no slot of the pool is lost.
+
+Here a replay runs the forward again, with the tensors that it was given when it was recorded.
+"""
+
+import random
+import threading
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 
 import pytest
 import torch
 from kit import lm_of
 
+from kvrag.blend.slide import SlidingWindow
+from kvrag.generate.scheduler import Scheduler
 from kvrag.model import steps
 from kvrag.model.lm import CausalLM
-from kvrag.model.rows import KVBuffer, Rows
-from kvrag.testing.models import TINY
+from kvrag.model.rows import Rows
+from kvrag.model.steps import BUCKETS, KVPool, Piece
+from kvrag.testing.models import TINY, tiny_model
 
 PROMPT = torch.arange(5, 45)
 ANSWER = list(range(60, 85))
+SLOTS = 1024
+CLOSE = {"atol": 5e-5, "rtol": 1e-4}
 
 
-def prefilled(model: CausalLM) -> KVBuffer:
-    kv = model.buffer(len(PROMPT) + len(ANSWER))
-    for keys, values in kv.layers:  # what memory may hold that nobody has written
-        keys.fill_(torch.nan), values.fill_(torch.nan)
-    model.forward(PROMPT, Rows.span(0, len(PROMPT)), kv)
-    return kv
+def replaying(compute):
+    """Record a forward: it runs before, as on a device, and again at each replay."""
+    compute()
+    return compute
 
 
-def answered(model: CausalLM) -> torch.Tensor:
-    extend = model.extension(prefilled(model), len(PROMPT))
-    return torch.cat([extend(torch.tensor([token])).clone() for token in ANSWER])
+def recorded(name: str = "llama", num_slots: int = SLOTS, **options) -> CausalLM:
+    model = CausalLM(tiny_model(name))
+    model.record(num_slots, **{"record": replaying} | options)
+    return model
 
 
-@pytest.fixture
-def recordings(monkeypatch):
-    """Count recordings; here a replay runs the step again, with the tensors that it was given when it was recorded."""
-    made: list[int] = []
-
-    def record(step):
-        step()  # as before a recording
-        made.append(1)
-        return step
-
-    init = steps.RecordedSteps.__init__
-    monkeypatch.setattr(steps.RecordedSteps, "__init__", lambda *given: init(*given, record=record))
-    monkeypatch.setattr(steps, "BUCKET", 8)
-    return made
+def buffer_of(model: CausalLM, capacity: int):
+    run = model.recorded.pool.take(capacity)
+    return model.buffer(capacity, run=run)
 
 
-@pytest.mark.parametrize("name", sorted(TINY))
-def test_recorded_steps_give_the_same_logits(name, recordings, monkeypatch):
-    model = lm_of(name)
-    want = answered(model)
-    monkeypatch.setattr(model, "records", True)
-    got = answered(model)
-    torch.testing.assert_close(got, want, atol=2e-5, rtol=1e-4)
-    is_kept = prefilled(model).token_ids is not None  # longrope computes its prompts again
-    assert len(recordings) == (0 if is_kept else 3), (
-        "one for every eight of the tokens after the first four"
+def answered(model: CausalLM, kv) -> torch.Tensor:
+    first = model.forward(PROMPT, Rows.span(0, len(PROMPT)), kv)[0][0]
+    extend = model.extension(kv, len(PROMPT))
+    return torch.cat([first, *(extend(torch.tensor([token])).clone() for token in ANSWER)])
+
+
+SHARED = [name for name in sorted(TINY) if lm_of(name).can_share_forwards]
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_recorded_forwards_give_the_same_logits(name):
+    model = recorded(name)
+    want = answered(lm_of(name), lm_of(name).buffer(80))
+    for kv in (buffer_of(model, 80), buffer_of(model, 80)):  # the second is not at the first slot
+        torch.testing.assert_close(answered(model, kv), want, **CLOSE)
+    assert len(model.recorded) == 2, "one for the prompt, one for all steps"
+    assert model.recorded.seconds > 0
+
+
+@pytest.mark.parametrize("bucket", range(len(BUCKETS)))
+def test_each_shape_equals_the_launched_forward_bit_for_bit(bucket):
+    """The spare rows change nothing, and a request's own launched forward differs by rounding alone."""
+    mass_rows, logits = [(0, 1), (0, 3), (9, 0)][bucket % 3]
+    size = BUCKETS[bucket] - (BUCKETS[bucket] - [0, *BUCKETS][bucket]) // 3 - mass_rows
+    model = recorded(num_slots=4096)
+    pool = model.recorded.pool
+    other, kv, plain = buffer_of(model, 200), buffer_of(model, size), lm_of().buffer(size)
+    for keys, values in other.layers:
+        keys.normal_(), values.normal_()
+    ids = torch.randint(1000, (size,), generator=torch.Generator().manual_seed(size)) % 200
+    options = {"logits": logits, "mass_rows": mass_rows}
+    piece = Piece(ids, Rows.span(0, size), kv, logits, mass_rows)
+    if size > steps.LONGEST:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(steps, "LONGEST", size)
+            got = model.forward(ids, Rows.span(0, size), kv, **options)
+    else:
+        got = model.forward(ids, Rows.span(0, size), kv, **options)
+    (shape,) = model.recorded._made
+    assert shape.rows >= size
+    assert shape.rows == BUCKETS[bucket] or mass_rows
+    before = [(keys.clone(), values.clone()) for keys, values in kv.layers]
+    _, places = steps._placed([piece])
+    inputs = steps._inputs(shape, [piece], places, pool.num_slots)
+    slots, positions, first = inputs[1:]
+    rows = Rows(slots, pool.num_slots + 1, positions, first, is_fixed=True)
+    again = model.launch(Piece(inputs[0], rows, pool.kv, shape.logits, shape.mass_rows))
+    if logits:
+        assert torch.equal(again[0][0, -logits:], got[0][0])
+    else:
+        assert torch.equal(again[1][kv.start : kv.start + size], got[1])
+    assert all(
+        torch.equal(a, b)
+        for own, now in zip(before, kv.layers, strict=True)
+        for a, b in zip(own, now, strict=True)
     )
+    want = lm_of().forward(ids, Rows.span(0, size), plain, **options)
+    if logits:
+        torch.testing.assert_close(got[0], want[0], **CLOSE)
+    else:
+        torch.testing.assert_close(got[1], want[1], **CLOSE)
 
 
-def test_a_step_that_cannot_be_recorded_is_launched(monkeypatch, caplog):
-    def refuse(step):
+def test_long_prompts_are_computed_in_pieces(monkeypatch):
+    monkeypatch.setattr(steps, "LONGEST", 16)
+    model = recorded()
+    got = answered(model, buffer_of(model, 80))
+    torch.testing.assert_close(got, answered(lm_of(), lm_of().buffer(80)), **CLOSE)
+    assert max(shape.rows for shape in model.recorded._made) == 16
+
+
+@pytest.mark.parametrize(("mass_rows", "words"), [(0, "can't be recorded (operation"), (5, "")])
+def test_what_cannot_be_recorded_is_launched_and_said_once(mass_rows, words, caplog):
+    """A kind of forward that can't be recorded prevents no other kind."""
+
+    def refuse(compute):
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    model = lm_of("llama")
-    want = answered(model)
-    init = steps.RecordedSteps.__init__
-    monkeypatch.setattr(steps.RecordedSteps, "__init__", lambda *given: init(*given, record=refuse))
-    monkeypatch.setattr(model, "records", True)
-    assert torch.equal(answered(model), want)
-    assert not model.records
-    assert "can't be recorded (operation not permitted" in caplog.text
+    model = recorded(record=refuse)
+    kv, options = buffer_of(model, 80), {"mass_rows": mass_rows, "logits": int(not mass_rows)}
+    for _ in range(2):
+        found = model.forward(PROMPT, Rows.span(0, len(PROMPT)), kv, **options)
+    want = lm_of().forward(PROMPT, Rows.span(0, len(PROMPT)), lm_of().buffer(80), **options)
+    torch.testing.assert_close(found[mass_rows > 0], want[mass_rows > 0], **CLOSE)
     assert len(caplog.records) == 1
+    assert words in caplog.text
+    model.recorded._record = replaying
+    model.forward(PROMPT, Rows.span(0, len(PROMPT)), kv)
+    assert len(model.recorded) == (1 if mass_rows else 0)
+
+
+def test_other_weights_drop_the_recordings():
+    model = recorded()
+    for weights, count in (("a", 0), ("a", 2), ("b", 0)):
+        model.recorded.hold_for(weights)
+        assert len(model.recorded) == count
+        answered(model, buffer_of(model, 80))
 
 
 def test_a_cpu_records_nothing():
-    assert not lm_of("llama").records
+    assert not lm_of("llama").can_record
+    assert lm_of("llama").recorded is None
+
+
+def test_a_pool_hands_out_runs_that_do_not_overlap():
+    pool = KVPool(lm_of().shapes, 1000, dtype=torch.float32, device=torch.device("cpu"))
+    draw, taken = random.Random(3), []
+    for _ in range(500):
+        if taken and draw.random() < 0.5:
+            pool.give_back(taken.pop(draw.randrange(len(taken))))
+        elif run := pool.take(draw.randint(1, 400)):
+            assert run.start % steps.ALIGNED == 0
+            taken.append(run)
+        slots = [slot for run in taken for slot in run]
+        assert len(slots) == len(set(slots)) == pool.num_taken <= 1000
+    assert pool.take(1001) is None
+    assert pool.num_bytes == 1001 * lm_of().kv_bytes_per_token
+
+
+def test_a_run_is_clean_whatever_was_there():
+    model = recorded()
+    pool = model.recorded.pool
+    for keys, values in pool.kv.layers:
+        keys[:, :, :-1].fill_(torch.nan), values[:, :, :-1].fill_(torch.nan)
+    kv = buffer_of(model, 200)
+    assert all(side.isfinite().all() for pair in kv.layers for side in pair)
+    assert kv.capacity == 200
+
+
+# -- requests that share forwards ---------------------------------------------------------------------------------------
+
+
+class _Request:
+    """What a request asks of a model, drawn at random, and the logits of its run alone."""
+
+    def __init__(self, seed: int) -> None:
+        draw = random.Random(seed)
+        self.ids = torch.tensor([draw.randrange(5, 200) for _ in range(draw.randint(1, 120))])
+        self.answer = [draw.randrange(5, 200) for _ in range(draw.randint(1, 30))]
+        self.slides, self.fails = draw.random() < 0.3, draw.random() < 0.2
+        self.repaired = draw.random() < 0.3
+        self.window = draw.randint(40, 60)
+        self.capacity = self.window if self.slides else len(self.ids) + len(self.answer)
+
+    def run(self, model: CausalLM, kv) -> torch.Tensor:
+        found = []
+        if self.slides:
+            window = SlidingWindow(model, kv)
+            found.append(window.prefill(self.ids)[None])
+            extend = window
+        else:
+            rows = Rows.span(0, len(self.ids))
+            found.append(model.forward(self.ids, rows, kv)[0][0])
+            if self.repaired:  # rows in between, once more
+                at = torch.arange(0, len(self.ids), 3)
+                found.append(model.forward(self.ids[at], Rows.at(at), kv)[0][0])
+                last = torch.arange(len(self.ids) - 1, len(self.ids))
+                _, mass = model.forward(self.ids[-1:], Rows.at(last), kv, logits=0, mass_rows=1)
+                found.append(torch.nn.functional.pad(mass, (0, 256 - len(mass)))[None])
+            extend = model.extension(kv, len(self.ids))
+        for at, token in enumerate(self.answer):
+            if self.fails and at == len(self.answer) // 2:
+                raise ZeroDivisionError
+            found.append(extend(torch.tensor([token])).clone())
+        return torch.cat([x.flatten(1)[:, :200] for x in found])
+
+
+def test_requests_that_come_and_go_compute_what_they_compute_alone(monkeypatch):
+    """They come, decode, end, slide and fail; some are cancelled as they wait. Their logits are those of a run alone."""
+    monkeypatch.setattr(steps, "LONGEST", 48)  # several pieces
+    model, turns = recorded(num_slots=512), Scheduler(6, 10**9)
+    pool, sizes, real = model.recorded.pool, [], model.recorded.compute
+
+    def compute(pieces):
+        sizes.append([len(piece.token_ids) for piece in pieces])
+        return real(pieces)
+
+    monkeypatch.setattr(model.recorded, "compute", compute)
+    requests = [_Request(seed) for seed in range(40)]
+
+    def alone(request):
+        try:
+            return request.run(lm_of(), lm_of().buffer(request.capacity))
+        except ZeroDivisionError:
+            return None
+
+    want = [alone(request) for request in requests]
+
+    def ask(number: int):
+        cancel = threading.Event()
+        if number % 9 == 8:
+            cancel.set()
+        request = requests[number]
+        with turns.reservation(1, cancel, pool=pool, slots=request.capacity) as run:
+            return request.run(model, model.buffer(request.capacity, run=run))
+
+    with ThreadPoolExecutor(12) as threads:
+        works = [threads.submit(ask, number) for number in range(len(requests))]
+    for number, (work, expected) in enumerate(zip(works, want, strict=True)):
+        error = work.exception()
+        if error is not None:
+            assert isinstance(error, CancelledError if number % 9 == 8 else ZeroDivisionError)
+            assert expected is None or number % 9 == 8
+        else:
+            torch.testing.assert_close(work.result(), expected, atol=1e-5, rtol=1e-4)
+    assert pool.num_taken == 0
+    assert turns.load == (0, 0, 0)
+    shared = [size for size in sizes if len(size) > 1]
+    assert any(max(size) > 1 for size in shared), "a prompt's rows and next rows of others"
+
+
+def test_a_request_that_a_pool_cannot_hold_runs_alone_in_its_own_memory():
+    model, turns = recorded(num_slots=128), Scheduler(6, 10**9)
+    with turns.reservation(1, pool=model.recorded.pool, slots=500) as run:
+        assert run is None
+        kv = model.buffer(500, run=run)
+        want = answered(lm_of(), lm_of().buffer(500))
+        torch.testing.assert_close(answered(model, kv), want, **CLOSE)
+
+
+def test_no_request_waits_for_ever_behind_smaller_ones():
+    model, turns, order = recorded(num_slots=1024), Scheduler(16, 10**9), []
+    pool = model.recorded.pool
+
+    def ask(name, slots):
+        with turns.reservation(1, pool=pool, slots=slots):
+            order.append(name)
+
+    with ThreadPoolExecutor(8) as threads:
+        with turns.reservation(1, pool=pool, slots=600):
+            works = [threads.submit(ask, "large", 700)]
+            while turns.load.waiting < 1:
+                pass
+            works += [threads.submit(ask, name, 10) for name in "abc"]
+            while turns.load.waiting < 4:
+                pass
+            assert order == [], "they would fit"
+        assert all(work.result(10) is None for work in works)
+    assert order[0] == "large"
+    assert pool.num_taken == 0
