@@ -88,9 +88,9 @@ def test_a_request_reserves_its_prompt_and_its_answer(engine_of, monkeypatch):
     engine, seen = engine_of("llama"), []
     real = Scheduler.reservation
 
-    def reservation(self, num_bytes, cancel=None):
+    def reservation(self, num_bytes, cancel=None, **options):
         seen.append(num_bytes)
-        return real(self, num_bytes, cancel)
+        return real(self, num_bytes, cancel, **options)
 
     monkeypatch.setattr(Scheduler, "reservation", reservation)
     result = engine.generate("Who keeps the lamp?", max_new_tokens=5)
