@@ -165,7 +165,7 @@ def _name_file(fingerprint: str) -> Path:
 
 
 def is_packed(tensor: object) -> bool:
-    """Whether a tensor, or those of a class, consist of several tensors, as quantised weights do."""
+    """Whether a tensor (or its class) consists of several tensors, as quantised weights do."""
     return hasattr(tensor, "__tensor_flatten__")
 
 

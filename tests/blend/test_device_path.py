@@ -42,8 +42,8 @@ def waits(fake: FakeCuda) -> list[str]:
     return [kind for kind, _ in fake.log if kind.startswith("wait") or kind.endswith("waits")]
 
 
-def test_the_host_waits_four_times_a_request(engine, device):
-    """For a sample of the weights, the question's attention, the rows that were chosen, and the first token's logits."""
+def test_the_host_waits_three_times_a_request(engine, device):
+    """For the question's attention, the rows that were chosen, and the first token's logits."""
     with device:
         want = engine.prefill(PROMPT, mode="full")
         device.clear()
@@ -52,8 +52,8 @@ def test_the_host_waits_four_times_a_request(engine, device):
         device.clear()
         engine.prefill(PROMPT, mode="stitch")
     torch.testing.assert_close(got.logits, want.logits, atol=1e-4, rtol=1e-4)
-    assert len(waits(device)) <= 4, waits(device)
-    assert len(whole) <= 2, whole
+    assert len(waits(device)) <= 3, waits(device)
+    assert len(whole) <= 1, whole
 
 
 def test_layers_are_copied_beside_the_forwards_that_wait_for_them(engine, device):
@@ -116,7 +116,7 @@ def test_chunks_cross_the_wire_as_they_are_kept_and_in_few_copies(
     large = [size for kind, size in fake.log if kind == "upload" and size > 4096]
     assert sum(large) == pytest.approx(found.loaded_bytes, rel=0.05)
     assert len(large) <= each * (len(CHUNKS) + 1)
-    assert waits(fake) == ["download, waits"] * 2
+    assert waits(fake) == ["download, waits"]
 
 
 def test_a_decode_step_waits_once(engine, device):
