@@ -9,7 +9,7 @@ ARGS ?=
 export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: setup demo notebooks test test-all vllm-env vllm-test lint types check bench bench-ttft bench-auto bench-facts bench-speed bench-chat bench-memory bench-seams bench-shared bench-slide bench-sweep bench-store bench-ray bench-masks bench-hybrid bench-peers bench-overhead bench-gguf bench-vllm bench-scale incumbents wheel wheel-test support suites fuzz fuzz-reader gpu-check kernel-compile kernel-bugs reliability load load-check load-check-vllm docs site changelog clean
+.PHONY: setup demo notebooks test test-all vllm-env vllm-test lint types check bench bench-ttft bench-auto bench-facts bench-speed bench-chat bench-memory bench-seams bench-shared bench-slide bench-sweep bench-store bench-ray bench-masks bench-hybrid bench-peers bench-overhead bench-gguf bench-vllm bench-scale bench-host incumbents wheel wheel-test support suites fuzz fuzz-reader gpu-check kernel-compile kernel-bugs reliability load load-check load-check-vllm docs site changelog clean
 
 # Two stamps: .demo has what the demo needs, .ready the tools and compilers of the tests, too.
 $(VENV)/.demo: pyproject.toml constraints.txt
@@ -80,7 +80,7 @@ types: setup ## Check types (strict)
 check: lint types ## What CI runs, but for the site and the wheel
 	$(MAKE) test COVER=1
 
-bench: bench-ttft bench-auto bench-speed bench-chat bench-memory bench-seams bench-shared bench-slide bench-store bench-masks bench-overhead ## All benchmarks but the peers; results go to benchmarks/results
+bench: bench-ttft bench-auto bench-speed bench-chat bench-memory bench-seams bench-shared bench-slide bench-store bench-masks bench-overhead bench-host ## All benchmarks but the peers; results go to benchmarks/results
 
 bench-ttft: setup ## Time to first token against transformers' own prefill
 	cd benchmarks && ../$(BIN)/python bench_ttft.py $(ARGS)
@@ -111,6 +111,9 @@ bench-sweep: setup ## Which causal LMs of the installed transformers are reused,
 
 bench-shared: setup ## Reading from a shared store beside its server's own client (needs redis-server)
 	cd benchmarks && ../$(BIN)/python bench_shared.py $(ARGS)
+
+bench-host: setup ## What a request costs the host: milliseconds, calls, and what it asks of a device that isn't there (a minute)
+	cd benchmarks && ../$(BIN)/python bench_host.py $(ARGS)
 
 bench-gguf: setup ## Seconds from a start to the first token of a model in a GGUF file (KVRAG_EVAL_MODELS; five minutes)
 	cd benchmarks && ../$(BIN)/python bench_gguf.py $(ARGS)

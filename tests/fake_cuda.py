@@ -1,7 +1,8 @@
 """A CUDA device that isn't there: tensors that say they are on one, computed on the host, and a log of what a device would be asked.
 
-What it counts are the calls that keep the host from running ahead of a device: reads of values, copies that wait, shapes that depend on
-values. It refuses what CUDA refuses: operations on tensors of two devices. It says nothing of a device's arithmetic or speed.
+What it logs are the calls that keep the host from running ahead of a device: reads of values, copies that wait, shapes that depend on
+values. What it counts besides are launches: torch's operations on the device but views, and our own kernels. It refuses what CUDA refuses:
+operations on tensors of two devices. It says nothing of a device's arithmetic or speed.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode, resolve_name
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvrag_kernels
 from kvrag.blend import stitch
@@ -55,13 +57,68 @@ class OnDevice(torch.Tensor):
         return False
 
 
+NO_LAUNCH = {"empty", "empty_like", "empty_strided", "new_empty", "lift_fresh", "set_", "resize_"}
+"""Operations besides views that a device isn't asked for; the host reads values by itself in the log."""
+
+
+class Launches(TorchDispatchMode):
+    """Counts the operations that a device would be asked for, by name: all but views and allocations.
+
+    An operation counts as one launch. Some take several on a device, as a sort, so that its count is a lower bound.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if not func.is_view and name not in NO_LAUNCH | {"_local_scalar_dense"}:
+            self.counts[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
 class FakeCuda(TorchFunctionMode):
-    """Calls under this mode find a device; ``log`` has each call that waits for it, or copies, in order."""
+    """Calls under this mode find a device.
+
+    ``log`` has each call that waits for it, copies, or is a kernel of ours, in order; ``launches`` counts torch's operations.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.log: list[tuple[str, int]] = []
         self.numbers = count()
+        self.launches = Launches()
+
+    @contextmanager
+    def replay(self) -> Iterator[None]:
+        """Count what runs inside as a replay of a recording: one launch, whatever it computes.
+
+        Raises
+        ------
+        RuntimeError
+            If what runs inside waits for the device, or copies from or to the host: it can't be recorded.
+        """
+        before, kept = len(self.log), self.launches.counts.copy()
+        yield
+        inside = {kind for kind, _ in self.log[before:]}
+        if unfit := sorted(
+            kind for kind in inside if not kind.startswith(("launch", "order", "event"))
+        ):
+            raise RuntimeError(f"a recording can't have {', '.join(unfit)}")
+        del self.log[before:]
+        self.launches.counts = kept
+        self.note("launch: replay")
+
+    @property
+    def num_launches(self) -> int:
+        """How often a device was asked to compute: torch's operations, our kernels, and replays."""
+        return self.launches.counts.total() + sum(kind.startswith("launch") for kind, _ in self.log)
+
+    def clear(self) -> None:
+        """Forget what was asked so far."""
+        self.log.clear()
+        self.launches.counts.clear()
 
     @property
     def counts(self) -> Counter[str]:
@@ -91,7 +148,8 @@ class FakeCuda(TorchFunctionMode):
             kwargs["device"] = "cpu"
             if name in ("tensor", "as_tensor"):
                 self.note("upload, waits", 8)
-            return _put(func(*args, **kwargs))
+                return _put(func(*args, **kwargs))
+            return _put(self._launched(func, args, kwargs))
         if not is_on:
             return func(*args, **kwargs)
         if name in READS | BY_VALUE | WITH_CHECKS:
@@ -107,8 +165,12 @@ class FakeCuda(TorchFunctionMode):
             self._indexed(name, *args)
         elif name not in READS:
             self._check_devices(name, given)
-        out = func(*args, **kwargs)
+        out = self._launched(func, args, kwargs)
         return out if name in READS else _put(out)
+
+    def _launched(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        with self.launches:
+            return func(*args, **kwargs)
 
     def _indexed(self, name: str, x: torch.Tensor, index: Any, value: Any = None) -> None:
         for each in _tensors((index,)):
@@ -142,8 +204,11 @@ class FakeCuda(TorchFunctionMode):
             return x
         kind = x.device.type if wanted is None else torch.device(wanted).type
         if kind == x.device.type:
-            out = x if name != "to" else torch.Tensor.to(x, *rest, **kwargs)
-            return _put(out) if kind == "cuda" else out
+            if name != "to":
+                return x
+            if kind == "cuda":
+                return _put(self._launched(torch.Tensor.to, (x, *rest), kwargs))
+            return torch.Tensor.to(x, *rest, **kwargs)
         waits = "" if kwargs.get("non_blocking") else ", waits"
         kwargs.pop("non_blocking", None)
         self.note(f"{'upload' if kind == 'cuda' else 'download'}{waits}", x.nbytes)
@@ -156,7 +221,11 @@ class FakeCuda(TorchFunctionMode):
         if isinstance(to, OnDevice) != isinstance(source, OnDevice):
             way = "upload" if isinstance(to, OnDevice) else "download"
             self.note(way if non_blocking else f"{way}, waits", source.nbytes)
-        torch.Tensor.copy_(to, source.as_subclass(torch.Tensor))
+            torch.Tensor.copy_(to, source.as_subclass(torch.Tensor))
+        elif isinstance(to, OnDevice):
+            self._launched(torch.Tensor.copy_, (to, source.as_subclass(torch.Tensor)), {})
+        else:
+            torch.Tensor.copy_(to, source)
         return to
 
 

@@ -1,8 +1,9 @@
 """Identity of a model in use, which follows switched or merged adapters and changed weights.
 
 Hashing weights takes seconds, so a request first makes a cheap check: are these the same tensors as
-last time, with the same counts of in-place changes in torch and the same values at a few places?
-Only if not is anything hashed again.
+last time, at the same addresses and with the same counts of in-place changes in torch? Only if not
+is anything hashed again. No request reads values, because it would wait for the device. So changes
+that bypass the counts are not noticed.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
+from itertools import chain, filterfalse
+from operator import attrgetter, call, is_
 from typing import Any
 
 import torch
@@ -38,7 +41,7 @@ from kvrag.identity.describe import (
     tokenizer_digest,
 )
 from kvrag.identity.fingerprint import ModelIdentity, digest
-from kvrag.identity.weights import content_digest, leaves
+from kvrag.identity.weights import content_digest, is_packed, leaves
 
 logger = logging.getLogger(__name__)
 
@@ -113,27 +116,36 @@ def weights_digest(model: torch.nn.Module) -> str:
     :class:`~kvrag.errors.UnsupportedModelError` for weights that can't be read.
     """
     start = time.perf_counter()
-    added = tuple(f"{name}." for name in _added_by_adapters(model))
-    moving = _moving_buffers(model)
-    # Not by ``state_dict``: bitsandbytes' unpacks weights for it, and its next forward packs them.
-    kept = {
-        plain_name(name): tensor
-        for name, tensor in {
-            **dict(model.named_parameters(remove_duplicate=False)),
-            **dict(model.named_buffers(remove_duplicate=False)),
-            **kept_beside(model),
-        }.items()
-        if name not in moving and not f"{name}.".startswith(added)
-    }
-    look = _Look(list(kept.values()))
+    kept = {**_own_and_added(model)[0], **kept_beside(model)}
+    look = _Look(kept.values(), sample(kept.values()))
     known = _HASHED.get(model)
-    look.count()
     if known is not None and (found := known.get(look)):
         return found
     found = f"tensors:{content_digest({name: tensor.detach() for name, tensor in kept.items()})}"
     logger.info("hashed the model's weights in memory in %.2f s", time.perf_counter() - start)
     _HASHED[model] = _Digests(look, found)
     return found
+
+
+def _own_and_added(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
+    """Return the tensors of a model without adapters, by name, and the tensors of its adapters.
+
+    Leaves out the buffers that forwards move.
+    """
+    added = tuple(f"{name}." for name in _added_by_adapters(model))
+    moving = _moving_buffers(model)
+    own: dict[str, torch.Tensor] = {}
+    others: list[torch.Tensor] = []
+    # Not by ``state_dict``: bitsandbytes' unpacks weights for it, and its next forward packs them.
+    for name, tensor in (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ):
+        if f"{name}.".startswith(added):
+            others.append(tensor)
+        elif name.rpartition(".")[2] not in moving:
+            own[plain_name(name)] = tensor
+    return own, others
 
 
 def _added_by_adapters(model: torch.nn.Module) -> Iterator[str]:
@@ -144,22 +156,21 @@ def _added_by_adapters(model: torch.nn.Module) -> Iterator[str]:
 
 
 def _moving_buffers(model: torch.nn.Module) -> set[str]:
-    """Return the names of buffers that the forward itself changes.
+    """Return the last names of buffers that the forward itself changes.
 
     They hold the RoPE angles of models that choose them by the prompt's length.
     """
     found = set()
-    for name, module in model.named_modules():
+    for module in model.modules():
         kinds = getattr(module, "rope_type", "default")
         if {"dynamic", "longrope"}.intersection(
             kinds.values() if isinstance(kinds, dict) else (kinds,)
         ):
-            own = [
+            found |= {
                 buffer
                 for buffer in module._buffers
                 if buffer.endswith("inv_freq") and "original" not in buffer
-            ]
-            found |= {f"{name}.{buffer}" for buffer in own}
+            }
     return found
 
 
@@ -176,7 +187,8 @@ class LiveIdentity:
         self._moving = _moving_buffers(model)
         self._identity = identity
         self._fingerprint = identity.fingerprint
-        weights, adapters = self._look()
+        self._seen = _look_at(model, self._moving)
+        weights, adapters = _sides(model)
         self._weights = _Digests(weights, identity.weights)
         self._adapters = _Digests(adapters, identity.adapters)
 
@@ -186,24 +198,30 @@ class LiveIdentity:
         if self._identity.weights.startswith(UNKNOWN):
             return self._fingerprint
         with self._lock, torch.no_grad():
-            base, added = self._look()
-            weights = self._weights.get(base)
-            adapters = self._adapters.get(added)
-            if weights is None or adapters is None:
-                check_adapters(self._model)
-                weights = weights or self._weights.add(base, weights_digest(self._model))
-                if adapters is None:
-                    adapters = self._adapters.add(added, adapters_digest(self._model))
-            dtype = dtype_text(self._model)
-            was = self._identity
-            if (weights, adapters, dtype) != (was.weights, was.adapters, was.dtype):
-                self._identity = replace(was, weights=weights, adapters=adapters, dtype=dtype)
-                self._fingerprint = self._identity.fingerprint
-                logger.info(
-                    "the model's weights, adapters or precision changed; its fingerprint is now %s",
-                    self._fingerprint,
-                )
+            seen, dtype = _look_at(self._model, self._moving), dtype_text(self._model)
+            if dtype != self._identity.dtype or not seen.is_as(self._seen):
+                self._update(dtype)
+                self._seen = seen
             return self._fingerprint
+
+    def _update(self, dtype: str) -> None:
+        """Follow a change of the weights, the adapters or the precision."""
+        base, added = _sides(self._model)
+        weights = self._weights.get(base)
+        adapters = self._adapters.get(added)
+        if weights is None or adapters is None:
+            check_adapters(self._model)
+            weights = weights or self._weights.add(base, weights_digest(self._model))
+            if adapters is None:
+                adapters = self._adapters.add(added, adapters_digest(self._model))
+        was = self._identity
+        if (weights, adapters, dtype) != (was.weights, was.adapters, was.dtype):
+            self._identity = replace(was, weights=weights, adapters=adapters, dtype=dtype)
+            self._fingerprint = self._identity.fingerprint
+            logger.info(
+                "the model's weights, adapters or precision changed; its fingerprint is now %s",
+                self._fingerprint,
+            )
 
     @property
     def portable(self) -> str:
@@ -217,86 +235,81 @@ class LiveIdentity:
             _ = self.fingerprint  # updates the identity
             return LiveIdentity(self._model, replace(self._identity, extra_keys=dict(extra_keys)))
 
-    def _look(self) -> tuple[_Look, _Look]:
-        """Return the present state of the weights and of the adapters.
 
-        It is a single loop without recursion, because it runs in every request.
-        """
-        types = layer_types() if "peft" in sys.modules else ()
-        moving = self._moving
-        weights = _Look()
-        adapters = _Look()
-        stack: list[tuple[str, torch.nn.Module, _Look]] = [("", self._model, weights)]
-        while stack:
-            name, module, side = stack.pop()
-            inside = side
-            if isinstance(module, types):
-                inside = adapters
-                adapters.notes.append(_note(module))
-            for own in (module._parameters, module._buffers):
-                for key, tensor in own.items() if own else ():
-                    if tensor is not None and not (moving and f"{name}.{key}" in moving):
-                        inside.tensors.append(tensor)
-            for key, child in module._modules.items():
-                if child is not None:
-                    place = f"{name}.{key}" if moving and name else key
-                    stack.append((place, child, side if key in BASE_CHILDREN else inside))
-        weights.count()
-        adapters.count()
-        return weights, adapters
-
-
-@dataclass(slots=True)
 class _Look:
-    """State of some tensors: the objects, and a sample of their values.
+    """Objects of a model at a time, and notes on them. It keeps no object alive.
 
-    ``notes`` has the counts of in-place changes, the addresses, and the use of adapters.
+    ``tensors`` are noted by their addresses, and by their counts of in-place changes, which don't
+    have changes through ``.data`` and of tensors that were made in inference mode.
     """
 
-    tensors: list[torch.Tensor] = field(default_factory=list)
-    notes: list[object] = field(default_factory=list)
-    values: bytes = b""
+    def __init__(self, tensors: Iterable[torch.Tensor], *notes: object, beside: Any = ()) -> None:
+        plain = [*tensors]
+        self._refs = [*map(weakref.ref, chain(plain, beside))]
+        if any(map(is_packed, set(map(type, plain)))):
+            plain = [*_leaves(plain)]
+        counted = filterfalse(torch.Tensor.is_inference, plain)
+        places = map(torch.Tensor.data_ptr, plain)
+        self._notes = [*notes, *places, *map(attrgetter("_version"), counted)]
 
-    def count(self) -> None:
-        """Note the counts of in-place changes, the addresses, and a sample of the values.
+    def is_as(self, other: _Look) -> bool:
+        """Whether the other had the same objects, with the same notes."""
+        if self._notes != other._notes or len(self._refs) != len(other._refs):
+            return False
+        return all(map(is_, map(call, self._refs), map(call, other._refs)))
 
-        Changes through ``.data`` are not counted.
-        """
-        plain: list[torch.Tensor] = []
-        for tensor in self.tensors:
-            plain += (
-                [leaf for _, leaf in leaves(tensor)]
-                if hasattr(tensor, "__tensor_flatten__") or tensor.is_quantized
-                else (tensor,)
-            )
-        for leaf in plain:
-            self.notes.append((0 if leaf.is_inference() else leaf._version, leaf.data_ptr()))
-        self.values = sample(plain)
+
+def _look_at(model: torch.nn.Module, moving: set[str]) -> _Look:
+    """Look at all modules and tensors of a model, but for the buffers that forwards move.
+
+    Every request does, so no step of Python is taken for each of them.
+    """
+    modules, level = list[Any](), [model]
+    while level:
+        modules += level
+        level = _inside(level, "_modules", ())
+    tensors = [*_inside(modules, "_parameters", ()), *_inside(modules, "_buffers", moving)]
+    return _Look(tensors, *_uses_of_adapters(modules), beside=modules)
+
+
+def _inside(modules: Iterable[Any], table: str, hidden: Collection[str]) -> list[Any]:
+    """Return what modules have in one of their tables, but for some names."""
+    filled = filter(None, map(attrgetter(table), modules))
+    items = chain.from_iterable(map(dict.items, filled))
+    return [each for name, each in items if each is not None and name not in hidden]
+
+
+def _uses_of_adapters(modules: list[Any]) -> list[object]:
+    """Describe the use of adapters by those of the modules that have some."""
+    types = layer_types() if "peft" in sys.modules else ()
+    return [_note(module) for module in modules if isinstance(module, types)] if types else []
+
+
+def _sides(model: torch.nn.Module) -> tuple[_Look, _Look]:
+    """Look at the weights and at the adapters of a model, and at some of their values.
+
+    Merging an adapter writes past the counts.
+    """
+    own, added = _own_and_added(model)
+    uses = _uses_of_adapters([*model.modules()])
+    return _Look(own.values(), sample(own.values())), _Look(added, sample(added), *uses)
 
 
 class _Digests:
     """Digests of the latest states of some tensors, and of the first state, at load."""
 
     def __init__(self, look: _Look, digest: str) -> None:
-        self._known: list[tuple[list[weakref.ref[torch.Tensor]], _Look, str]] = []
-        self.add(look, digest)
+        self._known = [(look, digest)]
 
     def get(self, look: _Look) -> str | None:
-        """Return the digest of a state if it is known and has the same, unchanged tensors."""
-        tensors = [id(tensor) for tensor in look.tensors]
-        for refs, known, found in reversed(self._known):
-            is_alike = (known.notes, known.values) == (look.notes, look.values)
-            # A dead reference gives None, which has no tensor's id.
-            if is_alike and [id(ref()) for ref in refs] == tensors:
-                return found
-        return None
+        """Return the digest of a state if it is known."""
+        return next((found for known, found in reversed(self._known) if look.is_as(known)), None)
 
     def add(self, look: _Look, digest: str) -> str:
         """Remember a digest in place of the oldest but the first."""
         while len(self._known) >= _NUM_REMEMBERED:
             del self._known[1]
-        self._known.append(([weakref.ref(tensor) for tensor in look.tensors], look, digest))
-        look.tensors = []  # a state does not keep its tensors alive
+        self._known.append((look, digest))
         return digest
 
 
@@ -317,13 +330,18 @@ _HASHED = weakref.WeakKeyDictionary[torch.nn.Module, _Digests]()
 """Latest digests of models' weights."""
 
 
-def sample(tensors: list[torch.Tensor]) -> bytes:
-    """Read a few values of every plain tensor, spread evenly.
+def _leaves(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield the plain tensors that tensors consist of."""
+    return (leaf for tensor in tensors for _, leaf in leaves(tensor))
+
+
+def sample(tensors: Iterable[torch.Tensor]) -> bytes:
+    """Read a few values of every plain tensor in some, spread evenly.
 
     There is a single copy to the host per dtype and device.
     """
     groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for tensor in tensors:
+    for tensor in _leaves(tensors):
         size = tensor.numel()
         if size:
             # Spread over its memory, in any layout: a copy of a transposed weight takes as much.

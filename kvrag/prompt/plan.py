@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 from kvrag.config import KV_DTYPES
@@ -287,7 +288,8 @@ class _Draft:
             head = Piece("".join([p.text for p in (head, *rest)]))
             rest = []
         self._head, self._head_ids = head or Piece(""), self._ids_of(head)
-        encode: dict[str, Any] = {"live": encoder.live_ids, "chunk": encoder.chunk_ids}
+        # The same few characters stand between all chunks.
+        encode: dict[str, Any] = {"live": cache(encoder.live_ids), "chunk": encoder.chunk_ids}
         self._rest: list[tuple[Piece, TokenIds]] = [
             (p, p.ids or tuple(encode[p.kind](p.text))) for p in rest
         ]

@@ -30,7 +30,7 @@ def device(engine, monkeypatch) -> FakeCuda:
     move(engine.loaded.lm)
     with fake:
         engine.prefill(PROMPT, mode="stitch")
-    fake.log.clear()
+    fake.clear()
     return fake
 
 
@@ -42,18 +42,18 @@ def waits(fake: FakeCuda) -> list[str]:
     return [kind for kind, _ in fake.log if kind.startswith("wait") or kind.endswith("waits")]
 
 
-def test_the_host_waits_four_times_a_request(engine, device):
-    """For a sample of the weights, the question's attention, the rows that were chosen, and the first token's logits."""
+def test_the_host_waits_three_times_a_request(engine, device):
+    """For the question's attention, the rows that were chosen, and the first token's logits."""
     with device:
         want = engine.prefill(PROMPT, mode="full")
-        device.log.clear()
+        device.clear()
         got = engine.prefill(PROMPT, mode="stitch", repair=RepairConfig(recompute_ratio=1.0))
         whole = waits(device)
-        device.log.clear()
+        device.clear()
         engine.prefill(PROMPT, mode="stitch")
     torch.testing.assert_close(got.logits, want.logits, atol=1e-4, rtol=1e-4)
-    assert len(waits(device)) <= 4, waits(device)
-    assert len(whole) <= 2, whole
+    assert len(waits(device)) <= 3, waits(device)
+    assert len(whole) <= 1, whole
 
 
 def test_layers_are_copied_beside_the_forwards_that_wait_for_them(engine, device):
@@ -111,19 +111,19 @@ def test_chunks_cross_the_wire_as_they_are_kept_and_in_few_copies(
     move(engine.loaded.lm)
     with fake:
         engine.prefill(PROMPT, mode="stitch")
-        fake.log.clear()
+        fake.clear()
         found = engine.prefill(PROMPT, mode="stitch")
     large = [size for kind, size in fake.log if kind == "upload" and size > 4096]
     assert sum(large) == pytest.approx(found.loaded_bytes, rel=0.05)
     assert len(large) <= each * (len(CHUNKS) + 1)
-    assert waits(fake) == ["download, waits"] * 2
+    assert waits(fake) == ["download, waits"]
 
 
 def test_a_decode_step_waits_once(engine, device):
     with device:
         engine.generate(PROMPT, mode="stitch", max_new_tokens=2)
         two = len(waits(device))
-        device.log.clear()
+        device.clear()
         engine.generate(PROMPT, mode="stitch", max_new_tokens=5)
     assert len(waits(device)) == two + 3
 

@@ -1,6 +1,7 @@
 """The fingerprint of a model in use follows what is done to its weights, and asks cheaply."""
 
 import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -29,10 +30,6 @@ def watched(model: Any, tokenizer: Any) -> LiveIdentity:
 
 def scale(model: Any) -> None:
     model.model.layers[1].mlp.up_proj.weight.mul_(1.5)
-
-
-def scale_data(model: Any) -> None:
-    model.model.layers[1].mlp.up_proj.weight.data.mul_(1.5)
 
 
 def one_value(model: Any) -> None:
@@ -66,7 +63,7 @@ def rope_buffer(model: Any) -> None:
     model.model.rotary_emb.inv_freq.mul_(2)
 
 
-IN_PLACE = [scale, scale_data, one_value, load_state, swap_layers, rope_buffer]
+IN_PLACE = [scale, one_value, load_state, swap_layers, rope_buffer]
 ANEW = [new_parameter, new_data, new_module]
 
 
@@ -88,6 +85,34 @@ def test_a_change_of_the_weights_is_noticed(change, context, tokenizer, digests)
     assert after != before
     assert identity.fingerprint == after
     assert len(digests) == 1, "hashed once per change"
+
+
+def test_a_request_reads_no_value_and_a_change_past_the_counts_is_noticed_by_the_next_engine(
+    tokenizer, monkeypatch
+):
+    """Reading a value would wait for the device. Whoever writes past the counts can count."""
+    model = tiny_model()
+    loaded = load(ModelSource(model, tokenizer))
+    before = loaded.fingerprint
+    weight = model.model.layers[1].mlp.up_proj.weight
+    weight.data.mul_(1.5)
+    with monkeypatch.context() as patch:
+        patch.setattr(kvrag.identity.model, "sample", None)
+        assert loaded.fingerprint == before
+    after = load(ModelSource(model, tokenizer)).fingerprint
+    assert after != before
+    torch.autograd.graph.increment_version(weight)
+    assert loaded.fingerprint == after
+
+
+def test_a_replaced_weight_is_not_kept_alive(tokenizer):
+    model = tiny_model()
+    identity = watched(model, tokenizer)
+    gone = weakref.ref(model.lm_head.weight)
+    assert identity.fingerprint
+    model.lm_head = torch.nn.Linear(64, 400, bias=False)
+    gc.collect()
+    assert gone() is None
 
 
 def test_what_is_taken_back_has_its_content_for_identity(tokenizer, digests):
