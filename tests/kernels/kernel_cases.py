@@ -52,6 +52,12 @@ def limits_of(case: Case, generator: torch.Generator) -> tuple[torch.Tensor, tor
     ):  # rows are keys prefix..; chunks of 29 keys each see themselves and the prefix
         hi = torch.arange(case.prefix, case.prefix + rows, dtype=torch.int32)
         return hi, (hi - case.prefix) // 29 * 29 + case.prefix
+    if case.limits == "pool":  # rows of three requests, each in its own run of the slots, and spare rows at the end
+        request = torch.arange(rows, dtype=torch.int32) * 3 // rows
+        first = torch.tensor([0, keys // 4, keys // 2], dtype=torch.int32)[request]
+        hi, lo = first + torch.arange(rows, dtype=torch.int32) % (keys // 8), first
+        hi[rows // 2 :: 5] = lo[rows // 2 :: 5] = keys - 1
+        return hi, lo
     if case.limits == "per_batch":
         offsets = torch.arange(case.batch, dtype=torch.int32)[:, None]
         hi = (hi[None] - 3 * offsets).contiguous()
@@ -108,6 +114,7 @@ CASES = [
     replace(BASE, name="causal", rows=150, keys=150, limits="causal"),
     replace(BASE, name="suffix", rows=40, keys=333, limits="causal"),
     replace(BASE, name="batch", batch=3, rows=33),
+    replace(BASE, name="pool", rows=40, keys=1030, limits="pool"),
     replace(BASE, name="per-batch", batch=3, limits="per_batch", dim=96),
     replace(BASE, name="unsorted", limits="unsorted", rows=90, keys=200),
     replace(BASE, name="window", limits="window", rows=90, keys=200),

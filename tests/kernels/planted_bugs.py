@@ -145,9 +145,11 @@ PROBE = {
     "probabilities are added": ("many-keys", "float_max(mass[m][h], exp2_fast", "(mass[m][h] + exp2_fast"),
     "limits are ignored": ("dim64", "if (sees(row.limit, p.prefix, key)) mass", "mass"),
     "natural logs": ("dim64", "total = lse * LOG2E", "total = lse"),
-    "keys beyond the last are written": ("dim64", "&& key < p.keys) store", ") store"),
+    "keys beyond the last are written": ("dim64", "&& tile * BM + key < p.keys) store", ") store"),
     "heads overwrite each other": ("dim64", "batch) * p.kv_heads + kv_head) * p.keys", "batch) * p.kv_heads) * p.keys"),
     "the last rows are left out": ("many-keys", "first < packed; first += BN", "first + BN < packed; first += BN"),
+    "tiles that rows see are left out": ("pool", "(hi >= first_key)", "(hi >= first_key + BM)"),
+    "tiles that no row sees are not written": ("pool", "store(mass_of_tile + key, 0.0f)", "(void)key"),
     "the prefix is ignored": ("window-sinks", "if (sees(row.limit, p.prefix, key))", "if (sees(row.limit, 0, key))"),
 }  # fmt: skip
 """Of ``probe.cu``."""

@@ -46,9 +46,25 @@ DEV void score_keys(float (&s)[SLABS][BN / 8][4], u32 k_tile, u32 q_tile) {
     }
 }
 
+// Whether any row sees a key of the tile. Keys may be a pool that many requests share, of which these rows see a small part. Each warp looks by
+// itself, so that all agree without a barrier.
+DEV bool is_seen(const Attention& p, int batch, int first_key) {
+    bool found = first_key < p.prefix;
+    for (int row = thread_id() & 31; row < p.rows; row += 32) {
+        const int hi = load(p.hi + batch * p.hi_batch + row), lo = p.lo ? load(p.lo + batch * p.lo_batch + row) : 0;
+        found |= (hi >= first_key) & (lo < first_key + BM);
+    }
+    return warp_any(found);
+}
+
 KERNEL(probe, Attention, THREADS, 1) {
     const int key_tiles = ceil_div(p.keys, BM), tile = block_x() % key_tiles, kv_head = block_x() / key_tiles % p.kv_heads;
     const int batch = block_x() / key_tiles / p.kv_heads, packed = p.rows * (p.heads / p.kv_heads), lane = thread_id() & 31;
+    float* const mass_of_tile = p.mass + (static_cast<i64>(batch) * p.kv_heads + kv_head) * p.keys + tile * BM;
+    if (!is_seen(p, batch, tile * BM)) {
+        for (int key = thread_id(); key < min_of(BM, p.keys - tile * BM); key += THREADS) store(mass_of_tile + key, 0.0f);
+        return;
+    }
     const u32 k_tile = shared_base(), q_tiles = k_tile + Q_BYTES;
     copy_rows<BM>(k_tile, p.k + batch * p.k_batch + kv_head * p.k_head, p.k_row, tile * BM, p.keys);
     copy_row_tile(p, q_tiles, batch, kv_head, 0);
@@ -75,7 +91,7 @@ KERNEL(probe, Attention, THREADS, 1) {
     UNROLL for (int m = 0; m < SLABS; m++) UNROLL for (int h = 0; h < 2; h++) {
         float most = float_max(mass[m][h], shuffle_xor(mass[m][h], 1));
         most = float_max(most, shuffle_xor(most, 2));
-        const int key = tile * BM + (thread_id() / 32 * SLABS + m) * 16 + h * 8 + lane / 4;
-        if ((lane & 3) == 0 && key < p.keys) store(p.mass + (static_cast<i64>(batch) * p.kv_heads + kv_head) * p.keys + key, most);
+        const int key = (thread_id() / 32 * SLABS + m) * 16 + h * 8 + lane / 4;
+        if ((lane & 3) == 0 && tile * BM + key < p.keys) store(mass_of_tile + key, most);
     }
 }
