@@ -11,10 +11,12 @@ import shutil
 import signal
 import threading
 from collections import Counter
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
+from fake_driver import Driver
 
 from kvrag import KVRagEngine
 from kvrag.blend.cost import IN_ROWS
@@ -183,15 +185,33 @@ def poisoned_memory():
         np.frombuffer(view, np.uint8).fill(POISON)
         return view
 
-    def returned(self, owner):
-        owner.numpy().fill(POISON)
-        come_back(self, owner)
+    def returned(self, owner, process):
+        if process == os.getpid():  # a child would write to its parent's
+            owner.numpy().fill(POISON)
+        come_back(self, owner, process)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(np, "empty", empty)
         patch.setattr(Buffers, "take", taken)
         patch.setattr(Buffers, "_come_back", returned)
         yield
+
+
+@pytest.fixture
+def buffers(monkeypatch) -> Buffers:
+    """Buffers that nothing else has used."""
+    fresh = Buffers()
+    for place in ("kvrag.kv.layers", "kvrag.store.blobs", "kvrag.kv.crypto", "kvrag.kv.format"):
+        monkeypatch.setattr(f"{place}.BUFFERS", fresh)
+    return fresh
+
+
+@pytest.fixture
+def driver(monkeypatch, buffers) -> Iterator[Driver]:
+    """A driver that isn't there, which locks pages."""
+    yield Driver.install(monkeypatch)
+    buffers._idle.clear()
+    gc.collect()
 
 
 @pytest.fixture(scope="session", autouse=True)

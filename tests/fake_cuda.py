@@ -3,11 +3,15 @@
 What it logs are the calls that keep the host from running ahead of a device: reads of values, copies that wait, shapes that depend on
 values. What it counts besides are launches: torch's operations on the device but views, and our own kernels. It refuses what CUDA refuses:
 operations on tensors of two devices. It says nothing of a device's arithmetic or speed.
+
+Copies from page-locked memory can be late: they read what is in that memory when they run, as a device's do.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import ctypes
+import threading
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,11 +21,12 @@ from typing import Any
 
 import pytest
 import torch
+from fake_driver import Driver
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvrag_kernels
-from kvrag.blend import stitch
+from kvrag.kv import buffers
 from kvrag.model import CausalLM
 
 CUDA = torch.device("cuda", 0)
@@ -56,6 +61,10 @@ class OnDevice(torch.Tensor):
         """False."""
         return False
 
+    def record_stream(self, stream: Stream) -> None:  # type: ignore[override]
+        """Keep this memory from what is allocated before the stream has read it."""
+        stream.fake.note(f"kept for {stream.name}")
+
 
 NO_LAUNCH = {"empty", "empty_like", "empty_strided", "new_empty", "lift_fresh", "set_", "resize_"}
 """Operations besides views that a device isn't asked for; the host reads values by itself in the log."""
@@ -89,6 +98,16 @@ class FakeCuda(TorchFunctionMode):
         self.log: list[tuple[str, int]] = []
         self.numbers = count()
         self.launches = Launches()
+        self.running = _Running(Stream(self, "main"))
+        self.late: Driver | None = None
+        """Copies from what this driver has locked run at :meth:`run`, or when the host waits."""
+        self.copies: deque[tuple[torch.Tensor, int, bytes]] = deque()
+        """Late copies: where to, from which address, and what is to come from there."""
+        self.ended = 0
+        self.spoilt = 0
+        """Late copies that read something else than was there when they were asked for."""
+        self.room: int | None = None
+        """How often memory of the device can still be allocated."""
 
     @contextmanager
     def replay(self) -> Iterator[None]:
@@ -120,6 +139,25 @@ class FakeCuda(TorchFunctionMode):
         self.log.clear()
         self.launches.counts.clear()
 
+    def run(self) -> None:
+        """Let the device do its late copies."""
+        assert self.late is not None
+        while self.copies:
+            to, address, content = self.copies.popleft()
+            self.ended += 1
+            if self.late.overlaps(address, len(content)):
+                found = ctypes.string_at(address, len(content))
+                ctypes.memmove(to.data_ptr(), found, len(found))
+                self.spoilt += found != content
+            else:  # it is the driver's no more
+                self.spoilt += 1
+
+    def wait(self, what: str) -> None:
+        """Let the host wait for all that the device was asked for."""
+        self.note(f"wait: {what}")
+        if self.late is not None:
+            self.run()
+
     @property
     def counts(self) -> Counter[str]:
         """How often each kind of call was made."""
@@ -146,6 +184,10 @@ class FakeCuda(TorchFunctionMode):
         wanted = kwargs.get("device")
         if wanted is not None and torch.device(wanted).type == "cuda":
             kwargs["device"] = "cpu"
+            if self.room is not None and name == "empty":
+                self.room -= 1
+                if self.room < 0:
+                    raise torch.OutOfMemoryError("CUDA out of memory")
             if name in ("tensor", "as_tensor"):
                 self.note("upload, waits", 8)
                 return _put(func(*args, **kwargs))
@@ -221,6 +263,12 @@ class FakeCuda(TorchFunctionMode):
         if isinstance(to, OnDevice) != isinstance(source, OnDevice):
             way = "upload" if isinstance(to, OnDevice) else "download"
             self.note(way if non_blocking else f"{way}, waits", source.nbytes)
+            is_plain = to.is_contiguous() and source.is_contiguous() and to.dtype == source.dtype
+            if self.late and non_blocking and is_plain and self.late.holds(source):
+                self.note(f"copy on {self.running.streams[-1].name}", source.nbytes)
+                address = source.data_ptr()
+                self.copies.append((to, address, ctypes.string_at(address, source.nbytes)))
+                return to
             torch.Tensor.copy_(to, source.as_subclass(torch.Tensor))
         elif isinstance(to, OnDevice):
             self._launched(torch.Tensor.copy_, (to, source.as_subclass(torch.Tensor)), {})
@@ -259,7 +307,7 @@ def _put(out: Any) -> Any:
 
 
 class Stream:
-    """A queue of the device: notes who waits for whom. Nothing here runs late, so events only have names."""
+    """A queue of the device: notes who waits for whom. All queues run in the order in which they were asked."""
 
     def __init__(self, fake: FakeCuda, name: str) -> None:
         self.fake, self.name = fake, name
@@ -280,7 +328,7 @@ class Stream:
 
     def synchronize(self) -> None:
         """Let the host wait."""
-        self.fake.note("wait: stream")
+        self.fake.wait("stream")
 
 
 class Event:
@@ -288,34 +336,47 @@ class Event:
 
     def __init__(self, fake: FakeCuda) -> None:
         self.fake, self.name = fake, f"event {next(fake.numbers)}"
+        self.behind = fake.ended + len(fake.copies)
+
+    def query(self) -> bool:
+        """Whether all before it has run."""
+        return self.fake.ended >= self.behind
 
     def synchronize(self) -> None:
         """Let the host wait."""
-        self.fake.note(f"wait: {self.name}")
+        self.fake.wait(self.name)
+
+
+class _Running(threading.local):
+    """The streams that a thread uses, the present one last."""
+
+    def __init__(self, main: Stream) -> None:
+        self.streams = [main]
 
 
 def install(patch: pytest.MonkeyPatch) -> FakeCuda:
     """Give torch streams, events and kvrag's kernels on the device that isn't there; use the result as a context."""
     fake = FakeCuda()
-    running = [Stream(fake, "main")]
 
     @contextmanager
     def on(stream: Stream) -> Iterator[None]:
-        running.append(stream)
+        fake.running.streams.append(stream)
         try:
             yield
         finally:
-            running.pop()
+            fake.running.streams.pop()
 
-    patch.setattr(torch.cuda, "synchronize", lambda *_: fake.note("wait: synchronize"))
+    patch.setattr(torch.cuda, "synchronize", lambda *_: fake.wait("synchronize"))
+    patch.setattr(torch.cuda, "Stream", lambda *_: Stream(fake, "copies"))
+    patch.setattr(buffers, "_sources", {})
+    buffers.copy_stream.cache_clear()
     patch.setattr(
         torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=2**40)
     )
-    patch.setattr(torch.cuda, "current_stream", lambda *_: running[-1])
+    patch.setattr(torch.cuda, "current_stream", lambda *_: fake.running.streams[-1])
     patch.setattr(torch.cuda, "stream", on)
     for name in ("ragged_attention", "ragged_plan", "probe_mass", "stitch"):
         patch.setattr(kvrag_kernels, name, _launching(fake, name, getattr(kvrag_kernels, name)))
-    patch.setattr(stitch, "_copies", lambda _: Stream(fake, "copies"))  # it is kept
     for name in ("has_kernel", "has_stitch"):
         patch.setattr(kvrag_kernels, name, lambda *_: True)
     return fake

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import NamedTuple, cast
 
 import torch
 
 from kvrag.blend.layout import Layout, Segment, mask_of
+from kvrag.kv.buffers import copy_stream, held, let_go
 from kvrag.kv.layers import CODES, GROUP, runs_alike, together
 from kvrag.kv.quantise import unpack
 from kvrag.kv.snapshot import Layers, Snapshot
@@ -89,67 +89,45 @@ def stitch(
         bool(segments) and _has_kernel(buffer, rotary) and _is_uniform(buffer, segments, kvs)
     )
     runs = ranges(buffer)
-    angles = _angles(rotary, runs) if has_kernel else None
+    angles: Sequence[Angles | None] | None = _angles(rotary, runs) if has_kernel else None
     if angles is None:
-        _stitch_by_torch(buffer, segments, kvs, rotary)
-    else:
-        computed = None
-        if skip is not None and len(skip):
-            computed = mask_of(skip.to(keys.device, non_blocking=True), layout.num_tokens)
-        with _beside(keys.device) as stream:
-            arrivals = list[torch.cuda.Event]()
-            for layers, turning in zip(runs, angles, strict=True):
-                place(
-                    buffer,
-                    layers,
-                    segments,
-                    move(layers, segments, kvs, keys.device),
-                    turning,
-                    computed,
-                )
-                arrivals += [stream.record_event()] * len(layers) if stream else []
-        buffer.arrivals = arrivals
-        buffer.sources = (tuple(kvs), angles, computed)
-    # The next read may reuse the pinned memory that these copies read.
-    if keys.is_cuda and not buffer.arrivals:
-        torch.cuda.current_stream(keys.device).synchronize()
+        runs, angles = [range(len(buffer.layers))], [None]
+    computed = None
+    if angles[0] and skip is not None and len(skip):
+        computed = mask_of(skip.to(keys.device, non_blocking=True), layout.num_tokens)
+    stream = copy_stream(keys.device)
+    if stream is not None:
+        # Work that is queued may still use the memory of the buffer.
+        stream.wait_stream(torch.cuda.current_stream(keys.device))
+    arrivals = list[torch.cuda.Event]()
+    with held((*kvs, angles, computed), stream):
+        for layers, turning in zip(runs, angles, strict=True):
+            if turning is None:
+                _stitch_by_torch(buffer, segments, kvs, rotary)
+            else:
+                moved = move(layers, segments, kvs, keys.device)
+                place(buffer, layers, segments, moved, turning, computed)
+            arrivals += [stream.record_event()] * len(layers) if stream else []
+    buffer.arrivals = arrivals
 
 
 @contextmanager
 def filling(buffer: KVBuffer) -> Iterator[None]:
-    """Release the buffer's events and sources at exit.
+    """Release the buffer's events at exit.
 
-    On an exception, wait for the stream first, because it may still use memory that is freed then.
+    On an exception, wait for the copy stream first, because it may still write to the buffer, which
+    is freed then.
     """
     try:
         yield
     except BaseException:
-        if buffer.arrivals:
-            buffer.arrivals[-1].synchronize()
+        copies = copy_stream(buffer.layers[0][0].device)
+        if copies is not None:
+            copies.synchronize()
         raise
     finally:
         buffer.arrivals = ()
-        buffer.sources = None
-
-
-@contextmanager
-def _beside(device: torch.device) -> Iterator[torch.cuda.Stream | None]:
-    """Use the device's copy stream, ordered after all work queued on the current stream.
-
-    Queued work may still use the memory of the buffer.
-    """
-    if device.type != "cuda":
-        yield None
-        return
-    stream = _copies(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        yield stream
-
-
-@cache
-def _copies(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        let_go()
 
 
 def ranges(buffer: KVBuffer) -> list[range]:
@@ -165,7 +143,7 @@ def move(
     """Copy the KV of some layers to the device, on the current stream, without conversion.
 
     Every contiguous piece of a chunk is a single copy. Copies from pinned memory are asynchronous,
-    so ``kvs`` must live until they are done.
+    so ``kvs`` must live until they are done (:func:`~kvrag.kv.buffers.held`).
 
     Returns
     -------
@@ -316,14 +294,12 @@ def _is_uniform(buffer: KVBuffer, segments: Sequence[Segment], kvs: Sequence[Chu
     kinds = {(x.keys.dtype, x.values.dtype) for s in segments for x in kvs[s.source].layers}
     known = {*CODES.values(), torch.bfloat16, torch.float16, dtype}
     firsts = [run.start for run in ranges(buffer)]  # a run's layers have equal shapes
-    rounded = [
-        (i, x.scales)
+    odd = [
+        i
         for s in segments
         for i in firsts
-        if (x := kvs[s.source].layers[i]).scales is not None
-    ]
-    odd = [
-        i for i, scales in rounded if scales and buffer.values(i).shape[-1] % scales.values.shape[2]
+        if (scales := kvs[s.source].layers[i].scales)
+        and buffer.values(i).shape[-1] % scales.values.shape[2]
     ]
     return not odd and len(kinds) == 1 and kinds <= {(each, each) for each in known}
 

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import logging
 import mmap
+import os
 import weakref
-from contextlib import suppress
-from itertools import accumulate
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
 
 import numpy as np
 import torch
 
-from kvrag.kv.layers import PLACE_BYTES, layer_of
 from kvrag.types import ChunkKV
 
 logger = logging.getLogger(__name__)
@@ -24,6 +25,8 @@ logger = logging.getLogger(__name__)
 IDLE_BYTES = 256 * 2**20  # maximum memory kept for reuse
 SMALL_BYTES = 64 * 1024  # smaller buffers are not worth keeping
 PORTABLE = 1  # cudaHostRegisterPortable: page-locked for all devices
+TAKEN = (208, 712)  # cudaErrorAlreadyMapped, cudaErrorHostMemoryAlreadyRegistered
+MAX_PLACES = 3  # addresses to try for a buffer if the driver takes them for locked
 
 
 class Buffers:
@@ -41,23 +44,24 @@ class Buffers:
         """Return ``num_bytes`` writable bytes, not initialised; raises ``MemoryError``."""
         if num_bytes < SMALL_BYTES:
             return memoryview(bytearray(num_bytes))
+        let_go()
         step = 2 ** (num_bytes.bit_length() - 1) // 16  # chunks of similar length share buffers
         size = -(-num_bytes // step) * step
-        idle = self._idle.get(size)
         try:
-            if idle:
-                owner = idle.pop()
-            elif torch.cuda.is_available():
+            try:
+                owner = self._idle[size].pop()
+            except LookupError:
                 owner = page_locked(size)
-            else:
-                owner = torch.empty(size, dtype=torch.uint8)
         except (RuntimeError, OSError) as error:
             raise MemoryError(f"cannot allocate memory for {num_bytes} bytes of KV") from error
         array = owner.numpy()
-        weakref.finalize(array, self._come_back, owner)  # views of the array keep it alive
+        # Views of the array keep it alive.
+        weakref.finalize(array, self._come_back, owner, os.getpid())
         return array.data[:num_bytes]
 
-    def _come_back(self, owner: torch.Tensor) -> None:
+    def _come_back(self, owner: torch.Tensor, process: int) -> None:
+        if process != os.getpid():  # page-locked memory is shared with the parent
+            return
         idle = sum(size * len(buffers) for size, buffers in list(self._idle.items()))
         if idle + owner.numel() <= IDLE_BYTES:
             self._idle.setdefault(owner.numel(), []).append(owner)
@@ -67,59 +71,117 @@ BUFFERS = Buffers()
 """Pool of all stores of this process."""
 
 
-def page_locked(num_bytes: int) -> torch.Tensor:
-    """Return page-locked memory, uint8, that the device reads without the host's help.
+_stuck = list[mmap.mmap]()
+"""Memory that the driver refused to unlock."""
+_sources = dict[torch.cuda.Event, object]()
+"""What copies under way read, by an event behind them.
 
-    It is ordinary memory if the driver refuses to lock more.
+Torch's allocators don't know that the device reads this module's memory.
+"""
+
+
+def let_go() -> None:
+    """Let go of the sources whose copies are done; never waits."""
+    for event in list(_sources):
+        if event.query():  # type: ignore[no-untyped-call]
+            _sources.pop(event, None)  # another thread may have done so
+
+
+@contextmanager
+def held(sources: object, stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """Queue copies on a stream, and keep what they read alive until they are done, without waiting.
+
+    ``None`` stands for a device whose copies are done when they return.
+    """
+    if stream is None:
+        yield
+        return
+    try:
+        with torch.cuda.stream(stream):
+            yield
+    finally:
+        _sources[stream.record_event()] = sources
+
+
+@cache
+def copy_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """Return the stream of all copies of stored KV to a device; ``None`` if it is no CUDA device.
+
+    Who reads a chunk on this stream comes after the copies that bring it. Memory that is allocated
+    there is used again there, in order.
+    """
+    if device.type != "cuda":
+        return None
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+# In a forked child, copies and page-locked buffers are the parent's.
+os.register_at_fork(after_in_child=_sources.clear)
+os.register_at_fork(after_in_child=BUFFERS._idle.clear)
+
+
+def page_locked(num_bytes: int) -> torch.Tensor:
+    """Return page-locked memory, uint8, that a CUDA device reads without the host's help.
+
+    It is ordinary memory without a device, if the driver refuses to lock more, and in a process
+    that was forked after its parent used CUDA.
 
     Raises
     ------
-    OSError
+    OSError, RuntimeError
         If memory can't be allocated.
     """
-    array = np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8)
-    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    if _is_done(int(runtime.cudaHostRegister(array.ctypes.data, num_bytes, PORTABLE)), "lock"):
-        weakref.finalize(array, _unlock, array.ctypes.data).atexit = False  # the driver may be gone
-    return torch.from_numpy(array)
+    # A range of addresses that the driver takes for locked stays mapped until another is found.
+    places = list[mmap.mmap]()
+    error = TAKEN[0] if torch.cuda.is_available() else 0
+    with suppress(RuntimeError):
+        while error in TAKEN and len(places) < MAX_PLACES:
+            # Shared: of private pages, the device may read others than the process after a fork.
+            places.append(mmap.mmap(-1, num_bytes))
+            array = np.frombuffer(places[-1], np.uint8)
+            address = array.ctypes.data
+            error = _ask("Register", address, num_bytes, PORTABLE)
+            if not error:
+                end = weakref.finalize(array, _unlock, places[-1], address)
+                end.atexit = False  # the driver may be gone
+                return torch.from_numpy(array)
+    return torch.empty(num_bytes, dtype=torch.uint8)
 
 
-def _unlock(address: int) -> None:
-    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    _is_done(int(runtime.cudaHostUnregister(address)), "unlock")
+def _unlock(memory: mmap.mmap, address: int) -> None:
+    """Unlock memory.
 
-
-def _is_done(error: int, what: str) -> bool:
-    """Whether the driver succeeded.
-
-    If not, log its error and clear it, because the next kernel launch would raise it.
+    If it stays locked, it stays mapped: the driver would refuse to lock what comes after it at its
+    address.
     """
+    with suppress(RuntimeError):
+        if _ask("Unregister", address):
+            _stuck.append(memory)
+
+
+def _ask(what: str, *given: int) -> int:
+    """Have the driver register or unregister memory, and return its error, 0 for success.
+
+    The error is logged and cleared, because the next kernel launch would raise it. Raises
+    ``RuntimeError`` in a process that was forked after its parent used CUDA.
+    """
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    error = int(getattr(runtime, f"cudaHost{what}")(*given))
     if error:
-        logger.warning(
-            "CUDA refused to %s pages of the host's memory (error %d); their copies are slower",
-            what,
-            error,
-        )
+        logger.warning("cudaHost%s fails with error %d", what, error)
         with suppress(RuntimeError):
             torch.ones(1, device="cuda")
-    return not error
+    return error
 
 
-def copied(kv: ChunkKV) -> ChunkKV:
-    """Return a copy of a chunk in a single buffer; raises ``MemoryError``.
-
-    The buffer is laid out as on a device, so that the transfer takes few copies.
-    """
-    rows = [layer.tensors for layer in kv.layers]
-    sizes = [-(-x.nbytes // PLACE_BYTES) * PLACE_BYTES for row in rows for x in row]
-    whole = torch.frombuffer(BUFFERS.take(sum(sizes)), dtype=torch.uint8)
-    places = iter(accumulate(sizes, initial=0))
-    dtype = kv.layers[0].dtype
-    own = [
-        [
-            whole[(at := next(places)) : at + x.nbytes].view(x.dtype).view(x.shape).copy_(x)
-            for x in row
-        ]
-        for row in rows
-    ]
-    return ChunkKV(tuple([layer_of(dtype, row) for row in own]))
+def arrived(kv: ChunkKV) -> ChunkKV:
+    """Let the current stream read a chunk that a copy may still bring, and return the chunk."""
+    device = kv.layers[0].keys.device
+    copies = copy_stream(device)
+    if copies is not None:
+        current = torch.cuda.current_stream(device)
+        current.wait_stream(copies)
+        for layer in kv.layers:
+            for x in layer.tensors:
+                x.record_stream(current)
+    return kv

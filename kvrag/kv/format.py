@@ -38,7 +38,6 @@ from kvrag.kv.layers import (
     Shapes,
     bytes_of,
     layout_of,
-    own_kv,
     scanned,
     shapes_of,
     view_layer,
@@ -158,7 +157,9 @@ class Encoded:
         self._cipher = cipher
         self._salt = secrets.token_bytes(SALT_BYTES)
         try:
-            self._layers = [layer.tensors for layer in own_kv(kv).layers]
+            self._layers = [
+                [x.detach().cpu().contiguous() for x in layer.tensors] for layer in kv.layers
+            ]
             self.head_bytes = len(self.head())
         except (MemoryError, RuntimeError) as error:
             raise StoreError(

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from kvrag.errors import StoreError
+from kvrag.kv.buffers import BUFFERS
 from kvrag.types import ChunkIdentity, ChunkKV, KVDtype, LayerKV, Scales
 
 # Tokens that share a scale of int4 keys; most channels that share a scale of int4 values.
@@ -229,26 +230,15 @@ def scanned(
     return pieces
 
 
-def own_kv(kv: ChunkKV, *, device: torch.device | str = "cpu", copy: bool = False) -> ChunkKV:
-    """Return a chunk with contiguous tensors on a device.
+def own_kv(kv: ChunkKV, device: torch.device | str, *, copy: bool = False) -> ChunkKV:
+    """Return a chunk on a device; neighbouring layers of the same shape are views of a stack.
 
-    With ``copy``, it shares no tensor with ``kv``. On an accelerator, neighbouring layers of the
-    same shape are views of a stack (:func:`together`).
+    Parameters are those of :func:`together`. Raises ``MemoryError`` or ``RuntimeError``.
     """
     layers = list[LayerKV]()
-    row_major = torch.contiguous_format
-    if torch.device(device).type != "cpu":
-        for run in runs_alike([tuple(x.shape for x in layer.tensors) for layer in kv.layers]):
-            whole = together(kv.layers[run.start : run.stop], device, copy=copy)
-            layers += [whole.map(itemgetter(i)) for i in range(len(run))]
-        return ChunkKV(tuple(layers))
-    dtype = kv.layers[0].dtype
-    for layer in kv.layers:
-        own = [
-            x.detach().to(device, copy=copy, memory_format=row_major).contiguous()
-            for x in layer.tensors
-        ]
-        layers.append(layer_of(dtype, own))
+    for run in runs_alike([tuple(x.shape for x in layer.tensors) for layer in kv.layers]):
+        whole = together(kv.layers[run.start : run.stop], device, copy=copy)
+        layers += [whole.map(itemgetter(i)) for i in range(len(run))]
     return ChunkKV(tuple(layers))
 
 
@@ -270,7 +260,8 @@ def together(
 
     Tensors that already lie there at an equal distance from layer to layer become views, unless
     ``copy``. Otherwise all tensors are copied to new memory. Runs of bytes that are contiguous on
-    both sides take a single copy, which is asynchronous from pinned memory.
+    both sides take a single copy, which is asynchronous from pinned memory to CUDA: the layers must
+    live until it is done (:func:`kvrag.kv.buffers.held`).
     """
     rows = [layer.tensors for layer in layers]
     is_there = layers[0].keys.device == torch.device(device) and not copy
@@ -279,7 +270,7 @@ def together(
         seen = [_as_one(column) for column in zip(*rows, strict=True)]
         tensors = [x for x in seen if x is not None]
     if len(tensors) < len(rows[0]):
-        tensors = _gathered(rows, device)
+        tensors = _gathered(rows, torch.device(device))
     return layer_of(layers[0].dtype, tensors)
 
 
@@ -307,18 +298,19 @@ def _as_one(column: Sequence[torch.Tensor]) -> torch.Tensor | None:
     return first.as_strided((len(column), *first.shape), (step, *stride), first.storage_offset())
 
 
-def _gathered(
-    rows: Sequence[Sequence[torch.Tensor]], device: torch.device | str
-) -> list[torch.Tensor]:
+def _gathered(rows: Sequence[Sequence[torch.Tensor]], device: torch.device) -> list[torch.Tensor]:
     """Copy the tensors of layers to a device, layer after layer, aligned to :data:`PLACE_BYTES`."""
     offsets = [*accumulate((-(-x.nbytes // PLACE_BYTES) * PLACE_BYTES for x in rows[0]), initial=0)]
     step = offsets.pop()
-    whole = torch.empty(len(rows) * step, dtype=torch.uint8, device=device)
+    if device.type == "cpu":
+        whole = torch.frombuffer(BUFFERS.take(len(rows) * step), dtype=torch.uint8)
+    else:
+        whole = torch.empty(len(rows) * step, dtype=torch.uint8, device=device)
     tensors = [x.contiguous() for row in rows for x in row]
     sizes = [x.nbytes for x in rows[0]] * len(rows)
     places = [start + offset for start in range(0, whole.numel(), step) for offset in offsets]
     for to, source in _stretches(tensors, sizes, places):
-        whole[to : to + len(source)].copy_(source, non_blocking=True)
+        whole[to : to + len(source)].copy_(source, non_blocking=whole.is_cuda)
     views = []
     for x, offset in zip(rows[0], offsets, strict=True):
         (heads, count, dim), size = x.shape, x.itemsize

@@ -170,14 +170,16 @@ def unpack(
     Codes are copied there as they are, dequantised there in float32, and rounded to ``dtype`` once.
     Layers without codes are only cast.
     """
+    is_cuda = device.type == "cuda"
     keys, values = (
-        x[:, :num_rows].to(device, non_blocking=True) for x in (layer.keys, layer.values)
+        x[:, :num_rows].to(device, non_blocking=is_cuda) for x in (layer.keys, layer.values)
     )
     scales = layer.scales
     if scales is None:
         return keys.to(dtype), values.to(dtype)
     moved = [
-        x.to(device, non_blocking=True).float() for x in (scales.zeros, scales.keys, scales.values)
+        x.to(device, non_blocking=is_cuda).float()
+        for x in (scales.zeros, scales.keys, scales.values)
     ]
     zeros, key_scales = (_spread(x, GROUP, 1, num_rows) for x in moved[:2])
     floats = _floats(values)

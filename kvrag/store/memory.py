@@ -15,7 +15,7 @@ import torch
 
 from kvrag.config import Retention
 from kvrag.identity.fingerprint import chunk_key
-from kvrag.kv.buffers import copied
+from kvrag.kv.buffers import copy_stream, held
 from kvrag.kv.layers import own_kv
 from kvrag.runtime import Pool
 from kvrag.store.base import EventType, Listener, StoreEvent, StoreStats
@@ -130,10 +130,10 @@ class MemoryTier:
             given = kv
             num_bytes = kv.num_bytes
             is_new = reason == "put"
-            if self.device.type != "cpu":
-                given = own_kv(kv, device=self.device, copy=is_new)
-            elif is_new and num_bytes <= self.max_bytes:  # chunks that were read are copies already
-                given = copied(kv)
+            # On the host, chunks that were read are copies already.
+            if self.device.type != "cpu" or (is_new and num_bytes <= self.max_bytes):
+                with held(kv, copy_stream(self.device)):
+                    given = own_kv(kv, self.device, copy=is_new)
         except (RuntimeError, MemoryError) as error:  # memory is short
             log.debug("a chunk is not kept in the tier %s: %s", self.name, error)
             return kv

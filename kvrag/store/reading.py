@@ -17,6 +17,7 @@ from typing import TypeVar
 from kvrag.config import Retention, StoreConfig
 from kvrag.config.address import place
 from kvrag.identity.fingerprint import chunk_key
+from kvrag.kv.buffers import arrived
 from kvrag.kv.crypto import Keys
 from kvrag.kv.format import Blob, BlobRejected, Bytes
 from kvrag.runtime import Deadline
@@ -133,7 +134,7 @@ class Reader:
         self._follow()
         loaded = self._load(identity, chunk_key(identity))
         if isinstance(loaded, ChunkKV):
-            return loaded
+            return arrived(loaded)
         return None
 
     def get_many(self, identities: Sequence[ChunkIdentity], *, timeout_s: float) -> list[Loaded]:

@@ -311,13 +311,13 @@ def test_a_chunk_of_the_accelerator_lies_as_a_launch_reads_it():
     """In one memory, so that nothing is moved when it is stitched; layers of two shapes in a memory each."""
     (kv,) = loaded([chunk_of(16)], "auto")
     with Wire() as wire:
-        own = own_kv(kv, device=META)
+        own = own_kv(kv, META)
     assert wire.sizes == [kv.num_bytes]
     assert [x.shape for layer in own.layers for x in layer.tensors] == [
         x.shape for y in kv.layers for x in y.tensors
     ]
     other = LayerKV(*(torch.zeros(2, 16, 64).bfloat16() for _ in range(2)))
-    mixed = own_kv(ChunkKV((*kv.layers[:2], other, *kv.layers[2:])), device=META)
+    mixed = own_kv(ChunkKV((*kv.layers[:2], other, *kv.layers[2:])), META)
     steps = [layer.keys.untyped_storage().nbytes() for layer in mixed.layers]
     assert (
         steps

@@ -1,13 +1,13 @@
 """The host's memory for KV: used again, never more of it than allowed, and page-locked where there is a CUDA device."""
 
-import ctypes
 import gc
+import os
 
 import pytest
 import torch
+from fake_driver import Driver
 
 from kvrag import StoreConfig
-from kvrag.kv.buffers import Buffers
 from kvrag.model.rows import KVBuffer, LayerShape
 from kvrag.store import open_store
 from kvrag.testing.chunks import make_identity, make_kv, same_bits
@@ -16,61 +16,6 @@ from kvrag.types import ChunkKV
 KEY = b"k" * 32
 """Of an encrypted store."""
 LONG = make_identity(50, tokens=9000)
-
-
-@pytest.fixture
-def buffers(monkeypatch):
-    """Buffers that nothing else has used."""
-    fresh = Buffers()
-    for place in ("kvrag.kv.buffers", "kvrag.store.blobs", "kvrag.kv.crypto"):
-        monkeypatch.setattr(f"{place}.BUFFERS", fresh)
-    return fresh
-
-
-class Driver:
-    """Stands for the CUDA runtime: locks pages, up to a limit, and refuses to lock what is locked.
-
-    The next launch of a kernel raises the error of a refusal.
-    """
-
-    def __init__(self, limit=2**40):
-        self.locked, self.limit, self.error = {}, limit, 0
-
-    def cudaHostRegister(self, address, num_bytes, flags):
-        overlaps = any(
-            start < address + num_bytes and address < start + size
-            for start, size in self.locked.items()
-        )
-        if overlaps or sum(self.locked.values()) + num_bytes > self.limit:
-            self.error = 2
-            return self.error
-        assert address % 4096 == 0
-        assert flags == 1
-        self.locked[address] = num_bytes
-        return 0
-
-    def cudaHostUnregister(self, address):
-        ctypes.string_at(address, self.locked.pop(address))  # a crash, if it were unmapped by now
-        return 0
-
-    def ones(self, size, device=None):
-        error, self.error = self.error, 0
-        if error:
-            raise RuntimeError(f"CUDA error {error}")
-        return torch.zeros(size).add_(1)
-
-    def holds(self, x: torch.Tensor) -> bool:
-        start = x.data_ptr()
-        return any(a <= start and start + x.nbytes <= a + size for a, size in self.locked.items())
-
-
-@pytest.fixture
-def driver(monkeypatch):
-    driver = Driver()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
-    monkeypatch.setattr(torch, "ones", driver.ones)
-    return driver
 
 
 def test_memory_that_nobody_has_written_is_poisoned_in_tests(buffers):
@@ -127,7 +72,6 @@ def all_locked(driver: Driver, kv: ChunkKV | None) -> bool:
 
 
 @pytest.mark.parametrize("options", [{}, {"encryption_key": lambda: KEY}, {"ram_bytes": 0}])
-@pytest.mark.usefixtures("buffers")
 def test_every_byte_of_the_hosts_tier_is_page_locked(tmp_path, driver, options):
     """KV that was put, that was read, and that was decrypted is all locked."""
     config = StoreConfig(min_free_bytes=0, **options)
@@ -144,7 +88,6 @@ def test_every_byte_of_the_hosts_tier_is_page_locked(tmp_path, driver, options):
     store.close()
 
 
-@pytest.mark.usefixtures("driver")
 def test_locked_pages_come_back(monkeypatch, buffers, driver):
     monkeypatch.setattr("kvrag.kv.buffers.IDLE_BYTES", 0)
     view = buffers.take(100_000)
@@ -162,3 +105,99 @@ def test_where_no_more_can_be_locked_memory_is_pageable(buffers, driver):
     for view in taken:
         view[:] = bytes(100_000)
     assert not driver.error, "the refusal fails no later launch"
+
+
+def test_pages_are_locked_once_and_again(monkeypatch, buffers, driver, caplog):
+    """Idle buffers stay locked; those that leave are unlocked, and their addresses are free for others."""
+    monkeypatch.setattr("kvrag.kv.buffers.IDLE_BYTES", 250_000)
+    for _ in range(5):
+        views = [buffers.take(100_000) for _ in range(4)]
+        assert len(driver.locked) == 4
+        assert all(driver.holds(torch.frombuffer(view, dtype=torch.uint8)) for view in views)
+        del views
+        gc.collect()
+        assert len(driver.locked) == 2
+    assert not driver.refused
+    assert not caplog.records
+
+
+def test_pages_that_stay_locked_stay_mapped(monkeypatch, buffers, driver):
+    """Else the next memory lies where they lay, and the driver takes it for locked: cudaErrorAlreadyMapped."""
+    monkeypatch.setattr("kvrag.kv.buffers.IDLE_BYTES", 0)
+    stuck = list[object]()
+    monkeypatch.setattr("kvrag.kv.buffers._stuck", stuck)
+    driver.keeps_locks = True
+    for number in range(1, 4):
+        view = buffers.take(100_000)
+        assert driver.holds(torch.frombuffer(view, dtype=torch.uint8))
+        del view
+        gc.collect()
+        assert driver.refused == [900] * number
+        assert not driver.error, "the refusal fails no later launch"
+    assert len(stuck) == 3
+
+
+@pytest.mark.parametrize(("mapped", "is_locked"), [(1, True), (2, True), (3, False)])
+def test_other_addresses_are_tried_where_something_is_mapped(buffers, driver, mapped, is_locked):
+    driver.mapped = mapped
+    view = buffers.take(100_000)
+    view[:] = bytes(100_000)
+    assert driver.holds(torch.frombuffer(view, dtype=torch.uint8)) == is_locked
+    assert driver.refused == [208] * mapped
+    assert not driver.error
+    assert len(driver.locked) == is_locked
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_forked_child_leaves_locked_pages_to_its_parent(monkeypatch, driver):
+    """It has no driver, and shares the pages: what it writes there would be in its parent's KV."""
+    from kvrag.kv.buffers import BUFFERS
+
+    monkeypatch.setattr("kvrag.kv.buffers.IDLE_BYTES", 2**30)
+    kept, gone = BUFFERS.take(5_000_000), BUFFERS.take(5_000_000)
+    del gone
+    gc.collect()
+    locked = dict(driver.locked)
+    kept[:] = gone = bytes(range(250)) * 20_000
+    child = os.fork()
+    if not child:  # pragma: no cover - another process
+        status = 1
+        try:
+            del kept
+            gc.collect()
+            own = [BUFFERS.take(5_000_000) for _ in range(3)]
+            for view in own:
+                view[:] = b"x" * 5_000_000
+            status = 2 * (driver.locked != locked) + 4 * bool(driver.refused)
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    again = BUFFERS.take(5_000_000)
+    assert bytes(kept) == gone
+    assert driver.locked == locked
+    assert b"x" not in bytes(again[:1000])
+    del again, kept
+    gc.collect()
+    BUFFERS._idle.clear()
+    gc.collect()
+    assert not driver.locked
+
+
+def test_two_engines_share_locked_pages(tmp_path, buffers, driver):
+    """Of two stores, each chunk's memory is locked once, and stays so while either store is open."""
+    config = StoreConfig(min_free_bytes=0)
+    stores = [open_store(tmp_path / name, config) for name in ("one", "two")]
+    for store in stores:
+        store.put(LONG, make_kv(LONG), text=None)
+    found = [store.get(LONG) for store in stores]
+    stores.pop().close()
+    gc.collect()
+    again = open_store(tmp_path / "two", config)
+    assert all(all_locked(driver, kv) for kv in [*found, again.get(LONG)])
+    assert not driver.refused
+    for store in (*stores, again):
+        store.close()
+    del stores, store, again, found
+    gc.collect()
+    idle = sum(size * len(owners) for size, owners in buffers._idle.items())
+    assert sum(driver.locked.values()) == idle

@@ -149,7 +149,7 @@ def test_a_tier_without_memory_costs_no_answer(tiers, monkeypatch, error, where)
     if where == "read":
         fill(store, 0)
         gpu.device = torch.device("meta")
-    monkeypatch.setattr(memory, "own_kv" if where == "read" else "copied", full)
+    monkeypatch.setattr(memory, "own_kv", full)
     assert where == "read" or put(store, 0) == SIZE
     assert same_bits(store.get(CHUNKS[0]), KVS[0])
     assert held(gpu) == ([0] if where == "put" else [])
