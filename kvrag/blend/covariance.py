@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvrag.blend.layout import Layout, rows_of
+from kvrag.blend.layout import Layout, num_rows_of, uploaded
 from kvrag.model.linear import linear
 from kvrag.model.rows import KVBuffer
 
@@ -43,9 +43,10 @@ class RowCovariance:
         Position of these rows in the prompt.
     rows
         Features, float32 ``(S, F)`` of unit length: the rows' stored values in the layers
-        :data:`LAYERS`, minus the mean of the stale rows, normalised per layer.
+        :data:`LAYERS`, minus the mean of the stale rows, normalised per layer. Those of rows
+        outside stale chunks are finite.
     owner
-        Index of the row's chunk, int64 ``(S,)``; -1 for rows outside stale chunks.
+        Index of the row's chunk, int32 ``(S,)``; -1 for rows outside stale chunks.
     size
         Expected size of the row's change up to a factor, float32 ``(S,)``.
     """
@@ -63,42 +64,39 @@ class RowCovariance:
 
         ``mass``, float32 ``(N,)``, is the attention that the question pays to every row.
         """
+        ends = [[s.start for s in layout.stale], [s.stop for s in layout.stale]]
+        starts, stops = torch.tensor(ends)
         span = slice(layout.stale[0].start, layout.stale[-1].stop)
-        owner = torch.full((layout.num_tokens,), -1)
-        place = torch.zeros(layout.num_tokens, dtype=torch.float32)
-        for index, chunk in enumerate(layout.stale):
-            owner[chunk.start : chunk.stop] = index
-            place[chunk.start : chunk.stop] = torch.arange(FIRST, FIRST + chunk.num_rows)
-        size = place.clamp_(min=1).pow_(BY_PLACE)
+        places = torch.arange(span.start, span.stop)
+        owner = torch.bucketize(places, starts, right=True) - 1
+        is_stale = places < stops[owner]
+        size = (places - starts[owner] + FIRST).float().pow_(BY_PLACE)
         if mass is not None:
-            size *= (
-                (mass / mass[owner >= 0].mean()).clamp_(min=LEAST).pow_(BY_MASS).nan_to_num_(1.0)
-            )
+            relative = mass[span] / mass[span][is_stale].mean()
+            size *= relative.clamp_(min=LEAST).pow_(BY_MASS).nan_to_num_(1.0)
         layers = [
-            buffer.values(layer)
+            buffer.values(layer)[0, :, span].transpose(0, 1).flatten(1)
             for layer in sorted({int(share * len(buffer.layers)) for share in LAYERS})
         ]
-        sides = owner[span], size[span], rows_of(layout.stale) - span.start
-        owner, size, stale = (x.to(layers[0].device, non_blocking=True) for x in sides)
-        found = list[torch.Tensor]()
-        for layer in layers:
-            values = layer[0, :, span].float().transpose(0, 1).flatten(1)
-            found.append(torch.nn.functional.normalize(values - values[stale].mean(dim=0), dim=1))
-        return cls(span, torch.cat(found, dim=1).div_(len(found) ** 0.5), owner, size)
+        sides = torch.stack([owner.where(is_stale, -1).int(), size.view(torch.int32)])
+        owner, size = uploaded(sides, layers[0].device)
+        # Other rows may be uninitialised.
+        rows = torch.cat(layers, dim=1).float().masked_fill_((owner < 0)[:, None], 0)
+        rows -= rows.sum(dim=0) / num_rows_of(layout.stale)
+        for part in torch.split(rows, [layer.shape[1] for layer in layers], dim=1):
+            lengths = torch.linalg.vector_norm(part, dim=1, keepdim=True).clamp_(min=1e-12)
+            part /= lengths.mul_(len(layers) ** 0.5)
+        return cls(span, rows, owner, size.view(torch.float32))
 
     def between(self, at: torch.Tensor, those: torch.Tensor | None = None) -> torch.Tensor:
         """Return the covariance of the rows' relative changes, float32 ``(T, M)``, without noise.
 
-        The kernel is ``max(0, x_i · x_j) + COMMON``, doubled if both rows are of the same chunk.
         ``at`` and ``those`` are positions, int64 ``(M,)`` and ``(T,)``; ``None`` is the whole span.
-        Rows of the result outside stale chunks are zero.
+        Rows of the result outside stale chunks mean nothing.
         """
         to = at - self.span.start
         rows = slice(None) if those is None else those - self.span.start
-        found = linear(self.rows[rows], self.rows[to]).clamp_(min=0).add_(COMMON)
-        found *= 1 + (self.owner[rows, None] == self.owner[to]).int()
-        # Masked, because rows outside stale chunks may be uninitialised.
-        return found.masked_fill_((self.owner[rows] < 0)[:, None], 0)
+        return kernel(self.rows[rows], self.owner[rows], self.rows[to], self.owner[to])
 
     def weights(self, at: torch.Tensor) -> torch.Tensor:
         """Return the weights of the posterior mean, float32 ``(S, M)``.
@@ -108,8 +106,11 @@ class RowCovariance:
         """
         known = self.between(at, at)
         known.diagonal().add_(NOISE)
-        found: torch.Tensor = solve(known, self.between(at).T)
-        return found.T.mul(self.size[:, None] / self.size[at - self.span.start]).contiguous()
+        # A product with the inverse takes half the time of a solution for all rows. The noise keeps
+        # it as exact, and makes a check needless, which would wait for the device.
+        inverse = torch.linalg.inv_ex(known).inverse
+        found = linear(self.between(at), inverse)
+        return found.mul_(self.size[:, None] / self.size[at - self.span.start])
 
     def most_informative(
         self, candidates: torch.Tensor, mass: torch.Tensor, count: int
@@ -133,31 +134,73 @@ class RowCovariance:
         torch.Tensor
             Positions in the order of choice, int64 ``(count,)``.
         """
-        left = self.between(candidates, candidates)
-        weight = mass.clamp(min=0).sqrt()
-        taken = torch.zeros_like(candidates, dtype=torch.bool)
+        at = candidates - self.span.start
         each = -(-count // STEPS)
-        chosen = list[torch.Tensor]()
-        for start in range(0, count, each):
-            variance = left.diagonal()
-            told = (weight @ left.square() - weight * variance.square()) / (variance + NOISE)
-            gain = (weight * (variance + NOISE) + told).masked_fill(taken, -torch.inf)
-            rows = gain.topk(min(each, count - start)).indices
-            chosen.append(rows)
-            taken.index_fill_(0, rows, True)  # an assignment would synchronise with the device
-            weight.index_fill_(0, rows, 0)
-            known = left[rows]
-            inner = known[:, rows]
-            inner.diagonal().add_(NOISE)
-            left -= known.T @ solve(inner, known)
-        return candidates[torch.cat(chosen)]
+        steps = -(-count // each)
+        weight = mass.clamp(min=0).sqrt()
+        hidden = torch.zeros_like(weight)
+        chosen = choose(self.rows[at], self.owner[at], weight, hidden, each=each, steps=steps)
+        return candidates[chosen[:count]]
 
 
-def solve(covariance: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Solve ``covariance · x = b``.
+def kernel(
+    rows: torch.Tensor, owner: torch.Tensor, others: torch.Tensor, of_others: torch.Tensor
+) -> torch.Tensor:
+    """Return the covariance of rows' changes with those of others, float32 ``(T, M)``.
 
-    The noise on the diagonal makes the covariance invertible. So the result isn't checked, which
-    would synchronise the host with the device.
+    It is ``max(0, x_i · x_j) + COMMON``, doubled if both rows are of the same chunk. ``rows`` and
+    ``others`` are features ``(T, F)`` and ``(M, F)``; ``owner`` and ``of_others`` say whose they
+    are, ``(T,)`` and ``(M,)``.
     """
-    found: torch.Tensor = torch.linalg.solve_ex(covariance, b).result
-    return found
+    found = linear(rows, others).clamp_(min=0).add_(COMMON)
+    return found.addcmul_(found, owner[:, None] == of_others)
+
+
+def choose(
+    rows: torch.Tensor,
+    owner: torch.Tensor,
+    weight: torch.Tensor,
+    hidden: torch.Tensor,
+    *,
+    each: int,
+    steps: int,
+) -> torch.Tensor:
+    """Choose rows as :meth:`RowCovariance.most_informative` does, ``each`` of them in a step.
+
+    It reads nothing on the host, and its shapes depend on nothing but those of its inputs, so that
+    it can be recorded. Candidates that only fill the inputs up have weight 0 and are hidden.
+
+    Parameters
+    ----------
+    rows, owner
+        Features of the candidates, float32 ``(C, F)``, and whose they are, ``(C,)``.
+    weight, hidden
+        Weights of the candidates, and minus infinity for those that may not be chosen, or else 0;
+        float32 ``(C,)``. Both are changed in place: chosen rows weigh nothing and are hidden.
+
+    Returns
+    -------
+    torch.Tensor
+        Indices in the order of choice, int64 ``(steps · each,)``. Those after the last candidate
+        mean nothing.
+    """
+    left = kernel(rows, owner, rows, owner)
+    squares = torch.empty_like(left)
+    variance = left.diagonal()
+    chosen = list[torch.Tensor]()
+    for _ in range(steps):
+        own = variance + NOISE
+        told = torch.mv(torch.mul(left, left, out=squares), weight)
+        told.addcmul_(weight, variance.square(), value=-1).div_(own)
+        best = told.addcmul_(weight, own).add_(hidden).topk(each).indices
+        chosen.append(best)
+        hidden.index_fill_(0, best, -torch.inf)
+        weight.index_fill_(0, best, 0)
+        known = left[best]
+        inner = known[:, best]
+        inner.diagonal().add_(NOISE)
+        # Unchecked, because a check would wait for the device: the noise makes it invertible.
+        root = torch.linalg.cholesky_ex(inner).L
+        known = torch.linalg.solve_triangular(root, known, upper=False)
+        left.addmm_(known.T, known, alpha=-1)
+    return torch.cat(chosen)

@@ -206,6 +206,13 @@ def rows_of(segments: Sequence[Segment]) -> torch.Tensor:
     return torch.cat([torch.arange(0), *[torch.arange(s.start, s.stop) for s in segments]])
 
 
+def uploaded(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor of the host on a device, without a wait for what the device has to do."""
+    if device.type == "cuda":
+        x = x.pin_memory()
+    return x.to(device, non_blocking=True)
+
+
 _SOURCES: tuple[Source, ...] = "computed", "reused", "exact", "repaired"
 
 

@@ -13,10 +13,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
 from kvrag.blend.covariance import RowCovariance
-from kvrag.blend.layout import Layout, Segment, mask_of, num_rows_of, rows_of
+from kvrag.blend.layout import Layout, Segment, mask_of, num_rows_of, rows_of, uploaded
 from kvrag.config import RepairConfig
 
 POOL = 512
@@ -129,8 +128,8 @@ def _informative_rows(signals: Signals) -> torch.Tensor:
     assert mass is not None
     pool = by_mass[:POOL]
     device = covariance.rows.device
-    candidates, weights = (x.to(device, non_blocking=True) for x in (pool, mass[pool]))
-    chosen = covariance.most_informative(candidates, weights, count).cpu()
+    sides = uploaded(torch.stack([pool.int(), mass[pool].view(torch.int32)]), device)
+    chosen = covariance.most_informative(sides[0], sides[1].view(torch.float32), count).cpu()
     rest = by_mass[~mask_of(chosen, len(mass))[by_mass]]
     return torch.cat([chosen, rest[: signals.budget - count]])
 
@@ -143,35 +142,38 @@ def _sentences(signals: Signals) -> torch.Tensor:
     2404.14469.) A question also compares a fact with all similar sentences.
     """
     mass = signals.measured["mass"]
-    left = SENTENCES_SHARE * signals.budget
-    chosen = list[torch.Tensor]()
     assert mass is not None
     assert signals.starts is not None
     starts = signals.starts.clone()
     starts[[chunk.start for chunk in signals.stale]] = True
-    sentences = sentence_rows(signals.candidates, starts)
-    sizes = [len(rows) for rows in sentences]
-    padded = pad_sequence([*torch.split(mass[signals.candidates], sizes)], batch_first=True)
-    peaks = padded.topk(min(PEAKS, max(sizes))).values.sum(dim=1)
-    scores = peaks / torch.tensor(sizes).clamp(max=PEAKS)
-    for index in torch.argsort(scores, descending=True, stable=True).tolist():
-        rows = sentences[index]
-        if len(rows) <= left:
-            chosen.append(rows)
-            left -= len(rows)
-    taken = torch.cat([signals.candidates[:0], *chosen])
-    others = signals.candidates[~mask_of(taken, len(mass))[signals.candidates]]
+    first, sizes = sentences(signals.candidates, starts)
+    place = torch.arange(LONGEST)
+    read = torch.nn.functional.pad(mass[signals.candidates], (0, LONGEST))[first[:, None] + place]
+    peaks = read.masked_fill_(place >= sizes[:, None], 0).topk(PEAKS).values.sum(dim=1)
+    order = torch.argsort(peaks / sizes.clamp(max=PEAKS), descending=True, stable=True)
+    left = SENTENCES_SHARE * signals.budget
+    is_taken = torch.zeros(len(signals.candidates), dtype=torch.bool)
+    for start, size in torch.stack([first, sizes], dim=1)[order].tolist():
+        if size <= left:
+            is_taken[start : start + size] = True
+            left -= size
+    taken, others = (signals.candidates[which] for which in (is_taken, ~is_taken))
     rest = _informative_rows(
         replace(signals, candidates=others, budget=signals.budget - len(taken))
     )
     return torch.cat([taken, rest])
 
 
-def sentence_rows(rows: torch.Tensor, starts: torch.Tensor) -> list[torch.Tensor]:
-    """Split rows, int64 ascending, at sentence starts, at gaps, and after :data:`LONGEST` rows."""
+def sentences(rows: torch.Tensor, starts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Split rows, int64 ascending, at sentence starts, at gaps, and after :data:`LONGEST` rows.
+
+    Returns the index of every sentence's first row, and the number of its rows, int64.
+    """
+    index = torch.arange(len(rows))
     is_cut = starts[rows] | (rows.diff(prepend=rows[:1] - 2) != 1)
-    pieces = torch.tensor_split(rows, torch.nonzero(is_cut)[1:, 0])
-    return [piece[at : at + LONGEST] for piece in pieces for at in range(0, len(piece), LONGEST)]
+    begun = index.where(is_cut, 0).cummax(dim=0).values
+    first = torch.nonzero((index - begun) % LONGEST == 0)[:, 0]
+    return first, first.diff(append=torch.tensor([len(rows)]))
 
 
 SELECT: dict[str, Callable[[Signals], torch.Tensor]] = {

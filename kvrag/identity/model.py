@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import chain, filterfalse
 from operator import attrgetter, call, is_
@@ -41,7 +41,7 @@ from kvrag.identity.describe import (
     tokenizer_digest,
 )
 from kvrag.identity.fingerprint import ModelIdentity, digest
-from kvrag.identity.weights import content_digest, is_packed, leaves
+from kvrag.identity.weights import content_digest, is_packed, leaves, raw
 
 logger = logging.getLogger(__name__)
 
@@ -115,16 +115,17 @@ def weights_digest(model: torch.nn.Module) -> str:
     the hashing: seconds and, on a device, a copy of each weight in turn. Raises
     :class:`~kvrag.errors.UnsupportedModelError` for weights that can't be read.
     """
-    start = time.perf_counter()
     kept = {**_own_and_added(model)[0], **kept_beside(model)}
-    look = _Look(kept.values(), sample(kept.values()))
-    known = _HASHED.get(model)
-    if known is not None and (found := known.get(look)):
-        return found
-    found = f"tensors:{content_digest({name: tensor.detach() for name, tensor in kept.items()})}"
-    logger.info("hashed the model's weights in memory in %.2f s", time.perf_counter() - start)
-    _HASHED[model] = _Digests(look, found)
-    return found
+
+    def hashed() -> str:
+        start = time.perf_counter()
+        found = content_digest({name: tensor.detach() for name, tensor in kept.items()})
+        logger.info("hashed the model's weights in memory in %.2f s", time.perf_counter() - start)
+        return f"tensors:{found}"
+
+    return _HASHED.setdefault(model, _Digests()).of(
+        _Look(kept.values(), sample(kept.values())), hashed
+    )
 
 
 def _own_and_added(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
@@ -188,9 +189,10 @@ class LiveIdentity:
         self._identity = identity
         self._fingerprint = identity.fingerprint
         self._seen = _look_at(model, self._moving)
+        self._weights, self._adapters = _Digests(), _Digests()
         weights, adapters = _sides(model)
-        self._weights = _Digests(weights, identity.weights)
-        self._adapters = _Digests(adapters, identity.adapters)
+        self._weights.of(weights, lambda: identity.weights)
+        self._adapters.of(adapters, lambda: identity.adapters)
 
     @property
     def fingerprint(self) -> str:
@@ -206,14 +208,10 @@ class LiveIdentity:
 
     def _update(self, dtype: str) -> None:
         """Follow a change of the weights, the adapters or the precision."""
+        check_adapters(self._model)
         base, added = _sides(self._model)
-        weights = self._weights.get(base)
-        adapters = self._adapters.get(added)
-        if weights is None or adapters is None:
-            check_adapters(self._model)
-            weights = weights or self._weights.add(base, weights_digest(self._model))
-            if adapters is None:
-                adapters = self._adapters.add(added, adapters_digest(self._model))
+        weights = self._weights.of(base, lambda: weights_digest(self._model))
+        adapters = self._adapters.of(added, lambda: adapters_digest(self._model))
         was = self._identity
         if (weights, adapters, dtype) != (was.weights, was.adapters, was.dtype):
             self._identity = replace(was, weights=weights, adapters=adapters, dtype=dtype)
@@ -247,7 +245,7 @@ class _Look:
         plain = [*tensors]
         self._refs = [*map(weakref.ref, chain(plain, beside))]
         if any(map(is_packed, set(map(type, plain)))):
-            plain = [*_leaves(plain)]
+            plain = [leaf for tensor in plain for _, leaf in leaves(tensor)]
         counted = filterfalse(torch.Tensor.is_inference, plain)
         places = map(torch.Tensor.data_ptr, plain)
         self._notes = [*notes, *places, *map(attrgetter("_version"), counted)]
@@ -298,19 +296,19 @@ def _sides(model: torch.nn.Module) -> tuple[_Look, _Look]:
 class _Digests:
     """Digests of the latest states of some tensors, and of the first state, at load."""
 
-    def __init__(self, look: _Look, digest: str) -> None:
-        self._known = [(look, digest)]
+    def __init__(self) -> None:
+        self._known: list[tuple[_Look, str]] = []
 
-    def get(self, look: _Look) -> str | None:
-        """Return the digest of a state if it is known."""
-        return next((found for known, found in reversed(self._known) if look.is_as(known)), None)
-
-    def add(self, look: _Look, digest: str) -> str:
-        """Remember a digest in place of the oldest but the first."""
-        while len(self._known) >= _NUM_REMEMBERED:
+    def of(self, look: _Look, digest: Callable[[], str]) -> str:
+        """Return the digest of a state, known or new; a new one replaces the oldest but the first."""
+        for known, found in reversed(self._known):
+            if look.is_as(known):
+                return found
+        found = digest()
+        if len(self._known) == _NUM_REMEMBERED:
             del self._known[1]
-        self._known.append((look, digest))
-        return digest
+        self._known.append((look, found))
+        return found
 
 
 def _note(layer: Any) -> object:
@@ -330,28 +328,8 @@ _HASHED = weakref.WeakKeyDictionary[torch.nn.Module, _Digests]()
 """Latest digests of models' weights."""
 
 
-def _leaves(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield the plain tensors that tensors consist of."""
-    return (leaf for tensor in tensors for _, leaf in leaves(tensor))
-
-
 def sample(tensors: Iterable[torch.Tensor]) -> bytes:
-    """Read a few values of every plain tensor in some, spread evenly.
-
-    There is a single copy to the host per dtype and device.
-    """
-    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for tensor in _leaves(tensors):
-        size = tensor.numel()
-        if size:
-            # Spread over its memory, in any layout: a copy of a transposed weight takes as much.
-            if not tensor.is_contiguous():
-                size = 1 + sum(
-                    (n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)
-                )
-            count = min(SAMPLES, size)
-            group = groups.setdefault((tensor.device, tensor.dtype), [])
-            group.append(tensor.detach().as_strided((count,), (size // count,)))
-    return b"".join(
-        [torch.cat(group).view(torch.uint8).cpu().numpy().tobytes() for group in groups.values()]
-    )
+    """Read a few values of every plain tensor in some, spread evenly."""
+    plain = [leaf.detach() for tensor in tensors for _, leaf in leaves(tensor)]
+    few = [x.reshape(-1)[:: max(1, x.numel() // SAMPLES)][:SAMPLES] for x in plain if x.numel()]
+    return b"".join([raw(x) for x in few])

@@ -1,12 +1,15 @@
 """Layouts and selections: integers, no model."""
 
+from types import SimpleNamespace
+
+import fake_cuda
 import pytest
 import torch
 
-from kvrag.blend.covariance import RowCovariance
+from kvrag.blend.covariance import NOISE, STEPS, RowCovariance, choose
 from kvrag.blend.layout import Layout, Segment, place, rows_of
 from kvrag.blend.reuse import decide
-from kvrag.blend.select import effective_ratio, select_rows, sentence_rows
+from kvrag.blend.select import effective_ratio, select_rows, sentences
 from kvrag.config import RepairConfig
 
 #   prefix 0:10 | chunk 10:110 exact | glue 110:112 | chunk 112:212 | glue 212:214 | chunk 214:314 | suffix 314:330
@@ -146,8 +149,136 @@ def test_no_sentence_goes_over_from_a_chunk_to_the_next():
 
 def test_sentences_are_cut_at_seams_and_where_they_are_too_long():
     rows = torch.tensor([*range(5, 100), *range(102, 110)])
-    parts = [(int(part[0]), int(part[-1])) for part in sentence_rows(rows, starts_at(20, 104))]
+    first, sizes = sentences(rows, starts_at(20, 104))
+    parts = list(zip(rows[first].tolist(), rows[first + sizes - 1].tolist(), strict=True))
     assert parts == [(5, 19), (20, 83), (84, 99), (102, 103), (104, 109)]
+
+
+def test_sentences_are_chosen_as_one_after_the_other():
+    """The reference looks at each sentence by itself."""
+    layout = place(
+        [
+            *((200, "chunk", False, number, False) for number in range(3)),
+            (4, "live", False, -1, False),
+        ]
+    )
+    config = RepairConfig("query_sentences", recompute_ratio=0.2, first_k=0)
+    for seed in range(5):
+        covariance = covariance_of(layout, seed)
+        mass = torch.rand(604) ** 4
+        starts = torch.rand(604) < 0.05
+        got = select_rows(layout, config, mass=mass, covariance=covariance, starts=starts)
+        starts[[0, 200, 400]] = True
+        first = torch.nonzero(starts[:600])[:, 0].tolist()
+        whole = [
+            range(at, min(at + 64, stop))
+            for start, stop in zip(first, [*first[1:], 600], strict=True)
+            for at in range(start, stop, 64)
+        ]
+        best = sorted(
+            whole,
+            key=lambda rows: -float(mass[list(rows)].sort(descending=True).values[:4].mean()),
+        )
+        taken = []
+        for rows in best:
+            if len(taken) + len(rows) <= 80:
+                taken.extend(rows)
+        others = [row for row in range(600) if row not in taken]
+        others.sort(key=lambda row: -float(mass[row]))
+        pool = torch.tensor(others[:512])
+        rest = informative(covariance, pool, mass[pool], 120 - len(taken))
+        assert got.tolist() == sorted([*taken, *rest])
+
+
+def informative(covariance, candidates, mass, count):
+    """Choose the most informative rows by a solution in each step: the reference."""
+    left = covariance.between(candidates, candidates)
+    weight = mass.clamp(min=0).sqrt()
+    taken = torch.zeros_like(candidates, dtype=torch.bool)
+    each = -(-count // STEPS)
+    chosen = []
+    for start in range(0, count, each):
+        variance = left.diagonal()
+        told = (weight @ left.square() - weight * variance.square()) / (variance + NOISE)
+        gain = (weight * (variance + NOISE) + told).masked_fill(taken, -torch.inf)
+        rows = gain.topk(min(each, count - start)).indices
+        chosen.append(rows)
+        taken[rows] = True
+        weight[rows] = 0
+        known = left[rows]
+        inner = known[:, rows]
+        inner.diagonal().add_(NOISE)
+        left -= known.T @ torch.linalg.solve(inner, known)
+    return candidates[torch.cat(chosen)].tolist()
+
+
+MANY = place(
+    [
+        *((100, "chunk", False, number, False) for number in range(12)),
+        (4, "live", False, -1, False),
+    ]
+)
+
+
+@pytest.mark.parametrize("count", [1, 5, 32, 33, 100, 250, 256])
+def test_the_most_informative_rows_are_those_of_one_solution_after_the_other(count):
+    for seed in range(3):
+        covariance = covariance_of(MANY, seed)
+        candidates = torch.randperm(1200)[:512]
+        mass = torch.rand(512) ** 4
+        mass[::7] = 0
+        want = informative(covariance, candidates, mass, count)
+        assert covariance.most_informative(candidates, mass, count).tolist() == want
+
+
+def test_candidates_that_fill_the_inputs_up_change_nothing_and_are_not_chosen():
+    """A recording has inputs of one size."""
+    covariance = covariance_of(MANY)
+    candidates = torch.randperm(1200)[:300]
+    mass = torch.rand(300)
+    want = covariance.most_informative(candidates, mass, 256)
+    filled = torch.cat([candidates, candidates[:1].expand(212)])
+    hidden = torch.zeros(512)
+    hidden[300:] = -torch.inf
+    weight = torch.cat([mass.sqrt(), torch.zeros(212)])
+    got = choose(
+        covariance.rows[filled], covariance.owner[filled], weight, hidden, each=8, steps=STEPS
+    )
+    assert filled[got].tolist() == want.tolist()
+
+
+def test_a_choice_can_be_recorded(monkeypatch):
+    """It asks the device for nothing that a recording can't have, however often it is replayed."""
+    fake = fake_cuda.install(monkeypatch)
+    covariance = covariance_of(MANY)
+    inputs = covariance.rows[:512], covariance.owner[:512], torch.rand(512), torch.zeros(512)
+    want = choose(*(x.clone() for x in inputs), each=8, steps=STEPS)
+    with fake:
+        given = [x.to("cuda", non_blocking=True) for x in inputs]
+        fake.clear()
+        with fake.replay():
+            got = choose(*given, each=8, steps=STEPS)
+        assert fake.num_launches == 1
+        assert torch.equal(got.cpu(), want)
+
+
+def test_the_covariance_takes_one_upload_and_no_wait(monkeypatch):
+    """Whose rows are, and how much they change."""
+    fake = fake_cuda.install(monkeypatch)
+    layers, mass = [torch.randn(1, 2, 1204, 16) for _ in range(4)], torch.rand(1204)
+
+    def found(values):
+        buffer = SimpleNamespace(layers=values, values=values.__getitem__)
+        return RowCovariance.of(buffer, MANY, mass)
+
+    want = found(layers)
+    with fake:
+        layers = [x.to("cuda", non_blocking=True) for x in layers]
+        fake.clear()
+        got = found(layers)
+        assert [kind for kind, _ in fake.log] == ["upload"]
+        for name in ("rows", "owner", "size"):
+            assert torch.equal(getattr(got, name).cpu(), getattr(want, name))
 
 
 @pytest.mark.parametrize("ratio", [0.005, 0.01, 0.015, 0.5, 0.99, 1.0, None])
