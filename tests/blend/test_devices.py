@@ -103,7 +103,7 @@ class Device:
     def charged(self, price: Price, layout: Layout) -> float:
         """Return what a layout takes here."""
         each = {"host": 1e-4, "stitch": self.copy, "request": self.request}
-        own = Own((), 0.0, 0.0, each)
+        own = Own(((0.0,), (0.0,)), 0.0, 0.0, each)
         object.__setattr__(own, "of_forward", self.time)
         return replace(price, costs=own).of(layout)
 
@@ -140,13 +140,70 @@ def prompt(length: int, share: float) -> tuple[Layout, list[tuple[str, int]]]:
     return layout, [("host", 30), *[("host", rows)] * count]
 
 
-def told(device: Device, costs: Costs, length: int, share: float) -> tuple[float, str]:
+def ratio(device: Device, costs: Costs, length: int, share: float) -> tuple[float, str]:
+    """Return what ``auto`` takes on a device, as a share of the better of both ways, and the figures in words."""
     layout, stored = prompt(length, share)
     price = Price(costs, RepairConfig(), 32, stored)
     chosen, _ = price.cheapest(layout)
     full, repaired, auto = (
         device.charged(price, each) for each in (layout.only_live(), layout, chosen)
     )
-    guess = [price.of(each) for each in (layout.only_live(), layout)]
-    words = f"{length} {share}: full {full:.1f} repaired {repaired:.1f} auto {auto:.1f} {bool(chosen.stale)} guessed {guess[0]:.1f} {guess[1]:.1f}"
+    words = f"{length} tokens, {share:.0%} stored: {full:.1f} ms in full, {repaired:.1f} repaired, {auto:.1f} by auto"
     return auto / min(full, repaired), words
+
+
+@pytest.mark.parametrize("name", DEVICES)
+@pytest.mark.parametrize(("noise", "seed"), [(0.0, 0), (0.05, 1), (0.05, 2), (0.05, 3)])
+def test_auto_takes_about_as_little_as_the_better_way(
+    monkeypatch: pytest.MonkeyPatch, name: str, noise: float, seed: int
+) -> None:
+    device = replace(DEVICES[name], noise=noise, seed=seed)
+    costs = device.measured(monkeypatch)
+    for length in LENGTHS:
+        for share in SHARES:
+            found, words = ratio(device, costs, length, share)
+            assert found <= LIMIT, words
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_both_ways_are_the_better_one_somewhere(name: str) -> None:
+    """Else the cells say nothing of a choice."""
+    device = DEVICES[name]
+    better = set()
+    for length in LENGTHS:
+        for share in SHARES:
+            layout, stored = prompt(length, share)
+            price = Price(Costs(((0.0,), (0.0,)), 1, 0, {}), RepairConfig(), 32, stored)
+            full, repaired = (device.charged(price, each) for each in (layout.only_live(), layout))
+            better.add(repaired < full)
+    assert better == {True, False}
+
+
+@pytest.mark.parametrize("name", ["8B, recorded", "8B, launched", "small, recorded", "CPU, 0.5B"])
+def test_forwards_cost_what_the_device_takes(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Between the sizes that are timed a recorded forward computes as many rows as the larger of them has."""
+    device = DEVICES[name]
+    costs = device.measured(monkeypatch)
+    for rows in (16, 192, 512, 1_500, 2_048, 6_000, 30_000):
+        pairs = rows * rows / 2
+        assert costs.of_forward(rows, pairs) == pytest.approx(device.time(rows, pairs), rel=0.1)
+    assert costs.pair == pytest.approx(device.pair, rel=0.01)
+    if not device.is_cpu:
+        assert costs.of("stitch") == pytest.approx(device.copy)
+
+
+def test_slow_tiers_are_read_where_a_forward_has_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward that takes as long for 500 rows as for 16 computes a slow tier's chunks beside, but not twenty of them."""
+    device = replace(
+        DEVICES["8B, recorded"], time=recorded({1: 8.0, 512: 8.0, 1024: 30.0, 2048: 60.0}, 5e-7)
+    )
+    costs = device.measured(monkeypatch)
+    layout, stored = prompt(3_000, 1.0)
+    costs = replace(costs, each={**costs.each, "disk": 0.02})
+    price = Price(costs, RepairConfig(strategy="none"), 32, [("disk", rows) for _, rows in stored])
+    lean, reason = price.cheapest(layout)
+    assert 0 < len(layout.stale) - len(lean.stale) < len(layout.stale)
+    assert price.of(lean) < price.of(layout)
+    assert "would cost more to load than to compute" in str(reason)
+    slower = replace(price, costs=replace(costs, each={**costs.each, "disk": 0.2}))
+    assert not slower.cheapest(layout)[0].reused, "all of them together cost less to compute"
