@@ -48,9 +48,8 @@ VERSION = "3"  # part of the cache file's name, so versions don't overwrite each
 SIZES = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096, 8192, 16384)
 """Rows of the timed forwards: those of recorded forwards, and more where these take no longer."""
 ENOUGH_MS = 200.0  # a forward slower than this is the largest that is timed
-ROUNDS = 4  # most runs of what is timed; the fastest counts, and the first may record it
+ROUNDS = 3  # most runs of what is timed; the fastest counts, and the first may record it
 PATIENCE_MS = 1000.0  # if runs together take longer, two suffice
-KEYS = 8192  # most keys before the rows of the forward that tells what a pair costs
 COPIED = 2**26  # bytes of the timed copy to a CUDA device
 # Initial guesses: 1 GB/s from disk, nothing from memory, which is not copied, and 1.5 GB/s to
 # stitch on a CPU. Requests correct them.
@@ -374,7 +373,8 @@ def measured(lm: CausalLM) -> Costs:
             break
     sizes, took = tuple(times), [*times.values()]
     most = sizes[-1]
-    before = min(KEYS, lm.reuse_window - most)
+    # Behind many keys, the same rows tell what a pair costs.
+    before = min(64 * most, 8192, lm.reuse_window - most)
     pair = max(0.0, taken(most, before) - took[-1]) / (most * before)
     # If more rows took less, the machine was busy before.
     own = tuple([max(0.0, min(took[n:]) - pair * rows**2 / 2) for n, rows in enumerate(sizes)])
