@@ -1,7 +1,8 @@
 """The cost model behind ``auto``: measured on the loaded model at first use, cached on disk.
 
-The model is linear. A forward costs a constant, plus a price per computed row and per (row, key)
-pair. Loading and stitching cost a price per row. Only ``auto`` asks for predictions.
+A forward costs what forwards of similar size took, plus a price per (row, key) pair. (On an
+accelerator a forward of 16 rows may take as long as one of hundreds.) Loading and stitching cost a
+price per row. Only ``auto`` asks for predictions.
 
 Requests correct the model. If loading from a tier or stitching takes more than twice as long as
 predicted, or less than half, the observed price replaces the old price. If forwards do, or if
@@ -23,6 +24,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+import numpy as np
 import torch
 from pydantic import TypeAdapter
 
@@ -32,29 +34,30 @@ from kvrag.blend.select import needs_of, num_selected
 from kvrag.cache import keep
 from kvrag.config import RepairConfig
 from kvrag.identity.fingerprint import chunk_key
-from kvrag.model.attention import ragged_attention
 from kvrag.model.lm import CausalLM, LoadedModel
 from kvrag.model.load import kept_file
 from kvrag.model.lock import WAITED
-from kvrag.model.rows import Limits, Rows
+from kvrag.model.rows import Rows
 from kvrag.progress import Progress
 from kvrag.prompt.plan import Plan
 from kvrag.store import TieredStore
 
 logger = logging.getLogger(__name__)
 
-VERSION = "2"  # part of the cache file's name, so versions don't overwrite each other's costs
-SMALL = 16  # rows of the smallest timed forward
-LARGE = 2048  # rows of the largest
+VERSION = "3"  # part of the cache file's name, so versions don't overwrite each other's costs
+SIZES = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096, 8192, 16384)
+"""Rows of the timed forwards: those of recorded forwards, and more where these take no longer."""
 ENOUGH_MS = 200.0  # a forward slower than this is the largest that is timed
-PATIENCE_MS = 1000.0  # if all forwards together take longer, two rounds suffice
-ROUNDS = 3  # timing rounds per forward; the fastest counts
-BYTES_PER_MS = {"disk": 1e6, "host": 2e7, "gpu": 1e8, "stitch": 1.5e6}
-"""Initial guesses: 1 GB/s from disk, 20 GB/s from host memory (nothing is copied), 100 GB/s from
-GPU memory, 1.5 GB/s to stitch. Requests correct them."""
+ROUNDS = 3  # most runs of what is timed; the fastest counts, and the first may record it
+PATIENCE_MS = 1000.0  # if runs together take longer, two suffice
+COPIED = 2**26  # bytes of the timed copy to a CUDA device
+# Initial guesses: 1 GB/s from disk, nothing from memory, which is not copied, and 1.5 GB/s to
+# stitch on a CPU. Requests correct them.
+DISK_MS_PER_BYTE = 1e-6
+STITCH_MS_PER_BYTE = 6.7e-7
 # Repaired reuse must cost less than this fraction of exact reuse. A smaller saving doesn't justify
 # an approximation, and may be a prediction error.
-MARGIN = 0.9
+MARGIN = 0.96
 WRONG = 2.0  # a prediction off by more than this factor is wrong
 NOTABLE_MS = 20.0  # smaller errors are ignored
 REFUSALS = 8  # consecutive refusals of reuse after which the model is measured again
@@ -66,15 +69,19 @@ class Costs:
 
     Attributes
     ----------
-    forward, row, pair
-        Constant cost of a forward, cost per computed row, and cost per (row, key) pair.
+    forwards
+        Cost of forwards without their attention: numbers of rows, ascending, and a cost for each.
+    row
+        Cost per row beyond the last point.
+    pair
+        Cost per (row, key) pair.
     each
         Other costs by name: per row loaded from a tier (``"host"``, ``"disk"``, ...), per stitched
         row (``"stitch"``), and per repaired prompt besides its forwards (``"request"``). They are
         guesses until a request proves them wrong.
     """
 
-    forward: float
+    forwards: tuple[tuple[float, ...], tuple[float, ...]]
     row: float
     pair: float
     each: Mapping[str, float]
@@ -92,7 +99,8 @@ class Costs:
 
     def of_forward(self, rows: float, pairs: float) -> float:
         """Return the cost of a forward over ``rows`` rows with ``pairs`` (row, key) pairs."""
-        return self.forward + rows * self.row + pairs * self.pair
+        known = float(np.interp(rows, *self.forwards)) + pairs * self.pair
+        return known + max(0.0, rows - self.forwards[0][-1]) * self.row
 
     def in_words(self, cost: float) -> str:
         """Format a cost: ``18.4 s``, ``340 ms``, or ``as much as 1,120 tokens``."""
@@ -112,7 +120,7 @@ def is_wrong(took: float, predicted: float) -> bool:
     return is_far_off and abs(took - predicted) > NOTABLE_MS
 
 
-IN_ROWS = Costs(0.0, 1.0, 0.0, {"request": 160.0}, unit="tokens")
+IN_ROWS = Costs(((0.0,), (0.0,)), 1.0, 0.0, {"request": 160.0}, unit="tokens")
 """Costs of a model that can't be measured: 1 per computed row, and 160 per repaired prompt."""
 
 
@@ -166,9 +174,8 @@ class Price:
     def cheapest(self, layout: Layout) -> tuple[Layout, str | None]:
         """Return the cheapest layout, and the reason if it reuses less than ``layout``.
 
-        The cost is nearly linear in the chunks, so chunks are dropped independently: those that
-        cost more to load than to compute. The rest, repaired, is then compared with exact reuse
-        alone.
+        Chunks that cost more to load than to compute are dropped. The rest, repaired, is then
+        compared with exact reuse alone.
         """
         without = [
             Segment(s.start, s.stop, "live") if s in layout.stale else s for s in layout.segments
@@ -193,10 +200,10 @@ class Price:
         price = self.of(layout)
         other = self.of(exact)
         full = self.of(layout.only_live())
-        costs = {"reuse": price, "full prefill": full}
-        if exact.reused or exact.history:
-            costs = {"reuse": price, "exact reuse alone": other, "full prefill": full}
-        is_close = "" if price >= other else ", and an approximation must save a tenth"
+        costs = {"reuse": price, "exact reuse alone": other, "full prefill": full}
+        if not (exact.reused or exact.history):
+            del costs["exact reuse alone"]
+        is_close = "" if price >= other else ", and an approximation must save 4%"
         return f"repaired reuse would not pay; {self._estimates(costs)}{is_close}"
 
     def _estimates(self, costs: Mapping[str, float]) -> str:
@@ -205,18 +212,19 @@ class Price:
         )
 
     def _lean(self, layout: Layout) -> Layout:
-        """Drop the sources that cost more to load than to compute; few tiers are that slow."""
+        """Drop the sources that cost more to load than to compute; few tiers are that slow.
+
+        They are dropped one by one: a forward may have room for some of them, but not for all.
+        """
         costs = self.costs
-        if (
-            max([costs.of(tier) for tier, _ in self.stored], default=0.0) + costs.of("stitch")
-            < costs.row / 2
-        ):
+        load = max([costs.of(tier) for tier, _ in self.stored], default=0.0)
+        if load + costs.of("stitch") < costs.row / 2:
             return layout
-        price = self.of(layout)
         sources = {segment.source for segment in layout.reused}
-        return layout.without(
-            {source for source in sources if self.of(layout.without({source})) < price}
-        )
+        nothing = layout.without(sources)
+        for source in sources:
+            layout = min(layout, layout.without({source}), key=self.of)
+        return min(layout, nothing, key=self.of)
 
 
 class CostModel:
@@ -304,17 +312,23 @@ class CostModel:
 
     @cached_property
     def _file(self) -> Path:
-        threads = str(torch.get_num_threads())
-        cores = str(os.cpu_count())
-        where = {"threads": threads, "cores": cores, "processor": _processor(), "prices": VERSION}
+        where = {
+            "threads": str(torch.get_num_threads()),
+            "cores": str(os.cpu_count()),
+            "processor": _line("/proc/cpuinfo", "model name") or platform.processor(),
+            "driver": f"{torch.version.cuda}, {_line('/proc/driver/nvidia/version', 'NVRM')}",
+            "prices": VERSION,
+        }
         return kept_file("cost", self._loaded.reusable, self._loaded.fingerprint, **where)
 
 
-def _processor() -> str:
+def _line(path: str, beginning: str) -> str:
+    """Return the first line of a file with this beginning; empty if there is none."""
     with suppress(OSError, StopIteration):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line for line in lines if line.startswith("model name"))
-    return platform.processor()
+        return next(
+            line for line in Path(path).read_text().splitlines() if line.startswith(beginning)
+        )
+    return ""
 
 
 def costs_of(lm: CausalLM, file: Path) -> Costs:
@@ -340,57 +354,50 @@ def costs_of(lm: CausalLM, file: Path) -> Costs:
 
 @torch.inference_mode()
 def measured(lm: CausalLM) -> Costs:
-    """Time a layer's attention and a few forwards over random tokens, and derive the costs."""
-    pair = _pair_ms(lm)
-    rows = SMALL
+    """Time forwards, and a copy to the device; derive the costs.
+
+    Each forward runs several times, so a model that records its forwards has recorded them.
+    """
+
+    def taken(rows: int, before: int = 0) -> float:
+        ids = torch.arange(rows) % lm.vocab_size
+        stop = before + rows
+        return _best_ms(lambda: lm.forward(ids, Rows.span(before, stop), lm.buffer(stop))[0])
+
     times = dict[int, float]()
-    ids = torch.randint(lm.vocab_size, (LARGE,), generator=torch.Generator().manual_seed(0))
-
-    def taken(rows: int) -> float:
-        return _ms(lambda: lm.forward(ids[:rows], Rows.span(0, rows), lm.buffer(rows))[0])
-
-    while rows <= min(LARGE, lm.reuse_window):
-        times[rows] = taken(rows)
-        if rows > SMALL and times[rows] > min(4 * times[SMALL], ENOUGH_MS):
+    for rows in SIZES:
+        if rows * 2 > lm.reuse_window:
             break
-        rows *= 4 if times[rows] < ENOUGH_MS / 4 else 2
-    spent = sum(times.values())
-    # Repeat: the first runs are slower, and other processes may be busy.
-    for _ in range(1, ROUNDS if spent < PATIENCE_MS else 2):
-        times = {rows: min(ms, taken(rows)) for rows, ms in times.items()}
-    few = min(times)
-    many = max(times)
-    row = (times[many] - times[few] - pair * (many**2 - few**2) / 2) / (many - few)
-    if row <= 0:
-        raise ArithmeticError(
-            f"forwards of {few} and {many} rows took {times[few]:.2f} and {times[many]:.2f} ms"
-        )
-    forward = max(0.0, times[few] - row * few)
-    guessed = {name: lm.kv_bytes_per_token / speed for name, speed in BYTES_PER_MS.items()}
-    return Costs(forward, row, pair, guessed | {"request": forward})
+        times[rows] = ms = taken(rows)
+        if rows > SIZES[0] and ms > min(4 * times[SIZES[0]], ENOUGH_MS):
+            break
+    sizes, took = tuple(times), [*times.values()]
+    most = sizes[-1]
+    # Behind many keys, the same rows tell what a pair costs.
+    before = min(64 * most, 8192, lm.reuse_window - most)
+    pair = max(0.0, taken(most, before) - took[-1]) / (most * before)
+    # If more rows took less, the machine was busy before.
+    own = tuple([max(0.0, min(took[n:]) - pair * rows**2 / 2) for n, rows in enumerate(sizes)])
+    costs = Costs((sizes, own), 0.0, pair, {})
+    row = max(0.0, own[-1] - costs.of_forward(most / 2, 0)) / (most / 2)
+    stitch = STITCH_MS_PER_BYTE
+    if lm.device.type == "cuda":
+        source = torch.empty(COPIED, dtype=torch.uint8, pin_memory=True)
+        stitch = _best_ms(lambda: source.to(lm.device, non_blocking=True)) / COPIED
+    each = {
+        "disk": lm.kv_bytes_per_token * DISK_MS_PER_BYTE,
+        "stitch": lm.kv_bytes_per_token * stitch,
+        "request": max(0.0, own[0] - row * SIZES[0]),
+    }
+    return replace(costs, row=row, each=each)
 
 
-def _pair_ms(lm: CausalLM) -> float:
-    """Return the milliseconds per (row, key) pair, summed over all layers."""
-    shape = lm.traits[0].attended
-    config = lm.config.get_text_config()
-    rows = min(1024, lm.reuse_window)
-    heads = getattr(config, "num_attention_heads", shape.num_heads)
-    sizes = (
-        (heads, shape.key_dim),
-        (shape.num_heads, shape.key_dim),
-        (shape.num_heads, shape.value_dim),
-    )
-    query, keys, values = (
-        torch.ones(1, n, rows, dim, dtype=lm.dtype, device=lm.device) for n, dim in sizes
-    )
-    limits = Limits(torch.arange(rows, device=lm.device), rows)
-    cap = getattr(config, "attn_logit_softcapping", None)
-    best = min(
-        _ms(lambda: ragged_attention(query, keys, values, limits, scale=1.0, softcap=cap))
-        for _ in range(3)
-    )
-    return best * lm.depth / (rows * rows / 2)
+def _best_ms(run: Callable[[], torch.Tensor]) -> float:
+    """Return the milliseconds of the fastest of a few runs."""
+    times = list[float]()
+    while len(times) < (ROUNDS if sum(times) < PATIENCE_MS else 2):
+        times.append(_ms(run))
+    return min(times)
 
 
 def _ms(run: Callable[[], torch.Tensor]) -> float:

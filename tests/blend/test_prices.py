@@ -14,12 +14,22 @@ from test_selection import LAYOUT
 from texts import asking, make_chunks
 
 from kvrag import RepairConfig
-from kvrag.blend.cost import IN_ROWS, REFUSALS, CostModel, Costs, Price, _ms, costs_of, measured
+from kvrag.blend.cost import (
+    IN_ROWS,
+    REFUSALS,
+    CostModel,
+    Costs,
+    Price,
+    _line,
+    _ms,
+    costs_of,
+    measured,
+)
 from kvrag.blend.layout import lay_out, place
 
 CHUNKS = make_chunks(4, words=60, seed=9)
 prompt = partial(asking, CHUNKS)
-COSTS = Costs(forward=10, row=1, pair=0, each={"request": 10, "host": 0})
+COSTS = Costs(((0.0,), (10.0,)), row=1, pair=0, each={"request": 10, "host": 0})
 TEN = [(250, "chunk", False, n, False) for n in range(1, 11)]
 LONG = place([(10, "prefix", True, 0, False), *TEN, (16, "live", False, -1, False)])
 FIVE = RepairConfig(recompute_ratio=0.05, first_k=4)
@@ -50,7 +60,7 @@ def test_prices_count_every_pass():
 
 
 def test_prices_are_forwards_rows_keys_and_what_is_loaded_and_stitched():
-    costs = Costs(100, 1, 0.01, {"disk": 2, "host": 0.5, "stitch": 3, "request": 7})
+    costs = Costs(((0,), (100,)), 1, 0.01, {"disk": 2, "host": 0.5, "stitch": 3, "request": 7})
     stored = [("host", 10), ("disk", 120), ("host", 100), ("host", 100)]
     price = Price(costs, RepairConfig(strategy="none"), 30, stored)
     seen = 2 * 111 + 2 * 213 + 16 * 322
@@ -69,7 +79,7 @@ def test_auto_repairs_long_prompts_and_not_short_ones(costs):
     estimate = r"(\d+ ms|as much as [\d,]+ tokens)"
     assert re.fullmatch(
         f"repaired reuse would not pay; estimated: reuse {estimate}, exact reuse alone {estimate}, full prefill {estimate}"
-        "(, and an approximation must save a tenth)?",
+        "(, and an approximation must save 4%)?",
         str(reason),
     )
     assert Price(costs, RepairConfig(), 30, HOST).cheapest(LONG) == (LONG, None)
@@ -78,15 +88,15 @@ def test_auto_repairs_long_prompts_and_not_short_ones(costs):
     assert [s.source for s in everything.reused] == [0], "the prefix costs nothing"
 
 
-def test_repair_must_save_a_tenth():
+def test_repair_must_save_something():
     """Exact answers are worth more than a little time, which may be an error of the prediction."""
     exact = 10 + 2516
     repaired = 10 + 16 + 125
-    for request, is_reused in ((exact * 0.88 - repaired, True), (exact * 0.92 - repaired, False)):
+    for request, is_reused in ((exact * 0.95 - repaired, True), (exact * 0.97 - repaired, False)):
         costs = replace(COSTS, each={**COSTS.each, "request": request})
         layout, reason = Price(costs, ONCE, 30, HOST).cheapest(LONG)
         assert bool(layout.stale) == is_reused
-        assert is_reused == (reason is None or "must save a tenth" not in reason)
+        assert is_reused == (reason is None or "must save 4%" not in reason)
 
 
 def test_a_chunk_that_is_exact_in_one_place_and_stale_in_another_stays_exact():
@@ -192,7 +202,7 @@ def test_prices_of_a_busy_moment_are_measured_again(
     monkeypatch.setattr("kvrag.blend.cost.measured", lambda _: measurements.pop())
     engine = engine_of()
     engine.precompute(CHUNKS)
-    engine._answering.costs.costs = replace(true, forward=10 * wrong, row=2 * wrong)
+    engine._answering.costs.costs = replace(true, forwards=((0.0,), (10 * wrong,)), row=2 * wrong)
     model, price, whole = asked(engine, 0, 1, 2)
     layout = whole if is_reused else whole.only_live()
     really = took(Price(true, RepairConfig(), 4), layout)
@@ -242,7 +252,7 @@ def test_requests_are_answered_as_the_costs_say(engine_of, monkeypatch):
         (COSTS.each, "stitch", "repaired"),
         ({"request": 1e6}, "prefix", "exact"),
     ):
-        model.costs = costs = Costs(1, 1, 0, each)
+        model.costs = costs = Costs(((0,), (1,)), 1, 0, each)
         told = engine.explain(ask)
         assert told.mode == kind
         assert model.costs is costs, "explain teaches nothing"
@@ -262,12 +272,12 @@ def test_only_auto_asks_for_prices(engine_of, monkeypatch):
 
 def test_costs_are_measured_once_and_kept(tmp_path, monkeypatch):
     ticks = count()
-    monkeypatch.setattr("kvrag.blend.cost._ms", lambda run: (run(), 2.0 ** next(ticks))[1])
+    monkeypatch.setattr("kvrag.blend.cost._ms", lambda run: (run(), 1.05 ** next(ticks))[1])
     lm, file = lm_of(), tmp_path / "cache" / "costs" / "one.json"
     found = costs_of(lm, file)
     assert found.unit == "ms"
     assert min(found.row, found.pair) > 0
-    assert {"host", "disk", "stitch", "request"} <= found.each.keys()
+    assert {"disk", "stitch", "request"} <= found.each.keys()
     monkeypatch.setattr("kvrag.blend.cost.measured", raising(AssertionError, "measured again"))
     assert costs_of(lm, file) == found
     file.write_text("{")
@@ -294,29 +304,52 @@ def test_prices_that_were_wrong_are_measured_by_the_next_process(engine_of, monk
     assert asked(other, 0, 1)[1].costs.row == 0.1
 
 
-def test_other_numbers_of_threads_and_processors_have_other_costs(engine, monkeypatch):
+def test_other_numbers_of_threads_processors_and_drivers_have_other_costs(engine, monkeypatch):
     def file():
         return CostModel(engine.loaded)._file
 
     files = [file()]
+    lines = {"/proc/cpuinfo": "a processor", "/proc/driver/nvidia/version": "a driver"}
     for name, value in (
-        ("torch.get_num_threads", 7),
-        ("os.cpu_count", 1000),
-        ("kvrag.blend.cost._processor", "another"),
+        ("torch.get_num_threads", lambda: 7),
+        ("os.cpu_count", lambda: 1000),
+        ("torch.version.cuda", "99.9"),
+        *(("kvrag.blend.cost._line", lambda path, _, own=path: f"{path == own}") for path in lines),
     ):
         with monkeypatch.context() as patch:
-            patch.setattr(name, lambda value=value: value)
+            patch.setattr(name, value)
             files.append(file())
-    assert len({*files, file()}) == 4
+    assert len({*files, file()}) == 6
 
 
-def test_forwards_that_say_nothing_are_not_believed(monkeypatch):
+def test_a_line_of_a_file_of_the_system(tmp_path):
+    (tmp_path / "cpuinfo").write_text("cores: 2\nmodel name: one\nmodel name: two\n")
+    assert _line(str(tmp_path / "cpuinfo"), "model name") == "model name: one"
+    assert _line(str(tmp_path / "cpuinfo"), "NVRM") == _line(str(tmp_path / "none"), "NVRM") == ""
+
+
+def test_forwards_that_all_take_as_long_are_costs_as_well(monkeypatch):
+    """On a device that waits for its host, a probe and a repair cost two forwards: a full prefill costs one."""
     monkeypatch.setattr("kvrag.blend.cost._ms", lambda run: 5.0)
-    with pytest.raises(ArithmeticError, match="forwards of 16 and"):
-        measured(lm_of())
+    costs = measured(lm_of())
+    assert costs.of_forward(1, 1) == costs.of_forward(5000, 1e6) == 5.0
+    layout, reason = Price(costs, RepairConfig(), 4, HOST).cheapest(LONG)
+    assert not layout.stale
+    assert "full prefill 5 ms" in str(reason)
 
 
-@pytest.mark.parametrize(("per_row", "largest"), [(0.001, 1024), (1.0, 128), (20.0, 32)])
+def test_more_rows_never_cost_less(monkeypatch):
+    """What slowed a smaller forward down did not slow a larger one: it was another process."""
+    took = {16: 9.0, 32: 30.0, 64: 11.0, 128: 35.0, 192: 20.0, 256: 40.0}
+    forwards = count()
+    monkeypatch.setattr(
+        "kvrag.blend.cost._ms", lambda run: [*took.values(), 40.0][next(forwards) // 3]
+    )
+    costs = measured(lm_of())
+    assert costs.forwards == (tuple(took), (9.0, 11.0, 11.0, 20.0, 20.0, 40.0))
+
+
+@pytest.mark.parametrize(("per_row", "largest"), [(0.001, 2048), (0.5, 128), (20.0, 32)])
 def test_measuring_is_bounded(monkeypatch, per_row, largest):
     """Forwards grow until they tell something; no large one is run where small ones are slow."""
     timed = []
@@ -327,7 +360,6 @@ def test_measuring_is_bounded(monkeypatch, per_row, largest):
 
     lm = lm_of()
     monkeypatch.setattr(lm, "forward", forward, raising=False)
-    monkeypatch.setattr("kvrag.blend.cost._pair_ms", lambda _: 0.0)
 
     def ms(run):
         run()
@@ -335,9 +367,12 @@ def test_measuring_is_bounded(monkeypatch, per_row, largest):
 
     monkeypatch.setattr("kvrag.blend.cost._ms", ms)
     costs = measured(lm)
-    assert max(timed) == largest
-    assert (costs.forward, costs.row) == pytest.approx((10, per_row))
-    assert sum(10 + per_row * rows for rows in timed) < 3000
+    assert max(timed) == largest <= lm.reuse_window / 2
+    assert costs.each["request"] == pytest.approx(10)
+    assert costs.row == pytest.approx(per_row)
+    assert costs.of_forward(24, 0) == pytest.approx(10 + per_row * 24)
+    assert costs.of_forward(5000, 0) == pytest.approx(10 + per_row * 5000)
+    assert sum(10 + per_row * rows for rows in timed) < 4000
 
 
 def test_time_that_went_to_others_is_no_price(engine_of):

@@ -52,7 +52,7 @@ def slow(monkeypatch):
         "kvrag.generate.pipeline",
     ):
         monkeypatch.setattr(f"{module}.time", clock)
-    costs = Costs(1.0, 1.0, 0.0, {"request": 0.0})
+    costs = Costs(((0.0,), (1.0,)), 1.0, 0.0, {"request": 0.0})
     monkeypatch.setattr("kvrag.blend.cost.costs_of", lambda *_: costs)
     monkeypatch.setattr("kvrag.blend.cost.is_wrong", lambda *_: False)
     for number, (stage, name) in enumerate(SECONDS.items()):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from kit import lm_of
 
-from kvrag.blend import cost, stitch
+from kvrag.blend import stitch
 from kvrag.model.candidates import attention_modules, rotations
 from kvrag.model.flash import flash_attention_tier
 from kvrag.model.lm import CausalLM
@@ -106,15 +106,6 @@ def test_kernels_for_keys_as_wide_as_values_are_not_asked(monkeypatch):
     on_device = [SimpleNamespace(is_cuda=True, shape=(1, 1, 9, dim)) for dim in (8, 32)]
     buffer = SimpleNamespace(layers=[tuple(on_device)] * 4)
     assert not stitch._has_kernel(buffer, lm_of("deepseek_v3").rotary(9))
-
-
-def test_the_price_of_attention_is_that_of_expanded_heads(monkeypatch):
-    seen = []
-    monkeypatch.setattr(
-        cost, "ragged_attention", lambda q, k, v, *_, **__: seen.append((q, k, v)) or q
-    )
-    cost._pair_ms(lm_of("deepseek_v3"))
-    assert [tuple(x.shape)[1::2] for x in seen[0]] == [(4, 24), (4, 24), (4, 16)]
 
 
 def test_a_whole_prompt_takes_the_fused_path_of_a_cpu(monkeypatch):

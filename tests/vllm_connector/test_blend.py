@@ -32,7 +32,7 @@ from kvrag.errors import ConfigError
 from kvrag.testing.models import save_tiny_model
 
 CHUNKS = [text.partition(": ")[2] for text in make_chunks(4, words=60)]
-FREE = Costs(0.0, 1.0, 0.0, {}, "tokens")
+FREE = Costs(((0.0,), (0.0,)), 1.0, 0.0, {}, "tokens")
 
 
 @pytest.fixture
