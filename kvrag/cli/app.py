@@ -37,25 +37,6 @@ except ModuleNotFoundError as error:
     raise SystemExit(2) from None
 
 
-class Command(typer.core.TyperCommand):
-    """A command that understands aliases of its options."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Replace aliases of options by the options' own names, up to a ``--``."""
-        own = {name for option in self.params for name in option.opts}
-        end = args.index("--") if "--" in args else len(args)
-        for place, arg in enumerate(args[:end]):
-            name, mark, value = arg.partition("=")
-            meant = SPELLINGS.get(name, name)
-            if name not in own and meant in own:
-                args[place] = f"{meant}{mark}{value}"
-        return super().parse_args(ctx, args)
-
-
-SPELLINGS = {"--ratio": "--recompute-ratio", "--max-tokens": "--max-new-tokens"}
-"""Aliases of options."""
-
-
 class Commands(typer.core.TyperGroup):
     """A group that prints kvrag's errors as sentences, and takes ``--debug`` at any place."""
 
@@ -140,7 +121,7 @@ for command in (
     rm,
     export,
 ):
-    app.command(cls=Command)(command)
+    app.command()(command)
 app.command("import")(import_)
 app.add_typer(kernels)
 

@@ -7,6 +7,7 @@ cheapest repair that reaches a target behind every given context, and keeps it.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.table import Table
 
 from kvrag.cli.documents import example, read_documents, read_questions, split_documents
 from kvrag.cli.options import (
@@ -27,15 +29,14 @@ from kvrag.cli.options import (
     open_engine,
     takes,
 )
-from kvrag.cli.output import facts, grid, say, show
-from kvrag.cli.report import page
+from kvrag.cli.output import facts, grid, say, show, write_page
 
 if TYPE_CHECKING:
     from kvrag.engine import KVRagEngine
     from kvrag.evaluate.answers import Compared, Evaluation
     from kvrag.evaluate.calibrate import Profile, Trial
 
-_ANSWERS = "question|right answer|full prefill|reuse|"
+_ANSWERS = "question|right answer|full prefill|reuse|>KL|result"
 # Numbers of rows are shares of the prompt's rows.
 _CANDIDATES = "candidate|>repaired|>mean KL (nats)|>top-1|>lost|>computed"
 _MODEL = typer.Argument(
@@ -55,7 +56,9 @@ _QUESTIONS = typer.Option(
         "retrieved them."
     ),
 )
-_HTML = typer.Option("--html", help="Write a page with tables and plots to this file, too.")
+_HTML = typer.Option(
+    "--html", help="Write a page with the figures and all answers to this file, too."
+)
 _KEEP = "Keep the result as the default; --no-keep: only measure. Keeping takes 12 prompts or more."
 _MISSED = "the target was MISSED; this setting has the least KL"
 _COUNT = typer.Option(
@@ -104,15 +107,14 @@ def evaluate(
     title = f"{engine['model']} on {', '.join(map(str, corpus or ('the example documents',)))}"
     totals = _totals(found, len(split))
     if html is not None:
-        html.write_text(page(title, totals, found.rows), "utf-8")
+        write_page(html, facts(title, totals), _all_answers(found.rows))
         say(f"wrote {html}", err=True)
     changed = [row for row in found.rows if row.is_lost or row.is_won]
-    if changed:
-        tables = [
-            grid("Answers that are right on one side only", _ANSWERS, map(_answer_cells, changed))
-        ]
-    else:
-        tables = []
+    tables = [
+        grid("Answers that are right on one side only", _ANSWERS, map(_answer_cells, rows))
+        for rows in [changed]
+        if rows
+    ]
     show({**asdict(found), **_figures(found)}, *tables, facts(title, totals), as_json=as_json)
 
 
@@ -133,8 +135,19 @@ def _figures(found: Evaluation) -> dict[str, float | None]:
     return {name: None if math.isnan(value) else value for name, value in values.items()}
 
 
+def _all_answers(rows: Iterable[Compared]) -> Table:
+    """Make a table of answers, lost ones first, then by their KL."""
+    ordered = sorted(rows, key=lambda row: (not row.is_lost, -row.kl))
+    return grid("All answers", _ANSWERS, map(_answer_cells, ordered))
+
+
 def _answer_cells(row: Compared) -> tuple[str, ...]:
-    return row.question, row.answers[0], row.full, row.reuse, "lost" if row.is_lost else "won"
+    if row.is_lost or row.is_won:
+        result = "lost" if row.is_lost else "won"
+    else:
+        result = "same answer" if row.is_same else "other words"
+    answers = " / ".join(row.answers)
+    return row.question, answers, row.full, row.reuse, f"{row.kl:.4f}", result
 
 
 def _totals(found: Evaluation, num_chunks: int) -> dict[str, str]:

@@ -154,15 +154,17 @@ def parse_bytes(text: str) -> int:
         raise typer.BadParameter(str(error)) from error
 
 
+ALIASES = {"recompute_ratio": ("ratio",), "max_new_tokens": ("max_tokens",)}
+"""Other names of options."""
+
+
 def _option(name: str, annotation: Any, default: Any = None) -> inspect.Parameter:
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default
     )
 
 
-def _field(
-    config: type, name: str, panel: str, *, flag: str = "", env: bool = False
-) -> inspect.Parameter:
+def _field(config: type, name: str, panel: str, *, env: bool = False) -> inspect.Parameter:
     """Make an option from a config's field; if it is not given, the config's default holds."""
     hint, field = option_fields(config, name)[name]
     if NoneType in get_args(hint):
@@ -178,7 +180,7 @@ def _field(
     elif kind is int:
         form["min"] = 0
     option = typer.Option(
-        flag or f"--{name.replace('_', '-')}",
+        *(f"--{each.replace('_', '-')}" for each in (name, *ALIASES.get(name, ()))),
         help=f"{summary}.",
         show_default=str(field.default) if field.default is not None else False,
         rich_help_panel=panel,

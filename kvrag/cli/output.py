@@ -5,13 +5,12 @@ Tables for people on a terminal of any width, JSON for programs, progress on sta
 
 from __future__ import annotations
 
-import codecs
 import io
 import json
 import sys
-import unicodedata
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, NoReturn
 
 import typer
@@ -20,48 +19,17 @@ from rich.table import Table
 from rich.text import Text
 
 WIDTH = 110  # columns where the output is not a terminal; rich's own guess of 80 breaks tables
-
-
-_PLAIN = {
-    "×": "x",
-    "·": "*",
-    "±": "+/-",
-    "…": "...",
-    "—": "-",
-    "–": "-",
-    "→": "->",
-    "‖": "||",
-    "“": '"',
-    "”": '"',
-    "‘": "'",
-    "’": "'",
-}
-"""Replacements of characters that an encoding lacks.
-
-Other letters lose their accents; all remaining characters become question marks.
-"""
+PAGE_WIDTH = 160
 
 
 def write_anything() -> None:
     """Make standard output and error accept every text, regardless of their encoding.
 
-    A terminal or pipe may support no more than ASCII.
+    A terminal or pipe may support no more than ASCII; other characters become question marks.
     """
-    codecs.register_error("kvrag", _plainly)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="kvrag")
-
-
-def _plainly(error: UnicodeError) -> tuple[str, int]:
-    if not isinstance(error, UnicodeEncodeError):
-        raise error
-    return "".join(map(_plain, error.object[error.start : error.end])), error.end
-
-
-def _plain(sign: str) -> str:
-    letters = unicodedata.normalize("NFKD", sign).encode("ascii", "ignore").decode()
-    return _PLAIN.get(sign) or letters or "?"
+            stream.reconfigure(errors="replace")
 
 
 def console(*, err: bool = False) -> Console:
@@ -96,6 +64,13 @@ def show(value: Any, *tables: Table | str, as_json: bool, ok: bool = True) -> No
         console().print(*tables, sep="\n", markup=False, highlight=False)
     if not ok:
         raise typer.Exit(1)
+
+
+def write_page(file: Path, *tables: Table) -> None:
+    """Write tables as a page of HTML that needs no other file."""
+    page = Console(record=True, width=PAGE_WIDTH, file=io.StringIO())
+    page.print(*tables, sep="\n")
+    page.save_html(str(file))
 
 
 def fail(message: str) -> NoReturn:

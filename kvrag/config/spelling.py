@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
 from kvrag.errors import ConfigError
@@ -64,40 +64,8 @@ def unknown_option(
     place = elsewhere.get(name)
     if place is not None:
         hint = f"pass {place}"
-    elif near := nearest(name, [*known, *aliases]):
-        hint = f"did you mean {aliases.get(near, near)!r}?"
+    elif near := difflib.get_close_matches(name, [*known, *aliases], n=1):
+        hint = f"did you mean {aliases.get(near[0], near[0])!r}?"
     else:
         hint = f"known options: {', '.join(sorted(known))}"
     return ConfigError(f"{of} has no option {name!r}; {hint}")
-
-
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name with the most similar spelling, else with the most words in common.
-
-    Ties go to the first name. Return ``None`` if no name shares a word.
-    """
-    known = list(known)
-    alike = difflib.get_close_matches(name, known, n=1)
-    if alike:
-        return alike[0]
-    shared = {each: _shared_words(name, each) for each in known}
-    best = max(known, key=lambda each: shared[each], default=None)
-    if best is not None and shared[best]:
-        return best
-    return None
-
-
-def _shared_words(name: str, other: str) -> int:
-    """Count the words of ``name`` that are equal to a word of ``other``, or begin like it."""
-    theirs = list(_words(other))
-    return sum(
-        any(word == each or _begin_alike(word, each) for each in theirs) for word in _words(name)
-    )
-
-
-def _words(name: str) -> Iterator[str]:
-    return (word for word in re.split(r"[_\W]+", name.lower()) if len(word) > 2)
-
-
-def _begin_alike(one: str, other: str) -> bool:
-    return min(len(one), len(other)) >= 4 and (one.startswith(other) or other.startswith(one))

@@ -11,9 +11,8 @@ from texts import make_chunks
 from typer.testing import CliRunner
 
 import kvrag.cli.app
-from kvrag.cli.app import SPELLINGS, app
+from kvrag.cli.app import app
 from kvrag.cli.options import name_model
-from kvrag.cli.output import _plain
 from kvrag.errors import InputError
 from kvrag.model import load as load_module
 
@@ -135,7 +134,7 @@ def test_a_model_that_is_missing_is_asked_for(place):
 # -- one name for one thing ------------------------------------------------------------------------------------------------------
 
 
-def test_other_names_of_options_are_understood_and_not_shown(place, tiny_dir):
+def test_other_names_of_options_are_understood(place, tiny_dir):
     args = ["ask", tiny_dir, "Who?", "-c", "notes.md", "--json"]
     told = [
         json.loads(run(*args, *options).stdout)["token_ids"]
@@ -149,7 +148,6 @@ def test_other_names_of_options_are_understood_and_not_shown(place, tiny_dir):
         helped = run(command, "--help", env={"COLUMNS": "200"}).stdout
         assert "--recompute-ratio" in helped
         assert "MODEL" in helped
-        assert not [name for name in SPELLINGS if f" {name} " in helped]
     assert "too many" in run("ask", tiny_dir, "a", "--", "--ratio").stderr, (
         "behind -- nothing is an option"
     )
@@ -205,14 +203,10 @@ for line in sys.argv[1:]:
     shown = done.stderr.decode(name)
     assert "How the answer was made" in shown
     assert (
-        b"layers x 2 KV heads" in done.stdout
+        b"layers ? 2 KV heads" in done.stdout
         if name == "ascii"
         else "layers × 2 KV heads" in done.stdout.decode(name)
     )
-
-
-def test_signs_have_plain_forms():
-    assert "".join(map(_plain, "Käse×é…漢")) == "Kasexe...?"
 
 
 def test_files_of_windows_editors_and_input_of_any_terminal_are_read(place, tiny_dir):

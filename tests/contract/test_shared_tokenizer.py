@@ -6,12 +6,13 @@ from typing import Any
 import pytest
 from langchain_core.messages import HumanMessage
 from texts import make_chunks
+from tokenizers_kit import tiny_sentencepiece_tokenizer
 from transformers import AddedToken, ByT5Tokenizer
 
 from kvrag import KVRagEngine
 from kvrag.prompt.template import PromptEncoder
 from kvrag.testing.models import tiny_model
-from kvrag.testing.tokenizers import tiny_sentencepiece_tokenizer, tiny_tokenizer
+from kvrag.testing.tokenizers import tiny_tokenizer
 from langchain_kvrag import ChatKVRag
 from llama_index.llms.kvrag import KVRagLLM as LlamaIndexLLM
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from kit import noted
 from texts import make_chunks
+from tokenizers_kit import tiny_sentencepiece_tokenizer
 
 import kvrag.blend.prefill
 import kvrag.blend.stitch
@@ -16,7 +17,7 @@ from kvrag.blend.layout import lay_out
 from kvrag.blend.stitch import stitch
 from kvrag.kv.quantise import unpack
 from kvrag.testing.models import tiny_model
-from kvrag.testing.tokenizers import tiny_sentencepiece_tokenizer, tiny_tokenizer
+from kvrag.testing.tokenizers import tiny_tokenizer
 
 CHUNKS = [f"the {text}" for text in make_chunks(4, words=24, seed=5)]
 PREFIX = "Read:\n"

@@ -11,6 +11,7 @@ import torch
 from kit import noted, raising, scripted
 from schemas_kit import wanted
 from test_tool_calls import ASK, OTHER, TOOL
+from tokenizers_kit import tiny_sentencepiece_tokenizer
 
 from kvrag import ConfigError, InputError, MissingDependencyError
 from kvrag.config import SamplingConfig
@@ -18,7 +19,7 @@ from kvrag.generate import grammar
 from kvrag.generate.sampling import Sampler
 from kvrag.prompt.tools import answer_form
 from kvrag.runtime import Runtime
-from kvrag.testing.tokenizers import tiny_sentencepiece_tokenizer, tiny_tokenizer
+from kvrag.testing.tokenizers import tiny_tokenizer
 
 SCHEMA = {
     "type": "object",

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit import lm_of
 from test_tool_calls import TOOL
+from tokenizers_kit import tiny_sentencepiece_tokenizer
 from transformers import AutoTokenizer
 
 from kvrag import Chunk, ConfigError, InputError, KVRagEngine, StoreConfig
@@ -19,7 +20,7 @@ from kvrag.config import RESERVED
 from kvrag.prompt.prefix import prefix_text
 from kvrag.prompt.template import Chat, PromptEncoder
 from kvrag.testing.models import tiny_model
-from kvrag.testing.tokenizers import tiny_sentencepiece_tokenizer, tiny_tokenizer
+from kvrag.testing.tokenizers import tiny_tokenizer
 
 ASK = [{"role": "user", "content": "Who keeps the archive?"}]
 

@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kit import raising
 from texts import make_chunks
+from tokenizers_kit import tiny_sentencepiece_tokenizer
 
 from kvrag import Chunk, KVRagEngine, RepairConfig, StoreConfig
 from kvrag.prompt.partial import MAX_LOOKS, MAX_TEXTS, PartFinder
@@ -17,7 +18,7 @@ from kvrag.prompt.template import PromptEncoder
 from kvrag.prompt.tokenizer import Piece
 from kvrag.testing.chunks import same_bits
 from kvrag.testing.models import tiny_model
-from kvrag.testing.tokenizers import tiny_sentencepiece_tokenizer, tiny_tokenizer
+from kvrag.testing.tokenizers import tiny_tokenizer
 
 CHUNKS = make_chunks(4, words=40, seed=21)
 LONG = CHUNKS[0]

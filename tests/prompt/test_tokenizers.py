@@ -21,6 +21,7 @@ from tokenizers import (
     processors,
     trainers,
 )
+from tokenizers_kit import sentencepiece_parts, tiny_sentencepiece_tokenizer
 from transformers import AutoTokenizer, LlamaTokenizer, PreTrainedTokenizer, PreTrainedTokenizerFast
 
 from kvrag import ConfigError, InputError, KVRagEngine, ModelError, RepairConfig, StoreConfig
@@ -30,12 +31,7 @@ from kvrag.prompt.spans import SpanIndex, text_entry
 from kvrag.prompt.template import PromptEncoder, cut
 from kvrag.prompt.tokenizer import control_tokens
 from kvrag.testing.models import tiny_model
-from kvrag.testing.tokenizers import (
-    VOCAB_SIZE,
-    sentencepiece_parts,
-    tiny_sentencepiece_tokenizer,
-    tiny_tokenizer,
-)
+from kvrag.testing.tokenizers import VOCAB_SIZE, tiny_tokenizer
 
 CHUNKS = [
     "The archive opens at nine and closes at five, and a reader asks for a box.",
