@@ -320,9 +320,10 @@ class Stream:
         """Let what follows here wait for an event."""
         self.fake.note(f"order: {self.name} after {event.name}")
 
-    def record_event(self) -> Event:
-        """Return an event behind all that this stream was asked for so far."""
-        event = Event(self.fake)
+    def record_event(self, event: Event | None = None) -> Event:
+        """Put an event behind all that this stream was asked for so far, and return it."""
+        event = event or Event(self.fake)
+        event.behind = self.fake.ended + len(self.fake.copies)
         self.fake.note(f"{event.name} on {self.name}")
         return event
 
@@ -366,6 +367,7 @@ def install(patch: pytest.MonkeyPatch) -> FakeCuda:
         finally:
             fake.running.streams.pop()
 
+    patch.setattr(torch.cuda, "Event", lambda **_: Event(fake))
     patch.setattr(torch.cuda, "synchronize", lambda *_: fake.wait("synchronize"))
     patch.setattr(torch.cuda, "Stream", lambda *_: Stream(fake, "copies"))
     patch.setattr(buffers, "_sources", {})

@@ -13,7 +13,9 @@ relative changes: changes divided by their expected size.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, partial
 
 import torch
 
@@ -21,9 +23,15 @@ from kvrag.blend.layout import Layout, num_rows_of, uploaded
 from kvrag.model.linear import linear
 from kvrag.model.rows import KVBuffer
 
+Run = Callable[..., torch.Tensor]
+"""Calls a function with tensors, by a recording."""
+
 LAYERS = (0.25, 0.75)  # depths of the layers with the compared values, as fractions of all layers
 COMMON = 0.25  # variance of the component that all rows share
 NOISE = 1.5  # noise variance: the component of a row's change that no other row shares
+POOL = 512
+"""Number of candidates of ``query_gain``, the rows with the most attention. It chooses at most half
+of them; the rest of the budget goes to the next rows by attention."""
 STEPS = 32  # steps of the greedy choice of informative rows, at most
 # The expected size of a row's change is, up to a factor,
 # (place in the chunk + FIRST) ** BY_PLACE * max(attention / mean attention, LEAST) ** BY_MASS.
@@ -49,16 +57,24 @@ class RowCovariance:
         Index of the row's chunk, int32 ``(S,)``; -1 for rows outside stale chunks.
     size
         Expected size of the row's change up to a factor, float32 ``(S,)``.
+    run
+        Function that runs :func:`choose` by a recording, if the model has recordings.
     """
 
     span: slice
     rows: torch.Tensor
     owner: torch.Tensor
     size: torch.Tensor
+    run: Run | None = None
 
     @classmethod
     def of(
-        cls, buffer: KVBuffer, layout: Layout, mass: torch.Tensor | None = None
+        cls,
+        buffer: KVBuffer,
+        layout: Layout,
+        mass: torch.Tensor | None = None,
+        *,
+        run: Run | None = None,
     ) -> RowCovariance:
         """Build the model from a stitched prompt with stale chunks.
 
@@ -86,7 +102,7 @@ class RowCovariance:
         for part in torch.split(rows, [layer.shape[1] for layer in layers], dim=1):
             lengths = torch.linalg.vector_norm(part, dim=1, keepdim=True).clamp_(min=1e-12)
             part /= lengths.mul_(len(layers) ** 0.5)
-        return cls(span, rows, owner, size.view(torch.float32))
+        return cls(span, rows, owner, size.view(torch.float32), run)
 
     def between(self, at: torch.Tensor, those: torch.Tensor | None = None) -> torch.Tensor:
         """Return the covariance of the rows' relative changes, float32 ``(T, M)``, without noise.
@@ -136,11 +152,19 @@ class RowCovariance:
         """
         at = candidates - self.span.start
         each = -(-count // STEPS)
-        steps = -(-count // each)
         weight = mass.clamp(min=0).sqrt()
-        hidden = torch.zeros_like(weight)
-        chosen = choose(self.rows[at], self.owner[at], weight, hidden, each=each, steps=steps)
+        given = self.rows[at], self.owner[at], weight, torch.zeros_like(weight)
+        # Fewer candidates would need a recording for each of their numbers.
+        if self.run is not None and len(at) == POOL:
+            chosen = self.run(_choosing(each), *given)
+        else:
+            chosen = choose(*given, each=each, steps=-(-count // each))
         return candidates[chosen[:count]]
+
+
+@cache
+def _choosing(each: int) -> Callable[..., torch.Tensor]:
+    return partial(choose, each=each, steps=STEPS)
 
 
 def kernel(

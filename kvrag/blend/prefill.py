@@ -332,7 +332,9 @@ class _Blend:
         if "deviation" in needs:
             change = deviation(self.model, self.buffer, self.layout, self.ids)
         if "covariance" in needs or self.config.shift:
-            covariance = RowCovariance.of(self.buffer, self.layout, mass)
+            recorded = self.model.recorded
+            run = None if recorded is None or self.buffer.start is None else recorded.run
+            covariance = RowCovariance.of(self.buffer, self.layout, mass, run=run)
         selected = select_rows(
             self.layout,
             self.config,

@@ -14,13 +14,9 @@ from typing import Literal
 
 import torch
 
-from kvrag.blend.covariance import RowCovariance
+from kvrag.blend.covariance import POOL, RowCovariance
 from kvrag.blend.layout import Layout, Segment, mask_of, num_rows_of, rows_of, uploaded
 from kvrag.config import RepairConfig
-
-POOL = 512
-"""Number of candidates of ``query_gain``, the rows with the most attention. It chooses at most half
-of them; the rest of the budget goes to the next rows by attention."""
 
 # The default budget for S stale rows: min(BASE_SHARE * S + BASE_ROWS, MOST_SHARE * S).
 BASE_SHARE = 0.04

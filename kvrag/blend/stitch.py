@@ -107,7 +107,11 @@ def stitch(
             else:
                 moved = move(layers, segments, kvs, keys.device)
                 place(buffer, layers, segments, moved, turning, computed)
-            arrivals += [stream.record_event()] * len(layers) if stream else []
+            if stream is not None:
+                own = buffer.events[layers.start : layers.stop]
+                arrivals += map(stream.record_event, own)
+                if not own:
+                    arrivals += [stream.record_event()] * len(layers)
     buffer.arrivals = arrivals
 
 
@@ -115,18 +119,20 @@ def stitch(
 def filling(buffer: KVBuffer) -> Iterator[None]:
     """Release the buffer's events at exit.
 
-    On an exception, wait for the copy stream first, because it may still write to the buffer, which
-    is freed then.
+    On an exception, wait for the device first: the copy stream may still write to the buffer, which
+    is freed then, and a replay may wait for its events.
     """
     try:
         yield
     except BaseException:
-        copies = copy_stream(buffer.layers[0][0].device)
+        device = buffer.layers[0][0].device
+        copies = copy_stream(device)
         if copies is not None:
             copies.synchronize()
+            torch.cuda.current_stream(device).synchronize()
         raise
     finally:
-        buffer.arrivals = ()
+        buffer.arrivals = buffer.events = ()
         let_go()
 
 

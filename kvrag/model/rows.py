@@ -67,9 +67,9 @@ class KVBuffer:
 
     ``layers`` are rotated keys ``(B, H_kv, capacity, D)`` and values ``(B, H_kv, capacity, D_v)``.
     ``token_ids``, int64 ``(capacity,)`` on the host, are kept only for a model that may have to
-    recompute rows. ``start`` is the first slot of a buffer that is a run of a pool's slots. While a
-    stream of the device still writes stored KV, ``arrivals`` holds an event per layer, and
-    ``sources`` keeps the inputs of that stream. A reader of a layer must wait for its event.
+    recompute rows. A run of a pool's slots begins at its slot ``start``. While a stream of the
+    device still writes stored KV, ``arrivals`` holds an event per layer: one of ``events``, if the
+    buffer has events. A reader of a layer must wait for its event.
     """
 
     def __init__(
@@ -81,8 +81,8 @@ class KVBuffer:
         self.layers = layers
         self.token_ids = token_ids
         self.start = start
+        self.events: Sequence[torch.cuda.Event] = ()
         self.arrivals: Sequence[torch.cuda.Event] = ()
-        self.sources: object = None
 
     @classmethod
     def empty(

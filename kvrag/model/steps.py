@@ -37,7 +37,7 @@ OUTPUTS = (0, 1, 16, MAX_TOGETHER)  # numbers of rows with logits that forwards 
 MAX_OBSERVED = 1024  # rows that a shift observes
 ALIGNED = 128  # slots: no tile of the kernels' keys holds rows of two requests
 
-Recorder = Callable[[Callable[[], Out]], Callable[[], Out]]
+Recorder = Callable[[Callable[[], Any]], Callable[[], Any]]
 """Records a function, and returns one that replays it on its input tensors' current values."""
 
 
@@ -102,6 +102,13 @@ class KVPool:
         each = {side: iter(stack) for side, stack in self._stacks.items()}
         tensors = [next(each[side]) for side in sides]
         self.kv = KVBuffer(list(zip(tensors[::2], tensors[1::2], strict=True)))
+        self.events: Sequence[torch.cuda.Event] = ()
+        if device.type == "cuda":
+            self.events = [
+                torch.cuda.Event(external=True)  # type: ignore[no-untyped-call]
+                for _ in shapes
+            ]
+        self._lent: KVBuffer | None = None
         self._guard = threading.Lock()
         self._runs = list[tuple[int, int]]()
 
@@ -132,6 +139,8 @@ class KVPool:
         """Free the slots of a run."""
         with self._guard:
             self._runs.remove((run.start, run.stop))
+            if self._lent is not None and self._lent.start == run.start:
+                self._lent = None
 
     def buffer(self, run: range, capacity: int) -> KVBuffer:
         """Return the first ``capacity`` slots of a run as the buffer of a request.
@@ -142,7 +151,13 @@ class KVPool:
         for stack in self._stacks.values():
             stack[..., own, :] = 0
         pairs = [(keys[:, :, own], values[:, :, own]) for keys, values in self.kv.layers]
-        return KVBuffer(pairs, start=run.start)
+        kv = KVBuffer(pairs, None, run.start)
+        # Recordings wait for these events, so they must not be recorded anew before a replay ends.
+        with self._guard:
+            if self._lent is None or not self._lent.events:
+                self._lent = kv
+                kv.events = self.events
+        return kv
 
 
 @runtime_checkable
@@ -210,8 +225,12 @@ class Piece(NamedTuple):
 
 
 class _Shape(NamedTuple):
-    """Shape of a recording: numbers of rows, and what it computes."""
+    """Shape of a recording: numbers of rows, and what it computes.
 
+    With ``waits``, every layer waits until the stored KV of its layer is stitched.
+    """
+
+    waits: bool
     rows: int
     logits: int
     mass_rows: int
@@ -258,13 +277,15 @@ class Recordings:
         Function that records a forward.
     """
 
-    def __init__(self, model: Steps, pool: KVPool, record: Recorder[Found] = by_graph) -> None:
+    def __init__(self, model: Steps, pool: KVPool, record: Recorder = by_graph) -> None:
         self.pool = pool
         self.seconds = 0.0
         self._model = model
         self._record = record
         self._made = dict[_Shape, _Recording]()
-        self._refused = set[tuple[bool, bool]]()
+        self._functions = dict[object, tuple[list[torch.Tensor], Callable[[], Any]] | None]()
+        self._refused = set[object]()
+        self._overlaps = True
         self._weights: object = None
 
     def __len__(self) -> int:
@@ -288,9 +309,12 @@ class Recordings:
 
         What can't be recorded is launched, request by request.
         """
-        for piece in pieces:
-            piece.kv.wait_for(-1)
-        shape, places = _placed(pieces)
+        arriving = [piece.kv for piece in pieces if piece.kv.arrivals]
+        waits = self._overlaps and bool(arriving) and all(kv.events for kv in arriving)
+        if not waits:
+            for piece in pieces:
+                piece.kv.wait_for(-1)
+        shape, places = _placed(pieces, waits)
         spare = self.pool.num_slots
         shifts = [
             partial(piece.shift.fixed, piece.start, place, shape.observed, shape.shifted, spare)
@@ -299,6 +323,9 @@ class Recordings:
         ]
         recording = self._made.get(shape) or self._recorded(shape, shifts)
         if recording is None:
+            if waits:  # perhaps it can be recorded without
+                self._overlaps = False
+                return self.compute(pieces)
             return [self._model.launch(piece) for piece in pieces]
         inputs = _inputs(shape, pieces, places, spare)
         if recording.inputs.is_cuda:
@@ -317,10 +344,9 @@ class Recordings:
 
     def _recorded(self, shape: _Shape, shifts: Sequence[Callable[[], Shift]]) -> _Recording | None:
         """Record a shape with rows of no request; ``None`` if it can't be recorded."""
-        kind = shape.mass_rows > 0, shape.shifted > 0
+        kind = shape.mass_rows > 0, shape.shifted > 0, shape.waits
         if kind in self._refused:
             return None
-        start = time.perf_counter()
         pool = self.pool
         device = self._model.device
         inputs = _inputs(shape, (), (), pool.num_slots).to(device)
@@ -331,26 +357,57 @@ class Recordings:
         def compute() -> Found:
             ids, slots, positions, first = inputs
             rows = Rows(slots, pool.num_slots + 1, positions, first, is_fixed=True)
+            kv = KVBuffer(pool.kv.layers)
+            kv.arrivals = pool.events if shape.waits else ()
             outputs = shape.logits, shape.mass_rows, shape.mass_layers
-            return self._model.launch(Piece(ids, rows, pool.kv, *outputs, next(iter(own), None)))
+            return self._model.launch(Piece(ids, rows, kv, *outputs, next(iter(own), None)))
 
+        replay = self._replay_of(kind, compute)
+        if replay is None:
+            return None
+        self._made[shape] = _Recording(inputs, own, replay)
+        return self._made[shape]
+
+    def run(self, function: Callable[..., torch.Tensor], *given: torch.Tensor) -> torch.Tensor:
+        """Call a function by a recording of it, which is made for given tensors of the same shapes.
+
+        The function must compute the same operations for any values, and may change its arguments.
+        """
+        key = function, *[x.shape for x in given]
+        with self._model.lock:
+            if key not in self._functions:
+                own = [x.clone() for x in given]
+                replay = self._replay_of(key, partial(function, *own))
+                self._functions[key] = None if replay is None else (own, replay)
+            made = self._functions[key]
+            if made is None:
+                return function(*given)
+            for own_input, x in zip(made[0], given, strict=True):
+                own_input.copy_(x)
+            found: torch.Tensor = made[1]()
+            return found.clone()
+
+    def _replay_of(self, kind: object, compute: Callable[[], Out]) -> Callable[[], Out] | None:
+        """Record a function; ``None`` if it can't be recorded, which is said once per kind."""
+        start = time.perf_counter()
         try:
-            self._made[shape] = _Recording(inputs, own, self._record(compute))
+            return self._record(compute)
         except RuntimeError as error:  # an operation can't be recorded, or memory is short
             self._refused.add(kind)
             logger.warning(
-                "forwards of this model can't be recorded (%s); they are launched one by one", error
+                "a part of this model's work can't be recorded (%s); it is launched step by step",
+                error,
             )
             return None
-        self.seconds += time.perf_counter() - start
-        return self._made[shape]
+        finally:
+            self.seconds += time.perf_counter() - start
 
 
 def _at_least(count: int, sizes: Sequence[int] = BUCKETS) -> int:
     return sizes[bisect_left(sizes, count)]
 
 
-def _placed(pieces: Sequence[Piece]) -> tuple[_Shape, list[torch.Tensor]]:
+def _placed(pieces: Sequence[Piece], waits: bool) -> tuple[_Shape, list[torch.Tensor]]:
     """Return the shape of a forward of these pieces, and the place of every row in it.
 
     Rows with outputs come last, and spare rows before them: they add no mass.
@@ -363,6 +420,7 @@ def _placed(pieces: Sequence[Piece]) -> tuple[_Shape, list[torch.Tensor]]:
     logits = _at_least(sum([piece.logits for piece in pieces]), OUTPUTS)
     rows = _at_least(max(sum(first) + max(sum(last), mass_rows), logits))
     shape = _Shape(
+        waits,
         rows,
         logits,
         mass_rows,

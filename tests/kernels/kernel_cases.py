@@ -52,7 +52,9 @@ def limits_of(case: Case, generator: torch.Generator) -> tuple[torch.Tensor, tor
     ):  # rows are keys prefix..; chunks of 29 keys each see themselves and the prefix
         hi = torch.arange(case.prefix, case.prefix + rows, dtype=torch.int32)
         return hi, (hi - case.prefix) // 29 * 29 + case.prefix
-    if case.limits == "pool":  # rows of three requests, each in its own run of the slots, and spare rows at the end
+    if (
+        case.limits == "pool"
+    ):  # rows of three requests, each in its own run of the slots, and spare rows at the end
         request = torch.arange(rows, dtype=torch.int32) * 3 // rows
         first = torch.tensor([0, keys // 4, keys // 2], dtype=torch.int32)[request]
         hi, lo = first + torch.arange(rows, dtype=torch.int32) % (keys // 8), first

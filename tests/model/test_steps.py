@@ -84,7 +84,7 @@ def test_each_shape_equals_the_launched_forward_bit_for_bit(bucket):
     assert shape.rows >= size
     assert shape.rows == BUCKETS[bucket] or mass_rows
     before = [(keys.clone(), values.clone()) for keys, values in kv.layers]
-    _, places = steps._placed([piece])
+    _, places = steps._placed([piece], False)
     inputs = steps._inputs(shape, [piece], places, pool.num_slots)
     slots, positions, first = inputs[1:]
     rows = Rows(slots, pool.num_slots + 1, positions, first, is_fixed=True)
