@@ -5,7 +5,7 @@ One warm request with the default repair, measured three ways:
 * milliseconds of its stages on this machine's CPU, all repeats, medians with intervals;
 * calls of the host, of Python's functions and of built-in ones (``sys.setprofile``), in all and by the module that calls;
 * on a device that isn't there (``tests/fake_cuda.py``): how often it would be asked to compute, how often it would copy, and how often the
-  host would wait for it.
+  host would wait for it; launched, and by recordings whose replay costs nothing.
 
     python benchmarks/bench_host.py [--repeats 25] [--threads 1] [--out FOLDER]
 """
@@ -33,6 +33,7 @@ from kvrag.testing.tokenizers import tiny_tokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
+import fake_cuda
 from fake_cuda import FakeCuda, install, move
 
 SHAPE = {
@@ -72,11 +73,19 @@ def module_of(file: str) -> str:
 
 
 def calls_of(action: Callable[[], object]) -> dict[str, Any]:
-    """Count the calls of an action: Python's functions by their own module, built-in ones by the caller's."""
+    """Count the calls of an action: Python's functions by their own module, built-in ones by the caller's.
+
+    What the stand-in for a device does is left out, and so is all that it calls.
+    """
     found = Counter[tuple[str, str]]()
+    inside = 0
 
     def note(frame: Any, event: str, _: Any) -> None:
-        if event in ("call", "c_call"):
+        nonlocal inside
+        is_fake = frame.f_code.co_filename == fake_cuda.__file__
+        if is_fake and event in ("call", "return"):
+            inside += 1 if event == "call" else -1
+        elif event in ("call", "c_call") and not inside:
             found[frame.f_code.co_filename, event] += 1
 
     sys.setprofile(note)
@@ -118,7 +127,7 @@ def measure(folder: Path, repeats: int) -> dict[str, Any]:
     with closing(narrow_engine(folder)) as engine:
         chunks = random_chunks(engine.tokenizer, CHUNKS, CHUNK_TOKENS)
         engine.precompute(chunks, batch_size=4)
-        prompts = iter(orders(engine.prefix_text, chunks, repeats + 7))
+        prompts = iter(orders(engine.prefix_text, chunks, repeats + 11))
 
         def ask() -> Any:
             return engine.prefill(next(prompts), mode="stitch")
@@ -139,13 +148,21 @@ def measure(folder: Path, repeats: int) -> dict[str, Any]:
                 ask(), ask()
                 fake.clear()
                 ask()
+                launched = asked_of(fake)
+                engine.loaded.lm.record(8192, record=fake.record)
+                ask(), ask()
+                fake.clear()
+                ask()
+                recorded = asked_of(fake)
+                recorded["python"] = calls_of(ask)
         return {
             "tokens": done[0].prompt_tokens,
             "chunks": CHUNKS,
             "repaired": done[0].repaired_tokens,
             "stages": stages,
             "python": calls,
-            "device": asked_of(fake),
+            "device": launched,
+            "recorded": recorded,
             "runs": runs,
         }
 
@@ -162,7 +179,7 @@ def main() -> None:
     }
     with tempfile.TemporaryDirectory() as folder:
         found = head | measure(Path(folder), args.repeats)
-    print(found["stages"], found["python"], found["device"], sep="\n")
+    print(found["stages"], found["python"], found["device"], found["recorded"], sep="\n")
     write_result(args.name, found, args.out)
 
 

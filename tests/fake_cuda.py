@@ -129,6 +129,18 @@ class FakeCuda(TorchFunctionMode):
         self.launches.counts = kept
         self.note("launch: replay")
 
+    def record(self, compute: Callable[[], Any]) -> Callable[[], Any]:
+        """Record a function: a replay of it is a launch, computes nothing, and gives what was computed at first."""
+        compute()  # as before a recording
+        with self.replay():
+            found = compute()
+
+        def replay() -> Any:
+            self.note("launch: replay")
+            return found
+
+        return replay
+
     @property
     def num_launches(self) -> int:
         """How often a device was asked to compute: torch's operations, our kernels, and replays."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from kvrag.blend.covariance import RowCovariance
-from kvrag.blend.layout import Layout, num_rows_of, rows_of
+from kvrag.blend.layout import Layout, num_rows_of, rows_of, uploaded
 from kvrag.model import CausalLM, StopForward
 from kvrag.model.linear import linear
 from kvrag.model.rope import Rotations
@@ -210,13 +210,13 @@ class ResidualShift:
         assert isinstance(self.span, slice)
         device = self.at.device
         more = observed - len(self.at)
-        picked = places.to(device)[self.picked]
+        picked = uploaded(places, device)[self.picked]
         picked, at = (torch.cat([x, x[-1:].expand(more)]) for x in (picked, self.at))
         span = torch.zeros(shifted, dtype=torch.int64)
         span[: self.num_shifted] = torch.arange(self.span.start, self.span.stop)
         slots = span + start
         slots[self.num_shifted :] = spare
-        span, slots = (x.to(device, non_blocking=True) for x in (span, slots))
+        span, slots = uploaded(torch.stack([span, slots]), device)
         weights = torch.nn.functional.pad(self.weights, (0, more, 0, shifted - len(self.weights)))
         return ResidualShift(span, picked, at, weights, self.rotary, slots, at + start)
 
@@ -270,7 +270,8 @@ def residual_shift(
     picked = picked[:: -(-len(picked) // SHIFT_MAX_ROWS)]
     device = covariance.rows.device
     shifted = strength * counted[covariance.span, None].float()
-    picked, at, shifted = (x.to(device, non_blocking=True) for x in (picked, rows[picked], shifted))
+    picked, at = uploaded(torch.stack([picked, rows[picked]]), device)
+    shifted = uploaded(shifted, device)
     return ResidualShift(covariance.span, picked, at, covariance.weights(at).mul_(shifted), rotary)
 
 
