@@ -849,11 +849,15 @@ class KVRagEngine:
         """Return statistics that can be written as JSON.
 
         They hold totals over requests, counters of the write-back (if used), the KV of earlier
-        requests (if kept) and every tier, and the current load.
+        requests (if kept) and every tier, the pool of KV (if forwards are recorded), and the
+        current load.
         """
         extra = {} if self._write_back is None else {"write_back": self._write_back.stats()}
         if self._query_side is not None and self._query_side.histories.max_bytes:
             extra["histories"] = self._query_side.histories.stats()
+        lm = self._loaded and self._loaded.lm
+        if lm and not isinstance(lm, PlainLM) and lm.recorded:
+            extra["pool"] = lm.recorded.stats()
         tiers = {name: Figures(asdict(tier)) for name, tier in self.store.stats().items()}
         return {**self._stats.snapshot(), **extra, "load": self.load._asdict(), "store": tiers}
 

@@ -362,7 +362,8 @@ def measured(lm: CausalLM) -> Costs:
     def taken(rows: int, before: int = 0) -> float:
         ids = torch.arange(rows) % lm.vocab_size
         stop = before + rows
-        return _best_ms(lambda: lm.forward(ids, Rows.span(before, stop), lm.buffer(stop))[0])
+        with lm.scratch(stop) as kv:
+            return _best_ms(lambda: lm.forward(ids, Rows.span(before, stop), kv)[0])
 
     times = dict[int, float]()
     for rows in SIZES:

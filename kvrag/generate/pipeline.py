@@ -26,7 +26,7 @@ from kvrag.generate.logprobs import read_on
 from kvrag.generate.radix_cache import RadixCache
 from kvrag.generate.request import Request, retry_without_reuse
 from kvrag.generate.sampling import TextStream, decode, sampler_of
-from kvrag.generate.scheduler import kv_bytes, pool_of, scheduler_of
+from kvrag.generate.scheduler import kv_bytes, scheduler_of
 from kvrag.generate.stats import EngineStats
 from kvrag.generate.streams import Emit
 from kvrag.identity.fingerprint import context_digest, text_digest
@@ -229,7 +229,9 @@ class QueryPipeline:
         num_bytes = kv_bytes(self.loaded, min(total, lm.context_window))
         pool = slots = None
         if not isinstance(lm, PlainLM):
-            pool = pool_of(self.loaded)
+            pool = lm.pool()
+            if lm.recorded is not None:
+                lm.recorded.hold_for(self.loaded.fingerprint)
             slots = capacity_of(lm, len(plan.token_ids), limit, slides)
         room = scheduler_of(self.loaded).reservation(num_bytes, cancel, pool=pool, slots=slots or 0)
         with clock.waiting(room) as run:

@@ -7,7 +7,6 @@ share the model: see :mod:`kvrag.model.lock`.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -23,8 +22,6 @@ from kvrag.model.lm import LoadedModel
 from kvrag.model.plain import PlainLM
 from kvrag.model.steps import KVPool
 from kvrag.runtime import host_memory
-
-logger = logging.getLogger(__name__)
 
 MAX_RUNNING = 64  # running requests on a device; as many decode in a forward
 SHARE = 0.5  # of a device's memory, less the weights, for the KV of running requests
@@ -124,27 +121,6 @@ def scheduler_of(loaded: LoadedModel) -> Scheduler:
             room = _room(device, sum(size for where, size in _weights.values() if where == device))
             _schedulers.setdefault(device, Scheduler(MAX_RUNNING, room)).max_bytes = room
         return _schedulers[device]
-
-
-def pool_of(loaded: LoadedModel) -> KVPool | None:
-    """Return the pool of a model whose forwards are recorded; it is allocated at the first call."""
-    lm = loaded.lm
-    if isinstance(lm, PlainLM):
-        return None
-    scheduler = scheduler_of(loaded)
-    with _guard:
-        if lm.recorded is None and lm.can_record:
-            free, _ = torch.cuda.mem_get_info(lm.device)
-            num_bytes = min(int(SHARE * free), scheduler.max_bytes)
-            try:
-                lm.record(num_bytes // lm.kv_bytes_per_token)
-            except RuntimeError as error:
-                logger.warning("no pool of KV can be allocated (%s); forwards are launched", error)
-                lm.can_record = False
-        if lm.recorded is None:
-            return None
-        lm.recorded.hold_for(loaded.fingerprint)
-        return lm.recorded.pool
 
 
 def kv_bytes(loaded: LoadedModel, num_tokens: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -36,8 +37,19 @@ from kvrag.model.plain import (
 )
 from kvrag.model.rope import RotaryTable, Rotations
 from kvrag.model.rows import KVBuffer, Rows
-from kvrag.model.steps import Extension, Found, KVPool, NextRow, NextRows, Piece, Recordings
+from kvrag.model.steps import (
+    Extension,
+    Found,
+    KVPool,
+    NextRow,
+    NextRows,
+    Piece,
+    Recordings,
+    pool_share,
+)
 from kvrag.model.traits import CACHE, LayerTraits, accepted, find_traits, observe, sample_positions
+
+logger = logging.getLogger(__name__)
 
 
 class CausalLM:
@@ -154,7 +166,7 @@ class CausalLM:
     @cached_property
     def can_record(self) -> bool:
         """Whether forwards may be recorded: on CUDA, where a kernel attends in all layers."""
-        if self.device.type != "cuda" or not self.can_share_forwards:
+        if self.device.type != "cuda" or not self.can_share_forwards or not pool_share():
             return False
         import kvrag_kernels
 
@@ -175,6 +187,32 @@ class CausalLM:
         # The tables that recordings read are never made anew.
         self.rotary(min(num_slots, self.reuse_window))
         self.recorded = Recordings(self, pool, **options)
+
+    def pool(self) -> KVPool | None:
+        """Return the pool of slots if forwards are recorded; it is allocated at the first call.
+
+        Raises ``ConfigError`` if ``KVRAG_POOL_SHARE`` is no share.
+        """
+        with self.lock:
+            if self.recorded is None and self.can_record:
+                free, _ = torch.cuda.mem_get_info(self.device)
+                try:
+                    self.record(int(pool_share() * free) // self.kv_bytes_per_token)
+                except RuntimeError as error:
+                    logger.warning("no pool of KV can be allocated (%s)", error)
+                    self.can_record = False
+        return None if self.recorded is None else self.recorded.pool
+
+    @contextmanager
+    def scratch(self, capacity: int) -> Iterator[KVBuffer]:
+        """Lend KV for forwards that belong to no request: in the pool, if it has room."""
+        pool = self.pool()
+        run = None if pool is None else pool.take(capacity)
+        try:
+            yield self.buffer(capacity, run=run)
+        finally:
+            if pool is not None and run is not None:
+                pool.give_back(run)
 
     def buffer(self, capacity: int, *, batch: int = 1, run: range | None = None) -> KVBuffer:
         """Allocate the KV of a request or of a batch of chunks, or use a run of the pool's slots."""

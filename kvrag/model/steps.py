@@ -10,16 +10,19 @@ from __future__ import annotations
 
 # ruff: noqa: D102  (CausalLM documents the members of Steps)
 import logging
+import os
 import threading
 import time
 from bisect import bisect_left, insort
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 
+from kvrag.errors import ConfigError
 from kvrag.model.attention import fused_attention, ragged_attention
 from kvrag.model.forward import Attentions, BeforeWrite, Forward, Pair
 from kvrag.model.lock import ModelLock
@@ -68,6 +71,21 @@ def by_graph(compute: Callable[[], Out]) -> Callable[[], Out]:
 
 
 _memory = cache(torch.cuda.graph_pool_handle)
+
+
+def pool_share() -> float:
+    """Return the share of a device's free memory that a pool takes: ``KVRAG_POOL_SHARE``.
+
+    Raises ``ConfigError`` if it is no number from 0 to 1.
+    """
+    given = os.environ.get("KVRAG_POOL_SHARE", "0.5")
+    with suppress(ValueError):
+        if 0 <= (share := float(given)) <= 1:
+            return share
+    raise ConfigError(
+        f"KVRAG_POOL_SHARE is {given!r}; set it to a number from 0 (no pool) to 1, the share of the "
+        "device's free memory that holds the KV of running requests"
+    )
 
 
 class KVPool:
@@ -290,6 +308,17 @@ class Recordings:
 
     def __len__(self) -> int:
         return len(self._made)
+
+    def stats(self) -> dict[str, float]:
+        """Return the sizes of the pool, and the number and seconds of recordings."""
+        pool = self.pool
+        return {
+            "slots": pool.num_slots,
+            "taken": pool.num_taken,
+            "bytes": pool.num_bytes,
+            "recordings": len(self),
+            "recording_s": self.seconds,
+        }
 
     def hold_for(self, weights: object) -> None:
         """Drop all recordings unless they were made with these weights (a fingerprint)."""
