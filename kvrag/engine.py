@@ -852,7 +852,9 @@ class KVRagEngine:
         requests (if kept) and every tier, the pool of KV (if forwards are recorded), and the
         current load.
         """
-        extra = {} if self._write_back is None else {"write_back": self._write_back.stats()}
+        extra = dict[str, dict[str, Any]]()
+        if self._write_back is not None:
+            extra["write_back"] = self._write_back.stats()
         if self._query_side is not None and self._query_side.histories.max_bytes:
             extra["histories"] = self._query_side.histories.stats()
         lm = self._loaded and self._loaded.lm

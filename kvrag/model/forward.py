@@ -21,6 +21,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedModel
 
 from kvrag.model.attention import UNDERSTOOD, Mass, ragged_attention, refuse_unknown
+from kvrag.model.linear import plain_forward
 from kvrag.model.lock import ModelLock, text_config
 from kvrag.model.rows import EVERYTHING, KVBuffer, Limits, Reach, Rows
 from kvrag.runtime import EXITING, RUNTIME
@@ -274,7 +275,7 @@ def switched(model: PreTrainedModel, what: Forward | str) -> Iterator[None]:
     config._attn_implementation = ATTENTION
     _current.running = what
     try:
-        with evaluating(model):
+        with evaluating(model), plain_forward(model.device):
             yield
     finally:
         _current.running = outer

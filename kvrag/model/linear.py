@@ -6,7 +6,9 @@ torch takes MKL, which is slow there, for the rows of a prompt and for the row o
 from __future__ import annotations
 
 import platform
-from contextlib import suppress
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
@@ -37,24 +39,46 @@ def use_onednn(model: torch.nn.Module) -> None:
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Multiply as ``torch.nn.functional.linear``: ``x`` ``(·, K)``, ``weight`` ``(N, K)``.
 
-    oneDNN takes float32 on a CPU, without gradients or autocast. torch's compiler knows its
-    operator for constant weights alone.
+    oneDNN takes float32 on a CPU, without gradients or autocast.
     """
-    if (
-        torch.compiler.is_compiling()
-        or x.device.type != "cpu"
-        or not weight.dtype is x.dtype is torch.float32
-        or type(weight) not in _PLAIN
-        or torch.is_grad_enabled()
-        or torch.is_autocast_enabled("cpu")
-        or not has_onednn()
-    ):
+    is_plain = weight.dtype is x.dtype is torch.float32 and type(weight) in _PLAIN
+    if not is_plain or not (_FORWARD.is_plain or _may_be_plain(x.device)):
         return F.linear(x, weight, bias)
     rows = x.shape[:-1].numel()
     spare = -rows % 8 if rows > MAX_ODD_ROWS else 0
     padded = F.pad(x.flatten(0, -2), (0, 0, 0, spare)) if spare else x
     out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(padded, weight, bias, "none", [], "")
     return out[:rows].view(*x.shape[:-1], len(weight)) if spare else out
+
+
+class _Forward(threading.local):
+    is_plain = False
+
+
+_FORWARD = _Forward()
+"""Whether this thread is in a forward whose products oneDNN may take, so that none has to ask."""
+
+
+@contextmanager
+def plain_forward(device: torch.device) -> Iterator[None]:
+    """Look once, for all products of a forward, whether oneDNN may take them."""
+    before = _FORWARD.is_plain
+    _FORWARD.is_plain = _may_be_plain(device)
+    try:
+        yield
+    finally:
+        _FORWARD.is_plain = before
+
+
+def _may_be_plain(device: torch.device) -> bool:
+    """Whether oneDNN may multiply; torch's compiler knows its operator for constant weights alone."""
+    return (
+        not torch.compiler.is_compiling()
+        and device.type == "cpu"
+        and not torch.is_grad_enabled()
+        and not torch.is_autocast_enabled("cpu")
+        and has_onednn()
+    )
 
 
 def has_onednn() -> bool:

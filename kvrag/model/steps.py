@@ -309,7 +309,7 @@ class Recordings:
     def __len__(self) -> int:
         return len(self._made)
 
-    def stats(self) -> dict[str, float]:
+    def stats(self) -> dict[str, Any]:
         """Return the sizes of the pool, and the number and seconds of recordings."""
         pool = self.pool
         return {
