@@ -100,19 +100,8 @@ class RowCovariance:
         rows = torch.cat(layers, dim=1).float().masked_fill_((owner < 0)[:, None], 0)
         rows -= rows.sum(dim=0) / num_rows_of(layout.stale)
         for part in torch.split(rows, [layer.shape[1] for layer in layers], dim=1):
-            lengths = torch.linalg.vector_norm(part, dim=1, keepdim=True).clamp_(min=1e-12)
-            part /= lengths.mul_(len(layers) ** 0.5)
-        return cls(span, rows, owner, size.view(torch.float32), run)
-
-    def between(self, at: torch.Tensor, those: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the covariance of the rows' relative changes, float32 ``(T, M)``, without noise.
-
-        ``at`` and ``those`` are positions, int64 ``(M,)`` and ``(T,)``; ``None`` is the whole span.
-        Rows of the result outside stale chunks mean nothing.
-        """
-        to = at - self.span.start
-        rows = slice(None) if those is None else those - self.span.start
-        return kernel(self.rows[rows], self.owner[rows], self.rows[to], self.owner[to])
+            torch.nn.functional.normalize(part, dim=1, out=part)
+        return cls(span, rows.div_(len(layers) ** 0.5), owner, size.view(torch.float32), run)
 
     def weights(self, at: torch.Tensor) -> torch.Tensor:
         """Return the weights of the posterior mean, float32 ``(S, M)``.
@@ -120,13 +109,15 @@ class RowCovariance:
         They predict the changes of all rows of the span, ``s``, from the observed changes of the
         rows ``at``, ``a``: ``diag(size_s) K_sa (K_aa + NOISE · I)^-1 diag(size_a)^-1``.
         """
-        known = self.between(at, at)
+        to = at - self.span.start
+        observed = self.rows[to], self.owner[to]
+        known = kernel(*observed, *observed)
         known.diagonal().add_(NOISE)
         # A product with the inverse takes half the time of a solution for all rows. The noise keeps
         # it as exact, and makes a check needless, which would wait for the device.
         inverse = torch.linalg.inv_ex(known).inverse
-        found = linear(self.between(at), inverse)
-        return found.mul_(self.size[:, None] / self.size[at - self.span.start])
+        found = linear(kernel(self.rows, self.owner, *observed), inverse)
+        return found.mul_(self.size[:, None] / self.size[to])
 
     def most_informative(
         self, candidates: torch.Tensor, mass: torch.Tensor, count: int
@@ -209,12 +200,11 @@ def choose(
         mean nothing.
     """
     left = kernel(rows, owner, rows, owner)
-    squares = torch.empty_like(left)
     variance = left.diagonal()
     chosen = list[torch.Tensor]()
     for _ in range(steps):
         own = variance + NOISE
-        told = torch.mv(torch.mul(left, left, out=squares), weight)
+        told = torch.mv(left.square(), weight)
         told.addcmul_(weight, variance.square(), value=-1).div_(own)
         best = told.addcmul_(weight, own).add_(hidden).topk(each).indices
         chosen.append(best)

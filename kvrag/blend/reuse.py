@@ -174,10 +174,10 @@ def _fits(kv: ChunkKV, identity: ChunkIdentity, shapes: Sequence[LayerShape]) ->
     """Whether a chunk has the model's layers, heads and head dims, and the type asked for."""
     if len(kv.layers) != len(shapes):
         return False
+    num_rows = len(identity.token_ids)
     for layer, shape in zip(kv.layers, shapes, strict=True):
-        rows = shape.num_heads, len(identity.token_ids)
-        keys = (*rows, shape.key_dim)
-        values = (*rows, shape.value_dim)
+        keys = shape.num_heads, num_rows, shape.key_dim
+        values = shape.num_heads, num_rows, shape.value_dim
         if layer.scales is None and identity.kv_dtype == "auto":
             if (layer.keys.shape, layer.values.shape) != (keys, values):
                 return False

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -78,14 +79,11 @@ def _random(signals: Signals) -> torch.Tensor:
 
 
 def _first_rows(signals: Signals) -> torch.Tensor:
-    """Choose the first ``max(first_k, ratio · T)`` rows of every chunk.
+    """Choose the first ``ratio · T`` rows of every chunk; all strategies add the heads.
 
     As EPIC / LegoLink do (arXiv 2410.15332).
     """
-    counts = [
-        max(signals.config.first_k, math.ceil(signals.ratio * s.num_rows)) for s in signals.stale
-    ]
-    return rows_of([s.head(n) for s, n in zip(signals.stale, counts, strict=True)])
+    return rows_of([s.head(math.ceil(signals.ratio * s.num_rows)) for s in signals.stale])
 
 
 def _seam_rows(signals: Signals) -> torch.Tensor:
@@ -93,13 +91,10 @@ def _seam_rows(signals: Signals) -> torch.Tensor:
 
     The heads take the rest of the budget.
     """
-    counts = [
-        max(0, math.ceil(signals.ratio * s.num_rows) - signals.config.first_k)
-        for s in signals.stale
-    ]
-    return rows_of(
-        [Segment(s.stop - n, s.stop, "chunk") for s, n in zip(signals.stale, counts, strict=True)]
-    )
+    skip = signals.config.first_k
+    counts = [max(0, math.ceil(signals.ratio * s.num_rows) - skip) for s in signals.stale]
+    ends = [s.stop for s in signals.stale]
+    return rows_of([Segment(end - n, end, "chunk") for n, end in zip(counts, ends, strict=True)])
 
 
 def _top_rows(signals: Signals) -> torch.Tensor:
@@ -123,8 +118,8 @@ def _informative_rows(signals: Signals) -> torch.Tensor:
     assert covariance is not None
     assert mass is not None
     pool = by_mass[:POOL]
-    device = covariance.rows.device
-    sides = uploaded(torch.stack([pool.int(), mass[pool].view(torch.int32)]), device)
+    sides = torch.stack([pool.int(), mass[pool].view(torch.int32)])
+    sides = uploaded(sides, covariance.rows.device)
     chosen = covariance.most_informative(sides[0], sides[1].view(torch.float32), count).cpu()
     rest = by_mass[~mask_of(chosen, len(mass))[by_mass]]
     return torch.cat([chosen, rest[: signals.budget - count]])
@@ -165,11 +160,10 @@ def sentences(rows: torch.Tensor, starts: torch.Tensor) -> tuple[torch.Tensor, t
 
     Returns the index of every sentence's first row, and the number of its rows, int64.
     """
-    index = torch.arange(len(rows))
     is_cut = starts[rows] | (rows.diff(prepend=rows[:1] - 2) != 1)
-    begun = index.where(is_cut, 0).cummax(dim=0).values
-    first = torch.nonzero((index - begun) % LONGEST == 0)[:, 0]
-    return first, first.diff(append=torch.tensor([len(rows)]))
+    cuts = [*torch.nonzero(is_cut)[:, 0].tolist(), len(rows)]
+    first = torch.tensor([i for ends in pairwise(cuts) for i in range(*ends, LONGEST)])
+    return first, first.diff(append=torch.tensor(cuts[-1:]))
 
 
 SELECT: dict[str, Callable[[Signals], torch.Tensor]] = {
@@ -197,10 +191,8 @@ NEEDS: dict[str, frozenset[Signal]] = {
 
 def needs_of(layout: Layout, config: RepairConfig) -> frozenset[Signal]:
     """Return the signals to measure before selection; empty if the budget leaves no choice."""
-    is_choosing = (
-        _num_heads(layout, config) < num_selected(layout, config) < num_rows_of(layout.stale)
-    )
-    if is_choosing:
+    num_heads = num_rows_of(_heads(layout, config))
+    if num_heads < num_selected(layout, config) < num_rows_of(layout.stale):
         return NEEDS.get(config.strategy, frozenset())
     return frozenset()
 
@@ -258,17 +250,15 @@ def num_selected(layout: Layout, config: RepairConfig) -> int:
     if config.strategy == "none":
         return 0
     return max(
-        _num_heads(layout, config), round(effective_ratio(layout, config, num_stale) * num_stale)
+        num_rows_of(_heads(layout, config)),
+        round(effective_ratio(layout, config, num_stale) * num_stale),
     )
-
-
-def _num_heads(layout: Layout, config: RepairConfig) -> int:
-    return sum([min(config.first_k, segment.num_rows) for segment in layout.stale])
 
 
 def _heads(layout: Layout, config: RepairConfig) -> list[Segment]:
     """Return the heads of stale chunks: every strategy but ``none`` repairs them."""
-    return [segment.head(config.first_k) for segment in layout.stale]
+    size = config.first_k
+    return [Segment(s.start, min(s.stop, s.start + size), "chunk") for s in layout.stale]
 
 
 def effective_ratio(layout: Layout, config: RepairConfig, num_stale: int) -> float:

@@ -161,18 +161,10 @@ def _moving_buffers(model: torch.nn.Module) -> set[str]:
 
     They hold the RoPE angles of models that choose them by the prompt's length.
     """
-    found = set()
-    for module in model.modules():
-        kinds = getattr(module, "rope_type", "default")
-        if {"dynamic", "longrope"}.intersection(
-            kinds.values() if isinstance(kinds, dict) else (kinds,)
-        ):
-            found |= {
-                buffer
-                for buffer in module._buffers
-                if buffer.endswith("inv_freq") and "original" not in buffer
-            }
-    return found
+    kinds = [(str(getattr(m, "rope_type", "")), m._buffers) for m in model.modules()]
+    moving = [buffers for kind, buffers in kinds if "dynamic" in kind or "longrope" in kind]
+    names = {name for buffers in moving for name in buffers}
+    return {name for name in names if name.endswith("inv_freq") and "original" not in name}
 
 
 class LiveIdentity:
@@ -200,26 +192,23 @@ class LiveIdentity:
         if self._identity.weights.startswith(UNKNOWN):
             return self._fingerprint
         with self._lock, torch.no_grad():
-            seen, dtype = _look_at(self._model, self._moving), dtype_text(self._model)
-            if dtype != self._identity.dtype or not seen.is_as(self._seen):
-                self._update(dtype)
+            seen, was = _look_at(self._model, self._moving), self._identity
+            dtype = dtype_text(self._model)
+            if dtype != was.dtype or not seen.is_as(self._seen):
+                check_adapters(self._model)
+                base, added = _sides(self._model)
+                weights = self._weights.of(base, lambda: weights_digest(self._model))
+                adapters = self._adapters.of(added, lambda: adapters_digest(self._model))
+                self._identity = replace(was, weights=weights, adapters=adapters, dtype=dtype)
                 self._seen = seen
+                if self._identity != was:
+                    self._fingerprint = self._identity.fingerprint
+                    logger.info(
+                        "the model's weights, adapters or precision changed; "
+                        "its fingerprint is now %s",
+                        self._fingerprint,
+                    )
             return self._fingerprint
-
-    def _update(self, dtype: str) -> None:
-        """Follow a change of the weights, the adapters or the precision."""
-        check_adapters(self._model)
-        base, added = _sides(self._model)
-        weights = self._weights.of(base, lambda: weights_digest(self._model))
-        adapters = self._adapters.of(added, lambda: adapters_digest(self._model))
-        was = self._identity
-        if (weights, adapters, dtype) != (was.weights, was.adapters, was.dtype):
-            self._identity = replace(was, weights=weights, adapters=adapters, dtype=dtype)
-            self._fingerprint = self._identity.fingerprint
-            logger.info(
-                "the model's weights, adapters or precision changed; its fingerprint is now %s",
-                self._fingerprint,
-            )
 
     @property
     def portable(self) -> str:
@@ -229,9 +218,8 @@ class LiveIdentity:
 
     def with_extra_keys(self, extra_keys: Mapping[str, str]) -> LiveIdentity:
         """Return the identity of the same model with other extra keys."""
-        with torch.no_grad():
-            _ = self.fingerprint  # updates the identity
-            return LiveIdentity(self._model, replace(self._identity, extra_keys=dict(extra_keys)))
+        _ = self.fingerprint  # updates the identity
+        return LiveIdentity(self._model, replace(self._identity, extra_keys=dict(extra_keys)))
 
 
 class _Look:
@@ -314,13 +302,8 @@ class _Digests:
 def _note(layer: Any) -> object:
     """Describe the use that a layer makes of its adapters, without tensors."""
     names, note = state_of(layer)
-    found = (
-        (key, value)
-        for name in names
-        for key, value in settings_of(layer, name)
-        if isinstance(value, PLAIN)
-    )
-    plain = [(key, repr(value) if isinstance(value, list) else value) for key, value in found]
+    settings = [setting for name in names for setting in settings_of(layer, name)]
+    plain = [(key, repr(value)) for key, value in settings if isinstance(value, PLAIN)]
     return names, note, tuple(layer.merged_adapters), plain
 
 
@@ -331,5 +314,4 @@ _HASHED = weakref.WeakKeyDictionary[torch.nn.Module, _Digests]()
 def sample(tensors: Iterable[torch.Tensor]) -> bytes:
     """Read a few values of every plain tensor in some, spread evenly."""
     plain = [leaf.detach() for tensor in tensors for _, leaf in leaves(tensor)]
-    few = [x.reshape(-1)[:: max(1, x.numel() // SAMPLES)][:SAMPLES] for x in plain if x.numel()]
-    return b"".join([raw(x) for x in few])
+    return b"".join([raw(x.reshape(-1)[:: 1 + x.numel() // SAMPLES]) for x in plain])

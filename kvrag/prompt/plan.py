@@ -10,7 +10,7 @@ Planning needs no tensors and no model, and reads no KV.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -38,7 +38,8 @@ class Lookup:
     """Store look-ups of a prompt; if the store fails or is late, chunks count as absent.
 
     Look-ups run in another thread and share ``deadline``. ``model``, ``namespace``, ``kv_dtype``
-    and ``context`` are fields of the identities.
+    and ``context`` are fields of the identities. ``found`` maps token ids to the identity of their
+    KV, behind the prompt's prefix or else another; KV of another type is among them, too.
     """
 
     store: TieredStore
@@ -47,6 +48,7 @@ class Lookup:
     deadline: Deadline
     kv_dtype: KVDtype = "auto"
     context: str = ""
+    found: dict[TokenIds, ChunkIdentity] = field(default_factory=dict)
 
     def identity(self, ids: TokenIds, prefix: str, context: str = "") -> ChunkIdentity:
         """Return the identity of a chunk behind a prefix and a context."""
@@ -58,6 +60,26 @@ class Lookup:
         nothing = set[ChunkKey]()
         found = self.deadline.ask(lambda: self.store.known(keys), nothing, what="the KV store")
         return {keys[key] for key in found}
+
+    def look_up(
+        self, runs: Iterable[TokenIds], prefix: str, *others: ChunkIdentity
+    ) -> set[ChunkIdentity]:
+        """Find KV of runs of ids, behind a prefix or else behind another.
+
+        Returns the stored identities among the runs behind this prefix and ``others``.
+        """
+        own = {ids: self.identity(ids, prefix, self.context) for ids in runs}
+        known = self.known([*own.values(), *others])
+        self.found |= {ids: identity for ids, identity in own.items() if identity in known}
+        self.found |= self.elsewhere([ids for ids in own if ids not in self.found])
+        return known
+
+    def usable(self, ids: TokenIds) -> ChunkIdentity | None:
+        """Return the KV that was found of these ids, if it is of the type that is asked for."""
+        found = self.found.get(ids)
+        if found is not None and found.kv_dtype == self.kv_dtype:
+            return found
+        return None
 
     def elsewhere(self, runs: Collection[TokenIds]) -> dict[TokenIds, ChunkIdentity]:
         """Map runs of ids to the newest stored variant behind any prefix and context.
@@ -294,14 +316,14 @@ class _Draft:
             (p, p.ids or tuple(encode[p.kind](p.text))) for p in rest
         ]
         self._prefix = ids_digest(self._head_ids)
-        self._found: dict[TokenIds, ChunkIdentity] = {}
         self._head_identity = lookup.identity(self._head_ids, ids_digest(()))
         runs = [
             p.part_of or ids
             for p, ids in self._rest
             if p.kind == "chunk" and len(ids) >= min_tokens
         ]
-        self._has_head = self._head_identity in self._look_up(runs, self._head_identity)
+        known = lookup.look_up(runs, self._prefix, self._head_identity)
+        self._has_head = self._head_identity in known
 
     def _ids_of(self, head: Piece | None) -> TokenIds:
         if head:
@@ -317,38 +339,19 @@ class _Draft:
         return [
             p
             for p, ids in self._rest
-            if p.kind == "chunk" and self._usable(p.part_of or ids) is None
+            if p.kind == "chunk" and self._lookup.usable(p.part_of or ids) is None
         ]
-
-    def _look_up(self, runs: Iterable[TokenIds], *others: ChunkIdentity) -> set[ChunkIdentity]:
-        """Find KV of runs of ids, behind this prefix or else behind another.
-
-        Returns the stored identities among the runs behind this prefix and ``others``.
-        """
-        behind = (self._prefix, self._lookup.context)
-        new = [ids for ids in runs if ids not in self._found]
-        own = {ids: self._lookup.identity(ids, *behind) for ids in new}
-        known = self._lookup.known([*own.values(), *others])
-        self._found |= {ids: identity for ids, identity in own.items() if identity in known}
-        self._found |= self._lookup.elsewhere([ids for ids in own if ids not in self._found])
-        return known
-
-    def _usable(self, ids: TokenIds) -> ChunkIdentity | None:
-        found = self._found.get(ids)
-        if found is not None and found.kv_dtype == self._lookup.kv_dtype:
-            return found
-        return None
 
     def planned(self, finder: PartFinder) -> list[PlannedPiece]:
         """Return the planned pieces; a chunk without KV may reuse the start of a stored chunk."""
         long = [
             (p, ids) for p, ids in self._rest if p.kind == "chunk" and len(ids) >= self._min_tokens
         ]
-        pieces = [p for p, ids in long if not p.part_of and self._usable(ids) is None]
+        pieces = [p for p, ids in long if not p.part_of and self._lookup.usable(ids) is None]
         parts = dict(zip(pieces, finder.cut_chunks(pieces), strict=True)) if pieces else {}
         runs = [part.part_of for part, *_ in parts.values() if part.part_of]
         if runs:
-            self._look_up(runs)
+            self._lookup.look_up(runs, self._prefix)
         if self._has_head:
             missing = None
         else:
@@ -383,13 +386,13 @@ class _Draft:
             ]
             pays = sum([len(other.ids) for other in rest]) >= self._min_tokens
             return [replace(planned, missed=missed if pays else None), *rest]
-        why = why_missing(self._lookup, self._found.get(ids), is_given=piece.is_given)
+        why = why_missing(self._lookup, self._lookup.found.get(ids), is_given=piece.is_given)
         return [PlannedPiece(piece, ids, reason=why, missed=missed)]
 
     def _stored(self, piece: Piece, ids: TokenIds, is_next_to_head: bool) -> PlannedPiece | None:
         """Plan a chunk, or the first part of a chunk, with its stored KV, if any."""
         stored = piece.part_of or ids
-        identity = self._usable(stored)
+        identity = self._lookup.usable(stored)
         if identity is None:
             return None
         part = None

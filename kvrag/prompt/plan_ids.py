@@ -31,7 +31,7 @@ from kvrag.prompt.plan import (
 from kvrag.prompt.spans import ANCHOR_CHARS, SpanIndex
 from kvrag.prompt.template import PromptEncoder
 from kvrag.prompt.tokenizer import Piece, TokenIds
-from kvrag.types import ChunkIdentity, MissedChunk
+from kvrag.types import MissedChunk
 
 SEAM_TOKENS = 2  # tokens at the end of a prefix that the text after it may change
 
@@ -134,7 +134,7 @@ def plan_ids(
     if named == bos or not finder.begins_with(named):
         first = places[0].start if places else len(prompt.text)
         finder.prefix = prompt.ids[: prompt.rows(0, first).stop]
-        finder.look_up([place.ids for place in places])
+        finder.look_up(places)
     pieces = [finder.head(named)]
     row = len(pieces[0].ids)
     for place in places:
@@ -152,8 +152,7 @@ def plan_ids(
 class _Finder:
     """Finder of known chunks in a decoded prompt.
 
-    ``prefix`` holds the ids of the prompt's prefix. ``found`` maps token ids to the identity of
-    their KV, behind this prefix or else another; KV of another type is among them, too.
+    ``prefix`` holds the ids of the prompt's prefix.
     """
 
     prompt: DecodedIds
@@ -162,7 +161,6 @@ class _Finder:
     lookup: Lookup
     min_tokens: int
     prefix: TokenIds
-    found: dict[TokenIds, ChunkIdentity] = field(default_factory=dict)
     decoded: dict[TokenIds, DecodedIds] = field(default_factory=dict)
 
     def begins_with(self, prefix: TokenIds) -> bool:
@@ -178,34 +176,24 @@ class _Finder:
         while True:
             spans = self.scanner.scan(text, without=hidden)
             ids = {s.digest: self.encoder.chunk_ids(text[s.start : s.stop]) for s in spans}
-            self.look_up(ids.values())
+            self.lookup.look_up(ids.values(), ids_digest(self.prefix))
             new = {
                 s.digest
                 for s in spans
-                if self._usable(ids[s.digest]) is None
+                if self.lookup.usable(ids[s.digest]) is None
                 and self.scanner.scan(text[s.start : s.stop], without={*hidden, s.digest})
             }
             if not new:
                 break
             hidden |= new  # a text without KV must not hide shorter texts with KV
         whole = [Place(s.start, s.stop, ids[s.digest]) for s in spans]
-        parts = self._parts([place for place in whole if self._usable(place.ids)])
-        self.look_up([part.ids for part in parts])
+        parts = self._parts([place for place in whole if self.lookup.usable(place.ids)])
+        self.look_up(parts)
         return sorted([*parts, *whole], key=lambda place: place.start)
 
-    def look_up(self, chunks: Iterable[TokenIds]) -> None:
-        """Find KV of these token ids."""
-        digest = ids_digest(self.prefix)
-        own = {ids: self.lookup.identity(ids, digest, self.lookup.context) for ids in chunks}
-        known = self.lookup.known(own.values())
-        self.found |= {ids: identity for ids, identity in own.items() if identity in known}
-        self.found |= self.lookup.elsewhere([ids for ids in own if ids not in self.found])
-
-    def _usable(self, ids: TokenIds) -> ChunkIdentity | None:
-        identity = self.found.get(ids)
-        if identity is not None and identity.kv_dtype == self.lookup.kv_dtype:
-            return identity
-        return None
+    def look_up(self, places: Iterable[Place]) -> None:
+        """Find KV of these places behind the prompt's prefix."""
+        self.lookup.look_up([place.ids for place in places], ids_digest(self.prefix))
 
     def _parts(self, covered: Sequence[Place]) -> list[Place]:
         """Return the places of first parts of stored chunks outside of ``covered``."""
@@ -235,7 +223,7 @@ class _Finder:
 
     def overlaps(self, place: Place) -> Iterable[Overlap]:
         """Return the rows of a chunk to reuse, or all its rows if it has no KV."""
-        if self._usable(place.ids) is None:
+        if self.lookup.usable(place.ids) is None:
             return [self.prompt.rows(place.start, place.stop)]
         return self._shared(place)
 
@@ -261,10 +249,10 @@ class _Finder:
         """Plan rows of a chunk."""
         piece = self.prompt.planned(rows.start, rows.stop)
         piece = replace(piece, piece=replace(piece.piece, kind="chunk"))
-        identity = self._usable(place.ids)
+        identity = self.lookup.usable(place.ids)
         if identity is None:
             missed = MissedChunk(self.prompt.text[place.start : place.stop], is_given=False)
-            why = why_missing(self.lookup, self.found.get(place.ids))
+            why = why_missing(self.lookup, self.lookup.found.get(place.ids))
             return replace(piece, reason=why, missed=missed)
         part = reason = None
         if rows.num_rows < len(place.ids):

@@ -98,6 +98,7 @@ class PromptEncoder(SegmentTokenizer):
         if (
             isinstance(prompt, Sequence)
             and prompt
+            and isinstance(prompt[0], Mapping)
             and all([isinstance(m, Mapping) for m in prompt])
         ):
             pieces = self.chat_pieces(prompt, chat)  # type: ignore[arg-type]

@@ -379,6 +379,8 @@ def given_ids(value: object, vocab_size: int) -> list[int] | None:
     """
     if not isinstance(value, Sequence) or isinstance(value, (str, bytes)) or not value:
         return None
+    if not isinstance(value[0], Integral):  # soon said of segments and messages
+        return None
     if not all([isinstance(i, Integral) and not isinstance(i, bool) for i in value]):
         return None
     for at, i in enumerate(value):

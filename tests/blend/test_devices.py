@@ -85,7 +85,7 @@ class Device:
             vocab_size=100,
             reuse_window=self.window,
             kv_bytes_per_token=self.kv_bytes,
-            buffer=lambda rows: None,
+            scratch=nullcontext,
             forward=forward,
         )
         copied = self.copy * cost.COPIED / self.kv_bytes

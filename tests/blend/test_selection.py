@@ -6,7 +6,7 @@ import fake_cuda
 import pytest
 import torch
 
-from kvrag.blend.covariance import NOISE, STEPS, RowCovariance, choose
+from kvrag.blend.covariance import NOISE, STEPS, RowCovariance, choose, kernel
 from kvrag.blend.layout import Layout, Segment, place, rows_of
 from kvrag.blend.reuse import decide
 from kvrag.blend.select import effective_ratio, select_rows, sentences
@@ -192,7 +192,8 @@ def test_sentences_are_chosen_as_one_after_the_other():
 
 def informative(covariance, candidates, mass, count):
     """Choose the most informative rows by a solution in each step: the reference."""
-    left = covariance.between(candidates, candidates)
+    at = candidates - covariance.span.start
+    left = kernel(*[covariance.rows[at], covariance.owner[at]] * 2)
     weight = mass.clamp(min=0).sqrt()
     taken = torch.zeros_like(candidates, dtype=torch.bool)
     each = -(-count // STEPS)

@@ -15,7 +15,7 @@ import kvrag.blend.select as selecting
 import kvrag.blend.stitch as stitching
 import kvrag_kernels
 from kvrag import RepairConfig
-from kvrag.blend.covariance import RowCovariance
+from kvrag.blend.covariance import RowCovariance, kernel
 from kvrag.blend.layout import Layout, Segment, place, rows_of
 from kvrag.blend.repair import ResidualShift, may_shift, residual_shift
 from kvrag.blend.select import select_rows
@@ -261,7 +261,8 @@ def test_rows_are_chosen_as_the_formula_says():
             tensor.normal_()
     alike, stale = RowCovariance.of(buffer, layout), rows_of(layout.stale)
     mass = torch.rand(len(stale))
-    prior = alike.between(stale, stale).double()
+    at = stale - alike.span.start
+    prior = kernel(*[alike.rows[at], alike.owner[at]] * 2).double()
     weight, chosen = mass.sqrt().double(), list[int]()
 
     def error(rows: list[int]) -> float:
