@@ -21,6 +21,7 @@ from fake_driver import Driver
 from kvrag import KVRagEngine
 from kvrag.blend.cost import IN_ROWS
 from kvrag.generate import pipeline
+from kvrag.kv import buffers as kv_buffers
 from kvrag.kv.buffers import Buffers
 from kvrag.model import CausalLM
 from kvrag.testing.models import save_tiny_model, tiny_model
@@ -210,6 +211,7 @@ def buffers(monkeypatch) -> Buffers:
 def driver(monkeypatch, buffers) -> Iterator[Driver]:
     """A driver that isn't there, which locks pages."""
     yield Driver.install(monkeypatch)
+    kv_buffers._sources.clear()
     buffers._idle.clear()
     gc.collect()
 

@@ -267,6 +267,8 @@ class FakeCuda(TorchFunctionMode):
         kwargs.pop("non_blocking", None)
         self.note(f"{'upload' if kind == 'cuda' else 'download'}{waits}", x.nbytes)
         out = torch.Tensor.to(x.as_subclass(torch.Tensor), *rest, **{**kwargs, "copy": True})
+        if kind == "cuda" and not waits:
+            self._is_late(out, x)
         return _put(out) if kind == "cuda" else out
 
     def _copied(
@@ -275,11 +277,7 @@ class FakeCuda(TorchFunctionMode):
         if isinstance(to, OnDevice) != isinstance(source, OnDevice):
             way = "upload" if isinstance(to, OnDevice) else "download"
             self.note(way if non_blocking else f"{way}, waits", source.nbytes)
-            is_plain = to.is_contiguous() and source.is_contiguous() and to.dtype == source.dtype
-            if self.late and non_blocking and is_plain and self.late.holds(source):
-                self.note(f"copy on {self.running.streams[-1].name}", source.nbytes)
-                address = source.data_ptr()
-                self.copies.append((to, address, ctypes.string_at(address, source.nbytes)))
+            if non_blocking and self._is_late(to, source):
                 return to
             torch.Tensor.copy_(to, source.as_subclass(torch.Tensor))
         elif isinstance(to, OnDevice):
@@ -287,6 +285,16 @@ class FakeCuda(TorchFunctionMode):
         else:
             torch.Tensor.copy_(to, source)
         return to
+
+    def _is_late(self, to: torch.Tensor, source: torch.Tensor) -> bool:
+        """Ask for a copy that runs later, if it is of page-locked bytes, as they are."""
+        is_plain = to.is_contiguous() and source.is_contiguous() and to.dtype == source.dtype
+        if not (self.late and is_plain and self.late.holds(source)):
+            return False
+        self.note(f"copy on {self.running.streams[-1].name}", source.nbytes)
+        address = source.data_ptr()
+        self.copies.append((to, address, ctypes.string_at(address, source.nbytes)))
+        return True
 
 
 def _name(func: Any) -> str:
@@ -383,7 +391,7 @@ def install(patch: pytest.MonkeyPatch) -> FakeCuda:
     patch.setattr(torch.cuda, "synchronize", lambda *_: fake.wait("synchronize"))
     patch.setattr(torch.cuda, "Stream", lambda *_: Stream(fake, "copies"))
     patch.setattr(buffers, "_sources", {})
-    buffers.copy_stream.cache_clear()
+    patch.setattr(buffers, "_streams", {})
     patch.setattr(
         torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=2**40)
     )

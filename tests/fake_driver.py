@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -50,12 +52,18 @@ class Driver:
         self.error = error
         return error
 
-    def ones(self, size: int, device: str | None = None) -> torch.Tensor:
-        """Launch a kernel."""
-        error, self.error = self.error, 0
-        if error:
-            raise RuntimeError(f"CUDA error {error}")
-        return torch.zeros(size).add_(1)
+    def launching(self, ones: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """Let ``torch.ones`` on a device launch a kernel."""
+
+        def launch(*size: Any, **options: Any) -> torch.Tensor:
+            if options.get("device") == "cuda":
+                options["device"] = "cpu"
+                error, self.error = self.error, 0
+                if error:
+                    raise RuntimeError(f"CUDA error {error}")
+            return ones(*size, **options)
+
+        return launch
 
     def overlaps(self, address: int, num_bytes: int) -> bool:
         """Whether any byte of a range is locked."""
@@ -78,5 +86,5 @@ class Driver:
         driver = cls()
         patch.setattr(torch.cuda, "is_available", lambda: True)
         patch.setattr(torch.cuda, "cudart", driver.runtime)
-        patch.setattr(torch, "ones", driver.ones)
+        patch.setattr(torch, "ones", driver.launching(torch.ones))
         return driver

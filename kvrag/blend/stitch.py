@@ -42,12 +42,17 @@ class PrefixMatch:
 
     def rows(self) -> Layers:
         """Return a copy of the rows."""
-        own = [
-            tuple(side.new_empty(*side.shape[:2], self.num_rows, side.shape[3]) for side in pair)
-            for pair in self.parts[0][0]
-        ]
-        self.fill(cast(Layers, own), self.num_rows)
-        return cast(Layers, own)
+        own = cast(
+            Layers,
+            [
+                tuple(
+                    side.new_empty(*side.shape[:2], self.num_rows, side.shape[3]) for side in pair
+                )
+                for pair in self.parts[0][0]
+            ],
+        )
+        self.fill(own, self.num_rows)
+        return own
 
     def fill(self, layers: Layers, num_rows: int) -> None:
         """Copy the first ``num_rows`` rows into the buffer of a request."""
@@ -71,8 +76,10 @@ def stitch(
 ) -> None:
     """Copy the KV of every reused segment into the buffer: dequantise, and rotate the keys.
 
-    With the kernel, this is asynchronous: later layers are copied and placed while earlier layers
-    compute. ``buffer.arrivals`` then holds the events to wait for.
+    On a CUDA device, this is asynchronous; with the kernel, later layers are copied and placed
+    while earlier layers compute. ``buffer.arrivals`` then holds the events to wait for, and what
+    the copies read is held until they are done (:func:`~kvrag.kv.buffers.held`). Raises
+    ``RuntimeError`` or ``MemoryError`` if memory is short; use :func:`filling` around it.
 
     Parameters
     ----------
@@ -85,12 +92,11 @@ def stitch(
         Rows that the next forward computes, int64. They may stay unwritten.
     """
     segments, keys = list(_cut_at_groups(layout.reused, kvs)), buffer.layers[0][0]
-    has_kernel = (
-        bool(segments) and _has_kernel(buffer, rotary) and _is_uniform(buffer, segments, kvs)
-    )
     runs = ranges(buffer)
-    angles: Sequence[Angles | None] | None = _angles(rotary, runs) if has_kernel else None
-    if angles is None:
+    angles: Sequence[Angles | None] = ()
+    if segments and _has_kernel(buffer, rotary) and _is_uniform(buffer, segments, kvs):
+        angles = _angles(rotary, runs)
+    if not angles:
         runs, angles = [range(len(buffer.layers))], [None]
     computed = None
     if angles[0] and skip is not None and len(skip):
@@ -310,16 +316,16 @@ def _is_uniform(buffer: KVBuffer, segments: Sequence[Segment], kvs: Sequence[Chu
     return not odd and len(kinds) == 1 and kinds <= {(each, each) for each in known}
 
 
-def _angles(rotary: Rotations, runs: Sequence[range]) -> list[Angles] | None:
+def _angles(rotary: Rotations, runs: Sequence[range]) -> list[Angles]:
     """Return the angles of a prompt's positions for each run of layers.
 
-    ``None`` if no layer rotates, or if a rotation is not of pairs, or if the tables of a run differ
+    Empty if no layer rotates, or if a rotation is not of pairs, or if the tables of a run differ
     in shape or pairing.
     """
     tables = {id(table): table for table in rotary if table.width}
     pairs = {name: pair for name, table in tables.items() if (pair := table.pairs()) is not None}
     if not pairs or len(pairs) < len(tables):
-        return None
+        return []
     stacked: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
     made = []
     for layers in runs:
@@ -327,7 +333,7 @@ def _angles(rotary: Rotations, runs: Sequence[range]) -> list[Angles] | None:
         names = tuple(name for name in pairs if name in own)
         found = [pairs[name] for name in names]
         if len({(cos.shape, kind) for cos, _, kind in found}) > 1:
-            return None
+            return []
         if names not in stacked:
             stacked[names] = (
                 torch.stack([cos for cos, _, _ in found]),

@@ -13,7 +13,6 @@ import os
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
 
 import numpy as np
 import torch
@@ -80,6 +79,9 @@ Torch's allocators don't know that the device reads this module's memory.
 """
 
 
+_streams = dict[torch.device, torch.cuda.Stream]()
+
+
 def let_go() -> None:
     """Let go of the sources whose copies are done; never waits."""
     for event in list(_sources):
@@ -103,16 +105,15 @@ def held(sources: object, stream: torch.cuda.Stream | None) -> Iterator[None]:
         _sources[stream.record_event()] = sources
 
 
-@cache
 def copy_stream(device: torch.device) -> torch.cuda.Stream | None:
     """Return the stream of all copies of stored KV to a device; ``None`` if it is no CUDA device.
 
     Who reads a chunk on this stream comes after the copies that bring it. Memory that is allocated
     there is used again there, in order.
     """
-    if device.type != "cuda":
-        return None
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    if device.type == "cuda" and device not in _streams:  # two threads get one stream
+        _streams.setdefault(device, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+    return _streams.get(device)
 
 
 # In a forked child, copies and page-locked buffers are the parent's.
@@ -133,9 +134,8 @@ def page_locked(num_bytes: int) -> torch.Tensor:
     """
     # A range of addresses that the driver takes for locked stays mapped until another is found.
     places = list[mmap.mmap]()
-    error = TAKEN[0] if torch.cuda.is_available() else 0
     with suppress(RuntimeError):
-        while error in TAKEN and len(places) < MAX_PLACES:
+        while torch.cuda.is_available() and len(places) < MAX_PLACES:
             # Shared: of private pages, the device may read others than the process after a fork.
             places.append(mmap.mmap(-1, num_bytes))
             array = np.frombuffer(places[-1], np.uint8)
@@ -145,6 +145,8 @@ def page_locked(num_bytes: int) -> torch.Tensor:
                 end = weakref.finalize(array, _unlock, places[-1], address)
                 end.atexit = False  # the driver may be gone
                 return torch.from_numpy(array)
+            if error not in TAKEN:
+                break
     return torch.empty(num_bytes, dtype=torch.uint8)
 
 

@@ -264,13 +264,12 @@ def together(
     live until it is done (:func:`kvrag.kv.buffers.held`).
     """
     rows = [layer.tensors for layer in layers]
-    is_there = layers[0].keys.device == torch.device(device) and not copy
-    tensors = list[torch.Tensor]()
-    if is_there:
-        seen = [_as_one(column) for column in zip(*rows, strict=True)]
-        tensors = [x for x in seen if x is not None]
+    device = torch.device(device)
+    is_there = layers[0].keys.device == device and not copy
+    columns = zip(*rows, strict=True) if is_there else ()
+    tensors = [x for x in map(_as_one, columns) if x is not None]
     if len(tensors) < len(rows[0]):
-        tensors = _gathered(rows, torch.device(device))
+        tensors = _gathered(rows, device)
     return layer_of(layers[0].dtype, tensors)
 
 

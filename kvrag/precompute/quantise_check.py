@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from kvrag.blend.layout import Layout, place
-from kvrag.blend.stitch import stitch
+from kvrag.blend.stitch import filling, stitch
 from kvrag.cache import keep
 from kvrag.errors import ConfigError, StoreError
 from kvrag.kv.quantise import pack
@@ -189,11 +189,12 @@ def draw_parts(loaded: LoadedModel, lm: CausalLM) -> list[list[int]]:
 def _answers(lm: CausalLM, layout: Layout, kvs: Sequence[ChunkKV], tail: list[int]) -> torch.Tensor:
     """Stitch and return the logits of all rows after the passages, ``(T, vocab)``."""
     buffer = lm.buffer(layout.num_tokens)
-    stitch(buffer, layout, kvs, lm.rotary(layout.num_tokens))
     start = layout.num_tokens - len(tail)
-    logits, _ = lm.forward(
-        torch.tensor(tail), Rows.span(start, layout.num_tokens), buffer, logits=len(tail)
-    )
+    with filling(buffer):
+        stitch(buffer, layout, kvs, lm.rotary(layout.num_tokens))
+        logits, _ = lm.forward(
+            torch.tensor(tail), Rows.span(start, layout.num_tokens), buffer, logits=len(tail)
+        )
     return logits[0].float().cpu()
 
 

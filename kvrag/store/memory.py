@@ -102,9 +102,7 @@ class MemoryTier:
     def identity(self, key: ChunkKey) -> ChunkIdentity | None:
         """Return the identity of the chunk under a key."""
         entry = self._entries.get(key)
-        if entry is None:
-            return None
-        return entry.identity
+        return entry.identity if entry else None
 
     def keys(self) -> list[ChunkKey]:
         """Return the keys of all chunks."""

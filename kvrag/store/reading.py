@@ -141,7 +141,7 @@ class Reader:
         """Load several chunks; a :class:`~kvrag.types.Hole` stands for a chunk that is not loaded.
 
         Repeated identities are loaded once. Chunks in memory are returned however short the timeout
-        is.
+        is. A chunk may still be on its way to a device (:func:`~kvrag.kv.buffers.arrived`).
         """
         keys = {identity: chunk_key(identity) for identity in identities}
         look_s = max(timeout_s, LOOK_S)

@@ -1,11 +1,15 @@
 """What a request asks of a CUDA device, on one that isn't there: how often the host waits, copies and launches, and in which order."""
 
+import gc
+from itertools import count
+
 import pytest
 import torch
 from fake_cuda import FakeCuda, install, move
 from texts import make_chunks
 
 from kvrag import Chunk, KVRagEngine, RepairConfig
+from kvrag.blend import stitch
 from kvrag.blend.repair import probed_layers
 
 CHUNKS = make_chunks(6, words=60, seed=23)
@@ -90,6 +94,86 @@ def test_a_request_that_fails_waits_for_its_copies(engine, device, monkeypatch):
     with device, pytest.raises(ValueError, match="the probe failed"):
         engine.prefill(PROMPT, mode="stitch")
     assert kinds(device, "wait: stream") == ["wait: stream"]
+
+
+@pytest.fixture
+def late(monkeypatch, driver, engine_of):
+    """Makes an engine whose chunks are read into page-locked memory for each request, and a device that copies late."""
+    monkeypatch.setattr("kvrag.kv.buffers.SMALL_BYTES", 1024)
+    monkeypatch.setattr("kvrag.blend.stitch.LAYERS_PER_LAUNCH", 1)
+
+    def make(kv_dtype: str = "auto") -> tuple[KVRagEngine, FakeCuda]:
+        engine = engine_of(
+            prefix="Read this.\n",
+            store_config={"ram_bytes": 0, "kv_dtype": kv_dtype},
+            repair=RepairConfig(strategy="none", shift=0.0),
+        )
+        assert not engine.precompute(CHUNKS).failed
+        fake = install(monkeypatch)
+        move(engine.loaded.lm)
+        with fake:
+            engine.prefill(PROMPT, mode="stitch")
+        fake.log.clear()
+        fake.late = driver
+        return engine, fake
+
+    return make
+
+
+def fail_at(monkeypatch, name: str, number: int, error: Exception) -> None:
+    """Let a call of a part of the stitch fail when it has done its work."""
+    real, calls = getattr(stitch, name), count(1)
+
+    def failing(*args, **options):
+        done = real(*args, **options)
+        if next(calls) == number:
+            raise error
+        return done
+
+    monkeypatch.setattr(stitch, name, failing)
+
+
+def test_memory_that_runs_out_half_way_is_freed_when_the_copies_are_over(late, monkeypatch):
+    """Copies of two ranges of layers and a part of a third are under way, and their events not told yet."""
+    engine, device = late()
+    assert engine.loaded.lm.num_layers > 2
+    fail_at(monkeypatch, "move", 3, torch.OutOfMemoryError("CUDA out of memory"))
+    with device:
+        found = engine.prefill(PROMPT, mode="stitch")
+        assert found.fallback_reason == "memory ran out with reuse"
+        assert kinds(device, "copy")
+        assert not device.copies
+    assert not device.spoilt
+    assert kinds(device, "wait: stream") == ["wait: stream"]
+
+
+@pytest.mark.parametrize("has_kernel", [True, False])
+def test_a_stitch_that_fails_spoils_no_copy(late, monkeypatch, has_kernel):
+    """By the kernel or by torch, which takes codes to the device as they are."""
+    engine, device = late("auto" if has_kernel else "int8")
+    monkeypatch.setattr("kvrag_kernels.has_stitch", lambda *_: has_kernel)
+    fail_at(monkeypatch, "place" if has_kernel else "unpack", 2, ValueError("half-way"))
+    with device, pytest.raises(ValueError, match="half-way"):
+        engine.prefill(PROMPT, mode="stitch")
+    assert kinds(device, "copy")
+    assert not device.copies
+    assert not device.spoilt
+
+
+@pytest.mark.parametrize("has_kernel", [True, False])
+def test_who_goes_on_before_the_copies_have_run_spoils_none(late, monkeypatch, has_kernel):
+    """As vLLM's worker, which waits for the device when the request's chunks are gone."""
+    engine, device = late("auto" if has_kernel else "int8")
+    monkeypatch.setattr("kvrag_kernels.has_stitch", lambda *_: has_kernel)
+    vocab = engine.loaded.lm.model.config.vocab_size
+    monkeypatch.setattr("kvrag.blend.prefill.repair", lambda *_, **__: torch.zeros(vocab))
+    with device:
+        engine.prefill(PROMPT, mode="stitch")
+        gc.collect()
+        assert device.copies
+        device.run()
+    assert not device.spoilt
+    assert not [kind for kind in waits(device) if "stream" in kind or "event" in kind]
 
 
 @pytest.mark.parametrize(("kv_dtype", "each"), [("auto", 1), ("int8", 3)])

@@ -3,13 +3,16 @@
 A small scheduler (:mod:`vllm_kit`) does what vLLM's does, and checks at each hit whose rows a block has.
 """
 
+import gc
 import importlib
 import threading
 import time
+from dataclasses import replace
 from random import Random
 from types import SimpleNamespace
 from typing import Any
 
+import fake_cuda
 import pytest
 import torch
 from prometheus_client import Counter as PromCounter
@@ -27,7 +30,7 @@ from vllm_kit import (
 )
 
 from kvrag import KVRagEngine, RepairConfig, StoreConfig
-from kvrag.adapters import Costs, context_digest, ids_digest
+from kvrag.adapters import Clock, Costs, context_digest, ids_digest
 from kvrag.errors import ConfigError
 from kvrag.testing.models import save_tiny_model
 
@@ -416,6 +419,35 @@ def test_a_job_that_fails_or_is_given_up_ends(connector, setting, blender, monke
     assert ended(blender)[1]["exactness"] == "repaired"
     assert jobs[2].failed(BLOCK) == blocks[: -(-jobs[2].stop // BLOCK)]
     assert not blender._cancelled
+
+
+def test_loaded_chunks_live_until_the_device_has_read_them(
+    connector, setting, blender, driver, monkeypatch
+):
+    """Nobody waits in a load, and other threads read other chunks meanwhile."""
+    monkeypatch.setattr("kvrag.kv.buffers.SMALL_BYTES", 1024)
+    engine = setting.engine
+    encoder = engine.loaded.encoder
+    head = [*encoder.bos_ids, *encoder.live_ids(engine.prefix_text)]
+    ids = [*head, *encoder.chunk_ids(CHUNKS[2]), *encoder.live_ids("\n\nWho asks for a box?")]
+    job = job_of(connector, setting, ids, list(range(30)), mode="prefix")
+    assert job.repair is None
+    for tier in engine.store.tiers:
+        tier.release()
+        tier.max_bytes = 0
+    device = fake_cuda.install(monkeypatch)
+    fake_cuda.move(engine.loaded.reusable)
+    for layer in blender._layers.values():
+        layer.kv_cache = layer.kv_cache.as_subclass(fake_cuda.OnDevice)
+    device.late = driver
+    plan = replace(job.plan, encoder=engine.encoder)
+    with torch.inference_mode(), device:
+        said = blender._load(plan, job, Clock(), 10.0)
+        gc.collect()
+        assert (said["exactness"], said["cached_tokens"]) == ("exact", job.stop)
+        assert device.copies
+        device.run()
+    assert not device.spoilt
 
 
 def test_erased_documents_are_holes(connector, setting, blender):
