@@ -46,6 +46,7 @@ RECORDED = {
     "update_state_after_alloc": ("self", "request", "blocks", "num_external_tokens"),
     "build_connector_meta": ("self", "scheduler_output"),
     "request_finished": ("self", "request", "block_ids"),
+    "bind_connector_metadata": ("self", "connector_metadata"),
     "start_load_kv": ("self", "forward_context", "kwargs"),
     "wait_for_layer_load": ("self", "layer_name"),
     "save_kv_layer": ("self", "layer_name", "kv_layer", "attn_metadata", "kwargs"),
@@ -67,8 +68,8 @@ class RecordedBase:
     def __init__(self, vllm_config, role, kv_cache_config):
         self._kv_transfer_config = vllm_config.kv_transfer_config
 
-    def bind_connector_metadata(self, metadata):
-        self._metadata = metadata
+    def bind_connector_metadata(self, connector_metadata):
+        self._metadata = connector_metadata
 
     def _get_connector_metadata(self):
         return self._metadata
@@ -408,7 +409,7 @@ class Scheduler:
                 self._decode(request)
         if not is_preempted:
             self._admit()
-        jobs = self.mode.metadata().jobs
+        jobs = self.mode.metadata(None).jobs
         self.jobs |= {job.request_id: job for job in jobs}
         return jobs
 

@@ -372,25 +372,29 @@ def measured(lm: CausalLM) -> Costs:
         times[rows] = ms = taken(rows)
         if rows > SIZES[0] and ms > min(4 * times[SIZES[0]], ENOUGH_MS):
             break
-    sizes, took = tuple(times), [*times.values()]
+    sizes = tuple(times)
     most = sizes[-1]
     # Behind many keys, the same rows tell what a pair costs.
     before = min(64 * most, 8192, lm.reuse_window - most)
-    pair = max(0.0, taken(most, before) - took[-1]) / (most * before)
+    pair = max(0.0, taken(most, before) - times[most]) / (most * before)
     # If more rows took less, the machine was busy before.
+    took = [*times.values()]
     own = tuple([max(0.0, min(took[n:]) - pair * rows**2 / 2) for n, rows in enumerate(sizes)])
-    costs = Costs((sizes, own), 0.0, pair, {})
-    row = max(0.0, own[-1] - costs.of_forward(most / 2, 0)) / (most / 2)
-    stitch = STITCH_MS_PER_BYTE
-    if lm.device.type == "cuda":
-        source = torch.empty(COPIED, dtype=torch.uint8, pin_memory=True)
-        stitch = _best_ms(lambda: source.to(lm.device, non_blocking=True)) / COPIED
+    row = max(0.0, own[-1] - float(np.interp(most / 2, sizes, own))) / (most / 2)
     each = {
         "disk": lm.kv_bytes_per_token * DISK_MS_PER_BYTE,
-        "stitch": lm.kv_bytes_per_token * stitch,
+        "stitch": lm.kv_bytes_per_token * _stitch_ms(lm.device),
         "request": max(0.0, own[0] - row * SIZES[0]),
     }
-    return replace(costs, row=row, each=each)
+    return Costs((sizes, own), row, pair, each)
+
+
+def _stitch_ms(device: torch.device) -> float:
+    """Return the milliseconds to stitch a byte; on CUDA, those to copy it to the device."""
+    if device.type != "cuda":
+        return STITCH_MS_PER_BYTE
+    source = torch.empty(COPIED, dtype=torch.uint8, pin_memory=True)
+    return _best_ms(lambda: source.to(device, non_blocking=True)) / COPIED
 
 
 def _best_ms(run: Callable[[], torch.Tensor]) -> float:

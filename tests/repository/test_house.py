@@ -118,7 +118,6 @@ KNOWN: dict[str, dict[str, float] | set[str]] = {
         "kvrag/testing/store.py": 4_600,
     },
     "large functions": {
-        "kvrag/blend/cost.py::measured": 420,
         "kvrag/blend/prefill.py::prefill": 580,
         "kvrag/cli/ask.py::_prove": 450,
         "kvrag/cli/measure.py::calibrate": 480,

@@ -35,11 +35,13 @@ from vllm_kvrag.prefix import cache_refusal, has_own_kv
 from vllm_kvrag.private import PrivateBlocks
 from vllm_kvrag.proof import why_different
 from vllm_kvrag.report import Counts, Records, tokens_of
+from vllm_kvrag.steps import Step, StepClock, StepCounter
 from vllm_kvrag.weights import engine_of, layers_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
@@ -53,9 +55,10 @@ FAILED = "its stored KV could not be used (vLLM's log says why)"
 
 @dataclass
 class Jobs(KVConnectorMetadata):
-    """Jobs for the worker."""
+    """Jobs for the worker, and the step that it is to time."""
 
     jobs: list[Job] = field(default_factory=list)
+    step: Step = field(default_factory=Step)
 
 
 @dataclass
@@ -67,14 +70,15 @@ class Hello(KVConnectorHandshakeMetadata):
 
 @dataclass
 class Ended(KVConnectorWorkerMetadata):
-    """What ended jobs say, by request; ``None``: it failed."""
+    """What ended jobs say, by request; ``None``: it failed. ``steps`` were timed."""
 
     said: dict[str, Said | None]
+    steps: list[Step] = field(default_factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> Ended:
         """Join the reports of two workers."""
         assert isinstance(other, Ended)
-        return Ended(self.said | other.said)
+        return Ended(self.said | other.said, self.steps + other.steps)
 
 
 class BlendMode:
@@ -114,11 +118,14 @@ class BlendMode:
         self._decisions = dict[str, tuple[int, Decision]]()
         self._private = PrivateBlocks(self._block_size)
         self._said = dict[str, Said]()
+        self._prices = dict[str, float]()
         self._streams = Records()
         self._waiting: list[Job] = []
         self._ended = dict[str, Said | None]()
         self._failed = set[int]()
         self._is_idle = False
+        self._counter = StepCounter()
+        self._clock: StepClock | None = None
 
     # -- the scheduler ---------------------------------------------------------------------------
 
@@ -192,18 +199,20 @@ class BlendMode:
             job = replace(job, precompute=asked.precompute)
         else:
             job = replace(job, plan=decision.plan, repair=decision.repair)
+            self._prices[request.request_id] = decision.price
         self._waiting.append(job)
 
-    def metadata(self) -> Jobs:
+    def metadata(self, scheduler_output: SchedulerOutput) -> Jobs:
         """Pass the jobs to the worker."""
         jobs = self._waiting
         self._waiting = []
-        return Jobs(jobs)
+        return Jobs(jobs, self._counter.of(scheduler_output))
 
     def finished(self, request: Request) -> dict[str, Any] | None:
         """Return what the response says about the request's KV, and forget the request."""
         self._decisions.pop(request.request_id, None)
         self._private.forget(request.request_id)
+        self._prices.pop(request.request_id, None)
         said = self._said.pop(request.request_id, None)
         if said is None:
             return None
@@ -230,7 +239,14 @@ class BlendMode:
             if metadata.about.refusal:
                 logger.warning("prompts are not blended: %s", metadata.about.refusal)
         elif isinstance(metadata, Ended):
+            if self._about is not None:
+                for step in metadata.steps:
+                    self._planner.steps.note(step, self._about.costs)
             for request_id, said in metadata.said.items():
+                took = sum(((said or {}).get("timings_ms") or {}).values())
+                price = self._prices.pop(request_id, 0.0)
+                if price and took:
+                    self._planner.learn(price, took)
                 planned = self._said.get(request_id)
                 if planned is None:
                     continue
@@ -256,7 +272,7 @@ class BlendMode:
             reason = str(error)
         except Exception as error:  # vLLM answers without the store
             reason = f"its model can't be opened ({type(error).__name__}: {error})"
-        none = Costs(0.0, 1.0, 0.0, {}, "tokens")
+        none = Costs(((0.0,), (0.0,)), 1.0, 0.0, {}, "tokens")
         return Hello(About("", reason, RepairConfig(), none, 1, 0, ""))
 
     def _opened(self) -> About:
@@ -273,6 +289,7 @@ class BlendMode:
         if reason is not None:
             raise UnsupportedModelError(reason)
         self._blender = Blender(engine, layers_of(self._config), self._block_size)
+        self._clock = StepClock(lm.device)
         return About(
             engine.loaded.fingerprint,
             None,
@@ -282,6 +299,11 @@ class BlendMode:
             lm.reuse_window,
             context_digest(engine.context_ids),
         )
+
+    def begin(self, metadata: KVConnectorMetadata) -> None:
+        """Note that a step begins."""
+        if self._clock is not None and isinstance(metadata, Jobs):
+            self._clock.begin(metadata.step)
 
     def load(
         self, metadata: KVConnectorMetadata, forward_context: ForwardContext, *, is_idle: bool
@@ -294,9 +316,10 @@ class BlendMode:
         self._is_idle = is_idle
 
     def ended(self, finished: set[str]) -> set[str]:
-        """Return the requests whose jobs have ended."""
-        if self._blender is None:
+        """Return the requests whose jobs have ended; the step has, too."""
+        if self._blender is None or self._clock is None:
             return set()
+        self._clock.end()
         self._blender.cancel(finished)
         ended = self._blender.ended(IDLE_WAIT_S if self._is_idle else 0.0)
         for job, said in ended:
@@ -312,12 +335,13 @@ class BlendMode:
         return failed
 
     def worker_metadata(self) -> Ended | None:
-        """Report ended jobs."""
-        if not self._ended or self._blender is None:
+        """Report ended jobs and timed steps."""
+        if self._blender is None or self._clock is None:
             return None
         said = self._ended
         self._ended = {}
-        return Ended(said)
+        steps = self._clock.ended()
+        return Ended(said, steps) if said or steps else None
 
     def close(self) -> None:
         """End the worker's threads, and close its engine."""

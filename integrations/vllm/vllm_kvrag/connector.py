@@ -90,7 +90,7 @@ class KVRagConnector(KVConnectorBase_V1):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Pass this step's loads to the worker."""
-        return self._mode.metadata()
+        return self._mode.metadata(scheduler_output)
 
     def request_finished(
         self, request: Request, block_ids: list[int]
@@ -115,6 +115,12 @@ class KVRagConnector(KVConnectorBase_V1):
         found = self._mode.handshake()
         self._fall_back(found)
         return found
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Take what the scheduler passes for the step that begins."""
+        super().bind_connector_metadata(connector_metadata)
+        if isinstance(self._mode, BlendMode):
+            self._mode.begin(connector_metadata)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Load the KV of this step, or begin to."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import median_low
 from typing import Any, Literal
 
 from kvrag import ConfigError, RepairConfig, StoreConfig
@@ -33,6 +35,7 @@ from kvrag.adapters import (
     plan_ids,
 )
 from vllm_kvrag.heads import REST
+from vllm_kvrag.steps import LATEST, StepPrices
 
 Ids = tuple[int, ...]
 FIELDS = "mode", "repair", "namespace", "precompute", "describe", "trace", "stream", "report"
@@ -134,6 +137,7 @@ class Decision:
     ``exact``: the rows before ``stop``, which equal a full prefill's. ``blend``: all rows before
     ``stop``, of which the first ``num_exact`` equal a full prefill's. ``reason`` says why less is
     reused than the prompt's chunks would allow. ``error`` is the code of a request's mistake.
+    ``price`` is what kvrag's part of a blend costs by its own measurements, 0 if that is no time.
     """
 
     kind: Kind
@@ -143,10 +147,17 @@ class Decision:
     plan: Plan | None = None
     repair: RepairConfig | None = None
     error: str | None = None
+    price: float = 0.0
 
 
 class Planner:
-    """Planner of prompts for a model; it needs its tokenizer, and no weights."""
+    """Planner of prompts for a model; it needs its tokenizer, and no weights.
+
+    Attributes
+    ----------
+    steps
+        What vLLM's own steps take.
+    """
 
     def __init__(
         self,
@@ -162,6 +173,13 @@ class Planner:
         self._spans = dict[str, tuple[SpanIndex, int]]()
         self._prefixes = Prefixes(store)
         self._next = 0.0
+        self.steps = StepPrices()
+        # What blends took, as multiples of their prices.
+        self._blends = deque[float](maxlen=LATEST)
+
+    def learn(self, price: float, took: float) -> None:
+        """Note what a blend took, in milliseconds; ``price`` is its decision's."""
+        self._blends.append(took / price)
 
     def decide(
         self, ids: Sequence[int], asked: Asked, about: About, *, num_computed: int, num_more: int
@@ -198,14 +216,17 @@ class Planner:
             exact = replace(exact, kind="exact", stop=num_exact, num_exact=num_exact, plan=plan)
         if asked.mode == "prefix" or all(s.stop <= num_computed for s in layout.stale):
             return exact
+        stored = [(self._store.name, len(identity.token_ids)) for identity in plan.identities]
+        price = Price(about.costs, repair, about.depth, stored)
         if asked.mode == "auto":
-            reason = self._refusal(layout, plan, repair, about, max(num_exact, num_computed))
+            reason = self._refusal(layout, price, max(num_exact, num_computed))
             if reason is not None:
                 return replace(exact, reason=reason)
         # The rows before are computed, if they are not loaded.
         first = layout.stale[0] if plan.kv_dtype == "auto" else layout.reused[0]
         rows = max(first.start, num_computed)
-        return Decision("blend", plan.fault, len(ids) - 1, rows, plan, repair)
+        ms = price.of(layout) if about.costs.unit == "ms" else 0.0
+        return Decision("blend", plan.fault, len(ids) - 1, rows, plan, repair, price=ms)
 
     def _plan(self, ids: Sequence[int], asked: Asked, about: About) -> Plan:
         namespace = self._namespace if asked.namespace is None else asked.namespace
@@ -246,25 +267,31 @@ class Planner:
             self._spans[space] = spans, cursor
         return spans
 
-    def _refusal(
-        self, layout: Layout, plan: Plan, repair: RepairConfig, about: About, num_rows: int
-    ) -> str | None:
-        """Return why blending would not pay beside computing the rows after ``num_rows``."""
-        stored = [(self._store.name, len(identity.token_ids)) for identity in plan.identities]
-        price = Price(about.costs, repair, about.depth, stored)
+    def _refusal(self, layout: Layout, price: Price, num_rows: int) -> str | None:
+        """Return why blending would not pay beside computing the rows after ``num_rows`` in vLLM.
+
+        vLLM's part is priced by what its steps took: the rest of the prompt, or the last token
+        behind a blend.
+        """
+        costs = price.costs
+        total = layout.num_tokens
         rest = Layout(
             (
                 *((Segment(0, num_rows, "history", exact=True),) if num_rows else ()),
-                Segment(num_rows, layout.num_tokens, "live"),
+                Segment(num_rows, total, "live"),
             )
         )
-        cost, other = price.of(layout), price.of(rest)
+        other = price.of(rest) * self.steps.factor(total - num_rows)
+        cost = price.of(layout) * (median_low(self._blends) if self._blends else 1.0)
+        cost += costs.of_forward(1, total) * self.steps.factor(1)
         if cost < MARGIN * other:
             return None
-        words = about.costs.in_words
+        if self._blends:  # a busy moment must not refuse all blends for ever
+            self._blends.popleft()
+        words = costs.in_words
         return (
             f"repaired reuse would not pay: estimated {words(cost)}, and {words(other)} to compute "
-            f"the {layout.num_tokens - num_rows} tokens that vLLM does not have"
+            f"the {total - num_rows} tokens that vLLM does not have"
         )
 
 

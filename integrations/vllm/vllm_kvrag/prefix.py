@@ -24,6 +24,7 @@ from vllm_kvrag.heads import Heads, Parts, cut
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
@@ -104,7 +105,7 @@ class PrefixMode:
         if num_external_tokens > 0:
             self._loads.append(Load(parts, start, start + num_external_tokens, blocks))
 
-    def metadata(self) -> KVConnectorMetadata:
+    def metadata(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Pass this step's loads to the worker."""
         loads = self._loads
         self._loads = []
