@@ -1,4 +1,5 @@
-"""Speed and exactness of the kernels, beside a matmul, a device copy, SDPA with a mask on each backend, and FlexAttention.
+"""Speed and exactness of the kernels, beside a matmul, a device copy, SDPA with a mask on each backend,
+and other libraries: FlexAttention, FlashInfer and varlen FlashAttention (`kernel_neighbours.py`).
 
 Useful TFLOP/s count only the keys that rows see. Times are medians over CUDA graphs of several launches with inputs that rotate through
 more memory than the L2 cache. Every target of ``kernel_targets.py`` gets its verdict. The JSON is written anew after every shape, so that a
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kernel_attention import add_flex, attention_row, milliseconds
+from kernel_attention import add_others, attention_row, milliseconds
 from kernel_precompute import precompute_row
 from kernel_shapes import DRY, FULL, SHORT, Shape
 from kernel_stitch import shift_row, stitch_row
@@ -45,8 +46,8 @@ def yardsticks(device: torch.device, dtype: torch.dtype, is_dry: bool) -> dict[s
     }
 
 
-PART_SECONDS, FLEX_SECONDS = 15.0, 70.0
-"""What a part takes at most, as a rule; FlexAttention compiles for most of a minute."""
+PART_SECONDS, COMPILE_SECONDS = 15.0, 70.0
+"""What a part takes at most, as a rule; other libraries compile for most of a minute."""
 
 
 class Report:
@@ -76,7 +77,7 @@ class Report:
             self._file.write_text(json.dumps(self.result, indent=1) + "\n")
 
 
-PARTS = ("attention", "stitch", "shift", "precompute", "flex")
+PARTS = ("attention", "stitch", "shift", "precompute", "others")
 
 
 def measure(
@@ -111,18 +112,16 @@ def measure(
                     {name: row_of(device, dtype, is_dry)}
                 ),
             )  # type: ignore[misc]
-    # It compiles anew for most shapes: those that have a target first.
+    # They compile anew for most shapes: those that have a target first.
     for shape in (
         sorted(shapes, key=lambda s: (s.keys < 8192, s.ratio == 1.0, -s.dim))
-        if "flex" in parts
+        if "others" in parts
         else []
     ):
         for row in result["attention"]:
             if row["shape"] == shape.name:
-                add = functools.partial(add_flex, row, shape, device, dtype)
-                report.run(
-                    f"flex attention, {shape.name}", add, seconds=1.0 if is_dry else FLEX_SECONDS
-                )
+                add = functools.partial(add_others, row, shape, device, dtype)
+                report.run(f"others, {shape.name}", add, seconds=1.0 if is_dry else COMPILE_SECONDS)
 
 
 def started(file: Path | None, facts: dict[str, Any]) -> dict[str, Any]:
@@ -150,7 +149,7 @@ def main() -> int:
         nargs="+",
         choices=PARTS,
         default=PARTS,
-        help="FlexAttention compiles for a minute a shape",
+        help="other libraries compile for a minute a shape",
     )
     parser.add_argument("--name", default="kernels", help="of the JSON")
     parser.add_argument(

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from kernel_neighbours import add_neighbours
 from kernel_shapes import Shape
 
 from kvrag_kernels import ragged_attention, ragged_plan, reference, runtime
@@ -20,6 +21,8 @@ COPIES = 3
 LAUNCHES = 12
 MAX_MASK = 2**28
 """Elements of a mask: more would not fit beside the rest."""
+MAX_CHECKED = 49152
+"""Keys of a shape that is checked against float64."""
 MAX_SCORES = 2**30
 """Scores of all heads, which SDPA's plain path keeps several times: more would not fit."""
 
@@ -83,22 +86,6 @@ def sdpa(
         return F.scaled_dot_product_attention(q, k, v, **options)
 
 
-def flex(inputs: list[list[torch.Tensor]], rows: torch.Tensor) -> tuple[Run, float]:
-    """FlexAttention, compiled on a GPU, and the milliseconds that building its mask took."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    keys = inputs[0][1].shape[2]
-    start = time.perf_counter()
-    mask = create_block_mask(
-        lambda b, h, i, j: j <= rows[i], None, None, len(rows), keys, device=rows.device.type
-    )
-    if rows.is_cuda:
-        torch.cuda.synchronize()
-    built = (time.perf_counter() - start) * 1e3
-    compiled = torch.compile(flex_attention, dynamic=True) if rows.is_cuda else flex_attention
-    return lambda i: compiled(*inputs[i], block_mask=mask, enable_gqa=True), built
-
-
 def kernels_of(shape: Shape, dtype: torch.dtype, device: torch.device) -> dict[str, str]:
     """Return what computes here by name, and the mode that brings it: on Hopper two kernels, elsewhere one."""
     found: dict[str, str] = {}
@@ -109,16 +96,40 @@ def kernels_of(shape: Shape, dtype: torch.dtype, device: torch.device) -> dict[s
     return found
 
 
-def ours(mode: str, shape: Shape, inputs: list[list[torch.Tensor]], hi: torch.Tensor) -> Run:
+def ours(mode: str, shape: Shape, inputs: list[list[torch.Tensor]], rows: torch.Tensor) -> Run:
     """Our attention with its plan made before, as in all layers but the first."""
+    hi, lo = limits_of(shape, rows)
     with kernel_mode(mode):
-        plan = ragged_plan(inputs[0][0], inputs[0][1], hi)
+        plan = ragged_plan(inputs[0][0], inputs[0][1], hi, lo)
 
     def run(i: int) -> object:
         with kernel_mode(mode):
-            return ragged_attention(*inputs[i], hi, scale=shape.dim**-0.5, plan=plan)
+            return ragged_attention(*inputs[i], hi, lo, scale=shape.dim**-0.5, plan=plan)
 
     return run
+
+
+def limits_of(shape: Shape, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the last and the first key of each row as our op takes them; ``None`` is the very first."""
+    lo = shape.first().int().to(rows.device) if shape.requests > 1 else None
+    return rows.int(), lo
+
+
+def sees(shape: Shape, rows: torch.Tensor) -> torch.Tensor:
+    """Whether a row sees a key, ``(R, N)``."""
+    j = torch.arange(shape.keys, device=rows.device)
+    return (j <= rows[:, None]) & (j >= shape.first().to(rows.device)[:, None])
+
+
+def exact(
+    shape: Shape, inputs: list[torch.Tensor], rows: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return 64 of the rows, by their number, and their attention in float64."""
+    q, k, v = inputs
+    picked = torch.linspace(0, len(rows) - 1, min(64, len(rows)), device=rows.device).long()
+    first = shape.first().to(rows.device)[picked]
+    scale = shape.dim**-0.5
+    return picked, reference.attention(q[:, :, picked], k, v, rows[picked], first, scale=scale)[0]
 
 
 def contenders(
@@ -127,14 +138,12 @@ def contenders(
     """Ours and everything else of torch's that gives the same answer. A mask is made before, as a bias: in SDPA's favour."""
     dtype = inputs[0][0].dtype
     runs = {
-        name: ours(mode, shape, inputs, rows.int())
+        name: ours(mode, shape, inputs, rows)
         for name, mode in kernels_of(shape, dtype, rows.device).items()
     }
     if len(rows) * shape.keys <= MAX_MASK:
         bias = torch.zeros(len(rows), shape.keys, dtype=dtype, device=rows.device)
-        bias.masked_fill_(
-            rows[:, None] < torch.arange(shape.keys, device=rows.device), float("-inf")
-        )
+        bias.masked_fill_(~sees(shape, rows), float("-inf"))
         groups = shape.heads // shape.kv_heads
         backends = ["CUDNN_ATTENTION", "EFFICIENT_ATTENTION"] if rows.is_cuda else []
         if len(rows) * shape.keys * shape.heads <= MAX_SCORES:
@@ -165,9 +174,8 @@ def errors(
 ) -> dict[str, dict[str, float]]:
     """Errors against float64 over 64 of the rows, largest and root mean square: ours, SDPA's in the same dtype, two inexact masks'."""
     q, k, v = inputs
-    picked = torch.linspace(0, len(rows) - 1, min(64, len(rows)), device=rows.device).long()
+    picked, want = exact(shape, inputs, rows)
     scale = shape.dim**-0.5
-    want, _ = reference.attention(q[:, :, picked], k, v, rows[picked], scale=scale)
     j = torch.arange(shape.keys, device=rows.device)
     aligned = j <= (shape.keys - len(rows) + torch.arange(len(rows), device=rows.device))[:, None]
     last = rows[
@@ -178,10 +186,12 @@ def errors(
     found: dict[str, torch.Tensor] = {}
     for name, mode in kernels_of(shape, q.dtype, rows.device).items():
         with kernel_mode(mode):
-            found[name] = ragged_attention(*inputs, rows.int(), scale=scale)[0][:, :, picked]
+            found[name] = ragged_attention(*inputs, *limits_of(shape, rows), scale=scale)[0][
+                :, :, picked
+            ]
     k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
     found["sdpa"] = F.scaled_dot_product_attention(
-        q[:, :, picked], k, v, attn_mask=j <= rows[picked, None]
+        q[:, :, picked], k, v, attn_mask=sees(shape, rows)[picked]
     )
     k, v = k.float(), v.float()
     for name, mask in (
@@ -215,7 +225,7 @@ def inputs_of(
 def attention_row(
     shape: Shape, device: torch.device, dtype: torch.dtype, known: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Everything about one shape, but FlexAttention. What ``known``, a row of the same shape, has times for is not measured again."""
+    """Everything about one shape, but other libraries. What ``known``, a row of the same shape, has times for is not measured again."""
     known = known or {"ms": {}, "useful_tflops": {}}
     rows, inputs = inputs_of(shape, device, dtype)
     runs = contenders(shape, inputs, rows)
@@ -234,18 +244,21 @@ def attention_row(
         "useful_tflops": known["useful_tflops"]
         | {n: shape.flops() / t / 1e9 for n, t in times.items() if isinstance(t, float)},
     }
-    found = errors(shape, inputs[0], rows) if shape.keys <= 32768 else {}
+    found = errors(shape, inputs[0], rows) if shape.keys <= MAX_CHECKED else {}
     return row | {kind: known.get(kind, {}) | own for kind, own in found.items()}
 
 
-def add_flex(row: dict[str, Any], shape: Shape, device: torch.device, dtype: torch.dtype) -> None:
-    """Add FlexAttention to a shape's row: its time, and apart from it that of building its mask."""
-    rows, inputs = inputs_of(shape, device, dtype)
-    try:
-        run, row["flex_mask_ms"] = flex(inputs, rows)
-    except Exception as error:  # as in `tried`: what it refuses with is a result
-        row["ms"]["flex attention"] = f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
+def add_others(row: dict[str, Any], shape: Shape, device: torch.device, dtype: torch.dtype) -> None:
+    """Add other libraries' attention to a shape's row, where it has errors: see :mod:`kernel_neighbours`."""
+    if "rms_error" not in row:
         return
-    row["ms"]["flex attention"] = tried(run, device)
-    if isinstance(row["ms"]["flex attention"], float):
-        row["useful_tflops"]["flex attention"] = shape.flops() / row["ms"]["flex attention"] / 1e9
+    rows, inputs = inputs_of(shape, device, dtype)
+    picked, want = exact(shape, inputs[0], rows)
+    add_neighbours(
+        row,
+        shape,
+        inputs,
+        rows,
+        lambda out: float((out[:, :, picked].double() - want).square().mean().sqrt()),
+        lambda run: tried(run, device),
+    )

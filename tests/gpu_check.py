@@ -54,8 +54,8 @@ TAIL = 3000
 HOPPER = (9, 0)
 DIMS = {64: 50.0, 96: 30.0, 128: 50.0, 256: 30.0}
 """Head dims of the kernels, and seconds for the tests of each: most cases have 64, and 128 has the longest."""
-WITHOUT_FLEX = ("attention", "stitch", "shift", "precompute")
-"""Parts of the kernels' benchmark but for FlexAttention, which compiles for a minute a shape."""
+WITHOUT_OTHERS = ("attention", "stitch", "shift", "precompute")
+"""Parts of the kernels' benchmark but for other libraries, which compile for a minute a shape."""
 SANITIZED = ("long-window", "long-batch", "long-chunks", "everything", "half")
 """Cases for tools that slow a kernel down a hundredfold: few, and of every kind. Long keys fill the stages and are split."""
 
@@ -151,7 +151,7 @@ def _kernels(is_dry: bool, out: Path) -> list[Step]:
         Step("probe", _on_gpu("mma", "-k", "each_key_gets"), 35),
         Step("sm90, diagnosis", diagnosis, 30, proves="sm90"),
         *tested("sm90"),
-        _bench("kernel benchmark, mma", "mma", 65, is_dry, out, "--parts", *WITHOUT_FLEX),
+        _bench("kernel benchmark, mma", "mma", 65, is_dry, out, "--parts", *WITHOUT_OTHERS),
         _bench("kernel benchmark, sm90", "sm90", 40, is_dry, out, "--add", "--parts", "attention"),
     ]
 
@@ -195,9 +195,9 @@ def _at_length(is_dry: bool, out: Path) -> list[Step]:
             )
 
     return [
-        _bench("full kernel benchmark, mma", "mma", 170, is_dry, out, *full, *WITHOUT_FLEX),
+        _bench("full kernel benchmark, mma", "mma", 170, is_dry, out, *full, *WITHOUT_OTHERS),
         _bench("full kernel benchmark, sm90", "sm90", 70, is_dry, out, *full, "attention", "--add"),
-        _bench("FlexAttention", "mma", 100, is_dry, out, *full, "flex", "--add"),
+        _bench("other libraries", "mma", 100, is_dry, out, *full, "others", "--add"),
         *sanitized("memcheck", exactly),
         *sanitized("racecheck", {}),
     ]

@@ -5,6 +5,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import torch
+from catalog_contract import CatalogContract
 
 from kvrag.config import StoreConfig
 from kvrag.kv.format import Bytes
@@ -18,7 +19,7 @@ from kvrag.store import (
     TieredStore,
     open_store,
 )
-from kvrag.testing.store import BlobsContract, StoreContract
+from kvrag.testing.store import BlobsContract
 from kvrag.types import ChunkKey
 
 KEY = StoreConfig(encryption_key=lambda: b"k" * 32)
@@ -72,19 +73,19 @@ class TestToyBlobs(BlobsContract):
         return ToyBlobs(directory)
 
 
-class TestFiles(StoreContract):
+class TestFiles(CatalogContract):
     def make_store(self, directory: Path) -> TieredStore:
         return TieredStore([], FileBlobs(directory), Catalog(directory / "catalog"))
 
 
-class TestMemoryAlone(StoreContract):
+class TestMemoryAlone(CatalogContract):
     has_other = False
 
     def make_store(self, directory: Path) -> TieredStore:
         return open_store(None, StoreConfig(ram_bytes=2**22))
 
 
-class TestHostAboveFilesInBfloat16(StoreContract):
+class TestHostAboveFilesInBfloat16(CatalogContract):
     dtype = torch.bfloat16
 
     def make_store(self, directory: Path) -> TieredStore:
@@ -93,20 +94,20 @@ class TestHostAboveFilesInBfloat16(StoreContract):
         )
 
 
-class TestOpenedTwice(StoreContract):
+class TestOpenedTwice(CatalogContract):
     dtype = torch.float16
 
     def make_store(self, directory: Path) -> TieredStore:
         return open_store(directory, StoreConfig(ram_bytes=2**22))
 
 
-class TestAcceleratorAboveHostAboveFiles(StoreContract):
+class TestAcceleratorAboveHostAboveFiles(CatalogContract):
     def make_store(self, directory: Path) -> TieredStore:
         tiers = [MemoryTier(2**22, name="gpu"), MemoryTier(2**22)]
         return TieredStore(tiers, FileBlobs(directory), Catalog(directory / "catalog"))
 
 
-class TestTiersWithoutRoom(StoreContract):
+class TestTiersWithoutRoom(CatalogContract):
     def make_store(self, directory: Path) -> TieredStore:
         tiers = [MemoryTier(1, name="gpu"), MemoryTier(0)]
         return TieredStore(
@@ -114,12 +115,12 @@ class TestTiersWithoutRoom(StoreContract):
         )
 
 
-class TestHostAboveAToyServer(StoreContract):
+class TestHostAboveAToyServer(CatalogContract):
     def make_store(self, directory: Path) -> TieredStore:
         return TieredStore([MemoryTier(2**22)], ToyBlobs(directory), Catalog(directory / "catalog"))
 
 
-class TestEncrypted(StoreContract):
+class TestEncrypted(CatalogContract):
     def make_store(self, directory: Path) -> TieredStore:
         keys = Keys.of(KEY)
         return TieredStore(

@@ -8,6 +8,7 @@ from itertools import count
 from pathlib import Path
 
 import pytest
+from catalog_contract import CatalogContract
 from kit import raising
 from stores import needs_cryptography, put
 from texts import make_chunks
@@ -22,7 +23,7 @@ from kvrag.store.catalog import hits
 from kvrag.store.catalog.remote import RedisRows
 from kvrag.store.opening import open_url
 from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, make_text, same_bits
-from kvrag.testing.store import BlobsContract, StoreContract
+from kvrag.testing.store import BlobsContract
 
 redis = pytest.importorskip("redis")
 pytest.importorskip("obstore")
@@ -76,7 +77,7 @@ class TestS3Blobs(OnS3, AnyBlobs):
     pass
 
 
-class AnyStore(StoreContract):
+class AnyStore(CatalogContract):
     """Two machines, each with copies on a disk of its own."""
 
     catalog = None
@@ -101,7 +102,7 @@ class TestStoreOnS3(OnS3, InRedis, AnyStore):
     pass
 
 
-class WithoutCopies(StoreContract):
+class WithoutCopies(CatalogContract):
     catalog = None
 
     def make_store(self, directory: Path):
@@ -119,7 +120,7 @@ class TestStoreOnObjectsAlone(OnObjects, InRedis, WithoutCopies):
 
 
 @needs_cryptography
-class TestSealedStoreOnObjects(OnObjects, InRedis, StoreContract):
+class TestSealedStoreOnObjects(OnObjects, InRedis, CatalogContract):
     def make_store(self, directory: Path):
         config = StoreConfig(
             catalog=self.catalog,
