@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from bisect import bisect_left
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, cast
