@@ -36,7 +36,7 @@ BUCKETS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 """Numbers of rows that forwards are recorded for."""
 MAX_ROWS = BUCKETS[-1]
 LONGEST = MAX_ROWS - MAX_TOGETHER  # rows of a prompt in a forward: next rows of others still fit
-OUTPUTS = (0, 1, 16, MAX_TOGETHER)  # numbers of rows with logits that forwards are recorded for
+OUTPUTS = (0, 1, 16, 64, 256, MAX_ROWS)  # numbers of rows with logits, likewise
 MAX_OBSERVED = 1024  # rows that a shift observes
 ALIGNED = 128  # slots: no tile of the kernels' keys holds rows of two requests
 
@@ -275,8 +275,7 @@ class Steps(Protocol):
     def launch(self, piece: Piece) -> Found: ...
 
 
-@dataclass(slots=True)
-class _Recording:
+class _Recording(NamedTuple):
     """A recorded forward: its input tensors, its shift if any, and its replay."""
 
     inputs: torch.Tensor
@@ -301,8 +300,7 @@ class Recordings:
         self._model = model
         self._record = record
         self._made = dict[_Shape, _Recording]()
-        self._functions = dict[object, tuple[list[torch.Tensor], Callable[[], Any]] | None]()
-        self._refused = set[object]()
+        self._functions = dict[object, tuple[list[torch.Tensor], Callable[[], torch.Tensor]]]()
         self._overlaps = True
         self._weights: object = None
 
@@ -334,15 +332,11 @@ class Recordings:
         return found
 
     def compute(self, pieces: Sequence[Piece]) -> list[Found]:
-        """Compute the rows of several requests in a single replay.
-
-        What can't be recorded is launched, request by request.
-        """
+        """Compute the rows of several requests in a single replay."""
         arriving = [piece.kv for piece in pieces if piece.kv.arrivals]
         waits = self._overlaps and bool(arriving) and all(kv.events for kv in arriving)
-        if not waits:
-            for piece in pieces:
-                piece.kv.wait_for(-1)
+        for kv in () if waits else arriving:
+            kv.wait_for(-1)
         shape, places = _placed(pieces, waits)
         spare = self.pool.num_slots
         shifts = [
@@ -350,16 +344,10 @@ class Recordings:
             for piece, place in zip(pieces, places, strict=True)
             if piece.shift is not None
         ]
-        recording = self._made.get(shape) or self._recorded(shape, shifts)
-        if recording is None:
-            if waits:  # perhaps it can be recorded without
-                self._overlaps = False
-                return self.compute(pieces)
-            return [self._model.launch(piece) for piece in pieces]
-        inputs = _inputs(shape, pieces, places, spare)
-        if recording.inputs.is_cuda:
-            inputs = inputs.pin_memory()
-        recording.inputs.copy_(inputs, non_blocking=True)
+        if shape not in self._made:
+            self._made[shape] = self._recorded(shape, [make() for make in shifts])
+        recording = self._made[shape]
+        recording.inputs.copy_(_inputs(shape, pieces, places, spare), non_blocking=True)
         for shift, new in zip(recording.shifts, shifts, strict=True):
             for own, given in zip(shift.tensors(), new().tensors(), strict=True):
                 own.copy_(given)
@@ -371,31 +359,22 @@ class Recordings:
             mass = mass[pieces[0].start :][: pieces[0].rows.stop].clone()
         return [(own[None], mass) for own in torch.split(logits, counts)]
 
-    def _recorded(self, shape: _Shape, shifts: Sequence[Callable[[], Shift]]) -> _Recording | None:
-        """Record a shape with rows of no request; ``None`` if it can't be recorded."""
-        kind = shape.mass_rows > 0, shape.shifted > 0, shape.waits
-        if kind in self._refused:
-            return None
-        pool = self.pool
-        device = self._model.device
-        inputs = _inputs(shape, (), (), pool.num_slots).to(device)
-        own = [make() for make in shifts]
-        for shift in own:
+    def _recorded(self, shape: _Shape, shifts: list[Shift]) -> _Recording:
+        """Record a shape, with rows of no request and shifts by nothing."""
+        stop = self.pool.num_slots + 1
+        inputs = _inputs(shape, (), (), self.pool.num_slots).to(self._model.device)
+        kv = KVBuffer(self.pool.kv.layers)
+        kv.arrivals = self.pool.events if shape.waits else ()
+        for shift in shifts:
             shift.clear()
 
         def compute() -> Found:
             ids, slots, positions, first = inputs
-            rows = Rows(slots, pool.num_slots + 1, positions, first, is_fixed=True)
-            kv = KVBuffer(pool.kv.layers)
-            kv.arrivals = pool.events if shape.waits else ()
+            rows = Rows(slots, stop, positions, first, is_fixed=True)
             outputs = shape.logits, shape.mass_rows, shape.mass_layers
-            return self._model.launch(Piece(ids, rows, kv, *outputs, next(iter(own), None)))
+            return self._model.launch(Piece(ids, rows, kv, *outputs, next(iter(shifts), None)))
 
-        replay = self._replay_of(kind, compute)
-        if replay is None:
-            return None
-        self._made[shape] = _Recording(inputs, own, replay)
-        return self._made[shape]
+        return _Recording(inputs, shifts, self._replay_of(compute, waits=shape.waits))
 
     def run(self, function: Callable[..., torch.Tensor], *given: torch.Tensor) -> torch.Tensor:
         """Call a function by a recording of it, which is made for given tensors of the same shapes.
@@ -405,29 +384,25 @@ class Recordings:
         key = function, *[x.shape for x in given]
         with self._model.lock:
             if key not in self._functions:
-                own = [x.clone() for x in given]
-                replay = self._replay_of(key, partial(function, *own))
-                self._functions[key] = None if replay is None else (own, replay)
-            made = self._functions[key]
-            if made is None:
-                return function(*given)
-            for own_input, x in zip(made[0], given, strict=True):
-                own_input.copy_(x)
-            found: torch.Tensor = made[1]()
-            return found.clone()
+                inputs = [x.clone() for x in given]
+                self._functions[key] = inputs, self._replay_of(partial(function, *inputs))
+            inputs, replay = self._functions[key]
+            for own, x in zip(inputs, given, strict=True):
+                own.copy_(x)
+            return replay().clone()
 
-    def _replay_of(self, kind: object, compute: Callable[[], Out]) -> Callable[[], Out] | None:
-        """Record a function; ``None`` if it can't be recorded, which is said once per kind."""
+    def _replay_of(self, compute: Callable[[], Out], *, waits: bool = False) -> Callable[[], Out]:
+        """Record a function; if that fails, return the function, which is then launched."""
         start = time.perf_counter()
         try:
             return self._record(compute)
         except RuntimeError as error:  # an operation can't be recorded, or memory is short
-            self._refused.add(kind)
             logger.warning(
-                "a part of this model's work can't be recorded (%s); it is launched step by step",
+                "a forward of this model can't be recorded (%s); it is launched, kernel by kernel",
                 error,
             )
-            return None
+            self._overlaps = self._overlaps and not waits
+            return compute
         finally:
             self.seconds += time.perf_counter() - start
 
@@ -445,7 +420,7 @@ def _placed(pieces: Sequence[Piece], waits: bool) -> tuple[_Shape, list[torch.Te
     last = [max(piece.logits, piece.mass_rows) for piece in pieces]
     first = [len(piece.token_ids) - count for piece, count in zip(pieces, last, strict=True)]
     mass_rows = sum([piece.mass_rows for piece in pieces])
-    mass_rows = mass_rows and _at_least(mass_rows)
+    mass_rows = mass_rows and min(_at_least(mass_rows), MAX_ROWS - sum(first))
     logits = _at_least(sum([piece.logits for piece in pieces]), OUTPUTS)
     rows = _at_least(max(sum(first) + max(sum(last), mass_rows), logits))
     shape = _Shape(
