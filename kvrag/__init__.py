@@ -42,12 +42,12 @@ if TYPE_CHECKING:
     from kvrag.config import RepairConfig, Retention, SamplingConfig, StoreConfig
     from kvrag.dataset import precompute_dataset
     from kvrag.engine import KVRagEngine
-    from kvrag.hooks import delete_kv, precompute_kv, sync_kv
-    from kvrag.model.flash import (
+    from kvrag.flash import (
         flash_attention_tier,
         install_flash_attention,
         uninstall_flash_attention,
     )
+    from kvrag.hooks import delete_kv, precompute_kv, sync_kv
     from kvrag.prompt.prefix import TemplatePrefix
 
 __version__ = "0.3.0"
@@ -94,7 +94,7 @@ _LAZY = {
     "kvrag.dataset": ("precompute_dataset",),
     "kvrag.engine": ("KVRagEngine",),
     "kvrag.hooks": ("delete_kv", "precompute_kv", "sync_kv"),
-    "kvrag.model.flash": (
+    "kvrag.flash": (
         "flash_attention_tier",
         "install_flash_attention",
         "uninstall_flash_attention",

@@ -16,6 +16,7 @@ from typing import Literal
 
 import torch
 
+from kvrag.kv.buffers import pinned
 from kvrag.prompt.plan import Plan
 from kvrag.types import Source
 
@@ -208,9 +209,7 @@ def rows_of(segments: Sequence[Segment]) -> torch.Tensor:
 
 def uploaded(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a tensor of the host on a device, without a wait for what the device has to do."""
-    if device.type == "cuda":
-        x = x.pin_memory()
-    return x.to(device, non_blocking=True)
+    return pinned(x, device).to(device, non_blocking=True)
 
 
 _SOURCES: tuple[Source, ...] = "computed", "reused", "exact", "repaired"

@@ -18,9 +18,9 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import PreTrainedModel
 
+from kvrag.kv.pool import KVPool
 from kvrag.model.lm import LoadedModel
 from kvrag.model.plain import PlainLM
-from kvrag.model.steps import KVPool
 from kvrag.runtime import host_memory
 
 MAX_RUNNING = 64  # running requests on a device; as many decode in a forward

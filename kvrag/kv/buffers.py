@@ -121,6 +121,11 @@ os.register_at_fork(after_in_child=_sources.clear)
 os.register_at_fork(after_in_child=BUFFERS._idle.clear)
 
 
+def pinned(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor of the host in memory from which a copy to the device is asynchronous."""
+    return x.pin_memory() if device.type == "cuda" else x
+
+
 def page_locked(num_bytes: int) -> torch.Tensor:
     """Return page-locked memory, uint8, that a CUDA device reads without the host's help.
 

@@ -15,6 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from kvrag.errors import UnsupportedModelError
 from kvrag.identity.model import LiveIdentity
+from kvrag.kv.pool import KVPool, pool_share
 from kvrag.model.attention import Mass, largest
 from kvrag.model.candidates import attention_modules, decoder_of
 from kvrag.model.forward import (
@@ -27,6 +28,7 @@ from kvrag.model.forward import (
     switched,
 )
 from kvrag.model.lock import lock_of, text_config, text_model_of
+from kvrag.model.next_rows import Extension, NextRow, NextRows
 from kvrag.model.plain import (
     Extend,
     PlainLM,
@@ -37,16 +39,7 @@ from kvrag.model.plain import (
 )
 from kvrag.model.rope import RotaryTable, Rotations
 from kvrag.model.rows import KVBuffer, Rows
-from kvrag.model.steps import (
-    Extension,
-    Found,
-    KVPool,
-    NextRow,
-    NextRows,
-    Piece,
-    Recordings,
-    pool_share,
-)
+from kvrag.model.steps import Found, Piece, Recordings
 from kvrag.model.traits import CACHE, LayerTraits, accepted, find_traits, observe, sample_positions
 
 logger = logging.getLogger(__name__)
@@ -183,7 +176,8 @@ class CausalLM:
         ``options`` are those of :class:`~kvrag.model.steps.Recordings`. Raises torch's error if
         memory runs out.
         """
-        pool = KVPool(self.shapes, num_slots, dtype=self.dtype, device=self.device)
+        shapes = [(s.num_heads, s.key_dim, s.value_dim) for s in self.shapes]
+        pool = KVPool(shapes, num_slots, dtype=self.dtype, device=self.device)
         # The tables that recordings read are never made anew.
         self.rotary(min(num_slots, self.reuse_window))
         self.recorded = Recordings(self, pool, **options)
@@ -217,7 +211,7 @@ class CausalLM:
     def buffer(self, capacity: int, *, batch: int = 1, run: range | None = None) -> KVBuffer:
         """Allocate the KV of a request or of a batch of chunks, or use a run of the pool's slots."""
         if run is not None and self.recorded is not None:
-            return self.recorded.pool.buffer(run, capacity)
+            return self.recorded.buffer(run, capacity)
         keeps_ids = self.reuse_window < self.context_window and batch == 1
         return KVBuffer.empty(
             self.shapes,

@@ -1,4 +1,4 @@
-"""Forwards that requests share: recorded over a pool of slots on CUDA, decode steps elsewhere.
+"""Recorded forwards over a pool of slots, which requests share.
 
 The host then launches a single graph instead of hundreds of kernels. A recording holds addresses
 and shapes: it computes a fixed number of rows of any requests, whose ids, slots, positions and
@@ -10,23 +10,21 @@ from __future__ import annotations
 
 # ruff: noqa: D102  (CausalLM documents the members of Steps)
 import logging
-import os
 import threading
 import time
-from bisect import bisect_left, insort
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+import weakref
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 
-from kvrag.errors import ConfigError
-from kvrag.model.attention import fused_attention, ragged_attention
-from kvrag.model.forward import Attentions, BeforeWrite, Forward, Pair
+from kvrag.kv.buffers import pinned
+from kvrag.kv.pool import KVPool
+from kvrag.model.forward import BeforeWrite
 from kvrag.model.lock import ModelLock
-from kvrag.model.rows import EVERYTHING, KVBuffer, LayerShape, Limits, Rows
+from kvrag.model.rows import KVBuffer, Rows
 
 logger = logging.getLogger(__name__)
 Out = TypeVar("Out")
@@ -38,7 +36,6 @@ MAX_ROWS = BUCKETS[-1]
 LONGEST = MAX_ROWS - MAX_TOGETHER  # rows of a prompt in a forward: next rows of others still fit
 OUTPUTS = (0, 1, 16, 64, 256, MAX_ROWS)  # numbers of rows with logits, likewise
 MAX_OBSERVED = 1024  # rows that a shift observes
-ALIGNED = 128  # slots: no tile of the kernels' keys holds rows of two requests
 
 Recorder = Callable[[Callable[[], Any]], Callable[[], Any]]
 """Records a function, and returns one that replays it on its input tensors' current values."""
@@ -71,111 +68,6 @@ def by_graph(compute: Callable[[], Out]) -> Callable[[], Out]:
 
 
 _memory = cache(torch.cuda.graph_pool_handle)
-
-
-def pool_share() -> float:
-    """Return the share of a device's free memory that a pool takes: ``KVRAG_POOL_SHARE``.
-
-    Raises ``ConfigError`` if it is no number from 0 to 1.
-    """
-    given = os.environ.get("KVRAG_POOL_SHARE", "0.5")
-    with suppress(ValueError):
-        if 0 <= (share := float(given)) <= 1:
-            return share
-    raise ConfigError(
-        f"KVRAG_POOL_SHARE is {given!r}; set it to a number from 0 (no pool) to 1, the share of the "
-        "device's free memory that holds the KV of running requests"
-    )
-
-
-class KVPool:
-    """KV of all running requests on a device: slots of all layers, allocated once.
-
-    A request holds a run of neighbouring slots. The slot behind the last is spare.
-
-    Parameters
-    ----------
-    shapes
-        Shape of the KV per layer.
-    num_slots
-        Slots for requests.
-    """
-
-    def __init__(
-        self,
-        shapes: Sequence[LayerShape],
-        num_slots: int,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self.num_slots = num_slots
-        sides = [
-            (1, s.num_heads, num_slots + 1, dim) for s in shapes for dim in (s.key_dim, s.value_dim)
-        ]
-        self._stacks = {
-            side: torch.zeros((sides.count(side), *side), dtype=dtype, device=device)
-            for side in set(sides)
-        }
-        each = {side: iter(stack) for side, stack in self._stacks.items()}
-        tensors = [next(each[side]) for side in sides]
-        self.kv = KVBuffer(list(zip(tensors[::2], tensors[1::2], strict=True)))
-        self.events: Sequence[torch.cuda.Event] = ()
-        if device.type == "cuda":
-            self.events = [
-                torch.cuda.Event(external=True)  # type: ignore[no-untyped-call]
-                for _ in shapes
-            ]
-        self._lent: KVBuffer | None = None
-        self._guard = threading.Lock()
-        self._runs = list[tuple[int, int]]()
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the device's memory."""
-        return sum([stack.nbytes for stack in self._stacks.values()])
-
-    @property
-    def num_taken(self) -> int:
-        """Number of slots that requests hold."""
-        with self._guard:
-            return sum([stop - start for start, stop in self._runs])
-
-    def take(self, count: int) -> range | None:
-        """Take a run of at least ``count`` free slots; ``None`` if no free run is as long."""
-        size = -(-count // ALIGNED) * ALIGNED
-        start = 0
-        with self._guard:
-            for begin, stop in [*self._runs, (self.num_slots, self.num_slots)]:
-                if begin - start >= size:
-                    insort(self._runs, (start, start + size))
-                    return range(start, start + size)
-                start = stop
-        return None
-
-    def give_back(self, run: range) -> None:
-        """Free the slots of a run."""
-        with self._guard:
-            self._runs.remove((run.start, run.stop))
-            if self._lent is not None and self._lent.start == run.start:
-                self._lent = None
-
-    def buffer(self, run: range, capacity: int) -> KVBuffer:
-        """Return the first ``capacity`` slots of a run as the buffer of a request.
-
-        A hidden key weighs nothing only if it is finite, so rows of earlier requests are cleared.
-        """
-        own = slice(run.start, run.start + capacity)
-        for stack in self._stacks.values():
-            stack[..., own, :] = 0
-        pairs = [(keys[:, :, own], values[:, :, own]) for keys, values in self.kv.layers]
-        kv = KVBuffer(pairs, None, run.start)
-        # Recordings wait for these events, so they must not be recorded anew before a replay ends.
-        with self._guard:
-            if self._lent is None or not self._lent.events:
-                self._lent = kv
-                kv.events = self.events
-        return kv
 
 
 @runtime_checkable
@@ -270,7 +162,7 @@ class Steps(Protocol):
     def lock(self) -> ModelLock: ...
     @property
     def can_share_forwards(self) -> bool: ...
-    def step(self, rows: Sequence[NextRow]) -> Sequence[torch.Tensor]: ...
+    def step(self, rows: Sequence[Any]) -> Sequence[torch.Tensor]: ...
     def forward(self, *args: Any, **kwargs: Any) -> Found: ...
     def launch(self, piece: Piece) -> Found: ...
 
@@ -303,6 +195,14 @@ class Recordings:
         self._functions = dict[object, tuple[list[torch.Tensor], Callable[[], torch.Tensor]]]()
         self._overlaps = True
         self._weights: object = None
+        self._guard = threading.Lock()
+        self._lent: weakref.ref[KVBuffer] | None = None
+        self._events: Sequence[torch.cuda.Event] = ()
+        if model.device.type == "cuda":
+            self._events = [
+                torch.cuda.Event(external=True)  # type: ignore[no-untyped-call]
+                for _ in pool.layers
+            ]
 
     def __len__(self) -> int:
         return len(self._made)
@@ -317,6 +217,17 @@ class Recordings:
             "recordings": len(self),
             "recording_s": self.seconds,
         }
+
+    def buffer(self, run: range, capacity: int) -> KVBuffer:
+        """Return the first ``capacity`` slots of a run as the buffer of a request."""
+        kv = KVBuffer(self.pool.cleared(run, capacity), start=run.start)
+        with self._guard:
+            lent = None if self._lent is None else self._lent()
+            # An event must not be recorded anew while a replay may wait for it.
+            if lent is None or not lent.events:
+                self._lent = weakref.ref(kv)
+                kv.events = self._events
+        return kv
 
     def hold_for(self, weights: object) -> None:
         """Drop all recordings unless they were made with these weights (a fingerprint)."""
@@ -347,7 +258,8 @@ class Recordings:
         if shape not in self._made:
             self._made[shape] = self._recorded(shape, [make() for make in shifts])
         recording = self._made[shape]
-        recording.inputs.copy_(_inputs(shape, pieces, places, spare), non_blocking=True)
+        inputs = pinned(_inputs(shape, pieces, places, spare), self._model.device)
+        recording.inputs.copy_(inputs, non_blocking=True)
         for shift, new in zip(recording.shifts, shifts, strict=True):
             for own, given in zip(shift.tensors(), new().tensors(), strict=True):
                 own.copy_(given)
@@ -363,8 +275,8 @@ class Recordings:
         """Record a shape, with rows of no request and shifts by nothing."""
         stop = self.pool.num_slots + 1
         inputs = _inputs(shape, (), (), self.pool.num_slots).to(self._model.device)
-        kv = KVBuffer(self.pool.kv.layers)
-        kv.arrivals = self.pool.events if shape.waits else ()
+        kv = KVBuffer(self.pool.layers)
+        kv.arrivals = self._events if shape.waits else ()
         for shift in shifts:
             shift.clear()
 
@@ -457,131 +369,3 @@ def _inputs(
         own = [piece.token_ids.cpu(), positions + start, positions, start]
         inputs[:, place] = torch.stack(own)
     return inputs
-
-
-class NextRow(NamedTuple):
-    """Next row of a request: its token, int64 ``(1,)``, its buffer and its position.
-
-    ``alone`` computes its logits without other requests.
-    """
-
-    token_id: torch.Tensor
-    kv: KVBuffer
-    position: int
-    alone: Callable[[], torch.Tensor]
-
-
-class NextRows(Forward):
-    """Decode step of several requests: row ``i`` is the next row of request ``i``.
-
-    Every request has a buffer of its own, and a row sees only its request's rows. So the attention
-    of a layer is computed request by request; everything else is a single pass over the weights.
-
-    Parameters
-    ----------
-    requests
-        Buffer and position of every row.
-    attentions
-        Attention modules of the model.
-    """
-
-    def __init__(self, requests: Sequence[tuple[KVBuffer, int]], attentions: Attentions) -> None:
-        first, position = requests[0]
-        super().__init__(
-            Rows.span(position, position + 1), first, attentions, outputs=len(requests)
-        )
-        self.requests = requests
-        self.positions = torch.tensor(
-            [position for _, position in requests], device=attentions.device
-        )
-        self._each = [
-            Limits(torch.tensor([p], device=attentions.device), p + 1) for _, p in requests
-        ]
-        self._layer = 0
-
-    def update(
-        self,
-        key_states: torch.Tensor,
-        value_states: torch.Tensor,
-        layer_idx: int,
-        *_: object,
-        **__: object,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write every fresh row into its request's buffer, where :meth:`attend` reads it."""
-        self._layer = layer_idx
-        pair = self._attentions.in_order(layer_idx, (key_states, value_states))
-        for side, fresh in enumerate(pair):
-            for (kv, position), row in zip(self.requests, fresh.unbind(2), strict=True):
-                kv.layers[layer_idx][side].select(2, position).copy_(row)
-        if layer_idx not in self._attentions.latent:
-            return key_states, value_states
-        # The module makes keys and values of the latents of all requests at once.
-        keys, values = (
-            torch.cat(side, dim=2) for side in zip(*self._cached(layer_idx), strict=True)
-        )
-        return self._attentions.in_order(layer_idx, (keys, values))
-
-    def _cached(self, layer: int) -> list[Pair]:
-        """Return the keys and values of every request in a layer."""
-        found = []
-        for kv, position in self.requests:
-            keys, values = kv.layers[layer]
-            found.append((keys[:, :, : position + 1], values[:, :, : position + 1]))
-        return found
-
-    def attend(
-        self,
-        module: int,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        scores: Mapping[str, Any],
-    ) -> torch.Tensor:
-        """Attend request by request.
-
-        In memory, the outputs lie row by row, as the model reads them.
-        """
-        reach = self.reach.get(module, EVERYTHING)
-        layer = self.reads.get(module, self._layer)
-        outs = []
-        is_plain = scores["softcap"] is None and scores["sinks"] is None
-        own = self._cached(layer)
-        if layer in self._attentions.latent:
-            sizes = [limits.num_keys for limits in self._each]
-            split = (torch.split(x, sizes, dim=2) for x in (keys, values))
-            own = list(zip(*split, strict=True))
-        for (own_keys, own_values), limits, row in zip(
-            own, self._each, query.unsqueeze(3).unbind(2), strict=True
-        ):
-            if is_plain and reach.is_whole(limits.num_keys):
-                out = fused_attention(row, own_keys, own_values, scores["scale"])
-            else:
-                out = ragged_attention(row, own_keys, own_values, limits, reach=reach, **scores)
-            outs.append(out.transpose(1, 2))
-        return torch.cat(outs, dim=1).transpose(1, 2)
-
-
-class Extension:
-    """Extension of a buffer behind its first ``length`` rows: ``ids (R,) -> logits (R, vocab)``."""
-
-    def __init__(self, model: Steps, kv: KVBuffer, length: int) -> None:
-        self._model = model
-        self._kv = kv
-        self._length = length
-
-    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
-        """Compute rows.
-
-        A single row is computed together with rows of other requests, where the model can.
-        """
-        rows = Rows.span(self._length, self._length + len(ids))
-        self._length = rows.stop
-
-        def alone() -> torch.Tensor:
-            return self._model.forward(ids, rows, self._kv, logits=len(ids))[0][0]
-
-        if len(ids) > 1 or self._kv.start is not None:
-            return alone()
-        row = NextRow(ids, self._kv, rows.stop - 1, alone)
-        limit = MAX_TOGETHER if self._model.can_share_forwards else 1
-        return self._model.lock.step(row, self._model.step, limit=limit)

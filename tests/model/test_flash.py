@@ -13,11 +13,11 @@ import kvrag_kernels
 from kvrag import (
     InputError,
     UnsupportedModelError,
+    flash,
     flash_attention_tier,
     install_flash_attention,
     uninstall_flash_attention,
 )
-from kvrag.model import flash
 from kvrag.model.lock import text_config, text_model_of
 from kvrag.model.rows import EVERYTHING, Reach
 from kvrag.testing.models import TINY, tiny_model

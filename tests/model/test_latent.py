@@ -7,11 +7,11 @@ import torch
 from kit import lm_of
 
 from kvrag.blend import stitch
+from kvrag.flash import flash_attention_tier
 from kvrag.model.candidates import attention_modules, rotations
-from kvrag.model.flash import flash_attention_tier
 from kvrag.model.lm import CausalLM
+from kvrag.model.next_rows import NextRow
 from kvrag.model.rows import LayerShape, Rows
-from kvrag.model.steps import NextRow
 from kvrag.precompute.encode import encode_chunks, encode_prefix
 from kvrag.testing.models import TINY, tiny_model
 

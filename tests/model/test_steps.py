@@ -13,10 +13,11 @@ from kit import lm_of
 
 from kvrag.blend.slide import SlidingWindow
 from kvrag.generate.scheduler import Scheduler
+from kvrag.kv.pool import ALIGNED, KVPool
 from kvrag.model import steps
 from kvrag.model.lm import CausalLM
-from kvrag.model.rows import Rows
-from kvrag.model.steps import BUCKETS, KVPool, Piece
+from kvrag.model.rows import KVBuffer, Rows
+from kvrag.model.steps import BUCKETS, Piece
 from kvrag.testing.models import TINY, tiny_model
 
 PROMPT = torch.arange(5, 45)
@@ -88,7 +89,9 @@ def test_each_shape_equals_the_launched_forward_bit_for_bit(bucket):
     inputs = steps._inputs(shape, [piece], places, pool.num_slots)
     slots, positions, first = inputs[1:]
     rows = Rows(slots, pool.num_slots + 1, positions, first, is_fixed=True)
-    again = model.launch(Piece(inputs[0], rows, pool.kv, shape.logits, shape.mass_rows))
+    again = model.launch(
+        Piece(inputs[0], rows, KVBuffer(pool.layers), shape.logits, shape.mass_rows)
+    )
     if logits:
         assert torch.equal(again[0][0, -logits:], got[0][0])
     else:
@@ -113,24 +116,35 @@ def test_long_prompts_are_computed_in_pieces(monkeypatch):
     assert max(shape.rows for shape in model.recorded._made) == 16
 
 
-@pytest.mark.parametrize(("mass_rows", "words"), [(0, "can't be recorded (operation"), (5, "")])
-def test_what_cannot_be_recorded_is_launched_and_said_once(mass_rows, words, caplog):
-    """A kind of forward that can't be recorded prevents no other kind."""
+def refusing(compute):
+    raise RuntimeError("operation not permitted when stream is capturing")
 
-    def refuse(compute):
-        raise RuntimeError("operation not permitted when stream is capturing")
 
-    model = recorded(record=refuse)
-    kv, options = buffer_of(model, 80), {"mass_rows": mass_rows, "logits": int(not mass_rows)}
-    for _ in range(2):
-        found = model.forward(PROMPT, Rows.span(0, len(PROMPT)), kv, **options)
-    want = lm_of().forward(PROMPT, Rows.span(0, len(PROMPT)), lm_of().buffer(80), **options)
-    torch.testing.assert_close(found[mass_rows > 0], want[mass_rows > 0], **CLOSE)
-    assert len(caplog.records) == 1
-    assert words in caplog.text
-    model.recorded._record = replaying
-    model.forward(PROMPT, Rows.span(0, len(PROMPT)), kv)
-    assert len(model.recorded) == (1 if mass_rows else 0)
+def test_what_cannot_be_recorded_is_launched_and_said(caplog):
+    """Together with the rows of others, as a recording would compute it."""
+    model = recorded(record=refusing)
+    want = answered(lm_of(), lm_of().buffer(80))
+    torch.testing.assert_close(answered(model, buffer_of(model, 80)), want, **CLOSE)
+    words = "a forward of this model can't be recorded (operation not permitted"
+    assert [words in record.getMessage() for record in caplog.records] == [True] * 2, (
+        "once for each shape"
+    )
+
+
+def test_a_function_is_recorded_for_each_shape_of_its_inputs():
+    model, calls = recorded(), []
+
+    def double(x):
+        calls.append(len(x))
+        return x.mul_(2)
+
+    for size in (3, 3, 4):
+        x = torch.arange(size)
+        assert model.recorded.run(double, x).tolist() == [2 * n for n in range(size)]
+        assert x.tolist() == [*range(size)], "its argument is a copy"
+    assert calls == [3, 3, 3, 4, 4], "a run before each recording"
+    model.recorded._record = refusing
+    assert model.recorded.run(double, torch.arange(5)).tolist() == [0, 2, 4, 6, 8]
 
 
 def test_other_weights_drop_the_recordings():
@@ -147,13 +161,14 @@ def test_a_cpu_records_nothing():
 
 
 def test_a_pool_hands_out_runs_that_do_not_overlap():
-    pool = KVPool(lm_of().shapes, 1000, dtype=torch.float32, device=torch.device("cpu"))
+    shapes = [(s.num_heads, s.key_dim, s.value_dim) for s in lm_of().shapes]
+    pool = KVPool(shapes, 1000, dtype=torch.float32, device=torch.device("cpu"))
     draw, taken = random.Random(3), []
     for _ in range(500):
         if taken and draw.random() < 0.5:
             pool.give_back(taken.pop(draw.randrange(len(taken))))
         elif run := pool.take(draw.randint(1, 400)):
-            assert run.start % steps.ALIGNED == 0
+            assert run.start % ALIGNED == 0
             taken.append(run)
         slots = [slot for run in taken for slot in run]
         assert len(slots) == len(set(slots)) == pool.num_taken <= 1000
@@ -164,7 +179,7 @@ def test_a_pool_hands_out_runs_that_do_not_overlap():
 def test_a_run_is_clean_whatever_was_there():
     model = recorded()
     pool = model.recorded.pool
-    for keys, values in pool.kv.layers:
+    for keys, values in pool.layers:
         keys[:, :, :-1].fill_(torch.nan), values[:, :, :-1].fill_(torch.nan)
     kv = buffer_of(model, 200)
     assert all(side.isfinite().all() for pair in kv.layers for side in pair)

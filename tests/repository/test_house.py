@@ -39,7 +39,7 @@ RANKS = (
     {"precompute"},
     {"generate"},
     {"evaluate"},
-    {"adapters", "client", "engine", "hooks", "dataset"},
+    {"adapters", "client", "engine", "flash", "hooks", "dataset"},
     {"server"},
     {"front", "serving"},
     {"cli", "testing", "integrations"},
