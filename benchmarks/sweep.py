@@ -37,10 +37,10 @@ from kvrag.errors import ModelError
 from kvrag.model import CausalLM
 from kvrag.model.load import accept
 from kvrag.model.lock import text_model_of
-from kvrag.model.next_rows import NextRow
 from kvrag.model.plain import PlainLM, check_generates
 from kvrag.model.proof import LIMIT, gap, prove
 from kvrag.model.rows import Rows
+from kvrag.model.shared import NextRow
 from kvrag.testing.models import REFUSED, TINY, random_model, tiny_model
 from kvrag.testing.tokenizers import VOCAB_SIZE
 

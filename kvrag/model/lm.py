@@ -28,7 +28,6 @@ from kvrag.model.forward import (
     switched,
 )
 from kvrag.model.lock import lock_of, text_config, text_model_of
-from kvrag.model.next_rows import Extension, NextRow, NextRows
 from kvrag.model.plain import (
     Extend,
     PlainLM,
@@ -39,7 +38,8 @@ from kvrag.model.plain import (
 )
 from kvrag.model.rope import RotaryTable, Rotations
 from kvrag.model.rows import KVBuffer, Rows
-from kvrag.model.steps import Found, Piece, Recordings
+from kvrag.model.shared import Extension, Found, NextRow, NextRows, Portion
+from kvrag.model.steps import Recordings
 from kvrag.model.traits import CACHE, LayerTraits, accepted, find_traits, observe, sample_positions
 
 logger = logging.getLogger(__name__)
@@ -305,13 +305,13 @@ class CausalLM:
             raise ValueError(
                 "this model computes one request at a time; see CausalLM.can_share_forwards"
             )
-        piece = Piece(token_ids, rows, kv, logits, mass_rows, mass_layers, before_write)
+        piece = Portion(token_ids, rows, kv, logits, mass_rows, mass_layers, before_write)
         if self.recorded is not None and piece.is_recordable:
             return self.recorded.forward(piece)
         return self.launch(piece)
 
     @torch.inference_mode()
-    def launch(self, piece: Piece) -> Found:
+    def launch(self, piece: Portion) -> Found:
         """Compute rows as :meth:`forward` does, alone and unrecorded."""
         rows, kv = piece.rows, piece.kv
         ids = piece.token_ids if piece.token_ids.dim() == 2 else piece.token_ids[None]

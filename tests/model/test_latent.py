@@ -10,8 +10,8 @@ from kvrag.blend import stitch
 from kvrag.flash import flash_attention_tier
 from kvrag.model.candidates import attention_modules, rotations
 from kvrag.model.lm import CausalLM
-from kvrag.model.next_rows import NextRow
 from kvrag.model.rows import LayerShape, Rows
+from kvrag.model.shared import NextRow
 from kvrag.precompute.encode import encode_chunks, encode_prefix
 from kvrag.testing.models import TINY, tiny_model
 

@@ -14,10 +14,10 @@ from kit import lm_of
 from kvrag.blend.slide import SlidingWindow
 from kvrag.generate.scheduler import Scheduler
 from kvrag.kv.pool import ALIGNED, KVPool
-from kvrag.model import steps
+from kvrag.model import shared
 from kvrag.model.lm import CausalLM
 from kvrag.model.rows import KVBuffer, Rows
-from kvrag.model.steps import BUCKETS, Piece
+from kvrag.model.shared import BUCKETS, Portion
 from kvrag.testing.models import TINY, tiny_model
 
 PROMPT = torch.arange(5, 45)
@@ -53,7 +53,7 @@ SHARED = [name for name in sorted(TINY) if lm_of(name).can_share_forwards]
 
 
 @pytest.mark.parametrize("name", SHARED)
-def test_recorded_forwards_give_the_same_logits(name):
+def test_recorded_steps_give_the_same_logits(name):
     model = recorded(name)
     want = answered(lm_of(name), lm_of(name).buffer(80))
     for kv in (buffer_of(model, 80), buffer_of(model, 80)):  # the second is not at the first slot
@@ -74,10 +74,10 @@ def test_each_shape_equals_the_launched_forward_bit_for_bit(bucket):
         keys.normal_(), values.normal_()
     ids = torch.randint(1000, (size,), generator=torch.Generator().manual_seed(size)) % 200
     options = {"logits": logits, "mass_rows": mass_rows}
-    piece = Piece(ids, Rows.span(0, size), kv, logits, mass_rows)
-    if size > steps.LONGEST:
+    piece = Portion(ids, Rows.span(0, size), kv, logits, mass_rows)
+    if size > shared.LONGEST:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(steps, "LONGEST", size)
+            patch.setattr(shared, "LONGEST", size)
             got = model.forward(ids, Rows.span(0, size), kv, **options)
     else:
         got = model.forward(ids, Rows.span(0, size), kv, **options)
@@ -85,12 +85,12 @@ def test_each_shape_equals_the_launched_forward_bit_for_bit(bucket):
     assert shape.rows >= size
     assert shape.rows == BUCKETS[bucket] or mass_rows
     before = [(keys.clone(), values.clone()) for keys, values in kv.layers]
-    _, places = steps._placed([piece], False)
-    inputs = steps._inputs(shape, [piece], places, pool.num_slots)
+    _, places = shared.placed([piece], False)
+    inputs = shared.inputs_of(shape, [piece], places, pool.num_slots)
     slots, positions, first = inputs[1:]
     rows = Rows(slots, pool.num_slots + 1, positions, first, is_fixed=True)
     again = model.launch(
-        Piece(inputs[0], rows, KVBuffer(pool.layers), shape.logits, shape.mass_rows)
+        Portion(inputs[0], rows, KVBuffer(pool.layers), shape.logits, shape.mass_rows)
     )
     if logits:
         assert torch.equal(again[0][0, -logits:], got[0][0])
@@ -109,7 +109,7 @@ def test_each_shape_equals_the_launched_forward_bit_for_bit(bucket):
 
 
 def test_long_prompts_are_computed_in_pieces(monkeypatch):
-    monkeypatch.setattr(steps, "LONGEST", 16)
+    monkeypatch.setattr(shared, "LONGEST", 16)
     model = recorded()
     got = answered(model, buffer_of(model, 80))
     torch.testing.assert_close(got, answered(lm_of(), lm_of().buffer(80)), **CLOSE)
@@ -226,7 +226,7 @@ class _Request:
 
 def test_requests_that_come_and_go_compute_what_they_compute_alone(monkeypatch):
     """They come, decode, end, slide and fail; some are cancelled as they wait. Their logits are those of a run alone."""
-    monkeypatch.setattr(steps, "LONGEST", 48)  # several pieces
+    monkeypatch.setattr(shared, "LONGEST", 48)  # several pieces
     model, turns = recorded(num_slots=512), Scheduler(6, 10**9)
     pool, sizes, real = model.recorded.pool, [], model.recorded.compute
 
@@ -264,8 +264,8 @@ def test_requests_that_come_and_go_compute_what_they_compute_alone(monkeypatch):
             torch.testing.assert_close(work.result(), expected, atol=1e-5, rtol=1e-4)
     assert pool.num_taken == 0
     assert turns.load == (0, 0, 0)
-    shared = [size for size in sizes if len(size) > 1]
-    assert any(max(size) > 1 for size in shared), "a prompt's rows and next rows of others"
+    together = [size for size in sizes if len(size) > 1]
+    assert any(max(size) > 1 for size in together), "a prompt's rows and next rows of others"
 
 
 def test_a_request_that_a_pool_cannot_hold_runs_alone_in_its_own_memory():

@@ -1,0 +1,300 @@
+"""Rows of several requests in a forward: portions of recorded forwards, and decode steps."""
+
+from __future__ import annotations
+
+# ruff: noqa: D102  (CausalLM documents the members of Steps, ResidualShift those of Shift)
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+
+from kvrag.model.attention import fused_attention, ragged_attention
+from kvrag.model.forward import Attentions, BeforeWrite, Forward, Pair
+from kvrag.model.lock import ModelLock
+from kvrag.model.rows import EVERYTHING, KVBuffer, Limits, Rows
+
+MAX_TOGETHER = 64  # requests with next rows in the same forward, at most
+BUCKETS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+"""Numbers of rows that forwards are recorded for."""
+MAX_ROWS = BUCKETS[-1]
+LONGEST = MAX_ROWS - MAX_TOGETHER  # rows of a prompt in a forward: next rows of others still fit
+OUTPUTS = (0, 1, 16, 64, 256, MAX_ROWS)  # numbers of rows with logits, likewise
+MAX_OBSERVED = 1024  # rows that a shift observes
+
+
+@runtime_checkable
+class Shift(Protocol):
+    """Change of a buffer's rows that can be recorded; ``ResidualShift`` documents the members."""
+
+    @property
+    def num_shifted(self) -> int: ...
+    def fixed(self, start: int, places: torch.Tensor, *sizes: int) -> Shift: ...
+    def tensors(self) -> Sequence[torch.Tensor]: ...
+    def clear(self) -> None: ...
+    def __call__(self, *given: Any) -> None: ...
+
+
+class Portion(NamedTuple):
+    """Rows of a request in a forward, with the outputs that they need.
+
+    The fields are parameters of :meth:`CausalLM.forward`.
+    """
+
+    token_ids: torch.Tensor
+    rows: Rows
+    kv: KVBuffer
+    logits: int = 0
+    mass_rows: int = 0
+    mass_layers: range | None = None
+    before_write: BeforeWrite | None = None
+
+    @property
+    def shift(self) -> Shift | None:
+        """The change of the buffer, if it can be recorded."""
+        return self.before_write if isinstance(self.before_write, Shift) else None
+
+    @property
+    def is_recordable(self) -> bool:
+        """Whether a recorded forward may compute these rows, in pieces if nothing prevents it."""
+        is_single = self.mass_rows > 0 or self.before_write is not None
+        return (
+            self.kv.start is not None
+            and self.before_write is self.shift
+            and self.logits <= MAX_TOGETHER
+            and not (is_single and len(self.token_ids) > LONGEST)
+        )
+
+    @property
+    def start(self) -> int:
+        """First slot of its request."""
+        return self.kv.start or 0
+
+    @property
+    def size(self) -> int:
+        """Share of a forward: mass takes one alone, and two shifts don't fit into one."""
+        if self.mass_rows:
+            return MAX_ROWS
+        return max(len(self.token_ids), 0 if self.shift is None else MAX_ROWS // 2 + 1)
+
+    def cut(self) -> list[Portion]:
+        """Cut the rows into pieces that a recorded forward takes; the last has all outputs."""
+        slots = self.rows.indices(torch.device("cpu"))
+        stops = [*range((len(slots) - 1) % LONGEST + 1, len(slots) + 1, LONGEST)]
+        runs = [slice(max(0, stop - LONGEST), stop) for stop in stops]
+        pieces = [Portion(self.token_ids[run], Rows.at(slots[run]), self.kv) for run in runs[:-1]]
+        last = self._replace(token_ids=self.token_ids[runs[-1]], rows=Rows.at(slots[runs[-1]]))
+        return [*pieces, last]
+
+
+class Shape(NamedTuple):
+    """Shape of a recording: numbers of rows, and what it computes.
+
+    With ``waits``, every layer waits until the stored KV of its layer is stitched.
+    """
+
+    waits: bool
+    rows: int
+    logits: int
+    mass_rows: int
+    mass_layers: range | None
+    observed: int
+    shifted: int
+
+
+Found = tuple[torch.Tensor, torch.Tensor | None]
+"""Logits and mass, as :meth:`CausalLM.forward` returns them."""
+
+
+class Steps(Protocol):
+    """A model, as shared forwards use it; :class:`kvrag.model.lm.CausalLM` documents the members."""
+
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def lock(self) -> ModelLock: ...
+    @property
+    def can_share_forwards(self) -> bool: ...
+    def step(self, rows: Sequence[Any]) -> Sequence[torch.Tensor]: ...
+    def forward(self, *args: Any, **kwargs: Any) -> Found: ...
+    def launch(self, piece: Portion) -> Found: ...
+
+
+def _at_least(count: int, sizes: Sequence[int] = BUCKETS) -> int:
+    return sizes[bisect_left(sizes, count)]
+
+
+def placed(pieces: Sequence[Portion], waits: bool) -> tuple[Shape, list[torch.Tensor]]:
+    """Return the shape of a forward of these pieces, and the place of every row in it.
+
+    Rows with outputs come last, and spare rows before them: they add no mass.
+    """
+    shift = next((piece.shift for piece in pieces if piece.shift is not None), None)
+    last = [max(piece.logits, piece.mass_rows) for piece in pieces]
+    first = [len(piece.token_ids) - count for piece, count in zip(pieces, last, strict=True)]
+    mass_rows = sum([piece.mass_rows for piece in pieces])
+    mass_rows = mass_rows and min(_at_least(mass_rows), MAX_ROWS - sum(first))
+    logits = _at_least(sum([piece.logits for piece in pieces]), OUTPUTS)
+    rows = _at_least(max(sum(first) + max(sum(last), mass_rows), logits))
+    shape = Shape(
+        waits,
+        rows,
+        logits,
+        mass_rows,
+        pieces[0].mass_layers,
+        min(rows, MAX_OBSERVED) if shift else 0,
+        1 << max(10, (shift.num_shifted - 1).bit_length()) if shift else 0,
+    )
+    places = list[torch.Tensor]()
+    front, back = 0, rows - sum(last)
+    for num_first, num_last in zip(first, last, strict=True):
+        places.append(
+            torch.cat([torch.arange(front, front + num_first), torch.arange(back, back + num_last)])
+        )
+        front += num_first
+        back += num_last
+    return shape, places
+
+
+def inputs_of(
+    shape: Shape, pieces: Sequence[Portion], places: Sequence[torch.Tensor], spare: int
+) -> torch.Tensor:
+    """Return ids, slots, positions and first visible slots, int64 ``(4, rows)``, on the host.
+
+    A spare row is in the slot ``spare`` and sees it alone.
+    """
+    inputs = torch.tensor([[0], [spare], [0], [spare]]).repeat(1, shape.rows)
+    for piece, place in zip(pieces, places, strict=True):
+        positions = piece.rows.indices(inputs.device)
+        start = torch.tensor(piece.start).expand(len(place))
+        own = [piece.token_ids.cpu(), positions + start, positions, start]
+        inputs[:, place] = torch.stack(own)
+    return inputs
+
+
+class NextRow(NamedTuple):
+    """Next row of a request: its token, int64 ``(1,)``, its buffer and its position.
+
+    ``alone`` computes its logits without other requests.
+    """
+
+    token_id: torch.Tensor
+    kv: KVBuffer
+    position: int
+    alone: Callable[[], torch.Tensor]
+
+
+class NextRows(Forward):
+    """Decode step of several requests: row ``i`` is the next row of request ``i``.
+
+    Every request has a buffer of its own, and a row sees only its request's rows. So the attention
+    of a layer is computed request by request; everything else is a single pass over the weights.
+
+    Parameters
+    ----------
+    requests
+        Buffer and position of every row.
+    attentions
+        Attention modules of the model.
+    """
+
+    def __init__(self, requests: Sequence[tuple[KVBuffer, int]], attentions: Attentions) -> None:
+        first, position = requests[0]
+        super().__init__(
+            Rows.span(position, position + 1), first, attentions, outputs=len(requests)
+        )
+        self.requests = requests
+        self.positions = torch.tensor(
+            [position for _, position in requests], device=attentions.device
+        )
+        self._each = [
+            Limits(torch.tensor([p], device=attentions.device), p + 1) for _, p in requests
+        ]
+        self._layer = 0
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *_: object,
+        **__: object,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write every fresh row into its request's buffer, where :meth:`attend` reads it."""
+        self._layer = layer_idx
+        pair = self._attentions.in_order(layer_idx, (key_states, value_states))
+        for side, fresh in enumerate(pair):
+            for (kv, position), row in zip(self.requests, fresh.unbind(2), strict=True):
+                kv.layers[layer_idx][side].select(2, position).copy_(row)
+        if layer_idx not in self._attentions.latent:
+            return key_states, value_states
+        # The module makes keys and values of the latents of all requests at once.
+        keys, values = (
+            torch.cat(side, dim=2) for side in zip(*self._cached(layer_idx), strict=True)
+        )
+        return self._attentions.in_order(layer_idx, (keys, values))
+
+    def _cached(self, layer: int) -> list[Pair]:
+        """Return the keys and values of every request in a layer."""
+        found = []
+        for kv, position in self.requests:
+            keys, values = kv.layers[layer]
+            found.append((keys[:, :, : position + 1], values[:, :, : position + 1]))
+        return found
+
+    def attend(
+        self,
+        module: int,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scores: Mapping[str, Any],
+    ) -> torch.Tensor:
+        """Attend request by request.
+
+        In memory, the outputs lie row by row, as the model reads them.
+        """
+        reach = self.reach.get(module, EVERYTHING)
+        layer = self.reads.get(module, self._layer)
+        outs = []
+        is_plain = scores["softcap"] is None and scores["sinks"] is None
+        own = self._cached(layer)
+        if layer in self._attentions.latent:
+            sizes = [limits.num_keys for limits in self._each]
+            split = (torch.split(x, sizes, dim=2) for x in (keys, values))
+            own = list(zip(*split, strict=True))
+        for (own_keys, own_values), limits, row in zip(
+            own, self._each, query.unsqueeze(3).unbind(2), strict=True
+        ):
+            if is_plain and reach.is_whole(limits.num_keys):
+                out = fused_attention(row, own_keys, own_values, scores["scale"])
+            else:
+                out = ragged_attention(row, own_keys, own_values, limits, reach=reach, **scores)
+            outs.append(out.transpose(1, 2))
+        return torch.cat(outs, dim=1).transpose(1, 2)
+
+
+class Extension:
+    """Extension of a buffer behind its first ``length`` rows: ``ids (R,) -> logits (R, vocab)``."""
+
+    def __init__(self, model: Steps, kv: KVBuffer, length: int) -> None:
+        self._model = model
+        self._kv = kv
+        self._length = length
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        """Compute rows.
+
+        A single row is computed together with rows of other requests, where the model can.
+        """
+        rows = Rows.span(self._length, self._length + len(ids))
+        self._length = rows.stop
+
+        def alone() -> torch.Tensor:
+            return self._model.forward(ids, rows, self._kv, logits=len(ids))[0][0]
+
+        if len(ids) > 1 or self._kv.start is not None:
+            return alone()
+        row = NextRow(ids, self._kv, rows.stop - 1, alone)
+        limit = MAX_TOGETHER if self._model.can_share_forwards else 1
+        return self._model.lock.step(row, self._model.step, limit=limit)
