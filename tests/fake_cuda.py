@@ -434,6 +434,6 @@ def move(model: CausalLM) -> None:
                 if tensor is not None:
                     own[name] = tensor.detach().as_subclass(OnDevice)
     model.device = CUDA
-    model._rotary = ()
-    model.can_record = False  # a test that means recordings calls ``record``
+    model._tables._kept = ()
+    model.records = False  # a test that means recordings calls ``record``
     model._switch = replace(model._switch, device=CUDA)

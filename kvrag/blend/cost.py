@@ -38,6 +38,7 @@ from kvrag.model.lm import CausalLM, LoadedModel
 from kvrag.model.load import kept_file
 from kvrag.model.lock import WAITED
 from kvrag.model.rows import Rows
+from kvrag.model.steps import scratch
 from kvrag.progress import Progress
 from kvrag.prompt.plan import Plan
 from kvrag.store import TieredStore
@@ -362,7 +363,7 @@ def measured(lm: CausalLM) -> Costs:
     def taken(rows: int, before: int = 0) -> float:
         ids = torch.arange(rows) % lm.vocab_size
         stop = before + rows
-        with lm.scratch(stop) as kv:
+        with scratch(lm, stop) as kv:
             return _best_ms(lambda: lm.forward(ids, Rows.span(before, stop), kv)[0])
 
     times = dict[int, float]()

@@ -32,6 +32,7 @@ from kvrag.generate.streams import Emit
 from kvrag.identity.fingerprint import context_digest, text_digest
 from kvrag.model.lm import LoadedModel
 from kvrag.model.plain import PlainLM
+from kvrag.model.steps import pool_of
 from kvrag.precompute.on_miss import WriteBack
 from kvrag.prompt.explain import Known, explain_plan, with_cause
 from kvrag.prompt.partial import text_of
@@ -229,7 +230,7 @@ class QueryPipeline:
         num_bytes = kv_bytes(self.loaded, min(total, lm.context_window))
         pool = slots = None
         if not isinstance(lm, PlainLM):
-            pool = lm.pool()
+            pool = pool_of(lm)
             if lm.recorded is not None:
                 lm.recorded.hold_for(self.loaded.fingerprint)
             slots = capacity_of(lm, len(plan.token_ids), limit, slides)

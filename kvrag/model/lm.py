@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -15,7 +13,6 @@ from transformers import DynamicCache, PreTrainedModel
 
 from kvrag.errors import UnsupportedModelError
 from kvrag.identity.model import LiveIdentity
-from kvrag.kv.pool import KVPool, pool_share
 from kvrag.model.attention import Mass, largest
 from kvrag.model.candidates import attention_modules, decoder_of
 from kvrag.model.forward import (
@@ -36,13 +33,11 @@ from kvrag.model.plain import (
     context_window,
     regime_limit,
 )
-from kvrag.model.rope import RotaryTable, Rotations
+from kvrag.model.rope import RotaryTables, Rotations
 from kvrag.model.rows import KVBuffer, Rows
 from kvrag.model.shared import Extension, Found, NextRow, NextRows, Portion
 from kvrag.model.steps import Recordings
 from kvrag.model.traits import CACHE, LayerTraits, accepted, find_traits, observe, sample_positions
-
-logger = logging.getLogger(__name__)
 
 
 class CausalLM:
@@ -68,8 +63,9 @@ class CausalLM:
         Bytes of KV per token over all layers, in the model's dtype.
     lock
         Lock of the model, which also batches the rows of all requests.
-    recorded
-        Recorded forwards over a pool of slots, once :meth:`record` has made it; else ``None``.
+    records, recorded
+        Whether forwards are recorded (``None``: not known yet), and the recorded forwards once
+        :meth:`record` has made their pool.
 
     Raises
     ------
@@ -97,8 +93,8 @@ class CausalLM:
         self._accepted = {True: accepted(self.text_model), False: accepted(self._base)}
         self._captured: dict[int, torch.Tensor] | None = None
         self.lock = lock_of(model)
+        self.records: bool | None = None
         self.recorded: Recordings | None = None
-        self._rotary: Rotations = ()
         self._find_traits()
         self.num_layers = len(self.traits)
         self.shapes = [trait.shape for trait in self.traits]
@@ -136,39 +132,10 @@ class CausalLM:
         self._can_pack = "position_ids" in self._accepted[False] and not (
             self.is_dense or tells_offsets or expands
         )
-        self._rotations = list(dict.fromkeys(trait.rotation for trait in self.traits))
-        self._kinds = [self._rotations.index(trait.rotation) for trait in self.traits]
-        self._check_angles(positions)
-
-    def _check_angles(self, positions: torch.Tensor) -> None:
-        """Refuse a model if its angles at a position depend on the prompt's length.
-
-        A model with a smaller ``reuse_window`` is exempt: the length at which its angles change is
-        known.
-        """
-        for rotation in self._rotations if self.reuse_window == self.context_window else ():
-            short = rotation.tables(positions[:3])
-            long = rotation.tables(positions)
-            if not all(torch.equal(a, b[:3]) for a, b in zip(short, long, strict=True)):
-                name = f"{type(self.model).__name__} ({rotation.name})"
-                raise UnsupportedModelError(
-                    f"the rotary angles of {name} change with the prompt's length, "
-                    "so stored keys can't be moved exactly"
-                )
-
-    @cached_property
-    def can_record(self) -> bool:
-        """Whether forwards may be recorded: on CUDA, where a kernel attends in all layers."""
-        if self.device.type != "cuda" or not self.can_share_forwards or not pool_share():
-            return False
-        import kvrag_kernels
-
-        return all(
-            not trait.is_latent
-            and trait.attended.key_dim == trait.attended.value_dim
-            and kvrag_kernels.tier(trait.attended.key_dim, self.dtype, self.device) != "torch"
-            for trait in self.traits
-        )
+        self._tables = RotaryTables([trait.rotation for trait in self.traits])
+        # Where the length at which the angles change is known, prompts beyond it reuse nothing.
+        if self.reuse_window == self.context_window:
+            self._tables.check(positions, type(self.model).__name__)
 
     def record(self, num_slots: int, **options: Any) -> None:
         """Allocate a pool of slots, and record forwards over it from now on.
@@ -176,37 +143,7 @@ class CausalLM:
         ``options`` are those of :class:`~kvrag.model.steps.Recordings`. Raises torch's error if
         memory runs out.
         """
-        shapes = [(s.num_heads, s.key_dim, s.value_dim) for s in self.shapes]
-        pool = KVPool(shapes, num_slots, dtype=self.dtype, device=self.device)
-        # The tables that recordings read are never made anew.
-        self.rotary(min(num_slots, self.reuse_window))
-        self.recorded = Recordings(self, pool, **options)
-
-    def pool(self) -> KVPool | None:
-        """Return the pool of slots if forwards are recorded; it is allocated at the first call.
-
-        Raises ``ConfigError`` if ``KVRAG_POOL_SHARE`` is no share.
-        """
-        with self.lock:
-            if self.recorded is None and self.can_record:
-                free, _ = torch.cuda.mem_get_info(self.device)
-                try:
-                    self.record(int(pool_share() * free) // self.kv_bytes_per_token)
-                except RuntimeError as error:
-                    logger.warning("no pool of KV can be allocated (%s)", error)
-                    self.can_record = False
-        return None if self.recorded is None else self.recorded.pool
-
-    @contextmanager
-    def scratch(self, capacity: int) -> Iterator[KVBuffer]:
-        """Lend KV for forwards that belong to no request: in the pool, if it has room."""
-        pool = self.pool()
-        run = None if pool is None else pool.take(capacity)
-        try:
-            yield self.buffer(capacity, run=run)
-        finally:
-            if pool is not None and run is not None:
-                pool.give_back(run)
+        self.recorded = Recordings(self, num_slots, **options)
 
     def buffer(self, capacity: int, *, batch: int = 1, run: range | None = None) -> KVBuffer:
         """Allocate the KV of a request or of a batch of chunks, or use a run of the pool's slots."""
@@ -234,17 +171,8 @@ class CausalLM:
 
         They are kept for the next prompts.
         """
-        kept = self._rotary
-        if num_positions > self.reuse_window or not kept or len(kept[0].cos) < num_positions:
-            # Room for longer prompts, but not for lengths at which the angles change (longrope).
-            room = min(1 << max(10, (num_positions - 1).bit_length()), self.reuse_window)
-            positions = torch.arange(max(num_positions, room), device=self.device)
-            made = {rotation.tables: rotation.tables(positions) for rotation in self._rotations}
-            tables = [RotaryTable(rotation, *made[rotation.tables]) for rotation in self._rotations]
-            kept = [tables[kind] for kind in self._kinds]
-            if num_positions <= self.reuse_window:
-                self._rotary = kept
-        return kept
+        # Not beyond the length at which the angles are others (longrope).
+        return self._tables.of(num_positions, self.reuse_window, self.device)
 
     @property
     def can_share_forwards(self) -> bool:

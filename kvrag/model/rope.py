@@ -15,6 +15,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from kvrag.errors import UnsupportedModelError
+
 ApplyRotary = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """``(keys (1, H, T, W), cos (1, T, R), sin (1, T, R)) -> keys`` with the model's own pairing."""
 
@@ -73,7 +75,6 @@ class RotaryTable:
         self.width = rotation.width
         self.start = rotation.start
         self.rotation = rotation
-        self.is_aligned = rotation.is_aligned
         self.unit_cos, self.unit_sin = (
             x if self.magnitude == 1.0 else x / self.magnitude for x in (cos, sin)
         )
@@ -161,7 +162,7 @@ class RotaryTable:
 
     def _spread(self, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cosines and sines with a column per dimension that rotates."""
-        if self.is_aligned:
+        if self.rotation.is_aligned:
             return cos, sin
         return spread(self.apply, cos, sin, self.width)
 
@@ -205,6 +206,42 @@ Rotations = Sequence[RotaryTable]
 
 Layers of the same kind share a table (Gemma 3 has two kinds).
 """
+
+
+class RotaryTables:
+    """Rotary tables of a model, kept from prompt to prompt; ``rotations`` has one per layer."""
+
+    def __init__(self, rotations: Sequence[Rotation]) -> None:
+        self._rotations = rotations
+        self._kept: Rotations = ()
+
+    def of(self, num_positions: int, limit: int, device: torch.device) -> Rotations:
+        """Return the rotations of at least ``num_positions`` positions per layer, in float32.
+
+        Tables for more than ``limit`` positions are not kept.
+        """
+        if self._kept and num_positions <= min(limit, len(self._kept[0].cos)):
+            return self._kept
+        room = min(2 * num_positions, limit)  # for longer prompts
+        positions = torch.arange(max(num_positions, room), device=device)
+        made = {each: RotaryTable(each, *each.tables(positions)) for each in set(self._rotations)}
+        found = [made[each] for each in self._rotations]
+        if num_positions <= limit:
+            self._kept = found
+        return found
+
+    def check(self, positions: torch.Tensor, name: str) -> None:
+        """Refuse a model of this name if angles at a position depend on the prompt's length.
+
+        Raises ``UnsupportedModelError``.
+        """
+        for rotation in set(self._rotations):
+            sides = zip(rotation.tables(positions[:3]), rotation.tables(positions), strict=True)
+            if not all(torch.equal(short, long[:3]) for short, long in sides):
+                raise UnsupportedModelError(
+                    f"the rotary angles of {name} ({rotation.name}) change with the prompt's "
+                    "length, so stored keys can't be moved exactly"
+                )
 
 
 def _no_tables(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,16 +12,20 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, partial
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
 from kvrag.kv.buffers import pinned
-from kvrag.kv.pool import KVPool
+from kvrag.kv.pool import KVPool, pool_share
 from kvrag.model.rows import KVBuffer, Rows
-from kvrag.model.shared import MAX_ROWS, Found, Portion, Shape, Shift, Steps, inputs_of, placed
+from kvrag.model.shared import MAX_ROWS, Found, Portion, Shape, Shift, inputs_of, placed
+
+if TYPE_CHECKING:
+    from kvrag.model.lm import CausalLM
 
 logger = logging.getLogger(__name__)
 Out = TypeVar("Out")
@@ -72,14 +76,16 @@ class Recordings:
 
     Parameters
     ----------
-    model, pool
-        Model, and the KV of its requests.
+    model, num_slots
+        Model, and the number of slots for the KV of its requests.
     record
         Function that records a forward.
     """
 
-    def __init__(self, model: Steps, pool: KVPool, record: Recorder = by_graph) -> None:
-        self.pool = pool
+    def __init__(self, model: CausalLM, num_slots: int, record: Recorder = by_graph) -> None:
+        shapes = [(s.num_heads, s.key_dim, s.value_dim) for s in model.shapes]
+        self.pool = KVPool(shapes, num_slots, dtype=model.dtype, device=model.device)
+        model.rotary(min(num_slots, model.reuse_window))  # the tables that recordings read
         self.seconds = 0.0
         self._model = model
         self._record = record
@@ -93,7 +99,7 @@ class Recordings:
         if model.device.type == "cuda":
             self._events = [
                 torch.cuda.Event(external=True)  # type: ignore[no-untyped-call]
-                for _ in pool.layers
+                for _ in shapes
             ]
 
     def __len__(self) -> int:
@@ -209,3 +215,47 @@ class Recordings:
             return compute
         finally:
             self.seconds += time.perf_counter() - start
+
+
+def pool_of(model: CausalLM) -> KVPool | None:
+    """Return the pool of a model whose forwards are recorded; it is allocated at the first call.
+
+    Raises ``ConfigError`` if ``KVRAG_POOL_SHARE`` is no share.
+    """
+    with model.lock:
+        if model.records is None:
+            model.records = _can_record(model)
+            if model.records:
+                free, _ = torch.cuda.mem_get_info(model.device)
+                try:
+                    model.record(int(pool_share() * free) // model.kv_bytes_per_token)
+                except RuntimeError as error:
+                    logger.warning("no pool of KV can be allocated (%s)", error)
+                    model.records = False
+    return None if model.recorded is None else model.recorded.pool
+
+
+def _can_record(model: CausalLM) -> bool:
+    """Whether forwards may be recorded: on CUDA, where a kernel attends in all layers."""
+    if model.device.type != "cuda" or not model.can_share_forwards or not pool_share():
+        return False
+    import kvrag_kernels
+
+    return all(
+        not trait.is_latent
+        and trait.attended.key_dim == trait.attended.value_dim
+        and kvrag_kernels.tier(trait.attended.key_dim, model.dtype, model.device) != "torch"
+        for trait in model.traits
+    )
+
+
+@contextmanager
+def scratch(model: CausalLM, capacity: int) -> Iterator[KVBuffer]:
+    """Lend KV for forwards that belong to no request: in the pool, if it has room."""
+    pool = pool_of(model)
+    run = None if pool is None else pool.take(capacity)
+    try:
+        yield model.buffer(capacity, run=run)
+    finally:
+        if pool is not None and run is not None:
+            pool.give_back(run)

@@ -18,6 +18,7 @@ from kvrag.model import shared
 from kvrag.model.lm import CausalLM
 from kvrag.model.rows import KVBuffer, Rows
 from kvrag.model.shared import BUCKETS, Portion
+from kvrag.model.steps import pool_of
 from kvrag.testing.models import TINY, tiny_model
 
 PROMPT = torch.arange(5, 45)
@@ -156,8 +157,8 @@ def test_other_weights_drop_the_recordings():
 
 
 def test_a_cpu_records_nothing():
-    assert not lm_of("llama").can_record
-    assert lm_of("llama").recorded is None
+    assert pool_of(lm_of("llama")) is None
+    assert lm_of("llama").records is False
 
 
 def test_a_pool_hands_out_runs_that_do_not_overlap():
