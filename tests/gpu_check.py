@@ -168,7 +168,8 @@ def _engine(is_dry: bool, out: Path) -> list[Step]:
         str(out),
     )
     ttft = (sys.executable, "bench_ttft.py", *options, "--shape")
-    exact = _pytest("-m", "gpu", "tests/engine/test_equivalence.py", alone=False)
+    tests = ("tests/engine/test_buffers.py", "tests/engine/test_equivalence.py")
+    exact = _pytest("-m", "gpu", *tests, alone=False)
     return [
         Step("ttft, 8B shape", (*ttft, "llama-3.1-8b"), 290, ENGINE_NEEDS, BENCHMARKS),
         Step("ttft, 3B shape", (*ttft, "qwen2.5-3b"), 160, ENGINE_NEEDS, BENCHMARKS),

@@ -8,8 +8,9 @@ import torch
 from fake_driver import Driver
 
 from kvrag import StoreConfig
+from kvrag.kv.buffers import copy_stream
 from kvrag.model.rows import KVBuffer, LayerShape
-from kvrag.store import open_store
+from kvrag.store import MemoryTier, open_store
 from kvrag.testing.chunks import make_identity, make_kv, same_bits
 from kvrag.types import ChunkKV
 
@@ -201,3 +202,51 @@ def test_two_engines_share_locked_pages(tmp_path, buffers, driver):
     gc.collect()
     idle = sum(size * len(owners) for size, owners in buffers._idle.items())
     assert sum(driver.locked.values()) == idle
+
+
+# -- on a device, by `make gpu-check` -----------------------------------------------------------------------
+
+on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+
+
+@pytest.mark.gpu
+@on_cuda
+def test_cuda_copies_late_what_was_stored(tmp_path):
+    """A second behind; each chunk's memory would be the next one's long before."""
+    device = torch.device("cuda", 0)
+    chunks = [make_identity(number, tokens=9000) for number in range(50, 56)]
+    store = open_store(tmp_path / "kv", StoreConfig(ram_bytes=0, min_free_bytes=0))
+    for chunk in chunks:
+        store.put(chunk, make_kv(chunk), text=None)
+    store.put_above(MemoryTier(2**30, name="gpu", device=device))
+    for stream in (torch.cuda.current_stream(device), copy_stream(device)):
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(2 * 10**9)
+    found = [store.get(chunk) for chunk in chunks]
+    for kv, chunk in zip(found, chunks, strict=True):
+        assert kv is not None
+        assert same_bits(kv.map(torch.Tensor.cpu), make_kv(chunk))
+    store.close()
+
+
+@pytest.mark.gpu
+@on_cuda
+def test_cuda_locks_pages_again_and_again(monkeypatch, buffers, caplog):
+    monkeypatch.setattr("kvrag.kv.buffers.IDLE_BYTES", 0)
+    for _ in range(10):
+        views = [buffers.take(30_000_000) for _ in range(3)]
+        assert all(torch.frombuffer(view, dtype=torch.uint8).is_pinned() for view in views)
+        child = os.fork()
+        if not child:
+            status = 1
+            try:
+                del views
+                buffers.take(30_000_000)[:] = bytes(30_000_000)
+                status = 0
+            finally:
+                os._exit(status)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        del views
+        gc.collect()
+    assert not caplog.records
+    assert torch.ones(1, device="cuda").item() == 1

@@ -1,7 +1,9 @@
 """Chunks on their way to the accelerator's tier: what a copy reads stays as it is until the copy has run, and nobody waits."""
 
 import gc
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from fake_cuda import CUDA, FakeCuda, install
 from torch.overrides import TorchFunctionMode
 
 from kvrag import StoreConfig
-from kvrag.kv.buffers import held, let_go
+from kvrag.kv.buffers import copy_stream, held, let_go
 from kvrag.kv.quantise import unpack
 from kvrag.store import MemoryTier, open_store
 from kvrag.store.eviction import Usage
@@ -80,6 +82,9 @@ def test_what_is_evicted_before_it_has_come_spoils_nothing(store, device):
         tier.release()
         assert not tier.keys()
         kv = store.get(THREE)
+        store.close()
+        del tier
+        gc.collect()
         device.run()
     assert not device.spoilt
     assert is_whole(kv, THREE)
@@ -134,6 +139,21 @@ def test_memory_is_used_again_when_its_copies_have_run(store, device, driver, bu
         gc.collect()
     assert sum(size * len(idle) for size, idle in buffers._idle.items()) == sizes[2]
     assert not [kind for kind in device.counts if "wait" in kind]
+
+
+def test_two_threads_copy_on_one_stream(monkeypatch):
+    """The second asks while the first makes it."""
+    both = threading.Barrier(2)
+
+    def made(device: torch.device) -> object:
+        both.wait(30)
+        return object()
+
+    monkeypatch.setattr(torch.cuda, "Stream", made)
+    monkeypatch.setattr("kvrag.kv.buffers._streams", {})
+    with ThreadPoolExecutor(2) as threads:
+        one, other = threads.map(copy_stream, [CUDA, CUDA])
+    assert one is other is copy_stream(CUDA)
 
 
 def test_a_copy_that_fails_holds_what_others_read(device):
