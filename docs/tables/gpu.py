@@ -53,7 +53,24 @@ def _times(run: Result) -> list[str]:
     return [*times, *busy, f"{run['summary']['unrepaired']['ratio']:.2f}"]
 
 
+def host(result: Result) -> str:
+    """Costs of a request on the host, at first and now."""
+    runs = [read("host-first.json"), result]
+    stages = ("plan", "load", "stitch", "select", "repair", "CPU time")
+    rows = [[name, *(f"{of['stages'][name]['ms']:.1f} ms" for of in runs)] for name in stages]
+    rows.append(["calls of Python", *(f"{of['python']['calls']:,}" for of in runs)])
+    rows += [
+        [kind, *(f"{of['device'][kind]:,}" for of in runs)]
+        for kind in ("launches", "copies", "waits")
+    ]
+    header = ["a warm default request", *(f"`{of['machine']['commit'][:10]}`" for of in runs)]
+    note = f"\n{result['chunks']} chunks, {result['tokens']:,} tokens, {result['repaired']} rows repaired; "
+    note += "medians on the CPU, which computes as well; launches, copies and waits of a counted device.\n"
+    return table(header, rows) + note + source(result, "host.json")
+
+
 TABLES: Tables = {
+    "host": ("host.json", host),
     "kernels": ("kernels.json", kernels),
     "ttft-cuda": ("ttft-llama-3.1-8b-cuda.json", ttft_cuda),
 }
