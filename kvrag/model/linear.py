@@ -1,20 +1,23 @@
-"""Products of float32 matrices on AMD's processors, by oneDNN.
+"""Products of float32 matrices on a CPU: by oneDNN on AMD's processors, or of float16 weights.
 
-torch takes MKL, which is slow there, for the rows of a prompt and for the row of a decode step.
+On AMD's torch takes MKL, which is slow there, for the rows of a prompt and for the row of a decode
+step. With weights in float16, FBGEMM widens them as it multiplies.
 """
 
 from __future__ import annotations
 
+import os
 import platform
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
+WEIGHTS = "KVRAG_WEIGHTS"  # environment: float16 packs the weights of linear layers
 # Beyond so many rows, oneDNN is slower for many odd numbers than for the next multiple of 8.
 MAX_ODD_ROWS = 256
 # A quantised weight is of a type of its own.
@@ -29,11 +32,28 @@ class Linear(torch.nn.Linear):
         return linear(input, self.weight, self.bias)
 
 
-def use_onednn(model: torch.nn.Module) -> None:
-    """Let the plain linear layers of a model multiply as :func:`linear`."""
+@torch.no_grad()
+def use_own_products(model: torch.nn.Module) -> None:
+    """Let the plain linear layers of a model multiply as :func:`linear`.
+
+    If the user asks for it, float32 weights on a CPU, without adapters, are packed in float16 and multiply float32
+    rows by FBGEMM: a step of decoding reads half the bytes. A packed weight is an attribute of its
+    parameter, which is empty. So the model's identity finds it there, and whoever reads or changes
+    the parameter's values gets an error. Raises ``RuntimeError`` where torch has no FBGEMM.
+    """
+    # Adapters are identified by their parameters.
+    is_asked = os.environ.get(WEIGHTS) == "float16" and not getattr(model, "peft_config", None)
     for module in model.modules():
         if type(module) is torch.nn.Linear:
             module.__class__ = Linear
+            if is_asked and module.weight.type() == "torch.FloatTensor":
+                packed = torch.ops.quantized.linear_prepack_fp16(module.weight, module.bias)
+                vars(module)["forward"] = partial(
+                    torch.ops.quantized.linear_dynamic_fp16, W_prepack=packed
+                )
+                module.register_parameter("bias", None)
+                module.weight = torch.nn.Parameter(torch.empty(0))
+                vars(module.weight)["packed"] = packed
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -36,7 +36,7 @@ from kvrag.identity.model import UNKNOWN, LiveIdentity, describe, weights_digest
 from kvrag.identity.weights import keep_name, source_identity
 from kvrag.model.forward import evaluating
 from kvrag.model.gguf.parsing import is_gguf, parsed_once
-from kvrag.model.linear import use_onednn
+from kvrag.model.linear import WEIGHTS, use_own_products
 from kvrag.model.lm import CausalLM, LoadedModel
 from kvrag.model.lock import lock_of
 from kvrag.model.plain import Pieces, PlainLM, auto_class, check_generates, check_placement
@@ -102,14 +102,14 @@ def _load(
     check_source(source)
     given = source.model if isinstance(source.model, PreTrainedModel) else None
     model, tokenizer = _load_parts(source, made)
-    if given is None:
-        use_onednn(model)
     lm = accept(model)
     if lm.device.type == "cpu":
         _keep_freed_memory()
     # Identified after a first forward, in which quantised layers may repack their weights and
     # adapters unmerge.
     with Progress(f"identifying the weights of {_label(source)}"):
+        if given is None:
+            use_own_products(model)  # may pack them, for seconds
         try:
             weights = (_origin(source, model) if given is None else None) or weights_digest(model)
         except UnsupportedModelError as error:
@@ -140,23 +140,22 @@ def _load_parts(source: ModelSource, made: PreTrainedModel | None) -> tuple[PreT
     if isinstance(given, PreTrainedModel):
         return given, load_tokenizer(source)
     with parsed_once(source.model):
-        if is_gguf(source.model):  # the tokenizer needs all that is parsed, and the weights more
-            with Progress(f"parsing {_label(source)}"):
-                tokenizer = load_tokenizer(source)
-            with Progress(f"dequantising {_label(source)}"):
-                return _load_weights(source), tokenizer
+        # Of a GGUF file, the tokenizer needs all that is parsed, and the weights more.
+        with Progress(f"parsing {_label(source)}"):
+            tokenizer = load_tokenizer(source)
         with Progress(f"loading {_label(source)}"):
-            model = _load_weights(source)
-        return model, load_tokenizer(source)
+            return _load_weights(source), tokenizer
 
 
 def _load_weights(source: ModelSource) -> PreTrainedModel:
-    options = loading_options(source)
     # A GGUF file is of a causal LM, and its config takes seconds to parse.
-    auto = None if is_gguf(source.model) else auto_class(config_of(source))
-    auto = auto or AutoModelForCausalLM
-    model = trying(source, lambda: auto.from_pretrained(directory(source), **options))
-    return _placed(source, model)
+    auto = (
+        None if is_gguf(source.model) else auto_class(config_of(source))
+    ) or AutoModelForCausalLM
+    return _placed(
+        source,
+        trying(source, lambda: auto.from_pretrained(directory(source), **loading_options(source))),
+    )
 
 
 def _placed(source: ModelSource, model: PreTrainedModel) -> PreTrainedModel:
@@ -164,8 +163,9 @@ def _placed(source: ModelSource, model: PreTrainedModel) -> PreTrainedModel:
     check_generates(model)
     check_placement(model)
     device = resolve_device(source)
-    is_there = device.type == model.device.type and device.index in (None, model.device.index)
-    if "device_map" in source.hf_kwargs or is_there:
+    if "device_map" in source.hf_kwargs or (
+        device.type == model.device.type and device.index in (None, model.device.index)
+    ):
         return model
     return trying(source, lambda: model.to(device))
 
@@ -199,7 +199,9 @@ def _origin(source: ModelSource, model: PreTrainedModel) -> str | None:
         if biases != {"none"} or not os.path.exists(path):
             return None
     return source_identity(
-        base if base != directory(source) else path, commit=commit, options=source.hf_kwargs
+        base if base != directory(source) else path,
+        commit=commit,
+        options=source.hf_kwargs | {WEIGHTS: os.environ.get(WEIGHTS) or None},
     )
 
 
@@ -269,11 +271,11 @@ def proven(lm: CausalLM, fingerprint: str) -> CausalLM | PlainLM:
     if proof.failure is not None:
         return refuse(lm.model, proof.failure)
     if not proof.is_conclusive:
-        words = (
+        logger.warning(
             "in %s this model amplifies roundings so much that its proof could miss a mistake; "
-            "prove it in float32 as well: %s"
+            "prove it in float32 as well: kvrag verify MODEL --dtype float32",
+            lm.dtype,
         )
-        logger.warning(words, lm.dtype, "kvrag verify MODEL --dtype float32")
     logger.info(
         "reuse is proven for this model in %.2f s (largest difference %.1e)",
         proof.seconds,
@@ -298,9 +300,11 @@ def kept_file(kind: str, lm: CausalLM, fingerprint: str, **versions: str) -> Pat
         "kvrag": kvrag.__version__,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
+        "fingerprint": fingerprint,
+        "dtype": str(lm.dtype),
+        "device": device,
+        "attention": str(lm.config._attn_implementation),
     }
-    fields |= {"fingerprint": fingerprint, "dtype": str(lm.dtype), "device": device}
-    fields["attention"] = str(lm.config._attn_implementation)
     name = digest(kind, {key: value.encode() for key, value in fields.items()})
     return cache_dir() / f"{kind}s" / f"{name}.json"
 

@@ -166,7 +166,7 @@ def test_every_long_step_shows_its_progress(file, monkeypatch):
     started(file, prove="off")
     assert shown == [
         "parsing tiny.gguf",
-        "dequantising tiny.gguf",
+        "loading tiny.gguf",
         "identifying the weights of tiny.gguf",
     ]
 

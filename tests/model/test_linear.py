@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvrag.identity.model import weights_digest
 from kvrag.model import linear as module
-from kvrag.model.linear import MAX_ODD_ROWS, Linear, has_onednn, linear, use_onednn
+from kvrag.model.linear import MAX_ODD_ROWS, Linear, has_onednn, linear, use_own_products
 from kvrag.model.load import load
 from kvrag.model.source import ModelSource
 
@@ -90,7 +90,7 @@ def test_plain_layers_of_a_model_change_and_answer_as_before(tiny_dir, counted):
     with torch.inference_mode():
         before = model(ids).logits
         assert not counted
-        use_onednn(model)
+        use_own_products(model)
         after = model(ids).logits
     assert counted
     assert torch.allclose(before, after, atol=1e-5)
