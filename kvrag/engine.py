@@ -852,14 +852,11 @@ class KVRagEngine:
         requests (if kept) and every tier, the pool of KV (if forwards are recorded), and the
         current load.
         """
-        extra = dict[str, dict[str, Any]]()
-        if self._write_back is not None:
-            extra["write_back"] = self._write_back.stats()
+        extra = {} if self._write_back is None else {"write_back": self._write_back.stats()}
         if self._query_side is not None and self._query_side.histories.max_bytes:
             extra["histories"] = self._query_side.histories.stats()
-        lm = self._loaded and self._loaded.lm
-        if lm and not isinstance(lm, PlainLM) and lm.recorded:
-            extra["pool"] = lm.recorded.stats()
+        if recorded := getattr(self._loaded and self._loaded.lm, "recorded", None):
+            extra["pool"] = recorded.stats()
         tiers = {name: Figures(asdict(tier)) for name, tier in self.store.stats().items()}
         return {**self._stats.snapshot(), **extra, "load": self.load._asdict(), "store": tiers}
 

@@ -346,7 +346,9 @@ class _Blend:
         return selected, covariance
 
 
-def capacity_of(model: CausalLM, num_tokens: int, max_new_tokens: int, slides: bool) -> int:
+def capacity_of(
+    model: CausalLM | PlainLM, num_tokens: int, max_new_tokens: int, slides: bool
+) -> int:
     """Return the number of rows of a request's buffer."""
     return model.context_window if slides else num_tokens + max(max_new_tokens, REREAD)
 

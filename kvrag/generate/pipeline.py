@@ -26,13 +26,12 @@ from kvrag.generate.logprobs import read_on
 from kvrag.generate.radix_cache import RadixCache
 from kvrag.generate.request import Request, retry_without_reuse
 from kvrag.generate.sampling import TextStream, decode, sampler_of
-from kvrag.generate.scheduler import kv_bytes, scheduler_of
+from kvrag.generate.scheduler import room_for
 from kvrag.generate.stats import EngineStats
 from kvrag.generate.streams import Emit
 from kvrag.identity.fingerprint import context_digest, text_digest
 from kvrag.model.lm import LoadedModel
 from kvrag.model.plain import PlainLM
-from kvrag.model.steps import pool_of
 from kvrag.precompute.on_miss import WriteBack
 from kvrag.prompt.explain import Known, explain_plan, with_cause
 from kvrag.prompt.partial import text_of
@@ -220,24 +219,16 @@ class QueryPipeline:
         refusal = plan.refusal
         if is_plain:
             refusal = refusal_of_past(lm, total, self._state_bytes)
-        attempt = partial(
-            self._attempt(request, plan, deadline, slides),
-            max_new_tokens=limit,
-            clock=clock,
-            find_past=partial(self._past, request, plan, space),
-            cancel=cancel,
-        )
-        num_bytes = kv_bytes(self.loaded, min(total, lm.context_window))
-        pool = slots = None
-        if not isinstance(lm, PlainLM):
-            pool = pool_of(lm)
-            if lm.recorded is not None:
-                lm.recorded.hold_for(self.loaded.fingerprint)
-            slots = capacity_of(lm, len(plan.token_ids), limit, slides)
-        room = scheduler_of(self.loaded).reservation(num_bytes, cancel, pool=pool, slots=slots or 0)
+        slots = capacity_of(lm, len(plan.token_ids), limit, slides)
+        room = room_for(self.loaded, min(total, lm.context_window), slots, cancel)
         with clock.waiting(room) as run:
-            if run is not None:
-                attempt = partial(attempt, run=run)
+            attempt = partial(
+                self._attempt(request, plan, deadline, slides, run),
+                max_new_tokens=limit,
+                clock=clock,
+                find_past=partial(self._past, request, plan, space),
+                cancel=cancel,
+            )
             done = retry_without_reuse(attempt, "full" if refusal else request.mode, self._release)
             try:
                 yield (
@@ -254,7 +245,7 @@ class QueryPipeline:
                 done.release()
 
     def _attempt(
-        self, request: Request, plan: Plan, deadline: Deadline, slides: bool
+        self, request: Request, plan: Plan, deadline: Deadline, slides: bool, run: range | None
     ) -> Callable[..., Prefilled]:
         """Return the function that prefills a prompt with this model."""
         lm = self.loaded.lm
@@ -269,6 +260,7 @@ class QueryPipeline:
             costs=self.costs,
             load_timeout_s=deadline.left_s,
             slides=slides,
+            run=run,
         )
 
     @contextmanager

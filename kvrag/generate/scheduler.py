@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from kvrag.kv.pool import KVPool
 from kvrag.model.lm import LoadedModel
 from kvrag.model.plain import PlainLM
+from kvrag.model.steps import pool_of
 from kvrag.runtime import host_memory
 
 MAX_RUNNING = 64  # running requests on a device; as many decode in a forward
@@ -121,6 +122,20 @@ def scheduler_of(loaded: LoadedModel) -> Scheduler:
             room = _room(device, sum(size for where, size in _weights.values() if where == device))
             _schedulers.setdefault(device, Scheduler(MAX_RUNNING, room)).max_bytes = room
         return _schedulers[device]
+
+
+def room_for(
+    loaded: LoadedModel, num_tokens: int, slots: int, cancel: threading.Event | None
+) -> AbstractContextManager[range | None]:
+    """Reserve the KV of a request: its bytes, and ``slots`` of the pool if forwards are recorded."""
+    lm = loaded.lm
+    pool = None
+    if not isinstance(lm, PlainLM):
+        pool = pool_of(lm)
+        if lm.recorded is not None:
+            lm.recorded.hold_for(loaded.fingerprint)
+    num_bytes = kv_bytes(loaded, num_tokens)
+    return scheduler_of(loaded).reservation(num_bytes, cancel, pool=pool, slots=slots)
 
 
 def kv_bytes(loaded: LoadedModel, num_tokens: int) -> int:

@@ -25,8 +25,8 @@ def pool_share() -> float:
         if 0 <= (share := float(given)) <= 1:
             return share
     raise ConfigError(
-        f"KVRAG_POOL_SHARE is {given!r}; set it to a number from 0 (no pool) to 1, the share of the "
-        "device's free memory that holds the KV of running requests"
+        f"KVRAG_POOL_SHARE is {given!r}; set it to a number from 0 (no pool) to 1, the share of "
+        "the device's free memory that holds the KV of running requests"
     )
 
 

@@ -36,8 +36,8 @@ class Linear(torch.nn.Linear):
 def use_own_products(model: torch.nn.Module) -> None:
     """Let the plain linear layers of a model multiply as :func:`linear`.
 
-    If the user asks for it, float32 weights on a CPU, without adapters, are packed in float16 and multiply float32
-    rows by FBGEMM: a step of decoding reads half the bytes. A packed weight is an attribute of its
+    If the user asks for it, float32 weights on a CPU, without adapters, are packed in float16 and
+    multiply float32 rows by FBGEMM: a step of decoding reads half the bytes. A packed weight is an attribute of its
     parameter, which is empty. So the model's identity finds it there, and whoever reads or changes
     the parameter's values gets an error. Raises ``RuntimeError`` where torch has no FBGEMM.
     """
@@ -91,7 +91,7 @@ def plain_forward(device: torch.device) -> Iterator[None]:
 
 
 def _may_be_plain(device: torch.device) -> bool:
-    """Whether oneDNN may multiply; torch's compiler knows its operator for constant weights alone."""
+    """Whether oneDNN may multiply; torch's compiler knows it for constant weights alone."""
     return (
         not torch.compiler.is_compiling()
         and device.type == "cpu"

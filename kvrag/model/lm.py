@@ -146,7 +146,7 @@ class CausalLM:
         self.recorded = Recordings(self, num_slots, **options)
 
     def buffer(self, capacity: int, *, batch: int = 1, run: range | None = None) -> KVBuffer:
-        """Allocate the KV of a request or of a batch of chunks, or use a run of the pool's slots."""
+        """Allocate the KV of a request, on a run of slots if given, or of a batch of chunks."""
         if run is not None and self.recorded is not None:
             return self.recorded.buffer(run, capacity)
         keeps_ids = self.reuse_window < self.context_window and batch == 1

@@ -222,8 +222,9 @@ class RotaryTables:
         """
         if self._kept and num_positions <= min(limit, len(self._kept[0].cos)):
             return self._kept
-        room = min(2 * num_positions, limit)  # for longer prompts
-        positions = torch.arange(max(num_positions, room), device=device)
+        # With room for longer prompts.
+        count = max(num_positions, min(2 * num_positions, limit))
+        positions = torch.arange(count, device=device)
         made = {each: RotaryTable(each, *each.tables(positions)) for each in set(self._rotations)}
         found = [made[each] for each in self._rotations]
         if num_positions <= limit:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-# ruff: noqa: D102  (CausalLM documents the members of Steps, ResidualShift those of Shift)
+# ruff: noqa: D102  (CausalLM documents the members of Steps)
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -23,18 +23,6 @@ OUTPUTS = (0, 1, 16, 64, 256, MAX_ROWS)  # numbers of rows with logits, likewise
 MAX_OBSERVED = 1024  # rows that a shift observes
 
 
-@runtime_checkable
-class Shift(Protocol):
-    """Change of a buffer's rows that can be recorded; ``ResidualShift`` documents the members."""
-
-    @property
-    def num_shifted(self) -> int: ...
-    def fixed(self, start: int, places: torch.Tensor, *sizes: int) -> Shift: ...
-    def tensors(self) -> Sequence[torch.Tensor]: ...
-    def clear(self) -> None: ...
-    def __call__(self, *given: Any) -> None: ...
-
-
 class Portion(NamedTuple):
     """Rows of a request in a forward, with the outputs that they need.
 
@@ -50,9 +38,9 @@ class Portion(NamedTuple):
     before_write: BeforeWrite | None = None
 
     @property
-    def shift(self) -> Shift | None:
-        """The change of the buffer, if it can be recorded."""
-        return self.before_write if isinstance(self.before_write, Shift) else None
+    def shift(self) -> Any:
+        """The change of the buffer, if it can be recorded (``ResidualShift``), or else ``None``."""
+        return self.before_write if hasattr(self.before_write, "fixed") else None
 
     @property
     def is_recordable(self) -> bool:
@@ -87,8 +75,8 @@ class Portion(NamedTuple):
         return [*pieces, last]
 
 
-class Shape(NamedTuple):
-    """Shape of a recording: numbers of rows, and what it computes.
+class Form(NamedTuple):
+    """Form of a recording: numbers of rows, and what it computes.
 
     With ``waits``, every layer waits until the stored KV of its layer is stitched.
     """
@@ -107,7 +95,7 @@ Found = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class Steps(Protocol):
-    """A model, as shared forwards use it; :class:`kvrag.model.lm.CausalLM` documents the members."""
+    """A model, as shared forwards use it; :class:`~kvrag.model.lm.CausalLM` has the docs."""
 
     @property
     def device(self) -> torch.device: ...
@@ -124,7 +112,7 @@ def _at_least(count: int, sizes: Sequence[int] = BUCKETS) -> int:
     return sizes[bisect_left(sizes, count)]
 
 
-def placed(pieces: Sequence[Portion], waits: bool) -> tuple[Shape, list[torch.Tensor]]:
+def placed(pieces: Sequence[Portion], waits: bool) -> tuple[Form, list[torch.Tensor]]:
     """Return the shape of a forward of these pieces, and the place of every row in it.
 
     Rows with outputs come last, and spare rows before them: they add no mass.
@@ -136,7 +124,7 @@ def placed(pieces: Sequence[Portion], waits: bool) -> tuple[Shape, list[torch.Te
     mass_rows = mass_rows and min(_at_least(mass_rows), MAX_ROWS - sum(first))
     logits = _at_least(sum([piece.logits for piece in pieces]), OUTPUTS)
     rows = _at_least(max(sum(first) + max(sum(last), mass_rows), logits))
-    shape = Shape(
+    shape = Form(
         waits,
         rows,
         logits,
@@ -157,7 +145,7 @@ def placed(pieces: Sequence[Portion], waits: bool) -> tuple[Shape, list[torch.Te
 
 
 def inputs_of(
-    shape: Shape, pieces: Sequence[Portion], places: Sequence[torch.Tensor], spare: int
+    shape: Form, pieces: Sequence[Portion], places: Sequence[torch.Tensor], spare: int
 ) -> torch.Tensor:
     """Return ids, slots, positions and first visible slots, int64 ``(4, rows)``, on the host.
 

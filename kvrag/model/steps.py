@@ -22,7 +22,7 @@ import torch
 from kvrag.kv.buffers import pinned
 from kvrag.kv.pool import KVPool, pool_share
 from kvrag.model.rows import KVBuffer, Rows
-from kvrag.model.shared import MAX_ROWS, Found, Portion, Shape, Shift, inputs_of, placed
+from kvrag.model.shared import MAX_ROWS, Form, Found, Portion, inputs_of, placed
 
 if TYPE_CHECKING:
     from kvrag.model.lm import CausalLM
@@ -67,7 +67,7 @@ class _Recording(NamedTuple):
     """A recorded forward: its input tensors, its shift if any, and its replay."""
 
     inputs: torch.Tensor
-    shifts: list[Shift]
+    shifts: list[Any]
     replay: Callable[[], Found]
 
 
@@ -89,7 +89,7 @@ class Recordings:
         self.seconds = 0.0
         self._model = model
         self._record = record
-        self._made = dict[Shape, _Recording]()
+        self._made = dict[Form, _Recording]()
         self._functions = dict[object, tuple[list[torch.Tensor], Callable[[], torch.Tensor]]]()
         self._overlaps = True
         self._weights: object = None
@@ -102,18 +102,15 @@ class Recordings:
                 for _ in shapes
             ]
 
-    def __len__(self) -> int:
-        return len(self._made)
-
-    def stats(self) -> dict[str, Any]:
-        """Return the sizes of the pool, and the number and seconds of recordings."""
+    def stats(self) -> dict[str, int]:
+        """Return the sizes of the pool, and the number and milliseconds of recordings."""
         pool = self.pool
         return {
             "slots": pool.num_slots,
             "taken": pool.num_taken,
             "bytes": pool.num_bytes,
-            "recordings": len(self),
-            "recording_s": self.seconds,
+            "recordings": len(self._made),
+            "recording_ms": round(1e3 * self.seconds),
         }
 
     def buffer(self, run: range, capacity: int) -> KVBuffer:
@@ -169,7 +166,7 @@ class Recordings:
             mass = mass[pieces[0].start :][: pieces[0].rows.stop].clone()
         return [(own[None], mass) for own in torch.split(logits, counts)]
 
-    def _recorded(self, shape: Shape, shifts: list[Shift]) -> _Recording:
+    def _recorded(self, shape: Form, shifts: list[Any]) -> _Recording:
         """Record a shape, with rows of no request and shifts by nothing."""
         stop = self.pool.num_slots + 1
         inputs = inputs_of(shape, (), (), self.pool.num_slots).to(self._model.device)

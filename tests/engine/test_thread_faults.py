@@ -189,7 +189,7 @@ async def test_many_requests_at_once_hold_few_buffers(engine, monkeypatch):
 
     monkeypatch.setattr(engine.loaded.lm, "buffer", buffer)
     room = Scheduler(MAX_RUNNING, 5 * num_bytes)
-    monkeypatch.setattr(kvrag.generate.pipeline, "scheduler_of", lambda _: room)
+    monkeypatch.setattr(kvrag.generate.scheduler, "scheduler_of", lambda _: room)
     answers = await asyncio.gather(*[engine.agenerate(PROMPT, max_new_tokens=3) for _ in range(64)])
     assert len({tuple(answer.token_ids) for answer in answers}) == 1
     assert 1 <= most[0] <= 5
@@ -199,7 +199,7 @@ async def test_many_requests_at_once_hold_few_buffers(engine, monkeypatch):
 async def test_a_request_that_is_cancelled_before_its_turn_never_runs(engine, monkeypatch):
     monkeypatch.setattr(kvrag.generate.pipeline, "prefill", lambda *_, **__: pytest.fail("it ran"))
     turns = Scheduler(1, 0)
-    monkeypatch.setattr(kvrag.generate.pipeline, "scheduler_of", lambda _: turns)
+    monkeypatch.setattr(kvrag.generate.scheduler, "scheduler_of", lambda _: turns)
     with turns.reservation(0):
         stream = engine.stream(PROMPT)
         task = asyncio.create_task(engine.agenerate(PROMPT))

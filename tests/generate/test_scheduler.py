@@ -104,7 +104,7 @@ def test_requests_that_do_not_fit_together_are_all_answered(engine_of, monkeypat
     prompts = [f"{CHUNKS[i % 3]}\n\n{CHUNKS[(i + 1) % 3]}\n\nWho reads {i}?" for i in range(12)]
     alone = [engine.generate(prompt, max_new_tokens=6).token_ids for prompt in prompts]
     room = Scheduler(64, 1)
-    monkeypatch.setattr(pipeline, "scheduler_of", lambda _: room)
+    monkeypatch.setattr(scheduler, "scheduler_of", lambda _: room)
     with ThreadPoolExecutor(12) as pool:
         answers = list(pool.map(lambda prompt: engine.generate(prompt, max_new_tokens=6), prompts))
     assert [answer.token_ids for answer in answers] == alone
@@ -126,7 +126,7 @@ def test_the_engine_says_what_runs(engine_of):
 
 def test_a_request_that_fails_gives_its_room_back(engine_of, monkeypatch):
     engine, room = engine_of("llama"), Scheduler(1, 1)
-    monkeypatch.setattr(pipeline, "scheduler_of", lambda _: room)
+    monkeypatch.setattr(scheduler, "scheduler_of", lambda _: room)
     with monkeypatch.context() as patch:
         patch.setattr(pipeline, "prefill", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):

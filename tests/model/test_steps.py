@@ -59,7 +59,7 @@ def test_recorded_steps_give_the_same_logits(name):
     want = answered(lm_of(name), lm_of(name).buffer(80))
     for kv in (buffer_of(model, 80), buffer_of(model, 80)):  # the second is not at the first slot
         torch.testing.assert_close(answered(model, kv), want, **CLOSE)
-    assert len(model.recorded) == 2, "one for the prompt, one for all steps"
+    assert len(model.recorded._made) == 2, "one for the prompt, one for all steps"
     assert model.recorded.seconds > 0
 
 
@@ -152,7 +152,7 @@ def test_other_weights_drop_the_recordings():
     model = recorded()
     for weights, count in (("a", 0), ("a", 2), ("b", 0)):
         model.recorded.hold_for(weights)
-        assert len(model.recorded) == count
+        assert len(model.recorded._made) == count
         answered(model, buffer_of(model, 80))
 
 
