@@ -38,6 +38,7 @@ from kvrag.model.lm import CausalLM, LoadedModel
 from kvrag.model.load import kept_file
 from kvrag.model.lock import WAITED
 from kvrag.model.rows import Rows
+from kvrag.model.shared import BUCKETS
 from kvrag.model.steps import scratch
 from kvrag.progress import Progress
 from kvrag.prompt.plan import Plan
@@ -46,7 +47,7 @@ from kvrag.store import TieredStore
 logger = logging.getLogger(__name__)
 
 VERSION = "3"  # part of the cache file's name, so versions don't overwrite each other's costs
-SIZES = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096, 8192, 16384)
+SIZES = (*BUCKETS, 4096, 8192, 16384)
 """Rows of the timed forwards: those of recorded forwards, and more where these take no longer."""
 ENOUGH_MS = 200.0  # a forward slower than this is the largest that is timed
 ROUNDS = 3  # most runs of what is timed; the fastest counts, and the first may record it

@@ -80,22 +80,12 @@ class RowCovariance:
 
         ``mass``, float32 ``(N,)``, is the attention that the question pays to every row.
         """
-        ends = [[s.start for s in layout.stale], [s.stop for s in layout.stale]]
-        starts, stops = torch.tensor(ends)
         span = slice(layout.stale[0].start, layout.stale[-1].stop)
-        places = torch.arange(span.start, span.stop)
-        owner = torch.bucketize(places, starts, right=True) - 1
-        is_stale = places < stops[owner]
-        size = (places - starts[owner] + FIRST).float().pow_(BY_PLACE)
-        if mass is not None:
-            relative = mass[span] / mass[span][is_stale].mean()
-            size *= relative.clamp_(min=LEAST).pow_(BY_MASS).nan_to_num_(1.0)
         layers = [
             buffer.values(layer)[0, :, span].transpose(0, 1).flatten(1)
             for layer in sorted({int(share * len(buffer.layers)) for share in LAYERS})
         ]
-        sides = torch.stack([owner.where(is_stale, -1).int(), size.view(torch.int32)])
-        owner, size = uploaded(sides, layers[0].device)
+        owner, size = uploaded(_sides(layout, span, mass), layers[0].device)
         # Other rows may be uninitialised.
         rows = torch.cat(layers, dim=1).float().masked_fill_((owner < 0)[:, None], 0)
         rows -= rows.sum(dim=0) / num_rows_of(layout.stale)
@@ -151,6 +141,19 @@ class RowCovariance:
         else:
             chosen = choose(*given, each=each, steps=-(-count // each))
         return candidates[chosen[:count]]
+
+
+def _sides(layout: Layout, span: slice, mass: torch.Tensor | None) -> torch.Tensor:
+    """Return owners of rows, and the bits of expected sizes of their changes, int32 ``(2, S)``."""
+    starts, stops = torch.tensor([[s.start for s in layout.stale], [s.stop for s in layout.stale]])
+    places = torch.arange(span.start, span.stop)
+    owner = torch.bucketize(places, starts, right=True) - 1
+    is_stale = places < stops[owner]
+    size = (places - starts[owner] + FIRST).float().pow_(BY_PLACE)
+    if mass is not None:
+        relative = mass[span] / mass[span][is_stale].mean()
+        size *= relative.clamp_(min=LEAST).pow_(BY_MASS).nan_to_num_(1.0)
+    return torch.stack([owner.where(is_stale, -1).int(), size.view(torch.int32)])
 
 
 @cache

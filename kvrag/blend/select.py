@@ -119,8 +119,8 @@ def _informative_rows(signals: Signals) -> torch.Tensor:
     assert mass is not None
     pool = by_mass[:POOL]
     sides = torch.stack([pool.int(), mass[pool].view(torch.int32)])
-    sides = uploaded(sides, covariance.rows.device)
-    chosen = covariance.most_informative(sides[0], sides[1].view(torch.float32), count).cpu()
+    at, weights = uploaded(sides, covariance.rows.device)
+    chosen = covariance.most_informative(at, weights.view(torch.float32), count).cpu()
     rest = by_mass[~mask_of(chosen, len(mass))[by_mass]]
     return torch.cat([chosen, rest[: signals.budget - count]])
 
@@ -140,7 +140,7 @@ def _sentences(signals: Signals) -> torch.Tensor:
     first, sizes = sentences(signals.candidates, starts)
     place = torch.arange(LONGEST)
     read = torch.nn.functional.pad(mass[signals.candidates], (0, LONGEST))[first[:, None] + place]
-    peaks = read.masked_fill_(place >= sizes[:, None], 0).topk(PEAKS).values.sum(dim=1)
+    peaks = (read * (place < sizes[:, None])).topk(PEAKS).values.sum(dim=1)
     order = torch.argsort(peaks / sizes.clamp(max=PEAKS), descending=True, stable=True)
     left = SENTENCES_SHARE * signals.budget
     is_taken = torch.zeros(len(signals.candidates), dtype=torch.bool)

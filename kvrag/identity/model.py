@@ -288,7 +288,7 @@ class _Digests:
         self._known: list[tuple[_Look, str]] = []
 
     def of(self, look: _Look, digest: Callable[[], str]) -> str:
-        """Return the digest of a state, known or new; a new one replaces the oldest but the first."""
+        """Return the digest of a state; a new one takes the place of the oldest but the first."""
         for known, found in reversed(self._known):
             if look.is_as(known):
                 return found

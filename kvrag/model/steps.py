@@ -145,8 +145,9 @@ class Recordings:
             kv.wait_for(-1)
         shape, places = placed(pieces, waits)
         spare = self.pool.num_slots
+        sizes = shape.observed, shape.shifted, spare
         shifts = [
-            partial(piece.shift.fixed, piece.start, place, shape.observed, shape.shifted, spare)
+            partial(piece.shift.fixed, piece.start, place, *sizes)
             for piece, place in zip(pieces, places, strict=True)
             if piece.shift is not None
         ]
@@ -159,7 +160,7 @@ class Recordings:
             for own, given in zip(shift.tensors(), new().tensors(), strict=True):
                 own.copy_(given)
         logits, mass = recording.replay()
-        counts = [piece.logits for piece in pieces]
+        counts = [each.logits for each in pieces]
         if shape.logits:
             logits = logits[0, shape.logits - sum(counts) :].clone()
         if mass is not None:  # of a single piece
