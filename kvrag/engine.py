@@ -36,7 +36,7 @@ from kvrag.evaluate.calibrate import Profile, calibrate_repair, in_words, kept_p
 from kvrag.evaluate.verify import verify_prompts
 from kvrag.generate.pipeline import QueryPipeline
 from kvrag.generate.request import Request, check_options
-from kvrag.generate.scheduler import Load, scheduler_of
+from kvrag.generate.scheduler import Load, pool_stats, scheduler_of
 from kvrag.generate.stats import EngineStats, Figures
 from kvrag.generate.streams import AsyncTokenStream, Emit, Produce, TokenStream
 from kvrag.model.lm import LoadedModel
@@ -855,8 +855,7 @@ class KVRagEngine:
         extra = {} if self._write_back is None else {"write_back": self._write_back.stats()}
         if self._query_side is not None and self._query_side.histories.max_bytes:
             extra["histories"] = self._query_side.histories.stats()
-        if recorded := getattr(self._loaded and self._loaded.lm, "recorded", None):
-            extra["pool"] = recorded.stats()
+        extra |= pool_stats(self._loaded)
         tiers = {name: Figures(asdict(tier)) for name, tier in self.store.stats().items()}
         return {**self._stats.snapshot(), **extra, "load": self.load._asdict(), "store": tiers}
 

@@ -127,7 +127,7 @@ def scheduler_of(loaded: LoadedModel) -> Scheduler:
 def room_for(
     loaded: LoadedModel, num_tokens: int, slots: int, cancel: threading.Event | None
 ) -> AbstractContextManager[range | None]:
-    """Reserve the KV of a request: its bytes, and ``slots`` of the pool if forwards are recorded."""
+    """Reserve the KV of a request: its bytes, and ``slots`` of the pool if there is one."""
     lm = loaded.lm
     pool = None
     if not isinstance(lm, PlainLM):
@@ -136,6 +136,12 @@ def room_for(
             lm.recorded.hold_for(loaded.fingerprint)
     num_bytes = kv_bytes(loaded, num_tokens)
     return scheduler_of(loaded).reservation(num_bytes, cancel, pool=pool, slots=slots)
+
+
+def pool_stats(loaded: LoadedModel | None) -> dict[str, dict[str, int]]:
+    """Return the statistics of a model's pool, as ``pool``, if forwards are recorded."""
+    recorded = getattr(loaded and loaded.lm, "recorded", None)
+    return {"pool": recorded.stats()} if recorded else {}
 
 
 def kv_bytes(loaded: LoadedModel, num_tokens: int) -> int:

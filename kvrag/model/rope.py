@@ -86,10 +86,6 @@ class RotaryTable:
 
         It computes in float32 and casts back once.
         """
-        if self.width == keys.shape[-1]:  # the usual case; a prompt has hundreds of parts
-            return self.apply(keys.float()[None], self.cos[rows][None], self.sin[rows][None])[0].to(
-                keys.dtype
-            )
         return self._apply(keys, self.cos[rows], self.sin[rows])
 
     def unrotate(self, keys: torch.Tensor, rows: Index) -> torch.Tensor:

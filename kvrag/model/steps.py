@@ -139,11 +139,7 @@ class Recordings:
 
     def compute(self, pieces: Sequence[Portion]) -> list[Found]:
         """Compute the rows of several requests in a single replay."""
-        arriving = [piece.kv for piece in pieces if piece.kv.arrivals]
-        waits = self._overlaps and bool(arriving) and all(kv.events for kv in arriving)
-        for kv in () if waits else arriving:
-            kv.wait_for(-1)
-        shape, places = placed(pieces, waits)
+        shape, places = placed(pieces, self._wait(pieces))
         spare = self.pool.num_slots
         sizes = shape.observed, shape.shifted, spare
         shifts = [
@@ -166,6 +162,15 @@ class Recordings:
         if mass is not None:  # of a single piece
             mass = mass[pieces[0].start :][: pieces[0].rows.stop].clone()
         return [(own[None], mass) for own in torch.split(logits, counts)]
+
+    def _wait(self, pieces: Sequence[Portion]) -> bool:
+        """Return whether the recording itself can wait for stored KV; otherwise wait for it."""
+        arriving = [piece.kv for piece in pieces if piece.kv.arrivals]
+        if arriving and self._overlaps and all(kv.events for kv in arriving):
+            return True
+        for kv in arriving:
+            kv.wait_for(-1)
+        return False
 
     def _recorded(self, shape: Form, shifts: list[Any]) -> _Recording:
         """Record a shape, with rows of no request and shifts by nothing."""
