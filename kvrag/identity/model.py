@@ -41,7 +41,7 @@ from kvrag.identity.describe import (
     tokenizer_digest,
 )
 from kvrag.identity.fingerprint import ModelIdentity, digest
-from kvrag.identity.weights import content_digest, is_packed, leaves, raw
+from kvrag.identity.weights import content_digest, leaves, raw
 
 logger = logging.getLogger(__name__)
 
@@ -232,7 +232,7 @@ class _Look:
     def __init__(self, tensors: Iterable[torch.Tensor], *notes: object, beside: Any = ()) -> None:
         plain = [*tensors]
         self._refs = [*map(weakref.ref, chain(plain, beside))]
-        if any(map(is_packed, set(map(type, plain)))):
+        if any([hasattr(kind, "__tensor_flatten__") for kind in set(map(type, plain))]):
             plain = [leaf for tensor in plain for _, leaf in leaves(tensor)]
         counted = filterfalse(torch.Tensor.is_inference, plain)
         places = map(torch.Tensor.data_ptr, plain)

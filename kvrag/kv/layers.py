@@ -7,8 +7,8 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
-from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -236,9 +236,11 @@ def own_kv(kv: ChunkKV, device: torch.device | str, *, copy: bool = False) -> Ch
     Parameters are those of :func:`together`. Raises ``MemoryError`` or ``RuntimeError``.
     """
     layers = list[LayerKV]()
-    for run in runs_alike([tuple(x.shape for x in layer.tensors) for layer in kv.layers]):
+    dtype = kv.layers[0].dtype
+    for run in runs_alike([(layer.keys.shape, layer.values.shape) for layer in kv.layers]):
         whole = together(kv.layers[run.start : run.stop], device, copy=copy)
-        layers += [whole.map(itemgetter(i)) for i in range(len(run))]
+        columns = [stack.unbind() for stack in whole.tensors]
+        layers += map(partial(layer_of, dtype), zip(*columns, strict=True))
     return ChunkKV(tuple(layers))
 
 
@@ -270,7 +272,8 @@ def together(
     tensors = [x for x in map(_as_one, columns) if x is not None]
     if len(tensors) < len(rows[0]):
         tensors = _gathered(rows, device)
-    return layer_of(layers[0].dtype, tensors)
+    scales = layers[0].scales
+    return layer_of(tensors[0].dtype if scales is None else scales.dtype, tensors)
 
 
 def _as_one(column: Sequence[torch.Tensor]) -> torch.Tensor | None:
