@@ -114,10 +114,8 @@ def stitch(
                 moved = move(layers, segments, kvs, keys.device)
                 place(buffer, layers, segments, moved, turning, computed)
             if stream is not None:
-                own = buffer.events[layers.start : layers.stop]
-                arrivals += map(stream.record_event, own)
-                if not own:
-                    arrivals += [stream.record_event()] * len(layers)
+                events = buffer.events[layers.start : layers.stop]
+                arrivals += map(stream.record_event, events or [None] * len(layers))
     buffer.arrivals = arrivals
 
 
