@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import chain, filterfalse
-from operator import attrgetter, call, is_
+from operator import attrgetter, call, is_, methodcaller
 from typing import Any
 
 import torch
@@ -261,7 +261,7 @@ def _look_at(model: torch.nn.Module, moving: set[str]) -> _Look:
 def _inside(modules: Iterable[Any], table: str, hidden: Collection[str]) -> list[Any]:
     """Return what modules have in one of their tables, but for some names."""
     filled = filter(None, map(attrgetter(table), modules))
-    items = chain.from_iterable(map(dict.items, filled))
+    items = chain.from_iterable(map(methodcaller("items"), filled))
     return [each for name, each in items if each is not None and name not in hidden]
 
 
