@@ -114,8 +114,8 @@ def stitch(
                 moved = move(layers, segments, kvs, keys.device)
                 place(buffer, layers, segments, moved, turning, computed)
             if stream is not None:
-                events = buffer.events[layers.start : layers.stop]
-                arrivals += map(stream.record_event, events or [None] * len(layers))
+                own = map(stream.record_event, buffer.events[layers.start : layers.stop])
+                arrivals += [*own] or [stream.record_event()] * len(layers)
     buffer.arrivals = arrivals
 
 

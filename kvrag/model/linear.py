@@ -35,9 +35,9 @@ class Linear(torch.nn.Linear):
 def use_own_products(model: torch.nn.Module) -> None:
     """Let the plain linear layers of a model multiply as :func:`linear`.
 
-    If the user asks for it, float32 weights on a CPU, without adapters, are packed in float16 and
-    multiply float32 rows by FBGEMM: a step of decoding reads half the bytes. A packed weight is an
-    attribute of its parameter, which is empty. So the model's identity finds it there, and whoever reads or changes
+    If the user asks for it, float32 weights on a CPU are packed in float16 and multiply float32
+    rows by FBGEMM: a step of decoding reads half the bytes. A packed weight is an attribute of its
+    parameter, which is empty. So the model's identity finds it there, and whoever reads or changes
     the parameter's values gets an error. Raises ``RuntimeError`` where torch has no FBGEMM.
     """
     # Adapters are identified by their parameters.
