@@ -1,4 +1,4 @@
-"""What weights of fewer bits do on a CPU: load, prefill, decode steps of one and of eight requests, memory, and divergence from float32.
+"""What weights of fewer bits do on a CPU: load, prefill, decode steps of one and of eight requests, and divergence from float32.
 
 The kinds take turns in the same process: ``float32``; ``float16``, which is KVRAG_WEIGHTS=float16; torchao's int8 weights under float32;
 with ``--kinds``, the model in ``bfloat16``, too, whose products are emulated where the processor has none. Times are wall and processor
