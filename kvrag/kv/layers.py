@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import numpy as np
@@ -308,7 +308,8 @@ def _gathered(rows: Sequence[Sequence[torch.Tensor]], device: torch.device) -> l
         whole = torch.frombuffer(BUFFERS.take(len(rows) * step), dtype=torch.uint8)
     else:
         whole = torch.empty(len(rows) * step, dtype=torch.uint8, device=device)
-    tensors = [x.contiguous() for row in rows for x in row]
+    # Mapped in C: a prompt has hundreds of tensors.
+    tensors = [*map(torch.Tensor.contiguous, chain.from_iterable(rows))]
     sizes = [x.nbytes for x in rows[0]] * len(rows)
     places = [start + offset for start in range(0, whole.numel(), step) for offset in offsets]
     for to, source in _stretches(tensors, sizes, places):
@@ -330,9 +331,10 @@ def _stretches(
 
     Tensors that are neighbours in the source and in the destination are merged.
     """
-    starts = [x.data_ptr() for x in tensors]
+    starts = [*map(torch.Tensor.data_ptr, tensors)]
+    count = len(starts)
     first = 0
-    while first < len(tensors):
+    while first < count:
         # Don't merge tensors of two memories that are neighbours by chance: the driver refuses a
         # copy that spans two pinned allocations.
         memory = tensors[first].untyped_storage()
@@ -342,7 +344,7 @@ def _stretches(
         end = begin + sizes[first]
         limit = memory.data_ptr() + memory.nbytes()
         while (
-            stop < len(tensors)
+            stop < count
             and (starts[stop], places[stop]) == (end, place + end - begin)
             and end + sizes[stop] <= limit
         ):
