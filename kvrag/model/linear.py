@@ -16,6 +16,8 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+from kvrag.errors import ConfigError
+
 WEIGHTS = "KVRAG_WEIGHTS"  # environment: float16 packs the weights of linear layers
 # Beyond so many rows, oneDNN is slower for many odd numbers than for the next multiple of 8.
 MAX_ODD_ROWS = 256
@@ -38,10 +40,13 @@ def use_own_products(model: torch.nn.Module) -> None:
     If the user asks for it, float32 weights on a CPU are packed in float16 and multiply float32
     rows by FBGEMM: a step of decoding reads half the bytes. A packed weight is an attribute of its
     parameter, which is empty. So the model's identity finds it there, and whoever reads or changes
-    the parameter's values gets an error. Raises ``RuntimeError`` where torch has no FBGEMM.
+    the parameter's values gets an error. Raises ``ConfigError`` if they can't be packed so.
     """
+    given = os.environ.get(WEIGHTS)
+    if given and (given != "float16" or "fbgemm" not in torch.backends.quantized.supported_engines):
+        raise ConfigError(f"{WEIGHTS} is {given!r}; set it to float16 on x86-64, or unset it")
     # Adapters are identified by their parameters.
-    is_asked = os.environ.get(WEIGHTS) == "float16" and not getattr(model, "peft_config", None)
+    is_asked = given and not getattr(model, "peft_config", None)
     for module in model.modules():
         if type(module) is torch.nn.Linear:
             module.__class__ = Linear

@@ -7,7 +7,7 @@ from kit import assert_reuse_is_exact
 from quantised_kit import save_base
 from transformers import AutoModelForCausalLM
 
-from kvrag import KVRagEngine
+from kvrag import ConfigError, KVRagEngine
 from kvrag.identity.model import weights_digest
 from kvrag.model import load as loading
 from kvrag.model.linear import WEIGHTS, use_own_products
@@ -127,3 +127,10 @@ def test_packed_weights_are_a_part_of_the_digest_in_memory(asked):
     for module in (first, second, third):
         use_own_products(module)
     assert weights_digest(first) == weights_digest(second) != weights_digest(third)
+
+
+def test_an_unknown_type_is_refused_in_a_sentence(monkeypatch, rounded_dir):
+    monkeypatch.setattr(loading, "_loaded", {})
+    monkeypatch.setenv(WEIGHTS, "int3")
+    with pytest.raises(ConfigError, match="KVRAG_WEIGHTS is 'int3'; set it to float16 on x86-64"):
+        load(ModelSource(rounded_dir))
