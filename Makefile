@@ -9,7 +9,7 @@ ARGS ?=
 export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: setup demo notebooks test test-all vllm-env vllm-test lint types check bench bench-ttft bench-auto bench-facts bench-speed bench-cpu bench-chat bench-memory bench-seams bench-shared bench-slide bench-sweep bench-store bench-ray bench-masks bench-hybrid bench-peers bench-overhead bench-gguf bench-vllm bench-scale bench-host incumbents wheel wheel-test support suites fuzz fuzz-reader gpu-check kernel-compile kernel-bugs reliability load load-check load-check-vllm docs site changelog clean
+.PHONY: setup demo notebooks test test-all vllm-env vllm-test lint types check bench bench-ttft bench-auto bench-facts bench-speed bench-cpu bench-chat bench-memory bench-seams bench-shared bench-slide bench-sweep bench-store bench-ray bench-masks bench-hybrid bench-peers bench-overhead bench-gguf bench-vllm bench-scale bench-host bench-streams incumbents wheel wheel-test support suites fuzz fuzz-reader gpu-check kernel-compile kernel-bugs reliability load load-check load-check-vllm docs site changelog clean
 
 # Two stamps: .demo has what the demo needs, .ready the tools and compilers of the tests, too.
 $(VENV)/.demo: pyproject.toml constraints.txt
@@ -84,6 +84,9 @@ bench: bench-ttft bench-auto bench-speed bench-chat bench-memory bench-seams ben
 
 bench-ttft: setup ## Time to first token against transformers' own prefill
 	cd benchmarks && ../$(BIN)/python bench_ttft.py $(ARGS)
+
+bench-streams: setup ## Streams that decode together, prompts that come at once, recorded forwards beside launched ones (needs a CUDA device; two minutes); ARGS=--dry-run: only checks the script
+	cd benchmarks && ../$(BIN)/python bench_streams.py $(ARGS)
 
 bench-auto: setup ## What mode="auto" costs beside a full prefill, by prompt length and share of stored chunks (an hour on two cores)
 	cd benchmarks && ../$(BIN)/python bench_auto.py $(ARGS)
