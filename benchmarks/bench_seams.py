@@ -1,7 +1,7 @@
 """What tokenising segment by segment changes: ids that differ from the whole text's, and how far the model's answer moves with them.
 
 For MuSiQue prompts and several separators between chunks, counts the seams where the joined ids differ from those of the rendered text
-(:func:`kvrag.evaluate.verify.count_seams`). For some of the prompts, the distance of a full prefill of the joined ids from one of
+(:func:`seams.count_seams`). For some of the prompts, the distance of a full prefill of the joined ids from one of
 the whole text's ids: no stored KV is involved.
 
     KVRAG_EVAL_DATA=... python benchmarks/bench_seams.py
@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from common import Item, eval_data, items, machine, parser, small_engine, write_result
+from seams import SeamCount, count_seams
 
 from kvrag import Chunk, KVRagEngine
-from kvrag.evaluate.verify import SeamCount, count_seams
 from kvrag.metrics import kl_divergence
 from kvrag.prompt.template import PromptEncoder
 

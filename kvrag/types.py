@@ -517,11 +517,8 @@ class VerifyReport:
     ``mean_kl`` is KL(full ‖ reuse) at the first answer token in nats. ``top1_agreement`` and
     ``greedy_agreement`` are the shares of prompts with the same first token and the same greedy
     answer. ``passed`` compares the first two figures with their thresholds, as described in
-    ``passed_by``; it ignores the greedy answers, and is false without any reuse.
-
-    Both runs use the ids of the prompt's segments, joined. Tokenising the prompt's whole text at
-    once gives different ids at ``changed_seams`` of ``seams`` places where segments meet, which
-    affects ``changed_tokens`` of ``prompt_tokens``. These counts are for information.
+    ``passed_by``; it ignores the greedy answers, and is false without any reuse. Both runs use the
+    ids of the prompt's segments, joined.
     """
 
     passed: bool
@@ -529,9 +526,5 @@ class VerifyReport:
     top1_agreement: float
     greedy_agreement: float
     rows: list[VerifyRow]
-    seams: int = 0
-    changed_seams: int = 0
-    prompt_tokens: int = 0
-    changed_tokens: int = 0
     repair: str = ""
     passed_by: str = ""

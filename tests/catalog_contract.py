@@ -6,14 +6,15 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from kvrag.config import Retention
 from kvrag.errors import ConfigError, StoreError
 from kvrag.identity.fingerprint import chunk_key, content_key, namespace_digest
 from kvrag.store import TieredStore
-from kvrag.testing.chunks import NAMESPACE, make_identity, make_text
+from kvrag.testing.chunks import NAMESPACE, make_identity, make_text, same_bits
 from kvrag.testing.store import HOUR_S, KEYS, PATIENT_S, StoreContract
-from kvrag.types import ChunkKey, ChunkKV
+from kvrag.types import ChunkKey, ChunkKV, Hole, LayerKV
 
 
 class CatalogContract(StoreContract):
@@ -41,6 +42,52 @@ class CatalogContract(StoreContract):
                 store.put(make_identity(), refused, text=make_text("a"), doc_id="doc")
         assert not self.has(store, make_identity())
         assert store.catalog.documents(NAMESPACE) == []
+
+    def test_special_values_slices_and_strides_are_stored_as_they_look(
+        self, store: TieredStore
+    ) -> None:
+        tiny = torch.finfo(self.dtype).smallest_normal / 2
+        wide = torch.arange(60, dtype=self.dtype).reshape(5, 3, 4)
+        row = torch.tensor(
+            [0.0, -0.0, tiny, torch.finfo(self.dtype).max], dtype=self.dtype
+        ).reshape(1, 1, 4)
+        for layer in (LayerKV(row, -row), LayerKV(wide[1:3], wide.transpose(0, 1)[:, :3])):
+            identity = make_identity(tokens=layer.keys.shape[1])
+            kv = ChunkKV((layer,))
+            store.put(identity, kv, text=None)
+            assert same_bits(store.get(identity), kv)
+
+    def test_get_many_answers_in_order_and_loads_repeats_once(
+        self, store: TieredStore, other: TieredStore
+    ) -> None:
+        here = make_identity(1)
+        gone = make_identity(2)
+        also = make_identity(3)
+        for identity in (here, also):
+            self.put(store, identity)
+        first, hole, last, again = other.get_many([here, gone, also, here], timeout_s=PATIENT_S)
+        assert isinstance(first, ChunkKV)
+        assert isinstance(last, ChunkKV)
+        assert same_bits(first, self.kv(here))
+        assert same_bits(last, self.kv(also))
+        assert hole == Hole(chunk_key(gone), "absent", None)
+        assert again is first
+        assert other.get_many([], timeout_s=PATIENT_S) == []
+
+    def test_a_prefetch_reads_ahead(self, store: TieredStore, other: TieredStore) -> None:
+        keys = [self.put(store, make_identity(number)) for number in range(3)]
+        found = other.prefetch([make_identity(0), keys[1], make_identity(9), make_identity(0)])
+        assert found.found == 2
+        assert found.wait(PATIENT_S)
+        assert all(self.has(other, make_identity(number)) for number in range(3))
+
+    def test_a_closed_store_is_empty(self, store: TieredStore) -> None:
+        self.put(store, make_identity())
+        store.close()
+        store.close()
+        assert store.get(make_identity()) is None
+        with pytest.raises(StoreError, match="closed"):
+            self.put(store, make_identity(2))
 
     def test_statistics_count(self, store: TieredStore) -> None:
         for number in (1, 2):

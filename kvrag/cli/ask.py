@@ -229,10 +229,6 @@ def _tables(report: VerifyReport, max_kl: float, min_top1: float) -> tuple[Table
         "same first token": f"{report.top1_agreement:.0%} (at least {min_top1:.0%})",
         "same greedy answer": f"{report.greedy_agreement:.0%} (for information)",
         "repair": report.repair,
-        "other ids than the whole text": (
-            f"{report.changed_tokens} of {report.prompt_tokens} tokens, "
-            f"at {report.changed_seams} of {report.seams} seams"
-        ),
         "result": f"{'passed' if report.passed else 'FAILED'}, by the mean KL and the first tokens",
     }
     columns = ">#|>KL (nats)|first token|answer|exactness|>reused"

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
-from difflib import SequenceMatcher
-from itertools import accumulate
 from typing import Any
 
 from kvrag.config import Repair
@@ -15,8 +12,7 @@ from kvrag.evaluate.engine import Engine
 from kvrag.metrics import MAX_MEAN_KL, MIN_TOP1, kl_divergence
 from kvrag.progress import Progress, check_show
 from kvrag.prompt.template import Prompt
-from kvrag.prompt.tokenizer import SegmentTokenizer
-from kvrag.types import ExplainedSpan, Mode, VerifyReport, VerifyRow
+from kvrag.types import Mode, VerifyReport, VerifyRow
 
 logger = logging.getLogger(__name__)
 
@@ -67,16 +63,14 @@ def verify_prompts(
         "chat_template_kwargs": chat_template_kwargs,
     }
     rows = []
-    seams = SeamCount()
     kept = engine.history_bytes
     engine.history_bytes = 0  # an exact answer to the same prompt would hide the repair
     try:
         with Progress("verifying", len(prompts), unit="prompts", show=show_progress) as progress:
             for prompt in prompts:
-                row, seam_count, repaired = _compare(engine, prompt, max_new_tokens, mode, options)
-                rows.append(row)
-                seams += seam_count
+                rows.append(_compare(engine, prompt, max_new_tokens, mode, options))
                 progress.advance()
+        repaired = engine.explain(prompts[-1], mode=mode, **options).repair
     finally:
         engine.history_bytes = kept
     is_reused = any(row.kv_reuse_ratio > 0 for row in rows)
@@ -94,10 +88,6 @@ def verify_prompts(
         top1_agreement=top1,
         greedy_agreement=greedy,
         rows=rows,
-        seams=seams.seams,
-        changed_seams=seams.changed_seams,
-        prompt_tokens=seams.tokens,
-        changed_tokens=seams.changed_tokens,
         repair=repaired,
         passed_by=f"mean_kl of at most {max_mean_kl:g} nats and top1_agreement of at least "
         f"{min_top1:g}, at the first token; not the greedy answers",
@@ -106,65 +96,16 @@ def verify_prompts(
 
 def _compare(
     engine: Engine, prompt: Prompt, max_new_tokens: int, mode: Mode, options: Mapping[str, Any]
-) -> tuple[VerifyRow, SeamCount, str]:
+) -> VerifyRow:
     reused, full = (engine.prefill(prompt, mode=m, **options) for m in (mode, "full"))
     answers = [
         engine.generate(prompt, mode=m, max_new_tokens=max_new_tokens, **options).token_ids
         for m in (mode, "full")
     ]
-    row = VerifyRow(
+    return VerifyRow(
         kl=float(kl_divergence(full.logits, reused.logits)),
         top1=bool(full.logits.argmax() == reused.logits.argmax()),
         greedy=answers[0] == answers[1],
         exactness=reused.exactness,
         kv_reuse_ratio=reused.kv_reuse_ratio,
     )
-    explained = engine.explain(prompt, mode=mode, **options)
-    return row, seams_of(explained.spans, full.prompt_ids, engine.loaded.encoder), explained.repair
-
-
-def seams_of(
-    spans: Sequence[ExplainedSpan], token_ids: Sequence[int], tokenizer: SegmentTokenizer
-) -> SeamCount:
-    """Count differences between a prompt's ids and the ids of its whole text tokenised at once."""
-    whole = tokenizer.live_ids("".join(span.text for span in spans), at_start=True)
-    return count_seams([token_ids[span.start : span.stop] for span in spans], whole)
-
-
-@dataclass(frozen=True, slots=True)
-class SeamCount:
-    """Counts of differences between a prompt's segment-wise ids and the ids of its whole text.
-
-    ``seams``: places where two segments meet; ``tokens``: segment-wise tokens; ``changed_tokens``:
-    segment-wise tokens that the whole text's ids lack; ``changed_seams``: the seams next to them. A
-    separator that becomes another token when alone counts both of its seams.
-    """
-
-    seams: int = 0
-    changed_seams: int = 0
-    tokens: int = 0
-    changed_tokens: int = 0
-
-    def __add__(self, other: SeamCount) -> SeamCount:
-        return SeamCount(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
-
-
-def count_seams(segments: Sequence[Sequence[int]], whole: Sequence[int]) -> SeamCount:
-    """Compare a prompt's segment-wise ids with the ids of its text tokenised at once.
-
-    A difference that touches no seam, such as control-token text that stays text inside a chunk, is
-    not counted.
-    """
-    segments = [ids for ids in segments if ids]
-    ours = [i for ids in segments for i in ids]
-    seams = list(accumulate(map(len, segments)))[:-1]
-    changed: set[int] = set()
-    changed_tokens = 0
-    for kind, start, stop, *_ in SequenceMatcher(None, ours, whole, autojunk=False).get_opcodes():
-        if kind != "equal":
-            across = [s for s in seams if start < s < stop] or [
-                s for s in seams if s in (start, stop)
-            ]
-            changed.update(across)
-            changed_tokens += stop - start if across else 0
-    return SeamCount(len(seams), len(changed), len(ours), changed_tokens)

@@ -15,8 +15,7 @@ tokenizer, and are corrected here:
 Truncation, padding and the treatment of special tokens are state of a tokenizer's backend, which
 every call of the application sets, in any thread. kvrag encodes with a copy (:class:`_Private`).
 
-Merges across a seam, such as ``.`` and a line break, remain;
-:func:`kvrag.evaluate.verify.count_seams` counts them.
+Merges across a seam, such as ``.`` and a line break, remain.
 """
 
 from __future__ import annotations

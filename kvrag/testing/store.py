@@ -24,11 +24,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvrag.errors import StoreError
 from kvrag.identity.fingerprint import chunk_key
 from kvrag.store import Blobs, TieredStore
 from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, make_text, same_bits
-from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, Hole, LayerKV
+from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, Hole
 
 PATIENT_S = 30.0
 HOUR_S = 3600.0
@@ -181,20 +180,6 @@ class StoreContract:
             assert self.has(other, identity)
         assert other.identities(NAMESPACE, make_text("a").digest) == [identity]
 
-    def test_special_values_slices_and_strides_are_stored_as_they_look(
-        self, store: TieredStore
-    ) -> None:
-        tiny = torch.finfo(self.dtype).smallest_normal / 2
-        wide = torch.arange(60, dtype=self.dtype).reshape(5, 3, 4)
-        row = torch.tensor(
-            [0.0, -0.0, tiny, torch.finfo(self.dtype).max], dtype=self.dtype
-        ).reshape(1, 1, 4)
-        for layer in (LayerKV(row, -row), LayerKV(wide[1:3], wide.transpose(0, 1)[:, :3])):
-            identity = make_identity(tokens=layer.keys.shape[1])
-            kv = ChunkKV((layer,))
-            store.put(identity, kv, text=None)
-            assert same_bits(store.get(identity), kv)
-
     def test_putting_twice_writes_once(self, store: TieredStore, other: TieredStore) -> None:
         identity = make_identity()
         kv = self.kv(identity)
@@ -203,30 +188,6 @@ class StoreContract:
             assert each.put(identity, kv, text=make_text("a"), doc_id="doc") == 0
             assert each.catalog.keys() == [chunk_key(identity)]
             assert each.catalog.texts(NAMESPACE, 0)[0] == [make_text("a")]
-
-    def test_get_many_answers_in_order_and_loads_repeats_once(
-        self, store: TieredStore, other: TieredStore
-    ) -> None:
-        here = make_identity(1)
-        gone = make_identity(2)
-        also = make_identity(3)
-        for identity in (here, also):
-            self.put(store, identity)
-        first, hole, last, again = other.get_many([here, gone, also, here], timeout_s=PATIENT_S)
-        assert isinstance(first, ChunkKV)
-        assert isinstance(last, ChunkKV)
-        assert same_bits(first, self.kv(here))
-        assert same_bits(last, self.kv(also))
-        assert hole == Hole(chunk_key(gone), "absent", None)
-        assert again is first
-        assert other.get_many([], timeout_s=PATIENT_S) == []
-
-    def test_a_prefetch_reads_ahead(self, store: TieredStore, other: TieredStore) -> None:
-        keys = [self.put(store, make_identity(number)) for number in range(3)]
-        found = other.prefetch([make_identity(0), keys[1], make_identity(9), make_identity(0)])
-        assert found.found == 2
-        assert found.wait(PATIENT_S)
-        assert all(self.has(other, make_identity(number)) for number in range(3))
 
     def test_threads_may_share_a_store(self, store: TieredStore, other: TieredStore) -> None:
         identities = [make_identity(number) for number in range(6)]
@@ -283,11 +244,3 @@ class StoreContract:
         assert store.listed() - store.catalog.present() == {keys[1]}
         assert store.clear() == 1
         assert store.blobs.keys() == set()
-
-    def test_a_closed_store_is_empty(self, store: TieredStore) -> None:
-        self.put(store, make_identity())
-        store.close()
-        store.close()
-        assert store.get(make_identity()) is None
-        with pytest.raises(StoreError, match="closed"):
-            self.put(store, make_identity(2))

@@ -4,13 +4,13 @@ import importlib.util
 import itertools
 import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from texts import make_chunks
 from tokenizers import (
     AddedToken,
     Tokenizer,
@@ -24,8 +24,11 @@ from tokenizers import (
 from tokenizers_kit import sentencepiece_parts, tiny_sentencepiece_tokenizer
 from transformers import AutoTokenizer, LlamaTokenizer, PreTrainedTokenizer, PreTrainedTokenizerFast
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from seams import SeamCount, count_seams
+
 from kvrag import ConfigError, InputError, KVRagEngine, ModelError, RepairConfig, StoreConfig
-from kvrag.evaluate.verify import SeamCount, count_seams
 from kvrag.generate.sampling import TextStream
 from kvrag.prompt.spans import SpanIndex, text_entry
 from kvrag.prompt.template import PromptEncoder, cut
@@ -494,21 +497,6 @@ def test_merges_across_a_seam_are_counted(encoders):
     for kind in WITH_DUMMY_PREFIX - {"Unigram"}:
         assert count(kind, broken).changed_seams == 0
         assert count(kind, spaced).changed_seams == 2
-
-
-def test_verify_reports_the_seams(engine):
-    first, second = (f"{CONTROL} {chunk}" for chunk in make_chunks(2))
-    engine.precompute([first, second])
-    prompts = [[{"role": "user", "content": f"{first}{glue}{second}"}] for glue in ("\n\n", " ")]
-    broken, spaced = (
-        engine.verify([p], repair=RepairConfig("all"), max_new_tokens=2) for p in prompts
-    )
-    assert (broken.seams, broken.changed_seams, broken.changed_tokens) == (4, 0, 0)
-    assert broken.prompt_tokens == engine.prefill(prompts[0], mode="full").prompt_tokens
-    assert (spaced.seams, spaced.changed_seams, spaced.changed_tokens) == (4, 1, 2)
-    assert spaced.passed
-    both = engine.verify(prompts, repair=RepairConfig("all"), max_new_tokens=1)
-    assert (both.seams, both.changed_seams) == (8, 1)
 
 
 @pytest.mark.real_model
