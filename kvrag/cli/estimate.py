@@ -136,12 +136,14 @@ def _size_rows(shape: ModelShape, dtype: str, kept: str, per_token: float, corpu
     else:
         formula = f"{kept} codes and their scales"
     chunks, tokens, source = corpus.values()
+    slots = 2**30 // arithmetic.kv_bytes_per_token(shape, dtype)
     rows = {
         "shape": f"{shape}, {dtype}",
         "per token": f"{human_bytes(per_token)} ({formula})",
         "corpus": f"{chunks:,} chunks, {tokens:,} tokens ({source})",
         "per chunk": f"{human_bytes(per_token * tokens / chunks)} on average",
         "on disk": human_bytes(per_token * tokens),
+        "on a GPU": f"{slots:,} tokens of running requests per GiB of their pool",
     }
     if dtype != "float32" and kept == "auto":
         rows["on a CPU"] = "twice as much, where kvrag runs float32 unless --dtype says otherwise"

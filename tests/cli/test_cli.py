@@ -345,6 +345,7 @@ def test_estimate_of_rounded_kv(run):
     assert (exact["kv_dtype"], int4["kv_dtype"]) == ("auto", "int4")
     assert int4["corpus_bytes"] < 0.32 * exact["corpus_bytes"]
     shown = run("estimate", "-m", "llama-3.1-8b", "--kv-dtype", "int4").stdout
+    assert "8,192 tokens of running requests per GiB" in " ".join(shown.split())
     assert "int4 codes and their scales" in shown
     refused(
         run("estimate", "-m", "llama-3.1-8b", "--kv-dtype", "int5"),
