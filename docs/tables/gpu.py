@@ -53,7 +53,36 @@ def _times(run: Result) -> list[str]:
     return [*times, *busy, f"{run['summary']['unrepaired']['ratio']:.2f}"]
 
 
+def host(result: Result) -> str:
+    """Set what a request costs the host before recordings and now: counts, and the least time of all repeats."""
+    before = read("host-first.json")
+
+    def least(of: Result, stage: str) -> str:
+        return f"{min(run[stage] for run in of['runs']):,.1f}"
+
+    def counts(kind: str, *, is_recorded: bool = False) -> list[str]:
+        now = result["recorded"] if is_recorded else result["device"]
+        return ["–" if is_recorded else f"{before['device'][kind]:,}", f"{now[kind]:,}"]
+
+    calls = [f"{of['python']['calls']:,}" for of in (before, result)]
+    rows = [
+        ["calls of Python, on a CPU", *calls],
+        ["milliseconds on a CPU, the least", least(before, "total"), least(result, "total")],
+        ["of them planning", least(before, "plan"), least(result, "plan")],
+        ["launches, without recordings", *counts("launches")],
+        ["copies", *counts("copies")],
+        ["waits of the host", *counts("waits")],
+        ["launches, with recordings", *counts("launches", is_recorded=True)],
+        ["of them replays", "–", f"{result['recorded']['kinds']['launch: replay']}"],
+        ["calls of Python, with recordings", "–", f"{result['recorded']['python']['calls']:,}"],
+    ]
+    note = f"\nA prompt of {result['tokens']:,} tokens in {result['chunks']} chunks, the default repair. "
+    note += f"Before: commit {before['machine']['commit'][:10]}, in `benchmarks/results/host-first.json`.\n"
+    return table(["a warm request", "before", "now"], rows) + note + source(result, "host.json")
+
+
 TABLES: Tables = {
+    "host": ("host.json", host),
     "kernels": ("kernels.json", kernels),
     "ttft-cuda": ("ttft-llama-3.1-8b-cuda.json", ttft_cuda),
 }
