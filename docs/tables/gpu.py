@@ -54,23 +54,31 @@ def _times(run: Result) -> list[str]:
 
 
 def host(result: Result) -> str:
-    """Costs of a request on the host, at first and now."""
-    runs = [read("host-first.json"), result]
-    stages = ("plan", "load", "stitch", "select", "repair", "CPU time")
+    """Set what a request costs the host before recordings and now: counts, and the least time of all repeats."""
+    before = read("host-first.json")
+
+    def least(of: Result, stage: str) -> str:
+        return f"{min(run[stage] for run in of['runs']):,.1f}"
+
+    def counts(kind: str, *, is_recorded: bool = False) -> list[str]:
+        now = result["recorded"] if is_recorded else result["device"]
+        return ["–" if is_recorded else f"{before['device'][kind]:,}", f"{now[kind]:,}"]
+
+    calls = [f"{of['python']['calls']:,}" for of in (before, result)]
     rows = [
-        [name, *(f"{min(run[name] for run in of['runs']):.1f} ms" for of in runs)]
-        for name in stages
+        ["calls of Python, on a CPU", *calls],
+        ["milliseconds on a CPU, the least", least(before, "total"), least(result, "total")],
+        ["of them planning", least(before, "plan"), least(result, "plan")],
+        ["launches, without recordings", *counts("launches")],
+        ["copies", *counts("copies")],
+        ["waits of the host", *counts("waits")],
+        ["launches, with recordings", *counts("launches", is_recorded=True)],
+        ["of them replays", "–", f"{result['recorded']['kinds']['launch: replay']}"],
+        ["calls of Python, with recordings", "–", f"{result['recorded']['python']['calls']:,}"],
     ]
-    rows.append(["calls of Python", *(f"{of['python']['calls']:,}" for of in runs)])
-    rows += [
-        [kind, *(f"{of['device'][kind]:,}" for of in runs)]
-        for kind in ("launches", "copies", "waits")
-    ]
-    header = ["a warm default request", *(f"`{of['machine']['commit'][:10]}`" for of in runs)]
-    note = f"\n{result['chunks']} chunks, {result['tokens']:,} tokens, {result['repaired']} rows repaired; "
-    note += "the fastest of all repeats on a CPU that did other work, too, and computes as well; "
-    note += "launches, copies and waits of a counted device.\n"
-    return table(header, rows) + note + source(result, "host.json")
+    note = f"\nA prompt of {result['tokens']:,} tokens in {result['chunks']} chunks, the default repair. "
+    note += f"Before: commit {before['machine']['commit'][:10]}, in `benchmarks/results/host-first.json`.\n"
+    return table(["a warm request", "before", "now"], rows) + note + source(result, "host.json")
 
 
 TABLES: Tables = {
