@@ -9,7 +9,7 @@ ARGS ?=
 export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: setup demo notebooks test test-all vllm-env vllm-test lint types check bench bench-ttft bench-auto bench-facts bench-speed bench-chat bench-memory bench-seams bench-shared bench-slide bench-sweep bench-store bench-ray bench-masks bench-hybrid bench-peers bench-overhead bench-gguf bench-vllm bench-scale bench-host incumbents wheel wheel-test support suites fuzz fuzz-reader gpu-check kernel-compile kernel-bugs reliability load load-check load-check-vllm docs site changelog clean
+.PHONY: setup demo notebooks test test-all vllm-env vllm-test lint types check bench bench-ttft bench-auto bench-facts bench-speed bench-cpu bench-chat bench-memory bench-seams bench-shared bench-slide bench-sweep bench-store bench-ray bench-masks bench-hybrid bench-peers bench-overhead bench-gguf bench-vllm bench-scale bench-host bench-streams incumbents wheel wheel-test support suites fuzz fuzz-reader gpu-check kernel-compile kernel-bugs reliability load load-check load-check-vllm docs site changelog clean
 
 # Two stamps: .demo has what the demo needs, .ready the tools and compilers of the tests, too.
 $(VENV)/.demo: pyproject.toml constraints.txt
@@ -85,6 +85,9 @@ bench: bench-ttft bench-auto bench-speed bench-chat bench-memory bench-seams ben
 bench-ttft: setup ## Time to first token against transformers' own prefill
 	cd benchmarks && ../$(BIN)/python bench_ttft.py $(ARGS)
 
+bench-streams: setup ## Streams that decode together, prompts that come at once, recorded forwards beside launched ones (needs a CUDA device; two minutes); ARGS=--dry-run: only checks the script
+	cd benchmarks && ../$(BIN)/python bench_streams.py $(ARGS)
+
 bench-auto: setup ## What mode="auto" costs beside a full prefill, by prompt length and share of stored chunks (an hour on two cores)
 	cd benchmarks && ../$(BIN)/python bench_auto.py $(ARGS)
 
@@ -93,6 +96,9 @@ bench-facts: setup ## Which facts survive reuse, on models that answer (KVRAG_EV
 
 bench-speed: setup ## Decode steps and precomputing beside transformers' own (five minutes)
 	cd benchmarks && ../$(BIN)/python bench_speed.py $(ARGS)
+
+bench-cpu: setup ## Weights of fewer bits on a CPU (KVRAG_EVAL_MODELS; five to ten minutes)
+	cd benchmarks && ../$(BIN)/python bench_cpu.py $(ARGS)
 
 bench-chat: setup ## What a history saves in a chat over documents, and what it costs in quality
 	cd benchmarks && ../$(BIN)/python bench_chat.py $(ARGS)

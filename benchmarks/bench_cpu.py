@@ -1,11 +1,11 @@
-"""What weights of fewer bits do on a CPU: load, prefill, decode steps of one and of eight requests, memory, and divergence from float32.
+"""What weights of fewer bits do on a CPU: load, prefill, decode steps of one and of eight requests, and divergence from float32.
 
 The kinds take turns in the same process: ``float32``; ``float16``, which is KVRAG_WEIGHTS=float16; torchao's int8 weights under float32;
-and, with ``--bfloat16``, the model in bfloat16, whose products are emulated where the processor has none. Times are wall and processor
+with ``--kinds``, the model in ``bfloat16``, too, whose products are emulated where the processor has none. Times are wall and processor
 seconds: on a shared machine the second disturb less. Divergence is of the last 128 rows of a prompt of passages, by full prefills. The
 reading rate is that of a float32 sum, the least that a step which reads all weights needs.
 
-    KVRAG_EVAL_MODELS=... python benchmarks/bench_cpu.py --model qwen2.5-coder-0.5b [--threads 1] [--repeats 5] [--bfloat16]
+    KVRAG_EVAL_MODELS=... python benchmarks/bench_cpu.py --model qwen2.5-coder-0.5b [--threads 1] [--repeats 5] [--kinds float32,bfloat16]
 """
 
 from __future__ import annotations
@@ -116,11 +116,11 @@ def main() -> None:
     """Measure every kind in turns, and write the result."""
     made = parser(__doc__, threads=1, repeats=5)
     made.add_argument("--model", default="qwen2.5-coder-0.5b")
-    made.add_argument("--bfloat16", action="store_true", help="measure bfloat16, too")
+    made.add_argument("--kinds", default="float32,float16,int8", help="the first is the base")
     options = made.parse_args()
     torch.set_num_threads(options.threads)
     path = model_path(options.model)
-    names = ["float32", "float16", "int8"] + ["bfloat16"] * options.bfloat16
+    names = options.kinds.split(",")
     rates = [reading_rate()]
     kinds = [Kind(name, path) for name in names]
     ids = torch.tensor(kinds[0].loaded.encoder(shipped())["input_ids"][:PROMPT])

@@ -84,7 +84,7 @@ def calls_of(action: Callable[[], object]) -> dict[str, Any]:
 
     def note(frame: Any, event: str, _: Any) -> None:
         nonlocal inside
-        is_fake = frame.f_code.co_filename == fake_cuda.__file__
+        is_fake = frame.f_code.co_filename in (fake_cuda.__file__, torch.overrides.__file__)
         if is_fake and event in ("call", "return"):
             inside += 1 if event == "call" else -1
         elif event in ("call", "c_call") and not inside:

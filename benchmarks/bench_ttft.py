@@ -305,7 +305,7 @@ def shape_run(
     """
     chunks = random_chunks(shaped.tokenizer, max(lengths) // 500, 500)
     repairs = {"default": RepairConfig(), "unrepaired": RepairConfig(strategy="none")}
-    repairs["ratio 0.10"] = RepairConfig(recompute_ratio=0.10)
+    repairs["fast"] = RepairConfig.fast()
     configs: dict[str, dict[str, Any]] = {
         name: {"mode": "stitch", "repair": r} for name, r in repairs.items()
     }

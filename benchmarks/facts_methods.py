@@ -14,7 +14,8 @@ import torch
 
 from kvrag.blend.covariance import RowCovariance
 from kvrag.blend.layout import Layout, rows_of
-from kvrag.blend.select import select_rows, sentence_rows
+from kvrag.blend.select import select_rows
+from kvrag.blend.select import sentences as whole_sentences
 from kvrag.config import RepairConfig
 from kvrag.model import forward
 from kvrag.model.rows import Limits, Reach
@@ -140,7 +141,8 @@ def sentences(
     """A share of the budget for whole sentences, by a score of the attention paid to their rows; the rest by what tells most of others."""
 
     def choose(seen: Seen) -> torch.Tensor:
-        spans, first = sentence_rows(seen.stale, seen.starts), [heads(seen)]
+        _, sizes = whole_sentences(seen.stale, seen.starts)
+        spans, first = seen.stale.split(sizes.tolist()), [heads(seen)]
         left = round(share * seen.budget)
         for rows in sorted(spans, key=lambda r: -float(score(seen.mass[r]))):
             if len(rows) <= min(left, most):

@@ -103,7 +103,7 @@ SPREAD = {
     "model/test_plain.py::test_a_refused_model_answers_like_plain_transformers": 3,
     "model/test_proof.py::test_reuse_is_proven_for_every_accepted_architecture": 3,
     "blend/test_slide.py::test_a_chat_of_fifty_turns_goes_on_in_flat_memory": 0,
-    "model/test_steps.py::test_recorded_steps_give_the_same_logits": 3,
+    "model/test_steps.py::test_recorded_forwards_give_the_same_logits": 3,
     "prompt/test_tokenizers.py::test_a_line_break_between_chunks_changes_no_seam_of_real_prompts": 0,
     "generate/test_tool_calls.py::test_calls_are_read_and_never_shown": 2,
     "model/test_lock.py::test_a_forward_that_gives_way_computes_what_it_computes_alone": 16,

@@ -168,12 +168,19 @@ def _engine(is_dry: bool, out: Path) -> list[Step]:
         str(out),
     )
     ttft = (sys.executable, "bench_ttft.py", *options, "--shape")
-    tests = ("tests/engine/test_buffers.py", "tests/engine/test_equivalence.py")
+    dry = ("--dry-run",) if is_dry else ()
+    streams = (sys.executable, "bench_streams.py", *dry, "--out", str(out))
+    tests = (
+        "tests/engine/test_buffers.py",
+        "tests/model/test_recorded_cuda.py",
+        "tests/engine/test_equivalence.py",
+    )
     exact = _pytest("-m", "gpu", *tests, alone=False)
     return [
-        Step("ttft, 8B shape", (*ttft, "llama-3.1-8b"), 290, ENGINE_NEEDS, BENCHMARKS),
-        Step("ttft, 3B shape", (*ttft, "qwen2.5-3b"), 160, ENGINE_NEEDS, BENCHMARKS),
-        Step("exactness on CUDA", exact, 110, ENGINE_NEEDS),
+        Step("ttft, 8B shape", (*ttft, "llama-3.1-8b"), 240, ENGINE_NEEDS, BENCHMARKS),
+        Step("streams, 8B shape", streams, 130, ENGINE_NEEDS, BENCHMARKS),
+        Step("exactness on CUDA", exact, 120, ENGINE_NEEDS),
+        Step("ttft, 3B shape", (*ttft, "qwen2.5-3b"), 80, ENGINE_NEEDS, BENCHMARKS),
     ]
 
 

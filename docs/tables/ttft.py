@@ -90,6 +90,45 @@ def speed(result: Result) -> str:
     return table(["", "kvrag", "transformers", "ratio"], rows) + note + source(result, "speed.json")
 
 
+def cpu(result: Result) -> str:
+    """Set weights of fewer bits beside float32: times by the processor's clock, and divergence."""
+    rows = []
+    for kind, made in result["kinds"].items():
+        cells = []
+        for name in ("prefill", "step", "steps"):
+            own = statistics.median(cpu for _, cpu in made["times_s"][name]) * 1e3
+            ratio, low, high = made["sooner"][f"{name}_cpu"]
+            cells.append(f"{own:,.0f} ({ratio:.2f}×, {low:.2f} to {high:.2f})")
+        if kind == "float32":
+            cells = [cell.partition(" (")[0] for cell in cells]
+        rows.append(
+            [
+                kind,
+                *cells,
+                f"{made['load_s'][1]:.0f}",
+                f"{made['kl_mean']:.1e}",
+                f"{made['kl_max']:.1e}",
+            ]
+        )
+    walls = result["kinds"]["float16"]["sooner"]
+    rates = " and ".join(f"{rate / 1e9:.0f}" for rate in result["reading_bytes_per_s"])
+    note = "\nMilliseconds of processor time, medians of "
+    note += f"{len(made['times_s']['step'])} turns, with the median of the ratios to float32 and a 95% interval of their mean. "
+    note += f"Others computed on the machine (load {result['load_average'][0]:.1f} on {result['machine']['cores']} cores); "
+    note += "by the wall, float16's ratios are " + ", ".join(
+        f"{walls[f'{name}_wall'][0]:.1f}" for name in ("prefill", "step", "steps")
+    )
+    note += f". A float32 sum read {rates} GB/s before and after. KL: to float32's full prefill, {128} rows.\n"
+    header = [
+        "weights",
+        f"prefill of {result['prompt']} tokens",
+        "a step",
+        f"a step of {result['streams']} requests",
+    ]
+    header += ["load, s", "KL, mean", "largest"]
+    return table(header, rows) + note + source(result, "cpu.json")
+
+
 def memory(result: Result) -> str:
     """Peak memory of a request."""
     modes = result["requests"].items()
@@ -125,5 +164,6 @@ TABLES: Tables = {
     "ttft-short": ("ttft-qwen2.5-coder-0.5b.json", ttft_short),
     "auto": ("auto.json", auto),
     "speed": ("speed.json", speed),
+    "cpu": ("cpu.json", cpu),
     "memory": ("memory.json", memory),
 }

@@ -209,6 +209,8 @@ def rows_of(segments: Sequence[Segment]) -> torch.Tensor:
 
 def uploaded(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a tensor of the host on a device, without a wait for what the device has to do."""
+    if device.type != "cuda":
+        return x.to(device)
     return pinned(x, device).to(device, non_blocking=True)
 
 

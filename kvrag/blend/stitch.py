@@ -7,7 +7,7 @@ all segments in a single launch. Elsewhere, torch does so layer by layer.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import NamedTuple, cast
 
@@ -101,12 +101,12 @@ def stitch(
     computed = None
     if angles[0] and skip is not None and len(skip):
         computed = mask_of(skip.to(keys.device, non_blocking=True), layout.num_tokens)
-    stream = copy_stream(keys.device)
+    stream = copy_stream(keys.device) if keys.is_cuda else None
     if stream is not None:
         # Work that is queued may still use the memory of the buffer.
         stream.wait_stream(torch.cuda.current_stream(keys.device))
     arrivals = list[torch.cuda.Event]()
-    with held((*kvs, angles, computed), stream):
+    with nullcontext() if stream is None else held((*kvs, angles, computed), stream):
         for layers, turning in zip(runs, angles, strict=True):
             if turning is None:
                 _stitch_by_torch(buffer, segments, kvs, rotary)
@@ -114,10 +114,8 @@ def stitch(
                 moved = move(layers, segments, kvs, keys.device)
                 place(buffer, layers, segments, moved, turning, computed)
             if stream is not None:
-                own = buffer.events[layers.start : layers.stop]
-                arrivals += map(stream.record_event, own)
-                if not own:
-                    arrivals += [stream.record_event()] * len(layers)
+                own = map(stream.record_event, buffer.events[layers.start : layers.stop])
+                arrivals += [*own] or [stream.record_event()] * len(layers)
     buffer.arrivals = arrivals
 
 
@@ -138,8 +136,9 @@ def filling(buffer: KVBuffer) -> Iterator[None]:
             torch.cuda.current_stream(device).synchronize()
         raise
     finally:
+        if buffer.arrivals:
+            let_go()
         buffer.arrivals = buffer.events = ()
-        let_go()
 
 
 def ranges(buffer: KVBuffer) -> list[range]:

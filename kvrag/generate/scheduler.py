@@ -130,7 +130,7 @@ def room_for(
     """Reserve the KV of a request: its bytes, and ``slots`` of the pool if there is one."""
     lm = loaded.lm
     pool = None
-    if not isinstance(lm, PlainLM):
+    if not isinstance(lm, PlainLM) and (lm.recorded or lm.device.type == "cuda"):
         pool = pool_of(lm)
         if lm.recorded is not None:
             lm.recorded.hold_for(loaded.fingerprint)

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import chain, filterfalse
-from operator import attrgetter, call, is_
+from operator import attrgetter, call, is_, methodcaller
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ from kvrag.identity.describe import (
     tokenizer_digest,
 )
 from kvrag.identity.fingerprint import ModelIdentity, digest
-from kvrag.identity.weights import content_digest, is_packed, leaves, raw
+from kvrag.identity.weights import content_digest, leaves, raw
 
 logger = logging.getLogger(__name__)
 
@@ -232,7 +232,7 @@ class _Look:
     def __init__(self, tensors: Iterable[torch.Tensor], *notes: object, beside: Any = ()) -> None:
         plain = [*tensors]
         self._refs = [*map(weakref.ref, chain(plain, beside))]
-        if any(map(is_packed, set(map(type, plain)))):
+        if any([hasattr(kind, "__tensor_flatten__") for kind in set(map(type, plain))]):
             plain = [leaf for tensor in plain for _, leaf in leaves(tensor)]
         counted = filterfalse(torch.Tensor.is_inference, plain)
         places = map(torch.Tensor.data_ptr, plain)
@@ -261,7 +261,7 @@ def _look_at(model: torch.nn.Module, moving: set[str]) -> _Look:
 def _inside(modules: Iterable[Any], table: str, hidden: Collection[str]) -> list[Any]:
     """Return what modules have in one of their tables, but for some names."""
     filled = filter(None, map(attrgetter(table), modules))
-    items = chain.from_iterable(map(dict.items, filled))
+    items = chain.from_iterable(map(methodcaller("items"), filled))
     return [each for name, each in items if each is not None and name not in hidden]
 
 

@@ -164,8 +164,8 @@ def _name_file(fingerprint: str) -> Path:
     return cache_dir() / "models" / hashlib.sha256(fingerprint.encode()).hexdigest()
 
 
-def is_packed(tensor: object) -> bool:
-    """Whether a tensor (or its class) consists of several tensors, as quantised weights do."""
+def is_packed(tensor: torch.Tensor) -> bool:
+    """Whether a tensor consists of several tensors, as quantised weights do."""
     return hasattr(tensor, "__tensor_flatten__")
 
 

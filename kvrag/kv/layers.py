@@ -7,8 +7,8 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from operator import itemgetter
+from functools import partial
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import numpy as np
@@ -236,9 +236,11 @@ def own_kv(kv: ChunkKV, device: torch.device | str, *, copy: bool = False) -> Ch
     Parameters are those of :func:`together`. Raises ``MemoryError`` or ``RuntimeError``.
     """
     layers = list[LayerKV]()
-    for run in runs_alike([tuple(x.shape for x in layer.tensors) for layer in kv.layers]):
+    dtype = kv.layers[0].dtype
+    for run in runs_alike([(layer.keys.shape, layer.values.shape) for layer in kv.layers]):
         whole = together(kv.layers[run.start : run.stop], device, copy=copy)
-        layers += [whole.map(itemgetter(i)) for i in range(len(run))]
+        columns = [stack.unbind() for stack in whole.tensors]
+        layers += map(partial(layer_of, dtype), zip(*columns, strict=True))
     return ChunkKV(tuple(layers))
 
 
@@ -270,7 +272,8 @@ def together(
     tensors = [x for x in map(_as_one, columns) if x is not None]
     if len(tensors) < len(rows[0]):
         tensors = _gathered(rows, device)
-    return layer_of(layers[0].dtype, tensors)
+    scales = layers[0].scales
+    return layer_of(tensors[0].dtype if scales is None else scales.dtype, tensors)
 
 
 def _as_one(column: Sequence[torch.Tensor]) -> torch.Tensor | None:
@@ -305,7 +308,8 @@ def _gathered(rows: Sequence[Sequence[torch.Tensor]], device: torch.device) -> l
         whole = torch.frombuffer(BUFFERS.take(len(rows) * step), dtype=torch.uint8)
     else:
         whole = torch.empty(len(rows) * step, dtype=torch.uint8, device=device)
-    tensors = [x.contiguous() for row in rows for x in row]
+    # Mapped in C: a prompt has hundreds of tensors.
+    tensors = [*map(torch.Tensor.contiguous, chain.from_iterable(rows))]
     sizes = [x.nbytes for x in rows[0]] * len(rows)
     places = [start + offset for start in range(0, whole.numel(), step) for offset in offsets]
     for to, source in _stretches(tensors, sizes, places):
@@ -327,9 +331,10 @@ def _stretches(
 
     Tensors that are neighbours in the source and in the destination are merged.
     """
-    starts = [x.data_ptr() for x in tensors]
+    starts = [*map(torch.Tensor.data_ptr, tensors)]
+    count = len(starts)
     first = 0
-    while first < len(tensors):
+    while first < count:
         # Don't merge tensors of two memories that are neighbours by chance: the driver refuses a
         # copy that spans two pinned allocations.
         memory = tensors[first].untyped_storage()
@@ -339,7 +344,7 @@ def _stretches(
         end = begin + sizes[first]
         limit = memory.data_ptr() + memory.nbytes()
         while (
-            stop < len(tensors)
+            stop < count
             and (starts[stop], places[stop]) == (end, place + end - begin)
             and end + sizes[stop] <= limit
         ):

@@ -104,7 +104,7 @@ def ragged_attention(
         return F.scaled_dot_product_attention(whole, keys, values, **options)[
             :, :, limits.padding :, :width
         ]
-    by_way = _by_kernel if _has_kernel(query, values) else _by_blocks
+    by_way = _by_kernel if _has_kernel(query, values, limits) else _by_blocks
     return by_way(query, keys, values, limits, _Scores(scale, reach, softcap, sinks), mass)
 
 
@@ -201,12 +201,13 @@ def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return linear(a[0, 0], weight)[None, None]
 
 
-def _has_kernel(query: torch.Tensor, values: torch.Tensor) -> bool:
+def _has_kernel(query: torch.Tensor, values: torch.Tensor, limits: Limits) -> bool:
     """Whether a CUDA kernel computes this.
 
-    Single rows are left to torch's own kernels, which take them without a mask.
+    Single rows are left to torch's own kernels, which take them without a mask. In a recording,
+    they would need one.
     """
-    if not query.is_cuda or query.shape[2] == 1:
+    if not query.is_cuda or (query.shape[2] == 1 and not limits.is_fixed):
         return False
     import kvrag_kernels  # only where there is a CUDA device
 

@@ -21,7 +21,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedModel
 
 from kvrag.model.attention import UNDERSTOOD, Mass, ragged_attention, refuse_unknown
-from kvrag.model.linear import plain_forward
+from kvrag.model.linear import FORWARD, may_be_plain
 from kvrag.model.lock import ModelLock, text_config
 from kvrag.model.rows import EVERYTHING, KVBuffer, Limits, Reach, Rows
 from kvrag.runtime import EXITING, RUNTIME
@@ -32,7 +32,7 @@ EAGER = "eager"  # transformers' reference attention: the code of the modelling 
 MaskFunction = Callable[[int, int, torch.Tensor, torch.Tensor], torch.Tensor]
 """``(batch, head, query position, key position) -> visible``: transformers' form of a mask."""
 
-BeforeWrite = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+BeforeWrite = Callable[..., None]
 """``(layer, all keys, all values, fresh keys, fresh values)``: may change the buffers in place.
 
 Tensors are ``(1, H_kv, ·, D)``.
@@ -268,16 +268,19 @@ def switched(model: PreTrainedModel, what: Forward | str) -> Iterator[None]:
     config = text_config(model)
     own = RUNTIME.of(config, _Own)
     outer = _current.running
+    was_plain = FORWARD.is_plain
     # Else it is nested in another switch.
     if config._attn_implementation != ATTENTION:
         own.attention = config._attn_implementation or EAGER
         own.is_dense = isinstance(what, Forward) and what.is_dense
     config._attn_implementation = ATTENTION
     _current.running = what
+    FORWARD.is_plain = may_be_plain(model.device)
     try:
-        with evaluating(model), plain_forward(model.device):
+        with evaluating(model):
             yield
     finally:
+        FORWARD.is_plain = was_plain
         _current.running = outer
         if outer is None:
             config._attn_implementation = own.attention

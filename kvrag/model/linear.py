@@ -9,13 +9,14 @@ from __future__ import annotations
 import os
 import platform
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+
+from kvrag.errors import ConfigError
 
 WEIGHTS = "KVRAG_WEIGHTS"  # environment: float16 packs the weights of linear layers
 # Beyond so many rows, oneDNN is slower for many odd numbers than for the next multiple of 8.
@@ -36,13 +37,16 @@ class Linear(torch.nn.Linear):
 def use_own_products(model: torch.nn.Module) -> None:
     """Let the plain linear layers of a model multiply as :func:`linear`.
 
-    If the user asks for it, float32 weights on a CPU, without adapters, are packed in float16 and
-    multiply float32 rows by FBGEMM: a step of decoding reads half the bytes. A packed weight is an attribute of its
+    If the user asks for it, float32 weights on a CPU are packed in float16 and multiply float32
+    rows by FBGEMM: a step of decoding reads half the bytes. A packed weight is an attribute of its
     parameter, which is empty. So the model's identity finds it there, and whoever reads or changes
-    the parameter's values gets an error. Raises ``RuntimeError`` where torch has no FBGEMM.
+    the parameter's values gets an error. Raises ``ConfigError`` if they can't be packed so.
     """
+    given = os.environ.get(WEIGHTS)
+    if given and (given != "float16" or "fbgemm" not in torch.backends.quantized.supported_engines):
+        raise ConfigError(f"{WEIGHTS} is {given!r}; set it to float16 on x86-64, or unset it")
     # Adapters are identified by their parameters.
-    is_asked = os.environ.get(WEIGHTS) == "float16" and not getattr(model, "peft_config", None)
+    is_asked = given and not getattr(model, "peft_config", None)
     for module in model.modules():
         if type(module) is torch.nn.Linear:
             module.__class__ = Linear
@@ -62,7 +66,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     oneDNN takes float32 on a CPU, without gradients or autocast.
     """
     is_plain = weight.dtype is x.dtype is torch.float32 and type(weight) in _PLAIN
-    if not is_plain or not (_FORWARD.is_plain or _may_be_plain(x.device)):
+    if not is_plain or not (FORWARD.is_plain or may_be_plain(x.device)):
         return F.linear(x, weight, bias)
     rows = x.shape[:-1].numel()
     spare = -rows % 8 if rows > MAX_ODD_ROWS else 0
@@ -75,22 +79,11 @@ class _Forward(threading.local):
     is_plain = False
 
 
-_FORWARD = _Forward()
-"""Whether this thread is in a forward whose products oneDNN may take, so that none has to ask."""
+FORWARD = _Forward()
+"""Forward of this thread: whether oneDNN may take its products, so that none of them has to ask."""
 
 
-@contextmanager
-def plain_forward(device: torch.device) -> Iterator[None]:
-    """Look once, for all products of a forward, whether oneDNN may take them."""
-    before = _FORWARD.is_plain
-    _FORWARD.is_plain = _may_be_plain(device)
-    try:
-        yield
-    finally:
-        _FORWARD.is_plain = before
-
-
-def _may_be_plain(device: torch.device) -> bool:
+def may_be_plain(device: torch.device) -> bool:
     """Whether oneDNN may multiply; torch's compiler knows it for constant weights alone."""
     return (
         not torch.compiler.is_compiling()

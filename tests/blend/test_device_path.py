@@ -11,6 +11,8 @@ from texts import make_chunks
 from kvrag import Chunk, KVRagEngine, RepairConfig
 from kvrag.blend import stitch
 from kvrag.blend.repair import probed_layers
+from kvrag.model.attention import ragged_attention
+from kvrag.model.rows import Limits
 
 CHUNKS = make_chunks(6, words=60, seed=23)
 PROMPT = [
@@ -228,3 +230,14 @@ def test_a_layer_costs_one_launch_of_attention_a_forward(engine, device):
     assert len(kinds(device, "launch: probe_mass")) == len(probed)
     assert len(kinds(device, "launch: ragged_plan")) == 3
     assert len(kinds(device, "launch: ragged_attention")) == probed.stop + layers - 1
+
+
+@pytest.mark.parametrize("is_fixed", [False, True])
+def test_a_single_row_takes_the_kernel_in_a_recording_alone(device, is_fixed):
+    """There torch would need a mask of all slots."""
+    with device:
+        query = torch.zeros(1, 4, 1, 16, device="cuda")
+        keys = torch.zeros(1, 2, 9, 16, device="cuda")
+        limits = Limits(torch.tensor([5], device="cuda"), 9, is_fixed=is_fixed)
+        ragged_attention(query, keys, keys, limits, scale=1.0)
+    assert len(kinds(device, "launch: ragged_attention")) == is_fixed

@@ -370,7 +370,7 @@ def test_requests_shift_by_what_their_question_reads(engine_of, monkeypatch, str
     engine, found, of = engine_of("llama"), [], RowCovariance.of
     texts = make_chunks(3, words=60, seed=5)
     engine.precompute(texts)
-    monkeypatch.setattr(RowCovariance, "of", lambda *args: found.append(args[2]) or of(*args))
+    monkeypatch.setattr(RowCovariance, "of", lambda *args, **_: found.append(args[2]) or of(*args))
     prompt = [{"role": "user", "content": "\n\n".join([texts[2], texts[0], texts[1], "Who?"])}]
     result = engine.prefill(
         prompt, mode="stitch", repair=RepairConfig(strategy=strategy, recompute_ratio=0.2)

@@ -7,7 +7,7 @@ from kit import assert_reuse_is_exact
 from quantised_kit import save_base
 from transformers import AutoModelForCausalLM
 
-from kvrag import KVRagEngine
+from kvrag import ConfigError, KVRagEngine
 from kvrag.identity.model import weights_digest
 from kvrag.model import load as loading
 from kvrag.model.linear import WEIGHTS, use_own_products
@@ -68,7 +68,7 @@ def test_a_small_bfloat16_is_off_by_the_stated_step(asked):
 
 
 def test_others_stay(asked, monkeypatch):
-    """Weights of another dtype, and all weights unless the user asks by the known name."""
+    """Weights of another dtype, and all weights unless the user asks."""
     for dtype in (torch.float64, torch.bfloat16):
         module = layer(32, 8).to(dtype)
         use_own_products(module)
@@ -77,11 +77,10 @@ def test_others_stay(asked, monkeypatch):
     adapted.peft_config = {"default": None}  # adapters are identified by their parameters
     use_own_products(adapted)
     assert adapted[0].weight.shape == (8, 32)
-    for value in ("", "int3"):
-        monkeypatch.setenv(WEIGHTS, value)
-        module = layer(32, 8)
-        use_own_products(module)
-        assert module[0].weight.shape == (8, 32)
+    monkeypatch.setenv(WEIGHTS, "")
+    module = layer(32, 8)
+    use_own_products(module)
+    assert module[0].weight.shape == (8, 32)
 
 
 def test_changes_that_would_be_lost_are_errors(asked):
@@ -127,3 +126,10 @@ def test_packed_weights_are_a_part_of_the_digest_in_memory(asked):
     for module in (first, second, third):
         use_own_products(module)
     assert weights_digest(first) == weights_digest(second) != weights_digest(third)
+
+
+def test_an_unknown_type_is_refused_in_a_sentence(monkeypatch, rounded_dir):
+    monkeypatch.setattr(loading, "_loaded", {})
+    monkeypatch.setenv(WEIGHTS, "int3")
+    with pytest.raises(ConfigError, match="KVRAG_WEIGHTS is 'int3'; set it to float16 on x86-64"):
+        load(ModelSource(rounded_dir))

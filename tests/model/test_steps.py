@@ -54,7 +54,7 @@ SHARED = [name for name in sorted(TINY) if lm_of(name).can_share_forwards]
 
 
 @pytest.mark.parametrize("name", SHARED)
-def test_recorded_steps_give_the_same_logits(name):
+def test_recorded_forwards_give_the_same_logits(name):
     model = recorded(name)
     want = answered(lm_of(name), lm_of(name).buffer(80))
     for kv in (buffer_of(model, 80), buffer_of(model, 80)):  # the second is not at the first slot

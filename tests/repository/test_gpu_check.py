@@ -223,6 +223,20 @@ def test_a_dry_run_goes_through_every_part_and_says_that_nothing_was_measured(tm
     )
 
 
+def test_a_dry_run_of_the_streams_has_every_part(tmp_path):
+    """Launched and replayed, and without a failure; it is no measurement."""
+    assert gpu_check.main(["b", "--dry-run", "--out", str(tmp_path), "--only", "streams"]) == 0
+    result = json.loads((tmp_path / "streams-llama-3.1-8b-cpu.json").read_text())
+    assert result["measured"] is False
+    assert [row["streams"] for row in result["streams"]] == [1, 3]
+    assert len(result["at_once"][0]["each_ms"]) == 3
+    assert all(
+        row["replayed_ms"] and row["launched_ms"] for row in result["forwards"] + result["steps"]
+    )
+    assert result["pool"]["recordings"] > 0
+    assert result["pool"]["taken"] == 0
+
+
 def test_a_dry_run_of_the_kernels_benchmark_has_every_part(tmp_path):
     command = [sys.executable, "bench_kernels.py", "--dry-run", "--out", str(tmp_path)]
     subprocess.run(command, cwd=ROOT / "benchmarks", capture_output=True, text=True, check=True)

@@ -99,7 +99,7 @@ LARGER_ROOMS: dict[str, int] = {
 """Rooms that may hold more files than :data:`ROOM_FILES`."""
 
 KNOWN: dict[str, dict[str, float] | set[str]] = {
-    "totals": {"files of kvrag": 154, "nodes of kvrag": 223_200, "nodes of kvrag/store": 28_800},
+    "totals": {"files of kvrag": 154, "nodes of kvrag": 222_700, "nodes of kvrag/store": 28_800},
     "large files": {
         "kvrag/blend/cost.py": 2_950,
         "kvrag/cli/store.py": 2_800,
@@ -132,6 +132,7 @@ KNOWN: dict[str, dict[str, float] | set[str]] = {
         "kvrag/model/traits.py::find_traits": 440,
         "kvrag/server/completions.py::_events": 440,
     },
+    "style": {"nodes per code line": 9.1},
     "undrawn rooms": {"testing"},
 }
 """Violations so far. The table goes when it is empty."""

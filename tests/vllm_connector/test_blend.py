@@ -348,6 +348,7 @@ def blender(connector, setting):
     blending = importlib.import_module("vllm_kvrag.blending")
     layers = {i: Layer(2, 16) for i in range(setting.engine.loaded.reusable.depth)}
     made = blending.Blender(setting.engine, layers, BLOCK)
+    assert setting.engine.loaded.reusable.records is False, "the device's memory is vLLM's"
     yield made
     made.close()
     assert not any(thread.is_alive() for thread in made._threads)

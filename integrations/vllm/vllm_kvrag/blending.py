@@ -77,6 +77,7 @@ class Blender:
 
     def __init__(self, engine: KVRagEngine, layers: Mapping[int, Any], block_size: int) -> None:
         self.engine = engine
+        engine.loaded.reusable.records = False  # the device's memory is vLLM's: no pool
         # Measured once: beside vLLM's steps, a prompt's own times say little.
         self.costs = CostModel(engine.loaded)
         self._layers = layers
