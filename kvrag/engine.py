@@ -857,7 +857,12 @@ class KVRagEngine:
             extra["histories"] = self._query_side.histories.stats()
         extra |= pool_stats(self._loaded)
         tiers = {name: Figures(asdict(tier)) for name, tier in self.store.stats().items()}
-        return {**self._stats.snapshot(), **extra, "load": self.load._asdict(), "store": tiers}
+        return {
+            **self._stats.snapshot(),
+            **extra,
+            "load": self.load._asdict(),
+            "store": tiers,
+        }
 
     @property
     def load(self) -> Load:

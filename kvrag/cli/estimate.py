@@ -57,7 +57,13 @@ def estimate(
     per_token = arithmetic.kept_bytes_per_token(
         shape, kept, chunk_tokens=round(tokens / counted["chunks"]), dtype=name
     )
-    about = {"model": model, **asdict(shape), "dtype": name, "kv_dtype": kept, "corpus": counted}
+    about = {
+        "model": model,
+        **asdict(shape),
+        "dtype": name,
+        "kv_dtype": kept,
+        "corpus": counted,
+    }
     about |= {"bytes_per_token": per_token, "corpus_bytes": round(per_token * tokens)}
     sizes = facts(f"KV of {model}", _size_rows(shape, name, kept, per_token, counted))
     show(about, sizes, as_json=as_json)

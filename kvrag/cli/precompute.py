@@ -95,7 +95,14 @@ def precompute(
     if ray:
         options = engine_options(engine, limits=limits)
         chunks = split(_counter(options))
-        done = _on_ray(chunks, options, run, workers, report, is_quiet=as_json)
+        done = _on_ray(
+            chunks,
+            options,
+            run,
+            workers,
+            report,
+            is_quiet=as_json,
+        )
     else:
         with closing(open_engine(engine, limits=limits)) as opened:
             encoder = opened.loaded.encoder

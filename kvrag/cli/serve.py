@@ -130,7 +130,14 @@ def serve(
     given = _of_server(ctx.params)
     if ray:
         options = engine_options(engine, repair=repair, limits=limits)
-        _on_ray(options, given, host, port, replicas or "1", log_format)
+        _on_ray(
+            options,
+            given,
+            host,
+            port,
+            replicas or "1",
+            log_format,
+        )
         return
     if replicas is not None:
         raise ConfigError("--replicas has no effect without --ray; pass it, or leave it out")

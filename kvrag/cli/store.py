@@ -115,7 +115,12 @@ def _existing_store(kv_dir: str, **options: Any) -> Iterator[TieredStore]:
     _check_is_store(kv_dir)
     from kvrag.store import open_store
 
-    limits = {"ram_bytes": 0, "min_free_bytes": 0, **options, **store_options(kv_dir)}
+    limits = {
+        "ram_bytes": 0,
+        "min_free_bytes": 0,
+        **options,
+        **store_options(kv_dir),
+    }
     with closing(open_store(kv_dir, StoreConfig(**limits))) as store:
         yield store
 

@@ -52,7 +52,14 @@ class Lookup:
 
     def identity(self, ids: TokenIds, prefix: str, context: str = "") -> ChunkIdentity:
         """Return the identity of a chunk behind a prefix and a context."""
-        return ChunkIdentity(self.model, self.namespace, prefix, ids, self.kv_dtype, context)
+        return ChunkIdentity(
+            self.model,
+            self.namespace,
+            prefix,
+            ids,
+            self.kv_dtype,
+            context,
+        )
 
     def known(self, identities: Iterable[ChunkIdentity]) -> set[ChunkIdentity]:
         """Return the identities that have stored KV."""

@@ -129,7 +129,14 @@ def plan_ids(
     prompt = DecodedIds(ids, encoder)
     bos = tuple(encoder.bos_ids)
     named = max([bos, *prefixes], key=lambda each: common(each, prompt.ids))
-    finder = _Finder(prompt, encoder, scanner, lookup, min_chunk_tokens, named)
+    finder = _Finder(
+        prompt,
+        encoder,
+        scanner,
+        lookup,
+        min_chunk_tokens,
+        named,
+    )
     places = finder.places()
     if named == bos or not finder.begins_with(named):
         first = places[0].start if places else len(prompt.text)

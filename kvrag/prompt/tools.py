@@ -154,7 +154,12 @@ _CALL = {
 _ASKED: tuple[Message, ...] = ({"role": "user", "content": "probe"},)
 _CALLED: tuple[Message, ...] = (
     {"role": "assistant", "content": "", "tool_calls": [_CALL]},
-    {"role": "tool", "name": "probe_call", "tool_call_id": "probe0001", "content": "probe_result"},
+    {
+        "role": "tool",
+        "name": "probe_call",
+        "tool_call_id": "probe0001",
+        "content": "probe_result",
+    },
 )
 
 Render = Callable[[Sequence[Message], Tools], str]

@@ -144,8 +144,18 @@ async def metrics(request: Request) -> Response:
 def _model_object(service: Service) -> dict[str, Any]:
     """Describe the model as OpenAI does, and its context window as vLLM does."""
     window = service.engine.loaded.lm.context_window
-    card = {"id": service.name, "object": "model", "created": service.created, "owned_by": "kvrag"}
-    return {**card, "root": service.name, "parent": None, "max_model_len": window}
+    card = {
+        "id": service.name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "kvrag",
+    }
+    return {
+        **card,
+        "root": service.name,
+        "parent": None,
+        "max_model_len": window,
+    }
 
 
 async def models(request: Request) -> dict[str, Any]:

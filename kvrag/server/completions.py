@@ -127,13 +127,28 @@ async def _complete(
         ]
         made = [results[index] for index in sorted(results)]
         usage = usage_of(made, body.n, tokenizer if body.kvrag.trace else None)
-        return JSONResponse({**head, "object": shape.object, "choices": choices, **usage})
+        return JSONResponse(
+            {
+                **head,
+                "object": shape.object,
+                "choices": choices,
+                **usage,
+            }
+        )
     first: asyncio.Task[Piece] = asyncio.create_task(pieces.asend(None))
     await unless_gone(request, first, PATIENCE_S)
     if first.done():
         first.result()  # an error before the first byte has a status of its own
     logprobs = LogprobStream(service.engine.tokenizer, is_chat=shape.is_chat, echo=echo)
-    events = _events(shape, body, head, first, pieces, logprobs, record)
+    events = _events(
+        shape,
+        body,
+        head,
+        first,
+        pieces,
+        logprobs,
+        record,
+    )
     return EventSourceResponse(
         events,
         ping=PING_S,
@@ -312,7 +327,15 @@ async def _events(
     def event(choices: list[dict[str, Any]], **more: Any) -> ServerSentEvent:
         usage = {"usage": None} if wants_usage else {}
         return ServerSentEvent(
-            json.dumps({**head, "object": kind, "choices": choices, **usage, **more})
+            json.dumps(
+                {
+                    **head,
+                    "object": kind,
+                    "choices": choices,
+                    **usage,
+                    **more,
+                }
+            )
         )
 
     begun = set()

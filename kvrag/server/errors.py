@@ -90,7 +90,12 @@ class APIError(Exception):
             self.status, "server_error" if self.status >= 500 else "invalid_request_error"
         )
         return {
-            "error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+            "error": {
+                "message": str(self),
+                "type": kind,
+                "param": self.param,
+                "code": self.code,
+            }
         }
 
     @property

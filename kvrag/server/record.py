@@ -111,7 +111,12 @@ class JsonLines(logging.Formatter):
         if record.exc_info:
             fields = {**fields, "traceback": self.formatException(record.exc_info)}
         return json.dumps(
-            {"time": when, "level": record.levelname.lower(), "logger": record.name, **fields}
+            {
+                "time": when,
+                "level": record.levelname.lower(),
+                "logger": record.name,
+                **fields,
+            }
         )
 
 

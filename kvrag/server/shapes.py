@@ -35,9 +35,19 @@ class Shape:
         if self.is_chat:
             calls = {"tool_calls": calls_of(result)} if result.tool_calls else {}
             content = None if calls and not result.text else result.text
-            message = {"role": "assistant", "content": content, "refusal": None, **calls}
+            message = {
+                "role": "assistant",
+                "content": content,
+                "refusal": None,
+                **calls,
+            }
             own = {"message": message | _thought(result.reasoning_content)}
-        return {"index": index, **own, "logprobs": logprobs, "finish_reason": result.finish_reason}
+        return {
+            "index": index,
+            **own,
+            "logprobs": logprobs,
+            "finish_reason": result.finish_reason,
+        }
 
     def delta(
         self,
@@ -53,7 +63,12 @@ class Shape:
         elif self.is_chat:
             thought = _thought(getattr(text, "reasoning_content", None))
             own = {"delta": thought | ({"content": text} if text else {})}
-        return {"index": index, **own, "logprobs": logprobs, "finish_reason": finish_reason}
+        return {
+            "index": index,
+            **own,
+            "logprobs": logprobs,
+            "finish_reason": finish_reason,
+        }
 
 
 def _thought(text: str | None) -> dict[str, str]:

@@ -142,7 +142,14 @@ class MemoryTier:
             else:
                 gone = None
         if gone is not None:
-            emit(self.listeners, self.name, [key], reason, len(identity.token_ids), num_bytes)
+            emit(
+                self.listeners,
+                self.name,
+                [key],
+                reason,
+                len(identity.token_ids),
+                num_bytes,
+            )
             emit(self.listeners, self.name, gone, "evicted")
         return given
 

@@ -125,7 +125,14 @@ def open_store(kv_dir: str | os.PathLike[str] | None, config: StoreConfig) -> Ti
         )
     if kv_dir is None:
         catalog = Catalog(None, keys, may_have_blobs=lambda: False)
-        return TieredStore([], MemoryBlobs(), catalog, config, keys=keys, budget=Budget(ram))
+        return TieredStore(
+            [],
+            MemoryBlobs(),
+            catalog,
+            config,
+            keys=keys,
+            budget=Budget(ram),
+        )
     if is_shared:
         return _open_shared(kv_dir, config, keys, MemoryTier(ram))
     root = Path(absolute(kv_dir))
@@ -189,7 +196,14 @@ def _open_shared(
         return host, blobs, Catalog(None, keys, read_only=config.read_only, rows=rows)
 
     host, blobs, catalog = _join(key, open_parts)
-    return TieredStore([host], blobs, catalog, config, keys=keys, is_last=partial(_leave, key))
+    return TieredStore(
+        [host],
+        blobs,
+        catalog,
+        config,
+        keys=keys,
+        is_last=partial(_leave, key),
+    )
 
 
 def _rows(url: str, catalog: str | None, keys: Keys) -> Callable[..., CatalogRows] | None:

@@ -119,7 +119,14 @@ class RedisBlobs(Blobs):
     def write(self, key: ChunkKey, parts: Iterable[Bytes]) -> int:
         """Set a string unless it exists."""
         data = b"".join(parts)
-        if self._call("SET", key, data, "NX", "PX", int(KEPT_S * 1000)):
+        if self._call(
+            "SET",
+            key,
+            data,
+            "NX",
+            "PX",
+            int(KEPT_S * 1000),
+        ):
             return len(data)
         return 0
 

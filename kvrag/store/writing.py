@@ -177,7 +177,14 @@ class StoreWriter(Reader):
             if retention.duration_s is not None:
                 with suppress(OSError):
                     self.blobs.expire(record.key, retention.duration_s)
-        emit(self.listeners, self.name, [record.key], reason, record.num_tokens, record.num_bytes)
+        emit(
+            self.listeners,
+            self.name,
+            [record.key],
+            reason,
+            record.num_tokens,
+            record.num_bytes,
+        )
         if self.name != "host":
             for tier, epoch in epochs[-1:]:  # the host tier
                 tier.keep(identity, kv, usage, epoch=epoch, reason="put")
@@ -228,7 +235,14 @@ class StoreWriter(Reader):
             return revision is None
         is_stored = bool(self.catalog.confirm({key: revision or 0}))
         if is_stored:
-            emit(self.listeners, self.name, [key], "adopted", record.num_tokens, record.num_bytes)
+            emit(
+                self.listeners,
+                self.name,
+                [key],
+                "adopted",
+                record.num_tokens,
+                record.num_bytes,
+            )
         return is_stored
 
     def register(self, namespace: str, texts: Iterable[tuple[str | None, TextEntry]]) -> None:

@@ -30,7 +30,12 @@ _COMMON: dict[str, Any] = {
     "pad_token_id": 0,
 }
 
-_LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
 _YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -179,7 +184,12 @@ TINY: dict[str, dict[str, Any]] = {
         "laurel_rank": 8,
         "final_logit_softcapping": 30.0,
     },
-    "gemma4_text": {**_SHARED, **_GEMMA4, "layer_types": _SHARING, "use_double_wide_mlp": True},
+    "gemma4_text": {
+        **_SHARED,
+        **_GEMMA4,
+        "layer_types": _SHARING,
+        "use_double_wide_mlp": True,
+    },
     "gemma4-key-values": {"model_type": "gemma4_text", **_GEMMA4, **_KEYS_AS_VALUES},
     "gemma4-experts": {
         "model_type": "gemma4_text",
@@ -217,7 +227,12 @@ TINY: dict[str, dict[str, Any]] = {
     "gpt_oss": {
         **_LOCAL_EXPERTS,
         "sliding_window": 48,
-        "rope_parameters": {**_YARN, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+        "rope_parameters": {
+            **_YARN,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+        },
     },
     "llama4_text": _LLAMA4,
     "ernie4_5_moe": {
@@ -311,7 +326,12 @@ TINY: dict[str, dict[str, Any]] = {
     },
     "gemma4": {
         **_IMAGE,
-        "text_config": {**_SHARED, **_GEMMA4, "layer_types": _SHARING, "use_double_wide_mlp": True},
+        "text_config": {
+            **_SHARED,
+            **_GEMMA4,
+            "layer_types": _SHARING,
+            "use_double_wide_mlp": True,
+        },
         "vision_config": {**_TOWER, "num_key_value_heads": 2, "head_dim": 16},
         "audio_config": None,
     },
