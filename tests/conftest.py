@@ -95,6 +95,7 @@ SPREAD = {
     "model/test_flash.py::test_logits_are_those_of_torch": 2,
     "repository/test_gpu_check.py::test_a_dry_run_goes_through_every_part_and_says_that_nothing_was_measured": 0,
     "repository/test_gpu_check.py::test_a_dry_run_of_the_kernels_benchmark_has_every_part": 0,
+    "repository/test_gpu_check.py::test_a_dry_run_of_the_streams_has_every_part": 0,
     "repository/test_gpu_check.py::test_a_machine_without_kvrags_own_packages_can_run_all_of_it": 0,
     "generate/test_beginnings.py::test_another_question_over_the_same_documents_computes_the_question": 4,
     "generate/test_histories.py::test_a_chat_is_answered_as_without": 4,

@@ -5,6 +5,7 @@ they give every slot back.
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,10 +13,11 @@ from fake_cuda import FakeCuda, install, move
 from kit import at_once, lm_of, raising, settle
 from texts import make_chunks
 
+import kvrag_kernels
 from kvrag import Chunk, KVRagEngine, RepairConfig
 from kvrag.blend import prefill
 from kvrag.model import CausalLM
-from kvrag.testing.models import TINY, tiny_model
+from kvrag.testing.models import tiny_model
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -207,12 +209,29 @@ def test_recorded_requests_of_other_models_are_launched_ones(engine_of, name):
     assert_same(engine, requests, lambda options: engine.prefill(PROMPT, **options))
 
 
-@pytest.mark.parametrize(
-    "name", sorted(set(TINY) - {name for name in TINY if lm_of(name).can_share_forwards})
-)
-def test_models_that_cannot_share_forwards_have_no_pool(name):
-    assert not lm_of(name).can_record
-    assert lm_of(name).pool() is None
+RECORDED = {"llama": True, "mistral": True, "gpt_oss": True}
+RECORDED |= dict.fromkeys(("bloom", "llama4_text", "jetmoe", "phi3-longrope", "deepseek_v3"), False)
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_which_models_have_a_pool_on_a_device(name, monkeypatch):
+    """Those that share forwards, where a kernel attends in all layers; none where the pool has no share."""
+    lm = lm_of(name)
+    stand_in = SimpleNamespace(
+        device=torch.device("cuda"),
+        dtype=torch.bfloat16,
+        can_share_forwards=lm.can_share_forwards,
+        traits=lm.traits,
+    )
+
+    def can_record(tier: str, share: str = "0.5") -> bool:
+        monkeypatch.setattr(kvrag_kernels, "tier", lambda *_: tier)
+        monkeypatch.setenv("KVRAG_POOL_SHARE", share)
+        return CausalLM.can_record.func(stand_in)
+
+    assert can_record("mma") is RECORDED[name]
+    assert not can_record("torch")
+    assert not can_record("mma", "0")
 
 
 def test_on_a_device_replays_neither_wait_nor_copy(engine, monkeypatch):
