@@ -54,7 +54,7 @@ def _times(run: Result) -> list[str]:
 
 
 def host(result: Result) -> str:
-    """Set what a request costs the host before recordings and now: counts, and the least time of all repeats."""
+    """Set what a request costs the host before recordings and now: counts, and the least times."""
     before = read("host-first.json")
 
     def least(of: Result, stage: str) -> str:
@@ -67,8 +67,8 @@ def host(result: Result) -> str:
     calls = [f"{of['python']['calls']:,}" for of in (before, result)]
     rows = [
         ["calls of Python, on a CPU", *calls],
-        ["milliseconds on a CPU, the least", least(before, "total"), least(result, "total")],
-        ["of them planning", least(before, "plan"), least(result, "plan")],
+        ["CPU time, ms, the least", least(before, "CPU time"), least(result, "CPU time")],
+        ["planning, ms, the least", least(before, "plan"), least(result, "plan")],
         ["launches, without recordings", *counts("launches")],
         ["copies", *counts("copies")],
         ["waits of the host", *counts("waits")],
