@@ -33,7 +33,8 @@ from common import RESULTS, machine, parser, write_result
 from kvrag import KVRagEngine
 from kvrag.model import CausalLM
 from kvrag.model.rows import Rows
-from kvrag.model.steps import BUCKETS, LONGEST, Piece
+from kvrag.model.shared import BUCKETS, LONGEST, Portion
+from kvrag.model.steps import pool_of, scratch
 
 SHAPE = "llama-3.1-8b"
 
@@ -137,13 +138,13 @@ def forward_of(lm: CausalLM, keys: int, count: int, repeats: int) -> dict[str, A
     rows = torch.cat([rows, torch.tensor([keys - 1])])
     ids = torch.randint(min(1000, lm.vocab_size), (count,), generator=generator)
     found: dict[str, Any] = {"keys": keys, "rows": count}
-    with lm.scratch(keys) as kv:
+    with scratch(lm, keys) as kv:
         if kv.start is None:
             return found | {"failed": "the pool has no room for so many keys"}
         for sides in kv.layers:
             for side in sides:
                 side.normal_()
-        piece = Piece(ids, Rows.at(rows), kv, 1)
+        piece = Portion(ids, Rows.at(rows), kv, 1)
         replayed = timed(lambda: lm.forward(ids, Rows.at(rows), kv), repeats)
         launched = timed(lambda: lm.launch(piece), repeats)
     return found | {"replayed_ms": replayed, "launched_ms": launched}
@@ -155,11 +156,11 @@ def step_of(lm: CausalLM, keys: int, count: int, repeats: int) -> dict[str, Any]
     assert lm.recorded is not None
     found: dict[str, Any] = {"keys": keys, "requests": count}
     with ExitStack() as held:
-        kvs = [held.enter_context(lm.scratch(keys)) for _ in range(count)]
+        kvs = [held.enter_context(scratch(lm, keys)) for _ in range(count)]
         if any(kv.start is None for kv in kvs):
             return found | {"failed": "the pool has no room for so many requests"}
         rows = Rows.at(torch.tensor([keys - 1]))
-        pieces = [Piece(torch.tensor([7]), rows, kv, 1) for kv in kvs]
+        pieces = [Portion(torch.tensor([7]), rows, kv, 1) for kv in kvs]
         replayed = timed(partial(lm.recorded.compute, pieces), repeats)
         launched = timed(lambda: [lm.launch(piece) for piece in pieces], repeats)
     return found | {"replayed_ms": replayed, "launched_ms": launched}
@@ -176,7 +177,7 @@ def measure(
             tier.release()  # what is read from the disk lands in pinned memory, what was put may not
         lm = engine.loaded.reusable
         if torch.cuda.is_available():
-            lm.pool()
+            pool_of(lm)
         else:  # to check this script: replays compute
             lm.record(DRY_SLOTS, record=lambda compute: compute)
         most = 2 * (repeats + 1) * (sum(sizes.streams) + sizes.at_once + 1)

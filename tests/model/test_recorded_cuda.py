@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
 from kvrag import Chunk, KVRagEngine, RepairConfig
 from kvrag.model import CausalLM
 from kvrag.model.rows import Rows
-from kvrag.model.steps import BUCKETS, Piece
+from kvrag.model.shared import BUCKETS, Portion
+from kvrag.model.steps import pool_of, scratch
 from kvrag.testing.models import random_model
 
 pytestmark = [
@@ -106,9 +107,9 @@ def test_each_number_of_rows_is_recorded(name):
         ids = torch.randint(5, 200, (size,), generator=generator)
         rows = Rows.span(0, size)
         want = exact.forward(ids, rows, exact.buffer(size))[0]
-        launched = lm.launch(Piece(ids, rows, lm.buffer(size), 1))[0]
+        launched = lm.launch(Portion(ids, rows, lm.buffer(size), 1))[0]
         for _ in range(2):
-            with lm.scratch(size) as kv:
+            with scratch(lm, size) as kv:
                 assert kv.start is not None
                 got = lm.forward(ids, rows, kv)[0]
             assert float((got - launched).abs().max()) < bound_of(launched, want), size
@@ -129,9 +130,9 @@ def test_next_rows_of_requests_share_a_graph():
         for model, buffer in ((lm, kv), (lm, own), (exact, plain)):
             model.forward(ids, Rows.span(0, len(ids)), buffer)
         rows, token = Rows.span(len(ids), len(ids) + 1), torch.tensor([7])
-        pieces.append(Piece(token, rows, kv, 1))
+        pieces.append(Portion(token, rows, kv, 1))
         want.append(exact.forward(token, rows, plain)[0])
-        launched.append(lm.launch(Piece(token, rows, own, 1))[0])
+        launched.append(lm.launch(Portion(token, rows, own, 1))[0])
     for _ in range(2):  # recorded, and replayed
         for (got, _), exactly, alone in zip(
             lm.recorded.compute(pieces), want, launched, strict=True
@@ -141,5 +142,5 @@ def test_next_rows_of_requests_share_a_graph():
 
 def test_float32_is_launched():
     lm = CausalLM(model_of("llama", torch.float32))
-    assert not lm.can_record
-    assert lm.pool() is None
+    assert pool_of(lm) is None
+    assert lm.records is False
