@@ -359,6 +359,7 @@ def _in_window(
     """Prefill a prompt that is longer than the context window, with a sliding window."""
     ids = torch.tensor(plan.token_ids)
     window = SlidingWindow(model, buffer)
+    buffer.events = ()  # nothing is stitched
     with clock.stage("prefill"):
         logits = window.prefill(ids, cancel).cpu()
     made: tuple[tuple[Source, int], ...] = (("computed", len(ids)),)

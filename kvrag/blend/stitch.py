@@ -95,7 +95,7 @@ def stitch(
     runs = ranges(buffer)
     angles: Sequence[Angles | None] = ()
     if segments and _has_kernel(buffer, rotary) and _is_uniform(buffer, segments, kvs):
-        angles = _angles(rotary, runs)
+        angles = _angles(rotary, runs, layout.num_tokens)
     if not angles:
         runs, angles = [range(len(buffer.layers))], [None]
     computed = None
@@ -315,14 +315,16 @@ def _is_uniform(buffer: KVBuffer, segments: Sequence[Segment], kvs: Sequence[Chu
     return not odd and len(kinds) == 1 and kinds <= {(each, each) for each in known}
 
 
-def _angles(rotary: Rotations, runs: Sequence[range]) -> list[Angles]:
+def _angles(rotary: Rotations, runs: Sequence[range], count: int) -> list[Angles]:
     """Return the angles of a prompt's positions for each run of layers.
 
     Empty if no layer rotates, or if a rotation is not of pairs, or if the tables of a run differ
     in shape or pairing.
     """
     tables = {id(table): table for table in rotary if table.width}
-    pairs = {name: pair for name, table in tables.items() if (pair := table.pairs()) is not None}
+    pairs = {
+        name: pair for name, table in tables.items() if (pair := table.pairs(count)) is not None
+    }
     if not pairs or len(pairs) < len(tables):
         return []
     stacked: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}

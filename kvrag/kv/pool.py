@@ -96,7 +96,7 @@ class KVPool:
 
         A hidden key weighs nothing only if it is finite, so rows of earlier requests are cleared.
         """
-        own = slice(run.start, run.start + capacity)
         for stack in self._stacks.values():
-            stack[..., own, :] = 0
+            stack[..., run.start : run.stop, :] = 0
+        own = slice(run.start, run.start + capacity)
         return [(keys[:, :, own], values[:, :, own]) for keys, values in self.layers]

@@ -29,10 +29,10 @@ from typing import Any, NamedTuple
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from kvrag.model.forward import EAGER, evaluating, mixing_layer, switched
+from kvrag.model.forward import EAGER, evaluating, switched
 from kvrag.model.lm import CausalLM
 from kvrag.model.lock import lock_of
-from kvrag.model.plain import PlainLM
+from kvrag.model.plain import PlainLM, mixing_layer
 from kvrag.model.rows import KVBuffer, Rows
 from kvrag.model.traits import CACHE, accepted
 

@@ -141,8 +141,10 @@ class RotaryTable:
             if fixed.start < fixed.stop:
                 target[..., fixed] += vectors[..., fixed]
 
-    def pairs(self) -> tuple[torch.Tensor, torch.Tensor, bool] | None:
-        """Return the pairs' cosine and sine, ``(N, width / 2)``, and whether pairs are neighbours.
+    def pairs(self, count: int | None = None) -> tuple[torch.Tensor, torch.Tensor, bool] | None:
+        """Return the pairs' cosine and sine, and whether pairs are neighbours.
+
+        The tables are ``(count, width / 2)``, of the first positions (by default all).
 
         Other pairs are halves. The result is ``None`` if the rotation is of neither kind, or the
         rotating dimensions are not the first.
@@ -153,7 +155,8 @@ class RotaryTable:
         if pairing is None:
             return None
         first = slice(0, None, 2) if pairing.is_neighbours else slice(0, self.width // 2)
-        cos, sin = (x[:, first].contiguous() for x in self._spread(self.cos, self.sin))
+        tables = self._spread(self.cos[:count], self.sin[:count])
+        cos, sin = (x[:, first].contiguous() for x in tables)
         return cos, sin * pairing.sign, pairing.is_neighbours
 
     def _spread(self, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

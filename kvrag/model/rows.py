@@ -318,6 +318,9 @@ class Limits:
         kind = (limits, query.shape, keys.shape[1:], query.dtype, query.device)
         if kind not in self.for_kernels:
             lo = self.lo(reach)
+            if self.is_fixed and lo is not None and self.first is not None:
+                # Spare rows see nothing: their tiles would be read up to the end of the pool.
+                lo = lo.where(self.hi < self.num_keys - 1, self.num_keys)
             hi = self.hi.to(query.device).int()
             lo = None if lo is None else lo.to(query.device).int()
             tiles = kvrag_kernels.ragged_plan(query, keys, hi, lo)

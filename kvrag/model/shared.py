@@ -45,12 +45,14 @@ class Portion(NamedTuple):
     @property
     def is_recordable(self) -> bool:
         """Whether a recorded forward may compute these rows, in pieces if nothing prevents it."""
-        is_single = self.mass_rows > 0 or self.before_write is not None
+        size = len(self.token_ids)
+        fits = not self.mass_rows or size - self.mass_rows + _at_least(self.mass_rows) <= MAX_ROWS
         return (
             self.kv.start is not None
             and self.before_write is self.shift
             and self.logits <= MAX_TOGETHER
-            and not (is_single and len(self.token_ids) > LONGEST)
+            and (size <= LONGEST or not (self.mass_rows or self.before_write))
+            and fits
         )
 
     @property
@@ -121,7 +123,7 @@ def placed(pieces: Sequence[Portion], waits: bool) -> tuple[Form, list[torch.Ten
     last = [max(piece.logits, piece.mass_rows) for piece in pieces]
     first = [len(piece.token_ids) - count for piece, count in zip(pieces, last, strict=True)]
     mass_rows = sum([piece.mass_rows for piece in pieces])
-    mass_rows = mass_rows and min(_at_least(mass_rows), MAX_ROWS - sum(first))
+    mass_rows = mass_rows and _at_least(mass_rows)
     logits = _at_least(sum([piece.logits for piece in pieces]), OUTPUTS)
     rows = _at_least(max(sum(first) + max(sum(last), mass_rows), logits))
     shape = Form(

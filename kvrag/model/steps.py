@@ -8,19 +8,21 @@ rows fill a spare slot that no request reads.
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import cache, partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from contextlib import contextmanager, suppress
+from functools import partial
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
 
 from kvrag.kv.buffers import pinned
-from kvrag.kv.pool import KVPool, pool_share
+from kvrag.kv.pool import ALIGNED, KVPool, pool_share
 from kvrag.model.rows import KVBuffer, Rows
 from kvrag.model.shared import MAX_ROWS, Form, Found, Portion, inputs_of, placed
 
@@ -28,39 +30,66 @@ if TYPE_CHECKING:
     from kvrag.model.lm import CausalLM
 
 logger = logging.getLogger(__name__)
+MOST = 64  # recordings that are kept: each has tensors of its own for its inputs
+LEAST = 4096  # slots of a pool, unless a context window is shorter
 Out = TypeVar("Out")
 
 Recorder = Callable[[Callable[[], Any]], Callable[[], Any]]
 """Records a function, and returns one that replays it on its input tensors' current values."""
 
 
-def by_graph(compute: Callable[[], Out]) -> Callable[[], Out]:
-    """Record a function as a CUDA graph, after a run on another stream.
+_capturing = threading.Lock()  # torch allows one capture in the process
 
-    That run keeps allocations that libraries make at first use out of the graph. All graphs share
-    their memory, so a result is valid until the next replay.
+
+class Graphs:
+    """Recorder of CUDA graphs on a device.
+
+    Its graphs share their memory, so a result is valid until the next replay of any of them.
     """
-    current, beside = (
-        torch.cuda.current_stream(),
-        torch.cuda.Stream(),  # type: ignore[no-untyped-call]
-    )
-    beside.wait_stream(current)
-    with torch.cuda.stream(beside):
-        compute()
-    current.wait_stream(beside)
-    graph = torch.cuda.CUDAGraph()
-    # Other threads may allocate meanwhile.
-    with torch.cuda.graph(graph, pool=_memory(), capture_error_mode="thread_local"):
-        found = compute()
 
-    def replay() -> Out:
-        graph.replay()
-        return found
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._memory: torch.cuda.MemPool | None = None
 
-    return replay
+    def __call__(self, compute: Callable[[], Out]) -> Callable[[], Out]:
+        """Record a function after a run, which keeps what libraries allocate first out of it.
 
+        Raises ``RuntimeError`` if an operation can't be recorded.
+        """
+        with _capturing, torch.cuda.device(self._device):
+            memory = self._memory = self._memory or torch.cuda.MemPool()
+            beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            beside.wait_stream(torch.cuda.current_stream())
+            graph = torch.cuda.CUDAGraph()
+            collects = gc.isenabled()
+            try:
+                # Within the stream: a failed capture leaves torch's own streams switched.
+                with torch.cuda.stream(beside):
+                    compute()
+                    gc.disable()  # a finalizer may ask the driver for what a capture forbids
+                    with torch.cuda.graph(
+                        graph,
+                        pool=cast(Any, memory.id),
+                        stream=beside,
+                        capture_error_mode="thread_local",  # other threads may allocate meanwhile
+                    ):
+                        found = compute()
+            except BaseException:
+                with suppress(Exception):
+                    torch._C._cuda_endAllocateToPool(self._device.index or 0, memory.id)
+                self._memory = None
+                raise
+            finally:
+                if collects:
+                    gc.enable()
+                torch.cuda.current_stream().wait_stream(beside)
 
-_memory = cache(torch.cuda.graph_pool_handle)
+        def replay() -> Out:
+            with torch.cuda.device(self._device):
+                graph.replay()
+            return found
+
+        return replay
 
 
 class _Recording(NamedTuple):
@@ -79,18 +108,19 @@ class Recordings:
     model, num_slots
         Model, and the number of slots for the KV of its requests.
     record
-        Function that records a forward.
+        Recorder of functions, by default :class:`Graphs`.
     """
 
-    def __init__(self, model: CausalLM, num_slots: int, record: Recorder = by_graph) -> None:
+    def __init__(self, model: CausalLM, num_slots: int, record: Recorder | None = None) -> None:
         shapes = [(s.num_heads, s.key_dim, s.value_dim) for s in model.shapes]
         self.pool = KVPool(shapes, num_slots, dtype=model.dtype, device=model.device)
         model.rotary(min(num_slots, model.reuse_window))  # the tables that recordings read
         self.seconds = 0.0
         self._model = model
-        self._record = record
+        self._record = record or Graphs(model.device)
         self._made = dict[Form, _Recording]()
         self._functions = dict[object, tuple[list[torch.Tensor], Callable[[], torch.Tensor]]]()
+        self._refused = set[tuple[Any, ...]]()
         self._overlaps = True
         self._weights: object = None
         self._guard = threading.Lock()
@@ -137,8 +167,10 @@ class Recordings:
             found = self._model.lock.step(piece, self.compute, limit=MAX_ROWS, size=piece.size)
         return found
 
-    def compute(self, pieces: Sequence[Portion]) -> list[Found]:
+    def compute(self, given: Sequence[Portion]) -> list[Found]:
         """Compute the rows of several requests in a single replay."""
+        # Neighbours in the pool come together, so that a tile of rows reads few slots.
+        pieces = sorted(given, key=attrgetter("start"))
         shape, places = placed(pieces, self._wait(pieces))
         spare = self.pool.num_slots
         sizes = shape.observed, shape.shifted, spare
@@ -147,9 +179,10 @@ class Recordings:
             for piece, place in zip(pieces, places, strict=True)
             if piece.shift is not None
         ]
-        if shape not in self._made:
-            self._made[shape] = self._recorded(shape, [make() for make in shifts])
-        recording = self._made[shape]
+        recording = self._made.pop(shape, None) or self._recorded(shape, shifts)
+        self._made[shape] = recording
+        if len(self._made) > MOST:
+            del self._made[next(iter(self._made))]  # the least recently used
         inputs = pinned(inputs_of(shape, pieces, places, spare), self._model.device)
         recording.inputs.copy_(inputs, non_blocking=True)
         for shift, new in zip(recording.shifts, shifts, strict=True):
@@ -161,7 +194,8 @@ class Recordings:
             logits = logits[0, shape.logits - sum(counts) :].clone()
         if mass is not None:  # of a single piece
             mass = mass[pieces[0].start :][: pieces[0].rows.stop].clone()
-        return [(own[None], mass) for own in torch.split(logits, counts)]
+        own = dict(zip(map(id, pieces), torch.split(logits, counts), strict=True))
+        return [(own[id(piece)][None], mass) for piece in given]
 
     def _wait(self, pieces: Sequence[Portion]) -> bool:
         """Return whether the recording itself can wait for stored KV; otherwise wait for it."""
@@ -172,11 +206,12 @@ class Recordings:
             kv.wait_for(-1)
         return False
 
-    def _recorded(self, shape: Form, shifts: list[Any]) -> _Recording:
-        """Record a shape, with rows of no request and shifts by nothing."""
+    def _recorded(self, shape: Form, makes: Sequence[Callable[[], Any]]) -> _Recording:
+        """Record a form, with rows of no request and shifts by nothing."""
+        shifts = [make() for make in makes]
         stop = self.pool.num_slots + 1
         inputs = inputs_of(shape, (), (), self.pool.num_slots).to(self._model.device)
-        kv = KVBuffer(self.pool.layers)
+        kv = KVBuffer(self.pool.layers, start=0)
         kv.arrivals = self._events if shape.waits else ()
         for shift in shifts:
             shift.clear()
@@ -187,7 +222,8 @@ class Recordings:
             outputs = shape.logits, shape.mass_rows, shape.mass_layers
             return self._model.launch(Portion(ids, rows, kv, *outputs, next(iter(shifts), None)))
 
-        return _Recording(inputs, shifts, self._replay_of(compute, waits=shape.waits))
+        kind = shape.waits, shape.mass_rows > 0, shape.shifted > 0
+        return _Recording(inputs, shifts, self._replay_of(compute, kind))
 
     def run(self, function: Callable[..., torch.Tensor], *given: torch.Tensor) -> torch.Tensor:
         """Call a function by a recording of it, which is made for given tensors of the same shapes.
@@ -198,14 +234,16 @@ class Recordings:
         with self._model.lock:
             if key not in self._functions:
                 inputs = [x.clone() for x in given]
-                self._functions[key] = inputs, self._replay_of(partial(function, *inputs))
+                self._functions[key] = inputs, self._replay_of(partial(function, *inputs), key)
             inputs, replay = self._functions[key]
             for own, x in zip(inputs, given, strict=True):
                 own.copy_(x)
             return replay().clone()
 
-    def _replay_of(self, compute: Callable[[], Out], *, waits: bool = False) -> Callable[[], Out]:
-        """Record a function; if that fails, return the function, which is then launched."""
+    def _replay_of(self, compute: Callable[[], Out], kind: tuple[Any, ...]) -> Callable[[], Out]:
+        """Record a function; if its kind can't be recorded, return it, which is then launched."""
+        if kind in self._refused:
+            return compute
         start = time.perf_counter()
         try:
             return self._record(compute)
@@ -214,7 +252,8 @@ class Recordings:
                 "a forward of this model can't be recorded (%s); it is launched, kernel by kernel",
                 error,
             )
-            self._overlaps = self._overlaps and not waits
+            self._refused.add(kind)
+            self._overlaps = self._overlaps and kind[0] is not True
             return compute
         finally:
             self.seconds += time.perf_counter() - start
@@ -225,17 +264,23 @@ def pool_of(model: CausalLM) -> KVPool | None:
 
     Raises ``ConfigError`` if ``KVRAG_POOL_SHARE`` is no share.
     """
-    with model.lock:
-        if model.records is None:
-            model.records = _can_record(model)
-            if model.records:
-                free, _ = torch.cuda.mem_get_info(model.device)
-                try:
-                    model.record(int(pool_share() * free) // model.kv_bytes_per_token)
-                except RuntimeError as error:
-                    logger.warning("no pool of KV can be allocated (%s)", error)
-                    model.records = False
+    if model.records is None:
+        with model.lock:
+            model.records = _can_record(model) and _is_recorded(model)
     return None if model.recorded is None else model.recorded.pool
+
+
+def _is_recorded(model: CausalLM) -> bool:
+    """Record a model's forwards from now on, if there is memory; return whether there is."""
+    free, _ = torch.cuda.mem_get_info(model.device)
+    num_slots = int(pool_share() * free) // model.kv_bytes_per_token // ALIGNED * ALIGNED
+    if num_slots < min(LEAST, model.context_window):
+        return False
+    try:
+        model.record(num_slots)
+    except RuntimeError as error:
+        logger.warning("no pool of KV can be allocated (%s)", error)
+    return model.recorded is not None
 
 
 def _can_record(model: CausalLM) -> bool:
