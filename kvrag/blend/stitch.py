@@ -114,9 +114,15 @@ def stitch(
                 moved = move(layers, segments, kvs, keys.device)
                 place(buffer, layers, segments, moved, turning, computed)
             if stream is not None:
-                own = map(stream.record_event, buffer.events[layers.start : layers.stop])
-                arrivals += [*own] or [stream.record_event()] * len(layers)
+                arrivals += _noted(stream, buffer.events[layers.start : layers.stop], len(layers))
     buffer.arrivals = arrivals
+
+
+def _noted(
+    stream: torch.cuda.Stream, events: Sequence[torch.cuda.Event], count: int
+) -> list[torch.cuda.Event]:
+    """Record the events of some layers, or a new event for all of them."""
+    return [*map(stream.record_event, events)] or [stream.record_event()] * count
 
 
 @contextmanager

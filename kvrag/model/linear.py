@@ -9,9 +9,11 @@ from __future__ import annotations
 import os
 import platform
 import threading
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -110,3 +112,44 @@ def _is_amd() -> bool:
     with suppress(OSError):
         about += Path("/proc/cpuinfo").read_text()
     return "AuthenticAMD" in about
+
+
+_MIXED = (
+    "no layer mixes rows; {} does, as layers do that round activations by all rows: quantise "
+    "weights alone, or activations per token (bitsandbytes: llm_int8_threshold=0.0)"
+)
+
+
+def mixing_layer(model: torch.nn.Module, run: Callable[[], object]) -> tuple[str, float]:
+    """Claim that no layer's rows depend on later rows; return the claim, and by how much they do.
+
+    While ``run`` runs the model, each layer that takes one tensor gets it a second time, with other
+    rows in its second half. The difference is relative to the layer's largest output. It is 0 but
+    for layers that scale their input over all rows; the claim then names the worst, and a remedy.
+    """
+    worst = ("", 0.0)
+
+    def hook(name: str, module: torch.nn.Module, given: tuple[Any, ...], out: Any) -> None:
+        nonlocal worst
+        if len(given) != 1 or not all(isinstance(t, torch.Tensor) for t in (*given, out)):
+            return
+        (rows,) = given
+        half = rows.shape[-2] // 2 if rows.dim() > 1 and rows.is_floating_point() else 0
+        if not half or out.shape[:-1] != rows.shape[:-1]:
+            return
+        other = torch.cat([rows[..., :half, :], rows[..., : rows.shape[-2] - half, :]], dim=-2)
+        gap = (module.forward(other) - out)[..., :half, :]
+        error = float((gap.abs().max() / out.abs().max()).detach())
+        if error > worst[1]:
+            worst = (name, error)
+
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+            # A layer; its children may hold no more than packed weights.
+            if not any(True for child in module.children() for _ in child.parameters()):
+                handle = module.register_forward_hook(partial(hook, name))
+                stack.callback(handle.remove)
+        run()
+    if not worst[0]:
+        return "no layer mixes rows", 0.0
+    return _MIXED.format(worst[0]), worst[1]

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -389,44 +388,3 @@ def _prepared(model: PreTrainedModel, ids: torch.Tensor, max_new_tokens: int) ->
     }
     model.generate(ids, custom_generate=take, attention_mask=torch.ones_like(ids), **options)
     return found
-
-
-_MIXED = (
-    "no layer mixes rows; {} does, as layers do that round activations by all rows: quantise "
-    "weights alone, or activations per token (bitsandbytes: llm_int8_threshold=0.0)"
-)
-
-
-def mixing_layer(model: torch.nn.Module, run: Callable[[], object]) -> tuple[str, float]:
-    """Claim that no layer's rows depend on later rows; return the claim, and by how much they do.
-
-    While ``run`` runs the model, each layer that takes one tensor gets it a second time, with other
-    rows in its second half. The difference is relative to the layer's largest output. It is 0 but
-    for layers that scale their input over all rows; the claim then names the worst, and a remedy.
-    """
-    worst = ("", 0.0)
-
-    def hook(name: str, module: torch.nn.Module, given: tuple[Any, ...], out: Any) -> None:
-        nonlocal worst
-        if len(given) != 1 or not all(isinstance(t, torch.Tensor) for t in (*given, out)):
-            return
-        (rows,) = given
-        half = rows.shape[-2] // 2 if rows.dim() > 1 and rows.is_floating_point() else 0
-        if not half or out.shape[:-1] != rows.shape[:-1]:
-            return
-        other = torch.cat([rows[..., :half, :], rows[..., : rows.shape[-2] - half, :]], dim=-2)
-        gap = (module.forward(other) - out)[..., :half, :]
-        error = float((gap.abs().max() / out.abs().max()).detach())
-        if error > worst[1]:
-            worst = (name, error)
-
-    with ExitStack() as stack:
-        for name, module in model.named_modules():
-            # A layer; its children may hold no more than packed weights.
-            if not any(True for child in module.children() for _ in child.parameters()):
-                handle = module.register_forward_hook(partial(hook, name))
-                stack.callback(handle.remove)
-        run()
-    if not worst[0]:
-        return "no layer mixes rows", 0.0
-    return _MIXED.format(worst[0]), worst[1]

@@ -30,9 +30,9 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from kvrag.model.forward import EAGER, evaluating, switched
+from kvrag.model.linear import mixing_layer
 from kvrag.model.lm import CausalLM
 from kvrag.model.lock import lock_of
-from kvrag.model.plain import PlainLM, mixing_layer
 from kvrag.model.rows import KVBuffer, Rows
 from kvrag.model.traits import CACHE, accepted
 
@@ -424,7 +424,7 @@ def _blank(lm: CausalLM, capacity: int, *, batch: int = 1) -> KVBuffer:
     return kv
 
 
-def draw(lm: CausalLM | PlainLM, count: int, seed: int) -> torch.Tensor:
+def draw(lm: Any, count: int, seed: int) -> torch.Tensor:
     """Draw random ids without the special tokens of the config.
 
     A model may refuse the token of an image without an image.

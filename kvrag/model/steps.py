@@ -179,23 +179,20 @@ class Recordings:
             for piece, place in zip(pieces, places, strict=True)
             if piece.shift is not None
         ]
-        recording = self._made.pop(shape, None) or self._recorded(shape, shifts)
-        self._made[shape] = recording
-        if len(self._made) > MOST:
-            del self._made[next(iter(self._made))]  # the least recently used
+        recording = self._recording(shape, shifts)
         inputs = pinned(inputs_of(shape, pieces, places, spare), self._model.device)
         recording.inputs.copy_(inputs, non_blocking=True)
         for shift, new in zip(recording.shifts, shifts, strict=True):
-            for own, given in zip(shift.tensors(), new().tensors(), strict=True):
-                own.copy_(given)
+            for own, x in zip(shift.tensors(), new().tensors(), strict=True):
+                own.copy_(x)
         logits, mass = recording.replay()
         counts = [each.logits for each in pieces]
         if shape.logits:
             logits = logits[0, shape.logits - sum(counts) :].clone()
         if mass is not None:  # of a single piece
             mass = mass[pieces[0].start :][: pieces[0].rows.stop].clone()
-        own = dict(zip(map(id, pieces), torch.split(logits, counts), strict=True))
-        return [(own[id(piece)][None], mass) for piece in given]
+        found = dict(zip(map(id, pieces), torch.split(logits, counts), strict=True))
+        return [(found[id(piece)][None], mass) for piece in given]
 
     def _wait(self, pieces: Sequence[Portion]) -> bool:
         """Return whether the recording itself can wait for stored KV; otherwise wait for it."""
@@ -205,6 +202,14 @@ class Recordings:
         for kv in arriving:
             kv.wait_for(-1)
         return False
+
+    def _recording(self, shape: Form, makes: Sequence[Callable[[], Any]]) -> _Recording:
+        """Return the recording of a form, and keep it as the latest of the :data:`MOST` latest."""
+        known = self._made.pop(shape, None)
+        self._made[shape] = self._recorded(shape, makes) if known is None else known
+        if len(self._made) > MOST:
+            del self._made[next(iter(self._made))]
+        return self._made[shape]
 
     def _recorded(self, shape: Form, makes: Sequence[Callable[[], Any]]) -> _Recording:
         """Record a form, with rows of no request and shifts by nothing."""
@@ -266,7 +271,8 @@ def pool_of(model: CausalLM) -> KVPool | None:
     """
     if model.records is None:
         with model.lock:
-            model.records = _can_record(model) and _is_recorded(model)
+            if model.records is None:  # still
+                model.records = _can_record(model) and _is_recorded(model)
     return None if model.recorded is None else model.recorded.pool
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 from bisect import bisect_left
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -86,7 +85,9 @@ class Device:
             vocab_size=100,
             reuse_window=self.window,
             kv_bytes_per_token=self.kv_bytes,
-            scratch=nullcontext,
+            buffer=lambda *_, **__: None,
+            records=False,
+            recorded=None,
             forward=forward,
         )
         copied = self.copy * cost.COPIED / self.kv_bytes

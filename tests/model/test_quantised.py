@@ -19,9 +19,9 @@ from transformers import (
 from kvrag import Chunk, KVRagEngine, ModelError, UnsupportedModelError
 from kvrag.identity.model import describe, weights_digest
 from kvrag.identity.weights import is_packed, leaves
+from kvrag.model.linear import mixing_layer
 from kvrag.model.lm import CausalLM
 from kvrag.model.load import load
-from kvrag.model.plain import mixing_layer
 from kvrag.model.source import ModelSource
 from kvrag.testing.models import tiny_model
 
