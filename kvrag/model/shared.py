@@ -46,13 +46,14 @@ class Portion(NamedTuple):
     def is_recordable(self) -> bool:
         """Whether a recorded forward may compute these rows, in pieces if nothing prevents it."""
         size = len(self.token_ids)
-        fits = not self.mass_rows or size - self.mass_rows + _at_least(self.mass_rows) <= MAX_ROWS
+        if self.mass_rows or self.before_write:
+            size += _at_least(min(self.mass_rows, MAX_ROWS)) - self.mass_rows
+            if size > LONGEST:
+                return False
         return (
             self.kv.start is not None
             and self.before_write is self.shift
             and self.logits <= MAX_TOGETHER
-            and (size <= LONGEST or not (self.mass_rows or self.before_write))
-            and fits
         )
 
     @property
@@ -70,11 +71,11 @@ class Portion(NamedTuple):
     def cut(self) -> list[Portion]:
         """Cut the rows into pieces that a recorded forward takes; the last has all outputs."""
         slots = self.rows.indices(torch.device("cpu"))
-        stops = [*range((len(slots) - 1) % LONGEST + 1, len(slots) + 1, LONGEST)]
-        runs = [slice(max(0, stop - LONGEST), stop) for stop in stops]
-        pieces = [Portion(self.token_ids[run], Rows.at(slots[run]), self.kv) for run in runs[:-1]]
-        last = self._replace(token_ids=self.token_ids[runs[-1]], rows=Rows.at(slots[runs[-1]]))
-        return [*pieces, last]
+        head = (len(slots) - 1) % LONGEST + 1
+        sizes = [head, *[LONGEST] * ((len(slots) - 1) // LONGEST)]
+        parts = zip(torch.split(self.token_ids, sizes), torch.split(slots, sizes), strict=True)
+        *pieces, last = [Portion(ids, Rows.at(own), self.kv) for ids, own in parts]
+        return [*pieces, self._replace(token_ids=last.token_ids, rows=last.rows)]
 
 
 class Form(NamedTuple):

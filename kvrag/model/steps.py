@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 MOST = 64  # recordings that are kept: each has tensors of its own for its inputs
-LEAST = 4096  # slots of a pool, unless a context window is shorter
+LEAST = 4096  # slots of a pool
 Out = TypeVar("Out")
 
 Recorder = Callable[[Callable[[], Any]], Callable[[], Any]]
@@ -280,7 +280,7 @@ def _is_recorded(model: CausalLM) -> bool:
     """Record a model's forwards from now on, if there is memory; return whether there is."""
     free, _ = torch.cuda.mem_get_info(model.device)
     num_slots = int(pool_share() * free) // model.kv_bytes_per_token // ALIGNED * ALIGNED
-    if num_slots < min(LEAST, model.context_window):
+    if num_slots < LEAST:
         return False
     try:
         model.record(num_slots)

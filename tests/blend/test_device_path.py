@@ -12,7 +12,7 @@ from kvrag import Chunk, KVRagEngine, RepairConfig
 from kvrag.blend import stitch
 from kvrag.blend.repair import probed_layers
 from kvrag.model.attention import ragged_attention
-from kvrag.model.rows import Limits
+from kvrag.model.rows import EVERYTHING, Limits
 
 CHUNKS = make_chunks(6, words=60, seed=23)
 PROMPT = [
@@ -241,3 +241,14 @@ def test_a_single_row_takes_the_kernel_in_a_recording_alone(device, is_fixed):
         limits = Limits(torch.tensor([5], device="cuda"), 9, is_fixed=is_fixed)
         ragged_attention(query, keys, keys, limits, scale=1.0)
     assert len(kinds(device, "launch: ragged_attention")) == is_fixed
+
+
+def test_spare_rows_of_a_recording_see_nothing_in_a_kernel(device):
+    """Else each tile of rows with one of them would be read up to the end of the pool."""
+    with device:
+        query = torch.zeros(1, 4, 3, 16, device="cuda")
+        keys = torch.zeros(1, 2, 10, 16, device="cuda")
+        hi, first = (torch.tensor(x, device="cuda") for x in ([3, 9, 9], [0, 9, 9]))
+        limits = Limits(hi, 10, hi, first, is_fixed=True)
+        found = limits.for_kernel(query, keys, EVERYTHING)
+    assert found.lo.as_subclass(torch.Tensor).tolist() == [0, 10, 10]

@@ -58,7 +58,7 @@ def limits_of(case: Case, generator: torch.Generator) -> tuple[torch.Tensor, tor
         request = torch.arange(rows, dtype=torch.int32) * 3 // rows
         first = torch.tensor([0, keys // 4, keys // 2], dtype=torch.int32)[request]
         hi, lo = first + torch.arange(rows, dtype=torch.int32) % (keys // 8), first
-        hi[rows // 2 :: 5] = lo[rows // 2 :: 5] = keys - 1
+        hi[rows // 2 :: 5], lo[rows // 2 :: 5] = keys - 1, keys
         return hi, lo
     if case.limits == "per_batch":
         offsets = torch.arange(case.batch, dtype=torch.int32)[:, None]

@@ -14,7 +14,7 @@ from kit import lm_of
 from kvrag.blend.slide import SlidingWindow
 from kvrag.generate.scheduler import Scheduler
 from kvrag.kv.pool import ALIGNED, KVPool
-from kvrag.model import shared
+from kvrag.model import shared, steps
 from kvrag.model.lm import CausalLM
 from kvrag.model.rows import KVBuffer, Rows
 from kvrag.model.shared import BUCKETS, Portion
@@ -296,3 +296,27 @@ def test_no_request_waits_for_ever_behind_smaller_ones():
         assert all(work.result(10) is None for work in works)
     assert order[0] == "large"
     assert pool.num_taken == 0
+
+
+def test_what_is_not_finite_stays_with_its_request(monkeypatch):
+    """Rows of several requests share a tile, where a hidden NaN times zero would be a NaN."""
+    model = recorded()
+    bad, good = buffer_of(model, 80), buffer_of(model, 80)
+    want = answered(lm_of(), lm_of().buffer(80))
+    weight = model.text_model.get_input_embeddings().weight
+    with torch.no_grad():
+        weight[3] = torch.nan
+    rows = Rows.span(0, 2)
+    broken = model.forward(torch.tensor([3, 3]), rows, bad)[0]
+    assert not broken.isfinite().all()
+    assert all(side.isfinite().all() for pair in bad.layers for side in pair)
+    torch.testing.assert_close(answered(model, good), want, **CLOSE)
+
+
+def test_the_latest_recordings_are_kept(monkeypatch):
+    monkeypatch.setattr(steps, "MOST", 2)
+    model = recorded()
+    kv = buffer_of(model, 200)
+    for size in (5, 40, 100, 5):
+        model.forward(PROMPT.repeat(3)[:size], Rows.span(0, size), kv)
+    assert [form.rows for form in model.recorded._made] == [128, 16]
