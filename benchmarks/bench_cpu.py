@@ -21,7 +21,7 @@ import torch
 from common import bootstrap, machine, model_path, parser, write_result
 
 from kvrag.metrics import kl_divergence
-from kvrag.model.linear import WEIGHTS
+from kvrag.model.linear import WEIGHTS_VARIABLE
 from kvrag.model.lm import CausalLM
 from kvrag.model.load import load
 from kvrag.model.rows import Rows
@@ -42,9 +42,9 @@ def timed(work: Callable[[], Any]) -> tuple[float, float]:
 def source_of(kind: str, path: str) -> ModelSource:
     """The model in one kind; ``revision`` keeps the loaded kinds apart."""
     options: dict[str, Any] = {}
-    os.environ.pop(WEIGHTS, None)
+    os.environ.pop(WEIGHTS_VARIABLE, None)
     if kind == "float16":
-        os.environ[WEIGHTS] = "float16"
+        os.environ[WEIGHTS_VARIABLE] = "float16"
     if kind == "int8":
         from torchao.quantization import Int8WeightOnlyConfig
         from transformers import TorchAoConfig

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
 
 import torch
 
@@ -137,7 +136,7 @@ class RowCovariance:
         given = self.rows[at], self.owner[at], weight, torch.zeros_like(weight)
         # Fewer candidates would need a recording for each of their numbers.
         if self.run is not None and len(at) == POOL:
-            chosen = self.run(_choosing(each), *given)
+            chosen = self.run(choose, *given, each=each, steps=STEPS)
         else:
             chosen = choose(*given, each=each, steps=-(-count // each))
         return candidates[chosen[:count]]
@@ -154,11 +153,6 @@ def _sides(layout: Layout, span: slice, mass: torch.Tensor | None) -> torch.Tens
         relative = mass[span] / mass[span][is_stale].mean()
         size *= relative.clamp_(min=LEAST).pow_(BY_MASS).nan_to_num_(1.0)
     return torch.stack([owner.where(is_stale, -1).int(), size.view(torch.int32)])
-
-
-@cache
-def _choosing(each: int) -> Callable[..., torch.Tensor]:
-    return partial(choose, each=each, steps=STEPS)
 
 
 def kernel(

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 from kvrag.errors import ConfigError
 
-WEIGHTS = "KVRAG_WEIGHTS"  # environment: float16 packs the weights of linear layers
+WEIGHTS_VARIABLE = "KVRAG_WEIGHTS"  # environment: float16 packs the weights of linear layers
 # Beyond so many rows, oneDNN is slower for many odd numbers than for the next multiple of 8.
 MAX_ODD_ROWS = 256
 # A quantised weight is of a type of its own.
@@ -44,9 +44,11 @@ def use_own_products(model: torch.nn.Module) -> None:
     parameter, which is empty. So the model's identity finds it there, and whoever reads or changes
     the parameter's values gets an error. Raises ``ConfigError`` if they can't be packed so.
     """
-    given = os.environ.get(WEIGHTS)
+    given = os.environ.get(WEIGHTS_VARIABLE)
     if given and (given != "float16" or "fbgemm" not in torch.backends.quantized.supported_engines):
-        raise ConfigError(f"{WEIGHTS} is {given!r}; set it to float16 on x86-64, or unset it")
+        raise ConfigError(
+            f"{WEIGHTS_VARIABLE} is {given!r}; set it to float16 on x86-64, or unset it"
+        )
     # Adapters are identified by their parameters.
     is_asked = given and not getattr(model, "peft_config", None)
     for module in model.modules():

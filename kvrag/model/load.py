@@ -36,7 +36,7 @@ from kvrag.identity.model import UNKNOWN, LiveIdentity, describe, weights_digest
 from kvrag.identity.weights import keep_name, source_identity
 from kvrag.model.forward import evaluating
 from kvrag.model.gguf.parsing import is_gguf, parsed_once
-from kvrag.model.linear import WEIGHTS, use_own_products
+from kvrag.model.linear import WEIGHTS_VARIABLE, use_own_products
 from kvrag.model.lm import CausalLM, LoadedModel
 from kvrag.model.lock import lock_of
 from kvrag.model.plain import Pieces, PlainLM, auto_class, check_generates, check_placement
@@ -140,11 +140,13 @@ def _load_parts(source: ModelSource, made: PreTrainedModel | None) -> tuple[PreT
     if isinstance(given, PreTrainedModel):
         return given, load_tokenizer(source)
     with parsed_once(source.model):
-        # Of a GGUF file, the tokenizer needs all that is parsed, and the weights more.
-        with Progress(f"parsing {_label(source)}"):
-            tokenizer = load_tokenizer(source)
+        tokenizer = None
+        if is_gguf(source.model):  # the tokenizer needs all that is parsed, and the weights more
+            with Progress(f"parsing {_label(source)}"):
+                tokenizer = load_tokenizer(source)
         with Progress(f"loading {_label(source)}"):
-            return _load_weights(source), tokenizer
+            model = _load_weights(source)
+        return model, tokenizer or load_tokenizer(source)
 
 
 def _load_weights(source: ModelSource) -> PreTrainedModel:
@@ -201,7 +203,7 @@ def _origin(source: ModelSource, model: PreTrainedModel) -> str | None:
     return source_identity(
         base if base != directory(source) else path,
         commit=commit,
-        options=source.hf_kwargs | {WEIGHTS: os.environ.get(WEIGHTS) or None},
+        options=source.hf_kwargs | {WEIGHTS_VARIABLE: os.environ.get(WEIGHTS_VARIABLE) or None},
     )
 
 

@@ -230,16 +230,21 @@ class Recordings:
         kind = shape.waits, shape.mass_rows > 0, shape.shifted > 0
         return _Recording(inputs, shifts, self._replay_of(compute, kind))
 
-    def run(self, function: Callable[..., torch.Tensor], *given: torch.Tensor) -> torch.Tensor:
-        """Call a function by a recording of it, which is made for given tensors of the same shapes.
+    def run(
+        self, function: Callable[..., torch.Tensor], *given: torch.Tensor, **constants: int
+    ) -> torch.Tensor:
+        """Call a function by a recording of it, made for tensors of these shapes and constants.
 
         The function must compute the same operations for any values, and may change its arguments.
         """
-        key = function, *[x.shape for x in given]
+        key = function, *constants.values(), *[x.shape for x in given]
         with self._model.lock:
             if key not in self._functions:
                 inputs = [x.clone() for x in given]
-                self._functions[key] = inputs, self._replay_of(partial(function, *inputs), key)
+                self._functions[key] = (
+                    inputs,
+                    self._replay_of(partial(function, *inputs, **constants), key),
+                )
             inputs, replay = self._functions[key]
             for own, x in zip(inputs, given, strict=True):
                 own.copy_(x)
@@ -258,7 +263,7 @@ class Recordings:
                 error,
             )
             self._refused.add(kind)
-            self._overlaps = self._overlaps and kind[0] is not True
+            self._overlaps &= kind[0] is not True
             return compute
         finally:
             self.seconds += time.perf_counter() - start

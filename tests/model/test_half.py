@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from kvrag import ConfigError, KVRagEngine
 from kvrag.identity.model import weights_digest
 from kvrag.model import load as loading
-from kvrag.model.linear import WEIGHTS, use_own_products
+from kvrag.model.linear import WEIGHTS_VARIABLE, use_own_products
 from kvrag.model.lm import CausalLM
 from kvrag.model.load import load
 from kvrag.model.source import ModelSource
@@ -21,7 +21,7 @@ def asked(monkeypatch):
     """The user asks for weights in float16, and every engine loads anew."""
     if torch.backends.quantized.engine not in ("x86", "fbgemm"):
         pytest.skip("torch has no FBGEMM here")
-    monkeypatch.setenv(WEIGHTS, "float16")
+    monkeypatch.setenv(WEIGHTS_VARIABLE, "float16")
     monkeypatch.setattr(loading, "_loaded", {})
 
 
@@ -77,7 +77,7 @@ def test_others_stay(asked, monkeypatch):
     adapted.peft_config = {"default": None}  # adapters are identified by their parameters
     use_own_products(adapted)
     assert adapted[0].weight.shape == (8, 32)
-    monkeypatch.setenv(WEIGHTS, "")
+    monkeypatch.setenv(WEIGHTS_VARIABLE, "")
     module = layer(32, 8)
     use_own_products(module)
     assert module[0].weight.shape == (8, 32)
@@ -95,7 +95,7 @@ def test_changes_that_would_be_lost_are_errors(asked):
 def test_a_models_answers_are_those_of_float32(rounded_dir, asked, monkeypatch):
     found = load(ModelSource(rounded_dir)).lm.model
     monkeypatch.setattr(loading, "_loaded", {})
-    monkeypatch.delenv(WEIGHTS)
+    monkeypatch.delenv(WEIGHTS_VARIABLE)
     plain = load(ModelSource(rounded_dir)).lm.model
     ids = torch.arange(4, 60)[None]
     assert not found.lm_head.weight.numel()
@@ -114,7 +114,7 @@ def test_reuse_is_proven_exact_and_has_keys_of_its_own(rounded_dir, asked, monke
     monkeypatch.setattr(loading, "_loaded", {})
     assert load(ModelSource(rounded_dir)).fingerprint == found
     monkeypatch.setattr(loading, "_loaded", {})
-    monkeypatch.delenv(WEIGHTS)
+    monkeypatch.delenv(WEIGHTS_VARIABLE)
     assert load(ModelSource(rounded_dir)).fingerprint != found
 
 
@@ -130,6 +130,6 @@ def test_packed_weights_are_a_part_of_the_digest_in_memory(asked):
 
 def test_an_unknown_type_is_refused_in_a_sentence(monkeypatch, rounded_dir):
     monkeypatch.setattr(loading, "_loaded", {})
-    monkeypatch.setenv(WEIGHTS, "int3")
+    monkeypatch.setenv(WEIGHTS_VARIABLE, "int3")
     with pytest.raises(ConfigError, match="KVRAG_WEIGHTS is 'int3'; set it to float16 on x86-64"):
         load(ModelSource(rounded_dir))
