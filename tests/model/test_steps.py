@@ -3,17 +3,24 @@
 Here a replay runs the forward again, with the tensors that it was given when it was recorded.
 """
 
+import gc
 import random
 import threading
 from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from itertools import count
+from types import SimpleNamespace
 
 import pytest
 import torch
-from kit import lm_of
+from fake_cuda import CUDA, FakeCuda, install, move
+from kit import lm_of, raising
 
+import kvrag_kernels
+from kvrag import ConfigError
 from kvrag.blend.slide import SlidingWindow
 from kvrag.generate.scheduler import Scheduler
-from kvrag.kv.pool import ALIGNED, KVPool
+from kvrag.kv.pool import ALIGNED, KVPool, pool_share
 from kvrag.model import shared, steps
 from kvrag.model.lm import CausalLM
 from kvrag.model.rows import KVBuffer, Rows
@@ -148,9 +155,9 @@ def test_a_function_is_recorded_for_each_shape_of_its_inputs():
 
 def test_other_weights_drop_the_recordings():
     model = recorded()
-    for weights, count in (("a", 0), ("a", 2), ("b", 0)):
+    for weights, kept in (("a", 0), ("a", 2), ("b", 0)):
         model.recorded.hold_for(weights)
-        assert len(model.recorded._made) == count
+        assert len(model.recorded._made) == kept
         answered(model, buffer_of(model, 80))
 
 
@@ -320,3 +327,73 @@ def test_the_latest_recordings_are_kept(monkeypatch):
     for size in (5, 40, 100, 5):
         model.forward(PROMPT.repeat(3)[:size], Rows.span(0, size), kv)
     assert [form.rows for form in model.recorded._made] == [128, 16]
+
+
+# -- CUDA graphs and pools, on a device that isn't there -----------------------------------------------------------------
+
+
+@pytest.fixture
+def captures(monkeypatch):
+    """Note captures: their memory, and whether a collection of garbage could come in between."""
+    made, numbers = [], count()
+
+    @contextmanager
+    def capture(graph, *, pool, stream, capture_error_mode):
+        assert capture_error_mode == "thread_local"
+        assert stream is torch.cuda.current_stream()
+        made.append((pool, gc.isenabled()))
+        yield
+
+    install(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "MemPool", lambda: SimpleNamespace(id=next(numbers)))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: None))
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    return made
+
+
+def test_a_failed_capture_leaves_nothing_behind(captures):
+    graphs, values = steps.Graphs(CUDA), count()
+    before = torch.cuda.current_stream()
+    assert graphs(lambda: next(values))() == 1, "the second run is captured"
+    graphs(lambda: next(values))
+    runs = iter([True])
+    with pytest.raises(StopIteration):
+        graphs(lambda: next(runs))
+    graphs(lambda: next(values))
+    assert captures == [(0, False), (0, False), (0, False), (1, False)], (
+        "its memory is not used again"
+    )
+    assert gc.isenabled()
+    assert torch.cuda.current_stream() is before
+
+
+@pytest.mark.parametrize("free", [2**20, 2**30, None])
+def test_a_pool_takes_its_share_of_the_free_memory(captures, monkeypatch, free):
+    """None is allocated where it would be small, or where that fails."""
+    model = CausalLM(tiny_model("llama"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free or 2**30, 2**40))
+    monkeypatch.setattr(kvrag_kernels, "tier", lambda *_: "mma")
+    monkeypatch.setenv("KVRAG_POOL_SHARE", "0.25")
+    monkeypatch.setattr(
+        model, "record", raising(RuntimeError, "out of memory") if free is None else model.record
+    )
+    with FakeCuda():
+        move(model)
+        model.records = None
+        pool = pool_of(model)
+        if free == 2**30:
+            assert pool.num_slots == 2**28 // model.kv_bytes_per_token // ALIGNED * ALIGNED
+            assert pool_of(model) is pool
+        else:
+            assert pool is None
+            assert model.records is False
+
+
+@pytest.mark.parametrize("share", ["1.5", "-1", "half", "nan"])
+def test_a_share_that_is_none_is_refused_in_a_sentence(monkeypatch, share):
+    monkeypatch.setenv("KVRAG_POOL_SHARE", share)
+    with pytest.raises(
+        ConfigError, match=f"KVRAG_POOL_SHARE is '{share}'; set it to a number from 0"
+    ):
+        pool_share()
