@@ -25,8 +25,8 @@ from kvrag.model.linear import WEIGHTS_VARIABLE
 from kvrag.model.lm import CausalLM
 from kvrag.model.load import load
 from kvrag.model.rows import Rows
+from kvrag.model.shared import NextRow
 from kvrag.model.source import ModelSource
-from kvrag.model.steps import NextRow
 from kvrag.precompute.encode import shipped
 
 PROMPT, STEPS, STREAMS, BEHIND, JUDGED = 600, 12, 8, 16, 128

@@ -236,7 +236,7 @@ def own_kv(kv: ChunkKV, device: torch.device | str, *, copy: bool = False) -> Ch
     Parameters are those of :func:`together`. Raises ``MemoryError`` or ``RuntimeError``.
     """
     layers = list[LayerKV]()
-    dtype = kv.layers[0].dtype
+    dtype = _dtype_of(kv.layers[0])
     for run in runs_alike([(layer.keys.shape, layer.values.shape) for layer in kv.layers]):
         whole = together(kv.layers[run.start : run.stop], device, copy=copy)
         columns = [stack.unbind() for stack in whole.tensors]
@@ -272,8 +272,11 @@ def together(
     tensors = [x for x in map(_as_one, columns) if x is not None]
     if len(tensors) < len(rows[0]):
         tensors = _gathered(rows, device)
-    scales = layers[0].scales
-    return layer_of(tensors[0].dtype if scales is None else scales.dtype, tensors)
+    return layer_of(_dtype_of(layers[0]), tensors)
+
+
+def _dtype_of(layer: LayerKV) -> torch.dtype:
+    return layer.keys.dtype if layer.scales is None else layer.scales.dtype
 
 
 def _as_one(column: Sequence[torch.Tensor]) -> torch.Tensor | None:

@@ -63,10 +63,10 @@ class Portion(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Share of a forward: mass takes one alone, and two shifts don't fit into one."""
+        """Share of a forward: mass takes one alone, and a shift leaves room for next rows."""
         if self.mass_rows:
             return MAX_ROWS
-        return max(len(self.token_ids), 0 if self.shift is None else MAX_ROWS // 2 + 1)
+        return max(len(self.token_ids), 0 if self.shift is None else LONGEST)
 
     def cut(self) -> list[Portion]:
         """Cut the rows into pieces that a recorded forward takes; the last has all outputs."""

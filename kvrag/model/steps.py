@@ -124,7 +124,7 @@ class Recordings:
         self._overlaps = True
         self._weights: object = None
         self._guard = threading.Lock()
-        self._lent: weakref.ref[KVBuffer] | None = None
+        self._lent: Callable[[], KVBuffer | None] = lambda: None
         self._events: Sequence[torch.cuda.Event] = ()
         if model.device.type == "cuda":
             self._events = [
@@ -147,7 +147,7 @@ class Recordings:
         """Return the first ``capacity`` slots of a run as the buffer of a request."""
         kv = KVBuffer(self.pool.cleared(run, capacity), start=run.start)
         with self._guard:
-            lent = None if self._lent is None else self._lent()
+            lent = self._lent()
             # An event must not be recorded anew while a replay may wait for it.
             if lent is None or not lent.events:
                 self._lent = weakref.ref(kv)

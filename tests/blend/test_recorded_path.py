@@ -96,8 +96,9 @@ def test_what_a_request_costs_the_host(narrow, monkeypatch):
         return engine.prefill(next(prompts), mode="stitch")
 
     assert ask().repaired_tokens > 100
-    on_cpu = bench_host.calls_of(ask)
-    assert on_cpu["calls"] <= 28_000, on_cpu["modules"]
+    on_cpu = bench_host.calls_of(ask)["modules"]
+    # But for the standard library's: other tests leave handlers and loaded packages in this process.
+    assert sum(on_cpu.values()) - on_cpu["python"] <= 27_000, on_cpu
 
     fake = install(monkeypatch)
     move(engine.loaded.lm)
