@@ -300,7 +300,7 @@ def _as_one(column: Sequence[torch.Tensor]) -> torch.Tensor | None:
     )
     if not (gap > 0 and is_even and is_one and all(x.stride() == stride for x in column)):
         return None
-    return first.as_strided((len(column), *first.shape), (step, *stride), first.storage_offset())
+    return first.as_strided((len(column), *first.shape), (step, *stride))
 
 
 def _gathered(rows: Sequence[Sequence[torch.Tensor]], device: torch.device) -> list[torch.Tensor]:
