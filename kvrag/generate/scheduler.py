@@ -132,7 +132,7 @@ def room_for(
     pool = None
     if not isinstance(lm, PlainLM) and (lm.recorded or lm.device.type == "cuda"):
         pool = pool_of(lm)
-        if lm.recorded is not None and loaded.fingerprint:  # looked up anew
+        if lm.recorded is not None:  # the plan has just looked at the weights
             lm.recorded.hold_for(loaded.identity.portable)
     num_bytes = kv_bytes(loaded, num_tokens)
     return scheduler_of(loaded).reservation(num_bytes, cancel, pool=pool, slots=slots)

@@ -25,31 +25,15 @@ from vllm_kit import (
     Scheduler,
     Setting,
     connect,
-    connector_module,
     step_of,
 )
 
-from kvrag import KVRagEngine, RepairConfig, StoreConfig
+from kvrag import RepairConfig, StoreConfig
 from kvrag.adapters import Clock, Costs, context_digest, ids_digest
 from kvrag.errors import ConfigError
-from kvrag.testing.models import save_tiny_model
 
 CHUNKS = [text.partition(": ")[2] for text in make_chunks(4, words=60)]
 FREE = Costs(((0.0,), (0.0,)), 1.0, 0.0, {}, "tokens")
-
-
-@pytest.fixture
-def connector(monkeypatch):
-    return connector_module(monkeypatch)
-
-
-@pytest.fixture
-def setting(tmp_path):
-    save_tiny_model(tmp_path / "model", "llama")
-    engine = KVRagEngine.from_pretrained(tmp_path / "model", kv_dir=tmp_path / "kv", context=None)
-    assert not engine.precompute(CHUNKS, ids=list("abcd")).failed
-    yield Setting(engine, str(tmp_path / "model"), tmp_path / "none")
-    engine.close()
 
 
 def blend(connector, setting, role="SCHEDULER", **extra) -> Any:

@@ -12,29 +12,13 @@ import torch
 from test_blend import blend as worker_side
 from test_blend import prompt_of, request_with, scheduler_side
 from texts import make_chunks
-from vllm_kit import BLOCK, Setting, connector_module, step_of
+from vllm_kit import BLOCK, step_of
 
-from kvrag import KVRagEngine
 from kvrag.adapters import Costs
-from kvrag.testing.models import save_tiny_model
 
 CHUNKS = [text.partition(": ")[2] for text in make_chunks(4, words=60)]
 FLAT = Costs(((16.0, 512.0), (50.0, 50.0)), 0.1, 0.0, {"request": 50.0})
 """A forward that the host launches."""
-
-
-@pytest.fixture
-def connector(monkeypatch):
-    return connector_module(monkeypatch)
-
-
-@pytest.fixture
-def setting(tmp_path):
-    save_tiny_model(tmp_path / "model", "llama")
-    engine = KVRagEngine.from_pretrained(tmp_path / "model", kv_dir=tmp_path / "kv", context=None)
-    assert not engine.precompute(CHUNKS, ids=list("abcd")).failed
-    yield Setting(engine, str(tmp_path / "model"), tmp_path / "none")
-    engine.close()
 
 
 @pytest.fixture
