@@ -68,10 +68,9 @@ def narrow_engine(folder: Path) -> KVRagEngine:
 def module_of(file: str) -> str:
     """Name the module of a source file: a file of ours by its path, everything else by its package."""
     path = Path(file)
-    if path.is_relative_to(ROOT):
-        return str(path.relative_to(ROOT))
-    parts = path.parts
-    return parts[parts.index("site-packages") + 1] if "site-packages" in parts else "python"
+    if "site-packages" in path.parts:
+        return path.parts[path.parts.index("site-packages") + 1]
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else "python"
 
 
 def calls_of(action: Callable[[], object]) -> dict[str, Any]:

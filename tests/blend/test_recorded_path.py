@@ -95,10 +95,14 @@ def test_what_a_request_costs_the_host(narrow, monkeypatch):
     def ask():
         return engine.prefill(next(prompts), mode="stitch")
 
+    def calls():
+        """Count the calls of a request's own code: those of packages grow with what other tests leave in this process."""
+        modules = bench_host.calls_of(ask)["modules"]
+        return sum(number for name, number in modules.items() if name.startswith("kvrag/")), modules
+
     assert ask().repaired_tokens > 100
-    on_cpu = bench_host.calls_of(ask)["modules"]
-    # But for the standard library's: other tests leave handlers and loaded packages in this process.
-    assert sum(on_cpu.values()) - on_cpu["python"] <= 27_000, on_cpu
+    on_cpu, modules = calls()
+    assert on_cpu <= 14_000, modules
 
     fake = install(monkeypatch)
     move(engine.loaded.lm)
@@ -109,12 +113,12 @@ def test_what_a_request_costs_the_host(narrow, monkeypatch):
         fake.clear()
         ask()
         asked = bench_host.asked_of(fake)
-        calls = bench_host.calls_of(ask)["calls"]
+        on_device, modules = calls()
     assert len(engine.loaded.lm.recorded._made) == made, "nothing is recorded anew"
     assert asked["launches"] <= 100, asked
     assert asked["waits"] <= 3, asked
     assert asked["kinds"]["launch: replay"] == 3, "of the probe, of the choice and of the repair"
-    assert calls <= 8_000
+    assert on_device <= 6_000, modules
     assert engine.loaded.lm.recorded.pool.num_taken == 0
 
 
