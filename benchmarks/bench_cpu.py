@@ -3,7 +3,8 @@
 The kinds take turns in the same process: ``float32``; ``float16``, which is KVRAG_WEIGHTS=float16; torchao's int8 weights under float32;
 with ``--kinds``, the model in ``bfloat16``, too, whose products are emulated where the processor has none. Times are wall and processor
 seconds: on a shared machine the second disturb less. Divergence is of the last 128 rows of a prompt of passages, by full prefills. The
-reading rate is that of a float32 sum, the least that a step which reads all weights needs.
+reading rate is that of a float32 sum, the least that a step which reads all weights needs. With ``--gguf``, llama.cpp computes with that
+file as it is, in a process of its own.
 
     KVRAG_EVAL_MODELS=... python benchmarks/bench_cpu.py --model qwen2.5-coder-0.5b [--threads 1] [--repeats 5] [--kinds float32,bfloat16]
 """
@@ -13,12 +14,15 @@ from __future__ import annotations
 import os
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from common import bootstrap, machine, model_path, parser, write_result
+from peers.environments import Peer, Worker
 
 from kvrag.metrics import kl_divergence
 from kvrag.model.linear import WEIGHTS_VARIABLE
@@ -96,7 +100,24 @@ class Kind:
         return self.lm.forward(ids, rows, self.lm.buffer(len(ids)), logits=JUDGED)[0][0].float()
 
 
-def ratios(base: Kind, kind: Kind) -> dict[str, Any]:
+class LlamaCpp:
+    """llama.cpp with a GGUF file, and its times."""
+
+    def __init__(self, path: str, threads: int) -> None:
+        peer = Peer("llama.cpp", "worker_llamacpp.py", {}, "llamacpp")
+        log = Path(tempfile.gettempdir()) / "bench-cpu-llamacpp.log"
+        self.name, self.worker = peer.name, Worker(peer, {"gguf": path}, threads, log)
+        self.worker.ready()
+        self.times: dict[str, list[tuple[float, float]]] = {"prefill": [], "step": []}
+
+    def turn(self, ids: torch.Tensor) -> None:
+        """A prefill, and steps of one request."""
+        took = self.worker.ask("steps", ids=ids.tolist(), count=STEPS)
+        for name, times in self.times.items():
+            times.append(tuple(took[name]))
+
+
+def ratios(base: Kind, kind: Kind | LlamaCpp) -> dict[str, Any]:
     """Median ratios of base's to kind's times, turn by turn, with 95% intervals."""
     found = {}
     for name, times in kind.times.items():
@@ -117,6 +138,7 @@ def main() -> None:
     made = parser(__doc__, threads=1, repeats=5)
     made.add_argument("--model", default="qwen2.5-coder-0.5b")
     made.add_argument("--kinds", default="float32,float16,int8", help="the first is the base")
+    made.add_argument("--gguf", help="file for llama.cpp, which is built at first use")
     options = made.parse_args()
     torch.set_num_threads(options.threads)
     path = model_path(options.model)
@@ -125,15 +147,24 @@ def main() -> None:
     kinds = [Kind(name, path) for name in names]
     ids = torch.tensor(kinds[0].loaded.encoder(shipped())["input_ids"][:PROMPT])
     assert len(ids) == PROMPT, "more text is needed"
+    peers = [LlamaCpp(options.gguf, options.threads)] if options.gguf else []
     for turn in range(options.repeats + 1):
-        for kind in kinds:
+        for kind in (*kinds, *peers):
             kind.turn(ids)
             if not turn:  # the first turn warms up
                 kind.times = {name: [] for name in kind.times}
-        print(turn, {kind.name: kind.times["step"][-1:] for kind in kinds}, file=sys.stderr)
+        steps = {kind.name: kind.times["step"][-1:] for kind in (*kinds, *peers)}
+        print(turn, steps, file=sys.stderr)
     rates.append(reading_rate())
     base, whole = kinds[0], kinds[0].judged(ids)
-    rows = {}
+    rows = {
+        peer.name: {
+            "times_s": peer.times,
+            "sooner": ratios(base, peer),
+            "gguf": Path(options.gguf).name,
+        }
+        for peer in peers
+    }
     for kind in kinds:
         logits = kind.judged(ids)
         apart = [float(kl_divergence(a, b)) for a, b in zip(whole, logits, strict=True)]
@@ -155,7 +186,8 @@ def main() -> None:
         "load_average": os.getloadavg(),
         "kinds": rows,
     }
-    write_result("cpu", result, options.out)
+    is_small = options.model == made.get_default("model")
+    write_result("cpu" if is_small else f"cpu-{options.model}", result, options.out)
 
 
 if __name__ == "__main__":

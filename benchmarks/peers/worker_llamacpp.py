@@ -50,6 +50,18 @@ class LlamaCpp:
         )
         return {**took, "reused": min(reused, len(ids) - 1), "text": done["choices"][0]["text"]}
 
+    def steps(self, ids: list[int], count: int) -> dict[str, Any]:
+        """Prefill a prompt, then decode steps: seconds by the wall and of the processor."""
+        self.llama.reset()
+        clock = Clock()
+        self.llama.eval(ids)
+        took = {"prefill": [*clock.read().values()]}
+        clock = Clock()
+        for _ in range(count):
+            self.llama.eval(ids[:1])
+        took["step"] = [seconds / count for seconds in clock.read().values()]
+        return took
+
 
 if __name__ == "__main__":
     serve(LlamaCpp)

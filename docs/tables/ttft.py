@@ -93,23 +93,18 @@ def speed(result: Result) -> str:
 def cpu(result: Result) -> str:
     """Set weights of fewer bits beside float32: times by the processor's clock, and divergence."""
     rows = []
-    for kind, made in result["kinds"].items():
+    for kind, made in sorted(result["kinds"].items(), key=lambda item: "gguf" in item[1]):
         cells = []
-        for name in ("prefill", "step", "steps"):
-            own = statistics.median(cpu for _, cpu in made["times_s"][name]) * 1e3
+        for name, times in made["times_s"].items():
+            own = statistics.median(cpu for _, cpu in times) * 1e3
             ratio, low, high = made["sooner"][f"{name}_cpu"]
-            cells.append(f"{own:,.0f} ({ratio:.2f}×, {low:.2f} to {high:.2f})")
-        if kind == "float32":
-            cells = [cell.partition(" (")[0] for cell in cells]
-        rows.append(
-            [
-                kind,
-                *cells,
-                f"{made['load_s'][1]:.0f}",
-                f"{made['kl_mean']:.1e}",
-                f"{made['kl_max']:.1e}",
-            ]
-        )
+            said = "" if kind == "float32" else f" ({ratio:.2f}×, {low:.2f} to {high:.2f})"
+            cells.append(f"{own:,.0f}{said}")
+        if "gguf" in made:
+            rows.append([f"{kind}, {made['gguf']}", *cells, "–", "–", "–", "–"])
+        else:
+            sides = f"{made['load_s'][1]:.0f}", f"{made['kl_mean']:.1e}", f"{made['kl_max']:.1e}"
+            rows.append([kind, *cells, *sides])
     walls = result["kinds"]["float16"]["sooner"]
     rates = " and ".join(f"{rate / 1e9:.0f}" for rate in result["reading_bytes_per_s"])
     note = "\nMilliseconds of processor time, medians of "
@@ -126,7 +121,9 @@ def cpu(result: Result) -> str:
         f"a step of {result['streams']} requests",
     ]
     header += ["load, s", "KL, mean", "largest"]
-    return table(header, rows) + note + source(result, "cpu.json")
+    is_small = result["model"] == "qwen2.5-coder-0.5b"
+    file = "cpu.json" if is_small else f"cpu-{result['model']}.json"
+    return table(header, rows) + note + source(result, file)
 
 
 def memory(result: Result) -> str:
@@ -165,5 +162,6 @@ TABLES: Tables = {
     "auto": ("auto.json", auto),
     "speed": ("speed.json", speed),
     "cpu": ("cpu.json", cpu),
+    "cpu-15b": ("cpu-qwen2.5-coder-1.5b.json", cpu),
     "memory": ("memory.json", memory),
 }
