@@ -27,9 +27,10 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import facts_forms as forms
 import facts_tasks as tasks
 import torch
-from common import bootstrap, machine, model_path, parser, write_result
+from common import bootstrap, git, machine, model_path, parser, write_result
 from facts_methods import METHODS, Method, Seen, ape_attention, sparse_attention
 from facts_tasks import Question
 
@@ -365,6 +366,8 @@ def score(question: Question, text: str, reference: str) -> float:
     if question.metric == "line":
         first = text.strip().strip("`").removeprefix("python").strip().partition("\n")[0].strip()
         return float(first == question.golds[0])
+    if question.metric in ("exact", "choice", "number"):
+        return float(forms.is_right(question.metric, text, question.golds, question.options))
     if question.metric == "f1":
         return round(questions_score(text, question.golds), 4)
     found = [questions_score(text, [gold]) == 1 for gold in question.golds]
@@ -376,8 +379,16 @@ def is_right(record: dict[str, Any]) -> bool:
     return bool(record["score"] >= IS_RIGHT)
 
 
+def question_of(engine: KVRagEngine, task: str, shapes: Sequence[int], number: int) -> Question:
+    """A question of a task."""
+    encoder = engine.loaded.encoder
+    if task.startswith("forms/"):
+        return forms.of_task(task, number, lambda text: len(encoder.chunk_ids(text)))
+    return next(islice(questions(engine, task, shapes), number, None))
+
+
 def questions(engine: KVRagEngine, task: str, shapes: Sequence[int]) -> Iterator[Question]:
-    """The questions of a task."""
+    """The questions of a task but those of forms."""
     tokenizer = engine.loaded.encoder
 
     def cut(text: str, tokens: int) -> str:
@@ -406,11 +417,14 @@ def work(item: tuple[str, int, list[str], str, int, tuple[int, ...]]) -> list[di
     global _engine
     task, number, methods, model, threads, shapes = item
     _engine = _engine or engine_of(model, threads)
-    question = next(islice(questions(_engine, task, shapes), number, None))
+    question = question_of(_engine, task, shapes, number)
     out = []
     with torch.inference_mode():
         case = Case(_engine, question)
         about = {"task": task, "kind": question.task, "number": number, "shapes": shapes}
+        if question.form:
+            about |= {"form": question.form, "ask": question.task, "set": task.split("/")[1]}
+            about |= {"tokens": len(case.ids), "chunks": len(case.chunks)}
         out.append({**about, "method": "full", **case.reference()})
         for name in methods:
             kind, _, budget = name.partition("@")
@@ -439,6 +453,7 @@ def paired(
 
 
 def _key(record: dict[str, Any]) -> tuple[Any, ...]:
+    """Name a question: task, number, and shapes of needles."""
     return record["task"], record["number"], *record["shapes"]
 
 
@@ -519,23 +534,30 @@ def show(records: Iterable[dict[str, Any]], kinds: Sequence[str]) -> None:
 
 
 SIZES = {"hotpotqa": 60, "musique": 60, "examples": 40, "code": 32, "summary": 30}
+METHODS_SHOWN = ["sentences@0.03", "sentences@0.25", "sentences@auto"]
 QUICK = ["--count", "6", "--methods", "none", "sentences@0.03", "sentences@auto"]
 
 
-def main() -> None:
-    """Measure, keep a line per question and method, and write a summary."""
+def arguments() -> Any:
+    """Read the command line; tasks of forms are named as records name them."""
     options = parser(__doc__, count=60, start=0, processes=2, threads=1)
     options.add_argument("--model", default="qwen2.5-coder-0.5b")
-    options.add_argument("--tasks", nargs="+", default=["needles"], choices=["needles", *SIZES])
-    options.add_argument(
-        "--methods", nargs="+", default=["sentences@0.03", "sentences@0.25", "sentences@auto"]
-    )
+    options.add_argument("--tasks", nargs="+", choices=["needles", "forms", *SIZES])
+    options.add_argument("--methods", nargs="+", default=METHODS_SHOWN)
     options.add_argument(
         "--shapes",
         nargs="+",
         type=int,
         default=[0, 1],
         help="of needles: places in facts_tasks.SHAPES",
+    )
+    options.add_argument("--forms", nargs="+", choices=[*forms.FORMS], help="forms of facts")
+    options.add_argument("--set", choices=forms.SETS, default="develop", help="of forms")
+    options.add_argument(
+        "--most-tokens", type=int, default=10**6, help="leave out longer questions of forms"
+    )
+    options.add_argument(
+        "--sealed", action="store_true", help="run the sealed set, once for each state of the code"
     )
     options.add_argument("--kinds", nargs="*", default=[], help="kinds of questions in the table")
     options.add_argument(
@@ -546,26 +568,44 @@ def main() -> None:
     )
     args = options.parse_args()
     args = options.parse_args([*sys.argv[1:], *QUICK]) if args.quick else args
-    path = args.out / "facts" / f"{args.model}.jsonl"
+    args.set = "sealed" if args.sealed else args.set
+    if args.set == "sealed" and not (args.sealed or args.show):
+        options.error("the sealed set is run by --sealed, once, when all is decided")
+    given = args.tasks or (["forms"] if args.forms or args.sealed else ["needles"])
+    if args.sealed and given != ["forms"]:
+        options.error("--sealed is about forms alone")
+    named = [forms.task_of(form, args.set) for form in args.forms or forms.FORMS]
+    args.tasks = [task for each in given for task in (named if each == "forms" else [each])]
+    return args
+
+
+def main() -> None:
+    """Measure, keep a line per question and method, and write a summary."""
+    args = arguments()
+    name = f"sealed-{args.model}" if args.sealed else args.model
+    path = args.out / "facts" / f"{name}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
+    code = code_state()
     if not args.show:
-        measure(args, path)
-    records = [r for r in read(path) if r["task"] in args.tasks]
-    show(records, args.kinds)
+        measure(args, path, code)
+    records = [r for r in read(path) if r.get("code", code) == code]
+    for task, of in by_task(r for r in records if r["task"] in args.tasks).items():
+        print(task)
+        show(of, args.kinds)
     if not args.show:
         summary = {
             task: {n: figures(p) for n, p in paired(of, ()).items()}
-            for task, of in by_task(read(path)).items()
+            for task, of in by_task(records).items()
         }
         write_result(
-            f"facts/{args.model}",
+            f"facts/{name}",
             {"machine": machine(), "model": args.model, "tasks": summary},
             args.out,
         )
 
 
 def by_task(records: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Return the records by task; needles also by the length of their prompts."""
+    """Return the records by task, each form and set for itself; needles also by the length of their prompts."""
     found = defaultdict(list)
     for r in records:
         length = (
@@ -577,28 +617,48 @@ def by_task(records: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]
     return found
 
 
-def measure(args: Any, path: Path) -> None:
-    """Measure what the file lacks."""
-    done = defaultdict(set)
-    for r in read(path):
-        done[_key(r)].add(r["method"])
-    every = [
+def code_state() -> str:
+    """Name the code that answers: the trees of the package and of the methods, and whether they have changes."""
+    paths = "kvrag", "benchmarks/facts_methods.py", "benchmarks/facts_forms.py"
+    trees = [git("rev-parse", "--short=12", f"HEAD:{path}") for path in paths]
+    return "-".join(trees) + ("+changes" if git("status", "--porcelain", "--", *paths) else "")
+
+
+def planned(args: Any) -> list[tuple[str, int]]:
+    """The task and number of every question."""
+    return [
         (t, n)
         for t in args.tasks
         for n in range(args.start, min(args.start + args.count, SIZES.get(t, 10**6)))
+        if not t.startswith("forms/") or forms.tokens_of(n) <= args.most_tokens
     ]
-    missing = {key: [m for m in args.methods if m not in done[*key, *args.shapes]] for key in every}
-    todo = [
-        (*key, names, args.model, args.threads, tuple(args.shapes))
-        for key, names in missing.items()
-        if names
-    ]
+
+
+def measure(args: Any, path: Path, code: str) -> None:
+    """Measure what the file lacks; of the sealed set, exit with a sentence where this code has answered all of it."""
+    done = defaultdict(set)
+    for r in read(path):
+        if r.get("code", code) == code:
+            done[_key(r)].add(r["method"])
+    todo = []
+    for task, number in planned(args):
+        shapes = tuple(args.shapes) if not task.startswith("forms/") else ()
+        names = [m for m in args.methods if m not in done[task, number, *shapes]]
+        if names:
+            todo.append((task, number, names, args.model, args.threads, shapes))
+    if args.sealed and code.endswith("+changes"):
+        sys.exit("the sealed set is run on committed code: commit the changes first")
+    if args.sealed and not todo:
+        sys.exit(
+            f"the sealed set is run once, and these methods at this state of the code ({code}) have answered it: see {path}"
+        )
+    about = {"code": code} if args.sealed else {}
     start = time.perf_counter()
     with ProcessPoolExecutor(args.processes, get_context("spawn")) as pool, path.open("a") as file:
         for index, records in enumerate(pool.map(work, todo), 1):
             for r in records:
                 if r["method"] not in done[_key(r)]:
-                    file.write(json.dumps(r) + "\n")
+                    file.write(json.dumps(r | about) + "\n")
             file.flush()
             print(f"{index}/{len(todo)} {time.perf_counter() - start:.0f} s", flush=True)
 

@@ -111,7 +111,8 @@ class Question:
 
     ``golds`` are alternatives, unless ``needs_all``. ``metric`` names how an answer is scored: ``holds`` (1 where it has a gold one, or the
     share of all golds), ``f1`` (the same, else its words' F1), ``line`` (whether its first line is the right one), ``rouge`` (Rouge-L
-    with the full prefill's own answer).
+    with the full prefill's own answer); of forms, ``exact`` (whether it holds a gold one, in any script), ``choice`` (whether the first
+    of ``options`` in it is the right one), ``number`` (whether its first number is). ``facts``: name, field and value of what is asked.
     """
 
     task: str
@@ -124,6 +125,9 @@ class Question:
     is_multi_hop: bool = False
     max_tokens: int = 24
     separator: str = "\n\n"
+    form: str = ""
+    options: tuple[str, ...] = ()
+    facts: tuple[tuple[str, str, str], ...] = ()
 
 
 Cut = Callable[[str, int], str]
