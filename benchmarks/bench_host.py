@@ -106,6 +106,13 @@ def calls_of(action: Callable[[], object]) -> dict[str, Any]:
     }
 
 
+def planned(engine: KVRagEngine, prompt: list[Any]) -> float:
+    """Milliseconds of planning a prompt with no forward before."""
+    start = time.perf_counter()
+    engine._answering.plan(engine._request(prompt))
+    return (time.perf_counter() - start) * 1e3
+
+
 def asked_of(fake: FakeCuda) -> dict[str, Any]:
     """Say what a device was asked for."""
     kinds = Counter[str]()
@@ -128,7 +135,7 @@ def measure(folder: Path, repeats: int) -> dict[str, Any]:
     with closing(narrow_engine(folder)) as engine:
         chunks = random_chunks(engine.tokenizer, CHUNKS, CHUNK_TOKENS)
         engine.precompute(chunks, batch_size=4)
-        prompts = iter(orders(engine.prefix_text, chunks, repeats + 11))
+        prompts = iter(orders(engine.prefix_text, chunks, 2 * repeats + 11))
 
         def ask() -> Any:
             return engine.prefill(next(prompts), mode="stitch")
@@ -145,6 +152,8 @@ def measure(folder: Path, repeats: int) -> dict[str, Any]:
         for name in runs[0]:
             values = [run[name] for run in runs]
             stages[name] = {"ms": statistics.median(values), "ci": interval(values)}
+        # On a CPU a forward takes the caches away; beside a device it does not.
+        plans = [planned(engine, next(prompts)) for _ in range(repeats)]
         calls = calls_of(ask)
         with pytest.MonkeyPatch.context() as patch:
             fake = install(patch)
@@ -165,6 +174,7 @@ def measure(folder: Path, repeats: int) -> dict[str, Any]:
             "chunks": CHUNKS,
             "repaired": done.repaired_tokens,
             "stages": stages,
+            "plan_alone_ms": plans,
             "python": calls,
             "device": launched,
             "recorded": recorded,

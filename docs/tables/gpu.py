@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from statistics import median
+
 from .core import Result, Tables, read, source, table
 
 
@@ -69,6 +71,7 @@ def host(result: Result) -> str:
         ["calls of Python, on a CPU", *calls],
         ["CPU time, ms, the least", least(before, "CPU time"), least(result, "CPU time")],
         ["planning, ms, the least", least(before, "plan"), least(result, "plan")],
+        ["planning alone, ms, the median", "–", f"{median(result['plan_alone_ms']):.1f}"],
         ["launches, without recordings", *counts("launches")],
         ["copies", *counts("copies")],
         ["waits of the host", *counts("waits")],
