@@ -1,10 +1,11 @@
 """Questions about documents with known answers: the caller's, or facts planted in chunks.
 
-A planted fact is the access code of a place. It stands in a single chunk.
+A planted fact is the access code of a place. It stands in a single chunk, in the form of its text.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import re
@@ -51,6 +52,13 @@ PLACES = (
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _SENTENCE = re.compile(r"(?<=[.!?])\s")
+_SPACE = re.compile(r"(?<=\w)\s(?=\w)")
+_RULE = re.compile(r"\s*\|[\s|:-]+\|\s*")  # between the head of a Markdown table and its body
+_STAMP = re.compile(
+    r"\s*\[?\d{2,4}[-/:.]\d\d[-/:.]\d\d[^A-Za-z]*(T[\d:.]+\S*\s+)?([A-Z]{4,8}\b\S?\s+)?"
+)
+_KEY = re.compile(r"(\s*)[\w.-]+(?: [\w.-]+){0,3}(\s*[:=]\s*)\S.{0,60}")
+_MARK = re.compile(r"\s*(?:#|//|--|[*-])\s+")  # of a comment, or of a list
 _PUNCTUATION = str.maketrans("", "", string.punctuation)  # left out, so that half a code is no word
 
 
@@ -112,7 +120,7 @@ def _ask_all(
 ) -> list[Question]:
     """Ask for every fact once: an interval takes questions as independent."""
     told = [
-        _with(text, f"The access code of the {place} is {code}.", draw)
+        with_fact(text, f"access code of the {place}", code, draw)
         for text, (place, code) in zip(pool, facts, strict=True)
     ]
     found = []
@@ -138,11 +146,44 @@ def _code(draw: random.Random) -> str:
     )
 
 
-def _with(text: str, fact: str, draw: random.Random) -> str:
-    """Insert a sentence between two sentences of a text, or at its end."""
-    ends = [found.start() for found in _SENTENCE.finditer(text)] or [len(text)]
-    at = draw.choice(ends)
-    return f"{text[:at]} {fact}{text[at:]}"
+def with_fact(text: str, what: str, code: str, draw: random.Random) -> str:
+    """Tell a fact in a text as the text tells its own: in a line like one of its lines, or in prose.
+
+    In prose it stands between two sentences or inside one.
+    """
+    lines = text.split("\n")
+    at = draw.randrange(len(lines))
+    line = _line_like(lines[at], what, code)
+    if line is not None:
+        while at + 1 < len(lines) and _RULE.fullmatch(lines[at + 1]):
+            at += 1  # a table's head stays one
+        return "\n".join([*lines[: at + 1], line, *lines[at + 1 :]])
+    fact = f"{what} is {code}"
+    ends, spaces = (
+        [found.start() for found in kind.finditer(text)] for kind in (_SENTENCE, _SPACE)
+    )
+    if not spaces or (ends and draw.random() < 0.5):
+        at = draw.choice(ends or [len(text)])
+        return f"{text[:at]} The {fact}.{text[at:]}"
+    at = draw.choice(spaces)
+    return f"{text[:at]} (the {fact}){text[at:]}"
+
+
+def _line_like(line: str, what: str, code: str) -> str | None:
+    """Return a line that tells a fact in the form of another; ``None`` if that one is prose."""
+    bare = line.strip()
+    num_cells = bare.count("|") - 1
+    if bare.startswith("|") and num_cells > 1:
+        return f"| {' | '.join([what, code, *['–'] * (num_cells - 2)])} |"
+    if bare.startswith("{") and bare.endswith(("}", "},")):
+        return json.dumps({what: code}) + bare[bare.rindex("}") + 1 :]
+    if found := _STAMP.match(line):
+        return f"{found[0]}{what}: {code}"
+    if found := _KEY.fullmatch(line):
+        return f"{found[1]}{what}{found[2]}{code}"
+    if found := _MARK.match(line):
+        return f"{found[0]}The {what} is {code}."
+    return None
 
 
 def read_question(

@@ -2,6 +2,8 @@
 
 import json
 import math
+import random
+import re
 from dataclasses import replace
 
 import pytest
@@ -14,7 +16,15 @@ from kvrag.cli.app import app
 from kvrag.cli.measure import _all_answers
 from kvrag.cli.output import write_page
 from kvrag.evaluate.answers import Compared, Evaluation, wilson
-from kvrag.evaluate.questions import Question, best_chunks, planted, prompt_of, read_question, score
+from kvrag.evaluate.questions import (
+    Question,
+    best_chunks,
+    planted,
+    prompt_of,
+    read_question,
+    score,
+    with_fact,
+)
 
 CHUNKS = make_chunks(8, words=30, seed=5)
 SMALL = {"count": 3, "chunks_per_prompt": 2, "max_new_tokens": 4}
@@ -53,7 +63,7 @@ def test_facts_are_planted_by_the_seed_and_each_question_has_one_answer(engine):
         place = question.text.removeprefix("What is the access code of the ").removesuffix("?")
         assert [text for text in question.chunks if place in text] == homes
         assert len(homes) == 1
-        assert f"The access code of the {place} is {question.answers[0]}." in homes[0]
+        assert f"he access code of the {place} is {question.answers[0]}" in homes[0]
 
 
 def test_no_fact_is_asked_for_twice(engine):
@@ -67,8 +77,46 @@ def test_a_planted_fact_takes_nothing_from_its_chunk(engine):
     originals = {chunk.replace(" ", "") for chunk in CHUNKS}
     for question in planted(engine, CHUNKS, 4, 3, 0):
         for text in question.chunks:
-            fact = text[text.index("The access code") :].partition(".")[0] + "."
+            (fact,) = re.findall(r" The access code[^.]*\.| \(the access code[^)]*\)", text)
             assert text.replace(fact, "").replace(" ", "") in originals
+
+
+FORMS = {
+    "a table": ("| a | b |\n| --- | --- |\n| c | 1 |", "| {what} | {code} |"),
+    "a wide table": ("| a | b | c |\n|:--|--:|---|\n| d | 1 | 2 |", "| {what} | {code} | – |"),
+    "JSON lines": ('{"a": 1},\n{"a": 2},', '{"{what}": "{code}"},'),
+    "a log": ("2026-05-01 10:00:00 INFO  saved: x=5", "2026-05-01 10:00:00 INFO  {what}: {code}"),
+    "a log with a T": ("[2026-05-01T10:00:00Z] saved", "[2026-05-01T10:00:00Z] {what}: {code}"),
+    "keys": ("  site: X\n  state: open", "  {what}: {code}"),
+    "settings": ("site = X", "{what} = {code}"),
+    "comments": ("# keep the order\n# of all", "# The {what} is {code}."),
+    "a list": ("- bread\n- milk", "- The {what} is {code}."),
+}
+
+
+@pytest.mark.parametrize(("text", "line"), FORMS.values(), ids=FORMS)
+def test_a_fact_stands_in_a_line_like_those_of_its_chunk(text, line):
+    told = line.replace("{what}", "access code of the pier").replace("{code}", "12-345")
+    for seed in range(9):
+        lines = with_fact(text, "access code of the pier", "12-345", random.Random(seed)).split(
+            "\n"
+        )
+        at = lines.index(told)
+        assert [*lines[:at], *lines[at + 1 :]] == text.split("\n")
+        assert at, "no head of a table, and no first line"
+        assert not any(set(each) <= set("|:- ") for each in lines[at + 1 :]), (
+            "a table's head is one"
+        )
+
+
+def test_a_fact_in_prose_stands_between_sentences_or_inside_one():
+    text, speech = "One two three. Four five six.", "well you know so it went on"
+    made = {with_fact(text, "code", "7", random.Random(seed)) for seed in range(40)}
+    assert "One two three. The code is 7. Four five six." in made
+    assert "One two (the code is 7) three. Four five six." in made
+    for seed in range(9):
+        assert " (the code is 7) " in with_fact(speech, "code", "7", random.Random(seed))
+    assert with_fact("这是。", "code", "7", random.Random(0)) == "这是。 The code is 7."
 
 
 @pytest.mark.parametrize(
