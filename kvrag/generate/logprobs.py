@@ -49,10 +49,10 @@ def read_on(
 ) -> tuple[Prefilled, tuple[TokenLogprob, ...]]:
     """Extend a prefilled prompt by token ids, and score its tokens.
 
-    Returns the longer prompt, and the log-probabilities of all its tokens. The very first has
-    ``nan``, as nothing predicts it. Logits are read in slices: the logits of a long prompt over a
-    large vocabulary would not fit into memory. Raises ``CancelledError`` if ``cancel`` is set
-    before the end.
+    Returns the longer prompt, whose answer may take fewer tokens, and the log-probabilities of all
+    its tokens. The very first has ``nan``, as nothing predicts it. Logits are read in slices: the
+    logits of a long prompt over a large vocabulary would not fit into memory. Raises
+    ``CancelledError`` if ``cancel`` is set before the end.
     """
     told = [TokenLogprob(done.token_ids[0], math.nan)]
     logits = done.logits
@@ -74,6 +74,7 @@ def read_on(
         num_live=len(whole),
         num_exact=len(whole),
         sources=sources,
+        max_new_tokens=done.max_new_tokens - len(ids),
     )
     return grown, tuple(told)
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kvrag import ConfigError, ContextLengthError
+from kvrag.blend.clock import Clock
 from kvrag.generate import logprobs
 from kvrag.generate.logprobs import LogprobWriter
 from kvrag.types import TokenLogprob
@@ -81,7 +82,9 @@ def test_leaving_ends_the_reading(engine, monkeypatch):
     gone = threading.Event()
     gone.set()
     with (
-        engine._answering.prefilled(engine._request("One"), max_new_tokens=9) as (done, _),
+        engine._answering.prefilled(
+            engine._request("One"), max_new_tokens=9, clock=Clock()
+        ) as done,
         pytest.raises(CancelledError),
     ):
         logprobs.read_on(done, [1, 2], 0, gone)
