@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from kvrag.errors import ConfigError, InputError, require
-from kvrag.generate.schema import schema_part
+from kvrag.generate.schema import enforceable
 from kvrag.prompt.tools import ResponseFormat, name_of
 from kvrag.runtime import RUNTIME
 
@@ -25,6 +25,10 @@ _STYLE = {
 }
 """JSON as ``json.dumps`` writes it: a small model that may write white space writes nothing else.
 Unknown keywords are left out."""
+
+_DRAFT = "https://json-schema.org/draft/2020-12/schema"
+"""Meaning of the keywords, whatever draft a schema names: older ones have no ``$id`` beside a
+``$ref``."""
 
 
 class _Tables(dict[frozenset[int], Any]):
@@ -116,7 +120,7 @@ def _schema(form: ResponseFormat, missed: list[str]) -> dict[str, Any]:
     Keywords that are left out are added to ``missed``.
     """
     ways = list[Any]()
-    parts = list[Any]()  # they keep their own references below "$defs"
+    parts = list[Any]()
     if form.schema is not None and form.choice == "auto":
         parts.append(form.schema)
         ways.append({"$ref": "#/$defs/0"})
@@ -133,8 +137,10 @@ def _schema(form: ResponseFormat, missed: list[str]) -> dict[str, Any]:
             )
             given = tool["function"].get("parameters") or {}
             parts.append({"additionalProperties": False, **given, "type": "object"})
+    # with an $id of its own, a part is the root of its references ("#/...")
     definitions = {
-        str(at): schema_part(part, f"#/$defs/{at}", missed) for at, part in enumerate(parts)
+        str(at): enforceable(part, missed) | {"$schema": _DRAFT, "$id": f"kvrag:{at}"}
+        for at, part in enumerate(parts)
     }
     return {"anyOf": ways, "$defs": definitions, "x-guidance": _STYLE}
 
