@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -90,9 +91,9 @@ class LogprobWriter:
         self._tokenizer = tokenizer
         self._is_chat = is_chat
         self._added = frozenset(tokenizer.added_tokens_decoder)
-        self._bytes = dict[int, bytes]()
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self._is_byte_level = backend is not None and "ByteLevel" in str(backend.decoder)
+        self.bytes_of = cache(self._bytes_of)
         self._offset = 0
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
         self._echo = echo
@@ -152,13 +153,8 @@ class LogprobWriter:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found)
 
-    def bytes_of(self, token: int) -> bytes:
+    def _bytes_of(self, token: int) -> bytes:
         """Return a token's UTF-8 bytes; a control token has the bytes of its name."""
-        if token not in self._bytes:
-            self._bytes[token] = self._read(token)
-        return self._bytes[token]
-
-    def _read(self, token: int) -> bytes:
         piece = self._tokenizer.convert_ids_to_tokens(token)
         if piece is None:  # models have more logits than their tokenizers have tokens
             return b""
