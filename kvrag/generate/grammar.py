@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -120,13 +121,14 @@ def _schema(form: ResponseFormat, missed: list[str]) -> dict[str, Any]:
     Keywords that are left out are added to ``missed``.
     """
     ways = list[Any]()
-    parts = list[Any]()
     if form.schema is not None and form.choice == "auto":
-        parts.append(form.schema)
-        ways.append({"$ref": "#/$defs/0"})
+        ways.append(_part("kvrag:answer", form.schema, missed))
     for tool in form.tools:
         if form.choice in ("auto", "required", name := name_of(tool)):
-            call = {"name": {"const": name}, "arguments": {"$ref": f"#/$defs/{len(parts)}"}}
+            given = tool["function"].get("parameters") or {}
+            closed = {"additionalProperties": False, **given, "type": "object"}
+            arguments = _part(f"kvrag:{len(ways)}", closed, missed)
+            call = {"name": {"const": name}, "arguments": arguments}
             ways.append(
                 {
                     "type": "object",
@@ -135,14 +137,12 @@ def _schema(form: ResponseFormat, missed: list[str]) -> dict[str, Any]:
                     "additionalProperties": False,
                 }
             )
-            given = tool["function"].get("parameters") or {}
-            parts.append({"additionalProperties": False, **given, "type": "object"})
-    # with an $id of its own, a part is the root of its references ("#/...")
-    definitions = {
-        str(at): enforceable(part, missed) | {"$schema": _DRAFT, "$id": f"kvrag:{at}"}
-        for at, part in enumerate(parts)
-    }
-    return {"anyOf": ways, "$defs": definitions, "x-guidance": _STYLE}
+    return {"anyOf": ways, "x-guidance": _STYLE}
+
+
+def _part(name: str, schema: Mapping[str, Any], missed: list[str]) -> dict[str, Any]:
+    """Return a user's schema as a part of the answer's; its references ("#/...") start there."""
+    return enforceable(schema, missed) | {"$schema": _DRAFT, "$id": name}
 
 
 def _table(tokenizer: Any, eos_ids: frozenset[int]) -> Any:

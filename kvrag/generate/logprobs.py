@@ -6,7 +6,7 @@ import codecs
 import math
 import re
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import CancelledError
 from dataclasses import replace
 from functools import cache
@@ -98,13 +98,13 @@ class LogprobWriter:
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
         self._echo = echo
 
-    def write(self, logprobs: Iterable[TokenLogprob]) -> dict[str, Any]:
+    def write(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
         """Return the entries of the next tokens; text offsets continue from the last call."""
         if self._is_chat:
             return {"content": [self._chat(each) for each in logprobs], "refusal": None}
-        if self._echo:
-            logprobs = list(logprobs)
-            self._offset = -self._unseen(logprobs)
+        if self._echo:  # before it are a begin token's name, or a tokenizer's own space
+            shown = b"".join([self.bytes_of(each.token_id) for each in logprobs])
+            self._offset = -max(0, shown.decode("utf-8", "replace").find(self._echo))
             self._echo = ""
         names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
         out: dict[str, list[Any]] = {name: [] for name in names}
@@ -122,16 +122,6 @@ class LogprobWriter:
                 out[name].append(value)
             self._offset += len(self._characters.decode(self.bytes_of(each.token_id)))
         return out
-
-    def _unseen(self, logprobs: Iterable[TokenLogprob]) -> int:
-        """Return the number of characters that the tokens have before the prompt's text.
-
-        They are a begin token's name, or a tokenizer's own space.
-        """
-        text = b"".join([self.bytes_of(each.token_id) for each in logprobs]).decode(
-            "utf-8", "replace"
-        )
-        return max(0, text.find(self._echo))
 
     def _chat(self, each: TokenLogprob) -> dict[str, Any]:
         return self._entry(each.token_id, each.logprob) | {
