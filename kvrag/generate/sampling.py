@@ -233,6 +233,8 @@ class TextStream:
         return now[len(before) :]
 
     def _release(self, text: str) -> str:
+        if not self._stop:  # as a rule, so nothing is searched
+            return text
         self._pending += text
         hits = [at for s in self._stop if (at := self._pending.find(s)) >= 0]
         if hits:
