@@ -143,10 +143,9 @@ def parsers_of(
         decode, calls = _calls_in(request.form, encoder, prompt_ids, eos_ids)
     prompt = request.prompt
     is_chat = not isinstance(prompt, str) and isinstance(prompt[0], Mapping)
-    tags = encoder.thought_tags if is_chat else None
-    if tags is None:
-        return decode, calls, None, constraint
-    thoughts, decode = thoughts_in(tags, request, encoder, prompt_ids, decode)
+    thoughts: Thoughts | None = None
+    if is_chat and (tags := encoder.thought_tags) is not None:
+        thoughts, decode = thoughts_in(tags, request, encoder, prompt_ids, decode)
     if constraint and thoughts:
         return decode, calls, thoughts, FormBehind(constraint, thoughts, encoder, decode)
     return decode, calls, thoughts, constraint

@@ -16,7 +16,7 @@ import torch
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from kvrag.blend.prefill import Prefilled
-from kvrag.types import Source, TokenLogprob
+from kvrag.types import TokenLogprob
 
 # SentencePiece's spelling of a byte that is no character alone
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
@@ -67,14 +67,13 @@ def read_on(
         told += [logprob_of(row, token, num_top) for row, token in zip(before, some, strict=True)]
         logits = rows[-1]
     whole = [*done.token_ids, *ids]
-    sources: tuple[tuple[Source, int], ...] = (("computed", len(whole)),)
     grown = replace(
         done,
         token_ids=whole,
         logits=logits,
         num_live=len(whole),
         num_exact=len(whole),
-        sources=sources,
+        sources=(("computed", len(whole)),),
         max_new_tokens=done.max_new_tokens - len(ids),
     )
     return grown, tuple(told)
