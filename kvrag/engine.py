@@ -785,7 +785,7 @@ class KVRagEngine:
         """
         options = _options_in(locals())
         request, answering = self._prepared(clock := Clock(), prompt, options)
-        with answering.prefilled(request, max_new_tokens=1, clock=clock) as (done, _):
+        with answering.prefilled(request, max_new_tokens=1, clock=clock) as done:
             logits = done.logits.float()
         ttft_ms = (time.perf_counter() - clock.start) * 1e3
         return self._stats.count(
@@ -817,7 +817,7 @@ class KVRagEngine:
         request, answering = self._prepared(clock := Clock(), prompt, options)
         ids = self.loaded.encoder.continuation_ids(continuation, self.loaded.lm.vocab_size)
         with (
-            answering.prefilled(request, max_new_tokens=len(ids), clock=clock) as (done, _),
+            answering.prefilled(request, max_new_tokens=len(ids), clock=clock) as done,
             clock.stage("score"),
         ):
             logits = [done.logits[None]]

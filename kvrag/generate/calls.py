@@ -10,8 +10,15 @@ from uuid import uuid4
 
 from kvrag.generate.grammar import Constraint
 from kvrag.generate.request import Request
-from kvrag.generate.sampling import Calls
-from kvrag.generate.thoughts import Decode, Form, Thoughts, form_behind, thoughts_in
+from kvrag.generate.thoughts import (
+    Decode,
+    Form,
+    FormBehind,
+    Thoughts,
+    decoder_of,
+    num_sure,
+    thoughts_in,
+)
 from kvrag.prompt.template import PromptEncoder
 from kvrag.prompt.tokenizer import SegmentTokenizer
 from kvrag.prompt.tools import ResponseFormat, Tools, name_of
@@ -37,9 +44,12 @@ class TextCalls:
         self._held = ""
         self._is_json = True
 
-    def push(self, text: str, *, is_last: bool = False, whole: str = "") -> str:
-        """Add text, and return the text that may be shown now; at the end, read the calls."""
-        del whole  # calls inside a thought are none
+    def push(self, text: str, whole: str, *, is_last: bool = False) -> str:
+        """Add text, and return the text that may be shown now; at the end, read the calls.
+
+        ``whole``: the same with any thought before it, and its tags. Calls inside a thought are
+        none.
+        """
         self._held += text
         self._is_json = self._is_json and _JSON.fullmatch(self._held) is not None
         if is_last:
@@ -48,10 +58,7 @@ class TextCalls:
             return ""
         at = self._held.find(_OPEN)
         if at < 0:
-            at = next(
-                (n for n in range(len(self._held)) if _OPEN.startswith(self._held[n:])),
-                len(self._held),
-            )
+            at = num_sure(self._held, (_OPEN,))
         at = len(self._held[:at].rstrip())  # white space before a call belongs to it
         shown = self._held[:at]
         self._held = self._held[at:]
@@ -89,7 +96,7 @@ class ParsedCalls:
         self._text = ""
         self._num_shown = 0
 
-    def push(self, text: str, *, is_last: bool = False, whole: str = "") -> str:
+    def push(self, text: str, whole: str, *, is_last: bool = False) -> str:
         """Add text with its control tokens, and return the text that may be shown now.
 
         At the end, read the calls. The parser reads the ``whole``, with any thought.
@@ -119,6 +126,9 @@ class ParsedCalls:
         return text
 
 
+Calls = TextCalls | ParsedCalls
+
+
 def parsers_of(
     request: Request,
     encoder: PromptEncoder,
@@ -133,12 +143,11 @@ def parsers_of(
         decode, calls = _calls_in(request.form, encoder, prompt_ids, eos_ids)
     prompt = request.prompt
     is_chat = not isinstance(prompt, str) and isinstance(prompt[0], Mapping)
-    tags = encoder.thought_tags if is_chat else None
-    if tags is None:
-        return decode, calls, None, constraint
-    thoughts, decode = thoughts_in(tags, request, encoder, prompt_ids, decode)
+    thoughts: Thoughts | None = None
+    if is_chat and (tags := encoder.thought_tags) is not None:
+        thoughts, decode = thoughts_in(tags, request, encoder, prompt_ids, decode)
     if constraint and thoughts:
-        return decode, calls, thoughts, form_behind(constraint, thoughts, encoder, decode)
+        return decode, calls, thoughts, FormBehind(constraint, thoughts, encoder, decode)
     return decode, calls, thoughts, constraint
 
 
@@ -159,14 +168,7 @@ def _calls_in(
         or not getattr(tokenizer, "response_template", None)
     ):
         return encoder.decode, TextCalls(form.tools)
-
-    def decode(ids: Sequence[int]) -> str:  # with the control tokens that are a parser's marks
-        return str(
-            tokenizer.decode(
-                [i for i in ids if i not in eos_ids], clean_up_tokenization_spaces=False
-            )
-        )
-
+    decode = decoder_of(tokenizer, eos_ids)  # with the control tokens that are a parser's marks
     parser = tokenizer.get_response_parser(prefix=decode(prompt_ids), tools=list(form.tools))
     return decode, ParsedCalls(parser)
 

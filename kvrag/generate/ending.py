@@ -32,7 +32,7 @@ def end_ids(loaded: LoadedModel) -> frozenset[int]:
     defaults = loaded.lm.model.generation_config
     encoder = loaded.encoder
     tokenizer = encoder.tokenizer
-    own = _ids_of(getattr(defaults, "eos_token_id", None))
+    own = _ids_of(defaults.eos_token_id)
     facts = own, tokenizer.eos_token_id, str(getattr(tokenizer, "chat_template", None))
     found = RUNTIME.of(tokenizer, _Found)
     if facts in found:
@@ -53,10 +53,8 @@ def end_ids(loaded: LoadedModel) -> frozenset[int]:
 
 def own_stops(loaded: LoadedModel) -> tuple[str, ...]:
     """Return the stop strings of the model's generation config."""
-    found = getattr(loaded.lm.model.generation_config, "stop_strings", None) or ()
-    if isinstance(found, str):
-        return (found,)
-    return tuple(found)
+    found = loaded.lm.model.generation_config.stop_strings or ()
+    return (found,) if isinstance(found, str) else tuple(found)
 
 
 def turn_end(encoder: PromptEncoder) -> int | None:
@@ -79,9 +77,7 @@ def turn_end(encoder: PromptEncoder) -> int | None:
 
 
 def _ids_of(given: int | Iterable[int] | None) -> frozenset[int]:
-    if given is None:
-        return frozenset()
-    return frozenset([given] if isinstance(given, int) else [int(each) for each in given])
+    return frozenset([given] if isinstance(given, int) else given or ())
 
 
 def _names(tokenizer: Any, ids: Iterable[int]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 
 from kvrag.errors import ConfigError, InputError, require
-from kvrag.generate.schema import schema_part
+from kvrag.generate.schema import enforceable
 from kvrag.prompt.tools import ResponseFormat, name_of
 from kvrag.runtime import RUNTIME
 
@@ -25,6 +26,10 @@ _STYLE = {
 }
 """JSON as ``json.dumps`` writes it: a small model that may write white space writes nothing else.
 Unknown keywords are left out."""
+
+_DRAFT = "https://json-schema.org/draft/2020-12/schema"
+"""Meaning of the keywords, whatever draft a schema names: older ones have no ``$id`` beside a
+``$ref``."""
 
 
 class _Tables(dict[frozenset[int], Any]):
@@ -116,13 +121,14 @@ def _schema(form: ResponseFormat, missed: list[str]) -> dict[str, Any]:
     Keywords that are left out are added to ``missed``.
     """
     ways = list[Any]()
-    parts = list[Any]()  # they keep their own references below "$defs"
     if form.schema is not None and form.choice == "auto":
-        parts.append(form.schema)
-        ways.append({"$ref": "#/$defs/0"})
+        ways.append(_part("kvrag:answer", form.schema, missed))
     for tool in form.tools:
         if form.choice in ("auto", "required", name := name_of(tool)):
-            call = {"name": {"const": name}, "arguments": {"$ref": f"#/$defs/{len(parts)}"}}
+            given = tool["function"].get("parameters") or {}
+            closed = {"additionalProperties": False, **given, "type": "object"}
+            arguments = _part(f"kvrag:{len(ways)}", closed, missed)
+            call = {"name": {"const": name}, "arguments": arguments}
             ways.append(
                 {
                     "type": "object",
@@ -131,12 +137,12 @@ def _schema(form: ResponseFormat, missed: list[str]) -> dict[str, Any]:
                     "additionalProperties": False,
                 }
             )
-            given = tool["function"].get("parameters") or {}
-            parts.append({"additionalProperties": False, **given, "type": "object"})
-    definitions = {
-        str(at): schema_part(part, f"#/$defs/{at}", missed) for at, part in enumerate(parts)
-    }
-    return {"anyOf": ways, "$defs": definitions, "x-guidance": _STYLE}
+    return {"anyOf": ways, "x-guidance": _STYLE}
+
+
+def _part(name: str, schema: Mapping[str, Any], missed: list[str]) -> dict[str, Any]:
+    """Return a user's schema as a part of the answer's; its references ("#/...") start there."""
+    return enforceable(schema, missed) | {"$schema": _DRAFT, "$id": name}
 
 
 def _table(tokenizer: Any, eos_ids: frozenset[int]) -> Any:

@@ -6,16 +6,17 @@ import codecs
 import math
 import re
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import CancelledError
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from kvrag.blend.prefill import Prefilled
-from kvrag.types import Source, TokenLogprob
+from kvrag.types import TokenLogprob
 
 # SentencePiece's spelling of a byte that is no character alone
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
@@ -49,10 +50,10 @@ def read_on(
 ) -> tuple[Prefilled, tuple[TokenLogprob, ...]]:
     """Extend a prefilled prompt by token ids, and score its tokens.
 
-    Returns the longer prompt, and the log-probabilities of all its tokens. The very first has
-    ``nan``, as nothing predicts it. Logits are read in slices: the logits of a long prompt over a
-    large vocabulary would not fit into memory. Raises ``CancelledError`` if ``cancel`` is set
-    before the end.
+    Returns the longer prompt, whose answer may take fewer tokens, and the log-probabilities of all
+    its tokens. The very first has ``nan``, as nothing predicts it. Logits are read in slices: the
+    logits of a long prompt over a large vocabulary would not fit into memory. Raises
+    ``CancelledError`` if ``cancel`` is set before the end.
     """
     told = [TokenLogprob(done.token_ids[0], math.nan)]
     logits = done.logits
@@ -66,14 +67,14 @@ def read_on(
         told += [logprob_of(row, token, num_top) for row, token in zip(before, some, strict=True)]
         logits = rows[-1]
     whole = [*done.token_ids, *ids]
-    sources: tuple[tuple[Source, int], ...] = (("computed", len(whole)),)
     grown = replace(
         done,
         token_ids=whole,
         logits=logits,
         num_live=len(whole),
         num_exact=len(whole),
-        sources=sources,
+        sources=(("computed", len(whole)),),
+        max_new_tokens=done.max_new_tokens - len(ids),
     )
     return grown, tuple(told)
 
@@ -89,20 +90,20 @@ class LogprobWriter:
         self._tokenizer = tokenizer
         self._is_chat = is_chat
         self._added = frozenset(tokenizer.added_tokens_decoder)
-        self._bytes = dict[int, bytes]()
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self._is_byte_level = backend is not None and "ByteLevel" in str(backend.decoder)
+        self.bytes_of = cache(self._bytes_of)
         self._offset = 0
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
         self._echo = echo
 
-    def write(self, logprobs: Iterable[TokenLogprob]) -> dict[str, Any]:
+    def write(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
         """Return the entries of the next tokens; text offsets continue from the last call."""
         if self._is_chat:
             return {"content": [self._chat(each) for each in logprobs], "refusal": None}
-        if self._echo:
-            logprobs = list(logprobs)
-            self._offset = -self._unseen(logprobs)
+        if self._echo:  # before it are a begin token's name, or a tokenizer's own space
+            shown = b"".join([self.bytes_of(each.token_id) for each in logprobs])
+            self._offset = -max(0, shown.decode("utf-8", "replace").find(self._echo))
             self._echo = ""
         names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
         out: dict[str, list[Any]] = {name: [] for name in names}
@@ -120,16 +121,6 @@ class LogprobWriter:
                 out[name].append(value)
             self._offset += len(self._characters.decode(self.bytes_of(each.token_id)))
         return out
-
-    def _unseen(self, logprobs: Iterable[TokenLogprob]) -> int:
-        """Return the number of characters that the tokens have before the prompt's text.
-
-        They are a begin token's name, or a tokenizer's own space.
-        """
-        text = b"".join([self.bytes_of(each.token_id) for each in logprobs]).decode(
-            "utf-8", "replace"
-        )
-        return max(0, text.find(self._echo))
 
     def _chat(self, each: TokenLogprob) -> dict[str, Any]:
         return self._entry(each.token_id, each.logprob) | {
@@ -151,13 +142,8 @@ class LogprobWriter:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found)
 
-    def bytes_of(self, token: int) -> bytes:
+    def _bytes_of(self, token: int) -> bytes:
         """Return a token's UTF-8 bytes; a control token has the bytes of its name."""
-        if token not in self._bytes:
-            self._bytes[token] = self._read(token)
-        return self._bytes[token]
-
-    def _read(self, token: int) -> bytes:
         piece = self._tokenizer.convert_ids_to_tokens(token)
         if piece is None:  # models have more logits than their tokenizers have tokens
             return b""

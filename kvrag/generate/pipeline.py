@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any
 
 from kvrag.blend.beginnings import in_words, kept_of, needs_state, prefill_refused, refusal_of_past
 from kvrag.blend.clock import NOTABLE_S, Clock
@@ -21,7 +21,7 @@ from kvrag.config import DEFAULT_MAX_NEW_TOKENS, SamplingConfig, StoreConfig
 from kvrag.errors import ContextLengthError
 from kvrag.generate.calls import parsers_of
 from kvrag.generate.ending import end_ids, own_stops
-from kvrag.generate.grammar import Constraint, constraint_of
+from kvrag.generate.grammar import constraint_of
 from kvrag.generate.logprobs import read_on
 from kvrag.generate.radix_cache import RadixCache
 from kvrag.generate.request import Request, retry_without_reuse
@@ -45,22 +45,13 @@ from kvrag.prompt.tools import TEXT
 from kvrag.runtime import Deadline
 from kvrag.store import TieredStore
 from kvrag.store.erasures import Erasures
-from kvrag.types import (
-    Accounting,
-    Explanation,
-    GenerationResult,
-    Missed,
-    TextEntry,
-    TokenLogprob,
-)
+from kvrag.types import Explanation, GenerationResult, Missed, TextEntry, TokenLogprob
 
 logger = logging.getLogger(__name__)
-Counted = TypeVar("Counted", bound=Accounting)
 
 # Without max_new_tokens, an answer is cut so that prompt and answer stay within the reuse window
 # (longrope), if at least this many tokens are left for it.
 WORTH_REUSE = 256
-Space = tuple[str, str, Hashable]  # fingerprint, namespace, and what was erased
 
 
 @dataclass(slots=True)
@@ -87,10 +78,8 @@ class QueryPipeline:
 
     def __post_init__(self) -> None:
         self._context = context_digest(self.context_ids)
-        self.costs, self.histories = (
-            CostModel(self.loaded),
-            RadixCache(self.store_config.history_bytes or 0, self.loaded.lm.device),
-        )
+        self.costs = CostModel(self.loaded)
+        self.histories = RadixCache(self.store_config.history_bytes or 0, self.loaded.lm.device)
 
     def close(self) -> None:
         """Stop background work, and drop the KV of earlier requests."""
@@ -104,10 +93,9 @@ class QueryPipeline:
             if namespace not in self._spans:
                 self._spans[namespace] = SpanIndex(text_digest), 0
             spans, cursor = self._spans[namespace]
-        nothing: tuple[list[TextEntry], int] = ([], cursor)
         new, cursor = deadline.ask(
             lambda: self.store.catalog.texts(namespace, cursor),
-            nothing,
+            (list[TextEntry](), cursor),
             what="the KV store's catalog",
         )
         if new:
@@ -154,10 +142,10 @@ class QueryPipeline:
     def explain(self, request: Request) -> Explanation:
         """Describe a prompt's hits and how it would be prefilled, without loading KV."""
         plan = self.plan(request)
-        plan, _ = self._checked(plan, request, len(plan.token_ids) + 1)
+        total = len(plan.token_ids) + 1
+        plan, _ = self._checked(plan, request, total)
         outcome = outcome_of(plan, request.mode, request.repair, self.store, self.costs)
         explained = explain_plan(plan, *outcome, self._known(request))
-        total = len(plan.token_ids) + 1
         explained.notes.extend(in_words(self.loaded.lm, total, self._state_bytes))
         if plan.has_mismatch and (variables := self.loaded.encoder.date_variables) is not None:
             named = f", as chat_template_kwargs={{{variables[0]!r}: ...}}" if variables else ""
@@ -194,30 +182,31 @@ class QueryPipeline:
         request: Request,
         *,
         max_new_tokens: int | None,
-        clock: Clock | None = None,
+        clock: Clock,
         cancel: threading.Event | None = None,
-    ) -> Iterator[tuple[Prefilled, Clock]]:
+    ) -> Iterator[Prefilled]:
         """Plan a prompt, reserve KV for prompt and answer, and prefill.
 
         If memory runs out, prefill is retried without reuse. Raises the errors of
         :meth:`kvrag.engine.KVRagEngine.generate`, and ``CancelledError`` if ``cancel`` is set
         while the request waits or prefills.
         """
-        clock = clock or Clock()
         deadline = Deadline(self.store_config.load_timeout_s)
         erasures = self.erasures.count(request.namespace)
         with clock.stage("plan"):
             space = self._space(request, deadline)
             plan = self.plan(request, deadline)
-            self._watch(request, plan)
-        limit = self._length_of(len(plan.token_ids), max_new_tokens, request.slides)
-        total = self._check_length(len(plan.token_ids), limit, request.slides)
+            if request.mode in ("auto", "stitch"):
+                known = partial(self._known, request)
+                stores = self.write_back is not None
+                self.stats.watch.notice(plan, known, is_stored_later=stores)
+        limit = self._length_of(len(plan.token_ids), max_new_tokens, slides=request.slides)
+        total = len(plan.token_ids) + limit
         missed = _missed(request, plan, erasures) if self.write_back else None
         plan, slides = self._checked(plan, request, total)
         lm = self.loaded.lm
-        is_plain = isinstance(lm, PlainLM)
         refusal = plan.refusal
-        if is_plain:
+        if isinstance(lm, PlainLM):
             refusal = refusal_of_past(lm, total, self._state_bytes)
         slots = capacity_of(lm, len(plan.token_ids), limit, slides)
         room = room_for(self.loaded, min(total, lm.context_window), slots, cancel)
@@ -231,15 +220,12 @@ class QueryPipeline:
             )
             done = retry_without_reuse(attempt, "full" if refusal else request.mode, self._release)
             try:
-                yield (
-                    replace(
-                        done,
-                        missed=missed,
-                        max_new_tokens=limit,
-                        space=space,
-                        erasures=erasures,
-                    ),
-                    clock,
+                yield replace(
+                    done,
+                    missed=missed,
+                    max_new_tokens=limit,
+                    space=space,
+                    erasures=erasures,
                 )
             finally:
                 done.release()
@@ -269,34 +255,21 @@ class QueryPipeline:
     ) -> Iterator[tuple[Prefilled, tuple[TokenLogprob, ...] | None]]:
         """Prefill as :meth:`prefilled` does, and score the prompt's tokens if requested.
 
-        Scoring the prompt turns reuse off.
+        Scoring the prompt turns reuse off: its other tokens are read behind the first.
         """
-        if config.prompt_logprobs is None:
-            length = config.max_new_tokens
-            with self.prefilled(request, max_new_tokens=length, clock=clock, cancel=cancel) as (
-                done,
-                _,
-            ):
-                yield done, None
-            return
-        plan = self.plan(request)
-        ids = plan.token_ids
-        limit = self._length_of(len(ids), config.max_new_tokens, slides=False)
-        first = replace(
-            request, prompt=ids[:1], mode="full", form=TEXT, continues=False, slides=False
-        )
-        room = len(ids) - 1 + limit
-        with self.prefilled(first, max_new_tokens=room, clock=clock, cancel=cancel) as (done, _):
-            with clock.stage("score"):
-                done, told = read_on(done, ids[1:], config.prompt_logprobs, cancel)
-            yield replace(done, max_new_tokens=limit), told
-
-    def _watch(self, request: Request, plan: Plan) -> None:
-        """Report a plan to the watch if its mode may stitch."""
-        if request.mode in ("auto", "stitch"):
-            known = partial(self._known, request)
-            stores = self.write_back is not None
-            self.stats.watch.notice(plan, known, is_stored_later=stores)
+        length, num_top = config.max_new_tokens, config.prompt_logprobs
+        told, ids = None, list[int]()
+        if num_top is not None:
+            ids = self.plan(request).token_ids
+            length = len(ids) - 1 + self._length_of(len(ids), length, slides=False)
+            request = replace(
+                request, prompt=ids[:1], mode="full", form=TEXT, continues=False, slides=False
+            )
+        with self.prefilled(request, max_new_tokens=length, clock=clock, cancel=cancel) as done:
+            if num_top is not None:
+                with clock.stage("score"):
+                    done, told = read_on(done, ids[1:], num_top, cancel)
+            yield done, told
 
     @property
     def _state_bytes(self) -> int:
@@ -305,21 +278,18 @@ class QueryPipeline:
 
     def _past(self, request: Request, plan: Plan, space: Hashable) -> PrefixMatch | None:
         """Return the rows of earlier requests that match the beginning of a prompt."""
-        lm = self.loaded.lm
-        refusal = None if isinstance(lm, PlainLM) else plan.refusal
-        if request.mode == "full" or refusal or space is None:
+        if space is None:
             return None
         return self.histories.find(
             space,
             plan.token_ids,
-            only_exact=request.mode == "prefix",
-            repair=request.repair,
-            needs_state=needs_state(lm),
+            repair=None if request.mode == "prefix" else request.repair,
+            needs_state=needs_state(self.loaded.lm),
         )
 
     def forget(self, namespace: str | None) -> None:
         """Drop the KV of earlier requests of a namespace (a digest), or of all namespaces."""
-        self.histories.clear(lambda space: namespace in (None, cast(Space, space)[1]))
+        self.histories.clear(lambda space: namespace in (None, space[1]))
 
     def _space(self, request: Request, deadline: Deadline) -> Hashable:
         """Return the key of the request's radix tree: all that KV depends on besides token ids.
@@ -335,27 +305,21 @@ class QueryPipeline:
         )
         if erased is None:
             return None
-
-        def is_stale(space: Hashable) -> bool:
-            _, own, before = cast(Space, space)
-            return own == namespace and before != erased
-
-        self.histories.clear(is_stale)
+        self.histories.clear(lambda space: space[1] == namespace and space[2] != erased)
         return self.loaded.fingerprint, namespace, erased
 
     def _remember(self, request: Request, done: Prefilled, answer: Sequence[int]) -> None:
         """Keep a finished request's KV. A failure drops all kept KV, which only costs time."""
         rows = [*done.token_ids, *answer[:-1]]  # no forward has seen the last token
-        space = done.space
+        space: Any = done.space
         is_off = space is None or request.mode == "full"
         # too long for reuse, or rows have left a sliding window
         if is_off or refusal_of_past(self.loaded.lm, len(rows), self._state_bytes):
             return
         try:
             layers, snapshots = kept_of(done)
-            is_exact = done.num_exact == len(done.token_ids)
             num_prompt = len(done.token_ids)
-            num_exact = len(rows) if is_exact else done.num_exact
+            num_exact = len(rows) if done.num_exact == num_prompt else done.num_exact
             self.histories.keep(
                 space,
                 rows,
@@ -367,7 +331,7 @@ class QueryPipeline:
                 # what another process erased is dropped by the next request.
                 is_valid=lambda: (
                     self.erasures.count(request.namespace) == done.erasures
-                    and cast(Space, space)[0] == self.loaded.fingerprint
+                    and space[0] == self.loaded.fingerprint
                 ),
                 snapshots=snapshots,
             )
@@ -378,53 +342,37 @@ class QueryPipeline:
     def _release(self) -> int:
         return self.store.release() + self.histories.release()
 
-    def _length_of(self, num_tokens: int, given: int | None, slides: bool) -> int:
+    def _length_of(self, num_tokens: int, given: int | None, *, slides: bool) -> int:
         """Return the token limit of an answer: ``given``, else the model's default up to a cap.
 
         The cap is the context window, or the reuse window where it leaves :data:`WORTH_REUSE`
-        tokens. A window that slides sets no cap.
+        tokens. A window that slides sets no cap. Raises ``ContextLengthError`` if prompt and answer
+        exceed a window that doesn't slide.
         """
-        if given is not None:
-            return given
         lm = self.loaded.lm
-        defaults = lm.model.generation_config
-        most = defaults.max_new_tokens or DEFAULT_MAX_NEW_TOKENS
-        if (defaults.max_length or 0) > num_tokens:
-            most = min(most, defaults.max_length - num_tokens)
         window = lm.context_window
-        if slides and cannot_slide(lm) is None:
-            return int(most)
-        if not isinstance(lm, PlainLM) and num_tokens + WORTH_REUSE <= lm.reuse_window:
-            window = lm.reuse_window
-        return max(1, min(most, window - num_tokens))
-
-    def _check_length(self, num_tokens: int, max_new_tokens: int, slides: bool) -> int:
-        """Return the number of tokens of prompt and answer.
-
-        Raises ``ContextLengthError`` if they exceed a context window that doesn't slide.
-        """
-        total = num_tokens + max_new_tokens
-        window = self.loaded.lm.context_window
-        fault = cannot_slide(self.loaded.lm) if slides else ""
-        if total > window and fault is not None:
+        fault = cannot_slide(lm) if slides else ""
+        limit = given
+        if limit is None:
+            defaults = lm.model.generation_config
+            limit = int(defaults.max_new_tokens or DEFAULT_MAX_NEW_TOKENS)
+            if (defaults.max_length or 0) > num_tokens:
+                limit = min(limit, defaults.max_length - num_tokens)
+            cap = window
+            if not isinstance(lm, PlainLM) and num_tokens + WORTH_REUSE <= lm.reuse_window:
+                cap = lm.reuse_window
+            if fault is not None:
+                limit = max(1, min(limit, cap - num_tokens))
+        if num_tokens + limit > window and fault is not None:
             why = f" and can't slide ({fault})" if fault else ""
             error = ContextLengthError(
-                f"the prompt has {num_tokens} tokens and the answer may take {max_new_tokens}, "
+                f"the prompt has {num_tokens} tokens and the answer may take {limit}, "
                 f"which exceeds the model's context window of {window}{why}; "
                 "retrieve fewer chunks, or allow the answer fewer tokens"
             )
             error.room = max(0, window - num_tokens)
             raise error
-        return total
-
-    def _constraint(
-        self, request: Request, eos_ids: frozenset[int], clock: Clock
-    ) -> Constraint | None:
-        """Return the answer's constraint, if any."""
-        if request.form == TEXT:
-            return None
-        with clock.stage("prepare", least_s=NOTABLE_S):
-            return constraint_of(request.form, self.loaded.encoder.private, eos_ids)
+        return limit
 
     def answer(
         self,
@@ -440,7 +388,10 @@ class QueryPipeline:
         request before its next forward.
         """
         eos_ids = end_ids(self.loaded)
-        constraint = self._constraint(request, eos_ids, clock)
+        constraint = None
+        if request.form != TEXT:
+            with clock.stage("prepare", least_s=NOTABLE_S):
+                constraint = constraint_of(request.form, self.loaded.encoder.private, eos_ids)
         with self.scored(request, config, clock, cancel) as (done, told), clock.stage("decode"):
             text_of, calls, thoughts, form = parsers_of(
                 request, self.loaded.encoder, done.token_ids, eos_ids, constraint

@@ -92,10 +92,8 @@ def processors_of(
     merged = merged_config(
         model.generation_config, config, len(prompt_ids), max_new_tokens, eos_ids
     )
-    if eos_ids:
-        merged._eos_token_tensor = torch.tensor(sorted(eos_ids), device=model.device)
-    else:
-        merged._eos_token_tensor = None
+    ends = torch.tensor(sorted(eos_ids), device=model.device) if eos_ids else None
+    merged._eos_token_tensor = ends
     _warn_of_what_is_not_done(model)
     own = LogitsProcessorList()
     if config.frequency_penalty or config.presence_penalty or config.logit_bias:
@@ -116,7 +114,7 @@ def processors_of(
 
 
 def merged_config(
-    defaults: GenerationConfig | None,
+    defaults: GenerationConfig,
     config: SamplingConfig,
     num_prompt: int,
     max_new_tokens: int,
@@ -126,7 +124,7 @@ def merged_config(
 
     The temperature always comes from the request: 0 is greedy, even if the model's config samples.
     """
-    merged = GenerationConfig() if defaults is None else deepcopy(defaults)
+    merged = deepcopy(defaults)
     for name in NOT_DONE:
         setattr(merged, name, None)
     merged.num_beams = 1

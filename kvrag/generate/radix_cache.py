@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,14 +30,13 @@ from kvrag.kv.snapshot import Layers, Snapshot
 class _Node:
     """Rows that follow the rows of ``parent``: ids, int64 ``(T,)``, and KV.
 
-    A match of fewer than ``needed`` rows is not used. ``repair`` made approximate rows.
-    ``snapshots`` are by the number of this node's rows before them.
+    A match of fewer than ``needed`` rows is not used. ``repair`` made approximate rows; exact rows
+    have none. ``snapshots`` are by the number of this node's rows before them.
     """
 
     parent: _Node | None
     ids: np.ndarray
     layers: Layers
-    is_exact: bool = True
     needed: int = 1
     repair: Hashable = None
     children: list[_Node] = field(default_factory=list)
@@ -45,16 +45,25 @@ class _Node:
     @property
     def num_bytes(self) -> int:
         states = sum(snapshot.num_bytes for snapshot in self.snapshots.values())
-        return states + sum(side.nbytes for layer in self.layers for side in layer)
+        return states + _size(self.layers, slice(None))
 
     def match(self, ids: np.ndarray) -> int:
         """Return the number of first ids equal to ``ids``; 0 if fewer than ``needed``."""
         count = min(len(self.ids), len(ids))
         differing = np.flatnonzero(self.ids[:count] != ids[:count])
         found = int(differing[0]) if len(differing) else count
-        if found >= self.needed:
-            return found
-        return 0
+        return found if found >= self.needed else 0
+
+    def best(self, ids: np.ndarray, *repairs: Hashable) -> tuple[int, _Node | None]:
+        """Return the child that matches most first ids, and their number; exact rows go first.
+
+        Rows of other ``repairs`` don't count.
+        """
+        fitting = [
+            (c.match(ids), c.repair is None, c) for c in self.children if c.repair in repairs
+        ]
+        count, _, child = max(fitting, key=lambda each: each[:2], default=(0, True, None))
+        return count, child if count else None
 
 
 _recent = weakref.WeakKeyDictionary["RadixCache", None]()
@@ -76,7 +85,7 @@ class RadixCache:
         self.device = device
         self._lock = threading.Lock()
         self._roots: dict[Hashable, _Node] = {}
-        # least recently used first; a node counts as used after the nodes above it
+        # least recently used first
         self._nodes: dict[_Node, None] = {}
         self._num_bytes = 0
 
@@ -85,7 +94,7 @@ class RadixCache:
         with self._lock:
             return {"bytes": self._num_bytes, "tokens": sum(len(node.ids) for node in self._nodes)}
 
-    def clear(self, is_meant: Callable[[Hashable], bool] = lambda _: True) -> int:
+    def clear(self, is_meant: Callable[[Any], bool] = lambda _: True) -> int:
         """Drop the trees of the spaces that ``is_meant`` accepts, and return their bytes."""
         with self._lock:
             before = self._num_bytes
@@ -102,25 +111,23 @@ class RadixCache:
         space: Hashable,
         token_ids: Sequence[int],
         *,
-        only_exact: bool = False,
         repair: Hashable = None,
         needs_state: bool = False,
     ) -> PrefixMatch | None:
         """Return kept rows that match the beginning of a prompt, if any.
 
         The prompt's last row is always left to compute. Approximate rows match only if the same
-        ``repair`` made them: a request for a better repair must not get the rows of another. With
-        ``needs_state``, the rows end at a snapshot, and may be none.
+        ``repair`` made them: a request for a better repair must not get the rows of another, and
+        without a repair, all rows are exact. With ``needs_state``, the rows end at a snapshot, and
+        may be none.
         """
         snapshot = None
         with self._lock:
-            path = self._walk(
-                space, np.asarray(token_ids[:-1]), only_exact=only_exact, repair=repair
-            )
+            path = self._walk(space, np.asarray(token_ids[:-1]), repair)
             common = sum(count for _, count in path)
             if needs_state:
                 path, snapshot = _to_snapshot(path)
-            exact = sum(count for node, count in path if node.is_exact)
+            exact = sum(count for node, count in path if node.repair is None)
             parts = tuple((node.layers, count) for node, count in path)
         if common:
             return PrefixMatch(parts, exact, sum(count for _, count in parts), snapshot, common)
@@ -151,7 +158,7 @@ class RadixCache:
             if not is_valid():
                 return
             node = self._roots.setdefault(space, _Node(None, ids[:0], ()))
-            node, at = self._add(node, ids[:num_exact], layers, 0, num_prompt=0)
+            node, at = self._add(node, ids[:num_exact], layers, 0)
             self._place(node, at, snapshots)
             if num_exact < len(ids):
                 self._add(node, ids, layers, at, num_prompt=num_prompt, repair=repair)
@@ -176,20 +183,13 @@ class RadixCache:
             if sum(each._num_bytes for each in caches) > most:
                 cache.clear()
 
-    def _walk(
-        self, space: Hashable, ids: np.ndarray, *, only_exact: bool, repair: Hashable
-    ) -> list[tuple[_Node, int]]:
+    def _walk(self, space: Hashable, ids: np.ndarray, repair: Hashable) -> list[tuple[_Node, int]]:
         node = self._roots.get(space)
         at = 0
         path = list[tuple[_Node, int]]()
         while node is not None:
-            fitting = [
-                (c.match(ids[at:]), c.is_exact, c)
-                for c in node.children
-                if c.is_exact or (c.repair == repair and not only_exact)
-            ]
-            count, _, child = max(fitting, key=lambda each: each[:2], default=(0, True, None))
-            if child is None or not count:
+            count, child = node.best(ids[at:], None, repair)
+            if child is None:
                 break
             path.append((child, count))
             self._use(child)
@@ -204,42 +204,30 @@ class RadixCache:
         layers: Layers,
         at: int,
         *,
-        num_prompt: int,
+        num_prompt: int = 0,
         repair: Hashable = None,
     ) -> tuple[_Node, int]:
-        """Add the missing rows of ``ids[at:]`` below a node; they are exact if ``num_prompt`` is 0.
+        """Add the missing rows of ``ids[at:]`` below a node; they are exact without a ``repair``.
 
         Returns the last node, and the index in ``ids`` where it ends.
         """
-        is_exact = num_prompt == 0
         while at < len(ids):
-            known = [
-                (c.match(ids[at:]), c)
-                for c in node.children
-                if c.is_exact == is_exact and c.repair == repair
-            ]
-            count, child = max(known, key=lambda each: each[0], default=(0, None))
-            if (
-                child is None
-                or not count
-                or (not is_exact and count < min(len(child.ids), len(ids) - at))
-            ):
+            count, child = node.best(ids[at:], repair)
+            if child is None:
                 break
-            # no row is missing, as after an answer that was broken off
-            if not is_exact and count == len(ids) - at:
-                self._use(child)
-                return child, len(ids)
+            if count < len(child.ids):
+                if repair is None:
+                    child = self._split(child, count)
+                elif at + count < len(ids):  # else no row is missing: the answer was broken off
+                    break
             self._use(child)
             at += count
-            node = child if count == len(child.ids) else self._split(child, count)
+            node = child
         needed = max(1, num_prompt + 1 - at)
-        if len(ids) - at < needed or self._size(layers, len(ids) - at) > self.max_bytes:
+        missing = slice(at, len(ids))
+        if len(ids) - at < needed or _size(layers, missing) > self.max_bytes:
             return node, at
-        copied = [
-            (keys[:, :, at : len(ids)].clone(), values[:, :, at : len(ids)].clone())
-            for keys, values in layers
-        ]
-        added = _Node(node, ids[at:].copy(), copied, is_exact, needed, repair)
+        added = _Node(node, ids[missing].copy(), _copied(layers, missing), needed, repair)
         node.children.append(added)
         self._use(added)
         self._num_bytes += added.num_bytes
@@ -259,19 +247,16 @@ class RadixCache:
     def _split(self, node: _Node, count: int) -> _Node:
         """Move the first ``count`` rows of a node to a new node above it, and return that node."""
         assert node.parent is not None
-        above, below = (
-            [(keys[:, :, part].clone(), values[:, :, part].clone()) for keys, values in node.layers]
-            for part in (slice(0, count), slice(count, None))
+        above, below = slice(0, count), slice(count, None)
+        upper = _Node(
+            node.parent, node.ids[above].copy(), _copied(node.layers, above), children=[node]
         )
-        upper = _Node(node.parent, node.ids[:count].copy(), above, children=[node])
         node.parent.children[node.parent.children.index(node)] = upper
         node.parent = upper
-        node.ids = node.ids[count:].copy()
-        node.layers = below
+        node.ids = node.ids[below].copy()
+        node.layers = _copied(node.layers, below)
         upper.snapshots = {at: each for at, each in node.snapshots.items() if at <= count}
         node.snapshots = {at - count: e for at, e in node.snapshots.items() if at > count}
-        self._use(upper)
-        self._use(node)
         return upper
 
     def _use(self, node: _Node) -> None:
@@ -286,17 +271,22 @@ class RadixCache:
             leaf.parent.children.remove(leaf)
             self._num_bytes -= leaf.num_bytes
 
-    @staticmethod
-    def _size(layers: Layers, num_rows: int) -> int:
-        return sum(side[:, :, :1].nbytes * num_rows for layer in layers for side in layer)
+
+def _size(layers: Layers, rows: slice) -> int:
+    return sum(side[:, :, rows].nbytes for layer in layers for side in layer)
+
+
+def _copied(layers: Layers, rows: slice) -> Layers:
+    return [(keys[:, :, rows].clone(), values[:, :, rows].clone()) for keys, values in layers]
 
 
 def _to_snapshot(
     path: list[tuple[_Node, int]],
 ) -> tuple[list[tuple[_Node, int]], Snapshot | None]:
     """Cut a path behind its last snapshot, and return both."""
-    for i, (node, count) in reversed([*enumerate(path)]):
+    while path:
+        node, count = path.pop()
         at = max((n for n in node.snapshots if n <= count), default=0)
         if at:
-            return [*path[:i], (node, at)], node.snapshots[at]
+            return [*path, (node, at)], node.snapshots[at]
     return [], None

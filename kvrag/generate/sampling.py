@@ -6,16 +6,16 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from transformers import LogitsProcessorList
 
 from kvrag.blend.prefill import Prefilled
 from kvrag.config import SamplingConfig
+from kvrag.generate.calls import Calls
 from kvrag.generate.logprobs import Delta, logprob_of
 from kvrag.generate.processors import processors_of
-from kvrag.generate.thoughts import Form, Thoughts
+from kvrag.generate.thoughts import Form, Thoughts, num_sure
 from kvrag.model.lm import LoadedModel
 from kvrag.model.plain import Extend
 from kvrag.types import FinishReason, TokenLogprob, ToolCall
@@ -123,18 +123,6 @@ def sampler_of(
     return Sampler(config, ids, processors, constraint=constraint, device=model.device)
 
 
-class Calls(Protocol):
-    """Parser of tool calls in an answer's text while it streams."""
-
-    found: tuple[ToolCall, ...]
-
-    def push(self, text: str, *, is_last: bool = False, whole: str = "") -> str:
-        """Add text, and return the text that may be shown now.
-
-        ``whole``: the same with any thought before it, and its tags.
-        """
-
-
 @dataclass(slots=True)
 class Decoded:
     """An answer: token ids, text, finish reason, time of the first token, calls, and thought."""
@@ -178,7 +166,7 @@ def decode(
             if thought:
                 emit(sampler.told("", thought))
         if calls:
-            delta = calls.push(delta, is_last=is_last, whole=whole)
+            delta = calls.push(delta, whole, is_last=is_last)
         if delta:
             parts.append(delta)
             emit(sampler.told(delta))
@@ -245,6 +233,8 @@ class TextStream:
         return now[len(before) :]
 
     def _release(self, text: str) -> str:
+        if not self._stop:  # as a rule, so nothing is searched
+            return text
         self._pending += text
         hits = [at for s in self._stop if (at := self._pending.find(s)) >= 0]
         if hits:
@@ -252,9 +242,7 @@ class TextStream:
             shown = self._pending[: min(hits)]
             self._pending = ""
             return shown
-        # The longest end that may become a stop string is held back.
-        ends = [n for s in self._stop for n in range(1, len(s)) if self._pending.endswith(s[:n])]
-        sure = len(self._pending) - max(ends, default=0)
+        sure = num_sure(self._pending, self._stop)
         shown = self._pending[:sure]
         self._pending = self._pending[sure:]
         return shown

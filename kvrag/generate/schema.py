@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
 from kvrag.errors import require
 
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
-_PARTS = ("items", "additionalItems", "additionalProperties")
-"""Enforced keywords that hold schemas: by name, in a list, or a single schema (``items`` of old
-drafts holds a list)."""
+_PARTS = (
+    *("items", "prefixItems", "additionalItems", "additionalProperties"),
+    *("allOf", "anyOf", "oneOf"),
+)
+"""Enforced keywords that hold schemas: by name, or a single schema or a list."""
 
 _ANY_TEXT = ("binary", "password", "path", "file-path", "directory-path")
 """Formats that any string satisfies."""
@@ -26,51 +27,31 @@ _UUID = "^[0-9a-f]{8}-[0-9a-f]{4}-%s[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}$"
 """Pattern of a UUID of a version, which llguidance does not know."""
 
 
-def schema_part(schema: Any, root: str, missed: list[str]) -> Any:
-    """Return a schema that can stand below ``root`` in a larger schema.
+def enforceable(schema: Mapping[str, Any], missed: list[str]) -> dict[str, Any]:
+    """Return a schema of keywords that llguidance compiles.
 
-    Parameters
-    ----------
-    schema
-        The user's schema.
-    root
-        Reference to its place in the larger schema: its own references (``"$ref": "#/..."``) will
-        start there.
-    missed
-        Receives the names of keywords that had to be left out.
+    ``missed`` receives the names of keywords that had to be left out.
     """
 
     def change(part: Any) -> Any:
+        if isinstance(part, list):
+            return [change(each) for each in part]
         if not isinstance(part, Mapping):
             return part
         out = {**part}
         _take_names(out, schema.get("$defs", {}))
-        out = _with_parts(out, change)
-        ref = str(out.get("$ref", ""))
-        if ref == "#" or ref.startswith("#/"):
-            out["$ref"] = root + ref[1:]
+        for key, value in out.items():  # other values, such as an enum's, stay
+            if key in _MAPS and isinstance(value, Mapping):
+                out[key] = {name: change(each) for name, each in value.items()}
+            elif key in _PARTS:
+                out[key] = change(value)
         _take_formats(out)
         _take_patterns(out, missed)
         _take_counts(out, missed)
         return out
 
-    changed = change(schema)
-    # $id would become the root of the references
-    return {key: value for key, value in changed.items() if key != "$id"}
-
-
-def _with_parts(schema: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
-    """Return a schema with its sub-schemas changed; other values, such as an ``enum``'s, stay."""
-    out = dict(schema)
-    for key in out:
-        value = out[key]
-        if key in _MAPS and isinstance(value, Mapping):
-            out[key] = {name: change(part) for name, part in value.items()}
-        elif key in (*_LISTS, *_PARTS) and isinstance(value, list):
-            out[key] = [change(part) for part in value]
-        elif key in _PARTS:
-            out[key] = change(value)
-    return out
+    changed: dict[str, Any] = change(schema)
+    return changed
 
 
 def _take_names(out: dict[str, Any], definitions: Mapping[str, Any]) -> None:

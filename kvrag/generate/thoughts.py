@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from copy import copy
-from itertools import count
 from typing import Any
 
 import torch
@@ -16,6 +15,22 @@ from kvrag.prompt.template import PromptEncoder
 Decode = Callable[[Sequence[int]], str]
 _TAIL = 32
 """Tokens of a prompt's end; a tag has fewer."""
+
+
+def num_sure(text: str, marks: Sequence[str]) -> int:
+    """Return the number of characters before the longest end that may become one of the marks."""
+    ends = [n for mark in marks for n in range(1, len(mark)) if text.endswith(mark[:n])]
+    return len(text) - max(ends, default=0)
+
+
+def decoder_of(tokenizer: Any, hidden: Collection[int]) -> Decode:
+    """Return a decoder that shows control tokens, too, but for the ``hidden`` ones."""
+
+    def decode(ids: Sequence[int]) -> str:
+        shown = [token for token in ids if token not in hidden]
+        return str(tokenizer.decode(shown, clean_up_tokenization_spaces=False))
+
+    return decode
 
 
 class Thoughts:
@@ -55,7 +70,7 @@ class Thoughts:
             self.is_open = self._is_blank = True
         found, tag, rest = self._held.partition(self._closing)
         if not tag and not is_last:
-            found = found[: next(at for at in count() if self._closing.startswith(found[at:]))]
+            found = found[: num_sure(found, (self._closing,))]
         shown = self._take(len(found.rstrip()))
         if tag:
             self.is_over = self._is_blank = True
@@ -75,16 +90,16 @@ class Thoughts:
 class FormBehind:
     """Constraint of an answer that begins behind a thought.
 
-    A thought that the prompt doesn't open may be opened by the tokens ``opening``. The token that
+    A thought that the prompt doesn't open may be opened by the tokens of its tag. The token that
     completes the closing tag belongs to the thought.
     """
 
     def __init__(
-        self, form: Constraint, thoughts: Thoughts, opening: Sequence[int], decode: Decode
+        self, form: Constraint, thoughts: Thoughts, encoder: PromptEncoder, decode: Decode
     ) -> None:
         self._form = form
-        self._thoughts = thoughts
-        self._opening = opening
+        self._thoughts = copy(thoughts)
+        self._opening = encoder.private.encode(thoughts.opening, add_special_tokens=False)
         self._num_taken = 0
         self._decode = decode
 
@@ -130,11 +145,7 @@ def thoughts_in(
     """
     tokenizer = encoder.private
     hidden = {*tokenizer.all_special_ids} - {*tokenizer.convert_tokens_to_ids([*tags])}
-
-    def with_tags(ids: Sequence[int]) -> str:
-        shown = [token for token in ids if token not in hidden]
-        return str(tokenizer.decode(shown, clean_up_tokenization_spaces=False))
-
+    with_tags = decoder_of(tokenizer, hidden)
     tail = with_tags(prompt_ids[-_TAIL:]).rstrip()
     is_open = tail.endswith(tags[0])
     if request.continues:
@@ -144,11 +155,3 @@ def thoughts_in(
     if not is_open and (request.continues or tail.endswith(tags[1])):
         return None, decode
     return Thoughts(tags, is_open=is_open), with_tags if decode == encoder.decode else decode
-
-
-def form_behind(
-    form: Constraint, thoughts: Thoughts, encoder: PromptEncoder, decode: Decode
-) -> FormBehind:
-    """Return the constraint of an answer that begins behind a thought."""
-    ids = encoder.private.encode(thoughts.opening, add_special_tokens=False)
-    return FormBehind(form, copy(thoughts), ids, decode)

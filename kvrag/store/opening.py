@@ -151,16 +151,7 @@ def open_store(kv_dir: str | os.PathLike[str] | None, config: StoreConfig) -> Ti
         )
         return MemoryTier(ram), blobs, catalog
 
-    host, blobs, catalog = _join(key, open_parts)
-    return TieredStore(
-        [host],
-        blobs,
-        catalog,
-        config,
-        keys=keys,
-        budget=_budget(root, config),
-        is_last=partial(_leave, key),
-    )
+    return _joined(key, open_parts, config, keys, _budget(root, config))
 
 
 def _open_shared(
@@ -195,15 +186,7 @@ def _open_shared(
             blobs = CachedBlobs(blobs, local, _budget(root, config))
         return host, blobs, Catalog(None, keys, read_only=config.read_only, rows=rows)
 
-    host, blobs, catalog = _join(key, open_parts)
-    return TieredStore(
-        [host],
-        blobs,
-        catalog,
-        config,
-        keys=keys,
-        is_last=partial(_leave, key),
-    )
+    return _joined(key, open_parts, config, keys, Budget())
 
 
 def _rows(url: str, catalog: str | None, keys: Keys) -> Callable[..., CatalogRows] | None:
@@ -271,13 +254,17 @@ def open_url(url: str) -> Blobs:
     )
 
 
-def _join(key: object, open_parts: Callable[[], _Parts]) -> _Parts:
-    """Return the parts that the stores of a directory share; the first store opens them."""
+def _joined(
+    key: object, open_parts: Callable[[], _Parts], config: StoreConfig, keys: Keys, budget: Budget
+) -> TieredStore:
+    """Return a store of the parts that the stores of ``key`` share; the first store opens them."""
     with _lock:
         if key not in _shared:
             _shared[key] = open_parts()
         _users[key] += 1
-        return _shared[key]
+        host, blobs, catalog = _shared[key]
+    is_last = partial(_leave, key)
+    return TieredStore([host], blobs, catalog, config, keys=keys, budget=budget, is_last=is_last)
 
 
 def _leave(key: object) -> bool:

@@ -13,6 +13,7 @@ from transformers import DynamicCache
 import kvrag.model.plain as plainly
 from kvrag import Chunk, StoreConfig
 from kvrag.blend.beginnings import MAX_SNAPSHOTS, pieces_of
+from kvrag.blend.clock import Clock
 from kvrag.errors import UnsupportedModelError
 from kvrag.generate.radix_cache import RadixCache
 from kvrag.kv.snapshot import Snapshot
@@ -422,7 +423,7 @@ def test_a_prompt_is_left_between_its_pieces(both, monkeypatch):
     request = engine._request(prompt((0, 1, 2)))
     with (
         pytest.raises(CancelledError),
-        engine._answering.prefilled(request, max_new_tokens=4, cancel=cancel),
+        engine._answering.prefilled(request, max_new_tokens=4, clock=Clock(), cancel=cancel),
     ):
         pass
     assert len(computed) == 1

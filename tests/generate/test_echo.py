@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kvrag import ConfigError, ContextLengthError
+from kvrag.blend.clock import Clock
 from kvrag.generate import logprobs
 from kvrag.generate.logprobs import LogprobWriter
 from kvrag.types import TokenLogprob
@@ -70,7 +71,7 @@ def test_prompts_of_every_form_have_them(engine):
 
 
 def test_what_does_not_fit_or_is_no_number_is_refused(engine):
-    with pytest.raises(ContextLengthError):
+    with pytest.raises(ContextLengthError, match=r"the prompt has \d{4,} tokens"):
         engine.generate("word " * 5000, prompt_logprobs=0)
     with pytest.raises(ConfigError, match="prompt_logprobs"):
         engine.generate(TEXT, prompt_logprobs=99)
@@ -81,7 +82,9 @@ def test_leaving_ends_the_reading(engine, monkeypatch):
     gone = threading.Event()
     gone.set()
     with (
-        engine._answering.prefilled(engine._request("One"), max_new_tokens=9) as (done, _),
+        engine._answering.prefilled(
+            engine._request("One"), max_new_tokens=9, clock=Clock()
+        ) as done,
         pytest.raises(CancelledError),
     ):
         logprobs.read_on(done, [1, 2], 0, gone)

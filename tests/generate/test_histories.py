@@ -38,9 +38,10 @@ def filled(past, num_rows):
     return buffer
 
 
-def keep(histories, ids, *, space="", exact=None, prompt=None):
+def keep(histories, ids, *, space="", exact=None, **given):
     exact = len(ids) if exact is None else exact
-    histories.keep(space, ids, layers_of(ids), num_exact=exact, num_prompt=prompt or len(ids))
+    given = {"num_prompt": len(ids), **given}
+    histories.keep(space, ids, layers_of(ids), num_exact=exact, **given)
 
 
 def test_the_engines_of_a_device_share_the_largest_budget():
@@ -128,23 +129,35 @@ class TestTree:
         assert histories.find("", [1] * 10 + [3] * 11).num_rows == 20
 
     def test_approximate_rows_serve_only_who_goes_on_with_them(self):
-        histories = RadixCache(2**20)
-        keep(histories, [1, 2, 3, 4, 5, 6, 7, 8], exact=3, prompt=6)  # 7 and 8 are the answer
+        histories, how = RadixCache(2**20), object()
+        keep(
+            histories, [1, 2, 3, 4, 5, 6, 7, 8], exact=3, num_prompt=6, repair=how
+        )  # 7 and 8 are the answer
         for asked, rows, exact in [
             ([1, 2, 3, 4, 5, 9, 9], 3, 3),  # another question
             ([1, 2, 3, 4, 5, 6, 9], 3, 3),  # the prompt again
             ([1, 2, 3, 4, 5, 6, 7, 9, 9], 7, 3),
             ([1, 2, 3, 4, 5, 6, 7, 8, 9], 8, 3),
         ]:
-            past = histories.find("", asked)
+            past = histories.find("", asked, repair=how)
             assert (past.num_rows, past.num_exact) == (rows, exact), asked
-        assert histories.find("", [1, 2, 3, 4, 5, 6, 7, 8, 9], only_exact=True).num_rows == 3
-        keep(histories, [1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 12], exact=3, prompt=10)
-        assert histories.find("", [1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 12, 13]).num_rows == 11
-        assert histories.find("", [1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 13, 13]).num_rows == 8
+        assert histories.find("", [1, 2, 3, 4, 5, 6, 7, 8, 9]).num_rows == 3
+        keep(histories, [1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 12], exact=3, num_prompt=10, repair=how)
+        assert (
+            histories.find("", [1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 12, 13], repair=how).num_rows == 11
+        )
+        assert (
+            histories.find("", [1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 13, 13], repair=how).num_rows == 8
+        )
         assert histories.stats()["tokens"] == 11, "the second turn adds its own rows alone"
         for answer in (7, 8, 11):
-            keep(histories, [1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 12][:answer], exact=3, prompt=6)
+            keep(
+                histories,
+                [1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 12][:answer],
+                exact=3,
+                num_prompt=6,
+                repair=how,
+            )
         assert histories.stats()["tokens"] == 11, "an answer that was broken off adds nothing"
 
     def test_spaces_share_nothing(self):

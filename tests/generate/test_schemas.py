@@ -6,11 +6,12 @@ import re
 
 import jsonschema
 import pytest
-from schemas_kit import constraint, said, wanted
+from schemas_kit import EOS, constraint, said, wanted
 from test_tool_calls import ASK
 
 from kvrag import ConfigError
 from kvrag.generate import grammar
+from kvrag.prompt.tools import answer_form
 from kvrag.testing.tokenizers import tiny_tokenizer
 
 NUMBER, TWO = {"type": "integer"}, {"a": {"type": "integer"}, "b": {"type": "boolean"}}
@@ -230,6 +231,33 @@ def test_a_value_of_the_wrong_type_is_never_more_than_a_refusal(keyword):
         ):
             with contextlib.suppress(ConfigError):
                 constraint(schema)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "fits"),
+    [
+        ("a", '{"child": {"n": 1}}', True),
+        ("a", '{"child": {"name": "a"}}', False),
+        ("a", '{"n": 2}', False),
+        ("b", '{"n": 2}', True),
+    ],
+)
+def test_references_start_in_the_schema_of_their_tool(name, arguments, fits):
+    tools = [
+        {"type": "function", "function": {"name": each, "parameters": parameters}}
+        for each, parameters in {
+            "a": {
+                "properties": {"child": {"$ref": "#"}, "n": {"$ref": "#/$defs/n"}},
+                "$defs": {"n": {"const": 1}},
+            },
+            "b": {"properties": {"n": {"$ref": "#/$defs/n"}}, "$defs": {"n": {"const": 2}}},
+        }.items()
+    ]
+    form = answer_form(tools, "required", None)
+    made = grammar.constraint_of(form, tiny_tokenizer(), frozenset({EOS}))
+    text = f'{{"name": "{name}", "arguments": {arguments}}}'
+    ids = tiny_tokenizer().encode(text, add_special_tokens=False)
+    assert (made._matcher.try_consume_tokens(ids) == len(ids)) == fits
 
 
 def test_tools_take_the_same_schemas(engine, caplog):
