@@ -322,9 +322,9 @@ class _Blend:
 
     def _select(self, needs: frozenset[Signal]) -> tuple[torch.Tensor, RowCovariance | None]:
         """Measure the strategy's signals; return the rows to repair and the covariance."""
-        mass = change = covariance = starts = None
-        if "sentences" in needs:
-            starts = torch.tensor(self.plan.encoder.sentence_starts(self.plan.token_ids))
+        mass = change = covariance = breaks = None
+        if "breaks" in needs:
+            breaks = torch.tensor(self.plan.encoder.breaks(self.plan.token_ids))
         if "mass" in needs:
             mass = probe(
                 self.model, self.buffer, self.layout, self.ids, span=self.config.probe_span
@@ -341,7 +341,7 @@ class _Blend:
             mass=mass,
             deviation=change,
             covariance=covariance,
-            starts=starts,
+            breaks=breaks,
         )
         return selected, covariance
 

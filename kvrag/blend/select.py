@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -24,19 +23,19 @@ BASE_SHARE = 0.04
 BASE_ROWS = 192
 MOST_SHARE = 0.25
 
-SENTENCES_SHARE = 2 / 3
-"""Largest share of a budget that ``query_sentences`` spends on whole sentences."""
+RUNS_SHARE = 1 / 2
+"""Largest share of a budget that ``query_runs`` spends on runs."""
 
-LONGEST = 64
-"""Most rows of a sentence; longer sentences are split."""
+DISTANCES = torch.tensor([0, 1 / 16, 1, 4], dtype=torch.float64)
+"""Distance of a row from the row before it, by the break between them: none, between words, between
+sentences or lines, a blank line. Over a distance of 1, attention counts e times less."""
+APART = 50.0
+"""Distance between chunks."""
 
-PEAKS = 4
-"""A sentence's score is the mean attention of its highest ``PEAKS`` rows."""
-
-Signal = Literal["mass", "deviation", "covariance", "sentences"]
+Signal = Literal["mass", "deviation", "covariance", "breaks"]
 """``mass``: attention of the question to every row. ``deviation``: squared change of every row's
-values at the check layer. ``covariance``: covariance of the rows' changes. ``sentences``: sentence
-starts."""
+values at the check layer. ``covariance``: covariance of the rows' changes. ``breaks``: breaks of
+words, sentences, lines and paragraphs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +54,9 @@ class Signals:
         The signals with a number per row that the strategy needs, float32 ``(N,)`` on the host.
     covariance
         Covariance of the rows' changes, if the strategy needs it.
-    starts
-        True where a sentence begins, bool ``(N,)``, if the strategy needs it.
+    breaks
+        Break before every row, int64 ``(N,)``, if the strategy needs it: see
+        :meth:`kvrag.prompt.tokenizer.PromptEncoder.breaks`.
     config
         Source of ``first_k`` and ``seed``.
     """
@@ -67,7 +67,7 @@ class Signals:
     ratio: float
     measured: Mapping[Signal, torch.Tensor | None]
     covariance: RowCovariance | None
-    starts: torch.Tensor | None
+    breaks: torch.Tensor | None
     config: RepairConfig
 
 
@@ -125,45 +125,37 @@ def _informative_rows(signals: Signals) -> torch.Tensor:
     return torch.cat([chosen, rest[: signals.budget - count]])
 
 
-def _sentences(signals: Signals) -> torch.Tensor:
-    """Choose whole sentences that the question attends to; spend the rest as ``query_gain`` does.
+def _runs(signals: Signals) -> torch.Tensor:
+    """Choose runs of rows around those that the question attends to; spend the rest as
+    ``query_gain`` does.
 
     A number or a name spans several tokens. If only some of them are repaired, the model misreads
     it more often than if no token is. (SnapKV pools its votes for the same reason, arXiv
-    2404.14469.) A question also compares a fact with all similar sentences.
+    2404.14469.) And the question attends to the name of what it asks for more than to the value
+    that stands beside it, in the same sentence, line or record. So a row counts as much as the most
+    attended row, less by its distance; a run is cut nowhere inside a word.
     """
     mass = signals.measured["mass"]
     assert mass is not None
-    assert signals.starts is not None
-    starts = signals.starts.clone()
-    starts[[chunk.start for chunk in signals.stale]] = True
-    first, sizes = sentences(signals.candidates, starts)
-    place = torch.arange(LONGEST)
-    read = torch.nn.functional.pad(mass[signals.candidates], (0, LONGEST))[first[:, None] + place]
-    peaks = (read * (place < sizes[:, None])).topk(PEAKS).values.sum(dim=1)
-    order = torch.argsort(peaks / sizes.clamp(max=PEAKS), descending=True, stable=True)
-    left = SENTENCES_SHARE * signals.budget
-    is_taken = torch.zeros(len(signals.candidates), dtype=torch.bool)
-    for start, size in torch.stack([first, sizes], dim=1)[order].tolist():
-        if size <= left:
-            is_taken[start : start + size] = True
-            left -= size
-    taken, others = (signals.candidates[which] for which in (is_taken, ~is_taken))
+    assert signals.breaks is not None
+    rows = signals.candidates
+    far = DISTANCES[signals.breaks[rows]]
+    far[rows.diff(prepend=rows[:1] - 2) != 1] = APART
+    at = far.cumsum(0)
+    attention = mass[rows].double().clamp(min=1e-30).log()
+    from_left = (attention + at).cummax(0).values - at
+    from_right = (attention - at).flip(0).cummax(0).values.flip(0) + at
+    order = torch.maximum(from_left, from_right).argsort(descending=True, stable=True)
+    is_taken = torch.zeros(len(rows), dtype=torch.bool)
+    is_taken[order[: int(RUNS_SHARE * signals.budget)]] = True
+    word = (far > 0).cumsum(0)
+    sizes = torch.bincount(word)
+    is_taken &= (torch.bincount(word[is_taken], minlength=len(sizes)) == sizes)[word]
+    taken, others = rows[is_taken], rows[~is_taken]
     rest = _informative_rows(
         replace(signals, candidates=others, budget=signals.budget - len(taken))
     )
     return torch.cat([taken, rest])
-
-
-def sentences(rows: torch.Tensor, starts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Split rows, int64 ascending, at sentence starts, at gaps, and after :data:`LONGEST` rows.
-
-    Returns the index of every sentence's first row, and the number of its rows, int64.
-    """
-    is_cut = starts[rows] | (rows.diff(prepend=rows[:1] - 2) != 1)
-    cuts = [*torch.nonzero(is_cut)[:, 0].tolist(), len(rows)]
-    first = torch.tensor([i for ends in pairwise(cuts) for i in range(*ends, LONGEST)])
-    return first, first.diff(append=torch.tensor(cuts[-1:]))
 
 
 SELECT: dict[str, Callable[[Signals], torch.Tensor]] = {
@@ -174,7 +166,7 @@ SELECT: dict[str, Callable[[Signals], torch.Tensor]] = {
     "query": _top_rows,  # the idea of ProphetKV, arXiv 2602.02579
     "query_hkvd": _top_rows,
     "query_gain": _informative_rows,
-    "query_sentences": _sentences,
+    "query_runs": _runs,
 }
 """Strategies by name. They return rows besides the heads: int64, any order, no duplicates. ``none``
 and ``all`` need no function."""
@@ -184,7 +176,7 @@ NEEDS: dict[str, frozenset[Signal]] = {
     "query": frozenset({"mass"}),
     "query_hkvd": frozenset({"mass", "deviation"}),
     "query_gain": frozenset({"mass", "covariance"}),
-    "query_sentences": frozenset({"mass", "covariance", "sentences"}),
+    "query_runs": frozenset({"mass", "covariance", "breaks"}),
 }
 """Signals to measure before selection. Mass and deviation cost a forward each."""
 
@@ -204,7 +196,7 @@ def select_rows(
     mass: torch.Tensor | None = None,
     deviation: torch.Tensor | None = None,
     covariance: RowCovariance | None = None,
-    starts: torch.Tensor | None = None,
+    breaks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the rows to repair: the heads of stale chunks plus the strategy's choice.
 
@@ -216,8 +208,8 @@ def select_rows(
         Strategy, ratio and heads. A ratio of 1 selects every row with any strategy.
     mass, deviation, covariance
         Signals that the strategy needs; mass and deviation are float32 ``(N,)`` on the host.
-    starts
-        True where a sentence begins, bool ``(N,)``, if the strategy needs it.
+    breaks
+        Break before every row, int64 ``(N,)``, if the strategy needs it.
 
     Returns
     -------
@@ -236,7 +228,7 @@ def select_rows(
     }
     budget = min(len(candidates), count - len(heads))
     ratio = effective_ratio(layout, config, len(every))
-    signals = Signals(layout.stale, candidates, budget, ratio, measured, covariance, starts, config)
+    signals = Signals(layout.stale, candidates, budget, ratio, measured, covariance, breaks, config)
     chosen = SELECT[config.strategy](signals) if budget else every[:0]
     rows: torch.Tensor = torch.unique(torch.cat([heads, chosen]))
     return rows

@@ -50,7 +50,7 @@ Strategy = Literal[
     "query",
     "query_hkvd",
     "query_gain",
-    "query_sentences",
+    "query_runs",
 ]
 STRATEGIES: tuple[str, ...] = get_args(Strategy)
 MODES: tuple[str, ...] = get_args(Mode)
@@ -420,10 +420,10 @@ def _key_source(value: object) -> object:
 class RepairConfig:
     """Options for repairing stitched KV."""
 
-    strategy: Strategy = "query_sentences"
-    """Strategy that chooses the rows to recompute: ``query_sentences`` (whole sentences that the
-    question attends to, so that numbers and names stay whole, and rows that predict the most of
-    other rows' changes), ``query_gain`` (only the latter), ``query`` (rows that the question
+    strategy: Strategy = "query_runs"
+    """Strategy that chooses the rows to recompute: ``query_runs`` (runs of rows around those that
+    the question attends to, so that numbers, names and records stay whole, and rows that predict
+    the most of other rows' changes), ``query_gain`` (only the latter), ``query`` (rows that the question
     attends to), ``hkvd`` (high KV deviation, CacheBlend), ``query_hkvd`` (both), ``first_k`` (heads
     of chunks, EPIC), ``boundary`` (around every seam), ``random``, ``none`` or ``all``."""
     recompute_ratio: Fraction | None = None
