@@ -9,7 +9,12 @@ repairing against that of a full prefill by the same forwards, wall and processo
 A method is named with its budget: ``gain@0.03`` repairs 3% of the rows, ``gain@200`` two hundred,
 ``gain@auto`` as many as the default; ``p.`` before it: chunks are encoded
 behind the prefix alone; ``c1000.``: behind a context of 1,000 tokens; ``int8.``, ``fp8.``, ``int4.``: their KV is rounded.
-``reordered`` is a full prefill of the same chunks in another order.
+``reordered`` is a full prefill of the same chunks in another order,
+``bf16`` one of the same prompt in bfloat16: how much is rounding. Without any chunk each question is answered once (``blind``).
+
+``--forms tables logs`` asks for facts in other forms (facts_forms.py); ``--sealed`` runs the set that nothing was tuned on, once for each
+state of the code. The table sets methods beside another one (``--against``) over the questions that all answered, each task, form, length
+and machine for itself.
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -32,6 +37,7 @@ import facts_tasks as tasks
 import torch
 from common import bootstrap, git, machine, model_path, parser, write_result
 from facts_methods import METHODS, Method, Seen, ape_attention, sparse_attention
+from facts_pairs import against, common, is_right, key
 from facts_tasks import Question
 
 from kvrag import KVRagEngine, RepairConfig
@@ -42,7 +48,7 @@ from kvrag.blend.repair import REREAD, deviation, probe, repair
 from kvrag.blend.select import effective_ratio
 from kvrag.blend.stitch import stitch
 from kvrag.evaluate.answers import wilson
-from kvrag.evaluate.questions import IS_RIGHT, normalised
+from kvrag.evaluate.questions import normalised
 from kvrag.evaluate.questions import score as questions_score
 from kvrag.generate.ending import end_ids
 from kvrag.kv.quantise import pack
@@ -304,7 +310,7 @@ class Case:
         times: list[tuple[float, float]],
     ) -> dict[str, Any]:
         """Answer from a prefilled prompt, and compare with the full prefill's answer."""
-        known = self.forced(buffer, first)
+        known = self.forced(buffer, first).float()
         answer = self.greedy(buffer, first, known)
         text = self.text(answer)
         return {
@@ -327,6 +333,17 @@ class Case:
         with Clock() as clock:
             first, _ = self.lm.forward(ids, Rows.span(0, len(ids)), self.scratch)
         return self.compared(self.scratch, first[0, -1], 1.0, [clock.seconds])
+
+    def rounded(self, lm: Any) -> dict[str, Any]:
+        """Answer by a full prefill of the same prompt, by a copy of the model of another dtype: how much is rounding."""
+        kept, self.lm = self.lm, lm
+        try:
+            buffer = lm.buffer(self.scratch.capacity)
+            with Clock() as clock:
+                first, _ = lm.forward(self.ids, Rows.span(0, len(self.ids)), buffer)
+            return self.compared(buffer, first[0, -1], 1.0, [clock.seconds])
+        finally:
+            self.lm = kept
 
     def reference(self) -> dict[str, Any]:
         """The full prefill's answer, and the score of an answer without any chunk."""
@@ -374,11 +391,6 @@ def score(question: Question, text: str, reference: str) -> float:
     return sum(found) / len(found) if question.needs_all else float(any(found))
 
 
-def is_right(record: dict[str, Any]) -> bool:
-    """Whether an answer counts as right."""
-    return bool(record["score"] >= IS_RIGHT)
-
-
 def question_of(engine: KVRagEngine, task: str, shapes: Sequence[int], number: int) -> Question:
     """A question of a task."""
     encoder = engine.loaded.encoder
@@ -408,6 +420,32 @@ def questions(engine: KVRagEngine, task: str, shapes: Sequence[int]) -> Iterator
         yield from made[task]()
 
 
+def free_bytes() -> int:
+    """Memory that the system can give, in bytes; where it doesn't say, none."""
+    path = Path("/proc/meminfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+
+
+def halved(engine: KVRagEngine, name: str) -> Any:
+    """A copy of the model in bfloat16, or ``None`` where memory lacks, which is said."""
+    if name not in _halved:
+        weights = sum(x.numel() * x.element_size() for x in engine.loaded.reusable.model.parameters())
+        needed = weights  # half for the copy, half for what loading it takes
+        _halved[name] = None
+        if free_bytes() < needed:
+            print(
+                f"bf16 is left out: a second copy of {name} needs {needed / 2**30:.1f} GiB, {free_bytes() / 2**30:.1f} are free",
+                file=sys.stderr,
+                flush=True,
+            )
+        else:
+            other = KVRagEngine.from_pretrained(model_path(name), dtype="bfloat16")
+            _halved[name] = other.loaded.reusable
+    return _halved[name]
+
+
+_halved: dict[str, Any] = {}
 _engine: KVRagEngine | None = None
 _behind: dict[tuple[tuple[int, ...], tuple[int, ...]], EncodedPrefix] = {}
 
@@ -425,11 +463,19 @@ def work(item: tuple[str, int, list[str], str, int, tuple[int, ...]]) -> list[di
         if question.form:
             about |= {"form": question.form, "ask": question.task, "set": task.split("/")[1]}
             about |= {"tokens": len(case.ids), "chunks": len(case.chunks)}
+        about["machine"] = here()
         out.append({**about, "method": "full", **case.reference()})
         for name in methods:
             kind, _, budget = name.partition("@")
-            is_control = kind == "reordered"
-            found = case.reordered() if is_control else case.measure(METHODS[kind], budget)
+            if kind == "reordered":
+                found = case.reordered()
+            elif kind == "bf16":
+                lm = halved(_engine, model)
+                if lm is None:
+                    continue
+                found = case.rounded(lm)
+            else:
+                found = case.measure(METHODS[kind], budget)
             out.append({**about, "method": name, **found})
     return out
 
@@ -444,17 +490,12 @@ def paired(
 ) -> dict[str, list[tuple[dict[str, Any], dict[str, Any]]]]:
     """Return each method's answers, each with the full prefill's to the same question."""
     records = [r for r in records if not kinds or r["kind"] in kinds]
-    full = {_key(r): r for r in records if r["method"] == "full"}
+    full = {key(r): r for r in records if r["method"] == "full"}
     found = defaultdict(list)
     for r in records:
-        if r["method"] != "full" and _key(r) in full:
-            found[r["method"]].append((full[_key(r)], r))
+        if r["method"] != "full" and key(r) in full:
+            found[r["method"]].append((full[key(r)], r))
     return found
-
-
-def _key(record: dict[str, Any]) -> tuple[Any, ...]:
-    """Name a question: task, number, and shapes of needles."""
-    return record["task"], record["number"], *record["shapes"]
 
 
 def figures(pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, Any]:
@@ -503,34 +544,56 @@ def _retention_interval(
     return [float(ratios[int(share * len(ratios))]) for share in (0.025, 0.975)]
 
 
-def show(records: Iterable[dict[str, Any]], kinds: Sequence[str]) -> None:
-    """Print a row per method."""
-    names = (
-        "questions",
-        "full",
-        "score",
-        "retention",
-        "right",
-        "lost",
-        "won",
-        "pgr",
-        "kl",
-        "kl_first",
-        "same",
-        "rows",
-        "sooner",
-        "sooner_cpu",
-    )
-    print(f"{'method':16}", *(f"{name:>10}" for name in names))
-    for method, pairs in paired(records, kinds).items():
-        found = figures(pairs)
-        print(
-            f"{method:16}",
-            *(
-                f"{found[name] if found[name] is not None else float('nan'):10.4g}"
-                for name in names
-            ),
-        )
+COLUMNS = (
+    "questions",
+    "full",
+    "score",
+    "retention",
+    "right",
+    "lost",
+    "won",
+    "pgr",
+    "kl",
+    "kl_first",
+    "same",
+    "rows",
+    "sooner",
+    "sooner_cpu",
+)
+
+
+def compared(
+    records: Iterable[dict[str, Any]], kinds: Sequence[str], methods: Sequence[str], base: str
+) -> dict[str, dict[str, Any]]:
+    """Return the figures of methods over the questions that all of them answered, each beside another method.
+
+    Without ``methods``: of all that are there.
+    """
+    found = paired(records, kinds)
+    pairs = common({name: found[name] for name in methods or found if name in found})
+    out = {}
+    for name, of in pairs.items():
+        out[name] = figures(of) if of else {"questions": 0}
+        if of and base in pairs and name != base:
+            out[name]["against"] = {"method": base, **against(of, pairs[base])}
+    return out
+
+
+def show(found: dict[str, dict[str, Any]], base: str) -> None:
+    """Print a row per method, and how it differs from the other method."""
+    print(f"{'method':16}", *(f"{name:>10}" for name in COLUMNS), f" KL and lost beyond {base}")
+    for method, of in found.items():
+        if not of["questions"]:
+            print(f"{method:16} no question that all methods answered")
+            continue
+        beyond = ""
+        if "against" in of:
+            other = of["against"]
+            low, high = other["kl_beyond_ci"]
+            beyond = f" {other['kl_beyond']:+.4f} ({low:+.4f} to {high:+.4f}), "
+            beyond += f"{other['lost_alone']}:{other['kept_alone']}, p {other['p']:.2g}"
+        cells = (of[name] if of[name] is not None else float("nan") for name in COLUMNS)
+        print(f"{method:16}", *(f"{cell:10.4g}" for cell in cells), beyond)
 
 
 SIZES = {"hotpotqa": 60, "musique": 60, "examples": 40, "code": 32, "summary": 30}
@@ -543,7 +606,14 @@ def arguments() -> Any:
     options = parser(__doc__, count=60, start=0, processes=2, threads=1)
     options.add_argument("--model", default="qwen2.5-coder-0.5b")
     options.add_argument("--tasks", nargs="+", choices=["needles", "forms", *SIZES])
-    options.add_argument("--methods", nargs="+", default=METHODS_SHOWN)
+    options.add_argument(
+        "--methods",
+        nargs="+",
+        help="what to measure; the table has the questions that all of them answered",
+    )
+    options.add_argument(
+        "--against", default="reordered", help="the method that the others are set beside"
+    )
     options.add_argument(
         "--shapes",
         nargs="+",
@@ -568,6 +638,7 @@ def arguments() -> Any:
     )
     args = options.parse_args()
     args = options.parse_args([*sys.argv[1:], *QUICK]) if args.quick else args
+    args.methods = args.methods or (None if args.show else METHODS_SHOWN)
     args.set = "sealed" if args.sealed else args.set
     if args.set == "sealed" and not (args.sealed or args.show):
         options.error("the sealed set is run by --sealed, once, when all is decided")
@@ -589,23 +660,24 @@ def main() -> None:
     if not args.show:
         measure(args, path, code)
     records = [r for r in read(path) if r.get("code", code) == code]
-    for task, of in by_task(r for r in records if r["task"] in args.tasks).items():
-        print(task)
-        show(of, args.kinds)
+    tables = {
+        task: compared(of, args.kinds, args.methods or [], args.against)
+        for task, of in by_task(records).items()
+    }
+    for task, found in tables.items():
+        if any(task.startswith(name) for name in args.tasks):
+            print(task)
+            show(found, args.against)
     if not args.show:
-        summary = {
-            task: {n: figures(p) for n, p in paired(of, ()).items()}
-            for task, of in by_task(records).items()
-        }
         write_result(
             f"facts/{name}",
-            {"machine": machine(), "model": args.model, "tasks": summary},
+            {"machine": machine(), "model": args.model, "tasks": tables},
             args.out,
         )
 
 
 def by_task(records: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Return the records by task, each form and set for itself; needles also by the length of their prompts."""
+    """Return the records by task: each form and set, length of needles and machine for itself."""
     found = defaultdict(list)
     for r in records:
         length = (
@@ -613,8 +685,15 @@ def by_task(records: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]
             if r["task"] == "needles"
             else ""
         )
-        found[f"{r['task']}{length}"].append(r)
-    return found
+        found[f"{r['task']}{length}", r.get("machine", "another machine")].append(r)
+    counts = Counter(task for task, _ in found)
+    return {f"{t}, {where}" if counts[t] > 1 else t: of for (t, where), of in found.items()}
+
+
+def here() -> str:
+    """Name the machine: its GPU, or else its processor."""
+    about = machine()
+    return str(about["gpu"] or about["cpu"])
 
 
 def code_state() -> str:
@@ -638,8 +717,8 @@ def measure(args: Any, path: Path, code: str) -> None:
     """Measure what the file lacks; of the sealed set, exit with a sentence where this code has answered all of it."""
     done = defaultdict(set)
     for r in read(path):
-        if r.get("code", code) == code:
-            done[_key(r)].add(r["method"])
+        if r.get("code", code) == code and r.get("machine") == here():
+            done[key(r)].add(r["method"])
     todo = []
     for task, number in planned(args):
         shapes = tuple(args.shapes) if not task.startswith("forms/") else ()
@@ -657,7 +736,7 @@ def measure(args: Any, path: Path, code: str) -> None:
     with ProcessPoolExecutor(args.processes, get_context("spawn")) as pool, path.open("a") as file:
         for index, records in enumerate(pool.map(work, todo), 1):
             for r in records:
-                if r["method"] not in done[_key(r)]:
+                if r["method"] not in done[key(r)]:
                     file.write(json.dumps(r | about) + "\n")
             file.flush()
             print(f"{index}/{len(todo)} {time.perf_counter() - start:.0f} s", flush=True)

@@ -2,6 +2,7 @@
 
 import random
 import re
+import statistics
 import sys
 from collections import Counter
 from itertools import islice
@@ -11,7 +12,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
+import facts
 import facts_forms as forms
+import facts_pairs
 import facts_words
 
 BOTH = [(which, form) for which in forms.SETS for form in forms.FORMS]
@@ -204,3 +207,134 @@ def test_a_transcript_has_no_punctuation():
 def test_an_answer_is_judged_by_what_it_says_first_or_holds(kind, said, is_right):
     golds = {"exact": ("47-1903",), "choice": ("Dune depot",), "number": ("2",)}[kind]
     assert forms.is_right(kind, said, golds, ("Opal mill", "Dune depot")) is is_right
+
+
+# -- differences between methods --------------------------------------------------------------------
+
+
+def test_mcnemars_p_is_that_of_the_binomial_test():
+    assert facts_pairs.mcnemar(0, 0) == 1
+    assert facts_pairs.mcnemar(5, 5) == 1
+    assert facts_pairs.mcnemar(8, 0) == pytest.approx(2 / 256)
+    assert facts_pairs.mcnemar(1, 9) == facts_pairs.mcnemar(9, 1) == pytest.approx(22 / 1024)
+
+
+def test_the_interval_of_a_difference_is_that_of_its_mean():
+    assert facts_pairs.difference([3, 4, 5], [1, 2, 3]) == (2, 2, 2)
+    draw = random.Random(1)
+    common = [draw.gauss(0, 100) for _ in range(400)]  # paired: what both share does not widen it
+    one = [value + draw.gauss(0.5, 1) for value in common]
+    mean, low, high = facts_pairs.difference(one, common)
+    beyond = [x - y for x, y in zip(one, common, strict=True)]
+    error = statistics.stdev(beyond) / 20
+    assert mean == pytest.approx(statistics.mean(beyond))
+    assert (low, high) == pytest.approx((mean - 1.96 * error, mean + 1.96 * error), abs=0.02)
+
+
+def pair(number, full, score, kl=0.0, **more):
+    record = {"task": "needles", "number": number, "shapes": [0], "kind": "needle", **more}
+    return {**record, "method": "full", "score": full}, {**record, "score": score, "kl": kl}
+
+
+def test_methods_are_compared_over_the_questions_that_all_answered():
+    found = {"a": [pair(n, 1, 1) for n in (2, 0, 1)], "b": [pair(n, 1, 0) for n in (1, 2, 3)]}
+    kept = facts_pairs.common(found)
+    assert {name: [r["number"] for _, r in of] for name, of in kept.items()} == {
+        "a": [1, 2],
+        "b": [1, 2],
+    }
+    with pytest.raises(ValueError, match="other questions"):
+        facts_pairs.against(found["a"], found["b"])
+
+
+def test_a_difference_counts_what_a_single_method_has_right():
+    full, mine, theirs = (1, 1, 1, 1, 0, 0), (0, 0, 1, 1, 1, 0), (1, 1, 1, 0, 0, 1)
+    ours = [pair(n, f, s, kl=0.3) for n, (f, s) in enumerate(zip(full, mine, strict=True))]
+    other = [pair(n, f, s, kl=0.1) for n, (f, s) in enumerate(zip(full, theirs, strict=True))]
+    found = facts_pairs.against(ours, other)
+    assert (found["lost_alone"], found["kept_alone"]) == (2, 1)
+    assert found["p"] == facts_pairs.mcnemar(2, 1)
+    assert found["p_all"] == facts_pairs.mcnemar(3, 2)
+    assert found["kl_beyond"] == pytest.approx(0.2)
+    assert found["kl_beyond_ci"] == pytest.approx([0.2, 0.2])
+
+
+def test_records_are_never_pooled_over_forms_lengths_or_machines():
+    records = [
+        {"task": task, "shapes": shapes, "machine": where}
+        for task, shapes, where in (
+            ("needles", [0, 1], "one"),
+            ("needles", [3], "one"),
+            ("needles", [3], "two"),
+            ("forms/develop/tables", [], "one"),
+            ("forms/sealed/tables", [], "one"),
+        )
+    ]
+    found = facts.by_task(records)
+    assert list(found) == [
+        "needles 1k",
+        "needles 2.5k, one",
+        "needles 2.5k, two",
+        "forms/develop/tables",
+        "forms/sealed/tables",
+    ]
+    assert all(len(of) == 1 for of in found.values())
+
+
+# -- the sealed set ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sealed(monkeypatch, tmp_path):
+    """Run `facts.py --sealed` with a stand-in for the model; returns the questions asked."""
+    asked = []
+
+    def work(item):
+        task, number, methods, *_ = item
+        asked.append((task, number, *methods))
+        about = {"task": task, "number": number, "shapes": [], "kind": "one"}
+        about["machine"] = facts.here()
+        return [{**about, "method": name} for name in ("full", *methods)]
+
+    class Here:
+        def __init__(self, *_):
+            self.map = map
+
+        def __enter__(self):
+            return self
+
+        __exit__ = __init__
+
+    monkeypatch.setattr(facts, "work", work)
+    monkeypatch.setattr(facts, "ProcessPoolExecutor", Here)
+    monkeypatch.setattr(facts, "compared", lambda *_: {})
+    monkeypatch.setattr(facts, "code_state", lambda: "one")
+
+    def run(*more):
+        options = ["--forms", "tables", "--count", "2", "--methods", "none", "--out", str(tmp_path)]
+        monkeypatch.setattr(sys, "argv", ["facts.py", *options, *more])
+        asked.clear()
+        facts.main()
+        return asked
+
+    return run
+
+
+def test_the_sealed_set_goes_on_where_it_was_and_is_run_once(sealed, monkeypatch):
+    task = "forms/sealed/tables"
+    assert sealed("--sealed") == [(task, 0, "none"), (task, 1, "none")]
+    assert sealed("--sealed", "--count", "3") == [(task, 2, "none")]
+    with pytest.raises(SystemExit, match="run once"):
+        sealed("--sealed", "--count", "3")
+    monkeypatch.setattr(facts, "code_state", lambda: "two")
+    assert len(sealed("--sealed")) == 2
+    monkeypatch.setattr(facts, "code_state", lambda: "two+changes")
+    with pytest.raises(SystemExit, match="commit the changes"):
+        sealed("--sealed")
+
+
+def test_the_sealed_set_is_not_run_by_another_option(sealed, capsys):
+    with pytest.raises(SystemExit):
+        sealed("--set", "sealed")
+    assert "--sealed" in capsys.readouterr().err
+    assert sealed() == [("forms/develop/tables", 0, "none"), ("forms/develop/tables", 1, "none")]
