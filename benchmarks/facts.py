@@ -20,6 +20,7 @@ and machine for itself.
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 import time
 from collections import Counter, defaultdict
@@ -36,7 +37,16 @@ import facts_forms as forms
 import facts_tasks as tasks
 import torch
 from common import bootstrap, git, machine, model_path, parser, write_result
-from facts_methods import METHODS, Method, Seen, ape_attention, sparse_attention
+from facts_methods import (
+    METHODS,
+    Gradual,
+    Method,
+    Seen,
+    ape_attention,
+    by_deviation,
+    side_by_side,
+    sparse_attention,
+)
 from facts_pairs import against, common, is_right, key
 from facts_tasks import Question
 
@@ -79,16 +89,25 @@ class Clock:
 
 
 @contextmanager
-def collecting(how: str) -> Iterator[None]:
-    """Measure attention as kvrag does, or with one reading of the question (``once``), or as ProphetKV's signal: a ``sum``."""
+def collecting(how: str, layout: Layout) -> Iterator[None]:
+    """Measure attention as kvrag does, or with one reading of the question (``once``), or as ProphetKV's signal.
+
+    That is a ``sum`` over rows and heads; or, of each row, of its attention to ``chunks`` alone.
+    """
     kept = attention.largest, torch.maximum, stages.REREAD
 
+    is_chunk = torch.zeros(layout.num_tokens, dtype=torch.bool)
+    is_chunk[rows_of([s for s in layout.segments if s.kind == "chunk"])] = True
+
     def summed(p: torch.Tensor, kv_heads: int, rows: int, skip: int) -> torch.Tensor:
+        if how == "chunks":
+            p = p * is_chunk[: p.shape[-1]]
+            p = p / p.sum(dim=-1, keepdim=True).clamp(min=1e-12)
         return p.reshape(len(p), kv_heads, -1, rows, p.shape[-1])[:, :, :, skip:].sum(dim=(2, 3))
 
     if how != "peak":
         stages.REREAD = 0
-    if how == "sum":  # over blocks of rows, too
+    if how in ("sum", "chunks"):  # over blocks of rows, too
         attention.largest, torch.maximum = summed, torch.add
     try:
         yield
@@ -233,39 +252,76 @@ class Case:
 
     def measure(self, method: Method, budget: str) -> dict[str, Any]:
         """Answer by a method, and compare."""
+        with self.repaired(method, budget) as (buffer, first, share, times):
+            return self.compared(buffer, first, share, times)
+
+    def seconds(self, method: Method, budget: str) -> float:
+        """Processor seconds of stitching, choosing and repairing."""
+        with self.repaired(method, budget) as (_, _, _, times):
+            return sum(cpu for _, cpu in times)
+
+    @contextmanager
+    def repaired(
+        self, method: Method, budget: str
+    ) -> Iterator[tuple[KVBuffer, torch.Tensor, float, list[tuple[float, float]]]]:
+        """Repair by a method, and let the model attend as it says.
+
+        Yields the prompt's buffer, the logits of its first token, the share of repaired rows, and the times.
+        """
         stored = method.encoded, method.kv_dtype
         stitched, layout, rotary, spent = self.stitched(*stored)
         times = [spent]
-        key = (stored, method.layers, method.mass)
-        if key not in self._masses:
-            buffer = self.copy(stitched)
-            with collecting(method.mass), Clock() as clock:
-                mass = probe(self.lm, buffer, layout, self.ids, span=method.layers)
-            self._masses[key] = mass, clock.seconds
-        mass, probe_s = self._masses[key]
-        name, change, source = method.choose.__name__, None, stitched
-        if name == "by_deviation":
-            if stored not in self._deviation:
-                compared = self.lm.buffer(layout.num_tokens)
-                for layer in range(self.lm.num_layers):
-                    compared.keys(layer).copy_(stitched.keys(layer))
-                    compared.values(layer).copy_(stitched.values(layer))
-                with Clock() as clock:
-                    found = deviation(self.lm, compared, layout, self.ids)
-                self._deviation[stored] = found, clock.seconds, compared
-            change, seconds, source = self._deviation[stored]
+        mass, probe_s = self.mass(method, stitched, layout)
+        change, source = None, stitched
+        if method.choose is by_deviation:
+            change, seconds, source = self.deviation(stored, stitched, layout)
             times.append(seconds)
-        elif name not in ("none", "by_head"):
+        if method.probes:
             times.append(probe_s)
         buffer = self.copy(source)
+        if method.ape == "code":
+            moved = side_by_side(layout, len(self.prefix))
+            for layer in range(self.lm.num_layers):
+                ahead = rotary[layer].rotation.at(-moved)
+                keys = buffer.keys(layer)[0, :, : layout.num_tokens]
+                keys.copy_(ahead.unit_unrotate(keys, slice(0, layout.num_tokens)))
         with ExitStack() as stack:
             if method.ape:
-                stack.enter_context(ape_attention(layout))
+                stack.enter_context(ape_attention(layout, method.ape))
             if method.sees < 1:
                 stack.enter_context(sparse_attention(layout, mass, method.sees))
-            return self.answered(method, budget, buffer, layout, rotary, mass, change, times)
+            with Clock() as clock:
+                first, share = self.repair(method, budget, buffer, layout, rotary, mass, change)
+            times.append(clock.seconds)
+            yield buffer, first, share, times
 
-    def answered(
+    def mass(
+        self, method: Method, stitched: KVBuffer, layout: Layout
+    ) -> tuple[torch.Tensor, tuple[float, float]]:
+        """Attention of the question as the method measures it, and the seconds that takes."""
+        key = method.encoded, method.kv_dtype, method.layers, method.mass
+        if key not in self._masses:
+            buffer = self.copy(stitched)
+            with collecting(method.mass, layout), Clock() as clock:
+                mass = probe(self.lm, buffer, layout, self.ids, span=method.layers)
+            self._masses[key] = mass, clock.seconds
+        return self._masses[key]
+
+    def deviation(
+        self, stored: Any, stitched: KVBuffer, layout: Layout
+    ) -> tuple[torch.Tensor, tuple[float, float], KVBuffer]:
+        """CacheBlend's signal, the seconds it takes, and the prompt with layer 1 as computed for it."""
+        if stored not in self._deviation:
+            compared = self.lm.buffer(layout.num_tokens)
+            for layer in range(self.lm.num_layers):
+                compared.keys(layer).copy_(stitched.keys(layer))
+                compared.values(layer).copy_(stitched.values(layer))
+            with Clock() as clock:
+                found = deviation(self.lm, compared, layout, self.ids)
+            self._deviation[stored] = found, clock.seconds, compared
+        return self._deviation[stored]
+
+    def repair(
         self,
         method: Method,
         budget: str,
@@ -274,33 +330,40 @@ class Case:
         rotary: Any,
         mass: torch.Tensor,
         change: torch.Tensor | None,
-        times: list[tuple[float, float]],
-    ) -> dict[str, Any]:
-        """Repair and answer."""
-        rows_to_repair = rows_of(layout.stale)
-        with Clock() as clock:
-            covariance = RowCovariance.of(buffer, layout, mass)
-            total = len(rows_to_repair)
-            wanted = (
-                effective_ratio(layout, RepairConfig(), total)
-                if budget == "auto"
-                else float(budget or 0)
-            )
-            num_rows = round(wanted if wanted > 1 else wanted * total)
-            seen = Seen(layout, min(num_rows, total), mass, change, covariance, self.starts)
-            rows = method.choose(seen)
-            first = repair(
-                self.lm,
-                buffer,
-                layout,
-                self.ids,
-                rows,
-                shift=method.shift,
-                rotary=rotary,
-                covariance=covariance,
-            )
-        times.append(clock.seconds)
-        return self.compared(buffer, first, len(rows) / len(rows_to_repair), times)
+    ) -> tuple[torch.Tensor, float]:
+        """Choose rows and repair them: logits of the first token, and the share of rows."""
+        total = len(rows_of(layout.stale))
+        covariance = RowCovariance.of(buffer, layout, mass) if method.covaries else None
+        wanted = (
+            effective_ratio(layout, RepairConfig(), total)
+            if budget == "auto"
+            else float(budget or 0)
+        )
+        num_rows = min(round(wanted if wanted > 1 else wanted * total), total)
+        most = min(Gradual.first(num_rows), total) if method.filters else num_rows
+        rows = method.choose(Seen(layout, most, mass, change, covariance, self.starts))
+        if method.filters:
+            return self.filtered(buffer, layout, rows, num_rows), num_rows / max(1, total)
+        first = repair(
+            self.lm,
+            buffer,
+            layout,
+            self.ids,
+            rows,
+            shift=method.shift,
+            rotary=rotary,
+            covariance=covariance,
+        )
+        return first, len(rows) / max(1, total)
+
+    def filtered(
+        self, buffer: KVBuffer, layout: Layout, chosen: torch.Tensor, budget: int
+    ) -> torch.Tensor:
+        """Repair ever fewer of the chosen rows, as CacheBlend's paper has it."""
+        rows = torch.sort(torch.cat([chosen, rows_of(layout.live)])).values
+        hook = Gradual(rows, chosen, self.lm.num_layers, budget)
+        found, _ = self.lm.forward(self.ids[rows], Rows.at(rows), buffer, before_write=hook)
+        return found[0, -1]
 
     def compared(
         self,
@@ -430,7 +493,9 @@ def free_bytes() -> int:
 def halved(engine: KVRagEngine, name: str) -> Any:
     """A copy of the model in bfloat16, or ``None`` where memory lacks, which is said."""
     if name not in _halved:
-        weights = sum(x.numel() * x.element_size() for x in engine.loaded.reusable.model.parameters())
+        weights = sum(
+            x.numel() * x.element_size() for x in engine.loaded.reusable.model.parameters()
+        )
         needed = weights  # half for the copy, half for what loading it takes
         _halved[name] = None
         if free_bytes() < needed:
@@ -445,6 +510,7 @@ def halved(engine: KVRagEngine, name: str) -> Any:
     return _halved[name]
 
 
+BUDGETED = {name for name, method in METHODS.items() if method.takes_budget}
 _halved: dict[str, Any] = {}
 _engine: KVRagEngine | None = None
 _behind: dict[tuple[tuple[int, ...], tuple[int, ...]], EncodedPrefix] = {}
@@ -629,6 +695,11 @@ def arguments() -> Any:
     options.add_argument(
         "--sealed", action="store_true", help="run the sealed set, once for each state of the code"
     )
+    options.add_argument(
+        "--match-time",
+        metavar="METHOD",
+        help="give methods without a budget the one that takes as long as this method (processor time)",
+    )
     options.add_argument("--kinds", nargs="*", default=[], help="kinds of questions in the table")
     options.add_argument(
         "--show", action="store_true", help="print the table of what is there, and measure nothing"
@@ -657,11 +728,14 @@ def main() -> None:
     path = args.out / "facts" / f"{name}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     code = code_state()
+    methods = dict.fromkeys(args.tasks, args.methods)
+    if args.match_time and args.methods:
+        methods = matched(args, path)
     if not args.show:
-        measure(args, path, code)
+        measure(args, path, code, methods)
     records = [r for r in read(path) if r.get("code", code) == code]
     tables = {
-        task: compared(of, args.kinds, args.methods or [], args.against)
+        task: compared(of, args.kinds, methods.get(of[0]["task"]) or [], args.against)
         for task, of in by_task(records).items()
     }
     for task, found in tables.items():
@@ -669,11 +743,13 @@ def main() -> None:
             print(task)
             show(found, args.against)
     if not args.show:
-        write_result(
-            f"facts/{name}",
-            {"machine": machine(), "model": args.model, "tasks": tables},
-            args.out,
-        )
+        before = args.out / "facts" / f"{name}.json"
+        kept = json.loads(before.read_text()) if before.exists() else {"machine": None}
+        if kept["machine"] == machine():  # tables of an earlier call, of methods of its own
+            ours = {t for t in tables if any(t.startswith(task) for task in args.tasks)}
+            tables |= {t: of for t, of in kept["tasks"].items() if t not in ours}
+        result = {"machine": machine(), "model": args.model, "tasks": tables}
+        write_result(f"facts/{name}", result, args.out)
 
 
 def by_task(records: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
@@ -696,6 +772,75 @@ def here() -> str:
     return str(about["gpu"] or about["cpu"])
 
 
+LADDER = 0.02, 0.05, 0.1, 0.2, 0.4
+TIMED = 3
+
+
+def budget_for(target: float, ladder: Sequence[tuple[float, float]]) -> float:
+    """The budget that takes so many seconds, between the budgets and seconds of a ladder; at its ends, the end.
+
+    Where a larger budget took less time than a smaller one, which is noise, it counts as taking as much.
+    """
+    shares, seconds = [share for share, _ in ladder], []
+    for _, taken in ladder:
+        seconds.append(max(taken, *seconds[-1:], 0.0))
+    if target <= seconds[0]:
+        return shares[0]
+    for i in range(1, len(ladder)):
+        if target <= seconds[i]:
+            part = (target - seconds[i - 1]) / (seconds[i] - seconds[i - 1])
+            return shares[i - 1] + part * (shares[i] - shares[i - 1])
+    return shares[-1]
+
+
+def clocked(item: tuple[str, int, list[str], str, int, tuple[int, ...]]) -> dict[str, float]:
+    """Processor seconds of methods on a question, in a process of its own engine."""
+    global _engine
+    task, number, methods, model, threads, shapes = item
+    _engine = _engine or engine_of(model, threads)
+    with torch.inference_mode():
+        case = Case(_engine, question_of(_engine, task, shapes, number))
+        out = {}
+        for name in methods:
+            kind, _, budget = name.partition("@")
+            method = METHODS[METHODS[kind].timed_as or kind]
+            out[name] = case.seconds(method, budget)
+        return out
+
+
+def matched(args: Any, path: Path) -> dict[str, list[str]]:
+    """Give methods without a budget the one that takes as long as ``--match-time``'s: task → methods.
+
+    Of each task three prompts are timed, with the median budget. A file keeps them, so that a run that goes on has the same.
+    """
+    kept = path.with_suffix(".budgets.json")
+    known = json.loads(kept.read_text()) if kept.exists() else {}
+    open_ = [m for m in args.methods if m.partition("@")[0] in BUDGETED and "@" not in m]
+    where, out = f"{args.match_time}, {here()}", {}
+    for task in args.tasks:
+        found = known.setdefault(where, {}).setdefault(task, {})
+        missing = [m for m in open_ if m not in found]
+        if missing:
+            names = [args.match_time, *(f"{m}@{share}" for m in missing for share in LADDER)]
+            shapes = shapes_of(args, task)
+            numbers = [n for t, n in planned(args) if t == task][:TIMED]
+            items = [(task, n, names, args.model, args.threads, shapes) for n in numbers]
+            with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+                times = list(pool.map(clocked, items))
+            for m in missing:
+                ladders = [[(share, t[f"{m}@{share}"]) for share in LADDER] for t in times]
+                budgets = [
+                    budget_for(t[args.match_time], ladder)
+                    for t, ladder in zip(times, ladders, strict=True)
+                ]
+                found[m] = round(statistics.median(budgets), 3)
+                if found[m] in (LADDER[0], LADDER[-1]):
+                    print(f"{task}: {m} takes another time even at {found[m]:.0%} of the rows")
+            kept.write_text(json.dumps(known, indent=1) + "\n")
+        out[task] = [f"{m}@{found[m]}" if m in open_ else m for m in args.methods]
+    return out
+
+
 def code_state() -> str:
     """Name the code that answers: the trees of the package and of the methods, and whether they have changes."""
     paths = "kvrag", "benchmarks/facts_methods.py", "benchmarks/facts_forms.py"
@@ -713,7 +858,12 @@ def planned(args: Any) -> list[tuple[str, int]]:
     ]
 
 
-def measure(args: Any, path: Path, code: str) -> None:
+def shapes_of(args: Any, task: str) -> tuple[int, ...]:
+    """Shapes of needles; the shape of a question in a form follows from its number."""
+    return tuple(args.shapes) if not task.startswith("forms/") else ()
+
+
+def measure(args: Any, path: Path, code: str, methods: dict[str, list[str]]) -> None:
     """Measure what the file lacks; of the sealed set, exit with a sentence where this code has answered all of it."""
     done = defaultdict(set)
     for r in read(path):
@@ -721,8 +871,8 @@ def measure(args: Any, path: Path, code: str) -> None:
             done[key(r)].add(r["method"])
     todo = []
     for task, number in planned(args):
-        shapes = tuple(args.shapes) if not task.startswith("forms/") else ()
-        names = [m for m in args.methods if m not in done[task, number, *shapes]]
+        shapes = shapes_of(args, task)
+        names = [m for m in methods[task] if m not in done[task, number, *shapes]]
         if names:
             todo.append((task, number, names, args.model, args.threads, shapes))
     if args.sealed and code.endswith("+changes"):

@@ -515,6 +515,7 @@ def _question(
         golds,
         {"comparison": "choice", "count": "number"}.get(ask, "exact"),
         is_multi_hop=ask != "one",
+        max_tokens=48 if ask == "joined" else 24,
         options=tuple(options),
         facts=tuple((f.record.name, f.field, f.value) for f in facts),
     )

@@ -7,15 +7,23 @@ import sys
 from collections import Counter
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+from texts import make_chunks
+
+from kvrag import KVRagEngine
+from kvrag.blend.layout import place
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import facts
 import facts_forms as forms
+import facts_methods as methods
 import facts_pairs
 import facts_words
+from facts_tasks import Question
 
 BOTH = [(which, form) for which in forms.SETS for form in forms.FORMS]
 
@@ -284,6 +292,18 @@ def test_records_are_never_pooled_over_forms_lengths_or_machines():
 # -- the sealed set ---------------------------------------------------------------------------------
 
 
+class Here:
+    """A pool that works in this process."""
+
+    def __init__(self, *_):
+        self.map = map
+
+    def __enter__(self):
+        return self
+
+    __exit__ = __init__
+
+
 @pytest.fixture
 def sealed(monkeypatch, tmp_path):
     """Run `facts.py --sealed` with a stand-in for the model; returns the questions asked."""
@@ -295,15 +315,6 @@ def sealed(monkeypatch, tmp_path):
         about = {"task": task, "number": number, "shapes": [], "kind": "one"}
         about["machine"] = facts.here()
         return [{**about, "method": name} for name in ("full", *methods)]
-
-    class Here:
-        def __init__(self, *_):
-            self.map = map
-
-        def __enter__(self):
-            return self
-
-        __exit__ = __init__
 
     monkeypatch.setattr(facts, "work", work)
     monkeypatch.setattr(facts, "ProcessPoolExecutor", Here)
@@ -338,3 +349,142 @@ def test_the_sealed_set_is_not_run_by_another_option(sealed, capsys):
         sealed("--set", "sealed")
     assert "--sealed" in capsys.readouterr().err
     assert sealed() == [("forms/develop/tables", 0, "none"), ("forms/develop/tables", 1, "none")]
+
+
+# -- methods ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def asked(tiny_dir):
+    """A question to a tiny model, prefilled once."""
+    engine = KVRagEngine.from_pretrained(tiny_dir, dtype="float32")
+    chunks = tuple(make_chunks(4, words=40, seed=7))
+    question = Question("one", 0, chunks, "Who keeps the ledger?", ("Ada",), max_tokens=4)
+    with torch.inference_mode():
+        yield facts.Case(engine, question)
+    engine.close()
+
+
+@pytest.mark.parametrize("name", [*methods.PEERS, "sentences", "p.sentences", "int8.sentences"])
+def test_a_method_repairs_and_answers(asked, name):
+    budget = "0.2" if methods.METHODS[name].takes_budget else ""
+    with torch.inference_mode():
+        found = asked.measure(methods.METHODS[name], budget)
+        assert asked.seconds(methods.METHODS[name], budget) > 0
+    assert found["kl"] >= 0
+    assert found["rows"] == pytest.approx(0.2 if budget else found["rows"], abs=0.03)
+    if name.startswith("epic"):
+        assert found["rows"] > 0
+
+
+def test_all_rows_repaired_are_a_full_prefill(asked):
+    with torch.inference_mode():
+        for name in ("prophetkv", "prophetkv2", "cacheblend", "epic", "sentences"):
+            assert asked.measure(methods.METHODS[name], "1.0")["kl"] < 1e-4
+
+
+def test_another_dtype_is_a_control_of_rounding(asked, tiny_dir):
+    rounded = KVRagEngine.from_pretrained(tiny_dir, dtype="bfloat16").loaded.reusable
+    with torch.inference_mode():
+        found, same = asked.rounded(rounded), asked.rounded(asked.lm)
+    assert same["kl"] == 0
+    assert same["same"]
+    assert 0 < found["kl"] < 0.05
+    assert asked.lm is not rounded
+
+
+def test_a_control_that_memory_lacks_for_is_left_out_and_says_so(monkeypatch, capsys):
+    engine = SimpleNamespace(
+        loaded=SimpleNamespace(reusable=SimpleNamespace(model=torch.nn.Linear(1024, 1024)))
+    )
+    monkeypatch.setattr(facts, "free_bytes", lambda: 1000)
+    monkeypatch.setattr(facts, "_halved", {})
+    assert facts.halved(engine, "a-model") is None
+    assert "bf16 is left out" in capsys.readouterr().err
+
+
+def test_chunks_stand_side_by_side():
+    """Prefix of 3, chunks of 5 and 4 around a separator, question of 2: as if both chunks began behind the prefix."""
+    segments = [
+        (3, "prefix", True, 0, False),
+        (5, "chunk", False, 1, False),
+        (1, "live", False, -1, False),
+        (4, "chunk", False, 2, False),
+        (2, "live", False, -1, False),
+    ]
+    moved = methods.side_by_side(place(segments), 3)
+    at = torch.arange(15) + moved
+    question = 13
+    assert (question - at[:3]).tolist() == [8, 7, 6]  # the longest chunk is between
+    assert (question - at[3:8]).tolist() == [*(question - at[9:13]).tolist(), 1]
+    assert (question - at[3:8]).tolist() == [5, 4, 3, 2, 1]
+
+
+def test_apes_own_way_leaves_one_chunk_as_it_is(tiny_dir, monkeypatch):
+    monkeypatch.setattr(methods, "APE_TEMPERATURE", 1.0)
+    monkeypatch.setattr(methods, "APE_SCALE", 1.0)
+    engine = KVRagEngine.from_pretrained(tiny_dir, dtype="float32")
+    chunk = tuple(make_chunks(1, words=60, seed=7))
+    question = Question("one", 0, chunk, "Who keeps the ledger?", ("Ada",), max_tokens=4)
+    with torch.inference_mode():
+        case = facts.Case(engine, question)
+        assert case.measure(methods.METHODS["apecode"], "")["kl"] < 1e-4
+        assert case.measure(methods.METHODS["ape"], "")["kl"] < 1e-4
+
+
+def test_the_gradual_filter_drops_rows_that_change_least_and_keeps_their_stored_kv():
+    rows, chosen = torch.arange(12), torch.arange(10)
+    hook = methods.Gradual(rows, chosen, num_layers=6, budget=8)
+    assert hook.first(8) == 10
+    assert [hook.wanted(layer) for layer in range(1, 6)] == [10, 9, 8, 7, 6]
+    stored = [torch.zeros(1, 2, 12, 4) for _ in range(2)]
+    change = torch.arange(12, dtype=torch.float32)[None, None, :, None].expand(1, 2, 12, 4)
+    kept = []
+    for layer in range(6):
+        fresh = [change + 1, change + 1]
+        hook(layer, *stored, *(fresh := [x.clone() for x in fresh]))
+        kept.append([int(i) for i in range(12) if fresh[0][0, 0, i, 0] != 0])
+    everyone = list(range(12))
+    assert kept[:3] == [everyone] * 3
+    assert [len(rows) for rows in kept[3:]] == [11, 10, 9]  # two of them are the question's
+    assert kept[5] == everyone[3:]
+
+
+def test_a_budget_takes_as_long_as_another_method():
+    ladder = [(0.02, 1.0), (0.1, 2.0), (0.2, 4.0), (0.4, 8.0)]
+    assert facts.budget_for(3.0, ladder) == pytest.approx(0.15)
+    assert facts.budget_for(0.5, ladder) == 0.02
+    assert facts.budget_for(9.0, ladder) == 0.4
+    noisy = [(0.02, 1.0), (0.1, 2.5), (0.2, 2.0), (0.4, 4.5)]
+    assert facts.budget_for(3.5, noisy) == pytest.approx(0.3)
+
+
+def test_budgets_are_timed_once_and_kept(monkeypatch, tmp_path):
+    calls = []
+
+    def clocked(item):
+        calls.append(item)
+        return {
+            name: 3.0 if name == "sentences@auto" else 10 * float(name.partition("@")[2])
+            for name in item[2]
+        }
+
+    monkeypatch.setattr(facts, "clocked", clocked)
+    monkeypatch.setattr(facts, "ProcessPoolExecutor", Here)
+    args = SimpleNamespace(
+        methods=["sentences@auto", "cacheblend", "epic32", "epic@0.1"],
+        tasks=["forms/develop/tables"],
+        match_time="sentences@auto",
+        model="m",
+        threads=1,
+        shapes=[0],
+        start=0,
+        count=9,
+        most_tokens=2000,
+    )
+    for _ in range(2):
+        found = facts.matched(args, tmp_path / "m.jsonl")
+        assert found == {
+            "forms/develop/tables": ["sentences@auto", "cacheblend@0.3", "epic32", "epic@0.1"]
+        }
+    assert len(calls) == facts.TIMED
