@@ -34,7 +34,7 @@ try:
 except ImportError:
 
     @dataclass
-    class AnswerResult:  # type: ignore[no-redef]
+    class AnswerResult:
         """An answer, and what it cost: rows recomputed and rows of a full prefill, both of sources and times layers."""
 
         text: str
@@ -44,7 +44,7 @@ except ImportError:
         ttft_ms: float | None = None
         aux: dict[str, Any] = field(default_factory=dict)
 
-    class BaseRepairMethod(ABC):  # type: ignore[no-redef]
+    class BaseRepairMethod(ABC):
         """A method: set up once, then sources without the question, then the question with what was made of them."""
 
         name = "base"
@@ -70,7 +70,7 @@ except ImportError:
 
     METHODS: dict[str, type[BaseRepairMethod]] = {}
 
-    def register(name: str) -> Callable[[type[Any]], type[Any]]:  # type: ignore[no-redef]
+    def register(name: str) -> Callable[[type[Any]], type[Any]]:
         """Name a method."""
 
         def named(method: type[Any]) -> type[Any]:

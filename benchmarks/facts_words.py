@@ -82,13 +82,15 @@ DEVELOP = Words(
     ),
     second=_both(
         "archive bridge clinic depot foundry gallery hangar library",
-        "museum nursery orchard station theatre quarry chapel granary",
+        "museum nursery orchard station theatre quarry chapel granary mill tower forge cellar",
     ),
     given=_both(
-        "Alva Bruno Clara Dario Edith Felix Greta Henrik Ines Jonas Katja Leon Mila Nils Olga Piet"
+        "Alva Bruno Clara Dario Edith Felix Greta Henrik Ines Jonas Katja Leon",
+        "Mila Nils Olga Piet Rosa Stefan Tilda Ulrich Vera Wim Yara Zeno",
     ),
     family=_both(
-        "Brandt Castel Dietz Enns Falk Grau Holm Isler Jansen Keller Lorenz Maurer Nolte Opitz"
+        "Brandt Castel Dietz Enns Falk Grau Holm Isler Jansen Keller",
+        "Lorenz Maurer Nolte Opitz Pfeiffer Quandt Reuter Sauer Thoma Ulmer",
     ),
     states=("closed", "open"),
     values={
@@ -208,13 +210,15 @@ SEALED = Words(
     ),
     second=_both(
         "ferry tanker trawler barge tug clipper dredger cutter",
-        "schooner launch freighter yawl pontoon lugger hopper coaster",
+        "schooner launch freighter yawl pontoon lugger hopper coaster skiff ketch sloop lighter",
     ),
     given=_both(
-        "Maren Tobias Yusuf Sunniva Rashid Paloma Oskar Ngozi Lucien Kirsi Ismael Hye Gideon Freya Ebba Cai"
+        "Maren Tobias Yusuf Sunniva Rashid Paloma Oskar Ngozi Lucien Kirsi Ismael Hye",
+        "Gideon Freya Ebba Cai Anouk Bashir Dagny Emeka Hilda Jarek Lior Sanna",
     ),
     family=_both(
-        "Okafor Lindqvist Haddad Moreau Petrov Tanaka Silva Ramires Quispe Eriksen Duarte Baptiste Achterberg Vance"
+        "Okafor Lindqvist Haddad Moreau Petrov Tanaka Silva Ramires Quispe Eriksen",
+        "Duarte Baptiste Achterberg Vance Falcone Gomez Halvorsen Ivanov Johansson Karimi",
     ),
     states=("moored", "sailing"),
     values={

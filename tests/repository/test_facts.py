@@ -114,6 +114,12 @@ def test_prompts_and_chunks_keep_their_bounds(which, form):
         assert 1000 <= sum(sizes) <= 8000
 
 
+@pytest.mark.parametrize(("which", "form"), BOTH)
+def test_names_suffice_where_a_token_holds_a_whole_word(which, form):
+    question = forms.question(form, which, 11, lambda text: len(re.findall(r"\w+|[^\w\s]", text)))
+    assert len(question.chunks) == 40
+
+
 @pytest.mark.parametrize("form", forms.FORMS)
 def test_questions_are_the_same_each_time_and_differ_from_another(form):
     one, other = (made("develop", form, range(5)) for _ in range(2))
