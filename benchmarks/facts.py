@@ -49,6 +49,7 @@ from facts_methods import (
 )
 from facts_pairs import against, common, is_right, key
 from facts_tasks import Question
+from transformers import AutoModelForCausalLM
 
 from kvrag import KVRagEngine, RepairConfig
 from kvrag.blend import repair as stages
@@ -63,7 +64,7 @@ from kvrag.evaluate.questions import score as questions_score
 from kvrag.generate.ending import end_ids
 from kvrag.kv.quantise import pack
 from kvrag.metrics import kl_divergence
-from kvrag.model import attention
+from kvrag.model import CausalLM, attention
 from kvrag.model.rows import KVBuffer, Rows
 from kvrag.precompute.encode import EncodedPrefix, context_ids, encode_chunks, encode_prefix
 from kvrag.types import KVDtype
@@ -505,8 +506,9 @@ def halved(engine: KVRagEngine, name: str) -> Any:
                 flush=True,
             )
         else:
-            other = KVRagEngine.from_pretrained(model_path(name), dtype="bfloat16")
-            _halved[name] = other.loaded.reusable
+            path = model_path(name)
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+            _halved[name] = CausalLM(model.eval())
     return _halved[name]
 
 

@@ -389,8 +389,13 @@ def test_all_rows_repaired_are_a_full_prefill(asked):
             assert asked.measure(methods.METHODS[name], "1.0")["kl"] < 1e-4
 
 
-def test_another_dtype_is_a_control_of_rounding(asked, tiny_dir):
-    rounded = KVRagEngine.from_pretrained(tiny_dir, dtype="bfloat16").loaded.reusable
+def test_another_dtype_is_a_control_of_rounding(asked, tiny_dir, monkeypatch):
+    monkeypatch.setenv("KVRAG_EVAL_MODELS", str(Path(tiny_dir).parent))
+    monkeypatch.setattr(facts, "_halved", {})
+    engine = SimpleNamespace(loaded=SimpleNamespace(reusable=asked.lm))
+    rounded = facts.halved(engine, Path(tiny_dir).name)
+    assert rounded.dtype is torch.bfloat16
+    assert facts.halved(engine, Path(tiny_dir).name) is rounded
     with torch.inference_mode():
         found, same = asked.rounded(rounded), asked.rounded(asked.lm)
     assert same["kl"] == 0
