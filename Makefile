@@ -9,7 +9,7 @@ ARGS ?=
 export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: setup demo notebooks test test-all vllm-env vllm-test lint types check bench bench-ttft bench-auto bench-facts bench-speed bench-cpu bench-chat bench-memory bench-seams bench-shared bench-slide bench-sweep bench-store bench-ray bench-masks bench-hybrid bench-peers bench-overhead bench-gguf bench-vllm bench-scale bench-host bench-streams incumbents wheel wheel-test support suites fuzz fuzz-reader gpu-check kernel-compile kernel-bugs reliability load load-check load-check-vllm docs site changelog clean
+.PHONY: setup demo notebooks test test-all vllm-env vllm-test lint types check bench bench-ttft bench-auto bench-facts bench-arena bench-speed bench-cpu bench-chat bench-memory bench-seams bench-shared bench-slide bench-sweep bench-store bench-ray bench-masks bench-hybrid bench-peers bench-overhead bench-gguf bench-vllm bench-scale bench-host bench-streams incumbents wheel wheel-test support suites fuzz fuzz-reader gpu-check kernel-compile kernel-bugs reliability load load-check load-check-vllm docs site changelog clean
 
 # Two stamps: .demo has what the demo needs, .ready the tools and compilers of the tests, too.
 $(VENV)/.demo: pyproject.toml constraints.txt
@@ -91,8 +91,11 @@ bench-streams: setup ## Streams that decode together, prompts that come at once,
 bench-auto: setup ## What mode="auto" costs beside a full prefill, by prompt length and share of stored chunks (an hour on two cores)
 	cd benchmarks && ../$(BIN)/python bench_auto.py $(ARGS)
 
-bench-facts: setup ## Which facts survive reuse, on models that answer (KVRAG_EVAL_MODELS); hours, goes on where it was; ARGS=--quick: minutes
+bench-facts: setup ## Which facts survive reuse, on models that answer (KVRAG_EVAL_MODELS); hours, goes on where it was; ARGS=--quick: minutes; ARGS="--forms tables logs": facts in other forms; ARGS=--sealed: the set that nothing is tuned on, once
 	cd benchmarks && ../$(BIN)/python facts.py $(ARGS)
+
+bench-arena: setup ## KVShareArena's contract on HotpotQA (KVRAG_EVAL_MODELS, KVRAG_EVAL_DATA): word F1 and the recovered gap; an hour
+	cd benchmarks && ../$(BIN)/python arena.py $(ARGS)
 
 bench-speed: setup ## Decode steps and precomputing beside transformers' own (five minutes)
 	cd benchmarks && ../$(BIN)/python bench_speed.py $(ARGS)

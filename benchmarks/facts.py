@@ -9,15 +9,21 @@ repairing against that of a full prefill by the same forwards, wall and processo
 A method is named with its budget: ``gain@0.03`` repairs 3% of the rows, ``gain@200`` two hundred,
 ``gain@auto`` as many as the default; ``p.`` before it: chunks are encoded
 behind the prefix alone; ``c1000.``: behind a context of 1,000 tokens; ``int8.``, ``fp8.``, ``int4.``: their KV is rounded.
-``reordered`` is a full prefill of the same chunks in another order.
+``reordered`` is a full prefill of the same chunks in another order,
+``bf16`` one of the same prompt in bfloat16: how much is rounding. Without any chunk each question is answered once (``blind``).
+
+``--forms tables logs`` asks for facts in other forms (facts_forms.py); ``--sealed`` runs the set that nothing was tuned on, once for each
+state of the code. The table sets methods beside another one (``--against``) over the questions that all answered, each task, form, length
+and machine for itself.
 """
 
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -31,8 +37,19 @@ import facts_forms as forms
 import facts_tasks as tasks
 import torch
 from common import bootstrap, git, machine, model_path, parser, write_result
-from facts_methods import METHODS, Method, Seen, ape_attention, sparse_attention
+from facts_methods import (
+    METHODS,
+    Gradual,
+    Method,
+    Seen,
+    ape_attention,
+    by_deviation,
+    side_by_side,
+    sparse_attention,
+)
+from facts_pairs import against, common, is_right, key
 from facts_tasks import Question
+from transformers import AutoModelForCausalLM
 
 from kvrag import KVRagEngine, RepairConfig
 from kvrag.blend import repair as stages
@@ -42,12 +59,12 @@ from kvrag.blend.repair import REREAD, deviation, probe, repair
 from kvrag.blend.select import effective_ratio
 from kvrag.blend.stitch import stitch
 from kvrag.evaluate.answers import wilson
-from kvrag.evaluate.questions import IS_RIGHT, normalised
+from kvrag.evaluate.questions import normalised
 from kvrag.evaluate.questions import score as questions_score
 from kvrag.generate.ending import end_ids
 from kvrag.kv.quantise import pack
 from kvrag.metrics import kl_divergence
-from kvrag.model import attention
+from kvrag.model import CausalLM, attention
 from kvrag.model.rows import KVBuffer, Rows
 from kvrag.precompute.encode import EncodedPrefix, context_ids, encode_chunks, encode_prefix
 from kvrag.types import KVDtype
@@ -73,16 +90,25 @@ class Clock:
 
 
 @contextmanager
-def collecting(how: str) -> Iterator[None]:
-    """Measure attention as kvrag does, or with one reading of the question (``once``), or as ProphetKV's signal: a ``sum``."""
+def collecting(how: str, layout: Layout) -> Iterator[None]:
+    """Measure attention as kvrag does, or with one reading of the question (``once``), or as ProphetKV's signal.
+
+    That is a ``sum`` over rows and heads; or, of each row, of its attention to ``chunks`` alone.
+    """
     kept = attention.largest, torch.maximum, stages.REREAD
 
+    is_chunk = torch.zeros(layout.num_tokens, dtype=torch.bool)
+    is_chunk[rows_of([s for s in layout.segments if s.kind == "chunk"])] = True
+
     def summed(p: torch.Tensor, kv_heads: int, rows: int, skip: int) -> torch.Tensor:
+        if how == "chunks":
+            p = p * is_chunk[: p.shape[-1]]
+            p = p / p.sum(dim=-1, keepdim=True).clamp(min=1e-12)
         return p.reshape(len(p), kv_heads, -1, rows, p.shape[-1])[:, :, :, skip:].sum(dim=(2, 3))
 
     if how != "peak":
         stages.REREAD = 0
-    if how == "sum":  # over blocks of rows, too
+    if how in ("sum", "chunks"):  # over blocks of rows, too
         attention.largest, torch.maximum = summed, torch.add
     try:
         yield
@@ -227,39 +253,76 @@ class Case:
 
     def measure(self, method: Method, budget: str) -> dict[str, Any]:
         """Answer by a method, and compare."""
+        with self.repaired(method, budget) as (buffer, first, share, times):
+            return self.compared(buffer, first, share, times)
+
+    def seconds(self, method: Method, budget: str) -> float:
+        """Processor seconds of stitching, choosing and repairing."""
+        with self.repaired(method, budget) as (_, _, _, times):
+            return sum(cpu for _, cpu in times)
+
+    @contextmanager
+    def repaired(
+        self, method: Method, budget: str
+    ) -> Iterator[tuple[KVBuffer, torch.Tensor, float, list[tuple[float, float]]]]:
+        """Repair by a method, and let the model attend as it says.
+
+        Yields the prompt's buffer, the logits of its first token, the share of repaired rows, and the times.
+        """
         stored = method.encoded, method.kv_dtype
         stitched, layout, rotary, spent = self.stitched(*stored)
         times = [spent]
-        key = (stored, method.layers, method.mass)
-        if key not in self._masses:
-            buffer = self.copy(stitched)
-            with collecting(method.mass), Clock() as clock:
-                mass = probe(self.lm, buffer, layout, self.ids, span=method.layers)
-            self._masses[key] = mass, clock.seconds
-        mass, probe_s = self._masses[key]
-        name, change, source = method.choose.__name__, None, stitched
-        if name == "by_deviation":
-            if stored not in self._deviation:
-                compared = self.lm.buffer(layout.num_tokens)
-                for layer in range(self.lm.num_layers):
-                    compared.keys(layer).copy_(stitched.keys(layer))
-                    compared.values(layer).copy_(stitched.values(layer))
-                with Clock() as clock:
-                    found = deviation(self.lm, compared, layout, self.ids)
-                self._deviation[stored] = found, clock.seconds, compared
-            change, seconds, source = self._deviation[stored]
+        mass, probe_s = self.mass(method, stitched, layout)
+        change, source = None, stitched
+        if method.choose is by_deviation:
+            change, seconds, source = self.deviation(stored, stitched, layout)
             times.append(seconds)
-        elif name not in ("none", "by_head"):
+        if method.probes:
             times.append(probe_s)
         buffer = self.copy(source)
+        if method.ape == "code":
+            moved = side_by_side(layout, len(self.prefix))
+            for layer in range(self.lm.num_layers):
+                ahead = rotary[layer].rotation.at(-moved)
+                keys = buffer.keys(layer)[0, :, : layout.num_tokens]
+                keys.copy_(ahead.unit_unrotate(keys, slice(0, layout.num_tokens)))
         with ExitStack() as stack:
             if method.ape:
-                stack.enter_context(ape_attention(layout))
+                stack.enter_context(ape_attention(layout, method.ape))
             if method.sees < 1:
                 stack.enter_context(sparse_attention(layout, mass, method.sees))
-            return self.answered(method, budget, buffer, layout, rotary, mass, change, times)
+            with Clock() as clock:
+                first, share = self.repair(method, budget, buffer, layout, rotary, mass, change)
+            times.append(clock.seconds)
+            yield buffer, first, share, times
 
-    def answered(
+    def mass(
+        self, method: Method, stitched: KVBuffer, layout: Layout
+    ) -> tuple[torch.Tensor, tuple[float, float]]:
+        """Attention of the question as the method measures it, and the seconds that takes."""
+        key = method.encoded, method.kv_dtype, method.layers, method.mass
+        if key not in self._masses:
+            buffer = self.copy(stitched)
+            with collecting(method.mass, layout), Clock() as clock:
+                mass = probe(self.lm, buffer, layout, self.ids, span=method.layers)
+            self._masses[key] = mass, clock.seconds
+        return self._masses[key]
+
+    def deviation(
+        self, stored: Any, stitched: KVBuffer, layout: Layout
+    ) -> tuple[torch.Tensor, tuple[float, float], KVBuffer]:
+        """CacheBlend's signal, the seconds it takes, and the prompt with layer 1 as computed for it."""
+        if stored not in self._deviation:
+            compared = self.lm.buffer(layout.num_tokens)
+            for layer in range(self.lm.num_layers):
+                compared.keys(layer).copy_(stitched.keys(layer))
+                compared.values(layer).copy_(stitched.values(layer))
+            with Clock() as clock:
+                found = deviation(self.lm, compared, layout, self.ids)
+            self._deviation[stored] = found, clock.seconds, compared
+        return self._deviation[stored]
+
+    def repair(
         self,
         method: Method,
         budget: str,
@@ -268,33 +331,40 @@ class Case:
         rotary: Any,
         mass: torch.Tensor,
         change: torch.Tensor | None,
-        times: list[tuple[float, float]],
-    ) -> dict[str, Any]:
-        """Repair and answer."""
-        rows_to_repair = rows_of(layout.stale)
-        with Clock() as clock:
-            covariance = RowCovariance.of(buffer, layout, mass)
-            total = len(rows_to_repair)
-            wanted = (
-                effective_ratio(layout, RepairConfig(), total)
-                if budget == "auto"
-                else float(budget or 0)
-            )
-            num_rows = round(wanted if wanted > 1 else wanted * total)
-            seen = Seen(layout, min(num_rows, total), mass, change, covariance, self.starts)
-            rows = method.choose(seen)
-            first = repair(
-                self.lm,
-                buffer,
-                layout,
-                self.ids,
-                rows,
-                shift=method.shift,
-                rotary=rotary,
-                covariance=covariance,
-            )
-        times.append(clock.seconds)
-        return self.compared(buffer, first, len(rows) / len(rows_to_repair), times)
+    ) -> tuple[torch.Tensor, float]:
+        """Choose rows and repair them: logits of the first token, and the share of rows."""
+        total = len(rows_of(layout.stale))
+        covariance = RowCovariance.of(buffer, layout, mass) if method.covaries else None
+        wanted = (
+            effective_ratio(layout, RepairConfig(), total)
+            if budget == "auto"
+            else float(budget or 0)
+        )
+        num_rows = min(round(wanted if wanted > 1 else wanted * total), total)
+        most = min(Gradual.first(num_rows), total) if method.filters else num_rows
+        rows = method.choose(Seen(layout, most, mass, change, covariance, self.starts))
+        if method.filters:
+            return self.filtered(buffer, layout, rows, num_rows), num_rows / max(1, total)
+        first = repair(
+            self.lm,
+            buffer,
+            layout,
+            self.ids,
+            rows,
+            shift=method.shift,
+            rotary=rotary,
+            covariance=covariance,
+        )
+        return first, len(rows) / max(1, total)
+
+    def filtered(
+        self, buffer: KVBuffer, layout: Layout, chosen: torch.Tensor, budget: int
+    ) -> torch.Tensor:
+        """Repair ever fewer of the chosen rows, as CacheBlend's paper has it."""
+        rows = torch.sort(torch.cat([chosen, rows_of(layout.live)])).values
+        hook = Gradual(rows, chosen, self.lm.num_layers, budget)
+        found, _ = self.lm.forward(self.ids[rows], Rows.at(rows), buffer, before_write=hook)
+        return found[0, -1]
 
     def compared(
         self,
@@ -304,7 +374,7 @@ class Case:
         times: list[tuple[float, float]],
     ) -> dict[str, Any]:
         """Answer from a prefilled prompt, and compare with the full prefill's answer."""
-        known = self.forced(buffer, first)
+        known = self.forced(buffer, first).float()
         answer = self.greedy(buffer, first, known)
         text = self.text(answer)
         return {
@@ -327,6 +397,17 @@ class Case:
         with Clock() as clock:
             first, _ = self.lm.forward(ids, Rows.span(0, len(ids)), self.scratch)
         return self.compared(self.scratch, first[0, -1], 1.0, [clock.seconds])
+
+    def rounded(self, lm: Any) -> dict[str, Any]:
+        """Answer by a full prefill of the same prompt, by a copy of the model of another dtype: how much is rounding."""
+        kept, self.lm = self.lm, lm
+        try:
+            buffer = lm.buffer(self.scratch.capacity)
+            with Clock() as clock:
+                first, _ = lm.forward(self.ids, Rows.span(0, len(self.ids)), buffer)
+            return self.compared(buffer, first[0, -1], 1.0, [clock.seconds])
+        finally:
+            self.lm = kept
 
     def reference(self) -> dict[str, Any]:
         """The full prefill's answer, and the score of an answer without any chunk."""
@@ -374,11 +455,6 @@ def score(question: Question, text: str, reference: str) -> float:
     return sum(found) / len(found) if question.needs_all else float(any(found))
 
 
-def is_right(record: dict[str, Any]) -> bool:
-    """Whether an answer counts as right."""
-    return bool(record["score"] >= IS_RIGHT)
-
-
 def question_of(engine: KVRagEngine, task: str, shapes: Sequence[int], number: int) -> Question:
     """A question of a task."""
     encoder = engine.loaded.encoder
@@ -408,6 +484,36 @@ def questions(engine: KVRagEngine, task: str, shapes: Sequence[int]) -> Iterator
         yield from made[task]()
 
 
+def free_bytes() -> int:
+    """Memory that the system can give, in bytes; where it doesn't say, none."""
+    path = Path("/proc/meminfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+
+
+def halved(engine: KVRagEngine, name: str) -> Any:
+    """A copy of the model in bfloat16, or ``None`` where memory lacks, which is said."""
+    if name not in _halved:
+        weights = sum(
+            x.numel() * x.element_size() for x in engine.loaded.reusable.model.parameters()
+        )
+        needed = weights  # half for the copy, half for what loading it takes
+        _halved[name] = None
+        if free_bytes() < needed:
+            print(
+                f"bf16 is left out: a second copy of {name} needs {needed / 2**30:.1f} GiB, {free_bytes() / 2**30:.1f} are free",
+                file=sys.stderr,
+                flush=True,
+            )
+        else:
+            path = model_path(name)
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+            _halved[name] = CausalLM(model.eval())
+    return _halved[name]
+
+
+BUDGETED = {name for name, method in METHODS.items() if method.takes_budget}
+_halved: dict[str, Any] = {}
 _engine: KVRagEngine | None = None
 _behind: dict[tuple[tuple[int, ...], tuple[int, ...]], EncodedPrefix] = {}
 
@@ -425,11 +531,19 @@ def work(item: tuple[str, int, list[str], str, int, tuple[int, ...]]) -> list[di
         if question.form:
             about |= {"form": question.form, "ask": question.task, "set": task.split("/")[1]}
             about |= {"tokens": len(case.ids), "chunks": len(case.chunks)}
+        about["machine"] = here()
         out.append({**about, "method": "full", **case.reference()})
         for name in methods:
             kind, _, budget = name.partition("@")
-            is_control = kind == "reordered"
-            found = case.reordered() if is_control else case.measure(METHODS[kind], budget)
+            if kind == "reordered":
+                found = case.reordered()
+            elif kind == "bf16":
+                lm = halved(_engine, model)
+                if lm is None:
+                    continue
+                found = case.rounded(lm)
+            else:
+                found = case.measure(METHODS[kind], budget)
             out.append({**about, "method": name, **found})
     return out
 
@@ -444,17 +558,12 @@ def paired(
 ) -> dict[str, list[tuple[dict[str, Any], dict[str, Any]]]]:
     """Return each method's answers, each with the full prefill's to the same question."""
     records = [r for r in records if not kinds or r["kind"] in kinds]
-    full = {_key(r): r for r in records if r["method"] == "full"}
+    full = {key(r): r for r in records if r["method"] == "full"}
     found = defaultdict(list)
     for r in records:
-        if r["method"] != "full" and _key(r) in full:
-            found[r["method"]].append((full[_key(r)], r))
+        if r["method"] != "full" and key(r) in full:
+            found[r["method"]].append((full[key(r)], r))
     return found
-
-
-def _key(record: dict[str, Any]) -> tuple[Any, ...]:
-    """Name a question: task, number, and shapes of needles."""
-    return record["task"], record["number"], *record["shapes"]
 
 
 def figures(pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, Any]:
@@ -503,34 +612,56 @@ def _retention_interval(
     return [float(ratios[int(share * len(ratios))]) for share in (0.025, 0.975)]
 
 
-def show(records: Iterable[dict[str, Any]], kinds: Sequence[str]) -> None:
-    """Print a row per method."""
-    names = (
-        "questions",
-        "full",
-        "score",
-        "retention",
-        "right",
-        "lost",
-        "won",
-        "pgr",
-        "kl",
-        "kl_first",
-        "same",
-        "rows",
-        "sooner",
-        "sooner_cpu",
-    )
-    print(f"{'method':16}", *(f"{name:>10}" for name in names))
-    for method, pairs in paired(records, kinds).items():
-        found = figures(pairs)
-        print(
-            f"{method:16}",
-            *(
-                f"{found[name] if found[name] is not None else float('nan'):10.4g}"
-                for name in names
-            ),
-        )
+COLUMNS = (
+    "questions",
+    "full",
+    "score",
+    "retention",
+    "right",
+    "lost",
+    "won",
+    "pgr",
+    "kl",
+    "kl_first",
+    "same",
+    "rows",
+    "sooner",
+    "sooner_cpu",
+)
+
+
+def compared(
+    records: Iterable[dict[str, Any]], kinds: Sequence[str], methods: Sequence[str], base: str
+) -> dict[str, dict[str, Any]]:
+    """Return the figures of methods over the questions that all of them answered, each beside another method.
+
+    Without ``methods``: of all that are there.
+    """
+    found = paired(records, kinds)
+    pairs = common({name: found[name] for name in methods or found if name in found})
+    out = {}
+    for name, of in pairs.items():
+        out[name] = figures(of) if of else {"questions": 0}
+        if of and base in pairs and name != base:
+            out[name]["against"] = {"method": base, **against(of, pairs[base])}
+    return out
+
+
+def show(found: dict[str, dict[str, Any]], base: str) -> None:
+    """Print a row per method, and how it differs from the other method."""
+    print(f"{'method':16}", *(f"{name:>10}" for name in COLUMNS), f" KL and lost beyond {base}")
+    for method, of in found.items():
+        if not of["questions"]:
+            print(f"{method:16} no question that all methods answered")
+            continue
+        beyond = ""
+        if "against" in of:
+            other = of["against"]
+            low, high = other["kl_beyond_ci"]
+            beyond = f" {other['kl_beyond']:+.4f} ({low:+.4f} to {high:+.4f}), "
+            beyond += f"{other['lost_alone']}:{other['kept_alone']}, p {other['p']:.2g}"
+        cells = (of[name] if of[name] is not None else float("nan") for name in COLUMNS)
+        print(f"{method:16}", *(f"{cell:10.4g}" for cell in cells), beyond)
 
 
 SIZES = {"hotpotqa": 60, "musique": 60, "examples": 40, "code": 32, "summary": 30}
@@ -543,7 +674,14 @@ def arguments() -> Any:
     options = parser(__doc__, count=60, start=0, processes=2, threads=1)
     options.add_argument("--model", default="qwen2.5-coder-0.5b")
     options.add_argument("--tasks", nargs="+", choices=["needles", "forms", *SIZES])
-    options.add_argument("--methods", nargs="+", default=METHODS_SHOWN)
+    options.add_argument(
+        "--methods",
+        nargs="+",
+        help="what to measure; the table has the questions that all of them answered",
+    )
+    options.add_argument(
+        "--against", default="reordered", help="the method that the others are set beside"
+    )
     options.add_argument(
         "--shapes",
         nargs="+",
@@ -559,6 +697,11 @@ def arguments() -> Any:
     options.add_argument(
         "--sealed", action="store_true", help="run the sealed set, once for each state of the code"
     )
+    options.add_argument(
+        "--match-time",
+        metavar="METHOD",
+        help="give methods without a budget the one that takes as long as this method (processor time)",
+    )
     options.add_argument("--kinds", nargs="*", default=[], help="kinds of questions in the table")
     options.add_argument(
         "--show", action="store_true", help="print the table of what is there, and measure nothing"
@@ -568,6 +711,7 @@ def arguments() -> Any:
     )
     args = options.parse_args()
     args = options.parse_args([*sys.argv[1:], *QUICK]) if args.quick else args
+    args.methods = args.methods or (None if args.show else METHODS_SHOWN)
     args.set = "sealed" if args.sealed else args.set
     if args.set == "sealed" and not (args.sealed or args.show):
         options.error("the sealed set is run by --sealed, once, when all is decided")
@@ -586,26 +730,32 @@ def main() -> None:
     path = args.out / "facts" / f"{name}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     code = code_state()
+    methods = dict.fromkeys(args.tasks, args.methods)
+    if args.match_time and args.methods:
+        methods = matched(args, path)
     if not args.show:
-        measure(args, path, code)
+        measure(args, path, code, methods)
     records = [r for r in read(path) if r.get("code", code) == code]
-    for task, of in by_task(r for r in records if r["task"] in args.tasks).items():
-        print(task)
-        show(of, args.kinds)
+    tables = {
+        task: compared(of, args.kinds, methods.get(of[0]["task"]) or [], args.against)
+        for task, of in by_task(records).items()
+    }
+    for task, found in tables.items():
+        if any(task.startswith(name) for name in args.tasks):
+            print(task)
+            show(found, args.against)
     if not args.show:
-        summary = {
-            task: {n: figures(p) for n, p in paired(of, ()).items()}
-            for task, of in by_task(records).items()
-        }
-        write_result(
-            f"facts/{name}",
-            {"machine": machine(), "model": args.model, "tasks": summary},
-            args.out,
-        )
+        before = args.out / "facts" / f"{name}.json"
+        kept = json.loads(before.read_text()) if before.exists() else {"machine": None}
+        if kept["machine"] == machine():  # tables of an earlier call, of methods of its own
+            ours = {t for t in tables if any(t.startswith(task) for task in args.tasks)}
+            tables |= {t: of for t, of in kept["tasks"].items() if t not in ours}
+        result = {"machine": machine(), "model": args.model, "tasks": tables}
+        write_result(f"facts/{name}", result, args.out)
 
 
 def by_task(records: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Return the records by task, each form and set for itself; needles also by the length of their prompts."""
+    """Return the records by task: each form and set, length of needles and machine for itself."""
     found = defaultdict(list)
     for r in records:
         length = (
@@ -613,8 +763,84 @@ def by_task(records: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]
             if r["task"] == "needles"
             else ""
         )
-        found[f"{r['task']}{length}"].append(r)
-    return found
+        found[f"{r['task']}{length}", r.get("machine", "another machine")].append(r)
+    counts = Counter(task for task, _ in found)
+    return {f"{t}, {where}" if counts[t] > 1 else t: of for (t, where), of in found.items()}
+
+
+def here() -> str:
+    """Name the machine: its GPU, or else its processor."""
+    about = machine()
+    return str(about["gpu"] or about["cpu"])
+
+
+LADDER = 0.02, 0.05, 0.1, 0.2, 0.4
+TIMED = 3
+
+
+def budget_for(target: float, ladder: Sequence[tuple[float, float]]) -> float:
+    """The budget that takes so many seconds, between the budgets and seconds of a ladder; at its ends, the end.
+
+    Where a larger budget took less time than a smaller one, which is noise, it counts as taking as much.
+    """
+    shares, seconds = [share for share, _ in ladder], []
+    for _, taken in ladder:
+        seconds.append(max(taken, *seconds[-1:], 0.0))
+    if target <= seconds[0]:
+        return shares[0]
+    for i in range(1, len(ladder)):
+        if target <= seconds[i]:
+            part = (target - seconds[i - 1]) / (seconds[i] - seconds[i - 1])
+            return shares[i - 1] + part * (shares[i] - shares[i - 1])
+    return shares[-1]
+
+
+def clocked(item: tuple[str, int, list[str], str, int, tuple[int, ...]]) -> dict[str, float]:
+    """Processor seconds of methods on a question, in a process of its own engine."""
+    global _engine
+    task, number, methods, model, threads, shapes = item
+    _engine = _engine or engine_of(model, threads)
+    with torch.inference_mode():
+        case = Case(_engine, question_of(_engine, task, shapes, number))
+        out = {}
+        for name in methods:
+            kind, _, budget = name.partition("@")
+            method = METHODS[METHODS[kind].timed_as or kind]
+            out[name] = case.seconds(method, budget)
+        return out
+
+
+def matched(args: Any, path: Path) -> dict[str, list[str]]:
+    """Give methods without a budget the one that takes as long as ``--match-time``'s: task → methods.
+
+    Of each task three prompts are timed, with the median budget. A file keeps them, so that a run that goes on has the same.
+    """
+    kept = path.with_suffix(".budgets.json")
+    known = json.loads(kept.read_text()) if kept.exists() else {}
+    open_ = [m for m in args.methods if m.partition("@")[0] in BUDGETED and "@" not in m]
+    where, out = f"{args.match_time}, {here()}", {}
+    for task in args.tasks:
+        found = known.setdefault(where, {}).setdefault(task, {})
+        missing = [m for m in open_ if m not in found]
+        if missing:
+            names = [args.match_time, *(f"{m}@{share}" for m in missing for share in LADDER)]
+            shapes = shapes_of(args, task)
+            numbers = [n for t, n in planned(args) if t == task][:TIMED]
+            items = [(task, n, names, args.model, args.threads, shapes) for n in numbers]
+            with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+                times = list(pool.map(clocked, items))
+            for m in missing:
+                ladders = [[(share, t[f"{m}@{share}"]) for share in LADDER] for t in times]
+                budgets = [
+                    budget_for(t[args.match_time], ladder)
+                    for t, ladder in zip(times, ladders, strict=True)
+                ]
+                found[m] = round(statistics.median(budgets), 3)
+                if found[m] in (LADDER[0], LADDER[-1]):
+                    print(f"{task}: {m} takes another time even at {found[m]:.0%} of the rows")
+            kept.write_text(json.dumps(known, indent=1) + "\n")
+        out[task] = [f"{m}@{found[m]}" if m in open_ else m for m in args.methods]
+    return out
 
 
 def code_state() -> str:
@@ -634,16 +860,21 @@ def planned(args: Any) -> list[tuple[str, int]]:
     ]
 
 
-def measure(args: Any, path: Path, code: str) -> None:
+def shapes_of(args: Any, task: str) -> tuple[int, ...]:
+    """Shapes of needles; the shape of a question in a form follows from its number."""
+    return tuple(args.shapes) if not task.startswith("forms/") else ()
+
+
+def measure(args: Any, path: Path, code: str, methods: dict[str, list[str]]) -> None:
     """Measure what the file lacks; of the sealed set, exit with a sentence where this code has answered all of it."""
     done = defaultdict(set)
     for r in read(path):
-        if r.get("code", code) == code:
-            done[_key(r)].add(r["method"])
+        if r.get("code", code) == code and r.get("machine") == here():
+            done[key(r)].add(r["method"])
     todo = []
     for task, number in planned(args):
-        shapes = tuple(args.shapes) if not task.startswith("forms/") else ()
-        names = [m for m in args.methods if m not in done[task, number, *shapes]]
+        shapes = shapes_of(args, task)
+        names = [m for m in methods[task] if m not in done[task, number, *shapes]]
         if names:
             todo.append((task, number, names, args.model, args.threads, shapes))
     if args.sealed and code.endswith("+changes"):
@@ -657,7 +888,7 @@ def measure(args: Any, path: Path, code: str) -> None:
     with ProcessPoolExecutor(args.processes, get_context("spawn")) as pool, path.open("a") as file:
         for index, records in enumerate(pool.map(work, todo), 1):
             for r in records:
-                if r["method"] not in done[_key(r)]:
+                if r["method"] not in done[key(r)]:
                     file.write(json.dumps(r | about) + "\n")
             file.flush()
             print(f"{index}/{len(todo)} {time.perf_counter() - start:.0f} s", flush=True)

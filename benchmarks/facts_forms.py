@@ -198,7 +198,9 @@ class World:
         self._taken: set[str] = set()
         self._keepers: list[Record] = []
         self.style = draw.randrange(1000)
-        self.columns = draw.sample(["code", "amount", "state", "keeper"], 4)
+        # The asked field comes first: a small model reads the cell beside a name, and none of the others.
+        others = [key for key in ASKED.values() if key != self.asked]
+        self.columns = [self.asked, *draw.sample(others, len(others))]
 
     def _mixed(self, text: str, first: tuple[str, ...], second: tuple[str, ...]) -> list[str]:
         names = [text.format(*pair) for pair in product(first, second)]
@@ -515,6 +517,7 @@ def _question(
         golds,
         {"comparison": "choice", "count": "number"}.get(ask, "exact"),
         is_multi_hop=ask != "one",
+        max_tokens=48 if ask == "joined" else 24,
         options=tuple(options),
         facts=tuple((f.record.name, f.field, f.value) for f in facts),
     )

@@ -1,13 +1,25 @@
 """Ways to reuse chunks that the facts benchmark compares: what chunks are encoded behind, and which rows are repaired.
 
 The engine's own stages do the work; a method only chooses rows. Peers are as published: what their chunks stand behind, no shift.
+Of each there are two forms, the rows at a budget of ours, and what the authors do:
+
+* ``prophetkv`` (arXiv 2602.02579): stage one reads the question over the stale chunks in all layers; stage two fuses the layers to one
+  set of rows and computes them and the question once. Its attention is a sum over rows and heads of the whole softmax; of
+  ``prophetkv2`` the softmax is over the chunks' keys alone, as in a public port for vLLM. No code of the authors is public.
+* ``cacheblend`` (arXiv 2405.16444): rows whose values change most at layer 1, the same in all layers, as the authors' code has it.
+  ``cacheblendpaper`` filters gradually, as the paper has it: each layer drops rows whose values change least.
+* ``epic`` (arXiv 2410.15332): heads of chunks, at a budget; ``epic16`` and ``epic32``: so many rows of each, as published.
+* ``ape`` (arXiv 2502.05431): temperature and scale, chunks one behind the other. ``apecode``: all chunks at the same positions behind
+  the prefix, the question behind the longest, and the log-sum-exp as in the authors' code, ``T · lse(scores / T) + log S``.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +43,7 @@ class Seen:
     budget: int
     mass: torch.Tensor
     deviation: torch.Tensor | None
-    covariance: RowCovariance
+    covariance: RowCovariance | None
     starts: torch.Tensor
 
     @property
@@ -85,8 +97,17 @@ def by_deviation(seen: Seen) -> torch.Tensor:
     return torch.unique(top(seen.deviation, seen.stale, seen.budget))
 
 
+def first_rows(count: int) -> Choose:
+    """EPIC: so many first rows of each chunk."""
+
+    def choose(seen: Seen) -> torch.Tensor:
+        return heads(seen, count)
+
+    return choose
+
+
 def by_head(seen: Seen) -> torch.Tensor:
-    """EPIC: the heads of chunks."""
+    """EPIC at a budget: the heads of chunks."""
     share = seen.budget / max(1, len(seen.stale))
     return rows_of([s.head(max(1, round(share * s.num_rows))) for s in seen.layout.stale])
 
@@ -95,6 +116,7 @@ def gain(seen: Seen, rows: torch.Tensor, budget: int) -> torch.Tensor:
     """Of these rows, those that tell most of the changes in what the question attends to, the best first, as ``query_gain`` has them."""
     by = top(seen.mass, rows, len(rows))
     pool = by[:512]
+    assert seen.covariance is not None
     chosen = seen.covariance.most_informative(pool, seen.mass[pool], min(budget, 256, len(pool)))
     return torch.cat([chosen, by[~torch.isin(by, chosen)]])[:budget]
 
@@ -171,14 +193,79 @@ def attending(attend: Callable[..., torch.Tensor]) -> Iterator[None]:
         forward.ragged_attention = kept
 
 
+@dataclass
+class Gradual:
+    """CacheBlend's gradual filter: a hook of the forward over ``rows``, which repairs fewer of the ``chosen`` rows in each layer.
+
+    The rows that a layer drops keep their stored KV from the next layer on. They are computed all the same, so its time is an upper
+    bound; that of ``cacheblend`` at the same budget is that of as many rows in the mean. The paper gives no figures of its schedule but
+    that each share is slightly less than the one before, and that their mean is the budget: here from 5/4 of it down to 3/4.
+    """
+
+    rows: torch.Tensor
+    chosen: torch.Tensor
+    num_layers: int
+    budget: int
+
+    def __post_init__(self) -> None:
+        self._left = torch.nonzero(torch.isin(self.rows, self.chosen))[:, 0]
+        self._dropped = self._left[:0]
+
+    @staticmethod
+    def first(budget: int) -> int:
+        """How many rows the first layers repair."""
+        return round(1.25 * budget)
+
+    def wanted(self, layer: int) -> int:
+        """How many rows the layers after this one repair."""
+        last = max(1, self.num_layers - 2)
+        return round(self.budget * (1.25 - 0.5 * min(1.0, max(0, layer - 1) / last)))
+
+    def __call__(
+        self,
+        layer: int,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        fresh_keys: torch.Tensor,
+        fresh_values: torch.Tensor,
+    ) -> None:
+        """Give dropped rows their stored KV, and drop the rows that change least."""
+        at = self.rows[self._dropped]
+        fresh_keys[:, :, self._dropped] = keys[:, :, at]
+        fresh_values[:, :, self._dropped] = values[:, :, at]
+        if layer < 2:  # chosen by their changes in layer 1
+            return
+        left = self._left
+        change = (fresh_values[:, :, left] - values[:, :, self.rows[left]]).float().square()
+        order = torch.argsort(change.sum(dim=(0, 1, 3)), descending=True, stable=True)
+        count = min(len(left), self.wanted(layer))
+        self._left = left[order[:count]].sort().values
+        self._dropped = torch.cat([self._dropped, left[order[count:]]])
+
+
+def side_by_side(layout: Layout, prefix: int) -> torch.Tensor:
+    """By how many positions each row moves towards the question if all chunks begin at the same place, int64 ``(N,)``.
+
+    Separators and the question stay where they are, as seen from the question.
+    """
+    chunks = [s for s in layout.segments if s.kind == "chunk"]
+    question = layout.num_tokens - layout.num_suffix
+    nearer = question - prefix - max(s.num_rows for s in chunks)
+    moved = torch.zeros(layout.num_tokens, dtype=torch.int64)
+    moved[:prefix] = nearer
+    for s in chunks:
+        moved[s.start : s.stop] = nearer - (s.start - prefix)
+    return moved
+
+
 APE_TEMPERATURE, APE_SCALE = 0.9, 0.9
 
 
 @contextmanager
-def ape_attention(layout: Layout) -> Iterator[None]:
-    """Attend as APE (arXiv 2502.05431): scores of the chunks' keys over a temperature, their log-sum-exp times a scale.
+def ape_attention(layout: Layout, how: str = "scaled") -> Iterator[None]:
+    """Attend as APE (arXiv 2502.05431): scores of the chunks' keys over a temperature, their log-sum-exp with a scale.
 
-    Chunks stand one behind the other, as everywhere here, and not at the same positions as in the paper.
+    ``scaled``: the log-sum-exp times the scale; ``code``: times the temperature, plus the scale's logarithm.
     """
     chunks, kept = (
         rows_of([s for s in layout.segments if s.kind == "chunk"]),
@@ -211,7 +298,11 @@ def ape_attention(layout: Layout) -> Iterator[None]:
         seen = (keys <= limits.hi[:, None]) & (keys >= (0 if lo is None else lo[:, None]))
         inner = (scores / APE_TEMPERATURE).masked_fill(~(seen & is_chunk), -torch.inf)
         outer = scores.masked_fill(~(seen & ~is_chunk), -torch.inf)
-        share = torch.sigmoid(APE_SCALE * inner.logsumexp(-1) - outer.logsumexp(-1))[..., None]
+        total = inner.logsumexp(-1)
+        weight = (
+            APE_TEMPERATURE * total + math.log(APE_SCALE) if how == "code" else APE_SCALE * total
+        )
+        share = torch.sigmoid(weight - outer.logsumexp(-1))[..., None]
         found = share * (inner.softmax(-1).nan_to_num() @ v) + (1 - share) * (
             outer.softmax(-1).nan_to_num() @ v
         )
@@ -278,16 +369,31 @@ class Method:
     shift: float = 1.0
     layers: tuple[float, float] = (1 / 3, 0.8)
     mass: str = "peak"
-    ape: bool = False
+    ape: str = ""
     sees: float = 1.0
+    filters: bool = False
+    probes: bool = True
+    covaries: bool = True
+    takes_budget: bool = True
+    timed_as: str = ""
+    """The method whose time at the same budget is this one's, if this one is slower here than by its authors."""
 
 
+peer = partial(Method, encoded="alone", shift=0.0, covaries=False)
+attended = partial(peer, layers=(0.0, 1.0))
+unprobed = partial(peer, probes=False)
+fixed = partial(unprobed, takes_budget=False)
 PEERS = {
-    "none": Method(none),
-    "prophetkv": Method(by_mass, "alone", shift=0.0, layers=(0.0, 1.0), mass="sum"),
-    "cacheblend": Method(by_deviation, "alone", shift=0.0),
-    "epic": Method(by_head, "alone", shift=0.0),
-    "ape": Method(none, "prefix", ape=True),
+    "none": Method(none, probes=False, covaries=False, takes_budget=False),
+    "prophetkv": attended(by_mass, mass="sum"),
+    "prophetkv2": attended(by_mass, mass="chunks"),
+    "cacheblend": unprobed(by_deviation),
+    "cacheblendpaper": unprobed(by_deviation, filters=True, timed_as="cacheblend"),
+    "epic": unprobed(by_head),
+    "epic16": fixed(first_rows(16)),
+    "epic32": fixed(first_rows(32)),
+    "ape": fixed(none, encoded="prefix", ape="scaled"),
+    "apecode": fixed(none, encoded="prefix", ape="code"),
 }
 OURS = {
     "sentences": Method(by_engine(RepairConfig("query_sentences"))),

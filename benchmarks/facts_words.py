@@ -82,13 +82,15 @@ DEVELOP = Words(
     ),
     second=_both(
         "archive bridge clinic depot foundry gallery hangar library",
-        "museum nursery orchard station theatre quarry chapel granary",
+        "museum nursery orchard station theatre quarry chapel granary mill tower forge cellar",
     ),
     given=_both(
-        "Alva Bruno Clara Dario Edith Felix Greta Henrik Ines Jonas Katja Leon Mila Nils Olga Piet"
+        "Alva Bruno Clara Dario Edith Felix Greta Henrik Ines Jonas Katja Leon",
+        "Mila Nils Olga Piet Rosa Stefan Tilda Ulrich Vera Wim Yara Zeno",
     ),
     family=_both(
-        "Brandt Castel Dietz Enns Falk Grau Holm Isler Jansen Keller Lorenz Maurer Nolte Opitz"
+        "Brandt Castel Dietz Enns Falk Grau Holm Isler Jansen Keller",
+        "Lorenz Maurer Nolte Opitz Pfeiffer Quandt Reuter Sauer Thoma Ulmer",
     ),
     states=("closed", "open"),
     values={
@@ -178,7 +180,7 @@ DEVELOP = Words(
     },
     asks={
         "one": ("What is the {code} of the {name}?", "Which {code} does the {name} have?"),
-        "joined": ("What is the {badge} of the {keeper} of the {name}?",),
+        "joined": ("Who is the {keeper} of the {name}, and what is the {badge} of this person?",),
         "comparison": (
             "Which has the most {amount}: {names}?",
             "Which of these has the most {amount}: {names}?",
@@ -208,13 +210,15 @@ SEALED = Words(
     ),
     second=_both(
         "ferry tanker trawler barge tug clipper dredger cutter",
-        "schooner launch freighter yawl pontoon lugger hopper coaster",
+        "schooner launch freighter yawl pontoon lugger hopper coaster skiff ketch sloop lighter",
     ),
     given=_both(
-        "Maren Tobias Yusuf Sunniva Rashid Paloma Oskar Ngozi Lucien Kirsi Ismael Hye Gideon Freya Ebba Cai"
+        "Maren Tobias Yusuf Sunniva Rashid Paloma Oskar Ngozi Lucien Kirsi Ismael Hye",
+        "Gideon Freya Ebba Cai Anouk Bashir Dagny Emeka Hilda Jarek Lior Sanna",
     ),
     family=_both(
-        "Okafor Lindqvist Haddad Moreau Petrov Tanaka Silva Ramires Quispe Eriksen Duarte Baptiste Achterberg Vance"
+        "Okafor Lindqvist Haddad Moreau Petrov Tanaka Silva Ramires Quispe Eriksen",
+        "Duarte Baptiste Achterberg Vance Falcone Gomez Halvorsen Ivanov Johansson Karimi",
     ),
     states=("moored", "sailing"),
     values={
@@ -304,7 +308,7 @@ SEALED = Words(
     },
     asks={
         "one": ("Give the {code} that belongs to the {name}.", "The {name} uses which {code}?"),
-        "joined": ("Which {badge} does the person hold who is {keeper} on the {name}?",),
+        "joined": ("Name the {keeper} on the {name}, then the {badge} which that person holds.",),
         "comparison": (
             "Among {names}, which carries the largest number of {amount}?",
             "Name the one that carries the largest number of {amount} among {names}.",
@@ -372,7 +376,7 @@ CHINESE = {
         },
         asks={
             "one": ("{name}的{code}是什么?",),
-            "joined": ("{name}的{keeper}的{badge}是什么?",),
+            "joined": ("{name}的{keeper}是谁?这个人的{badge}是什么?",),
             "comparison": ("{names},哪一个的{amount}最多?",),
             "count": ("{names},其中今天{state}的有几个?",),
         },
@@ -444,7 +448,7 @@ CHINESE = {
         },
         asks={
             "one": ("{name}使用的{code}为何?",),
-            "joined": ("在{name}上担任{keeper}的人,持有的{badge}为何?",),
+            "joined": ("何人在{name}上担任{keeper}?其{badge}为何?",),
             "comparison": ("在{names}当中,装载{amount}最多者为哪艘?",),
             "count": ("在{names}当中,今晚正在{state}者共几艘?",),
         },
@@ -521,7 +525,7 @@ ARABIC = {
         },
         asks={
             "one": ("ما هو {code} في {name}؟",),
-            "joined": ("ما هو {badge} عند الشخص الذي هو {keeper} في {name}؟",),
+            "joined": ("من هو {keeper} في {name} وما هو {badge} عند هذا الشخص؟",),
             "comparison": ("أي من هذه فيه أكبر عدد ({amount}): {names}؟",),
             "count": ("كم من هذه {state} اليوم: {names}؟",),
         },
@@ -594,7 +598,7 @@ ARABIC = {
         },
         asks={
             "one": ("أي {code} تستعمل {name}؟",),
-            "joined": ("أي {badge} يحمل من يعمل على متن {name} بصفة {keeper}؟",),
+            "joined": ("من يعمل على متن {name} بصفة {keeper} وأي {badge} يحمل؟",),
             "comparison": ("بين {names} أيها تحمل القدر الأكبر ({amount})؟",),
             "count": ("بين {names} ما عدد ما هو {state} هذا المساء؟",),
         },
