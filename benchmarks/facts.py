@@ -144,7 +144,7 @@ class Case:
         self._stitched: dict[Any, tuple[KVBuffer, Layout, Any, tuple[float, float]]] = {}
         self._masses: dict[Any, tuple[torch.Tensor, tuple[float, float]]] = {}
         self._deviation: dict[Any, tuple[torch.Tensor, tuple[float, float], KVBuffer]] = {}
-        self.starts = torch.tensor(self.encoder.sentence_starts(self.ids.tolist()))
+        self.breaks = torch.tensor(self.encoder.breaks(self.ids.tolist()))
 
     def _joined(self, chunks: Sequence[list[int]]) -> torch.Tensor:
         """The prompt's ids with the chunks in this order."""
@@ -342,7 +342,7 @@ class Case:
         )
         num_rows = min(round(wanted if wanted > 1 else wanted * total), total)
         most = min(Gradual.first(num_rows), total) if method.filters else num_rows
-        rows = method.choose(Seen(layout, most, mass, change, covariance, self.starts))
+        rows = method.choose(Seen(layout, most, mass, change, covariance, self.breaks))
         if method.filters:
             return self.filtered(buffer, layout, rows, num_rows), num_rows / max(1, total)
         first = repair(
@@ -665,8 +665,8 @@ def show(found: dict[str, dict[str, Any]], base: str) -> None:
 
 
 SIZES = {"hotpotqa": 60, "musique": 60, "examples": 40, "code": 32, "summary": 30}
-METHODS_SHOWN = ["sentences@0.03", "sentences@0.25", "sentences@auto"]
-QUICK = ["--count", "6", "--methods", "none", "sentences@0.03", "sentences@auto"]
+METHODS_SHOWN = ["runs@0.03", "runs@0.25", "runs@auto"]
+QUICK = ["--count", "6", "--methods", "none", "runs@0.03", "runs@auto"]
 
 
 def arguments() -> Any:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -27,7 +28,6 @@ import torch
 from kvrag.blend.covariance import RowCovariance
 from kvrag.blend.layout import Layout, rows_of
 from kvrag.blend.select import select_rows
-from kvrag.blend.select import sentences as whole_sentences
 from kvrag.config import RepairConfig
 from kvrag.model import forward
 from kvrag.model.rows import Limits, Reach
@@ -36,15 +36,15 @@ from kvrag.types import KVDtype
 
 @dataclass
 class Seen:
-    """Measurements that a method may look at: ``mass`` and ``deviation`` are float32 ``(N,)``; ``starts``: whether a sentence
-    begins at each row, bool ``(N,)``."""
+    """Measurements that a method may look at: ``mass`` and ``deviation`` are float32 ``(N,)``; ``breaks``: the break
+    before each row, int64 ``(N,)``, as :meth:`kvrag.prompt.tokenizer.PromptEncoder.breaks` has it."""
 
     layout: Layout
     budget: int
     mass: torch.Tensor
     deviation: torch.Tensor | None
     covariance: RowCovariance | None
-    starts: torch.Tensor
+    breaks: torch.Tensor
 
     @property
     def stale(self) -> torch.Tensor:
@@ -151,10 +151,25 @@ def by_engine(config: RepairConfig) -> Choose:
     def choose(seen: Seen) -> torch.Tensor:
         given = replace(config, recompute_ratio=seen.budget / len(seen.stale))
         return select_rows(
-            seen.layout, given, mass=seen.mass, covariance=seen.covariance, starts=seen.starts
+            seen.layout, given, mass=seen.mass, covariance=seen.covariance, breaks=seen.breaks
         )
 
     return choose
+
+
+LONGEST = 64
+"""Most rows of a sentence; longer sentences are split."""
+
+
+def whole_sentences(rows: torch.Tensor, starts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Split rows, int64 ascending, at sentence starts, at gaps, and after :data:`LONGEST` rows.
+
+    Returns the index of every sentence's first row, and the number of its rows, int64.
+    """
+    is_cut = starts[rows] | (rows.diff(prepend=rows[:1] - 2) != 1)
+    cuts = [*torch.nonzero(is_cut)[:, 0].tolist(), len(rows)]
+    first = torch.tensor([i for ends in pairwise(cuts) for i in range(*ends, LONGEST)])
+    return first, first.diff(append=torch.tensor(cuts[-1:]))
 
 
 def sentences(
@@ -163,7 +178,7 @@ def sentences(
     """A share of the budget for whole sentences, by a score of the attention paid to their rows; the rest by what tells most of others."""
 
     def choose(seen: Seen) -> torch.Tensor:
-        _, sizes = whole_sentences(seen.stale, seen.starts)
+        _, sizes = whole_sentences(seen.stale, seen.breaks > 1)
         spans, first = seen.stale.split(sizes.tolist()), [heads(seen)]
         left = round(share * seen.budget)
         for rows in sorted(spans, key=lambda r: -float(score(seen.mass[r]))):
@@ -396,7 +411,9 @@ PEERS = {
     "apecode": fixed(none, encoded="prefix", ape="code"),
 }
 OURS = {
-    "sentences": Method(by_engine(RepairConfig("query_sentences"))),
+    "runs": Method(by_engine(RepairConfig("query_runs"))),
+    "runs17": Method(runs(17)),
+    "sentences": Method(sentences(2 / 3, peak)),
     "gain": Method(by_engine(RepairConfig("query_gain"))),
     "mass": Method(by_engine(RepairConfig("query"))),
     "gainsum": Method(by_engine(RepairConfig("query_gain")), mass="sum"),
@@ -410,14 +427,14 @@ OURS = {
     "sent100": Method(sentences(1.0, peak)),
     "sentmean": Method(sentences(2 / 3, torch.mean)),
     "sentroot": Method(sentences(2 / 3, lambda mass: mass.sum() / len(mass) ** 0.5)),
-    "sentonce": Method(by_engine(RepairConfig("query_sentences")), mass="once"),
+    "sentonce": Method(sentences(2 / 3, peak), mass="once"),
     "sentsum": Method(sentences(2 / 3, peak), mass="sum"),
-    "sentnoshift": Method(by_engine(RepairConfig("query_sentences")), shift=0.0),
-    "senthalf": Method(by_engine(RepairConfig("query_sentences")), shift=0.5),
-    "sentall": Method(by_engine(RepairConfig("query_sentences")), layers=(0.0, 1.0)),
-    "sentsee50": Method(by_engine(RepairConfig("query_sentences")), sees=0.5),
-    "sentsee20": Method(by_engine(RepairConfig("query_sentences")), sees=0.2),
-    "sentmid": Method(by_engine(RepairConfig("query_sentences")), layers=(0.25, 0.6)),
+    "sentnoshift": Method(sentences(2 / 3, peak), shift=0.0),
+    "senthalf": Method(sentences(2 / 3, peak), shift=0.5),
+    "sentall": Method(sentences(2 / 3, peak), layers=(0.0, 1.0)),
+    "sentsee50": Method(sentences(2 / 3, peak), sees=0.5),
+    "sentsee20": Method(sentences(2 / 3, peak), sees=0.2),
+    "sentmid": Method(sentences(2 / 3, peak), layers=(0.25, 0.6)),
 }
 CONTEXTS = {"p.": "prefix", "c1000.": "default:1000"}
 BEHIND = {
@@ -429,6 +446,9 @@ DTYPES: tuple[KVDtype, ...] = "int8", "fp8", "int4"
 ROUNDED = {
     f"{dtype}.{name}": replace(method, kv_dtype=dtype)
     for dtype in DTYPES
-    for name, method in {"none": PEERS["none"], "sentences": OURS["sentences"]}.items()
+    for name, method in {
+        "none": PEERS["none"],
+        **{n: OURS[n] for n in ("runs", "sentences")},
+    }.items()
 }
 METHODS = PEERS | OURS | BEHIND | ROUNDED

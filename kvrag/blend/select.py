@@ -23,7 +23,7 @@ BASE_SHARE = 0.04
 BASE_ROWS = 192
 MOST_SHARE = 0.25
 
-RUNS_SHARE = 1 / 2
+RUNS_SHARE = 2 / 3
 """Largest share of a budget that ``query_runs`` spends on runs."""
 
 DISTANCES = torch.tensor([0, 1 / 16, 1, 4], dtype=torch.float64)
@@ -126,8 +126,7 @@ def _informative_rows(signals: Signals) -> torch.Tensor:
 
 
 def _runs(signals: Signals) -> torch.Tensor:
-    """Choose runs of rows around those that the question attends to; spend the rest as
-    ``query_gain`` does.
+    """Choose runs around the rows that the question attends to, the rest as ``query_gain``.
 
     A number or a name spans several tokens. If only some of them are repaired, the model misreads
     it more often than if no token is. (SnapKV pools its votes for the same reason, arXiv
@@ -140,7 +139,8 @@ def _runs(signals: Signals) -> torch.Tensor:
     assert signals.breaks is not None
     rows = signals.candidates
     far = DISTANCES[signals.breaks[rows]]
-    far[rows.diff(prepend=rows[:1] - 2) != 1] = APART
+    chunk = torch.bucketize(rows, torch.tensor([s.start for s in signals.stale]), right=True)
+    far[chunk.diff(prepend=chunk[:1] - 1) > 0] = APART
     at = far.cumsum(0)
     attention = mass[rows].double().clamp(min=1e-30).log()
     from_left = (attention + at).cummax(0).values - at

@@ -1,5 +1,7 @@
 """Layouts and selections: integers, no model."""
 
+import itertools
+import math
 from types import SimpleNamespace
 
 import fake_cuda
@@ -9,7 +11,7 @@ import torch
 from kvrag.blend.covariance import NOISE, STEPS, RowCovariance, choose, kernel
 from kvrag.blend.layout import Layout, Segment, place, rows_of
 from kvrag.blend.reuse import decide
-from kvrag.blend.select import effective_ratio, select_rows, sentences
+from kvrag.blend.select import DISTANCES, RUNS_SHARE, Signals, _runs, effective_ratio, select_rows
 from kvrag.config import RepairConfig
 
 #   prefix 0:10 | chunk 10:110 exact | glue 110:112 | chunk 112:212 | glue 212:214 | chunk 214:314 | suffix 314:330
@@ -92,41 +94,48 @@ def covariance_of(layout, seed=0):
     return RowCovariance(span, rows, owner, torch.ones(len(owner)))
 
 
-def starts_at(*rows, num_tokens=330):
-    """Say at which rows a sentence begins."""
-    starts = torch.zeros(num_tokens, dtype=torch.bool)
-    starts[list(rows)] = True
-    return starts
+def breaks_of(sizes="1", num_tokens=330):
+    """Return breaks of a text: a digit is the break before a row, and the digits recur."""
+    return torch.tensor(
+        [int(d) for d, _ in zip(itertools.cycle(sizes), range(num_tokens), strict=False)]
+    )
 
 
-def test_sentences_are_taken_whole_by_the_attention_to_their_best_rows():
-    mass = torch.full((330,), 1e-6)
-    mass[150], mass[212], mass[130:140] = 1.0, 0.9, 0.01  # row 212 is glue
-    mass[295] = 0.5
-    starts = starts_at(112, 120, 140, 160, 214, 290, 302)
-    config = RepairConfig("query_sentences", recompute_ratio=0.24, first_k=0)
+def chosen_runs(layout, ratio, mass, breaks, seed=0):
+    """Return the rows that ``query_runs`` chooses, as a set; heads are not added."""
+    config = RepairConfig("query_runs", recompute_ratio=ratio, first_k=0)
     rows = select_rows(
-        LAYOUT, config, mass=mass, covariance=covariance_of(LAYOUT), starts=starts
-    ).tolist()
-    assert len(rows) == 48
-    assert {*range(140, 160), *range(290, 302)} <= set(rows)  # 32 rows: two thirds
-    assert not {212, 213} & set(rows)
+        layout, config, mass=mass, covariance=covariance_of(layout, seed), breaks=breaks
+    )
+    assert len(rows) == round(ratio * len(rows_of(layout.stale)))
+    return set(rows.tolist())
 
 
-def test_a_sentence_that_does_not_fit_leaves_its_room_to_the_next():
+def test_a_run_grows_around_the_row_that_the_question_attends_to():
     mass = torch.full((330,), 1e-6)
-    mass[150], mass[220] = 1.0, 0.5
-    starts = starts_at(112, 140, 160, 214, 224)
-    config = RepairConfig("query_sentences", recompute_ratio=0.09, first_k=0)
-    rows = select_rows(
-        LAYOUT, config, mass=mass, covariance=covariance_of(LAYOUT), starts=starts
-    ).tolist()
-    assert len(rows) == 18
-    assert {*range(214, 224)} <= set(rows)
-    assert not {*range(140, 160)} <= set(rows)
+    mass[150] = 1.0
+    rows = chosen_runs(LAYOUT, 0.24, mass, breaks_of())
+    assert set(range(135, 165)) <= rows  # two thirds of 48 rows, on both sides
 
 
-def test_no_sentence_goes_over_from_a_chunk_to_the_next():
+def test_a_run_ends_with_its_line_where_another_place_counts_more():
+    mass = torch.full((330,), 1e-6)
+    mass[150], mass[250] = 1.0, 0.9
+    breaks = breaks_of("2" + "1" * 9)
+    rows = chosen_runs(LAYOUT, 0.24, mass, breaks)
+    assert {*range(150, 160), *range(250, 260)} <= rows
+
+
+def test_the_lines_of_a_record_are_nearer_than_the_next_record():
+    mass = torch.full((330,), 1e-6)
+    mass[150] = 1.0
+    breaks = breaks_of("3111121111")
+    rows = chosen_runs(LAYOUT, 0.075, mass, breaks)
+    assert {*range(150, 160)} <= rows
+    assert 149 not in rows
+
+
+def test_no_run_goes_over_from_a_chunk_to_the_next():
     layout = place(
         [
             (20, "chunk", False, 0, False),
@@ -136,58 +145,61 @@ def test_no_sentence_goes_over_from_a_chunk_to_the_next():
     )
     mass = torch.full((44,), 1e-6)
     mass[18] = 1.0
-    config = RepairConfig("query_sentences", recompute_ratio=0.75, first_k=0)
-    starts = starts_at(0, 10, 30, num_tokens=44)
-    sentences = [10, 11, 12, 13, 14, 15, 16, 17, 18, 19]
-    assert set(sentences) <= set(
-        select_rows(
-            layout, config, mass=mass, covariance=covariance_of(layout), starts=starts
-        ).tolist()
+    covariance = covariance_of(layout)
+    signals = Signals(
+        layout.stale,
+        rows_of(layout.stale),
+        30,
+        0.75,
+        {"mass": mass},
+        covariance,
+        breaks_of(num_tokens=44),
+        RepairConfig(),
     )
-    assert not starts[20], "the caller's marks stay as they are"
+    assert set(_runs(signals)[:20].tolist()) == set(range(20))
 
 
-def test_sentences_are_cut_at_seams_and_where_they_are_too_long():
-    rows = torch.tensor([*range(5, 100), *range(102, 110)])
-    first, sizes = sentences(rows, starts_at(20, 104))
-    parts = list(zip(rows[first].tolist(), rows[first + sizes - 1].tolist(), strict=True))
-    assert parts == [(5, 19), (20, 83), (84, 99), (102, 103), (104, 109)]
+@pytest.mark.parametrize("budget", range(2, 40, 3))
+def test_no_run_begins_or_ends_inside_a_word(budget):
+    layout = place([(60, "chunk", False, 0, False), (4, "live", False, -1, False)])
+    mass = torch.rand(64)
+    breaks = breaks_of("10000", 64)
+    signals = Signals(
+        layout.stale,
+        rows_of(layout.stale),
+        budget,
+        budget / 60,
+        {"mass": mass},
+        covariance_of(layout),
+        breaks,
+        RepairConfig(),
+    )
+    taken = _runs(signals)[: int(budget * RUNS_SHARE) // 5 * 5].reshape(-1, 5)
+    assert torch.equal(taken - taken[:, :1], torch.arange(5).expand(len(taken), 5))
+    assert not (taken[:, 0] % 5).any()
 
 
-def test_sentences_are_chosen_as_one_after_the_other():
-    """The reference looks at each sentence by itself."""
+def test_runs_are_those_of_distances_looked_up_one_by_one():
+    """The reference looks from each row at all others of its chunk."""
     layout = place(
         [
-            *((200, "chunk", False, number, False) for number in range(3)),
+            *((60, "chunk", False, number, False) for number in range(3)),
             (4, "live", False, -1, False),
         ]
     )
-    config = RepairConfig("query_sentences", recompute_ratio=0.2, first_k=0)
     for seed in range(5):
-        covariance = covariance_of(layout, seed)
-        mass = torch.rand(604) ** 4
-        starts = torch.rand(604) < 0.05
-        got = select_rows(layout, config, mass=mass, covariance=covariance, starts=starts)
-        starts[[0, 200, 400]] = True
-        first = torch.nonzero(starts[:600])[:, 0].tolist()
-        whole = [
-            range(at, min(at + 64, stop))
-            for start, stop in zip(first, [*first[1:], 600], strict=True)
-            for at in range(start, stop, 64)
+        torch.manual_seed(seed)
+        mass, breaks = torch.rand(184) ** 4, torch.randint(1, 4, (184,))
+        far = DISTANCES[breaks]
+        read = [
+            max(
+                math.log(mass[j]) - float(far[min(i, j) + 1 : max(i, j) + 1].sum())
+                for j in range(i // 60 * 60, i // 60 * 60 + 60)
+            )
+            for i in range(180)
         ]
-        best = sorted(
-            whole,
-            key=lambda rows: -float(mass[list(rows)].sort(descending=True).values[:4].mean()),
-        )
-        taken = []
-        for rows in best:
-            if len(taken) + len(rows) <= 80:
-                taken.extend(rows)
-        others = [row for row in range(600) if row not in taken]
-        others.sort(key=lambda row: -float(mass[row]))
-        pool = torch.tensor(others[:512])
-        rest = informative(covariance, pool, mass[pool], 120 - len(taken))
-        assert got.tolist() == sorted([*taken, *rest])
+        want = sorted(range(180), key=lambda i: -read[i])[: int(RUNS_SHARE * 36)]
+        assert set(want) <= chosen_runs(layout, 0.2, mass, breaks, seed)
 
 
 def informative(covariance, candidates, mass, count):
@@ -283,11 +295,11 @@ def test_the_covariance_takes_one_upload_and_no_wait(monkeypatch):
 
 
 @pytest.mark.parametrize("ratio", [0.005, 0.01, 0.015, 0.5, 0.99, 1.0, None])
-def test_sentences_keep_the_budget(ratio):
-    config = RepairConfig("query_sentences", recompute_ratio=ratio)
-    starts = starts_at(*range(112, 314, 17))
+def test_runs_keep_the_budget(ratio):
+    config = RepairConfig("query_runs", recompute_ratio=ratio)
+    breaks = breaks_of("21110100311")
     rows = select_rows(
-        LAYOUT, config, mass=torch.rand(330), covariance=covariance_of(LAYOUT), starts=starts
+        LAYOUT, config, mass=torch.rand(330), covariance=covariance_of(LAYOUT), breaks=breaks
     )
     assert torch.equal(rows, torch.unique(rows))
     assert len(rows) == max(2, round((0.25 if ratio is None else ratio) * 200))

@@ -382,7 +382,7 @@ def test_rounded_kv_from_precompute_to_answer(run, notes):
     [
         (["ask", "hi", "-m", "./no-such-model"], ["no-such-model"]),
         (["ask", "hi", "-m", "no-such.gguf"], ["no-such.gguf"]),
-        (["ask", "hi", "--strategy", "quary"], ["quary", "or 'query_sentences'"]),
+        (["ask", "hi", "--strategy", "quary"], ["quary", "or 'query_runs'"]),
         (["ask", "hi", "--ratio", "1.5"], ["--recompute-ratio is 1.5"]),
         (["ask", "hi", "--recompute-ratio", "1.5"], ["--recompute-ratio is 1.5"]),
         (["ask", "model", "hi", "there"], ["'there' is one argument too many"]),

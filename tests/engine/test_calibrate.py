@@ -173,7 +173,7 @@ def test_explain_and_verify_say_where_the_repair_comes_from(tiny_dir):
     prompt, given = PROMPT, RepairConfig(recompute_ratio=0.11)
     assert (
         engine.explain(prompt).repair
-        == "query_sentences, 4% and 192 rows, at most 25%, first_k 1, shift 1 (default)"
+        == "query_runs, 4% and 192 rows, at most 25%, first_k 1, shift 1 (default)"
     )
     profile = engine.calibrate(CHUNKS, **SMALL, **ANY)
     kl = f"{profile.kept.mean_kl:.3f}"
@@ -182,7 +182,7 @@ def test_explain_and_verify_say_where_the_repair_comes_from(tiny_dir):
     assert f"repair: {said}" in str(engine.explain(prompt))
     assert engine.verify([prompt]).repair == said
     for named in (engine.explain(prompt, repair=given), engine.verify([prompt], repair=given)):
-        assert named.repair == "query_sentences, ratio 0.11, first_k 1, shift 1 (given)"
+        assert named.repair == "query_runs, ratio 0.11, first_k 1, shift 1 (given)"
     own = KVRagEngine.from_pretrained(tiny_dir, repair=given)
     assert own.explain(prompt).repair == named.repair
     assert "misses the target" in str(replace(profile, max_mean_kl=-1.0))

@@ -52,7 +52,7 @@ def test_a_missing_package_names_the_extra():
 
 
 def test_configs_hold_their_defaults():
-    assert RepairConfig() == RepairConfig("query_sentences", None, 1, 1.0)
+    assert RepairConfig() == RepairConfig("query_runs", None, 1, 1.0)
     blend = RepairConfig.cacheblend()
     assert (blend.strategy, blend.recompute_ratio, blend.first_k, blend.shift) == (
         "hkvd",

@@ -143,7 +143,7 @@ def test_vllm_gets_the_connector_and_its_own_options(tiny_dir, kv_dir, fake_path
     assert extra["mode"] == "blend"
     assert extra["kv_dir"] == str(kv_dir)
     assert extra["namespace"] == "n/"  # no key's: requests that name none find nothing
-    assert extra["repair"]["strategy"] == "query_sentences"
+    assert extra["repair"]["strategy"] == "query_runs"
     assert extra["prefix"].endswith("user\n")
 
 

@@ -531,8 +531,7 @@ def test_a_line_break_between_chunks_changes_no_seam_of_real_prompts():
 
 def sentences_of(encoder, ids):
     """Return the texts between the starts of sentences."""
-    starts = encoder.sentence_starts(ids)
-    cuts = [n for n, is_start in enumerate(starts) if is_start] + [len(ids)]
+    cuts = [n for n, each in enumerate(encoder.breaks(ids)) if each > 1] + [len(ids)]
     return [encoder.decode(ids[a:b]) for a, b in itertools.pairwise(cuts)]
 
 
@@ -553,14 +552,44 @@ def test_sentences_begin_behind_full_stops_and_lines_and_never_inside_a_number(m
         "and so on",
     ]
     assert found == wanted
-    assert encoder.sentence_starts(ids[:1]) == [True]
+    assert encoder.breaks(ids[:1]) == [3]
+    assert encoder.breaks([]) == []
+
+
+def letters_of(text):
+    """Return an encoder whose tokens are letters."""
+    names = {letter: n for n, letter in enumerate(dict.fromkeys(text + "?a\n"))}
+    letters = Tokenizer(models.WordLevel(names, "?"))
+    letters.pre_tokenizer, letters.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
+    return PromptEncoder(PreTrainedTokenizerFast(tokenizer_object=letters))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("code 123-4567, ok", "code| |123-4567|,| |ok"),
+        ("3.14 + 1,000.", "3.14| |+| |1,000|."),
+        ("don't a.b@c.de it’s", "don't| |a.b@c.de| |it’s"),
+        ("x_y: /usr/bin -a", "x_y|:| |/|usr/bin| |-|a"),
+        ('"k": "v",', '"|k|"|:| |"|v|"|,'),
+        ("东京 code", "东|京| |code"),
+    ],
+)
+def test_no_break_stands_inside_a_word_a_number_or_a_code(text, words):
+    encoder = letters_of(text)
+    breaks = encoder.breaks(encoder.document_ids(text))
+    cuts = [n for n, each in enumerate(breaks) if each] + [len(text)]
+    assert [text[a:b] for a, b in itertools.pairwise(cuts)] == words.split("|")
+
+
+def test_a_blank_line_breaks_more_than_a_line():
+    text = "a b\nc\n\nd. e"
+    encoder = letters_of(text)
+    breaks = encoder.breaks(encoder.document_ids(text))
+    assert breaks == [3, 1, 1, 1, 2, 1, 1, 3, 1, 1, 2]
 
 
 def test_ideographic_stops_end_a_sentence_without_a_space():
     text = "見た。聞いた。終"
-    letters = Tokenizer(
-        models.WordLevel({letter: n for n, letter in enumerate(dict.fromkeys(text + "?a\n"))}, "?")
-    )
-    letters.pre_tokenizer, letters.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
-    encoder = PromptEncoder(PreTrainedTokenizerFast(tokenizer_object=letters))
+    encoder = letters_of(text)
     assert sentences_of(encoder, encoder.document_ids(text)) == ["見た。", "聞いた。", "終"]
