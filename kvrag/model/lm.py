@@ -35,7 +35,7 @@ from kvrag.model.plain import (
 )
 from kvrag.model.rope import RotaryTables, Rotations
 from kvrag.model.rows import KVBuffer, Rows
-from kvrag.model.shared import Extension, Found, NextRow, NextRows, Portion
+from kvrag.model.shared import MAX_TOGETHER, Found, NextRows, Portion
 from kvrag.model.steps import Recordings
 from kvrag.model.traits import CACHE, LayerTraits, accepted, find_traits, observe, sample_positions
 
@@ -271,24 +271,34 @@ class CausalLM:
         return out, None if mass is None else mass.total
 
     @torch.inference_mode()
-    def step(self, rows: Sequence[NextRow]) -> Sequence[torch.Tensor]:
+    def step(self, pieces: Sequence[Portion]) -> Sequence[torch.Tensor]:
         """Compute the next row of every request in a single pass over the weights.
 
         Returns logits ``(1, vocab)`` per request. Several requests need :attr:`can_share_forwards`.
         """
-        if len(rows) == 1:
-            return [rows[0].alone()]
-        ids = torch.cat([row.token_id for row in rows])[None].to(self.device)
+        if len(pieces) == 1:
+            return [self.launch(pieces[0])[0][0]]
+        ids = torch.cat([piece.token_ids for piece in pieces])[None].to(self.device)
         with self.lock:
-            forward = NextRows([(row.kv, row.position) for row in rows], self._switch)
-            return self._run(ids, forward, len(rows))[0][:, None].unbind()
+            return self._run(ids, NextRows(pieces, self._switch), len(pieces))[0][:, None].unbind()
 
     def extension(self, kv: KVBuffer, length: int) -> Extend:
         """Return a function that computes the rows after the first ``length``, with their logits.
 
-        A single row is computed together with the rows of other requests that decode.
+        A single row is computed together with the rows of other requests that decode, where the
+        model can.
         """
-        return Extension(self, kv, length)
+
+        def extend(ids: torch.Tensor) -> torch.Tensor:
+            nonlocal length
+            rows = Rows.span(length, length + len(ids))
+            length = rows.stop
+            if len(ids) > 1 or kv.start is not None:
+                return self.forward(ids, rows, kv, logits=len(ids))[0][0]
+            limit = MAX_TOGETHER if self.can_share_forwards else 1
+            return self.lock.step(Portion(ids, rows, kv, logits=1), self.step, limit=limit)
+
+        return extend
 
     def _outgrow(
         self, ids: torch.Tensor, rows: Rows, known: torch.Tensor
@@ -297,16 +307,10 @@ class CausalLM:
 
         transformers also computes all rows again there. ``known`` collects the ids.
         """
-        is_contiguous = isinstance(rows.slots, slice)
-        known[
-            rows.slots if is_contiguous else rows.slots.cpu()  # type: ignore[union-attr]
-        ] = ids[0].cpu()
-        is_crossing = (
-            is_contiguous
-            # The rows cross the length at which the angles change.
-            and 0 < rows.slots.start <= self.reuse_window < rows.stop  # type: ignore[union-attr]
-        )
-        if is_crossing:
+        slots = rows.slots
+        known[slots if isinstance(slots, slice) else slots.cpu()] = ids[0].cpu()
+        # Rows that cross the length at which the angles change are neighbours.
+        if isinstance(slots, slice) and 0 < slots.start <= self.reuse_window < rows.stop:
             return known[None, : rows.stop], Rows.span(0, rows.stop)
         return ids, rows
 
