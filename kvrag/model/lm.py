@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -132,7 +132,9 @@ class CausalLM:
         self._can_pack = "position_ids" in self._accepted[False] and not (
             self.is_dense or tells_offsets or expands
         )
-        self._tables = RotaryTables([trait.rotation for trait in self.traits])
+        # Not beyond the length at which the angles are others (longrope).
+        rotations = [trait.rotation for trait in self.traits]
+        self._tables = RotaryTables(rotations, self.reuse_window)
         # Where the length at which the angles change is known, prompts beyond it reuse nothing.
         if self.reuse_window == self.context_window:
             self._tables.check(positions, type(self.model).__name__)
@@ -149,14 +151,13 @@ class CausalLM:
         """Allocate the KV of a request, on a run of slots if given, or of a batch of chunks."""
         if run is not None and self.recorded is not None:
             return self.recorded.buffer(run, capacity)
-        keeps_ids = self.reuse_window < self.context_window and batch == 1
         return KVBuffer.empty(
             self.shapes,
             capacity,
             dtype=self.dtype,
             device=self.device,
             batch=batch,
-            keeps_ids=keeps_ids,
+            keeps_ids=self.reuse_window < self.context_window and batch == 1,
         )
 
     def cached(self, cache: DynamicCache) -> list[Pair]:
@@ -171,8 +172,7 @@ class CausalLM:
 
         They are kept for the next prompts.
         """
-        # Not beyond the length at which the angles are others (longrope).
-        return self._tables.of(num_positions, self.reuse_window, self.device)
+        return self._tables.of(num_positions, self.device)
 
     @property
     def can_share_forwards(self) -> bool:
@@ -328,17 +328,15 @@ class CausalLM:
             name: value for name, value in options.items() if name in self._accepted[bool(logits)]
         }
         run = self.text_model if logits else self._base
-        weighing: AbstractContextManager[None] = nullcontext()
-        if self.is_dense and forward.mass is not None:
-            weighing = self._weighing(forward)
+        is_weighed = self.is_dense and forward.mass is not None
+        weighing = self._weighing(forward) if is_weighed else nullcontext()
         with switched(self.model, forward), weighing, suppress(StopForward):
             out = run(input_ids=ids, use_cache=True, **options)
             if logits:
                 return cast(torch.Tensor, out.logits[:, -logits:])
         return torch.empty(0, dtype=torch.float32)
 
-    @contextmanager
-    def _weighing(self, forward: Forward) -> Iterator[None]:
+    def _weighing(self, forward: Forward) -> ExitStack:
         """Collect the mass of attention that can't be replaced, from its returned weights."""
         mass = forward.mass
         assert mass is not None
@@ -350,14 +348,11 @@ class CausalLM:
                 )
                 mass.total.add_(found.sum(dim=(0, 1)))
 
-        handles = [
-            a.register_forward_hook(collect) for a in self._attentions if id(a) in forward.weighed
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        hooks = ExitStack()
+        for attention in self._attentions:
+            if id(attention) in forward.weighed:
+                hooks.enter_context(attention.register_forward_hook(collect))
+        return hooks
 
     @contextmanager
     def capture(self) -> Iterator[dict[int, torch.Tensor]]:
@@ -365,38 +360,31 @@ class CausalLM:
 
         kvrag's other threads wait meanwhile.
         """
-        with self.lock:
+        with self.lock, ExitStack() as hooks:
             captured = dict[int, torch.Tensor]()
             owner = threading.get_ident()
 
             def is_ours() -> bool:
                 return threading.get_ident() == owner and not self.lock.is_stepping
 
-            sources = [trait.source for trait in self.traits]
-            layers = [(layer, source) for layer, source in enumerate(sources) if source is not None]
-            handles = [
-                source.attach(
-                    self._attentions[self.traits[layer].modules[0]], layer, captured, is_ours
-                )
-                for layer, source in layers
-            ]
+            for layer, trait in enumerate(self.traits):
+                if trait.source is not None:
+                    attention = self._attentions[trait.modules[0]]
+                    hooks.enter_context(trait.source.attach(attention, layer, captured, is_ours))
             self._captured = captured
             try:
                 yield captured
             finally:
                 self._captured = None
-                for handle in handles:
-                    handle.remove()
 
     def _capture_cached(self, kv: KVBuffer, rows: Rows, captured: dict[int, torch.Tensor]) -> None:
         """Un-rotate the fresh keys of layers where no submodule gives position-free keys."""
-        layers = [layer for layer, trait in enumerate(self.traits) if trait.source is None]
-        rotations = self.rotary(rows.stop) if layers else []
         positions = rows.slots if rows.positions is None else rows.positions
-        for layer in layers:
-            keys = kv.keys(layer)[:, :, rows.slots]
-            free = rotations[layer].unrotate(keys.flatten(0, 1), positions)
-            captured[layer] = free.reshape(keys.shape).transpose(1, 2)
+        for layer, trait in enumerate(self.traits):
+            if trait.source is None:
+                keys = kv.keys(layer)[:, :, rows.slots]
+                free = self.rotary(rows.stop)[layer].unrotate(keys.flatten(0, 1), positions)
+                captured[layer] = free.reshape(keys.shape).transpose(1, 2)
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)

@@ -19,14 +19,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils.hooks import RemovableHandle
 from transformers import DynamicCache, PreTrainedModel
 
 from kvrag.model.forward import EAGER, evaluating, switched
@@ -151,9 +151,8 @@ def prove(lm: CausalLM, *, seed: int = 0) -> Proof:
     return replace(proof, seconds=time.perf_counter() - start)
 
 
-@contextmanager
-def moved_embeddings(model: PreTrainedModel, seed: int) -> Iterator[None]:
-    """Multiply embeddings by 1 ± epsilon: a rounding that the model then amplifies.
+def moved_embeddings(model: PreTrainedModel, seed: int) -> RemovableHandle:
+    """Multiply embeddings by 1 ± epsilon in a ``with`` block: a rounding that the model amplifies.
 
     The model is still given ids, because some look up more than embeddings by them (Gemma 4).
     """
@@ -163,11 +162,8 @@ def moved_embeddings(model: PreTrainedModel, seed: int) -> Iterator[None]:
         signs = torch.randint(0, 2, found.shape, generator=generator).to(found.device) * 2 - 1
         return (found.float() * (1 + torch.finfo(found.dtype).eps * signs)).to(found.dtype)
 
-    handle = model.get_input_embeddings().register_forward_hook(move)
-    try:
-        yield
-    finally:
-        handle.remove()
+    embeddings: torch.nn.Module = model.get_input_embeddings()
+    return embeddings.register_forward_hook(move)
 
 
 class _Trial:

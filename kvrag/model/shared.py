@@ -212,8 +212,8 @@ class NextRows(Forward):
 
         In memory, the outputs lie row by row, as the model reads them.
         """
-        reach = self.reach.get(module, EVERYTHING)
-        layer = self.reads.get(module, self._layer)
+        reach = self._attentions.reach.get(module, EVERYTHING)
+        layer = self._attentions.reads.get(module, self._layer)
         outs = []
         is_plain = scores["softcap"] is None and scores["sinks"] is None
         own = self._cached(layer)
