@@ -165,9 +165,10 @@ def key_sources(
         # Clipping follows the projection and shows only on large keys: read the keys at the cache.
         return
     for name in SOURCE_NAMES:
-        if isinstance(outputs.get(name), torch.Tensor):
-            for layout in _layouts(outputs[name], heads, dim):
-                yield KeySource(name, layout), layout(outputs[name])
+        output = outputs.get(name)
+        if isinstance(output, torch.Tensor):
+            for layout in _layouts(output, heads, dim):
+                yield KeySource(name, layout), layout(output)
 
 
 def _layouts(output: torch.Tensor, heads: int, dim: int) -> Iterator[HeadLayout]:

@@ -22,7 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreT
 from kvrag.model.attention import UNDERSTOOD, Mass, ragged_attention, refuse_unknown
 from kvrag.model.linear import FORWARD, may_be_plain
 from kvrag.model.lock import ModelLock, text_config
-from kvrag.model.rows import EVERYTHING, KVBuffer, Limits, Reach, Rows
+from kvrag.model.rows import EVERYTHING, KVBuffer, Limits, Pair, Reach, Rows
 from kvrag.runtime import EXITING, RUNTIME
 
 ATTENTION = "kvrag"  # without "flash" and "/", which transformers treats specially
@@ -36,9 +36,6 @@ BeforeWrite = Callable[..., None]
 
 Tensors are ``(1, H_kv, ·, D)``.
 """
-
-Pair = tuple[torch.Tensor, torch.Tensor]
-"""Both tensors that a layer caches."""
 
 
 class StopForward(Exception):
@@ -56,7 +53,7 @@ class Observed:
 
     masks: dict[int, MaskFunction | None] = field(default_factory=dict)
     made: dict[int, tuple[torch.Tensor, MaskFunction]] = field(default_factory=dict)
-    given: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    given: dict[int, Pair] = field(default_factory=dict)
 
     def note(
         self, module: int, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
@@ -142,7 +139,7 @@ class Forward(Cache):  # type: ignore[misc]
         layer_idx: int,
         *_: object,
         **__: object,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> Pair:
         """Write a layer's fresh rows in place and return all rows up to the forward's last."""
         self._pause()
         stop = self._rows.stop

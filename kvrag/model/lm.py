@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -19,7 +19,6 @@ from kvrag.model.forward import (
     Attentions,
     BeforeWrite,
     Forward,
-    Pair,
     StopForward,
     running,
     switched,
@@ -34,7 +33,7 @@ from kvrag.model.plain import (
     regime_limit,
 )
 from kvrag.model.rope import RotaryTables, Rotations
-from kvrag.model.rows import KVBuffer, Rows
+from kvrag.model.rows import KVBuffer, Pair, Rows
 from kvrag.model.shared import MAX_TOGETHER, Found, NextRows, Portion
 from kvrag.model.steps import Recordings
 from kvrag.model.traits import CACHE, LayerTraits, accepted, find_traits, observe, sample_positions
@@ -328,31 +327,28 @@ class CausalLM:
             name: value for name, value in options.items() if name in self._accepted[bool(logits)]
         }
         run = self.text_model if logits else self._base
-        is_weighed = self.is_dense and forward.mass is not None
-        weighing = self._weighing(forward) if is_weighed else nullcontext()
-        with switched(self.model, forward), weighing, suppress(StopForward):
+        hooks = ExitStack()
+        if self.is_dense and forward.mass is not None:
+            self._weigh(forward, forward.mass, hooks)
+        with switched(self.model, forward), hooks, suppress(StopForward):
             out = run(input_ids=ids, use_cache=True, **options)
             if logits:
                 return cast(torch.Tensor, out.logits[:, -logits:])
         return torch.empty(0, dtype=torch.float32)
 
-    def _weighing(self, forward: Forward) -> ExitStack:
+    def _weigh(self, forward: Forward, mass: Mass, hooks: ExitStack) -> None:
         """Collect the mass of attention that can't be replaced, from its returned weights."""
-        mass = forward.mass
-        assert mass is not None
 
-        def collect(_: object, __: object, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+        def collect(_: object, __: object, output: Pair) -> None:
             if running() is forward:
                 found = largest(
                     output[1].float(), self.shapes[0].num_heads, output[1].shape[2], -mass.rows
                 )
                 mass.total.add_(found.sum(dim=(0, 1)))
 
-        hooks = ExitStack()
         for attention in self._attentions:
             if id(attention) in forward.weighed:
                 hooks.enter_context(attention.register_forward_hook(collect))
-        return hooks
 
     @contextmanager
     def capture(self) -> Iterator[dict[int, torch.Tensor]]:

@@ -33,7 +33,7 @@ from kvrag.model.forward import EAGER, evaluating, switched
 from kvrag.model.linear import mixing_layer
 from kvrag.model.lm import CausalLM
 from kvrag.model.lock import lock_of
-from kvrag.model.rows import KVBuffer, Rows
+from kvrag.model.rows import KVBuffer, Pair, Rows
 from kvrag.model.traits import CACHE, accepted
 
 # Agreement in float32: of logits, and of keys and values relative to the largest of their layer.
@@ -46,7 +46,7 @@ COMPARED_ROWS = 32  # last rows with compared logits; earlier rows are compared 
 ATTEMPTS = 3  # draws of tokens: a failure with all of them is no chance
 FAR = 1500  # rows that keys are moved by, where the context window allows
 
-Pairs = list[tuple[torch.Tensor, torch.Tensor]]
+Pairs = list[Pair]
 """Keys and values per layer, ``(H_kv, N, D)``."""
 
 
@@ -67,8 +67,8 @@ class Check:
     promise: str
     claim: str
     error: float
-    limit: float
-    unit: str
+    limit: float = LIMIT
+    unit: str = "logits"
 
     def allowing(self, noise: Measured) -> Check:
         """Return the check with its limit raised to the measured rounding.
@@ -214,31 +214,25 @@ class _Trial:
                 "0",
                 "a full prefill gives transformers' own logits",
                 gap(full.logits, own.logits),
-                LIMIT,
-                "logits",
             ),
             Check(
                 "0",
                 "a full prefill gives transformers' own keys and values",
                 kv_gap(full.kv, own.kv),
-                LIMIT,
-                "KV",
+                unit="KV",
             ),
             Check(
                 "1",
                 "repairing every row gives the full prefill's logits",
                 gap(every.logits[-1:], own.logits[-1:]),
-                LIMIT,
-                "logits",
             ),
             Check(
                 "1",
                 "repairing every row gives the full prefill's keys and values",
                 kv_gap(every.kv, own.kv),
-                LIMIT,
-                "KV",
+                unit="KV",
             ),
-            Check("2", "a chunk behind its own prefix needs no repair", first, LIMIT, "logits"),
+            Check("2", "a chunk behind its own prefix needs no repair", first),
             Check(
                 "3", "no row sees a later token", self._future(stored, moved), CAUSAL_LIMIT, "KV"
             ),

@@ -20,8 +20,11 @@ from kvrag.errors import UnsupportedModelError
 ApplyRotary = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """``(keys (1, H, T, W), cos (1, T, R), sin (1, T, R)) -> keys`` with the model's own pairing."""
 
-MakeTables = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""``positions (N,) -> cos, sin``, both float32 ``(N, R)``."""
+Tables = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and sines of positions, both float32 ``(N, R)``."""
+
+MakeTables = Callable[[torch.Tensor], Tables]
+"""``positions (N,) -> cos, sin``."""
 
 Index = slice | torch.Tensor
 """Positions of a prompt: a slice, or an int64 index tensor."""
@@ -147,10 +150,10 @@ class RotaryTable:
         return cos, sin * pairing.sign, pairing.is_neighbours
 
     @cached_property
-    def _unit_columns(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def _unit_columns(self) -> Tables:
         return self._spread(self.unit_cos, self.unit_sin)
 
-    def _spread(self, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _spread(self, cos: torch.Tensor, sin: torch.Tensor) -> Tables:
         """Return cosines and sines with a column per dimension that rotates."""
         if self.rotation.is_aligned:
             return cos, sin
@@ -237,7 +240,7 @@ class RotaryTables:
                 )
 
 
-def _no_tables(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _no_tables(positions: torch.Tensor) -> Tables:
     empty = torch.empty((len(positions), 0), dtype=torch.float32, device=positions.device)
     return empty, empty
 
@@ -246,9 +249,7 @@ def _no_tables(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 NO_ROTATION = Rotation("none", _no_tables, lambda keys, _cos, _sin: keys, 1.0, 0, 0, True)
 
 
-def spread(
-    apply: ApplyRotary, cos: torch.Tensor, sin: torch.Tensor, width: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def spread(apply: ApplyRotary, cos: torch.Tensor, sin: torch.Tensor, width: int) -> Tables:
     """Return the cosine and sine of every rotating dimension, both ``(N, width)``.
 
     They are the factors that ``apply`` makes of its tables ``(N, R)``.
@@ -300,7 +301,7 @@ def from_module(
     is_sine_first: bool,
     axes: Sequence[int],
     positions: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Tables:
     """Return the tables of a rotary module.
 
     ``kinds`` holds the layer type, if it asks for that; ``axes`` are those before the positions.
@@ -317,9 +318,7 @@ def from_module(
     return cos[0].float(), sin[0].float()
 
 
-def from_sinusoids(
-    buffer: torch.Tensor, positions: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def from_sinusoids(buffer: torch.Tensor, positions: torch.Tensor) -> Tables:
     """Return the tables of a buffer of sinusoids, sine first (GPT-J before transformers 5.24)."""
     sin, cos = buffer.to(positions.device)[positions].float().chunk(2, dim=-1)
     return cos, sin

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from kvrag.model.attention import fused_attention, ragged_attention
-from kvrag.model.forward import Attentions, BeforeWrite, Forward, Pair
-from kvrag.model.rows import EVERYTHING, KVBuffer, Limits, Rows
+from kvrag.model.forward import Attentions, BeforeWrite, Forward
+from kvrag.model.rows import EVERYTHING, KVBuffer, Limits, Pair, Rows
 
 MAX_TOGETHER = 64  # requests with next rows in the same forward, at most
 BUCKETS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
@@ -177,7 +177,7 @@ class NextRows(Forward):
         layer_idx: int,
         *_: object,
         **__: object,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> Pair:
         """Write every fresh row into its request's buffer, where :meth:`attend` reads it."""
         self._layer = layer_idx
         pair = self._attentions.in_order(layer_idx, (key_states, value_states))

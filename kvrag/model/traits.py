@@ -23,7 +23,7 @@ from kvrag.model.forward import Attentions, Forward, Observed, running, switched
 from kvrag.model.lock import text_config
 from kvrag.model.plain import UNLIMITED, context_window
 from kvrag.model.rope import NO_ROTATION, RotaryTable, Rotation
-from kvrag.model.rows import EVERYTHING, KVBuffer, LayerShape, Reach, Rows
+from kvrag.model.rows import EVERYTHING, KVBuffer, LayerShape, Pair, Reach, Rows
 
 # Hidden state of every row: neighbours vary within a state, so a mix of neighbours shows.
 STATES = (0, 0, 1, 0, 1, 1, 0, 1)
@@ -62,7 +62,7 @@ class Seen(Observed):
     ``writers`` the index of the module that writes each layer.
     """
 
-    kv: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    kv: dict[int, Pair] = field(default_factory=dict)
     writers: dict[int, int] = field(default_factory=dict)
     outputs: list[dict[str, Any]] = field(default_factory=list)
     inputs: list[tuple[int, torch.Tensor]] = field(default_factory=list)
@@ -94,7 +94,7 @@ class _Recorder(Forward):
         layer_idx: int,
         *_: object,
         **__: object,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> Pair:
         if layer_idx in self._seen.kv:
             raise UnsupportedModelError(
                 f"{self._name} writes the KV of layer {layer_idx} twice in one forward"
