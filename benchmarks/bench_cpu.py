@@ -29,7 +29,7 @@ from kvrag.model.linear import WEIGHTS_VARIABLE
 from kvrag.model.lm import CausalLM
 from kvrag.model.load import load
 from kvrag.model.rows import Rows
-from kvrag.model.shared import NextRow
+from kvrag.model.shared import Portion
 from kvrag.model.source import ModelSource
 from kvrag.precompute.encode import shipped
 
@@ -89,7 +89,8 @@ class Kind:
 
         def together() -> None:
             for at in range(BEHIND, BEHIND + STEPS):
-                lm.step([NextRow(ids[:1], each, at, lambda: ids) for each in buffers])
+                rows = Rows.span(at, at + 1)
+                lm.step([Portion(ids[:1], rows, each, logits=1) for each in buffers])
 
         wall, cpu = timed(together)
         self.times["steps"].append((wall / STEPS, cpu / STEPS))

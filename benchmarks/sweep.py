@@ -40,7 +40,7 @@ from kvrag.model.lock import text_model_of
 from kvrag.model.plain import PlainLM, check_generates
 from kvrag.model.proof import LIMIT, gap, prove
 from kvrag.model.rows import Rows
-from kvrag.model.shared import NextRow
+from kvrag.model.shared import Portion
 from kvrag.testing.models import REFUSED, TINY, random_model, tiny_model
 from kvrag.testing.tokenizers import VOCAB_SIZE
 
@@ -254,9 +254,9 @@ def together(lm: CausalLM) -> float:
         kv = lm.buffer(length + 1)
         token = IDS[:1]
         lm.forward(IDS[:length], Rows.span(0, length), kv, logits=0)
-        logits, _ = lm.forward(token, Rows.span(length, length + 1), kv)
-        apart.append(logits[0])
-        rows.append(NextRow(token, kv, length, lambda: torch.empty(0)))
+        row = Portion(token, Rows.span(length, length + 1), kv, logits=1)
+        apart.append(lm.launch(row)[0][0])
+        rows.append(row)
     return max(map(gap, lm.step(rows), apart), default=0.0) if rows else 0.0
 
 

@@ -14,7 +14,6 @@ hold; a proof compares the loaded model with transformers' own forward.
     ids, Rows, KV ──┴──→ forward → attention → rows   cache, attention, limits of rows, KV in slots
                                       └─→ linear      products of a CPU's matrices
     lock (of the model) → steps                       decode steps of all requests, in a forward
-    flash                                             the attention under transformers' generate
 
 May import ``types errors cache config runtime progress``, ``identity`` and ``kv``.
 """

@@ -152,7 +152,7 @@ def _attentions_of(layer: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def key_sources(
-    attention: torch.nn.Module, outputs: dict[str, torch.Tensor], heads: int, dim: int
+    attention: torch.nn.Module, outputs: dict[str, Any], heads: int, dim: int
 ) -> Iterator[tuple[KeySource, torch.Tensor]]:
     """Yield candidates with the keys ``(B, T, H, D)`` that they gave in a forward.
 
@@ -165,9 +165,10 @@ def key_sources(
         # Clipping follows the projection and shows only on large keys: read the keys at the cache.
         return
     for name in SOURCE_NAMES:
-        if name in outputs:
-            for layout in _layouts(outputs[name], heads, dim):
-                yield KeySource(name, layout), layout(outputs[name])
+        output = outputs.get(name)
+        if isinstance(output, torch.Tensor):
+            for layout in _layouts(output, heads, dim):
+                yield KeySource(name, layout), layout(output)
 
 
 def _layouts(output: torch.Tensor, heads: int, dim: int) -> Iterator[HeadLayout]:
@@ -295,13 +296,9 @@ def _fitting(
     for width in (cos.shape[-1], 2 * cos.shape[-1]):
         if width > key_dim:
             continue
+        keys = torch.ones((1, 1, 2, width), device=device)
         try:
-            if apply(torch.ones((1, 1, 2, width), device=device), cos[None], sin[None]).shape != (
-                1,
-                1,
-                2,
-                width,
-            ):
+            if apply(keys, cos[None], sin[None]).shape != keys.shape:
                 continue
         except (RuntimeError, ValueError, IndexError):
             continue

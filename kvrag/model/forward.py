@@ -22,7 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreT
 from kvrag.model.attention import UNDERSTOOD, Mass, ragged_attention, refuse_unknown
 from kvrag.model.linear import FORWARD, may_be_plain
 from kvrag.model.lock import ModelLock, text_config
-from kvrag.model.rows import EVERYTHING, KVBuffer, Limits, Reach, Rows
+from kvrag.model.rows import EVERYTHING, KVBuffer, Limits, Pair, Reach, Rows
 from kvrag.runtime import EXITING, RUNTIME
 
 ATTENTION = "kvrag"  # without "flash" and "/", which transformers treats specially
@@ -36,9 +36,6 @@ BeforeWrite = Callable[..., None]
 
 Tensors are ``(1, H_kv, ·, D)``.
 """
-
-Pair = tuple[torch.Tensor, torch.Tensor]
-"""Both tensors that a layer caches."""
 
 
 class StopForward(Exception):
@@ -56,7 +53,7 @@ class Observed:
 
     masks: dict[int, MaskFunction | None] = field(default_factory=dict)
     made: dict[int, tuple[torch.Tensor, MaskFunction]] = field(default_factory=dict)
-    given: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    given: dict[int, Pair] = field(default_factory=dict)
 
     def note(
         self, module: int, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
@@ -118,8 +115,6 @@ class Forward(Cache):  # type: ignore[misc]
         self.hi = rows.indices(attentions.device)
         self.limits = Limits(self.hi, rows.stop, rows.positions, rows.first, rows.is_fixed)
         self.positions = self.hi if rows.positions is None else rows.positions
-        self.reach = attentions.reach
-        self.reads = attentions.reads
         self.tail = attentions.tail if outputs else attentions.tail[:1]
         self.is_dense = attentions.is_dense
         self.mass = mass
@@ -144,7 +139,7 @@ class Forward(Cache):  # type: ignore[misc]
         layer_idx: int,
         *_: object,
         **__: object,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> Pair:
         """Write a layer's fresh rows in place and return all rows up to the forward's last."""
         self._pause()
         stop = self._rows.stop
@@ -192,10 +187,11 @@ class Forward(Cache):  # type: ignore[misc]
         them). Rows that are not computed are zeros. :class:`StopForward` is raised at the end of
         the tail if no output is needed.
         """
-        if module in self.reads:
+        if module in self._attentions.reads:
             self._pause()
         mass = self.mass if module in self.weighed else None
-        options = {**scores, "reach": self.reach.get(module, EVERYTHING), "mass": mass}
+        reach = self._attentions.reach.get(module, EVERYTHING)
+        options = {**scores, "reach": reach, "mass": mass}
         total = query.shape[2]
         wanted = total
         if module in self.tail:
@@ -304,10 +300,6 @@ def _attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    *,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Adapt :func:`ragged_attention` to transformers' attention interface.
@@ -316,16 +308,15 @@ def _attention(
     """
     forward = _current.running
     if not isinstance(forward, Forward):
-        options = {"scaling": scaling, "softcap": softcap, "s_aux": s_aux}
-        others |= {name: given for name, given in options.items() if given is not None}
         return _attention_of(module, forward)(module, query, key, value, attention_mask, **others)
+    scale, softcap, sinks = (others.pop(name, None) for name in ("scaling", "softcap", "s_aux"))
     if not others.keys() <= UNDERSTOOD or not getattr(module, "is_causal", True):
         refuse_unknown(module, others)
     if forward.observed is not None:
         forward.observed.note(id(module), key, value, attention_mask)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
     out = forward.attend(
-        id(module), query, key, value, {"scale": scale, "softcap": softcap, "sinks": s_aux}
+        id(module), query, key, value, {"scale": scale, "softcap": softcap, "sinks": sinks}
     )
     # Contiguous, as transformers' own attentions return it: some models view it in another shape.
     return out.transpose(1, 2).contiguous(), None

@@ -149,8 +149,7 @@ def mixing_layer(model: torch.nn.Module, run: Callable[[], object]) -> tuple[str
         for name, module in model.named_modules():
             # A layer; its children may hold no more than packed weights.
             if not any(True for child in module.children() for _ in child.parameters()):
-                handle = module.register_forward_hook(partial(hook, name))
-                stack.callback(handle.remove)
+                stack.enter_context(module.register_forward_hook(partial(hook, name)))
         run()
     if not worst[0]:
         return "no layer mixes rows", 0.0

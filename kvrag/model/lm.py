@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -19,7 +19,6 @@ from kvrag.model.forward import (
     Attentions,
     BeforeWrite,
     Forward,
-    Pair,
     StopForward,
     running,
     switched,
@@ -34,8 +33,8 @@ from kvrag.model.plain import (
     regime_limit,
 )
 from kvrag.model.rope import RotaryTables, Rotations
-from kvrag.model.rows import KVBuffer, Rows
-from kvrag.model.shared import Extension, Found, NextRow, NextRows, Portion
+from kvrag.model.rows import KVBuffer, Pair, Rows
+from kvrag.model.shared import MAX_TOGETHER, Found, NextRows, Portion
 from kvrag.model.steps import Recordings
 from kvrag.model.traits import CACHE, LayerTraits, accepted, find_traits, observe, sample_positions
 
@@ -132,7 +131,9 @@ class CausalLM:
         self._can_pack = "position_ids" in self._accepted[False] and not (
             self.is_dense or tells_offsets or expands
         )
-        self._tables = RotaryTables([trait.rotation for trait in self.traits])
+        # Not beyond the length at which the angles are others (longrope).
+        rotations = [trait.rotation for trait in self.traits]
+        self._tables = RotaryTables(rotations, self.reuse_window)
         # Where the length at which the angles change is known, prompts beyond it reuse nothing.
         if self.reuse_window == self.context_window:
             self._tables.check(positions, type(self.model).__name__)
@@ -149,14 +150,13 @@ class CausalLM:
         """Allocate the KV of a request, on a run of slots if given, or of a batch of chunks."""
         if run is not None and self.recorded is not None:
             return self.recorded.buffer(run, capacity)
-        keeps_ids = self.reuse_window < self.context_window and batch == 1
         return KVBuffer.empty(
             self.shapes,
             capacity,
             dtype=self.dtype,
             device=self.device,
             batch=batch,
-            keeps_ids=keeps_ids,
+            keeps_ids=self.reuse_window < self.context_window and batch == 1,
         )
 
     def cached(self, cache: DynamicCache) -> list[Pair]:
@@ -171,8 +171,7 @@ class CausalLM:
 
         They are kept for the next prompts.
         """
-        # Not beyond the length at which the angles are others (longrope).
-        return self._tables.of(num_positions, self.reuse_window, self.device)
+        return self._tables.of(num_positions, self.device)
 
     @property
     def can_share_forwards(self) -> bool:
@@ -271,24 +270,34 @@ class CausalLM:
         return out, None if mass is None else mass.total
 
     @torch.inference_mode()
-    def step(self, rows: Sequence[NextRow]) -> Sequence[torch.Tensor]:
+    def step(self, pieces: Sequence[Portion]) -> Sequence[torch.Tensor]:
         """Compute the next row of every request in a single pass over the weights.
 
         Returns logits ``(1, vocab)`` per request. Several requests need :attr:`can_share_forwards`.
         """
-        if len(rows) == 1:
-            return [rows[0].alone()]
-        ids = torch.cat([row.token_id for row in rows])[None].to(self.device)
+        if len(pieces) == 1:
+            return [self.launch(pieces[0])[0][0]]
+        ids = torch.cat([piece.token_ids for piece in pieces])[None].to(self.device)
         with self.lock:
-            forward = NextRows([(row.kv, row.position) for row in rows], self._switch)
-            return self._run(ids, forward, len(rows))[0][:, None].unbind()
+            return self._run(ids, NextRows(pieces, self._switch), len(pieces))[0][:, None].unbind()
 
     def extension(self, kv: KVBuffer, length: int) -> Extend:
         """Return a function that computes the rows after the first ``length``, with their logits.
 
-        A single row is computed together with the rows of other requests that decode.
+        A single row is computed together with the rows of other requests that decode, where the
+        model can.
         """
-        return Extension(self, kv, length)
+
+        def extend(ids: torch.Tensor) -> torch.Tensor:
+            nonlocal length
+            rows = Rows.span(length, length + len(ids))
+            length = rows.stop
+            if len(ids) > 1 or kv.start is not None:
+                return self.forward(ids, rows, kv, logits=len(ids))[0][0]
+            limit = MAX_TOGETHER if self.can_share_forwards else 1
+            return self.lock.step(Portion(ids, rows, kv, logits=1), self.step, limit=limit)
+
+        return extend
 
     def _outgrow(
         self, ids: torch.Tensor, rows: Rows, known: torch.Tensor
@@ -297,16 +306,10 @@ class CausalLM:
 
         transformers also computes all rows again there. ``known`` collects the ids.
         """
-        is_contiguous = isinstance(rows.slots, slice)
-        known[
-            rows.slots if is_contiguous else rows.slots.cpu()  # type: ignore[union-attr]
-        ] = ids[0].cpu()
-        is_crossing = (
-            is_contiguous
-            # The rows cross the length at which the angles change.
-            and 0 < rows.slots.start <= self.reuse_window < rows.stop  # type: ignore[union-attr]
-        )
-        if is_crossing:
+        slots = rows.slots
+        known[slots if isinstance(slots, slice) else slots.cpu()] = ids[0].cpu()
+        # Rows that cross the length at which the angles change are neighbours.
+        if isinstance(slots, slice) and 0 < slots.start <= self.reuse_window < rows.stop:
             return known[None, : rows.stop], Rows.span(0, rows.stop)
         return ids, rows
 
@@ -324,36 +327,28 @@ class CausalLM:
             name: value for name, value in options.items() if name in self._accepted[bool(logits)]
         }
         run = self.text_model if logits else self._base
-        weighing: AbstractContextManager[None] = nullcontext()
+        hooks = ExitStack()
         if self.is_dense and forward.mass is not None:
-            weighing = self._weighing(forward)
-        with switched(self.model, forward), weighing, suppress(StopForward):
+            self._weigh(forward, forward.mass, hooks)
+        with switched(self.model, forward), hooks, suppress(StopForward):
             out = run(input_ids=ids, use_cache=True, **options)
             if logits:
                 return cast(torch.Tensor, out.logits[:, -logits:])
         return torch.empty(0, dtype=torch.float32)
 
-    @contextmanager
-    def _weighing(self, forward: Forward) -> Iterator[None]:
+    def _weigh(self, forward: Forward, mass: Mass, hooks: ExitStack) -> None:
         """Collect the mass of attention that can't be replaced, from its returned weights."""
-        mass = forward.mass
-        assert mass is not None
 
-        def collect(_: object, __: object, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+        def collect(_: object, __: object, output: Pair) -> None:
             if running() is forward:
                 found = largest(
                     output[1].float(), self.shapes[0].num_heads, output[1].shape[2], -mass.rows
                 )
                 mass.total.add_(found.sum(dim=(0, 1)))
 
-        handles = [
-            a.register_forward_hook(collect) for a in self._attentions if id(a) in forward.weighed
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        for attention in self._attentions:
+            if id(attention) in forward.weighed:
+                hooks.enter_context(attention.register_forward_hook(collect))
 
     @contextmanager
     def capture(self) -> Iterator[dict[int, torch.Tensor]]:
@@ -361,38 +356,31 @@ class CausalLM:
 
         kvrag's other threads wait meanwhile.
         """
-        with self.lock:
+        with self.lock, ExitStack() as hooks:
             captured = dict[int, torch.Tensor]()
             owner = threading.get_ident()
 
             def is_ours() -> bool:
                 return threading.get_ident() == owner and not self.lock.is_stepping
 
-            sources = [trait.source for trait in self.traits]
-            layers = [(layer, source) for layer, source in enumerate(sources) if source is not None]
-            handles = [
-                source.attach(
-                    self._attentions[self.traits[layer].modules[0]], layer, captured, is_ours
-                )
-                for layer, source in layers
-            ]
+            for layer, trait in enumerate(self.traits):
+                if trait.source is not None:
+                    attention = self._attentions[trait.modules[0]]
+                    hooks.enter_context(trait.source.attach(attention, layer, captured, is_ours))
             self._captured = captured
             try:
                 yield captured
             finally:
                 self._captured = None
-                for handle in handles:
-                    handle.remove()
 
     def _capture_cached(self, kv: KVBuffer, rows: Rows, captured: dict[int, torch.Tensor]) -> None:
         """Un-rotate the fresh keys of layers where no submodule gives position-free keys."""
-        layers = [layer for layer, trait in enumerate(self.traits) if trait.source is None]
-        rotations = self.rotary(rows.stop) if layers else []
         positions = rows.slots if rows.positions is None else rows.positions
-        for layer in layers:
-            keys = kv.keys(layer)[:, :, rows.slots]
-            free = rotations[layer].unrotate(keys.flatten(0, 1), positions)
-            captured[layer] = free.reshape(keys.shape).transpose(1, 2)
+        for layer, trait in enumerate(self.traits):
+            if trait.source is None:
+                keys = kv.keys(layer)[:, :, rows.slots]
+                free = self.rotary(rows.stop)[layer].unrotate(keys.flatten(0, 1), positions)
+                captured[layer] = free.reshape(keys.shape).transpose(1, 2)
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)

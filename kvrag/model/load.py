@@ -60,9 +60,7 @@ logger = logging.getLogger(__name__)
 PROOF_VERSION = 4  # version of the checks; a change invalidates every kept proof
 
 
-_loaded: weakref.WeakValueDictionary[tuple[object, ...], LoadedModel] = (
-    weakref.WeakValueDictionary()
-)
+_loaded = weakref.WeakValueDictionary[tuple[object, ...], LoadedModel]()
 """Models in use, by source; a model is freed with the last engine that uses it."""
 _load_lock = threading.Lock()
 

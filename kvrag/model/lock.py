@@ -76,11 +76,8 @@ class ModelLock:
         self.is_stepping = False
         self._due = 0.0  # time at which a forward pauses next
 
-    def acquire(self, timeout: float | None = None) -> bool:
-        """Wait for the lock, ``timeout`` seconds at most (by default as long as it takes).
-
-        Returns whether this thread holds it.
-        """
+    def acquire(self) -> None:
+        """Wait for the lock."""
         waiting = _Waiting()
         start = time.perf_counter()
         try:  # an interrupt may come at any moment from here on
@@ -89,16 +86,15 @@ class ModelLock:
                     self._holder = waiting.thread
                     self._depth += 1
                     waiting.has_model = True
-                    return True
+                    return
                 self._queue.append(waiting)
-            waiting.event.wait(timeout)
+            waiting.event.wait()
         except BaseException:
             if not self._leave(waiting):
                 self.release()
             raise
         finally:
             WAITED.seconds += time.perf_counter() - start
-        return waiting.has_model or not self._leave(waiting)
 
     def _leave(self, waiting: _Waiting) -> bool:
         """Stop waiting; return whether the lock was not handed over meanwhile."""

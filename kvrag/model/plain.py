@@ -324,22 +324,18 @@ class Run:
     def _forward(self, stop: int, cancel: threading.Event | None = None) -> torch.Tensor:
         """Compute the rows up to ``stop``; return the last row's logits ``(vocab,)``."""
         model = self._model
-        is_last = stop == self._ids.shape[1]
-        is_first = not self._num_rows
-        size = stop - self._num_rows
-        options = {
-            "next_sequence_length": size
-            if self._kwargs.get("use_cache") and not is_first
-            else None,
-            "is_first_iteration": is_first,
-        }
-        given = {
-            name: _head(value, stop, self._ids.shape[1]) for name, value in self._kwargs.items()
-        }
+        total = self._ids.shape[1]
+        behind = self._num_rows and self._kwargs.get("use_cache")
+        given = {name: _head(value, stop, total) for name, value in self._kwargs.items()}
         with self._alone(cancel):
-            inputs = model.prepare_inputs_for_generation(self._ids[:, :stop], **options, **given)
+            inputs = model.prepare_inputs_for_generation(
+                self._ids[:, :stop],
+                next_sequence_length=stop - self._num_rows if behind else None,
+                is_first_iteration=not self._num_rows,
+                **given,
+            )
             out = model(**inputs, return_dict=True)
-        if is_last:
+        if stop == total:
             self._kwargs = model._update_model_kwargs_for_generation(out, self._kwargs)
         self._num_rows = stop
         # Cloned, because a view would keep the logits of every row.
@@ -380,11 +376,13 @@ def _prepared(model: PreTrainedModel, ids: torch.Tensor, max_new_tokens: int) ->
         found.update({name: arguments[name] for name in arguments.keys() - loop})
         return input_ids
 
-    options = {
-        "max_new_tokens": max_new_tokens,
-        "do_sample": False,
-        "num_beams": 1,
-        "pad_token_id": 0,
-    }
-    model.generate(ids, custom_generate=take, attention_mask=torch.ones_like(ids), **options)
+    model.generate(
+        ids,
+        custom_generate=take,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        num_beams=1,
+        pad_token_id=0,
+    )
     return found

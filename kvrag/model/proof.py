@@ -19,21 +19,21 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils.hooks import RemovableHandle
 from transformers import DynamicCache, PreTrainedModel
 
 from kvrag.model.forward import EAGER, evaluating, switched
 from kvrag.model.linear import mixing_layer
 from kvrag.model.lm import CausalLM
 from kvrag.model.lock import lock_of
-from kvrag.model.rows import KVBuffer, Rows
+from kvrag.model.rows import KVBuffer, Pair, Rows
 from kvrag.model.traits import CACHE, accepted
 
 # Agreement in float32: of logits, and of keys and values relative to the largest of their layer.
@@ -46,7 +46,7 @@ COMPARED_ROWS = 32  # last rows with compared logits; earlier rows are compared 
 ATTEMPTS = 3  # draws of tokens: a failure with all of them is no chance
 FAR = 1500  # rows that keys are moved by, where the context window allows
 
-Pairs = list[tuple[torch.Tensor, torch.Tensor]]
+Pairs = list[Pair]
 """Keys and values per layer, ``(H_kv, N, D)``."""
 
 
@@ -67,8 +67,8 @@ class Check:
     promise: str
     claim: str
     error: float
-    limit: float
-    unit: str
+    limit: float = LIMIT
+    unit: str = "logits"
 
     def allowing(self, noise: Measured) -> Check:
         """Return the check with its limit raised to the measured rounding.
@@ -151,9 +151,8 @@ def prove(lm: CausalLM, *, seed: int = 0) -> Proof:
     return replace(proof, seconds=time.perf_counter() - start)
 
 
-@contextmanager
-def moved_embeddings(model: PreTrainedModel, seed: int) -> Iterator[None]:
-    """Multiply embeddings by 1 ± epsilon: a rounding that the model then amplifies.
+def moved_embeddings(model: PreTrainedModel, seed: int) -> RemovableHandle:
+    """Multiply embeddings by 1 ± epsilon in a ``with`` block: a rounding that the model amplifies.
 
     The model is still given ids, because some look up more than embeddings by them (Gemma 4).
     """
@@ -163,11 +162,8 @@ def moved_embeddings(model: PreTrainedModel, seed: int) -> Iterator[None]:
         signs = torch.randint(0, 2, found.shape, generator=generator).to(found.device) * 2 - 1
         return (found.float() * (1 + torch.finfo(found.dtype).eps * signs)).to(found.dtype)
 
-    handle = model.get_input_embeddings().register_forward_hook(move)
-    try:
-        yield
-    finally:
-        handle.remove()
+    embeddings: torch.nn.Module = model.get_input_embeddings()
+    return embeddings.register_forward_hook(move)
 
 
 class _Trial:
@@ -218,31 +214,25 @@ class _Trial:
                 "0",
                 "a full prefill gives transformers' own logits",
                 gap(full.logits, own.logits),
-                LIMIT,
-                "logits",
             ),
             Check(
                 "0",
                 "a full prefill gives transformers' own keys and values",
                 kv_gap(full.kv, own.kv),
-                LIMIT,
-                "KV",
+                unit="KV",
             ),
             Check(
                 "1",
                 "repairing every row gives the full prefill's logits",
                 gap(every.logits[-1:], own.logits[-1:]),
-                LIMIT,
-                "logits",
             ),
             Check(
                 "1",
                 "repairing every row gives the full prefill's keys and values",
                 kv_gap(every.kv, own.kv),
-                LIMIT,
-                "KV",
+                unit="KV",
             ),
-            Check("2", "a chunk behind its own prefix needs no repair", first, LIMIT, "logits"),
+            Check("2", "a chunk behind its own prefix needs no repair", first),
             Check(
                 "3", "no row sees a later token", self._future(stored, moved), CAUSAL_LIMIT, "KV"
             ),

@@ -10,8 +10,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple, cast
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -20,8 +20,11 @@ from kvrag.errors import UnsupportedModelError
 ApplyRotary = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """``(keys (1, H, T, W), cos (1, T, R), sin (1, T, R)) -> keys`` with the model's own pairing."""
 
-MakeTables = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""``positions (N,) -> cos, sin``, both float32 ``(N, R)``."""
+Tables = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and sines of positions, both float32 ``(N, R)``."""
+
+MakeTables = Callable[[torch.Tensor], Tables]
+"""``positions (N,) -> cos, sin``."""
 
 Index = slice | torch.Tensor
 """Positions of a prompt: a slice, or an int64 index tensor."""
@@ -57,10 +60,6 @@ class Pairing(NamedTuple):
     sign: float
 
 
-_PAIRINGS = WeakKeyDictionary[Rotation, Pairing | None]()
-"""Pairings found so far; ``None`` for a rotation of another kind."""
-
-
 class RotaryTable:
     """Rotations of a prompt's positions 0 to ``N - 1``, for layers of the same kind.
 
@@ -79,7 +78,6 @@ class RotaryTable:
             x if self.magnitude == 1.0 else x / self.magnitude for x in (cos, sin)
         )
         self.rotating = slice(self.start, self.start + self.width)
-        self._columns: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def rotate(self, keys: torch.Tensor, rows: Index) -> torch.Tensor:
         """Rotate position-free keys ``(H, T, D)`` to the positions ``rows``.
@@ -105,12 +103,8 @@ class RotaryTable:
 
     def partner(self, vectors: torch.Tensor) -> torch.Tensor:
         """Return ``J(vectors)``, the factor of the sines: ``(H, T, width)`` for ``(H, T, D)``."""
-        found = vectors[..., self.rotating]
-        if not self.width:
-            return found
-        zero = torch.zeros_like(self.cos[:1])
-        one = torch.ones_like(self.cos[:1])
-        return self.apply(found[None], zero[None], one[None])[0]
+        zero = torch.zeros_like(self.cos[None, :1])
+        return self.apply(vectors[None, ..., self.rotating], zero, torch.ones_like(zero))[0]
 
     def add_unit_rotated(
         self,
@@ -126,9 +120,7 @@ class RotaryTable:
         them; by default it is computed here.
         """
         if self.width:
-            if self._columns is None:
-                self._columns = self._spread(self.unit_cos, self.unit_sin)
-            cos, sin = self._columns
+            cos, sin = self._unit_columns
             aside = self.partner(vectors) if partner is None else partner
             # In float32, so that 16-bit values are rounded once.
             target[..., self.rotating] += (cos[rows] * vectors[..., self.rotating]).addcmul_(
@@ -149,42 +141,48 @@ class RotaryTable:
         Other pairs are halves. The result is ``None`` if the rotation is of neither kind, or the
         rotating dimensions are not the first.
         """
-        if self.rotation not in _PAIRINGS:  # reads from the device, so done once
-            _PAIRINGS[self.rotation] = self._pairing()
-        pairing = _PAIRINGS[self.rotation]
+        pairing = self._pairing
         if pairing is None:
             return None
-        first = slice(0, None, 2) if pairing.is_neighbours else slice(0, self.width // 2)
+        first, _ = self._sides(pairing.is_neighbours)
         tables = self._spread(self.cos[:count], self.sin[:count])
         cos, sin = (x[:, first].contiguous() for x in tables)
         return cos, sin * pairing.sign, pairing.is_neighbours
 
-    def _spread(self, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    @cached_property
+    def _unit_columns(self) -> Tables:
+        return self._spread(self.unit_cos, self.unit_sin)
+
+    def _spread(self, cos: torch.Tensor, sin: torch.Tensor) -> Tables:
         """Return cosines and sines with a column per dimension that rotates."""
         if self.rotation.is_aligned:
             return cos, sin
         return spread(self.apply, cos, sin, self.width)
 
+    def _sides(self, is_neighbours: bool) -> tuple[slice, slice]:
+        """Return the first and the second dimensions of all pairs."""
+        if is_neighbours:
+            return slice(0, None, 2), slice(1, None, 2)
+        return slice(0, self.width // 2), slice(self.width // 2, None)
+
+    @cached_property
     def _pairing(self) -> Pairing | None:
-        half, is_odd = divmod(self.width, 2)
-        if not self.width or is_odd or self.start:
+        """Pairing of the rotation; found once, because that reads from the device."""
+        if not self.width or self.width % 2 or self.start:
             return None
         count = torch.arange(1, self.width + 1, dtype=torch.float32, device=self.cos.device)
         found = self.partner(count[None, None])[0, 0]
         sign = -float(found[0].sign())  # some rotate the other way (nanochat)
-        is_halves = torch.equal(found * sign, torch.cat([-count[half:], count[:half]]))
-        is_neighbours = torch.equal(
-            found * sign, torch.stack([-count[1::2], count[::2]], dim=1).flatten()
-        )
-        if not (is_halves or is_neighbours):
-            return None
-        first = slice(0, None, 2)
-        second = slice(1, None, 2)
-        if is_halves:
-            first = slice(0, half)
-            second = slice(half, None)
-        if all(torch.equal(x[:3, first], x[:3, second]) for x in self._spread(self.cos, self.sin)):
-            return Pairing(is_neighbours, sign)
+        tables = self._spread(self.cos[:3], self.sin[:3])
+        for is_neighbours in (False, True):
+            first, second = self._sides(is_neighbours)
+            partner = torch.empty_like(count)
+            partner[first] = -count[second]
+            partner[second] = count[first]
+            if torch.equal(found * sign, partner) and all(
+                torch.equal(x[:, first], x[:, second]) for x in tables
+            ):
+                return Pairing(is_neighbours, sign)
         return None
 
     def _apply(self, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -192,12 +190,9 @@ class RotaryTable:
             return keys
         if self.width == keys.shape[-1]:
             return self.apply(keys.float()[None], cos[None], sin[None])[0].to(keys.dtype)
-        rotated = self.apply(keys[..., self.rotating].float()[None], cos[None], sin[None])[0].to(
-            keys.dtype
-        )
-        return torch.cat(
-            [keys[..., : self.start], rotated, keys[..., self.rotating.stop :]], dim=-1
-        )
+        rotated = self.apply(keys[..., self.rotating].float()[None], cos[None], sin[None])[0]
+        before, behind = keys[..., : self.start], keys[..., self.rotating.stop :]
+        return torch.cat([before, rotated.to(keys.dtype), behind], dim=-1)
 
 
 Rotations = Sequence[RotaryTable]
@@ -208,25 +203,26 @@ Layers of the same kind share a table (Gemma 3 has two kinds).
 
 
 class RotaryTables:
-    """Rotary tables of a model, kept from prompt to prompt; ``rotations`` has one per layer."""
+    """Rotary tables of a model, kept from prompt to prompt; ``rotations`` has one per layer.
 
-    def __init__(self, rotations: Sequence[Rotation]) -> None:
+    Tables for more than ``limit`` positions are not kept.
+    """
+
+    def __init__(self, rotations: Sequence[Rotation], limit: int) -> None:
         self._rotations = rotations
+        self._limit = limit
         self._kept: Rotations = ()
 
-    def of(self, num_positions: int, limit: int, device: torch.device) -> Rotations:
-        """Return the rotations of at least ``num_positions`` positions per layer, in float32.
-
-        Tables for more than ``limit`` positions are not kept.
-        """
-        if self._kept and num_positions <= min(limit, len(self._kept[0].cos)):
+    def of(self, num_positions: int, device: torch.device) -> Rotations:
+        """Return the rotations of at least ``num_positions`` positions per layer, in float32."""
+        if self._kept and num_positions <= min(self._limit, len(self._kept[0].cos)):
             return self._kept
         # With room for longer prompts.
-        count = max(num_positions, min(2 * num_positions, limit))
+        count = max(num_positions, min(2 * num_positions, self._limit))
         positions = torch.arange(count, device=device)
-        made = {each: RotaryTable(each, *each.tables(positions)) for each in set(self._rotations)}
+        made = {each: each.at(positions) for each in set(self._rotations)}
         found = [made[each] for each in self._rotations]
-        if num_positions <= limit:
+        if num_positions <= self._limit:
             self._kept = found
         return found
 
@@ -244,7 +240,7 @@ class RotaryTables:
                 )
 
 
-def _no_tables(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _no_tables(positions: torch.Tensor) -> Tables:
     empty = torch.empty((len(positions), 0), dtype=torch.float32, device=positions.device)
     return empty, empty
 
@@ -253,9 +249,7 @@ def _no_tables(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 NO_ROTATION = Rotation("none", _no_tables, lambda keys, _cos, _sin: keys, 1.0, 0, 0, True)
 
 
-def spread(
-    apply: ApplyRotary, cos: torch.Tensor, sin: torch.Tensor, width: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def spread(apply: ApplyRotary, cos: torch.Tensor, sin: torch.Tensor, width: int) -> Tables:
     """Return the cosine and sine of every rotating dimension, both ``(N, width)``.
 
     They are the factors that ``apply`` makes of its tables ``(N, R)``.
@@ -307,7 +301,7 @@ def from_module(
     is_sine_first: bool,
     axes: Sequence[int],
     positions: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Tables:
     """Return the tables of a rotary module.
 
     ``kinds`` holds the layer type, if it asks for that; ``axes`` are those before the positions.
@@ -324,9 +318,7 @@ def from_module(
     return cos[0].float(), sin[0].float()
 
 
-def from_sinusoids(
-    buffer: torch.Tensor, positions: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def from_sinusoids(buffer: torch.Tensor, positions: torch.Tensor) -> Tables:
     """Return the tables of a buffer of sinusoids, sine first (GPT-J before transformers 5.24)."""
     sin, cos = buffer.to(positions.device)[positions].float().chunk(2, dim=-1)
     return cos, sin

@@ -24,6 +24,10 @@ MAX_BLOCKED = 2**22
 MAX_CACHED_MASK = 2**24  # elements of a forward's mask up to which all its layers share it
 
 
+Pair = tuple[torch.Tensor, torch.Tensor]
+"""Both tensors that a layer caches."""
+
+
 @dataclass(frozen=True, slots=True)
 class Reach:
     """Reach of a layer's rows to earlier keys; by default unlimited.
@@ -74,7 +78,7 @@ class KVBuffer:
 
     def __init__(
         self,
-        layers: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        layers: Sequence[Pair],
         token_ids: torch.Tensor | None = None,
         start: int | None = None,
     ) -> None:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-# ruff: noqa: D102  (CausalLM documents the members of Steps)
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from kvrag.model.attention import fused_attention, ragged_attention
-from kvrag.model.forward import Attentions, BeforeWrite, Forward, Pair
-from kvrag.model.lock import ModelLock
-from kvrag.model.rows import EVERYTHING, KVBuffer, Limits, Rows
+from kvrag.model.forward import Attentions, BeforeWrite, Forward
+from kvrag.model.rows import EVERYTHING, KVBuffer, Limits, Pair, Rows
 
 MAX_TOGETHER = 64  # requests with next rows in the same forward, at most
 BUCKETS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
@@ -97,20 +95,6 @@ Found = tuple[torch.Tensor, torch.Tensor | None]
 """Logits and mass, as :meth:`CausalLM.forward` returns them."""
 
 
-class Steps(Protocol):
-    """A model, as shared forwards use it; :class:`~kvrag.model.lm.CausalLM` has the docs."""
-
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def lock(self) -> ModelLock: ...
-    @property
-    def can_share_forwards(self) -> bool: ...
-    def step(self, rows: Sequence[Any]) -> Sequence[torch.Tensor]: ...
-    def forward(self, *args: Any, **kwargs: Any) -> Found: ...
-    def launch(self, piece: Portion) -> Found: ...
-
-
 def _at_least(count: int, sizes: Sequence[int] = BUCKETS) -> int:
     return sizes[bisect_left(sizes, count)]
 
@@ -163,18 +147,6 @@ def inputs_of(
     return inputs
 
 
-class NextRow(NamedTuple):
-    """Next row of a request: its token, int64 ``(1,)``, its buffer and its position.
-
-    ``alone`` computes its logits without other requests.
-    """
-
-    token_id: torch.Tensor
-    kv: KVBuffer
-    position: int
-    alone: Callable[[], torch.Tensor]
-
-
 class NextRows(Forward):
     """Decode step of several requests: row ``i`` is the next row of request ``i``.
 
@@ -183,24 +155,19 @@ class NextRows(Forward):
 
     Parameters
     ----------
-    requests
-        Buffer and position of every row.
+    pieces
+        The row of every request, with its buffer.
     attentions
         Attention modules of the model.
     """
 
-    def __init__(self, requests: Sequence[tuple[KVBuffer, int]], attentions: Attentions) -> None:
-        first, position = requests[0]
-        super().__init__(
-            Rows.span(position, position + 1), first, attentions, outputs=len(requests)
-        )
-        self.requests = requests
-        self.positions = torch.tensor(
-            [position for _, position in requests], device=attentions.device
-        )
-        self._each = [
-            Limits(torch.tensor([p], device=attentions.device), p + 1) for _, p in requests
-        ]
+    def __init__(self, pieces: Sequence[Portion], attentions: Attentions) -> None:
+        first = pieces[0]
+        super().__init__(first.rows, first.kv, attentions, outputs=len(pieces))
+        own = [each.rows.indices(attentions.device) for each in pieces]
+        self.positions = torch.cat(own)
+        self._each = [Limits(at, each.rows.stop) for at, each in zip(own, pieces, strict=True)]
+        self._pieces = pieces
         self._layer = 0
 
     def update(
@@ -210,13 +177,13 @@ class NextRows(Forward):
         layer_idx: int,
         *_: object,
         **__: object,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> Pair:
         """Write every fresh row into its request's buffer, where :meth:`attend` reads it."""
         self._layer = layer_idx
         pair = self._attentions.in_order(layer_idx, (key_states, value_states))
         for side, fresh in enumerate(pair):
-            for (kv, position), row in zip(self.requests, fresh.unbind(2), strict=True):
-                kv.layers[layer_idx][side].select(2, position).copy_(row)
+            for piece, row in zip(self._pieces, fresh.unbind(2), strict=True):
+                piece.kv.layers[layer_idx][side].select(2, piece.rows.stop - 1).copy_(row)
         if layer_idx not in self._attentions.latent:
             return key_states, value_states
         # The module makes keys and values of the latents of all requests at once.
@@ -228,9 +195,9 @@ class NextRows(Forward):
     def _cached(self, layer: int) -> list[Pair]:
         """Return the keys and values of every request in a layer."""
         found = []
-        for kv, position in self.requests:
-            keys, values = kv.layers[layer]
-            found.append((keys[:, :, : position + 1], values[:, :, : position + 1]))
+        for piece in self._pieces:
+            keys, values = piece.kv.layers[layer]
+            found.append((keys[:, :, : piece.rows.stop], values[:, :, : piece.rows.stop]))
         return found
 
     def attend(
@@ -245,8 +212,8 @@ class NextRows(Forward):
 
         In memory, the outputs lie row by row, as the model reads them.
         """
-        reach = self.reach.get(module, EVERYTHING)
-        layer = self.reads.get(module, self._layer)
+        reach = self._attentions.reach.get(module, EVERYTHING)
+        layer = self._attentions.reads.get(module, self._layer)
         outs = []
         is_plain = scores["softcap"] is None and scores["sinks"] is None
         own = self._cached(layer)
@@ -263,29 +230,3 @@ class NextRows(Forward):
                 out = ragged_attention(row, own_keys, own_values, limits, reach=reach, **scores)
             outs.append(out.transpose(1, 2))
         return torch.cat(outs, dim=1).transpose(1, 2)
-
-
-class Extension:
-    """Extension of a buffer behind its first ``length`` rows: ``ids (R,) -> logits (R, vocab)``."""
-
-    def __init__(self, model: Steps, kv: KVBuffer, length: int) -> None:
-        self._model = model
-        self._kv = kv
-        self._length = length
-
-    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
-        """Compute rows.
-
-        A single row is computed together with rows of other requests, where the model can.
-        """
-        rows = Rows.span(self._length, self._length + len(ids))
-        self._length = rows.stop
-
-        def alone() -> torch.Tensor:
-            return self._model.forward(ids, rows, self._kv, logits=len(ids))[0][0]
-
-        if len(ids) > 1 or self._kv.start is not None:
-            return alone()
-        row = NextRow(ids, self._kv, rows.stop - 1, alone)
-        limit = MAX_TOGETHER if self._model.can_share_forwards else 1
-        return self._model.lock.step(row, self._model.step, limit=limit)

@@ -9,9 +9,9 @@ position in any other way, or on their neighbours.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from kvrag.model.forward import Attentions, Forward, Observed, running, switched
 from kvrag.model.lock import text_config
 from kvrag.model.plain import UNLIMITED, context_window
 from kvrag.model.rope import NO_ROTATION, RotaryTable, Rotation
-from kvrag.model.rows import EVERYTHING, KVBuffer, LayerShape, Reach, Rows
+from kvrag.model.rows import EVERYTHING, KVBuffer, LayerShape, Pair, Reach, Rows
 
 # Hidden state of every row: neighbours vary within a state, so a mix of neighbours shows.
 STATES = (0, 0, 1, 0, 1, 1, 0, 1)
@@ -55,17 +55,17 @@ class LayerTraits:
 
 @dataclass(slots=True)
 class Seen(Observed):
-    """Observations of a forward by layer: KV, submodules' outputs, whether it returns weights.
+    """Observations of a forward by layer: its KV, and outputs of its attention and of submodules.
 
+    ``outputs`` are by the submodules' names; the attention's own is ``""``.
     ``inputs`` are the indices and inputs of the attention modules in the order of their calls, and
     ``writers`` the index of the module that writes each layer.
     """
 
-    kv: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    kv: dict[int, Pair] = field(default_factory=dict)
     writers: dict[int, int] = field(default_factory=dict)
-    outputs: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    outputs: list[dict[str, Any]] = field(default_factory=list)
     inputs: list[tuple[int, torch.Tensor]] = field(default_factory=list)
-    returns_weights: dict[int, bool] = field(default_factory=dict)
 
 
 class _NoLayers(list[Any]):
@@ -94,7 +94,7 @@ class _Recorder(Forward):
         layer_idx: int,
         *_: object,
         **__: object,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> Pair:
         if layer_idx in self._seen.kv:
             raise UnsupportedModelError(
                 f"{self._name} writes the KV of layer {layer_idx} twice in one forward"
@@ -151,23 +151,12 @@ def observe(
     inputs = {option: value for option, value in inputs.items() if option in accepted(decoder)}
     inputs["input_ids"] = ((states + 1) % int(text_config(model).vocab_size))[None]
     try:
-        with ExitStack() as stack, torch.inference_mode():
+        with ExitStack() as hooks, switched(model, recorder), torch.inference_mode():
             for layer, attention in enumerate(attentions):
-                stack.enter_context(_watched(attention, layer, states, seen))
-            stack.enter_context(switched(model, recorder))
+                _watch(attention, layer, states, seen, hooks)
             decoder(**inputs, use_cache=True)
-    except UnsupportedModelError:
-        raise
-    except (
-        ArithmeticError,
-        AssertionError,
-        AttributeError,
-        LookupError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ) as error:
-        if is_out_of_memory(error):
+    except Exception as error:  # code of any model
+        if isinstance(error, UnsupportedModelError) or is_out_of_memory(error):
             raise
         raise UnsupportedModelError(
             f"the forward of {name} fails over chosen tokens with a cache of keys and values only, "
@@ -181,15 +170,11 @@ def accepted(module: torch.nn.Module) -> frozenset[str]:
     return frozenset(inspect.signature(type(module).forward).parameters)
 
 
-@contextmanager
-def _watched(
-    attention: torch.nn.Module, layer: int, states: torch.Tensor, seen: Seen
-) -> Iterator[None]:
-    """Feed an attention module its two hidden states, and record its submodules' outputs.
-
-    Whether it returns its attention weights is recorded, too.
-    """
-    outputs: dict[str, torch.Tensor] = {}
+def _watch(
+    attention: torch.nn.Module, layer: int, states: torch.Tensor, seen: Seen, hooks: ExitStack
+) -> None:
+    """Feed an attention module its two hidden states, and record its submodules' outputs."""
+    outputs: dict[str, Any] = {}
     seen.outputs.append(outputs)
 
     def is_ours() -> bool:
@@ -207,26 +192,13 @@ def _watched(
             return (hidden, *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": hidden}
 
-    def note(name: str) -> Callable[..., None]:
-        def keep(_: torch.nn.Module, __: object, output: object) -> None:
-            if isinstance(output, torch.Tensor) and is_ours():
-                outputs[name] = output
-
-        return keep
-
-    def weigh(_: torch.nn.Module, __: object, output: object) -> None:
+    def keep(name: str, _: torch.nn.Module, __: object, output: object) -> None:
         if is_ours():
-            second = output[1] if isinstance(output, tuple) and len(output) > 1 else None
-            seen.returns_weights[layer] = isinstance(second, torch.Tensor) and second.dim() == 4
+            outputs[name] = output
 
-    handles = [m.register_forward_hook(note(name)) for name, m in attention.named_modules() if name]
-    handles.append(attention.register_forward_pre_hook(give, with_kwargs=True))
-    handles.append(attention.register_forward_hook(weigh))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    for name, module in attention.named_modules():
+        hooks.enter_context(module.register_forward_hook(partial(keep, name)))
+    hooks.enter_context(attention.register_forward_pre_hook(give, with_kwargs=True))
 
 
 def find_traits(
@@ -248,7 +220,7 @@ def find_traits(
             f"{name} keeps KV in its own shape; kvrag needs (batch, heads, tokens, head dim)"
         )
     readers = _readers(name, attentions, seen)
-    known: dict[int, list[tuple[Rotation, RotaryTable]]] = {}
+    known: dict[int, list[RotaryTable]] = {}
     traits = []
     for layer, modules in enumerate(readers):
         attention = attentions[modules[0]]
@@ -261,7 +233,7 @@ def find_traits(
                 f"layer {layer} of {name} keeps keys and values that both depend on their "
                 "position; kvrag moves only one of them"
             )
-        rotation, table = _explain(model, layer, attention, keys, positions, known)
+        table = _explain(model, layer, attention, keys, positions, known)
         shape = _shape_of(keys, values)
         read = seen.given.get(id(attention), (keys, values))
         expands = not all(map(_repeats, read, (keys, values)))
@@ -278,7 +250,7 @@ def find_traits(
             LayerTraits(
                 shape,
                 _shape_of(*read),
-                rotation,
+                table.rotation,
                 source,
                 reach,
                 is_latent,
@@ -344,9 +316,9 @@ def _explain(
     attention: torch.nn.Module,
     keys: torch.Tensor,
     positions: torch.Tensor,
-    known: dict[int, list[tuple[Rotation, RotaryTable]]],
-) -> tuple[Rotation, RotaryTable]:
-    """Return the rotation, with its table, that explains these keys best.
+    known: dict[int, list[RotaryTable]],
+) -> RotaryTable:
+    """Return the table of the rotation that explains these keys best.
 
     ``known`` holds candidates by key dim. Raises ``UnsupportedModelError`` if no candidate fits.
     """
@@ -354,14 +326,11 @@ def _explain(
     tolerance = _tolerance(keys)
     exact = keys[0].float()
 
-    def listed() -> list[tuple[Rotation, RotaryTable]]:
-        return [
-            (rotation, rotation.at(positions))
-            for rotation in rotations(decoder_of(model), attention, dim)
-        ]
+    def listed() -> list[RotaryTable]:
+        return [each.at(positions) for each in rotations(decoder_of(model), attention, dim)]
 
-    def error_of(candidate: tuple[Rotation, RotaryTable]) -> float:
-        return _differs_within_states(candidate[1].unrotate(exact, slice(0, exact.shape[1])))
+    def error_of(table: RotaryTable) -> float:
+        return _differs_within_states(table.unrotate(exact, slice(0, exact.shape[1])))
 
     found = known[dim] = known.get(dim) or listed()
     best = min(found, key=error_of)
@@ -370,15 +339,13 @@ def _explain(
         found.append(best)
     if error_of(best) > tolerance:
         more = (
-            (other, RotaryTable(other, table.cos, table.sin))
-            for rotation, table in found
-            for other in scaled(attention, rotation, dim)
+            RotaryTable(other, table.cos, table.sin)
+            for table in found
+            for other in scaled(attention, table.rotation, dim)
         )
         best = min((best, *more), key=error_of)
     if error_of(best) > tolerance:
-        names = list(
-            dict.fromkeys(rotation.name for rotation, _ in found if rotation is not NO_ROTATION)
-        )
+        names = dict.fromkeys(t.rotation.name for t in found if t.rotation is not NO_ROTATION)
         raise UnsupportedModelError(
             f"the keys of layer {layer} of {type(model).__name__} depend on their position in a "
             f"way that its rotary tables ({', '.join(names) or 'it has none'}) don't undo, "
@@ -389,7 +356,7 @@ def _explain(
 
 def _source_of(
     attention: torch.nn.Module,
-    outputs: dict[str, torch.Tensor],
+    outputs: dict[str, Any],
     keys: torch.Tensor,
     table: RotaryTable,
 ) -> KeySource | None:
@@ -409,8 +376,9 @@ def _source_of(
 def _reach_of(model: PreTrainedModel, layer: int, attention: torch.nn.Module, seen: Seen) -> Reach:
     where = f"layer {layer} of {type(model).__name__}"
     if not seen.masks:  # attention that can't be replaced gets its own mask in every forward
-        if seen.returns_weights.get(layer):
-            return EVERYTHING
+        match seen.outputs[layer].get(""):
+            case (_, torch.Tensor() as weights, *_) if weights.dim() == 4:
+                return EVERYTHING
         raise UnsupportedModelError(
             f"{where} neither asks for an attention function nor returns attention weights"
         )

@@ -11,7 +11,7 @@ from kvrag.flash import flash_attention_tier
 from kvrag.model.candidates import attention_modules, rotations
 from kvrag.model.lm import CausalLM
 from kvrag.model.rows import LayerShape, Rows
-from kvrag.model.shared import NextRow
+from kvrag.model.shared import Portion
 from kvrag.precompute.encode import encode_chunks, encode_prefix
 from kvrag.testing.models import TINY, tiny_model
 
@@ -81,7 +81,7 @@ def test_requests_that_decode_together_expand_their_own_latents(name):
         alone.append(lm.forward(token, Rows.span(length, length + 1), kv)[0][0])
         for keys, values in kv.layers:
             keys[:, :, length], values[:, :, length] = torch.nan, torch.nan
-        rows.append(NextRow(token, kv, length, lambda: pytest.fail("not alone")))
+        rows.append(Portion(token, Rows.span(length, length + 1), kv, logits=1))
     for found, expected in zip(lm.step(rows), alone, strict=True):
         torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
 

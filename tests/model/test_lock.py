@@ -208,15 +208,6 @@ class TestModelTurns:
         assert order == list("abcd")
         assert shared._holder is None
 
-    def test_who_waits_no_longer_is_passed_over(self):
-        shared = ModelLock()
-        with shared, ThreadPoolExecutor(1) as pool:
-            assert not pool.submit(shared.acquire, 0.01).result(10)
-        assert not shared._queue
-        assert shared.acquire(0.01)
-        shared.release()
-        assert shared._holder is None
-
     def test_an_interrupted_thread_leaves_the_others_to_another(self):
         begun, release, calls, shared = threading.Event(), threading.Event(), [], ModelLock()
 
