@@ -56,7 +56,7 @@ from kvrag.blend import repair as stages
 from kvrag.blend.covariance import RowCovariance
 from kvrag.blend.layout import Layout, place, rows_of
 from kvrag.blend.repair import REREAD, deviation, probe, repair
-from kvrag.blend.select import effective_ratio
+from kvrag.blend.select import breaks_of, effective_ratio
 from kvrag.blend.stitch import stitch
 from kvrag.evaluate.answers import wilson
 from kvrag.evaluate.questions import normalised
@@ -144,7 +144,7 @@ class Case:
         self._stitched: dict[Any, tuple[KVBuffer, Layout, Any, tuple[float, float]]] = {}
         self._masses: dict[Any, tuple[torch.Tensor, tuple[float, float]]] = {}
         self._deviation: dict[Any, tuple[torch.Tensor, tuple[float, float], KVBuffer]] = {}
-        self.breaks = torch.tensor(self.encoder.breaks(self.ids.tolist()))
+        self.breaks = breaks_of(self.encoder.token_texts(self.ids.tolist()))
 
     def _joined(self, chunks: Sequence[list[int]]) -> torch.Tensor:
         """The prompt's ids with the chunks in this order."""

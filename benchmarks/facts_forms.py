@@ -32,7 +32,7 @@ SHAPES = (
     (4, 650),
     (24, 160),
     (10, 400),
-    (5, 900),
+    (5, 850),
     (40, 160),
 )
 """Chunks and their tokens, in turn; their number and that of the asks have no common divisor, so all pairs come."""

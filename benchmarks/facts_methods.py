@@ -37,7 +37,7 @@ from kvrag.types import KVDtype
 @dataclass
 class Seen:
     """Measurements that a method may look at: ``mass`` and ``deviation`` are float32 ``(N,)``; ``breaks``: the break
-    before each row, int64 ``(N,)``, as :meth:`kvrag.prompt.tokenizer.PromptEncoder.breaks` has it."""
+    before each row, int64 ``(N,)``, as :func:`kvrag.blend.select.breaks_of` has it."""
 
     layout: Layout
     budget: int

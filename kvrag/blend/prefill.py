@@ -18,7 +18,7 @@ from kvrag.blend.covariance import RowCovariance
 from kvrag.blend.layout import Layout, num_rows_of, sources_of
 from kvrag.blend.repair import REREAD, deviation, may_shift, probe, repair
 from kvrag.blend.reuse import because, decide_plan, read
-from kvrag.blend.select import Signal, needs_of, select_rows
+from kvrag.blend.select import Signal, breaks_of, needs_of, select_rows
 from kvrag.blend.slide import SlidingWindow
 from kvrag.blend.stitch import PrefixMatch, filling, stitch
 from kvrag.config import RepairConfig
@@ -324,7 +324,7 @@ class _Blend:
         """Measure the strategy's signals; return the rows to repair and the covariance."""
         mass = change = covariance = breaks = None
         if "breaks" in needs:
-            breaks = torch.tensor(self.plan.encoder.breaks(self.plan.token_ids))
+            breaks = breaks_of(self.plan.encoder.token_texts(self.plan.token_ids))
         if "mass" in needs:
             mass = probe(
                 self.model, self.buffer, self.layout, self.ids, span=self.config.probe_span

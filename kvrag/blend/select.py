@@ -8,10 +8,12 @@ same forward repairs the rows.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import numpy as np
 import torch
 
 from kvrag.blend.covariance import POOL, RowCovariance
@@ -31,6 +33,10 @@ DISTANCES = torch.tensor([0, 1 / 16, 1, 4], dtype=torch.float64)
 sentences or lines, a blank line. Over a distance of 1, attention counts e times less."""
 APART = 50.0
 """Distance between chunks."""
+
+_SENTENCE = re.compile(r"(?:[.!?…][\"'”’)\]*_]*(?=\s)|\n|[。！？][”’」』）]*)\s*")
+JOINTS = list("-_./:,'’@")  # they join letters and digits to a word, a number or a code
+FIRST_IDEOGRAPH = 0x2E80
 
 Signal = Literal["mass", "deviation", "covariance", "breaks"]
 """``mass``: attention of the question to every row. ``deviation``: squared change of every row's
@@ -56,7 +62,7 @@ class Signals:
         Covariance of the rows' changes, if the strategy needs it.
     breaks
         Break before every row, int64 ``(N,)``, if the strategy needs it: see
-        :meth:`kvrag.prompt.tokenizer.PromptEncoder.breaks`.
+        :func:`breaks_of`.
     config
         Source of ``first_k`` and ``seed``.
     """
@@ -156,6 +162,30 @@ def _runs(signals: Signals) -> torch.Tensor:
         replace(signals, candidates=others, budget=signals.budget - len(taken))
     )
     return torch.cat([taken, rest])
+
+
+def breaks_of(texts: Sequence[str]) -> torch.Tensor:
+    """Return the break before every token of a prompt, int64 ``(N,)``, from the tokens' texts.
+
+    It is 0 inside a word, a number or a code, 1 between words, 2 where a sentence or a line begins,
+    and 3 behind a blank line. A full stop ends a sentence only before white space, so ``3.14``
+    stays whole; line breaks and ideographic stops always end a sentence.
+    """
+    text = f"  {''.join(texts)}  "
+    starts = 2 + np.cumsum([0, *map(len, texts)])[:-1]
+    characters = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<U1")
+    # Scripts without spaces break before every token.
+    is_letter = np.char.isalnum(characters) & (characters.view("<u4") < FIRST_IDEOGRAPH)
+    is_joint = np.isin(characters, JOINTS)
+    before, here = is_letter[starts - 1], is_letter[starts]
+    is_inside = before & (here | is_joint[starts] & is_letter[starts + 1])
+    is_inside |= is_letter[starts - 2] & is_joint[starts - 1] & here
+    found = np.where(is_inside, 0, 1)
+    for end in _SENTENCE.finditer(text, 2):
+        at = starts.searchsorted(end.end(), "right") - 1
+        found[at] = 2 + (end[0].count("\n") > 1)
+    found[:1] = 3
+    return torch.from_numpy(found)
 
 
 SELECT: dict[str, Callable[[Signals], torch.Tensor]] = {

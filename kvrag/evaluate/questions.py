@@ -147,7 +147,7 @@ def _code(draw: random.Random) -> str:
 
 
 def with_fact(text: str, what: str, code: str, draw: random.Random) -> str:
-    """Tell a fact in a text as the text tells its own: in a line like one of its lines, or in prose.
+    """Tell a fact in a text as the text tells its own: in a line like one of its lines, or prose.
 
     In prose it stands between two sentences or inside one.
     """

@@ -29,7 +29,6 @@ from functools import lru_cache
 from numbers import Integral
 from typing import Any, Literal
 
-import numpy as np
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -65,9 +64,6 @@ class Piece:
         return self.part_of[: self.num_ids]
 
 
-_SENTENCE = re.compile(r"(?:[.!?…][\"'”’)\]*_]*(?=\s)|\n|[。！？][”’」』）]*)\s*")
-FIRST_IDEOGRAPH = 0x2E80
-JOINTS = list("-_./:,'’@")  # they join letters and digits to a word, a number or a code
 UNKNOWN = "\ufffd"  # the text of bytes that are not a whole character
 MAX_SHARING = 8  # tokens that may share characters: a character has four bytes at most
 MAX_PIECES = 1 << 17  # texts of tokens that are kept
@@ -233,31 +229,6 @@ class SegmentTokenizer:
                 list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
             )
         )
-
-    def breaks(self, ids: Sequence[int]) -> list[int]:
-        """Return, per token of a prompt, the break before it.
-
-        It is 0 inside a word, a number or a code, 1 between words, 2 where a sentence or a line
-        begins, and 3 behind a blank line. A full stop ends a sentence only before white space, so
-        ``3.14`` stays whole; line breaks and ideographic stops always end a sentence.
-        """
-        pieces = list(map(self._piece, ids))
-        text = f"  {''.join(pieces)}  "
-        starts = 2 + np.cumsum([0, *map(len, pieces)])[:-1]
-        characters = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<U1")
-        # Scripts without spaces break before every token.
-        is_letter = np.char.isalnum(characters) & (characters.view("<u4") < FIRST_IDEOGRAPH)
-        is_joint = np.isin(characters, JOINTS)
-        before, here = is_letter[starts - 1], is_letter[starts]
-        is_inside = before & (here | is_joint[starts] & is_letter[starts + 1])
-        is_inside |= is_letter[starts - 2] & is_joint[starts - 1] & here
-        found = np.where(is_inside, 0, 1)
-        for end in _SENTENCE.finditer(text, 2):
-            at = starts.searchsorted(end.end(), "right") - 1
-            found[at] = 2 + (end[0].count("\n") > 1)
-        found[:1] = 3
-        breaks: list[int] = found.tolist()
-        return breaks
 
     def token_texts(self, ids: Sequence[int]) -> list[str]:
         """Return the text of every token; joined, they are the text of all.

@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from seams import SeamCount, count_seams
 
 from kvrag import ConfigError, InputError, KVRagEngine, ModelError, RepairConfig, StoreConfig
+from kvrag.blend.select import breaks_of
 from kvrag.generate.sampling import TextStream
 from kvrag.prompt.spans import SpanIndex, text_entry
 from kvrag.prompt.template import PromptEncoder, cut
@@ -531,7 +532,9 @@ def test_a_line_break_between_chunks_changes_no_seam_of_real_prompts():
 
 def sentences_of(encoder, ids):
     """Return the texts between the starts of sentences."""
-    cuts = [n for n, each in enumerate(encoder.breaks(ids)) if each > 1] + [len(ids)]
+    cuts = [
+        n for n, each in enumerate(breaks_of(encoder.token_texts(ids)).tolist()) if each > 1
+    ] + [len(ids)]
     return [encoder.decode(ids[a:b]) for a, b in itertools.pairwise(cuts)]
 
 
@@ -552,8 +555,8 @@ def test_sentences_begin_behind_full_stops_and_lines_and_never_inside_a_number(m
         "and so on",
     ]
     assert found == wanted
-    assert encoder.breaks(ids[:1]) == [3]
-    assert encoder.breaks([]) == []
+    assert breaks_of(encoder.token_texts(ids[:1])).tolist() == [3]
+    assert breaks_of([]).tolist() == []
 
 
 def letters_of(text):
@@ -577,7 +580,7 @@ def letters_of(text):
 )
 def test_no_break_stands_inside_a_word_a_number_or_a_code(text, words):
     encoder = letters_of(text)
-    breaks = encoder.breaks(encoder.document_ids(text))
+    breaks = breaks_of(encoder.token_texts(encoder.document_ids(text))).tolist()
     cuts = [n for n, each in enumerate(breaks) if each] + [len(text)]
     assert [text[a:b] for a, b in itertools.pairwise(cuts)] == words.split("|")
 
@@ -585,7 +588,7 @@ def test_no_break_stands_inside_a_word_a_number_or_a_code(text, words):
 def test_a_blank_line_breaks_more_than_a_line():
     text = "a b\nc\n\nd. e"
     encoder = letters_of(text)
-    breaks = encoder.breaks(encoder.document_ids(text))
+    breaks = breaks_of(encoder.token_texts(encoder.document_ids(text))).tolist()
     assert breaks == [3, 1, 1, 1, 2, 1, 1, 3, 1, 1, 2]
 
 
