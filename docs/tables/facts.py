@@ -17,10 +17,12 @@ from kvrag.evaluate.questions import IS_RIGHT
 from .core import RESULTS, Result, Tables, read, same_run, source, table
 
 DEFAULT = "sentences@auto"
+"""The default up to 0.3: whole sentences."""
 NAMED = {
-    DEFAULT: "**kvrag, the default**",
-    "sentences@0.03": "kvrag, `fast`: 3%",
-    "sentences@0.4": "kvrag, `careful`: 40%",
+    DEFAULT: "**kvrag 0.3, the default**",
+    "sentences@0.03": "kvrag 0.3, `fast`: 3%",
+    "sentences@0.4": "kvrag 0.3, `careful`: 40%",
+    "runs@auto": "the default: runs",
     "reordered": "full prefill, chunks in another order",
     "none": "kvrag, nothing repaired",
 }
@@ -316,7 +318,29 @@ def facts_joined(_: Result) -> str:
     return "\n".join(parts)
 
 
+def facts_forms(result: Result) -> str:
+    """Set the default beside whole sentences and the controls, on each form of facts for itself."""
+    methods = {
+        "runs@auto": "runs, the default",
+        DEFAULT: "whole sentences",
+        "reordered": "another order, in full",
+        "none": "nothing repaired",
+    }
+    rows = []
+    for task, found in result["tasks"].items():
+        first = found["runs@auto"]
+        row = [f"{task.rpartition('/')[2]}, {first['questions']}"]
+        for name in methods:
+            lost = round((found[name]["lost"] or 0) * found[name]["right"])
+            row.append(f"{found[name]['kl']:.3f}; {lost} of {found[name]['right']}")
+        rows.append(row)
+    header = ["form, questions", *methods.values()]
+    where = "forms/facts/qwen2.5-coder-0.5b.json"
+    return table(header, rows) + source(result, where)
+
+
 TABLES: Tables = {
+    "facts-forms": ("forms/facts/qwen2.5-coder-0.5b.json", facts_forms),
     "facts-qwen-05b": ("facts/qwen2.5-coder-0.5b.json", facts_default),
     "facts-careful": ("facts/qwen2.5-coder-0.5b.json", facts_careful),
     "facts-fast": ("facts/qwen2.5-coder-0.5b.json", facts_fast),
