@@ -17,11 +17,11 @@ from kvrag.evaluate.questions import IS_RIGHT
 from .core import RESULTS, Result, Tables, read, same_run, source, table
 
 DEFAULT = "sentences@auto"
-"""The default up to 0.3: whole sentences."""
+"""The default before runs: whole sentences."""
 NAMED = {
-    DEFAULT: "**kvrag 0.3, the default**",
-    "sentences@0.03": "kvrag 0.3, `fast`: 3%",
-    "sentences@0.4": "kvrag 0.3, `careful`: 40%",
+    DEFAULT: "**kvrag, whole sentences**",
+    "sentences@0.03": "kvrag, whole sentences, 3%",
+    "sentences@0.4": "kvrag, whole sentences, 40%",
     "runs@auto": "the default: runs",
     "reordered": "full prefill, chunks in another order",
     "none": "kvrag, nothing repaired",
@@ -278,7 +278,7 @@ def facts_short(_: Result) -> str:
             beyond = "–" if pairs is base else over_default(pairs, base)
             rows.append([method_name(name), kept, lost, won, beyond, kl, sooner])
         header = [f"{TASKS[task]}, {len(base)} questions", COLUMNS[0], "lost", "won"]
-        header += ["score beyond the default's (95%)", "KL, own answer", COLUMNS[-1]]
+        header += ["score beyond the first row's (95%)", "KL, own answer", COLUMNS[-1]]
         parts.append(table(header, rows))
     return "\n".join(parts) + source(read("facts/published.json"), "facts/published.json")
 
