@@ -586,10 +586,8 @@ def test_no_break_stands_inside_a_word_a_number_or_a_code(text, words):
 
 
 def test_a_blank_line_breaks_more_than_a_line():
-    text = "a b\nc\n\nd. e"
-    encoder = letters_of(text)
-    breaks = breaks_of(encoder.token_texts(encoder.document_ids(text))).tolist()
-    assert breaks == [3, 1, 1, 1, 2, 1, 1, 3, 1, 1, 2]
+    assert breaks_of([*"a b\nc\n\nd. e."]).tolist() == [3, 1, 1, 1, 2, 1, 1, 3, 1, 1, 2, 1]
+    assert breaks_of(["a", "", "b", "\ud800", "\0", "x"]).tolist() == [3, 0, 0, 1, 1, 1]
 
 
 def test_ideographic_stops_end_a_sentence_without_a_space():
