@@ -36,7 +36,8 @@ APART = 50.0
 
 _SENTENCE = re.compile(r"(?:[.!?…][\"'”’)\]*_]*(?=\s)|\n|[。！？][”’」』）]*)\s*")
 JOINTS = [*map(ord, "-_./:,'’@")]  # they join letters and digits to a word, a number or a code
-FIRST_IDEOGRAPH = 0x2E80
+IDEOGRAPHS = [0x2E80, 0xAC00, 0x20000, 0x40000]  # from, to: they are words by themselves
+LONGEST_WORD = 64  # tokens; a longer run of letters is no word, and would fill a budget
 
 Signal = Literal["mass", "deviation", "covariance", "breaks"]
 """``mass``: attention of the question to every row. ``deviation``: squared change of every row's
@@ -172,15 +173,19 @@ def breaks_of(texts: Sequence[str]) -> torch.Tensor:
     stays whole; line breaks and ideographic stops always end a sentence.
     """
     text = f"  {''.join(texts)}  "
-    starts = 2 + np.cumsum([0, *map(len, texts)])  # of tokens, and of what follows the last
+    sizes = np.array([*map(len, texts), 1])
+    starts = 2 + sizes.cumsum() - sizes  # of tokens, and of what follows the last
     codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
-    # Scripts without spaces break before every token.
-    is_letter = np.char.isalnum(codes.view("<U1")) & (codes < FIRST_IDEOGRAPH)
+    is_ideograph = np.searchsorted(IDEOGRAPHS, codes, "right") % 2 == 1
+    is_letter = np.char.isalnum(codes.view("<U1")) & ~is_ideograph
     is_joint = np.isin(codes, JOINTS)
     before, here = is_letter[starts - 1], is_letter[starts]
     is_inside = before & (here | is_joint[starts] & is_letter[starts + 1])
     is_inside |= is_letter[starts - 2] & is_joint[starts - 1] & here
-    found = np.where(is_inside, 0, 1)
+    found = np.where(is_inside | (sizes == 0), 0, 1)  # a token without text shares a character
+    at = np.arange(len(found))
+    place = at - np.maximum.accumulate(np.where(found > 0, at, 0))
+    found[(place > 0) & (place % LONGEST_WORD == 0)] = 1
     ends = [(end.end(), 2 + (end[0].count("\n") > 1)) for end in _SENTENCE.finditer(text, 2)]
     places, kinds = np.array(ends, dtype=np.int64).reshape(-1, 2).T
     found[starts.searchsorted(places, "right") - 1] = kinds

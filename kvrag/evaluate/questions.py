@@ -53,12 +53,13 @@ PLACES = (
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _SENTENCE = re.compile(r"(?<=[.!?])\s")
 _SPACE = re.compile(r"(?<=\w)\s(?=\w)")
-_RULE = re.compile(r"\s*\|[\s|:-]+\|\s*")  # between the head of a Markdown table and its body
+_RULE = re.compile(r"\s*\|?[\s|:-]*-[\s|:-]*")  # between the head of a Markdown table and its body
 _STAMP = re.compile(
-    r"\s*\[?\d{2,4}[-/:.]\d\d[-/:.]\d\d[^A-Za-z]*(T[\d:.]+\S*\s+)?([A-Z]{4,8}\b\S?\s+)?"
+    r"\s*\[?\d{2,4}[-/:]\d\d[-/:]\d\d([T ]\d\d:\d\d\S*)?\S?\s+(\[?[A-Z]{4,8}\b\S?\s+)?(?=\S)"
 )
-_KEY = re.compile(r"(\s*)[\w.-]+(?: [\w.-]+){0,3}(\s*[:=]\s*)\S.{0,60}")
-_MARK = re.compile(r"\s*(?:#|//|--|[*-])\s+")  # of a comment, or of a list
+_FIELD = re.compile(r'(\s*)"[^"]+":\s.*?(,?)')  # of a JSON object over several lines
+_KEY = re.compile(r"(\s*)[\w.-]+(?: [\w.-]+){0,3}(\s*(?::\s+|=(?!=)\s*))(?:\S.{0,60})?[^\s.!?={,]")
+_MARK = re.compile(r"\s*(?:#|//|--|[*-])\s+")  # of a comment, a title, or an item of a list
 _PUNCTUATION = str.maketrans("", "", string.punctuation)  # left out, so that half a code is no word
 
 
@@ -151,36 +152,47 @@ def with_fact(text: str, what: str, code: str, draw: random.Random) -> str:
 
     In prose it stands between two sentences or inside one.
     """
-    lines = text.split("\n")
-    at = draw.randrange(len(lines))
+    end = "\r\n" if "\r\n" in text else "\n"
+    lines = text.split(end)
+    at = draw.choice([n for n, line in enumerate(lines) if line.strip()] or [0])
     line = _line_like(lines[at], what, code)
-    if line is not None:
-        while at + 1 < len(lines) and _RULE.fullmatch(lines[at + 1]):
-            at += 1  # a table's head stays one
-        return "\n".join([*lines[: at + 1], line, *lines[at + 1 :]])
-    fact = f"{what} is {code}"
+    if line is None:
+        lines[at] = _prose_with(lines[at], f"{what} is {code}", draw)
+        return end.join(lines)
+    while at + 1 < len(lines) and _RULE.fullmatch(lines[at + 1]):
+        at += 1  # a table's head stays one
+    return end.join([*lines[: at + 1], line, *lines[at + 1 :]])
+
+
+def _prose_with(line: str, fact: str, draw: random.Random) -> str:
+    """Tell a fact between two sentences of a line or inside one."""
     ends, spaces = (
-        [found.start() for found in kind.finditer(text)] for kind in (_SENTENCE, _SPACE)
+        [found.start() for found in kind.finditer(line)] for kind in (_SENTENCE, _SPACE)
     )
     if not spaces or (ends and draw.random() < 0.5):
-        at = draw.choice(ends or [len(text)])
-        return f"{text[:at]} The {fact}.{text[at:]}"
+        at = draw.choice(ends or [len(line)])
+        return f"{line[:at]} The {fact}.{line[at:]}"
     at = draw.choice(spaces)
-    return f"{text[:at]} (the {fact}){text[at:]}"
+    return f"{line[:at]} (the {fact}){line[at:]}"
 
 
 def _line_like(line: str, what: str, code: str) -> str | None:
     """Return a line that tells a fact in the form of another; ``None`` if that one is prose."""
     bare = line.strip()
-    num_cells = bare.count("|") - 1
-    if bare.startswith("|") and num_cells > 1:
-        return f"| {' | '.join([what, code, *['–'] * (num_cells - 2)])} |"
-    if bare.startswith("{") and bare.endswith(("}", "},")):
-        return json.dumps({what: code}) + bare[bare.rindex("}") + 1 :]
+    indent = line[: len(line) - len(line.lstrip())]
+    if bare.startswith('{"') and bare.endswith(("}", "},")):
+        return indent + json.dumps({what: code}) + bare[bare.rindex("}") + 1 :]
+    if (num_cells := bare.strip("|").count("|") + 1) > 1:
+        cells = " | ".join([what, code, *["–"] * (num_cells - 2)])
+        return f"{indent}| {cells} |" if bare.startswith("|") else indent + cells
+    if ", " not in bare and (num_cells := bare.count(",") + 1) > 2:
+        return indent + ",".join([what, code, *[""] * (num_cells - 2)])
     if found := _STAMP.match(line):
         return f"{found[0]}{what}: {code}"
     if found := _KEY.fullmatch(line):
         return f"{found[1]}{what}{found[2]}{code}"
+    if found := _FIELD.fullmatch(line):
+        return f"{found[1]}{json.dumps(what)}: {json.dumps(code)}{found[2]}"
     if found := _MARK.match(line):
         return f"{found[0]}The {what} is {code}."
     return None

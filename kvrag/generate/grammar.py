@@ -122,12 +122,12 @@ def _schema(form: ResponseFormat, missed: list[str]) -> dict[str, Any]:
     """
     ways = list[Any]()
     if form.schema is not None and form.choice == "auto":
-        ways.append(_part("kvrag:answer", form.schema, missed))
+        ways.append(_part("kvrag:///answer", form.schema, missed))
     for tool in form.tools:
         if form.choice in ("auto", "required", name := name_of(tool)):
             given = tool["function"].get("parameters") or {}
             closed = {"additionalProperties": False, **given, "type": "object"}
-            arguments = _part(f"kvrag:{len(ways)}", closed, missed)
+            arguments = _part(f"kvrag:///{len(ways)}", closed, missed)
             call = {"name": {"const": name}, "arguments": arguments}
             ways.append(
                 {
@@ -141,7 +141,10 @@ def _schema(form: ResponseFormat, missed: list[str]) -> dict[str, Any]:
 
 
 def _part(name: str, schema: Mapping[str, Any], missed: list[str]) -> dict[str, Any]:
-    """Return a user's schema as a part of the answer's; its references ("#/...") start there."""
+    """Return a user's schema as a part of the answer's; its references start there.
+
+    ``name`` has a path, so that relative names inside the schema have a base.
+    """
     return enforceable(schema, missed) | {"$schema": _DRAFT, "$id": name}
 
 

@@ -141,7 +141,7 @@ class RadixCache:
         *,
         num_exact: int,
         num_prompt: int,
-        repair: Hashable = None,
+        repair: Hashable,
         is_valid: Callable[[], bool] = lambda: True,
         snapshots: Mapping[int, Snapshot] = MappingProxyType({}),
     ) -> None:

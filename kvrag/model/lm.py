@@ -328,9 +328,9 @@ class CausalLM:
         }
         run = self.text_model if logits else self._base
         hooks = ExitStack()
-        if self.is_dense and forward.mass is not None:
-            self._weigh(forward, forward.mass, hooks)
         with switched(self.model, forward), hooks, suppress(StopForward):
+            if self.is_dense and forward.mass is not None:
+                self._weigh(forward, forward.mass, hooks)
             out = run(input_ids=ids, use_cache=True, **options)
             if logits:
                 return cast(torch.Tensor, out.logits[:, -logits:])
@@ -376,10 +376,11 @@ class CausalLM:
     def _capture_cached(self, kv: KVBuffer, rows: Rows, captured: dict[int, torch.Tensor]) -> None:
         """Un-rotate the fresh keys of layers where no submodule gives position-free keys."""
         positions = rows.slots if rows.positions is None else rows.positions
+        tables = self.rotary(rows.stop)
         for layer, trait in enumerate(self.traits):
             if trait.source is None:
                 keys = kv.keys(layer)[:, :, rows.slots]
-                free = self.rotary(rows.stop)[layer].unrotate(keys.flatten(0, 1), positions)
+                free = tables[layer].unrotate(keys.flatten(0, 1), positions)
                 captured[layer] = free.reshape(keys.shape).transpose(1, 2)
 
 

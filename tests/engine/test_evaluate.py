@@ -89,6 +89,11 @@ FORMS = {
     "a log with a T": ("[2026-05-01T10:00:00Z] saved", "[2026-05-01T10:00:00Z] {what}: {code}"),
     "keys": ("  site: X\n  state: open", "  {what}: {code}"),
     "settings": ("site = X", "{what} = {code}"),
+    "a table without outer pipes": ("a | b\n--- | ---\nc | 1", "{what} | {code}"),
+    "commas": ("name,code,size\na,1,2", "{what},{code},"),
+    "pretty JSON": ('  "name": "Foo",\n  "size": 3,', '  "{what}": "{code}",'),
+    "an indented table": ("  | a | b |\n  |---|---|", "  | {what} | {code} |"),
+    "Windows' line ends": ("site: X\r\nstate: open", "{what}: {code}"),
     "comments": ("# keep the order\n# of all", "# The {what} is {code}."),
     "a list": ("- bread\n- milk", "- The {what} is {code}."),
 }
@@ -98,15 +103,38 @@ FORMS = {
 def test_a_fact_stands_in_a_line_like_those_of_its_chunk(text, line):
     told = line.replace("{what}", "access code of the pier").replace("{code}", "12-345")
     for seed in range(9):
-        lines = with_fact(text, "access code of the pier", "12-345", random.Random(seed)).split(
-            "\n"
-        )
+        made = with_fact(text, "access code of the pier", "12-345", random.Random(seed))
+        lines = made.splitlines()
         at = lines.index(told)
-        assert [*lines[:at], *lines[at + 1 :]] == text.split("\n")
+        assert [*lines[:at], *lines[at + 1 :]] == text.splitlines()
+        assert made.count("\r\n") == (made.count("\n") if "\r" in text else 0)
         assert at, "no head of a table, and no first line"
         assert not any(set(each) <= set("|:- ") for each in lines[at + 1 :]), (
             "a table's head is one"
         )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "At 10:30 we met. Then we left.",
+        "Ratio 1:2 holds here.",
+        "return x == y",
+        "10.10.10.1 is a server",
+        "Note: this is a sentence.",
+        "http://x/a is a page",
+    ],
+)
+def test_a_line_of_no_known_form_gets_the_fact_as_prose(text):
+    for seed in range(9):
+        made = with_fact(text, "code", "7", random.Random(seed))
+        assert "he code is 7" in made
+        assert "\n" not in made
+
+
+def test_a_long_line_of_digits_takes_no_time_to_speak_of():
+    with_fact("2024-01-02T" + "1" * 200_000, "code", "7", random.Random(0))
+    with_fact("a " * 100_000 + "=", "code", "7", random.Random(0))
 
 
 def test_a_fact_in_prose_stands_between_sentences_or_inside_one():

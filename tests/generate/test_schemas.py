@@ -260,6 +260,19 @@ def test_references_start_in_the_schema_of_their_tool(name, arguments, fits):
     assert (made._matcher.try_consume_tokens(ids) == len(ids)) == fits
 
 
+@pytest.mark.parametrize("own", ["item.json", "/properties/n", "https://example.org/n"])
+def test_a_part_of_a_schema_may_have_a_name_of_its_own(own):
+    schema = {
+        "type": "object",
+        "properties": {"n": {"$id": own, "type": "integer"}, "m": {"$ref": own}},
+        "required": ["n"],
+    }
+    form = answer_form(None, "auto", {"type": "json_schema", "json_schema": {"schema": schema}})
+    made = grammar.constraint_of(form, tiny_tokenizer(), frozenset({EOS}))
+    ids = tiny_tokenizer().encode('{"n": 1, "m": 2}', add_special_tokens=False)
+    assert made._matcher.try_consume_tokens(ids) == len(ids)
+
+
 def test_tools_take_the_same_schemas(engine, caplog):
     given = {
         "type": "object",

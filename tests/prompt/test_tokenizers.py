@@ -590,6 +590,16 @@ def test_a_blank_line_breaks_more_than_a_line():
     assert breaks_of(["a", "", "b", "\ud800", "\0", "x"]).tolist() == [3, 0, 0, 1, 1, 1]
 
 
+def test_tokens_that_share_a_character_stay_together():
+    assert breaks_of(["𠮷", "", "", "野"]).tolist() == [3, 0, 0, 1]
+    assert breaks_of(["한", "국어", " 말"]).tolist() == [3, 0, 1]
+
+
+def test_a_run_of_letters_without_end_is_no_word():
+    breaks = breaks_of(["ab"] * 200)
+    assert torch.nonzero(breaks)[:, 0].tolist() == [0, 64, 128, 192]
+
+
 def test_ideographic_stops_end_a_sentence_without_a_space():
     text = "見た。聞いた。終"
     encoder = letters_of(text)
