@@ -90,9 +90,8 @@ def processors_of(
 
     The answer has at most ``max_new_tokens`` tokens and ends at ``eos_ids``.
     """
-    merged = merged_config(
-        model.generation_config, config, len(prompt_ids), max_new_tokens, eos_ids
-    )
+    longest = len(prompt_ids) + max_new_tokens
+    merged = merged_config(model.generation_config, config, longest, eos_ids)
     ends = torch.tensor(sorted(eos_ids), device=model.device) if eos_ids else None
     merged._eos_token_tensor = ends
     _warn_of_what_is_not_done(model)
@@ -117,15 +116,12 @@ def processors_of(
 
 
 def merged_config(
-    defaults: GenerationConfig,
-    config: SamplingConfig,
-    num_prompt: int,
-    max_new_tokens: int,
-    eos_ids: frozenset[int],
+    defaults: GenerationConfig, config: SamplingConfig, longest: int, eos_ids: frozenset[int]
 ) -> GenerationConfig:
     """Return the model's generation config, overridden by the values that the request sets.
 
-    The temperature always comes from the request: 0 is greedy, even if the model's config samples.
+    Prompt and answer have at most ``longest`` tokens. The temperature always comes from the
+    request: 0 is greedy, even if the model's config samples.
     """
     merged = deepcopy(defaults)
     for name in NOT_DONE:
@@ -142,7 +138,7 @@ def merged_config(
     merged.top_k = max(0, merged.top_k or 0)  # not generate's default of 50
     merged.top_p = 1.0 if merged.top_p is None else float(merged.top_p)
     merged.min_p = merged.min_p or None
-    merged.max_length = num_prompt + max_new_tokens
+    merged.max_length = longest
     merged.max_new_tokens = None
     merged.eos_token_id = sorted(eos_ids) or None
     return merged

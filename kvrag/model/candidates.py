@@ -70,6 +70,10 @@ HeadLayout = Callable[[torch.Tensor], torch.Tensor]
 """``output of a submodule -> keys (B, T, H, D)``."""
 
 
+Captured = dict[int, torch.Tensor]
+"""Position-free keys of a forward, ``(B, T, H, D)``, by layer."""
+
+
 @dataclass(frozen=True, slots=True)
 class KeySource:
     """Source of position-free keys: a submodule's output, read by ``layout``.
@@ -84,7 +88,7 @@ class KeySource:
         self,
         attention: torch.nn.Module,
         layer: int,
-        captured: dict[int, torch.Tensor],
+        captured: Captured,
         is_ours: Callable[[], bool],
     ) -> RemovableHandle:
         """Put the keys of an attention module's forwards into ``captured``, if they are ours."""

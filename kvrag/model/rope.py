@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 
@@ -282,7 +282,7 @@ def adapt(function: Callable[..., Any]) -> ApplyRotary | None:
     if parameters[:4] == ["q", "k", "cos", "sin"]:
         return lambda keys, cos, sin: function(keys[:, :0], keys, cos, sin)[1]
     if parameters[1:3] == ["cos", "sin"]:  # a tensor alone (Gemma 4)
-        return lambda keys, cos, sin: cast(torch.Tensor, function(keys, cos, sin))
+        return function
     if parameters == ["tensor", "sin", "cos"]:  # GPT-J: (B, T, H, D), sine first
         return lambda keys, cos, sin: function(keys.transpose(1, 2), sin, cos).transpose(1, 2)
     return None
