@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 from uuid import uuid4
 
@@ -156,7 +156,7 @@ def _calls_in(
     encoder: SegmentTokenizer,
     prompt_ids: Sequence[int],
     eos_ids: frozenset[int],
-) -> tuple[Callable[[Sequence[int]], str], Calls]:
+) -> tuple[Decode, Calls]:
     """Return the decoder of an answer with tools, and the parser of its calls.
 
     Constrained answers are always JSON.

@@ -100,32 +100,26 @@ class LogprobWriter:
     def write(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
         """Return the entries of the next tokens; text offsets continue from the last call."""
         if self._is_chat:
-            return {"content": [self._chat(each) for each in logprobs], "refusal": None}
+            content = [
+                self._entry(each.token_id, each.logprob)
+                | {"top_logprobs": [self._entry(*pair) for pair in each.top]}
+                for each in logprobs
+            ]
+            return {"content": content, "refusal": None}
         if self._echo:  # before it are a begin token's name, or a tokenizer's own space
             shown = b"".join([self.bytes_of(each.token_id) for each in logprobs])
             self._offset = -max(0, shown.decode("utf-8", "replace").find(self._echo))
             self._echo = ""
-        names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
-        out: dict[str, list[Any]] = {name: [] for name in names}
+        rows = []
         for each in logprobs:
             pairs = [*each.top, (each.token_id, each.logprob)]
             top = {self._spelt(token): _finite(value) for token, value in pairs}
             own = _finite(each.logprob)
-            values = (
-                self._spelt(each.token_id),
-                own,
-                None if own is None else top,
-                max(0, self._offset),
-            )
-            for name, value in zip(names, values, strict=True):
-                out[name].append(value)
+            spelt = self._spelt(each.token_id)
+            rows.append((spelt, own, None if own is None else top, max(0, self._offset)))
             self._offset += len(self._characters.decode(self.bytes_of(each.token_id)))
-        return out
-
-    def _chat(self, each: TokenLogprob) -> dict[str, Any]:
-        return self._entry(each.token_id, each.logprob) | {
-            "top_logprobs": [self._entry(*pair) for pair in each.top]
-        }
+        names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+        return {name: [row[n] for row in rows] for n, name in enumerate(names)}
 
     def _entry(self, token: int, value: float) -> dict[str, Any]:
         return {

@@ -22,6 +22,7 @@ from transformers import (
 
 from kvrag.config import SamplingConfig
 from kvrag.errors import ConfigError
+from kvrag.model.plain import loop_arguments
 from kvrag.runtime import RUNTIME
 
 logger = logging.getLogger(__name__)
@@ -89,9 +90,8 @@ def processors_of(
 
     The answer has at most ``max_new_tokens`` tokens and ends at ``eos_ids``.
     """
-    merged = merged_config(
-        model.generation_config, config, len(prompt_ids), max_new_tokens, eos_ids
-    )
+    longest = len(prompt_ids) + max_new_tokens
+    merged = merged_config(model.generation_config, config, longest, eos_ids)
     ends = torch.tensor(sorted(eos_ids), device=model.device) if eos_ids else None
     merged._eos_token_tensor = ends
     _warn_of_what_is_not_done(model)
@@ -109,20 +109,19 @@ def processors_of(
             model_kwargs={},
         )
     except (AttributeError, TypeError):  # this version of transformers makes them differently
-        found = _made_by_generate(model, merged, ids, own)
+        # The documented way takes ten times as long.
+        made = loop_arguments(model, ids, generation_config=merged, logits_processor=own)
+        found = made["logits_processor"]
     return cast(LogitsProcessorList, found)
 
 
 def merged_config(
-    defaults: GenerationConfig,
-    config: SamplingConfig,
-    num_prompt: int,
-    max_new_tokens: int,
-    eos_ids: frozenset[int],
+    defaults: GenerationConfig, config: SamplingConfig, longest: int, eos_ids: frozenset[int]
 ) -> GenerationConfig:
     """Return the model's generation config, overridden by the values that the request sets.
 
-    The temperature always comes from the request: 0 is greedy, even if the model's config samples.
+    Prompt and answer have at most ``longest`` tokens. The temperature always comes from the
+    request: 0 is greedy, even if the model's config samples.
     """
     merged = deepcopy(defaults)
     for name in NOT_DONE:
@@ -139,34 +138,10 @@ def merged_config(
     merged.top_k = max(0, merged.top_k or 0)  # not generate's default of 50
     merged.top_p = 1.0 if merged.top_p is None else float(merged.top_p)
     merged.min_p = merged.min_p or None
-    merged.max_length = num_prompt + max_new_tokens
+    merged.max_length = longest
     merged.max_new_tokens = None
     merged.eos_token_id = sorted(eos_ids) or None
     return merged
-
-
-def _made_by_generate(
-    model: PreTrainedModel, merged: GenerationConfig, ids: torch.Tensor, own: LogitsProcessorList
-) -> LogitsProcessorList:
-    """Make the processors by ``generate``, which hands them to a custom decoding loop.
-
-    This is the documented way, and takes ten times as long.
-    """
-    found = list[LogitsProcessorList]()
-
-    def take(_: PreTrainedModel, input_ids: torch.Tensor, **arguments: Any) -> torch.Tensor:
-        found.append(arguments["logits_processor"])
-        return input_ids
-
-    mask = torch.ones_like(ids)
-    model.generate(
-        ids,
-        attention_mask=mask,
-        generation_config=merged,
-        logits_processor=own,
-        custom_generate=take,
-    )
-    return found[0]
 
 
 def _warn_of_what_is_not_done(model: PreTrainedModel) -> None:

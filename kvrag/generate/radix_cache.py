@@ -66,6 +66,9 @@ class _Node:
         return count, child if count else None
 
 
+_Path = list[tuple[_Node, int]]
+"""Nodes from the root on, with the numbers of their rows that match."""
+
 _recent = weakref.WeakKeyDictionary["RadixCache", None]()
 """Caches of this process, the least recently filled first."""
 _guard = threading.Lock()
@@ -183,10 +186,10 @@ class RadixCache:
             if sum(each._num_bytes for each in caches) > most:
                 cache.clear()
 
-    def _walk(self, space: Hashable, ids: np.ndarray, repair: Hashable) -> list[tuple[_Node, int]]:
+    def _walk(self, space: Hashable, ids: np.ndarray, repair: Hashable) -> _Path:
         node = self._roots.get(space)
         at = 0
-        path = list[tuple[_Node, int]]()
+        path = _Path()
         while node is not None:
             count, child = node.best(ids[at:], None, repair)
             if child is None:
@@ -280,9 +283,7 @@ def _copied(layers: Layers, rows: slice) -> Layers:
     return [(keys[:, :, rows].clone(), values[:, :, rows].clone()) for keys, values in layers]
 
 
-def _to_snapshot(
-    path: list[tuple[_Node, int]],
-) -> tuple[list[tuple[_Node, int]], Snapshot | None]:
+def _to_snapshot(path: _Path) -> tuple[_Path, Snapshot | None]:
     """Cut a path behind its last snapshot, and return both."""
     while path:
         node, count = path.pop()

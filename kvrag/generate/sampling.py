@@ -15,7 +15,7 @@ from kvrag.config import SamplingConfig
 from kvrag.generate.calls import Calls
 from kvrag.generate.logprobs import Delta, logprob_of
 from kvrag.generate.processors import processors_of
-from kvrag.generate.thoughts import Form, Thoughts, num_sure
+from kvrag.generate.thoughts import Decode, Form, Thoughts, num_sure
 from kvrag.model.lm import LoadedModel
 from kvrag.model.plain import Extend
 from kvrag.types import FinishReason, TokenLogprob, ToolCall
@@ -194,7 +194,7 @@ class TextStream:
     A stop string ends the text.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = ()) -> None:
+    def __init__(self, decode: Decode, stop: Sequence[str] = ()) -> None:
         self._decode = decode
         self._stop = tuple(stop)
         self._ids: list[int] = []

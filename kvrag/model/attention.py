@@ -91,19 +91,20 @@ def ragged_attention(
     is_plain = softcap is None and sinks is None
     is_fused = limits.padding is not None and mass is None and is_plain
     if is_fused and reach.is_whole(limits.num_keys) and not _by_products(query, keys):
-        options: dict[str, Any] = {
-            "is_causal": True,
-            "scale": scale,
-            "enable_gqa": query.shape[1] != keys.shape[1],
-        }
         whole = F.pad(query, (0, 0, limits.padding, 0)) if limits.padding else query
         width = values.shape[-1]
         spare = keys.shape[-1] - width
         if spare > 0 and not keys.is_cuda:  # torch's fused kernel needs values as wide as keys
             values = F.pad(values, (0, spare))
-        return F.scaled_dot_product_attention(whole, keys, values, **options)[
-            :, :, limits.padding :, :width
-        ]
+        out = F.scaled_dot_product_attention(
+            whole,
+            keys,
+            values,
+            is_causal=True,
+            scale=scale,
+            enable_gqa=query.shape[1] != keys.shape[1],
+        )
+        return out[:, :, limits.padding :, :width]
     by_way = _by_kernel if _has_kernel(query, values, limits) else _by_blocks
     return by_way(query, keys, values, limits, _Scores(scale, reach, softcap, sinks), mass)
 

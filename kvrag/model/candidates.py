@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -70,6 +70,10 @@ HeadLayout = Callable[[torch.Tensor], torch.Tensor]
 """``output of a submodule -> keys (B, T, H, D)``."""
 
 
+Captured = dict[int, torch.Tensor]
+"""Position-free keys of a forward, ``(B, T, H, D)``, by layer."""
+
+
 @dataclass(frozen=True, slots=True)
 class KeySource:
     """Source of position-free keys: a submodule's output, read by ``layout``.
@@ -84,7 +88,7 @@ class KeySource:
         self,
         attention: torch.nn.Module,
         layer: int,
-        captured: dict[int, torch.Tensor],
+        captured: Captured,
         is_ours: Callable[[], bool],
     ) -> RemovableHandle:
         """Put the keys of an attention module's forwards into ``captured``, if they are ours."""
@@ -110,26 +114,20 @@ def attention_modules(model: PreTrainedModel) -> list[torch.nn.Module]:
 
     Raises ``UnsupportedModelError`` if a layer is without attention.
     """
-    best: list[torch.nn.Module] = []
-    mixers: set[str] = set()
-    for stack in (
-        module for module in decoder_of(model).modules() if isinstance(module, torch.nn.ModuleList)
-    ):
-        found = {layer: _attentions_of(layer) for layer in stack}
-        with_attention = list(chain.from_iterable(found.values()))
-        if len(with_attention) > len(best):
-            best = with_attention
-            mixers = {name for layer in stack for name in STATEFUL_NAMES if hasattr(layer, name)}
-            mixers |= {
-                type(layer).__name__
-                for layer, attentions in found.items()
-                if not attentions and not mixers
-            }
-    if not best:
+    stacks = [
+        {layer: _attentions_of(layer) for layer in module}
+        for module in decoder_of(model).modules()
+        if isinstance(module, torch.nn.ModuleList)
+    ]
+    best = max(stacks, key=lambda stack: sum(map(len, stack.values())), default={})
+    attentions = list(chain.from_iterable(best.values()))
+    if not attentions:
         raise UnsupportedModelError(
             f"{type(model).__name__} has no decoder layers with attention that kvrag knows "
             f"({', '.join(ATTENTION_NAMES)}), so no keys and values per token to store"
         )
+    mixers = {name for layer in best for name in STATEFUL_NAMES if hasattr(layer, name)}
+    mixers = mixers or {type(layer).__name__ for layer, found in best.items() if not found}
     if mixers:
         fault = "their state sums up all tokens before, so a chunk's part can't be stored and moved"
         if not mixers & set(STATEFUL_NAMES):
@@ -138,7 +136,7 @@ def attention_modules(model: PreTrainedModel) -> list[torch.nn.Module]:
             f"{type(model).__name__} mixes attention with layers of another kind "
             f"({', '.join(sorted(mixers))}): {fault}"
         )
-    return best
+    return attentions
 
 
 def _attentions_of(layer: torch.nn.Module) -> list[torch.nn.Module]:
@@ -233,23 +231,20 @@ def scaled(attention: torch.nn.Module, rotation: Rotation, key_dim: int) -> Iter
         weight = getattr(norm, "weight", None)
         is_per_dim = isinstance(weight, torch.Tensor) and weight.shape == (key_dim,)
         if rotation.width and is_per_dim:
-            apply = partial(_between, rotation, cast(torch.nn.Module, norm))
-            yield replace(rotation, apply=apply, is_aligned=False)
+            yield replace(rotation, apply=partial(_between, rotation, norm), is_aligned=False)
 
 
 def _between(
     rotation: Rotation,
-    norm: torch.nn.Module,
+    norm: Any,
     keys: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
 ) -> torch.Tensor:
     """Rotate keys that a norm scales; its weights are read anew, for they may change in place."""
-    weight = cast(torch.Tensor, norm.weight)
-    scale = norm(torch.ones_like(weight[None]))[0].detach().float()
+    scale = norm(torch.ones_like(norm.weight[None]))[0].detach().float()
     scale = scale[rotation.start : rotation.start + rotation.width]
-    rotated = rotation.apply(keys / scale, cos, sin)
-    return rotated.mul_(scale)
+    return rotation.apply(keys / scale, cos, sin).mul_(scale)
 
 
 def _tables(

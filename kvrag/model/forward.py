@@ -28,6 +28,9 @@ from kvrag.runtime import EXITING, RUNTIME
 ATTENTION = "kvrag"  # without "flash" and "/", which transformers treats specially
 EAGER = "eager"  # transformers' reference attention: the code of the modelling file itself
 
+Attended = tuple[torch.Tensor, torch.Tensor | None]
+"""Outputs of an attention, and its weights if it returns them."""
+
 MaskFunction = Callable[[int, int, torch.Tensor, torch.Tensor], torch.Tensor]
 """``(batch, head, query position, key position) -> visible``: transformers' form of a mask."""
 
@@ -301,7 +304,7 @@ def _attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     **others: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> Attended:
     """Adapt :func:`ragged_attention` to transformers' attention interface.
 
     The forward knows which keys its rows see.
@@ -322,16 +325,12 @@ def _attention(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _attention_of(
-    module: Any, name: str | None
-) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
+def _attention_of(module: Any, name: str | None) -> Callable[..., Attended]:
     """Return transformers' attention of this name, by default the model's own."""
     if name is None:
         name = RUNTIME.of(module.config, _Own).attention
     by_default = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    return cast(
-        Callable[..., tuple[torch.Tensor, torch.Tensor | None]], _ATTENTIONS.get(name, by_default)
-    )
+    return cast(Callable[..., Attended], _ATTENTIONS.get(name, by_default))
 
 
 def _mask(

@@ -14,7 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 from kvrag.errors import UnsupportedModelError
 from kvrag.identity.model import LiveIdentity
 from kvrag.model.attention import Mass, largest
-from kvrag.model.candidates import attention_modules, decoder_of
+from kvrag.model.candidates import Captured, attention_modules, decoder_of
 from kvrag.model.forward import (
     Attentions,
     BeforeWrite,
@@ -36,7 +36,7 @@ from kvrag.model.rope import RotaryTables, Rotations
 from kvrag.model.rows import KVBuffer, Pair, Rows
 from kvrag.model.shared import MAX_TOGETHER, Found, NextRows, Portion
 from kvrag.model.steps import Recordings
-from kvrag.model.traits import CACHE, LayerTraits, accepted, find_traits, observe, sample_positions
+from kvrag.model.traits import CACHE, accepted, find_traits, observe, sample_positions
 
 
 class CausalLM:
@@ -90,7 +90,7 @@ class CausalLM:
         self._attentions = attention_modules(model)
         self.depth = len(self._attentions)
         self._accepted = {True: accepted(self.text_model), False: accepted(self._base)}
-        self._captured: dict[int, torch.Tensor] | None = None
+        self._captured: Captured | None = None
         self.lock = lock_of(model)
         self.records: bool | None = None
         self.recorded: Recordings | None = None
@@ -109,9 +109,7 @@ class CausalLM:
         positions = torch.tensor(sample_positions(self.context_window), device=self.device)
         with self.lock:
             seen = observe(self.model, self._attentions, positions)
-            self.traits: list[LayerTraits] = find_traits(
-                self.model, self._attentions, seen, positions
-            )
+            self.traits = find_traits(self.model, self._attentions, seen, positions)
         self.is_dense = not seen.masks
         ids = [id(attention) for attention in self._attentions]
         called = list(seen.masks)
@@ -351,13 +349,13 @@ class CausalLM:
                 hooks.enter_context(attention.register_forward_hook(collect))
 
     @contextmanager
-    def capture(self) -> Iterator[dict[int, torch.Tensor]]:
+    def capture(self) -> Iterator[Captured]:
         """Collect position-free keys of this thread's forwards: layer → ``(B, R, H_kv, D)``.
 
         kvrag's other threads wait meanwhile.
         """
         with self.lock, ExitStack() as hooks:
-            captured = dict[int, torch.Tensor]()
+            captured = Captured()
             owner = threading.get_ident()
 
             def is_ours() -> bool:
@@ -373,7 +371,7 @@ class CausalLM:
             finally:
                 self._captured = None
 
-    def _capture_cached(self, kv: KVBuffer, rows: Rows, captured: dict[int, torch.Tensor]) -> None:
+    def _capture_cached(self, kv: KVBuffer, rows: Rows, captured: Captured) -> None:
         """Un-rotate the fresh keys of layers where no submodule gives position-free keys."""
         positions = rows.slots if rows.positions is None else rows.positions
         tables = self.rotary(rows.stop)

@@ -148,18 +148,12 @@ def _load_parts(source: ModelSource, made: PreTrainedModel | None) -> tuple[PreT
 
 
 def _load_weights(source: ModelSource) -> PreTrainedModel:
+    """Load a model onto the source's device, if it can run there."""
     # A GGUF file is of a causal LM, and its config takes seconds to parse.
-    auto = (
-        None if is_gguf(source.model) else auto_class(config_of(source))
-    ) or AutoModelForCausalLM
-    return _placed(
-        source,
-        trying(source, lambda: auto.from_pretrained(directory(source), **loading_options(source))),
+    auto: Any = AutoModelForCausalLM if is_gguf(source.model) else auto_class(config_of(source))
+    model: PreTrainedModel = trying(
+        source, lambda: auto.from_pretrained(directory(source), **loading_options(source))
     )
-
-
-def _placed(source: ModelSource, model: PreTrainedModel) -> PreTrainedModel:
-    """Return a loaded model on the source's device, if it can run there."""
     check_generates(model)
     check_placement(model)
     device = resolve_device(source)

@@ -260,7 +260,15 @@ class Run:
         holders = [m for m in self._model.modules() if hasattr(m, "rope_deltas")]
         self._deltas = dict[torch.nn.Module, Any].fromkeys(holders)
         with self._alone():
-            self._kwargs = _prepared(self._model, ids, max_new_tokens)
+            found = loop_arguments(
+                self._model,
+                ids,
+                max_new_tokens=max_new_tokens,
+                do_sample=False,
+                num_beams=1,
+                pad_token_id=0,
+            )
+        self._kwargs = {name: value for name, value in found.items() if name not in _OF_LOOP}
         self.snapshots = dict[int, Snapshot]()
         if past is not None:
             self._num_rows = past.num_rows
@@ -361,28 +369,23 @@ def _head(value: Any, stop: int, total: int) -> Any:
     return value
 
 
-def _prepared(model: PreTrainedModel, ids: torch.Tensor, max_new_tokens: int) -> dict[str, Any]:
+_OF_LOOP = {
+    "logits_processor",
+    "stopping_criteria",
+    "generation_config",
+    "synced_gpus",
+    "streamer",
+}
+"""Arguments of ``generate``'s loop that are not the model's."""
+
+
+def loop_arguments(model: PreTrainedModel, ids: torch.Tensor, **options: Any) -> dict[str, Any]:
     """Return the arguments that ``generate`` would start its loop with."""
     found: dict[str, Any] = {}
 
     def take(_: PreTrainedModel, input_ids: torch.Tensor, **arguments: Any) -> torch.Tensor:
-        loop = {
-            "logits_processor",
-            "stopping_criteria",
-            "generation_config",
-            "synced_gpus",
-            "streamer",
-        }
-        found.update({name: arguments[name] for name in arguments.keys() - loop})
+        found.update(arguments)
         return input_ids
 
-    model.generate(
-        ids,
-        custom_generate=take,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=max_new_tokens,
-        do_sample=False,
-        num_beams=1,
-        pad_token_id=0,
-    )
+    model.generate(ids, custom_generate=take, attention_mask=torch.ones_like(ids), **options)
     return found

@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 
@@ -54,9 +54,13 @@ class Rotation:
 
 
 class Pairing(NamedTuple):
-    """Pairing of dimensions that rotate together, as neighbours or halves, and the angles' sign."""
+    """Pairing of dimensions that rotate together, as neighbours or halves.
+
+    ``first`` are the first dimensions of all pairs; ``sign`` is the angles' sign.
+    """
 
     is_neighbours: bool
+    first: slice
     sign: float
 
 
@@ -144,9 +148,8 @@ class RotaryTable:
         pairing = self._pairing
         if pairing is None:
             return None
-        first, _ = self._sides(pairing.is_neighbours)
         tables = self._spread(self.cos[:count], self.sin[:count])
-        cos, sin = (x[:, first].contiguous() for x in tables)
+        cos, sin = (x[:, pairing.first].contiguous() for x in tables)
         return cos, sin * pairing.sign, pairing.is_neighbours
 
     @cached_property
@@ -159,12 +162,6 @@ class RotaryTable:
             return cos, sin
         return spread(self.apply, cos, sin, self.width)
 
-    def _sides(self, is_neighbours: bool) -> tuple[slice, slice]:
-        """Return the first and the second dimensions of all pairs."""
-        if is_neighbours:
-            return slice(0, None, 2), slice(1, None, 2)
-        return slice(0, self.width // 2), slice(self.width // 2, None)
-
     @cached_property
     def _pairing(self) -> Pairing | None:
         """Pairing of the rotation; found once, because that reads from the device."""
@@ -174,15 +171,18 @@ class RotaryTable:
         found = self.partner(count[None, None])[0, 0]
         sign = -float(found[0].sign())  # some rotate the other way (nanochat)
         tables = self._spread(self.cos[:3], self.sin[:3])
-        for is_neighbours in (False, True):
-            first, second = self._sides(is_neighbours)
+        half = self.width // 2
+        for is_neighbours, first, second in (
+            (False, slice(0, half), slice(half, None)),
+            (True, slice(0, None, 2), slice(1, None, 2)),
+        ):
             partner = torch.empty_like(count)
             partner[first] = -count[second]
             partner[second] = count[first]
             if torch.equal(found * sign, partner) and all(
                 torch.equal(x[:, first], x[:, second]) for x in tables
             ):
-                return Pairing(is_neighbours, sign)
+                return Pairing(is_neighbours, first, sign)
         return None
 
     def _apply(self, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -241,7 +241,7 @@ class RotaryTables:
 
 
 def _no_tables(positions: torch.Tensor) -> Tables:
-    empty = torch.empty((len(positions), 0), dtype=torch.float32, device=positions.device)
+    empty = positions.new_empty((len(positions), 0), dtype=torch.float32)
     return empty, empty
 
 
@@ -282,7 +282,7 @@ def adapt(function: Callable[..., Any]) -> ApplyRotary | None:
     if parameters[:4] == ["q", "k", "cos", "sin"]:
         return lambda keys, cos, sin: function(keys[:, :0], keys, cos, sin)[1]
     if parameters[1:3] == ["cos", "sin"]:  # a tensor alone (Gemma 4)
-        return lambda keys, cos, sin: cast(torch.Tensor, function(keys, cos, sin))
+        return function
     if parameters == ["tensor", "sin", "cos"]:  # GPT-J: (B, T, H, D), sine first
         return lambda keys, cos, sin: function(keys.transpose(1, 2), sin, cos).transpose(1, 2)
     return None

@@ -57,8 +57,7 @@ class Reach:
 EVERYTHING = Reach()  # causality is the only limit
 
 
-@dataclass(frozen=True, slots=True)
-class LayerShape:
+class LayerShape(NamedTuple):
     """Shape of a layer's KV: its key heads, and the head dims of keys and of values."""
 
     num_heads: int

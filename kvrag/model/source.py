@@ -232,8 +232,8 @@ def hub_options(source: ModelSource, path: str = ".", *, own_files: bool = True)
         options["local_files_only"] = True
     if own_files and source.revision is not None:
         options["revision"] = source.revision
-    if own_files and (file := os.fspath(source.model)).endswith(".gguf"):
-        options["gguf_file"] = os.path.basename(file)
+    if own_files and is_gguf(source.model):
+        options["gguf_file"] = os.path.basename(source.name)
     return options
 
 

@@ -112,8 +112,7 @@ class Recordings:
     """
 
     def __init__(self, model: CausalLM, num_slots: int, record: Recorder | None = None) -> None:
-        shapes = [(s.num_heads, s.key_dim, s.value_dim) for s in model.shapes]
-        self.pool = KVPool(shapes, num_slots, dtype=model.dtype, device=model.device)
+        self.pool = KVPool(model.shapes, num_slots, dtype=model.dtype, device=model.device)
         model.rotary(min(num_slots, model.reuse_window))  # the tables that recordings read
         self.seconds = 0.0
         self._model = model
@@ -129,7 +128,7 @@ class Recordings:
         if model.device.type == "cuda":
             self._events = [
                 torch.cuda.Event(external=True)  # type: ignore[no-untyped-call]
-                for _ in shapes
+                for _ in model.shapes
             ]
 
     def stats(self) -> dict[str, int]:

@@ -289,7 +289,7 @@ class TestModelTurns:
         shared = ModelLock()
         with ThreadPoolExecutor(1) as pool:
             if not is_free:
-                assert pool.submit(shared.acquire).result(10)
+                pool.submit(shared.acquire).result(10)
             shared._guard = Interrupted(shared._guard)
             with pytest.raises(KeyboardInterrupt):
                 shared.acquire() if want == "acquire" else shared.step(1, list, limit=8)
@@ -297,7 +297,7 @@ class TestModelTurns:
             assert not shared.pending
             if not is_free:
                 pool.submit(shared.release).result(10)
-            assert pool.submit(shared.acquire, 5).result(10)
+            assert shared._holder is None
 
     def test_steps_that_are_not_shared_do_not_wait_for_each_other(self, monkeypatch):
         shared = ModelLock()
