@@ -274,7 +274,8 @@ class CausalLM:
         Returns logits ``(1, vocab)`` per request. Several requests need :attr:`can_share_forwards`.
         """
         if len(pieces) == 1:
-            return [self.launch(pieces[0])[0][0]]
+            alone = pieces[0]
+            return [self.forward(alone.token_ids, alone.rows, alone.kv)[0][0]]
         ids = torch.cat([piece.token_ids for piece in pieces])[None].to(self.device)
         with self.lock:
             return self._run(ids, NextRows(pieces, self._switch), len(pieces))[0][:, None].unbind()
@@ -374,12 +375,12 @@ class CausalLM:
     def _capture_cached(self, kv: KVBuffer, rows: Rows, captured: Captured) -> None:
         """Un-rotate the fresh keys of layers where no submodule gives position-free keys."""
         positions = rows.slots if rows.positions is None else rows.positions
-        tables = self.rotary(rows.stop)
-        for layer, trait in enumerate(self.traits):
-            if trait.source is None:
-                keys = kv.keys(layer)[:, :, rows.slots]
-                free = tables[layer].unrotate(keys.flatten(0, 1), positions)
-                captured[layer] = free.reshape(keys.shape).transpose(1, 2)
+        layers = [n for n, trait in enumerate(self.traits) if trait.source is None]
+        tables = self.rotary(rows.stop) if layers else ()
+        for layer in layers:
+            keys = kv.keys(layer)[:, :, rows.slots]
+            free = tables[layer].unrotate(keys.flatten(0, 1), positions)
+            captured[layer] = free.reshape(keys.shape).transpose(1, 2)
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)

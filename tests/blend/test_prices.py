@@ -383,6 +383,6 @@ def test_time_that_went_to_others_is_no_price(engine_of):
             return torch.zeros(1)
 
     with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(lock.acquire).result(10)
+        pool.submit(lock.acquire).result(10)
         threading.Timer(0.3, lambda: pool.submit(lock.release)).start()
         assert _ms(run) < 200
