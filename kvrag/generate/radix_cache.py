@@ -144,7 +144,7 @@ class RadixCache:
         *,
         num_exact: int,
         num_prompt: int,
-        repair: Hashable,
+        repair: Hashable = None,
         is_valid: Callable[[], bool] = lambda: True,
         snapshots: Mapping[int, Snapshot] = MappingProxyType({}),
     ) -> None:
