@@ -22,7 +22,6 @@ NAMED = {
     DEFAULT: "**kvrag, whole sentences**",
     "sentences@0.03": "kvrag, whole sentences, 3%",
     "sentences@0.4": "kvrag, whole sentences, 40%",
-    "runs@auto": "the default: runs",
     "reordered": "full prefill, chunks in another order",
     "none": "kvrag, nothing repaired",
 }

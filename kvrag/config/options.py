@@ -422,8 +422,8 @@ class RepairConfig:
 
     strategy: Strategy = "query_runs"
     """Strategy that chooses the rows to recompute: ``query_runs`` (runs of rows around those that
-    the question attends to, so that numbers, names and records stay whole, and rows that predict
-    the most of other rows' changes), ``query_gain`` (only the latter), ``query`` (rows that the
+    the question attends to, so that words and numbers stay whole, and rows that predict the most
+    of other rows' changes), ``query_gain`` (only the latter), ``query`` (rows that the
     question attends to), ``hkvd`` (high KV deviation, CacheBlend), ``query_hkvd`` (both),
     ``first_k`` (heads of chunks, EPIC), ``boundary`` (around every seam), ``random``, ``none`` or
     ``all``."""

@@ -132,9 +132,11 @@ def test_a_line_of_no_known_form_gets_the_fact_as_prose(text):
         assert "\n" not in made
 
 
-def test_a_long_line_of_digits_takes_no_time_to_speak_of():
-    with_fact("2024-01-02T" + "1" * 200_000, "code", "7", random.Random(0))
-    with_fact("a " * 100_000 + "=", "code", "7", random.Random(0))
+@pytest.mark.parametrize("text", ["2024-01-02T" + "1" * 200_000, "a " * 100_000 + "="])
+def test_a_line_of_any_length_gets_its_fact(text):
+    """Patterns that look at each beginning of a line anew would take minutes."""
+    made = with_fact(text, "code", "7", random.Random(0))
+    assert made.replace(" The code is 7.", "").replace(" (the code is 7)", "") == text
 
 
 def test_a_fact_in_prose_stands_between_sentences_or_inside_one():
