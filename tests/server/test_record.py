@@ -246,7 +246,8 @@ def test_spans_have_the_stages_at_their_times_and_continue_the_clients_trace(spa
         assert root.start_time - slack <= span.start_time <= span.end_time <= root.end_time + slack
         if name != "kvrag.queue":
             took = (span.end_time - span.start_time) / 1e6
-            assert took == pytest.approx(line["stages_ms"][name.removeprefix("kvrag.")], abs=0.1)
+            waited = took - line["stages_ms"][name.removeprefix("kvrag.")]
+            assert -0.1 <= waited <= line["stages_ms"].get("wait", 0) + 0.1
     assert found["kvrag.plan"].end_time <= found["kvrag.load"].start_time
     assert found["kvrag.load"].end_time <= found["kvrag.stitch"].start_time
     assert found["kvrag.repair"].end_time <= found["kvrag.decode"].start_time
