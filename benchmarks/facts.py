@@ -8,7 +8,8 @@ repairing against that of a full prefill by the same forwards, wall and processo
 
 A method is named with its budget: ``gain@0.03`` repairs 3% of the rows, ``gain@200`` two hundred,
 ``gain@auto`` as many as the default; ``p.`` before it: chunks are encoded
-behind the prefix alone; ``c1000.``: behind a context of 1,000 tokens; ``int8.``, ``fp8.``, ``int4.``: their KV is rounded.
+behind the prefix alone; ``c1000.``: behind a context of 1,000 tokens; ``own.``: behind 250 tokens of other text of the
+same kind (forms only); ``int8.``, ``fp8.``, ``int4.``: their KV is rounded.
 ``reordered`` is a full prefill of the same chunks in another order,
 ``bf16`` one of the same prompt in bfloat16: how much is rounding. Without any chunk each question is answered once (``blind``).
 
@@ -66,7 +67,13 @@ from kvrag.kv.quantise import pack
 from kvrag.metrics import kl_divergence
 from kvrag.model import CausalLM, attention
 from kvrag.model.rows import KVBuffer, Rows
-from kvrag.precompute.encode import EncodedPrefix, context_ids, encode_chunks, encode_prefix
+from kvrag.precompute.encode import (
+    DEFAULT_TOKENS,
+    EncodedPrefix,
+    context_ids,
+    encode_chunks,
+    encode_prefix,
+)
 from kvrag.types import KVDtype
 
 KL_TOKENS = 24
@@ -234,11 +241,13 @@ class Case:
 
     def behind(self, encoded: str) -> EncodedPrefix:
         """Prefix and context that chunks stand behind, computed once per process."""
-        context = (
-            ()
-            if encoded in ("prefix", "alone")
-            else context_ids(encoded, self.encoder, self.lm.reuse_window)
-        )
+        text: str | None = encoded
+        if encoded in ("prefix", "alone"):
+            text = None
+        elif encoded == "similar":
+            similar = self.encoder.chunk_ids(self.question.similar)
+            text = self.encoder.decode(list(similar)[:DEFAULT_TOKENS])
+        context = context_ids(text, self.encoder, self.lm.reuse_window)
         prefix = () if encoded == "alone" else tuple(self.prefix)
         if (prefix, context) not in _behind:
             _behind[prefix, context] = encode_prefix(self.lm, prefix, context)
@@ -844,8 +853,9 @@ def matched(args: Any, path: Path) -> dict[str, list[str]]:
 
 
 def code_state() -> str:
-    """Name the code that answers: the trees of the package and of the methods, and whether they have changes."""
-    paths = "kvrag", "benchmarks/facts_methods.py", "benchmarks/facts_forms.py"
+    """Name the code that asks and answers: trees of the package and of these files, and whether they have changes."""
+    names = "facts", "facts_forms", "facts_methods", "facts_tasks", "facts_words"
+    paths = ["kvrag", *(f"benchmarks/{name}.py" for name in names)]
     trees = [git("rev-parse", "--short=12", f"HEAD:{path}") for path in paths]
     return "-".join(trees) + ("+changes" if git("status", "--porcelain", "--", *paths) else "")
 

@@ -540,10 +540,15 @@ def question(form: str, which: str, number: int, size: Size) -> Question:
     raise AssertionError
 
 
+ELSEWHERE = 1000
+"""From a question to the one whose chunks are text of the same kind."""
+
+
 def of_task(task: str, number: int, size: Size) -> Question:
     """A question of a task by :func:`task_of`."""
     _, which, form = task.split("/")
-    return question(form, which, number, size)
+    similar = question(form, which, number + ELSEWHERE, size)
+    return replace(question(form, which, number, size), similar="\n\n".join(similar.chunks))
 
 
 def tokens_of(number: int) -> int:

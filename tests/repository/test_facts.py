@@ -115,6 +115,16 @@ def test_prompts_and_chunks_keep_their_bounds(which, form):
 
 
 @pytest.mark.parametrize(("which", "form"), BOTH)
+def test_similar_text_tells_none_of_the_facts(which, form):
+    for number in range(4):
+        question = forms.of_task(forms.task_of(form, which), number, size)
+        similar = forms.plain(question.similar)
+        assert len(question.similar.split()) > 20 or form == "chinese"
+        for _, field, value in question.facts:
+            assert field not in ("code", "badge") or not forms.times_in(value, similar)
+
+
+@pytest.mark.parametrize(("which", "form"), BOTH)
 def test_names_suffice_where_a_token_holds_a_whole_word(which, form):
     question = forms.question(form, which, 11, lambda text: len(re.findall(r"\w+|[^\w\s]", text)))
     assert len(question.chunks) == 40
@@ -365,13 +375,18 @@ def asked(tiny_dir):
     """A question to a tiny model, prefilled once."""
     engine = KVRagEngine.from_pretrained(tiny_dir, dtype="float32")
     chunks = tuple(make_chunks(4, words=40, seed=7))
-    question = Question("one", 0, chunks, "Who keeps the ledger?", ("Ada",), max_tokens=4)
+    question = Question(
+        "one", 0, chunks, "Who keeps the ledger?", ("Ada",), max_tokens=4, similar=chunks[0]
+    )
     with torch.inference_mode():
         yield facts.Case(engine, question)
     engine.close()
 
 
-@pytest.mark.parametrize("name", [*methods.PEERS, "sentences", "p.sentences", "int8.sentences"])
+@pytest.mark.parametrize(
+    "name",
+    [*methods.PEERS, "sentences", "p.sentences", "own.sentences", "int8.sentences"],
+)
 def test_a_method_repairs_and_answers(asked, name):
     budget = "0.2" if methods.METHODS[name].takes_budget else ""
     with torch.inference_mode():
@@ -381,6 +396,13 @@ def test_a_method_repairs_and_answers(asked, name):
     assert found["rows"] == pytest.approx(0.2 if budget else found["rows"], abs=0.03)
     if name.startswith("epic"):
         assert found["rows"] > 0
+
+
+def test_chunks_stand_behind_similar_text(asked):
+    with torch.inference_mode():
+        asked.behind("similar")
+    _, context = next(reversed(facts._behind))
+    assert asked.encoder.decode(list(context)).strip() == asked.question.similar.strip()
 
 
 def test_all_rows_repaired_are_a_full_prefill(asked):
