@@ -56,6 +56,18 @@ def load() -> Data | None:
     }
 
 
+def lost(task: str) -> Callable[[], Data | None]:
+    """Return what reads the share that each method loses of a task, and the time that it takes."""
+
+    def shown() -> Data | None:
+        sys.path.append(str(ROOT))
+        from docs.tables import facts
+
+        return None if result(f"facts/{facts.TOGETHER}") is None else facts.lost_by_time(task)
+
+    return shown
+
+
 # -- how it is drawn ---------------------------------------------------------------------------------------------------
 
 
@@ -75,6 +87,23 @@ def draw_load(axes: Any, data: Data, theme: dict[str, str]) -> None:
     legend(axes, theme, loc="upper left")
 
 
+def draw_lost(axes: Any, data: Data, theme: dict[str, str]) -> None:
+    """Draw a point of each method, its interval thin; kvrag's own are filled."""
+    for name, (time, share, low, high) in data.items():
+        is_ours = name.startswith("kvrag")
+        color = theme["blue"] if is_ours else theme["ink"]
+        axes.plot([time, time], [low, high], color=color, lw=0.6)
+        face = color if is_ours else "none"
+        axes.plot(time, share, "o", color=color, mfc=face, ms=6)
+        axes.annotate(
+            name, (time, share), (5, 4), textcoords="offset points", fontsize=8, color=theme["ink"]
+        )
+    axes.set(xlabel="processor time to the first token, share of a full prefill's")
+    axes.set(ylabel="lost of what full prefill has right", xlim=(0, None), ylim=(0, 1))
+    axes.xaxis.set_major_formatter("{x:.0%}")
+    axes.yaxis.set_major_formatter("{x:.0%}")
+
+
 def legend(axes: Any, theme: dict[str, str], **options: Any) -> None:
     """Write a legend without a frame."""
     axes.legend(frameon=False, fontsize=9, labelcolor=theme["ink"], **options)
@@ -82,6 +111,8 @@ def legend(axes: Any, theme: dict[str, str], **options: Any) -> None:
 
 PLOTS: dict[str, tuple[Callable[[], Data | None], Callable[[Any, Data, dict[str, str]], None]]] = {
     "load": (load, draw_load),
+    "lost-needles": (lost("needles"), draw_lost),
+    "lost-hotpotqa": (lost("hotpotqa"), draw_lost),
 }
 
 

@@ -6,19 +6,27 @@ Rows of a table answered the same questions, in one run: :func:`compared` refuse
 from __future__ import annotations
 
 import json
+import sys
 from functools import cache
-from math import comb
 from typing import Any
 
 import numpy as np
 
-from kvrag.evaluate.questions import IS_RIGHT
+from kvrag.evaluate.answers import wilson
 
-from .core import RESULTS, Result, Tables, read, same_run, source, table
+from .core import RESULTS, ROOT, Result, Tables, read, same_run, source, table
 
+sys.path.append(str(ROOT / "benchmarks"))
+from facts_pairs import is_right, mcnemar
+
+RUNS = "runs@auto"
+"""The default."""
 DEFAULT = "sentences@auto"
 """The default before runs: whole sentences."""
 NAMED = {
+    RUNS: "**kvrag**",
+    "runs@0.03": "kvrag, `fast`: 3%",
+    "runs@0.4": "kvrag, `careful`: 40%",
     DEFAULT: "**kvrag, whole sentences**",
     "sentences@0.03": "kvrag, whole sentences, 3%",
     "sentences@0.4": "kvrag, whole sentences, 40%",
@@ -27,20 +35,26 @@ NAMED = {
 }
 FACTS = {
     "sentences": "kvrag's signal",
-    "prophetkv": "ProphetKV's signal",
+    "prophetkv": "ProphetKV's two stages",
     "cacheblend": "CacheBlend",
     "epic": "EPIC",
     "ape": "APE, nothing repaired",
+    "apecode": "APE, nothing repaired",
 }
-PUBLISHED = (
-    DEFAULT,
-    "sentences@0.03",
-    "prophetkv@0.2",
-    "cacheblend@0.2",
-    "epic@0.2",
-    "ape",
+METHODS = (
+    RUNS,
+    "runs@0.03",
+    "runs@0.4",
+    "prophetkv",
+    "cacheblend",
+    "epic",
+    "apecode",
     "none",
+    "reordered",
 )
+"""Methods of the main table; those without a budget have the one that takes as long as the default."""
+TOGETHER = "methods"
+"""The run of :data:`METHODS`."""
 EQUAL = tuple(
     f"{kind}@{share}"
     for share in ("0.1", "0.03")
@@ -92,10 +106,19 @@ COLUMNS = [
 
 @cache
 def lines(name: str) -> dict[tuple[str, str], dict[Any, Result]]:
-    """Read a run's lines: by task and method, then by question."""
+    """Read a run's lines: by task and method, then by question.
+
+    Raises
+    ------
+    ValueError
+        If lines come from several machines.
+    """
     found: dict[tuple[str, str], dict[Any, Result]] = {}
-    for text in (RESULTS / f"facts/{name}.jsonl").read_text().splitlines():
-        line = json.loads(text)
+    read = [json.loads(x) for x in (RESULTS / f"facts/{name}.jsonl").read_text().splitlines()]
+    machines = {line.get("machine", "") for line in read}
+    if len(machines) > 1:
+        raise ValueError(f"{name}: lines of several machines: {', '.join(sorted(machines))}")
+    for line in read:
         found.setdefault((line["task"], line["method"]), {})[question(line)] = line
     return found
 
@@ -136,7 +159,10 @@ def common(name: str, task: str, methods: tuple[str, ...], *, short: bool | None
     if task in COPIED.get(name, ()):
         raise ValueError(f"{name}, {task}: lines of another machine's run are among these")
     result, by = read(f"facts/{name}.json"), lines(name)
-    shown = [method for method in methods if (task, method) in by]
+    known = [method for of, method in by if of == task]
+    shown = [
+        found for method in methods for found in known if method in (found, found.partition("@")[0])
+    ]
     full = by[task, "full"]
     kept = {
         q for q, line in full.items() if short is None or (line["tokens"] < SHORT_PROMPT) == short
@@ -158,18 +184,10 @@ def interval(numerator: Any, denominator: Any) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def mcnemar(lost: int, won: int) -> float:
-    """Exact two-sided p of McNemar's test: as many lost as won."""
-    total = lost + won
-    tail = sum(comb(total, k) for k in range(min(lost, won) + 1))
-    return min(1.0, 2 * tail / 2**total)
-
-
 def counts(pairs: list[Pair]) -> tuple[int, int, int]:
     """Return how many answers are lost, right by full prefill, and won."""
-    right = [r for f, r in pairs if f["score"] >= IS_RIGHT]
-    lost = sum(r["score"] < IS_RIGHT for r in right)
-    return lost, len(right), sum(f["score"] < IS_RIGHT <= r["score"] for f, r in pairs)
+    lost = [not is_right(r) for f, r in pairs if is_right(f)]
+    return sum(lost), len(lost), sum(is_right(r) and not is_right(f) for f, r in pairs)
 
 
 def mean(pairs: list[Pair], field: str) -> float:
@@ -260,17 +278,17 @@ def facts_models(_: Result) -> str:
     return "\n".join(parts)
 
 
-def facts_published(_: Result) -> str:
-    """Set published methods beside the default, as published, each task for itself."""
-    return methods_table("published", ("needles", "hotpotqa"), PUBLISHED)
+def facts_methods(_: Result) -> str:
+    """Set published methods, controls and named repairs beside the default, each task for itself."""
+    return methods_table(TOGETHER, ("needles", "hotpotqa"), METHODS)
 
 
 def facts_short(_: Result) -> str:
-    """Pick the README's columns of :func:`facts_published`."""
+    """Pick the README's columns of :func:`facts_methods`, and say what is right without passages."""
     parts = []
     for task in ("needles", "hotpotqa"):
-        found = common("published", task, PUBLISHED)
-        base = found[DEFAULT]
+        found = common(TOGETHER, task, METHODS)
+        base = found[RUNS]
         rows = []
         for name, pairs in found.items():
             kept, lost, won, _, kl, _, _, sooner = cells(pairs)
@@ -278,8 +296,24 @@ def facts_short(_: Result) -> str:
             rows.append([method_name(name), kept, lost, won, beyond, kl, sooner])
         header = [f"{TASKS[task]}, {len(base)} questions", COLUMNS[0], "lost", "won"]
         header += ["score beyond the first row's (95%)", "KL, own answer", COLUMNS[-1]]
-        parts.append(table(header, rows))
-    return "\n".join(parts) + source(read("facts/published.json"), "facts/published.json")
+        blind = sum(f["blind"] for f, _ in base) / sum(f["score"] for f, _ in base)
+        said = f"\nWithout any passage the model keeps {blind:.2f} of the full prefill's score.\n"
+        parts.append(table(header, rows) + said)
+    file = f"facts/{TOGETHER}.json"
+    return "\n".join(parts) + source(read(file), file)
+
+
+def lost_by_time(task: str) -> dict[str, list[float]]:
+    """Return a method's share of a full prefill's time, its share of lost answers and that one's 95% interval, by name."""
+    shown = {}
+    for name, pairs in common(TOGETHER, task, METHODS).items():
+        lost, right, _ = counts(pairs)
+        shares = sorted(r["ttft_s"][1] / f["ttft_s"][1] for f, r in pairs)
+        of_lost = [lost / right, *wilson(lost, right)]
+        shown[method_name(name).strip("*")] = [
+            round(x, 4) for x in (shares[len(pairs) // 2], *of_lost)
+        ]
+    return shown
 
 
 def facts_careful(_: Result) -> str:
@@ -317,25 +351,46 @@ def facts_joined(_: Result) -> str:
     return "\n".join(parts)
 
 
+def forms_table(result: Result, methods: dict[str, str], file: str) -> str:
+    """Set methods beside each other on each form of facts for itself; the last row counts what is lost in all."""
+    rows, sums = [], {name: [0, 0] for name in methods}
+    for task, found in result["tasks"].items():
+        row = [f"{task.rpartition('/')[2]}, {found[next(iter(methods))]['questions']}"]
+        for name in methods:
+            of = found[name]
+            lost = round((of["lost"] or 0) * of["right"])
+            row.append(f"{of['kl']:.3f}; {lost} of {of['right']}")
+            sums[name] = [a + b for a, b in zip(sums[name], (lost, of["right"]), strict=True)]
+        rows.append(row)
+    rows.append(["lost in all", *(f"{lost} of {right}" for lost, right in sums.values())])
+    return table(["form, questions", *methods.values()], rows) + source(result, file)
+
+
 def facts_forms(result: Result) -> str:
-    """Set the default beside whole sentences and the controls, on each form of facts for itself."""
+    """Set the default beside whole sentences and the controls, on each form of facts."""
     methods = {
-        "runs@auto": "runs, the default",
+        RUNS: "runs, the default",
         DEFAULT: "whole sentences",
         "reordered": "another order, in full",
         "none": "nothing repaired",
     }
-    rows = []
-    for task, found in result["tasks"].items():
-        first = found["runs@auto"]
-        row = [f"{task.rpartition('/')[2]}, {first['questions']}"]
-        for name in methods:
-            lost = round((found[name]["lost"] or 0) * found[name]["right"])
-            row.append(f"{found[name]['kl']:.3f}; {lost} of {found[name]['right']}")
-        rows.append(row)
-    header = ["form, questions", *methods.values()]
-    where = "forms/facts/qwen2.5-coder-0.5b.json"
-    return table(header, rows) + source(result, where)
+    return forms_table(result, methods, "forms/facts/qwen2.5-coder-0.5b.json")
+
+
+def facts_sealed(result: Result) -> str:
+    """Set the default beside named repairs, another context and the controls, on each form of the sealed set."""
+    methods = {
+        RUNS: "the default",
+        "own.runs@auto": "behind text of its kind",
+        "runs@0.4": "`careful`",
+        "runs@0.03": "`fast`",
+        "reordered": "another order, in full",
+        "none": "nothing repaired",
+    }
+    methods = {
+        name: said for name, said in methods.items() if name in next(iter(result["tasks"].values()))
+    }
+    return forms_table(result, methods, f"facts/sealed-{result['model']}.json")
 
 
 TABLES: Tables = {
@@ -344,8 +399,10 @@ TABLES: Tables = {
     "facts-careful": ("facts/qwen2.5-coder-0.5b.json", facts_careful),
     "facts-fast": ("facts/qwen2.5-coder-0.5b.json", facts_fast),
     "facts-joined": ("facts/qwen2.5-coder-0.5b.json", facts_joined),
-    "facts-published": ("facts/published.json", facts_published),
+    "facts-sealed": ("facts/sealed-qwen2.5-coder-0.5b.json", facts_sealed),
+    "facts-sealed-15b": ("facts/sealed-qwen2.5-coder-1.5b.json", facts_sealed),
+    "facts-published": ("facts/methods.json", facts_methods),
     "facts-equal": ("facts/published-equal.json", facts_equal),
-    "facts-short": ("facts/published.json", facts_short),
+    "facts-short": ("facts/methods.json", facts_short),
     "facts-models": ("facts/smollm2-135m-instruct.json", facts_models),
 }

@@ -34,9 +34,12 @@ sentences or lines, a blank line. Over a distance of 1, attention counts e times
 APART = 50.0
 """Distance between chunks."""
 
-_SENTENCE = re.compile(r"(?:[.!?…][\"'”’)\]*_]*(?=\s)|\n|[。！？][”’」』）]*)\s*")
+_SENTENCE = re.compile(r"(?:[.!?…؟۔।॥][\"'”’)\]*_]*(?=\s)|\n|[。！？][”’」』）]*)\s*")
 JOINTS = [*map(ord, "-_./:,'’@")]  # they join letters and digits to a word, a number or a code
-IDEOGRAPHS = [0x2E80, 0xAC00, 0x20000, 0x40000]  # from, to: they are words by themselves
+# Ranges of codes, each from and to. Ideographs are words by themselves. Marks on letters are letters:
+# accents, Hebrew and Arabic vowels, and all of the scripts of India.
+IDEOGRAPHS = [0x2E80, 0xAC00, 0x20000, 0x40000]
+MARKED = [0x300, 0x370, 0x591, 0x5C8, 0x64B, 0x660, 0x900, 0xE00]
 LONGEST_WORD = 64  # tokens; a longer run of letters is no word, and would fill a budget
 
 Signal = Literal["mass", "deviation", "covariance", "breaks"]
@@ -105,11 +108,10 @@ def _seam_rows(signals: Signals) -> torch.Tensor:
 
 
 def _top_rows(signals: Signals) -> torch.Tensor:
-    """Choose the rows with the highest product of the signals; ties go to the lower row."""
-    given = [
-        signal[signals.candidates] for signal in signals.measured.values() if signal is not None
-    ]
-    order = torch.argsort(torch.stack(given).prod(dim=0), descending=True, stable=True)
+    """Choose the rows with the strongest signal; ties go to the lower row."""
+    [signal] = signals.measured.values()
+    assert signal is not None
+    order = signal[signals.candidates].argsort(descending=True, stable=True)
     return signals.candidates[order[: signals.budget]]
 
 
@@ -176,8 +178,9 @@ def breaks_of(texts: Sequence[str]) -> torch.Tensor:
     sizes = np.array([*map(len, texts), 1])
     starts = 2 + sizes.cumsum() - sizes  # of tokens, and of what follows the last
     codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
-    is_ideograph = np.searchsorted(IDEOGRAPHS, codes, "right") % 2 == 1
-    is_letter = np.char.isalnum(codes.view("<U1")) & ~is_ideograph
+    is_letter = np.char.isalnum(codes.view("<U1"))
+    is_letter &= np.searchsorted(IDEOGRAPHS, codes, "right") % 2 == 0
+    is_letter |= np.searchsorted(MARKED, codes, "right") % 2 == 1
     is_joint = np.isin(codes, JOINTS)
     before, here = is_letter[starts - 1], is_letter[starts]
     is_inside = before & (here | is_joint[starts] & is_letter[starts + 1])
@@ -199,7 +202,6 @@ SELECT: dict[str, Callable[[Signals], torch.Tensor]] = {
     "boundary": _seam_rows,
     "hkvd": _top_rows,  # CacheBlend, arXiv 2405.16444
     "query": _top_rows,  # the idea of ProphetKV, arXiv 2602.02579
-    "query_hkvd": _top_rows,
     "query_gain": _informative_rows,
     "query_runs": _runs,
 }
@@ -209,7 +211,6 @@ and ``all`` need no function."""
 NEEDS: dict[str, frozenset[Signal]] = {
     "hkvd": frozenset({"deviation"}),
     "query": frozenset({"mass"}),
-    "query_hkvd": frozenset({"mass", "deviation"}),
     "query_gain": frozenset({"mass", "covariance"}),
     "query_runs": frozenset({"mass", "covariance", "breaks"}),
 }

@@ -48,7 +48,6 @@ Strategy = Literal[
     "boundary",
     "hkvd",
     "query",
-    "query_hkvd",
     "query_gain",
     "query_runs",
 ]
@@ -423,10 +422,9 @@ class RepairConfig:
     strategy: Strategy = "query_runs"
     """Strategy that chooses the rows to recompute: ``query_runs`` (runs of rows around those that
     the question attends to, so that words and numbers stay whole, and rows that predict the most
-    of other rows' changes), ``query_gain`` (only the latter), ``query`` (rows that the
-    question attends to), ``hkvd`` (high KV deviation, CacheBlend), ``query_hkvd`` (both),
-    ``first_k`` (heads of chunks, EPIC), ``boundary`` (around every seam), ``random``, ``none`` or
-    ``all``."""
+    of other rows' changes), ``query_gain`` (only the latter), ``query`` (rows that the question
+    attends to), ``hkvd`` (high KV deviation, CacheBlend), ``first_k`` (heads of chunks, EPIC),
+    ``boundary`` (around every seam), ``random``, ``none`` or ``all``."""
     recompute_ratio: Fraction | None = None
     """Rows to recompute, as a fraction in [0, 1] of the chunk rows that are not exact. ``None``: 4%
     plus 192 rows, at most a quarter, because a question reads about the same number of rows in a

@@ -58,9 +58,7 @@ def test_only_the_leading_exact_segments_remain_in_prefix_mode():
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.05, 0.15, 0.5, 1.0])
-@pytest.mark.parametrize(
-    "strategy", ["random", "first_k", "boundary", "hkvd", "query", "query_hkvd"]
-)
+@pytest.mark.parametrize("strategy", ["random", "first_k", "boundary", "hkvd", "query"])
 def test_selected_rows_keep_the_budget_and_lie_in_stale_chunks(strategy, ratio):
     torch.manual_seed(0)
     config = RepairConfig(strategy=strategy, recompute_ratio=ratio, first_k=4)

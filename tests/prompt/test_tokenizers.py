@@ -595,6 +595,22 @@ def test_tokens_that_share_a_character_stay_together():
     assert breaks_of(["한", "국어", " 말"]).tolist() == [3, 0, 1]
 
 
+@pytest.mark.parametrize("word", ["विद्यालय", "বিদ্যালয়", "பள்ளி", "مَدْرَسَة", "שָׁלוֹם", "cafe\u0301"])
+def test_marks_belong_to_their_letters(word):
+    assert breaks_of([*word, " ", *word]).tolist() == [
+        3,
+        *[0] * (len(word) - 1),
+        1,
+        1,
+        *[0] * (len(word) - 1),
+    ]
+
+
+@pytest.mark.parametrize("stop", ["।", "॥", "؟", "۔"])
+def test_full_stops_of_other_scripts_end_sentences(stop):
+    assert breaks_of(["क", stop, " क"]).tolist()[-1] == 2
+
+
 def test_a_run_of_letters_without_end_is_no_word():
     breaks = breaks_of(["ab"] * 200)
     assert torch.nonzero(breaks)[:, 0].tolist() == [0, 64, 128, 192]
