@@ -75,7 +75,7 @@ class Signals:
     candidates: torch.Tensor
     budget: int
     ratio: float
-    measured: Mapping[Signal, torch.Tensor | None]
+    measured: Mapping[Signal, torch.Tensor]
     covariance: RowCovariance | None
     breaks: torch.Tensor | None
     config: RepairConfig
@@ -110,7 +110,6 @@ def _seam_rows(signals: Signals) -> torch.Tensor:
 def _top_rows(signals: Signals) -> torch.Tensor:
     """Choose the rows with the strongest signal; ties go to the lower row."""
     [signal] = signals.measured.values()
-    assert signal is not None
     order = signal[signals.candidates].argsort(descending=True, stable=True)
     return signals.candidates[order[: signals.budget]]
 
@@ -125,7 +124,6 @@ def _informative_rows(signals: Signals) -> torch.Tensor:
     mass = signals.measured["mass"]
     count = min(signals.budget, POOL // 2)
     assert covariance is not None
-    assert mass is not None
     pool = by_mass[:POOL]
     sides = torch.stack([pool.int(), mass[pool].view(torch.int32)])
     at, weights = uploaded(sides, covariance.rows.device)
@@ -144,7 +142,6 @@ def _runs(signals: Signals) -> torch.Tensor:
     attended row, less by its distance; a run is cut nowhere inside a word.
     """
     mass = signals.measured["mass"]
-    assert mass is not None
     assert signals.breaks is not None
     rows = signals.candidates
     far = DISTANCES[signals.breaks[rows]]
@@ -260,7 +257,9 @@ def select_rows(
     candidates = every[~mask_of(heads, layout.num_tokens)[every]]
     given: dict[Signal, torch.Tensor | None] = {"mass": mass, "deviation": deviation}
     measured = {
-        name: signal for name, signal in given.items() if name in NEEDS.get(config.strategy, ())
+        name: signal
+        for name, signal in given.items()
+        if signal is not None and name in NEEDS.get(config.strategy, ())
     }
     budget = min(len(candidates), count - len(heads))
     ratio = effective_ratio(layout, config, len(every))

@@ -45,7 +45,7 @@ def check_context(context: object) -> str | None:
 
 
 def context_ids(context: str | None, encoder: PromptEncoder, window: int) -> tuple[int, ...]:
-    """Return the token ids of a context: the first tokens of its text.
+    """Return the token ids of a context: the first tokens of its text, and a blank line.
 
     ``default`` is the first 250 tokens of the bundled text, ``default:1000`` the first 1000. The
     result has at most :data:`CONTEXT_TOKENS` tokens, and at most ``window // WINDOW_SHARE``.
@@ -53,13 +53,14 @@ def context_ids(context: str | None, encoder: PromptEncoder, window: int) -> tup
     if context is None:
         return ()
     named = _NAMED.fullmatch(context)
-    most = CONTEXT_TOKENS
+    most = min(CONTEXT_TOKENS, window // WINDOW_SHARE)
     if named:
         context = shipped()
-        most = int(named[1] or DEFAULT_TOKENS)
-    return tuple(encoder.chunk_ids(f"{context.strip()}\n\n"))[
-        : min(most, CONTEXT_TOKENS, window // WINDOW_SHARE)
-    ]
+        most = min(most, int(named[1] or DEFAULT_TOKENS))
+    # A chunk that stands in the middle of another's sentence is read as its continuation.
+    seam = encoder.live_ids("\n\n")
+    ids = encoder.chunk_ids(context.strip())
+    return (*ids[: max(0, most - len(seam))], *seam)[:most]
 
 
 @cache

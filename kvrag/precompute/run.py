@@ -268,23 +268,22 @@ class Precompute:
         """Encode the prefix once per run, and store its KV. Prompts that begin with it reuse it."""
         if self._prefix_kv is None:
             start = time.perf_counter()
-            behind = (self._prefix.identity, self._context)
-            known = self._kept.get(behind)
-            ids = self._prefix.identity.token_ids
-            self._prefix_kv, kv = found = known or encode_prefix(self._lm, ids, self._context)
-            if (
-                self._lm.device.type == "cpu"
-                and self._loaded.identity.fingerprint == self._prefix.identity.model
-            ):
+            identity = self._prefix.identity
+            behind = (identity, self._context)
+            self._prefix_kv, kv = found = self._kept.get(behind) or encode_prefix(
+                self._lm, identity.token_ids, self._context
+            )
+            is_current = self._loaded.identity.fingerprint == identity.model
+            if is_current and self._lm.device.type == "cpu":
                 self._kept.clear()
                 self._kept[behind] = found
             retention = replace(self._prefix_retention, cost_ms=1e3 * (time.perf_counter() - start))
-            if kv is not None and self._loaded.identity.fingerprint == self._prefix.identity.model:
+            if is_current and kv is not None:
                 try:
                     kv = self._new(self._prefix, kv, retention).kv
                     with self._guard.storing():
                         self.stored_bytes += self.store.put(
-                            self._prefix.identity, kv, text=None, retention=retention
+                            identity, kv, text=None, retention=retention
                         )
                 except StoreError as error:
                     logger.warning("the prefix's KV was not stored: %s", error)

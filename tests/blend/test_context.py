@@ -122,15 +122,30 @@ def test_text_without_spaces_is_a_context(engine_of):
 def test_the_default_is_the_text_that_ships_cut_to_a_share_of_the_window(engine_of, tokenizer):
     engine = engine_of("llama", context="default")
     encoder = engine.loaded.encoder
-    whole = encoder.chunk_ids(f"{shipped().strip()}\n\n")
-    assert engine.context_ids == tuple(whole[:DEFAULT_TOKENS])
-    assert engine_of("llama", context="default:1000").context_ids == tuple(whole[:CONTEXT_TOKENS])
-    assert context_ids("default", encoder, 400) == tuple(whole[:100])
-    assert context_ids("default:30", encoder, 400) == tuple(whole[:30])
-    assert context_ids("default:9999", encoder, 8000) == tuple(whole[:CONTEXT_TOKENS])
-    assert context_ids("default: a text", encoder, 400) == encoder.chunk_ids("default: a text\n\n")
+    whole = tuple(encoder.chunk_ids(shipped().strip()))
+    seam = tuple(encoder.live_ids("\n\n"))
+
+    def cut(tokens):
+        return whole[: tokens - len(seam)] + seam
+
+    assert engine.context_ids == cut(DEFAULT_TOKENS)
+    assert engine_of("llama", context="default:1000").context_ids == cut(CONTEXT_TOKENS)
+    assert context_ids("default", encoder, 400) == cut(100)
+    assert context_ids("default:30", encoder, 400) == cut(30)
+    assert context_ids("default:9999", encoder, 8000) == cut(CONTEXT_TOKENS)
+    own = tuple(encoder.chunk_ids("default: a text"))
+    assert context_ids("default: a text", encoder, 400) == own + seam
     assert context_ids(None, encoder, 400) == ()
     assert shipped().isascii()
+
+
+@pytest.mark.parametrize("window", [0, 3, 4, 8, 40, 4000])
+@pytest.mark.parametrize("context", ["default", "default:1", "default:0", OWN])
+def test_a_context_ends_with_a_blank_line_and_keeps_its_bound(engine_of, window, context):
+    encoder = engine_of("llama").loaded.encoder
+    ids = context_ids(context, encoder, window)
+    assert len(ids) <= window // 4
+    assert encoder.decode(list(ids[-2:])).endswith("\n\n"[: len(ids)])
 
 
 def test_misses_are_stored_behind_it(engine_of):
