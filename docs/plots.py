@@ -111,7 +111,6 @@ def legend(axes: Any, theme: dict[str, str], **options: Any) -> None:
 
 PLOTS: dict[str, tuple[Callable[[], Data | None], Callable[[Any, Data, dict[str, str]], None]]] = {
     "load": (load, draw_load),
-    "lost-needles": (lost("needles"), draw_lost),
     "lost-hotpotqa": (lost("hotpotqa"), draw_lost),
 }
 

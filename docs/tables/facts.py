@@ -41,6 +41,16 @@ FACTS = {
     "ape": "APE, nothing repaired",
     "apecode": "APE, nothing repaired",
 }
+PUBLISHED = (
+    DEFAULT,
+    "sentences@0.03",
+    "prophetkv@0.2",
+    "cacheblend@0.2",
+    "epic@0.2",
+    "ape",
+    "none",
+)
+"""Methods of the run of that name, at the shares of the rows that were published."""
 METHODS = (
     RUNS,
     "runs@0.03",
@@ -278,15 +288,25 @@ def facts_models(_: Result) -> str:
     return "\n".join(parts)
 
 
+def tasks_together() -> tuple[str, ...]:
+    """Tasks of the run of :data:`METHODS`."""
+    return tuple(task for task in FACTUAL if (task, RUNS) in lines(TOGETHER))
+
+
 def facts_methods(_: Result) -> str:
     """Set published methods, controls and named repairs beside the default, each task for itself."""
-    return methods_table(TOGETHER, ("needles", "hotpotqa"), METHODS)
+    return methods_table(TOGETHER, tasks_together(), METHODS)
+
+
+def facts_needles(_: Result) -> str:
+    """Set published methods beside the default before runs, on needles."""
+    return methods_table("published", ("needles",), PUBLISHED)
 
 
 def facts_short(_: Result) -> str:
     """Pick the README's columns of :func:`facts_methods`, and say what is right without passages."""
     parts = []
-    for task in ("needles", "hotpotqa"):
+    for task in tasks_together():
         found = common(TOGETHER, task, METHODS)
         base = found[RUNS]
         rows = []
@@ -402,6 +422,7 @@ TABLES: Tables = {
     "facts-sealed": ("facts/sealed-qwen2.5-coder-0.5b.json", facts_sealed),
     "facts-sealed-15b": ("facts/sealed-qwen2.5-coder-1.5b.json", facts_sealed),
     "facts-published": ("facts/methods.json", facts_methods),
+    "facts-needles": ("facts/published.json", facts_needles),
     "facts-equal": ("facts/published-equal.json", facts_equal),
     "facts-short": ("facts/methods.json", facts_short),
     "facts-models": ("facts/smollm2-135m-instruct.json", facts_models),
