@@ -150,6 +150,7 @@ class Case:
         self.full = self.forced(self.scratch, first[0, -1])
         self._stitched: dict[Any, tuple[KVBuffer, Layout, Any, tuple[float, float]]] = {}
         self._masses: dict[Any, tuple[torch.Tensor, tuple[float, float]]] = {}
+        self._own: Behind = {}
         self._deviation: dict[Any, tuple[torch.Tensor, tuple[float, float], KVBuffer]] = {}
         self.breaks = breaks_of(self.encoder.token_texts(self.ids.tolist()))
 
@@ -240,18 +241,22 @@ class Case:
         return self._stitched[key]
 
     def behind(self, encoded: str) -> EncodedPrefix:
-        """Prefix and context that chunks stand behind, computed once per process."""
+        """Prefix and context that chunks stand behind, computed once per process, or per question."""
         text: str | None = encoded
+        known = _behind
         if encoded in ("prefix", "alone"):
             text = None
         elif encoded == "similar":
+            if not self.question.similar:
+                raise ValueError(f"{self.question.task} has no text of its kind: leave out own.")
             similar = self.encoder.chunk_ids(self.question.similar)
             text = self.encoder.decode(list(similar)[:DEFAULT_TOKENS])
+            known = self._own  # of this question alone
         context = context_ids(text, self.encoder, self.lm.reuse_window)
         prefix = () if encoded == "alone" else tuple(self.prefix)
-        if (prefix, context) not in _behind:
-            _behind[prefix, context] = encode_prefix(self.lm, prefix, context)
-        return _behind[prefix, context]
+        if (prefix, context) not in known:
+            known[prefix, context] = encode_prefix(self.lm, prefix, context)
+        return known[prefix, context]
 
     def copy(self, source: KVBuffer) -> KVBuffer:
         """Copy a stitched prompt into the scratch buffer."""
@@ -524,7 +529,8 @@ def halved(engine: KVRagEngine, name: str) -> Any:
 BUDGETED = {name for name, method in METHODS.items() if method.takes_budget}
 _halved: dict[str, Any] = {}
 _engine: KVRagEngine | None = None
-_behind: dict[tuple[tuple[int, ...], tuple[int, ...]], EncodedPrefix] = {}
+Behind = dict[tuple[tuple[int, ...], tuple[int, ...]], EncodedPrefix]
+_behind: Behind = {}
 
 
 def work(item: tuple[str, int, list[str], str, int, tuple[int, ...]]) -> list[dict[str, Any]]:
@@ -682,6 +688,7 @@ def arguments() -> Any:
     """Read the command line; tasks of forms are named as records name them."""
     options = parser(__doc__, count=60, start=0, processes=2, threads=1)
     options.add_argument("--model", default="qwen2.5-coder-0.5b")
+    options.add_argument("--name", help="of the files of results (default: the model's)")
     options.add_argument("--tasks", nargs="+", choices=["needles", "forms", *SIZES])
     options.add_argument(
         "--methods",
@@ -735,7 +742,7 @@ def arguments() -> Any:
 def main() -> None:
     """Measure, keep a line per question and method, and write a summary."""
     args = arguments()
-    name = f"sealed-{args.model}" if args.sealed else args.model
+    name = f"sealed-{args.model}" if args.sealed else args.name or args.model
     path = args.out / "facts" / f"{name}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     code = code_state()

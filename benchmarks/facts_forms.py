@@ -540,8 +540,8 @@ def question(form: str, which: str, number: int, size: Size) -> Question:
     raise AssertionError
 
 
-ELSEWHERE = 1000
-"""From a question to the one whose chunks are text of the same kind."""
+ELSEWHERE = 84 * len(SHAPES)
+"""From a question to the one whose chunks are text of the same kind and shape."""
 
 
 def of_task(task: str, number: int, size: Size) -> Question:

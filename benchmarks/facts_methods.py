@@ -87,7 +87,7 @@ def none(seen: Seen) -> torch.Tensor:
 
 
 def by_mass(seen: Seen) -> torch.Tensor:
-    """ProphetKV's signal: the rows that the question attends to."""
+    """Take the rows that the question attends to."""
     return torch.unique(top(seen.mass, seen.stale, seen.budget))
 
 

@@ -62,9 +62,9 @@ METHODS = (
     "none",
     "reordered",
 )
-"""Methods of the main table; those without a budget have the one that takes as long as the default."""
+"""Methods of the main table; those of others have whatever budget the run gave them."""
 TOGETHER = "methods"
-"""The run of :data:`METHODS`."""
+"""The run of :data:`METHODS` (``benchmarks/facts.py --name methods``)."""
 EQUAL = tuple(
     f"{kind}@{share}"
     for share in ("0.1", "0.03")
@@ -170,9 +170,14 @@ def common(name: str, task: str, methods: tuple[str, ...], *, short: bool | None
         raise ValueError(f"{name}, {task}: lines of another machine's run are among these")
     result, by = read(f"facts/{name}.json"), lines(name)
     known = [method for of, method in by if of == task]
+    if not known:
+        raise ValueError(f"{name} has no lines of {task}")
     shown = [
         found for method in methods for found in known if method in (found, found.partition("@")[0])
     ]
+    kinds = [found.partition("@")[0] for found in shown if found not in methods]
+    if len(set(kinds)) < len(kinds):
+        raise ValueError(f"{name}, {task}: a method has several budgets: {', '.join(shown)}")
     full = by[task, "full"]
     kept = {
         q for q, line in full.items() if short is None or (line["tokens"] < SHORT_PROMPT) == short
@@ -373,8 +378,14 @@ def facts_joined(_: Result) -> str:
 
 def forms_table(result: Result, methods: dict[str, str], file: str) -> str:
     """Set methods beside each other on each form of facts for itself; the last row counts what is lost in all."""
+    asked = result["tasks"]
+    methods = {
+        name: said for name, said in methods.items() if all(name in of for of in asked.values())
+    }
     rows, sums = [], {name: [0, 0] for name in methods}
-    for task, found in result["tasks"].items():
+    for task, found in asked.items():
+        if "," in task:
+            raise ValueError(f"{file}: {task} is one machine's; make a table of each")
         row = [f"{task.rpartition('/')[2]}, {found[next(iter(methods))]['questions']}"]
         for name in methods:
             of = found[name]
@@ -406,9 +417,6 @@ def facts_sealed(result: Result) -> str:
         "runs@0.03": "`fast`",
         "reordered": "another order, in full",
         "none": "nothing repaired",
-    }
-    methods = {
-        name: said for name, said in methods.items() if name in next(iter(result["tasks"].values()))
     }
     return forms_table(result, methods, f"facts/sealed-{result['model']}.json")
 

@@ -36,10 +36,10 @@ APART = 50.0
 
 _SENTENCE = re.compile(r"(?:[.!?…؟۔।॥][\"'”’)\]*_]*(?=\s)|\n|[。！？][”’」』）]*)\s*")
 JOINTS = [*map(ord, "-_./:,'’@")]  # they join letters and digits to a word, a number or a code
-# Ranges of codes, each from and to. Ideographs are words by themselves. Marks on letters are letters:
-# accents, Hebrew and Arabic vowels, and all of the scripts of India.
+# Ranges of codes, each from and to. Ideographs are words by themselves. Marks count as letters:
+# accents, Hebrew and Arabic vowels, the scripts from Devanagari to Sinhala, and joiners.
 IDEOGRAPHS = [0x2E80, 0xAC00, 0x20000, 0x40000]
-MARKED = [0x300, 0x370, 0x591, 0x5C8, 0x64B, 0x660, 0x900, 0xE00]
+MARKED = [0x300, 0x370, 0x591, 0x5C8, 0x64B, 0x671, 0x900, 0x964, 0x966, 0xE00, 0x200C, 0x200E]
 LONGEST_WORD = 64  # tokens; a longer run of letters is no word, and would fill a budget
 
 Signal = Literal["mass", "deviation", "covariance", "breaks"]

@@ -47,7 +47,7 @@ def check_context(context: object) -> str | None:
 def context_ids(context: str | None, encoder: PromptEncoder, window: int) -> tuple[int, ...]:
     """Return the token ids of a context: the first tokens of its text, and a blank line.
 
-    ``default`` is the first 250 tokens of the bundled text, ``default:1000`` the first 1000. The
+    ``default`` has 250 tokens of the bundled text, ``default:1000`` 1000, with the blank line. The
     result has at most :data:`CONTEXT_TOKENS` tokens, and at most ``window // WINDOW_SHARE``.
     """
     if context is None:

@@ -595,7 +595,20 @@ def test_tokens_that_share_a_character_stay_together():
     assert breaks_of(["한", "국어", " 말"]).tolist() == [3, 0, 1]
 
 
-@pytest.mark.parametrize("word", ["विद्यालय", "বিদ্যালয়", "பள்ளி", "مَدْرَسَة", "שָׁלוֹם", "cafe\u0301"])
+@pytest.mark.parametrize(
+    "word",
+    [
+        "विद्यालय",
+        "বিদ্যালয়",
+        "பள்ளி",
+        "র\u200d্যাব",
+        "می\u200cخواهم",
+        "هٰذَا",
+        "مَدْرَسَة",
+        "שָׁלוֹם",
+        "cafe\u0301",
+    ],
+)
 def test_marks_belong_to_their_letters(word):
     assert breaks_of([*word, " ", *word]).tolist() == [
         3,
@@ -609,6 +622,7 @@ def test_marks_belong_to_their_letters(word):
 @pytest.mark.parametrize("stop", ["।", "॥", "؟", "۔"])
 def test_full_stops_of_other_scripts_end_sentences(stop):
     assert breaks_of(["क", stop, " क"]).tolist()[-1] == 2
+    assert breaks_of(["क", stop, "क"]).tolist() == [3, 1, 1]
 
 
 def test_a_run_of_letters_without_end_is_no_word():

@@ -5,6 +5,7 @@ import re
 import statistics
 import sys
 from collections import Counter
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -115,7 +116,7 @@ def test_prompts_and_chunks_keep_their_bounds(which, form):
 
 
 @pytest.mark.parametrize(("which", "form"), BOTH)
-def test_similar_text_tells_none_of_the_facts(which, form):
+def test_similar_text_has_none_of_the_values_that_are_asked(which, form):
     for number in range(4):
         question = forms.of_task(forms.task_of(form, which), number, size)
         similar = forms.plain(question.similar)
@@ -401,8 +402,14 @@ def test_a_method_repairs_and_answers(asked, name):
 def test_chunks_stand_behind_similar_text(asked):
     with torch.inference_mode():
         asked.behind("similar")
-    _, context = next(reversed(facts._behind))
+    [(_, context)] = asked._own
     assert asked.encoder.decode(list(context)).strip() == asked.question.similar.strip()
+
+
+def test_a_question_without_similar_text_refuses_it(asked, monkeypatch):
+    monkeypatch.setattr(asked, "question", replace(asked.question, similar=""))
+    with pytest.raises(ValueError, match="has no text of its kind"):
+        asked.behind("similar")
 
 
 def test_all_rows_repaired_are_a_full_prefill(asked):

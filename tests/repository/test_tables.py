@@ -1,6 +1,7 @@
 """Tables of the docs: what stands in one table was measured together."""
 
 import copy
+import json
 import re
 import sys
 from itertools import combinations
@@ -87,6 +88,74 @@ def test_what_is_said_of_hotpotqa_is_in_its_table():
     for name, pairs in found.items():
         low, high = facts.over_default(pairs, found[facts.DEFAULT]).split("(")[1][:-1].split(" to ")
         assert name == facts.DEFAULT or float(low) < 0 < float(high)
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Write a run of two questions by methods; some lines may name another machine."""
+    monkeypatch.setattr(facts, "RESULTS", tmp_path)
+    monkeypatch.setattr(facts, "read", lambda _: read("facts/published.json"))
+    facts.lines.cache_clear()
+
+    def write(methods, machines=("one", "one")):
+        made = []
+        for number, machine in enumerate(machines):
+            for method in ("full", *methods):
+                line = {"task": "hotpotqa", "number": number, "shapes": [], "machine": machine}
+                line |= {"method": method, "tokens": 9, "score": float(method == "full" or number)}
+                made.append(json.dumps(line | {"blind": 0.0, "ttft_s": [2.0, 2.0 + number]}))
+        (tmp_path / "facts").mkdir(exist_ok=True)
+        (tmp_path / "facts/methods.jsonl").write_text("\n".join(made))
+
+    yield write
+    facts.lines.cache_clear()
+
+
+def test_lines_of_several_machines_are_refused(run):
+    run(["runs@auto"], ("one", "two"))
+    with pytest.raises(ValueError, match="several machines: one, two"):
+        facts.lines("methods")
+
+
+def test_a_method_of_several_budgets_is_refused(run):
+    run(["runs@auto", "cacheblend@0.2", "cacheblend@0.13"])
+    with pytest.raises(ValueError, match="several budgets"):
+        facts.common("methods", "hotpotqa", ("runs@auto", "cacheblend"))
+
+
+def test_a_task_without_lines_is_named(run):
+    run(["runs@auto"])
+    with pytest.raises(ValueError, match="no lines of needles"):
+        facts.common("methods", "needles", ("runs@auto",))
+
+
+def test_what_is_lost_stands_beside_the_time(run):
+    run(["runs@auto", "cacheblend@0.13"])
+    shown = facts.lost_by_time("hotpotqa")
+    assert list(shown) == ["kvrag", "CacheBlend, 13%"]
+    assert shown["kvrag"][:2] == [1.0, 0.5]
+    assert 0 < shown["kvrag"][2] < 0.5 < shown["kvrag"][3] < 1
+
+
+def test_lost_answers_of_all_forms_are_counted():
+    def of(kl, lost, right):
+        return {"questions": 4, "kl": kl, "lost": lost, "right": right}
+
+    made = {**read("facts/published.json")}
+    made["tasks"] = {
+        "forms/sealed/tables": {"runs@auto": of(0.1, 0.5, 2), "reordered": of(0.2, 1.0, 2)},
+        "forms/sealed/logs": {"runs@auto": of(0.3, None, 0)},
+    }
+    shown = facts.facts_sealed(made).splitlines()
+    assert shown[0] == "| form, questions | the default |"
+    assert shown[2:5] == [
+        "| tables, 4 | 0.100; 1 of 2 |",
+        "| logs, 4 | 0.300; 0 of 0 |",
+        "| lost in all | 1 of 2 |",
+    ]
+    made["tasks"] = {"forms/sealed/tables, another machine": made["tasks"]["forms/sealed/tables"]}
+    with pytest.raises(ValueError, match="one machine's"):
+        facts.facts_sealed(made)
 
 
 def test_mcnemars_test():
