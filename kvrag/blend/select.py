@@ -184,8 +184,8 @@ def breaks_of(texts: Sequence[str]) -> torch.Tensor:
     is_inside |= is_letter[starts - 2] & is_joint[starts - 1] & here
     found = np.where(is_inside | (sizes == 0), 0, 1)  # a token without text shares a character
     at = np.arange(len(found))
-    place = at - np.maximum.accumulate(np.where(found > 0, at, 0))
-    found[(place > 0) & (place % LONGEST_WORD == 0)] = 1
+    place = at - np.maximum.accumulate(at * found)
+    found[place % LONGEST_WORD == 0] = 1
     ends = [(end.end(), 2 + (end[0].count("\n") > 1)) for end in _SENTENCE.finditer(text, 2)]
     places, kinds = np.array(ends, dtype=np.int64).reshape(-1, 2).T
     found[starts.searchsorted(places, "right") - 1] = kinds

@@ -62,4 +62,4 @@ def test_configs_hold_their_defaults():
     )
     assert SamplingConfig(stop="x").stop == ("x",)
     assert SamplingConfig(stop=None).stop == ()
-    assert len(set(STRATEGIES)) == 10
+    assert len(set(STRATEGIES)) == 9
