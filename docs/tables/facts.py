@@ -116,7 +116,7 @@ COLUMNS = [
 
 @cache
 def lines(name: str) -> dict[tuple[str, str], dict[Any, Result]]:
-    """Read a run's lines: by task and method, then by question.
+    """Read the lines of a run of ``facts/``, or of a path: by task and method, then by question.
 
     Raises
     ------
@@ -124,7 +124,8 @@ def lines(name: str) -> dict[tuple[str, str], dict[Any, Result]]:
         If lines come from several machines.
     """
     found: dict[tuple[str, str], dict[Any, Result]] = {}
-    read = [json.loads(x) for x in (RESULTS / f"facts/{name}.jsonl").read_text().splitlines()]
+    path = RESULTS / (f"{name}.jsonl" if "/" in name else f"facts/{name}.jsonl")
+    read = [json.loads(x) for x in path.read_text().splitlines()]
     machines = {line.get("machine", "") for line in read}
     if len(machines) > 1:
         raise ValueError(f"{name}: lines of several machines: {', '.join(sorted(machines))}")
@@ -377,24 +378,38 @@ def facts_joined(_: Result) -> str:
 
 
 def forms_table(result: Result, methods: dict[str, str], file: str) -> str:
-    """Set methods beside each other on each form of facts for itself; the last row counts what is lost in all."""
+    """Set methods beside each other on each form of facts for itself, and sum up by what full prefill has right.
+
+    Methods that a form lacks are left out.
+    """
     asked = result["tasks"]
     methods = {
         name: said for name, said in methods.items() if all(name in of for of in asked.values())
     }
-    rows, sums = [], {name: [0, 0] for name in methods}
+    rows = []
     for task, found in asked.items():
         if "," in task:
             raise ValueError(f"{file}: {task} is one machine's; make a table of each")
         row = [f"{task.rpartition('/')[2]}, {found[next(iter(methods))]['questions']}"]
         for name in methods:
-            of = found[name]
-            lost = round((of["lost"] or 0) * of["right"])
-            row.append(f"{of['kl']:.3f}; {lost} of {of['right']}")
-            sums[name] = [a + b for a, b in zip(sums[name], (lost, of["right"]), strict=True)]
+            lost = round((found[name]["lost"] or 0) * found[name]["right"])
+            row.append(f"{found[name]['kl']:.3f}; {lost} of {found[name]['right']}")
         rows.append(row)
-    rows.append(["lost in all", *(f"{lost} of {right}" for lost, right in sums.values())])
+    pairs = {name: _of_forms(file, asked, name) for name in methods}
+    for said, right in {"right": True, "wrong": False}.items():
+        chosen = {name: [p for p in of if is_right(p[0]) == right] for name, of in pairs.items()}
+        row = [f"all where full prefill is {said}, {len(next(iter(chosen.values())))}"]
+        for of in chosen.values():
+            lost, known, _ = counts(of)
+            row.append(f"{mean(of, 'kl'):.3f}" + (f"; {lost} of {known}" if right else ""))
+        rows.append(row)
     return table(["form, questions", *methods.values()], rows) + source(result, file)
+
+
+def _of_forms(file: str, tasks: Result, method: str) -> list[Pair]:
+    """Return a method's pairs of all these tasks."""
+    by = lines(file.removesuffix(".json"))
+    return [(by[t, "full"][q], line) for t in tasks for q, line in by[t, method].items()]
 
 
 def facts_forms(result: Result) -> str:

@@ -83,7 +83,7 @@ _DEVICE = _of_engine("--device", help="cpu or cuda; default: CUDA if there is on
 _NAMED = typer.Option(
     "--repair",
     help=(
-        "auto (as calibrated for the model, else the default), fast (loses some facts) or careful."
+        "auto (as calibrated for the model, else the default), fast (loses many facts) or careful."
     ),
     envvar="KVRAG_REPAIR",
     rich_help_panel=_REPAIR,

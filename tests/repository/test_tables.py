@@ -137,25 +137,37 @@ def test_what_is_lost_stands_beside_the_time(run):
     assert 0 < shown["kvrag"][2] < 0.5 < shown["kvrag"][3] < 1
 
 
-def test_lost_answers_of_all_forms_are_counted():
-    def of(kl, lost, right):
-        return {"questions": 4, "kl": kl, "lost": lost, "right": right}
+def test_forms_are_summed_up_by_what_full_prefill_has_right(tmp_path, monkeypatch):
+    monkeypatch.setattr(facts, "RESULTS", tmp_path)
+    facts.lines.cache_clear()
+    (tmp_path / "facts").mkdir()
+    made = []
+    for form, full, reuse in [("tables", 1, 0), ("tables", 1, 1), ("tables", 0, 1), ("logs", 0, 0)]:
+        line = {"task": f"forms/sealed/{form}", "number": len(made), "shapes": []}
+        made.append(json.dumps({**line, "method": "full", "score": full, "kl": 0}))
+        line |= {"score": reuse, "kl": (1 + len(made)) / 10}
+        made.append(json.dumps({**line, "method": "runs@auto"}))
+    (tmp_path / "facts/sealed-tiny.jsonl").write_text("\n".join(made))
 
-    made = {**read("facts/published.json")}
-    made["tasks"] = {
+    def of(kl, lost, right):
+        return {"questions": 2, "kl": kl, "lost": lost, "right": right}
+
+    result = {**read("facts/published.json"), "model": "tiny"}
+    result["tasks"] = {
         "forms/sealed/tables": {"runs@auto": of(0.1, 0.5, 2), "reordered": of(0.2, 1.0, 2)},
         "forms/sealed/logs": {"runs@auto": of(0.3, None, 0)},
     }
-    shown = facts.facts_sealed(made).splitlines()
+    shown = facts.facts_sealed(result).splitlines()
     assert shown[0] == "| form, questions | the default |"
-    assert shown[2:5] == [
-        "| tables, 4 | 0.100; 1 of 2 |",
-        "| logs, 4 | 0.300; 0 of 0 |",
-        "| lost in all | 1 of 2 |",
+    assert shown[2:6] == [
+        "| tables, 2 | 0.100; 1 of 2 |",
+        "| logs, 2 | 0.300; 0 of 0 |",
+        "| all where full prefill is right, 2 | 0.300; 1 of 2 |",
+        "| all where full prefill is wrong, 2 | 0.700 |",
     ]
-    made["tasks"] = {"forms/sealed/tables, another machine": made["tasks"]["forms/sealed/tables"]}
     with pytest.raises(ValueError, match="one machine's"):
-        facts.facts_sealed(made)
+        facts.facts_sealed({**result, "tasks": {"a, b": {"runs@auto": of(0.1, 0.5, 2)}}})
+    facts.lines.cache_clear()
 
 
 def test_mcnemars_test():
