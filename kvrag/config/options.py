@@ -445,7 +445,7 @@ class RepairConfig:
 
     @classmethod
     def fast(cls) -> RepairConfig:
-        """Repair 3% of the rows: sooner than the default, and most facts in dense text are lost."""
+        """Repair 3% of the rows: sooner than the default, but many facts are lost."""
         return cls(recompute_ratio=0.03)
 
     @classmethod
