@@ -230,11 +230,13 @@ def cells(pairs: list[Pair]) -> list[str]:
     ]
 
 
-def over_default(pairs: list[Pair], base: list[Pair]) -> str:
-    """Mean score beyond the default's over the same questions, with its paired 95% interval."""
-    beyond = [m["score"] - d["score"] for (_, m), (_, d) in zip(pairs, base, strict=True)]
+def over_default(pairs: list[Pair], base: list[Pair], field: str = "score") -> str:
+    """Mean score, or KL, beyond the default's over the same questions, with its paired 95% interval."""
+    beyond = [m[field] - d[field] for (_, m), (_, d) in zip(pairs, base, strict=True)]
     low, high = interval(beyond, [1] * len(beyond))
-    return f"{sum(beyond) / len(beyond):+.2f} ({low:+.2f} to {high:+.2f})"
+    digits = 2 if field == "score" else 3
+    mean, low, high = (f"{x:+.{digits}f}" for x in (sum(beyond) / len(beyond), low, high))
+    return f"{mean} ({low} to {high})"
 
 
 def method_name(name: str) -> str:
@@ -318,10 +320,10 @@ def facts_short(_: Result) -> str:
         rows = []
         for name, pairs in found.items():
             kept, lost, won, _, kl, _, _, sooner = cells(pairs)
-            beyond = "–" if pairs is base else over_default(pairs, base)
-            rows.append([method_name(name), kept, lost, won, beyond, kl, sooner])
+            further = "–" if pairs is base else over_default(pairs, base, "kl")
+            rows.append([method_name(name), kept, lost, won, kl, further, sooner])
         header = [f"{TASKS[task]}, {len(base)} questions", COLUMNS[0], "lost", "won"]
-        header += ["score beyond the first row's (95%)", "KL, own answer", COLUMNS[-1]]
+        header += ["KL, own answer", "KL beyond the first row's (95%)", COLUMNS[-1]]
         blind = sum(f["blind"] for f, _ in base) / sum(f["score"] for f, _ in base)
         said = f"\nWithout any passage the model keeps {blind:.2f} of the full prefill's score.\n"
         parts.append(table(header, rows) + said)
