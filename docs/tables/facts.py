@@ -445,7 +445,6 @@ TABLES: Tables = {
     "facts-fast": ("facts/qwen2.5-coder-0.5b.json", facts_fast),
     "facts-joined": ("facts/qwen2.5-coder-0.5b.json", facts_joined),
     "facts-sealed": ("facts/sealed-qwen2.5-coder-0.5b.json", facts_sealed),
-    "facts-sealed-15b": ("facts/sealed-qwen2.5-coder-1.5b.json", facts_sealed),
     "facts-published": ("facts/methods.json", facts_methods),
     "facts-needles": ("facts/published.json", facts_needles),
     "facts-equal": ("facts/published-equal.json", facts_equal),
