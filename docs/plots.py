@@ -89,19 +89,16 @@ def draw_load(axes: Any, data: Data, theme: dict[str, str]) -> None:
 
 def draw_lost(axes: Any, data: Data, theme: dict[str, str]) -> None:
     """Draw a point of each method, its interval thin; kvrag's own are filled."""
-    for name, (time, share, low, high) in data.items():
-        is_ours = name.startswith("kvrag")
-        color = theme["blue"] if is_ours else theme["ink"]
+    for (name, (time, share, low, high)), marker in zip(data.items(), "osvDPX^*h", strict=False):
+        color = theme["blue"] if name.startswith("kvrag") else theme["ink"]
+        face = color if name.startswith("kvrag") else "none"
         axes.plot([time, time], [low, high], color=color, lw=0.6)
-        face = color if is_ours else "none"
-        axes.plot(time, share, "o", color=color, mfc=face, ms=6)
-        axes.annotate(
-            name, (time, share), (5, 4), textcoords="offset points", fontsize=8, color=theme["ink"]
-        )
+        axes.plot(time, share, marker, color=color, mfc=face, ms=7, label=name.replace("`", ""))
     axes.set(xlabel="processor time to the first token, share of a full prefill's")
-    axes.set(ylabel="lost of what full prefill has right", xlim=(0, None), ylim=(0, 1))
+    axes.set(ylabel="lost of what full prefill has right", xlim=(0, None), ylim=(-0.03, 1))
     axes.xaxis.set_major_formatter("{x:.0%}")
     axes.yaxis.set_major_formatter("{x:.0%}")
+    legend(axes, theme, loc="center left", bbox_to_anchor=(1, 0.5))
 
 
 def legend(axes: Any, theme: dict[str, str], **options: Any) -> None:
