@@ -8,8 +8,7 @@ repairing against that of a full prefill by the same forwards, wall and processo
 
 A method is named with its budget: ``gain@0.03`` repairs 3% of the rows, ``gain@200`` two hundred,
 ``gain@auto`` as many as the default; ``p.`` before it: chunks are encoded
-behind the prefix alone; ``c1000.``: behind a context of 1,000 tokens; ``own.``: behind 250 tokens of other text of the
-same kind (forms only); ``int8.``, ``fp8.``, ``int4.``: their KV is rounded.
+behind the prefix alone; ``c1000.``: behind a context of 1,000 tokens; ``int8.``, ``fp8.``, ``int4.``: their KV is rounded.
 ``reordered`` is a full prefill of the same chunks in another order,
 ``bf16`` one of the same prompt in bfloat16: how much is rounding. Without any chunk each question is answered once (``blind``).
 
@@ -67,13 +66,7 @@ from kvrag.kv.quantise import pack
 from kvrag.metrics import kl_divergence
 from kvrag.model import CausalLM, attention
 from kvrag.model.rows import KVBuffer, Rows
-from kvrag.precompute.encode import (
-    DEFAULT_TOKENS,
-    EncodedPrefix,
-    context_ids,
-    encode_chunks,
-    encode_prefix,
-)
+from kvrag.precompute.encode import EncodedPrefix, context_ids, encode_chunks, encode_prefix
 from kvrag.types import KVDtype
 
 KL_TOKENS = 24
@@ -150,7 +143,6 @@ class Case:
         self.full = self.forced(self.scratch, first[0, -1])
         self._stitched: dict[Any, tuple[KVBuffer, Layout, Any, tuple[float, float]]] = {}
         self._masses: dict[Any, tuple[torch.Tensor, tuple[float, float]]] = {}
-        self._own: Behind = {}
         self._deviation: dict[Any, tuple[torch.Tensor, tuple[float, float], KVBuffer]] = {}
         self.breaks = breaks_of(self.encoder.token_texts(self.ids.tolist()))
 
@@ -241,22 +233,16 @@ class Case:
         return self._stitched[key]
 
     def behind(self, encoded: str) -> EncodedPrefix:
-        """Prefix and context that chunks stand behind, computed once per process, or per question."""
-        text: str | None = encoded
-        known = _behind
-        if encoded in ("prefix", "alone"):
-            text = None
-        elif encoded == "similar":
-            if not self.question.similar:
-                raise ValueError(f"{self.question.task} has no text of its kind: leave out own.")
-            similar = self.encoder.chunk_ids(self.question.similar)
-            text = self.encoder.decode(list(similar)[:DEFAULT_TOKENS])
-            known = self._own  # of this question alone
-        context = context_ids(text, self.encoder, self.lm.reuse_window)
+        """Prefix and context that chunks stand behind, computed once per process."""
+        context = (
+            ()
+            if encoded in ("prefix", "alone")
+            else context_ids(encoded, self.encoder, self.lm.reuse_window)
+        )
         prefix = () if encoded == "alone" else tuple(self.prefix)
-        if (prefix, context) not in known:
-            known[prefix, context] = encode_prefix(self.lm, prefix, context)
-        return known[prefix, context]
+        if (prefix, context) not in _behind:
+            _behind[prefix, context] = encode_prefix(self.lm, prefix, context)
+        return _behind[prefix, context]
 
     def copy(self, source: KVBuffer) -> KVBuffer:
         """Copy a stitched prompt into the scratch buffer."""
@@ -529,8 +515,7 @@ def halved(engine: KVRagEngine, name: str) -> Any:
 BUDGETED = {name for name, method in METHODS.items() if method.takes_budget}
 _halved: dict[str, Any] = {}
 _engine: KVRagEngine | None = None
-Behind = dict[tuple[tuple[int, ...], tuple[int, ...]], EncodedPrefix]
-_behind: Behind = {}
+_behind: dict[tuple[tuple[int, ...], tuple[int, ...]], EncodedPrefix] = {}
 
 
 def work(item: tuple[str, int, list[str], str, int, tuple[int, ...]]) -> list[dict[str, Any]]:

@@ -540,15 +540,10 @@ def question(form: str, which: str, number: int, size: Size) -> Question:
     raise AssertionError
 
 
-ELSEWHERE = 84 * len(SHAPES)
-"""From a question to the one whose chunks are text of the same kind and shape."""
-
-
 def of_task(task: str, number: int, size: Size) -> Question:
     """A question of a task by :func:`task_of`."""
     _, which, form = task.split("/")
-    similar = question(form, which, number + ELSEWHERE, size)
-    return replace(question(form, which, number, size), similar="\n\n".join(similar.chunks))
+    return question(form, which, number, size)
 
 
 def tokens_of(number: int) -> int:

@@ -436,7 +436,7 @@ OURS = {
     "sentsee20": Method(sentences(2 / 3, peak), sees=0.2),
     "sentmid": Method(sentences(2 / 3, peak), layers=(0.25, 0.6)),
 }
-CONTEXTS = {"p.": "prefix", "c1000.": "default:1000", "own.": "similar"}
+CONTEXTS = {"p.": "prefix", "c1000.": "default:1000"}
 BEHIND = {
     mark + name: replace(method, encoded=text)
     for mark, text in CONTEXTS.items()

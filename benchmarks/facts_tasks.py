@@ -113,7 +113,6 @@ class Question:
     share of all golds), ``f1`` (the same, else its words' F1), ``line`` (whether its first line is the right one), ``rouge`` (Rouge-L
     with the full prefill's own answer); of forms, ``exact`` (whether it holds a gold one, in any script), ``choice`` (whether the first
     of ``options`` in it is the right one), ``number`` (whether its first number is). ``facts``: name, field and value of what is asked.
-    ``similar``: chunks of another question of the same kind.
     """
 
     task: str
@@ -129,7 +128,6 @@ class Question:
     form: str = ""
     options: tuple[str, ...] = ()
     facts: tuple[tuple[str, str, str], ...] = ()
-    similar: str = ""
 
 
 Cut = Callable[[str, int], str]

@@ -426,10 +426,9 @@ def facts_forms(result: Result) -> str:
 
 
 def facts_sealed(result: Result) -> str:
-    """Set the default beside named repairs, another context and the controls, on each form of the sealed set."""
+    """Set the default beside named repairs and the controls, on each form of the sealed set."""
     methods = {
         RUNS: "the default",
-        "own.runs@auto": "behind text of its kind",
         "runs@0.4": "`careful`",
         "runs@0.03": "`fast`",
         "reordered": "another order, in full",

@@ -5,7 +5,6 @@ import re
 import statistics
 import sys
 from collections import Counter
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -113,16 +112,6 @@ def test_prompts_and_chunks_keep_their_bounds(which, form):
         assert min(sizes) >= 60
         assert max(sizes) <= 1000
         assert 1000 <= sum(sizes) <= 8000
-
-
-@pytest.mark.parametrize(("which", "form"), BOTH)
-def test_similar_text_has_none_of_the_values_that_are_asked(which, form):
-    for number in range(4):
-        question = forms.of_task(forms.task_of(form, which), number, size)
-        similar = forms.plain(question.similar)
-        assert len(question.similar.split()) > 20 or form == "chinese"
-        for _, field, value in question.facts:
-            assert field not in ("code", "badge") or not forms.times_in(value, similar)
 
 
 @pytest.mark.parametrize(("which", "form"), BOTH)
@@ -376,9 +365,7 @@ def asked(tiny_dir):
     """A question to a tiny model, prefilled once."""
     engine = KVRagEngine.from_pretrained(tiny_dir, dtype="float32")
     chunks = tuple(make_chunks(4, words=40, seed=7))
-    question = Question(
-        "one", 0, chunks, "Who keeps the ledger?", ("Ada",), max_tokens=4, similar=chunks[0]
-    )
+    question = Question("one", 0, chunks, "Who keeps the ledger?", ("Ada",), max_tokens=4)
     with torch.inference_mode():
         yield facts.Case(engine, question)
     engine.close()
@@ -386,7 +373,7 @@ def asked(tiny_dir):
 
 @pytest.mark.parametrize(
     "name",
-    [*methods.PEERS, "sentences", "p.sentences", "own.sentences", "int8.sentences"],
+    [*methods.PEERS, "sentences", "p.sentences", "int8.sentences"],
 )
 def test_a_method_repairs_and_answers(asked, name):
     budget = "0.2" if methods.METHODS[name].takes_budget else ""
@@ -397,19 +384,6 @@ def test_a_method_repairs_and_answers(asked, name):
     assert found["rows"] == pytest.approx(0.2 if budget else found["rows"], abs=0.03)
     if name.startswith("epic"):
         assert found["rows"] > 0
-
-
-def test_chunks_stand_behind_similar_text(asked):
-    with torch.inference_mode():
-        asked.behind("similar")
-    [(_, context)] = asked._own
-    assert asked.encoder.decode(list(context)).strip() == asked.question.similar.strip()
-
-
-def test_a_question_without_similar_text_refuses_it(asked, monkeypatch):
-    monkeypatch.setattr(asked, "question", replace(asked.question, similar=""))
-    with pytest.raises(ValueError, match="has no text of its kind"):
-        asked.behind("similar")
 
 
 def test_all_rows_repaired_are_a_full_prefill(asked):
