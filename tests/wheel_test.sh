@@ -18,7 +18,7 @@ $pip install --quiet -c constraints.txt torch
 $pip install --quiet -c constraints.txt "$wheel[all]" pytest pytest-asyncio pytest-xdist
 $pip install --quiet "$work"/langchain_kvrag-*.whl "$work"/llama_index_*.whl # which need kvrag as it is there
 
-cp tests/engine/test_engine.py tests/engine/test_equivalence.py tests/conftest.py tests/kit.py tests/texts.py "$work/"
+cp tests/engine/test_engine.py tests/engine/test_equivalence.py tests/conftest.py tests/fake_driver.py tests/kit.py tests/texts.py "$work/"
 cd "$work"
 export HF_HUB_OFFLINE=1
 env/bin/python - "$root" <<'PY'

@@ -1,5 +1,6 @@
 """The distributions of packages/ follow kvrag; ``python tests/repository/test_packages.py`` writes its version into them."""
 
+import ast
 import importlib
 import re
 import tomllib
@@ -41,6 +42,21 @@ def test_a_distribution_follows_kvrag(name):
     modules = [path for path in folder.rglob("*.py") if "tests" not in path.parts]
     assert modules == []
     assert f"pip install {name}" in (folder / "README.md").read_text()
+
+
+@pytest.mark.skipif(not PACKAGES.is_dir(), reason="the code is not here: run from a checkout")
+def test_tests_of_the_wheel_take_their_helpers_along():
+    tests = PACKAGES.parent / "tests"
+    named = re.findall(r"tests/([\w/]+\.py)", (tests / "wheel_test.sh").read_text())
+    here = {path.stem for path in tests.glob("*.py")}
+    imported = {
+        name
+        for path in named
+        for node in ast.walk(ast.parse((tests / path).read_text()))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in (getattr(node, "module", None), *(alias.name for alias in node.names))
+    }
+    assert imported & here <= {Path(path).stem for path in named}
 
 
 if __name__ == "__main__":
