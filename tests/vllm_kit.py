@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from random import Random
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -16,14 +15,27 @@ import pytest
 import torch
 
 from kvrag import KVRagEngine
-from kvrag.identity.fingerprint import chunk_key
-from vllm_kvrag.heads import Heads
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 needs_vllm = pytest.mark.skipif(
     not HAS_VLLM, reason="vLLM is not installed here; `make vllm-test` runs this where it is"
 )
 BLOCK, BLOCKS = 16, 40
+TESTED = (
+    "gemma2",
+    "gemma3_text",
+    "glm4",
+    "granite",
+    "llama",
+    "mistral",
+    "olmo2",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "smollm3",
+)
+"""Types of models that the tests run in vLLM."""
 
 
 @contextmanager
@@ -121,19 +133,10 @@ MODULES: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Setting:
-    """A model in a directory, an engine on it with stored chunks, and the exported file."""
+    """A model in a directory, and an engine on it with stored chunks."""
 
     engine: KVRagEngine
     model: str
-    file: Path
-    ids: list[list[int]] = field(default_factory=list)
-    head: list[int] = field(default_factory=list)
-
-    def prompt(self, number: int, question: str = "\n\nWho asks for a box?") -> list[int]:
-        return [*self.head, *self.ids[number], *self.engine.loaded.encoder.live_ids(question)]
-
-    def heads(self, namespace: str = "default") -> Heads:
-        return Heads(self.engine.store, self.engine.loaded.fingerprint, namespace)
 
 
 class Layer:
@@ -153,15 +156,8 @@ class Layer:
 
 
 def config_of(setting: Setting, **changes) -> SimpleNamespace:
-    extra = {"kv_dir": str(setting.engine.kv_dir), "model": str(setting.file)}
-    extra |= changes.pop("extra", {})
-    config = setting.engine.loaded.lm.model.config
-    model = {
-        "model": setting.model,
-        "hf_config": config,
-        "dtype": torch.float32,
-        "quantization": None,
-    }
+    extra = {"kv_dir": str(setting.engine.kv_dir)} | changes.pop("extra", {})
+    model = {"model": setting.model, "dtype": torch.float32}
     own = (
         {
             "cache_dtype": "auto",
@@ -197,58 +193,9 @@ def connect(connector, setting: Setting, **changes) -> Any:
     return connector.KVRagConnector(own, role, SimpleNamespace(kv_cache_groups=groups))
 
 
-def request_of(ids: list[int], **own) -> SimpleNamespace:
-    none = {"lora_request": None, "mm_features": [], "cache_salt": None, "prompt_embeds": None}
-    return SimpleNamespace(
-        request_id="r", prompt_token_ids=ids, num_prompt_tokens=len(ids), **(none | own)
-    )
-
-
-def schedule(own: Any, request: SimpleNamespace, blocks: list[int], computed: int = 0) -> int:
-    """Ask, allocate and hand over, as the scheduler does; return how many tokens are to be loaded."""
-    count, is_async = own.get_num_new_matched_tokens(request, computed)
-    assert not is_async
-    own.update_state_after_alloc(request, SimpleNamespace(get_block_ids=lambda: (blocks,)), count)
-    own.bind_connector_metadata(own.build_connector_meta(None))
-    return count
-
-
-def step_of(layers: dict[str, Any] | None = None, *, is_idle: bool = False) -> SimpleNamespace:
+def step_of(*, is_idle: bool = False) -> SimpleNamespace:
     """The context of a forward, or of a step without one."""
-    return SimpleNamespace(no_compile_layers=layers or {}, attn_metadata=None if is_idle else {})
-
-
-def transfer_of(setting: Setting) -> Any:
-    from vllm.config import KVTransferConfig
-
-    return KVTransferConfig(
-        kv_connector="KVRagConnector",
-        kv_connector_module_path="vllm_kvrag.connector",
-        kv_role="kv_consumer",
-        kv_load_failure_policy="recompute",
-        kv_connector_extra_config={
-            "kv_dir": str(setting.engine.kv_dir),
-            "model": str(setting.file),
-        },
-    )
-
-
-def damage(setting: Setting, number: int) -> None:
-    """Change a byte of a stored chunk's tensors."""
-    (parts, _) = setting.heads().match(setting.prompt(number))
-    (path,) = Path(setting.engine.kv_dir or "").rglob(f"{chunk_key(parts[1])}*")
-    content = bytearray(path.read_bytes())
-    content[-100] ^= 1
-    path.chmod(0o600)
-    path.write_bytes(content)
-
-
-def assert_same_answer(one: Any, other: Any) -> None:
-    """Greedy answers are the same, and log-probabilities but for float32's rounding (4e-6 was seen)."""
-    assert one.token_ids == other.token_ids
-    for left, right in zip(one.logprobs, other.logprobs, strict=True):
-        for token in left.keys() & right.keys():
-            assert left[token].logprob == pytest.approx(right[token].logprob, abs=1e-4)
+    return SimpleNamespace(attn_metadata=None if is_idle else {})
 
 
 def connector_module(patch: pytest.MonkeyPatch) -> Any:
@@ -260,7 +207,7 @@ def connector_module(patch: pytest.MonkeyPatch) -> Any:
                     sys.modules, name[:end], sys.modules.get(name[:end]) or ModuleType(name[:end])
                 )
             vars(sys.modules[name]).update(members)
-        for name in ("connector", "blend", "loader", "prefix", "proof", "report", "weights"):
+        for name in ("connector", "blend", "loader", "proof", "report", "weights"):
             patch.delitem(sys.modules, f"vllm_kvrag.{name}", raising=False)
     return importlib.import_module("vllm_kvrag.connector")
 

@@ -20,5 +20,5 @@ def setting(tmp_path):
     save_tiny_model(tmp_path / "model", "llama")
     engine = KVRagEngine.from_pretrained(tmp_path / "model", kv_dir=tmp_path / "kv", context=None)
     assert not engine.precompute(CHUNKS, ids=list("abcd")).failed
-    yield Setting(engine, str(tmp_path / "model"), tmp_path / "none")
+    yield Setting(engine, str(tmp_path / "model"))
     engine.close()

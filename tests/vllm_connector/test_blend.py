@@ -5,6 +5,7 @@ A small scheduler (:mod:`vllm_kit`) does what vLLM's does, and checks at each hi
 
 import gc
 import importlib
+import inspect
 import threading
 import time
 from dataclasses import replace
@@ -20,6 +21,7 @@ from texts import make_chunks
 from vllm_kit import (
     BLOCK,
     HAS_VLLM,
+    RECORDED,
     Layer,
     Request,
     Scheduler,
@@ -37,7 +39,7 @@ FREE = Costs(((0.0,), (0.0,)), 1.0, 0.0, {}, "tokens")
 
 
 def blend(connector, setting, role="SCHEDULER", **extra) -> Any:
-    return connect(connector, setting, role=role, extra={"mode": "blend", "model": None, **extra})
+    return connect(connector, setting, role=role, extra={"mode": "blend", **extra})
 
 
 def about_of(connector, setting: Setting, **own: Any) -> Any:
@@ -56,9 +58,9 @@ def about_of(connector, setting: Setting, **own: Any) -> Any:
     return planning.About(**(parts | own))
 
 
-def scheduler_side(connector, setting: Setting, **own: Any) -> Any:
+def scheduler_side(connector, setting: Setting, mode: str = "blend", **own: Any) -> Any:
     """The connector in vLLM's scheduler, which has heard of the worker's model."""
-    made = blend(connector, setting)
+    made = blend(connector, setting, mode=mode)
     blending = importlib.import_module("vllm_kvrag.blend")
     made.set_xfer_handshake_metadata({0: blending.Hello(about_of(connector, setting, **own))})
     return made
@@ -75,6 +77,17 @@ def prompt_of(
 def request_with(ids: list[int], number: int = 0, **asked: Any) -> Request:
     params = {"kvrag": asked} if asked else None
     return Request(f"r{number}", ids, kv_transfer_params=params)
+
+
+def test_the_connector_has_vllms_signatures(connector):
+    base = connector.KVConnectorBase_V1
+    for name, parameters in RECORDED.items():
+        own = getattr(connector.KVRagConnector, name)
+        assert tuple(inspect.signature(own).parameters) == parameters
+        if HAS_VLLM:
+            assert tuple(inspect.signature(getattr(base, name)).parameters) == parameters
+    if HAS_VLLM:
+        assert base.__abstractmethods__ <= set(RECORDED)
 
 
 # -- decisions ---------------------------------------------------------------------------------------
@@ -577,6 +590,7 @@ def test_a_model_that_cannot_be_opened_is_answered_without_the_store(
     def fail(*_: Any) -> None:
         raise ValueError("unrecognised")
 
+    monkeypatch.setattr(blended, "model_of", lambda _: object())
     monkeypatch.setattr(blended, "engine_of", fail)
     worker = blend(connector, setting, role="WORKER")
     assert "ValueError: unrecognised" in worker.get_handshake_metadata().about.refusal

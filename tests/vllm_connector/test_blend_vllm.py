@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 from texts import make_chunks
-from vllm_kit import HAS_VLLM, unchanged_class
+from vllm_kit import TESTED, needs_vllm, unchanged_class
 
 from kvrag import KVRagEngine
 from kvrag.testing.models import TINY, save_tiny_model
-from vllm_kvrag.exported import TESTED
 
-pytestmark = pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed")
+pytestmark = needs_vllm
 CHUNKS = [text.partition(": ")[2] for text in make_chunks(5, words=60)]
 IDS = list("abcde")
 REPAIR = {"recompute_ratio": 0.2}
@@ -27,7 +26,14 @@ class Vllm:
     """vLLM on a tiny model with a store, and kvrag's own engine on both."""
 
     def __init__(
-        self, patch: pytest.MonkeyPatch, directory: Path, name: str, **options: Any
+        self,
+        patch: pytest.MonkeyPatch,
+        directory: Path,
+        name: str,
+        *,
+        mode: str = "blend",
+        context: str | None = "default",
+        **options: Any,
     ) -> None:
         from vllm import LLM
         from vllm.config import KVTransferConfig
@@ -42,7 +48,9 @@ class Vllm:
         model = directory / "model"
         save_tiny_model(model, "wide")
         self.kv_dir = directory / "kv"
-        self.engine = KVRagEngine.from_pretrained(model, kv_dir=self.kv_dir, repair=REPAIR)
+        self.engine = KVRagEngine.from_pretrained(
+            model, kv_dir=self.kv_dir, repair=REPAIR, context=context
+        )
         assert not self.engine.precompute(CHUNKS, ids=IDS).failed
         transfer = KVTransferConfig(
             kv_connector="KVRagConnector",
@@ -51,7 +59,8 @@ class Vllm:
             kv_load_failure_policy="recompute",
             kv_connector_extra_config={
                 "kv_dir": str(self.kv_dir),
-                "mode": "blend",
+                "mode": mode,
+                "context": context,
                 "repair": REPAIR,
                 # vLLM repacks experts on a CPU.
                 "weights": "copy" if name == "qwen3_moe" else "shared",
@@ -158,6 +167,24 @@ def test_blended_answers_are_those_of_kvrags_engine(vllm_of, name):
     exact = vllm.engine.prefill(ids, mode="full").logits.float().log_softmax(-1).flatten()
     for token, found in after.outputs[0].logprobs[0].items():
         assert found.logprob == pytest.approx(float(exact[token]), abs=1e-3)
+    vllm.assert_private()
+
+
+def test_exact_beginnings_alone_are_loaded_where_the_connector_is_for_them(vllm_of):
+    """Whatever a request asks for, the answer is that without stored KV, from the same log-probabilities."""
+    vllm = vllm_of(mode="prefix", context=None)
+    encoder = vllm.engine.loaded.encoder
+    head = [*encoder.bos_ids, *encoder.live_ids(vllm.engine.prefix_text)]
+    stored = [*head, *encoder.chunk_ids(CHUNKS[2])]
+    ids = [*stored, *encoder.live_ids(f"\n\n{CHUNKS[0]}\n\nWho asks for a box?")]
+    (alone,) = vllm.ask((ids, "full"))
+    for mode in ("prefix", "auto", "stitch"):
+        vllm.llm.reset_prefix_cache()
+        (answer,) = vllm.ask((ids, mode))
+        assert vllm.said(answer)["exactness"] == "exact"
+        assert vllm.said(answer)["cached_tokens"] == len(stored)
+        assert answer.outputs[0].token_ids == alone.outputs[0].token_ids
+        assert_first(answer, alone)
     vllm.assert_private()
 
 

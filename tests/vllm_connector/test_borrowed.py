@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from transformers import AutoConfig
-from vllm_kit import HAS_VLLM, unchanged_class
+from vllm_kit import TESTED, needs_vllm, unchanged_class
 
 from kvrag import KVRagEngine, UnsupportedModelError
 from kvrag.adapters import ModelSource
@@ -19,10 +19,8 @@ from kvrag.model.proof import prove
 from kvrag.model.rows import Rows
 from kvrag.testing.models import TINY, save_tiny_model, tiny_model
 from vllm_kvrag.borrowed import borrow, load_borrowed
-from vllm_kvrag.exported import TESTED
 
 PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
-needs_vllm = pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed (docs/how-to/vllm.md)")
 ids = torch.arange(5, 65).reshape(2, 30)
 
 

@@ -2,28 +2,8 @@
 
 ::
 
-    connector ─┬→ blend, the scheduler: planning, private (blocks) │ the worker: weights, proof, blending
-               └→ prefix, the scheduler: heads (stored beginnings) │ the worker: exported (rotations)
+    connector ─→ blend, the scheduler: planning, private (blocks) │ the worker: weights, proof, blending
     loader ─→ borrowed (a model of transformers with vLLM's weights), linear (its layers on CPUs)
-    export_model (once, in a process with kvrag's engine) ─→ the file of the prefix mode
 
-``planning``, ``blending``, ``private``, ``heads``, ``exported`` and ``borrowed`` need no vLLM.
+``planning``, ``blending``, ``private`` and ``borrowed`` need no vLLM.
 """
-
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from vllm_kvrag.exported import export_model
-
-__all__ = ["export_model"]
-
-
-def __getattr__(name: str) -> Any:
-    if name != "export_model":
-        raise AttributeError(f"module 'vllm_kvrag' has no attribute {name!r}")
-    # At first use: every process of a vLLM imports this package for its plugin.
-    from vllm_kvrag.exported import export_model
-
-    return export_model

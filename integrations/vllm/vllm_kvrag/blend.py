@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 from vllm.logger import init_logger
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvrag import ConfigError, KVRagError, RepairConfig, StoreConfig, UnsupportedModelError
 from kvrag.adapters import (
@@ -31,7 +32,6 @@ from kvrag.adapters import (
 from vllm_kvrag.blending import Blender, Job, Said
 from vllm_kvrag.loader import LOAD_FORMAT, model_of
 from vllm_kvrag.planning import About, Asked, Decision, Planner
-from vllm_kvrag.prefix import cache_refusal, has_own_kv
 from vllm_kvrag.private import PrivateBlocks
 from vllm_kvrag.proof import why_different
 from vllm_kvrag.report import Counts, Records, tokens_of
@@ -92,13 +92,15 @@ class BlendMode:
         config: StoreConfig,
         *,
         is_worker: bool,
+        is_exact: bool,
     ) -> None:
         self._config = vllm_config
         self._cache = kv_cache_config
         self._block_size = vllm_config.cache_config.block_size
+        self._is_exact = is_exact
         reason = refusal(vllm_config, kv_cache_config)
         if reason:
-            raise ConfigError(f"vLLM can't blend prompts: {reason}")
+            raise ConfigError(f"vLLM can't use this store: {reason}")
         option = vllm_config.kv_transfer_config.get_from_extra_config
         self._repair = as_config(RepairConfig, option("repair", None), option="repair")
         model = vllm_config.model_config
@@ -169,8 +171,9 @@ class BlendMode:
                 raise UnsupportedModelError(self._about.refusal)
             # A row that is never written: no other request may find its block.
             return Decision("blend", stop=num_computed + 1, num_exact=num_computed)
-        if request.num_output_tokens and request_id not in self._private:
-            # Its answer began behind exact rows, before a preemption.
+        # Its answer began behind exact rows, before a preemption.
+        is_behind_exact = request.num_output_tokens and request_id not in self._private
+        if asked.mode != "full" and (self._is_exact or is_behind_exact):
             asked = replace(asked, mode="prefix")
         ids = request.prompt_token_ids
         return self._planner.decide(
@@ -237,7 +240,7 @@ class BlendMode:
         if isinstance(metadata, Hello):
             self._about = metadata.about
             if metadata.about.refusal:
-                logger.warning("prompts are not blended: %s", metadata.about.refusal)
+                logger.warning("prompts reuse no stored KV: %s", metadata.about.refusal)
         elif isinstance(metadata, Ended):
             if self._about is not None:
                 for step in metadata.steps:
@@ -277,13 +280,13 @@ class BlendMode:
 
     def _opened(self) -> About:
         """Open the engine and start its threads; raise ``UnsupportedModelError`` if it can't."""
-        engine = engine_of(self._config, self._store_config, self._repair)
-        lm = engine.loaded.reusable
         model = model_of(self._config)
         if model is None:
             raise UnsupportedModelError(
-                f"vLLM's model is not known; start vLLM with --load-format {LOAD_FORMAT}"
+                f"vLLM's weights are not known; start vLLM with --load-format {LOAD_FORMAT}"
             )
+        engine = engine_of(self._config, model, self._store_config, self._repair)
+        lm = engine.loaded.reusable
         layers = self._config.compilation_config.static_forward_context
         reason = why_different(self._config, self._cache, model, layers, lm)
         if reason is not None:
@@ -363,12 +366,43 @@ def _as_computed(num_cached: int, total: int, reason: str | None) -> Said:
     }
 
 
+def has_own_kv(request: Request) -> bool:
+    """Whether a request's KV depends on more than its token ids."""
+    return bool(
+        request.lora_request
+        or request.mm_features
+        or request.cache_salt
+        or request.prompt_embeds is not None
+        or not request.prompt_token_ids
+    )
+
+
 def refusal(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
-    """Return why vLLM's cache can't take blended rows; ``None`` if it can."""
+    """Return why vLLM's cache can't take stored rows, and what to do; ``None`` if it can."""
+    cache = vllm_config.cache_config
     transfer = vllm_config.kv_transfer_config
     runner = vllm_config.model_config.runner_type
-    if runner != "generate":
-        return f"its runner is {runner!r}, and only answers are blended"
-    if not transfer.is_kv_consumer:
-        return f"kv_role is {transfer.kv_role!r}; pass 'kv_consumer'"
-    return cache_refusal(vllm_config, kv_cache_config)
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    # With windows only, vLLM frees the blocks before the window and can't compute failed loads.
+    # Latent attention is of a class below.
+    is_full = len(specs) == 1 and type(specs[0]) is FullAttentionSpec
+    reasons = [
+        (runner == "generate", f"its runner is {runner!r}, and only answers are blended"),
+        (transfer.is_kv_consumer, f"kv_role is {transfer.kv_role!r}; pass 'kv_consumer'"),
+        (
+            cache.cache_dtype == "auto",
+            f"kv_cache_dtype is {cache.cache_dtype!r}; leave it at 'auto'",
+        ),
+        (vllm_config.parallel_config.world_size == 1, "the model is split among several devices"),
+        (
+            vllm_config.speculative_config is None,
+            "it decodes speculatively, and a draft model has layers of its own",
+        ),
+        (is_full, "its cache is not one group of full attention"),
+        # A chunk may be erased or found damaged after the scheduler has counted its tokens.
+        (
+            transfer.kv_load_failure_policy == "recompute",
+            "kv_load_failure_policy must be 'recompute'",
+        ),
+    ]
+    return next((reason for holds, reason in reasons if not holds), None)

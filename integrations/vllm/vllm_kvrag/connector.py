@@ -2,14 +2,12 @@
 
 ::
 
-    connector ─→ prefix (exact beginnings, within the step)
-              └→ blend  (repaired chunks, beside the steps) ─→ planning, privacy │ blending, proof
+    connector ─→ blend ─→ planning, private │ blending, proof
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -21,8 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvrag import ConfigError, StoreConfig
 from kvrag.adapters import as_config, open_store
-from vllm_kvrag.blend import BlendMode, Hello
-from vllm_kvrag.prefix import PrefixMode
+from vllm_kvrag.blend import BlendMode
 from vllm_kvrag.report import Counts, Metrics
 
 if TYPE_CHECKING:
@@ -39,11 +36,10 @@ class KVRagConnector(KVConnectorBase_V1):
     """Reuse the KV of stored chunks in vLLM.
 
     ``kv_connector_extra_config`` takes ``kv_dir``, the store; ``mode``: ``"prefix"`` (default)
-    loads exact beginnings of prompts, ``"blend"`` reuses chunks anywhere in a prompt and repairs
-    them; ``namespace`` (default: ``"default"``); ``store_config``, fields of
-    :class:`kvrag.StoreConfig` (default: ``{"read_only": true}``). The prefix mode needs ``model``,
-    the file of :func:`vllm_kvrag.export_model`. The blend mode takes ``repair``, ``context`` and
-    ``weights`` (docs/how-to/vllm.md). Raises ``ConfigError`` if vLLM can't use this store.
+    loads exact beginnings of prompts only, ``"blend"`` reuses chunks anywhere in a prompt and
+    repairs them; ``namespace`` (default: ``"default"``); ``store_config``, fields of
+    :class:`kvrag.StoreConfig`; ``repair``, ``prefix``, ``context`` and ``weights``
+    (docs/how-to/vllm.md). Raises ``ConfigError`` if vLLM can't use this store.
     """
 
     def __init__(
@@ -63,15 +59,14 @@ class KVRagConnector(KVConnectorBase_V1):
         given = option("store_config", {"read_only": True} if reads else None)
         config = as_config(StoreConfig, given, option="store_config") or StoreConfig()
         self._store = open_store(kv_dir, config)
-        self._prefix_mode = partial(PrefixMode, vllm_config, kv_cache_config, self._store)
-        self._has_exported = option("model", None) is not None
-        self._mode: PrefixMode | BlendMode
-        if mode == "prefix":
-            self._mode = self._prefix_mode()
-        else:
-            self._mode = BlendMode(
-                vllm_config, kv_cache_config, self._store, config, is_worker=is_worker
-            )
+        self._mode = BlendMode(
+            vllm_config,
+            kv_cache_config,
+            self._store,
+            config,
+            is_worker=is_worker,
+            is_exact=mode == "prefix",
+        )
 
     # -- the scheduler ---------------------------------------------------------------------------
 
@@ -106,21 +101,17 @@ class KVRagConnector(KVConnectorBase_V1):
         """Take the description of the worker's model."""
         for each in metadata.values():
             self._mode.hear(each)
-            self._fall_back(each)
 
     # -- the worker ------------------------------------------------------------------------------
 
     def get_handshake_metadata(self) -> Any:
         """Describe the worker's model to the scheduler."""
-        found = self._mode.handshake()
-        self._fall_back(found)
-        return found
+        return self._mode.handshake()
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Take what the scheduler passes for the step that begins."""
         super().bind_connector_metadata(connector_metadata)
-        if isinstance(self._mode, BlendMode):
-            self._mode.begin(connector_metadata)
+        self._mode.begin(connector_metadata)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Load the KV of this step, or begin to."""
@@ -152,11 +143,6 @@ class KVRagConnector(KVConnectorBase_V1):
         """Return at once: nothing is saved."""
 
     # -- both ------------------------------------------------------------------------------------
-
-    def _fall_back(self, hello: Any) -> None:
-        """Load exact beginnings if prompts can't be blended and an exported model is given."""
-        if isinstance(hello, Hello) and hello.about.refusal and self._has_exported:
-            self._mode = self._prefix_mode()
 
     def get_kv_connector_stats(self) -> Counts | None:
         """Return the counts since the last call."""

@@ -34,10 +34,12 @@ from kvrag.adapters import (
     lay_out,
     plan_ids,
 )
-from vllm_kvrag.heads import REST
 from vllm_kvrag.steps import LATEST, StepPrices
 
 Ids = tuple[int, ...]
+# After a listing, or a failure of the store, at least 9 times its duration passes before the next,
+# so all requests wait for it a tenth of the time at most.
+REST = 9
 FIELDS = "mode", "repair", "namespace", "precompute", "describe", "trace", "stream", "report"
 
 

@@ -9,16 +9,19 @@ from vllm.model_executor.models.utils import extract_layer_index
 from kvrag import ConfigError, KVRagEngine, RepairConfig, StoreConfig, UnsupportedModelError
 from kvrag.adapters import ModelSource
 from vllm_kvrag.borrowed import load_borrowed
-from vllm_kvrag.loader import LOAD_FORMAT, model_of
 
 if TYPE_CHECKING:
+    import torch
     from vllm.config import VllmConfig
 
 SHARED, COPY = "shared", "copy"
 
 
 def engine_of(
-    vllm_config: VllmConfig, config: StoreConfig, repair: RepairConfig | None
+    vllm_config: VllmConfig,
+    theirs: torch.nn.Module,
+    config: StoreConfig,
+    repair: RepairConfig | None,
 ) -> KVRagEngine:
     """Return an engine on vLLM's model, loaded.
 
@@ -42,16 +45,12 @@ def engine_of(
     }
     shared = None
     if weights == SHARED:
-        theirs = model_of(vllm_config)
-        if theirs is None:
-            raise UnsupportedModelError(
-                f"vLLM's weights are not known; start vLLM with --load-format {LOAD_FORMAT}"
-            )
         try:
             shared = load_borrowed(theirs, ModelSource(model.model, **own))
         except UnsupportedModelError as error:
             raise UnsupportedModelError(
-                f"vLLM's weights can't be shared: {error}. 'weights': 'copy' holds a second copy"
+                f"vLLM's weights can't be shared: {error}; or pass 'weights': 'copy', to hold a "
+                "second copy"
             ) from error
     engine = KVRagEngine.from_pretrained(
         model.model,

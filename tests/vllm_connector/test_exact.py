@@ -1,0 +1,141 @@
+"""Exact beginnings of prompts: what the connector loads of them is what a full prefill computes, and it says why it loads nothing."""
+
+import importlib
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from conftest import CHUNKS
+from test_blend import blend, ended, finish_at_once, prompt_of, request_with, scheduler_side
+from transformers import DynamicCache
+from vllm_kit import BLOCK, BLOCKS, Layer, Setting, connect
+
+from kvrag import KVRagEngine, StoreConfig
+from kvrag.errors import UnsupportedModelError
+from kvrag.testing.models import save_tiny_model, tiny_model
+
+MODES = "auto", "prefix", "stitch"
+
+
+def stored_of(setting: Setting, number: int) -> list[int]:
+    """The stored prefix, and a chunk right behind it."""
+    encoder = setting.engine.loaded.encoder
+    head = [*encoder.bos_ids, *encoder.live_ids(setting.engine.prefix_text)]
+    return [*head, *encoder.chunk_ids(CHUNKS[number])]
+
+
+def asks(setting: Setting, number: int) -> list[int]:
+    encoder = setting.engine.loaded.encoder
+    return [*stored_of(setting, number), *encoder.live_ids("\n\nWho asks for a box?")]
+
+
+def job_of(own: Any, request: Any, computed: int = 0) -> Any:
+    """The job of an admitted request, whose rows go to blocks in a random order."""
+    count, is_async = own.get_num_new_matched_tokens(request, computed)
+    assert is_async == (count > 0)
+    blocks = torch.randperm(BLOCKS)[: -(-request.num_prompt_tokens // BLOCK)].tolist()
+    own.update_state_after_alloc(request, SimpleNamespace(get_block_ids=lambda: (blocks,)), count)
+    (job,) = own.build_connector_meta(None).jobs
+    return job
+
+
+def test_a_connector_for_exact_beginnings_loads_no_other_rows(connector, setting):
+    """Whatever a request asks for; and that is the default."""
+    own = scheduler_side(connector, setting, mode="prefix")
+    repaired, exact = prompt_of(setting, 2, 0, 3), asks(setting, 2)
+    for number, mode in enumerate(MODES):
+        assert own.get_num_new_matched_tokens(request_with(repaired, number, mode=mode), 0)[0] == 0
+        job = job_of(own, request_with(exact, 10 + number, mode=mode))
+        assert (job.repair, job.start, job.stop) == (None, 0, len(stored_of(setting, 2)))
+    assert not own._mode._private
+    assert own.get_num_new_matched_tokens(request_with(exact, 20, mode="full"), 0) == (0, False)
+    assert connect(connector, setting, role="SCHEDULER")._mode._is_exact
+
+
+@pytest.mark.parametrize("change", ["context", "rounded", "erased"])
+def test_what_is_not_exact_is_not_loaded(connector, setting, change):
+    engine, stop = setting.engine, len(stored_of(setting, 2))
+    head = stop - len(engine.loaded.encoder.chunk_ids(CHUNKS[2]))
+    engine.delete(list("abcd"))
+    options: dict[str, Any] = {
+        "context": {"context": "default:50"},
+        "rounded": {"context": None, "store_config": StoreConfig(kv_dtype="int8")},
+        "erased": {"context": None},
+    }[change]
+    other = KVRagEngine.from_pretrained(setting.model, kv_dir=engine.kv_dir, **options)
+    assert not other.precompute(CHUNKS, ids=list("abcd")).failed
+    if change == "erased":
+        other.delete(["c"])
+    own = scheduler_side(connector, Setting(other, setting.model), mode="prefix")
+    count, _ = own.get_num_new_matched_tokens(request_with(asks(setting, 2)), 0)
+    assert count <= head < stop
+    other.close()
+
+
+@pytest.mark.parametrize("name", ["llama", "glm4", "gemma3_text", "smollm3"])
+def test_loaded_rows_are_those_of_a_full_prefill(connector, tmp_path, name):
+    """Halves and neighbours, several kinds of rotation, none."""
+    directory = save_tiny_model(tmp_path / "model", name)
+    engine = KVRagEngine.from_pretrained(directory, kv_dir=tmp_path / "kv", context=None)
+    assert not engine.precompute(CHUNKS).failed
+    setting, model = Setting(engine, str(directory)), tiny_model(name)
+    model.set_attn_implementation("eager")  # some versions' SDPA leaves soft caps out
+    ids, stop = asks(setting, 0), len(stored_of(setting, 0))
+    own = scheduler_side(connector, setting, mode="prefix")
+    job = job_of(own, request_with(ids), BLOCK)
+    assert (job.start, job.stop) == (BLOCK, stop)
+    blending = importlib.import_module("vllm_kvrag.blending")
+    layers = {index: Layer(2, 16) for index in range(engine.loaded.reusable.depth)}
+    blender = blending.Blender(engine, layers, BLOCK)
+    blender.submit(job)
+    _, said = ended(blender)
+    blender.close()
+    engine.close()
+    assert (said["exactness"], said["cached_tokens"]) == ("exact", stop)
+    with torch.no_grad():  # a cache without a config drops nothing, whatever the layers' windows
+        full = model(torch.tensor([ids]), use_cache=True, past_key_values=DynamicCache())
+    for layer, (keys, values, *_) in zip(layers.values(), full.past_key_values, strict=True):
+        for found, wanted in zip(layer.rows(job.blocks), (keys[0], values[0]), strict=True):
+            assert torch.allclose(found[:, BLOCK:stop], wanted[:, BLOCK:stop], atol=2e-5)
+            assert not found[:, :BLOCK].any()
+            assert not found[:, stop:].any()
+
+
+def test_a_chunk_that_is_gone_by_then_is_left_to_vllm(connector, setting):
+    own = scheduler_side(connector, setting, mode="prefix")
+    job = job_of(own, request_with(asks(setting, 0)), BLOCK)
+    setting.engine.delete(["a"])
+    blending = importlib.import_module("vllm_kvrag.blending")
+    layer = Layer(2, 16)
+    blender = blending.Blender(setting.engine, {0: layer, 1: layer}, BLOCK)
+    blender.submit(job)
+    assert ended(blender)[1] is None
+    blender.close()
+    assert not layer.kv_cache.any()
+    assert job.failed(BLOCK) == job.blocks[1 : -(-job.stop // BLOCK)]
+
+
+@pytest.mark.parametrize(
+    ("loaded", "word"), [(False, "--load-format kvrag"), (True, "pass 'weights': 'copy'")]
+)
+@pytest.mark.parametrize("mode", ["prefix", "blend"])
+def test_a_model_whose_weights_cannot_be_taken_runs_without_reuse(
+    connector, setting, monkeypatch, mode, loaded, word
+):
+    """One sentence says why, and what to do."""
+
+    def refuse(*_: Any) -> None:
+        raise UnsupportedModelError("its weights are packed")
+
+    monkeypatch.setattr("vllm_kvrag.blend.model_of", lambda _: object() if loaded else None)
+    monkeypatch.setattr("vllm_kvrag.weights.load_borrowed", refuse)
+    hello = blend(connector, setting, role="WORKER", mode=mode).get_handshake_metadata()
+    assert word in hello.about.refusal
+    assert ". " not in hello.about.refusal
+    own = blend(connector, setting, mode=mode)
+    own.set_xfer_handshake_metadata({0: hello})
+    request = request_with(asks(setting, 2), mode="stitch")
+    assert own.get_num_new_matched_tokens(request, 0) == (0, False)
+    said = finish_at_once(own, request)
+    assert (said["exactness"], said["fallback_reason"]) == ("full", hello.about.refusal)
