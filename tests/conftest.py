@@ -109,8 +109,6 @@ SPREAD = {
     "generate/test_tool_calls.py::test_calls_are_read_and_never_shown": 2,
     "model/test_lock.py::test_a_forward_that_gives_way_computes_what_it_computes_alone": 16,
     "model/test_lock.py::test_answers_are_those_of_requests_alone": 16,
-    "vllm_connector/test_vllm.py::test_loaded_rows_are_those_of_a_full_prefill": 3,
-    "vllm_connector/test_vllm.py::test_vllm_answers_with_stored_kv_as_without": 4,
     "precompute/test_write_back.py::test_a_process_that_ends_right_after_its_answer_ends_in_order": 0,
     "vllm_connector/test_blend_vllm.py::test_blended_answers_are_those_of_kvrags_engine": 5,
     "vllm_connector/test_borrowed.py::test_a_borrowed_model_is_the_model_of_the_files": 6,

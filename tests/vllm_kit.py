@@ -207,7 +207,16 @@ def connector_module(patch: pytest.MonkeyPatch) -> Any:
                     sys.modules, name[:end], sys.modules.get(name[:end]) or ModuleType(name[:end])
                 )
             vars(sys.modules[name]).update(members)
-        for name in ("connector", "blend", "loader", "proof", "report", "weights"):
+        for name in (
+            "connector",
+            "loader",
+            "messages",
+            "proof",
+            "report",
+            "scheduler",
+            "weights",
+            "worker",
+        ):
             patch.delitem(sys.modules, f"vllm_kvrag.{name}", raising=False)
     return importlib.import_module("vllm_kvrag.connector")
 

@@ -61,8 +61,8 @@ def about_of(connector, setting: Setting, **own: Any) -> Any:
 def scheduler_side(connector, setting: Setting, mode: str = "blend", **own: Any) -> Any:
     """The connector in vLLM's scheduler, which has heard of the worker's model."""
     made = blend(connector, setting, mode=mode)
-    blending = importlib.import_module("vllm_kvrag.blend")
-    made.set_xfer_handshake_metadata({0: blending.Hello(about_of(connector, setting, **own))})
+    messages = importlib.import_module("vllm_kvrag.messages")
+    made.set_xfer_handshake_metadata({0: messages.Hello(about_of(connector, setting, **own))})
     return made
 
 
@@ -130,7 +130,7 @@ def test_a_request_says_what_it_wants(connector, setting):
     ):
         request = request_with(ids, number, **asked)
         assert own.get_num_new_matched_tokens(request, 0) == expected, asked
-    assert "another" not in own._mode._planner._spans
+    assert "another" not in own._scheduler._planner._spans
     assert own.get_num_new_matched_tokens(request_with([5] * 400, 90, mode="stitch"), 0) == full
 
 
@@ -252,7 +252,7 @@ def test_a_store_that_fails_is_asked_again_in_a_while(connector, setting, monkey
         now[0] += 2.0
         raise OSError("no such device")
 
-    planner = own._mode._planner
+    planner = own._scheduler._planner
     monkeypatch.setattr("vllm_kvrag.planning.time", SimpleNamespace(monotonic=lambda: now[0]))
     with monkeypatch.context() as patch:
         patch.setattr(planner._store.catalog, "texts", fails)
@@ -294,7 +294,7 @@ def test_no_request_finds_anothers_approximate_rows(connector, setting, seed):
     """Under random arrivals, hits, allocations, failures, preemptions, aborts and erasures."""
     random = Random(seed)
     own = scheduler_side(connector, setting)
-    mode = own._mode
+    mode = own._scheduler
     mode._block_size, mode._planner = (
         4,
         Guessing(random, importlib.import_module("vllm_kvrag.planning")),
@@ -302,7 +302,7 @@ def test_no_request_finds_anothers_approximate_rows(connector, setting, seed):
     mode._private = type(mode._private)(4)
     scheduler = Scheduler(mode, num_blocks=random.choice([20, 30, 40]), size=4, random=random)
     heads = [[random.randrange(3) for _ in range(40)] for _ in range(2)]
-    blended = importlib.import_module("vllm_kvrag.blend")
+    messages = importlib.import_module("vllm_kvrag.messages")
     for number in range(1500):
         if len(scheduler.requests) < 8 and number < 1400:
             ids = random.choice(heads)[: random.choice([1, 3, 22, 30, 38])]
@@ -322,7 +322,7 @@ def test_no_request_finds_anothers_approximate_rows(connector, setting, seed):
                 succeeds = random.random() < 0.8
                 scheduler.end_job(request_id, succeeds=succeeds)
                 said = {"exactness": "repaired", "sources": []} if succeeds else None
-                mode.hear(blended.Ended({request_id: said}))
+                mode.hear(messages.Ended({request_id: said}))
         if scheduler.requests and random.random() < 0.08:
             request = random.choice(list(scheduler.requests.values()))
             if request.status != "finished":
@@ -476,18 +476,17 @@ def test_precompute_is_answered_whatever_comes_of_it(connector, setting, blender
 
 def test_a_failed_job_is_not_tried_again(connector, setting):
     own, ids = scheduler_side(connector, setting), prompt_of(setting, 2, 0)
-    blending, request = (
-        importlib.import_module("vllm_kvrag.blend"),
-        request_with(ids, mode="stitch"),
-    )
+    messages = importlib.import_module("vllm_kvrag.messages")
+    scheduler = importlib.import_module("vllm_kvrag.scheduler")
+    request = request_with(ids, mode="stitch")
     count, _ = own.get_num_new_matched_tokens(request, 0)
     assert count
     own.update_state_after_alloc(request, SimpleNamespace(get_block_ids=lambda: ([1],)), count)
-    failed = SimpleNamespace(kv_connector_worker_meta=blending.Ended({"r0": None}))
+    failed = SimpleNamespace(kv_connector_worker_meta=messages.Ended({"r0": None}))
     own.update_connector_output(failed)
     assert own.get_num_new_matched_tokens(request, 0) == (0, False)
     _, params = own.request_finished(request, [])
-    assert params["kvrag"]["fallback_reason"] == blending.FAILED
+    assert params["kvrag"]["fallback_reason"] == scheduler.FAILED
     assert params["kvrag"]["exactness"] == "full"
 
 
@@ -534,9 +533,9 @@ def test_said_counts_what_vllm_had(connector):
 
 
 def test_only_a_step_without_a_forward_waits_for_jobs(connector, setting):
-    own, modes = scheduler_side(connector, setting), []
-    own._mode.load = lambda *_, is_idle: modes.append(is_idle)
-    own.bind_connector_metadata(own.build_connector_meta(None))
+    own, modes = blend(connector, setting, role="WORKER"), []
+    own._worker.load = lambda *_, is_idle: modes.append(is_idle)
+    own.bind_connector_metadata(scheduler_side(connector, setting).build_connector_meta(None))
     own.start_load_kv(step_of())
     own.start_load_kv(step_of(is_idle=True))
     own.start_load_kv(step_of(is_idle=True), scheduler_output=1)  # of vLLM's second runner
@@ -571,7 +570,7 @@ def test_chunks_are_no_prefixes_and_a_prefix_is_read_once():
 
 def test_a_store_that_hangs_delays_a_prompt_by_its_deadline(connector, setting, monkeypatch):
     own = scheduler_side(connector, setting)
-    planner = own._mode._planner
+    planner = own._scheduler._planner
     monkeypatch.setattr(planner, "_config", StoreConfig(load_timeout_s=0.2))
     hanging = threading.Event()
     monkeypatch.setattr(type(planner._prefixes), "of", lambda *_: hanging.wait(30))
@@ -585,12 +584,12 @@ def test_a_store_that_hangs_delays_a_prompt_by_its_deadline(connector, setting, 
 def test_a_model_that_cannot_be_opened_is_answered_without_the_store(
     connector, setting, monkeypatch
 ):
-    blended = importlib.import_module("vllm_kvrag.blend")
+    worker_side = importlib.import_module("vllm_kvrag.worker")
 
     def fail(*_: Any) -> None:
         raise ValueError("unrecognised")
 
-    monkeypatch.setattr(blended, "model_of", lambda _: object())
-    monkeypatch.setattr(blended, "engine_of", fail)
+    monkeypatch.setattr(worker_side, "model_of", lambda _: object())
+    monkeypatch.setattr(worker_side, "engine_of", fail)
     worker = blend(connector, setting, role="WORKER")
     assert "ValueError: unrecognised" in worker.get_handshake_metadata().about.refusal

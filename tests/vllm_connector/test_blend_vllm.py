@@ -110,7 +110,7 @@ class Vllm:
     def assert_private(self) -> None:
         """No request has left anything behind."""
         core = self.llm.llm_engine.engine_core.engine_core
-        mode = core.scheduler.connector._mode
+        mode = core.scheduler.connector._scheduler
         for kept in (mode._decisions, mode._private, mode._said, mode._waiting):
             assert not kept
 

@@ -48,9 +48,9 @@ def test_a_connector_for_exact_beginnings_loads_no_other_rows(connector, setting
         assert own.get_num_new_matched_tokens(request_with(repaired, number, mode=mode), 0)[0] == 0
         job = job_of(own, request_with(exact, 10 + number, mode=mode))
         assert (job.repair, job.start, job.stop) == (None, 0, len(stored_of(setting, 2)))
-    assert not own._mode._private
+    assert not own._scheduler._private
     assert own.get_num_new_matched_tokens(request_with(exact, 20, mode="full"), 0) == (0, False)
-    assert connect(connector, setting, role="SCHEDULER")._mode._is_exact
+    assert connect(connector, setting, role="SCHEDULER")._scheduler._is_exact
 
 
 @pytest.mark.parametrize("change", ["context", "rounded", "erased"])
@@ -128,7 +128,7 @@ def test_a_model_whose_weights_cannot_be_taken_runs_without_reuse(
     def refuse(*_: Any) -> None:
         raise UnsupportedModelError("its weights are packed")
 
-    monkeypatch.setattr("vllm_kvrag.blend.model_of", lambda _: object() if loaded else None)
+    monkeypatch.setattr("vllm_kvrag.worker.model_of", lambda _: object() if loaded else None)
     monkeypatch.setattr("vllm_kvrag.weights.load_borrowed", refuse)
     hello = blend(connector, setting, role="WORKER", mode=mode).get_handshake_metadata()
     assert word in hello.about.refusal

@@ -143,17 +143,17 @@ def test_events_of_a_device_are_asked_for_and_not_waited_for(steps, monkeypatch)
 def reasons(own: Any, ids: list[int], number: int) -> str | None:
     """Ask for a prompt by ``auto``; return why it is not blended."""
     own.get_num_new_matched_tokens(request_with(ids, number, mode="auto"), 0)
-    return own._mode._decisions[f"r{number}"][1].reason
+    return own._scheduler._decisions[f"r{number}"][1].reason
 
 
 def test_auto_goes_by_what_vllm_took(connector, setting, steps):
     """A launched forward costs as much for a prompt as for its repair; vLLM takes what it takes."""
-    blend = importlib.import_module("vllm_kvrag.blend")
+    messages = importlib.import_module("vllm_kvrag.messages")
     own, ids = scheduler_side(connector, setting, costs=FLAT), prompt_of(setting, 2, 0, 3)
     assert "repaired reuse would not pay: estimated" in str(reasons(own, ids, 0))
 
     def hear(tokens: int, ms: float) -> None:
-        ended = blend.Ended({}).aggregate(blend.Ended({}, [steps.Step(tokens, 0.0, ms)] * 2))
+        ended = messages.Ended({}).aggregate(messages.Ended({}, [steps.Step(tokens, 0.0, ms)] * 2))
         own.update_connector_output(SimpleNamespace(kv_connector_worker_meta=ended))
 
     hear(len(ids), 900.0)
@@ -167,7 +167,7 @@ def test_auto_goes_by_what_vllm_took(connector, setting, steps):
 
 def test_auto_goes_by_what_blends_took(connector, setting, steps):
     """A blend that takes longer than it should is refused, but not for ever."""
-    blend = importlib.import_module("vllm_kvrag.blend")
+    messages = importlib.import_module("vllm_kvrag.messages")
     costs = replace(FLAT, forwards=((0.0,), (1.0,)), row=1.0, each={})
     own, ids = scheduler_side(connector, setting, costs=costs), prompt_of(setting, 2, 0, 3)
     request = request_with(ids, mode="stitch")
@@ -176,8 +176,8 @@ def test_auto_goes_by_what_blends_took(connector, setting, steps):
     own.update_state_after_alloc(request, SimpleNamespace(get_block_ids=lambda: (blocks,)), count)
     assert reasons(own, ids, 1) is None
     said = {"r0": {"timings_ms": {"load": 1e4, "repair": 2e4}}}
-    own.update_connector_output(SimpleNamespace(kv_connector_worker_meta=blend.Ended(said)))
-    assert own._mode._prices == {}
+    own.update_connector_output(SimpleNamespace(kv_connector_worker_meta=messages.Ended(said)))
+    assert own._scheduler._prices == {}
     assert "estimated 30.0 s" in str(reasons(own, ids, 2))
     assert reasons(own, ids, 3) is None
 
@@ -185,25 +185,27 @@ def test_auto_goes_by_what_blends_took(connector, setting, steps):
 def test_the_worker_times_the_step_that_the_scheduler_names(connector, setting, steps, monkeypatch):
     own = worker_side(connector, setting, role="WORKER")
     step = steps.Step(100, 5000.0)
-    blend = importlib.import_module("vllm_kvrag.blend")
-    own.bind_connector_metadata(blend.Jobs([], step))  # before the worker has described its model
+    messages = importlib.import_module("vllm_kvrag.messages")
+    own.bind_connector_metadata(
+        messages.Jobs([], step)
+    )  # before the worker has described its model
     assert own.get_finished(set()) == (None, None)
     assert own.build_connector_worker_meta() is None
-    mode = own._mode
-    mode._clock = steps.StepClock(torch.device("cpu"))
-    mode._blender = SimpleNamespace(
+    worker = own._worker
+    worker._clock = steps.StepClock(torch.device("cpu"))
+    worker._blender = SimpleNamespace(
         cancel=lambda _: None,
         ended=lambda _: [],
         close=lambda: None,
         engine=SimpleNamespace(close=lambda: None),
     )
-    own.bind_connector_metadata(blend.Jobs([], step))
+    own.bind_connector_metadata(messages.Jobs([], step))
     own.start_load_kv(step_of())
     own.get_finished(set())
     (timed,) = own.build_connector_worker_meta().steps
     assert timed[:2] == step[:2]
     assert timed.ms > 0
-    own.bind_connector_metadata(blend.Jobs())
+    own.bind_connector_metadata(messages.Jobs())
     own.get_finished(set())
     assert own.build_connector_worker_meta() is None
     scheduler = scheduler_side(connector, setting, costs=FLAT)

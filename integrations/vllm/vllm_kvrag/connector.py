@@ -2,7 +2,8 @@
 
 ::
 
-    connector ─→ blend ─→ planning, private │ blending, proof
+    connector ─┬→ scheduler ─→ planning, private ┐
+               └→ worker ─→ blending, proof      ┴→ messages
 """
 
 from __future__ import annotations
@@ -16,11 +17,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorWorkerMetadata,
 )
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvrag import ConfigError, StoreConfig
-from kvrag.adapters import as_config, open_store
-from vllm_kvrag.blend import BlendMode
+from kvrag.adapters import as_config
+from vllm_kvrag.messages import Jobs
 from vllm_kvrag.report import Counts, Metrics
+from vllm_kvrag.scheduler import SchedulerSide
+from vllm_kvrag.worker import WorkerSide
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -53,20 +57,18 @@ class KVRagConnector(KVConnectorBase_V1):
         mode = option("mode", "prefix")
         if mode not in ("prefix", "blend"):
             raise ConfigError(f"mode is {mode!r}; pass 'prefix' or 'blend'")
-        is_worker = role == KVConnectorRole.WORKER
+        reason = refusal(vllm_config, kv_cache_config)
+        if reason is not None:
+            raise ConfigError(f"vLLM can't use this store: {reason}")
+        self._is_worker = role == KVConnectorRole.WORKER
         # In blend mode the worker writes what clients precompute.
-        reads = mode == "prefix" or not is_worker
+        reads = mode == "prefix" or not self._is_worker
         given = option("store_config", {"read_only": True} if reads else None)
         config = as_config(StoreConfig, given, option="store_config") or StoreConfig()
-        self._store = open_store(kv_dir, config)
-        self._mode = BlendMode(
-            vllm_config,
-            kv_cache_config,
-            self._store,
-            config,
-            is_worker=is_worker,
-            is_exact=mode == "prefix",
-        )
+        if self._is_worker:
+            self._worker = WorkerSide(vllm_config, kv_cache_config, config)
+        else:
+            self._scheduler = SchedulerSide(vllm_config, config, is_exact=mode == "prefix")
 
     # -- the scheduler ---------------------------------------------------------------------------
 
@@ -74,62 +76,65 @@ class KVRagConnector(KVConnectorBase_V1):
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int, bool]:
         """Return how many tokens after the computed tokens are loaded, and whether beside steps."""
-        return self._mode.match(request, num_computed_tokens)
+        return self._scheduler.match(request, num_computed_tokens)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         """Note the request's load for the next step, now that its blocks are known."""
         own = list(blocks.get_block_ids()[0]) if num_external_tokens else []
-        self._mode.allocated(request, own, num_external_tokens)
+        self._scheduler.allocated(request, own, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Pass this step's loads to the worker."""
-        return self._mode.metadata(scheduler_output)
+        return self._scheduler.metadata(scheduler_output)
 
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Return what the response says about the request's KV; its blocks are free."""
-        return False, self._mode.finished(request)
+        return False, self._scheduler.finished(request)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Take the worker's report."""
-        self._mode.hear(connector_output.kv_connector_worker_meta)
+        self._scheduler.hear(connector_output.kv_connector_worker_meta)
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, Any]) -> None:
         """Take the description of the worker's model."""
         for each in metadata.values():
-            self._mode.hear(each)
+            self._scheduler.hear(each)
 
     # -- the worker ------------------------------------------------------------------------------
 
     def get_handshake_metadata(self) -> Any:
         """Describe the worker's model to the scheduler."""
-        return self._mode.handshake()
+        return self._worker.handshake()
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Take what the scheduler passes for the step that begins."""
         super().bind_connector_metadata(connector_metadata)
-        self._mode.begin(connector_metadata)
+        assert isinstance(connector_metadata, Jobs)
+        self._worker.begin(connector_metadata)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Load the KV of this step, or begin to."""
         # vLLM's second model runner calls this outside of a forward's context, with arguments.
         is_idle = forward_context.attn_metadata is None and not kwargs
-        self._mode.load(self._get_connector_metadata(), forward_context, is_idle=is_idle)
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, Jobs)
+        self._worker.load(metadata, is_idle=is_idle)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Return the requests whose KV is loaded."""
-        return None, self._mode.ended(finished_req_ids) or None
+        return None, self._worker.ended(finished_req_ids) or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks that could not be filled."""
-        return self._mode.failed_blocks()
+        return self._worker.failed_blocks()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """Report ended loads to the scheduler."""
-        return self._mode.worker_metadata()
+        return self._worker.report()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Return at once: no layer of this step waits for KV."""
@@ -146,7 +151,7 @@ class KVRagConnector(KVConnectorBase_V1):
 
     def get_kv_connector_stats(self) -> Counts | None:
         """Return the counts since the last call."""
-        return self._mode.counted()
+        return None if self._is_worker else self._scheduler.counted()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Counts:
@@ -160,5 +165,36 @@ class KVRagConnector(KVConnectorBase_V1):
 
     def shutdown(self) -> None:
         """End the work and close the store."""
-        self._mode.close()
-        self._store.close()
+        side = self._worker if self._is_worker else self._scheduler
+        side.close()
+
+
+def refusal(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
+    """Return why vLLM's cache can't take stored rows, and what to do; ``None`` if it can."""
+    cache = vllm_config.cache_config
+    transfer = vllm_config.kv_transfer_config
+    runner = vllm_config.model_config.runner_type
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    # With windows only, vLLM frees the blocks before the window and can't compute failed loads.
+    # Latent attention is of a class below.
+    is_full = len(specs) == 1 and type(specs[0]) is FullAttentionSpec
+    reasons = [
+        (runner == "generate", f"its runner is {runner!r}, and only answers are blended"),
+        (transfer.is_kv_consumer, f"kv_role is {transfer.kv_role!r}; pass 'kv_consumer'"),
+        (
+            cache.cache_dtype == "auto",
+            f"kv_cache_dtype is {cache.cache_dtype!r}; leave it at 'auto'",
+        ),
+        (vllm_config.parallel_config.world_size == 1, "the model is split among several devices"),
+        (
+            vllm_config.speculative_config is None,
+            "it decodes speculatively, and a draft model has layers of its own",
+        ),
+        (is_full, "its cache is not one group of full attention"),
+        # A chunk may be erased or found damaged after the scheduler has counted its tokens.
+        (
+            transfer.kv_load_failure_policy == "recompute",
+            "kv_load_failure_policy must be 'recompute'",
+        ),
+    ]
+    return next((reason for holds, reason in reasons if not holds), None)
