@@ -8,7 +8,7 @@ hold; a proof compares the loaded model with transformers' own forward.
 ::
 
     source → load → plain (refused: full prefill, with the reason)
-         gguf ──┤                                   parsed once, or dequantised by an earlier start
+         gguf ──┤                                   files parsed once per load
                └──→ lm ← traits ← candidates, rope    findings about every layer
                     ├──→ proof                        reuse is exact on this model, or refused
     ids, Rows, KV ──┴──→ forward → attention → rows   cache, attention, limits of rows, KV in slots
