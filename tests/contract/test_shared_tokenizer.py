@@ -1,6 +1,8 @@
 """A tokenizer that the application uses as well: neither side changes what the other one gets."""
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -65,23 +67,21 @@ def model():
     return tiny_model()
 
 
-@pytest.fixture
-def application():
-    """Threads that call a tokenizer over and over until the test ends."""
+@contextmanager
+def application(tokenizer: Any, **settings: Any) -> Iterator[None]:
+    """A thread calls the tokenizer over and over until the block ends."""
     over = threading.Event()
-    threads: list[threading.Thread] = []
 
-    def call(tokenizer: Any, **settings: Any) -> None:
+    def call() -> None:
         while not over.is_set():
             tokenizer(TEXTS, **settings)
 
-    def start(tokenizer: Any, **settings: Any) -> None:
-        threads.append(threading.Thread(target=call, args=[tokenizer], kwargs=settings))
-        threads[-1].start()
-
-    yield start
-    over.set()
-    for thread in threads:
+    thread = threading.Thread(target=call)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
         thread.join()
 
 
@@ -104,9 +104,7 @@ def hurried(tokenizer: Any, settings: dict[str, Any]) -> Any:
 
 @every_tokenizer
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_what_other_threads_ask_of_the_tokenizer_changes_nothing(
-    model, make, setting, tmp_path, application
-):
+def test_what_other_threads_ask_of_the_tokenizer_changes_nothing(model, make, setting, tmp_path):
     expected = seen_by_kvrag(model, make(), tmp_path / "alone")
     left = make()
     left(TEXTS, **SETTINGS[setting])
@@ -114,8 +112,8 @@ def test_what_other_threads_ask_of_the_tokenizer_changes_nothing(
     tokenizer = hurried(make(), SETTINGS[setting])
     assert seen_by_kvrag(model, tokenizer, tmp_path / "hurried") == expected
     shared = make()
-    application(shared, **SETTINGS[setting])
-    assert seen_by_kvrag(model, shared, tmp_path / "shared") == expected
+    with application(shared, **SETTINGS[setting]):
+        assert seen_by_kvrag(model, shared, tmp_path / "shared") == expected
 
 
 @every_tokenizer
@@ -141,15 +139,15 @@ def test_tokens_that_are_added_later_are_known(make, tmp_path):
     assert tokenizer.convert_tokens_to_ids("<note>") in after
 
 
-def test_a_tokenizer_in_python_gives_the_same_whatever_is_asked_of_it(tmp_path, application):
+def test_a_tokenizer_in_python_gives_the_same_whatever_is_asked_of_it(tmp_path):
     """ByT5's needs no files."""
     model = tiny_model()
     model.resize_token_embeddings(len(spelling()))
     expected = seen_by_kvrag(model, spelling(), tmp_path / "alone")
     for setting, given in SETTINGS.items():
         shared = spelling()
-        application(shared, **given)
-        assert seen_by_kvrag(model, shared, tmp_path / setting) == expected
+        with application(shared, **given):
+            assert seen_by_kvrag(model, shared, tmp_path / setting) == expected
 
 
 def spelling() -> Any:

@@ -189,12 +189,14 @@ def test_explain_and_verify_say_where_the_repair_comes_from(tiny_dir):
 
 
 def test_calibration_is_repeatable_and_measures_the_exact_as_exact(tiny_dir, monkeypatch):
-    def run(seed=0):
-        return KVRagEngine.from_pretrained(tiny_dir).calibrate(CHUNKS, **SMALL, seed=seed)
+    def run(seed=0, **options):
+        engine = KVRagEngine.from_pretrained(tiny_dir)
+        few = {**SMALL, "prompts": 3, "keep": False}
+        return engine.calibrate(CHUNKS, **few, seed=seed, **options)
 
     assert run() == run() != run(seed=1)
     monkeypatch.setattr(calibrate, "START", RepairConfig(strategy="all", recompute_ratio=0.03))
-    kept = KVRagEngine.from_pretrained(tiny_dir).calibrate(CHUNKS, **SMALL, max_mean_kl=1e-6).kept
+    kept = run(max_mean_kl=1e-6).kept
     assert kept.repair.strategy == "all"
     assert kept.top1 == 1
     assert kept.mean_kl < 1e-6

@@ -8,14 +8,19 @@ from pathlib import Path
 TESTS = Path(__file__).parents[1]
 SENT = (
     "server/test_kv_client.py::test_ctrl_c_ends_the_wait",
-    "engine/test_thread_faults.py::test_ctrl_c_in_generate_stops_decoding_while_the_traceback_is_kept",
-    "server/test_serve.py::test_a_running_answer_is_finished_after_sigterm",
+    "repository/test_signals.py::test_a_process_that_a_test_begins_ends_by_its_signal",
 )
 
 
 def _ignore() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+
+
+def test_a_process_that_a_test_begins_ends_by_its_signal():
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    child.terminate()
+    assert child.wait(60) == -signal.SIGTERM
 
 
 def test_tests_that_send_signals_end_where_these_are_ignored():

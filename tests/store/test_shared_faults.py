@@ -140,8 +140,9 @@ def test_a_bad_network_costs_no_more_than_the_deadline(
 
 
 @pytest.fixture
-def behind_a_network(redis_url, tmp_path):
+def behind_a_network(redis_url, tmp_path, monkeypatch):
     """Store whose catalog is behind a network, and the network."""
+    monkeypatch.setattr(redis_blobs, "ANSWER_S", 1.0)
     with proxy_of(port_of(redis_url)) as network:
         catalog = behind(redis_url, network)
         config = StoreConfig(catalog=catalog, min_free_bytes=0, ram_bytes=2**22)
