@@ -16,14 +16,16 @@ from kvrag.evaluate.calibrate import HIGHER, LOWER, START, Profile, Trial, profi
 
 CHUNKS = make_chunks(8, words=30, seed=5)
 PROMPT = [*(part for text in CHUNKS[:4] for part in (Chunk(text), "\n\n")), "What is it?"]
-SMALL = {"prompts": 12, "chunks_per_prompt": 2}
+LEAST = calibrate.LEAST_PROMPTS
+SMALL = {"prompts": 4, "chunks_per_prompt": 2}
 ANY = {"max_mean_kl": 10.0, "min_top1": 0.0}
 
 
 @pytest.fixture(autouse=True)
 def fresh_cache(tmp_path, monkeypatch):
-    """No profile outlives its test."""
+    """No profile outlives its test, and one of four prompts is kept."""
     monkeypatch.setenv("KVRAG_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(calibrate, "LEAST_PROMPTS", SMALL["prompts"])
 
 
 # -- the search, on made-up measurements --------------------------------------------------------------------------------
@@ -88,11 +90,12 @@ def test_too_little_text_is_refused(engine, options):
         engine.calibrate([*CHUNKS, CHUNKS[0], "too short"], **{**SMALL, **options}, keep=False)
 
 
-def test_a_small_sample_turns_nothing_off(tiny_dir, tmp_path):
+def test_a_small_sample_turns_nothing_off(tiny_dir, tmp_path, monkeypatch):
     """It is refused before anything is computed, or measured without being kept."""
+    monkeypatch.setattr(calibrate, "LEAST_PROMPTS", LEAST)
     few = {"prompts": 2, "chunks_per_prompt": 2}
     engine = KVRagEngine.from_pretrained(tiny_dir)
-    with pytest.raises(InputError, match=r"at least 12, or keep=False"):
+    with pytest.raises(InputError, match=rf"at least {LEAST}, or keep=False"):
         engine.calibrate(CHUNKS, **few, **ANY)
     assert engine.calibrate(CHUNKS, **few, **ANY, keep=False).kept.repair.strategy == "none"
     assert engine.repair == RepairConfig()
@@ -125,7 +128,7 @@ def test_a_kept_profile_says_once_that_it_decides_and_one_of_few_prompts_does_no
     assert "none" in line
     assert str(file) in line
     assert "Delete this file" in line
-    file.write_text(json.dumps(asdict(replace(profile, prompts=11))))
+    file.write_text(json.dumps(asdict(replace(profile, prompts=SMALL["prompts"] - 1))))
     assert KVRagEngine.from_pretrained(tiny_dir).repair == RepairConfig()
 
 
@@ -177,7 +180,7 @@ def test_explain_and_verify_say_where_the_repair_comes_from(tiny_dir):
     )
     profile = engine.calibrate(CHUNKS, **SMALL, **ANY)
     kl = f"{profile.kept.mean_kl:.3f}"
-    said = f"none (calibrated on 12 prompts: mean KL {kl}, top-1 {profile.kept.top1:.0%})"
+    said = f"none (calibrated on 4 prompts: mean KL {kl}, top-1 {profile.kept.top1:.0%})"
     assert engine.explain(prompt).repair == said
     assert f"repair: {said}" in str(engine.explain(prompt))
     assert engine.verify([prompt]).repair == said
@@ -191,8 +194,7 @@ def test_explain_and_verify_say_where_the_repair_comes_from(tiny_dir):
 def test_calibration_is_repeatable_and_measures_the_exact_as_exact(tiny_dir, monkeypatch):
     def run(seed=0, **options):
         engine = KVRagEngine.from_pretrained(tiny_dir)
-        few = {**SMALL, "prompts": 3, "keep": False}
-        return engine.calibrate(CHUNKS, **few, seed=seed, **options)
+        return engine.calibrate(CHUNKS, **SMALL, seed=seed, keep=False, **options)
 
     assert run() == run() != run(seed=1)
     monkeypatch.setattr(calibrate, "START", RepairConfig(strategy="all", recompute_ratio=0.03))
@@ -287,7 +289,7 @@ def run(*args, command="calibrate", **options):
 def test_the_command_prints_every_candidate_and_what_was_kept(tiny_dir, tmp_path):
     corpus = tmp_path / "notes.md"
     corpus.write_text("\n\n".join(CHUNKS), "utf-8")
-    options = (tiny_dir, "--corpus", corpus, "--chunk-tokens", 100, "--prompts", 12, "--chunks", 2)
+    options = (tiny_dir, "--corpus", corpus, "--chunk-tokens", 100, "--prompts", 4, "--chunks", 2)
     missed = run(*options, "--target-kl", 0, "--json")
     assert missed.exit_code == 1, missed.output
     values = json.loads(missed.stdout)
@@ -312,7 +314,7 @@ def test_the_command_prints_every_candidate_and_what_was_kept(tiny_dir, tmp_path
     told = run(
         "--model", tiny_dir, "--kv-dir", tmp_path / "kv", command="explain", input="Who?"
     ).stdout
-    assert "repair: none (calibrated on 12 prompts: mean KL" in told
+    assert "repair: none (calibrated on 4 prompts: mean KL" in told
     for context in ("default", "default:40"):
         assert KVRagEngine.from_pretrained(tiny_dir, context=context).repair.strategy == "none"
     assert KVRagEngine.from_pretrained(tiny_dir, context="default:50").repair == RepairConfig()
