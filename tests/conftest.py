@@ -222,6 +222,13 @@ def quick_collections():
     gc.freeze()
 
 
+@pytest.fixture(scope="module")
+def few_objects():
+    """Leave out of a module's garbage collections, too, what earlier modules have made: each took a second or two."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def tokenizer():
     return tiny_tokenizer()

@@ -14,6 +14,7 @@ from kvrag.store import MemoryTier, open_store
 from kvrag.testing.chunks import make_identity, make_kv, same_bits
 from kvrag.types import ChunkKV
 
+pytestmark = pytest.mark.usefixtures("few_objects")
 KEY = b"k" * 32
 """Of an encrypted store."""
 LONG = make_identity(50, tokens=9000)

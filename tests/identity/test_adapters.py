@@ -219,6 +219,7 @@ def test_switching_to_and_fro_hashes_each_adapter_once(engine_of, monkeypatch):
     assert calls == ["adapters_digest"]
 
 
+@pytest.mark.usefixtures("few_objects")
 def test_an_adapter_loaded_later_under_the_same_name_is_another(engine_of, tmp_path):
     for seed in (1, 2):
         with_adapter(seed=seed, name="default").save_pretrained(tmp_path / str(seed))

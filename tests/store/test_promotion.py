@@ -19,6 +19,7 @@ from kvrag.store.tiers import TieredStore
 from kvrag.testing.chunks import make_identity, make_kv, same_bits
 from kvrag.types import ChunkKV, LayerKV
 
+pytestmark = pytest.mark.usefixtures("few_objects")
 ONE, TWO, THREE = CHUNKS = [make_identity(number, tokens=900) for number in range(50, 53)]
 SIZE = make_kv(ONE).num_bytes
 
