@@ -1,6 +1,8 @@
 """Calls that overlap: a deletion wins over all that began before it, and writers share their work."""
 
 import enum
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -137,20 +139,22 @@ def test_chunks_that_another_writer_computes_are_not_computed_again(engine, tiny
 @pytest.mark.skipif(sys.platform != "linux", reason="the locks are Linux's")
 def test_a_claim_ends_with_its_process(tmp_path):
     key = ChunkKey("ab" * 32)
-    code = (
-        "import sys, pathlib; from kvrag.precompute.documents import Claims\n"
-        "claims = Claims(pathlib.Path(sys.argv[1])).__enter__()\n"
-        "print(claims.take(sys.argv[2]), flush=True); sys.stdin.read()"
-    )
-    command = [sys.executable, "-c", code, str(tmp_path / "claims"), key]
-    pipe = subprocess.PIPE
+    told, tell = os.pipe()
+    writer = os.fork()
+    if writer == 0:
+        try:
+            claims = Claims(tmp_path / "claims").__enter__()
+            os.write(tell, b"yes" if claims.take(key) else b"no")
+            signal.pause()
+        finally:
+            os._exit(1)
+    assert os.read(told, 3) == b"yes"
     with Claims(tmp_path / "claims") as mine:
-        with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as writer:
-            assert writer.stdout.readline() == "True\n"
-            assert not mine.take(key)
-            assert mine.take(ChunkKey("cd" * 32))
-            writer.kill()
-            writer.wait()
+        assert not mine.take(key)
+        assert mine.take(ChunkKey("cd" * 32))
+        os.kill(writer, signal.SIGKILL)
+        os.waitpid(writer, 0)
+        os.close(told), os.close(tell)
         assert mine.take(key)
 
 
