@@ -43,7 +43,7 @@ from kvrag.config import (
     unknown_option,
 )
 from kvrag.config.address import check_kv_dir, local, place
-from kvrag.config.signatures import checks_names
+from kvrag.config.declare import checks_names
 from kvrag.config.spelling import respelt
 from kvrag.engine import KVRagEngine
 from kvrag.errors import ConfigError, InputError, require

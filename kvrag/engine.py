@@ -8,7 +8,7 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from functools import cached_property, lru_cache
 from typing import Any, ClassVar, NoReturn
 
@@ -20,22 +20,20 @@ from kvrag.config import (
     Repair,
     RepairConfig,
     Retention,
-    SamplingConfig,
     StoreConfig,
     as_config,
-    check_continues,
     check_namespace,
     check_template_kwargs,
     refuse_misplaced,
 )
 from kvrag.config.address import check_kv_dir
-from kvrag.config.signatures import checks_names, parameters_of
+from kvrag.config.declare import checks_names, parameters_of
 from kvrag.errors import ConfigError, ModelError
 from kvrag.evaluate.answers import evaluate_reuse
 from kvrag.evaluate.calibrate import Profile, calibrate_repair, in_words, kept_profile
 from kvrag.evaluate.verify import verify_prompts
 from kvrag.generate.pipeline import QueryPipeline
-from kvrag.generate.request import Request, check_options
+from kvrag.generate.request import AnswerRequest, PrefillRequest, Request, ScoreRequest
 from kvrag.generate.scheduler import Load, pool_stats, scheduler_of
 from kvrag.generate.stats import EngineStats, Figures
 from kvrag.generate.streams import AsyncTokenStream, Emit, Produce, TokenStream
@@ -51,7 +49,6 @@ from kvrag.precompute.run import Precompute
 from kvrag.progress import check_show
 from kvrag.prompt.prefix import Prefix, prefix_text
 from kvrag.prompt.template import Prompt, PromptEncoder
-from kvrag.prompt.tools import ResponseFormat, answer_form
 from kvrag.runtime import own_modes
 from kvrag.store import Prefetch, TieredStore, on_accelerator, open_store
 from kvrag.store.erasures import EVERYWHERE, erasures_of
@@ -61,8 +58,6 @@ from kvrag.types import (
     ChunkKey,
     Explanation,
     GenerationResult,
-    MaxContext,
-    Mode,
     PrecomputeReport,
     PrefillResult,
     Prove,
@@ -88,9 +83,6 @@ _OPTIONS = (
 )
 
 _DEFAULT = RepairConfig()
-# Looking options up costs less than checking them again.
-_sampling = lru_cache(maxsize=64, typed=True)(SamplingConfig)
-_SAMPLING = tuple(field.name for field in fields(SamplingConfig))
 
 _first_process = 0  # id of the process that made the first engine
 
@@ -108,16 +100,6 @@ def _check_process() -> None:
             "only (gunicorn: without --preload; celery: in worker_process_init), or start "
             "processes by 'spawn'"
         )
-
-
-def _options_in(arguments: Mapping[str, Any], *others: str) -> dict[str, Any]:
-    """Return the options among a method's arguments.
-
-    ``arguments`` is the method's ``locals()``, taken before it has any other local name.
-    """
-    return {
-        name: value for name, value in arguments.items() if name not in ("self", "prompt", *others)
-    }
 
 
 class KVRagEngine:
@@ -674,57 +656,12 @@ class KVRagEngine:
             return found
         return documents.members(found, collection)
 
-    @checks_names
-    def generate(
-        self,
-        prompt: Prompt,
-        *,
-        max_new_tokens: int | None = None,
-        temperature: float = 0.0,
-        top_p: float | None = None,
-        top_k: int | None = None,
-        min_p: float | None = None,
-        repetition_penalty: float | None = None,
-        frequency_penalty: float = 0.0,
-        presence_penalty: float = 0.0,
-        logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] | None = None,
-        min_new_tokens: int | None = None,
-        stop: str | Sequence[str] | None = None,
-        stop_token_ids: Sequence[int] | None = None,
-        seed: int | None = None,
-        logprobs: int | None = None,
-        prompt_logprobs: int | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        tool_choice: str | Mapping[str, Any] | None = None,
-        response_format: Mapping[str, Any] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        continue_final_message: bool = False,
-        mode: Mode = "auto",
-        repair: Repair = None,
-        namespace: str | None = None,
-        max_context: MaxContext = "raise",
-    ) -> GenerationResult:
+    @parameters_of(AnswerRequest)
+    def generate(self, prompt: Prompt, **options: Any) -> GenerationResult:
         """Answer a prompt.
 
-        Parameters
-        ----------
-        prompt
-            Text, chat messages, segments (``str`` and :class:`~kvrag.types.Chunk`), or token ids.
-        max_new_tokens, min_new_tokens, stop, stop_token_ids
-            When the answer ends; see :class:`~kvrag.config.SamplingConfig`.
-        temperature, top_p, top_k, min_p, seed
-            How tokens are sampled; see :class:`~kvrag.config.SamplingConfig`. Temperature 0 is
-            greedy.
-        repetition_penalty, frequency_penalty, presence_penalty, logit_bias
-            How logits are changed; see :class:`~kvrag.config.SamplingConfig`.
-        logprobs, prompt_logprobs
-            Log-probabilities to return; see :class:`~kvrag.config.SamplingConfig`.
-        tools, tool_choice, response_format
-            See :class:`KVRagEngine`.
-        chat_template_kwargs, continue_final_message
-            See :class:`KVRagEngine`.
-        mode, repair, namespace, max_context
-            See :class:`KVRagEngine`.
+        Options are the fields of :class:`~kvrag.config.SamplingConfig` and
+        :class:`~kvrag.generate.request.ReuseOptions`.
 
         Raises
         ------
@@ -735,11 +672,11 @@ class KVRagEngine:
         OutOfMemoryError
             If the prompt does not fit, even without reuse.
         """
-        produce = self._produce(prompt, **_options_in(locals()))
+        produce = self._produce(prompt, **options)
         # Run in the caller's thread, so that Ctrl-C ends it.
         return produce(lambda _: None, threading.Event())
 
-    @parameters_of(generate)
+    @parameters_of(AnswerRequest)
     def stream(self, prompt: Prompt, **options: Any) -> TokenStream:
         """Stream an answer: iterate over its text, then read ``.result``.
 
@@ -747,7 +684,7 @@ class KVRagEngine:
         """
         return TokenStream(self._produce(prompt, **options))
 
-    @parameters_of(generate)
+    @parameters_of(AnswerRequest)
     async def agenerate(self, prompt: Prompt, **options: Any) -> GenerationResult:
         """Answer a prompt like :meth:`generate`, without blocking the event loop.
 
@@ -758,33 +695,21 @@ class KVRagEngine:
             pass
         return stream.result
 
-    @parameters_of(generate)
+    @parameters_of(AnswerRequest)
     def astream(self, prompt: Prompt, **options: Any) -> AsyncTokenStream:
         """Stream an answer like :meth:`stream`, for ``async for``."""
         return AsyncTokenStream(self._produce(prompt, **options))
 
     @checks_names
     @own_modes
-    def prefill(
-        self,
-        prompt: Prompt,
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        tool_choice: str | Mapping[str, Any] | None = None,
-        response_format: Mapping[str, Any] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        continue_final_message: bool = False,
-        mode: Mode = "auto",
-        repair: Repair = None,
-        namespace: str | None = None,
-        max_context: MaxContext = "raise",
-    ) -> PrefillResult:
+    @parameters_of(PrefillRequest)
+    def prefill(self, prompt: Prompt, **options: Any) -> PrefillResult:
         """Prefill a prompt and return the logits of its first answer token.
 
         Logits are float32 ``(vocab,)`` on the CPU.
         """
-        options = _options_in(locals())
-        request, answering = self._prepared(clock := Clock(), prompt, options)
+        asked = PrefillRequest(prompt=prompt, **options)
+        request, answering = self._prepared(clock := Clock(), asked)
         with answering.prefilled(request, max_new_tokens=1, clock=clock) as done:
             logits = done.logits.float()
         ttft_ms = (time.perf_counter() - clock.start) * 1e3
@@ -794,27 +719,16 @@ class KVRagEngine:
 
     @checks_names
     @own_modes
+    @parameters_of(ScoreRequest)
     def score(
-        self,
-        prompt: Prompt,
-        continuation: str | Sequence[int],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        tool_choice: str | Mapping[str, Any] | None = None,
-        response_format: Mapping[str, Any] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        continue_final_message: bool = False,
-        mode: Mode = "auto",
-        repair: Repair = None,
-        namespace: str | None = None,
-        max_context: MaxContext = "raise",
+        self, prompt: Prompt, continuation: str | Sequence[int], **options: Any
     ) -> ScoreResult:
         """Score a continuation of a prompt, given as text or token ids.
 
         Return the logits ``(T, vocab)`` that predict its tokens, and the tokens' mean loss in nats.
         """
-        options = _options_in(locals(), "continuation")
-        request, answering = self._prepared(clock := Clock(), prompt, options)
+        asked = ScoreRequest(prompt=prompt, continuation=continuation, **options)
+        request, answering = self._prepared(clock := Clock(), asked)
         ids = self.loaded.encoder.continuation_ids(continuation, self.loaded.lm.vocab_size)
         with (
             answering.prefilled(request, max_new_tokens=len(ids), clock=clock) as done,
@@ -830,14 +744,15 @@ class KVRagEngine:
         )
 
     @checks_names
-    @parameters_of(prefill)
+    @parameters_of(PrefillRequest)
     def explain(self, prompt: Prompt, **options: Any) -> Explanation:
         """Report which spans of a prompt are known chunks, and which of these have stored KV.
 
         Spans without stored KV come with the reason.
         """
-        request = self._request(prompt, **options)
-        given = as_config(RepairConfig, options.get("repair"), option="repair") or self._repair
+        asked = PrefillRequest(prompt=prompt, **options)
+        request = self._resolved(asked)
+        given = asked.repair_config or self._repair
         repair = in_words(request.repair, "given" if given else self.profile[1] or "default")
         return replace(self._answering.explain(request), repair=repair)
 
@@ -893,10 +808,8 @@ class KVRagEngine:
                 self._query_side.histories.max_bytes = self.history_bytes
             return self._query_side
 
-    def _prepared(
-        self, clock: Clock, prompt: Prompt, options: Mapping[str, Any]
-    ) -> tuple[Request, QueryPipeline]:
-        """Turn a prompt into a request.
+    def _prepared(self, clock: Clock, asked: PrefillRequest) -> tuple[Request, QueryPipeline]:
+        """Resolve a request.
 
         The clock records the time to load the model, if it was not loaded, and to prepare.
         """
@@ -904,83 +817,38 @@ class KVRagEngine:
             with clock.stage("load_model", least_s=NOTABLE_S):
                 self.loaded  # noqa: B018 - loads it
         with clock.stage("prepare", least_s=NOTABLE_S):
-            return self._request(prompt, **options), self._answering
+            return self._resolved(asked), self._answering
 
-    def _request(
-        self,
-        prompt: Prompt,
-        *,
-        mode: Mode = "auto",
-        repair: object = None,
-        namespace: str | None = None,
-        max_context: MaxContext = "raise",
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        continue_final_message: bool = False,
-        form: ResponseFormat | None = None,
-        **asked: Any,
-    ) -> Request:
-        checked = check_options(mode, repair, max_context) or self.repair
-        space = self._namespace(namespace)
+    def _request(self, prompt: Prompt, **options: Any) -> Request:
+        return self._resolved(PrefillRequest(prompt=prompt, **options))
+
+    def _resolved(self, asked: PrefillRequest) -> Request:
+        """Fill in the engine's own options where a request gives none."""
+        space = self._namespace(asked.namespace)
         return Request(
-            prompt,
-            mode,
-            checked,
+            asked.prompt,
+            asked.mode,
+            asked.repair_config or self.repair,
             space,
             prefixes=(self.prefix_text, *self._prefix_texts.get(space, ())),
-            form=answer_form(**asked) if form is None else form,
-            slides=max_context == "slide",
-            variables={**self.chat_template_kwargs, **check_template_kwargs(chat_template_kwargs)},
-            continues=check_continues(continue_final_message),
+            form=asked.form,
+            slides=asked.max_context == "slide",
+            variables={**self.chat_template_kwargs, **(asked.chat_template_kwargs or {})},
+            continues=asked.continue_final_message,
         )
 
     @checks_names
-    def _produce(  # repeats generate's parameters, for editors that resolve **options from here
-        self,
-        prompt: Prompt,
-        *,
-        max_new_tokens: int | None = None,
-        temperature: float = 0.0,
-        top_p: float | None = None,
-        top_k: int | None = None,
-        min_p: float | None = None,
-        repetition_penalty: float | None = None,
-        frequency_penalty: float = 0.0,
-        presence_penalty: float = 0.0,
-        logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] | None = None,
-        min_new_tokens: int | None = None,
-        stop: str | Sequence[str] | None = None,
-        stop_token_ids: Sequence[int] | None = None,
-        seed: int | None = None,
-        logprobs: int | None = None,
-        prompt_logprobs: int | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        tool_choice: str | Mapping[str, Any] | None = None,
-        response_format: Mapping[str, Any] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        continue_final_message: bool = False,
-        mode: Mode = "auto",
-        repair: Repair = None,
-        namespace: str | None = None,
-        max_context: MaxContext = "raise",
-    ) -> Produce:
+    @parameters_of(AnswerRequest)
+    def _produce(self, prompt: Prompt, **options: Any) -> Produce:
         """Check the options in the caller's thread; return the work for the request's thread."""
-        options = _options_in(locals(), "tools", "tool_choice", "response_format")
         clock = Clock()
-        sampling = {name: options.pop(name) for name in _SAMPLING}
-        options["repair"] = check_options(mode, repair, max_context)
-        check_template_kwargs(chat_template_kwargs)
-        check_continues(continue_final_message)
-        options["form"] = answer_form(tools, tool_choice, response_format)
-        try:
-            config = _sampling(**sampling)
-        except TypeError:  # an option without a hash, such as a list of stop strings
-            config = SamplingConfig(**sampling)
+        asked = AnswerRequest(prompt=prompt, **options)
 
         @own_modes
         def produce(emit: Emit, cancel: threading.Event) -> GenerationResult:
             clock.begin()
-            request, answering = self._prepared(clock, prompt, options)
+            request, answering = self._prepared(clock, asked)
             with answering.write_back.request() if answering.write_back else nullcontext():
-                return self._stats.count(answering.answer(request, config, clock, emit, cancel))
+                return self._stats.count(answering.answer(request, asked, clock, emit, cancel))
 
         return produce

@@ -2,13 +2,22 @@
 
 ::
 
-    options (of the engine, the store, a request) → spelling (sizes with units, misspelt names)
-                                                  → address (of shared stores, without passwords)
-    signatures: options as editors read them
+    options (of the store, repair, sampling) → declare (classes, faults in words, signatures)
+                                             → spelling (sizes with units, misspelt names)
+                                             → address (of shared stores, without passwords)
 
 Imports ``types`` and ``errors``.
 """
 
+from kvrag.config.declare import (
+    checks_names,
+    config_class,
+    fault_of,
+    option_fields,
+    options_class,
+    parameters_of,
+    unknown_option,
+)
 from kvrag.config.options import (
     DEFAULT_MAX_NEW_TOKENS,
     DEFAULT_PRIORITY,
@@ -27,10 +36,7 @@ from kvrag.config.options import (
     check_namespace,
     check_prove,
     check_template_kwargs,
-    fault_of,
-    option_fields,
     refuse_misplaced,
-    unknown_option,
 )
 
 __all__ = [
@@ -51,8 +57,12 @@ __all__ = [
     "check_namespace",
     "check_prove",
     "check_template_kwargs",
+    "checks_names",
+    "config_class",
     "fault_of",
     "option_fields",
+    "options_class",
+    "parameters_of",
     "refuse_misplaced",
     "unknown_option",
 ]
