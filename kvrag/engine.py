@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from copy import copy
 from dataclasses import asdict, replace
 from functools import cached_property, lru_cache
 from typing import Any, ClassVar, NoReturn
@@ -66,22 +68,6 @@ from kvrag.types import (
 
 MAX_KEPT = 16  # engines that :meth:`KVRagEngine.get` keeps without any other reference to them
 
-_OPTIONS = (
-    "tokenizer",
-    "revision",
-    "dtype",
-    "device",
-    "prove",
-    "extra_keys",
-    "kv_dir",
-    "prefix",
-    "context",
-    "repair",
-    "namespace",
-    "store_config",
-    "chat_template_kwargs",
-)
-
 _DEFAULT = RepairConfig()
 
 _first_process = 0  # id of the process that made the first engine
@@ -100,6 +86,79 @@ def _check_process() -> None:
             "only (gunicorn: without --preload; celery: in worker_process_init), or start "
             "processes by 'spawn'"
         )
+
+
+class EngineOptions:
+    """Options of an engine, checked; :meth:`KVRagEngine.from_pretrained` describes them."""
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | PreTrainedModel,
+        *,
+        tokenizer: Any = None,
+        kv_dir: str | os.PathLike[str] | None = None,
+        prefix: Prefix | None = None,
+        context: str | None = "default",
+        repair: Repair = None,
+        device: str | torch.device | None = None,
+        dtype: str | torch.dtype = "auto",
+        namespace: str = "default",
+        revision: str | None = None,
+        store_config: StoreConfig | Mapping[str, Any] | None = None,
+        prove: Prove = "auto",
+        extra_keys: Mapping[str, str] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **hf_kwargs: Any,
+    ) -> None:
+        refuse_misplaced(hf_kwargs, _OPTIONS, of="KVRagEngine")
+        self.source = ModelSource(
+            model,
+            tokenizer,
+            revision,
+            dtype,
+            device,
+            hf_kwargs,
+            extra_keys or {},
+            prove,
+        )
+        self.namespace = check_namespace(namespace)
+        self.kv_dir = check_kv_dir(kv_dir)
+        self.prefix = prefix
+        self.context = check_context(context)
+        self.repair = as_config(RepairConfig, repair, option="repair")
+        self.store_config = (
+            as_config(StoreConfig, store_config, option="store_config") or StoreConfig()
+        )
+        self.chat_template_kwargs = check_template_kwargs(chat_template_kwargs)
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Key of the engine in this process."""
+        return (
+            self.source.key,
+            tuple(sorted(self.source.extra_keys.items())),
+            self.kv_dir,
+            self.namespace,
+            repr(self.prefix),
+            self.context,
+            self.repair,
+            self.store_config,
+            repr(sorted(self.chat_template_kwargs.items())),
+        )
+
+    def in_memory(self) -> EngineOptions:
+        """Return the options of an engine on the same model that keeps its KV in memory."""
+        own = copy(self)
+        given = self.store_config
+        own.kv_dir = None
+        own.namespace = "default"
+        own.store_config = StoreConfig(
+            kv_dtype=given.kv_dtype, min_chunk_tokens=given.min_chunk_tokens, ram_bytes=2**62
+        )
+        return own
+
+
+_OPTIONS = tuple(inspect.signature(EngineOptions).parameters)[1:-1]
 
 
 class KVRagEngine:
@@ -157,40 +216,27 @@ class KVRagEngine:
     All users of a shared engine share it.
     """
 
-    def __init__(
-        self,
-        source: ModelSource,
-        *,
-        kv_dir: str | os.PathLike[str] | None = None,
-        prefix: Prefix | None = None,
-        context: str | None = "default",
-        repair: Repair = None,
-        namespace: str = "default",
-        store_config: StoreConfig | Mapping[str, Any] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> None:
+    def __init__(self, options: EngineOptions) -> None:
         _check_process()
-        self.source = source
-        self.namespace = check_namespace(namespace)
-        self.kv_dir = check_kv_dir(kv_dir)
-        self.chat_template_kwargs = check_template_kwargs(chat_template_kwargs)
-        self._repair = as_config(RepairConfig, repair, option="repair")
-        self.store_config = (
-            as_config(StoreConfig, store_config, option="store_config") or StoreConfig()
-        )
-        check_source(source)
+        self._options = options
+        self.source = options.source
+        self.namespace = options.namespace
+        self.kv_dir = options.kv_dir
+        self.prefix = options.prefix
+        self.context = options.context
+        self.store_config = options.store_config
+        self.chat_template_kwargs = options.chat_template_kwargs
+        check_source(self.source)
         self.store: TieredStore = open_store(self.kv_dir, self.store_config)
         self._resources = ExitStack()
         self._resources.callback(self.store.close)
         weakref.finalize(self, self._resources.close).atexit = False
         self._erasures = erasures_of(self.kv_dir)
-        self.context = check_context(context)
         # By namespace: the prefixes of past precompute calls.
         self._prefix_texts: dict[str, dict[str, None]] = {}
         self._kept_prefix: KeptPrefix = {}
-        self.prefix = prefix
         self._digest_of = lru_cache(maxsize=1024)(self.store.names.namespace)
-        self._digest_of(namespace)
+        self._digest_of(self.namespace)
         self._gate = QuantiseCheck(self.store_config.kv_dtype)
         self._stats = EngineStats()
         self._lock = threading.RLock()
@@ -202,24 +248,9 @@ class KVRagEngine:
         self._write_back: WriteBack | None = None
 
     @classmethod
+    @parameters_of(EngineOptions)
     def from_pretrained(
-        cls,
-        model: str | os.PathLike[str] | PreTrainedModel,
-        *,
-        tokenizer: Any = None,
-        kv_dir: str | os.PathLike[str] | None = None,
-        prefix: Prefix | None = None,
-        context: str | None = "default",
-        repair: Repair = None,
-        device: str | torch.device | None = None,
-        dtype: str | torch.dtype = "auto",
-        namespace: str = "default",
-        revision: str | None = None,
-        store_config: StoreConfig | Mapping[str, Any] | None = None,
-        prove: Prove = "auto",
-        extra_keys: Mapping[str, str] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        **hf_kwargs: Any,
+        cls, model: str | os.PathLike[str] | PreTrainedModel, **options: Any
     ) -> KVRagEngine:
         """Create an engine. Weights are loaded at first use.
 
@@ -271,88 +302,19 @@ class KVRagEngine:
             If an option has an invalid value, has no effect, or belongs in ``store_config``, or if
             CUDA is requested and absent.
         """
-        refuse_misplaced(hf_kwargs, _OPTIONS, of="KVRagEngine.from_pretrained")
-        source = ModelSource(
-            model,
-            tokenizer,
-            revision,
-            dtype,
-            device,
-            hf_kwargs,
-            extra_keys or {},
-            prove,
-        )
-        return cls(
-            source,
-            kv_dir=kv_dir,
-            prefix=prefix,
-            context=context,
-            repair=repair,
-            namespace=namespace,
-            store_config=store_config,
-            chat_template_kwargs=chat_template_kwargs,
-        )
+        return cls(EngineOptions(model, **options))
 
     @classmethod
-    def get(
-        cls,
-        model: str | os.PathLike[str] | PreTrainedModel,
-        *,
-        tokenizer: Any = None,
-        kv_dir: str | os.PathLike[str] | None = None,
-        prefix: Prefix | None = None,
-        context: str | None = "default",
-        repair: Repair = None,
-        device: str | torch.device | None = None,
-        dtype: str | torch.dtype = "auto",
-        namespace: str = "default",
-        revision: str | None = None,
-        store_config: StoreConfig | Mapping[str, Any] | None = None,
-        prove: Prove = "auto",
-        extra_keys: Mapping[str, str] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        **hf_kwargs: Any,
-    ) -> KVRagEngine:
+    @parameters_of(EngineOptions)
+    def get(cls, model: str | os.PathLike[str] | PreTrainedModel, **options: Any) -> KVRagEngine:
         """Return this process's shared engine for the arguments of :meth:`from_pretrained`.
 
         The :data:`MAX_KEPT` engines requested last stay alive without any other reference to them.
         """
-        refuse_misplaced(hf_kwargs, _OPTIONS, of="KVRagEngine.get")
-        source = ModelSource(
-            model,
-            tokenizer,
-            revision,
-            dtype,
-            device,
-            hf_kwargs,
-            extra_keys or {},
-            prove,
-        )
-        repair = as_config(RepairConfig, repair, option="repair")
-        store_config = as_config(StoreConfig, store_config, option="store_config")
-        where = check_kv_dir(kv_dir), namespace
-        behind = repr(prefix), check_context(context)
-        variables = repr(sorted(check_template_kwargs(chat_template_kwargs).items()))
-        key = (
-            source.key,
-            tuple(sorted(source.extra_keys.items())),
-            *where,
-            *behind,
-            repair,
-            store_config,
-            variables,
-        )
-        own = {
-            "kv_dir": kv_dir,
-            "prefix": prefix,
-            "context": context,
-            "repair": repair,
-            "namespace": namespace,
-            "store_config": store_config,
-            "chat_template_kwargs": chat_template_kwargs,
-        }
+        given = EngineOptions(model, **options)
+        key = given.key
         with cls._shared_lock:
-            engine = cls._shared.get(key) or cls(source, **own)  # type: ignore[arg-type]
+            engine = cls._shared.get(key) or cls(given)
             cls._shared[key] = engine
             cls._recent.pop(engine, None)
             cls._recent[engine] = None
@@ -399,8 +361,8 @@ class KVRagEngine:
         The engine's own ``repair`` if given, else the repair of the model's profile
         (:meth:`calibrate`), else the default.
         """
-        if self._repair is not None:
-            return self._repair
+        if self._options.repair is not None:
+            return self._options.repair
         # The fingerprint changes when adapters are switched.
         if self.profile[0] != (now := self.loaded.identity.fingerprint):
             self.profile = now, kept_profile(self)
@@ -437,17 +399,7 @@ class KVRagEngine:
 
     def in_memory(self) -> KVRagEngine:
         """Open an engine on the same model that keeps its KV in memory, apart from this store."""
-        given = self.store_config
-        return type(self)(
-            self.source,
-            prefix=self.prefix,
-            context=self.context,
-            repair=self._repair,
-            chat_template_kwargs=self.chat_template_kwargs,
-            store_config=StoreConfig(
-                kv_dtype=given.kv_dtype, min_chunk_tokens=given.min_chunk_tokens, ram_bytes=2**62
-            ),
-        )
+        return type(self)(self._options.in_memory())
 
     @own_modes
     def warm_up(self) -> None:
@@ -752,7 +704,7 @@ class KVRagEngine:
         """
         asked = PrefillRequest(prompt=prompt, **options)
         request = self._resolved(asked)
-        given = asked.repair_config or self._repair
+        given = asked.repair_config or self._options.repair
         repair = in_words(request.repair, "given" if given else self.profile[1] or "default")
         return replace(self._answering.explain(request), repair=repair)
 

@@ -10,6 +10,7 @@ Imports ``types`` and ``errors``.
 """
 
 from kvrag.config.declare import (
+    as_config,
     checks_names,
     config_class,
     fault_of,
@@ -30,7 +31,6 @@ from kvrag.config.options import (
     Retention,
     SamplingConfig,
     StoreConfig,
-    as_config,
     check_continues,
     check_mode,
     check_namespace,

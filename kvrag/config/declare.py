@@ -38,7 +38,9 @@ T = TypeVar("T")
 SPELLINGS = {"max_tokens": "max_new_tokens"}
 """Aliases of config options, from OpenAI and LangChain."""
 PLACES: dict[str, str] = {}
-"""How to pass options, by name; the modules of the configs fill it."""
+"""How to pass options, by name; the module of the configs fills it."""
+NAMED: dict[type, Mapping[str, Any]] = {}
+"""Configs that have names, by their class; the module of the configs fills it."""
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(Field,))
@@ -130,6 +132,27 @@ def _held(part: Any, value: Any) -> str:
     if part is not value and isinstance(value, Mapping | list | tuple | set):
         return f"holds {shown(part)}"
     return f"is {shown(value)}"
+
+
+def as_config(cls: type[T], value: Any, *, option: str) -> T | None:
+    """Return a config for a config, a mapping of its options, or a name in :data:`NAMED`.
+
+    ``None`` is returned unchanged. Raises :class:`ConfigError` for any other value.
+    """
+    if value is None or isinstance(value, cls):
+        return value
+    if isinstance(value, Mapping):
+        try:
+            return cls(**{str(name): each for name, each in value.items()})
+        except TypeError as error:  # a name that Python itself takes, such as "self"
+            raise ConfigError(f"{option}: {error}; pass options of kvrag.{cls.__name__}") from None
+    named = NAMED.get(cls, {})
+    if isinstance(value, str) and value in named:
+        return cast("T | None", named[value])
+    choices = [f"a kvrag.{cls.__name__}", "a dict of its options", *map(repr, named)]
+    raise ConfigError(
+        f"{option} is {shown(value)}; pass {', '.join(choices[:-1])} or {choices[-1]}"
+    )
 
 
 def option_fields(cls: type, *names: str) -> dict[str, Any]:

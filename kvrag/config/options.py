@@ -13,7 +13,6 @@ from typing import (
     Any,
     Literal,
     TypeVar,
-    cast,
     get_args,
 )
 
@@ -26,8 +25,15 @@ from pydantic import (
     WrapValidator,
 )
 
-from kvrag.config.address import Address, address, shown
-from kvrag.config.declare import PLACES, config_class, names_of, options_class, unknown_option
+from kvrag.config.address import Address, address
+from kvrag.config.declare import (
+    NAMED,
+    PLACES,
+    config_class,
+    names_of,
+    options_class,
+    unknown_option,
+)
 from kvrag.config.spelling import NOTHING, parse_bytes
 from kvrag.errors import ConfigError
 from kvrag.types import KVDtype, MaxContext, Mode, Prove
@@ -52,28 +58,7 @@ KV_DTYPES: tuple[KVDtype, ...] = get_args(KVDtype)
 # A function that returns the key, or "env:NAME"; never the key itself.
 KeySource = Callable[[], bytes] | str
 
-# -- making and checking configs -------------------------------------------------------------------
-
-
-def as_config(cls: type[T], value: Any, *, option: str) -> T | None:
-    """Return a config for a config, a mapping of its options, or a name in :data:`REPAIRS`.
-
-    ``None`` is returned unchanged. Raises :class:`ConfigError` for any other value.
-    """
-    if value is None or isinstance(value, cls):
-        return value
-    if isinstance(value, Mapping):
-        try:
-            return cls(**{str(name): each for name, each in value.items()})
-        except TypeError as error:  # a name that Python itself takes, such as "self"
-            raise ConfigError(f"{option}: {error}; pass options of kvrag.{cls.__name__}") from None
-    named: Mapping[str, Any] = REPAIRS if cls is RepairConfig else {}
-    if isinstance(value, str) and value in named:
-        return cast(T | None, named[value])
-    choices = [f"a kvrag.{cls.__name__}", "a dict of its options", *map(repr, named)]
-    raise ConfigError(
-        f"{option} is {shown(value)}; pass {', '.join(choices[:-1])} or {choices[-1]}"
-    )
+# -- checks of options ---------------------------------------------------------------------------
 
 
 def refuse_misplaced(
@@ -349,6 +334,7 @@ REPAIRS: dict[str, RepairConfig | None] = {
 
 ``auto``: the result of :meth:`kvrag.KVRagEngine.calibrate`, else the default.
 """
+NAMED[RepairConfig] = REPAIRS
 Repair = RepairConfig | Mapping[str, Any] | Literal["auto", "fast", "careful"] | None
 
 
