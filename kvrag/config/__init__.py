@@ -14,10 +14,9 @@ from kvrag.config.declare import (
     checks_names,
     config_class,
     fault_of,
-    option_fields,
+    option_field,
     options_class,
     parameters_of,
-    unknown_option,
 )
 from kvrag.config.options import (
     DEFAULT_MAX_NEW_TOKENS,
@@ -26,6 +25,8 @@ from kvrag.config.options import (
     MOST,
     RESERVED,
     STRATEGIES,
+    Count,
+    Positive,
     Repair,
     RepairConfig,
     Retention,
@@ -38,6 +39,7 @@ from kvrag.config.options import (
     check_template_kwargs,
     refuse_misplaced,
 )
+from kvrag.config.spelling import unknown_option
 
 __all__ = [
     "DEFAULT_MAX_NEW_TOKENS",
@@ -46,6 +48,8 @@ __all__ = [
     "MOST",
     "RESERVED",
     "STRATEGIES",
+    "Count",
+    "Positive",
     "Repair",
     "RepairConfig",
     "Retention",
@@ -60,7 +64,7 @@ __all__ = [
     "checks_names",
     "config_class",
     "fault_of",
-    "option_fields",
+    "option_field",
     "options_class",
     "parameters_of",
     "refuse_misplaced",

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import (
     Any,
@@ -26,19 +26,15 @@ from typing import (
 
 from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
+from pydantic.fields import FieldInfo
 
 from kvrag.config.address import shown
-from kvrag.config.spelling import NOTHING
-from kvrag.config.spelling import unknown_option as _unknown
+from kvrag.config.spelling import unknown_option
 from kvrag.errors import ConfigError
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-SPELLINGS = {"max_tokens": "max_new_tokens"}
-"""Aliases of config options, from OpenAI and LangChain."""
-PLACES: dict[str, str] = {}
-"""How to pass options, by name; the module of the configs fills it."""
 NAMED: dict[type, Mapping[str, Any]] = {}
 """Configs that have names, by their class; the module of the configs fills it."""
 
@@ -55,7 +51,6 @@ def config_class(cls: type[T], *, kw_only: bool = False) -> type[T]:
 
     @functools.wraps(validate)
     def init(self: T, *values: Any, **options: Any) -> None:
-        options = _renamed(cls.__name__, options, names_of(made))
         try:
             validate(self, *values, **options)
         except ValidationError as error:
@@ -75,21 +70,6 @@ def options_class(cls: type[T]) -> type[T]:
 def names_of(cls: Any) -> list[str]:
     """Return the names of a config's options."""
     return [f.name for f in fields(cls)]
-
-
-def _renamed(of: str, options: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """Replace the aliases in :data:`SPELLINGS` by the options' own names.
-
-    Raises ``ConfigError`` where both are given.
-    """
-    named = dict(options)
-    for other, name in SPELLINGS.items():
-        if name not in known or other not in named:
-            continue
-        if name in named:
-            raise ConfigError(f"{of}.{name} was given twice, once as {other!r}; pass it once")
-        named[name] = named.pop(other)
-    return named
 
 
 def fault_of(cls: Any, error: ValidationError, given: Mapping[str, Any]) -> ConfigError:
@@ -155,26 +135,9 @@ def as_config(cls: type[T], value: Any, *, option: str) -> T | None:
     )
 
 
-def option_fields(cls: type, *names: str) -> dict[str, Any]:
-    """Return ``{name: (type, field)}`` of a config's fields, without ranges.
-
-    The result suits ``pydantic.create_model`` and command lines.
-    """
-    hints = get_type_hints(cls)
-    declared = cls.__pydantic_fields__  # type: ignore[attr-defined]
-    about = {
-        name: {"default": declared[name].default, "description": declared[name].description}
-        for name in names
-    }
-    return {name: (hints[name], Field(**about[name])) for name in names}
-
-
-def unknown_option(
-    name: str, known: Iterable[str], *, of: str, aliases: Mapping[str, str] = NOTHING
-) -> ConfigError:
-    """Build the error for an unknown option; it suggests the nearest option of any config."""
-    places = {each: form for each, form in PLACES.items() if f"{of}(" not in form}
-    return _unknown(name, known, of=of, elsewhere=places, aliases=aliases)
+def option_field(cls: Any, name: str) -> tuple[Any, FieldInfo]:
+    """Return the type, without its range, and the field of a config's option."""
+    return get_type_hints(cls)[name], cls.__pydantic_fields__[name]
 
 
 def checks_names(function: Callable[P, T]) -> Callable[P, T]:
@@ -191,6 +154,9 @@ def checks_names(function: Callable[P, T]) -> Callable[P, T]:
     return run
 
 
+_SELF = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
 def parameters_of(
     source: Callable[P, Any],
 ) -> Callable[[Callable[..., T]], Callable[Concatenate[Any, P], T]]:
@@ -199,16 +165,15 @@ def parameters_of(
     Editors, type checkers and ``inspect`` show them.
     """
     options: Any = source
-    signature = inspect.signature(options)
     hints = get_type_hints(options) or get_type_hints(options.__init__)
-    shown = [p.replace(annotation=hints[name]) for name, p in signature.parameters.items()]
+    parameters = inspect.signature(options).parameters.values()
+    shown = [each.replace(annotation=hints[each.name]) for each in parameters]
 
     def decorate(method: Callable[..., T]) -> Callable[Concatenate[Any, P], T]:
         own: Any = method
-        first = next(iter(inspect.signature(method).parameters.values()))
         result = own.__annotations__["return"]
-        own.__signature__ = inspect.Signature([first, *shown], return_annotation=result)
-        own.__annotations__ = {**{p.name: p.annotation for p in shown}, "return": result}
+        own.__signature__ = inspect.Signature([_SELF, *shown], return_annotation=result)
+        own.__annotations__ = {**hints, "return": result}
         return cast("Callable[Concatenate[Any, P], T]", own)
 
     return decorate

@@ -26,15 +26,8 @@ from pydantic import (
 )
 
 from kvrag.config.address import Address, address
-from kvrag.config.declare import (
-    NAMED,
-    PLACES,
-    config_class,
-    names_of,
-    options_class,
-    unknown_option,
-)
-from kvrag.config.spelling import NOTHING, parse_bytes
+from kvrag.config.declare import NAMED, config_class, names_of, options_class
+from kvrag.config.spelling import NOTHING, PLACES, parse_bytes, unknown_option
 from kvrag.errors import ConfigError
 from kvrag.types import KVDtype, MaxContext, Mode, Prove
 
