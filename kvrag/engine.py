@@ -171,25 +171,10 @@ class KVRagEngine:
     Parameters of several methods:
 
     ``namespace``: chunks of a namespace are never found from another namespace (default: the
-    engine's). ``mode``: ``"auto"``, ``"full"`` (no reuse), ``"prefix"`` (exact reuse of the
-    prompt's head only) or ``"stitch"``. ``repair``: a :class:`RepairConfig` (default: the
     engine's). ``collection``: a prefix of document ids; with ``"manuals"``, the id ``"install"``
-    means ``"manuals/install"``.
-
-    ``max_context``: ``"raise"`` raises an error where prompt and answer exceed the model's context
-    window. ``"slide"`` evicts the oldest tokens except the first few, and labels the answer
-    (``evicted_tokens``).
-
-    ``tools``: functions that the answer may call, as OpenAI's dicts; the prompt must be chat
-    messages. ``tool_choice``: ``"auto"``, ``"none"``, ``"required"``, or a tool's name.
-    ``response_format``: ``{"type": "json_object"}``, or ``{"type": "json_schema", "json_schema":
-    {"name": ..., "schema": ...}}``. Decoding is constrained so that the answer satisfies
-    ``tool_choice`` and ``response_format`` unless ``max_new_tokens`` ends it early (needs the extra
-    ``structured``).
-
-    ``chat_template_kwargs``: variables for the chat template, for instance ``{"enable_thinking":
-    False}``; they are added to the engine's. ``continue_final_message``: the answer continues the
-    last message, which must be an assistant's.
+    means ``"manuals/install"``. ``mode``, ``repair``, ``max_context``, ``tools`` and further
+    options of requests: :class:`~kvrag.generate.request.ReuseOptions`. How an answer is chosen:
+    :class:`~kvrag.SamplingConfig`.
 
     Invalid options raise :class:`ConfigError`; invalid prompts, texts and ids raise
     :class:`InputError`. Methods that change the store raise :class:`StoreError` if it can't be
@@ -612,7 +597,7 @@ class KVRagEngine:
     def generate(self, prompt: Prompt, **options: Any) -> GenerationResult:
         """Answer a prompt.
 
-        Options are the fields of :class:`~kvrag.config.SamplingConfig` and
+        Options are the fields of :class:`~kvrag.SamplingConfig` and of
         :class:`~kvrag.generate.request.ReuseOptions`.
 
         Raises
