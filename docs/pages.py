@@ -10,7 +10,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from griffe import Extension
+from griffe import ExprSubscript, ExprTuple, Extension, Parameter, ParameterKind
+from griffe import Parameters as Signature
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -73,3 +74,63 @@ class Docstrings(Extension):
     def on_module(self, *, mod: Any, **_: Any) -> None:
         """Rewrite a module's docstring; Griffe asks for these apart."""
         self.on_object(obj=mod)
+
+
+class Parameters(Extension):
+    """Show the parameters of methods that take ``**options`` and have those of a class (``kvrag.config.parameters_of``)."""
+
+    def on_package(self, *, pkg: Any, **_: Any) -> None:
+        """Rewrite the methods once all classes of options are known."""
+        if pkg.path != "kvrag":
+            return
+        for cls in pkg["engine"].classes.values():
+            for method in cls.functions.values():
+                named = [NAMED.match(str(each.value)) for each in method.decorators]
+                for found in filter(None, named):
+                    method.parameters = Signature(method.parameters[0], *_declared(pkg, found[1]))
+
+
+NAMED = re.compile(r"parameters_of\((\w+)\)")
+
+
+def _shown(annotation: Any) -> Any:
+    """Return a type without what pydantic is told beside it."""
+    while isinstance(annotation, ExprSubscript) and str(annotation.left) in (
+        "Annotated",
+        "SkipValidation",
+    ):
+        inner = annotation.slice
+        annotation = inner.elements[0] if isinstance(inner, ExprTuple) else inner
+    return annotation
+
+
+def _declared(pkg: Any, name: str) -> list[Parameter]:
+    """Return the parameters of the constructor of a class in the engine's module, or imported there."""
+    engine = pkg["engine"]
+    cls = pkg.modules_collection[engine.resolve(name)]
+    if "__init__" in cls.functions:
+        return list(cls.functions["__init__"].parameters)[1:]
+    fields: dict[str, Any] = {}
+    for base in [*reversed(cls.mro()), cls]:
+        fields |= {
+            n: each
+            for n, each in base.attributes.items()
+            if each.annotation is not None and "property" not in each.labels
+        }
+    keywords = [
+        Parameter(
+            n,
+            annotation=_shown(each.annotation),
+            default=each.value,
+            kind=ParameterKind.keyword_only,
+        )
+        for n, each in fields.items()
+    ]
+    required = [
+        Parameter(
+            each.name, annotation=_shown(each.annotation), kind=ParameterKind.positional_or_keyword
+        )
+        for each in keywords
+        if each.default is None
+    ]
+    return [*required, *(each for each in keywords if each.default is not None)]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from uuid import UUID
@@ -31,7 +31,7 @@ from kvrag.client import engine_of, host_of
 from kvrag.config import (
     Repair,
     RepairConfig,
-    SamplingConfig,
+    Retention,
     StoreConfig,
     as_config,
     check_mode,
@@ -43,14 +43,24 @@ from kvrag.config import (
     unknown_option,
 )
 from kvrag.config.address import check_kv_dir, local, place
-from kvrag.config.signatures import checks_names
+from kvrag.config.declare import checks_names
 from kvrag.config.spelling import respelt
 from kvrag.engine import KVRagEngine
 from kvrag.errors import ConfigError, InputError, require
 from kvrag.evaluate.calibrate import described
+from kvrag.generate.request import RequestOptions
 from kvrag.generate.scheduler import MAX_RUNNING
 from kvrag.generate.streams import AsyncTokenStream, TokenStream
-from kvrag.hooks import Content, OnError, changed_ids, documents_in, prefetch_kv
+from kvrag.hooks import (
+    Content,
+    OnError,
+    changed_ids,
+    delete_kv,
+    documents_in,
+    precompute_kv,
+    prefetch_kv,
+    sync_kv,
+)
 from kvrag.identity.fingerprint import (
     context_digest,
     ids_digest,
@@ -76,10 +86,18 @@ from kvrag.prompt.plan_ids import plan_ids
 from kvrag.prompt.prefix import Prefix, prefix_text
 from kvrag.prompt.spans import SpanIndex
 from kvrag.prompt.template import Chat, PromptEncoder
-from kvrag.prompt.tools import FORM, Tools, answer_form
+from kvrag.prompt.tools import Tools, answer_form
 from kvrag.runtime import Deadline, host_memory
 from kvrag.store import TieredStore, open_store
-from kvrag.types import ChunkKey, MaxContext, Mode, Prove, TextEntry
+from kvrag.types import (
+    ChunkKey,
+    MaxContext,
+    Mode,
+    PrecomputeReport,
+    Prove,
+    SyncReport,
+    TextEntry,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -91,6 +109,10 @@ if TYPE_CHECKING:
 else:  # pydantic must neither check these nor put them into a schema
     ModelLike = Annotated[Any, AfterValidator(local)]
     Device = Dtype = Any
+
+_OF_ENGINE = inspect.signature(KVRagEngine.get).parameters.keys()
+_OF_CALL = RequestOptions.__pydantic_fields__  # type: ignore[attr-defined]
+"""Options of a request, as the engine names them."""
 
 __all__ = [
     "MARGIN",
@@ -291,19 +313,91 @@ class EngineFields(BaseModel):
 
     def engine_options(self) -> dict[str, Any]:
         """Return the options of :meth:`kvrag.KVRagEngine.get` except the prefix."""
-        names = (
-            "tokenizer",
-            "kv_dir",
-            "context",
-            "namespace",
-            "repair",
-            "store_config",
-            "dtype",
-            "device",
-            "prove",
-            "chat_template_kwargs",
-        )
+        names = _OF_ENGINE & type(self).model_fields.keys() - {"model", "prefix"}
         return {**self.model_kwargs, **{name: getattr(self, name) for name in names}}
+
+    def request_options(self) -> dict[str, Any]:
+        """Return the options of a request that are no options of the engine."""
+        names = _OF_CALL.keys() & type(self).model_fields.keys() - _OF_ENGINE
+        return {name: getattr(self, name) for name in names}
+
+    def _own_prefix(self, prefix: Any) -> Any:
+        """Return a prefix as the engine takes it; ``None``: the engine's own."""
+        return prefix
+
+    @checks_names
+    def precompute_kv(
+        self,
+        items: Any,
+        *,
+        ids: Sequence[str] | None = None,
+        prefix: Any = None,
+        namespace: str | None = None,
+        content: Content = "text",
+        batch_size: int = 8,
+        show_progress: bool | None = None,
+        on_error: OnError = "raise",
+        retention: Retention | None = None,
+        collection: str | None = None,
+    ) -> PrecomputeReport:
+        """Compute and store the KV of documents, of texts, or of a vector store or an index.
+
+        Takes the options of :func:`kvrag.precompute_kv`.
+        """
+        return precompute_kv(
+            items,
+            llm=self,
+            ids=ids,
+            prefix=self._own_prefix(prefix),
+            namespace=namespace,
+            content=content,
+            batch_size=batch_size,
+            show_progress=show_progress,
+            on_error=on_error,
+            retention=retention,
+            collection=collection,
+        )
+
+    @checks_names
+    def delete_kv(
+        self, items: Any, *, namespace: str | None = None, collection: str | None = None
+    ) -> int:
+        """Delete the KV of documents, given as objects or by id.
+
+        Takes the options of :func:`kvrag.delete_kv`.
+        """
+        return delete_kv(items, llm=self, namespace=namespace, collection=collection)
+
+    @checks_names
+    def sync_kv(
+        self,
+        live_items: Any,
+        *,
+        ids: Sequence[str] | None = None,
+        prefix: Any = None,
+        namespace: str | None = None,
+        content: Content | None = None,
+        batch_size: int = 8,
+        show_progress: bool | None = None,
+        retention: Retention | None = None,
+        collection: str | None = None,
+    ) -> SyncReport:
+        """Keep the KV of exactly these documents, or of an index's.
+
+        Takes the options of :func:`kvrag.sync_kv`.
+        """
+        return sync_kv(
+            live_items,
+            llm=self,
+            ids=ids,
+            prefix=self._own_prefix(prefix),
+            namespace=namespace,
+            content=content,
+            batch_size=batch_size,
+            show_progress=show_progress,
+            retention=retention,
+            collection=collection,
+        )
 
 
 HISTORY_BYTES = min(2**30, host_memory() // 16)
@@ -315,10 +409,6 @@ def chat_engine(model: Any, **options: Any) -> KVRagEngine:
     engine = KVRagEngine.get(model, **options)
     engine.history_bytes = HISTORY_BYTES
     return engine
-
-
-_OF_CALL = tuple(inspect.signature(KVRagEngine.generate).parameters)[2:]
-"""Options of a call, as the engine names them."""
 
 
 def check_call(
@@ -353,11 +443,7 @@ def check_call(
             raise ConfigError(f"{name!r} is no option of a call; pass {of}({name}=...)")
         known = [*(aliases.get(each, each) for each in _OF_CALL), *more]
         raise unknown_option(name, known, of=of, aliases=aliases)
-    check_mode(options.get("mode", "auto"), options.get("max_context", "raise"))
-    check_template_kwargs(options.get("chat_template_kwargs"))
-    answer_form(**{name: options[name] for name in FORM if name in options})
-    own = {name: options[name] for name in SamplingConfig.__annotations__ if name in options}
     try:
-        SamplingConfig(**own)
+        RequestOptions(**options)
     except ConfigError as error:
         raise ConfigError(respelt(str(error), {"SamplingConfig": of, **aliases})) from None

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, fields, replace
+from copy import copy
+from dataclasses import asdict, replace
 from functools import cached_property, lru_cache
 from typing import Any, ClassVar, NoReturn
 
@@ -20,22 +22,20 @@ from kvrag.config import (
     Repair,
     RepairConfig,
     Retention,
-    SamplingConfig,
     StoreConfig,
     as_config,
-    check_continues,
     check_namespace,
     check_template_kwargs,
     refuse_misplaced,
 )
 from kvrag.config.address import check_kv_dir
-from kvrag.config.signatures import checks_names, parameters_of
+from kvrag.config.declare import checks_names, parameters_of
 from kvrag.errors import ConfigError, ModelError
 from kvrag.evaluate.answers import evaluate_reuse
 from kvrag.evaluate.calibrate import Profile, calibrate_repair, in_words, kept_profile
 from kvrag.evaluate.verify import verify_prompts
 from kvrag.generate.pipeline import QueryPipeline
-from kvrag.generate.request import Request, check_options
+from kvrag.generate.request import AnswerRequest, PrefillRequest, Request, ScoreRequest
 from kvrag.generate.scheduler import Load, pool_stats, scheduler_of
 from kvrag.generate.stats import EngineStats, Figures
 from kvrag.generate.streams import AsyncTokenStream, Emit, Produce, TokenStream
@@ -51,7 +51,6 @@ from kvrag.precompute.run import Precompute
 from kvrag.progress import check_show
 from kvrag.prompt.prefix import Prefix, prefix_text
 from kvrag.prompt.template import Prompt, PromptEncoder
-from kvrag.prompt.tools import ResponseFormat, answer_form
 from kvrag.runtime import own_modes
 from kvrag.store import Prefetch, TieredStore, on_accelerator, open_store
 from kvrag.store.erasures import EVERYWHERE, erasures_of
@@ -61,8 +60,6 @@ from kvrag.types import (
     ChunkKey,
     Explanation,
     GenerationResult,
-    MaxContext,
-    Mode,
     PrecomputeReport,
     PrefillResult,
     Prove,
@@ -71,26 +68,7 @@ from kvrag.types import (
 
 MAX_KEPT = 16  # engines that :meth:`KVRagEngine.get` keeps without any other reference to them
 
-_OPTIONS = (
-    "tokenizer",
-    "revision",
-    "dtype",
-    "device",
-    "prove",
-    "extra_keys",
-    "kv_dir",
-    "prefix",
-    "context",
-    "repair",
-    "namespace",
-    "store_config",
-    "chat_template_kwargs",
-)
-
 _DEFAULT = RepairConfig()
-# Looking options up costs less than checking them again.
-_sampling = lru_cache(maxsize=64, typed=True)(SamplingConfig)
-_SAMPLING = tuple(field.name for field in fields(SamplingConfig))
 
 _first_process = 0  # id of the process that made the first engine
 
@@ -110,14 +88,77 @@ def _check_process() -> None:
         )
 
 
-def _options_in(arguments: Mapping[str, Any], *others: str) -> dict[str, Any]:
-    """Return the options among a method's arguments.
+class EngineOptions:
+    """Options of an engine, checked; :meth:`KVRagEngine.from_pretrained` describes them."""
 
-    ``arguments`` is the method's ``locals()``, taken before it has any other local name.
-    """
-    return {
-        name: value for name, value in arguments.items() if name not in ("self", "prompt", *others)
-    }
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | PreTrainedModel,
+        *,
+        tokenizer: Any = None,
+        kv_dir: str | os.PathLike[str] | None = None,
+        prefix: Prefix | None = None,
+        context: str | None = "default",
+        repair: Repair = None,
+        device: str | torch.device | None = None,
+        dtype: str | torch.dtype = "auto",
+        namespace: str = "default",
+        revision: str | None = None,
+        store_config: StoreConfig | Mapping[str, Any] | None = None,
+        prove: Prove = "auto",
+        extra_keys: Mapping[str, str] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **hf_kwargs: Any,
+    ) -> None:
+        refuse_misplaced(hf_kwargs, _OPTIONS, of="KVRagEngine")
+        self.source = ModelSource(
+            model,
+            tokenizer,
+            revision,
+            dtype,
+            device,
+            hf_kwargs,
+            extra_keys or {},
+            prove,
+        )
+        self.namespace = check_namespace(namespace)
+        self.kv_dir = check_kv_dir(kv_dir)
+        self.prefix = prefix
+        self.context = check_context(context)
+        self.repair = as_config(RepairConfig, repair, option="repair")
+        self.store_config = (
+            as_config(StoreConfig, store_config, option="store_config") or StoreConfig()
+        )
+        self.chat_template_kwargs = check_template_kwargs(chat_template_kwargs)
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Key of the engine in this process."""
+        return (
+            self.source.key,
+            tuple(sorted(self.source.extra_keys.items())),
+            self.kv_dir,
+            self.namespace,
+            repr(self.prefix),
+            self.context,
+            self.repair,
+            self.store_config,
+            repr(sorted(self.chat_template_kwargs.items())),
+        )
+
+    def in_memory(self) -> EngineOptions:
+        """Return the options of an engine on the same model that keeps its KV in memory."""
+        own = copy(self)
+        given = self.store_config
+        own.kv_dir = None
+        own.namespace = "default"
+        own.store_config = StoreConfig(
+            kv_dtype=given.kv_dtype, min_chunk_tokens=given.min_chunk_tokens, ram_bytes=2**62
+        )
+        return own
+
+
+_OPTIONS = tuple(inspect.signature(EngineOptions).parameters)[1:-1]
 
 
 class KVRagEngine:
@@ -130,25 +171,10 @@ class KVRagEngine:
     Parameters of several methods:
 
     ``namespace``: chunks of a namespace are never found from another namespace (default: the
-    engine's). ``mode``: ``"auto"``, ``"full"`` (no reuse), ``"prefix"`` (exact reuse of the
-    prompt's head only) or ``"stitch"``. ``repair``: a :class:`RepairConfig` (default: the
     engine's). ``collection``: a prefix of document ids; with ``"manuals"``, the id ``"install"``
-    means ``"manuals/install"``.
-
-    ``max_context``: ``"raise"`` raises an error where prompt and answer exceed the model's context
-    window. ``"slide"`` evicts the oldest tokens except the first few, and labels the answer
-    (``evicted_tokens``).
-
-    ``tools``: functions that the answer may call, as OpenAI's dicts; the prompt must be chat
-    messages. ``tool_choice``: ``"auto"``, ``"none"``, ``"required"``, or a tool's name.
-    ``response_format``: ``{"type": "json_object"}``, or ``{"type": "json_schema", "json_schema":
-    {"name": ..., "schema": ...}}``. Decoding is constrained so that the answer satisfies
-    ``tool_choice`` and ``response_format`` unless ``max_new_tokens`` ends it early (needs the extra
-    ``structured``).
-
-    ``chat_template_kwargs``: variables for the chat template, for instance ``{"enable_thinking":
-    False}``; they are added to the engine's. ``continue_final_message``: the answer continues the
-    last message, which must be an assistant's.
+    means ``"manuals/install"``. ``mode``, ``repair``, ``max_context``, ``tools`` and further
+    options of requests: :class:`~kvrag.generate.request.ReuseOptions`. How an answer is chosen:
+    :class:`~kvrag.SamplingConfig`.
 
     Invalid options raise :class:`ConfigError`; invalid prompts, texts and ids raise
     :class:`InputError`. Methods that change the store raise :class:`StoreError` if it can't be
@@ -175,40 +201,27 @@ class KVRagEngine:
     All users of a shared engine share it.
     """
 
-    def __init__(
-        self,
-        source: ModelSource,
-        *,
-        kv_dir: str | os.PathLike[str] | None = None,
-        prefix: Prefix | None = None,
-        context: str | None = "default",
-        repair: Repair = None,
-        namespace: str = "default",
-        store_config: StoreConfig | Mapping[str, Any] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> None:
+    def __init__(self, options: EngineOptions) -> None:
         _check_process()
-        self.source = source
-        self.namespace = check_namespace(namespace)
-        self.kv_dir = check_kv_dir(kv_dir)
-        self.chat_template_kwargs = check_template_kwargs(chat_template_kwargs)
-        self._repair = as_config(RepairConfig, repair, option="repair")
-        self.store_config = (
-            as_config(StoreConfig, store_config, option="store_config") or StoreConfig()
-        )
-        check_source(source)
+        self._options = options
+        self.source = options.source
+        self.namespace = options.namespace
+        self.kv_dir = options.kv_dir
+        self.prefix = options.prefix
+        self.context = options.context
+        self.store_config = options.store_config
+        self.chat_template_kwargs = options.chat_template_kwargs
+        check_source(self.source)
         self.store: TieredStore = open_store(self.kv_dir, self.store_config)
         self._resources = ExitStack()
         self._resources.callback(self.store.close)
         weakref.finalize(self, self._resources.close).atexit = False
         self._erasures = erasures_of(self.kv_dir)
-        self.context = check_context(context)
         # By namespace: the prefixes of past precompute calls.
         self._prefix_texts: dict[str, dict[str, None]] = {}
         self._kept_prefix: KeptPrefix = {}
-        self.prefix = prefix
         self._digest_of = lru_cache(maxsize=1024)(self.store.names.namespace)
-        self._digest_of(namespace)
+        self._digest_of(self.namespace)
         self._gate = QuantiseCheck(self.store_config.kv_dtype)
         self._stats = EngineStats()
         self._lock = threading.RLock()
@@ -220,24 +233,9 @@ class KVRagEngine:
         self._write_back: WriteBack | None = None
 
     @classmethod
+    @parameters_of(EngineOptions)
     def from_pretrained(
-        cls,
-        model: str | os.PathLike[str] | PreTrainedModel,
-        *,
-        tokenizer: Any = None,
-        kv_dir: str | os.PathLike[str] | None = None,
-        prefix: Prefix | None = None,
-        context: str | None = "default",
-        repair: Repair = None,
-        device: str | torch.device | None = None,
-        dtype: str | torch.dtype = "auto",
-        namespace: str = "default",
-        revision: str | None = None,
-        store_config: StoreConfig | Mapping[str, Any] | None = None,
-        prove: Prove = "auto",
-        extra_keys: Mapping[str, str] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        **hf_kwargs: Any,
+        cls, model: str | os.PathLike[str] | PreTrainedModel, **options: Any
     ) -> KVRagEngine:
         """Create an engine. Weights are loaded at first use.
 
@@ -289,88 +287,19 @@ class KVRagEngine:
             If an option has an invalid value, has no effect, or belongs in ``store_config``, or if
             CUDA is requested and absent.
         """
-        refuse_misplaced(hf_kwargs, _OPTIONS, of="KVRagEngine.from_pretrained")
-        source = ModelSource(
-            model,
-            tokenizer,
-            revision,
-            dtype,
-            device,
-            hf_kwargs,
-            extra_keys or {},
-            prove,
-        )
-        return cls(
-            source,
-            kv_dir=kv_dir,
-            prefix=prefix,
-            context=context,
-            repair=repair,
-            namespace=namespace,
-            store_config=store_config,
-            chat_template_kwargs=chat_template_kwargs,
-        )
+        return cls(EngineOptions(model, **options))
 
     @classmethod
-    def get(
-        cls,
-        model: str | os.PathLike[str] | PreTrainedModel,
-        *,
-        tokenizer: Any = None,
-        kv_dir: str | os.PathLike[str] | None = None,
-        prefix: Prefix | None = None,
-        context: str | None = "default",
-        repair: Repair = None,
-        device: str | torch.device | None = None,
-        dtype: str | torch.dtype = "auto",
-        namespace: str = "default",
-        revision: str | None = None,
-        store_config: StoreConfig | Mapping[str, Any] | None = None,
-        prove: Prove = "auto",
-        extra_keys: Mapping[str, str] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        **hf_kwargs: Any,
-    ) -> KVRagEngine:
+    @parameters_of(EngineOptions)
+    def get(cls, model: str | os.PathLike[str] | PreTrainedModel, **options: Any) -> KVRagEngine:
         """Return this process's shared engine for the arguments of :meth:`from_pretrained`.
 
         The :data:`MAX_KEPT` engines requested last stay alive without any other reference to them.
         """
-        refuse_misplaced(hf_kwargs, _OPTIONS, of="KVRagEngine.get")
-        source = ModelSource(
-            model,
-            tokenizer,
-            revision,
-            dtype,
-            device,
-            hf_kwargs,
-            extra_keys or {},
-            prove,
-        )
-        repair = as_config(RepairConfig, repair, option="repair")
-        store_config = as_config(StoreConfig, store_config, option="store_config")
-        where = check_kv_dir(kv_dir), namespace
-        behind = repr(prefix), check_context(context)
-        variables = repr(sorted(check_template_kwargs(chat_template_kwargs).items()))
-        key = (
-            source.key,
-            tuple(sorted(source.extra_keys.items())),
-            *where,
-            *behind,
-            repair,
-            store_config,
-            variables,
-        )
-        own = {
-            "kv_dir": kv_dir,
-            "prefix": prefix,
-            "context": context,
-            "repair": repair,
-            "namespace": namespace,
-            "store_config": store_config,
-            "chat_template_kwargs": chat_template_kwargs,
-        }
+        given = EngineOptions(model, **options)
+        key = given.key
         with cls._shared_lock:
-            engine = cls._shared.get(key) or cls(source, **own)  # type: ignore[arg-type]
+            engine = cls._shared.get(key) or cls(given)
             cls._shared[key] = engine
             cls._recent.pop(engine, None)
             cls._recent[engine] = None
@@ -417,8 +346,8 @@ class KVRagEngine:
         The engine's own ``repair`` if given, else the repair of the model's profile
         (:meth:`calibrate`), else the default.
         """
-        if self._repair is not None:
-            return self._repair
+        if self._options.repair is not None:
+            return self._options.repair
         # The fingerprint changes when adapters are switched.
         if self.profile[0] != (now := self.loaded.identity.fingerprint):
             self.profile = now, kept_profile(self)
@@ -455,17 +384,7 @@ class KVRagEngine:
 
     def in_memory(self) -> KVRagEngine:
         """Open an engine on the same model that keeps its KV in memory, apart from this store."""
-        given = self.store_config
-        return type(self)(
-            self.source,
-            prefix=self.prefix,
-            context=self.context,
-            repair=self._repair,
-            chat_template_kwargs=self.chat_template_kwargs,
-            store_config=StoreConfig(
-                kv_dtype=given.kv_dtype, min_chunk_tokens=given.min_chunk_tokens, ram_bytes=2**62
-            ),
-        )
+        return type(self)(self._options.in_memory())
 
     @own_modes
     def warm_up(self) -> None:
@@ -674,57 +593,12 @@ class KVRagEngine:
             return found
         return documents.members(found, collection)
 
-    @checks_names
-    def generate(
-        self,
-        prompt: Prompt,
-        *,
-        max_new_tokens: int | None = None,
-        temperature: float = 0.0,
-        top_p: float | None = None,
-        top_k: int | None = None,
-        min_p: float | None = None,
-        repetition_penalty: float | None = None,
-        frequency_penalty: float = 0.0,
-        presence_penalty: float = 0.0,
-        logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] | None = None,
-        min_new_tokens: int | None = None,
-        stop: str | Sequence[str] | None = None,
-        stop_token_ids: Sequence[int] | None = None,
-        seed: int | None = None,
-        logprobs: int | None = None,
-        prompt_logprobs: int | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        tool_choice: str | Mapping[str, Any] | None = None,
-        response_format: Mapping[str, Any] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        continue_final_message: bool = False,
-        mode: Mode = "auto",
-        repair: Repair = None,
-        namespace: str | None = None,
-        max_context: MaxContext = "raise",
-    ) -> GenerationResult:
+    @parameters_of(AnswerRequest)
+    def generate(self, prompt: Prompt, **options: Any) -> GenerationResult:
         """Answer a prompt.
 
-        Parameters
-        ----------
-        prompt
-            Text, chat messages, segments (``str`` and :class:`~kvrag.types.Chunk`), or token ids.
-        max_new_tokens, min_new_tokens, stop, stop_token_ids
-            When the answer ends; see :class:`~kvrag.config.SamplingConfig`.
-        temperature, top_p, top_k, min_p, seed
-            How tokens are sampled; see :class:`~kvrag.config.SamplingConfig`. Temperature 0 is
-            greedy.
-        repetition_penalty, frequency_penalty, presence_penalty, logit_bias
-            How logits are changed; see :class:`~kvrag.config.SamplingConfig`.
-        logprobs, prompt_logprobs
-            Log-probabilities to return; see :class:`~kvrag.config.SamplingConfig`.
-        tools, tool_choice, response_format
-            See :class:`KVRagEngine`.
-        chat_template_kwargs, continue_final_message
-            See :class:`KVRagEngine`.
-        mode, repair, namespace, max_context
-            See :class:`KVRagEngine`.
+        Options are the fields of :class:`~kvrag.SamplingConfig` and of
+        :class:`~kvrag.generate.request.ReuseOptions`.
 
         Raises
         ------
@@ -735,11 +609,11 @@ class KVRagEngine:
         OutOfMemoryError
             If the prompt does not fit, even without reuse.
         """
-        produce = self._produce(prompt, **_options_in(locals()))
+        produce = self._produce(prompt, **options)
         # Run in the caller's thread, so that Ctrl-C ends it.
         return produce(lambda _: None, threading.Event())
 
-    @parameters_of(generate)
+    @parameters_of(AnswerRequest)
     def stream(self, prompt: Prompt, **options: Any) -> TokenStream:
         """Stream an answer: iterate over its text, then read ``.result``.
 
@@ -747,7 +621,7 @@ class KVRagEngine:
         """
         return TokenStream(self._produce(prompt, **options))
 
-    @parameters_of(generate)
+    @parameters_of(AnswerRequest)
     async def agenerate(self, prompt: Prompt, **options: Any) -> GenerationResult:
         """Answer a prompt like :meth:`generate`, without blocking the event loop.
 
@@ -758,33 +632,21 @@ class KVRagEngine:
             pass
         return stream.result
 
-    @parameters_of(generate)
+    @parameters_of(AnswerRequest)
     def astream(self, prompt: Prompt, **options: Any) -> AsyncTokenStream:
         """Stream an answer like :meth:`stream`, for ``async for``."""
         return AsyncTokenStream(self._produce(prompt, **options))
 
     @checks_names
     @own_modes
-    def prefill(
-        self,
-        prompt: Prompt,
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        tool_choice: str | Mapping[str, Any] | None = None,
-        response_format: Mapping[str, Any] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        continue_final_message: bool = False,
-        mode: Mode = "auto",
-        repair: Repair = None,
-        namespace: str | None = None,
-        max_context: MaxContext = "raise",
-    ) -> PrefillResult:
+    @parameters_of(PrefillRequest)
+    def prefill(self, prompt: Prompt, **options: Any) -> PrefillResult:
         """Prefill a prompt and return the logits of its first answer token.
 
         Logits are float32 ``(vocab,)`` on the CPU.
         """
-        options = _options_in(locals())
-        request, answering = self._prepared(clock := Clock(), prompt, options)
+        asked = PrefillRequest(prompt=prompt, **options)
+        request, answering = self._prepared(clock := Clock(), asked)
         with answering.prefilled(request, max_new_tokens=1, clock=clock) as done:
             logits = done.logits.float()
         ttft_ms = (time.perf_counter() - clock.start) * 1e3
@@ -794,27 +656,16 @@ class KVRagEngine:
 
     @checks_names
     @own_modes
+    @parameters_of(ScoreRequest)
     def score(
-        self,
-        prompt: Prompt,
-        continuation: str | Sequence[int],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        tool_choice: str | Mapping[str, Any] | None = None,
-        response_format: Mapping[str, Any] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        continue_final_message: bool = False,
-        mode: Mode = "auto",
-        repair: Repair = None,
-        namespace: str | None = None,
-        max_context: MaxContext = "raise",
+        self, prompt: Prompt, continuation: str | Sequence[int], **options: Any
     ) -> ScoreResult:
         """Score a continuation of a prompt, given as text or token ids.
 
         Return the logits ``(T, vocab)`` that predict its tokens, and the tokens' mean loss in nats.
         """
-        options = _options_in(locals(), "continuation")
-        request, answering = self._prepared(clock := Clock(), prompt, options)
+        asked = ScoreRequest(prompt=prompt, continuation=continuation, **options)
+        request, answering = self._prepared(clock := Clock(), asked)
         ids = self.loaded.encoder.continuation_ids(continuation, self.loaded.lm.vocab_size)
         with (
             answering.prefilled(request, max_new_tokens=len(ids), clock=clock) as done,
@@ -830,14 +681,15 @@ class KVRagEngine:
         )
 
     @checks_names
-    @parameters_of(prefill)
+    @parameters_of(PrefillRequest)
     def explain(self, prompt: Prompt, **options: Any) -> Explanation:
         """Report which spans of a prompt are known chunks, and which of these have stored KV.
 
         Spans without stored KV come with the reason.
         """
-        request = self._request(prompt, **options)
-        given = as_config(RepairConfig, options.get("repair"), option="repair") or self._repair
+        asked = PrefillRequest(prompt=prompt, **options)
+        request = self._resolved(asked)
+        given = asked.repair_config or self._options.repair
         repair = in_words(request.repair, "given" if given else self.profile[1] or "default")
         return replace(self._answering.explain(request), repair=repair)
 
@@ -893,10 +745,8 @@ class KVRagEngine:
                 self._query_side.histories.max_bytes = self.history_bytes
             return self._query_side
 
-    def _prepared(
-        self, clock: Clock, prompt: Prompt, options: Mapping[str, Any]
-    ) -> tuple[Request, QueryPipeline]:
-        """Turn a prompt into a request.
+    def _prepared(self, clock: Clock, asked: PrefillRequest) -> tuple[Request, QueryPipeline]:
+        """Resolve a request.
 
         The clock records the time to load the model, if it was not loaded, and to prepare.
         """
@@ -904,83 +754,38 @@ class KVRagEngine:
             with clock.stage("load_model", least_s=NOTABLE_S):
                 self.loaded  # noqa: B018 - loads it
         with clock.stage("prepare", least_s=NOTABLE_S):
-            return self._request(prompt, **options), self._answering
+            return self._resolved(asked), self._answering
 
-    def _request(
-        self,
-        prompt: Prompt,
-        *,
-        mode: Mode = "auto",
-        repair: object = None,
-        namespace: str | None = None,
-        max_context: MaxContext = "raise",
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        continue_final_message: bool = False,
-        form: ResponseFormat | None = None,
-        **asked: Any,
-    ) -> Request:
-        checked = check_options(mode, repair, max_context) or self.repair
-        space = self._namespace(namespace)
+    def _request(self, prompt: Prompt, **options: Any) -> Request:
+        return self._resolved(PrefillRequest(prompt=prompt, **options))
+
+    def _resolved(self, asked: PrefillRequest) -> Request:
+        """Fill in the engine's own options where a request gives none."""
+        space = self._namespace(asked.namespace)
         return Request(
-            prompt,
-            mode,
-            checked,
+            asked.prompt,
+            asked.mode,
+            asked.repair_config or self.repair,
             space,
             prefixes=(self.prefix_text, *self._prefix_texts.get(space, ())),
-            form=answer_form(**asked) if form is None else form,
-            slides=max_context == "slide",
-            variables={**self.chat_template_kwargs, **check_template_kwargs(chat_template_kwargs)},
-            continues=check_continues(continue_final_message),
+            form=asked.form,
+            slides=asked.max_context == "slide",
+            variables={**self.chat_template_kwargs, **(asked.chat_template_kwargs or {})},
+            continues=asked.continue_final_message,
         )
 
     @checks_names
-    def _produce(  # repeats generate's parameters, for editors that resolve **options from here
-        self,
-        prompt: Prompt,
-        *,
-        max_new_tokens: int | None = None,
-        temperature: float = 0.0,
-        top_p: float | None = None,
-        top_k: int | None = None,
-        min_p: float | None = None,
-        repetition_penalty: float | None = None,
-        frequency_penalty: float = 0.0,
-        presence_penalty: float = 0.0,
-        logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] | None = None,
-        min_new_tokens: int | None = None,
-        stop: str | Sequence[str] | None = None,
-        stop_token_ids: Sequence[int] | None = None,
-        seed: int | None = None,
-        logprobs: int | None = None,
-        prompt_logprobs: int | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        tool_choice: str | Mapping[str, Any] | None = None,
-        response_format: Mapping[str, Any] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        continue_final_message: bool = False,
-        mode: Mode = "auto",
-        repair: Repair = None,
-        namespace: str | None = None,
-        max_context: MaxContext = "raise",
-    ) -> Produce:
+    @parameters_of(AnswerRequest)
+    def _produce(self, prompt: Prompt, **options: Any) -> Produce:
         """Check the options in the caller's thread; return the work for the request's thread."""
-        options = _options_in(locals(), "tools", "tool_choice", "response_format")
         clock = Clock()
-        sampling = {name: options.pop(name) for name in _SAMPLING}
-        options["repair"] = check_options(mode, repair, max_context)
-        check_template_kwargs(chat_template_kwargs)
-        check_continues(continue_final_message)
-        options["form"] = answer_form(tools, tool_choice, response_format)
-        try:
-            config = _sampling(**sampling)
-        except TypeError:  # an option without a hash, such as a list of stop strings
-            config = SamplingConfig(**sampling)
+        asked = AnswerRequest(prompt=prompt, **options)
 
         @own_modes
         def produce(emit: Emit, cancel: threading.Event) -> GenerationResult:
             clock.begin()
-            request, answering = self._prepared(clock, prompt, options)
+            request, answering = self._prepared(clock, asked)
             with answering.write_back.request() if answering.write_back else nullcontext():
-                return self._stats.count(answering.answer(request, config, clock, emit, cancel))
+                return self._stats.count(answering.answer(request, asked, clock, emit, cancel))
 
         return produce

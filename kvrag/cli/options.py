@@ -32,7 +32,7 @@ from kvrag.config import (
     as_config,
     check_mode,
     check_template_kwargs,
-    option_fields,
+    option_field,
     spelling,
 )
 from kvrag.config.address import address
@@ -166,12 +166,14 @@ def _option(name: str, annotation: Any, default: Any = None) -> inspect.Paramete
 
 def _field(config: type, name: str, panel: str, *, env: bool = False) -> inspect.Parameter:
     """Make an option from a config's field; if it is not given, the config's default holds."""
-    hint, field = option_fields(config, name)[name]
+    hint, field = option_field(config, name)
     if NoneType in get_args(hint):
         kind = next((part for part in get_args(hint) if part is not NoneType), hint)
     else:
         kind = hint
-    summary = " ".join(field.description.replace("``", "").split()).partition(". ")[0].rstrip(".")
+    summary = (
+        " ".join(str(field.description).replace("``", "").split()).partition(". ")[0].rstrip(".")
+    )
     form: dict[str, Any] = {}
     if env:
         form["envvar"] = f"KVRAG_{name.upper()}"

@@ -2,13 +2,22 @@
 
 ::
 
-    options (of the engine, the store, a request) → spelling (sizes with units, misspelt names)
-                                                  → address (of shared stores, without passwords)
-    signatures: options as editors read them
+    options (of the store, repair, sampling) → declare (classes, faults in words, signatures)
+                                             → spelling (sizes with units, misspelt names)
+                                             → address (of shared stores, without passwords)
 
 Imports ``types`` and ``errors``.
 """
 
+from kvrag.config.declare import (
+    as_config,
+    checks_names,
+    config_class,
+    fault_of,
+    option_field,
+    options_class,
+    parameters_of,
+)
 from kvrag.config.options import (
     DEFAULT_MAX_NEW_TOKENS,
     DEFAULT_PRIORITY,
@@ -16,22 +25,21 @@ from kvrag.config.options import (
     MOST,
     RESERVED,
     STRATEGIES,
+    Count,
+    Positive,
     Repair,
     RepairConfig,
     Retention,
     SamplingConfig,
     StoreConfig,
-    as_config,
     check_continues,
     check_mode,
     check_namespace,
     check_prove,
     check_template_kwargs,
-    fault_of,
-    option_fields,
     refuse_misplaced,
-    unknown_option,
 )
+from kvrag.config.spelling import unknown_option
 
 __all__ = [
     "DEFAULT_MAX_NEW_TOKENS",
@@ -40,6 +48,8 @@ __all__ = [
     "MOST",
     "RESERVED",
     "STRATEGIES",
+    "Count",
+    "Positive",
     "Repair",
     "RepairConfig",
     "Retention",
@@ -51,8 +61,12 @@ __all__ = [
     "check_namespace",
     "check_prove",
     "check_template_kwargs",
+    "checks_names",
+    "config_class",
     "fault_of",
-    "option_fields",
+    "option_field",
+    "options_class",
+    "parameters_of",
     "refuse_misplaced",
     "unknown_option",
 ]

@@ -7,34 +7,27 @@ option raises a :class:`~kvrag.errors.ConfigError` that names the field, the val
 from __future__ import annotations
 
 import difflib
-import functools
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import fields
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import (
     Annotated,
     Any,
     Literal,
     TypeVar,
-    cast,
-    dataclass_transform,
     get_args,
-    get_type_hints,
 )
 
 from pydantic import (
     BeforeValidator,
-    ConfigDict,
     Field,
-    ValidationError,
+    GetPydanticSchema,
     ValidatorFunctionWrapHandler,
     WithJsonSchema,
     WrapValidator,
 )
-from pydantic.dataclasses import dataclass
 
-from kvrag.config.address import Address, address, shown
-from kvrag.config.spelling import NOTHING, parse_bytes
-from kvrag.config.spelling import unknown_option as _unknown
+from kvrag.config.address import Address, address
+from kvrag.config.declare import NAMED, config_class, names_of, options_class
+from kvrag.config.spelling import NOTHING, PLACES, parse_bytes, unknown_option
 from kvrag.errors import ConfigError
 from kvrag.types import KVDtype, MaxContext, Mode, Prove
 
@@ -58,142 +51,7 @@ KV_DTYPES: tuple[KVDtype, ...] = get_args(KVDtype)
 # A function that returns the key, or "env:NAME"; never the key itself.
 KeySource = Callable[[], bytes] | str
 
-# -- making and checking configs -------------------------------------------------------------------
-
-
-@dataclass_transform(frozen_default=True, field_specifiers=(Field,))
-def config_class(cls: type[T]) -> type[T]:
-    """Make a frozen, hashable pydantic dataclass that raises :class:`ConfigError`.
-
-    Field docstrings become descriptions.
-    """
-    options = ConfigDict(extra="forbid", use_attribute_docstrings=True)
-    made: Any = dataclass(frozen=True, slots=True, config=options)(cls)
-    validate = made.__init__
-
-    @functools.wraps(validate)
-    def init(self: T, *values: Any, **options: Any) -> None:
-        options = _renamed(cls.__name__, options, _names(made))
-        try:
-            validate(self, *values, **options)
-        except ValidationError as error:
-            named = dict(zip(_names(made), values, strict=False))
-            raise fault_of(made, error, named | options) from None
-
-    made.__init__ = init
-    return cast("type[T]", made)
-
-
-def _names(cls: Any) -> list[str]:
-    return [f.name for f in fields(cls)]
-
-
-def _renamed(of: str, options: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """Replace the aliases in :data:`SPELLINGS` by the options' own names.
-
-    Raises ``ConfigError`` where both are given.
-    """
-    named = dict(options)
-    for other, name in SPELLINGS.items():
-        if name not in known or other not in named:
-            continue
-        if name in named:
-            raise ConfigError(f"{of}.{name} was given twice, once as {other!r}; pass it once")
-        named[name] = named.pop(other)
-    return named
-
-
-def fault_of(cls: Any, error: ValidationError, given: Mapping[str, Any]) -> ConfigError:
-    """Turn the first fault that pydantic found into a ``ConfigError`` that names class and option.
-
-    A field without ``repr`` may hold a secret: its value is not repeated.
-    """
-    faults = error.errors(include_url=False)
-    fault = faults[0]
-    declared = cls.__pydantic_fields__
-    known = [*declared]
-    where: Any = (*fault["loc"], "")[0]
-    name = str(dict(enumerate(known)).get(where, where))  # a positional value has its index
-    of = f"{cls.__name__}.{name}"
-    cause = fault.get("ctx", {}).get("error")
-    if isinstance(cause, ConfigError):
-        return cause if str(cause).startswith(cls.__name__) else ConfigError(f"{of}: {cause}")
-    if fault["type"] == "unexpected_keyword_argument":
-        return unknown_option(name, known, of=cls.__name__)
-    if name not in known:
-        return ConfigError(f"{cls.__name__}: {fault['msg']}")
-    messages = [each["msg"] for each in faults if each["loc"][:1] == fault["loc"][:1]]
-    wanted = ", or ".join(dict.fromkeys(messages))
-    wanted = wanted.replace("Input", "it").replace("Value error, ", "")
-    if not declared[name].repr:
-        return ConfigError(f"{of}: {wanted}")
-    return ConfigError(f"{of} {_held(fault['input'], given.get(name))}; {wanted}")
-
-
-def _held(part: Any, value: Any) -> str:
-    """Say which value a field has, or which part of it is at fault."""
-    if part is not value and isinstance(value, Mapping | list | tuple | set):
-        return f"holds {shown(part)}"
-    return f"is {shown(value)}"
-
-
-def as_config(cls: type[T], value: Any, *, option: str) -> T | None:
-    """Return a config for a config, a mapping of its options, or a name in :data:`REPAIRS`.
-
-    ``None`` is returned unchanged. Raises :class:`ConfigError` for any other value.
-    """
-    if value is None or isinstance(value, cls):
-        return value
-    if isinstance(value, Mapping):
-        try:
-            return cls(**{str(name): each for name, each in value.items()})
-        except TypeError as error:  # a name that Python itself takes, such as "self"
-            raise ConfigError(f"{option}: {error}; pass options of kvrag.{cls.__name__}") from None
-    named: Mapping[str, Any] = REPAIRS if cls is RepairConfig else {}
-    if isinstance(value, str) and value in named:
-        return cast(T | None, named[value])
-    choices = [f"a kvrag.{cls.__name__}", "a dict of its options", *map(repr, named)]
-    raise ConfigError(
-        f"{option} is {shown(value)}; pass {', '.join(choices[:-1])} or {choices[-1]}"
-    )
-
-
-def option_fields(cls: type, *names: str) -> dict[str, Any]:
-    """Return ``{name: (type, field)}`` of a config's fields, without ranges.
-
-    The result suits ``pydantic.create_model`` and command lines.
-    """
-    hints = get_type_hints(cls)
-    declared = cls.__pydantic_fields__  # type: ignore[attr-defined]
-    about = {
-        name: {"default": declared[name].default, "description": declared[name].description}
-        for name in names
-    }
-    return {name: (hints[name], Field(**about[name])) for name in names}
-
-
-def unknown_option(
-    name: str, known: Iterable[str], *, of: str, aliases: Mapping[str, str] = NOTHING
-) -> ConfigError:
-    """Build the error for an unknown option; it suggests the nearest option of any config."""
-    return _unknown(name, known, of=of, elsewhere=_homes(of), aliases=aliases)
-
-
-def _homes(of: str) -> dict[str, str]:
-    """Return how to pass the options of configs other than ``of``, by name."""
-    forms = {
-        "retention=Retention({}=...)": _names(Retention),
-        "generate(..., {}=...)": _names(SamplingConfig),
-        "store_config=StoreConfig({}=...)": _names(StoreConfig),
-        "repair=RepairConfig({}=...)": _names(RepairConfig),
-        "{}=... to the engine": ENGINE_OPTIONS,
-    }
-    return {
-        name: form.format(name)
-        for form, names in forms.items()
-        if f"{of}(" not in form
-        for name in names
-    }
+# -- checks of options ---------------------------------------------------------------------------
 
 
 def refuse_misplaced(
@@ -210,7 +68,7 @@ def refuse_misplaced(
     unencrypted. With ``misspelt``, misspelt names of ``own`` and names of :class:`RepairConfig`
     options are refused too.
     """
-    stored = set(_names(StoreConfig))
+    stored = set(names_of(StoreConfig))
     for name in given:
         near = difflib.get_close_matches(name, sorted(stored.union(own, aliases)), n=1, cutoff=0.8)
         if near and near[0] in stored:
@@ -249,8 +107,6 @@ def check_prove(prove: object) -> None:
         )
 
 
-SPELLINGS = {"max_tokens": "max_new_tokens"}
-"""Aliases of config options, from OpenAI and LangChain."""
 ENGINE_OPTIONS = (
     "kv_dir",
     "prefix",
@@ -471,6 +327,7 @@ REPAIRS: dict[str, RepairConfig | None] = {
 
 ``auto``: the result of :meth:`kvrag.KVRagEngine.calibrate`, else the default.
 """
+NAMED[RepairConfig] = REPAIRS
 Repair = RepairConfig | Mapping[str, Any] | Literal["auto", "fast", "careful"] | None
 
 
@@ -557,7 +414,7 @@ class StoreConfig:
                 "them"
             )
 
-    def __getstate__(self) -> list[Any]:
+    def __getstate__(self) -> dict[str, Any]:
         """Refuse pickling if the key is a function.
 
         The function may hold the key, and without the function chunks would be written unencrypted.
@@ -566,7 +423,7 @@ class StoreConfig:
             raise ConfigError(
                 "a StoreConfig whose encryption_key is a function can't be pickled; use 'env:NAME'"
             )
-        return [getattr(self, f.name) for f in fields(self)]
+        return vars(self)
 
     def __copy__(self, _: dict[int, Any] | None = None) -> StoreConfig:
         return self
@@ -603,7 +460,18 @@ GREEDY_BELOW = 1e-3
 """Temperatures below this are greedy: divided by them, logits exceed float32's precision."""
 
 
-@config_class
+def _kept_as(kind: Any, read: Callable[[object], object]) -> GetPydanticSchema:
+    """Have values of the types that editors show read, checked and kept as another type."""
+    kept = Annotated[kind, BeforeValidator(read)]
+    return GetPydanticSchema(lambda _, handler: handler.generate_schema(kept))
+
+
+_BIASES = _kept_as(tuple[tuple[Count, Bias], ...], _pairs)
+_STOPS = _kept_as(tuple[str, ...], _stop_strings)
+_TOKENS = _kept_as(tuple[Count, ...], _none_as_empty)
+
+
+@options_class
 class SamplingConfig:
     """Options for choosing answer tokens, named as in ``transformers.GenerationConfig``."""
 
@@ -633,7 +501,7 @@ class SamplingConfig:
     API."""
     presence_penalty: Penalty = 0.0
     """Subtract this from the logits of tokens that occur in the answer."""
-    logit_bias: Annotated[tuple[tuple[Count, Bias], ...], BeforeValidator(_pairs)] = ()
+    logit_bias: Annotated[Mapping[int, float] | Sequence[tuple[int, float]] | None, _BIASES] = ()
     """Values added to the logits of tokens: a dict by token id, or pairs; from -100 (never) to 100
     (always)."""
     logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
@@ -644,12 +512,22 @@ class SamplingConfig:
     """Return the log-probability of every prompt token, too, and of this many of the likeliest
     tokens in its place. The prompt is then prefilled in full, because reused rows have no
     logits."""
-    stop: Annotated[tuple[str, ...], BeforeValidator(_stop_strings)] = ()
+    stop: Annotated[str | Sequence[str] | None, _STOPS] = ()
     """Strings that end the answer; they are not part of it."""
-    stop_token_ids: Annotated[tuple[Count, ...], BeforeValidator(_none_as_empty)] = ()
+    stop_token_ids: Annotated[Sequence[int] | None, _TOKENS] = ()
     """Tokens that end the answer, besides the model's own."""
 
     @property
     def is_greedy(self) -> bool:
         """Whether decoding always takes the likeliest token."""
         return self.temperature < GREEDY_BELOW
+
+
+for _form, _options in {
+    "retention=Retention({}=...)": names_of(Retention),
+    "generate(..., {}=...)": names_of(SamplingConfig),
+    "store_config=StoreConfig({}=...)": names_of(StoreConfig),
+    "repair=RepairConfig({}=...)": names_of(RepairConfig),
+    "{}=... to the engine": ENGINE_OPTIONS,
+}.items():
+    PLACES.update({name: _form.format(name) for name in _options})

@@ -10,6 +10,8 @@ from types import MappingProxyType
 from kvrag.errors import ConfigError
 
 NOTHING: Mapping[str, str] = MappingProxyType({})
+PLACES: dict[str, str] = {}
+"""How to pass options, by name; the module of the configs fills it."""
 
 
 def parse_bytes(value: object) -> object:
@@ -46,7 +48,6 @@ def unknown_option(
     known: Iterable[str],
     *,
     of: str,
-    elsewhere: Mapping[str, str] = NOTHING,
     aliases: Mapping[str, str] = NOTHING,
 ) -> ConfigError:
     """Build the error for an unknown option, with a suggestion.
@@ -55,14 +56,12 @@ def unknown_option(
     ----------
     name, known, of
         The unknown name; the existing names, the likeliest first; their function or config.
-    elsewhere
-        How to pass options of other functions and configs, by name.
     aliases
         Names that the options have, too.
     """
     known = list(known)
-    place = elsewhere.get(name)
-    if place is not None:
+    place = PLACES.get(name, "")
+    if place and f"{of}(" not in place:
         hint = f"pass {place}"
     elif near := difflib.get_close_matches(name, [*known, *aliases], n=1):
         hint = f"did you mean {aliases.get(near[0], near[0])!r}?"

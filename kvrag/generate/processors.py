@@ -59,7 +59,7 @@ class Penalties(LogitsProcessor):  # type: ignore[misc]
         self._frequency = float(config.frequency_penalty)
         self._presence = float(config.presence_penalty)
         self._start = num_prompt
-        self._bias = dict(config.logit_bias)
+        self._bias = dict(config.logit_bias or ())
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Return the changed scores ``(1, vocab)``."""

@@ -1,23 +1,116 @@
-"""Request to an engine, and the retry of its prefill without reuse where memory runs out."""
+"""Options of requests, requests, and the retry of a prefill without reuse if memory runs out.
+
+::
+
+    SamplingConfig   ReuseOptions ◀── PrefillRequest ◀── ScoreRequest      (a prompt, and options:
+            ▲          ▲                   ▲              (a continuation)   the engine's methods
+            RequestOptions ◀───────── AnswerRequest                          have their parameters)
+"""
 
 from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
+from pydantic import SkipValidation
 
 from kvrag.blend.prefill import Prefilled
-from kvrag.config import RepairConfig, as_config, check_mode
+from kvrag.config import (
+    Repair,
+    RepairConfig,
+    SamplingConfig,
+    as_config,
+    check_continues,
+    check_mode,
+    check_template_kwargs,
+    config_class,
+    options_class,
+)
 from kvrag.errors import OutOfMemoryError, is_out_of_memory
 from kvrag.prompt.template import Chat, Prompt
-from kvrag.prompt.tools import TEXT, ResponseFormat
-from kvrag.types import Mode
+from kvrag.prompt.tools import TEXT, ResponseFormat, answer_form
+from kvrag.types import MaxContext, Mode
 
 logger = logging.getLogger(__name__)
+
+
+@options_class
+class ReuseOptions:
+    """Options of every request: how its prompt is rendered, and how stored KV is reused."""
+
+    tools: SkipValidation[Sequence[Mapping[str, Any]] | None] = None
+    """Functions that the answer may call, as OpenAI's dicts; the prompt must be chat messages."""
+    tool_choice: SkipValidation[str | Mapping[str, Any] | None] = None
+    """Choice of tools: ``"auto"``, ``"none"``, ``"required"``, or a tool's name."""
+    response_format: SkipValidation[Mapping[str, Any] | None] = None
+    """Form of the answer: ``{"type": "json_object"}``, or ``{"type": "json_schema", "json_schema":
+    {"name": ..., "schema": ...}}``. Decoding is constrained so that the answer satisfies
+    ``tool_choice`` and ``response_format`` unless ``max_new_tokens`` ends it early (needs the extra
+    ``structured``)."""
+    chat_template_kwargs: SkipValidation[Mapping[str, Any] | None] = None
+    """Variables for the chat template, for instance ``{"enable_thinking": False}``; they are added
+    to the engine's."""
+    continue_final_message: SkipValidation[bool] = False
+    """Whether the answer continues the last message, which must be an assistant's."""
+    mode: SkipValidation[Mode] = "auto"
+    """Mode of reuse: ``"auto"``, ``"full"`` (no reuse), ``"prefix"`` (exact reuse of the prompt's
+    head only) or ``"stitch"``."""
+    repair: SkipValidation[Repair] = None
+    """Repair of stitched KV: a :class:`kvrag.RepairConfig`, or a name; ``None``: the engine's."""
+    namespace: SkipValidation[str | None] = None
+    """Namespace of the chunks, which are never found from another one; ``None``: the engine's."""
+    max_context: SkipValidation[MaxContext] = "raise"
+    """Behaviour where prompt and answer exceed the context window: ``"raise"`` raises an error;
+    ``"slide"`` evicts the oldest tokens except the first few, and labels the answer
+    (``evicted_tokens``)."""
+
+    def __post_init__(self) -> None:
+        check_mode(self.mode, self.max_context)
+        self.repair_config  # noqa: B018 - checks it
+        check_template_kwargs(self.chat_template_kwargs)
+        check_continues(self.continue_final_message)
+        self.form  # noqa: B018 - checks it
+
+    @cached_property
+    def repair_config(self) -> RepairConfig | None:
+        """Repair as a config; ``None``: the engine's."""
+        return as_config(RepairConfig, self.repair, option="repair")
+
+    @cached_property
+    def form(self) -> ResponseFormat:
+        """Form of the answer."""
+        return answer_form(self.tools, self.tool_choice, self.response_format)
+
+
+@options_class
+class RequestOptions(ReuseOptions, SamplingConfig):
+    """Options of a request that is answered."""
+
+
+@config_class
+class PrefillRequest(ReuseOptions):
+    """Prompt to prefill or to explain, with its options."""
+
+    prompt: SkipValidation[Prompt]
+    """Text, chat messages, segments (``str`` and :class:`kvrag.Chunk`), or token ids."""
+
+
+@config_class
+class ScoreRequest(PrefillRequest):
+    """Prompt whose continuation is scored, with its options."""
+
+    continuation: SkipValidation[str | Sequence[int]]
+    """Text, or token ids."""
+
+
+@config_class
+class AnswerRequest(PrefillRequest, RequestOptions):
+    """Prompt to answer, with its options."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +136,6 @@ class Request:
     def chat(self) -> Chat:
         """Options for rendering chat messages."""
         return Chat(self.form.tools, self.variables, self.continues)
-
-
-def check_options(mode: Mode, repair: object, max_context: str = "raise") -> RepairConfig | None:
-    """Return the repair as a config; raise ``ConfigError`` for a wrong mode or ``max_context``."""
-    check_mode(mode, max_context)
-    if repair is None:
-        return None
-    return as_config(RepairConfig, repair, option="repair")
 
 
 def retry_without_reuse(

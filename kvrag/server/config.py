@@ -8,9 +8,12 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from ipaddress import ip_address
+from typing import Annotated
 
+from pydantic import BeforeValidator, Field
+
+from kvrag.config import Count, Positive, options_class
 from kvrag.config.spelling import parse_bytes
 from kvrag.errors import ConfigError
 
@@ -24,75 +27,48 @@ _HOST = re.compile(r"\*|(\*\.)?[^*/\s]+")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ServerConfig:
-    """Options of :func:`kvrag.server.create_app`.
+Seconds = Annotated[float, Field(strict=True, gt=0)]
 
-    Parameters
-    ----------
-    model_name
-        Name that clients ask for; default: the model's own.
-    api_keys
-        Tenant of every key. With keys, ``/v1`` requires a key, and every tenant's chunks are in
-        their own namespace. Without keys, all clients that reach the port are served, and they
-        share the engine's namespace.
-    max_running, max_waiting
-        Requests that are answered at a time; requests that wait for a slot, beyond which requests
-        are refused with 503.
-    max_per_key
-        Requests of a tenant that run and wait at a time, beyond which requests are refused with
-        429. Default: no such limit.
-    max_body_bytes
-        Largest body of a request, in bytes, or as ``"8MiB"``.
-    max_tokens
-        Most tokens of an answer. A request without a limit gets as many as the context window
-        leaves, up to this number.
-    cors_origins
-        Origins of web pages that may call the API from a browser, as ``https://chat.example.com``;
-        ``"*"``: any. Default: only the server's own page.
-    allowed_hosts
-        Names of this server beside ``localhost`` and its addresses, as ``kvrag.example.com`` or
-        ``*.example.com``; ``"*"``: any. Without keys, requests to other names are refused: a web
-        page whose own name is pointed at this machine (DNS rebinding) could send them.
-    timeout_s, drain_s
-        Seconds that an answer may take, the wait for a slot included; seconds that running answers
-        get when the server shuts down.
-    """
+
+@options_class
+class ServerConfig:
+    """Options of :func:`kvrag.server.create_app`."""
 
     model_name: str | None = None
-    api_keys: Mapping[str, str] = field(default_factory=dict, repr=False)
-    max_running: int = 64
-    max_waiting: int = 256
-    max_per_key: int | None = None
-    max_body_bytes: int = 8 * 2**20
-    max_tokens: int = 4096
+    """Name that clients ask for; default: the model's own."""
+    api_keys: Mapping[str, str] = Field(default_factory=dict, repr=False)
+    """Tenant of every key. With keys, ``/v1`` requires a key, and every tenant's chunks are in
+    their own namespace. Without keys, all clients that reach the port are served, and they share
+    the engine's namespace."""
+    max_running: Positive = 64
+    """Requests that are answered at a time."""
+    max_waiting: Count = 256
+    """Requests that wait for a slot, beyond which requests are refused with 503."""
+    max_per_key: Positive | None = None
+    """Requests of a tenant that run and wait at a time, beyond which requests are refused with
+    429. Default: no such limit."""
+    max_body_bytes: Annotated[Positive, BeforeValidator(parse_bytes)] = 8 * 2**20
+    """Largest body of a request, in bytes, or as ``"8MiB"``."""
+    max_tokens: Positive = 4096
+    """Most tokens of an answer. A request without a limit gets as many as the context window
+    leaves, up to this number."""
     cors_origins: Sequence[str] = ()
+    """Origins of web pages that may call the API from a browser, as ``https://chat.example.com``;
+    ``"*"``: any. Default: only the server's own page."""
     allowed_hosts: Sequence[str] = ()
-    timeout_s: float = 600.0
-    drain_s: float = 30.0
+    """Names of this server beside ``localhost`` and its addresses, as ``kvrag.example.com`` or
+    ``*.example.com``; ``"*"``: any. Without keys, requests to other names are refused: a web page
+    whose own name is pointed at this machine (DNS rebinding) could send them."""
+    timeout_s: Seconds = 600.0
+    """Seconds that an answer may take, the wait for a slot included."""
+    drain_s: Seconds = 30.0
+    """Seconds that running answers get when the server shuts down."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "max_body_bytes", parse_bytes(self.max_body_bytes))
-        for name in ("max_running", "max_body_bytes", "max_tokens", "timeout_s", "drain_s"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(
-                    f"ServerConfig.{name} is {getattr(self, name)!r}; it must be above 0"
-                )
-        if self.max_per_key is not None and self.max_per_key < 1:
-            raise ConfigError(
-                f"ServerConfig.max_per_key is {self.max_per_key!r}; it must be above 0, or None"
-            )
-        if self.max_waiting < 0:
-            raise ConfigError(
-                f"ServerConfig.max_waiting is {self.max_waiting!r}; it must not be below 0"
-            )
         if not all(key and tenant for key, tenant in self.api_keys.items()):
             raise ConfigError(
                 "ServerConfig.api_keys has an empty key or tenant; give each key a tenant"
             )
-        for name, kind in (("cors_origins", "origins"), ("allowed_hosts", "names")):
-            if isinstance(value := getattr(self, name), str):
-                raise ConfigError(f"ServerConfig.{name} is {value!r}; pass a list of {kind}")
         for host in self.allowed_hosts:
             if not _HOST.fullmatch(host):
                 raise ConfigError(

@@ -152,7 +152,7 @@ class Completion(_Foreign):
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, ge=0, le=1)
     top_k: Annotated[int | None, Field(ge=1), _or_none(0, -1)] = None
-    min_p: float | None = Field(default=None, ge=0, le=1)
+    min_p: Annotated[float | None, Field(ge=0, le=1), _or_none(0)] = None
     repetition_penalty: float | None = Field(default=None, gt=0)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)

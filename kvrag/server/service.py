@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -15,6 +15,7 @@ from fastapi import Request
 
 from kvrag.engine import KVRagEngine
 from kvrag.errors import ContextLengthError
+from kvrag.generate.request import RequestOptions
 from kvrag.generate.streams import AsyncTokenStream
 from kvrag.model.source import ModelSource
 from kvrag.prompt.template import Prompt
@@ -25,19 +26,9 @@ from kvrag.server.metrics import Metrics
 from kvrag.server.schema import ChatRequest, Reuse, TextRequest
 from kvrag.types import GenerationResult
 
-_SAMPLING = (
-    "top_p",
-    "top_k",
-    "repetition_penalty",
-    "stop",
-    "frequency_penalty",
-    "presence_penalty",
-    "logit_bias",
-    "stop_token_ids",
-    "tools",
-    "tool_choice",
-    "response_format",
-)
+_OWN = ("max_new_tokens", "seed", "logprobs", "prompt_logprobs", "chat_template_kwargs")
+"""Options of the engine whose values are made from several fields of the API."""
+_OPTIONS = tuple(field.name for field in fields(RequestOptions) if field.name not in _OWN)
 
 # Threads of requests that precompute; other requests must not wait for a free thread.
 PRECOMPUTES = 4
@@ -107,23 +98,15 @@ class Service:
                 param="max_tokens",
             )
         given = {
-            name: value for name in _SAMPLING if (value := getattr(body, name, None)) is not None
+            name: value for name in _OPTIONS if (value := getattr(body, name, None)) is not None
         }
-        if body.num_logprobs is not None:
-            given["logprobs"] = body.num_logprobs
+        given["logprobs"] = body.num_logprobs
         if isinstance(body, ChatRequest):
-            given |= {
-                "chat_template_kwargs": body.variables,
-                "continue_final_message": body.continue_final_message,
-            }
+            given["chat_template_kwargs"] = body.variables
         elif body.echo:
             given["prompt_logprobs"] = body.num_logprobs
         if body.min_tokens:
             given["min_new_tokens"] = body.min_tokens
-        if body.min_p:
-            given["min_p"] = float(body.min_p)
-        if body.temperature is not None:
-            given["temperature"] = float(body.temperature)
         if body.seed is not None:
             given["seed"] = (body.seed + index) % 2**64
         return given | self.reuse(body.kvrag, tenant)

@@ -1,10 +1,12 @@
 """Signatures of what users call, as their editors read them: of the running program, and from its text alone."""
 
+import ast
 import inspect
 import re
 import typing
 from collections.abc import Callable
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import jedi
@@ -121,11 +123,34 @@ def test_the_defaults_that_are_shown_are_those_of_the_config():
     )
 
 
-def test_both_lists_of_the_options_of_an_answer_are_the_same():
-    shown, followed = (
-        inspect.signature(method) for method in (KVRagEngine.generate, KVRagEngine._produce)
-    )
-    assert shown.parameters == followed.parameters
+ROOT = Path(__file__).parents[2]
+SPELT = {"min_p": 4, "top_k": 5, "frequency_penalty": 4, "max_context": 12, "extra_keys": 6}
+"""Files of the package and of the adapters that may spell an option as a name or a string: those that declare it and use it. The
+classes of LangChain and LlamaIndex, and the API, have fields of their own, which their users' editors and clients read."""
+
+
+def spelt(tree: ast.Module) -> set[str]:
+    """Names, arguments, attributes, and strings that are a single word."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute):
+            found.add(node.attr)
+        elif isinstance(node, ast.arg | ast.keyword):
+            found.add(node.arg or "")
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.add(node.value)
+    return found
+
+
+@pytest.mark.skipif(not (ROOT / "kvrag").is_dir(), reason="the code is not here")
+def test_an_option_is_written_in_few_files():
+    sources = [path for root in ("kvrag", "integrations") for path in (ROOT / root).rglob("*.py")]
+    words = {path: spelt(ast.parse(path.read_text())) for path in sources}
+    for name, most in SPELT.items():
+        places = sorted(str(path.relative_to(ROOT)) for path in sources if name in words[path])
+        assert 0 < len(places) <= most, f"{name}: {places}"
 
 
 @pytest.mark.parametrize(

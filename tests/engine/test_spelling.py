@@ -70,14 +70,6 @@ def test_an_engine_refuses_other_names_before_it_looks_for_a_model(name):
             make("./nowhere", **{name: "x"})
 
 
-def test_an_answers_length_has_two_names():
-    assert SamplingConfig(max_tokens=5) == SamplingConfig(max_new_tokens=5)
-    with pytest.raises(ConfigError, match="max_new_tokens was given twice, once as 'max_tokens'"):
-        SamplingConfig(max_tokens=5, max_new_tokens=5)
-    with pytest.raises(ConfigError, match=r"SamplingConfig\.max_new_tokens is 0"):
-        SamplingConfig(max_tokens=0)
-
-
 def test_a_dict_with_odd_keys_is_refused_in_a_sentence():
     with pytest.raises(ConfigError, match="RepairConfig has no option '1'"):
         as_config(RepairConfig, {1: 2}, option="repair")

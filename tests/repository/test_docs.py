@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import inspect
 import json
 import os
 import re
@@ -322,3 +323,18 @@ def test_the_fragments_that_are_there_go_into_the_changelog(tmp_path):
     with pytest.raises(SystemExit, match=r"odd\.changed\.md: .* one of feature, perf"):
         run(tmp_path)
     assert (tmp_path / "docs" / "changes" / "odd.changed.md").exists()
+
+
+def test_the_site_shows_the_parameters_that_editors_show():
+    griffe = pytest.importorskip("griffe")
+    pages = runpy.run_path(str(ROOT / "docs" / "pages.py"))
+    package = griffe.load(
+        "kvrag", search_paths=[str(ROOT)], extensions=griffe.load_extensions(pages["Parameters"]())
+    )
+    for name in ("from_pretrained", "get", "generate", "astream", "prefill", "score", "explain"):
+        shown = [each.name for each in package["engine.KVRagEngine"].functions[name].parameters][1:]
+        assert shown == [
+            each
+            for each in inspect.signature(getattr(KVRagEngine, name)).parameters
+            if each != "self"
+        ]

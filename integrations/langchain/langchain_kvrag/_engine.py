@@ -24,21 +24,15 @@ from kvrag import (
     InputError,
     KVRagEngine,
     KVRagError,
-    PrecomputeReport,
     RepairConfig,
-    Retention,
-    SyncReport,
 )
 from kvrag.adapters import (
-    Content,
     EngineFields,
     ModelLike,
     ModelSource,
-    OnError,
     chat_engine,
     check_call,
     check_kv_dir,
-    checks_names,
     refuse_misplaced,
     unknown_option,
 )
@@ -48,19 +42,6 @@ from langchain_kvrag._profile import profile_of
 from langchain_kvrag._spellings import ALIASES, named, understood
 from langchain_kvrag._timed import atimed, timed
 from langchain_kvrag._tools import Tool, tool_dicts
-
-_SAMPLING = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "min_new_tokens",
-    "seed",
-    "frequency_penalty",
-    "presence_penalty",
-    "logit_bias",
-)
 
 _ELSEWHERE = ("model", "stream", "timeout", "parallel_tool_calls")
 """Options of a call that are not the engine's."""
@@ -118,7 +99,7 @@ class KVRagModel(EngineFields):
             if isinstance(data.get("stop"), str):
                 data["stop"] = [data["stop"]]
             super().__init__(**data)
-            check_call(type(self), self._sampling(), aliases=ALIASES)
+            check_call(type(self), self.request_options(), aliases=ALIASES)
 
     @classmethod
     def _warn_of_unknown(cls, data: Mapping[str, Any]) -> None:
@@ -222,9 +203,9 @@ class KVRagModel(EngineFields):
         limit: float | None = options.get("timeout", named(options, "timeout") or self.timeout)
         return limit
 
-    def _sampling(self) -> dict[str, Any]:
-        given = {name: getattr(self, name) for name in _SAMPLING}
-        return {"max_new_tokens": self.max_tokens, "stop": self.stop, **given}
+    def request_options(self) -> dict[str, Any]:
+        """Return the options of a request that are no options of the engine."""
+        return {"max_new_tokens": self.max_tokens, **super().request_options()}
 
     def _options(self, stop: Sequence[str] | None, options: Mapping[str, Any]) -> dict[str, Any]:
         """Merge the options of a call over the fields; ``None`` means as configured."""
@@ -235,8 +216,12 @@ class KVRagModel(EngineFields):
             given["max_new_tokens"] = given.pop("max_tokens")
         if stop is not None:
             given["stop"] = stop
-        own = {"mode": self.mode, "max_context": self.max_context, **self._sampling()}
-        check_call(type(self), merged := {**own, **given}, aliases=ALIASES, more=_ELSEWHERE)
+        check_call(
+            type(self),
+            merged := {**self.request_options(), **given},
+            aliases=ALIASES,
+            more=_ELSEWHERE,
+        )
         return merged
 
     def _answer(
@@ -383,79 +368,6 @@ class KVRagModel(EngineFields):
         """Return the given options of :meth:`kvrag.KVRagEngine.explain`, over the model's own."""
         given = {name: value for name, value in options.items() if value is not None}
         return {"mode": self.mode, "max_context": self.max_context, **given}
-
-    # -- KV ----------------------------------------------------------------------------------------
-
-    @checks_names
-    def precompute_kv(
-        self,
-        items: Any,
-        *,
-        ids: Sequence[str] | None = None,
-        prefix: Any = None,
-        namespace: str | None = None,
-        content: Content = "text",
-        batch_size: int = 8,
-        show_progress: bool | None = None,
-        on_error: OnError = "raise",
-        retention: Retention | None = None,
-        collection: str | None = None,
-    ) -> PrecomputeReport:
-        """Compute and store the KV of documents, of texts, or of a vector store.
-
-        Takes the options of :func:`kvrag.precompute_kv`.
-        """
-        return kvrag.precompute_kv(
-            items,
-            llm=self,
-            ids=ids,
-            prefix=prefix,
-            namespace=namespace,
-            content=content,
-            batch_size=batch_size,
-            show_progress=show_progress,
-            on_error=on_error,
-            retention=retention,
-            collection=collection,
-        )
-
-    @checks_names
-    def delete_kv(
-        self, items: Any, *, namespace: str | None = None, collection: str | None = None
-    ) -> int:
-        """Delete the KV of documents, given as objects or by id.
-
-        Takes the options of :func:`kvrag.delete_kv`.
-        """
-        return kvrag.delete_kv(items, llm=self, namespace=namespace, collection=collection)
-
-    @checks_names
-    def sync_kv(
-        self,
-        live_items: Any,
-        *,
-        ids: Sequence[str] | None = None,
-        prefix: Any = None,
-        namespace: str | None = None,
-        content: Content | None = None,
-        batch_size: int = 8,
-        show_progress: bool | None = None,
-        retention: Retention | None = None,
-        collection: str | None = None,
-    ) -> SyncReport:
-        """Keep the KV of exactly these documents; takes the options of :func:`kvrag.sync_kv`."""
-        return kvrag.sync_kv(
-            live_items,
-            llm=self,
-            ids=ids,
-            prefix=prefix,
-            namespace=namespace,
-            content=content,
-            batch_size=batch_size,
-            show_progress=show_progress,
-            retention=retention,
-            collection=collection,
-        )
 
 
 def _named_object(given: Any, name: str) -> str | None:

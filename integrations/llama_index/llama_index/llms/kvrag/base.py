@@ -27,19 +27,11 @@ from transformers import PreTrainedModel
 from kvrag import (
     Explanation,
     KVRagEngine,
-    PrecomputeReport,
-    Retention,
-    SyncReport,
-    delete_kv,
-    precompute_kv,
-    sync_kv,
 )
 from kvrag.adapters import (
-    Content,
     MaxContext,
     Mode,
     ModelLike,
-    OnError,
     PromptEncoder,
     Repair,
     answer_form,
@@ -65,24 +57,6 @@ from llama_index.llms.kvrag.responses import (
     whole,
 )
 from llama_index.llms.kvrag.tools import ToolCallingLLM
-
-_REQUEST_FIELDS = (
-    "max_new_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "min_new_tokens",
-    "seed",
-    "stop",
-    "stop_token_ids",
-    "frequency_penalty",
-    "presence_penalty",
-    "logit_bias",
-    "mode",
-    "max_context",
-)
 
 
 class KVRagLLM(ToolCallingLLM):
@@ -186,77 +160,6 @@ class KVRagLLM(ToolCallingLLM):
         )
 
     @checks_names
-    def precompute_kv(
-        self,
-        items: Any,
-        *,
-        ids: Sequence[str] | None = None,
-        prefix: Any = None,
-        namespace: str | None = None,
-        content: Content = "text",
-        batch_size: int = 8,
-        show_progress: bool | None = None,
-        on_error: OnError = "raise",
-        retention: Retention | None = None,
-        collection: str | None = None,
-    ) -> PrecomputeReport:
-        """Compute and store the KV of nodes, of texts, or of all nodes of an index.
-
-        See :func:`kvrag.precompute_kv`.
-        """
-        return precompute_kv(
-            items,
-            llm=self,
-            ids=ids,
-            prefix=self._own_prefix(prefix),
-            namespace=namespace,
-            content=content,
-            batch_size=batch_size,
-            show_progress=show_progress,
-            on_error=on_error,
-            retention=retention,
-            collection=collection,
-        )
-
-    @checks_names
-    def delete_kv(
-        self, items: Any, *, namespace: str | None = None, collection: str | None = None
-    ) -> int:
-        """Delete the KV of nodes or node ids; see :func:`kvrag.delete_kv`."""
-        return delete_kv(items, llm=self, namespace=namespace, collection=collection)
-
-    @checks_names
-    def sync_kv(
-        self,
-        live_items: Any,
-        *,
-        ids: Sequence[str] | None = None,
-        prefix: Any = None,
-        namespace: str | None = None,
-        content: Content | None = None,
-        batch_size: int = 8,
-        show_progress: bool | None = None,
-        retention: Retention | None = None,
-        collection: str | None = None,
-    ) -> SyncReport:
-        """Make the store hold the KV of exactly these nodes, or of the nodes of this index.
-
-        See :func:`kvrag.sync_kv`.
-        """
-        return sync_kv(
-            live_items,
-            llm=self,
-            ids=ids,
-            prefix=self._own_prefix(prefix),
-            namespace=namespace,
-            content=content,
-            batch_size=batch_size,
-            show_progress=show_progress,
-            retention=retention,
-            collection=collection,
-        )
-
-    @checks_names
     def explain(
         self,
         prompt: str | Sequence[ChatMessage],
@@ -349,9 +252,7 @@ class KVRagLLM(ToolCallingLLM):
     # -- requests ----------------------------------------------------------------------------------
 
     def _defaults(self) -> dict[str, Any]:
-        return request_options(
-            {name: getattr(self, name) for name in _REQUEST_FIELDS}, self.generate_kwargs
-        )
+        return request_options(self.request_options(), self.generate_kwargs)
 
     def _request(self, overrides: dict[str, Any]) -> tuple[KVRagEngine, dict[str, Any]]:
         options = request_options(self._defaults(), overrides)
