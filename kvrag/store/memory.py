@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
@@ -18,7 +18,8 @@ from kvrag.identity.fingerprint import chunk_key
 from kvrag.kv.buffers import copy_stream, held
 from kvrag.kv.layers import own_kv
 from kvrag.runtime import Pool
-from kvrag.store.base import EventType, Listener, StoreEvent, StoreStats
+from kvrag.store.base import Blobs, Listener, StoreStats, emit
+from kvrag.store.catalog import Catalog
 from kvrag.store.eviction import SHARE, Sized, Usage, leaving
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, Hole
 
@@ -30,30 +31,6 @@ AHEAD = Pool("kvrag-read-ahead", 2)
 """Threads that prefetch: few, so that a new request finds the disk free enough for its reads."""
 
 Loaded = ChunkKV | Hole
-
-
-def emit(
-    listeners: list[Listener], medium: str, keys: Iterable[ChunkKey], reason: str, *size: int
-) -> None:
-    """Emit an event per chunk to the listeners; equal listeners, of several stores, get it once.
-
-    ``size`` is the number of tokens and of bytes of a stored chunk; removals have no size.
-    """
-    known = list(listeners)
-    if not known:
-        return
-    kind: EventType = "BlockRemoved"
-    each_hashes: list[tuple[str, ...]] = [(key,) for key in keys]
-    if size:
-        kind = "BlockStored"
-    elif reason == "cleared":
-        kind = "AllBlocksCleared"
-        each_hashes = [()]
-    for hashes in each_hashes:
-        event = StoreEvent(kind, medium, hashes, reason, *size)
-        for number, each in enumerate(known):
-            if each not in known[:number]:
-                each.receive(event)
 
 
 @dataclass(slots=True, eq=False)
@@ -303,3 +280,116 @@ class Reads:
             return None
         read.future.add_done_callback(end)
         return read
+
+
+Epochs = list[tuple[MemoryTier, int]]
+"""Tiers, each with its epoch before a chunk was looked up below: see :meth:`MemoryTier.keep`."""
+
+
+class Tiers:
+    """Memory tiers of a store, uppermost first, with copies of chunks that its catalog knows.
+
+    Parameters
+    ----------
+    tiers
+        Uppermost first; may be empty. Stores of a directory share them.
+    blobs, catalog
+        The stored chunks below the tiers, and their catalog.
+    listeners
+        Are told of every change of the tiers, and of the blobs by :meth:`tell`.
+    """
+
+    def __init__(
+        self,
+        tiers: Sequence[MemoryTier],
+        blobs: Blobs,
+        catalog: Catalog,
+        listeners: list[Listener],
+    ) -> None:
+        self._blobs = blobs
+        self._catalog = catalog
+        self._listeners = listeners
+        # The catalog's generation when memory was last compared with it.
+        self._followed: int | None = None
+        self.all = tuple[MemoryTier, ...]()
+        self.reads = Reads(0)
+        for tier in reversed(tiers):
+            self.put_above(tier)
+
+    def put_above(self, tier: MemoryTier) -> None:
+        """Add a memory tier above all other tiers."""
+        tier.listeners += self._listeners
+        self.all = (tier, *self.all)
+        self.reads = tier.reads
+
+    def listen(self, listener: Listener) -> None:
+        """Add a listener."""
+        for listeners in (self._listeners, *[tier.listeners for tier in self.all]):
+            listeners.append(listener)
+
+    def tell(self, keys: Iterable[ChunkKey], reason: str, *size: int) -> None:
+        """Tell the listeners of a change of the blobs; see :func:`~kvrag.store.base.emit`."""
+        emit(self._listeners, self._blobs.medium, keys, reason, *size)
+
+    def identity(self, key: ChunkKey) -> ChunkIdentity | None:
+        """Return the identity of the chunk under a key."""
+        found = (tier.identity(key) for tier in self.all)
+        return next(filter(None, found), None)
+
+    def get(self, identity: ChunkIdentity, key: ChunkKey) -> ChunkKV | None:
+        """Return a chunk from the uppermost tier that has it, and keep it in the tiers above."""
+        epochs = self.epochs()
+        for number, (tier, _) in enumerate(epochs):
+            kv = tier.get(key, identity)
+            if kv is not None:
+                self._catalog.touch(key)
+                usage = self._catalog.usage(key) if number else Usage()
+                return self.keep(identity, kv, epochs[:number], usage)
+        return None
+
+    def epochs(self) -> Epochs:
+        """Return the tiers with their epochs, which change when a chunk is erased."""
+        return [(tier, tier.epoch) for tier in self.all]
+
+    def keep(self, identity: ChunkIdentity, kv: ChunkKV, epochs: Epochs, usage: Usage) -> ChunkKV:
+        """Keep a chunk in some tiers, lowest first; return it as the uppermost tier returns it."""
+        for tier, epoch in reversed(epochs):
+            kv = tier.keep(identity, kv, usage, epoch=epoch)
+        return kv
+
+    def follow(self) -> None:
+        """Drop chunks that any process has erased."""
+        generation = self._catalog.state().generation
+        if generation == self._followed:
+            return
+        for tier in self.all:
+            keys = tier.keys()
+            known = self._catalog.known(keys)
+            tier.drop([key for key in keys if key not in known], "evicted")
+        self._blobs.follow(self._catalog.absent)
+        self._followed = generation
+
+    def drop(
+        self, keys: Collection[ChunkKey], reason: str, gone: Collection[ChunkKey] | None = None
+    ) -> None:
+        """Drop chunks that were erased below, and tell that their blobs, or ``gone``, are gone."""
+        for tier in self.all:
+            tier.drop(keys, reason)
+        self.tell(sorted(keys if gone is None else gone), reason)
+
+    def clear(self) -> None:
+        """Drop all chunks, after all chunks below were erased."""
+        for tier in self.all:
+            tier.drop(tier.keys(), "cleared")
+        self.tell((), "cleared")
+
+    def follow_again(self) -> None:
+        """Compare memory with the catalog at the next :meth:`follow`, whether it changed or not."""
+        self._followed = None
+
+    def close(self) -> None:
+        """Leave the tiers to the other stores that share them."""
+        tiers, self.all = self.all, ()
+        for tier in tiers:
+            for each in self._listeners:
+                tier.listeners.remove(each)

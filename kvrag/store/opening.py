@@ -12,9 +12,9 @@ import os
 import shutil
 import stat
 import threading
-from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -28,7 +28,7 @@ from kvrag.config.address import HIDDEN, absolute, address, revealed
 from kvrag.errors import ConfigError, StoreError, StoreFormatError
 from kvrag.identity.fingerprint import FORMAT_VERSION
 from kvrag.kv.crypto import Keys
-from kvrag.runtime import host_memory
+from kvrag.runtime import Forking, at_fork, host_memory
 from kvrag.store.base import Blobs, CatalogRows, MemoryBlobs
 from kvrag.store.blobs import OBJECTS, TMP, FileBlobs
 from kvrag.store.catalog import Catalog
@@ -39,7 +39,7 @@ from kvrag.store.eviction import Budget
 from kvrag.store.memory import MemoryTier
 from kvrag.store.redis import SCHEMES as REDIS
 from kvrag.store.redis import RedisServer
-from kvrag.store.tiers import STORES, Inherited, TieredStore
+from kvrag.store.tiers import TieredStore
 
 log = logging.getLogger(__name__)
 
@@ -88,13 +88,58 @@ NOBODY = 65534  # owner of the files of root on NFS
 L = TypeVar("L", int, int | None)
 
 
-_Parts = tuple[MemoryTier, Blobs, Catalog]
-_shared: dict[object, _Parts] = {}
-"""Parts that the stores of a directory share, as long as any of them is open."""
-_users = Counter[object]()
-_above: WeakValueDictionary[object, MemoryTier] = WeakValueDictionary()
-"""Accelerator tiers by catalog, device and budget."""
-_lock = threading.RLock()
+@dataclass(slots=True, eq=False)
+class _Parts:
+    """Parts that the stores of a directory share, and the number of these stores."""
+
+    host: MemoryTier
+    blobs: Blobs
+    catalog: Catalog
+    users: int = 0
+
+
+class _Shared(Forking):
+    """Parts of the open stores of this process; a forked child begins without any."""
+
+    def __init__(self) -> None:
+        self._begin()
+        at_fork(self)
+
+    def _begin(self) -> None:
+        self._lock = threading.RLock()
+        self._parts: dict[object, _Parts] = {}
+        # Accelerator tiers by catalog, device and budget.
+        self._above: WeakValueDictionary[object, MemoryTier] = WeakValueDictionary()
+
+    def after_fork(self, *, in_child: bool) -> None:
+        if in_child:
+            self._begin()
+
+    def join(self, key: object, open_parts: Callable[[], _Parts]) -> _Parts:
+        """Return the parts of one more store; the first store of ``key`` opens them."""
+        with self._lock:
+            parts = self._parts.get(key) or open_parts()
+            self._parts[key] = parts
+            parts.users += 1
+            return parts
+
+    def leave(self, key: object, parts: _Parts) -> bool:
+        """Return whether a store was the last of its parts, which are released then."""
+        with self._lock:
+            if self._parts.get(key) is not parts:  # they are those of the parent of this process
+                return False
+            parts.users -= 1
+            if not parts.users:
+                del self._parts[key]
+            return not parts.users
+
+    def above(self, store: TieredStore, tier: MemoryTier) -> MemoryTier:
+        """Return the accelerator tier that a store shares; ``tier`` if it is the first."""
+        with self._lock:
+            return self._above.setdefault((store.catalog, tier.device, tier.max_bytes), tier)
+
+
+_SHARED = _Shared()
 
 
 def open_store(kv_dir: str | os.PathLike[str] | None, config: StoreConfig) -> TieredStore:
@@ -149,7 +194,7 @@ def open_store(kv_dir: str | os.PathLike[str] | None, config: StoreConfig) -> Ti
         catalog = Catalog(
             folder, keys, read_only=read_only, durable=durable, may_have_blobs=has_blobs
         )
-        return MemoryTier(ram), blobs, catalog
+        return _Parts(MemoryTier(ram), blobs, catalog)
 
     return _joined(key, open_parts, config, keys, _budget(root, config))
 
@@ -184,7 +229,8 @@ def _open_shared(
             digest = hashlib.sha256(f"{url} {keys.id}".encode()).hexdigest()
             local = FileBlobs(root / f"copies-{digest[:16]}", durable=False)
             blobs = CachedBlobs(blobs, local, _budget(root, config))
-        return host, blobs, Catalog(None, keys, read_only=config.read_only, rows=rows)
+        catalog = Catalog(None, keys, read_only=config.read_only, rows=rows)
+        return _Parts(host, blobs, catalog)
 
     return _joined(key, open_parts, config, keys, Budget())
 
@@ -257,35 +303,17 @@ def open_url(url: str) -> Blobs:
 def _joined(
     key: object, open_parts: Callable[[], _Parts], config: StoreConfig, keys: Keys, budget: Budget
 ) -> TieredStore:
-    """Return a store of the parts that the stores of ``key`` share; the first store opens them."""
-    with _lock:
-        if key not in _shared:
-            _shared[key] = open_parts()
-        _users[key] += 1
-        host, blobs, catalog = _shared[key]
-    is_last = partial(_leave, key)
-    return TieredStore([host], blobs, catalog, config, keys=keys, budget=budget, is_last=is_last)
-
-
-def _leave(key: object) -> bool:
-    """Release the shared parts; return whether this store was their last user."""
-    with _lock:
-        _users[key] -= 1
-        is_last = not _users[key]
-        if is_last:
-            del _users[key], _shared[key]
-        return is_last
-
-
-def _after_fork() -> None:
-    """Leave the open stores to the parent."""
-    _shared.clear()
-    _users.clear()
-    for store in list(STORES):
-        store.catalog = cast(Catalog, Inherited())
-
-
-os.register_at_fork(after_in_child=_after_fork)
+    """Return a store of the parts that the stores of ``key`` share."""
+    parts = _SHARED.join(key, open_parts)
+    return TieredStore(
+        [parts.host],
+        parts.blobs,
+        parts.catalog,
+        config,
+        keys=keys,
+        budget=budget,
+        is_last=partial(_SHARED.leave, key, parts),
+    )
 
 
 def on_accelerator(store: TieredStore, device: torch.device, config: StoreConfig) -> None:
@@ -296,9 +324,8 @@ def on_accelerator(store: TieredStore, device: torch.device, config: StoreConfig
     """
     budget = device_budget(config.gpu_bytes, config.gpu_fraction, device)
     if budget:
-        above = MemoryTier(budget, name="gpu", device=device)
-        with _lock:
-            store.put_above(_above.setdefault((store.catalog, device, budget), above))
+        tier = MemoryTier(budget, name="gpu", device=device)
+        store.memory.put_above(_SHARED.above(store, tier))
 
 
 def prepare(root: Path, config: StoreConfig) -> bool:

@@ -6,24 +6,24 @@ Several chunks share the two changes of the catalog.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from kvrag.config import Retention
 from kvrag.errors import StoreError
 from kvrag.identity.fingerprint import chunk_key
+from kvrag.kv.crypto import Keys
 from kvrag.kv.format import BlobRejected, Encoded, Foreign, OtherVersion
 from kvrag.runtime import POOL
 from kvrag.store.base import Blobs, ChunkRecord, NewKV
-from kvrag.store.blobs import KEY
+from kvrag.store.catalog import Catalog
 from kvrag.store.catalog.changes import DELETED
 from kvrag.store.catalog.ledger import record_of
 from kvrag.store.eviction import Evictor, Usage, check_retention
-from kvrag.store.memory import MemoryTier, emit
+from kvrag.store.memory import Epochs, Tiers
 from kvrag.store.reading import Reader
-from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, TextEntry
+from kvrag.types import ChunkIdentity, ChunkKey, TextEntry
 
 logger = logging.getLogger(__name__)
 
@@ -47,51 +47,58 @@ class _Job:
     result: int | StoreError | None = None
 
 
-class StoreWriter(Reader):
-    """Writing half of a :class:`~kvrag.store.tiers.TieredStore`."""
+class Writer:
+    """Writes of a store: a chunk's blob, between its pending and its confirmed row.
 
-    _evictor: Evictor
-    _is_closed: bool
+    Parameters
+    ----------
+    reader, memory, blobs, catalog
+        Reader that verifies blobs which are there already, the memory tiers that keep a copy of
+        what is written, the blobs, and the catalog.
+    keys
+        The keys to encrypt blobs with.
+    evictor
+        Makes room for blobs.
+    read_only
+        Whether the store takes no chunks.
+    """
 
-    @property
-    def _far(self) -> Blobs | None:
-        """Blobs that machines share over a network, without local copies, if the store has any."""
-        blobs = self.blobs if self.blobs.shared is None else self.blobs.shared
-        if blobs.is_remote:
-            return blobs
-        return None
-
-    @property
-    def claims(self) -> Path | None:
-        """File for claims of writers; ``None`` in memory, in stores of machines and read-only."""
-        folder = self.catalog.folder
-        return None if folder is None or self.read_only else folder.with_name("lock.claims")
-
-    def put(
+    def __init__(
         self,
-        identity: ChunkIdentity,
-        kv: ChunkKV,
+        reader: Reader,
+        memory: Tiers,
+        blobs: Blobs,
+        catalog: Catalog,
+        keys: Keys,
+        evictor: Evictor,
         *,
-        text: TextEntry | None,
-        doc_id: str | None = None,
-        retention: Retention | None = None,
-        reason: str = "put",
-    ) -> int:
-        """Store a chunk and return the bytes written.
+        read_only: bool,
+    ) -> None:
+        self._reader = reader
+        self._memory = memory
+        self._blobs = blobs
+        self._catalog = catalog
+        self._cipher = keys.cipher
+        self._evictor = evictor
+        self._read_only = read_only
+        shared = blobs if blobs.shared is None else blobs.shared
+        # Blobs that machines share over a network, without local copies.
+        self._far = shared if shared.is_remote else None
+        self.is_closed = False
 
-        Returns 0 if the chunk is stored already; then only text and document are added. Raises
-        ``StoreError``, and leaves nothing of the chunk, if it can't be written or finds no room.
-        """
-        [written] = self.put_all([NewKV(identity, kv, text, (doc_id,), retention)], reason=reason)
-        if isinstance(written, StoreError):
-            raise written
-        return written
+    def refusal(self) -> StoreError | None:
+        """Return the reason why the store takes no changes; ``None`` if it takes them."""
+        if self.is_closed:
+            return StoreError("the KV store is closed; open it again")
+        if self._read_only:
+            return StoreError(f"the KV store is open for reading only; {self._catalog.remedy}")
+        return None
 
     def put_all(self, chunks: Sequence[NewKV], *, reason: str = "put") -> list[int | StoreError]:
         """Store chunks in two changes of the catalog; return :meth:`put`'s results or errors."""
         for chunk in chunks:
             check_retention(chunk.retention)
-        epochs = self._epochs()
+        epochs = self._memory.epochs()
         begun = [self._prepared(chunk) for chunk in chunks]
         jobs = [each for each in begun if isinstance(each, _Job)]
         try:
@@ -124,10 +131,11 @@ class StoreWriter(Reader):
     def _prepared(self, new: NewKV) -> _Job | int | StoreError:
         """Return the job that writes a chunk; 0 if the chunk is stored already, or the error."""
         try:
-            self._check_writable()
+            if refused := self.refusal():
+                return refused
             if self._is_linked(chunk_key(new.identity), new.text, new.doc_ids):
                 return 0
-            encoded = Encoded(new.identity, new.kv, self.keys.cipher)
+            encoded = Encoded(new.identity, new.kv, self._cipher)
         except StoreError as error:
             return error
         return _Job(new, encoded, record_of(new.identity, encoded.header.num_bytes))
@@ -135,7 +143,7 @@ class StoreWriter(Reader):
     def _write(self, jobs: list[_Job]) -> None:
         """Write pending rows, blobs and confirmed rows; a chunk erased meanwhile gets no result."""
         with _results_of(jobs):
-            revisions = self.catalog.begin([(job.record, *job.new[2:]) for job in jobs])
+            revisions = self._catalog.begin([(job.record, *job.new[2:]) for job in jobs])
             for job, revision in zip(jobs, revisions, strict=True):
                 job.revision = revision
                 if revision is None:
@@ -147,7 +155,7 @@ class StoreWriter(Reader):
             left = [job for job in jobs if job.result is None]
             there = set[ChunkKey]()
             if left:
-                there = self.catalog.confirm({job.record.key: job.revision or 0 for job in left})
+                there = self._catalog.confirm({job.record.key: job.revision or 0 for job in left})
             for job in left:
                 if job.record.key in there:
                     job.result = job.written
@@ -163,12 +171,12 @@ class StoreWriter(Reader):
         """Remove all traces of a chunk that could not be written."""
         key = job.record.key
         with suppress(OSError):
-            self.catalog.cancel(key, job.new.text, job.new.doc_ids)
+            self._catalog.cancel(key, job.new.text, job.new.doc_ids)
         with suppress(OSError):
-            if not self.catalog.known([key]):
-                self.blobs.delete([key])
+            if not self._catalog.known([key]):
+                self._blobs.delete([key])
 
-    def _announce(self, job: _Job, epochs: list[tuple[MemoryTier, int]], reason: str) -> None:
+    def _announce(self, job: _Job, epochs: Epochs, reason: str) -> None:
         """Emit the event of a written chunk, set its expiry, and keep it in host memory."""
         (identity, kv, _, _, retention), record = job.new, job.record
         usage = Usage()
@@ -176,83 +184,57 @@ class StoreWriter(Reader):
             usage = usage.retained(retention)
             if retention.duration_s is not None:
                 with suppress(OSError):
-                    self.blobs.expire(record.key, retention.duration_s)
-        emit(
-            self.listeners,
-            self.name,
-            [record.key],
-            reason,
-            record.num_tokens,
-            record.num_bytes,
-        )
-        if self.name != "host":
+                    self._blobs.expire(record.key, retention.duration_s)
+        self._memory.tell([record.key], reason, record.num_tokens, record.num_bytes)
+        if self._blobs.medium != "host":
             for tier, epoch in epochs[-1:]:  # the host tier
                 tier.keep(identity, kv, usage, epoch=epoch, reason="put")
 
     def _write_blob(self, key: ChunkKey, encoded: Encoded) -> int:
         """Write a blob, in place of a blob that is not this chunk's; 0 if this chunk's is there."""
-        written = self.blobs.write(key, encoded)
+        written = self._blobs.write(key, encoded)
         if written:
             return written
         try:
-            self.blob(key, encoded.header.identity)
+            self._reader.blob(key, encoded.header.identity)
         except BlobRejected as fault:
             # An absent blob may be back by now, so it is not deleted.
             if fault.hole != "absent" or isinstance(fault, (Foreign, OtherVersion)):
-                self.blobs.delete([key])
-            return self.blobs.write(key, encoded)
+                self._blobs.delete([key])
+            return self._blobs.write(key, encoded)
         return 0
 
     def link(
         self,
         identity: ChunkIdentity,
-        *,
         text: TextEntry | None,
-        doc_id: str | None = None,
-        is_registered: bool = False,
+        doc_ids: Sequence[str | None],
     ) -> bool:
-        """Add text and document to a stored chunk, and return whether the chunk is stored.
+        """Add text and documents to a stored chunk, and return whether the chunk is stored.
 
-        With ``is_registered``, the text must have been registered; ``False`` if it was deleted
-        since. A dormant blob, left behind by a lost catalog, is adopted: its chunk is stored again
-        without being computed.
+        Without ``doc_ids``, the text must have been registered; ``False`` if it was deleted since.
+        A dormant blob, left behind by a lost catalog, is adopted: its chunk is stored again without
+        being computed.
         """
-        if self.read_only or self._is_closed:
+        if self.refusal():
             return False
-        doc_ids = () if is_registered else (doc_id,)
         key = chunk_key(identity)
         if self._is_linked(key, text, doc_ids):
             return True
         try:
-            record = record_of(identity, self.blob(key, identity).header.num_bytes)
+            record = record_of(identity, self._reader.blob(key, identity).header.num_bytes)
         except BlobRejected as fault:
             if fault.hole == "damaged":
                 with suppress(OSError):
-                    self.delete_blobs([key])
+                    self._blobs.delete([key])
             return False
-        revision = self.catalog.begin([(record, text, doc_ids, None)])[0]
+        revision = self._catalog.begin([(record, text, doc_ids, None)])[0]
         if revision in (None, DELETED):
             return revision is None
-        is_stored = bool(self.catalog.confirm({key: revision or 0}))
+        is_stored = bool(self._catalog.confirm({key: revision or 0}))
         if is_stored:
-            emit(
-                self.listeners,
-                self.name,
-                [key],
-                "adopted",
-                record.num_tokens,
-                record.num_bytes,
-            )
+            self._memory.tell([key], "adopted", record.num_tokens, record.num_bytes)
         return is_stored
-
-    def register(self, namespace: str, texts: Iterable[tuple[str | None, TextEntry]]) -> None:
-        """Register documents before their KV is computed, so that a deletion from now on wins.
-
-        Prompts are split at registered texts. Nothing happens in a store that takes no chunks.
-        Raises ``StoreError``.
-        """
-        if not self.read_only and not self._is_closed:
-            self.catalog.register(namespace, texts)
 
     def _is_linked(
         self, key: ChunkKey, text: TextEntry | None, doc_ids: Sequence[str | None]
@@ -261,28 +243,17 @@ class StoreWriter(Reader):
 
         If its remote blob is gone, the chunk is removed from the catalog.
         """
-        is_there = self.catalog.link(key, text, doc_ids)
+        is_there = self._catalog.link(key, text, doc_ids)
         with suppress(OSError):
             if is_there and self._far is not None and self._far.read(key, 0, 1) is None:
-                self.catalog.remove(self.catalog.revisions([key]))
-                self.blobs.delete([key])  # the local copy
+                self._catalog.remove(self._catalog.revisions([key]))
+                self._blobs.delete([key])  # the local copy
                 return False
         return is_there
 
-    def delete_blobs(self, keys: Iterable[ChunkKey]) -> set[ChunkKey]:
-        """Erase blobs and return the keys that existed; raises ``StoreError``."""
-        with refusal("stored chunks can't be erased"):
-            return self.blobs.delete([key for key in keys if KEY.fullmatch(key)])
-
-    def _check_writable(self) -> None:
-        if self._is_closed:
-            raise StoreError("the KV store is closed; open it again")
-        if self.read_only:
-            raise StoreError(f"the KV store is open for reading only; {self.catalog.remedy}")
-
 
 @contextmanager
-def refusal(what: str) -> Iterator[None]:
+def in_words(what: str) -> Iterator[None]:
     """Turn an ``OSError`` or ``MemoryError`` into a ``StoreError`` that says what can't be done."""
     try:
         yield
@@ -300,7 +271,7 @@ def _results_of(jobs: list[_Job]) -> Iterator[None]:
     """Turn a fault into the result of the jobs that have no result yet."""
     what = "the chunk can't be written to the KV store"
     try:
-        with refusal(what):
+        with in_words(what):
             yield
     except (StoreError, RuntimeError) as error:
         fault = error if isinstance(error, StoreError) else StoreError(f"{what}: {error}")

@@ -51,7 +51,7 @@ def test_what_was_put_comes_back_bit_for_bit(opened, root, kv_dtype, rounded, in
 
 @pytest.mark.parametrize("budget", [0, 2**20])
 def test_a_tier_above_gives_the_same_bits(store, kv_dtype, rounded, budget):
-    store.put_above(MemoryTier(budget, name="gpu"))
+    store.memory.put_above(MemoryTier(budget, name="gpu"))
     identity = identity_of(kv_dtype)
     store.put(identity, rounded, text=None)
     for _ in range(3):
