@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -286,50 +286,36 @@ Epochs = list[tuple[MemoryTier, int]]
 """Tiers, each with its epoch before a chunk was looked up below: see :meth:`MemoryTier.keep`."""
 
 
+@dataclass(slots=True, eq=False)
 class Tiers:
     """Memory tiers of a store, uppermost first, with copies of chunks that its catalog knows.
 
-    Parameters
-    ----------
-    tiers
-        Uppermost first; may be empty. Stores of a directory share them.
-    blobs, catalog
-        The stored chunks below the tiers, and their catalog.
-    listeners
-        Are told of every change of the tiers, and of the blobs by :meth:`tell`.
+    ``blobs`` and ``catalog`` are the stored chunks below. ``listeners`` are told of every change of
+    the tiers, and of the blobs by :meth:`tell`. Stores of a directory share tiers.
     """
 
-    def __init__(
-        self,
-        tiers: Sequence[MemoryTier],
-        blobs: Blobs,
-        catalog: Catalog,
-        listeners: list[Listener],
-    ) -> None:
-        self._blobs = blobs
-        self._catalog = catalog
-        self._listeners = listeners
-        # The catalog's generation when memory was last compared with it.
-        self._followed: int | None = None
-        self.all = tuple[MemoryTier, ...]()
-        self.reads = Reads(0)
-        for tier in reversed(tiers):
-            self.put_above(tier)
+    blobs: Blobs
+    catalog: Catalog
+    listeners: list[Listener]
+    all: tuple[MemoryTier, ...] = ()
+    reads: Reads = field(default_factory=lambda: Reads(0))
+    # The catalog's generation when memory was last compared with it.
+    _followed: int | None = None
 
     def put_above(self, tier: MemoryTier) -> None:
         """Add a memory tier above all other tiers."""
-        tier.listeners += self._listeners
+        tier.listeners += self.listeners
         self.all = (tier, *self.all)
         self.reads = tier.reads
 
     def listen(self, listener: Listener) -> None:
         """Add a listener."""
-        for listeners in (self._listeners, *[tier.listeners for tier in self.all]):
+        for listeners in (self.listeners, *[tier.listeners for tier in self.all]):
             listeners.append(listener)
 
     def tell(self, keys: Iterable[ChunkKey], reason: str, *size: int) -> None:
         """Tell the listeners of a change of the blobs; see :func:`~kvrag.store.base.emit`."""
-        emit(self._listeners, self._blobs.medium, keys, reason, *size)
+        emit(self.listeners, self.blobs.medium, keys, reason, *size)
 
     def identity(self, key: ChunkKey) -> ChunkIdentity | None:
         """Return the identity of the chunk under a key."""
@@ -342,8 +328,8 @@ class Tiers:
         for number, (tier, _) in enumerate(epochs):
             kv = tier.get(key, identity)
             if kv is not None:
-                self._catalog.touch(key)
-                usage = self._catalog.usage(key) if number else Usage()
+                self.catalog.touch(key)
+                usage = self.catalog.usage(key) if number else Usage()
                 return self.keep(identity, kv, epochs[:number], usage)
         return None
 
@@ -359,14 +345,14 @@ class Tiers:
 
     def follow(self) -> None:
         """Drop chunks that any process has erased."""
-        generation = self._catalog.state().generation
+        generation = self.catalog.state().generation
         if generation == self._followed:
             return
         for tier in self.all:
             keys = tier.keys()
-            known = self._catalog.known(keys)
+            known = self.catalog.known(keys)
             tier.drop([key for key in keys if key not in known], "evicted")
-        self._blobs.follow(self._catalog.absent)
+        self.blobs.follow(self.catalog.absent)
         self._followed = generation
 
     def drop(
@@ -391,5 +377,5 @@ class Tiers:
         """Leave the tiers to the other stores that share them."""
         tiers, self.all = self.all, ()
         for tier in tiers:
-            for each in self._listeners:
+            for each in self.listeners:
                 tier.listeners.remove(each)

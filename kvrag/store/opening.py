@@ -32,13 +32,11 @@ from kvrag.runtime import Forking, at_fork, host_memory
 from kvrag.store.base import Blobs, CatalogRows, MemoryBlobs
 from kvrag.store.blobs import OBJECTS, TMP, FileBlobs
 from kvrag.store.catalog import Catalog
+from kvrag.store.catalog.bucket import BlobRows
 from kvrag.store.catalog.database import sync
-from kvrag.store.catalog.remote import BlobRows, RedisRows
 from kvrag.store.copies import CachedBlobs
 from kvrag.store.eviction import Budget
 from kvrag.store.memory import MemoryTier
-from kvrag.store.redis import SCHEMES as REDIS
-from kvrag.store.redis import RedisServer
 from kvrag.store.tiers import TieredStore
 
 log = logging.getLogger(__name__)
@@ -224,7 +222,7 @@ def _open_shared(
 
     def open_parts() -> _Parts:
         blobs = open_url(url)
-        rows = _rows(url, config.catalog, keys) or partial(BlobRows, blobs=blobs, keys=keys)
+        rows = _rows(blobs, url, config.catalog, keys)
         if root is not None:
             digest = hashlib.sha256(f"{url} {keys.id}".encode()).hexdigest()
             local = FileBlobs(root / f"copies-{digest[:16]}", durable=False)
@@ -235,20 +233,19 @@ def _open_shared(
     return _joined(key, open_parts, config, keys, Budget())
 
 
-def _rows(url: str, catalog: str | None, keys: Keys) -> Callable[..., CatalogRows] | None:
+def _rows(blobs: Blobs, url: str, catalog: str | None, keys: Keys) -> Callable[..., CatalogRows]:
     """Return the function that makes the rows of a store that machines share.
 
-    They are in the Redis ``catalog``, else in the Redis of the blobs; ``None`` without either.
+    They are at ``catalog``, else beside the blobs; else they are read off the blobs.
     """
-    # Machines may know a Redis by different names, but it has one store in a database.
-    store = keys.id if catalog is None else f"{url.rstrip('/')} {keys.id}"
-    scheme, whole = _whole(url if catalog is None else catalog)
-    if scheme in REDIS:
-        return partial(RedisRows, server=RedisServer(whole), store=store)
     if catalog is None:
-        return None
+        # Machines may know a Redis by different names, but it has one store in a database.
+        return blobs.catalog(keys.id) or partial(BlobRows, blobs=blobs, keys=keys)
+    there = _opened(catalog)
+    if there and (rows := there.catalog(f"{url.rstrip('/')} {keys.id}")):
+        return rows
     raise StoreError(
-        f"there is no catalog at {scheme}://; "
+        f"there is no catalog at {_whole(catalog)[0]}://; "
         "name a Redis or Valkey server as StoreConfig.catalog, as redis://host:6379/0"
     )
 
@@ -273,10 +270,25 @@ def _whole(url: str) -> tuple[str, str]:
 
 def open_url(url: str) -> Blobs:
     """Open the blobs of a store that machines share; raises ``StoreError``."""
-    scheme, whole = _whole(url)
+    blobs = _opened(url)
+    if blobs is not None:
+        return blobs
+    remedy = "reinstall kvrag, whose own stores are not registered"
     plugins = entry_points(group=PLUGINS)
+    if plugins:
+        remedy = f"use {', '.join(sorted(plugins.names))}"
+    raise StoreError(
+        f"there is no shared KV store at {_whole(url)[0]}://; {remedy}, "
+        f"or install a package that adds it (entry point {PLUGINS})"
+    )
+
+
+def _opened(url: str) -> Blobs | None:
+    """Open the blobs at an address by the package that registers its scheme, if there is any."""
+    scheme, whole = _whole(url)
+    plugins = entry_points(group=PLUGINS).select(name=scheme)
     # kvrag's own stores first: no other package gets the password of a Redis
-    for plugin in sorted(plugins.select(name=scheme), key=lambda p: not p.module.startswith(OURS)):
+    for plugin in sorted(plugins, key=lambda p: not p.module.startswith(OURS)):
         try:
             open_blobs = plugin.load()
         except (ImportError, AttributeError) as error:
@@ -291,13 +303,7 @@ def open_url(url: str) -> Blobs:
             f"{plugin.value}, which opens {scheme}://, returns {type(blobs).__name__}; "
             "let it return a subclass of kvrag.store.Blobs"
         )
-    remedy = "reinstall kvrag, whose own stores are not registered"
-    if plugins:
-        remedy = f"use {', '.join(sorted(plugins.names))}"
-    raise StoreError(
-        f"there is no shared KV store at {scheme}://; {remedy}, "
-        f"or install a package that adds it (entry point {PLUGINS})"
-    )
+    return None
 
 
 def _joined(

@@ -11,6 +11,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import TypeVar
 
@@ -38,43 +39,34 @@ LOOK_S = 0.05
 """Minimum time for a look into memory: chunks there are returned however short the timeout is."""
 
 
+@dataclass(slots=True, eq=False)
 class Reader:
-    """Reads of a store: from memory, else from a verified blob.
+    """Reads of a store: from ``memory``, else from verified ``blobs`` of chunks in the ``catalog``.
 
-    Parameters
-    ----------
-    memory, blobs, catalog
-        The memory tiers, the blobs below them, and the catalog of the stored chunks.
-    keys
-        The keys that blobs are encrypted with.
-    read_only
-        Whether damaged blobs, and rows of absent blobs, stay.
+    ``keys`` decrypt blobs. With ``read_only``, damaged blobs and rows of absent blobs stay.
     """
 
-    def __init__(
-        self, memory: Tiers, blobs: Blobs, catalog: Catalog, keys: Keys, *, read_only: bool
-    ) -> None:
-        self._memory = memory
-        self._blobs = blobs
-        self._catalog = catalog
-        self._cipher = keys.cipher
-        self._read_only = read_only
-        self._lock = threading.RLock()
-        self._counts = Counter[str]()
-        self._has_warned = False
+    memory: Tiers
+    blobs: Blobs
+    catalog: Catalog
+    keys: Keys
+    read_only: bool
+    _lock: threading.RLock = field(default_factory=threading.RLock)
+    _counts: Counter[str] = field(default_factory=Counter)
+    _has_warned: bool = False
 
     def stats(self) -> StoreStats:
         """Return the statistics of the blobs."""
         counts = (self._counts[what] for what in ("hits", "misses", "damaged"))
-        return StoreStats(*self._catalog.totals(), *counts)
+        return StoreStats(*self.catalog.totals(), *counts)
 
     def identity(self, key: ChunkKey) -> ChunkIdentity | None:
         """Return the verified identity of the chunk that is stored under a key."""
-        self._memory.follow()
-        known = self._memory.identity(key)
+        self.memory.follow()
+        known = self.memory.identity(key)
         if known is not None:
             return known
-        chunk = self._catalog.stored_row(key)
+        chunk = self.catalog.stored_row(key)
         if chunk is None:
             self._hole(key)
             return None
@@ -88,7 +80,7 @@ class Reader:
 
         The tensors are read-only by convention: they may be shared with the memory tiers.
         """
-        self._memory.follow()
+        self.memory.follow()
         loaded = self._load(identity, chunk_key(identity))
         if isinstance(loaded, ChunkKV):
             return arrived(loaded)
@@ -120,16 +112,16 @@ class Reader:
 
     def prefetch(self, wanted: Iterable[ChunkIdentity | ChunkKey]) -> Prefetch:
         """Start reading chunks into memory, and return without waiting; calls share their reads."""
-        self._memory.follow()
+        self.memory.follow()
         found = 0
         reads = list[Read]()
         for each in dict.fromkeys(wanted):
             identity = each if isinstance(each, ChunkIdentity) else self.identity(each)
-            if identity is None or (record := self._catalog.get(chunk_key(identity))) is None:
+            if identity is None or (record := self.catalog.get(chunk_key(identity))) is None:
                 continue
             found += 1
-            if all(tier.identity(record.key) != identity for tier in self._memory.all[:1]):
-                read = self._memory.reads.ahead(
+            if all(tier.identity(record.key) != identity for tier in self.memory.all[:1]):
+                read = self.memory.reads.ahead(
                     record.key, partial(self._load, identity, record.key), record.num_bytes
                 )
                 if read is not None:
@@ -144,11 +136,11 @@ class Reader:
         The header must match the key, and ``identity`` if given. With ``num_bytes``, the size of
         its KV, a small remote blob is read in a single round trip.
         """
-        if identity is not None and self._blobs.is_remote and num_bytes <= AT_ONCE_BYTES:
+        if identity is not None and self.blobs.is_remote and num_bytes <= AT_ONCE_BYTES:
             read = self._at_once(key)
         else:
             read = partial(self._read, key)
-        blob = Blob(read, identity, self._cipher)
+        blob = Blob(read, identity, self.keys.cipher)
         if chunk_key(blob.header.identity) != key:
             raise BlobRejected("it belongs to another chunk")
         return blob
@@ -160,16 +152,16 @@ class Reader:
 
         ``None`` stands for a read that no thread can do.
         """
-        self._memory.follow()
-        epochs = self._memory.epochs()
+        self.memory.follow()
+        epochs = self.memory.epochs()
         found: dict[ChunkIdentity, Loaded | Read | None]
-        found = {identity: self._memory.get(identity, key) for identity, key in keys.items()}
+        found = {identity: self.memory.get(identity, key) for identity, key in keys.items()}
         rest = {identity: key for identity, key in keys.items() if found[identity] is None}
-        stored = self._catalog.stored(rest.values())
+        stored = self.catalog.stored(rest.values())
         for identity, key in rest.items():
             if key in stored:
                 load = partial(self._load, identity, key, stored[key], epochs)
-                found[identity] = self._memory.reads.read(key, load)
+                found[identity] = self.memory.reads.read(key, load)
             else:
                 found[identity] = self._hole(key)
         return found
@@ -185,12 +177,12 @@ class Reader:
 
         ``chunk`` is its row, and ``epochs`` are those of the tiers before the row was read.
         """
-        kv = self._memory.get(identity, key)
+        kv = self.memory.get(identity, key)
         if kv is not None:
             return kv
         if epochs is None:
-            epochs = self._memory.epochs()
-            chunk = self._catalog.stored_row(key)
+            epochs = self.memory.epochs()
+            chunk = self.catalog.stored_row(key)
         if chunk is None:
             return self._hole(key)
         found = self._from_blob(key, chunk, lambda blob: blob.load(), identity)
@@ -198,8 +190,8 @@ class Reader:
             return found
         with self._lock:
             self._counts["hits"] += 1
-        self._catalog.touch(key)
-        return self._memory.keep(identity, found, epochs, chunk.usage)
+        self.catalog.touch(key)
+        return self.memory.keep(identity, found, epochs, chunk.usage)
 
     def _from_blob(
         self,
@@ -216,10 +208,10 @@ class Reader:
             try:
                 return take(self.blob(key, identity, chunk.num_bytes))
             except BlobRejected as fault:
-                if fault.hole != "damaged" or self._blobs.shared is None:
+                if fault.hole != "damaged" or self.blobs.shared is None:
                     raise
                 with suppress(OSError):
-                    self._blobs.forget([key])
+                    self.blobs.forget([key])
                 return take(self.blob(key, identity, chunk.num_bytes))
         except BlobRejected as fault:
             self._reject({key: chunk.revision}, fault)
@@ -231,7 +223,7 @@ class Reader:
     def _read(self, key: ChunkKey, start: int, length: int | None) -> Bytes | None:
         # Rows of an unencrypted catalog can be forged to name any file.
         if KEY.fullmatch(key):
-            return self._blobs.read(key, start, length)
+            return self.blobs.read(key, start, length)
         return None
 
     def _at_once(self, key: ChunkKey) -> Callable[[int, int], Bytes | None]:
@@ -259,11 +251,11 @@ class Reader:
             log.warning(
                 "the stored chunk %s is rejected: %s; computing instead", key[:12], fault.reason
             )
-        if not self._read_only:
+        if not self.read_only:
             with suppress(OSError):
-                gone = self._blobs.delete([key]) if fault.hole == "damaged" else set()
-                self._catalog.remove(row)
-                self._memory.drop(row, "rejected", gone)
+                gone = self.blobs.delete([key]) if fault.hole == "damaged" else set()
+                self.catalog.remove(row)
+                self.memory.drop(row, "rejected", gone)
 
     def _hole(self, key: ChunkKey, reason: HoleReason = "absent", layer: int | None = None) -> Hole:
         with self._lock:

@@ -64,24 +64,19 @@ class TieredStore:
         """Name of the blobs' tier, in statistics and events."""
         said_to = config.on_event, place(config.event_log)
         listeners = [Listener(*said_to)] if said_to != (None, None) else []
-        self.memory = Tiers(tiers, blobs, catalog, listeners)
-        self.reader = Reader(self.memory, blobs, catalog, keys, read_only=self.read_only)
-        self._evictor = Evictor(
+        self.memory = Tiers(blobs, catalog, listeners)
+        for tier in reversed(tiers):
+            self.memory.put_above(tier)
+        below = blobs, catalog, keys
+        self.reader = Reader(self.memory, *below, self.read_only)
+        evictor = Evictor(
             budget or Budget(),
             totals=catalog.totals,
             usages=catalog.usages,
             free_bytes=blobs.free_bytes,
             evict=partial(self._erase, reason="evicted"),
         )
-        self.writer = Writer(
-            self.reader,
-            self.memory,
-            blobs,
-            catalog,
-            keys,
-            self._evictor,
-            read_only=self.read_only,
-        )
+        self.writer = Writer(self.reader, self.memory, *below, evictor, self.read_only)
         self._is_last = is_last
         self._lock = threading.Lock()
 
@@ -298,7 +293,7 @@ class TieredStore:
     def make_room(self) -> None:
         """Evict the bytes over the budget; raises ``StoreError`` if that is not enough."""
         self._check_writable()
-        self._evictor.make_room(0, priority=100)
+        self.writer.evictor.make_room(0, priority=100)
 
     def close(self) -> None:
         """Release resources; idempotent. Parts that the process's other stores share stay open.

@@ -47,66 +47,48 @@ class _Job:
     result: int | StoreError | None = None
 
 
+@dataclass(slots=True, eq=False)
 class Writer:
     """Writes of a store: a chunk's blob, between its pending and its confirmed row.
 
-    Parameters
-    ----------
-    reader, memory, blobs, catalog
-        Reader that verifies blobs which are there already, the memory tiers that keep a copy of
-        what is written, the blobs, and the catalog.
-    keys
-        The keys to encrypt blobs with.
-    evictor
-        Makes room for blobs.
-    read_only
-        Whether the store takes no chunks.
+    ``reader`` verifies blobs that are there already, ``memory`` keeps a copy of written chunks,
+    ``keys`` encrypt blobs, and ``evictor`` makes room for them.
     """
 
-    def __init__(
-        self,
-        reader: Reader,
-        memory: Tiers,
-        blobs: Blobs,
-        catalog: Catalog,
-        keys: Keys,
-        evictor: Evictor,
-        *,
-        read_only: bool,
-    ) -> None:
-        self._reader = reader
-        self._memory = memory
-        self._blobs = blobs
-        self._catalog = catalog
-        self._cipher = keys.cipher
-        self._evictor = evictor
-        self._read_only = read_only
-        shared = blobs if blobs.shared is None else blobs.shared
-        # Blobs that machines share over a network, without local copies.
-        self._far = shared if shared.is_remote else None
-        self.is_closed = False
+    reader: Reader
+    memory: Tiers
+    blobs: Blobs
+    catalog: Catalog
+    keys: Keys
+    evictor: Evictor
+    read_only: bool
+    is_closed: bool = False
+
+    @property
+    def _far(self) -> Blobs | None:
+        """Blobs that machines share over a network, without local copies, if the store has any."""
+        blobs = self.blobs.shared or self.blobs
+        return blobs if blobs.is_remote else None
 
     def refusal(self) -> StoreError | None:
         """Return the reason why the store takes no changes; ``None`` if it takes them."""
         if self.is_closed:
             return StoreError("the KV store is closed; open it again")
-        if self._read_only:
-            return StoreError(f"the KV store is open for reading only; {self._catalog.remedy}")
+        if self.read_only:
+            return StoreError(f"the KV store is open for reading only; {self.catalog.remedy}")
         return None
 
     def put_all(self, chunks: Sequence[NewKV], *, reason: str = "put") -> list[int | StoreError]:
         """Store chunks in two changes of the catalog; return :meth:`put`'s results or errors."""
         for chunk in chunks:
             check_retention(chunk.retention)
-        epochs = self._memory.epochs()
+        epochs = self.memory.epochs()
         begun = [self._prepared(chunk) for chunk in chunks]
         jobs = [each for each in begun if isinstance(each, _Job)]
         try:
             if jobs:
                 priority = min((job.new.retention or Retention()).priority for job in jobs)
-                self._evictor.make_room(
-                    sum(job.record.num_bytes for job in jobs), priority=priority
-                )
+                self.evictor.make_room(sum(job.record.num_bytes for job in jobs), priority=priority)
         except StoreError as error:
             if len(chunks) > 1:  # some may fit
                 return [
@@ -135,7 +117,7 @@ class Writer:
                 return refused
             if self._is_linked(chunk_key(new.identity), new.text, new.doc_ids):
                 return 0
-            encoded = Encoded(new.identity, new.kv, self._cipher)
+            encoded = Encoded(new.identity, new.kv, self.keys.cipher)
         except StoreError as error:
             return error
         return _Job(new, encoded, record_of(new.identity, encoded.header.num_bytes))
@@ -143,7 +125,7 @@ class Writer:
     def _write(self, jobs: list[_Job]) -> None:
         """Write pending rows, blobs and confirmed rows; a chunk erased meanwhile gets no result."""
         with _results_of(jobs):
-            revisions = self._catalog.begin([(job.record, *job.new[2:]) for job in jobs])
+            revisions = self.catalog.begin([(job.record, *job.new[2:]) for job in jobs])
             for job, revision in zip(jobs, revisions, strict=True):
                 job.revision = revision
                 if revision is None:
@@ -155,7 +137,7 @@ class Writer:
             left = [job for job in jobs if job.result is None]
             there = set[ChunkKey]()
             if left:
-                there = self._catalog.confirm({job.record.key: job.revision or 0 for job in left})
+                there = self.catalog.confirm({job.record.key: job.revision or 0 for job in left})
             for job in left:
                 if job.record.key in there:
                     job.result = job.written
@@ -171,10 +153,10 @@ class Writer:
         """Remove all traces of a chunk that could not be written."""
         key = job.record.key
         with suppress(OSError):
-            self._catalog.cancel(key, job.new.text, job.new.doc_ids)
+            self.catalog.cancel(key, job.new.text, job.new.doc_ids)
         with suppress(OSError):
-            if not self._catalog.known([key]):
-                self._blobs.delete([key])
+            if not self.catalog.known([key]):
+                self.blobs.delete([key])
 
     def _announce(self, job: _Job, epochs: Epochs, reason: str) -> None:
         """Emit the event of a written chunk, set its expiry, and keep it in host memory."""
@@ -184,24 +166,24 @@ class Writer:
             usage = usage.retained(retention)
             if retention.duration_s is not None:
                 with suppress(OSError):
-                    self._blobs.expire(record.key, retention.duration_s)
-        self._memory.tell([record.key], reason, record.num_tokens, record.num_bytes)
-        if self._blobs.medium != "host":
+                    self.blobs.expire(record.key, retention.duration_s)
+        self.memory.tell([record.key], reason, record.num_tokens, record.num_bytes)
+        if self.blobs.medium != "host":
             for tier, epoch in epochs[-1:]:  # the host tier
                 tier.keep(identity, kv, usage, epoch=epoch, reason="put")
 
     def _write_blob(self, key: ChunkKey, encoded: Encoded) -> int:
         """Write a blob, in place of a blob that is not this chunk's; 0 if this chunk's is there."""
-        written = self._blobs.write(key, encoded)
+        written = self.blobs.write(key, encoded)
         if written:
             return written
         try:
-            self._reader.blob(key, encoded.header.identity)
+            self.reader.blob(key, encoded.header.identity)
         except BlobRejected as fault:
             # An absent blob may be back by now, so it is not deleted.
             if fault.hole != "absent" or isinstance(fault, (Foreign, OtherVersion)):
-                self._blobs.delete([key])
-            return self._blobs.write(key, encoded)
+                self.blobs.delete([key])
+            return self.blobs.write(key, encoded)
         return 0
 
     def link(
@@ -222,18 +204,18 @@ class Writer:
         if self._is_linked(key, text, doc_ids):
             return True
         try:
-            record = record_of(identity, self._reader.blob(key, identity).header.num_bytes)
+            record = record_of(identity, self.reader.blob(key, identity).header.num_bytes)
         except BlobRejected as fault:
             if fault.hole == "damaged":
                 with suppress(OSError):
-                    self._blobs.delete([key])
+                    self.blobs.delete([key])
             return False
-        revision = self._catalog.begin([(record, text, doc_ids, None)])[0]
+        revision = self.catalog.begin([(record, text, doc_ids, None)])[0]
         if revision in (None, DELETED):
             return revision is None
-        is_stored = bool(self._catalog.confirm({key: revision or 0}))
+        is_stored = bool(self.catalog.confirm({key: revision or 0}))
         if is_stored:
-            self._memory.tell([key], "adopted", record.num_tokens, record.num_bytes)
+            self.memory.tell([key], "adopted", record.num_tokens, record.num_bytes)
         return is_stored
 
     def _is_linked(
@@ -243,11 +225,11 @@ class Writer:
 
         If its remote blob is gone, the chunk is removed from the catalog.
         """
-        is_there = self._catalog.link(key, text, doc_ids)
+        is_there = self.catalog.link(key, text, doc_ids)
         with suppress(OSError):
             if is_there and self._far is not None and self._far.read(key, 0, 1) is None:
-                self._catalog.remove(self._catalog.revisions([key]))
-                self._blobs.delete([key])  # the local copy
+                self.catalog.remove(self.catalog.revisions([key]))
+                self.blobs.delete([key])  # the local copy
                 return False
         return is_there
 

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import diskcache
 from diskcache.core import DBNAME, MODE_RAW
 
+from kvrag.errors import StoreError
 from kvrag.store.blobs import sync_names
 
 log = logging.getLogger(__name__)
@@ -107,9 +108,6 @@ class Database:
         changes; nothing there is changed.
     durable
         Whether changes survive a power cut.
-    begin
-        Called with a database that has no rows or has replaced another, before its first use; the
-        second argument tells which.
     """
 
     has_garbage = False  # whether closed connections to any database may await collection
@@ -120,7 +118,6 @@ class Database:
         *,
         source: Path | None = None,
         durable: bool = True,
-        begin: Callable[[Opened, bool], None],
     ) -> None:
         self._private = ""
         if folder is None:
@@ -130,17 +127,20 @@ class Database:
         self.folder = folder
         self._source = source
         self._settings = {**SETTINGS, "sqlite_synchronous": 2 if durable else 1}
-        self._begin = begin
         self._opened: Opened | None = None
         # The files when they were opened last, whether or not they are open now.
         self._known: object = None
         self.has_warned = False
         """Whether a fault was logged since the database was opened."""
 
-    def current(self) -> Opened:
-        """Return the database, opened if needed; raises one of :data:`FAULTS`."""
+    def current(self, begin: Callable[[Opened, bool], None]) -> Opened:
+        """Return the database, opened if needed; raises one of :data:`FAULTS`.
+
+        ``begin`` is called with a database that has no rows or has replaced another, before its
+        first use; the second argument tells which.
+        """
         if self._opened is None or self._opened.files != self._files():
-            self._opened = self._open()
+            self._opened = self._open(begin)
             self._known = self._opened.files
             self.has_warned = False
         return self._opened
@@ -161,6 +161,13 @@ class Database:
                 disk.f_bavail * disk.f_frsize < ROOM or bool(disk.f_flag & os.ST_RDONLY)
             )
         return False
+
+    def fault(self, what: str, error: Exception) -> StoreError:
+        """Return the error that says what can't be done with the database."""
+        return StoreError(
+            f"the catalog {self.folder} can't be {what}: {str(error) or 'it stays locked'}; "
+            "make sure that the directory exists, is writable and has free space, then try again"
+        )
 
     def leave(self) -> None:
         """Close this thread's connection.
@@ -195,7 +202,7 @@ class Database:
                     found += [status.st_mtime_ns, status.st_size]
         return found
 
-    def _open(self) -> Opened:
+    def _open(self, begin: Callable[[Opened, bool], None]) -> Opened:
         """Open the database; create it if it is missing or damaged."""
         self.let_go()
         known = self._known
@@ -216,7 +223,7 @@ class Database:
             opened = Opened(cache, self._files() if self._source is None else there)
             is_other = self._source is None and known not in (None, opened.files)
             if is_other or not len(cache):
-                self._begin(opened, is_other)
+                begin(opened, is_other)
         return opened
 
     def _copy(self, source: Path) -> None:

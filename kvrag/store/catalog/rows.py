@@ -53,13 +53,17 @@ def open_table(
     StoreError
         If the folder can't be used.
     """
-    table = RowTable(folder, seal, read_only=read_only, durable=durable, begin=begin)
+    if read_only:
+        database = Database(None, source=folder)
+    else:
+        database = Database(folder, durable=durable)
+    table = RowTable(database, seal, begin, read_only=read_only)
     try:
         table.open()
     except FAULTS as error:
         table.close()
-        if read_only or not table.is_stuck():
-            raise table.fault("opened", error) from error
+        if read_only or not database.is_stuck():
+            raise database.fault("opened", error) from error
         log.warning(
             "the catalog %s is opened for reading only: its disk takes no writes (%s)",
             folder,
@@ -82,22 +86,19 @@ class RowTable:
 
     def __init__(
         self,
-        folder: Path | None,
+        database: Database,
         seal: RowCipher | None,
+        begin: Callable[[CatalogRows, bool], None],
         *,
         read_only: bool,
-        durable: bool,
-        begin: Callable[[CatalogRows, bool], None],
     ) -> None:
         self.read_only = read_only
         self._seal = seal
         self._begin = begin
         self._mine = threading.local()
-        if read_only:
-            self._database = Database(None, source=folder, begin=self._begun)
-        else:
-            self._database = Database(folder, durable=durable, begin=self._begun)
-        self._copy: Database | None = None
+        self._database = database
+        # Copy of the database, once it was needed.
+        self._copies: list[Database] = []
         # Changes take both locks in this order, looks only the second. A fork waits for both locks,
         # and finds no connection.
         self._lock = threading.RLock()
@@ -107,7 +108,7 @@ class RowTable:
     def open(self) -> None:
         """Open the database; raises one of :data:`~kvrag.store.catalog.database.FAULTS`."""
         with self._looking:
-            self._database.current()
+            self._current()
 
     def get(self, name: str) -> str | None:
         """Return a row's value as JSON; ``None`` if it is absent or can't be read.
@@ -181,7 +182,7 @@ class RowTable:
                 raise
             except FAULTS as error:
                 self._is_refused = self._database.is_stuck()
-                raise self.fault("changed", error) from error
+                raise self._database.fault("changed", error) from error
 
     def scrub(self) -> None:
         """Purge erased rows from the database's journal, as far as other readers allow."""
@@ -193,26 +194,14 @@ class RowTable:
         """Close the database; idempotent. A closed database is empty and can't be changed."""
         with self._lock, self._looking:
             self._is_closed = True
-            for database in self._open_databases():
+            for database in [self._database, *self._copies]:
                 database.close()
 
     def at_thread_end(self) -> None:
         """Close this thread's connections."""
         with self._looking, suppress(*FAULTS):
-            for database in self._open_databases():
+            for database in [self._database, *self._copies]:
                 database.leave()
-
-    def is_stuck(self) -> bool:
-        """Whether the database can't be opened because its disk takes no writes."""
-        return self._database.is_stuck()
-
-    def fault(self, what: str, error: Exception) -> StoreError:
-        """Return the error that says what can't be done with the database."""
-        return StoreError(
-            f"the catalog {self._database.folder} can't be {what}: "
-            f"{str(error) or 'it stays locked'}; "
-            "make sure that the directory exists, is writable and has free space, then try again"
-        )
 
     def hold(self) -> None:
         """Wait for changes and looks under way, and close all connections before a fork."""
@@ -228,16 +217,13 @@ class RowTable:
     def let_go(self) -> None:
         """Close all connections; the database is opened again when it is needed."""
         with self._looking:
-            for database in self._open_databases():
+            for database in [self._database, *self._copies]:
                 database.let_go()
-
-    def _open_databases(self) -> list[Database]:
-        return [self._database, *([] if self._copy is None else [self._copy])]
 
     def _current(self) -> Opened:
         if self._is_closed:
             raise OSError("the store is closed")
-        return self._database.current()
+        return self._database.current(self._begun)
 
     def _begun(self, opened: Opened, is_other: bool) -> None:
         with self._transaction(opened):
@@ -278,10 +264,8 @@ class RowTable:
             return default
         if self._database.is_stuck():
             with suppress(*FAULTS):
-                if self._copy is None:
-                    folder = self._database.folder
-                    self._copy = Database(None, source=folder, begin=lambda *_: None)
-                return action(self._copy.current().cache)
+                self._copies = self._copies or [Database(None, source=self._database.folder)]
+                return action(self._copies[0].current(lambda *_: None).cache)
         if not self._database.has_warned:
             self._database.has_warned = True
             log.warning(
