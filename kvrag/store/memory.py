@@ -356,21 +356,18 @@ class Tiers:
         self._followed = generation
 
     def drop(
-        self, keys: Collection[ChunkKey], reason: str, gone: Collection[ChunkKey] | None = None
+        self,
+        keys: Collection[ChunkKey] | None,
+        reason: str,
+        gone: Collection[ChunkKey] | None = None,
     ) -> None:
-        """Drop chunks that were erased below, and tell that their blobs, or ``gone``, are gone."""
-        for tier in self.all:
-            tier.drop(keys, reason)
-        self.tell(sorted(keys if gone is None else gone), reason)
+        """Drop chunks, or all, that were erased below; tell that their blobs, or ``gone``, are gone.
 
-    def clear(self) -> None:
-        """Drop all chunks, after all chunks below were erased."""
+        Chunks that are kept meanwhile are compared with the catalog at the next :meth:`follow`.
+        """
         for tier in self.all:
-            tier.drop(tier.keys(), "cleared")
-        self.tell((), "cleared")
-
-    def follow_again(self) -> None:
-        """Compare memory with the catalog at the next :meth:`follow`, whether it changed or not."""
+            tier.drop(tier.keys() if keys is None else keys, reason)
+        self.tell(sorted((keys or ()) if gone is None else gone), reason)
         self._followed = None
 
     def close(self) -> None:

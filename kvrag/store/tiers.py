@@ -248,8 +248,7 @@ class TieredStore:
         if namespace is not None:
             self.memory.drop(keys, "deleted")
         else:
-            self.memory.clear()
-        self.memory.follow_again()  # chunks may have been kept meanwhile
+            self.memory.drop(None, "cleared")
         self.catalog.scrub()
         return count
 

@@ -11,12 +11,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import astuple
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any
 
 from kvrag.config import Retention
-from kvrag.errors import StoreError
 from kvrag.kv.crypto import Keys, RowCipher
-from kvrag.runtime import Forking, at_fork
 from kvrag.store.base import CatalogRows, ChunkRecord
 from kvrag.store.catalog.hits import Hits
 from kvrag.store.catalog.ledger import (
@@ -42,21 +40,7 @@ Without documents, the text must have been registered."""
 DELETED = -1
 
 
-class Inherited:
-    """Rows of a catalog in a process that was forked since the catalog was opened."""
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise StoreError(
-            "this KV store was opened before the process was forked; open it after the fork "
-            "(gunicorn: without --preload; celery: in worker_process_init), or start processes "
-            "by 'spawn'"
-        )
-
-    def close(self) -> None:
-        """Do nothing: all that is open is the parent's."""
-
-
-class Catalog(Hits, Forking):
+class Catalog(Hits):
     """Rows of a store; queries on them are in :mod:`kvrag.store.catalog.ledger`.
 
     ``folder``, ``read_only`` and ``durable`` are as for
@@ -84,12 +68,6 @@ class Catalog(Hits, Forking):
         make = rows or partial(open_table, folder, durable=durable)
         self._rows = make(seal=self._seal, read_only=read_only, begin=self._begin)
         self.read_only = self._rows.read_only
-        at_fork(self)
-
-    def after_fork(self, *, in_child: bool) -> None:
-        """Leave the rows to the parent: the child has none of its threads and connections."""
-        if in_child:
-            self._rows = cast(CatalogRows, Inherited())
 
     def link(self, key: ChunkKey, text: TextEntry | None, doc_ids: Sequence[str | None]) -> bool:
         """Add text and documents to a stored chunk, and return whether the chunk is stored.

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from operator import methodcaller
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from kvrag.errors import StoreError
 from kvrag.kv.crypto import RowCipher
@@ -73,6 +73,20 @@ def open_table(
     _TABLES.all.add(table)
     at_thread_end(table)
     return table
+
+
+class Inherited:
+    """Rows in a process that was forked since they were opened."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise StoreError(
+            "this KV store was opened before the process was forked; open it after the fork "
+            "(gunicorn: without --preload; celery: in worker_process_init), or start processes "
+            "by 'spawn'"
+        )
+
+    def close(self) -> None:
+        """Do nothing: all that is open is the parent's."""
 
 
 class RowTable:
