@@ -6,7 +6,6 @@
                               └→ writing ─┼→ catalog (diskcache; shared: redis)
                                           ├→ kv.format → kv.crypto
                                           └→ blobs (files, or copies → redis, object_store)
-    cli → check → tiers
 
 Imports ``types errors config runtime``, ``identity`` and ``kv``; nothing else of kvrag.
 """

@@ -361,7 +361,7 @@ class Tiers:
         reason: str,
         gone: Collection[ChunkKey] | None = None,
     ) -> None:
-        """Drop chunks, or all, that were erased below; tell that their blobs, or ``gone``, are gone.
+        """Drop chunks that were erased below, or all; tell that their blobs, or ``gone``, are gone.
 
         Chunks that are kept meanwhile are compared with the catalog at the next :meth:`follow`.
         """

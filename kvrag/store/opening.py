@@ -28,7 +28,7 @@ from kvrag.config.address import HIDDEN, absolute, address, revealed
 from kvrag.errors import ConfigError, StoreError, StoreFormatError
 from kvrag.identity.fingerprint import FORMAT_VERSION
 from kvrag.kv.crypto import Keys
-from kvrag.runtime import Forking, at_fork, host_memory
+from kvrag.runtime import host_memory
 from kvrag.store.base import Blobs, CatalogRows, MemoryBlobs
 from kvrag.store.blobs import OBJECTS, TMP, FileBlobs
 from kvrag.store.catalog import Catalog
@@ -96,48 +96,13 @@ class _Parts:
     users: int = 0
 
 
-class _Shared(Forking):
-    """Parts of the open stores of this process; a forked child begins without any."""
+_shared: dict[object, _Parts] = {}
+"""Parts of the open stores of this process, by directory, key and memory budget."""
+_above: WeakValueDictionary[object, MemoryTier] = WeakValueDictionary()
+"""Accelerator tiers by catalog, device and budget."""
+_lock = threading.RLock()
 
-    def __init__(self) -> None:
-        self._begin()
-        at_fork(self)
-
-    def _begin(self) -> None:
-        self._lock = threading.RLock()
-        self._parts: dict[object, _Parts] = {}
-        # Accelerator tiers by catalog, device and budget.
-        self._above: WeakValueDictionary[object, MemoryTier] = WeakValueDictionary()
-
-    def after_fork(self, *, in_child: bool) -> None:
-        if in_child:
-            self._begin()
-
-    def join(self, key: object, open_parts: Callable[[], _Parts]) -> _Parts:
-        """Return the parts of one more store; the first store of ``key`` opens them."""
-        with self._lock:
-            parts = self._parts.get(key) or open_parts()
-            self._parts[key] = parts
-            parts.users += 1
-            return parts
-
-    def leave(self, key: object, parts: _Parts) -> bool:
-        """Return whether a store was the last of its parts, which are released then."""
-        with self._lock:
-            if self._parts.get(key) is not parts:  # they are those of the parent of this process
-                return False
-            parts.users -= 1
-            if not parts.users:
-                del self._parts[key]
-            return not parts.users
-
-    def above(self, store: TieredStore, tier: MemoryTier) -> MemoryTier:
-        """Return the accelerator tier that a store shares; ``tier`` if it is the first."""
-        with self._lock:
-            return self._above.setdefault((store.catalog, tier.device, tier.max_bytes), tier)
-
-
-_SHARED = _Shared()
+os.register_at_fork(after_in_child=_shared.clear)  # a forked child opens parts of its own
 
 
 def open_store(kv_dir: str | os.PathLike[str] | None, config: StoreConfig) -> TieredStore:
@@ -309,8 +274,21 @@ def _opened(url: str) -> Blobs | None:
 def _joined(
     key: object, open_parts: Callable[[], _Parts], config: StoreConfig, keys: Keys, budget: Budget
 ) -> TieredStore:
-    """Return a store of the parts that the stores of ``key`` share."""
-    parts = _SHARED.join(key, open_parts)
+    """Return a store of the parts that the stores of ``key`` share; the first store opens them."""
+    with _lock:
+        parts = _shared.get(key) or open_parts()
+        _shared[key] = parts
+        parts.users += 1
+
+    def is_last() -> bool:
+        with _lock:
+            if _shared.get(key) is not parts:  # these are those of the parent of this process
+                return False
+            parts.users -= 1
+            if not parts.users:
+                del _shared[key]
+            return not parts.users
+
     return TieredStore(
         [parts.host],
         parts.blobs,
@@ -318,7 +296,7 @@ def _joined(
         config,
         keys=keys,
         budget=budget,
-        is_last=partial(_SHARED.leave, key, parts),
+        is_last=is_last,
     )
 
 
@@ -331,7 +309,8 @@ def on_accelerator(store: TieredStore, device: torch.device, config: StoreConfig
     budget = device_budget(config.gpu_bytes, config.gpu_fraction, device)
     if budget:
         tier = MemoryTier(budget, name="gpu", device=device)
-        store.memory.put_above(_SHARED.above(store, tier))
+        with _lock:
+            store.memory.put_above(_above.setdefault((store.catalog, device, budget), tier))
 
 
 def prepare(root: Path, config: StoreConfig) -> bool:

@@ -12,10 +12,11 @@ import pytest
 from stores import CHUNKS, KEYS, KVS, SIZE, fill
 
 from kvrag import runtime
+from kvrag.cli import check
 from kvrag.config import StoreConfig
 from kvrag.errors import ConfigError, StoreError
 from kvrag.runtime import host_memory
-from kvrag.store import Blobs, Retention, check, opening
+from kvrag.store import Blobs, Retention, opening
 from kvrag.store.opening import lesser
 from kvrag.testing.chunks import NAMESPACE, same_bits
 

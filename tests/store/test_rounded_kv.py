@@ -8,11 +8,11 @@ import torch
 from safetensors import safe_open
 from stores import CHUNKS, EVERY_KEY, KVS, PATIENT_S, path_of
 
+from kvrag.cli.check import copy, fsck
 from kvrag.errors import StoreError
 from kvrag.identity.fingerprint import chunk_key, content_key
 from kvrag.kv.quantise import pack
 from kvrag.store import MemoryTier, on_accelerator
-from kvrag.store.check import copy, fsck
 from kvrag.testing.chunks import make_text, same_bits
 from kvrag.types import ChunkKV, LayerKV
 

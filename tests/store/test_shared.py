@@ -537,7 +537,7 @@ def test_processes_share_the_budget_of_their_copies(tmp_path, redis_url, monkeyp
     stores = []
     for _ in range(3):
         stores.append(open_store(tmp_path / "copies", config))
-        opening._SHARED.after_fork(in_child=True)  # the next one is another process
+        opening._shared.clear()  # the next one is another process
     for number in range(30):
         put(stores[number % 3], number)
         assert sum(stores[0].blobs.local.sizes().values()) <= 40_000 * (1 + 3 / 4) + 5000

@@ -13,7 +13,7 @@ from functools import partial
 
 from kvrag.errors import StoreError
 from kvrag.kv.format import BlobRejected, Foreign, OtherVersion
-from kvrag.store.tiers import TieredStore
+from kvrag.store import TieredStore
 from kvrag.types import ChunkKey, TextEntry
 
 
