@@ -275,27 +275,3 @@ class Listener:
             if not self.has_warned:
                 self.has_warned = True
                 log.warning("an event of the KV store could not be reported: %s", error)
-
-
-def emit(
-    listeners: list[Listener], medium: str, keys: Iterable[ChunkKey], reason: str, *size: int
-) -> None:
-    """Emit an event per chunk to the listeners; equal listeners, of several stores, get it once.
-
-    ``size`` is the number of tokens and of bytes of a stored chunk; removals have no size.
-    """
-    known = list(listeners)
-    if not known:
-        return
-    kind: EventType = "BlockRemoved"
-    each_hashes: list[tuple[str, ...]] = [(key,) for key in keys]
-    if size:
-        kind = "BlockStored"
-    elif reason == "cleared":
-        kind = "AllBlocksCleared"
-        each_hashes = [()]
-    for hashes in each_hashes:
-        event = StoreEvent(kind, medium, hashes, reason, *size)
-        for number, each in enumerate(known):
-            if each not in known[:number]:
-                each.receive(event)

@@ -18,7 +18,7 @@ from kvrag.identity.fingerprint import chunk_key
 from kvrag.kv.buffers import copy_stream, held
 from kvrag.kv.layers import own_kv
 from kvrag.runtime import Pool
-from kvrag.store.base import Blobs, Listener, StoreStats, emit
+from kvrag.store.base import Blobs, EventType, Listener, StoreEvent, StoreStats
 from kvrag.store.catalog import Catalog
 from kvrag.store.eviction import SHARE, Sized, Usage, leaving
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, Hole
@@ -31,6 +31,30 @@ AHEAD = Pool("kvrag-read-ahead", 2)
 """Threads that prefetch: few, so that a new request finds the disk free enough for its reads."""
 
 Loaded = ChunkKV | Hole
+
+
+def emit(
+    listeners: list[Listener], medium: str, keys: Iterable[ChunkKey], reason: str, *size: int
+) -> None:
+    """Emit an event per chunk to the listeners; equal listeners, of several stores, get it once.
+
+    ``size`` is the number of tokens and of bytes of a stored chunk; removals have no size.
+    """
+    known = list(listeners)
+    if not known:
+        return
+    kind: EventType = "BlockRemoved"
+    each_hashes: list[tuple[str, ...]] = [(key,) for key in keys]
+    if size:
+        kind = "BlockStored"
+    elif reason == "cleared":
+        kind = "AllBlocksCleared"
+        each_hashes = [()]
+    for hashes in each_hashes:
+        event = StoreEvent(kind, medium, hashes, reason, *size)
+        for number, each in enumerate(known):
+            if each not in known[:number]:
+                each.receive(event)
 
 
 @dataclass(slots=True, eq=False)
@@ -314,7 +338,7 @@ class Tiers:
             listeners.append(listener)
 
     def tell(self, keys: Iterable[ChunkKey], reason: str, *size: int) -> None:
-        """Tell the listeners of a change of the blobs; see :func:`~kvrag.store.base.emit`."""
+        """Tell the listeners of a change of the blobs; see :func:`emit`."""
         emit(self.listeners, self.blobs.medium, keys, reason, *size)
 
     def identity(self, key: ChunkKey) -> ChunkIdentity | None:

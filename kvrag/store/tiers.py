@@ -78,7 +78,7 @@ class TieredStore:
         )
         self.writer = Writer(self.reader, self.memory, *below, evictor, self.read_only)
         self._is_last = is_last
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     @property
     def tiers(self) -> tuple[MemoryTier, ...]:

@@ -13,7 +13,7 @@ import pytest
 from stores import CHUNKS, EVERY_KEY, KEYS, KVS, SIZE, failing, fill, present, put
 
 from kvrag.errors import StoreError
-from kvrag.store.catalog import database as files
+from kvrag.store.catalog import rows
 from kvrag.store.catalog.database import CHOICES, SCHEMA, SETTINGS, own
 from kvrag.testing.chunks import NAMESPACE, make_text, same_bits
 
@@ -185,11 +185,11 @@ def test_a_store_that_is_opened_on_a_full_disk_is_read(filled, opened, root, mon
 
 def test_an_open_store_is_read_where_its_disk_becomes_read_only(opened, root, monkeypatch):
     """From a private copy of the catalog, until the real one can be opened again; changes are refused meanwhile."""
-    store, real = fill(opened(ram_bytes=0), *NUMBERS), files.locked
+    store, real = fill(opened(ram_bytes=0), *NUMBERS), rows.locked
     store.catalog._rows.let_go()
     with monkeypatch.context() as patch:
         patch.setattr(
-            files, "locked", lambda path: (failing(30)(real) if path.parent == root else real)(path)
+            rows, "locked", lambda path: (failing(30)(real) if path.parent == root else real)(path)
         )
         assert present(store) == []
         patch.setattr(
@@ -308,7 +308,7 @@ def test_a_sound_database_is_kept_not_mapped_never_evicts_and_overwrites_what_is
 
 
 def test_a_locked_catalog_is_an_error_in_bounded_time_and_reads_go_on(filled, root, monkeypatch):
-    monkeypatch.setattr(files, "BUSY_S", 0.05)
+    monkeypatch.setattr(rows, "BUSY_S", 0.05)
     filled.catalog._rows.let_go()
     assert filled.known(KEYS), "opened again"
     with closing(sqlite3.connect(database(root), isolation_level=None)) as blocker:
