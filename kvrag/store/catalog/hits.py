@@ -31,10 +31,9 @@ class Hits(Ledger, Forking):
         at_fork(self)
 
     def after_fork(self, *, in_child: bool) -> None:
-        """Leave rows and hits to the parent: a child has none of its threads and connections."""
+        """Leave the rows to the parent: a child has none of its threads and connections."""
         if in_child:
             self._rows = cast(CatalogRows, Inherited())
-            self._touched.clear()
 
     def touch(self, key: ChunkKey) -> None:
         """Count a hit of a chunk, in any tier; it is written later."""
