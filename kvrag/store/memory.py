@@ -396,7 +396,8 @@ class Tiers:
 
     def close(self) -> None:
         """Leave the tiers to the other stores that share them."""
-        tiers, self.all = self.all, ()
+        tiers = self.all
+        self.all = ()
         for tier in tiers:
             for each in self.listeners:
                 tier.listeners.remove(each)

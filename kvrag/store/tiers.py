@@ -55,8 +55,11 @@ class TieredStore:
         budget: Budget | None = None,
         is_last: Callable[[], bool] = lambda: True,
     ) -> None:
-        self.config = config = config or StoreConfig()
-        self.keys = self.names = keys = keys or Keys()
+        config = config or StoreConfig()
+        keys = keys or Keys()
+        self.config = config
+        self.keys = keys
+        self.names = keys
         self.blobs = blobs
         self.catalog = catalog
         self.read_only = config.read_only or catalog.read_only
@@ -67,8 +70,13 @@ class TieredStore:
         self.memory = Tiers(blobs, catalog, listeners)
         for tier in reversed(tiers):
             self.memory.put_above(tier)
-        below = blobs, catalog, keys
-        self.reader = Reader(self.memory, *below, self.read_only)
+        self.reader = Reader(
+            self.memory,
+            blobs,
+            catalog,
+            keys,
+            self.read_only,
+        )
         evictor = Evictor(
             budget or Budget(),
             totals=catalog.totals,
@@ -76,7 +84,15 @@ class TieredStore:
             free_bytes=blobs.free_bytes,
             evict=partial(self._erase, reason="evicted"),
         )
-        self.writer = Writer(self.reader, self.memory, *below, evictor, self.read_only)
+        self.writer = Writer(
+            self.reader,
+            self.memory,
+            blobs,
+            catalog,
+            keys,
+            evictor,
+            self.read_only,
+        )
         self._is_last = is_last
         self._lock = threading.RLock()
 
