@@ -36,6 +36,7 @@ EXITING = threading.Event()
 """Set when the interpreter exits."""
 _pools: weakref.WeakSet[Pool] = weakref.WeakSet()
 _threaded: weakref.WeakSet[Any] = weakref.WeakSet()
+_forking: weakref.WeakSet[Forking] = weakref.WeakSet()
 
 
 def at_thread_end(thing: Any) -> None:
@@ -46,15 +47,39 @@ def at_thread_end(thing: Any) -> None:
     _threaded.add(thing)
 
 
-def _after_fork() -> None:
-    """Empty the pools in a forked child: their threads stayed in the parent."""
-    _late.clear()
-    for pool in list(_pools):
-        pool.begin()
+class Forking:
+    """Thing that every fork of this process concerns, once :func:`at_fork` has made it known."""
+
+    def before_fork(self) -> None:
+        """Prepare for a fork, which waits for this."""
+
+    def after_fork(self, *, in_child: bool) -> None:
+        """Go on after a fork, in the parent and in the child."""
+
+
+def at_fork(thing: Forking) -> None:
+    """Run the methods of ``thing`` around every fork from now on, as long as it lives."""
+    _forking.add(thing)
+
+
+def _before_fork() -> None:
+    for thing in list(_forking):
+        thing.before_fork()
+
+
+def _after_fork(*, in_child: bool) -> None:
+    if in_child:
+        _late.clear()
+    for thing in list(_forking):
+        thing.after_fork(in_child=in_child)
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+    os.register_at_fork(
+        before=_before_fork,
+        after_in_parent=functools.partial(_after_fork, in_child=False),
+        after_in_child=functools.partial(_after_fork, in_child=True),
+    )
 
 
 def host_memory() -> int:
@@ -126,7 +151,7 @@ class _Job(NamedTuple):
     cancel: threading.Event | None
 
 
-class Pool:
+class Pool(Forking):
     """Pool of daemon threads that run actions.
 
     A forked child begins with an empty pool. At interpreter exit its actions are cancelled and
@@ -137,11 +162,16 @@ class Pool:
     def __init__(self, name: str, max_threads: int | None = None) -> None:
         self._name = name
         self._max_threads = max_threads
-        self.begin()
+        self._begin()
         _pools.add(self)
+        at_fork(self)
 
-    def begin(self) -> None:
-        """Begin without threads and jobs."""
+    def after_fork(self, *, in_child: bool) -> None:
+        """Begin anew in a child: the threads stayed in the parent."""
+        if in_child:
+            self._begin()
+
+    def _begin(self) -> None:
         self._changed = threading.Condition(threading.Lock())
         self._jobs: deque[_Job] = deque()
         self._threads: dict[threading.Thread, _Job | None] = {}

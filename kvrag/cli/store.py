@@ -276,7 +276,7 @@ def fsck(
     the store does not list are removed, and so are chunks in its list without a file. Exit status 1
     if a chunk is damaged or can't be read.
     """
-    from kvrag.store import check
+    from kvrag.cli import check
 
     if sample and not re.fullmatch(r"\d+/\d+", sample):
         raise ConfigError(
@@ -306,7 +306,7 @@ def gc(
     killed processes left unfinished. Removed chunks are computed again when a prompt needs them.
     Exit status 1 if the store can't be changed.
     """
-    from kvrag.store import check
+    from kvrag.cli import check
 
     with _existing_store(kv_dir, disk_bytes=disk_bytes) as store:
         before = _size(store)
@@ -403,7 +403,8 @@ def export(
     The copy can be opened with read_only=True. Exit status 1 if a document is not known or a chunk
     can't be read; the rest is copied. If no document is known, no copy is made.
     """
-    from kvrag.store import check, open_store
+    from kvrag.cli import check
+    from kvrag.store import open_store
 
     with _existing_store(kv_dir) as store:
         space = store.names.namespace(namespace)
@@ -437,7 +438,8 @@ def import_(
     The source need not be trusted: every byte is verified, and no code in it is run.
     """
     _check_is_store(str(source))
-    from kvrag.store import check, open_store
+    from kvrag.cli import check
+    from kvrag.store import open_store
 
     written = StoreConfig(ram_bytes=0, read_only=True, **({} if plain else key_options()))
     with (

@@ -2,11 +2,10 @@
 
 ::
 
-    engine → opening → tiers → writing → reading ──→ memory (host, gpu)    erasures (counted)
-                                             ├─────→ catalog (diskcache; shared: Redis)
-                                             ├─────→ kv.format → kv.crypto
-                                             └─────→ blobs (files, or copies → redis, object_store)
-    cli → check → tiers
+    engine → opening → tiers ─┬→ reading ─┬→ memory (tiers: host, gpu)  erasures (counted)
+                              └→ writing ─┼→ catalog (diskcache; shared: redis)
+                                          ├→ kv.format → kv.crypto
+                                          └→ blobs (files, or copies → redis, object_store)
 
 Imports ``types errors config runtime``, ``identity`` and ``kv``; nothing else of kvrag.
 """

@@ -82,6 +82,14 @@ class Blobs(ABC):
     def forget(self, keys: Collection[ChunkKey]) -> None:
         """Erase local copies; by default there are none. Raises ``OSError`` if one still exists."""
 
+    def catalog(self, store: str) -> Callable[..., CatalogRows] | None:
+        """Return the function that makes a store's catalog beside the blobs, if there can be one.
+
+        It takes ``seal``, ``read_only`` and ``begin``, as
+        :func:`~kvrag.store.catalog.rows.open_table` does.
+        """
+        return None
+
     def follow(self, absent: Callable[[Collection[ChunkKey]], set[ChunkKey]]) -> None:
         """Erase the local copies whose keys ``absent`` returns; never raises."""
 
@@ -92,8 +100,8 @@ WRITABLE = "open it without read_only, make its directory writable, or free spac
 class CatalogRows(Protocol):
     """Named rows of JSON, of which the catalog consists. Thread-safe; other processes share them.
 
-    Rows are on this machine (:class:`~kvrag.store.catalog.rows.RowTable`) or in Redis
-    (:class:`~kvrag.store.catalog.remote.RedisRows`). Rows that can't be read count as absent;
+    Rows are on this machine (:class:`~kvrag.store.catalog.rows.RowTable`) or shared by machines
+    (:meth:`Blobs.catalog`). Rows that can't be read count as absent;
     inside :meth:`change`, faults are raised.
     """
 

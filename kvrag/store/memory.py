@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -18,7 +18,8 @@ from kvrag.identity.fingerprint import chunk_key
 from kvrag.kv.buffers import copy_stream, held
 from kvrag.kv.layers import own_kv
 from kvrag.runtime import Pool
-from kvrag.store.base import EventType, Listener, StoreEvent, StoreStats
+from kvrag.store.base import Blobs, EventType, Listener, StoreEvent, StoreStats
+from kvrag.store.catalog import Catalog
 from kvrag.store.eviction import SHARE, Sized, Usage, leaving
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, Hole
 
@@ -303,3 +304,100 @@ class Reads:
             return None
         read.future.add_done_callback(end)
         return read
+
+
+Epochs = list[tuple[MemoryTier, int]]
+"""Tiers, each with its epoch before a chunk was looked up below: see :meth:`MemoryTier.keep`."""
+
+
+@dataclass(slots=True, eq=False)
+class Tiers:
+    """Memory tiers of a store, uppermost first, with copies of chunks that its catalog knows.
+
+    ``blobs`` and ``catalog`` are the stored chunks below. ``listeners`` are told of every change of
+    the tiers, and of the blobs by :meth:`tell`. Stores of a directory share tiers.
+    """
+
+    blobs: Blobs
+    catalog: Catalog
+    listeners: list[Listener]
+    all: tuple[MemoryTier, ...] = ()
+    reads: Reads = field(default_factory=lambda: Reads(0))
+    # The catalog's generation when memory was last compared with it.
+    _followed: int | None = None
+
+    def put_above(self, tier: MemoryTier) -> None:
+        """Add a memory tier above all other tiers."""
+        tier.listeners += self.listeners
+        self.all = (tier, *self.all)
+        self.reads = tier.reads
+
+    def listen(self, listener: Listener) -> None:
+        """Add a listener."""
+        for listeners in (self.listeners, *[tier.listeners for tier in self.all]):
+            listeners.append(listener)
+
+    def tell(self, keys: Iterable[ChunkKey], reason: str, *size: int) -> None:
+        """Tell the listeners of a change of the blobs; see :func:`emit`."""
+        emit(self.listeners, self.blobs.medium, keys, reason, *size)
+
+    def identity(self, key: ChunkKey) -> ChunkIdentity | None:
+        """Return the identity of the chunk under a key."""
+        found = (tier.identity(key) for tier in self.all)
+        return next(filter(None, found), None)
+
+    def get(self, identity: ChunkIdentity, key: ChunkKey) -> ChunkKV | None:
+        """Return a chunk from the uppermost tier that has it, and keep it in the tiers above."""
+        epochs = self.epochs()
+        for number, (tier, _) in enumerate(epochs):
+            kv = tier.get(key, identity)
+            if kv is not None:
+                self.catalog.touch(key)
+                usage = self.catalog.usage(key) if number else Usage()
+                return self.keep(identity, kv, epochs[:number], usage)
+        return None
+
+    def epochs(self) -> Epochs:
+        """Return the tiers with their epochs, which change when a chunk is erased."""
+        return [(tier, tier.epoch) for tier in self.all]
+
+    def keep(self, identity: ChunkIdentity, kv: ChunkKV, epochs: Epochs, usage: Usage) -> ChunkKV:
+        """Keep a chunk in some tiers, lowest first; return it as the uppermost tier returns it."""
+        for tier, epoch in reversed(epochs):
+            kv = tier.keep(identity, kv, usage, epoch=epoch)
+        return kv
+
+    def follow(self) -> None:
+        """Drop chunks that any process has erased."""
+        generation = self.catalog.state().generation
+        if generation == self._followed:
+            return
+        for tier in self.all:
+            keys = tier.keys()
+            known = self.catalog.known(keys)
+            tier.drop([key for key in keys if key not in known], "evicted")
+        self.blobs.follow(self.catalog.absent)
+        self._followed = generation
+
+    def drop(
+        self,
+        keys: Collection[ChunkKey] | None,
+        reason: str,
+        gone: Collection[ChunkKey] | None = None,
+    ) -> None:
+        """Drop chunks that were erased below, or all; tell that their blobs, or ``gone``, are gone.
+
+        Chunks that are kept meanwhile are compared with the catalog at the next :meth:`follow`.
+        """
+        for tier in self.all:
+            tier.drop(tier.keys() if keys is None else keys, reason)
+        self.tell(sorted((keys or ()) if gone is None else gone), reason)
+        self._followed = None
+
+    def close(self) -> None:
+        """Leave the tiers to the other stores that share them."""
+        tiers = self.all
+        self.all = ()
+        for tier in tiers:
+            for each in self.listeners:
+                tier.listeners.remove(each)

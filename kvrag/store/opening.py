@@ -12,9 +12,9 @@ import os
 import shutil
 import stat
 import threading
-from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -32,14 +32,12 @@ from kvrag.runtime import host_memory
 from kvrag.store.base import Blobs, CatalogRows, MemoryBlobs
 from kvrag.store.blobs import OBJECTS, TMP, FileBlobs
 from kvrag.store.catalog import Catalog
+from kvrag.store.catalog.bucket import BlobRows
 from kvrag.store.catalog.database import sync
-from kvrag.store.catalog.remote import BlobRows, RedisRows
 from kvrag.store.copies import CachedBlobs
 from kvrag.store.eviction import Budget
 from kvrag.store.memory import MemoryTier
-from kvrag.store.redis import SCHEMES as REDIS
-from kvrag.store.redis import RedisServer
-from kvrag.store.tiers import STORES, Inherited, TieredStore
+from kvrag.store.tiers import TieredStore
 
 log = logging.getLogger(__name__)
 
@@ -88,13 +86,23 @@ NOBODY = 65534  # owner of the files of root on NFS
 L = TypeVar("L", int, int | None)
 
 
-_Parts = tuple[MemoryTier, Blobs, Catalog]
+@dataclass(slots=True, eq=False)
+class _Parts:
+    """Parts that the stores of a directory share, and the number of these stores."""
+
+    host: MemoryTier
+    blobs: Blobs
+    catalog: Catalog
+    users: int = 0
+
+
 _shared: dict[object, _Parts] = {}
-"""Parts that the stores of a directory share, as long as any of them is open."""
-_users = Counter[object]()
+"""Parts of the open stores of this process, by directory, key and memory budget."""
 _above: WeakValueDictionary[object, MemoryTier] = WeakValueDictionary()
 """Accelerator tiers by catalog, device and budget."""
 _lock = threading.RLock()
+
+os.register_at_fork(after_in_child=_shared.clear)  # a forked child opens parts of its own
 
 
 def open_store(kv_dir: str | os.PathLike[str] | None, config: StoreConfig) -> TieredStore:
@@ -149,7 +157,7 @@ def open_store(kv_dir: str | os.PathLike[str] | None, config: StoreConfig) -> Ti
         catalog = Catalog(
             folder, keys, read_only=read_only, durable=durable, may_have_blobs=has_blobs
         )
-        return MemoryTier(ram), blobs, catalog
+        return _Parts(MemoryTier(ram), blobs, catalog)
 
     return _joined(key, open_parts, config, keys, _budget(root, config))
 
@@ -179,30 +187,30 @@ def _open_shared(
 
     def open_parts() -> _Parts:
         blobs = open_url(url)
-        rows = _rows(url, config.catalog, keys) or partial(BlobRows, blobs=blobs, keys=keys)
+        rows = _rows(blobs, url, config.catalog, keys)
         if root is not None:
             digest = hashlib.sha256(f"{url} {keys.id}".encode()).hexdigest()
             local = FileBlobs(root / f"copies-{digest[:16]}", durable=False)
             blobs = CachedBlobs(blobs, local, _budget(root, config))
-        return host, blobs, Catalog(None, keys, read_only=config.read_only, rows=rows)
+        catalog = Catalog(None, keys, read_only=config.read_only, rows=rows)
+        return _Parts(host, blobs, catalog)
 
     return _joined(key, open_parts, config, keys, Budget())
 
 
-def _rows(url: str, catalog: str | None, keys: Keys) -> Callable[..., CatalogRows] | None:
+def _rows(blobs: Blobs, url: str, catalog: str | None, keys: Keys) -> Callable[..., CatalogRows]:
     """Return the function that makes the rows of a store that machines share.
 
-    They are in the Redis ``catalog``, else in the Redis of the blobs; ``None`` without either.
+    They are at ``catalog``, else beside the blobs; else they are read off the blobs.
     """
-    # Machines may know a Redis by different names, but it has one store in a database.
-    store = keys.id if catalog is None else f"{url.rstrip('/')} {keys.id}"
-    scheme, whole = _whole(url if catalog is None else catalog)
-    if scheme in REDIS:
-        return partial(RedisRows, server=RedisServer(whole), store=store)
     if catalog is None:
-        return None
+        # Machines may know a Redis by different names, but it has one store in a database.
+        return blobs.catalog(keys.id) or partial(BlobRows, blobs=blobs, keys=keys)
+    there = _opened(catalog)
+    if there and (rows := there.catalog(f"{url.rstrip('/')} {keys.id}")):
+        return rows
     raise StoreError(
-        f"there is no catalog at {scheme}://; "
+        f"there is no catalog at {_whole(catalog)[0]}://; "
         "name a Redis or Valkey server as StoreConfig.catalog, as redis://host:6379/0"
     )
 
@@ -227,10 +235,25 @@ def _whole(url: str) -> tuple[str, str]:
 
 def open_url(url: str) -> Blobs:
     """Open the blobs of a store that machines share; raises ``StoreError``."""
-    scheme, whole = _whole(url)
+    blobs = _opened(url)
+    if blobs is not None:
+        return blobs
+    remedy = "reinstall kvrag, whose own stores are not registered"
     plugins = entry_points(group=PLUGINS)
+    if plugins:
+        remedy = f"use {', '.join(sorted(plugins.names))}"
+    raise StoreError(
+        f"there is no shared KV store at {_whole(url)[0]}://; {remedy}, "
+        f"or install a package that adds it (entry point {PLUGINS})"
+    )
+
+
+def _opened(url: str) -> Blobs | None:
+    """Open the blobs at an address by the package that registers its scheme, if there is any."""
+    scheme, whole = _whole(url)
+    plugins = entry_points(group=PLUGINS).select(name=scheme)
     # kvrag's own stores first: no other package gets the password of a Redis
-    for plugin in sorted(plugins.select(name=scheme), key=lambda p: not p.module.startswith(OURS)):
+    for plugin in sorted(plugins, key=lambda p: not p.module.startswith(OURS)):
         try:
             open_blobs = plugin.load()
         except (ImportError, AttributeError) as error:
@@ -245,13 +268,7 @@ def open_url(url: str) -> Blobs:
             f"{plugin.value}, which opens {scheme}://, returns {type(blobs).__name__}; "
             "let it return a subclass of kvrag.store.Blobs"
         )
-    remedy = "reinstall kvrag, whose own stores are not registered"
-    if plugins:
-        remedy = f"use {', '.join(sorted(plugins.names))}"
-    raise StoreError(
-        f"there is no shared KV store at {scheme}://; {remedy}, "
-        f"or install a package that adds it (entry point {PLUGINS})"
-    )
+    return None
 
 
 def _joined(
@@ -259,33 +276,28 @@ def _joined(
 ) -> TieredStore:
     """Return a store of the parts that the stores of ``key`` share; the first store opens them."""
     with _lock:
-        if key not in _shared:
-            _shared[key] = open_parts()
-        _users[key] += 1
-        host, blobs, catalog = _shared[key]
-    is_last = partial(_leave, key)
-    return TieredStore([host], blobs, catalog, config, keys=keys, budget=budget, is_last=is_last)
+        parts = _shared.get(key) or open_parts()
+        _shared[key] = parts
+        parts.users += 1
 
+    def is_last() -> bool:
+        with _lock:
+            if _shared.get(key) is not parts:  # these are those of the parent of this process
+                return False
+            parts.users -= 1
+            if not parts.users:
+                del _shared[key]
+            return not parts.users
 
-def _leave(key: object) -> bool:
-    """Release the shared parts; return whether this store was their last user."""
-    with _lock:
-        _users[key] -= 1
-        is_last = not _users[key]
-        if is_last:
-            del _users[key], _shared[key]
-        return is_last
-
-
-def _after_fork() -> None:
-    """Leave the open stores to the parent."""
-    _shared.clear()
-    _users.clear()
-    for store in list(STORES):
-        store.catalog = cast(Catalog, Inherited())
-
-
-os.register_at_fork(after_in_child=_after_fork)
+    return TieredStore(
+        [parts.host],
+        parts.blobs,
+        parts.catalog,
+        config,
+        keys=keys,
+        budget=budget,
+        is_last=is_last,
+    )
 
 
 def on_accelerator(store: TieredStore, device: torch.device, config: StoreConfig) -> None:
@@ -296,9 +308,9 @@ def on_accelerator(store: TieredStore, device: torch.device, config: StoreConfig
     """
     budget = device_budget(config.gpu_bytes, config.gpu_fraction, device)
     if budget:
-        above = MemoryTier(budget, name="gpu", device=device)
+        tier = MemoryTier(budget, name="gpu", device=device)
         with _lock:
-            store.put_above(_above.setdefault((store.catalog, device, budget), above))
+            store.memory.put_above(_above.setdefault((store.catalog, device, budget), tier))
 
 
 def prepare(root: Path, config: StoreConfig) -> bool:

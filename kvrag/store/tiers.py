@@ -7,42 +7,32 @@ last. So a killed process leaves rows without blobs (misses) or pending rows (ab
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from typing import NoReturn
-from weakref import WeakSet
+from pathlib import Path
 
 from kvrag.config import Retention, StoreConfig
+from kvrag.config.address import place
 from kvrag.errors import StoreError
 from kvrag.kv.crypto import Keys
 from kvrag.kv.format import BlobRejected
-from kvrag.store.base import Blobs
+from kvrag.store.base import Blobs, Listener, NewKV, StoreEvent, StoreStats
+from kvrag.store.blobs import KEY
 from kvrag.store.catalog import Catalog
 from kvrag.store.eviction import Budget, Evictor, check_retention
-from kvrag.store.memory import MemoryTier, emit
-from kvrag.store.writing import StoreWriter, refusal
-from kvrag.types import ChunkKey
-
-STORES = WeakSet["TieredStore"]()
-"""Stores that this process has opened."""
+from kvrag.store.memory import Loaded, MemoryTier, Prefetch, Tiers
+from kvrag.store.reading import Reader
+from kvrag.store.writing import Writer, in_words
+from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, TextEntry
 
 
-class Inherited:
-    """Catalog of a store in a process that was forked since the store was opened."""
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise StoreError(
-            "this KV store was opened before the process was forked; open it after the fork "
-            "(gunicorn: without --preload; celery: in worker_process_init), or start processes "
-            "by 'spawn'"
-        )
-
-
-class TieredStore(StoreWriter):
+class TieredStore:
     """Chunks in memory tiers above blobs. Thread-safe; processes may share blobs and catalog.
 
     All tiers return the same bits for a key. Chunks that any process has erased are not answered
-    from memory.
+    from memory. A :class:`~kvrag.store.reading.Reader` reads and a
+    :class:`~kvrag.store.writing.Writer` writes; erasures are here.
 
     Parameters
     ----------
@@ -65,17 +55,153 @@ class TieredStore(StoreWriter):
         budget: Budget | None = None,
         is_last: Callable[[], bool] = lambda: True,
     ) -> None:
-        super().__init__(tiers, blobs, catalog, config or StoreConfig(), keys or Keys())
-        self._is_last = is_last
-        self._is_closed = False
-        self._evictor = Evictor(
+        config = config or StoreConfig()
+        keys = keys or Keys()
+        self.config = config
+        self.keys = keys
+        self.names = keys
+        self.blobs = blobs
+        self.catalog = catalog
+        self.read_only = config.read_only or catalog.read_only
+        self.name = blobs.medium
+        """Name of the blobs' tier, in statistics and events."""
+        said_to = config.on_event, place(config.event_log)
+        listeners = [Listener(*said_to)] if said_to != (None, None) else []
+        self.memory = Tiers(blobs, catalog, listeners)
+        for tier in reversed(tiers):
+            self.memory.put_above(tier)
+        self.reader = Reader(
+            self.memory,
+            blobs,
+            catalog,
+            keys,
+            self.read_only,
+        )
+        evictor = Evictor(
             budget or Budget(),
             totals=catalog.totals,
             usages=catalog.usages,
             free_bytes=blobs.free_bytes,
             evict=partial(self._erase, reason="evicted"),
         )
-        STORES.add(self)
+        self.writer = Writer(
+            self.reader,
+            self.memory,
+            blobs,
+            catalog,
+            keys,
+            evictor,
+            self.read_only,
+        )
+        self._is_last = is_last
+        self._lock = threading.RLock()
+
+    @property
+    def tiers(self) -> tuple[MemoryTier, ...]:
+        """Memory tiers, uppermost first."""
+        return self.memory.all
+
+    @property
+    def claims(self) -> Path | None:
+        """File for claims of writers; ``None`` in memory, in stores of machines and read-only."""
+        folder = self.catalog.folder
+        return None if folder is None or self.read_only else folder.with_name("lock.claims")
+
+    # -- reading -----------------------------------------------------------------------------------
+
+    def known(self, keys: Collection[ChunkKey]) -> set[ChunkKey]:
+        """Return the stored keys among ``keys``; blobs are verified when they are read."""
+        return self.catalog.known(keys)
+
+    def identities(self, namespace: str, digest: str) -> list[ChunkIdentity]:
+        """Return the identities of a text's stored KV, verified against their keys.
+
+        A text has a chunk per model, prefix and context.
+        """
+        found = map(self.identity, self.catalog.text_keys(namespace, digest))
+        return [identity for identity in found if identity is not None]
+
+    def identity(self, key: ChunkKey) -> ChunkIdentity | None:
+        """Return the verified identity of a chunk; see :meth:`Reader.identity`."""
+        return self.reader.identity(key)
+
+    def get(self, identity: ChunkIdentity) -> ChunkKV | None:
+        """Return a chunk's verified KV, or ``None``; see :meth:`Reader.get`."""
+        return self.reader.get(identity)
+
+    def get_many(self, identities: Sequence[ChunkIdentity], *, timeout_s: float) -> list[Loaded]:
+        """Load several chunks in a time limit; see :meth:`Reader.get_many`."""
+        return self.reader.get_many(identities, timeout_s=timeout_s)
+
+    def prefetch(self, wanted: Iterable[ChunkIdentity | ChunkKey]) -> Prefetch:
+        """Start reading chunks into memory; see :meth:`Reader.prefetch`."""
+        return self.reader.prefetch(wanted)
+
+    def retention(self, key: ChunkKey) -> Retention | None:
+        """Return a chunk's retention, with its remaining duration; ``None`` for the default."""
+        return self.catalog.usage(key).retention()
+
+    def stats(self) -> dict[str, StoreStats]:
+        """Return the statistics of the tiers by name, uppermost first.
+
+        Names are ``"gpu"``, ``"host"``, ``"disk"`` and ``"shared"``.
+        """
+        lowest = self.reader.stats()
+        return {**{tier.name: tier.stats() for tier in self.tiers}, self.name: lowest}
+
+    def listen(self, on_event: Callable[[StoreEvent], None]) -> None:
+        """Call ``on_event`` on every change of a tier, like ``StoreConfig.on_event``."""
+        self.memory.listen(Listener(on_event, None))
+
+    # -- writing -----------------------------------------------------------------------------------
+
+    def put(
+        self,
+        identity: ChunkIdentity,
+        kv: ChunkKV,
+        *,
+        text: TextEntry | None,
+        doc_id: str | None = None,
+        retention: Retention | None = None,
+        reason: str = "put",
+    ) -> int:
+        """Store a chunk and return the bytes written.
+
+        Returns 0 if the chunk is stored already; then only text and document are added. Raises
+        ``StoreError``, and leaves nothing of the chunk, if it can't be written or finds no room.
+        """
+        [written] = self.put_all([NewKV(identity, kv, text, (doc_id,), retention)], reason=reason)
+        if isinstance(written, StoreError):
+            raise written
+        return written
+
+    def put_all(self, chunks: Sequence[NewKV], *, reason: str = "put") -> list[int | StoreError]:
+        """Store several chunks; see :meth:`Writer.put_all`."""
+        return self.writer.put_all(chunks, reason=reason)
+
+    def link(
+        self,
+        identity: ChunkIdentity,
+        *,
+        text: TextEntry | None,
+        doc_id: str | None = None,
+        is_registered: bool = False,
+    ) -> bool:
+        """Add text and document to a stored chunk, and return whether the chunk is stored.
+
+        With ``is_registered``, the text must have been registered; ``False`` if it was deleted
+        since. A dormant blob is adopted: see :meth:`Writer.link`.
+        """
+        return self.writer.link(identity, text, () if is_registered else (doc_id,))
+
+    def register(self, namespace: str, texts: Iterable[tuple[str | None, TextEntry]]) -> None:
+        """Register documents before their KV is computed, so that a deletion from now on wins.
+
+        Prompts are split at registered texts. Nothing happens in a store that takes no chunks.
+        Raises ``StoreError``.
+        """
+        if not self.writer.refusal():
+            self.catalog.register(namespace, texts)
 
     def retain(self, keys: Iterable[ChunkKey], retention: Retention) -> int:
         """Set the retention of stored chunks in every tier, and return their number.
@@ -89,6 +215,8 @@ class TieredStore(StoreWriter):
         for tier in self.tiers:
             tier.retain(keys, retention)
         return found
+
+    # -- erasing -----------------------------------------------------------------------------------
 
     def delete(self, keys: Collection[ChunkKey]) -> int:
         """Erase chunks from every tier and return how many were stored; raises ``StoreError``.
@@ -118,7 +246,7 @@ class TieredStore(StoreWriter):
                 self.catalog.unlink(namespace, doc_id, going, digests)
                 and not self.catalog.state().dormant
             )
-        self._drop(known, "deleted")
+        self.memory.drop(known, "deleted")
         self.catalog.scrub()
         return len(known)
 
@@ -134,19 +262,21 @@ class TieredStore(StoreWriter):
         count = self.catalog.clear(namespace)
         self.erase_dormant(namespace)
         if namespace is not None:
-            self._drop(keys, "deleted")
+            self.memory.drop(keys, "deleted")
         else:
-            for tier in self.tiers:
-                tier.drop(tier.keys(), "cleared")
-            emit(self.listeners, self.name, (), "cleared")
-        self._followed = None  # chunks kept meanwhile are compared with the catalog again
+            self.memory.drop(None, "cleared")
         self.catalog.scrub()
         return count
 
     def listed(self) -> set[ChunkKey]:
         """Return the keys of all blobs; raises ``StoreError``."""
-        with refusal("stored chunks can't be listed"):
+        with in_words("stored chunks can't be listed"):
             return self.blobs.keys()
+
+    def delete_blobs(self, keys: Iterable[ChunkKey]) -> set[ChunkKey]:
+        """Erase blobs and return the keys that existed; raises ``StoreError``."""
+        with in_words("stored chunks can't be erased"):
+            return self.blobs.delete([key for key in keys if KEY.fullmatch(key)])
 
     def erase_dormant(self, namespace: str | None = None) -> int:
         """Erase blobs without a row, and return their number; raises ``StoreError``.
@@ -156,7 +286,7 @@ class TieredStore(StoreWriter):
         going = set()
         for key in self.listed() - self.catalog.present():
             try:
-                is_going = namespace in (None, self.blob(key).header.identity.namespace)
+                is_going = namespace in (None, self.reader.blob(key).header.identity.namespace)
             except BlobRejected as fault:  # blobs of other keys and unreadable blobs stay
                 is_going = fault.hole == "damaged" and namespace is None
             if is_going:
@@ -178,30 +308,27 @@ class TieredStore(StoreWriter):
     def make_room(self) -> None:
         """Evict the bytes over the budget; raises ``StoreError`` if that is not enough."""
         self._check_writable()
-        self._evictor.make_room(0, priority=100)
+        self.writer.evictor.make_room(0, priority=100)
 
     def close(self) -> None:
         """Release resources; idempotent. Parts that the process's other stores share stay open.
 
         In a process that was forked since, nothing is released: it is the parent's.
         """
-        if isinstance(self.catalog, Inherited):
-            return
         with self._lock:
-            was_closed = self._is_closed
-            self._is_closed = True
-            tiers = self.tiers
-            self.tiers = ()
-        if was_closed:
-            return
-        for tier in tiers:
-            for each in self.listeners:
-                tier.listeners.remove(each)
+            if self.writer.is_closed:
+                return
+            self.writer.is_closed = True
+        self.memory.close()
         self.catalog.flush()
         if self._is_last():
-            self.reads.cancel()
+            self.memory.reads.cancel()
             self.catalog.close()
             self.blobs.close()
+
+    def _check_writable(self) -> None:
+        if refused := self.writer.refusal():
+            raise refused
 
     def _erase(self, keys: Collection[ChunkKey], reason: str) -> set[ChunkKey]:
         """Erase chunks, blobs first, and return the keys that had a blob."""
@@ -209,10 +336,10 @@ class TieredStore(StoreWriter):
         gone = self.delete_blobs(keys)
         self.catalog.remove(rows)
         # A writer may have confirmed a chunk after its blob was erased.
-        with refusal("stored chunks can't be erased"):
+        with in_words("stored chunks can't be erased"):
             left = [(key, row) for key, row in self.catalog.revisions(gone).items() if row]
-            found = {key: row for key, row in left if self._read(key, 0, 1) is None}
+            found = {key: row for key, row in left if self.blobs.read(key, 0, 1) is None}
             if found:
                 self.catalog.remove(found)
-        self._drop(keys, reason, gone)
+        self.memory.drop(keys, reason, gone)
         return gone

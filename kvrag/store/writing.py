@@ -6,24 +6,24 @@ Several chunks share the two changes of the catalog.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from kvrag.config import Retention
 from kvrag.errors import StoreError
 from kvrag.identity.fingerprint import chunk_key
+from kvrag.kv.crypto import Keys
 from kvrag.kv.format import BlobRejected, Encoded, Foreign, OtherVersion
 from kvrag.runtime import POOL
 from kvrag.store.base import Blobs, ChunkRecord, NewKV
-from kvrag.store.blobs import KEY
+from kvrag.store.catalog import Catalog
 from kvrag.store.catalog.changes import DELETED
 from kvrag.store.catalog.ledger import record_of
 from kvrag.store.eviction import Evictor, Usage, check_retention
-from kvrag.store.memory import MemoryTier, emit
+from kvrag.store.memory import Epochs, Tiers
 from kvrag.store.reading import Reader
-from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, TextEntry
+from kvrag.types import ChunkIdentity, ChunkKey, TextEntry
 
 logger = logging.getLogger(__name__)
 
@@ -47,59 +47,48 @@ class _Job:
     result: int | StoreError | None = None
 
 
-class StoreWriter(Reader):
-    """Writing half of a :class:`~kvrag.store.tiers.TieredStore`."""
+@dataclass(slots=True, eq=False)
+class Writer:
+    """Writes of a store: a chunk's blob, between its pending and its confirmed row.
 
-    _evictor: Evictor
-    _is_closed: bool
+    ``reader`` verifies blobs that are there already, ``memory`` keeps a copy of written chunks,
+    ``keys`` encrypt blobs, and ``evictor`` makes room for them.
+    """
+
+    reader: Reader
+    memory: Tiers
+    blobs: Blobs
+    catalog: Catalog
+    keys: Keys
+    evictor: Evictor
+    read_only: bool
+    is_closed: bool = False
 
     @property
     def _far(self) -> Blobs | None:
         """Blobs that machines share over a network, without local copies, if the store has any."""
-        blobs = self.blobs if self.blobs.shared is None else self.blobs.shared
-        if blobs.is_remote:
-            return blobs
+        blobs = self.blobs.shared or self.blobs
+        return blobs if blobs.is_remote else None
+
+    def refusal(self) -> StoreError | None:
+        """Return the reason why the store takes no changes; ``None`` if it takes them."""
+        if self.is_closed:
+            return StoreError("the KV store is closed; open it again")
+        if self.read_only:
+            return StoreError(f"the KV store is open for reading only; {self.catalog.remedy}")
         return None
-
-    @property
-    def claims(self) -> Path | None:
-        """File for claims of writers; ``None`` in memory, in stores of machines and read-only."""
-        folder = self.catalog.folder
-        return None if folder is None or self.read_only else folder.with_name("lock.claims")
-
-    def put(
-        self,
-        identity: ChunkIdentity,
-        kv: ChunkKV,
-        *,
-        text: TextEntry | None,
-        doc_id: str | None = None,
-        retention: Retention | None = None,
-        reason: str = "put",
-    ) -> int:
-        """Store a chunk and return the bytes written.
-
-        Returns 0 if the chunk is stored already; then only text and document are added. Raises
-        ``StoreError``, and leaves nothing of the chunk, if it can't be written or finds no room.
-        """
-        [written] = self.put_all([NewKV(identity, kv, text, (doc_id,), retention)], reason=reason)
-        if isinstance(written, StoreError):
-            raise written
-        return written
 
     def put_all(self, chunks: Sequence[NewKV], *, reason: str = "put") -> list[int | StoreError]:
         """Store chunks in two changes of the catalog; return :meth:`put`'s results or errors."""
         for chunk in chunks:
             check_retention(chunk.retention)
-        epochs = self._epochs()
+        epochs = self.memory.epochs()
         begun = [self._prepared(chunk) for chunk in chunks]
         jobs = [each for each in begun if isinstance(each, _Job)]
         try:
             if jobs:
                 priority = min((job.new.retention or Retention()).priority for job in jobs)
-                self._evictor.make_room(
-                    sum(job.record.num_bytes for job in jobs), priority=priority
-                )
+                self.evictor.make_room(sum(job.record.num_bytes for job in jobs), priority=priority)
         except StoreError as error:
             if len(chunks) > 1:  # some may fit
                 return [
@@ -124,7 +113,8 @@ class StoreWriter(Reader):
     def _prepared(self, new: NewKV) -> _Job | int | StoreError:
         """Return the job that writes a chunk; 0 if the chunk is stored already, or the error."""
         try:
-            self._check_writable()
+            if refused := self.refusal():
+                return refused
             if self._is_linked(chunk_key(new.identity), new.text, new.doc_ids):
                 return 0
             encoded = Encoded(new.identity, new.kv, self.keys.cipher)
@@ -168,7 +158,7 @@ class StoreWriter(Reader):
             if not self.catalog.known([key]):
                 self.blobs.delete([key])
 
-    def _announce(self, job: _Job, epochs: list[tuple[MemoryTier, int]], reason: str) -> None:
+    def _announce(self, job: _Job, epochs: Epochs, reason: str) -> None:
         """Emit the event of a written chunk, set its expiry, and keep it in host memory."""
         (identity, kv, _, _, retention), record = job.new, job.record
         usage = Usage()
@@ -177,15 +167,8 @@ class StoreWriter(Reader):
             if retention.duration_s is not None:
                 with suppress(OSError):
                     self.blobs.expire(record.key, retention.duration_s)
-        emit(
-            self.listeners,
-            self.name,
-            [record.key],
-            reason,
-            record.num_tokens,
-            record.num_bytes,
-        )
-        if self.name != "host":
+        self.memory.tell([record.key], reason, record.num_tokens, record.num_bytes)
+        if self.blobs.medium != "host":
             for tier, epoch in epochs[-1:]:  # the host tier
                 tier.keep(identity, kv, usage, epoch=epoch, reason="put")
 
@@ -195,7 +178,7 @@ class StoreWriter(Reader):
         if written:
             return written
         try:
-            self.blob(key, encoded.header.identity)
+            self.reader.blob(key, encoded.header.identity)
         except BlobRejected as fault:
             # An absent blob may be back by now, so it is not deleted.
             if fault.hole != "absent" or isinstance(fault, (Foreign, OtherVersion)):
@@ -206,53 +189,34 @@ class StoreWriter(Reader):
     def link(
         self,
         identity: ChunkIdentity,
-        *,
         text: TextEntry | None,
-        doc_id: str | None = None,
-        is_registered: bool = False,
+        doc_ids: Sequence[str | None],
     ) -> bool:
-        """Add text and document to a stored chunk, and return whether the chunk is stored.
+        """Add text and documents to a stored chunk, and return whether the chunk is stored.
 
-        With ``is_registered``, the text must have been registered; ``False`` if it was deleted
-        since. A dormant blob, left behind by a lost catalog, is adopted: its chunk is stored again
-        without being computed.
+        Without ``doc_ids``, the text must have been registered; ``False`` if it was deleted since.
+        A dormant blob, left behind by a lost catalog, is adopted: its chunk is stored again without
+        being computed.
         """
-        if self.read_only or self._is_closed:
+        if self.refusal():
             return False
-        doc_ids = () if is_registered else (doc_id,)
         key = chunk_key(identity)
         if self._is_linked(key, text, doc_ids):
             return True
         try:
-            record = record_of(identity, self.blob(key, identity).header.num_bytes)
+            record = record_of(identity, self.reader.blob(key, identity).header.num_bytes)
         except BlobRejected as fault:
             if fault.hole == "damaged":
                 with suppress(OSError):
-                    self.delete_blobs([key])
+                    self.blobs.delete([key])
             return False
         revision = self.catalog.begin([(record, text, doc_ids, None)])[0]
         if revision in (None, DELETED):
             return revision is None
         is_stored = bool(self.catalog.confirm({key: revision or 0}))
         if is_stored:
-            emit(
-                self.listeners,
-                self.name,
-                [key],
-                "adopted",
-                record.num_tokens,
-                record.num_bytes,
-            )
+            self.memory.tell([key], "adopted", record.num_tokens, record.num_bytes)
         return is_stored
-
-    def register(self, namespace: str, texts: Iterable[tuple[str | None, TextEntry]]) -> None:
-        """Register documents before their KV is computed, so that a deletion from now on wins.
-
-        Prompts are split at registered texts. Nothing happens in a store that takes no chunks.
-        Raises ``StoreError``.
-        """
-        if not self.read_only and not self._is_closed:
-            self.catalog.register(namespace, texts)
 
     def _is_linked(
         self, key: ChunkKey, text: TextEntry | None, doc_ids: Sequence[str | None]
@@ -269,20 +233,9 @@ class StoreWriter(Reader):
                 return False
         return is_there
 
-    def delete_blobs(self, keys: Iterable[ChunkKey]) -> set[ChunkKey]:
-        """Erase blobs and return the keys that existed; raises ``StoreError``."""
-        with refusal("stored chunks can't be erased"):
-            return self.blobs.delete([key for key in keys if KEY.fullmatch(key)])
-
-    def _check_writable(self) -> None:
-        if self._is_closed:
-            raise StoreError("the KV store is closed; open it again")
-        if self.read_only:
-            raise StoreError(f"the KV store is open for reading only; {self.catalog.remedy}")
-
 
 @contextmanager
-def refusal(what: str) -> Iterator[None]:
+def in_words(what: str) -> Iterator[None]:
     """Turn an ``OSError`` or ``MemoryError`` into a ``StoreError`` that says what can't be done."""
     try:
         yield
@@ -300,7 +253,7 @@ def _results_of(jobs: list[_Job]) -> Iterator[None]:
     """Turn a fault into the result of the jobs that have no result yet."""
     what = "the chunk can't be written to the KV store"
     try:
-        with refusal(what):
+        with in_words(what):
             yield
     except (StoreError, RuntimeError) as error:
         fault = error if isinstance(error, StoreError) else StoreError(f"{what}: {error}")

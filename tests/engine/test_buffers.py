@@ -219,7 +219,7 @@ def test_cuda_copies_late_what_was_stored(tmp_path):
     store = open_store(tmp_path / "kv", StoreConfig(ram_bytes=0, min_free_bytes=0))
     for chunk in chunks:
         store.put(chunk, make_kv(chunk), text=None)
-    store.put_above(MemoryTier(2**30, name="gpu", device=device))
+    store.memory.put_above(MemoryTier(2**30, name="gpu", device=device))
     for stream in (torch.cuda.current_stream(device), copy_stream(device)):
         with torch.cuda.stream(stream):
             torch.cuda._sleep(2 * 10**9)

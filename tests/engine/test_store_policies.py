@@ -94,7 +94,7 @@ def test_an_engine_uses_a_tier_in_the_accelerators_memory(engine_of: MakeEngine)
     engine = engine_of(store_config=StoreConfig(ram_bytes=0))
     engine.precompute(CHUNKS)
     full = engine.prefill(ask(0, 1), mode="full")
-    engine.store.put_above(MemoryTier(2**24, name="gpu"))
+    engine.store.memory.put_above(MemoryTier(2**24, name="gpu"))
     engine._query_side = None
     for hits in (0, 3):  # the prefix and two chunks
         result = engine.prefill(ask(0, 1), mode="stitch", repair=ALL)
@@ -161,7 +161,7 @@ def test_a_request_computes_what_a_prefetch_has_not_read_in_time(
     engine.store.release()
     go_on = held_up(key)
     handle = engine.prefetch(CHUNKS[:3])
-    while list(engine.store.reads._reads) != [key]:
+    while list(engine.store.memory.reads._reads) != [key]:
         time.sleep(0.01)
     result = engine.prefill(ask(0, 1, 2), mode="stitch", repair=ALL)
     assert torch.allclose(result.logits, full.logits, atol=1e-3)

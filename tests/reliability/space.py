@@ -141,7 +141,7 @@ def _made_read_only(disk: Path) -> Outcome:
     tiered = TIERED.open(root)
     outcome.check(TIERED.state(tiered, 1) == "readable", "memory above does not answer")
     for each in (store, tiered):
-        each.catalog._rows._cache.close()  # a file system with a file that is open for writing is not made read-only by mount
+        each.catalog._rows.at_thread_end()  # a file system with a file that is open for writing is not made read-only by mount
     subprocess.run(["mount", "-o", "remount,ro", disk], check=True, capture_output=True)
     _refuse(store, outcome, "readable")
     _refuse(tiered, outcome, "readable")

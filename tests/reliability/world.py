@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 
+from kvrag.cli.check import gc
 from kvrag.config import StoreConfig
 from kvrag.identity.fingerprint import chunk_key
 from kvrag.kv.crypto import Keys
 from kvrag.kv.quantise import pack
 from kvrag.store import TieredStore, open_store
-from kvrag.store.check import gc
 from kvrag.testing.chunks import make_identity, make_kv, make_text, same_bits
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, KVDtype
 

@@ -22,11 +22,11 @@ from stores import (
     traces_of,
 )
 
+from kvrag.cli.check import gc
 from kvrag.errors import StoreError
 from kvrag.identity.fingerprint import chunk_key, namespace_digest
 from kvrag.store import FileBlobs, Retention
 from kvrag.store.catalog.ledger import record_of
-from kvrag.store.check import gc
 from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, make_text, same_bits
 from kvrag.types import ChunkKV, Hole
 

@@ -9,9 +9,10 @@ from functools import partial
 import pytest
 from stores import CHUNKS, KEYS, KVS, failing, files, fill, present, put
 
+from kvrag.cli import check
 from kvrag.errors import StoreError, StoreFormatError
 from kvrag.identity.fingerprint import FORMAT_VERSION
-from kvrag.store import FileBlobs, blobs, check, open_store
+from kvrag.store import FileBlobs, blobs, open_store
 from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, make_text, same_bits
 
 ME = CHUNKS[1]

@@ -10,9 +10,9 @@ from golden import DATA, KINDS, chunks, even_kv, fill, folder
 from safetensors import safe_open
 from stores import config_of, listing, needs_cryptography, path_of
 
+from kvrag.cli.check import fsck, gc
 from kvrag.identity.fingerprint import FORMAT_VERSION, chunk_key
 from kvrag.store import open_store
-from kvrag.store.check import fsck, gc
 from kvrag.testing.chunks import make_identity, make_text, same_bits
 
 OLD = sorted(

@@ -7,10 +7,10 @@ import pytest
 import torch
 from stores import CHUNKS, KEYS, KVS, blob_of, fill, head_of, in_order, path_of
 
+from kvrag.cli.check import fsck
 from kvrag.identity.fingerprint import chunk_key
 from kvrag.kv.format import Blob, BlobRejected, Header
 from kvrag.kv.layers import MAX_LAYERS
-from kvrag.store.check import fsck
 from kvrag.testing.chunks import make_kv, same_bits
 
 ME = CHUNKS[1]

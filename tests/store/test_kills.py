@@ -8,9 +8,9 @@ from contextlib import suppress
 import pytest
 from stores import CHUNKS, EVERY_KEY, KEYS, KVS, Killed, files, fill, present, put
 
+from kvrag.cli.check import fsck, gc
 from kvrag.store import Catalog, FileBlobs, Retention
 from kvrag.store import blobs as blobs_module
-from kvrag.store.check import fsck, gc
 from kvrag.testing.chunks import NAMESPACE, make_text, same_bits
 
 STEPS = [

@@ -12,12 +12,13 @@ import pytest
 from stores import CHUNKS, KEYS, KVS, SIZE, fill
 
 from kvrag import runtime
+from kvrag.cli import check
 from kvrag.config import StoreConfig
 from kvrag.errors import ConfigError, StoreError
 from kvrag.runtime import host_memory
-from kvrag.store import Blobs, Retention, check, opening
+from kvrag.store import Blobs, Retention, opening
 from kvrag.store.opening import lesser
-from kvrag.testing.chunks import same_bits
+from kvrag.testing.chunks import NAMESPACE, same_bits
 
 ROOT = Path(__file__).parents[2]
 
@@ -164,6 +165,41 @@ def test_a_store_of_your_own_may_do_more_than_it_must(installed, tmp_path, redis
     assert importlib.import_module("shelf_store").ShelfBlobs.expiries == [(KEYS[0], 60)]
     assert check.gc(store).swept == 7
     store.close()
+
+
+def test_a_store_of_your_own_may_hold_its_catalog(installed, tmp_path):
+    """Two machines see each other's chunks and documents, without a Redis; another address may name it as catalog, too."""
+    (installed / "shelf_store.py").write_text(
+        PLUGIN
+        + """
+from functools import partial
+
+from kvrag.store.catalog.rows import open_table
+
+
+class WithRows(ShelfBlobs):
+    def catalog(self, store):
+        return partial(open_table, self.root / f"rows-{len(store)}")
+
+
+def open_blobs(url, folder):
+    return WithRows(Path(url.removeprefix("shelf://"), folder), durable=False)
+"""
+    )
+    importlib.invalidate_caches()
+    url = f"shelf://{tmp_path}/shelf"
+    writer = opening.open_store(url, StoreConfig())
+    fill(writer, 0, 1)
+    reader = opening.open_store(tmp_path / "copies", StoreConfig(shared=url))
+    assert same_bits(reader.get(CHUNKS[0]), KVS[0])
+    assert reader.catalog.documents(NAMESPACE) == ["doc 0", "doc 1"]
+    assert reader.forget(NAMESPACE, "doc 0") == 1
+    assert writer.get(CHUNKS[0]) is None
+    elsewhere = opening.open_store(url, StoreConfig(catalog=f"shelf://{tmp_path}/other"))
+    assert elsewhere.catalog.keys() == []
+    assert len(list(tmp_path.glob("*/objects/rows-*"))) == 2
+    for store in (writer, reader, elsewhere):
+        store.close()
 
 
 def test_a_package_whose_store_is_none_of_ours_is_refused(installed):

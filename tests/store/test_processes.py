@@ -114,6 +114,21 @@ def test_a_forked_child_shares_the_directory_by_a_store_of_its_own(opened, root)
     assert len(store.catalog.texts(NAMESPACE, 0)[0]) == 3
 
 
+def test_a_forked_child_that_closes_its_parents_store_goes_on_with_its_own(opened, root):
+    store = fill(opened(), 0)
+
+    def child():
+        own = open_store(root, store.config)
+        store.close()
+        is_right = same_bits(own.get(IDENTITIES[0]), KVS[0]) and put(own, 1) > 0
+        own.close()
+        return is_right and own.get(IDENTITIES[0]) is None
+
+    assert ended(in_child(child)) == 0
+    assert same_bits(store.get(IDENTITIES[1]), KVS[1])
+    assert put(store, 2) > 0
+
+
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="there is no /proc")
 @pytest.mark.filterwarnings("ignore:This process")
 def test_a_forked_child_inherits_no_connection_of_any_thread(opened, root):

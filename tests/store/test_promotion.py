@@ -38,7 +38,7 @@ def store(tmp_path, device) -> Iterator[TieredStore]:
     made = open_store(tmp_path / "kv", StoreConfig(ram_bytes=0, min_free_bytes=0))
     for chunk in CHUNKS:
         made.put(chunk, make_kv(chunk), text=None)
-    made.put_above(MemoryTier(2**30, name="gpu", device=CUDA))
+    made.memory.put_above(MemoryTier(2**30, name="gpu", device=CUDA))
     yield made
     made.close()
 

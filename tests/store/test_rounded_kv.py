@@ -8,11 +8,11 @@ import torch
 from safetensors import safe_open
 from stores import CHUNKS, EVERY_KEY, KVS, PATIENT_S, path_of
 
+from kvrag.cli.check import copy, fsck
 from kvrag.errors import StoreError
 from kvrag.identity.fingerprint import chunk_key, content_key
 from kvrag.kv.quantise import pack
 from kvrag.store import MemoryTier, on_accelerator
-from kvrag.store.check import copy, fsck
 from kvrag.testing.chunks import make_text, same_bits
 from kvrag.types import ChunkKV, LayerKV
 
@@ -51,7 +51,7 @@ def test_what_was_put_comes_back_bit_for_bit(opened, root, kv_dtype, rounded, in
 
 @pytest.mark.parametrize("budget", [0, 2**20])
 def test_a_tier_above_gives_the_same_bits(store, kv_dtype, rounded, budget):
-    store.put_above(MemoryTier(budget, name="gpu"))
+    store.memory.put_above(MemoryTier(budget, name="gpu"))
     identity = identity_of(kv_dtype)
     store.put(identity, rounded, text=None)
     for _ in range(3):

@@ -186,7 +186,7 @@ def test_a_store_that_is_opened_on_a_full_disk_is_read(filled, opened, root, mon
 def test_an_open_store_is_read_where_its_disk_becomes_read_only(opened, root, monkeypatch):
     """From a private copy of the catalog, until the real one can be opened again; changes are refused meanwhile."""
     store, real = fill(opened(ram_bytes=0), *NUMBERS), rows.locked
-    store.catalog._rows._let_go()
+    store.catalog._rows.let_go()
     with monkeypatch.context() as patch:
         patch.setattr(
             rows, "locked", lambda path: (failing(30)(real) if path.parent == root else real)(path)
@@ -300,7 +300,7 @@ def test_a_sound_database_is_kept_not_mapped_never_evicts_and_overwrites_what_is
     filled.close()
     store = opened()
     assert (present(store), (root / "catalog.damaged").exists()) == (list(NUMBERS), False)
-    cache = store.catalog._rows._cache
+    cache = store.catalog._rows._current().cache
     assert (cache.eviction_policy, cache.cull_limit, cache.statistics) == ("none", 0, 0)
     assert cache._sql("PRAGMA mmap_size").fetchall() in ([], [(0,)])
     assert cache._sql("PRAGMA secure_delete").fetchall() == [(1,)]
@@ -308,8 +308,9 @@ def test_a_sound_database_is_kept_not_mapped_never_evicts_and_overwrites_what_is
 
 
 def test_a_locked_catalog_is_an_error_in_bounded_time_and_reads_go_on(filled, root, monkeypatch):
-    monkeypatch.setattr("kvrag.store.catalog.rows.BUSY_S", 0.05)
-    filled.catalog._rows._open()
+    monkeypatch.setattr(rows, "BUSY_S", 0.05)
+    filled.catalog._rows.let_go()
+    assert filled.known(KEYS), "opened again"
     with closing(sqlite3.connect(database(root), isolation_level=None)) as blocker:
         blocker.execute("BEGIN IMMEDIATE")
         with pytest.raises(StoreError, match="locked"):
@@ -345,7 +346,7 @@ def test_names_come_by_their_beginning(opened, count):
 
 
 def test_a_row_that_can_not_be_read_costs_no_other_row(filled, monkeypatch):
-    cache = filled.catalog._rows._healed()
+    cache = filled.catalog._rows._current().cache
     get = cache.get
 
     def half_damaged(name, *rest, **options):

@@ -20,8 +20,8 @@ from kvrag.identity.fingerprint import chunk_key
 from kvrag.store import blobs, copies, open_store, opening
 from kvrag.store.base import NewKV
 from kvrag.store.catalog import hits
-from kvrag.store.catalog.remote import RedisRows
 from kvrag.store.opening import open_url
+from kvrag.store.redis import RedisRows
 from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, make_text, same_bits
 from kvrag.testing.store import BlobsContract
 

@@ -18,7 +18,6 @@ from kvrag.config import StoreConfig
 from kvrag.errors import StoreError
 from kvrag.identity.fingerprint import chunk_key
 from kvrag.store import open_store
-from kvrag.store.catalog import remote
 from kvrag.store.opening import open_url
 from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, same_bits
 
@@ -105,7 +104,7 @@ def test_a_bad_network_costs_no_more_than_the_deadline(
 ):
     monkeypatch.setattr(redis_blobs, "ANSWER_S", 2.0)
     monkeypatch.setattr(object_blobs, "ANSWER_S", 2.0)
-    monkeypatch.setattr(remote, "AGAIN_S", 0.2)
+    monkeypatch.setattr(redis_blobs, "AGAIN_S", 0.2)
     url, catalog, network = far
     at = {"kv_dir": tmp_path / "copies"} if has_copies else {"kv_dir": url}
     config = StoreConfig(

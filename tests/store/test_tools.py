@@ -24,10 +24,10 @@ from stores import (
     put,
 )
 
+from kvrag.cli.check import copy, fsck, gc, sample
 from kvrag.errors import StoreError
 from kvrag.identity.fingerprint import chunk_key
 from kvrag.store import Keys, Retention, blobs
-from kvrag.store.check import copy, fsck, gc, sample
 from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, make_text, same_bits
 
 NUMBERS = range(8)

@@ -5,7 +5,8 @@ Processes and machines share it; every change is a transaction.
 ::
 
     changes → hits → ledger → rows (diskcache) → database
-                                └→ remote (Redis; a bucket without a catalog)
+                                ├→ redis, or another store that has a catalog
+                                └→ bucket (blobs without a catalog)
 
 """
 

@@ -28,7 +28,7 @@ from kvrag.store.catalog.ledger import (
     Text,
     one_step,
 )
-from kvrag.store.catalog.rows import RowTable
+from kvrag.store.catalog.rows import open_table
 from kvrag.store.eviction import Usage
 from kvrag.types import ChunkKey, TextEntry
 
@@ -44,7 +44,7 @@ class Catalog(Hits):
     """Rows of a store; queries on them are in :mod:`kvrag.store.catalog.ledger`.
 
     ``folder``, ``read_only`` and ``durable`` are as for
-    :class:`~kvrag.store.catalog.rows.RowTable`. With ``keys``, digests of texts, ids of
+    :func:`~kvrag.store.catalog.rows.open_table`. With ``keys``, digests of texts, ids of
     documents and all values are encrypted. ``may_have_blobs`` returns whether a new catalog may
     find blobs of an earlier catalog. ``rows``, called with the cipher of rows, ``read_only`` and
     ``begin``, makes rows in a database that machines share; without it they are in ``folder``.
@@ -65,7 +65,7 @@ class Catalog(Hits):
         self._may_have_blobs = may_have_blobs
         self.folder = folder
         super().__init__()
-        make = rows or partial(RowTable, folder, durable=durable)
+        make = rows or partial(open_table, folder, durable=durable)
         self._rows = make(seal=self._seal, read_only=read_only, begin=self._begin)
         self.read_only = self._rows.read_only
 

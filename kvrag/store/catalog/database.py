@@ -1,4 +1,4 @@
-"""Database file of the catalog, and the ``Disk`` that diskcache opens it with.
+"""Database file of the catalog.
 
 The file is created private, and examined before diskcache opens it. diskcache trusts the schema and
 the settings that it finds, so both are compared with a database that diskcache has just created.
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import diskcache
-from diskcache.core import DBNAME, MODE_RAW
+from diskcache.core import DBNAME
 
 from kvrag.store.blobs import sync_names
 
@@ -57,28 +57,6 @@ OUTAGES = (
     "PROTOCOL",
 )
 """SQLite errors that do not indicate damage of the file."""
-
-
-class Strings(diskcache.Disk):  # type: ignore[misc]
-    """diskcache's serialisation, for strings only.
-
-    It unpickles nothing, and touches no file that a row names.
-    """
-
-    def get(self, key: Any, raw: Any) -> str:
-        """Return the key; anything but a raw string becomes the empty string, which no row uses."""
-        if type(key) is str and raw:
-            return key
-        return ""
-
-    def fetch(self, mode: Any, filename: Any, value: Any, read: bool) -> str:
-        """Return a value; diskcache treats ``OSError`` as absent."""
-        if mode != MODE_RAW or filename is not None or type(value) is not str:
-            raise OSError("the row is not one of kvrag's")
-        return value
-
-    def remove(self, file_path: Any) -> None:
-        """Leave the file alone: it may be any of the user's files."""
 
 
 def make(folder: Path) -> None:

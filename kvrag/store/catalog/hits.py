@@ -6,10 +6,13 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from typing import cast
 
 from kvrag.config import Retention
-from kvrag.runtime import POOL
+from kvrag.runtime import POOL, Forking, at_fork
+from kvrag.store.base import CatalogRows
 from kvrag.store.catalog.ledger import Ledger, one_step
+from kvrag.store.catalog.rows import Inherited
 from kvrag.store.eviction import Sized, Usage
 from kvrag.types import ChunkKey
 
@@ -17,7 +20,7 @@ AT_ONCE = 4096  # chunks that are read in a transaction
 MAX_TOUCHED = 128  # chunks with collected hits before these are written, in the background
 
 
-class Hits(Ledger):
+class Hits(Ledger, Forking):
     """Use of a catalog's chunks."""
 
     read_only: bool
@@ -25,6 +28,12 @@ class Hits(Ledger):
     def __init__(self) -> None:
         self._touched = Counter[ChunkKey]()
         self._next_flush_s = 0.0
+        at_fork(self)
+
+    def after_fork(self, *, in_child: bool) -> None:
+        """Leave the rows to the parent: a child has none of its threads and connections."""
+        if in_child:
+            self._rows = cast(CatalogRows, Inherited())
 
     def touch(self, key: ChunkKey) -> None:
         """Count a hit of a chunk, in any tier; it is written later."""

@@ -287,9 +287,7 @@ class Ledger:
 
     def _read(self, form: TypeAdapter[T], name: str) -> T | None:
         """Return a row's value; ``None`` if it is absent or malformed."""
-        with suppress(ValidationError):
-            return form.validate_json(self._rows.get(name) or "")
-        return None
+        return _parsed(form, self._rows.get(name))
 
     def _read_all(self, form: TypeAdapter[T], names: Sequence[str]) -> Iterator[T | None]:
         """Yield the values of rows, which are read many at a time."""

@@ -18,20 +18,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from operator import methodcaller
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import diskcache
-from diskcache.core import DBNAME
+from diskcache.core import DBNAME, MODE_RAW
 
 from kvrag.errors import StoreError
 from kvrag.kv.crypto import RowCipher
-from kvrag.runtime import at_thread_end
+from kvrag.runtime import Forking, at_fork, at_thread_end
 from kvrag.store.base import WRITABLE, CatalogRows
 from kvrag.store.catalog.database import (
     BUSY_S,
     FAULTS,
     SETTINGS,
-    Strings,
     locked,
     make,
     put_aside_if_damaged,
@@ -40,76 +39,285 @@ from kvrag.store.catalog.database import (
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-FILES = (DBNAME, f"{DBNAME}-wal")
 # Free bytes without which SQLite can't open a database: its journal and shared memory need some.
 ROOM = 2**20
+FILES = (DBNAME, f"{DBNAME}-wal")
 
 
-class RowTable:
-    """Rows of a database. A damaged database is moved aside and begun anew.
+class Strings(diskcache.Disk):  # type: ignore[misc]
+    """diskcache's serialisation, for strings only.
 
-    A database that was deleted or replaced is opened again. ``folder`` is created if it is missing;
-    without a folder, a private temporary directory is used. With ``read_only``, or on a full disk,
-    nothing there is changed: rows are read from a private copy, made again when the database
-    changes. ``seal`` encrypts values; ``durable`` changes survive a power cut. ``begin`` is called
-    inside a transaction on a database without rows, and on a database that has replaced another;
-    its second argument tells which. Raises ``StoreError`` if the folder can't be used.
+    It unpickles nothing, and touches no file that a row names.
     """
 
-    remedy = WRITABLE
-    pause_s = 0.0  # minimum pause between background changes
-    _has_garbage = False  # whether closed connections of any instance may await collection
+    def get(self, key: Any, raw: Any) -> str:
+        """Return the key; anything but a raw string becomes the empty string, which no row uses."""
+        if type(key) is str and raw:
+            return key
+        return ""
+
+    def fetch(self, mode: Any, filename: Any, value: Any, read: bool) -> str:
+        """Return a value; diskcache treats ``OSError`` as absent."""
+        if mode != MODE_RAW or filename is not None or type(value) is not str:
+            raise OSError("the row is not one of kvrag's")
+        return value
+
+    def remove(self, file_path: Any) -> None:
+        """Leave the file alone: it may be any of the user's files."""
+
+
+class Opened(NamedTuple):
+    """Database that diskcache has opened, and the identity of its files then."""
+
+    cache: Any
+    files: object
+
+
+class Database:
+    """Database in a folder, opened again if it is deleted or replaced.
+
+    A damaged database is moved aside and begun anew. The caller takes care that one thread at a
+    time calls a method.
+
+    Parameters
+    ----------
+    folder
+        Created if it is missing. Without one, a private temporary directory is used.
+    source
+        With it, the database is a private copy of the database there, made again when that
+        changes; nothing there is changed.
+    durable
+        Whether changes survive a power cut.
+    """
+
+    has_garbage = False  # whether closed connections to any database may await collection
 
     def __init__(
         self,
         folder: Path | None,
-        seal: RowCipher | None,
         *,
-        read_only: bool = False,
+        source: Path | None = None,
         durable: bool = True,
+    ) -> None:
+        self._private = ""
+        if folder is None:
+            self._private = tempfile.mkdtemp(prefix="kvrag-")
+            folder = Path(self._private, "catalog")
+            durable = False
+        self.folder = folder
+        self._source = source
+        self._settings = {**SETTINGS, "sqlite_synchronous": 2 if durable else 1}
+        self._opened: Opened | None = None
+        # The files when they were opened last, whether or not they are open now.
+        self._known: object = None
+        self.has_warned = False
+        """Whether a fault was logged since the database was opened."""
+
+    def current(self, begin: Callable[[Opened, bool], None]) -> Opened:
+        """Return the database, opened if needed; raises one of :data:`FAULTS`.
+
+        ``begin`` is called with a database that has no rows or has replaced another, before its
+        first use; the second argument tells which.
+        """
+        if self._opened is None or self._opened.files != self._files():
+            self._opened = self._open(begin)
+            self._known = self._opened.files
+            self.has_warned = False
+        return self._opened
+
+    def check(self, opened: Opened) -> None:
+        """Raise ``OSError`` if the database was replaced or deleted since it was opened."""
+        if self._source is None and self._files() != opened.files:
+            raise OSError("it was replaced or deleted during a change")
+
+    def is_stuck(self) -> bool:
+        """Whether SQLite can't open the database because the disk takes no writes.
+
+        A copy of the database can be read then.
+        """
+        with suppress(OSError):
+            disk = os.statvfs(self.folder)
+            return not self._private and (
+                disk.f_bavail * disk.f_frsize < ROOM or bool(disk.f_flag & os.ST_RDONLY)
+            )
+        return False
+
+    def fault(self, what: str, error: Exception) -> StoreError:
+        """Return the error that says what can't be done with the database."""
+        return StoreError(
+            f"the catalog {self.folder} can't be {what}: {str(error) or 'it stays locked'}; "
+            "make sure that the directory exists, is writable and has free space, then try again"
+        )
+
+    def leave(self) -> None:
+        """Close this thread's connection.
+
+        It is part of a reference cycle, and would stay open, with its memory, until Python collects
+        garbage.
+        """
+        if self._opened is not None:
+            self._opened.cache.close()
+
+    def let_go(self) -> None:
+        """Close the database; connections of other threads close when Python collects them."""
+        if self._opened is not None:
+            self._opened.cache.close()
+            Database.has_garbage = True
+        self._opened = None
+
+    def close(self) -> None:
+        """Close the database, and remove a private directory."""
+        self.let_go()
+        if self._private:
+            shutil.rmtree(self._private, ignore_errors=True)
+
+    def _files(self) -> object:
+        """Return the identity of the files: device and inode; of a source, also its last change."""
+        found = list[int]()
+        for name in FILES[:1] if self._source is None else FILES:
+            with suppress(OSError):
+                status = os.stat((self._source or self.folder) / name)
+                found += [status.st_dev, status.st_ino]
+                if self._source is not None:
+                    found += [status.st_mtime_ns, status.st_size]
+        return found
+
+    def _open(self, begin: Callable[[Opened, bool], None]) -> Opened:
+        """Open the database; create it if it is missing or damaged."""
+        self.let_go()
+        known = self._known
+        there = self._files()
+        if (self._source or self.folder).is_symlink():
+            raise OSError("its folder is a link")
+        if self._source is not None:
+            self._copy(self._source)
+        elif known is None:  # a removed directory is not created again: it may be a mount
+            self.folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with locked(self.folder.parent / "lock"):
+            if there != known:
+                put_aside_if_damaged(self.folder)
+            make(self.folder)
+            cache = diskcache.Cache(
+                str(self.folder), timeout=BUSY_S, disk=Strings, **self._settings
+            )
+            opened = Opened(cache, self._files() if self._source is None else there)
+            is_other = self._source is None and known not in (None, opened.files)
+            if is_other or not len(cache):
+                begin(opened, is_other)
+        return opened
+
+    def _copy(self, source: Path) -> None:
+        """Copy a database and its journal without changing anything beside them.
+
+        Changes made meanwhile are copied at the next call.
+        """
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(mode=0o700, parents=True)
+        for name in FILES:
+            if (source / name).is_file() and not (source / name).is_symlink():
+                shutil.copyfile(source / name, self.folder / name)
+
+
+def open_table(
+    folder: Path | None,
+    seal: RowCipher | None,
+    *,
+    read_only: bool = False,
+    durable: bool = True,
+    begin: Callable[[CatalogRows, bool], None],
+) -> RowTable:
+    """Open the rows of a database, which is created if it is missing.
+
+    Parameters
+    ----------
+    folder
+        Without a folder, a private temporary directory is used.
+    seal
+        Encrypts values.
+    read_only
+        Nothing in ``folder`` is changed: rows are read from a private copy. So are they on a full
+        disk.
+    durable
+        Changes survive a power cut.
+    begin
+        Called inside a transaction on a database without rows, and on a database that has replaced
+        another; its second argument tells which.
+
+    Raises
+    ------
+    StoreError
+        If the folder can't be used.
+    """
+    if read_only:
+        database = Database(None, source=folder)
+    else:
+        database = Database(folder, durable=durable)
+    table = RowTable(database, seal, begin, read_only=read_only)
+    try:
+        table.open()
+    except FAULTS as error:
+        table.close()
+        if read_only or not database.is_stuck():
+            raise database.fault("opened", error) from error
+        log.warning(
+            "the catalog %s is opened for reading only: its disk takes no writes (%s)",
+            folder,
+            error,
+        )
+        return open_table(folder, seal, read_only=True, begin=begin)
+    _TABLES.all.add(table)
+    at_thread_end(table)
+    return table
+
+
+class Inherited:
+    """Rows in a process that was forked since they were opened."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise StoreError(
+            "this KV store was opened before the process was forked; open it after the fork "
+            "(gunicorn: without --preload; celery: in worker_process_init), or start processes "
+            "by 'spawn'"
+        )
+
+    def close(self) -> None:
+        """Do nothing: all that is open is the parent's."""
+
+
+class RowTable:
+    """Rows of a database; :func:`open_table` opens them.
+
+    While the database's disk takes no writes, rows are read from a private copy.
+    """
+
+    remedy = WRITABLE
+    pause_s = 0.0  # minimum pause between background changes
+
+    def __init__(
+        self,
+        database: Database,
+        seal: RowCipher | None,
         begin: Callable[[CatalogRows, bool], None],
+        *,
+        read_only: bool,
     ) -> None:
         self.read_only = read_only
         self._seal = seal
         self._begin = begin
         self._mine = threading.local()
-        self._settings = {
-            **SETTINGS,
-            "sqlite_synchronous": 2 if durable and folder is not None else 1,
-        }
-        self._source: Path | None = None
-        self._private = ""
-        if read_only or folder is None:
-            self._private = tempfile.mkdtemp(prefix="kvrag-")
-            self._source = folder
-            folder = Path(self._private, "catalog")
-        self._folder = folder
-        self._watched = [str(folder / FILES[0])]
-        if self._source is not None:
-            self._watched = [str(self._source / name) for name in FILES]
-        self._cache: Any = None
-        self._file: object = None
-        self._copied: RowTable | None = None
+        self._database = database
+        # Copy of the database, once it was needed.
+        self._copies: list[Database] = []
         # Changes take both locks in this order, looks only the second. A fork waits for both locks,
         # and finds no connection.
         self._lock = threading.RLock()
         self._looking = threading.RLock()
-        self._is_closed = self._has_warned = self._is_refused = False
-        try:
-            with self._looking:
-                self._healed()
-        except FAULTS as error:
-            self.close()
-            if not self._is_stuck():
-                raise self._fault("opened", error) from error
-            log.warning(
-                "the catalog %s is opened for reading only: its disk takes no writes (%s)",
-                folder,
-                error,
-            )
-            RowTable.__init__(self, folder, seal, read_only=True, begin=begin)
-        _all.add(self)
-        at_thread_end(self)
+        self._is_closed = self._is_refused = False
+
+    def open(self) -> None:
+        """Open the database; raises one of :data:`~kvrag.store.catalog.database.FAULTS`."""
+        with self._looking:
+            self._current()
 
     def get(self, name: str) -> str | None:
         """Return a row's value as JSON; ``None`` if it is absent or can't be read.
@@ -172,39 +380,18 @@ class RowTable:
         with self._lock:
             try:
                 # SQLite goes on refusing as long as any connection of that time lives.
-                if self._is_refused and not self._is_stuck():
+                if self._is_refused and not self._database.is_stuck():
                     self._is_refused = False
-                    _let_all_go()
+                    _TABLES.let_go()
                 with self._looking:
-                    cache = self._healed()
-                    file = self._file
-                with self._transaction(cache, file):
+                    opened = self._current()
+                with self._transaction(opened):
                     return action()
             except StoreError:
                 raise
             except FAULTS as error:
-                self._is_refused = self._is_stuck()
-                raise self._fault("changed", error) from error
-
-    @contextmanager
-    def _transaction(self, cache: Any, file: object) -> Iterator[None]:
-        try:
-            # diskcache's own retry never ends on a full or read-only disk.
-            with cache.transact(retry=False):
-                self._check(file)
-                self._mine.cache = cache
-                yield
-            self._check(file)
-        except FAULTS:
-            # A failed commit leaves its transaction open; closing the connection ends it.
-            cache.close()
-            raise
-        finally:
-            self._mine.cache = None
-
-    def _check(self, file: object) -> None:
-        if self._source is None and self._there() != file:
-            raise OSError("it was replaced or deleted during a change")
+                self._is_refused = self._database.is_stuck()
+                raise self._database.fault("changed", error) from error
 
     def scrub(self) -> None:
         """Purge erased rows from the database's journal, as far as other readers allow."""
@@ -216,27 +403,56 @@ class RowTable:
         """Close the database; idempotent. A closed database is empty and can't be changed."""
         with self._lock, self._looking:
             self._is_closed = True
-            self._let_go()
-            if self._copied is not None:
-                self._copied.close()
-            if self._private:
-                shutil.rmtree(self._private, ignore_errors=True)
+            for database in [self._database, *self._copies]:
+                database.close()
 
     def at_thread_end(self) -> None:
-        """Close this thread's connection.
-
-        It is part of a reference cycle, and would stay open, with its memory, until Python collects
-        garbage.
-        """
+        """Close this thread's connections."""
         with self._looking, suppress(*FAULTS):
-            if self._cache is not None:
-                self._cache.close()
+            for database in [self._database, *self._copies]:
+                database.leave()
 
-    def _let_go(self) -> None:
-        if self._cache is not None:
-            self._cache.close()
-            RowTable._has_garbage = True
-        self._cache = None  # connections of other threads close when Python collects it
+    def hold(self) -> None:
+        """Wait for changes and looks under way, and close all connections before a fork."""
+        if self._lock.acquire(timeout=BUSY_S) and self._looking.acquire(timeout=BUSY_S):
+            self.let_go()
+
+    def go_on(self) -> None:
+        """Let changes and looks begin again after a fork."""
+        for lock in (self._looking, self._lock):
+            with suppress(RuntimeError):  # it was not acquired in time
+                lock.release()
+
+    def let_go(self) -> None:
+        """Close all connections; the database is opened again when it is needed."""
+        with self._looking:
+            for database in [self._database, *self._copies]:
+                database.let_go()
+
+    def _current(self) -> Opened:
+        if self._is_closed:
+            raise OSError("the store is closed")
+        return self._database.current(self._begun)
+
+    def _begun(self, opened: Opened, is_other: bool) -> None:
+        with self._transaction(opened):
+            self._begin(self, is_other)
+
+    @contextmanager
+    def _transaction(self, opened: Opened) -> Iterator[None]:
+        try:
+            # diskcache's own retry never ends on a full or read-only disk.
+            with opened.cache.transact(retry=False):
+                self._database.check(opened)
+                self._mine.cache = opened.cache
+                yield
+            self._database.check(opened)
+        except FAULTS:
+            # A failed commit leaves its transaction open; closing the connection ends it.
+            opened.cache.close()
+            raise
+        finally:
+            self._mine.cache = None
 
     def _look(self, action: Callable[[Any], T], default: T) -> T:
         """Read from the database and return ``default`` on a fault.
@@ -245,138 +461,60 @@ class RowTable:
         """
         if getattr(self._mine, "cache", None) is not None:
             return action(self._mine.cache)
-        try:
-            with self._looking:
-                return action(self._healed())
-        except FAULTS as error:
-            if self._is_closed:
-                return default
-            if self._is_stuck():
-                with suppress(StoreError):
-                    with self._looking:
-                        copied = self._copied or RowTable(
-                            self._folder, self._seal, read_only=True, begin=lambda *_: None
-                        )
-                        self._copied = copied
-                    return copied._look(action, default)
-            if not self._has_warned:
-                self._has_warned = True
-                log.warning(
-                    "the catalog %s can't be read (%s); it counts as empty", self._folder, error
-                )
-            return default
+        with self._looking:
+            try:
+                return action(self._current().cache)
+            except FAULTS as error:
+                return self._look_elsewhere(action, default, error)
 
-    def _healed(self) -> Any:
-        """Return the current database, opened if needed."""
+    def _look_elsewhere(self, action: Callable[[Any], T], default: T, error: Exception) -> T:
+        """Read from a copy of a database that can't be opened now, or return ``default``."""
         if self._is_closed:
-            raise OSError("the store is closed")
-        if self._cache is None or self._file != self._there():
-            self._open()
-        return self._cache
-
-    def _is_stuck(self) -> bool:
-        """Whether SQLite can't open the database because the disk takes no writes.
-
-        A copy of the database can be read then.
-        """
-        with suppress(OSError):
-            disk = os.statvfs(self._folder)
-            return not self._private and (
-                disk.f_bavail * disk.f_frsize < ROOM or bool(disk.f_flag & os.ST_RDONLY)
+            return default
+        if self._database.is_stuck():
+            with suppress(*FAULTS):
+                self._copies = self._copies or [Database(None, source=self._database.folder)]
+                return action(self._copies[0].current(lambda *_: None).cache)
+        if not self._database.has_warned:
+            self._database.has_warned = True
+            log.warning(
+                "the catalog %s can't be read (%s); it counts as empty",
+                self._database.folder,
+                error,
             )
-        return False
-
-    def _there(self) -> object:
-        """Return the identity of the database's files: device and inode.
-
-        For a read-only source, modification time and size are included.
-        """
-        found = []
-        for path in self._watched:
-            with suppress(OSError):
-                status = os.stat(path)
-                found += [status.st_dev, status.st_ino]
-                if self._source is not None:
-                    found += [status.st_mtime_ns, status.st_size]
-        return found
-
-    def _open(self) -> None:
-        """Open the database; create it if it is missing or damaged."""
-        self._let_go()
-        known = self._file
-        there = self._there()
-        if (self._source or self._folder).is_symlink():
-            raise OSError("its folder is a link")
-        if self._source is not None:
-            self._copy(self._source)
-        elif known is None:  # a removed directory is not created again: it may be a mount
-            self._folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with locked(self._folder.parent / "lock"):
-            if there != known:
-                put_aside_if_damaged(self._folder)
-            make(self._folder)
-            cache = diskcache.Cache(
-                str(self._folder), timeout=BUSY_S, disk=Strings, **self._settings
-            )
-            file = self._there() if self._source is None else there
-            is_other = self._source is None and known not in (None, file)
-            if is_other or not len(cache):
-                with self._transaction(cache, file):
-                    self._begin(self, is_other)
-        self._cache = cache
-        self._file = file
-        self._has_warned = False
-
-    def _copy(self, source: Path) -> None:
-        """Copy a database and its journal without changing anything beside them.
-
-        Changes made meanwhile are copied at the next call.
-        """
-        shutil.rmtree(self._folder, ignore_errors=True)
-        self._folder.mkdir(mode=0o700, parents=True)
-        for name in FILES:
-            if (source / name).is_file() and not (source / name).is_symlink():
-                shutil.copyfile(source / name, self._folder / name)
-
-    def _fault(self, what: str, error: Exception) -> StoreError:
-        return StoreError(
-            f"the catalog {self._folder} can't be {what}: {str(error) or 'it stays locked'}; "
-            "make sure that the directory exists, is writable and has free space, then try again"
-        )
+        return default
 
 
-_all: weakref.WeakSet[RowTable] = weakref.WeakSet()
+class _Tables(Forking):
+    """Tables that are open in this process.
 
-
-def _let_all_go() -> None:
-    """Close all connections; they are parts of reference cycles, so garbage is collected, too."""
-    for rows in list(_all):
-        with rows._looking:
-            rows._let_go()
-    gc.collect()
-
-
-def _before_fork() -> None:
-    """Wait for changes and looks under way, and close all connections.
-
-    A child never uses its parent's store, but SQLite would take the parent's locks for its own.
+    A child never uses its parent's tables, but SQLite would take the parent's locks for its own.
     """
-    for rows in list(_all):
-        if rows._lock.acquire(timeout=BUSY_S) and rows._looking.acquire(timeout=BUSY_S):
-            rows._let_go()
-    if RowTable._has_garbage:
-        # A connection is part of a reference cycle. A child that inherited it would close it, and
-        # damage the database.
+
+    def __init__(self) -> None:
+        self.all: weakref.WeakSet[RowTable] = weakref.WeakSet()
+        at_fork(self)
+
+    def let_go(self) -> None:
+        """Close all connections; they are parts of reference cycles, so collect garbage, too."""
+        for table in list(self.all):
+            table.let_go()
         gc.collect()
-        RowTable._has_garbage = False
+
+    def before_fork(self) -> None:
+        """Wait for changes and looks under way, and close all connections."""
+        for table in list(self.all):
+            table.hold()
+        if Database.has_garbage:
+            # A connection is part of a reference cycle. A child that inherited it would close it,
+            # and damage the database.
+            gc.collect()
+            Database.has_garbage = False
+
+    def after_fork(self, *, in_child: bool) -> None:
+        """Let changes and looks begin again, in the parent and in the child."""
+        for table in list(self.all):
+            table.go_on()
 
 
-def _after_fork() -> None:
-    """Release the locks, in the parent and in the child."""
-    for rows in list(_all):
-        for lock in (rows._looking, rows._lock):
-            with suppress(RuntimeError):  # it was not acquired in time
-                lock.release()
-
-
-os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)
+_TABLES = _Tables()

@@ -13,7 +13,7 @@ from functools import partial
 
 from kvrag.errors import StoreError
 from kvrag.kv.format import BlobRejected, Foreign, OtherVersion
-from kvrag.store.tiers import TieredStore
+from kvrag.store import TieredStore
 from kvrag.types import ChunkKey, TextEntry
 
 
@@ -77,7 +77,7 @@ def fsck(
     wanted = set(keys or ())
     for key in sorted(store.listed()):
         try:
-            blob = store.blob(key)
+            blob = store.reader.blob(key)
             report.checked += 1
             if verify_data or key in wanted:
                 blob.load()
@@ -112,7 +112,7 @@ def gc(store: TieredStore, *, with_foreign: bool = False) -> GcReport:
     found: dict[type[BlobRejected], set[ChunkKey]] = {OtherVersion: set(), Foreign: set()}
     for key in store.listed():
         try:
-            store.blob(key)
+            store.reader.blob(key)
         except BlobRejected as fault:
             found.get(type(fault), set()).add(key)
     report = GcReport(other_versions=len(store.delete_blobs(found[OtherVersion])))
