@@ -38,9 +38,7 @@ from kvrag.types import (
 )
 
 if TYPE_CHECKING:
-    from kvrag.client import KVRagClient
     from kvrag.config import RepairConfig, Retention, SamplingConfig, StoreConfig
-    from kvrag.dataset import precompute_dataset
     from kvrag.engine import KVRagEngine
     from kvrag.flash import (
         flash_attention_tier,
@@ -49,6 +47,8 @@ if TYPE_CHECKING:
     )
     from kvrag.hooks import delete_kv, precompute_kv, sync_kv
     from kvrag.prompt.prefix import TemplatePrefix
+    from kvrag_ray.dataset import precompute_dataset
+    from kvrag_server.client import KVRagClient
 
 __version__ = "0.3.0"
 __all__ = [
@@ -89,9 +89,9 @@ __all__ = [
 ]
 
 _LAZY = {
-    "kvrag.client": ("KVRagClient",),
+    "kvrag_server.client": ("KVRagClient",),
     "kvrag.config": ("RepairConfig", "Retention", "SamplingConfig", "StoreConfig"),
-    "kvrag.dataset": ("precompute_dataset",),
+    "kvrag_ray.dataset": ("precompute_dataset",),
     "kvrag.engine": ("KVRagEngine",),
     "kvrag.hooks": ("delete_kv", "precompute_kv", "sync_kv"),
     "kvrag.flash": (

@@ -27,7 +27,6 @@ from kvrag.blend.layout import Layout, Segment, lay_out
 from kvrag.blend.prefill import prefill
 from kvrag.blend.reuse import read
 from kvrag.blend.stitch import filling, stitch
-from kvrag.client import engine_of, host_of
 from kvrag.config import (
     Repair,
     RepairConfig,
@@ -85,6 +84,7 @@ from kvrag.prompt.tools import FORM, Tools, answer_form
 from kvrag.runtime import Deadline, host_memory
 from kvrag.store import ChunkRecord, TieredStore, open_store
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, MaxContext, Mode, Prove, TextEntry
+from kvrag_server.client import engine_of, host_of
 
 if TYPE_CHECKING:
     import torch

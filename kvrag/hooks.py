@@ -13,7 +13,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, Literal
 
-from kvrag.client import Host, KVRagClient, chosen_host, engine_of, host_of
 from kvrag.config import Retention
 from kvrag.engine import KVRagEngine
 from kvrag.errors import ConfigError, InputError, KVRagError, StoreError
@@ -22,6 +21,7 @@ from kvrag.progress import tell_short
 from kvrag.prompt.prefix import Prefix
 from kvrag.runtime import POOL
 from kvrag.types import PrecomputeReport, SyncReport
+from kvrag_server.client import Host, KVRagClient, chosen_host, engine_of, host_of
 
 logger = logging.getLogger(__name__)
 

@@ -39,7 +39,7 @@ for name in ("langchain-kvrag", "llama-index-llms-kvrag", "llama-index-vector-st
     extra = "langchain" if name == "langchain-kvrag" else "llama-index"
     assert (told.version, told.requires) == (kvrag.__version__, [f"kvrag[{extra}]=={kvrag.__version__}"]), name
     assert all(".dist-info" in str(path) for path in told.files), f"{name} has modules of its own"
-from kvrag.server.page import NAMES, read
+from kvrag_server.page import NAMES, read
 
 assert all(read(name) for name in NAMES)
 print("kvrag", importlib.metadata.version("kvrag"), "imports from the wheel, beside llama_index.core")

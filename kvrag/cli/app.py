@@ -25,8 +25,8 @@ try:
     from kvrag.cli.measure import calibrate, evaluate
     from kvrag.cli.output import say, write_anything
     from kvrag.cli.precompute import precompute
-    from kvrag.cli.serve import serve
     from kvrag.cli.store import documents, export, fsck, gc, import_, rm, stats
+    from kvrag_server.command import serve
 except ModuleNotFoundError as error:
     if (error.name or "").partition(".")[0] not in ("typer", "rich"):
         raise

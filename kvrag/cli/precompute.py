@@ -160,7 +160,7 @@ def _on_ray(
     pyarrow, parquet = (
         require(name, extra="ray", purpose="its report") for name in ("pyarrow", "pyarrow.parquet")
     )
-    from kvrag.dataset import Workers, precompute_dataset
+    from kvrag_ray.dataset import Workers, precompute_dataset
 
     rows = [{"id": chunk.id, "text": chunk.text} for chunk in chunks]
     start = time.perf_counter()

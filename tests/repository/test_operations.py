@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from kvrag import KVRagEngine
 from kvrag.cli.app import app as command_line
 from kvrag.evaluate.estimate import PRESETS, kept_bytes_per_token, preset, shape_from_config
-from kvrag.server import ServerConfig, create_app
+from kvrag_server import ServerConfig, create_app
 
 yaml = pytest.importorskip("yaml")
 ROOT = Path(__file__).parents[2]
@@ -301,8 +301,8 @@ def test_an_empty_secret_does_not_serve_everyone(monkeypatch):
     secret = next(each for each in manifests() if each["kind"] == "Secret")["stringData"]
     for name, value in secret.items():
         monkeypatch.setenv(name, value)
-    from kvrag.cli.serve import _keys
     from kvrag.errors import ConfigError
+    from kvrag_server.command import _keys
 
     with pytest.raises(ConfigError, match="set KVRAG_API_KEYS"):
         _keys("0.0.0.0", is_insecure=False)

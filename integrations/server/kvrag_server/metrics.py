@@ -10,9 +10,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kvrag.engine import KVRagEngine
-from kvrag.server.admission import Admission
-from kvrag.server.record import RequestRecord
 from kvrag.store import StoreEvent
+from kvrag_server.admission import Admission
+from kvrag_server.record import RequestRecord
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 150.0)
 _STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)

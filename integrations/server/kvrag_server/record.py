@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from kvrag.types import GenerationResult
 
-logger = logging.getLogger("kvrag.server")
+logger = logging.getLogger("kvrag_server")
 
 Ending = Literal["answered", "client_left", "client_too_slow", "timeout", "broken_off"]
 SUMMED = ("prompt_tokens", "cached_tokens", "repaired_tokens", "computed_tokens")

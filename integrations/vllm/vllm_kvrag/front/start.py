@@ -17,12 +17,12 @@ from kvrag.config import StoreConfig
 from kvrag.config.address import Address
 from kvrag.engine import KVRagEngine
 from kvrag.errors import ConfigError
-from kvrag.front.app import create_front
-from kvrag.front.child import Child, check_given, check_installed, command_of, socket_directory
-from kvrag.front.planner import Planner
-from kvrag.front.upstream import Upstream
-from kvrag.server.config import ServerConfig
-from kvrag.server.service import served_name
+from kvrag_server.config import ServerConfig
+from kvrag_server.service import served_name
+from vllm_kvrag.front.app import create_front
+from vllm_kvrag.front.child import Child, check_given, check_installed, command_of, socket_directory
+from vllm_kvrag.front.planner import Planner
+from vllm_kvrag.front.upstream import Upstream
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from kvrag.server.errors import APIError
+from kvrag_server.errors import APIError
 
 _SMOOTHING = 0.1  # weight of the newest request in the mean of seconds
 

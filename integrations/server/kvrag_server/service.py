@@ -18,12 +18,12 @@ from kvrag.errors import ContextLengthError
 from kvrag.generate.streams import AsyncTokenStream
 from kvrag.model.source import ModelSource
 from kvrag.prompt.template import Prompt
-from kvrag.server.admission import Admission
-from kvrag.server.config import ServerConfig
-from kvrag.server.errors import APIError
-from kvrag.server.metrics import Metrics
-from kvrag.server.schema import ChatRequest, Reuse, TextRequest
 from kvrag.types import GenerationResult
+from kvrag_server.admission import Admission
+from kvrag_server.config import ServerConfig
+from kvrag_server.errors import APIError
+from kvrag_server.metrics import Metrics
+from kvrag_server.schema import ChatRequest, Reuse, TextRequest
 
 _SAMPLING = (
     "top_p",

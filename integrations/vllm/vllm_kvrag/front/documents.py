@@ -8,13 +8,13 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.concurrency import run_in_threadpool
 
-from kvrag.front.planner import planner_of
-from kvrag.front.prompts import chat_of, check_window
-from kvrag.front.upstream import upstream_of
 from kvrag.precompute.documents import check_items, faults, unreadable
-from kvrag.server import documents
-from kvrag.server.schema import ExplainRequest, PrecomputeRequest
-from kvrag.server.service import service_of
+from kvrag_server import documents
+from kvrag_server.schema import ExplainRequest, PrecomputeRequest
+from kvrag_server.service import service_of
+from vllm_kvrag.front.planner import planner_of
+from vllm_kvrag.front.prompts import chat_of, check_window
+from vllm_kvrag.front.upstream import upstream_of
 
 router = APIRouter(prefix="/v1/kv")
 router.get("/documents")(documents.documents)

@@ -21,13 +21,13 @@ from kvrag.generate.logprobs import Delta, LogprobWriter
 from kvrag.generate.streams import AsyncTokenStream
 from kvrag.prompt.messages import SYNONYMS
 from kvrag.prompt.template import Prompt
-from kvrag.server.errors import APIError, as_api_error
-from kvrag.server.metrics import Timer
-from kvrag.server.record import RequestRecord
-from kvrag.server.schema import ChatRequest, Message, Reuse, TextRequest
-from kvrag.server.service import Fitting, Service, service_of
-from kvrag.server.shapes import CHAT, TEXT, LogprobStream, Shape, calls_of, usage_of
 from kvrag.types import Chunk, GenerationResult
+from kvrag_server.errors import APIError, as_api_error
+from kvrag_server.metrics import Timer
+from kvrag_server.record import RequestRecord
+from kvrag_server.schema import ChatRequest, Message, Reuse, TextRequest
+from kvrag_server.service import Fitting, Service, service_of
+from kvrag_server.shapes import CHAT, TEXT, LogprobStream, Shape, calls_of, usage_of
 
 # After this wait a stream begins without a first token, so that its client sees a sign of life.
 PATIENCE_S = 10.0

@@ -19,13 +19,13 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 import kvrag
 from kvrag.engine import KVRagEngine
-from kvrag.server import completions, documents, page
-from kvrag.server.admission import Admission
-from kvrag.server.config import ServerConfig
-from kvrag.server.errors import handle_errors
-from kvrag.server.gate import Gate
-from kvrag.server.metrics import Metrics
-from kvrag.server.service import Service, service_of
+from kvrag_server import completions, documents, page
+from kvrag_server.admission import Admission
+from kvrag_server.config import ServerConfig
+from kvrag_server.errors import handle_errors
+from kvrag_server.gate import Gate
+from kvrag_server.metrics import Metrics
+from kvrag_server.service import Service, service_of
 
 QUIET = cast(Any, dict.fromkeys(("tracing", "metrics", "logs", "operation_spans"), False))
 """Switches off the telemetry of newer FastAPI versions.

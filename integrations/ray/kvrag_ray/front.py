@@ -20,8 +20,8 @@ from starlette.responses import Response, StreamingResponse
 from kvrag.errors import KVRagError
 from kvrag.identity.fingerprint import text_digest
 from kvrag.prompt.spans import SpanIndex
-from kvrag.server.errors import APIError
-from kvrag.serving.config import ServingConfig
+from kvrag_ray.config import ServingConfig
+from kvrag_server.errors import APIError
 
 ATTEMPTS = 5  # most replicas that a request is passed to, in sequence
 LOST = (RayActorError, ReplicaUnavailableError)

@@ -12,10 +12,10 @@ from fastapi.concurrency import run_in_threadpool
 
 from kvrag.precompute.documents import announce, check_items
 from kvrag.prompt.template import Prompt
-from kvrag.server.completions import chat_prompt, text_prompt
-from kvrag.server.errors import APIError
-from kvrag.server.schema import DeleteRequest, ExplainRequest, PrecomputeRequest
-from kvrag.server.service import service_of
+from kvrag_server.completions import chat_prompt, text_prompt
+from kvrag_server.errors import APIError
+from kvrag_server.schema import DeleteRequest, ExplainRequest, PrecomputeRequest
+from kvrag_server.service import service_of
 
 router = APIRouter(prefix="/v1/kv")
 

@@ -13,9 +13,9 @@ from urllib.parse import urlsplit
 from sse_starlette.sse import SendTimeoutError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvrag.server.config import ServerConfig
-from kvrag.server.errors import APIError, as_api_error
-from kvrag.server.record import RequestRecord, Tracer
+from kvrag_server.config import ServerConfig
+from kvrag_server.errors import APIError, as_api_error
+from kvrag_server.record import RequestRecord, Tracer
 
 _GUARDED = "/v1"
 

@@ -24,8 +24,8 @@ from kvrag.prompt.spans import SpanIndex
 from kvrag.prompt.template import PLAIN, Chat, Prompt, PromptEncoder
 from kvrag.prompt.tokenizer import given_ids
 from kvrag.runtime import Deadline
-from kvrag.server.schema import Reuse
 from kvrag.types import Explanation, Mode, TextEntry
+from kvrag_server.schema import Reuse
 
 
 @dataclass(frozen=True, slots=True)

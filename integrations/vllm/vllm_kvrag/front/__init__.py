@@ -11,6 +11,6 @@ adds the record of reuse. Imports the facade, ``server``, ``prompt``, and ``blen
 lays a plan out.
 """
 
-from kvrag.front.start import started
+from vllm_kvrag.front.start import started
 
 __all__ = ["started"]

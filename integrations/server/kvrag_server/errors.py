@@ -38,7 +38,7 @@ _NAMES = {
 """The API's names of options."""
 _LONGEST = 80  # characters of a value that a message repeats
 _OF_FIELDS = ("unknown_parameter", "unsupported_parameter", "invalid_value")
-"""Types of the faults that :mod:`kvrag.server.fields` raises; clients get them as error codes."""
+"""Types of the faults that :mod:`kvrag_server.fields` raises; clients get them as error codes."""
 _WANTED = re.compile(r"^\w+ should (be|have) | after validation(?=,)")
 
 Fault = Mapping[str, Any]

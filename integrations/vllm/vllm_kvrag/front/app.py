@@ -17,9 +17,17 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from kvrag.engine import KVRagEngine
 from kvrag.errors import KVRagError
-from kvrag.front import documents
-from kvrag.front.planner import Planner, WorkerFacts, planner_of
-from kvrag.front.prompts import (
+from kvrag_server.admission import Admission
+from kvrag_server.app import QUIET, cors, health
+from kvrag_server.config import ServerConfig
+from kvrag_server.errors import APIError, handle_errors
+from kvrag_server.gate import Gate
+from kvrag_server.metrics import Metrics
+from kvrag_server.record import RequestRecord
+from kvrag_server.service import Service, service_of
+from vllm_kvrag.front import documents
+from vllm_kvrag.front.planner import Planner, WorkerFacts, planner_of
+from vllm_kvrag.front.prompts import (
     Tokenise,
     left_to_vllm,
     put_options,
@@ -28,15 +36,7 @@ from kvrag.front.prompts import (
     tokenised_chat,
     tokenised_text,
 )
-from kvrag.front.upstream import Upstream, upstream_of
-from kvrag.server.admission import Admission
-from kvrag.server.app import QUIET, cors, health
-from kvrag.server.config import ServerConfig
-from kvrag.server.errors import APIError, handle_errors
-from kvrag.server.gate import Gate
-from kvrag.server.metrics import Metrics
-from kvrag.server.record import RequestRecord
-from kvrag.server.service import Service, service_of
+from vllm_kvrag.front.upstream import Upstream, upstream_of
 
 OPEN = ("/health", "/ready", "/metrics")
 """Paths that need no key. vLLM answers prompts at more paths than those under ``/v1``."""

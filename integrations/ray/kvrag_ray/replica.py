@@ -13,8 +13,8 @@ from ray.serve.metrics import Gauge
 
 from kvrag.engine import KVRagEngine
 from kvrag.errors import StoreError
-from kvrag.server.app import create_app, prepare_process
-from kvrag.serving.config import ServingConfig
+from kvrag_ray.config import ServingConfig
+from kvrag_server.app import create_app, prepare_process
 
 PUBLISH_S = 5.0  # seconds between two updates of Ray's metrics
 BACKLOG = 64  # most queued messages of an answer that the front has not taken yet
@@ -25,7 +25,7 @@ Message = dict[str, Any]
 
 
 class Replica:
-    """The replica deployment: answers requests with :func:`kvrag.server.create_app`.
+    """The replica deployment: answers requests with :func:`kvrag_server.create_app`.
 
     The response header ``x-kvrag-replica`` holds the replica's id.
     """
@@ -51,7 +51,7 @@ class Replica:
     ) -> AsyncIterator[Message]:
         """Yield the ASGI messages of a response; disconnect if the consumer stops iterating.
 
-        ``keys`` are not used here; :class:`~kvrag.serving.router.ChunkRouter` reads them.
+        ``keys`` are not used here; :class:`~kvrag_ray.router.ChunkRouter` reads them.
         """
         messages: asyncio.Queue[MutableMapping[str, Any] | None] = asyncio.Queue(BACKLOG)
         has_left = asyncio.Event()
@@ -90,7 +90,7 @@ class Replica:
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Return the numbers of running and waiting requests.
 
-        Ray hands them to :func:`kvrag.serving.router.by_queue`.
+        Ray hands them to :func:`kvrag_ray.router.by_queue`.
         """
         load = self._engine.load
         admission = self._app.state.service.admission

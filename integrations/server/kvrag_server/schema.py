@@ -1,6 +1,6 @@
 """Schemas of request bodies: the fields of OpenAI's and vLLM's APIs that kvrag honours.
 
-:mod:`kvrag.server.fields` treats the other fields.
+:mod:`kvrag_server.fields` treats the other fields.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from pydantic_core import PydanticCustomError
 
 from kvrag.config import RepairConfig, as_config
 from kvrag.prompt.tokenizer import check_encodable
-from kvrag.server.fields import fault, understood
 from kvrag.types import MaxContext, Mode
+from kvrag_server.fields import fault, understood
 
 MAX_DEPTH = 64
 """Limit of nesting of lists and objects in a body.

@@ -45,4 +45,4 @@ async def part(name: str, request: Request) -> Response:
 
 def read(name: str) -> bytes:
     """Return the content of a file of the page."""
-    return files("kvrag.server").joinpath("static", name).read_bytes()
+    return files("kvrag_server").joinpath("static", name).read_bytes()

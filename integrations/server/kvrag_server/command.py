@@ -124,8 +124,8 @@ def serve(
     name_model(ctx, engine, words)
     _check_packages()
     keys = _keys(host, is_insecure=insecure)
-    from kvrag.server import ServerConfig, create_app
-    from kvrag.server.app import prepare_process
+    from kvrag_server import ServerConfig, create_app
+    from kvrag_server.app import prepare_process
 
     given = _of_server(ctx.params)
     if ray:
@@ -162,9 +162,9 @@ def _before_vllm(
             option = f"--{name.replace('_', '-')}"
             raise ConfigError(f"{option} has no effect with --engine vllm; leave it out: {remedy}")
     _check_packages()
-    from kvrag.front import started
-    from kvrag.server import ServerConfig
-    from kvrag.server.app import prepare_process
+    from kvrag_server import ServerConfig
+    from kvrag_server.app import prepare_process
+    from vllm_kvrag.front import started
 
     options = engine_options(
         engine, repair=repair, limits={n: v for n, v in limits.items() if n != "history_bytes"}
@@ -290,7 +290,7 @@ def _on_ray(
     ray, serve = (
         require(name, extra="ray", purpose="kvrag serve --ray") for name in ("ray", "ray.serve")
     )
-    from kvrag.serving import ServingConfig, build
+    from kvrag_ray import ServingConfig, build
 
     least, _, most = replicas.partition("-")
     if not (least.isdigit() and (most or least).isdigit()):
@@ -316,7 +316,7 @@ def _on_ray(
 
 
 def _keys(host: str, *, is_insecure: bool) -> dict[str, str]:
-    from kvrag.server.config import KEYS_VARIABLE, keys_of_environment
+    from kvrag_server.config import KEYS_VARIABLE, keys_of_environment
 
     keys = keys_of_environment()
     if host not in _LOCAL and not keys and not is_insecure:
@@ -334,7 +334,7 @@ def log_config(log_format: str) -> dict[str, Any]:
     """
     form: dict[str, Any] = {"format": "%(asctime)s %(levelname)s %(name)s: %(message)s"}
     if log_format == "json":
-        form = {"()": "kvrag.server.record.JsonLines"}
+        form = {"()": "kvrag_server.record.JsonLines"}
     return {
         "version": 1,
         "disable_existing_loggers": False,

@@ -13,11 +13,11 @@ from fastapi.responses import Response, StreamingResponse
 from starlette.requests import ClientDisconnect
 
 from kvrag import errors
-from kvrag.client import message_of
 from kvrag.errors import KVRagError
-from kvrag.server.completions import unless_gone
-from kvrag.server.errors import APIError
-from kvrag.server.record import RequestRecord
+from kvrag_server.client import message_of
+from kvrag_server.completions import unless_gone
+from kvrag_server.errors import APIError
+from kvrag_server.record import RequestRecord
 
 _OF_CONNECTION = ("connection", "keep-alive", "te", "transfer-encoding", "upgrade", "expect")
 # With an origin, vLLM would add CORS headers of its own; the front's key is not vLLM's.

@@ -10,7 +10,7 @@ from kvrag.config import RepairConfig, StoreConfig, as_config
 from kvrag.config.address import address, place
 from kvrag.engine import KVRagEngine
 from kvrag.errors import ConfigError
-from kvrag.server.config import ServerConfig, keys_of_environment
+from kvrag_server.config import ServerConfig, keys_of_environment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class ServingConfig:
         store, here or as ``store["shared"]``.
     engine, store, repair, server
         Further options of the engine, of :class:`kvrag.StoreConfig`, :class:`kvrag.RepairConfig`
-        and :class:`kvrag.server.ServerConfig`. Without ``server["api_keys"]``, API keys come from
+        and :class:`kvrag_server.ServerConfig`. Without ``server["api_keys"]``, API keys come from
         ``KVRAG_API_KEYS`` on every machine, which is the better place for them.
     replicas
         Number of replicas, or a range ``(least, most)`` to scale in with the load.

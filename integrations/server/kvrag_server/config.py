@@ -26,7 +26,7 @@ _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """Options of :func:`kvrag.server.create_app`.
+    """Options of :func:`kvrag_server.create_app`.
 
     Parameters
     ----------

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvrag.config import unknown_option
 from kvrag.errors import ConfigError, require
-from kvrag.serving.config import ServingConfig
+from kvrag_ray.config import ServingConfig
 
 if TYPE_CHECKING:
     from ray.serve import Application
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def build(args: ServingConfig | Mapping[str, Any]) -> Application:
     """Build the Ray Serve application.
 
-    For ``serve.run``, or as ``import_path: kvrag.serving:build`` in a Serve YAML file.
+    For ``serve.run``, or as ``import_path: kvrag_ray:build`` in a Serve YAML file.
 
     Parameters
     ----------
@@ -31,9 +31,9 @@ def build(args: ServingConfig | Mapping[str, Any]) -> Application:
     MissingDependencyError
         If Ray Serve is not installed.
     """
-    serve = require("ray.serve", extra="ray", purpose="kvrag.serving")
-    from kvrag.serving.front import Front
-    from kvrag.serving.replica import Replica
+    serve = require("ray.serve", extra="ray", purpose="kvrag_ray")
+    from kvrag_ray.front import Front
+    from kvrag_ray.replica import Replica
 
     config = args if isinstance(args, ServingConfig) else _config(args)
     config.open().close()  # raises on invalid options
@@ -52,12 +52,12 @@ def _of_replicas(config: ServingConfig) -> dict[str, Any]:
         "max_ongoing_requests": server.max_running + server.max_waiting,
         "max_queued_requests": server.max_waiting,
         "ray_actor_options": {"num_cpus": config.num_cpus, "num_gpus": config.num_gpus},
-        "request_router_config": {"request_router_class": "kvrag.serving.router.ChunkRouter"},
+        "request_router_config": {"request_router_class": "kvrag_ray.router.ChunkRouter"},
         "graceful_shutdown_timeout_s": server.drain_s,
     }
     if least == most:
         return options | {"num_replicas": least}
-    policy = {"policy_function": "kvrag.serving.router:by_queue"}
+    policy = {"policy_function": "kvrag_ray.router:by_queue"}
     scale = {"target_ongoing_requests": server.max_running, "policy": policy, **config.autoscaling}
     return options | {"autoscaling_config": {"min_replicas": least, "max_replicas": most, **scale}}
 
@@ -66,11 +66,9 @@ def _config(options: Mapping[str, Any]) -> ServingConfig:
     known = list(ServingConfig.__dataclass_fields__)
     for name in options:
         if name not in known:
-            raise unknown_option(name, known, of="kvrag.serving")
+            raise unknown_option(name, known, of="kvrag_ray")
     if "model" not in options:
-        raise ConfigError(
-            "kvrag.serving has no model; pass its hub id or path as the option 'model'"
-        )
+        raise ConfigError("kvrag_ray has no model; pass its hub id or path as the option 'model'")
     if isinstance(options.get("replicas"), list):
         options = {**options, "replicas": tuple(options["replicas"])}
     return ServingConfig(**options)

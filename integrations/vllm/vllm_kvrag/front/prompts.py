@@ -9,13 +9,13 @@ from pydantic import TypeAdapter, ValidationError
 
 from kvrag.config import check_template_kwargs
 from kvrag.errors import ConfigError, InputError
-from kvrag.front.planner import Planner
 from kvrag.prompt.template import Chat
 from kvrag.prompt.tokenizer import UnreadableTextError, given_ids
 from kvrag.prompt.tools import answer_form
-from kvrag.server.completions import chat_prompt, text_prompt
-from kvrag.server.errors import APIError, first_fault
-from kvrag.server.schema import AnswerOptions, Message, Reuse
+from kvrag_server.completions import chat_prompt, text_prompt
+from kvrag_server.errors import APIError, first_fault
+from kvrag_server.schema import AnswerOptions, Message, Reuse
+from vllm_kvrag.front.planner import Planner
 
 Body = dict[str, Any]
 """Body of a request, as JSON values."""
