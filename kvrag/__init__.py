@@ -24,6 +24,7 @@ from kvrag.errors import (
     StoreError,
     StoreFormatError,
     UnsupportedModelError,
+    require,
 )
 from kvrag.types import (
     Chunk,
@@ -89,9 +90,7 @@ __all__ = [
 ]
 
 _LAZY = {
-    "kvrag_server.client": ("KVRagClient",),
     "kvrag.config": ("RepairConfig", "Retention", "SamplingConfig", "StoreConfig"),
-    "kvrag_ray.dataset": ("precompute_dataset",),
     "kvrag.engine": ("KVRagEngine",),
     "kvrag.hooks": ("delete_kv", "precompute_kv", "sync_kv"),
     "kvrag.flash": (
@@ -105,6 +104,11 @@ _LAZY = {
 
 ``import kvrag`` imports neither torch nor transformers.
 """
+_OF_EXTRAS = {
+    "KVRagClient": ("kvrag_server", "server"),
+    "precompute_dataset": ("kvrag_ray", "ray"),
+}
+"""Names of packages built on this one, and the extras that install these packages."""
 
 
 def __getattr__(name: str) -> Any:
@@ -112,6 +116,9 @@ def __getattr__(name: str) -> Any:
         if name in names:
             globals()[name] = getattr(importlib.import_module(module), name)
             return globals()[name]
+    if name in _OF_EXTRAS:
+        module, extra = _OF_EXTRAS[name]
+        return getattr(require(module, extra=extra, purpose=f"kvrag.{name}"), name)
     raise AttributeError(f"module 'kvrag' has no attribute {name!r}")
 
 

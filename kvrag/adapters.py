@@ -50,6 +50,7 @@ from kvrag.evaluate.calibrate import described
 from kvrag.generate.scheduler import MAX_RUNNING
 from kvrag.generate.streams import AsyncTokenStream, TokenStream
 from kvrag.hooks import Content, OnError, changed_ids, documents_in, prefetch_kv
+from kvrag.hosts import RemoteHost, engine_of, host_of
 from kvrag.identity.describe import rope_text
 from kvrag.identity.fingerprint import (
     chunk_key,
@@ -84,7 +85,6 @@ from kvrag.prompt.tools import FORM, Tools, answer_form
 from kvrag.runtime import Deadline, host_memory
 from kvrag.store import ChunkRecord, TieredStore, open_store
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, MaxContext, Mode, Prove, TextEntry
-from kvrag_server.client import engine_of, host_of
 
 if TYPE_CHECKING:
     import torch
@@ -127,6 +127,7 @@ __all__ = [
     "Prefix",
     "Price",
     "PromptEncoder",
+    "RemoteHost",
     "Repair",
     "RotaryTable",
     "Rows",

@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 import httpx
 
 from kvrag.config import Repair, Retention
-from kvrag.engine import KVRagEngine
 from kvrag.errors import ConfigError, InputError, KVRagError, StoreError
+from kvrag.hosts import RemoteHost
 from kvrag.precompute.documents import (
     check_items,
     faults,
@@ -62,15 +62,8 @@ class _TooLargeError(InputError):
     """The body of a request is larger than the server, or a proxy, accepts."""
 
 
-def check_server_options(**options: object) -> None:
-    """Raise :class:`ConfigError` if an option that only engines have is not at its default."""
-    for name, (default, remedy) in _OF_ENGINES.items():
-        if options.get(name, default) != default:
-            raise ConfigError(f"{name} has no effect on a server: {remedy}; leave {name} out")
-
-
 @dataclass(frozen=True)
-class KVRagClient:
+class KVRagClient(RemoteHost):
     """Client of a server that holds the model and its KV.
 
     Pass it to vector stores and hooks in place of an engine: documents are sent to the server when
@@ -143,7 +136,7 @@ class KVRagClient:
         are sent in parts. A text that is too large for a request is reported as failed.
         """
         start = time.perf_counter()
-        check_server_options(
+        self.check_options(
             namespace=namespace, prefix=prefix, retention=retention, batch_size=batch_size
         )
         items = check_items(texts, ids, collection, batch_size)
@@ -168,7 +161,7 @@ class KVRagClient:
         namespace: str | None = None,
     ) -> int:
         """Delete documents, or a collection, as :meth:`kvrag.KVRagEngine.delete` does."""
-        check_server_options(namespace=namespace)
+        self.check_options(namespace=namespace)
         if ids is None and collection is not None:
             return self._delete({"collection": collection})
         if isinstance(ids, str):
@@ -181,7 +174,7 @@ class KVRagClient:
         self, *, collection: str | None = None, namespace: str | None = None
     ) -> list[str]:
         """Return the ids of all documents, or of a collection's."""
-        check_server_options(namespace=namespace)
+        self.check_options(namespace=namespace)
         query = {} if collection is None else {"collection": collection}
         return self._request("GET", "documents", lambda reply: list(reply["data"]), query=query)
 
@@ -223,6 +216,12 @@ class KVRagClient:
     def stats(self) -> dict[str, Any]:
         """Return the server's statistics, as :meth:`kvrag.KVRagEngine.stats` does."""
         return self._request("GET", "stats", lambda reply: reply)
+
+    def check_options(self, **options: object) -> None:
+        """Raise :class:`ConfigError` if an option that only engines have is not at its default."""
+        for name, (default, remedy) in _OF_ENGINES.items():
+            if options.get(name, default) != default:
+                raise ConfigError(f"{name} has no effect on a server: {remedy}; leave {name} out")
 
     def _precompute(self, documents: list[dict[str, str | None]]) -> PrecomputeReport:
         """Send documents; if they are too large for a request, send the two halves."""
@@ -330,45 +329,6 @@ class KVRagClient:
             f"{self.base_url} has not done it ({status}: {message}); look at the server's load and "
             "log"
         )
-
-
-Host = KVRagEngine | KVRagClient
-"""Holder of KV: an engine in this process, or a server."""
-
-
-def engine_of(llm: Any) -> KVRagEngine:
-    """Return the engine itself, or the engine of a framework object."""
-    engine = llm if isinstance(llm, KVRagEngine) else getattr(llm, "engine", None)
-    if isinstance(llm, KVRagClient):
-        raise ConfigError(
-            "llm is a KVRagClient, and a server reads KV when the prompt arrives; prefetch in the "
-            "process of the model only"
-        )
-    if not isinstance(engine, KVRagEngine):
-        raise ConfigError(
-            f"llm is of type {type(llm).__name__}; pass a KVRagEngine, ChatKVRag or KVRagLLM "
-            "(other models can't use KV), or KVRagClient('http://...') if a kvrag server holds the "
-            "model"
-        )
-    return engine
-
-
-def host_of(llm: Any, **options: Any) -> Host:
-    """Return the client itself, or the engine as :func:`engine_of`.
-
-    Raises :class:`ConfigError` for options that a client's server does not have.
-    """
-    if not isinstance(llm, KVRagClient):
-        return engine_of(llm)
-    check_server_options(**options)
-    return llm
-
-
-def chosen_host(llm: Any, server: str | KVRagClient | None) -> Host:
-    """Return the host of an ``llm`` or of a ``server``; exactly one of them must be given."""
-    if (llm is None) == (server is None):
-        raise ConfigError("pass either llm=..., or server=... if a kvrag server holds the model")
-    return host_of(KVRagClient(server) if isinstance(server, str) else server or llm)
 
 
 @cache
