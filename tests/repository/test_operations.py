@@ -302,10 +302,10 @@ def test_an_empty_secret_does_not_serve_everyone(monkeypatch):
     for name, value in secret.items():
         monkeypatch.setenv(name, value)
     from kvrag.errors import ConfigError
-    from kvrag_server.command import _keys
+    from kvrag_server.command import keys_for
 
     with pytest.raises(ConfigError, match="set KVRAG_API_KEYS"):
-        _keys("0.0.0.0", is_insecure=False)
+        keys_for("0.0.0.0", is_insecure=False)
 
 
 def test_the_manifests_have_kubernetes_own_fields():

@@ -104,7 +104,7 @@ def prepare_process() -> None:
     Arenas keep the memory freed in them, so with many arenas memory grows with the requests.
     """
     # These warnings quote prompts; explain() reports the same.
-    warnings.filterwarnings("ignore", category=UserWarning, module=r"kvrag\.")
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"(vllm_)?kvrag")
     warnings.filterwarnings("default", ".*this prompt has known chunks escaped", UserWarning)
     if "MALLOC_ARENA_MAX" not in os.environ:
         with suppress(OSError, AttributeError, TypeError):  # another C library

@@ -9,19 +9,18 @@ import os
 import signal
 import socket
 from contextlib import closing, suppress
-from dataclasses import asdict
 from types import FrameType
 from typing import Annotated, Any, Literal
 
 import typer
 
+from kvrag.cli import plugins
 from kvrag.cli.options import (
     ENGINE,
     REPAIR,
     SERVED,
     Given,
     engine_options,
-    is_on_command_line,
     name_model,
     open_engine,
     takes,
@@ -32,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 _ON_RAY = "With Ray"
 _LOCAL = ("127.0.0.1", "localhost", "::1")
+_LOGGERS = ("kvrag", "kvrag_server", "vllm_kvrag", "uvicorn")
+"""Loggers of which messages are shown, too, that are no warnings."""
 
 
 _BACKEND = typer.Option(
@@ -41,16 +42,6 @@ _BACKEND = typer.Option(
         "-- --max-model-len 8192."
     ),
 )
-_NOT_WITH_VLLM = {
-    "device": "vLLM chooses the device",
-    "history_bytes": "vLLM has a prefix cache of its own",
-    "max_waiting": "vLLM queues requests; -- --max-num-seqs N sets how many run at a time",
-    "max_tokens": "-- --max-model-len N limits prompt and answer together",
-    "ray": "start a front per machine, on a shared store",
-    "replicas": "start a front per machine, on a shared store",
-}
-"""Options without an effect before vLLM, with the remedy."""
-
 _RAY = typer.Option(
     "--ray",
     help="Serve on the Ray cluster RAY_ADDRESS, or on one started here; name a shared store.",
@@ -119,25 +110,20 @@ def serve(
     Answers chat and text completions; /v1/kv precomputes more chunks.
     """
     if backend == "vllm":
-        _before_vllm(ctx, engine, repair, limits, words or [])
+        vllm = plugins.backend("vllm", purpose="kvrag serve --engine vllm")
+        vllm.serve(ctx, engine, repair, limits, words or [])
         return
     name_model(ctx, engine, words)
-    _check_packages()
-    keys = _keys(host, is_insecure=insecure)
+    check_packages()
+    keys = keys_for(host, is_insecure=insecure)
     from kvrag_server import ServerConfig, create_app
     from kvrag_server.app import prepare_process
 
-    given = _of_server(ctx.params)
+    given = server_options(ctx.params)
     if ray:
         options = engine_options(engine, repair=repair, limits=limits)
-        _on_ray(
-            options,
-            given,
-            host,
-            port,
-            replicas or "1",
-            log_format,
-        )
+        on_ray = plugins.backend("ray", purpose="kvrag serve --ray")
+        on_ray.serve(options, given, host, port, replicas or "1", log_format)
         return
     if replicas is not None:
         raise ConfigError("--replicas has no effect without --ray; pass it, or leave it out")
@@ -145,51 +131,10 @@ def serve(
     config = ServerConfig(api_keys=keys, **given)
     listening = bound(host, port)  # before the model is loaded, which takes long
     with listening, closing(open_engine(engine, repair=repair, limits=limits)) as opened:
-        _run(create_app(opened, config), listening, drain_s=config.drain_s, log_format=log_format)
+        run(create_app(opened, config), listening, drain_s=config.drain_s, log_format=log_format)
 
 
-def _before_vllm(
-    ctx: typer.Context, engine: Given, repair: Given, limits: Given, words: list[str]
-) -> None:
-    """Answer requests in front of vLLM until a signal ends both, or vLLM ends.
-
-    Exits with vLLM's code if it ends by itself.
-    """
-    at = next((n for n, word in enumerate(words) if word.startswith("-")), len(words))
-    name_model(ctx, engine, words[:at])
-    for name, remedy in _NOT_WITH_VLLM.items():
-        if is_on_command_line(ctx, name):
-            option = f"--{name.replace('_', '-')}"
-            raise ConfigError(f"{option} has no effect with --engine vllm; leave it out: {remedy}")
-    _check_packages()
-    from kvrag_server import ServerConfig
-    from kvrag_server.app import prepare_process
-    from vllm_kvrag.front import started
-
-    options = engine_options(
-        engine, repair=repair, limits={n: v for n, v in limits.items() if n != "history_bytes"}
-    )
-    if not is_on_command_line(ctx, "chunk_context"):
-        del options["context"]
-    given = ctx.params
-    config = ServerConfig(
-        api_keys=_keys(given["host"], is_insecure=given["insecure"]), **_of_server(given)
-    )
-    prepare_process()
-    log_format = given["log_format"]
-    logging.config.dictConfig(log_config(log_format))
-    signal.signal(signal.SIGTERM, _exit)  # while vLLM loads
-    with (
-        bound(given["host"], given["port"]) as listening,
-        started(options, config, words[at:]) as (app, child),
-    ):
-        _run(app, listening, drain_s=config.drain_s, log_format=log_format)
-        code = child.code
-    if code is not None:
-        raise typer.Exit(code)
-
-
-def _of_server(given: Given) -> Given:
+def server_options(given: Given) -> Given:
     """Return the options of a server, and of a front, among those of the command."""
     return {
         **{name: given[name] for name in ("model_name", "max_waiting", "max_tokens")},
@@ -198,17 +143,13 @@ def _of_server(given: Given) -> Given:
     }
 
 
-def _exit(number: int, _: object) -> None:
-    raise SystemExit(128 + number)
-
-
-def _check_packages() -> None:
+def check_packages() -> None:
     """Raise ``MissingDependencyError`` if a package of the server is not installed."""
     for package in ("uvicorn", "sse_starlette", "httpx"):
         require(package, extra="server", purpose="kvrag serve")
 
 
-def _run(app: Any, listening: socket.socket, *, drain_s: float, log_format: str) -> None:
+def run(app: Any, listening: socket.socket, *, drain_s: float, log_format: str) -> None:
     """Answer requests at a socket until a signal ends the server."""
     import uvicorn
 
@@ -279,43 +220,8 @@ def _server_of(options: Any, app: Any) -> Any:
     return Server(options)
 
 
-def _on_ray(
-    options: Given, server: Given, host: str, port: int, replicas: str, log_format: str
-) -> None:
-    """Serve on a Ray cluster until a signal ends it."""
-    if log_format != "text":
-        raise ConfigError(
-            "--log-format has no effect with --ray, which writes the logs itself; leave it out"
-        )
-    ray, serve = (
-        require(name, extra="ray", purpose="kvrag serve --ray") for name in ("ray", "ray.serve")
-    )
-    from kvrag_ray import ServingConfig, build
-
-    least, _, most = replicas.partition("-")
-    if not (least.isdigit() and (most or least).isdigit()):
-        raise ConfigError(
-            f"--replicas is {replicas!r}; pass a number, or the least and the most, as 2-8"
-        )
-    store = asdict(options.pop("store_config"))
-    repair = options.pop("repair")
-    own = {name: options.pop(name) for name in ("model", "kv_dir")}
-    config = ServingConfig(
-        **own,
-        engine=options,
-        store=store,
-        repair=repair and asdict(repair),
-        server=server,
-        replicas=(int(least), int(most or least)),
-    )
-    bound(host, port).close()
-    application = build(config)  # reports invalid options before Ray starts
-    ray.init(ignore_reinit_error=True, logging_level="warning")
-    serve.start(http_options={"host": host, "port": port})
-    serve.run(application, blocking=True)
-
-
-def _keys(host: str, *, is_insecure: bool) -> dict[str, str]:
+def keys_for(host: str, *, is_insecure: bool) -> dict[str, str]:
+    """Return the API keys; raise ``ConfigError`` if a host that others reach has none."""
     from kvrag_server.config import KEYS_VARIABLE, keys_of_environment
 
     keys = keys_of_environment()
@@ -341,5 +247,5 @@ def log_config(log_format: str) -> dict[str, Any]:
         "formatters": {"lines": form},
         "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "lines"}},
         "root": {"level": "WARNING", "handlers": ["stderr"]},
-        "loggers": {"kvrag": {"level": "INFO"}, "uvicorn": {"level": "INFO"}},
+        "loggers": {name: {"level": "INFO"} for name in _LOGGERS},
     }
