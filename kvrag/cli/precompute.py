@@ -95,8 +95,7 @@ def precompute(
         options = engine_options(engine, limits=limits)
         chunks = split(_counter(options))
         on_ray = backend("ray", purpose="kvrag precompute --ray")
-        rows = [{"id": chunk.id, "text": chunk.text} for chunk in chunks]
-        done = on_ray.precompute(rows, options, run, workers, report, is_quiet=as_json)
+        done = on_ray.precompute(chunks, options, run, workers, report, is_quiet=as_json)
     else:
         with closing(open_engine(engine, limits=limits)) as opened:
             encoder = opened.loaded.encoder

@@ -1,4 +1,4 @@
-"""Serving on Ray Serve: replicas of the OpenAI-compatible server on a shared store.
+"""kvrag on Ray: a store filled by many machines, and replicas of the server on a shared store.
 
 A request goes to the replica that had its chunks before, and so has them in memory.
 
@@ -6,8 +6,8 @@ A request goes to the replica that had its chunks before, and so has them in mem
 
     client ─▶ front (finds chunks) ─▶ router (chooses a replica) ─▶ replica: kvrag_server ─▶ engine
 
-``app`` builds it from ``config``. Imports the facade, ``server`` and ``prompt.spans``, which finds
-chunks in texts.
+``app`` builds it from ``config``, and ``dataset`` precomputes with Ray Data; ``command`` is for the
+command line. Imports the core, ``cli`` and the server's package.
 """
 
 import importlib

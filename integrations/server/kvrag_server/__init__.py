@@ -7,8 +7,9 @@
 
 ``app`` assembles the application. ``page`` serves the static files at ``/``, which use the same
 API. ``service`` holds the state that routes share. ``shapes`` and ``errors`` have OpenAI's formats.
-``metrics`` counts, and ``record`` is the content of the log and the traces. Imports the facade and
-``generate``'s streams.
+``metrics`` counts, and ``record`` is the content of the log and the traces. ``command`` is
+``kvrag serve``, and ``client`` what other processes send documents with. Imports the core and
+``cli``.
 """
 
 import importlib

@@ -20,7 +20,6 @@ from kvrag.cli.options import (
     REPAIR,
     SERVED,
     Given,
-    engine_options,
     name_model,
     open_engine,
     takes,
@@ -110,8 +109,9 @@ def serve(
     Answers chat and text completions; /v1/kv precomputes more chunks.
     """
     if backend == "vllm":
-        vllm = plugins.backend("vllm", purpose="kvrag serve --engine vllm")
-        vllm.serve(ctx, engine, repair, limits, words or [])
+        plugins.backend("vllm", purpose="kvrag serve --engine vllm").serve(
+            ctx, engine, repair, limits, words or []
+        )
         return
     name_model(ctx, engine, words)
     check_packages()
@@ -119,16 +119,13 @@ def serve(
     from kvrag_server import ServerConfig, create_app
     from kvrag_server.app import prepare_process
 
-    given = server_options(ctx.params)
     if ray:
-        options = engine_options(engine, repair=repair, limits=limits)
-        on_ray = plugins.backend("ray", purpose="kvrag serve --ray")
-        on_ray.serve(options, given, host, port, replicas or "1", log_format)
+        plugins.backend("ray", purpose="kvrag serve --ray").serve(ctx, engine, repair, limits)
         return
     if replicas is not None:
         raise ConfigError("--replicas has no effect without --ray; pass it, or leave it out")
     prepare_process()
-    config = ServerConfig(api_keys=keys, **given)
+    config = ServerConfig(api_keys=keys, **server_options(ctx.params))
     listening = bound(host, port)  # before the model is loaded, which takes long
     with listening, closing(open_engine(engine, repair=repair, limits=limits)) as opened:
         run(create_app(opened, config), listening, drain_s=config.drain_s, log_format=log_format)

@@ -2,12 +2,14 @@
 
 ::
 
-    connector ─┬→ blend, the scheduler: planning, private (blocks) │ the worker: weights, proof, blending
-               └→ prefix, the scheduler: heads (stored beginnings) │ the worker: exported (rotations)
+    connector ─┬→ blend, the scheduler: planning, private │ the worker: weights, proof, blending
+               └→ prefix, the scheduler: heads            │ the worker: exported (rotations)
+    front ─→ the API before vLLM's server, for ``kvrag serve --engine vllm``
     loader ─→ borrowed (a model of transformers with vLLM's weights), linear (its layers on CPUs)
     export_model (once, in a process with kvrag's engine) ─→ the file of the prefix mode
 
 ``planning``, ``blending``, ``private``, ``heads``, ``exported`` and ``borrowed`` need no vLLM.
+The connector imports ``kvrag.adapters``; the front, the server's package and the core, too.
 """
 
 from __future__ import annotations
