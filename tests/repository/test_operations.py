@@ -117,7 +117,11 @@ def test_alerts_ask_for_metrics_and_labels_that_a_server_has(web):
     for family in registry.collect():
         for sample in family.samples:
             labels.setdefault(sample.name, {*sample.labels, "instance"})
-    code = "".join(path.read_text() for path in (ROOT / "kvrag").rglob("*.py"))
+    code = "".join(
+        path.read_text()
+        for folder in ("kvrag", "integrations")
+        for path in (ROOT / folder).rglob("*.py")
+    )
     groups = yaml.safe_load((DEPLOY / "alerts.yaml").read_text())["groups"]
     rules = [rule for group in groups for rule in group["rules"]]
     assert len({rule["alert"] for rule in rules}) == len(rules)
