@@ -61,7 +61,7 @@ ANYONE = {"__init__", "__main__"}
 """Files of ``kvrag/`` itself that hand on names of the others."""
 
 AREAS = {
-    "core": 166_340,
+    "core": 166_350,
     "cli": 13_970,
     "evaluate": 7_190,
     "testing": 4_300,
@@ -72,7 +72,7 @@ AREAS = {
     "vllm": 22_000,
 }
 """Most syntax nodes of each area. The core answers requests and stores chunks: ``kvrag/`` without the rooms that are areas."""
-DEEP_NAMES = {"langchain": 32, "llama_index": 33, "ray": 17, "server": 47, "vllm": 87}
+DEEP_NAMES = {"langchain": 32, "llama_index": 33, "ray": 11, "server": 33, "vllm": 80}
 """Most names that an integration imports from modules of kvrag, rather than from ``kvrag`` itself. They, too, only fall."""
 
 LIMITS = {

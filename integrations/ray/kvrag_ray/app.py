@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from kvrag import ConfigError
 from kvrag.config import unknown_option
-from kvrag.errors import ConfigError, require
+from kvrag.errors import require
 from kvrag_ray.config import ServingConfig
 
 if TYPE_CHECKING:

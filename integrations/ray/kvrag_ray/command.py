@@ -12,9 +12,10 @@ from typing import Any
 
 import typer
 
+from kvrag import ConfigError
 from kvrag.cli.documents import DocumentChunk
 from kvrag.cli.options import Given, engine_options
-from kvrag.errors import ConfigError, require
+from kvrag.errors import require
 from kvrag_ray.config import ServingConfig
 from kvrag_ray.dataset import Workers, precompute_dataset
 from kvrag_server.command import bound, server_options

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvrag.config import RepairConfig, StoreConfig, as_config
+from kvrag import ConfigError, KVRagEngine, RepairConfig, StoreConfig
+from kvrag.config import as_config
 from kvrag.config.address import address, place
-from kvrag.engine import KVRagEngine
-from kvrag.errors import ConfigError
 from kvrag_server.config import ServerConfig, keys_of_environment
 
 

@@ -15,10 +15,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from kvrag.config import StoreConfig, as_config
+from kvrag import ConfigError, KVRagEngine, StoreConfig
+from kvrag.config import as_config
 from kvrag.config.address import check_kv_dir
-from kvrag.engine import KVRagEngine
-from kvrag.errors import ConfigError, require
+from kvrag.errors import require
 
 if TYPE_CHECKING:
     from ray.data import Dataset

@@ -17,7 +17,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from kvrag.errors import KVRagError
+from kvrag import KVRagError
 from kvrag.identity.fingerprint import text_digest
 from kvrag.prompt.spans import SpanIndex
 from kvrag_ray.config import ServingConfig

@@ -11,8 +11,7 @@ from ray.serve import get_replica_context
 from ray.serve.exceptions import RayServeException
 from ray.serve.metrics import Gauge
 
-from kvrag.engine import KVRagEngine
-from kvrag.errors import StoreError
+from kvrag import KVRagEngine, StoreError
 from kvrag_ray.config import ServingConfig
 from kvrag_server.app import create_app, prepare_process
 

@@ -18,7 +18,7 @@ from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 import kvrag
-from kvrag.engine import KVRagEngine
+from kvrag import KVRagEngine
 from kvrag_server import completions, documents, page
 from kvrag_server.admission import Admission
 from kvrag_server.config import ServerConfig

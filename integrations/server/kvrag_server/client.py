@@ -17,8 +17,16 @@ from typing import Any, TypeVar
 
 import httpx
 
-from kvrag.config import Repair, Retention
-from kvrag.errors import ConfigError, InputError, KVRagError, StoreError
+from kvrag import (
+    ConfigError,
+    Explanation,
+    InputError,
+    KVRagError,
+    PrecomputeReport,
+    Retention,
+    StoreError,
+)
+from kvrag.config import Repair
 from kvrag.hosts import RemoteHost
 from kvrag.precompute.documents import (
     check_items,
@@ -28,7 +36,7 @@ from kvrag.precompute.documents import (
 )
 from kvrag.progress import Progress, tell_short
 from kvrag.prompt.prefix import Prefix
-from kvrag.types import ExplainedSpan, Explanation, MaxContext, Mode, PrecomputeReport
+from kvrag.types import ExplainedSpan, MaxContext, Mode
 
 logger = logging.getLogger(__name__)
 

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from kvrag import ConfigError
 from kvrag.cli import plugins
 from kvrag.cli.options import (
     ENGINE,
@@ -24,7 +25,7 @@ from kvrag.cli.options import (
     open_engine,
     takes,
 )
-from kvrag.errors import ConfigError, require
+from kvrag.errors import require
 
 logger = logging.getLogger(__name__)
 

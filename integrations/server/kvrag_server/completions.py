@@ -17,11 +17,11 @@ from fastapi.responses import JSONResponse, Response
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.requests import ClientDisconnect
 
+from kvrag import Chunk, GenerationResult
 from kvrag.generate.logprobs import Delta, LogprobWriter
 from kvrag.generate.streams import AsyncTokenStream
 from kvrag.prompt.messages import SYNONYMS
 from kvrag.prompt.template import Prompt
-from kvrag.types import Chunk, GenerationResult
 from kvrag_server.errors import APIError, as_api_error
 from kvrag_server.metrics import Timer
 from kvrag_server.record import RequestRecord

@@ -11,8 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 
+from kvrag import ConfigError
 from kvrag.config.spelling import parse_bytes
-from kvrag.errors import ConfigError
 
 KEYS_VARIABLE = "KVRAG_API_KEYS"
 """Variable that holds ``tenant=key`` pairs, separated by commas.

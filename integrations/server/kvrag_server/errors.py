@@ -16,8 +16,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from kvrag.config.spelling import respelt
-from kvrag.errors import (
+from kvrag import (
     ConfigError,
     ContextLengthError,
     InputError,
@@ -25,6 +24,7 @@ from kvrag.errors import (
     MissingDependencyError,
     OutOfMemoryError,
 )
+from kvrag.config.spelling import respelt
 
 logger = logging.getLogger(__name__)
 

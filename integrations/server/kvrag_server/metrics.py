@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvrag.engine import KVRagEngine
+from kvrag import KVRagEngine
 from kvrag.store import StoreEvent
 from kvrag_server.admission import Admission
 from kvrag_server.record import RequestRecord

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-from kvrag.types import GenerationResult
+from kvrag import GenerationResult
 
 logger = logging.getLogger("kvrag_server")
 

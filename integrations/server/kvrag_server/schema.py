@@ -18,7 +18,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from kvrag.config import RepairConfig, as_config
+from kvrag import RepairConfig
+from kvrag.config import as_config
 from kvrag.prompt.tokenizer import check_encodable
 from kvrag.types import MaxContext, Mode
 from kvrag_server.fields import fault, understood

@@ -13,12 +13,10 @@ from typing import Any, cast
 from anyio import CapacityLimiter
 from fastapi import Request
 
-from kvrag.engine import KVRagEngine
-from kvrag.errors import ContextLengthError
+from kvrag import ContextLengthError, GenerationResult, KVRagEngine
 from kvrag.generate.streams import AsyncTokenStream
 from kvrag.model.source import ModelSource
 from kvrag.prompt.template import Prompt
-from kvrag.types import GenerationResult
 from kvrag_server.admission import Admission
 from kvrag_server.config import ServerConfig
 from kvrag_server.errors import APIError

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from kvrag import GenerationResult
 from kvrag.generate.logprobs import Delta, LogprobWriter
-from kvrag.types import GenerationResult
 
 
 @dataclass(frozen=True, slots=True)

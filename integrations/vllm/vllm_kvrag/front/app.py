@@ -15,8 +15,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from kvrag.engine import KVRagEngine
-from kvrag.errors import KVRagError
+from kvrag import KVRagEngine, KVRagError
 from kvrag_server.admission import Admission
 from kvrag_server.app import QUIET, cors, health
 from kvrag_server.config import ServerConfig

@@ -20,7 +20,7 @@ from typing import Any
 
 import httpx
 
-from kvrag.errors import ConfigError, KVRagError, MissingDependencyError
+from kvrag import ConfigError, KVRagError, MissingDependencyError
 
 _CLI = ("vllm.entrypoints.cli.main", "serve")
 _MODULE = ("vllm.entrypoints.openai.api_server", "--model")

@@ -7,8 +7,8 @@ import signal
 
 import typer
 
+from kvrag import ConfigError
 from kvrag.cli.options import Given, engine_options, is_on_command_line, name_model
-from kvrag.errors import ConfigError
 from kvrag_server.command import (
     bound,
     check_packages,

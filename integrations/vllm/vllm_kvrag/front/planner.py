@@ -10,8 +10,8 @@ from typing import Any, cast
 
 from fastapi import Request
 
+from kvrag import Explanation, KVRagEngine
 from kvrag.blend.reuse import decide_plan
-from kvrag.engine import KVRagEngine
 from kvrag.evaluate.calibrate import in_words
 from kvrag.identity.fingerprint import text_digest
 from kvrag.model.source import config_of, load_tokenizer
@@ -24,7 +24,7 @@ from kvrag.prompt.spans import SpanIndex
 from kvrag.prompt.template import PLAIN, Chat, Prompt, PromptEncoder
 from kvrag.prompt.tokenizer import given_ids
 from kvrag.runtime import Deadline
-from kvrag.types import Explanation, Mode, TextEntry
+from kvrag.types import Mode, TextEntry
 from kvrag_server.schema import Reuse
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from kvrag import ConfigError, InputError
 from kvrag.config import check_template_kwargs
-from kvrag.errors import ConfigError, InputError
 from kvrag.prompt.template import Chat
 from kvrag.prompt.tokenizer import UnreadableTextError, given_ids
 from kvrag.prompt.tools import answer_form

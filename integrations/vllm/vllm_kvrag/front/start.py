@@ -13,10 +13,8 @@ from typing import Any
 import httpx
 from fastapi import FastAPI
 
-from kvrag.config import StoreConfig
+from kvrag import ConfigError, KVRagEngine, StoreConfig
 from kvrag.config.address import Address
-from kvrag.engine import KVRagEngine
-from kvrag.errors import ConfigError
 from kvrag_server.config import ServerConfig
 from kvrag_server.service import served_name
 from vllm_kvrag.front.app import create_front

@@ -12,8 +12,7 @@ from fastapi import Request
 from fastapi.responses import Response, StreamingResponse
 from starlette.requests import ClientDisconnect
 
-from kvrag import errors
-from kvrag.errors import KVRagError
+from kvrag import KVRagError, errors
 from kvrag_server.client import message_of
 from kvrag_server.completions import unless_gone
 from kvrag_server.errors import APIError
