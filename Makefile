@@ -9,7 +9,7 @@ ARGS ?=
 export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: setup demo notebooks test test-all vllm-env vllm-test lint types check bench bench-ttft bench-auto bench-facts bench-arena bench-speed bench-cpu bench-chat bench-memory bench-seams bench-shared bench-slide bench-sweep bench-store bench-ray bench-masks bench-hybrid bench-peers bench-overhead bench-gguf bench-vllm bench-scale bench-host bench-streams incumbents wheel wheel-test support suites fuzz fuzz-reader gpu-check kernel-compile kernel-bugs reliability load load-check load-check-vllm docs site changelog clean
+.PHONY: setup demo notebooks test test-all vllm-env vllm-test lint types check bench bench-ttft bench-auto bench-facts bench-arena bench-speed bench-cpu bench-chat bench-memory bench-seams bench-shared bench-slide bench-sweep bench-store bench-ray bench-masks bench-hybrid bench-peers bench-overhead bench-gguf bench-vllm bench-scale bench-host bench-streams incumbents wheel wheels wheel-test support suites fuzz fuzz-reader gpu-check kernel-compile kernel-bugs reliability load load-check load-check-vllm docs site changelog clean
 
 # Two stamps: .demo has what the demo needs, .ready the tools and compilers of the tests, too.
 $(VENV)/.demo: pyproject.toml constraints.txt
@@ -159,7 +159,12 @@ wheel: setup ## Build the source distribution, and from it the wheel, into dist/
 	$(BIN)/python -m build --outdir dist .
 	$(BIN)/python -m twine check --strict dist/*
 
-wheel-test: wheel ## Install the wheel into a fresh environment, and run its tests there
+wheels: setup ## Build the distributions of packages/, the core and what is built on it, into dist/wheels/
+	rm -rf dist/wheels
+	for folder in packages/*/; do $(BIN)/python -m build --wheel --outdir dist/wheels "$$folder" || exit 1; done
+	$(BIN)/python -m twine check --strict dist/wheels/*
+
+wheel-test: wheel wheels ## Install the wheel, then those of packages/, into fresh environments, and run their tests there
 	bash tests/wheel_test.sh
 
 bench-store: setup ## Writes, verified reads, look-ups and opening of the store beside plain files

@@ -31,9 +31,9 @@ from bench_shared import redis_server
 from common import items, machine, parser, pids, small_engine, small_model, write_result
 
 from kvrag import KVRagEngine, precompute_dataset
-from kvrag.dataset import Workers
 from kvrag.store import TieredStore
 from kvrag.testing.models import save_tiny_model
+from kvrag_ray.dataset import Workers
 
 WORDS = [
     "key",

@@ -26,8 +26,8 @@ from typing import Any
 from common import items, machine, parser, pids, small_model, write_result
 
 from kvrag import KVRagEngine
-from kvrag.serving import build
-from kvrag.serving.front import Front
+from kvrag_ray import build
+from kvrag_ray.front import Front
 
 PORT, CLIENTS, CHUNKS, SHARE = 8_473, 4, 4, 0.6
 

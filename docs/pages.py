@@ -23,6 +23,7 @@ OF_ROOT = {
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
     "examples/README.md": "examples.md",
+    "packages/README.md": "packages.md",
 }
 """Files outside docs/, and the pages that they become."""
 

@@ -24,6 +24,7 @@ from kvrag.errors import (
     StoreError,
     StoreFormatError,
     UnsupportedModelError,
+    require,
 )
 from kvrag.types import (
     Chunk,
@@ -38,9 +39,7 @@ from kvrag.types import (
 )
 
 if TYPE_CHECKING:
-    from kvrag.client import KVRagClient
     from kvrag.config import RepairConfig, Retention, SamplingConfig, StoreConfig
-    from kvrag.dataset import precompute_dataset
     from kvrag.engine import KVRagEngine
     from kvrag.flash import (
         flash_attention_tier,
@@ -49,6 +48,8 @@ if TYPE_CHECKING:
     )
     from kvrag.hooks import delete_kv, precompute_kv, sync_kv
     from kvrag.prompt.prefix import TemplatePrefix
+    from kvrag_ray.dataset import precompute_dataset
+    from kvrag_server.client import KVRagClient
 
 __version__ = "0.3.0"
 __all__ = [
@@ -89,9 +90,7 @@ __all__ = [
 ]
 
 _LAZY = {
-    "kvrag.client": ("KVRagClient",),
     "kvrag.config": ("RepairConfig", "Retention", "SamplingConfig", "StoreConfig"),
-    "kvrag.dataset": ("precompute_dataset",),
     "kvrag.engine": ("KVRagEngine",),
     "kvrag.hooks": ("delete_kv", "precompute_kv", "sync_kv"),
     "kvrag.flash": (
@@ -105,6 +104,11 @@ _LAZY = {
 
 ``import kvrag`` imports neither torch nor transformers.
 """
+_OF_EXTRAS = {
+    "KVRagClient": ("kvrag_server", "server"),
+    "precompute_dataset": ("kvrag_ray", "ray"),
+}
+"""Names of packages built on this one, and the extras that install these packages."""
 
 
 def __getattr__(name: str) -> Any:
@@ -112,6 +116,9 @@ def __getattr__(name: str) -> Any:
         if name in names:
             globals()[name] = getattr(importlib.import_module(module), name)
             return globals()[name]
+    if name in _OF_EXTRAS:
+        module, extra = _OF_EXTRAS[name]
+        return getattr(require(module, extra=extra, purpose=f"kvrag.{name}"), name)
     raise AttributeError(f"module 'kvrag' has no attribute {name!r}")
 
 

@@ -27,7 +27,6 @@ from kvrag.blend.layout import Layout, Segment, lay_out
 from kvrag.blend.prefill import prefill
 from kvrag.blend.reuse import read
 from kvrag.blend.stitch import filling, stitch
-from kvrag.client import engine_of, host_of
 from kvrag.config import (
     Repair,
     RepairConfig,
@@ -61,6 +60,7 @@ from kvrag.hooks import (
     prefetch_kv,
     sync_kv,
 )
+from kvrag.hosts import RemoteHost, engine_of, host_of
 from kvrag.identity.fingerprint import (
     context_digest,
     ids_digest,
@@ -140,6 +140,7 @@ __all__ = [
     "Prefix",
     "Price",
     "PromptEncoder",
+    "RemoteHost",
     "Repair",
     "Rows",
     "Segment",

@@ -13,10 +13,10 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, Literal
 
-from kvrag.client import Host, KVRagClient, chosen_host, engine_of, host_of
 from kvrag.config import Retention
 from kvrag.engine import KVRagEngine
 from kvrag.errors import ConfigError, InputError, KVRagError, StoreError
+from kvrag.hosts import Host, RemoteHost, chosen_host, engine_of, host_of
 from kvrag.precompute.documents import Item, in_collection, replaced_ids
 from kvrag.progress import tell_short
 from kvrag.prompt.prefix import Prefix
@@ -33,7 +33,7 @@ def precompute_kv(
     items: Any,
     *,
     llm: Any = None,
-    server: str | KVRagClient | None = None,
+    server: str | RemoteHost | None = None,
     ids: Sequence[str] | None = None,
     prefix: Prefix | None = None,
     namespace: str | None = None,
@@ -116,7 +116,7 @@ def changed_ids(
     fails.
     """
     host = host_of(llm, namespace=namespace)
-    if isinstance(host, KVRagClient):
+    if isinstance(host, RemoteHost):
         return []  # a server erases the KV of replaced texts when it gets the new texts
     texts = dict(named)
     items = list(map(Item.of, in_collection(texts, collection), texts.values()))
@@ -130,7 +130,7 @@ def delete_kv(
     items: Any,
     *,
     llm: Any = None,
-    server: str | KVRagClient | None = None,
+    server: str | RemoteHost | None = None,
     namespace: str | None = None,
     collection: str | None = None,
 ) -> int:
@@ -162,7 +162,7 @@ def sync_kv(
     live_items: Any,
     *,
     llm: Any = None,
-    server: str | KVRagClient | None = None,
+    server: str | RemoteHost | None = None,
     ids: Sequence[str] | None = None,
     prefix: Prefix | None = None,
     namespace: str | None = None,
@@ -193,7 +193,7 @@ def sync_kv(
     named = _named(live_items, ids, content or "text")
     shown = _named(live_items, ids, "llm") if content is None else named
     if shown != named:
-        if isinstance(host, KVRagClient):
+        if isinstance(host, RemoteHost):
             raise ConfigError(
                 "a server does not tell with which content the nodes were stored; pass "
                 "content='text', or content='llm' for the text with the metadata that the LLM sees"
@@ -313,7 +313,7 @@ def _precompute(
         for name, text in named
         if isinstance(text, str) and not text.strip()
     ]
-    tell_short(host if isinstance(host, KVRagClient) else host.store, empty)
+    tell_short(host if isinstance(host, RemoteHost) else host.store, empty)
     return replace(report, short=[*report.short, *empty])
 
 

@@ -24,8 +24,8 @@ try:
     from kvrag.cli.kernels import app as kernels
     from kvrag.cli.measure import calibrate, evaluate
     from kvrag.cli.output import say, write_anything
+    from kvrag.cli.plugins import EXTRA_OF, commands, missing
     from kvrag.cli.precompute import precompute
-    from kvrag.cli.serve import serve
     from kvrag.cli.store import documents, export, fsck, gc, import_, rm, stats
 except ModuleNotFoundError as error:
     if (error.name or "").partition(".")[0] not in ("typer", "rich"):
@@ -43,6 +43,13 @@ class Commands(typer.core.TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Move ``--debug`` to the front, where the group's options are read."""
         return super().parse_args(ctx, sorted(args, key=lambda arg: arg != "--debug"))
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return a command; raise ``MissingDependencyError`` if its package is not installed."""
+        found = super().get_command(ctx, cmd_name)
+        if found is None and cmd_name in EXTRA_OF:
+            raise missing(f"kvrag {cmd_name}", extra=EXTRA_OF[cmd_name])
+        return found
 
     def invoke(self, ctx: Any) -> Any:
         """Run a command; an error of kvrag becomes a sentence and exit status 2."""
@@ -108,7 +115,6 @@ app.command(
 for command in (
     precompute,
     ask,
-    serve,
     explain,
     evaluate,
     verify,
@@ -124,6 +130,8 @@ for command in (
     app.command()(command)
 app.command("import")(import_)
 app.add_typer(kernels)
+for name, command in commands():
+    app.command(name)(command)
 
 
 def _show_version(wanted: bool) -> None:

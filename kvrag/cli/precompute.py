@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-import time
 from collections.abc import Mapping
-from contextlib import closing, redirect_stdout
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,7 +22,8 @@ from kvrag.cli.options import (
     takes,
 )
 from kvrag.cli.output import facts, show
-from kvrag.errors import ConfigError, InputError, require
+from kvrag.cli.plugins import backend
+from kvrag.errors import ConfigError, InputError
 from kvrag.evaluate.estimate import human_bytes
 
 _PATHS = typer.Argument(
@@ -95,14 +94,8 @@ def precompute(
     if ray:
         options = engine_options(engine, limits=limits)
         chunks = split(_counter(options))
-        done = _on_ray(
-            chunks,
-            options,
-            run,
-            workers,
-            report,
-            is_quiet=as_json,
-        )
+        on_ray = backend("ray", purpose="kvrag precompute --ray")
+        done = on_ray.precompute(chunks, options, run, workers, report, is_quiet=as_json)
     else:
         with closing(open_engine(engine, limits=limits)) as opened:
             encoder = opened.loaded.encoder
@@ -141,43 +134,3 @@ def _counter(options: Given) -> CountTokens:
     from kvrag.prompt.template import PromptEncoder
 
     return PromptEncoder(load_tokenizer(ModelSource(options["model"]))).num_tokens
-
-
-def _on_ray(
-    chunks: list[DocumentChunk],
-    options: Given,
-    run: Mapping[str, Any],
-    workers: int | None,
-    file: Path | None,
-    *,
-    is_quiet: bool,
-) -> dict[str, Any]:
-    """Store chunks on a Ray cluster and return the sums of the report.
-
-    Also writes the report to a file if a file is given.
-    """
-    ray = require("ray", extra="ray", purpose="kvrag precompute --ray")
-    pyarrow, parquet = (
-        require(name, extra="ray", purpose="its report") for name in ("pyarrow", "pyarrow.parquet")
-    )
-    from kvrag.dataset import Workers, precompute_dataset
-
-    rows = [{"id": chunk.id, "text": chunk.text} for chunk in chunks]
-    start = time.perf_counter()
-    with redirect_stdout(sys.stderr):  # Ray prints events of workers there
-        ray.init(ignore_reinit_error=True, log_to_driver=False, logging_level="error")
-        ray.data.DataContext.get_current().enable_progress_bars = not is_quiet
-        report = precompute_dataset(
-            ray.data.from_items(rows), **options, workers=Workers(workers), run=run
-        )
-        table = pyarrow.concat_tables(ray.get(report.to_arrow_refs()))
-        ray.shutdown()
-    if file is not None:
-        parquet.write_table(table, file)
-    done = table.to_pylist()
-    named = {
-        what: [(each["id"], each["reason"]) for row in done for each in row[what]]
-        for what in ("failed", "short")
-    }
-    sums = {what: sum(row[what] for row in done) for what in ("stored", "skipped", "stored_bytes")}
-    return {**sums, **named, "seconds": time.perf_counter() - start}

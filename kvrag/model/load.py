@@ -169,7 +169,7 @@ def _keep_freed_memory() -> None:
     """Make glibc keep freed memory for the next forward.
 
     Page faults of fresh memory are a visible part of a prefill on a CPU. A server returns what is
-    free from time to time (:mod:`kvrag.server.app`). Other allocators are left alone, and so is a
+    free from time to time (:mod:`kvrag_server.app`). Other allocators are left alone, and so is a
     process that sets glibc's own variables.
     """
     if platform.libc_ver()[0] != "glibc" or any(name.startswith("MALLOC_") for name in os.environ):

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import EntryPoint, EntryPoints
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from typer import BadParameter
 from typer.testing import CliRunner, Result
 
 import kvrag
+from kvrag.cli import plugins
 from kvrag.cli.app import app
 from kvrag.cli.options import parse_bytes
 from kvrag.config import StoreConfig
@@ -477,6 +479,52 @@ def test_without_its_packages_the_command_line_says_what_to_install(package, mon
         importlib.import_module("kvrag.cli.app")
     assert stop.value.code == 2
     assert "install kvrag[cli]" in capsys.readouterr().err
+
+
+@pytest.fixture
+def registered(monkeypatch):
+    """Let packages have registered these entry points, and no others."""
+
+    def install(**values):
+        def found(*, group, **wanted):
+            mine = [EntryPoint(name, value, group) for name, value in values.items()]
+            return EntryPoints(mine).select(**wanted)
+
+        monkeypatch.setattr(plugins, "entry_points", found)
+
+    return install
+
+
+def test_a_package_adds_a_command(registered):
+    registered(parse="kvrag.cli.options:parse_bytes")
+    assert dict(plugins.commands()) == {"parse": parse_bytes}
+
+
+def test_a_command_that_cannot_be_loaded_is_said_and_left_out(registered, capsys):
+    registered(a="no_such_package:run", b="kvrag.cli.options:no_such_name", c="json:dumps")
+    assert dict(plugins.commands()) == {"c": json.dumps}
+    said = capsys.readouterr().err.splitlines()
+    assert [line.partition(" can't")[0] for line in said] == [
+        "kvrag a: no_such_package:run",
+        "kvrag b: kvrag.cli.options:no_such_name",
+    ]
+
+
+def test_without_the_server_its_command_names_the_extra(run, monkeypatch):
+    left = [each for each in app.registered_commands if each.name != "serve"]
+    assert len(left) < len(app.registered_commands)
+    monkeypatch.setattr(app, "registered_commands", left)
+    assert "Serve the OpenAI API" not in run("--help").stdout
+    refused(run("serve", "model"), "kvrag serve", "kvrag[server]")
+    assert "No such command" in run("serv").output
+
+
+def test_an_engine_that_is_not_installed_names_its_extra(run, root, registered):
+    registered()
+    refused(run("serve", "--ray"), "kvrag serve --ray", "kvrag[ray]")
+    refused(run("serve", "--engine", "vllm"), "kvrag serve --engine vllm", "kvrag[vllm]")
+    (file := root.parent / "a.txt").write_text("one two three")
+    refused(run("precompute", file, "--ray"), "kvrag precompute --ray", "kvrag[ray]")
 
 
 # -- the program itself -------------------------------------------------------------------------------------------------

@@ -23,9 +23,9 @@ from typer.testing import CliRunner
 
 from kvrag import InputError, KVRagClient, KVRagEngine, StoreError, precompute_kv, sync_kv
 from kvrag.cli.app import app
-from kvrag.server import ServerConfig
 from kvrag.testing.models import save_tiny_model, tiny_model
 from kvrag.testing.tokenizers import tiny_tokenizer
+from kvrag_server import ServerConfig
 from langchain_kvrag import ChatKVRag, KVRagVectorStore
 from llama_index.llms.kvrag import KVRagLLM as LlamaLLM
 from llama_index.llms.kvrag import PrecomputeKV

@@ -15,8 +15,8 @@ from server_kit import served
 from texts import make_chunks
 
 from kvrag import KVRagEngine, StoreConfig
-from kvrag.server import ServerConfig
-from kvrag.server.app import prepare_process
+from kvrag_server import ServerConfig
+from kvrag_server.app import prepare_process
 from langchain_kvrag import ChatKVRag
 from langchain_kvrag import KVRagLLM as LangChainLLM
 from llama_index.llms.kvrag import KVRagLLM as LlamaIndexLLM

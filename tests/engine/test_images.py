@@ -14,9 +14,9 @@ from texts import make_chunks
 from kvrag import Chunk, InputError, KVRagEngine, RepairConfig
 from kvrag.model import CausalLM
 from kvrag.model.proof import _Trial, prove
-from kvrag.server import ServerConfig, create_app
 from kvrag.testing.models import tiny_model
 from kvrag.testing.tokenizers import tiny_tokenizer
+from kvrag_server import ServerConfig, create_app
 from langchain_kvrag import ChatKVRag
 from llama_index.llms.kvrag import KVRagLLM
 

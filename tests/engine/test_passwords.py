@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 from kvrag import ConfigError, KVRagEngine, KVRagError, StoreConfig
 from kvrag.cli.app import app
 from kvrag.config.address import Address, redacted, revealed
-from kvrag.serving import ServingConfig
 from kvrag.store import open_store
+from kvrag_ray import ServingConfig
 
 SECRET = "s3cr3t"
 ADDRESSES = [

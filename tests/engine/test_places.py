@@ -8,7 +8,7 @@ import pytest
 from kvrag.adapters import ModelSource
 from kvrag.cache import VARIABLE, cache_dir
 from kvrag.config.address import check_kv_dir, local, place
-from kvrag.serving.config import ServingConfig
+from kvrag_ray.config import ServingConfig
 
 
 @pytest.fixture

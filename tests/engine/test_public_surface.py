@@ -51,6 +51,26 @@ def test_a_missing_package_names_the_extra():
     assert require("json", extra="x", purpose="y").loads("1") == 1
 
 
+@pytest.mark.parametrize(
+    ("name", "package", "extra"),
+    [("KVRagClient", "kvrag_server", "server"), ("precompute_dataset", "kvrag_ray", "ray")],
+)
+def test_a_name_of_a_package_that_is_not_installed_names_the_extra(
+    name, package, extra, monkeypatch
+):
+    """The core alone may be installed."""
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(vars(kvrag), name, raising=False)
+    with pytest.raises(MissingDependencyError, match=rf"kvrag\.{name}.*kvrag\[{extra}\]"):
+        getattr(kvrag, name)
+
+
+def test_an_address_needs_the_client(monkeypatch):
+    monkeypatch.setitem(sys.modules, "kvrag_server", None)
+    with pytest.raises(MissingDependencyError, match=r"kvrag\[server\]"):
+        kvrag.delete_kv(["a"], server="http://127.0.0.1:1")
+
+
 def test_configs_hold_their_defaults():
     assert RepairConfig() == RepairConfig("query_runs", None, 1, 1.0)
     blend = RepairConfig.cacheblend()

@@ -15,7 +15,7 @@ from kvrag import (
 )
 from kvrag.config import as_config, unknown_option
 from kvrag.config.spelling import parse_bytes
-from kvrag.server.config import ServerConfig
+from kvrag_server.config import ServerConfig
 
 CONFIGS = (RepairConfig, StoreConfig, SamplingConfig, Retention)
 

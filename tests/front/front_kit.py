@@ -12,10 +12,10 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from kvrag import KVRagEngine
-from kvrag.front.app import create_front
-from kvrag.front.planner import Planner
-from kvrag.front.upstream import Upstream
-from kvrag.server import ServerConfig
+from kvrag_server import ServerConfig
+from vllm_kvrag.front.app import create_front
+from vllm_kvrag.front.planner import Planner
+from vllm_kvrag.front.upstream import Upstream
 
 RECORD = {"exactness": "repaired", "mode": "stitch", "cached_tokens": 40, "repaired_tokens": 4}
 USAGE = {"prompt_tokens": 50, "completion_tokens": 3, "total_tokens": 53}

@@ -6,8 +6,8 @@ from front_kit import FakeVLLM, fronted
 from texts import asking, make_chunks
 from transformers import AutoTokenizer
 
-from kvrag.server import ServerConfig
 from kvrag.testing.models import save_tiny_model
+from kvrag_server import ServerConfig
 
 NEW = make_chunks(2, words=42, seed=9)
 

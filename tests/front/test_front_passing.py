@@ -8,7 +8,7 @@ import openai
 import pytest
 from front_kit import RECORD, WORDS, FakeVLLM, fronted, until
 
-from kvrag.server import ServerConfig
+from kvrag_server import ServerConfig
 
 ASK = {"model": "tiny", "messages": [{"role": "user", "content": "Who?"}]}
 
@@ -263,7 +263,7 @@ def test_origins_are_the_fronts_to_allow(http, fake):
 
 
 def test_a_left_request_is_recorded(http, fake, caplog):
-    caplog.set_level("INFO", "kvrag.server")
+    caplog.set_level("INFO", "kvrag_server")
     with pytest.raises(httpx.ReadTimeout):
         http.post("/v1/chat/completions", json={**ASK, "max_tokens": 998}, timeout=0.5)
     until(lambda: any(["client_left" in record.message for record in caplog.records]))

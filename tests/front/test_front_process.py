@@ -17,7 +17,7 @@ from front_kit import until
 from typer.testing import CliRunner
 
 from kvrag.cli.app import app
-from kvrag.front.child import command_of
+from vllm_kvrag.front.child import command_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="vLLM's processes are Linux's")
 
@@ -205,7 +205,7 @@ def test_a_vllm_that_does_not_start_is_a_sentence(tiny_dir, kv_dir, fake_path):
     ],
 )
 def test_options_without_an_effect_are_refused(tiny_dir, kv_dir, monkeypatch, words, said):
-    monkeypatch.setattr("kvrag.front.start.check_installed", lambda _: None)
+    monkeypatch.setattr("vllm_kvrag.front.start.check_installed", lambda _: None)
     args = ["serve", str(tiny_dir), "--engine", "vllm", "--kv-dir", str(kv_dir), *words]
     ran = CliRunner().invoke(app, args)
     assert ran.exit_code == 2
@@ -244,7 +244,7 @@ def test_a_variable_that_undoes_keys_is_refused(tiny_dir, kv_dir, monkeypatch, n
 
 
 def test_a_password_is_not_put_into_vllms_arguments(tiny_dir, monkeypatch):
-    monkeypatch.setattr("kvrag.front.start.check_installed", lambda _: None)
+    monkeypatch.setattr("vllm_kvrag.front.start.check_installed", lambda _: None)
     url = "redis://user:swordfish@localhost:9/0"
     ran = CliRunner().invoke(
         app, ["serve", str(tiny_dir), "--engine", "vllm", "--kv-dir", url, "--port", "0"]

@@ -12,9 +12,9 @@ from starlette.testclient import TestClient
 
 from kvrag import KVRagEngine
 from kvrag.generate.thoughts import Thoughts
-from kvrag.server import ServerConfig, create_app
 from kvrag.testing.models import tiny_model
 from kvrag.testing.tokenizers import tiny_tokenizer
+from kvrag_server import ServerConfig, create_app
 from langchain_kvrag import ChatKVRag
 
 THINK = ("<think>", "</think>")

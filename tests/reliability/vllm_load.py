@@ -42,7 +42,7 @@ STORE = {"min_free_bytes": 2**20}  # a small disk has less than the default leav
 START_S = 300.0
 CHUNKS = [text.partition(": ")[2] for text in make_chunks(24, words=60)]
 IDS = [str(number) for number in range(len(CHUNKS))]
-PLACES = "kernels", "integrations/vllm", ""
+PLACES = "kernels", "integrations/server", "integrations/vllm", ""
 
 
 @dataclass

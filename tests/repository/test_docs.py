@@ -20,8 +20,8 @@ from server_kit import served
 
 from kvrag import KVRagEngine
 from kvrag.generate.stats import EngineStats
-from kvrag.server import ServerConfig
 from kvrag.testing.models import tiny_model
+from kvrag_server import ServerConfig
 
 ROOT = Path(__file__).parents[2]
 PAGES = [page for page in sorted((ROOT / "docs").rglob("*.md")) if page.parent.name != "changes"]

@@ -1,6 +1,8 @@
-"""The cut of the house: who may import whom, how large files, functions and rooms may be, and how they are written.
+"""The cut of the house: who may import whom, how large areas, files, functions and rooms may be, and how they are written.
 
-A violation fails, unless :data:`KNOWN` names it; ``python tests/repository/test_house.py`` prints all of them in that form.
+An area (the core, and each part that is built on it) has a limit in :data:`AREAS`, without exceptions, which may only fall.
+A change that needs a higher one takes a deletion of the same size along, in the same commit, so the sum of the limits never grows.
+Other violations fail, unless :data:`KNOWN` names them. ``python tests/repository/test_house.py`` prints the areas and all violations.
 """
 
 import ast
@@ -18,10 +20,18 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
+INTEGRATIONS = {
+    "langchain": "langchain_kvrag",
+    "llama_index": "llama_index",
+    "ray": "kvrag_ray",
+    "server": "kvrag_server",
+    "vllm": "vllm_kvrag",
+}
+"""Packages under ``integrations/``, by folder. Each is a room."""
 SOURCES = {"kvrag": ROOT / "kvrag"} | {
-    name: ROOT / "integrations" / name
-    for name in ("langchain", "llama_index", "vllm")
-    if (ROOT / "integrations" / name).is_dir()
+    folder: ROOT / "integrations" / folder
+    for folder in INTEGRATIONS
+    if (ROOT / "integrations" / folder).is_dir()
 }
 
 pytestmark = pytest.mark.skipif(
@@ -39,26 +49,40 @@ RANKS = (
     {"precompute"},
     {"generate"},
     {"evaluate"},
-    {"adapters", "client", "engine", "flash", "hooks", "dataset"},
-    {"server"},
-    {"front", "serving"},
-    {"cli", "testing", "integrations"},
+    {"adapters", "engine", "flash", "hooks", "hosts"},
+    {"cli", "testing"},
+    {"langchain", "llama_index", "server"},
+    {"ray", "vllm"},
 )
 """Rooms and modules of the facade. Each imports from its own room and from the ranks before its own; modules of the facade that share a
-rank may import each other."""
+rank may import each other. The core imports none of the integrations."""
 FACADE = RANKS[0] | next(rooms for rooms in RANKS if "engine" in rooms)
 ANYONE = {"__init__", "__main__"}
 """Files of ``kvrag/`` itself that hand on names of the others."""
 
-LIMITS = {
-    "nodes of kvrag": 130_000,
-    "files of kvrag": 145,
-    "nodes of kvrag/store": 22_000,
-    "lines of tests, per 100 lines of code": 155,
-    "median lines of a function": 10,
+AREAS = {
+    "core": 166_350,
+    "cli": 13_970,
+    "evaluate": 7_190,
+    "testing": 4_300,
+    "langchain": 16_750,
+    "llama_index": 12_680,
+    "ray": 5_110,
+    "server": 19_410,
+    "vllm": 22_000,
 }
-"""Goals for the whole. A room's ``__init__`` is no file of its own: it draws the room. Code is ``kvrag/``, and for the tests also
-``kernels/``, which they prove too."""
+"""Most syntax nodes of each area. The core answers requests and stores chunks: ``kvrag/`` without the rooms that are areas."""
+DEEP_NAMES = {"langchain": 32, "llama_index": 33, "ray": 11, "server": 33, "vllm": 80}
+"""Most names that an integration imports from modules of kvrag, rather than from ``kvrag`` itself. They, too, only fall."""
+
+LIMITS = {
+    "files of the core": 106,
+    "nodes of kvrag/store": 28_760,
+    "lines of tests, per 100 lines of code": 125,
+    "median lines of a function": 8,
+}
+"""Limits of the whole. A room's ``__init__`` is no file of its own: it draws the room. Code is ``kvrag/``, its integrations, and
+``kernels/``, all of which the tests prove."""
 FILE_NODES = 2_600
 """Size is counted in syntax nodes, so that packing statements into a line saves nothing."""
 FUNCTION_NODES = 400
@@ -71,7 +95,7 @@ STYLE = {
     "public classes named alike": 0,
     "lines over 100 characters": 0,
 }
-"""Goals for how the code of ``kvrag/`` is written; packages of the field that read well keep them."""
+"""Goals for how the code is written; packages of the field that read well keep them."""
 PRONOUNS = {
     "what",
     "who",
@@ -91,14 +115,14 @@ ROOM_FILES = 12
 """Besides ``__init__``."""
 
 LARGER_ROOMS: dict[str, int] = {
-    "generate": 15,
-    "model": 15,
-    "server": 14,
+    "integrations/server/kvrag_server": 16,
+    "kvrag/generate": 15,
+    "kvrag/model": 15,
+    "kvrag/store": 14,
 }
-"""Rooms that may hold more files than :data:`ROOM_FILES`."""
+"""Rooms, by folder, that may hold more files than :data:`ROOM_FILES`."""
 
 KNOWN: dict[str, dict[str, float] | set[str]] = {
-    "totals": {"files of kvrag": 154, "nodes of kvrag": 222_052, "nodes of kvrag/store": 28_350},
     "large files": {
         "kvrag/blend/cost.py": 2_950,
         "kvrag/cli/store.py": 2_800,
@@ -115,16 +139,23 @@ KNOWN: dict[str, dict[str, float] | set[str]] = {
     },
     "large functions": {
         "kvrag/blend/prefill.py::prefill": 580,
+        "integrations/langchain/langchain_kvrag/_tools.py::structured": 402,
+        "integrations/vllm/vllm_kvrag/planning.py::Planner.decide": 430,
         "kvrag/cli/ask.py::_prove": 450,
         "kvrag/cli/measure.py::calibrate": 480,
         "kvrag/cli/measure.py::evaluate": 460,
-        "kvrag/cli/precompute.py::precompute": 470,
-        "kvrag/cli/serve.py::serve": 420,
+        "kvrag/cli/precompute.py::precompute": 475,
+        "integrations/server/kvrag_server/command.py::serve": 420,
         "kvrag/model/attention.py::_by_blocks": 420,
         "kvrag/model/traits.py::find_traits": 430,
-        "kvrag/server/completions.py::_events": 440,
+        "integrations/server/kvrag_server/completions.py::_events": 440,
     },
-    "undrawn rooms": {"testing"},
+    "large rooms": {
+        "integrations/langchain/langchain_kvrag": 14,
+        "integrations/vllm/vllm_kvrag": 15,
+    },
+    "style": {"public classes named alike": 1},
+    "undrawn rooms": {"integrations/langchain/langchain_kvrag", "kvrag/testing"},
 }
 """Violations so far. The table goes when it is empty."""
 
@@ -132,9 +163,24 @@ KNOWN: dict[str, dict[str, float] | set[str]] = {
 def room_of(path: Path) -> str:
     """Room, or module of the facade, that a file belongs to."""
     if path.is_relative_to(ROOT / "integrations"):
-        return "integrations"
+        return path.relative_to(ROOT / "integrations").parts[0]
     parts = path.relative_to(ROOT / "kvrag").parts
     return parts[0] if len(parts) > 1 else parts[0].removesuffix(".py")
+
+
+def room_named(module: str) -> str | None:
+    """Room, or module of the facade, of a module's full name; ``None`` if it is not ours."""
+    package, *rest = module.split(".")
+    if package == "kvrag":
+        return rest[0] if rest else None
+    if package == "llama_index" and "kvrag" not in rest:
+        return None
+    return next((folder for folder, name in INTEGRATIONS.items() if name == package), None)
+
+
+def area_of(path: Path) -> str:
+    """Area that a file counts to."""
+    return room if (room := room_of(path)) in AREAS else "core"
 
 
 def name_of(path: Path) -> str:
@@ -157,7 +203,7 @@ def public_homes() -> dict[str, str]:
     import kvrag
 
     return {
-        name: f"{getattr(kvrag, name).__module__}.x".split(".")[1]
+        name: room_named(f"{getattr(kvrag, name).__module__}.x") or name
         for name in kvrag.__all__
         if name[0] != "_"
     }
@@ -165,26 +211,26 @@ def public_homes() -> dict[str, str]:
 
 @cache
 def imports() -> dict[Path, set[tuple[str, str]]]:
-    """(room, name) of everything of kvrag that each file imports, at its top or anywhere inside."""
+    """(room, name) of everything of ours that each file imports, at its top or anywhere inside."""
     found: dict[Path, set[tuple[str, str]]] = defaultdict(set)
     for path, tree in files().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):
-                modules = [alias.name.split(".") for alias in node.names]
+                modules = [alias.name for alias in node.names]
                 found[path] |= {
-                    (parts[1], parts[-1])
-                    for parts in modules
-                    if parts[0] == "kvrag" and len(parts) > 1
+                    (room, module.rpartition(".")[2])
+                    for module in modules
+                    if (room := room_named(module))
                 }
-            elif (
-                isinstance(node, ast.ImportFrom)
-                and not node.level
-                and (node.module or "").split(".")[0] == "kvrag"
-            ):
-                parts = (node.module or "").split(".")[1:]
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                module = node.module or ""
                 for alias in node.names:
-                    room = parts[0] if parts else public_homes().get(alias.name, alias.name)
-                    found[path] |= {(room, name) for name in (*parts[1:], alias.name)}
+                    if module == "kvrag":
+                        room = public_homes().get(alias.name, alias.name)
+                        found[path].add((room, alias.name))
+                    elif room := room_named(module):
+                        inner = module.split(".")[2 if module.startswith("kvrag.") else 1 :]
+                        found[path] |= {(room, name) for name in (*inner, alias.name)}
     return found
 
 
@@ -215,16 +261,26 @@ def against_the_ranks() -> set[str]:
 
 
 def around_the_adapters_module() -> set[str]:
-    """Imports by adapters from anywhere but ``kvrag`` and ``kvrag.adapters``."""
+    """Imports by adapters of frameworks and engines from anywhere but ``kvrag`` and ``kvrag.adapters``."""
     return {
         f"{name_of(path)} -> {node.module}"
         for path, tree in files().items()
-        if room_of(path) == "integrations"
+        if room_of(path) in ("langchain", "llama_index", "vllm") and "front" not in path.parts
         for node in ast.walk(tree)
         if isinstance(node, ast.ImportFrom)
         and (node.module or "").startswith("kvrag.")
         and node.module != "kvrag.adapters"
     }
+
+
+def deep_names() -> dict[str, int]:
+    """Number of names that each integration imports from modules of kvrag, rather than from ``kvrag`` itself."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for path, tree in files().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("kvrag."):
+                found[room_of(path)] |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return {room: len(found[room]) for room in INTEGRATIONS}
 
 
 def private_imports() -> set[str]:
@@ -288,7 +344,7 @@ class Size(NamedTuple):
 
 @cache
 def functions() -> dict[str, Size]:
-    """Size of every function of the package."""
+    """Size of every function."""
     found: dict[str, Size] = {}
 
     def visit(node: ast.AST, where: str) -> None:
@@ -302,8 +358,7 @@ def functions() -> dict[str, Size]:
             visit(child, name)
 
     for path, tree in files().items():
-        if path.is_relative_to(ROOT / "kvrag"):
-            visit(tree, name_of(path))
+        visit(tree, name_of(path))
     return found
 
 
@@ -321,12 +376,10 @@ def _is_packed(node: ast.AST) -> bool:
 
 
 def style() -> dict[str, float]:
-    """Figures of how ``kvrag/`` is written."""
+    """Figures of how the code is written."""
     count: Counter[str] = Counter()
     classes: Counter[str] = Counter()
     for path, tree in files().items():
-        if not path.is_relative_to(ROOT / "kvrag"):
-            continue
         count["nodes"] += nodes(path)
         written = path.read_text().splitlines()
         count["long"] += sum(len(line) > 100 for line in written)
@@ -336,7 +389,8 @@ def style() -> dict[str, float]:
             count["conditional expressions"] += isinstance(node, ast.IfExp)
             count["walruses"] += isinstance(node, ast.NamedExpr)
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                classes[node.name] += 1
+                room = room_of(path)
+                classes[f"{room if room in INTEGRATIONS else 'kvrag'}.{node.name}"] += 1
             if not isinstance(
                 node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
             ):
@@ -365,32 +419,42 @@ def dense() -> dict[str, float]:
     return {name: round(found, 1) for name, found in style().items() if found > STYLE[name]}
 
 
+def files_of(room: str) -> list[Path]:
+    """Files of a room, ``__init__`` not counted."""
+    return [path for path in files() if room_of(path) == room and path.stem != "__init__"]
+
+
 def large_rooms() -> dict[str, int]:
-    """Files of rooms over their limit, ``__init__`` not counted."""
-    counts = {
-        folder.name: len({*folder.glob("*.py")} - {folder / "__init__.py"})
-        for folder in (ROOT / "kvrag").iterdir()
-    }
+    """Files of rooms over their limit; a folder of an integration is a room of its own."""
+    counts = Counter(path.parent for path in files() if path.stem != "__init__")
     return {
-        room: count for room, count in counts.items() if count > LARGER_ROOMS.get(room, ROOM_FILES)
+        name_of(folder): count
+        for folder, count in counts.items()
+        if folder != ROOT / "kvrag" and count > LARGER_ROOMS.get(name_of(folder), ROOM_FILES)
     }
+
+
+def areas() -> dict[str, int]:
+    """Nodes of every area."""
+    sizes: Counter[str] = Counter()
+    for path in files():
+        sizes[area_of(path)] += nodes(path)
+    return {area: sizes[area] for area in AREAS}
 
 
 def totals() -> dict[str, int]:
     """Figures of the whole that are over their limits."""
-    own = [path for path in files() if path.is_relative_to(ROOT / "kvrag")]
-    modules = [path for path in own if path.stem != "__init__"]
-    code = sum(map(lines, own))
+    code = sum(map(lines, files()))
     tests = sum(lines(path) for path in (ROOT / "tests").rglob("*.py"))
     kernels = sum(
         lines(path)
         for path in (ROOT / "kernels").rglob("*")
         if path.suffix in (".py", ".cu", ".cuh")
     )
+    own = [path for path in files() if area_of(path) == "core" and path.stem != "__init__"]
     found = {
-        "nodes of kvrag": sum(map(nodes, own)),
-        "files of kvrag": len(modules),
-        "nodes of kvrag/store": sum(nodes(path) for path in own if room_of(path) == "store"),
+        "files of the core": len(own),
+        "nodes of kvrag/store": sum(nodes(path) for path in files() if room_of(path) == "store"),
         "lines of tests, per 100 lines of code": round(100 * tests / (code + kernels)),
         "median lines of a function": round(
             statistics.median(size.lines for size in functions().values())
@@ -408,8 +472,8 @@ CHECKS = {
     "large functions": large_functions,
     "style": dense,
     "large rooms": large_rooms,
-    "totals": totals,
 }
+"""Checks that may have exceptions."""
 
 
 @pytest.mark.parametrize("name", CHECKS)
@@ -422,14 +486,27 @@ def test_the_house_keeps_its_cut(name):
         assert {what: figure for what, figure in found.items() if figure > known.get(what, 0)} == {}
 
 
+@pytest.mark.parametrize("area", AREAS)
+def test_an_area_keeps_its_limit(area):
+    """A limit that is no longer near falls with what it holds."""
+    assert 0.97 * AREAS[area] <= areas()[area] <= AREAS[area]
+
+
+@pytest.mark.parametrize("room", DEEP_NAMES)
+def test_an_integration_needs_no_more_of_the_inside(room):
+    assert deep_names()[room] <= DEEP_NAMES[room]
+
+
+def test_the_whole_keeps_its_limits():
+    assert totals() == {}
+
+
 def test_exceptions_are_needed():
     """What is small again loses its exception."""
     for name, check in CHECKS.items():
         found, known = check(), KNOWN.get(name, {})
         assert set(known) <= set(found), name
-    assert all(
-        len(list((ROOT / "kvrag" / room).glob("*.py"))) - 1 > ROOM_FILES for room in LARGER_ROOMS
-    )
+    assert all(len(list((ROOT / room).glob("*.py"))) - 1 > ROOM_FILES for room in LARGER_ROOMS)
 
 
 def test_tests_that_run_in_part_exist():
@@ -451,16 +528,31 @@ def test_every_module_has_a_rank():
 
 def test_every_room_says_how_it_flows():
     """A room's docstring draws its flow with arrows, and names what the room may import."""
-    for room in sorted(
-        {room_of(path) for path in files()}
-        & {path.name for path in (ROOT / "kvrag").iterdir() if path.is_dir()}
-    ):
-        said = ast.get_docstring(files()[ROOT / "kvrag" / room / "__init__.py"]) or ""
+    rooms = {
+        *(ROOT / "kvrag").glob("*/__init__.py"),
+        *(ROOT / "integrations").glob("*/*kvrag*/__init__.py"),
+        *(ROOT / "integrations").glob("*/*kvrag*/*/__init__.py"),
+    }
+    for path in sorted(rooms & set(files())):
+        said = ast.get_docstring(files()[path]) or ""
         is_drawn = any(arrow in said for arrow in ("->", "→", "─▶", "-->")) and "mport" in said
-        assert is_drawn or room in KNOWN.get("undrawn rooms", ()), f"kvrag/{room}/__init__.py"
+        assert is_drawn or name_of(path.parent) in KNOWN["undrawn rooms"], name_of(path)
+
+
+def table() -> str:
+    """Areas, their nodes and limits, and names that integrations import from the inside, as lines."""
+    found, deep = areas(), deep_names()
+    rows = [
+        f"{area:<12}{found[area]:>9,}{limit:>9,}{deep.get(area, 0) or '':>7}{DEEP_NAMES.get(area, ''):>7}"
+        for area, limit in AREAS.items()
+    ]
+    head = f"{'area':<12}{'nodes':>9}{'limit':>9}{'deep':>7}{'limit':>7}"
+    last = f"{'in all':<12}{sum(found.values()):>9,}{sum(AREAS.values()):>9,}{sum(deep.values()):>7}{sum(DEEP_NAMES.values()):>7}"
+    return "\n".join((head, *rows, last))
 
 
 if __name__ == "__main__":
+    print(table())
     pprint.pprint(
         {name: found for name, check in CHECKS.items() if (found := check())},
         width=118,

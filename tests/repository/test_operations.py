@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from kvrag import KVRagEngine
 from kvrag.cli.app import app as command_line
 from kvrag.evaluate.estimate import PRESETS, kept_bytes_per_token, preset, shape_from_config
-from kvrag.server import ServerConfig, create_app
+from kvrag_server import ServerConfig, create_app
 
 yaml = pytest.importorskip("yaml")
 ROOT = Path(__file__).parents[2]
@@ -117,7 +117,11 @@ def test_alerts_ask_for_metrics_and_labels_that_a_server_has(web):
     for family in registry.collect():
         for sample in family.samples:
             labels.setdefault(sample.name, {*sample.labels, "instance"})
-    code = "".join(path.read_text() for path in (ROOT / "kvrag").rglob("*.py"))
+    code = "".join(
+        path.read_text()
+        for folder in ("kvrag", "integrations")
+        for path in (ROOT / folder).rglob("*.py")
+    )
     groups = yaml.safe_load((DEPLOY / "alerts.yaml").read_text())["groups"]
     rules = [rule for group in groups for rule in group["rules"]]
     assert len({rule["alert"] for rule in rules}) == len(rules)
@@ -301,11 +305,11 @@ def test_an_empty_secret_does_not_serve_everyone(monkeypatch):
     secret = next(each for each in manifests() if each["kind"] == "Secret")["stringData"]
     for name, value in secret.items():
         monkeypatch.setenv(name, value)
-    from kvrag.cli.serve import _keys
     from kvrag.errors import ConfigError
+    from kvrag_server.command import keys_for
 
     with pytest.raises(ConfigError, match="set KVRAG_API_KEYS"):
-        _keys("0.0.0.0", is_insecure=False)
+        keys_for("0.0.0.0", is_insecure=False)
 
 
 def test_the_manifests_have_kubernetes_own_fields():

@@ -7,7 +7,7 @@ from server_kit import served
 from texts import make_chunks
 
 from kvrag import KVRagEngine
-from kvrag.server import ServerConfig
+from kvrag_server import ServerConfig
 
 
 @pytest.fixture(scope="module")

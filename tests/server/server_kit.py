@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import uvicorn
 
-from kvrag.server import create_app
+from kvrag_server import create_app
 
 
 @contextmanager

@@ -14,9 +14,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from server_kit import served
 
 from kvrag import ConfigError, KVRagEngine, StoreConfig
-from kvrag.server import ServerConfig
-from kvrag.server.config import keys_of_environment
 from kvrag.testing.models import tiny_model
+from kvrag_server import ServerConfig
+from kvrag_server.config import keys_of_environment
 
 ASK = {"model": "tiny", "messages": [{"role": "user", "content": "Who?"}], "max_tokens": 2}
 

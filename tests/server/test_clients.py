@@ -19,9 +19,9 @@ from server_kit import served
 from texts import make_chunks
 
 from kvrag import ConfigError, KVRagEngine
-from kvrag.server import ServerConfig, schema
-from kvrag.server.fields import ALIASES, HINTS, NEUTRAL, ONLY_WITH, REMEDIES, asks_for_nothing
 from kvrag.testing.models import tiny_model
+from kvrag_server import ServerConfig, schema
+from kvrag_server.fields import ALIASES, HINTS, NEUTRAL, ONLY_WITH, REMEDIES, asks_for_nothing
 
 ASK = {"model": ID, "messages": [USER], "max_tokens": 2, "temperature": 0}
 PROMPT = {"model": ID, "prompt": "Who keeps the lamp?", "max_tokens": 2, "temperature": 0}
@@ -520,8 +520,8 @@ def test_text_under_other_names_is_shown(http):
 def test_one_call_at_most_where_a_client_takes_no_more(http, app, monkeypatch):
     from dataclasses import replace
 
-    from kvrag.server import completions
     from kvrag.types import ToolCall
+    from kvrag_server import completions
 
     real = completions._as_asked
     calls = tuple(ToolCall(f"call_{n}", "look_up", {"name": str(n)}) for n in range(2))

@@ -8,9 +8,9 @@ from starlette.testclient import TestClient
 from test_clients import ASK, PROMPT
 
 from kvrag import KVRagEngine
-from kvrag.server import ServerConfig, create_app
 from kvrag.testing.models import tiny_model
 from kvrag.testing.tokenizers import tiny_tokenizer
+from kvrag_server import ServerConfig, create_app
 
 DOCUMENTS = [{"text": "Quokka seven <s> of <|im_start|>"}]
 THINKS = (

@@ -7,8 +7,8 @@ import pytest
 from server_kit import served
 
 from kvrag import ConfigError
-from kvrag.server import ServerConfig
-from kvrag.server.gate import Gate
+from kvrag_server import ServerConfig
+from kvrag_server.gate import Gate
 
 FOREIGN = [
     "evil.test",

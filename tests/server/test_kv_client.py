@@ -28,8 +28,8 @@ from kvrag import (
     Retention,
     StoreError,
 )
-from kvrag import client as client_module
-from kvrag.server import ServerConfig
+from kvrag_server import ServerConfig
+from kvrag_server import client as client_module
 
 REPORT = {"stored": 1, "skipped": 0, "failed": [], "stored_bytes": 9, "seconds": 0.1, "short": []}
 TENANTS = [f"tenant{n}" for n in range(40)]
@@ -278,7 +278,7 @@ def test_a_busy_server_is_asked_again_after_the_time_that_it_names(waits, caplog
         report = KVRagClient(url).precompute(["text of mine"], ids=["a"])
     assert (report.stored, len(seen)) == (1, 4)
     assert waits == [7, 60, 2]
-    told = [record.message for record in caplog.records if record.name == "kvrag.client"]
+    told = [record.message for record in caplog.records if record.name == "kvrag_server.client"]
     assert "503: 2 wait" in told[0]
     assert "trying again in 7.0 s" in told[0]
     assert "of mine" not in caplog.text

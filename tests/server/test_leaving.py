@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from server_kit import served, until
 
 from kvrag.generate import pipeline
-from kvrag.server import ServerConfig, completions
+from kvrag_server import ServerConfig, completions
 
 ASK = {
     "model": "tiny",

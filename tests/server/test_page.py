@@ -14,8 +14,8 @@ from server_kit import served
 
 from kvrag import KVRagEngine, StoreError
 from kvrag.generate.logprobs import Delta
-from kvrag.server import ServerConfig
-from kvrag.server.page import NAMES, read
+from kvrag_server import ServerConfig
+from kvrag_server.page import NAMES, read
 
 ROOT = Path(__file__).parents[2]
 PARTS = {name: read(name).decode() for name in NAMES}

@@ -14,8 +14,8 @@ import pytest
 from server_kit import served
 
 from kvrag import KVRagEngine, StoreConfig, StoreError
-from kvrag.server import ServerConfig
-from kvrag.server.record import JsonLines, RequestRecord, Tracer
+from kvrag_server import ServerConfig
+from kvrag_server.record import JsonLines, RequestRecord, Tracer
 
 SECRET = "Swordfish"
 KEY = "key-of-swordfish"
@@ -78,7 +78,7 @@ def test_a_request_is_one_line_with_how_it_was_answered(lines, url, chunks, stre
     line = until_logged(lines, f"mine-{stream}")
     assert (line["level"], line["logger"], line["endpoint"]) == (
         "info",
-        "kvrag.server",
+        "kvrag_server",
         "/v1/chat/completions",
     )
     assert (line["status"], line["ended"], line["model"], line["method"]) == (
@@ -181,7 +181,7 @@ def test_no_text_or_key_is_ever_logged(lines, tiny_dir, tmp_path, monkeypatch, c
     assert statuses.count(500) == 4
     assert {200, 400, 401, 404} <= set(statuses)
     said = lines()
-    assert len([line for line in said if line["logger"] == "kvrag.server"]) >= len(answers)
+    assert len([line for line in said if line["logger"] == "kvrag_server"]) >= len(answers)
     assert any(
         "fail" in json.dumps(line) for line in said
     )  # the way to a failure is there, its message is not
@@ -285,7 +285,7 @@ def test_fastapis_own_telemetry_is_off(exporter, spans):
 
 
 def test_lines_are_readable_without_json(url, caplog):
-    with caplog.at_level(logging.INFO, "kvrag.server"):
+    with caplog.at_level(logging.INFO, "kvrag_server"):
         post(url, ask("Who?"), headers={"x-request-id": "r1"}.items())
     assert re.search(r'request request_id="r1" .*status=200', caplog.text)
 

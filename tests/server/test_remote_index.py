@@ -28,7 +28,7 @@ from kvrag import (
     precompute_kv,
     sync_kv,
 )
-from kvrag.server import ServerConfig
+from kvrag_server import ServerConfig
 from langchain_kvrag import KVPrecompute, KVPrefetchHandler, KVRagVectorStore
 from llama_index.llms.kvrag import KVPrecompute as LlamaPrecompute
 from llama_index.llms.kvrag import KVPrefetchHandler as LlamaPrefetch

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 from kvrag import ConfigError, KVRagEngine
 from kvrag.cli.app import app
-from kvrag.cli.serve import bound
-from kvrag.server import ServerConfig
+from kvrag_server import ServerConfig
+from kvrag_server.command import bound
 
 
 @pytest.fixture
@@ -105,7 +105,7 @@ def test_the_log_is_lines_of_json(tiny_dir, tmp_path):
             process.kill()
     assert "swordfish" not in rest.lower()
     lines += [json.loads(line) for line in rest.splitlines()]
-    assert {"kvrag.server", "uvicorn.error"} <= {line["logger"] for line in lines}
+    assert {"kvrag_server", "uvicorn.error"} <= {line["logger"] for line in lines}
     (answered,) = [line for line in lines if line.get("endpoint") == "/v1/chat/completions"]
     assert (answered["status"], answered["completion_tokens"]) == (200, 2)
 
@@ -121,7 +121,7 @@ def test_listening_beyond_this_machine_asks_for_keys(tiny_dir, monkeypatch):
 def test_a_port_in_use_is_found_before_the_model_is_loaded(ray, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
-        "kvrag.cli.serve.open_engine", lambda *_, **__: pytest.fail("the model was loaded")
+        "kvrag_server.command.open_engine", lambda *_, **__: pytest.fail("the model was loaded")
     )
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

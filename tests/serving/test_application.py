@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 
 from kvrag import ConfigError, KVRagEngine
 from kvrag.cli.app import app
-from kvrag.serving import ServingConfig, build
-from kvrag.serving.replica import warm
+from kvrag_ray import ServingConfig, build
+from kvrag_ray.replica import warm
 
 CHUNKS = make_chunks(4, words=42)
 
@@ -65,7 +65,7 @@ def test_the_application_is_what_was_asked_for(options):
     replica = app._bound_deployment.init_args[0]._bound_deployment
     scaling = replica._deployment_config.autoscaling_config
     assert (scaling.min_replicas, scaling.max_replicas, scaling.upscale_delay_s) == (1, 3, 1.0)
-    assert scaling.policy.policy_function == "kvrag.serving.router:by_queue"
+    assert scaling.policy.policy_function == "kvrag_ray.router:by_queue"
     fixed = (
         build(ServingConfig(**options | {"replicas": 2}))
         ._bound_deployment.init_args[0]

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 from common import pids
 
-from kvrag.serving import build
+from kvrag_ray import build
 
 pytestmark = pytest.mark.slow
 PORT = 18_473

@@ -8,8 +8,8 @@ ray = pytest.importorskip("ray", reason="Ray is not installed")
 pytest.importorskip("pyarrow", reason="pyarrow is not installed")
 
 from kvrag import ConfigError, KVRagEngine, precompute_dataset
-from kvrag.dataset import Worker, Workers
 from kvrag.testing.models import tiny_model
+from kvrag_ray.dataset import Worker, Workers
 
 CHUNKS = make_chunks(3, words=42)
 

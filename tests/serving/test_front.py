@@ -15,9 +15,9 @@ from starlette.requests import Request
 
 from kvrag import KVRagEngine
 from kvrag.identity.fingerprint import text_digest
-from kvrag.serving import front
-from kvrag.serving.front import Front, saying, texts
-from kvrag.serving.replica import Replica
+from kvrag_ray import front
+from kvrag_ray.front import Front, saying, texts
+from kvrag_ray.replica import Replica
 
 CHUNKS = make_chunks(4, words=42)
 QUESTION = [
@@ -315,7 +315,7 @@ def test_what_prometheus_reads_is_handed_to_ray(options, monkeypatch):
             assert set(tags) == set(self.tags)
             published[self.name, *tags.values()] = value
 
-    monkeypatch.setattr("kvrag.serving.replica.Gauge", Gauge)
+    monkeypatch.setattr("kvrag_ray.replica.Gauge", Gauge)
 
     async def run():
         replica = await replica_of(options)

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("ray.serve", reason="Ray Serve is not installed")
 
-from kvrag.serving.router import FREE, ChunkRouter, by_owner, by_queue, ranked
+from kvrag_ray.router import FREE, ChunkRouter, by_owner, by_queue, ranked
 
 REPLICAS = [f"replica{number}" for number in range(5)]
 KEYS = [f"{number:064x}" for number in range(2000)]

@@ -9,8 +9,7 @@ from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.instrumentation.events import BaseEvent
 from llama_index.core.instrumentation.events.retrieval import RetrievalEndEvent
 
-from kvrag import KVRagClient
-from kvrag.adapters import Content, engine_of, prefetch_kv
+from kvrag.adapters import Content, RemoteHost, engine_of, prefetch_kv
 from llama_index.llms.kvrag.transform import resolve_kv_llm
 
 
@@ -49,7 +48,7 @@ class KVPrefetchHandler(BaseEventHandler):
         self, llm: Any = None, *, namespace: str | None = None, content: Content = "text"
     ) -> None:
         llm = resolve_kv_llm(llm)
-        if isinstance(llm, KVRagClient):
+        if isinstance(llm, RemoteHost):
             engine_of(llm)  # raises
         fields = {"llm": llm, "namespace": namespace, "content": content}
         super().__init__(**fields)

@@ -154,7 +154,10 @@ async def _asteps(
 
 
 # The response is returned unchanged, so its type may be covariant.
-def _accounted(response: ResponseT, accounts: tuple[Account, ...]) -> ResponseT:  # type: ignore[misc]
+def _accounted(
+    response: ResponseT,  # type: ignore[misc]
+    accounts: tuple[Account, ...],
+) -> ResponseT:
     for account in accounts:
         account.enter(response.raw["kvrag"])  # type: ignore[index]  # a last response has it
     return response

@@ -16,7 +16,6 @@ from llama_index.core.schema import BaseComponent, BaseNode, TransformComponent
 
 from kvrag import (
     ConfigError,
-    KVRagClient,
     KVRagEngine,
     PrecomputeReport,
     Retention,
@@ -25,6 +24,7 @@ from kvrag import (
 from kvrag.adapters import (
     Content,
     OnError,
+    RemoteHost,
     context_digest,
     host_of,
     in_collection,
@@ -37,7 +37,7 @@ from llama_index.llms.kvrag.prompts import engine_prefix
 logger = logging.getLogger(__name__)
 
 
-def resolve_kv_llm(llm: Any) -> KVRagLLM | KVRagEngine | KVRagClient:
+def resolve_kv_llm(llm: Any) -> KVRagLLM | KVRagEngine | RemoteHost:
     """Return the LLM to store KV for; by default ``Settings.llm``.
 
     Raises
@@ -52,7 +52,7 @@ def resolve_kv_llm(llm: Any) -> KVRagLLM | KVRagEngine | KVRagClient:
             raise ConfigError(
                 "no LLM to precompute KV for; set Settings.llm = KVRagLLM(...), or pass llm="
             ) from error
-    if not isinstance(llm, (KVRagLLM, KVRagEngine, KVRagClient)):
+    if not isinstance(llm, (KVRagLLM, KVRagEngine, RemoteHost)):
         raise ConfigError(
             f"the LLM is of type {type(llm).__name__}, which can't use KV; set Settings.llm = "
             "KVRagLLM(...), or pass one, or pass llm=kvrag.KVRagClient('http://...') if a kvrag "
@@ -64,7 +64,7 @@ def resolve_kv_llm(llm: Any) -> KVRagLLM | KVRagEngine | KVRagClient:
 def precompute_nodes(
     nodes: Sequence[BaseNode],
     *,
-    llm: KVRagLLM | KVRagEngine | KVRagClient,
+    llm: KVRagLLM | KVRagEngine | RemoteHost,
     on_error: OnError,
     **options: Any,
 ) -> PrecomputeReport:
@@ -103,7 +103,7 @@ def check_options(options: Mapping[str, Any], llm: Any, cls: type[BaseComponent]
         if name not in {*cls.model_fields, "class_name"}:
             raise unknown_option(name, cls.model_fields, of=cls.__name__)
     in_collection((), options.get("collection"))  # raises if it is not a name
-    if isinstance(llm, KVRagClient):
+    if isinstance(llm, RemoteHost):
         host_of(llm, **options)
 
 
@@ -184,7 +184,7 @@ class KVPrecompute(PrecomputeFields, TransformComponent):
     def _target(self) -> dict[str, str]:
         llm = resolve_kv_llm(self.llm)
         engine = host_of(llm)
-        if isinstance(engine, KVRagClient):
+        if isinstance(engine, RemoteHost):
             # A server does not tell when KV was erased. It skips the nodes that it has.
             return {"server": engine.base_url, "run": uuid.uuid4().hex}
         prefix = self.prefix

@@ -20,8 +20,8 @@ from llama_index.core.vector_stores.types import (
     VectorStoreQueryResult,
 )
 
-from kvrag import ConfigError, KVRagClient, KVRagEngine
-from kvrag.adapters import changed_ids, host_of, id_text
+from kvrag import ConfigError, KVRagEngine
+from kvrag.adapters import RemoteHost, changed_ids, host_of, id_text
 from llama_index.llms.kvrag.transform import PrecomputeFields, check_options, resolve_kv_llm
 from llama_index.vector_stores.kvrag.held import held_ids, held_nodes, ids_of_document
 from llama_index.vector_stores.kvrag.refs import RefTable
@@ -362,7 +362,7 @@ class KVRagVectorStore(PrecomputeFields, BasePydanticVectorStore):
         """Persist the inner store; KV is on disk already."""
         self.inner.persist(persist_path, fs=fs)
 
-    def _host(self) -> KVRagEngine | KVRagClient:
+    def _host(self) -> KVRagEngine | RemoteHost:
         return host_of(resolve_kv_llm(self.llm))
 
     def _space(self) -> str:

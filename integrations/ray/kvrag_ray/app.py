@@ -1,0 +1,75 @@
+"""The Ray Serve application and its deployments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from kvrag import ConfigError
+from kvrag.config import unknown_option
+from kvrag.errors import require
+from kvrag_ray.config import ServingConfig
+
+if TYPE_CHECKING:
+    from ray.serve import Application
+
+
+def build(args: ServingConfig | Mapping[str, Any]) -> Application:
+    """Build the Ray Serve application.
+
+    For ``serve.run``, or as ``import_path: kvrag_ray:build`` in a Serve YAML file.
+
+    Parameters
+    ----------
+    args
+        A :class:`ServingConfig`, or its options.
+
+    Raises
+    ------
+    ConfigError
+        If an option is unknown or invalid.
+    MissingDependencyError
+        If Ray Serve is not installed.
+    """
+    serve = require("ray.serve", extra="ray", purpose="kvrag_ray")
+    from kvrag_ray.front import Front
+    from kvrag_ray.replica import Replica
+
+    config = args if isinstance(args, ServingConfig) else _config(args)
+    config.open().close()  # raises on invalid options
+    replica = serve.deployment(Replica).options(**_of_replicas(config)).bind(asdict(config))
+    front = serve.deployment(Front).options(
+        num_replicas=config.fronts, max_ongoing_requests=10_000, ray_actor_options={"num_cpus": 0}
+    )
+    application: Application = front.bind(replica, asdict(config))
+    return application
+
+
+def _of_replicas(config: ServingConfig) -> dict[str, Any]:
+    """Return the options of the replicas' deployment."""
+    server, (least, most) = config.server_config, config.least_and_most
+    options: dict[str, Any] = {
+        "max_ongoing_requests": server.max_running + server.max_waiting,
+        "max_queued_requests": server.max_waiting,
+        "ray_actor_options": {"num_cpus": config.num_cpus, "num_gpus": config.num_gpus},
+        "request_router_config": {"request_router_class": "kvrag_ray.router.ChunkRouter"},
+        "graceful_shutdown_timeout_s": server.drain_s,
+    }
+    if least == most:
+        return options | {"num_replicas": least}
+    policy = {"policy_function": "kvrag_ray.router:by_queue"}
+    scale = {"target_ongoing_requests": server.max_running, "policy": policy, **config.autoscaling}
+    return options | {"autoscaling_config": {"min_replicas": least, "max_replicas": most, **scale}}
+
+
+def _config(options: Mapping[str, Any]) -> ServingConfig:
+    known = list(ServingConfig.__dataclass_fields__)
+    for name in options:
+        if name not in known:
+            raise unknown_option(name, known, of="kvrag_ray")
+    if "model" not in options:
+        raise ConfigError("kvrag_ray has no model; pass its hub id or path as the option 'model'")
+    if isinstance(options.get("replicas"), list):
+        options = {**options, "replicas": tuple(options["replicas"])}
+    return ServingConfig(**options)

@@ -1,0 +1,102 @@
+"""Options of the Ray Serve application."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvrag import ConfigError, KVRagEngine, RepairConfig, StoreConfig
+from kvrag.config import as_config
+from kvrag.config.address import address, place
+from kvrag_server.config import ServerConfig, keys_of_environment
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingConfig:
+    """Options of :func:`build`; all values can be written in YAML.
+
+    Parameters
+    ----------
+    model, kv_dir
+        As for :meth:`kvrag.KVRagEngine.from_pretrained`. Replicas on several machines need a shared
+        store, here or as ``store["shared"]``.
+    engine, store, repair, server
+        Further options of the engine, of :class:`kvrag.StoreConfig`, :class:`kvrag.RepairConfig`
+        and :class:`kvrag_server.ServerConfig`. Without ``server["api_keys"]``, API keys come from
+        ``KVRAG_API_KEYS`` on every machine, which is the better place for them.
+    replicas
+        Number of replicas, or a range ``(least, most)`` to scale in with the load.
+    num_cpus, num_gpus
+        CPUs and GPUs per replica.
+    fronts
+        Number of processes that take requests and pass them on.
+    autoscaling
+        Further options of Ray Serve's ``AutoscalingConfig``, if ``replicas`` is a range.
+    warm_s
+        Most seconds that a new replica loads the most used chunks into memory, before it takes
+        requests.
+    """
+
+    model: str
+    # repr=False: these may hold a URL with a password, or API keys.
+    kv_dir: str | None = field(default=None, repr=False)
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    store: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    repair: Mapping[str, Any] | None = None
+    server: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    replicas: int | tuple[int, int] = 1
+    num_cpus: float = 1.0
+    num_gpus: float = 0.0
+    fronts: int = 1
+    autoscaling: Mapping[str, Any] = field(default_factory=dict)
+    warm_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kv_dir", place(self.kv_dir))
+        object.__setattr__(
+            self, "store", {name: address(value) for name, value in self.store.items()}
+        )
+        least, most = self.least_and_most
+        if self.kv_dir is None:
+            raise ConfigError(
+                "ServingConfig.kv_dir is None, and replicas could share nothing; "
+                "name a directory or a shared store"
+            )
+        if not 1 <= least <= most or self.fronts < 1:
+            raise ConfigError(
+                f"ServingConfig has replicas={self.replicas!r} and fronts={self.fronts!r}; "
+                "both begin at 1"
+            )
+        if self.autoscaling and least == most:
+            raise ConfigError(
+                "ServingConfig.autoscaling has no effect without a range of replicas; "
+                "pass replicas=(1, 4)"
+            )
+        self.server_config, self.store_config  # noqa: B018 - raise on invalid options
+
+    @property
+    def least_and_most(self) -> tuple[int, int]:
+        """The range of replicas."""
+        if isinstance(self.replicas, int):
+            return self.replicas, self.replicas
+        return self.replicas
+
+    @property
+    def server_config(self) -> ServerConfig:
+        """The server's options, with the API keys of this machine."""
+        return ServerConfig(**{"api_keys": keys_of_environment(), **self.server})
+
+    @property
+    def store_config(self) -> StoreConfig:
+        """The store's options."""
+        return StoreConfig(**self.store)
+
+    def open(self) -> KVRagEngine:
+        """Return an engine; its model is loaded at first use."""
+        own = {
+            "kv_dir": self.kv_dir,
+            "store_config": self.store_config,
+            "repair": as_config(RepairConfig, self.repair, option="repair"),
+        }
+        return KVRagEngine.from_pretrained(self.model, **{**self.engine, **own})

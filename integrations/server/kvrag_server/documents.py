@@ -1,0 +1,96 @@
+"""Routes ``/v1/kv/…``: precompute, list, explain, delete and count, in the key's namespace."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+from anyio import to_thread
+from fastapi import APIRouter, Request
+from fastapi.concurrency import run_in_threadpool
+
+from kvrag.precompute.documents import announce, check_items
+from kvrag.prompt.template import Prompt
+from kvrag_server.completions import chat_prompt, text_prompt
+from kvrag_server.errors import APIError
+from kvrag_server.schema import DeleteRequest, ExplainRequest, PrecomputeRequest
+from kvrag_server.service import service_of
+
+router = APIRouter(prefix="/v1/kv")
+
+
+@router.post("/precompute")
+async def precompute(body: PrecomputeRequest, request: Request) -> dict[str, Any]:
+    """Compute and store the KV of documents."""
+    service = service_of(request)
+    namespace = service.namespace(request.state.tenant)
+    texts = [document.text for document in body.documents]
+    ids = [document.id for document in body.documents]
+    items = check_items(texts, ids, body.collection, 1)
+    service.admission.check(request.state.tenant)
+    # When the request comes, because a deletion may come while it waits for a slot.
+    store = service.engine.store
+    await run_in_threadpool(announce, store, store.names.namespace(namespace), items)
+    async with service.admission.slot(request.state.tenant):
+        run = partial(
+            service.engine.precompute,
+            texts,
+            ids=ids,
+            collection=body.collection,
+            namespace=namespace,
+            announced=True,
+            show_progress=False,  # the client waits, without a terminal
+        )
+        report = await to_thread.run_sync(run, limiter=service.precomputes)
+    return asdict(report)
+
+
+@router.get("/documents")
+async def documents(request: Request, collection: str | None = None) -> dict[str, Any]:
+    """List the ids of the documents that have KV."""
+    service = service_of(request)
+    namespace = service.namespace(request.state.tenant)
+    found = await run_in_threadpool(
+        service.engine.document_ids, collection=collection, namespace=namespace
+    )
+    return {"object": "list", "data": found}
+
+
+@router.post("/delete")
+async def delete(body: DeleteRequest, request: Request) -> dict[str, int]:
+    """Delete documents, and erase the KV that no other document needs."""
+    service = service_of(request)
+    namespace = service.namespace(request.state.tenant)
+    gone = await run_in_threadpool(
+        service.engine.delete, body.ids, collection=body.collection, namespace=namespace
+    )
+    return {"erased_chunks": gone}
+
+
+@router.post("/explain")
+async def explain(body: ExplainRequest, request: Request) -> dict[str, Any]:
+    """Explain which chunks of a prompt are known and have KV, and why other text has no KV."""
+    service = service_of(request)
+    prompt = explained(body)
+    options = service.reuse(body.kvrag, request.state.tenant)
+    for name in ("tools", "chat_template_kwargs", "continue_final_message"):
+        options[name] = getattr(body, name)
+    return asdict(await run_in_threadpool(service.engine.explain, prompt, **options))
+
+
+@router.get("/stats")
+async def stats(request: Request) -> dict[str, Any]:
+    """Return totals of engine and store, and the numbers of running and waiting requests."""
+    service = service_of(request)
+    counted = await run_in_threadpool(service.engine.stats)
+    return {**counted, "running": service.admission.running, "waiting": service.admission.waiting}
+
+
+def explained(body: ExplainRequest) -> Prompt:
+    """Return the prompt of a request, of either kind; raises ``APIError`` if it has not one."""
+    if (body.messages is None) == (body.prompt is None):
+        raise APIError(400, "pass either messages or prompt", "invalid_value", param="messages")
+    if body.prompt is not None:
+        return text_prompt(body.prompt, body.kvrag)
+    return chat_prompt(body.messages or (), body.kvrag)

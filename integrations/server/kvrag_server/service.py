@@ -1,0 +1,156 @@
+"""State that the routes share: the engine, its options, and its tenants' namespaces."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field, fields
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+from anyio import CapacityLimiter
+from fastapi import Request
+
+from kvrag import ContextLengthError, GenerationResult, KVRagEngine
+from kvrag.generate.request import RequestOptions
+from kvrag.generate.streams import AsyncTokenStream
+from kvrag.model.source import ModelSource
+from kvrag.prompt.template import Prompt
+from kvrag_server.admission import Admission
+from kvrag_server.config import ServerConfig
+from kvrag_server.errors import APIError
+from kvrag_server.metrics import Metrics
+from kvrag_server.schema import ChatRequest, Reuse, TextRequest
+
+_OWN = ("max_new_tokens", "seed", "logprobs", "prompt_logprobs", "chat_template_kwargs")
+"""Options of the engine whose values are made from several fields of the API."""
+_OPTIONS = tuple(field.name for field in fields(RequestOptions) if field.name not in _OWN)
+
+# Threads of requests that precompute; other requests must not wait for a free thread.
+PRECOMPUTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """An engine behind the API."""
+
+    engine: KVRagEngine
+    config: ServerConfig
+    admission: Admission
+    metrics: Metrics
+    precomputes: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(PRECOMPUTES))
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def name(self) -> str:
+        """Name of the model for clients; for a local path, its last part only."""
+        return served_name(self.engine.source, self.config)
+
+    def check_model(self, name: str | None) -> None:
+        """Raise ``APIError`` if a client asks for a model that is not served.
+
+        A request without a name is for the served model.
+        """
+        if name not in (None, self.name):
+            message = f"the model {name!r} is not served here; ask for {self.name!r}"
+            raise APIError(404, message, "model_not_found", param="model")
+
+    def namespace(self, tenant: str | None) -> str:
+        """Return the namespace of a tenant's chunks; without API keys, the engine's."""
+        if tenant is None:
+            return self.engine.namespace
+        return f"{self.engine.namespace}/{tenant}"
+
+    def reuse(self, reuse: Reuse, tenant: str | None) -> dict[str, Any]:
+        """Return the engine's options of reuse for a request."""
+        own = {"mode": reuse.mode, "repair": reuse.config, "max_context": reuse.max_context}
+        return own | {"namespace": self.namespace(tenant)}
+
+    def stream(
+        self, prompt: Prompt, body: ChatRequest | TextRequest, index: int, *, tenant: str | None
+    ) -> AsyncTokenStream | Fitting:
+        """Return the stream of the choice ``index`` of a request.
+
+        Its limit is the request's, or else the room that the context window leaves.
+        """
+        options = self.options(body, index, tenant=tenant)
+        if body.limit is not None:
+            return self.engine.astream(prompt, max_new_tokens=max(1, body.limit), **options)
+        start = partial(self.engine.astream, prompt, **options)
+        return Fitting(lambda most: start(max_new_tokens=most), self.config.max_tokens)
+
+    def options(
+        self, body: ChatRequest | TextRequest, index: int, *, tenant: str | None
+    ) -> dict[str, Any]:
+        """Return the engine's options for the choice ``index`` of a request, without its limit."""
+        limit = body.limit
+        most = self.config.max_tokens
+        if limit is not None and limit > most:
+            remedy = "ask for less, leave it out, or start the server with a larger --max-tokens"
+            raise APIError(
+                400,
+                f"max_tokens is {limit}, and this server gives {most} at most; {remedy}",
+                "invalid_value",
+                param="max_tokens",
+            )
+        given = {
+            name: value for name in _OPTIONS if (value := getattr(body, name, None)) is not None
+        }
+        given["logprobs"] = body.num_logprobs
+        if isinstance(body, ChatRequest):
+            given["chat_template_kwargs"] = body.variables
+        elif body.echo:
+            given["prompt_logprobs"] = body.num_logprobs
+        if body.min_tokens:
+            given["min_new_tokens"] = body.min_tokens
+        if body.seed is not None:
+            given["seed"] = (body.seed + index) % 2**64
+        return given | self.reuse(body.kvrag, tenant)
+
+
+class Fitting:
+    """Stream of an answer without a limit in its request.
+
+    It has at most ``most`` tokens, or as many as the context window leaves. ``start`` makes a
+    stream for a number of tokens. The room that a prompt leaves is known when the prompt is
+    tokenised, so the first stream reports it with :class:`kvrag.errors.ContextLengthError`.
+    """
+
+    def __init__(self, start: Callable[[int], AsyncTokenStream], most: int) -> None:
+        self._start = start
+        self._stream = start(most)
+        self._is_cancelled = False
+
+    async def __aiter__(self) -> AsyncIterator[str]:
+        try:
+            async for text in self._stream:
+                yield text
+        except ContextLengthError as error:
+            if self._is_cancelled or not error.room:
+                raise
+            self._stream = self._start(error.room)
+            async for text in self._stream:
+                yield text
+
+    @property
+    def result(self) -> GenerationResult:
+        """Result of the answer, once it has ended."""
+        return self._stream.result
+
+    def cancel(self) -> None:
+        """Cancel the stream."""
+        self._is_cancelled = True
+        self._stream.cancel()
+
+
+def served_name(source: ModelSource, config: ServerConfig) -> str:
+    """Return the name of a model for clients; for a local path, its last part only."""
+    name = source.name
+    return config.model_name or (Path(name).resolve().name if os.path.exists(name) else name)
+
+
+def service_of(request: Request) -> Service:
+    """Return the service of a request's application."""
+    return cast(Service, request.app.state.service)

@@ -1,0 +1,166 @@
+"""Responses in OpenAI's format: choices, pieces of choices, and usage."""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from kvrag import GenerationResult
+from kvrag.generate.logprobs import Delta, LogprobWriter
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Format of a kind of completion.
+
+    It has a name, a prefix of ids, and a flag whether text is in messages.
+    """
+
+    object: str
+    prefix: str
+    is_chat: bool
+
+    def whole(
+        self, index: int, result: GenerationResult, tokenizer: Any, echo: str = ""
+    ) -> dict[str, Any]:
+        """Return a finished choice; its text begins with ``echo``."""
+        writer = LogprobWriter(tokenizer, is_chat=self.is_chat, echo=echo)
+        logprobs = result.logprobs and writer.write(result.logprobs)
+        own: dict[str, Any] = {"text": result.text}
+        if self.is_chat:
+            calls = {"tool_calls": calls_of(result)} if result.tool_calls else {}
+            content = None if calls and not result.text else result.text
+            message = {
+                "role": "assistant",
+                "content": content,
+                "refusal": None,
+                **calls,
+            }
+            own = {"message": message | _thought(result.reasoning_content)}
+        return {
+            "index": index,
+            **own,
+            "logprobs": logprobs,
+            "finish_reason": result.finish_reason,
+        }
+
+    def delta(
+        self,
+        index: int,
+        text: str | None,
+        finish_reason: str | None = None,
+        logprobs: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Return a piece of a choice; ``text=None`` gives its beginning."""
+        own: dict[str, Any] = {"text": text or ""}
+        if self.is_chat and text is None:
+            own = {"delta": {"role": "assistant", "content": ""}}
+        elif self.is_chat:
+            thought = _thought(getattr(text, "reasoning_content", None))
+            own = {"delta": thought | ({"content": text} if text else {})}
+        return {
+            "index": index,
+            **own,
+            "logprobs": logprobs,
+            "finish_reason": finish_reason,
+        }
+
+
+def _thought(text: str | None) -> dict[str, str]:
+    """Return the fields of a thought: DeepSeek's name, and vLLM's."""
+    return {"reasoning_content": text, "reasoning": text} if text else {}
+
+
+def calls_of(result: GenerationResult) -> list[dict[str, Any]]:
+    """Return an answer's tool calls in OpenAI's format."""
+    made = []
+    for call in result.tool_calls:
+        function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
+        made.append({"id": call.id, "type": "function", "function": function})
+    return made
+
+
+class LogprobStream:
+    """Log-probabilities of a stream's choices, sent a single time per token.
+
+    They are sent with the text that the token completes, or at the end. ``echo`` holds the prompts'
+    texts that the choices begin with.
+    """
+
+    def __init__(self, tokenizer: Any, *, is_chat: bool, echo: Sequence[str] = ()) -> None:
+        self.tokenizer = tokenizer
+        self._make = partial(LogprobWriter, tokenizer, is_chat=is_chat)
+        self._echo = echo
+        self._writers: dict[int, LogprobWriter] = {}
+        self._counts: Counter[int] = Counter()
+
+    def of(self, index: int, piece: str | GenerationResult) -> dict[str, Any] | None:
+        """Return the log-probabilities of a piece, or the rest at the end, if any."""
+        new = piece.logprobs if isinstance(piece, Delta) else ()
+        if isinstance(piece, GenerationResult):
+            new = (piece.logprobs or ())[self._counts[index] :]
+        self._counts[index] += len(new)
+        if not new:
+            return None
+        if index not in self._writers:
+            self._writers[index] = self._make(echo=self._echo[index] if self._echo else "")
+        return self._writers[index].write(new)
+
+
+CHAT = Shape("chat.completion", "chatcmpl", True)
+TEXT = Shape("text_completion", "cmpl", False)
+
+
+def usage_of(results: Sequence[GenerationResult], n: int, tokenizer: Any = None) -> dict[str, Any]:
+    """Return token counts in OpenAI's format, and the record of how the answers were made.
+
+    A prompt counts a single time for its ``n`` choices. With a tokenizer, the record has details.
+    """
+    prompts = results[::n]
+    num_in = sum(r.prompt_tokens for r in prompts)
+    num_out = sum(len(r.token_ids) for r in results)
+    details = {"cached_tokens": sum(r.cached_tokens for r in prompts)}
+    usage = {
+        "prompt_tokens": num_in,
+        "completion_tokens": num_out,
+        "total_tokens": num_in + num_out,
+        "prompt_tokens_details": details,
+    }
+    if num_thought := sum(r.reasoning_tokens for r in results):
+        usage["completion_tokens_details"] = {"reasoning_tokens": num_thought}
+    return {
+        "usage": usage,
+        "kvrag": [_made(r) | ({} if tokenizer is None else _trace(r, tokenizer)) for r in results],
+    }
+
+
+def _made(result: GenerationResult) -> dict[str, Any]:
+    """Return the record of how an answer was made, as plain JSON values."""
+    counts = ("cached_tokens", "history_tokens", "repaired_tokens", "computed_tokens")
+    made = {
+        name: getattr(result, name)
+        for name in ("exactness", *counts, "evicted_tokens", "fallback_reason", "kv_dtype")
+    }
+    return made | {"ttft_ms": result.ttft_ms, "timings_ms": dict(result.timings_ms)}
+
+
+def _trace(result: GenerationResult, tokenizer: Any) -> dict[str, Any]:
+    """Return the prompt's tokens as text, the sources of their KV, and the stages.
+
+    Stages are in milliseconds from the begin of the first stage. The joined texts of the tokens are
+    the prompt: a token that ends inside a character is empty, and the token that completes the
+    character has it.
+    """
+    writer = LogprobWriter(tokenizer, is_chat=True)
+    characters = codecs.getincrementaldecoder("utf-8")("replace")
+    tokens = [characters.decode(writer.bytes_of(token)) for token in result.prompt_ids]
+    zero = min([start for _, start, _ in result.stages], default=0.0)
+    stages = [
+        [name, (start - zero) * 1e3, (end - zero) * 1e3] for name, start, end in result.stages
+    ]
+    return {"tokens": tokens, "sources": [list(run) for run in result.sources], "stages": stages}

@@ -1,0 +1,214 @@
+"""ASGI application of the front: its own routes, and vLLM behind all others."""
+
+from __future__ import annotations
+
+import json
+import logging
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, cast
+
+from fastapi import FastAPI, Request
+from fastapi.concurrency import run_in_threadpool
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.responses import JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from kvrag import KVRagEngine, KVRagError
+from kvrag_server.admission import Admission
+from kvrag_server.app import QUIET, cors, health
+from kvrag_server.config import ServerConfig
+from kvrag_server.errors import APIError, handle_errors
+from kvrag_server.gate import Gate
+from kvrag_server.metrics import Metrics
+from kvrag_server.record import RequestRecord
+from kvrag_server.service import Service, service_of
+from vllm_kvrag.front import documents
+from vllm_kvrag.front.planner import Planner, WorkerFacts, planner_of
+from vllm_kvrag.front.prompts import (
+    Tokenise,
+    left_to_vllm,
+    put_options,
+    take_options,
+    tokenised,
+    tokenised_chat,
+    tokenised_text,
+)
+from vllm_kvrag.front.upstream import Upstream, upstream_of
+
+OPEN = ("/health", "/ready", "/metrics")
+"""Paths that need no key. vLLM answers prompts at more paths than those under ``/v1``."""
+KNOWS_PARAMETERS = (
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/chat/completions/batch",
+    "/inference/v1/generate",
+)
+"""vLLM's other paths whose bodies may hold ``kv_transfer_params``."""
+COUNTED = (
+    "kvrag_requests_total",
+    "kvrag_request_rejected_total",
+    "kvrag_requests_cancelled_total",
+    "kvrag_chunk_lookups_total",
+    "kvrag_store_bytes",
+    "kvrag_store_chunks",
+    "kvrag_store_evictions_total",
+)
+"""Metrics of the front; vLLM has the times and the tokens."""
+_METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
+
+logger = logging.getLogger(__name__)
+
+
+def create_front(
+    engine: KVRagEngine, planner: Planner, upstream: Upstream, config: ServerConfig
+) -> FastAPI:
+    """Make the ASGI application of a front; run it in a single process.
+
+    Parameters
+    ----------
+    engine
+        Store, namespace and names; its model is never loaded.
+    planner, upstream
+        Planner of the same engine; vLLM's server, which answers already.
+    config
+        API keys and limits; admission is vLLM's.
+    """
+    app = FastAPI(
+        title="kvrag",
+        lifespan=_life,
+        telemetry=QUIET,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+    )
+    admission = Admission(config.max_running, config.max_waiting)
+    service = app.state.service = Service(engine, config, admission, Metrics(engine, admission))
+    app.state.invitation = "the OpenAI API, before vLLM, is at"
+    app.state.planner = planner
+    app.state.upstream = upstream
+    app.get("/health")(health)
+    app.get("/ready")(ready)
+    app.get("/metrics")(metrics)
+    app.post("/v1/chat/completions")(chat_completions)
+    app.post("/v1/completions")(completions)
+    app.include_router(documents.router)
+    app.add_route("/{path:path}", passed, methods=_METHODS)
+    handle_errors(app)
+    app.add_middleware(Gate, config=config, count=service.metrics.count, open_paths=OPEN)
+    if config.cors_origins:
+        app.add_middleware(CORSMiddleware, **cors(config))
+    return app
+
+
+@asynccontextmanager
+async def _life(app: FastAPI) -> AsyncIterator[None]:
+    planner: Planner = app.state.planner
+    upstream: Upstream = app.state.upstream
+    try:
+        planner.worker = WorkerFacts.of(await upstream.ask(describe=True))
+    except (APIError, KVRagError) as error:
+        logger.warning("prompts are tokenised without regard to stored chunks: %s", error)
+    if planner.worker.refusal is not None:
+        logger.warning("vLLM's worker reuses no KV: %s", planner.worker.refusal)
+    yield
+    await upstream.client.aclose()
+
+
+async def ready(request: Request) -> JSONResponse:
+    """Say whether vLLM accepts requests."""
+    if service_of(request).admission.is_draining:
+        return JSONResponse({"status": "draining"}, 503)
+    if not await upstream_of(request).is_healthy():
+        return JSONResponse({"status": "loading"}, 503)
+    return JSONResponse({"status": "ready"})
+
+
+async def metrics(request: Request) -> Response:
+    """Return the front's metrics for Prometheus, and vLLM's."""
+    registry = service_of(request).metrics.registry.restricted_registry(COUNTED)
+    own = await run_in_threadpool(generate_latest, registry)
+    return Response(own + await upstream_of(request).metrics(), media_type=CONTENT_TYPE_LATEST)
+
+
+async def chat_completions(request: Request) -> Response:
+    """Answer chat messages: vLLM gets them with their token ids."""
+    return await _complete(request, tokenised_chat)
+
+
+async def completions(request: Request) -> Response:
+    """Continue text: vLLM gets token ids."""
+    return await _complete(request, tokenised_text)
+
+
+async def passed(request: Request) -> Response:
+    """Pass any other request, with its key's namespace where vLLM might read another."""
+    path = request.scope["path"]
+    if {".", ".."} & set(path.split("/")):  # vLLM would get another path than the one seen here
+        raise APIError(
+            400, "the path has a segment '.' or '..'; send the path without it", "invalid_value"
+        )
+    content = await request.body()
+    body = _object(content)
+    if body is not None and (
+        path in KNOWS_PARAMETERS or {"kv_transfer_params", "kvrag"} & body.keys()
+    ):
+        options = take_options(body)
+        left_to_vllm(options)
+        put_options(body, options, service_of(request).namespace(request.state.tenant))
+        content = _written(body)
+    return await upstream_of(request).pass_on(request, content)
+
+
+async def _complete(request: Request, tokenise: Tokenise) -> Response:
+    """Pass a completion with its prompt as ids, cut where stored chunks begin and end."""
+    content = await request.body()
+    body = _object(content)
+    if body is None:
+        return await upstream_of(request).pass_on(request, content)
+    record = cast(RequestRecord, request.state.record)
+    record.is_stream = bool(body.get("stream"))
+    namespace = service_of(request).namespace(request.state.tenant)
+    options = take_options(body)
+    put_options(body, options, namespace)
+    report = None
+    if record.is_stream and _wants_usage(body):
+        report = body["kv_transfer_params"]["kvrag"]["stream"] = uuid.uuid4().hex
+    if body.get("model") in (None, "", service_of(request).name):
+        record.model = service_of(request).name
+        body = await run_in_threadpool(
+            tokenised, tokenise, planner_of(request), body, options, namespace
+        )
+    content = _written(body)
+    return await upstream_of(request).pass_on(request, content, report=report, records=True)
+
+
+def _object(content: bytes) -> dict[str, Any] | None:
+    """Return the JSON object of a body; ``None`` if it is none: vLLM says why.
+
+    Raises ``APIError`` if it nests deeper than is read here: vLLM may read it, with a namespace.
+    """
+    try:
+        body = json.loads(content)
+    except RecursionError:
+        raise _too_deep() from None
+    except ValueError:
+        return None
+    return body if isinstance(body, dict) else None
+
+
+def _written(body: dict[str, Any]) -> bytes:
+    try:
+        return json.dumps(body).encode()
+    except RecursionError:
+        raise _too_deep() from None
+
+
+def _too_deep() -> APIError:
+    return APIError(400, "the body nests too deep; make it flatter", "invalid_value")
+
+
+def _wants_usage(body: dict[str, Any]) -> bool:
+    options = body.get("stream_options")
+    return isinstance(options, dict) and bool(options.get("include_usage"))

@@ -1,0 +1,62 @@
+"""Routes ``/v1/kv/…``: vLLM's worker computes KV; the store is read and erased here."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.concurrency import run_in_threadpool
+
+from kvrag.precompute.documents import check_items, faults, unreadable
+from kvrag_server import documents
+from kvrag_server.schema import ExplainRequest, PrecomputeRequest
+from kvrag_server.service import service_of
+from vllm_kvrag.front.planner import planner_of
+from vllm_kvrag.front.prompts import chat_of, check_window
+from vllm_kvrag.front.upstream import upstream_of
+
+router = APIRouter(prefix="/v1/kv")
+router.get("/documents")(documents.documents)
+router.post("/delete")(documents.delete)
+
+
+@router.post("/precompute")
+async def precompute(body: PrecomputeRequest, request: Request) -> Any:
+    """Let vLLM's worker compute and store the KV of documents."""
+    texts = [document.text for document in body.documents]
+    ids = [document.id for document in body.documents]
+    # The worker would refuse them in its own words, and JSON can't hold all of them.
+    items = check_items(texts, ids, body.collection, 1)
+    failed = faults(items)
+    service = service_of(request)
+    namespace = service.namespace(request.state.tenant)
+    await run_in_threadpool(service.engine.delete, unreadable(items), namespace=namespace)
+    good = [item for item in items if not item.fault]
+    asked = {
+        "texts": [item.text for item in good],
+        "ids": [item.doc_id for item in good],
+        "collection": None,  # the ids hold it
+        "namespace": namespace,
+    }
+    report = (await upstream_of(request).ask(None, precompute=asked))["precompute"]
+    return {**report, "failed": [*failed, *report["failed"]]}
+
+
+@router.post("/explain")
+async def explain(body: ExplainRequest, request: Request) -> dict[str, Any]:
+    """Explain which chunks of a prompt are known and have KV, and why other text has no KV."""
+    check_window(body.kvrag)
+    prompt = documents.explained(body)
+    namespace = service_of(request).namespace(request.state.tenant)
+    chat = chat_of(body.model_dump())
+    return asdict(
+        await run_in_threadpool(planner_of(request).explain, prompt, namespace, body.kvrag, chat)
+    )
+
+
+@router.get("/stats")
+async def stats(request: Request) -> dict[str, Any]:
+    """Return the content of the store's tiers, as this process sees them; vLLM counts answers."""
+    counted = await run_in_threadpool(service_of(request).engine.stats)
+    return {"store": counted["store"]}

@@ -1,0 +1,154 @@
+"""Bodies for vLLM: prompts as token ids, and the options of reuse as parameters of KV transfer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from kvrag import ConfigError, InputError
+from kvrag.config import check_template_kwargs
+from kvrag.prompt.template import Chat
+from kvrag.prompt.tokenizer import UnreadableTextError, given_ids
+from kvrag.prompt.tools import answer_form
+from kvrag_server.completions import chat_prompt, text_prompt
+from kvrag_server.errors import APIError, first_fault
+from kvrag_server.schema import AnswerOptions, Message, Reuse
+from vllm_kvrag.front.planner import Planner
+
+Body = dict[str, Any]
+"""Body of a request, as JSON values."""
+Tokenise = Callable[[Planner, Body, Reuse, str], Body]
+"""Returns the fields of a body that hold its prompt as token ids: none where vLLM renders it."""
+
+_NEEDS_TEXT = (
+    "echo",
+    "prompt_logprobs",
+    "truncate_prompt_tokens",
+    "chat_template",
+    "documents",
+    "mm_processor_kwargs",
+    "prompt_embeds",
+    "suffix",
+)
+"""Fields that need vLLM's own rendering or tokenisation of the prompt."""
+_MESSAGES = TypeAdapter(list[Message])
+
+
+def take_options(body: Body) -> AnswerOptions:
+    """Take the field ``kvrag`` out of a body, and check it.
+
+    Raises ``APIError`` or ``ConfigError`` for an invalid value, or for an option without an effect.
+    """
+    given = body.pop("kvrag", None)
+    try:
+        options = AnswerOptions.model_validate({} if given is None else given)
+    except ValidationError as error:
+        faults = [{**each, "loc": ("body", "kvrag", *each["loc"])} for each in error.errors()]
+        raise first_fault(faults, {"kvrag": given}) from None
+    options.config  # noqa: B018 - raises
+    check_window(options)
+    return options
+
+
+def check_window(options: Reuse) -> None:
+    """Raise ``APIError`` if a request wants a window that slides."""
+    if options.max_context != "raise":
+        raise APIError(
+            400,
+            "kvrag.max_context has no effect with vLLM, whose window does not slide; leave it out",
+            "unsupported_parameter",
+            param="kvrag.max_context",
+        )
+
+
+def put_options(body: Body, options: AnswerOptions, namespace: str) -> None:
+    """Put the options of reuse into a body; the namespace is the key's, whatever the client sent.
+
+    All of the client's own ``kv_transfer_params.kvrag`` is dropped: it could name others' chunks.
+    """
+    given = body.get("kv_transfer_params")
+    own: Body = {"mode": options.mode, "namespace": namespace}
+    if options.repair is not None:
+        own["repair"] = options.repair
+    if options.trace:
+        own["trace"] = True
+    body["kv_transfer_params"] = {**(given if isinstance(given, dict) else {}), "kvrag": own}
+
+
+def tokenised_chat(planner: Planner, body: Body, options: Reuse, namespace: str) -> Body:
+    """Render chat messages; vLLM takes the ids of a chat in ``kv_transfer_params``."""
+    params = body["kv_transfer_params"]
+    has_ids = params.get("prompt_token_ids") is not None
+    answers = body.get("add_generation_prompt", True) or body.get("continue_final_message")
+    if has_ids or not answers or body.get("add_special_tokens"):
+        return left_to_vllm(options)
+    try:
+        prompt = chat_prompt(_MESSAGES.validate_python(body.get("messages")), options)
+        chat = chat_of(body)
+        ids = planner.plan(prompt, namespace, chat).token_ids
+    except ValidationError:
+        return {}  # vLLM says why
+    except (ConfigError, InputError) as error:
+        if options.documents or isinstance(error, UnreadableTextError):
+            raise
+        return {}  # images, or a message that only vLLM knows how to show
+    return {"kv_transfer_params": {**params, "prompt_token_ids": ids}}
+
+
+def tokenised_text(planner: Planner, body: Body, options: Reuse, namespace: str) -> Body:
+    """Tokenise the prompt or the prompts of a text completion."""
+    prompt = body.get("prompt")
+    prompts = prompt if isinstance(prompt, list) else [prompt]
+    texts = [each for each in prompts if isinstance(each, str)]
+    for each in (prompt, *prompts):
+        given_ids(each, planner.vocab_size)  # raises for an id that the model can't read
+    if not texts or len(texts) < len(prompts) or not body.get("add_special_tokens", True):
+        return left_to_vllm(options)
+    try:
+        ids = [planner.plan(text_prompt(each, options), namespace).token_ids for each in texts]
+    except InputError as error:
+        if options.documents or isinstance(error, UnreadableTextError):
+            raise
+        return {}
+    return {"prompt": ids if isinstance(prompt, list) else ids[0]}
+
+
+def tokenised(
+    tokenise: Tokenise, planner: Planner, body: Body, options: Reuse, namespace: str
+) -> Body:
+    """Return a body with its prompt as ids, unless it asks for what ids can't give."""
+    if any([body.get(name) for name in _NEEDS_TEXT]):
+        return {**body, **left_to_vllm(options)}
+    return {**body, **tokenise(planner, body, options, namespace)}
+
+
+def chat_of(body: Body) -> Chat:
+    """Return the options for rendering a chat, with the variables that vLLM's template gets.
+
+    Raises ``ConfigError`` for invalid tools or variables.
+    """
+    effort = body.get("reasoning_effort")
+    named: Body = {}
+    if effort is not None:
+        named = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+    variables = check_template_kwargs(body.get("chat_template_kwargs"))
+    return Chat(
+        answer_form(body.get("tools")).tools,
+        {**named, **variables},
+        bool(body.get("continue_final_message")),
+    )
+
+
+def left_to_vllm(options: Reuse) -> Body:
+    """Return no fields; raise ``APIError`` if the prompt has documents, which vLLM can't place."""
+    if options.documents:
+        raise APIError(
+            400,
+            "kvrag.documents need a prompt of text or messages that kvrag renders; leave out "
+            f"{', '.join(_NEEDS_TEXT)} and add_special_tokens, or the documents",
+            "unsupported_parameter",
+            param="kvrag.documents",
+        )
+    return {}

@@ -1,0 +1,117 @@
+"""Start vLLM with kvrag's connector, and the front before it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import httpx
+from fastapi import FastAPI
+
+from kvrag import ConfigError, KVRagEngine, StoreConfig
+from kvrag.config.address import Address
+from kvrag_server.config import ServerConfig
+from kvrag_server.service import served_name
+from vllm_kvrag.front.app import create_front
+from vllm_kvrag.front.child import Child, check_given, check_installed, command_of, socket_directory
+from vllm_kvrag.front.planner import Planner
+from vllm_kvrag.front.upstream import Upstream
+
+
+@contextmanager
+def started(
+    options: Mapping[str, Any], config: ServerConfig, given: Sequence[str]
+) -> Iterator[tuple[FastAPI, Child]]:
+    """Start vLLM, wait until it answers, and return the front's application and vLLM's process.
+
+    Leaving the context ends vLLM. If vLLM ends by itself, this process gets SIGTERM.
+
+    Parameters
+    ----------
+    options
+        Options of :meth:`kvrag.KVRagEngine.from_pretrained`; ``context`` only if it was given.
+    config
+        Options of the front.
+    given
+        vLLM's own options.
+
+    Raises
+    ------
+    ConfigError, MissingDependencyError
+        If an option or a variable has no effect before vLLM or is unsafe; if vLLM is not
+        installed.
+    KVRagError
+        If vLLM ends before it answers.
+    """
+    check_installed(config.api_keys)
+    check_given(given)
+    _check_addresses(options["kv_dir"], *asdict(options["store_config"]).values())
+    engine = KVRagEngine.from_pretrained(**{**options, "device": "cpu", "dtype": "auto"})
+    with closing(engine), socket_directory() as folder:
+        planner = Planner(engine)
+        uds = os.path.join(folder, "vllm.sock")
+        command = command_of(
+            os.fspath(options["model"]),
+            served_name(engine.source, config),
+            uds,
+            _of_connector(options, engine, planner, config),
+            _of_vllm(options) + list(given),
+        )
+        child = Child(command)
+        with closing(child):
+            transport = httpx.HTTPTransport(uds=uds)
+            with httpx.Client(transport=transport, base_url="http://vllm", timeout=5.0) as client:
+                child.wait(client)
+            child.watch(lambda: os.kill(os.getpid(), signal.SIGTERM))
+            upstream = Upstream(uds=uds, fault=lambda: child.fault)
+            yield create_front(engine, planner, upstream, config), child
+
+
+def _check_addresses(*values: Any) -> None:
+    """Raise ``ConfigError`` for an address with a password: vLLM logs its arguments."""
+    for value in values:
+        if isinstance(value, Address) and value.revealed() != str(value):
+            raise ConfigError(
+                f"the address {value} has a password, which vLLM would show to all users of this "
+                "machine; name a server that asks for none, such as a local proxy of it"
+            )
+
+
+def _of_connector(
+    options: Mapping[str, Any], engine: KVRagEngine, planner: Planner, config: ServerConfig
+) -> dict[str, Any]:
+    """Return the connector's configuration.
+
+    With API keys, requests that name no namespace, which the front does not know, find nothing.
+    """
+    store = {
+        name: value
+        for name, value in asdict(engine.store_config).items()
+        if value != asdict(StoreConfig())[name]
+    }
+    own: dict[str, Any] = {
+        "mode": "blend",
+        "kv_dir": engine.kv_dir and str(engine.kv_dir),
+        "namespace": f"{engine.namespace}/" if config.api_keys else engine.namespace,
+        "prefix": planner.prefix,
+        "store_config": store,
+    }
+    if options.get("repair") is not None:
+        own["repair"] = asdict(options["repair"])
+    if "context" in options:
+        own["context"] = options["context"]
+    return own
+
+
+def _of_vllm(options: Mapping[str, Any]) -> list[str]:
+    """Return the options of vLLM that kvrag has, too."""
+    own = ["--dtype", str(options.get("dtype", "auto"))]
+    variables = options.get("chat_template_kwargs")
+    if variables:
+        own += ["--default-chat-template-kwargs", json.dumps(variables)]
+    return own
