@@ -43,6 +43,7 @@ pipeline.DEFAULT_MAX_NEW_TOKENS = (
 )
 
 SPREAD = {
+    "contract/test_escaped_documents.py::test_escaped_documents_are_named_in_the_answer_and_warned_of_once": 3,
     "contract/test_langchain_chains.py::test_what_reaches_the_model_whole_is_reused": 3,
     "contract/test_llama_index_chains.py::test_what_reaches_the_model_whole_is_reused": 3,
     "contract/test_llama_index_tools.py::test_an_agent_asks_a_query_engine_and_answers": 4,

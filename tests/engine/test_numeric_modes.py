@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -103,9 +104,15 @@ def engine_of(model: Any, kv_dir: Any, **options: Any) -> KVRagEngine:
     return KVRagEngine.from_pretrained(model, tokenizer=tiny_tokenizer(), kv_dir=kv_dir, **options)
 
 
+@pytest.fixture(scope="module")
+def plain_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Any]]:
+    """What a kind of model stores and answers without any mode; asked once."""
+    return cache(lambda kind: asked(engine_of(tiny_model(kind), tmp_path_factory.mktemp(kind))))
+
+
 @pytest.mark.parametrize(("kind", "mode"), PAIRS)
-def test_an_engine_made_and_used_in_a_mode_is_the_same_engine(kind, mode, tmp_path):
-    expected = asked(engine_of(tiny_model(kind), tmp_path / "plain"))
+def test_an_engine_made_and_used_in_a_mode_is_the_same_engine(kind, mode, tmp_path, plain_of):
+    expected = plain_of(kind)
     model = tiny_model(kind)
     with MODES[mode]():
         engine = engine_of(model, tmp_path / "inside")
