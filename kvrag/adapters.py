@@ -74,17 +74,17 @@ from kvrag.model.source import (
     hub_options,
     load_tokenizer,
 )
-from kvrag.precompute.documents import below_collection, escaped, in_collection
+from kvrag.precompute.library import below_collection, escaped, in_collection
 from kvrag.progress import check_show
-from kvrag.prompt.plan import Lookup, Plan
+from kvrag.prompt.plan import Plan
 from kvrag.prompt.plan_ids import plan_ids
+from kvrag.prompt.planner import KnownTexts, PromptPlanner
 from kvrag.prompt.prefix import Prefix, prefix_text
-from kvrag.prompt.spans import SpanIndex
 from kvrag.prompt.template import Chat, PromptEncoder
 from kvrag.prompt.tools import FORM, Tools, answer_form
-from kvrag.runtime import Deadline, host_memory
+from kvrag.runtime import host_memory
 from kvrag.store import ChunkRecord, TieredStore, open_store
-from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, MaxContext, Mode, Prove, TextEntry
+from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, MaxContext, Mode, Prove
 
 if TYPE_CHECKING:
     import torch
@@ -112,12 +112,11 @@ __all__ = [
     "Content",
     "CostModel",
     "Costs",
-    "Deadline",
     "EngineFields",
     "KVBuffer",
+    "KnownTexts",
     "Layout",
     "LoadedModel",
-    "Lookup",
     "MaxContext",
     "Mode",
     "ModelLike",
@@ -127,12 +126,11 @@ __all__ = [
     "Prefix",
     "Price",
     "PromptEncoder",
+    "PromptPlanner",
     "Repair",
     "RotaryTable",
     "Rows",
     "Segment",
-    "SpanIndex",
-    "TextEntry",
     "TieredStore",
     "TokenStream",
     "Tools",

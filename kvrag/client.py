@@ -23,9 +23,9 @@ from kvrag.errors import ConfigError, InputError, KVRagError, StoreError
 from kvrag.precompute.documents import (
     check_items,
     faults,
-    in_collection,
     unreadable,
 )
+from kvrag.precompute.library import in_collection
 from kvrag.progress import Progress, tell_short
 from kvrag.prompt.prefix import Prefix
 from kvrag.types import ExplainedSpan, Explanation, MaxContext, Mode, PrecomputeReport

@@ -10,6 +10,7 @@ from kvrag.config import RepairConfig, StoreConfig, as_config
 from kvrag.config.address import address, place
 from kvrag.engine import KVRagEngine
 from kvrag.errors import ConfigError
+from kvrag.precompute.library import Library
 from kvrag.server.config import ServerConfig, keys_of_environment
 
 
@@ -92,6 +93,11 @@ class ServingConfig:
     def store_config(self) -> StoreConfig:
         """The store's options."""
         return StoreConfig(**self.store)
+
+    def open_library(self) -> Library:
+        """Return the documents of the store, without a model."""
+        namespace = self.engine.get("namespace", "default")
+        return Library(self.kv_dir, namespace=namespace, store_config=self.store_config)
 
     def open(self) -> KVRagEngine:
         """Return an engine; its model is loaded at first use."""
