@@ -79,15 +79,15 @@ from kvrag.model.source import (
     hub_options,
     load_tokenizer,
 )
-from kvrag.precompute.documents import below_collection, escaped, in_collection
+from kvrag.precompute.library import below_collection, escaped, in_collection
 from kvrag.progress import check_show
-from kvrag.prompt.plan import Lookup, Plan
+from kvrag.prompt.plan import Plan
 from kvrag.prompt.plan_ids import plan_ids
+from kvrag.prompt.planner import KnownTexts, PromptPlanner
 from kvrag.prompt.prefix import Prefix, prefix_text
-from kvrag.prompt.spans import SpanIndex
 from kvrag.prompt.template import Chat, PromptEncoder
 from kvrag.prompt.tools import Tools, answer_form
-from kvrag.runtime import Deadline, host_memory
+from kvrag.runtime import host_memory
 from kvrag.store import TieredStore, open_store
 from kvrag.types import (
     ChunkKey,
@@ -96,7 +96,6 @@ from kvrag.types import (
     PrecomputeReport,
     Prove,
     SyncReport,
-    TextEntry,
 )
 
 if TYPE_CHECKING:
@@ -125,12 +124,11 @@ __all__ = [
     "Content",
     "CostModel",
     "Costs",
-    "Deadline",
     "EngineFields",
     "KVBuffer",
+    "KnownTexts",
     "Layout",
     "LoadedModel",
-    "Lookup",
     "MaxContext",
     "Mode",
     "ModelLike",
@@ -140,12 +138,11 @@ __all__ = [
     "Prefix",
     "Price",
     "PromptEncoder",
+    "PromptPlanner",
     "RemoteHost",
     "Repair",
     "Rows",
     "Segment",
-    "SpanIndex",
-    "TextEntry",
     "TieredStore",
     "TokenStream",
     "Tools",

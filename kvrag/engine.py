@@ -8,10 +8,10 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import asdict, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -45,6 +45,7 @@ from kvrag.model.plain import PlainLM
 from kvrag.model.source import ModelSource, check_source
 from kvrag.precompute import documents
 from kvrag.precompute.encode import KeptPrefix, check_context, context_ids
+from kvrag.precompute.library import Library, chosen_keys
 from kvrag.precompute.on_miss import WriteBack
 from kvrag.precompute.quantise_check import QuantiseCheck
 from kvrag.precompute.run import Precompute
@@ -52,8 +53,7 @@ from kvrag.progress import check_show
 from kvrag.prompt.prefix import Prefix, prefix_text
 from kvrag.prompt.template import Prompt, PromptEncoder
 from kvrag.runtime import own_modes
-from kvrag.store import Prefetch, TieredStore, on_accelerator, open_store
-from kvrag.store.erasures import EVERYWHERE, erasures_of
+from kvrag.store import Prefetch, on_accelerator
 from kvrag.types import (
     Chunk,
     ChunkIdentity,
@@ -161,7 +161,7 @@ class EngineOptions:
 _OPTIONS = tuple(inspect.signature(EngineOptions).parameters)[1:-1]
 
 
-class KVRagEngine:
+class KVRagEngine(Library):
     r"""Prefills chunks once, reuses their KV in any order, and reports how answers were computed.
 
     Create an engine with :meth:`from_pretrained`, or share an engine within the process with
@@ -205,23 +205,16 @@ class KVRagEngine:
         _check_process()
         self._options = options
         self.source = options.source
-        self.namespace = options.namespace
-        self.kv_dir = options.kv_dir
         self.prefix = options.prefix
         self.context = options.context
-        self.store_config = options.store_config
         self.chat_template_kwargs = options.chat_template_kwargs
         check_source(self.source)
-        self.store: TieredStore = open_store(self.kv_dir, self.store_config)
-        self._resources = ExitStack()
-        self._resources.callback(self.store.close)
-        weakref.finalize(self, self._resources.close).atexit = False
-        self._erasures = erasures_of(self.kv_dir)
+        super().__init__(
+            options.kv_dir, namespace=options.namespace, store_config=options.store_config
+        )
         # By namespace: the prefixes of past precompute calls.
         self._prefix_texts: dict[str, dict[str, None]] = {}
         self._kept_prefix: KeptPrefix = {}
-        self._digest_of = lru_cache(maxsize=1024)(self.store.names.namespace)
-        self._digest_of(self.namespace)
         self._gate = QuantiseCheck(self.store_config.kv_dtype)
         self._stats = EngineStats()
         self._lock = threading.RLock()
@@ -406,7 +399,7 @@ class KVRagEngine:
             self._recent.pop(self, None)
             for key in [k for k, engine in self._shared.items() if engine is self]:
                 del self._shared[key]
-        self._resources.close()
+        super().close()
         self._is_closed = True
         self._loaded = None
         self._query_side = None
@@ -463,7 +456,7 @@ class KVRagEngine:
         items = documents.check_items(texts, ids, collection, batch_size)
         check_show(show_progress)
         retention = as_config(Retention, retention, option="retention")
-        space = self._namespace(namespace)
+        space = self.space_of(namespace)
         loaded = self.loaded
         if isinstance(loaded.lm, PlainLM):
             loaded.reusable  # noqa: B018 - raises before anything is deleted or stored
@@ -471,7 +464,7 @@ class KVRagEngine:
             self._gate.admit(loaded)
         text = self.prefix_text if prefix is None else prefix_text(prefix, self.encoder)
         self._prefix_texts.setdefault(space, {})[text] = None
-        documents.replace(self.store, space, items, self._erasing, is_announced=announced)
+        documents.replace(self.store, space, items, self.erasing, is_announced=announced)
         run = Precompute(
             loaded,
             self.store,
@@ -508,9 +501,9 @@ class KVRagEngine:
                 self._request(prompt, mode="full", namespace=namespace)
             ).identities
         if keys:
-            space = self._namespace(namespace)
+            space = self.space_of(namespace)
             model = self.loaded.fingerprint
-            wanted += documents.chosen_keys(self.store.catalog, space, (), keys, model=model)
+            wanted += chosen_keys(self.store.catalog, space, (), keys, model=model)
         return self.store.prefetch(wanted)
 
     def flush_write_back(self, timeout_s: float | None = None) -> bool:
@@ -520,78 +513,18 @@ class KVRagEngine:
         """
         return self._write_back is None or self._write_back.flush(timeout_s)
 
-    def delete(
-        self,
-        ids: Sequence[str] | None = None,
-        *,
-        collection: str | None = None,
-        namespace: str | None = None,
-    ) -> int:
-        """Delete documents, and erase KV that no other document refers to.
-
-        Without ``ids``, delete the whole collection. Return the number of chunks erased.
-        """
-        space = self._namespace(namespace)
-        chosen = documents.chosen_documents(self.store.catalog, space, ids, collection)
-        with self._erasing(space):
-            return sum(self.store.forget(space, doc_id) for doc_id in chosen)
-
-    def retain(
-        self,
-        ids: Sequence[str] | None = None,
-        *,
-        keys: Sequence[ChunkKey] = (),
-        collection: str | None = None,
-        retention: Retention,
-        namespace: str | None = None,
-    ) -> int:
-        """Update the retention of stored chunks, of all models and prefixes.
-
-        Chunks are given by document ``ids`` and ``collection``, as for :meth:`delete`, or by
-        ``keys`` of this namespace; other keys are ignored. The duration of ``retention`` starts
-        now; without a cost, chunks keep theirs. Return the number of chunks found.
-        """
-        checked = as_config(Retention, retention, option="retention")
-        if checked is None:
-            raise ConfigError("retention is None; pass a kvrag.Retention")
-        space = self._namespace(namespace)
-        catalog = self.store.catalog
-        chosen = documents.chosen_documents(catalog, space, ids, collection)
-        return self.store.retain(documents.chosen_keys(catalog, space, chosen, keys), checked)
-
-    def clear(self, *, namespace: str | None = None) -> int:
-        """Erase all documents and KV of a namespace, by default of **every** namespace.
-
-        KV that was encrypted with another key is not touched. Return the number of chunks erased.
-        """
-        space = None if namespace is None else self._namespace(namespace)
-        with self._erasing(space):
-            return self.store.clear(space)
-
     @contextmanager
-    def _erasing(self, space: str | None) -> Iterator[None]:
+    def erasing(self, space: str | None) -> Iterator[None]:
         """Erase documents of a namespace (``None``: of all) from the KV of earlier requests, too.
 
         That KV is dropped last: a request may end, and be kept, while the store erases.
         """
-        with self._erasures.erasing(EVERYWHERE if space is None else space):
+        with super().erasing(space):
             try:
                 yield
             finally:
                 if self._query_side is not None:
                     self._query_side.forget(space)
-
-    def document_ids(
-        self, *, collection: str | None = None, namespace: str | None = None
-    ) -> list[str]:
-        """Return the ids of all documents (of a collection) that were precomputed and not deleted.
-
-        Documents with evicted KV are included.
-        """
-        found = self.store.catalog.documents(self._namespace(namespace))
-        if collection is None:
-            return found
-        return documents.members(found, collection)
 
     @parameters_of(AnswerRequest)
     def generate(self, prompt: Prompt, **options: Any) -> GenerationResult:
@@ -723,10 +656,6 @@ class KVRagEngine:
             return scheduler_of(self._loaded).load
         return Load(0, 0, 0)
 
-    def _namespace(self, namespace: str | None) -> str:
-        """Return the digest of a namespace; ``None``: of the engine's namespace."""
-        return self._digest_of(self.namespace if namespace is None else check_namespace(namespace))
-
     @property
     def _answering(self) -> QueryPipeline:
         """Query-time half of the engine; loads the model."""
@@ -737,10 +666,10 @@ class KVRagEngine:
                 config = self.store_config
                 ids = self.context_ids
                 if config.on_miss == "store" and not isinstance(loaded.lm, PlainLM):
-                    self._write_back = WriteBack(loaded, self.store, config, self._erasures, ids)
-                own = self._write_back, ids, self._stats, self._erasures
+                    self._write_back = WriteBack(loaded, self.store, config, self.erasures, ids)
+                own = self._write_back, ids, self._stats, self.erasures
                 self._query_side = QueryPipeline(loaded, self.store, config, *own)
-                self._resources.callback(self._query_side.close)
+                self.resources.callback(self._query_side.close)
             if self.store_config.history_bytes is None:
                 self._query_side.histories.max_bytes = self.history_bytes
             return self._query_side
@@ -761,7 +690,7 @@ class KVRagEngine:
 
     def _resolved(self, asked: PrefillRequest) -> Request:
         """Fill in the engine's own options where a request gives none."""
-        space = self._namespace(asked.namespace)
+        space = self.space_of(asked.namespace)
         return Request(
             asked.prompt,
             asked.mode,

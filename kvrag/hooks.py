@@ -17,7 +17,8 @@ from kvrag.config import Retention
 from kvrag.engine import KVRagEngine
 from kvrag.errors import ConfigError, InputError, KVRagError, StoreError
 from kvrag.hosts import Host, RemoteHost, chosen_host, engine_of, host_of
-from kvrag.precompute.documents import Item, in_collection, replaced_ids
+from kvrag.precompute.documents import Item, replaced_ids
+from kvrag.precompute.library import in_collection
 from kvrag.progress import tell_short
 from kvrag.prompt.prefix import Prefix
 from kvrag.runtime import POOL

@@ -13,8 +13,8 @@ from texts import make_chunks
 
 import kvrag.engine
 from kvrag import Chunk, KVRagEngine, RepairConfig, runtime
-from kvrag.generate.pipeline import QueryPipeline
 from kvrag.model import CausalLM
+from kvrag.prompt.planner import PromptPlanner
 from kvrag.testing.models import tiny_model
 
 
@@ -149,9 +149,9 @@ def scripted(patch: pytest.MonkeyPatch, engine: KVRagEngine, *answers: str) -> N
         chain(answers, repeat(answers[-1])),
     )
     ids: Iterator[int] = iter(())
-    plan = QueryPipeline.plan
+    plan = PromptPlanner.plan
 
-    def next_answer(self: QueryPipeline, *args: Any) -> Any:
+    def next_answer(self: PromptPlanner, *args: Any) -> Any:
         nonlocal ids
         ids = chain(encoder.live_ids(next(texts)), repeat(encoder.tokenizer.eos_token_id))
         return plan(self, *args)
@@ -161,5 +161,5 @@ def scripted(patch: pytest.MonkeyPatch, engine: KVRagEngine, *answers: str) -> N
         logits[..., -1, next(ids)] += 1e4
         return logits
 
-    patch.setattr(QueryPipeline, "plan", next_answer)
+    patch.setattr(PromptPlanner, "plan", next_answer)
     patch.setattr(head, "_forward_hooks", OrderedDict({0: say}))

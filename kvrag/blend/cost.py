@@ -250,8 +250,10 @@ class CostModel:
                 self.costs = costs_of(lm, self._file)
             return self.costs
 
-    def price(self, plan: Plan, config: RepairConfig, store: TieredStore) -> Price:
-        """Return the cost model for layouts of a plan."""
+    def price(self, plan: Plan, config: RepairConfig, store: TieredStore) -> Price | None:
+        """Return the cost model for layouts of a plan; ``None`` for a plan without stored KV."""
+        if not plan.identities:
+            return None
         stored = list[tuple[str, int]]()
         costs = self.known()
         for identity in plan.identities:

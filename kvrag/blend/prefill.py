@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from kvrag.blend.clock import NOTABLE_S, Clock
-from kvrag.blend.cost import CostModel, Price
+from kvrag.blend.cost import CostModel
 from kvrag.blend.covariance import RowCovariance
 from kvrag.blend.layout import Layout, num_rows_of, sources_of
 from kvrag.blend.repair import REREAD, deviation, may_shift, probe, repair
-from kvrag.blend.reuse import because, decide_plan, read
+from kvrag.blend.reuse import because, read
 from kvrag.blend.select import Signal, breaks_of, needs_of, select_rows
 from kvrag.blend.slide import SlidingWindow
 from kvrag.blend.stitch import PrefixMatch, filling, stitch
@@ -137,26 +137,6 @@ def refusal_of(model: CausalLM | PlainLM, total: int) -> str | None:
     )
 
 
-def outcome_of(
-    plan: Plan, mode: Mode, config: RepairConfig, store: TieredStore, costs: CostModel
-) -> tuple[Mode, str | None]:
-    """Predict the mode of a plan if all its KV loads, and the reason if it reuses less."""
-    price = _price(plan, mode, config, store, costs)
-    layout, reason = decide_plan(plan, mode, None if price is None else price.cheapest)
-    if not layout.reused:
-        return "full", reason
-    return "prefix" if layout.is_exact and plan.kv_dtype == "auto" else "stitch", reason
-
-
-def _price(
-    plan: Plan, mode: Mode, config: RepairConfig, store: TieredStore, costs: CostModel
-) -> Price | None:
-    """Return the cost model for ``auto``; ``None`` for other modes and plans without stored KV."""
-    if mode == "auto" and plan.identities:
-        return costs.price(plan, config, store)
-    return None
-
-
 def prefill(
     model: CausalLM,
     store: TieredStore,
@@ -196,8 +176,10 @@ def prefill(
     )
     if slides and len(plan.token_ids) > model.context_window:
         return _in_window(model, buffer_of(), plan, clock, cancel)
-    with clock.stage("price", least_s=NOTABLE_S):
-        price = _price(plan, mode, config, store, costs)
+    price = None
+    if mode == "auto":
+        with clock.stage("price", least_s=NOTABLE_S):
+            price = costs.price(plan, config, store)
     past = None if mode == "full" else find_past()
     history = (past.num_rows, past.num_exact) if past else None
     layout, reason, kvs, holes = read(

@@ -71,6 +71,14 @@ def decide_plan(
     return layout, reason if mode == "full" else because(plan.fault or plan.cause, reason)
 
 
+def outcome_of(plan: Plan, mode: Mode, price: Price | None) -> tuple[Mode, str | None]:
+    """Predict the mode of a plan if all its KV loads, and the reason if it reuses less."""
+    layout, reason = decide_plan(plan, mode, None if price is None else price.cheapest)
+    if not layout.reused:
+        return "full", reason
+    return "prefix" if layout.is_exact and plan.kv_dtype == "auto" else "stitch", reason
+
+
 def decide(layout: Layout, mode: Mode, cheapest: Choice | None = None) -> tuple[Layout, str | None]:
     """Choose how much of the possible reuse to use.
 

@@ -352,7 +352,7 @@ def rm(
             "nothing is named to erase; pass --document ID, --collection NAME or --all"
         )
     with _existing_store(kv_dir) as store:
-        from kvrag.precompute.documents import members
+        from kvrag.precompute.library import members
 
         space = store.names.namespace(namespace)
         known = store.catalog.documents(space)

@@ -14,7 +14,8 @@ from typing import Any
 from kvrag.blend.beginnings import in_words, kept_of, needs_state, prefill_refused, refusal_of_past
 from kvrag.blend.clock import NOTABLE_S, Clock
 from kvrag.blend.cost import CostModel
-from kvrag.blend.prefill import Prefilled, capacity_of, outcome_of, prefill, refusal_of
+from kvrag.blend.prefill import Prefilled, capacity_of, prefill, refusal_of
+from kvrag.blend.reuse import outcome_of
 from kvrag.blend.slide import cannot_slide
 from kvrag.blend.stitch import PrefixMatch
 from kvrag.config import DEFAULT_MAX_NEW_TOKENS, SamplingConfig, StoreConfig
@@ -29,23 +30,18 @@ from kvrag.generate.sampling import TextStream, decode, sampler_of
 from kvrag.generate.scheduler import room_for
 from kvrag.generate.stats import EngineStats
 from kvrag.generate.streams import Emit
-from kvrag.identity.fingerprint import context_digest, text_digest
+from kvrag.identity.fingerprint import context_digest
 from kvrag.model.lm import LoadedModel
 from kvrag.model.plain import PlainLM
 from kvrag.precompute.on_miss import WriteBack
-from kvrag.prompt.explain import Known, explain_plan, with_cause
-from kvrag.prompt.partial import text_of
-from kvrag.prompt.plan import Lookup, Plan, plan_prompt
-from kvrag.prompt.plan_ids import plan_ids
-from kvrag.prompt.prefix import fixed_head
-from kvrag.prompt.spans import SpanIndex
-from kvrag.prompt.template import check_plain
-from kvrag.prompt.tokenizer import given_ids
+from kvrag.prompt.explain import Known, explain_plan
+from kvrag.prompt.plan import Plan
+from kvrag.prompt.planner import KnownTexts, PromptPlanner
 from kvrag.prompt.tools import TEXT
 from kvrag.runtime import Deadline
 from kvrag.store import TieredStore
 from kvrag.store.erasures import Erasures
-from kvrag.types import Explanation, GenerationResult, Missed, TextEntry, TokenLogprob
+from kvrag.types import Explanation, GenerationResult, Missed, TokenLogprob
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +52,7 @@ WORTH_REUSE = 256
 
 @dataclass(slots=True)
 class QueryPipeline:
-    """State that the requests of an engine share: the model, the store and the known chunk texts.
+    """State that the requests of an engine share: the model, the planner and the store.
 
     ``write_back`` stores the chunks that answered prompts missed; without it, every prompt computes
     them again. ``context_ids`` are the token ids that chunks are encoded behind besides the prefix.
@@ -72,14 +68,21 @@ class QueryPipeline:
     erasures: Erasures = field(default_factory=Erasures)
     histories: RadixCache = field(init=False)
     costs: CostModel = field(init=False)
-    _lock: threading.RLock = field(default_factory=threading.RLock)
-    _spans: dict[str, tuple[SpanIndex, int]] = field(default_factory=dict)
+    planner: PromptPlanner = field(init=False)
     _context: str = field(init=False)
 
     def __post_init__(self) -> None:
+        loaded = self.loaded
+        self.planner = PromptPlanner(
+            self.store,
+            self.store_config,
+            KnownTexts(self.store.catalog),
+            loaded.encoder,
+            loaded.lm.vocab_size,
+        )
         self._context = context_digest(self.context_ids)
-        self.costs = CostModel(self.loaded)
-        self.histories = RadixCache(self.store_config.history_bytes or 0, self.loaded.lm.device)
+        self.costs = CostModel(loaded)
+        self.histories = RadixCache(self.store_config.history_bytes or 0, loaded.lm.device)
 
     def close(self) -> None:
         """Stop background work, and drop the KV of earlier requests."""
@@ -87,65 +90,31 @@ class QueryPipeline:
         if self.write_back:
             self.write_back.close()
 
-    def scanner(self, namespace: str, deadline: Deadline) -> SpanIndex:
-        """Return the namespace's span index, updated with the texts that any process has stored."""
-        with self._lock:
-            if namespace not in self._spans:
-                self._spans[namespace] = SpanIndex(text_digest), 0
-            spans, cursor = self._spans[namespace]
-        new, cursor = deadline.ask(
-            lambda: self.store.catalog.texts(namespace, cursor),
-            (list[TextEntry](), cursor),
-            what="the KV store's catalog",
-        )
-        if new:
-            spans.add(new)
-        with self._lock:  # an older cursor does no harm: add() skips known texts
-            self._spans[namespace] = (spans, cursor)
-        return spans
+    def plan(self, request: Request) -> Plan:
+        """Plan a prompt."""
+        return self._planned(request, Deadline(self.store_config.load_timeout_s))[0]
 
-    def plan(self, request: Request, deadline: Deadline | None = None) -> Plan:
-        """Plan a prompt within a time budget for the store."""
-        config = self.store_config
-        loaded = self.loaded
-        deadline = deadline or Deadline(config.load_timeout_s)
-        scanner = self.scanner(request.namespace, deadline)
-        lookup = Lookup(
-            self.store,
-            loaded.identity.fingerprint,
-            request.namespace,
-            deadline,
-            config.kv_dtype,
-            self._context,
-        )
-        known: dict[str, Any] = {
-            "scanner": scanner,
-            "lookup": lookup,
-            "min_chunk_tokens": config.min_chunk_tokens,
-        }
-        ids = given_ids(request.prompt, loaded.lm.vocab_size)
-        if ids is None:
-            prefixes = request.prefixes
-            plan = plan_prompt(
-                request.prompt, loaded.encoder, chat=request.chat, prefixes=prefixes, **known
-            )
-        else:
-            check_plain(request.prompt, request.chat)
-            heads = [loaded.encoder.head_ids(text) for text in request.prefixes]
-            plan = plan_ids(ids, loaded.encoder, prefixes=heads, **known)
-        if isinstance(loaded.lm, PlainLM):
-            return plan.without_reuse(loaded.lm.refusal)
-        if request.mode == "full":
-            return plan
-        return with_cause(plan, scanner)
+    def _planned(self, request: Request, deadline: Deadline) -> tuple[Plan, Callable[[], Known]]:
+        """Plan a prompt within a time budget for the store, and return what is known of it."""
+        chat = request.chat
+        model = self.loaded.identity.fingerprint
+        lookup = self.planner.lookup(request.namespace, model, self._context, deadline)
+        plan = self.planner.plan(request.prompt, lookup, request.prefixes, chat)
+        lm = self.loaded.lm
+        if isinstance(lm, PlainLM):
+            plan = plan.without_reuse(lm.refusal)
+        return plan, partial(self.planner.known, request.prompt, lookup, chat)
 
     def explain(self, request: Request) -> Explanation:
         """Describe a prompt's hits and how it would be prefilled, without loading KV."""
-        plan = self.plan(request)
+        plan, known = self._planned(request, Deadline(self.store_config.load_timeout_s))
         total = len(plan.token_ids) + 1
         plan, _ = self._checked(plan, request, total)
-        outcome = outcome_of(plan, request.mode, request.repair, self.store, self.costs)
-        explained = explain_plan(plan, *outcome, self._known(request))
+        price = None
+        if request.mode == "auto":
+            price = self.costs.price(plan, request.repair, self.store)
+        outcome = outcome_of(plan, request.mode, price)
+        explained = explain_plan(plan, *outcome, known())
         explained.notes.extend(in_words(self.loaded.lm, total, self._state_bytes))
         if plan.has_mismatch and (variables := self.loaded.encoder.date_variables) is not None:
             named = f", as chat_template_kwargs={{{variables[0]!r}: ...}}" if variables else ""
@@ -153,13 +122,6 @@ class QueryPipeline:
                 f"the chat template writes the date, so its head changes every day; pin it{named}"
             )
         return explained
-
-    def _known(self, request: Request) -> Known:
-        space = request.namespace
-        encoder = self.loaded.encoder
-        read = partial(text_of, self.store, encoder, self.loaded.fingerprint, space)
-        head = partial(fixed_head, request.prompt, request.chat, encoder)
-        return Known(self._spans[space][0], read, self.store_config, head)
 
     def _checked(self, plan: Plan, request: Request, total: int) -> tuple[Plan, bool]:
         """Return the plan, and whether the window slides.
@@ -195,9 +157,8 @@ class QueryPipeline:
         erasures = self.erasures.count(request.namespace)
         with clock.stage("plan"):
             space = self._space(request, deadline)
-            plan = self.plan(request, deadline)
+            plan, known = self._planned(request, deadline)
             if request.mode in ("auto", "stitch"):
-                known = partial(self._known, request)
                 stores = self.write_back is not None
                 self.stats.watch.notice(plan, known, is_stored_later=stores)
         limit = self._length_of(len(plan.token_ids), max_new_tokens, slides=request.slides)
@@ -438,4 +399,4 @@ def _missed(request: Request, plan: Plan, erasures: int) -> Missed | None:
     head = plan.pieces[0].ids
     known = (text for text in request.prefixes if plan.encoder.head_ids(text) == head)
     prefix = next(known, request.prefixes[0])
-    return Missed(tuple(dict.fromkeys(plan.missed)), prefix, request.namespace, erasures)
+    return Missed(tuple(plan.missed), prefix, request.namespace, erasures)

@@ -3,6 +3,7 @@
 ::
 
     texts, ids ─▶ documents (check) ─▶ run ─▶ encode (a forward per batch) ─▶ store
+    library: the documents of a store, without a model
     missed chunks ─▶ on_miss (in the background, between requests) ─▶ run
     kv_dtype ─▶ quantise_check (once per model, before any KV is quantised)
 

@@ -1,7 +1,4 @@
-"""Documents of a run: checked and registered before anything is computed, and their chunks claimed.
-
-A document of a collection is stored as ``collection/id``. A collection is only this prefix.
-"""
+"""Documents of a run: checked and registered before anything is computed; claims of its chunks."""
 
 from __future__ import annotations
 
@@ -19,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 
 from kvrag.errors import ConfigError, InputError, StoreError
 from kvrag.identity.fingerprint import chunk_key
+from kvrag.precompute.library import escaped, in_collection
 from kvrag.prompt.messages import check_chunk_text
 from kvrag.prompt.spans import text_entry
 from kvrag.prompt.tokenizer import check_encodable
@@ -89,11 +87,6 @@ class Guard:
         return entry is not None
 
 
-def escaped(text: str) -> str:
-    """Return a text with escapes for characters that UTF-8 can't encode."""
-    return text.encode("utf-8", "backslashreplace").decode()
-
-
 def unreadable(items: Iterable[Item]) -> list[str]:
     """Return the ids of documents whose new text UTF-8 can't encode: their former KV must go."""
     return [item.doc_id for item in items if item.fault and item.doc_id is not None]
@@ -105,83 +98,6 @@ def faults(items: Iterable[Item]) -> list[tuple[str, str]]:
     return [
         (item.doc_id or f"text {number}", item.fault) for number, item in numbered if item.fault
     ]
-
-
-def in_collection(ids: Iterable[str | None], collection: str | None) -> list[str]:
-    """Return the ids that documents are stored by: ``collection/id``, or ``id`` if no collection.
-
-    Characters that UTF-8 can't encode are escaped: no store and no request can hold them.
-    Raises :class:`InputError` if an id is not a string, or as :func:`below_collection`.
-    """
-    below = where = ""
-    if collection is not None:
-        below = below_collection(collection)
-        where = f", and is to be in the collection {collection!r}"
-    found = []
-    for number, doc_id in enumerate(ids):
-        if not isinstance(doc_id, str):
-            what = "has no id" if doc_id is None else f"has the id {doc_id!r}"
-            raise InputError(f"document {number} {what}{where}; give each document an id, a string")
-        found.append(below + escaped(doc_id))
-    return found
-
-
-def chosen_documents(
-    catalog: Catalog, namespace: str, ids: Sequence[str] | None, collection: str | None
-) -> list[str]:
-    """Return the stored ids of documents, without duplicates; raises as :func:`in_collection`.
-
-    If ``ids`` is not given, these are all documents of the collection, or no documents without a
-    collection. An empty list selects no documents. ``namespace`` is a digest.
-    """
-    if ids is None:
-        if collection is None:
-            return []
-        return members(catalog.documents(namespace), collection)
-    if isinstance(ids, str):
-        ids = [ids]
-    return list(dict.fromkeys(in_collection(ids, collection)))
-
-
-def chosen_keys(
-    catalog: Catalog,
-    namespace: str,
-    ids: Iterable[str],
-    keys: Iterable[ChunkKey],
-    *,
-    model: str | None = None,
-) -> list[ChunkKey]:
-    """Return the chunk keys of documents, plus the given ``keys``, without duplicates.
-
-    Of ``keys``, only keys of the namespace count and, if ``model`` is given, of this model.
-    """
-    found = [key for doc_id in ids for key in catalog.document_keys(namespace, doc_id)]
-    if isinstance(keys, str):
-        keys = [ChunkKey(keys)]
-    for key in keys:
-        record = catalog.get(key)
-        if record is not None and record.namespace == namespace and model in (None, record.model):
-            found.append(key)
-    return list(dict.fromkeys(found))
-
-
-def members(doc_ids: Iterable[str], collection: str) -> list[str]:
-    """Return the ids that begin with ``collection/``; raises as :func:`below_collection`."""
-    below = below_collection(collection)
-    return [doc_id for doc_id in doc_ids if doc_id.startswith(below)]
-
-
-def below_collection(collection: str) -> str:
-    """Return the prefix of the ids of a collection's documents: ``collection/``.
-
-    Raises ``InputError`` for an empty name, which would select all documents or no document.
-    """
-    if not isinstance(collection, str) or not collection.strip("/"):
-        raise InputError(
-            f"collection is {collection!r}; pass the part of the document ids before a slash"
-        )
-    check_encodable(collection)
-    return collection.rstrip("/") + "/"
 
 
 def check_items(

@@ -2,11 +2,11 @@
 
 ::
 
-    text, messages ─▶ template ─▶ plan ─▶ spans (known chunks), partial (first parts of them)
-                         │         ├────▶ store
-    token ids ───────────┼▶ plan_ids
-                         ▼         ▼
-                     tokenizer    Plan ─▶ explain
+    text, messages ─▶ planner ─▶ plan ─▶ template (marks: what it shows) ─▶ tokenizer
+    token ids ───────────┴▶ plan_ids ─▶ spans (known chunks), partial (first parts of them)
+                                │
+                             look-up ─▶ store
+                                └─────▶ Plan ─▶ explain
 
 Imports ``types errors config runtime``, ``identity`` and ``store``.
 """

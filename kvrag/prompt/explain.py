@@ -277,8 +277,7 @@ def explain_plan(plan: Plan, mode: Mode, reason: str | None, known: Known) -> Ex
     if has_asked and not any(span.kind == "chunk" for span in spans):
         found = likely_cause(_live_text(plan), known)[0]
     elif has_asked:
-        proven = with_cause(plan, known.scanner).cause
-        found = proven or _proven(_live_text(plan), known.scanner, known.texts())
+        found = plan.cause or _proven(_live_text(plan), known.scanner, known.texts())
     if found and found not in (reason or ""):
         notes.append(found)
     if plan.has_mismatch:

@@ -4,15 +4,18 @@ Planning needs no tensors and no model, and reads no KV.
 
 ::
 
-    prompt ─▶ pieces ─▶ cut at known chunks and first parts ─▶ token ids ─▶ one look-up ─▶ Plan
+    text ─▶ pieces ─▶ cut at known chunks and first parts ─▶ token ids ─┐
+    token ids ─▶ plan_ids: chunks in their text ────────────────────────┴▶ one look-up ─▶ Plan
+
+The two find the rows of a chunk in ways of their own; what follows from these rows is the same, and
+in :class:`Lookup`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any
 
 from kvrag.config import KV_DTYPES
 from kvrag.errors import InputError
@@ -25,29 +28,37 @@ from kvrag.runtime import Deadline
 from kvrag.store import TieredStore
 from kvrag.types import ChunkIdentity, ChunkKey, KVDtype, MissedChunk, TextEntry
 
+Chunks = Sequence[tuple[str, str, TokenIds]]
+"""Digest (if the scanner found it), text and token ids of each chunk in a prompt."""
 NO_PREFIX = "no stored KV for this prefix"
 OTHER_TEXT = "other text stands between the prefix and this chunk: repaired"
 OTHER_CONTEXT = "encoded behind a context, which this prompt does not have: repaired"
 OTHER_PREFIX = "encoded behind another prefix than this prompt has: repaired with a larger ratio"
-NEAR_SEAM = 64  # characters after a seam whose token ids may depend on the text before it
 REST_OF_CHUNK = "the rest of a chunk whose first part is that of a stored chunk"
+NO_IDS = ids_digest(())  # the prefix that prefixes stand behind
 
 
 @dataclass(slots=True)
 class Lookup:
-    """Store look-ups of a prompt; if the store fails or is late, chunks count as absent.
+    """Store look-ups of a prompt, and what they say of its chunks.
 
-    Look-ups run in another thread and share ``deadline``. ``model``, ``namespace``, ``kv_dtype``
-    and ``context`` are fields of the identities. ``found`` maps token ids to the identity of their
-    KV, behind the prompt's prefix or else another; KV of another type is among them, too.
+    If the store fails or is late, chunks count as absent. Look-ups run in another thread and share
+    ``deadline``. ``model``, ``namespace``, ``kv_dtype`` and ``context`` are fields of the
+    identities. ``scanner`` finds the namespace's texts; chunks of fewer than ``min_tokens`` tokens
+    are computed with each prompt. ``prefix`` is the digest of the prompt's prefix. ``found`` maps
+    token ids to the identity of their KV, behind the prompt's prefix or else another; KV of another
+    type is among them, too.
     """
 
     store: TieredStore
+    scanner: SpanIndex
     model: str
     namespace: str
     deadline: Deadline
-    kv_dtype: KVDtype = "auto"
-    context: str = ""
+    kv_dtype: KVDtype
+    context: str
+    min_tokens: int
+    prefix: str = ""
     found: dict[TokenIds, ChunkIdentity] = field(default_factory=dict)
 
     def identity(self, ids: TokenIds, prefix: str, context: str = "") -> ChunkIdentity:
@@ -64,18 +75,21 @@ class Lookup:
     def known(self, identities: Iterable[ChunkIdentity]) -> set[ChunkIdentity]:
         """Return the identities that have stored KV."""
         keys = {chunk_key(identity): identity for identity in identities}
-        nothing = set[ChunkKey]()
-        found = self.deadline.ask(lambda: self.store.known(keys), nothing, what="the KV store")
+        if not keys:
+            return set()
+        found = self.deadline.ask(
+            lambda: self.store.known(keys),
+            set[ChunkKey](),
+            what="the KV store",
+        )
         return {keys[key] for key in found}
 
-    def look_up(
-        self, runs: Iterable[TokenIds], prefix: str, *others: ChunkIdentity
-    ) -> set[ChunkIdentity]:
-        """Find KV of runs of ids, behind a prefix or else behind another.
+    def look_up(self, runs: Iterable[TokenIds], *others: ChunkIdentity) -> set[ChunkIdentity]:
+        """Find KV of runs of ids, behind the prompt's prefix or else behind another.
 
-        Returns the stored identities among the runs behind this prefix and ``others``.
+        Returns the stored identities among the runs behind the prefix and ``others``.
         """
-        own = {ids: self.identity(ids, prefix, self.context) for ids in runs}
+        own = {ids: self.identity(ids, self.prefix, self.context) for ids in runs}
         known = self.known([*own.values(), *others])
         self.found |= {ids: identity for ids, identity in own.items() if identity in known}
         self.found |= self.elsewhere([ids for ids in own if ids not in self.found])
@@ -94,10 +108,10 @@ class Lookup:
         A variant with the own ``kv_dtype`` is preferred. Runs without any variant are left out.
         """
         dtypes = sorted(KV_DTYPES, key=lambda dtype: dtype != self.kv_dtype)
-        nothing: dict[TokenIds, ChunkIdentity] = {}
+        nothing = dict[TokenIds, ChunkIdentity]()
 
         def find() -> dict[TokenIds, ChunkIdentity]:
-            found: dict[TokenIds, ChunkIdentity] = {}
+            found = dict[TokenIds, ChunkIdentity]()
             for ids in runs:
                 for dtype in dtypes:
                     identity = replace(self.identity(ids, ""), kv_dtype=dtype)
@@ -115,19 +129,101 @@ class Lookup:
 
     def stored_ids(self, entries: Sequence[TextEntry]) -> dict[str, list[TokenIds]]:
         """Map text digests to the token ids of their KV with this model, namespace and dtype."""
-        own = self.identity((), "")
-        nothing = dict[str, list[TokenIds]]()
+        own = self.model, self.namespace, self.kv_dtype
 
         def find(digest: str) -> list[TokenIds]:
             found = self.store.identities(self.namespace, digest)
-            own_ids = [
-                i.token_ids for i in found if replace(i, prefix="", context="", token_ids=()) == own
-            ]
+            own_ids = [i.token_ids for i in found if (i.model, i.namespace, i.kv_dtype) == own]
             return list(dict.fromkeys(own_ids))
 
         return self.deadline.ask(
-            lambda: {e.digest: find(e.digest) for e in entries}, nothing, what="the KV store"
+            lambda: {e.digest: find(e.digest) for e in entries},
+            dict[str, list[TokenIds]](),
+            what="the KV store",
         )
+
+    def head(self, piece: Piece, ids: TokenIds, identity: ChunkIdentity | None) -> PlannedPiece:
+        """Plan the prefix, with its stored KV, if any."""
+        if identity is None:
+            return PlannedPiece(piece, ids, reason=self.deadline.fault or NO_PREFIX)
+        return PlannedPiece(piece, ids, identity, is_exact=True)
+
+    def chunk(
+        self,
+        piece: Piece,
+        ids: TokenIds,
+        whole: TokenIds,
+        missed: MissedChunk | None,
+        *,
+        is_next: bool,
+        offset: int = 0,
+    ) -> PlannedPiece:
+        """Plan rows of a chunk, with its stored KV, or else with the reason why there is none.
+
+        ``whole`` holds the chunk's own ids, of which the rows begin at ``offset``. ``is_next``:
+        nothing stands between the prefix and the chunk. ``missed``: the chunk to store.
+        """
+        identity = self.usable(whole)
+        if identity is None:
+            why = self._why_missing(whole, is_given=piece.is_given)
+            return PlannedPiece(piece, ids, reason=why, missed=missed)
+        is_mismatched = identity.prefix != self.prefix
+        part = reason = None
+        if len(ids) < len(whole):
+            last = offset + len(ids)
+            part = f"tokens {offset + 1} to {last} of {len(whole)} of a stored chunk"
+            if piece.part_of:
+                part = f"first {len(ids)} of {len(whole)} tokens of a stored chunk"
+        if is_mismatched:
+            reason = OTHER_PREFIX
+        elif not is_next:
+            reason = OTHER_TEXT
+        elif identity.context:
+            reason = OTHER_CONTEXT
+        return PlannedPiece(
+            piece,
+            ids,
+            identity,
+            is_exact=reason is None,
+            is_mismatched=is_mismatched,
+            reason="; ".join(filter(None, (part, reason))) or None,
+            offset=offset,
+        )
+
+    def _why_missing(self, ids: TokenIds, *, is_given: bool) -> str:
+        """Say why a chunk has no KV to use."""
+        other = self.found.get(ids)
+        if other is not None:
+            asked = f"kept with kv_dtype={other.kv_dtype!r}, and {self.kv_dtype!r} is asked for"
+            return f"{asked}: precompute it again, or set kv_dtype to the stored one"
+        known = "the text is known, but there is no KV of this model for it"
+        if is_given:
+            known = "not precomputed"
+        return self.deadline.fault or f"{known}: precompute it with this model"
+
+    def plan(self, pieces: Iterable[PlannedPiece], encoder: PromptEncoder) -> Plan:
+        """Return the plan of these pieces, without empty pieces."""
+        return Plan(
+            tuple([piece for piece in pieces if piece.ids]),
+            encoder,
+            self.kv_dtype,
+            self.deadline.fault,
+        )
+
+    def settle(self, cut: Callable[[set[str]], Chunks]) -> None:
+        """Cut a prompt until no text without KV hides shorter texts with KV.
+
+        ``cut`` cuts it at the known chunks, except texts with some digests, and looks them up.
+        """
+        hidden = set[str]()
+        while new := {
+            digest
+            for digest, text, ids in cut(hidden)
+            if digest
+            and self.usable(ids) is None
+            and self.scanner.scan(text, without={*hidden, digest})
+        }:
+            hidden |= new
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,58 +312,38 @@ class Plan:
             PlannedPiece(p.piece, p.ids, reason=reason if p.piece.kind == "chunk" else None)
             for p in self.pieces
         ]
-        return replace(self, pieces=tuple(pieces), refusal=reason)
+        return replace(self, pieces=tuple(pieces), refusal=reason, cause=None)
 
 
 def plan_prompt(
     prompt: Prompt,
     encoder: PromptEncoder,
-    *,
-    chat: Chat = PLAIN,
-    scanner: SpanIndex,
     lookup: Lookup,
     prefixes: Sequence[str],
-    min_chunk_tokens: int,
+    chat: Chat = PLAIN,
 ) -> Plan:
     """Cut a prompt into pieces and look up every chunk.
 
     ``chat``: how chat messages are rendered. ``prefixes``: texts that chunks were encoded behind;
-    the longest that the prompt starts with becomes a piece of its own. Chunks of fewer than
-    ``min_chunk_tokens`` tokens are computed with each prompt.
+    the longest that the prompt starts with becomes a piece of its own.
 
     Raises
     ------
     InputError
         If the prompt is empty or malformed.
     """
-    finder = PartFinder(scanner, encoder, lookup.stored_ids, min_chunk_tokens)
     head, rest = _split_head(merge_live(encoder.pieces(prompt, chat)), prefixes, encoder)
-    hidden = set[str]()
-    while True:
-        spans = {
-            i: scanner.scan(p.text, without=hidden) for i, p in enumerate(rest) if p.kind == "live"
-        }
-        pieces = cut(rest, spans)
-        if any([p.kind == "live" and scanner.head_places(p.text) for p in pieces]):
-            pieces = finder.cut_live(pieces)
-        draft = _Draft(head, pieces, encoder, lookup, min_chunk_tokens)
-        new = {
-            p.digest
-            for p in draft.without_kv
-            if p.digest and scanner.scan(p.text, without={*hidden, p.digest})
-        }
-        if not new:
-            break
-        hidden |= new  # a text without KV must not hide shorter texts with KV
-    planned = [piece for piece in draft.planned(finder) if piece.ids]
-    if not planned:
+    draft = _TextDraft(head, rest, encoder, lookup)
+    lookup.settle(draft.cut)
+    plan = draft.planned()
+    if not plan.pieces:
         raise InputError("the prompt has no tokens; pass some text")
-    return Plan(tuple(planned), encoder, lookup.kv_dtype, lookup.deadline.fault)
+    return plan
 
 
 def _split_head(
     pieces: list[Piece], prefixes: Sequence[str], encoder: PromptEncoder
-) -> tuple[Piece | None, list[Piece]]:
+) -> tuple[Piece, list[Piece]]:
     """Split a known prefix off the prompt before the scan: chunk text inside it belongs to it.
 
     With explicit chunks, the prompt's ids must not depend on the known prefixes: only the first
@@ -277,158 +353,100 @@ def _split_head(
     known = [p for p in prefixes if p and text.startswith(p)]
     if any([piece.is_given for piece in pieces]):
         own = prefixes[0] if prefixes[0] in known else ""
-        known = [p for p in known if p == own or _is_seamless(text, own, p, encoder)]
+        known = [p for p in known if p == own or encoder.is_seamless(text, own, p)]
     if not known:
-        return None, pieces
+        return Piece(""), pieces
     head = max(known, key=len)
     return Piece(head), merge_live([Piece(text[len(head) :]), *pieces[1:]])
 
 
-def _is_seamless(text: str, own: str, head: str, encoder: PromptEncoder) -> bool:
-    """Whether a text has the same ids when cut behind ``head`` as when cut behind ``own`` alone."""
-    text = text[: len(head) + NEAR_SEAM]
-
-    def ids(first: str) -> list[int]:
-        return [*encoder.head_ids(first), *encoder.live_ids(text[len(first) :])]
-
-    return ids(head) == (ids(own) if own else encoder.live_ids(text, at_start=True))
-
-
-class _Draft:
-    """A prompt under a given cut: its pieces, their ids and their stored KV."""
+class _TextDraft:
+    """A prompt of text, cut into pieces: the ids of the pieces are the prompt's."""
 
     def __init__(
-        self,
-        head: Piece | None,
-        rest: list[Piece],
-        encoder: PromptEncoder,
-        lookup: Lookup,
-        min_tokens: int,
+        self, head: Piece, rest: list[Piece], encoder: PromptEncoder, lookup: Lookup
     ) -> None:
+        self._prompt = head, rest
         self._encoder = encoder
         self._lookup = lookup
-        self._min_tokens = min_tokens
-        if head is None and rest and rest[0].kind == "live":
-            head = rest[0]
-            rest = rest[1:]
-        elif head is not None and not (
-            any([piece.kind == "chunk" for piece in rest]) or self._is_stored(head)
-        ):
-            head = Piece("".join([p.text for p in (head, *rest)]))
-            rest = []
-        self._head, self._head_ids = head or Piece(""), self._ids_of(head)
+        self._finder = PartFinder(
+            lookup.scanner,
+            encoder,
+            lookup.stored_ids,
+            lookup.min_tokens,
+        )
         # The same few characters stand between all chunks.
-        encode: dict[str, Any] = {"live": cache(encoder.live_ids), "chunk": encoder.chunk_ids}
-        self._rest: list[tuple[Piece, TokenIds]] = [
-            (p, p.ids or tuple(encode[p.kind](p.text))) for p in rest
-        ]
-        self._prefix = ids_digest(self._head_ids)
-        self._head_identity = lookup.identity(self._head_ids, ids_digest(()))
-        runs = [
-            p.part_of or ids
-            for p, ids in self._rest
-            if p.kind == "chunk" and len(ids) >= min_tokens
-        ]
-        known = lookup.look_up(runs, self._prefix, self._head_identity)
-        self._has_head = self._head_identity in known
+        self._live_ids = cache(encoder.live_ids)
 
-    def _ids_of(self, head: Piece | None) -> TokenIds:
-        if head:
-            return self._encoder.head_ids(head.text)
-        return tuple(self._encoder.bos_ids)
+    def cut(self, hidden: set[str]) -> Chunks:
+        """Cut the prompt at known chunks and first parts, and look all up."""
+        lookup = self._lookup
+        encoder = self._encoder
+        scanner = lookup.scanner
+        head, given = self._prompt
+        spans = {
+            i: scanner.scan(p.text, without=hidden) for i, p in enumerate(given) if p.kind == "live"
+        }
+        rest = cut(given, spans)
+        if any([p.kind == "live" and scanner.head_places(p.text) for p in rest]):
+            rest = self._finder.cut_live(rest)
+        if not any([piece.kind == "chunk" for piece in rest]):
+            alone = lookup.identity(encoder.head_ids(head.text), NO_IDS)
+            if not (head.text and lookup.known([alone])):
+                rest = merge_live([head, *rest])
+                head = Piece("")
+        if not head.text and rest and rest[0].kind == "live":
+            head = rest.pop(0)
+        self._head = head
+        self._head_ids = encoder.head_ids(head.text)
+        self._rest = [(p, self._ids_of(p)) for p in rest]
+        lookup.prefix = ids_digest(self._head_ids)
+        identity = lookup.identity(self._head_ids, NO_IDS)
+        known = lookup.look_up([p.part_of or ids for p, ids in self._long], identity)
+        self._head_identity = identity if identity in known else None
+        return [(p.digest, p.text, p.part_of or ids) for p, ids in self._rest if p.kind == "chunk"]
 
-    def _is_stored(self, head: Piece) -> bool:
-        return bool(self._lookup.known([self._lookup.identity(self._ids_of(head), ids_digest(()))]))
+    def _ids_of(self, piece: Piece) -> TokenIds:
+        if piece.kind == "live":
+            return tuple(self._live_ids(piece.text))
+        return piece.ids or self._encoder.chunk_ids(piece.text)
 
     @property
-    def without_kv(self) -> list[Piece]:
-        """Chunks without usable KV behind any prefix."""
-        return [
-            p
-            for p, ids in self._rest
-            if p.kind == "chunk" and self._lookup.usable(p.part_of or ids) is None
-        ]
+    def _long(self) -> list[tuple[Piece, TokenIds]]:
+        least = self._lookup.min_tokens
+        return [(p, ids) for p, ids in self._rest if p.kind == "chunk" and len(ids) >= least]
 
-    def planned(self, finder: PartFinder) -> list[PlannedPiece]:
-        """Return the planned pieces; a chunk without KV may reuse the start of a stored chunk."""
-        long = [
-            (p, ids) for p, ids in self._rest if p.kind == "chunk" and len(ids) >= self._min_tokens
-        ]
-        pieces = [p for p, ids in long if not p.part_of and self._lookup.usable(ids) is None]
-        parts = dict(zip(pieces, finder.cut_chunks(pieces), strict=True)) if pieces else {}
-        runs = [part.part_of for part, *_ in parts.values() if part.part_of]
-        if runs:
-            self._lookup.look_up(runs, self._prefix)
-        if self._has_head:
-            missing = None
-        else:
-            missing = self._lookup.deadline.fault or NO_PREFIX
-        identity = self._head_identity if self._has_head else None
-        out = [PlannedPiece(self._head, self._head_ids, identity, self._has_head, reason=missing)]
+    def planned(self) -> Plan:
+        """Return the plan; a chunk without KV may reuse the start of a stored chunk."""
+        lookup = self._lookup
+        pieces = [p for p, ids in self._long if not p.part_of and lookup.usable(ids) is None]
+        parts = dict(zip(pieces, self._finder.cut_chunks(pieces), strict=True)) if pieces else {}
+        lookup.look_up([part.part_of for part, *_ in parts.values() if part.part_of])
+        out = [lookup.head(self._head, self._head_ids, self._head_identity)]
         for index, (piece, ids) in enumerate(self._rest):
-            out += self._planned(piece, ids, parts.get(piece, [piece]), is_next_to_head=index == 0)
-        return out
+            out += self._planned(piece, ids, parts.get(piece, [piece]), is_next=index == 0)
+        return lookup.plan(out, self._encoder)
 
     def _planned(
-        self, piece: Piece, ids: TokenIds, parts: list[Piece], *, is_next_to_head: bool
+        self, piece: Piece, ids: TokenIds, parts: list[Piece], *, is_next: bool
     ) -> list[PlannedPiece]:
         """Plan a piece; a chunk without KV that begins like a stored chunk becomes two pieces."""
         if piece.kind == "live":
             return [PlannedPiece(piece, ids)]
-        if len(ids) < self._min_tokens:
+        lookup = self._lookup
+        least = lookup.min_tokens
+        if len(ids) < least:
             reason = (
-                f"{len(ids)} tokens, fewer than min_chunk_tokens={self._min_tokens}: "
-                "computed with each prompt"
+                f"{len(ids)} tokens, fewer than min_chunk_tokens={least}: computed with each prompt"
             )
             return [PlannedPiece(piece, ids, reason=reason)]
-        planned = self._stored(piece, ids, is_next_to_head)
-        if planned is not None:
-            return [planned]
         missed = None if piece.part_of else MissedChunk(piece.text, piece.is_given)
         first, *others = parts
-        if others and (planned := self._stored(first, first.ids, is_next_to_head)) is not None:
-            rest = [
-                PlannedPiece(p, self._encoder.chunk_ids(p.text), reason=REST_OF_CHUNK)
-                for p in others
-            ]
-            pays = sum([len(other.ids) for other in rest]) >= self._min_tokens
-            return [replace(planned, missed=missed if pays else None), *rest]
-        why = why_missing(self._lookup, self._lookup.found.get(ids), is_given=piece.is_given)
-        return [PlannedPiece(piece, ids, reason=why, missed=missed)]
-
-    def _stored(self, piece: Piece, ids: TokenIds, is_next_to_head: bool) -> PlannedPiece | None:
-        """Plan a chunk, or the first part of a chunk, with its stored KV, if any."""
-        stored = piece.part_of or ids
-        identity = self._lookup.usable(stored)
-        if identity is None:
-            return None
-        part = None
-        if len(stored) > len(ids):
-            part = f"first {len(ids)} of {len(stored)} tokens of a stored chunk"
-        is_mismatched = identity.prefix != self._prefix
-        why = None
-        if is_mismatched:
-            why = OTHER_PREFIX
-        elif not is_next_to_head:
-            why = OTHER_TEXT
-        elif identity.context:
-            why = OTHER_CONTEXT
-        return PlannedPiece(
-            piece,
-            ids,
-            identity,
-            why is None,
-            is_mismatched,
-            "; ".join(filter(None, (part, why))) or None,
-        )
-
-
-def why_missing(lookup: Lookup, other: ChunkIdentity | None, *, is_given: bool = False) -> str:
-    """Say why a chunk has no KV to use; ``other`` is its KV of another type, if any."""
-    if other is not None:
-        asked = f"kept with kv_dtype={other.kv_dtype!r}, and {lookup.kv_dtype!r} is asked for"
-        return f"{asked}: precompute it again, or set kv_dtype to the stored one"
-    known = "the text is known, but there is no KV of this model for it"
-    if is_given:
-        known = "not precomputed"
-    return lookup.deadline.fault or f"{known}: precompute it with this model"
+        if not (others and lookup.usable(first.part_of)):
+            return [lookup.chunk(piece, ids, piece.part_of or ids, missed, is_next=is_next)]
+        planned = lookup.chunk(first, first.ids, first.part_of, None, is_next=is_next)
+        rest = [
+            PlannedPiece(p, self._encoder.chunk_ids(p.text), reason=REST_OF_CHUNK) for p in others
+        ]
+        pays = sum([len(other.ids) for other in rest]) >= least
+        return [replace(planned, missed=missed if pays else None), *rest]

@@ -12,23 +12,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import Literal
 
 from kvrag.identity.fingerprint import ids_digest
 from kvrag.prompt.partial import MAX_LOOKS, PartFinder, common
-from kvrag.prompt.plan import (
-    NO_PREFIX,
-    OTHER_CONTEXT,
-    OTHER_PREFIX,
-    OTHER_TEXT,
-    Lookup,
-    Plan,
-    PlannedPiece,
-    why_missing,
-)
-from kvrag.prompt.spans import ANCHOR_CHARS, SpanIndex
+from kvrag.prompt.plan import NO_IDS, Chunks, Lookup, Plan, PlannedPiece
+from kvrag.prompt.spans import ANCHOR_CHARS
 from kvrag.prompt.template import PromptEncoder
 from kvrag.prompt.tokenizer import Piece, TokenIds
 from kvrag.types import MissedChunk
@@ -99,20 +90,17 @@ class DecodedIds:
         """Return the rows of the tokens that begin in the characters ``start:stop``."""
         return Overlap(bisect_left(self.starts, start), bisect_left(self.starts, stop))
 
-    def planned(self, start: int, stop: int, **how: Any) -> PlannedPiece:
-        """Plan rows as live text, without BOS, unless ``how`` says more."""
-        text = "".join(self._texts[max(start, self._num_bos) : stop])
-        return PlannedPiece(Piece(text), self.ids[start:stop], **how)
+    def piece(self, start: int, stop: int, kind: Literal["live", "chunk"] = "live") -> Piece:
+        """Return the text of rows, without BOS."""
+        return Piece("".join(self._texts[max(start, self._num_bos) : stop]), kind)
+
+    def live(self, start: int, stop: int) -> PlannedPiece:
+        """Plan rows as live text."""
+        return PlannedPiece(self.piece(start, stop), self.ids[start:stop])
 
 
 def plan_ids(
-    ids: Sequence[int],
-    encoder: PromptEncoder,
-    *,
-    scanner: SpanIndex,
-    lookup: Lookup,
-    prefixes: Iterable[TokenIds],
-    min_chunk_tokens: int,
+    ids: Sequence[int], encoder: PromptEncoder, lookup: Lookup, prefixes: Iterable[TokenIds]
 ) -> Plan:
     """Plan a prompt of token ids, which are used unchanged.
 
@@ -120,7 +108,7 @@ def plan_ids(
     ----------
     ids
         The prompt.
-    encoder, scanner, lookup, min_chunk_tokens
+    encoder, lookup
         As for :func:`kvrag.prompt.plan.plan_prompt`.
     prefixes
         Token ids that chunks were encoded behind. The prompt's prefix is the one that it begins
@@ -129,90 +117,82 @@ def plan_ids(
     prompt = DecodedIds(ids, encoder)
     bos = tuple(encoder.bos_ids)
     named = max([bos, *prefixes], key=lambda each: common(each, prompt.ids))
-    finder = _Finder(
-        prompt,
-        encoder,
-        scanner,
-        lookup,
-        min_chunk_tokens,
-        named,
-    )
-    places = finder.places()
-    if named == bos or not finder.begins_with(named):
-        first = places[0].start if places else len(prompt.text)
-        finder.prefix = prompt.ids[: prompt.rows(0, first).stop]
-        finder.look_up(places)
-    pieces = [finder.head(named)]
-    row = len(pieces[0].ids)
-    for place in places:
-        for found in finder.overlaps(place):
-            rows = found.after(row)
-            if rows.num_rows >= min_chunk_tokens:
-                pieces += [prompt.planned(row, rows.start), finder.planned(place, rows)]
-                row = rows.stop
-    pieces.append(prompt.planned(row, len(ids)))
-    kept = tuple(piece for piece in pieces if piece.ids)
-    return Plan(kept, encoder, lookup.kv_dtype, lookup.deadline.fault)
+    draft = _IdsDraft(prompt, encoder, lookup, named)
+    lookup.settle(draft.cut)
+    return draft.planned(is_known=named != bos)
 
 
-@dataclass(slots=True)
-class _Finder:
-    """Finder of known chunks in a decoded prompt.
+class _IdsDraft:
+    """A decoded prompt: a chunk's rows have its ids at the same characters."""
 
-    ``prefix`` holds the ids of the prompt's prefix.
-    """
+    def __init__(
+        self, prompt: DecodedIds, encoder: PromptEncoder, lookup: Lookup, prefix: TokenIds
+    ) -> None:
+        self._prompt = prompt
+        self._encoder = encoder
+        self._lookup = lookup
+        self._decoded = dict[TokenIds, DecodedIds]()
+        self._begin_with(prefix)
 
-    prompt: DecodedIds
-    encoder: PromptEncoder
-    scanner: SpanIndex
-    lookup: Lookup
-    min_tokens: int
-    prefix: TokenIds
-    decoded: dict[TokenIds, DecodedIds] = field(default_factory=dict)
+    def _begin_with(self, prefix: TokenIds) -> None:
+        self._prefix = prefix
+        self._lookup.prefix = ids_digest(prefix)
 
-    def begins_with(self, prefix: TokenIds) -> bool:
+    def cut(self, hidden: set[str]) -> Chunks:
+        """Find the known chunks in the prompt's text, and look them up."""
+        text = self._prompt.text
+        spans = self._lookup.scanner.scan(text, without=hidden)
+        found = [(s.digest, text[s.start : s.stop]) for s in spans]
+        ids = [self._encoder.chunk_ids(chunk) for _, chunk in found]
+        self._whole = [Place(s.start, s.stop, i) for s, i in zip(spans, ids, strict=True)]
+        self._lookup.look_up(ids)
+        return [(*each, i) for each, i in zip(found, ids, strict=True)]
+
+    def planned(self, *, is_known: bool) -> Plan:
+        """Return the plan; ``is_known``: the prompt may begin with the prefix, which is known."""
+        prompt = self._prompt
+        usable = self._lookup.usable
+        parts = self._parts([place for place in self._whole if usable(place.ids)])
+        self._lookup.look_up([place.ids for place in parts])
+        places = sorted([*parts, *self._whole], key=lambda place: place.start)
+        named = self._prefix
+        if not (is_known and self._begins_with(named)):
+            first = places[0].start if places else len(prompt.text)
+            self._begin_with(prompt.ids[: prompt.rows(0, first).stop])
+            self._lookup.look_up([place.ids for place in places])
+        pieces = [self._head(named)]
+        row = len(pieces[0].ids)
+        for place in places:
+            for found in self._overlaps(place):
+                rows = found.after(row)
+                if rows.num_rows >= self._lookup.min_tokens:
+                    pieces += [prompt.live(row, rows.start), self._planned(place, rows)]
+                    row = rows.stop
+        return self._lookup.plan([*pieces, prompt.live(row, len(prompt.ids))], self._encoder)
+
+    def _begins_with(self, prefix: TokenIds) -> bool:
         """Whether the prompt begins with a prefix, the last tokens of which may be merged."""
-        missing = len(prefix) - common(prefix, self.prompt.ids)
-        text = DecodedIds(prefix, self.encoder).text
-        return missing <= SEAM_TOKENS and self.prompt.text.startswith(text)
-
-    def places(self) -> list[Place]:
-        """Return the places of known chunks, in order."""
-        text = self.prompt.text
-        hidden = set[str]()
-        while True:
-            spans = self.scanner.scan(text, without=hidden)
-            ids = {s.digest: self.encoder.chunk_ids(text[s.start : s.stop]) for s in spans}
-            self.lookup.look_up(ids.values(), ids_digest(self.prefix))
-            new = {
-                s.digest
-                for s in spans
-                if self.lookup.usable(ids[s.digest]) is None
-                and self.scanner.scan(text[s.start : s.stop], without={*hidden, s.digest})
-            }
-            if not new:
-                break
-            hidden |= new  # a text without KV must not hide shorter texts with KV
-        whole = [Place(s.start, s.stop, ids[s.digest]) for s in spans]
-        parts = self._parts([place for place in whole if self.lookup.usable(place.ids)])
-        self.look_up(parts)
-        return sorted([*parts, *whole], key=lambda place: place.start)
-
-    def look_up(self, places: Iterable[Place]) -> None:
-        """Find KV of these places behind the prompt's prefix."""
-        self.lookup.look_up([place.ids for place in places], ids_digest(self.prefix))
+        missing = len(prefix) - common(prefix, self._prompt.ids)
+        text = DecodedIds(prefix, self._encoder).text
+        return missing <= SEAM_TOKENS and self._prompt.text.startswith(text)
 
     def _parts(self, covered: Sequence[Place]) -> list[Place]:
         """Return the places of first parts of stored chunks outside of ``covered``."""
-        text = self.prompt.text
+        text = self._prompt.text
+        lookup = self._lookup
         outside = [
             at
-            for at in self.scanner.head_places(text)
+            for at in lookup.scanner.head_places(text)
             if not any(place.start <= at < place.stop for place in covered)
         ]
         heads = {at: text[at : at + ANCHOR_CHARS] for at in outside[:MAX_LOOKS]}
-        finder = PartFinder(self.scanner, self.encoder, self.lookup.stored_ids, self.min_tokens)
-        stored = finder.stored(heads.values()) if heads else {}
+        finder = PartFinder(
+            lookup.scanner,
+            self._encoder,
+            lookup.stored_ids,
+            lookup.min_tokens,
+        )
+        stored = finder.stored(heads.values())
         parts = []
         for at, head in heads.items():
             places = [Place(at, at, ids) for _, ids in stored.get(head, ())]
@@ -224,58 +204,35 @@ class _Finder:
         return sum([rows.num_rows for rows in self._shared(place)])
 
     def _shared(self, place: Place) -> Iterator[Overlap]:
-        if place.ids not in self.decoded:
-            self.decoded[place.ids] = DecodedIds(place.ids, self.encoder)
-        return self.prompt.overlaps(self.decoded[place.ids], place.start)
+        if place.ids not in self._decoded:
+            self._decoded[place.ids] = DecodedIds(place.ids, self._encoder)
+        return self._prompt.overlaps(self._decoded[place.ids], place.start)
 
-    def overlaps(self, place: Place) -> Iterable[Overlap]:
+    def _overlaps(self, place: Place) -> Iterable[Overlap]:
         """Return the rows of a chunk to reuse, or all its rows if it has no KV."""
-        if self.lookup.usable(place.ids) is None:
-            return [self.prompt.rows(place.start, place.stop)]
+        if self._lookup.usable(place.ids) is None:
+            return [self._prompt.rows(place.start, place.stop)]
         return self._shared(place)
 
-    def head(self, named: TokenIds) -> PlannedPiece:
+    def _head(self, named: TokenIds) -> PlannedPiece:
         """Plan the rows of the prefix, or the rows that a known prefix shares, if they are many."""
-        heads = [self.prefix]
-        if common(named, self.prompt.ids) >= self.min_tokens:
+        heads = [self._prefix]
+        if common(named, self._prompt.ids) >= self._lookup.min_tokens:
             heads.append(named)
-        identities = [self.lookup.identity(ids, ids_digest(())) for ids in heads]
-        known = self.lookup.known(identities)
+        identities = [self._lookup.identity(ids, NO_IDS) for ids in heads]
+        known = self._lookup.known(identities)
         identity = next((each for each in identities if each in known), None)
-        ids = self.prefix if identity is None else identity.token_ids
-        reason = self.lookup.deadline.fault or NO_PREFIX
-        return self.prompt.planned(
-            0,
-            common(ids, self.prompt.ids),
-            identity=identity,
-            is_exact=identity is not None,
-            reason=reason if identity is None else None,
-        )
+        ids = self._prefix if identity is None else identity.token_ids
+        stop = common(ids, self._prompt.ids)
+        return self._lookup.head(self._prompt.piece(0, stop), self._prompt.ids[:stop], identity)
 
-    def planned(self, place: Place, rows: Overlap) -> PlannedPiece:
-        """Plan rows of a chunk."""
-        piece = self.prompt.planned(rows.start, rows.stop)
-        piece = replace(piece, piece=replace(piece.piece, kind="chunk"))
-        identity = self.lookup.usable(place.ids)
-        if identity is None:
-            missed = MissedChunk(self.prompt.text[place.start : place.stop], is_given=False)
-            why = why_missing(self.lookup, self.lookup.found.get(place.ids))
-            return replace(piece, reason=why, missed=missed)
-        part = reason = None
-        if rows.num_rows < len(place.ids):
-            last = rows.offset + rows.num_rows
-            part = f"tokens {rows.offset + 1} to {last} of {len(place.ids)} of a stored chunk"
-        if identity.prefix != ids_digest(self.prefix):
-            reason = OTHER_PREFIX
-        elif rows.offset or self.prompt.ids[: rows.start] != self.prefix:
-            reason = OTHER_TEXT
-        elif identity.context:
-            reason = OTHER_CONTEXT
-        return replace(
-            piece,
-            identity=identity,
-            is_exact=reason is None,
-            is_mismatched=reason == OTHER_PREFIX,
-            reason="; ".join(filter(None, (part, reason))) or None,
+    def _planned(self, place: Place, rows: Overlap) -> PlannedPiece:
+        prompt = self._prompt
+        return self._lookup.chunk(
+            prompt.piece(rows.start, rows.stop, "chunk"),
+            prompt.ids[rows.start : rows.stop],
+            place.ids,
+            MissedChunk(prompt.text[place.start : place.stop], is_given=False),
+            is_next=not rows.offset and prompt.ids[: rows.start] == self._prefix,
             offset=rows.offset,
         )

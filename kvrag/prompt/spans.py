@@ -66,12 +66,10 @@ class SpanIndex:
 
     An entry takes 56 bytes. Threads may add and scan at the same time: a scan works on arrays that
     never change once built. New entries go to a small table until it is worth sorting the large
-    table again. Texts are never removed: a chunk without KV is computed live. ``digest_of`` returns
-    a text's digest in hex, as the entries hold it.
+    table again. Texts are never removed: a chunk without KV is computed live.
     """
 
-    def __init__(self, digest_of: Callable[[str], str] = text_digest) -> None:
-        self._digest_of = digest_of
+    def __init__(self) -> None:
         self._lock = threading.RLock()
         self._tables = _NOTHING, _NOTHING  # the large and the small table
 
@@ -112,7 +110,7 @@ class SpanIndex:
 
         def known_digest(start: int, stop: int) -> str | None:
             try:
-                digest = self._digest_of(text[start:stop])
+                digest = text_digest(text[start:stop])
             except UnicodeEncodeError:  # a prompt may hold surrogates; a registered text can't
                 return None
             if any(t.holds(windows[start], stop - start, digest) for t in tables):

@@ -14,8 +14,14 @@ from functools import lru_cache, partial
 from typing import Any
 
 from kvrag.errors import InputError
-from kvrag.prompt.jinja import TemplateFacts, facts_of
-from kvrag.prompt.marks import Marks, prove_shown, says_name, shows_names
+from kvrag.prompt.marks import (
+    Marks,
+    TemplateFacts,
+    facts_of,
+    prove_shown,
+    says_name,
+    shows_names,
+)
 from kvrag.prompt.messages import check_chunk_text, describe, plain_messages
 from kvrag.prompt.tokenizer import Piece, SegmentTokenizer, check_encodable
 from kvrag.prompt.tools import Tools, render_tools, what_is_shown
@@ -46,6 +52,7 @@ class Chat:
 
 
 PLAIN = Chat()
+NEAR_SEAM = 64  # characters after a seam whose token ids may depend on the text before it
 MAX_PROVEN = 256  # kinds of conversations that are remembered as shown in full
 SILENT = (
     "role",
@@ -203,6 +210,15 @@ class PromptEncoder(SegmentTokenizer):
         if facts is None or "strftime_now" not in facts.variables:
             return None
         return sorted([name for name in facts.variables if "date" in name])
+
+    def is_seamless(self, text: str, own: str, head: str) -> bool:
+        """Whether a text has the same ids cut behind ``head`` as cut behind ``own`` alone."""
+        text = text[: len(head) + NEAR_SEAM]
+
+        def ids(first: str) -> list[int]:
+            return [*self.head_ids(first), *self.live_ids(text[len(first) :])]
+
+        return ids(head) == (ids(own) if own else self.live_ids(text, at_start=True))
 
     def guarded(self, text: str) -> list[str | Chunk]:
         """Split a document's text into live segments, and chunks that hold control-token text.

@@ -54,7 +54,7 @@ def costs(engine: KVRagEngine) -> list[tuple[int, float]]:
 
 def kept(engine: KVRagEngine) -> list[str]:
     """Documents whose chunks are on the disk."""
-    catalog, space = engine.store.catalog, engine._namespace(None)
+    catalog, space = engine.store.catalog, engine.space_of(None)
     return sorted(name for name in catalog.documents(space) if catalog.document_keys(space, name))
 
 

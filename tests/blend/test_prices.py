@@ -264,7 +264,7 @@ def test_requests_are_answered_as_the_costs_say(engine_of, monkeypatch):
 def test_only_auto_asks_for_prices(engine_of, monkeypatch):
     engine = engine_of()
     engine.precompute(CHUNKS)
-    monkeypatch.setattr("kvrag.blend.cost.CostModel.price", raising(AssertionError))
+    monkeypatch.setattr("kvrag.blend.cost.CostModel.known", raising(AssertionError))
     for mode in ("full", "prefix", "stitch"):
         assert engine.prefill(prompt(0, 1), mode=mode).logits.isfinite().all()
     assert engine.prefill("Nothing is stored of this.", mode="auto").exactness == "full"

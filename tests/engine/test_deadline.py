@@ -211,7 +211,7 @@ def test_a_chat_of_before_an_erasure_elsewhere_leaves_memory_with_the_next_reque
     engine = kept_chats(engine_of)
     engine.generate(ask(0), max_new_tokens=4)
     before = engine._answering.histories.stats()["tokens"]
-    engine.store.clear(engine._namespace(None))  # as another process does: no engine is told
+    engine.store.clear(engine.space_of(None))  # as another process does: no engine is told
     made = engine.generate("Who?", max_new_tokens=1)
     assert made.history_tokens == 0
     assert engine._answering.histories.stats()["tokens"] <= made.prompt_tokens < before

@@ -18,7 +18,7 @@ PROMPT = [{"role": "user", "content": f"{CHUNKS[1]}\n\n{CHUNKS[0]}\n\nWho?"}]
 SECONDS = {
     "load_model": "kvrag.engine.load",
     "prepare": "kvrag.engine.QueryPipeline",
-    "plan": "kvrag.generate.pipeline.plan_prompt",
+    "plan": "kvrag.prompt.planner.plan_prompt",
     "price": "kvrag.blend.cost.costs_of",
     "load": "kvrag.blend.reuse._load",
     "stitch": "kvrag.blend.prefill.stitch",

@@ -11,10 +11,11 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from kvrag import KVRagEngine
+from kvrag.model.source import ModelSource
+from kvrag.precompute.library import Library
 from kvrag_server import ServerConfig
 from vllm_kvrag.front.app import create_front
-from vllm_kvrag.front.planner import Planner
+from vllm_kvrag.front.prompts import FrontPlanner
 from vllm_kvrag.front.upstream import Upstream
 
 RECORD = {"exactness": "repaired", "mode": "stitch", "cached_tokens": 40, "repaired_tokens": 4}
@@ -168,19 +169,18 @@ class FakeVLLM:
 
 @contextmanager
 def fronted(model, kv_dir, fake, config=None, *, fault=lambda: None, **options):
-    """Serve a front before a stand-in; give its address, its application and its engine."""
-    with (
-        closing(KVRagEngine.from_pretrained(model, kv_dir=kv_dir, **options)) as engine,
-        serving(fake.app) as url,
-    ):
+    """Serve a front before a stand-in; give its address, its application and its library."""
+    source = ModelSource(model)
+    with closing(Library(kv_dir, **options)) as library, serving(fake.app) as url:
         front = create_front(
-            engine,
-            Planner(engine),
+            library,
+            "tiny",
+            FrontPlanner(library, source),
             Upstream(url=url, fault=fault),
-            config or ServerConfig(model_name="tiny"),
+            config or ServerConfig(),
         )
         with serving(front) as address:
-            yield address, front, engine
+            yield address, front, library
 
 
 def until(condition, seconds=20):

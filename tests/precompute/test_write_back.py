@@ -49,7 +49,7 @@ def identities(engine: KVRagEngine, *texts: str) -> Any:
     return [
         i
         for text in texts
-        for i in engine.store.identities(engine._namespace(None), text_digest(text))
+        for i in engine.store.identities(engine.space_of(None), text_digest(text))
     ]
 
 
@@ -326,7 +326,7 @@ def test_a_deleted_text_that_a_prompt_still_quotes_does_not_come_back(engine):
 
 def test_a_text_that_another_process_erased_meanwhile_does_not_come_back(engine, monkeypatch):
     paused = paused_at_a_miss(engine, monkeypatch, after=True)
-    engine.store.forget(engine._namespace(None), "doc")
+    engine.store.forget(engine.space_of(None), "doc")
     paused.go_on.set()
     assert engine.flush_write_back(PATIENT_S)
     assert identities(engine, CHUNKS[0]) == []

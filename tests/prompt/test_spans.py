@@ -184,16 +184,23 @@ def test_threads_may_add_while_others_scan():
     assert found(index, f"{LOREM}\n{fresh[-1]}") == [LOREM, fresh[-1]]
 
 
-def counting(*texts: str) -> tuple[SpanIndex, list[int]]:
-    """An index, and the lengths of the texts whose digest it takes."""
-    hashed: list[int] = []
-    index = SpanIndex(lambda text: (hashed.append(len(text)), text_digest(text))[1])
-    index.add(entry for text in texts if (entry := text_entry(text)))
-    return index, hashed
+@pytest.fixture
+def counting(monkeypatch):
+    """Make an index, and the lengths of the texts whose digest it takes."""
+
+    def made(*texts: str) -> tuple[SpanIndex, list[int]]:
+        hashed: list[int] = []
+        index = index_of(*texts)
+        monkeypatch.setattr(
+            spans, "text_digest", lambda text: (hashed.append(len(text)), text_digest(text))[1]
+        )
+        return index, hashed
+
+    return made
 
 
 @pytest.mark.parametrize("footer", ["", " " + OTHER], ids=["own tails", "same tails"])
-def test_of_ten_thousand_chunks_with_one_header_few_are_hashed(footer):
+def test_of_ten_thousand_chunks_with_one_header_few_are_hashed(footer, counting):
     texts = [f"{LOREM} Page {n}: {'word ' * (n % 300)}end of {n}.{footer}" for n in range(10_000)]
     index, hashed = counting(*texts)
     wanted = texts[5::1000]
@@ -201,7 +208,7 @@ def test_of_ten_thousand_chunks_with_one_header_few_are_hashed(footer):
     assert len(hashed) <= 20 * len(wanted)
 
 
-def test_runs_of_one_character_are_scanned_within_bounds():
+def test_runs_of_one_character_are_scanned_within_bounds(counting):
     index, hashed = counting(*("a" * n for n in range(ANCHOR_CHARS, 1500)))
     result = found(index, "a" * 100_000)
     assert result[0] == "a" * 1499

@@ -130,7 +130,7 @@ def test_a_request_says_what_it_wants(connector, setting):
     ):
         request = request_with(ids, number, **asked)
         assert own.get_num_new_matched_tokens(request, 0) == expected, asked
-    assert "another" not in own._scheduler._planner._spans
+    assert "another" not in own._scheduler._planner._prompts.texts._indexes
     assert own.get_num_new_matched_tokens(request_with([5] * 400, 90, mode="stitch"), 0) == full
 
 

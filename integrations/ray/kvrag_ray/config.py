@@ -9,6 +9,7 @@ from typing import Any
 from kvrag import ConfigError, KVRagEngine, RepairConfig, StoreConfig
 from kvrag.config import as_config
 from kvrag.config.address import address, place
+from kvrag.precompute.library import Library
 from kvrag_server.config import ServerConfig, keys_of_environment
 
 
@@ -91,6 +92,11 @@ class ServingConfig:
     def store_config(self) -> StoreConfig:
         """The store's options."""
         return StoreConfig(**self.store)
+
+    def open_library(self) -> Library:
+        """Return the documents of the store, without a model."""
+        namespace = self.engine.get("namespace", "default")
+        return Library(self.kv_dir, namespace=namespace, store_config=self.store_config)
 
     def open(self) -> KVRagEngine:
         """Return an engine; its model is loaded at first use."""

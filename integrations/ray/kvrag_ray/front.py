@@ -19,7 +19,8 @@ from starlette.responses import Response, StreamingResponse
 
 from kvrag import KVRagError
 from kvrag.identity.fingerprint import text_digest
-from kvrag.prompt.spans import SpanIndex
+from kvrag.prompt.planner import KnownTexts
+from kvrag.runtime import Deadline
 from kvrag_ray.config import ServingConfig
 from kvrag_server.errors import APIError
 
@@ -54,8 +55,9 @@ class Front:
         config = ServingConfig(**options)
         self._replica = replica
         self._server = config.server_config
-        self._engine = config.open()
-        self._spans = dict[str, tuple[SpanIndex, int]]()
+        self._timeout_s = config.store_config.load_timeout_s
+        self._library = config.open_library()
+        self._known = KnownTexts(self._library.store.catalog)
 
     async def __call__(self, request: Request) -> Response:
         """Answer a request."""
@@ -103,9 +105,10 @@ class Front:
                 )
             else:
                 tenant = None
-            namespace = self._engine.namespace + ("" if tenant is None else f"/{tenant}")
+            namespace = self._library.namespace + ("" if tenant is None else f"/{tenant}")
             found = texts(json.loads(body))
-            spans = self._known(self._engine.store.names.namespace(namespace))
+            space = self._library.store.names.namespace(namespace)
+            spans = self._known.of(space, Deadline(self._timeout_s))
             for _, text in found:
                 chunks = spans.scan(text)
                 if chunks:
@@ -113,14 +116,6 @@ class Front:
             return [text_digest(text) for is_question, text in found if is_question][:1]
         except (KVRagError, OSError, ValueError, RecursionError):  # the replica reports the error
             return []
-
-    def _known(self, namespace: str) -> SpanIndex:
-        """Return the index of the texts of a namespace, with all texts stored by now."""
-        spans, cursor = self._spans.get(namespace) or (SpanIndex(text_digest), 0)
-        new, cursor = self._engine.store.catalog.texts(namespace, cursor)
-        spans.add(new)
-        self._spans[namespace] = spans, cursor
-        return spans
 
     async def _passed(
         self, scope: Mapping[str, Any], body: bytes, keys: list[str]

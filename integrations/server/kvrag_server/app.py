@@ -25,7 +25,7 @@ from kvrag_server.config import ServerConfig
 from kvrag_server.errors import handle_errors
 from kvrag_server.gate import Gate
 from kvrag_server.metrics import Metrics
-from kvrag_server.service import Service, service_of
+from kvrag_server.service import Service, served_name, service_of
 
 QUIET = cast(Any, dict.fromkeys(("tracing", "metrics", "logs", "operation_spans"), False))
 """Switches off the telemetry of newer FastAPI versions.
@@ -57,7 +57,9 @@ def create_app(engine: KVRagEngine, config: ServerConfig | None = None) -> FastA
     config = config or ServerConfig()
     app = FastAPI(title="kvrag", version=kvrag.__version__, lifespan=_life, telemetry=QUIET)
     admission = Admission(config.max_running, config.max_waiting, config.max_per_key)
-    service = app.state.service = Service(engine, config, admission, Metrics(engine, admission))
+    metered = Metrics(engine.store, admission, lambda: engine.load.kv_bytes)
+    name = served_name(engine.source, config)
+    service = app.state.service = Service(engine, name, config, admission, metered)
     app.state.is_loaded = False
     app.state.invitation = "ask it in a browser"
     app.include_router(completions.router)

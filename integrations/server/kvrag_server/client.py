@@ -31,9 +31,9 @@ from kvrag.hosts import RemoteHost
 from kvrag.precompute.documents import (
     check_items,
     faults,
-    in_collection,
     unreadable,
 )
+from kvrag.precompute.library import in_collection
 from kvrag.progress import Progress, tell_short
 from kvrag.prompt.prefix import Prefix
 from kvrag.types import ExplainedSpan, MaxContext, Mode

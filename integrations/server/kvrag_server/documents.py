@@ -15,7 +15,7 @@ from kvrag.prompt.template import Prompt
 from kvrag_server.completions import chat_prompt, text_prompt
 from kvrag_server.errors import APIError
 from kvrag_server.schema import DeleteRequest, ExplainRequest, PrecomputeRequest
-from kvrag_server.service import service_of
+from kvrag_server.service import desk_of, service_of
 
 router = APIRouter(prefix="/v1/kv")
 
@@ -49,10 +49,10 @@ async def precompute(body: PrecomputeRequest, request: Request) -> dict[str, Any
 @router.get("/documents")
 async def documents(request: Request, collection: str | None = None) -> dict[str, Any]:
     """List the ids of the documents that have KV."""
-    service = service_of(request)
-    namespace = service.namespace(request.state.tenant)
+    desk = desk_of(request)
+    namespace = desk.namespace(request.state.tenant)
     found = await run_in_threadpool(
-        service.engine.document_ids, collection=collection, namespace=namespace
+        desk.library.document_ids, collection=collection, namespace=namespace
     )
     return {"object": "list", "data": found}
 
@@ -60,10 +60,10 @@ async def documents(request: Request, collection: str | None = None) -> dict[str
 @router.post("/delete")
 async def delete(body: DeleteRequest, request: Request) -> dict[str, int]:
     """Delete documents, and erase the KV that no other document needs."""
-    service = service_of(request)
-    namespace = service.namespace(request.state.tenant)
+    desk = desk_of(request)
+    namespace = desk.namespace(request.state.tenant)
     gone = await run_in_threadpool(
-        service.engine.delete, body.ids, collection=body.collection, namespace=namespace
+        desk.library.delete, body.ids, collection=body.collection, namespace=namespace
     )
     return {"erased_chunks": gone}
 

@@ -9,8 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvrag import KVRagEngine
-from kvrag.store import StoreEvent
+from kvrag.store import StoreEvent, TieredStore
 from kvrag_server.admission import Admission
 from kvrag_server.record import RequestRecord
 
@@ -24,8 +23,8 @@ REFUSALS = (401, 413, 429, 503)
 class StoreCollector(Collector):
     """Reads the store's own counters when Prometheus asks."""
 
-    def __init__(self, engine: KVRagEngine) -> None:
-        self._engine = engine
+    def __init__(self, store: TieredStore) -> None:
+        self._store = store
 
     def collect(self) -> Iterator[Metric]:
         """Yield the content of the tiers, and the results of their look-ups."""
@@ -34,7 +33,7 @@ class StoreCollector(Collector):
         looked_up = CounterMetricFamily(
             "kvrag_chunk_lookups", "Look-ups of chunks in a tier.", labels=["tier", "result"]
         )
-        for tier, stats in self._engine.store.stats().items():
+        for tier, stats in self._store.stats().items():
             held.add_metric([tier], stats.num_bytes)
             chunks.add_metric([tier], stats.chunks)
             for result, count in (
@@ -47,9 +46,14 @@ class StoreCollector(Collector):
 
 
 class Metrics:
-    """Metrics of an application, in their own registry."""
+    """Metrics of an application, in their own registry.
 
-    def __init__(self, engine: KVRagEngine, admission: Admission) -> None:
+    ``kv_bytes`` returns the bytes of KV that running requests hold.
+    """
+
+    def __init__(
+        self, store: TieredStore, admission: Admission, kv_bytes: Callable[[], float]
+    ) -> None:
         own = self.registry = CollectorRegistry()
 
         def counter(name: str, about: str, *labels: str) -> Counter:
@@ -84,14 +88,10 @@ class Metrics:
         self._loaded = counter("loaded_bytes", "Bytes of KV that were loaded for prompts.")
         gauge("requests_running", "Requests that are answered.", lambda: admission.running)
         gauge("requests_waiting", "Requests that wait.", lambda: admission.waiting)
-        gauge(
-            "running_kv_bytes",
-            "Bytes of KV that running requests hold.",
-            lambda: engine.load.kv_bytes,
-        )
+        gauge("running_kv_bytes", "Bytes of KV that running requests hold.", kv_bytes)
         self._removed = counter("store_evictions", "Chunks that left a tier.", "tier", "reason")
-        engine.store.listen(self._hear)
-        own.register(StoreCollector(engine))
+        store.listen(self._hear)
+        own.register(StoreCollector(store))
 
     def _hear(self, event: StoreEvent) -> None:
         if event.type == "BlockRemoved":

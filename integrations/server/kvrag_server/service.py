@@ -17,6 +17,7 @@ from kvrag import ContextLengthError, GenerationResult, KVRagEngine
 from kvrag.generate.request import RequestOptions
 from kvrag.generate.streams import AsyncTokenStream
 from kvrag.model.source import ModelSource
+from kvrag.precompute.library import Library
 from kvrag.prompt.template import Prompt
 from kvrag_server.admission import Admission
 from kvrag_server.config import ServerConfig
@@ -33,20 +34,34 @@ PRECOMPUTES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Service:
-    """An engine behind the API."""
+class Desk:
+    """State that routes share which need no model; ``name`` is the model's for clients."""
 
-    engine: KVRagEngine
+    library: Library
+    name: str
     config: ServerConfig
     admission: Admission
     metrics: Metrics
+
+    def namespace(self, tenant: str | None) -> str:
+        """Return the namespace of a tenant's chunks; without API keys, the library's."""
+        if tenant is None:
+            return self.library.namespace
+        return f"{self.library.namespace}/{tenant}"
+
+
+@dataclass(frozen=True, slots=True)
+class Service(Desk):
+    """An engine behind the API."""
+
+    library: KVRagEngine
     precomputes: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(PRECOMPUTES))
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
-    def name(self) -> str:
-        """Name of the model for clients; for a local path, its last part only."""
-        return served_name(self.engine.source, self.config)
+    def engine(self) -> KVRagEngine:
+        """Engine that answers."""
+        return self.library
 
     def check_model(self, name: str | None) -> None:
         """Raise ``APIError`` if a client asks for a model that is not served.
@@ -56,12 +71,6 @@ class Service:
         if name not in (None, self.name):
             message = f"the model {name!r} is not served here; ask for {self.name!r}"
             raise APIError(404, message, "model_not_found", param="model")
-
-    def namespace(self, tenant: str | None) -> str:
-        """Return the namespace of a tenant's chunks; without API keys, the engine's."""
-        if tenant is None:
-            return self.engine.namespace
-        return f"{self.engine.namespace}/{tenant}"
 
     def reuse(self, reuse: Reuse, tenant: str | None) -> dict[str, Any]:
         """Return the engine's options of reuse for a request."""
@@ -149,6 +158,11 @@ def served_name(source: ModelSource, config: ServerConfig) -> str:
     """Return the name of a model for clients; for a local path, its last part only."""
     name = source.name
     return config.model_name or (Path(name).resolve().name if os.path.exists(name) else name)
+
+
+def desk_of(request: Request) -> Desk:
+    """Return the state that routes without a model share."""
+    return cast(Desk, request.app.state.service)
 
 
 def service_of(request: Request) -> Service:

@@ -15,16 +15,14 @@ from kvrag.adapters import (
     MARGIN,
     ChunkKey,
     Costs,
-    Deadline,
+    KnownTexts,
     Layout,
-    Lookup,
     Mode,
     Plan,
     Price,
     PromptEncoder,
+    PromptPlanner,
     Segment,
-    SpanIndex,
-    TextEntry,
     TieredStore,
     as_config,
     check_mode,
@@ -169,10 +167,8 @@ class Planner:
         namespace: str,
     ) -> None:
         self._store = store
-        self._config = config
-        self._encoder = encoder
+        self._prompts = PromptPlanner(store, config, KnownTexts(store.catalog), encoder)
         self._namespace = namespace
-        self._spans = dict[str, tuple[SpanIndex, int]]()
         self._prefixes = Prefixes(store)
         self._next = 0.0
         self.steps = StepPrices()
@@ -233,41 +229,21 @@ class Planner:
     def _plan(self, ids: Sequence[int], asked: Asked, about: About) -> Plan:
         namespace = self._namespace if asked.namespace is None else asked.namespace
         space = self._store.names.namespace(namespace)
-        deadline = Deadline(self._config.load_timeout_s)
-        lookup = Lookup(
-            self._store, about.fingerprint, space, deadline, self._config.kv_dtype, about.context
-        )
         start = time.monotonic()
         has_failed = True
         try:
-            plan = plan_ids(
-                ids,
-                self._encoder,
-                scanner=self._scanner(space, deadline),
-                lookup=lookup,
-                prefixes=deadline.ask(
-                    lambda: self._prefixes.of(about.fingerprint, space),
-                    list[Ids](),
-                    what="the KV store",
-                ),
-                min_chunk_tokens=self._config.min_chunk_tokens,
+            lookup = self._prompts.lookup(space, about.fingerprint, about.context)
+            prefixes = lookup.deadline.ask(
+                lambda: self._prefixes.of(about.fingerprint, space),
+                list[Ids](),
+                what="the KV store",
             )
+            plan = plan_ids(ids, self._prompts.encoder, lookup, prefixes)
             has_failed = plan.fault is not None
         finally:
             if has_failed:  # all requests wait in the meantime
                 self._next = time.monotonic() + REST * (time.monotonic() - start)
         return plan
-
-    def _scanner(self, space: str, deadline: Deadline) -> SpanIndex:
-        spans, cursor = self._spans.get(space) or (SpanIndex(), 0)
-        nothing: tuple[list[TextEntry], int] = ([], cursor)
-        new, cursor = deadline.ask(
-            lambda: self._store.catalog.texts(space, cursor), nothing, what="the KV store"
-        )
-        if new:  # a request may name any namespace
-            spans.add(new)
-            self._spans[space] = spans, cursor
-        return spans
 
     def _refusal(self, layout: Layout, price: Price, num_rows: int) -> str | None:
         """Return why blending would not pay beside computing the rows after ``num_rows`` in vLLM.

@@ -15,7 +15,8 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from kvrag import KVRagEngine, KVRagError
+from kvrag import KVRagError
+from kvrag.precompute.library import Library
 from kvrag_server.admission import Admission
 from kvrag_server.app import QUIET, cors, health
 from kvrag_server.config import ServerConfig
@@ -23,12 +24,14 @@ from kvrag_server.errors import APIError, handle_errors
 from kvrag_server.gate import Gate
 from kvrag_server.metrics import Metrics
 from kvrag_server.record import RequestRecord
-from kvrag_server.service import Service, service_of
+from kvrag_server.service import Desk, desk_of
 from vllm_kvrag.front import documents
-from vllm_kvrag.front.planner import Planner, WorkerFacts, planner_of
 from vllm_kvrag.front.prompts import (
+    FrontPlanner,
     Tokenise,
+    WorkerFacts,
     left_to_vllm,
+    planner_of,
     put_options,
     take_options,
     tokenised,
@@ -62,16 +65,16 @@ logger = logging.getLogger(__name__)
 
 
 def create_front(
-    engine: KVRagEngine, planner: Planner, upstream: Upstream, config: ServerConfig
+    library: Library, name: str, planner: FrontPlanner, upstream: Upstream, config: ServerConfig
 ) -> FastAPI:
     """Make the ASGI application of a front; run it in a single process.
 
     Parameters
     ----------
-    engine
-        Store, namespace and names; its model is never loaded.
+    library, name
+        The documents; the model's name for clients.
     planner, upstream
-        Planner of the same engine; vLLM's server, which answers already.
+        Planner over the same store; vLLM's server, which answers already.
     config
         API keys and limits; admission is vLLM's.
     """
@@ -84,7 +87,8 @@ def create_front(
         openapi_url=None,
     )
     admission = Admission(config.max_running, config.max_waiting)
-    service = app.state.service = Service(engine, config, admission, Metrics(engine, admission))
+    metered = Metrics(library.store, admission, int)  # vLLM counts its KV
+    desk = app.state.service = Desk(library, name, config, admission, metered)
     app.state.invitation = "the OpenAI API, before vLLM, is at"
     app.state.planner = planner
     app.state.upstream = upstream
@@ -96,7 +100,7 @@ def create_front(
     app.include_router(documents.router)
     app.add_route("/{path:path}", passed, methods=_METHODS)
     handle_errors(app)
-    app.add_middleware(Gate, config=config, count=service.metrics.count, open_paths=OPEN)
+    app.add_middleware(Gate, config=config, count=desk.metrics.count, open_paths=OPEN)
     if config.cors_origins:
         app.add_middleware(CORSMiddleware, **cors(config))
     return app
@@ -104,7 +108,7 @@ def create_front(
 
 @asynccontextmanager
 async def _life(app: FastAPI) -> AsyncIterator[None]:
-    planner: Planner = app.state.planner
+    planner: FrontPlanner = app.state.planner
     upstream: Upstream = app.state.upstream
     try:
         planner.worker = WorkerFacts.of(await upstream.ask(describe=True))
@@ -118,7 +122,7 @@ async def _life(app: FastAPI) -> AsyncIterator[None]:
 
 async def ready(request: Request) -> JSONResponse:
     """Say whether vLLM accepts requests."""
-    if service_of(request).admission.is_draining:
+    if desk_of(request).admission.is_draining:
         return JSONResponse({"status": "draining"}, 503)
     if not await upstream_of(request).is_healthy():
         return JSONResponse({"status": "loading"}, 503)
@@ -127,7 +131,7 @@ async def ready(request: Request) -> JSONResponse:
 
 async def metrics(request: Request) -> Response:
     """Return the front's metrics for Prometheus, and vLLM's."""
-    registry = service_of(request).metrics.registry.restricted_registry(COUNTED)
+    registry = desk_of(request).metrics.registry.restricted_registry(COUNTED)
     own = await run_in_threadpool(generate_latest, registry)
     return Response(own + await upstream_of(request).metrics(), media_type=CONTENT_TYPE_LATEST)
 
@@ -156,7 +160,7 @@ async def passed(request: Request) -> Response:
     ):
         options = take_options(body)
         left_to_vllm(options)
-        put_options(body, options, service_of(request).namespace(request.state.tenant))
+        put_options(body, options, desk_of(request).namespace(request.state.tenant))
         content = _written(body)
     return await upstream_of(request).pass_on(request, content)
 
@@ -169,14 +173,14 @@ async def _complete(request: Request, tokenise: Tokenise) -> Response:
         return await upstream_of(request).pass_on(request, content)
     record = cast(RequestRecord, request.state.record)
     record.is_stream = bool(body.get("stream"))
-    namespace = service_of(request).namespace(request.state.tenant)
+    namespace = desk_of(request).namespace(request.state.tenant)
     options = take_options(body)
     put_options(body, options, namespace)
     report = None
     if record.is_stream and _wants_usage(body):
         report = body["kv_transfer_params"]["kvrag"]["stream"] = uuid.uuid4().hex
-    if body.get("model") in (None, "", service_of(request).name):
-        record.model = service_of(request).name
+    if body.get("model") in (None, "", desk_of(request).name):
+        record.model = desk_of(request).name
         body = await run_in_threadpool(
             tokenised, tokenise, planner_of(request), body, options, namespace
         )

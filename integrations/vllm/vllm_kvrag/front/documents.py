@@ -11,9 +11,8 @@ from fastapi.concurrency import run_in_threadpool
 from kvrag.precompute.documents import check_items, faults, unreadable
 from kvrag_server import documents
 from kvrag_server.schema import ExplainRequest, PrecomputeRequest
-from kvrag_server.service import service_of
-from vllm_kvrag.front.planner import planner_of
-from vllm_kvrag.front.prompts import chat_of, check_window
+from kvrag_server.service import desk_of
+from vllm_kvrag.front.prompts import chat_of, check_window, planner_of
 from vllm_kvrag.front.upstream import upstream_of
 
 router = APIRouter(prefix="/v1/kv")
@@ -29,9 +28,9 @@ async def precompute(body: PrecomputeRequest, request: Request) -> Any:
     # The worker would refuse them in its own words, and JSON can't hold all of them.
     items = check_items(texts, ids, body.collection, 1)
     failed = faults(items)
-    service = service_of(request)
-    namespace = service.namespace(request.state.tenant)
-    await run_in_threadpool(service.engine.delete, unreadable(items), namespace=namespace)
+    desk = desk_of(request)
+    namespace = desk.namespace(request.state.tenant)
+    await run_in_threadpool(desk.library.delete, unreadable(items), namespace=namespace)
     good = [item for item in items if not item.fault]
     asked = {
         "texts": [item.text for item in good],
@@ -48,7 +47,7 @@ async def explain(body: ExplainRequest, request: Request) -> dict[str, Any]:
     """Explain which chunks of a prompt are known and have KV, and why other text has no KV."""
     check_window(body.kvrag)
     prompt = documents.explained(body)
-    namespace = service_of(request).namespace(request.state.tenant)
+    namespace = desk_of(request).namespace(request.state.tenant)
     chat = chat_of(body.model_dump())
     return asdict(
         await run_in_threadpool(planner_of(request).explain, prompt, namespace, body.kvrag, chat)
@@ -58,5 +57,5 @@ async def explain(body: ExplainRequest, request: Request) -> dict[str, Any]:
 @router.get("/stats")
 async def stats(request: Request) -> dict[str, Any]:
     """Return the content of the store's tiers, as this process sees them; vLLM counts answers."""
-    counted = await run_in_threadpool(service_of(request).engine.stats)
-    return {"store": counted["store"]}
+    counted = await run_in_threadpool(desk_of(request).library.store.stats)
+    return {"store": {name: asdict(tier) for name, tier in counted.items()}}

@@ -13,13 +13,16 @@ from typing import Any
 import httpx
 from fastapi import FastAPI
 
-from kvrag import ConfigError, KVRagEngine, StoreConfig
+from kvrag import ConfigError, StoreConfig
 from kvrag.config.address import Address
+from kvrag.model.source import ModelSource, check_source
+from kvrag.precompute.encode import check_context
+from kvrag.precompute.library import Library
 from kvrag_server.config import ServerConfig
 from kvrag_server.service import served_name
 from vllm_kvrag.front.app import create_front
 from vllm_kvrag.front.child import Child, check_given, check_installed, command_of, socket_directory
-from vllm_kvrag.front.planner import Planner
+from vllm_kvrag.front.prompts import FrontPlanner
 from vllm_kvrag.front.upstream import Upstream
 
 
@@ -51,15 +54,25 @@ def started(
     check_installed(config.api_keys)
     check_given(given)
     _check_addresses(options["kv_dir"], *asdict(options["store_config"]).values())
-    engine = KVRagEngine.from_pretrained(**{**options, "device": "cpu", "dtype": "auto"})
-    with closing(engine), socket_directory() as folder:
-        planner = Planner(engine)
+    source = ModelSource(options["model"], device="cpu")
+    check_source(source)
+    check_context(options.get("context"))
+    own = {name: options[name] for name in ("namespace", "store_config") if name in options}
+    library = Library(options["kv_dir"], **own)
+    with closing(library), socket_directory() as folder:
+        planner = FrontPlanner(
+            library,
+            source,
+            options.get("prefix"),
+            options.get("chat_template_kwargs"),
+        )
+        name = served_name(source, config)
         uds = os.path.join(folder, "vllm.sock")
         command = command_of(
             os.fspath(options["model"]),
-            served_name(engine.source, config),
+            name,
             uds,
-            _of_connector(options, engine, planner, config),
+            _of_connector(options, library, planner, config),
             _of_vllm(options) + list(given),
         )
         child = Child(command)
@@ -69,7 +82,7 @@ def started(
                 child.wait(client)
             child.watch(lambda: os.kill(os.getpid(), signal.SIGTERM))
             upstream = Upstream(uds=uds, fault=lambda: child.fault)
-            yield create_front(engine, planner, upstream, config), child
+            yield create_front(library, name, planner, upstream, config), child
 
 
 def _check_addresses(*values: Any) -> None:
@@ -83,7 +96,7 @@ def _check_addresses(*values: Any) -> None:
 
 
 def _of_connector(
-    options: Mapping[str, Any], engine: KVRagEngine, planner: Planner, config: ServerConfig
+    options: Mapping[str, Any], library: Library, planner: FrontPlanner, config: ServerConfig
 ) -> dict[str, Any]:
     """Return the connector's configuration.
 
@@ -91,13 +104,13 @@ def _of_connector(
     """
     store = {
         name: value
-        for name, value in asdict(engine.store_config).items()
+        for name, value in asdict(library.store_config).items()
         if value != asdict(StoreConfig())[name]
     }
     own: dict[str, Any] = {
         "mode": "blend",
-        "kv_dir": engine.kv_dir and str(engine.kv_dir),
-        "namespace": f"{engine.namespace}/" if config.api_keys else engine.namespace,
+        "kv_dir": library.kv_dir and str(library.kv_dir),
+        "namespace": f"{library.namespace}/" if config.api_keys else library.namespace,
         "prefix": planner.prefix,
         "store_config": store,
     }
