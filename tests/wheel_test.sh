@@ -28,13 +28,14 @@ import kvrag
 import kvrag_kernels
 import kvrag_ray
 import kvrag_server
+import kvrag_shared
 import langchain_kvrag
 import llama_index.core
 import llama_index.llms.kvrag
 import llama_index.vector_stores.kvrag
 import vllm_kvrag
 
-for module in (kvrag, kvrag_kernels, kvrag_ray, kvrag_server, vllm_kvrag, langchain_kvrag, llama_index.llms.kvrag, llama_index.vector_stores.kvrag):
+for module in (kvrag, kvrag_kernels, kvrag_ray, kvrag_server, kvrag_shared, vllm_kvrag, langchain_kvrag, llama_index.llms.kvrag, llama_index.vector_stores.kvrag):
     assert module.__file__.startswith(sys.prefix), f"{module.__name__} comes from {module.__file__}, not from the wheel"
 assert "serve" in entry_points(group="kvrag.commands").names
 from kvrag_server.page import NAMES, read

@@ -3,9 +3,9 @@
 ::
 
     engine → opening → tiers ─┬→ reading ─┬→ memory (tiers: host, gpu)  erasures (counted)
-                              └→ writing ─┼→ catalog (diskcache; shared: redis)
+                              └→ writing ─┼→ catalog (diskcache; shared: kvrag_shared)
                                           ├→ kv.format → kv.crypto
-                                          └→ blobs (files, or copies → redis, object_store)
+                                          └→ blobs (files, or copies → kvrag_shared)
 
 Imports ``types errors config runtime``, ``identity`` and ``kv``; nothing else of kvrag.
 """

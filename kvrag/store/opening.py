@@ -80,7 +80,7 @@ PLUGINS = "kvrag.stores"
 """Entry points of shared stores, also of kvrag's own: the name is the address scheme, the value a
 function that takes the address and a folder in it and returns :class:`~kvrag.store.base.Blobs`."""
 
-OURS = "kvrag.store."
+OURS = "kvrag_shared."
 NOBODY = 65534  # owner of the files of root on NFS
 
 L = TypeVar("L", int, int | None)

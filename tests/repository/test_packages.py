@@ -28,6 +28,9 @@ class Expected(NamedTuple):
     needs: tuple[str, ...] = ("kvrag",)
 
 
+SHARED = "kvrag-shared"
+OF_SHARED = ("objects", "redis")
+"""Extras of kvrag that are those of :data:`SHARED`: an installation needs one service's library, not each."""
 EXPECTED = {
     "kvrag-ray": Expected("ray", "kvrag_ray", "build", ("kvrag-server",)),
     "kvrag-server": Expected("server", "kvrag_server", "create_app"),
@@ -80,6 +83,16 @@ def test_a_distribution_follows_kvrag(name):
     assert f"pip install {name}" in (folder / "README.md").read_text()
 
 
+def test_the_shared_stores_need_the_library_of_their_service_alone():
+    told, ours = project(PACKAGES / SHARED)["project"], project(ROOT)["project"]
+    assert told["dependencies"] == [f"kvrag=={kvrag.__version__}"]
+    assert told["version"] == kvrag.__version__
+    extras = ours["optional-dependencies"]
+    assert told["optional-dependencies"] == {name: extras[name] for name in OF_SHARED}
+    for key in ("license", "requires-python", "authors"):
+        assert told[key] == ours[key]
+
+
 def test_the_core_needs_what_the_whole_needs_and_offers_the_rest_as_extras():
     whole, core = project(ROOT)["project"], project(PACKAGES / "kvrag")["project"]
     assert core["version"] == kvrag.__version__
@@ -88,6 +101,7 @@ def test_the_core_needs_what_the_whole_needs_and_offers_the_rest_as_extras():
     beside: dict[str, list[str]] = {}
     for name, expected in EXPECTED.items():
         beside.setdefault(expected.extra, []).append(f"{name}=={kvrag.__version__}")
+    beside |= {name: [f"{SHARED}[{name}]=={kvrag.__version__}"] for name in OF_SHARED}
     extras = {
         name: beside.get(name, packages)
         for name, packages in whole["optional-dependencies"].items()
@@ -98,7 +112,7 @@ def test_the_core_needs_what_the_whole_needs_and_offers_the_rest_as_extras():
 
 def test_every_folder_and_entry_point_of_the_whole_is_in_one_distribution():
     folders = [folder.parent for folder in PACKAGES.glob("*/pyproject.toml")]
-    assert {folder.name for folder in folders} == {"kvrag", *EXPECTED}
+    assert {folder.name for folder in folders} == {"kvrag", SHARED, *EXPECTED}
     whole = project(ROOT)
     sources = [source for folder in folders for source in shipped(folder)]
     assert len(set(sources)) == len(sources)
@@ -137,7 +151,7 @@ def test_tests_of_the_wheel_take_their_helpers_along():
     assert imported & here <= {Path(path).stem for path in named}
 
 
-OURS = "|".join(["kvrag", *EXPECTED])
+OURS = "|".join(["kvrag", SHARED, *EXPECTED])
 
 if __name__ == "__main__":
     for path in PACKAGES.glob("*/pyproject.toml"):

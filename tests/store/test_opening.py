@@ -210,7 +210,7 @@ def test_a_package_whose_store_is_none_of_ours_is_refused(installed):
 
 
 def test_no_package_takes_an_address_of_our_own(installed):
-    assert opening.open_url("memory:///").__class__.__module__ == "kvrag.store.object_store"
+    assert opening.open_url("memory:///").__class__.__module__ == "kvrag_shared.object_store"
 
 
 def test_an_installation_without_its_stores_says_so(monkeypatch):

@@ -21,9 +21,9 @@ from kvrag.store import blobs, copies, open_store, opening
 from kvrag.store.base import NewKV
 from kvrag.store.catalog import hits
 from kvrag.store.opening import open_url
-from kvrag.store.redis import RedisRows
 from kvrag.testing.chunks import NAMESPACE, make_identity, make_kv, make_text, same_bits
 from kvrag.testing.store import BlobsContract
+from kvrag_shared.redis import RedisRows
 
 redis = pytest.importorskip("redis")
 pytest.importorskip("obstore")

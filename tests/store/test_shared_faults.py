@@ -11,8 +11,8 @@ from proxy import FAULTS, proxy_of
 from stores import ended, in_child, put
 from texts import make_chunks
 
-import kvrag.store.object_store as object_blobs
-import kvrag.store.redis as redis_blobs
+import kvrag_shared.object_store as object_blobs
+import kvrag_shared.redis as redis_blobs
 from kvrag import Chunk
 from kvrag.config import StoreConfig
 from kvrag.errors import StoreError
