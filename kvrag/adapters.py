@@ -51,15 +51,20 @@ from kvrag.evaluate.calibrate import described
 from kvrag.generate.scheduler import MAX_RUNNING
 from kvrag.generate.streams import AsyncTokenStream, TokenStream
 from kvrag.hooks import Content, OnError, changed_ids, documents_in, prefetch_kv
+from kvrag.identity.describe import rope_text
 from kvrag.identity.fingerprint import (
+    chunk_key,
     context_digest,
     ids_digest,
     namespace_digest,
 )
+from kvrag.identity.model import describe
+from kvrag.identity.weights import source_identity
 from kvrag.model.linear import linear
 from kvrag.model.lm import CausalLM, LoadedModel
 from kvrag.model.load import load as load_model
 from kvrag.model.plain import context_window
+from kvrag.model.rope import RotaryTable
 from kvrag.model.rows import KVBuffer, Rows
 from kvrag.model.source import (
     ModelSource,
@@ -78,8 +83,8 @@ from kvrag.prompt.spans import SpanIndex
 from kvrag.prompt.template import Chat, PromptEncoder
 from kvrag.prompt.tools import FORM, Tools, answer_form
 from kvrag.runtime import Deadline, host_memory
-from kvrag.store import TieredStore, open_store
-from kvrag.types import ChunkKey, MaxContext, Mode, Prove, TextEntry
+from kvrag.store import ChunkRecord, TieredStore, open_store
+from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, MaxContext, Mode, Prove, TextEntry
 
 if TYPE_CHECKING:
     import torch
@@ -93,12 +98,16 @@ else:  # pydantic must neither check these nor put them into a schema
     Device = Dtype = Any
 
 __all__ = [
+    "FORM",
     "MARGIN",
     "MAX_RUNNING",
     "AsyncTokenStream",
     "CausalLM",
     "Chat",
+    "ChunkIdentity",
+    "ChunkKV",
     "ChunkKey",
+    "ChunkRecord",
     "Clock",
     "Content",
     "CostModel",
@@ -119,6 +128,7 @@ __all__ = [
     "Price",
     "PromptEncoder",
     "Repair",
+    "RotaryTable",
     "Rows",
     "Segment",
     "SpanIndex",
@@ -139,9 +149,11 @@ __all__ = [
     "check_show",
     "check_template_kwargs",
     "checks_names",
+    "chunk_key",
     "config_of",
     "context_digest",
     "context_window",
+    "describe",
     "described",
     "directory",
     "documents_in",
@@ -167,6 +179,8 @@ __all__ = [
     "refuse_misplaced",
     "require",
     "respelt",
+    "rope_text",
+    "source_identity",
     "stitch",
     "unknown_option",
 ]
