@@ -1,4 +1,4 @@
-"""The scheduler's side of the connector: what of a prompt is loaded or blended, and what is said of it.
+"""The scheduler's side of the connector: what is loaded or blended, and what is said of it.
 
 It plans from token ids and reports all but the last token as loaded beside vLLM's steps.
 Approximate blocks get hashes of their own, so vLLM's prefix cache never gives them to another

@@ -1,4 +1,4 @@
-"""The worker's side of the connector: a thread of its own computes rows (:mod:`vllm_kvrag.blending`)."""
+"""The worker's side of the connector: rows are computed by :mod:`vllm_kvrag.blending`."""
 
 from __future__ import annotations
 
