@@ -131,7 +131,7 @@ def test_an_engine_made_before_a_fork_says_in_the_child_where_to_make_it(engine,
         lambda: engine.precompute(CHUNKS),
         lambda: engine.explain(PROMPT),
         lambda: engine.document_ids(),
-        lambda: KVRagEngine.from_pretrained(engine.source.model, tokenizer=engine.tokenizer),
+        lambda: KVRagEngine(engine._options),
     ]
 
     def told():
