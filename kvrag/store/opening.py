@@ -19,7 +19,7 @@ from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TypeVar, cast
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, ref
 
 import torch
 
@@ -86,7 +86,7 @@ NOBODY = 65534  # owner of the files of root on NFS
 L = TypeVar("L", int, int | None)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class _Parts:
     """Parts that the stores of a directory share, and the number of these stores."""
 
@@ -280,14 +280,17 @@ def _joined(
         _shared[key] = parts
         parts.users += 1
 
+    mine = ref(parts)  # a closed store holds no memory
+
     def is_last() -> bool:
         with _lock:
-            if _shared.get(key) is not parts:  # these are those of the parent of this process
+            known = _shared.get(key)
+            if known is None or known is not mine():  # mine are the parent's of this process
                 return False
-            parts.users -= 1
-            if not parts.users:
+            known.users -= 1
+            if not known.users:
                 del _shared[key]
-            return not parts.users
+            return not known.users
 
     return TieredStore(
         [parts.host],

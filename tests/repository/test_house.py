@@ -120,7 +120,6 @@ LARGER_ROOMS: dict[str, int] = {
     "integrations/server/kvrag_server": 16,
     "kvrag/generate": 15,
     "kvrag/model": 15,
-    "kvrag/store": 14,
 }
 """Rooms, by folder, that may hold more files than :data:`ROOM_FILES`."""
 

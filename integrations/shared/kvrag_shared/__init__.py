@@ -2,8 +2,8 @@
 
 ::
 
-    kvrag.store.opening ─▶ entry point of the scheme ─┬→ redis (Redis, Valkey: blobs and catalog rows)
-                                                      └→ object_store (S3, Google Cloud Storage, Azure)
+    kvrag.store.opening ─▶ entry point ─┬→ redis (Redis, Valkey: blobs and catalog rows)
+                                        └→ object_store (S3, Google Cloud Storage, Azure)
 
 Imports the core.
 """
