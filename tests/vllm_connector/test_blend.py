@@ -571,7 +571,8 @@ def test_chunks_are_no_prefixes_and_a_prefix_is_read_once():
 def test_a_store_that_hangs_delays_a_prompt_by_its_deadline(connector, setting, monkeypatch):
     own = scheduler_side(connector, setting)
     planner = own._scheduler._planner
-    monkeypatch.setattr(planner, "_config", StoreConfig(load_timeout_s=0.2))
+    short = replace(planner._prompts, config=StoreConfig(load_timeout_s=0.2))
+    monkeypatch.setattr(planner, "_prompts", short)
     hanging = threading.Event()
     monkeypatch.setattr(type(planner._prefixes), "of", lambda *_: hanging.wait(30))
     start = time.monotonic()
