@@ -62,16 +62,16 @@ ANYONE = {"__init__", "__main__"}
 """Files of ``kvrag/`` itself that hand on names of the others."""
 
 AREAS = {
-    "core": 166_350,
-    "cli": 13_970,
-    "evaluate": 7_190,
-    "testing": 4_300,
-    "langchain": 16_750,
-    "llama_index": 12_680,
-    "ray": 5_110,
-    "server": 19_410,
-    "shared": 3_250,
-    "vllm": 22_000,
+    "core": 162_750,
+    "cli": 15_250,
+    "evaluate": 7_185,
+    "testing": 4_295,
+    "langchain": 16_450,
+    "llama_index": 12_390,
+    "ray": 5_080,
+    "server": 19_360,
+    "shared": 3_210,
+    "vllm": 17_900,
 }
 """Most syntax nodes of each area. The core answers requests and stores chunks: ``kvrag/`` without the rooms that are areas."""
 DEEP_NAMES = {"langchain": 32, "llama_index": 33, "ray": 13, "server": 39, "shared": 11, "vllm": 67}
@@ -79,7 +79,7 @@ DEEP_NAMES = {"langchain": 32, "llama_index": 33, "ray": 13, "server": 39, "shar
 
 LIMITS = {
     "files of the core": 106,
-    "nodes of kvrag/store": 28_760,
+    "nodes of kvrag/store": 25_170,
     "lines of tests, per 100 lines of code": 125,
     "median lines of a function": 8,
 }
