@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from functools import cache
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -249,18 +250,27 @@ def method_name(name: str) -> str:
 
 
 def methods_table(
-    name: str, tasks: tuple[str, ...], methods: tuple[str, ...], *, short: bool | None = None
+    name: str,
+    tasks: tuple[str, ...],
+    methods: tuple[str, ...],
+    *,
+    short: tuple[bool | None, ...] = (None,),
 ) -> str:
-    """Set methods of a run side by side: a table for each task, over the questions common to all."""
+    """Set methods of a run side by side: a table for each task, over the questions common to all.
+
+    ``short``: whether prompts are below :data:`SHORT_PROMPT`, a table for each; ``None``: any.
+    """
     parts = []
-    for task in tasks:
-        found = common(name, task, methods, short=short)
+    for task, length in product(tasks, short):
+        found = common(name, task, methods, short=length)
         base = found[next(iter(found))]
         rows = [
             [method_name(m), *cells(pairs), "–" if pairs is base else over_default(pairs, base)]
             for m, pairs in found.items()
         ]
-        head = f"{TASKS[task]}, {len(base)} questions"
+        tokens = sum(f["tokens"] for f, _ in base) / len(base)
+        of = "" if length is None else f" of about {tokens:,.0f} tokens"
+        head = f"{TASKS[task]}{of}, {len(base)} questions"
         first = method_name(next(iter(found))).strip("*")
         parts.append(table([head, *COLUMNS, f"score beyond {first} (95%)"], rows))
     return "\n".join(parts) + source(read(f"facts/{name}.json"), f"facts/{name}.json")
@@ -309,6 +319,12 @@ def facts_methods(_: Result) -> str:
 def facts_needles(_: Result) -> str:
     """Set published methods beside the default before runs, on needles."""
     return methods_table("published", ("needles",), PUBLISHED)
+
+
+def facts_today(_: Result) -> str:
+    """Set the default beside `fast` and the controls on needles, each length for itself."""
+    methods = (RUNS, "runs@0.03", "none", "reordered")
+    return methods_table("default", ("needles",), methods, short=(True, False))
 
 
 def facts_short(_: Result) -> str:
@@ -443,6 +459,8 @@ TABLES: Tables = {
     "facts-careful": ("facts/qwen2.5-coder-0.5b.json", facts_careful),
     "facts-fast": ("facts/qwen2.5-coder-0.5b.json", facts_fast),
     "facts-joined": ("facts/qwen2.5-coder-0.5b.json", facts_joined),
+    "facts-today": ("facts/default.json", facts_today),
+    "facts-sealed-15b": ("facts/sealed-qwen2.5-coder-1.5b.json", facts_sealed),
     "facts-sealed": ("facts/sealed-qwen2.5-coder-0.5b.json", facts_sealed),
     "facts-published": ("facts/methods.json", facts_methods),
     "facts-needles": ("facts/published.json", facts_needles),
