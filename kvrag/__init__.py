@@ -11,6 +11,7 @@ LangChain and ``llama_index.llms.kvrag`` for LlamaIndex.
 """
 
 import importlib
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from kvrag.errors import (
@@ -48,8 +49,8 @@ if TYPE_CHECKING:
     )
     from kvrag.hooks import delete_kv, precompute_kv, sync_kv
     from kvrag.prompt.prefix import TemplatePrefix
-    from kvrag_ray.dataset import precompute_dataset
-    from kvrag_server.client import KVRagClient
+    from kvrag_ray.dataset import precompute_dataset as precompute_dataset
+    from kvrag_server.client import KVRagClient as KVRagClient
 
 __version__ = "0.3.0"
 __all__ = [
@@ -59,7 +60,6 @@ __all__ = [
     "Explanation",
     "GenerationResult",
     "InputError",
-    "KVRagClient",
     "KVRagEngine",
     "KVRagError",
     "MissingDependencyError",
@@ -83,7 +83,6 @@ __all__ = [
     "delete_kv",
     "flash_attention_tier",
     "install_flash_attention",
-    "precompute_dataset",
     "precompute_kv",
     "sync_kv",
     "uninstall_flash_attention",
@@ -109,6 +108,7 @@ _OF_EXTRAS = {
     "precompute_dataset": ("kvrag_ray", "ray"),
 }
 """Names of packages built on this one, and the extras that install these packages."""
+__all__ += [name for name, (package, _) in _OF_EXTRAS.items() if find_spec(package)]
 
 
 def __getattr__(name: str) -> Any:

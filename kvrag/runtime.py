@@ -47,6 +47,13 @@ def at_thread_end(thing: Any) -> None:
     _threaded.add(thing)
 
 
+def snapshot(things: weakref.WeakSet[T]) -> list[T]:
+    """Return the things, to which other threads may add more meanwhile."""
+    while True:
+        with suppress(RuntimeError):  # the set changed
+            return list(things)
+
+
 class Forking:
     """Thing that every fork of this process concerns, once :func:`at_fork` has made it known."""
 
@@ -63,14 +70,14 @@ def at_fork(thing: Forking) -> None:
 
 
 def _before_fork() -> None:
-    for thing in list(_forking):
+    for thing in snapshot(_forking):
         thing.before_fork()
 
 
 def _after_fork(*, in_child: bool) -> None:
     if in_child:
         _late.clear()
-    for thing in list(_forking):
+    for thing in snapshot(_forking):
         thing.after_fork(in_child=in_child)
 
 

@@ -25,7 +25,7 @@ def commands() -> Iterator[tuple[str, Callable[..., Any]]]:
     for plugin in sorted(entry_points(group=COMMANDS), key=lambda plugin: plugin.name):
         try:
             yield plugin.name, plugin.load()
-        except (ImportError, AttributeError) as error:
+        except Exception as error:  # whatever a package raises, the other commands work
             say(
                 f"kvrag {plugin.name}: {plugin.value} can't be loaded ({error}); reinstall the "
                 "package that registers it",

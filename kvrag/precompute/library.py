@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from typing import Any
@@ -44,12 +44,12 @@ class Library:
         self.resources.callback(self.store.close)
         weakref.finalize(self, self.resources.close).atexit = False
         self.erasures = erasures_of(self.kv_dir)
-        digest = self.store.names.namespace
-        # Returns the digest of a namespace; None: of the library's own.
-        self.space_of: Callable[[str | None], str] = lru_cache(maxsize=1024)(
-            lambda given: digest(namespace if given is None else check_namespace(given))
-        )
-        self.space_of(None)
+        self._digest_of = lru_cache(maxsize=1024)(self.store.names.namespace)
+        self._digest_of(self.namespace)
+
+    def space_of(self, namespace: str | None) -> str:
+        """Return the digest of a namespace; ``None``: of the library's own."""
+        return self._digest_of(self.namespace if namespace is None else check_namespace(namespace))
 
     def close(self) -> None:
         """Close the store."""

@@ -211,7 +211,8 @@ def _rows(blobs: Blobs, url: str, catalog: str | None, keys: Keys) -> Callable[.
         return rows
     raise StoreError(
         f"there is no catalog at {_whole(catalog)[0]}://; "
-        "name a Redis or Valkey server as StoreConfig.catalog, as redis://host:6379/0"
+        "name a Redis or Valkey server as StoreConfig.catalog, as redis://host:6379/0 "
+        "(kvrag[redis] adds them)"
     )
 
 
@@ -238,13 +239,11 @@ def open_url(url: str) -> Blobs:
     blobs = _opened(url)
     if blobs is not None:
         return blobs
-    remedy = "reinstall kvrag, whose own stores are not registered"
-    plugins = entry_points(group=PLUGINS)
-    if plugins:
-        remedy = f"use {', '.join(sorted(plugins.names))}"
+    known = ", ".join(sorted(entry_points(group=PLUGINS).names)) or "a directory"
     raise StoreError(
-        f"there is no shared KV store at {_whole(url)[0]}://; {remedy}, "
-        f"or install a package that adds it (entry point {PLUGINS})"
+        f"there is no shared KV store at {_whole(url)[0]}://; use {known}, or install the package "
+        "that adds it: kvrag[redis] for Redis and Valkey, kvrag[objects] for buckets, or any with "
+        f"the entry point {PLUGINS}"
     )
 
 

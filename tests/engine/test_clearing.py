@@ -65,8 +65,11 @@ def test_a_namespace_is_erased_with_and_without_ids(
     assert engine.document_ids(namespace="other") == []
     assert engine.clear(namespace="default") == 2
     assert engine.store.catalog.keys() == []
-    with pytest.raises(ConfigError, match="namespace is"):
-        engine.clear(namespace="")
+    for wrong in ("", ["other"], {"other": 1}):
+        with pytest.raises(ConfigError, match="namespace is"):
+            engine.clear(namespace=wrong)
+        with pytest.raises(ConfigError, match="namespace is"):
+            engine.prefill(PROMPT, namespace=wrong)
 
 
 @pytest.mark.parametrize("namespace", [None, "default"])

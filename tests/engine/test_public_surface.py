@@ -65,6 +65,27 @@ def test_a_name_of_a_package_that_is_not_installed_names_the_extra(
         getattr(kvrag, name)
 
 
+def test_all_names_of_the_core_can_be_imported_where_it_is_alone():
+    code = """
+import sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name in ("kvrag_server", "kvrag_ray"):
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Absent())
+import importlib.util
+found = importlib.util.find_spec
+importlib.util.find_spec = lambda name: None if name in ("kvrag_server", "kvrag_ray") else found(name)
+from kvrag import *
+print(KVRagEngine.__name__, "KVRagClient" in globals())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["KVRagEngine", "False"], done.stderr
+    assert {"KVRagClient", "precompute_dataset"} <= set(kvrag.__all__)
+
+
 def test_an_address_needs_the_client(monkeypatch):
     monkeypatch.setitem(sys.modules, "kvrag_server", None)
     with pytest.raises(MissingDependencyError, match=r"kvrag\[server\]"):

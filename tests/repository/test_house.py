@@ -62,14 +62,14 @@ ANYONE = {"__init__", "__main__"}
 """Files of ``kvrag/`` itself that hand on names of the others."""
 
 AREAS = {
-    "core": 162_750,
+    "core": 162_800,
     "cli": 15_250,
     "evaluate": 7_185,
     "testing": 4_295,
     "langchain": 16_450,
     "llama_index": 12_390,
     "ray": 5_080,
-    "server": 19_360,
+    "server": 19_400,
     "shared": 3_210,
     "vllm": 17_900,
 }

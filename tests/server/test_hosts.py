@@ -114,6 +114,12 @@ def test_names_that_are_none_are_refused(allowed):
         ServerConfig(allowed_hosts=allowed)
 
 
+@pytest.mark.parametrize("name", ["allowed_hosts", "cors_origins"])
+def test_text_in_place_of_a_list_is_told(name):
+    with pytest.raises(ConfigError, match=rf"ServerConfig\.{name} is 'x.test'; pass a list"):
+        ServerConfig(**{name: "x.test"})
+
+
 def test_the_name_that_the_server_is_bound_to_is_its_own(engine):
     """As ``kvrag serve --host NAME`` does."""
     with served(engine, ServerConfig(allowed_hosts=["my-machine"])) as (_, url):

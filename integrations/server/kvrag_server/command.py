@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 _ON_RAY = "With Ray"
 _LOCAL = ("127.0.0.1", "localhost", "::1")
-_LOGGERS = ("kvrag", "kvrag_server", "vllm_kvrag", "uvicorn")
+_LOGGERS = ("kvrag", "kvrag_ray", "kvrag_server", "kvrag_shared", "vllm_kvrag", "uvicorn")
 """Loggers of which messages are shown, too, that are no warnings."""
 
 

@@ -27,7 +27,14 @@ _HOST = re.compile(r"\*|(\*\.)?[^*/\s]+")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 
 
+def _no_text(value: object) -> object:
+    if isinstance(value, str):
+        raise ValueError("pass a list")
+    return value
+
+
 Seconds = Annotated[float, Field(strict=True, gt=0)]
+Names = Annotated[Sequence[str], BeforeValidator(_no_text)]
 
 
 @options_class
@@ -52,10 +59,10 @@ class ServerConfig:
     max_tokens: Positive = 4096
     """Most tokens of an answer. A request without a limit gets as many as the context window
     leaves, up to this number."""
-    cors_origins: Sequence[str] = ()
+    cors_origins: Names = ()
     """Origins of web pages that may call the API from a browser, as ``https://chat.example.com``;
     ``"*"``: any. Default: only the server's own page."""
-    allowed_hosts: Sequence[str] = ()
+    allowed_hosts: Names = ()
     """Names of this server beside ``localhost`` and its addresses, as ``kvrag.example.com`` or
     ``*.example.com``; ``"*"``: any. Without keys, requests to other names are refused: a web page
     whose own name is pointed at this machine (DNS rebinding) could send them."""

@@ -40,8 +40,8 @@ class SchedulerSide:
         model = vllm_config.model_config
         source = ModelSource(model.model, tokenizer=model.tokenizer)
         self._is_exact = is_exact
-        self._store = open_store(option("kv_dir", None), config)
         encoder = PromptEncoder(load_tokenizer(source))
+        self._store = open_store(option("kv_dir", None), config)
         self._planner = Planner(self._store, config, encoder, option("namespace", "default"))
         self._about: About | None = None
         # By request.

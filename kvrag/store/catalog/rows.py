@@ -25,7 +25,7 @@ from diskcache.core import DBNAME, MODE_RAW
 
 from kvrag.errors import StoreError
 from kvrag.kv.crypto import RowCipher
-from kvrag.runtime import Forking, at_fork, at_thread_end
+from kvrag.runtime import Forking, at_fork, at_thread_end, snapshot
 from kvrag.store.base import WRITABLE, CatalogRows
 from kvrag.store.catalog.database import (
     BUSY_S,
@@ -497,13 +497,13 @@ class _Tables(Forking):
 
     def let_go(self) -> None:
         """Close all connections; they are parts of reference cycles, so collect garbage, too."""
-        for table in list(self.all):
+        for table in snapshot(self.all):
             table.let_go()
         gc.collect()
 
     def before_fork(self) -> None:
         """Wait for changes and looks under way, and close all connections."""
-        for table in list(self.all):
+        for table in snapshot(self.all):
             table.hold()
         if Database.has_garbage:
             # A connection is part of a reference cycle. A child that inherited it would close it,
@@ -513,7 +513,7 @@ class _Tables(Forking):
 
     def after_fork(self, *, in_child: bool) -> None:
         """Let changes and looks begin again, in the parent and in the child."""
-        for table in list(self.all):
+        for table in snapshot(self.all):
             table.go_on()
 
 

@@ -2,7 +2,7 @@ from importlib.metadata import entry_points
 
 import pytest
 
-from kvrag import StoreError
+from kvrag import StoreConfig, StoreError
 from kvrag.store import open_store
 
 
@@ -13,4 +13,4 @@ def test_what_it_adds_to_kvrag():
 
 def test_an_unknown_scheme_is_refused_with_those_that_there_are():
     with pytest.raises(StoreError, match="redis"):
-        open_store("ftp://host/kv")
+        open_store("ftp://host/kv", StoreConfig())
