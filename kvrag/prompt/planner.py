@@ -52,7 +52,7 @@ class KnownTexts:
 
 @dataclass(frozen=True, slots=True)
 class PromptPlanner:
-    """PromptPlanner of prompts over a store.
+    """Planner of prompts over a store, without weights.
 
     Parameters
     ----------

@@ -90,6 +90,7 @@ FILE_NODES = 2_600
 FUNCTION_NODES = 400
 STYLE = {
     "nodes per code line": 9.0,
+    "nodes per code line of kvrag": 9.18,
     "tuple assignments per 1,000 code lines": 4.0,
     "conditional expressions per 1,000 code lines": 18.0,
     "walruses per 1,000 code lines": 3.0,
@@ -97,7 +98,8 @@ STYLE = {
     "public classes named alike": 0,
     "lines over 100 characters": 0,
 }
-"""Goals for how the code is written; packages of the field that read well keep them."""
+"""Goals for how the code is written; packages of the field that read well keep them. ``kvrag/`` alone is denser than the whole: its goal
+is 9.0, too, and its limit what it has."""
 PRONOUNS = {
     "what",
     "who",
@@ -383,7 +385,7 @@ def style() -> dict[str, float]:
         count["nodes"] += nodes(path)
         written = path.read_text().splitlines()
         count["long"] += sum(len(line) > 100 for line in written)
-        count["code"] += sum(bool(line.strip()) and line.strip()[0] != "#" for line in written)
+        code = sum(bool(line.strip()) and line.strip()[0] != "#" for line in written)
         for node in ast.walk(tree):
             count["tuple assignments"] += _is_packed(node)
             count["conditional expressions"] += isinstance(node, ast.IfExp)
@@ -399,11 +401,16 @@ def style() -> dict[str, float]:
             if said is None:
                 continue
             words = re.findall(r"[a-z']+", said.lower())
-            count["code"] -= (node.body[0].end_lineno or 0) - node.body[0].lineno + 1
+            code -= (node.body[0].end_lineno or 0) - node.body[0].lineno + 1
             count["words"] += len(words)
             count["pronouns"] += sum(word in PRONOUNS for word in words)
+        count["code"] += code
+        if path.is_relative_to(ROOT / "kvrag"):
+            count["own code"] += code
+            count["own nodes"] += nodes(path)
     return {
         "nodes per code line": count["nodes"] / count["code"],
+        "nodes per code line of kvrag": count["own nodes"] / count["own code"],
         **{
             f"{name} per 1,000 code lines": 1000 * count[name] / count["code"]
             for name in ("tuple assignments", "conditional expressions", "walruses")
@@ -416,7 +423,7 @@ def style() -> dict[str, float]:
 
 def dense() -> dict[str, float]:
     """Figures of style over their goals."""
-    return {name: round(found, 1) for name, found in style().items() if found > STYLE[name]}
+    return {name: round(found, 2) for name, found in style().items() if found > STYLE[name]}
 
 
 def files_of(room: str) -> list[Path]:
