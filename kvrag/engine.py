@@ -497,9 +497,8 @@ class KVRagEngine(Library):
                 self.prefix_text,
                 *map(Chunk, texts),
             ]
-            wanted += self._answering.plan(
-                self._request(prompt, mode="full", namespace=namespace)
-            ).identities
+            asked = PrefillRequest(prompt=prompt, mode="full", namespace=namespace)
+            wanted += self._answering.plan(self._resolved(asked)).identities
         if keys:
             space = self.space_of(namespace)
             model = self.loaded.fingerprint
@@ -685,12 +684,9 @@ class KVRagEngine(Library):
         with clock.stage("prepare", least_s=NOTABLE_S):
             return self._resolved(asked), self._answering
 
-    def _request(self, prompt: Prompt, **options: Any) -> Request:
-        return self._resolved(PrefillRequest(prompt=prompt, **options))
-
     def _resolved(self, asked: PrefillRequest) -> Request:
         """Fill in the engine's own options where a request gives none."""
-        space = self.space_of(asked.namespace)
+        space = self.space if asked.namespace is None else self.space_of(asked.namespace)
         return Request(
             asked.prompt,
             asked.mode,

@@ -45,11 +45,11 @@ class Library:
         weakref.finalize(self, self.resources.close).atexit = False
         self.erasures = erasures_of(self.kv_dir)
         self._digest_of = lru_cache(maxsize=1024)(self.store.names.namespace)
-        self._digest_of(self.namespace)
+        self.space = self._digest_of(self.namespace)
 
     def space_of(self, namespace: str | None) -> str:
         """Return the digest of a namespace; ``None``: of the library's own."""
-        return self._digest_of(self.namespace if namespace is None else check_namespace(namespace))
+        return self.space if namespace is None else self._digest_of(check_namespace(namespace))
 
     def close(self) -> None:
         """Close the store."""
