@@ -31,6 +31,7 @@ from common import machine, parser, write_result
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from kvrag import KVRagEngine, RepairConfig, StoreConfig
+from kvrag.generate.request import PrefillRequest
 from kvrag.testing.tokenizers import tiny_tokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -109,7 +110,7 @@ def calls_of(action: Callable[[], object]) -> dict[str, Any]:
 def planned(engine: KVRagEngine, prompt: list[Any]) -> float:
     """Milliseconds of planning a prompt with no forward before."""
     start = time.perf_counter()
-    engine._answering.plan(engine._request(prompt))
+    engine._answering.plan(engine._resolved(PrefillRequest(prompt=prompt)))
     return (time.perf_counter() - start) * 1e3
 
 

@@ -13,6 +13,7 @@ from texts import make_chunks
 
 import kvrag.engine
 from kvrag import Chunk, KVRagEngine, RepairConfig, runtime
+from kvrag.generate.request import PrefillRequest, Request
 from kvrag.model import CausalLM
 from kvrag.prompt.planner import PromptPlanner
 from kvrag.testing.models import tiny_model
@@ -31,6 +32,11 @@ def raising(kind: type[Exception], *words: object) -> Callable[..., Any]:
         raise kind(*words)
 
     return fail
+
+
+def request_of(engine: KVRagEngine, prompt: Any, **options: Any) -> Request:
+    """Return the request that an engine makes of a prompt and its options."""
+    return engine._resolved(PrefillRequest(prompt=prompt, **options))
 
 
 def noted(patch: pytest.MonkeyPatch, owner: Any, name: str) -> list[Any]:

@@ -1,6 +1,7 @@
 """Chunks that are encoded behind a context, too: what is stored is what a prompt with that text before the chunk has there."""
 
 import pytest
+from kit import request_of
 from test_equivalence import TOLERANCE
 from texts import make_chunks
 
@@ -100,7 +101,7 @@ def test_each_context_has_keys_of_its_own_and_another_one_is_used_where_there_is
     assert second.precompute(CHUNKS[:2]).stored == 2
     assert second.precompute(CHUNKS[:2]).skipped == 2
     used = {
-        identity.context for identity in second._answering.plan(second._request(prompt)).identities
+        identity.context for identity in second._answering.plan(request_of(second, prompt)).identities
     }
     assert used == {"", context_digest(second.context_ids)}  # the prefix has none
 

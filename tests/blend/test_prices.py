@@ -9,7 +9,7 @@ from itertools import count
 
 import pytest
 import torch
-from kit import lm_of, raising
+from kit import lm_of, raising, request_of
 from test_selection import LAYOUT
 from texts import asking, make_chunks
 
@@ -131,7 +131,7 @@ def test_chunks_are_computed_where_loading_costs_more():
 def asked(engine, *order):
     """Return the cost model of an engine, a plan's price now, and its layout with all that is possible."""
     model = engine._answering.costs
-    plan = engine._answering.plan(engine._request(prompt(*order)))
+    plan = engine._answering.plan(request_of(engine, prompt(*order)))
     return model, model.price(plan, RepairConfig(), engine.store), lay_out(plan)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit import request_of
 from texts import make_chunks
 
 from kvrag import Chunk, KVRagEngine, RepairConfig, StoreConfig
@@ -125,7 +126,7 @@ def plain_answer(
 
 def run_stages(engine: KVRagEngine, prompt: Any, repair: RepairConfig) -> Prefilled:
     """Prefill and keep the buffer, to look at the KV itself."""
-    plan = engine._answering.plan(engine._request(prompt, mode="stitch", repair=repair))
+    plan = engine._answering.plan(request_of(engine, prompt, mode="stitch", repair=repair))
     return prefill(
         engine.loaded.lm,
         engine.store,

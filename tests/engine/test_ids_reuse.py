@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit import noted
+from kit import noted, request_of
 from texts import make_chunks
 from tokenizers_kit import tiny_sentencepiece_tokenizer
 
@@ -109,7 +109,7 @@ def test_rows_from_the_middle_are_read_as_they_are_stored(kv_dtype, by_op, engin
     engine = engine_of("llama", prefix=PREFIX, prove="off", store_config=config)
     engine.precompute(CHUNKS)
     ids = merged(engine, 1, "\n\n", 0, "\n\nWho?")
-    plan = engine._answering.plan(engine._request(ids))
+    plan = engine._answering.plan(request_of(engine, ids))
     layout = lay_out(plan)
     model = engine.loaded.lm
     kvs = engine.store.get_many(plan.identities, timeout_s=9.0)

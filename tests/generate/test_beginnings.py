@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from kit import request_of
 from texts import make_chunks
 from transformers import DynamicCache
 
@@ -420,7 +421,7 @@ def test_a_prompt_is_left_between_its_pieces(both, monkeypatch):
         return forward(self, stop, *given)
 
     monkeypatch.setattr(plainly.Run, "_forward", stopping)
-    request = engine._request(prompt((0, 1, 2)))
+    request = request_of(engine, prompt((0, 1, 2)))
     with (
         pytest.raises(CancelledError),
         engine._answering.prefilled(request, max_new_tokens=4, clock=Clock(), cancel=cancel),

@@ -6,6 +6,7 @@ from concurrent.futures import CancelledError
 
 import pytest
 import torch
+from kit import request_of
 
 from kvrag import ConfigError, ContextLengthError
 from kvrag.blend.clock import Clock
@@ -83,7 +84,7 @@ def test_leaving_ends_the_reading(engine, monkeypatch):
     gone.set()
     with (
         engine._answering.prefilled(
-            engine._request("One"), max_new_tokens=9, clock=Clock()
+            request_of(engine, "One"), max_new_tokens=9, clock=Clock()
         ) as done,
         pytest.raises(CancelledError),
     ):

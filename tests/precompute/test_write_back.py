@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from kit import raising
+from kit import raising, request_of
 from texts import make_chunks
 
 import kvrag.precompute.on_miss
@@ -139,7 +139,7 @@ def test_live_text_before_the_chunks_is_never_stored_as_a_prefix(engine):
     """The chunk is encoded behind the engine's own prefix, and only that one is stored with it."""
     answer(engine, [f"My secret question: {CHUNKS[3]}\n", Chunk(CHUNKS[0]), "\nWell?"])
     (identity,) = identities(engine, CHUNKS[0])
-    prefix = engine._request("x").prefixes[0]
+    prefix = request_of(engine, "x").prefixes[0]
     head = tuple(engine.loaded.encoder.live_ids(prefix, at_start=True))
     keys = set(engine.store.catalog.keys()) - {chunk_key(identity)}
     assert len(keys) == 1

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kit import raising
+from kit import raising, request_of
 from texts import make_chunks
 from tokenizers_kit import tiny_sentencepiece_tokenizer
 
@@ -191,7 +191,7 @@ def test_whole_and_part_of_one_chunk_share_one_load(stored):
 def test_stored_bits_are_the_same_before_and_after(ram_bytes, engine_of):
     engine = engine_of("llama", store_config=StoreConfig(ram_bytes=ram_bytes))
     engine.precompute(CHUNKS)
-    request = engine._request(ask(CHUNKS[1][:150] + LONG[:200]), mode="stitch")
+    request = request_of(engine, ask(CHUNKS[1][:150] + LONG[:200]), mode="stitch")
     identities = engine._answering.plan(request).identities
     assert len(identities) == 3
     keys, before = (

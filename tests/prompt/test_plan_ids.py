@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kit import noted, raising
+from kit import noted, raising, request_of
 from test_tokenizers import KINDS, LOSSLESS
 from texts import make_chunks
 from tokenizers import AddedToken
@@ -75,7 +75,7 @@ def whole(engine: KVRagEngine, text: str) -> list[int]:
 
 
 def plan_of(engine: KVRagEngine, ids: list[int], **options: Any) -> Plan:
-    plan = engine._answering.plan(engine._request(ids, **options))
+    plan = engine._answering.plan(request_of(engine, ids, **options))
     assert_honest(plan, ids)
     return plan
 
@@ -218,7 +218,7 @@ HEADS = [PREFIX, "", PREFIX + "And this:\n", "Another head.\n"]
 def test_ids_of_segments_are_planned_as_their_text(kind, head, order, engines):
     engine = engines(kind)
     text = "".join([head, *[CHUNKS[i] + "\n\n" for i in order], "Who keeps it?"])
-    by_text = engine._answering.plan(engine._request(text))
+    by_text = engine._answering.plan(request_of(engine, text))
     plan = plan_of(engine, by_text.token_ids)
     unknown = engine.tokenizer.unk_token_id
     if unknown is None or unknown not in plan.token_ids:  # which has no text

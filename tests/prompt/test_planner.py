@@ -2,7 +2,7 @@
 
 from contextlib import closing
 
-from kit import raising
+from kit import raising, request_of
 from texts import asking, make_chunks
 
 from kvrag import KVRagEngine
@@ -31,7 +31,7 @@ def test_a_library_and_a_tokenizer_plan_as_the_engine_does(tmp_path):
         for prompt in (asking(CHUNKS, 1, 2), f"{CHUNKS[0]} Who?", [*encoder.head_ids(CHUNKS[1])]):
             lookup = planner.lookup(space, engine.loaded.fingerprint, context_digest(()))
             plan = planner.plan(prompt, lookup, (engine.prefix_text,))
-            assert plan.pieces == engine._answering.plan(engine._request(prompt)).pieces
+            assert plan.pieces == engine._answering.plan(request_of(engine, prompt)).pieces
             assert plan.identities
         assert library.document_ids() == ["a", "b"]
         assert library.delete(["a"]) == 1
