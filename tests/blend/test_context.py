@@ -101,7 +101,8 @@ def test_each_context_has_keys_of_its_own_and_another_one_is_used_where_there_is
     assert second.precompute(CHUNKS[:2]).stored == 2
     assert second.precompute(CHUNKS[:2]).skipped == 2
     used = {
-        identity.context for identity in second._answering.plan(request_of(second, prompt)).identities
+        identity.context
+        for identity in second._answering.plan(request_of(second, prompt)).identities
     }
     assert used == {"", context_digest(second.context_ids)}  # the prefix has none
 
