@@ -103,7 +103,7 @@ class QueryPipeline:
         lm = self.loaded.lm
         if isinstance(lm, PlainLM):
             plan = plan.without_reuse(lm.refusal)
-        return plan, partial(self.planner.known, request.prompt, lookup, chat)
+        return plan, partial(self.planner.known, lookup)
 
     def explain(self, request: Request) -> Explanation:
         """Describe a prompt's hits and how it would be prefilled, without loading KV."""

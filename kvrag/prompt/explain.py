@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import takewhile
 
 from kvrag.config import StoreConfig
 from kvrag.prompt.plan import Plan
@@ -24,10 +23,11 @@ _METADATA_FIRST = r"\A(?:[\w .-]{1,40}: \S.*\n)+\s*"
 _SIGNS = str.maketrans("\u2018\u2019\u201c\u201d\u2013\u2014", "''\"\"--", "\u00ad\u200b")
 MAX_READ = 256  # latest stored texts that are read to explain why no chunk was found
 MANY = 10  # prompts, all without hits, after which an uncertain cause is worth a warning
-MAX_METADATA = 2000  # characters
-METADATA = re.compile(r"(?m)(?:^[\w .-]{1,40}: \S.*\n)+(?:\s*|[\w .-]{1,40}: )\Z")
-"""Metadata that frameworks write before a chunk's text, a line per entry; a label may begin the
-text's own line."""
+OTHER_PREFIX_ADVICE = (
+    "chunks were encoded behind another prefix than this prompt has, so more rows are repaired and "
+    "none is exact: precompute them with prefix=, the text before the first chunk (explain() shows "
+    "it), which must be the same in all prompts"
+)
 
 
 def _unescaped(text: str) -> str:
@@ -92,13 +92,12 @@ class Known:
     """Known chunks of a namespace.
 
     ``scanner`` finds them, ``text_of`` returns the text of a digest, ``config`` holds the store's
-    limits. ``fixed_head`` returns the prompt's text before its first user message, or "".
+    limits.
     """
 
     scanner: SpanIndex
     text_of: Callable[[str], str | None]
     config: StoreConfig
-    fixed_head: Callable[[], str] = str
 
     def texts(self) -> list[str]:
         """Read the latest stored texts, at most :data:`MAX_READ`."""
@@ -188,27 +187,6 @@ def _live_text(plan: Plan) -> str:
     return "\n\n".join([piece.piece.text for piece in plan.pieces if piece.piece.kind == "live"])
 
 
-def prefix_advice(plan: Plan, fixed_head: str) -> str:
-    """Say how to encode chunks behind the text that stands before them.
-
-    Only ``fixed_head`` is shown, the text before the first user message: warnings go to logs, which
-    must hold no text of users or documents.
-    """
-    texts = [piece.piece for piece in plan.pieces]
-    head = "".join([each.text for each in takewhile(lambda each: each.kind != "chunk", texts)])
-    if fixed_head and head == fixed_head:
-        return f"precompute with the text before the first chunk: prefix={head!r}"
-    if METADATA.search(head, len(head) - MAX_METADATA):
-        return (
-            "lines of metadata stand before the chunk; precompute its text with its metadata "
-            "(LlamaIndex: content='llm')"
-        )
-    return (
-        "the text before the chunks changes from prompt to prompt, as far as can be told: "
-        "put the chunks first, or pass the part that is the same in all prompts as prefix="
-    )
-
-
 class Watch:
     """Monitor of an engine's plans.
 
@@ -227,13 +205,7 @@ class Watch:
         """
         if plan.has_mismatch and not self._has_warned:
             self._has_warned = True
-            what = (
-                "chunks were encoded behind another prefix than this prompt has, "
-                "so more rows are repaired and none is exact"
-            )
-            warnings.warn(
-                f"{what}; {prefix_advice(plan, known().fixed_head())}", UserWarning, stacklevel=2
-            )
+            warnings.warn(OTHER_PREFIX_ADVICE, UserWarning, stacklevel=2)
         chunks = [piece for piece in plan.pieces if piece.piece.kind == "chunk"]
         self._has_hit |= (is_hit := any([piece.identity is not None for piece in chunks]))
         if plan.cause and not self._has_told_cause:
@@ -281,7 +253,7 @@ def explain_plan(plan: Plan, mode: Mode, reason: str | None, known: Known) -> Ex
     if found and found not in (reason or ""):
         notes.append(found)
     if plan.has_mismatch:
-        notes.append(f"to repair fewer rows, {prefix_advice(plan, known.fixed_head())}")
+        notes.append(OTHER_PREFIX_ADVICE)
     if plan.kv_dtype != "auto" and mode != "full":
         notes.append(f"stored KV is rounded to {plan.kv_dtype}: no answer that uses it is exact")
     return Explanation(spans=spans, prompt_tokens=len(plan.token_ids), mode=mode, notes=notes)

@@ -76,16 +76,6 @@ class PartFinder:
             out.append(Piece(text[at:]) if at else piece)
         return [piece for piece in out if piece.text]
 
-    def cut_chunks(self, pieces: Sequence[Piece]) -> list[list[Piece]]:
-        """Cut chunks without KV into the first part of a stored chunk and the rest, if possible."""
-        stored = self.stored([piece.text[:ANCHOR_CHARS] for piece in pieces])
-        whole = self.encoder.chunk_ids
-        parts = [self._first_part(p.text, 0, len(p.text), stored, whole(p.text)) for p in pieces]
-        return [
-            [piece] if part is None else [part, Piece(piece.text[len(part.text) :], "chunk")]
-            for piece, part in zip(pieces, parts, strict=True)
-        ]
-
     def stored(self, heads: Iterable[str]) -> dict[str, list[tuple[TextEntry, TokenIds]]]:
         """Map the first characters of texts to the stored chunks that may begin with them."""
         distinct = list(dict.fromkeys(heads))[:MAX_LOOKS]
@@ -103,28 +93,20 @@ class PartFinder:
         start: int,
         stop: int,
         stored: Mapping[str, list[tuple[TextEntry, TokenIds]]],
-        whole_ids: TokenIds = (),
     ) -> Piece | None:
-        """Return the longest first part of a stored chunk that ``text[start:stop]`` begins with.
-
-        ``whole_ids``: ids of the whole text if it is a chunk's; the cut must not change them.
-        """
+        """Return the longest first part of a stored chunk that ``text[start:stop]`` begins with."""
         chunks = stored.get(text[start : start + ANCHOR_CHARS])
         if not chunks:
             return None
-        whole = text
         text = text[start : min(stop, start + max(entry.num_chars for entry, _ in chunks))]
         chunk, count = self._longest(text, [ids for _, ids in chunks])
         for end in range(count, max(count - MAX_BACK_OFF, self.min_tokens) - 1, -1):
             ids = chunk[:end]
             body = self.encoder.decode(ids)
-            # As live text it must have the same ids, too: then it holds no control token in a
-            # spelling that only the tokenizer knows.
-            tokenise = self.encoder.document_ids if whole_ids else self.encoder.live_ids
-            if not text.startswith(body) or tuple(tokenise(body)) != ids:
-                continue
-            if not whole_ids or (*ids, *self.encoder.document_ids(whole[len(body) :])) == whole_ids:
-                return Piece(body, "chunk", part_of=chunk, num_ids=end)
+            # As live text it must have the same ids: then it holds no control token in a spelling
+            # that only the tokenizer knows.
+            if text.startswith(body) and tuple(self.encoder.live_ids(body)) == ids:
+                return Piece(body, "chunk", part_of=chunk)
         return None
 
     def _longest(self, text: str, stored: Sequence[TokenIds]) -> tuple[TokenIds, int]:

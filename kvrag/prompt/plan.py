@@ -7,13 +7,13 @@ Planning needs no tensors and no model, and reads no KV.
     text ─▶ pieces ─▶ cut at known chunks and first parts ─▶ token ids ─┐
     token ids ─▶ plan_ids: chunks in their text ────────────────────────┴▶ one look-up ─▶ Plan
 
-The two find the rows of a chunk in ways of their own; what follows from these rows is the same, and
-in :class:`Lookup`.
+The two find the rows of a chunk in ways of their own, once per prompt; what follows from these rows
+is the same, and in :class:`Lookup`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 
@@ -28,13 +28,10 @@ from kvrag.runtime import Deadline
 from kvrag.store import TieredStore
 from kvrag.types import ChunkIdentity, ChunkKey, KVDtype, MissedChunk, TextEntry
 
-Chunks = Sequence[tuple[str, str, TokenIds]]
-"""Digest (if the scanner found it), text and token ids of each chunk in a prompt."""
 NO_PREFIX = "no stored KV for this prefix"
 OTHER_TEXT = "other text stands between the prefix and this chunk: repaired"
 OTHER_CONTEXT = "encoded behind a context, which this prompt does not have: repaired"
 OTHER_PREFIX = "encoded behind another prefix than this prompt has: repaired with a larger ratio"
-REST_OF_CHUNK = "the rest of a chunk whose first part is that of a stored chunk"
 NO_IDS = ids_digest(())  # the prefix that prefixes stand behind
 
 
@@ -172,8 +169,8 @@ class Lookup:
         if len(ids) < len(whole):
             last = offset + len(ids)
             part = f"tokens {offset + 1} to {last} of {len(whole)} of a stored chunk"
-            if piece.part_of:
-                part = f"first {len(ids)} of {len(whole)} tokens of a stored chunk"
+            if not offset:
+                part = f"first {last} of {len(whole)} tokens of a stored chunk"
         if is_mismatched:
             reason = OTHER_PREFIX
         elif not is_next:
@@ -209,21 +206,6 @@ class Lookup:
             self.kv_dtype,
             self.deadline.fault,
         )
-
-    def settle(self, cut: Callable[[set[str]], Chunks]) -> None:
-        """Cut a prompt until no text without KV hides shorter texts with KV.
-
-        ``cut`` cuts it at the known chunks, except texts with some digests, and looks them up.
-        """
-        hidden = set[str]()
-        while new := {
-            digest
-            for digest, text, ids in cut(hidden)
-            if digest
-            and self.usable(ids) is None
-            and self.scanner.scan(text, without={*hidden, digest})
-        }:
-            hidden |= new
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,10 +314,16 @@ def plan_prompt(
     InputError
         If the prompt is empty or malformed.
     """
-    head, rest = _split_head(merge_live(encoder.pieces(prompt, chat)), prefixes, encoder)
-    draft = _TextDraft(head, rest, encoder, lookup)
-    lookup.settle(draft.cut)
-    plan = draft.planned()
+    head, given = _split_head(merge_live(encoder.pieces(prompt, chat)), prefixes, encoder)
+    rest = _cut(given, encoder, lookup)
+    if not any([piece.kind == "chunk" for piece in rest]):
+        alone = lookup.identity(encoder.head_ids(head.text), NO_IDS)
+        if not (head.text and lookup.known([alone])):
+            rest = merge_live([head, *rest])
+            head = Piece("")
+    if not head.text and rest and rest[0].kind == "live":
+        head = rest.pop(0)
+    plan = _looked_up(head, rest, encoder, lookup)
     if not plan.pieces:
         raise InputError("the prompt has no tokens; pass some text")
     return plan
@@ -360,93 +348,41 @@ def _split_head(
     return Piece(head), merge_live([Piece(text[len(head) :]), *pieces[1:]])
 
 
-class _TextDraft:
-    """A prompt of text, cut into pieces: the ids of the pieces are the prompt's."""
+def _cut(given: list[Piece], encoder: PromptEncoder, lookup: Lookup) -> list[Piece]:
+    """Cut live pieces at known chunks, and at first parts of stored chunks."""
+    scanner = lookup.scanner
+    finder = PartFinder(scanner, encoder, lookup.stored_ids, lookup.min_tokens)
+    return finder.cut_live(cut(given, scanner.scan))
 
-    def __init__(
-        self, head: Piece, rest: list[Piece], encoder: PromptEncoder, lookup: Lookup
-    ) -> None:
-        self._prompt = head, rest
-        self._encoder = encoder
-        self._lookup = lookup
-        self._finder = PartFinder(
-            lookup.scanner,
-            encoder,
-            lookup.stored_ids,
-            lookup.min_tokens,
-        )
-        # The same few characters stand between all chunks.
-        self._live_ids = cache(encoder.live_ids)
 
-    def cut(self, hidden: set[str]) -> Chunks:
-        """Cut the prompt at known chunks and first parts, and look all up."""
-        lookup = self._lookup
-        encoder = self._encoder
-        scanner = lookup.scanner
-        head, given = self._prompt
-        spans = {
-            i: scanner.scan(p.text, without=hidden) for i, p in enumerate(given) if p.kind == "live"
-        }
-        rest = cut(given, spans)
-        if any([p.kind == "live" and scanner.head_places(p.text) for p in rest]):
-            rest = self._finder.cut_live(rest)
-        if not any([piece.kind == "chunk" for piece in rest]):
-            alone = lookup.identity(encoder.head_ids(head.text), NO_IDS)
-            if not (head.text and lookup.known([alone])):
-                rest = merge_live([head, *rest])
-                head = Piece("")
-        if not head.text and rest and rest[0].kind == "live":
-            head = rest.pop(0)
-        self._head = head
-        self._head_ids = encoder.head_ids(head.text)
-        self._rest = [(p, self._ids_of(p)) for p in rest]
-        lookup.prefix = ids_digest(self._head_ids)
-        identity = lookup.identity(self._head_ids, NO_IDS)
-        known = lookup.look_up([p.part_of or ids for p, ids in self._long], identity)
-        self._head_identity = identity if identity in known else None
-        return [(p.digest, p.text, p.part_of or ids) for p, ids in self._rest if p.kind == "chunk"]
+def _looked_up(head: Piece, rest: list[Piece], encoder: PromptEncoder, lookup: Lookup) -> Plan:
+    """Look up all chunks of a prompt at once; the ids of its pieces are the prompt's."""
+    live_ids = cache(encoder.live_ids)  # the same few characters stand between all chunks
 
-    def _ids_of(self, piece: Piece) -> TokenIds:
+    def ids_of(piece: Piece) -> TokenIds:
+        if piece.kind == "live" or piece.part_of:
+            return tuple(live_ids(piece.text))
+        return encoder.chunk_ids(piece.text)
+
+    head_ids = encoder.head_ids(head.text)
+    lookup.prefix = ids_digest(head_ids)
+    identity = lookup.identity(head_ids, NO_IDS)
+    pieces = [(piece, ids_of(piece)) for piece in rest]
+    least = lookup.min_tokens
+    long = [
+        piece.part_of or ids for piece, ids in pieces if piece.kind == "chunk" and len(ids) >= least
+    ]
+    known = lookup.look_up(long, identity)
+    out = [lookup.head(head, head_ids, identity if identity in known else None)]
+    for index, (piece, ids) in enumerate(pieces):
         if piece.kind == "live":
-            return tuple(self._live_ids(piece.text))
-        return piece.ids or self._encoder.chunk_ids(piece.text)
-
-    @property
-    def _long(self) -> list[tuple[Piece, TokenIds]]:
-        least = self._lookup.min_tokens
-        return [(p, ids) for p, ids in self._rest if p.kind == "chunk" and len(ids) >= least]
-
-    def planned(self) -> Plan:
-        """Return the plan; a chunk without KV may reuse the start of a stored chunk."""
-        lookup = self._lookup
-        pieces = [p for p, ids in self._long if not p.part_of and lookup.usable(ids) is None]
-        parts = dict(zip(pieces, self._finder.cut_chunks(pieces), strict=True)) if pieces else {}
-        lookup.look_up([part.part_of for part, *_ in parts.values() if part.part_of])
-        out = [lookup.head(self._head, self._head_ids, self._head_identity)]
-        for index, (piece, ids) in enumerate(self._rest):
-            out += self._planned(piece, ids, parts.get(piece, [piece]), is_next=index == 0)
-        return lookup.plan(out, self._encoder)
-
-    def _planned(
-        self, piece: Piece, ids: TokenIds, parts: list[Piece], *, is_next: bool
-    ) -> list[PlannedPiece]:
-        """Plan a piece; a chunk without KV that begins like a stored chunk becomes two pieces."""
-        if piece.kind == "live":
-            return [PlannedPiece(piece, ids)]
-        lookup = self._lookup
-        least = lookup.min_tokens
+            out.append(PlannedPiece(piece, ids))
+            continue
         if len(ids) < least:
-            reason = (
-                f"{len(ids)} tokens, fewer than min_chunk_tokens={least}: computed with each prompt"
-            )
-            return [PlannedPiece(piece, ids, reason=reason)]
+            reason = f"{len(ids)} tokens, fewer than min_chunk_tokens={least}"
+            out.append(PlannedPiece(piece, ids, reason=f"{reason}: computed with each prompt"))
+            continue
         missed = None if piece.part_of else MissedChunk(piece.text, piece.is_given)
-        first, *others = parts
-        if not (others and lookup.usable(first.part_of)):
-            return [lookup.chunk(piece, ids, piece.part_of or ids, missed, is_next=is_next)]
-        planned = lookup.chunk(first, first.ids, first.part_of, None, is_next=is_next)
-        rest = [
-            PlannedPiece(p, self._encoder.chunk_ids(p.text), reason=REST_OF_CHUNK) for p in others
-        ]
-        pays = sum([len(other.ids) for other in rest]) >= least
-        return [replace(planned, missed=missed if pays else None), *rest]
+        whole = piece.part_of or ids
+        out.append(lookup.chunk(piece, ids, whole, missed, is_next=index == 0))
+    return lookup.plan(out, encoder)

@@ -18,7 +18,7 @@ from typing import Literal
 
 from kvrag.identity.fingerprint import ids_digest
 from kvrag.prompt.partial import MAX_LOOKS, PartFinder, common
-from kvrag.prompt.plan import NO_IDS, Chunks, Lookup, Plan, PlannedPiece
+from kvrag.prompt.plan import NO_IDS, Lookup, Plan, PlannedPiece
 from kvrag.prompt.spans import ANCHOR_CHARS
 from kvrag.prompt.template import PromptEncoder
 from kvrag.prompt.tokenizer import Piece, TokenIds
@@ -86,6 +86,11 @@ class DecodedIds:
         if first:
             yield Overlap(first[0], row, first[1])
 
+    def begins_with(self, prefix: DecodedIds) -> bool:
+        """Whether the text begins with a prefix, the last tokens of which may be merged."""
+        missing = len(prefix.ids) - common(prefix.ids, self.ids)
+        return missing <= SEAM_TOKENS and self.text.startswith(prefix.text)
+
     def rows(self, start: int, stop: int) -> Overlap:
         """Return the rows of the tokens that begin in the characters ``start:stop``."""
         return Overlap(bisect_left(self.starts, start), bisect_left(self.starts, stop))
@@ -117,67 +122,72 @@ def plan_ids(
     prompt = DecodedIds(ids, encoder)
     bos = tuple(encoder.bos_ids)
     named = max([bos, *prefixes], key=lambda each: common(each, prompt.ids))
-    draft = _IdsDraft(prompt, encoder, lookup, named)
-    lookup.settle(draft.cut)
-    return draft.planned(is_known=named != bos)
+    places = _Places(prompt, encoder, lookup)
+    prefix = named
+    if named == bos or not prompt.begins_with(DecodedIds(named, encoder)):
+        prefix = prompt.ids[: prompt.rows(0, places.first).stop]
+    lookup.prefix = ids_digest(prefix)
+    heads = [prefix]
+    if common(named, prompt.ids) >= lookup.min_tokens:
+        heads.append(named)
+    identities = [lookup.identity(each, NO_IDS) for each in heads]
+    known = lookup.look_up([place.ids for place in places.found], *identities)
+    head = next((each for each in identities if each in known), None)
+    stop = common(prefix if head is None else head.token_ids, prompt.ids)
+    first = lookup.head(prompt.piece(0, stop), prompt.ids[:stop], head)
+    return lookup.plan([first, *places.planned(stop, prefix)], encoder)
 
 
-class _IdsDraft:
-    """A decoded prompt: a chunk's rows have its ids at the same characters."""
+class _Places:
+    """Places of known chunks, and of first parts of stored chunks, in a decoded prompt."""
 
-    def __init__(
-        self, prompt: DecodedIds, encoder: PromptEncoder, lookup: Lookup, prefix: TokenIds
-    ) -> None:
+    def __init__(self, prompt: DecodedIds, encoder: PromptEncoder, lookup: Lookup) -> None:
         self._prompt = prompt
         self._encoder = encoder
         self._lookup = lookup
         self._decoded = dict[TokenIds, DecodedIds]()
-        self._begin_with(prefix)
+        text = prompt.text
+        whole = [
+            Place(span.start, span.stop, encoder.chunk_ids(text[span.start : span.stop]))
+            for span in lookup.scanner.scan(text)
+        ]
+        self.found = sorted([*whole, *self._parts(whole)], key=lambda place: place.start)
 
-    def _begin_with(self, prefix: TokenIds) -> None:
-        self._prefix = prefix
-        self._lookup.prefix = ids_digest(prefix)
+    @property
+    def first(self) -> int:
+        """Character that the first place begins with; without places, the end of the text."""
+        return self.found[0].start if self.found else len(self._prompt.text)
 
-    def cut(self, hidden: set[str]) -> Chunks:
-        """Find the known chunks in the prompt's text, and look them up."""
-        text = self._prompt.text
-        spans = self._lookup.scanner.scan(text, without=hidden)
-        found = [(s.digest, text[s.start : s.stop]) for s in spans]
-        ids = [self._encoder.chunk_ids(chunk) for _, chunk in found]
-        self._whole = [Place(s.start, s.stop, i) for s, i in zip(spans, ids, strict=True)]
-        self._lookup.look_up(ids)
-        return [(*each, i) for each, i in zip(found, ids, strict=True)]
-
-    def planned(self, *, is_known: bool) -> Plan:
-        """Return the plan; ``is_known``: the prompt may begin with the prefix, which is known."""
+    def planned(self, row: int, prefix: TokenIds) -> Iterator[PlannedPiece]:
+        """Plan the rows from ``row`` on: those of chunks, and live text between them."""
         prompt = self._prompt
-        usable = self._lookup.usable
-        parts = self._parts([place for place in self._whole if usable(place.ids)])
-        self._lookup.look_up([place.ids for place in parts])
-        places = sorted([*parts, *self._whole], key=lambda place: place.start)
-        named = self._prefix
-        if not (is_known and self._begins_with(named)):
-            first = places[0].start if places else len(prompt.text)
-            self._begin_with(prompt.ids[: prompt.rows(0, first).stop])
-            self._lookup.look_up([place.ids for place in places])
-        pieces = [self._head(named)]
-        row = len(pieces[0].ids)
-        for place in places:
-            for found in self._overlaps(place):
-                rows = found.after(row)
-                if rows.num_rows >= self._lookup.min_tokens:
-                    pieces += [prompt.live(row, rows.start), self._planned(place, rows)]
-                    row = rows.stop
-        return self._lookup.plan([*pieces, prompt.live(row, len(prompt.ids))], self._encoder)
+        lookup = self._lookup
+        for place, found in self._overlaps():
+            rows = found.after(row)
+            if rows.num_rows < lookup.min_tokens:
+                continue
+            yield prompt.live(row, rows.start)
+            yield lookup.chunk(
+                prompt.piece(rows.start, rows.stop, "chunk"),
+                prompt.ids[rows.start : rows.stop],
+                place.ids,
+                MissedChunk(prompt.text[place.start : place.stop], is_given=False),
+                is_next=not rows.offset and prompt.ids[: rows.start] == prefix,
+                offset=rows.offset,
+            )
+            row = rows.stop
+        yield prompt.live(row, len(prompt.ids))
 
-    def _begins_with(self, prefix: TokenIds) -> bool:
-        """Whether the prompt begins with a prefix, the last tokens of which may be merged."""
-        missing = len(prefix) - common(prefix, self._prompt.ids)
-        text = DecodedIds(prefix, self._encoder).text
-        return missing <= SEAM_TOKENS and self._prompt.text.startswith(text)
+    def _overlaps(self) -> Iterator[tuple[Place, Overlap]]:
+        """Yield the rows of each chunk to reuse, or all its rows if it has no KV."""
+        for place in self.found:
+            if self._lookup.usable(place.ids) is None:
+                yield place, self._prompt.rows(place.start, place.stop)
+            else:
+                yield from ((place, rows) for rows in self._shared(place))
 
-    def _parts(self, covered: Sequence[Place]) -> list[Place]:
-        """Return the places of first parts of stored chunks outside of ``covered``."""
+    def _parts(self, covered: Sequence[Place]) -> Iterator[Place]:
+        """Yield the places of first parts of stored chunks outside of ``covered``."""
         text = self._prompt.text
         lookup = self._lookup
         outside = [
@@ -186,19 +196,12 @@ class _IdsDraft:
             if not any(place.start <= at < place.stop for place in covered)
         ]
         heads = {at: text[at : at + ANCHOR_CHARS] for at in outside[:MAX_LOOKS]}
-        finder = PartFinder(
-            lookup.scanner,
-            self._encoder,
-            lookup.stored_ids,
-            lookup.min_tokens,
-        )
+        finder = PartFinder(lookup.scanner, self._encoder, lookup.stored_ids, lookup.min_tokens)
         stored = finder.stored(heads.values())
-        parts = []
         for at, head in heads.items():
             places = [Place(at, at, ids) for _, ids in stored.get(head, ())]
             if places:
-                parts.append(max(places, key=self._num_shared))
-        return parts
+                yield max(places, key=self._num_shared)
 
     def _num_shared(self, place: Place) -> int:
         return sum([rows.num_rows for rows in self._shared(place)])
@@ -207,32 +210,3 @@ class _IdsDraft:
         if place.ids not in self._decoded:
             self._decoded[place.ids] = DecodedIds(place.ids, self._encoder)
         return self._prompt.overlaps(self._decoded[place.ids], place.start)
-
-    def _overlaps(self, place: Place) -> Iterable[Overlap]:
-        """Return the rows of a chunk to reuse, or all its rows if it has no KV."""
-        if self._lookup.usable(place.ids) is None:
-            return [self._prompt.rows(place.start, place.stop)]
-        return self._shared(place)
-
-    def _head(self, named: TokenIds) -> PlannedPiece:
-        """Plan the rows of the prefix, or the rows that a known prefix shares, if they are many."""
-        heads = [self._prefix]
-        if common(named, self._prompt.ids) >= self._lookup.min_tokens:
-            heads.append(named)
-        identities = [self._lookup.identity(ids, NO_IDS) for ids in heads]
-        known = self._lookup.known(identities)
-        identity = next((each for each in identities if each in known), None)
-        ids = self._prefix if identity is None else identity.token_ids
-        stop = common(ids, self._prompt.ids)
-        return self._lookup.head(self._prompt.piece(0, stop), self._prompt.ids[:stop], identity)
-
-    def _planned(self, place: Place, rows: Overlap) -> PlannedPiece:
-        prompt = self._prompt
-        return self._lookup.chunk(
-            prompt.piece(rows.start, rows.stop, "chunk"),
-            prompt.ids[rows.start : rows.stop],
-            place.ids,
-            MissedChunk(prompt.text[place.start : place.stop], is_given=False),
-            is_next=not rows.offset and prompt.ids[: rows.start] == self._prefix,
-            offset=rows.offset,
-        )

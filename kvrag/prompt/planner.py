@@ -15,7 +15,6 @@ from kvrag.prompt.explain import Known, with_cause
 from kvrag.prompt.partial import text_of
 from kvrag.prompt.plan import Lookup, Plan, plan_prompt
 from kvrag.prompt.plan_ids import plan_ids
-from kvrag.prompt.prefix import fixed_head
 from kvrag.prompt.spans import SpanIndex
 from kvrag.prompt.template import PLAIN, Chat, Prompt, PromptEncoder, check_plain
 from kvrag.prompt.tokenizer import given_ids
@@ -105,11 +104,10 @@ class PromptPlanner:
             plan = plan_ids(ids, encoder, lookup, [encoder.head_ids(text) for text in prefixes])
         return with_cause(plan, lookup.scanner)
 
-    def known(self, prompt: Prompt, lookup: Lookup, chat: Chat = PLAIN) -> Known:
-        """Return what is known of the chunks of a prompt."""
+    def known(self, lookup: Lookup) -> Known:
+        """Return what is known of the chunks of a namespace."""
         return Known(
             lookup.scanner,
             partial(text_of, self.store, self.encoder, lookup.model, lookup.namespace),
             self.config,
-            partial(fixed_head, prompt, chat, self.encoder),
         )

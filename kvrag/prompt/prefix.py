@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
-from itertools import takewhile
 from types import SimpleNamespace
 from typing import Any, cast
 
-from kvrag.errors import ConfigError, KVRagError
+from kvrag.errors import ConfigError
 from kvrag.prompt.messages import plain_messages
-from kvrag.prompt.template import Chat, Prompt, PromptEncoder
+from kvrag.prompt.template import PromptEncoder
 from kvrag.prompt.tools import answer_form
 
 _MARK = "\u2063KVRAG-{}\u2063"
@@ -77,23 +76,6 @@ def prefix_text(prefix: Prefix | None, encoder: PromptEncoder) -> str:
             marked.append({"role": "user", "content": mark})
         return _before(encoder.render(marked), "context")
     return _from_template(prefix, encoder)
-
-
-def fixed_head(prompt: Prompt, chat: Chat, encoder: PromptEncoder) -> str:
-    """Return the text before a prompt's first user message: the system message, with the tools.
-
-    Empty for a prompt that is no list of chat messages, and where the template refuses these.
-    """
-    messages = [message for message in prompt if isinstance(message, Mapping)]
-    if len(messages) < len(prompt):
-        return ""
-    system = takewhile(lambda message: message["role"] in ("system", "developer"), messages)
-    encoder = encoder.with_variables(chat.variables)
-    encoder.tools = chat.tools or encoder.tools
-    try:
-        return prefix_text(list(system), encoder)
-    except KVRagError:
-        return ""
 
 
 def _no_chunk(_text: str) -> str:

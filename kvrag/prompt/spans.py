@@ -91,10 +91,8 @@ class SpanIndex:
                 fresh = _NOTHING
             self._tables = base, fresh
 
-    def scan(self, text: str, *, without: Collection[str] = ()) -> list[Span]:
+    def scan(self, text: str) -> list[Span]:
         """Find the registered texts in a prompt.
-
-        Texts with the digests ``without`` are ignored, so that texts inside them can be found.
 
         Returns
         -------
@@ -117,7 +115,7 @@ class SpanIndex:
                 return digest
             return None
 
-        return _verified(starts, lengths, len(text), known_digest, without)
+        return _verified(starts, lengths, len(text), known_digest)
 
     def head_places(self, text: str) -> list[int]:
         """Return the places, ascending, where the head of a registered text stands.
@@ -269,7 +267,6 @@ def _verified(
     lengths: Integers,
     num_chars: int,
     known_digest: Callable[[int, int], str | None],
-    without: Collection[str],
 ) -> list[Span]:
     """Keep candidates without overlap, the longest and then the leftmost first.
 
@@ -292,7 +289,7 @@ def _verified(
             start = int(places[i])
             stop = start + size
             digest = known_digest(start, stop)
-            if digest is None or digest in without:
+            if digest is None:
                 wasted += size
                 i += 1
                 continue

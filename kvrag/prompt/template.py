@@ -7,9 +7,9 @@ with a full prefill always uses the same ids.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
 
@@ -347,19 +347,16 @@ def _in_parts(text: str) -> list[dict[str, str]]:
     return [{"type": "text", "text": text}]
 
 
-def cut(pieces: Iterable[Piece], spans_of: Mapping[int, Sequence[Span]]) -> list[Piece]:
-    """Cut live pieces at their spans.
-
-    ``spans_of`` maps the index of a piece to its spans, ascending and without overlap.
-    """
+def cut(pieces: Iterable[Piece], scan: Callable[[str], Iterable[Span]]) -> list[Piece]:
+    """Cut live pieces at their spans, which ``scan`` returns, ascending and without overlap."""
     out: list[Piece] = []
-    for index, piece in enumerate(pieces):
+    for piece in pieces:
         at = 0
-        for span in spans_of.get(index, ()):
-            chunk = Piece(piece.text[span.start : span.stop], "chunk", digest=span.digest)
+        for span in scan(piece.text) if piece.kind == "live" else ():
+            chunk = Piece(piece.text[span.start : span.stop], "chunk")
             out += [Piece(piece.text[at : span.start]), chunk]
             at = span.stop
-        out.append(replace(piece, text=piece.text[at:]) if at else piece)
+        out.append(Piece(piece.text[at:]) if at else piece)
     return merge_live(out)
 
 

@@ -24,7 +24,7 @@ import copy
 import re
 import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from numbers import Integral
 from typing import Any, Literal
@@ -47,21 +47,13 @@ class Piece:
 
     ``chunk`` text never becomes control tokens; ``is_given`` marks an explicit :class:`Chunk`. If
     the piece is the first part of a stored chunk, ``part_of`` holds that chunk's token ids, and the
-    first ``num_ids`` of them are the piece's; otherwise they are empty and 0. ``digest`` is set if
-    the scanner found the piece as a registered text.
+    first of them are the piece's; otherwise it is empty.
     """
 
     text: str
     kind: Literal["live", "chunk"] = "live"
     is_given: bool = False
     part_of: TokenIds = ()
-    num_ids: int = 0
-    digest: str = field(default="", compare=False)
-
-    @property
-    def ids(self) -> TokenIds:
-        """Token ids of a first part; empty otherwise."""
-        return self.part_of[: self.num_ids]
 
 
 UNKNOWN = "\ufffd"  # the text of bytes that are not a whole character

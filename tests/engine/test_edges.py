@@ -6,7 +6,7 @@ import json
 import re
 import shutil
 import textwrap
-from ast import literal_eval
+from itertools import takewhile
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from texts import make_chunks
 import kvrag.precompute.run
 from kvrag import Chunk, StoreConfig, precompute_kv
 from kvrag.errors import ModelError, StoreError
-from kvrag.prompt.explain import CAUSES, MANY
+from kvrag.prompt.explain import CAUSES, MANY, OTHER_PREFIX_ADVICE
 
 CHUNKS = make_chunks(4)
 
@@ -222,45 +222,33 @@ def of_tool(*before):
     ]
 
 
-METADATA_LINE = "lines of metadata stand before the chunk"
-CHANGES = "changes from prompt to prompt"
-ADVICE = {
-    "a text": (f"{RULES} Is Zelda in?\n\n{CHUNKS[0]}", (), CHANGES),
-    "segments": ([f"{RULES} Is Zelda in?", Chunk(CHUNKS[0])], (), CHANGES),
-    "a text with metadata": (f"{RULES}\n\npath: /Zelda.txt\n\n{CHUNKS[0]}", (), METADATA_LINE),
-    "metadata": ([SYSTEM, *about(f"path: /Zelda.txt\n\n{CHUNKS[0]}")], (), METADATA_LINE),
-    "the system's": ([SYSTEM, *about(CHUNKS[0])], (), None),
-    "the developer's": ([{**SYSTEM, "role": "developer"}, *about(CHUNKS[0])], (), None),
-    "the system's and tools": ([SYSTEM, *about(CHUNKS[0])], (TOOL,), None),
-    "the question first": ([SYSTEM, *about("Is Zelda in?", CHUNKS[0])], (), CHANGES),
-    "a turn before": ([SYSTEM, *about("Is Zelda in?"), *about(CHUNKS[0])], (), CHANGES),
-    "an agent's": (of_tool(SYSTEM), (TOOL,), CHANGES),
-    "an agent's without a system message": (of_tool(), (TOOL,), CHANGES),
+ADVISED = {
+    "a text": (f"{RULES} Is Zelda in?\n\n{CHUNKS[0]}", ()),
+    "segments": ([f"{RULES} Is Zelda in?", Chunk(CHUNKS[0])], ()),
+    "metadata": ([SYSTEM, *about(f"path: /Zelda.txt\n\n{CHUNKS[0]}")], ()),
+    "the system's and tools": ([SYSTEM, *about(CHUNKS[0])], (TOOL,)),
+    "a turn before": ([SYSTEM, *about("Is Zelda in?"), *about(CHUNKS[0])], ()),
+    "an agent's": (of_tool(SYSTEM), (TOOL,)),
 }
-"""Prompts, their tools, and the advice; ``None``: the fixed head, as a prefix."""
+"""Prompts and their tools."""
 
 
-@pytest.mark.parametrize("case", ADVICE)
-def test_advice_on_the_prefix_is_its_fixed_head_and_shows_no_text_of_users(engine_of, case):
-    prompt, tools, advice = ADVICE[case]
+@pytest.mark.parametrize("case", ADVISED)
+def test_advice_on_the_prefix_is_one_sentence_and_explain_shows_what_to_pass(engine_of, case):
+    """The warning goes to logs, so it shows no text of users or documents."""
+    prompt, tools = ADVISED[case]
     engine = engine_of(prefix="Another beginning than that of every prompt here.")
     engine.precompute(CHUNKS)
     with pytest.warns(UserWarning, match="encoded behind another prefix") as caught:
         engine.prefill(prompt, mode="stitch", tools=tools)
-    said = str(caught[0].message)
-    notes = engine.explain(prompt, mode="stitch", tools=tools).notes
-    assert said.partition("; ")[2] in " ".join(notes)
-    assert "Zelda" not in said
-    assert CHUNKS[0][:20] not in said
-    if advice is None:
-        prefix = literal_eval(said.partition("prefix=")[2])
-        assert RULES.strip() in prefix
-        assert ("search" in prefix) == bool(tools)
-        engine.precompute(CHUNKS, prefix=prefix)
-        assert not engine.prefill(prompt, mode="stitch", tools=tools).has_other_prefix
-    else:
-        assert advice in said
-        assert "prefix='" not in said
+    assert str(caught[0].message) == OTHER_PREFIX_ADVICE
+    explained = engine.explain(prompt, mode="stitch", tools=tools)
+    assert OTHER_PREFIX_ADVICE in explained.notes
+    prefix = "".join(
+        [span.text for span in takewhile(lambda span: span.kind != "chunk", explained.spans)]
+    )
+    engine.precompute(CHUNKS, prefix=prefix)
+    assert not engine.prefill(prompt, mode="stitch", tools=tools).has_other_prefix
 
 
 def test_an_engine_that_was_closed_says_so_and_loads_nothing_again(engine):

@@ -169,7 +169,7 @@ def test_another_live_prefix_is_labelled_warned_about_once_and_repaired_more(eng
     prompt = [{"role": "system", "content": "Be brief."}, *ask(0, 1, 2)]
     assert not engine.prefill(prompt, mode="full").has_other_prefix
     assert not engine.prefill(ask(0, 1, 2), mode="stitch").has_other_prefix
-    with pytest.warns(UserWarning, match="another prefix.*Be brief"):
+    with pytest.warns(UserWarning, match="another prefix.*prefix="):
         result = engine.prefill(prompt, mode="stitch", repair=RepairConfig(recompute_ratio=0.03))
     assert result.has_other_prefix
     with warnings.catch_warnings():
@@ -586,15 +586,6 @@ def test_one_model_in_two_engines_takes_turns(tokenizer):
         *(lambda e=e: [e.generate(ask(0, 1), max_new_tokens=3) for _ in range(8)] for e in engines)
     )
     assert model.config._attn_implementation == "sdpa"
-
-
-def test_a_longer_text_without_kv_does_not_hide_its_parts(engine):
-    whole = f"{CHUNKS[0]}\n\n{CHUNKS[1]}"
-    engine.precompute([whole], ids=["whole"])
-    assert engine.explain(ask(0, 1)).hits == 1
-    engine.delete(["whole"])
-    engine.precompute(CHUNKS[:2])
-    assert engine.explain(ask(0, 1)).hits == 2
 
 
 def test_a_known_chunk_inside_the_prefix_is_part_of_the_prefix(engine_of):

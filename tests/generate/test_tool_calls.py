@@ -183,7 +183,7 @@ def test_chunks_behind_tools_are_exact_only_if_they_were_encoded_behind_them(eng
     prompt = [{"role": "user", "content": "\n\n".join([*chunks, "Who?"])}]
     engine.precompute(chunks)
     assert engine.generate(prompt, mode="prefix", max_new_tokens=1).exactness == "exact"
-    with pytest.warns(UserWarning, match="another prefix.*<tools>"):
+    with pytest.warns(UserWarning, match="another prefix.*prefix="):
         result = engine.generate(prompt, tools=[TOOL], mode="stitch", max_new_tokens=1)
     assert (result.exactness, result.has_other_prefix) == ("repaired", True)
     assert not any(span.exact for span in engine.explain(prompt, tools=[TOOL]).spans)

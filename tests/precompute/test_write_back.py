@@ -184,17 +184,6 @@ def test_registered_texts_without_kv_come_back(engine):
     assert identities(engine, CHUNKS[0]) == []
 
 
-@pytest.mark.parametrize(("length", "is_stored"), [(-30, False), (None, True)])
-def test_a_chunk_whose_first_part_is_reused_is_stored_if_the_rest_pays(engine, length, is_stored):
-    engine.precompute(CHUNKS[:1])
-    text = CHUNKS[0][:120] + (CHUNKS[1] if is_stored else " and so on")
-    answer(engine, given(engine, text[:length] if length is None else text))
-    assert bool(identities(engine, text)) == is_stored
-    assert (
-        sum(len(span.text) for span in engine.explain(given(engine, text)).spans if span.hit) > 100
-    )
-
-
 # -- when it is stored -----------------------------------------------------------------------------------------------------
 
 

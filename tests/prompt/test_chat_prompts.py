@@ -250,14 +250,11 @@ def test_first_parts_of_stored_chunks_change_no_token_id(tokenizer):
         )
     ) as engine:
         prompt = ["Read: ", Chunk(WORDS), "\n"]
-        empty, found = engine.prefill(prompt).prompt_ids, 0
-        for stop in range(40, len(WORDS), 3):
+        empty = engine.prefill(prompt).prompt_ids
+        for stop in range(40, len(WORDS), 9):
             engine.clear()
             engine.precompute([WORDS[:stop]])
-            explained = engine.explain(prompt)
-            found += explained.hits
             assert engine.prefill(prompt).prompt_ids == empty
-        assert found > 5
 
 
 @pytest.mark.parametrize("stop", range(1, 12))

@@ -138,23 +138,16 @@ def test_sentencepiece_parts_are_found_and_exact(prepend, tmp_path):
     engine.close()
 
 
-def test_an_explicit_chunk_may_be_a_first_part(stored):
-    prompt = [stored.prefix_text, Chunk(LONG[:150]), "\n\nWho?"]
-    spans = stored.explain(prompt).spans
-    assert spans[1].reason is not None
-    assert spans[1].reason.startswith("first ")
-    assert (spans[1].hit, spans[1].exact) == (True, True)
-    assert (spans[2].kind, spans[2].hit) == ("chunk", False)
-    assert "".join(s.text for s in spans) == stored.prefix_text + LONG[:150] + "\n\nWho?"
-    assert distance(stored, prompt, mode="stitch", repair=NO_REPAIR) < TOLERANCE
-
-
-def test_control_tokens_of_an_explicit_chunks_rest_stay_text(stored):
-    result = stored.prefill(
-        [stored.prefix_text, Chunk(LONG[:150] + "<|im_end|>"), "Who?"], mode="stitch"
-    )
-    assert result.cached_tokens > 60
+@pytest.mark.parametrize("text", [LONG[:150], LONG[:150] + "<|im_end|>", LONG + " And so on."])
+def test_an_explicit_chunk_is_reused_as_a_whole_or_computed(stored, text):
+    """Its token ids must not depend on the store, and control tokens in it stay text."""
+    prompt = [stored.prefix_text, Chunk(text), "\n\nWho?"]
+    (span,) = [span for span in stored.explain(prompt).spans if span.kind == "chunk"]
+    assert (span.text, span.hit) == (text, False)
+    assert "not precomputed" in str(span.reason)
+    result = stored.prefill(prompt, mode="stitch")
     assert 2 not in result.prompt_ids
+    assert distance(stored, prompt, mode="stitch", repair=NO_REPAIR) < TOLERANCE
 
 
 def test_a_part_behind_other_text_is_repaired_and_says_so(stored):

@@ -343,17 +343,6 @@ def test_a_prefix_in_other_ids_is_another_prefix(tmp_path):
         assert bits(plan_of(engine, right)) == [(False, False, 0)]
 
 
-def test_a_text_without_kv_hides_no_shorter_text_with_kv(tmp_path):
-    with closing(engine_for(tiny_tokenizer(), tmp_path)) as engine:
-        engine.precompute([long := f"A page. {CHUNKS[0]} Its end.", CHUNKS[0]])
-        ids = whole(engine, f"{PREFIX}{long}\nWho?")
-        (chunk,) = chunks_of(plan_of(engine, ids))
-        assert chunk.piece.text == long
-        engine.store.delete([chunk_key(i) for i in [chunk.identity] if i])
-        (chunk,) = chunks_of(plan_of(engine, ids))
-        assert chunk.piece.text in CHUNKS[0]
-
-
 def test_a_control_token_in_a_document_is_computed(engine):
     """Tokenised with the rest, the text of a control token has become the token: only the rows around it are the chunk's."""
     ids = whole(engine, f"{PREFIX}{CONTROL}\nWho?")

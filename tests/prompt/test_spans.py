@@ -143,13 +143,6 @@ def test_a_registered_text_takes_few_bytes():
     assert found(index, f"77: {LOREM}") == [f"77: {LOREM}"]
 
 
-def test_what_a_long_text_hides_is_found_without_it():
-    index = index_of(LOREM, LOREM + OTHER)
-    assert found(index, LOREM + OTHER) == [LOREM + OTHER]
-    spans_left = index.scan(LOREM + OTHER, without={text_digest(LOREM + OTHER)})
-    assert spans_left == [Span(0, len(LOREM), text_digest(LOREM))]
-
-
 @pytest.mark.parametrize("tolerated", [0, 3, 1000])
 def test_any_order_of_adds_and_scans_gives_the_same(monkeypatch, tolerated):
     monkeypatch.setattr(spans, "MIN_OVERFLOW", tolerated)

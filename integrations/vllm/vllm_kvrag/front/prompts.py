@@ -106,7 +106,7 @@ class FrontPlanner:
         plan = self.prompts.plan(prompt, lookup, (self.prefix,), chat)
         if self.worker.refusal is not None:
             plan = plan.without_reuse(self.worker.refusal)
-        known = self.prompts.known(prompt, lookup, chat)
+        known = self.prompts.known(lookup)
         explained = explain_plan(plan, *outcome_of(plan, options.mode, None), known)
         given = options.config
         return replace(
