@@ -57,7 +57,7 @@ from kvrag.runtime import own_modes
 
 logger = logging.getLogger(__name__)
 
-PROOF_VERSION = 4  # version of the checks; a change invalidates every kept proof
+PROOF_VERSION = 5  # version of the checks; a change invalidates every kept proof
 
 
 _loaded = weakref.WeakValueDictionary[tuple[object, ...], LoadedModel]()

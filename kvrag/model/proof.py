@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -71,15 +72,9 @@ class Check:
     unit: str = "logits"
 
     def allowing(self, noise: Measured) -> Check:
-        """Return the check with its limit raised to the measured rounding.
-
-        The limit of promise 4 already allows for rounding: its keys are only rotated.
-        """
-        if self.promise == "4":
-            rounding = 0.0
-        else:
-            rounding = NOISE_FACTOR * (noise.logits if self.unit == "logits" else noise.kv)
-        return replace(self, limit=max(self.limit, rounding))
+        """Return the check with its limit raised to the measured rounding."""
+        rounding = noise.logits if self.unit == "logits" else noise.kv
+        return replace(self, limit=max(self.limit, NOISE_FACTOR * rounding))
 
     @property
     def passed(self) -> bool:
@@ -193,61 +188,47 @@ class _Trial:
         *ids, self._other = draw(lm, sum(lengths) + 1, seed).tolist()
         self._ids = torch.tensor(ids)
         spans = [slice(a, b) for a, b in pairwise(accumulate(lengths, initial=0))]
-        self._prefix, self._first, self._glue, self._moved, _ = spans
+        self._prefix, self._first, _, self._moved, _ = spans
 
     @torch.inference_mode()
     def prove(self) -> Proof:
         """Run the checks."""
         ids = self._ids
-        moved = torch.arange(self._moved.start, self._moved.stop)
         note = (
             f"the sliding window of {{}} was not crossed: the proof's prompt has {len(ids)} tokens"
         )
         notes = tuple(note.format(window) for window in self._windows if window >= len(ids))
         own = self._run_own()
-        stored = encode(self._lm, [ids[self._prefix], ids[self._first], ids[self._moved]])
-        every = self._blend(ids, stored, moved)
-        full = self._blend(ids, [], torch.empty(0, dtype=torch.int64))
-        first, fault = self._first_chunk(stored, own)
+        prefix, first, moved = encode(
+            self._lm, [ids[self._prefix], ids[self._first], ids[self._moved]]
+        )
+        every = self._blend(ids, [prefix, first, moved], self._moved)
+        wrong = [(keys.roll(1, dims=1), values) for keys, values in first]
+        planted = self._blend(ids, [prefix, wrong, moved], self._moved)
         checks: tuple[Check, ...] = (
+            *compared("0", "a full prefill gives transformers' own {}", self._blend(ids), own),
+            *compared("1", "repairing every row gives the full prefill's {}", every, own),
             Check(
-                "0",
-                "a full prefill gives transformers' own logits",
-                gap(full.logits, own.logits),
-            ),
-            Check(
-                "0",
-                "a full prefill gives transformers' own keys and values",
-                kv_gap(full.kv, own.kv),
-                unit="KV",
-            ),
-            Check(
-                "1",
-                "repairing every row gives the full prefill's logits",
-                gap(every.logits[-1:], own.logits[-1:]),
-            ),
-            Check(
-                "1",
-                "repairing every row gives the full prefill's keys and values",
-                kv_gap(every.kv, own.kv),
-                unit="KV",
-            ),
-            Check("2", "a chunk behind its own prefix needs no repair", first),
-            Check(
-                "3", "no row sees a later token", self._future(stored, moved), CAUSAL_LIMIT, "KV"
-            ),
-            Check(
-                "4", "keys rotated to a far position are the model's own", *self._far_keys(), "KV"
+                "3",
+                "no row sees a later token",
+                self._future([prefix, first, moved]),
+                CAUSAL_LIMIT,
+                "KV",
             ),
         )
-        if not all(check.passed for check in checks):
+        # Its limit allows for rounding already: these keys are only rotated.
+        far = Check(
+            "4", "keys rotated to a far position are the model's own", *self._far_keys(), "KV"
+        )
+        if not all(check.passed for check in (*checks, far)):
             noise = self._noise(own)
             checks = (
                 *(check.allowing(noise) for check in checks),
                 # No rounding excuses mixed rows, because the measured one contains their effect.
                 Check("3", *mixing_layer(self._lm.model, self._run_own), CAUSAL_LIMIT, "KV"),
             )
-        return Proof(checks, notes, len(ids), fault, 0.0)
+        fault = gap(planted.logits, every.logits)
+        return Proof((*checks, far), notes, len(ids), fault, 0.0)
 
     def _run_own(self, *, pieces: int = 1, moved: bool = False) -> Measured:
         """Run the prompt through transformers alone, in ``pieces`` parts.
@@ -289,24 +270,16 @@ class _Trial:
         )
 
     def _blend(
-        self, ids: torch.Tensor, stored: list[Pairs], selected: torch.Tensor, plant: bool = False
+        self, ids: torch.Tensor, stored: Sequence[Pairs] = (), selected: slice = slice(0)
     ) -> Measured:
-        """Stitch stored KV, and compute the selected rows and all rows without stored KV.
-
-        With ``plant``, the first chunk's keys are wrong by one row: a planted mistake.
-        """
+        """Stitch stored KV, and compute the selected rows and all rows without stored KV."""
         kv = _blank(self._lm, len(ids))
         rotary = self._lm.rotary(len(ids))
         is_computed = torch.ones(len(ids), dtype=torch.bool)
         for span, layers in zip((self._prefix, self._first, self._moved), stored, strict=False):
-            if span.stop > len(ids):
-                continue
             is_computed[span] = False
             for layer, (keys, values) in enumerate(layers):
-                rotated = rotary[layer].rotate(keys, span)
-                kv.keys(layer)[0, :, span] = (
-                    rotated.roll(1, dims=1) if plant and span == self._first else rotated
-                )
+                kv.keys(layer)[0, :, span] = rotary[layer].rotate(keys, span)
                 kv.values(layer)[0, :, span] = values
         is_computed[selected] = True
         rows = is_computed.nonzero()[:, 0].to(self._lm.device)
@@ -318,29 +291,16 @@ class _Trial:
             logits[0].float().cpu(), [(keys[0], values[0]) for keys, values in kv.layers]
         )
 
-    def _first_chunk(self, stored: list[Pairs], own: Measured) -> tuple[float, float]:
-        """Compare the unrepaired head with transformers, without and with a planted mistake.
-
-        The head is prefix, first chunk and glue; the logits of its last row are compared.
-        """
-        head = self._ids[: self._glue.stop]
-        nothing = torch.empty(0, dtype=torch.int64)
-        # Counted from the end, for ``own.logits`` holds the last rows; later tokens don't matter.
-        reference = own.logits[len(head) - 1 - len(self._ids)]
-        sound, faulty = (
-            self._blend(head, stored, nothing, plant).logits[-1] for plant in (False, True)
-        )
-        return gap(sound, reference), gap(faulty, reference)
-
-    def _future(self, stored: list[Pairs], moved: torch.Tensor) -> float:
+    def _future(self, stored: Sequence[Pairs]) -> float:
         """Compare two repairs that differ in a token, in the rows before that token.
 
         Half of the moved chunk's rows are repaired. In the second repair, the last of them has
         another token.
         """
-        selected = moved[::2]
-        last = int(selected[-1])
-        changed = self._ids.index_fill(0, selected[-1], self._other)
+        selected = slice(self._moved.start, self._moved.stop, 2)
+        last = range(len(self._ids))[selected][-1]
+        changed = self._ids.clone()
+        changed[last] = self._other
         one, two = (self._blend(ids, stored, selected).kv for ids in (self._ids, changed))
         return kv_gap(two, one, slice(0, last))
 
@@ -429,6 +389,18 @@ def draw(lm: Any, count: int, seed: int) -> torch.Tensor:
             allowed[[i for i in ids if isinstance(i, int) and 0 <= i < lm.vocab_size]] = 0
     return torch.multinomial(
         allowed, count, replacement=True, generator=torch.Generator().manual_seed(seed)
+    )
+
+
+def compared(promise: str, claim: str, found: Measured, own: Measured) -> tuple[Check, Check]:
+    """Compare a run with transformers' own: the logits of its last rows, and the KV of all rows.
+
+    ``claim`` has a place for what is compared.
+    """
+    last = own.logits[-len(found.logits) :]
+    return (
+        Check(promise, claim.format("logits"), gap(found.logits, last)),
+        Check(promise, claim.format("keys and values"), kv_gap(found.kv, own.kv), unit="KV"),
     )
 
 

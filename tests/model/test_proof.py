@@ -41,7 +41,7 @@ def test_reuse_is_proven_for_every_accepted_architecture(name):
     )
     assert proof.fault > 10e-3, "a planted mistake must be seen"
     assert not [n for n in proof.notes if "window" in n], "every window of these models is crossed"
-    assert len(proof.checks) == 7
+    assert len(proof.checks) == 6
 
 
 _RELEASED: dict[str, dict[str, Any]] = {
@@ -175,7 +175,7 @@ def test_keys_rotated_one_row_too_far_are_found(monkeypatch):
         return real(self, keys, (at - 1).clamp_min(0))
 
     monkeypatch.setattr(RotaryTable, "rotate", one_off)
-    assert {"1", "2", "4"} <= failed(prove(lm))
+    assert {"1", "4"} <= failed(prove(lm))
 
 
 def test_values_of_another_row_are_found(monkeypatch):
@@ -186,7 +186,7 @@ def test_values_of_another_row_are_found(monkeypatch):
         return [prefix, [(keys, values.roll(1, dims=1)) for keys, values in first], *rest]
 
     monkeypatch.setattr(kvrag.model.proof, "encode", mixed)
-    assert "2" in failed(prove(CausalLM(tiny_model())))
+    assert "1" in failed(prove(CausalLM(tiny_model())))
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["keys", "values"])
