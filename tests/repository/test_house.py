@@ -62,7 +62,7 @@ ANYONE = {"__init__", "__main__"}
 """Files of ``kvrag/`` itself that hand on names of the others."""
 
 AREAS = {
-    "core": 162_800,
+    "core": 161_230,
     "cli": 15_250,
     "evaluate": 7_185,
     "testing": 4_295,
@@ -132,10 +132,9 @@ KNOWN: dict[str, dict[str, float] | set[str]] = {
         "kvrag/engine.py": 3_810,
         "kvrag/generate/pipeline.py": 3_100,
         "kvrag/kv/layers.py": 3_100,
-        "kvrag/model/proof.py": 3_320,
+        "kvrag/model/proof.py": 3_210,
         "kvrag/model/traits.py": 2_720,
         "kvrag/precompute/run.py": 2_700,
-        "kvrag/prompt/plan.py": 3_050,
         "kvrag/store/catalog/changes.py": 2_750,
         "kvrag/kv/format.py": 2_750,
         "kvrag/store/catalog/ledger.py": 2_650,
