@@ -217,12 +217,11 @@ class _MissGuard(Guard):
 
     def is_wanted(self, chunk: MissedChunk) -> bool:
         """Whether a chunk has no KV, and is an explicit segment or the text of a document."""
-        if self._owner.has_kv(self._missed.namespace, chunk.text):
+        owner = self._owner
+        namespace = self._missed.namespace
+        if owner.has_kv(namespace, chunk.text):
             return False
         digest = text_digest(chunk.text)
-        if self._is_registered(digest):
+        if owner.store.catalog.knows_text(namespace, digest):
             self._registered.add(digest)
         return chunk.is_given or digest in self._registered
-
-    def _is_registered(self, digest: str) -> bool:
-        return self._owner.store.catalog.knows_text(self._missed.namespace, digest)

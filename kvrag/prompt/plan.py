@@ -13,7 +13,7 @@ is the same, and in :class:`Lookup`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 
@@ -88,8 +88,14 @@ class Lookup:
         """
         own = {ids: self.identity(ids, self.prefix, self.context) for ids in runs}
         known = self.known([*own.values(), *others])
-        self.found |= {ids: identity for ids, identity in own.items() if identity in known}
-        self.found |= self.elsewhere([ids for ids in own if ids not in self.found])
+        self.found = {ids: identity for ids, identity in own.items() if identity in known}
+        left = [ids for ids in own if ids not in self.found]
+        if left:
+            self.found |= self.deadline.ask(
+                lambda: self._elsewhere(left),
+                dict[TokenIds, ChunkIdentity](),
+                what="the KV store's catalog",
+            )
         return known
 
     def usable(self, ids: TokenIds) -> ChunkIdentity | None:
@@ -99,30 +105,22 @@ class Lookup:
             return found
         return None
 
-    def elsewhere(self, runs: Collection[TokenIds]) -> dict[TokenIds, ChunkIdentity]:
+    def _elsewhere(self, runs: Iterable[TokenIds]) -> dict[TokenIds, ChunkIdentity]:
         """Map runs of ids to the newest stored variant behind any prefix and context.
 
         A variant with the own ``kv_dtype`` is preferred. Runs without any variant are left out.
         """
         dtypes = sorted(KV_DTYPES, key=lambda dtype: dtype != self.kv_dtype)
-        nothing = dict[TokenIds, ChunkIdentity]()
-
-        def find() -> dict[TokenIds, ChunkIdentity]:
-            found = dict[TokenIds, ChunkIdentity]()
-            for ids in runs:
-                for dtype in dtypes:
-                    identity = replace(self.identity(ids, ""), kv_dtype=dtype)
-                    variants = self.store.catalog.variants(content_key(identity))
-                    if variants:
-                        found[ids] = replace(
-                            identity, prefix=variants[-1].prefix, context=variants[-1].context
-                        )
-                        break
-            return found
-
-        if runs:
-            return self.deadline.ask(find, nothing, what="the KV store's catalog")
-        return nothing
+        found = dict[TokenIds, ChunkIdentity]()
+        for ids in runs:
+            for dtype in dtypes:
+                identity = replace(self.identity(ids, ""), kv_dtype=dtype)
+                variants = self.store.catalog.variants(content_key(identity))
+                if variants:
+                    newest = variants[-1]
+                    found[ids] = replace(identity, prefix=newest.prefix, context=newest.context)
+                    break
+        return found
 
     def stored_ids(self, entries: Sequence[TextEntry]) -> dict[str, list[TokenIds]]:
         """Map text digests to the token ids of their KV with this model, namespace and dtype."""

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -148,18 +148,14 @@ class SpanIndex:
 
         Only the hashes of the first :data:`ANCHOR_CHARS` characters are compared.
         """
-        head = _window_hashes(text[:ANCHOR_CHARS]) if len(text) >= ANCHOR_CHARS else ()
-        found = [
-            entry
-            for window in head
-            for table in self._tables
-            for entry in table.entries_of(window, limit)
-        ]
+        if len(text) < ANCHOR_CHARS:
+            return []
+        (head,) = _window_hashes(text[:ANCHOR_CHARS])
+        found = [entry for table in self._tables for entry in table.entries_of(head, limit)]
         return sorted(found, key=lambda entry: -entry.num_chars)[:limit]
 
 
-@dataclass(frozen=True, slots=True)
-class _Table:
+class _Table(NamedTuple):
     """Columns of distinct entries, sorted by head; entries with equal heads, longest first."""
 
     heads: Hashes
@@ -179,12 +175,8 @@ class _Table:
 
     def joined(self, other: _Table) -> _Table:
         """Return a table with the entries of both."""
-        heads = np.concatenate([self.heads, other.heads])
-        tails = np.concatenate([self.tails, other.tails])
-        lengths = np.concatenate([self.lengths, other.lengths])
-        return _Table(
-            heads, tails, lengths, np.concatenate([self.digests, other.digests])
-        )._sorted()
+        columns = zip(self, other, strict=True)
+        return _Table(*[np.concatenate(both) for both in columns])._sorted()
 
     def _sorted(self) -> _Table:
         table = self.take(np.lexsort((*self.digests.T, -self.lengths, self.heads)))
@@ -194,7 +186,8 @@ class _Table:
 
     def take(self, rows: Integers) -> _Table:
         """Return the given rows."""
-        return _Table(self.heads[rows], self.tails[rows], self.lengths[rows], self.digests[rows])
+        columns: list[Any] = [column[rows] for column in self]
+        return _Table(*columns)
 
     def holds(self, head: np.uint64 | int, length: int, digest: str) -> bool:
         """Whether the table has an entry with this head, length and digest."""

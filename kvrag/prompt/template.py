@@ -190,26 +190,28 @@ class PromptEncoder(SegmentTokenizer):
         return self._cut_at(marks, rendered)
 
     @property
+    def _facts(self) -> TemplateFacts:
+        """Facts of the chat template; without one, or if it can't be parsed, none."""
+        found = facts_of(self.template_source()) if self.has_chat_template else None
+        return found or TemplateFacts()
+
+    @property
     def roles(self) -> frozenset[str]:
         """Roles that the chat template names."""
-        facts = facts_of(self.template_source()) if self.has_chat_template else None
-        if facts:
-            return facts.roles
-        return frozenset()
+        return self._facts.roles
 
     @property
     def thought_tags(self) -> tuple[str, str] | None:
         """Tags that open and close a thought in answers to chats, if the template has any."""
-        facts = facts_of(self.template_source()) if self.has_chat_template else None
-        return facts.thought if facts else None
+        return self._facts.thought
 
     @property
     def date_variables(self) -> list[str] | None:
         """Variables that pin the chat template's date; ``None`` if it writes no date."""
-        facts = facts_of(self.template_source()) if self.has_chat_template else None
-        if facts is None or "strftime_now" not in facts.variables:
+        variables = self._facts.variables
+        if "strftime_now" not in variables:
             return None
-        return sorted([name for name in facts.variables if "date" in name])
+        return sorted([name for name in variables if "date" in name])
 
     def is_seamless(self, text: str, own: str, head: str) -> bool:
         """Whether a text has the same ids cut behind ``head`` as cut behind ``own`` alone."""
