@@ -87,9 +87,12 @@ class Precompute:
         self._lm = loaded.lm if isinstance(loaded.lm, CausalLM) else loaded.reusable  # which raises
         self._retention = retention
         self.is_asked_for = guard is None  # requested by the user, not by write-back
-        ids = tuple(loaded.encoder.live_ids(prefix, at_start=True))
         identity = ChunkIdentity(
-            loaded.identity.fingerprint, namespace, ids_digest(()), ids, config.kv_dtype
+            loaded.identity.fingerprint,
+            namespace,
+            ids_digest(()),
+            loaded.encoder.head_ids(prefix),
+            config.kv_dtype,
         )
         self._prefix = NewChunk((None,), None, identity)
         self._context = tuple(context)

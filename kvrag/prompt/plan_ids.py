@@ -12,9 +12,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from kvrag.identity.fingerprint import ids_digest
 from kvrag.prompt.partial import MAX_LOOKS, PartFinder, common
@@ -27,27 +26,15 @@ from kvrag.types import MissedChunk
 SEAM_TOKENS = 2  # tokens at the end of a prefix that the text after it may change
 
 
-@dataclass(frozen=True, slots=True)
-class Overlap:
+class Overlap(NamedTuple):
     """Rows ``start:stop`` of the prompt with the ids of a chunk from its row ``offset`` on."""
 
     start: int
     stop: int
     offset: int = 0
 
-    @property
-    def num_rows(self) -> int:
-        """Number of rows; negative if nothing is left."""
-        return self.stop - self.start
 
-    def after(self, row: int) -> Overlap:
-        """Return the part from a row on."""
-        skipped = max(0, row - self.start)
-        return replace(self, start=self.start + skipped, offset=self.offset + skipped)
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """Characters ``start:stop`` of the prompt with a chunk's text, and the chunk's token ids.
 
     Where only the first part of a stored chunk stands, ``stop`` is ``start``.
@@ -162,20 +149,21 @@ class _Places:
         """Plan the rows from ``row`` on: those of chunks, and live text between them."""
         prompt = self._prompt
         lookup = self._lookup
-        for place, found in self._overlaps():
-            rows = found.after(row)
-            if rows.num_rows < lookup.min_tokens:
+        for place, (first, stop, offset) in self._overlaps():
+            start = max(row, first)
+            if stop - start < lookup.min_tokens:
                 continue
-            yield prompt.live(row, rows.start)
+            offset += start - first
+            yield prompt.live(row, start)
             yield lookup.chunk(
-                prompt.piece(rows.start, rows.stop, "chunk"),
-                prompt.ids[rows.start : rows.stop],
+                prompt.piece(start, stop, "chunk"),
+                prompt.ids[start:stop],
                 place.ids,
                 MissedChunk(prompt.text[place.start : place.stop], is_given=False),
-                is_next=not rows.offset and prompt.ids[: rows.start] == prefix,
-                offset=rows.offset,
+                is_next=not offset and prompt.ids[:start] == prefix,
+                offset=offset,
             )
-            row = rows.stop
+            row = stop
         yield prompt.live(row, len(prompt.ids))
 
     def _overlaps(self) -> Iterator[tuple[Place, Overlap]]:
@@ -204,7 +192,7 @@ class _Places:
                 yield max(places, key=self._num_shared)
 
     def _num_shared(self, place: Place) -> int:
-        return sum([rows.num_rows for rows in self._shared(place)])
+        return sum([rows.stop - rows.start for rows in self._shared(place)])
 
     def _shared(self, place: Place) -> Iterator[Overlap]:
         if place.ids not in self._decoded:

@@ -134,9 +134,8 @@ class SpanIndex:
 
         The rest of the text need not precede it.
         """
-        windows = _window_hashes(text) if len(text) >= ANCHOR_CHARS else np.empty(0, np.uint64)
         tails = np.concatenate([table.tails for table in self._tables])
-        return np.flatnonzero(np.isin(windows, tails)).tolist()
+        return np.flatnonzero(np.isin(_window_hashes(text), tails)).tolist()
 
     def some(self, count: int) -> list[TextEntry]:
         """Return at most ``count`` registered texts, recently added texts first."""
@@ -297,7 +296,10 @@ def _code_points(text: str) -> Hashes:
 
 
 def _window_hashes(text: str) -> Hashes:
-    """Return the polynomial hash, modulo 2**64, of every window; five doublings reach its width."""
+    """Return the polynomial hash, modulo 2**64, of every window; five doublings reach its width.
+
+    A shorter text has no window.
+    """
     hashes = _code_points(text)
     width = 1
     while width < ANCHOR_CHARS:
