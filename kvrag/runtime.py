@@ -332,7 +332,7 @@ class Deadline:
     """
 
     def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
+        self.seconds = seconds
         self.left_s = float(seconds)
         """Seconds left of the budget; only waiting counts."""
         self.fault: str | None = None
@@ -372,7 +372,7 @@ class Deadline:
                 self.left_s = 0.0
                 _late[future] = time.monotonic()
                 future.add_done_callback(lambda ended: _late.pop(ended, None))
-                self._give_up(what, f"did not answer within {self._seconds:g} s")
+                self._give_up(what, f"did not answer within {self.seconds:g} s")
             else:
                 raise
             return default

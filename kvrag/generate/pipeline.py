@@ -34,8 +34,8 @@ from kvrag.identity.fingerprint import context_digest
 from kvrag.model.lm import LoadedModel
 from kvrag.model.plain import PlainLM
 from kvrag.precompute.on_miss import WriteBack
-from kvrag.prompt.explain import Known, explain_plan
-from kvrag.prompt.plan import Plan
+from kvrag.prompt.explain import explain_plan
+from kvrag.prompt.plan import Lookup, Plan
 from kvrag.prompt.planner import KnownTexts, PromptPlanner
 from kvrag.prompt.tools import TEXT
 from kvrag.runtime import Deadline
@@ -94,8 +94,8 @@ class QueryPipeline:
         """Plan a prompt."""
         return self._planned(request, Deadline(self.store_config.load_timeout_s))[0]
 
-    def _planned(self, request: Request, deadline: Deadline) -> tuple[Plan, Callable[[], Known]]:
-        """Plan a prompt within a time budget for the store, and return what is known of it."""
+    def _planned(self, request: Request, deadline: Deadline) -> tuple[Plan, Lookup]:
+        """Plan a prompt within a time budget for the store; return the plan and its look-up."""
         chat = request.chat
         model = self.loaded.identity.fingerprint
         lookup = self.planner.lookup(request.namespace, model, self._context, deadline)
@@ -103,18 +103,18 @@ class QueryPipeline:
         lm = self.loaded.lm
         if isinstance(lm, PlainLM):
             plan = plan.without_reuse(lm.refusal)
-        return plan, partial(self.planner.known, lookup)
+        return plan, lookup
 
     def explain(self, request: Request) -> Explanation:
         """Describe a prompt's hits and how it would be prefilled, without loading KV."""
-        plan, known = self._planned(request, Deadline(self.store_config.load_timeout_s))
+        plan, lookup = self._planned(request, Deadline(self.store_config.load_timeout_s))
         total = len(plan.token_ids) + 1
         plan, _ = self._checked(plan, request, total)
         price = None
         if request.mode == "auto":
             price = self.costs.price(plan, request.repair, self.store)
         outcome = outcome_of(plan, request.mode, price)
-        explained = explain_plan(plan, *outcome, known())
+        explained = explain_plan(plan, *outcome, lookup)
         explained.notes.extend(in_words(self.loaded.lm, total, self._state_bytes))
         if plan.has_mismatch and (variables := self.loaded.encoder.date_variables) is not None:
             named = f", as chat_template_kwargs={{{variables[0]!r}: ...}}" if variables else ""
@@ -157,10 +157,10 @@ class QueryPipeline:
         erasures = self.erasures.count(request.namespace)
         with clock.stage("plan"):
             space = self._space(request, deadline)
-            plan, known = self._planned(request, deadline)
+            plan, lookup = self._planned(request, deadline)
             if request.mode in ("auto", "stitch"):
                 stores = self.write_back is not None
-                self.stats.watch.notice(plan, known, is_stored_later=stores)
+                self.stats.watch.notice(plan, lookup, is_stored_later=stores)
         limit = self._length_of(len(plan.token_ids), max_new_tokens, slides=request.slides)
         total = len(plan.token_ids) + limit
         missed = _missed(request, plan, erasures) if self.write_back else None

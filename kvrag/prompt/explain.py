@@ -7,11 +7,11 @@ import re
 import unicodedata
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
-from kvrag.config import StoreConfig
-from kvrag.prompt.plan import Plan
+from kvrag.identity.fingerprint import text_digest
+from kvrag.prompt.plan import Lookup, Plan
 from kvrag.prompt.spans import ANCHOR_CHARS, SpanIndex
 from kvrag.runtime import Deadline
 from kvrag.types import ExplainedSpan, Explanation, Mode
@@ -87,29 +87,15 @@ CAUSES: tuple[tuple[str, Undo, Undo | None], ...] = (
 prompt, and, where that is not enough, a function to apply to stored texts as well."""
 
 
-@dataclass(frozen=True, slots=True)
-class Known:
-    """Known chunks of a namespace.
+def _texts(lookup: Lookup) -> list[str]:
+    """Read the latest stored texts, at most :data:`MAX_READ`, in a time budget of their own.
 
-    ``scanner`` finds them, ``text_of`` returns the text of a digest, ``config`` holds the store's
-    limits.
+    The store keeps no texts: they are decoded.
     """
-
-    scanner: SpanIndex
-    text_of: Callable[[str], str | None]
-    config: StoreConfig
-
-    def texts(self) -> list[str]:
-        """Read the latest stored texts, at most :data:`MAX_READ`."""
-
-        def read() -> list[str]:
-            return [
-                text
-                for entry in self.scanner.some(MAX_READ)
-                if (text := self.text_of(entry.digest))
-            ]
-
-        return Deadline(self.config.load_timeout_s).ask(read, [], what="the KV store")
+    again = replace(lookup, deadline=Deadline(lookup.deadline.seconds))
+    stored = again.stored_ids(lookup.scanner.some(MAX_READ))
+    texts = [(key, lookup.encoder.decode(ids)) for key, runs in stored.items() for ids in runs]
+    return [text for digest, text in texts if text_digest(text) == digest]
 
 
 def _proven(text: str, scanner: SpanIndex, texts: Sequence[str]) -> str | None:
@@ -140,14 +126,14 @@ def with_cause(plan: Plan, scanner: SpanIndex) -> Plan:
     return plan
 
 
-def likely_cause(text: str, known: Known, *, reads: bool = True) -> tuple[str, bool]:
+def likely_cause(text: str, lookup: Lookup, *, reads: bool = True) -> tuple[str, bool]:
     """Return the likely reason why a prompt's text has no known chunk, and whether it is certain.
 
     Stored texts are read only if ``reads``.
     """
-    scanner = known.scanner
-    texts = known.texts() if reads else []
-    least = known.config.min_chunk_tokens
+    scanner = lookup.scanner
+    texts = _texts(lookup) if reads else []
+    least = lookup.min_tokens
     if not len(scanner):
         return (
             f"no chunk of {least} tokens or more is stored in this namespace: "
@@ -197,11 +183,10 @@ class Watch:
         self.num_without_hits = 0
         self._has_hit = self._has_warned = self._has_told_cause = False
 
-    def notice(self, plan: Plan, known: Callable[[], Known], *, is_stored_later: bool) -> None:
+    def notice(self, plan: Plan, lookup: Lookup, *, is_stored_later: bool) -> None:
         """Check the plan of a request that asks for reuse.
 
-        ``known`` returns the argument of :func:`likely_cause`. ``is_stored_later``: misses are
-        stored after the answer, so no hits are no problem.
+        ``is_stored_later``: misses are stored after the answer, so no hits are no problem.
         """
         if plan.has_mismatch and not self._has_warned:
             self._has_warned = True
@@ -213,13 +198,7 @@ class Watch:
             what = "stored chunks are" if is_hit else "no stored chunk is"
             also = "not reused" if is_hit else "reused, though there are some"
             warnings.warn(f"{what} {also}: {plan.cause}; see explain()", UserWarning, stacklevel=2)
-        if (
-            is_hit
-            or is_stored_later
-            or plan.fault
-            or plan.refusal
-            or not len((about := known()).scanner)
-        ):
+        if is_hit or is_stored_later or plan.fault or plan.refusal or not len(lookup.scanner):
             return
         self.num_without_hits += 1
         if self._has_hit or self.num_without_hits > MANY:
@@ -227,7 +206,7 @@ class Watch:
         missed = next((piece.reason for piece in chunks if piece.missed), None)
         is_last = self.num_without_hits == MANY
         cause, is_sure = (
-            (missed, True) if missed else likely_cause(_live_text(plan), about, reads=is_last)
+            (missed, True) if missed else likely_cause(_live_text(plan), lookup, reads=is_last)
         )
         if is_sure or is_last:
             self._has_hit = True  # a single warning is enough
@@ -235,21 +214,20 @@ class Watch:
             warnings.warn(f"{what}; see explain()", UserWarning, stacklevel=2)
 
 
-def explain_plan(plan: Plan, mode: Mode, reason: str | None, known: Known) -> Explanation:
+def explain_plan(plan: Plan, mode: Mode, reason: str | None, lookup: Lookup) -> Explanation:
     """Describe a plan without loading KV.
 
     ``mode`` is the outcome: ``full`` (no reuse), ``prefix`` (all reused KV is exact) or ``stitch``;
-    ``reason`` says why less is reused than the request allows. ``known`` is as for
-    :func:`likely_cause`.
+    ``reason`` says why less is reused than the request allows. ``lookup`` is the plan's.
     """
     spans = _spans(plan)
     notes = [reason] if reason else []
     found = None
     has_asked = plan.fault is None and plan.refusal is None
     if has_asked and not any(span.kind == "chunk" for span in spans):
-        found = likely_cause(_live_text(plan), known)[0]
+        found = likely_cause(_live_text(plan), lookup)[0]
     elif has_asked:
-        found = plan.cause or _proven(_live_text(plan), known.scanner, known.texts())
+        found = plan.cause or _proven(_live_text(plan), lookup.scanner, _texts(lookup))
     if found and found not in (reason or ""):
         notes.append(found)
     if plan.has_mismatch:

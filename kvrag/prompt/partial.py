@@ -14,15 +14,16 @@ A missed part is computed live, so the bounds here cost time and never correctne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from kvrag.identity.fingerprint import text_digest
-from kvrag.prompt.spans import ANCHOR_CHARS, SpanIndex
-from kvrag.prompt.template import PromptEncoder
+from kvrag.prompt.spans import ANCHOR_CHARS
 from kvrag.prompt.tokenizer import Piece, TokenIds
-from kvrag.store import TieredStore
 from kvrag.types import TextEntry
+
+if TYPE_CHECKING:
+    from kvrag.prompt.plan import Lookup
 
 MAX_TEXTS = 8  # stored texts compared at a place; more begin alike only where they share a header
 MAX_LOOKS = 64  # places without a part after which the rest of a prompt is not searched
@@ -35,18 +36,17 @@ MAX_BACK_OFF = 8  # tokens dropped, at most, until a part's text, tokenised alon
 class PartFinder:
     """Finder of first parts of stored chunks in the pieces of a prompt.
 
-    ``scanner`` knows the texts of chunks. ``stored_ids`` returns, by digest, the token ids of the
-    texts that have KV of this model. Parts of fewer than ``min_tokens`` tokens are ignored.
+    ``lookup`` knows the texts of chunks and the token ids of texts that have KV of this model. Parts
+    of fewer than its ``min_tokens`` tokens are ignored.
     """
 
-    scanner: SpanIndex
-    encoder: PromptEncoder
-    stored_ids: Callable[[Sequence[TextEntry]], Mapping[str, list[TokenIds]]]
-    min_tokens: int
+    lookup: Lookup
 
     def cut_live(self, pieces: Sequence[Piece]) -> list[Piece]:
         """Cut live pieces at the first parts of stored chunks in them."""
-        places = [self.scanner.head_places(p.text) if p.kind == "live" else [] for p in pieces]
+        places = [
+            self.lookup.scanner.head_places(p.text) if p.kind == "live" else [] for p in pieces
+        ]
         if not any(places):
             return list(pieces)
         stored = self.stored(
@@ -66,7 +66,7 @@ class PartFinder:
                     continue
                 # Control-token text in a live piece may be the template's own, even where the
                 # document holds the same text: a part ends before it.
-                stop = self.encoder.control_text_after(text, start)
+                stop = self.lookup.encoder.control_text_after(text, start)
                 part = self._first_part(text, start, stop, stored)
                 if part is None:
                     looks -= 1
@@ -79,9 +79,9 @@ class PartFinder:
     def stored(self, heads: Iterable[str]) -> dict[str, list[tuple[TextEntry, TokenIds]]]:
         """Map the first characters of texts to the stored chunks that may begin with them."""
         distinct = list(dict.fromkeys(heads))[:MAX_LOOKS]
-        entries = {head: self.scanner.texts_like(head, limit=MAX_TEXTS) for head in distinct}
+        entries = {head: self.lookup.scanner.texts_like(head, limit=MAX_TEXTS) for head in distinct}
         every = {entry.digest: entry for found in entries.values() for entry in found}
-        ids = self.stored_ids(list(every.values())) if every else {}
+        ids = self.lookup.stored_ids(list(every.values())) if every else {}
         return {
             head: [(e, run) for e in found for run in ids.get(e.digest, ())]
             for head, found in entries.items()
@@ -100,12 +100,12 @@ class PartFinder:
             return None
         text = text[start : min(stop, start + max(entry.num_chars for entry, _ in chunks))]
         chunk, count = self._longest(text, [ids for _, ids in chunks])
-        for end in range(count, max(count - MAX_BACK_OFF, self.min_tokens) - 1, -1):
+        for end in range(count, max(count - MAX_BACK_OFF, self.lookup.min_tokens) - 1, -1):
             ids = chunk[:end]
-            body = self.encoder.decode(ids)
+            body = self.lookup.encoder.decode(ids)
             # As live text it must have the same ids: then it holds no control token in a spelling
             # that only the tokenizer knows.
-            if text.startswith(body) and tuple(self.encoder.live_ids(body)) == ids:
+            if text.startswith(body) and tuple(self.lookup.encoder.live_ids(body)) == ids:
                 return Piece(body, "chunk", part_of=chunk)
         return None
 
@@ -116,26 +116,12 @@ class PartFinder:
         """
         width = FIRST_LOOK
         while True:
-            ids = self.encoder.document_ids(text[:width])
+            ids = self.lookup.encoder.document_ids(text[:width])
             counts = [common(ids, chunk) for chunk in stored]
             count, _, chunk = max((n, -len(c), c) for n, c in zip(counts, stored, strict=True))
             if width >= len(text) or count < len(ids) - SETTLE_TOKENS:
                 return chunk, count
             width *= 4
-
-
-def text_of(
-    store: TieredStore, encoder: PromptEncoder, model: str, namespace: str, digest: str
-) -> str | None:
-    """Return the text of a digest, if a stored chunk decodes to it; the store keeps no texts.
-
-    ``model`` is the fingerprint of the chunk's model.
-    """
-    found = (
-        identity for identity in store.identities(namespace, digest) if identity.model == model
-    )
-    texts = (encoder.decode(identity.token_ids) for identity in found)
-    return next((text for text in texts if text_digest(text) == digest), None)
 
 
 def common(a: Sequence[int], b: Sequence[int]) -> int:

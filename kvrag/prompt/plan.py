@@ -41,14 +41,15 @@ class Lookup:
 
     If the store fails or is late, chunks count as absent. Look-ups run in another thread and share
     ``deadline``. ``model``, ``namespace``, ``kv_dtype`` and ``context`` are fields of the
-    identities. ``scanner`` finds the namespace's texts; chunks of fewer than ``min_tokens`` tokens
-    are computed with each prompt. ``prefix`` is the digest of the prompt's prefix. ``found`` maps
+    identities. ``scanner`` finds the namespace's texts, ``encoder`` tokenises; chunks of fewer than
+    ``min_tokens`` tokens are computed with each prompt. ``prefix`` is the digest of the prompt's prefix. ``found`` maps
     token ids to the identity of their KV, behind the prompt's prefix or else another; KV of another
     type is among them, too.
     """
 
     store: TieredStore
     scanner: SpanIndex
+    encoder: PromptEncoder
     model: str
     namespace: str
     deadline: Deadline
@@ -196,11 +197,11 @@ class Lookup:
             known = "not precomputed"
         return self.deadline.fault or f"{known}: precompute it with this model"
 
-    def plan(self, pieces: Iterable[PlannedPiece], encoder: PromptEncoder) -> Plan:
+    def plan(self, pieces: Iterable[PlannedPiece]) -> Plan:
         """Return the plan of these pieces, without empty pieces."""
         return Plan(
             tuple([piece for piece in pieces if piece.ids]),
-            encoder,
+            self.encoder,
             self.kv_dtype,
             self.deadline.fault,
         )
@@ -296,11 +297,7 @@ class Plan:
 
 
 def plan_prompt(
-    prompt: Prompt,
-    encoder: PromptEncoder,
-    lookup: Lookup,
-    prefixes: Sequence[str],
-    chat: Chat = PLAIN,
+    prompt: Prompt, lookup: Lookup, prefixes: Sequence[str], chat: Chat = PLAIN
 ) -> Plan:
     """Cut a prompt into pieces and look up every chunk.
 
@@ -312,8 +309,9 @@ def plan_prompt(
     InputError
         If the prompt is empty or malformed.
     """
+    encoder = lookup.encoder
     head, given = _split_head(merge_live(encoder.pieces(prompt, chat)), prefixes, encoder)
-    rest = _cut(given, encoder, lookup)
+    rest = PartFinder(lookup).cut_live(cut(given, lookup.scanner.scan))
     if not any([piece.kind == "chunk" for piece in rest]):
         alone = lookup.identity(encoder.head_ids(head.text), NO_IDS)
         if not (head.text and lookup.known([alone])):
@@ -321,7 +319,7 @@ def plan_prompt(
             head = Piece("")
     if not head.text and rest and rest[0].kind == "live":
         head = rest.pop(0)
-    plan = _looked_up(head, rest, encoder, lookup)
+    plan = _looked_up(head, rest, lookup)
     if not plan.pieces:
         raise InputError("the prompt has no tokens; pass some text")
     return plan
@@ -346,15 +344,9 @@ def _split_head(
     return Piece(head), merge_live([Piece(text[len(head) :]), *pieces[1:]])
 
 
-def _cut(given: list[Piece], encoder: PromptEncoder, lookup: Lookup) -> list[Piece]:
-    """Cut live pieces at known chunks, and at first parts of stored chunks."""
-    scanner = lookup.scanner
-    finder = PartFinder(scanner, encoder, lookup.stored_ids, lookup.min_tokens)
-    return finder.cut_live(cut(given, scanner.scan))
-
-
-def _looked_up(head: Piece, rest: list[Piece], encoder: PromptEncoder, lookup: Lookup) -> Plan:
+def _looked_up(head: Piece, rest: list[Piece], lookup: Lookup) -> Plan:
     """Look up all chunks of a prompt at once; the ids of its pieces are the prompt's."""
+    encoder = lookup.encoder
     live_ids = cache(encoder.live_ids)  # the same few characters stand between all chunks
 
     def ids_of(piece: Piece) -> TokenIds:
@@ -383,4 +375,4 @@ def _looked_up(head: Piece, rest: list[Piece], encoder: PromptEncoder, lookup: L
         missed = None if piece.part_of else MissedChunk(piece.text, piece.is_given)
         whole = piece.part_of or ids
         out.append(lookup.chunk(piece, ids, whole, missed, is_next=index == 0))
-    return lookup.plan(out, encoder)
+    return lookup.plan(out)

@@ -91,25 +91,24 @@ class DecodedIds:
         return PlannedPiece(self.piece(start, stop), self.ids[start:stop])
 
 
-def plan_ids(
-    ids: Sequence[int], encoder: PromptEncoder, lookup: Lookup, prefixes: Iterable[TokenIds]
-) -> Plan:
+def plan_ids(ids: Sequence[int], lookup: Lookup, prefixes: Iterable[TokenIds]) -> Plan:
     """Plan a prompt of token ids, which are used unchanged.
 
     Parameters
     ----------
     ids
         The prompt.
-    encoder, lookup
+    lookup
         As for :func:`kvrag.prompt.plan.plan_prompt`.
     prefixes
         Token ids that chunks were encoded behind. The prompt's prefix is the one that it begins
         with, but for a seam's tokens; else all rows before its first chunk.
     """
+    encoder = lookup.encoder
     prompt = DecodedIds(ids, encoder)
     bos = tuple(encoder.bos_ids)
     named = max([bos, *prefixes], key=lambda each: common(each, prompt.ids))
-    places = _Places(prompt, encoder, lookup)
+    places = _Places(prompt, lookup)
     prefix = named
     if named == bos or not prompt.begins_with(DecodedIds(named, encoder)):
         prefix = prompt.ids[: prompt.rows(0, places.first).stop]
@@ -122,20 +121,19 @@ def plan_ids(
     head = next((each for each in identities if each in known), None)
     stop = common(prefix if head is None else head.token_ids, prompt.ids)
     first = lookup.head(prompt.piece(0, stop), prompt.ids[:stop], head)
-    return lookup.plan([first, *places.planned(stop, prefix)], encoder)
+    return lookup.plan([first, *places.planned(stop, prefix)])
 
 
 class _Places:
     """Places of known chunks, and of first parts of stored chunks, in a decoded prompt."""
 
-    def __init__(self, prompt: DecodedIds, encoder: PromptEncoder, lookup: Lookup) -> None:
+    def __init__(self, prompt: DecodedIds, lookup: Lookup) -> None:
         self._prompt = prompt
-        self._encoder = encoder
         self._lookup = lookup
         self._decoded = dict[TokenIds, DecodedIds]()
         text = prompt.text
         whole = [
-            Place(span.start, span.stop, encoder.chunk_ids(text[span.start : span.stop]))
+            Place(span.start, span.stop, lookup.encoder.chunk_ids(text[span.start : span.stop]))
             for span in lookup.scanner.scan(text)
         ]
         self.found = sorted([*whole, *self._parts(whole)], key=lambda place: place.start)
@@ -184,8 +182,7 @@ class _Places:
             if not any(place.start <= at < place.stop for place in covered)
         ]
         heads = {at: text[at : at + ANCHOR_CHARS] for at in outside[:MAX_LOOKS]}
-        finder = PartFinder(lookup.scanner, self._encoder, lookup.stored_ids, lookup.min_tokens)
-        stored = finder.stored(heads.values())
+        stored = PartFinder(lookup).stored(heads.values())
         for at, head in heads.items():
             places = [Place(at, at, ids) for _, ids in stored.get(head, ())]
             if places:
@@ -196,5 +193,5 @@ class _Places:
 
     def _shared(self, place: Place) -> Iterator[Overlap]:
         if place.ids not in self._decoded:
-            self._decoded[place.ids] = DecodedIds(place.ids, self._encoder)
+            self._decoded[place.ids] = DecodedIds(place.ids, self._lookup.encoder)
         return self._prompt.overlaps(self._decoded[place.ids], place.start)

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 from kvrag.config import StoreConfig
-from kvrag.prompt.explain import Known, with_cause
-from kvrag.prompt.partial import text_of
+from kvrag.prompt.explain import with_cause
 from kvrag.prompt.plan import Lookup, Plan, plan_prompt
 from kvrag.prompt.plan_ids import plan_ids
 from kvrag.prompt.spans import SpanIndex
@@ -80,6 +78,7 @@ class PromptPlanner:
         return Lookup(
             self.store,
             self.texts.of(namespace, deadline),
+            self.encoder,
             model,
             namespace,
             deadline,
@@ -95,19 +94,10 @@ class PromptPlanner:
 
         Raises ``InputError`` if the prompt is empty or malformed.
         """
-        encoder = self.encoder
         ids = given_ids(prompt, self.vocab_size)
         if ids is None:
-            plan = plan_prompt(prompt, encoder, lookup, prefixes, chat)
+            plan = plan_prompt(prompt, lookup, prefixes, chat)
         else:
             check_plain(prompt, chat)
-            plan = plan_ids(ids, encoder, lookup, [encoder.head_ids(text) for text in prefixes])
+            plan = plan_ids(ids, lookup, map(self.encoder.head_ids, prefixes))
         return with_cause(plan, lookup.scanner)
-
-    def known(self, lookup: Lookup) -> Known:
-        """Return what is known of the chunks of a namespace."""
-        return Known(
-            lookup.scanner,
-            partial(text_of, self.store, self.encoder, lookup.model, lookup.namespace),
-            self.config,
-        )

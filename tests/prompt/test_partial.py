@@ -1,6 +1,7 @@
 """The first part of a stored chunk: as exact as the whole, copied, and never a reason for a wrong answer."""
 
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -239,8 +240,8 @@ def test_a_control_token_in_a_spelling_of_the_tokenizers_own_is_no_part(stored):
     def stored(entries):
         return {entry.digest: [ids] for entry in entries}
 
-    assert len(PartFinder(index, encoder, stored, 32).cut_live([piece])) == 2
-    assert PartFinder(index, Odd(encoder.tokenizer), stored, 32).cut_live([piece]) == [piece]
+    assert len(finder(index, encoder, stored).cut_live([piece])) == 2
+    assert finder(index, Odd(encoder.tokenizer), stored).cut_live([piece]) == [piece]
 
 
 def test_a_text_that_only_begins_like_a_chunk_is_live(stored):
@@ -282,6 +283,12 @@ def test_a_store_that_fails_costs_reuse_only(engine_of, monkeypatch):
 # -- the search ------------------------------------------------------------------------------------------------------------
 
 
+def finder(scanner: Any, encoder: PromptEncoder, stored_ids: Any) -> PartFinder:
+    return PartFinder(
+        SimpleNamespace(scanner=scanner, encoder=encoder, stored_ids=stored_ids, min_tokens=32)
+    )
+
+
 def finder_of(encoder: PromptEncoder, texts: list[str], asked: list[int]) -> PartFinder:
     index = SpanIndex()
     index.add(entry for text in texts if (entry := text_entry(text)))
@@ -291,7 +298,7 @@ def finder_of(encoder: PromptEncoder, texts: list[str], asked: list[int]) -> Par
         asked.append(len(entries))
         return {entry.digest: [encoder.chunk_ids(by_digest[entry.digest])] for entry in entries}
 
-    return PartFinder(index, encoder, stored_ids, 32)
+    return finder(index, encoder, stored_ids)
 
 
 HEADED = ["Source: the annual report of the archive, volume one.\n" + chunk for chunk in CHUNKS]
@@ -321,14 +328,14 @@ ENDLESS = " ".join(make_chunks(30, words=30, seed=5))
 )
 def test_the_longest_parts_are_found(texts, prompt, found, tokenizer):
     """The bytes of ``é`` and ``è`` begin alike, and so do their tokens."""
-    finder = finder_of(PromptEncoder(tokenizer), texts, [])
-    cut, at, expected = finder.cut_live([Piece(prompt)]), 0, iter(found)
+    encoder = PromptEncoder(tokenizer)
+    cut, at, expected = finder_of(encoder, texts, []).cut_live([Piece(prompt)]), 0, iter(found)
     assert "".join(piece.text for piece in cut) == prompt
     for piece in cut:
         if piece.kind == "chunk":
             text = next(expected)
             common = len(os.path.commonprefix([text, prompt[at:]]))  # noqa: RUF071
-            assert piece.part_of == finder.encoder.chunk_ids(text)
+            assert piece.part_of == encoder.chunk_ids(text)
             assert common - 10 < len(piece.text) <= common
         at += len(piece.text)
     assert next(expected, None) is None
@@ -344,10 +351,10 @@ def test_hostile_texts_cost_a_bounded_number_of_looks_and_one_question(tokenizer
             looks.extend([text] if set(text) == {"="} else [])
             return super().document_ids(text)
 
-    finder = finder_of(Counting(tokenizer), texts, asked)
-    finder.min_tokens = 50
+    found = finder_of(Counting(tokenizer), texts, asked)
+    found.lookup.min_tokens = 50
     pieces = [Piece("=" * 5000), Piece("given", "chunk"), Piece(texts[0][:60])]
-    assert finder.cut_live(pieces) == pieces, "the looks are the whole prompt's"
+    assert found.cut_live(pieces) == pieces, "the looks are the whole prompt's"
     assert len(looks) == MAX_LOOKS
     assert len(asked) == 1
     assert asked[0] <= MAX_TEXTS * 2
@@ -364,6 +371,6 @@ def test_a_hash_of_the_head_alone_proves_nothing(tokenizer):
             return [text_entry(LONG)]
 
     piece = Piece(CHUNKS[1])
-    assert PartFinder(
-        Liar(), encoder, lambda found: {found[0].digest: [encoder.chunk_ids(LONG)]}, 32
+    assert finder(
+        Liar(), encoder, lambda found: {found[0].digest: [encoder.chunk_ids(LONG)]}
     ).cut_live([piece]) == [piece]

@@ -238,7 +238,7 @@ class Planner:
                 list[Ids](),
                 what="the KV store",
             )
-            plan = plan_ids(ids, self._prompts.encoder, lookup, prefixes)
+            plan = plan_ids(ids, lookup, prefixes)
             has_failed = plan.fault is not None
         finally:
             if has_failed:  # all requests wait in the meantime

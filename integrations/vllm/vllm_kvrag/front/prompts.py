@@ -106,8 +106,7 @@ class FrontPlanner:
         plan = self.prompts.plan(prompt, lookup, (self.prefix,), chat)
         if self.worker.refusal is not None:
             plan = plan.without_reuse(self.worker.refusal)
-        known = self.prompts.known(lookup)
-        explained = explain_plan(plan, *outcome_of(plan, options.mode, None), known)
+        explained = explain_plan(plan, *outcome_of(plan, options.mode, None), lookup)
         given = options.config
         return replace(
             explained, repair=self.worker.repair if given is None else in_words(given, "given")
