@@ -36,8 +36,8 @@ MAX_BACK_OFF = 8  # tokens dropped, at most, until a part's text, tokenised alon
 class PartFinder:
     """Finder of first parts of stored chunks in the pieces of a prompt.
 
-    ``lookup`` knows the texts of chunks and the token ids of texts that have KV of this model. Parts
-    of fewer than its ``min_tokens`` tokens are ignored.
+    ``lookup`` knows the texts of chunks, and the token ids of texts that have KV of this model.
+    Parts of fewer than its ``min_tokens`` tokens are ignored.
     """
 
     lookup: Lookup
@@ -47,8 +47,6 @@ class PartFinder:
         places = [
             self.lookup.scanner.head_places(p.text) if p.kind == "live" else [] for p in pieces
         ]
-        if not any(places):
-            return list(pieces)
         stored = self.stored(
             [
                 p.text[a : a + ANCHOR_CHARS]

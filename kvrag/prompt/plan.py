@@ -41,10 +41,10 @@ class Lookup:
 
     If the store fails or is late, chunks count as absent. Look-ups run in another thread and share
     ``deadline``. ``model``, ``namespace``, ``kv_dtype`` and ``context`` are fields of the
-    identities. ``scanner`` finds the namespace's texts, ``encoder`` tokenises; chunks of fewer than
-    ``min_tokens`` tokens are computed with each prompt. ``prefix`` is the digest of the prompt's prefix. ``found`` maps
-    token ids to the identity of their KV, behind the prompt's prefix or else another; KV of another
-    type is among them, too.
+    identities. ``scanner`` finds the namespace's texts, and ``encoder`` tokenises. Chunks of fewer
+    than ``min_tokens`` tokens are computed with each prompt. ``prefix`` is the digest of the
+    prompt's prefix. ``found`` maps token ids to the identity of their KV, behind the prompt's
+    prefix or else another; KV of another type is among them, too.
     """
 
     store: TieredStore
@@ -311,7 +311,10 @@ def plan_prompt(
     """
     encoder = lookup.encoder
     head, given = _split_head(merge_live(encoder.pieces(prompt, chat)), prefixes, encoder)
-    rest = PartFinder(lookup).cut_live(cut(given, lookup.scanner.scan))
+    scanner = lookup.scanner
+    rest = cut(given, scanner.scan)
+    if any([piece.kind == "live" and scanner.head_places(piece.text) for piece in rest]):
+        rest = PartFinder(lookup).cut_live(rest)
     if not any([piece.kind == "chunk" for piece in rest]):
         alone = lookup.identity(encoder.head_ids(head.text), NO_IDS)
         if not (head.text and lookup.known([alone])):
