@@ -6,9 +6,11 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import functools
 import random
 import shutil
 import signal
+import ssl
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -28,6 +30,11 @@ from kvrag.testing.models import save_tiny_model, tiny_model
 from kvrag.testing.tokenizers import tiny_tokenizer
 
 torch.set_num_threads(1)
+
+# Temporary files lie in memory where there is plenty: tests sync thousands, and would wait for a disk.
+RAM_DISK = "/dev/shm"
+if os.access(RAM_DISK, os.W_OK) and shutil.disk_usage(RAM_DISK).free > 2**32:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", RAM_DISK)
 
 # A job in a shell's background, nohup and some CI ignore signals, and so would tests and their
 # children that are sent one: they would wait for ever.
@@ -195,6 +202,14 @@ def poisoned_memory():
         patch.setattr(np, "empty", empty)
         patch.setattr(Buffers, "take", taken)
         patch.setattr(Buffers, "_come_back", returned)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_list_of_authorities():
+    """Read the certificates of authorities once: each client read them anew, and no test speaks TLS."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ssl, "create_default_context", functools.cache(ssl.create_default_context))
         yield
 
 

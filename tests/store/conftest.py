@@ -1,11 +1,8 @@
-import os
 import shutil
 import socket
 import subprocess
-import tempfile
 import time
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,22 +10,10 @@ from stores import config_of, other_handle
 
 from kvrag.store import open_store
 
-RAM_DISK = Path("/dev/shm")
-
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread():
     torch.set_num_threads(1)
-
-
-@pytest.fixture
-def tmp_path(tmp_path):
-    """A directory in memory where there is one: the tests sync thousands of files."""
-    if not os.access(RAM_DISK, os.W_OK):
-        yield tmp_path
-        return
-    with tempfile.TemporaryDirectory(dir=RAM_DISK, prefix="kvrag-test-") as name:
-        yield Path(name)
 
 
 @pytest.fixture
