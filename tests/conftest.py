@@ -9,7 +9,6 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import functools
 import random
 import shutil
-import signal
 import ssl
 import threading
 from collections import Counter
@@ -19,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from fake_driver import Driver
+from kit import heed_signals
 
 from kvrag import KVRagEngine
 from kvrag.blend.cost import IN_ROWS
@@ -36,14 +36,7 @@ RAM_DISK = "/dev/shm"
 if os.access(RAM_DISK, os.W_OK) and shutil.disk_usage(RAM_DISK).free > 2**32:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", RAM_DISK)
 
-# A job in a shell's background, nohup and some CI ignore signals, and so would tests and their
-# children that are sent one: they would wait for ever.
-for number, handler in {
-    signal.SIGINT: signal.default_int_handler,
-    signal.SIGTERM: signal.SIG_DFL,
-}.items():
-    if signal.getsignal(number) is signal.SIG_IGN:
-        signal.signal(number, handler)
+heed_signals()
 
 pipeline.DEFAULT_MAX_NEW_TOKENS = (
     64  # tiny models never end an answer; tests/generate/test_lengths.py has the true one
