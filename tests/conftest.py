@@ -120,6 +120,8 @@ SPREAD = {
     "prompt/test_plan_ids.py::test_ids_of_segments_are_planned_as_their_text": 5,
     "prompt/test_plan_ids.py::test_a_seam_costs_its_own_rows": 3,
     "blend/test_stitch_launches.py::test_both_ways_write_the_same_rows": 3,
+    "contract/test_shared_tokenizer.py::test_a_tokenizer_in_python_gives_the_same_whatever_is_asked_of_it": 3,
+    "contract/test_shared_tokenizer.py::test_a_wrapped_tokenizer_is_as_private": 5,
 }
 """Tests of which every so many-th case runs in `make test`; 0: none does."""
 
