@@ -6,9 +6,10 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import functools
 import random
 import shutil
-import signal
+import ssl
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from fake_driver import Driver
+from kit import heed_signals
 
 from kvrag import KVRagEngine
 from kvrag.blend.cost import IN_ROWS
@@ -29,14 +31,12 @@ from kvrag.testing.tokenizers import tiny_tokenizer
 
 torch.set_num_threads(1)
 
-# A job in a shell's background, nohup and some CI ignore signals, and so would tests and their
-# children that are sent one: they would wait for ever.
-for number, handler in {
-    signal.SIGINT: signal.default_int_handler,
-    signal.SIGTERM: signal.SIG_DFL,
-}.items():
-    if signal.getsignal(number) is signal.SIG_IGN:
-        signal.signal(number, handler)
+# Temporary files lie in memory where there is plenty: tests sync thousands, and would wait for a disk.
+RAM_DISK = "/dev/shm"
+if os.access(RAM_DISK, os.W_OK) and shutil.disk_usage(RAM_DISK).free > 2**32:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", RAM_DISK)
+
+heed_signals()
 
 pipeline.DEFAULT_MAX_NEW_TOKENS = (
     64  # tiny models never end an answer; tests/generate/test_lengths.py has the true one
@@ -55,10 +55,10 @@ SPREAD = {
     "kernels/test_compile.py::test_no_kernel_grows": 8,
     "kernels/test_compile.py::test_no_variant_spills": 8,
     "kernels/test_compile.py::test_relatives_of_the_architectures_compile_too": 0,
-    "kernels/test_emulated_attention.py::test_float16": 10,
-    "kernels/test_emulated_attention.py::test_keys_split_over_blocks_are_combined": 18,
+    "kernels/test_emulated_attention.py::test_float16": 20,
+    "kernels/test_emulated_attention.py::test_keys_split_over_blocks_are_combined": 36,
     "kernels/test_emulated_attention.py::test_planted_bugs_are_caught": 12,
-    "kernels/test_emulated_attention.py::test_rows_see_exactly_their_keys": 10,
+    "kernels/test_emulated_attention.py::test_rows_see_exactly_their_keys": 20,
     "kernels/test_emulated_attention.py::test_the_order_of_warps_and_of_copies_changes_no_bit": 18,
     "kernels/test_emulated_attention.py::test_the_self_test_passes_a_kernel_that_is_right": 8,
     "kernels/test_emulated_attention.py::test_without_a_bug_the_same_checks_pass": 10,
@@ -83,36 +83,47 @@ SPREAD = {
     "cli/test_cli_forms.py::test_commands_write_to_terminals_of_any_encoding": 3,
     "repository/test_docs.py::test_the_site_is_built_without_a_warning_and_asks_no_other_host": 0,
     "engine/test_engine.py::test_an_engine_per_namespace_costs_no_files_and_the_oldest_are_freed": 0,
-    "engine/test_equivalence.py::test_an_empty_store_answers_like_plain_transformers": 3,
-    "engine/test_equivalence.py::test_an_exact_answer_is_plain_transformers_answer": 3,
-    "engine/test_equivalence.py::test_chunks_moved_by_more_than_a_thousand_rows_are_exact_after_full_repair": 8,
+    "engine/test_equivalence.py::test_an_empty_store_answers_like_plain_transformers": 6,
+    "engine/test_equivalence.py::test_an_exact_answer_is_plain_transformers_answer": 6,
+    "engine/test_equivalence.py::test_chunks_moved_by_more_than_a_thousand_rows_are_exact_after_full_repair": 16,
     "engine/test_equivalence.py::test_every_strategy_runs_with_and_without_shift": 4,
-    "engine/test_equivalence.py::test_more_repair_is_closer_to_full_prefill": 4,
-    "engine/test_equivalence.py::test_one_chunk_behind_its_own_prefix_equals_full_prefill": 3,
-    "engine/test_equivalence.py::test_repaired_rows_never_see_the_future": 3,
-    "engine/test_equivalence.py::test_repairing_every_row_equals_full_prefill": 2,
+    "engine/test_equivalence.py::test_more_repair_is_closer_to_full_prefill": 8,
+    "engine/test_equivalence.py::test_one_chunk_behind_its_own_prefix_equals_full_prefill": 6,
+    "engine/test_equivalence.py::test_repaired_rows_never_see_the_future": 6,
+    "engine/test_equivalence.py::test_repairing_every_row_equals_full_prefill": 3,
     "repository/test_examples.py::test_an_example_answers_both_ways_and_reuses": 0,
     "repository/test_examples.py::test_an_example_says_what_it_needs": 4,
-    "model/test_flash.py::test_logits_are_those_of_torch": 2,
+    "model/test_flash.py::test_logits_are_those_of_torch": 5,
     "repository/test_gpu_check.py::test_a_dry_run_goes_through_every_part_and_says_that_nothing_was_measured": 0,
     "repository/test_gpu_check.py::test_a_dry_run_of_the_kernels_benchmark_has_every_part": 0,
     "repository/test_gpu_check.py::test_a_dry_run_of_the_streams_has_every_part": 0,
     "repository/test_gpu_check.py::test_a_machine_without_kvrags_own_packages_can_run_all_of_it": 0,
     "generate/test_beginnings.py::test_another_question_over_the_same_documents_computes_the_question": 4,
-    "generate/test_histories.py::test_a_chat_is_answered_as_without": 4,
+    "generate/test_histories.py::test_a_chat_is_answered_as_without": 9,
     "generate/test_histories.py::test_an_erasure_by_another_process_counts": 3,
     "precompute/test_batches.py::test_chunks_of_a_batch_are_those_encoded_alone": 3,
-    "model/test_plain.py::test_a_refused_model_answers_like_plain_transformers": 3,
+    "model/test_plain.py::test_a_refused_model_answers_like_plain_transformers": 6,
     "model/test_proof.py::test_reuse_is_proven_for_every_accepted_architecture": 3,
     "blend/test_slide.py::test_a_chat_of_fifty_turns_goes_on_in_flat_memory": 0,
-    "model/test_steps.py::test_recorded_forwards_give_the_same_logits": 3,
+    "model/test_steps.py::test_recorded_forwards_give_the_same_logits": 6,
     "prompt/test_tokenizers.py::test_a_line_break_between_chunks_changes_no_seam_of_real_prompts": 0,
     "generate/test_tool_calls.py::test_calls_are_read_and_never_shown": 2,
-    "model/test_lock.py::test_a_forward_that_gives_way_computes_what_it_computes_alone": 16,
-    "model/test_lock.py::test_answers_are_those_of_requests_alone": 16,
+    "model/test_lock.py::test_a_forward_that_gives_way_computes_what_it_computes_alone": 32,
+    "model/test_lock.py::test_answers_are_those_of_requests_alone": 32,
     "precompute/test_write_back.py::test_a_process_that_ends_right_after_its_answer_ends_in_order": 0,
     "vllm_connector/test_blend_vllm.py::test_blended_answers_are_those_of_kvrags_engine": 5,
     "vllm_connector/test_borrowed.py::test_a_borrowed_model_is_the_model_of_the_files": 6,
+    "model/test_steps.py::test_each_shape_equals_the_launched_forward_bit_for_bit": 2,
+    "model/test_plain.py::test_a_refused_model_scores_and_prefills": 3,
+    "model/test_attention.py::test_rows_see_exactly_their_keys": 7,
+    "model/test_proof.py::test_the_proof_has_power_in_low_precision": 3,
+    "prompt/test_plan_ids.py::test_ids_of_segments_are_planned_as_their_text": 5,
+    "prompt/test_plan_ids.py::test_a_seam_costs_its_own_rows": 3,
+    "blend/test_stitch_launches.py::test_both_ways_write_the_same_rows": 3,
+    "contract/test_shared_tokenizer.py::test_a_tokenizer_in_python_gives_the_same_whatever_is_asked_of_it": 3,
+    "contract/test_shared_tokenizer.py::test_a_wrapped_tokenizer_is_as_private": 5,
+    "engine/test_equivalence.py::test_no_chunk_row_depends_on_the_question_but_by_selection": 3,
+    "contract/test_shared_tokenizer.py::test_what_other_threads_ask_of_the_tokenizer_changes_nothing": 3,
 }
 """Tests of which every so many-th case runs in `make test`; 0: none does."""
 
@@ -195,6 +206,14 @@ def poisoned_memory():
         patch.setattr(np, "empty", empty)
         patch.setattr(Buffers, "take", taken)
         patch.setattr(Buffers, "_come_back", returned)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_list_of_authorities():
+    """Read the certificates of authorities once: each client read them anew, and no test speaks TLS."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ssl, "create_default_context", functools.cache(ssl.create_default_context))
         yield
 
 

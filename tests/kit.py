@@ -1,5 +1,6 @@
 """What tests share: models that are only looked at, functions that fail, calls that are noted, threads and who works in them."""
 
+import signal
 import threading
 import time
 from collections import OrderedDict
@@ -17,6 +18,18 @@ from kvrag.generate.request import PrefillRequest, Request
 from kvrag.model import CausalLM
 from kvrag.prompt.planner import PromptPlanner
 from kvrag.testing.models import tiny_model
+
+HEEDED = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+
+
+def heed_signals() -> None:
+    """Heed signals that a job in a shell's background, nohup and some CI ignore.
+
+    Tests and their children that are sent one would wait for ever.
+    """
+    for number, handler in HEEDED.items():
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 @cache

@@ -141,13 +141,13 @@ def test_the_default_is_the_text_that_ships_cut_to_a_share_of_the_window(engine_
     assert shipped().isascii()
 
 
-@pytest.mark.parametrize("window", [0, 3, 4, 8, 40, 4000])
 @pytest.mark.parametrize("context", ["default", "default:1", "default:0", OWN])
-def test_a_context_ends_with_a_blank_line_and_keeps_its_bound(engine_of, window, context):
+def test_a_context_ends_with_a_blank_line_and_keeps_its_bound(engine_of, context):
     encoder = engine_of("llama").loaded.encoder
-    ids = context_ids(context, encoder, window)
-    assert len(ids) <= window // 4
-    assert encoder.decode(list(ids[-2:])).endswith("\n\n"[: len(ids)])
+    for window in (0, 3, 4, 8, 40, 4000):
+        ids = context_ids(context, encoder, window)
+        assert len(ids) <= window // 4
+        assert encoder.decode(list(ids[-2:])).endswith("\n\n"[: len(ids)])
 
 
 def test_misses_are_stored_behind_it(engine_of):

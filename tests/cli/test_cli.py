@@ -316,16 +316,7 @@ def test_the_package_runs_as_a_module(root):
 
 
 def test_estimate_of_a_preset():
-    result = CliRunner().invoke(
-        app,
-        [
-            "estimate",
-            "-m",
-            "llama-3.1-8b",
-            "--chunks",
-            "1000",
-        ],
-    )
+    result = CliRunner().invoke(app, ["estimate", "-m", "llama-3.1-8b", "--chunks", "1000"])
     assert result.exit_code == 0, result.output
     assert "128 KiB" in result.stdout
 

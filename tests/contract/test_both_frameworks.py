@@ -289,13 +289,13 @@ async def test_all_ways_of_asking_give_the_same_answer(make, kind):
 
 @every_way
 async def test_a_stop_string_ends_the_answer_and_is_not_shown(make, kind, way):
-    whole = await asked(make(kind), way, max_tokens=24)
+    whole = await asked(make(kind), way, max_tokens=12)
     stop = whole[len(whole) // 2 :][:4]  # of several tokens: the tiny vocabulary has few words
     expected = whole[: whole.index(stop)]
-    assert await asked(make(kind), way, max_tokens=24, stop=[stop]) == expected
+    assert await asked(make(kind), way, max_tokens=12, stop=[stop]) == expected
     configured = make(kind, stop=[stop])
-    assert await asked(configured, way, max_tokens=24) == expected
-    assert await asked(configured, way, max_tokens=24, stop=[]) == whole
+    assert await asked(configured, way, max_tokens=12) == expected
+    assert await asked(configured, way, max_tokens=12, stop=[]) == whole
 
 
 @accounting

@@ -139,15 +139,15 @@ def test_tokens_that_are_added_later_are_known(make, tmp_path):
     assert tokenizer.convert_tokens_to_ids("<note>") in after
 
 
-def test_a_tokenizer_in_python_gives_the_same_whatever_is_asked_of_it(tmp_path):
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_tokenizer_in_python_gives_the_same_whatever_is_asked_of_it(setting, tmp_path):
     """ByT5's needs no files."""
     model = tiny_model()
     model.resize_token_embeddings(len(spelling()))
     expected = seen_by_kvrag(model, spelling(), tmp_path / "alone")
-    for setting, given in SETTINGS.items():
-        shared = spelling()
-        with application(shared, **given):
-            assert seen_by_kvrag(model, shared, tmp_path / setting) == expected
+    shared = spelling()
+    with application(shared, **SETTINGS[setting]):
+        assert seen_by_kvrag(model, shared, tmp_path / "shared") == expected
 
 
 def spelling() -> Any:

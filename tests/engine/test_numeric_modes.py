@@ -66,8 +66,11 @@ MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "gradients": gradients,
 }
 OTHERS = "qwen3", "qwen3_moe", "gemma2", "gpt2"  # a key norm, experts, soft caps, refused
+OFTEN = [("qwen3_moe", "autocast to bfloat16"), ("gpt2", "default dtype float64")]
 PAIRS = [("llama", mode) for mode in MODES] + [
-    (kind, mode) for kind in OTHERS for mode in ("autocast to bfloat16", "default dtype float64")
+    pytest.param(kind, mode, marks=[] if (kind, mode) in OFTEN else pytest.mark.slow)
+    for kind in OTHERS
+    for mode in ("autocast to bfloat16", "default dtype float64")
 ]
 
 

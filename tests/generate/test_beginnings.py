@@ -30,7 +30,9 @@ LINEAR = {
     "linear_num_value_heads": 4,
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 16}
+SMALL = {"mamba_chunk_size": 16}
+"""Prompts here are shorter than the 256 tokens that a scan would be padded to."""
+MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 16, **SMALL}
 
 HYBRIDS = {
     "qwen3_next-small": {
@@ -41,8 +43,8 @@ HYBRIDS = {
     },
     "qwen3_5_text": LINEAR,
     "olmo_hybrid": LINEAR,
-    "falcon_h1": REFUSED["falcon_h1"],
-    "bamba": REFUSED["bamba"],
+    "falcon_h1": REFUSED["falcon_h1"] | SMALL,
+    "bamba": REFUSED["bamba"] | SMALL,
     "granitemoehybrid": {
         **MAMBA2,
         "layer_types": ["mamba", "attention"] * 2,
@@ -63,6 +65,7 @@ HYBRIDS = {
         "mamba_head_dim": 16,
         "n_groups": 2,
         "ssm_state_size": 16,
+        "chunk_size": 16,
     },
     "zamba2": {
         "layers_block_type": ["mamba", "hybrid"] * 2,
@@ -72,11 +75,19 @@ HYBRIDS = {
         "n_mamba_heads": 8,
         "mamba_headdim": 16,
         "mamba_ngroups": 1,
+        "chunk_size": 16,
         "num_mem_blocks": 1,
         "use_mem_rope": True,
         "adapter_rank": 8,
     },
-    "mamba2": {"num_heads": 8, "head_dim": 16, "expand": 2, "state_size": 16, "n_groups": 2},
+    "mamba2": {
+        "num_heads": 8,
+        "head_dim": 16,
+        "expand": 2,
+        "state_size": 16,
+        "n_groups": 2,
+        "chunk_size": 16,
+    },
 }
 """Models with a running state."""
 WITHOUT_STATE = ("gpt2", "opt", "falcon-alibi", "llama-dynamic-ntk")

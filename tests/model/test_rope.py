@@ -12,10 +12,20 @@ from kvrag.model.proof import prove
 from kvrag.model.rows import Rows
 from kvrag.testing.models import TINY, tiny_model
 
+KINDS = """
+bloom cohere deepseek_v2-yarn deepseek_v3-halves ernie4_5 gemma3_text gemma4_text glm gpt_neox
+gpt_oss gptj hunyuan_v1_dense llama llama-linear llama-llama3-rope llama-yarn llama4_text mpt olmo2
+phi phi3-longrope qwen2-window qwen2_vl smollm3
+"""
+"""A model of every kind of rotation, and some that have none."""
+MODELS = [
+    pytest.param(name, marks=[] if name in KINDS.split() else pytest.mark.slow)
+    for name in sorted(TINY)
+]
 SCALED = {"hunyuan_v1_dense", "hunyuan_v1_moe"}  # a norm's weights scale keys after the rotation
 
 
-@pytest.mark.parametrize("name", sorted(TINY))
+@pytest.mark.parametrize("name", MODELS)
 def test_unrotate_inverts_rotate_at_any_rows(name):
     table = lm_of(name).rotary(2000)[0]
     rows = torch.tensor([0, 1, 7, 1500, 1999])
@@ -28,7 +38,7 @@ def test_unrotate_inverts_rotate_at_any_rows(name):
     assert torch.allclose(table.unrotate(table.rotate(vectors, rows), rows), vectors, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", sorted(set(TINY) - SCALED))
+@pytest.mark.parametrize("name", [one for one in MODELS if one.values[0] not in SCALED])
 def test_rotation_depends_on_the_distance_only(name):
     """A key moved with its query scores the same: what makes moving a chunk possible at all."""
     table = lm_of(name).rotary(3000)[0]
@@ -44,7 +54,7 @@ def test_rotation_depends_on_the_distance_only(name):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", sorted(TINY))
+@pytest.mark.parametrize("name", MODELS)
 def test_what_is_added_to_keys_is_rotated_as_they_are(name, dtype):
     table = lm_of(name).rotary(500)[0]
     target, vectors, rows = (

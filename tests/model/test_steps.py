@@ -57,11 +57,10 @@ def answered(model: CausalLM, kv) -> torch.Tensor:
     return torch.cat([first, *(extend(torch.tensor([token])).clone() for token in ANSWER)])
 
 
-SHARED = [name for name in sorted(TINY) if lm_of(name).can_share_forwards]
-
-
-@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize("name", sorted(TINY))
 def test_recorded_forwards_give_the_same_logits(name):
+    if not lm_of(name).can_share_forwards:
+        pytest.skip("it computes one request at a time, and is not recorded")
     model = recorded(name)
     want = answered(lm_of(name), lm_of(name).buffer(80))
     for kv in (buffer_of(model, 80), buffer_of(model, 80)):  # the second is not at the first slot

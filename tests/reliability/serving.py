@@ -109,17 +109,8 @@ class Tiny:
 
     def start(self, *options: str) -> Server:
         """Start it; on the same store each time."""
-        command = [
-            sys.executable,
-            "-m",
-            "kvrag",
-            "serve",
-            self.model,
-            "--kv-dir",
-            str(self.kv_dir),
-            "--port",
-            "0",
-        ]
+        command = [sys.executable, "-m", "kvrag", "serve", self.model]
+        command += ["--kv-dir", str(self.kv_dir), "--port", "0"]
         keys = ",".join(f"{tenant}={key}" for tenant, key in KEYS.items())
         env = {"KVRAG_API_KEYS": keys, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         env |= {

@@ -274,6 +274,7 @@ def around_the_adapters_module() -> set[str]:
     }
 
 
+@cache
 def deep_names() -> dict[str, int]:
     """Number of names that each integration imports from modules of kvrag, rather than from ``kvrag`` itself."""
     found: dict[str, set[str]] = defaultdict(set)
@@ -326,6 +327,7 @@ def lines(path: Path) -> int:
     return len(path.read_text().splitlines())
 
 
+@cache
 def nodes(path: Path) -> int:
     """Syntax nodes of a file."""
     return sum(1 for _ in ast.walk(files()[path]))
@@ -376,6 +378,7 @@ def _is_packed(node: ast.AST) -> bool:
     )
 
 
+@cache
 def style() -> dict[str, float]:
     """Figures of how the code is written."""
     count: Counter[str] = Counter()
@@ -440,6 +443,7 @@ def large_rooms() -> dict[str, int]:
     }
 
 
+@cache
 def areas() -> dict[str, int]:
     """Nodes of every area."""
     sizes: Counter[str] = Counter()

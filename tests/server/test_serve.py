@@ -21,18 +21,13 @@ from kvrag_server.command import bound
 
 
 @pytest.fixture
-def process(tiny_dir, tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "kvrag",
-        "serve",
-        str(tiny_dir),
-        "--kv-dir",
-        str(tmp_path / "kv"),
-        "--port",
-        "0",
-    ]
+def command(tiny_dir, tmp_path):
+    start = [sys.executable, "-m", "kvrag", "serve", str(tiny_dir)]
+    return [*start, "--kv-dir", str(tmp_path / "kv"), "--port", "0"]
+
+
+@pytest.fixture
+def process(command):
     with subprocess.Popen(
         command, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
     ) as process:
@@ -62,19 +57,8 @@ def test_a_running_answer_is_finished_after_sigterm(process, tiny_dir):
     assert process.wait(30) == 0
 
 
-def test_the_log_is_lines_of_json(tiny_dir, tmp_path):
+def test_the_log_is_lines_of_json(command):
     """Uvicorn's and kvrag's; what may quote a prompt is not in it, nor beside it."""
-    command = [
-        sys.executable,
-        "-m",
-        "kvrag",
-        "serve",
-        str(tiny_dir),
-        "--kv-dir",
-        str(tmp_path / "kv"),
-        "--port",
-        "0",
-    ]
     lines = []
     with subprocess.Popen(
         [*command, "--log-format", "json"], stderr=subprocess.PIPE, text=True

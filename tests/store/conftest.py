@@ -1,34 +1,13 @@
-import os
 import shutil
 import socket
 import subprocess
-import tempfile
 import time
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
-import torch
 from stores import config_of, other_handle
 
 from kvrag.store import open_store
-
-RAM_DISK = Path("/dev/shm")
-
-
-@pytest.fixture(autouse=True, scope="session")
-def one_thread():
-    torch.set_num_threads(1)
-
-
-@pytest.fixture
-def tmp_path(tmp_path):
-    """A directory in memory where there is one: the tests sync thousands of files."""
-    if not os.access(RAM_DISK, os.W_OK):
-        yield tmp_path
-        return
-    with tempfile.TemporaryDirectory(dir=RAM_DISK, prefix="kvrag-test-") as name:
-        yield Path(name)
 
 
 @pytest.fixture
@@ -94,18 +73,8 @@ def server(folder):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [
-        program,
-        "--port",
-        str(port),
-        "--bind",
-        "127.0.0.1",
-        "--save",
-        "",
-        "--dir",
-        str(folder),
-    ]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    command = [program, "--port", str(port), "--bind", "127.0.0.1", "--save", ""]
+    process = subprocess.Popen([*command, "--dir", str(folder)], stdout=subprocess.DEVNULL)
     for _ in range(100):
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)) == 0:

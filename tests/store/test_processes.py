@@ -153,14 +153,8 @@ def test_a_forked_child_inherits_no_connection_of_any_thread(opened, root):
     assert status == 0
 
 
-def test_a_spawned_process_reads_what_this_one_wrote(opened, root):
-    fill(opened(durability="durable"), 1)
-    code = (
-        "import sys; from stores import *; from kvrag.store import open_store; from kvrag.testing.chunks import same_bits\n"
-        "assert same_bits(open_store(sys.argv[1], config_of()).get(CHUNKS[1]), KVS[1])"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, root], cwd=HERE, capture_output=True, text=True, timeout=90
-    )
-    assert done.returncode == 0, done.stderr
+def test_another_process_reads_what_this_one_wrote(opened, root):
+    store = fill(opened(durability="durable"), 1)
+    child = in_child(lambda: same_bits(open_store(root, store.config).get(IDENTITIES[1]), KVS[1]))
+    assert ended(child) == 0
     assert os.listdir(root / "tmp") == []

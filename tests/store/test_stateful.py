@@ -16,7 +16,6 @@ from kvrag.types import Hole
 
 CHUNKS = [make_identity(number, prefix=prefix) for number in range(2) for prefix in ("x", "y")]
 BUDGET = 2 * make_kv(CHUNKS[0]).num_bytes
-RAM_DISK = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 chunks, names, docs, who = (
     st.sampled_from(CHUNKS),
@@ -29,7 +28,7 @@ chunks, names, docs, who = (
 class StoreMachine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
-        self.root = Path(tempfile.mkdtemp(dir=RAM_DISK))
+        self.root = Path(tempfile.mkdtemp(dir=os.environ.get("PYTEST_DEBUG_TEMPROOT")))
         self.stores = [self.open(), self.open()]
         self.stored = {}  # chunk -> texts
         self.references = set()  # (document, text)
