@@ -42,7 +42,7 @@ from load_client import Answer, Server, ask, quantiles
 from safetensors.torch import load_file
 
 from kvrag import KVRagEngine
-from kvrag.adapters import ModelSource, PromptEncoder, load_tokenizer
+from kvrag.adapters import ModelSource, PromptEncoder
 
 NAME = "model"
 COMPLETIONS = "/v1/completions"
@@ -220,7 +220,7 @@ class Run:
         self.seed: int = args.seed
         self.extent = QUICK if args.quick else WHOLE
         self.folder = folder
-        self.encoder = PromptEncoder(load_tokenizer(ModelSource(self.model)))
+        self.encoder = PromptEncoder(ModelSource(self.model).load_tokenizer())
         self.prompts = {
             size.name: Prompts(self.encoder, size, self.seed) for size in self.extent.sizes
         }

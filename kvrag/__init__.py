@@ -47,13 +47,16 @@ if TYPE_CHECKING:
         install_flash_attention,
         uninstall_flash_attention,
     )
+    from kvrag.generate.streams import AsyncTokenStream, TokenStream
     from kvrag.hooks import delete_kv, precompute_kv, sync_kv
+    from kvrag.precompute.library import Library
     from kvrag.prompt.prefix import TemplatePrefix
     from kvrag_ray.dataset import precompute_dataset as precompute_dataset
     from kvrag_server.client import KVRagClient as KVRagClient
 
 __version__ = "0.3.0"
 __all__ = [
+    "AsyncTokenStream",
     "Chunk",
     "ConfigError",
     "ContextLengthError",
@@ -62,6 +65,7 @@ __all__ = [
     "InputError",
     "KVRagEngine",
     "KVRagError",
+    "Library",
     "MissingDependencyError",
     "ModelError",
     "OutOfMemoryError",
@@ -76,6 +80,7 @@ __all__ = [
     "StoreFormatError",
     "SyncReport",
     "TemplatePrefix",
+    "TokenStream",
     "ToolCall",
     "UnsupportedModelError",
     "VerifyReport",
@@ -84,6 +89,7 @@ __all__ = [
     "flash_attention_tier",
     "install_flash_attention",
     "precompute_kv",
+    "require",
     "sync_kv",
     "uninstall_flash_attention",
 ]
@@ -91,12 +97,14 @@ __all__ = [
 _LAZY = {
     "kvrag.config": ("RepairConfig", "Retention", "SamplingConfig", "StoreConfig"),
     "kvrag.engine": ("KVRagEngine",),
+    "kvrag.generate.streams": ("AsyncTokenStream", "TokenStream"),
     "kvrag.hooks": ("delete_kv", "precompute_kv", "sync_kv"),
     "kvrag.flash": (
         "flash_attention_tier",
         "install_flash_attention",
         "uninstall_flash_attention",
     ),
+    "kvrag.precompute.library": ("Library",),
     "kvrag.prompt.prefix": ("TemplatePrefix",),
 }
 """Modules imported at first use of their names.

@@ -39,10 +39,11 @@ from kvrag.generate.request import AnswerRequest, PrefillRequest, Request, Score
 from kvrag.generate.scheduler import Load, pool_stats, scheduler_of
 from kvrag.generate.stats import EngineStats, Figures
 from kvrag.generate.streams import AsyncTokenStream, Emit, Produce, TokenStream
+from kvrag.identity.fingerprint import context_digest
 from kvrag.model.lm import LoadedModel
 from kvrag.model.load import load
 from kvrag.model.plain import PlainLM
-from kvrag.model.source import ModelSource, check_source
+from kvrag.model.source import ModelSource
 from kvrag.precompute import documents
 from kvrag.precompute.encode import KeptPrefix, check_context, context_ids
 from kvrag.precompute.library import Library, chosen_keys
@@ -208,7 +209,7 @@ class KVRagEngine(Library):
         self.prefix = options.prefix
         self.context = options.context
         self.chat_template_kwargs = options.chat_template_kwargs
-        check_source(self.source)
+        self.source.check()
         super().__init__(
             options.kv_dir, namespace=options.namespace, store_config=options.store_config
         )
@@ -375,6 +376,15 @@ class KVRagEngine(Library):
             return ()
         return context_ids(self.context, self.loaded.encoder, lm.reuse_window)
 
+    @cached_property
+    def context_digest(self) -> str:
+        """Digest of :attr:`context_ids`, which chunk keys hold."""
+        return context_digest(self.context_ids)
+
+    def text_of(self, prefix: Prefix | None) -> str:
+        """Return the text of a prefix; ``None``: :attr:`prefix_text`."""
+        return self.prefix_text if prefix is None else prefix_text(prefix, self.encoder)
+
     def in_memory(self) -> KVRagEngine:
         """Open an engine on the same model that keeps its KV in memory, apart from this store."""
         return type(self)(self._options.in_memory())
@@ -453,7 +463,7 @@ class KVRagEngine(Library):
         StoreError
             If the documents can't be registered.
         """
-        items = documents.check_items(texts, ids, collection, batch_size)
+        items = documents.Items.checked(texts, ids, collection, batch_size)
         check_show(show_progress)
         retention = as_config(Retention, retention, option="retention")
         space = self.space_of(namespace)
@@ -462,7 +472,7 @@ class KVRagEngine(Library):
             loaded.reusable  # noqa: B018 - raises before anything is deleted or stored
         if self._gate.kv_dtype != "auto":
             self._gate.admit(loaded)
-        text = self.prefix_text if prefix is None else prefix_text(prefix, self.encoder)
+        text = self.text_of(prefix)
         self._prefix_texts.setdefault(space, {})[text] = None
         documents.replace(self.store, space, items, self.erasing, is_announced=announced)
         run = Precompute(

@@ -16,8 +16,8 @@ from typing import Any, Literal
 from kvrag.config import Retention
 from kvrag.engine import KVRagEngine
 from kvrag.errors import ConfigError, InputError, KVRagError, StoreError
-from kvrag.hosts import Host, RemoteHost, chosen_host, engine_of, host_of
-from kvrag.precompute.documents import Item, replaced_ids
+from kvrag.hosts import Host, RemoteHost, chosen_host, engine_of
+from kvrag.precompute.documents import Item
 from kvrag.precompute.library import in_collection
 from kvrag.progress import tell_short
 from kvrag.prompt.prefix import Prefix
@@ -102,29 +102,6 @@ def refused(report: PrecomputeReport) -> KVRagError | None:
     if report.failed:
         return StoreError(f"{len(report.failed)} {what}, {': '.join(report.failed[0])}")
     return None
-
-
-def changed_ids(
-    named: Iterable[tuple[str, str]],
-    *,
-    llm: Any,
-    namespace: str | None = None,
-    collection: str | None = None,
-) -> list[str]:
-    """Return the ids of documents whose stored KV belongs to a different text.
-
-    Documents are given as ``(id, text)``. The old KV must be deleted even if storing the new text
-    fails.
-    """
-    host = host_of(llm, namespace=namespace)
-    if isinstance(host, RemoteHost):
-        return []  # a server erases the KV of replaced texts when it gets the new texts
-    texts = dict(named)
-    items = list(map(Item.of, in_collection(texts, collection), texts.values()))
-    changed = set(
-        replaced_ids(host.store, items, host.store.names.namespace(namespace or host.namespace))
-    )
-    return [name for name, item in zip(texts, items, strict=True) if item.doc_id in changed]
 
 
 def delete_kv(

@@ -9,6 +9,7 @@ from typing import Any
 from kvrag.config import Retention
 from kvrag.engine import KVRagEngine
 from kvrag.errors import ConfigError, require
+from kvrag.precompute.library import in_collection
 from kvrag.prompt.prefix import Prefix
 from kvrag.types import PrecomputeReport
 
@@ -37,6 +38,9 @@ class RemoteHost(ABC):
         retention: Retention | None = None,
     ) -> PrecomputeReport:
         """Have the KV of chunks computed and stored."""
+
+    # The ids that documents are stored by, in a collection or outside.
+    stored_ids = staticmethod(in_collection)
 
     @abstractmethod
     def delete(

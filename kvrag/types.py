@@ -476,6 +476,11 @@ class Explanation:
     notes: list[str]
     repair: str = ""
 
+    @classmethod
+    def of(cls, told: Mapping[str, Any]) -> Explanation:
+        """Return the explanation in a server's reply."""
+        return cls(**{**told, "spans": [ExplainedSpan(**span) for span in told["spans"]]})
+
     @property
     def hits(self) -> int:
         """Number of chunks with stored KV."""

@@ -303,7 +303,7 @@ def engine_of(tokenizer, tmp_path):
 @pytest.fixture
 def no_histories(monkeypatch):
     """Let models of the frameworks keep no KV of requests: the test asks the same thing again."""
-    monkeypatch.setattr("kvrag.adapters.HISTORY_BYTES", 0)
+    monkeypatch.setattr("kvrag.adapters.models.HISTORY_BYTES", 0)
 
 
 @pytest.fixture

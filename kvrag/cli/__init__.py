@@ -9,4 +9,5 @@
 
 May import every other room but ``testing``. Commands import torch and transformers inside their
 functions, because that takes seconds: ``kvrag --help`` and an estimate from a preset need neither.
+Commands of other packages import from ``options`` and ``plugins``.
 """

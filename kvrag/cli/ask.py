@@ -17,11 +17,10 @@ from kvrag.cli.options import (
     REPAIR,
     SAMPLING,
     AsJson,
+    EngineGroup,
     Given,
     ModeName,
     loading_options,
-    name_model,
-    open_engine,
     takes,
 )
 from kvrag.cli.output import console, facts, grid, progress, say, show
@@ -61,7 +60,7 @@ _MAX_ERROR = typer.Option(
 
 @takes(engine=ENGINE, repair=REPAIR, sampling=SAMPLING)
 def ask(
-    engine: Given,
+    engine: EngineGroup,
     repair: Given,
     sampling: Given,
     ctx: typer.Context,
@@ -72,7 +71,7 @@ def ask(
     as_json: AsJson = False,
 ) -> None:
     """Answer a question; precomputed chunks in its context are found automatically."""
-    asked = name_model(ctx, engine, words, most=int(prompt_file is None))
+    asked = engine.name_model(ctx, words, most=int(prompt_file is None))
     if not asked and prompt_file is None:
         raise InputError(
             "pass a model and a question, as in: kvrag ask MODEL 'Who?'; or --prompt-file"
@@ -81,7 +80,7 @@ def ask(
     given = None if prompt_file is None else read_prompt(prompt_file)
     texts = list(read_documents(context).values()) if context else []
     SamplingConfig(**sampling)  # refused values are refused before the model loads
-    with closing(open_engine(engine, repair=repair)) as opened:
+    with closing(engine.open(repair=repair)) as opened:
         prompt = _prompt_of(question, texts, opened.encoder, engine) if given is None else given
         stream = opened.stream(prompt, **{"mode": mode, **sampling})
         for piece in stream:
@@ -100,7 +99,7 @@ def ask(
 
 
 def _prompt_of(
-    question: str | None, texts: list[str], encoder: PromptEncoder, engine: Given
+    question: str | None, texts: list[str], encoder: PromptEncoder, engine: EngineGroup
 ) -> Prompt:
     """Put the context before the question.
 
@@ -142,7 +141,7 @@ def _accounting(result: GenerationResult) -> dict[str, object]:
 
 @takes(engine=ENGINE, repair=REPAIR)
 def explain(
-    engine: Given,
+    engine: EngineGroup,
     repair: Given,
     ctx: typer.Context,
     words: Annotated[list[str] | None, _PROMPT] = None,
@@ -151,10 +150,10 @@ def explain(
     as_json: AsJson = False,
 ) -> None:
     """Show the known chunks of a prompt, and why other text has no KV; nothing is computed."""
-    prompt = (*name_model(ctx, engine, words, most=1), str(STDIN))[0]
+    prompt = (*engine.name_model(ctx, words, most=1), str(STDIN))[0]
     texts = list(read_documents(context).values()) if context else []
     given = None if context else read_prompt(Path(prompt))
-    with closing(open_engine(engine, repair=repair)) as opened:
+    with closing(engine.open(repair=repair)) as opened:
         asked = _prompt_of(prompt, texts, opened.encoder, engine) if given is None else given
         found = opened.explain(asked, mode=mode)  # type: ignore[arg-type]
     title = (
@@ -184,7 +183,7 @@ def _span_cells(span: ExplainedSpan) -> tuple[str, ...]:
 @takes(engine=ENGINE, repair=REPAIR)
 def verify(
     ctx: typer.Context,
-    engine: Given,
+    engine: EngineGroup,
     repair: Given,
     words: Annotated[list[str] | None, _PROMPTS] = None,
     max_new_tokens: Annotated[
@@ -202,7 +201,7 @@ def verify(
 
     Exit status 1 if the proof fails, if the model is refused, or if the answers differ too much.
     """
-    files = name_model(ctx, engine, words, most=None)
+    files = engine.name_model(ctx, words, most=None)
     if not files:
         _prove(engine["model"], engine, max_error, as_json=as_json)
         return
@@ -213,7 +212,7 @@ def verify(
         "max_mean_kl": max_kl,
         "min_top1": min_top1,
     }
-    with closing(open_engine(engine, repair=repair)) as opened:
+    with closing(engine.open(repair=repair)) as opened:
         report = opened.verify(prompts, **options)
     show(asdict(report), *_tables(report, max_kl, min_top1), as_json=as_json, ok=report.passed)
 
@@ -235,7 +234,7 @@ def _tables(report: VerifyReport, max_kl: float, min_top1: float) -> tuple[Table
     return grid("Reuse against full prefill", columns, rows), facts("All prompts", totals)
 
 
-def _prove(model: str, engine: Given, max_error: float | None, *, as_json: bool) -> None:
+def _prove(model: str, engine: EngineGroup, max_error: float | None, *, as_json: bool) -> None:
     """Load a model, prove reuse on it again, and print the proof."""
     with progress(f"starting with {model} ..."):
         from kvrag.model.load import load

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from kvrag.cli.documents import read_documents, split_documents
-from kvrag.cli.options import ESTIMATE, AsJson, Given, name_model, takes
+from kvrag.cli.options import ESTIMATE, AsJson, EngineGroup, Given, takes
 from kvrag.cli.output import facts, show
 from kvrag.config import StoreConfig
 from kvrag.errors import ModelError, require
@@ -35,7 +35,7 @@ _CORPUS = typer.Option("--corpus", help="Count these files or folders instead of
 
 @takes(engine=ESTIMATE)
 def estimate(
-    engine: Given,
+    engine: EngineGroup,
     ctx: typer.Context,
     words: Annotated[list[str] | None, _MODEL] = None,
     config_only: Annotated[bool, _CONFIG_ONLY] = False,
@@ -45,7 +45,7 @@ def estimate(
     as_json: AsJson = False,
 ) -> None:
     """Print the size of KV per token and of a corpus."""
-    name_model(ctx, engine, words)
+    engine.name_model(ctx, words)
     model = _parsed_once(ctx, engine["model"])
     shape = shape_of(model)
     kept = StoreConfig(kv_dtype=engine.get("kv_dtype", "auto")).kv_dtype
@@ -86,10 +86,10 @@ def _count(model: str, paths: list[Path], config_only: bool, chunk_tokens: int) 
     documents = read_documents(paths)
     tokenizer: Any = None
     if not config_only and (preset(model) is None or Path(model).exists()):
-        from kvrag.model.source import ModelSource, load_tokenizer
+        from kvrag.model.source import ModelSource
 
         with Progress("loading the tokenizer"):
-            tokenizer = load_tokenizer(ModelSource(model))
+            tokenizer = ModelSource(model).load_tokenizer()
 
     def count(text: str) -> int:
         if tokenizer is None:
@@ -128,9 +128,9 @@ def shape_of(model: str) -> ModelShape:
         return known
     if path.suffix == ".gguf":
         require("gguf", extra="gguf", purpose="reading GGUF files")
-    from kvrag.model.source import ModelSource, config_of
+    from kvrag.model.source import ModelSource
 
-    return shape_from_config(config_of(ModelSource(model)).to_dict())
+    return shape_from_config(ModelSource(model).load_config().to_dict())
 
 
 # -- tables ----------------------------------------------------------------------------------------

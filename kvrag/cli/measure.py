@@ -24,9 +24,8 @@ from kvrag.cli.options import (
     REPAIR,
     AsJson,
     Contexts,
+    EngineGroup,
     Given,
-    name_model,
-    open_engine,
     takes,
 )
 from kvrag.cli.output import facts, grid, say, show, write_page
@@ -68,7 +67,7 @@ _COUNT = typer.Option(
 
 @takes(engine=EVALUATE, repair=REPAIR)
 def evaluate(
-    engine: Given,
+    engine: EngineGroup,
     repair: Given,
     ctx: typer.Context,
     words: Annotated[list[str] | None, _MODEL] = None,
@@ -89,12 +88,12 @@ def evaluate(
     Shows facts kept, lost and won, time, and disk. Without --questions, facts are planted in your
     chunks and asked for. Takes minutes.
     """
-    name_model(ctx, engine, words)
+    engine.name_model(ctx, words)
     documents = read_documents(corpus or [example("corpus", otherwise="pass --corpus")])
     asked = None if questions is None else read_questions(questions)
     if html is not None:
         html.touch()  # a path that can't be written to fails now, not after minutes
-    with closing(open_engine(engine, repair=repair)) as opened:
+    with closing(engine.open(repair=repair)) as opened:
         encoder = opened.loaded.encoder
         split = split_documents(documents, encoder.num_tokens, chunk_tokens=chunk_tokens)
         options: Given = {
@@ -188,7 +187,7 @@ def _share(value: float) -> str:
 
 @takes(engine=CALIBRATE)
 def calibrate(
-    engine: Given,
+    engine: EngineGroup,
     ctx: typer.Context,
     words: Annotated[list[str] | None, _MODEL] = None,
     corpus: Annotated[list[Path] | None, _CORPUS] = None,
@@ -212,7 +211,7 @@ def calibrate(
     """
     from kvrag.evaluate.calibrate import check_sample
 
-    name_model(ctx, engine, words)
+    engine.name_model(ctx, words)
     check_sample(prompts, keep=keep)
     documents = read_documents(corpus or [example("corpus", otherwise="pass --corpus")])
     options: Given = {
@@ -226,7 +225,7 @@ def calibrate(
     found: dict[str, Found] = {}
     with ExitStack() as opened:
         for context in chunk_context or ["default"]:
-            behind = open_engine({**engine, "chunk_context": context})
+            behind = EngineGroup(engine, chunk_context=context).open()
             found[context] = _calibrated(
                 opened.enter_context(closing(behind)), documents, chunk_tokens, options
             )

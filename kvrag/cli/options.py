@@ -119,6 +119,83 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs in
 DEFAULT_KV_DIR = ".kvrag"
 
 
+class EngineGroup(Given):
+    """Options of an engine that were given, with what commands make of them."""
+
+    def name_model(
+        self, ctx: typer.Context, words: list[str] | None, *, most: int | None = 0
+    ) -> list[str]:
+        """Move MODEL, the first argument, into these options; return the other arguments.
+
+        MODEL may be left out where ``--model`` or ``KVRAG_MODEL`` names it. With ``--model``, no
+        argument is the model. With ``KVRAG_MODEL``, the first argument is the model if more than
+        ``most`` arguments are given. Where any number may follow (``most`` is ``None``), it is the
+        model if it is a model's directory, a ``.gguf`` file, or ``owner/name`` with no such path.
+
+        Raises :class:`InputError` if no model is named, or too many arguments are given.
+        """
+        words = list(words or ())
+        is_named = self.get("model") is not None
+        if not is_named and words and _is_text_file(words[0]):
+            raise InputError(
+                f"{words[0]!r} is no model; pass MODEL before it, name it by --model, or set "
+                "KVRAG_MODEL"
+            )
+        if is_on_command_line(ctx, "model"):
+            is_first = False
+        elif not is_named:
+            is_first = True
+        elif most is None:
+            is_first = bool(words) and _is_model(words[0])
+        else:
+            is_first = len(words) > most
+        if is_first and not words:
+            raise InputError(
+                f"pass a model, as in: kvrag {ctx.info_name} MODEL ...; or set KVRAG_MODEL"
+            )
+        if is_first:
+            self["model"] = words.pop(0)
+        if most is not None and len(words) > most:
+            raise InputError(
+                f"{words[most]!r} is one argument too many; text of several words needs quotation "
+                "marks"
+            )
+        return words
+
+    def arguments(self, *, repair: Given | None = None, limits: Given | None = None) -> Given:
+        """Return the arguments of :meth:`KVRagEngine.from_pretrained` for these options."""
+        options = dict(self)
+        prefix, system, context = (
+            options.pop(name, None) for name in ("prefix", "system", "chunk_context")
+        )
+        if prefix is not None and system is not None:
+            raise ConfigError(
+                "--prefix and --system both set the text before the first chunk; pass one of them"
+            )
+        kept = {name: options.pop(name) for name in ("kv_dtype", "catalog") if name in options}
+        config = StoreConfig(**kept, **key_options(), **(limits or {}))
+        if context is not None:
+            options["context"] = None if context == "none" else context
+        if "chat_template_kwargs" in options:
+            options["chat_template_kwargs"] = _variables(options["chat_template_kwargs"])
+        options["prefix"] = prefix
+        if system is not None:
+            options["prefix"] = [{"role": "system", "content": system}]
+        return {**options, "repair": _repair(repair or {}), "store_config": config}
+
+    def open(self, **groups: Given) -> KVRagEngine:
+        """Open an engine and load its model, showing progress.
+
+        Takes the groups of :meth:`arguments`.
+        """
+        options = self.arguments(**groups)
+        with progress("starting ..."):
+            from kvrag.engine import KVRagEngine
+        opened = KVRagEngine.from_pretrained(**options)
+        opened.loaded  # noqa: B018 - loads it here, with progress of its own
+        return opened
+
+
 def takes(**groups: Group) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Add groups of options to a command, which gets every group as a dict of its set values."""
 
@@ -127,7 +204,9 @@ def takes(**groups: Group) -> Callable[[Callable[..., None]], Callable[..., None
         def run(**options: Any) -> None:
             for group, parameters in groups.items():
                 found = {p.name: options.pop(p.name) for p in parameters}
-                options[group] = {name: value for name, value in found.items() if value is not None}
+                options[group] = EngineGroup(
+                    {name: value for name, value in found.items() if value is not None}
+                )
             command(**options)
 
         own = [
@@ -231,49 +310,11 @@ _HISTORY = typer.Option(
     rich_help_panel=_STORE,
 )
 SERVED: Group = (*LIMITS, _option("history_bytes", Annotated[int, _HISTORY], "1GiB"))
+# A decorator of commands that serve an engine.
+serving = takes(engine=ENGINE, repair=REPAIR, limits=SERVED)
 SAMPLING: Group = tuple(
     _field(SamplingConfig, name, "Answer") for name in ("max_new_tokens", "temperature")
 )
-
-
-def name_model(
-    ctx: typer.Context, engine: Given, words: list[str] | None, *, most: int | None = 0
-) -> list[str]:
-    """Move MODEL, the first argument, into the options of an engine; return the other arguments.
-
-    MODEL may be left out where ``--model`` or ``KVRAG_MODEL`` names it. With ``--model``, no
-    argument is the model. With ``KVRAG_MODEL``, the first argument is the model if more than
-    ``most`` arguments are given. Where any number may follow (``most`` is ``None``), it is the
-    model if it is a model's directory, a ``.gguf`` file, or ``owner/name`` with no such path.
-
-    Raises :class:`InputError` if no model is named, or too many arguments are given.
-    """
-    words = list(words or ())
-    is_named = engine.get("model") is not None
-    if not is_named and words and _is_text_file(words[0]):
-        raise InputError(
-            f"{words[0]!r} is no model; pass MODEL before it, name it by --model, or set "
-            "KVRAG_MODEL"
-        )
-    if is_on_command_line(ctx, "model"):
-        is_first = False
-    elif not is_named:
-        is_first = True
-    elif most is None:
-        is_first = bool(words) and _is_model(words[0])
-    else:
-        is_first = len(words) > most
-    if is_first and not words:
-        raise InputError(
-            f"pass a model, as in: kvrag {ctx.info_name} MODEL ...; or set KVRAG_MODEL"
-        )
-    if is_first:
-        engine["model"] = words.pop(0)
-    if most is not None and len(words) > most:
-        raise InputError(
-            f"{words[most]!r} is one argument too many; text of several words needs quotation marks"
-        )
-    return words
 
 
 def _is_model(word: str) -> bool:
@@ -322,30 +363,6 @@ def loading_options(engine: Given) -> Given:
     return {name: value for name, value in engine.items() if name in names}
 
 
-def engine_options(
-    engine: Given, *, repair: Given | None = None, limits: Given | None = None
-) -> Given:
-    """Return the arguments of :meth:`KVRagEngine.from_pretrained` for these groups of options."""
-    options = dict(engine)
-    prefix, system, context = (
-        options.pop(name, None) for name in ("prefix", "system", "chunk_context")
-    )
-    if prefix is not None and system is not None:
-        raise ConfigError(
-            "--prefix and --system both set the text before the first chunk; pass one of them"
-        )
-    kept = {name: options.pop(name) for name in ("kv_dtype", "catalog") if name in options}
-    config = StoreConfig(**kept, **key_options(), **(limits or {}))
-    if context is not None:
-        options["context"] = None if context == "none" else context
-    if "chat_template_kwargs" in options:
-        options["chat_template_kwargs"] = _variables(options["chat_template_kwargs"])
-    options["prefix"] = prefix
-    if system is not None:
-        options["prefix"] = [{"role": "system", "content": system}]
-    return {**options, "repair": _repair(repair or {}), "store_config": config}
-
-
 def _repair(given: Given) -> RepairConfig | None:
     """Return the named repair, changed by the other options."""
     changes = {name: value for name, value in given.items() if name != "named"}
@@ -365,15 +382,3 @@ def _variables(text: str) -> Given:
             f"false}}"
         ) from None
     return check_template_kwargs(variables)
-
-
-def open_engine(
-    engine: Given, *, repair: Given | None = None, limits: Given | None = None
-) -> KVRagEngine:
-    """Open an engine from these groups of options and load its model, showing progress."""
-    options = engine_options(engine, repair=repair, limits=limits)
-    with progress("starting ..."):
-        from kvrag.engine import KVRagEngine
-    opened = KVRagEngine.from_pretrained(**options)
-    opened.loaded  # noqa: B018 - loads it here, with progress of its own
-    return opened

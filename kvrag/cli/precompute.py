@@ -15,10 +15,8 @@ from kvrag.cli.options import (
     ENGINE,
     LIMITS,
     AsJson,
+    EngineGroup,
     Given,
-    engine_options,
-    name_model,
-    open_engine,
     takes,
 )
 from kvrag.cli.output import facts, show
@@ -55,7 +53,7 @@ _REPORT = typer.Option(
 
 @takes(engine=ENGINE, limits=LIMITS)
 def precompute(
-    engine: Given,
+    engine: EngineGroup,
     limits: Given,
     ctx: typer.Context,
     words: Annotated[list[str] | None, _PATHS] = None,
@@ -76,7 +74,7 @@ def precompute(
         raise ConfigError(
             "--workers and --report have no effect without --ray; pass it, or leave them out"
         )
-    paths = name_model(ctx, engine, words, most=None)
+    paths = engine.name_model(ctx, words, most=None)
     if not paths:
         raise InputError(
             "no file or folder is named; pass some, as in: kvrag precompute MODEL docs/"
@@ -92,12 +90,12 @@ def precompute(
         "retention": None if priority is None else Retention(priority),
     }
     if ray:
-        options = engine_options(engine, limits=limits)
+        options = engine.arguments(limits=limits)
         chunks = split(_counter(options))
         on_ray = backend("ray", purpose="kvrag precompute --ray")
         done = on_ray.precompute(chunks, options, run, workers, report, is_quiet=as_json)
     else:
-        with closing(open_engine(engine, limits=limits)) as opened:
+        with closing(engine.open(limits=limits)) as opened:
             encoder = opened.loaded.encoder
             chunks = split(encoder.num_tokens)
             texts = [chunk.text for chunk in chunks]
@@ -130,7 +128,7 @@ def _rows(counts: Mapping[str, int], done: Mapping[str, Any]) -> dict[str, Any]:
 
 def _counter(options: Given) -> CountTokens:
     """Return a function that counts the tokens of a text without the model's weights."""
-    from kvrag.model.source import ModelSource, load_tokenizer
+    from kvrag.model.source import ModelSource
     from kvrag.prompt.template import PromptEncoder
 
-    return PromptEncoder(load_tokenizer(ModelSource(options["model"]))).num_tokens
+    return PromptEncoder(ModelSource(options["model"]).load_tokenizer()).num_tokens

@@ -9,6 +9,7 @@
 Imports ``types`` and ``errors``.
 """
 
+from kvrag.config.address import redacted
 from kvrag.config.declare import (
     as_config,
     checks_names,
@@ -39,7 +40,7 @@ from kvrag.config.options import (
     check_template_kwargs,
     refuse_misplaced,
 )
-from kvrag.config.spelling import unknown_option
+from kvrag.config.spelling import parse_bytes, respelt, unknown_option
 
 __all__ = [
     "DEFAULT_MAX_NEW_TOKENS",
@@ -67,6 +68,9 @@ __all__ = [
     "option_field",
     "options_class",
     "parameters_of",
+    "parse_bytes",
+    "redacted",
     "refuse_misplaced",
+    "respelt",
     "unknown_option",
 ]

@@ -33,7 +33,7 @@ from kvrag.errors import InputError, OutOfMemoryError
 from kvrag.evaluate.answers import Reference, answered
 from kvrag.evaluate.engine import Engine
 from kvrag.evaluate.questions import IS_RIGHT, planted, score
-from kvrag.identity.fingerprint import context_digest, digest
+from kvrag.identity.fingerprint import digest
 from kvrag.metrics import kl_divergence
 from kvrag.progress import Progress, check_show
 
@@ -279,7 +279,7 @@ def _layout(engine: Engine, prompt: Any) -> Layout:
 def profile_file(engine: Engine) -> Path:
     """Return the path of the profile for an engine's model, context and rounding."""
     kv_dtype = engine.store_config.kv_dtype
-    context = context_digest(engine.context_ids)
+    context = engine.context_digest
     parts = {"model": engine.loaded.identity.portable, "context": context, "kv_dtype": kv_dtype}
     name = digest(
         "profile",

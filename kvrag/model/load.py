@@ -43,11 +43,6 @@ from kvrag.model.plain import Pieces, PlainLM, auto_class, check_generates, chec
 from kvrag.model.proof import Proof, prove
 from kvrag.model.source import (
     ModelSource,
-    base_directory,
-    check_source,
-    config_of,
-    directory,
-    load_tokenizer,
     loading_options,
     resolve_device,
     trying,
@@ -97,7 +92,7 @@ def _load(
     make_encoder: Callable[[Any, Any], Any] | None,
     made: PreTrainedModel | None,
 ) -> LoadedModel:
-    check_source(source)
+    source.check()
     given = source.model if isinstance(source.model, PreTrainedModel) else None
     model, tokenizer = _load_parts(source, made)
     lm = accept(model)
@@ -136,23 +131,23 @@ def _load_parts(source: ModelSource, made: PreTrainedModel | None) -> tuple[PreT
     """Return the given model, or load it, with its tokenizer."""
     given = made or source.model
     if isinstance(given, PreTrainedModel):
-        return given, load_tokenizer(source)
+        return given, source.load_tokenizer()
     with parsed_once(source.model):
         tokenizer = None
         if is_gguf(source.model):  # the tokenizer needs all that is parsed, and the weights more
             with Progress(f"parsing {_label(source)}"):
-                tokenizer = load_tokenizer(source)
+                tokenizer = source.load_tokenizer()
         with Progress(f"loading {_label(source)}"):
             model = _load_weights(source)
-        return model, tokenizer or load_tokenizer(source)
+        return model, tokenizer or source.load_tokenizer()
 
 
 def _load_weights(source: ModelSource) -> PreTrainedModel:
     """Load a model onto the source's device, if it can run there."""
     # A GGUF file is of a causal LM, and its config takes seconds to parse.
-    auto: Any = AutoModelForCausalLM if is_gguf(source.model) else auto_class(config_of(source))
+    auto: Any = AutoModelForCausalLM if is_gguf(source.model) else auto_class(source.load_config())
     model: PreTrainedModel = trying(
-        source, lambda: auto.from_pretrained(directory(source), **loading_options(source))
+        source, lambda: auto.from_pretrained(source.directory, **loading_options(source))
     )
     check_generates(model)
     check_placement(model)
@@ -185,7 +180,7 @@ def _origin(source: ModelSource, model: PreTrainedModel) -> str | None:
     if not getattr(getattr(model, "hf_quantizer", None), "pre_quantized", True):
         return None
     path = os.fspath(source.model)
-    base = base_directory(source)
+    base = source.base_directory
     commit = getattr(model.config, "_commit_hash", None)
     if getattr(model, "peft_config", None):
         biases = {getattr(config, "bias", "none") for config in model.peft_config.values()}
@@ -193,7 +188,7 @@ def _origin(source: ModelSource, model: PreTrainedModel) -> str | None:
         if biases != {"none"} or not os.path.exists(path):
             return None
     return source_identity(
-        base if base != directory(source) else path,
+        base if base != source.directory else path,
         commit=commit,
         options=source.hf_kwargs | {WEIGHTS_VARIABLE: os.environ.get(WEIGHTS_VARIABLE) or None},
     )

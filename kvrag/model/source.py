@@ -8,6 +8,7 @@ import re
 import time
 import urllib.request
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -28,7 +29,7 @@ from kvrag.errors import (
 )
 from kvrag.identity.adapters import unwrap
 from kvrag.model.gguf.parsing import is_gguf, parsed_once
-from kvrag.model.plain import check_generates, check_placement
+from kvrag.model.plain import check_generates, check_placement, context_window
 from kvrag.types import Prove
 
 T = TypeVar("T")
@@ -104,6 +105,112 @@ class ModelSource:
         if isinstance(self.model, PreTrainedModel):
             return str(getattr(self.model.config, "_name_or_path", "") or type(self.model).__name__)
         return os.fspath(self.model)
+
+    @property
+    def directory(self) -> str:
+        """Directory of the model's files, or its hub id."""
+        path = os.fspath(self.model)
+        if path.endswith(".gguf"):
+            return os.path.dirname(path) or "."
+        return path
+
+    @property
+    def base_directory(self) -> str:
+        """Directory or hub id of the model's config.
+
+        For a directory with an adapter alone, it is the base model that the adapter names.
+        """
+        path = self.directory
+        adapter = Path(path, "adapter_config.json")
+        if not adapter.is_file() or Path(path, "config.json").exists():
+            return path
+        return str(trying(self, lambda: json.loads(adapter.read_text())["base_model_name_or_path"]))
+
+    def hub_options(self, path: str = ".", *, own_files: bool = True) -> dict[str, Any]:
+        """Return the user's options that locate files.
+
+        With ``own_files``, they include the revision and the GGUF file of the model. If ``path`` is
+        a hub id and the hub can't be reached, its files are looked for here alone.
+        """
+        options = {name: value for name, value in self.hf_kwargs.items() if name in _HUB_OPTIONS}
+        is_decided = os.path.exists(path) or {"local_files_only", "proxies"} & set(options)
+        if not (is_decided or _hub_answers(int(time.monotonic() / _HOLDS_S))):
+            options["local_files_only"] = True
+        if own_files and self.revision is not None:
+            options["revision"] = self.revision
+        if own_files and is_gguf(self.model):
+            options["gguf_file"] = os.path.basename(self.name)
+        return options
+
+    def load_tokenizer(self) -> Any:
+        """Return the given tokenizer, or load the tokenizer of the given directory or the model."""
+        is_named = isinstance(self.tokenizer, (str, os.PathLike))
+        if self.tokenizer is not None and not is_named:
+            return getattr(self.tokenizer, "tokenizer", self.tokenizer)  # it may be a processor
+        home = os.fspath(self.tokenizer) if is_named else self.directory
+        if not is_named and not os.path.exists(os.path.join(home, "tokenizer_config.json")):
+            home = self.base_directory
+        options = self.hub_options(home, own_files=not is_named)
+        # The tokenizer of a GGUF file is read from that file.
+        read = (self.name, "model") if "gguf_file" in options else (home, "tokenizer")
+        with parsed_once(self.model):
+            return trying(self, lambda: AutoTokenizer.from_pretrained(home, **options), *read)
+
+    def window(self) -> int:
+        """Return the context window as local files have it, 0 if unknown.
+
+        Nothing is downloaded, and a ``.gguf`` file is not opened, because that takes seconds.
+        """
+        model: Any = self.model
+        with suppress(OSError, ValueError, KeyError, AttributeError):
+            if not isinstance(model, PreTrainedModel) and not is_gguf(model):
+                options = {**self.hub_options(), "local_files_only": True}
+                config = AutoConfig.from_pretrained(self.base_directory, **options)
+            else:
+                config = model.config
+            return context_window(config.get_text_config(), 0)
+        return 0
+
+    def load_config(self) -> Any:
+        """Read the config of the model; raises as :func:`trying`."""
+        base = self.base_directory
+        options = self.hub_options(base)
+        named = self.name if "gguf_file" in options else base  # its config is in the file
+        with parsed_once(self.model):
+            return trying(self, lambda: AutoConfig.from_pretrained(base, **options), named)
+
+    def check(self) -> None:
+        """Check the source without loading the weights.
+
+        Raises ``ModelError`` or ``ConfigError`` if the model or the device is missing, or the model
+        is no causal LM.
+        """
+        if not isinstance(self.model, (str, os.PathLike, PreTrainedModel)):
+            remedy = "a hub id, a directory, a .gguf file, a loaded PreTrainedModel or a PeftModel"
+            if inside := _inside(self.model):
+                remedy = f"the model inside it, {inside}, in its place"
+            raise ConfigError(f"model is of type {type(self.model).__name__}; pass {remedy}")
+        check_prove(self.prove)
+        resolve_device(self)
+        resolve_dtype(self)
+        if isinstance(self.model, PreTrainedModel):
+            check_given(self, self.model)
+            check_generates(self.model)
+            check_placement(self.model)
+            return
+        path = os.fspath(self.model)
+        check_path(path, "model")
+        if isinstance(self.tokenizer, (str, os.PathLike)):
+            check_path(os.fspath(self.tokenizer), "tokenizer")
+        if is_gguf(path):
+            for module in ("gguf", "accelerate"):
+                require(module, extra="gguf", purpose="reading GGUF files")
+            return  # parsing a GGUF header takes seconds: its kind is checked at load
+        folder = os.path.join(path, self.hf_kwargs.get("subfolder") or "")
+        trying(self, lambda: _check_directory(folder))
+        if self.base_directory != path:
+            require("peft", extra="adapters", purpose="loading adapters")
+        check_generates(self.load_config())
 
 
 def _spelling(thing: Any) -> object:
@@ -187,26 +294,6 @@ def check_given(source: ModelSource, model: PreTrainedModel) -> None:
             raise ConfigError(f"{where}: leave it out, or move the model first")
 
 
-def directory(source: ModelSource) -> str:
-    """Return the directory of the model's files, or its hub id."""
-    path = os.fspath(source.model)
-    if path.endswith(".gguf"):
-        return os.path.dirname(path) or "."
-    return path
-
-
-def base_directory(source: ModelSource) -> str:
-    """Return the directory or hub id of the model's config.
-
-    For a directory with an adapter alone, it is the base model that the adapter names.
-    """
-    path = directory(source)
-    adapter = Path(path, "adapter_config.json")
-    if not adapter.is_file() or Path(path, "config.json").exists():
-        return path
-    return str(trying(source, lambda: json.loads(adapter.read_text())["base_model_name_or_path"]))
-
-
 _HUB_OPTIONS = {
     "cache_dir",
     "code_revision",
@@ -218,23 +305,6 @@ _HUB_OPTIONS = {
     "trust_remote_code",
 }
 """Options of ``from_pretrained`` that locate files: config and tokenizer as well as weights."""
-
-
-def hub_options(source: ModelSource, path: str = ".", *, own_files: bool = True) -> dict[str, Any]:
-    """Return the user's options that locate files.
-
-    With ``own_files``, they include the revision and the GGUF file of the model. If ``path`` is a
-    hub id and the hub can't be reached, its files are looked for here alone.
-    """
-    options = {name: value for name, value in source.hf_kwargs.items() if name in _HUB_OPTIONS}
-    is_decided = os.path.exists(path) or {"local_files_only", "proxies"} & set(options)
-    if not (is_decided or _hub_answers(int(time.monotonic() / _HOLDS_S))):
-        options["local_files_only"] = True
-    if own_files and source.revision is not None:
-        options["revision"] = source.revision
-    if own_files and is_gguf(source.model):
-        options["gguf_file"] = os.path.basename(source.name)
-    return options
 
 
 @lru_cache(maxsize=1)
@@ -251,24 +321,9 @@ def loading_options(source: ModelSource) -> dict[str, Any]:
     """Return the options to load the weights with."""
     return {
         "dtype": resolve_dtype(source),
-        **hub_options(source, base_directory(source)),
+        **source.hub_options(source.base_directory),
         **source.hf_kwargs,
     }
-
-
-def load_tokenizer(source: ModelSource) -> Any:
-    """Return the given tokenizer, or load the tokenizer of the given directory or the model."""
-    is_named = isinstance(source.tokenizer, (str, os.PathLike))
-    if source.tokenizer is not None and not is_named:
-        return getattr(source.tokenizer, "tokenizer", source.tokenizer)  # it may be a processor
-    home = os.fspath(source.tokenizer) if is_named else directory(source)
-    if not is_named and not os.path.exists(os.path.join(home, "tokenizer_config.json")):
-        home = base_directory(source)
-    options = hub_options(source, home, own_files=not is_named)
-    # The tokenizer of a GGUF file is read from that file.
-    read = (source.name, "model") if "gguf_file" in options else (home, "tokenizer")
-    with parsed_once(source.model):
-        return trying(source, lambda: AutoTokenizer.from_pretrained(home, **options), *read)
 
 
 def check_path(path: str, what: str) -> None:
@@ -342,46 +397,3 @@ def _inside(thing: Any) -> str:
     """Return where a pipeline, or a module around a model, holds the model; ``""``: nowhere."""
     held = getattr(thing, "named_modules", getattr(thing, "__dict__", {}).items)
     return next((f"model.{name}" for name, part in held() if isinstance(part, PreTrainedModel)), "")
-
-
-def check_source(source: ModelSource) -> None:
-    """Check a source without loading its weights.
-
-    Raises ``ModelError`` or ``ConfigError`` if the model or the device is missing, or the model is
-    no causal LM.
-    """
-    if not isinstance(source.model, (str, os.PathLike, PreTrainedModel)):
-        remedy = "a hub id, a directory, a .gguf file, a loaded PreTrainedModel or a PeftModel"
-        if inside := _inside(source.model):
-            remedy = f"the model inside it, {inside}, in its place"
-        raise ConfigError(f"model is of type {type(source.model).__name__}; pass {remedy}")
-    check_prove(source.prove)
-    resolve_device(source)
-    resolve_dtype(source)
-    if isinstance(source.model, PreTrainedModel):
-        check_given(source, source.model)
-        check_generates(source.model)
-        check_placement(source.model)
-        return
-    path = os.fspath(source.model)
-    check_path(path, "model")
-    if isinstance(source.tokenizer, (str, os.PathLike)):
-        check_path(os.fspath(source.tokenizer), "tokenizer")
-    if is_gguf(path):
-        for module in ("gguf", "accelerate"):
-            require(module, extra="gguf", purpose="reading GGUF files")
-        return  # parsing a GGUF header takes seconds: its kind is checked at load
-    folder = os.path.join(path, source.hf_kwargs.get("subfolder") or "")
-    trying(source, lambda: _check_directory(folder))
-    if base_directory(source) != path:
-        require("peft", extra="adapters", purpose="loading adapters")
-    check_generates(config_of(source))
-
-
-def config_of(source: ModelSource) -> Any:
-    """Read the config of a source's model; raises as :func:`trying`."""
-    base = base_directory(source)
-    options = hub_options(source, base)
-    named = source.name if "gguf_file" in options else base  # its config is in the file
-    with parsed_once(source.model):
-        return trying(source, lambda: AutoConfig.from_pretrained(base, **options), named)

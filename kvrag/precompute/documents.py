@@ -55,6 +55,81 @@ class Item(NamedTuple):
             return cls(shown, escaped(text).strip(), None, str(error))
 
 
+AT_ONCE = 1000  # documents that are registered in a transaction
+
+
+class Items(list[Item]):
+    """Checked texts of a run, with their documents."""
+
+    @property
+    def unreadable(self) -> list[str]:
+        """Ids of documents whose new text UTF-8 can't encode: their former KV must go."""
+        return [item.doc_id for item in self if item.fault and item.doc_id is not None]
+
+    @property
+    def faults(self) -> list[tuple[str, str]]:
+        """``(id, reason)`` of items that UTF-8 can't encode, as in a report."""
+        numbered = enumerate(self)
+        return [
+            (item.doc_id or f"text {number}", item.fault) for number, item in numbered if item.fault
+        ]
+
+    @classmethod
+    def checked(
+        cls,
+        texts: Sequence[str],
+        ids: Sequence[str | None] | None,
+        collection: str | None,
+        batch_size: object,
+    ) -> Items:
+        """Check the arguments of :meth:`kvrag.engine.KVRagEngine.precompute`.
+
+        Returns an item per text, with its id in the collection.
+        """
+        if not isinstance(batch_size, int) or batch_size < 1:
+            raise ConfigError(
+                f"batch_size is {batch_size!r}; it must be a whole number of at least 1"
+            )
+        if not isinstance(texts, Iterable) or isinstance(texts, (Mapping, bytes)):
+            raise InputError(f"texts is of type {type(texts).__name__}; pass a list of strings")
+        texts = [texts] if isinstance(texts, str) else list(texts)
+        if ids is None:
+            ids = [None] * len(texts)
+        names = [ids] if isinstance(ids, str) else list(ids)
+        if len(names) != len(texts):
+            raise InputError(
+                f"{len(texts)} texts came with {len(names)} ids; pass one id per text, or none"
+            )
+        found = cls()
+        seen = dict[str, str]()
+        for number, (name, text) in enumerate(zip(names, texts, strict=True)):
+            try:
+                item = Item.of(name, check_chunk_text(text))
+            except InputError as error:
+                raise InputError(f"chunk {number} (id {name!r}): {error}") from None
+            if name is not None and seen.setdefault(name, item.text) != item.text:
+                raise InputError(
+                    f"the id {name!r} has two different texts; give each text its own id"
+                )
+            found.append(item)
+        if collection is None:
+            return found
+        stored = in_collection([item.doc_id for item in found], collection)
+        return cls(item._replace(doc_id=name) for name, item in zip(stored, found, strict=True))
+
+    def announce(self, store: TieredStore, namespace: str) -> None:
+        """Register documents before their KV is computed, so that a deletion from now on wins.
+
+        Raises ``StoreError``.
+        """
+        texts = [(item.doc_id, item.entry) for item in self if item.entry is not None]
+        try:
+            for first in range(0, len(texts), AT_ONCE):
+                store.register(namespace, texts[first : first + AT_ONCE])
+        except StoreError as error:
+            raise StoreError(f"the documents could not be stored: {error}") from error
+
+
 @dataclass(frozen=True, slots=True)
 class NewChunk:
     """A chunk to store, and the documents that refer to it.
@@ -87,57 +162,6 @@ class Guard:
         return entry is not None
 
 
-def unreadable(items: Iterable[Item]) -> list[str]:
-    """Return the ids of documents whose new text UTF-8 can't encode: their former KV must go."""
-    return [item.doc_id for item in items if item.fault and item.doc_id is not None]
-
-
-def faults(items: Iterable[Item]) -> list[tuple[str, str]]:
-    """Return ``(id, reason)`` of items that UTF-8 can't encode, as in a report."""
-    numbered = enumerate(items)
-    return [
-        (item.doc_id or f"text {number}", item.fault) for number, item in numbered if item.fault
-    ]
-
-
-def check_items(
-    texts: Sequence[str],
-    ids: Sequence[str | None] | None,
-    collection: str | None,
-    batch_size: object,
-) -> list[Item]:
-    """Check the arguments of :meth:`kvrag.engine.KVRagEngine.precompute`.
-
-    Returns an item per text, with its id in the collection.
-    """
-    if not isinstance(batch_size, int) or batch_size < 1:
-        raise ConfigError(f"batch_size is {batch_size!r}; it must be a whole number of at least 1")
-    if not isinstance(texts, Iterable) or isinstance(texts, (Mapping, bytes)):
-        raise InputError(f"texts is of type {type(texts).__name__}; pass a list of strings")
-    texts = [texts] if isinstance(texts, str) else list(texts)
-    if ids is None:
-        ids = [None] * len(texts)
-    names = [ids] if isinstance(ids, str) else list(ids)
-    if len(names) != len(texts):
-        raise InputError(
-            f"{len(texts)} texts came with {len(names)} ids; pass one id per text, or none"
-        )
-    found = list[Item]()
-    seen = dict[str, str]()
-    for number, (name, text) in enumerate(zip(names, texts, strict=True)):
-        try:
-            item = Item.of(name, check_chunk_text(text))
-        except InputError as error:
-            raise InputError(f"chunk {number} (id {name!r}): {error}") from None
-        if name is not None and seen.setdefault(name, item.text) != item.text:
-            raise InputError(f"the id {name!r} has two different texts; give each text its own id")
-        found.append(item)
-    if collection is None:
-        return found
-    stored = in_collection([item.doc_id for item in found], collection)
-    return [item._replace(doc_id=name) for name, item in zip(stored, found, strict=True)]
-
-
 def replaced_ids(store: TieredStore, items: Sequence[Item], namespace: str) -> list[str]:
     """Return the ids of texts that changed since they were stored.
 
@@ -158,22 +182,6 @@ def evicted(store: TieredStore) -> str:
     if "disk" not in store.stats():
         remedy = "ram_bytes or ram_fraction, or pass kv_dir"
     return f"evicted by later chunks, because the store is too small; raise StoreConfig.{remedy}"
-
-
-AT_ONCE = 1000  # documents that are registered in a transaction
-
-
-def announce(store: TieredStore, namespace: str, items: Iterable[Item]) -> None:
-    """Register documents before their KV is computed, so that a deletion from now on wins.
-
-    Raises ``StoreError``.
-    """
-    texts = [(item.doc_id, item.entry) for item in items if item.entry is not None]
-    try:
-        for first in range(0, len(texts), AT_ONCE):
-            store.register(namespace, texts[first : first + AT_ONCE])
-    except StoreError as error:
-        raise StoreError(f"the documents could not be stored: {error}") from error
 
 
 def is_current(catalog: Catalog, namespace: str, text: TextEntry, doc_id: str | None) -> bool:
@@ -197,14 +205,14 @@ def withdraw(store: TieredStore, chunks: Iterable[NewChunk]) -> None:
 def replace(
     store: TieredStore,
     namespace: str,
-    items: Iterable[Item],
+    items: Items,
     erasing: Callable[[str], AbstractContextManager[None]],
     *,
     is_announced: bool,
 ) -> None:
     """Announce documents, and erase their earlier texts inside the context ``erasing``."""
     if not is_announced:
-        announce(store, namespace, items)
+        items.announce(store, namespace)
     for name, _, entry, _ in items:
         held = [] if name is None else store.catalog.document_texts(namespace, name)
         if entry is not None:

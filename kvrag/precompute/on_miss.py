@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from kvrag.config import StoreConfig
 from kvrag.identity.fingerprint import content_key, text_digest
 from kvrag.model.lm import LoadedModel
-from kvrag.precompute.documents import Guard, Item
+from kvrag.precompute.documents import Guard, Item, Items
 from kvrag.precompute.encode import KeptPrefix
 from kvrag.precompute.run import Precompute
 from kvrag.runtime import POOL
@@ -169,9 +169,9 @@ class WriteBack:
                 kept=self._kept_prefix,
             )
             guard.before_forward()
-            wanted = [
+            wanted = Items(
                 Item.of(None, chunk.text) for chunk in missed.chunks if guard.is_wanted(chunk)
-            ]
+            )
             skipped = len(missed.chunks) - len(wanted)
             run.run(wanted, batch_size=1)
         except Stopped:

@@ -21,12 +21,11 @@ from kvrag.model.rows import KVBuffer
 from kvrag.precompute.documents import (
     Claims,
     Guard,
-    Item,
+    Items,
     NewChunk,
     batches,
     deleted_of,
     evicted,
-    faults,
     withdraw,
 )
 from kvrag.precompute.encode import KeptPrefix, encode_chunks, encode_prefix
@@ -114,7 +113,7 @@ class Precompute:
         self.short = list[tuple[str, str]]()
 
     def run(
-        self, items: Sequence[Item], *, batch_size: int = 8, show_progress: bool | None = False
+        self, items: Items, *, batch_size: int = 8, show_progress: bool | None = False
     ) -> PrecomputeReport:
         """Store the KV of the prefix and of every text that has no KV yet.
 
@@ -152,9 +151,9 @@ class Precompute:
             self.stored, self.skipped, self.failed, self.stored_bytes, seconds, self.short
         )
 
-    def _distinct(self, items: Sequence[Item]) -> list[NewChunk]:
+    def _distinct(self, items: Items) -> list[NewChunk]:
         """Return a chunk per distinct text, with all its document ids."""
-        self.failed += faults(items)
+        self.failed += items.faults
         named: dict[tuple[str, TextEntry | None], dict[str | None, None]] = {}
         for name, text, entry, fault in items:
             if not fault:

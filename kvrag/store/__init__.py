@@ -11,18 +11,34 @@ Imports ``types errors config runtime``, ``identity`` and ``kv``; nothing else o
 """
 
 from kvrag.config import Retention
-from kvrag.kv.crypto import Keys
-from kvrag.store.base import Blobs, ChunkRecord, MemoryBlobs, StoreEvent, StoreStats
+from kvrag.kv.crypto import Keys, RowCipher
+from kvrag.kv.format import Bytes
+from kvrag.runtime import POOL
+from kvrag.store.base import (
+    WRITABLE,
+    Blobs,
+    CatalogRows,
+    ChunkRecord,
+    MemoryBlobs,
+    StoreEvent,
+    StoreStats,
+)
 from kvrag.store.blobs import FileBlobs
 from kvrag.store.catalog import Catalog
 from kvrag.store.eviction import check_retention
 from kvrag.store.memory import MemoryTier, Prefetch
 from kvrag.store.opening import on_accelerator, open_store
 from kvrag.store.tiers import TieredStore
+from kvrag.types import ChunkKey
 
 __all__ = [
+    "POOL",
+    "WRITABLE",
     "Blobs",
+    "Bytes",
     "Catalog",
+    "CatalogRows",
+    "ChunkKey",
     "ChunkRecord",
     "FileBlobs",
     "Keys",
@@ -30,6 +46,7 @@ __all__ = [
     "MemoryTier",
     "Prefetch",
     "Retention",
+    "RowCipher",
     "StoreEvent",
     "StoreStats",
     "TieredStore",

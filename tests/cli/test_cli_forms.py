@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import kvrag.cli.app
 from kvrag.cli.app import app
-from kvrag.cli.options import name_model
+from kvrag.cli.options import EngineGroup
 from kvrag.errors import InputError
 from kvrag.model import load as load_module
 
@@ -116,8 +116,8 @@ class Context:
 )
 def test_which_argument_is_the_model(words, source, most, model, rest, place):
     (place / "docs").mkdir()
-    engine = {} if source is None else {"model": "named"}
-    assert name_model(Context(source), engine, words, most=most) == rest
+    engine = EngineGroup() if source is None else EngineGroup(model="named")
+    assert engine.name_model(Context(source), words, most=most) == rest
     assert engine["model"] == model
 
 
@@ -127,7 +127,7 @@ def test_a_model_that_is_missing_is_asked_for(place):
         ([], "pass a model, as in: kvrag precompute MODEL"),
     ):
         with pytest.raises(InputError, match=said):
-            name_model(Context(None), {}, words, most=None)
+            EngineGroup().name_model(Context(None), words, most=None)
     assert "pass a model and a question" in run("ask", "Who?").stderr
 
 

@@ -11,11 +11,11 @@ from kvrag.config import STRATEGIES, SamplingConfig
 from kvrag.errors import KVRagError, require
 
 PUBLIC = """
-Chunk ConfigError ContextLengthError Explanation GenerationResult InputError KVRagClient KVRagEngine
-KVRagError MissingDependencyError ModelError OutOfMemoryError PrecomputeReport PrefillResult
+AsyncTokenStream Chunk ConfigError ContextLengthError Explanation GenerationResult InputError KVRagClient KVRagEngine
+KVRagError Library MissingDependencyError ModelError OutOfMemoryError PrecomputeReport PrefillResult
 RepairConfig Retention SamplingConfig ScoreResult StoreConfig StoreError StoreFormatError
-SyncReport TemplatePrefix ToolCall UnsupportedModelError VerifyReport __version__ delete_kv
-precompute_dataset precompute_kv sync_kv flash_attention_tier install_flash_attention
+SyncReport TemplatePrefix TokenStream ToolCall UnsupportedModelError VerifyReport __version__ delete_kv
+precompute_dataset precompute_kv require sync_kv flash_attention_tier install_flash_attention
 uninstall_flash_attention
 """
 

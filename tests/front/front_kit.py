@@ -11,11 +11,10 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from kvrag.model.source import ModelSource
-from kvrag.precompute.library import Library
+from kvrag import Library
+from kvrag.adapters import ModelSource, StorePlanner
 from kvrag_server import ServerConfig
 from vllm_kvrag.front.app import create_front
-from vllm_kvrag.front.prompts import FrontPlanner
 from vllm_kvrag.front.upstream import Upstream
 
 RECORD = {"exactness": "repaired", "mode": "stitch", "cached_tokens": 40, "repaired_tokens": 4}
@@ -175,7 +174,7 @@ def fronted(model, kv_dir, fake, config=None, *, fault=lambda: None, **options):
         front = create_front(
             library,
             "tiny",
-            FrontPlanner(library, source),
+            StorePlanner(library, source),
             Upstream(url=url, fault=fault),
             config or ServerConfig(),
         )

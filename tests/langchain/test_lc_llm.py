@@ -194,7 +194,7 @@ async def test_a_batch_keeps_to_its_limit_and_tells_callbacks(llm, way, abreast)
 
 async def test_a_time_limit_of_a_batch_begins_with_it(llm, monkeypatch):
     llm.invoke("Who?")
-    monkeypatch.setattr("langchain_kvrag.llms.MAX_RUNNING", 2)
+    monkeypatch.setattr("langchain_kvrag.llms.KVRagLLM.max_running", 2)
     forwards = Forwards(monkeypatch, seconds=0.01)
     with pytest.raises(TimeoutError, match=r"timeout=0.2 s"):
         await together(llm, "batch", max_tokens=400, timeout=0.2)

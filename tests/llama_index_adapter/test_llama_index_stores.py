@@ -40,6 +40,7 @@ from llama_index_kit import (
 )
 
 from kvrag import ConfigError, InputError, KVRagEngine, Retention, StoreError
+from kvrag.identity.fingerprint import namespace_digest
 from kvrag.testing.models import tiny_model
 from llama_index.llms.kvrag import KVPrecompute, KVRagLLM
 from llama_index.vector_stores.kvrag import KVRagVectorStore
@@ -68,7 +69,7 @@ def in_step(llm: KVRagLLM, store: KVRagVectorStore) -> set[str]:
     """Check that documents with KV, table and vector store are the same; return their ids."""
     ids = set(llm.engine.document_ids())
     assert ids == set(store.inner.data.embedding_dict)
-    assert ids == set(store._table().nodes(llm.namespace))
+    assert ids == set(store._table().nodes(namespace_digest(llm.namespace)))
     return ids
 
 

@@ -62,23 +62,27 @@ ANYONE = {"__init__", "__main__"}
 """Files of ``kvrag/`` itself that hand on names of the others."""
 
 AREAS = {
-    "core": 160_740,
+    "core": 159_190,
+    "adapters": 4_530,
     "cli": 15_250,
-    "evaluate": 7_185,
+    "evaluate": 7_170,
     "testing": 4_295,
-    "langchain": 16_450,
-    "llama_index": 12_390,
-    "ray": 5_080,
-    "server": 19_400,
-    "shared": 3_210,
-    "vllm": 17_900,
+    "langchain": 16_000,
+    "llama_index": 12_110,
+    "ray": 5_025,
+    "server": 19_310,
+    "shared": 3_200,
+    "vllm": 16_210,
 }
 """Most syntax nodes of each area. The core answers requests and stores chunks: ``kvrag/`` without the rooms that are areas."""
-DEEP_NAMES = {"langchain": 32, "llama_index": 33, "ray": 13, "server": 39, "shared": 11, "vllm": 67}
+DEEP_NAMES = {"langchain": 4, "llama_index": 7, "ray": 5, "server": 20, "shared": 8, "vllm": 16}
 """Most names that an integration imports from modules of kvrag, rather than from ``kvrag`` itself. They, too, only fall."""
+PUBLIC_MODULES = {"kvrag.adapters", "kvrag.cli", "kvrag.cli.options", "kvrag.config", "kvrag.store"}
+"""Modules that integrations import from, besides ``kvrag`` itself, and what they may count on: options and errors in words, commands, what
+adapters need, and what stores need."""
 
 LIMITS = {
-    "files of the core": 106,
+    "files of the core": 103,
     "nodes of kvrag/store": 25_170,
     "lines of tests, per 100 lines of code": 125,
     "median lines of a function": 8,
@@ -142,12 +146,10 @@ KNOWN: dict[str, dict[str, float] | set[str]] = {
     "large functions": {
         "kvrag/blend/prefill.py::prefill": 580,
         "integrations/langchain/langchain_kvrag/_tools.py::structured": 402,
-        "integrations/vllm/vllm_kvrag/planning.py::Planner.decide": 430,
         "kvrag/cli/ask.py::_prove": 450,
         "kvrag/cli/measure.py::calibrate": 480,
         "kvrag/cli/measure.py::evaluate": 460,
         "kvrag/cli/precompute.py::precompute": 475,
-        "integrations/server/kvrag_server/command.py::serve": 420,
         "kvrag/model/attention.py::_by_blocks": 420,
         "kvrag/model/traits.py::find_traits": 430,
         "integrations/server/kvrag_server/completions.py::_events": 440,
@@ -261,16 +263,17 @@ def against_the_ranks() -> set[str]:
     return found
 
 
-def around_the_adapters_module() -> set[str]:
-    """Imports by adapters of frameworks and engines from anywhere but ``kvrag`` and ``kvrag.adapters``."""
+def around_the_public_modules() -> set[str]:
+    """Imports by integrations from anywhere but ``kvrag`` and its public modules; adapters of frameworks need ``kvrag.adapters`` alone."""
     return {
         f"{name_of(path)} -> {node.module}"
         for path, tree in files().items()
-        if room_of(path) in ("langchain", "llama_index", "vllm") and "front" not in path.parts
+        if (room := room_of(path)) in INTEGRATIONS
         for node in ast.walk(tree)
         if isinstance(node, ast.ImportFrom)
         and (node.module or "").startswith("kvrag.")
-        and node.module != "kvrag.adapters"
+        and node.module
+        not in ({"kvrag.adapters"} if room in ("langchain", "llama_index") else PUBLIC_MODULES)
     }
 
 
@@ -475,7 +478,7 @@ def totals() -> dict[str, int]:
 
 CHECKS = {
     "ranks": against_the_ranks,
-    "adapters": around_the_adapters_module,
+    "public modules": around_the_public_modules,
     "private imports": private_imports,
     "private attributes": private_attributes,
     "large files": large_files,

@@ -31,8 +31,10 @@ from vllm_kit import (
 )
 
 from kvrag import RepairConfig, StoreConfig
-from kvrag.adapters import Clock, Costs, context_digest, ids_digest
+from kvrag.adapters import Blending, ModelFacts
+from kvrag.blend.cost import Costs
 from kvrag.errors import ConfigError
+from kvrag.identity.fingerprint import context_digest, ids_digest
 
 CHUNKS = [text.partition(": ")[2] for text in make_chunks(4, words=60)]
 FREE = Costs(((0.0,), (0.0,)), 1.0, 0.0, {}, "tokens")
@@ -43,9 +45,8 @@ def blend(connector, setting, role="SCHEDULER", **extra) -> Any:
 
 
 def about_of(connector, setting: Setting, **own: Any) -> Any:
-    planning = importlib.import_module("vllm_kvrag.planning")
     engine = setting.engine
-    lm, context = engine.loaded.reusable, importlib.import_module("kvrag.adapters").context_digest
+    lm = engine.loaded.reusable
     parts = {
         "fingerprint": engine.loaded.fingerprint,
         "refusal": None,
@@ -53,9 +54,9 @@ def about_of(connector, setting: Setting, **own: Any) -> Any:
         "costs": FREE,
         "depth": lm.depth,
         "window": lm.reuse_window,
-        "context": context(engine.context_ids),
+        "context": engine.context_digest,
     }
-    return planning.About(**(parts | own))
+    return ModelFacts(**(parts | own))
 
 
 def scheduler_side(connector, setting: Setting, mode: str = "blend", **own: Any) -> Any:
@@ -130,7 +131,7 @@ def test_a_request_says_what_it_wants(connector, setting):
     ):
         request = request_with(ids, number, **asked)
         assert own.get_num_new_matched_tokens(request, 0) == expected, asked
-    assert "another" not in own._scheduler._planner._prompts.texts._indexes
+    assert "another" not in own._scheduler._planner._prompts.prompts.texts._indexes
     assert own.get_num_new_matched_tokens(request_with([5] * 400, 90, mode="stitch"), 0) == full
 
 
@@ -255,7 +256,7 @@ def test_a_store_that_fails_is_asked_again_in_a_while(connector, setting, monkey
     planner = own._scheduler._planner
     monkeypatch.setattr("vllm_kvrag.planning.time", SimpleNamespace(monotonic=lambda: now[0]))
     with monkeypatch.context() as patch:
-        patch.setattr(planner._store.catalog, "texts", fails)
+        patch.setattr(planner._prompts.library.store.catalog, "texts", fails)
         ids = prompt_of(setting, 2, 0, 3)
         reasons = [finish_at_once(own, Request(f"r{i}", ids))["fallback_reason"] for i in range(5)]
         assert len(asked) == 1
@@ -344,7 +345,7 @@ def test_no_request_finds_anothers_approximate_rows(connector, setting, seed):
 def blender(connector, setting):
     blending = importlib.import_module("vllm_kvrag.blending")
     layers = {i: Layer(2, 16) for i in range(setting.engine.loaded.reusable.depth)}
-    made = blending.Blender(setting.engine, layers, BLOCK)
+    made = blending.Blender(Blending(setting.engine), layers, BLOCK)
     assert setting.engine.loaded.reusable.records is False, "the device's memory is vLLM's"
     yield made
     made.close()
@@ -406,7 +407,7 @@ def test_a_job_that_fails_or_is_given_up_ends(connector, setting, blender, monke
         raise MemoryError("of the device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("vllm_kvrag.blending.prefill", waits)
+        patch.setattr("kvrag.adapters.blending.prefill", waits)
         for job in jobs[:2]:
             blender.submit(job)
         assert begun.wait(30)
@@ -438,9 +439,8 @@ def test_loaded_chunks_live_until_the_device_has_read_them(
     for layer in blender._layers.values():
         layer.kv_cache = layer.kv_cache.as_subclass(fake_cuda.OnDevice)
     device.late = driver
-    plan = replace(job.plan, encoder=engine.encoder)
     with torch.inference_mode(), device:
-        said = blender._load(plan, job, Clock(), 10.0)
+        said = blender._blend(job)
         gc.collect()
         assert (said["exactness"], said["cached_tokens"]) == ("exact", job.stop)
         assert device.copies
@@ -544,7 +544,7 @@ def test_only_a_step_without_a_forward_waits_for_jobs(connector, setting):
 
 def test_chunks_are_no_prefixes_and_a_prefix_is_read_once():
     """Models without BOS have an empty prefix, so their chunks stand behind no token, as prefixes do."""
-    from vllm_kvrag.planning import Prefixes
+    from kvrag.adapters.planning import Prefixes
 
     read = list[str]()
     record = SimpleNamespace(model="m", namespace="n", prefix=ids_digest(()))
@@ -571,10 +571,10 @@ def test_chunks_are_no_prefixes_and_a_prefix_is_read_once():
 def test_a_store_that_hangs_delays_a_prompt_by_its_deadline(connector, setting, monkeypatch):
     own = scheduler_side(connector, setting)
     planner = own._scheduler._planner
-    short = replace(planner._prompts, config=StoreConfig(load_timeout_s=0.2))
-    monkeypatch.setattr(planner, "_prompts", short)
+    short = replace(planner._prompts.prompts, config=StoreConfig(load_timeout_s=0.2))
+    monkeypatch.setattr(planner._prompts, "prompts", short)
     hanging = threading.Event()
-    monkeypatch.setattr(type(planner._prefixes), "of", lambda *_: hanging.wait(30))
+    monkeypatch.setattr(type(planner._prompts.prefixes), "of", lambda *_: hanging.wait(30))
     start = time.monotonic()
     said = finish_at_once(own, request_with(prompt_of(setting, 2, 0), mode="stitch"))
     hanging.set()

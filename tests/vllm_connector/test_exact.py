@@ -12,6 +12,7 @@ from transformers import DynamicCache
 from vllm_kit import BLOCK, BLOCKS, Layer, Setting, connect
 
 from kvrag import KVRagEngine, StoreConfig
+from kvrag.adapters import Blending
 from kvrag.errors import UnsupportedModelError
 from kvrag.testing.models import save_tiny_model, tiny_model
 
@@ -87,7 +88,7 @@ def test_loaded_rows_are_those_of_a_full_prefill(connector, tmp_path, name):
     assert (job.start, job.stop) == (BLOCK, stop)
     blending = importlib.import_module("vllm_kvrag.blending")
     layers = {index: Layer(2, 16) for index in range(engine.loaded.reusable.depth)}
-    blender = blending.Blender(engine, layers, BLOCK)
+    blender = blending.Blender(Blending(engine), layers, BLOCK)
     blender.submit(job)
     _, said = ended(blender)
     blender.close()
@@ -108,7 +109,7 @@ def test_a_chunk_that_is_gone_by_then_is_left_to_vllm(connector, setting):
     setting.engine.delete(["a"])
     blending = importlib.import_module("vllm_kvrag.blending")
     layer = Layer(2, 16)
-    blender = blending.Blender(setting.engine, {0: layer, 1: layer}, BLOCK)
+    blender = blending.Blender(Blending(setting.engine), {0: layer, 1: layer}, BLOCK)
     blender.submit(job)
     assert ended(blender)[1] is None
     blender.close()

@@ -14,7 +14,8 @@ from test_blend import prompt_of, request_with, scheduler_side
 from texts import make_chunks
 from vllm_kit import BLOCK, step_of
 
-from kvrag.adapters import Costs
+from kvrag.adapters import ModelFacts
+from kvrag.blend.cost import Costs
 
 CHUNKS = [text.partition(": ")[2] for text in make_chunks(4, words=60)]
 FLAT = Costs(((16.0, 512.0), (50.0, 50.0)), 0.1, 0.0, {"request": 50.0})
@@ -66,12 +67,12 @@ def test_schedules_of_other_versions_are_not_timed(steps, output):
 def test_a_prefill_is_priced_by_steps_of_about_its_size(steps):
     prices = steps.StepPrices()
     assert prices.factor(1) == prices.factor(6000) == 1.0
-    prices.note(steps.Step(600, 0.0, 20.0), FLAT)
+    prices.note(steps.Step(600, 0.0, 20.0), ModelFacts(costs=FLAT))
     assert prices.factor(600) == 1.0, "a first step may compile"
     for ms in (5.88, 5.88, 5000.0):
-        prices.note(steps.Step(600, 0.0, ms), FLAT)
-        prices.note(steps.Step(4096, 0.0, 10 * ms), FLAT)
-        prices.note(steps.Step(8, 0.0, ms + 4.12), FLAT)
+        prices.note(steps.Step(600, 0.0, ms), ModelFacts(costs=FLAT))
+        prices.note(steps.Step(4096, 0.0, 10 * ms), ModelFacts(costs=FLAT))
+        prices.note(steps.Step(8, 0.0, ms + 4.12), ModelFacts(costs=FLAT))
     assert prices.factor(600) == prices.factor(64) == pytest.approx(0.1)
     assert (
         prices.factor(5000)
@@ -80,15 +81,15 @@ def test_a_prefill_is_priced_by_steps_of_about_its_size(steps):
     )
     assert prices.factor(1) == prices.factor(63) == pytest.approx(0.2)
     for _ in range(steps.LATEST):
-        prices.note(steps.Step(600, 0.0, 58.8), FLAT)
+        prices.note(steps.Step(600, 0.0, 58.8), ModelFacts(costs=FLAT))
     assert prices.factor(600) == pytest.approx(1.0), "the latest count"
 
 
 def test_costs_that_are_no_times_are_compared_with_nothing(steps):
     prices = steps.StepPrices()
     for costs in (replace(FLAT, unit="tokens"), Costs(((0.0,), (0.0,)), 0.0, 0.0, {})):
-        prices.note(steps.Step(600, 0.0, 20.0), costs)
-        prices.note(steps.Step(600, 0.0, 20.0), costs)
+        prices.note(steps.Step(600, 0.0, 20.0), ModelFacts(costs=costs))
+        prices.note(steps.Step(600, 0.0, 20.0), ModelFacts(costs=costs))
     assert prices.factor(600) == 1.0
 
 

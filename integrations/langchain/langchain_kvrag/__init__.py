@@ -11,7 +11,7 @@ Examples
 >>> chain.invoke("Who opens the archive?").usage_metadata["input_token_details"]  # doctest: +SKIP
 """
 
-from kvrag.adapters import require
+from kvrag import require
 
 require("langchain_core", extra="langchain", purpose="kvrag's LangChain classes")
 

@@ -18,7 +18,6 @@ from langchain_core.caches import RETURN_VAL_TYPE, BaseCache
 from pydantic import BaseModel
 
 from kvrag import InputError, KVRagEngine
-from kvrag.adapters import check_kv_dir
 from langchain_kvrag._spellings import named
 
 LEFT_OUT = frozenset(
@@ -93,7 +92,6 @@ def key_of(llm: BaseModel, engine: KVRagEngine, options: Mapping[str, Any]) -> s
         for name in type(llm).model_fields
         if name not in LEFT_OUT and name not in LIVE
     }
-    own["kv_dir"] = check_kv_dir(own["kv_dir"])
     of_call = {
         name: value
         for name, value in options.items()

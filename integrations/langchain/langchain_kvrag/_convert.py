@@ -25,7 +25,6 @@ from langchain_core.prompts import (
 from langchain_core.utils.function_calling import convert_to_openai_tool
 
 from kvrag import Chunk, GenerationResult, InputError, TemplatePrefix
-from kvrag.adapters import Prefix
 
 PROVIDER = "kvrag"
 
@@ -165,7 +164,7 @@ def _role(message: BaseMessage) -> str:
     )
 
 
-def engine_prefix(prefix: Any, *, is_chat: bool) -> Prefix | None:
+def engine_prefix(prefix: Any, *, is_chat: bool) -> Any:
     """Convert a user's prefix: messages to dicts, templates to the form that the model is shown.
 
     Accepts LangChain's short forms of messages, too.

@@ -20,22 +20,14 @@ from pydantic import Field, model_validator
 import kvrag
 from kvrag import (
     ConfigError,
+    Explanation,
     GenerationResult,
     InputError,
     KVRagEngine,
     KVRagError,
     RepairConfig,
 )
-from kvrag.adapters import (
-    EngineFields,
-    ModelLike,
-    ModelSource,
-    chat_engine,
-    check_call,
-    check_kv_dir,
-    refuse_misplaced,
-    unknown_option,
-)
+from kvrag.adapters import EngineFields
 from langchain_kvrag._cache import LEFT_OUT, KeyedCache, hidden, key_of
 from langchain_kvrag._convert import PROVIDER, chat_messages, engine_prefix, short_name
 from langchain_kvrag._profile import profile_of
@@ -60,12 +52,8 @@ class KVRagModel(EngineFields):
 
     _shows_messages: ClassVar[bool] = False
     """Whether a string prompt becomes a human message."""
-
-    model: ModelLike = Field(repr=False)
-    """Model: hub id, local directory, ``.gguf`` file, or a loaded ``PreTrainedModel``.
-
-    See :meth:`from_pretrained_model` for the latter.
-    """
+    aliases: ClassVar[Mapping[str, str]] = ALIASES
+    call_options: ClassVar[tuple[str, ...]] = _ELSEWHERE
 
     tokenizer: Any = Field(default=None, exclude=True, repr=False)
     """Tokenizer, or its id or directory; default: the model's tokenizer."""
@@ -99,7 +87,7 @@ class KVRagModel(EngineFields):
             if isinstance(data.get("stop"), str):
                 data["stop"] = [data["stop"]]
             super().__init__(**data)
-            check_call(type(self), self.request_options(), aliases=ALIASES)
+            self.check_call(self.request_options())
 
     @classmethod
     def _warn_of_unknown(cls, data: Mapping[str, Any]) -> None:
@@ -113,11 +101,7 @@ class KVRagModel(EngineFields):
             If an option of the store or of the model was meant: ignoring it would leave KV
             unencrypted, without a budget, or in memory.
         """
-        known = set(cls.model_fields)
-        unknown = data.keys() - known
-        refuse_misplaced(unknown, known, of=cls.__name__, aliases=ALIASES)
-        for name in unknown:
-            fault = unknown_option(name, known, of=cls.__name__, aliases=ALIASES)
+        for fault in cls.unknown_options(data):
             warnings.warn(
                 f"{fault}. It is ignored; model_kwargs takes options of from_pretrained.",
                 UserWarning,
@@ -134,7 +118,7 @@ class KVRagModel(EngineFields):
     @property
     def model_name(self) -> str:
         """Short name for traces and results."""
-        return short_name(ModelSource(self.model).name)
+        return short_name(self.source.name)
 
     @property
     def engine(self) -> KVRagEngine:
@@ -151,13 +135,12 @@ class KVRagModel(EngineFields):
             tokenizer = self.tokenizer
         # String prompts have no head of a chat template.
         is_plain = self.prefix is None and not self._shows_messages
-        options = {
-            **self.engine_options(),
-            "tokenizer": None if is_other else tokenizer,
-            "revision": None if is_other else self.revision,
-            "prefix": "" if is_plain else engine_prefix(self.prefix, is_chat=self._shows_messages),
-        }
-        return chat_engine(model if is_other else self.model, **options)
+        return self.open_engine(
+            model=model if is_other else self.model,
+            tokenizer=None if is_other else tokenizer,
+            revision=None if is_other else self.revision,
+            prefix="" if is_plain else engine_prefix(self.prefix, is_chat=self._shows_messages),
+        )
 
     async def _aengine(self, model: Any = None) -> KVRagEngine:
         """Return the engine without blocking the event loop.
@@ -216,12 +199,7 @@ class KVRagModel(EngineFields):
             given["max_new_tokens"] = given.pop("max_tokens")
         if stop is not None:
             given["stop"] = stop
-        check_call(
-            type(self),
-            merged := {**self.request_options(), **given},
-            aliases=ALIASES,
-            more=_ELSEWHERE,
-        )
+        self.check_call(merged := {**self.request_options(), **given})
         return merged
 
     def _answer(
@@ -313,7 +291,7 @@ class KVRagModel(EngineFields):
         told |= {
             "model": _named_object(self.model, self.model_name),
             "tokenizer": _named_object(self.tokenizer, type(self.tokenizer).__name__),
-            "kv_dir": check_kv_dir(self.kv_dir),
+            "kv_dir": self.kv_dir,
             "repair": asdict(self.repair or RepairConfig()),
             # The repr does not show the store's key.
             "store_config": config and replace(config, on_event=None),
@@ -328,10 +306,7 @@ class KVRagModel(EngineFields):
         }
 
     def _resolve_model_profile(self) -> ModelProfile:
-        return profile_of(
-            ModelSource(self.model, self.tokenizer, self.revision, hf_kwargs=self.model_kwargs),
-            type(self),
-        )
+        return profile_of(self)
 
     def _combine_llm_outputs(self, _llm_outputs: list[dict[str, Any] | None], /) -> dict[str, Any]:
         # A cached answer has no output.
@@ -364,10 +339,10 @@ class KVRagModel(EngineFields):
                 return len(encoder.live_ids(text, at_start=True))
         return int(super().get_num_tokens_from_messages(messages))  # type: ignore[misc]
 
-    def _explained(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the given options of :meth:`kvrag.KVRagEngine.explain`, over the model's own."""
+    def _explained(self, prompt: Any, options: dict[str, Any]) -> Explanation:
         given = {name: value for name, value in options.items() if value is not None}
-        return {"mode": self.mode, "max_context": self.max_context, **given}
+        own = {"mode": self.mode, "max_context": self.max_context}
+        return self.engine.explain(prompt, **(own | given))
 
 
 def _named_object(given: Any, name: str) -> str | None:

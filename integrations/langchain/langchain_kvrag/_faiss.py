@@ -16,8 +16,8 @@ from langchain_core.embeddings import Embeddings
 from langchain_core.vectorstores import VectorStore
 from langchain_core.vectorstores.utils import maximal_marginal_relevance
 
-from kvrag import ConfigError, InputError, StoreError, StoreFormatError
-from kvrag.adapters import require, unknown_option
+from kvrag import ConfigError, InputError, StoreError, StoreFormatError, require
+from kvrag.adapters import unknown_option
 
 Metric = Literal["l2", "ip"]
 FORMAT = 1

@@ -16,7 +16,7 @@ from langchain_core.documents import Document
 from langchain_core.vectorstores import VectorStore
 
 from kvrag import InputError
-from kvrag.adapters import documents_in, id_text
+from kvrag.adapters import DocumentKV
 from langchain_kvrag._faiss import FaissStore
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ def as_ids(store: VectorStore, given: Any, *, may_lack: bool = False) -> list[An
 
 
 def _as_id(store: VectorStore, name: Any) -> str | int:
-    text = id_text(name)
+    text = DocumentKV.id_text(name)
     if hasattr(store, "content_payload_key") and text.isdecimal():
         return int(text)
     return text
@@ -58,7 +58,7 @@ def held_documents(store: VectorStore) -> list[Document]:
     """List a store's documents; raise :class:`InputError` if the store can't list them."""
     if isinstance(store, FaissStore):
         return store.documents()
-    return list(documents_in(store))
+    return list(DocumentKV.listed(store))
 
 
 def listed_id(store: VectorStore, name: Any) -> str:

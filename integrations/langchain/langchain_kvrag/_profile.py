@@ -10,32 +10,32 @@ from pathlib import Path
 from typing import Any
 
 from langchain_core.language_models import BaseChatModel, ModelProfile
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
-from kvrag.adapters import ModelSource, base_directory, context_window, directory, hub_options
+from kvrag.adapters import EngineFields
 
 _OTHER_KINDS = [
     f"{kind}_{way}" for kind in ("image", "audio", "video") for way in ("inputs", "outputs")
 ]
 
 
-def profile_of(source: ModelSource, cls: type) -> ModelProfile:
-    """Describe a model for LangChain: its context window, and its abilities with class ``cls``.
+def profile_of(llm: EngineFields) -> ModelProfile:
+    """Describe a model for LangChain: its context window, and its abilities with its class.
 
     Nothing is downloaded, and a ``.gguf`` file is not opened, because that takes seconds; unknown
     values are left out.
     """
     profile: ModelProfile = {"text_inputs": True, "text_outputs": True, "temperature": True}
     profile.update(dict.fromkeys(_OTHER_KINDS, False))  # type: ignore[typeddict-item]
-    config = _config(source)
-    window = config and context_window(config.get_text_config(), 0)
+    source = llm.source
+    window = source.window()
     if window:
         profile["max_input_tokens"] = window
     template = _has_template(source)
     is_constrained = find_spec("llguidance") is not None
     if template is not None:
-        calls = template and getattr(cls, "bind_tools", None) is not BaseChatModel.bind_tools
+        calls = template and getattr(type(llm), "bind_tools", None) is not BaseChatModel.bind_tools
         profile["tool_calling"], profile["tool_choice"] = calls, calls and is_constrained
         # Else agents would bind the schema to every call, which leaves no room for calls of tools;
         # with False, they make the schema a tool.
@@ -43,17 +43,7 @@ def profile_of(source: ModelSource, cls: type) -> ModelProfile:
     return profile
 
 
-def _config(source: ModelSource) -> Any:
-    if isinstance(source.model, PreTrainedModel):
-        return source.model.config
-    with suppress(OSError, ValueError, KeyError):
-        if not os.fspath(source.model).endswith(".gguf"):
-            options = {**hub_options(source), "local_files_only": True}
-            return AutoConfig.from_pretrained(base_directory(source), **options)
-    return None
-
-
-def _has_template(source: ModelSource) -> bool | None:
+def _has_template(source: Any) -> bool | None:
     """Whether the tokenizer has a chat template; ``None`` if unknown."""
     given = source.tokenizer
     if given is not None and not isinstance(given, (str, os.PathLike)):
@@ -62,9 +52,9 @@ def _has_template(source: ModelSource) -> bool | None:
         isinstance(source.model, PreTrainedModel) or os.fspath(source.model).endswith(".gguf")
     ):
         return None
-    home = os.fspath(given or directory(source))
+    home = os.fspath(given or source.directory)
     is_known = False
-    options = {**hub_options(source, own_files=given is None), "local_files_only": True}
+    options = {**source.hub_options(own_files=given is None), "local_files_only": True}
     for name in ("chat_template.jinja", "tokenizer_config.json"):
         with suppress(OSError, ValueError):
             path = cached_file(home, name, **options)

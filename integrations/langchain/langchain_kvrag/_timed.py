@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator
 
-from kvrag.adapters import AsyncTokenStream, TokenStream
+from kvrag import AsyncTokenStream, TokenStream
 
 
 def timed(stream: TokenStream, seconds: float | None) -> Iterator[str]:

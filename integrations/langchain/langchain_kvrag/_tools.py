@@ -23,8 +23,7 @@ from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
 from langchain_core.utils.pydantic import is_basemodel_subclass
 
-from kvrag import ConfigError, GenerationResult
-from kvrag.adapters import require
+from kvrag import ConfigError, GenerationResult, require
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from typing import Any
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.documents import Document
 
-from kvrag.adapters import engine_of, prefetch_kv
+from kvrag.adapters import DocumentKV
 
 
 class KVPrefetchHandler(BaseCallbackHandler):
@@ -36,10 +36,9 @@ class KVPrefetchHandler(BaseCallbackHandler):
     """
 
     def __init__(self, llm: Any, *, namespace: str | None = None) -> None:
-        engine_of(llm)
-        self.llm = llm
-        self.namespace = namespace
+        self._kv = DocumentKV(llm, namespace=namespace)
+        self._kv.engine  # noqa: B018 - raises for another kind of model
 
     def on_retriever_end(self, documents: Sequence[Document], **kwargs: Any) -> None:
         """Start loading and return at once."""
-        prefetch_kv(documents, llm=self.llm, namespace=self.namespace)
+        self._kv.prefetch(documents)

@@ -16,7 +16,6 @@ from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResu
 from langchain_core.runnables import Runnable
 
 from kvrag import Explanation, GenerationResult, KVRagEngine
-from kvrag.adapters import MaxContext, Mode, Repair, checks_names
 from langchain_kvrag._convert import chat_messages, llm_output, metadata_of, usage_of
 from langchain_kvrag._engine import KVRagModel
 from langchain_kvrag._spellings import named
@@ -52,36 +51,13 @@ class ChatKVRag(KVRagModel, BaseChatModel):
 
     _shows_messages: ClassVar[bool] = True
 
-    @checks_names
-    def explain(
-        self,
-        input: LanguageModelInput,
-        *,
-        mode: Mode | None = None,
-        repair: Repair = None,
-        namespace: str | None = None,
-        max_context: MaxContext | None = None,
-        tools: Sequence[Tool] | None = None,
-        tool_choice: Any = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        continue_final_message: bool = False,
-    ) -> Explanation:
-        """Explain which parts of a prompt are known chunks with KV.
-
-        Takes the options of :meth:`kvrag.KVRagEngine.explain`, and tools in any form of LangChain.
-        """
-        options = {
-            "mode": mode,
-            "repair": repair,
-            "namespace": namespace,
-            "max_context": max_context,
-            "tools": tool_dicts(tools or ()),
-            "tool_choice": choice_of(tool_choice),
-            "chat_template_kwargs": chat_template_kwargs,
-            "continue_final_message": continue_final_message or None,
+    def _explained(self, prompt: Any, options: dict[str, Any]) -> Explanation:
+        own = {
+            "tools": tool_dicts(options["tools"] or ()),
+            "tool_choice": choice_of(options["tool_choice"]),
         }
-        messages = self._convert_input(input).to_messages()
-        return self.engine.explain(chat_messages(messages), **self._explained(options))
+        messages = self._convert_input(prompt).to_messages()
+        return super()._explained(chat_messages(messages), options | own)
 
     def bind_tools(
         self,

@@ -19,16 +19,7 @@ from langchain_core.prompt_values import ChatPromptValue, PromptValue, StringPro
 from langchain_core.runnables import Runnable, RunnableConfig
 from langchain_core.runnables.config import get_config_list, patch_config, run_in_executor
 
-from kvrag import Explanation, GenerationResult, KVRagEngine
-from kvrag.adapters import (
-    MAX_RUNNING,
-    MaxContext,
-    Mode,
-    Repair,
-    TokenStream,
-    check_template_kwargs,
-    checks_names,
-)
+from kvrag import Explanation, GenerationResult, KVRagEngine, TokenStream
 from langchain_kvrag._convert import chat_messages, llm_output, metadata_of, usage_of
 from langchain_kvrag._engine import KVRagModel
 from langchain_kvrag._spellings import named
@@ -49,31 +40,9 @@ class KVRagLLM(KVRagModel, BaseLLM):
     >>> info["kvrag"]["kv_reuse_ratio"]  # doctest: +SKIP
     """
 
-    @checks_names
-    def explain(
-        self,
-        input: LanguageModelInput,
-        *,
-        mode: Mode | None = None,
-        repair: Repair = None,
-        namespace: str | None = None,
-        max_context: MaxContext | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> Explanation:
-        """Explain which parts of a prompt are known chunks with KV.
-
-        Takes the options of :meth:`kvrag.KVRagEngine.explain`.
-        """
-        options = {
-            "mode": mode,
-            "repair": repair,
-            "namespace": namespace,
-            "max_context": max_context,
-        }
-        prompt = self._rendered(
-            self._convert_input(input), {"chat_template_kwargs": chat_template_kwargs}
-        )
-        return self.engine.explain(prompt.to_string(), **self._explained(options))
+    def _explained(self, prompt: Any, options: dict[str, Any]) -> Explanation:
+        rendered = self._rendered(self._convert_input(prompt), options)
+        return super()._explained(rendered.to_string(), {**options, "chat_template_kwargs": None})
 
     @property
     def _llm_type(self) -> str:
@@ -88,9 +57,9 @@ class KVRagLLM(KVRagModel, BaseLLM):
         """
         if not isinstance(prompt, ChatPromptValue):
             return prompt
-        encoder = self.engine.encoder.with_variables(
-            check_template_kwargs(options.get("chat_template_kwargs"))
-        )
+        variables = options.get("chat_template_kwargs")
+        self.check_call({"chat_template_kwargs": variables})
+        encoder = self.engine.encoder.with_variables(variables)
         if not getattr(encoder.tokenizer, "chat_template", None):
             return prompt
         return StringPromptValue(text=encoder.render(chat_messages(prompt.to_messages())))
@@ -135,7 +104,7 @@ class KVRagLLM(KVRagModel, BaseLLM):
             return super().batch(inputs, config, **kwargs)
         # Each prompt's own exception; ``BaseLLM`` returns the first for all prompts.
         configs = [
-            patch_config(each, max_concurrency=each.get("max_concurrency") or MAX_RUNNING)
+            patch_config(each, max_concurrency=each.get("max_concurrency") or self.max_running)
             for each in get_config_list(config, len(inputs))
         ]
         return Runnable.batch(self, inputs, configs, return_exceptions=True, **kwargs)
@@ -231,7 +200,7 @@ class KVRagLLM(KVRagModel, BaseLLM):
         timeout_s = self._time_limit(kwargs)
         is_streamed = run_manager is not None and self.streaming and len(prompts) == 1
         emit = run_manager.on_llm_new_token if run_manager and is_streamed else None
-        slots = asyncio.Semaphore(MAX_RUNNING)
+        slots = asyncio.Semaphore(self.max_running)
 
         async def answer(prompt: str) -> GenerationResult:
             async with slots:
@@ -297,7 +266,7 @@ def _answers(
 
     with ExitStack() as streams:
         for prompt in prompts:
-            if len(running) == MAX_RUNNING:
+            if len(running) == KVRagLLM.max_running:
                 end_first()
             stream = streams.enter_context(engine.stream(prompt, **options))
             running.append((stream, timed(stream, timeout_s)))

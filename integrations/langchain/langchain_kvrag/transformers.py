@@ -7,8 +7,8 @@ from typing import Any
 
 from langchain_core.documents import BaseDocumentTransformer, Document
 
-from kvrag import Retention, precompute_kv
-from kvrag.adapters import OnError, host_of, in_collection
+from kvrag import Retention
+from kvrag.adapters import DocumentKV, OnError
 
 
 class KVPrecompute(BaseDocumentTransformer):
@@ -46,21 +46,19 @@ class KVPrecompute(BaseDocumentTransformer):
         retention: Retention | None = None,
         collection: str | None = None,
     ) -> None:
-        host_of(llm, namespace=namespace, retention=retention, batch_size=batch_size)
-        in_collection((), collection)  # raises if it is not a name
-        self.llm = llm
-        self._options: dict[str, Any] = {
-            "namespace": namespace,
-            "batch_size": batch_size,
-            "show_progress": show_progress,
-            "on_error": on_error,
-            "retention": retention,
-            "collection": collection,
-        }
+        self._kv = DocumentKV(
+            llm,
+            namespace=namespace,
+            batch_size=batch_size,
+            show_progress=show_progress,
+            on_error=on_error,
+            retention=retention,
+            collection=collection,
+        )
 
     def transform_documents(
         self, documents: Sequence[Document], **kwargs: Any
     ) -> Sequence[Document]:
         """Precompute KV and return the same documents; options override the constructor's."""
-        precompute_kv(documents, llm=self.llm, **{**self._options, **kwargs})
+        self._kv.precompute(documents, **kwargs)
         return documents

@@ -14,8 +14,8 @@ from langchain_core.embeddings import Embeddings
 from langchain_core.runnables.config import run_in_executor
 from langchain_core.vectorstores import VectorStore
 
-from kvrag import ConfigError, InputError, KVRagError, Retention, delete_kv, precompute_kv
-from kvrag.adapters import OnError, changed_ids, check_show, host_of, in_collection
+from kvrag import ConfigError, InputError, KVRagError, Retention
+from kvrag.adapters import DocumentKV, OnError
 from langchain_kvrag._faiss import FaissStore, Metric
 from langchain_kvrag._held import as_ids, as_list, held_by_id, held_documents, held_ids, listed_id
 
@@ -140,10 +140,15 @@ class KVRagVectorStore(VectorStore):
                 f"inner is of type {type(inner).__name__}; pass a LangChain VectorStore, or "
                 "embedding=..."
             )
-        if llm is not None:
-            host_of(llm, namespace=namespace, retention=retention, batch_size=batch_size)
-        in_collection((), collection)  # raises if it is not a name
-        check_show(show_progress)
+        self._kv = DocumentKV(
+            llm,
+            namespace=namespace,
+            batch_size=batch_size,
+            show_progress=show_progress,
+            on_error=on_error,
+            retention=retention,
+            collection=collection,
+        )
         if embedding is not None:
             inner = FaissStore(embedding, metric=metric)
         assert inner is not None
@@ -152,9 +157,7 @@ class KVRagVectorStore(VectorStore):
         self.namespace = namespace
         self.retention = retention
         self.collection = collection
-        self._batch_size: int = batch_size
         self._on_error: OnError = on_error
-        self._show_progress = show_progress
         self._has_warned = False
 
     @classmethod
@@ -275,18 +278,8 @@ class KVRagVectorStore(VectorStore):
 
     def _precompute(self, texts: dict[str, str]) -> None:
         """Precompute the KV of documents, given by id."""
-        where: dict[str, Any] = {"namespace": self.namespace, "collection": self.collection}
-        self._erase(changed_ids(texts.items(), llm=self.llm, **where))
-        precompute_kv(
-            list(texts.values()),
-            llm=self.llm,
-            ids=list(texts),
-            batch_size=self._batch_size,
-            show_progress=self._show_progress,
-            on_error=self._on_error,
-            retention=self.retention,
-            **where,
-        )
+        self._erase(self._kv.changed(texts.items()))
+        self._kv.precompute(list(texts.values()), ids=list(texts))
 
     def _follow(self, written: Mapping[str, str | None]) -> None:
         """Bring KV in step with documents that other calls have changed meanwhile.
@@ -345,7 +338,7 @@ class KVRagVectorStore(VectorStore):
         if not ids:
             return
         try:
-            delete_kv(ids, llm=self.llm, namespace=self.namespace, collection=self.collection)
+            self._kv.delete(ids)
         except KVRagError as error:
             if self._on_error == "raise":
                 raise

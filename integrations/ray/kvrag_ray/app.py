@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from kvrag import ConfigError
-from kvrag.config import unknown_option
-from kvrag.errors import require
+from kvrag import ConfigError, require
+from kvrag.adapters import unknown_option
 from kvrag_ray.config import ServingConfig
 
 if TYPE_CHECKING:

@@ -12,18 +12,16 @@ from typing import Any
 
 import typer
 
-from kvrag import ConfigError
-from kvrag.cli.documents import DocumentChunk
-from kvrag.cli.options import Given, engine_options
-from kvrag.errors import require
+from kvrag import ConfigError, require
+from kvrag.cli.options import EngineGroup
 from kvrag_ray.config import ServingConfig
 from kvrag_ray.dataset import Workers, precompute_dataset
-from kvrag_server.command import bound, server_options
+from kvrag_server.command import Given, bound, server_options
 
 
-def serve(ctx: typer.Context, engine: Given, repair: Given, limits: Given) -> None:
+def serve(ctx: typer.Context, engine: EngineGroup, repair: Given, limits: Given) -> None:
     """Serve on a Ray cluster until a signal ends it; ``ctx`` has the other options."""
-    options = engine_options(engine, repair=repair, limits=limits)
+    options = engine.arguments(repair=repair, limits=limits)
     given = ctx.params
     if given["log_format"] != "text":
         raise ConfigError(
@@ -59,14 +57,14 @@ def serve(ctx: typer.Context, engine: Given, repair: Given, limits: Given) -> No
 
 
 def precompute(
-    chunks: list[DocumentChunk],
+    chunks: list[Any],
     options: Given,
     run: Mapping[str, Any],
     workers: int | None,
     file: Path | None,
     *,
     is_quiet: bool,
-) -> dict[str, Any]:
+) -> Given:
     """Store chunks on a Ray cluster and return the sums of the report.
 
     Also writes the report to a file if a file is given.

@@ -6,10 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvrag import ConfigError, KVRagEngine, RepairConfig, StoreConfig
-from kvrag.config import as_config
-from kvrag.config.address import address, place
-from kvrag.precompute.library import Library
+from kvrag import ConfigError, KVRagEngine, Library, StoreConfig
+from kvrag.adapters import address, place
 from kvrag_server.config import ServerConfig, keys_of_environment
 
 
@@ -103,6 +101,6 @@ class ServingConfig:
         own = {
             "kv_dir": self.kv_dir,
             "store_config": self.store_config,
-            "repair": as_config(RepairConfig, self.repair, option="repair"),
+            "repair": self.repair,
         }
         return KVRagEngine.from_pretrained(self.model, **{**self.engine, **own})

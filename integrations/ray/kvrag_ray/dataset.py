@@ -12,13 +12,11 @@ import os
 import socket
 import time
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from kvrag import ConfigError, KVRagEngine, StoreConfig
-from kvrag.config import as_config
-from kvrag.config.address import check_kv_dir
-from kvrag.errors import require
+from kvrag import ConfigError, KVRagEngine, require
 
 if TYPE_CHECKING:
     from ray.data import Dataset
@@ -79,11 +77,8 @@ class Worker:
     ) -> None:
         self._columns = columns
         self._run = run
-        config = (
-            as_config(StoreConfig, options.get("store_config"), option="store_config")
-            or StoreConfig()
-        )
-        unread = replace(config, ram_bytes=0)  # a worker never reads its stored chunks
+        # A worker never reads its stored chunks.
+        unread = replace(options["store_config"], ram_bytes=0)
         self._engine = KVRagEngine.from_pretrained(**{**options, "store_config": unread})
 
     def __call__(self, batch: dict[str, Any]) -> Any:
@@ -161,9 +156,10 @@ def precompute_dataset(
             "kv_dir is None, and KV in the workers' memory would be lost with them; pass a shared "
             "store"
         )
-    options = {**options, "model": os.fspath(model), "kv_dir": check_kv_dir(kv_dir)}
+    options = {**options, "model": os.fspath(model), "kv_dir": kv_dir}
     # Wrong options raise here, before workers start.
-    KVRagEngine.from_pretrained(**options).close()
+    with closing(KVRagEngine.from_pretrained(**options)) as engine:
+        options |= {"kv_dir": engine.kv_dir, "store_config": engine.store_config}
     how = {
         "batch_size": CHUNKS_PER_CALL,
         "batch_format": "numpy",

@@ -18,9 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from kvrag import KVRagError
-from kvrag.identity.fingerprint import text_digest
-from kvrag.prompt.planner import KnownTexts
-from kvrag.runtime import Deadline
+from kvrag.adapters import ChunkFinder
 from kvrag_ray.config import ServingConfig
 from kvrag_server.errors import APIError
 
@@ -55,9 +53,8 @@ class Front:
         config = ServingConfig(**options)
         self._replica = replica
         self._server = config.server_config
-        self._timeout_s = config.store_config.load_timeout_s
         self._library = config.open_library()
-        self._known = KnownTexts(self._library.store.catalog)
+        self._chunks = ChunkFinder(self._library.store.catalog)
 
     async def __call__(self, request: Request) -> Response:
         """Answer a request."""
@@ -107,13 +104,13 @@ class Front:
                 tenant = None
             namespace = self._library.namespace + ("" if tenant is None else f"/{tenant}")
             found = texts(json.loads(body))
-            space = self._library.store.names.namespace(namespace)
-            spans = self._known.of(space, Deadline(self._timeout_s))
+            spans = self._chunks.scanner(self._library, namespace)
             for _, text in found:
                 chunks = spans.scan(text)
                 if chunks:
                     return [chunk.digest for chunk in chunks]
-            return [text_digest(text) for is_question, text in found if is_question][:1]
+            questions = [text for is_question, text in found if is_question]
+            return [self._chunks.digest_of(text) for text in questions[:1]]
         except (KVRagError, OSError, ValueError, RecursionError):  # the replica reports the error
             return []
 

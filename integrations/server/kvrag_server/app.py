@@ -57,8 +57,8 @@ def create_app(engine: KVRagEngine, config: ServerConfig | None = None) -> FastA
     config = config or ServerConfig()
     app = FastAPI(title="kvrag", version=kvrag.__version__, lifespan=_life, telemetry=QUIET)
     admission = Admission(config.max_running, config.max_waiting, config.max_per_key)
-    metered = Metrics(engine.store, admission, lambda: engine.load.kv_bytes)
-    name = served_name(engine.source, config)
+    metered = Metrics(engine, admission, lambda: engine.load.kv_bytes)
+    name = served_name(engine.source.name, config)
     service = app.state.service = Service(engine, name, config, admission, metered)
     app.state.is_loaded = False
     app.state.invitation = "ask it in a browser"

@@ -26,17 +26,8 @@ from kvrag import (
     Retention,
     StoreError,
 )
+from kvrag.adapters import Items, MaxContext, Mode, Progress, RemoteHost, tell_short
 from kvrag.config import Repair
-from kvrag.hosts import RemoteHost
-from kvrag.precompute.documents import (
-    check_items,
-    faults,
-    unreadable,
-)
-from kvrag.precompute.library import in_collection
-from kvrag.progress import Progress, tell_short
-from kvrag.prompt.prefix import Prefix
-from kvrag.types import ExplainedSpan, MaxContext, Mode
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +122,7 @@ class KVRagClient(RemoteHost):
         *,
         ids: Sequence[str | None] | None = None,
         collection: str | None = None,
-        prefix: Prefix | None = None,
+        prefix: Any = None,
         namespace: str | None = None,
         batch_size: int = 8,
         show_progress: bool | None = None,
@@ -147,11 +138,11 @@ class KVRagClient(RemoteHost):
         self.check_options(
             namespace=namespace, prefix=prefix, retention=retention, batch_size=batch_size
         )
-        items = check_items(texts, ids, collection, batch_size)
+        items = Items.checked(texts, ids, collection, batch_size)
         documents = [{"id": item.doc_id, "text": item.text} for item in items if not item.fault]
-        total = PrecomputeReport(0, 0, faults(items), 0, 0.0)
+        total = PrecomputeReport(0, 0, items.faults, 0, 0.0)
         # The server erases the KV of texts that it gets a new text for, but gets none of these.
-        self.delete(unreadable(items))
+        self.delete(items.unreadable)
         with Progress(
             f"computing KV at {self.base_url}", len(items), unit="chunks", show=show_progress
         ) as progress:
@@ -174,7 +165,7 @@ class KVRagClient(RemoteHost):
             return self._delete({"collection": collection})
         if isinstance(ids, str):
             ids = [ids]
-        names = list(dict.fromkeys(in_collection(ids or (), collection)))
+        names = list(dict.fromkeys(self.stored_ids(ids or (), collection)))
         parts = _parts(names, PART_IDS)
         return sum([self._delete({"ids": part}) for part in parts])
 
@@ -219,7 +210,7 @@ class KVRagClient(RemoteHost):
             "continue_final_message": continue_final_message,
             "kvrag": reuse,
         }
-        return self._request("POST", "explain", _explanation, body)
+        return self._request("POST", "explain", Explanation.of, body)
 
     def stats(self) -> dict[str, Any]:
         """Return the server's statistics, as :meth:`kvrag.KVRagEngine.stats` does."""
@@ -390,11 +381,6 @@ def _sum(one: PrecomputeReport, other: PrecomputeReport) -> PrecomputeReport:
 def _report(reply: Mapping[str, Any]) -> PrecomputeReport:
     lists = {name: [(doc, why) for doc, why in reply[name]] for name in ("failed", "short")}
     return PrecomputeReport(**{**reply, **lists})
-
-
-def _explanation(reply: Mapping[str, Any]) -> Explanation:
-    spans = [ExplainedSpan(**span) for span in reply["spans"]]
-    return Explanation(**{**reply, "spans": spans})
 
 
 def message_of(response: httpx.Response) -> str:

@@ -14,18 +14,12 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from kvrag import ConfigError
+from kvrag import ConfigError, require
 from kvrag.cli import plugins
-from kvrag.cli.options import (
-    ENGINE,
-    REPAIR,
-    SERVED,
-    Given,
-    name_model,
-    open_engine,
-    takes,
-)
-from kvrag.errors import require
+from kvrag.cli.options import EngineGroup, serving
+
+Given = dict[str, Any]
+"""Options by name."""
 
 logger = logging.getLogger(__name__)
 
@@ -81,9 +75,9 @@ _MODEL = typer.Argument(
 )
 
 
-@takes(engine=ENGINE, repair=REPAIR, limits=SERVED)
+@serving
 def serve(
-    engine: Given,
+    engine: EngineGroup,
     repair: Given,
     limits: Given,
     ctx: typer.Context,
@@ -114,7 +108,7 @@ def serve(
             ctx, engine, repair, limits, words or []
         )
         return
-    name_model(ctx, engine, words)
+    engine.name_model(ctx, words)
     check_packages()
     keys = keys_for(host, is_insecure=insecure)
     from kvrag_server import ServerConfig, create_app
@@ -128,7 +122,7 @@ def serve(
     prepare_process()
     config = ServerConfig(api_keys=keys, **server_options(ctx.params))
     listening = bound(host, port)  # before the model is loaded, which takes long
-    with listening, closing(open_engine(engine, repair=repair, limits=limits)) as opened:
+    with listening, closing(engine.open(repair=repair, limits=limits)) as opened:
         run(create_app(opened, config), listening, drain_s=config.drain_s, log_format=log_format)
 
 
@@ -231,12 +225,12 @@ def keys_for(host: str, *, is_insecure: bool) -> dict[str, str]:
     return keys
 
 
-def log_config(log_format: str) -> dict[str, Any]:
+def log_config(log_format: str) -> Given:
     """Return the logging configuration: lines to standard error, a line per request.
 
     Loggers other than kvrag's and uvicorn's log warnings and errors only.
     """
-    form: dict[str, Any] = {"format": "%(asctime)s %(levelname)s %(name)s: %(message)s"}
+    form: Given = {"format": "%(asctime)s %(levelname)s %(name)s: %(message)s"}
     if log_format == "json":
         form = {"()": "kvrag_server.record.JsonLines"}
     return {

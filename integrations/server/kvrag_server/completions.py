@@ -17,11 +17,8 @@ from fastapi.responses import JSONResponse, Response
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.requests import ClientDisconnect
 
-from kvrag import Chunk, GenerationResult
-from kvrag.generate.logprobs import Delta, LogprobWriter
-from kvrag.generate.streams import AsyncTokenStream
-from kvrag.prompt.messages import SYNONYMS
-from kvrag.prompt.template import Prompt
+from kvrag import AsyncTokenStream, Chunk, GenerationResult
+from kvrag.adapters import Delta, LogprobWriter, Prompt
 from kvrag_server.errors import APIError, as_api_error
 from kvrag_server.metrics import Timer
 from kvrag_server.record import RequestRecord
@@ -66,9 +63,7 @@ def chat_prompt(messages: Sequence[Message], reuse: Reuse) -> Prompt:
         for message in messages
     ]
     if reuse.documents:
-        users = [
-            message for message in dicts if SYNONYMS.get(message["role"], message["role"]) == "user"
-        ]
+        users = [message for message in dicts if message["role"] in ("user", "human")]
         if not users:
             message = (
                 "kvrag.documents go before the last user message, and there is none; send one, or "

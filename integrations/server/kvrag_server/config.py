@@ -14,8 +14,7 @@ from typing import Annotated
 from pydantic import BeforeValidator, Field
 
 from kvrag import ConfigError
-from kvrag.config import Count, Positive, options_class
-from kvrag.config.spelling import parse_bytes
+from kvrag.config import Count, Positive, options_class, parse_bytes
 
 KEYS_VARIABLE = "KVRAG_API_KEYS"
 """Variable that holds ``tenant=key`` pairs, separated by commas.

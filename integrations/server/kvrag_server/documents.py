@@ -10,8 +10,7 @@ from anyio import to_thread
 from fastapi import APIRouter, Request
 from fastapi.concurrency import run_in_threadpool
 
-from kvrag.precompute.documents import announce, check_items
-from kvrag.prompt.template import Prompt
+from kvrag.adapters import Items, Prompt
 from kvrag_server.completions import chat_prompt, text_prompt
 from kvrag_server.errors import APIError
 from kvrag_server.schema import DeleteRequest, ExplainRequest, PrecomputeRequest
@@ -27,11 +26,11 @@ async def precompute(body: PrecomputeRequest, request: Request) -> dict[str, Any
     namespace = service.namespace(request.state.tenant)
     texts = [document.text for document in body.documents]
     ids = [document.id for document in body.documents]
-    items = check_items(texts, ids, body.collection, 1)
+    items = Items.checked(texts, ids, body.collection, 1)
     service.admission.check(request.state.tenant)
     # When the request comes, because a deletion may come while it waits for a slot.
     store = service.engine.store
-    await run_in_threadpool(announce, store, store.names.namespace(namespace), items)
+    await run_in_threadpool(items.announce, store, store.names.namespace(namespace))
     async with service.admission.slot(request.state.tenant):
         run = partial(
             service.engine.precompute,

@@ -24,7 +24,7 @@ from kvrag import (
     MissingDependencyError,
     OutOfMemoryError,
 )
-from kvrag.config.spelling import respelt
+from kvrag.config import respelt
 
 logger = logging.getLogger(__name__)
 

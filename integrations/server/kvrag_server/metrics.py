@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvrag.store import StoreEvent, TieredStore
+from kvrag import Library
 from kvrag_server.admission import Admission
 from kvrag_server.record import RequestRecord
 
@@ -23,8 +24,8 @@ REFUSALS = (401, 413, 429, 503)
 class StoreCollector(Collector):
     """Reads the store's own counters when Prometheus asks."""
 
-    def __init__(self, store: TieredStore) -> None:
-        self._store = store
+    def __init__(self, library: Library) -> None:
+        self._store = library.store
 
     def collect(self) -> Iterator[Metric]:
         """Yield the content of the tiers, and the results of their look-ups."""
@@ -52,7 +53,7 @@ class Metrics:
     """
 
     def __init__(
-        self, store: TieredStore, admission: Admission, kv_bytes: Callable[[], float]
+        self, library: Library, admission: Admission, kv_bytes: Callable[[], float]
     ) -> None:
         own = self.registry = CollectorRegistry()
 
@@ -90,10 +91,10 @@ class Metrics:
         gauge("requests_waiting", "Requests that wait.", lambda: admission.waiting)
         gauge("running_kv_bytes", "Bytes of KV that running requests hold.", kv_bytes)
         self._removed = counter("store_evictions", "Chunks that left a tier.", "tier", "reason")
-        store.listen(self._hear)
-        own.register(StoreCollector(store))
+        library.store.listen(self._hear)
+        own.register(StoreCollector(library))
 
-    def _hear(self, event: StoreEvent) -> None:
+    def _hear(self, event: Any) -> None:
         if event.type == "BlockRemoved":
             self._removed.labels(event.medium, event.reason).inc(len(event.block_hashes))
 

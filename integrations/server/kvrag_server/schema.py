@@ -19,9 +19,8 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from kvrag import RepairConfig
+from kvrag.adapters import MaxContext, Mode, check_encodable
 from kvrag.config import as_config
-from kvrag.prompt.tokenizer import check_encodable
-from kvrag.types import MaxContext, Mode
 from kvrag_server.fields import fault, understood
 
 MAX_DEPTH = 64

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -13,12 +14,14 @@ from typing import Any, cast
 from anyio import CapacityLimiter
 from fastapi import Request
 
-from kvrag import ContextLengthError, GenerationResult, KVRagEngine
-from kvrag.generate.request import RequestOptions
-from kvrag.generate.streams import AsyncTokenStream
-from kvrag.model.source import ModelSource
-from kvrag.precompute.library import Library
-from kvrag.prompt.template import Prompt
+from kvrag import (
+    AsyncTokenStream,
+    ContextLengthError,
+    GenerationResult,
+    KVRagEngine,
+    Library,
+)
+from kvrag.adapters import Prompt
 from kvrag_server.admission import Admission
 from kvrag_server.config import ServerConfig
 from kvrag_server.errors import APIError
@@ -27,7 +30,7 @@ from kvrag_server.schema import ChatRequest, Reuse, TextRequest
 
 _OWN = ("max_new_tokens", "seed", "logprobs", "prompt_logprobs", "chat_template_kwargs")
 """Options of the engine whose values are made from several fields of the API."""
-_OPTIONS = tuple(field.name for field in fields(RequestOptions) if field.name not in _OWN)
+_OPTIONS = inspect.signature(KVRagEngine.generate).parameters.keys() - {"self", "prompt", *_OWN}
 
 # Threads of requests that precompute; other requests must not wait for a free thread.
 PRECOMPUTES = 4
@@ -154,9 +157,8 @@ class Fitting:
         self._stream.cancel()
 
 
-def served_name(source: ModelSource, config: ServerConfig) -> str:
+def served_name(name: str, config: ServerConfig) -> str:
     """Return the name of a model for clients; for a local path, its last part only."""
-    name = source.name
     return config.model_name or (Path(name).resolve().name if os.path.exists(name) else name)
 
 

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from kvrag import GenerationResult
-from kvrag.generate.logprobs import Delta, LogprobWriter
+from kvrag.adapters import Delta, LogprobWriter
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,12 +12,9 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-from kvrag.config.address import redacted
-from kvrag.errors import StoreError, require
-from kvrag.kv.format import Bytes
-from kvrag.runtime import POOL
-from kvrag.store.base import Blobs
-from kvrag.types import ChunkKey
+from kvrag import StoreError, require
+from kvrag.config import redacted
+from kvrag.store import POOL, Blobs, Bytes, ChunkKey
 
 ANSWER_S = 10.0  # timeout of an answer, its retries included
 PARTS_FROM = 64 * 2**20  # bytes from which on a blob is written in parts

@@ -20,12 +20,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-from kvrag.config.address import redacted
-from kvrag.errors import StoreError, require
-from kvrag.kv.crypto import RowCipher
-from kvrag.kv.format import Bytes
-from kvrag.store.base import WRITABLE, Blobs, CatalogRows
-from kvrag.types import ChunkKey
+from kvrag import StoreError, require
+from kvrag.config import redacted
+from kvrag.store import WRITABLE, Blobs, Bytes, CatalogRows, ChunkKey, RowCipher
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -12,25 +12,17 @@ import os
 import queue
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from contextlib import nullcontext, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from kvrag import KVRagEngine, KVRagError, RepairConfig, StoreError
-from kvrag.adapters import (
-    Clock,
-    CostModel,
-    KVBuffer,
-    Plan,
-    filling,
-    prefill,
-    read,
-    stitch,
-)
+from kvrag import KVRagError, RepairConfig
+from kvrag.adapters import Blending
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +43,7 @@ class Job:
     start: int = 0
     stop: int = 0
     num_exact: int = 0
-    plan: Plan | None = None
+    plan: Any = None
     repair: RepairConfig | None = None
     precompute: Mapping[str, Any] | None = None
 
@@ -75,11 +67,9 @@ class Blender:
     ``layers`` are vLLM's attention layers by their index in the model.
     """
 
-    def __init__(self, engine: KVRagEngine, layers: Mapping[int, Any], block_size: int) -> None:
-        self.engine = engine
-        engine.loaded.reusable.records = False  # the device's memory is vLLM's: no pool
-        # Measured once: beside vLLM's steps, a prompt's own times say little.
-        self.costs = CostModel(engine.loaded)
+    def __init__(self, blending: Blending, layers: Mapping[int, Any], block_size: int) -> None:
+        self._blending = blending
+        self.engine = blending.engine
         self._layers = layers
         self._block_size = block_size
         self._cancelled = dict[str, threading.Event]()
@@ -144,7 +134,7 @@ class Blender:
     ) -> None:
         """Work until there is no job any more."""
         _use_cores(cores, num_threads)
-        device = self.engine.loaded.lm.device
+        device = self._blending.lm.device
         stream = None
         if device.type == "cuda":
             stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -168,62 +158,18 @@ class Blender:
 
     @torch.inference_mode()
     def _blend(self, job: Job) -> Said:
-        lm = self.engine.loaded.reusable
-        assert job.plan is not None
-        plan = replace(job.plan, encoder=self.engine.encoder)
-        clock = Clock()
-        timeout_s = self.engine.store_config.load_timeout_s
+        write = partial(self._write, job)
         if job.repair is None:
-            return self._load(plan, job, clock, timeout_s)
-        done = prefill(
-            lm,
-            self.engine.store,
-            plan,
-            mode="stitch",
-            config=job.repair,
-            costs=self.costs,
-            max_new_tokens=1,
-            load_timeout_s=timeout_s,
-            clock=clock,
-            cancel=self._cancelled[job.request_id],
-        )
-        assert done.buffer is not None
-        try:
-            with clock.stage("write"):
-                self._write(done.buffer, job)
-            return said_of(done.accounting(clock), job.repair) | _counts_behind(
-                done.sources, job.num_exact
-            )
-        finally:
-            done.release()
+            return self._blending.load(job.plan, job.stop, write)
+        cancel = self._cancelled[job.request_id]
+        done = self._blending.repair(job.plan, job.repair, write, cancel)
+        return said_of(done, job.repair) | _counts_behind(done["sources"], job.num_exact)
 
-    def _load(self, plan: Plan, job: Job, clock: Clock, timeout_s: float) -> Said:
-        """Load rows that equal a full prefill's."""
-        lm = self.engine.loaded.reusable
-        store = self.engine.store
-        layout, reason, kvs, _ = read(lm, store, plan, "prefix", None, timeout_s, clock, None)
-        if not layout.reused or layout.reused[-1].stop < job.stop:
-            raise StoreError(reason or "stored KV is gone")
-        buffer = lm.buffer(layout.num_tokens)
-        with clock.stage("stitch"), filling(buffer):
-            stitch(buffer, layout, kvs, lm.rotary(layout.num_tokens))
-            self._write(buffer, job)
-        total = layout.num_tokens
-        return {
-            "exactness": "exact",
-            "cached_tokens": job.stop,
-            "repaired_tokens": 0,
-            "computed_tokens": total - job.stop,
-            "sources": [["exact", job.stop], ["computed", total - job.stop]],
-            "timings_ms": dict(clock.timings_ms),
-        }
-
-    def _write(self, buffer: KVBuffer, job: Job) -> None:
+    def _write(self, job: Job, layers: Iterable[Sequence[torch.Tensor]]) -> None:
         """Write the rows of all layers to vLLM's cache."""
-        slots = job.slots(self._block_size).to(buffer.keys(0).device)
+        slots = job.slots(self._block_size).to(self._blending.lm.device)
         rows = slice(job.start, job.stop)
-        for index, pair in enumerate(buffer.layers):
-            buffer.wait_for(index)
+        for index, pair in enumerate(layers):
             layer = self._layers[index]
             own = [x[0, :, rows].transpose(0, 1).contiguous() for x in pair]
             layer.impl.do_kv_cache_update(layer, *own, layer.kv_cache, slots)

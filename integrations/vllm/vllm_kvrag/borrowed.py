@@ -14,19 +14,19 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from kvrag import UnsupportedModelError
-from kvrag.adapters import LoadedModel, ModelSource, PromptEncoder, config_of, load_model
+from kvrag.adapters import ModelSource, load_made
 
 EXPERTS = {"gate_up_proj": "w13_weight", "down_proj": "w2_weight"}
 PLAIN_EXPERTS = ("TRITON", "BATCHED_TRITON")  # kernels that take experts as they are in the files
 
 
-def load_borrowed(model: torch.nn.Module, source: ModelSource) -> LoadedModel:
+def load_borrowed(model: torch.nn.Module, source: ModelSource) -> object:
     """Accept, identify and prove a model with vLLM's weights, as if kvrag had loaded its files.
 
     Engines of this process with the same source use it while the result is in use. Raises as
     :func:`borrow`, and as :func:`kvrag.model.load.load`.
     """
-    return load_model(source, PromptEncoder, borrow(model, config_of(source)))
+    return load_made(source, borrow(model, source.load_config()))
 
 
 def borrow(model: torch.nn.Module, config: PreTrainedConfig) -> PreTrainedModel:

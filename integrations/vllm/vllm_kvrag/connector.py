@@ -20,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvrag import ConfigError, StoreConfig
-from kvrag.adapters import as_config
+from kvrag.config import as_config
 from vllm_kvrag.messages import Jobs
 from vllm_kvrag.report import Counts, Metrics
 from vllm_kvrag.scheduler import SchedulerSide

@@ -10,8 +10,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from kvrag.adapters import ModelFacts
 from vllm_kvrag.blending import Job, Said
-from vllm_kvrag.planning import About
 from vllm_kvrag.steps import Step
 
 
@@ -27,7 +27,7 @@ class Jobs(KVConnectorMetadata):
 class Hello(KVConnectorHandshakeMetadata):
     """Description of the worker's model."""
 
-    about: About
+    about: ModelFacts
 
 
 @dataclass

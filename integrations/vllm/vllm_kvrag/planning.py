@@ -2,77 +2,21 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from statistics import median_low
 from typing import Any, Literal
 
-from kvrag import ConfigError, RepairConfig, StoreConfig
-from kvrag.adapters import (
-    MARGIN,
-    ChunkKey,
-    Costs,
-    KnownTexts,
-    Layout,
-    Mode,
-    Plan,
-    Price,
-    PromptEncoder,
-    PromptPlanner,
-    Segment,
-    TieredStore,
-    as_config,
-    check_mode,
-    check_namespace,
-    described,
-    ids_digest,
-    lay_out,
-    plan_ids,
-)
+from kvrag import ConfigError, Library, RepairConfig
+from kvrag.adapters import Mode, ModelFacts, ModelSource, Reuse, ReuseOptions, StorePlanner
 from vllm_kvrag.steps import LATEST, StepPrices
 
-Ids = tuple[int, ...]
-# After a listing, or a failure of the store, at least 9 times its duration passes before the next,
-# so all requests wait for it a tenth of the time at most.
+# After a failure of the store, at least 9 times its duration passes before the next request asks
+# it, so all requests wait for it a tenth of the time at most.
 REST = 9
 FIELDS = "mode", "repair", "namespace", "precompute", "describe", "trace", "stream", "report"
-
-
-@dataclass(frozen=True, slots=True)
-class About:
-    """Description of the worker's model, for the scheduler.
-
-    Attributes
-    ----------
-    fingerprint
-        Model of the stored chunks.
-    refusal
-        Why its prompts are not blended; ``None`` if they are.
-    repair, costs
-        Default repair, and costs of forwards on this machine.
-    depth
-        Number of attention layers.
-    window
-        Most tokens of prompt and answer for which stored KV holds.
-    context
-        Digest of the context that chunks are encoded behind.
-    """
-
-    fingerprint: str
-    refusal: str | None
-    repair: RepairConfig
-    costs: Costs
-    depth: int
-    window: int
-    context: str
-
-    def said(self) -> dict[str, Any]:
-        """Return the description for a response."""
-        own = {"fingerprint": self.fingerprint, "context": self.context, "refusal": self.refusal}
-        return own | {"repair": described(self.repair)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,19 +50,18 @@ class Asked:
             raise ConfigError(
                 f"kv_transfer_params.kvrag has no {unknown[0]!r}; it has {', '.join(FIELDS)}"
             )
-        mode: Mode = given.get("mode") or "auto"
-        check_mode(mode)
-        namespace = given.get("namespace")
-        if namespace is not None:
-            check_namespace(namespace)
+        reuse = ReuseOptions(
+            mode=given.get("mode") or "auto",
+            repair=given.get("repair"),
+            namespace=given.get("namespace"),
+        )
         precompute = given.get("precompute")
         if precompute is not None and not isinstance(precompute, Mapping):
             raise ConfigError("precompute is no object; pass {'texts': [...], 'ids': [...]}")
-        repair = as_config(RepairConfig, given.get("repair"), option="repair")
         return cls(
-            mode,
-            repair,
-            namespace,
+            reuse.mode,
+            reuse.repair_config,
+            reuse.namespace,
             precompute,
             describe=bool(given.get("describe")),
             trace=bool(given.get("trace")),
@@ -144,7 +87,7 @@ class Decision:
     reason: str | None = None
     stop: int = 0
     num_exact: int = 0
-    plan: Plan | None = None
+    plan: Any = None
     repair: RepairConfig | None = None
     error: str | None = None
     price: float = 0.0
@@ -159,17 +102,8 @@ class Planner:
         What vLLM's own steps take.
     """
 
-    def __init__(
-        self,
-        store: TieredStore,
-        config: StoreConfig,
-        encoder: PromptEncoder,
-        namespace: str,
-    ) -> None:
-        self._store = store
-        self._prompts = PromptPlanner(store, config, KnownTexts(store.catalog), encoder)
-        self._namespace = namespace
-        self._prefixes = Prefixes(store)
+    def __init__(self, library: Library, source: ModelSource) -> None:
+        self._prompts = StorePlanner(library, source, checks_ids=False)
         self._next = 0.0
         self.steps = StepPrices()
         # What blends took, as multiples of their prices.
@@ -180,7 +114,13 @@ class Planner:
         self._blends.append(took / price)
 
     def decide(
-        self, ids: Sequence[int], asked: Asked, about: About, *, num_computed: int, num_more: int
+        self,
+        ids: Sequence[int],
+        asked: Asked,
+        about: ModelFacts,
+        *,
+        num_computed: int,
+        num_more: int,
     ) -> Decision:
         """Decide what to reuse for a prompt.
 
@@ -203,66 +143,50 @@ class Planner:
             )
         if time.monotonic() < self._next:
             return Decision("none", "the store failed before; it is asked again in a while")
-        # The worker has an encoder of its own.
-        plan = replace(self._plan(ids, asked, about), encoder=None)  # type: ignore[arg-type]
-        layout = lay_out(plan)
         repair = asked.repair or about.repair
+        reuse = self._reuse(ids, asked.namespace, about, repair)
+        plan = reuse.plan
+        layout = reuse.layout
         head = layout.only_exact_head()
         num_exact = head.segments[-1].start if plan.kv_dtype == "auto" else 0
-        exact = Decision("none", _why_not(layout, plan))
+        exact = Decision("none", _why_not(reuse))
         if num_exact > num_computed:
             exact = replace(exact, kind="exact", stop=num_exact, num_exact=num_exact, plan=plan)
         if asked.mode == "prefix" or all(s.stop <= num_computed for s in layout.stale):
             return exact
-        stored = [(self._store.name, len(identity.token_ids)) for identity in plan.identities]
-        price = Price(about.costs, repair, about.depth, stored)
         if asked.mode == "auto":
-            reason = self._refusal(layout, price, max(num_exact, num_computed))
+            reason = self._refusal(reuse, max(num_exact, num_computed))
             if reason is not None:
                 return replace(exact, reason=reason)
         # The rows before are computed, if they are not loaded.
         first = layout.stale[0] if plan.kv_dtype == "auto" else layout.reused[0]
         rows = max(first.start, num_computed)
-        ms = price.of(layout) if about.costs.unit == "ms" else 0.0
+        ms = reuse.price.of(layout) if about.costs.unit == "ms" else 0.0
         return Decision("blend", plan.fault, len(ids) - 1, rows, plan, repair, price=ms)
 
-    def _plan(self, ids: Sequence[int], asked: Asked, about: About) -> Plan:
-        namespace = self._namespace if asked.namespace is None else asked.namespace
-        space = self._store.names.namespace(namespace)
+    def _reuse(self, *asked: Any) -> Reuse:
         start = time.monotonic()
         has_failed = True
         try:
-            lookup = self._prompts.lookup(space, about.fingerprint, about.context)
-            prefixes = lookup.deadline.ask(
-                lambda: self._prefixes.of(about.fingerprint, space),
-                list[Ids](),
-                what="the KV store",
-            )
-            plan = plan_ids(ids, lookup, prefixes)
-            has_failed = plan.fault is not None
+            reuse = self._prompts.reuse(*asked)
+            has_failed = reuse.plan.fault is not None
         finally:
             if has_failed:  # all requests wait in the meantime
                 self._next = time.monotonic() + REST * (time.monotonic() - start)
-        return plan
+        return reuse
 
-    def _refusal(self, layout: Layout, price: Price, num_rows: int) -> str | None:
+    def _refusal(self, reuse: Reuse, num_rows: int) -> str | None:
         """Return why blending would not pay beside computing the rows after ``num_rows`` in vLLM.
 
         vLLM's part is priced by what its steps took: the rest of the prompt, or the last token
         behind a blend.
         """
-        costs = price.costs
-        total = layout.num_tokens
-        rest = Layout(
-            (
-                *((Segment(0, num_rows, "history", exact=True),) if num_rows else ()),
-                Segment(num_rows, total, "live"),
-            )
-        )
-        other = price.of(rest) * self.steps.factor(total - num_rows)
-        cost = price.of(layout) * (median_low(self._blends) if self._blends else 1.0)
+        costs = reuse.price.costs
+        total = reuse.layout.num_tokens
+        other = reuse.cost_of_rest(num_rows) * self.steps.factor(total - num_rows)
+        cost = reuse.price.of(reuse.layout) * (median_low(self._blends) if self._blends else 1.0)
         cost += costs.of_forward(1, total) * self.steps.factor(1)
-        if cost < MARGIN * other:
+        if reuse.pays(cost, other):
             return None
         if self._blends:  # a busy moment must not refuse all blends for ever
             self._blends.popleft()
@@ -273,55 +197,7 @@ class Planner:
         )
 
 
-def _why_not(layout: Layout, plan: Plan) -> str | None:
-    if plan.fault is not None:
-        return plan.fault
-    return None if layout.reused else "no stored KV for this prompt"
-
-
-@dataclass(slots=True)
-class Prefixes:
-    """Token ids of the stored prefixes, listed again when the store has changed."""
-
-    store: TieredStore
-    _known: dict[tuple[str, str], list[Ids]] = field(default_factory=dict)
-    _ids: dict[ChunkKey, Ids | None] = field(default_factory=dict)
-    _state: object = None
-    _next: float = 0.0
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def of(self, model: str, namespace: str) -> list[Ids]:
-        """Return the prefixes of a model's chunks in a namespace."""
-        with self._lock:
-            state = self.store.catalog.state()[:3]  # erasures, chunks, bytes
-            if state != self._state and time.monotonic() >= self._next:
-                start = time.monotonic()
-                self._list()
-                self._state = state
-                self._next = time.monotonic() + REST * (time.monotonic() - start)
-            return self._known.get((model, namespace), [])
-
-    def _list(self) -> None:
-        """Read the ids of new prefixes: chunks have a text, and stand behind no prefix as well.
-
-        Models without BOS have an empty prefix.
-        """
-        catalog = self.store.catalog
-        nothing = ids_digest(())
-        known: dict[tuple[str, str], list[Ids]] = {}
-        found: dict[ChunkKey, Ids | None] = {}
-        keys = catalog.keys()
-        for key in keys:
-            record = catalog.get(key)
-            if record is None or record.prefix != nothing:
-                continue
-            if key in self._ids:
-                ids = self._ids[key]
-            else:
-                identity = None if catalog.key_texts(key) else self.store.identity(key)
-                ids = None if identity is None else identity.token_ids
-            found[key] = ids
-            if ids is not None:
-                known.setdefault((record.model, record.namespace), []).append(ids)
-        self._known = known
-        self._ids = found
+def _why_not(reuse: Reuse) -> str | None:
+    if reuse.plan.fault is not None:
+        return reuse.plan.fault
+    return None if reuse.layout.reused else "no stored KV for this prompt"

@@ -13,7 +13,7 @@ from vllm.config import set_current_vllm_config
 from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from kvrag.adapters import CausalLM, Rows
+from kvrag.adapters import Blending
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -30,7 +30,7 @@ def why_different(
     kv_cache_config: KVCacheConfig,
     model: torch.nn.Module,
     layers: Mapping[str, Any],
-    lm: CausalLM,
+    blending: Blending,
 ) -> str | None:
     """Return how the logits of vLLM's model and of kvrag's forward differ; ``None`` if they don't.
 
@@ -40,22 +40,23 @@ def why_different(
         vLLM's model.
     layers
         vLLM's attention layers by name.
-    lm
-        Model of kvrag's engine.
+    blending
+        Of kvrag's engine.
     """
+    lm = blending.lm
     # vLLM's first block holds no prompt.
     room = (kv_cache_config.num_blocks - 1) * vllm_config.cache_config.block_size
     count = min(NUM_TOKENS, room)
     ids = torch.randint(lm.vocab_size, (count,), generator=torch.Generator().manual_seed(0))
     try:
         theirs = _logits(vllm_config, kv_cache_config, model, layers, ids.to(lm.device))
-        ours, _ = lm.forward(ids, Rows.span(0, count), lm.buffer(count), logits=count)
+        ours = blending.logits(ids)
     except Exception as error:
         return (
             "its logits could not be compared with vLLM's "
             f"({type(error).__name__}: {str(error)[:200]})"
         )
-    found, wanted = (x[..., : lm.vocab_size].float().log_softmax(-1) for x in (ours[0], theirs))
+    found, wanted = (x[..., : lm.vocab_size].float().log_softmax(-1) for x in (ours, theirs))
     loss = torch.nn.functional.kl_div(found, wanted, reduction="batchmean", log_target=True)
     limit = LIMITS[lm.dtype]
     if loss <= limit:

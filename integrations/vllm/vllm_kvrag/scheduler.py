@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
-from kvrag import KVRagError, StoreConfig, UnsupportedModelError
-from kvrag.adapters import ModelSource, PromptEncoder, load_tokenizer, open_store
+from kvrag import KVRagError, Library, StoreConfig, UnsupportedModelError
+from kvrag.adapters import ModelFacts, ModelSource
 from vllm_kvrag.blending import Job, Said
 from vllm_kvrag.messages import Ended, Hello, Jobs
-from vllm_kvrag.planning import About, Asked, Decision, Planner
+from vllm_kvrag.planning import Asked, Decision, Planner
 from vllm_kvrag.private import PrivateBlocks
 from vllm_kvrag.report import Counts, Records, tokens_of
 from vllm_kvrag.steps import StepCounter
@@ -40,10 +40,10 @@ class SchedulerSide:
         model = vllm_config.model_config
         source = ModelSource(model.model, tokenizer=model.tokenizer)
         self._is_exact = is_exact
-        encoder = PromptEncoder(load_tokenizer(source))
-        self._store = open_store(option("kv_dir", None), config)
-        self._planner = Planner(self._store, config, encoder, option("namespace", "default"))
-        self._about: About | None = None
+        kv_dir, namespace = option("kv_dir", None), option("namespace", "default")
+        self._library = Library(kv_dir, namespace=namespace, store_config=config)
+        self._planner = Planner(self._library, source)
+        self._about: ModelFacts | None = None
         # By request.
         self._decisions = dict[str, tuple[int, Decision]]()
         self._private = PrivateBlocks(vllm_config.cache_config.block_size)
@@ -167,7 +167,7 @@ class SchedulerSide:
         elif isinstance(metadata, Ended):
             if self._about is not None:
                 for step in metadata.steps:
-                    self._planner.steps.note(step, self._about.costs)
+                    self._planner.steps.note(step, self._about)
             for request_id, said in metadata.said.items():
                 took = sum(((said or {}).get("timings_ms") or {}).values())
                 price = self._prices.pop(request_id, 0.0)
@@ -190,7 +190,7 @@ class SchedulerSide:
 
     def close(self) -> None:
         """Close the store."""
-        self._store.close()
+        self._library.close()
 
 
 def _as_computed(num_cached: int, total: int, reason: str | None) -> Said:

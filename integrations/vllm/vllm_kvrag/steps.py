@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from kvrag.adapters import Costs
+from kvrag.adapters import ModelFacts
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -96,10 +96,10 @@ class StepPrices:
     def __init__(self) -> None:
         self._seen = dict[int, deque[float]]()
 
-    def note(self, step: Step, costs: Costs) -> None:
+    def note(self, step: Step, facts: ModelFacts) -> None:
         """Add a step; nothing is compared with costs that are no times."""
-        price = costs.of_forward(step.tokens, step.pairs)
-        if costs.unit == "ms" and price > 0:
+        price = facts.costs.of_forward(step.tokens, step.pairs)
+        if facts.costs.unit == "ms" and price > 0:
             size = _size(step.tokens)
             self._seen.setdefault(size, deque(maxlen=LATEST)).append(step.ms / price)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvrag import KVRagError, RepairConfig, StoreConfig, UnsupportedModelError
-from kvrag.adapters import Costs, as_config, context_digest
+from kvrag.adapters import Blending, ModelFacts
+from kvrag.config import as_config
 from vllm_kvrag.blending import Blender, Said
 from vllm_kvrag.loader import LOAD_FORMAT, model_of
 from vllm_kvrag.messages import Ended, Hello, Jobs
-from vllm_kvrag.planning import About
 from vllm_kvrag.proof import why_different
 from vllm_kvrag.steps import StepClock
 from vllm_kvrag.weights import engine_of, layers_of
@@ -49,10 +49,9 @@ class WorkerSide:
             reason = str(error)
         except Exception as error:  # vLLM answers without the store
             reason = f"its model can't be opened ({type(error).__name__}: {error})"
-        none = Costs(((0.0,), (0.0,)), 1.0, 0.0, {}, "tokens")
-        return Hello(About("", reason, RepairConfig(), none, 1, 0, ""))
+        return Hello(ModelFacts(refusal=reason))
 
-    def _opened(self) -> About:
+    def _opened(self) -> ModelFacts:
         """Open the engine and start its threads; raise ``UnsupportedModelError`` if it can't."""
         model = model_of(self._config)
         if model is None:
@@ -60,22 +59,14 @@ class WorkerSide:
                 f"vLLM's weights are not known; start vLLM with --load-format {LOAD_FORMAT}"
             )
         engine = engine_of(self._config, model, self._store_config, self._repair)
-        lm = engine.loaded.reusable
+        blending = Blending(engine)
         layers = self._config.compilation_config.static_forward_context
-        reason = why_different(self._config, self._cache, model, layers, lm)
+        reason = why_different(self._config, self._cache, model, layers, blending)
         if reason is not None:
             raise UnsupportedModelError(reason)
-        self._blender = Blender(engine, layers_of(self._config), self._block_size)
-        self._clock = StepClock(lm.device)
-        return About(
-            engine.loaded.fingerprint,
-            None,
-            engine.repair,
-            self._blender.costs.known(),
-            lm.depth,
-            lm.reuse_window,
-            context_digest(engine.context_ids),
-        )
+        self._blender = Blender(blending, layers_of(self._config), self._block_size)
+        self._clock = StepClock(blending.lm.device)
+        return blending.facts()
 
     def begin(self, jobs: Jobs) -> None:
         """Note that a step begins."""

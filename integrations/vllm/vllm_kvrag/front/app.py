@@ -15,8 +15,8 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from kvrag import KVRagError
-from kvrag.precompute.library import Library
+from kvrag import KVRagError, Library
+from kvrag.adapters import ModelFacts, StorePlanner
 from kvrag_server.admission import Admission
 from kvrag_server.app import QUIET, cors, health
 from kvrag_server.config import ServerConfig
@@ -27,9 +27,7 @@ from kvrag_server.record import RequestRecord
 from kvrag_server.service import Desk, desk_of
 from vllm_kvrag.front import documents
 from vllm_kvrag.front.prompts import (
-    FrontPlanner,
     Tokenise,
-    WorkerFacts,
     left_to_vllm,
     planner_of,
     put_options,
@@ -65,7 +63,7 @@ logger = logging.getLogger(__name__)
 
 
 def create_front(
-    library: Library, name: str, planner: FrontPlanner, upstream: Upstream, config: ServerConfig
+    library: Library, name: str, planner: StorePlanner, upstream: Upstream, config: ServerConfig
 ) -> FastAPI:
     """Make the ASGI application of a front; run it in a single process.
 
@@ -87,7 +85,7 @@ def create_front(
         openapi_url=None,
     )
     admission = Admission(config.max_running, config.max_waiting)
-    metered = Metrics(library.store, admission, int)  # vLLM counts its KV
+    metered = Metrics(library, admission, int)  # vLLM counts its KV
     desk = app.state.service = Desk(library, name, config, admission, metered)
     app.state.invitation = "the OpenAI API, before vLLM, is at"
     app.state.planner = planner
@@ -108,14 +106,14 @@ def create_front(
 
 @asynccontextmanager
 async def _life(app: FastAPI) -> AsyncIterator[None]:
-    planner: FrontPlanner = app.state.planner
+    planner: StorePlanner = app.state.planner
     upstream: Upstream = app.state.upstream
     try:
-        planner.worker = WorkerFacts.of(await upstream.ask(describe=True))
+        planner.facts = ModelFacts.of(await upstream.ask(describe=True))
     except (APIError, KVRagError) as error:
         logger.warning("prompts are tokenised without regard to stored chunks: %s", error)
-    if planner.worker.refusal is not None:
-        logger.warning("vLLM's worker reuses no KV: %s", planner.worker.refusal)
+    if planner.facts.refusal is not None:
+        logger.warning("vLLM's worker reuses no KV: %s", planner.facts.refusal)
     yield
     await upstream.client.aclose()
 

@@ -8,8 +8,9 @@ import signal
 import typer
 
 from kvrag import ConfigError
-from kvrag.cli.options import Given, engine_options, is_on_command_line, name_model
+from kvrag.cli.options import EngineGroup, is_on_command_line
 from kvrag_server.command import (
+    Given,
     bound,
     check_packages,
     keys_for,
@@ -31,14 +32,18 @@ _NOT_WITH_VLLM = {
 
 
 def serve(
-    ctx: typer.Context, engine: Given, repair: Given, limits: Given, words: list[str]
+    ctx: typer.Context,
+    engine: EngineGroup,
+    repair: Given,
+    limits: Given,
+    words: list[str],
 ) -> None:
     """Answer requests in front of vLLM until a signal ends both, or vLLM ends.
 
     Exits with vLLM's code if it ends by itself.
     """
     at = next((n for n, word in enumerate(words) if word.startswith("-")), len(words))
-    name_model(ctx, engine, words[:at])
+    engine.name_model(ctx, words[:at])
     for name, remedy in _NOT_WITH_VLLM.items():
         if is_on_command_line(ctx, name):
             option = f"--{name.replace('_', '-')}"
@@ -47,8 +52,8 @@ def serve(
     from kvrag_server.app import prepare_process
     from vllm_kvrag.front.start import started
 
-    options = engine_options(
-        engine, repair=repair, limits={n: v for n, v in limits.items() if n != "history_bytes"}
+    options = engine.arguments(
+        repair=repair, limits={n: v for n, v in limits.items() if n != "history_bytes"}
     )
     if not is_on_command_line(ctx, "chunk_context"):
         del options["context"]

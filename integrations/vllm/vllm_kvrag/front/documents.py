@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.concurrency import run_in_threadpool
 
-from kvrag.precompute.documents import check_items, faults, unreadable
+from kvrag.adapters import Items
 from kvrag_server import documents
 from kvrag_server.schema import ExplainRequest, PrecomputeRequest
 from kvrag_server.service import desk_of
@@ -26,11 +26,11 @@ async def precompute(body: PrecomputeRequest, request: Request) -> Any:
     texts = [document.text for document in body.documents]
     ids = [document.id for document in body.documents]
     # The worker would refuse them in its own words, and JSON can't hold all of them.
-    items = check_items(texts, ids, body.collection, 1)
-    failed = faults(items)
+    items = Items.checked(texts, ids, body.collection, 1)
+    failed = items.faults
     desk = desk_of(request)
     namespace = desk.namespace(request.state.tenant)
-    await run_in_threadpool(desk.library.delete, unreadable(items), namespace=namespace)
+    await run_in_threadpool(desk.library.delete, items.unreadable, namespace=namespace)
     good = [item for item in items if not item.fault]
     asked = {
         "texts": [item.text for item in good],
@@ -49,8 +49,10 @@ async def explain(body: ExplainRequest, request: Request) -> dict[str, Any]:
     prompt = documents.explained(body)
     namespace = desk_of(request).namespace(request.state.tenant)
     chat = chat_of(body.model_dump())
+    reuse = body.kvrag
+    explain = planner_of(request).explain
     return asdict(
-        await run_in_threadpool(planner_of(request).explain, prompt, namespace, body.kvrag, chat)
+        await run_in_threadpool(explain, prompt, namespace, reuse.mode, reuse.config, chat)
     )
 
 

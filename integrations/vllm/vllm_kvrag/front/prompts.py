@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable
 from typing import Any, cast
 
 from fastapi import Request
 from pydantic import TypeAdapter, ValidationError
 
-from kvrag import ConfigError, Explanation, InputError
-from kvrag.blend.reuse import outcome_of
-from kvrag.config import check_template_kwargs
-from kvrag.evaluate.calibrate import in_words
-from kvrag.model.source import ModelSource, config_of, load_tokenizer
-from kvrag.precompute.library import Library
-from kvrag.prompt.explain import explain_plan
-from kvrag.prompt.plan import Lookup, Plan
-from kvrag.prompt.planner import KnownTexts, PromptPlanner
-from kvrag.prompt.prefix import Prefix, prefix_text
-from kvrag.prompt.template import PLAIN, Chat, Prompt, PromptEncoder
-from kvrag.prompt.tokenizer import UnreadableTextError, given_ids
-from kvrag.prompt.tools import answer_form
+from kvrag import ConfigError, InputError
+from kvrag.adapters import ReuseOptions, StorePlanner, UnreadableTextError
 from kvrag_server.completions import chat_prompt, text_prompt
 from kvrag_server.errors import APIError, first_fault
 from kvrag_server.schema import AnswerOptions, Message, Reuse
 
 Body = dict[str, Any]
 """Body of a request, as JSON values."""
-Tokenise = Callable[["FrontPlanner", Body, Reuse, str], Body]
+Tokenise = Callable[["StorePlanner", Body, Reuse, str], Body]
 """Returns the fields of a body that hold its prompt as token ids: none where vLLM renders it."""
 
 _NEEDS_TEXT = (
@@ -45,81 +33,9 @@ _NEEDS_TEXT = (
 _MESSAGES = TypeAdapter(list[Message])
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerFacts:
-    """Facts that vLLM's worker reports.
-
-    They are its model's fingerprint, the digest of the context that it encodes chunks behind, its
-    repair in words, and the reason if it reuses no KV.
-    """
-
-    fingerprint: str = ""
-    context: str = ""
-    repair: str = ""
-    refusal: str | None = None
-
-    @classmethod
-    def of(cls, told: Mapping[str, Any]) -> WorkerFacts:
-        """Return the facts in a worker's report; a newer worker may report more."""
-        known = [field.name for field in fields(cls)]
-        return cls(**{name: value for name, value in told.items() if name in known})
-
-
-class FrontPlanner:
-    """Plans prompts as the engine does, so that their ids are those of the stored chunks.
-
-    ``worker`` is set once vLLM answers.
-    """
-
-    def __init__(
-        self,
-        library: Library,
-        source: ModelSource,
-        prefix: Prefix | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> None:
-        encoder = PromptEncoder(load_tokenizer(source))
-        encoder.config = config_of(source).get_text_config()
-        encoder = encoder.with_variables(check_template_kwargs(chat_template_kwargs))
-        self.prompts = PromptPlanner(
-            library.store,
-            library.store_config,
-            KnownTexts(library.store.catalog),
-            encoder,
-            int(encoder.config.vocab_size),
-        )
-        self.prefix = prefix_text(prefix, encoder)
-        self.worker = WorkerFacts()
-
-    def plan(self, prompt: Prompt, namespace: str, chat: Chat = PLAIN) -> Plan:
-        """Plan a prompt in a namespace, which is given by name.
-
-        Raises ``InputError`` if the prompt is empty or malformed.
-        """
-        return self.prompts.plan(prompt, self._lookup(namespace), (self.prefix,), chat)
-
-    def explain(
-        self, prompt: Prompt, namespace: str, options: Reuse, chat: Chat = PLAIN
-    ) -> Explanation:
-        """Describe a prompt's hits; in mode ``auto``, vLLM's worker may reuse less than it says."""
-        lookup = self._lookup(namespace)
-        plan = self.prompts.plan(prompt, lookup, (self.prefix,), chat)
-        if self.worker.refusal is not None:
-            plan = plan.without_reuse(self.worker.refusal)
-        explained = explain_plan(plan, *outcome_of(plan, options.mode, None), lookup)
-        given = options.config
-        return replace(
-            explained, repair=self.worker.repair if given is None else in_words(given, "given")
-        )
-
-    def _lookup(self, namespace: str) -> Lookup:
-        space = self.prompts.store.names.namespace(namespace)
-        return self.prompts.lookup(space, self.worker.fingerprint, self.worker.context)
-
-
-def planner_of(request: Request) -> FrontPlanner:
+def planner_of(request: Request) -> StorePlanner:
     """Return the planner of a request's application."""
-    return cast(FrontPlanner, request.app.state.planner)
+    return cast(StorePlanner, request.app.state.planner)
 
 
 def take_options(body: Body) -> AnswerOptions:
@@ -163,7 +79,7 @@ def put_options(body: Body, options: AnswerOptions, namespace: str) -> None:
     body["kv_transfer_params"] = {**(given if isinstance(given, dict) else {}), "kvrag": own}
 
 
-def tokenised_chat(planner: FrontPlanner, body: Body, options: Reuse, namespace: str) -> Body:
+def tokenised_chat(planner: StorePlanner, body: Body, options: Reuse, namespace: str) -> Body:
     """Render chat messages; vLLM takes the ids of a chat in ``kv_transfer_params``."""
     params = body["kv_transfer_params"]
     has_ids = params.get("prompt_token_ids") is not None
@@ -172,8 +88,7 @@ def tokenised_chat(planner: FrontPlanner, body: Body, options: Reuse, namespace:
         return left_to_vllm(options)
     try:
         prompt = chat_prompt(_MESSAGES.validate_python(body.get("messages")), options)
-        chat = chat_of(body)
-        ids = planner.plan(prompt, namespace, chat).token_ids
+        ids = planner.plan(prompt, namespace, chat_of(body)).token_ids
     except ValidationError:
         return {}  # vLLM says why
     except (ConfigError, InputError) as error:
@@ -183,13 +98,13 @@ def tokenised_chat(planner: FrontPlanner, body: Body, options: Reuse, namespace:
     return {"kv_transfer_params": {**params, "prompt_token_ids": ids}}
 
 
-def tokenised_text(planner: FrontPlanner, body: Body, options: Reuse, namespace: str) -> Body:
+def tokenised_text(planner: StorePlanner, body: Body, options: Reuse, namespace: str) -> Body:
     """Tokenise the prompt or the prompts of a text completion."""
     prompt = body.get("prompt")
     prompts = prompt if isinstance(prompt, list) else [prompt]
     texts = [each for each in prompts if isinstance(each, str)]
     for each in (prompt, *prompts):
-        given_ids(each, planner.prompts.vocab_size)  # raises for an id that the model can't read
+        planner.check_ids(each)
     if not texts or len(texts) < len(prompts) or not body.get("add_special_tokens", True):
         return left_to_vllm(options)
     try:
@@ -202,7 +117,7 @@ def tokenised_text(planner: FrontPlanner, body: Body, options: Reuse, namespace:
 
 
 def tokenised(
-    tokenise: Tokenise, planner: FrontPlanner, body: Body, options: Reuse, namespace: str
+    tokenise: Tokenise, planner: StorePlanner, body: Body, options: Reuse, namespace: str
 ) -> Body:
     """Return a body with its prompt as ids, unless it asks for what ids can't give."""
     if any([body.get(name) for name in _NEEDS_TEXT]):
@@ -210,7 +125,7 @@ def tokenised(
     return {**body, **tokenise(planner, body, options, namespace)}
 
 
-def chat_of(body: Body) -> Chat:
+def chat_of(body: Body) -> Any:
     """Return the options for rendering a chat, with the variables that vLLM's template gets.
 
     Raises ``ConfigError`` for invalid tools or variables.
@@ -219,12 +134,12 @@ def chat_of(body: Body) -> Chat:
     named: Body = {}
     if effort is not None:
         named = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
-    variables = check_template_kwargs(body.get("chat_template_kwargs"))
-    return Chat(
-        answer_form(body.get("tools")).tools,
-        {**named, **variables},
-        bool(body.get("continue_final_message")),
+    asked = ReuseOptions(
+        tools=body.get("tools"),
+        chat_template_kwargs=body.get("chat_template_kwargs"),
+        continue_final_message=bool(body.get("continue_final_message")),
     )
+    return StorePlanner.chat(asked, named)
 
 
 def left_to_vllm(options: Reuse) -> Body:

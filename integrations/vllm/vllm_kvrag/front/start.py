@@ -13,16 +13,12 @@ from typing import Any
 import httpx
 from fastapi import FastAPI
 
-from kvrag import ConfigError, StoreConfig
-from kvrag.config.address import Address
-from kvrag.model.source import ModelSource, check_source
-from kvrag.precompute.encode import check_context
-from kvrag.precompute.library import Library
+from kvrag import ConfigError, Library, StoreConfig
+from kvrag.adapters import Address, ModelSource, StorePlanner, check_context
 from kvrag_server.config import ServerConfig
 from kvrag_server.service import served_name
 from vllm_kvrag.front.app import create_front
 from vllm_kvrag.front.child import Child, check_given, check_installed, command_of, socket_directory
-from vllm_kvrag.front.prompts import FrontPlanner
 from vllm_kvrag.front.upstream import Upstream
 
 
@@ -55,18 +51,18 @@ def started(
     check_given(given)
     _check_addresses(options["kv_dir"], *asdict(options["store_config"]).values())
     source = ModelSource(options["model"], device="cpu")
-    check_source(source)
+    source.check()
     check_context(options.get("context"))
     own = {name: options[name] for name in ("namespace", "store_config") if name in options}
     library = Library(options["kv_dir"], **own)
     with closing(library), socket_directory() as folder:
-        planner = FrontPlanner(
+        planner = StorePlanner(
             library,
             source,
             options.get("prefix"),
             options.get("chat_template_kwargs"),
         )
-        name = served_name(source, config)
+        name = served_name(source.name, config)
         uds = os.path.join(folder, "vllm.sock")
         command = command_of(
             os.fspath(options["model"]),
@@ -96,7 +92,7 @@ def _check_addresses(*values: Any) -> None:
 
 
 def _of_connector(
-    options: Mapping[str, Any], library: Library, planner: FrontPlanner, config: ServerConfig
+    options: Mapping[str, Any], library: Library, planner: StorePlanner, config: ServerConfig
 ) -> dict[str, Any]:
     """Return the connector's configuration.
 

@@ -11,7 +11,7 @@
 :class:`KVPrecompute` can't.
 """
 
-from kvrag.adapters import require
+from kvrag import require
 
 require("llama_index.core", extra="llama-index", purpose="kvrag's LlamaIndex classes")
 

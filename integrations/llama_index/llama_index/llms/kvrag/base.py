@@ -6,7 +6,7 @@ import asyncio
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from llama_index.core import Settings
 from llama_index.core.base.llms.types import (
@@ -28,17 +28,7 @@ from kvrag import (
     Explanation,
     KVRagEngine,
 )
-from kvrag.adapters import (
-    MaxContext,
-    Mode,
-    ModelLike,
-    PromptEncoder,
-    Repair,
-    answer_form,
-    chat_engine,
-    check_call,
-    checks_names,
-)
+from kvrag.adapters import PromptEncoder
 from llama_index.llms.kvrag.accounting import account_for_responses
 from llama_index.llms.kvrag.options import ALIASES, constructor_options, request_options, short_name
 from llama_index.llms.kvrag.prompts import (
@@ -95,9 +85,8 @@ class KVRagLLM(ToolCallingLLM):
         protected_namespaces=("pydantic_model_",), arbitrary_types_allowed=True
     )
 
-    model: ModelLike = Field(
-        kw_only=False, description="Hub id, local directory, .gguf file or a loaded model."
-    )
+    aliases: ClassVar[Mapping[str, str]] = ALIASES
+
     model_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="For from_pretrained; also revision.", exclude=True
     )
@@ -129,10 +118,8 @@ class KVRagLLM(ToolCallingLLM):
     if not TYPE_CHECKING:  # editors would show **options in place of the fields
 
         def __init__(self, model: Any = None, **options: Any) -> None:
-            super().__init__(
-                **constructor_options({"model": model, **options}, type(self).model_fields)
-            )
-            check_call(type(self), self._defaults(), aliases=ALIASES)
+            super().__init__(**constructor_options({"model": model, **options}, type(self)))
+            self.check_call(self._defaults())
             account_for_responses()
 
     @classmethod
@@ -155,44 +142,17 @@ class KVRagLLM(ToolCallingLLM):
 
         Its weights load at first use.
         """
-        return chat_engine(
-            self.model, prefix=engine_prefix(self.prefix, self), **self.engine_options()
-        )
+        return self.open_engine(prefix=engine_prefix(self.prefix, self))
 
-    @checks_names
-    def explain(
-        self,
-        prompt: str | Sequence[ChatMessage],
-        *,
-        formatted: bool = False,
-        mode: Mode | None = None,
-        repair: Repair = None,
-        namespace: str | None = None,
-        max_context: MaxContext | None = None,
-        tools: Sequence[Any] | None = None,
-        tool_choice: Any = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        continue_final_message: bool = False,
+    def _explained(
+        self, prompt: str | Sequence[ChatMessage], options: dict[str, Any]
     ) -> Explanation:
-        """Explain which spans of a prompt are known chunks, and why other spans are not.
-
-        Takes the options of :meth:`kvrag.KVRagEngine.explain`.
-        """
-        given = {
-            "mode": mode,
-            "repair": repair,
-            "namespace": namespace,
-            "max_context": max_context,
-            "tools": tools,
-            "tool_choice": tool_choice,
-            "chat_template_kwargs": chat_template_kwargs,
-            "continue_final_message": continue_final_message or None,
-        }
+        formatted = bool(options.pop("formatted"))
         if isinstance(prompt, str):
-            engine, asked, options = self._of_prompt(prompt, formatted, given)
+            engine, asked, given = self._of_prompt(prompt, formatted, options)
         else:
-            engine, asked, options = self._of_chat(prompt, given)
-        return engine.explain(asked, **{name: options[name] for name in given if name in options})
+            engine, asked, given = self._of_chat(prompt, options)
+        return engine.explain(asked, **{name: given[name] for name in options if name in given})
 
     def apply_settings(self) -> KVRagLLM:
         """Make this LlamaIndex's default LLM, and count lengths with its tokenizer.
@@ -246,8 +206,8 @@ class KVRagLLM(ToolCallingLLM):
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
         """Show a loaded model by its name."""
-        for name, value in super().__repr_args__():
-            yield name, short_name(value) if name == "model" else value
+        yield "model", short_name(self.model)
+        yield from super().__repr_args__()
 
     # -- requests ----------------------------------------------------------------------------------
 
@@ -258,7 +218,7 @@ class KVRagLLM(ToolCallingLLM):
         options = request_options(self._defaults(), overrides)
         if isinstance(options.get("tools"), (list, tuple)):
             options["tools"] = tool_dicts(options["tools"])
-        check_call(type(self), options, aliases=ALIASES)
+        self.check_call(options)
         return self.engine, options
 
     def _of_prompt(
@@ -276,7 +236,7 @@ class KVRagLLM(ToolCallingLLM):
     ) -> tuple[KVRagEngine, Any, dict[str, Any]]:
         engine, options = self._request(overrides)
         continues = bool(options.get("continue_final_message"))
-        shown = answer_form(options.get("tools"), options.get("tool_choice")).tools
+        shown = self.check_call(options).form.tools
         return (
             engine,
             chat_prompt(self, messages, _encoder(engine, options), shown, continues=continues),

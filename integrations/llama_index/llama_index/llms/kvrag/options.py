@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
 from llama_index.core.prompts import PromptTemplate
 
 from kvrag import ConfigError, StoreConfig
-from kvrag.adapters import refuse_misplaced, respelt, unknown_option
+from kvrag.adapters import EngineFields
 
 ALIASES = {
     "model_name": "model",
@@ -40,7 +41,7 @@ _REFUSED = {
 OWNER = "KVRagLLM"
 
 
-def constructor_options(options: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
+def constructor_options(options: Mapping[str, Any], cls: type[EngineFields]) -> dict[str, Any]:
     """Return the options of a new LLM under their own names.
 
     Parameters
@@ -48,8 +49,8 @@ def constructor_options(options: Mapping[str, Any], known: Iterable[str]) -> dic
     options
         As the user wrote them. Options of ``HuggingFaceLLM`` are understood. ``device_map`` is
         taken as ``device`` where it names a device, and handed on where it splits the model.
-    known
-        Names of options that exist.
+    cls
+        Class of the LLM, whose fields are the options.
 
     Raises
     ------
@@ -78,12 +79,8 @@ def constructor_options(options: Mapping[str, Any], known: Iterable[str]) -> dic
     if wrapper is not None:
         out["query_wrapper_prompt"] = None if wrapper.get_template() == "{query_str}" else wrapper
     _take_store_config(out)
-    names = set(known)
-    refuse_misplaced(out.keys() - names, names, of=OWNER, misspelt=False)
-    for name in out:
-        if name not in names:
-            fault = unknown_option(name, {*names, "device_map"}, of=OWNER, aliases=ALIASES)
-            raise ConfigError(respelt(str(fault), {"generate": "complete"}))
+    for fault in cls.unknown_options(out, more=("device_map",), misspelt=False):
+        raise ConfigError(re.sub(r"\bgenerate\b", "complete", str(fault)))
     if out.get("model") is None:
         raise ConfigError(
             "KVRagLLM has no model; pass model= a hub id, a local directory, a .gguf file or a "

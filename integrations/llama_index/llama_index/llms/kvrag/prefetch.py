@@ -9,7 +9,7 @@ from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.instrumentation.events import BaseEvent
 from llama_index.core.instrumentation.events.retrieval import RetrievalEndEvent
 
-from kvrag.adapters import Content, RemoteHost, engine_of, prefetch_kv
+from kvrag.adapters import Content, DocumentKV, RemoteHost
 from llama_index.llms.kvrag.transform import resolve_kv_llm
 
 
@@ -49,7 +49,7 @@ class KVPrefetchHandler(BaseEventHandler):
     ) -> None:
         llm = resolve_kv_llm(llm)
         if isinstance(llm, RemoteHost):
-            engine_of(llm)  # raises
+            DocumentKV(llm).engine  # noqa: B018 - raises
         fields = {"llm": llm, "namespace": namespace, "content": content}
         super().__init__(**fields)
 
@@ -61,4 +61,5 @@ class KVPrefetchHandler(BaseEventHandler):
     def handle(self, event: BaseEvent, **kwargs: Any) -> None:
         """Start loading when a retrieval has ended, and return at once."""
         if isinstance(event, RetrievalEndEvent):
-            prefetch_kv(event.nodes, llm=self.llm, namespace=self.namespace, content=self.content)
+            kv = DocumentKV(self.llm, namespace=self.namespace)
+            kv.prefetch(event.nodes, content=self.content)

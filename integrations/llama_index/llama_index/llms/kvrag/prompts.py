@@ -28,7 +28,7 @@ from llama_index.core.prompts.default_prompt_selectors import DEFAULT_TEXT_QA_PR
 from llama_index.core.tools import BaseTool
 
 from kvrag import Chunk, InputError, TemplatePrefix
-from kvrag.adapters import Chat, PromptEncoder, Tools
+from kvrag.adapters import PromptEncoder
 
 _SYSTEM = ("system", "developer")
 
@@ -102,7 +102,7 @@ def chat_prompt(
     llm: LLM,
     messages: Sequence[ChatMessage],
     encoder: PromptEncoder,
-    tools: Tools,
+    tools: Sequence[Any],
     *,
     continues: bool = False,
 ) -> str | list[Message]:
@@ -213,7 +213,7 @@ def _calls_in(message: ChatMessage) -> list[Any]:
 
 
 def _accepted(
-    messages: Sequence[ChatMessage], encoder: PromptEncoder, tools: Tools = ()
+    messages: Sequence[ChatMessage], encoder: PromptEncoder, tools: Sequence[Any] = ()
 ) -> list[Message]:
     """Return the messages in a form that the model's chat template accepts.
 
@@ -225,7 +225,7 @@ def _accepted(
     if len(plain) < 2 or plain[0]["role"] not in _SYSTEM or plain[1]["role"] != "user":
         return plain
     try:
-        encoder.chat_pieces(plain, Chat(tools))
+        encoder.render(plain, tools=tuple(tools))
     except InputError:
         return [{"role": "user", "content": _contents(plain[:2])}, *plain[2:]]
     return plain

@@ -15,8 +15,7 @@ from llama_index.core.base.llms.types import (
     ToolCallBlock,
 )
 
-from kvrag import GenerationResult
-from kvrag.adapters import AsyncTokenStream, TokenStream
+from kvrag import AsyncTokenStream, GenerationResult, TokenStream
 from llama_index.llms.kvrag.accounting import Account, open_accounts
 
 ResponseT = TypeVar("ResponseT", bound=CompletionResponse | ChatResponse, covariant=True)

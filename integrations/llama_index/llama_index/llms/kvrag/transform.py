@@ -23,12 +23,9 @@ from kvrag import (
 )
 from kvrag.adapters import (
     Content,
+    DocumentKV,
     OnError,
     RemoteHost,
-    context_digest,
-    host_of,
-    in_collection,
-    prefix_text,
     unknown_option,
 )
 from llama_index.llms.kvrag.base import KVRagLLM
@@ -102,9 +99,7 @@ def check_options(options: Mapping[str, Any], llm: Any, cls: type[BaseComponent]
     for name in options:
         if name not in {*cls.model_fields, "class_name"}:
             raise unknown_option(name, cls.model_fields, of=cls.__name__)
-    in_collection((), options.get("collection"))  # raises if it is not a name
-    if isinstance(llm, RemoteHost):
-        host_of(llm, **options)
+    DocumentKV(llm if isinstance(llm, RemoteHost) else None, **options)
 
 
 class PrecomputeFields(BaseComponent):
@@ -183,7 +178,7 @@ class KVPrecompute(PrecomputeFields, TransformComponent):
 
     def _target(self) -> dict[str, str]:
         llm = resolve_kv_llm(self.llm)
-        engine = host_of(llm)
+        engine = DocumentKV(llm).host
         if isinstance(engine, RemoteHost):
             # A server does not tell when KV was erased. It skips the nodes that it has.
             return {"server": engine.base_url, "run": uuid.uuid4().hex}
@@ -192,8 +187,8 @@ class KVPrecompute(PrecomputeFields, TransformComponent):
             prefix = engine_prefix(prefix, llm)
         return {
             "model": engine.loaded.fingerprint,
-            "prefix": engine.prefix_text if prefix is None else prefix_text(prefix, engine.encoder),
-            "context": context_digest(engine.context_ids),
+            "prefix": engine.text_of(prefix),
+            "context": engine.context_digest,
             "namespace": engine.namespace,
             "kv_dir": str(engine.kv_dir),
             "kept": str(engine.store_config.kv_dtype),

@@ -8,7 +8,7 @@
     index.delete_ref_doc("report-2023")  # deletes its KV, too
 """
 
-from kvrag.adapters import require
+from kvrag import require
 
 require("llama_index.core", extra="llama-index", purpose="kvrag's LlamaIndex classes")
 

@@ -20,8 +20,8 @@ from llama_index.core.vector_stores.types import (
     VectorStoreQueryResult,
 )
 
-from kvrag import ConfigError, KVRagEngine
-from kvrag.adapters import RemoteHost, changed_ids, host_of, id_text
+from kvrag import ConfigError
+from kvrag.adapters import DocumentKV
 from llama_index.llms.kvrag.transform import PrecomputeFields, check_options, resolve_kv_llm
 from llama_index.vector_stores.kvrag.held import held_ids, held_nodes, ids_of_document
 from llama_index.vector_stores.kvrag.refs import RefTable
@@ -32,13 +32,13 @@ def _as_list(node_ids: Iterable[Any] | None) -> list[str] | None:
     if node_ids is None:
         return None
     if isinstance(node_ids, (str, int, UUID)):
-        return [id_text(node_ids)]
-    return list(map(id_text, node_ids))
+        return [DocumentKV.id_text(node_ids)]
+    return list(map(DocumentKV.id_text, node_ids))
 
 
 def _document_id(ref_doc_id: Any) -> Any:
     """Return a document's id as a string; the inner store decides the meaning of ``None``."""
-    return None if ref_doc_id is None else id_text(ref_doc_id)
+    return None if ref_doc_id is None else DocumentKV.id_text(ref_doc_id)
 
 
 class KVRagVectorStore(PrecomputeFields, BasePydanticVectorStore):
@@ -149,7 +149,7 @@ class KVRagVectorStore(PrecomputeFields, BasePydanticVectorStore):
         # Entries first, so that no KV is without an entry. A node without a document counts as a
         # document of its own.
         self._table().add(
-            self._space(), ((name, node.ref_doc_id or name) for name, node in latest.items())
+            self._kv().space, ((name, node.ref_doc_id or name) for name, node in latest.items())
         )
         written = dict[str, str]()
         while True:
@@ -169,9 +169,7 @@ class KVRagVectorStore(PrecomputeFields, BasePydanticVectorStore):
         """Return the ids of nodes that are stored with another text."""
         mode = MetadataMode.NONE if self.content == "text" else MetadataMode.LLM
         named = [(node.node_id, node.get_content(metadata_mode=mode)) for node in nodes]
-        return changed_ids(
-            named, llm=self._host(), namespace=self.namespace, collection=self.collection
-        )
+        return self._kv().changed(named)
 
     # -- deleting nodes --------------------------------------------------------------------------
     #
@@ -256,7 +254,7 @@ class KVRagVectorStore(PrecomputeFields, BasePydanticVectorStore):
         """
         if not ref_doc_id:
             return held_ids(self.inner)
-        known = self._table().nodes(self._space(), ref_doc_id)
+        known = self._table().nodes(self._kv().space, ref_doc_id)
         held = ids_of_document(self.inner, ref_doc_id)
         if held is not None:
             return list(dict.fromkeys([*known, *held]))
@@ -274,7 +272,7 @@ class KVRagVectorStore(PrecomputeFields, BasePydanticVectorStore):
 
     def _all(self) -> list[str]:
         return list(
-            dict.fromkeys([*self._table().nodes(self._space()), *(held_ids(self.inner) or [])])
+            dict.fromkeys([*self._table().nodes(self._kv().space), *(held_ids(self.inner) or [])])
         )
 
     def _forget_gone(self, node_ids: list[str] | None, is_done: bool) -> None:
@@ -311,9 +309,7 @@ class KVRagVectorStore(PrecomputeFields, BasePydanticVectorStore):
         if not node_ids:
             return
         try:
-            self._host().delete(
-                list(node_ids), collection=self.collection, namespace=self.namespace
-            )
+            self._kv().delete(list(node_ids))
         except Exception as error:
             if self.on_error == "raise":
                 raise
@@ -324,7 +320,7 @@ class KVRagVectorStore(PrecomputeFields, BasePydanticVectorStore):
             )
             return
         if not keep_refs:
-            self._table().remove(self._space(), node_ids)
+            self._table().remove(self._kv().space, node_ids)
 
     # -- delegation to the inner store -----------------------------------------------------------
 
@@ -362,17 +358,14 @@ class KVRagVectorStore(PrecomputeFields, BasePydanticVectorStore):
         """Persist the inner store; KV is on disk already."""
         self.inner.persist(persist_path, fs=fs)
 
-    def _host(self) -> KVRagEngine | RemoteHost:
-        return host_of(resolve_kv_llm(self.llm))
-
-    def _space(self) -> str:
-        if self.namespace is None:
-            return getattr(self._host(), "namespace", "")  # of a server: its key's, unknown here
-        return self.namespace
+    def _kv(self) -> DocumentKV:
+        """Return the KV of the nodes; ``Settings.llm`` may have changed since."""
+        llm = resolve_kv_llm(self.llm)
+        return DocumentKV(llm, namespace=self.namespace, collection=self.collection)
 
     def _table(self) -> RefTable:
         """Return the table beside the LLM's KV; ``Settings.llm`` may have changed since."""
         kv_dir = getattr(resolve_kv_llm(self.llm), "kv_dir", None)
         if str(kv_dir) not in self._refs:
-            self._refs[str(kv_dir)] = RefTable(kv_dir, self.collection)
+            self._refs[str(kv_dir)] = RefTable(kv_dir)
         return self._refs[str(kv_dir)]

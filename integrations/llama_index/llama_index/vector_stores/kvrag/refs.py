@@ -15,8 +15,6 @@ from collections.abc import Iterable, Sequence
 from contextlib import closing
 from pathlib import Path
 
-from kvrag.adapters import below_collection, check_kv_dir, escaped, namespace_digest
-
 logger = logging.getLogger(__name__)
 
 _SCHEMA = (
@@ -30,7 +28,7 @@ Rows = list[tuple[str, ...]]
 
 
 class RefTable:
-    """Maps ``node_id`` to ``ref_doc_id``, per namespace, in SQLite.
+    """Maps ``node_id`` to ``ref_doc_id``, per namespace and collection, in SQLite.
 
     A fault of the file costs disk space, never an answer.
 
@@ -40,17 +38,11 @@ class RefTable:
         Directory of the KV store; the file is ``llama_index/refs.sqlite`` in it. With ``None``, the
         table is in memory, as is the KV. It is also in memory for a store shared by machines,
         which has no directory.
-    collection
-        Collection of the nodes, which has entries of its own.
     """
 
-    def __init__(
-        self, kv_dir: str | os.PathLike[str] | None, collection: str | None = None
-    ) -> None:
-        kv_dir = check_kv_dir(kv_dir)
-        self._given = kv_dir, collection
-        self._below = "" if collection is None else f" {below_collection(collection)}"
-        root = None if kv_dir is None or "://" in kv_dir else kv_dir
+    def __init__(self, kv_dir: str | os.PathLike[str] | None) -> None:
+        root = None if kv_dir is None or "://" in str(kv_dir) else os.path.abspath(kv_dir)
+        self._given = (root,)
         self._path = None if root is None else Path(root, "llama_index", "refs.sqlite")
         self._memory: sqlite3.Connection | None = None
         if root is None:
@@ -65,31 +57,25 @@ class RefTable:
         """Reduce to the arguments, so that another process opens the file again."""
         return RefTable, self._given
 
-    def add(self, namespace: str, documents: Iterable[tuple[str, str]]) -> None:
+    def add(self, space: str, documents: Iterable[tuple[str, str]]) -> None:
         """Remember ``(node_id, ref_doc_id)`` pairs."""
-        space = self._space(namespace)
         self._run(
             "INSERT OR REPLACE INTO refs VALUES (?, ?, ?)",
             [(space, node, doc) for node, doc in documents],
         )
 
-    def nodes(self, namespace: str, document: str | None = None) -> list[str]:
+    def nodes(self, space: str, document: str | None = None) -> list[str]:
         """Return the nodes of a document, or all nodes."""
         query = "SELECT node FROM refs WHERE namespace = ?"
-        space = self._space(namespace)
         if document is None:
             return [row[0] for row in self._run(query, [(space,)])]
         return [row[0] for row in self._run(f"{query} AND document = ?", [(space, document)])]
 
-    def remove(self, namespace: str, nodes: Iterable[str]) -> None:
+    def remove(self, space: str, nodes: Iterable[str]) -> None:
         """Forget nodes."""
-        space = self._space(namespace)
         self._run(
             "DELETE FROM refs WHERE namespace = ? AND node = ?", [(space, node) for node in nodes]
         )
-
-    def _space(self, namespace: str) -> str:
-        return namespace_digest(namespace) + self._below
 
     def _run(self, statement: str, values: Sequence[tuple[str, ...]]) -> Rows:
         """Run a statement for all tuples of values in a single transaction; return its rows."""
@@ -120,5 +106,8 @@ def _transact(db: sqlite3.Connection, statement: str, values: Sequence[tuple[str
     with db:
         for definition in _SCHEMA:
             db.execute(definition)
-        texts = [list(map(escaped, given)) for given in values]  # of ids that UTF-8 can't encode
+        texts = [
+            [text.encode("utf-8", "backslashreplace").decode() for text in given]
+            for given in values
+        ]  # of ids that UTF-8 can't encode
         return [row for given in texts for row in db.execute(statement, given)]

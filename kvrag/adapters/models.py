@@ -1,16 +1,11 @@
-"""Names that the adapters of frameworks and engines use, and their options as pydantic fields.
-
-An adapter imports from ``kvrag`` and from here alone, so a change inside kvrag can't break it.
-"""
+"""Options of an engine and of its requests as the fields of a framework's model class."""
 
 from __future__ import annotations
 
 import inspect
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from numbers import Integral
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
-from uuid import UUID
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeAlias
 
 from pydantic import (
     AfterValidator,
@@ -21,12 +16,6 @@ from pydantic import (
     ValidationError,
 )
 
-from kvrag.blend.clock import Clock
-from kvrag.blend.cost import MARGIN, CostModel, Costs, Price
-from kvrag.blend.layout import Layout, Segment, lay_out
-from kvrag.blend.prefill import prefill
-from kvrag.blend.reuse import read
-from kvrag.blend.stitch import filling, stitch
 from kvrag.config import (
     Repair,
     RepairConfig,
@@ -34,75 +23,29 @@ from kvrag.config import (
     StoreConfig,
     as_config,
     check_mode,
-    check_namespace,
     check_prove,
     check_template_kwargs,
     fault_of,
     refuse_misplaced,
     unknown_option,
 )
-from kvrag.config.address import check_kv_dir, local, place
+from kvrag.config.address import local, place
 from kvrag.config.declare import checks_names
 from kvrag.config.spelling import respelt
 from kvrag.engine import KVRagEngine
-from kvrag.errors import ConfigError, InputError, require
-from kvrag.evaluate.calibrate import described
+from kvrag.errors import ConfigError
 from kvrag.generate.request import RequestOptions
 from kvrag.generate.scheduler import MAX_RUNNING
-from kvrag.generate.streams import AsyncTokenStream, TokenStream
-from kvrag.hooks import (
-    Content,
-    OnError,
-    changed_ids,
-    delete_kv,
-    documents_in,
-    precompute_kv,
-    prefetch_kv,
-    sync_kv,
-)
-from kvrag.hosts import RemoteHost, engine_of, host_of
-from kvrag.identity.fingerprint import (
-    context_digest,
-    ids_digest,
-    namespace_digest,
-)
-from kvrag.model.linear import linear
-from kvrag.model.lm import CausalLM, LoadedModel
-from kvrag.model.load import load as load_model
-from kvrag.model.plain import context_window
-from kvrag.model.rows import KVBuffer, Rows
-from kvrag.model.source import (
-    ModelSource,
-    base_directory,
-    config_of,
-    directory,
-    hub_options,
-    load_tokenizer,
-)
-from kvrag.precompute.library import below_collection, escaped, in_collection
-from kvrag.progress import check_show
-from kvrag.prompt.plan import Plan
-from kvrag.prompt.plan_ids import plan_ids
-from kvrag.prompt.planner import KnownTexts, PromptPlanner
-from kvrag.prompt.prefix import Prefix, prefix_text
-from kvrag.prompt.template import Chat, PromptEncoder
-from kvrag.prompt.tools import Tools, answer_form
+from kvrag.hooks import Content, OnError, delete_kv, precompute_kv, sync_kv
+from kvrag.model.source import ModelSource
 from kvrag.runtime import host_memory
-from kvrag.store import TieredStore, open_store
-from kvrag.types import (
-    ChunkKey,
-    MaxContext,
-    Mode,
-    PrecomputeReport,
-    Prove,
-    SyncReport,
-)
+from kvrag.types import Explanation, MaxContext, Mode, PrecomputeReport, Prove, SyncReport
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-    ModelLike = str | os.PathLike[str] | PreTrainedModel
+    ModelLike: TypeAlias = str | os.PathLike[str] | PreTrainedModel
     Device = str | torch.device | None
     Dtype = str | torch.dtype
 else:  # pydantic must neither check these nor put them into a schema
@@ -113,98 +56,8 @@ _OF_ENGINE = inspect.signature(KVRagEngine.get).parameters.keys()
 _OF_CALL = RequestOptions.__pydantic_fields__  # type: ignore[attr-defined]
 """Options of a request, as the engine names them."""
 
-__all__ = [
-    "MARGIN",
-    "MAX_RUNNING",
-    "AsyncTokenStream",
-    "CausalLM",
-    "Chat",
-    "ChunkKey",
-    "Clock",
-    "Content",
-    "CostModel",
-    "Costs",
-    "EngineFields",
-    "KVBuffer",
-    "KnownTexts",
-    "Layout",
-    "LoadedModel",
-    "MaxContext",
-    "Mode",
-    "ModelLike",
-    "ModelSource",
-    "OnError",
-    "Plan",
-    "Prefix",
-    "Price",
-    "PromptEncoder",
-    "PromptPlanner",
-    "RemoteHost",
-    "Repair",
-    "Rows",
-    "Segment",
-    "TieredStore",
-    "TokenStream",
-    "Tools",
-    "answer_form",
-    "as_config",
-    "base_directory",
-    "below_collection",
-    "changed_ids",
-    "chat_engine",
-    "check_call",
-    "check_kv_dir",
-    "check_mode",
-    "check_namespace",
-    "check_show",
-    "check_template_kwargs",
-    "checks_names",
-    "config_of",
-    "context_digest",
-    "context_window",
-    "described",
-    "directory",
-    "documents_in",
-    "engine_of",
-    "escaped",
-    "filling",
-    "host_of",
-    "hub_options",
-    "id_text",
-    "ids_digest",
-    "in_collection",
-    "lay_out",
-    "linear",
-    "load_model",
-    "load_tokenizer",
-    "namespace_digest",
-    "open_store",
-    "plan_ids",
-    "prefetch_kv",
-    "prefill",
-    "prefix_text",
-    "read",
-    "refuse_misplaced",
-    "require",
-    "respelt",
-    "stitch",
-    "unknown_option",
-]
-
-
-def id_text(name: object) -> str:
-    """Return an id as a string: a whole number and a UUID become their text.
-
-    Raises :class:`InputError` for other types.
-    """
-    if isinstance(name, str):
-        return str.__str__(name)  # the value of a member of an enumeration, not its name
-    if isinstance(name, bool) or not isinstance(name, (Integral, UUID)):
-        raise InputError(
-            f"the id {name!r} is of type {type(name).__name__}; pass a string, a whole number or "
-            "a UUID"
-        )
-    return str(name)
+HISTORY_BYTES = min(2**30, host_memory() // 16)
+"""Budget for the KV of finished requests where ``StoreConfig.history_bytes`` names none."""
 
 
 class EngineFields(BaseModel):
@@ -220,6 +73,16 @@ class EngineFields(BaseModel):
         arbitrary_types_allowed=True, protected_namespaces=(), use_attribute_docstrings=True
     )
 
+    aliases: ClassVar[Mapping[str, str]] = {}
+    """The engine's names of options by their other names."""
+    call_options: ClassVar[tuple[str, ...]] = ()
+    """Options of a call that the engine does not have."""
+    max_running: ClassVar[int] = MAX_RUNNING
+    """Answers that are decoded at the same time."""
+
+    model: ModelLike = Field(repr=False, kw_only=False)
+    """Model: hub id, local directory, ``.gguf`` file, or a loaded ``PreTrainedModel`` (see
+    ``from_pretrained_model``)."""
     temperature: float = 0.0
     """Sampling temperature; 0 and values below 0.001 decode greedily."""
     top_p: float | None = None
@@ -297,6 +160,57 @@ class EngineFields(BaseModel):
             check_prove(self.prove)
             check_mode(self.mode, self.max_context)
 
+    @property
+    def source(self) -> ModelSource:
+        """Model with the options that locate its files."""
+        revision = getattr(self, "revision", None)
+        return ModelSource(self.model, self.tokenizer, revision, hf_kwargs=self.model_kwargs)
+
+    def open_engine(self, **options: Any) -> KVRagEngine:
+        """Return the engine of :meth:`kvrag.KVRagEngine.get`, which continues earlier requests.
+
+        Options replace those of the fields; a prefix is none of the latter.
+        """
+        engine = KVRagEngine.get(**{"model": self.model, **self.engine_options(), **options})
+        engine.history_bytes = HISTORY_BYTES
+        return engine
+
+    @classmethod
+    def unknown_options(
+        cls, given: Iterable[str], *, more: Iterable[str] = (), misspelt: bool = True
+    ) -> list[ConfigError]:
+        """Return an error for every given option that is neither a field nor one of ``more``.
+
+        Raises :class:`~kvrag.ConfigError` for options of the store and, with ``misspelt``, for
+        misspelt ones: if they were ignored, KV would be unencrypted, without a budget, or in
+        memory.
+        """
+        known = cls.model_fields.keys()
+        unknown = [name for name in given if name not in known]
+        of = cls.__name__
+        refuse_misplaced(unknown, known, of=of, misspelt=misspelt, aliases=cls.aliases)
+        return [
+            unknown_option(name, {*known, *more}, of=of, aliases=cls.aliases) for name in unknown
+        ]
+
+    def check_call(self, options: Mapping[str, Any]) -> RequestOptions:
+        """Return the options of a call, given under the engine's names, as a request has them.
+
+        Raises :class:`~kvrag.ConfigError` if an option does not exist or has an invalid value.
+        """
+        of = type(self).__name__
+        for name in options:
+            if name in _OF_CALL:
+                continue
+            if name in type(self).model_fields:
+                raise ConfigError(f"{name!r} is no option of a call; pass {of}({name}=...)")
+            known = [*(self.aliases.get(each, each) for each in _OF_CALL), *self.call_options]
+            raise unknown_option(name, known, of=of, aliases=self.aliases)
+        try:
+            return RequestOptions(**options)
+        except ConfigError as error:
+            raise ConfigError(respelt(str(error), {"SamplingConfig": of, **self.aliases})) from None
+
     def check_model_kwargs(self) -> None:
         """Refuse ``model_kwargs`` with an option of this class or the store, by ``ConfigError``."""
         own = type(self).model_fields
@@ -322,6 +236,45 @@ class EngineFields(BaseModel):
     def _own_prefix(self, prefix: Any) -> Any:
         """Return a prefix as the engine takes it; ``None``: the engine's own."""
         return prefix
+
+    def _explained(self, prompt: Any, options: dict[str, Any]) -> Explanation:
+        """Explain a prompt of the framework; options that were not given are ``None``."""
+        raise NotImplementedError
+
+    @checks_names
+    def explain(
+        self,
+        prompt: Any,
+        *,
+        formatted: bool = False,
+        mode: Mode | None = None,
+        repair: Repair = None,
+        namespace: str | None = None,
+        max_context: MaxContext | None = None,
+        tools: Sequence[Any] | None = None,
+        tool_choice: Any = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
+    ) -> Explanation:
+        """Explain which spans of a prompt are known chunks with KV, and why other spans are not.
+
+        Takes the prompts and the tools of the framework, and the options of
+        :meth:`kvrag.KVRagEngine.explain`. ``formatted`` is as for LlamaIndex's ``complete``.
+        """
+        return self._explained(
+            prompt,
+            {
+                "formatted": formatted or None,
+                "mode": mode,
+                "repair": repair,
+                "namespace": namespace,
+                "max_context": max_context,
+                "tools": tools,
+                "tool_choice": tool_choice,
+                "chat_template_kwargs": chat_template_kwargs,
+                "continue_final_message": continue_final_message or None,
+            },
+        )
 
     @checks_names
     def precompute_kv(
@@ -396,52 +349,3 @@ class EngineFields(BaseModel):
             retention=retention,
             collection=collection,
         )
-
-
-HISTORY_BYTES = min(2**30, host_memory() // 16)
-"""Budget for the KV of finished requests where ``StoreConfig.history_bytes`` names none."""
-
-
-def chat_engine(model: Any, **options: Any) -> KVRagEngine:
-    """Return the engine of :meth:`kvrag.KVRagEngine.get`, which continues earlier requests."""
-    engine = KVRagEngine.get(model, **options)
-    engine.history_bytes = HISTORY_BYTES
-    return engine
-
-
-def check_call(
-    cls: type[BaseModel],
-    options: Mapping[str, Any],
-    *,
-    aliases: Mapping[str, str],
-    more: Iterable[str] = (),
-) -> None:
-    """Check the options of a call of an LLM.
-
-    Parameters
-    ----------
-    cls
-        Class of the LLM, which errors name.
-    options
-        Options under the engine's names.
-    aliases, more
-        Names of the class's options by their other names, such as the engine's; options that the
-        engine does not have.
-
-    Raises
-    ------
-    ConfigError
-        If an option does not exist or has an invalid value.
-    """
-    of = cls.__name__
-    for name in options:
-        if name in _OF_CALL:
-            continue
-        if name in cls.model_fields:
-            raise ConfigError(f"{name!r} is no option of a call; pass {of}({name}=...)")
-        known = [*(aliases.get(each, each) for each in _OF_CALL), *more]
-        raise unknown_option(name, known, of=of, aliases=aliases)
-    try:
-        RequestOptions(**options)
-    except ConfigError as error:
-        raise ConfigError(respelt(str(error), {"SamplingConfig": of, **aliases})) from None

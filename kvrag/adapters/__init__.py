@@ -1,0 +1,64 @@
+"""All that adapters of frameworks and engines import, besides the names of ``kvrag`` itself.
+
+::
+
+    framework's model class ─▶ models: EngineFields (options as fields) ─▶ engine
+    its vector store or pipeline ─▶ documents: DocumentKV ─▶ engine, or a RemoteHost
+    another engine's front, its scheduler ─▶ planning: StorePlanner ─▶ plan, ids, reuse
+    its worker ─▶ blending: Blending ─▶ rows of a prompt, over its weights
+
+May import every room of the core; nothing of the core imports it. An adapter imports from ``kvrag``
+and from here alone, so a change inside kvrag can't break it.
+"""
+
+from kvrag.adapters.blending import Blending, load_made
+from kvrag.adapters.documents import DocumentKV
+from kvrag.adapters.models import EngineFields
+from kvrag.adapters.planning import ChunkFinder, ModelFacts, Reuse, StorePlanner
+from kvrag.config import unknown_option
+from kvrag.config.address import Address, address, place
+from kvrag.generate.logprobs import Delta, LogprobWriter
+from kvrag.generate.request import ReuseOptions
+from kvrag.hooks import Content, OnError
+from kvrag.hosts import RemoteHost
+from kvrag.model.linear import linear
+from kvrag.model.source import ModelSource
+from kvrag.precompute.documents import Items
+from kvrag.precompute.encode import check_context
+from kvrag.progress import Progress, tell_short
+from kvrag.prompt.template import Prompt, PromptEncoder
+from kvrag.prompt.tokenizer import UnreadableTextError, check_encodable
+from kvrag.types import MaxContext, Mode
+
+__all__ = [
+    "Address",
+    "Blending",
+    "ChunkFinder",
+    "Content",
+    "Delta",
+    "DocumentKV",
+    "EngineFields",
+    "Items",
+    "LogprobWriter",
+    "MaxContext",
+    "Mode",
+    "ModelFacts",
+    "ModelSource",
+    "OnError",
+    "Progress",
+    "Prompt",
+    "PromptEncoder",
+    "RemoteHost",
+    "Reuse",
+    "ReuseOptions",
+    "StorePlanner",
+    "UnreadableTextError",
+    "address",
+    "check_context",
+    "check_encodable",
+    "linear",
+    "load_made",
+    "place",
+    "tell_short",
+    "unknown_option",
+]

@@ -1,0 +1,134 @@
+"""Prompts blended for an engine that decodes them itself, over its own weights."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from kvrag.adapters.planning import ModelFacts
+from kvrag.blend.clock import Clock
+from kvrag.blend.cost import CostModel
+from kvrag.blend.prefill import prefill
+from kvrag.blend.reuse import read
+from kvrag.blend.stitch import filling, stitch
+from kvrag.config import RepairConfig
+from kvrag.engine import KVRagEngine
+from kvrag.errors import StoreError
+from kvrag.model.lm import LoadedModel
+from kvrag.model.load import load
+from kvrag.model.rows import KVBuffer, Pair, Rows
+from kvrag.model.source import ModelSource
+from kvrag.prompt.plan import Plan
+from kvrag.prompt.template import PromptEncoder
+
+Write = Callable[[Iterable[Pair]], None]
+
+
+def load_made(source: ModelSource, model: PreTrainedModel) -> LoadedModel:
+    """Accept, identify and prove a model as if it had been loaded from a source.
+
+    Engines of this process with the same source use it while the result is in use.
+    """
+    return load(source, PromptEncoder, model)
+
+
+class Blending:
+    """Blends prompts with an engine's model.
+
+    ``write`` takes keys and values of a prompt's rows, layer by layer, as they are complete.
+    """
+
+    def __init__(self, engine: KVRagEngine) -> None:
+        self.engine = engine
+        self.lm = engine.loaded.reusable
+        self.lm.records = False  # the device's memory is the other engine's: no pool
+        # Measured once: beside the other engine's steps, a prompt's own times say little.
+        self._costs = CostModel(engine.loaded)
+
+    def facts(self) -> ModelFacts:
+        """Describe the model; measures its costs."""
+        return ModelFacts(
+            self.engine.loaded.fingerprint,
+            None,
+            self.engine.repair,
+            self._costs.known(),
+            self.lm.depth,
+            self.lm.reuse_window,
+            self.engine.context_digest,
+        )
+
+    def logits(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the logits of all tokens of a prompt, computed in full."""
+        count = len(ids)
+        rows = Rows.span(0, count)
+        return self.lm.forward(ids, rows, self.lm.buffer(count), logits=count)[0][0]
+
+    def repair(
+        self,
+        plan: Plan,
+        repair: RepairConfig,
+        write: Write,
+        cancel: threading.Event,
+    ) -> dict[str, Any]:
+        """Stitch and repair a prompt; return the fields of :class:`~kvrag.types.Accounting`."""
+        clock = Clock()
+        done = prefill(
+            self.lm,
+            self.engine.store,
+            self._own(plan),
+            mode="stitch",
+            config=repair,
+            costs=self._costs,
+            max_new_tokens=1,
+            load_timeout_s=self.engine.store_config.load_timeout_s,
+            clock=clock,
+            cancel=cancel,
+        )
+        assert done.buffer is not None
+        try:
+            with clock.stage("write"):
+                write(_layers(done.buffer))
+            return done.accounting(clock)
+        finally:
+            done.release()
+
+    def load(self, plan: Plan, stop: int, write: Write) -> dict[str, Any]:
+        """Load the first ``stop`` rows, which equal a full prefill's; return the accounting.
+
+        Raises ``StoreError`` if some are gone.
+        """
+        clock = Clock()
+        timeout_s = self.engine.store_config.load_timeout_s
+        layout, reason, kvs, _ = read(
+            self.lm, self.engine.store, self._own(plan), "prefix", None, timeout_s, clock, None
+        )
+        if not layout.reused or layout.reused[-1].stop < stop:
+            raise StoreError(reason or "stored KV is gone")
+        buffer = self.lm.buffer(layout.num_tokens)
+        with clock.stage("stitch"), filling(buffer):
+            stitch(buffer, layout, kvs, self.lm.rotary(layout.num_tokens))
+            write(_layers(buffer))
+        num_computed = layout.num_tokens - stop
+        return {
+            "exactness": "exact",
+            "cached_tokens": stop,
+            "repaired_tokens": 0,
+            "computed_tokens": num_computed,
+            "sources": [["exact", stop], ["computed", num_computed]],
+            "timings_ms": dict(clock.timings_ms),
+        }
+
+    def _own(self, plan: Plan) -> Plan:
+        """Return a plan of another process with this one's encoder."""
+        return replace(plan, encoder=self.engine.encoder)
+
+
+def _layers(buffer: KVBuffer) -> Iterator[Pair]:
+    for index, pair in enumerate(buffer.layers):
+        buffer.wait_for(index)
+        yield pair
