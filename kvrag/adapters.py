@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from numbers import Integral
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from uuid import UUID
@@ -30,7 +30,6 @@ from kvrag.blend.stitch import filling, stitch
 from kvrag.config import (
     Repair,
     RepairConfig,
-    Retention,
     StoreConfig,
     as_config,
     check_mode,
@@ -42,7 +41,7 @@ from kvrag.config import (
     unknown_option,
 )
 from kvrag.config.address import check_kv_dir, local, place
-from kvrag.config.declare import checks_names
+from kvrag.config.declare import checks_names, config_class, parameters_of
 from kvrag.config.spelling import respelt
 from kvrag.engine import KVRagEngine
 from kvrag.errors import ConfigError, InputError, require
@@ -52,7 +51,10 @@ from kvrag.generate.scheduler import MAX_RUNNING
 from kvrag.generate.streams import AsyncTokenStream, TokenStream
 from kvrag.hooks import (
     Content,
+    HookOptions,
+    ItemRequest,
     OnError,
+    SyncRequest,
     changed_ids,
     delete_kv,
     documents_in,
@@ -80,7 +82,6 @@ from kvrag.model.source import (
     load_tokenizer,
 )
 from kvrag.precompute.library import below_collection, escaped, in_collection
-from kvrag.progress import check_show
 from kvrag.prompt.plan import Plan
 from kvrag.prompt.plan_ids import plan_ids
 from kvrag.prompt.planner import KnownTexts, PromptPlanner
@@ -116,6 +117,7 @@ _OF_CALL = RequestOptions.__pydantic_fields__  # type: ignore[attr-defined]
 __all__ = [
     "MARGIN",
     "MAX_RUNNING",
+    "AdapterOptions",
     "AsyncTokenStream",
     "CausalLM",
     "Chat",
@@ -156,9 +158,9 @@ __all__ = [
     "check_kv_dir",
     "check_mode",
     "check_namespace",
-    "check_show",
     "check_template_kwargs",
     "checks_names",
+    "config_class",
     "config_of",
     "context_digest",
     "context_window",
@@ -179,6 +181,7 @@ __all__ = [
     "load_tokenizer",
     "namespace_digest",
     "open_store",
+    "parameters_of",
     "plan_ids",
     "prefetch_kv",
     "prefill",
@@ -205,6 +208,22 @@ def id_text(name: object) -> str:
             "a UUID"
         )
     return str(name)
+
+
+@config_class
+class AdapterOptions(HookOptions):
+    """Options of a framework's component that computes KV."""
+
+    llm: Any = None
+    """Model that will answer, or the client of its server."""
+    on_error: OnError = Field(default="warn", kw_only=True)
+    """``"warn"`` and go on without KV, or ``"raise"``."""
+
+    def check(self) -> None:
+        """Raise for options that a server does not have, and if the collection is no name."""
+        in_collection((), self.collection)
+        if self.llm is not None:
+            host_of(self.llm, **self.shared())
 
 
 class EngineFields(BaseModel):
@@ -323,38 +342,15 @@ class EngineFields(BaseModel):
         """Return a prefix as the engine takes it; ``None``: the engine's own."""
         return prefix
 
-    @checks_names
-    def precompute_kv(
-        self,
-        items: Any,
-        *,
-        ids: Sequence[str] | None = None,
-        prefix: Any = None,
-        namespace: str | None = None,
-        content: Content = "text",
-        batch_size: int = 8,
-        show_progress: bool | None = None,
-        on_error: OnError = "raise",
-        retention: Retention | None = None,
-        collection: str | None = None,
-    ) -> PrecomputeReport:
+    @parameters_of(ItemRequest)
+    def precompute_kv(self, items: Any, **options: Any) -> PrecomputeReport:
         """Compute and store the KV of documents, of texts, or of a vector store or an index.
 
         Takes the options of :func:`kvrag.precompute_kv`.
         """
-        return precompute_kv(
-            items,
-            llm=self,
-            ids=ids,
-            prefix=self._own_prefix(prefix),
-            namespace=namespace,
-            content=content,
-            batch_size=batch_size,
-            show_progress=show_progress,
-            on_error=on_error,
-            retention=retention,
-            collection=collection,
-        )
+        asked = ItemRequest(items=items, **options)
+        given = {**vars(asked), "prefix": self._own_prefix(asked.prefix)}
+        return precompute_kv(llm=self, **given)
 
     @checks_names
     def delete_kv(
@@ -366,36 +362,15 @@ class EngineFields(BaseModel):
         """
         return delete_kv(items, llm=self, namespace=namespace, collection=collection)
 
-    @checks_names
-    def sync_kv(
-        self,
-        live_items: Any,
-        *,
-        ids: Sequence[str] | None = None,
-        prefix: Any = None,
-        namespace: str | None = None,
-        content: Content | None = None,
-        batch_size: int = 8,
-        show_progress: bool | None = None,
-        retention: Retention | None = None,
-        collection: str | None = None,
-    ) -> SyncReport:
+    @parameters_of(SyncRequest)
+    def sync_kv(self, live_items: Any, **options: Any) -> SyncReport:
         """Keep the KV of exactly these documents, or of an index's.
 
         Takes the options of :func:`kvrag.sync_kv`.
         """
-        return sync_kv(
-            live_items,
-            llm=self,
-            ids=ids,
-            prefix=self._own_prefix(prefix),
-            namespace=namespace,
-            content=content,
-            batch_size=batch_size,
-            show_progress=show_progress,
-            retention=retention,
-            collection=collection,
-        )
+        asked = SyncRequest(live_items=live_items, **options)
+        given = {**vars(asked), "prefix": self._own_prefix(asked.prefix)}
+        return sync_kv(llm=self, **given)
 
 
 HISTORY_BYTES = min(2**30, host_memory() // 16)

@@ -17,6 +17,7 @@ from kvrag.config.declare import (
     option_field,
     options_class,
     parameters_of,
+    parameters_of_function,
 )
 from kvrag.config.options import (
     DEFAULT_MAX_NEW_TOKENS,
@@ -26,6 +27,7 @@ from kvrag.config.options import (
     RESERVED,
     STRATEGIES,
     Count,
+    IndexOptions,
     Positive,
     Repair,
     RepairConfig,
@@ -49,6 +51,7 @@ __all__ = [
     "RESERVED",
     "STRATEGIES",
     "Count",
+    "IndexOptions",
     "Positive",
     "Repair",
     "RepairConfig",
@@ -67,6 +70,7 @@ __all__ = [
     "option_field",
     "options_class",
     "parameters_of",
+    "parameters_of_function",
     "refuse_misplaced",
     "unknown_option",
 ]

@@ -15,7 +15,6 @@ from kvrag.kv.crypto import Keys
 from kvrag.store.base import Blobs, ChunkRecord, MemoryBlobs, StoreEvent, StoreStats
 from kvrag.store.blobs import FileBlobs
 from kvrag.store.catalog import Catalog
-from kvrag.store.eviction import check_retention
 from kvrag.store.memory import MemoryTier, Prefetch
 from kvrag.store.opening import on_accelerator, open_store
 from kvrag.store.tiers import TieredStore
@@ -33,7 +32,6 @@ __all__ = [
     "StoreEvent",
     "StoreStats",
     "TieredStore",
-    "check_retention",
     "on_accelerator",
     "open_store",
 ]

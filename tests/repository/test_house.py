@@ -62,24 +62,24 @@ ANYONE = {"__init__", "__main__"}
 """Files of ``kvrag/`` itself that hand on names of the others."""
 
 AREAS = {
-    "core": 162_800,
-    "cli": 15_250,
+    "core": 162_640,
+    "cli": 15_100,
     "evaluate": 7_185,
     "testing": 4_295,
-    "langchain": 16_450,
-    "llama_index": 12_390,
+    "langchain": 16_370,
+    "llama_index": 12_310,
     "ray": 5_080,
-    "server": 19_400,
+    "server": 18_790,
     "shared": 3_210,
-    "vllm": 17_900,
+    "vllm": 17_895,
 }
 """Most syntax nodes of each area. The core answers requests and stores chunks: ``kvrag/`` without the rooms that are areas."""
-DEEP_NAMES = {"langchain": 32, "llama_index": 33, "ray": 13, "server": 39, "shared": 11, "vllm": 67}
+DEEP_NAMES = {"langchain": 31, "llama_index": 33, "ray": 13, "server": 39, "shared": 11, "vllm": 67}
 """Most names that an integration imports from modules of kvrag, rather than from ``kvrag`` itself. They, too, only fall."""
 
 LIMITS = {
     "files of the core": 106,
-    "nodes of kvrag/store": 25_170,
+    "nodes of kvrag/store": 24_900,
     "lines of tests, per 100 lines of code": 125,
     "median lines of a function": 8,
 }
@@ -128,10 +128,10 @@ LARGER_ROOMS: dict[str, int] = {
 KNOWN: dict[str, dict[str, float] | set[str]] = {
     "large files": {
         "kvrag/blend/cost.py": 2_950,
-        "kvrag/cli/store.py": 2_800,
-        "kvrag/engine.py": 3_810,
+        "kvrag/cli/store.py": 2_690,
+        "kvrag/engine.py": 3_260,
         "kvrag/generate/pipeline.py": 3_100,
-        "kvrag/kv/layers.py": 3_100,
+        "kvrag/kv/layers.py": 3_070,
         "kvrag/model/proof.py": 3_320,
         "kvrag/model/traits.py": 2_720,
         "kvrag/precompute/run.py": 2_700,
@@ -144,7 +144,6 @@ KNOWN: dict[str, dict[str, float] | set[str]] = {
         "kvrag/blend/prefill.py::prefill": 580,
         "integrations/langchain/langchain_kvrag/_tools.py::structured": 402,
         "integrations/vllm/vllm_kvrag/planning.py::Planner.decide": 430,
-        "kvrag/cli/ask.py::_prove": 450,
         "kvrag/cli/measure.py::calibrate": 480,
         "kvrag/cli/measure.py::evaluate": 460,
         "kvrag/cli/precompute.py::precompute": 475,

@@ -7,8 +7,12 @@ from typing import Any
 
 from langchain_core.documents import BaseDocumentTransformer, Document
 
-from kvrag import Retention, precompute_kv
-from kvrag.adapters import OnError, host_of, in_collection
+from kvrag import precompute_kv
+from kvrag.adapters import (
+    AdapterOptions,
+    host_of,
+    parameters_of,
+)
 
 
 class KVPrecompute(BaseDocumentTransformer):
@@ -22,10 +26,8 @@ class KVPrecompute(BaseDocumentTransformer):
     llm
         A :class:`~langchain_kvrag.ChatKVRag`, :class:`~langchain_kvrag.KVRagLLM`,
         :class:`kvrag.KVRagEngine` or :class:`kvrag.KVRagClient`.
-    namespace, batch_size, show_progress, retention, collection
-        As for :meth:`kvrag.KVRagEngine.precompute`.
-    on_error
-        ``"warn"`` and go on without KV, or ``"raise"``.
+    **options
+        As for :func:`kvrag.precompute_kv`, but ``on_error`` is ``"warn"`` by default.
 
     Raises
     ------
@@ -35,32 +37,16 @@ class KVPrecompute(BaseDocumentTransformer):
         If ``collection`` is not a name.
     """
 
-    def __init__(
-        self,
-        llm: Any,
-        *,
-        namespace: str | None = None,
-        batch_size: int = 8,
-        show_progress: bool | None = None,
-        on_error: OnError = "warn",
-        retention: Retention | None = None,
-        collection: str | None = None,
-    ) -> None:
-        host_of(llm, namespace=namespace, retention=retention, batch_size=batch_size)
-        in_collection((), collection)  # raises if it is not a name
+    @parameters_of(AdapterOptions)
+    def __init__(self, llm: Any = None, **options: Any) -> None:
+        self._options = AdapterOptions(llm=llm, **options)
+        host_of(llm)
+        self._options.check()
         self.llm = llm
-        self._options: dict[str, Any] = {
-            "namespace": namespace,
-            "batch_size": batch_size,
-            "show_progress": show_progress,
-            "on_error": on_error,
-            "retention": retention,
-            "collection": collection,
-        }
 
     def transform_documents(
         self, documents: Sequence[Document], **kwargs: Any
     ) -> Sequence[Document]:
         """Precompute KV and return the same documents; options override the constructor's."""
-        precompute_kv(documents, llm=self.llm, **{**self._options, **kwargs})
+        precompute_kv(documents, **{**vars(self._options), **kwargs})
         return documents
