@@ -110,7 +110,7 @@ def _place(error: Any, value: Any) -> list[str]:
                 value = value[part]
                 place.append(str(part))
     if error["type"] == "missing":
-        place.append(str(error["loc"][-1]))
+        place += map(str, error["loc"][-1:])
     return place
 
 

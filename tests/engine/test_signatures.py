@@ -49,7 +49,7 @@ CALLS: dict[str, tuple[str, set[str]]] = {
 MYPY = """\
 [mypy]
 follow_imports = skip
-[mypy-kvrag.*,langchain_kvrag.*,llama_index.llms.kvrag.*]
+[mypy-kvrag.*,kvrag_server.*,langchain_kvrag.*,llama_index.llms.kvrag.*]
 follow_imports = silent
 """
 """Reads our own packages alone: torch takes a minute."""

@@ -88,8 +88,6 @@ def precompute_nodes(
 class PrecomputeFields(BaseComponent, AdapterOptions):
     """Component with the options of :func:`kvrag.precompute_kv` as fields; default: the LLM's."""
 
-    llm: Any = Field(default=None, exclude=True, repr=False)
-
     def precompute(self, nodes: Sequence[BaseNode]) -> None:
         """Precompute the KV of nodes with these options."""
         own = {"content": self.content, "on_error": self.on_error}
@@ -113,6 +111,8 @@ class KVPrecompute(PrecomputeFields, TransformComponent):
         As for :func:`kvrag.precompute_kv`; default: the LLM's. By default ``on_error`` is
         ``"warn"``: ingestion goes on without KV.
     """
+
+    llm: Any = Field(default=None, exclude=True, repr=False)
 
     @parameters_of(AdapterOptions)
     def __init__(self, llm: Any = None, **options: Any) -> None:

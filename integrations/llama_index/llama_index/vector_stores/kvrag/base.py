@@ -92,6 +92,7 @@ class KVRagVectorStore(PrecomputeFields, BasePydanticVectorStore):
 
     stores_text: bool = False
     inner: SerializeAsAny[BasePydanticVectorStore] = Field(repr=False)
+    llm: Any = Field(default=None, exclude=True, repr=False)
     prefix: Any = Field(default=None, exclude=True, repr=False)
     _refs: dict[str, RefTable] = PrivateAttr(default_factory=dict)
     _has_warned: bool = PrivateAttr(default=False)
