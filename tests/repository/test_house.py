@@ -67,7 +67,7 @@ AREAS = {
     "evaluate": 7_185,
     "testing": 4_295,
     "langchain": 16_370,
-    "llama_index": 12_310,
+    "llama_index": 12_325,
     "ray": 5_080,
     "server": 18_790,
     "shared": 3_210,
