@@ -21,7 +21,6 @@ from kvrag.blend.clock import NOTABLE_S, Clock
 from kvrag.config import (
     Repair,
     RepairConfig,
-    Retention,
     StoreConfig,
     as_config,
     check_namespace,
@@ -29,7 +28,7 @@ from kvrag.config import (
     refuse_misplaced,
 )
 from kvrag.config.address import check_kv_dir
-from kvrag.config.declare import checks_names, parameters_of
+from kvrag.config.declare import parameters_of
 from kvrag.errors import ConfigError, ModelError
 from kvrag.evaluate.answers import evaluate_reuse
 from kvrag.evaluate.calibrate import Profile, calibrate_repair, in_words, kept_profile
@@ -50,11 +49,11 @@ from kvrag.precompute.library import Library, chosen_keys
 from kvrag.precompute.on_miss import WriteBack
 from kvrag.precompute.quantise_check import QuantiseCheck
 from kvrag.precompute.run import Precompute
-from kvrag.progress import check_show
 from kvrag.prompt.prefix import Prefix, prefix_text
 from kvrag.prompt.template import Prompt, PromptEncoder
 from kvrag.runtime import own_modes
 from kvrag.store import Prefetch, on_accelerator
+from kvrag.store.erasures import ERASURES
 from kvrag.types import (
     Chunk,
     ChunkIdentity,
@@ -416,41 +415,16 @@ class KVRagEngine(Library):
         self._kept_prefix.clear()
 
     @own_modes
-    def precompute(
-        self,
-        texts: Sequence[str],
-        *,
-        ids: Sequence[str | None] | None = None,
-        collection: str | None = None,
-        prefix: Prefix | None = None,
-        namespace: str | None = None,
-        batch_size: int = 8,
-        show_progress: bool | None = None,
-        retention: Retention | None = None,
-        announced: bool = False,
-    ) -> PrecomputeReport:
+    @parameters_of(documents.IndexRequest)
+    def precompute(self, texts: Sequence[str], **options: Any) -> PrecomputeReport:
         """Compute and store the KV of chunks.
 
         Stored chunks are skipped, so an interrupted run can be repeated. A deletion wins over all
-        that began before it: the KV of documents deleted meanwhile is not kept.
+        that began before it: the KV of documents deleted meanwhile is not kept. KV is kept until
+        the last document that refers to it is deleted (:meth:`delete`).
 
-        Parameters
-        ----------
-        texts
-            Chunk texts; leading and trailing white space is ignored.
-        ids
-            Document ids, one per text. KV is kept until the last document that refers to it is
-            deleted (:meth:`delete`).
-        prefix, batch_size
-            The text before the first chunk (default: the engine's); chunks per forward.
-        show_progress
-            ``None``: for a long run, show a bar on a terminal and lines elsewhere; ``True``: show
-            a bar; ``False``: show nothing.
-        retention
-            Priority and duration, applied to stored chunks as well. Default: new chunks get
-            priority 35, and stored chunks keep their own retention.
-        announced
-            Whether a server has registered the documents when the request came.
+        Options are the fields of :class:`~kvrag.config.IndexOptions`, and ``ids``: document ids,
+        one per text.
 
         Raises
         ------
@@ -463,18 +437,17 @@ class KVRagEngine(Library):
         StoreError
             If the documents can't be registered.
         """
-        items = documents.Items.checked(texts, ids, collection, batch_size)
-        check_show(show_progress)
-        retention = as_config(Retention, retention, option="retention")
-        space = self.space_of(namespace)
+        asked = documents.IndexRequest(texts=texts, **options)
+        items = asked.items()
+        space = self.space_of(asked.namespace)
         loaded = self.loaded
         if isinstance(loaded.lm, PlainLM):
             loaded.reusable  # noqa: B018 - raises before anything is deleted or stored
         if self._gate.kv_dtype != "auto":
             self._gate.admit(loaded)
-        text = self.text_of(prefix)
+        text = self.text_of(asked.prefix)
         self._prefix_texts.setdefault(space, {})[text] = None
-        documents.replace(self.store, space, items, self.erasing, is_announced=announced)
+        documents.replace(self.store, space, items, self.erasing, is_announced=asked.announced)
         run = Precompute(
             loaded,
             self.store,
@@ -482,10 +455,10 @@ class KVRagEngine(Library):
             space,
             text,
             self.context_ids,
-            retention,
+            asked.retention,
             kept=self._kept_prefix,
         )
-        return run.run(items, batch_size=batch_size, show_progress=show_progress)
+        return run.run(items, batch_size=asked.batch_size, show_progress=asked.show_progress)
 
     def prefetch(
         self,
@@ -579,7 +552,6 @@ class KVRagEngine(Library):
         """Stream an answer like :meth:`stream`, for ``async for``."""
         return AsyncTokenStream(self._produce(prompt, **options))
 
-    @checks_names
     @own_modes
     @parameters_of(PrefillRequest)
     def prefill(self, prompt: Prompt, **options: Any) -> PrefillResult:
@@ -596,7 +568,6 @@ class KVRagEngine(Library):
             PrefillResult(**done.accounting(clock), logits=logits, ttft_ms=ttft_ms)
         )
 
-    @checks_names
     @own_modes
     @parameters_of(ScoreRequest)
     def score(
@@ -622,7 +593,6 @@ class KVRagEngine(Library):
             ScoreResult(**done.accounting(clock), logits=scores, loss=loss, continuation_ids=ids)
         )
 
-    @checks_names
     @parameters_of(PrefillRequest)
     def explain(self, prompt: Prompt, **options: Any) -> Explanation:
         """Report which spans of a prompt are known chunks, and which of these have stored KV.
@@ -675,8 +645,8 @@ class KVRagEngine(Library):
                 config = self.store_config
                 ids = self.context_ids
                 if config.on_miss == "store" and not isinstance(loaded.lm, PlainLM):
-                    self._write_back = WriteBack(loaded, self.store, config, self.erasures, ids)
-                own = self._write_back, ids, self._stats, self.erasures
+                    self._write_back = WriteBack(loaded, self.store, config, ERASURES, ids)
+                own = self._write_back, ids, self._stats, ERASURES
                 self._query_side = QueryPipeline(loaded, self.store, config, *own)
                 self.resources.callback(self._query_side.close)
             if self.store_config.history_bytes is None:
@@ -709,7 +679,6 @@ class KVRagEngine(Library):
             continues=asked.continue_final_message,
         )
 
-    @checks_names
     @parameters_of(AnswerRequest)
     def _produce(self, prompt: Prompt, **options: Any) -> Produce:
         """Check the options in the caller's thread; return the work for the request's thread."""

@@ -13,14 +13,20 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, Literal
 
-from kvrag.config import Retention
+from pydantic import Field, SkipValidation
+
+from kvrag.config import (
+    IndexOptions,
+    config_class,
+    options_class,
+    parameters_of_function,
+)
 from kvrag.engine import KVRagEngine
 from kvrag.errors import ConfigError, InputError, KVRagError, StoreError
 from kvrag.hosts import Host, RemoteHost, chosen_host, engine_of
 from kvrag.precompute.documents import Item
 from kvrag.precompute.library import in_collection
 from kvrag.progress import tell_short
-from kvrag.prompt.prefix import Prefix
 from kvrag.runtime import POOL
 from kvrag.types import PrecomputeReport, SyncReport
 
@@ -30,21 +36,64 @@ Content = Literal["text", "llm"]
 OnError = Literal["raise", "warn"]
 
 
-def precompute_kv(
-    items: Any,
-    *,
-    llm: Any = None,
-    server: str | RemoteHost | None = None,
-    ids: Sequence[str] | None = None,
-    prefix: Prefix | None = None,
-    namespace: str | None = None,
-    content: Content = "text",
-    batch_size: int = 8,
-    show_progress: bool | None = None,
-    on_error: OnError = "raise",
-    retention: Retention | None = None,
-    collection: str | None = None,
-) -> PrecomputeReport:
+@options_class
+class HookOptions(IndexOptions):
+    """Options of :func:`precompute_kv`, which adapters of frameworks have, too."""
+
+    content: Content = "text"
+    """For LlamaIndex nodes: ``"text"`` is the text alone, ``"llm"`` the text with the metadata that
+    the LLM sees."""
+    on_error: OnError = "raise"
+    """``"raise"``: raise errors; if single chunks can't be stored, raise after the rest is done.
+    ``"warn"``: warn instead; chunks without KV are prefilled with the prompt."""
+
+
+@config_class
+class ItemRequest(HookOptions):
+    """Items to compute and store the KV of, with their options."""
+
+    items: Any
+    """Texts, LangChain documents, LlamaIndex nodes or documents (in any iterable), a LangChain
+    vector store, or a LlamaIndex index."""
+    ids: SkipValidation[Sequence[str] | None] = Field(default=None, kw_only=True)
+    """Document ids, one per item; default: the items' own."""
+
+
+@config_class
+class SyncRequest(IndexOptions):
+    """All documents that should have KV, with their options."""
+
+    live_items: Any
+    """Documents as the items of :func:`precompute_kv`; each needs an id."""
+    ids: SkipValidation[Sequence[str] | None] = Field(default=None, kw_only=True)
+    """Document ids, one per item; default: the items' own."""
+    content: Content | None = Field(default=None, kw_only=True)
+    """Content as for :func:`precompute_kv`; default: the content that the documents were stored
+    with, which a server does not tell."""
+
+
+@options_class
+class _Hosted:
+    llm: Any = None
+    """A :class:`~kvrag.engine.KVRagEngine`, a framework object with an engine, or a
+    :class:`~kvrag.KVRagClient`."""
+    server: SkipValidation[str | RemoteHost | None] = None
+    """Address of the server that holds the model, instead of ``llm``; with an API key, a
+    :class:`~kvrag.KVRagClient`."""
+
+
+@config_class
+class _HostedItems(ItemRequest, _Hosted):
+    pass
+
+
+@config_class
+class _HostedSync(SyncRequest, _Hosted):
+    pass
+
+
+@parameters_of_function(_HostedItems)
+def precompute_kv(items: Any, **options: Any) -> PrecomputeReport:
     """Compute and store the KV of documents.
 
     Parameters
@@ -58,38 +107,19 @@ def precompute_kv(
     server
         Address of the server that holds the model, instead of ``llm``; with an API key, a
         :class:`~kvrag.KVRagClient`.
-    ids
-        Document ids, one per item; default: the items' own.
-    content
-        For LlamaIndex nodes: ``"text"`` is the text alone, ``"llm"`` the text with the metadata
-        that the LLM sees.
-    on_error
-        ``"raise"``: raise errors; if single chunks can't be stored, raise after the rest is done.
-        ``"warn"``: warn instead; chunks without KV are prefilled with the prompt.
-    prefix, namespace, batch_size, show_progress, retention, collection
-        As for :meth:`kvrag.engine.KVRagEngine.precompute`, with the same errors.
+    **options
+        The fields of :class:`HookOptions`, and ``ids``: document ids, one per item; default: the
+        items' own. Errors are as of :meth:`kvrag.engine.KVRagEngine.precompute`.
     """
-    for name, value, choices in (
-        ("content", content, ("text", "llm")),
-        ("on_error", on_error, ("raise", "warn")),
-    ):
-        if value not in choices:
-            raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(choices)}")
-    options = {
-        "prefix": prefix,
-        "batch_size": batch_size,
-        "show_progress": show_progress,
-        "retention": retention,
-    }
+    asked = _HostedItems(items=items, **options)
     try:
-        report = _precompute(
-            chosen_host(llm, server), _named(items, ids, content), namespace, collection, **options
-        )
+        named = _named(items, asked.ids, asked.content)
+        report = _precompute(chosen_host(asked.llm, asked.server), named, asked)
         error = refused(report)
     except KVRagError as fault:
         report = PrecomputeReport(0, 0, [("", str(fault))], 0, 0.0)
         error = fault
-    if error is not None and on_error == "raise":
+    if error is not None and asked.on_error == "raise":
         raise error
     if error is not None:
         warnings.warn(f"not all KV was precomputed: {error}", UserWarning, stacklevel=2)
@@ -119,37 +149,19 @@ def delete_kv(
     whole collection. Return the number of chunks erased.
     """
     host = chosen_host(llm, server)
-    if _is_many(items) and not isinstance(items, str):
-        items = list(items)
-    if isinstance(items, str):
-        ids = [items]
-    elif _is_many(items) and all(isinstance(item, str) for item in items):
-        ids = list(items)
-    else:
-        names = [name for name, _ in _pairs(items, "text")]
-        ids = [name for name in names if name is not None]
-        if len(ids) < len(names):
-            raise InputError(
-                f"{len(names) - len(ids)} of {len(names)} items have no id; pass ids, or items "
-                "that have one"
-            )
+    found = _listed(items)
+    names = [item if isinstance(item, str) else _pair(item, "text")[0] for item in found]
+    ids = [name for name in names if name is not None]
+    if len(ids) < len(names):
+        raise InputError(
+            f"{len(names) - len(ids)} of {len(names)} items have no id; pass ids, or items "
+            "that have one"
+        )
     return host.delete(ids, collection=collection, namespace=namespace)
 
 
-def sync_kv(
-    live_items: Any,
-    *,
-    llm: Any = None,
-    server: str | RemoteHost | None = None,
-    ids: Sequence[str] | None = None,
-    prefix: Prefix | None = None,
-    namespace: str | None = None,
-    content: Content | None = None,
-    batch_size: int = 8,
-    show_progress: bool | None = None,
-    retention: Retention | None = None,
-    collection: str | None = None,
-) -> SyncReport:
+@parameters_of_function(_HostedSync)
+def sync_kv(live_items: Any, **options: Any) -> SyncReport:
     """Synchronise the store with a set of documents.
 
     Precompute missing documents, and delete all other documents from the store.
@@ -162,36 +174,31 @@ def sync_kv(
     content
         As for :func:`precompute_kv`; default: the content that the documents were stored with,
         which a server does not tell.
-    llm, server, ids, prefix, namespace, batch_size, show_progress, retention, collection
-        As for :func:`precompute_kv`.
+    **options
+        As for :func:`precompute_kv`, without ``on_error``.
     """
-    host = chosen_host(llm, server)
-    if _is_many(live_items) and not isinstance(live_items, str):
-        live_items = list(live_items)
-    named = _named(live_items, ids, content or "text")
-    shown = _named(live_items, ids, "llm") if content is None else named
+    asked = _HostedSync(live_items=live_items, **options)
+    host = chosen_host(asked.llm, asked.server)
+    live_items = _listed(live_items)
+    named = _named(live_items, asked.ids, asked.content or "text")
+    shown = named if asked.content else _named(live_items, asked.ids, "llm")
     if shown != named:
         if isinstance(host, RemoteHost):
             raise ConfigError(
                 "a server does not tell with which content the nodes were stored; pass "
                 "content='text', or content='llm' for the text with the metadata that the LLM sees"
             )
-        if _is_stored(host, shown, namespace, collection):
+        if _is_stored(host, shown, asked.namespace, asked.collection):
             named = shown
     if any(name is None for name, _ in named):
         raise InputError(
             "sync_kv needs an id for every item, to tell which documents to delete; pass ids=[...]"
         )
-    options = {
-        "prefix": prefix,
-        "batch_size": batch_size,
-        "show_progress": show_progress,
-        "retention": retention,
-    }
-    report = _precompute(host, named, namespace, collection, **options)
-    live = set(in_collection((str(name) for name, _ in named), collection))
-    gone = sorted(set(host.document_ids(collection=collection, namespace=namespace)) - live)
-    host.delete(gone, namespace=namespace)
+    report = _precompute(host, named, asked)
+    live = set(in_collection((str(name) for name, _ in named), asked.collection))
+    held = host.document_ids(collection=asked.collection, namespace=asked.namespace)
+    gone = sorted(set(held) - live)
+    host.delete(gone, namespace=asked.namespace)
     return SyncReport(added=report.stored, removed=len(gone), precompute=report)
 
 
@@ -267,41 +274,41 @@ def _named(items: Any, ids: Sequence[str] | None, content: Content) -> list[tupl
 
 
 def _precompute(
-    host: Host,
-    named: list[tuple[str | None, str]],
-    namespace: str | None,
-    collection: str | None,
-    **options: Any,
+    host: Host, named: list[tuple[str | None, str]], asked: IndexOptions
 ) -> PrecomputeReport:
     """Precompute documents; report empty documents as too short, and delete their old KV."""
-    kept = [(name, text) for name, text in named if not isinstance(text, str) or text.strip()]
-    names = [name for name, _ in kept]
-    texts = [text for _, text in kept]
-    report = host.precompute(
-        texts, ids=names, namespace=namespace, collection=collection, **options
-    )
-    emptied = {str(name) for name, text in named if name is not None and not text.strip()}
-    gone = set(in_collection(emptied, collection))
+    names = list[str | None]()
+    texts = list[str]()
+    blank = list[str | None]()
+    for name, text in named:
+        if isinstance(text, str) and not text.strip():
+            blank.append(name)
+        else:
+            names.append(name)
+            texts.append(text)
+    report = host.precompute(texts, ids=names, **asked.shared())
+    gone = set(in_collection(filter(None, blank), asked.collection))
     if gone:
-        gone &= set(host.document_ids(namespace=namespace))
+        gone &= set(host.document_ids(namespace=asked.namespace))
     if gone:
-        host.delete(sorted(gone), namespace=namespace)
-    empty = [
-        (str(name or ""), "no text")
-        for name, text in named
-        if isinstance(text, str) and not text.strip()
-    ]
+        host.delete(sorted(gone), namespace=asked.namespace)
+    empty = [(name or "", "no text") for name in blank]
     tell_short(host if isinstance(host, RemoteHost) else host.store, empty)
     return replace(report, short=[*report.short, *empty])
 
 
 def _pairs(items: Any, content: Content) -> list[tuple[str | None, str]]:
     """Return ``(id, text)`` pairs of items; an id may be missing."""
+    return [_pair(item, content) for item in _listed(items)]
+
+
+def _listed(items: Any) -> list[Any]:
+    """List items: one, many, or those of a vector store or an index."""
     if isinstance(items, str) or any(hasattr(items, mark) for mark in _ITEM_MARKS):
-        items = [items]
-    elif not _is_many(items):
-        items = documents_in(items)
-    return [_pair(item, content) for item in items]
+        return [items]
+    if isinstance(items, Iterable) and not any(hasattr(items, mark) for mark in _HOLDER_MARKS):
+        return list(items)
+    return documents_in(items)
 
 
 _ITEM_MARKS = ("page_content", "node_id", "node")
@@ -312,12 +319,6 @@ _HOLDER_MARKS = ("similarity_search", "docstore", "get_nodes")
 
 LlamaIndex's stores are pydantic models, which are iterable, so iterability alone is no test.
 """
-
-
-def _is_many(items: Any) -> bool:
-    return isinstance(items, Iterable) and not any(
-        hasattr(items, mark) for mark in (*_HOLDER_MARKS, *_ITEM_MARKS)
-    )
 
 
 def _pair(item: Any, content: Content) -> tuple[str | None, str]:

@@ -6,11 +6,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from kvrag.config import Retention
+from kvrag.config import parameters_of
 from kvrag.engine import KVRagEngine
 from kvrag.errors import ConfigError, require
+from kvrag.precompute.documents import IndexRequest
 from kvrag.precompute.library import in_collection
-from kvrag.prompt.prefix import Prefix
 from kvrag.types import PrecomputeReport
 
 
@@ -25,18 +25,8 @@ class RemoteHost(ABC):
     """Address of the host."""
 
     @abstractmethod
-    def precompute(
-        self,
-        texts: Sequence[str],
-        *,
-        ids: Sequence[str | None] | None = None,
-        collection: str | None = None,
-        prefix: Prefix | None = None,
-        namespace: str | None = None,
-        batch_size: int = 8,
-        show_progress: bool | None = None,
-        retention: Retention | None = None,
-    ) -> PrecomputeReport:
+    @parameters_of(IndexRequest)
+    def precompute(self, texts: Sequence[str], **options: Any) -> PrecomputeReport:
         """Have the KV of chunks computed and stored."""
 
     # The ids that documents are stored by, in a collection or outside.

@@ -12,10 +12,10 @@ and from here alone, so a change inside kvrag can't break it.
 """
 
 from kvrag.adapters.blending import Blending, load_made
-from kvrag.adapters.documents import DocumentKV
+from kvrag.adapters.documents import AdapterOptions, DocumentKV
 from kvrag.adapters.models import EngineFields
 from kvrag.adapters.planning import ChunkFinder, ModelFacts, Reuse, StorePlanner
-from kvrag.config import unknown_option
+from kvrag.config import config_class, parameters_of, unknown_option
 from kvrag.config.address import Address, address, place
 from kvrag.generate.logprobs import Delta, LogprobWriter
 from kvrag.generate.request import ReuseOptions
@@ -23,7 +23,7 @@ from kvrag.hooks import Content, OnError
 from kvrag.hosts import RemoteHost
 from kvrag.model.linear import linear
 from kvrag.model.source import ModelSource
-from kvrag.precompute.documents import Items
+from kvrag.precompute.documents import IndexRequest
 from kvrag.precompute.encode import check_context
 from kvrag.progress import Progress, tell_short
 from kvrag.prompt.template import Prompt, PromptEncoder
@@ -31,6 +31,7 @@ from kvrag.prompt.tokenizer import UnreadableTextError, check_encodable
 from kvrag.types import MaxContext, Mode
 
 __all__ = [
+    "AdapterOptions",
     "Address",
     "Blending",
     "ChunkFinder",
@@ -38,7 +39,7 @@ __all__ = [
     "Delta",
     "DocumentKV",
     "EngineFields",
-    "Items",
+    "IndexRequest",
     "LogprobWriter",
     "MaxContext",
     "Mode",
@@ -56,8 +57,10 @@ __all__ = [
     "address",
     "check_context",
     "check_encodable",
+    "config_class",
     "linear",
     "load_made",
+    "parameters_of",
     "place",
     "tell_short",
     "unknown_option",

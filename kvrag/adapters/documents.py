@@ -7,15 +7,34 @@ from numbers import Integral
 from typing import Any
 from uuid import UUID
 
+from pydantic import Field
+
+from kvrag.config import config_class, parameters_of
 from kvrag.engine import KVRagEngine
 from kvrag.errors import InputError
-from kvrag.hooks import Content, documents_in, precompute_kv, prefetch_kv
+from kvrag.hooks import (
+    Content,
+    HookOptions,
+    OnError,
+    documents_in,
+    precompute_kv,
+    prefetch_kv,
+)
 from kvrag.hosts import RemoteHost, engine_of, host_of
 from kvrag.identity.fingerprint import namespace_digest
 from kvrag.precompute.documents import Item, replaced_ids
 from kvrag.precompute.library import below_collection, in_collection
-from kvrag.progress import check_show
 from kvrag.types import PrecomputeReport
+
+
+@config_class
+class AdapterOptions(HookOptions):
+    """Options of a framework's component that computes KV."""
+
+    llm: Any = None
+    """Model that will answer, or the client of its server."""
+    on_error: OnError = Field(default="warn", kw_only=True)
+    """``"warn"`` and go on without KV, or ``"raise"``."""
 
 
 class DocumentKV:
@@ -25,10 +44,8 @@ class DocumentKV:
     ----------
     llm
         The LLM, its engine, or a :class:`RemoteHost`; ``None``: only the options are checked.
-    namespace, collection
-        The place of the documents.
     **options
-        Further options of :func:`kvrag.precompute_kv`.
+        The options of :class:`AdapterOptions`.
 
     Raises
     ------
@@ -38,21 +55,15 @@ class DocumentKV:
         If ``collection`` is not a name.
     """
 
-    def __init__(
-        self,
-        llm: Any,
-        *,
-        namespace: str | None = None,
-        collection: str | None = None,
-        **options: Any,
-    ) -> None:
+    @parameters_of(AdapterOptions)
+    def __init__(self, llm: Any = None, **options: Any) -> None:
         self.llm = llm
-        self._where = {"namespace": namespace, "collection": collection}
-        self._options = {**self._where, **options}
+        self.options = AdapterOptions(llm=llm, **options)
+        names = ("namespace", "collection")
+        self._where = {name: getattr(self.options, name) for name in names}
         if llm is not None:
-            host_of(llm, **self._options)
-        in_collection((), collection)  # raises if it is not a name
-        check_show(options.get("show_progress"))
+            host_of(llm, **self.options.shared())
+        in_collection((), self.options.collection)  # raises if it is not a name
 
     @property
     def host(self) -> KVRagEngine | RemoteHost:
@@ -75,7 +86,7 @@ class DocumentKV:
 
     def precompute(self, items: Any, **options: Any) -> PrecomputeReport:
         """Store the KV of documents; takes the options of :func:`kvrag.precompute_kv`."""
-        return precompute_kv(items, llm=self.llm, **{**self._options, **options})
+        return precompute_kv(items, **{**vars(self.options), **options})
 
     def delete(self, ids: Sequence[str]) -> int:
         """Delete the KV of documents."""

@@ -19,7 +19,6 @@ from pydantic import (
 from kvrag.config import (
     Repair,
     RepairConfig,
-    Retention,
     StoreConfig,
     as_config,
     check_mode,
@@ -30,13 +29,13 @@ from kvrag.config import (
     unknown_option,
 )
 from kvrag.config.address import local, place
-from kvrag.config.declare import checks_names
+from kvrag.config.declare import checks_names, parameters_of
 from kvrag.config.spelling import respelt
 from kvrag.engine import KVRagEngine
 from kvrag.errors import ConfigError
 from kvrag.generate.request import RequestOptions
 from kvrag.generate.scheduler import MAX_RUNNING
-from kvrag.hooks import Content, OnError, delete_kv, precompute_kv, sync_kv
+from kvrag.hooks import ItemRequest, SyncRequest, delete_kv, precompute_kv, sync_kv
 from kvrag.model.source import ModelSource
 from kvrag.runtime import host_memory
 from kvrag.types import Explanation, MaxContext, Mode, PrecomputeReport, Prove, SyncReport
@@ -276,38 +275,15 @@ class EngineFields(BaseModel):
             },
         )
 
-    @checks_names
-    def precompute_kv(
-        self,
-        items: Any,
-        *,
-        ids: Sequence[str] | None = None,
-        prefix: Any = None,
-        namespace: str | None = None,
-        content: Content = "text",
-        batch_size: int = 8,
-        show_progress: bool | None = None,
-        on_error: OnError = "raise",
-        retention: Retention | None = None,
-        collection: str | None = None,
-    ) -> PrecomputeReport:
+    @parameters_of(ItemRequest)
+    def precompute_kv(self, items: Any, **options: Any) -> PrecomputeReport:
         """Compute and store the KV of documents, of texts, or of a vector store or an index.
 
         Takes the options of :func:`kvrag.precompute_kv`.
         """
-        return precompute_kv(
-            items,
-            llm=self,
-            ids=ids,
-            prefix=self._own_prefix(prefix),
-            namespace=namespace,
-            content=content,
-            batch_size=batch_size,
-            show_progress=show_progress,
-            on_error=on_error,
-            retention=retention,
-            collection=collection,
-        )
+        asked = ItemRequest(items=items, **options)
+        given = {**vars(asked), "prefix": self._own_prefix(asked.prefix)}
+        return precompute_kv(llm=self, **given)
 
     @checks_names
     def delete_kv(
@@ -319,33 +295,12 @@ class EngineFields(BaseModel):
         """
         return delete_kv(items, llm=self, namespace=namespace, collection=collection)
 
-    @checks_names
-    def sync_kv(
-        self,
-        live_items: Any,
-        *,
-        ids: Sequence[str] | None = None,
-        prefix: Any = None,
-        namespace: str | None = None,
-        content: Content | None = None,
-        batch_size: int = 8,
-        show_progress: bool | None = None,
-        retention: Retention | None = None,
-        collection: str | None = None,
-    ) -> SyncReport:
+    @parameters_of(SyncRequest)
+    def sync_kv(self, live_items: Any, **options: Any) -> SyncReport:
         """Keep the KV of exactly these documents, or of an index's.
 
         Takes the options of :func:`kvrag.sync_kv`.
         """
-        return sync_kv(
-            live_items,
-            llm=self,
-            ids=ids,
-            prefix=self._own_prefix(prefix),
-            namespace=namespace,
-            content=content,
-            batch_size=batch_size,
-            show_progress=show_progress,
-            retention=retention,
-            collection=collection,
-        )
+        asked = SyncRequest(live_items=live_items, **options)
+        given = {**vars(asked), "prefix": self._own_prefix(asked.prefix)}
+        return sync_kv(llm=self, **given)

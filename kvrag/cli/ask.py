@@ -53,9 +53,6 @@ _PROMPTS = typer.Argument(
     metavar="[MODEL] [PROMPTS...]",
     help="The model, which is proven; or text or .jsonl files of prompts, too.",
 )
-_MAX_ERROR = typer.Option(
-    help="Of a model's proof: the largest difference of logits. Default: the proof's own."
-)
 
 
 @takes(engine=ENGINE, repair=REPAIR, sampling=SAMPLING)
@@ -194,7 +191,6 @@ def verify(
     ] = 0.1,
     min_top1: Annotated[float, typer.Option(help="Smallest share of equal first tokens.")] = 0.8,
     mode: ModeName = "stitch",
-    max_error: Annotated[float | None, _MAX_ERROR] = None,
     as_json: AsJson = False,
 ) -> None:
     """Prove that reuse is exact on a model, or compare reuse with full prefill on prompts.
@@ -203,7 +199,7 @@ def verify(
     """
     files = engine.name_model(ctx, words, most=None)
     if not files:
-        _prove(engine["model"], engine, max_error, as_json=as_json)
+        _prove(engine["model"], engine, as_json=as_json)
         return
     prompts = read_prompts([Path(name) for name in files])
     options: Given = {
@@ -234,7 +230,7 @@ def _tables(report: VerifyReport, max_kl: float, min_top1: float) -> tuple[Table
     return grid("Reuse against full prefill", columns, rows), facts("All prompts", totals)
 
 
-def _prove(model: str, engine: EngineGroup, max_error: float | None, *, as_json: bool) -> None:
+def _prove(model: str, engine: EngineGroup, *, as_json: bool) -> None:
     """Load a model, prove reuse on it again, and print the proof."""
     with progress(f"starting with {model} ..."):
         from kvrag.model.load import load
@@ -258,7 +254,6 @@ def _prove(model: str, engine: EngineGroup, max_error: float | None, *, as_json:
         return
     with Progress("proving that reuse is exact on this model"):
         proof = prove(reusable)
-    is_passed = proof.passed and (max_error is None or proof.max_error <= max_error)
     about |= {
         "prompt": f"{proof.tokens} random tokens",
         "cost": f"{proof.seconds:.2f} s",
@@ -269,11 +264,7 @@ def _prove(model: str, engine: EngineGroup, max_error: float | None, *, as_json:
             "roundings hide a planted mistake in this dtype; prove the model in float32 as well"
         )
     about |= {f"note {number}": note for number, note in enumerate(proof.notes, start=1)}
-    if max_error is None:
-        limit = ""
-    else:
-        limit = f" (largest difference of logits {proof.max_error:.1e}, at most {max_error:g})"
-    about["result"] = ("passed" if is_passed else "FAILED") + limit
+    about["result"] = "passed" if proof.passed else "FAILED"
     verdict = ("FAILED", "ok")
     rows = [
         (c.promise, c.claim, c.unit, f"{c.error:.1e}", f"{c.limit:.1e}", verdict[c.passed])
@@ -281,5 +272,5 @@ def _prove(model: str, engine: EngineGroup, max_error: float | None, *, as_json:
     ]
     columns = "promise|claim|unit|>largest difference|>allowed|"
     checks = grid("Reuse on this model against transformers' own forward", columns, rows)
-    found = {**about, "passed": is_passed, "proof": proof.to_dict()}
-    show(found, checks, facts("The proof", about), as_json=as_json, ok=is_passed)
+    found = {**about, "passed": proof.passed, "proof": proof.to_dict()}
+    show(found, checks, facts("The proof", about), as_json=as_json, ok=proof.passed)

@@ -26,7 +26,9 @@ import typer
 from kvrag.cli.documents import SUFFIXES
 from kvrag.cli.output import progress
 from kvrag.config import (
+    IndexOptions,
     RepairConfig,
+    Retention,
     SamplingConfig,
     StoreConfig,
     as_config,
@@ -55,6 +57,7 @@ The key has no option, because other users can see the arguments of a process.
 
 _ENGINE = "Model and store"
 _REPAIR = "Reuse and repair"
+_INDEX = "Indexing"
 _STORE = "Limits of the store (those of your application)"
 
 _of_engine = functools.partial(typer.Option, rich_help_panel=_ENGINE)
@@ -260,6 +263,7 @@ def _field(config: type, name: str, panel: str, *, env: bool = False) -> inspect
         form |= {"parser": parse_bytes, "metavar": "SIZE"}
     elif kind is int:
         form["min"] = 0
+        form["max"] = next((each.le for each in field.metadata if hasattr(each, "le")), None)
     option = typer.Option(
         *(f"--{each.replace('_', '-')}" for each in (name, *ALIASES.get(name, ()))),
         help=f"{summary}.",
@@ -301,6 +305,10 @@ REPAIR: Group = (
 LIMITS: Group = tuple(
     _field(StoreConfig, name, _STORE, env=True)
     for name in ("shared", "disk_bytes", "min_free_bytes", "durability")
+)
+INDEX: Group = (
+    _field(IndexOptions, "batch_size", _INDEX),
+    _field(Retention, "priority", _INDEX),
 )
 _HISTORY = typer.Option(
     parser=parse_bytes,

@@ -13,6 +13,7 @@ import typer
 from kvrag.cli.documents import CountTokens, DocumentChunk, read_documents, split_documents
 from kvrag.cli.options import (
     ENGINE,
+    INDEX,
     LIMITS,
     AsJson,
     EngineGroup,
@@ -21,19 +22,12 @@ from kvrag.cli.options import (
 )
 from kvrag.cli.output import facts, show
 from kvrag.cli.plugins import backend
+from kvrag.config import IndexOptions, Retention
 from kvrag.errors import ConfigError, InputError
 from kvrag.evaluate.estimate import human_bytes
 
 _PATHS = typer.Argument(
     metavar="[MODEL] PATHS...", help="The model, and text or markdown files, or folders of them."
-)
-_PRIORITY = typer.Option(
-    min=0,
-    max=100,
-    help=(
-        "Eviction priority, of chunks stored before too; the lowest leave first. Default: 35, or "
-        "theirs."
-    ),
 )
 _ON_RAY = "With Ray"
 _RAY = typer.Option(
@@ -51,8 +45,9 @@ _REPORT = typer.Option(
 )
 
 
-@takes(engine=ENGINE, limits=LIMITS)
+@takes(index=INDEX, engine=ENGINE, limits=LIMITS)
 def precompute(
+    index: Given,
     engine: EngineGroup,
     limits: Given,
     ctx: typer.Context,
@@ -60,16 +55,12 @@ def precompute(
     chunk_tokens: Annotated[
         int, typer.Option(min=1, help="Size of a chunk aimed for, in tokens.")
     ] = 250,
-    batch_size: Annotated[int, typer.Option(min=1, help="Chunks per forward.")] = 8,
-    priority: Annotated[int | None, _PRIORITY] = None,
     ray: Annotated[bool, _RAY] = False,
     workers: Annotated[int | None, _WORKERS] = None,
     report: Annotated[Path | None, _REPORT] = None,
     as_json: AsJson = False,
 ) -> None:
     """Split files into chunks and store their KV; after an interruption, run it again to go on."""
-    from kvrag import Retention
-
     if not ray and (workers, report) != (None, None):
         raise ConfigError(
             "--workers and --report have no effect without --ray; pass it, or leave them out"
@@ -85,22 +76,21 @@ def precompute(
     def split(count_tokens: CountTokens) -> list[DocumentChunk]:
         return split_documents(documents, count_tokens, chunk_tokens=chunk_tokens)
 
-    run: Given = {
-        "batch_size": batch_size,
-        "retention": None if priority is None else Retention(priority),
-    }
+    if "priority" in index:
+        index["retention"] = Retention(index.pop("priority"))
+    IndexOptions(**index)  # raises before a model is loaded
     if ray:
         options = engine.arguments(limits=limits)
         chunks = split(_counter(options))
         on_ray = backend("ray", purpose="kvrag precompute --ray")
-        done = on_ray.precompute(chunks, options, run, workers, report, is_quiet=as_json)
+        done = on_ray.precompute(chunks, options, index, workers, report, is_quiet=as_json)
     else:
         with closing(engine.open(limits=limits)) as opened:
             encoder = opened.loaded.encoder
             chunks = split(encoder.num_tokens)
             texts = [chunk.text for chunk in chunks]
             ids = [chunk.id for chunk in chunks]
-            done = asdict(opened.precompute(texts, ids=ids, show_progress=None, **run))
+            done = asdict(opened.precompute(texts, ids=ids, **index))
     counts = {
         "documents": len(documents),
         "chunks": len(chunks),

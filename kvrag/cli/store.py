@@ -158,6 +158,7 @@ def stats(kv_dir: KVDir = DEFAULT_KV_DIR, as_json: AsJson = False) -> None:
         (
             group["model_name"] or group["model"][7:19],
             group["name"] or group["namespace"][-12:],
+            group["documents"],
             group["prefix_tokens"] if group["prefix_tokens"] is not None else group["prefix"][7:19],
             group["chunks"],
             group["tokens"],
@@ -179,14 +180,10 @@ def stats(kv_dir: KVDir = DEFAULT_KV_DIR, as_json: AsJson = False) -> None:
             "tier|>chunks|>size",
             [(name, tier.chunks, human_bytes(tier.num_bytes)) for name, tier in tiers.items()],
         ),
-        grid("What is stored", "model|namespace|>tokens of the prefix|>chunks|>tokens|>size", rows),
         grid(
-            "Documents",
-            "namespace|>documents|some of them",
-            [
-                (name_of.get(space, space[-12:]), len(ids), _some(ids))
-                for space, ids in spaces.items()
-            ],
+            "What is stored (kvrag documents lists the documents of a namespace)",
+            "model|namespace|>documents|>tokens of the prefix|>chunks|>tokens|>size",
+            rows,
         ),
         as_json=as_json,
     )
@@ -218,11 +215,6 @@ def _groups(store: TieredStore) -> list[dict[str, Any]]:
         }
         for (model, space, prefix), count in sorted(counts.items())
     ]
-
-
-def _some(ids: list[str]) -> str:
-    more = f", and {len(ids) - 5} more" if len(ids) > 5 else ""
-    return ", ".join(ids[:5]) + more
 
 
 def documents(

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from typing import (
     Any,
@@ -45,7 +47,9 @@ def config_class(cls: type[T], *, kw_only: bool = False) -> type[T]:
 
     Field docstrings become descriptions.
     """
-    options = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+    options = ConfigDict(
+        extra="forbid", use_attribute_docstrings=True, arbitrary_types_allowed=True
+    )
     made: Any = dataclass(frozen=True, kw_only=kw_only, config=options)(cls)
     validate = made.__init__
 
@@ -72,13 +76,54 @@ def names_of(cls: Any) -> list[str]:
     return [f.name for f in fields(cls)]
 
 
+def first_fault(errors: Sequence[Any], value: Any) -> tuple[list[str], Any, str]:
+    """Return the first of pydantic's faults of a value, such as a body, or options by name.
+
+    Returns its place in the value, pydantic's description of it, and the demand in words. Where a
+    field accepts values of several types, pydantic reports an error for every type. The error
+    deepest in the value is the relevant error.
+    """
+    places = [_place(error, value) for error in errors]
+    ranks = [
+        (place[:1] == places[0][:1], len(place), not error["type"].endswith("_type"))
+        for place, error in zip(places, errors, strict=True)
+    ]
+    first = ranks.index(max(ranks))
+    said = [
+        str(error["msg"]).removeprefix("Value error, ")
+        for error, rank in zip(errors, ranks, strict=True)
+        if rank == ranks[first]
+    ]
+    demand = said[0]
+    if found := _DEMAND.match(demand):
+        wanted = dict.fromkeys(_DEMAND.sub("", message) for message in said)
+        demand = f"it should {found[1]} {' or '.join(wanted)}"
+    return places[first], errors[first], demand
+
+
+def _place(error: Any, value: Any) -> list[str]:
+    """Return the path to a fault in a value, without pydantic's names for the types of a union."""
+    place = []
+    for part in error["loc"]:
+        if isinstance(value, Mapping | list):
+            with suppress(LookupError, TypeError):
+                value = value[part]
+                place.append(str(part))
+    if error["type"] == "missing":
+        place += map(str, error["loc"][-1:])
+    return place
+
+
+_DEMAND = re.compile(r"^\w+ should (be|have) | after validation(?=,)")
+"""Parts of pydantic's messages that are not the demand itself."""
+
+
 def fault_of(cls: Any, error: ValidationError, given: Mapping[str, Any]) -> ConfigError:
     """Turn the first fault that pydantic found into a ``ConfigError`` that names class and option.
 
     A field without ``repr`` may hold a secret: its value is not repeated.
     """
-    faults = error.errors(include_url=False)
-    fault = faults[0]
+    _, fault, demand = first_fault(error.errors(include_url=False), given)
     declared = cls.__pydantic_fields__
     known = [*declared]
     where: Any = (*fault["loc"], "")[0]
@@ -93,12 +138,9 @@ def fault_of(cls: Any, error: ValidationError, given: Mapping[str, Any]) -> Conf
         return unknown_option(name, known, of=owner)
     if name not in known:
         return ConfigError(f"{owner}: {fault['msg']}")
-    messages = [each["msg"] for each in faults if each["loc"][:1] == fault["loc"][:1]]
-    wanted = ", or ".join(dict.fromkeys(messages))
-    wanted = wanted.replace("Input", "it").replace("Value error, ", "")
     if not declared[name].repr:
-        return ConfigError(f"{of}: {wanted}")
-    return ConfigError(f"{of} {_held(fault['input'], given.get(name))}; {wanted}")
+        return ConfigError(f"{of}: {demand}")
+    return ConfigError(f"{of} {_held(fault['input'], given.get(name))}; {demand}")
 
 
 def _declaring(cls: Any, name: str) -> Any:
@@ -141,14 +183,18 @@ def option_field(cls: Any, name: str) -> tuple[Any, FieldInfo]:
 
 
 def checks_names(function: Callable[P, T]) -> Callable[P, T]:
-    """Make a method raise :class:`ConfigError` on an unknown keyword, with the nearest name."""
-    known = list(inspect.signature(function).parameters)
+    """Make a function or method raise :class:`ConfigError` on an unknown keyword.
+
+    The error suggests the nearest name.
+    """
+    first, *known = inspect.signature(function).parameters
 
     @functools.wraps(function)
     def run(*values: P.args, **options: P.kwargs) -> T:
         for name in options:
-            if name not in known:
-                raise unknown_option(name, known[1:], of=type(values[0]).__name__)
+            if name not in (first, *known):
+                owner = type(values[0]) if first == "self" else function
+                raise unknown_option(name, known, of=owner.__name__)
         return function(*values, **options)
 
     return run
@@ -162,18 +208,27 @@ def parameters_of(
 ) -> Callable[[Callable[..., T]], Callable[Concatenate[Any, P], T]]:
     """Give a method that takes ``**options`` the parameters of a class of options.
 
-    Editors, type checkers and ``inspect`` show them.
+    Editors, type checkers and ``inspect`` show them. Other names raise :class:`ConfigError`, unless
+    the class takes any name, or the method is a coroutine.
     """
-    options: Any = source
+    return functools.partial(_with_parameters, source, [_SELF])
+
+
+def parameters_of_function(
+    source: Callable[P, Any],
+) -> Callable[[Callable[..., T]], Callable[P, T]]:
+    """Give a function the parameters of a class of options, as :func:`parameters_of`."""
+    return functools.partial(_with_parameters, source, [])
+
+
+def _with_parameters(options: Any, first: list[inspect.Parameter], function: Any) -> Any:
     hints = get_type_hints(options) or get_type_hints(options.__init__)
     parameters = inspect.signature(options).parameters.values()
-    shown = [each.replace(annotation=hints[each.name]) for each in parameters]
-
-    def decorate(method: Callable[..., T]) -> Callable[Concatenate[Any, P], T]:
-        own: Any = method
-        result = own.__annotations__["return"]
-        own.__signature__ = inspect.Signature([_SELF, *shown], return_annotation=result)
-        own.__annotations__ = {**hints, "return": result}
-        return cast("Callable[Concatenate[Any, P], T]", own)
-
-    return decorate
+    shown = [*first, *(each.replace(annotation=hints[each.name]) for each in parameters)]
+    result = function.__annotations__["return"]
+    function.__signature__ = inspect.Signature(shown, return_annotation=result)
+    function.__annotations__ = {**hints, "return": result}
+    takes_any = shown[-1].kind == inspect.Parameter.VAR_KEYWORD
+    if takes_any or inspect.iscoroutinefunction(function):
+        return function
+    return checks_names(function)

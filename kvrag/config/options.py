@@ -20,13 +20,14 @@ from pydantic import (
     BeforeValidator,
     Field,
     GetPydanticSchema,
+    SkipValidation,
     ValidatorFunctionWrapHandler,
     WithJsonSchema,
     WrapValidator,
 )
 
 from kvrag.config.address import Address, address
-from kvrag.config.declare import NAMED, config_class, names_of, options_class
+from kvrag.config.declare import NAMED, as_config, config_class, names_of, options_class
 from kvrag.config.spelling import NOTHING, PLACES, parse_bytes, unknown_option
 from kvrag.errors import ConfigError
 from kvrag.types import KVDtype, MaxContext, Mode, Prove
@@ -448,6 +449,39 @@ class Retention:
     cost_ms: Given | None = None
     """Milliseconds that computing the chunk took; ``None``: the time measured by precompute, else
     the mean cost per token of the store's other chunks."""
+
+
+def _retention(value: object) -> object:
+    """Accept a retention, or a dict of its options."""
+    return as_config(Retention, value, option="IndexOptions.retention")
+
+
+@options_class
+class IndexOptions:
+    """Options of storing KV at index time.
+
+    Engines, hooks, adapters of frameworks, clients of servers and the command line have them.
+    """
+
+    prefix: Any = None
+    """Text before the first chunk, as the engine's ``prefix``; ``None``: the engine's."""
+    namespace: SkipValidation[str | None] = None
+    """Namespace of the chunks, which are never found from another one; ``None``: the engine's."""
+    collection: SkipValidation[str | None] = None
+    """Collection of the documents: with ``"manuals"``, the id ``"install"`` means
+    ``"manuals/install"``."""
+    batch_size: Positive = 8
+    """Chunks per forward."""
+    show_progress: Switch | None = None
+    """Display of progress. ``None``: for a long run, show a bar on a terminal and lines elsewhere;
+    ``True``: show a bar; ``False``: show nothing."""
+    retention: Annotated[Retention | None, BeforeValidator(_retention)] = None
+    """Priority and duration, applied to stored chunks as well. ``None``: new chunks get priority
+    35, and stored chunks keep their own retention."""
+
+    def shared(self) -> dict[str, Any]:
+        """Return these options by name, without those that a subclass adds."""
+        return {name: getattr(self, name) for name in names_of(IndexOptions)}
 
 
 DEFAULT_MAX_NEW_TOKENS = 1024

@@ -265,8 +265,9 @@ def compare(engine: Engine, reference: Reference, *, mode: Mode, repair: Repair)
     )
 
 
-def wilson(hits: int, count: int, z: float = 1.96) -> tuple[float, float]:
-    """Return the Wilson interval of the share ``hits / count``, by default at 95%."""
+def wilson(hits: int, count: int) -> tuple[float, float]:
+    """Return the Wilson interval of the share ``hits / count``, at 95%."""
+    z = 1.96
     share = hits / count
     spread = z * z / count
     middle = share + spread / 2

@@ -10,7 +10,6 @@ import contextlib
 import enum
 import hashlib
 import json
-import logging
 import os
 import re
 import time
@@ -22,8 +21,6 @@ import torch
 
 from kvrag.cache import cache_dir, keep
 from kvrag.identity.fingerprint import digest
-
-logger = logging.getLogger(__name__)
 
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.gguf", "*.index.json", "adapter_config.json", "*.py")
 """Files of a model's directory that are hashed.
@@ -54,7 +51,6 @@ Some have an effect, but it is in the loaded model's config.
 
 # Bytes; for smaller files, reading takes no longer than looking up a remembered digest.
 _LARGE = 2**20
-_MAX_REMEMBERED = 1000
 # A file changed this recently may change again within a tick of the file system's clock.
 _RACE_NS = 2_000_000_000
 
@@ -87,49 +83,27 @@ def source_identity(path: str, *, commit: str | None, options: Mapping[str, Any]
 
 def files_digest(files: Iterable[Path]) -> str:
     """Return a digest of the contents of files, regardless of their names and order."""
-    start = time.perf_counter()
-    found = [file_digest(file) for file in files]
-    hashed = sum(num_bytes for _, num_bytes in found)
-    if hashed >= _LARGE:
-        logger.info(
-            "hashed %.1f MB of weights in %.2f s", hashed / 1e6, time.perf_counter() - start
-        )
-    return (
-        "files:"
-        + hashlib.sha256("".join(sorted(content for content, _ in found)).encode()).hexdigest()
-    )
+    found = sorted(map(file_digest, files))
+    return "files:" + hashlib.sha256("".join(found).encode()).hexdigest()
 
 
-def file_digest(file: Path) -> tuple[str, int]:
-    """Return the SHA-256 (hex) of a file's content, and the number of bytes read.
+def file_digest(file: Path) -> str:
+    """Return the SHA-256 (hex) of a file's content.
 
-    The digest is remembered under path, size, times and inode of the file; reading it again takes 0
-    bytes.
+    The digest is remembered under path, size, times and inode of the file.
     """
     stamp = _stamp(file)
     if stamp[0] >= _LARGE:
         with contextlib.suppress(OSError, ValueError):
             known = _digest_file(file, stamp).read_text("ascii")
             if re.fullmatch(r"[0-9a-f]{64}", known):
-                return known, 0
+                return known
     with file.open("rb") as stream:
         found = hashlib.file_digest(stream, "sha256").hexdigest()
     is_settled = time.time_ns() - max(stamp[1], stamp[2]) > _RACE_NS
-    if is_settled and _stamp(file) == stamp:
-        _remember(file, stamp, found)
-    return found, stamp[0]
-
-
-def _remember(file: Path, stamp: tuple[int, ...], content: str) -> None:
-    """Remember the digest of a large file."""
-    kept = _digest_file(file, stamp)
-    if stamp[0] >= _LARGE and keep(kept, content):
-        with contextlib.suppress(OSError):  # another process may prune too
-            oldest_last = sorted(
-                kept.parent.iterdir(), key=lambda each: each.stat().st_mtime_ns, reverse=True
-            )
-            for old in oldest_last[_MAX_REMEMBERED:]:
-                old.unlink()
+    if is_settled and stamp[0] >= _LARGE and _stamp(file) == stamp:
+        keep(_digest_file(file, stamp), found)
+    return found
 
 
 def _digest_file(file: Path, stamp: tuple[int, ...]) -> Path:

@@ -236,7 +236,7 @@ def own_kv(kv: ChunkKV, device: torch.device | str, *, copy: bool = False) -> Ch
     Parameters are those of :func:`together`. Raises ``MemoryError`` or ``RuntimeError``.
     """
     layers = list[LayerKV]()
-    dtype = _dtype_of(kv.layers[0])
+    dtype = kv.layers[0].dtype
     for run in runs_alike([(layer.keys.shape, layer.values.shape) for layer in kv.layers]):
         whole = together(kv.layers[run.start : run.stop], device, copy=copy)
         columns = [stack.unbind() for stack in whole.tensors]
@@ -272,11 +272,7 @@ def together(
     tensors = [x for x in map(_as_one, columns) if x is not None]
     if len(tensors) < len(rows[0]):
         tensors = _gathered(rows, device)
-    return layer_of(_dtype_of(layers[0]), tensors)
-
-
-def _dtype_of(layer: LayerKV) -> torch.dtype:
-    return layer.keys.dtype if layer.scales is None else layer.scales.dtype
+    return layer_of(layers[0].dtype, tensors)
 
 
 def _as_one(column: Sequence[torch.Tensor]) -> torch.Tensor | None:

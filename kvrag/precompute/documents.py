@@ -14,7 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Self
 
-from kvrag.errors import ConfigError, InputError, StoreError
+from pydantic import Field, SkipValidation
+
+from kvrag.config import IndexOptions, config_class
+from kvrag.errors import InputError, StoreError
 from kvrag.identity.fingerprint import chunk_key
 from kvrag.precompute.library import escaped, in_collection
 from kvrag.prompt.messages import check_chunk_text
@@ -80,16 +83,8 @@ class Items(list[Item]):
         texts: Sequence[str],
         ids: Sequence[str | None] | None,
         collection: str | None,
-        batch_size: object,
     ) -> Items:
-        """Check the arguments of :meth:`kvrag.engine.KVRagEngine.precompute`.
-
-        Returns an item per text, with its id in the collection.
-        """
-        if not isinstance(batch_size, int) or batch_size < 1:
-            raise ConfigError(
-                f"batch_size is {batch_size!r}; it must be a whole number of at least 1"
-            )
+        """Check texts and their ids; return an item per text, with its id in the collection."""
         if not isinstance(texts, Iterable) or isinstance(texts, (Mapping, bytes)):
             raise InputError(f"texts is of type {type(texts).__name__}; pass a list of strings")
         texts = [texts] if isinstance(texts, str) else list(texts)
@@ -128,6 +123,22 @@ class Items(list[Item]):
                 store.register(namespace, texts[first : first + AT_ONCE])
         except StoreError as error:
             raise StoreError(f"the documents could not be stored: {error}") from error
+
+
+@config_class
+class IndexRequest(IndexOptions):
+    """Texts to compute and store the KV of, with their options."""
+
+    texts: SkipValidation[Sequence[str]]
+    """Chunk texts; leading and trailing white space is ignored."""
+    ids: SkipValidation[Sequence[str | None] | None] = Field(default=None, kw_only=True)
+    """Document ids, one per text."""
+    announced: bool = Field(default=False, kw_only=True)
+    """Whether a server has registered the documents when the request came."""
+
+    def items(self) -> Items:
+        """Check texts and ids; return an item per text, with its id in the collection."""
+        return Items.checked(self.texts, self.ids, self.collection)
 
 
 @dataclass(frozen=True, slots=True)

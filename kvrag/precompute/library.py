@@ -17,7 +17,7 @@ from kvrag.config.address import check_kv_dir
 from kvrag.errors import ConfigError, InputError
 from kvrag.prompt.tokenizer import check_encodable
 from kvrag.store import Catalog, TieredStore, open_store
-from kvrag.store.erasures import EVERYWHERE, erasures_of
+from kvrag.store.erasures import ERASURES, EVERYWHERE
 from kvrag.types import ChunkKey
 
 
@@ -43,7 +43,6 @@ class Library:
         self.resources = ExitStack()
         self.resources.callback(self.store.close)
         weakref.finalize(self, self.resources.close).atexit = False
-        self.erasures = erasures_of(self.kv_dir)
         self._digest_of = lru_cache(maxsize=1024)(self.store.names.namespace)
         self.space = self._digest_of(self.namespace)
 
@@ -109,7 +108,7 @@ class Library:
 
         Nothing is written meanwhile.
         """
-        with self.erasures.erasing(EVERYWHERE if space is None else space):
+        with ERASURES.erasing(EVERYWHERE if space is None else space):
             yield
 
     def document_ids(

@@ -25,7 +25,6 @@ from kvrag.store.base import (
 )
 from kvrag.store.blobs import FileBlobs
 from kvrag.store.catalog import Catalog
-from kvrag.store.eviction import check_retention
 from kvrag.store.memory import MemoryTier, Prefetch
 from kvrag.store.opening import on_accelerator, open_store
 from kvrag.store.tiers import TieredStore
@@ -50,7 +49,6 @@ __all__ = [
     "StoreEvent",
     "StoreStats",
     "TieredStore",
-    "check_retention",
     "on_accelerator",
     "open_store",
 ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -46,16 +45,7 @@ class Erasures:
             yield
 
 
-_erasures: weakref.WeakValueDictionary[str, Erasures] = weakref.WeakValueDictionary()
-_erasures_lock = threading.Lock()
-
-
-def erasures_of(kv_dir: str | None) -> Erasures:
-    """Return the counter that all engines of this process share for a directory.
-
-    A store in memory gets a new counter.
-    """
-    if kv_dir is None:
-        return Erasures()
-    with _erasures_lock:
-        return _erasures.setdefault(os.path.realpath(kv_dir), Erasures())
+ERASURES = Erasures()
+"""Counter of all engines of this process: those of a directory must share one."""
+# The thread that holds the lock may be the parent's.
+os.register_at_fork(after_in_child=lambda: vars(ERASURES).update(vars(Erasures())))

@@ -17,7 +17,7 @@ from typing import Annotated, NamedTuple
 from pydantic import Field
 
 from kvrag.config import DEFAULT_PRIORITY, MOST, Retention
-from kvrag.errors import ConfigError, StoreError
+from kvrag.errors import StoreError
 from kvrag.types import ChunkKey
 
 SHARE = 16  # a write evicts at least 1/16 of the bytes, so that not every write ranks all chunks
@@ -29,17 +29,6 @@ PASSES = 8  # times that room is made for a chunk: other writers may take it
 RETRY_S = 600.0  # seconds without evictions for free space after evictions freed no space
 
 Known = Annotated[float, Field(ge=-1, le=MOST)]
-
-
-def check_retention(value: object, *, is_needed: bool = False) -> None:
-    """Raise :class:`ConfigError` unless ``value`` is a :class:`Retention`.
-
-    A missing value is accepted unless ``is_needed``.
-    """
-    if not isinstance(value, Retention) and (is_needed or value is not None):
-        raise ConfigError(
-            f"retention is {value!r}; pass a kvrag.Retention, for example Retention(priority=90)"
-        )
 
 
 class Usage(NamedTuple):
@@ -173,18 +162,17 @@ class Budget:
 
 @dataclass(slots=True)
 class Evictor:
-    """Evict the least valuable chunks of a store that is over its budget.
-
-    ``totals`` returns the numbers of chunks and bytes stored, ``usages`` the number of accesses so
-    far and all chunks, ``free_bytes`` the free bytes of the file system. ``evict`` erases chunks,
-    or raises ``OSError``.
-    """
+    """Evict the least valuable chunks of a store that is over its budget."""
 
     budget: Budget
     totals: Callable[[], tuple[int, int]]
+    """Returns the numbers of chunks and bytes stored."""
     usages: Callable[[], tuple[int, list[Sized]]]
+    """Returns the number of accesses so far, and all chunks."""
     free_bytes: Callable[[], int]
+    """Returns the free bytes of the file system."""
     evict: Callable[[list[ChunkKey]], object]
+    """Erases chunks, or raises ``OSError``."""
     in_vain_until: float = 0.0
 
     def make_room(self, need: int, *, priority: int) -> None:

@@ -41,16 +41,15 @@ LOOK_S = 0.05
 
 @dataclass(slots=True, eq=False)
 class Reader:
-    """Reads of a store: from ``memory``, else from verified ``blobs`` of chunks in the ``catalog``.
-
-    ``keys`` decrypt blobs. With ``read_only``, damaged blobs and rows of absent blobs stay.
-    """
+    """Reads of a store: from ``memory``, else from verified ``blobs`` of chunks in ``catalog``."""
 
     memory: Tiers
     blobs: Blobs
     catalog: Catalog
     keys: Keys
+    """Decrypt blobs."""
     read_only: bool
+    """Whether damaged blobs, and rows of absent blobs, stay."""
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _counts: Counter[str] = field(default_factory=Counter)
     _has_warned: bool = False

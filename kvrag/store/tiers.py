@@ -20,8 +20,8 @@ from kvrag.kv.format import BlobRejected
 from kvrag.store.base import Blobs, Listener, NewKV, StoreEvent, StoreStats
 from kvrag.store.blobs import KEY
 from kvrag.store.catalog import Catalog
-from kvrag.store.eviction import Budget, Evictor, check_retention
-from kvrag.store.memory import Loaded, MemoryTier, Prefetch, Tiers
+from kvrag.store.eviction import Budget, Evictor
+from kvrag.store.memory import MemoryTier, Tiers
 from kvrag.store.reading import Reader
 from kvrag.store.writing import Writer, in_words
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, TextEntry
@@ -32,7 +32,8 @@ class TieredStore:
 
     All tiers return the same bits for a key. Chunks that any process has erased are not answered
     from memory. A :class:`~kvrag.store.reading.Reader` reads and a
-    :class:`~kvrag.store.writing.Writer` writes; erasures are here.
+    :class:`~kvrag.store.writing.Writer` writes, whose methods the store hands out; erasures are
+    here.
 
     Parameters
     ----------
@@ -93,6 +94,24 @@ class TieredStore:
             evictor,
             self.read_only,
         )
+        self.known = catalog.known
+        """Returns the stored keys among some; blobs are verified when they are read:
+        :meth:`~kvrag.store.catalog.ledger.Ledger.known`."""
+        self.identity = self.reader.identity
+        """Returns the verified identity of the chunk under a key:
+        :meth:`~kvrag.store.reading.Reader.identity`."""
+        self.get = self.reader.get
+        """Returns a chunk's verified KV, or ``None``:
+        :meth:`~kvrag.store.reading.Reader.get`."""
+        self.get_many = self.reader.get_many
+        """Loads several chunks in a time limit:
+        :meth:`~kvrag.store.reading.Reader.get_many`."""
+        self.prefetch = self.reader.prefetch
+        """Starts reading chunks into memory:
+        :meth:`~kvrag.store.reading.Reader.prefetch`."""
+        self.put_all = self.writer.put_all
+        """Stores several chunks:
+        :meth:`~kvrag.store.writing.Writer.put_all`."""
         self._is_last = is_last
         self._lock = threading.RLock()
 
@@ -109,10 +128,6 @@ class TieredStore:
 
     # -- reading -----------------------------------------------------------------------------------
 
-    def known(self, keys: Collection[ChunkKey]) -> set[ChunkKey]:
-        """Return the stored keys among ``keys``; blobs are verified when they are read."""
-        return self.catalog.known(keys)
-
     def identities(self, namespace: str, digest: str) -> list[ChunkIdentity]:
         """Return the identities of a text's stored KV, verified against their keys.
 
@@ -120,22 +135,6 @@ class TieredStore:
         """
         found = map(self.identity, self.catalog.text_keys(namespace, digest))
         return [identity for identity in found if identity is not None]
-
-    def identity(self, key: ChunkKey) -> ChunkIdentity | None:
-        """Return the verified identity of a chunk; see :meth:`Reader.identity`."""
-        return self.reader.identity(key)
-
-    def get(self, identity: ChunkIdentity) -> ChunkKV | None:
-        """Return a chunk's verified KV, or ``None``; see :meth:`Reader.get`."""
-        return self.reader.get(identity)
-
-    def get_many(self, identities: Sequence[ChunkIdentity], *, timeout_s: float) -> list[Loaded]:
-        """Load several chunks in a time limit; see :meth:`Reader.get_many`."""
-        return self.reader.get_many(identities, timeout_s=timeout_s)
-
-    def prefetch(self, wanted: Iterable[ChunkIdentity | ChunkKey]) -> Prefetch:
-        """Start reading chunks into memory; see :meth:`Reader.prefetch`."""
-        return self.reader.prefetch(wanted)
 
     def retention(self, key: ChunkKey) -> Retention | None:
         """Return a chunk's retention, with its remaining duration; ``None`` for the default."""
@@ -175,10 +174,6 @@ class TieredStore:
             raise written
         return written
 
-    def put_all(self, chunks: Sequence[NewKV], *, reason: str = "put") -> list[int | StoreError]:
-        """Store several chunks; see :meth:`Writer.put_all`."""
-        return self.writer.put_all(chunks, reason=reason)
-
     def link(
         self,
         identity: ChunkIdentity,
@@ -208,7 +203,6 @@ class TieredStore:
 
         A cost that ``retention`` omits stays as it was. Raises ``StoreError``.
         """
-        check_retention(retention, is_needed=True)
         self._check_writable()
         keys = list(dict.fromkeys(keys))
         found = self.catalog.retain(keys, retention)

@@ -20,7 +20,7 @@ from kvrag.store.base import Blobs, ChunkRecord, NewKV
 from kvrag.store.catalog import Catalog
 from kvrag.store.catalog.changes import DELETED
 from kvrag.store.catalog.ledger import record_of
-from kvrag.store.eviction import Evictor, Usage, check_retention
+from kvrag.store.eviction import Evictor, Usage
 from kvrag.store.memory import Epochs, Tiers
 from kvrag.store.reading import Reader
 from kvrag.types import ChunkIdentity, ChunkKey, TextEntry
@@ -49,18 +49,18 @@ class _Job:
 
 @dataclass(slots=True, eq=False)
 class Writer:
-    """Writes of a store: a chunk's blob, between its pending and its confirmed row.
-
-    ``reader`` verifies blobs that are there already, ``memory`` keeps a copy of written chunks,
-    ``keys`` encrypt blobs, and ``evictor`` makes room for them.
-    """
+    """Writes of a store: a chunk's blob, between its pending and its confirmed row."""
 
     reader: Reader
+    """Verifies blobs that are there already."""
     memory: Tiers
+    """Keeps a copy of written chunks."""
     blobs: Blobs
     catalog: Catalog
     keys: Keys
+    """Encrypt blobs."""
     evictor: Evictor
+    """Makes room for blobs."""
     read_only: bool
     is_closed: bool = False
 
@@ -80,8 +80,6 @@ class Writer:
 
     def put_all(self, chunks: Sequence[NewKV], *, reason: str = "put") -> list[int | StoreError]:
         """Store chunks in two changes of the catalog; return :meth:`put`'s results or errors."""
-        for chunk in chunks:
-            check_retention(chunk.retention)
         epochs = self.memory.epochs()
         begun = [self._prepared(chunk) for chunk in chunks]
         jobs = [each for each in begun if isinstance(each, _Job)]

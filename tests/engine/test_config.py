@@ -3,7 +3,6 @@
 import copy
 import pickle
 from collections.abc import Callable
-from contextlib import closing
 from dataclasses import astuple, fields, replace
 
 import pytest
@@ -12,9 +11,6 @@ from pydantic import TypeAdapter
 
 from kvrag import ConfigError, KVRagEngine, RepairConfig, Retention, SamplingConfig, StoreConfig
 from kvrag.config import as_config, option_field, refuse_misplaced
-from kvrag.identity.fingerprint import chunk_key
-from kvrag.store import open_store
-from kvrag.testing.chunks import make_identity, make_kv
 from kvrag.testing.models import tiny_model
 
 STORED = [f.name for f in fields(StoreConfig)]
@@ -238,14 +234,7 @@ def test_a_retention_of_another_type_is_refused_before_anything_is_computed(
         )
 
 
-@pytest.mark.parametrize("kind", ["memory", "tiered"])
-def test_no_store_takes_a_retention_of_another_type(kind, tmp_path):
-    identity = make_identity()
-    with closing(open_store(None if kind == "memory" else tmp_path, StoreConfig())) as store:
-        with pytest.raises(ConfigError, match="retention is 90"):
-            store.put(identity, make_kv(identity), text=None, retention=90)
-        assert store.known([chunk_key(identity)]) == set()
-        assert store.catalog.keys() == []
-        for retention in (90, None):
-            with pytest.raises(ConfigError, match=f"retention is {retention}"):
-                store.retain(["0" * 64], retention)
+@pytest.mark.parametrize("retention", [90, None])
+def test_stored_chunks_keep_their_retention_if_another_type_is_given(retention, engine):
+    with pytest.raises(ConfigError, match=f"retention is {retention}"):
+        engine.retain(["a"], retention=retention)

@@ -16,7 +16,7 @@ from texts import asking, make_chunks
 from kvrag import Chunk, KVRagEngine, RepairConfig, StoreConfig, runtime
 from kvrag.blend.reuse import in_words
 from kvrag.identity.fingerprint import chunk_key
-from kvrag.store import TieredStore
+from kvrag.store.reading import Reader
 from kvrag.types import ChunkKey, Hole
 
 CHUNKS = make_chunks(3, words=30, seed=5)
@@ -108,13 +108,13 @@ def test_the_docs_show_the_sentence_that_is_printed() -> None:
 def timeouts(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """What tiers are told about the time that is left for a load."""
     told: list[float] = []
-    real = TieredStore.get_many
+    real = Reader.get_many
 
     def get_many(self: Any, identities: Any, *, timeout_s: float) -> Any:
         told.append(timeout_s)
         return real(self, identities, timeout_s=timeout_s)
 
-    monkeypatch.setattr(TieredStore, "get_many", get_many)
+    monkeypatch.setattr(Reader, "get_many", get_many)
     return told
 
 

@@ -166,5 +166,5 @@ def test_verify_and_calibrate_count_their_prompts(shown, engine, show):
 def test_a_switch_that_is_none_is_refused_before_anything_is_computed(engine, monkeypatch):
     monkeypatch.setattr(type(engine), "loaded", property(lambda _: pytest.fail("it was loaded")))
     for act in (engine.verify, engine.evaluate, engine.calibrate, engine.precompute):
-        with pytest.raises(ConfigError, match="show_progress is 'yes'; pass True, False, or None"):
+        with pytest.raises(ConfigError, match="show_progress is 'yes'; "):
             act(["a text"], show_progress="yes")

@@ -27,7 +27,6 @@ from langchain_tests.integration_tests import (
 from texts import make_chunks
 
 from kvrag import ConfigError, InputError, Retention, StoreError
-from kvrag.store import TieredStore
 from langchain_kvrag import ChatKVRag, KVRagVectorStore
 
 
@@ -253,9 +252,9 @@ def test_what_only_another_store_has_is_there_but_for_changes_behind_the_back_of
 # -- KV in step ----------------------------------------------------------------------------------------------------------
 
 
-def test_an_upsert_of_the_same_text_computes_nothing(store, chunks, monkeypatch):
+def test_an_upsert_of_the_same_text_computes_nothing(store, chat, chunks, monkeypatch):
     store.add_texts(chunks[:2], ids=["a", "b"])
-    writes = noted(monkeypatch, TieredStore, "put_all")
+    writes = noted(monkeypatch, chat.engine.store, "put_all")
     store.add_texts(chunks[:2], ids=["a", "b"])
     assert writes == []
 

@@ -1,6 +1,8 @@
 """Write-back of misses: index-time KV of retrieved chunks, after the answer; never live text, never what was erased."""
 
 import logging
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -18,7 +20,7 @@ import kvrag.precompute.run
 from kvrag import Chunk, KVRagEngine, RepairConfig, StoreConfig
 from kvrag.errors import StoreError
 from kvrag.identity.fingerprint import chunk_key, text_digest
-from kvrag.store.erasures import Erasures, Stopped, erasures_of
+from kvrag.store.erasures import ERASURES, Erasures, Stopped
 from kvrag.testing.chunks import same_bits
 
 CHUNKS = make_chunks(4, words=30, seed=31)
@@ -368,12 +370,15 @@ engine.generate([engine.prefix_text, Chunk({CHUNKS[0]!r}), "Who?"], max_new_toke
     ), done.stderr
 
 
-def test_one_counter_serves_a_directory_whatever_its_name(tmp_path):
-    (tmp_path / "kv").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "kv")
-    one = erasures_of(str(tmp_path / "kv"))
-    assert erasures_of(str(tmp_path / "link")) is one
-    assert erasures_of(None) is not erasures_of(None)
+def test_a_forked_child_does_not_wait_for_an_erasure_of_its_parent():
+    with ERASURES.erasing("space"):
+        child = os.fork()
+        if not child:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(5)
+            with ERASURES.erasing("space"):
+                os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
 
 
 def test_nothing_is_stored_while_documents_are_erased():

@@ -7,8 +7,7 @@ from typing import Any
 
 from langchain_core.documents import BaseDocumentTransformer, Document
 
-from kvrag import Retention
-from kvrag.adapters import DocumentKV, OnError
+from kvrag.adapters import AdapterOptions, DocumentKV, parameters_of
 
 
 class KVPrecompute(BaseDocumentTransformer):
@@ -22,10 +21,8 @@ class KVPrecompute(BaseDocumentTransformer):
     llm
         A :class:`~langchain_kvrag.ChatKVRag`, :class:`~langchain_kvrag.KVRagLLM`,
         :class:`kvrag.KVRagEngine` or :class:`kvrag.KVRagClient`.
-    namespace, batch_size, show_progress, retention, collection
-        As for :meth:`kvrag.KVRagEngine.precompute`.
-    on_error
-        ``"warn"`` and go on without KV, or ``"raise"``.
+    **options
+        As for :func:`kvrag.precompute_kv`, but ``on_error`` is ``"warn"`` by default.
 
     Raises
     ------
@@ -35,26 +32,10 @@ class KVPrecompute(BaseDocumentTransformer):
         If ``collection`` is not a name.
     """
 
-    def __init__(
-        self,
-        llm: Any,
-        *,
-        namespace: str | None = None,
-        batch_size: int = 8,
-        show_progress: bool | None = None,
-        on_error: OnError = "warn",
-        retention: Retention | None = None,
-        collection: str | None = None,
-    ) -> None:
-        self._kv = DocumentKV(
-            llm,
-            namespace=namespace,
-            batch_size=batch_size,
-            show_progress=show_progress,
-            on_error=on_error,
-            retention=retention,
-            collection=collection,
-        )
+    @parameters_of(AdapterOptions)
+    def __init__(self, llm: Any = None, **options: Any) -> None:
+        self._kv = DocumentKV(llm, **options)
+        self._kv.host  # noqa: B018 - raises
 
     def transform_documents(
         self, documents: Sequence[Document], **kwargs: Any

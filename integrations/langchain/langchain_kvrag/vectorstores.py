@@ -13,9 +13,10 @@ from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 from langchain_core.runnables.config import run_in_executor
 from langchain_core.vectorstores import VectorStore
+from pydantic import Field, SkipValidation
 
-from kvrag import ConfigError, InputError, KVRagError, Retention
-from kvrag.adapters import DocumentKV, OnError
+from kvrag import ConfigError, InputError, KVRagError
+from kvrag.adapters import AdapterOptions, DocumentKV, config_class, parameters_of
 from langchain_kvrag._faiss import FaissStore, Metric
 from langchain_kvrag._held import as_ids, as_list, held_by_id, held_documents, held_ids, listed_id
 
@@ -66,6 +67,14 @@ def _of_inner(name: str) -> Any:
     return method
 
 
+@config_class
+class _Options(AdapterOptions):
+    inner: SkipValidation[VectorStore | None] = None
+    embedding: SkipValidation[Embeddings | None] = Field(default=None, kw_only=True)
+    llm: Any = Field(default=None, kw_only=True)
+    metric: Metric = Field(default="l2", kw_only=True)
+
+
 class KVRagVectorStore(VectorStore):
     """Vector store, wrapped or an own FAISS index, that keeps KV for exactly its documents.
 
@@ -86,18 +95,11 @@ class KVRagVectorStore(VectorStore):
         The :class:`~langchain_kvrag.ChatKVRag`, :class:`~langchain_kvrag.KVRagLLM` or
         :class:`kvrag.KVRagEngine` that will answer, or the :class:`kvrag.KVRagClient` of the server
         that will; ``None`` keeps no KV.
-    namespace
-        Namespace of the KV; default: the model's.
-    batch_size, show_progress
-        As for :meth:`kvrag.KVRagEngine.precompute`.
-    on_error
-        ``"warn"``: documents are added even if their KV can't be computed, or ``"raise"``.
     metric
         Metric of the own index: ``"l2"`` or ``"ip"``.
-    retention
-        Retention of the KV of added documents.
-    collection
-        Collection of the store's documents: their KV is stored under ``collection/id``, which
+    **options
+        As for :func:`kvrag.precompute_kv`, of all added documents. By default ``on_error`` is
+        ``"warn"``: documents are added even if their KV can't be computed. A ``collection``
         separates stores that share a namespace.
 
     Raises
@@ -117,21 +119,10 @@ class KVRagVectorStore(VectorStore):
     >>> llm.precompute_kv(store)  # older documents; with the store's collection  # doctest: +SKIP
     """
 
-    def __init__(
-        self,
-        inner: VectorStore | None = None,
-        *,
-        embedding: Embeddings | None = None,
-        llm: Any = None,
-        namespace: str | None = None,
-        batch_size: int = 8,
-        on_error: OnError = "warn",
-        metric: Metric = "l2",
-        retention: Retention | None = None,
-        collection: str | None = None,
-        show_progress: bool | None = None,
-    ) -> None:
-        if (inner is None) == (embedding is None):
+    @parameters_of(_Options)
+    def __init__(self, inner: VectorStore | None = None, **options: Any) -> None:
+        asked = _Options(inner=inner, **options)
+        if (inner is None) == (asked.embedding is None):
             raise ConfigError(
                 "pass either a vector store to wrap, or embedding=... for an own FAISS index"
             )
@@ -140,24 +131,15 @@ class KVRagVectorStore(VectorStore):
                 f"inner is of type {type(inner).__name__}; pass a LangChain VectorStore, or "
                 "embedding=..."
             )
-        self._kv = DocumentKV(
-            llm,
-            namespace=namespace,
-            batch_size=batch_size,
-            show_progress=show_progress,
-            on_error=on_error,
-            retention=retention,
-            collection=collection,
-        )
-        if embedding is not None:
-            inner = FaissStore(embedding, metric=metric)
+        self._kv = DocumentKV(asked.llm, on_error=asked.on_error, **asked.shared())
+        if asked.embedding is not None:
+            inner = FaissStore(asked.embedding, metric=asked.metric)
         assert inner is not None
         self.inner: VectorStore = inner
-        self.llm = llm
-        self.namespace = namespace
-        self.retention = retention
-        self.collection = collection
-        self._on_error: OnError = on_error
+        self.llm = asked.llm
+        self.namespace = asked.namespace
+        self.collection = asked.collection
+        self._on_error = asked.on_error
         self._has_warned = False
 
     @classmethod

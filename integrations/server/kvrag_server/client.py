@@ -16,6 +16,7 @@ from functools import cache
 from typing import Any, TypeVar
 
 import httpx
+from pydantic import TypeAdapter
 
 from kvrag import (
     ConfigError,
@@ -23,11 +24,10 @@ from kvrag import (
     InputError,
     KVRagError,
     PrecomputeReport,
-    Retention,
     StoreError,
 )
-from kvrag.adapters import Items, MaxContext, Mode, Progress, RemoteHost, tell_short
-from kvrag.config import Repair
+from kvrag.adapters import IndexRequest, MaxContext, Mode, Progress, RemoteHost, tell_short
+from kvrag.config import Repair, parameters_of
 
 logger = logging.getLogger(__name__)
 
@@ -40,21 +40,22 @@ PART_DOCUMENTS = 32  # documents per request: seconds of work, so that progress 
 PART_IDS = 1000
 PART_CHARS = 2**17  # per request; escaped, a character has six bytes, and proxies accept 1 MiB
 
+REPORT = TypeAdapter(PrecomputeReport)
+
 _BUSY = (429, 502, 503, 504)
 _PASSING = (httpx.NetworkError, httpx.RemoteProtocolError, httpx.ConnectTimeout)
 """Faults seen while a server starts again."""
 
-_OF_ENGINES: dict[str, tuple[object, str]] = {
+_OF_ENGINES = {
     "namespace": (
-        None,
         "every API key has a namespace of its own; pass that key to KVRagClient, or separate "
-        "documents by collection",
+        "documents by collection"
     ),
-    "prefix": (None, "chunks are encoded behind the server's prefix (kvrag serve --prefix)"),
-    "retention": (None, "its chunks have the default retention"),
-    "batch_size": (8, "it chooses the chunks per forward"),
+    "prefix": "chunks are encoded behind the server's prefix (kvrag serve --prefix)",
+    "retention": "its chunks have the default retention",
+    "batch_size": "it chooses the chunks per forward",
 }
-"""Options of engines that requests don't have: their defaults, and what a server does instead."""
+"""Options of engines that requests don't have, and what a server does instead."""
 
 
 class _TooLargeError(InputError):
@@ -116,18 +117,8 @@ class KVRagClient(RemoteHost):
                 f"max_retries is {self.max_retries!r}; it must be a whole number of at least 0"
             )
 
-    def precompute(
-        self,
-        texts: Sequence[str],
-        *,
-        ids: Sequence[str | None] | None = None,
-        collection: str | None = None,
-        prefix: Any = None,
-        namespace: str | None = None,
-        batch_size: int = 8,
-        show_progress: bool | None = None,
-        retention: Retention | None = None,
-    ) -> PrecomputeReport:
+    @parameters_of(IndexRequest)
+    def precompute(self, texts: Sequence[str], **options: Any) -> PrecomputeReport:
         """Have the server compute and store the KV of chunks.
 
         Arguments and report are as for :meth:`kvrag.KVRagEngine.precompute`, but ``prefix``,
@@ -135,17 +126,15 @@ class KVRagClient(RemoteHost):
         are sent in parts. A text that is too large for a request is reported as failed.
         """
         start = time.perf_counter()
-        self.check_options(
-            namespace=namespace, prefix=prefix, retention=retention, batch_size=batch_size
-        )
-        items = Items.checked(texts, ids, collection, batch_size)
+        asked = IndexRequest(texts=texts, **options)
+        self.check_options(**asked.shared())
+        items = asked.items()
         documents = [{"id": item.doc_id, "text": item.text} for item in items if not item.fault]
         total = PrecomputeReport(0, 0, items.faults, 0, 0.0)
         # The server erases the KV of texts that it gets a new text for, but gets none of these.
         self.delete(items.unreadable)
-        with Progress(
-            f"computing KV at {self.base_url}", len(items), unit="chunks", show=show_progress
-        ) as progress:
+        what = f"computing KV at {self.base_url}"
+        with Progress(what, len(items), unit="chunks", show=asked.show_progress) as progress:
             for part in _parts(documents, PART_DOCUMENTS):
                 total = _sum(total, self._precompute(part))
                 progress.advance(len(part))
@@ -218,14 +207,16 @@ class KVRagClient(RemoteHost):
 
     def check_options(self, **options: object) -> None:
         """Raise :class:`ConfigError` if an option that only engines have is not at its default."""
-        for name, (default, remedy) in _OF_ENGINES.items():
+        for name, remedy in _OF_ENGINES.items():
+            default = getattr(IndexRequest, name)
             if options.get(name, default) != default:
                 raise ConfigError(f"{name} has no effect on a server: {remedy}; leave {name} out")
 
     def _precompute(self, documents: list[dict[str, str | None]]) -> PrecomputeReport:
         """Send documents; if they are too large for a request, send the two halves."""
         try:
-            return self._request("POST", "precompute", _report, {"documents": documents})
+            body = {"documents": documents}
+            return self._request("POST", "precompute", REPORT.validate_python, body)
         except _TooLargeError as error:
             if len(documents) > 1:
                 half = len(documents) // 2
@@ -376,11 +367,6 @@ def _sum(one: PrecomputeReport, other: PrecomputeReport) -> PrecomputeReport:
     """Add the numbers and lists of two reports."""
     pairs = zip(astuple(one), astuple(other), strict=True)
     return PrecomputeReport(*[first + second for first, second in pairs])
-
-
-def _report(reply: Mapping[str, Any]) -> PrecomputeReport:
-    lists = {name: [(doc, why) for doc, why in reply[name]] for name in ("failed", "short")}
-    return PrecomputeReport(**{**reply, **lists})
 
 
 def message_of(response: httpx.Response) -> str:

@@ -10,7 +10,7 @@ from anyio import to_thread
 from fastapi import APIRouter, Request
 from fastapi.concurrency import run_in_threadpool
 
-from kvrag.adapters import Items, Prompt
+from kvrag.adapters import IndexRequest, Prompt
 from kvrag_server.completions import chat_prompt, text_prompt
 from kvrag_server.errors import APIError
 from kvrag_server.schema import DeleteRequest, ExplainRequest, PrecomputeRequest
@@ -26,7 +26,7 @@ async def precompute(body: PrecomputeRequest, request: Request) -> dict[str, Any
     namespace = service.namespace(request.state.tenant)
     texts = [document.text for document in body.documents]
     ids = [document.id for document in body.documents]
-    items = Items.checked(texts, ids, body.collection, 1)
+    items = IndexRequest(texts, ids=ids, collection=body.collection).items()
     service.admission.check(request.state.tenant)
     # When the request comes, because a deletion may come while it waits for a slot.
     store = service.engine.store

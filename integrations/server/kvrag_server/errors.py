@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import re
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 from fastapi import FastAPI, Request
@@ -24,7 +23,7 @@ from kvrag import (
     MissingDependencyError,
     OutOfMemoryError,
 )
-from kvrag.config import respelt
+from kvrag.config import first_fault, respelt
 
 logger = logging.getLogger(__name__)
 
@@ -39,10 +38,6 @@ _NAMES = {
 _LONGEST = 80  # characters of a value that a message repeats
 _OF_FIELDS = ("unknown_parameter", "unsupported_parameter", "invalid_value")
 """Types of the faults that :mod:`kvrag_server.fields` raises; clients get them as error codes."""
-_WANTED = re.compile(r"^\w+ should (be|have) | after validation(?=,)")
-
-Fault = Mapping[str, Any]
-"""An error as pydantic describes it: its type, location, message and input."""
 
 _STATUS: tuple[tuple[type[BaseException], int, str], ...] = (
     (ContextLengthError, 400, "context_length_exceeded"),
@@ -144,7 +139,7 @@ async def _on_error(request: Request, error: Exception) -> JSONResponse:
 async def _on_invalid(request: Request, error: Exception) -> JSONResponse:
     """Answer 400 with the first fault of a body: OpenAI's clients know no 422."""
     invalid = cast(RequestValidationError, error)
-    return _answer(request, first_fault(invalid.errors(), invalid.body))
+    return _answer(request, refusal(invalid.errors(), invalid.body))
 
 
 async def _on_http(request: Request, error: Exception) -> JSONResponse:
@@ -163,62 +158,11 @@ async def _on_http(request: Request, error: Exception) -> JSONResponse:
     return _answer(request, APIError(fault.status_code, sentence, code))
 
 
-def first_fault(errors: Sequence[Fault], body: Any) -> APIError:
-    """Describe the first fault of a body.
-
-    Where a field accepts values of several types, pydantic reports an error for every type. The
-    error deepest in the value is the relevant error.
-    """
-    faults = [(_place(error["loc"][1:], body), error) for error in errors]
-    first = _field(faults[0])
-    own = [(place, error) for place, error in faults if _field((place, error)) == first]
-    depth = max(len(place) for place, _ in own)
-    deepest = [(place, error) for place, error in own if len(place) == depth]
-    meant = [
-        (place, error) for place, error in deepest if not error["type"].endswith("_type")
-    ] or deepest
-    return _described(*meant[0], [str(error["msg"]) for _, error in meant], body)
-
-
-def _field(fault: tuple[Sequence[str], Fault]) -> str:
-    return next(iter(fault[0]), "")
-
-
-def _place(loc: Iterable[Any], body: Any) -> list[str]:
-    """Return the path to a fault in a body, without pydantic's names for the types of a union."""
-    place = []
-    value = body
-    parts = list(loc)
-    for at, part in enumerate(parts):
-        is_last = at == len(parts) - 1
-        if isinstance(value, Mapping) and (
-            part in value or (is_last and isinstance(part, str) and not _is_type(part))
-        ):
-            value = value.get(part)
-        elif isinstance(value, list) and isinstance(part, int) and part < len(value):
-            value = value[part]
-        else:
-            continue
-        place.append(str(part))
-    return place
-
-
-def _is_type(name: str) -> bool:
-    return re.fullmatch(r"[a-z_]+", name) is None or name in (
-        "str",
-        "int",
-        "dict",
-        "list",
-        "bool",
-        "float",
-    )
-
-
-def _described(place: Sequence[str], error: Fault, messages: Sequence[str], body: Any) -> APIError:
-    """Return the error for a fault at a place in the body.
-
-    ``messages`` are pydantic's, a message per type that the value may have there.
-    """
+def refusal(errors: Iterable[Mapping[str, Any]], body: Any) -> APIError:
+    """Return the error for the first of pydantic's faults of a body."""
+    # Each place begins with the word "body".
+    inner = [{**error, "loc": error["loc"][1:]} for error in errors]
+    place, error, demand = first_fault(inner, body)
     kind = error["type"]
     param = ".".join(place) or None
     if kind == "json_invalid":
@@ -237,17 +181,12 @@ def _described(place: Sequence[str], error: Fault, messages: Sequence[str], body
             400, f"unknown parameter {param!r}; leave it out", "unknown_parameter", param=param
         )
     if kind == "value_error":
-        sentence = str(error["msg"]).removeprefix("Value error, ")
-        return APIError(400, f"{param or 'the body'}: {sentence}", "invalid_value", param=param)
+        return APIError(400, f"{param or 'the body'}: {demand}", "invalid_value", param=param)
     if param is None:
         return APIError(400, f"the body is no JSON object; {_sent(body)}", "invalid_value")
     if kind == "missing":
         return APIError(400, f"{param} is missing; send it", "missing_parameter", param=param)
-    wanted = " or ".join(dict.fromkeys(_WANTED.sub("", each) for each in messages))
-    verb = "have" if " should have " in messages[0] else "be"
-    sentence = f"{param} is {_shown(error['input'])}; it should {verb} {wanted}".replace(
-        "dictionary", "object"
-    )
+    sentence = f"{param} is {_shown(error['input'])}; {demand}".replace("dictionary", "object")
     return APIError(400, sentence, "invalid_value", param=param)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.concurrency import run_in_threadpool
 
-from kvrag.adapters import Items
+from kvrag.adapters import IndexRequest
 from kvrag_server import documents
 from kvrag_server.schema import ExplainRequest, PrecomputeRequest
 from kvrag_server.service import desk_of
@@ -23,10 +23,12 @@ router.post("/delete")(documents.delete)
 @router.post("/precompute")
 async def precompute(body: PrecomputeRequest, request: Request) -> Any:
     """Let vLLM's worker compute and store the KV of documents."""
-    texts = [document.text for document in body.documents]
-    ids = [document.id for document in body.documents]
     # The worker would refuse them in its own words, and JSON can't hold all of them.
-    items = Items.checked(texts, ids, body.collection, 1)
+    items = IndexRequest(
+        [document.text for document in body.documents],
+        ids=[document.id for document in body.documents],
+        collection=body.collection,
+    ).items()
     failed = items.faults
     desk = desk_of(request)
     namespace = desk.namespace(request.state.tenant)

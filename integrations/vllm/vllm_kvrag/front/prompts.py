@@ -11,7 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 from kvrag import ConfigError, InputError
 from kvrag.adapters import ReuseOptions, StorePlanner, UnreadableTextError
 from kvrag_server.completions import chat_prompt, text_prompt
-from kvrag_server.errors import APIError, first_fault
+from kvrag_server.errors import APIError, refusal
 from kvrag_server.schema import AnswerOptions, Message, Reuse
 
 Body = dict[str, Any]
@@ -48,7 +48,7 @@ def take_options(body: Body) -> AnswerOptions:
         options = AnswerOptions.model_validate({} if given is None else given)
     except ValidationError as error:
         faults = [{**each, "loc": ("body", "kvrag", *each["loc"])} for each in error.errors()]
-        raise first_fault(faults, {"kvrag": given}) from None
+        raise refusal(faults, {"kvrag": given}) from None
     options.config  # noqa: B018 - raises
     check_window(options)
     return options

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import uuid
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -14,19 +14,12 @@ from llama_index.core import Settings
 from llama_index.core.bridge.pydantic import Field
 from llama_index.core.schema import BaseComponent, BaseNode, TransformComponent
 
-from kvrag import (
-    ConfigError,
-    KVRagEngine,
-    PrecomputeReport,
-    Retention,
-    precompute_kv,
-)
+from kvrag import ConfigError, KVRagEngine, PrecomputeReport, precompute_kv
 from kvrag.adapters import (
-    Content,
+    AdapterOptions,
     DocumentKV,
-    OnError,
     RemoteHost,
-    unknown_option,
+    parameters_of,
 )
 from llama_index.llms.kvrag.base import KVRagLLM
 from llama_index.llms.kvrag.prompts import engine_prefix
@@ -62,7 +55,7 @@ def precompute_nodes(
     nodes: Sequence[BaseNode],
     *,
     llm: KVRagLLM | KVRagEngine | RemoteHost,
-    on_error: OnError,
+    on_error: str,
     **options: Any,
 ) -> PrecomputeReport:
     """Precompute the KV of nodes; with ``on_error="warn"``, failures raise no error.
@@ -91,45 +84,13 @@ def precompute_nodes(
     return report
 
 
-def check_options(options: Mapping[str, Any], llm: Any, cls: type[BaseComponent]) -> None:
-    """Raise :class:`~kvrag.ConfigError` for options that would be ignored.
-
-    These are unknown options, and options that the server of a client does not have.
-    """
-    for name in options:
-        if name not in {*cls.model_fields, "class_name"}:
-            raise unknown_option(name, cls.model_fields, of=cls.__name__)
-    DocumentKV(llm if isinstance(llm, RemoteHost) else None, **options)
-
-
-class PrecomputeFields(BaseComponent):
-    """Options of :func:`kvrag.precompute_kv` as fields; default: the LLM's."""
-
-    llm: Any = Field(default=None, exclude=True, repr=False)
-    namespace: str | None = None
-    prefix: Any = None
-    content: Content = "text"
-    batch_size: int = Field(default=8, ge=1)
-    show_progress: bool | None = None
-    on_error: OnError = "warn"
-    retention: Retention | None = None
-    collection: str | None = None
+class PrecomputeFields(BaseComponent, AdapterOptions):
+    """Component with the options of :func:`kvrag.precompute_kv` as fields; default: the LLM's."""
 
     def precompute(self, nodes: Sequence[BaseNode]) -> None:
         """Precompute the KV of nodes with these options."""
-        names = (
-            "namespace",
-            "prefix",
-            "content",
-            "batch_size",
-            "show_progress",
-            "on_error",
-            "retention",
-            "collection",
-        )
-        precompute_nodes(
-            nodes, llm=resolve_kv_llm(self.llm), **{name: getattr(self, name) for name in names}
-        )
+        own = {"content": self.content, "on_error": self.on_error}
+        precompute_nodes(nodes, llm=resolve_kv_llm(self.llm), **own, **self.shared())
 
 
 class KVPrecompute(PrecomputeFields, TransformComponent):
@@ -145,17 +106,18 @@ class KVPrecompute(PrecomputeFields, TransformComponent):
     llm
         LLM to store KV for, or the :class:`kvrag.KVRagClient` of its server; default:
         ``Settings.llm`` at the time of the run.
-    namespace, prefix, batch_size, show_progress, retention, collection
-        As for :func:`kvrag.precompute_kv`; default: the LLM's.
-    content
-        ``"text"``: the node's text. ``"llm"``: the text with the metadata that the LLM is shown.
-    on_error
-        ``"warn"``: ingestion goes on without KV. ``"raise"``: it stops.
+    **options
+        As for :func:`kvrag.precompute_kv`; default: the LLM's. By default ``on_error`` is
+        ``"warn"``: ingestion goes on without KV.
     """
 
+    llm: Any = Field(default=None, exclude=True, repr=False)
+
+    @parameters_of(AdapterOptions)
     def __init__(self, llm: Any = None, **options: Any) -> None:
-        check_options(options, llm, type(self))
-        super().__init__(**{"llm": None if llm is None else resolve_kv_llm(llm), **options})
+        llm = None if llm is None else resolve_kv_llm(llm)
+        DocumentKV(llm, **options)  # checks them
+        super().__init__(llm=llm, **options)
 
     @classmethod
     def class_name(cls) -> str:
@@ -176,7 +138,7 @@ class KVPrecompute(PrecomputeFields, TransformComponent):
             # Not cached; the run itself warns.
             return described | {"kv_of": {"run": uuid.uuid4().hex}}
 
-    def _target(self) -> dict[str, str]:
+    def _target(self) -> dict[str, str | None]:
         llm = resolve_kv_llm(self.llm)
         engine = DocumentKV(llm).host
         if isinstance(engine, RemoteHost):

@@ -19,10 +19,14 @@ from llama_index.core.vector_stores.types import (
     VectorStoreQuery,
     VectorStoreQueryResult,
 )
+from pydantic import SkipValidation
 
 from kvrag import ConfigError
-from kvrag.adapters import DocumentKV
-from llama_index.llms.kvrag.transform import PrecomputeFields, check_options, resolve_kv_llm
+from kvrag.adapters import AdapterOptions, DocumentKV, config_class, parameters_of
+from llama_index.llms.kvrag.transform import (
+    PrecomputeFields,
+    resolve_kv_llm,
+)
 from llama_index.vector_stores.kvrag.held import held_ids, held_nodes, ids_of_document
 from llama_index.vector_stores.kvrag.refs import RefTable
 
@@ -41,6 +45,14 @@ def _document_id(ref_doc_id: Any) -> Any:
     return None if ref_doc_id is None else DocumentKV.id_text(ref_doc_id)
 
 
+@config_class
+class _Options(AdapterOptions):
+    inner: SkipValidation[BasePydanticVectorStore | None] = None
+    llm: Any = Field(default=None, kw_only=True)
+    stores_text: bool | None = Field(default=None, kw_only=True)
+    is_embedding_query: bool | None = Field(default=None, kw_only=True)
+
+
 class KVRagVectorStore(PrecomputeFields, BasePydanticVectorStore):
     """Wraps a vector store of LlamaIndex: adding nodes precomputes their KV, deletion deletes it.
 
@@ -57,12 +69,8 @@ class KVRagVectorStore(PrecomputeFields, BasePydanticVectorStore):
     llm
         LLM whose KV is stored, or the :class:`kvrag.KVRagClient` of its server; default:
         ``Settings.llm`` when it is needed.
-    namespace, prefix, batch_size, show_progress, retention, collection
-        As for :func:`kvrag.precompute_kv`; default: the LLM's.
-    content
-        ``"text"``: KV of the node's text. ``"llm"``: of the text with the metadata that the LLM is
-        shown.
-    on_error
+    **options
+        As for :func:`kvrag.precompute_kv`; default: the LLM's. By default ``on_error`` is
         ``"warn"``: nodes are added and deleted even where their KV can't be. ``"raise"``: raise
         after the inner store has done its part.
 
@@ -76,13 +84,13 @@ class KVRagVectorStore(PrecomputeFields, BasePydanticVectorStore):
 
     stores_text: bool = False
     inner: SerializeAsAny[BasePydanticVectorStore] = Field(repr=False)
+    llm: Any = Field(default=None, exclude=True, repr=False)
     prefix: Any = Field(default=None, exclude=True, repr=False)
     _refs: dict[str, RefTable] = PrivateAttr(default_factory=dict)
     _has_warned: bool = PrivateAttr(default=False)
 
-    def __init__(
-        self, inner: BasePydanticVectorStore | None = None, *, llm: Any = None, **options: Any
-    ) -> None:
+    @parameters_of(_Options)
+    def __init__(self, inner: BasePydanticVectorStore | None = None, **options: Any) -> None:
         if inner is None:
             inner = SimpleVectorStore()
         if not isinstance(inner, BasePydanticVectorStore):
@@ -92,10 +100,11 @@ class KVRagVectorStore(PrecomputeFields, BasePydanticVectorStore):
             )
         options.setdefault("stores_text", inner.stores_text)
         options.setdefault("is_embedding_query", inner.is_embedding_query)
-        check_options(options, llm, type(self))
-        super().__init__(
-            **{"inner": inner, "llm": None if llm is None else resolve_kv_llm(llm), **options}
-        )
+        if options.get("llm") is not None:
+            options["llm"] = resolve_kv_llm(options["llm"])
+        asked = _Options(inner=inner, **options)
+        DocumentKV(asked.llm, **asked.shared())  # checks them
+        super().__init__(inner=inner, **options)
 
     @classmethod
     def from_persist_dir(
