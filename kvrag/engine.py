@@ -41,7 +41,6 @@ from kvrag.generate.stats import EngineStats, Figures
 from kvrag.generate.streams import AsyncTokenStream, Emit, Produce, TokenStream
 from kvrag.model.lm import LoadedModel
 from kvrag.model.load import load
-from kvrag.model.plain import PlainLM
 from kvrag.model.source import ModelSource, check_source
 from kvrag.precompute import documents
 from kvrag.precompute.encode import KeptPrefix, check_context, context_ids
@@ -371,7 +370,7 @@ class KVRagEngine(Library):
     def context_ids(self) -> tuple[int, ...]:
         """Token ids that chunks are encoded behind, between the prefix and the chunk."""
         lm = self.loaded.lm
-        if isinstance(lm, PlainLM):
+        if lm.refusal is not None:
             return ()
         return context_ids(self.context, self.loaded.encoder, lm.reuse_window)
 
@@ -387,7 +386,7 @@ class KVRagEngine(Library):
         -----
         ``mode="auto"`` compares these costs. They are kept for later processes.
         """
-        if not isinstance(self.loaded.lm, PlainLM):
+        if self.loaded.lm.refusal is None:
             self._answering.costs.known()
 
     def close(self) -> None:
@@ -458,8 +457,7 @@ class KVRagEngine(Library):
         retention = as_config(Retention, retention, option="retention")
         space = self.space_of(namespace)
         loaded = self.loaded
-        if isinstance(loaded.lm, PlainLM):
-            loaded.reusable  # noqa: B018 - raises before anything is deleted or stored
+        loaded.reusable  # noqa: B018 - raises before anything is deleted or stored
         if self._gate.kv_dtype != "auto":
             self._gate.admit(loaded)
         text = self.prefix_text if prefix is None else prefix_text(prefix, self.encoder)
@@ -664,7 +662,7 @@ class KVRagEngine(Library):
                 self._gate.admit(loaded)
                 config = self.store_config
                 ids = self.context_ids
-                if config.on_miss == "store" and not isinstance(loaded.lm, PlainLM):
+                if config.on_miss == "store" and loaded.lm.refusal is None:
                     self._write_back = WriteBack(loaded, self.store, config, self.erasures, ids)
                 own = self._write_back, ids, self._stats, self.erasures
                 self._query_side = QueryPipeline(loaded, self.store, config, *own)

@@ -25,7 +25,7 @@ from kvrag.kv.snapshot import Layers, Snapshot
 from kvrag.model import CausalLM
 from kvrag.model.forward import evaluating
 from kvrag.model.lock import lock_of
-from kvrag.model.plain import Past, Pieces, PlainLM, Run, regime_limit
+from kvrag.model.plain import Past, Pieces, PlainLM, Run
 from kvrag.model.proof import (
     ATTEMPTS,
     CROSSABLE_WINDOW,
@@ -52,13 +52,12 @@ def refusal_of_past(model: CausalLM | PlainLM, total: int, max_bytes: int) -> st
     ``total`` is the number of tokens of prompt and answer; ``max_bytes`` bounds a request's
     snapshots.
     """
-    if not isinstance(model, PlainLM):
+    if model.refusal is None:
         return refusal_of(model, total)
     if not max_bytes:
         return "history_bytes is 0"
-    regime = regime_limit(model.config)
-    if regime is not None and total > regime:
-        return f"its RoPE scaling changes beyond {regime} tokens"
+    if total > model.reuse_window:
+        return f"its RoPE scaling changes beyond {model.reuse_window} tokens"
     pieces = pieces_of(model)
     if pieces.state_bytes > max_bytes:
         return f"a snapshot takes {pieces.state_bytes:,} bytes, more than half of history_bytes"
@@ -67,17 +66,12 @@ def refusal_of_past(model: CausalLM | PlainLM, total: int, max_bytes: int) -> st
 
 def in_words(model: CausalLM | PlainLM, total: int, max_bytes: int) -> list[str]:
     """Say whether exact beginnings are reused where chunks are not, as a note of ``explain``."""
-    if not isinstance(model, PlainLM):
+    if model.refusal is None:
         return []
     why = refusal_of_past(model, total, max_bytes)
     if why is None:
         return ["a prompt that begins like an earlier one computes only its other tokens"]
     return [f"no beginning of an earlier prompt is reused, either: {why}"]
-
-
-def needs_state(model: CausalLM | PlainLM) -> bool:
-    """Whether a model continues only where a snapshot was taken."""
-    return isinstance(model, PlainLM) and pieces_of(model).state_bytes > 0
 
 
 def kept_of(done: Prefilled) -> tuple[Layers, Mapping[int, Snapshot]]:
@@ -106,7 +100,7 @@ def prefill_refused(
     max_new_tokens: int,
     clock: Clock,
     max_bytes: int,
-    find_past: Callable[[], PrefixMatch | None],
+    find_past: Callable[..., PrefixMatch | None],
     cancel: threading.Event | None = None,
 ) -> Prefilled:
     """Prefill a prompt behind its longest beginning that was kept.
@@ -118,7 +112,8 @@ def prefill_refused(
     stops: Collection[int] = ()
     if mode != "full" and max_bytes:
         pieces = pieces_of(model)
-        found = find_past()
+        # It continues only where a snapshot was taken.
+        found = find_past(needs_state=pieces.state_bytes > 0)
         if pieces.state_bytes:
             stops = _stops(plan, found, max_bytes // pieces.state_bytes)
         if found is not None and found.num_rows:

@@ -127,10 +127,8 @@ def refusal_of(model: CausalLM | PlainLM, total: int) -> str | None:
 
     Beyond ``model.reuse_window`` tokens, RoPE uses other angles than for the stored KV (longrope).
     """
-    if isinstance(model, PlainLM):
+    if model.refusal is not None or total <= model.reuse_window:
         return model.refusal
-    if total <= model.reuse_window:
-        return None
     return (
         f"prompt and answer ({total} tokens) exceed {model.reuse_window} tokens, "
         "where this model's RoPE scaling changes"

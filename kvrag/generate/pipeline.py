@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from kvrag.blend.beginnings import in_words, kept_of, needs_state, prefill_refused, refusal_of_past
+from kvrag.blend.beginnings import in_words, kept_of, prefill_refused, refusal_of_past
 from kvrag.blend.clock import NOTABLE_S, Clock
 from kvrag.blend.cost import CostModel
 from kvrag.blend.prefill import Prefilled, capacity_of, prefill, refusal_of
@@ -32,7 +32,6 @@ from kvrag.generate.stats import EngineStats
 from kvrag.generate.streams import Emit
 from kvrag.identity.fingerprint import context_digest
 from kvrag.model.lm import LoadedModel
-from kvrag.model.plain import PlainLM
 from kvrag.precompute.on_miss import WriteBack
 from kvrag.prompt.explain import Known, explain_plan
 from kvrag.prompt.plan import Plan
@@ -101,7 +100,7 @@ class QueryPipeline:
         lookup = self.planner.lookup(request.namespace, model, self._context, deadline)
         plan = self.planner.plan(request.prompt, lookup, request.prefixes, chat)
         lm = self.loaded.lm
-        if isinstance(lm, PlainLM):
+        if lm.refusal is not None:
             plan = plan.without_reuse(lm.refusal)
         return plan, partial(self.planner.known, request.prompt, lookup, chat)
 
@@ -167,7 +166,7 @@ class QueryPipeline:
         plan, slides = self._checked(plan, request, total)
         lm = self.loaded.lm
         refusal = plan.refusal
-        if isinstance(lm, PlainLM):
+        if lm.refusal is not None:
             refusal = refusal_of_past(lm, total, self._state_bytes)
         slots = capacity_of(lm, len(plan.token_ids), limit, slides)
         room = room_for(self.loaded, min(total, lm.context_window), slots, cancel)
@@ -196,7 +195,7 @@ class QueryPipeline:
     ) -> Callable[..., Prefilled]:
         """Return the function that prefills a prompt with this model."""
         lm = self.loaded.lm
-        if isinstance(lm, PlainLM):
+        if lm.refusal is not None:
             return partial(prefill_refused, lm, plan, max_bytes=self._state_bytes)
         return partial(
             prefill,
@@ -237,7 +236,9 @@ class QueryPipeline:
         """Most bytes of a request's snapshots."""
         return self.histories.max_bytes // 2
 
-    def _past(self, request: Request, plan: Plan, space: Hashable) -> PrefixMatch | None:
+    def _past(
+        self, request: Request, plan: Plan, space: Hashable, *, needs_state: bool = False
+    ) -> PrefixMatch | None:
         """Return the rows of earlier requests that match the beginning of a prompt."""
         if space is None:
             return None
@@ -245,7 +246,7 @@ class QueryPipeline:
             space,
             plan.token_ids,
             repair=None if request.mode == "prefix" else request.repair,
-            needs_state=needs_state(self.loaded.lm),
+            needs_state=needs_state,
         )
 
     def forget(self, namespace: str | None) -> None:
@@ -320,7 +321,7 @@ class QueryPipeline:
             if (defaults.max_length or 0) > num_tokens:
                 limit = min(limit, defaults.max_length - num_tokens)
             cap = window
-            if not isinstance(lm, PlainLM) and num_tokens + WORTH_REUSE <= lm.reuse_window:
+            if lm.refusal is None and num_tokens + WORTH_REUSE <= lm.reuse_window:
                 cap = lm.reuse_window
             if fault is not None:
                 limit = max(1, min(limit, cap - num_tokens))

@@ -20,7 +20,6 @@ from transformers import PreTrainedModel
 
 from kvrag.kv.pool import KVPool
 from kvrag.model.lm import LoadedModel
-from kvrag.model.plain import PlainLM
 from kvrag.model.steps import pool_of
 from kvrag.runtime import host_memory
 
@@ -130,7 +129,7 @@ def room_for(
     """Reserve the KV of a request: its bytes, and ``slots`` of the pool if there is one."""
     lm = loaded.lm
     pool = None
-    if not isinstance(lm, PlainLM) and (lm.recorded or lm.device.type == "cuda"):
+    if lm.refusal is None and (lm.recorded or lm.device.type == "cuda"):
         pool = pool_of(lm)
         if lm.recorded is not None:  # the plan has just looked at the weights
             lm.recorded.hold_for(loaded.identity.portable)
@@ -146,10 +145,10 @@ def pool_stats(loaded: LoadedModel | None) -> dict[str, dict[str, int]]:
 
 def kv_bytes(loaded: LoadedModel, num_tokens: int) -> int:
     """Return the bytes to reserve for a request of ``num_tokens``, prompt and answer."""
-    if isinstance(loaded.lm, PlainLM):
+    num_bytes = loaded.lm.kv_bytes_per_token
+    if num_bytes is None:
         return int(UNKNOWN * scheduler_of(loaded).max_bytes)
-    num_bytes: int = num_tokens * loaded.lm.kv_bytes_per_token
-    return num_bytes
+    return num_tokens * num_bytes
 
 
 def _room(device: torch.device, taken: int) -> int:
