@@ -577,7 +577,7 @@ class KVRagEngine(Library):
         """
         asked = PrefillRequest(prompt=prompt, **options)
         request, answering = self._prepared(clock := Clock(), asked)
-        with answering.prefilled(request, max_new_tokens=1, clock=clock) as done:
+        with answering.prefilled(request, max_new_tokens=1, clock=clock) as (_, done):
             logits = done.logits.float()
         ttft_ms = (time.perf_counter() - clock.start) * 1e3
         return self._stats.count(
@@ -598,7 +598,7 @@ class KVRagEngine(Library):
         request, answering = self._prepared(clock := Clock(), asked)
         ids = self.loaded.encoder.continuation_ids(continuation, self.loaded.lm.vocab_size)
         with (
-            answering.prefilled(request, max_new_tokens=len(ids), clock=clock) as done,
+            answering.prefilled(request, max_new_tokens=len(ids), clock=clock) as (_, done),
             clock.stage("score"),
         ):
             logits = [done.logits[None]]

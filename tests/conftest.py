@@ -20,7 +20,7 @@ from fake_driver import Driver
 
 from kvrag import KVRagEngine
 from kvrag.blend.cost import IN_ROWS
-from kvrag.generate import pipeline
+from kvrag.generate import pipeline, scheduler
 from kvrag.kv import buffers as kv_buffers
 from kvrag.kv.buffers import Buffers
 from kvrag.model import CausalLM
@@ -38,7 +38,7 @@ for number, handler in {
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, handler)
 
-pipeline.DEFAULT_MAX_NEW_TOKENS = (
+scheduler.DEFAULT_MAX_NEW_TOKENS = (
     64  # tiny models never end an answer; tests/generate/test_lengths.py has the true one
 )
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection
 from functools import partial
 from itertools import accumulate
 from typing import cast
@@ -18,7 +18,7 @@ from typing import cast
 import torch
 
 from kvrag.blend.clock import Clock
-from kvrag.blend.prefill import Prefilled, refusal_of
+from kvrag.blend.prefill import FindPast, Prefilled, refusal_of
 from kvrag.blend.stitch import PrefixMatch
 from kvrag.errors import UnsupportedModelError
 from kvrag.kv.snapshot import Layers, Snapshot
@@ -74,13 +74,6 @@ def in_words(model: CausalLM | PlainLM, total: int, max_bytes: int) -> list[str]
     return [f"no beginning of an earlier prompt is reused, either: {why}"]
 
 
-def kept_of(done: Prefilled) -> tuple[Layers, Mapping[int, Snapshot]]:
-    """Return the rows and snapshots of an answered prompt."""
-    if isinstance(done.extend, Run):
-        return done.extend.kept()
-    return (() if done.buffer is None else done.buffer.layers), {}
-
-
 def pieces_of(model: PlainLM) -> Pieces:
     """Return whether a model can read a prompt in pieces; it is proven at the first call."""
     with lock_of(model.model):
@@ -100,7 +93,7 @@ def prefill_refused(
     max_new_tokens: int,
     clock: Clock,
     max_bytes: int,
-    find_past: Callable[..., PrefixMatch | None],
+    find_past: FindPast | None,
     cancel: threading.Event | None = None,
 ) -> Prefilled:
     """Prefill a prompt behind its longest beginning that was kept.
@@ -110,7 +103,7 @@ def prefill_refused(
     """
     past = None
     stops: Collection[int] = ()
-    if mode != "full" and max_bytes:
+    if mode != "full" and max_bytes and find_past is not None:
         pieces = pieces_of(model)
         # It continues only where a snapshot was taken.
         found = find_past(needs_state=pieces.state_bytes > 0)

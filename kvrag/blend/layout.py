@@ -99,10 +99,25 @@ class Layout:
         """Segments to compute: glue, prefix and chunks without stored KV, suffix."""
         return [s for s in self.segments if s.kind == "live"]
 
-    @property
+    @cached_property
     def num_live(self) -> int:
         """Number of rows to compute in any case."""
         return num_rows_of(self.live)
+
+    @cached_property
+    def num_reused(self) -> int:
+        """Number of rows that are loaded from the store."""
+        return num_rows_of(self.reused)
+
+    @cached_property
+    def num_stale(self) -> int:
+        """Number of rows that are candidates for repair."""
+        return num_rows_of(self.stale)
+
+    @cached_property
+    def live_rows(self) -> torch.Tensor:
+        """Rows to compute in any case, int64, ascending."""
+        return rows_of(self.live)
 
     @property
     def num_suffix(self) -> int:

@@ -4,33 +4,39 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from kvrag.blend.clock import NOTABLE_S, Clock
 from kvrag.blend.cost import CostModel
 from kvrag.blend.covariance import RowCovariance
-from kvrag.blend.layout import Layout, num_rows_of, sources_of
+from kvrag.blend.layout import Layout, sources_of
 from kvrag.blend.repair import REREAD, deviation, may_shift, probe, repair
 from kvrag.blend.reuse import because, read
 from kvrag.blend.select import Signal, breaks_of, needs_of, select_rows
 from kvrag.blend.slide import SlidingWindow
 from kvrag.blend.stitch import PrefixMatch, filling, stitch
 from kvrag.config import RepairConfig
+from kvrag.kv.snapshot import Layers, Snapshot
 from kvrag.model import CausalLM
-from kvrag.model.plain import Extend, PlainLM
+from kvrag.model.plain import Extend, PlainLM, Run
 from kvrag.model.rope import Rotations
 from kvrag.model.rows import KVBuffer
 from kvrag.prompt.plan import Plan
+from kvrag.prompt.template import PromptEncoder
 from kvrag.store import TieredStore
-from kvrag.types import ChunkKV, Exactness, Hole, KVDtype, Missed, Mode, Source
+from kvrag.types import ChunkKV, Exactness, Hole, KVDtype, Mode, Source, TokenLogprob
 
 logger = logging.getLogger(__name__)
+
+
+FindPast = Callable[..., PrefixMatch | None]
+"""Finds the rows of earlier requests that a prompt begins with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,18 +53,14 @@ class Prefilled:
         KV of the prompt; ``None`` if the model keeps it in a cache of its own.
     logits
         Logits of the last row, ``(vocab,)``, on the host.
-    missed
-        Chunks without KV, to be stored after the answer.
     num_history
         Number of first rows taken from an earlier request.
     num_exact
         Number of first rows that equal a full prefill's.
     window
         The same as ``extend`` if rows may be evicted from the buffer, else ``None``.
-    max_new_tokens
-        Most tokens of the answer.
-    space, erasures
-        Key of the radix tree that may keep this KV, if any, and the number of erasures before.
+    prompt_logprobs
+        Log-probabilities of the prompt's own tokens, if they were scored.
     """
 
     extend: Extend
@@ -73,14 +75,17 @@ class Prefilled:
     has_other_prefix: bool = False
     holes: tuple[Hole, ...] = ()
     kv_dtype: KVDtype = "auto"
-    missed: Missed | None = None
     num_history: int = 0
     num_exact: int = 0
     sources: tuple[tuple[Source, int], ...] = ()
     window: SlidingWindow | None = None
-    max_new_tokens: int = 0
-    space: Hashable = None
-    erasures: int = 0
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+
+    def kept(self) -> tuple[Layers, Mapping[int, Snapshot]]:
+        """Return the rows and snapshots of an answered prompt."""
+        if self.buffer is None:
+            return cast(Run, self.extend).kept()
+        return self.buffer.layers, {}
 
     def release(self) -> None:
         """Free the buffer's memory now, even if this object is still referenced."""
@@ -146,7 +151,7 @@ def prefill(
     max_new_tokens: int,
     load_timeout_s: float,
     clock: Clock,
-    find_past: Callable[[], PrefixMatch | None] = lambda: None,
+    find_past: FindPast | None = None,
     slides: bool = False,
     cancel: threading.Event | None = None,
     run: range | None = None,
@@ -169,16 +174,16 @@ def prefill(
     run
         Slots of the model's pool for :func:`capacity_of` rows; by default, memory is allocated.
     """
-    buffer_of = partial(
-        model.buffer, capacity_of(model, len(plan.token_ids), max_new_tokens, slides), run=run
-    )
-    if slides and len(plan.token_ids) > model.context_window:
+    token_ids = plan.token_ids
+    capacity = capacity_of(model, len(token_ids), max_new_tokens, slides)
+    buffer_of = partial(model.buffer, capacity, run=run)
+    if slides and len(token_ids) > model.context_window:
         return _in_window(model, buffer_of(), plan, clock, cancel)
     price = None
     if mode == "auto":
         with clock.stage("price", least_s=NOTABLE_S):
             price = costs.price(plan, config, store)
-    past = None if mode == "full" else find_past()
+    past = None if mode == "full" or find_past is None else find_past()
     history = (past.num_rows, past.num_exact) if past else None
     layout, reason, kvs, holes = read(
         model, store, plan, mode, price, load_timeout_s, clock, history
@@ -189,8 +194,8 @@ def prefill(
         if past and layout.history:
             with clock.stage("history"):
                 past.fill(buffer.layers, layout.history.num_rows)
-        ids = torch.tensor(plan.token_ids)
-        stages = _Blend(model, buffer, layout, plan, ids, config, clock, cancel)
+        ids = torch.tensor(token_ids)
+        stages = _Blend(model, buffer, layout, plan.encoder, ids, config, clock, cancel)
         selected, logits = stages.run(kvs)
     if price is not None:
         with clock.stage("price", least_s=NOTABLE_S):
@@ -205,7 +210,7 @@ def prefill(
         extend=window or model.extension(buffer, layout.num_tokens),
         buffer=buffer,
         logits=logits,
-        token_ids=plan.token_ids,
+        token_ids=token_ids,
         num_repaired=len(selected),
         num_live=layout.num_live,
         exactness=exactness,
@@ -242,10 +247,9 @@ def _outcome(layout: Layout, kept: KVDtype, num_repaired: int) -> tuple[KVDtype,
     if not layout.reused and not layout.history:
         return "auto", "full"
     is_exact = layout.history is None or layout.history.exact
-    kv_dtype: KVDtype = kept if num_rows_of(layout.reused) > num_repaired else "auto"
-    return kv_dtype, "exact" if kv_dtype == "auto" and is_exact and num_repaired == num_rows_of(
-        layout.stale
-    ) else "repaired"
+    kv_dtype: KVDtype = kept if layout.num_reused > num_repaired else "auto"
+    is_exact = is_exact and kv_dtype == "auto" and num_repaired == layout.num_stale
+    return kv_dtype, "exact" if is_exact else "repaired"
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +259,7 @@ class _Blend:
     model: CausalLM
     buffer: KVBuffer
     layout: Layout
-    plan: Plan
+    encoder: PromptEncoder
     ids: torch.Tensor
     config: RepairConfig
     clock: Clock
@@ -304,7 +308,7 @@ class _Blend:
         """Measure the strategy's signals; return the rows to repair and the covariance."""
         mass = change = covariance = breaks = None
         if "breaks" in needs:
-            breaks = breaks_of(self.plan.encoder.token_texts(self.plan.token_ids))
+            breaks = breaks_of(self.encoder.token_texts(self.ids.tolist()))
         if "mass" in needs:
             mass = probe(
                 self.model, self.buffer, self.layout, self.ids, span=self.config.probe_span

@@ -47,13 +47,13 @@ def logprob_of(logits: torch.Tensor, token: int, num_top: int) -> TokenLogprob:
 
 def read_on(
     done: Prefilled, ids: Sequence[int], num_top: int, cancel: threading.Event
-) -> tuple[Prefilled, tuple[TokenLogprob, ...]]:
+) -> Prefilled:
     """Extend a prefilled prompt by token ids, and score its tokens.
 
-    Returns the longer prompt, whose answer may take fewer tokens, and the log-probabilities of all
-    its tokens. The very first has ``nan``, as nothing predicts it. Logits are read in slices: the
-    logits of a long prompt over a large vocabulary would not fit into memory. Raises
-    ``CancelledError`` if ``cancel`` is set before the end.
+    Returns the longer prompt, with the log-probabilities of all its tokens. The very first has
+    ``nan``, as nothing predicts it. Logits are read in slices: the logits of a long prompt over a
+    large vocabulary would not fit into memory. Raises ``CancelledError`` if ``cancel`` is set
+    before the end.
     """
     told = [TokenLogprob(done.token_ids[0], math.nan)]
     logits = done.logits
@@ -67,16 +67,15 @@ def read_on(
         told += [logprob_of(row, token, num_top) for row, token in zip(before, some, strict=True)]
         logits = rows[-1]
     whole = [*done.token_ids, *ids]
-    grown = replace(
+    return replace(
         done,
         token_ids=whole,
         logits=logits,
         num_live=len(whole),
         num_exact=len(whole),
         sources=(("computed", len(whole)),),
-        max_new_tokens=done.max_new_tokens - len(ids),
+        prompt_logprobs=tuple(told),
     )
-    return grown, tuple(told)
 
 
 class LogprobWriter:

@@ -1,4 +1,4 @@
-"""Options of requests, requests, and the retry of a prefill without reuse if memory runs out.
+"""Options of requests, and requests.
 
 ::
 
@@ -9,17 +9,13 @@
 
 from __future__ import annotations
 
-import gc
-import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-import torch
 from pydantic import SkipValidation
 
-from kvrag.blend.prefill import Prefilled
 from kvrag.config import (
     Repair,
     RepairConfig,
@@ -31,12 +27,9 @@ from kvrag.config import (
     config_class,
     options_class,
 )
-from kvrag.errors import OutOfMemoryError, is_out_of_memory
 from kvrag.prompt.template import Chat, Prompt
 from kvrag.prompt.tools import TEXT, ResponseFormat, answer_form
 from kvrag.types import MaxContext, Mode
-
-logger = logging.getLogger(__name__)
 
 
 @options_class
@@ -136,42 +129,3 @@ class Request:
     def chat(self) -> Chat:
         """Options for rendering chat messages."""
         return Chat(self.form.tools, self.variables, self.continues)
-
-
-def retry_without_reuse(
-    attempt: Callable[..., Prefilled], mode: Mode, release: Callable[[], int]
-) -> Prefilled:
-    """Run a prefill; if memory runs out, free memory by ``release`` and retry without reuse.
-
-    A full prefill is retried only if ``release`` freed anything.
-    """
-    done, reason = _attempt(attempt, mode)
-    if done is not None:
-        return done
-    if release() or mode != "full":
-        logger.warning("out of memory with reuse (%s); trying once more without", reason)
-        gc.collect()  # the failed attempt's buffers go before the next one allocates
-        torch.cuda.empty_cache()
-        done, reason = _attempt(attempt, "full")
-    if done is None:
-        raise OutOfMemoryError(
-            "the prompt's KV and activations don't fit into memory, with or without reuse; "
-            "retrieve fewer chunks, allow the answer fewer tokens, "
-            f"or use a smaller model or dtype ({reason})"
-        )
-    if mode == "full":
-        return done
-    return replace(done, fallback_reason="memory ran out with reuse")
-
-
-def _attempt(attempt: Callable[..., Prefilled], mode: Mode) -> tuple[Prefilled | None, str]:
-    """Return the result and an empty message, or no result and the error's message.
-
-    The exception is not kept: it would keep the attempt's tensors alive.
-    """
-    try:
-        return attempt(mode=mode), ""
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        return None, str(error)

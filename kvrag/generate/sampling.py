@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 from transformers import LogitsProcessorList
 
-from kvrag.blend.prefill import Prefilled
 from kvrag.config import SamplingConfig
 from kvrag.generate.calls import Calls
 from kvrag.generate.logprobs import Delta, logprob_of
@@ -110,17 +109,17 @@ class Sampler:
 def sampler_of(
     loaded: LoadedModel,
     config: SamplingConfig,
-    done: Prefilled,
+    prompt_ids: Sequence[int],
+    max_new_tokens: int,
     eos_ids: frozenset[int],
     constraint: Form | None,
 ) -> Sampler:
-    """Return the sampler of an answer to a prefilled prompt."""
+    """Return the sampler of an answer of at most so many tokens to a prompt."""
     model = loaded.lm.model
-    ids = done.token_ids
     processors = processors_of(
-        model, config, ids, max_new_tokens=done.max_new_tokens, eos_ids=eos_ids
+        model, config, prompt_ids, max_new_tokens=max_new_tokens, eos_ids=eos_ids
     )
-    return Sampler(config, ids, processors, constraint=constraint, device=model.device)
+    return Sampler(config, prompt_ids, processors, constraint=constraint, device=model.device)
 
 
 @dataclass(slots=True)

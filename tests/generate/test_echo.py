@@ -83,9 +83,10 @@ def test_leaving_ends_the_reading(engine, monkeypatch):
     gone = threading.Event()
     gone.set()
     with (
-        engine._answering.prefilled(
-            request_of(engine, "One"), max_new_tokens=9, clock=Clock()
-        ) as done,
+        engine._answering.prefilled(request_of(engine, "One"), max_new_tokens=9, clock=Clock()) as (
+            _,
+            done,
+        ),
         pytest.raises(CancelledError),
     ):
         logprobs.read_on(done, [1, 2], 0, gone)
