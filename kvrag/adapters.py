@@ -21,7 +21,6 @@ from pydantic import (
     ValidationError,
 )
 
-from kvrag.blend.clock import Clock
 from kvrag.blend.cost import MARGIN, CostModel, Costs, Price
 from kvrag.blend.layout import Layout, Segment, lay_out
 from kvrag.blend.prefill import prefill
@@ -69,6 +68,7 @@ from kvrag.identity.fingerprint import (
 from kvrag.model.linear import linear
 from kvrag.model.lm import CausalLM, LoadedModel
 from kvrag.model.load import load as load_model
+from kvrag.model.lock import Clock
 from kvrag.model.plain import context_window
 from kvrag.model.rows import KVBuffer, Rows
 from kvrag.model.source import (

@@ -17,7 +17,6 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from transformers import PreTrainedModel
 
-from kvrag.blend.clock import NOTABLE_S, Clock
 from kvrag.config import (
     Repair,
     RepairConfig,
@@ -35,12 +34,19 @@ from kvrag.evaluate.answers import evaluate_reuse
 from kvrag.evaluate.calibrate import Profile, calibrate_repair, in_words, kept_profile
 from kvrag.evaluate.verify import verify_prompts
 from kvrag.generate.pipeline import QueryPipeline
-from kvrag.generate.request import AnswerRequest, PrefillRequest, Request, ScoreRequest
+from kvrag.generate.request import (
+    AnswerRequest,
+    EngineStats,
+    Figures,
+    PrefillRequest,
+    Request,
+    ScoreRequest,
+)
 from kvrag.generate.scheduler import Load, pool_stats, scheduler_of
-from kvrag.generate.stats import EngineStats, Figures
 from kvrag.generate.streams import AsyncTokenStream, Emit, Produce, TokenStream
 from kvrag.model.lm import LoadedModel
 from kvrag.model.load import load
+from kvrag.model.lock import NOTABLE_S, Clock
 from kvrag.model.source import ModelSource, check_source
 from kvrag.precompute import documents
 from kvrag.precompute.encode import KeptPrefix, check_context, context_ids

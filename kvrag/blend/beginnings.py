@@ -17,14 +17,13 @@ from typing import cast
 
 import torch
 
-from kvrag.blend.clock import Clock
 from kvrag.blend.prefill import FindPast, Prefilled, refusal_of
 from kvrag.blend.stitch import PrefixMatch
 from kvrag.errors import UnsupportedModelError
 from kvrag.kv.snapshot import Layers, Snapshot
 from kvrag.model import CausalLM
 from kvrag.model.forward import evaluating
-from kvrag.model.lock import lock_of
+from kvrag.model.lock import Clock, lock_of
 from kvrag.model.plain import Past, Pieces, PlainLM, Run
 from kvrag.model.proof import (
     ATTEMPTS,

@@ -12,7 +12,6 @@ from typing import Any, cast
 
 import torch
 
-from kvrag.blend.clock import NOTABLE_S, Clock
 from kvrag.blend.cost import CostModel
 from kvrag.blend.covariance import RowCovariance
 from kvrag.blend.layout import Layout, sources_of
@@ -24,6 +23,7 @@ from kvrag.blend.stitch import PrefixMatch, filling, stitch
 from kvrag.config import RepairConfig
 from kvrag.kv.snapshot import Layers, Snapshot
 from kvrag.model import CausalLM
+from kvrag.model.lock import NOTABLE_S, Clock
 from kvrag.model.plain import Extend, PlainLM, Run
 from kvrag.model.rope import Rotations
 from kvrag.model.rows import KVBuffer

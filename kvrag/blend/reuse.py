@@ -9,12 +9,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from kvrag.blend.clock import Clock
 from kvrag.blend.cost import Price
 from kvrag.blend.layout import Layout, lay_out
 from kvrag.identity.fingerprint import chunk_key
 from kvrag.kv.layers import parts
 from kvrag.model import CausalLM
+from kvrag.model.lock import Clock
 from kvrag.model.rows import LayerShape
 from kvrag.prompt.plan import Plan
 from kvrag.store import TieredStore

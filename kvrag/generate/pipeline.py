@@ -15,24 +15,22 @@ from typing import Any
 import torch
 
 from kvrag.blend.beginnings import in_words, prefill_refused, refusal_of_past
-from kvrag.blend.clock import NOTABLE_S, Clock
 from kvrag.blend.cost import CostModel
 from kvrag.blend.prefill import Prefilled, capacity_of, prefill
 from kvrag.blend.reuse import outcome_of
 from kvrag.config import SamplingConfig, StoreConfig
 from kvrag.errors import OutOfMemoryError, is_out_of_memory
-from kvrag.generate.calls import parsers_of
-from kvrag.generate.ending import end_ids, own_stops
+from kvrag.generate.defaults import end_ids, own_stops
 from kvrag.generate.grammar import constraint_of
 from kvrag.generate.logprobs import read_on
 from kvrag.generate.radix_cache import RadixCache
-from kvrag.generate.request import Request
-from kvrag.generate.sampling import TextStream, decode, sampler_of
+from kvrag.generate.request import EngineStats, Request
+from kvrag.generate.sampling import TextStream, decode, parsers_of, sampler_of
 from kvrag.generate.scheduler import Admitted, fitted, length_of, room_for
-from kvrag.generate.stats import EngineStats
 from kvrag.generate.streams import Emit
 from kvrag.identity.fingerprint import context_digest
 from kvrag.model.lm import LoadedModel
+from kvrag.model.lock import NOTABLE_S, Clock
 from kvrag.precompute.on_miss import WriteBack
 from kvrag.prompt.explain import Known, explain_plan
 from kvrag.prompt.plan import Plan
@@ -40,7 +38,7 @@ from kvrag.prompt.planner import KnownTexts, PromptPlanner
 from kvrag.prompt.tools import TEXT
 from kvrag.runtime import Deadline
 from kvrag.store import TieredStore
-from kvrag.store.erasures import Erasures
+from kvrag.store.tiers import Erasures
 from kvrag.types import Explanation, GenerationResult, Missed, Mode
 
 logger = logging.getLogger(__name__)

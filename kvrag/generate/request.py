@@ -1,4 +1,4 @@
-"""Options of requests, and requests.
+"""Options of requests, requests, and totals over them.
 
 ::
 
@@ -9,10 +9,12 @@
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import SkipValidation
 
@@ -27,9 +29,21 @@ from kvrag.config import (
     config_class,
     options_class,
 )
+from kvrag.prompt.explain import Watch
 from kvrag.prompt.template import Chat, Prompt
 from kvrag.prompt.tools import TEXT, ResponseFormat, answer_form
-from kvrag.types import MaxContext, Mode
+from kvrag.types import Accounting, MaxContext, Mode
+
+Counted = TypeVar("Counted", bound=Accounting)
+
+SUMMED = (
+    "prompt_tokens",
+    "cached_tokens",
+    "history_tokens",
+    "repaired_tokens",
+    "computed_tokens",
+    "loaded_bytes",
+)
 
 
 @options_class
@@ -77,6 +91,8 @@ class ReuseOptions:
     @cached_property
     def form(self) -> ResponseFormat:
         """Form of the answer."""
+        if self.tools is None and self.tool_choice is None and self.response_format is None:
+            return TEXT
         return answer_form(self.tools, self.tool_choice, self.response_format)
 
 
@@ -129,3 +145,38 @@ class Request:
     def chat(self) -> Chat:
         """Options for rendering chat messages."""
         return Chat(self.form.tools, self.variables, self.continues)
+
+
+class Figures(dict[str, Any]):
+    """Figures by name, for JSON; also readable as attributes."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+class EngineStats:
+    """Totals over the requests of an engine, counting how their answers were made; thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._totals: Counter[str] = Counter()
+        self.watch = Watch()
+
+    def count(self, result: Counted) -> Counted:
+        """Add a request's result to the totals, and return it."""
+        with self._lock:
+            self._totals.update(["requests", f"requests_{result.exactness}"])
+            self._totals.update({name: getattr(result, name) for name in SUMMED})
+            self._totals["fallbacks"] += result.fallback_reason is not None
+        return result
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return the totals and the overall reuse ratio."""
+        with self._lock:
+            totals = self._totals.copy()
+        ratio = totals["cached_tokens"] / max(totals["prompt_tokens"], 1)
+        own = {"kv_reuse_ratio": ratio, "requests_without_hits": self.watch.num_without_hits}
+        return {**totals, **own}

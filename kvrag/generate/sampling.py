@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from transformers import LogitsProcessorList
 
 from kvrag.config import SamplingConfig
-from kvrag.generate.calls import Calls
+from kvrag.generate.calls import Calls, calls_in
+from kvrag.generate.defaults import processors_of
+from kvrag.generate.grammar import Constraint
 from kvrag.generate.logprobs import Delta, logprob_of
-from kvrag.generate.processors import processors_of
-from kvrag.generate.thoughts import Decode, Form, Thoughts, num_sure
+from kvrag.generate.request import Request
+from kvrag.generate.thoughts import Decode, Form, FormBehind, Thoughts, num_sure, thoughts_in
 from kvrag.model.lm import LoadedModel
 from kvrag.model.plain import Extend
+from kvrag.prompt.template import PromptEncoder
 from kvrag.types import FinishReason, TokenLogprob, ToolCall
 
 _INCOMPLETE = "\ufffd"
@@ -25,7 +28,7 @@ _INCOMPLETE = "\ufffd"
 class Sampler:
     """Sampler of an answer's tokens, greedy or random.
 
-    ``processors`` are the logits processors of :func:`kvrag.generate.processors.processors_of`;
+    ``processors`` are the logits processors of :func:`kvrag.generate.defaults.processors_of`;
     they see ``prompt_ids`` too, as in ``generate``. ``constraint``: the form of the answer.
     """
 
@@ -104,6 +107,28 @@ class Sampler:
     def is_complete(self) -> bool:
         """Whether the answer's form is complete, so that no token may follow."""
         return self._constraint is not None and self._constraint.is_complete
+
+
+def parsers_of(
+    request: Request,
+    encoder: PromptEncoder,
+    prompt_ids: Sequence[int],
+    eos_ids: frozenset[int],
+    constraint: Constraint | None,
+) -> tuple[Decode, Calls | None, Thoughts | None, Form | None]:
+    """Return the decoder of an answer, the parsers of its calls and its thought, and its form."""
+    decode: Decode = encoder.decode
+    calls: Calls | None = None
+    if request.form.tools:
+        decode, calls = calls_in(request.form, encoder, prompt_ids, eos_ids)
+    prompt = request.prompt
+    is_chat = not isinstance(prompt, str) and isinstance(prompt[0], Mapping)
+    thoughts: Thoughts | None = None
+    if is_chat and (tags := encoder.thought_tags) is not None:
+        thoughts, decode = thoughts_in(tags, request, encoder, prompt_ids, decode)
+    if constraint and thoughts:
+        return decode, calls, thoughts, FormBehind(constraint, thoughts, encoder, decode)
+    return decode, calls, thoughts, constraint
 
 
 def sampler_of(

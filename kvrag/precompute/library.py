@@ -17,7 +17,7 @@ from kvrag.config.address import check_kv_dir
 from kvrag.errors import ConfigError, InputError
 from kvrag.prompt.tokenizer import check_encodable
 from kvrag.store import Catalog, TieredStore, open_store
-from kvrag.store.erasures import EVERYWHERE, erasures_of
+from kvrag.store.tiers import EVERYWHERE, erasures_of
 from kvrag.types import ChunkKey
 
 

@@ -9,9 +9,9 @@ import torch
 from kit import request_of
 
 from kvrag import ConfigError, ContextLengthError
-from kvrag.blend.clock import Clock
 from kvrag.generate import logprobs
 from kvrag.generate.logprobs import LogprobWriter
+from kvrag.model.lock import Clock
 from kvrag.types import TokenLogprob
 
 TEXT = "The keeper of the lamp counts the ships that come by night, and writes each of them down."

@@ -9,8 +9,8 @@ from transformers import AutoTokenizer
 
 from kvrag import ConfigError
 from kvrag.config import SamplingConfig
+from kvrag.generate.defaults import Penalties
 from kvrag.generate.logprobs import Delta, LogprobWriter
-from kvrag.generate.processors import Penalties
 from kvrag.types import TokenLogprob
 
 PROMPT = "One two three"

@@ -18,7 +18,7 @@ import kvrag.precompute.run
 from kvrag import Chunk, KVRagEngine, RepairConfig, StoreConfig
 from kvrag.errors import StoreError
 from kvrag.identity.fingerprint import chunk_key, text_digest
-from kvrag.store.erasures import Erasures, Stopped, erasures_of
+from kvrag.store.tiers import Erasures, Stopped, erasures_of
 from kvrag.testing.chunks import same_bits
 
 CHUNKS = make_chunks(4, words=30, seed=31)
