@@ -130,20 +130,18 @@ def prefill_refused(
             logits, extend = run()
         logits = logits.cpu()
     num_past = past.num_rows if past else 0
-    num_live = len(ids) - num_past
-    sources: tuple[tuple[Source, int], ...] = (("exact", num_past), ("computed", num_live))
+    sources: tuple[tuple[Source, int], ...] = (("computed", len(ids) - num_past),)
+    if past:
+        sources = (("exact", num_past), *sources)
     return Prefilled(
         extend,
         None,
         logits,
         plan.token_ids,
-        0,
-        num_live,
         "exact" if past else "full",
         model.refusal,
+        sources,
         num_history=num_past,
-        num_exact=len(ids),
-        sources=sources if past else sources[1:],
     )
 
 

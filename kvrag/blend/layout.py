@@ -79,7 +79,7 @@ class Layout:
         """Segments whose KV is loaded from the store."""
         return [s for s in self.segments if s.kind in ("prefix", "chunk")]
 
-    @property
+    @cached_property
     def history(self) -> Segment | None:
         """The first segment, if its KV is from an earlier request."""
         if self.segments[0].kind == "history":

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 from typing import Any, cast
 
 import torch
@@ -55,8 +55,6 @@ class Prefilled:
         Logits of the last row, ``(vocab,)``, on the host.
     num_history
         Number of first rows taken from an earlier request.
-    num_exact
-        Number of first rows that equal a full prefill's.
     window
         The same as ``extend`` if rows may be evicted from the buffer, else ``None``.
     prompt_logprobs
@@ -67,19 +65,28 @@ class Prefilled:
     buffer: KVBuffer | None
     logits: torch.Tensor
     token_ids: list[int]
-    num_repaired: int
-    num_live: int
     exactness: Exactness
     fallback_reason: str | None
+    sources: tuple[tuple[Source, int], ...]
     loaded_bytes: int = 0
     has_other_prefix: bool = False
     holes: tuple[Hole, ...] = ()
     kv_dtype: KVDtype = "auto"
     num_history: int = 0
-    num_exact: int = 0
-    sources: tuple[tuple[Source, int], ...] = ()
     window: SlidingWindow | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+
+    @property
+    def num_exact(self) -> int:
+        """Number of first rows that equal a full prefill's."""
+        rows = list(self.sources)
+        if self.exactness == "repaired":
+            rows = [*takewhile(lambda run: run[0] in ("computed", "exact"), rows)]
+        return sum([count for _, count in rows])
+
+    def num_rows(self, source: Source) -> int:
+        """Return the number of rows of a source."""
+        return sum([count for each, count in self.sources if each == source])
 
     def kept(self) -> tuple[Layers, Mapping[int, Snapshot]]:
         """Return the rows and snapshots of an answered prompt."""
@@ -98,6 +105,7 @@ class Prefilled:
         They change while the answer is decoded, because the window may evict rows.
         """
         total = len(self.token_ids)
+        repaired, computed = self.num_rows("repaired"), self.num_rows("computed")
         found = dict[str, Any]()
         # Evicted rows make the answer approximate, even if no stored KV was used.
         if self.window and (evicted := self.window.evicted_tokens):
@@ -117,9 +125,9 @@ class Prefilled:
         return {name: getattr(self, name) for name in same} | {
             "prompt_ids": self.token_ids,
             "prompt_tokens": total,
-            "cached_tokens": total - self.num_live - self.num_repaired,
-            "repaired_tokens": self.num_repaired,
-            "computed_tokens": self.num_live,
+            "cached_tokens": total - computed - repaired,
+            "repaired_tokens": repaired,
+            "computed_tokens": computed,
             "history_tokens": self.num_history,
             "timings_ms": clock.timings_ms,
             "stages": tuple(clock.stages),
@@ -201,18 +209,12 @@ def prefill(
         with clock.stage("price", least_s=NOTABLE_S):
             costs.learn(price, layout, holes, clock.timings_ms)
     kv_dtype, exactness = _outcome(layout, plan.kv_dtype, len(selected))
-    if exactness != "repaired":
-        num_exact = layout.num_tokens
-    else:
-        num_exact = _num_exact(layout, kv_dtype, history)
     window = SlidingWindow(model, buffer, layout.num_tokens) if slides else None
     return Prefilled(
         extend=window or model.extension(buffer, layout.num_tokens),
         buffer=buffer,
         logits=logits,
         token_ids=token_ids,
-        num_repaired=len(selected),
-        num_live=layout.num_live,
         exactness=exactness,
         fallback_reason=reason,
         loaded_bytes=loaded_bytes,
@@ -220,7 +222,6 @@ def prefill(
         holes=tuple(holes.values()),
         kv_dtype=kv_dtype,
         num_history=layout.history.num_rows if layout.history else 0,
-        num_exact=num_exact,
         sources=sources_of(
             layout,
             selected,
@@ -229,13 +230,6 @@ def prefill(
         ),
         window=window,
     )
-
-
-def _num_exact(layout: Layout, kv_dtype: KVDtype, history: tuple[int, int] | None) -> int:
-    """Return the number of first rows that equal a full prefill's, in an approximate prompt."""
-    if layout.history and not layout.history.exact and history:
-        return history[1]
-    return next(s.start for s in (layout.stale if kv_dtype == "auto" else layout.reused))
 
 
 def _outcome(layout: Layout, kept: KVDtype, num_repaired: int) -> tuple[KVDtype, Exactness]:
@@ -268,6 +262,8 @@ class _Blend:
     def run(self, kvs: list[ChunkKV]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the repaired rows and the last row's logits; ``kvs`` is emptied on the way."""
         selected = covariance = None
+        turn = self.model.lock.unless
+        holds = self.buffer.start is None  # recorded forwards share the model with other requests
         needs = needs_of(self.layout, self.config)
         if not needs:  # select before stitching, so that selected rows needn't be stitched
             with self.clock.stage("select"):
@@ -275,10 +271,10 @@ class _Blend:
         rotary = self._stitch(kvs, selected) if self.layout.reused else None
         kvs.clear()  # the buffer holds a copy; don't keep the loaded KV while the model runs
         if selected is None:
-            with self.clock.stage("select"), self._turn():
+            with self.clock.stage("select"), turn(self.cancel, holds=holds):
                 selected, covariance = self._select(needs)
         stage = "repair" if self.layout.reused or self.layout.history else "prefill"
-        with self.clock.stage(stage), self._turn():
+        with self.clock.stage(stage), turn(self.cancel, holds=holds):
             logits = repair(
                 self.model,
                 self.buffer,
@@ -291,10 +287,6 @@ class _Blend:
             )
             logits = logits.cpu()  # waits until the device has computed everything
         return selected, logits
-
-    def _turn(self) -> AbstractContextManager[None]:
-        """Hold the model during a stage; recorded forwards share it with other requests."""
-        return self.model.lock.unless(self.cancel, holds=self.buffer.start is None)
 
     def _stitch(self, kvs: list[ChunkKV], selected: torch.Tensor | None) -> Rotations:
         """Stitch the chunks, without the rows to repair if no shift compares them."""
@@ -346,16 +338,13 @@ def _in_window(
     buffer.events = ()  # nothing is stitched
     with clock.stage("prefill"):
         logits = window.prefill(ids, cancel).cpu()
-    made: tuple[tuple[Source, int], ...] = (("computed", len(ids)),)
     return Prefilled(
         window,
         buffer,
         logits,
         plan.token_ids,
-        0,
-        len(ids),
         "full",
         plan.refusal,
-        sources=made,
+        (("computed", len(ids)),),
         window=window,
     )

@@ -177,9 +177,8 @@ class ResidualShift:
             .view(-1, *by_row.shape[1:])
             .transpose(0, 1)
         )
-        predicted, of_values, *partner = torch.split(
-            found, [part.shape[-1] for part in parts], dim=-1
-        )
+        widths = [change.shape[-1], fresh_values.shape[-1], parts[-1].shape[-1]]
+        predicted, of_values, *partner = torch.split(found, widths[: len(parts)], dim=-1)
         slots = self.span if self.slots is None else self.slots
         shifted = keys[0, :, slots]
         table.add_unit_rotated(shifted, predicted, *partner, rows=self.span)

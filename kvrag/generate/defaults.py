@@ -141,8 +141,9 @@ def merged_config(
     merged.num_beams = 1
     if isinstance(merged.watermarking_config, dict):  # as JSON has it
         merged.watermarking_config = WatermarkingConfig.from_dict(merged.watermarking_config)
-    merged.do_sample = not config.is_greedy
-    merged.temperature = None if config.is_greedy else float(config.temperature)
+    is_greedy = config.is_greedy
+    merged.do_sample = not is_greedy
+    merged.temperature = None if is_greedy else float(config.temperature)
     for name in ("top_p", "top_k", "min_p", "repetition_penalty", "min_new_tokens"):
         given = getattr(config, name)
         if given is not None:

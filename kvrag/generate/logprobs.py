@@ -71,8 +71,6 @@ def read_on(
         done,
         token_ids=whole,
         logits=logits,
-        num_live=len(whole),
-        num_exact=len(whole),
         sources=(("computed", len(whole)),),
         prompt_logprobs=tuple(told),
     )

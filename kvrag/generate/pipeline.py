@@ -387,22 +387,20 @@ def _retried(
     A full prefill is retried only if ``release`` freed anything.
     """
     done, reason = _tried(attempt, mode)
-    if done is not None:
-        return done
-    if release() or mode != "full":
+    if done is None and (release() or mode != "full"):
         logger.warning("out of memory with reuse (%s); trying once more without", reason)
         gc.collect()  # the failed attempt's buffers go before the next one allocates
         torch.cuda.empty_cache()
         done, reason = _tried(attempt, "full")
+        if done is not None and mode != "full":
+            return replace(done, fallback_reason="memory ran out with reuse")
     if done is None:
         raise OutOfMemoryError(
             "the prompt's KV and activations don't fit into memory, with or without reuse; "
             "retrieve fewer chunks, allow the answer fewer tokens, "
             f"or use a smaller model or dtype ({reason})"
         )
-    if mode == "full":
-        return done
-    return replace(done, fallback_reason="memory ran out with reuse")
+    return done
 
 
 def _tried(attempt: Callable[..., Prefilled], mode: Mode) -> tuple[Prefilled | None, str]:

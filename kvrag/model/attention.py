@@ -136,7 +136,8 @@ def _by_blocks(
         to = out[:, :, block.rows]
         weighed = block.rows.stop - weighed_from
         if is_plain and weighed <= 0 and not _by_products(q, k):
-            to.copy_(fused_attention(q, k, v, scores.scale, block.packed_mask(groups, q.dtype)))
+            mask = None if block.mask is None else block.packed_mask(groups, q.dtype)
+            to.copy_(fused_attention(q, k, v, scores.scale, mask))
         else:
             found = most[:, :, block.keys] if weighed > 0 else None
             _by_probabilities(q, k, v, block, scores, to, found, weighed)
