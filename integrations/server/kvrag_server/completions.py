@@ -18,7 +18,7 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.requests import ClientDisconnect
 
 from kvrag import Chunk, GenerationResult
-from kvrag.generate.logprobs import Delta, LogprobWriter
+from kvrag.generate.logprobs import Delta
 from kvrag.generate.streams import AsyncTokenStream
 from kvrag.prompt.messages import SYNONYMS
 from kvrag.prompt.template import Prompt
@@ -27,7 +27,7 @@ from kvrag_server.metrics import Timer
 from kvrag_server.record import RequestRecord
 from kvrag_server.schema import ChatRequest, Message, Reuse, TextRequest
 from kvrag_server.service import Fitting, Service, service_of
-from kvrag_server.shapes import CHAT, TEXT, LogprobStream, Shape, calls_of, usage_of
+from kvrag_server.shapes import CHAT, TEXT, LogprobStream, LogprobWriter, Shape, calls_of, usage_of
 
 # After this wait a stream begins without a first token, so that its client sees a sign of life.
 PATIENCE_S = 10.0
