@@ -138,7 +138,6 @@ def prefill_refused(
         None,
         logits,
         plan.token_ids,
-        "exact" if past else "full",
         model.refusal,
         sources,
         num_history=num_past,

@@ -65,7 +65,6 @@ class Prefilled:
     buffer: KVBuffer | None
     logits: torch.Tensor
     token_ids: list[int]
-    exactness: Exactness
     fallback_reason: str | None
     sources: tuple[tuple[Source, int], ...]
     loaded_bytes: int = 0
@@ -75,6 +74,13 @@ class Prefilled:
     num_history: int = 0
     window: SlidingWindow | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+
+    @property
+    def exactness(self) -> Exactness:
+        """How the answer compares with a full prefill's."""
+        if self.num_rows("computed") == len(self.token_ids):
+            return "full"
+        return "repaired" if self.num_rows("reused") else "exact"
 
     @property
     def num_exact(self) -> int:
@@ -208,19 +214,18 @@ def prefill(
     if price is not None:
         with clock.stage("price", least_s=NOTABLE_S):
             costs.learn(price, layout, holes, clock.timings_ms)
-    kv_dtype, exactness = _outcome(layout, plan.kv_dtype, len(selected))
     window = SlidingWindow(model, buffer, layout.num_tokens) if slides else None
     return Prefilled(
         extend=window or model.extension(buffer, layout.num_tokens),
         buffer=buffer,
         logits=logits,
         token_ids=token_ids,
-        exactness=exactness,
         fallback_reason=reason,
         loaded_bytes=loaded_bytes,
         has_other_prefix=any(segment.is_mismatched for segment in layout.stale),
         holes=tuple(holes.values()),
-        kv_dtype=kv_dtype,
+        # If repair recomputed every reused row, no rounded KV is left.
+        kv_dtype=plan.kv_dtype if layout.num_reused > len(selected) else "auto",
         num_history=layout.history.num_rows if layout.history else 0,
         sources=sources_of(
             layout,
@@ -230,20 +235,6 @@ def prefill(
         ),
         window=window,
     )
-
-
-def _outcome(layout: Layout, kept: KVDtype, num_repaired: int) -> tuple[KVDtype, Exactness]:
-    """Return the type that the KV in use is rounded to, and the exactness label.
-
-    ``kept`` is the type of the stored KV. If repair recomputed every reused row, no rounded KV is
-    left.
-    """
-    if not layout.reused and not layout.history:
-        return "auto", "full"
-    is_exact = layout.history is None or layout.history.exact
-    kv_dtype: KVDtype = kept if layout.num_reused > num_repaired else "auto"
-    is_exact = is_exact and kv_dtype == "auto" and num_repaired == layout.num_stale
-    return kv_dtype, "exact" if is_exact else "repaired"
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,7 +334,6 @@ def _in_window(
         buffer,
         logits,
         plan.token_ids,
-        "full",
         plan.refusal,
         (("computed", len(ids)),),
         window=window,

@@ -16,16 +16,16 @@ import torch
 
 from kvrag.blend.beginnings import in_words, prefill_refused, refusal_of_past
 from kvrag.blend.cost import CostModel
-from kvrag.blend.prefill import Prefilled, capacity_of, prefill
+from kvrag.blend.prefill import Prefilled, prefill
 from kvrag.blend.reuse import outcome_of
 from kvrag.config import SamplingConfig, StoreConfig
 from kvrag.errors import OutOfMemoryError, is_out_of_memory
-from kvrag.generate.defaults import end_ids, own_stops
+from kvrag.generate.defaults import end_ids
 from kvrag.generate.grammar import constraint_of
 from kvrag.generate.logprobs import read_on
 from kvrag.generate.radix_cache import RadixCache
 from kvrag.generate.request import EngineStats, Request
-from kvrag.generate.sampling import TextStream, decode, parsers_of, sampler_of
+from kvrag.generate.sampling import decode, parts_of
 from kvrag.generate.scheduler import Admitted, fitted, length_of, room_for
 from kvrag.generate.streams import Emit
 from kvrag.identity.fingerprint import context_digest
@@ -141,8 +141,7 @@ class QueryPipeline:
                 stores = self.write_back is not None
                 self.stats.watch.notice(plan, known, is_stored_later=stores)
         admitted = self._admitted(request, plan, max_new_tokens, space, erasures)
-        room = room_for(self.loaded, admitted.num_kept, admitted.capacity, cancel)
-        with clock.waiting(room) as run:
+        with clock.waiting(room_for(self.loaded, admitted, cancel)) as run:
             attempt = partial(self._attempt, admitted, deadline, run, clock, cancel)
             done = _retried(attempt, admitted.mode, self._release)
             try:
@@ -176,8 +175,7 @@ class QueryPipeline:
             request,
             plan,
             max_new_tokens=limit,
-            num_kept=min(total, lm.context_window),
-            capacity=capacity_of(lm, len(ids), limit, slides),
+            num_tokens=len(ids),
             slides=slides,
             refusal=refusal,
             past=past,
@@ -330,16 +328,15 @@ class QueryPipeline:
                 constraint = constraint_of(request.form, self.loaded.encoder.private, eos_ids)
         scored = self.scored(request, config, clock, cancel)
         with scored as (admitted, done), clock.stage("decode"):
-            text_of, calls, thoughts, form = parsers_of(
-                request, self.loaded.encoder, done.token_ids, eos_ids, constraint
-            )
             limit = admitted.max_new_tokens
-            sampler = sampler_of(self.loaded, config, done.token_ids, limit, eos_ids, form)
+            sampler, text, calls, thoughts = parts_of(
+                self.loaded, request, config, done.token_ids, limit, eos_ids, constraint
+            )
             answer = decode(
                 done.extend,
                 done.logits,
                 sampler,
-                TextStream(text_of, (*(config.stop or ()), *own_stops(self.loaded))),
+                text,
                 max_new_tokens=limit,
                 eos_ids=eos_ids.union(config.stop_token_ids or ()),
                 emit=emit,

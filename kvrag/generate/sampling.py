@@ -12,14 +12,13 @@ from transformers import LogitsProcessorList
 
 from kvrag.config import SamplingConfig
 from kvrag.generate.calls import Calls, calls_in
-from kvrag.generate.defaults import processors_of
+from kvrag.generate.defaults import own_stops, processors_of
 from kvrag.generate.grammar import Constraint
 from kvrag.generate.logprobs import Delta, logprob_of
 from kvrag.generate.request import Request
 from kvrag.generate.thoughts import Decode, Form, FormBehind, Thoughts, num_sure, thoughts_in
 from kvrag.model.lm import LoadedModel
 from kvrag.model.plain import Extend
-from kvrag.prompt.template import PromptEncoder
 from kvrag.types import FinishReason, TokenLogprob, ToolCall
 
 _INCOMPLETE = "\ufffd"
@@ -109,42 +108,35 @@ class Sampler:
         return self._constraint is not None and self._constraint.is_complete
 
 
-def parsers_of(
-    request: Request,
-    encoder: PromptEncoder,
-    prompt_ids: Sequence[int],
-    eos_ids: frozenset[int],
-    constraint: Constraint | None,
-) -> tuple[Decode, Calls | None, Thoughts | None, Form | None]:
-    """Return the decoder of an answer, the parsers of its calls and its thought, and its form."""
-    decode: Decode = encoder.decode
-    calls: Calls | None = None
-    if request.form.tools:
-        decode, calls = calls_in(request.form, encoder, prompt_ids, eos_ids)
-    prompt = request.prompt
-    is_chat = not isinstance(prompt, str) and isinstance(prompt[0], Mapping)
-    thoughts: Thoughts | None = None
-    if is_chat and (tags := encoder.thought_tags) is not None:
-        thoughts, decode = thoughts_in(tags, request, encoder, prompt_ids, decode)
-    if constraint and thoughts:
-        return decode, calls, thoughts, FormBehind(constraint, thoughts, encoder, decode)
-    return decode, calls, thoughts, constraint
-
-
-def sampler_of(
+def parts_of(
     loaded: LoadedModel,
+    request: Request,
     config: SamplingConfig,
     prompt_ids: Sequence[int],
     max_new_tokens: int,
     eos_ids: frozenset[int],
-    constraint: Form | None,
-) -> Sampler:
-    """Return the sampler of an answer of at most so many tokens to a prompt."""
+    constraint: Constraint | None,
+) -> tuple[Sampler, TextStream, Calls | None, Thoughts | None]:
+    """Return the sampler of an answer, its text, and the parsers of its calls and its thought."""
+    encoder = loaded.encoder
+    decode: Decode = encoder.decode
+    calls = thoughts = None
+    if request.form.tools:
+        decode, calls = calls_in(request.form, encoder, prompt_ids, eos_ids)
+    prompt = request.prompt
+    is_chat = not isinstance(prompt, str) and isinstance(prompt[0], Mapping)
+    if is_chat and (tags := encoder.thought_tags) is not None:
+        thoughts, decode = thoughts_in(tags, request, encoder, prompt_ids, decode)
+    form: Form | None = constraint
+    if constraint and thoughts:
+        form = FormBehind(constraint, thoughts, encoder, decode)
     model = loaded.lm.model
     processors = processors_of(
         model, config, prompt_ids, max_new_tokens=max_new_tokens, eos_ids=eos_ids
     )
-    return Sampler(config, prompt_ids, processors, constraint=constraint, device=model.device)
+    sampler = Sampler(config, prompt_ids, processors, constraint=form, device=model.device)
+    text = TextStream(decode, (*(config.stop or ()), *own_stops(loaded)))
+    return sampler, text, calls, thoughts
 
 
 @dataclass(slots=True)

@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import PreTrainedModel
 
-from kvrag.blend.prefill import FindPast, refusal_of
+from kvrag.blend.prefill import FindPast, capacity_of, refusal_of
 from kvrag.blend.slide import cannot_slide
 from kvrag.config import DEFAULT_MAX_NEW_TOKENS
 from kvrag.errors import ContextLengthError
@@ -50,8 +50,8 @@ class Admitted:
     ----------
     plan
         Its plan, without reuse if prompt and answer rule it out.
-    max_new_tokens, num_kept, capacity
-        Most tokens of the answer, most rows of KV that are kept, and rows of its buffer.
+    max_new_tokens, num_tokens
+        Most tokens of the answer, and the number of tokens of the prompt.
     slides
         Whether rows leave the context window.
     refusal
@@ -67,8 +67,7 @@ class Admitted:
     request: Request
     plan: Plan
     max_new_tokens: int
-    num_kept: int
-    capacity: int
+    num_tokens: int
     slides: bool
     refusal: str | None
     past: FindPast | None
@@ -224,16 +223,18 @@ def scheduler_of(loaded: LoadedModel) -> Scheduler:
 
 
 def room_for(
-    loaded: LoadedModel, num_tokens: int, slots: int, cancel: threading.Event | None
+    loaded: LoadedModel, admitted: Admitted, cancel: threading.Event | None
 ) -> AbstractContextManager[range | None]:
-    """Reserve the KV of a request: its bytes, and ``slots`` of the pool if there is one."""
+    """Reserve the KV of a request: its bytes, and slots of the pool if there is one."""
     lm = loaded.lm
+    size = admitted.num_tokens, admitted.max_new_tokens
     pool = None
     if lm.refusal is None and (lm.recorded or lm.device.type == "cuda"):
         pool = pool_of(lm)
         if lm.recorded is not None:  # the plan has just looked at the weights
             lm.recorded.hold_for(loaded.identity.portable)
-    num_bytes = kv_bytes(loaded, num_tokens)
+    num_bytes = kv_bytes(loaded, min(sum(size), lm.context_window))
+    slots = capacity_of(lm, *size, admitted.slides)
     return scheduler_of(loaded).reservation(num_bytes, cancel, pool=pool, slots=slots)
 
 
