@@ -63,6 +63,7 @@ def probe(
         Float32 ``(N,)`` on the host: attention mass per row (see
         :class:`~kvrag.model.attention.Mass`), summed over layers.
     """
+    layers = probed_layers(span, model.depth)
     live = layout.live_rows
     total = layout.num_tokens
     suffix = layout.num_suffix
@@ -70,7 +71,6 @@ def probe(
     again = torch.arange(total, total + num_again)
     rows = torch.cat([live, again])
     ids = token_ids[torch.cat([live, again - num_again])]
-    layers = probed_layers(span, model.depth)
     _, mass = model.forward(
         ids, Rows.at(rows), buffer, logits=0, mass_rows=suffix + num_again, mass_layers=layers
     )

@@ -216,7 +216,8 @@ NEEDS: dict[str, frozenset[Signal]] = {
 
 def needs_of(layout: Layout, config: RepairConfig) -> frozenset[Signal]:
     """Return the signals to measure before selection; empty if the budget leaves no choice."""
-    if _num_heads(layout, config) < num_selected(layout, config) < layout.num_stale:
+    num_stale = layout.num_stale
+    if _num_heads(layout, config) < num_selected(layout, config) < num_stale:
         return NEEDS.get(config.strategy, frozenset())
     return frozenset()
 
@@ -249,12 +250,13 @@ def select_rows(
         Int64, ascending.
     """
     count = num_selected(layout, config)
-    if count in (0, layout.num_stale):
-        return rows_of(layout.stale)[:count]
-    ends = [min(s.stop, s.start + config.first_k) for s in layout.stale]
-    each = list(zip(layout.stale, ends, strict=True))
-    heads = rows_of([Segment(s.start, end, "chunk") for s, end in each])
-    candidates = rows_of([Segment(end, s.stop, "chunk") for s, end in each])
+    size = config.first_k
+    firsts = [Segment(s.start, min(s.stop, s.start + size), "chunk") for s in layout.stale]
+    every = rows_of(layout.stale)
+    if count in (0, len(every)):
+        return every[:count]
+    heads = rows_of(firsts)
+    candidates = every[~mask_of(heads, layout.num_tokens)[every]]
     given: dict[Signal, torch.Tensor | None] = {"mass": mass, "deviation": deviation}
     measured = {
         name: signal

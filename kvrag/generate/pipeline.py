@@ -231,20 +231,21 @@ class QueryPipeline:
         Scoring the prompt turns reuse off: its other tokens are read behind the first.
         """
         length, num_top = config.max_new_tokens, config.prompt_logprobs
+        first = request
         ids = list[int]()
         if num_top is not None:
             ids = self.plan(request).token_ids
             length = len(ids) - 1 + length_of(self.loaded.lm, len(ids), length, slides=False)
-            request = replace(
+            first = replace(
                 request, prompt=ids[:1], mode="full", form=TEXT, continues=False, slides=False
             )
-        with self.prefilled(request, max_new_tokens=length, clock=clock, cancel=cancel) as found:
+        with self.prefilled(first, max_new_tokens=length, clock=clock, cancel=cancel) as found:
             admitted, done = found
             if num_top is not None:
                 with clock.stage("score"):
                     done = read_on(done, ids[1:], num_top, cancel)
                 left = admitted.max_new_tokens - len(ids) + 1
-                admitted = replace(admitted, max_new_tokens=left)
+                admitted = replace(admitted, request=request, max_new_tokens=left)
             yield admitted, done
 
     @property

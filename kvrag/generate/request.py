@@ -78,9 +78,9 @@ class ReuseOptions:
 
     def __post_init__(self) -> None:
         check_mode(self.mode, self.max_context)
-        self.repair_config  # noqa: B018 - checks it
         check_template_kwargs(self.chat_template_kwargs)
         check_continues(self.continue_final_message)
+        self.repair_config  # noqa: B018 - checks it
         self.form  # noqa: B018 - checks it
 
     @cached_property

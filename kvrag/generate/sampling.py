@@ -134,8 +134,8 @@ def parts_of(
     processors = processors_of(
         model, config, prompt_ids, max_new_tokens=max_new_tokens, eos_ids=eos_ids
     )
-    sampler = Sampler(config, prompt_ids, processors, constraint=form, device=model.device)
     text = TextStream(decode, (*(config.stop or ()), *own_stops(loaded)))
+    sampler = Sampler(config, prompt_ids, processors, constraint=form, device=model.device)
     return sampler, text, calls, thoughts
 
 
