@@ -198,10 +198,7 @@ def prefill(
         with clock.stage("price", least_s=NOTABLE_S):
             price = costs.price(plan, config, store)
     past = None if mode == "full" or find_past is None else find_past()
-    history = (past.num_rows, past.num_exact) if past else None
-    layout, reason, kvs, holes = read(
-        model, store, plan, mode, price, load_timeout_s, clock, history
-    )
+    layout, reason, kvs, holes = read(model, store, plan, mode, price, load_timeout_s, clock, past)
     loaded_bytes = sum([t.nbytes for kv in kvs for layer in kv.layers for t in layer.tensors])
     buffer = buffer_of()
     with filling(buffer):
@@ -231,7 +228,7 @@ def prefill(
             layout,
             selected,
             is_rounded=plan.kv_dtype != "auto",
-            num_exact=history[1] if history else 0,
+            num_exact=past.num_exact if past else 0,
         ),
         window=window,
     )

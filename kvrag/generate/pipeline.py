@@ -26,7 +26,7 @@ from kvrag.generate.logprobs import read_on
 from kvrag.generate.radix_cache import RadixCache
 from kvrag.generate.request import EngineStats, Request
 from kvrag.generate.sampling import decode, parts_of
-from kvrag.generate.scheduler import Admitted, fitted, length_of, room_for
+from kvrag.generate.scheduler import Admitted, fitted, length_of, missed_of, room_for
 from kvrag.generate.streams import Emit
 from kvrag.identity.fingerprint import context_digest
 from kvrag.model.lm import LoadedModel
@@ -39,7 +39,7 @@ from kvrag.prompt.tools import TEXT
 from kvrag.runtime import Deadline
 from kvrag.store import TieredStore
 from kvrag.store.tiers import Erasures
-from kvrag.types import Explanation, GenerationResult, Missed, Mode
+from kvrag.types import Explanation, GenerationResult, Mode
 
 logger = logging.getLogger(__name__)
 
@@ -162,7 +162,7 @@ class QueryPipeline:
         ids = plan.token_ids
         limit = length_of(lm, len(ids), max_new_tokens, slides=request.slides)
         total = len(ids) + limit
-        missed = _missed(request, plan, erasures) if self.write_back else None
+        missed = missed_of(request, plan, erasures) if self.write_back else None
         plan, slides = fitted(lm, plan, request, total)
         refusal = plan.refusal
         if lm.refusal is not None:
@@ -364,17 +364,6 @@ class QueryPipeline:
             reasoning_content=answer.thought,
             reasoning_tokens=answer.num_thought,
         )
-
-
-def _missed(request: Request, plan: Plan, erasures: int) -> Missed | None:
-    """Return the registered and explicit chunks of a prompt without KV; never live text."""
-    if request.mode == "full" or not plan.missed:
-        return None
-    # Chunks are encoded behind a prefix of the application, never behind a question.
-    head = plan.pieces[0].ids
-    known = (text for text in request.prefixes if plan.encoder.head_ids(text) == head)
-    prefix = next(known, request.prefixes[0])
-    return Missed(tuple(plan.missed), prefix, request.namespace, erasures)
 
 
 def _retried(

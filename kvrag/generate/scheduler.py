@@ -128,6 +128,17 @@ def fitted(lm: CausalLM | PlainLM, plan: Plan, request: Request, total: int) -> 
     return plan if refusal is None else plan.without_reuse(refusal), slides
 
 
+def missed_of(request: Request, plan: Plan, erasures: int) -> Missed | None:
+    """Return the registered and explicit chunks of a prompt without KV; never live text."""
+    if request.mode == "full" or not plan.missed:
+        return None
+    # Chunks are encoded behind a prefix of the application, never behind a question.
+    head = plan.pieces[0].ids
+    known = (text for text in request.prefixes if plan.encoder.head_ids(text) == head)
+    prefix = next(known, request.prefixes[0])
+    return Missed(tuple(plan.missed), prefix, request.namespace, erasures)
+
+
 class Load(NamedTuple):
     """Numbers of running and waiting requests, and the bytes reserved by running requests."""
 

@@ -62,14 +62,14 @@ ANYONE = {"__init__", "__main__"}
 """Files of ``kvrag/`` itself that hand on names of the others."""
 
 AREAS = {
-    "core": 162_800,
+    "core": 162_080,
     "cli": 15_250,
     "evaluate": 7_185,
     "testing": 4_295,
     "langchain": 16_450,
     "llama_index": 12_390,
     "ray": 5_080,
-    "server": 19_400,
+    "server": 20_095,
     "shared": 3_210,
     "vllm": 17_900,
 }
@@ -78,7 +78,7 @@ DEEP_NAMES = {"langchain": 32, "llama_index": 33, "ray": 13, "server": 39, "shar
 """Most names that an integration imports from modules of kvrag, rather than from ``kvrag`` itself. They, too, only fall."""
 
 LIMITS = {
-    "files of the core": 106,
+    "files of the core": 102,
     "nodes of kvrag/store": 25_170,
     "lines of tests, per 100 lines of code": 125,
     "median lines of a function": 8,
@@ -120,17 +120,15 @@ ROOM_FILES = 12
 
 LARGER_ROOMS: dict[str, int] = {
     "integrations/server/kvrag_server": 16,
-    "kvrag/generate": 15,
     "kvrag/model": 15,
 }
 """Rooms, by folder, that may hold more files than :data:`ROOM_FILES`."""
 
 KNOWN: dict[str, dict[str, float] | set[str]] = {
     "large files": {
-        "kvrag/blend/cost.py": 2_950,
+        "kvrag/blend/cost.py": 2_940,
         "kvrag/cli/store.py": 2_800,
-        "kvrag/engine.py": 3_810,
-        "kvrag/generate/pipeline.py": 3_100,
+        "kvrag/engine.py": 3_310,
         "kvrag/kv/layers.py": 3_100,
         "kvrag/model/proof.py": 3_320,
         "kvrag/model/traits.py": 2_720,
@@ -141,7 +139,7 @@ KNOWN: dict[str, dict[str, float] | set[str]] = {
         "kvrag/store/catalog/ledger.py": 2_650,
     },
     "large functions": {
-        "kvrag/blend/prefill.py::prefill": 580,
+        "kvrag/blend/prefill.py::prefill": 515,
         "integrations/langchain/langchain_kvrag/_tools.py::structured": 402,
         "integrations/vllm/vllm_kvrag/planning.py::Planner.decide": 430,
         "kvrag/cli/ask.py::_prove": 450,
@@ -514,6 +512,19 @@ def test_exceptions_are_needed():
         found, known = check(), KNOWN.get(name, {})
         assert set(known) <= set(found), name
     assert all(len(list((ROOT / room).glob("*.py"))) - 1 > ROOM_FILES for room in LARGER_ROOMS)
+
+
+def test_no_stage_asks_for_the_class_of_a_model():
+    """A refused model answers the calls of one that reuses chunks, and says its refusal."""
+    asked = [
+        name_of(path)
+        for path, tree in files().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and getattr(node.func, "id", "") == "isinstance"
+        and "PlainLM" in ast.unparse(node.args[1])
+    ]
+    assert asked == []
 
 
 def test_tests_that_run_in_part_exist():
