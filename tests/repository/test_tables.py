@@ -78,11 +78,11 @@ def test_what_is_said_of_hotpotqa_is_in_its_table():
     """README and the benchmarks page say it in words."""
     found = facts.common(facts.TOGETHER, "hotpotqa", facts.METHODS)
     base = found[facts.RUNS]
-    assert facts.counts(base)[:2] == (0, 5)
+    assert facts.counts(base)[:2] == (5, 21)
     published = {"prophetkv", "cacheblend", "epic", "apecode"}
     for name, pairs in found.items():
         if name.partition("@")[0] in published:
-            assert 3 * facts.mean(base, "kl") < facts.mean(pairs, "kl")
+            assert 1.7 * facts.mean(base, "kl") < facts.mean(pairs, "kl")
             assert float(facts.over_default(pairs, base, "kl").split("(")[1].split(" to ")[0]) > 0
 
 
