@@ -62,7 +62,7 @@ ANYONE = {"__init__", "__main__"}
 """Files of ``kvrag/`` itself that hand on names of the others."""
 
 AREAS = {
-    "core": 162_080,
+    "core": 162_055,
     "cli": 15_250,
     "evaluate": 7_185,
     "testing": 4_295,
