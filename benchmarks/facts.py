@@ -61,7 +61,7 @@ from kvrag.blend.stitch import stitch
 from kvrag.evaluate.answers import wilson
 from kvrag.evaluate.questions import normalised
 from kvrag.evaluate.questions import score as questions_score
-from kvrag.generate.ending import end_ids
+from kvrag.generate.defaults import end_ids
 from kvrag.kv.quantise import pack
 from kvrag.metrics import kl_divergence
 from kvrag.model import CausalLM, attention

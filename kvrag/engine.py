@@ -17,7 +17,6 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from transformers import PreTrainedModel
 
-from kvrag.blend.clock import NOTABLE_S, Clock
 from kvrag.config import (
     Repair,
     RepairConfig,
@@ -34,14 +33,20 @@ from kvrag.evaluate.answers import evaluate_reuse
 from kvrag.evaluate.calibrate import Profile, calibrate_repair, in_words, kept_profile
 from kvrag.evaluate.verify import verify_prompts
 from kvrag.generate.pipeline import QueryPipeline
-from kvrag.generate.request import AnswerRequest, PrefillRequest, Request, ScoreRequest
+from kvrag.generate.request import (
+    AnswerRequest,
+    EngineStats,
+    Figures,
+    PrefillRequest,
+    Request,
+    ScoreRequest,
+)
 from kvrag.generate.scheduler import Load, pool_stats, scheduler_of
-from kvrag.generate.stats import EngineStats, Figures
 from kvrag.generate.streams import AsyncTokenStream, Emit, Produce, TokenStream
 from kvrag.identity.fingerprint import context_digest
 from kvrag.model.lm import LoadedModel
 from kvrag.model.load import load
-from kvrag.model.plain import PlainLM
+from kvrag.model.lock import NOTABLE_S, Clock
 from kvrag.model.source import ModelSource
 from kvrag.precompute import documents
 from kvrag.precompute.encode import KeptPrefix, check_context, context_ids
@@ -53,7 +58,7 @@ from kvrag.prompt.prefix import Prefix, prefix_text
 from kvrag.prompt.template import Prompt, PromptEncoder
 from kvrag.runtime import own_modes
 from kvrag.store import Prefetch, on_accelerator
-from kvrag.store.erasures import ERASURES
+from kvrag.store.tiers import ERASURES
 from kvrag.types import (
     Chunk,
     ChunkIdentity,
@@ -371,7 +376,7 @@ class KVRagEngine(Library):
     def context_ids(self) -> tuple[int, ...]:
         """Token ids that chunks are encoded behind, between the prefix and the chunk."""
         lm = self.loaded.lm
-        if isinstance(lm, PlainLM):
+        if lm.refusal is not None:
             return ()
         return context_ids(self.context, self.loaded.encoder, lm.reuse_window)
 
@@ -396,7 +401,7 @@ class KVRagEngine(Library):
         -----
         ``mode="auto"`` compares these costs. They are kept for later processes.
         """
-        if not isinstance(self.loaded.lm, PlainLM):
+        if self.loaded.lm.refusal is None:
             self._answering.costs.known()
 
     def close(self) -> None:
@@ -441,8 +446,7 @@ class KVRagEngine(Library):
         items = asked.items()
         space = self.space_of(asked.namespace)
         loaded = self.loaded
-        if isinstance(loaded.lm, PlainLM):
-            loaded.reusable  # noqa: B018 - raises before anything is deleted or stored
+        loaded.reusable  # noqa: B018 - raises before anything is deleted or stored
         if self._gate.kv_dtype != "auto":
             self._gate.admit(loaded)
         text = self.text_of(asked.prefix)
@@ -561,7 +565,7 @@ class KVRagEngine(Library):
         """
         asked = PrefillRequest(prompt=prompt, **options)
         request, answering = self._prepared(clock := Clock(), asked)
-        with answering.prefilled(request, max_new_tokens=1, clock=clock) as done:
+        with answering.prefilled(request, max_new_tokens=1, clock=clock) as (_, done):
             logits = done.logits.float()
         ttft_ms = (time.perf_counter() - clock.start) * 1e3
         return self._stats.count(
@@ -581,7 +585,7 @@ class KVRagEngine(Library):
         request, answering = self._prepared(clock := Clock(), asked)
         ids = self.loaded.encoder.continuation_ids(continuation, self.loaded.lm.vocab_size)
         with (
-            answering.prefilled(request, max_new_tokens=len(ids), clock=clock) as done,
+            answering.prefilled(request, max_new_tokens=len(ids), clock=clock) as (_, done),
             clock.stage("score"),
         ):
             logits = [done.logits[None]]
@@ -644,7 +648,7 @@ class KVRagEngine(Library):
                 self._gate.admit(loaded)
                 config = self.store_config
                 ids = self.context_ids
-                if config.on_miss == "store" and not isinstance(loaded.lm, PlainLM):
+                if config.on_miss == "store" and loaded.lm.refusal is None:
                     self._write_back = WriteBack(loaded, self.store, config, ERASURES, ids)
                 own = self._write_back, ids, self._stats, ERASURES
                 self._query_side = QueryPipeline(loaded, self.store, config, *own)

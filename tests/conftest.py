@@ -22,7 +22,7 @@ from kit import heed_signals
 
 from kvrag import KVRagEngine
 from kvrag.blend.cost import IN_ROWS
-from kvrag.generate import pipeline
+from kvrag.generate import pipeline, scheduler
 from kvrag.kv import buffers as kv_buffers
 from kvrag.kv.buffers import Buffers
 from kvrag.model import CausalLM
@@ -38,7 +38,7 @@ if os.access(RAM_DISK, os.W_OK) and shutil.disk_usage(RAM_DISK).free > 2**32:
 
 heed_signals()
 
-pipeline.DEFAULT_MAX_NEW_TOKENS = (
+scheduler.DEFAULT_MAX_NEW_TOKENS = (
     64  # tiny models never end an answer; tests/generate/test_lengths.py has the true one
 )
 

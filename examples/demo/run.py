@@ -21,7 +21,7 @@ from demo.pipeline import Answer, Pipeline, prompt_ids, whole_words
 from demo.progress import Progress
 from demo.questions import Question
 from kvrag.cli.documents import split_documents
-from kvrag.generate.ending import end_ids
+from kvrag.generate.defaults import end_ids
 from kvrag.types import PrecomputeReport
 
 MIN_TOKENS = 32

@@ -17,7 +17,7 @@ from kvrag.adapters.models import EngineFields
 from kvrag.adapters.planning import ChunkFinder, ModelFacts, Reuse, StorePlanner
 from kvrag.config import config_class, parameters_of, unknown_option
 from kvrag.config.address import Address, address, place
-from kvrag.generate.logprobs import Delta, LogprobWriter
+from kvrag.generate.logprobs import Delta
 from kvrag.generate.request import ReuseOptions
 from kvrag.hooks import Content, OnError
 from kvrag.hosts import RemoteHost
@@ -28,7 +28,7 @@ from kvrag.precompute.encode import check_context
 from kvrag.progress import Progress, tell_short
 from kvrag.prompt.template import Prompt, PromptEncoder
 from kvrag.prompt.tokenizer import UnreadableTextError, check_encodable
-from kvrag.types import MaxContext, Mode
+from kvrag.types import MaxContext, Mode, TokenLogprob
 
 __all__ = [
     "AdapterOptions",
@@ -40,7 +40,6 @@ __all__ = [
     "DocumentKV",
     "EngineFields",
     "IndexRequest",
-    "LogprobWriter",
     "MaxContext",
     "Mode",
     "ModelFacts",
@@ -53,6 +52,7 @@ __all__ = [
     "Reuse",
     "ReuseOptions",
     "StorePlanner",
+    "TokenLogprob",
     "UnreadableTextError",
     "address",
     "check_context",

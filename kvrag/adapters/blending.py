@@ -11,7 +11,6 @@ import torch
 from transformers import PreTrainedModel
 
 from kvrag.adapters.planning import ModelFacts
-from kvrag.blend.clock import Clock
 from kvrag.blend.cost import CostModel
 from kvrag.blend.prefill import prefill
 from kvrag.blend.reuse import read
@@ -21,6 +20,7 @@ from kvrag.engine import KVRagEngine
 from kvrag.errors import StoreError
 from kvrag.model.lm import LoadedModel
 from kvrag.model.load import load
+from kvrag.model.lock import Clock
 from kvrag.model.rows import KVBuffer, Pair, Rows
 from kvrag.model.source import ModelSource
 from kvrag.prompt.plan import Plan

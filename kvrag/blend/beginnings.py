@@ -10,22 +10,21 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection
 from functools import partial
 from itertools import accumulate
 from typing import cast
 
 import torch
 
-from kvrag.blend.clock import Clock
-from kvrag.blend.prefill import Prefilled, refusal_of
+from kvrag.blend.prefill import FindPast, Prefilled, refusal_of
 from kvrag.blend.stitch import PrefixMatch
 from kvrag.errors import UnsupportedModelError
 from kvrag.kv.snapshot import Layers, Snapshot
 from kvrag.model import CausalLM
 from kvrag.model.forward import evaluating
-from kvrag.model.lock import lock_of
-from kvrag.model.plain import Past, Pieces, PlainLM, Run, regime_limit
+from kvrag.model.lock import Clock, lock_of
+from kvrag.model.plain import Past, Pieces, PlainLM, Run
 from kvrag.model.proof import (
     ATTEMPTS,
     CROSSABLE_WINDOW,
@@ -52,13 +51,12 @@ def refusal_of_past(model: CausalLM | PlainLM, total: int, max_bytes: int) -> st
     ``total`` is the number of tokens of prompt and answer; ``max_bytes`` bounds a request's
     snapshots.
     """
-    if not isinstance(model, PlainLM):
+    if model.refusal is None:
         return refusal_of(model, total)
     if not max_bytes:
         return "history_bytes is 0"
-    regime = regime_limit(model.config)
-    if regime is not None and total > regime:
-        return f"its RoPE scaling changes beyond {regime} tokens"
+    if total > model.reuse_window:
+        return f"its RoPE scaling changes beyond {model.reuse_window} tokens"
     pieces = pieces_of(model)
     if pieces.state_bytes > max_bytes:
         return f"a snapshot takes {pieces.state_bytes:,} bytes, more than half of history_bytes"
@@ -67,24 +65,12 @@ def refusal_of_past(model: CausalLM | PlainLM, total: int, max_bytes: int) -> st
 
 def in_words(model: CausalLM | PlainLM, total: int, max_bytes: int) -> list[str]:
     """Say whether exact beginnings are reused where chunks are not, as a note of ``explain``."""
-    if not isinstance(model, PlainLM):
+    if model.refusal is None:
         return []
     why = refusal_of_past(model, total, max_bytes)
     if why is None:
         return ["a prompt that begins like an earlier one computes only its other tokens"]
     return [f"no beginning of an earlier prompt is reused, either: {why}"]
-
-
-def needs_state(model: CausalLM | PlainLM) -> bool:
-    """Whether a model continues only where a snapshot was taken."""
-    return isinstance(model, PlainLM) and pieces_of(model).state_bytes > 0
-
-
-def kept_of(done: Prefilled) -> tuple[Layers, Mapping[int, Snapshot]]:
-    """Return the rows and snapshots of an answered prompt."""
-    if isinstance(done.extend, Run):
-        return done.extend.kept()
-    return (() if done.buffer is None else done.buffer.layers), {}
 
 
 def pieces_of(model: PlainLM) -> Pieces:
@@ -106,7 +92,7 @@ def prefill_refused(
     max_new_tokens: int,
     clock: Clock,
     max_bytes: int,
-    find_past: Callable[[], PrefixMatch | None],
+    find_past: FindPast | None,
     cancel: threading.Event | None = None,
 ) -> Prefilled:
     """Prefill a prompt behind its longest beginning that was kept.
@@ -116,9 +102,10 @@ def prefill_refused(
     """
     past = None
     stops: Collection[int] = ()
-    if mode != "full" and max_bytes:
+    if mode != "full" and max_bytes and find_past is not None:
         pieces = pieces_of(model)
-        found = find_past()
+        # It continues only where a snapshot was taken.
+        found = find_past(needs_state=pieces.state_bytes > 0)
         if pieces.state_bytes:
             stops = _stops(plan, found, max_bytes // pieces.state_bytes)
         if found is not None and found.num_rows:
@@ -143,20 +130,17 @@ def prefill_refused(
             logits, extend = run()
         logits = logits.cpu()
     num_past = past.num_rows if past else 0
-    num_live = len(ids) - num_past
-    sources: tuple[tuple[Source, int], ...] = (("exact", num_past), ("computed", num_live))
+    sources: tuple[tuple[Source, int], ...] = (("computed", len(ids) - num_past),)
+    if past:
+        sources = (("exact", num_past), *sources)
     return Prefilled(
         extend,
         None,
         logits,
         plan.token_ids,
-        0,
-        num_live,
-        "exact" if past else "full",
         model.refusal,
+        sources,
         num_history=num_past,
-        num_exact=len(ids),
-        sources=sources if past else sources[1:],
     )
 
 

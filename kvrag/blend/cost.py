@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from pydantic import TypeAdapter
 
-from kvrag.blend.layout import Layout, Segment, num_rows_of
+from kvrag.blend.layout import Layout, Segment
 from kvrag.blend.repair import CHECK_LAYER, REREAD
 from kvrag.blend.select import needs_of, num_selected
 from kvrag.cache import keep
@@ -139,7 +139,7 @@ class Price:
         """Return the cost of loading, stitching and computing a layout."""
         costs = self.costs
         loaded = self.loaded({segment.source for segment in layout.reused})
-        cost = self.of_forwards(layout) + costs.of("stitch") * num_rows_of(layout.reused)
+        cost = self.of_forwards(layout) + costs.of("stitch") * layout.num_reused
         cost += sum([costs.of(tier) * rows for tier, rows in loaded.items()])
         if layout.stale:
             return cost + costs.of("request")
@@ -280,7 +280,7 @@ class CostModel:
             if rows:  # tiers are read concurrently, so the slowest determines the time
                 tier = max(rows, key=lambda tier: costs.of(tier) * rows[tier])
                 costs = costs.after(tier, ms.get("load", 0.0), rows[tier])
-            costs = costs.after("stitch", ms.get("stitch", 0.0), num_rows_of(layout.reused))
+            costs = costs.after("stitch", ms.get("stitch", 0.0), layout.num_reused)
             took = sum(ms.get(stage, 0.0) for stage in ("select", "repair", "prefill"))
             forwards = price.of_forwards(layout)
             predicted = forwards + (price.costs.of("request") if layout.stale else 0.0)

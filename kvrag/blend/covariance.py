@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvrag.blend.layout import Layout, num_rows_of, uploaded
+from kvrag.blend.layout import Layout, uploaded
 from kvrag.model.linear import linear
 from kvrag.model.rows import KVBuffer
 
@@ -84,11 +84,12 @@ class RowCovariance:
             buffer.values(layer)[0, :, span].transpose(0, 1).flatten(1)
             for layer in sorted({int(share * len(buffer.layers)) for share in LAYERS})
         ]
+        widths = [layer.shape[1] for layer in layers]
         owner, size = uploaded(_sides(layout, span, mass), layers[0].device)
         # Other rows may be uninitialised.
         rows = torch.cat(layers, dim=1).float().masked_fill_((owner < 0)[:, None], 0)
-        rows -= rows.sum(dim=0) / num_rows_of(layout.stale)
-        for part in torch.split(rows, [layer.shape[1] for layer in layers], dim=1):
+        rows -= rows.sum(dim=0) / layout.num_stale
+        for part in torch.split(rows, widths, dim=1):
             torch.nn.functional.normalize(part, dim=1, out=part)
         return cls(span, rows.div_(len(layers) ** 0.5), owner, size.view(torch.float32), run)
 

@@ -79,7 +79,7 @@ class Layout:
         """Segments whose KV is loaded from the store."""
         return [s for s in self.segments if s.kind in ("prefix", "chunk")]
 
-    @property
+    @cached_property
     def history(self) -> Segment | None:
         """The first segment, if its KV is from an earlier request."""
         if self.segments[0].kind == "history":
@@ -99,10 +99,25 @@ class Layout:
         """Segments to compute: glue, prefix and chunks without stored KV, suffix."""
         return [s for s in self.segments if s.kind == "live"]
 
-    @property
+    @cached_property
     def num_live(self) -> int:
         """Number of rows to compute in any case."""
         return num_rows_of(self.live)
+
+    @cached_property
+    def num_reused(self) -> int:
+        """Number of rows that are loaded from the store."""
+        return num_rows_of(self.reused)
+
+    @cached_property
+    def num_stale(self) -> int:
+        """Number of rows that are candidates for repair."""
+        return num_rows_of(self.stale)
+
+    @cached_property
+    def live_rows(self) -> torch.Tensor:
+        """Rows to compute in any case, int64, ascending."""
+        return rows_of(self.live)
 
     @property
     def num_suffix(self) -> int:

@@ -4,33 +4,39 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from itertools import takewhile
+from typing import Any, cast
 
 import torch
 
-from kvrag.blend.clock import NOTABLE_S, Clock
 from kvrag.blend.cost import CostModel
 from kvrag.blend.covariance import RowCovariance
-from kvrag.blend.layout import Layout, num_rows_of, sources_of
+from kvrag.blend.layout import Layout, sources_of
 from kvrag.blend.repair import REREAD, deviation, may_shift, probe, repair
 from kvrag.blend.reuse import because, read
 from kvrag.blend.select import Signal, breaks_of, needs_of, select_rows
 from kvrag.blend.slide import SlidingWindow
 from kvrag.blend.stitch import PrefixMatch, filling, stitch
 from kvrag.config import RepairConfig
+from kvrag.kv.snapshot import Layers, Snapshot
 from kvrag.model import CausalLM
-from kvrag.model.plain import Extend, PlainLM
+from kvrag.model.lock import NOTABLE_S, Clock
+from kvrag.model.plain import Extend, PlainLM, Run
 from kvrag.model.rope import Rotations
 from kvrag.model.rows import KVBuffer
 from kvrag.prompt.plan import Plan
+from kvrag.prompt.template import PromptEncoder
 from kvrag.store import TieredStore
-from kvrag.types import ChunkKV, Exactness, Hole, KVDtype, Missed, Mode, Source
+from kvrag.types import ChunkKV, Exactness, Hole, KVDtype, Mode, Source, TokenLogprob
 
 logger = logging.getLogger(__name__)
+
+
+FindPast = Callable[..., PrefixMatch | None]
+"""Finds the rows of earlier requests that a prompt begins with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,40 +53,52 @@ class Prefilled:
         KV of the prompt; ``None`` if the model keeps it in a cache of its own.
     logits
         Logits of the last row, ``(vocab,)``, on the host.
-    missed
-        Chunks without KV, to be stored after the answer.
     num_history
         Number of first rows taken from an earlier request.
-    num_exact
-        Number of first rows that equal a full prefill's.
     window
         The same as ``extend`` if rows may be evicted from the buffer, else ``None``.
-    max_new_tokens
-        Most tokens of the answer.
-    space, erasures
-        Key of the radix tree that may keep this KV, if any, and the number of erasures before.
+    prompt_logprobs
+        Log-probabilities of the prompt's own tokens, if they were scored.
     """
 
     extend: Extend
     buffer: KVBuffer | None
     logits: torch.Tensor
     token_ids: list[int]
-    num_repaired: int
-    num_live: int
-    exactness: Exactness
     fallback_reason: str | None
+    sources: tuple[tuple[Source, int], ...]
     loaded_bytes: int = 0
     has_other_prefix: bool = False
     holes: tuple[Hole, ...] = ()
     kv_dtype: KVDtype = "auto"
-    missed: Missed | None = None
     num_history: int = 0
-    num_exact: int = 0
-    sources: tuple[tuple[Source, int], ...] = ()
     window: SlidingWindow | None = None
-    max_new_tokens: int = 0
-    space: Hashable = None
-    erasures: int = 0
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+
+    @property
+    def exactness(self) -> Exactness:
+        """How the answer compares with a full prefill's."""
+        if self.num_rows("computed") == len(self.token_ids):
+            return "full"
+        return "repaired" if self.num_rows("reused") else "exact"
+
+    @property
+    def num_exact(self) -> int:
+        """Number of first rows that equal a full prefill's."""
+        rows = list(self.sources)
+        if self.exactness == "repaired":
+            rows = [*takewhile(lambda run: run[0] in ("computed", "exact"), rows)]
+        return sum([count for _, count in rows])
+
+    def num_rows(self, source: Source) -> int:
+        """Return the number of rows of a source."""
+        return sum([count for each, count in self.sources if each == source])
+
+    def kept(self) -> tuple[Layers, Mapping[int, Snapshot]]:
+        """Return the rows and snapshots of an answered prompt."""
+        if self.buffer is None:
+            return cast(Run, self.extend).kept()
+        return self.buffer.layers, {}
 
     def release(self) -> None:
         """Free the buffer's memory now, even if this object is still referenced."""
@@ -93,6 +111,7 @@ class Prefilled:
         They change while the answer is decoded, because the window may evict rows.
         """
         total = len(self.token_ids)
+        repaired, computed = self.num_rows("repaired"), self.num_rows("computed")
         found = dict[str, Any]()
         # Evicted rows make the answer approximate, even if no stored KV was used.
         if self.window and (evicted := self.window.evicted_tokens):
@@ -112,9 +131,9 @@ class Prefilled:
         return {name: getattr(self, name) for name in same} | {
             "prompt_ids": self.token_ids,
             "prompt_tokens": total,
-            "cached_tokens": total - self.num_live - self.num_repaired,
-            "repaired_tokens": self.num_repaired,
-            "computed_tokens": self.num_live,
+            "cached_tokens": total - computed - repaired,
+            "repaired_tokens": repaired,
+            "computed_tokens": computed,
             "history_tokens": self.num_history,
             "timings_ms": clock.timings_ms,
             "stages": tuple(clock.stages),
@@ -127,10 +146,8 @@ def refusal_of(model: CausalLM | PlainLM, total: int) -> str | None:
 
     Beyond ``model.reuse_window`` tokens, RoPE uses other angles than for the stored KV (longrope).
     """
-    if isinstance(model, PlainLM):
+    if model.refusal is not None or total <= model.reuse_window:
         return model.refusal
-    if total <= model.reuse_window:
-        return None
     return (
         f"prompt and answer ({total} tokens) exceed {model.reuse_window} tokens, "
         "where this model's RoPE scaling changes"
@@ -148,7 +165,7 @@ def prefill(
     max_new_tokens: int,
     load_timeout_s: float,
     clock: Clock,
-    find_past: Callable[[], PrefixMatch | None] = lambda: None,
+    find_past: FindPast | None = None,
     slides: bool = False,
     cancel: threading.Event | None = None,
     run: range | None = None,
@@ -171,83 +188,50 @@ def prefill(
     run
         Slots of the model's pool for :func:`capacity_of` rows; by default, memory is allocated.
     """
-    buffer_of = partial(
-        model.buffer, capacity_of(model, len(plan.token_ids), max_new_tokens, slides), run=run
-    )
-    if slides and len(plan.token_ids) > model.context_window:
+    token_ids = plan.token_ids
+    capacity = capacity_of(model, len(token_ids), max_new_tokens, slides)
+    buffer_of = partial(model.buffer, capacity, run=run)
+    if slides and len(token_ids) > model.context_window:
         return _in_window(model, buffer_of(), plan, clock, cancel)
     price = None
     if mode == "auto":
         with clock.stage("price", least_s=NOTABLE_S):
             price = costs.price(plan, config, store)
-    past = None if mode == "full" else find_past()
-    history = (past.num_rows, past.num_exact) if past else None
-    layout, reason, kvs, holes = read(
-        model, store, plan, mode, price, load_timeout_s, clock, history
-    )
-    loaded_bytes = sum([t.nbytes for kv in kvs for layer in kv.layers for t in layer.tensors])
+    past = None if mode == "full" or find_past is None else find_past()
+    layout, reason, kvs, holes = read(model, store, plan, mode, price, load_timeout_s, clock, past)
+    loaded_bytes = sum([kv.num_bytes for kv in kvs])
     buffer = buffer_of()
     with filling(buffer):
         if past and layout.history:
             with clock.stage("history"):
                 past.fill(buffer.layers, layout.history.num_rows)
-        ids = torch.tensor(plan.token_ids)
-        stages = _Blend(model, buffer, layout, plan, ids, config, clock, cancel)
+        ids = torch.tensor(token_ids)
+        stages = _Blend(model, buffer, layout, plan.encoder, ids, config, clock, cancel)
         selected, logits = stages.run(kvs)
     if price is not None:
         with clock.stage("price", least_s=NOTABLE_S):
             costs.learn(price, layout, holes, clock.timings_ms)
-    kv_dtype, exactness = _outcome(layout, plan.kv_dtype, len(selected))
-    if exactness != "repaired":
-        num_exact = layout.num_tokens
-    else:
-        num_exact = _num_exact(layout, kv_dtype, history)
     window = SlidingWindow(model, buffer, layout.num_tokens) if slides else None
     return Prefilled(
         extend=window or model.extension(buffer, layout.num_tokens),
         buffer=buffer,
         logits=logits,
-        token_ids=plan.token_ids,
-        num_repaired=len(selected),
-        num_live=layout.num_live,
-        exactness=exactness,
+        token_ids=token_ids,
         fallback_reason=reason,
         loaded_bytes=loaded_bytes,
         has_other_prefix=any(segment.is_mismatched for segment in layout.stale),
         holes=tuple(holes.values()),
-        kv_dtype=kv_dtype,
+        # If repair recomputed every reused row, no rounded KV is left.
+        kv_dtype=plan.kv_dtype if layout.num_reused > len(selected) else "auto",
         num_history=layout.history.num_rows if layout.history else 0,
-        num_exact=num_exact,
         sources=sources_of(
             layout,
             selected,
             is_rounded=plan.kv_dtype != "auto",
-            num_exact=history[1] if history else 0,
+            num_exact=past.num_exact if past else 0,
         ),
         window=window,
     )
-
-
-def _num_exact(layout: Layout, kv_dtype: KVDtype, history: tuple[int, int] | None) -> int:
-    """Return the number of first rows that equal a full prefill's, in an approximate prompt."""
-    if layout.history and not layout.history.exact and history:
-        return history[1]
-    return next(s.start for s in (layout.stale if kv_dtype == "auto" else layout.reused))
-
-
-def _outcome(layout: Layout, kept: KVDtype, num_repaired: int) -> tuple[KVDtype, Exactness]:
-    """Return the type that the KV in use is rounded to, and the exactness label.
-
-    ``kept`` is the type of the stored KV. If repair recomputed every reused row, no rounded KV is
-    left.
-    """
-    if not layout.reused and not layout.history:
-        return "auto", "full"
-    is_exact = layout.history is None or layout.history.exact
-    kv_dtype: KVDtype = kept if num_rows_of(layout.reused) > num_repaired else "auto"
-    return kv_dtype, "exact" if kv_dtype == "auto" and is_exact and num_repaired == num_rows_of(
-        layout.stale
-    ) else "repaired"
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +241,7 @@ class _Blend:
     model: CausalLM
     buffer: KVBuffer
     layout: Layout
-    plan: Plan
+    encoder: PromptEncoder
     ids: torch.Tensor
     config: RepairConfig
     clock: Clock
@@ -266,6 +250,8 @@ class _Blend:
     def run(self, kvs: list[ChunkKV]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the repaired rows and the last row's logits; ``kvs`` is emptied on the way."""
         selected = covariance = None
+        turn = self.model.lock.unless
+        holds = self.buffer.start is None  # recorded forwards share the model with other requests
         needs = needs_of(self.layout, self.config)
         if not needs:  # select before stitching, so that selected rows needn't be stitched
             with self.clock.stage("select"):
@@ -273,10 +259,10 @@ class _Blend:
         rotary = self._stitch(kvs, selected) if self.layout.reused else None
         kvs.clear()  # the buffer holds a copy; don't keep the loaded KV while the model runs
         if selected is None:
-            with self.clock.stage("select"), self._turn():
+            with self.clock.stage("select"), turn(self.cancel, holds=holds):
                 selected, covariance = self._select(needs)
         stage = "repair" if self.layout.reused or self.layout.history else "prefill"
-        with self.clock.stage(stage), self._turn():
+        with self.clock.stage(stage), turn(self.cancel, holds=holds):
             logits = repair(
                 self.model,
                 self.buffer,
@@ -290,10 +276,6 @@ class _Blend:
             logits = logits.cpu()  # waits until the device has computed everything
         return selected, logits
 
-    def _turn(self) -> AbstractContextManager[None]:
-        """Hold the model during a stage; recorded forwards share it with other requests."""
-        return self.model.lock.unless(self.cancel, holds=self.buffer.start is None)
-
     def _stitch(self, kvs: list[ChunkKV], selected: torch.Tensor | None) -> Rotations:
         """Stitch the chunks, without the rows to repair if no shift compares them."""
         with self.clock.stage("stitch"):
@@ -306,7 +288,7 @@ class _Blend:
         """Measure the strategy's signals; return the rows to repair and the covariance."""
         mass = change = covariance = breaks = None
         if "breaks" in needs:
-            breaks = breaks_of(self.plan.encoder.token_texts(self.plan.token_ids))
+            breaks = breaks_of(self.encoder.token_texts(self.ids.tolist()))
         if "mass" in needs:
             mass = probe(
                 self.model, self.buffer, self.layout, self.ids, span=self.config.probe_span
@@ -344,16 +326,12 @@ def _in_window(
     buffer.events = ()  # nothing is stitched
     with clock.stage("prefill"):
         logits = window.prefill(ids, cancel).cpu()
-    made: tuple[tuple[Source, int], ...] = (("computed", len(ids)),)
     return Prefilled(
         window,
         buffer,
         logits,
         plan.token_ids,
-        0,
-        len(ids),
-        "full",
         plan.refusal,
-        sources=made,
+        (("computed", len(ids)),),
         window=window,
     )

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from kvrag.blend.covariance import RowCovariance
-from kvrag.blend.layout import Layout, num_rows_of, rows_of, uploaded
+from kvrag.blend.layout import Layout, uploaded
 from kvrag.model import CausalLM, StopForward
 from kvrag.model.linear import linear
 from kvrag.model.rope import Rotations
@@ -63,14 +63,14 @@ def probe(
         Float32 ``(N,)`` on the host: attention mass per row (see
         :class:`~kvrag.model.attention.Mass`), summed over layers.
     """
-    live = rows_of(layout.live)
+    layers = probed_layers(span, model.depth)
+    live = layout.live_rows
     total = layout.num_tokens
     suffix = layout.num_suffix
     num_again = max(0, min(suffix, REREAD, model.reuse_window - total))
     again = torch.arange(total, total + num_again)
     rows = torch.cat([live, again])
     ids = token_ids[torch.cat([live, again - num_again])]
-    layers = probed_layers(span, model.depth)
     _, mass = model.forward(
         ids, Rows.at(rows), buffer, logits=0, mass_rows=suffix + num_again, mass_layers=layers
     )
@@ -177,9 +177,8 @@ class ResidualShift:
             .view(-1, *by_row.shape[1:])
             .transpose(0, 1)
         )
-        predicted, of_values, *partner = torch.split(
-            found, [part.shape[-1] for part in parts], dim=-1
-        )
+        widths = [change.shape[-1], fresh_values.shape[-1], parts[-1].shape[-1]]
+        predicted, of_values, *partner = torch.split(found, widths[: len(parts)], dim=-1)
         slots = self.span if self.slots is None else self.slots
         shifted = keys[0, :, slots]
         table.add_unit_rotated(shifted, predicted, *partner, rows=self.span)
@@ -245,7 +244,7 @@ def may_shift(layout: Layout, selected: torch.Tensor | None, strength: float) ->
 
     ``selected`` is ``None`` if the rows are not known yet.
     """
-    num_stale = num_rows_of(layout.stale)
+    num_stale = layout.num_stale
     return strength > 0 and (num_stale > 0 if selected is None else 0 < len(selected) < num_stale)
 
 
@@ -305,7 +304,7 @@ def repair(
     torch.Tensor
         Logits ``(vocab,)`` of the prompt's last row, in the model's dtype.
     """
-    rows = torch.sort(torch.cat([selected, rows_of(layout.live)])).values
+    rows = torch.sort(torch.cat([selected, layout.live_rows])).values
     if len(rows) == layout.num_tokens:
         return model.forward(token_ids, Rows.span(0, len(rows)), buffer)[0][0, -1]
     shifting = None

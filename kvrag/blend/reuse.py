@@ -9,12 +9,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from kvrag.blend.clock import Clock
 from kvrag.blend.cost import Price
 from kvrag.blend.layout import Layout, lay_out
+from kvrag.blend.stitch import PrefixMatch
 from kvrag.identity.fingerprint import chunk_key
 from kvrag.kv.layers import parts
 from kvrag.model import CausalLM
+from kvrag.model.lock import Clock
 from kvrag.model.rows import LayerShape
 from kvrag.prompt.plan import Plan
 from kvrag.store import TieredStore
@@ -49,17 +50,16 @@ def in_words(holes: Sequence[Hole]) -> str | None:
 
 
 def decide_plan(
-    plan: Plan, mode: Mode, cheapest: Choice | None, history: tuple[int, int] | None = None
+    plan: Plan, mode: Mode, cheapest: Choice | None, past: PrefixMatch | None = None
 ) -> tuple[Layout, str | None]:
     """Lay out a plan and call :func:`decide`; add the plan's own reasons to the result.
 
-    ``history`` is ``(rows, exact rows)``: how many first rows of the prompt an earlier request
-    has computed, and how many of them equal a full prefill's.
+    ``past`` are the first rows of the prompt that an earlier request has computed.
     """
     layout = lay_out(plan)
     refusal = plan.refusal
-    if history is not None:
-        layout = layout.behind(*history)
+    if past is not None:
+        layout = layout.behind(past.num_rows, past.num_exact)
     if mode == "prefix" and plan.kv_dtype != "auto":
         refusal = (
             refusal
@@ -123,14 +123,14 @@ def read(
     price: Price | None,
     timeout_s: float,
     clock: Clock,
-    history: tuple[int, int] | None,
+    past: PrefixMatch | None,
 ) -> tuple[Layout, str | None, list[ChunkKV], dict[int, Hole]]:
     """Return the layout, the reason if it reuses less than requested, the KV and the holes.
 
     Decides on reuse, loads the KV, and decides again without the chunks that could not be loaded.
     """
     cheapest = None if price is None else price.cheapest
-    layout, reason = decide_plan(plan, mode, cheapest, history)
+    layout, reason = decide_plan(plan, mode, cheapest, past)
     if not layout.reused:  # nothing to load
         return layout, reason, [], {}
     with clock.stage("load"):

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from kvrag.blend.covariance import POOL, RowCovariance
-from kvrag.blend.layout import Layout, Segment, mask_of, num_rows_of, rows_of, uploaded
+from kvrag.blend.layout import Layout, Segment, mask_of, rows_of, uploaded
 from kvrag.config import RepairConfig
 
 # The default budget for S stale rows: min(BASE_SHARE * S + BASE_ROWS, MOST_SHARE * S).
@@ -216,8 +216,8 @@ NEEDS: dict[str, frozenset[Signal]] = {
 
 def needs_of(layout: Layout, config: RepairConfig) -> frozenset[Signal]:
     """Return the signals to measure before selection; empty if the budget leaves no choice."""
-    num_heads = num_rows_of(_heads(layout, config))
-    if num_heads < num_selected(layout, config) < num_rows_of(layout.stale):
+    num_stale = layout.num_stale
+    if _num_heads(layout, config) < num_selected(layout, config) < num_stale:
         return NEEDS.get(config.strategy, frozenset())
     return frozenset()
 
@@ -250,10 +250,12 @@ def select_rows(
         Int64, ascending.
     """
     count = num_selected(layout, config)
+    size = config.first_k
+    firsts = [Segment(s.start, min(s.stop, s.start + size), "chunk") for s in layout.stale]
     every = rows_of(layout.stale)
     if count in (0, len(every)):
         return every[:count]
-    heads = rows_of(_heads(layout, config))
+    heads = rows_of(firsts)
     candidates = every[~mask_of(heads, layout.num_tokens)[every]]
     given: dict[Signal, torch.Tensor | None] = {"mass": mass, "deviation": deviation}
     measured = {
@@ -262,30 +264,26 @@ def select_rows(
         if signal is not None and name in NEEDS.get(config.strategy, ())
     }
     budget = min(len(candidates), count - len(heads))
-    ratio = effective_ratio(layout, config, len(every))
+    ratio = effective_ratio(layout, config, layout.num_stale)
     signals = Signals(layout.stale, candidates, budget, ratio, measured, covariance, breaks, config)
-    chosen = SELECT[config.strategy](signals) if budget else every[:0]
+    chosen = SELECT[config.strategy](signals) if budget else candidates[:0]
     rows: torch.Tensor = torch.unique(torch.cat([heads, chosen]))
     return rows
 
 
 def num_selected(layout: Layout, config: RepairConfig) -> int:
     """Return the number of rows to repair: the ratio of the stale rows, but at least the heads."""
-    num_stale = num_rows_of(layout.stale)
     if config.strategy == "all":
-        return num_stale
+        return layout.num_stale
     if config.strategy == "none":
         return 0
-    return max(
-        num_rows_of(_heads(layout, config)),
-        round(effective_ratio(layout, config, num_stale) * num_stale),
-    )
+    share = round(effective_ratio(layout, config, layout.num_stale) * layout.num_stale)
+    return max(_num_heads(layout, config), share)
 
 
-def _heads(layout: Layout, config: RepairConfig) -> list[Segment]:
-    """Return the heads of stale chunks: every strategy but ``none`` repairs them."""
-    size = config.first_k
-    return [Segment(s.start, min(s.stop, s.start + size), "chunk") for s in layout.stale]
+def _num_heads(layout: Layout, config: RepairConfig) -> int:
+    """Return the number of heads of stale chunks: every strategy but ``none`` repairs them."""
+    return sum([min(s.stop - s.start, config.first_k) for s in layout.stale])
 
 
 def effective_ratio(layout: Layout, config: RepairConfig, num_stale: int) -> float:

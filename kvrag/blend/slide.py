@@ -103,7 +103,7 @@ class SlidingWindow:
 
 def cannot_slide(model: CausalLM | PlainLM) -> str | None:
     """Return the reason why a model's window can't slide, if any."""
-    if isinstance(model, PlainLM):
+    if model.refusal is not None:
         return f"keys of this model can't be moved: {model.refusal}"
     if model.reuse_window < model.context_window:
         return f"its RoPE scaling changes beyond {model.reuse_window} tokens"

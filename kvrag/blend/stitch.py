@@ -92,9 +92,10 @@ def stitch(
         Rows that the next forward computes, int64. They may stay unwritten.
     """
     segments, keys = list(_cut_at_groups(layout.reused, kvs)), buffer.layers[0][0]
-    runs = ranges(buffer)
+    runs = list[range]()
     angles: Sequence[Angles | None] = ()
     if segments and _has_kernel(buffer, rotary) and _is_uniform(buffer, segments, kvs):
+        runs = ranges(buffer)
         angles = _angles(rotary, runs, layout.num_tokens)
     if not angles:
         runs, angles = [range(len(buffer.layers))], [None]

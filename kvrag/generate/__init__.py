@@ -2,7 +2,7 @@
 
 ::
 
-    streams (thread of a request) ─▶ pipeline ─▶ prompt.plan ─▶ scheduler (room for KV)
+    streams (thread of a request) ─▶ pipeline ─▶ prompt.plan ─▶ scheduler (admits: room for KV)
                                                                     │
                    text ◀─ sampling ◀─ blend.prefill ◀─────────────┘
 

@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 from uuid import uuid4
 
-from kvrag.generate.grammar import Constraint
-from kvrag.generate.request import Request
 from kvrag.generate.thoughts import (
     Decode,
-    Form,
-    FormBehind,
-    Thoughts,
     decoder_of,
     num_sure,
-    thoughts_in,
 )
-from kvrag.prompt.template import PromptEncoder
 from kvrag.prompt.tokenizer import SegmentTokenizer
 from kvrag.prompt.tools import ResponseFormat, Tools, name_of
 from kvrag.types import ToolCall
@@ -129,29 +122,7 @@ class ParsedCalls:
 Calls = TextCalls | ParsedCalls
 
 
-def parsers_of(
-    request: Request,
-    encoder: PromptEncoder,
-    prompt_ids: Sequence[int],
-    eos_ids: frozenset[int],
-    constraint: Constraint | None,
-) -> tuple[Decode, Calls | None, Thoughts | None, Form | None]:
-    """Return the decoder of an answer, the parsers of its calls and its thought, and its form."""
-    decode: Decode = encoder.decode
-    calls: Calls | None = None
-    if request.form.tools:
-        decode, calls = _calls_in(request.form, encoder, prompt_ids, eos_ids)
-    prompt = request.prompt
-    is_chat = not isinstance(prompt, str) and isinstance(prompt[0], Mapping)
-    thoughts: Thoughts | None = None
-    if is_chat and (tags := encoder.thought_tags) is not None:
-        thoughts, decode = thoughts_in(tags, request, encoder, prompt_ids, decode)
-    if constraint and thoughts:
-        return decode, calls, thoughts, FormBehind(constraint, thoughts, encoder, decode)
-    return decode, calls, thoughts, constraint
-
-
-def _calls_in(
+def calls_in(
     form: ResponseFormat,
     encoder: SegmentTokenizer,
     prompt_ids: Sequence[int],

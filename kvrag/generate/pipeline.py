@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 import time
@@ -11,28 +12,25 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from kvrag.blend.beginnings import in_words, kept_of, needs_state, prefill_refused, refusal_of_past
-from kvrag.blend.clock import NOTABLE_S, Clock
+import torch
+
+from kvrag.blend.beginnings import in_words, prefill_refused, refusal_of_past
 from kvrag.blend.cost import CostModel
-from kvrag.blend.prefill import Prefilled, capacity_of, prefill, refusal_of
+from kvrag.blend.prefill import Prefilled, prefill
 from kvrag.blend.reuse import outcome_of
-from kvrag.blend.slide import cannot_slide
-from kvrag.blend.stitch import PrefixMatch
-from kvrag.config import DEFAULT_MAX_NEW_TOKENS, SamplingConfig, StoreConfig
-from kvrag.errors import ContextLengthError
-from kvrag.generate.calls import parsers_of
-from kvrag.generate.ending import end_ids, own_stops
+from kvrag.config import SamplingConfig, StoreConfig
+from kvrag.errors import OutOfMemoryError, is_out_of_memory
+from kvrag.generate.defaults import end_ids
 from kvrag.generate.grammar import constraint_of
 from kvrag.generate.logprobs import read_on
 from kvrag.generate.radix_cache import RadixCache
-from kvrag.generate.request import Request, retry_without_reuse
-from kvrag.generate.sampling import TextStream, decode, sampler_of
-from kvrag.generate.scheduler import room_for
-from kvrag.generate.stats import EngineStats
+from kvrag.generate.request import EngineStats, Request
+from kvrag.generate.sampling import decode, parts_of
+from kvrag.generate.scheduler import Admitted, fitted, length_of, missed_of, room_for
 from kvrag.generate.streams import Emit
 from kvrag.identity.fingerprint import context_digest
 from kvrag.model.lm import LoadedModel
-from kvrag.model.plain import PlainLM
+from kvrag.model.lock import NOTABLE_S, Clock
 from kvrag.precompute.on_miss import WriteBack
 from kvrag.prompt.explain import explain_plan
 from kvrag.prompt.plan import Lookup, Plan
@@ -40,14 +38,10 @@ from kvrag.prompt.planner import KnownTexts, PromptPlanner
 from kvrag.prompt.tools import TEXT
 from kvrag.runtime import Deadline
 from kvrag.store import TieredStore
-from kvrag.store.erasures import Erasures
-from kvrag.types import Explanation, GenerationResult, Missed, TokenLogprob
+from kvrag.store.tiers import Erasures
+from kvrag.types import Explanation, GenerationResult, Mode
 
 logger = logging.getLogger(__name__)
-
-# Without max_new_tokens, an answer is cut so that prompt and answer stay within the reuse window
-# (longrope), if at least this many tokens are left for it.
-WORTH_REUSE = 256
 
 
 @dataclass(slots=True)
@@ -101,7 +95,7 @@ class QueryPipeline:
         lookup = self.planner.lookup(request.namespace, model, self._context, deadline)
         plan = self.planner.plan(request.prompt, lookup, request.prefixes, chat)
         lm = self.loaded.lm
-        if isinstance(lm, PlainLM):
+        if lm.refusal is not None:
             plan = plan.without_reuse(lm.refusal)
         return plan, lookup
 
@@ -109,7 +103,7 @@ class QueryPipeline:
         """Describe a prompt's hits and how it would be prefilled, without loading KV."""
         plan, lookup = self._planned(request, Deadline(self.store_config.load_timeout_s))
         total = len(plan.token_ids) + 1
-        plan, _ = self._checked(plan, request, total)
+        plan, _ = fitted(self.loaded.lm, plan, request, total)
         price = None
         if request.mode == "auto":
             price = self.costs.price(plan, request.repair, self.store)
@@ -123,21 +117,6 @@ class QueryPipeline:
             )
         return explained
 
-    def _checked(self, plan: Plan, request: Request, total: int) -> tuple[Plan, bool]:
-        """Return the plan, and whether the window slides.
-
-        The plan has no reuse if prompt and answer, ``total`` tokens together, rule it out.
-        """
-        lm = self.loaded.lm
-        window = lm.context_window
-        slides = request.slides and total > window and cannot_slide(lm) is None
-        refusal = None
-        if slides and (num_tokens := len(plan.token_ids)) > window:
-            refusal = f"the prompt's {num_tokens} tokens exceed the context window of {window}"
-        elif request.mode != "full":
-            refusal = refusal_of(lm, min(total, window) if slides else total)
-        return plan if refusal is None else plan.without_reuse(refusal), slides
-
     @contextmanager
     def prefilled(
         self,
@@ -146,7 +125,7 @@ class QueryPipeline:
         max_new_tokens: int | None,
         clock: Clock,
         cancel: threading.Event | None = None,
-    ) -> Iterator[Prefilled]:
+    ) -> Iterator[tuple[Admitted, Prefilled]]:
         """Plan a prompt, reserve KV for prompt and answer, and prefill.
 
         If memory runs out, prefill is retried without reuse. Raises the errors of
@@ -161,92 +140,118 @@ class QueryPipeline:
             if request.mode in ("auto", "stitch"):
                 stores = self.write_back is not None
                 self.stats.watch.notice(plan, lookup, is_stored_later=stores)
-        limit = self._length_of(len(plan.token_ids), max_new_tokens, slides=request.slides)
-        total = len(plan.token_ids) + limit
-        missed = _missed(request, plan, erasures) if self.write_back else None
-        plan, slides = self._checked(plan, request, total)
-        lm = self.loaded.lm
-        refusal = plan.refusal
-        if isinstance(lm, PlainLM):
-            refusal = refusal_of_past(lm, total, self._state_bytes)
-        slots = capacity_of(lm, len(plan.token_ids), limit, slides)
-        room = room_for(self.loaded, min(total, lm.context_window), slots, cancel)
-        with clock.waiting(room) as run:
-            attempt = partial(
-                self._attempt(request, plan, deadline, slides, run),
-                max_new_tokens=limit,
-                clock=clock,
-                find_past=partial(self._past, request, plan, space),
-                cancel=cancel,
-            )
-            done = retry_without_reuse(attempt, "full" if refusal else request.mode, self._release)
+        admitted = self._admitted(request, plan, max_new_tokens, space, erasures)
+        with clock.waiting(room_for(self.loaded, admitted, cancel)) as run:
+            attempt = partial(self._attempt, admitted, deadline, run, clock, cancel)
+            done = _retried(attempt, admitted.mode, self._release)
             try:
-                yield replace(
-                    done,
-                    missed=missed,
-                    max_new_tokens=limit,
-                    space=space,
-                    erasures=erasures,
-                )
+                yield admitted, done
             finally:
                 done.release()
 
-    def _attempt(
-        self, request: Request, plan: Plan, deadline: Deadline, slides: bool, run: range | None
-    ) -> Callable[..., Prefilled]:
-        """Return the function that prefills a prompt with this model."""
+    def _admitted(
+        self,
+        request: Request,
+        plan: Plan,
+        max_new_tokens: int | None,
+        space: Hashable,
+        erasures: int,
+    ) -> Admitted:
+        """Admit a planned request: its length, its window, and what it may reuse."""
         lm = self.loaded.lm
-        if isinstance(lm, PlainLM):
-            return partial(prefill_refused, lm, plan, max_bytes=self._state_bytes)
-        return partial(
-            prefill,
+        ids = plan.token_ids
+        limit = length_of(lm, len(ids), max_new_tokens, slides=request.slides)
+        total = len(ids) + limit
+        missed = missed_of(request, plan, erasures) if self.write_back else None
+        plan, slides = fitted(lm, plan, request, total)
+        refusal = plan.refusal
+        if lm.refusal is not None:
+            refusal = refusal_of_past(lm, total, self._state_bytes)
+        past = None
+        if space is not None:
+            repair = None if request.mode == "prefix" else request.repair
+            past = partial(self.histories.find, space, ids, repair=repair)
+        return Admitted(
+            request,
+            plan,
+            max_new_tokens=limit,
+            num_tokens=len(ids),
+            slides=slides,
+            refusal=refusal,
+            past=past,
+            missed=missed,
+            space=space,
+            erasures=erasures,
+        )
+
+    def _attempt(
+        self,
+        admitted: Admitted,
+        deadline: Deadline,
+        run: range | None,
+        clock: Clock,
+        cancel: threading.Event | None,
+        mode: Mode,
+    ) -> Prefilled:
+        """Prefill an admitted prompt with this model, in a mode."""
+        lm = self.loaded.lm
+        if lm.refusal is not None:
+            return prefill_refused(
+                lm,
+                admitted.plan,
+                mode=mode,
+                max_new_tokens=admitted.max_new_tokens,
+                clock=clock,
+                max_bytes=self._state_bytes,
+                find_past=admitted.past,
+                cancel=cancel,
+            )
+        return prefill(
             lm,
             self.store,
-            plan,
-            config=request.repair,
+            admitted.plan,
+            mode=mode,
+            config=admitted.request.repair,
             costs=self.costs,
+            max_new_tokens=admitted.max_new_tokens,
             load_timeout_s=deadline.left_s,
-            slides=slides,
+            clock=clock,
+            find_past=admitted.past,
+            slides=admitted.slides,
+            cancel=cancel,
             run=run,
         )
 
     @contextmanager
     def scored(
         self, request: Request, config: SamplingConfig, clock: Clock, cancel: threading.Event
-    ) -> Iterator[tuple[Prefilled, tuple[TokenLogprob, ...] | None]]:
+    ) -> Iterator[tuple[Admitted, Prefilled]]:
         """Prefill as :meth:`prefilled` does, and score the prompt's tokens if requested.
 
         Scoring the prompt turns reuse off: its other tokens are read behind the first.
         """
         length, num_top = config.max_new_tokens, config.prompt_logprobs
-        told, ids = None, list[int]()
+        first = request
+        ids = list[int]()
         if num_top is not None:
             ids = self.plan(request).token_ids
-            length = len(ids) - 1 + self._length_of(len(ids), length, slides=False)
-            request = replace(
+            length = len(ids) - 1 + length_of(self.loaded.lm, len(ids), length, slides=False)
+            first = replace(
                 request, prompt=ids[:1], mode="full", form=TEXT, continues=False, slides=False
             )
-        with self.prefilled(request, max_new_tokens=length, clock=clock, cancel=cancel) as done:
+        with self.prefilled(first, max_new_tokens=length, clock=clock, cancel=cancel) as found:
+            admitted, done = found
             if num_top is not None:
                 with clock.stage("score"):
-                    done, told = read_on(done, ids[1:], num_top, cancel)
-            yield done, told
+                    done = read_on(done, ids[1:], num_top, cancel)
+                left = admitted.max_new_tokens - len(ids) + 1
+                admitted = replace(admitted, request=request, max_new_tokens=left)
+            yield admitted, done
 
     @property
     def _state_bytes(self) -> int:
         """Most bytes of a request's snapshots."""
         return self.histories.max_bytes // 2
-
-    def _past(self, request: Request, plan: Plan, space: Hashable) -> PrefixMatch | None:
-        """Return the rows of earlier requests that match the beginning of a prompt."""
-        if space is None:
-            return None
-        return self.histories.find(
-            space,
-            plan.token_ids,
-            repair=None if request.mode == "prefix" else request.repair,
-            needs_state=needs_state(self.loaded.lm),
-        )
 
     def forget(self, namespace: str | None) -> None:
         """Drop the KV of earlier requests of a namespace (a digest), or of all namespaces."""
@@ -269,16 +274,17 @@ class QueryPipeline:
         self.histories.clear(lambda space: space[1] == namespace and space[2] != erased)
         return self.loaded.fingerprint, namespace, erased
 
-    def _remember(self, request: Request, done: Prefilled, answer: Sequence[int]) -> None:
+    def _remember(self, admitted: Admitted, done: Prefilled, answer: Sequence[int]) -> None:
         """Keep a finished request's KV. A failure drops all kept KV, which only costs time."""
         rows = [*done.token_ids, *answer[:-1]]  # no forward has seen the last token
-        space: Any = done.space
+        request = admitted.request
+        space: Any = admitted.space
         is_off = space is None or request.mode == "full"
         # too long for reuse, or rows have left a sliding window
         if is_off or refusal_of_past(self.loaded.lm, len(rows), self._state_bytes):
             return
         try:
-            layers, snapshots = kept_of(done)
+            layers, snapshots = done.kept()
             num_prompt = len(done.token_ids)
             num_exact = len(rows) if done.num_exact == num_prompt else done.num_exact
             self.histories.keep(
@@ -291,7 +297,7 @@ class QueryPipeline:
                 # False if documents were erased here, or weights changed, since the request began;
                 # what another process erased is dropped by the next request.
                 is_valid=lambda: (
-                    self.erasures.count(request.namespace) == done.erasures
+                    self.erasures.count(request.namespace) == admitted.erasures
                     and space[0] == self.loaded.fingerprint
                 ),
                 snapshots=snapshots,
@@ -302,38 +308,6 @@ class QueryPipeline:
 
     def _release(self) -> int:
         return self.store.release() + self.histories.release()
-
-    def _length_of(self, num_tokens: int, given: int | None, *, slides: bool) -> int:
-        """Return the token limit of an answer: ``given``, else the model's default up to a cap.
-
-        The cap is the context window, or the reuse window where it leaves :data:`WORTH_REUSE`
-        tokens. A window that slides sets no cap. Raises ``ContextLengthError`` if prompt and answer
-        exceed a window that doesn't slide.
-        """
-        lm = self.loaded.lm
-        window = lm.context_window
-        fault = cannot_slide(lm) if slides else ""
-        limit = given
-        if limit is None:
-            defaults = lm.model.generation_config
-            limit = int(defaults.max_new_tokens or DEFAULT_MAX_NEW_TOKENS)
-            if (defaults.max_length or 0) > num_tokens:
-                limit = min(limit, defaults.max_length - num_tokens)
-            cap = window
-            if not isinstance(lm, PlainLM) and num_tokens + WORTH_REUSE <= lm.reuse_window:
-                cap = lm.reuse_window
-            if fault is not None:
-                limit = max(1, min(limit, cap - num_tokens))
-        if num_tokens + limit > window and fault is not None:
-            why = f" and can't slide ({fault})" if fault else ""
-            error = ContextLengthError(
-                f"the prompt has {num_tokens} tokens and the answer may take {limit}, "
-                f"which exceeds the model's context window of {window}{why}; "
-                "retrieve fewer chunks, or allow the answer fewer tokens"
-            )
-            error.room = max(0, window - num_tokens)
-            raise error
-        return limit
 
     def answer(
         self,
@@ -353,17 +327,18 @@ class QueryPipeline:
         if request.form != TEXT:
             with clock.stage("prepare", least_s=NOTABLE_S):
                 constraint = constraint_of(request.form, self.loaded.encoder.private, eos_ids)
-        with self.scored(request, config, clock, cancel) as (done, told), clock.stage("decode"):
-            text_of, calls, thoughts, form = parsers_of(
-                request, self.loaded.encoder, done.token_ids, eos_ids, constraint
+        scored = self.scored(request, config, clock, cancel)
+        with scored as (admitted, done), clock.stage("decode"):
+            limit = admitted.max_new_tokens
+            sampler, text, calls, thoughts = parts_of(
+                self.loaded, request, config, done.token_ids, limit, eos_ids, constraint
             )
-            sampler = sampler_of(self.loaded, config, done, eos_ids, form)
             answer = decode(
                 done.extend,
                 done.logits,
                 sampler,
-                TextStream(text_of, (*(config.stop or ()), *own_stops(self.loaded))),
-                max_new_tokens=done.max_new_tokens,
+                text,
+                max_new_tokens=limit,
                 eos_ids=eos_ids.union(config.stop_token_ids or ()),
                 emit=emit,
                 cancel=cancel,
@@ -372,9 +347,9 @@ class QueryPipeline:
             )
             end = time.perf_counter()
             first = answer.first_s
-            self._remember(request, done, answer.ids)
-        if self.write_back and done.missed:
-            self.write_back.offer(done.missed)
+            self._remember(admitted, done, answer.ids)
+        if self.write_back and admitted.missed:
+            self.write_back.offer(admitted.missed)
         return GenerationResult(
             **done.accounting(clock),
             text=answer.text,
@@ -385,18 +360,44 @@ class QueryPipeline:
             tokens_per_s=(len(answer.ids) - 1) / max(end - first, 1e-9),
             tool_calls=answer.calls,
             logprobs=None if config.logprobs is None else tuple(sampler.logprobs),
-            prompt_logprobs=told,
+            prompt_logprobs=done.prompt_logprobs,
             reasoning_content=answer.thought,
             reasoning_tokens=answer.num_thought,
         )
 
 
-def _missed(request: Request, plan: Plan, erasures: int) -> Missed | None:
-    """Return the registered and explicit chunks of a prompt without KV; never live text."""
-    if request.mode == "full" or not plan.missed:
-        return None
-    # Chunks are encoded behind a prefix of the application, never behind a question.
-    head = plan.pieces[0].ids
-    known = (text for text in request.prefixes if plan.encoder.head_ids(text) == head)
-    prefix = next(known, request.prefixes[0])
-    return Missed(tuple(plan.missed), prefix, request.namespace, erasures)
+def _retried(
+    attempt: Callable[..., Prefilled], mode: Mode, release: Callable[[], int]
+) -> Prefilled:
+    """Run a prefill; if memory runs out, free memory by ``release`` and retry without reuse.
+
+    A full prefill is retried only if ``release`` freed anything.
+    """
+    done, reason = _tried(attempt, mode)
+    if done is None and (release() or mode != "full"):
+        logger.warning("out of memory with reuse (%s); trying once more without", reason)
+        gc.collect()  # the failed attempt's buffers go before the next one allocates
+        torch.cuda.empty_cache()
+        done, reason = _tried(attempt, "full")
+        if done is not None and mode != "full":
+            return replace(done, fallback_reason="memory ran out with reuse")
+    if done is None:
+        raise OutOfMemoryError(
+            "the prompt's KV and activations don't fit into memory, with or without reuse; "
+            "retrieve fewer chunks, allow the answer fewer tokens, "
+            f"or use a smaller model or dtype ({reason})"
+        )
+    return done
+
+
+def _tried(attempt: Callable[..., Prefilled], mode: Mode) -> tuple[Prefilled | None, str]:
+    """Return the result and an empty message, or no result and the error's message.
+
+    The exception is not kept: it would keep the attempt's tensors alive.
+    """
+    try:
+        return attempt(mode=mode), ""
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return None, str(error)

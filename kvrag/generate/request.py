@@ -1,4 +1,4 @@
-"""Options of requests, requests, and the retry of a prefill without reuse if memory runs out.
+"""Options of requests, requests, and totals over them.
 
 ::
 
@@ -9,17 +9,15 @@
 
 from __future__ import annotations
 
-import gc
-import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import threading
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
-import torch
 from pydantic import SkipValidation
 
-from kvrag.blend.prefill import Prefilled
 from kvrag.config import (
     Repair,
     RepairConfig,
@@ -31,12 +29,21 @@ from kvrag.config import (
     config_class,
     options_class,
 )
-from kvrag.errors import OutOfMemoryError, is_out_of_memory
+from kvrag.prompt.explain import Watch
 from kvrag.prompt.template import Chat, Prompt
 from kvrag.prompt.tools import TEXT, ResponseFormat, answer_form
-from kvrag.types import MaxContext, Mode
+from kvrag.types import Accounting, MaxContext, Mode
 
-logger = logging.getLogger(__name__)
+Counted = TypeVar("Counted", bound=Accounting)
+
+SUMMED = (
+    "prompt_tokens",
+    "cached_tokens",
+    "history_tokens",
+    "repaired_tokens",
+    "computed_tokens",
+    "loaded_bytes",
+)
 
 
 @options_class
@@ -71,9 +78,9 @@ class ReuseOptions:
 
     def __post_init__(self) -> None:
         check_mode(self.mode, self.max_context)
-        self.repair_config  # noqa: B018 - checks it
         check_template_kwargs(self.chat_template_kwargs)
         check_continues(self.continue_final_message)
+        self.repair_config  # noqa: B018 - checks it
         self.form  # noqa: B018 - checks it
 
     @cached_property
@@ -84,6 +91,8 @@ class ReuseOptions:
     @cached_property
     def form(self) -> ResponseFormat:
         """Form of the answer."""
+        if self.tools is None and self.tool_choice is None and self.response_format is None:
+            return TEXT
         return answer_form(self.tools, self.tool_choice, self.response_format)
 
 
@@ -138,40 +147,36 @@ class Request:
         return Chat(self.form.tools, self.variables, self.continues)
 
 
-def retry_without_reuse(
-    attempt: Callable[..., Prefilled], mode: Mode, release: Callable[[], int]
-) -> Prefilled:
-    """Run a prefill; if memory runs out, free memory by ``release`` and retry without reuse.
+class Figures(dict[str, Any]):
+    """Figures by name, for JSON; also readable as attributes."""
 
-    A full prefill is retried only if ``release`` freed anything.
-    """
-    done, reason = _attempt(attempt, mode)
-    if done is not None:
-        return done
-    if release() or mode != "full":
-        logger.warning("out of memory with reuse (%s); trying once more without", reason)
-        gc.collect()  # the failed attempt's buffers go before the next one allocates
-        torch.cuda.empty_cache()
-        done, reason = _attempt(attempt, "full")
-    if done is None:
-        raise OutOfMemoryError(
-            "the prompt's KV and activations don't fit into memory, with or without reuse; "
-            "retrieve fewer chunks, allow the answer fewer tokens, "
-            f"or use a smaller model or dtype ({reason})"
-        )
-    if mode == "full":
-        return done
-    return replace(done, fallback_reason="memory ran out with reuse")
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
 
 
-def _attempt(attempt: Callable[..., Prefilled], mode: Mode) -> tuple[Prefilled | None, str]:
-    """Return the result and an empty message, or no result and the error's message.
+class EngineStats:
+    """Totals over the requests of an engine, counting how their answers were made; thread-safe."""
 
-    The exception is not kept: it would keep the attempt's tensors alive.
-    """
-    try:
-        return attempt(mode=mode), ""
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        return None, str(error)
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._totals: Counter[str] = Counter()
+        self.watch = Watch()
+
+    def count(self, result: Counted) -> Counted:
+        """Add a request's result to the totals, and return it."""
+        with self._lock:
+            self._totals.update(["requests", f"requests_{result.exactness}"])
+            self._totals.update({name: getattr(result, name) for name in SUMMED})
+            self._totals["fallbacks"] += result.fallback_reason is not None
+        return result
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return the totals and the overall reuse ratio."""
+        with self._lock:
+            totals = self._totals.copy()
+        ratio = totals["cached_tokens"] / max(totals["prompt_tokens"], 1)
+        own = {"kv_reuse_ratio": ratio, "requests_without_hits": self.watch.num_without_hits}
+        return {**totals, **own}

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from transformers import LogitsProcessorList
 
-from kvrag.blend.prefill import Prefilled
 from kvrag.config import SamplingConfig
-from kvrag.generate.calls import Calls
+from kvrag.generate.calls import Calls, calls_in
+from kvrag.generate.defaults import own_stops, processors_of
+from kvrag.generate.grammar import Constraint
 from kvrag.generate.logprobs import Delta, logprob_of
-from kvrag.generate.processors import processors_of
-from kvrag.generate.thoughts import Decode, Form, Thoughts, num_sure
+from kvrag.generate.request import Request
+from kvrag.generate.thoughts import Decode, Form, FormBehind, Thoughts, num_sure, thoughts_in
 from kvrag.model.lm import LoadedModel
 from kvrag.model.plain import Extend
 from kvrag.types import FinishReason, TokenLogprob, ToolCall
@@ -26,7 +27,7 @@ _INCOMPLETE = "\ufffd"
 class Sampler:
     """Sampler of an answer's tokens, greedy or random.
 
-    ``processors`` are the logits processors of :func:`kvrag.generate.processors.processors_of`;
+    ``processors`` are the logits processors of :func:`kvrag.generate.defaults.processors_of`;
     they see ``prompt_ids`` too, as in ``generate``. ``constraint``: the form of the answer.
     """
 
@@ -107,20 +108,35 @@ class Sampler:
         return self._constraint is not None and self._constraint.is_complete
 
 
-def sampler_of(
+def parts_of(
     loaded: LoadedModel,
+    request: Request,
     config: SamplingConfig,
-    done: Prefilled,
+    prompt_ids: Sequence[int],
+    max_new_tokens: int,
     eos_ids: frozenset[int],
-    constraint: Form | None,
-) -> Sampler:
-    """Return the sampler of an answer to a prefilled prompt."""
+    constraint: Constraint | None,
+) -> tuple[Sampler, TextStream, Calls | None, Thoughts | None]:
+    """Return the sampler of an answer, its text, and the parsers of its calls and its thought."""
+    encoder = loaded.encoder
+    decode: Decode = encoder.decode
+    calls = thoughts = None
+    if request.form.tools:
+        decode, calls = calls_in(request.form, encoder, prompt_ids, eos_ids)
+    prompt = request.prompt
+    is_chat = not isinstance(prompt, str) and isinstance(prompt[0], Mapping)
+    if is_chat and (tags := encoder.thought_tags) is not None:
+        thoughts, decode = thoughts_in(tags, request, encoder, prompt_ids, decode)
+    form: Form | None = constraint
+    if constraint and thoughts:
+        form = FormBehind(constraint, thoughts, encoder, decode)
     model = loaded.lm.model
-    ids = done.token_ids
     processors = processors_of(
-        model, config, ids, max_new_tokens=done.max_new_tokens, eos_ids=eos_ids
+        model, config, prompt_ids, max_new_tokens=max_new_tokens, eos_ids=eos_ids
     )
-    return Sampler(config, ids, processors, constraint=constraint, device=model.device)
+    text = TextStream(decode, (*(config.stop or ()), *own_stops(loaded)))
+    sampler = Sampler(config, prompt_ids, processors, constraint=form, device=model.device)
+    return sampler, text, calls, thoughts
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""Schedule requests: run as many as their KV has room for, first come, first served.
+"""Admit requests, and run as many as their KV has room for, first come, first served.
 
 Before it computes anything, a request reserves the KV of its prompt and of its longest possible
 answer. So a running request never runs out of room, and no request is preempted. Running requests
@@ -9,25 +9,134 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from concurrent.futures import CancelledError
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from transformers import PreTrainedModel
 
+from kvrag.blend.prefill import FindPast, capacity_of, refusal_of
+from kvrag.blend.slide import cannot_slide
+from kvrag.config import DEFAULT_MAX_NEW_TOKENS
+from kvrag.errors import ContextLengthError
+from kvrag.generate.request import Request
 from kvrag.kv.pool import KVPool
+from kvrag.model import CausalLM
 from kvrag.model.lm import LoadedModel
 from kvrag.model.plain import PlainLM
 from kvrag.model.steps import pool_of
+from kvrag.prompt.plan import Plan
 from kvrag.runtime import host_memory
+from kvrag.types import Missed, Mode
 
 MAX_RUNNING = 64  # running requests on a device; as many decode in a forward
 SHARE = 0.5  # of a device's memory, less the weights, for the KV of running requests
 UNKNOWN = 0.125  # of that share, for a request of a model that keeps its KV in its own cache
+# Without max_new_tokens, an answer is cut so that prompt and answer stay within the reuse window
+# (longrope), if at least this many tokens are left for it.
+WORTH_REUSE = 256
 CANCEL_POLL_S = 0.1  # interval at which a waiting thread checks its cancel event
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """A planned request that may run, and what it may use.
+
+    Attributes
+    ----------
+    plan
+        Its plan, without reuse if prompt and answer rule it out.
+    max_new_tokens, num_tokens
+        Most tokens of the answer, and the number of tokens of the prompt.
+    slides
+        Whether rows leave the context window.
+    refusal
+        Why no rows of earlier requests are used, if so.
+    past
+        Finds the rows of earlier requests that the prompt begins with; ``None``: none are kept.
+    missed
+        Chunks without KV, to be stored after the answer.
+    space, erasures
+        Key of the radix tree that may keep this KV, if any, and the number of erasures before.
+    """
+
+    request: Request
+    plan: Plan
+    max_new_tokens: int
+    num_tokens: int
+    slides: bool
+    refusal: str | None
+    past: FindPast | None
+    missed: Missed | None
+    space: Hashable
+    erasures: int
+
+    @property
+    def mode(self) -> Mode:
+        """Mode of reuse that is left."""
+        return "full" if self.refusal else self.request.mode
+
+
+def length_of(lm: CausalLM | PlainLM, num_tokens: int, given: int | None, *, slides: bool) -> int:
+    """Return the token limit of an answer: ``given``, else the model's default up to a cap.
+
+    The cap is the context window, or the reuse window where it leaves :data:`WORTH_REUSE`
+    tokens. A window that slides sets no cap. Raises ``ContextLengthError`` if prompt and answer
+    exceed a window that doesn't slide.
+    """
+    window = lm.context_window
+    fault = cannot_slide(lm) if slides else ""
+    limit = given
+    if limit is None:
+        defaults = lm.model.generation_config
+        limit = int(defaults.max_new_tokens or DEFAULT_MAX_NEW_TOKENS)
+        if (defaults.max_length or 0) > num_tokens:
+            limit = min(limit, defaults.max_length - num_tokens)
+        cap = window
+        if lm.refusal is None and num_tokens + WORTH_REUSE <= lm.reuse_window:
+            cap = lm.reuse_window
+        if fault is not None:
+            limit = max(1, min(limit, cap - num_tokens))
+    if num_tokens + limit > window and fault is not None:
+        why = f" and can't slide ({fault})" if fault else ""
+        error = ContextLengthError(
+            f"the prompt has {num_tokens} tokens and the answer may take {limit}, "
+            f"which exceeds the model's context window of {window}{why}; "
+            "retrieve fewer chunks, or allow the answer fewer tokens"
+        )
+        error.room = max(0, window - num_tokens)
+        raise error
+    return limit
+
+
+def fitted(lm: CausalLM | PlainLM, plan: Plan, request: Request, total: int) -> tuple[Plan, bool]:
+    """Return the plan, and whether the window slides.
+
+    The plan has no reuse if prompt and answer, ``total`` tokens together, rule it out.
+    """
+    window = lm.context_window
+    slides = request.slides and total > window and cannot_slide(lm) is None
+    refusal = None
+    if slides and (num_tokens := len(plan.token_ids)) > window:
+        refusal = f"the prompt's {num_tokens} tokens exceed the context window of {window}"
+    elif request.mode != "full":
+        refusal = refusal_of(lm, min(total, window) if slides else total)
+    return plan if refusal is None else plan.without_reuse(refusal), slides
+
+
+def missed_of(request: Request, plan: Plan, erasures: int) -> Missed | None:
+    """Return the registered and explicit chunks of a prompt without KV; never live text."""
+    if request.mode == "full" or not plan.missed:
+        return None
+    # Chunks are encoded behind a prefix of the application, never behind a question.
+    head = plan.pieces[0].ids
+    known = (text for text in request.prefixes if plan.encoder.head_ids(text) == head)
+    prefix = next(known, request.prefixes[0])
+    return Missed(tuple(plan.missed), prefix, request.namespace, erasures)
 
 
 class Load(NamedTuple):
@@ -125,16 +234,18 @@ def scheduler_of(loaded: LoadedModel) -> Scheduler:
 
 
 def room_for(
-    loaded: LoadedModel, num_tokens: int, slots: int, cancel: threading.Event | None
+    loaded: LoadedModel, admitted: Admitted, cancel: threading.Event | None
 ) -> AbstractContextManager[range | None]:
-    """Reserve the KV of a request: its bytes, and ``slots`` of the pool if there is one."""
+    """Reserve the KV of a request: its bytes, and slots of the pool if there is one."""
     lm = loaded.lm
+    size = admitted.num_tokens, admitted.max_new_tokens
     pool = None
-    if not isinstance(lm, PlainLM) and (lm.recorded or lm.device.type == "cuda"):
+    if lm.refusal is None and (lm.recorded or lm.device.type == "cuda"):
         pool = pool_of(lm)
         if lm.recorded is not None:  # the plan has just looked at the weights
             lm.recorded.hold_for(loaded.identity.portable)
-    num_bytes = kv_bytes(loaded, num_tokens)
+    num_bytes = kv_bytes(loaded, min(sum(size), lm.context_window))
+    slots = capacity_of(lm, *size, admitted.slides)
     return scheduler_of(loaded).reservation(num_bytes, cancel, pool=pool, slots=slots)
 
 
@@ -146,10 +257,10 @@ def pool_stats(loaded: LoadedModel | None) -> dict[str, dict[str, int]]:
 
 def kv_bytes(loaded: LoadedModel, num_tokens: int) -> int:
     """Return the bytes to reserve for a request of ``num_tokens``, prompt and answer."""
-    if isinstance(loaded.lm, PlainLM):
+    num_bytes = loaded.lm.kv_bytes_per_token
+    if num_bytes is None:
         return int(UNKNOWN * scheduler_of(loaded).max_bytes)
-    num_bytes: int = num_tokens * loaded.lm.kv_bytes_per_token
-    return num_bytes
+    return num_tokens * num_bytes
 
 
 def _room(device: torch.device, taken: int) -> int:

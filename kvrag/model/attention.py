@@ -121,11 +121,9 @@ def _by_blocks(
     is_plain = scores.softcap is None and scores.sinks is None
     batch, heads, rows, _ = query.shape
     groups = heads // keys.shape[1]
-    out = query.new_empty((batch, heads, rows, values.shape[-1]))
-    weighed_from = rows if mass is None else rows - mass.rows
-    most = keys.new_zeros(
-        (*keys.shape[:2], 0 if mass is None else limits.num_keys), dtype=torch.float32
-    )
+    out = query.new_empty(batch, heads, rows, values.shape[-1])
+    weighed_from = rows - (mass.rows if mass else 0)
+    most = keys.new_zeros((*keys.shape[:2], limits.num_keys if mass else 0), dtype=torch.float32)
     kind = (scores.reach, BLOCK_ROWS, groups)
     if _by_products(query, keys):
         kind = (scores.reach, max(1, PRODUCT_ROWS // groups), 0)
@@ -136,11 +134,12 @@ def _by_blocks(
         to = out[:, :, block.rows]
         weighed = block.rows.stop - weighed_from
         if is_plain and weighed <= 0 and not _by_products(q, k):
-            to.copy_(fused_attention(q, k, v, scores.scale, block.packed_mask(groups, q.dtype)))
+            mask = None if block.mask is None else block.packed_mask(groups, q.dtype)
+            to.copy_(fused_attention(q, k, v, scores.scale, mask))
         else:
             found = most[:, :, block.keys] if weighed > 0 else None
             _by_probabilities(q, k, v, block, scores, to, found, weighed)
-    if mass is not None:
+    if mass:
         mass.total.add_(most.sum(dim=(0, 1)))
     return out
 

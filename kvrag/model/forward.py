@@ -132,8 +132,12 @@ class Forward(Cache):  # type: ignore[misc]
         self._ends = {len(self.hi): self.limits}  # by number of last rows
 
     def _pause(self) -> None:
-        if self._lock is not None and (self._lock.pending or EXITING.is_set()):
-            self._lock.give_way()
+        lock = self._lock
+        # A batch of steps goes on: it computes for requests of other threads, too.
+        if lock is None or lock.is_stepping:
+            return
+        if lock.pending or EXITING.is_set():
+            lock.give_way()
 
     def update(
         self,

@@ -44,6 +44,8 @@ class CausalLM:
 
     Attributes
     ----------
+    refusal
+        ``None``: chunks are reused. See :class:`~kvrag.model.plain.PlainLM`.
     model, text_model
         The model, and the part that computes text, with its head: mostly the model itself.
     config
@@ -73,6 +75,8 @@ class CausalLM:
         are spread over several devices.
     """
 
+    refusal: None = None
+
     def __init__(self, model: PreTrainedModel) -> None:
         check_supported(model.config)
         check_placement(model)
@@ -98,7 +102,7 @@ class CausalLM:
         self.num_layers = len(self.traits)
         self.shapes = [trait.shape for trait in self.traits]
         width = sum(s.num_heads * (s.key_dim + s.value_dim) for s in self.shapes)
-        self.kv_bytes_per_token = self.dtype.itemsize * width
+        self.kv_bytes_per_token: int = self.dtype.itemsize * width
 
     @torch.inference_mode()
     def _find_traits(self) -> None:
@@ -408,7 +412,7 @@ class LoadedModel:
     @property
     def reusable(self) -> CausalLM:
         """Model with reusable KV; raises ``UnsupportedModelError`` with the reason without it."""
-        if isinstance(self.lm, PlainLM):
+        if self.lm.refusal is not None:
             raise UnsupportedModelError(
                 f"{self.lm.refusal}; it answers by full prefill, and nothing can be stored"
             )

@@ -1,5 +1,7 @@
 """Lock of a model: a single thread runs it, in order of arrival, and decode steps run together.
 
+The clock of a request tells waiting for the lock, and computing for others, from its own stages.
+
 A forward of many rows pauses between its layers: it computes there, in its own thread, the steps
 that decoding requests wait for. So a long prompt delays running answers by a slice
 (:data:`SLICE_S`) and a layer at most, and no result depends on the steps in between.
@@ -12,19 +14,21 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar, cast
 
 from transformers import PreTrainedModel
 
 from kvrag.runtime import RUNTIME, leave_at_exit
+from kvrag.types import Stage
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 # Seconds that a forward runs before it pauses; if the last steps took longer, as long as they took.
 SLICE_S = 0.05
+NOTABLE_S = 0.001  # shorter waits are not counted
 PATIENCE_S = 0.003  # seconds that a step waits for the threads of the last two batches
 
 
@@ -270,3 +274,60 @@ def text_parts(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
 def text_model_of(model: PreTrainedModel) -> PreTrainedModel:
     """Return the causal LM that computes text: the model, or a part that is one (Llama 4)."""
     return next((part for part in text_parts(model) if part.can_generate()), model)
+
+
+@dataclass(slots=True)
+class Clock:
+    """Measure the stages of a request.
+
+    Attributes
+    ----------
+    start
+        Time of the call, in seconds on ``time.perf_counter``'s clock.
+    timings_ms
+        Milliseconds per stage. Time spent waiting for other requests, or computing for them, is a
+        stage of its own, ``wait``.
+    stages
+        Names, starts and ends of stages, on the same clock.
+    """
+
+    start: float = field(default_factory=lambda: time.perf_counter())
+    timings_ms: dict[str, float] = field(default_factory=dict)
+    stages: list[Stage] = field(default_factory=list)
+
+    def begin(self) -> None:
+        """Count the time since ``start`` as ``wait``: a thread started, or the caller idled."""
+        waited = time.perf_counter() - self.start
+        if waited > NOTABLE_S:
+            self._add("wait", waited)
+            self.stages.append(("wait", self.start, self.start + waited))
+
+    @contextmanager
+    def stage(self, name: str, *, least_s: float = 0.0) -> Iterator[None]:
+        """Add the time spent inside to a stage, if it exceeds ``least_s``."""
+        start = time.perf_counter()
+        lost = WAITED.seconds
+        try:
+            yield
+        finally:
+            end = time.perf_counter()
+            lost = WAITED.seconds - lost
+            if end - start > least_s:
+                self._add(name, end - start - lost)
+                self.stages.append((name, start, end))
+            if lost > 0:
+                self._add("wait", lost)
+
+    @contextmanager
+    def waiting(self, turn: AbstractContextManager[T]) -> Iterator[T]:
+        """Enter a context, and count the time until it is entered as ``wait``."""
+        start = time.perf_counter()
+        with turn as entered:
+            waited = time.perf_counter() - start
+            if waited > NOTABLE_S:
+                self._add("wait", waited)
+                self.stages.append(("wait", start, start + waited))
+            yield entered
+
+    def _add(self, name: str, seconds: float) -> None:
+        self.timings_ms[name] = self.timings_ms.get(name, 0.0) + seconds * 1e3

@@ -203,8 +203,14 @@ class Past(NamedTuple):
 class PlainLM:
     """Loaded model whose chunks are not reused: any model that ``AutoModelForCausalLM`` gives.
 
-    ``refusal`` is the reason, as a sentence. ``pieces`` is known once a beginning was to be reused.
+    It answers the calls of :class:`~kvrag.model.CausalLM` that a request makes. ``refusal`` is the
+    reason, as a sentence. ``reuse_window`` is the largest number of tokens for which the rows of a
+    beginning hold. ``pieces`` is known once a beginning was to be reused.
     """
+
+    refusal: str
+    kv_bytes_per_token: None = None  # not known: it keeps its KV in a cache of its own
+    recorded: None = None
 
     def __init__(self, model: PreTrainedModel, refusal: str) -> None:
         self.model = model
@@ -218,6 +224,7 @@ class PlainLM:
         # It stretches its angles beyond the length that the model was trained at.
         if rope.get("rope_type") == "dynamic":
             self.context_window = int(self.context_window * float(rope.get("factor", 1.0)))
+        self.reuse_window = regime_limit(self.config) or NO_LIMIT
         self.pieces: Pieces | None = None
 
     @torch.inference_mode()

@@ -17,7 +17,7 @@ from kvrag.config.address import check_kv_dir
 from kvrag.errors import ConfigError, InputError
 from kvrag.prompt.tokenizer import check_encodable
 from kvrag.store import Catalog, TieredStore, open_store
-from kvrag.store.erasures import ERASURES, EVERYWHERE
+from kvrag.store.tiers import ERASURES, EVERYWHERE
 from kvrag.types import ChunkKey
 
 

@@ -23,7 +23,7 @@ from kvrag.precompute.encode import KeptPrefix
 from kvrag.precompute.run import Precompute
 from kvrag.runtime import POOL
 from kvrag.store import TieredStore
-from kvrag.store.erasures import Erasures, Stopped
+from kvrag.store.tiers import Erasures, Stopped
 from kvrag.types import ChunkIdentity, Missed, MissedChunk, TextEntry
 
 logger = logging.getLogger(__name__)

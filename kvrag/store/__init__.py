@@ -2,7 +2,7 @@
 
 ::
 
-    engine → opening → tiers ─┬→ reading ─┬→ memory (tiers: host, gpu)  erasures (counted)
+    engine → opening → tiers ─┬→ reading ─┬→ memory (tiers: host, gpu)
                               └→ writing ─┼→ catalog (diskcache; shared: kvrag_shared)
                                           ├→ kv.format → kv.crypto
                                           └→ blobs (files, or copies → kvrag_shared)

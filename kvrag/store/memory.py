@@ -353,8 +353,9 @@ class Tiers:
             kv = tier.get(key, identity)
             if kv is not None:
                 self.catalog.touch(key)
-                usage = self.catalog.usage(key) if number else Usage()
-                return self.keep(identity, kv, epochs[:number], usage)
+                if number:
+                    kv = self.keep(identity, kv, epochs[:number], self.catalog.usage(key))
+                return kv
         return None
 
     def epochs(self) -> Epochs:

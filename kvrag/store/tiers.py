@@ -7,8 +7,11 @@ last. So a killed process leaves rows without blobs (misses) or pending rows (ab
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -25,6 +28,8 @@ from kvrag.store.memory import MemoryTier, Tiers
 from kvrag.store.reading import Reader
 from kvrag.store.writing import Writer, in_words
 from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, TextEntry
+
+EVERYWHERE = "*"  # stands for all namespaces; it is not a digest
 
 
 class TieredStore:
@@ -337,3 +342,43 @@ class TieredStore:
                 self.catalog.remove(found)
         self.memory.drop(keys, reason, gone)
         return gone
+
+
+class Stopped(Exception):
+    """The engine was closed, or documents were erased, after the chunks were missed."""
+
+
+class Erasures:
+    """Count erasures per namespace, so chunks missed before an erasure are not stored after it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+
+    def count(self, namespace: str) -> int:
+        """Return the number of erasures of a namespace so far."""
+        return self._counts[namespace] + self._counts[EVERYWHERE]
+
+    @contextmanager
+    def erasing(self, namespace: str) -> Iterator[None]:
+        """Count an erasure and block writes during it, so that it finds all written chunks.
+
+        ``namespace`` is a digest or :data:`EVERYWHERE`.
+        """
+        with self._lock:
+            self._counts[namespace] += 1
+            yield
+
+    @contextmanager
+    def unless_any_since(self, namespace: str, count: int) -> Iterator[None]:
+        """Block erasures; raise :class:`Stopped` if there were any since ``count``."""
+        with self._lock:
+            if self.count(namespace) != count:
+                raise Stopped
+            yield
+
+
+ERASURES = Erasures()
+"""Counter of all engines of this process: those of a directory must share one."""
+# The thread that holds the lock may be the parent's.
+os.register_at_fork(after_in_child=lambda: vars(ERASURES).update(vars(Erasures())))

@@ -92,7 +92,7 @@ def test_rows_from_the_middle_of_a_chunk_have_the_keys_of_their_places(name, eng
         for mode, repair in (("stitch", NOTHING), ("full", NOTHING)):
             engine.prefill(ids, mode=mode, repair=repair)
     stitched, full = made
-    assert (stitched.num_repaired, stitched.num_live < 20) == (0, True)
+    assert (stitched.num_rows("repaired"), stitched.num_rows("computed") < 20) == (0, True)
     for one, other in zip(stitched.buffer.layers[0], full.buffer.layers[0], strict=True):
         torch.testing.assert_close(
             one[..., : len(ids), :], other[..., : len(ids), :], atol=1e-4, rtol=1e-4

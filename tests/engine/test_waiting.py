@@ -47,7 +47,7 @@ def slow(monkeypatch):
     clock, took = FakeTime(), {}
     for module in (
         "kvrag.engine",
-        "kvrag.blend.clock",
+        "kvrag.model.lock",
         "kvrag.generate.sampling",
         "kvrag.generate.pipeline",
     ):

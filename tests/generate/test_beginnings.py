@@ -14,10 +14,10 @@ from transformers import DynamicCache
 import kvrag.model.plain as plainly
 from kvrag import Chunk, StoreConfig
 from kvrag.blend.beginnings import MAX_SNAPSHOTS, pieces_of
-from kvrag.blend.clock import Clock
 from kvrag.errors import UnsupportedModelError
 from kvrag.generate.radix_cache import RadixCache
 from kvrag.kv.snapshot import Snapshot
+from kvrag.model.lock import Clock
 from kvrag.model.plain import PlainLM
 from kvrag.testing.models import REFUSED, save_tiny_model, tiny_model
 

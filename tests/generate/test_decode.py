@@ -9,7 +9,7 @@ from kit import lm_of
 
 from kvrag.config import SamplingConfig
 from kvrag.errors import ConfigError
-from kvrag.generate.processors import processors_of
+from kvrag.generate.defaults import processors_of
 from kvrag.generate.sampling import Sampler, TextStream
 from kvrag.prompt.template import PromptEncoder
 

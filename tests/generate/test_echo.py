@@ -9,10 +9,8 @@ import torch
 from kit import request_of
 
 from kvrag import ConfigError, ContextLengthError
-from kvrag.blend.clock import Clock
 from kvrag.generate import logprobs
-from kvrag.generate.logprobs import LogprobWriter
-from kvrag.types import TokenLogprob
+from kvrag.model.lock import Clock
 
 TEXT = "The keeper of the lamp counts the ships that come by night, and writes each of them down."
 CHAT = [{"role": "user", "content": TEXT}]
@@ -83,22 +81,10 @@ def test_leaving_ends_the_reading(engine, monkeypatch):
     gone = threading.Event()
     gone.set()
     with (
-        engine._answering.prefilled(
-            request_of(engine, "One"), max_new_tokens=9, clock=Clock()
-        ) as done,
+        engine._answering.prefilled(request_of(engine, "One"), max_new_tokens=9, clock=Clock()) as (
+            _,
+            done,
+        ),
         pytest.raises(CancelledError),
     ):
         logprobs.read_on(done, [1, 2], 0, gone)
-
-
-def test_offsets_are_places_in_the_prompts_text(tokenizer):
-    ids = [tokenizer.bos_token_id, *tokenizer("Who reads?", add_special_tokens=False).input_ids]
-    told = [TokenLogprob(ids[0], math.nan), *[TokenLogprob(token, -1.0) for token in ids[1:]]]
-    written = LogprobWriter(tokenizer, is_chat=False, echo="Who reads?").write(told)
-    assert (
-        written["token_logprobs"][0],
-        written["top_logprobs"][0],
-        written["text_offset"][0],
-    ) == (None, None, 0)
-    for token, at in zip(written["tokens"][1:], written["text_offset"][1:], strict=True):
-        assert "Who reads?"[at : at + len(token)] == token

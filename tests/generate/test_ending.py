@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvrag import KVRagEngine
-from kvrag.generate.ending import end_ids, turn_end
+from kvrag.generate.defaults import end_ids, turn_end
 from kvrag.prompt.template import PromptEncoder
 from kvrag.testing.models import tiny_model
 

@@ -10,9 +10,8 @@ import torch
 from transformers import GenerationConfig, WatermarkingConfig
 
 from kvrag import KVRagEngine, SamplingConfig
-from kvrag.generate import processors
-from kvrag.generate.ending import end_ids
-from kvrag.generate.processors import NOT_DONE, processors_of
+from kvrag.generate import defaults
+from kvrag.generate.defaults import NOT_DONE, end_ids, processors_of
 from kvrag.runtime import Runtime
 from kvrag.testing.models import tiny_model
 
@@ -241,7 +240,7 @@ def test_a_stop_string_of_the_config_ends_the_answer(engine):
 @pytest.mark.parametrize("name", NOT_DONE)
 def test_what_is_not_followed_is_named_once(name, engine, caplog, monkeypatch):
     model = engine.source.model
-    monkeypatch.setattr(processors, "RUNTIME", Runtime())
+    monkeypatch.setattr(defaults, "RUNTIME", Runtime())
     plain = ours(engine)
     assert not caplog.messages
     setattr(model.generation_config, name, 4)

@@ -7,8 +7,8 @@ import torch
 
 from kvrag import ContextLengthError, KVRagEngine
 from kvrag.config import DEFAULT_MAX_NEW_TOKENS
-from kvrag.generate import pipeline
-from kvrag.generate.pipeline import WORTH_REUSE
+from kvrag.generate import scheduler
+from kvrag.generate.scheduler import WORTH_REUSE, length_of
 from kvrag.model.plain import PlainLM
 from kvrag.testing.models import tiny_model
 
@@ -19,7 +19,7 @@ LIMIT = 40
 @pytest.fixture(params=["llama", "gpt2"])
 def engine(request, tokenizer, monkeypatch) -> KVRagEngine:
     """An engine with a small window and a small default, of a model with reuse, and of one without."""
-    monkeypatch.setattr(pipeline, "DEFAULT_MAX_NEW_TOKENS", LIMIT)
+    monkeypatch.setattr(scheduler, "DEFAULT_MAX_NEW_TOKENS", LIMIT)
     opened = KVRagEngine.from_pretrained(deepcopy(tiny_model(request.param)), tokenizer=tokenizer)
     opened.loaded.lm.context_window = WINDOW
     if not isinstance(opened.loaded.lm, PlainLM):
@@ -84,14 +84,11 @@ def test_an_answer_of_no_given_length_forbids_no_reuse(engine):
         pytest.skip("nothing is reused")
     lm.context_window = 4096
     lm.reuse_window = 1000
-    answering = engine._answering
     most = LIMIT
-    assert (
-        answering._length_of(1000 - most + 1, None, slides=False) == most
-    )  # nothing is left to save
-    pipeline.DEFAULT_MAX_NEW_TOKENS = 900  # the fixture puts it back
-    assert answering._length_of(1000 - WORTH_REUSE, None, slides=False) == WORTH_REUSE
-    assert answering._length_of(1000 - WORTH_REUSE + 1, None, slides=False) == 900
+    assert length_of(lm, 1000 - most + 1, None, slides=False) == most  # nothing is left to save
+    scheduler.DEFAULT_MAX_NEW_TOKENS = 900  # the fixture puts it back
+    assert length_of(lm, 1000 - WORTH_REUSE, None, slides=False) == WORTH_REUSE
+    assert length_of(lm, 1000 - WORTH_REUSE + 1, None, slides=False) == 900
 
 
 def test_the_default_is_what_the_documentation_says():

@@ -1,17 +1,14 @@
-"""Log-probabilities, penalties and biases of an answer's tokens, and how OpenAI writes them."""
+"""Log-probabilities, penalties and biases of an answer's tokens."""
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoTokenizer
 
 from kvrag import ConfigError
 from kvrag.config import SamplingConfig
-from kvrag.generate.logprobs import Delta, LogprobWriter
-from kvrag.generate.processors import Penalties
-from kvrag.types import TokenLogprob
+from kvrag.generate.defaults import Penalties
+from kvrag.generate.logprobs import Delta
 
 PROMPT = "One two three"
 
@@ -106,48 +103,3 @@ def test_a_bias_forbids_and_forces(engine):
 def test_values_that_make_no_sense_are_refused_by_name(engine, options):
     with pytest.raises(ConfigError, match=next(iter(options))):
         engine.generate(PROMPT, max_new_tokens=2, **options)
-
-
-class Pieces:
-    """A tokenizer of some pieces, as SentencePiece or a byte-level one spells them."""
-
-    def __init__(self, pieces, decoder=""):
-        self._pieces, self.added_tokens_decoder = ["<|end|>", *pieces], {0: "<|end|>"}
-        self.backend_tokenizer = type("Backend", (), {"decoder": decoder})
-
-    def convert_ids_to_tokens(self, token):
-        return self._pieces[token] if token < len(self._pieces) else None
-
-
-@pytest.mark.parametrize(
-    "tokenizer",
-    [
-        Pieces(["▁A", "<0xE2>", "<0x82>", "<0xAC>", "!"]),
-        Pieces(["ĠA", "â", "Ĥ", "¬", "!"], "ByteLevel(...)"),
-    ],
-    ids=["sentencepiece", "byte-level"],
-)
-def test_tokens_are_bytes_and_partial_characters_stay_apart(tokenizer):
-    told = [
-        TokenLogprob(token, -1.0, ((token, -1.0), (99, -math.inf))) for token in (1, 2, 3, 4, 5, 0)
-    ]
-    chat = LogprobWriter(tokenizer, is_chat=True).write(told)["content"]
-    assert b"".join(bytes(each["bytes"]) for each in chat) == " A€!<|end|>".encode()
-    assert [each["token"] for each in chat][:3] == [" A", "bytes:\\xe2", "bytes:\\x82"]
-    assert chat[0]["top_logprobs"][1] == {"token": "", "logprob": -9999.0, "bytes": []}
-    text = LogprobWriter(tokenizer, is_chat=False)
-    parts = [text.write(told[:3]), text.write(told[3:])]
-    assert parts[0]["text_offset"] + parts[1]["text_offset"] == [0, 2, 2, 2, 3, 4]
-    assert parts[0]["top_logprobs"][1] == {"bytes:\\xe2": -1.0, "": -9999.0}
-
-
-@pytest.mark.real_model
-@pytest.mark.slow
-def test_a_real_tokenizers_bytes_are_the_texts():
-    from demo.parts import packaged_model
-
-    file = Path(packaged_model())
-    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    text = "Zoë's 价格 is 5 € 🙂\n\tnext"
-    write = LogprobWriter(tokenizer, is_chat=True)
-    assert b"".join(map(write.bytes_of, tokenizer(text)["input_ids"])) == text.encode()

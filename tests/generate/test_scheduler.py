@@ -144,7 +144,7 @@ def test_engines_of_a_device_share_its_memory(engine_of):
 def test_what_a_plain_models_cache_takes_is_guessed(engine_of, monkeypatch):
     engine = engine_of("llama")
     assert kv_bytes(engine.loaded, 100) == 100 * engine.loaded.lm.kv_bytes_per_token
-    monkeypatch.setattr(scheduler, "PlainLM", (PlainLM, type(engine.loaded.lm)))
+    monkeypatch.setattr(engine.loaded.lm, "kv_bytes_per_token", PlainLM.kv_bytes_per_token)
     assert kv_bytes(engine.loaded, 100) * 8 <= scheduler_of(engine.loaded).max_bytes
 
 

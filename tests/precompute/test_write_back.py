@@ -20,7 +20,7 @@ import kvrag.precompute.run
 from kvrag import Chunk, KVRagEngine, RepairConfig, StoreConfig
 from kvrag.errors import StoreError
 from kvrag.identity.fingerprint import chunk_key, text_digest
-from kvrag.store.erasures import ERASURES, Erasures, Stopped
+from kvrag.store.tiers import ERASURES, Erasures, Stopped
 from kvrag.testing.chunks import same_bits
 
 CHUNKS = make_chunks(4, words=30, seed=31)

@@ -19,7 +19,7 @@ import yaml
 from server_kit import served
 
 from kvrag import KVRagEngine
-from kvrag.generate.stats import EngineStats
+from kvrag.generate.request import EngineStats
 from kvrag.testing.models import tiny_model
 from kvrag_server import ServerConfig
 

@@ -62,7 +62,7 @@ ANYONE = {"__init__", "__main__"}
 """Files of ``kvrag/`` itself that hand on names of the others."""
 
 AREAS = {
-    "core": 159_050,
+    "core": 158_310,
     "adapters": 4_475,
     "cli": 15_100,
     "evaluate": 7_170,
@@ -70,7 +70,7 @@ AREAS = {
     "langchain": 16_000,
     "llama_index": 12_075,
     "ray": 5_025,
-    "server": 18_740,
+    "server": 19_430,
     "shared": 3_200,
     "vllm": 16_210,
 }
@@ -82,7 +82,7 @@ PUBLIC_MODULES = {"kvrag.adapters", "kvrag.cli", "kvrag.cli.options", "kvrag.con
 adapters need, and what stores need."""
 
 LIMITS = {
-    "files of the core": 103,
+    "files of the core": 99,
     "nodes of kvrag/store": 24_900,
     "lines of tests, per 100 lines of code": 125,
     "median lines of a function": 8,
@@ -124,17 +124,15 @@ ROOM_FILES = 12
 
 LARGER_ROOMS: dict[str, int] = {
     "integrations/server/kvrag_server": 16,
-    "kvrag/generate": 15,
     "kvrag/model": 15,
 }
 """Rooms, by folder, that may hold more files than :data:`ROOM_FILES`."""
 
 KNOWN: dict[str, dict[str, float] | set[str]] = {
     "large files": {
-        "kvrag/blend/cost.py": 2_950,
+        "kvrag/blend/cost.py": 2_940,
         "kvrag/cli/store.py": 2_690,
         "kvrag/engine.py": 3_300,
-        "kvrag/generate/pipeline.py": 3_100,
         "kvrag/kv/layers.py": 3_070,
         "kvrag/model/proof.py": 3_210,
         "kvrag/model/traits.py": 2_720,
@@ -144,7 +142,7 @@ KNOWN: dict[str, dict[str, float] | set[str]] = {
         "kvrag/store/catalog/ledger.py": 2_650,
     },
     "large functions": {
-        "kvrag/blend/prefill.py::prefill": 580,
+        "kvrag/blend/prefill.py::prefill": 515,
         "integrations/langchain/langchain_kvrag/_tools.py::structured": 402,
         "kvrag/cli/measure.py::calibrate": 480,
         "kvrag/cli/measure.py::evaluate": 460,
@@ -519,6 +517,19 @@ def test_exceptions_are_needed():
         found, known = check(), KNOWN.get(name, {})
         assert set(known) <= set(found), name
     assert all(len(list((ROOT / room).glob("*.py"))) - 1 > ROOM_FILES for room in LARGER_ROOMS)
+
+
+def test_no_stage_asks_for_the_class_of_a_model():
+    """A refused model answers the calls of one that reuses chunks, and says its refusal."""
+    asked = [
+        name_of(path)
+        for path, tree in files().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and getattr(node.func, "id", "") == "isinstance"
+        and "PlainLM" in ast.unparse(node.args[1])
+    ]
+    assert asked == []
 
 
 def test_tests_that_run_in_part_exist():

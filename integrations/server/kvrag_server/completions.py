@@ -18,13 +18,13 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.requests import ClientDisconnect
 
 from kvrag import AsyncTokenStream, Chunk, GenerationResult
-from kvrag.adapters import Delta, LogprobWriter, Prompt
+from kvrag.adapters import Delta, Prompt
 from kvrag_server.errors import APIError, as_api_error
 from kvrag_server.metrics import Timer
 from kvrag_server.record import RequestRecord
 from kvrag_server.schema import ChatRequest, Message, Reuse, TextRequest
 from kvrag_server.service import Fitting, Service, service_of
-from kvrag_server.shapes import CHAT, TEXT, LogprobStream, Shape, calls_of, usage_of
+from kvrag_server.shapes import CHAT, TEXT, LogprobStream, LogprobWriter, Shape, calls_of, usage_of
 
 # After this wait a stream begins without a first token, so that its client sees a sign of life.
 PATIENCE_S = 10.0

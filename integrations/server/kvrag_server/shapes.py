@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import codecs
 import json
+import math
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
 from kvrag import GenerationResult
-from kvrag.adapters import Delta, LogprobWriter
+from kvrag.adapters import Delta, TokenLogprob
+
+# SentencePiece's spelling of a byte that is no character alone
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+_BYTE_OF = {char: byte for byte, char in bytes_to_unicode().items()}
+"""Bytes, by the characters that byte-level tokenizers (GPT-2's and its heirs) write for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,3 +173,85 @@ def _trace(result: GenerationResult, tokenizer: Any) -> dict[str, Any]:
         [name, (start - zero) * 1e3, (end - zero) * 1e3] for name, start, end in result.stages
     ]
     return {"tokens": tokens, "sources": [list(run) for run in result.sources], "stages": stages}
+
+
+class LogprobWriter:
+    """Writer of an answer's log-probabilities, at once or as they come.
+
+    ``is_chat``: in the format of chat completions, else of text completions. ``echo``: the prompt's
+    text, if its tokens come first.
+    """
+
+    def __init__(self, tokenizer: Any, *, is_chat: bool, echo: str = "") -> None:
+        self._tokenizer = tokenizer
+        self._is_chat = is_chat
+        self._added = frozenset(tokenizer.added_tokens_decoder)
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._is_byte_level = backend is not None and "ByteLevel" in str(backend.decoder)
+        self.bytes_of = cache(self._bytes_of)
+        self._offset = 0
+        self._characters = codecs.getincrementaldecoder("utf-8")("replace")
+        self._echo = echo
+
+    def write(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+        """Return the entries of the next tokens; text offsets continue from the last call."""
+        if self._is_chat:
+            content = [
+                self._entry(each.token_id, each.logprob)
+                | {"top_logprobs": [self._entry(*pair) for pair in each.top]}
+                for each in logprobs
+            ]
+            return {"content": content, "refusal": None}
+        if self._echo:  # before it are a begin token's name, or a tokenizer's own space
+            shown = b"".join([self.bytes_of(each.token_id) for each in logprobs])
+            self._offset = -max(0, shown.decode("utf-8", "replace").find(self._echo))
+            self._echo = ""
+        rows = []
+        for each in logprobs:
+            pairs = [*each.top, (each.token_id, each.logprob)]
+            top = {self._spelt(token): _finite(value) for token, value in pairs}
+            own = _finite(each.logprob)
+            spelt = self._spelt(each.token_id)
+            rows.append((spelt, own, None if own is None else top, max(0, self._offset)))
+            self._offset += len(self._characters.decode(self.bytes_of(each.token_id)))
+        names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+        return {name: [row[n] for row in rows] for n, name in enumerate(names)}
+
+    def _entry(self, token: int, value: float) -> dict[str, Any]:
+        return {
+            "token": self._spelt(token),
+            "logprob": _finite(value),
+            "bytes": list(self.bytes_of(token)),
+        }
+
+    def _spelt(self, token: int) -> str:
+        r"""Return a token as text; ``bytes:\xe2\x82``, as OpenAI does, if it isn't valid UTF-8."""
+        found = self.bytes_of(token)
+        try:
+            return found.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found)
+
+    def _bytes_of(self, token: int) -> bytes:
+        """Return a token's UTF-8 bytes; a control token has the bytes of its name."""
+        piece = self._tokenizer.convert_ids_to_tokens(token)
+        if piece is None:  # models have more logits than their tokenizers have tokens
+            return b""
+        if token in self._added:
+            return str(piece).encode()
+        if self._is_byte_level:
+            return bytes([_BYTE_OF[char] for char in piece])
+        found = _BYTE.fullmatch(piece)
+        if found:
+            return bytes([int(found[1], 16)])
+        return str(piece).replace("\u2581", " ").encode()
+
+
+def _finite(value: float) -> float | None:
+    """Return a number that JSON can express.
+
+    OpenAI writes -9999 for a token that is as good as impossible, and null if nothing predicts it.
+    """
+    if math.isnan(value):
+        return None
+    return max(value, -9999.0)

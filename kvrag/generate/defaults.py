@@ -1,13 +1,19 @@
-"""Make an answer's logits processors from the model's generation config and the request's values.
+"""Read what the files of a model say of its answers: logits processors, and the tokens that end it.
 
-transformers makes them as for ``generate``, in the same order. So an answer without any reuse
-equals the answer of ``generate``, token for token.
+transformers makes the processors as for ``generate``, in the same order, from the model's
+generation config and the request's values. So an answer without any reuse equals the answer of
+``generate``, token for token.
+
+The tokens that end an answer come from the generation config, the tokenizer, and the chat template,
+which closes an assistant's message with a token. A fine-tuned base model often keeps the base's
+config, but was never trained to write the end token in it: past the end of its message, it would
+answer itself.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from typing import Any, cast
 
@@ -21,8 +27,11 @@ from transformers import (
 )
 
 from kvrag.config import SamplingConfig
-from kvrag.errors import ConfigError
+from kvrag.errors import ConfigError, KVRagError
+from kvrag.model.lm import LoadedModel
 from kvrag.model.plain import loop_arguments
+from kvrag.prompt.template import PromptEncoder
+from kvrag.prompt.tokenizer import control_tokens
 from kvrag.runtime import RUNTIME
 
 logger = logging.getLogger(__name__)
@@ -42,6 +51,9 @@ NOT_DONE: dict[str, tuple[Any, ...]] = {
 }
 """Options of a generation config that would change an answer and are not followed, with their
 neutral values besides ``None``: a single answer is decoded, by a forward per token."""
+
+_ANSWER = "The probe's answer."
+_TURN = ({"role": "user", "content": "A probe."}, {"role": "assistant", "content": _ANSWER})
 
 
 class _Warned(set[str]):
@@ -129,8 +141,9 @@ def merged_config(
     merged.num_beams = 1
     if isinstance(merged.watermarking_config, dict):  # as JSON has it
         merged.watermarking_config = WatermarkingConfig.from_dict(merged.watermarking_config)
-    merged.do_sample = not config.is_greedy
-    merged.temperature = None if config.is_greedy else float(config.temperature)
+    is_greedy = config.is_greedy
+    merged.do_sample = not is_greedy
+    merged.temperature = None if is_greedy else float(config.temperature)
     for name in ("top_p", "top_k", "min_p", "repetition_penalty", "min_new_tokens"):
         given = getattr(config, name)
         if given is not None:
@@ -158,3 +171,64 @@ def _warn_of_what_is_not_done(model: PreTrainedModel) -> None:
                 name,
                 value,
             )
+
+
+class _Found(dict[object, frozenset[int]]):
+    """End tokens of a tokenizer by the facts that they follow from."""
+
+
+def end_ids(loaded: LoadedModel) -> frozenset[int]:
+    """Return all token ids that end an answer; log once if ``generate`` would end at fewer."""
+    defaults = loaded.lm.model.generation_config
+    encoder = loaded.encoder
+    tokenizer = encoder.tokenizer
+    own = _ids_of(defaults.eos_token_id)
+    facts = own, tokenizer.eos_token_id, str(getattr(tokenizer, "chat_template", None))
+    found = RUNTIME.of(tokenizer, _Found)
+    if facts in found:
+        return found[facts]
+    ids = own | _ids_of(tokenizer.eos_token_id) | _ids_of(turn_end(encoder))
+    found[facts] = ids
+    if own and ids > own:
+        logger.warning(
+            "answers of this model end at %s, too: its tokenizer or chat template ends a turn "
+            "there, and its generation config ends at %s alone; set "
+            "model.generation_config.eos_token_id to all of them if transformers' generate is to "
+            "agree",
+            _names(tokenizer, ids - own),
+            _names(tokenizer, own),
+        )
+    return ids
+
+
+def own_stops(loaded: LoadedModel) -> tuple[str, ...]:
+    """Return the stop strings of the model's generation config."""
+    found = loaded.lm.model.generation_config.stop_strings or ()
+    return (found,) if isinstance(found, str) else tuple(found)
+
+
+def turn_end(encoder: PromptEncoder) -> int | None:
+    """Return the control token that the chat template writes behind an assistant's message, if any.
+
+    Only white space may stand between.
+    """
+    if not encoder.has_chat_template:
+        return None
+    try:
+        rendered = encoder.render(_TURN, add_generation_prompt=False)
+    except KVRagError:  # the template accepts no assistant's message
+        return None
+    behind = rendered.partition(_ANSWER)[2].lstrip()
+    tokens = control_tokens(encoder.tokenizer)
+    found = [text for text in tokens if behind.startswith(text)]
+    if found:
+        return tokens[max(found, key=len)]
+    return None
+
+
+def _ids_of(given: int | Iterable[int] | None) -> frozenset[int]:
+    return frozenset([given] if isinstance(given, int) else given or ())
+
+
+def _names(tokenizer: Any, ids: Iterable[int]) -> str:
+    return ", ".join([repr(tokenizer.convert_ids_to_tokens(each)) for each in sorted(ids)])
