@@ -28,7 +28,6 @@ from kvrag.precompute.encode import check_context
 from kvrag.progress import Progress, tell_short
 from kvrag.prompt.template import Prompt, PromptEncoder
 from kvrag.prompt.tokenizer import UnreadableTextError, check_encodable
-from kvrag.types import MaxContext, Mode, TokenLogprob
 
 __all__ = [
     "AdapterOptions",
@@ -40,8 +39,6 @@ __all__ = [
     "DocumentKV",
     "EngineFields",
     "IndexRequest",
-    "MaxContext",
-    "Mode",
     "ModelFacts",
     "ModelSource",
     "OnError",
@@ -52,7 +49,6 @@ __all__ = [
     "Reuse",
     "ReuseOptions",
     "StorePlanner",
-    "TokenLogprob",
     "UnreadableTextError",
     "address",
     "check_context",

@@ -12,9 +12,9 @@ from kvrag.errors import KVRagError, require
 
 PUBLIC = """
 AsyncTokenStream Chunk ConfigError ContextLengthError Explanation GenerationResult InputError KVRagClient KVRagEngine
-KVRagError Library MissingDependencyError ModelError OutOfMemoryError PrecomputeReport PrefillResult
+KVRagError Library MaxContext MissingDependencyError Mode ModelError OutOfMemoryError PrecomputeReport PrefillResult
 RepairConfig Retention SamplingConfig ScoreResult StoreConfig StoreError StoreFormatError
-SyncReport TemplatePrefix TokenStream ToolCall UnsupportedModelError VerifyReport __version__ delete_kv
+SyncReport TemplatePrefix TokenLogprob TokenStream ToolCall UnsupportedModelError VerifyReport __version__ delete_kv
 precompute_dataset precompute_kv require sync_kv flash_attention_tier install_flash_attention
 uninstall_flash_attention
 """

@@ -23,11 +23,14 @@ from kvrag import (
     Explanation,
     InputError,
     KVRagError,
+    MaxContext,
+    Mode,
     PrecomputeReport,
+    RepairConfig,
     StoreError,
 )
-from kvrag.adapters import IndexRequest, MaxContext, Mode, Progress, RemoteHost, tell_short
-from kvrag.config import Repair, parameters_of
+from kvrag.adapters import IndexRequest, Progress, RemoteHost, tell_short
+from kvrag.config import parameters_of
 
 logger = logging.getLogger(__name__)
 
@@ -174,7 +177,7 @@ class KVRagClient(RemoteHost):
         chat_template_kwargs: Mapping[str, Any] | None = None,
         continue_final_message: bool = False,
         mode: Mode = "auto",
-        repair: Repair = None,
+        repair: RepairConfig | Mapping[str, Any] | str | None = None,
         max_context: MaxContext = "raise",
     ) -> Explanation:
         """Explain a prompt as :meth:`kvrag.KVRagEngine.explain` does.

@@ -18,8 +18,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from kvrag import RepairConfig
-from kvrag.adapters import MaxContext, Mode, check_encodable
+from kvrag import MaxContext, Mode, RepairConfig
+from kvrag.adapters import check_encodable
 from kvrag.config import as_config
 from kvrag_server.fields import fault, understood
 

@@ -14,8 +14,8 @@ from typing import Any
 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from kvrag import GenerationResult
-from kvrag.adapters import Delta, TokenLogprob
+from kvrag import GenerationResult, TokenLogprob
+from kvrag.adapters import Delta
 
 # SentencePiece's spelling of a byte that is no character alone
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from statistics import median_low
 from typing import Any, Literal
 
-from kvrag import ConfigError, Library, RepairConfig
-from kvrag.adapters import Mode, ModelFacts, ModelSource, Reuse, ReuseOptions, StorePlanner
+from kvrag import ConfigError, Library, Mode, RepairConfig
+from kvrag.adapters import ModelFacts, ModelSource, Reuse, ReuseOptions, StorePlanner
 from vllm_kvrag.steps import LATEST, StepPrices
 
 # After a failure of the store, at least 9 times its duration passes before the next request asks
