@@ -58,7 +58,6 @@ from kvrag.prompt.prefix import Prefix, prefix_text
 from kvrag.prompt.template import Prompt, PromptEncoder
 from kvrag.runtime import own_modes
 from kvrag.store import Prefetch, on_accelerator
-from kvrag.store.tiers import ERASURES
 from kvrag.types import (
     Chunk,
     ChunkIdentity,
@@ -649,8 +648,8 @@ class KVRagEngine(Library):
                 config = self.store_config
                 ids = self.context_ids
                 if config.on_miss == "store" and loaded.lm.refusal is None:
-                    self._write_back = WriteBack(loaded, self.store, config, ERASURES, ids)
-                own = self._write_back, ids, self._stats, ERASURES
+                    self._write_back = WriteBack(loaded, self.store, config, ids)
+                own = self._write_back, ids, self._stats
                 self._query_side = QueryPipeline(loaded, self.store, config, *own)
                 self.resources.callback(self._query_side.close)
             if self.store_config.history_bytes is None:

@@ -199,7 +199,7 @@ def prefill(
             price = costs.price(plan, config, store)
     past = None if mode == "full" or find_past is None else find_past()
     layout, reason, kvs, holes = read(model, store, plan, mode, price, load_timeout_s, clock, past)
-    loaded_bytes = sum([kv.num_bytes for kv in kvs])
+    loaded_bytes = sum([t.nbytes for kv in kvs for layer in kv.layers for t in layer.tensors])
     buffer = buffer_of()
     with filling(buffer):
         if past and layout.history:

@@ -38,7 +38,7 @@ from kvrag.prompt.planner import KnownTexts, PromptPlanner
 from kvrag.prompt.tools import TEXT
 from kvrag.runtime import Deadline
 from kvrag.store import TieredStore
-from kvrag.store.tiers import Erasures
+from kvrag.store.tiers import ERASURES
 from kvrag.types import Explanation, GenerationResult, Mode
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,6 @@ class QueryPipeline:
     write_back: WriteBack | None = None
     context_ids: Sequence[int] = ()
     stats: EngineStats = field(default_factory=EngineStats)
-    erasures: Erasures = field(default_factory=Erasures)
     histories: RadixCache = field(init=False)
     costs: CostModel = field(init=False)
     planner: PromptPlanner = field(init=False)
@@ -133,7 +132,7 @@ class QueryPipeline:
         while the request waits or prefills.
         """
         deadline = Deadline(self.store_config.load_timeout_s)
-        erasures = self.erasures.count(request.namespace)
+        erasures = ERASURES.count(request.namespace)
         with clock.stage("plan"):
             space = self._space(request, deadline)
             plan, lookup = self._planned(request, deadline)
@@ -297,7 +296,7 @@ class QueryPipeline:
                 # False if documents were erased here, or weights changed, since the request began;
                 # what another process erased is dropped by the next request.
                 is_valid=lambda: (
-                    self.erasures.count(request.namespace) == admitted.erasures
+                    ERASURES.count(request.namespace) == admitted.erasures
                     and space[0] == self.loaded.fingerprint
                 ),
                 snapshots=snapshots,

@@ -23,7 +23,7 @@ from kvrag.precompute.encode import KeptPrefix
 from kvrag.precompute.run import Precompute
 from kvrag.runtime import POOL
 from kvrag.store import TieredStore
-from kvrag.store.tiers import Erasures, Stopped
+from kvrag.store.tiers import ERASURES, Stopped
 from kvrag.types import ChunkIdentity, Missed, MissedChunk, TextEntry
 
 logger = logging.getLogger(__name__)
@@ -38,8 +38,7 @@ cost a forward."""
 class WriteBack:
     """Store missed chunks in a background thread, which ends when the queue is empty.
 
-    ``erasures`` is the counter of the store's directory, ``context`` the token ids of the context
-    that chunks are encoded behind.
+    ``context`` holds the token ids of the context that chunks are encoded behind.
     """
 
     def __init__(
@@ -47,13 +46,11 @@ class WriteBack:
         loaded: LoadedModel,
         store: TieredStore,
         config: StoreConfig,
-        erasures: Erasures,
         context: Sequence[int] = (),
     ) -> None:
         self.loaded = loaded
         self.store = store
         self.config = config
-        self.erasures = erasures
         self.context = context
         self.closed = threading.Event()
         self._changed = threading.Condition()
@@ -206,7 +203,7 @@ class _MissGuard(Guard):
 
         Raises :class:`Stopped` after an erasure or a close.
         """
-        with self._owner.erasures.unless_any_since(self._missed.namespace, self._missed.erasures):
+        with ERASURES.unless_any_since(self._missed.namespace, self._missed.erasures):
             if self._owner.closed.is_set():
                 raise Stopped
             yield

@@ -267,11 +267,11 @@ def test_llama_index_has_a_thinking_block(monkeypatch, engine, opens):
 def test_the_command_shows_a_thought_beside_the_answer(monkeypatch, engine, opens):
     from typer.testing import CliRunner
 
-    from kvrag.cli import ask
     from kvrag.cli.app import app
+    from kvrag.cli.options import EngineGroup
 
     scripted(monkeypatch, engine, spoken("Twelve.", opens=opens))
-    monkeypatch.setattr(ask, "open_engine", lambda *given, **options: engine)
+    monkeypatch.setattr(EngineGroup, "open", lambda *given, **options: engine)
     ran = CliRunner().invoke(app, ["ask", "How many?", "-m", "m", "--max-new-tokens", "200"])
     assert ran.stdout == "Twelve.\n"
     assert ran.stderr.startswith(THOUGHT)

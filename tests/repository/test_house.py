@@ -62,7 +62,7 @@ ANYONE = {"__init__", "__main__"}
 """Files of ``kvrag/`` itself that hand on names of the others."""
 
 AREAS = {
-    "core": 158_310,
+    "core": 158_290,
     "adapters": 4_450,
     "cli": 15_100,
     "evaluate": 7_170,

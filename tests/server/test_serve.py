@@ -105,7 +105,7 @@ def test_listening_beyond_this_machine_asks_for_keys(tiny_dir, monkeypatch):
 def test_a_port_in_use_is_found_before_the_model_is_loaded(ray, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
-        "kvrag_server.command.open_engine", lambda *_, **__: pytest.fail("the model was loaded")
+        "kvrag.cli.options.EngineGroup.open", lambda *_, **__: pytest.fail("the model was loaded")
     )
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -469,7 +469,7 @@ def test_precompute_is_answered_whatever_comes_of_it(connector, setting, blender
 
     assert answer(texts=[CHUNKS[0], CHUNKS[0] + " More."])["precompute"]["stored"] == 1
     assert answer(texts=[""])["code"] == "InputError"
-    assert answer(words=["a"])["code"] == "InputError"
+    assert answer(words=["a"])["code"] == "ConfigError"
     monkeypatch.setattr(setting.engine, "precompute", lambda **_: 1 / 0)
     assert answer(texts=["a"])["code"] == "ZeroDivisionError"
 
