@@ -122,7 +122,7 @@ def precompute_kv(items: Any, **options: Any) -> PrecomputeReport:
     if error is not None and asked.on_error == "raise":
         raise error
     if error is not None:
-        warnings.warn(f"not all KV was precomputed: {error}", UserWarning, stacklevel=2)
+        warnings.warn(f"not all KV was precomputed: {error}", UserWarning, stacklevel=3)
     return report
 
 

@@ -61,8 +61,8 @@ class DocumentKV:
         self.options = AdapterOptions(llm=llm, **options)
         names = ("namespace", "collection")
         self._where = {name: getattr(self.options, name) for name in names}
-        if llm is not None:
-            host_of(llm, **self.options.shared())
+        if isinstance(llm, RemoteHost):  # an engine opens when it is needed
+            llm.check_options(**self.options.shared())
         in_collection((), self.options.collection)  # raises if it is not a name
 
     @property

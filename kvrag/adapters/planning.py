@@ -82,8 +82,12 @@ class ModelFacts:
     @classmethod
     def of(cls, said: Mapping[str, Any]) -> ModelFacts:
         """Return the facts in a response; a newer process may report more."""
-        facts = cls(said["fingerprint"], said["refusal"], in_words=said["repair"])
-        return replace(facts, context=said.get("context", ""))
+        return cls(
+            said.get("fingerprint", ""),
+            said.get("refusal"),
+            context=said.get("context", ""),
+            in_words=said.get("repair", ""),
+        )
 
 
 class Reuse(NamedTuple):

@@ -182,18 +182,20 @@ def option_field(cls: Any, name: str) -> tuple[Any, FieldInfo]:
     return get_type_hints(cls)[name], cls.__pydantic_fields__[name]
 
 
-def checks_names(function: Callable[P, T]) -> Callable[P, T]:
+def checks_names(function: Callable[P, T], unshown: Sequence[str] = ()) -> Callable[P, T]:
     """Make a function or method raise :class:`ConfigError` on an unknown keyword.
 
-    The error suggests the nearest name.
+    The error suggests the nearest name. Names that are ``unshown``, and fields that a subclass of a
+    pydantic model adds, are known, too.
     """
     first, *known = inspect.signature(function).parameters
 
     @functools.wraps(function)
     def run(*values: P.args, **options: P.kwargs) -> T:
+        owner: Any = type(values[0]) if first == "self" else function
+        taken = {first, *known, *unshown, *getattr(owner, "model_fields", ())}
         for name in options:
-            if name not in (first, *known):
-                owner = type(values[0]) if first == "self" else function
+            if name not in taken:
                 raise unknown_option(name, known, of=owner.__name__)
         return function(*values, **options)
 
@@ -209,7 +211,7 @@ def parameters_of(
     """Give a method that takes ``**options`` the parameters of a class of options.
 
     Editors, type checkers and ``inspect`` show them. Other names raise :class:`ConfigError`, unless
-    the class takes any name, or the method is a coroutine.
+    the method takes them itself, the class takes any name, or the method is a coroutine.
     """
     return functools.partial(_with_parameters, source, [_SELF])
 
@@ -224,6 +226,8 @@ def parameters_of_function(
 def _with_parameters(options: Any, first: list[inspect.Parameter], function: Any) -> Any:
     hints = get_type_hints(options) or get_type_hints(options.__init__)
     parameters = inspect.signature(options).parameters.values()
+    own = inspect.signature(function).parameters
+    unshown = [each.name for each in own.values() if each.kind != inspect.Parameter.VAR_KEYWORD]
     shown = [*first, *(each.replace(annotation=hints[each.name]) for each in parameters)]
     result = function.__annotations__["return"]
     function.__signature__ = inspect.Signature(shown, return_annotation=result)
@@ -231,4 +235,4 @@ def _with_parameters(options: Any, first: list[inspect.Parameter], function: Any
     takes_any = shown[-1].kind == inspect.Parameter.VAR_KEYWORD
     if takes_any or inspect.iscoroutinefunction(function):
         return function
-    return checks_names(function)
+    return checks_names(function, unshown)

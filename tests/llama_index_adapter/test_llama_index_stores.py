@@ -28,7 +28,7 @@ from llama_index.core.llms import MockLLM
 from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.schema import MetadataMode, NodeRelationship, RelatedNodeInfo, TextNode
 from llama_index.core.storage.docstore import SimpleDocumentStore
-from llama_index.core.vector_stores import MetadataFilter, MetadataFilters
+from llama_index.core.vector_stores import MetadataFilter, MetadataFilters, SimpleVectorStore
 from llama_index_kit import (
     Listing,
     chunks,
@@ -420,6 +420,33 @@ def test_an_ingestion_survives_a_model_that_can_not_be_loaded(tmp_path, tiny_dir
     for _ in range(2):
         with pytest.warns(UserWarning, match=r"not .*precomputed"):
             assert len(pipeline.run(documents=documents(2))) == 2
+
+
+def test_making_a_component_opens_no_engine(tmp_path):
+    """Documents are deleted even where the LLM can't be opened."""
+    llm = KVRagLLM(str(tmp_path / "missing"), kv_dir=str(tmp_path / "kv"))
+    KVPrecompute(llm)
+    inner = SimpleVectorStore()
+    inner.add([TextNode(text="Text.", id_="a", embedding=[1.0])])
+    with pytest.warns(UserWarning, match="missing"):
+        KVRagVectorStore(inner, llm=llm, namespace="n").delete_nodes(["a"])
+    assert inner.data.embedding_dict == {}
+
+
+class Counting(KVPrecompute):
+    extra: int = 3
+
+
+def test_a_component_comes_back_from_its_description(llm):
+    made = KVPrecompute(llm, batch_size=2)
+    for again in (
+        KVPrecompute.model_validate(made.model_dump()),
+        KVPrecompute.model_validate_json(made.model_dump_json()),
+    ):
+        assert again.batch_size == 2
+    assert Counting(llm, extra=5).extra == 5
+    with pytest.raises(ConfigError, match=r"KVPrecompute has no option 'batch_sise'.*batch_size"):
+        KVPrecompute(llm, batch_sise=2)
 
 
 def test_an_ingestion_survives_a_fault_of_kv(llm, monkeypatch):

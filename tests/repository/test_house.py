@@ -62,13 +62,13 @@ ANYONE = {"__init__", "__main__"}
 """Files of ``kvrag/`` itself that hand on names of the others."""
 
 AREAS = {
-    "core": 158_290,
+    "core": 158_450,
     "adapters": 4_450,
     "cli": 15_100,
     "evaluate": 7_170,
     "testing": 4_295,
-    "langchain": 16_000,
-    "llama_index": 12_075,
+    "langchain": 16_020,
+    "llama_index": 12_140,
     "ray": 5_025,
     "server": 19_445,
     "shared": 3_200,
@@ -83,7 +83,7 @@ adapters need, and what stores need."""
 
 LIMITS = {
     "files of the core": 99,
-    "nodes of kvrag/store": 24_900,
+    "nodes of kvrag/store": 24_960,
     "lines of tests, per 100 lines of code": 125,
     "median lines of a function": 8,
 }

@@ -132,6 +132,8 @@ class KVRagVectorStore(VectorStore):
                 "embedding=..."
             )
         self._kv = DocumentKV(asked.llm, on_error=asked.on_error, **asked.shared())
+        if asked.llm is not None:
+            self._kv.host  # noqa: B018 - raises
         if asked.embedding is not None:
             inner = FaissStore(asked.embedding, metric=asked.metric)
         assert inner is not None
@@ -139,6 +141,7 @@ class KVRagVectorStore(VectorStore):
         self.llm = asked.llm
         self.namespace = asked.namespace
         self.collection = asked.collection
+        self.retention = asked.retention
         self._on_error = asked.on_error
         self._has_warned = False
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import cast
 
@@ -16,6 +16,7 @@ from kvrag.store.catalog.rows import Inherited
 from kvrag.store.eviction import Sized, Usage
 from kvrag.types import ChunkKey
 
+AT_ONCE = 4096  # chunks that are read in a transaction
 MAX_TOUCHED = 128  # chunks with collected hits before these are written, in the background
 
 
@@ -65,10 +66,17 @@ class Hits(Ledger, Forking):
         Raises ``StoreError``.
         """
         self.flush()
-        return self.state().accesses, [
+        keys = [ChunkKey(key) for key in self._rows.names("c ")]
+        found = [
+            self._sized(keys[first : first + AT_ONCE]) for first in range(0, len(keys), AT_ONCE)
+        ]
+        return self.state().accesses, [each for some in found for each in some]
+
+    @one_step  # a single transaction for all keys
+    def _sized(self, keys: Sequence[ChunkKey]) -> list[Sized]:
+        return [
             Sized(key, chunk.num_tokens, chunk.num_bytes, chunk.usage)
-            for key, chunk in self._rows.change(self._all_chunks)
-            if not chunk.pending
+            for key, chunk in self.stored(keys).items()
         ]
 
     @one_step

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import uuid
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -84,6 +84,11 @@ def precompute_nodes(
     return report
 
 
+def of_class(declared: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that a class declares; a subclass of a component may have more."""
+    return {name: options[name] for name in options if name in declared.__pydantic_fields__}
+
+
 class PrecomputeFields(BaseComponent, AdapterOptions):
     """Component with the options of :func:`kvrag.precompute_kv` as fields; default: the LLM's."""
 
@@ -114,9 +119,9 @@ class KVPrecompute(PrecomputeFields, TransformComponent):
     llm: Any = Field(default=None, exclude=True, repr=False)
 
     @parameters_of(AdapterOptions)
-    def __init__(self, llm: Any = None, **options: Any) -> None:
+    def __init__(self, llm: Any = None, class_name: object = None, **options: Any) -> None:
         llm = None if llm is None else resolve_kv_llm(llm)
-        DocumentKV(llm, **options)  # checks them
+        DocumentKV(llm, **of_class(AdapterOptions, options))  # checks them
         super().__init__(llm=llm, **options)
 
     @classmethod

@@ -25,6 +25,7 @@ from kvrag import ConfigError
 from kvrag.adapters import AdapterOptions, DocumentKV, config_class, parameters_of
 from llama_index.llms.kvrag.transform import (
     PrecomputeFields,
+    of_class,
     resolve_kv_llm,
 )
 from llama_index.vector_stores.kvrag.held import held_ids, held_nodes, ids_of_document
@@ -90,7 +91,12 @@ class KVRagVectorStore(PrecomputeFields, BasePydanticVectorStore):
     _has_warned: bool = PrivateAttr(default=False)
 
     @parameters_of(_Options)
-    def __init__(self, inner: BasePydanticVectorStore | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        inner: BasePydanticVectorStore | None = None,
+        class_name: object = None,
+        **options: Any,
+    ) -> None:
         if inner is None:
             inner = SimpleVectorStore()
         if not isinstance(inner, BasePydanticVectorStore):
@@ -102,7 +108,7 @@ class KVRagVectorStore(PrecomputeFields, BasePydanticVectorStore):
         options.setdefault("is_embedding_query", inner.is_embedding_query)
         if options.get("llm") is not None:
             options["llm"] = resolve_kv_llm(options["llm"])
-        asked = _Options(inner=inner, **options)
+        asked = _Options(inner=inner, **of_class(_Options, options))
         DocumentKV(asked.llm, **asked.shared())  # checks them
         super().__init__(inner=inner, **options)
 
