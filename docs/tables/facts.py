@@ -322,9 +322,10 @@ def facts_needles(_: Result) -> str:
 
 
 def facts_today(_: Result) -> str:
-    """Set the default beside `fast` and the controls on needles, each length for itself."""
+    """Set the default beside `fast` and the controls on needles, each length for itself, and on MuSiQue."""
     methods = (RUNS, "runs@0.03", "none", "reordered")
-    return methods_table("default", ("needles",), methods, short=(True, False))
+    needles = methods_table("default", ("needles",), methods, short=(True, False))
+    return needles + "\n" + methods_table("default", ("musique",), methods)
 
 
 def facts_short(_: Result) -> str:

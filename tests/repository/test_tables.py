@@ -86,6 +86,23 @@ def test_what_is_said_of_hotpotqa_is_in_its_table():
             assert float(facts.over_default(pairs, base, "kl").split("(")[1].split(" to ")[0]) > 0
 
 
+def test_what_is_said_of_the_default_is_in_its_tables():
+    """README and the benchmarks page say it in words."""
+    methods = (facts.RUNS, "runs@0.03", "none", "reordered")
+    lost = {
+        (task, short): [
+            facts.counts(p)[:2]
+            for p in facts.common("default", task, methods, short=short).values()
+        ]
+        for task, short in (("needles", True), ("needles", False), ("musique", None))
+    }
+    assert lost == {
+        ("needles", True): [(0, 33), (9, 33), (15, 33), (6, 33)],
+        ("needles", False): [(0, 6), (1, 6), (3, 6), (0, 6)],
+        ("musique", None): [(2, 4), (3, 4), (4, 4), (4, 4)],
+    }
+
+
 def test_what_is_said_of_the_sealed_set_is_in_its_table():
     """README, the benchmarks page and the limitations say it in words."""
     shown = facts.facts_sealed(read("facts/sealed-qwen2.5-coder-0.5b.json"))
