@@ -50,7 +50,8 @@ class DocumentKV:
     Raises
     ------
     ConfigError
-        If ``llm`` can't use KV, if an option is invalid, or if the remote host does not have it.
+        If an option is invalid, or if the remote host does not have it. If ``llm`` can't use KV,
+        the first use raises it: engines open when they are needed.
     InputError
         If ``collection`` is not a name.
     """

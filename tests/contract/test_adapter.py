@@ -170,13 +170,18 @@ def test_a_prefetch_never_raises(llm):
         ({"collection": "/"}, InputError),
         ({"collection": 3}, InputError),
         ({"show_progress": "yes"}, ConfigError),
-        ({"llm": object()}, ConfigError),
     ],
 )
 def test_wrong_options_are_refused_at_once(llm, options, error):
     with pytest.raises(error):
         DocumentKV(**{"llm": llm, **options})
     DocumentKV(None)  # a model may come later
+
+
+def test_an_llm_is_opened_and_checked_when_it_is_needed():
+    kv = DocumentKV(object())
+    with pytest.raises(ConfigError, match="of type object"):
+        _ = kv.host
 
 
 def test_ids_are_text():
