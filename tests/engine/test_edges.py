@@ -57,8 +57,9 @@ def test_a_chunk_that_was_not_stored_is_an_error_unless_a_warning_will_do(engine
     ):
         precompute_kv([CHUNKS[0], long], ids=["a", "b"], llm=engine)
     assert engine.document_ids() == ["a"], "the others are stored"
-    with pytest.warns(UserWarning, match="not all KV was precomputed: 1 chunk"):
+    with pytest.warns(UserWarning, match="not all KV was precomputed: 1 chunk") as caught:
         report = precompute_kv([CHUNKS[0], long], ids=["a", "b"], llm=engine, on_error="warn")
+    assert caught[0].filename == __file__, "the caller's line"
     assert (report.skipped, report.failed[0][0]) == (1, "b")
 
 

@@ -212,3 +212,8 @@ def test_the_worker_times_the_step_that_the_scheduler_names(connector, setting, 
     scheduler = scheduler_side(connector, setting, costs=FLAT)
     jobs = scheduler.build_connector_meta(scheduled({"a": 100}, {"a": 0}, {}))
     assert jobs.step == steps.Step(100, 5000.0)
+
+
+def test_facts_that_a_response_leaves_out_are_those_of_no_model():
+    """A connector that has had no handshake says nothing of its model."""
+    assert ModelFacts.of({}) == ModelFacts()
