@@ -89,13 +89,22 @@ def of_class(declared: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: options[name] for name in options if name in declared.__pydantic_fields__}
 
 
-class PrecomputeFields(BaseComponent, AdapterOptions):
+# mypy takes a pydantic model for a dataclass that isn't frozen, which may not inherit a frozen one.
+_Fields: Any = AdapterOptions
+
+
+class PrecomputeFields(BaseComponent, _Fields):  # type: ignore[misc]
     """Component with the options of :func:`kvrag.precompute_kv` as fields; default: the LLM's."""
 
     def precompute(self, nodes: Sequence[BaseNode]) -> None:
         """Precompute the KV of nodes with these options."""
-        own = {"content": self.content, "on_error": self.on_error}
-        precompute_nodes(nodes, llm=resolve_kv_llm(self.llm), **own, **self.shared())
+        precompute_nodes(
+            nodes,
+            llm=resolve_kv_llm(self.llm),
+            content=self.content,
+            on_error=self.on_error,
+            **self.shared(),
+        )
 
 
 class KVPrecompute(PrecomputeFields, TransformComponent):

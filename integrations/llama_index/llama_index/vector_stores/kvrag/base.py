@@ -346,7 +346,7 @@ class KVRagVectorStore(PrecomputeFields, BasePydanticVectorStore):
         """
         # Private names are pydantic's; a copy that is being made has no ``inner`` yet.
         if name.startswith("_") or "inner" not in self.__dict__:
-            return super().__getattr__(name)  # type: ignore[misc]
+            return super().__getattr__(name)
         return getattr(self.inner, name)
 
     def query(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
