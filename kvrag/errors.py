@@ -133,11 +133,11 @@ _REASONS = (
 )
 """Signs of the reasons of a fault, and the reasons with their remedies. The first that fits counts.
 
-A sign is found in the text or type of another library's error, or is a mark of `loading_fault`.
+A sign is found in the text or type of another library's error, or is a mark of `loading_reason`.
 """
 
 
-def loading_fault(error: BaseException, path: str, part: str, options: Mapping[str, Any]) -> str:
+def loading_reason(error: BaseException, path: str, part: str, options: Mapping[str, Any]) -> str:
     """Return the reason of an error of loading, with its remedy.
 
     ``path`` is the place of the files, ``part`` is ``"model"`` or ``"tokenizer"``, and ``options``

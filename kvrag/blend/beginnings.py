@@ -17,14 +17,14 @@ from typing import cast
 
 import torch
 
-from kvrag.blend.prefill import FindPast, Prefilled, refusal_of
-from kvrag.blend.stitch import PrefixMatch
+from kvrag.blend.prefill import FindHistory, Prefilled, reason_against_reuse
+from kvrag.blend.stitch import HistoryMatch
 from kvrag.errors import UnsupportedModelError
 from kvrag.kv.snapshot import Layers, Snapshot
 from kvrag.model import CausalLM
 from kvrag.model.forward import evaluating
 from kvrag.model.lock import Clock, lock_of
-from kvrag.model.plain import Past, Pieces, PlainLM, Run
+from kvrag.model.plain import HistoryRows, Pieces, PlainLM, Run
 from kvrag.model.proof import (
     ATTEMPTS,
     CROSSABLE_WINDOW,
@@ -45,14 +45,14 @@ LEAST_ROWS = 32  # behind fewer, a snapshot takes more than it saves
 LEAST_GRID = 256  # tokens between snapshots of a prompt that names no chunk
 
 
-def refusal_of_past(model: CausalLM | PlainLM, total: int, max_bytes: int) -> str | None:
-    """Return the reason why a request neither uses nor leaves rows of earlier requests, if any.
+def reason_against_history(model: CausalLM | PlainLM, total: int, max_bytes: int) -> str | None:
+    """Return the reason why a request neither uses nor leaves a history, if any.
 
     ``total`` is the number of tokens of prompt and answer; ``max_bytes`` bounds a request's
     snapshots.
     """
     if model.refusal is None:
-        return refusal_of(model, total)
+        return reason_against_reuse(model, total)
     if not max_bytes:
         return "history_bytes is 0"
     if total > model.reuse_window:
@@ -60,17 +60,17 @@ def refusal_of_past(model: CausalLM | PlainLM, total: int, max_bytes: int) -> st
     pieces = pieces_of(model)
     if pieces.state_bytes > max_bytes:
         return f"a snapshot takes {pieces.state_bytes:,} bytes, more than half of history_bytes"
-    return pieces.fault
+    return pieces.reason
 
 
 def in_words(model: CausalLM | PlainLM, total: int, max_bytes: int) -> list[str]:
     """Say whether exact beginnings are reused where chunks are not, as a note of ``explain``."""
     if model.refusal is None:
         return []
-    why = refusal_of_past(model, total, max_bytes)
-    if why is None:
+    reason = reason_against_history(model, total, max_bytes)
+    if reason is None:
         return ["a prompt that begins like an earlier one computes only its other tokens"]
-    return [f"no beginning of an earlier prompt is reused, either: {why}"]
+    return [f"no beginning of an earlier prompt is reused, either: {reason}"]
 
 
 def pieces_of(model: PlainLM) -> Pieces:
@@ -79,8 +79,8 @@ def pieces_of(model: PlainLM) -> Pieces:
         if model.pieces is None:
             with Progress("proving that this model can read a prompt in pieces, once"):
                 model.pieces = _proven(model)
-            if model.pieces.fault:
-                logger.warning("no beginning of a prompt is reused: %s", model.pieces.fault)
+            if model.pieces.reason:
+                logger.warning("no beginning of a prompt is reused: %s", model.pieces.reason)
         return model.pieces
 
 
@@ -92,7 +92,7 @@ def prefill_refused(
     max_new_tokens: int,
     clock: Clock,
     max_bytes: int,
-    find_past: FindPast | None,
+    find_history: FindHistory | None,
     cancel: threading.Event | None = None,
 ) -> Prefilled:
     """Prefill a prompt behind its longest beginning that was kept.
@@ -100,19 +100,19 @@ def prefill_refused(
     ``max_bytes`` bounds the snapshots of this request; 0: nothing is reused. Other parameters are
     as for :func:`~kvrag.blend.prefill.prefill`.
     """
-    past = None
+    history = None
     stops: Collection[int] = ()
-    if mode != "full" and max_bytes and find_past is not None:
+    if mode != "full" and max_bytes and find_history is not None:
         pieces = pieces_of(model)
         # It continues only where a snapshot was taken.
-        found = find_past(needs_state=pieces.state_bytes > 0)
+        found = find_history(needs_state=pieces.state_bytes > 0)
         if pieces.state_bytes:
             stops = _stops(plan, found, max_bytes // pieces.state_bytes)
         if found is not None and found.num_rows:
             with clock.stage("history"):
                 # without a state, any snapshot fits
                 snapshot = cast(Snapshot, found.snapshot or pieces.snapshot)
-                past = Past(snapshot, found.rows(), found.num_rows)
+                history = HistoryRows(snapshot, found.rows(), found.num_rows)
     ids = torch.tensor(plan.token_ids)
     with clock.stage("prefill"):
         run = partial(
@@ -123,16 +123,16 @@ def prefill_refused(
             max_bytes=max_bytes,
         )
         try:
-            logits, extend = run(stops=stops, past=past)
+            logits, extend = run(stops=stops, history=history)
         except UnsupportedModelError as error:  # its settings were changed after the proof
             logger.warning("no beginning of this prompt is reused: %s", error)
-            past = None
+            history = None
             logits, extend = run()
         logits = logits.cpu()
-    num_past = past.num_rows if past else 0
-    sources: tuple[tuple[Source, int], ...] = (("computed", len(ids) - num_past),)
-    if past:
-        sources = (("exact", num_past), *sources)
+    num_history = history.num_rows if history else 0
+    sources: tuple[tuple[Source, int], ...] = (("computed", len(ids) - num_history),)
+    if history:
+        sources = (("exact", num_history), *sources)
     return Prefilled(
         extend,
         None,
@@ -140,11 +140,11 @@ def prefill_refused(
         plan.token_ids,
         model.refusal,
         sources,
-        num_history=num_past,
+        num_history=num_history,
     )
 
 
-def _stops(plan: Plan, found: PrefixMatch | None, most: int) -> list[int]:
+def _stops(plan: Plan, found: HistoryMatch | None, most: int) -> list[int]:
     """Return the numbers of first rows behind which a snapshot is taken, the useful ones first.
 
     Behind the answer, the request takes another.
@@ -176,7 +176,7 @@ def _proven(model: PlainLM) -> Pieces:
             return Pieces(
                 f"it fails behind a kept beginning ({type(error).__name__}: {str(error)[:200]})"
             )
-        if found.fault is None:
+        if found.reason is None:
             break
     return found
 
@@ -204,12 +204,12 @@ class _Trial:
         cut, kept = self._run(self._ids, self._stops)
         gaps = [gap(cut, whole)]
         for stop in (*self._stops, self._stops[-1]):  # again: no run may change a snapshot
-            behind, _ = self._run(self._ids, past=_past(kept, run.rows, stop))
+            behind, _ = self._run(self._ids, history=_history(kept, run.rows, stop))
             gaps.append(gap(behind, whole))
         # A planted mistake: the state and rows of other tokens.
         last = self._stops[-1]
         _, other = self._run(self._others, self._stops)
-        planted, _ = self._run(self._ids, past=_past(other, other.rows, last))
+        planted, _ = self._run(self._ids, history=_history(other, other.rows, last))
         worst = float(torch.tensor(gaps, dtype=torch.float64).max())  # NaN if any is, unlike max()
         limit = LIMIT if worst <= LIMIT else max(LIMIT, NOISE_FACTOR * self._noise())
         if not worst <= limit:
@@ -222,10 +222,10 @@ class _Trial:
         return Pieces(None, kept.snapshots[last])
 
     def _run(
-        self, ids: torch.Tensor, stops: Collection[int] = (), past: Past | None = None
+        self, ids: torch.Tensor, stops: Collection[int] = (), history: HistoryRows | None = None
     ) -> tuple[torch.Tensor, Run]:
         """Run a prompt and a token behind it; return the logits of both, and the run."""
-        logits, run = self._model.prefill(ids, max_new_tokens=2, stops=stops, past=past)
+        logits, run = self._model.prefill(ids, max_new_tokens=2, stops=stops, history=history)
         return torch.stack([logits, run(self._next)[0]]).float().cpu(), run
 
     def _noise(self) -> float:
@@ -244,6 +244,6 @@ class _Trial:
         return gap(one, two)
 
 
-def _past(kept: Run, rows: Layers, stop: int) -> Past:
+def _history(kept: Run, rows: Layers, stop: int) -> HistoryRows:
     head = [(keys[:, :, :stop], values[:, :, :stop]) for keys, values in rows]
-    return Past(kept.snapshots[stop], head, stop)
+    return HistoryRows(kept.snapshots[stop], head, stop)

@@ -187,7 +187,7 @@ class Price:
         price = self.of(reuse)
         other = self.of(exact)
         if layout.stale and (not reuse.stale or price >= MARGIN * other):
-            return exact, self._refusal(layout, exact)
+            return exact, self._reason(layout, exact)
         count = len({s.source for s in layout.reused} - {s.source for s in reuse.reused})
         if not count:
             return reuse, None
@@ -197,7 +197,7 @@ class Price:
             f"{count} stored chunk(s) would cost more to load than to compute; {estimates}",
         )
 
-    def _refusal(self, layout: Layout, exact: Layout) -> str:
+    def _reason(self, layout: Layout, exact: Layout) -> str:
         """Explain why repaired reuse is rejected, with its cost and that of the alternatives."""
         price = self.of(layout)
         other = self.of(exact)

@@ -16,10 +16,10 @@ from kvrag.blend.cost import CostModel
 from kvrag.blend.covariance import RowCovariance
 from kvrag.blend.layout import Layout, sources_of
 from kvrag.blend.repair import REREAD, deviation, may_shift, probe, repair
-from kvrag.blend.reuse import because, read
+from kvrag.blend.reuse import joined_reasons, read
 from kvrag.blend.select import Signal, breaks_of, needs_of, select_rows
 from kvrag.blend.slide import SlidingWindow
-from kvrag.blend.stitch import PrefixMatch, filling, stitch
+from kvrag.blend.stitch import HistoryMatch, filling, stitch
 from kvrag.config import RepairConfig
 from kvrag.kv.snapshot import Layers, Snapshot
 from kvrag.model import CausalLM
@@ -35,7 +35,7 @@ from kvrag.types import ChunkKV, Exactness, Hole, KVDtype, Mode, Source, TokenLo
 logger = logging.getLogger(__name__)
 
 
-FindPast = Callable[..., PrefixMatch | None]
+FindHistory = Callable[..., HistoryMatch | None]
 """Finds the rows of earlier requests that a prompt begins with."""
 
 
@@ -115,7 +115,7 @@ class Prefilled:
         found = dict[str, Any]()
         # Evicted rows make the answer approximate, even if no stored KV was used.
         if self.window and (evicted := self.window.evicted_tokens):
-            reason = because(
+            reason = joined_reasons(
                 self.fallback_reason, f"{evicted} of the oldest tokens left the context window"
             )
             found = {"exactness": "repaired", "fallback_reason": reason, "evicted_tokens": evicted}
@@ -141,7 +141,7 @@ class Prefilled:
         }
 
 
-def refusal_of(model: CausalLM | PlainLM, total: int) -> str | None:
+def reason_against_reuse(model: CausalLM | PlainLM, total: int) -> str | None:
     """Return the reason why prompt and answer of ``total`` tokens can't use stored KV, if any.
 
     Beyond ``model.reuse_window`` tokens, RoPE uses other angles than for the stored KV (longrope).
@@ -165,7 +165,7 @@ def prefill(
     max_new_tokens: int,
     load_timeout_s: float,
     clock: Clock,
-    find_past: FindPast | None = None,
+    find_history: FindHistory | None = None,
     slides: bool = False,
     cancel: threading.Event | None = None,
     run: range | None = None,
@@ -178,7 +178,7 @@ def prefill(
         Most tokens of the answer.
     load_timeout_s
         Time left for loading: the store's deadline minus the time spent on planning.
-    find_past
+    find_history
         Finds the rows of earlier requests that the prompt begins with.
     slides
         Whether prompt and answer exceed the context window, so that rows are evicted. A prompt
@@ -197,14 +197,16 @@ def prefill(
     if mode == "auto":
         with clock.stage("price", least_s=NOTABLE_S):
             price = costs.price(plan, config, store)
-    past = None if mode == "full" or find_past is None else find_past()
-    layout, reason, kvs, holes = read(model, store, plan, mode, price, load_timeout_s, clock, past)
+    history = None if mode == "full" or find_history is None else find_history()
+    layout, reason, kvs, holes = read(
+        model, store, plan, mode, price, load_timeout_s, clock, history
+    )
     loaded_bytes = sum([t.nbytes for kv in kvs for layer in kv.layers for t in layer.tensors])
     buffer = buffer_of()
     with filling(buffer):
-        if past and layout.history:
+        if history and layout.history:
             with clock.stage("history"):
-                past.fill(buffer.layers, layout.history.num_rows)
+                history.fill(buffer.layers, layout.history.num_rows)
         ids = torch.tensor(token_ids)
         stages = _Blend(model, buffer, layout, plan.encoder, ids, config, clock, cancel)
         selected, logits = stages.run(kvs)
@@ -228,7 +230,7 @@ def prefill(
             layout,
             selected,
             is_rounded=plan.kv_dtype != "auto",
-            num_exact=past.num_exact if past else 0,
+            num_exact=history.num_exact if history else 0,
         ),
         window=window,
     )
@@ -331,7 +333,7 @@ def _in_window(
         buffer,
         logits,
         plan.token_ids,
-        plan.refusal,
+        plan.reason,
         (("computed", len(ids)),),
         window=window,
     )

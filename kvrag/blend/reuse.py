@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from kvrag.blend.cost import Price
 from kvrag.blend.layout import Layout, lay_out
-from kvrag.blend.stitch import PrefixMatch
+from kvrag.blend.stitch import HistoryMatch
 from kvrag.identity.fingerprint import chunk_key
 from kvrag.kv.layers import parts
 from kvrag.model import CausalLM
@@ -32,11 +32,11 @@ Choice = Callable[[Layout], tuple[Layout, str | None]]
 """Maps the layout with all possible reuse to ``(layout to use, reason if it reuses less)``."""
 
 
-def because(cause: str | None, reason: str | None) -> str | None:
+def joined_reasons(failure: str | None, reason: str | None) -> str | None:
     """Join a store failure, if any, with the reason why less is reused than requested."""
-    if cause and reason in _NOT_STORED:
+    if failure and reason in _NOT_STORED:
         reason = None
-    return "; ".join(filter(None, (cause, reason))) or None
+    return "; ".join(filter(None, (failure, reason))) or None
 
 
 def in_words(holes: Sequence[Hole]) -> str | None:
@@ -50,25 +50,26 @@ def in_words(holes: Sequence[Hole]) -> str | None:
 
 
 def decide_plan(
-    plan: Plan, mode: Mode, cheapest: Choice | None, past: PrefixMatch | None = None
+    plan: Plan, mode: Mode, cheapest: Choice | None, history: HistoryMatch | None = None
 ) -> tuple[Layout, str | None]:
     """Lay out a plan and call :func:`decide`; add the plan's own reasons to the result.
 
-    ``past`` are the first rows of the prompt that an earlier request has computed.
+    ``history`` are the first rows of the prompt that an earlier request has computed.
     """
     layout = lay_out(plan)
-    refusal = plan.refusal
-    if past is not None:
-        layout = layout.behind(past.num_rows, past.num_exact)
-    if mode == "prefix" and plan.kv_dtype != "auto":
-        refusal = (
-            refusal
-            or f"mode 'prefix' reuses exact KV only, and this store's is rounded to {plan.kv_dtype}"
+    reason = plan.reason
+    if history is not None:
+        layout = layout.behind(history.num_rows, history.num_exact)
+    if reason is None and mode == "prefix" and plan.kv_dtype != "auto":
+        reason = (
+            f"mode 'prefix' reuses exact KV only, and this store's is rounded to {plan.kv_dtype}"
         )
-    if refusal is not None:
-        return layout.only_live(), refusal
+    if reason is not None:
+        return layout.only_live(), reason
     layout, reason = decide(layout, mode, cheapest)
-    return layout, reason if mode == "full" else because(plan.fault or plan.cause, reason)
+    if mode == "full":
+        return layout, reason
+    return layout, joined_reasons(plan.fault or plan.miss_reason, reason)
 
 
 def outcome_of(plan: Plan, mode: Mode, price: Price | None) -> tuple[Mode, str | None]:
@@ -123,21 +124,21 @@ def read(
     price: Price | None,
     timeout_s: float,
     clock: Clock,
-    past: PrefixMatch | None,
+    history: HistoryMatch | None,
 ) -> tuple[Layout, str | None, list[ChunkKV], dict[int, Hole]]:
     """Return the layout, the reason if it reuses less than requested, the KV and the holes.
 
     Decides on reuse, loads the KV, and decides again without the chunks that could not be loaded.
     """
     cheapest = None if price is None else price.cheapest
-    layout, reason = decide_plan(plan, mode, cheapest, past)
+    layout, reason = decide_plan(plan, mode, cheapest, history)
     if not layout.reused:  # nothing to load
         return layout, reason, [], {}
     with clock.stage("load"):
         kvs, holes = _load(plan.identities, layout, store, model.shapes, timeout_s=timeout_s)
     if holes:
         layout, also = decide(layout.without(holes), mode, cheapest)
-        reason = because(because(in_words(list(holes.values())), also), reason)
+        reason = joined_reasons(joined_reasons(in_words(list(holes.values())), also), reason)
         if not layout.reused:
             kvs = []
     return layout, reason, kvs, holes

@@ -27,7 +27,7 @@ LAYERS_PER_LAUNCH = 8
 
 
 @dataclass(frozen=True, slots=True)
-class PrefixMatch:
+class HistoryMatch:
     """Rows of earlier requests that are a prefix of the prompt.
 
     The first ``num_exact`` of ``num_rows`` equal a full prefill's. For a model that keeps a state,

@@ -100,8 +100,8 @@ def constraint_of(
     return Constraint(matcher)
 
 
-def _unusable(fault: str) -> ConfigError:
-    return ConfigError(f"the JSON schema of the answer can't be used; simplify it: {fault[:500]}")
+def _unusable(reason: str) -> ConfigError:
+    return ConfigError(f"the JSON schema of the answer can't be used; simplify it: {reason[:500]}")
 
 
 @lru_cache(maxsize=1024)

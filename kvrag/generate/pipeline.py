@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from kvrag.blend.beginnings import in_words, prefill_refused, refusal_of_past
+from kvrag.blend.beginnings import in_words, prefill_refused, reason_against_history
 from kvrag.blend.cost import CostModel
 from kvrag.blend.prefill import Prefilled, prefill
 from kvrag.blend.reuse import outcome_of
@@ -163,21 +163,21 @@ class QueryPipeline:
         total = len(ids) + limit
         missed = missed_of(request, plan, erasures) if self.write_back else None
         plan, slides = fitted(lm, plan, request, total)
-        refusal = plan.refusal
+        reason = plan.reason
         if lm.refusal is not None:
-            refusal = refusal_of_past(lm, total, self._state_bytes)
-        past = None
+            reason = reason_against_history(lm, total, self._state_bytes)
+        find_history = None
         if space is not None:
             repair = None if request.mode == "prefix" else request.repair
-            past = partial(self.histories.find, space, ids, repair=repair)
+            find_history = partial(self.histories.find, space, ids, repair=repair)
         return Admitted(
             request,
             plan,
             max_new_tokens=limit,
             num_tokens=len(ids),
             slides=slides,
-            refusal=refusal,
-            past=past,
+            reason=reason,
+            find_history=find_history,
             missed=missed,
             space=space,
             erasures=erasures,
@@ -202,7 +202,7 @@ class QueryPipeline:
                 max_new_tokens=admitted.max_new_tokens,
                 clock=clock,
                 max_bytes=self._state_bytes,
-                find_past=admitted.past,
+                find_history=admitted.find_history,
                 cancel=cancel,
             )
         return prefill(
@@ -215,7 +215,7 @@ class QueryPipeline:
             max_new_tokens=admitted.max_new_tokens,
             load_timeout_s=deadline.left_s,
             clock=clock,
-            find_past=admitted.past,
+            find_history=admitted.find_history,
             slides=admitted.slides,
             cancel=cancel,
             run=run,
@@ -273,14 +273,14 @@ class QueryPipeline:
         self.histories.clear(lambda space: space[1] == namespace and space[2] != erased)
         return self.loaded.fingerprint, namespace, erased
 
-    def _remember(self, admitted: Admitted, done: Prefilled, answer: Sequence[int]) -> None:
+    def _keep_history(self, admitted: Admitted, done: Prefilled, answer: Sequence[int]) -> None:
         """Keep a finished request's KV. A failure drops all kept KV, which only costs time."""
         rows = [*done.token_ids, *answer[:-1]]  # no forward has seen the last token
         request = admitted.request
         space: Any = admitted.space
         is_off = space is None or request.mode == "full"
         # too long for reuse, or rows have left a sliding window
-        if is_off or refusal_of_past(self.loaded.lm, len(rows), self._state_bytes):
+        if is_off or reason_against_history(self.loaded.lm, len(rows), self._state_bytes):
             return
         try:
             layers, snapshots = done.kept()
@@ -346,7 +346,7 @@ class QueryPipeline:
             )
             end = time.perf_counter()
             first = answer.first_s
-            self._remember(admitted, done, answer.ids)
+            self._keep_history(admitted, done, answer.ids)
         if self.write_back and admitted.missed:
             self.write_back.offer(admitted.missed)
         return GenerationResult(

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvrag.blend.stitch import PrefixMatch
+from kvrag.blend.stitch import HistoryMatch
 from kvrag.kv.snapshot import Layers, Snapshot
 
 
@@ -116,7 +116,7 @@ class RadixCache:
         *,
         repair: Hashable = None,
         needs_state: bool = False,
-    ) -> PrefixMatch | None:
+    ) -> HistoryMatch | None:
         """Return kept rows that match the beginning of a prompt, if any.
 
         The prompt's last row is always left to compute. Approximate rows match only if the same
@@ -133,7 +133,7 @@ class RadixCache:
             exact = sum(count for node, count in path if node.repair is None)
             parts = tuple((node.layers, count) for node, count in path)
         if common:
-            return PrefixMatch(parts, exact, sum(count for _, count in parts), snapshot, common)
+            return HistoryMatch(parts, exact, sum(count for _, count in parts), snapshot, common)
         return None
 
     def keep(

@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import PreTrainedModel
 
-from kvrag.blend.prefill import FindPast, capacity_of, refusal_of
+from kvrag.blend.prefill import FindHistory, capacity_of, reason_against_reuse
 from kvrag.blend.slide import cannot_slide
 from kvrag.config import DEFAULT_MAX_NEW_TOKENS
 from kvrag.errors import ContextLengthError
@@ -54,9 +54,9 @@ class Admitted:
         Most tokens of the answer, and the number of tokens of the prompt.
     slides
         Whether rows leave the context window.
-    refusal
+    reason
         Why no rows of earlier requests are used, if so.
-    past
+    find_history
         Finds the rows of earlier requests that the prompt begins with; ``None``: none are kept.
     missed
         Chunks without KV, to be stored after the answer.
@@ -69,8 +69,8 @@ class Admitted:
     max_new_tokens: int
     num_tokens: int
     slides: bool
-    refusal: str | None
-    past: FindPast | None
+    reason: str | None
+    find_history: FindHistory | None
     missed: Missed | None
     space: Hashable
     erasures: int
@@ -78,7 +78,7 @@ class Admitted:
     @property
     def mode(self) -> Mode:
         """Mode of reuse that is left."""
-        return "full" if self.refusal else self.request.mode
+        return "full" if self.reason else self.request.mode
 
 
 def length_of(lm: CausalLM | PlainLM, num_tokens: int, given: int | None, *, slides: bool) -> int:
@@ -89,7 +89,7 @@ def length_of(lm: CausalLM | PlainLM, num_tokens: int, given: int | None, *, sli
     exceed a window that doesn't slide.
     """
     window = lm.context_window
-    fault = cannot_slide(lm) if slides else ""
+    reason = cannot_slide(lm) if slides else ""
     limit = given
     if limit is None:
         defaults = lm.model.generation_config
@@ -99,13 +99,13 @@ def length_of(lm: CausalLM | PlainLM, num_tokens: int, given: int | None, *, sli
         cap = window
         if lm.refusal is None and num_tokens + WORTH_REUSE <= lm.reuse_window:
             cap = lm.reuse_window
-        if fault is not None:
+        if reason is not None:
             limit = max(1, min(limit, cap - num_tokens))
-    if num_tokens + limit > window and fault is not None:
-        why = f" and can't slide ({fault})" if fault else ""
+    if num_tokens + limit > window and reason is not None:
+        shown = f" and can't slide ({reason})" if reason else ""
         error = ContextLengthError(
             f"the prompt has {num_tokens} tokens and the answer may take {limit}, "
-            f"which exceeds the model's context window of {window}{why}; "
+            f"which exceeds the model's context window of {window}{shown}; "
             "retrieve fewer chunks, or allow the answer fewer tokens"
         )
         error.room = max(0, window - num_tokens)
@@ -120,12 +120,12 @@ def fitted(lm: CausalLM | PlainLM, plan: Plan, request: Request, total: int) -> 
     """
     window = lm.context_window
     slides = request.slides and total > window and cannot_slide(lm) is None
-    refusal = None
+    reason = None
     if slides and (num_tokens := len(plan.token_ids)) > window:
-        refusal = f"the prompt's {num_tokens} tokens exceed the context window of {window}"
+        reason = f"the prompt's {num_tokens} tokens exceed the context window of {window}"
     elif request.mode != "full":
-        refusal = refusal_of(lm, min(total, window) if slides else total)
-    return plan if refusal is None else plan.without_reuse(refusal), slides
+        reason = reason_against_reuse(lm, min(total, window) if slides else total)
+    return plan if reason is None else plan.without_reuse(reason), slides
 
 
 def missed_of(request: Request, plan: Plan, erasures: int) -> Missed | None:

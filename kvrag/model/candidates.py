@@ -129,12 +129,14 @@ def attention_modules(model: PreTrainedModel) -> list[torch.nn.Module]:
     mixers = {name for layer in best for name in STATEFUL_NAMES if hasattr(layer, name)}
     mixers = mixers or {type(layer).__name__ for layer, found in best.items() if not found}
     if mixers:
-        fault = "their state sums up all tokens before, so a chunk's part can't be stored and moved"
+        reason = (
+            "their state sums up all tokens before, so a chunk's part can't be stored and moved"
+        )
         if not mixers & set(STATEFUL_NAMES):
-            fault = "kvrag moves the keys and values of attention to the prompt's own tokens alone"
+            reason = "kvrag moves the keys and values of attention to the prompt's own tokens alone"
         raise UnsupportedModelError(
             f"{type(model).__name__} mixes attention with layers of another kind "
-            f"({', '.join(sorted(mixers))}): {fault}"
+            f"({', '.join(sorted(mixers))}): {reason}"
         )
     return attentions
 

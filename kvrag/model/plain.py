@@ -151,19 +151,19 @@ def check_generates(model_or_config: Any) -> None:
     """Raise :class:`ModelError` unless a model, or the model of a config, is a causal LM."""
     is_model = isinstance(model_or_config, PreTrainedModel)
     config = model_or_config.config if is_model else model_or_config
-    fault = None
+    reason = None
     if is_encoder_decoder(config):
-        fault = f"{config.model_type!r} is an encoder-decoder, and kvrag answers with causal LMs"
+        reason = f"{config.model_type!r} is an encoder-decoder, and kvrag answers with causal LMs"
     elif is_model and not model_or_config.can_generate():
-        fault = f"{type(model_or_config).__name__} has no language model's head to answer with"
+        reason = f"{type(model_or_config).__name__} has no language model's head to answer with"
     elif not is_model and auto_class(config) is None:
-        fault = (
+        reason = (
             f"transformers has no causal LM for {config.model_type!r} "
             "(it may need sound, or answer by an encoder)"
         )
-    if fault is not None:
+    if reason is not None:
         raise ModelError(
-            f"{fault}; load a model that AutoModelForCausalLM or AutoModelForImageTextToText takes"
+            f"{reason}; load a model that AutoModelForCausalLM or AutoModelForImageTextToText takes"
         )
 
 
@@ -178,12 +178,12 @@ def auto_class(config: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """Whether a model reads a prompt in pieces as it reads it whole; ``fault`` says why not.
+    """Whether a model reads a prompt in pieces as it reads it whole; ``reason`` says why not.
 
     ``snapshot`` is the state behind some prompt. Without bytes, it fits behind any rows.
     """
 
-    fault: str | None
+    reason: str | None
     snapshot: Snapshot | None = None
 
     @property
@@ -192,7 +192,7 @@ class Pieces:
         return self.snapshot.num_bytes if self.snapshot else 0
 
 
-class Past(NamedTuple):
+class HistoryRows(NamedTuple):
     """First rows of a prompt that an earlier request has computed."""
 
     snapshot: Snapshot
@@ -234,17 +234,17 @@ class PlainLM:
         *,
         max_new_tokens: int,
         stops: Collection[int] = (),
-        past: Past | None = None,
+        history: HistoryRows | None = None,
         cancel: threading.Event | None = None,
         max_bytes: int = NO_LIMIT,
     ) -> tuple[torch.Tensor, Run]:
-        """Run a prompt, ids ``(N,)`` int64, behind the rows of ``past``.
+        """Run a prompt, ids ``(N,)`` int64, behind the rows of ``history``.
 
         Returns the logits ``(vocab,)`` of its last row, and the run, which appends rows. The run
         keeps a snapshot behind every number of first rows in ``stops``, as long as they take at
         most ``max_bytes``. ``CancelledError`` is raised between these pieces if ``cancel`` is set.
         """
-        run = Run(self, token_ids.to(self.device)[None], max_new_tokens, past)
+        run = Run(self, token_ids.to(self.device)[None], max_new_tokens, history)
         return run.prefill(stops, cancel, max_bytes), run
 
 
@@ -259,7 +259,7 @@ class Run:
         lm: PlainLM,
         ids: torch.Tensor,
         max_new_tokens: int,
-        past: Past | None,
+        history: HistoryRows | None,
     ) -> None:
         self._model = text_model_of(lm.model)
         self._ids = ids
@@ -277,9 +277,9 @@ class Run:
             )
         self._kwargs = {name: value for name, value in found.items() if name not in _OF_LOOP}
         self.snapshots = dict[int, Snapshot]()
-        if past is not None:
-            self._num_rows = past.num_rows
-            self._kwargs[self._cache_name] = past.snapshot.restored(past.rows)
+        if history is not None:
+            self._num_rows = history.num_rows
+            self._kwargs[self._cache_name] = history.snapshot.restored(history.rows)
 
     @contextmanager
     def _alone(self, cancel: threading.Event | None = None) -> Iterator[None]:

@@ -24,7 +24,7 @@ from kvrag.errors import (
     ConfigError,
     KVRagError,
     ModelError,
-    loading_fault,
+    loading_reason,
     require,
 )
 from kvrag.identity.adapters import unwrap
@@ -335,10 +335,10 @@ def check_path(path: str, what: str) -> None:
     named = shown(path)
     if path.endswith(".gguf"):
         if not os.path.isfile(path):
-            fault = (
+            reason = (
                 "is a directory; name the file in it" if is_there else "does not exist; check it"
             )
-            raise ModelError(f"the GGUF file {named} of the {what} {fault}")
+            raise ModelError(f"the GGUF file {named} of the {what} {reason}")
     elif is_there and not os.path.isdir(path):
         raise ModelError(
             f"the {what} {named} is a file; "
@@ -386,9 +386,9 @@ def trying(
                 f"transformers refuses an option for {source.name!r}: {error}"
             ) from error
         named = path or source.name
-        fault = loading_fault(error, named, part, source.hf_kwargs)
+        reason = loading_reason(error, named, part, source.hf_kwargs)
         raise ModelError(
-            f"could not load the {part} {named!r}: {fault} "
+            f"could not load the {part} {named!r}: {reason} "
             f"({type(error).__name__}: {str(error)[:300]})"
         ) from error
 

@@ -22,7 +22,7 @@ _METADATA_FIRST = r"\A(?:[\w .-]{1,40}: \S.*\n)+\s*"
 # quotes, dashes, invisible characters
 _SIGNS = str.maketrans("\u2018\u2019\u201c\u201d\u2013\u2014", "''\"\"--", "\u00ad\u200b")
 MAX_READ = 256  # latest stored texts that are read to explain why no chunk was found
-MANY = 10  # prompts, all without hits, after which an uncertain cause is worth a warning
+MANY = 10  # prompts, all without hits, after which an uncertain reason is worth a warning
 OTHER_PREFIX_ADVICE = (
     "chunks were encoded behind another prefix than this prompt has, so more rows are repaired and "
     "none is exact: precompute them with prefix=, the text before the first chunk (explain() shows "
@@ -58,7 +58,7 @@ ESCAPED = (
     "escaped, as by repr(), str() of a list, or JSON: join their texts instead "
     '("\\n\\n".join(d.page_content for d in docs), such as a format_docs before the template)'
 )
-CAUSES: tuple[tuple[str, Undo, Undo | None], ...] = (
+CHANGES: tuple[tuple[str, Undo, Undo | None], ...] = (
     (ESCAPED, _unescaped, None),
     ("with HTML's escapes: turn them off in the template", html.unescape, None),
     (
@@ -103,7 +103,7 @@ def _proven(text: str, scanner: SpanIndex, texts: Sequence[str]) -> str | None:
 
     ``texts`` are texts of some known chunks.
     """
-    for how, undo, undo_known in CAUSES:
+    for how, undo, undo_known in CHANGES:
         plain = undo(text)
         known = [undo_known(each) for each in texts] if undo_known else []
         is_undone = undo_known is None and plain != text and bool(scanner.scan(plain))
@@ -112,8 +112,8 @@ def _proven(text: str, scanner: SpanIndex, texts: Sequence[str]) -> str | None:
     return None
 
 
-def with_cause(plan: Plan, scanner: SpanIndex) -> Plan:
-    """Return the plan, with the cause if it has known chunks escaped.
+def with_reason(plan: Plan, scanner: SpanIndex) -> Plan:
+    """Return the plan, with the reason if it has known chunks escaped.
 
     A first part of such a chunk may be reused, so the whole text is unescaped.
     """
@@ -122,11 +122,11 @@ def with_cause(plan: Plan, scanner: SpanIndex) -> Plan:
     text = "".join([piece.piece.text for piece in plan.pieces])
     plain = _unescaped(text)
     if any([plain[span.start : span.stop] not in text for span in scanner.scan(plain)]):
-        return replace(plan, cause=f"{_FOUND} {ESCAPED}")
+        return replace(plan, miss_reason=f"{_FOUND} {ESCAPED}")
     return plan
 
 
-def likely_cause(text: str, lookup: Lookup, *, reads: bool = True) -> tuple[str, bool]:
+def likely_reason(text: str, lookup: Lookup, *, reads: bool = True) -> tuple[str, bool]:
     """Return the likely reason why a prompt's text has no known chunk, and whether it is certain.
 
     Stored texts are read only if ``reads``.
@@ -144,8 +144,11 @@ def likely_cause(text: str, lookup: Lookup, *, reads: bool = True) -> tuple[str,
     if proven:
         return proven, True
     if scanner.head_places(text):
-        why = "its white space was changed, or it was edited or cut"
-        return f"a known chunk begins in this prompt and goes on otherwise: {why}", True
+        return (
+            "a known chunk begins in this prompt and goes on otherwise: "
+            "its white space was changed, or it was edited or cut",
+            True,
+        )
     if scanner.tail_places(text):
         return (
             "a known chunk ends in this prompt, cut at its beginning: "
@@ -181,7 +184,7 @@ class Watch:
 
     def __init__(self) -> None:
         self.num_without_hits = 0
-        self._has_hit = self._has_warned = self._has_told_cause = False
+        self._has_hit = self._has_warned = self._has_told_reason = False
 
     def notice(self, plan: Plan, lookup: Lookup, *, is_stored_later: bool) -> None:
         """Check the plan of a request that asks for reuse.
@@ -193,24 +196,26 @@ class Watch:
             warnings.warn(OTHER_PREFIX_ADVICE, UserWarning, stacklevel=2)
         chunks = [piece for piece in plan.pieces if piece.piece.kind == "chunk"]
         self._has_hit |= (is_hit := any([piece.identity is not None for piece in chunks]))
-        if plan.cause and not self._has_told_cause:
-            self._has_hit = self._has_told_cause = True  # a single warning is enough
+        if plan.miss_reason and not self._has_told_reason:
+            self._has_hit = self._has_told_reason = True  # a single warning is enough
             what = "stored chunks are" if is_hit else "no stored chunk is"
             also = "not reused" if is_hit else "reused, though there are some"
-            warnings.warn(f"{what} {also}: {plan.cause}; see explain()", UserWarning, stacklevel=2)
-        if is_hit or is_stored_later or plan.fault or plan.refusal or not len(lookup.scanner):
+            warnings.warn(
+                f"{what} {also}: {plan.miss_reason}; see explain()", UserWarning, stacklevel=2
+            )
+        if is_hit or is_stored_later or plan.fault or plan.reason or not len(lookup.scanner):
             return
         self.num_without_hits += 1
         if self._has_hit or self.num_without_hits > MANY:
             return
         missed = next((piece.reason for piece in chunks if piece.missed), None)
         is_last = self.num_without_hits == MANY
-        cause, is_sure = (
-            (missed, True) if missed else likely_cause(_live_text(plan), lookup, reads=is_last)
+        reason, is_sure = (
+            (missed, True) if missed else likely_reason(_live_text(plan), lookup, reads=is_last)
         )
         if is_sure or is_last:
             self._has_hit = True  # a single warning is enough
-            what = f"no stored chunk is reused, though there are some: {cause}"
+            what = f"no stored chunk is reused, though there are some: {reason}"
             warnings.warn(f"{what}; see explain()", UserWarning, stacklevel=2)
 
 
@@ -223,11 +228,11 @@ def explain_plan(plan: Plan, mode: Mode, reason: str | None, lookup: Lookup) -> 
     spans = _spans(plan)
     notes = [reason] if reason else []
     found = None
-    has_asked = plan.fault is None and plan.refusal is None
+    has_asked = plan.fault is None and plan.reason is None
     if has_asked and not any(span.kind == "chunk" for span in spans):
-        found = likely_cause(_live_text(plan), lookup)[0]
+        found = likely_reason(_live_text(plan), lookup)[0]
     elif has_asked:
-        found = plan.cause or _proven(_live_text(plan), lookup.scanner, _texts(lookup))
+        found = plan.miss_reason or _proven(_live_text(plan), lookup.scanner, _texts(lookup))
     if found and found not in (reason or ""):
         notes.append(found)
     if plan.has_mismatch:

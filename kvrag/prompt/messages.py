@@ -192,10 +192,10 @@ def _part_text(part: object, hold: Hold) -> str:
         is_unshown = _is_unshown(kind)
         if is_unshown or kind in _DOCUMENTS or kind.endswith(("_result", "_output")):
             return _block_text(part, kind, hold, is_unshown=is_unshown)
-    raise _refusal(kind)
+    raise _unshowable(kind)
 
 
-def _refusal(kind: object) -> InputError:
+def _unshowable(kind: object) -> InputError:
     return InputError(
         f"a message holds a content part of type {kind!r}; kvrag reads text only, remove the part"
     )
@@ -214,7 +214,7 @@ def _block_text(block: Mapping[str, Any], kind: str, hold: Hold, *, is_unshown: 
     is_document = kind in _DOCUMENTS
     about, body = _about_and_body(block, kind, hold if is_document else None)
     if is_document and not body:
-        raise _refusal(kind)
+        raise _unshowable(kind)
     if is_unshown and not body:
         return ""
     return "".join([f"{text}\n" for text in (*about, *body)])
@@ -229,7 +229,7 @@ def _about_and_body(
     """
     inner = str(block.get("type") or kind)
     if inner in _MEDIA or any([word in inner for word in ("image", "audio", "video", "screen")]):
-        raise _refusal(inner)
+        raise _unshowable(inner)
     if inner in _THOUGHTS:
         return [], []
     about = [block[name] for name in _ABOUT if isinstance(block.get(name), str)]

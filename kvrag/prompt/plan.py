@@ -161,8 +161,8 @@ class Lookup:
         """
         identity = self.usable(whole)
         if identity is None:
-            why = self._why_missing(whole, is_given=piece.is_given)
-            return PlannedPiece(piece, ids, reason=why, missed=missed)
+            absent = self._reason_of_miss(whole, is_given=piece.is_given)
+            return PlannedPiece(piece, ids, reason=absent, missed=missed)
         is_mismatched = identity.prefix != self.prefix
         part = reason = None
         if len(ids) < len(whole):
@@ -186,7 +186,7 @@ class Lookup:
             offset=offset,
         )
 
-    def _why_missing(self, ids: TokenIds, *, is_given: bool) -> str:
+    def _reason_of_miss(self, ids: TokenIds, *, is_given: bool) -> str:
         """Say why a chunk has no KV to use."""
         other = self.found.get(ids)
         if other is not None:
@@ -252,9 +252,9 @@ class Plan:
         Rounding of the stored KV that is read.
     fault
         Why the store did not answer, if it failed: it may hold more KV than was found.
-    refusal
+    reason
         Why nothing may be reused, if so.
-    cause
+    miss_reason
         Why known chunks of the prompt were not found, where it is proven.
     """
 
@@ -262,8 +262,8 @@ class Plan:
     encoder: PromptEncoder
     kv_dtype: KVDtype = "auto"
     fault: str | None = None
-    refusal: str | None = None
-    cause: str | None = None
+    reason: str | None = None
+    miss_reason: str | None = None
 
     @property
     def token_ids(self) -> list[int]:
@@ -293,7 +293,7 @@ class Plan:
             PlannedPiece(p.piece, p.ids, reason=reason if p.piece.kind == "chunk" else None)
             for p in self.pieces
         ]
-        return replace(self, pieces=tuple(pieces), refusal=reason, cause=None)
+        return replace(self, pieces=tuple(pieces), reason=reason, miss_reason=None)
 
 
 def plan_prompt(

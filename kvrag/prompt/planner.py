@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvrag.config import StoreConfig
-from kvrag.prompt.explain import with_cause
+from kvrag.prompt.explain import with_reason
 from kvrag.prompt.plan import Lookup, Plan, plan_prompt
 from kvrag.prompt.plan_ids import plan_ids
 from kvrag.prompt.spans import SpanIndex
@@ -100,4 +100,4 @@ class PromptPlanner:
         else:
             check_plain(prompt, chat)
             plan = plan_ids(ids, lookup, map(self.encoder.head_ids, prefixes))
-        return with_cause(plan, lookup.scanner)
+        return with_reason(plan, lookup.scanner)

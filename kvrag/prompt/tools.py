@@ -185,13 +185,13 @@ def render_tools(
     ``shown`` is the result of :func:`what_is_shown`. If the template refuses every way, its first
     error is raised.
     """
-    refusals = []
+    errors = []
     for way in _ways(messages, tools, *shown):
         try:
             return render(*way)
         except InputError as error:
-            refusals.append(error)
-    raise refusals[0]
+            errors.append(error)
+    raise errors[0]
 
 
 def _ways(

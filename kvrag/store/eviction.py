@@ -182,14 +182,16 @@ class Evictor:
         ``StoreError`` if the bytes don't fit. Evicts nothing if the chunks that may be evicted hold
         too few bytes.
         """
-        why = "the evicted chunks freed too little"
+        reason = "the evicted chunks freed too little"
         for _ in range(PASSES):
             free = self._free()
             must, disk = self.budget.excess(self.totals()[1], free, need)
             if not must:
                 return
             if disk and time.monotonic() < self.in_vain_until:
-                why = "evicting chunks has freed no space on its disk (snapshots, or open files?)"
+                reason = (
+                    "evicting chunks has freed no space on its disk (snapshots, or open files?)"
+                )
                 break
             now, chunks = self.usages()
             stored = sum(chunk.num_bytes for chunk in chunks)
@@ -199,7 +201,7 @@ class Evictor:
             share = stored // SHARE if need else 0
             going = leaving(chunks, now, priority=priority, must=must, share=share)
             if going is None:
-                why = "nothing more may leave it that would be enough"
+                reason = "nothing more may leave it that would be enough"
                 break
             for part in (going[:PROBE], going[PROBE:]):
                 with suppress(OSError):
@@ -211,7 +213,7 @@ class Evictor:
                     self.in_vain_until = time.monotonic() + RETRY_S
                     break
         raise StoreError(
-            f"{need} bytes don't fit into the KV store: {why}; "
+            f"{need} bytes don't fit into the KV store: {reason}; "
             "raise StoreConfig.disk_bytes (ram_bytes without kv_dir), lower "
             "StoreConfig.min_free_bytes, or free space on the disk"
         ) from OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

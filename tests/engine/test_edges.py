@@ -16,7 +16,7 @@ from texts import make_chunks
 import kvrag.precompute.run
 from kvrag import Chunk, StoreConfig, precompute_kv
 from kvrag.errors import ModelError, StoreError
-from kvrag.prompt.explain import CAUSES, MANY, OTHER_PREFIX_ADVICE
+from kvrag.prompt.explain import CHANGES, MANY, OTHER_PREFIX_ADVICE
 
 CHUNKS = make_chunks(4)
 
@@ -168,13 +168,13 @@ def test_a_rewritten_chunk_is_explained_by_its_cause_also_beside_others(engine, 
     assert [words in note for note in engine.explain(about(rewritten(TEXT))).notes] == [True]
     beside = engine.explain(about(CHUNKS[1], rewritten(TEXT)))
     assert any(words in note for note in beside.notes) == any(
-        words in cause for cause, *_ in CAUSES
+        words in cause for cause, *_ in CHANGES
     )
     assert not engine.explain(about(CHUNKS[1])).notes[1:], "nothing is made up"
 
 
 def test_every_cause_has_a_case(engine):
-    assert all(sum(words in cause for words in REWRITTEN) == 1 for cause, *_ in CAUSES)
+    assert all(sum(words in cause for words in REWRITTEN) == 1 for cause, *_ in CHANGES)
     assert "no chunk of 32 tokens or more is stored" in str(engine.explain(about(TEXT)))
 
 

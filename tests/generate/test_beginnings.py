@@ -209,7 +209,7 @@ def test_a_prompt_that_names_no_chunk_is_cut_at_even_places(both):
 @pytest.mark.parametrize("name", UNSURE)
 def test_no_beginning_is_reused_where_the_proof_fails(both, name):
     engine = both(name)[1]
-    fault = pieces_of(engine.loaded.lm).fault
+    fault = pieces_of(engine.loaded.lm).reason
     answers = [asked((both(name)[0], engine), prompt()) for _ in range(2)]
     if fault:
         assert all(answer.history_tokens == 0 for answer in answers)
@@ -263,7 +263,7 @@ def test_the_proof_finds_what_goes_wrong(both, monkeypatch, fault):
     for _ in range(2):
         assert asked(engines, prompt()).history_tokens == 0
     assert engines[1].stats()["histories"]["tokens"] == 0
-    assert pieces_of(engines[1].loaded.lm).fault
+    assert pieces_of(engines[1].loaded.lm).reason
 
 
 def test_a_cache_that_changes_after_the_proof_costs_time_and_nothing_else(both, caplog):

@@ -406,5 +406,5 @@ def test_a_model_that_can_not_reuse_says_so(tmp_path):
         engine._answering.loaded = engine._loaded
         ids = whole(engine, f"{PREFIX}{CHUNKS[0]}\nWho?")
         plan = plan_of(engine, ids)
-        assert (plan.identities, plan.refusal) == ([], refused.refusal)
+        assert (plan.identities, plan.reason) == ([], refused.refusal)
         assert engine.generate(ids, max_new_tokens=2).fallback_reason == refused.refusal
