@@ -678,8 +678,7 @@ class KVRagEngine(Library):
             prefixes=(self.prefix_text, *self._prefix_texts.get(space, ())),
             form=asked.form,
             slides=asked.max_context == "slide",
-            variables={**self.chat_template_kwargs, **(asked.chat_template_kwargs or {})},
-            continues=asked.continue_final_message,
+            chat=asked.chat(self.chat_template_kwargs),
         )
 
     @parameters_of(AnswerRequest)

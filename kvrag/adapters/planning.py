@@ -158,8 +158,7 @@ class StorePlanner:
     @staticmethod
     def chat(asked: ReuseOptions, variables: Mapping[str, Any]) -> Chat:
         """Return a request's options for rendering a chat, with variables beside its own."""
-        own = asked.chat_template_kwargs or {}
-        return Chat(asked.form.tools, {**variables, **own}, asked.continue_final_message)
+        return asked.chat(variables)
 
     def plan(self, prompt: Prompt, namespace: str, chat: Chat = PLAIN) -> Plan:
         """Plan a prompt, so that its ids are those of the stored chunks.

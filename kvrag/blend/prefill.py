@@ -48,15 +48,13 @@ class Prefilled:
     Attributes
     ----------
     extend
-        Computes the rows after the prompt.
+        Computes the rows after the prompt; a sliding window may evict rows from the buffer.
     buffer
         KV of the prompt; ``None`` if the model keeps it in a cache of its own.
     logits
         Logits of the last row, ``(vocab,)``, on the host.
     num_history
         Number of first rows taken from an earlier request.
-    window
-        The same as ``extend`` if rows may be evicted from the buffer, else ``None``.
     prompt_logprobs
         Log-probabilities of the prompt's own tokens, if they were scored.
     """
@@ -72,7 +70,6 @@ class Prefilled:
     holes: tuple[Hole, ...] = ()
     kv_dtype: KVDtype = "auto"
     num_history: int = 0
-    window: SlidingWindow | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
 
     @property
@@ -114,7 +111,8 @@ class Prefilled:
         repaired, computed = self.num_rows("repaired"), self.num_rows("computed")
         found = dict[str, Any]()
         # Evicted rows make the answer approximate, even if no stored KV was used.
-        if self.window and (evicted := self.window.evicted_tokens):
+        evicted = self.extend.evicted_tokens if isinstance(self.extend, SlidingWindow) else 0
+        if evicted:
             reason = joined_reasons(
                 self.fallback_reason, f"{evicted} of the oldest tokens left the context window"
             )
@@ -213,9 +211,9 @@ def prefill(
     if price is not None:
         with clock.stage("price", least_s=NOTABLE_S):
             costs.learn(price, layout, holes, clock.timings_ms)
-    window = SlidingWindow(model, buffer, layout.num_tokens) if slides else None
+    behind = buffer, layout.num_tokens
     return Prefilled(
-        extend=window or model.extension(buffer, layout.num_tokens),
+        extend=SlidingWindow(model, *behind) if slides else model.extension(*behind),
         buffer=buffer,
         logits=logits,
         token_ids=token_ids,
@@ -232,7 +230,6 @@ def prefill(
             is_rounded=plan.kv_dtype != "auto",
             num_exact=history.num_exact if history else 0,
         ),
-        window=window,
     )
 
 
@@ -288,28 +285,20 @@ class _Blend:
 
     def _select(self, needs: frozenset[Signal]) -> tuple[torch.Tensor, RowCovariance | None]:
         """Measure the strategy's signals; return the rows to repair and the covariance."""
-        mass = change = covariance = breaks = None
+        measured = dict[str, Any]()
+        prompt = self.model, self.buffer, self.layout, self.ids
         if "breaks" in needs:
-            breaks = breaks_of(self.encoder.token_texts(self.ids.tolist()))
+            measured["breaks"] = breaks_of(self.encoder.token_texts(self.ids.tolist()))
         if "mass" in needs:
-            mass = probe(
-                self.model, self.buffer, self.layout, self.ids, span=self.config.probe_span
-            )
+            measured["mass"] = probe(*prompt, span=self.config.probe_span)
         if "deviation" in needs:
-            change = deviation(self.model, self.buffer, self.layout, self.ids)
+            measured["deviation"] = deviation(*prompt)
         if "covariance" in needs or self.config.shift:
             recorded = self.model.recorded
             run = None if recorded is None or self.buffer.start is None else recorded.run
-            covariance = RowCovariance.of(self.buffer, self.layout, mass, run=run)
-        selected = select_rows(
-            self.layout,
-            self.config,
-            mass=mass,
-            deviation=change,
-            covariance=covariance,
-            breaks=breaks,
-        )
-        return selected, covariance
+            mass = measured.get("mass")
+            measured["covariance"] = RowCovariance.of(self.buffer, self.layout, mass, run=run)
+        return select_rows(self.layout, self.config, **measured), measured.get("covariance")
 
 
 def capacity_of(
@@ -335,5 +324,4 @@ def _in_window(
         plan.token_ids,
         plan.reason,
         (("computed", len(ids)),),
-        window=window,
     )

@@ -11,7 +11,8 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -61,12 +62,9 @@ class Signals:
     budget, ratio
         Number of rows to choose, and the recompute ratio that it was computed from.
     measured
-        The signals with a number per row that the strategy needs, float32 ``(N,)`` on the host.
-    covariance
-        Covariance of the rows' changes, if the strategy needs it.
-    breaks
-        Break before every row, int64 ``(N,)``, if the strategy needs it: see
-        :func:`breaks_of`.
+        The signals that the strategy needs. Mass and deviation are float32 ``(N,)`` on the host,
+        breaks are those of :func:`breaks_of`, and the covariance is a
+        :class:`~kvrag.blend.covariance.RowCovariance`.
     config
         Source of ``first_k`` and ``seed``.
     """
@@ -75,9 +73,7 @@ class Signals:
     candidates: torch.Tensor
     budget: int
     ratio: float
-    measured: Mapping[Signal, torch.Tensor]
-    covariance: RowCovariance | None
-    breaks: torch.Tensor | None
+    measured: Mapping[str, Any]
     config: RepairConfig
 
 
@@ -107,10 +103,9 @@ def _seam_rows(signals: Signals) -> torch.Tensor:
     return rows_of([Segment(end - n, end, "chunk") for n, end in zip(counts, ends, strict=True)])
 
 
-def _top_rows(signals: Signals) -> torch.Tensor:
+def _top_rows(signals: Signals, by: Signal) -> torch.Tensor:
     """Choose the rows with the strongest signal; ties go to the lower row."""
-    [signal] = signals.measured.values()
-    order = signal[signals.candidates].argsort(descending=True, stable=True)
+    order = signals.measured[by][signals.candidates].argsort(descending=True, stable=True)
     return signals.candidates[order[: signals.budget]]
 
 
@@ -119,11 +114,10 @@ def _informative_rows(signals: Signals) -> torch.Tensor:
 
     See :meth:`~kvrag.blend.covariance.RowCovariance.most_informative`.
     """
-    covariance = signals.covariance
-    by_mass = _top_rows(replace(signals, budget=len(signals.candidates)))
+    covariance: RowCovariance = signals.measured["covariance"]
+    by_mass = _top_rows(replace(signals, budget=len(signals.candidates)), "mass")
     mass = signals.measured["mass"]
     count = min(signals.budget, POOL // 2)
-    assert covariance is not None
     pool = by_mass[:POOL]
     sides = torch.stack([pool.int(), mass[pool].view(torch.int32)])
     at, weights = uploaded(sides, covariance.rows.device)
@@ -142,9 +136,8 @@ def _runs(signals: Signals) -> torch.Tensor:
     attended row, less by its distance; a run is cut nowhere inside a word.
     """
     mass = signals.measured["mass"]
-    assert signals.breaks is not None
     rows = signals.candidates
-    far = DISTANCES[signals.breaks[rows]]
+    far = DISTANCES[signals.measured["breaks"][rows]]
     chunk = torch.bucketize(rows, torch.tensor([s.start for s in signals.stale]), right=True)
     far[chunk.diff(prepend=chunk[:1] - 1) > 0] = APART
     at = far.cumsum(0)
@@ -197,8 +190,8 @@ SELECT: dict[str, Callable[[Signals], torch.Tensor]] = {
     "random": _random,
     "first_k": _first_rows,
     "boundary": _seam_rows,
-    "hkvd": _top_rows,  # CacheBlend, arXiv 2405.16444
-    "query": _top_rows,  # the idea of ProphetKV, arXiv 2602.02579
+    "hkvd": partial(_top_rows, by="deviation"),  # CacheBlend, arXiv 2405.16444
+    "query": partial(_top_rows, by="mass"),  # the idea of ProphetKV, arXiv 2602.02579
     "query_gain": _informative_rows,
     "query_runs": _runs,
 }
@@ -222,15 +215,7 @@ def needs_of(layout: Layout, config: RepairConfig) -> frozenset[Signal]:
     return frozenset()
 
 
-def select_rows(
-    layout: Layout,
-    config: RepairConfig,
-    *,
-    mass: torch.Tensor | None = None,
-    deviation: torch.Tensor | None = None,
-    covariance: RowCovariance | None = None,
-    breaks: torch.Tensor | None = None,
-) -> torch.Tensor:
+def select_rows(layout: Layout, config: RepairConfig, **measured: Any) -> torch.Tensor:
     """Return the rows to repair: the heads of stale chunks plus the strategy's choice.
 
     Parameters
@@ -239,10 +224,8 @@ def select_rows(
         The prompt.
     config
         Strategy, ratio and heads. A ratio of 1 selects every row with any strategy.
-    mass, deviation, covariance
-        Signals that the strategy needs; mass and deviation are float32 ``(N,)`` on the host.
-    breaks
-        Break before every row, int64 ``(N,)``, if the strategy needs it.
+    **measured
+        Signals that the strategy needs, by name; see :class:`Signals`.
 
     Returns
     -------
@@ -250,22 +233,14 @@ def select_rows(
         Int64, ascending.
     """
     count = num_selected(layout, config)
-    size = config.first_k
-    firsts = [Segment(s.start, min(s.stop, s.start + size), "chunk") for s in layout.stale]
     every = rows_of(layout.stale)
     if count in (0, len(every)):
         return every[:count]
-    heads = rows_of(firsts)
+    heads = rows_of([chunk.head(config.first_k) for chunk in layout.stale])
     candidates = every[~mask_of(heads, layout.num_tokens)[every]]
-    given: dict[Signal, torch.Tensor | None] = {"mass": mass, "deviation": deviation}
-    measured = {
-        name: signal
-        for name, signal in given.items()
-        if signal is not None and name in NEEDS.get(config.strategy, ())
-    }
     budget = min(len(candidates), count - len(heads))
     ratio = effective_ratio(layout, config, layout.num_stale)
-    signals = Signals(layout.stale, candidates, budget, ratio, measured, covariance, breaks, config)
+    signals = Signals(layout.stale, candidates, budget, ratio, measured, config)
     chosen = SELECT[config.strategy](signals) if budget else candidates[:0]
     rows: torch.Tensor = torch.unique(torch.cat([heads, chosen]))
     return rows

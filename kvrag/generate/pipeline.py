@@ -35,6 +35,7 @@ from kvrag.precompute.on_miss import WriteBack
 from kvrag.prompt.explain import explain_plan
 from kvrag.prompt.plan import Lookup, Plan
 from kvrag.prompt.planner import KnownTexts, PromptPlanner
+from kvrag.prompt.template import PLAIN
 from kvrag.prompt.tools import TEXT
 from kvrag.runtime import Deadline
 from kvrag.store import TieredStore
@@ -89,10 +90,9 @@ class QueryPipeline:
 
     def _planned(self, request: Request, deadline: Deadline) -> tuple[Plan, Lookup]:
         """Plan a prompt within a time budget for the store; return the plan and its look-up."""
-        chat = request.chat
         model = self.loaded.identity.fingerprint
         lookup = self.planner.lookup(request.namespace, model, self._context, deadline)
-        plan = self.planner.plan(request.prompt, lookup, request.prefixes, chat)
+        plan = self.planner.plan(request.prompt, lookup, request.prefixes, request.chat)
         lm = self.loaded.lm
         if lm.refusal is not None:
             plan = plan.without_reuse(lm.refusal)
@@ -236,7 +236,7 @@ class QueryPipeline:
             ids = self.plan(request).token_ids
             length = len(ids) - 1 + length_of(self.loaded.lm, len(ids), length, slides=False)
             first = replace(
-                request, prompt=ids[:1], mode="full", form=TEXT, continues=False, slides=False
+                request, prompt=ids[:1], mode="full", form=TEXT, slides=False, chat=PLAIN
             )
         with self.prefilled(first, max_new_tokens=length, clock=clock, cancel=cancel) as found:
             admitted, done = found

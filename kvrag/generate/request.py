@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -30,7 +30,7 @@ from kvrag.config import (
     options_class,
 )
 from kvrag.prompt.explain import Watch
-from kvrag.prompt.template import Chat, Prompt
+from kvrag.prompt.template import PLAIN, Chat, Prompt
 from kvrag.prompt.tools import TEXT, ResponseFormat, answer_form
 from kvrag.types import Accounting, MaxContext, Mode
 
@@ -95,6 +95,11 @@ class ReuseOptions:
             return TEXT
         return answer_form(self.tools, self.tool_choice, self.response_format)
 
+    def chat(self, variables: Mapping[str, Any]) -> Chat:
+        """Return the options for rendering chat messages, with ``variables`` of the engine."""
+        own = self.chat_template_kwargs or {}
+        return Chat(self.form.tools, {**variables, **own}, self.continue_final_message)
+
 
 @options_class
 class RequestOptions(ReuseOptions, SamplingConfig):
@@ -127,8 +132,8 @@ class Request:
     """A prompt and its options.
 
     ``namespace`` is a digest; ``prefixes`` are texts that the prompt may start with; ``form`` is
-    the form of the answer; ``slides``: whether rows may leave the context window; ``variables``:
-    for the chat template; ``continues``: whether the answer continues the last message.
+    the form of the answer; ``slides``: whether rows may leave the context window; ``chat``: how
+    chat messages are rendered.
     """
 
     prompt: Prompt
@@ -138,13 +143,7 @@ class Request:
     prefixes: tuple[str, ...]
     form: ResponseFormat = TEXT
     slides: bool = False
-    variables: Mapping[str, Any] = field(default_factory=dict)
-    continues: bool = False
-
-    @property
-    def chat(self) -> Chat:
-        """Options for rendering chat messages."""
-        return Chat(self.form.tools, self.variables, self.continues)
+    chat: Chat = PLAIN
 
 
 class Figures(dict[str, Any]):

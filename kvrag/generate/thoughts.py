@@ -148,10 +148,10 @@ def thoughts_in(
     with_tags = decoder_of(tokenizer, hidden)
     tail = with_tags(prompt_ids[-_TAIL:]).rstrip()
     is_open = tail.endswith(tags[0])
-    if request.continues:
+    if request.chat.continues:
         last: Any = request.prompt[-1]
         begun = str(last["content"])
         is_open = begun.rfind(tags[0]) > begun.rfind(tags[1])
-    if not is_open and (request.continues or tail.endswith(tags[1])):
+    if not is_open and (request.chat.continues or tail.endswith(tags[1])):
         return None, decode
     return Thoughts(tags, is_open=is_open), with_tags if decode == encoder.decode else decode

@@ -20,7 +20,7 @@ from functools import cache
 from kvrag.config import KV_DTYPES
 from kvrag.errors import InputError
 from kvrag.identity.fingerprint import chunk_key, content_key, ids_digest
-from kvrag.prompt.partial import PartFinder
+from kvrag.prompt.partial import cut_live
 from kvrag.prompt.spans import SpanIndex
 from kvrag.prompt.template import PLAIN, Chat, Prompt, PromptEncoder, cut, merge_live
 from kvrag.prompt.tokenizer import Piece, TokenIds
@@ -314,7 +314,7 @@ def plan_prompt(
     scanner = lookup.scanner
     rest = cut(given, scanner.scan)
     if any([piece.kind == "live" and scanner.head_places(piece.text) for piece in rest]):
-        rest = PartFinder(lookup).cut_live(rest)
+        rest = cut_live(rest, lookup)
     if not any([piece.kind == "chunk" for piece in rest]):
         alone = lookup.identity(encoder.head_ids(head.text), NO_IDS)
         if not (head.text and lookup.known([alone])):

@@ -16,7 +16,7 @@ from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from kvrag.identity.fingerprint import ids_digest
-from kvrag.prompt.partial import MAX_LOOKS, PartFinder, common
+from kvrag.prompt.partial import MAX_LOOKS, common, stored_like
 from kvrag.prompt.plan import NO_IDS, Lookup, Plan, PlannedPiece
 from kvrag.prompt.spans import ANCHOR_CHARS
 from kvrag.prompt.template import PromptEncoder
@@ -182,7 +182,7 @@ class _Places:
             if not any(place.start <= at < place.stop for place in covered)
         ]
         heads = {at: text[at : at + ANCHOR_CHARS] for at in outside[:MAX_LOOKS]}
-        stored = PartFinder(lookup).stored(heads.values())
+        stored = stored_like(heads.values(), lookup)
         for at, head in heads.items():
             places = [Place(at, at, ids) for _, ids in stored.get(head, ())]
             if places:

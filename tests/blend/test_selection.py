@@ -149,9 +149,7 @@ def test_no_run_goes_over_from_a_chunk_to_the_next():
         rows_of(layout.stale),
         30,
         0.75,
-        {"mass": mass},
-        covariance,
-        breaks_of(num_tokens=44),
+        {"mass": mass, "covariance": covariance, "breaks": breaks_of(num_tokens=44)},
         RepairConfig(),
     )
     assert set(_runs(signals)[:20].tolist()) == set(range(20))
@@ -167,9 +165,7 @@ def test_no_run_begins_or_ends_inside_a_word(budget):
         rows_of(layout.stale),
         budget,
         budget / 60,
-        {"mass": mass},
-        covariance_of(layout),
-        breaks,
+        {"mass": mass, "covariance": covariance_of(layout), "breaks": breaks},
         RepairConfig(),
     )
     taken = _runs(signals)[: int(budget * RUNS_SHARE) // 5 * 5].reshape(-1, 5)

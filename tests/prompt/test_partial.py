@@ -13,7 +13,7 @@ from texts import make_chunks
 from tokenizers_kit import tiny_sentencepiece_tokenizer
 
 from kvrag import Chunk, KVRagEngine, RepairConfig, StoreConfig
-from kvrag.prompt.partial import MAX_LOOKS, MAX_TEXTS, PartFinder
+from kvrag.prompt.partial import MAX_LOOKS, MAX_TEXTS, cut_live
 from kvrag.prompt.spans import SpanIndex, text_entry
 from kvrag.prompt.template import PromptEncoder
 from kvrag.prompt.tokenizer import Piece
@@ -240,8 +240,8 @@ def test_a_control_token_in_a_spelling_of_the_tokenizers_own_is_no_part(stored):
     def stored(entries):
         return {entry.digest: [ids] for entry in entries}
 
-    assert len(finder(index, encoder, stored).cut_live([piece])) == 2
-    assert finder(index, Odd(encoder.tokenizer), stored).cut_live([piece]) == [piece]
+    assert len(cut_live([piece], finder(index, encoder, stored))) == 2
+    assert cut_live([piece], finder(index, Odd(encoder.tokenizer), stored)) == [piece]
 
 
 def test_a_text_that_only_begins_like_a_chunk_is_live(stored):
@@ -283,13 +283,11 @@ def test_a_store_that_fails_costs_reuse_only(engine_of, monkeypatch):
 # -- the search ------------------------------------------------------------------------------------------------------------
 
 
-def finder(scanner: Any, encoder: PromptEncoder, stored_ids: Any) -> PartFinder:
-    return PartFinder(
-        SimpleNamespace(scanner=scanner, encoder=encoder, stored_ids=stored_ids, min_tokens=32)
-    )
+def finder(scanner: Any, encoder: PromptEncoder, stored_ids: Any) -> Any:
+    return SimpleNamespace(scanner=scanner, encoder=encoder, stored_ids=stored_ids, min_tokens=32)
 
 
-def finder_of(encoder: PromptEncoder, texts: list[str], asked: list[int]) -> PartFinder:
+def finder_of(encoder: PromptEncoder, texts: list[str], asked: list[int]) -> Any:
     index = SpanIndex()
     index.add(entry for text in texts if (entry := text_entry(text)))
     by_digest = {entry.digest: text for text in texts if (entry := text_entry(text))}
@@ -329,7 +327,7 @@ ENDLESS = " ".join(make_chunks(30, words=30, seed=5))
 def test_the_longest_parts_are_found(texts, prompt, found, tokenizer):
     """The bytes of ``é`` and ``è`` begin alike, and so do their tokens."""
     encoder = PromptEncoder(tokenizer)
-    cut, at, expected = finder_of(encoder, texts, []).cut_live([Piece(prompt)]), 0, iter(found)
+    cut, at, expected = cut_live([Piece(prompt)], finder_of(encoder, texts, [])), 0, iter(found)
     assert "".join(piece.text for piece in cut) == prompt
     for piece in cut:
         if piece.kind == "chunk":
@@ -352,9 +350,9 @@ def test_hostile_texts_cost_a_bounded_number_of_looks_and_one_question(tokenizer
             return super().document_ids(text)
 
     found = finder_of(Counting(tokenizer), texts, asked)
-    found.lookup.min_tokens = 50
+    found.min_tokens = 50
     pieces = [Piece("=" * 5000), Piece("given", "chunk"), Piece(texts[0][:60])]
-    assert found.cut_live(pieces) == pieces, "the looks are the whole prompt's"
+    assert cut_live(pieces, found) == pieces, "the looks are the whole prompt's"
     assert len(looks) == MAX_LOOKS
     assert len(asked) == 1
     assert asked[0] <= MAX_TEXTS * 2
@@ -371,6 +369,5 @@ def test_a_hash_of_the_head_alone_proves_nothing(tokenizer):
             return [text_entry(LONG)]
 
     piece = Piece(CHUNKS[1])
-    assert finder(
-        Liar(), encoder, lambda found: {found[0].digest: [encoder.chunk_ids(LONG)]}
-    ).cut_live([piece]) == [piece]
+    liar = finder(Liar(), encoder, lambda found: {found[0].digest: [encoder.chunk_ids(LONG)]})
+    assert cut_live([piece], liar) == [piece]

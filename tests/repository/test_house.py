@@ -62,8 +62,8 @@ ANYONE = {"__init__", "__main__"}
 """Files of ``kvrag/`` itself that hand on names of the others."""
 
 AREAS = {
-    "core": 158_450,
-    "adapters": 4_450,
+    "core": 158_275,
+    "adapters": 4_425,
     "cli": 15_100,
     "evaluate": 7_170,
     "testing": 4_295,
