@@ -32,8 +32,8 @@ EXIT_WAIT_S = 10.0  # longest wait for running actions at process exit
 
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
+# Set when the interpreter exits.
 EXITING = threading.Event()
-"""Set when the interpreter exits."""
 _pools: weakref.WeakSet[Pool] = weakref.WeakSet()
 _threaded: weakref.WeakSet[Any] = weakref.WeakSet()
 _forking: weakref.WeakSet[Forking] = weakref.WeakSet()
@@ -333,10 +333,10 @@ class Deadline:
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
+        # Seconds left of the budget; only waiting counts.
         self.left_s = float(seconds)
-        """Seconds left of the budget; only waiting counts."""
+        # Description of the first failure, if any; from then on only defaults are returned.
         self.fault: str | None = None
-        """Description of the first failure, if any; from then on only defaults are returned."""
 
     def ask(self, action: Callable[[], T], default: T, *, what: str) -> T:
         """Run an action in another thread and return its result.

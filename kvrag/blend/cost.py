@@ -47,8 +47,8 @@ from kvrag.store import TieredStore
 logger = logging.getLogger(__name__)
 
 VERSION = "3"  # part of the cache file's name, so versions don't overwrite each other's costs
+# Rows of the timed forwards: those of recorded forwards, and more where these take no longer.
 SIZES = (*BUCKETS, 4096, 8192, 16384)
-"""Rows of the timed forwards: those of recorded forwards, and more where these take no longer."""
 ENOUGH_MS = 200.0  # a forward slower than this is the largest that is timed
 ROUNDS = 3  # most runs of what is timed; the fastest counts, and the first may record it
 PATIENCE_MS = 1000.0  # if runs together take longer, two suffice
@@ -122,8 +122,8 @@ def is_wrong(took: float, predicted: float) -> bool:
     return is_far_off and abs(took - predicted) > NOTABLE_MS
 
 
+# Costs of a model that can't be measured: 1 per computed row, and 160 per repaired prompt.
 IN_ROWS = Costs(((0.0,), (0.0,)), 1.0, 0.0, {"request": 160.0}, unit="tokens")
-"""Costs of a model that can't be measured: 1 per computed row, and 160 per repaired prompt."""
 
 
 @dataclass(frozen=True, slots=True)

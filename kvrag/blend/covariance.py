@@ -22,15 +22,15 @@ from kvrag.blend.layout import Layout, uploaded
 from kvrag.model.linear import linear
 from kvrag.model.rows import KVBuffer
 
+# Calls a function with tensors, by a recording.
 Run = Callable[..., torch.Tensor]
-"""Calls a function with tensors, by a recording."""
 
 LAYERS = (0.25, 0.75)  # depths of the layers with the compared values, as fractions of all layers
 COMMON = 0.25  # variance of the component that all rows share
 NOISE = 1.5  # noise variance: the component of a row's change that no other row shares
+# Number of candidates of ``query_gain``, the rows with the most attention. It chooses at most half
+# of them; the rest of the budget goes to the next rows by attention.
 POOL = 512
-"""Number of candidates of ``query_gain``, the rows with the most attention. It chooses at most half
-of them; the rest of the budget goes to the next rows by attention."""
 STEPS = 32  # steps of the greedy choice of informative rows, at most
 # The expected size of a row's change is, up to a factor,
 # (place in the chunk + FIRST) ** BY_PLACE * max(attention / mean attention, LEAST) ** BY_MASS.

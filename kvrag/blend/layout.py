@@ -172,8 +172,8 @@ class Layout:
         )
 
 
+# A segment as ``(length, kind, exact, source, is_mismatched)``; its offset may follow.
 Entry = tuple[int, Kind, bool, int, bool] | tuple[int, Kind, bool, int, bool, int]
-"""A segment as ``(length, kind, exact, source, is_mismatched)``; its offset may follow."""
 
 
 def place(segments: Iterable[Entry]) -> Layout:

@@ -35,8 +35,8 @@ from kvrag.types import ChunkKV, Exactness, Hole, KVDtype, Mode, Source, TokenLo
 logger = logging.getLogger(__name__)
 
 
+# Finds the rows of earlier requests that a prompt begins with.
 FindHistory = Callable[..., HistoryMatch | None]
-"""Finds the rows of earlier requests that a prompt begins with."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,13 +23,13 @@ from kvrag.types import ChunkIdentity, ChunkKV, Hole, Mode
 
 logger = logging.getLogger(__name__)
 
+# Reasons that don't apply when the store failed: the KV may be stored, but could not be read.
 _NOT_STORED = frozenset(
     {"no stored KV for this prompt", "no stored KV for the head of this prompt"}
 )
-"""Reasons that don't apply when the store failed: the KV may be stored, but could not be read."""
 
+# Maps the layout with all possible reuse to ``(layout to use, reason if it reuses less)``.
 Choice = Callable[[Layout], tuple[Layout, str | None]]
-"""Maps the layout with all possible reuse to ``(layout to use, reason if it reuses less)``."""
 
 
 def joined_reasons(failure: str | None, reason: str | None) -> str | None:

@@ -26,14 +26,14 @@ BASE_SHARE = 0.04
 BASE_ROWS = 192
 MOST_SHARE = 0.25
 
+# Largest share of a budget that ``query_runs`` spends on runs.
 RUNS_SHARE = 2 / 3
-"""Largest share of a budget that ``query_runs`` spends on runs."""
 
+# Distance of a row from the row before it, by the break between them: none, between words, between
+# sentences or lines, a blank line. Over a distance of 1, attention counts e times less.
 DISTANCES = torch.tensor([0, 1 / 16, 1, 4], dtype=torch.float64)
-"""Distance of a row from the row before it, by the break between them: none, between words, between
-sentences or lines, a blank line. Over a distance of 1, attention counts e times less."""
+# Distance between chunks.
 APART = 50.0
-"""Distance between chunks."""
 
 _SENTENCE = re.compile(r"(?:[.!?…؟۔।॥][\"'”’)\]*_]*(?=\s)|\n|[。！？][”’」』）]*)\s*")
 JOINTS = [*map(ord, "-_./:,'’@")]  # they join letters and digits to a word, a number or a code
@@ -43,10 +43,10 @@ IDEOGRAPHS = [0x2E80, 0xAC00, 0x20000, 0x40000]
 MARKED = [0x300, 0x370, 0x591, 0x5C8, 0x64B, 0x671, 0x900, 0x964, 0x966, 0xE00, 0x200C, 0x200E]
 LONGEST_WORD = 64  # tokens; a longer run of letters is no word, and would fill a budget
 
+# ``mass``: attention of the question to every row. ``deviation``: squared change of every row's
+# values at the check layer. ``covariance``: covariance of the rows' changes. ``breaks``: breaks of
+# words, sentences, lines and paragraphs.
 Signal = Literal["mass", "deviation", "covariance", "breaks"]
-"""``mass``: attention of the question to every row. ``deviation``: squared change of every row's
-values at the check layer. ``covariance``: covariance of the rows' changes. ``breaks``: breaks of
-words, sentences, lines and paragraphs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +186,8 @@ def breaks_of(texts: Sequence[str]) -> torch.Tensor:
     return torch.from_numpy(found[:-1])
 
 
+# Strategies by name. They return rows besides the heads: int64, any order, no duplicates. ``none``
+# and ``all`` need no function.
 SELECT: dict[str, Callable[[Signals], torch.Tensor]] = {
     "random": _random,
     "first_k": _first_rows,
@@ -195,16 +197,14 @@ SELECT: dict[str, Callable[[Signals], torch.Tensor]] = {
     "query_gain": _informative_rows,
     "query_runs": _runs,
 }
-"""Strategies by name. They return rows besides the heads: int64, any order, no duplicates. ``none``
-and ``all`` need no function."""
 
+# Signals to measure before selection. Mass and deviation cost a forward each.
 NEEDS: dict[str, frozenset[Signal]] = {
     "hkvd": frozenset({"deviation"}),
     "query": frozenset({"mass"}),
     "query_gain": frozenset({"mass", "covariance"}),
     "query_runs": frozenset({"mass", "covariance", "breaks"}),
 }
-"""Signals to measure before selection. Mass and deviation cost a forward each."""
 
 
 def needs_of(layout: Layout, config: RepairConfig) -> frozenset[Signal]:

@@ -36,6 +36,8 @@ from kvrag.runtime import RUNTIME
 
 logger = logging.getLogger(__name__)
 
+# Options of a generation config that would change an answer and are not followed, with their
+# neutral values besides ``None``: a single answer is decoded, by a forward per token.
 NOT_DONE: dict[str, tuple[Any, ...]] = {
     "num_beams": (1,),
     "num_beam_groups": (1,),
@@ -49,8 +51,6 @@ NOT_DONE: dict[str, tuple[Any, ...]] = {
     "num_return_sequences": (1,),
     "max_time": (),
 }
-"""Options of a generation config that would change an answer and are not followed, with their
-neutral values besides ``None``: a single answer is decoded, by a forward per token."""
 
 _ANSWER = "The probe's answer."
 _TURN = ({"role": "user", "content": "A probe."}, {"role": "assistant", "content": _ANSWER})

@@ -18,18 +18,18 @@ from kvrag.runtime import RUNTIME
 
 logger = logging.getLogger(__name__)
 
+# JSON as ``json.dumps`` writes it: a small model that may write white space writes nothing else.
+# Unknown keywords are left out.
 _STYLE = {
     "whitespace_flexible": False,
     "item_separator": ", ",
     "key_separator": ": ",
     "lenient": True,
 }
-"""JSON as ``json.dumps`` writes it: a small model that may write white space writes nothing else.
-Unknown keywords are left out."""
 
+# Meaning of the keywords, whatever draft a schema names: older ones have no ``$id`` beside a
+# ``$ref``.
 _DRAFT = "https://json-schema.org/draft/2020-12/schema"
-"""Meaning of the keywords, whatever draft a schema names: older ones have no ``$id`` beside a
-``$ref``."""
 
 
 class _Tables(dict[frozenset[int], Any]):

@@ -13,8 +13,8 @@ import torch
 from kvrag.blend.prefill import Prefilled
 from kvrag.types import TokenLogprob
 
+# Bytes of float32 logits that are held at a time.
 SLICE_BYTES = 2**26
-"""Bytes of float32 logits that are held at a time."""
 
 
 class Delta(str):

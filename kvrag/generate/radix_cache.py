@@ -66,11 +66,11 @@ class _Node:
         return count, child if count else None
 
 
+# Nodes from the root on, with the numbers of their rows that match.
 _Path = list[tuple[_Node, int]]
-"""Nodes from the root on, with the numbers of their rows that match."""
 
+# Caches of this process, the least recently filled first.
 _recent = weakref.WeakKeyDictionary["RadixCache", None]()
-"""Caches of this process, the least recently filled first."""
 _guard = threading.Lock()
 
 

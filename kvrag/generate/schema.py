@@ -15,20 +15,20 @@ from typing import Any
 from kvrag.errors import require
 
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+# Enforced keywords that hold schemas: by name, or a single schema or a list.
 _PARTS = (
     *("items", "prefixItems", "additionalItems", "additionalProperties"),
     *("allOf", "anyOf", "oneOf"),
 )
-"""Enforced keywords that hold schemas: by name, or a single schema or a list."""
 
+# Formats that any string satisfies.
 _ANY_TEXT = ("binary", "password", "path", "file-path", "directory-path")
-"""Formats that any string satisfies."""
 
+# Beginning of pydantic's pattern of a decimal number.
 _SOME_DIGIT = "^(?!^[-+.]*$)"
-"""Beginning of pydantic's pattern of a decimal number."""
 
+# Pattern of a UUID of a version, which llguidance does not know.
 _UUID = "^[0-9a-f]{8}-[0-9a-f]{4}-%s[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}$"
-"""Pattern of a UUID of a version, which llguidance does not know."""
 
 
 def enforceable(schema: Mapping[str, Any], missed: list[str]) -> dict[str, Any]:

@@ -19,11 +19,11 @@ from kvrag.runtime import POOL
 from kvrag.types import GenerationResult
 
 Emit = Callable[[str], None]
+# Work of a request: emits text, checks the cancel event, returns the result.
 Produce = Callable[[Emit, threading.Event], GenerationResult]
-"""Work of a request: emits text, checks the cancel event, returns the result."""
 
+# Text, or at the end the finished future.
 Item = str | Future[GenerationResult]
-"""Text, or at the end the finished future."""
 
 
 def _start(produce: Produce, put: Callable[[Item], None], cancel: threading.Event) -> None:

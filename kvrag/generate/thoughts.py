@@ -13,8 +13,8 @@ from kvrag.generate.request import Request
 from kvrag.prompt.template import PromptEncoder
 
 Decode = Callable[[Sequence[int]], str]
+# Tokens of a prompt's end; a tag has fewer.
 _TAIL = 32
-"""Tokens of a prompt's end; a tag has fewer."""
 
 
 def num_sure(text: str, marks: Sequence[str]) -> int:

@@ -16,6 +16,9 @@ from kvrag.errors import UnsupportedModelError
 from kvrag.identity.fingerprint import canonical, digest
 from kvrag.identity.weights import tensor_bytes
 
+# Values of ``peft_type`` whose layers treat each row independently.
+#
+# ``tests/identity/test_adapters.py`` covers all of them.
 PROVEN = (
     "ADALORA",
     "BOFT",
@@ -29,19 +32,15 @@ PROVEN = (
     "TRAINABLE_TOKENS",
     "VERA",
 )
-"""Values of ``peft_type`` whose layers treat each row independently.
 
-``tests/identity/test_adapters.py`` covers all of them.
-"""
-
+# Names under which an adapter's layer keeps the module that it wraps.
 BASE_CHILDREN = ("base_layer", "original_module", "token_adapter")
-"""Names under which an adapter's layer keeps the module that it wraps."""
 
+# Attributes of an adapter's layer that are not settings of one adapter.
 _STATE = ("training", "merged_adapters", "kwargs")
-"""Attributes of an adapter's layer that are not settings of one adapter."""
 
+# Types of settings with a repr that is their value; other reprs may contain an address.
 PLAIN = (bool, int, float, str, tuple, list, type(None))
-"""Types of settings with a repr that is their value; other reprs may contain an address."""
 
 
 def unwrap(model: Any) -> Any:

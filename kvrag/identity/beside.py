@@ -18,6 +18,7 @@ import torch
 from kvrag.errors import UnsupportedModelError
 from kvrag.identity.weights import SIMPLE, described
 
+# Modules of classes that keep their state in parameters and buffers, or are known otherwise.
 _ORDINARY = (
     "torch.nn.",
     "transformers.models.",
@@ -25,7 +26,6 @@ _ORDINARY = (
     "peft.",
     "kvrag.model.linear",
 )
-"""Modules of classes that keep their state in parameters and buffers, or are known otherwise."""
 
 _ADDRESSES = 2**32  # larger integers may be addresses of objects, which differ between processes
 _STANDARD = sys.stdlib_module_names - {"builtins"}

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+# Config entries that don't change KV or are fields of their own.
 _VOLATILE = {
     "_name_or_path",
     "_attn_implementation",
@@ -24,8 +25,8 @@ _VOLATILE = {
     "return_dict",
     "gguf_file",
 }
-"""Config entries that don't change KV or are fields of their own."""
 
+# Config entries about RoPE, under their current and older names.
 _ROPE = (
     "rope_parameters",
     "rope_scaling",
@@ -38,10 +39,9 @@ _ROPE = (
     "original_max_position_embeddings",
     "max_position_embeddings",
 )
-"""Config entries about RoPE, under their current and older names."""
 
+# Attributes of attention layers that don't change their output at inference.
 _NO_EFFECT = frozenset({"training", "layer_idx", "attention_dropout", "dropout"})
-"""Attributes of attention layers that don't change their output at inference."""
 
 
 def config_text(config: Any) -> str:

@@ -49,11 +49,10 @@ SAMPLES = 16  # values per tensor that :func:`sample` reads
 
 UNKNOWN = "unknown:"  # weights that can't be read: a random number follows, so no KV is found by it
 
+# Number of states of a model with remembered digests.
+#
+# Switching between adapters hashes every adapter only once.
 _NUM_REMEMBERED = 8
-"""Number of states of a model with remembered digests.
-
-Switching between adapters hashes every adapter only once.
-"""
 
 
 def describe(
@@ -101,11 +100,11 @@ def dtype_text(model: Any) -> str:
     return ", ".join(found)
 
 
+# Switches of CUDA's products; reductions are reduced by default, accumulation is not.
 _REDUCTIONS = {
     torch.bfloat16: ("allow_bf16_reduced_precision_reduction",),
     torch.float16: ("allow_fp16_reduced_precision_reduction", "allow_fp16_accumulation"),
 }
-"""Switches of CUDA's products; reductions are reduced by default, accumulation is not."""
 
 
 def weights_digest(model: torch.nn.Module) -> str:
@@ -307,8 +306,8 @@ def _note(layer: Any) -> object:
     return names, note, tuple(layer.merged_adapters), plain
 
 
+# Latest digests of models' weights.
 _HASHED = weakref.WeakKeyDictionary[torch.nn.Module, _Digests]()
-"""Latest digests of models' weights."""
 
 
 def sample(tensors: Iterable[torch.Tensor]) -> bytes:

@@ -22,12 +22,14 @@ import torch
 from kvrag.cache import cache_dir, keep
 from kvrag.identity.fingerprint import digest
 
+# Files of a model's directory that are hashed.
+#
+# They are the weights, the indexes of shards, an adapter's config, and the model's own code.
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.gguf", "*.index.json", "adapter_config.json", "*.py")
-"""Files of a model's directory that are hashed.
 
-They are the weights, the indexes of shards, an adapter's config, and the model's own code.
-"""
-
+# Options of ``from_pretrained`` that don't choose weights.
+#
+# Some have an effect, but it is in the loaded model's config.
 NEUTRAL = {
     "attn_implementation",
     "cache_dir",
@@ -44,10 +46,6 @@ NEUTRAL = {
     "token",
     "trust_remote_code",
 }
-"""Options of ``from_pretrained`` that don't choose weights.
-
-Some have an effect, but it is in the loaded model's config.
-"""
 
 # Bytes; for smaller files, reading takes no longer than looking up a remembered digest.
 _LARGE = 2**20
@@ -180,8 +178,8 @@ def described(settings: Any) -> str:
     return kind + described(getattr(settings, "__dict__", {}))
 
 
+# Types of settings whose text is all of them.
 SIMPLE = (bool, int, float, str, bytes, type(None), enum.Enum, torch.dtype)
-"""Types of settings whose text is all of them."""
 
 
 def raw(tensor: torch.Tensor) -> memoryview:

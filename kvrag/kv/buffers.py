@@ -66,17 +66,16 @@ class Buffers:
             self._idle.setdefault(owner.numel(), []).append(owner)
 
 
+# Pool of all stores of this process.
 BUFFERS = Buffers()
-"""Pool of all stores of this process."""
 
 
+# Memory that the driver refused to unlock.
 _stuck = list[mmap.mmap]()
-"""Memory that the driver refused to unlock."""
+# What copies under way read, by an event behind them.
+#
+# Torch's allocators don't know that the device reads this module's memory.
 _sources = dict[torch.cuda.Event, object]()
-"""What copies under way read, by an event behind them.
-
-Torch's allocators don't know that the device reads this module's memory.
-"""
 
 
 _streams = dict[torch.device, torch.cuda.Stream]()

@@ -19,8 +19,8 @@ from transformers.cache_utils import DynamicLayer
 
 from kvrag.errors import UnsupportedModelError
 
+# Keys and values of every layer that keeps rows, ``(1, H_kv, T, D)``.
 Layers = Sequence[tuple[torch.Tensor, torch.Tensor]]
-"""Keys and values of every layer that keeps rows, ``(1, H_kv, T, D)``."""
 
 _PLAIN = (type(None), bool, int, float, str, type, torch.dtype, torch.device)
 

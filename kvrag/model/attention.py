@@ -22,8 +22,8 @@ from kvrag.errors import UnsupportedModelError
 from kvrag.model.linear import has_onednn, linear
 from kvrag.model.rows import BLOCK_ROWS, EVERYTHING, Block, Limits, Reach
 
+# Index of a tensor's first two dims: batch and heads.
 Index = tuple[slice, slice] | EllipsisType
-"""Index of a tensor's first two dims: batch and heads."""
 
 # Packed rows of a block for oneDNN: its scores stay in the processor's cache.
 PRODUCT_ROWS = 256

@@ -41,6 +41,7 @@ from kvrag.model.rope import (
 from kvrag.model.rows import EVERYTHING, Reach
 
 ATTENTION_NAMES = ("self_attn", "attention", "attn", "self_attention")
+# Parts of a layer that carry a state from token to token.
 STATEFUL_NAMES = (
     "mamba",
     "linear_attn",
@@ -50,8 +51,8 @@ STATEFUL_NAMES = (
     "temporal_block",
     "ssm",
 )
-"""Parts of a layer that carry a state from token to token."""
 NORM_NAMES = ("k_norm", "k_layernorm", "key_layernorm")
+# Last modules that shape keys before rotation; a norm comes after its projection.
 SOURCE_NAMES = (
     *NORM_NAMES,
     "k_proj",
@@ -61,17 +62,16 @@ SOURCE_NAMES = (
     "c_attn",
     "kv_a_proj_with_mqa",
 )
-"""Last modules that shape keys before rotation; a norm comes after its projection."""
 
+# Axes before the positions: a batch, or time, height and width as well (Qwen before 5.24).
 _AXES = ((1,), (3, 1))
-"""Axes before the positions: a batch, or time, height and width as well (Qwen before 5.24)."""
 
+# ``output of a submodule -> keys (B, T, H, D)``.
 HeadLayout = Callable[[torch.Tensor], torch.Tensor]
-"""``output of a submodule -> keys (B, T, H, D)``."""
 
 
+# Position-free keys of a forward, ``(B, T, H, D)``, by layer.
 Captured = dict[int, torch.Tensor]
-"""Position-free keys of a forward, ``(B, T, H, D)``, by layer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,17 +28,16 @@ from kvrag.runtime import EXITING, RUNTIME
 ATTENTION = "kvrag"  # without "flash" and "/", which transformers treats specially
 EAGER = "eager"  # transformers' reference attention: the code of the modelling file itself
 
+# Outputs of an attention, and its weights if it returns them.
 Attended = tuple[torch.Tensor, torch.Tensor | None]
-"""Outputs of an attention, and its weights if it returns them."""
 
+# ``(batch, head, query position, key position) -> visible``: transformers' form of a mask.
 MaskFunction = Callable[[int, int, torch.Tensor, torch.Tensor], torch.Tensor]
-"""``(batch, head, query position, key position) -> visible``: transformers' form of a mask."""
 
+# ``(layer, all keys, all values, fresh keys, fresh values)``: may change the buffers in place.
+#
+# Tensors are ``(1, H_kv, ·, D)``.
 BeforeWrite = Callable[..., None]
-"""``(layer, all keys, all values, fresh keys, fresh values)``: may change the buffers in place.
-
-Tensors are ``(1, H_kv, ·, D)``.
-"""
 
 
 class StopForward(Exception):

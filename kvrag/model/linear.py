@@ -83,8 +83,8 @@ class _Forward(threading.local):
     is_plain = False
 
 
+# Forward of this thread: whether oneDNN may take its products, so that none of them has to ask.
 FORWARD = _Forward()
-"""Forward of this thread: whether oneDNN may take its products, so that none of them has to ask."""
 
 
 def may_be_plain(device: torch.device) -> bool:

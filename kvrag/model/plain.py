@@ -30,8 +30,8 @@ from kvrag.model.lock import lock_of, text_config, text_model_of
 UNLIMITED = 2**20  # context window of a model with KV reuse if its config names no limit
 NO_LIMIT = 2**31 - 1  # the same without KV reuse (state space models)
 
+# ``ids (R,) int64 -> logits (R, vocab)``: appends rows to the rows computed before.
 Extend = Callable[[torch.Tensor], torch.Tensor]
-"""``ids (R,) int64 -> logits (R, vocab)``: appends rows to the rows computed before."""
 
 _LEARNED = (
     "adds a learned embedding of the absolute position to each token, so a chunk's KV fits one "
@@ -46,6 +46,7 @@ _MIXED = (
     "so a chunk's part of it can't be stored and moved"
 )
 
+# Known families that would fail the proof at load, but only after their weights have been read.
 _BY_NAME: dict[str, str] = {
     **dict.fromkeys(
         ("biogpt", "ctrl", "gpt2", "gpt_bigcode", "gpt_neo", "openai-gpt", "opt", "xglm"), _LEARNED
@@ -53,7 +54,6 @@ _BY_NAME: dict[str, str] = {
     **dict.fromkeys(("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"), _STATE),
     **dict.fromkeys(("bamba", "jamba", "nemotron_h", "recurrent_gemma", "zamba", "zamba2"), _MIXED),
 }
-"""Known families that would fail the proof at load, but only after their weights have been read."""
 
 _STATEFUL_LAYERS = ("linear_attention", "mamba", "conv", "recurrent", "moe_mamba", "ssm")
 
@@ -376,6 +376,7 @@ def _head(value: Any, stop: int, total: int) -> Any:
     return value
 
 
+# Arguments of ``generate``'s loop that are not the model's.
 _OF_LOOP = {
     "logits_processor",
     "stopping_criteria",
@@ -383,7 +384,6 @@ _OF_LOOP = {
     "synced_gpus",
     "streamer",
 }
-"""Arguments of ``generate``'s loop that are not the model's."""
 
 
 def loop_arguments(model: PreTrainedModel, ids: torch.Tensor, **options: Any) -> dict[str, Any]:

@@ -47,8 +47,8 @@ COMPARED_ROWS = 32  # last rows with compared logits; earlier rows are compared 
 ATTEMPTS = 3  # draws of tokens: a failure with all of them is no chance
 FAR = 1500  # rows that keys are moved by, where the context window allows
 
+# Keys and values per layer, ``(H_kv, N, D)``.
 Pairs = list[Pair]
-"""Keys and values per layer, ``(H_kv, N, D)``."""
 
 
 class Measured(NamedTuple):

@@ -24,8 +24,8 @@ MAX_BLOCKED = 2**22
 MAX_CACHED_MASK = 2**24  # elements of a forward's mask up to which all its layers share it
 
 
+# Both tensors that a layer caches.
 Pair = tuple[torch.Tensor, torch.Tensor]
-"""Both tensors that a layer caches."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ from kvrag.model.forward import Attentions, BeforeWrite, Forward
 from kvrag.model.rows import EVERYTHING, KVBuffer, Limits, Pair, Rows
 
 MAX_TOGETHER = 64  # requests with next rows in the same forward, at most
+# Numbers of rows that forwards are recorded for.
 BUCKETS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
-"""Numbers of rows that forwards are recorded for."""
 MAX_ROWS = BUCKETS[-1]
 LONGEST = MAX_ROWS - MAX_TOGETHER  # rows of a prompt in a forward: next rows of others still fit
 OUTPUTS = (0, 1, 16, 64, 256, MAX_ROWS)  # numbers of rows with logits, likewise
@@ -91,8 +91,8 @@ class Form(NamedTuple):
     shifted: int
 
 
+# Logits and mass, as :meth:`CausalLM.forward` returns them.
 Found = tuple[torch.Tensor, torch.Tensor | None]
-"""Logits and mass, as :meth:`CausalLM.forward` returns them."""
 
 
 def _at_least(count: int, sizes: Sequence[int] = BUCKETS) -> int:

@@ -294,6 +294,7 @@ def check_given(source: ModelSource, model: PreTrainedModel) -> None:
             raise ConfigError(f"{where}: leave it out, or move the model first")
 
 
+# Options of ``from_pretrained`` that locate files: config and tokenizer as well as weights.
 _HUB_OPTIONS = {
     "cache_dir",
     "code_revision",
@@ -304,7 +305,6 @@ _HUB_OPTIONS = {
     "token",
     "trust_remote_code",
 }
-"""Options of ``from_pretrained`` that locate files: config and tokenizer as well as weights."""
 
 
 @lru_cache(maxsize=1)

@@ -34,8 +34,8 @@ MOST = 64  # recordings that are kept: each has tensors of its own for its input
 LEAST = 4096  # slots of a pool
 Out = TypeVar("Out")
 
+# Records a function, and returns one that replays it on its input tensors' current values.
 Recorder = Callable[[Callable[[], Any]], Callable[[], Any]]
-"""Records a function, and returns one that replays it on its input tensors' current values."""
 
 
 _capturing = threading.Lock()  # torch allows one capture in the process

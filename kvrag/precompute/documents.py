@@ -129,12 +129,12 @@ class Items(list[Item]):
 class IndexRequest(IndexOptions):
     """Texts to compute and store the KV of, with their options."""
 
+    # Chunk texts; leading and trailing white space is ignored.
     texts: SkipValidation[Sequence[str]]
-    """Chunk texts; leading and trailing white space is ignored."""
+    # Document ids, one per text.
     ids: SkipValidation[Sequence[str | None] | None] = Field(default=None, kw_only=True)
-    """Document ids, one per text."""
+    # Whether a server has registered the documents when the request came.
     announced: bool = Field(default=False, kw_only=True)
-    """Whether a server has registered the documents when the request came."""
 
     def items(self) -> Items:
         """Check texts and ids; return an item per text, with its id in the collection."""

@@ -30,9 +30,9 @@ logger = logging.getLogger(__name__)
 
 MAX_WAITING = 256  # most queued chunks; more are dropped, and offered again by a later prompt
 
+# Seconds without write-back after a failure. Else, with a full or read-only disk, every miss would
+# cost a forward.
 RETRY_S = 60.0
-"""Seconds without write-back after a failure. Else, with a full or read-only disk, every miss would
-cost a forward."""
 
 
 class WriteBack:

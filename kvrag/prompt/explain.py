@@ -58,6 +58,8 @@ ESCAPED = (
     "escaped, as by repr(), str() of a list, or JSON: join their texts instead "
     '("\\n\\n".join(d.page_content for d in docs), such as a format_docs before the template)'
 )
+# Changes that applications make to texts: in words, a function that undoes the change in the
+# prompt, and, where that is not enough, a function to apply to stored texts as well.
 CHANGES: tuple[tuple[str, Undo, Undo | None], ...] = (
     (ESCAPED, _unescaped, None),
     ("with HTML's escapes: turn them off in the template", html.unescape, None),
@@ -83,8 +85,6 @@ CHANGES: tuple[tuple[str, Undo, Undo | None], ...] = (
         lambda text: _lines(_without(r"<[^<>\n]*>|[*_`#]+")(text)),
     ),
 )
-"""Changes that applications make to texts: in words, a function that undoes the change in the
-prompt, and, where that is not enough, a function to apply to stored texts as well."""
 
 
 def _texts(lookup: Lookup) -> list[str]:

@@ -15,9 +15,10 @@ from kvrag.prompt.tools import calls_with_dicts
 from kvrag.types import Chunk
 
 Message = Mapping[str, Any]
+# Returns the placeholder of a chunk's text in a message's text.
 Hold = Callable[[str], str]
-"""Returns the placeholder of a chunk's text in a message's text."""
 
+# Roles of other providers and frameworks, and their names in most chat templates.
 SYNONYMS = {
     "developer": "system",
     "function": "tool",
@@ -26,20 +27,20 @@ SYNONYMS = {
     "model": "assistant",
     "chatbot": "assistant",
 }
-"""Roles of other providers and frameworks, and their names in most chat templates."""
 
+# Types of content parts that hold text, in OpenAI's two APIs.
 _CONTENT = ("text", "input_text", "output_text")
-"""Types of content parts that hold text, in OpenAI's two APIs."""
+# Fields of such a part that need not be shown.
 _BESIDE_TEXT = ("type", "annotations", "cache_control")
-"""Fields of such a part that need not be shown."""
+# Fields of a message with media that kvrag can't read.
 _NOT_TEXT = ("audio", "images", "videos", "files")
-"""Fields of a message with media that kvrag can't read."""
+# Types of blocks whose text is a document's.
 _DOCUMENTS = frozenset({"document", "file", "search_result", "text-plain", "web_fetch_result"})
-"""Types of blocks whose text is a document's."""
+# Types of blocks that need not be shown.
 _HINTS = ("cache_point", "cachePoint", "citation", "executable_code")
-"""Types of blocks that need not be shown."""
+# Ends of types of calls of a provider's own tools, which need not be shown, but for results.
 _OF_PROVIDER = ("_call", "_call_chunk", "_tool_use")
-"""Ends of types of calls of a provider's own tools, which need not be shown, but for results."""
+# Types of the model's own calls, which messages hold beside their content.
 _OF_MODEL = (
     "custom_tool_call",
     "function_call",
@@ -47,8 +48,8 @@ _OF_MODEL = (
     "tool_call",
     "tool_call_chunk",
 )
-"""Types of the model's own calls, which messages hold beside their content."""
 _ABOUT = ("title", "context", "source", "url", "filename")
+# Fields of such blocks, and of objects in them, with text.
 _BODY = (
     "source",
     "text",
@@ -63,11 +64,10 @@ _BODY = (
     "code_execution_result",
     "error_code",
 )
-"""Fields of such blocks, and of objects in them, with text."""
 _THOUGHTS = ("reasoning", "redacted_thinking", "thinking")
 _MEDIA = ("base64", "container_upload", "input_file", "media")
+# Id of a call that has no id; some templates require nine letters and digits.
 _CALL_ID = "call{:05}"
-"""Id of a call that has no id; some templates require nine letters and digits."""
 
 
 def plain_messages(

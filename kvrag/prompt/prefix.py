@@ -34,8 +34,8 @@ class TemplatePrefix:
     tools: Sequence[Mapping[str, Any]] = ()
 
 
+# Text, chat messages, a prompt template, or a :class:`TemplatePrefix`.
 Prefix = str | Sequence[Mapping[str, Any]] | TemplatePrefix | Any
-"""Text, chat messages, a prompt template, or a :class:`TemplatePrefix`."""
 
 
 def prefix_text(prefix: Prefix | None, encoder: PromptEncoder) -> str:

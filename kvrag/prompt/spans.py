@@ -23,13 +23,13 @@ from kvrag.types import Span, TextEntry
 
 ANCHOR_CHARS = 32  # width of the hashed windows; shorter texts can't be found, so are computed live
 
+# Pairs of (place in the prompt, registered text) that a scan compares, besides a pair per window.
+# Only repetitive texts, such as a long run of a single character, have so many; then the shortest
+# registered texts are left out.
 MAX_PAIRS = 1 << 20
-"""Pairs of (place in the prompt, registered text) that a scan compares, besides a pair per window.
-Only repetitive texts, such as a long run of a single character, have so many; then the shortest
-registered texts are left out."""
 
+# Characters that a scan hashes at places where head and tail match and the middle differs.
 MAX_WASTED_CHARS = 1 << 24
-"""Characters that a scan hashes at places where head and tail match and the middle differs."""
 
 MIN_OVERFLOW = 1024  # entries that the small table may hold, at least, before the two are merged
 

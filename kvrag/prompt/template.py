@@ -27,9 +27,9 @@ from kvrag.prompt.tokenizer import Piece, SegmentTokenizer, check_encodable
 from kvrag.prompt.tools import Tools, render_tools, what_is_shown
 from kvrag.types import Chunk, Span
 
+# A rendered prompt, chat messages (``role`` and ``content``), explicit segments (live text and
+# :class:`~kvrag.types.Chunk`), or token ids, which are used unchanged.
 Prompt = str | Sequence[Mapping[str, Any]] | Sequence[str | Chunk] | Sequence[int]
-"""A rendered prompt, chat messages (``role`` and ``content``), explicit segments (live text and
-:class:`~kvrag.types.Chunk`), or token ids, which are used unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +54,7 @@ class Chat:
 PLAIN = Chat()
 NEAR_SEAM = 64  # characters after a seam whose token ids may depend on the text before it
 MAX_PROVEN = 256  # kinds of conversations that are remembered as shown in full
+# Message fields that are shown anyway, or that the next turn need not see.
 SILENT = (
     "role",
     "content",
@@ -67,7 +68,6 @@ SILENT = (
     "reasoning",
     "thinking",
 )
-"""Message fields that are shown anyway, or that the next turn need not see."""
 
 
 class PromptEncoder(SegmentTokenizer):

@@ -37,8 +37,8 @@ from kvrag.runtime import RUNTIME
 
 TokenIds = tuple[int, ...]
 
+# Texts to tokenise a continuation behind, tried in order until an anchor keeps its own ids.
 ANCHORS = ("\n", ".", "|", "0")
-"""Texts to tokenise a continuation behind, tried in order until an anchor keeps its own ids."""
 
 
 @dataclass(frozen=True, slots=True)

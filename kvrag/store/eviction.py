@@ -165,14 +165,14 @@ class Evictor:
     """Evict the least valuable chunks of a store that is over its budget."""
 
     budget: Budget
+    # Returns the numbers of chunks and bytes stored.
     totals: Callable[[], tuple[int, int]]
-    """Returns the numbers of chunks and bytes stored."""
+    # Returns the number of accesses so far, and all chunks.
     usages: Callable[[], tuple[int, list[Sized]]]
-    """Returns the number of accesses so far, and all chunks."""
+    # Returns the free bytes of the file system.
     free_bytes: Callable[[], int]
-    """Returns the free bytes of the file system."""
+    # Erases chunks, or raises ``OSError``.
     evict: Callable[[list[ChunkKey]], object]
-    """Erases chunks, or raises ``OSError``."""
     in_vain_until: float = 0.0
 
     def make_room(self, need: int, *, priority: int) -> None:

@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 
 READERS = Pool("kvrag-read", 4)  # threads that read for requests
 
+# Threads that prefetch: few, so that a new request finds the disk free enough for its reads.
 AHEAD = Pool("kvrag-read-ahead", 2)
-"""Threads that prefetch: few, so that a new request finds the disk free enough for its reads."""
 
 Loaded = ChunkKV | Hole
 
@@ -85,8 +85,8 @@ class MemoryTier:
         self._lock = threading.RLock()
         self._entries = dict[ChunkKey, _Entry]()
         self._num_bytes = self._hits = self._misses = self._now = 0
+        # Changes with every erasure and change of retention; reads begun before are not kept.
         self.epoch = 0
-        """Changes with every erasure and change of retention; reads begun before are not kept."""
 
     def get(self, key: ChunkKey, identity: ChunkIdentity) -> ChunkKV | None:
         """Return a chunk's KV; count a hit or a miss."""
@@ -306,8 +306,8 @@ class Reads:
         return read
 
 
+# Tiers, each with its epoch before a chunk was looked up below: see :meth:`MemoryTier.keep`.
 Epochs = list[tuple[MemoryTier, int]]
-"""Tiers, each with its epoch before a chunk was looked up below: see :meth:`MemoryTier.keep`."""
 
 
 @dataclass(slots=True, eq=False)

@@ -42,6 +42,7 @@ from kvrag.store.tiers import TieredStore
 log = logging.getLogger(__name__)
 
 FORMAT_FILE = "format.json"
+# Beginnings of all names that a store creates in its directory.
 OWN = (
     FORMAT_FILE,
     OBJECTS,
@@ -54,8 +55,8 @@ OWN = (
     "quarantine",
     "llama_index",
 )
-"""Beginnings of all names that a store creates in its directory."""
 
+# Beginnings, in lower case, of the names that operating systems put in roots of drives.
 SYSTEM = (
     ".",
     "lost+found",
@@ -74,11 +75,10 @@ SYSTEM = (
     "aquota.",
     "icon\r",
 )
-"""Beginnings, in lower case, of the names that operating systems put in roots of drives."""
 
+# Entry points of shared stores, also of kvrag's own: the name is the address scheme, the value a
+# function that takes the address and a folder in it and returns :class:`~kvrag.store.base.Blobs`.
 PLUGINS = "kvrag.stores"
-"""Entry points of shared stores, also of kvrag's own: the name is the address scheme, the value a
-function that takes the address and a folder in it and returns :class:`~kvrag.store.base.Blobs`."""
 
 OURS = "kvrag_shared."
 NOBODY = 65534  # owner of the files of root on NFS
@@ -96,10 +96,10 @@ class _Parts:
     users: int = 0
 
 
+# Parts of the open stores of this process, by directory, key and memory budget.
 _shared: dict[object, _Parts] = {}
-"""Parts of the open stores of this process, by directory, key and memory budget."""
+# Accelerator tiers by catalog, device and budget.
 _above: WeakValueDictionary[object, MemoryTier] = WeakValueDictionary()
-"""Accelerator tiers by catalog, device and budget."""
 _lock = threading.RLock()
 
 os.register_at_fork(after_in_child=_shared.clear)  # a forked child opens parts of its own

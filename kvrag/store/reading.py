@@ -30,13 +30,12 @@ from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, Hole, HoleReason
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+# Size of KV up to which a remote blob is read in a single round trip.
+#
+# The layers of a larger blob are read in parallel.
 AT_ONCE_BYTES = 16 * 2**20
-"""Size of KV up to which a remote blob is read in a single round trip.
-
-The layers of a larger blob are read in parallel.
-"""
+# Minimum time for a look into memory: chunks there are returned however short the timeout is.
 LOOK_S = 0.05
-"""Minimum time for a look into memory: chunks there are returned however short the timeout is."""
 
 
 @dataclass(slots=True, eq=False)
@@ -46,10 +45,10 @@ class Reader:
     memory: Tiers
     blobs: Blobs
     catalog: Catalog
+    # Decrypt blobs.
     keys: Keys
-    """Decrypt blobs."""
+    # Whether damaged blobs, and rows of absent blobs, stay.
     read_only: bool
-    """Whether damaged blobs, and rows of absent blobs, stay."""
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _counts: Counter[str] = field(default_factory=Counter)
     _has_warned: bool = False

@@ -69,8 +69,8 @@ class TieredStore:
         self.blobs = blobs
         self.catalog = catalog
         self.read_only = config.read_only or catalog.read_only
+        # Name of the blobs' tier, in statistics and events.
         self.name = blobs.medium
-        """Name of the blobs' tier, in statistics and events."""
         said_to = config.on_event, place(config.event_log)
         listeners = [Listener(*said_to)] if said_to != (None, None) else []
         self.memory = Tiers(blobs, catalog, listeners)
@@ -99,24 +99,20 @@ class TieredStore:
             evictor,
             self.read_only,
         )
+        # Returns the stored keys among some; blobs are verified when they are read:
+        # :meth:`~kvrag.store.catalog.ledger.Ledger.known`.
         self.known = catalog.known
-        """Returns the stored keys among some; blobs are verified when they are read:
-        :meth:`~kvrag.store.catalog.ledger.Ledger.known`."""
+        # Returns the verified identity of the chunk under a key:
+        # :meth:`~kvrag.store.reading.Reader.identity`.
         self.identity = self.reader.identity
-        """Returns the verified identity of the chunk under a key:
-        :meth:`~kvrag.store.reading.Reader.identity`."""
+        # Returns a chunk's verified KV, or ``None``: :meth:`~kvrag.store.reading.Reader.get`.
         self.get = self.reader.get
-        """Returns a chunk's verified KV, or ``None``:
-        :meth:`~kvrag.store.reading.Reader.get`."""
+        # Loads several chunks in a time limit: :meth:`~kvrag.store.reading.Reader.get_many`.
         self.get_many = self.reader.get_many
-        """Loads several chunks in a time limit:
-        :meth:`~kvrag.store.reading.Reader.get_many`."""
+        # Starts reading chunks into memory: :meth:`~kvrag.store.reading.Reader.prefetch`.
         self.prefetch = self.reader.prefetch
-        """Starts reading chunks into memory:
-        :meth:`~kvrag.store.reading.Reader.prefetch`."""
+        # Stores several chunks: :meth:`~kvrag.store.writing.Writer.put_all`.
         self.put_all = self.writer.put_all
-        """Stores several chunks:
-        :meth:`~kvrag.store.writing.Writer.put_all`."""
         self._is_last = is_last
         self._lock = threading.RLock()
 
@@ -378,7 +374,7 @@ class Erasures:
             yield
 
 
+# Counter of all engines of this process: those of a directory must share one.
 ERASURES = Erasures()
-"""Counter of all engines of this process: those of a directory must share one."""
 # The thread that holds the lock may be the parent's.
 os.register_at_fork(after_in_child=lambda: vars(ERASURES).update(vars(Erasures())))

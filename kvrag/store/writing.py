@@ -51,16 +51,16 @@ class _Job:
 class Writer:
     """Writes of a store: a chunk's blob, between its pending and its confirmed row."""
 
+    # Verifies blobs that are there already.
     reader: Reader
-    """Verifies blobs that are there already."""
+    # Keeps a copy of written chunks.
     memory: Tiers
-    """Keeps a copy of written chunks."""
     blobs: Blobs
     catalog: Catalog
+    # Encrypt blobs.
     keys: Keys
-    """Encrypt blobs."""
+    # Makes room for blobs.
     evictor: Evictor
-    """Makes room for blobs."""
     read_only: bool
     is_closed: bool = False
 

@@ -62,7 +62,7 @@ ANYONE = {"__init__", "__main__"}
 """Files of ``kvrag/`` itself that hand on names of the others."""
 
 AREAS = {
-    "core": 158_275,
+    "core": 158_035,
     "adapters": 4_425,
     "cli": 15_100,
     "evaluate": 7_170,

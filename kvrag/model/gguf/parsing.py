@@ -25,8 +25,8 @@ import numpy as np
 from kvrag.errors import require
 
 _turn = threading.Lock()
+# Readers' attributes of this thread's load, by the real path of the file.
 _parsed: ContextVar[dict[str, dict[str, Any]] | None] = ContextVar("parsed GGUF files")
-"""Readers' attributes of this thread's load, by the real path of the file."""
 
 
 def is_gguf(model: object) -> bool:

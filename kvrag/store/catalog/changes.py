@@ -32,10 +32,10 @@ from kvrag.store.catalog.rows import open_table
 from kvrag.store.eviction import Usage
 from kvrag.types import ChunkKey, TextEntry
 
+# Chunk to write: its record, text, documents that refer to it, and retention, if given.
+#
+# Without documents, the text must have been registered.
 New = tuple[ChunkRecord, TextEntry | None, Sequence[str | None], Retention | None]
-"""Chunk to write: its record, text, documents that refer to it, and retention, if given.
-
-Without documents, the text must have been registered."""
 
 DELETED = -1
 

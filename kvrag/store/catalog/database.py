@@ -44,6 +44,7 @@ CHOICES = (
 )
 
 FAULTS = (sqlite3.Error, OSError, diskcache.Timeout)
+# SQLite errors that do not indicate damage of the file.
 OUTAGES = (
     "BUSY",
     "LOCKED",
@@ -56,7 +57,6 @@ OUTAGES = (
     "AUTH",
     "PROTOCOL",
 )
-"""SQLite errors that do not indicate damage of the file."""
 
 
 def make(folder: Path) -> None:

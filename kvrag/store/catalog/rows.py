@@ -110,8 +110,8 @@ class Database:
         self._opened: Opened | None = None
         # The files when they were opened last, whether or not they are open now.
         self._known: object = None
+        # Whether a fault was logged since the database was opened.
         self.has_warned = False
-        """Whether a fault was logged since the database was opened."""
 
     def current(self, begin: Callable[[Opened, bool], None]) -> Opened:
         """Return the database, opened if needed; raises one of :data:`FAULTS`.
