@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 import kvrag_kernels
@@ -29,7 +30,7 @@ _reaches: weakref.WeakKeyDictionary[torch.nn.Module, Reach] = weakref.WeakKeyDic
 _before: weakref.WeakKeyDictionary[PreTrainedModel, str | None] = weakref.WeakKeyDictionary()
 
 
-_Limits = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+_Limits = tuple[Tensor, Tensor, Tensor]
 # Rows of a forward that are compared with the model's own mask: the last sees through any packing.
 _SAMPLE = 5
 
@@ -45,14 +46,14 @@ class _Forward:
     the model's own mask function shows to the rows ``sample``, int64 ``(S,)``.
     """
 
-    rows: torch.Tensor
-    bounds: tuple[torch.Tensor, torch.Tensor] | None
+    rows: Tensor
+    bounds: tuple[Tensor, Tensor] | None
     offset: int
-    seen: torch.Tensor
-    sample: torch.Tensor
+    seen: Tensor
+    sample: Tensor
     limits: dict[tuple[object, ...], _Limits] = field(default_factory=dict)
 
-    def limits_of(self, reach: Reach, query: torch.Tensor, keys: torch.Tensor) -> _Limits:
+    def limits_of(self, reach: Reach, query: Tensor, keys: Tensor) -> _Limits:
         """Return ``hi``, ``lo`` and the plan for a layer, made once for layers of the same kind."""
         kind = (reach, query.shape, keys.shape, query.dtype)
         if kind not in self.limits:
@@ -81,7 +82,7 @@ class _Forward:
             )
 
 
-class _RowsMask(torch.Tensor):
+class _RowsMask(Tensor):
     """Rows in place of a mask, int64 ``(1, 1, R, 1)``, with the state of a forward.
 
     A cut of the rows, which a model may make, keeps the state.
@@ -101,10 +102,10 @@ def _rows_mask(
     *,
     q_length: int,
     kv_length: int,
-    q_offset: int | torch.Tensor = 0,
+    q_offset: int | Tensor = 0,
     kv_offset: int = 0,
     mask_function: MaskFunction,
-    attention_mask: torch.Tensor | None = None,
+    attention_mask: Tensor | None = None,
     device: torch.device | str = "cpu",
     **_: object,
 ) -> _RowsMask:
@@ -130,7 +131,7 @@ def _rows_mask(
     return mask
 
 
-def _bounds(attention_mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor] | None:
+def _bounds(attention_mask: Tensor | None) -> tuple[Tensor, Tensor] | None:
     """Return the first and last real key of every batch entry, or ``None`` without padding.
 
     Raises ``InputError`` for padding between real tokens.
@@ -152,17 +153,17 @@ def _bounds(attention_mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Te
 
 def _rows_attention(
     module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     *,
     scaling: float | None = None,
     softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
+    s_aux: Tensor | None = None,
     dropout: float = 0.0,
     **others: object,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """Adapt :func:`kvrag_kernels.ragged_attention` to transformers' attention interface."""
     refuse_unknown(module, others, "call uninstall_flash_attention(model)")
     forward = getattr(attention_mask, "kvrag", None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 # Default thresholds of ``verify`` and of the check of quantised KV: mean KL from the reference, in
 # nats per token, and the share of tokens with the same most likely next token.
@@ -10,7 +11,7 @@ MAX_MEAN_KL = 0.1
 MIN_TOP1 = 0.8
 
 
-def kl_divergence(reference: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+def kl_divergence(reference: Tensor, other: Tensor) -> Tensor:
     """Return KL(reference ‖ other) in nats between next-token distributions.
 
     Both are given as logits ``(..., vocab)``.

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NewType
 
 if TYPE_CHECKING:  # configs and errors are read by commands that need no torch
     import torch
+    from torch import Tensor
 
 ChunkKey = NewType("ChunkKey", str)
 """Key of a stored chunk: 64 lower-case hex digits (SHA-256).
@@ -99,9 +100,9 @@ class Scales:
     """
 
     dtype: torch.dtype
-    keys: torch.Tensor
-    zeros: torch.Tensor
-    values: torch.Tensor
+    keys: Tensor
+    zeros: Tensor
+    values: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +113,8 @@ class LayerKV:
     ``(H_kv, T, D_v)``.
     """
 
-    keys: torch.Tensor
-    values: torch.Tensor
+    keys: Tensor
+    values: Tensor
     scales: Scales | None = None
 
     @property
@@ -124,7 +125,7 @@ class LayerKV:
         return self.scales.dtype
 
     @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
+    def tensors(self) -> tuple[Tensor, ...]:
         """All tensors, in storage order."""
         s = self.scales
         if s is None:
@@ -136,7 +137,7 @@ class LayerKV:
         """Bytes of all tensors."""
         return sum([tensor.nbytes for tensor in self.tensors])
 
-    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> LayerKV:
+    def map(self, change: Callable[[Tensor], Tensor]) -> LayerKV:
         """Return a layer with ``change`` applied to every tensor."""
         s = self.scales
         if s is not None:
@@ -158,7 +159,7 @@ class ChunkKV:
         """Tokens ``T`` of the chunk."""
         return int(self.layers[0].keys.shape[1])
 
-    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> ChunkKV:
+    def map(self, change: Callable[[Tensor], Tensor]) -> ChunkKV:
         """Return a chunk with ``change`` applied to every tensor."""
         return ChunkKV(tuple(layer.map(change) for layer in self.layers))
 
@@ -356,7 +357,7 @@ class Accounting:
 class PrefillResult(Accounting):
     """A prefilled prompt; ``logits`` of its first answer token, float32 ``(vocab,)`` on the CPU."""
 
-    logits: torch.Tensor = field(repr=False)
+    logits: Tensor = field(repr=False)
     ttft_ms: float
 
 
@@ -368,7 +369,7 @@ class ScoreResult(Accounting):
     ``continuation_ids``; ``loss`` is their mean negative log-likelihood in nats per token.
     """
 
-    logits: torch.Tensor = field(repr=False)
+    logits: Tensor = field(repr=False)
     loss: float
     continuation_ids: list[int] = field(repr=False)
 

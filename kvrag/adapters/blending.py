@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvrag.adapters.planning import ModelFacts
@@ -62,7 +62,7 @@ class Blending:
             self.engine.context_digest,
         )
 
-    def logits(self, ids: torch.Tensor) -> torch.Tensor:
+    def logits(self, ids: Tensor) -> Tensor:
         """Return the logits of all tokens of a prompt, computed in full."""
         count = len(ids)
         rows = Rows.span(0, count)

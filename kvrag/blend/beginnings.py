@@ -16,6 +16,7 @@ from itertools import accumulate
 from typing import cast
 
 import torch
+from torch import Tensor
 
 from kvrag.blend.prefill import FindHistory, Prefilled, reason_against_reuse
 from kvrag.blend.stitch import HistoryMatch
@@ -222,8 +223,8 @@ class _Trial:
         return Pieces(None, kept.snapshots[last])
 
     def _run(
-        self, ids: torch.Tensor, stops: Collection[int] = (), history: HistoryRows | None = None
-    ) -> tuple[torch.Tensor, Run]:
+        self, ids: Tensor, stops: Collection[int] = (), history: HistoryRows | None = None
+    ) -> tuple[Tensor, Run]:
         """Run a prompt and a token behind it; return the logits of both, and the run."""
         logits, run = self._model.prefill(ids, max_new_tokens=2, stops=stops, history=history)
         return torch.stack([logits, run(self._next)[0]]).float().cpu(), run

@@ -27,6 +27,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from pydantic import TypeAdapter
+from torch import Tensor
 
 from kvrag.blend.layout import Layout, Segment
 from kvrag.blend.repair import CHECK_LAYER, REREAD
@@ -401,7 +402,7 @@ def _stitch_ms(device: torch.device) -> float:
     return _best_ms(lambda: source.to(device, non_blocking=True)) / COPIED
 
 
-def _best_ms(run: Callable[[], torch.Tensor]) -> float:
+def _best_ms(run: Callable[[], Tensor]) -> float:
     """Return the milliseconds of the fastest of a few runs."""
     times = list[float]()
     while len(times) < (ROUNDS if sum(times) < PATIENCE_MS else 2):
@@ -409,7 +410,7 @@ def _best_ms(run: Callable[[], torch.Tensor]) -> float:
     return min(times)
 
 
-def _ms(run: Callable[[], torch.Tensor]) -> float:
+def _ms(run: Callable[[], Tensor]) -> float:
     """Return the milliseconds until a result is ready.
 
     Excludes the time that this thread waited for the model or computed steps of other requests.

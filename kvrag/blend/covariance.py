@@ -17,13 +17,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from kvrag.blend.layout import Layout, uploaded
 from kvrag.model.linear import linear
 from kvrag.model.rows import KVBuffer
 
 # Calls a function with tensors, by a recording.
-Run = Callable[..., torch.Tensor]
+Run = Callable[..., Tensor]
 
 LAYERS = (0.25, 0.75)  # depths of the layers with the compared values, as fractions of all layers
 COMMON = 0.25  # variance of the component that all rows share
@@ -61,9 +62,9 @@ class RowCovariance:
     """
 
     span: slice
-    rows: torch.Tensor
-    owner: torch.Tensor
-    size: torch.Tensor
+    rows: Tensor
+    owner: Tensor
+    size: Tensor
     run: Run | None = None
 
     @classmethod
@@ -71,7 +72,7 @@ class RowCovariance:
         cls,
         buffer: KVBuffer,
         layout: Layout,
-        mass: torch.Tensor | None = None,
+        mass: Tensor | None = None,
         *,
         run: Run | None = None,
     ) -> RowCovariance:
@@ -93,7 +94,7 @@ class RowCovariance:
             torch.nn.functional.normalize(part, dim=1, out=part)
         return cls(span, rows.div_(len(layers) ** 0.5), owner, size.view(torch.float32), run)
 
-    def weights(self, at: torch.Tensor) -> torch.Tensor:
+    def weights(self, at: Tensor) -> Tensor:
         """Return the weights of the posterior mean, float32 ``(S, M)``.
 
         They predict the changes of all rows of the span, ``s``, from the observed changes of the
@@ -109,9 +110,7 @@ class RowCovariance:
         found = linear(kernel(self.rows, self.owner, *observed), inverse)
         return found.mul_(self.size[:, None] / self.size[to])
 
-    def most_informative(
-        self, candidates: torch.Tensor, mass: torch.Tensor, count: int
-    ) -> torch.Tensor:
+    def most_informative(self, candidates: Tensor, mass: Tensor, count: int) -> Tensor:
         """Choose the ``count`` candidates that leave the least weighted posterior variance.
 
         Greedy, in at most :data:`STEPS` steps. The gain of a row is its own variance with noise,
@@ -143,7 +142,7 @@ class RowCovariance:
         return candidates[chosen[:count]]
 
 
-def _sides(layout: Layout, span: slice, mass: torch.Tensor | None) -> torch.Tensor:
+def _sides(layout: Layout, span: slice, mass: Tensor | None) -> Tensor:
     """Return owners of rows, and the bits of expected sizes of their changes, int32 ``(2, S)``."""
     starts, stops = torch.tensor([[s.start for s in layout.stale], [s.stop for s in layout.stale]])
     places = torch.arange(span.start, span.stop)
@@ -156,9 +155,7 @@ def _sides(layout: Layout, span: slice, mass: torch.Tensor | None) -> torch.Tens
     return torch.stack([owner.where(is_stale, -1).int(), size.view(torch.int32)])
 
 
-def kernel(
-    rows: torch.Tensor, owner: torch.Tensor, others: torch.Tensor, of_others: torch.Tensor
-) -> torch.Tensor:
+def kernel(rows: Tensor, owner: Tensor, others: Tensor, of_others: Tensor) -> Tensor:
     """Return the covariance of rows' changes with those of others, float32 ``(T, M)``.
 
     It is ``max(0, x_i · x_j) + COMMON``, doubled if both rows are of the same chunk. ``rows`` and
@@ -170,14 +167,14 @@ def kernel(
 
 
 def choose(
-    rows: torch.Tensor,
-    owner: torch.Tensor,
-    weight: torch.Tensor,
-    hidden: torch.Tensor,
+    rows: Tensor,
+    owner: Tensor,
+    weight: Tensor,
+    hidden: Tensor,
     *,
     each: int,
     steps: int,
-) -> torch.Tensor:
+) -> Tensor:
     """Choose rows as :meth:`RowCovariance.most_informative` does, ``each`` of them in a step.
 
     It reads nothing on the host, and its shapes depend on nothing but those of its inputs, so that
@@ -199,7 +196,7 @@ def choose(
     """
     left = kernel(rows, owner, rows, owner)
     variance = left.diagonal()
-    chosen = list[torch.Tensor]()
+    chosen = list[Tensor]()
     for _ in range(steps):
         own = variance + NOISE
         told = torch.mv(left.square(), weight)

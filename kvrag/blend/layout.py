@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from kvrag.kv.buffers import pinned
 from kvrag.prompt.plan import Plan
@@ -115,7 +116,7 @@ class Layout:
         return num_rows_of(self.stale)
 
     @cached_property
-    def live_rows(self) -> torch.Tensor:
+    def live_rows(self) -> Tensor:
         """Rows to compute in any case, int64, ascending."""
         return rows_of(self.live)
 
@@ -217,12 +218,12 @@ def num_rows_of(segments: Iterable[Segment]) -> int:
     return sum([s.stop - s.start for s in segments])
 
 
-def rows_of(segments: Sequence[Segment]) -> torch.Tensor:
+def rows_of(segments: Sequence[Segment]) -> Tensor:
     """Return the rows of segments, int64, ascending."""
     return torch.cat([torch.arange(0), *[torch.arange(s.start, s.stop) for s in segments]])
 
 
-def uploaded(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+def uploaded(x: Tensor, device: torch.device) -> Tensor:
     """Return a tensor of the host on a device, without a wait for what the device has to do."""
     if device.type != "cuda":
         return x.to(device)
@@ -233,7 +234,7 @@ _SOURCES: tuple[Source, ...] = "computed", "reused", "exact", "repaired"
 
 
 def sources_of(
-    layout: Layout, repaired: torch.Tensor, *, is_rounded: bool = False, num_exact: int = 0
+    layout: Layout, repaired: Tensor, *, is_rounded: bool = False, num_exact: int = 0
 ) -> tuple[tuple[Source, int], ...]:
     """Return the origin of every row's KV, as runs ``(source, number of rows)``.
 
@@ -262,7 +263,7 @@ def sources_of(
     )
 
 
-def mask_of(rows: torch.Tensor, num_rows: int) -> torch.Tensor:
+def mask_of(rows: Tensor, num_rows: int) -> Tensor:
     """Return a bool mask ``(num_rows,)`` that is true at ``rows``, on their device."""
     mask = torch.zeros(num_rows, dtype=torch.bool, device=rows.device)
     mask[rows] = True

@@ -11,6 +11,7 @@ from itertools import takewhile
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from kvrag.blend.cost import CostModel
 from kvrag.blend.covariance import RowCovariance
@@ -61,7 +62,7 @@ class Prefilled:
 
     extend: Extend
     buffer: KVBuffer | None
-    logits: torch.Tensor
+    logits: Tensor
     token_ids: list[int]
     fallback_reason: str | None
     sources: tuple[tuple[Source, int], ...]
@@ -241,12 +242,12 @@ class _Blend:
     buffer: KVBuffer
     layout: Layout
     encoder: PromptEncoder
-    ids: torch.Tensor
+    ids: Tensor
     config: RepairConfig
     clock: Clock
     cancel: threading.Event | None
 
-    def run(self, kvs: list[ChunkKV]) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self, kvs: list[ChunkKV]) -> tuple[Tensor, Tensor]:
         """Return the repaired rows and the last row's logits; ``kvs`` is emptied on the way."""
         selected = covariance = None
         turn = self.model.lock.unless
@@ -275,7 +276,7 @@ class _Blend:
             logits = logits.cpu()  # waits until the device has computed everything
         return selected, logits
 
-    def _stitch(self, kvs: list[ChunkKV], selected: torch.Tensor | None) -> Rotations:
+    def _stitch(self, kvs: list[ChunkKV], selected: Tensor | None) -> Rotations:
         """Stitch the chunks, without the rows to repair if no shift compares them."""
         with self.clock.stage("stitch"):
             rotary = self.model.rotary(self.layout.num_tokens)
@@ -283,7 +284,7 @@ class _Blend:
             stitch(self.buffer, self.layout, kvs, rotary, skip=None if is_compared else selected)
         return rotary
 
-    def _select(self, needs: frozenset[Signal]) -> tuple[torch.Tensor, RowCovariance | None]:
+    def _select(self, needs: frozenset[Signal]) -> tuple[Tensor, RowCovariance | None]:
         """Measure the strategy's signals; return the rows to repair and the covariance."""
         measured = dict[str, Any]()
         prompt = self.model, self.buffer, self.layout, self.ids

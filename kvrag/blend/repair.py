@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from kvrag.blend.covariance import RowCovariance
 from kvrag.blend.layout import Layout, uploaded
@@ -38,10 +39,10 @@ def probe(
     model: CausalLM,
     buffer: KVBuffer,
     layout: Layout,
-    token_ids: torch.Tensor,
+    token_ids: Tensor,
     *,
     span: tuple[float, float] = (0.0, 1.0),
-) -> torch.Tensor:
+) -> Tensor:
     """Measure the attention of the suffix to every row of the stitched, unrepaired prompt.
 
     The probe's forward computes the live rows, then the last rows of the suffix a second time
@@ -78,9 +79,7 @@ def probe(
     return mass[:total].cpu()
 
 
-def deviation(
-    model: CausalLM, buffer: KVBuffer, layout: Layout, token_ids: torch.Tensor
-) -> torch.Tensor:
+def deviation(model: CausalLM, buffer: KVBuffer, layout: Layout, token_ids: Tensor) -> Tensor:
     """Measure the deviation of stored values from fresh values at the check layer.
 
     This is the HKVD signal of CacheBlend. The forward computes all rows up to the check layer. As
@@ -92,14 +91,14 @@ def deviation(
         Float32 ``(N,)`` on the host: squared difference of V, summed over heads and head dim.
     """
     layer_index = min(CHECK_LAYER, model.num_layers - 1)
-    found: list[torch.Tensor] = []
+    found: list[Tensor] = []
 
     def compare(
         layer: int,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        fresh_keys: torch.Tensor,
-        fresh_values: torch.Tensor,
+        keys: Tensor,
+        values: Tensor,
+        fresh_keys: Tensor,
+        fresh_values: Tensor,
     ) -> None:
         if layer == layer_index:
             found.append((fresh_values.float() - values.float()).square().sum(dim=(0, 1, 3)))
@@ -139,21 +138,21 @@ class ResidualShift:
         Slots of the rows of ``span`` and ``at``, if they are not their positions.
     """
 
-    span: slice | torch.Tensor
-    picked: torch.Tensor
-    at: torch.Tensor
-    weights: torch.Tensor
+    span: slice | Tensor
+    picked: Tensor
+    at: Tensor
+    weights: Tensor
     rotary: Rotations
-    slots: torch.Tensor | None = None
-    at_slots: torch.Tensor | None = None
+    slots: Tensor | None = None
+    at_slots: Tensor | None = None
 
     def __call__(
         self,
         layer: int,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        fresh_keys: torch.Tensor,
-        fresh_values: torch.Tensor,
+        keys: Tensor,
+        values: Tensor,
+        fresh_keys: Tensor,
+        fresh_values: Tensor,
     ) -> None:
         """Shift keys and values in place.
 
@@ -192,7 +191,7 @@ class ResidualShift:
         return len(self.weights)
 
     def fixed(
-        self, start: int, places: torch.Tensor, observed: int, shifted: int, spare: int
+        self, start: int, places: Tensor, observed: int, shifted: int, spare: int
     ) -> ResidualShift:
         """Return the same shift over a pool of slots, with tensors of fixed shapes.
 
@@ -219,10 +218,10 @@ class ResidualShift:
         weights = torch.nn.functional.pad(self.weights, (0, more, 0, shifted - len(self.weights)))
         return ResidualShift(span, picked, at, weights, self.rotary, slots, at + start)
 
-    def tensors(self) -> list[torch.Tensor]:
+    def tensors(self) -> list[Tensor]:
         """Return the tensors that differ from request to request."""
         own = (self.span, self.picked, self.at, self.weights, self.slots, self.at_slots)
-        return [x for x in own if isinstance(x, torch.Tensor)]
+        return [x for x in own if isinstance(x, Tensor)]
 
     def clear(self) -> None:
         """Set the weights to zero, so that nothing is shifted."""
@@ -239,7 +238,7 @@ class ResidualShift:
         return replace(self, picked=picked, at=at, weights=weights)
 
 
-def may_shift(layout: Layout, selected: torch.Tensor | None, strength: float) -> bool:
+def may_shift(layout: Layout, selected: Tensor | None, strength: float) -> bool:
     """Whether repairing these rows may shift other rows, so that all rows must be stitched.
 
     ``selected`` is ``None`` if the rows are not known yet.
@@ -251,7 +250,7 @@ def may_shift(layout: Layout, selected: torch.Tensor | None, strength: float) ->
 def residual_shift(
     covariance: RowCovariance,
     layout: Layout,
-    rows: torch.Tensor,
+    rows: Tensor,
     strength: float,
     rotary: Rotations,
 ) -> ResidualShift | None:
@@ -278,13 +277,13 @@ def repair(
     model: CausalLM,
     buffer: KVBuffer,
     layout: Layout,
-    token_ids: torch.Tensor,
-    selected: torch.Tensor,
+    token_ids: Tensor,
+    selected: Tensor,
     *,
     shift: float,
     rotary: Rotations | None,
     covariance: RowCovariance | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Recompute the selected rows of stale chunks and all live rows in a single forward.
 
     Parameters

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from kvrag.blend.covariance import POOL, RowCovariance
 from kvrag.blend.layout import Layout, Segment, mask_of, rows_of, uploaded
@@ -70,21 +71,21 @@ class Signals:
     """
 
     stale: Sequence[Segment]
-    candidates: torch.Tensor
+    candidates: Tensor
     budget: int
     ratio: float
     measured: Mapping[str, Any]
     config: RepairConfig
 
 
-def _random(signals: Signals) -> torch.Tensor:
+def _random(signals: Signals) -> Tensor:
     """Choose rows uniformly at random: the control that every other strategy must beat."""
     generator = torch.Generator().manual_seed(signals.config.seed)
     order = torch.randperm(len(signals.candidates), generator=generator)
     return signals.candidates[order[: signals.budget]]
 
 
-def _first_rows(signals: Signals) -> torch.Tensor:
+def _first_rows(signals: Signals) -> Tensor:
     """Choose the first ``ratio · T`` rows of every chunk; all strategies add the heads.
 
     As EPIC / LegoLink do (arXiv 2410.15332).
@@ -92,7 +93,7 @@ def _first_rows(signals: Signals) -> torch.Tensor:
     return rows_of([s.head(math.ceil(signals.ratio * s.num_rows)) for s in signals.stale])
 
 
-def _seam_rows(signals: Signals) -> torch.Tensor:
+def _seam_rows(signals: Signals) -> Tensor:
     """Choose the last ``ratio · T - first_k`` rows of every chunk (KVBoost's "selective").
 
     The heads take the rest of the budget.
@@ -103,13 +104,13 @@ def _seam_rows(signals: Signals) -> torch.Tensor:
     return rows_of([Segment(end - n, end, "chunk") for n, end in zip(counts, ends, strict=True)])
 
 
-def _top_rows(signals: Signals, by: Signal) -> torch.Tensor:
+def _top_rows(signals: Signals, by: Signal) -> Tensor:
     """Choose the rows with the strongest signal; ties go to the lower row."""
     order = signals.measured[by][signals.candidates].argsort(descending=True, stable=True)
     return signals.candidates[order[: signals.budget]]
 
 
-def _informative_rows(signals: Signals) -> torch.Tensor:
+def _informative_rows(signals: Signals) -> Tensor:
     """Choose the rows whose repair best predicts the changes of the rows that the question reads.
 
     See :meth:`~kvrag.blend.covariance.RowCovariance.most_informative`.
@@ -126,7 +127,7 @@ def _informative_rows(signals: Signals) -> torch.Tensor:
     return torch.cat([chosen, rest[: signals.budget - count]])
 
 
-def _runs(signals: Signals) -> torch.Tensor:
+def _runs(signals: Signals) -> Tensor:
     """Choose runs around the rows that the question attends to, the rest as ``query_gain``.
 
     A number or a name spans several tokens. If only some of them are repaired, the model misreads
@@ -157,7 +158,7 @@ def _runs(signals: Signals) -> torch.Tensor:
     return torch.cat([taken, rest])
 
 
-def breaks_of(texts: Sequence[str]) -> torch.Tensor:
+def breaks_of(texts: Sequence[str]) -> Tensor:
     """Return the break before every token of a prompt, int64 ``(N,)``, from the tokens' texts.
 
     It is 0 inside a word, a number or a code, 1 between words, 2 where a sentence or a line begins,
@@ -188,7 +189,7 @@ def breaks_of(texts: Sequence[str]) -> torch.Tensor:
 
 # Strategies by name. They return rows besides the heads: int64, any order, no duplicates. ``none``
 # and ``all`` need no function.
-SELECT: dict[str, Callable[[Signals], torch.Tensor]] = {
+SELECT: dict[str, Callable[[Signals], Tensor]] = {
     "random": _random,
     "first_k": _first_rows,
     "boundary": _seam_rows,
@@ -215,7 +216,7 @@ def needs_of(layout: Layout, config: RepairConfig) -> frozenset[Signal]:
     return frozenset()
 
 
-def select_rows(layout: Layout, config: RepairConfig, **measured: Any) -> torch.Tensor:
+def select_rows(layout: Layout, config: RepairConfig, **measured: Any) -> Tensor:
     """Return the rows to repair: the heads of stale chunks plus the strategy's choice.
 
     Parameters
@@ -242,7 +243,7 @@ def select_rows(layout: Layout, config: RepairConfig, **measured: Any) -> torch.
     ratio = effective_ratio(layout, config, layout.num_stale)
     signals = Signals(layout.stale, candidates, budget, ratio, measured, config)
     chosen = SELECT[config.strategy](signals) if budget else candidates[:0]
-    rows: torch.Tensor = torch.unique(torch.cat([heads, chosen]))
+    rows: Tensor = torch.unique(torch.cat([heads, chosen]))
     return rows
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import CancelledError
 
 import torch
+from torch import Tensor
 
 from kvrag.model import CausalLM
 from kvrag.model.plain import Extend, PlainLM
@@ -43,11 +44,11 @@ class SlidingWindow:
         self._block = max(1, (kv.capacity - sinks) // BLOCKS)
         self._step: Extend | None = None
 
-    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+    def __call__(self, ids: Tensor) -> Tensor:
         """Compute rows and return logits for all of them, ``(R, vocab)``."""
         return torch.cat([self._next(piece, len(piece)) for piece in self._pieces(ids)])
 
-    def prefill(self, ids: torch.Tensor, cancel: threading.Event | None = None) -> torch.Tensor:
+    def prefill(self, ids: Tensor, cancel: threading.Event | None = None) -> Tensor:
         """Compute rows and return the logits of the last row, ``(vocab,)``.
 
         Raises ``CancelledError`` if ``cancel`` is set between pieces.
@@ -60,7 +61,7 @@ class SlidingWindow:
             logits = self._next(piece, 0 if left else 1)
         return logits[0]
 
-    def _pieces(self, ids: torch.Tensor) -> Iterator[torch.Tensor]:
+    def _pieces(self, ids: Tensor) -> Iterator[Tensor]:
         """Yield pieces of ``ids`` that fit the window. Evicts rows before a piece if it is full."""
         while len(ids):
             if self._length == self._kv.capacity:
@@ -69,7 +70,7 @@ class SlidingWindow:
             yield ids[:room]
             ids = ids[room:]
 
-    def _next(self, ids: torch.Tensor, logits: int) -> torch.Tensor:
+    def _next(self, ids: Tensor, logits: int) -> Tensor:
         start = self._length
         self._length += len(ids)
         if len(ids) == logits == 1:  # a decode step, batched with those of other requests

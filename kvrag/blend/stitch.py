@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, cast
 
 import torch
+from torch import Tensor
 
 from kvrag.blend.layout import Layout, Segment, mask_of
 from kvrag.kv.buffers import copy_stream, held, let_go
@@ -72,7 +73,7 @@ def stitch(
     kvs: Sequence[ChunkKV],
     rotary: Rotations,
     *,
-    skip: torch.Tensor | None = None,
+    skip: Tensor | None = None,
 ) -> None:
     """Copy the KV of every reused segment into the buffer: dequantise, and rotate the keys.
 
@@ -187,7 +188,7 @@ def place(
     segments: Sequence[Segment],
     moved: Sequence[LayerKV],
     angles: Angles,
-    skip: torch.Tensor | None,
+    skip: Tensor | None,
 ) -> None:
     """Write the result of :func:`move` to its rows, by :func:`kvrag_kernels.stitch`.
 
@@ -277,8 +278,8 @@ class Angles(NamedTuple):
         Whether the rotated pairs are neighbouring dimensions, rather than halves.
     """
 
-    cos: torch.Tensor
-    sin: torch.Tensor
+    cos: Tensor
+    sin: Tensor
     kinds: list[int]
     is_neighbours: bool
 
@@ -334,7 +335,7 @@ def _angles(rotary: Rotations, runs: Sequence[range], count: int) -> list[Angles
     }
     if not pairs or len(pairs) < len(tables):
         return []
-    stacked: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
+    stacked: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
     made = []
     for layers in runs:
         own = {id(rotary[i]) for i in layers} & pairs.keys() or {next(iter(pairs))}

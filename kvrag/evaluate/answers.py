@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from kvrag.config import Repair
 from kvrag.errors import InputError
@@ -207,7 +207,7 @@ class Reference:
     prompt: Any
     token_ids: list[int]
     text: str
-    logits: torch.Tensor
+    logits: Tensor
     ttft_ms: float
     max_new_tokens: int
 

@@ -18,6 +18,7 @@ from copy import deepcopy
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 from transformers import (
     GenerationConfig,
     LogitsProcessor,
@@ -73,7 +74,7 @@ class Penalties(LogitsProcessor):  # type: ignore[misc]
         self._start = num_prompt
         self._bias = dict(config.logit_bias or ())
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Return the changed scores ``(1, vocab)``."""
         size = scores.shape[-1]
         over = [token for token in self._bias if token >= size]

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from kvrag.errors import ConfigError, InputError, require
 from kvrag.generate.schema import enforceable
@@ -42,7 +43,7 @@ class Constraint:
     def __init__(self, matcher: Any) -> None:
         self._matcher = matcher
 
-    def masked(self, scores: torch.Tensor) -> torch.Tensor:
+    def masked(self, scores: Tensor) -> Tensor:
         """Return scores ``(1, vocab)``, minus infinity for tokens that may not come next."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         if self._matcher.is_error():

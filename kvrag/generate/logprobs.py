@@ -9,6 +9,7 @@ from concurrent.futures import CancelledError
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from kvrag.blend.prefill import Prefilled
 from kvrag.types import TokenLogprob
@@ -27,7 +28,7 @@ class Delta(str):
     reasoning_content: str = ""
 
 
-def logprob_of(logits: torch.Tensor, token: int, num_top: int) -> TokenLogprob:
+def logprob_of(logits: Tensor, token: int, num_top: int) -> TokenLogprob:
     """Return a token's log-probability, and the ``num_top`` largest, from logits ``(vocab,)``."""
     values = torch.log_softmax(logits.float(), dim=-1)
     top = values.topk(min(num_top, len(values)))

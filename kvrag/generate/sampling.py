@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from transformers import LogitsProcessorList
 
 from kvrag.config import SamplingConfig
@@ -54,7 +55,7 @@ class Sampler:
         elif not self._is_greedy:
             self._generator.seed()
 
-    def next(self, logits: torch.Tensor) -> int:
+    def next(self, logits: Tensor) -> int:
         """Choose a token from logits ``(vocab,)`` and remember it."""
         scores = self._processed(logits[None].float())
         if self._is_greedy:
@@ -73,7 +74,7 @@ class Sampler:
             self._constraint.take(token)
         return token
 
-    def _processed(self, scores: torch.Tensor) -> torch.Tensor:
+    def _processed(self, scores: Tensor) -> Tensor:
         """Return scores ``(1, vocab)`` after the constraint and the processors.
 
         If the processors leave no token that the constraint allows, they are ignored.
@@ -154,7 +155,7 @@ class Decoded:
 
 def decode(
     extend: Extend,
-    logits: torch.Tensor,
+    logits: Tensor,
     sampler: Sampler,
     text: TextStream,
     *,

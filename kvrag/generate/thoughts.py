@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from copy import copy
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from kvrag.generate.grammar import Constraint
 from kvrag.generate.request import Request
@@ -103,7 +103,7 @@ class FormBehind:
         self._num_taken = 0
         self._decode = decode
 
-    def masked(self, scores: torch.Tensor) -> torch.Tensor:
+    def masked(self, scores: Tensor) -> Tensor:
         """Return scores ``(1, vocab)``, minus infinity for tokens that may not come next."""
         if self._thoughts.is_over:
             return self._form.masked(scores)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from kvrag.errors import UnsupportedModelError
 from kvrag.identity.fingerprint import canonical, digest
@@ -146,7 +147,7 @@ def _content(layer: Any, adapter: str) -> bytes:
                 f"{name}.{inner}": tensor_bytes(tensor)
                 for inner, tensor in value.state_dict().items()
             }
-        elif isinstance(value, torch.Tensor):
+        elif isinstance(value, Tensor):
             fields[name] = tensor_bytes(value)
         else:  # other objects by their type, because their repr may contain an address
             fields[name] = (

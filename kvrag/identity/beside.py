@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from kvrag.errors import UnsupportedModelError
 from kvrag.identity.weights import SIMPLE, described
@@ -32,14 +33,14 @@ _STANDARD = sys.stdlib_module_names - {"builtins"}
 _OF_MODULES = frozenset(vars(torch.nn.Module()))
 
 
-def kept_beside(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def kept_beside(model: torch.nn.Module) -> dict[str, Tensor]:
     """Return the tensors beside parameters and buffers, with the settings that stand beside them.
 
     The settings of an object are a tensor of their text. Raises :class:`UnsupportedModelError` for
     an object that can't be looked into.
     """
     home = type(model).__module__.rpartition(".")[0] or type(model).__module__
-    found: dict[str, torch.Tensor] = {}
+    found: dict[str, Tensor] = {}
     seen: dict[int, Any] = {}  # by id; the objects are kept, so that no id is reused
     for name, module in model.named_modules():
         places = {
@@ -67,9 +68,9 @@ class _OpaqueError(Exception):
     """An object can't be looked into; the message names it."""
 
 
-def _reached(value: Any, path: str, seen: dict[int, Any]) -> dict[str, torch.Tensor]:
+def _reached(value: Any, path: str, seen: dict[int, Any]) -> dict[str, Tensor]:
     """Return the tensors that an object leads to, by their paths."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         return {path: value.detach()}
     if isinstance(value, np.ndarray):
         return {path: torch.from_numpy(value)}
@@ -78,7 +79,7 @@ def _reached(value: Any, path: str, seen: dict[int, Any]) -> dict[str, torch.Ten
     seen[id(value)] = value
     parts = dict(_parts(value, path))
     seen[id(parts)] = parts
-    found: dict[str, torch.Tensor] = {}
+    found: dict[str, Tensor] = {}
     for key, part in parts.items():
         found |= _reached(part, f"{path}.{key}", seen)
     if found:

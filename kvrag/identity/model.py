@@ -20,6 +20,7 @@ from operator import attrgetter, call, is_, methodcaller
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from kvrag.identity.adapters import (
     BASE_CHILDREN,
@@ -127,15 +128,15 @@ def weights_digest(model: torch.nn.Module) -> str:
     )
 
 
-def _own_and_added(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
+def _own_and_added(model: torch.nn.Module) -> tuple[dict[str, Tensor], list[Tensor]]:
     """Return the tensors of a model without adapters, by name, and the tensors of its adapters.
 
     Leaves out the buffers that forwards move.
     """
     added = tuple(f"{name}." for name in _added_by_adapters(model))
     moving = _moving_buffers(model)
-    own: dict[str, torch.Tensor] = {}
-    others: list[torch.Tensor] = []
+    own: dict[str, Tensor] = {}
+    others: list[Tensor] = []
     # Not by ``state_dict``: bitsandbytes' unpacks weights for it, and its next forward packs them.
     for name, tensor in (
         *model.named_parameters(remove_duplicate=False),
@@ -228,13 +229,13 @@ class _Look:
     have changes through ``.data`` and of tensors that were made in inference mode.
     """
 
-    def __init__(self, tensors: Iterable[torch.Tensor], *notes: object, beside: Any = ()) -> None:
+    def __init__(self, tensors: Iterable[Tensor], *notes: object, beside: Any = ()) -> None:
         plain = [*tensors]
         self._refs = [*map(weakref.ref, chain(plain, beside))]
         if any([hasattr(kind, "__tensor_flatten__") for kind in set(map(type, plain))]):
             plain = [leaf for tensor in plain for _, leaf in leaves(tensor)]
-        counted = filterfalse(torch.Tensor.is_inference, plain)
-        places = map(torch.Tensor.data_ptr, plain)
+        counted = filterfalse(Tensor.is_inference, plain)
+        places = map(Tensor.data_ptr, plain)
         self._notes = [*notes, *places, *map(attrgetter("_version"), counted)]
 
     def is_as(self, other: _Look) -> bool:
@@ -310,7 +311,7 @@ def _note(layer: Any) -> object:
 _HASHED = weakref.WeakKeyDictionary[torch.nn.Module, _Digests]()
 
 
-def sample(tensors: Iterable[torch.Tensor]) -> bytes:
+def sample(tensors: Iterable[Tensor]) -> bytes:
     """Read a few values of every plain tensor in some, spread evenly."""
     plain = [leaf.detach() for tensor in tensors for _, leaf in leaves(tensor)]
     return b"".join([raw(x.reshape(-1)[:: 1 + x.numel() // SAMPLES]) for x in plain])

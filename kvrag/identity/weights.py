@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from kvrag.cache import cache_dir, keep
 from kvrag.identity.fingerprint import digest
@@ -136,12 +137,12 @@ def _name_file(fingerprint: str) -> Path:
     return cache_dir() / "models" / hashlib.sha256(fingerprint.encode()).hexdigest()
 
 
-def is_packed(tensor: torch.Tensor) -> bool:
+def is_packed(tensor: Tensor) -> bool:
     """Whether a tensor consists of several tensors, as quantised weights do."""
     return hasattr(tensor, "__tensor_flatten__")
 
 
-def leaves(tensor: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def leaves(tensor: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield the plain tensors that a tensor consists of, with their names.
 
     Packed tensors hold values, scales and zero points.
@@ -182,7 +183,7 @@ def described(settings: Any) -> str:
 SIMPLE = (bool, int, float, str, bytes, type(None), enum.Enum, torch.dtype)
 
 
-def raw(tensor: torch.Tensor) -> memoryview:
+def raw(tensor: Tensor) -> memoryview:
     """Return the bytes of a plain tensor, copied to the host if they are elsewhere."""
     if tensor.layout is not torch.strided:
         tensor = tensor.to_dense()
@@ -194,7 +195,7 @@ def raw(tensor: torch.Tensor) -> memoryview:
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
 
 
-def tensor_bytes(tensor: torch.Tensor) -> bytes:
+def tensor_bytes(tensor: Tensor) -> bytes:
     """Return the SHA-256 of a tensor's type, shape and values.
 
     It is the same on every device and in every memory layout.
@@ -211,7 +212,7 @@ def tensor_bytes(tensor: torch.Tensor) -> bytes:
     return total.digest()
 
 
-def content_digest(tensors: Mapping[str, torch.Tensor]) -> str:
+def content_digest(tensors: Mapping[str, Tensor]) -> str:
     """Return the SHA-256 (hex) of named tensors in any order.
 
     A tensor with several names is read once.

@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from kvrag.types import ChunkKV
 
@@ -37,7 +38,7 @@ class Buffers:
     def __init__(self) -> None:
         # By size. No lock: a buffer may come back at any moment, in a thread that holds any lock,
         # or in a forked child.
-        self._idle: dict[int, list[torch.Tensor]] = {}
+        self._idle: dict[int, list[Tensor]] = {}
 
     def take(self, num_bytes: int) -> memoryview:
         """Return ``num_bytes`` writable bytes, not initialised; raises ``MemoryError``."""
@@ -58,7 +59,7 @@ class Buffers:
         weakref.finalize(array, self._come_back, owner, os.getpid())
         return array.data[:num_bytes]
 
-    def _come_back(self, owner: torch.Tensor, process: int) -> None:
+    def _come_back(self, owner: Tensor, process: int) -> None:
         if process != os.getpid():  # page-locked memory is shared with the parent
             return
         idle = sum(size * len(buffers) for size, buffers in list(self._idle.items()))
@@ -120,12 +121,12 @@ os.register_at_fork(after_in_child=_sources.clear)
 os.register_at_fork(after_in_child=BUFFERS._idle.clear)
 
 
-def pinned(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+def pinned(x: Tensor, device: torch.device) -> Tensor:
     """Return a tensor of the host in memory from which a copy to the device is asynchronous."""
     return x.pin_memory() if device.type == "cuda" else x
 
 
-def page_locked(num_bytes: int) -> torch.Tensor:
+def page_locked(num_bytes: int) -> Tensor:
     """Return page-locked memory, uint8, that a CUDA device reads without the host's help.
 
     It is ordinary memory without a device, if the driver refuses to lock more, and in a process

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 import xxhash
+from torch import Tensor
 
 from kvrag.errors import StoreError
 from kvrag.identity.fingerprint import FORMAT_VERSION, chunk_key, ids_bytes
@@ -248,7 +249,7 @@ class Blob:
             view_layer(self.header.dtype, *each) for each in zip(layers, proven, strict=True)
         )
 
-    def _run(self, run: range) -> list[torch.Tensor]:
+    def _run(self, run: range) -> list[Tensor]:
         """Read and verify a run of layers; the blob must end after the last layer.
 
         Plain layers are slices of a single tensor.
@@ -266,7 +267,7 @@ class Blob:
             data = BUFFERS.take(len(data))
             data[:] = stored
         whole = torch.frombuffer(data, dtype=torch.uint8)
-        proven = list[torch.Tensor]()
+        proven = list[Tensor]()
         for index in run:
             place = slice(offsets[index] - start, offsets[index + 1] - start)
             plain = self._proven(index, data[place])

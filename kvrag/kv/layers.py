@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from kvrag.errors import StoreError
 from kvrag.kv.buffers import BUFFERS
@@ -139,13 +140,13 @@ def group_of(dim: int) -> int:
     return dim
 
 
-def layer_of(dtype: torch.dtype, tensors: Sequence[torch.Tensor]) -> LayerKV:
+def layer_of(dtype: torch.dtype, tensors: Sequence[Tensor]) -> LayerKV:
     """Build a layer from its tensors; ``dtype`` is the dtype of its keys and values."""
     keys, values, *scales = tensors
     return LayerKV(keys, values, Scales(dtype, *scales) if scales else None)
 
 
-def view_layer(dtype: torch.dtype, layer: Sequence[Part], data: torch.Tensor) -> LayerKV:
+def view_layer(dtype: torch.dtype, layer: Sequence[Part], data: Tensor) -> LayerKV:
     """View the bytes of a layer, uint8, as its tensors."""
     tensors = []
     start = 0
@@ -199,7 +200,7 @@ def shapes_of(identity: ChunkIdentity, kv: ChunkKV) -> tuple[torch.dtype, Shapes
     return dtype, tuple(shapes)
 
 
-def bytes_of(layers: Iterable[Sequence[torch.Tensor]]) -> list[memoryview]:
+def bytes_of(layers: Iterable[Sequence[Tensor]]) -> list[memoryview]:
     """View the bytes of contiguous tensors on the host, as long as the caller keeps the tensors.
 
     Torch's own conversions take three times as long.
@@ -211,7 +212,7 @@ def bytes_of(layers: Iterable[Sequence[torch.Tensor]]) -> list[memoryview]:
 
 
 def scanned(
-    index: int, tensors: Sequence[torch.Tensor], look: Callable[..., object] = len
+    index: int, tensors: Sequence[Tensor], look: Callable[..., object] = len
 ) -> list[memoryview]:
     """Return the bytes of a layer in pieces, and call ``look`` on every piece.
 
@@ -275,7 +276,7 @@ def together(
     return layer_of(layers[0].dtype, tensors)
 
 
-def _as_one(column: Sequence[torch.Tensor]) -> torch.Tensor | None:
+def _as_one(column: Sequence[Tensor]) -> Tensor | None:
     """View the tensors of ``L`` layers as a single tensor ``(L, …)``.
 
     Return ``None`` if they don't lie in the same memory at equal distances.
@@ -299,7 +300,7 @@ def _as_one(column: Sequence[torch.Tensor]) -> torch.Tensor | None:
     return first.as_strided((len(column), *first.shape), (step, *stride))
 
 
-def _gathered(rows: Sequence[Sequence[torch.Tensor]], device: torch.device) -> list[torch.Tensor]:
+def _gathered(rows: Sequence[Sequence[Tensor]], device: torch.device) -> list[Tensor]:
     """Copy the tensors of layers to a device, layer after layer, aligned to :data:`PLACE_BYTES`."""
     offsets = [*accumulate((-(-x.nbytes // PLACE_BYTES) * PLACE_BYTES for x in rows[0]), initial=0)]
     step = offsets.pop()
@@ -308,7 +309,7 @@ def _gathered(rows: Sequence[Sequence[torch.Tensor]], device: torch.device) -> l
     else:
         whole = torch.empty(len(rows) * step, dtype=torch.uint8, device=device)
     # Mapped in C: a prompt has hundreds of tensors.
-    tensors = [*map(torch.Tensor.contiguous, chain.from_iterable(rows))]
+    tensors = [*map(Tensor.contiguous, chain.from_iterable(rows))]
     sizes = [x.nbytes for x in rows[0]] * len(rows)
     places = [start + offset for start in range(0, whole.numel(), step) for offset in offsets]
     for to, source in _stretches(tensors, sizes, places):
@@ -324,13 +325,13 @@ def _gathered(rows: Sequence[Sequence[torch.Tensor]], device: torch.device) -> l
 
 
 def _stretches(
-    tensors: Sequence[torch.Tensor], sizes: Sequence[int], places: Sequence[int]
-) -> Iterator[tuple[int, torch.Tensor]]:
+    tensors: Sequence[Tensor], sizes: Sequence[int], places: Sequence[int]
+) -> Iterator[tuple[int, Tensor]]:
     """Yield the destination offset and the bytes of contiguous tensors.
 
     Tensors that are neighbours in the source and in the destination are merged.
     """
-    starts = [*map(torch.Tensor.data_ptr, tensors)]
+    starts = [*map(Tensor.data_ptr, tensors)]
     count = len(starts)
     first = 0
     while first < count:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 import torch
+from torch import Tensor
 
 from kvrag.errors import ConfigError
 
@@ -91,7 +92,7 @@ class KVPool:
         with self._guard:
             self._runs.remove((run.start, run.stop))
 
-    def cleared(self, run: range, capacity: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def cleared(self, run: range, capacity: int) -> list[tuple[Tensor, Tensor]]:
         """Return the keys and values of the first ``capacity`` slots of a run, per layer.
 
         A hidden key weighs nothing only if it is finite, so rows of earlier requests are cleared.

@@ -27,6 +27,7 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
 
 from kvrag.errors import StoreError
 from kvrag.kv.layers import CODES, GROUP, group_of, layer_of, parts
@@ -89,9 +90,7 @@ def _pack_layer(layer: LayerKV, kv_dtype: KVDtype, index: int) -> LayerKV:
     return made
 
 
-def _key_codes(
-    x: torch.Tensor, largest: int, group: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _key_codes(x: Tensor, largest: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
     """Quantise keys per channel and group of tokens.
 
     All ``2 · largest + 2`` codes cover the range from the group's smallest to its largest value.
@@ -114,7 +113,7 @@ def _key_codes(
     return torch.cat(codes, 1), torch.cat(scales, 1), torch.cat(zeros, 1)
 
 
-def _value_codes(x: torch.Tensor, largest: int, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _value_codes(x: Tensor, largest: int, group: int) -> tuple[Tensor, Tensor]:
     """Quantise values per token and group of channels, scaled by the group's largest magnitude."""
     scale = torch.cat(
         [
@@ -128,9 +127,7 @@ def _value_codes(x: torch.Tensor, largest: int, group: int) -> tuple[torch.Tenso
     ), scale
 
 
-def _float_codes(
-    x: torch.Tensor, *, centred: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _float_codes(x: Tensor, *, centred: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Quantise to 8-bit floats around the channel's middle (if ``centred``) or around zero.
 
     The head's largest magnitude is scaled to the largest code.
@@ -142,11 +139,11 @@ def _float_codes(
     return (rest / scale.float()).clamp(-largest, largest), scale, zero
 
 
-def _half(x: torch.Tensor) -> torch.Tensor:
+def _half(x: Tensor) -> Tensor:
     return x.clamp(-LARGEST_SCALE, LARGEST_SCALE).half()
 
 
-def _scale(x: torch.Tensor) -> torch.Tensor:
+def _scale(x: Tensor) -> Tensor:
     """Round non-negative numbers up to float16, at least its smallest positive number.
 
     Numbers that are too large become infinite.
@@ -157,14 +154,14 @@ def _scale(x: torch.Tensor) -> torch.Tensor:
     return bits.clamp_min(1).view(torch.float16)
 
 
-def _nibbles(codes: torch.Tensor) -> torch.Tensor:
+def _nibbles(codes: Tensor) -> Tensor:
     unsigned = (codes + 8).to(torch.uint8)
     return unsigned[..., 0::2] | (unsigned[..., 1::2] << 4)
 
 
 def unpack(
     layer: LayerKV, num_rows: int, *, device: torch.device, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Return the keys and values ``(H_kv, num_rows, D)`` of a layer's first rows on a device.
 
     Codes are copied there as they are, dequantised there in float32, and rounded to ``dtype`` once.
@@ -190,19 +187,19 @@ def unpack(
     )
 
 
-def _floats(codes: torch.Tensor) -> torch.Tensor:
+def _floats(codes: Tensor) -> Tensor:
     if codes.dtype != torch.uint8:
         return codes.float()
     return torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2).float() - 8.0
 
 
-def _spread(x: torch.Tensor, group: int, dim: int, size: int) -> torch.Tensor:
+def _spread(x: Tensor, group: int, dim: int, size: int) -> Tensor:
     """Repeat the value of every group for its members, ``size`` in all, unless it broadcasts."""
     if x.shape[dim] == 1:
         return x
     return x.repeat_interleave(group, dim).narrow(dim, 0, size)
 
 
-def _shape(x: torch.Tensor) -> tuple[int, int, int]:
+def _shape(x: Tensor) -> tuple[int, int, int]:
     heads, tokens, dim = x.shape
     return heads, tokens, dim

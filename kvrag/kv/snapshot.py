@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from kvrag.errors import UnsupportedModelError
 
 # Keys and values of every layer that keeps rows, ``(1, H_kv, T, D)``.
-Layers = Sequence[tuple[torch.Tensor, torch.Tensor]]
+Layers = Sequence[tuple[Tensor, Tensor]]
 
 _PLAIN = (type(None), bool, int, float, str, type, torch.dtype, torch.device)
 
@@ -49,7 +50,7 @@ class Snapshot:
         rows = {id(side) for side in sides}
         sizes = list[int]()
 
-        def kept(tensor: torch.Tensor) -> torch.Tensor:
+        def kept(tensor: Tensor) -> Tensor:
             own = tensor.new_empty(0) if id(tensor) in rows else tensor.clone()
             sizes.append(own.nbytes)
             return own
@@ -78,9 +79,9 @@ def _growing(cache: DynamicCache) -> list[Any]:
     ]
 
 
-def _copied(value: Any, copied: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def _copied(value: Any, copied: Callable[[Tensor], Tensor]) -> Any:
     """Copy a value of a cache; ``copied`` copies tensors."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         return copied(value)
     if isinstance(value, _PLAIN):
         return value

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from kvrag.errors import UnsupportedModelError
 from kvrag.model.linear import has_onednn, linear
@@ -49,7 +50,7 @@ class Mass(NamedTuple):
     sum over all would hide it behind keys that get a little from every head and row.
     """
 
-    total: torch.Tensor
+    total: Tensor
     rows: int
 
 
@@ -59,7 +60,7 @@ class _Scores(NamedTuple):
     scale: float
     reach: Reach
     softcap: float | None
-    sinks: torch.Tensor | None
+    sinks: Tensor | None
 
     def of(self, heads: Index) -> _Scores:
         """Return the options of some query heads, by their index in a query."""
@@ -69,17 +70,17 @@ class _Scores(NamedTuple):
 
 
 def ragged_attention(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
     limits: Limits,
     *,
     scale: float,
     reach: Reach = EVERYTHING,
     softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
+    sinks: Tensor | None = None,
     mass: Mass | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Attend with an exact limit per row.
 
     ``query`` is ``(B, H, R, D)``, ``keys`` and ``values`` are ``(B, H_kv, N, ·)``, ``H`` a multiple
@@ -110,13 +111,13 @@ def ragged_attention(
 
 
 def _by_blocks(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
     limits: Limits,
     scores: _Scores,
     mass: Mass | None,
-) -> torch.Tensor:
+) -> Tensor:
     """Attend block by block, fused where the probabilities are not needed."""
     is_plain = scores.softcap is None and scores.sinks is None
     batch, heads, rows, _ = query.shape
@@ -145,13 +146,13 @@ def _by_blocks(
 
 
 def _by_probabilities(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     block: Block,
     scores: _Scores,
-    out: torch.Tensor,
-    most: torch.Tensor | None,
+    out: Tensor,
+    most: Tensor | None,
     weighed: int,
 ) -> None:
     """Write a block's attention to ``out``, and what its last ``weighed`` rows pay to ``most``.
@@ -170,7 +171,7 @@ def _by_probabilities(
             torch.maximum(place, found, out=place)
 
 
-def _by_products(query: torch.Tensor, keys: torch.Tensor) -> bool:
+def _by_products(query: Tensor, keys: Tensor) -> bool:
     """Whether products by oneDNN, head by head, are faster than torch's fused attention."""
     scores_per_head = query.shape[1] // keys.shape[1] * query.shape[2] * keys.shape[2]
     return (
@@ -182,7 +183,7 @@ def _by_products(query: torch.Tensor, keys: torch.Tensor) -> bool:
     )
 
 
-def _each_head(keys: torch.Tensor, groups: int) -> list[tuple[Index, Index]]:
+def _each_head(keys: Tensor, groups: int) -> list[tuple[Index, Index]]:
     """Return the indices of each key head: of its heads in the query, and of itself."""
     return [
         ((one, slice(h * groups, (h + 1) * groups)), (one, slice(h, h + 1)))
@@ -191,7 +192,7 @@ def _each_head(keys: torch.Tensor, groups: int) -> list[tuple[Index, Index]]:
     ]
 
 
-def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def _product(a: Tensor, b: Tensor) -> Tensor:
     """Return ``a @ bᵀ`` over the last two dims."""
     if a.shape[:2] != (1, 1):
         return torch.matmul(a, b.mT)
@@ -201,7 +202,7 @@ def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return linear(a[0, 0], weight)[None, None]
 
 
-def _has_kernel(query: torch.Tensor, values: torch.Tensor, limits: Limits) -> bool:
+def _has_kernel(query: Tensor, values: Tensor, limits: Limits) -> bool:
     """Whether a CUDA kernel computes this.
 
     Single rows are left to torch's own kernels, which take them without a mask. In a recording,
@@ -215,13 +216,13 @@ def _has_kernel(query: torch.Tensor, values: torch.Tensor, limits: Limits) -> bo
 
 
 def _by_kernel(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
     limits: Limits,
     scores: _Scores,
     mass: Mass | None,
-) -> torch.Tensor:
+) -> Tensor:
     """Attend in a single launch for all rows, and collect mass in a second launch.
 
     On other devices the same ops compute with torch.
@@ -246,12 +247,12 @@ def _by_kernel(
 
 
 def fused_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     scale: float,
-    mask: torch.Tensor | None = None,
-) -> torch.Tensor:
+    mask: Tensor | None = None,
+) -> Tensor:
     """Call SDPA once, with the heads of a group packed as rows, so that K and V are not repeated.
 
     Without a mask, rows see all keys.
@@ -262,7 +263,7 @@ def fused_attention(
     return out.reshape(batch, heads, rows, v.shape[-1])
 
 
-def _probabilities(q: torch.Tensor, k: torch.Tensor, block: Block, how: _Scores) -> torch.Tensor:
+def _probabilities(q: Tensor, k: Tensor, block: Block, how: _Scores) -> Tensor:
     """Return the float32 softmax over the visible keys, ``(B, H_kv, G · R, keys)``."""
     batch, heads, rows, dim = q.shape
     packed = q.reshape(batch, k.shape[1], heads // k.shape[1] * rows, dim)
@@ -280,7 +281,7 @@ def _probabilities(q: torch.Tensor, k: torch.Tensor, block: Block, how: _Scores)
     return torch.softmax(torch.cat([scores, extra], dim=-1), dim=-1)[..., :-1]
 
 
-def largest(probabilities: torch.Tensor, kv_heads: int, rows: int, skip: int) -> torch.Tensor:
+def largest(probabilities: Tensor, kv_heads: int, rows: int, skip: int) -> Tensor:
     """Return the largest probabilities of the keys per key head, ``(B, H_kv, keys)``.
 
     The maximum is over the rows from ``skip`` on and the query heads of the key head.

@@ -20,6 +20,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
@@ -67,11 +68,11 @@ SOURCE_NAMES = (
 _AXES = ((1,), (3, 1))
 
 # ``output of a submodule -> keys (B, T, H, D)``.
-HeadLayout = Callable[[torch.Tensor], torch.Tensor]
+HeadLayout = Callable[[Tensor], Tensor]
 
 
 # Position-free keys of a forward, ``(B, T, H, D)``, by layer.
-Captured = dict[int, torch.Tensor]
+Captured = dict[int, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,7 @@ class KeySource:
     ) -> RemovableHandle:
         """Put the keys of an attention module's forwards into ``captured``, if they are ours."""
 
-        def keep(_: torch.nn.Module, __: object, output: torch.Tensor) -> None:
+        def keep(_: torch.nn.Module, __: object, output: Tensor) -> None:
             if is_ours():
                 captured[layer] = self.layout(output)
 
@@ -153,7 +154,7 @@ def _attentions_of(layer: torch.nn.Module) -> list[torch.nn.Module]:
 
 def key_sources(
     attention: torch.nn.Module, outputs: dict[str, Any], heads: int, dim: int
-) -> Iterator[tuple[KeySource, torch.Tensor]]:
+) -> Iterator[tuple[KeySource, Tensor]]:
     """Yield candidates with the keys ``(B, T, H, D)`` that they gave in a forward.
 
     ``outputs`` are the outputs of its submodules, by name. ``heads`` and ``dim`` describe the keys
@@ -166,12 +167,12 @@ def key_sources(
         return
     for name in SOURCE_NAMES:
         output = outputs.get(name)
-        if isinstance(output, torch.Tensor):
+        if isinstance(output, Tensor):
             for layout in _layouts(output, heads, dim):
                 yield KeySource(name, layout), layout(output)
 
 
-def _layouts(output: torch.Tensor, heads: int, dim: int) -> Iterator[HeadLayout]:
+def _layouts(output: Tensor, heads: int, dim: int) -> Iterator[HeadLayout]:
     if output.dim() == 4:
         if output.shape[2:] == (heads, dim):
             yield lambda out: out
@@ -198,7 +199,7 @@ def _layouts(output: torch.Tensor, heads: int, dim: int) -> Iterator[HeadLayout]
             yield partial(_grouped, groups=count, repeats=heads // count, dim=dim)
 
 
-def _grouped(output: torch.Tensor, *, groups: int, repeats: int, dim: int) -> torch.Tensor:
+def _grouped(output: Tensor, *, groups: int, repeats: int, dim: int) -> Tensor:
     keys = output.reshape(*output.shape[:2], groups, -1, dim)[..., -2, :]
     if repeats > 1:
         return keys.repeat_interleave(repeats, dim=2)
@@ -231,7 +232,7 @@ def scaled(attention: torch.nn.Module, rotation: Rotation, key_dim: int) -> Iter
     for name in NORM_NAMES:
         norm = getattr(attention, name, None)
         weight = getattr(norm, "weight", None)
-        is_per_dim = isinstance(weight, torch.Tensor) and weight.shape == (key_dim,)
+        is_per_dim = isinstance(weight, Tensor) and weight.shape == (key_dim,)
         if rotation.width and is_per_dim:
             yield replace(rotation, apply=partial(_between, rotation, norm), is_aligned=False)
 
@@ -239,10 +240,10 @@ def scaled(attention: torch.nn.Module, rotation: Rotation, key_dim: int) -> Iter
 def _between(
     rotation: Rotation,
     norm: Any,
-    keys: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-) -> torch.Tensor:
+    keys: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+) -> Tensor:
     """Rotate keys that a norm scales; its weights are read anew, for they may change in place."""
     scale = norm(torch.ones_like(norm.weight[None]))[0].detach().float()
     scale = scale[rotation.start : rotation.start + rotation.width]
@@ -262,7 +263,7 @@ def _tables(
             for axes in _AXES:
                 try:
                     made = module(torch.empty((1, 1), device=device), two.expand(*axes, -1), *kinds)
-                    is_complex = isinstance(made, torch.Tensor) and made.is_complex()
+                    is_complex = isinstance(made, Tensor) and made.is_complex()
                     is_sine_first = not made[0][0, 0].any()  # at position 0 (GPT-J)
                     tables = partial(from_module, module, kinds, is_complex, is_sine_first, axes)
                     tables(two)
@@ -271,7 +272,7 @@ def _tables(
                 yield kind or "rope", tables, is_complex
                 break
     sinusoids = getattr(attention, "embed_positions", None)
-    if isinstance(sinusoids, torch.Tensor) and sinusoids.dim() == 2:
+    if isinstance(sinusoids, Tensor) and sinusoids.dim() == 2:
         yield "sinusoids", partial(from_sinusoids, sinusoids), False
 
 
@@ -315,7 +316,7 @@ def read_mask(mask: MaskFunction, config: Any, far: int, device: torch.device) -
     window. ``far`` is the last position of the context window.
     """
 
-    def visible(row: int, num_keys: int) -> torch.Tensor:
+    def visible(row: int, num_keys: int) -> Tensor:
         at = torch.tensor([row], device=device)
         return mask(0, 0, at, torch.arange(num_keys, device=device)).expand(num_keys)
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedModel
 
 from kvrag.model.attention import UNDERSTOOD, Mass, ragged_attention, refuse_unknown
@@ -29,10 +30,10 @@ ATTENTION = "kvrag"  # without "flash" and "/", which transformers treats specia
 EAGER = "eager"  # transformers' reference attention: the code of the modelling file itself
 
 # Outputs of an attention, and its weights if it returns them.
-Attended = tuple[torch.Tensor, torch.Tensor | None]
+Attended = tuple[Tensor, Tensor | None]
 
 # ``(batch, head, query position, key position) -> visible``: transformers' form of a mask.
-MaskFunction = Callable[[int, int, torch.Tensor, torch.Tensor], torch.Tensor]
+MaskFunction = Callable[[int, int, Tensor, Tensor], Tensor]
 
 # ``(layer, all keys, all values, fresh keys, fresh values)``: may change the buffers in place.
 #
@@ -54,12 +55,10 @@ class Observed:
     """
 
     masks: dict[int, MaskFunction | None] = field(default_factory=dict)
-    made: dict[int, tuple[torch.Tensor, MaskFunction]] = field(default_factory=dict)
+    made: dict[int, tuple[Tensor, MaskFunction]] = field(default_factory=dict)
     given: dict[int, Pair] = field(default_factory=dict)
 
-    def note(
-        self, module: int, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
-    ) -> None:
+    def note(self, module: int, keys: Tensor, values: Tensor, mask: Tensor | None) -> None:
         """Record what the module of this ``id`` is given."""
         self.given[module] = (keys, values)
         made = None if mask is None else self.made.get(mask.untyped_storage().data_ptr())
@@ -140,8 +139,8 @@ class Forward(Cache):  # type: ignore[misc]
 
     def update(
         self,
-        key_states: torch.Tensor,
-        value_states: torch.Tensor,
+        key_states: Tensor,
+        value_states: Tensor,
         layer_idx: int,
         *_: object,
         **__: object,
@@ -164,7 +163,7 @@ class Forward(Cache):  # type: ignore[misc]
         values[:, :, slots] = fresh_values
         return self._attentions.in_order(layer_idx, (keys, values))
 
-    def get_seq_length(self, layer_idx: int = 0) -> int | torch.Tensor:
+    def get_seq_length(self, layer_idx: int = 0) -> int | Tensor:
         """Return the number of rows before the fresh rows, if these are contiguous.
 
         Scattered rows get an offset per row (``tells_offsets``), or the number of all rows.
@@ -182,11 +181,11 @@ class Forward(Cache):  # type: ignore[misc]
     def attend(
         self,
         module: int,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
         scores: Mapping[str, Any],
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Attend in the module of this ``id``; ``scores`` are options of :func:`ragged_attention`.
 
         The rows of the query are the forward's last (Gemma 4 drops the others where nothing needs
@@ -220,7 +219,7 @@ class Forward(Cache):  # type: ignore[misc]
 
     def dense_mask(
         self, batch_size: int, mask_function: MaskFunction, dtype: torch.dtype
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Evaluate the model's own mask at the rows' positions.
 
         Returns ``(B, 1, R, N)``: 0 where a key is seen, else the lowest number of the dtype.
@@ -302,10 +301,10 @@ def evaluating(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
 
 def _attention(
     module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     **others: Any,
 ) -> Attended:
     """Adapt :func:`ragged_attention` to transformers' attention interface.
@@ -338,7 +337,7 @@ def _attention_of(module: Any, name: str | None) -> Callable[..., Attended]:
 
 def _mask(
     batch_size: int, *, mask_function: MaskFunction, config: Any = None, **options: Any
-) -> torch.Tensor | None:
+) -> Tensor | None:
     """Make the mask of a forward: the model's own outside kvrag's forwards.
 
     kvrag's attention needs no mask; a dense model and the forward at load do.
@@ -346,7 +345,7 @@ def _mask(
     forward = _current.running
     if not isinstance(forward, Forward):
         own = RUNTIME.of(config, _Own) if forward is None else _Own(forward)
-        make: Callable[..., torch.Tensor | None] = _MASKS[EAGER if own.is_dense else own.attention]
+        make: Callable[..., Tensor | None] = _MASKS[EAGER if own.is_dense else own.attention]
         return make(batch_size=batch_size, mask_function=mask_function, config=config, **options)
     if forward.is_dense or forward.observed is not None:
         return forward.dense_mask(batch_size, mask_function, options["dtype"])

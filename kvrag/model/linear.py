@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from kvrag.errors import ConfigError
 
@@ -24,13 +25,13 @@ WEIGHTS_VARIABLE = "KVRAG_WEIGHTS"  # environment: float16 packs the weights of 
 # Beyond so many rows, oneDNN is slower for many odd numbers than for the next multiple of 8.
 MAX_ODD_ROWS = 256
 # A quantised weight is of a type of its own.
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class Linear(torch.nn.Linear):
     """Linear layer that multiplies as :func:`linear`."""
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """Multiply rows ``(·, in_features)`` by the weight."""
         return linear(input, self.weight, self.bias)
 
@@ -64,7 +65,7 @@ def use_own_products(model: torch.nn.Module) -> None:
                 vars(module.weight)["packed"] = packed
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Multiply as ``torch.nn.functional.linear``: ``x`` ``(·, K)``, ``weight`` ``(N, K)``.
 
     oneDNN takes float32 on a CPU, without gradients or autocast.
@@ -75,7 +76,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     rows = x.shape[:-1].numel()
     spare = -rows % 8 if rows > MAX_ODD_ROWS else 0
     padded = F.pad(x.flatten(0, -2), (0, 0, 0, spare)) if spare else x
-    out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(padded, weight, bias, "none", [], "")
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(padded, weight, bias, "none", [], "")
     return out[:rows].view(*x.shape[:-1], len(weight)) if spare else out
 
 
@@ -133,7 +134,7 @@ def mixing_layer(model: torch.nn.Module, run: Callable[[], object]) -> tuple[str
 
     def hook(name: str, module: torch.nn.Module, given: tuple[Any, ...], out: Any) -> None:
         nonlocal worst
-        if len(given) != 1 or not all(isinstance(t, torch.Tensor) for t in (*given, out)):
+        if len(given) != 1 or not all(isinstance(t, Tensor) for t in (*given, out)):
             return
         (rows,) = given
         half = rows.shape[-2] // 2 if rows.dim() > 1 and rows.is_floating_point() else 0

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
+from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -31,7 +32,7 @@ UNLIMITED = 2**20  # context window of a model with KV reuse if its config names
 NO_LIMIT = 2**31 - 1  # the same without KV reuse (state space models)
 
 # ``ids (R,) int64 -> logits (R, vocab)``: appends rows to the rows computed before.
-Extend = Callable[[torch.Tensor], torch.Tensor]
+Extend = Callable[[Tensor], Tensor]
 
 _LEARNED = (
     "adds a learned embedding of the absolute position to each token, so a chunk's KV fits one "
@@ -230,14 +231,14 @@ class PlainLM:
     @torch.inference_mode()
     def prefill(
         self,
-        token_ids: torch.Tensor,
+        token_ids: Tensor,
         *,
         max_new_tokens: int,
         stops: Collection[int] = (),
         history: HistoryRows | None = None,
         cancel: threading.Event | None = None,
         max_bytes: int = NO_LIMIT,
-    ) -> tuple[torch.Tensor, Run]:
+    ) -> tuple[Tensor, Run]:
         """Run a prompt, ids ``(N,)`` int64, behind the rows of ``history``.
 
         Returns the logits ``(vocab,)`` of its last row, and the run, which appends rows. The run
@@ -257,7 +258,7 @@ class Run:
     def __init__(
         self,
         lm: PlainLM,
-        ids: torch.Tensor,
+        ids: Tensor,
         max_new_tokens: int,
         history: HistoryRows | None,
     ) -> None:
@@ -324,7 +325,7 @@ class Run:
 
     def prefill(
         self, stops: Collection[int], cancel: threading.Event | None, max_bytes: int
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Compute the prompt's rows; return the last row's logits ``(vocab,)``."""
         total = self._ids.shape[1]
         for stop in sorted({*stops, total}):
@@ -336,7 +337,7 @@ class Run:
                     del self.snapshots[stop]
         return logits
 
-    def _forward(self, stop: int, cancel: threading.Event | None = None) -> torch.Tensor:
+    def _forward(self, stop: int, cancel: threading.Event | None = None) -> Tensor:
         """Compute the rows up to ``stop``; return the last row's logits ``(vocab,)``."""
         model = self._model
         total = self._ids.shape[1]
@@ -354,10 +355,10 @@ class Run:
             self._kwargs = model._update_model_kwargs_for_generation(out, self._kwargs)
         self._num_rows = stop
         # Cloned, because a view would keep the logits of every row.
-        return cast(torch.Tensor, out.logits[0, -1].clone())
+        return cast(Tensor, out.logits[0, -1].clone())
 
     @torch.inference_mode()
-    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+    def __call__(self, ids: Tensor) -> Tensor:
         """Append tokens, with a forward per token as ``generate`` does; return their logits.
 
         Some caches don't take several tokens at a time.
@@ -371,7 +372,7 @@ class Run:
 
 def _head(value: Any, stop: int, total: int) -> Any:
     """Return the first ``stop`` elements of an argument with an element per token."""
-    if isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[-1] == total:
+    if isinstance(value, Tensor) and value.dim() > 1 and value.shape[-1] == total:
         return value[..., :stop]
     return value
 
@@ -386,11 +387,11 @@ _OF_LOOP = {
 }
 
 
-def loop_arguments(model: PreTrainedModel, ids: torch.Tensor, **options: Any) -> dict[str, Any]:
+def loop_arguments(model: PreTrainedModel, ids: Tensor, **options: Any) -> dict[str, Any]:
     """Return the arguments that ``generate`` would start its loop with."""
     found: dict[str, Any] = {}
 
-    def take(_: PreTrainedModel, input_ids: torch.Tensor, **arguments: Any) -> torch.Tensor:
+    def take(_: PreTrainedModel, input_ids: Tensor, **arguments: Any) -> Tensor:
         found.update(arguments)
         return input_ids
 

@@ -27,6 +27,7 @@ from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from transformers import DynamicCache, PreTrainedModel
 
@@ -152,7 +153,7 @@ def moved_embeddings(model: PreTrainedModel, seed: int) -> RemovableHandle:
     The model is still given ids, because some look up more than embeddings by them (Gemma 4).
     """
 
-    def move(_: object, __: object, found: torch.Tensor) -> torch.Tensor:
+    def move(_: object, __: object, found: Tensor) -> Tensor:
         generator = torch.Generator().manual_seed(seed)
         signs = torch.randint(0, 2, found.shape, generator=generator).to(found.device) * 2 - 1
         return (found.float() * (1 + torch.finfo(found.dtype).eps * signs)).to(found.dtype)
@@ -270,7 +271,7 @@ class _Trial:
         )
 
     def _blend(
-        self, ids: torch.Tensor, stored: Sequence[Pairs] = (), selected: slice = slice(0)
+        self, ids: Tensor, stored: Sequence[Pairs] = (), selected: slice = slice(0)
     ) -> Measured:
         """Stitch stored KV, and compute the selected rows and all rows without stored KV."""
         kv = _blank(self._lm, len(ids))
@@ -339,7 +340,7 @@ class _Trial:
         ), limit
 
 
-def encode(lm: CausalLM, parts: list[torch.Tensor]) -> list[Pairs]:
+def encode(lm: CausalLM, parts: list[Tensor]) -> list[Pairs]:
     """Encode a prefix and, in a padded batch behind it, chunks.
 
     Returns position-free keys and values, layer by layer: of the prefix, then of every chunk.
@@ -374,7 +375,7 @@ def _blank(lm: CausalLM, capacity: int, *, batch: int = 1) -> KVBuffer:
     return kv
 
 
-def draw(lm: Any, count: int, seed: int) -> torch.Tensor:
+def draw(lm: Any, count: int, seed: int) -> Tensor:
     """Draw random ids without the special tokens of the config.
 
     A model may refuse the token of an image without an image.
@@ -404,7 +405,7 @@ def compared(promise: str, claim: str, found: Measured, own: Measured) -> tuple[
     )
 
 
-def gap(logits: torch.Tensor, reference: torch.Tensor) -> float:
+def gap(logits: Tensor, reference: Tensor) -> float:
     """Return the largest absolute difference."""
     return float((logits - reference).abs().max())
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 # Enough to fill a core, few enough that cutting keys at the block's last limit saves work.
 BLOCK_ROWS = 64
@@ -25,7 +26,7 @@ MAX_CACHED_MASK = 2**24  # elements of a forward's mask up to which all its laye
 
 
 # Both tensors that a layer caches.
-Pair = tuple[torch.Tensor, torch.Tensor]
+Pair = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class Reach:
     window: int | None = None
     chunk: int | None = None
 
-    def lo(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def lo(self, slots: Tensor, positions: Tensor) -> Tensor:
         """Return the first visible slots of rows at these slots and positions."""
         if self.window is None:
             first = torch.zeros_like(slots)
@@ -78,7 +79,7 @@ class KVBuffer:
     def __init__(
         self,
         layers: Sequence[Pair],
-        token_ids: torch.Tensor | None = None,
+        token_ids: Tensor | None = None,
         start: int | None = None,
     ) -> None:
         self.layers = layers
@@ -122,12 +123,12 @@ class KVBuffer:
         """Number of rows: prompt plus room for the answer."""
         return int(self.layers[0][0].shape[2])
 
-    def keys(self, layer: int) -> torch.Tensor:
+    def keys(self, layer: int) -> Tensor:
         """Return the keys of a layer."""
         self.wait_for(layer)
         return self.layers[layer][0]
 
-    def values(self, layer: int) -> torch.Tensor:
+    def values(self, layer: int) -> Tensor:
         """Return the values of a layer."""
         self.wait_for(layer)
         return self.layers[layer][1]
@@ -135,7 +136,7 @@ class KVBuffer:
 
 def _allocate(
     shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device
-) -> list[torch.Tensor]:
+) -> list[Tensor]:
     """Allocate tensors; on the host, all in a single numpy array.
 
     numpy asks for huge pages, which makes the first touch of the memory much cheaper.
@@ -163,10 +164,10 @@ class Rows:
     the host must not read them.
     """
 
-    slots: slice | torch.Tensor
+    slots: slice | Tensor
     stop: int
-    positions: torch.Tensor | None = None
-    first: torch.Tensor | None = None
+    positions: Tensor | None = None
+    first: Tensor | None = None
     is_fixed: bool = False
 
     @classmethod
@@ -175,11 +176,11 @@ class Rows:
         return cls(slice(start, stop), stop)
 
     @classmethod
-    def at(cls, positions: torch.Tensor) -> Rows:
+    def at(cls, positions: Tensor) -> Rows:
         """Return rows of a request at these positions, int64 ``(R,)``, ascending."""
         return cls(positions, int(positions[-1]) + 1)
 
-    def indices(self, device: torch.device) -> torch.Tensor:
+    def indices(self, device: torch.device) -> Tensor:
         """Return the slots as an int64 tensor ``(R,)`` on a device."""
         if isinstance(self.slots, slice):
             return torch.arange(self.slots.start, self.slots.stop, device=device)
@@ -197,11 +198,11 @@ class Block:
 
     rows: slice
     keys: slice
-    mask: torch.Tensor | None
+    mask: Tensor | None
     sure: int
-    _packed: dict[tuple[int, torch.dtype], torch.Tensor] = field(default_factory=dict)
+    _packed: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)
 
-    def packed_mask(self, groups: int, dtype: torch.dtype) -> torch.Tensor | None:
+    def packed_mask(self, groups: int, dtype: torch.dtype) -> Tensor | None:
         """Return the mask of all keys, ``(groups · len(rows), len(keys))``, made once.
 
         The heads of a group are packed as rows, heads outermost.
@@ -218,9 +219,9 @@ class Block:
 class KernelLimits(NamedTuple):
     """Arguments of a kernel for a layer: int32 limits, and its plan of tiles."""
 
-    hi: torch.Tensor
-    lo: torch.Tensor | None
-    tiles: torch.Tensor
+    hi: Tensor
+    lo: Tensor | None
+    tiles: Tensor
 
 
 @dataclass(slots=True)
@@ -233,10 +234,10 @@ class Limits:
     whole prompt; ``None`` where that is no shortcut.
     """
 
-    hi: torch.Tensor
+    hi: Tensor
     num_keys: int
-    positions: torch.Tensor | None = None
-    first: torch.Tensor | None = None
+    positions: Tensor | None = None
+    first: Tensor | None = None
     is_fixed: bool = False
     padding: int | None = field(init=False, default=None)
     kept: dict[tuple[Reach, int, int], list[Block]] = field(default_factory=dict)
@@ -251,7 +252,7 @@ class Limits:
         if self.first is None and (before == 0 or (is_long and self.hi[0] == before)):
             self.padding = before
 
-    def lo(self, reach: Reach) -> torch.Tensor | None:
+    def lo(self, reach: Reach) -> Tensor | None:
         """Return the rows' first visible slots in a layer, int64 ``(R,)``; ``None`` is slot 0."""
         if reach == EVERYTHING or reach.is_whole(self.num_keys):
             return self.first
@@ -284,9 +285,7 @@ class Limits:
         self.kept[(reach, size, groups)] = self.kept[kind]
         return self.kept[kind]
 
-    def _on_host(
-        self, reach: Reach, lo: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _on_host(self, reach: Reach, lo: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return ``hi`` and ``lo`` for the host to read.
 
         For a single row, as in a decode step, they follow from the number of keys, so nothing is
@@ -297,7 +296,7 @@ class Limits:
         last = Limits(torch.tensor([self.num_keys - 1]), self.num_keys)
         return last.hi, last.lo(reach)
 
-    def _block(self, rows: slice, keys: slice, sure: int, lo: torch.Tensor | None) -> Block:
+    def _block(self, rows: slice, keys: slice, sure: int, lo: Tensor | None) -> Block:
         # A single row sees all keys of its block.
         if rows.stop - rows.start == 1 and not self.is_fixed:
             return Block(rows, keys, None, sure)
@@ -313,7 +312,7 @@ class Limits:
         positions, first = (None if x is None else x[-count:] for x in (self.positions, self.first))
         return Limits(self.hi[-count:], self.num_keys, positions, first, self.is_fixed)
 
-    def for_kernel(self, query: torch.Tensor, keys: torch.Tensor, reach: Reach) -> KernelLimits:
+    def for_kernel(self, query: Tensor, keys: Tensor, reach: Reach) -> KernelLimits:
         """Return the kernel's limits for a layer, made once for all layers of the same kind."""
         import kvrag_kernels
 

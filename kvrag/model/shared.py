@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from kvrag.model.attention import fused_attention, ragged_attention
 from kvrag.model.forward import Attentions, BeforeWrite, Forward
@@ -27,7 +28,7 @@ class Portion(NamedTuple):
     The fields are parameters of :meth:`CausalLM.forward`.
     """
 
-    token_ids: torch.Tensor
+    token_ids: Tensor
     rows: Rows
     kv: KVBuffer
     logits: int = 0
@@ -92,14 +93,14 @@ class Form(NamedTuple):
 
 
 # Logits and mass, as :meth:`CausalLM.forward` returns them.
-Found = tuple[torch.Tensor, torch.Tensor | None]
+Found = tuple[Tensor, Tensor | None]
 
 
 def _at_least(count: int, sizes: Sequence[int] = BUCKETS) -> int:
     return sizes[bisect_left(sizes, count)]
 
 
-def placed(pieces: Sequence[Portion], waits: bool) -> tuple[Form, list[torch.Tensor]]:
+def placed(pieces: Sequence[Portion], waits: bool) -> tuple[Form, list[Tensor]]:
     """Return the shape of a forward of these pieces, and the place of every row in it.
 
     Rows with outputs come last, and spare rows before them: they add no mass.
@@ -120,7 +121,7 @@ def placed(pieces: Sequence[Portion], waits: bool) -> tuple[Form, list[torch.Ten
         min(rows, MAX_OBSERVED) if shift else 0,
         1 << max(10, (shift.num_shifted - 1).bit_length()) if shift else 0,
     )
-    places = list[torch.Tensor]()
+    places = list[Tensor]()
     front, back = 0, rows - sum(last)
     for num_first, num_last in zip(first, last, strict=True):
         places.append(
@@ -132,8 +133,8 @@ def placed(pieces: Sequence[Portion], waits: bool) -> tuple[Form, list[torch.Ten
 
 
 def inputs_of(
-    shape: Form, pieces: Sequence[Portion], places: Sequence[torch.Tensor], spare: int
-) -> torch.Tensor:
+    shape: Form, pieces: Sequence[Portion], places: Sequence[Tensor], spare: int
+) -> Tensor:
     """Return ids, slots, positions and first visible slots, int64 ``(4, rows)``, on the host.
 
     A spare row is in the slot ``spare`` and sees it alone.
@@ -172,8 +173,8 @@ class NextRows(Forward):
 
     def update(
         self,
-        key_states: torch.Tensor,
-        value_states: torch.Tensor,
+        key_states: Tensor,
+        value_states: Tensor,
         layer_idx: int,
         *_: object,
         **__: object,
@@ -203,11 +204,11 @@ class NextRows(Forward):
     def attend(
         self,
         module: int,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
         scores: Mapping[str, Any],
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Attend request by request.
 
         In memory, the outputs lie row by row, as the model reads them.

@@ -20,6 +20,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
+from torch import Tensor
 
 from kvrag.kv.buffers import pinned
 from kvrag.kv.pool import ALIGNED, KVPool, pool_share
@@ -95,7 +96,7 @@ class Graphs:
 class _Recording(NamedTuple):
     """A recorded forward: its input tensors, its shift if any, and its replay."""
 
-    inputs: torch.Tensor
+    inputs: Tensor
     shifts: list[Any]
     replay: Callable[[], Found]
 
@@ -118,7 +119,7 @@ class Recordings:
         self._model = model
         self._record = record or Graphs(model.device)
         self._made = dict[Form, _Recording]()
-        self._functions = dict[object, tuple[list[torch.Tensor], Callable[[], torch.Tensor]]]()
+        self._functions = dict[object, tuple[list[Tensor], Callable[[], Tensor]]]()
         self._refused = set[tuple[Any, ...]]()
         self._overlaps = True
         self._weights: object = None
@@ -229,9 +230,7 @@ class Recordings:
         kind = shape.waits, shape.mass_rows > 0, shape.shifted > 0
         return _Recording(inputs, shifts, self._replay_of(compute, kind))
 
-    def run(
-        self, function: Callable[..., torch.Tensor], *given: torch.Tensor, **constants: int
-    ) -> torch.Tensor:
+    def run(self, function: Callable[..., Tensor], *given: Tensor, **constants: int) -> Tensor:
         """Call a function by a recording of it, made for tensors of these shapes and constants.
 
         The function must compute the same operations for any values, and may change its arguments.

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvrag.errors import UnsupportedModelError, is_out_of_memory
@@ -65,7 +66,7 @@ class Seen(Observed):
     kv: dict[int, Pair] = field(default_factory=dict)
     writers: dict[int, int] = field(default_factory=dict)
     outputs: list[dict[str, Any]] = field(default_factory=list)
-    inputs: list[tuple[int, torch.Tensor]] = field(default_factory=list)
+    inputs: list[tuple[int, Tensor]] = field(default_factory=list)
 
 
 class _NoLayers(list[Any]):
@@ -89,8 +90,8 @@ class _Recorder(Forward):
 
     def update(
         self,
-        key_states: torch.Tensor,
-        value_states: torch.Tensor,
+        key_states: Tensor,
+        value_states: Tensor,
         layer_idx: int,
         *_: object,
         **__: object,
@@ -103,14 +104,14 @@ class _Recorder(Forward):
         self._seen.writers[layer_idx] = self._seen.inputs[-1][0]
         return key_states, value_states
 
-    def update_indexer(self, *_: object, **__: object) -> torch.Tensor:
+    def update_indexer(self, *_: object, **__: object) -> Tensor:
         """Refuse layers that choose the keys of a row by other keys, in a cache of their own."""
         raise UnsupportedModelError(
             f"{self._name} chooses the keys that a row sees by a sparse indexer, which caches "
             "keys of its own; kvrag stores keys and values only, so these would be missing"
         )
 
-    def get_conv_state(self, *_: object, **__: object) -> torch.Tensor:
+    def get_conv_state(self, *_: object, **__: object) -> Tensor:
         """Refuse layers that mix a token with the tokens right before it."""
         raise UnsupportedModelError(
             f"{self._name} mixes every token with the tokens right before it by convolutions with "
@@ -119,7 +120,7 @@ class _Recorder(Forward):
         )
 
 
-def _repeats(given: torch.Tensor, kept: torch.Tensor) -> bool:
+def _repeats(given: Tensor, kept: Tensor) -> bool:
     """Whether the heads of one tensor are the heads of the other, each once or several times."""
     groups = given.shape[1] // kept.shape[1]
     return torch.equal(given, kept.repeat_interleave(groups, dim=1))
@@ -131,9 +132,7 @@ def sample_positions(context: int) -> list[int]:
     return sorted({0, 1, 2 + last // 7, 3 + last // 3, 4 + last // 2, last - 2, last - 1, last})
 
 
-def observe(
-    model: PreTrainedModel, attentions: list[torch.nn.Module], positions: torch.Tensor
-) -> Seen:
+def observe(model: PreTrainedModel, attentions: list[torch.nn.Module], positions: Tensor) -> Seen:
     """Run the forward and record it; the caller holds the model's lock.
 
     Raises ``UnsupportedModelError`` if it fails for another reason than memory.
@@ -171,7 +170,7 @@ def accepted(module: torch.nn.Module) -> frozenset[str]:
 
 
 def _watch(
-    attention: torch.nn.Module, layer: int, states: torch.Tensor, seen: Seen, hooks: ExitStack
+    attention: torch.nn.Module, layer: int, states: Tensor, seen: Seen, hooks: ExitStack
 ) -> None:
     """Feed an attention module its two hidden states, and record its submodules' outputs."""
     outputs: dict[str, Any] = {}
@@ -202,7 +201,7 @@ def _watch(
 
 
 def find_traits(
-    model: PreTrainedModel, attentions: list[torch.nn.Module], seen: Seen, positions: torch.Tensor
+    model: PreTrainedModel, attentions: list[torch.nn.Module], seen: Seen, positions: Tensor
 ) -> list[LayerTraits]:
     """Find how every layer rotates its keys, and the reach of its rows.
 
@@ -261,7 +260,7 @@ def find_traits(
     return traits
 
 
-def _shape_of(keys: torch.Tensor, values: torch.Tensor) -> LayerShape:
+def _shape_of(keys: Tensor, values: Tensor) -> LayerShape:
     return LayerShape(keys.shape[1], keys.shape[3], values.shape[3])
 
 
@@ -293,15 +292,15 @@ def _readers(name: str, attentions: list[torch.nn.Module], seen: Seen) -> list[l
     return readers
 
 
-def _is_positioned(cached: torch.Tensor) -> bool:
+def _is_positioned(cached: Tensor) -> bool:
     return _differs_within_states(cached[0].float()) > _tolerance(cached)
 
 
-def _tolerance(values: torch.Tensor) -> float:
+def _tolerance(values: Tensor) -> float:
     return 8 * torch.finfo(values.dtype).eps * float(values.abs().max()) + 1e-6
 
 
-def _differs_within_states(rows: torch.Tensor) -> float:
+def _differs_within_states(rows: Tensor) -> float:
     """Return the largest difference among rows ``(H, T, D)`` of the same hidden state."""
     states = torch.tensor(STATES[: rows.shape[1]], device=rows.device)
     return max(
@@ -314,8 +313,8 @@ def _explain(
     model: PreTrainedModel,
     layer: int,
     attention: torch.nn.Module,
-    keys: torch.Tensor,
-    positions: torch.Tensor,
+    keys: Tensor,
+    positions: Tensor,
     known: dict[int, list[RotaryTable]],
 ) -> RotaryTable:
     """Return the table of the rotation that explains these keys best.
@@ -357,7 +356,7 @@ def _explain(
 def _source_of(
     attention: torch.nn.Module,
     outputs: dict[str, Any],
-    keys: torch.Tensor,
+    keys: Tensor,
     table: RotaryTable,
 ) -> KeySource | None:
     """Return the source that gives the attended keys, once rotated, if a submodule does."""
@@ -377,7 +376,7 @@ def _reach_of(model: PreTrainedModel, layer: int, attention: torch.nn.Module, se
     where = f"layer {layer} of {type(model).__name__}"
     if not seen.masks:  # attention that can't be replaced gets its own mask in every forward
         match seen.outputs[layer].get(""):
-            case (_, torch.Tensor() as weights, *_) if weights.dim() == 4:
+            case (_, Tensor() as weights, *_) if weights.dim() == 4:
                 return EVERYTHING
         raise UnsupportedModelError(
             f"{where} neither asks for an attention function nor returns attention weights"

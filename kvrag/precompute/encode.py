@@ -15,6 +15,7 @@ from functools import cache
 from importlib.resources import files
 
 import torch
+from torch import Tensor
 
 from kvrag.errors import ConfigError
 from kvrag.model import CausalLM
@@ -138,7 +139,7 @@ def _encode(
     return [ChunkKV(tuple(layers)) for layers in found]
 
 
-def _on_host(x: torch.Tensor) -> torch.Tensor:
+def _on_host(x: Tensor) -> Tensor:
     """Copy a tensor to the host, from a CUDA device into pinned memory if it can be allocated.
 
     Copies into pinned memory are faster.

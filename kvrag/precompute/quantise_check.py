@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from kvrag.blend.layout import Layout, place
 from kvrag.blend.stitch import filling, stitch
@@ -186,7 +187,7 @@ def draw_parts(loaded: LoadedModel, lm: CausalLM) -> list[list[int]]:
     ]
 
 
-def _answers(lm: CausalLM, layout: Layout, kvs: Sequence[ChunkKV], tail: list[int]) -> torch.Tensor:
+def _answers(lm: CausalLM, layout: Layout, kvs: Sequence[ChunkKV], tail: list[int]) -> Tensor:
     """Stitch and return the logits of all rows after the passages, ``(T, vocab)``."""
     buffer = lm.buffer(layout.num_tokens)
     start = layout.num_tokens - len(tail)
@@ -198,7 +199,7 @@ def _answers(lm: CausalLM, layout: Layout, kvs: Sequence[ChunkKV], tail: list[in
     return logits[0].float().cpu()
 
 
-def _same_top(reference: torch.Tensor, rounded: torch.Tensor) -> float:
+def _same_top(reference: Tensor, rounded: Tensor) -> float:
     """Return the share of rows whose best token with quantisation is also likely without it.
 
     Likely means: at least :data:`AS_LIKELY` times the probability of the best token. Both arguments

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 
 import torch
+from torch import Tensor
 
 from kvrag.identity.fingerprint import chunk_key, namespace_digest
 from kvrag.types import ChunkIdentity, ChunkKV, LayerKV, TextEntry
@@ -35,7 +36,7 @@ def make_kv(
     """
     random = torch.Generator().manual_seed(int(chunk_key(identity)[:15], 16))
 
-    def tensor(dim: int) -> torch.Tensor:
+    def tensor(dim: int) -> Tensor:
         return torch.randn(2, len(identity.token_ids), dim, generator=random).to(dtype)
 
     return ChunkKV(tuple(LayerKV(tensor(4), tensor(2)) for _ in range(layers)))

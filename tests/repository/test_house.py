@@ -62,8 +62,8 @@ ANYONE = {"__init__", "__main__"}
 """Files of ``kvrag/`` itself that hand on names of the others."""
 
 AREAS = {
-    "core": 158_035,
-    "adapters": 4_425,
+    "core": 157_320,
+    "adapters": 4_420,
     "cli": 15_100,
     "evaluate": 7_170,
     "testing": 4_295,
