@@ -245,7 +245,7 @@ def _is_stored(
 ) -> bool:
     """Whether any of these texts is stored for its document."""
     catalog = engine.store.catalog
-    space = engine.store.names.namespace(namespace or engine.namespace)
+    space = engine.space_of(namespace)
     items = [
         Item.of(in_collection([name], collection)[0], text)
         for name, text in named

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, NewType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, NewType
+
+from pydantic import Field
 
 if TYPE_CHECKING:  # configs and errors are read by commands that need no torch
     import torch
@@ -186,20 +188,19 @@ class Hole:
         return f"{self.key[:12]} {self.reason}{where}"
 
 
-@dataclass(frozen=True, slots=True)
-class TextEntry:
+class TextEntry(NamedTuple):
     """Hashes with which the span scanner finds a chunk's text in a prompt.
 
     The text itself is not stored. ``digest``: SHA-256 of the stripped text, hex; ``head``,
     ``tail``: rolling hashes (uint64) of its first and last
     :data:`kvrag.prompt.spans.ANCHOR_CHARS` characters; ``num_chars``: its length in characters
-    (code points).
+    (code points). The catalog keeps it as a row, and refuses a row beyond these ranges.
     """
 
-    digest: str
-    head: int
-    tail: int
-    num_chars: int
+    digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    head: Annotated[int, Field(ge=0, lt=2**64)]
+    tail: Annotated[int, Field(ge=0, lt=2**64)]
+    num_chars: Annotated[int, Field(ge=0, lt=2**48)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,7 +70,9 @@ def prefix_text(prefix: Prefix | None, encoder: PromptEncoder) -> str:
             return _before(encoder.render(only), "context")
         return ""
     if isinstance(prefix, Sequence) and not isinstance(prefix, bytes):
-        plain = plain_messages(cast(Sequence[Mapping[str, Any]], prefix), _no_chunk, encoder.roles)
+        plain = plain_messages(
+            cast(Sequence[Mapping[str, Any]], prefix), _no_chunk, encoder.facts.roles
+        )
         marked = [{**m, "content": m["content"].replace("{context}", mark)} for m in plain]
         if not any(mark in message["content"] for message in marked):
             marked.append({"role": "user", "content": mark})

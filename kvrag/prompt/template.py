@@ -176,7 +176,7 @@ class PromptEncoder(SegmentTokenizer):
         chat = Chat(chat.tools or self.tools, {**self.variables, **chat.variables}, chat.continues)
         source = self.template_source(chat.tools)
         marks = Marks()
-        plain = plain_messages(messages, marks.add, self.roles)
+        plain = plain_messages(messages, marks.add, self.facts.roles)
         self._warn_of_unused(plain, chat, facts_of(source))
         if chat.continues:
             _check_last(plain)
@@ -190,25 +190,20 @@ class PromptEncoder(SegmentTokenizer):
         return self._cut_at(marks, rendered)
 
     @property
-    def _facts(self) -> TemplateFacts:
+    def facts(self) -> TemplateFacts:
         """Facts of the chat template; without one, or if it can't be parsed, none."""
         found = facts_of(self.template_source()) if self.has_chat_template else None
         return found or TemplateFacts()
 
     @property
-    def roles(self) -> frozenset[str]:
-        """Roles that the chat template names."""
-        return self._facts.roles
-
-    @property
     def thought_tags(self) -> tuple[str, str] | None:
         """Tags that open and close a thought in answers to chats, if the template has any."""
-        return self._facts.thought
+        return self.facts.thought
 
     @property
     def date_variables(self) -> list[str] | None:
         """Variables that pin the chat template's date; ``None`` if it writes no date."""
-        variables = self._facts.variables
+        variables = self.facts.variables
         if "strftime_now" not in variables:
             return None
         return sorted([name for name in variables if "date" in name])

@@ -34,7 +34,6 @@ class ResponseFormat:
 
 
 TEXT = ResponseFormat()
-FORM = ("tools", "tool_choice", "response_format")  # request options that set the form
 
 
 def answer_form(

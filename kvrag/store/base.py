@@ -178,8 +178,7 @@ class MemoryBlobs(Blobs):
         self._blobs.clear()
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkRecord:
+class ChunkRecord(NamedTuple):
     """Catalog record of a stored chunk: its identity without token ids, and the size of its KV.
 
     ``content`` is :func:`kvrag.identity.fingerprint.content_key`, which the variants of a chunk

@@ -359,15 +359,13 @@ def prepare(root: Path, config: StoreConfig) -> bool:
 
 def _version(path: Path) -> int | None:
     """Return the format version of a store: 0 if unreadable, ``None`` without a format file."""
-    try:
+    if not path.is_file():
+        return None
+    with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
         version = json.loads(path.read_text())["version"]
         if type(version) is int:
             return version
-        return 0
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
-        if path.is_file():
-            return 0
-        return None
+    return 0
 
 
 def _write_version(root: Path) -> None:

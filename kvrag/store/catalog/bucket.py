@@ -6,7 +6,6 @@ import json
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import astuple
 from functools import partial
 from typing import NoReturn
 
@@ -88,5 +87,5 @@ class BlobRows:
             header = Blob(partial(self._blobs.read, key), None, self._cipher).header
             if chunk_key(header.identity) == key:
                 record = record_of(header.identity, header.num_bytes)
-                return json.dumps(ChunkRow._make([*astuple(record)[1:], [], Usage(), False, 1]))
+                return json.dumps(ChunkRow._make([*record[1:], [], Usage(), False, 1]))
         return None

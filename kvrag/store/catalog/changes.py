@@ -8,7 +8,6 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import astuple
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from kvrag.store.catalog.ledger import (
     RANGE,
     STATE,
     ChunkRow,
-    EntryRow,
     State,
     Text,
     one_step,
@@ -122,7 +120,7 @@ class Catalog(Hits):
             return None
         if self._is_deleted(record.namespace, text, doc_ids):
             return DELETED
-        blank = ChunkRow._make([*astuple(record)[1:], [], Usage(), True, secrets.randbits(60)])
+        blank = ChunkRow._make([*record[1:], [], Usage(), True, secrets.randbits(60)])
         chunk = self._chunk(record.key) or blank
         if retention is not None:
             chunk = chunk._replace(usage=chunk.usage.retained(retention))
@@ -299,7 +297,7 @@ class Catalog(Hits):
         """Link a text to its chunks, and a document to its text, which becomes its last."""
         digest = text.digest
         found = self._text(namespace, digest)
-        known = found or self._announce(namespace, EntryRow(*astuple(text)))
+        known = found or self._announce(namespace, text)
         held = [digest] if doc_id is None else self.document_texts(namespace, doc_id)
         refs = known.refs
         if doc_id is not None and held[-1:] != [digest]:
@@ -310,7 +308,7 @@ class Catalog(Hits):
         if found != (new := known._replace(keys=every, refs=refs)):
             self._rows.set(self._name("t", namespace, digest), new)
 
-    def _announce(self, namespace: str, entry: EntryRow) -> Text:
+    def _announce(self, namespace: str, entry: TextEntry) -> Text:
         """Give a new text a number, and put it on the last page."""
         first, last = self._read(RANGE, f"n {namespace}") or (0, 0)
         # Higher than any cursor of a lost catalog.

@@ -36,7 +36,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 L = TypeVar("L", bound="Ledger")
 Count = Annotated[int, Field(ge=0, lt=2**62)]
-Hash = Annotated[int, Field(ge=0, lt=2**64)]
 
 
 class ChunkRow(NamedTuple):
@@ -63,19 +62,10 @@ class ChunkRow(NamedTuple):
         return ChunkRecord(key, *self[:7])
 
 
-class EntryRow(NamedTuple):
-    """Row form of a :class:`~kvrag.types.TextEntry`."""
-
-    digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-    head: Hash
-    tail: Hash
-    num_chars: Annotated[int, Field(ge=0, lt=2**48)]
-
-
 class Text(NamedTuple):
     """Row ``t``: entry, number, keys of the text's chunks, and number of its documents."""
 
-    entry: EntryRow
+    entry: TextEntry
     number: Count
     keys: list[ChunkKey]
     refs: Count
@@ -95,7 +85,7 @@ CHUNK = TypeAdapter(ChunkRow)
 TEXT = TypeAdapter(Text)
 STATE = TypeAdapter(State)
 MARK = TypeAdapter(Count)
-PAGE = TypeAdapter(dict[Count, EntryRow])
+PAGE = TypeAdapter(dict[Count, TextEntry])
 STRINGS = TypeAdapter(list[str])
 RANGE = TypeAdapter(tuple[Count, Count])
 
@@ -195,9 +185,7 @@ class Ledger:
         found = list[TextEntry]()
         for texts in self._read_all(PAGE, [f"l {namespace} {page}" for page in pages]):
             found += [
-                TextEntry(*texts[number])
-                for number in sorted(texts or ())
-                if texts and start <= number <= last
+                texts[number] for number in sorted(texts or ()) if texts and start <= number <= last
             ]
         return found, last
 
@@ -220,7 +208,7 @@ class Ledger:
         chunk = self.stored_row(key)
         if chunk is None:
             return []
-        return [TextEntry(*text.entry) for text in self._texts(chunk.namespace, chunk.digests)]
+        return [text.entry for text in self._texts(chunk.namespace, chunk.digests)]
 
     def documents(self, namespace: str) -> list[str]:
         """Return the ids of all documents of a namespace, with or without stored chunks."""
