@@ -68,6 +68,7 @@ from kvrag.types import (
     PrefillResult,
     Prove,
     ScoreResult,
+    StrPath,
 )
 
 MAX_KEPT = 16  # engines that :meth:`KVRagEngine.get` keeps without any other reference to them
@@ -97,10 +98,10 @@ class EngineOptions:
 
     def __init__(
         self,
-        model: str | os.PathLike[str] | PreTrainedModel,
+        model: StrPath | PreTrainedModel,
         *,
         tokenizer: Any = None,
-        kv_dir: str | os.PathLike[str] | None = None,
+        kv_dir: StrPath | None = None,
         prefix: Prefix | None = None,
         context: str | None = "default",
         repair: Repair = None,
@@ -231,9 +232,7 @@ class KVRagEngine(Library):
 
     @classmethod
     @parameters_of(EngineOptions)
-    def from_pretrained(
-        cls, model: str | os.PathLike[str] | PreTrainedModel, **options: Any
-    ) -> KVRagEngine:
+    def from_pretrained(cls, model: StrPath | PreTrainedModel, **options: Any) -> KVRagEngine:
         """Create an engine. Weights are loaded at first use.
 
         All engines of this process with the same source share the weights.
@@ -288,7 +287,7 @@ class KVRagEngine(Library):
 
     @classmethod
     @parameters_of(EngineOptions)
-    def get(cls, model: str | os.PathLike[str] | PreTrainedModel, **options: Any) -> KVRagEngine:
+    def get(cls, model: StrPath | PreTrainedModel, **options: Any) -> KVRagEngine:
         """Return this process's shared engine for the arguments of :meth:`from_pretrained`.
 
         The :data:`MAX_KEPT` engines requested last stay alive without any other reference to them.

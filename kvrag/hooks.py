@@ -32,6 +32,7 @@ from kvrag.types import PrecomputeReport, SyncReport
 
 logger = logging.getLogger(__name__)
 
+Named = list[tuple[str | None, str]]  # texts with the ids of their documents
 Content = Literal["text", "llm"]
 OnError = Literal["raise", "warn"]
 
@@ -239,7 +240,7 @@ def prefetch_kv(
 
 def _is_stored(
     engine: KVRagEngine,
-    named: list[tuple[str | None, str]],
+    named: Named,
     namespace: str | None,
     collection: str | None,
 ) -> bool:
@@ -258,7 +259,7 @@ def _is_stored(
     )
 
 
-def _named(items: Any, ids: Sequence[str] | None, content: Content) -> list[tuple[str | None, str]]:
+def _named(items: Any, ids: Sequence[str] | None, content: Content) -> Named:
     """Return ``(id, text)`` pairs of items, with the given ids, or with their own, if any."""
     pairs = _pairs(items, content)
     names = [name for name, _ in pairs]
@@ -273,9 +274,7 @@ def _named(items: Any, ids: Sequence[str] | None, content: Content) -> list[tupl
     return [(name, text) for name, (_, text) in zip(names, pairs, strict=True)]
 
 
-def _precompute(
-    host: Host, named: list[tuple[str | None, str]], asked: IndexOptions
-) -> PrecomputeReport:
+def _precompute(host: Host, named: Named, asked: IndexOptions) -> PrecomputeReport:
     """Precompute documents; report empty documents as too short, and delete their old KV."""
     names = list[str | None]()
     texts = list[str]()
@@ -297,7 +296,7 @@ def _precompute(
     return replace(report, short=[*report.short, *empty])
 
 
-def _pairs(items: Any, content: Content) -> list[tuple[str | None, str]]:
+def _pairs(items: Any, content: Content) -> Named:
     """Return ``(id, text)`` pairs of items; an id may be missing."""
     return [_pair(item, content) for item in _listed(items)]
 

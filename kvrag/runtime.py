@@ -27,6 +27,9 @@ T = TypeVar("T")
 R = TypeVar("R")
 P = ParamSpec("P")
 
+# Set to end an action early; ``None``: nobody will.
+Cancel = threading.Event | None
+
 MAX_IDLE = 4  # idle threads that a pool keeps for the next action
 EXIT_WAIT_S = 10.0  # longest wait for running actions at process exit
 
@@ -155,7 +158,7 @@ RUNTIME = Runtime()
 class _Job(NamedTuple):
     action: Callable[[], Any]
     future: Future[Any]
-    cancel: threading.Event | None
+    cancel: Cancel
 
 
 class Pool(Forking):
@@ -185,9 +188,7 @@ class Pool(Forking):
         self._num_idle = 0  # threads that wait for a job, or are about to
         self._is_over = False
 
-    def submit(
-        self, action: Callable[[], T], *, cancel: threading.Event | None = None
-    ) -> Future[T]:
+    def submit(self, action: Callable[[], T], *, cancel: Cancel = None) -> Future[T]:
         """Run an action in another thread.
 
         ``cancel`` is set at interpreter exit, so that an action that checks the event can stop.

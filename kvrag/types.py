@@ -6,7 +6,8 @@ prompt, ``D`` head dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, NewType
 
@@ -22,6 +23,10 @@ ChunkKey = NewType("ChunkKey", str)
 See :mod:`kvrag.identity.fingerprint`.
 """
 
+StrPath = str | os.PathLike[str]
+DocIds = Sequence[str | None]
+"""Ids of documents; ``None``: a text without a document."""
+
 Exactness = Literal["exact", "repaired", "full"]
 Mode = Literal["auto", "full", "prefix", "stitch"]
 Source = Literal["exact", "reused", "repaired", "computed"]
@@ -30,6 +35,9 @@ Source = Literal["exact", "reused", "repaired", "computed"]
 ``"exact"``: reused, and equal to a full prefill's; ``"reused"``: reused, and approximate;
 ``"repaired"``: stored, and recomputed; ``"computed"``: not stored, and computed.
 """
+
+Sources = tuple[tuple[Source, int], ...]
+"""Origins of the rows of a prompt, as runs ``(source, number of rows)``."""
 
 FinishReason = Literal["stop", "length", "cancelled", "tool_calls"]
 MaxContext = Literal["raise", "slide"]
@@ -328,7 +336,7 @@ class Accounting:
     holes: tuple[Hole, ...] = ()
     kv_dtype: KVDtype = "auto"
     stages: tuple[Stage, ...] = field(default=(), repr=False, compare=False)
-    sources: tuple[tuple[Source, int], ...] = field(default=(), repr=False)
+    sources: Sources = field(default=(), repr=False)
     evicted_tokens: int = 0
 
     @property

@@ -9,7 +9,6 @@ because some can't read several tokens behind a state, or keep it where it can't
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Collection
 from functools import partial
 from itertools import accumulate
@@ -37,7 +36,8 @@ from kvrag.model.proof import (
 )
 from kvrag.progress import Progress
 from kvrag.prompt.plan import Plan
-from kvrag.types import Mode, Source
+from kvrag.runtime import Cancel
+from kvrag.types import Mode, Sources
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ def prefill_refused(
     clock: Clock,
     max_bytes: int,
     find_history: FindHistory | None,
-    cancel: threading.Event | None = None,
+    cancel: Cancel = None,
 ) -> Prefilled:
     """Prefill a prompt behind its longest beginning that was kept.
 
@@ -131,7 +131,7 @@ def prefill_refused(
             logits, extend = run()
         logits = logits.cpu()
     num_history = history.num_rows if history else 0
-    sources: tuple[tuple[Source, int], ...] = (("computed", len(ids) - num_history),)
+    sources: Sources = (("computed", len(ids) - num_history),)
     if history:
         sources = (("exact", num_history), *sources)
     return Prefilled(

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvrag.kv.buffers import pinned
 from kvrag.prompt.plan import Plan
-from kvrag.types import Source
+from kvrag.types import Source, Sources
 
 Kind = Literal["history", "prefix", "chunk", "live"]
 
@@ -235,7 +235,7 @@ _SOURCES: tuple[Source, ...] = "computed", "reused", "exact", "repaired"
 
 def sources_of(
     layout: Layout, repaired: Tensor, *, is_rounded: bool = False, num_exact: int = 0
-) -> tuple[tuple[Source, int], ...]:
+) -> Sources:
     """Return the origin of every row's KV, as runs ``(source, number of rows)``.
 
     Parameters

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -30,8 +29,9 @@ from kvrag.model.rope import Rotations
 from kvrag.model.rows import KVBuffer
 from kvrag.prompt.plan import Plan
 from kvrag.prompt.template import PromptEncoder
+from kvrag.runtime import Cancel
 from kvrag.store import TieredStore
-from kvrag.types import ChunkKV, Exactness, Hole, KVDtype, Mode, Source, TokenLogprob
+from kvrag.types import ChunkKV, Exactness, Hole, KVDtype, Mode, Source, Sources, TokenLogprob
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class Prefilled:
     logits: Tensor
     token_ids: list[int]
     fallback_reason: str | None
-    sources: tuple[tuple[Source, int], ...]
+    sources: Sources
     loaded_bytes: int = 0
     has_other_prefix: bool = False
     holes: tuple[Hole, ...] = ()
@@ -166,7 +166,7 @@ def prefill(
     clock: Clock,
     find_history: FindHistory | None = None,
     slides: bool = False,
-    cancel: threading.Event | None = None,
+    cancel: Cancel = None,
     run: range | None = None,
 ) -> Prefilled:
     """Prefill a prompt, with room for the answer.
@@ -245,7 +245,7 @@ class _Blend:
     ids: Tensor
     config: RepairConfig
     clock: Clock
-    cancel: threading.Event | None
+    cancel: Cancel
 
     def run(self, kvs: list[ChunkKV]) -> tuple[Tensor, Tensor]:
         """Return the repaired rows and the last row's logits; ``kvs`` is emptied on the way."""
@@ -310,7 +310,7 @@ def capacity_of(
 
 
 def _in_window(
-    model: CausalLM, buffer: KVBuffer, plan: Plan, clock: Clock, cancel: threading.Event | None
+    model: CausalLM, buffer: KVBuffer, plan: Plan, clock: Clock, cancel: Cancel
 ) -> Prefilled:
     """Prefill a prompt that is longer than the context window, with a sliding window."""
     ids = torch.tensor(plan.token_ids)

@@ -8,7 +8,6 @@ Positions are places in the window, so they never exceed the model's range.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
 
@@ -18,6 +17,7 @@ from torch import Tensor
 from kvrag.model import CausalLM
 from kvrag.model.plain import Extend, PlainLM
 from kvrag.model.rows import KVBuffer, Rows
+from kvrag.runtime import Cancel
 
 SINKS = 4  # rows that are never evicted, as published
 # A quarter of the rows is evicted at a time. So rotating the rest costs little per row, and a key
@@ -48,7 +48,7 @@ class SlidingWindow:
         """Compute rows and return logits for all of them, ``(R, vocab)``."""
         return torch.cat([self._next(piece, len(piece)) for piece in self._pieces(ids)])
 
-    def prefill(self, ids: Tensor, cancel: threading.Event | None = None) -> Tensor:
+    def prefill(self, ids: Tensor, cancel: Cancel = None) -> Tensor:
         """Compute rows and return the logits of the last row, ``(vocab,)``.
 
         Raises ``CancelledError`` if ``cancel`` is set between pieces.

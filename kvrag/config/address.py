@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from kvrag.errors import ConfigError
 from kvrag.runtime import POOL
+from kvrag.types import StrPath
 
 HIDDEN = "***"
 _USERINFO = re.compile(r"(?<=://)([^\s:@/]*)(:?)[^\s\"']*@")  # in a sentence
@@ -108,7 +109,7 @@ def check_kv_dir(kv_dir: object) -> str | None:
     return absolute(kv_dir)
 
 
-def absolute(path: str | os.PathLike[str]) -> str:
+def absolute(path: StrPath) -> str:
     """Return the absolute path that a path names now; ``~`` is the home directory."""
     return os.path.abspath(os.path.expanduser(path))
 

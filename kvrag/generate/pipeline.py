@@ -37,7 +37,7 @@ from kvrag.prompt.plan import Lookup, Plan
 from kvrag.prompt.planner import KnownTexts, PromptPlanner
 from kvrag.prompt.template import PLAIN
 from kvrag.prompt.tools import TEXT
-from kvrag.runtime import Deadline
+from kvrag.runtime import Cancel, Deadline
 from kvrag.store import TieredStore
 from kvrag.store.tiers import ERASURES
 from kvrag.types import Explanation, GenerationResult, Mode
@@ -123,7 +123,7 @@ class QueryPipeline:
         *,
         max_new_tokens: int | None,
         clock: Clock,
-        cancel: threading.Event | None = None,
+        cancel: Cancel = None,
     ) -> Iterator[tuple[Admitted, Prefilled]]:
         """Plan a prompt, reserve KV for prompt and answer, and prefill.
 
@@ -189,7 +189,7 @@ class QueryPipeline:
         deadline: Deadline,
         run: range | None,
         clock: Clock,
-        cancel: threading.Event | None,
+        cancel: Cancel,
         mode: Mode,
     ) -> Prefilled:
         """Prefill an admitted prompt with this model, in a mode."""

@@ -30,7 +30,7 @@ from kvrag.model.lm import LoadedModel
 from kvrag.model.plain import PlainLM
 from kvrag.model.steps import pool_of
 from kvrag.prompt.plan import Plan
-from kvrag.runtime import host_memory
+from kvrag.runtime import Cancel, host_memory
 from kvrag.types import Missed, Mode
 
 MAX_RUNNING = 64  # running requests on a device; as many decode in a forward
@@ -171,7 +171,7 @@ class Scheduler:
     def reservation(
         self,
         num_bytes: int,
-        cancel: threading.Event | None = None,
+        cancel: Cancel = None,
         *,
         pool: KVPool | None = None,
         slots: int = 0,
@@ -234,7 +234,7 @@ def scheduler_of(loaded: LoadedModel) -> Scheduler:
 
 
 def room_for(
-    loaded: LoadedModel, admitted: Admitted, cancel: threading.Event | None
+    loaded: LoadedModel, admitted: Admitted, cancel: Cancel
 ) -> AbstractContextManager[range | None]:
     """Reserve the KV of a request: its bytes, and slots of the pool if there is one."""
     lm = loaded.lm

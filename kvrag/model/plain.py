@@ -8,7 +8,6 @@ read in pieces, with a snapshot of the cache behind each, from which a later pro
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from kvrag.errors import ModelError, UnsupportedModelError
 from kvrag.kv.snapshot import Layers, Snapshot, rows_of
 from kvrag.model.forward import evaluating
 from kvrag.model.lock import lock_of, text_config, text_model_of
+from kvrag.runtime import Cancel
 
 UNLIMITED = 2**20  # context window of a model with KV reuse if its config names no limit
 NO_LIMIT = 2**31 - 1  # the same without KV reuse (state space models)
@@ -236,7 +236,7 @@ class PlainLM:
         max_new_tokens: int,
         stops: Collection[int] = (),
         history: HistoryRows | None = None,
-        cancel: threading.Event | None = None,
+        cancel: Cancel = None,
         max_bytes: int = NO_LIMIT,
     ) -> tuple[Tensor, Run]:
         """Run a prompt, ids ``(N,)`` int64, behind the rows of ``history``.
@@ -283,7 +283,7 @@ class Run:
             self._kwargs[self._cache_name] = history.snapshot.restored(history.rows)
 
     @contextmanager
-    def _alone(self, cancel: threading.Event | None = None) -> Iterator[None]:
+    def _alone(self, cancel: Cancel = None) -> Iterator[None]:
         """Hold the model, in evaluation mode, with this prompt's offsets of positions.
 
         Qwen-VL keeps the offset behind the last image in the model, where its owner may need it.
@@ -323,9 +323,7 @@ class Run:
         self.snap()
         return self.rows, self.snapshots
 
-    def prefill(
-        self, stops: Collection[int], cancel: threading.Event | None, max_bytes: int
-    ) -> Tensor:
+    def prefill(self, stops: Collection[int], cancel: Cancel, max_bytes: int) -> Tensor:
         """Compute the prompt's rows; return the last row's logits ``(vocab,)``."""
         total = self._ids.shape[1]
         for stop in sorted({*stops, total}):
@@ -337,7 +335,7 @@ class Run:
                     del self.snapshots[stop]
         return logits
 
-    def _forward(self, stop: int, cancel: threading.Event | None = None) -> Tensor:
+    def _forward(self, stop: int, cancel: Cancel = None) -> Tensor:
         """Compute the rows up to ``stop``; return the last row's logits ``(vocab,)``."""
         model = self._model
         total = self._ids.shape[1]

@@ -30,7 +30,7 @@ from kvrag.errors import (
 from kvrag.identity.adapters import unwrap
 from kvrag.model.gguf.parsing import is_gguf, parsed_once
 from kvrag.model.plain import check_generates, check_placement, context_window
-from kvrag.types import Prove
+from kvrag.types import Prove, StrPath
 
 T = TypeVar("T")
 
@@ -52,7 +52,7 @@ class ModelSource:
     are equal. ``prove`` says whether reuse is proven on the loaded model.
     """
 
-    model: str | os.PathLike[str] | PreTrainedModel
+    model: StrPath | PreTrainedModel
     tokenizer: Any = None
     revision: str | None = None
     dtype: str | torch.dtype = "auto"

@@ -24,7 +24,7 @@ from kvrag.prompt.messages import check_chunk_text
 from kvrag.prompt.spans import text_entry
 from kvrag.prompt.tokenizer import check_encodable
 from kvrag.store import Catalog, TieredStore
-from kvrag.types import ChunkIdentity, ChunkKey, TextEntry
+from kvrag.types import ChunkIdentity, ChunkKey, DocIds, TextEntry
 
 if TYPE_CHECKING:
     from kvrag.precompute.run import Precompute
@@ -81,7 +81,7 @@ class Items(list[Item]):
     def checked(
         cls,
         texts: Sequence[str],
-        ids: Sequence[str | None] | None,
+        ids: DocIds | None,
         collection: str | None,
     ) -> Items:
         """Check texts and their ids; return an item per text, with its id in the collection."""
@@ -132,7 +132,7 @@ class IndexRequest(IndexOptions):
     # Chunk texts; leading and trailing white space is ignored.
     texts: SkipValidation[Sequence[str]]
     # Document ids, one per text.
-    ids: SkipValidation[Sequence[str | None] | None] = Field(default=None, kw_only=True)
+    ids: SkipValidation[DocIds | None] = Field(default=None, kw_only=True)
     # Whether a server has registered the documents when the request came.
     announced: bool = Field(default=False, kw_only=True)
 

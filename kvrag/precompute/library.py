@@ -5,7 +5,6 @@ A document of a collection is stored as ``collection/id``. A collection is only 
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,7 +17,7 @@ from kvrag.errors import ConfigError, InputError
 from kvrag.prompt.tokenizer import check_encodable
 from kvrag.store import Catalog, TieredStore, open_store
 from kvrag.store.tiers import ERASURES, EVERYWHERE
-from kvrag.types import ChunkKey
+from kvrag.types import ChunkKey, StrPath
 
 
 class Library:
@@ -29,7 +28,7 @@ class Library:
 
     def __init__(
         self,
-        kv_dir: str | os.PathLike[str] | None = None,
+        kv_dir: StrPath | None = None,
         *,
         namespace: str = "default",
         store_config: StoreConfig | Mapping[str, Any] | None = None,

@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import lru_cache
-from typing import Any
 
 from jinja2 import Environment, TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
@@ -26,8 +25,7 @@ from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 
 from kvrag.errors import InputError
-
-Message = Mapping[str, Any]
+from kvrag.prompt.tools import Message
 
 _CLOSING = re.compile(
     r"</(\w+:)?(think|thinking|thought|thoughts|reasoning)>|\[/THINK\]|<\|END_THINKING\|>"

@@ -11,10 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvrag.errors import InputError
-from kvrag.prompt.tools import calls_with_dicts
+from kvrag.prompt.tools import Message, calls_with_dicts
 from kvrag.types import Chunk
 
-Message = Mapping[str, Any]
 # Returns the placeholder of a chunk's text in a message's text.
 Hold = Callable[[str], str]
 

@@ -6,7 +6,7 @@ attention sink, which no prompt has there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ from typing import Any, cast
 from kvrag.errors import ConfigError
 from kvrag.prompt.messages import plain_messages
 from kvrag.prompt.template import PromptEncoder
-from kvrag.prompt.tools import answer_form
+from kvrag.prompt.tools import Message, answer_form
 
 _MARK = "\u2063KVRAG-{}\u2063"
 _CONTEXT_NAMES = ("context", "context_str", "documents", "summaries")
@@ -31,11 +31,11 @@ class TemplatePrefix:
 
     template: Any
     variable: str = "context"
-    tools: Sequence[Mapping[str, Any]] = ()
+    tools: Sequence[Message] = ()
 
 
 # Text, chat messages, a prompt template, or a :class:`TemplatePrefix`.
-Prefix = str | Sequence[Mapping[str, Any]] | TemplatePrefix | Any
+Prefix = str | Sequence[Message] | TemplatePrefix | Any
 
 
 def prefix_text(prefix: Prefix | None, encoder: PromptEncoder) -> str:
@@ -70,9 +70,7 @@ def prefix_text(prefix: Prefix | None, encoder: PromptEncoder) -> str:
             return _before(encoder.render(only), "context")
         return ""
     if isinstance(prefix, Sequence) and not isinstance(prefix, bytes):
-        plain = plain_messages(
-            cast(Sequence[Mapping[str, Any]], prefix), _no_chunk, encoder.facts.roles
-        )
+        plain = plain_messages(cast(Sequence[Message], prefix), _no_chunk, encoder.facts.roles)
         marked = [{**m, "content": m["content"].replace("{context}", mark)} for m in plain]
         if not any(mark in message["content"] for message in marked):
             marked.append({"role": "user", "content": mark})

@@ -24,12 +24,12 @@ from kvrag.prompt.marks import (
 )
 from kvrag.prompt.messages import check_chunk_text, describe, plain_messages
 from kvrag.prompt.tokenizer import Piece, SegmentTokenizer, check_encodable
-from kvrag.prompt.tools import Tools, render_tools, what_is_shown
+from kvrag.prompt.tools import Message, Tools, render_tools, what_is_shown
 from kvrag.types import Chunk, Span
 
 # A rendered prompt, chat messages (``role`` and ``content``), explicit segments (live text and
 # :class:`~kvrag.types.Chunk`), or token ids, which are used unchanged.
-Prompt = str | Sequence[Mapping[str, Any]] | Sequence[str | Chunk] | Sequence[int]
+Prompt = str | Sequence[Message] | Sequence[str | Chunk] | Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ class PromptEncoder(SegmentTokenizer):
 
     def render(
         self,
-        messages: Sequence[Mapping[str, Any]] | str,
+        messages: Sequence[Message] | str,
         *,
         tools: Tools = (),
         add_generation_prompt: bool = True,
@@ -155,7 +155,7 @@ class PromptEncoder(SegmentTokenizer):
 
     def chat_pieces(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Message],
         chat: Chat = PLAIN,
         *,
         add_generation_prompt: bool = True,
@@ -246,7 +246,7 @@ class PromptEncoder(SegmentTokenizer):
 
     def _shown_whole(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Message],
         tools: Tools,
         *,
         chat: Chat,
@@ -280,7 +280,7 @@ class PromptEncoder(SegmentTokenizer):
 
     def _applied(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Message],
         tools: Tools = (),
         *,
         variables: Mapping[str, Any] = PLAIN.variables,
@@ -314,7 +314,7 @@ class PromptEncoder(SegmentTokenizer):
         return shown == [False, True]
 
     def _warn_of_unused(
-        self, messages: Sequence[Mapping[str, Any]], chat: Chat, facts: TemplateFacts | None
+        self, messages: Sequence[Message], chat: Chat, facts: TemplateFacts | None
     ) -> None:
         """Warn once per variable and message field that the template does not read."""
         if facts is None:
@@ -399,7 +399,7 @@ def _plain_pieces(prompt: Prompt) -> list[Piece]:
     )
 
 
-def _check_last(messages: Sequence[Mapping[str, Any]]) -> None:
+def _check_last(messages: Sequence[Message]) -> None:
     """Raise :class:`InputError` if the last message can't be continued."""
     last = messages[-1]
     if last["role"] != "assistant" or last.get("tool_calls") or not last["content"].strip():

@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from kvrag.config import Retention
 from kvrag.kv.format import Bytes
-from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, TextEntry
+from kvrag.types import ChunkIdentity, ChunkKey, ChunkKV, DocIds, TextEntry
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -205,7 +205,7 @@ class NewKV(NamedTuple):
     identity: ChunkIdentity
     kv: ChunkKV
     text: TextEntry | None
-    doc_ids: Sequence[str | None] = (None,)
+    doc_ids: DocIds = (None,)
     retention: Retention | None = None
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from kvrag.kv.buffers import BUFFERS
 from kvrag.kv.format import Bytes, Encoded
 from kvrag.store.base import Blobs
-from kvrag.types import ChunkKey
+from kvrag.types import ChunkKey, StrPath
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class FileBlobs(Blobs):
 
     medium = "disk"
 
-    def __init__(self, root: str | os.PathLike[str], *, durable: bool = True) -> None:
+    def __init__(self, root: StrPath, *, durable: bool = True) -> None:
         self.root = Path(root)
         self._durable = durable
 

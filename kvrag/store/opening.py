@@ -38,6 +38,7 @@ from kvrag.store.copies import CachedBlobs
 from kvrag.store.eviction import Budget
 from kvrag.store.memory import MemoryTier
 from kvrag.store.tiers import TieredStore
+from kvrag.types import StrPath
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +106,7 @@ _lock = threading.RLock()
 os.register_at_fork(after_in_child=_shared.clear)  # a forked child opens parts of its own
 
 
-def open_store(kv_dir: str | os.PathLike[str] | None, config: StoreConfig) -> TieredStore:
+def open_store(kv_dir: StrPath | None, config: StoreConfig) -> TieredStore:
     """Open the store of an engine in a directory, in memory, or at an address that machines share.
 
     Stores of this process with the same directory, key and memory budget share a catalog and a
@@ -162,9 +163,7 @@ def open_store(kv_dir: str | os.PathLike[str] | None, config: StoreConfig) -> Ti
     return _joined(key, open_parts, config, keys, _budget(root, config))
 
 
-def _open_shared(
-    kv_dir: str | os.PathLike[str], config: StoreConfig, keys: Keys, host: MemoryTier
-) -> TieredStore:
+def _open_shared(kv_dir: StrPath, config: StoreConfig, keys: Keys, host: MemoryTier) -> TieredStore:
     """Open a store that machines share, with local copies unless ``kv_dir`` is the address."""
     root = None
     url = address(kv_dir)

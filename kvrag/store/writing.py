@@ -23,7 +23,7 @@ from kvrag.store.catalog.ledger import record_of
 from kvrag.store.eviction import Evictor, Usage
 from kvrag.store.memory import Epochs, Tiers
 from kvrag.store.reading import Reader
-from kvrag.types import ChunkIdentity, ChunkKey, TextEntry
+from kvrag.types import ChunkIdentity, ChunkKey, DocIds, TextEntry
 
 logger = logging.getLogger(__name__)
 
@@ -188,7 +188,7 @@ class Writer:
         self,
         identity: ChunkIdentity,
         text: TextEntry | None,
-        doc_ids: Sequence[str | None],
+        doc_ids: DocIds,
     ) -> bool:
         """Add text and documents to a stored chunk, and return whether the chunk is stored.
 
@@ -216,9 +216,7 @@ class Writer:
             self.memory.tell([key], "adopted", record.num_tokens, record.num_bytes)
         return is_stored
 
-    def _is_linked(
-        self, key: ChunkKey, text: TextEntry | None, doc_ids: Sequence[str | None]
-    ) -> bool:
+    def _is_linked(self, key: ChunkKey, text: TextEntry | None, doc_ids: DocIds) -> bool:
         """Add text and documents to a stored chunk, and return whether the chunk is stored.
 
         If its remote blob is gone, the chunk is removed from the catalog.

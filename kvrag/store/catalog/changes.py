@@ -28,12 +28,12 @@ from kvrag.store.catalog.ledger import (
 )
 from kvrag.store.catalog.rows import open_table
 from kvrag.store.eviction import Usage
-from kvrag.types import ChunkKey, TextEntry
+from kvrag.types import ChunkKey, DocIds, TextEntry
 
 # Chunk to write: its record, text, documents that refer to it, and retention, if given.
 #
 # Without documents, the text must have been registered.
-New = tuple[ChunkRecord, TextEntry | None, Sequence[str | None], Retention | None]
+New = tuple[ChunkRecord, TextEntry | None, DocIds, Retention | None]
 
 DELETED = -1
 
@@ -67,7 +67,7 @@ class Catalog(Hits):
         self._rows = make(seal=self._seal, read_only=read_only, begin=self._begin)
         self.read_only = self._rows.read_only
 
-    def link(self, key: ChunkKey, text: TextEntry | None, doc_ids: Sequence[str | None]) -> bool:
+    def link(self, key: ChunkKey, text: TextEntry | None, doc_ids: DocIds) -> bool:
         """Add text and documents to a stored chunk, and return whether the chunk is stored.
 
         Without ``doc_ids``, text and documents must have been registered (:meth:`register`);
@@ -78,16 +78,14 @@ class Catalog(Hits):
             return self._rows.change(partial(self._link, key, text, doc_ids))
         return chunk is not None
 
-    def _link(self, key: ChunkKey, text: TextEntry | None, doc_ids: Sequence[str | None]) -> bool:
+    def _link(self, key: ChunkKey, text: TextEntry | None, doc_ids: DocIds) -> bool:
         chunk = self.stored_row(key)
         if chunk is None or self._is_deleted(chunk.namespace, text, doc_ids):
             return False
         self._attach(key, chunk, text, doc_ids)
         return True
 
-    def _is_deleted(
-        self, namespace: str, text: TextEntry | None, doc_ids: Sequence[str | None]
-    ) -> bool:
+    def _is_deleted(self, namespace: str, text: TextEntry | None, doc_ids: DocIds) -> bool:
         return bool(not doc_ids and text and not self.knows_text(namespace, text.digest))
 
     @one_step
@@ -113,7 +111,7 @@ class Catalog(Hits):
         self,
         record: ChunkRecord,
         text: TextEntry | None,
-        doc_ids: Sequence[str | None],
+        doc_ids: DocIds,
         retention: Retention | None,
     ) -> int | None:
         if self.link(record.key, text, doc_ids):
@@ -158,7 +156,7 @@ class Catalog(Hits):
         return there
 
     @one_step
-    def cancel(self, key: ChunkKey, text: TextEntry | None, doc_ids: Sequence[str | None]) -> None:
+    def cancel(self, key: ChunkKey, text: TextEntry | None, doc_ids: DocIds) -> None:
         """Undo :meth:`begin`, unless another writer has confirmed the chunk."""
         chunk = self._chunk(key)
         if chunk and chunk.pending:
@@ -263,7 +261,7 @@ class Catalog(Hits):
         """Signal to all processes that documents were erased; see :meth:`erased`."""
         self._rows.set(f"e {namespace}", secrets.randbits(60))
 
-    def _has(self, chunk: ChunkRow, text: TextEntry | None, doc_ids: Sequence[str | None]) -> bool:
+    def _has(self, chunk: ChunkRow, text: TextEntry | None, doc_ids: DocIds) -> bool:
         """Whether :meth:`_attach` would change nothing."""
         if (
             text is None
@@ -284,7 +282,7 @@ class Catalog(Hits):
         key: ChunkKey,
         chunk: ChunkRow,
         text: TextEntry | None,
-        doc_ids: Sequence[str | None],
+        doc_ids: DocIds,
     ) -> None:
         """Write a chunk's row, and link its text and its documents."""
         if text is not None:
