@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 import kvrag_kernels
@@ -26,7 +27,7 @@ from kvrag.model.rows import Reach
 
 NAME = "kvrag_rows"  # without "flash" and "/", which transformers treats specially
 
-_reaches: weakref.WeakKeyDictionary[torch.nn.Module, Reach] = weakref.WeakKeyDictionary()
+_reaches: weakref.WeakKeyDictionary[Module, Reach] = weakref.WeakKeyDictionary()
 _before: weakref.WeakKeyDictionary[PreTrainedModel, str | None] = weakref.WeakKeyDictionary()
 
 
@@ -152,7 +153,7 @@ def _bounds(attention_mask: Tensor | None) -> tuple[Tensor, Tensor] | None:
 
 
 def _rows_attention(
-    module: torch.nn.Module,
+    module: Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,

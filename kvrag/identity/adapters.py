@@ -10,8 +10,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
+from torch.nn import Module
 
 from kvrag.errors import UnsupportedModelError
 from kvrag.identity.fingerprint import canonical, digest
@@ -79,7 +79,7 @@ def layer_types() -> tuple[type, ...]:
     return (peft.tuners.tuners_utils.BaseTunerLayer, peft.utils.other.AuxiliaryTrainingWrapper)
 
 
-def adapter_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+def adapter_layers(model: Module) -> Iterator[tuple[str, Any]]:
     """Yield the names and modules of the adapters' layers."""
     if "peft" in sys.modules:
         types = layer_types()
@@ -105,7 +105,7 @@ def state_of(layer: Any) -> tuple[tuple[str, ...], str]:
     return () if layer.disable_adapters else tuple(layer.active_adapters), ""
 
 
-def adapters_digest(model: torch.nn.Module) -> str:
+def adapters_digest(model: Module) -> str:
     """Return a digest of the active adapters' tensors, scalings and settings.
 
     Their order counts, their names don't. It is empty if no adapter is active.
@@ -142,7 +142,7 @@ def _content(layer: Any, adapter: str) -> bytes:
     """Return the canonical bytes of an adapter in a layer; empty if the layer has no part of it."""
     fields = dict[str, bytes]()
     for name, value in settings_of(layer, adapter):
-        if isinstance(value, torch.nn.Module):
+        if isinstance(value, Module):
             fields |= {
                 f"{name}.{inner}": tensor_bytes(tensor)
                 for inner, tensor in value.state_dict().items()

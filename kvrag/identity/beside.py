@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 from kvrag.errors import UnsupportedModelError
 from kvrag.identity.weights import SIMPLE, described
@@ -30,10 +31,10 @@ _ORDINARY = (
 
 _ADDRESSES = 2**32  # larger integers may be addresses of objects, which differ between processes
 _STANDARD = sys.stdlib_module_names - {"builtins"}
-_OF_MODULES = frozenset(vars(torch.nn.Module()))
+_OF_MODULES = frozenset(vars(Module()))
 
 
-def kept_beside(model: torch.nn.Module) -> dict[str, Tensor]:
+def kept_beside(model: Module) -> dict[str, Tensor]:
     """Return the tensors beside parameters and buffers, with the settings that stand beside them.
 
     The settings of an object are a tensor of their text. Raises :class:`UnsupportedModelError` for
@@ -104,7 +105,7 @@ def _leads_nowhere(value: Any) -> bool:
     if isinstance(value, (Mapping, tuple, list, set, frozenset, torch.ScriptObject)):
         return False
     home = type(value).__module__.partition(".")[0]
-    is_code = isinstance(value, (type, ModuleType, torch.nn.Module)) or callable(value)
+    is_code = isinstance(value, (type, ModuleType, Module)) or callable(value)
     return is_code or home in ("torch", *_STANDARD)
 
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 from kvrag.identity.adapters import (
     BASE_CHILDREN,
@@ -108,7 +109,7 @@ _REDUCTIONS = {
 }
 
 
-def weights_digest(model: torch.nn.Module) -> str:
+def weights_digest(model: Module) -> str:
     """Return the digest of a model's weights and buffers in memory, ``tensors:...``.
 
     Attached adapters don't change it. It is cached, so only the first engine of a model pays for
@@ -128,7 +129,7 @@ def weights_digest(model: torch.nn.Module) -> str:
     )
 
 
-def _own_and_added(model: torch.nn.Module) -> tuple[dict[str, Tensor], list[Tensor]]:
+def _own_and_added(model: Module) -> tuple[dict[str, Tensor], list[Tensor]]:
     """Return the tensors of a model without adapters, by name, and the tensors of its adapters.
 
     Leaves out the buffers that forwards move.
@@ -149,14 +150,14 @@ def _own_and_added(model: torch.nn.Module) -> tuple[dict[str, Tensor], list[Tens
     return own, others
 
 
-def _added_by_adapters(model: torch.nn.Module) -> Iterator[str]:
+def _added_by_adapters(model: Module) -> Iterator[str]:
     """Yield the names of the modules and tensors that adapters added."""
     for name, module in adapter_layers(model):
         own = (*module._modules, *module._parameters, *module._buffers)
         yield from (f"{name}.{child}" for child in own if child not in BASE_CHILDREN)
 
 
-def _moving_buffers(model: torch.nn.Module) -> set[str]:
+def _moving_buffers(model: Module) -> set[str]:
     """Return the last names of buffers that the forward itself changes.
 
     They hold the RoPE angles of models that choose them by the prompt's length.
@@ -245,7 +246,7 @@ class _Look:
         return all(map(is_, map(call, self._refs), map(call, other._refs)))
 
 
-def _look_at(model: torch.nn.Module, moving: set[str]) -> _Look:
+def _look_at(model: Module, moving: set[str]) -> _Look:
     """Look at all modules and tensors of a model, but for the buffers that forwards move.
 
     Every request does, so no step of Python is taken for each of them.
@@ -271,7 +272,7 @@ def _uses_of_adapters(modules: list[Any]) -> list[object]:
     return [_note(module) for module in modules if isinstance(module, types)] if types else []
 
 
-def _sides(model: torch.nn.Module) -> tuple[_Look, _Look]:
+def _sides(model: Module) -> tuple[_Look, _Look]:
     """Look at the weights and at the adapters of a model, and at some of their values.
 
     Merging an adapter writes past the counts.
@@ -308,7 +309,7 @@ def _note(layer: Any) -> object:
 
 
 # Latest digests of models' weights.
-_HASHED = weakref.WeakKeyDictionary[torch.nn.Module, _Digests]()
+_HASHED = weakref.WeakKeyDictionary[Module, _Digests]()
 
 
 def sample(tensors: Iterable[Tensor]) -> bytes:

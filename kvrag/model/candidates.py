@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
@@ -87,14 +88,14 @@ class KeySource:
 
     def attach(
         self,
-        attention: torch.nn.Module,
+        attention: Module,
         layer: int,
         captured: Captured,
         is_ours: Callable[[], bool],
     ) -> RemovableHandle:
         """Put the keys of an attention module's forwards into ``captured``, if they are ours."""
 
-        def keep(_: torch.nn.Module, __: object, output: Tensor) -> None:
+        def keep(_: Module, __: object, output: Tensor) -> None:
             if is_ours():
                 captured[layer] = self.layout(output)
 
@@ -110,7 +111,7 @@ def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
     return next((child for child in text.children() if isinstance(child, PreTrainedModel)), text)
 
 
-def attention_modules(model: PreTrainedModel) -> list[torch.nn.Module]:
+def attention_modules(model: PreTrainedModel) -> list[Module]:
     """Return the attention modules of all decoder layers, in order.
 
     Raises ``UnsupportedModelError`` if a layer is without attention.
@@ -142,18 +143,18 @@ def attention_modules(model: PreTrainedModel) -> list[torch.nn.Module]:
     return attentions
 
 
-def _attentions_of(layer: torch.nn.Module) -> list[torch.nn.Module]:
+def _attentions_of(layer: Module) -> list[Module]:
     """Return the attention of a layer, or of a part of it (DBRX); a few have two (LongCat)."""
     for part in (layer, *layer.children()):
         modules = (getattr(part, name, None) for name in ATTENTION_NAMES)
-        found = next((module for module in modules if isinstance(module, torch.nn.Module)), None)
+        found = next((module for module in modules if isinstance(module, Module)), None)
         if found is not None:
             return list(found) if isinstance(found, torch.nn.ModuleList) else [found]
     return []
 
 
 def key_sources(
-    attention: torch.nn.Module, outputs: dict[str, Any], heads: int, dim: int
+    attention: Module, outputs: dict[str, Any], heads: int, dim: int
 ) -> Iterator[tuple[KeySource, Tensor]]:
     """Yield candidates with the keys ``(B, T, H, D)`` that they gave in a forward.
 
@@ -206,7 +207,7 @@ def _grouped(output: Tensor, *, groups: int, repeats: int, dim: int) -> Tensor:
     return keys
 
 
-def rotations(base: torch.nn.Module, attention: torch.nn.Module, key_dim: int) -> list[Rotation]:
+def rotations(base: Module, attention: Module, key_dim: int) -> list[Rotation]:
     """List the ways in which an attention module could rotate keys of this head dim.
 
     The list includes :data:`~kvrag.model.rope.NO_ROTATION`. ``base`` is the model without its head.
@@ -223,7 +224,7 @@ def rotations(base: torch.nn.Module, attention: torch.nn.Module, key_dim: int) -
     return found
 
 
-def scaled(attention: torch.nn.Module, rotation: Rotation, key_dim: int) -> Iterator[Rotation]:
+def scaled(attention: Module, rotation: Rotation, key_dim: int) -> Iterator[Rotation]:
     """Yield the rotation of keys that are scaled after it, by the weights of a norm (HunYuan).
 
     A key's length is the same before and after a rotation. So these keys are the scaled keys of
@@ -250,9 +251,7 @@ def _between(
     return rotation.apply(keys / scale, cos, sin).mul_(scale)
 
 
-def _tables(
-    base: torch.nn.Module, attention: torch.nn.Module
-) -> Iterator[tuple[str, MakeTables, bool]]:
+def _tables(base: Module, attention: Module) -> Iterator[tuple[str, MakeTables, bool]]:
     """Yield every source of tables once: ``(name, tables, whether they are complex)``."""
     device = next(base.parameters()).device
     candidates = [*attention.modules(), *(m for n, m in base.named_children() if "rot" in n)]
@@ -276,7 +275,7 @@ def _tables(
         yield "sinusoids", partial(from_sinusoids, sinusoids), False
 
 
-def _layer_types(module: torch.nn.Module) -> Sequence[str | None]:
+def _layer_types(module: Module) -> Sequence[str | None]:
     if "layer_type" not in inspect.signature(type(module).forward).parameters:
         return [None]
     kinds = (

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import Module
 
 from kvrag.errors import ConfigError
 
@@ -37,7 +38,7 @@ class Linear(torch.nn.Linear):
 
 
 @torch.no_grad()
-def use_own_products(model: torch.nn.Module) -> None:
+def use_own_products(model: Module) -> None:
     """Let the plain linear layers of a model multiply as :func:`linear`.
 
     If the user asks for it, float32 weights on a CPU are packed in float16 and multiply float32
@@ -123,7 +124,7 @@ _MIXED = (
 )
 
 
-def mixing_layer(model: torch.nn.Module, run: Callable[[], object]) -> tuple[str, float]:
+def mixing_layer(model: Module, run: Callable[[], object]) -> tuple[str, float]:
     """Claim that no layer's rows depend on later rows; return the claim, and by how much they do.
 
     While ``run`` runs the model, each layer that takes one tensor gets it a second time, with other
@@ -132,7 +133,7 @@ def mixing_layer(model: torch.nn.Module, run: Callable[[], object]) -> tuple[str
     """
     worst = ("", 0.0)
 
-    def hook(name: str, module: torch.nn.Module, given: tuple[Any, ...], out: Any) -> None:
+    def hook(name: str, module: Module, given: tuple[Any, ...], out: Any) -> None:
         nonlocal worst
         if len(given) != 1 or not all(isinstance(t, Tensor) for t in (*given, out)):
             return

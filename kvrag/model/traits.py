@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 from transformers import PreTrainedModel
 
 from kvrag.errors import UnsupportedModelError, is_out_of_memory
@@ -132,7 +133,7 @@ def sample_positions(context: int) -> list[int]:
     return sorted({0, 1, 2 + last // 7, 3 + last // 3, 4 + last // 2, last - 2, last - 1, last})
 
 
-def observe(model: PreTrainedModel, attentions: list[torch.nn.Module], positions: Tensor) -> Seen:
+def observe(model: PreTrainedModel, attentions: list[Module], positions: Tensor) -> Seen:
     """Run the forward and record it; the caller holds the model's lock.
 
     Raises ``UnsupportedModelError`` if it fails for another reason than memory.
@@ -164,14 +165,12 @@ def observe(model: PreTrainedModel, attentions: list[torch.nn.Module], positions
     return seen
 
 
-def accepted(module: torch.nn.Module) -> frozenset[str]:
+def accepted(module: Module) -> frozenset[str]:
     """Return the names of the options that a module's ``forward`` takes."""
     return frozenset(inspect.signature(type(module).forward).parameters)
 
 
-def _watch(
-    attention: torch.nn.Module, layer: int, states: Tensor, seen: Seen, hooks: ExitStack
-) -> None:
+def _watch(attention: Module, layer: int, states: Tensor, seen: Seen, hooks: ExitStack) -> None:
     """Feed an attention module its two hidden states, and record its submodules' outputs."""
     outputs: dict[str, Any] = {}
     seen.outputs.append(outputs)
@@ -179,9 +178,7 @@ def _watch(
     def is_ours() -> bool:
         return isinstance(running(), _Recorder)
 
-    def give(
-        _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, Any] | None:
+    def give(_: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         if not is_ours():
             return None
         hidden = args[0] if args else kwargs["hidden_states"]
@@ -191,7 +188,7 @@ def _watch(
             return (hidden, *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": hidden}
 
-    def keep(name: str, _: torch.nn.Module, __: object, output: object) -> None:
+    def keep(name: str, _: Module, __: object, output: object) -> None:
         if is_ours():
             outputs[name] = output
 
@@ -201,7 +198,7 @@ def _watch(
 
 
 def find_traits(
-    model: PreTrainedModel, attentions: list[torch.nn.Module], seen: Seen, positions: Tensor
+    model: PreTrainedModel, attentions: list[Module], seen: Seen, positions: Tensor
 ) -> list[LayerTraits]:
     """Find how every layer rotates its keys, and the reach of its rows.
 
@@ -264,7 +261,7 @@ def _shape_of(keys: Tensor, values: Tensor) -> LayerShape:
     return LayerShape(keys.shape[1], keys.shape[3], values.shape[3])
 
 
-def _readers(name: str, attentions: list[torch.nn.Module], seen: Seen) -> list[list[int]]:
+def _readers(name: str, attentions: list[Module], seen: Seen) -> list[list[int]]:
     """Return the attention modules, by index, that read each layer's KV; its writer comes first.
 
     A module without KV of its own is given the tensors of an earlier layer. Raises
@@ -312,7 +309,7 @@ def _differs_within_states(rows: Tensor) -> float:
 def _explain(
     model: PreTrainedModel,
     layer: int,
-    attention: torch.nn.Module,
+    attention: Module,
     keys: Tensor,
     positions: Tensor,
     known: dict[int, list[RotaryTable]],
@@ -354,7 +351,7 @@ def _explain(
 
 
 def _source_of(
-    attention: torch.nn.Module,
+    attention: Module,
     outputs: dict[str, Any],
     keys: Tensor,
     table: RotaryTable,
@@ -372,7 +369,7 @@ def _source_of(
     return best
 
 
-def _reach_of(model: PreTrainedModel, layer: int, attention: torch.nn.Module, seen: Seen) -> Reach:
+def _reach_of(model: PreTrainedModel, layer: int, attention: Module, seen: Seen) -> Reach:
     where = f"layer {layer} of {type(model).__name__}"
     if not seen.masks:  # attention that can't be replaced gets its own mask in every forward
         match seen.outputs[layer].get(""):
