@@ -7,8 +7,8 @@ prompt, ``D`` head dim.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, NewType
 
 from pydantic import Field
@@ -147,13 +147,6 @@ class LayerKV:
         """Bytes of all tensors."""
         return sum([tensor.nbytes for tensor in self.tensors])
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> LayerKV:
-        """Return a layer with ``change`` applied to every tensor."""
-        s = self.scales
-        if s is not None:
-            s = replace(s, keys=change(s.keys), zeros=change(s.zeros), values=change(s.values))
-        return LayerKV(change(self.keys), change(self.values), s)
-
 
 @dataclass(frozen=True, slots=True)
 class ChunkKV:
@@ -168,10 +161,6 @@ class ChunkKV:
     def num_tokens(self) -> int:
         """Tokens ``T`` of the chunk."""
         return int(self.layers[0].keys.shape[1])
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> ChunkKV:
-        """Return a chunk with ``change`` applied to every tensor."""
-        return ChunkKV(tuple(layer.map(change) for layer in self.layers))
 
     @property
     def num_bytes(self) -> int:

@@ -10,14 +10,17 @@ from itertools import chain, repeat
 from typing import Any
 
 import pytest
+import torch
 from texts import make_chunks
 
 import kvrag.engine
 from kvrag import Chunk, KVRagEngine, RepairConfig, runtime
 from kvrag.generate.request import PrefillRequest, Request
+from kvrag.kv.layers import layer_of
 from kvrag.model import CausalLM
 from kvrag.prompt.planner import PromptPlanner
 from kvrag.testing.models import tiny_model
+from kvrag.types import ChunkKV
 
 HEEDED = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
 
@@ -30,6 +33,12 @@ def heed_signals() -> None:
     for number, handler in HEEDED.items():
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, handler)
+
+
+def mapped(kv: ChunkKV, change: Callable[[torch.Tensor], torch.Tensor]) -> ChunkKV:
+    """The chunk with a change applied to every tensor."""
+    layers = (layer_of(layer.dtype, [*map(change, layer.tensors)]) for layer in kv.layers)
+    return ChunkKV(tuple(layers))
 
 
 @cache

@@ -25,7 +25,6 @@ from kvrag.kv.snapshot import Layers, Snapshot
 from kvrag.model import CausalLM
 from kvrag.model.lock import NOTABLE_S, Clock
 from kvrag.model.plain import Extend, PlainLM, Run
-from kvrag.model.rope import Rotations
 from kvrag.model.rows import KVBuffer
 from kvrag.prompt.plan import Plan
 from kvrag.prompt.template import PromptEncoder
@@ -207,8 +206,9 @@ def prefill(
             with clock.stage("history"):
                 history.fill(buffer.layers, layout.history.num_rows)
         ids = torch.tensor(token_ids)
-        stages = _Blend(model, buffer, layout, plan.encoder, ids, config, clock, cancel)
-        selected, logits = stages.run(kvs)
+        selected, logits = _blended(
+            model, buffer, layout, plan.encoder, ids, config, kvs, clock, cancel
+        )
     if price is not None:
         with clock.stage("price", least_s=NOTABLE_S):
             costs.learn(price, layout, holes, clock.timings_ms)
@@ -234,72 +234,79 @@ def prefill(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Blend:
-    """The stages over a prompt's buffer: stitch, select, repair."""
+def _blended(
+    model: CausalLM,
+    buffer: KVBuffer,
+    layout: Layout,
+    encoder: PromptEncoder,
+    ids: Tensor,
+    config: RepairConfig,
+    kvs: list[ChunkKV],
+    clock: Clock,
+    cancel: Cancel,
+) -> tuple[Tensor, Tensor]:
+    """Stitch, select and repair; return the repaired rows and the last row's logits.
 
-    model: CausalLM
-    buffer: KVBuffer
-    layout: Layout
-    encoder: PromptEncoder
-    ids: Tensor
-    config: RepairConfig
-    clock: Clock
-    cancel: Cancel
+    ``kvs`` is emptied on the way.
+    """
+    selected = covariance = rotary = None
+    # Recorded forwards share the model with other requests.
+    turn = partial(model.lock.unless, cancel, holds=buffer.start is None)
+    needs = needs_of(layout, config)
+    if not needs:  # select before stitching, so that selected rows needn't be stitched
+        with clock.stage("select"):
+            selected = select_rows(layout, config)
+    if layout.reused:
+        with clock.stage("stitch"):
+            rotary = model.rotary(layout.num_tokens)
+            # A shift compares the stored rows with the repaired ones, so it needs both.
+            is_compared = may_shift(layout, selected, config.shift)
+            stitch(buffer, layout, kvs, rotary, skip=None if is_compared else selected)
+    kvs.clear()  # the buffer holds a copy; don't keep the loaded KV while the model runs
+    if selected is None:
+        with clock.stage("select"), turn():
+            measured = _measured(model, buffer, layout, encoder, ids, config, needs)
+            selected = select_rows(layout, config, **measured)
+            covariance = measured.get("covariance")
+    with clock.stage("repair" if layout.reused or layout.history else "prefill"), turn():
+        logits = repair(
+            model,
+            buffer,
+            layout,
+            ids,
+            selected,
+            shift=config.shift,
+            rotary=rotary,
+            covariance=covariance,
+        )
+        logits = logits.cpu()  # waits until the device has computed everything
+    return selected, logits
 
-    def run(self, kvs: list[ChunkKV]) -> tuple[Tensor, Tensor]:
-        """Return the repaired rows and the last row's logits; ``kvs`` is emptied on the way."""
-        selected = covariance = None
-        turn = self.model.lock.unless
-        holds = self.buffer.start is None  # recorded forwards share the model with other requests
-        needs = needs_of(self.layout, self.config)
-        if not needs:  # select before stitching, so that selected rows needn't be stitched
-            with self.clock.stage("select"):
-                selected = select_rows(self.layout, self.config)
-        rotary = self._stitch(kvs, selected) if self.layout.reused else None
-        kvs.clear()  # the buffer holds a copy; don't keep the loaded KV while the model runs
-        if selected is None:
-            with self.clock.stage("select"), turn(self.cancel, holds=holds):
-                selected, covariance = self._select(needs)
-        stage = "repair" if self.layout.reused or self.layout.history else "prefill"
-        with self.clock.stage(stage), turn(self.cancel, holds=holds):
-            logits = repair(
-                self.model,
-                self.buffer,
-                self.layout,
-                self.ids,
-                selected,
-                shift=self.config.shift,
-                rotary=rotary,
-                covariance=covariance,
-            )
-            logits = logits.cpu()  # waits until the device has computed everything
-        return selected, logits
 
-    def _stitch(self, kvs: list[ChunkKV], selected: Tensor | None) -> Rotations:
-        """Stitch the chunks, without the rows to repair if no shift compares them."""
-        with self.clock.stage("stitch"):
-            rotary = self.model.rotary(self.layout.num_tokens)
-            is_compared = may_shift(self.layout, selected, self.config.shift)
-            stitch(self.buffer, self.layout, kvs, rotary, skip=None if is_compared else selected)
-        return rotary
-
-    def _select(self, needs: frozenset[Signal]) -> tuple[Tensor, RowCovariance | None]:
-        """Measure the strategy's signals; return the rows to repair and the covariance."""
-        measured = dict[str, Any]()
-        prompt = self.model, self.buffer, self.layout, self.ids
-        if "breaks" in needs:
-            measured["breaks"] = breaks_of(self.encoder.token_texts(self.ids.tolist()))
-        if "mass" in needs:
-            measured["mass"] = probe(*prompt, span=self.config.probe_span)
-        if "deviation" in needs:
-            measured["deviation"] = deviation(*prompt)
-        if "covariance" in needs or self.config.shift:
-            recorded = self.model.recorded
-            run = None if recorded is None or self.buffer.start is None else recorded.run
-            mass = measured.get("mass")
-            measured["covariance"] = RowCovariance.of(self.buffer, self.layout, mass, run=run)
-        return select_rows(self.layout, self.config, **measured), measured.get("covariance")
+def _measured(
+    model: CausalLM,
+    buffer: KVBuffer,
+    layout: Layout,
+    encoder: PromptEncoder,
+    ids: Tensor,
+    config: RepairConfig,
+    needs: frozenset[Signal],
+) -> dict[str, Any]:
+    """Measure the strategy's signals, and the covariance if rows are shifted by it."""
+    measured = dict[str, Any]()
+    prompt = model, buffer, layout, ids
+    if "breaks" in needs:
+        measured["breaks"] = breaks_of(encoder.token_texts(ids.tolist()))
+    if "mass" in needs:
+        measured["mass"] = probe(*prompt, span=config.probe_span)
+    if "deviation" in needs:
+        measured["deviation"] = deviation(*prompt)
+    if "covariance" in needs or config.shift:
+        recorded = model.recorded
+        run = None if recorded is None or buffer.start is None else recorded.run
+        mass = measured.get("mass")
+        measured["covariance"] = RowCovariance.of(buffer, layout, mass, run=run)
+    return measured
 
 
 def capacity_of(

@@ -86,9 +86,9 @@ class QueryPipeline:
 
     def plan(self, request: Request) -> Plan:
         """Plan a prompt."""
-        return self._planned(request, Deadline(self.store_config.load_timeout_s))[0]
+        return self._planned(request)[0]
 
-    def _planned(self, request: Request, deadline: Deadline) -> tuple[Plan, Lookup]:
+    def _planned(self, request: Request, deadline: Deadline | None = None) -> tuple[Plan, Lookup]:
         """Plan a prompt within a time budget for the store; return the plan and its look-up."""
         model = self.loaded.identity.fingerprint
         lookup = self.planner.lookup(request.namespace, model, self._context, deadline)
@@ -100,7 +100,7 @@ class QueryPipeline:
 
     def explain(self, request: Request) -> Explanation:
         """Describe a prompt's hits and how it would be prefilled, without loading KV."""
-        plan, lookup = self._planned(request, Deadline(self.store_config.load_timeout_s))
+        plan, lookup = self._planned(request)
         total = len(plan.token_ids) + 1
         plan, _ = fitted(self.loaded.lm, plan, request, total)
         price = None
@@ -140,8 +140,32 @@ class QueryPipeline:
                 stores = self.write_back is not None
                 self.stats.watch.notice(plan, lookup, is_stored_later=stores)
         admitted = self._admitted(request, plan, max_new_tokens, space, erasures)
+        lm = self.loaded.lm
+        shared: dict[str, Any] = {
+            "max_new_tokens": admitted.max_new_tokens,
+            "clock": clock,
+            "find_history": admitted.find_history,
+            "cancel": cancel,
+        }
+
+        def attempt(mode: Mode) -> Prefilled:
+            if lm.refusal is not None:
+                size = self._state_bytes
+                return prefill_refused(lm, admitted.plan, mode=mode, max_bytes=size, **shared)
+            return prefill(
+                lm,
+                self.store,
+                admitted.plan,
+                mode=mode,
+                config=request.repair,
+                costs=self.costs,
+                load_timeout_s=deadline.left_s,
+                slides=admitted.slides,
+                run=run,
+                **shared,
+            )
+
         with clock.waiting(room_for(self.loaded, admitted, cancel)) as run:
-            attempt = partial(self._attempt, admitted, deadline, run, clock, cancel)
             done = _retried(attempt, admitted.mode, self._release)
             try:
                 yield admitted, done
@@ -181,44 +205,6 @@ class QueryPipeline:
             missed=missed,
             space=space,
             erasures=erasures,
-        )
-
-    def _attempt(
-        self,
-        admitted: Admitted,
-        deadline: Deadline,
-        run: range | None,
-        clock: Clock,
-        cancel: Cancel,
-        mode: Mode,
-    ) -> Prefilled:
-        """Prefill an admitted prompt with this model, in a mode."""
-        lm = self.loaded.lm
-        if lm.refusal is not None:
-            return prefill_refused(
-                lm,
-                admitted.plan,
-                mode=mode,
-                max_new_tokens=admitted.max_new_tokens,
-                clock=clock,
-                max_bytes=self._state_bytes,
-                find_history=admitted.find_history,
-                cancel=cancel,
-            )
-        return prefill(
-            lm,
-            self.store,
-            admitted.plan,
-            mode=mode,
-            config=admitted.request.repair,
-            costs=self.costs,
-            max_new_tokens=admitted.max_new_tokens,
-            load_timeout_s=deadline.left_s,
-            clock=clock,
-            find_history=admitted.find_history,
-            slides=admitted.slides,
-            cancel=cancel,
-            run=run,
         )
 
     @contextmanager
@@ -366,7 +352,7 @@ class QueryPipeline:
 
 
 def _retried(
-    attempt: Callable[..., Prefilled], mode: Mode, release: Callable[[], int]
+    attempt: Callable[[Mode], Prefilled], mode: Mode, release: Callable[[], int]
 ) -> Prefilled:
     """Run a prefill; if memory runs out, free memory by ``release`` and retry without reuse.
 
@@ -389,13 +375,13 @@ def _retried(
     return done
 
 
-def _tried(attempt: Callable[..., Prefilled], mode: Mode) -> tuple[Prefilled | None, str]:
+def _tried(attempt: Callable[[Mode], Prefilled], mode: Mode) -> tuple[Prefilled | None, str]:
     """Return the result and an empty message, or no result and the error's message.
 
     The exception is not kept: it would keep the attempt's tensors alive.
     """
     try:
-        return attempt(mode=mode), ""
+        return attempt(mode), ""
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise

@@ -63,7 +63,6 @@ def describe(
     weights: str,
     *,
     regime: str = "",
-    extra_keys: Mapping[str, str] | None = None,
 ) -> ModelIdentity:
     """Identify a loaded model and its tokenizer.
 
@@ -79,7 +78,6 @@ def describe(
         dtype=dtype_text(model),
         quantisation=quantisation_text(model.config),
         adapters=adapters_digest(model),
-        extra_keys=dict(extra_keys or {}),
     )
 
 

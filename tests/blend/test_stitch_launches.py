@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit import lm_of
+from kit import lm_of, mapped
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvrag.blend.stitch as module
@@ -191,7 +191,7 @@ class Wire(TorchDispatchMode):
 def loaded(kvs: Sequence[ChunkKV], kv_dtype: Any, layers_per_read: int = 99) -> Iterator[ChunkKV]:
     """The chunks as the store gives them: as bytes of a blob, some layers of which are read at once."""
     for kv in kvs:
-        packed = pack(kv.map(torch.Tensor.bfloat16), kv_dtype)
+        packed = pack(mapped(kv, torch.Tensor.bfloat16), kv_dtype)
         identity = replace(make_identity(tokens=kv.num_tokens), kv_dtype=kv_dtype)
         data = bytearray().join(blobs.Encoded(identity, packed))
         with pytest.MonkeyPatch.context() as patch:
@@ -254,7 +254,7 @@ def test_copies_are_as_few_as_memory_allows():
         4,
     ]
     assert len(moved_bytes([*loaded([chunk_of(15)], "int8")], range(4), [15])) == 4
-    apart = [kv.map(torch.clone)]
+    apart = [mapped(kv, torch.clone)]
     assert len(moved_bytes(apart, range(4), [16])) == 8
 
 

@@ -6,6 +6,7 @@ import os
 import pytest
 import torch
 from fake_driver import Driver
+from kit import mapped
 
 from kvrag import StoreConfig
 from kvrag.kv.buffers import copy_stream
@@ -226,7 +227,7 @@ def test_cuda_copies_late_what_was_stored(tmp_path):
     found = [store.get(chunk) for chunk in chunks]
     for kv, chunk in zip(found, chunks, strict=True):
         assert kv is not None
-        assert same_bits(kv.map(torch.Tensor.cpu), make_kv(chunk))
+        assert same_bits(mapped(kv, torch.Tensor.cpu), make_kv(chunk))
     store.close()
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit import Forwards, at_once, raising
+from kit import Forwards, at_once, mapped, raising
 from texts import asking, make_chunks
 
 import kvrag.blend.prefill
@@ -417,8 +417,9 @@ def test_kv_that_is_not_the_models_is_computed(engine_of, kv_dtype, lie):
         if lie == "type":
             return pack(exact, "int8" if kv_dtype == "auto" else "auto")
         return pack(
-            exact.map(
-                lambda x: x[..., : x.shape[-1] // 2] if lie == "width" else x.repeat(2, 1, 1)
+            mapped(
+                exact,
+                lambda x: x[..., : x.shape[-1] // 2] if lie == "width" else x.repeat(2, 1, 1),
             ),
             kv_dtype,
         )

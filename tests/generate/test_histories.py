@@ -449,7 +449,7 @@ def test_weights_that_change_during_a_request_leave_nothing(engine_of, monkeypat
 
 
 def test_without_memory_the_second_attempt_has_what_earlier_requests_held(engine_of, monkeypatch):
-    engine, real, kept = engine_of("llama", store_config=KEPT), prefilling._Blend.run, []
+    engine, real, kept = engine_of("llama", store_config=KEPT), prefilling._blended, []
     chat(engine, QUESTIONS[:1])
     (root,) = engine._query_side.histories._roots.values()
     kept = [weakref.ref(t) for node in root.children for pair in node.layers for t in pair]
@@ -462,7 +462,7 @@ def test_without_memory_the_second_attempt_has_what_earlier_requests_held(engine
         assert [ref() for ref in kept if ref() is not None] == []
         return real(*args)
 
-    monkeypatch.setattr(prefilling._Blend, "run", blend)
+    monkeypatch.setattr(prefilling, "_blended", blend)
     result = engine.generate([{"role": "user", "content": QUESTIONS[0]}])
     assert kept
     assert result.fallback_reason == "memory ran out with reuse"

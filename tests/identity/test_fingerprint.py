@@ -295,7 +295,7 @@ def test_what_has_no_files_and_no_order_is_described_too(monkeypatch):
 
 def test_each_description_reaches_the_identity(tokenizer):
     model = tiny_model("gemma2")
-    found = describe(model, tokenizer, "commit:1", regime="short", extra_keys={"a": "b"})
+    found = describe(model, tokenizer, "commit:1", regime="short")
     assert found == ModelIdentity(
         weights="commit:1",
         config=config_text(model.config),
@@ -306,7 +306,6 @@ def test_each_description_reaches_the_identity(tokenizer):
         dtype="torch.float32",
         quantisation="",
         adapters="",
-        extra_keys={"a": "b"},
     )
     assert "sliding_window" in found.attention
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit import mapped
 from stitch_cases import StitchCase, stitching_of
 
 import kvrag.blend.stitch as stitching
@@ -62,7 +63,7 @@ def test_what_the_engine_launches_was_built(name, kv_dtype, monkeypatch):
     model = CausalLM(wide(name))
     prefix, _ = encode_prefix(model, [1, 2, 3])
     kvs = [
-        pack(kv.map(torch.Tensor.bfloat16), kv_dtype)
+        pack(mapped(kv, torch.Tensor.bfloat16), kv_dtype)
         for kv in encode_chunks(model, prefix, [list(range(30, 76))])
     ]
     layout = place(

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from emulated import needs_compiler
+from kit import mapped
 from test_stitch import run_emulated
 from texts import make_chunks
 
@@ -38,7 +39,8 @@ def prompt_of(model: CausalLM, kv_dtype: Any) -> tuple[Layout, list[ChunkKV]]:
         (2, "live", -1, 0),
     ]
     kvs = [
-        pack(kv.map(torch.Tensor.bfloat16), kv_dtype) for kv in encode_chunks(model, prefix, CHUNKS)
+        pack(mapped(kv, torch.Tensor.bfloat16), kv_dtype)
+        for kv in encode_chunks(model, prefix, CHUNKS)
     ]
     return place((n, kind, False, source, False, at) for n, kind, source, at in segments), kvs
 

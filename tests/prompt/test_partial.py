@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kit import raising, request_of
+from kit import mapped, raising, request_of
 from texts import make_chunks
 from tokenizers_kit import tiny_sentencepiece_tokenizer
 
@@ -192,7 +192,7 @@ def test_stored_bits_are_the_same_before_and_after(ram_bytes, engine_of):
         sorted(engine.store.catalog.keys()),
         [engine.store.get(identity) for identity in identities],
     )
-    copies = [kv.map(torch.clone) for kv in before if kv is not None]
+    copies = [mapped(kv, torch.clone) for kv in before if kv is not None]
     assert len(copies) == 3
     for repair in (EVERY_ROW, RepairConfig(recompute_ratio=0.3, shift=1.0), NO_REPAIR):
         engine.generate(

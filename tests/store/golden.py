@@ -56,7 +56,17 @@ def chunks(kind):
         ]
         for number, dtype in enumerate((torch.bfloat16, torch.float16)):
             half = make_identity(8 + number, tokens=TOKENS)
-            found.append((half, kv.map(lambda x, dtype=dtype: x.to(dtype))))
+            found.append(
+                (
+                    half,
+                    ChunkKV(
+                        tuple(
+                            LayerKV(each.keys.to(dtype), each.values.to(dtype))
+                            for each in kv.layers
+                        )
+                    ),
+                )
+            )
     return found
 
 

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from fake_cuda import CUDA, FakeCuda, install
+from kit import mapped
 from torch.overrides import TorchFunctionMode
 
 from kvrag import StoreConfig
@@ -46,7 +47,7 @@ def store(tmp_path, device) -> Iterator[TieredStore]:
 def is_whole(kv: ChunkKV | None, chunk: object) -> bool:
     assert kv is not None
     assert all(x.is_cuda for layer in kv.layers for x in layer.tensors)
-    return same_bits(kv.map(lambda x: x.as_subclass(torch.Tensor)), make_kv(chunk))
+    return same_bits(mapped(kv, lambda x: x.as_subclass(torch.Tensor)), make_kv(chunk))
 
 
 def test_a_promoted_chunk_is_what_was_stored(store, device):
