@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
@@ -55,9 +56,11 @@ class DecodedIds:
         bos = tuple(encoder.bos_ids)
         self._num_bos = len(bos) * (self.ids[: len(bos)] == bos)
         self.starts = [0, *accumulate(map(len, self._texts))][: len(ids)]
+        self._decoded = cache(lambda chunk: DecodedIds(chunk, encoder))
 
-    def overlaps(self, chunk: DecodedIds, at: int) -> Iterator[Overlap]:
-        """Yield the rows that a chunk shares, if its text begins at the character ``at``."""
+    def shared(self, place: Place) -> Iterator[Overlap]:
+        """Yield the rows that a chunk at a place shares."""
+        chunk, at = self._decoded(place.ids), place.start
         row = bisect_left(self.starts, at)
         own = 0
         first: tuple[int, int] | None = None
@@ -72,6 +75,10 @@ class DecodedIds:
             own += gap >= 0
         if first:
             yield Overlap(first[0], row, first[1])
+
+    def num_shared(self, place: Place) -> int:
+        """Return the number of rows that a chunk at a place shares."""
+        return sum([rows.stop - rows.start for rows in self.shared(place)])
 
     def begins_with(self, prefix: DecodedIds) -> bool:
         """Whether the text begins with a prefix, the last tokens of which may be merged."""
@@ -108,46 +115,53 @@ def plan_ids(ids: Sequence[int], lookup: Lookup, prefixes: Iterable[TokenIds]) -
     prompt = DecodedIds(ids, encoder)
     bos = tuple(encoder.bos_ids)
     named = max([bos, *prefixes], key=lambda each: common(each, prompt.ids))
-    places = _Places(prompt, lookup)
+    places = _places(prompt, lookup)
     prefix = named
     if named == bos or not prompt.begins_with(DecodedIds(named, encoder)):
-        prefix = prompt.ids[: prompt.rows(0, places.first).stop]
+        first = places[0].start if places else len(prompt.text)
+        prefix = prompt.ids[: prompt.rows(0, first).stop]
     lookup.prefix = ids_digest(prefix)
     heads = [prefix]
     if common(named, prompt.ids) >= lookup.min_tokens:
         heads.append(named)
     identities = [lookup.identity(each, NO_IDS) for each in heads]
-    known = lookup.look_up([place.ids for place in places.found], *identities)
+    known = lookup.look_up([place.ids for place in places], *identities)
     head = next((each for each in identities if each in known), None)
     stop = common(prefix if head is None else head.token_ids, prompt.ids)
-    first = lookup.head(prompt.piece(0, stop), prompt.ids[:stop], head)
-    return lookup.plan([first, *places.planned(stop, prefix)])
+    begun = lookup.head(prompt.piece(0, stop), prompt.ids[:stop], head)
+    return lookup.plan([begun, *_planned(prompt, places, lookup, stop, prefix)])
 
 
-class _Places:
-    """Places of known chunks, and of first parts of stored chunks, in a decoded prompt."""
+def _places(prompt: DecodedIds, lookup: Lookup) -> list[Place]:
+    """Return the places of known chunks, and of first parts of stored chunks outside of these."""
+    text = prompt.text
+    whole = [
+        Place(span.start, span.stop, lookup.encoder.chunk_ids(text[span.start : span.stop]))
+        for span in lookup.scanner.scan(text)
+    ]
+    outside = [
+        at
+        for at in lookup.scanner.head_places(text)
+        if not any(place.start <= at < place.stop for place in whole)
+    ]
+    heads = {at: text[at : at + ANCHOR_CHARS] for at in outside[:MAX_LOOKS]}
+    stored = stored_like(heads.values(), lookup)
+    parts = [[Place(at, at, ids) for _, ids in stored.get(heads[at], ())] for at in heads]
+    best = [max(each, key=prompt.num_shared) for each in parts if each]
+    return sorted([*whole, *best], key=lambda place: place.start)
 
-    def __init__(self, prompt: DecodedIds, lookup: Lookup) -> None:
-        self._prompt = prompt
-        self._lookup = lookup
-        self._decoded = dict[TokenIds, DecodedIds]()
-        text = prompt.text
-        whole = [
-            Place(span.start, span.stop, lookup.encoder.chunk_ids(text[span.start : span.stop]))
-            for span in lookup.scanner.scan(text)
-        ]
-        self.found = sorted([*whole, *self._parts(whole)], key=lambda place: place.start)
 
-    @property
-    def first(self) -> int:
-        """Character that the first place begins with; without places, the end of the text."""
-        return self.found[0].start if self.found else len(self._prompt.text)
+def _planned(
+    prompt: DecodedIds, places: Iterable[Place], lookup: Lookup, row: int, prefix: TokenIds
+) -> Iterator[PlannedPiece]:
+    """Plan the rows from ``row`` on: those of chunks, and live text between them.
 
-    def planned(self, row: int, prefix: TokenIds) -> Iterator[PlannedPiece]:
-        """Plan the rows from ``row`` on: those of chunks, and live text between them."""
-        prompt = self._prompt
-        lookup = self._lookup
-        for place, (first, stop, offset) in self._overlaps():
+    A chunk without KV has all its rows; of a chunk with KV, the shared rows are reused.
+    """
+    for place in places:
+        has_kv = lookup.usable(place.ids) is not None
+        rows = prompt.shared(place) if has_kv else [prompt.rows(place.start, place.stop)]
+        for first, stop, offset in rows:
             start = max(row, first)
             if stop - start < lookup.min_tokens:
                 continue
@@ -162,36 +176,4 @@ class _Places:
                 offset=offset,
             )
             row = stop
-        yield prompt.live(row, len(prompt.ids))
-
-    def _overlaps(self) -> Iterator[tuple[Place, Overlap]]:
-        """Yield the rows of each chunk to reuse, or all its rows if it has no KV."""
-        for place in self.found:
-            if self._lookup.usable(place.ids) is None:
-                yield place, self._prompt.rows(place.start, place.stop)
-            else:
-                yield from ((place, rows) for rows in self._shared(place))
-
-    def _parts(self, covered: Sequence[Place]) -> Iterator[Place]:
-        """Yield the places of first parts of stored chunks outside of ``covered``."""
-        text = self._prompt.text
-        lookup = self._lookup
-        outside = [
-            at
-            for at in lookup.scanner.head_places(text)
-            if not any(place.start <= at < place.stop for place in covered)
-        ]
-        heads = {at: text[at : at + ANCHOR_CHARS] for at in outside[:MAX_LOOKS]}
-        stored = stored_like(heads.values(), lookup)
-        for at, head in heads.items():
-            places = [Place(at, at, ids) for _, ids in stored.get(head, ())]
-            if places:
-                yield max(places, key=self._num_shared)
-
-    def _num_shared(self, place: Place) -> int:
-        return sum([rows.stop - rows.start for rows in self._shared(place)])
-
-    def _shared(self, place: Place) -> Iterator[Overlap]:
-        if place.ids not in self._decoded:
-            self._decoded[place.ids] = DecodedIds(place.ids, self._lookup.encoder)
-        return self._prompt.overlaps(self._decoded[place.ids], place.start)
+    yield prompt.live(row, len(prompt.ids))
