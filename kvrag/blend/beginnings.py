@@ -169,7 +169,7 @@ def _proven(model: PlainLM) -> Pieces:
     found = Pieces(None)
     for seed in range(ATTEMPTS):  # in a mixture of experts, a rounding may send a row elsewhere
         try:
-            found = _Trial(model, seed).pieces()
+            found = _compared(model, seed)
         except UnsupportedModelError as error:
             return Pieces(str(error))
         except Exception as error:  # custom code may raise anything
@@ -182,69 +182,64 @@ def _proven(model: PlainLM) -> Pieces:
     return found
 
 
-class _Trial:
-    """Prompt of random tokens that crosses a short window, and the runs over it."""
+def _compared(model: PlainLM, seed: int) -> Pieces:
+    """Compare runs in pieces, and runs behind each snapshot, with a run in one piece.
 
-    def __init__(self, model: PlainLM, seed: int) -> None:
-        self._model = model
-        names = ("sliding_window", "attention_chunk_size")
-        windows = [getattr(model.config, name, None) or 0 for name in names]
-        crossed = [window + 48 for window in windows if window <= CROSSABLE_WINDOW]
-        self._total = min(max([96, *crossed]), model.context_window - 2)
-        drawn = draw(model, 2 * self._total + 1, seed)
-        self._ids = drawn[: self._total]
-        self._others = drawn[self._total : -1]
-        self._next = drawn[-1:]
-        # Pieces shorter than a convolution, a single token, a window, and short ones again.
-        cuts = (2, 3, self._total - 40, self._total - 3)
-        self._stops = sorted({cut for cut in cuts if 0 < cut < self._total})
+    The prompt, of random tokens, crosses a short window.
+    """
+    names = ("sliding_window", "attention_chunk_size")
+    windows = [getattr(model.config, name, None) or 0 for name in names]
+    crossed = [window + 48 for window in windows if window <= CROSSABLE_WINDOW]
+    total = min(max([96, *crossed]), model.context_window - 2)
+    drawn = draw(model, 2 * total + 1, seed)
+    prompt = drawn[:total]
+    # Pieces shorter than a convolution, a single token, a window, and short ones again.
+    stops = sorted({cut for cut in (2, 3, total - 40, total - 3) if 0 < cut < total})
 
-    def pieces(self) -> Pieces:
-        """Compare runs in pieces, and runs behind each snapshot, with a run in one piece."""
-        whole, run = self._run(self._ids)
-        cut, kept = self._run(self._ids, self._stops)
-        gaps = [gap(cut, whole)]
-        for stop in (*self._stops, self._stops[-1]):  # again: no run may change a snapshot
-            behind, _ = self._run(self._ids, history=_history(kept, run.rows, stop))
-            gaps.append(gap(behind, whole))
-        # A planted mistake: the state and rows of other tokens.
-        last = self._stops[-1]
-        _, other = self._run(self._others, self._stops)
-        planted, _ = self._run(self._ids, history=_history(other, other.rows, last))
-        worst = float(torch.tensor(gaps, dtype=torch.float64).max())  # NaN if any is, unlike max()
-        limit = LIMIT if worst <= LIMIT else max(LIMIT, NOISE_FACTOR * self._noise())
-        if not worst <= limit:
-            return Pieces(
-                "in pieces it reads a prompt otherwise than whole "
-                f"(largest difference of logits {worst:.2g}, allowed {limit:.2g})"
-            )
-        if not gap(planted, whole) > limit:
-            return Pieces("a wrong beginning moves its logits no more than a rounding")
-        return Pieces(None, kept.snapshots[last])
-
-    def _run(
-        self, ids: Tensor, stops: Collection[int] = (), history: HistoryRows | None = None
+    def run(
+        ids: Tensor, stops: Collection[int] = (), history: HistoryRows | None = None
     ) -> tuple[Tensor, Run]:
         """Run a prompt and a token behind it; return the logits of both, and the run."""
-        logits, run = self._model.prefill(ids, max_new_tokens=2, stops=stops, history=history)
-        return torch.stack([logits, run(self._next)[0]]).float().cpu(), run
+        logits, made = model.prefill(ids, max_new_tokens=2, stops=stops, history=history)
+        return torch.stack([logits, made(drawn[-1:])[0]]).float().cpu(), made
 
-    def _noise(self) -> float:
-        """Measure how far a rounding of the embeddings moves the logits.
+    def behind(kept: Run, rows: Layers, stop: int) -> Tensor:
+        """Return the logits of the prompt behind the first rows of a run."""
+        head = [(keys[:, :, :stop], values[:, :, :stop]) for keys, values in rows]
+        return run(prompt, history=HistoryRows(kept.snapshots[stop], head, stop))[0]
 
-        Float32 needs no such allowance.
-        """
-        model = self._model.model
-        if self._model.dtype == torch.float32:
-            return 0.0
-        ids = self._ids[None].to(self._model.device)
-        with lock_of(model), evaluating(model):
-            one = model(input_ids=ids, use_cache=False).logits[0, -1].float()
-            with moved_embeddings(model, 0):
-                two = model(input_ids=ids, use_cache=False).logits[0, -1].float()
-        return gap(one, two)
+    whole, own = run(prompt)
+    cut, kept = run(prompt, stops)
+    last = stops[-1]
+    # Behind the last stop twice: no run may change a snapshot.
+    again = [behind(kept, own.rows, stop) for stop in (*stops, last)]
+    gaps = [gap(each, whole) for each in (cut, *again)]
+    # A planted mistake: the state and rows of other tokens.
+    _, other = run(drawn[total:-1], stops)
+    planted = behind(other, other.rows, last)
+    worst = float(torch.tensor(gaps, dtype=torch.float64).max())  # NaN if any is, unlike max()
+    limit = LIMIT if worst <= LIMIT else max(LIMIT, NOISE_FACTOR * _noise(model, prompt))
+    if not worst <= limit:
+        return Pieces(
+            "in pieces it reads a prompt otherwise than whole "
+            f"(largest difference of logits {worst:.2g}, allowed {limit:.2g})"
+        )
+    if not gap(planted, whole) > limit:
+        return Pieces("a wrong beginning moves its logits no more than a rounding")
+    return Pieces(None, kept.snapshots[last])
 
 
-def _history(kept: Run, rows: Layers, stop: int) -> HistoryRows:
-    head = [(keys[:, :, :stop], values[:, :, :stop]) for keys, values in rows]
-    return HistoryRows(kept.snapshots[stop], head, stop)
+def _noise(lm: PlainLM, ids: Tensor) -> float:
+    """Measure how far a rounding of the embeddings moves the logits.
+
+    Float32 needs no such allowance.
+    """
+    model = lm.model
+    if lm.dtype == torch.float32:
+        return 0.0
+    given = {"input_ids": ids[None].to(lm.device), "use_cache": False}
+    with lock_of(model), evaluating(model):
+        one = model(**given).logits[0, -1].float()
+        with moved_embeddings(model, 0):
+            two = model(**given).logits[0, -1].float()
+    return gap(one, two)
