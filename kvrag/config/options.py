@@ -17,6 +17,7 @@ from typing import (
 )
 
 from pydantic import (
+    AfterValidator,
     BeforeValidator,
     Field,
     GetPydanticSchema,
@@ -194,12 +195,8 @@ def check_continues(value: object) -> bool:
     return bool(value)
 
 
-def _span(value: object) -> object:
-    pair = tuple(value) if isinstance(value, (tuple, list)) else ()
-    are_numbers = len(pair) == 2 and all(
-        isinstance(v, (int, float)) and not isinstance(v, bool) for v in pair
-    )
-    if not are_numbers or not 0 <= pair[0] < pair[1] <= 1:
+def _span(pair: tuple[float, float]) -> tuple[float, float]:
+    if not pair[0] < pair[1]:
         raise ValueError("it must be two numbers that ascend in [0, 1]")
     return pair
 
@@ -242,12 +239,6 @@ def _pairs(value: object) -> object:
     if isinstance(value, str):
         raise ValueError("it must be a dict by token id, or pairs")
     return value or ()
-
-
-def _callback(value: object) -> object:
-    if value is not None and not callable(value):
-        raise ValueError("it must be callable, or None")
-    return value
 
 
 def _address(value: object, check: ValidatorFunctionWrapHandler) -> object:
@@ -295,7 +286,7 @@ class RepairConfig:
     mismatch_ratio: Fraction = 0.20
     """Recompute ratio, where larger than the usual ratio, for prompts with chunks that were encoded
     behind a different prefix."""
-    probe_span: Annotated[tuple[float, float], BeforeValidator(_span)] = (1 / 3, 0.8)
+    probe_span: Annotated[tuple[Fraction, Fraction], AfterValidator(_span)] = (1 / 3, 0.8)
     """Range of layers whose attention the ``query`` strategies use, as fractions of all layers."""
     seed: Count = 0
     """Seed of the ``random`` strategy."""
@@ -362,9 +353,7 @@ class StoreConfig:
     """Change nothing in the directory."""
     event_log: str | None = None
     """File that events of stored chunks are appended to, as JSON lines; ``None``: no log."""
-    on_event: Annotated[
-        Callable[[Any], None] | None, BeforeValidator(_callback), WithJsonSchema({"type": "null"})
-    ] = None
+    on_event: Annotated[Callable[[Any], None] | None, WithJsonSchema({"type": "null"})] = None
     """Function called with every :class:`kvrag.store.StoreEvent`; it must return quickly and must
     not use the store."""
     history_bytes: Size | None = None

@@ -132,7 +132,7 @@ FAULTS: dict[type, list[tuple[dict[str, object], str]]] = {
         ({"read_only": 1}, "read_only is 1; it should be a valid boolean"),
         ({"read_only": True, "on_miss": "store"}, "a read_only store takes nothing"),
         ({"event_log": 5}, "event_log is 5; it should be a valid string"),
-        ({"on_event": 5}, "on_event is 5; it must be callable, or None"),
+        ({"on_event": 5}, "on_event is 5; it should be callable"),
     ],
     RepairConfig: [
         ({"strategy": "querry"}, "'querry'; it should be .*'query'"),

@@ -62,7 +62,7 @@ ANYONE = {"__init__", "__main__"}
 """Files of ``kvrag/`` itself that hand on names of the others."""
 
 AREAS = {
-    "core": 156_350,
+    "core": 155_975,
     "adapters": 4_420,
     "cli": 15_100,
     "evaluate": 7_170,
