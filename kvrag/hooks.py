@@ -274,7 +274,7 @@ def _named(items: Any, ids: Sequence[str] | None, content: Content) -> Named:
     return [(name, text) for name, (_, text) in zip(names, pairs, strict=True)]
 
 
-def _precompute(host: Host, named: Named, asked: IndexOptions) -> PrecomputeReport:
+def _precompute(host: Host, named: Named, asked: _HostedItems | _HostedSync) -> PrecomputeReport:
     """Precompute documents; report empty documents as too short, and delete their old KV."""
     names = list[str | None]()
     texts = list[str]()
@@ -285,11 +285,13 @@ def _precompute(host: Host, named: Named, asked: IndexOptions) -> PrecomputeRepo
         else:
             names.append(name)
             texts.append(text)
-    report = host.precompute(texts, ids=names, **asked.shared())
+    options = asked.shared()
+    if hasattr(asked.llm, "own_prefix"):  # a framework's model: its messages and templates
+        options["prefix"] = asked.llm.own_prefix(asked.prefix)
+    report = host.precompute(texts, ids=names, **options)
     gone = set(in_collection(filter(None, blank), asked.collection))
     if gone:
         gone &= set(host.document_ids(namespace=asked.namespace))
-    if gone:
         host.delete(sorted(gone), namespace=asked.namespace)
     empty = [(name or "", "no text") for name in blank]
     tell_short(host if isinstance(host, RemoteHost) else host.store, empty)
@@ -310,14 +312,11 @@ def _listed(items: Any) -> list[Any]:
     return documents_in(items)
 
 
+# Attributes of a LangChain document, a LlamaIndex node, a scored node.
 _ITEM_MARKS = ("page_content", "node_id", "node")
-"""Attributes of a LangChain document, a LlamaIndex node, a scored node."""
-
+# Attributes of vector stores and indexes. LlamaIndex's stores are pydantic models, which are
+# iterable, so iterability alone is no test.
 _HOLDER_MARKS = ("similarity_search", "docstore", "get_nodes")
-"""Attributes of vector stores and indexes.
-
-LlamaIndex's stores are pydantic models, which are iterable, so iterability alone is no test.
-"""
 
 
 def _pair(item: Any, content: Content) -> tuple[str | None, str]:

@@ -232,7 +232,7 @@ class EngineFields(BaseModel):
         names = _OF_CALL.keys() & type(self).model_fields.keys() - _OF_ENGINE
         return {name: getattr(self, name) for name in names}
 
-    def _own_prefix(self, prefix: Any) -> Any:
+    def own_prefix(self, prefix: Any) -> Any:
         """Return a prefix as the engine takes it; ``None``: the engine's own."""
         return prefix
 
@@ -281,9 +281,7 @@ class EngineFields(BaseModel):
 
         Takes the options of :func:`kvrag.precompute_kv`.
         """
-        asked = ItemRequest(items=items, **options)
-        given = {**vars(asked), "prefix": self._own_prefix(asked.prefix)}
-        return precompute_kv(llm=self, **given)
+        return precompute_kv(llm=self, **vars(ItemRequest(items=items, **options)))
 
     @checks_names
     def delete_kv(
@@ -301,6 +299,4 @@ class EngineFields(BaseModel):
 
         Takes the options of :func:`kvrag.sync_kv`.
         """
-        asked = SyncRequest(live_items=live_items, **options)
-        given = {**vars(asked), "prefix": self._own_prefix(asked.prefix)}
-        return sync_kv(llm=self, **given)
+        return sync_kv(llm=self, **vars(SyncRequest(live_items=live_items, **options)))

@@ -6,8 +6,9 @@ import pytest
 from kit import kept, raising, settle
 from langchain_core.documents import Document
 from langchain_core.language_models import FakeListLLM
+from langchain_core.messages import SystemMessage
 
-from kvrag import ConfigError, InputError, Retention
+from kvrag import ConfigError, InputError, Retention, precompute_kv
 from langchain_kvrag import ChatKVRag, KVPrecompute, KVPrefetchHandler, KVRagVectorStore
 
 
@@ -103,3 +104,21 @@ def test_the_transformer_passes_collection_and_worth_on(chat, chunks):
         )
     with pytest.raises(InputError, match="collection is"):
         KVPrecompute(chat, collection="")
+
+
+@pytest.mark.parametrize("way", ["step", "method", "store", "function"])
+def test_a_prefix_of_messages_is_what_the_model_is_shown(chat, chunks, embedding, way):
+    prefix = [SystemMessage("Answer from the notes.")]
+    if way == "step":
+        step = KVPrecompute(chat, prefix=prefix, on_error="raise")
+        step.transform_documents([Document(page_content=chunks[0])])
+    elif way == "method":
+        assert chat.precompute_kv([chunks[0]], prefix=prefix).stored == 1
+    elif way == "store":
+        KVRagVectorStore.from_texts(
+            [chunks[0]], embedding, llm=chat, prefix=prefix, on_error="raise"
+        )
+    else:
+        assert precompute_kv([chunks[0]], llm=chat, prefix=prefix).stored == 1
+    spans = chat.explain([*prefix, ("human", f"{chunks[0]}\n\nWho?")]).spans
+    assert [span.hit for span in spans if span.kind in ("prefix", "chunk")] == [True, True]

@@ -129,18 +129,18 @@ class KVRagModel(EngineFields):
         """Return the engine, or the engine of another model that a single call names."""
         self.check_model_kwargs()  # again: the dict may have been changed since
         is_other = model is not None and model != self.model
-        if isinstance(self.tokenizer, os.PathLike):
-            tokenizer = os.fspath(self.tokenizer)
-        else:
-            tokenizer = self.tokenizer
         # String prompts have no head of a chat template.
         is_plain = self.prefix is None and not self._shows_messages
         return self.open_engine(
             model=model if is_other else self.model,
-            tokenizer=None if is_other else tokenizer,
+            tokenizer=None if is_other else self.tokenizer,
             revision=None if is_other else self.revision,
-            prefix="" if is_plain else engine_prefix(self.prefix, is_chat=self._shows_messages),
+            prefix="" if is_plain else self.own_prefix(self.prefix),
         )
+
+    def own_prefix(self, prefix: Any) -> Any:
+        """Return a prefix as the engine takes it; ``None``: the engine's own."""
+        return engine_prefix(prefix, is_chat=self._shows_messages)
 
     async def _aengine(self, model: Any = None) -> KVRagEngine:
         """Return the engine without blocking the event loop.

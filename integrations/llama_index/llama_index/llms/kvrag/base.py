@@ -166,7 +166,8 @@ class KVRagLLM(ToolCallingLLM):
     def _token_ids(self, text: str) -> list[int]:
         return list(_ids_of(self.engine.encoder, text))
 
-    def _own_prefix(self, prefix: Any) -> Any:
+    def own_prefix(self, prefix: Any) -> Any:
+        """Return a prefix as the engine takes it; ``None``: the engine's own."""
         if prefix is None:
             return None
         return engine_prefix(prefix, self)

@@ -7,7 +7,6 @@ import logging
 import uuid
 import warnings
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, NoReturn
 
 from llama_index.core import Settings
@@ -22,7 +21,6 @@ from kvrag.adapters import (
     parameters_of,
 )
 from llama_index.llms.kvrag.base import KVRagLLM
-from llama_index.llms.kvrag.prompts import engine_prefix
 
 logger = logging.getLogger(__name__)
 
@@ -64,11 +62,7 @@ def precompute_nodes(
     them, whereas a missing chunk only costs time.
     """
     try:
-        if isinstance(llm, KVRagLLM):
-            compute = llm.precompute_kv
-        else:
-            compute = partial(precompute_kv, llm=llm)
-        report = compute(nodes, **options)
+        report = precompute_kv(nodes, llm=llm, **options)
     except Exception as error:
         if on_error == "raise":
             raise
@@ -159,8 +153,8 @@ class KVPrecompute(PrecomputeFields, TransformComponent):
             # A server does not tell when KV was erased. It skips the nodes that it has.
             return {"server": engine.base_url, "run": uuid.uuid4().hex}
         prefix = self.prefix
-        if isinstance(llm, KVRagLLM) and prefix is not None:
-            prefix = engine_prefix(prefix, llm)
+        if isinstance(llm, KVRagLLM):
+            prefix = llm.own_prefix(prefix)
         return {
             "model": engine.loaded.fingerprint,
             "prefix": engine.text_of(prefix),
