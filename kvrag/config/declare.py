@@ -129,7 +129,8 @@ def fault_of(cls: Any, error: ValidationError, given: Mapping[str, Any]) -> Conf
     where: Any = (*fault["loc"], "")[0]
     name = str(dict(enumerate(known)).get(where, where))  # a positional value has its index
     owner = _declaring(cls, name).__name__
-    of = f"{owner}.{name}"
+    # A private class stands for a function or a component, whose option has the same name.
+    of = name if owner.startswith("_") else f"{owner}.{name}"
     cause = fault.get("ctx", {}).get("error")
     if isinstance(cause, ConfigError):
         is_whole = not name or str(cause).startswith(owner)

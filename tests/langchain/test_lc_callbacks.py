@@ -122,3 +122,13 @@ def test_a_prefix_of_messages_is_what_the_model_is_shown(chat, chunks, embedding
         assert precompute_kv([chunks[0]], llm=chat, prefix=prefix).stored == 1
     spans = chat.explain([*prefix, ("human", f"{chunks[0]}\n\nWho?")]).spans
     assert [span.hit for span in spans if span.kind in ("prefix", "chunk")] == [True, True]
+
+
+def test_an_error_names_an_option_of_a_component_as_users_write_it(embedding, chat):
+    for name, value, options in (
+        ("metric", "cosine", {"embedding": embedding}),
+        ("batch_size", 0, {"embedding": embedding, "llm": chat}),
+    ):
+        with pytest.raises(ConfigError, match=f"{name} is {value!r}; it should") as raised:
+            KVRagVectorStore(**{name: value}, **options)
+        assert "_Options" not in str(raised.value)
