@@ -90,12 +90,20 @@ CHANGES: tuple[tuple[str, Undo, Undo | None], ...] = (
 def _texts(lookup: Lookup) -> list[str]:
     """Read the latest stored texts, at most :data:`MAX_READ`, in a time budget of their own.
 
-    The store keeps no texts: they are decoded.
+    The store keeps no texts: they are decoded. If the time is over, those read by then count.
     """
-    again = replace(lookup, deadline=Deadline(lookup.deadline.seconds))
-    stored = again.stored_ids(lookup.scanner.some(MAX_READ))
-    texts = [(key, lookup.encoder.decode(ids)) for key, runs in stored.items() for ids in runs]
-    return [text for digest, text in texts if text_digest(text) == digest]
+    found = list[str]()
+    deadline = Deadline(lookup.deadline.seconds)
+
+    def read() -> None:
+        for entry in lookup.scanner.some(MAX_READ):
+            if deadline.fault is not None:  # the advice has been given without the rest
+                return
+            texts = map(lookup.encoder.decode, lookup.ids_of(entry.digest))
+            found.extend([text for text in texts if text_digest(text) == entry.digest])
+
+    deadline.ask(read, None, what="the KV store")
+    return [*found]
 
 
 def _proven(text: str, scanner: SpanIndex, texts: Sequence[str]) -> str | None:

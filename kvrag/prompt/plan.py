@@ -124,19 +124,22 @@ class Lookup:
         return found
 
     def stored_ids(self, entries: Sequence[TextEntry]) -> dict[str, list[TokenIds]]:
-        """Map text digests to the token ids of their KV with this model, namespace and dtype."""
-        own = self.model, self.namespace, self.kv_dtype
-
-        def find(digest: str) -> list[TokenIds]:
-            found = self.store.identities(self.namespace, digest)
-            own_ids = [i.token_ids for i in found if (i.model, i.namespace, i.kv_dtype) == own]
-            return list(dict.fromkeys(own_ids))
-
+        """Map text digests to the token ids of their KV; see :meth:`ids_of`."""
         return self.deadline.ask(
-            lambda: {e.digest: find(e.digest) for e in entries},
+            lambda: {e.digest: self.ids_of(e.digest) for e in entries},
             dict[str, list[TokenIds]](),
             what="the KV store",
         )
+
+    def ids_of(self, digest: str) -> list[TokenIds]:
+        """Return the token ids of a text's KV with this model, namespace and dtype.
+
+        It reads from the store in this thread.
+        """
+        own = self.model, self.namespace, self.kv_dtype
+        found = self.store.identities(self.namespace, digest)
+        own_ids = [i.token_ids for i in found if (i.model, i.namespace, i.kv_dtype) == own]
+        return list(dict.fromkeys(own_ids))
 
     def head(self, piece: Piece, ids: TokenIds, identity: ChunkIdentity | None) -> PlannedPiece:
         """Plan the prefix, with its stored KV, if any."""

@@ -49,6 +49,25 @@ def test_an_index_that_hangs_is_said_to_hang(
     assert engine.prefill(prompt, mode="full").fallback_reason is None
 
 
+def test_advice_does_not_wait_for_texts_that_are_decoded_too_slowly(
+    engine_of: MakeEngine, monkeypatch: pytest.MonkeyPatch, go_on: threading.Event
+) -> None:
+    engine = engine_of(store_config=StoreConfig(load_timeout_s=0.3))
+    engine.precompute(CHUNKS)
+    decoders = set[int]()
+
+    def decode(_: object) -> str:
+        decoders.add(threading.get_ident())
+        go_on.wait(20)
+        return ""
+
+    monkeypatch.setattr(engine.loaded.encoder, "decode", decode)
+    told = engine.explain("Who is it, of whom nothing is said here?")
+    assert "no known chunk text" in told.notes[-1]
+    assert decoders
+    assert threading.get_ident() not in decoders
+
+
 def test_an_index_that_fails_is_said_to_fail(
     engine_of: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
