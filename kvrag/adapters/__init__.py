@@ -19,7 +19,7 @@ from kvrag.config import config_class, parameters_of, unknown_option
 from kvrag.config.address import Address, address, place
 from kvrag.generate.logprobs import Delta
 from kvrag.generate.request import ReuseOptions
-from kvrag.hooks import Content, OnError
+from kvrag.hooks import Content
 from kvrag.hosts import RemoteHost
 from kvrag.model.linear import linear
 from kvrag.model.source import ModelSource
@@ -41,7 +41,6 @@ __all__ = [
     "IndexRequest",
     "ModelFacts",
     "ModelSource",
-    "OnError",
     "Progress",
     "Prompt",
     "PromptEncoder",
