@@ -445,8 +445,7 @@ class KVRagEngine(Library):
         space = self.space_of(asked.namespace)
         loaded = self.loaded
         loaded.reusable  # noqa: B018 - raises before anything is deleted or stored
-        if self._gate.kv_dtype != "auto":
-            self._gate.admit(loaded)
+        self._gate.admit(loaded)
         text = self.text_of(asked.prefix)
         self._prefix_texts.setdefault(space, {})[text] = None
         documents.replace(self.store, space, items, self.erasing, is_announced=asked.announced)
@@ -648,8 +647,9 @@ class KVRagEngine(Library):
                 ids = self.context_ids
                 if config.on_miss == "store" and loaded.lm.refusal is None:
                     self._write_back = WriteBack(loaded, self.store, config, ids)
-                own = self._write_back, ids, self._stats
-                self._query_side = QueryPipeline(loaded, self.store, config, *own)
+                self._query_side = QueryPipeline(
+                    loaded, self.store, config, self._write_back, ids, self._stats
+                )
                 self.resources.callback(self._query_side.close)
             if self.store_config.history_bytes is None:
                 self._query_side.histories.max_bytes = self.history_bytes

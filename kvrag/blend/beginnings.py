@@ -183,25 +183,12 @@ def _proven(model: PlainLM) -> Pieces:
 
 
 def _compared(model: PlainLM, seed: int) -> Pieces:
-    """Compare runs in pieces, and runs behind each snapshot, with a run in one piece.
-
-    The prompt, of random tokens, crosses a short window.
-    """
-    names = ("sliding_window", "attention_chunk_size")
-    windows = [getattr(model.config, name, None) or 0 for name in names]
-    crossed = [window + 48 for window in windows if window <= CROSSABLE_WINDOW]
-    total = min(max([96, *crossed]), model.context_window - 2)
-    drawn = draw(model, 2 * total + 1, seed)
-    prompt = drawn[:total]
+    """Compare runs in pieces, and runs behind each snapshot, with a run in one piece."""
+    total = _num_compared(model)
+    prompt, other_prompt, after = draw(model, 2 * total + 1, seed).tensor_split([total, 2 * total])
     # Pieces shorter than a convolution, a single token, a window, and short ones again.
     stops = sorted({cut for cut in (2, 3, total - 40, total - 3) if 0 < cut < total})
-
-    def run(
-        ids: Tensor, stops: Collection[int] = (), history: HistoryRows | None = None
-    ) -> tuple[Tensor, Run]:
-        """Run a prompt and a token behind it; return the logits of both, and the run."""
-        logits, made = model.prefill(ids, max_new_tokens=2, stops=stops, history=history)
-        return torch.stack([logits, made(drawn[-1:])[0]]).float().cpu(), made
+    run = partial(_run, model, after)
 
     def behind(kept: Run, rows: Layers, stop: int) -> Tensor:
         """Return the logits of the prompt behind the first rows of a run."""
@@ -215,7 +202,7 @@ def _compared(model: PlainLM, seed: int) -> Pieces:
     again = [behind(kept, own.rows, stop) for stop in (*stops, last)]
     gaps = [gap(each, whole) for each in (cut, *again)]
     # A planted mistake: the state and rows of other tokens.
-    _, other = run(drawn[total:-1], stops)
+    _, other = run(other_prompt, stops)
     planted = behind(other, other.rows, last)
     worst = float(torch.tensor(gaps, dtype=torch.float64).max())  # NaN if any is, unlike max()
     limit = LIMIT if worst <= LIMIT else max(LIMIT, NOISE_FACTOR * _noise(model, prompt))
@@ -227,6 +214,26 @@ def _compared(model: PlainLM, seed: int) -> Pieces:
     if not gap(planted, whole) > limit:
         return Pieces("a wrong beginning moves its logits no more than a rounding")
     return Pieces(None, kept.snapshots[last])
+
+
+def _num_compared(model: PlainLM) -> int:
+    """Return the tokens of a prompt that crosses a short window."""
+    names = ("sliding_window", "attention_chunk_size")
+    windows = [getattr(model.config, name, None) or 0 for name in names]
+    crossed = [window + 48 for window in windows if window <= CROSSABLE_WINDOW]
+    return min(max([96, *crossed]), model.context_window - 2)
+
+
+def _run(
+    model: PlainLM,
+    after: Tensor,
+    ids: Tensor,
+    stops: Collection[int] = (),
+    history: HistoryRows | None = None,
+) -> tuple[Tensor, Run]:
+    """Run a prompt and the token ``after`` it; return the logits of both, and the run."""
+    logits, run = model.prefill(ids, max_new_tokens=2, stops=stops, history=history)
+    return torch.stack([logits, run(after)[0]]).float().cpu(), run
 
 
 def _noise(lm: PlainLM, ids: Tensor) -> float:

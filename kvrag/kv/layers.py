@@ -286,10 +286,7 @@ def _as_one(column: Sequence[Tensor]) -> Tensor | None:
     places = [x.data_ptr() for x in column]
     gap = places[1] - places[0] if len(column) > 1 else first.nbytes
     step, rest = divmod(gap, first.itemsize)
-    is_even = (
-        places == [*range(places[0], places[0] + gap * len(column), gap or 1)][: len(column)]
-        and not rest
-    )
+    is_even = not rest and places == [places[0] + i * gap for i in range(len(column))]
     memory = first.untyped_storage()
     is_one = (
         memory.data_ptr() <= min(places)

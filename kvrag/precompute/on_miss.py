@@ -156,12 +156,13 @@ class WriteBack:
         skipped = 0
         run = None
         try:
-            behind = missed.namespace, missed.prefix, self.context
             run = Precompute(
                 self.loaded,
                 self.store,
                 self.config,
-                *behind,
+                missed.namespace,
+                missed.prefix,
+                self.context,
                 guard=guard,
                 kept=self._kept_prefix,
             )

@@ -76,13 +76,13 @@ class Precompute:
         retention: Retention | None = None,
         *,
         guard: Guard | None = None,
-        kept: KeptPrefix | None = None,
+        kept: KeptPrefix,
     ) -> None:
         self._loaded = loaded
         self.store = store
         self._config = config
         self._guard = guard or Guard()
-        self._kept: KeptPrefix = {} if kept is None else kept
+        self._kept = kept
         self._lm = loaded.lm if isinstance(loaded.lm, CausalLM) else loaded.reusable  # which raises
         self._retention = retention
         self.is_asked_for = guard is None  # requested by the user, not by write-back
@@ -178,13 +178,11 @@ class Precompute:
         """
         length = len(chunk.identity.token_ids)
         before = len(self._prefix.identity.token_ids) + len(self._context)
-        if length < self._config.min_chunk_tokens or chunk.entry is None:
-            reason = (
-                f"{length} tokens, fewer than {self._config.min_chunk_tokens} "
-                "(StoreConfig.min_chunk_tokens)"
-            )
-            if length >= self._config.min_chunk_tokens:
-                reason = f"fewer than {ANCHOR_CHARS} characters, which can't be found in a prompt"
+        least = self._config.min_chunk_tokens
+        if length < least or chunk.entry is None:
+            reason = f"fewer than {ANCHOR_CHARS} characters, which can't be found in a prompt"
+            if length < least:
+                reason = f"{length} tokens, fewer than {least} (StoreConfig.min_chunk_tokens)"
             self.short += [(doc_id or chunk.label, reason) for doc_id in chunk.doc_ids]
             return False
         if length >= self._lm.reuse_window - before:
@@ -296,11 +294,10 @@ class Precompute:
         wanted = list[tuple[NewChunk, NewKV]]()
         with self._guard.storing():
             for chunk, kv in zip(chunks, kvs, strict=True):
-                cost_ms = ms_per_token * len(chunk.identity.token_ids)
-                if retention.cost_ms is None:
-                    own = replace(retention, cost_ms=cost_ms)
-                else:
-                    own = retention
+                own = retention
+                if own.cost_ms is None:
+                    cost_ms = ms_per_token * len(chunk.identity.token_ids)
+                    own = replace(own, cost_ms=cost_ms)
                 try:
                     wanted.append((chunk, self._new(chunk, kv, own)))
                 except StoreError as error:
@@ -342,10 +339,11 @@ class Precompute:
         gone = {id(chunk) for chunk, _ in deleted}
         keys = {chunk_key(chunk.identity): chunk for chunk in self._done}
         known = self.store.known(keys)
-        for chunk in [chunk for key, chunk in keys.items() if key not in known]:
-            self.stored -= 1
-            if id(chunk) not in gone:
-                self._fail(chunk, evicted(self.store))
+        for key, chunk in keys.items():
+            if key not in known:
+                self.stored -= 1
+                if id(chunk) not in gone:
+                    self._fail(chunk, evicted(self.store))
 
     def give_up(self, rest: list[NewChunk]) -> None:
         """Report chunks that are not computed because the store refuses chunks, and their size."""

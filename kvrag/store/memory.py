@@ -138,10 +138,8 @@ class MemoryTier:
             return kv
         key = chunk_key(identity)
         with self._lock:
-            if epoch == self.epoch:
-                gone = self._take(key, _Entry(identity, given, usage, num_bytes))
-            else:
-                gone = None
+            entry = _Entry(identity, given, usage, num_bytes)
+            gone = self._take(key, entry) if epoch == self.epoch else None
         if gone is not None:
             emit(
                 self.listeners,
@@ -184,7 +182,7 @@ class MemoryTier:
         self._now += 1
         must = self._num_bytes + new.num_bytes - self.max_bytes
         hits = new.usage.hits
-        going = list[Sized]()
+        gone = list[ChunkKey]()
         known = self._entries.get(key)
         if known is not None:
             must -= known.num_bytes
@@ -198,8 +196,7 @@ class MemoryTier:
             found = leaving(others, self._now, priority=priority, must=must, share=share)
             if found is None:
                 return None
-            going = found
-        gone = [each.key for each in going]
+            gone = [each.key for each in found]
         self._remove([key, *gone])
         self._entries[key] = new
         self._num_bytes += new.num_bytes

@@ -64,7 +64,6 @@ class TieredStore:
         config = config or StoreConfig()
         keys = keys or Keys()
         self.config = config
-        self.keys = keys
         self.names = keys
         self.blobs = blobs
         self.catalog = catalog
@@ -332,8 +331,11 @@ class TieredStore:
         self.catalog.remove(rows)
         # A writer may have confirmed a chunk after its blob was erased.
         with in_words("stored chunks can't be erased"):
-            left = [(key, row) for key, row in self.catalog.revisions(gone).items() if row]
-            found = {key: row for key, row in left if self.blobs.read(key, 0, 1) is None}
+            found = {
+                key: row
+                for key, row in self.catalog.revisions(gone).items()
+                if row and self.blobs.read(key, 0, 1) is None
+            }
             if found:
                 self.catalog.remove(found)
         self.memory.drop(keys, reason, gone)

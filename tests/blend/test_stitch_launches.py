@@ -15,7 +15,7 @@ import kvrag_kernels
 from kvrag.blend.layout import Layout, place, rows_of
 from kvrag.blend.stitch import move, ranges, stitch
 from kvrag.kv import format as blobs
-from kvrag.kv.layers import own_kv, together
+from kvrag.kv.layers import layer_of, own_kv, together
 from kvrag.kv.quantise import pack
 from kvrag.model import CausalLM
 from kvrag.model.rows import KVBuffer, LayerShape
@@ -290,7 +290,7 @@ def test_layers_come_together_with_their_values(kv_dtype):
     assert all(
         x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0 for x in one.tensors
     )
-    again = together([one.map(lambda x, i=i: x[i]) for i in range(4)], "cpu")
+    again = together([layer_of(one.dtype, [x[i] for x in one.tensors]) for i in range(4)], "cpu")
     assert [(x.data_ptr(), x.stride()) for x in again.tensors] == [
         (x.data_ptr(), x.stride()) for x in one.tensors
     ]

@@ -62,13 +62,13 @@ ANYONE = {"__init__", "__main__"}
 """Files of ``kvrag/`` itself that hand on names of the others."""
 
 AREAS = {
-    "core": 155_975,
-    "adapters": 4_420,
+    "core": 155_947,
+    "adapters": 4_376,
     "cli": 15_100,
     "evaluate": 7_170,
     "testing": 4_295,
-    "langchain": 16_020,
-    "llama_index": 12_140,
+    "langchain": 16_006,
+    "llama_index": 12_106,
     "ray": 5_025,
     "server": 19_445,
     "shared": 3_200,
@@ -133,13 +133,12 @@ KNOWN: dict[str, dict[str, float] | set[str]] = {
         "kvrag/blend/cost.py": 2_940,
         "kvrag/cli/store.py": 2_690,
         "kvrag/engine.py": 3_300,
-        "kvrag/kv/layers.py": 3_070,
+        "kvrag/kv/layers.py": 3_026,
         "kvrag/model/proof.py": 3_210,
         "kvrag/model/traits.py": 2_720,
-        "kvrag/precompute/run.py": 2_700,
+        "kvrag/precompute/run.py": 2_625,
         "kvrag/store/catalog/changes.py": 2_750,
         "kvrag/kv/format.py": 2_750,
-        "kvrag/store/catalog/ledger.py": 2_650,
     },
     "large functions": {
         "kvrag/blend/prefill.py::prefill": 515,

@@ -57,7 +57,7 @@ PLAIN = [Sound.of(), *map(Sound.of, ("int8", "int4", "fp8"))]
 ENCRYPTED = [Sound.of("auto", "cipher"), Sound.of("int4", "cipher")] if HAS_CRYPTOGRAPHY else []
 SEAL = RowCipher(SECRETS["cipher"]) if HAS_CRYPTOGRAPHY else None
 RECORD = record_of(ME, KV.num_bytes)
-ENTRY = ledger.EntryRow("ab" * 32, 1, 2**64 - 1, 77)
+ENTRY = TextEntry("ab" * 32, 1, 2**64 - 1, 77)
 CHUNK = ledger.ChunkRow(
     "content", "model", "namespace", "prefix", "", 3, KV.num_bytes, ["ab"], Usage(hits=1.0), False
 )

@@ -89,18 +89,18 @@ def test_no_key_is_ever_on_the_disk_nor_in_a_log(filled, root, opened, caplog):
         store.close()
     secrets = [
         SECRETS["cipher"],
-        store.keys.cipher,
+        store.names.cipher,
         store.names.address,
-        derive(store.keys.cipher, "rows 1"),
+        derive(store.names.cipher, "rows 1"),
     ]
     with safe_open(path_of(root, me), framework="pt") as file:
         salt = bytes.fromhex(file.metadata()["salt"])
-    secrets.append(derive(store.keys.cipher, f"blob {chunk_key(me)}", salt=salt))
+    secrets.append(derive(store.names.cipher, f"blob {chunk_key(me)}", salt=salt))
     seen = (
         everything_in(root)
         + caplog.text.encode()
         + repr(store.config).encode()
-        + repr(store.keys).encode()
+        + repr(store.names).encode()
     )
     assert [form for secret in secrets for form in forms_of(secret) if form in seen] == []
 

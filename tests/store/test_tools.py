@@ -3,7 +3,6 @@
 import os
 import shutil
 import time
-from dataclasses import replace
 
 import pytest
 from stores import (
@@ -116,7 +115,7 @@ def test_gc_removes_what_nobody_needs(filled, root, monkeypatch, key):
 
 def record(store, number):
     """Record of a chunk that is not stored."""
-    return replace(store.catalog.get(KEYS[0]), key=KEYS[number], content=f"content {number}")
+    return store.catalog.get(KEYS[0])._replace(key=KEYS[number], content=f"content {number}")
 
 
 def test_gc_evicts_what_is_over_the_budget(opened, filled, key):

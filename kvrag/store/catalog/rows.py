@@ -306,8 +306,8 @@ class RowTable:
         self._begin = begin
         self._mine = threading.local()
         self._database = database
-        # Copy of the database, once it was needed.
-        self._copies: list[Database] = []
+        # The database, and its copy once that was needed.
+        self._databases = [database]
         # Changes take both locks in this order, looks only the second. A fork waits for both locks,
         # and finds no connection.
         self._lock = threading.RLock()
@@ -403,13 +403,13 @@ class RowTable:
         """Close the database; idempotent. A closed database is empty and can't be changed."""
         with self._lock, self._looking:
             self._is_closed = True
-            for database in [self._database, *self._copies]:
+            for database in self._databases:
                 database.close()
 
     def at_thread_end(self) -> None:
         """Close this thread's connections."""
         with self._looking, suppress(*FAULTS):
-            for database in [self._database, *self._copies]:
+            for database in self._databases:
                 database.leave()
 
     def hold(self) -> None:
@@ -426,7 +426,7 @@ class RowTable:
     def let_go(self) -> None:
         """Close all connections; the database is opened again when it is needed."""
         with self._looking:
-            for database in [self._database, *self._copies]:
+            for database in self._databases:
                 database.let_go()
 
     def _current(self) -> Opened:
@@ -473,8 +473,9 @@ class RowTable:
             return default
         if self._database.is_stuck():
             with suppress(*FAULTS):
-                self._copies = self._copies or [Database(None, source=self._database.folder)]
-                return action(self._copies[0].current(lambda *_: None).cache)
+                if len(self._databases) == 1:
+                    self._databases.append(Database(None, source=self._database.folder))
+                return action(self._databases[1].current(lambda *_: None).cache)
         if not self._database.has_warned:
             self._database.has_warned = True
             log.warning(
