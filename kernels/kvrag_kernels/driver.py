@@ -97,6 +97,7 @@ class CudaModule:
                 library.cuDeviceGet(ctypes.byref(number), ctypes.c_int(device)),
                 f"finding device {device}",
             )
+            # Never released: kernels stay loaded as long as the process.
             _check(
                 library.cuDevicePrimaryCtxRetain(ctypes.byref(self._context), number),
                 "retaining torch's context",
@@ -133,6 +134,8 @@ class CudaModule:
                 ),
                 f"finding {kernel}",
             )
+            # The driver refuses a launch with more than the default, unless the function has asked
+            # for it.
             if shared_bytes > DEFAULT_SHARED_BYTES:
                 code = _library().cuFuncSetAttribute(
                     function, _MAX_DYNAMIC_SHARED_BYTES, shared_bytes
@@ -148,6 +151,7 @@ class CudaModule:
         """
         sizes, strides = map_sizes(x)
         buffer = ctypes.create_string_buffer(128 + MAP_ALIGNMENT)
+        # ctypes aligns buffers less than the driver wants its maps.
         start = -ctypes.addressof(buffer) % MAP_ALIGNMENT
         u32 = ctypes.c_uint32 * 4
         code = _library().cuTensorMapEncodeTiled(
@@ -178,6 +182,7 @@ class CudaModule:
         function = self._function(kernel, shared_bytes)
         stream = ctypes.c_void_p(torch.cuda.current_stream(self._device).cuda_stream)
         buffer = ctypes.create_string_buffer(arguments, len(arguments))
+        # A single argument: the struct, by value.
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
         u = ctypes.c_uint
         code = _library().cuLaunchKernel(

@@ -99,6 +99,7 @@ def _is_aligned(x: torch.Tensor) -> bool:
 def _int32(limit: torch.Tensor) -> torch.Tensor:
     if limit.dtype == torch.int32:
         return limit.contiguous()
+    # Clamped first: a larger limit would wrap round.
     return limit.long().clamp(-(2**31), 2**31 - 1).to(torch.int32).contiguous()
 
 
@@ -148,6 +149,7 @@ def attend(
     if not _has_work(call):
         return out.zero_().transpose(1, 2), lse.fill_(float("-inf"))
     shape = shape_of(module, geometry, call)
+    # A plan for other tiles has another length: see PlanShape.ints.
     if plan is None or plan.numel() != shape.ints:
         plan = make_plan(module, geometry, call, empty)
     part_out = empty(
@@ -170,6 +172,7 @@ def attend(
 def _with_maps(module: Module, geometry: Geometry, call: Call, arguments: bytes) -> bytes:
     """Return the bytes of ``struct TmaAttention``: maps of keys and values, then the arguments."""
     maps = [module.tensor_map(x, geometry.keys) for x in (call.k, call.v)]
+    # The size of a struct is a multiple of its alignment.
     return b"".join(maps) + arguments + bytes(-len(arguments) % MAP_ALIGNMENT)
 
 
@@ -181,6 +184,7 @@ def map_sizes(x: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     batch, heads, rows, dim = x.shape
     sizes = (rows, heads, batch)
     strides = (
+        # The stride of a single row may be anything, as it is never taken; the driver checks it.
         s if n > 1 else dim
         for s, n in zip((x.stride(2), x.stride(1), x.stride(0)), sizes, strict=True)
     )
@@ -203,6 +207,7 @@ def probe(
     shared_bytes = (geometry.rows + 2 * geometry.keys) * geometry.dim * 2
     if parts.numel():
         module.launch("probe", batch * kv_heads * tiles, geometry.threads, shared_bytes, arguments)
+    # Summed here: atomic additions in the kernel would round in another order every time.
     return parts.sum(dim=1)
 
 
@@ -215,6 +220,7 @@ def pack(call: Call, shape: PlanShape, made: dict[str, torch.Tensor]) -> bytes:
         *(_pointer(made.get(name)) for name in ("plan", "part_out", "part_lse", "mass")),
     ]
     strides = [s for x in (call.q, call.k, call.v) for s in x.stride()[:3]]
+    # With a stride of 0, all entries of the batch share their limits.
     batches = [0 if x is None or x.dim() == 1 else x.stride(0) for x in (call.hi, call.lo)]
     batch, heads, rows, _ = call.q.shape
     sizes = (

@@ -73,6 +73,7 @@ class Nvrtc:
 
     def _check(self, code: int) -> None:
         if code:
+            # By default, ctypes takes a result for an int, and cuts a pointer to 32 bits.
             self._library.nvrtcGetErrorString.restype = ctypes.c_char_p
             raise CompileError(f"NVRTC failed: {self._library.nvrtcGetErrorString(code).decode()}")
 
@@ -213,6 +214,7 @@ def find() -> Nvrtc:
     cuda = torch.version.cuda
     passed = []
     for library in installed():
+        # The driver runs torch's CUDA, so it loads cubins of the same major version.
         if cuda is None or library.version[0] == int(cuda.partition(".")[0]):
             return library
         passed.append(f"{library.path} is {library.version[0]}.{library.version[1]}")

@@ -245,6 +245,7 @@ def _fake_plan(
     lo: torch.Tensor | None = None,
     prefix: int = 0,
 ) -> torch.Tensor:
+    # The length depends on the device's multiprocessors, and is 0 where torch computes.
     return q.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=torch.int32)
 
 

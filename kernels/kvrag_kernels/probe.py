@@ -82,6 +82,7 @@ def _compute(
     if sinks is None:
         total = lse.float()
     else:
+        # The log-sum-exp is over the keys alone, and sinks take probability, too.
         total = torch.logaddexp(lse.float(), sinks.float()[None, :, None].expand_as(lse))
     most = torch.zeros(k.shape[:3], dtype=torch.float32, device=q.device)
     for b in range(q.shape[0]):

@@ -135,6 +135,7 @@ class Modules:
             q.dtype,
             softcap > 0,
             q.device,
+            # Read at every call: it may change while the process runs.
             os.environ.get("KVRAG_KERNEL"),
         )
         known = self._best  # a failure in another thread replaces the dict
@@ -157,6 +158,7 @@ class Modules:
             would spoil.
         """
         key = (variant, device)
+        # Looked up without the lock first, because every launch comes here.
         if key not in self._loaded:
             if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
@@ -186,6 +188,7 @@ class Modules:
         """Replace a variant by the next variant after a failed launch."""
         with self._lock:
             self._loaded[variant, device] = None
+            # A new dict: a thread that is choosing may still write to the old one.
             self._best = {}
         self._warn(
             f"a launch of {variant.source} for {variant.arch} failed, {_instead(variant)}: {error}"
@@ -303,6 +306,7 @@ def _run(
         try:
             with torch.cuda.device(call.q.device):
                 return run(module, variant.geometry)
+        # Not after a DeviceFault: no other kernel could run, either.
         except DriverError as error:
             modules.give_up(variant, call.q.device.index, error)
     return None

@@ -28,6 +28,7 @@ def call_of(geometry: Geometry, options: Sequence[str], device: torch.device | s
     """
     dtype = torch.bfloat16 if "-DBF16=1" in options else torch.float16
     softcap = 20.0 if "-DSOFTCAP=1" in options else 0.0
+    # On the host, so that the numbers are the same on every device.
     generator = torch.Generator("cpu").manual_seed(0)
     rows = geometry.rows // 2 + 9
     keys = 4 * geometry.keys + 5
@@ -81,6 +82,7 @@ def compare(call: launch.Call, out: torch.Tensor, lse: torch.Tensor) -> None:
     on_host = {name: getattr(call, name).float().cpu() for name in ("q", "k", "v")}
     lo = None if call.lo is None else call.lo.cpu()
     want, want_lse = torch_path.attend(replace(call, **on_host, hi=call.hi.cpu(), lo=lo))
+    # NaN, as of poisoned memory, would compare as no error.
     error = float((out - want).abs().nan_to_num(float("inf")).max())
     lse_error = float((lse - want_lse).abs().nan_to_num(float("inf")).max())
     if error > _TOLERANCE[call.q.dtype] or lse_error > 1e-3:

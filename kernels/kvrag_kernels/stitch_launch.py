@@ -218,6 +218,7 @@ def table_of(call: Stitching, empty: Empty = torch.empty) -> torch.Tensor:
     for out_k, out_v, table in zip(call.out_keys, call.out_values, call.tables, strict=True):
         for out, its_table in ((out_k, table), (out_v, -1)):
             numbers += [out.data_ptr(), out.stride(0), out.stride(1), its_table]
+    # Filled through NumPy: torch.tensor() would allocate memory that is not pinned.
     made = empty(len(numbers), dtype=torch.int64, device="cpu")  # not the default device
     made.numpy()[:] = numbers
     return made
@@ -235,6 +236,7 @@ def _side(part: Stored) -> list[int]:
             if x is None
             else (x.stride(0), x.stride(1), x.stride(2) if x.shape[2] > 1 else 0)
         )
+    # The kernel shifts: a group has a power of two of rows.
     return [*found, part.tokens.bit_length() - 1]
 
 

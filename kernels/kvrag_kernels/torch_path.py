@@ -72,6 +72,8 @@ class Limits:
             pieces = tuple(
                 p for p in (slice(0, self.prefix), slice(first, hi_max + 1)) if p.start < p.stop
             )
+            # Full if there is nothing but the prefix, or if all rows end at the same key and begin
+            # before the piece.
             is_full = hi_max < first or (hi_min == hi_max and lo_max <= first)
             yield Block(slice(start * size, min((start + 1) * size, len(self.hi))), pieces, is_full)
 
@@ -189,6 +191,7 @@ def _fused(
     out, lse = op(q, k, v, 0.0, False, attn_mask=bias, scale=scale)
     if mask is None:
         return out, lse
+    # A row without keys gives 0 and -inf, whatever the flash call made of it.
     is_empty = ~mask.any(dim=1)
     return out.masked_fill(is_empty[:, None], 0.0), lse.masked_fill(is_empty, float("-inf"))
 
@@ -213,5 +216,6 @@ def _explicit(
     if mask is not None:
         s = s.masked_fill_(~mask, float("-inf"))
     lse = torch.logsumexp(s, dim=-1)
+    # A row without keys: exp(-inf - 0) is 0, and exp(-inf + inf) would be NaN.
     p = torch.exp(s - lse.nan_to_num(neginf=0.0)[..., None])
     return torch.matmul(p.to(v.dtype), v), lse

@@ -273,6 +273,7 @@ class CostModel:
         ``layout`` is the layout used; ``late`` are the sources that could not be loaded.
         """
         with self._lock:
+            # Another request may have had them forgotten meanwhile.
             costs = self.costs or IN_ROWS
             if costs.unit != "ms":
                 return
@@ -317,6 +318,7 @@ class CostModel:
 
     @cached_property
     def _file(self) -> Path:
+        # Everything that changes the times: other machines and drivers measure anew.
         where = {
             "threads": str(torch.get_num_threads()),
             "cores": str(os.cpu_count()),

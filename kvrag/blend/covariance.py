@@ -89,6 +89,7 @@ class RowCovariance:
         owner, size = uploaded(_sides(layout, span, mass), layers[0].device)
         # Other rows may be uninitialised.
         rows = torch.cat(layers, dim=1).float().masked_fill_((owner < 0)[:, None], 0)
+        # All other rows are 0, so this is the mean of the stale rows.
         rows -= rows.sum(dim=0) / layout.num_stale
         for part in torch.split(rows, widths, dim=1):
             torch.nn.functional.normalize(part, dim=1, out=part)
@@ -151,7 +152,9 @@ def _sides(layout: Layout, span: slice, mass: Tensor | None) -> Tensor:
     size = (places - starts[owner] + FIRST).float().pow_(BY_PLACE)
     if mass is not None:
         relative = mass[span] / mass[span][is_stale].mean()
+        # Without any attention the mean is 0, and no row counts more than another.
         size *= relative.clamp_(min=LEAST).pow_(BY_MASS).nan_to_num_(1.0)
+    # Floats travel as their bits, so that a single copy brings both.
     return torch.stack([owner.where(is_stale, -1).int(), size.view(torch.int32)])
 
 
@@ -200,6 +203,7 @@ def choose(
     for _ in range(steps):
         own = variance + NOISE
         told = torch.mv(left.square(), weight)
+        # Without the row's own share: being repaired, it gains all its variance, with the noise.
         told.addcmul_(weight, variance.square(), value=-1).div_(own)
         best = told.addcmul_(weight, own).add_(hidden).topk(each).indices
         chosen.append(best)
@@ -211,5 +215,6 @@ def choose(
         # Unchecked, because a check would wait for the device: the noise makes it invertible.
         root = torch.linalg.cholesky_ex(inner).L
         known = torch.linalg.solve_triangular(root, known, upper=False)
+        # What is left of the others' covariance once the chosen rows are known.
         left.addmm_(known.T, known, alpha=-1)
     return torch.cat(chosen)

@@ -61,7 +61,7 @@ class Segment:
         return replace(self, stop=min(self.stop, self.start + num_rows))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True)  # without slots, because cached properties need a __dict__
 class Layout:
     """The ordered segments of a prompt.
 
@@ -251,6 +251,7 @@ def sources_of(
     for segment in layout.segments:
         if segment.kind != "live":
             codes[segment.start : segment.stop] = 2 if segment.exact and not is_rounded else 1
+    # A history may be exact in its first rows only. Each mark overwrites those before it.
     if layout.history:
         codes[: min(num_exact, layout.history.stop)] = 2
     codes[repaired] = 3

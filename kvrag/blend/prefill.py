@@ -83,6 +83,7 @@ class Prefilled:
     def num_exact(self) -> int:
         """Number of first rows that equal a full prefill's."""
         rows = list(self.sources)
+        # A row behind reused KV has attended to it, so it is approximate even if it was computed.
         if self.exactness == "repaired":
             rows = [*takewhile(lambda run: run[0] in ("computed", "exact"), rows)]
         return sum([count for _, count in rows])
@@ -199,6 +200,7 @@ def prefill(
     layout, reason, kvs, holes = read(
         model, store, plan, mode, price, load_timeout_s, clock, history
     )
+    # Counted now, because stitching empties the list.
     loaded_bytes = sum([t.nbytes for kv in kvs for layer in kv.layers for t in layer.tensors])
     buffer = buffer_of()
     with filling(buffer):
@@ -313,6 +315,7 @@ def capacity_of(
     model: CausalLM | PlainLM, num_tokens: int, max_new_tokens: int, slides: bool
 ) -> int:
     """Return the number of rows of a request's buffer."""
+    # The probe reads rows again behind the prompt, before the answer takes their place.
     return model.context_window if slides else num_tokens + max(max_new_tokens, REREAD)
 
 

@@ -71,6 +71,7 @@ def probe(
     num_again = max(0, min(suffix, REREAD, model.reuse_window - total))
     again = torch.arange(total, total + num_again)
     rows = torch.cat([live, again])
+    # The last tokens of the prompt come again, at positions behind it.
     ids = token_ids[torch.cat([live, again - num_again])]
     _, mass = model.forward(
         ids, Rows.at(rows), buffer, logits=0, mass_rows=suffix + num_again, mass_layers=layers
@@ -104,6 +105,7 @@ def deviation(model: CausalLM, buffer: KVBuffer, layout: Layout, token_ids: Tens
             found.append((fresh_values.float() - values.float()).square().sum(dim=(0, 1, 3)))
             keys.copy_(fresh_keys)
             values.copy_(fresh_values)
+            # Later layers would only cost time.
             raise StopForward
 
     model.forward(

@@ -120,6 +120,7 @@ def _informative_rows(signals: Signals) -> Tensor:
     mass = signals.measured["mass"]
     count = min(signals.budget, POOL // 2)
     pool = by_mass[:POOL]
+    # Floats travel as their bits, so that a single copy brings both.
     sides = torch.stack([pool.int(), mass[pool].view(torch.int32)])
     at, weights = uploaded(sides, covariance.rows.device)
     chosen = covariance.most_informative(at, weights.view(torch.float32), count).cpu()
@@ -140,9 +141,12 @@ def _runs(signals: Signals) -> Tensor:
     rows = signals.candidates
     far = DISTANCES[signals.measured["breaks"][rows]]
     chunk = torch.bucketize(rows, torch.tensor([s.start for s in signals.stale]), right=True)
+    # The first row begins a chunk, too.
     far[chunk.diff(prepend=chunk[:1] - 1) > 0] = APART
     at = far.cumsum(0)
     attention = mass[rows].double().clamp(min=1e-30).log()
+    # The largest attention minus distance over all rows takes two sweeps. In logarithms, because
+    # over a distance of 1 attention counts e times less.
     from_left = (attention + at).cummax(0).values - at
     from_right = (attention - at).flip(0).cummax(0).values.flip(0) + at
     order = torch.maximum(from_left, from_right).argsort(descending=True, stable=True)
@@ -150,6 +154,7 @@ def _runs(signals: Signals) -> Tensor:
     is_taken[order[: int(RUNS_SHARE * signals.budget)]] = True
     word = (far > 0).cumsum(0)
     sizes = torch.bincount(word)
+    # A word of which only a part was taken is left to the rest of the budget.
     is_taken &= (torch.bincount(word[is_taken], minlength=len(sizes)) == sizes)[word]
     taken, others = rows[is_taken], rows[~is_taken]
     rest = _informative_rows(
@@ -165,9 +170,11 @@ def breaks_of(texts: Sequence[str]) -> Tensor:
     and 3 behind a blank line. A full stop ends a sentence only before white space, so ``3.14``
     stays whole; line breaks and ideographic stops always end a sentence.
     """
+    # Padded, so that every token has two characters before its first and one behind it.
     text = f"  {''.join(texts)}  "
     sizes = np.array([*map(len, texts), 1])
     starts = 2 + sizes.cumsum() - sizes  # of tokens, and of what follows the last
+    # UTF-32 has a code for every character, and for a lone surrogate, too.
     codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
     is_letter = np.char.isalnum(codes.view("<U1"))
     is_letter &= np.searchsorted(IDEOGRAPHS, codes, "right") % 2 == 0
@@ -178,6 +185,7 @@ def breaks_of(texts: Sequence[str]) -> Tensor:
     is_inside |= is_letter[starts - 2] & is_joint[starts - 1] & here
     found = np.where(is_inside | (sizes == 0), 0, 1)  # a token without text shares a character
     at = np.arange(len(found))
+    # Tokens since the last break: a run of letters that is too long is cut.
     place = at - np.maximum.accumulate(at * found)
     found[place % LONGEST_WORD == 0] = 1
     ends = [(end.end(), 2 + (end[0].count("\n") > 1)) for end in _SENTENCE.finditer(text, 2)]

@@ -74,6 +74,8 @@ class SlidingWindow:
         start = self._length
         self._length += len(ids)
         if len(ids) == logits == 1:  # a decode step, batched with those of other requests
+            # An extension goes on behind the rows that it has computed, so any other forward ends
+            # it.
             self._step = self._step or self._model.extension(self._kv, start)
             return self._step(ids)
         self._step = None

@@ -101,6 +101,7 @@ def stitch(
     if not angles:
         runs, angles = [range(len(buffer.layers))], [None]
     computed = None
+    # Only the kernel skips rows; torch copies whole segments.
     if angles[0] and skip is not None and len(skip):
         computed = mask_of(skip.to(keys.device, non_blocking=True), layout.num_tokens)
     stream = copy_stream(keys.device) if keys.is_cuda else None
@@ -136,6 +137,7 @@ def filling(buffer: KVBuffer) -> Iterator[None]:
     """
     try:
         yield
+    # Ctrl-C, too: whoever leaves this block frees the buffer.
     except BaseException:
         device = buffer.layers[0][0].device
         copies = copy_stream(device)
@@ -169,6 +171,7 @@ def move(
     list[LayerKV]
         Per segment, ``(L, H_kv, T, D)`` and scales with the same first dimension.
     """
+    # Segments of the same chunk share its rows: it is moved once, up to the last row of any.
     longest: dict[int, int] = {}
     for s in segments:
         longest[s.source] = max(longest.get(s.source, 0), s.offset + s.num_rows)
@@ -257,6 +260,7 @@ def _stitch_by_torch(
         for layers, rows, own in parts:
             stored = layers[index].keys, layers[index].values
             if layers[index].scales is not None:
+                # From the chunk's first row on: groups of 4-bit rows are counted from there.
                 stored = unpack(layers[index], own.stop, device=keys.device, dtype=keys.dtype)
             keys[0, :, rows] = stored[0][:, own]
             values[0, :, rows] = stored[1][:, own]
@@ -338,6 +342,7 @@ def _angles(rotary: Rotations, runs: Sequence[range], count: int) -> list[Angles
     stacked: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
     made = []
     for layers in runs:
+        # The op takes a table even for a run in which no layer rotates.
         own = {id(rotary[i]) for i in layers} & pairs.keys() or {next(iter(pairs))}
         names = tuple(name for name in pairs if name in own)
         found = [pairs[name] for name in names]

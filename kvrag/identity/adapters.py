@@ -18,7 +18,6 @@ from kvrag.identity.fingerprint import canonical, digest
 from kvrag.identity.weights import tensor_bytes
 
 # Values of ``peft_type`` whose layers treat each row independently.
-#
 # ``tests/identity/test_adapters.py`` covers all of them.
 PROVEN = (
     "ADALORA",

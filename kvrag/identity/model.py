@@ -52,7 +52,6 @@ SAMPLES = 16  # values per tensor that :func:`sample` reads
 UNKNOWN = "unknown:"  # weights that can't be read: a random number follows, so no KV is found by it
 
 # Number of states of a model with remembered digests.
-#
 # Switching between adapters hashes every adapter only once.
 _NUM_REMEMBERED = 8
 

@@ -24,12 +24,10 @@ from kvrag.cache import cache_dir, keep
 from kvrag.identity.fingerprint import digest
 
 # Files of a model's directory that are hashed.
-#
 # They are the weights, the indexes of shards, an adapter's config, and the model's own code.
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.gguf", "*.index.json", "adapter_config.json", "*.py")
 
 # Options of ``from_pretrained`` that don't choose weights.
-#
 # Some have an effect, but it is in the loaded model's config.
 NEUTRAL = {
     "attn_implementation",

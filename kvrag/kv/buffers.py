@@ -74,7 +74,6 @@ BUFFERS = Buffers()
 # Memory that the driver refused to unlock.
 _stuck = list[mmap.mmap]()
 # What copies under way read, by an event behind them.
-#
 # Torch's allocators don't know that the device reads this module's memory.
 _sources = dict[torch.cuda.Event, object]()
 

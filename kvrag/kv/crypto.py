@@ -151,6 +151,7 @@ def decrypt(key: bytes, nonce: int, data: memoryview, tag: bytes) -> memoryview 
     decryptor = _cipher(key, nonce, tag).decryptor()
     out = BUFFERS.take(len(data))
     decryptor.update_into(data, out)
+    # GCM decrypts before it has seen the tag, so nothing is returned until it has.
     with suppress(InvalidTag):
         decryptor.finalize()
         return out
@@ -176,6 +177,7 @@ class RowCipher:
     def __init__(self, key: bytes) -> None:
         from cryptography.hazmat.primitives.ciphers.aead import AESSIV
 
+        # AES-SIV takes two keys in one: of its MAC, and of its cipher.
         self._siv = AESSIV(derive(key, "rows 1") + derive(key, "rows 2"))
 
     def seal(self, text: str, bound: str) -> str:

@@ -53,6 +53,7 @@ HEAD_BYTES = 16 * 1024  # read first: most headers are not longer
 STEP_BYTES = 4 * 2**20  # bytes of layers that a thread hashes or reads at once
 # Longer headers are neither written nor read: enough for half a million token ids.
 MAX_HEADER_BYTES = 4 * 2**20
+# No layer has this index, so the header shares its nonce with none.
 HEADER_NONCE = 2**32 - 1
 SALT_BYTES = 32
 KIND = {"format": "kvrag", "version": str(FORMAT_VERSION)}
@@ -134,6 +135,7 @@ class Header:
             "layer_digests": b"".join(self.digests).hex(),
         }
         text = f"{START}{dump(metadata)},{self.layout.json}}}".encode()
+        # Of the header with zeros in its place, which are as long.
         return text.replace(NO_DIGEST, xxhash.xxh3_128_hexdigest(text).encode(), 1)
 
 
@@ -173,6 +175,7 @@ class Encoded:
 
     def __iter__(self) -> Iterator[Bytes]:
         """Return all parts in file order."""
+        # First, because the head holds the digests of the body.
         body = sum(self.body(), list[memoryview]())
         return iter([self.head(), *body])
 
@@ -258,6 +261,7 @@ class Blob:
         start = offsets[run.start]
         end = offsets[run.stop]
         data = memoryview(
+            # One byte more behind the last layer, where the blob must end.
             self._bytes(self._start + start, end - start + (end == offsets[-1]), run.start)
         )
         if len(data) != end - start:

@@ -288,6 +288,7 @@ def _as_one(column: Sequence[Tensor]) -> Tensor | None:
     step, rest = divmod(gap, first.itemsize)
     is_even = not rest and places == [places[0] + i * gap for i in range(len(column))]
     memory = first.untyped_storage()
+    # as_strided() must not reach beyond the memory of the first.
     is_one = (
         memory.data_ptr() <= min(places)
         and max(places) + first.nbytes <= memory.data_ptr() + memory.nbytes()
@@ -347,6 +348,7 @@ def _stretches(
         ):
             end += sizes[stop]
             stop += 1
+        # A view of the bytes, whatever the tensors' dtypes and shapes.
         source = torch.empty(0, dtype=torch.uint8, device=memory.device)
         offset = begin - memory.data_ptr()
         yield place, source.set_(memory, offset, (end - begin,))  # type: ignore[call-overload]
@@ -367,5 +369,6 @@ def _is_finite(view: memoryview, dtype: torch.dtype) -> bool:
         values = torch.from_numpy(np.frombuffer(view, np.float32))
         # A finite sum has no infinity and no NaN in it.
         return math.isfinite(values.sum().item()) or bool(values.isfinite().all())
+    # As signed numbers, the largest bits are of a positive value; as unsigned ones, of a negative.
     signed = np.frombuffer(view, np.int16)
     return bool(signed.max() < infinity and signed.view(np.uint16).max() < 0x8000 | infinity)

@@ -54,6 +54,7 @@ class KVPool:
     ) -> None:
         self.num_slots = num_slots
         sides = [(1, heads, num_slots + 1, dim) for heads, *dims in shapes for dim in dims]
+        # Layers of the same shape are views of one tensor, so that few launches clear a run.
         self._stacks = {
             side: torch.zeros((sides.count(side), *side), dtype=dtype, device=device)
             for side in set(sides)
@@ -80,6 +81,7 @@ class KVPool:
         size = -(-count // ALIGNED) * ALIGNED
         start = 0
         with self._guard:
+            # A run of no slots at the end bounds the last gap.
             for begin, stop in [*self._runs, (self.num_slots, self.num_slots)]:
                 if begin - start >= size:
                     insort(self._runs, (start, start + size))

@@ -102,6 +102,7 @@ def _key_codes(x: Tensor, largest: int, group: int) -> tuple[Tensor, Tensor, Ten
         # Divide first, because the difference may overflow.
         step = high / (2 * largest + 1) - low / (2 * largest + 1)
         zero = _half(low + (largest + 1) * step)
+        # From the zero as it is stored, so that its rounding clips no code.
         scale = _scale(
             torch.maximum((high - zero.float()) / largest, (zero.float() - low) / (largest + 1))
         )
@@ -130,6 +131,7 @@ def _float_codes(x: Tensor, *, centred: bool) -> tuple[Tensor, Tensor, Tensor]:
 
     The head's largest magnitude is scaled to the largest code.
     """
+    # Halved first, because the sum may overflow.
     zero = _half((x.amin(1, keepdim=True) / 2 + x.amax(1, keepdim=True) / 2) * centred)
     rest = x - zero.float()
     scale = _scale(rest.abs().amax((1, 2), keepdim=True) / LARGEST_CODE["fp8"])
@@ -154,6 +156,7 @@ def _scale(x: Tensor) -> Tensor:
 
 def _nibbles(codes: Tensor) -> Tensor:
     unsigned = (codes + 8).to(torch.uint8)
+    # The lower integer first.
     return unsigned[..., 0::2] | (unsigned[..., 1::2] << 4)
 
 

@@ -39,6 +39,7 @@ class Snapshot:
 
         Raises ``UnsupportedModelError`` for a cache of an unknown kind.
         """
+        # A subclass may hold what a copy by attributes would share or miss.
         if type(cache) is not DynamicCache or getattr(cache, "offloading", False):
             raise UnsupportedModelError(
                 f"it keeps its state in a {type(cache).__name__}, and only transformers' "

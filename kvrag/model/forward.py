@@ -36,7 +36,6 @@ Attended = tuple[Tensor, Tensor | None]
 MaskFunction = Callable[[int, int, Tensor, Tensor], Tensor]
 
 # ``(layer, all keys, all values, fresh keys, fresh values)``: may change the buffers in place.
-#
 # Tensors are ``(1, H_kv, ·, D)``.
 BeforeWrite = Callable[..., None]
 

@@ -60,11 +60,13 @@ class FileBlobs(Blobs):
         """Return bytes of a file; empty if it is not a regular file."""
         try:
             with self._shard(key) as folder:
+                # Opening a pipe would wait for its writer, were it not for O_NONBLOCK.
                 fd = os.open(key + SUFFIX, os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
         except ABSENT:
             return None
         except OSError as error:
             if error.errno in (errno.ELOOP, errno.ENXIO):  # a link, or a socket
+                # Empty bytes are rejected as damaged, and erased; an absent blob would stay.
                 return b""
             raise
         try:
@@ -76,6 +78,7 @@ class FileBlobs(Blobs):
                 size = min(size, length)
             view = BUFFERS.take(size)
             done = 0
+            # A read returns at most 2 GiB, and fewer bytes if the file was cut meanwhile.
             while done < len(view) and (count := os.preadv(fd, [view[done:]], start + done)):
                 done += count
             return view[:done]
@@ -100,8 +103,11 @@ class FileBlobs(Blobs):
                 ) as file:
                     written = _write(file.fileno(), parts, is_synced=self._durable)
                     if self._durable:
+                        # Before the file gets its name: after a power cut, a name must stand for
+                        # whole data.
                         _sync_data(file.fileno())
                 try:
+                    # A link fails where a rename would replace the file of another writer.
                     os.link(draft, final, src_dir_fd=tmp, dst_dir_fd=folder, follow_symlinks=False)
                 except FileExistsError:
                     return 0
@@ -110,6 +116,7 @@ class FileBlobs(Blobs):
             finally:
                 with suppress(OSError):
                     os.unlink(draft, dir_fd=tmp)
+            # The name survives a power cut once its directory is synced.
             self._sync(folder)
         return written
 
@@ -119,6 +126,7 @@ class FileBlobs(Blobs):
         for key in keys:
             with suppress(*ABSENT, IsADirectoryError), self._shard(key) as folder:
                 with suppress(OSError):
+                    # A directory that anyone may have put there; unlink() would refuse it.
                     os.rmdir(key + SUFFIX, dir_fd=folder)
                 os.unlink(key + SUFFIX, dir_fd=folder)
                 gone.add(key)
@@ -134,6 +142,7 @@ class FileBlobs(Blobs):
                 for name in self._names(OBJECTS, shard)
                 if name.endswith(SUFFIX)
             )
+            # A file in another directory than its key's is never found by its key.
             found.update(ChunkKey(key) for key in names if KEY.fullmatch(key) and key[:2] == shard)
         return found
 
@@ -160,6 +169,8 @@ class FileBlobs(Blobs):
             for name in os.listdir(tmp):
                 with suppress(OSError):
                     if (
+                        # By ctime, which no copy sets; abs() because the clock may have been set
+                        # back.
                         abs(time.time() - os.stat(name, dir_fd=tmp, follow_symlinks=False).st_ctime)
                         > ABANDONED_S
                     ):
@@ -184,6 +195,7 @@ class FileBlobs(Blobs):
         """
         if make:
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # The root alone may be a link: the user has named it.
         fd = os.open(self.root, os.O_DIRECTORY)
         try:
             for name in names:
@@ -259,6 +271,7 @@ def _put(fd: int, views: Iterable[memoryview], start: int) -> int:
     """Write views from an offset on, with few calls, and return the end."""
     left = deque(views)
     while left:
+        # The kernel may write less than it is given.
         count = os.pwritev(fd, [*islice(left, MAX_VIEWS)], start)
         start += count
         while left and count >= len(left[0]):

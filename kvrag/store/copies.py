@@ -51,6 +51,7 @@ class CachedBlobs(Blobs):
             if data is not None:
                 self._use(key)
                 return data
+        # All of it, whatever part is wanted, because the copy must be whole.
         whole = self.shared.read(key)
         if whole is None:
             return None
@@ -66,6 +67,7 @@ class CachedBlobs(Blobs):
 
     def delete(self, keys: Collection[ChunkKey]) -> set[ChunkKey]:
         """Erase copies, then the shared blobs."""
+        # In this order: a copy of an erased blob would still be read.
         self.forget(keys)
         return self.shared.delete(keys)
 

@@ -185,6 +185,7 @@ class Evictor:
         reason = "the evicted chunks freed too little"
         for _ in range(PASSES):
             free = self._free()
+            # The totals are cheap; all chunks are read only if something must go.
             must, disk = self.budget.excess(self.totals()[1], free, need)
             if not must:
                 return
@@ -198,6 +199,7 @@ class Evictor:
             must, disk = self.budget.excess(stored, free, need)
             if not must:
                 return
+            # A write evicts more than it must, for the writes behind it; anyone else does not.
             share = stored // SHARE if need else 0
             going = leaving(chunks, now, priority=priority, must=must, share=share)
             if going is None:
@@ -216,6 +218,7 @@ class Evictor:
             f"{need} bytes don't fit into the KV store: {reason}; "
             "raise StoreConfig.disk_bytes (ram_bytes without kv_dir), lower "
             "StoreConfig.min_free_bytes, or free space on the disk"
+            # The cause tells a precompute that the fault concerns all its chunks.
         ) from OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _free(self) -> int:

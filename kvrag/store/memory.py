@@ -186,6 +186,7 @@ class MemoryTier:
         known = self._entries.get(key)
         if known is not None:
             must -= known.num_bytes
+            # Memory knows hits that are not written to the catalog yet.
             hits = max(hits, known.usage.hits)
         new.usage = new.usage._replace(hits=hits, last=self._now)
         if must > 0:
@@ -197,6 +198,7 @@ class MemoryTier:
             if found is None:
                 return None
             gone = [each.key for each in found]
+        # The chunk itself, too: its bytes would count twice.
         self._remove([key, *gone])
         self._entries[key] = new
         self._num_bytes += new.num_bytes
@@ -292,6 +294,7 @@ class Reads:
     ) -> Read | None:
         def end(_: object) -> None:
             with self._lock:
+                # A cancelled prefetch may have made way for the read of a request.
                 if self._reads.get(key) is read:
                     del self._reads[key]
 
@@ -367,6 +370,7 @@ class Tiers:
 
     def follow(self) -> None:
         """Drop chunks that any process has erased."""
+        # Read first: what is erased while chunks are compared is found at the next call.
         generation = self.catalog.state().generation
         if generation == self._followed:
             return

@@ -189,6 +189,7 @@ def _open_shared(kv_dir: StrPath, config: StoreConfig, keys: Keys, host: MemoryT
         rows = _rows(blobs, url, config.catalog, keys)
         if root is not None:
             digest = hashlib.sha256(f"{url} {keys.id}".encode()).hexdigest()
+            # Copies that a power cut loses are fetched again.
             local = FileBlobs(root / f"copies-{digest[:16]}", durable=False)
             blobs = CachedBlobs(blobs, local, _budget(root, config))
         catalog = Catalog(None, keys, read_only=config.read_only, rows=rows)
@@ -372,6 +373,7 @@ def _write_version(root: Path) -> None:
     fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     with os.fdopen(fd, "w") as file:
         json.dump({"format": "kvrag", "version": FORMAT_VERSION}, file)
+    # Replaced at once: no process ever reads half a file.
     draft.replace(root / FORMAT_FILE)
 
 

@@ -31,7 +31,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 # Size of KV up to which a remote blob is read in a single round trip.
-#
 # The layers of a larger blob are read in parallel.
 AT_ONCE_BYTES = 16 * 2**20
 # Minimum time for a look into memory: chunks there are returned however short the timeout is.
@@ -98,6 +97,7 @@ class Reader:
             dict[ChunkIdentity, Loaded | Read | None](),
             what="the KV store",
         )
+        # What the look took counts, but a look may take LOOK_S at any timeout.
         reading = Deadline(max(0.0, look.left_s - look_s + timeout_s))
         loaded = dict[ChunkIdentity, Loaded]()
         for identity, key in keys.items():
@@ -118,6 +118,7 @@ class Reader:
             if identity is None or (record := self.catalog.get(chunk_key(identity))) is None:
                 continue
             found += 1
+            # A chunk in the uppermost tier needs no read.
             if all(tier.identity(record.key) != identity for tier in self.memory.all[:1]):
                 read = self.memory.reads.ahead(
                     record.key, partial(self._load, identity, record.key), record.num_bytes
@@ -151,6 +152,7 @@ class Reader:
         ``None`` stands for a read that no thread can do.
         """
         self.memory.follow()
+        # Before the rows are read: a chunk that is erased from now on is not kept in memory.
         epochs = self.memory.epochs()
         found: dict[ChunkIdentity, Loaded | Read | None]
         found = {identity: self.memory.get(identity, key) for identity, key in keys.items()}
@@ -252,6 +254,7 @@ class Reader:
         if not self.read_only:
             with suppress(OSError):
                 gone = self.blobs.delete([key]) if fault.hole == "damaged" else set()
+                # By the revision that was read: a chunk that was written again since keeps its row.
                 self.catalog.remove(row)
                 self.memory.drop(row, "rejected", gone)
 

@@ -236,6 +236,8 @@ class TieredStore:
             going = self.catalog.revisions(self.catalog.only_held_by(namespace, doc_id, digests))
             known |= self.catalog.known(going)
             self.delete_blobs(going)
+            # Once more if a writer has stored another chunk of the document meanwhile, or if the
+            # catalog was lost, whose blobs are dormant then.
             is_over = (
                 self.catalog.unlink(namespace, doc_id, going, digests)
                 and not self.catalog.state().dormant

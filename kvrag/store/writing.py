@@ -85,6 +85,7 @@ class Writer:
         jobs = [each for each in begun if isinstance(each, _Job)]
         try:
             if jobs:
+                # Evictions must suit the least of the chunks.
                 priority = min((job.new.retention or Retention()).priority for job in jobs)
                 self.evictor.make_room(sum(job.record.num_bytes for job in jobs), priority=priority)
         except StoreError as error:
@@ -130,6 +131,7 @@ class Writer:
                     job.result = 0
                 elif revision == DELETED:
                     job.result = StoreError(MEANWHILE)
+            # Over a network, a write mostly waits, so blobs are written at the same time.
             write_all = map if self._far is None else POOL.ahead
             list(write_all(self._write_body, [job for job in jobs if job.result is None]))
             left = [job for job in jobs if job.result is None]
@@ -153,6 +155,7 @@ class Writer:
         with suppress(OSError):
             self.catalog.cancel(key, job.new.text, job.new.doc_ids)
         with suppress(OSError):
+            # Another writer may have stored the chunk meanwhile; then its blob stays.
             if not self.catalog.known([key]):
                 self.blobs.delete([key])
 

@@ -48,6 +48,7 @@ class BlobRows:
         if kind == "c":
             return self._chunk(ChunkKey(rest))
         if kind == "s":
+            # A new generation makes memory compare its chunks with the rows.
             return json.dumps(State(int(time.time()) // FOLLOW_S, dormant=False))
         if kind == "e":
             return str(time.time_ns())  # an erasure may have happened just now

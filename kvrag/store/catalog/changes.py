@@ -31,7 +31,6 @@ from kvrag.store.eviction import Usage
 from kvrag.types import ChunkKey, DocIds, TextEntry
 
 # Chunk to write: its record, text, documents that refer to it, and retention, if given.
-#
 # Without documents, the text must have been registered.
 New = tuple[ChunkRecord, TextEntry | None, DocIds, Retention | None]
 
@@ -118,6 +117,7 @@ class Catalog(Hits):
             return None
         if self._is_deleted(record.namespace, text, doc_ids):
             return DELETED
+        # A random revision does not come back in a catalog that is begun anew.
         blank = ChunkRow._make([*record[1:], [], Usage(), True, secrets.randbits(60)])
         chunk = self._chunk(record.key) or blank
         if retention is not None:
@@ -142,6 +142,7 @@ class Catalog(Hits):
             there.add(key)
             if chunk.pending:
                 variants = f"i {chunk.content}"
+                # As if it were just hit: a new chunk must not be the first to go.
                 usage = chunk.usage._replace(last=accesses)
                 self._rows.set(
                     f"c {key}",
@@ -301,6 +302,7 @@ class Catalog(Hits):
         if doc_id is not None and held[-1:] != [digest]:
             rest = [other for other in held if other != digest]
             self._rows.set(self._document(namespace, doc_id), [*rest, digest])
+            # A document that had the text before only makes it its last.
             refs += len(rest) == len(held)
         every = list(dict.fromkeys([*known.keys, *keys]))
         if found != (new := known._replace(keys=every, refs=refs)):

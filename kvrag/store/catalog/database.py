@@ -29,13 +29,18 @@ log = logging.getLogger(__name__)
 BUSY_S = 10.0
 
 SETTINGS = {
+    # kvrag evicts; diskcache must not.
     "eviction_policy": "none",
     "cull_limit": 0,
+    # A page that can't be read must be an error, not the end of the process by a signal.
     "sqlite_mmap_size": 0,
+    # The file may be anyone's: its schema must call no functions, and its cells are checked.
     "sqlite_trusted_schema": 0,
     "sqlite_cell_size_check": 1,
+    # Erased rows are overwritten.
     "sqlite_secure_delete": 1,
     "disk_pickle_protocol": 0,
+    # No value goes into a file of its own.
     "disk_min_file_size": 2**62,
 }
 SCHEMA = "SELECT type, name, tbl_name, sql FROM sqlite_master ORDER BY type, name"
@@ -67,9 +72,8 @@ def make(folder: Path) -> None:
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     with suppress(FileExistsError):
-        (folder / DBNAME).touch(
-            mode=0o600, exist_ok=False
-        )  # SQLite gives its other files this mode
+        # SQLite gives its other files this mode.
+        (folder / DBNAME).touch(mode=0o600, exist_ok=False)
         sync(folder, folder.parent)
 
 
@@ -121,6 +125,7 @@ def _fault_at(path: Path) -> str | None:
         return "it is not a regular file"
     try:
         with closing(sqlite3.connect(path, timeout=BUSY_S, isolation_level=None)) as database:
+            # Before anything is read, and as in SETTINGS.
             for pragma in ("trusted_schema = OFF", "cell_size_check = ON", "mmap_size = 0"):
                 database.execute(f"PRAGMA {pragma}")
             ((verdict,),) = database.execute("PRAGMA quick_check(1)").fetchall()

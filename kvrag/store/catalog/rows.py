@@ -193,7 +193,9 @@ class Database:
             self._copy(self._source)
         elif known is None:  # a removed directory is not created again: it may be a mount
             self.folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # One process at a time examines a database, and begins it.
         with locked(self.folder.parent / "lock"):
+            # Known files were examined when they were opened first.
             if there != known:
                 put_aside_if_damaged(self.folder)
             make(self.folder)
@@ -414,6 +416,7 @@ class RowTable:
 
     def hold(self) -> None:
         """Wait for changes and looks under way, and close all connections before a fork."""
+        # Not for ever: the fork goes on even if a change hangs.
         if self._lock.acquire(timeout=BUSY_S) and self._looking.acquire(timeout=BUSY_S):
             self.let_go()
 
@@ -446,6 +449,7 @@ class RowTable:
                 self._database.check(opened)
                 self._mine.cache = opened.cache
                 yield
+            # After the commit, too: the file may have been deleted or replaced before it.
             self._database.check(opened)
         except FAULTS:
             # A failed commit leaves its transaction open; closing the connection ends it.
