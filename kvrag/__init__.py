@@ -100,6 +100,8 @@ __all__ = [
     "uninstall_flash_attention",
 ]
 
+# Modules imported at first use of their names. ``import kvrag`` imports neither torch nor
+# transformers.
 _LAZY = {
     "kvrag.config": ("RepairConfig", "Retention", "SamplingConfig", "StoreConfig"),
     "kvrag.engine": ("KVRagEngine",),
@@ -113,15 +115,11 @@ _LAZY = {
     "kvrag.precompute.library": ("Library",),
     "kvrag.prompt.prefix": ("TemplatePrefix",),
 }
-"""Modules imported at first use of their names.
-
-``import kvrag`` imports neither torch nor transformers.
-"""
+# Names of packages built on this one, and the extras that install these packages.
 _OF_EXTRAS = {
     "KVRagClient": ("kvrag_server", "server"),
     "precompute_dataset": ("kvrag_ray", "ray"),
 }
-"""Names of packages built on this one, and the extras that install these packages."""
 __all__ += [name for name, (package, _) in _OF_EXTRAS.items() if find_spec(package)]
 
 

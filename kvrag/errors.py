@@ -83,6 +83,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 _MEMORY = r"(?i)memoryerror|allocate memory|out of memory|alloc_failed"
+# Signs of the reasons of a fault, and the reasons with their remedies. The first that fits counts.
+# A sign is found in the text or type of another library's error, or is a mark of `loading_reason`.
 _REASONS = (
     (_MEMORY, "memory ran out; pass dtype='bfloat16', a smaller model, or free memory"),
     ("<closed>", "its file {closed!r} can't be read by this user; give access to it"),
@@ -131,10 +133,6 @@ _REASONS = (
     ),
     ("", "its files are damaged, or are no causal language model's; check them"),
 )
-"""Signs of the reasons of a fault, and the reasons with their remedies. The first that fits counts.
-
-A sign is found in the text or type of another library's error, or is a mark of `loading_reason`.
-"""
 
 
 def loading_reason(error: BaseException, path: str, part: str, options: Mapping[str, Any]) -> str:

@@ -100,7 +100,6 @@ class Progress:
         self._has_line = False
 
     def __enter__(self) -> Self:
-        self._start = time.monotonic()
         if not self._is_shown:
             return self
         if self._is_asked:

@@ -17,27 +17,21 @@ if TYPE_CHECKING:  # configs and errors are read by commands that need no torch
     import torch
     from torch import Tensor
 
+# Key of a stored chunk: 64 lower-case hex digits (SHA-256). See :mod:`kvrag.identity.fingerprint`.
 ChunkKey = NewType("ChunkKey", str)
-"""Key of a stored chunk: 64 lower-case hex digits (SHA-256).
-
-See :mod:`kvrag.identity.fingerprint`.
-"""
 
 StrPath = str | os.PathLike[str]
+# Ids of documents; ``None``: a text without a document.
 DocIds = Sequence[str | None]
-"""Ids of documents; ``None``: a text without a document."""
 
 Exactness = Literal["exact", "repaired", "full"]
 Mode = Literal["auto", "full", "prefix", "stitch"]
+# Origin of a row's KV. ``"exact"``: reused, and equal to a full prefill's; ``"reused"``: reused,
+# and approximate; ``"repaired"``: stored, and recomputed; ``"computed"``: not stored, and computed.
 Source = Literal["exact", "reused", "repaired", "computed"]
-"""Origin of a row's KV.
 
-``"exact"``: reused, and equal to a full prefill's; ``"reused"``: reused, and approximate;
-``"repaired"``: stored, and recomputed; ``"computed"``: not stored, and computed.
-"""
-
+# Origins of the rows of a prompt, as runs ``(source, number of rows)``.
 Sources = tuple[tuple[Source, int], ...]
-"""Origins of the rows of a prompt, as runs ``(source, number of rows)``."""
 
 FinishReason = Literal["stop", "length", "cancelled", "tool_calls"]
 MaxContext = Literal["raise", "slide"]
@@ -51,17 +45,15 @@ Prove = Literal["auto", "off"]
 ``"auto"``: prove reuse once per model and environment; ``"off"``: check only the model's structure.
 """
 
+# Name, start and end of a stage: seconds on ``time.perf_counter``'s clock.
 Stage = tuple[str, float, float]
-"""Name, start and end of a stage: seconds on ``time.perf_counter``'s clock."""
 
+# Reason why a stored chunk was not loaded.
 HoleReason = Literal["late", "absent", "damaged", "unreadable"]
-"""Reason why a stored chunk was not loaded."""
 
+# Type of stored keys and values. ``"auto"``: as computed; else rounded to codes
+# (:mod:`kvrag.kv.quantise`).
 KVDtype = Literal["auto", "int8", "int4", "fp8"]
-"""Type of stored keys and values.
-
-``"auto"``: as computed; else rounded to codes (:mod:`kvrag.kv.quantise`).
-"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,8 +37,8 @@ from kvrag.errors import ConfigError
 P = ParamSpec("P")
 T = TypeVar("T")
 
+# Configs that have names, by their class; the module of the configs fills it.
 NAMED: dict[type, Mapping[str, Any]] = {}
-"""Configs that have names, by their class; the module of the configs fills it."""
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(Field,))
@@ -114,8 +114,8 @@ def _place(error: Any, value: Any) -> list[str]:
     return place
 
 
+# Parts of pydantic's messages that are not the demand itself.
 _DEMAND = re.compile(r"^\w+ should (be|have) | after validation(?=,)")
-"""Parts of pydantic's messages that are not the demand itself."""
 
 
 def fault_of(cls: Any, error: ValidationError, given: Mapping[str, Any]) -> ConfigError:

@@ -140,6 +140,8 @@ Penalty = Annotated[float, Field(strict=True, ge=-2, le=2, allow_inf_nan=False)]
 Switch = Annotated[bool, Field(strict=True)]
 
 
+# Arguments of ``apply_chat_template`` that aren't template variables. ``documents`` is refused as
+# well: kvrag takes documents as chunks.
 RESERVED = (
     "messages",
     "conversation",
@@ -157,10 +159,6 @@ RESERVED = (
     "truncation",
     "max_length",
 )
-"""Arguments of ``apply_chat_template`` that aren't template variables.
-
-``documents`` is refused as well: kvrag takes documents as chunks.
-"""
 
 
 def check_template_kwargs(value: object) -> dict[str, Any]:
@@ -186,13 +184,6 @@ def check_template_kwargs(value: object) -> dict[str, Any]:
                 f"{where}"
             )
     return dict(value)
-
-
-def check_continues(value: object) -> bool:
-    """Return whether the last message is continued; raises :class:`ConfigError` if invalid."""
-    if value is not None and not isinstance(value, bool):
-        raise ConfigError(f"continue_final_message is {value!r}; pass True or False")
-    return bool(value)
 
 
 def _span(pair: tuple[float, float]) -> tuple[float, float]:
@@ -310,15 +301,13 @@ class RepairConfig:
         return cls(strategy="hkvd", recompute_ratio=recompute_ratio, first_k=0, shift=0.0)
 
 
+# Names that ``repair`` may have instead of a config. ``auto``: the result of
+# :meth:`kvrag.KVRagEngine.calibrate`, else the default.
 REPAIRS: dict[str, RepairConfig | None] = {
     "auto": None,
     "fast": RepairConfig.fast(),
     "careful": RepairConfig.careful(),
 }
-"""Names that ``repair`` may have instead of a config.
-
-``auto``: the result of :meth:`kvrag.KVRagEngine.calibrate`, else the default.
-"""
 NAMED[RepairConfig] = REPAIRS
 Repair = RepairConfig | Mapping[str, Any] | Literal["auto", "fast", "careful"] | None
 
@@ -473,14 +462,12 @@ class IndexOptions:
         return {name: getattr(self, name) for name in names_of(IndexOptions)}
 
 
+# Maximum tokens of an answer if the request gives no number. It is not the whole context window,
+# because the answer's KV is reserved in advance.
 DEFAULT_MAX_NEW_TOKENS = 1024
-"""Maximum tokens of an answer if the request gives no number.
 
-It is not the whole context window, because the answer's KV is reserved in advance.
-"""
-
+# Temperatures below this are greedy: divided by them, logits exceed float32's precision.
 GREEDY_BELOW = 1e-3
-"""Temperatures below this are greedy: divided by them, logits exceed float32's precision."""
 
 
 def _kept_as(kind: Any, read: Callable[[object], object]) -> GetPydanticSchema:

@@ -10,8 +10,8 @@ from types import MappingProxyType
 from kvrag.errors import ConfigError
 
 NOTHING: Mapping[str, str] = MappingProxyType({})
+# How to pass options, by name; the module of the configs fills it.
 PLACES: dict[str, str] = {}
-"""How to pass options, by name; the module of the configs fills it."""
 
 
 def parse_bytes(value: object) -> object:

@@ -23,12 +23,12 @@ from kvrag.config import (
     RepairConfig,
     SamplingConfig,
     as_config,
-    check_continues,
     check_mode,
     check_template_kwargs,
     config_class,
     options_class,
 )
+from kvrag.config.options import Switch
 from kvrag.prompt.explain import Watch
 from kvrag.prompt.template import PLAIN, Chat, Prompt
 from kvrag.prompt.tools import TEXT, ResponseFormat, answer_form
@@ -62,7 +62,7 @@ class ReuseOptions:
     chat_template_kwargs: SkipValidation[Mapping[str, Any] | None] = None
     """Variables for the chat template, for instance ``{"enable_thinking": False}``; they are added
     to the engine's."""
-    continue_final_message: SkipValidation[bool] = False
+    continue_final_message: Switch | None = False
     """Whether the answer continues the last message, which must be an assistant's."""
     mode: SkipValidation[Mode] = "auto"
     """Mode of reuse: ``"auto"``, ``"full"`` (no reuse), ``"prefix"`` (exact reuse of the prompt's
@@ -79,7 +79,6 @@ class ReuseOptions:
     def __post_init__(self) -> None:
         check_mode(self.mode, self.max_context)
         check_template_kwargs(self.chat_template_kwargs)
-        check_continues(self.continue_final_message)
         self.repair_config  # noqa: B018 - checks it
         self.form  # noqa: B018 - checks it
 
@@ -98,7 +97,7 @@ class ReuseOptions:
     def chat(self, variables: Mapping[str, Any]) -> Chat:
         """Return the options for rendering chat messages, with ``variables`` of the engine."""
         own = self.chat_template_kwargs or {}
-        return Chat(self.form.tools, {**variables, **own}, self.continue_final_message)
+        return Chat(self.form.tools, {**variables, **own}, bool(self.continue_final_message))
 
 
 @options_class

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from kvrag.errors import UnsupportedModelError
-from kvrag.identity.weights import SIMPLE, described
+from kvrag.identity.weights import SIMPLE, described, is_packed
 
 # Modules of classes that keep their state in parameters and buffers, or are known otherwise.
 _ORDINARY = (
@@ -47,7 +47,7 @@ def kept_beside(model: Module) -> dict[str, Tensor]:
         places = {
             key: vars(tensor)
             for key, tensor in (*module._parameters.items(), *module._buffers.items())
-            if tensor is not None and not hasattr(tensor, "__tensor_flatten__")
+            if tensor is not None and not is_packed(tensor)
         }
         if not f"{type(module).__module__}.".startswith((*_ORDINARY, f"{home}.")):
             own = {key: value for key, value in vars(module).items() if key not in _OF_MODULES}

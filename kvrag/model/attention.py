@@ -34,12 +34,10 @@ MIN_SCORES = 2**16
 # were measured.
 MAX_THREADS = 8
 
+# Options that change nothing here: limits come from the model's own mask, rows from Rows, and
+# dropout is off outside training.
 UNDERSTOOD = {"sliding_window", "position_ids", "cache_position", "dropout", "use_cache"}
 UNDERSTOOD |= {"output_attentions", "output_router_logits", "logits_to_keep"}
-"""Options that change nothing here.
-
-Limits come from the model's own mask, rows from Rows, and dropout is off outside training.
-"""
 
 
 class Mass(NamedTuple):

@@ -62,7 +62,7 @@ ANYONE = {"__init__", "__main__"}
 """Files of ``kvrag/`` itself that hand on names of the others."""
 
 AREAS = {
-    "core": 155_947,
+    "core": 155_853,
     "adapters": 4_376,
     "cli": 15_100,
     "evaluate": 7_170,
