@@ -281,7 +281,7 @@ class EngineFields(BaseModel):
 
         Takes the options of :func:`kvrag.precompute_kv`.
         """
-        return precompute_kv(llm=self, **vars(ItemRequest(items=items, **options)))
+        return precompute_kv(items, llm=self, **options)
 
     @checks_names
     def delete_kv(
@@ -299,4 +299,4 @@ class EngineFields(BaseModel):
 
         Takes the options of :func:`kvrag.sync_kv`.
         """
-        return sync_kv(llm=self, **vars(SyncRequest(live_items=live_items, **options)))
+        return sync_kv(live_items, llm=self, **options)
