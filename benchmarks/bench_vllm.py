@@ -8,7 +8,7 @@ Runs in an environment that has vLLM. Two of its servers are up, both with their
 ``kvrag serve`` is a third process. Prompts are token ids: chunks of the facts benchmark's needle questions, in an order that no request
 before had. So vLLM's prefix cache finds the system prompt and, now and then, a first chunk.
 
-* **memory**: of vLLM's engine alone, with borrowed weights, and with a copy of its own.
+* **memory**: of vLLM's engine alone, and with the connector.
 * **ttft**: seconds of a one-token answer, asked in random turns.
 * **equality**: log-probabilities of the first token, and answers, beside those of kvrag's engine with the same repair.
 * **throughput**: eight clients, each sends its next request when its answer has ended.
@@ -54,10 +54,10 @@ ANSWER_TOKENS = 16
 TOP = 20  # log-probabilities that vLLM tells of a token
 WITHIN = 1e-3
 ALONE = "vLLM alone"
+CONNECTOR = "with the connector"
 EXTRA: dict[str, dict[str, Any] | None] = {
     ALONE: None,
-    "shared": {"weights": "shared"},
-    "copy": {"weights": "copy"},
+    CONNECTOR: {},
 }
 """vLLM's servers: the connector's options, or no connector."""
 FULL, BLENDED = "full", "blended"
@@ -216,7 +216,6 @@ class Run:
 
     def __init__(self, args: argparse.Namespace, folder: Path) -> None:
         self.model = model_path(args.model)
-        self.weights: str = args.weights
         self.seed: int = args.seed
         self.extent = QUICK if args.quick else WHOLE
         self.folder = folder
@@ -240,13 +239,13 @@ class Run:
 
     def at(self, mode: str) -> VLLM:
         """Return the server that a mode is asked of."""
-        return self.server(ALONE if MODES[mode] is None else self.weights)
+        return self.server(ALONE if MODES[mode] is None else CONNECTOR)
 
     def stored(self, size: Size) -> Prompts:
         """Return the prompts of a size, their chunks precomputed and one of them answered."""
         prompts = self.prompts[size.name]
         if size.name not in self.precomputed:
-            self.precomputed[size.name] = self.server(self.weights).precompute(prompts.chunks)
+            self.precomputed[size.name] = self.server(CONNECTOR).precompute(prompts.chunks)
             for mode in MODES:  # buffers grow
                 self.answer(prompts.new(0), mode)
         return prompts
@@ -350,7 +349,7 @@ def equality(run: Run) -> dict[str, Any]:
     On a new server: vLLM would take first chunks that earlier requests computed, exact, in place of repaired ones.
     """
     stored = [run.stored(size) for size in run.extent.sizes]
-    run.stop([run.weights])
+    run.stop([CONNECTOR])
     cases = []
     for size, prompts in zip(run.extent.sizes, stored, strict=True):
         for number in range(size.compared):
@@ -602,7 +601,6 @@ def main() -> None:
     options = parser(__doc__, seed=0)
     options.add_argument("--only", default=",".join(PARTS), help="parts, with commas")
     options.add_argument("--model", default="qwen2.5-coder-0.5b", help="of $KVRAG_EVAL_MODELS")
-    options.add_argument("--weights", choices=("shared", "copy"), default="shared")
     options.add_argument("--quick", action="store_true", help="few short prompts: no measurement")
     args = options.parse_args()
     chosen = args.only.split(",")
@@ -621,7 +619,7 @@ def main() -> None:
         try:
             for name in (part for part in PARTS if part in chosen):
                 start = time.perf_counter()
-                known[name] = {"machine": where, "weights": run.weights} | PARTS[name](run)
+                known[name] = {"machine": where} | PARTS[name](run)
                 known[name]["seconds"] = time.perf_counter() - start
                 print(f"{name}: {known[name]['seconds']:.0f} s", flush=True)
                 whole = {"machine": where, "model": args.model, "dtype": "float32"}

@@ -112,7 +112,6 @@ SPREAD = {
     "model/test_lock.py::test_answers_are_those_of_requests_alone": 32,
     "precompute/test_write_back.py::test_a_process_that_ends_right_after_its_answer_ends_in_order": 0,
     "vllm_connector/test_blend_vllm.py::test_blended_answers_are_those_of_kvrags_engine": 5,
-    "vllm_connector/test_borrowed.py::test_a_borrowed_model_is_the_model_of_the_files": 6,
     "model/test_steps.py::test_each_shape_equals_the_launched_forward_bit_for_bit": 2,
     "model/test_plain.py::test_a_refused_model_scores_and_prefills": 3,
     "model/test_attention.py::test_rows_see_exactly_their_keys": 7,

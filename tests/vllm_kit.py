@@ -115,19 +115,15 @@ MODULES: dict[str, dict[str, Any]] = {
         "set_current_vllm_config": None,
         **{name: type(name, (), {}) for name in ("LoadConfig", "ModelConfig", "VllmConfig")},
     },
-    "vllm.model_executor.layers.linear": {
-        "UnquantizedLinearMethod": type("UnquantizedLinearMethod", (), {})
-    },
+    "vllm": {"__version__": "0"},
+    "vllm.model_executor.layers.attention": {"Attention": type("Attention", (), {})},
     "vllm.model_executor.model_loader": {
         "DefaultModelLoader": type("DefaultModelLoader", (), {}),
         "register_model_loader": None,
     },
-    "vllm.forward_context": {"set_forward_context": None},
+    "vllm.forward_context": {"get_forward_context": None, "set_forward_context": None},
     "vllm.v1.attention.backend": {"CommonAttentionMetadata": None},
     "vllm.v1.kv_cache_interface": {"FullAttentionSpec": type("FullAttentionSpec", (), {})},
-    "vllm.model_executor.models.utils": {
-        "extract_layer_index": lambda name: int(re.findall(r"\.(\d+)\.", name)[0])
-    },
 }
 
 
@@ -143,16 +139,21 @@ class Layer:
     """A layer's part of vLLM's cache, ``[blocks, heads, slots, keys | values]``, filled as its Triton and FlashAttention backends do."""
 
     def __init__(self, heads: int, dim: int) -> None:
-        self.kv_cache, self.impl, self.dim = torch.zeros(BLOCKS, heads, BLOCK, 2 * dim), self, dim
+        self.kv_cache, self.dim = torch.zeros(BLOCKS, heads, BLOCK, 2 * dim), dim
 
-    def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping):
-        keys, values = kv_cache.transpose(1, 2).split(self.dim, dim=-1)
-        keys[slot_mapping // BLOCK, slot_mapping % BLOCK] = key
-        values[slot_mapping // BLOCK, slot_mapping % BLOCK] = value
+    def write(self, key, value, slots):
+        keys, values = self.kv_cache.transpose(1, 2).split(self.dim, dim=-1)
+        keys[slots // BLOCK, slots % BLOCK] = key
+        values[slots // BLOCK, slots % BLOCK] = value
 
     def rows(self, blocks):
         """Keys and values ``(H, T, D)`` of these blocks."""
         return self.kv_cache[blocks].transpose(0, 1).flatten(1, 2).split(self.dim, dim=-1)
+
+
+def writing(layers: list[Layer]) -> Any:
+    """Write rows to these layers."""
+    return lambda index, *rows: layers[index].write(*rows)
 
 
 def config_of(setting: Setting, **changes) -> SimpleNamespace:
@@ -211,10 +212,10 @@ def connector_module(patch: pytest.MonkeyPatch) -> Any:
             "connector",
             "loader",
             "messages",
+            "own",
             "proof",
             "report",
             "scheduler",
-            "weights",
             "worker",
         ):
             patch.delitem(sys.modules, f"vllm_kvrag.{name}", raising=False)
@@ -365,7 +366,7 @@ class Scheduler:
                 self._decode(request)
         if not is_preempted:
             self._admit()
-        jobs = self.mode.metadata(None).jobs
+        jobs = self.mode.jobs().jobs
         self.jobs |= {job.request_id: job for job in jobs}
         return jobs
 

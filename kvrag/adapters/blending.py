@@ -2,39 +2,25 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from kvrag.adapters.planning import ModelFacts
-from kvrag.blend.cost import CostModel
+from kvrag.blend.cost import IN_ROWS, CostModel
 from kvrag.blend.prefill import prefill
 from kvrag.blend.reuse import read
 from kvrag.blend.stitch import filling, stitch
 from kvrag.config import RepairConfig
 from kvrag.engine import KVRagEngine
 from kvrag.errors import StoreError
-from kvrag.model.lm import LoadedModel
-from kvrag.model.load import load
 from kvrag.model.lock import Clock
 from kvrag.model.rows import KVBuffer, Pair, Rows
-from kvrag.model.source import ModelSource
 from kvrag.prompt.plan import Plan
-from kvrag.prompt.template import PromptEncoder
 
 Write = Callable[[Iterable[Pair]], None]
-
-
-def load_made(source: ModelSource, model: PreTrainedModel) -> LoadedModel:
-    """Accept, identify and prove a model as if it had been loaded from a source.
-
-    Engines of this process with the same source use it while the result is in use.
-    """
-    return load(source, PromptEncoder, model)
 
 
 class Blending:
@@ -50,16 +36,17 @@ class Blending:
         # Measured once: beside the other engine's steps, a prompt's own times say little.
         self._costs = CostModel(engine.loaded)
 
-    def facts(self) -> ModelFacts:
-        """Describe the model; measures its costs."""
+    def facts(self, only_exact: str | None = None) -> ModelFacts:
+        """Describe the model; measures its costs, unless it serves exact beginnings alone."""
         return ModelFacts(
             self.engine.loaded.fingerprint,
             None,
             self.engine.repair,
-            self._costs.known(),
+            IN_ROWS if only_exact else self._costs.known(),
             self.lm.depth,
             self.lm.reuse_window,
             self.engine.context_digest,
+            only_exact=only_exact,
         )
 
     def logits(self, ids: Tensor) -> Tensor:
@@ -68,13 +55,12 @@ class Blending:
         rows = Rows.span(0, count)
         return self.lm.forward(ids, rows, self.lm.buffer(count), logits=count)[0][0]
 
-    def repair(
-        self,
-        plan: Plan,
-        repair: RepairConfig,
-        write: Write,
-        cancel: threading.Event,
-    ) -> dict[str, Any]:
+    def read_ahead(self, plan: Plan) -> None:
+        """Read a prompt's chunks into memory, as long as the store may take."""
+        timeout_s = self.engine.store_config.load_timeout_s
+        self.engine.store.prefetch(plan.identities).wait(timeout_s)
+
+    def repair(self, plan: Plan, repair: RepairConfig, write: Write) -> dict[str, Any]:
         """Stitch and repair a prompt; return the fields of :class:`~kvrag.types.Accounting`."""
         clock = Clock()
         done = prefill(
@@ -87,7 +73,6 @@ class Blending:
             max_new_tokens=1,
             load_timeout_s=self.engine.store_config.load_timeout_s,
             clock=clock,
-            cancel=cancel,
         )
         assert done.buffer is not None
         try:

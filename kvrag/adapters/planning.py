@@ -63,6 +63,8 @@ class ModelFacts:
         Digest of the context that chunks are encoded behind.
     in_words
         The repair, where only its description is known.
+    only_exact
+        Why its prompts get exact beginnings alone; ``None`` if they get more, or nothing.
     """
 
     fingerprint: str = ""
@@ -73,10 +75,16 @@ class ModelFacts:
     window: int = 0
     context: str = ""
     in_words: str = ""
+    only_exact: str | None = None
+
+    @property
+    def fault(self) -> str | None:
+        """Why nothing is blended, and nothing stored; ``None`` if prompts are blended."""
+        return self.refusal or self.only_exact
 
     def said(self) -> dict[str, Any]:
         """Return the description for a response."""
-        own = {"fingerprint": self.fingerprint, "context": self.context, "refusal": self.refusal}
+        own = {"fingerprint": self.fingerprint, "context": self.context, "refusal": self.fault}
         return own | {"repair": described(self.repair)}
 
     @classmethod

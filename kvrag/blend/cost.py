@@ -47,7 +47,7 @@ from kvrag.store import TieredStore
 
 logger = logging.getLogger(__name__)
 
-VERSION = "3"  # part of the cache file's name, so versions don't overwrite each other's costs
+VERSION = "4"  # part of the cache file's name, so versions don't overwrite each other's costs
 # Rows of the timed forwards: those of recorded forwards, and more where these take no longer.
 SIZES = (*BUCKETS, 4096, 8192, 16384)
 ENOUGH_MS = 200.0  # a forward slower than this is the largest that is timed
@@ -377,7 +377,8 @@ def measured(lm: CausalLM) -> Costs:
         if rows * 2 > lm.reuse_window:
             break
         times[rows] = ms = taken(rows)
-        if rows > SIZES[0] and ms > min(4 * times[SIZES[0]], ENOUGH_MS):
+        # As long as rows take no time of their own, a slow model's forwards tell nothing of them.
+        if ms > min(4 * times[SIZES[0]], max(ENOUGH_MS, 1.5 * times[SIZES[0]])):
             break
     sizes = tuple(times)
     most = sizes[-1]

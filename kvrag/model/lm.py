@@ -90,22 +90,26 @@ class CausalLM:
         self.reuse_window = min(
             self.context_window, regime_limit(self.config) or self.context_window
         )
-        self._base = decoder_of(model)
-        self._attentions = attention_modules(model)
-        self.depth = len(self._attentions)
-        self._accepted = {True: accepted(self.text_model), False: accepted(self._base)}
         self._captured: Captured | None = None
         self.lock = lock_of(model)
         self.records: bool | None = None
         self.recorded: Recordings | None = None
-        self._find_traits()
+        self.find_traits()
+        self.depth = len(self._attentions)
         self.num_layers = len(self.traits)
         self.shapes = [trait.shape for trait in self.traits]
         width = sum(s.num_heads * (s.key_dim + s.value_dim) for s in self.shapes)
         self.kv_bytes_per_token: int = self.dtype.itemsize * width
 
+    def find_traits(self) -> None:
+        """Find the traits of all layers; a model that another engine runs finds them by itself."""
+        self._base = decoder_of(self.model)
+        self._attentions = attention_modules(self.model)
+        self._accepted = {True: accepted(self.text_model), False: accepted(self._base)}
+        self._observe_traits()
+
     @torch.inference_mode()
-    def _find_traits(self) -> None:
+    def _observe_traits(self) -> None:
         """Find the traits of all layers by a forward of a few tokens.
 
         Captured keys, once rotated, must be the keys that the model attends to.

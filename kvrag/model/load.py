@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 PROOF_VERSION = 5  # version of the checks; a change invalidates every kept proof
 
 
-_loaded = weakref.WeakValueDictionary[tuple[object, ...], LoadedModel]()
+LOADED = weakref.WeakValueDictionary[tuple[object, ...], LoadedModel]()
 """Models in use, by source; a model is freed with the last engine that uses it."""
 _load_lock = threading.Lock()
 
@@ -64,37 +64,31 @@ _load_lock = threading.Lock()
 def load(
     source: ModelSource,
     make_encoder: Callable[[Any, Any], Any] | None = None,
-    made: PreTrainedModel | None = None,
 ) -> LoadedModel:
     """Load a model, or return it if this process still uses it from the same source.
 
     A model object is examined at every call. ``make_encoder`` makes :attr:`LoadedModel.encoder`
-    from the tokenizer and the model; by default it is the tokenizer itself. ``made`` is a model
-    that another loader has made from the source's files, and takes the place of loading. Raises
-    ``ModelError`` if no causal LM can be found or loaded, ``ConfigError`` for a dtype or device
-    that is not available.
+    from the tokenizer and the model; by default it is the tokenizer itself. Raises ``ModelError``
+    if no causal LM can be found or loaded, ``ConfigError`` for a dtype or device that is not
+    available.
     """
     if isinstance(source.model, PreTrainedModel):
-        found = _load(source, make_encoder, made)
+        found = _load(source, make_encoder)
     else:
         with _load_lock:
             key = (*source.key, make_encoder)
-            kept = None if made is not None else _loaded.get(key)
-            found = _load(source, make_encoder, made) if kept is None else kept
-            _loaded[key] = found
+            kept = LOADED.get(key)
+            found = _load(source, make_encoder) if kept is None else kept
+            LOADED[key] = found
     if not source.extra_keys:
         return found
     return replace(found, identity=found.identity.with_extra_keys(source.extra_keys), shares=found)
 
 
-def _load(
-    source: ModelSource,
-    make_encoder: Callable[[Any, Any], Any] | None,
-    made: PreTrainedModel | None,
-) -> LoadedModel:
+def _load(source: ModelSource, make_encoder: Callable[[Any, Any], Any] | None) -> LoadedModel:
     source.check()
     given = source.model if isinstance(source.model, PreTrainedModel) else None
-    model, tokenizer = _load_parts(source, made)
+    model, tokenizer = _load_parts(source)
     lm = accept(model)
     if lm.device.type == "cpu":
         _keep_freed_memory()
@@ -104,7 +98,7 @@ def _load(
         if given is None:
             use_own_products(model)  # may pack them, for seconds
         try:
-            weights = (_origin(source, model) if given is None else None) or weights_digest(model)
+            weights = (origin_of(source, model) if given is None else None) or weights_digest(model)
         except UnsupportedModelError as error:
             lm = refuse(model, str(error))
             lm.pieces = Pieces("weights that can't be read can change without a sign")
@@ -127,11 +121,10 @@ def _label(source: ModelSource) -> str:
     return source.name
 
 
-def _load_parts(source: ModelSource, made: PreTrainedModel | None) -> tuple[PreTrainedModel, Any]:
+def _load_parts(source: ModelSource) -> tuple[PreTrainedModel, Any]:
     """Return the given model, or load it, with its tokenizer."""
-    given = made or source.model
-    if isinstance(given, PreTrainedModel):
-        return given, source.load_tokenizer()
+    if isinstance(source.model, PreTrainedModel):
+        return source.model, source.load_tokenizer()
     with parsed_once(source.model):
         tokenizer = None
         if is_gguf(source.model):  # the tokenizer needs all that is parsed, and the weights more
@@ -174,7 +167,7 @@ def _keep_freed_memory() -> None:
         ctypes.CDLL(None).mallopt(option, value)
 
 
-def _origin(source: ModelSource, model: PreTrainedModel) -> str | None:
+def origin_of(source: ModelSource, model: PreTrainedModel) -> str | None:
     """Return the identity of the weights' origin; ``None`` if it does not identify them."""
     # Quantised here: a library of another version, or another device, may round otherwise.
     if not getattr(getattr(model, "hf_quantizer", None), "pre_quantized", True):

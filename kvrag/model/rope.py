@@ -95,8 +95,10 @@ class RotaryTable:
 
         It serves models that give only rotated keys.
         """
-        square = self.magnitude * self.magnitude
-        return self._apply(keys, self.cos[rows] / square, -self.sin[rows] / square)
+        cos, sin = self.cos[rows], self.sin[rows]
+        # Not the magnitude's: vLLM rounds its tables to the model's dtype.
+        square = cos * cos + sin * sin
+        return self._apply(keys, cos / square, -sin / square)
 
     def unit_unrotate(self, vectors: torch.Tensor, rows: Index) -> torch.Tensor:
         """Rotate ``(H, T, D)`` back, without the magnitude.

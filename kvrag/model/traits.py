@@ -206,7 +206,7 @@ def find_traits(
     """
     name = type(model).__name__
     given = seen.inputs[0][1]
-    if _differs_within_states(given) > _tolerance(given):
+    if differs_within_states(given) > tolerance(given):
         raise UnsupportedModelError(
             f"{name} adds its absolute position to each token before the first layer, "
             "so KV fits one position only"
@@ -290,14 +290,15 @@ def _readers(name: str, attentions: list[Module], seen: Seen) -> list[list[int]]
 
 
 def _is_positioned(cached: Tensor) -> bool:
-    return _differs_within_states(cached[0].float()) > _tolerance(cached)
+    return differs_within_states(cached[0].float()) > tolerance(cached)
 
 
-def _tolerance(values: Tensor) -> float:
+def tolerance(values: Tensor) -> float:
+    """Return the largest difference by which roundings let equal keys differ."""
     return 8 * torch.finfo(values.dtype).eps * float(values.abs().max()) + 1e-6
 
 
-def _differs_within_states(rows: Tensor) -> float:
+def differs_within_states(rows: Tensor) -> float:
     """Return the largest difference among rows ``(H, T, D)`` of the same hidden state."""
     states = torch.tensor(STATES[: rows.shape[1]], device=rows.device)
     return max(
@@ -319,28 +320,28 @@ def _explain(
     ``known`` holds candidates by key dim. Raises ``UnsupportedModelError`` if no candidate fits.
     """
     dim = keys.shape[-1]
-    tolerance = _tolerance(keys)
+    most = tolerance(keys)
     exact = keys[0].float()
 
     def listed() -> list[RotaryTable]:
         return [each.at(positions) for each in rotations(decoder_of(model), attention, dim)]
 
     def error_of(table: RotaryTable) -> float:
-        return _differs_within_states(table.unrotate(exact, slice(0, exact.shape[1])))
+        return differs_within_states(table.unrotate(exact, slice(0, exact.shape[1])))
 
     found = known[dim] = known.get(dim) or listed()
     best = min(found, key=error_of)
-    if error_of(best) > tolerance and layer > 0:  # it may have rotary modules of its own
+    if error_of(best) > most and layer > 0:  # it may have rotary modules of its own
         best = min(listed(), key=error_of)
         found.append(best)
-    if error_of(best) > tolerance:
+    if error_of(best) > most:
         more = (
             RotaryTable(other, table.cos, table.sin)
             for table in found
             for other in scaled(attention, table.rotation, dim)
         )
         best = min((best, *more), key=error_of)
-    if error_of(best) > tolerance:
+    if error_of(best) > most:
         names = dict.fromkeys(t.rotation.name for t in found if t.rotation is not NO_ROTATION)
         raise UnsupportedModelError(
             f"the keys of layer {layer} of {type(model).__name__} depend on their position in a "
@@ -359,7 +360,7 @@ def _source_of(
     """Return the source that gives the attended keys, once rotated, if a submodule does."""
     heads, rows, dim = keys.shape[1:]
     best = None
-    least = _tolerance(keys)
+    least = tolerance(keys)
     for source, captured in key_sources(attention, outputs, heads, dim):
         rotated = table.rotate(captured[0].transpose(0, 1), slice(0, rows))
         error = float((rotated.float() - keys[0].float()).abs().max())

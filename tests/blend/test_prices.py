@@ -375,6 +375,18 @@ def test_measuring_is_bounded(monkeypatch, per_row, largest):
     assert sum(10 + per_row * rows for rows in timed) < 4000
 
 
+def test_rows_of_a_slow_model_have_a_price(monkeypatch):
+    """Larger forwards are timed while the weights take all the time, whatever the rows are."""
+    took = {16: 500.0, 32: 501.0, 64: 520.0, 128: 900.0}
+    forwards = count()
+    monkeypatch.setattr(
+        "kvrag.blend.cost._ms", lambda run: [*took.values(), 900.0][next(forwards) // 2]
+    )
+    costs = measured(lm_of())
+    assert costs.forwards[0] == tuple(took)
+    assert costs.of_forward(1024, 0) == pytest.approx(900 + 896 * 380 / 64)
+
+
 def test_time_that_went_to_others_is_no_price(engine_of):
     lock = engine_of().loaded.lm.lock
 

@@ -63,7 +63,7 @@ ANYONE = {"__init__", "__main__"}
 
 AREAS = {
     "core": 155_853,
-    "adapters": 4_360,
+    "adapters": 5_910,
     "cli": 15_100,
     "evaluate": 7_170,
     "testing": 4_295,
@@ -72,7 +72,7 @@ AREAS = {
     "ray": 5_025,
     "server": 19_445,
     "shared": 3_200,
-    "vllm": 16_210,
+    "vllm": 14_710,
 }
 """Most syntax nodes of each area. The core answers requests and stores chunks: ``kvrag/`` without the rooms that are areas."""
 DEEP_NAMES = {"langchain": 6, "llama_index": 8, "ray": 5, "server": 18, "shared": 8, "vllm": 15}
@@ -152,7 +152,6 @@ KNOWN: dict[str, dict[str, float] | set[str]] = {
     },
     "large rooms": {
         "integrations/langchain/langchain_kvrag": 14,
-        "integrations/vllm/vllm_kvrag": 15,
     },
     "undrawn rooms": {"integrations/langchain/langchain_kvrag", "kvrag/testing"},
 }

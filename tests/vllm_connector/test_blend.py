@@ -28,6 +28,7 @@ from vllm_kit import (
     Setting,
     connect,
     step_of,
+    writing,
 )
 
 from kvrag import RepairConfig, StoreConfig
@@ -344,8 +345,9 @@ def test_no_request_finds_anothers_approximate_rows(connector, setting, seed):
 @pytest.fixture
 def blender(connector, setting):
     blending = importlib.import_module("vllm_kvrag.blending")
-    layers = {i: Layer(2, 16) for i in range(setting.engine.loaded.reusable.depth)}
-    made = blending.Blender(Blending(setting.engine), layers, BLOCK)
+    layers = [Layer(2, 16) for _ in range(setting.engine.loaded.reusable.depth)]
+    made = blending.Blender(Blending(setting.engine), writing(layers), BLOCK)
+    made.layers = layers
     assert setting.engine.loaded.reusable.records is False, "the device's memory is vLLM's"
     yield made
     made.close()
@@ -363,16 +365,13 @@ def job_of(
     return job
 
 
-def ended(blender: Any, left: int = 0) -> tuple[Any, Any]:
-    """The next job that ends; so many are left then."""
+def ended(blender: Any) -> tuple[Any, Any]:
+    """The next job that ends in steps without a forward."""
     for _ in range(1000):
-        if not blender._done.empty():
-            job, said = blender._done.get_nowait()
-            blender._cancelled.pop(job.request_id)
-            assert len(blender._cancelled) == left
-            return job, said
-        blender._ended.wait(0.05)
-        blender._ended.clear()
+        blender.rest(0.05)
+        blender.blend()
+        for each in blender.ended():
+            return each
     raise AssertionError("no job ends")
 
 
@@ -389,35 +388,77 @@ def test_blended_rows_land_in_the_requests_blocks_alone(connector, setting, blen
         expected = setting.engine.loaded.lm.model(
             torch.tensor([ids]), use_cache=True
         ).past_key_values
-    for layer, (keys, values, *_) in zip(blender._layers.values(), expected, strict=True):
+    for layer, (keys, values, *_) in zip(blender.layers, expected, strict=True):
         for found, full in zip(layer.rows(blocks), (keys[0], values[0]), strict=True):
             assert torch.allclose(found[:, : job.stop], full[:, : job.stop], atol=2e-5)
         others = [block for block in range(40) if block not in blocks]
         assert not layer.kv_cache[others].any()
 
 
-def test_a_job_that_fails_or_is_given_up_ends(connector, setting, blender, monkeypatch):
+def test_a_job_that_fails_ends(connector, setting, blender, monkeypatch):
     ids, blocks = prompt_of(setting, 2, 0), list(range(30))
     jobs = [job_of(connector, setting, ids, blocks, i, mode="stitch") for i in range(3)]
-    begun, goes_on = threading.Event(), threading.Event()
+    for failing in ("kvrag.adapters.blending.prefill", "kvrag.adapters.Blending.read_ahead"):
 
-    def waits(*_: Any, **__: Any) -> Any:
-        begun.set()
-        goes_on.wait(30)
-        raise MemoryError("of the device")
+        def fails(*_: Any, **__: Any) -> Any:
+            raise MemoryError("of the device")
 
-    with monkeypatch.context() as patch:
-        patch.setattr("kvrag.adapters.blending.prefill", waits)
-        for job in jobs[:2]:
-            blender.submit(job)
-        assert begun.wait(30)
-        blender.cancel({"r1"})  # while it waits for the first
-        goes_on.set()
-        assert [ended(blender, 1), ended(blender, 0)] == [(jobs[0], None), (jobs[1], None)]
-    blender.submit(jobs[2])  # the thread lives
+        with monkeypatch.context() as patch:
+            patch.setattr(failing, fails)
+            for job in jobs[:2]:
+                blender.submit(job)
+            found = [ended(blender), ended(blender)]
+        if failing.endswith("prefill"):
+            assert found == [(jobs[0], None), (jobs[1], None)]
+        else:  # the blend reads by itself
+            assert [said["exactness"] for _, said in found] == ["repaired"] * 2
+    blender.submit(jobs[2])  # the threads live
     assert ended(blender)[1]["exactness"] == "repaired"
     assert jobs[2].failed(BLOCK) == blocks[: -(-jobs[2].stop // BLOCK)]
-    assert not blender._cancelled
+    assert not blender._num_running
+
+
+def test_a_step_blends_a_prompt_whose_chunks_are_read(connector, setting, blender, monkeypatch):
+    """Steps go on while a thread reads, and one that has prompts to blend takes one of them."""
+    ids, blocks = prompt_of(setting, 2, 0), list(range(30))
+    jobs = [job_of(connector, setting, ids, blocks, i, mode="stitch") for i in range(2)]
+    goes_on = threading.Event()
+    read_ahead = Blending.read_ahead
+
+    def waits(*args: Any) -> None:
+        goes_on.wait(30)
+        read_ahead(*args)
+
+    monkeypatch.setattr(Blending, "read_ahead", waits)
+    for job in jobs:
+        blender.submit(job)
+    start = time.monotonic()
+    for _ in range(3):  # steps with a forward
+        blender.rest(0.0)
+        blender.blend()
+    assert blender.ended() == []
+    assert time.monotonic() - start < 10
+    goes_on.set()
+    while blender._read.qsize() < 2:
+        time.sleep(0.01)
+    blender.blend()
+    assert [job for job, _ in blender.ended()] == jobs[:1]
+    start = time.monotonic()
+    for _ in range(2):
+        blender._came.clear()
+        blender.rest(30.0)  # there is a prompt to blend
+    assert time.monotonic() - start < 10
+    blender.blend()
+    assert [job for job, _ in blender.ended()] == jobs[1:]
+
+
+def test_other_threads_run_the_model_only_while_the_worker_rests(connector, setting, blender):
+    blending = importlib.import_module("vllm_kvrag.blending")
+    blender.submit(blending.Job("r", precompute={"texts": [CHUNKS[0] + " More."]}))
+    time.sleep(0.5)
+    blender.blend()
+    assert blender.ended() == []  # it waits for the model, which the worker holds
+    assert ended(blender)[1]["precompute"]["stored"] == 1
 
 
 def test_loaded_chunks_live_until_the_device_has_read_them(
@@ -436,7 +477,7 @@ def test_loaded_chunks_live_until_the_device_has_read_them(
         tier.max_bytes = 0
     device = fake_cuda.install(monkeypatch)
     fake_cuda.move(engine.loaded.reusable)
-    for layer in blender._layers.values():
+    for layer in blender.layers:
         layer.kv_cache = layer.kv_cache.as_subclass(fake_cuda.OnDevice)
     device.late = driver
     with torch.inference_mode(), device:
@@ -591,6 +632,41 @@ def test_a_model_that_cannot_be_opened_is_answered_without_the_store(
         raise ValueError("unrecognised")
 
     monkeypatch.setattr(worker_side, "model_of", lambda _: object())
-    monkeypatch.setattr(worker_side, "engine_of", fail)
+    monkeypatch.setattr(worker_side, "VllmLM", fail)
     worker = blend(connector, setting, role="WORKER")
     assert "ValueError: unrecognised" in worker.get_handshake_metadata().about.refusal
+
+
+def test_an_option_that_is_gone_is_answered_with_the_remedy(connector, setting):
+    with pytest.raises(ConfigError, match="leave 'weights' out of kv_connector_extra_config"):
+        blend(connector, setting, weights="copy")
+
+
+def test_auto_prices_both_ways_by_the_same_forwards(connector, setting):
+    """A forward whose launch takes all the time costs as much for a repair as for a prompt."""
+    ids = prompt_of(setting, 2, 0, 3)
+    launched = Costs(((16.0, 512.0), (50.0, 50.0)), 0.1, 0.0, {"request": 50.0})
+
+    def reason(costs: Costs) -> str | None:
+        own = scheduler_side(connector, setting, costs=costs)
+        own.get_num_new_matched_tokens(request_with(ids, mode="auto"), 0)
+        return own._scheduler._decisions["r0"][1].reason
+
+    assert "repaired reuse would not pay: estimated" in str(reason(launched))
+    assert str(reason(launched)).endswith(
+        f"to compute the {len(ids)} tokens that vLLM does not have"
+    )
+    assert reason(replace(launched, forwards=((0.0,), (1.0,)), row=1.0, each={})) is None
+
+
+def test_reports_of_two_workers_are_joined(connector):
+    messages = importlib.import_module("vllm_kvrag.messages")
+    assert messages.Ended({"a": None}).aggregate(messages.Ended({"b": {}})).said == {
+        "a": None,
+        "b": {},
+    }
+
+
+def test_facts_that_a_response_leaves_out_are_those_of_no_model():
+    """A connector that has had no handshake says nothing of its model."""
+    assert ModelFacts.of({}) == ModelFacts()

@@ -4,6 +4,7 @@ One process of vLLM per model. Skipped without vLLM (docs/how-to/vllm.md).
 """
 
 import shutil
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ class Vllm:
         *,
         mode: str = "blend",
         context: str | None = "default",
+        model: str | None = None,
+        after: Callable[[], None] | None = None,
         **options: Any,
     ) -> None:
         from vllm import LLM
@@ -45,13 +48,18 @@ class Vllm:
         window = {"sliding_window": None} if name == "mistral" else {}
         shape = {"hidden_size": 128, "head_dim": 32, **window}
         patch.setitem(TINY, "wide", {"model_type": name, **TINY[name], **shape})
-        model = directory / "model"
-        save_tiny_model(model, "wide")
         self.kv_dir = directory / "kv"
+        is_made = model is not None
+        model = model or str(directory / "model")
+        if not is_made:
+            save_tiny_model(Path(model), "wide")
         self.engine = KVRagEngine.from_pretrained(
             model, kv_dir=self.kv_dir, repair=REPAIR, context=context
         )
-        assert not self.engine.precompute(CHUNKS, ids=IDS).failed
+        if not is_made:
+            assert not self.engine.precompute(CHUNKS, ids=IDS).failed
+        if after is not None:  # its chunks are stored
+            after()
         transfer = KVTransferConfig(
             kv_connector="KVRagConnector",
             kv_connector_module_path="vllm_kvrag.connector",
@@ -62,8 +70,6 @@ class Vllm:
                 "mode": mode,
                 "context": context,
                 "repair": REPAIR,
-                # vLLM repacks experts on a CPU.
-                "weights": "copy" if name == "qwen3_moe" else "shared",
             },
         )
         own = {
@@ -77,7 +83,7 @@ class Vllm:
         }
         self.classes = ExitStack()
         self.classes.enter_context(unchanged_class(self.engine.loaded.lm.model))
-        self.llm = LLM(str(model), **(own | options), kv_transfer_config=transfer)
+        self.llm = LLM(model, **(own | options), kv_transfer_config=transfer)
         # Where vLLM runs a model of transformers, it changes the class, of this engine's model, too.
         for module in self.engine.loaded.lm.model.modules():
             module.do_not_compile = True
@@ -87,8 +93,18 @@ class Vllm:
         text = "Answer from these notes.\n\n" + "\n\n".join(CHUNKS[i] for i in order) + question
         return [*encoder.bos_ids, *encoder.live_ids(text)]
 
-    def ask(self, *asked: tuple[list[int], str], num: int = 6, **own: Any) -> list[Any]:
-        """Answers to prompts with their modes, in one batch."""
+    def beginning(self, first: int, other: int) -> tuple[list[int], list[int]]:
+        """The stored prefix with a chunk right behind it, and a prompt that begins with both."""
+        encoder = self.engine.loaded.encoder
+        head = [*encoder.bos_ids, *encoder.live_ids(self.engine.prefix_text)]
+        stored = [*head, *encoder.chunk_ids(CHUNKS[first])]
+        return stored, [
+            *stored,
+            *encoder.live_ids(f"\n\n{CHUNKS[other]}\n\nWho asks for a box?"),
+        ]
+
+    def ask(self, *asked: tuple[Any, ...], num: int = 6, **own: Any) -> list[Any]:
+        """Answers to prompts with their modes, and fields of their own, in one batch."""
         from vllm import SamplingParams
 
         sampling = [
@@ -97,11 +113,15 @@ class Vllm:
                 max_tokens=num,
                 logprobs=5,
                 ignore_eos=True,
-                extra_args={"kv_transfer_params": {"kvrag": {"mode": mode, "trace": True} | own}},
+                extra_args={
+                    "kv_transfer_params": {
+                        "kvrag": {"mode": mode, "trace": True} | own | dict(*fields)
+                    }
+                },
             )
-            for _, mode in asked
+            for _, mode, *fields in asked
         ]
-        prompts = [{"prompt_token_ids": ids} for ids, _ in asked]
+        prompts = [{"prompt_token_ids": ids} for ids, *_ in asked]
         return self.llm.generate(prompts, sampling, use_tqdm=False)
 
     def said(self, answer: Any) -> dict[str, Any]:
@@ -173,10 +193,7 @@ def test_blended_answers_are_those_of_kvrags_engine(vllm_of, name):
 def test_exact_beginnings_alone_are_loaded_where_the_connector_is_for_them(vllm_of):
     """Whatever a request asks for, the answer is that without stored KV, from the same log-probabilities."""
     vllm = vllm_of(mode="prefix", context=None)
-    encoder = vllm.engine.loaded.encoder
-    head = [*encoder.bos_ids, *encoder.live_ids(vllm.engine.prefix_text)]
-    stored = [*head, *encoder.chunk_ids(CHUNKS[2])]
-    ids = [*stored, *encoder.live_ids(f"\n\n{CHUNKS[0]}\n\nWho asks for a box?")]
+    stored, ids = vllm.beginning(2, 0)
     (alone,) = vllm.ask((ids, "full"))
     for mode in ("prefix", "auto", "stitch"):
         vllm.llm.reset_prefix_cache()
@@ -317,20 +334,28 @@ def dict_of(sources: list[list[Any]]) -> dict[str, int]:
     return found
 
 
-def test_a_model_whose_logits_differ_from_vllms_is_not_blended(vllm_of, monkeypatch):
-    """Its own proof passes; a rotation that is off by a hundredth shows beside vLLM's logits."""
-    from vllm_kvrag import weights
+def test_a_model_whose_logits_differ_from_vllms_gets_exact_beginnings(vllm_of, monkeypatch):
+    """Scores that are off by a hundredth show beside vLLM's logits; every answer says so."""
+    from kvrag.model.forward import Forward
 
-    load = weights.load_borrowed
+    attend = Forward.attend
 
-    def turned(*args: Any) -> Any:
-        loaded = load(*args)
-        loaded.lm.model.model.rotary_emb.inv_freq.mul_(1.01)
-        return loaded
+    def scaled(self: Any, module: int, query: Any, *args: Any) -> Any:
+        return attend(self, module, query * 1.01, *args)
 
-    monkeypatch.setattr(weights, "load_borrowed", turned)
-    vllm = vllm_of()
-    ids = vllm.prompt(2, 0, 3)
-    (answer,) = vllm.ask((ids, "stitch"))
+    vllm = vllm_of(context=None, after=lambda: monkeypatch.setattr(Forward, "attend", scaled))
+    stored, ids = vllm.beginning(2, 0)
+    (answer,) = vllm.ask((vllm.prompt(2, 0, 3), "stitch"))
     assert "logits differ from vLLM's" in vllm.said(answer)["fallback_reason"]
     assert vllm.said(answer)["exactness"] == "full"
+    (alone,) = vllm.ask((ids, "full"))
+    for mode in ("stitch", "auto", "prefix"):
+        vllm.llm.reset_prefix_cache()
+        (answer,) = vllm.ask((ids, mode))
+        assert vllm.said(answer)["exactness"] == "exact"
+        assert vllm.said(answer)["cached_tokens"] == len(stored)
+        assert "logits differ from vLLM's" in vllm.said(answer)["fallback_reason"]
+        assert_first(answer, alone)
+    (report,) = vllm.ask((ids, "auto"), num=1, precompute={"texts": [CHUNKS[2] + " More."]})
+    assert "logits differ from vLLM's" in vllm.said(report)["error"]
+    vllm.assert_private()

@@ -1,15 +1,15 @@
 """Exact beginnings of prompts: what the connector loads of them is what a full prefill computes, and it says why it loads nothing."""
 
 import importlib
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from conftest import CHUNKS
-from test_blend import blend, ended, finish_at_once, prompt_of, request_with, scheduler_side
+from test_blend import CHUNKS, blend, ended, finish_at_once, prompt_of, request_with, scheduler_side
 from transformers import DynamicCache
-from vllm_kit import BLOCK, BLOCKS, Layer, Setting, connect
+from vllm_kit import BLOCK, BLOCKS, Layer, Request, Setting, connect, writing
 
 from kvrag import KVRagEngine, StoreConfig
 from kvrag.adapters import Blending
@@ -87,8 +87,8 @@ def test_loaded_rows_are_those_of_a_full_prefill(connector, tmp_path, name):
     job = job_of(own, request_with(ids), BLOCK)
     assert (job.start, job.stop) == (BLOCK, stop)
     blending = importlib.import_module("vllm_kvrag.blending")
-    layers = {index: Layer(2, 16) for index in range(engine.loaded.reusable.depth)}
-    blender = blending.Blender(Blending(engine), layers, BLOCK)
+    layers = [Layer(2, 16) for _ in range(engine.loaded.reusable.depth)]
+    blender = blending.Blender(Blending(engine), writing(layers), BLOCK)
     blender.submit(job)
     _, said = ended(blender)
     blender.close()
@@ -96,7 +96,7 @@ def test_loaded_rows_are_those_of_a_full_prefill(connector, tmp_path, name):
     assert (said["exactness"], said["cached_tokens"]) == ("exact", stop)
     with torch.no_grad():  # a cache without a config drops nothing, whatever the layers' windows
         full = model(torch.tensor([ids]), use_cache=True, past_key_values=DynamicCache())
-    for layer, (keys, values, *_) in zip(layers.values(), full.past_key_values, strict=True):
+    for layer, (keys, values, *_) in zip(layers, full.past_key_values, strict=True):
         for found, wanted in zip(layer.rows(job.blocks), (keys[0], values[0]), strict=True):
             assert torch.allclose(found[:, BLOCK:stop], wanted[:, BLOCK:stop], atol=2e-5)
             assert not found[:, :BLOCK].any()
@@ -109,7 +109,7 @@ def test_a_chunk_that_is_gone_by_then_is_left_to_vllm(connector, setting):
     setting.engine.delete(["a"])
     blending = importlib.import_module("vllm_kvrag.blending")
     layer = Layer(2, 16)
-    blender = blending.Blender(Blending(setting.engine), {0: layer, 1: layer}, BLOCK)
+    blender = blending.Blender(Blending(setting.engine), writing([layer, layer]), BLOCK)
     blender.submit(job)
     assert ended(blender)[1] is None
     blender.close()
@@ -118,19 +118,19 @@ def test_a_chunk_that_is_gone_by_then_is_left_to_vllm(connector, setting):
 
 
 @pytest.mark.parametrize(
-    ("loaded", "word"), [(False, "--load-format kvrag"), (True, "pass 'weights': 'copy'")]
+    ("loaded", "word"), [(False, "--load-format kvrag"), (True, "its layers keep a state")]
 )
 @pytest.mark.parametrize("mode", ["prefix", "blend"])
-def test_a_model_whose_weights_cannot_be_taken_runs_without_reuse(
+def test_a_model_that_cannot_be_taken_runs_without_reuse(
     connector, setting, monkeypatch, mode, loaded, word
 ):
     """One sentence says why, and what to do."""
 
     def refuse(*_: Any) -> None:
-        raise UnsupportedModelError("its weights are packed")
+        raise UnsupportedModelError("its layers keep a state")
 
     monkeypatch.setattr("vllm_kvrag.worker.model_of", lambda _: object() if loaded else None)
-    monkeypatch.setattr("vllm_kvrag.weights.load_borrowed", refuse)
+    monkeypatch.setattr("vllm_kvrag.worker.VllmLM", refuse)
     hello = blend(connector, setting, role="WORKER", mode=mode).get_handshake_metadata()
     assert word in hello.about.refusal
     assert ". " not in hello.about.refusal
@@ -140,3 +140,43 @@ def test_a_model_whose_weights_cannot_be_taken_runs_without_reuse(
     assert own.get_num_new_matched_tokens(request, 0) == (0, False)
     said = finish_at_once(own, request)
     assert (said["exactness"], said["fallback_reason"]) == ("full", hello.about.refusal)
+
+
+def test_a_model_that_cannot_blend_gets_exact_beginnings_and_says_why(connector, setting):
+    reason = "its logits differ from vLLM's"
+    own = scheduler_side(connector, setting, only_exact=reason)
+    for number, mode in enumerate(MODES):
+        job = job_of(own, request_with(asks(setting, 2), number, mode=mode))
+        assert (job.repair, job.start, job.stop) == (None, 0, len(stored_of(setting, 2)))
+        request = request_with(prompt_of(setting, 2, 0, 3), 10 + number, mode=mode)
+        assert finish_at_once(own, request)["fallback_reason"] == reason
+    params = {"kvrag": {"precompute": {"texts": ["a"]}, "describe": True}}
+    said = finish_at_once(own, Request("p", [5, 6], kv_transfer_params=params))
+    assert (said["error"], said["code"]) == (reason, "UnsupportedModelError")
+    assert said["refusal"] == reason
+    assert (
+        own.get_num_new_matched_tokens(request_with(asks(setting, 2), 20, mode="full"), 0)[0] == 0
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_stored"),
+    [
+        ({"quantization": None}, True),
+        ({"quantization": "int8", "hf_config": SimpleNamespace(quantization_config={})}, True),
+        ({"quantization": "fp8"}, False),
+    ],
+)
+def test_weights_are_identified_as_they_were_loaded(connector, monkeypatch, changes, is_stored):
+    """What vLLM quantises itself is another model than the files'; so is one with another config."""
+    own = importlib.import_module("vllm_kvrag.own")
+    seen = {}
+    monkeypatch.setattr(own, "load_made", lambda *_, **options: seen.update(options))
+    monkeypatch.setattr(own, "set_current_vllm_config", lambda _: nullcontext())
+    config = SimpleNamespace(**{"hf_config": SimpleNamespace(), "hf_overrides": {}} | changes)
+    lm = SimpleNamespace(_vllm_config=SimpleNamespace(model_config=config), _held=None)
+    own.VllmLM.load(lm, "source")
+    assert seen == {"is_stored": is_stored}
+    config.hf_overrides = {"rope_theta": 1.0}
+    with pytest.raises(UnsupportedModelError, match="--hf-overrides"):
+        own.VllmLM.load(lm, "source")

@@ -3,10 +3,11 @@
 ::
 
     connector ─┬→ scheduler: planning, private (blocks)
-               └→ worker: weights, proof, blending
+               └→ worker: own (vLLM's model as kvrag's), proof, blending
     front ─→ the API before vLLM's server, for ``kvrag serve --engine vllm``
-    loader ─→ borrowed (a model of transformers with vLLM's weights), linear (its layers on CPUs)
+    loader ─→ own
 
-``planning``, ``blending``, ``private`` and ``borrowed`` need no vLLM.
+``planning``, ``blending`` and ``private`` need no vLLM. What vLLM does not document is used in
+``own``, and of its requests in ``private``.
 The connector imports ``kvrag.adapters``; the front, the server's package and the core, too.
 """

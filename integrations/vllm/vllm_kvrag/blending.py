@@ -1,7 +1,7 @@
-"""Blending for vLLM's worker: prompts are stitched and repaired beside its own steps.
+"""Blending for vLLM's worker: prompts are stitched and repaired in turn with its own steps.
 
-A thread takes the jobs in order. It computes the rows of a prompt with kvrag's forward over the
-weights in use, and writes them to vLLM's cache with the function that the attention itself uses.
+A thread reads the chunks of prompts. Then vLLM's model computes rows in the worker's thread, which
+writes them to vLLM's cache with the function that the attention itself uses.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import queue
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import CancelledError
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -62,64 +61,82 @@ Said = dict[str, Any]
 
 
 class Blender:
-    """Thread that blends prompts into vLLM's cache, and a second thread that precomputes.
+    """Blends prompts into vLLM's cache; a thread reads their chunks, and another precomputes.
 
-    ``layers`` are vLLM's attention layers by their index in the model.
+    The thread that makes it, the worker's, holds the model's lock, but while it rests. ``write``
+    takes keys and values, ``(T, H, D)``, of slots of vLLM's cache, after the layer's index.
     """
 
-    def __init__(self, blending: Blending, layers: Mapping[int, Any], block_size: int) -> None:
-        self._blending = blending
+    def __init__(self, blending: Blending, write: Callable[..., None], block_size: int) -> None:
         self.engine = blending.engine
-        self._layers = layers
+        self._blending = blending
+        self._write_slots = write
         self._block_size = block_size
-        self._cancelled = dict[str, threading.Event]()
+        self._lock = blending.lm.lock
+        self._num_running = 0
+        self._came = threading.Event()
+        self._read = queue.SimpleQueue[Job]()
         self._done = queue.SimpleQueue[tuple[Job, Said | None]]()
-        self._ended = threading.Event()
         self._queues = [queue.SimpleQueue[Job | None]() for _ in range(2)]
         cores = _cores()
-        works = self._blend, self._precompute
+        device = blending.lm.device
+        # The worker's stream, too: what it computes for both is in order.
+        stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._threads = [
             threading.Thread(
                 target=self._run,
-                args=(jobs, work, cores, torch.get_num_threads()),
+                args=(jobs, work, cores, torch.get_num_threads(), stream),
                 name=f"kvrag{work.__name__}",
                 daemon=True,
             )
-            for jobs, work in zip(self._queues, works, strict=True)
+            for jobs, work in zip(self._queues, (self._read_ahead, self._precompute), strict=True)
         ]
         for thread in self._threads:
             thread.start()
+        self._lock.acquire()
 
     def submit(self, job: Job) -> None:
         """Queue a job."""
-        self._cancelled[job.request_id] = threading.Event()
+        self._num_running += 1
         self._queues[job.precompute is not None].put(job)
 
-    def cancel(self, request_ids: set[str]) -> None:
-        """Give up the jobs of requests that have ended."""
-        for request_id in request_ids & self._cancelled.keys():
-            self._cancelled[request_id].set()
+    def rest(self, wait_s: float) -> None:
+        """Let the other threads use the model.
 
-    def ended(self, wait_s: float) -> list[tuple[Job, Said | None]]:
-        """Return the jobs that have ended, with what to say; ``None`` if a job failed.
-
-        Waits for the first at most ``wait_s`` seconds, if jobs are running.
+        With jobs, and no prompt to blend, wait at most ``wait_s`` seconds for news of them.
         """
-        if wait_s and self._cancelled:
-            self._ended.wait(wait_s)
-        self._ended.clear()
+        self._lock.release()
+        try:
+            if wait_s and self._num_running and self._read.empty():
+                self._came.wait(wait_s)
+            self._came.clear()
+        finally:
+            self._lock.acquire()
+
+    def blend(self) -> None:
+        """Blend the first prompt whose chunks are read, if there is one."""
+        with suppress(queue.Empty):
+            job = self._read.get_nowait()
+            said = None
+            try:
+                said = self._blend(job)
+            except Exception as error:  # a failure costs time, never the answer
+                words = "a prompt could not be blended (%s: %.200s); vLLM computes it"
+                logger.warning(words, type(error).__name__, error)
+            self._done.put((job, said))
+
+    def ended(self) -> list[tuple[Job, Said | None]]:
+        """Return the jobs that have ended, with what to say; ``None`` if a job failed."""
         found = []
         with suppress(queue.Empty):
             while True:
-                job, said = self._done.get_nowait()
-                self._cancelled.pop(job.request_id, None)
-                found.append((job, said))
+                found.append(self._done.get_nowait())
+                self._num_running -= 1
         return found
 
     def close(self) -> None:
         """End the threads after their present jobs; wait for these at most ``CLOSE_WAIT_S``."""
-        for event in self._cancelled.values():
-            event.set()
+        self._lock.release()
         for jobs in self._queues:
             jobs.put(None)
         for thread in self._threads:
@@ -128,41 +145,29 @@ class Blender:
     def _run(
         self,
         jobs: queue.SimpleQueue[Job | None],
-        work: Callable[[Job], Said],
+        work: Callable[[Job], None],
         cores: set[int],
         num_threads: int,
+        stream: torch.cuda.Stream | None,
     ) -> None:
         """Work until there is no job any more."""
         _use_cores(cores, num_threads)
-        device = self._blending.lm.device
-        stream = None
-        if device.type == "cuda":
-            stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         while (job := jobs.get()) is not None:
-            said = None
-            try:
-                with torch.cuda.stream(stream) if stream else nullcontext():
-                    if not self._cancelled[job.request_id].is_set():
-                        said = work(job)
-            except Exception as error:  # a failure costs time, never the answer
-                if not isinstance(error, CancelledError):
-                    logger.warning(
-                        "a prompt could not be blended (%s: %s); vLLM computes it",
-                        type(error).__name__,
-                        str(error)[:200],
-                    )
-            if stream:  # after a failure, too: vLLM may give the blocks to another request
-                stream.synchronize()
-            self._done.put((job, said))
-            self._ended.set()
+            with torch.cuda.stream(stream) if stream else nullcontext():
+                work(job)
+            self._came.set()
+
+    def _read_ahead(self, job: Job) -> None:
+        with suppress(Exception):  # the blend reads what is missing, or says why it can't
+            self._blending.read_ahead(job.plan)
+        self._read.put(job)
 
     @torch.inference_mode()
     def _blend(self, job: Job) -> Said:
         write = partial(self._write, job)
         if job.repair is None:
             return self._blending.load(job.plan, job.stop, write)
-        cancel = self._cancelled[job.request_id]
-        done = self._blending.repair(job.plan, job.repair, write, cancel)
+        done = self._blending.repair(job.plan, job.repair, write)
         return said_of(done, job.repair) | _counts_behind(done["sources"], job.num_exact)
 
     def _write(self, job: Job, layers: Iterable[Sequence[torch.Tensor]]) -> None:
@@ -170,12 +175,13 @@ class Blender:
         slots = job.slots(self._block_size).to(self._blending.lm.device)
         rows = slice(job.start, job.stop)
         for index, pair in enumerate(layers):
-            layer = self._layers[index]
             own = [x[0, :, rows].transpose(0, 1).contiguous() for x in pair]
-            layer.impl.do_kv_cache_update(layer, *own, layer.kv_cache, slots)
+            self._write_slots(index, *own, slots)
 
-    def _precompute(self, job: Job) -> Said:
-        given = {"show_progress": False, **(job.precompute or {})}
+    def _precompute(self, job: Job) -> None:
+        self._done.put((job, self._precomputed({"show_progress": False, **(job.precompute or {})})))
+
+    def _precomputed(self, given: dict[str, Any]) -> Said:
         try:
             report = self.engine.precompute(**given)
         except KVRagError as error:

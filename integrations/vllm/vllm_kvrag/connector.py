@@ -3,7 +3,7 @@
 ::
 
     connector ─┬→ scheduler ─→ planning, private ┐
-               └→ worker ─→ blending, proof      ┴→ messages
+               └→ worker ─→ blending, own, proof ┴→ messages
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class KVRagConnector(KVConnectorBase_V1):
     ``kv_connector_extra_config`` takes ``kv_dir``, the store; ``mode``: ``"prefix"`` (default)
     loads exact beginnings of prompts only, ``"blend"`` reuses chunks anywhere in a prompt and
     repairs them; ``namespace`` (default: ``"default"``); ``store_config``, fields of
-    :class:`kvrag.StoreConfig`; ``repair``, ``prefix``, ``context`` and ``weights``
-    (docs/how-to/vllm.md). Raises ``ConfigError`` if vLLM can't use this store.
+    :class:`kvrag.StoreConfig`; ``repair``, ``prefix`` and ``context`` (docs/how-to/vllm.md).
+    Raises ``ConfigError`` if vLLM can't use this store.
     """
 
     def __init__(
@@ -57,6 +57,11 @@ class KVRagConnector(KVConnectorBase_V1):
         mode = option("mode", "prefix")
         if mode not in ("prefix", "blend"):
             raise ConfigError(f"mode is {mode!r}; pass 'prefix' or 'blend'")
+        if option("weights", None) is not None:
+            raise ConfigError(
+                "vLLM's own model computes what is reused, so no weights are shared or copied; "
+                "leave 'weights' out of kv_connector_extra_config"
+            )
         reason = refusal(vllm_config, kv_cache_config)
         if reason is not None:
             raise ConfigError(f"vLLM can't use this store: {reason}")
@@ -87,7 +92,7 @@ class KVRagConnector(KVConnectorBase_V1):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Pass this step's loads to the worker."""
-        return self._scheduler.metadata(scheduler_output)
+        return self._scheduler.jobs()
 
     def request_finished(
         self, request: Request, block_ids: list[int]
@@ -110,12 +115,6 @@ class KVRagConnector(KVConnectorBase_V1):
         """Describe the worker's model to the scheduler."""
         return self._worker.handshake()
 
-    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Take what the scheduler passes for the step that begins."""
-        super().bind_connector_metadata(connector_metadata)
-        assert isinstance(connector_metadata, Jobs)
-        self._worker.begin(connector_metadata)
-
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Load the KV of this step, or begin to."""
         # vLLM's second model runner calls this outside of a forward's context, with arguments.
@@ -126,7 +125,7 @@ class KVRagConnector(KVConnectorBase_V1):
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Return the requests whose KV is loaded."""
-        return None, self._worker.ended(finished_req_ids) or None
+        return None, self._worker.ended() or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks that could not be filled."""

@@ -12,15 +12,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvrag.adapters import ModelFacts
 from vllm_kvrag.blending import Job, Said
-from vllm_kvrag.steps import Step
 
 
 @dataclass
 class Jobs(KVConnectorMetadata):
-    """Jobs for the worker, and the step that it is to time."""
+    """Jobs for the worker."""
 
     jobs: list[Job] = field(default_factory=list)
-    step: Step = field(default_factory=Step)
 
 
 @dataclass
@@ -32,12 +30,11 @@ class Hello(KVConnectorHandshakeMetadata):
 
 @dataclass
 class Ended(KVConnectorWorkerMetadata):
-    """What ended jobs say, by request; ``None``: it failed. ``steps`` were timed."""
+    """What ended jobs say, by request; ``None``: it failed."""
 
     said: dict[str, Said | None]
-    steps: list[Step] = field(default_factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> Ended:
         """Join the reports of two workers."""
         assert isinstance(other, Ended)
-        return Ended(self.said | other.said, self.steps + other.steps)
+        return Ended(self.said | other.said)

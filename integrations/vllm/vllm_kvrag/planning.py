@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import median_low
 from typing import Any, Literal
 
 from kvrag import ConfigError, Library, Mode, RepairConfig
 from kvrag.adapters import ModelFacts, ModelSource, Reuse, ReuseOptions, StorePlanner
-from vllm_kvrag.steps import LATEST, StepPrices
 
 # After a failure of the store, at least 9 times its duration passes before the next request asks
 # it, so all requests wait for it a tenth of the time at most.
@@ -80,7 +77,6 @@ class Decision:
     ``exact``: the rows before ``stop``, which equal a full prefill's. ``blend``: all rows before
     ``stop``, of which the first ``num_exact`` equal a full prefill's. ``reason`` says why less is
     reused than the prompt's chunks would allow. ``error`` is the code of a request's mistake.
-    ``price`` is what kvrag's part of a blend costs by its own measurements, 0 if that is no time.
     """
 
     kind: Kind
@@ -90,28 +86,14 @@ class Decision:
     plan: Any = None
     repair: RepairConfig | None = None
     error: str | None = None
-    price: float = 0.0
 
 
 class Planner:
-    """Planner of prompts for a model; it needs its tokenizer, and no weights.
-
-    Attributes
-    ----------
-    steps
-        What vLLM's own steps take.
-    """
+    """Planner of prompts for a model; it needs its tokenizer, and no weights."""
 
     def __init__(self, library: Library, source: ModelSource) -> None:
         self._prompts = StorePlanner(library, source, checks_ids=False)
         self._next = 0.0
-        self.steps = StepPrices()
-        # What blends took, as multiples of their prices.
-        self._blends = deque[float](maxlen=LATEST)
-
-    def learn(self, price: float, took: float) -> None:
-        """Note what a blend took, in milliseconds; ``price`` is its decision's."""
-        self._blends.append(took / price)
 
     def decide(
         self,
@@ -149,7 +131,7 @@ class Planner:
         layout = reuse.layout
         head = layout.only_exact_head()
         num_exact = head.segments[-1].start if plan.kv_dtype == "auto" else 0
-        exact = Decision("none", _why_not(reuse))
+        exact = Decision("none", about.only_exact or _why_not(reuse))
         if num_exact > num_computed:
             exact = replace(exact, kind="exact", stop=num_exact, num_exact=num_exact, plan=plan)
         if asked.mode == "prefix" or all(s.stop <= num_computed for s in layout.stale):
@@ -161,8 +143,7 @@ class Planner:
         # The rows before are computed, if they are not loaded.
         first = layout.stale[0] if plan.kv_dtype == "auto" else layout.reused[0]
         rows = max(first.start, num_computed)
-        ms = reuse.price.of(layout) if about.costs.unit == "ms" else 0.0
-        return Decision("blend", plan.fault, len(ids) - 1, rows, plan, repair, price=ms)
+        return Decision("blend", plan.fault, len(ids) - 1, rows, plan, repair)
 
     def _reuse(self, *asked: Any) -> Reuse:
         start = time.monotonic()
@@ -178,18 +159,15 @@ class Planner:
     def _refusal(self, reuse: Reuse, num_rows: int) -> str | None:
         """Return why blending would not pay beside computing the rows after ``num_rows`` in vLLM.
 
-        vLLM's part is priced by what its steps took: the rest of the prompt, or the last token
-        behind a blend.
+        The same model computes both, so both are priced by its measured forwards.
         """
         costs = reuse.price.costs
         total = reuse.layout.num_tokens
-        other = reuse.cost_of_rest(num_rows) * self.steps.factor(total - num_rows)
-        cost = reuse.price.of(reuse.layout) * (median_low(self._blends) if self._blends else 1.0)
-        cost += costs.of_forward(1, total) * self.steps.factor(1)
+        other = reuse.cost_of_rest(num_rows)
+        # Behind a blend, vLLM computes the last token.
+        cost = reuse.price.of(reuse.layout) + costs.of_forward(1, total)
         if reuse.pays(cost, other):
             return None
-        if self._blends:  # a busy moment must not refuse all blends for ever
-            self._blends.popleft()
         words = costs.in_words
         return (
             f"repaired reuse would not pay: estimated {words(cost)}, and {words(other)} to compute "

@@ -20,11 +20,9 @@ from vllm_kvrag.messages import Ended, Hello, Jobs
 from vllm_kvrag.planning import Asked, Decision, Planner
 from vllm_kvrag.private import PrivateBlocks
 from vllm_kvrag.report import Counts, Records, tokens_of
-from vllm_kvrag.steps import StepCounter
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows its own loggers only
@@ -48,11 +46,9 @@ class SchedulerSide:
         self._decisions = dict[str, tuple[int, Decision]]()
         self._private = PrivateBlocks(vllm_config.cache_config.block_size)
         self._said = dict[str, Said]()
-        self._prices = dict[str, float]()
         self._streams = Records()
         self._waiting: list[Job] = []
         self._counts = Counts()
-        self._counter = StepCounter()
 
     def match(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
         """Return how many tokens after the computed tokens are blended or loaded."""
@@ -90,13 +86,14 @@ class SchedulerSide:
         if self._about is None:
             return Decision("none", "the worker has not described its model yet")
         if asked.precompute is not None:
-            if self._about.refusal is not None:
-                raise UnsupportedModelError(self._about.refusal)
+            if self._about.fault is not None:
+                raise UnsupportedModelError(self._about.fault)
             # A row that is never written: no other request may find its block.
             return Decision("blend", stop=num_computed + 1, num_exact=num_computed)
         # Its answer began behind exact rows, before a preemption.
         is_behind_exact = request.num_output_tokens and request_id not in self._private
-        if asked.mode != "full" and (self._is_exact or is_behind_exact):
+        is_exact = self._is_exact or is_behind_exact or self._about.only_exact is not None
+        if asked.mode != "full" and is_exact:
             asked = replace(asked, mode="prefix")
         ids = request.prompt_token_ids
         return self._planner.decide(
@@ -125,20 +122,18 @@ class SchedulerSide:
             job = replace(job, precompute=asked.precompute)
         else:
             job = replace(job, plan=decision.plan, repair=decision.repair)
-            self._prices[request.request_id] = decision.price
         self._waiting.append(job)
 
-    def metadata(self, scheduler_output: SchedulerOutput) -> Jobs:
+    def jobs(self) -> Jobs:
         """Pass the jobs to the worker."""
         jobs = self._waiting
         self._waiting = []
-        return Jobs(jobs, self._counter.of(scheduler_output))
+        return Jobs(jobs)
 
     def finished(self, request: Request) -> dict[str, Any] | None:
         """Return what the response says about the request's KV, and forget the request."""
         self._decisions.pop(request.request_id, None)
         self._private.forget(request.request_id)
-        self._prices.pop(request.request_id, None)
         said = self._said.pop(request.request_id, None)
         if said is None:
             return None
@@ -162,17 +157,11 @@ class SchedulerSide:
         """Take the description of the worker's model, or what its jobs say."""
         if isinstance(metadata, Hello):
             self._about = metadata.about
-            if metadata.about.refusal:
-                logger.warning("prompts reuse no stored KV: %s", metadata.about.refusal)
+            if metadata.about.fault:
+                words = "stored KV is reused in part, or not at all: %s"
+                logger.warning(words, metadata.about.fault)
         elif isinstance(metadata, Ended):
-            if self._about is not None:
-                for step in metadata.steps:
-                    self._planner.steps.note(step, self._about)
             for request_id, said in metadata.said.items():
-                took = sum(((said or {}).get("timings_ms") or {}).values())
-                price = self._prices.pop(request_id, 0.0)
-                if price and took:
-                    self._planner.learn(price, took)
                 planned = self._said.get(request_id)
                 if planned is None:
                     continue

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from kvrag import KVRagError, RepairConfig, StoreConfig, UnsupportedModelError
-from kvrag.adapters import Blending, ModelFacts
+from kvrag import KVRagEngine, KVRagError, RepairConfig, StoreConfig, UnsupportedModelError
+from kvrag.adapters import Blending, ModelFacts, ModelSource
 from kvrag.config import as_config
 from vllm_kvrag.blending import Blender, Said
 from vllm_kvrag.loader import LOAD_FORMAT, model_of
 from vllm_kvrag.messages import Ended, Hello, Jobs
+from vllm_kvrag.own import VllmLM
 from vllm_kvrag.proof import why_different
-from vllm_kvrag.steps import StepClock
-from vllm_kvrag.weights import engine_of, layers_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-# A step without a forward waits this long for a job to end: each step takes the job's cores for
-# some milliseconds, and a prompt that arrives meanwhile waits, too.
+# A step without a forward waits this long for news of a job: else vLLM steps on and on, and takes
+# the cores that a thread reads or precomputes with.
 IDLE_WAIT_S = 0.05
 
 
@@ -32,14 +31,11 @@ class WorkerSide:
         option = vllm_config.kv_transfer_config.get_from_extra_config
         self._config = vllm_config
         self._cache = kv_cache_config
-        self._store_config = config
-        self._repair = as_config(RepairConfig, option("repair", None), option="repair")
-        self._block_size = vllm_config.cache_config.block_size
         self._blender: Blender | None = None
-        self._clock: StepClock | None = None
         self._ended = dict[str, Said | None]()
         self._failed = set[int]()
-        self._is_idle = False
+        self._store_config = config
+        self._repair = as_config(RepairConfig, option("repair", None), option="repair")
 
     def handshake(self) -> Hello:
         """Describe the model; from now on its prompts are blended."""
@@ -53,44 +49,62 @@ class WorkerSide:
 
     def _opened(self) -> ModelFacts:
         """Open the engine and start its threads; raise ``UnsupportedModelError`` if it can't."""
-        model = model_of(self._config)
-        if model is None:
+        held = model_of(self._config)
+        if held is None:
             raise UnsupportedModelError(
-                f"vLLM's weights are not known; start vLLM with --load-format {LOAD_FORMAT}"
+                f"vLLM's model is not known; start vLLM with --load-format {LOAD_FORMAT}"
             )
-        engine = engine_of(self._config, model, self._store_config, self._repair)
+        lm = VllmLM(self._config, held)
+        engine = self._engine_of(lm)
         blending = Blending(engine)
-        layers = self._config.compilation_config.static_forward_context
-        reason = why_different(self._config, self._cache, model, layers, blending)
-        if reason is not None:
-            raise UnsupportedModelError(reason)
-        self._blender = Blender(blending, layers_of(self._config), self._block_size)
-        self._clock = StepClock(blending.lm.device)
-        return blending.facts()
+        facts = blending.facts(why_different(lm, self._cache, blending))
+        self._blender = Blender(blending, lm.write, lm.block_size)
+        return facts
 
-    def begin(self, jobs: Jobs) -> None:
-        """Note that a step begins."""
-        if self._clock is not None:
-            self._clock.begin(jobs.step)
+    def _engine_of(self, lm: VllmLM) -> KVRagEngine:
+        """Return an engine on vLLM's model."""
+        option = self._config.kv_transfer_config.get_from_extra_config
+        model = self._config.model_config
+        own: dict[str, Any] = {
+            "tokenizer": None if model.tokenizer == model.model else model.tokenizer,
+            "revision": model.revision,
+            "dtype": model.dtype,
+            "device": self._config.device_config.device,
+        }
+        # Kept as long as the engine, which finds it by its source.
+        loaded = lm.load(ModelSource(model.model, **own))
+        engine = KVRagEngine.from_pretrained(
+            model.model,
+            kv_dir=option("kv_dir", None),
+            prefix=option("prefix", None),
+            context=option("context", "default"),
+            repair=self._repair,
+            namespace=option("namespace", "default"),
+            store_config=self._store_config,
+            **own,
+        )
+        assert engine.loaded is loaded
+        return engine
 
     def load(self, jobs: Jobs, *, is_idle: bool) -> None:
-        """Begin the jobs of this step, which has no forward if ``is_idle``."""
-        for job in jobs.jobs:
-            assert self._blender is not None, "jobs are for a worker that has described its model"
-            self._blender.submit(job)
-        self._is_idle = is_idle
+        """Begin the jobs of this step, and blend a prompt whose chunks are read.
 
-    def ended(self, finished: set[str]) -> set[str]:
-        """Return the requests whose jobs have ended; the step has, too."""
-        if self._blender is None or self._clock is None:
-            return set()
-        self._clock.end()
-        self._blender.cancel(finished)
-        ended = self._blender.ended(IDLE_WAIT_S if self._is_idle else 0.0)
+        The step has no forward if ``is_idle``.
+        """
+        if self._blender is None:  # it has described no model, so there are no jobs
+            return
+        for job in jobs.jobs:
+            self._blender.submit(job)
+        self._blender.rest(IDLE_WAIT_S if is_idle else 0.0)
+        self._blender.blend()
+
+    def ended(self) -> set[str]:
+        """Return the requests whose jobs have ended."""
+        ended = self._blender.ended() if self._blender is not None else []
         for job, said in ended:
             self._ended[job.request_id] = said
             if said is None:
-                self._failed.update(job.failed(self._block_size))
+                self._failed.update(job.failed(self._config.cache_config.block_size))
         return {job.request_id for job, _ in ended}
 
     def failed_blocks(self) -> set[int]:
@@ -100,13 +114,10 @@ class WorkerSide:
         return failed
 
     def report(self) -> Ended | None:
-        """Return the ended jobs and the timed steps since the last report."""
-        if self._blender is None or self._clock is None:
-            return None
+        """Return what the jobs that ended since the last report say."""
         said = self._ended
         self._ended = {}
-        steps = self._clock.ended()
-        return Ended(said, steps) if said or steps else None
+        return Ended(said) if said else None
 
     def close(self) -> None:
         """End the worker's threads, and close its engine."""

@@ -1,0 +1,221 @@
+"""vLLM's own model as a causal LM of kvrag: all that is used of vLLM's inside, but its requests.
+
+In the context of a forward, stand-ins take the places of the attention layers: they write to
+kvrag's buffer and attend over it. vLLM's layers, and its own steps, stay as they are. So
+quantised weights, experts and kernels are vLLM's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import vllm
+from vllm.config import set_current_vllm_config
+from vllm.forward_context import get_forward_context, set_forward_context
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from kvrag import UnsupportedModelError
+from kvrag.adapters import EngineLM, ModelSource, load_made
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+class VllmLM(EngineLM):
+    """vLLM's model, which computes rows for kvrag.
+
+    No other thread may run it meanwhile: the forward's context is global to the process, and so
+    are the kernels' scratch memories.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, held: Any) -> None:
+        self._held = held
+        self.block_size = vllm_config.cache_config.block_size
+        self.is_quantised = vllm_config.model_config.quantization is not None
+        self._vllm_config = vllm_config
+        self._named = attention_layers(vllm_config)
+        # Compiled code ends with the sizes of vLLM's own steps.
+        self._most = vllm_config.scheduler_config.max_num_batched_tokens
+        config = vllm_config.model_config
+        compiles = vllm_config.compilation_config.mode
+        super().__init__(
+            config.hf_text_config,
+            f"vllm {vllm.__version__}, {compiles}",
+            config.dtype,
+            vllm_config.device_config.device,
+            [
+                (each.num_kv_heads, each.head_size, each.head_size_v, each.sliding_window)
+                for each in self._named.values()
+            ],
+            config.max_model_len,
+        )
+
+    def load(self, source: ModelSource) -> object:
+        """Identify the model as a source's; engines use it while the result is in use."""
+        config = self._vllm_config.model_config
+        if config.hf_overrides:
+            raise UnsupportedModelError("its config is not that of its files (--hf-overrides)")
+        is_stored = not config.quantization or hasattr(config.hf_config, "quantization_config")
+        # Where vLLM runs a model of transformers, it has changed the class.
+        with set_current_vllm_config(self._vllm_config):
+            return load_made(source, self, self._held, is_stored=is_stored)
+
+    def compute(self, ids: torch.Tensor, rows: Any, logits: int) -> torch.Tensor:
+        """Compute rows of token ids ``(B, R)``; stand-ins attend over ``rows``."""
+        places = {
+            name: StandIn(layer, index, rows)
+            for index, (name, layer) in enumerate(self._named.items())
+        }
+        count = ids.numel()
+        with self._context(places, dict.fromkeys(places), rows.positions, count > self._most):
+            hidden = self._forward(ids.flatten(), rows.positions)
+            if not logits:
+                return hidden
+            last = hidden.view(*ids.shape, -1)[:, -logits:]
+            found: torch.Tensor = self._held.compute_logits(last.flatten(0, 1))
+            return found.view(*last.shape[:2], -1)[..., : self.vocab_size]
+
+    def _forward(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Return the hidden states behind the last layer, ``(N, width)``."""
+        if self._vllm_config.model_config.uses_mrope:  # text has the same position on all axes
+            positions = positions.expand(3, -1)
+        # Compiled code takes the dtype of vLLM's own steps without a check.
+        hidden: torch.Tensor = self._held(input_ids=ids.int(), positions=positions)
+        return hidden
+
+    @contextmanager
+    def _context(
+        self, places: Mapping[str, Any], metadata: Any, slots: torch.Tensor, is_eager: bool
+    ) -> Iterator[None]:
+        """Enter the context of a forward in which ``places`` are looked up by layers' names."""
+        with (
+            set_current_vllm_config(self._vllm_config),
+            set_forward_context(
+                metadata,
+                self._vllm_config,
+                num_tokens=len(slots),
+                slot_mapping=dict.fromkeys(places, slots),
+                skip_compiled=is_eager,
+            ),
+        ):
+            context = get_forward_context()
+            context.no_compile_layers = {**context.no_compile_layers, **places}
+            yield
+
+    def tables(self) -> Iterator[tuple[str, Any, bool]]:
+        """Yield the tables of rotary modules, vLLM's, and transformers' where vLLM runs these."""
+        for module in self._held.modules():
+            name = type(module).__name__
+            if hasattr(module, "cos_sin_cache"):
+                yield name, partial(_cached, module.cos_sin_cache), not module.is_neox_style
+            elif name.endswith("RotaryEmbedding") and hasattr(module, "inv_freq"):
+                scale = getattr(module, "attention_scaling", 1.0)
+                for is_neighbours in (False, True):
+                    yield name, partial(_computed, module.inv_freq, scale), is_neighbours
+
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, slots: Any) -> None:
+        """Write rows ``(T, H, D)`` to slots of vLLM's cache, with the attention's own function."""
+        own = [*self._named.values()][layer]
+        own.impl.do_kv_cache_update(own, keys, values, own.kv_cache, slots)
+
+    @torch.inference_mode()
+    def logits_of_step(self, cache: KVCacheConfig, ids: torch.Tensor) -> torch.Tensor:
+        """Return the logits of vLLM's own step for a prompt, in the first blocks of its cache."""
+        count = len(ids)
+        size = self.block_size
+        blocks = torch.arange(1, 2 + (count - 1) // size, dtype=torch.int32, device=self.device)
+        positions = torch.arange(count, device=self.device)
+        slots = blocks[positions // size].long() * size + positions % size
+        starts = torch.tensor([0, count], dtype=torch.int32)
+        common = CommonAttentionMetadata(
+            query_start_loc=starts.to(self.device),
+            query_start_loc_cpu=starts,
+            seq_lens=starts[1:].to(self.device),
+            seq_lens_cpu_upper_bound=starts[1:],
+            num_reqs=1,
+            num_actual_tokens=count,
+            max_query_len=count,
+            max_seq_len=count,
+            block_table_tensor=blocks[None],
+            slot_mapping=slots,
+            positions=positions,
+            causal=True,
+        )
+        with set_current_vllm_config(self._vllm_config):
+            metadata = self._builder(cache).build(0, common)
+        with self._context(self._named, dict.fromkeys(self._named, metadata), slots, True):
+            hidden = self._forward(ids.to(self.device), positions)
+            logits: torch.Tensor = self._held.compute_logits(hidden)
+        return logits[..., : self.vocab_size]
+
+    def _builder(self, cache: KVCacheConfig) -> Any:
+        """Return a builder of the attention's metadata."""
+        (group,) = cache.kv_cache_groups
+        backend = self._named[group.layer_names[0]].get_attn_backend()
+        return backend.get_builder_cls()(
+            group.kv_cache_spec, group.layer_names, self._vllm_config, self.device
+        )
+
+
+class StandIn:
+    """Stand-in of an attention layer, in the context of a forward.
+
+    vLLM's two operations look it up by the layer's name, and call its ``impl``.
+    """
+
+    def __init__(self, layer: Any, index: int, rows: Any) -> None:
+        self.layer = layer
+        self.impl = self
+        self._index = index
+        self._rows = rows
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.layer, name)
+
+    def do_kv_cache_update(self, _: Any, keys: Any, values: Any, *__: object) -> None:
+        """Write fresh rows."""
+        self._rows.write(self._index, keys, values)
+
+    def forward(
+        self, _: Any, query: torch.Tensor, *__: object, output: torch.Tensor, **___: object
+    ) -> torch.Tensor:
+        """Attend over the rows."""
+        impl = self.layer.impl
+        scores = {
+            "scale": impl.scale,
+            "softcap": getattr(impl, "logits_soft_cap", None) or None,
+            "sinks": getattr(impl, "sinks", None),
+        }
+        output.copy_(self._rows.attend(self._index, query, scores).reshape(output.shape))
+        return output
+
+
+def attention_layers(vllm_config: VllmConfig) -> dict[str, Any]:
+    """Return the attention layers by name; raise ``UnsupportedModelError`` for other kinds."""
+    if vllm_config.lora_config is not None:
+        raise UnsupportedModelError("adapters are set for the rows of a step (--enable-lora)")
+    found = {}
+    for name, layer in vllm_config.compilation_config.static_forward_context.items():
+        if not hasattr(layer, "kv_cache"):
+            continue  # experts
+        if type(layer) is not Attention or layer.kv_sharing_target_layer_name is not None:
+            raise UnsupportedModelError(f"{name} is a {type(layer).__name__}, not full attention")
+        if layer.attn_backend.forward_includes_kv_cache_update:
+            raise UnsupportedModelError(f"the attention of {name} writes the cache itself")
+        found[name] = layer
+    return found
+
+
+def _cached(table: torch.Tensor, positions: torch.Tensor) -> Any:
+    return table[positions.to(table.device)].float().to(positions.device).chunk(2, dim=-1)
+
+
+def _computed(inv_freq: torch.Tensor, scale: float, positions: torch.Tensor) -> Any:
+    angles = positions[:, None] * inv_freq.float().to(positions.device)
+    return angles.cos() * scale, angles.sin() * scale
