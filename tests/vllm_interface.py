@@ -64,14 +64,21 @@ UNTYPED = {
 }
 """What is used of objects whose class the connector's sources do not tell: members, and calls."""
 WORDS = {
-    "vllm.model_executor.layers.attention.attention": ("do_kv_cache_update", "no_compile_layers"),
-    "vllm.model_executor.layers.linear": ("_cpu_skip_gemm_dispatch", "cpu_linear"),
-    "vllm.entrypoints.cli.main": ("serve",),
-    "vllm.entrypoints.openai.api_server": ("__main__",),
-    "vllm.plugins": ("vllm.general_plugins",),
-    "vllm.renderers.online_renderer": ('kv.pop("prompt_token_ids"',),
+    "vllm.entrypoints.cli.main": {"serve": "vllm.entrypoints.cli.main"},
+    "vllm.entrypoints.openai.api_server": {"__main__": "vllm.entrypoints.openai.api_server"},
+    "vllm.model_executor.layers.attention.attention": {
+        "no_compile_layers": "no_compile_layers",
+        "do_kv_cache_update": "do_kv_cache_update",
+    },
+    "vllm.model_executor.layers.linear": {
+        "_cpu_skip_gemm_dispatch": "_cpu_skip_gemm_dispatch",
+        "cpu_linear": "cpu_linear",
+    },
+    "vllm.plugins": {"vllm.general_plugins": "def register()"},
+    "vllm.renderers.online_renderer": {'kv.pop("prompt_token_ids"': '"prompt_token_ids"'},
 }
-"""Words of modules: attributes of vLLM's objects and fields of requests that they look for, commands, and an entry point."""
+"""Words of modules: what they look for on vLLM's objects and in requests, commands, and an entry point; with the words in the
+connector's sources that need them there."""
 OWN_METHODS = {"Counts.add"}
 """Public methods of classes derived from vLLM's that override none of vLLM's."""
 OPEN = "*"
@@ -400,7 +407,10 @@ def uses(package: Path = PACKAGE) -> list[Use]:
             call = node if isinstance(node, ast.Call) else None
             arguments = call and (len(call.args), tuple(str(k.arg) for k in call.keywords))
             found.append(Use("UNTYPED", name, (each.partition("(")[0],), arguments))
-    return found + [Use("WORDS", name, (word,)) for name, words in WORDS.items() for word in words]
+    texts = "".join(path.read_text() for path in package.rglob("*.py"))
+    for name, words in WORDS.items():
+        found += [Use("WORDS", name, (theirs,)) for theirs, ours in words.items() if ours in texts]
+    return found
 
 
 # -- both --------------------------------------------------------------------------------------------
