@@ -2,13 +2,14 @@
 
     KVRAG_EVAL_MODELS=... KVRAG_EVAL_DATA=... python benchmarks/bench_vllm.py   # all parts, a quarter of an hour on two quiet cores
     python benchmarks/bench_vllm.py --only ttft,memory                          # these parts anew; the others stay as they were
+    python benchmarks/bench_vllm.py --only streams                              # between tokens, with arrivals and without: five minutes
     python benchmarks/bench_vllm.py --quick --out build/vllm                    # short prompts, few requests: does everything run?
 
 Runs in an environment that has vLLM. Two of its servers are up, both with their prefix cache on: vLLM alone, and vLLM with the connector;
 ``kvrag serve`` is a third process. Prompts are token ids: chunks of the facts benchmark's needle questions, in an order that no request
 before had. So vLLM's prefix cache finds the system prompt and, now and then, a first chunk.
 
-* **memory**: of vLLM's engine alone, with borrowed weights, and with a copy of its own.
+* **memory**: of vLLM's engine alone, and with the connector.
 * **ttft**: seconds of a one-token answer, asked in random turns.
 * **equality**: log-probabilities of the first token, and answers, beside those of kvrag's engine with the same repair.
 * **throughput**: eight clients, each sends its next request when its answer has ended.
@@ -54,12 +55,7 @@ ANSWER_TOKENS = 16
 TOP = 20  # log-probabilities that vLLM tells of a token
 WITHIN = 1e-3
 ALONE = "vLLM alone"
-EXTRA: dict[str, dict[str, Any] | None] = {
-    ALONE: None,
-    "shared": {"weights": "shared"},
-    "copy": {"weights": "copy"},
-}
-"""vLLM's servers: the connector's options, or no connector."""
+CONNECTED = "connector"
 FULL, BLENDED = "full", "blended"
 MODES: dict[str, dict[str, Any] | None] = {
     BLENDED: {"mode": "auto"},
@@ -100,7 +96,7 @@ class Extent:
     period_s: float
 
 
-WHOLE = Extent((Size(10, 250, 3, 10, 4), Size(12, 500, 1, 4, 1)), 2, 32, 45.0, 15.0)
+WHOLE = Extent((Size(10, 250, 3, 10, 4), Size(12, 500, 1, 4, 1)), 2, 32, 30.0, 10.0)
 QUICK = Extent((Size(10, 120, 1, 2, 1), Size(12, 120, 1, 1, 1)), 1, 8, 6.0, 3.0)
 
 
@@ -145,10 +141,10 @@ class Prompts:
 
 
 class VLLM(Server):
-    """A server of :data:`EXTRA`."""
+    """vLLM's server, alone or with the connector."""
 
     def __init__(self, run: Run, name: str) -> None:
-        self.name, extra = name, EXTRA[name]
+        self.name = name
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -156,13 +152,14 @@ class VLLM(Server):
         command += ["--dtype", "float32", "--max-model-len", str(MAX_LEN), "--port", str(port)]
         command += ["--host", "127.0.0.1", "--served-model-name", NAME, "--enable-prefix-caching"]
         command += ["--enforce-eager"] if run.extent is QUICK else []
-        if extra is not None:
+        if name == CONNECTED:
+            extra = {"mode": "blend", "kv_dir": run.kv_dir, **run.options}
             transfer = {
                 "kv_connector": "KVRagConnector",
                 "kv_connector_module_path": "vllm_kvrag.connector",
                 "kv_role": "kv_consumer",
                 "kv_load_failure_policy": "recompute",
-                "kv_connector_extra_config": {"mode": "blend", "kv_dir": run.kv_dir, **extra},
+                "kv_connector_extra_config": extra,
             }
             command += ["--load-format", "kvrag", "--kv-transfer-config", json.dumps(transfer)]
         cores = os.sched_getaffinity(0)
@@ -216,7 +213,7 @@ class Run:
 
     def __init__(self, args: argparse.Namespace, folder: Path) -> None:
         self.model = model_path(args.model)
-        self.weights: str = args.weights
+        self.options: dict[str, Any] = args.connector
         self.seed: int = args.seed
         self.extent = QUICK if args.quick else WHOLE
         self.folder = folder
@@ -240,13 +237,13 @@ class Run:
 
     def at(self, mode: str) -> VLLM:
         """Return the server that a mode is asked of."""
-        return self.server(ALONE if MODES[mode] is None else self.weights)
+        return self.server(ALONE if MODES[mode] is None else CONNECTED)
 
     def stored(self, size: Size) -> Prompts:
         """Return the prompts of a size, their chunks precomputed and one of them answered."""
         prompts = self.prompts[size.name]
         if size.name not in self.precomputed:
-            self.precomputed[size.name] = self.server(self.weights).precompute(prompts.chunks)
+            self.precomputed[size.name] = self.server(CONNECTED).precompute(prompts.chunks)
             for mode in MODES:  # buffers grow
                 self.answer(prompts.new(0), mode)
         return prompts
@@ -350,7 +347,7 @@ def equality(run: Run) -> dict[str, Any]:
     On a new server: vLLM would take first chunks that earlier requests computed, exact, in place of repaired ones.
     """
     stored = [run.stored(size) for size in run.extent.sizes]
-    run.stop([run.weights])
+    run.stop([CONNECTED])
     cases = []
     for size, prompts in zip(run.extent.sizes, stored, strict=True):
         for number in range(size.compared):
@@ -542,7 +539,7 @@ def memory(run: Run) -> dict[str, Any]:
     """Measure vLLM's engine process after its start, and after it has answered."""
     prompts = run.prompts[run.extent.sizes[0].name]
     found = {}
-    for name in EXTRA:
+    for name in (ALONE, CONNECTED):
         server = run.server(name)
         pid = largest_child(server.process.pid)
         row: dict[str, Any] = {"start_s": server.start_s, "started": resident(pid)}
@@ -602,7 +599,7 @@ def main() -> None:
     options = parser(__doc__, seed=0)
     options.add_argument("--only", default=",".join(PARTS), help="parts, with commas")
     options.add_argument("--model", default="qwen2.5-coder-0.5b", help="of $KVRAG_EVAL_MODELS")
-    options.add_argument("--weights", choices=("shared", "copy"), default="shared")
+    options.add_argument("--connector", type=json.loads, default={}, help="its options, as JSON")
     options.add_argument("--quick", action="store_true", help="few short prompts: no measurement")
     args = options.parse_args()
     chosen = args.only.split(",")
@@ -621,7 +618,7 @@ def main() -> None:
         try:
             for name in (part for part in PARTS if part in chosen):
                 start = time.perf_counter()
-                known[name] = {"machine": where, "weights": run.weights} | PARTS[name](run)
+                known[name] = {"machine": where, "connector": run.options} | PARTS[name](run)
                 known[name]["seconds"] = time.perf_counter() - start
                 print(f"{name}: {known[name]['seconds']:.0f} s", flush=True)
                 whole = {"machine": where, "model": args.model, "dtype": "float32"}
