@@ -8,6 +8,7 @@ import importlib.util
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import httpx
@@ -53,9 +55,24 @@ OWN = {
     "--headless": "the front needs vLLM's server",
 }
 """vLLM's options that the front must know, with the remedy."""
+_ERROR = re.compile(
+    r"^(?:\(.*\) )?\S*(?:Error|Exception|: error): (?:Worker failed with error ')?"
+    r"(?!Engine core initialization failed.*\{(?:'\w+': 1)?}$)"
+    r"(\d+ validation error(?s:.+?)(?=\n +For further)|.+?)\.?(?:', please check .*)?$",
+    re.MULTILINE,
+)
+"""Line by which vLLM, or a process of it, says why it ends; not the one that only refers to it."""
+_REMEDIES = {
+    r"(?i)memory|kv cache|-9}": "give it another size behind --, by --kv-cache-memory-bytes N or "
+    "--gpu-memory-utilization SHARE, or less to hold by --max-model-len N",
+    "argument": "correct the option; vLLM's own stand behind --, and its usage above lists them",
+    "": "correct what it names; vLLM's own options stand behind --, and its log is above",
+}
+"""What to change, by words of vLLM's error."""
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.25
-_REPORT_S = 15.0
+_COPY_S = 1.0
+_KEPT = 2**16
 END_S = 30.0
 """Seconds that vLLM gets to end."""
 
@@ -133,8 +150,23 @@ class Child:
         environment = {k: v for k, v in os.environ.items() if k != "KVRAG_API_KEYS"}
         self._is_closing = False
         self._process = subprocess.Popen(
-            list(command), preexec_fn=tie, start_new_session=True, env=environment
+            list(command),
+            preexec_fn=tie,
+            start_new_session=True,
+            env=environment,
+            stderr=subprocess.PIPE,
         )
+        self._said = b""
+        self._copying = threading.Thread(target=self._copy, name="kvrag-vllm-log", daemon=True)
+        self._copying.start()
+
+    def _copy(self) -> None:
+        """Pass on what the server writes to its standard error, and keep the end of it."""
+        assert self._process.stderr is not None
+        for part in iter(partial(os.read, self._process.stderr.fileno(), _KEPT), b""):
+            self._said = (self._said + part)[-_KEPT:]
+            with suppress(OSError):  # nobody reads: the server must not wait
+                os.write(sys.stderr.fileno(), part)
 
     @property
     def code(self) -> int | None:
@@ -144,24 +176,22 @@ class Child:
 
     @property
     def fault(self) -> str | None:
-        """Why the server does not answer any more, if it has ended."""
+        """Why the server does not answer any more, if it has ended, and what to change."""
         if self.code is None:
             return None
-        return f"vLLM has ended (exit code {self.code}); its log says why, start the server again"
+        self._copying.join(_COPY_S)
+        cause = cause_of(self._said.decode(errors="replace"))
+        return f"vLLM has ended (exit code {self.code}){cause}"
 
     def wait(self, client: httpx.Client) -> None:
         """Wait until the server answers, and log how long it takes.
 
         Raises ``KVRagError`` if it ends before that.
         """
-        start = last = time.monotonic()
+        start = time.monotonic()
         while not self._answers(client):
             if self.fault:
                 raise KVRagError(self.fault)
-            now = time.monotonic()
-            if now - last >= _REPORT_S:
-                last = now
-                logger.info("vLLM loads the model (%.0f s)", now - start)
             time.sleep(_POLL_S)
         logger.info("vLLM is ready after %.0f s", time.monotonic() - start)
 
@@ -191,6 +221,16 @@ class Child:
         with suppress(ProcessLookupError, PermissionError):  # its own children, too
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+
+
+def cause_of(log: str) -> str:
+    """Return the last error in vLLM's log, in its own words, and what to change."""
+    found = _ERROR.findall(log)
+    if not found:
+        return "; its log says why, start the server again"
+    cause = " ".join(found[-1].split())
+    remedy = next(text for words, text in _REMEDIES.items() if re.search(words, cause))
+    return f": {cause}; {remedy}"
 
 
 def socket_directory() -> tempfile.TemporaryDirectory[str]:
