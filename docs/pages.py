@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from griffe import ExprSubscript, ExprTuple, Extension, Parameter, ParameterKind
+from griffe import ExprCall, ExprSubscript, ExprTuple, Extension, Parameter, ParameterKind
 from griffe import Parameters as Signature
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -78,20 +78,40 @@ class Docstrings(Extension):
 
 
 class Parameters(Extension):
-    """Show the parameters of methods that take ``**options`` and have those of a class (``kvrag.config.parameters_of``)."""
+    """Show the parameters of functions that take ``**options`` and have those of a class (``kvrag.config.parameters_of``)."""
 
     def on_package(self, *, pkg: Any, **_: Any) -> None:
-        """Rewrite the methods once all classes of options are known."""
-        if pkg.path != "kvrag":
-            return
-        for cls in pkg["engine"].classes.values():
-            for method in cls.functions.values():
-                named = [NAMED.match(str(each.value)) for each in method.decorators]
+        """Rewrite the functions of a package once all classes of options are known."""
+        self._rewrite(pkg, pkg)
+
+    def _rewrite(self, owner: Any, module: Any) -> None:
+        for each in owner.members.values():
+            if each.is_alias:
+                continue
+            if each.is_module or each.is_class:
+                self._rewrite(each, each if each.is_module else module)
+            elif each.is_function:
+                named = [NAMED.match(str(decorator.value)) for decorator in each.decorators]
                 for found in filter(None, named):
-                    method.parameters = Signature(method.parameters[0], *_declared(pkg, found[1]))
+                    own = [] if owner.is_module else [each.parameters[0]]
+                    rest = [each.parameters[-1]] if "**options" in _described(owner, each) else []
+                    each.parameters = Signature(*own, *_declared(module, found[1]), *rest)
 
 
-NAMED = re.compile(r"parameters_of\((\w+)\)")
+NAMED = re.compile(r"parameters_of(?:_function)?\(([\w.]+)\)")
+
+
+def _described(owner: Any, function: Any) -> str:
+    """Return what documents a function; a class's docstring does its constructor."""
+    docstring = owner.docstring if function.name == "__init__" else function.docstring
+    return docstring.value if docstring else ""
+
+
+def _default(value: Any) -> Any:
+    """Return a default without what pydantic is told beside it."""
+    if isinstance(value, ExprCall) and str(value.function) == "Field":
+        return next(each.value for each in value.arguments if each.name == "default")
+    return value
 
 
 def _shown(annotation: Any) -> Any:
@@ -105,10 +125,12 @@ def _shown(annotation: Any) -> Any:
     return annotation
 
 
-def _declared(pkg: Any, name: str) -> list[Parameter]:
-    """Return the parameters of the constructor of a class in the engine's module, or imported there."""
-    engine = pkg["engine"]
-    cls = pkg.modules_collection[engine.resolve(name)]
+def _declared(module: Any, name: str) -> list[Parameter]:
+    """Return the parameters of the constructor of a class in a module, or imported there."""
+    first, *rest = name.split(".")
+    cls = module.modules_collection[".".join([module.resolve(first), *rest])]
+    if cls.is_alias:
+        cls = cls.final_target
     if "__init__" in cls.functions:
         return list(cls.functions["__init__"].parameters)[1:]
     fields: dict[str, Any] = {}
@@ -122,7 +144,7 @@ def _declared(pkg: Any, name: str) -> list[Parameter]:
         Parameter(
             n,
             annotation=_shown(each.annotation),
-            default=each.value,
+            default=_default(each.value),
             kind=ParameterKind.keyword_only,
         )
         for n, each in fields.items()
