@@ -210,6 +210,12 @@ def test_vllm_says_why_it_does_not_start(tiny_dir, kv_dir, fake_path):
             "UserWarning: 1 leaked object\n",
             ": kv_role is 'x'; pass 'y'; correct what it names",
         ),
+        (
+            "(Worker pid=2) ERROR 11-29 12:46:20 [a.py:3] b.ValueError: No room (1/2 GiB). Give more.\n"
+            "(Core pid=1) ERROR 11-29 12:46:20 [a.py:3] Exception: WorkerProc initialization failed "
+            "due to an exception\nException: WorkerProc initialization failed due to an exception",
+            ": No room (1/2 GiB). Give more; correct what",
+        ),
         ("RuntimeError: Engine core initialization failed. Procs: {'EngineCore': -9}", "give it"),
         ("RuntimeError: Engine core initialization failed. Procs: {}", "; its log says why"),
     ],

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.skipif(
     not (HAS_VLLM and has_loader), reason="`make vllm-test` runs this where vLLM is installed"
 )
 CHUNKS = make_chunks(3, words=60)
+SMALL = f"--kv-cache-memory-bytes {2**26}"
 
 
 @pytest.fixture(scope="module")
@@ -44,21 +45,25 @@ def begin(command):
 
 
 @pytest.mark.parametrize(
-    ("option", "value", "said", "change"),
+    ("options", "said", "change"),
     [
-        ("--gpu-memory-utilization", "5", "Input should be less than or equal to 1", "give it"),
+        ("--gpu-memory-utilization 5", "Input should be less than or equal to 1", "give it"),
         pytest.param(
-            *("--kv-cache-memory-bytes", "1000", "No available memory for the cache", "give it"),
+            *("--gpu-memory-utilization 1", "less than desired CPU memory utilization", "give it"),
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            *("--kv-cache-dtype", "fp8", "kv_cache_dtype is 'fp8'; leave it", "correct what"),
+            *("--kv-cache-memory-bytes 1000", "No available memory for the cache", "give it"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *(f"{SMALL} --kv-cache-dtype fp8", "kv_cache_dtype is 'fp8'; leave", "correct what"),
             marks=pytest.mark.slow,
         ),
     ],
 )
-def test_an_error_of_vllms_is_told_in_its_words(command, option, value, said, change):
-    with begin([*command, option, value]) as process:
+def test_an_error_of_vllms_is_told_in_its_words(command, options, said, change):
+    with begin([*command, *options.split()]) as process:
         told = process.stderr.read().splitlines()[-1]
         assert process.wait(60) == 2
     assert told.startswith("kvrag: vLLM has ended (exit code 1): ")
@@ -68,7 +73,7 @@ def test_an_error_of_vllms_is_told_in_its_words(command, option, value, said, ch
 
 @pytest.fixture(scope="module")
 def url(command):
-    with begin([*command, "--kv-cache-memory-bytes", str(2**26)]) as process:
+    with begin([*command, *SMALL.split()]) as process:
         where = r"before vLLM, is at: (http://[\d.:]+)/"
         address = next(m[1] for line in process.stderr if (m := re.search(where, line)))
         threading.Thread(target=process.stderr.read, daemon=True).start()

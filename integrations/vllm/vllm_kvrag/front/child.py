@@ -56,12 +56,13 @@ OWN = {
 }
 """vLLM's options that the front must know, with the remedy."""
 _ERROR = re.compile(
-    r"^(?:\(.*\) )?\S*(?:Error|Exception|: error): (?:Worker failed with error ')?"
-    r"(?!Engine core initialization failed.*\{(?:'\w+': 1)?}$)"
+    r"^(?:\(.*?\) )?(?:ERROR .*?\] )?\S*(?:Error|Exception|: error): "
+    r"(?!WorkerProc initialization|Engine core initialization failed.*\{(?:'\w+': 1)?}$)"
+    r"(?:Worker failed with error ')?"
     r"(\d+ validation error(?s:.+?)(?=\n +For further)|.+?)\.?(?:', please check .*)?$",
     re.MULTILINE,
 )
-"""Line by which vLLM, or a process of it, says why it ends; not the one that only refers to it."""
+"""Line by which vLLM, or a process of it, says why it ends; not one that only refers to it."""
 _REMEDIES = {
     r"(?i)memory|kv cache|-9}": "give it another size behind --, by --kv-cache-memory-bytes N or "
     "--gpu-memory-utilization SHARE, or less to hold by --max-model-len N",
@@ -154,16 +155,17 @@ class Child:
             preexec_fn=tie,
             start_new_session=True,
             env=environment,
-            stderr=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,  # in one order
         )
         self._said = b""
         self._copying = threading.Thread(target=self._copy, name="kvrag-vllm-log", daemon=True)
         self._copying.start()
 
     def _copy(self) -> None:
-        """Pass on what the server writes to its standard error, and keep the end of it."""
-        assert self._process.stderr is not None
-        for part in iter(partial(os.read, self._process.stderr.fileno(), _KEPT), b""):
+        """Pass on the server's log to the standard error, and keep the end of it."""
+        assert self._process.stdout is not None
+        for part in iter(partial(os.read, self._process.stdout.fileno(), _KEPT), b""):
             self._said = (self._said + part)[-_KEPT:]
             with suppress(OSError):  # nobody reads: the server must not wait
                 os.write(sys.stderr.fileno(), part)
