@@ -55,7 +55,12 @@ ANSWER_TOKENS = 16
 TOP = 20  # log-probabilities that vLLM tells of a token
 WITHIN = 1e-3
 ALONE = "vLLM alone"
-CONNECTED = "connector"
+CONNECTOR = "with the connector"
+EXTRA: dict[str, dict[str, Any] | None] = {
+    ALONE: None,
+    CONNECTOR: {},
+}
+"""vLLM's servers: the connector's options, or no connector."""
 FULL, BLENDED = "full", "blended"
 MODES: dict[str, dict[str, Any] | None] = {
     BLENDED: {"mode": "auto"},
@@ -141,10 +146,10 @@ class Prompts:
 
 
 class VLLM(Server):
-    """vLLM's server, alone or with the connector."""
+    """A server of :data:`EXTRA`."""
 
     def __init__(self, run: Run, name: str) -> None:
-        self.name = name
+        self.name, extra = name, EXTRA[name]
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -152,14 +157,17 @@ class VLLM(Server):
         command += ["--dtype", "float32", "--max-model-len", str(MAX_LEN), "--port", str(port)]
         command += ["--host", "127.0.0.1", "--served-model-name", NAME, "--enable-prefix-caching"]
         command += ["--enforce-eager"] if run.extent is QUICK else []
-        if name == CONNECTED:
-            extra = {"mode": "blend", "kv_dir": run.kv_dir, **run.options}
+        if extra is not None:
             transfer = {
                 "kv_connector": "KVRagConnector",
                 "kv_connector_module_path": "vllm_kvrag.connector",
                 "kv_role": "kv_consumer",
                 "kv_load_failure_policy": "recompute",
-                "kv_connector_extra_config": extra,
+                "kv_connector_extra_config": {
+                    **{"mode": "blend", "kv_dir": run.kv_dir},
+                    **extra,
+                    **run.options,
+                },
             }
             command += ["--load-format", "kvrag", "--kv-transfer-config", json.dumps(transfer)]
         cores = os.sched_getaffinity(0)
@@ -213,10 +221,10 @@ class Run:
 
     def __init__(self, args: argparse.Namespace, folder: Path) -> None:
         self.model = model_path(args.model)
-        self.options: dict[str, Any] = args.connector
         self.seed: int = args.seed
         self.extent = QUICK if args.quick else WHOLE
         self.folder = folder
+        self.options: dict[str, Any] = args.connector
         self.encoder = PromptEncoder(ModelSource(self.model).load_tokenizer())
         self.prompts = {
             size.name: Prompts(self.encoder, size, self.seed) for size in self.extent.sizes
@@ -237,13 +245,13 @@ class Run:
 
     def at(self, mode: str) -> VLLM:
         """Return the server that a mode is asked of."""
-        return self.server(ALONE if MODES[mode] is None else CONNECTED)
+        return self.server(ALONE if MODES[mode] is None else CONNECTOR)
 
     def stored(self, size: Size) -> Prompts:
         """Return the prompts of a size, their chunks precomputed and one of them answered."""
         prompts = self.prompts[size.name]
         if size.name not in self.precomputed:
-            self.precomputed[size.name] = self.server(CONNECTED).precompute(prompts.chunks)
+            self.precomputed[size.name] = self.server(CONNECTOR).precompute(prompts.chunks)
             for mode in MODES:  # buffers grow
                 self.answer(prompts.new(0), mode)
         return prompts
@@ -347,7 +355,7 @@ def equality(run: Run) -> dict[str, Any]:
     On a new server: vLLM would take first chunks that earlier requests computed, exact, in place of repaired ones.
     """
     stored = [run.stored(size) for size in run.extent.sizes]
-    run.stop([CONNECTED])
+    run.stop([CONNECTOR])
     cases = []
     for size, prompts in zip(run.extent.sizes, stored, strict=True):
         for number in range(size.compared):
@@ -493,7 +501,7 @@ def streams(run: Run) -> dict[str, Any]:
         gaps = ", ".join(f"{name} {ms:.0f} ms" for name, ms in row["gap_ms"].items())
         print(f"streams, {mode}, {len(row['arrived'])} arrivals: {gaps}", flush=True)
     periods = {"period_s": run.extent.period_s, "window_s": run.extent.window_s}
-    return {"streams": STREAMS, **periods, "windows": rows}
+    return {"streams": STREAMS, **periods, "connector": run.options, "windows": rows}
 
 
 async def window(
@@ -539,7 +547,7 @@ def memory(run: Run) -> dict[str, Any]:
     """Measure vLLM's engine process after its start, and after it has answered."""
     prompts = run.prompts[run.extent.sizes[0].name]
     found = {}
-    for name in (ALONE, CONNECTED):
+    for name in EXTRA:
         server = run.server(name)
         pid = largest_child(server.process.pid)
         row: dict[str, Any] = {"start_s": server.start_s, "started": resident(pid)}
@@ -599,8 +607,8 @@ def main() -> None:
     options = parser(__doc__, seed=0)
     options.add_argument("--only", default=",".join(PARTS), help="parts, with commas")
     options.add_argument("--model", default="qwen2.5-coder-0.5b", help="of $KVRAG_EVAL_MODELS")
-    options.add_argument("--connector", type=json.loads, default={}, help="its options, as JSON")
     options.add_argument("--quick", action="store_true", help="few short prompts: no measurement")
+    options.add_argument("--connector", type=json.loads, default={}, help="its options, as JSON")
     args = options.parse_args()
     chosen = args.only.split(",")
     if wrong := set(chosen) - set(PARTS):
@@ -618,7 +626,7 @@ def main() -> None:
         try:
             for name in (part for part in PARTS if part in chosen):
                 start = time.perf_counter()
-                known[name] = {"machine": where, "connector": run.options} | PARTS[name](run)
+                known[name] = {"machine": where} | PARTS[name](run)
                 known[name]["seconds"] = time.perf_counter() - start
                 print(f"{name}: {known[name]['seconds']:.0f} s", flush=True)
                 whole = {"machine": where, "model": args.model, "dtype": "float32"}

@@ -15,7 +15,7 @@ SERVERS = {
 }
 ENGINES = {
     "vLLM alone": "vLLM alone",
-    "connector": "with the connector",
+    "with the connector": "with the connector",
     "shared": "with the connector, `shared` weights",
     "copy": "with the connector, a `copy`",
 }
