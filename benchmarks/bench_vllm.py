@@ -164,7 +164,8 @@ class VLLM(Server):
                 "kv_role": "kv_consumer",
                 "kv_load_failure_policy": "recompute",
                 "kv_connector_extra_config": {
-                    **{"mode": "blend", "kv_dir": run.kv_dir},
+                    "mode": "blend",
+                    "kv_dir": run.kv_dir,
                     **extra,
                     **run.options,
                 },
