@@ -181,7 +181,7 @@ def test_a_vllm_that_does_not_start_is_a_sentence(tiny_dir, kv_dir, fake_path, m
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     ran = served(tiny_dir, kv_dir, "--", "--fail")
     assert ran.exit_code == 2
-    assert "vLLM has ended (exit code 7); its log says why" in ran.output.splitlines()[-1]
+    assert "vLLM has ended (exit code 7): its log says why; correct" in ran.output.splitlines()[-1]
 
 
 def test_vllm_says_why_it_does_not_start(tiny_dir, kv_dir, fake_path):
@@ -189,15 +189,15 @@ def test_vllm_says_why_it_does_not_start(tiny_dir, kv_dir, fake_path):
     with started(tiny_dir, kv_dir, fake_path, "--fail", WORDS=words) as (process, lines):
         said = found(lines, r"vLLM has ended \(exit code 7\): No room for the KV cache; (.*)")
         assert process.wait(30) == 2
-    assert said[1].startswith("give it another size behind --")
+    assert said[1].startswith("correct what it names, and start the server again; vLLM's own")
     assert "ValueError: No room for the KV cache.\n" in lines, "vLLM's log is passed on"
 
 
 @pytest.mark.parametrize(
     ("log", "said"),
     [
-        ("usage: ...\napi_server.py: error: argument --x: bad", "argument --x: bad; correct the"),
-        ("(Worker pid=2) torch.OutOfMemoryError: CUDA out of memory.", "memory; give it another"),
+        ("usage: ...\napi_server.py: error: argument --x: bad", "argument --x: bad; correct what"),
+        ("(Worker pid=2) torch.OutOfMemoryError: CUDA out of memory.", "memory; correct what"),
         (
             "a.b.ValidationError: 1 validation error for CacheConfig\nshare\n  Should be 1 [type=x]\n"
             "    For further information visit ...",
@@ -208,16 +208,19 @@ def test_vllm_says_why_it_does_not_start(tiny_dir, kv_dir, fake_path):
             "stack trace above for the root cause\n  raise RuntimeError(\nRuntimeError: Engine core "
             "initialization failed. See root cause above. Failed core proc(s): {'EngineCore': 1}\n"
             "UserWarning: 1 leaked object\n",
-            ": kv_role is 'x'; pass 'y'; correct what it names",
+            "kv_role is 'x'; pass 'y'; correct what it names",
         ),
         (
             "(Worker pid=2) ERROR 11-29 12:46:20 [a.py:3] b.ValueError: No room (1/2 GiB). Give more.\n"
             "(Core pid=1) ERROR 11-29 12:46:20 [a.py:3] Exception: WorkerProc initialization failed "
             "due to an exception\nException: WorkerProc initialization failed due to an exception",
-            ": No room (1/2 GiB). Give more; correct what",
+            "No room (1/2 GiB). Give more; correct what",
         ),
-        ("RuntimeError: Engine core initialization failed. Procs: {'EngineCore': -9}", "give it"),
-        ("RuntimeError: Engine core initialization failed. Procs: {}", "; its log says why"),
+        (
+            "RuntimeError: Engine core initialization failed. Procs: {'EngineCore': -9}",
+            "-9}; correct what",
+        ),
+        ("RuntimeError: Engine core initialization failed. Procs: {}", "its log says why; correct"),
     ],
 )
 def test_the_error_of_vllms_log_is_found(log, said):

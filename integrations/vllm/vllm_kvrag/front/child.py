@@ -12,12 +12,11 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import httpx
@@ -63,17 +62,12 @@ _ERROR = re.compile(
     re.MULTILINE,
 )
 """Line by which vLLM, or a process of it, says why it ends; not one that only refers to it."""
-_REMEDIES = {
-    r"(?i)memory|kv cache|-9}": "give it another size behind --, by --kv-cache-memory-bytes N or "
-    "--gpu-memory-utilization SHARE, or less to hold by --max-model-len N",
-    "argument": "correct the option; vLLM's own stand behind --, and its usage above lists them",
-    "": "correct what it names; vLLM's own options stand behind --, and its log is above",
-}
-"""What to change, by words of vLLM's error."""
+_CHANGE = (
+    "correct what it names, and start the server again; vLLM's own options stand behind --, as "
+    "-- --max-model-len 8192 --kv-cache-memory-bytes 1000000000"
+)
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.25
-_COPY_S = 1.0
-_KEPT = 2**16
 END_S = 30.0
 """Seconds that vLLM gets to end."""
 
@@ -106,7 +100,7 @@ def check_installed(keys: Mapping[str, str]) -> None:
 def check_given(words: Sequence[str]) -> None:
     """Raise ``ConfigError`` if vLLM's own options hold any that the front sets or must know."""
     for word in words:
-        option = word.partition("=")[0].partition(".")[0].replace("_", "-")
+        option = re.split(r"[=.]", word)[0].replace("_", "-")
         if option in OWN:
             raise ConfigError(
                 f"{option} behind -- has no effect before vLLM; leave it out: {OWN[option]}"
@@ -124,9 +118,20 @@ def command_of(
     has_cli = any(importlib.metadata.distributions(name="vllm"))
     transfer = json.dumps({**CONNECTOR, "kv_connector_extra_config": extra})
     return [
-        *(sys.executable, "-m", *(_CLI if has_cli else _MODULE), model, *words),
-        *("--uds", uds, "--served-model-name", name, "--load-format", "kvrag"),
-        *("--enable-prompt-tokens-details", "--kv-transfer-config", transfer),
+        sys.executable,
+        "-m",
+        *(_CLI if has_cli else _MODULE),
+        model,
+        *words,
+        "--uds",
+        uds,
+        "--served-model-name",
+        name,
+        "--load-format",
+        "kvrag",
+        "--enable-prompt-tokens-details",
+        "--kv-transfer-config",
+        transfer,
     ]
 
 
@@ -148,27 +153,22 @@ class Child:
             if os.getppid() != parent:  # it died before the call
                 raise ProcessLookupError(parent)
 
-        environment = {k: v for k, v in os.environ.items() if k != "KVRAG_API_KEYS"}
+        environment = {**os.environ}
+        environment.pop("KVRAG_API_KEYS", None)
         self._is_closing = False
         self._process = subprocess.Popen(
-            list(command),
+            command,
             preexec_fn=tie,
             start_new_session=True,
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,  # in one order
         )
-        self._said = b""
-        self._copying = threading.Thread(target=self._copy, name="kvrag-vllm-log", daemon=True)
+        self._said = deque[bytes](maxlen=1000)
+        self._copying = threading.Thread(
+            target=_copy, args=(self._process.stdout, self._said), daemon=True
+        )
         self._copying.start()
-
-    def _copy(self) -> None:
-        """Pass on the server's log to the standard error, and keep the end of it."""
-        assert self._process.stdout is not None
-        for part in iter(partial(os.read, self._process.stdout.fileno(), _KEPT), b""):
-            self._said = (self._said + part)[-_KEPT:]
-            with suppress(OSError):  # nobody reads: the server must not wait
-                os.write(sys.stderr.fileno(), part)
 
     @property
     def code(self) -> int | None:
@@ -181,26 +181,19 @@ class Child:
         """Why the server does not answer any more, if it has ended, and what to change."""
         if self.code is None:
             return None
-        self._copying.join(_COPY_S)
-        cause = cause_of(self._said.decode(errors="replace"))
-        return f"vLLM has ended (exit code {self.code}){cause}"
+        self._copying.join(1.0)
+        cause = cause_of(b"".join(self._said).decode(errors="replace"))
+        return f"vLLM has ended (exit code {self.code}): {cause}"
 
     def wait(self, client: httpx.Client) -> None:
-        """Wait until the server answers, and log how long it takes.
-
-        Raises ``KVRagError`` if it ends before that.
-        """
-        start = time.monotonic()
-        while not self._answers(client):
+        """Wait until the server answers; raise ``KVRagError`` if it ends before that."""
+        while True:
+            with suppress(httpx.TransportError):
+                if client.get("/health").status_code == 200:
+                    return
             if self.fault:
                 raise KVRagError(self.fault)
             time.sleep(_POLL_S)
-        logger.info("vLLM is ready after %.0f s", time.monotonic() - start)
-
-    def _answers(self, client: httpx.Client) -> bool:
-        with suppress(httpx.TransportError):
-            return client.get("/health").status_code == 200
-        return False
 
     def watch(self, ended: Callable[[], None]) -> None:
         """Call a function when the server ends by itself."""
@@ -225,16 +218,15 @@ class Child:
         self._process.wait()
 
 
+def _copy(log: Iterable[bytes], said: deque[bytes]) -> None:
+    """Pass on a log to the standard error, and keep the end of it."""
+    for line in log:
+        said.append(line)
+        with suppress(OSError):  # nobody reads: the server must not wait
+            os.write(2, line)
+
+
 def cause_of(log: str) -> str:
     """Return the last error in vLLM's log, in its own words, and what to change."""
-    found = _ERROR.findall(log)
-    if not found:
-        return "; its log says why, start the server again"
-    cause = " ".join(found[-1].split())
-    remedy = next(text for words, text in _REMEDIES.items() if re.search(words, cause))
-    return f": {cause}; {remedy}"
-
-
-def socket_directory() -> tempfile.TemporaryDirectory[str]:
-    """Make a directory for the server's socket that other users can't enter."""
-    return tempfile.TemporaryDirectory(prefix="kvrag-front-")
+    *_, cause = ["its log says why", *_ERROR.findall(log)]
+    return f"{' '.join(cause.split())}; {_CHANGE}"
