@@ -9,7 +9,7 @@ ARGS ?=
 export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: setup demo notebooks test test-all vllm-env vllm-test lint types check bench bench-ttft bench-auto bench-facts bench-arena bench-speed bench-cpu bench-chat bench-memory bench-seams bench-shared bench-slide bench-sweep bench-store bench-ray bench-masks bench-hybrid bench-peers bench-overhead bench-gguf bench-vllm bench-scale bench-host bench-streams incumbents wheel wheels wheel-test support suites fuzz fuzz-reader gpu-check kernel-compile kernel-bugs reliability load load-check load-check-vllm docs site changelog clean
+.PHONY: setup demo notebooks test test-all vllm-env vllm-test vllm-interface lint types check bench bench-ttft bench-auto bench-facts bench-arena bench-speed bench-cpu bench-chat bench-memory bench-seams bench-shared bench-slide bench-sweep bench-store bench-ray bench-masks bench-hybrid bench-peers bench-overhead bench-gguf bench-vllm bench-scale bench-host bench-streams incumbents wheel wheels wheel-test support suites fuzz fuzz-reader gpu-check kernel-compile kernel-bugs reliability load load-check load-check-vllm docs site changelog clean
 
 # Two stamps: .demo has what the demo needs, .ready the tools and compilers of the tests, too.
 $(VENV)/.demo: pyproject.toml constraints.txt
@@ -67,6 +67,14 @@ vllm-env: $(VLLM_READY) ## Make the environment of vLLM, unless KVRAG_VLLM names
 
 vllm-test: $(VLLM_READY) ## Run the connector's tests on vLLM itself, in .venv-vllm (3.5 GB) or where KVRAG_VLLM says; MARK=: on every type of model
 	$(VLLM)/bin/python -m pytest -m "$(MARK)" tests/vllm_connector tests/front/test_front_vllm.py $(ARGS)
+
+# The pinned one, the newest minor versions, and the one that ran on a GPU.
+VLLM_VERSIONS := 0.26.0 0.31.0 0.32.0 0.33.0
+vllm-interface: setup ## Read anew what vLLM's versions have of what the connector uses, from their wheels (1.3 GB, deleted again; a minute or more)
+	folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && \
+	for version in $(VLLM_VERSIONS); do $(PIP) download --quiet --no-cache-dir --no-deps --only-binary=:all: \
+		--python-version 3.12 --platform manylinux_2_28_x86_64 --dest "$$folder" vllm==$$version || exit 1; done && \
+	$(BIN)/python tests/vllm_interface.py "$$folder"/*.whl
 
 lint: setup ## Check format and style
 	$(BIN)/ruff format --check .

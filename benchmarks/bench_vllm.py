@@ -2,6 +2,7 @@
 
     KVRAG_EVAL_MODELS=... KVRAG_EVAL_DATA=... python benchmarks/bench_vllm.py   # all parts, a quarter of an hour on two quiet cores
     python benchmarks/bench_vllm.py --only ttft,memory                          # these parts anew; the others stay as they were
+    python benchmarks/bench_vllm.py --only streams                              # between tokens, with arrivals and without: five minutes
     python benchmarks/bench_vllm.py --quick --out build/vllm                    # short prompts, few requests: does everything run?
 
 Runs in an environment that has vLLM. Two of its servers are up, both with their prefix cache on: vLLM alone, and vLLM with the connector;
@@ -100,7 +101,7 @@ class Extent:
     period_s: float
 
 
-WHOLE = Extent((Size(10, 250, 3, 10, 4), Size(12, 500, 1, 4, 1)), 2, 32, 45.0, 15.0)
+WHOLE = Extent((Size(10, 250, 3, 10, 4), Size(12, 500, 1, 4, 1)), 2, 32, 30.0, 10.0)
 QUICK = Extent((Size(10, 120, 1, 2, 1), Size(12, 120, 1, 1, 1)), 1, 8, 6.0, 3.0)
 
 
@@ -162,7 +163,12 @@ class VLLM(Server):
                 "kv_connector_module_path": "vllm_kvrag.connector",
                 "kv_role": "kv_consumer",
                 "kv_load_failure_policy": "recompute",
-                "kv_connector_extra_config": {"mode": "blend", "kv_dir": run.kv_dir, **extra},
+                "kv_connector_extra_config": {
+                    "mode": "blend",
+                    "kv_dir": run.kv_dir,
+                    **extra,
+                    **run.options,
+                },
             }
             command += ["--load-format", "kvrag", "--kv-transfer-config", json.dumps(transfer)]
         cores = os.sched_getaffinity(0)
@@ -219,6 +225,7 @@ class Run:
         self.seed: int = args.seed
         self.extent = QUICK if args.quick else WHOLE
         self.folder = folder
+        self.options: dict[str, Any] = args.connector
         self.encoder = PromptEncoder(ModelSource(self.model).load_tokenizer())
         self.prompts = {
             size.name: Prompts(self.encoder, size, self.seed) for size in self.extent.sizes
@@ -495,7 +502,7 @@ def streams(run: Run) -> dict[str, Any]:
         gaps = ", ".join(f"{name} {ms:.0f} ms" for name, ms in row["gap_ms"].items())
         print(f"streams, {mode}, {len(row['arrived'])} arrivals: {gaps}", flush=True)
     periods = {"period_s": run.extent.period_s, "window_s": run.extent.window_s}
-    return {"streams": STREAMS, **periods, "windows": rows}
+    return {"streams": STREAMS, **periods, "connector": run.options, "windows": rows}
 
 
 async def window(
@@ -602,6 +609,7 @@ def main() -> None:
     options.add_argument("--only", default=",".join(PARTS), help="parts, with commas")
     options.add_argument("--model", default="qwen2.5-coder-0.5b", help="of $KVRAG_EVAL_MODELS")
     options.add_argument("--quick", action="store_true", help="few short prompts: no measurement")
+    options.add_argument("--connector", type=json.loads, default={}, help="its options, as JSON")
     args = options.parse_args()
     chosen = args.only.split(",")
     if wrong := set(chosen) - set(PARTS):

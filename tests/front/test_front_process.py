@@ -18,7 +18,7 @@ from front_kit import until
 from typer.testing import CliRunner
 
 from kvrag.cli.app import app
-from vllm_kvrag.front.child import command_of
+from vllm_kvrag.front.child import cause_of, command_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="vLLM's processes are Linux's")
 
@@ -31,6 +31,7 @@ from starlette.routing import Route
 
 print("fake-vllm", os.getpid(), json.dumps(sys.argv[1:]), file=sys.stderr, flush=True)
 if "--fail" in sys.argv:
+    print(os.environ.get("WORDS", ""), file=sys.stderr)
     sys.exit(7)
 
 async def text(request):
@@ -180,7 +181,61 @@ def test_a_vllm_that_does_not_start_is_a_sentence(tiny_dir, kv_dir, fake_path, m
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     ran = served(tiny_dir, kv_dir, "--", "--fail")
     assert ran.exit_code == 2
-    assert "vLLM has ended (exit code 7)" in ran.output.splitlines()[-1]
+    assert "vLLM has ended (exit code 7): its log says why; correct" in ran.output.splitlines()[-1]
+
+
+def test_vllm_says_why_it_does_not_start(tiny_dir, kv_dir, fake_path):
+    words = "Traceback (most recent call last):\nValueError: No room for the KV cache."
+    with started(tiny_dir, kv_dir, fake_path, "--fail", WORDS=words) as (process, lines):
+        said = found(lines, r"vLLM has ended \(exit code 7\): No room for the KV cache; (.*)")
+        assert process.wait(30) == 2
+    assert said[1].startswith("correct what it names, and start the server again; vLLM's own")
+    assert "ValueError: No room for the KV cache.\n" in lines, "vLLM's log is passed on"
+
+
+@pytest.mark.parametrize(
+    ("log", "said"),
+    [
+        ("usage: ...\napi_server.py: error: argument --x: bad", "argument --x: bad; correct what"),
+        ("(Worker pid=2) torch.OutOfMemoryError: CUDA out of memory.", "memory; correct what"),
+        (
+            "a.b.ValidationError: 1 validation error for CacheConfig\nshare\n  Should be 1 [type=x]\n"
+            "    For further information visit ...",
+            "1 validation error for CacheConfig share Should be 1 [type=x]; correct what it names",
+        ),
+        (
+            "RuntimeError: Worker failed with error 'kv_role is 'x'; pass 'y'', please check the "
+            "stack trace above for the root cause\n  raise RuntimeError(\nRuntimeError: Engine core "
+            "initialization failed. See root cause above. Failed core proc(s): {'EngineCore': 1}\n"
+            "UserWarning: 1 leaked object\n",
+            "kv_role is 'x'; pass 'y'; correct what it names",
+        ),
+        (
+            "(Worker pid=2) ERROR 11-29 12:46:20 [a.py:3] b.ValueError: No room (1/2 GiB). Give more.\n"
+            "(Core pid=1) ERROR 11-29 12:46:20 [a.py:3] Exception: WorkerProc initialization failed "
+            "due to an exception\nException: WorkerProc initialization failed due to an exception",
+            "No room (1/2 GiB). Give more; correct what",
+        ),
+        (
+            "RuntimeError: Engine core initialization failed. Procs: {'EngineCore': -9}",
+            "-9}; correct what",
+        ),
+        ("RuntimeError: Engine core initialization failed. Procs: {}", "its log says why; correct"),
+    ],
+)
+def test_the_error_of_vllms_log_is_found(log, said):
+    assert said in cause_of(log)
+
+
+def test_vllm_goes_on_if_nobody_reads_its_log(tmp_path):
+    script = f"""
+import os
+from vllm_kvrag.front.child import Child
+os.close(2)
+child = Child([{sys.executable!r}, "-c", "import sys; sys.stderr.write('x' * 10**6)"])
+os._exit(child._process.wait(20))
+"""
+    assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 0
 
 
 @pytest.mark.parametrize(

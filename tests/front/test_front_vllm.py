@@ -21,22 +21,51 @@ has_loader = "kvrag" in entry_points(group="vllm.general_plugins").names
 pytestmark = pytest.mark.skipif(
     not (HAS_VLLM and has_loader), reason="`make vllm-test` runs this where vLLM is installed"
 )
+slow = pytest.mark.slow
 CHUNKS = make_chunks(3, words=60)
+SMALL = f"--kv-cache-memory-bytes {2**26}"
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory):
+def command(tmp_path_factory):
+    """The command of a front, which lacks the size of vLLM's cache."""
     with pytest.MonkeyPatch.context() as patch:
         # vLLM's attention on CPUs has no head dim of 16.
         wide = {"model_type": "llama", **TINY["llama"], "hidden_size": 128, "head_dim": 32}
         patch.setitem(TINY, "wide", wide)
         model = save_tiny_model(tmp_path_factory.mktemp("model"), "wide")
-    command = [sys.executable, "-m", "kvrag", "serve", str(model), "--engine", "vllm"]
-    command += ["--kv-dir", str(tmp_path_factory.mktemp("kv")), "--port", "0"]
-    command += ["--model-name", "tiny", "--dtype", "float32", "--", "--max-model-len", "1024"]
-    command += ["--enforce-eager", "--kv-cache-memory-bytes", str(2**26)]
+    made = [sys.executable, "-m", "kvrag", "serve", str(model), "--engine", "vllm"]
+    made += ["--kv-dir", str(tmp_path_factory.mktemp("kv")), "--port", "0"]
+    made += ["--model-name", "tiny", "--dtype", "float32", "--", "--max-model-len", "1024"]
+    return [*made, "--enforce-eager"]
+
+
+def begin(command):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--gpu-memory-utilization 5", "Input should be less than or equal to 1"),
+        pytest.param("--gpu-memory-utilization 1", "less than desired CPU memory", marks=slow),
+        pytest.param("--kv-cache-memory-bytes 1000", "No available memory for", marks=slow),
+        pytest.param(f"{SMALL} --kv-cache-dtype fp8", "'fp8'; leave it at", marks=slow),
+    ],
+)
+def test_an_error_of_vllms_is_told_in_its_words(command, options, said):
+    with begin([*command, *options.split()]) as process:
+        told = process.stderr.read().splitlines()[-1]
+        assert process.wait(60) == 2
+    assert told.startswith("kvrag: vLLM has ended (exit code 1): ")
+    assert said in told
+    assert "; correct what it names, and start the server again; vLLM's own options" in told
+
+
+@pytest.fixture(scope="module")
+def url(command):
+    with begin([*command, *SMALL.split()]) as process:
         where = r"before vLLM, is at: (http://[\d.:]+)/"
         address = next(m[1] for line in process.stderr if (m := re.search(where, line)))
         threading.Thread(target=process.stderr.read, daemon=True).start()

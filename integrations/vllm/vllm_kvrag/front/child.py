@@ -8,13 +8,14 @@ import importlib.util
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -53,9 +54,20 @@ OWN = {
     "--headless": "the front needs vLLM's server",
 }
 """vLLM's options that the front must know, with the remedy."""
+_ERROR = re.compile(
+    r"^(?:\(.*?\) )?(?:ERROR .*?\] )?\S*(?:Error|Exception|: error): "
+    r"(?!WorkerProc initialization|Engine core initialization failed.*\{(?:'\w+': 1)?}$)"
+    r"(?:Worker failed with error ')?"
+    r"(\d+ validation error(?s:.+?)(?=\n +For further)|.+?)\.?(?:', please check .*)?$",
+    re.MULTILINE,
+)
+"""Line by which vLLM, or a process of it, says why it ends; not one that only refers to it."""
+_CHANGE = (
+    "correct what it names, and start the server again; vLLM's own options stand behind --, as "
+    "-- --max-model-len 8192 --kv-cache-memory-bytes 1000000000"
+)
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.25
-_REPORT_S = 15.0
 END_S = 30.0
 """Seconds that vLLM gets to end."""
 
@@ -88,7 +100,7 @@ def check_installed(keys: Mapping[str, str]) -> None:
 def check_given(words: Sequence[str]) -> None:
     """Raise ``ConfigError`` if vLLM's own options hold any that the front sets or must know."""
     for word in words:
-        option = word.partition("=")[0].partition(".")[0].replace("_", "-")
+        option = re.split(r"[=.]", word)[0].replace("_", "-")
         if option in OWN:
             raise ConfigError(
                 f"{option} behind -- has no effect before vLLM; leave it out: {OWN[option]}"
@@ -106,9 +118,20 @@ def command_of(
     has_cli = any(importlib.metadata.distributions(name="vllm"))
     transfer = json.dumps({**CONNECTOR, "kv_connector_extra_config": extra})
     return [
-        *(sys.executable, "-m", *(_CLI if has_cli else _MODULE), model, *words),
-        *("--uds", uds, "--served-model-name", name, "--load-format", "kvrag"),
-        *("--enable-prompt-tokens-details", "--kv-transfer-config", transfer),
+        sys.executable,
+        "-m",
+        *(_CLI if has_cli else _MODULE),
+        model,
+        *words,
+        "--uds",
+        uds,
+        "--served-model-name",
+        name,
+        "--load-format",
+        "kvrag",
+        "--enable-prompt-tokens-details",
+        "--kv-transfer-config",
+        transfer,
     ]
 
 
@@ -130,11 +153,22 @@ class Child:
             if os.getppid() != parent:  # it died before the call
                 raise ProcessLookupError(parent)
 
-        environment = {k: v for k, v in os.environ.items() if k != "KVRAG_API_KEYS"}
+        environment = {**os.environ}
+        environment.pop("KVRAG_API_KEYS", None)
         self._is_closing = False
         self._process = subprocess.Popen(
-            list(command), preexec_fn=tie, start_new_session=True, env=environment
+            command,
+            preexec_fn=tie,
+            start_new_session=True,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,  # in one order
         )
+        self._said = deque[bytes](maxlen=1000)
+        self._copying = threading.Thread(
+            target=_copy, args=(self._process.stdout, self._said), daemon=True
+        )
+        self._copying.start()
 
     @property
     def code(self) -> int | None:
@@ -144,31 +178,22 @@ class Child:
 
     @property
     def fault(self) -> str | None:
-        """Why the server does not answer any more, if it has ended."""
+        """Why the server does not answer any more, if it has ended, and what to change."""
         if self.code is None:
             return None
-        return f"vLLM has ended (exit code {self.code}); its log says why, start the server again"
+        self._copying.join(1.0)
+        cause = cause_of(b"".join(self._said).decode(errors="replace"))
+        return f"vLLM has ended (exit code {self.code}): {cause}"
 
     def wait(self, client: httpx.Client) -> None:
-        """Wait until the server answers, and log how long it takes.
-
-        Raises ``KVRagError`` if it ends before that.
-        """
-        start = last = time.monotonic()
-        while not self._answers(client):
+        """Wait until the server answers; raise ``KVRagError`` if it ends before that."""
+        while True:
+            with suppress(httpx.TransportError):
+                if client.get("/health").status_code == 200:
+                    return
             if self.fault:
                 raise KVRagError(self.fault)
-            now = time.monotonic()
-            if now - last >= _REPORT_S:
-                last = now
-                logger.info("vLLM loads the model (%.0f s)", now - start)
             time.sleep(_POLL_S)
-        logger.info("vLLM is ready after %.0f s", time.monotonic() - start)
-
-    def _answers(self, client: httpx.Client) -> bool:
-        with suppress(httpx.TransportError):
-            return client.get("/health").status_code == 200
-        return False
 
     def watch(self, ended: Callable[[], None]) -> None:
         """Call a function when the server ends by itself."""
@@ -193,6 +218,15 @@ class Child:
         self._process.wait()
 
 
-def socket_directory() -> tempfile.TemporaryDirectory[str]:
-    """Make a directory for the server's socket that other users can't enter."""
-    return tempfile.TemporaryDirectory(prefix="kvrag-front-")
+def _copy(log: Iterable[bytes], said: deque[bytes]) -> None:
+    """Pass on a log to the standard error, and keep the end of it."""
+    for line in log:
+        said.append(line)
+        with suppress(OSError):  # nobody reads: the server must not wait
+            os.write(2, line)
+
+
+def cause_of(log: str) -> str:
+    """Return the last error in vLLM's log, in its own words, and what to change."""
+    *_, cause = ["its log says why", *_ERROR.findall(log)]
+    return f"{' '.join(cause.split())}; {_CHANGE}"

@@ -8,17 +8,18 @@ import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
 from fastapi import FastAPI
 
-from kvrag import ConfigError, Library, StoreConfig
+from kvrag import ConfigError, Library
 from kvrag.adapters import Address, ModelSource, StorePlanner, check_context
 from kvrag_server.config import ServerConfig
 from kvrag_server.service import served_name
 from vllm_kvrag.front.app import create_front
-from vllm_kvrag.front.child import Child, check_given, check_installed, command_of, socket_directory
+from vllm_kvrag.front.child import Child, check_given, check_installed, command_of
 from vllm_kvrag.front.upstream import Upstream
 
 
@@ -53,9 +54,13 @@ def started(
     source = ModelSource(options["model"], device="cpu")
     source.check()
     check_context(options.get("context"))
-    own = {name: options[name] for name in ("namespace", "store_config") if name in options}
-    library = Library(options["kv_dir"], **own)
-    with closing(library), socket_directory() as folder:
+    library = Library(
+        options["kv_dir"],
+        namespace=options.get("namespace", "default"),
+        store_config=options["store_config"],
+    )
+    # Other users can't enter the socket's directory.
+    with closing(library), TemporaryDirectory(prefix="kvrag-front-") as folder:
         planner = StorePlanner(
             library,
             source,
@@ -98,20 +103,15 @@ def _of_connector(
 
     With API keys, requests that name no namespace, which the front does not know, find nothing.
     """
-    store = {
-        name: value
-        for name, value in asdict(library.store_config).items()
-        if value != asdict(StoreConfig())[name]
-    }
+    repair = options.get("repair")
     own: dict[str, Any] = {
         "mode": "blend",
         "kv_dir": library.kv_dir and str(library.kv_dir),
         "namespace": f"{library.namespace}/" if config.api_keys else library.namespace,
         "prefix": planner.prefix,
-        "store_config": store,
+        "store_config": asdict(library.store_config),
+        "repair": repair and asdict(repair),
     }
-    if options.get("repair") is not None:
-        own["repair"] = asdict(options["repair"])
     if "context" in options:
         own["context"] = options["context"]
     return own
@@ -119,8 +119,10 @@ def _of_connector(
 
 def _of_vllm(options: Mapping[str, Any]) -> list[str]:
     """Return the options of vLLM that kvrag has, too."""
-    own = ["--dtype", str(options.get("dtype", "auto"))]
-    variables = options.get("chat_template_kwargs")
-    if variables:
-        own += ["--default-chat-template-kwargs", json.dumps(variables)]
-    return own
+    variables = json.dumps(options.get("chat_template_kwargs") or {})
+    return [
+        "--dtype",
+        str(options.get("dtype", "auto")),
+        "--default-chat-template-kwargs",
+        variables,
+    ]
