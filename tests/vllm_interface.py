@@ -70,10 +70,6 @@ WORDS = {
         "no_compile_layers": "no_compile_layers",
         "do_kv_cache_update": "do_kv_cache_update",
     },
-    "vllm.model_executor.layers.linear": {
-        "_cpu_skip_gemm_dispatch": "_cpu_skip_gemm_dispatch",
-        "cpu_linear": "cpu_linear",
-    },
     "vllm.plugins": {"vllm.general_plugins": "def register()"},
     "vllm.renderers.online_renderer": {'kv.pop("prompt_token_ids"': '"prompt_token_ids"'},
 }
