@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,8 +19,21 @@ from kvrag.errors import StoreError
 from kvrag.model.lock import Clock
 from kvrag.model.rows import KVBuffer, Pair, Rows
 from kvrag.prompt.plan import Plan
+from kvrag.store.memory import Loaded
+from kvrag.types import ChunkIdentity, Hole
 
 Write = Callable[[Iterable[Pair]], None]
+
+
+class Chunks:
+    """Chunks that were read for a prompt, in the place of the store."""
+
+    def __init__(self, chunks: Mapping[ChunkIdentity, Loaded]) -> None:
+        self._chunks = chunks
+
+    def get_many(self, identities: Sequence[ChunkIdentity], **_: object) -> list[Loaded]:
+        """Return chunks, as :meth:`kvrag.store.TieredStore.get_many`."""
+        return [self._chunks[each] for each in identities]
 
 
 class Blending:
@@ -32,6 +45,7 @@ class Blending:
     def __init__(self, engine: KVRagEngine) -> None:
         self.engine = engine
         self.lm = engine.loaded.reusable
+        self._fingerprint = engine.loaded.fingerprint  # what others plan by
         self.lm.records = False  # the device's memory is the other engine's: no pool
         # Measured once: beside the other engine's steps, a prompt's own times say little.
         self._costs = CostModel(engine.loaded)
@@ -39,7 +53,7 @@ class Blending:
     def facts(self, only_exact: str | None = None) -> ModelFacts:
         """Describe the model; measures its costs, unless it serves exact beginnings alone."""
         return ModelFacts(
-            self.engine.loaded.fingerprint,
+            self._fingerprint,
             None,
             self.engine.repair,
             IN_ROWS if only_exact else self._costs.known(),
@@ -55,23 +69,31 @@ class Blending:
         rows = Rows.span(0, count)
         return self.lm.forward(ids, rows, self.lm.buffer(count), logits=count)[0][0]
 
-    def read_ahead(self, plan: Plan) -> None:
-        """Read a prompt's chunks into memory, as long as the store may take."""
-        timeout_s = self.engine.store_config.load_timeout_s
-        self.engine.store.prefetch(plan.identities).wait(timeout_s)
+    def read(self, plan: Plan) -> Any:
+        """Read a prompt's chunks, as long as the store may take; needs no turn of the model.
 
-    def repair(self, plan: Plan, repair: RepairConfig, write: Write) -> dict[str, Any]:
+        Raises ``StoreError`` if none can be read, or the model's weights have changed.
+        """
+        if self.engine.loaded.fingerprint != self._fingerprint:
+            raise StoreError("the model's weights have changed since the start")
+        timeout_s = self.engine.store_config.load_timeout_s
+        found = self.engine.store.get_many(plan.identities, timeout_s=timeout_s)
+        if all(isinstance(each, Hole) for each in found):
+            raise StoreError("its stored KV is gone, or could not be read in time")
+        return Chunks(dict(zip(plan.identities, found, strict=True)))
+
+    def repair(self, plan: Plan, repair: RepairConfig, write: Write, chunks: Any) -> dict[str, Any]:
         """Stitch and repair a prompt; return the fields of :class:`~kvrag.types.Accounting`."""
         clock = Clock()
         done = prefill(
             self.lm,
-            self.engine.store,
+            chunks,
             self._own(plan),
             mode="stitch",
             config=repair,
             costs=self._costs,
             max_new_tokens=1,
-            load_timeout_s=self.engine.store_config.load_timeout_s,
+            load_timeout_s=0.0,
             clock=clock,
         )
         assert done.buffer is not None
@@ -82,15 +104,14 @@ class Blending:
         finally:
             done.release()
 
-    def load(self, plan: Plan, stop: int, write: Write) -> dict[str, Any]:
+    def load(self, plan: Plan, stop: int, write: Write, chunks: Any) -> dict[str, Any]:
         """Load the first ``stop`` rows, which equal a full prefill's; return the accounting.
 
         Raises ``StoreError`` if some are gone.
         """
         clock = Clock()
-        timeout_s = self.engine.store_config.load_timeout_s
         layout, reason, kvs, _ = read(
-            self.lm, self.engine.store, self._own(plan), "prefix", None, timeout_s, clock, None
+            self.lm, chunks, self._own(plan), "prefix", None, 0.0, clock, None
         )
         if not layout.reused or layout.reused[-1].stop < stop:
             raise StoreError(reason or "stored KV is gone")

@@ -95,8 +95,8 @@ class EngineLM(CausalLM):
         """
         if regime_limit(self.config) is not None:
             raise UnsupportedModelError("its angles change with the prompt's length")
-        window = min(self.context_window, self._longest)
-        positions = torch.tensor(sample_positions(window), device=self.device)
+        self.context_window = self.reuse_window = min(self.context_window, self._longest)
+        positions = torch.tensor(sample_positions(self.context_window), device=self.device)
         states = torch.tensor(STATES[: len(positions)], device=self.device)
         seen = _Watch(positions)
         self.compute(states[None] + 1, seen, 0)
@@ -189,6 +189,7 @@ def load_made(
         like: Any = auto_class(config).from_config(config, dtype=lm.dtype)
     tokenizer = source.load_tokenizer()
     weights = (origin_of(source, like) if is_stored else None) or weights_digest(held)
+    lm.model.held = held  # a change of its weights is noticed
     identity = LiveIdentity(lm.model, describe(like, tokenizer, weights))
     keep_name(identity.fingerprint, source.name)
     found = LoadedModel(lm, PromptEncoder(tokenizer, lm), identity)

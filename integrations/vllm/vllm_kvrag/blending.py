@@ -73,9 +73,11 @@ class Blender:
         self._write_slots = write
         self._block_size = block_size
         self._lock = blending.lm.lock
-        self._num_running = 0
+        self._running = set[str]()
+        self._abandoned = set[str]()
+        self._is_closing = False
         self._came = threading.Event()
-        self._read = queue.SimpleQueue[Job]()
+        self._read = queue.SimpleQueue[tuple[Job, Any]]()
         self._done = queue.SimpleQueue[tuple[Job, Said | None]]()
         self._queues = [queue.SimpleQueue[Job | None]() for _ in range(2)]
         cores = _cores()
@@ -97,7 +99,7 @@ class Blender:
 
     def submit(self, job: Job) -> None:
         """Queue a job."""
-        self._num_running += 1
+        self._running.add(job.request_id)
         self._queues[job.precompute is not None].put(job)
 
     def rest(self, wait_s: float) -> None:
@@ -107,7 +109,7 @@ class Blender:
         """
         self._lock.release()
         try:
-            if wait_s and self._num_running and self._read.empty():
+            if wait_s and self._running and self._read.empty():
                 self._came.wait(wait_s)
             self._came.clear()
         finally:
@@ -116,26 +118,30 @@ class Blender:
     def blend(self) -> None:
         """Blend the first prompt whose chunks are read, if there is one."""
         with suppress(queue.Empty):
-            job = self._read.get_nowait()
-            said = None
-            try:
-                said = self._blend(job)
-            except Exception as error:  # a failure costs time, never the answer
-                words = "a prompt could not be blended (%s: %.200s); vLLM computes it"
-                logger.warning(words, type(error).__name__, error)
-            self._done.put((job, said))
+            job, chunks = self._read.get_nowait()
+            self._do(job, partial(self._blend, chunks))
 
     def ended(self) -> list[tuple[Job, Said | None]]:
         """Return the jobs that have ended, with what to say; ``None`` if a job failed."""
         found = []
         with suppress(queue.Empty):
             while True:
-                found.append(self._done.get_nowait())
-                self._num_running -= 1
+                job, said = self._done.get_nowait()
+                found.append((job, said))
+                self._running.discard(job.request_id)
+                self._abandoned.discard(job.request_id)
         return found
 
+    def abandon(self, requests: Iterable[str]) -> None:
+        """Fail the jobs of requests that have ended, unless they are under way."""
+        self._abandoned |= self._running.intersection(requests)
+
     def close(self) -> None:
-        """End the threads after their present jobs; wait for these at most ``CLOSE_WAIT_S``."""
+        """End the threads after their present jobs; wait for these at most ``CLOSE_WAIT_S``.
+
+        Jobs that wait fail.
+        """
+        self._is_closing = True
         self._lock.release()
         for jobs in self._queues:
             jobs.put(None)
@@ -145,7 +151,7 @@ class Blender:
     def _run(
         self,
         jobs: queue.SimpleQueue[Job | None],
-        work: Callable[[Job], None],
+        work: Callable[[Job], Said | None],
         cores: set[int],
         num_threads: int,
         stream: torch.cuda.Stream | None,
@@ -154,20 +160,30 @@ class Blender:
         _use_cores(cores, num_threads)
         while (job := jobs.get()) is not None:
             with torch.cuda.stream(stream) if stream else nullcontext():
-                work(job)
+                self._do(job, work)
             self._came.set()
 
+    def _do(self, job: Job, work: Callable[[Job], Said | None]) -> None:
+        """Work on a job; it has ended if that says something, or fails."""
+        said = None
+        try:
+            is_needed = not self._is_closing and job.request_id not in self._abandoned
+            if is_needed and (said := work(job)) is None:
+                return  # it has only been read
+        except Exception as error:  # a failure costs time, never the answer
+            words = "a prompt could not be blended (%s: %.200s); vLLM computes it"
+            logger.warning(words, type(error).__name__, error)
+        self._done.put((job, said))
+
     def _read_ahead(self, job: Job) -> None:
-        with suppress(Exception):  # the blend reads what is missing, or says why it can't
-            self._blending.read_ahead(job.plan)
-        self._read.put(job)
+        self._read.put((job, self._blending.read(job.plan)))
 
     @torch.inference_mode()
-    def _blend(self, job: Job) -> Said:
+    def _blend(self, chunks: Any, job: Job) -> Said:
         write = partial(self._write, job)
         if job.repair is None:
-            return self._blending.load(job.plan, job.stop, write)
-        done = self._blending.repair(job.plan, job.repair, write)
+            return self._blending.load(job.plan, job.stop, write, chunks)
+        done = self._blending.repair(job.plan, job.repair, write, chunks)
         return said_of(done, job.repair) | _counts_behind(done["sources"], job.num_exact)
 
     def _write(self, job: Job, layers: Iterable[Sequence[torch.Tensor]]) -> None:
@@ -178,10 +194,8 @@ class Blender:
             own = [x[0, :, rows].transpose(0, 1).contiguous() for x in pair]
             self._write_slots(index, *own, slots)
 
-    def _precompute(self, job: Job) -> None:
-        self._done.put((job, self._precomputed({"show_progress": False, **(job.precompute or {})})))
-
-    def _precomputed(self, given: dict[str, Any]) -> Said:
+    def _precompute(self, job: Job) -> Said:
+        given = {"show_progress": False, **(job.precompute or {})}
         try:
             report = self.engine.precompute(**given)
         except KVRagError as error:

@@ -125,7 +125,7 @@ class KVRagConnector(KVConnectorBase_V1):
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Return the requests whose KV is loaded."""
-        return None, self._worker.ended() or None
+        return None, self._worker.ended(finished_req_ids) or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks that could not be filled."""
@@ -173,6 +173,7 @@ def refusal(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | No
     cache = vllm_config.cache_config
     transfer = vllm_config.kv_transfer_config
     runner = vllm_config.model_config.runner_type
+    parallel = vllm_config.parallel_config
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     # With windows only, vLLM frees the blocks before the window and can't compute failed loads.
     # Latent attention is of a class below.
@@ -184,7 +185,11 @@ def refusal(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | No
             cache.cache_dtype == "auto",
             f"kv_cache_dtype is {cache.cache_dtype!r}; leave it at 'auto'",
         ),
-        (vllm_config.parallel_config.world_size == 1, "the model is split among several devices"),
+        (parallel.world_size == 1, "the model is split among several devices"),
+        (  # a forward of experts waits for those of all replicas
+            parallel.data_parallel_size == 1 or parallel.is_moe_model is False,
+            "its experts are shared among replicas (--data-parallel-size)",
+        ),
         (
             vllm_config.speculative_config is None,
             "it decodes speculatively, and a draft model has layers of its own",

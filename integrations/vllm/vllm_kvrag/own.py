@@ -59,20 +59,29 @@ class VllmLM(EngineLM):
     def load(self, source: ModelSource) -> object:
         """Identify the model as a source's; engines use it while the result is in use."""
         config = self._vllm_config.model_config
-        if config.hf_overrides:
-            raise UnsupportedModelError("its config is not that of its files (--hf-overrides)")
-        is_stored = not config.quantization or hasattr(config.hf_config, "quantization_config")
+        if config.hf_overrides or config.hf_config_path:
+            raise UnsupportedModelError(
+                "its config is not that of its files (--hf-overrides, --hf-config-path)"
+            )
+        # ``--quantization-config`` may quantise a quantised checkpoint further.
+        is_stored = not config.quantization or (
+            hasattr(config.hf_config, "quantization_config")
+            and getattr(config, "quantization_config", None) is None
+        )
         # Where vLLM runs a model of transformers, it has changed the class.
         with set_current_vllm_config(self._vllm_config):
             return load_made(source, self, self._held, is_stored=is_stored)
 
     def compute(self, ids: torch.Tensor, rows: Any, logits: int) -> torch.Tensor:
         """Compute rows of token ids ``(B, R)``; stand-ins attend over ``rows``."""
+        count = ids.numel()
+        if count > self._most and len(ids) > 1:
+            # Of experts, scratch memories are no larger; and a step shouldn't wait for more.
+            raise torch.OutOfMemoryError("a batch of more rows than a step of vLLM's")
         places = {
             name: StandIn(layer, index, rows)
             for index, (name, layer) in enumerate(self._named.items())
         }
-        count = ids.numel()
         with self._context(places, dict.fromkeys(places), rows.positions, count > self._most):
             hidden = self._forward(ids.flatten(), rows.positions)
             if not logits:
@@ -83,10 +92,14 @@ class VllmLM(EngineLM):
 
     def _forward(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return the hidden states behind the last layer, ``(N, width)``."""
-        if self._vllm_config.model_config.uses_mrope:  # text has the same position on all axes
+        config = self._vllm_config.model_config
+        if config.uses_mrope:  # text has the same position on all axes
             positions = positions.expand(3, -1)
-        # Compiled code takes the dtype of vLLM's own steps without a check.
-        hidden: torch.Tensor = self._held(input_ids=ids.int(), positions=positions)
+        # Compiled code takes what vLLM's own steps give it, and the dtype, without a check.
+        given: dict[str, Any] = {"input_ids": ids.int()}
+        if config.is_multimodal_model:
+            given = {"input_ids": None, "inputs_embeds": self._held.embed_input_ids(ids.int())}
+        hidden: torch.Tensor = self._held(positions=positions, **given)
         return hidden
 
     @contextmanager
@@ -183,9 +196,11 @@ class StandIn:
         self._rows.write(self._index, keys, values)
 
     def forward(
-        self, _: Any, query: torch.Tensor, *__: object, output: torch.Tensor, **___: object
+        self, _: Any, query: torch.Tensor, *__: object, output: torch.Tensor, **more: object
     ) -> torch.Tensor:
         """Attend over the rows."""
+        if any(each is not None for each in more.values()):
+            raise UnsupportedModelError(f"its attention rounds its output ({', '.join(more)})")
         impl = self.layer.impl
         scores = {
             "scale": impl.scale,

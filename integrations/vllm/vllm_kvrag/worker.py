@@ -98,9 +98,12 @@ class WorkerSide:
         self._blender.rest(IDLE_WAIT_S if is_idle else 0.0)
         self._blender.blend()
 
-    def ended(self) -> set[str]:
-        """Return the requests whose jobs have ended."""
-        ended = self._blender.ended() if self._blender is not None else []
+    def ended(self, finished: set[str]) -> set[str]:
+        """Return the requests whose jobs have ended; those of finished requests are left out."""
+        if self._blender is None:
+            return set()
+        self._blender.abandon(finished)
+        ended = self._blender.ended()
         for job, said in ended:
             self._ended[job.request_id] = said
             if said is None:
