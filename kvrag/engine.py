@@ -445,7 +445,8 @@ class KVRagEngine(Library):
         space = self.space_of(asked.namespace)
         loaded = self.loaded
         loaded.reusable  # noqa: B018 - raises before anything is deleted or stored
-        self._gate.admit(loaded)
+        if self._gate.kv_dtype != "auto":
+            self._gate.admit(loaded)
         text = self.text_of(asked.prefix)
         self._prefix_texts.setdefault(space, {})[text] = None
         documents.replace(self.store, space, items, self.erasing, is_announced=asked.announced)

@@ -372,9 +372,17 @@ def measured(lm: CausalLM) -> Costs:
         with scratch(lm, stop) as kv:
             return _best_ms(lambda: lm.forward(ids, Rows.span(before, stop), kv)[0])
 
-    times = _until_slow(taken, lm.reuse_window // 2)
+    times = dict[int, float]()
+    for rows in SIZES:
+        if rows * 2 > lm.reuse_window:
+            break
+        times[rows] = ms = taken(rows)
+        # As long as rows take no time of their own, a slow model's forwards tell nothing of them.
+        least = min(times.values())
+        if ms > min(4 * least, max(ENOUGH_MS, 1.5 * least)):
+            break
     sizes = tuple(times)
-    most = sizes[-1]
+    most = max(times)
     # Behind many keys, the same rows tell what a pair costs.
     before = min(64 * most, 8192, lm.reuse_window - most)
     pair = max(0.0, taken(most, before) - times[most]) / (most * before)
@@ -388,20 +396,6 @@ def measured(lm: CausalLM) -> Costs:
         "request": max(0.0, own[0] - row * SIZES[0]),
     }
     return Costs((sizes, own), row, pair, each)
-
-
-def _until_slow(taken: Callable[[int], float], most: int) -> dict[int, float]:
-    """Time forwards of more and more rows, at most ``most``; return milliseconds by rows."""
-    times = dict[int, float]()
-    for rows in SIZES:
-        if rows > most:
-            break
-        times[rows] = ms = taken(rows)
-        # As long as rows take no time of their own, a slow model's forwards tell nothing of them.
-        least = min(times.values())
-        if ms > min(4 * least, max(ENOUGH_MS, 1.5 * least)):
-            break
-    return times
 
 
 def _stitch_ms(device: torch.device) -> float:
