@@ -67,7 +67,7 @@ def parses(monkeypatch) -> list[weakref.ref]:
 
 def started(file: Path, **options) -> KVRagEngine:
     """An engine of a start of its own: nothing is shared with other engines of this process."""
-    kvrag.model.load._loaded.clear()
+    kvrag.model.load.LOADED.clear()
     engine = KVRagEngine.from_pretrained(file, **options)
     assert engine.loaded.encoder
     return engine
@@ -147,7 +147,7 @@ def test_loads_at_once_share_nothing(file, tmp_path, parses):
 def test_estimate_parses_once_whatever_it_reads(file, tmp_path, parses, monkeypatch):
     (tmp_path / "text.md").write_text(CHUNK)
     options = ["--corpus", str(tmp_path / "text.md"), "--kv-dir", str(tmp_path / "kv")]
-    kvrag.model.load._loaded.clear()
+    kvrag.model.load.LOADED.clear()
     done = CliRunner().invoke(app, ["estimate", str(file), *options])
     assert done.exit_code == 0, done.output
     assert len(parses) == 1

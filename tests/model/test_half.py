@@ -22,7 +22,7 @@ def asked(monkeypatch):
     if torch.backends.quantized.engine not in ("x86", "fbgemm"):
         pytest.skip("torch has no FBGEMM here")
     monkeypatch.setenv(WEIGHTS_VARIABLE, "float16")
-    monkeypatch.setattr(loading, "_loaded", {})
+    monkeypatch.setattr(loading, "LOADED", {})
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +94,7 @@ def test_changes_that_would_be_lost_are_errors(asked):
 
 def test_a_models_answers_are_those_of_float32(rounded_dir, asked, monkeypatch):
     found = load(ModelSource(rounded_dir)).lm.model
-    monkeypatch.setattr(loading, "_loaded", {})
+    monkeypatch.setattr(loading, "LOADED", {})
     monkeypatch.delenv(WEIGHTS_VARIABLE)
     plain = load(ModelSource(rounded_dir)).lm.model
     ids = torch.arange(4, 60)[None]
@@ -111,9 +111,9 @@ def test_reuse_is_proven_exact_and_has_keys_of_its_own(rounded_dir, asked, monke
     assert_reuse_is_exact(engine)
     found = engine.loaded.fingerprint
     engine.close()
-    monkeypatch.setattr(loading, "_loaded", {})
+    monkeypatch.setattr(loading, "LOADED", {})
     assert load(ModelSource(rounded_dir)).fingerprint == found
-    monkeypatch.setattr(loading, "_loaded", {})
+    monkeypatch.setattr(loading, "LOADED", {})
     monkeypatch.delenv(WEIGHTS_VARIABLE)
     assert load(ModelSource(rounded_dir)).fingerprint != found
 
@@ -129,7 +129,7 @@ def test_packed_weights_are_a_part_of_the_digest_in_memory(asked):
 
 
 def test_an_unknown_type_is_refused_in_a_sentence(monkeypatch, rounded_dir):
-    monkeypatch.setattr(loading, "_loaded", {})
+    monkeypatch.setattr(loading, "LOADED", {})
     monkeypatch.setenv(WEIGHTS_VARIABLE, "int3")
     with pytest.raises(ConfigError, match="KVRAG_WEIGHTS is 'int3'; set it to float16 on x86-64"):
         load(ModelSource(rounded_dir))
