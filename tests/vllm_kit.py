@@ -163,6 +163,8 @@ def config_of(setting: Setting, **changes) -> SimpleNamespace:
         {
             "cache_dtype": "auto",
             "world_size": 1,
+            "data_parallel_size": 1,
+            "is_moe_model": True,
             "speculative_config": None,
             "kv_load_failure_policy": "recompute",
             "is_kv_consumer": True,

@@ -11,7 +11,7 @@ import torch
 from texts import make_chunks
 from transformers import AttentionInterface, AutoModelForCausalLM
 
-from kvrag import KVRagEngine, Library, RepairConfig, UnsupportedModelError
+from kvrag import KVRagEngine, Library, RepairConfig, StoreError, UnsupportedModelError
 from kvrag.adapters import Blending, EngineLM, ModelSource, StorePlanner, load_made
 from kvrag.model.load import load
 from kvrag.prompt.template import PromptEncoder
@@ -86,13 +86,13 @@ def blended(engine: KVRagEngine, source: ModelSource, store: Any) -> tuple[Any, 
     blending = Blending(engine)
     facts = blending.facts("its costs are not asked for")
     plan = planner.reuse(ids, None, facts, repair).plan
-    blending.read_ahead(plan)
+    chunks = blending.read(plan)
     rows: list[Any] = []
 
     def write(layers: Any) -> None:
         rows.extend(x[:, :, : len(ids)].clone() for pair in layers for x in pair)
 
-    done = blending.repair(plan, repair, write)
+    done = blending.repair(plan, repair, write, chunks)
     return done["sources"], [*rows, blending.logits(torch.tensor(ids))]
 
 
@@ -126,12 +126,36 @@ def test_weights_that_are_not_those_of_the_files_are_hashed(tmp_path):
     source = ModelSource(directory)
     lm = Other(directory)
     stored = load_made(source, lm, lm.held, is_stored=True)
+    seen = {stored.fingerprint}
     hashed = load_made(source, lm, lm.held, is_stored=False)
+    seen.add(hashed.fingerprint)
     assert load(source, PromptEncoder) is hashed, "the latest is used"
     with torch.no_grad():
         next(lm.held.parameters()).add_(1.0)
     other = load_made(source, lm, lm.held, is_stored=False)
-    assert len({each.fingerprint for each in (stored, hashed, other)}) == 3
+    assert len(seen | {other.fingerprint}) == 3
+
+
+def test_weights_that_change_are_noticed_and_nothing_is_blended_then(tmp_path):
+    directory = save_tiny_model(tmp_path / "model")
+    source = ModelSource(directory)
+    lm = Other(directory)
+    found = load_made(source, lm, lm.held, is_stored=True)
+    engine = KVRagEngine.from_pretrained(directory, kv_dir=tmp_path / "kv", context=None)
+    assert not engine.precompute(CHUNKS, ids=list("abc")).failed
+    before = found.fingerprint
+    blending = Blending(engine)
+    planner = StorePlanner(Library(tmp_path / "kv"), source)
+    ids = planner.encoder.live_ids(PROMPT)
+    facts = blending.facts("its costs are not asked for")
+    plan = planner.reuse(ids, None, facts, RepairConfig()).plan
+    assert blending.read(plan) is not None
+    with torch.no_grad():
+        next(lm.held.parameters()).add_(1.0)
+    assert found.fingerprint != before
+    with pytest.raises(StoreError, match="the model's weights have changed"):
+        blending.read(plan)
+    engine.close()
 
 
 def test_a_model_whose_keys_no_table_explains_is_refused(tmp_path):

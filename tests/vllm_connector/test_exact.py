@@ -165,6 +165,14 @@ def test_a_model_that_cannot_blend_gets_exact_beginnings_and_says_why(connector,
         ({"quantization": None}, True),
         ({"quantization": "int8", "hf_config": SimpleNamespace(quantization_config={})}, True),
         ({"quantization": "fp8"}, False),
+        (
+            {
+                "quantization": "int8",
+                "hf_config": SimpleNamespace(quantization_config={}),
+                "quantization_config": {"linear": {}},
+            },
+            False,
+        ),
     ],
 )
 def test_weights_are_identified_as_they_were_loaded(connector, monkeypatch, changes, is_stored):
@@ -173,10 +181,14 @@ def test_weights_are_identified_as_they_were_loaded(connector, monkeypatch, chan
     seen = {}
     monkeypatch.setattr(own, "load_made", lambda *_, **options: seen.update(options))
     monkeypatch.setattr(own, "set_current_vllm_config", lambda _: nullcontext())
-    config = SimpleNamespace(**{"hf_config": SimpleNamespace(), "hf_overrides": {}} | changes)
+    plain = {"hf_config": SimpleNamespace(), "hf_overrides": {}, "hf_config_path": None}
+    config = SimpleNamespace(**plain | changes)
     lm = SimpleNamespace(_vllm_config=SimpleNamespace(model_config=config), _held=None)
     own.VllmLM.load(lm, "source")
     assert seen == {"is_stored": is_stored}
     config.hf_overrides = {"rope_theta": 1.0}
     with pytest.raises(UnsupportedModelError, match="--hf-overrides"):
+        own.VllmLM.load(lm, "source")
+    config.hf_overrides, config.hf_config_path = {}, "elsewhere"
+    with pytest.raises(UnsupportedModelError, match="--hf-config-path"):
         own.VllmLM.load(lm, "source")
