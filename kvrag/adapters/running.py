@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
+from dataclasses import replace
 from operator import itemgetter
 from typing import Any
 
@@ -190,11 +191,14 @@ def load_made(
     tokenizer = source.load_tokenizer()
     weights = (origin_of(source, like) if is_stored else None) or weights_digest(held)
     lm.model.held = held  # a change of its weights is noticed
-    identity = LiveIdentity(lm.model, describe(like, tokenizer, weights))
+    found = describe(like, tokenizer, weights)
+    if found.quantisation:  # the engine's products round otherwise than transformers' do
+        found = replace(found, quantisation=f"{found.quantisation} by another engine")
+    identity = LiveIdentity(lm.model, found)
     keep_name(identity.fingerprint, source.name)
-    found = LoadedModel(lm, PromptEncoder(tokenizer, lm), identity)
-    LOADED[(*source.key, PromptEncoder)] = found
-    return found
+    loaded = LoadedModel(lm, PromptEncoder(tokenizer, lm), identity)
+    LOADED[(*source.key, PromptEncoder)] = loaded
+    return loaded
 
 
 def _error(rotation: Rotation, keys: torch.Tensor, positions: torch.Tensor) -> float:

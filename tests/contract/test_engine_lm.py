@@ -4,6 +4,7 @@ transformers' own model is in the place of the other engine; its attention asks 
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 
 from kvrag import KVRagEngine, Library, RepairConfig, StoreError, UnsupportedModelError
 from kvrag.adapters import Blending, EngineLM, ModelSource, StorePlanner, load_made
+from kvrag.identity.model import describe
 from kvrag.model.load import load
 from kvrag.prompt.template import PromptEncoder
 from kvrag.testing.models import save_tiny_model
@@ -134,6 +136,21 @@ def test_weights_that_are_not_those_of_the_files_are_hashed(tmp_path):
         next(lm.held.parameters()).add_(1.0)
     other = load_made(source, lm, lm.held, is_stored=False)
     assert len(seen | {other.fingerprint}) == 3
+
+
+def test_quantised_weights_have_chunks_of_their_own(tmp_path, monkeypatch):
+    """The products of two engines round quantised weights in two ways."""
+    directory = save_tiny_model(tmp_path)
+    lm = Other(directory)
+    plain = []
+
+    def quantised(*parts: Any) -> Any:
+        plain.append(replace(describe(*parts), quantisation="int8"))
+        return plain[-1]
+
+    monkeypatch.setattr("kvrag.adapters.running.describe", quantised)
+    found = load_made(ModelSource(directory), lm, lm.held, is_stored=True)
+    assert found.fingerprint != plain[0].fingerprint
 
 
 def test_weights_that_change_are_noticed_and_nothing_is_blended_then(tmp_path):
