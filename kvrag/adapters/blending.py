@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kvrag.adapters.planning import ModelFacts
@@ -16,13 +17,20 @@ from kvrag.blend.stitch import filling, stitch
 from kvrag.config import RepairConfig
 from kvrag.engine import KVRagEngine
 from kvrag.errors import StoreError
+from kvrag.identity.fingerprint import ids_digest
 from kvrag.model.lock import Clock
 from kvrag.model.rows import KVBuffer, Pair, Rows
+from kvrag.precompute.encode import encode_chunks, encode_prefix
 from kvrag.prompt.plan import Plan
 from kvrag.store.memory import Loaded
-from kvrag.types import ChunkIdentity, Hole
+from kvrag.types import ChunkIdentity, ChunkKV, Hole
 
 Write = Callable[[Iterable[Pair]], None]
+
+LOOKED_AT = 16  # chunks of which one is compared: of the same prefix and context, and not rounded
+# Largest mean difference, as a share of the mean, between KV that two engines compute. A wrong
+# scale or rotation makes most of it.
+SAME = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
 
 
 class Chunks:
@@ -68,6 +76,32 @@ class Blending:
         count = len(ids)
         rows = Rows.span(0, count)
         return self.lm.forward(ids, rows, self.lm.buffer(count), logits=count)[0][0]
+
+    def stored_difference(self) -> str | None:
+        """Return how stored KV differs from what the model computes; ``None`` if it doesn't.
+
+        Another engine may have stored it. A single chunk tells, if there is one.
+        """
+        engine = self.engine
+        head = engine.encoder.head_ids(engine.prefix_text)
+        behind = (self._fingerprint, ids_digest(head), engine.context_digest, "auto")
+        for key in sorted(engine.store.catalog.present(engine.space))[:LOOKED_AT]:
+            found = engine.store.identity(key)
+            if found is None or behind != (
+                found.model,
+                found.prefix,
+                found.context,
+                found.kv_dtype,
+            ):
+                continue
+            if (stored := engine.store.get(found)) is not None:
+                prefix, _ = encode_prefix(self.lm, head, engine.context_ids)
+                (own,) = encode_chunks(self.lm, prefix, [found.token_ids])
+                share = _difference(stored, own)
+                if share <= SAME[self.lm.dtype]:
+                    return None
+                return f"stored KV differs from what it computes, by {share:.0%} of its size"
+        return None
 
     def read(self, plan: Plan) -> Any:
         """Read a prompt's chunks, as long as the store may take; needs no turn of the model.
@@ -132,6 +166,16 @@ class Blending:
     def _own(self, plan: Plan) -> Plan:
         """Return a plan of another process with this one's encoder."""
         return replace(plan, encoder=self.engine.encoder)
+
+
+def _difference(one: ChunkKV, other: ChunkKV) -> float:
+    """Return the largest mean difference of a layer's keys or values, as a share of their mean."""
+    shares = [
+        (a.float() - b.float()).abs().mean() / b.float().abs().mean()
+        for layers in zip(one.layers, other.layers, strict=True)
+        for a, b in zip(*((each.keys.cpu(), each.values.cpu()) for each in layers), strict=True)
+    ]
+    return float(max(shares))
 
 
 def _layers(buffer: KVBuffer) -> Iterator[Pair]:

@@ -4,6 +4,7 @@ transformers' own model is in the place of the other engine; its attention asks 
 """
 
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -136,6 +137,36 @@ def test_weights_that_are_not_those_of_the_files_are_hashed(tmp_path):
         next(lm.held.parameters()).add_(1.0)
     other = load_made(source, lm, lm.held, is_stored=False)
     assert len(seen | {other.fingerprint}) == 3
+
+
+def test_stored_kv_is_compared_with_what_the_model_computes(tmp_path, monkeypatch):
+    directory = save_tiny_model(tmp_path / "model")
+    source = ModelSource(directory)
+    with closing(
+        KVRagEngine.from_pretrained(directory, kv_dir=tmp_path / "kv", prove="off")
+    ) as other:
+        assert not other.precompute(CHUNKS, ids=list("abc")).failed
+    lm = Other(directory)
+    loaded = load_made(source, lm, lm.held, is_stored=True)
+    with closing(KVRagEngine.from_pretrained(directory, kv_dir=tmp_path / "kv")) as engine:
+        assert engine.loaded is loaded
+        blending = Blending(engine)
+        assert blending.stored_difference() is None
+        compared = []
+        real = lm.forward
+
+        def counted(*args: Any, **options: Any) -> Any:
+            compared.append(args)
+            return real(*args, **options)
+
+        monkeypatch.setattr(lm, "forward", counted)
+        assert blending.stored_difference() is None
+        assert compared
+        with torch.no_grad():  # past the counts of changes, as another engine's arithmetic is
+            lm.held.base_model.layers[1].self_attn.k_proj.weight.data.mul_(1.1)
+        found = blending.stored_difference()
+        assert found is not None
+        assert "stored KV differs from what it computes" in found
 
 
 def test_quantised_weights_have_chunks_of_their_own(tmp_path, monkeypatch):

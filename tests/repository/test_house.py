@@ -62,8 +62,8 @@ ANYONE = {"__init__", "__main__"}
 """Files of ``kvrag/`` itself that hand on names of the others."""
 
 AREAS = {
-    "core": 155_900,
-    "adapters": 5_980,
+    "core": 155_860,
+    "adapters": 6_330,
     "cli": 15_100,
     "evaluate": 7_170,
     "testing": 4_295,
@@ -72,7 +72,7 @@ AREAS = {
     "ray": 5_025,
     "server": 19_445,
     "shared": 3_200,
-    "vllm": 15_030,
+    "vllm": 15_045,
 }
 """Most syntax nodes of each area. The core answers requests and stores chunks: ``kvrag/`` without the rooms that are areas."""
 DEEP_NAMES = {"langchain": 6, "llama_index": 8, "ray": 5, "server": 18, "shared": 8, "vllm": 15}

@@ -142,6 +142,22 @@ def test_a_model_that_cannot_be_taken_runs_without_reuse(
     assert (said["exactness"], said["fallback_reason"]) == ("full", hello.about.refusal)
 
 
+def test_nothing_is_loaded_where_stored_kv_is_not_what_vllm_computes(
+    connector, setting, monkeypatch
+):
+    lm = SimpleNamespace(load=lambda _: None)
+    monkeypatch.setattr("vllm_kvrag.worker.model_of", lambda _: object())
+    monkeypatch.setattr("vllm_kvrag.worker.VllmLM", lambda *_: lm)
+    monkeypatch.setattr("vllm_kvrag.worker.why_different", lambda *_: None)
+    monkeypatch.setattr("vllm_kvrag.worker.WorkerSide._engine_of", lambda *_: setting.engine)
+    monkeypatch.setattr("kvrag.adapters.blending._difference", lambda *_: 0.5)
+    hello = blend(connector, setting, role="WORKER").get_handshake_metadata()
+    assert hello.about.refusal == (
+        "stored KV differs from what it computes, by 50% of its size; precompute into another "
+        "kv_dir, by vLLM's worker"
+    )
+
+
 def test_a_model_that_cannot_blend_gets_exact_beginnings_and_says_why(connector, setting):
     reason = "its logits differ from vLLM's"
     own = scheduler_side(connector, setting, only_exact=reason)

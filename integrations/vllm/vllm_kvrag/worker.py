@@ -58,6 +58,11 @@ class WorkerSide:
         engine = self._engine_of(lm)
         blending = Blending(engine)
         facts = blending.facts(why_different(lm, self._cache, blending))
+        reason = blending.stored_difference()
+        if reason is not None:
+            raise UnsupportedModelError(
+                f"{reason}; precompute into another kv_dir, by vLLM's worker"
+            )
         self._blender = Blender(blending, lm.write, lm.block_size)
         return facts
 
